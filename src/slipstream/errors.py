@@ -6,6 +6,7 @@
     │   ├── InvalidPrompt         empty, or a token the model does not have
     │   ├── PromptTooLong         more tokens than the model length
     │   ├── RequestTooLarge       would never fit the KV cache or the queue
+    │   ├── InvalidAdapter        a LoRA adapter that cannot be loaded
     │   └── InvalidOption         an engine option that does not exist or has an unsupported value
     ├── ModelError                a model that cannot be loaded
     │   ├── ModelNotFound         no such folder, file or name
@@ -56,6 +57,10 @@ class PromptTooLong(UserError):
 
 class RequestTooLarge(UserError):
     """The request would never fit the KV cache or the queue."""
+
+
+class InvalidAdapter(UserError):
+    """A LoRA adapter is missing, broken, unsupported, or does not fit the model."""
 
 
 class InvalidOption(UserError):

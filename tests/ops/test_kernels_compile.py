@@ -147,6 +147,12 @@ def experts():
     build(moe + "gemm", "_grouped_kernel", x, EVEN=False, bias=None, **out, **tile)
     build(moe + "gemm", "_grouped_kernel", x | {"bias": HALF}, EVEN=True, **out, **tile)
 
+    lora = "slipstream.ops.lora.triton"
+    x = of(HALF, "x a b out") | of(FLOAT, "inner") | of(INT, "order tiles blocks") | {"ids": LONG, "scale": "fp32"}
+    build(lora, "_shrink_kernel", x, TOKENS=16, COLUMNS=16, INPUTS=128, DEPENDENT=True)
+    build(lora, "_gather_kernel", x, TOKENS=16, RANK=16, DEPENDENT=True)
+    build(lora, "_expand_kernel", x, ALL_RANKS=128, TOKENS=64, OUTPUTS=128, RANK=64, DEPENDENT=False)
+
 
 def recurrent():
     x = of(HALF, "x weight bias state out") | of(INT, "slots starts first_positions chunks chunk_starts save_slots")

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from slipstream.ops.lora import LoraTiles
 from slipstream.ops.recurrent_steps import RecurrentSteps
 
 
@@ -49,6 +50,8 @@ class BatchView:
     # the rest. None: all are seen.
     num_seen: torch.Tensor | None = None  # [B] int32
     host_seen: NDArray[np.int32] | None = None  # host [B], the same
+    lora: LoraTiles | None = None  # tokens with an adapter; None: no token of the step has one
+    last_lora: LoraTiles | None = None  # the same among the last tokens of all rows, if only those are returned
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +153,9 @@ class ForwardContext:
             num_tokens=np.ones(num_rows, np.int32),
             max_lengths=batch.max_lengths,
             num_single=num_rows,
+            lora=batch.last_lora,
         )
+        assert (batch.lora is None) == (batch.last_lora is None), "adapters of the last tokens were not uploaded"
         plan = self.attention.plan(alone, after=self.plan)
         context = ForwardContext(alone, self.attention, plan, self.caches, self.group_of_site)
         if with_rotary:
@@ -174,3 +179,8 @@ class LastTokens:
     def of(self, x: torch.Tensor) -> torch.Tensor:
         """The rows of x [T, ...] that belong to the last tokens."""
         return x.index_select(0, self.indices)
+
+
+def context_of(context: ForwardContext, last: LastTokens | None) -> ForwardContext:
+    """The context of layers that run for the `last` tokens, if given, else for all tokens."""
+    return context if last is None else last.context

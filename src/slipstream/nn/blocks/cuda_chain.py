@@ -39,8 +39,9 @@ class CudaChain:
         return cls(found, norm, tail_of([block.shape for block in blocks]) < len(blocks))
 
     def run(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor | None:
-        """x [T, hidden], which is overwritten, to the normed hidden states; None: the reference is faster."""
-        chain = self.choose(x)
+        """x [T, hidden], which is overwritten, to the normed hidden states; None: the reference is faster, or the step
+        has adapters."""
+        chain = self.choose(x) if context.batch.lora is None else ""
         if not chain or (chain == "library" and context.only_last and self.has_tail):
             return None
         last = None

@@ -52,9 +52,10 @@ class FusedCpu:
         return cls(found, norm)
 
     def run(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor | None:
-        """x [B, hidden] to the normed hidden states; None: the step has chunks, too many rows, or no kernels yet."""
+        """x [B, hidden] to the normed hidden states; None: the step has chunks, adapters or too many rows, or there are
+        no kernels yet."""
         plan = context.plan
-        if type(plan) is not SdpaPlan or not plan.is_decode or not native.serves(x):
+        if context.batch.lora is not None or type(plan) is not SdpaPlan or not plan.is_decode or not native.serves(x):
             return None
         if self._weights is None:
             self._weights = _collect(self.pairs, context)

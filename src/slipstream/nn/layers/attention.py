@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from slipstream.nn.context import ForwardContext, LastTokens
+from slipstream.nn.context import ForwardContext, LastTokens, context_of
 from slipstream.nn.layers.interleaved_linear import InterleavedLinear, StoredRows
 from slipstream.nn.layers.layer import Layer, Layout
 from slipstream.nn.layers.linear import Linear
@@ -58,7 +58,8 @@ class Attention(Layer):
     ) -> torch.Tensor:
         """x [T, hidden] to [T, hidden], or to [B, hidden] of the `last` tokens; bias as in
         `AttentionBackend.bidirectional`."""
-        projected: torch.Tensor = self.output(self.mix(self.qkv(x, context), context, last, bias), context)
+        mixed = self.mix(self.qkv(x, context), context, last, bias)
+        projected: torch.Tensor = self.output(mixed, context_of(context, last))
         return projected
 
     def after_norm(
@@ -72,7 +73,7 @@ class Attention(Layer):
         """As `Body.after_norm`."""
         qkv, total = self.qkv.after_norm(norm, x, residual, context)
         mixed = self.mix(qkv, context, last)
-        return self.output(mixed, context), total if last is None else last.of(total)
+        return self.output(mixed, context_of(context, last)), total if last is None else last.of(total)
 
     def products(self) -> Products:
         head_norm = self.norm if isinstance(self.norm, PerHeadNorm) else None

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from slipstream.nn.context import ForwardContext, LastTokens
+from slipstream.nn.context import ForwardContext, LastTokens, context_of
 from slipstream.nn.layers.layer import Layer
 from slipstream.nn.layers.linear import Linear
 from slipstream.nn.layers.norm import Norm
@@ -33,7 +33,8 @@ class ConvMixer(Layer):
 
     def forward(self, x: torch.Tensor, context: ForwardContext, last: LastTokens | None = None) -> torch.Tensor:
         """x [T, hidden] to [T, hidden], or to [B, hidden] of the `last` tokens."""
-        projected: torch.Tensor = self.output(self.mix(self.input(x, context), context, last), context)
+        mixed = self.mix(self.input(x, context), context, last)
+        projected: torch.Tensor = self.output(mixed, context_of(context, last))
         return projected
 
     def after_norm(
@@ -47,7 +48,7 @@ class ConvMixer(Layer):
         """As `Body.after_norm`."""
         projected, total = self.input.after_norm(norm, x, residual, context)
         mixed = self.mix(projected, context, last)
-        return self.output(mixed, context), total if last is None else last.of(total)
+        return self.output(mixed, context_of(context, last)), total if last is None else last.of(total)
 
     def products(self) -> Products:
         return Products(self.shape, self.input, self.output, mix=self.mix)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from slipstream.nn.context import ForwardContext, LastTokens
+from slipstream.nn.context import ForwardContext, LastTokens, context_of
 from slipstream.nn.layers.conv_mixer import ConvMixer
 from slipstream.nn.layers.interleaved_linear import InterleavedLinear, StoredRows
 from slipstream.nn.layers.layer import Layout
@@ -51,12 +51,12 @@ class DeltaNet(ConvMixer):
         last: LastTokens | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `Body.after_norm`."""
-        rows = self._weight_rows() if takes_two_streams(x) else None
+        rows = self._weight_rows() if takes_two_streams(x) and context.batch.lora is None else None
         if rows is None:
             return super().after_norm(norm, x, residual, context, last)
         normed, total = norm(x, residual)
         mixed = self._mix(*project_on_two_streams(normed, *rows), context, last)
-        return self.output(mixed, context), total if last is None else last.of(total)
+        return self.output(mixed, context_of(context, last)), total if last is None else last.of(total)
 
     def _weight_rows(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """The weights of q, k, v and z, and those of b and a; None if the format has no rows to take apart."""

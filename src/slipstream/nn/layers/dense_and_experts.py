@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from slipstream.nn.context import ForwardContext, LastTokens
+from slipstream.nn.context import ForwardContext, LastTokens, context_of
 from slipstream.nn.layers.experts import Experts
 from slipstream.nn.layers.layer import Layer, Layout
 from slipstream.nn.layers.mlp import Mlp, of_last
@@ -45,6 +45,7 @@ class DenseAndExperts(Layer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `Body.after_norm`."""
         normed, total = norm(*of_last(x, residual, last))
+        context = context_of(context, last)
         dense, _ = self.dense_out_norm(self.dense(normed, context))
         logits = self.routed.router(self.router_norm(total)[0], context) * self.router_scale
         ids, weights, has_padding = self.routed.choose(logits, context)

@@ -8,9 +8,12 @@ import torch
 
 from slipstream.nn.layers.layer import Layer
 from slipstream.nn.weight_format import WeightFormat, WeightTarget
+from slipstream.ops.lora import LoraTiles, LoraWeights, add_lora_embedding
 
 
 class Embedding(Layer):
+    lora: LoraWeights | None = None  # adapters of the lookup, by slot; None: it has none
+
     def __init__(self, num_tokens: int, size: int, format: WeightFormat) -> None:
         super().__init__()
         self.num_tokens = num_tokens
@@ -18,6 +21,10 @@ class Embedding(Layer):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return self.weight.lookup(ids)
+
+    def adapt(self, x: torch.Tensor, ids: torch.Tensor, tiles: LoraTiles | None, scale: float = 1.0) -> torch.Tensor:
+        """Add what adapters change to looked up vectors x [T, size], which were multiplied by `scale`; in place."""
+        return x if tiles is None or self.lora is None else add_lora_embedding(x, ids, self.lora, tiles, scale)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The projection to tokens of a model with tied embeddings: the product with the same tensor."""

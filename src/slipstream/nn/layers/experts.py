@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from slipstream.nn.context import ForwardContext, LastTokens
+from slipstream.nn.context import ForwardContext, LastTokens, context_of
 from slipstream.nn.layers.layer import Layer, Layout
 from slipstream.nn.layers.linear import Linear
 from slipstream.nn.layers.mlp import Mlp, PlainMlp, of_last
@@ -78,7 +78,7 @@ class Experts(Layer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `Body.after_norm`."""
         normed, total = norm(*of_last(x, residual, last))
-        return self(normed, context), total
+        return self(normed, context_of(context, last)), total
 
     def products(self) -> None:
         return None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from slipstream.nn.context import ForwardContext, LastTokens
+from slipstream.nn.context import ForwardContext, LastTokens, context_of
 from slipstream.nn.layers.activations import find_activation
 from slipstream.nn.layers.embedding import Embedding
 from slipstream.nn.layers.layer import Layer, Layout
@@ -75,7 +75,7 @@ class LayerInput(Layer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `Body.after_norm`."""
         normed, total = norm(*of_last(x, residual, last))
-        return self(normed, context if last is None else last.context), total
+        return self(normed, context_of(context, last)), total
 
     def products(self) -> None:
         return None

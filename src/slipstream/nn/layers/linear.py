@@ -1,7 +1,6 @@
 """Linear: one product, whose parts the checkpoint may store as separate tensors.
 
-Every form of the product takes the step's context. Whatever changes a product per token or per device (adapters,
-shards) belongs into these methods and nowhere else.
+Every form of the product takes the step's context, which says which tokens have an adapter (`ops/lora`).
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from slipstream.nn.layers.norm import Norm, RMSNorm
 from slipstream.nn.weight_format import CheckpointTensor, WeightFormat, WeightTarget, new_parameter
 from slipstream.ops.linear import Activation
 from slipstream.ops.linear.unnormalized import Chain, Unnormalized
+from slipstream.ops.lora import LoraTiles, LoraWeights, add_lora
 
 
 class Linear(Layer):
@@ -24,6 +24,8 @@ class Linear(Layer):
 
     A single unnamed projection is `{"": size}`.
     """
+
+    lora: LoraWeights | None = None  # adapters by slot, set by `nn/models/adapter_layout.py`; None: it has none
 
     def __init__(
         self, num_inputs: int, outputs: Mapping[str, int], bias: bool, format: WeightFormat, dtype: torch.dtype
@@ -37,10 +39,18 @@ class Linear(Layer):
 
     def forward(self, x: torch.Tensor, context: ForwardContext | None = None) -> torch.Tensor:
         """x [T, inputs] to [T, outputs]. `context` is None for heads, which run outside the network."""
-        return self.weight.multiply(x, self.bias)
+        out = self.weight.multiply(x, self.bias)
+        tiles = self._tiles(context)
+        return out if tiles is None or self.lora is None else add_lora(out, x, self.lora, tiles)
+
+    def _tiles(self, context: ForwardContext | None) -> LoraTiles | None:
+        """The tokens of the step whose adapter may change this product."""
+        return None if context is None or self.lora is None else context.batch.lora
 
     def activated(self, x: torch.Tensor, activation: Activation, context: ForwardContext | None = None) -> torch.Tensor:
         """activation(product), elementwise."""
+        if self._tiles(context) is not None:
+            return activation(self.forward(x, context))
         return self.weight.multiply_activated(x, self.bias, activation)
 
     def after_norm(
@@ -52,7 +62,7 @@ class Linear(Layer):
         activation: Activation | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The product with norm(x + residual), in one pass where the weight has one; and x + residual."""
-        if isinstance(norm, RMSNorm):
+        if isinstance(norm, RMSNorm) and self._tiles(context) is None:
             return self.weight.multiply_normed(x, residual, norm.weight, norm.eps, self.bias, activation)
         normed, total = norm(x, residual)
         out = self.forward(normed, context)
@@ -70,13 +80,16 @@ class Linear(Layer):
     def add_to(
         self, residual: torch.Tensor, x: torch.Tensor, norm: RMSNorm, chain: Chain, context: ForwardContext
     ) -> Unnormalized:
-        """residual + product, in the residual's memory, on its way through the norm. Not for a product with a bias."""
+        """residual + product, in the residual's memory, on its way through the norm. Not for a product with a bias,
+        and not for steps with adapters."""
+        assert self._tiles(context) is None, "chains do not run steps with adapters"
         return self.weight.add_to(residual, x, norm.weight, norm.eps, chain)
 
     def after_unnormalized(
         self, x: Unnormalized, context: ForwardContext, activation: Activation | None = None
     ) -> torch.Tensor:
-        """The GEMM with the normed x; the norm is not applied to x yet."""
+        """The GEMM with the normed x; the norm is not applied to x yet. Not for steps with adapters."""
+        assert self._tiles(context) is None, "chains do not run steps with adapters"
         return self.weight.multiply_unnormalized(x, self.bias, activation)
 
     def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:

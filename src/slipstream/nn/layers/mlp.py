@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from slipstream.nn.context import ForwardContext, LastTokens
+from slipstream.nn.context import ForwardContext, LastTokens, context_of
 from slipstream.nn.layers.activations import find_activation, find_gated, scaled_gated, sparse_gated
 from slipstream.nn.layers.layer import Layer, Layout
 from slipstream.nn.layers.linear import Linear
@@ -49,6 +49,7 @@ class Mlp(Layer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `Body.after_norm`."""
         x, residual = of_last(x, residual, last)
+        context = context_of(context, last)
         hidden, total = self.gate_up.after_norm(norm, x, residual, context, self.activation)
         return self.down(hidden, context), total
 
@@ -83,6 +84,7 @@ class PlainMlp(Layer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `Body.after_norm`."""
         x, residual = of_last(x, residual, last)
+        context = context_of(context, last)
         hidden, total = self.up.after_norm(norm, x, residual, context, self.activation)
         return self.down(hidden, context), total
 

@@ -8,14 +8,15 @@ import torch
 
 from slipstream.cache_spec import CacheSpec, StateSpec
 from slipstream.nn.context import ForwardContext
+from slipstream.ops.lora import LoraTiles
 
 
 class CausalLM(Protocol):
     def __call__(self, context: ForwardContext) -> torch.Tensor:
         """The step's tokens to hidden states [T, hidden]; with `only_last` [B, hidden]."""
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Hidden states [S, hidden] to [S, vocabulary], in the model's dtype."""
+    def logits(self, hidden: torch.Tensor, tiles: LoraTiles | None = None) -> torch.Tensor:
+        """Hidden states [S, hidden] to [S, vocabulary], in the model's dtype. `tiles`: those with an adapter."""
 
     def cache_specs(self, page_size: int, dtype: str) -> list[CacheSpec]:
         """What the model stores between steps, by cache site."""

@@ -27,6 +27,7 @@ from slipstream.nn.models.pooling_heads import Heads
 from slipstream.nn.shapes import LayerShape, tail_of
 from slipstream.nn.weight_format import FormatOf, UnquantizedWeight, take_memory
 from slipstream.ops.embedding_lookup import lookup_embedding_and_rope
+from slipstream.ops.lora import LoraTiles, LoraWeights, add_lora
 
 
 class Decoder(nn.Module):
@@ -37,6 +38,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.shape = shape
         self.heads: Heads | None = None  # pooling heads of the checkpoint; set by `load.py`
+        self.head_lora: LoraWeights | None = None  # adapters of the projection to tokens, by slot; None: it has none
         # rounded to the weights' dtype, as in training
         self.embedding_scale = float(torch.tensor(shape.embedding_scale, dtype=dtype))
         layout = Layout(shape.hidden_size, dtype, format_of)
@@ -102,6 +104,7 @@ class Decoder(nn.Module):
         else:
             x = self.embedding(batch.ids)
             x = x if scale == 1.0 else x * scale
+        x = self.embedding.adapt(x, batch.ids, batch.lora, scale)
         rotary += tuple(rope(rope_rows if rope.switches else batch.positions) for rope in ropes)
         context = context.with_rotary(rotary)
         if self.positions is not None:
@@ -135,9 +138,12 @@ class Decoder(nn.Module):
         rows: torch.Tensor = self.embedding(ids) if self.head is None else self.head.weight.lookup(ids)
         return rows
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor, tiles: LoraTiles | None = None) -> torch.Tensor:
+        """`tiles`: the hidden states whose requests have an adapter."""
         assert not self.shape.headless, "a checkpoint without a projection to tokens generates no text"
         logits: torch.Tensor = self.embedding.logits(hidden) if self.head is None else self.head(hidden)
+        if tiles is not None and self.head_lora is not None:
+            logits = add_lora(logits, hidden, self.head_lora, tiles)
         cap, scale = self.shape.logit_cap, self.shape.logit_scale
         logits = logits if scale == 1.0 else logits * scale
         return logits if not cap else torch.tanh(logits / cap) * cap

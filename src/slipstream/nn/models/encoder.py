@@ -172,7 +172,7 @@ class Encoder(nn.Module):
         return x
 
     def _embed(self, batch: BatchView) -> torch.Tensor:
-        x: torch.Tensor = self.embedding(batch.ids)
+        x: torch.Tensor = self.embedding.adapt(self.embedding(batch.ids), batch.ids, batch.lora)
         if self.positions is not None:
             x = x + self.positions(batch.positions)
         if self.types is not None:

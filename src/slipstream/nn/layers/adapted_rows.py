@@ -1,0 +1,84 @@
+"""AdaptedRows: how the rows of adapter matrices B follow the rows of a product's weight.
+
+A product may store its outputs in another order than the checkpoint, or join tensors of the checkpoint. Its
+`weight_targets` place the rows of each tensor; here the same targets place the rows of B.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+
+from slipstream.device.sync_check import sync_allowed
+from slipstream.nn.layers.linear import Linear
+from slipstream.nn.weight_format import CheckpointTensor, WeightTarget
+
+
+class AdaptedRows:
+    """Of one product: the checkpoint's tensors that it is made of, each with an adapter of its own."""
+
+    def __init__(self, linear: Linear) -> None:
+        self._linear = linear
+        targets = dict(_targets(linear, torch.empty(linear.num_outputs, 1)))
+        self.num_rows = {name: own.shape[0] for name, own in targets.items()}  # by tensor: "q", or "" for a single one
+        self.index = {name: index for index, name in enumerate(targets)}
+        self.runs = self._runs()
+
+    def _runs(self) -> tuple[tuple[int, int, int], ...]:
+        """(first output, end, index of the tensor) of adjacent outputs of one tensor."""
+        owner = torch.empty(self._linear.num_outputs, 1)
+        for name, own in _targets(self._linear, owner):
+            own.fill(Piece(torch.full((self.num_rows[name], 1), float(self.index[name]))))
+        with sync_allowed("at start, in host memory"):
+            indices = [int(value) for value in owner.flatten().tolist()]
+        borders = [at for at in range(1, len(indices)) if indices[at] != indices[at - 1]]
+        return tuple(
+            (first, end, indices[first]) for first, end in zip([0, *borders], [*borders, len(indices)], strict=True)
+        )
+
+    def fill(self, target: torch.Tensor, name: str, rows: torch.Tensor) -> None:
+        """Write rows [rows of the tensor, rank] to their places in target [outputs, rank], on the host."""
+        dict(_targets(self._linear, target))[name].fill(Piece(rows))
+
+
+class Piece:
+    """A tensor in memory as a `CheckpointTensor`."""
+
+    blocks = None
+    kind = "F32"
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.shape, self._tensor = tuple(tensor.shape), tensor
+
+    def read(self) -> torch.Tensor:
+        return self._tensor
+
+    def write_to(self, target: torch.Tensor) -> None:
+        target.copy_(self._tensor)
+
+
+class _Rows:
+    """In place of a product's weight: rows of another matrix with as many rows."""
+
+    def __init__(self, target: torch.Tensor) -> None:
+        self._target = target
+
+    def targets(self, first_row: int, num_rows: int) -> Iterator[tuple[str, WeightTarget]]:
+        yield "weight", WeightTarget((num_rows, self._target.shape[1]), partial(self._fill, first_row))
+
+    def _fill(self, first_row: int, piece: CheckpointTensor) -> None:
+        piece.write_to(self._target[first_row : first_row + piece.shape[0]])
+
+
+def _targets(linear: Linear, target: torch.Tensor) -> Iterator[tuple[str, WeightTarget]]:
+    """The targets of a copy of the product whose weight is `target`, by the name of the tensor."""
+    shadow = copy.copy(linear)
+    shadow.__dict__["_modules"] = {}
+    shadow.__dict__["_parameters"] = {}
+    shadow.__dict__["weight"] = _Rows(target)
+    shadow.__dict__["bias"] = None
+    for name, own in shadow.weight_targets():
+        yield name.removesuffix("weight").removesuffix("."), own

@@ -1,0 +1,56 @@
+"""Sorts the tokens of a step by adapter and cuts them into tiles, on the host; and outputs of a product into blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+Ints = np.ndarray[Any, np.dtype[np.int32]]
+
+BLOCK = 128
+"""Outputs that one program of the expand kernel computes."""
+FEW_TOKENS = 512
+"""Up to this many tokens, tiles are small and the inputs of A are split over programs: such steps wait for weights."""
+
+
+def tile_size(num_tokens: int) -> int:
+    """Tokens per tile in a step of `num_tokens` tokens, padding included."""
+    return 16 if num_tokens <= FEW_TOKENS else 64
+
+
+def num_tiles(num_tokens: int, num_slots: int) -> int:
+    """Maximum number of tiles of a step: each slot may have one that is not full."""
+    return min(num_tokens, num_tokens // tile_size(num_tokens) + num_slots)
+
+
+def make_tiles(slots: Ints, counts: Ints, num_tokens: int, num_slots: int) -> tuple[Ints, Ints]:
+    """`order` and `tiles` of `LoraTiles`. `slots`: per row, the slot of its adapter, -1: none. `counts`: tokens of each
+    row, which lie row after row. `num_tokens`: of the step, padding included."""
+    size = tile_size(num_tokens)
+    tiles = np.full((num_tiles(num_tokens, num_slots), 3), -1, np.int32)
+    order = np.zeros(num_tokens, np.int32)
+    rows = np.argsort(slots, kind="stable")[np.count_nonzero(slots < 0) :]
+    if not len(rows):
+        return order, tiles
+    starts = np.cumsum(counts) - counts
+    of_rows = counts[rows]
+    ends = np.cumsum(of_rows)
+    order[: ends[-1]] = np.repeat(starts[rows] - ends + of_rows, of_rows) + np.arange(ends[-1])
+    by_token = np.repeat(slots[rows], of_rows)
+    firsts: Ints = np.flatnonzero(np.diff(by_token, prepend=-1)).astype(np.int32)
+    borders = [*firsts.tolist(), len(by_token)]
+    used = 0
+    for first, end in zip(borders[:-1], borders[1:], strict=True):
+        begins = np.arange(first, end, size)
+        own = tiles[used : used + len(begins)]
+        own[:, 0], own[:, 1], own[:, 2] = by_token[first], begins, np.minimum(begins + size, end)
+        used += len(begins)
+    return order, tiles
+
+
+def make_blocks(runs: Sequence[tuple[int, int, int]]) -> Ints:
+    """Runs of outputs cut into blocks of at most BLOCK: (first output, end, index of the matrix A)."""
+    blocks = [(at, min(at + BLOCK, end), matrix) for first, end, matrix in runs for at in range(first, end, BLOCK)]
+    return np.array(blocks, np.int32)

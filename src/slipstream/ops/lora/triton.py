@@ -1,0 +1,231 @@
+"""LoRA on CUDA: a kernel that multiplies with A (shrink) and one that multiplies with B and adds (expand).
+
+A program handles a tile of tokens that use the same adapter, so an adapter is read once per tile. In steps of few
+tokens several programs share the inputs of A; the expand kernel adds their sums in a fixed order, without atomics.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from slipstream.ops.lora.reference import LoraTiles, LoraWeights
+from slipstream.ops.lora.tiles import BLOCK, FEW_TOKENS
+from slipstream.ops.pdl import dependent, release_next, wait_for_previous
+
+_SPLIT = 512  # inputs of one program in a step of few tokens
+_INPUTS = 128  # inputs of one product
+_MAX_RANK = 64  # columns of one product
+
+
+def add_lora(out: torch.Tensor, x: torch.Tensor, weights: LoraWeights, tiles: LoraTiles) -> torch.Tensor:
+    """As the reference."""
+    num_tokens, num_inputs = x.shape
+    if not num_tokens:
+        return out
+    num_columns = weights.a.shape[1]
+    split = _SPLIT if num_tokens <= FEW_TOKENS else triton.cdiv(num_inputs, _INPUTS) * _INPUTS
+    num_splits = triton.cdiv(num_inputs, split)
+    inner = torch.empty(num_splits, num_tokens, num_columns, dtype=torch.float32, device=x.device)
+    columns = min(weights.inner_size, _MAX_RANK)
+    assert x.stride(1) == 1 and weights.a.stride(2) == 1
+    _shrink_kernel[(len(tiles.tiles), triton.cdiv(num_columns, columns), num_splits)](
+        x,
+        weights.a,
+        inner,
+        tiles.order,
+        tiles.tiles,
+        num_tokens,
+        num_inputs,
+        num_columns,
+        split,
+        x.stride(0),
+        weights.a.stride(0),
+        weights.a.stride(1),
+        TOKENS=tiles.size,
+        COLUMNS=columns,
+        INPUTS=_INPUTS,
+        num_warps=4,
+        **dependent(x.device, num_tokens),
+    )
+    return _expand(out, inner, weights, tiles)
+
+
+def add_lora_embedding(
+    out: torch.Tensor, ids: torch.Tensor, weights: LoraWeights, tiles: LoraTiles, scale: float
+) -> torch.Tensor:
+    """As the reference."""
+    num_tokens = len(ids)
+    if not num_tokens:
+        return out
+    assert weights.a.stride(2) == 1 and ids.is_contiguous()
+    inner = torch.empty(1, num_tokens, weights.inner_size, dtype=torch.float32, device=out.device)
+    _gather_kernel[(len(tiles.tiles),)](
+        ids,
+        weights.a,
+        inner,
+        tiles.order,
+        tiles.tiles,
+        scale,
+        weights.a.stride(0),
+        weights.a.stride(1),
+        TOKENS=tiles.size,
+        RANK=weights.inner_size,
+        num_warps=4,
+        **dependent(out.device, num_tokens),
+    )
+    return _expand(out, inner, weights, tiles)
+
+
+def _expand(out: torch.Tensor, inner: torch.Tensor, weights: LoraWeights, tiles: LoraTiles) -> torch.Tensor:
+    num_splits, num_tokens, num_columns = inner.shape
+    assert weights.blocks is not None and weights.b.stride(2) == 1 and out.stride(1) == 1
+    _expand_kernel[(len(tiles.tiles), len(weights.blocks))](
+        out,
+        inner,
+        weights.b,
+        weights.blocks,
+        tiles.order,
+        tiles.tiles,
+        num_tokens,
+        num_splits,
+        num_columns,
+        out.stride(0),
+        weights.b.stride(0),
+        weights.b.stride(1),
+        ALL_RANKS=weights.inner_size,
+        TOKENS=tiles.size,
+        OUTPUTS=BLOCK,
+        RANK=min(weights.inner_size, _MAX_RANK),
+        num_warps=4,
+        **dependent(out.device, num_tokens),
+    )
+    return out
+
+
+# grid: (tiles, blocks of columns of A, splits of the inputs)
+@triton.jit
+def _shrink_kernel(
+    x,
+    a,
+    inner,
+    order,
+    tiles,
+    num_tokens,
+    num_inputs,
+    num_columns,
+    split,
+    x_stride,
+    slot_stride,
+    row_stride,
+    TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    release_next(DEPENDENT)
+    wait_for_previous(DEPENDENT)
+    tile = tiles + 3 * tl.program_id(0)
+    slot = tl.load(tile)
+    if slot < 0:
+        return
+    position = tl.load(tile + 1) + tl.arange(0, TOKENS)
+    there = position < tl.load(tile + 2)
+    token = tl.load(order + position, mask=there, other=0)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < num_columns
+    k = tl.arange(0, INPUTS)
+    rows = x + token.to(tl.int64)[:, None] * x_stride
+    columns = a + slot.to(tl.int64) * slot_stride + column.to(tl.int64)[None, :] * row_stride
+    begin = tl.program_id(2) * split
+    total = tl.zeros((TOKENS, COLUMNS), tl.float32)
+    for first in range(begin, tl.minimum(begin + split, num_inputs), INPUTS):
+        own = first + k
+        left = tl.load(rows + own[None, :], mask=there[:, None] & (own < num_inputs)[None, :], other=0.0)
+        right = tl.load(columns + own[:, None], mask=(own < num_inputs)[:, None] & inside[None, :], other=0.0)
+        total = tl.dot(left, right, total, input_precision="ieee")
+    line = (tl.program_id(2) * num_tokens + position).to(tl.int64)
+    tl.store(inner + line[:, None] * num_columns + column[None, :], total, mask=there[:, None] & inside[None, :])
+
+
+# grid: (tiles,)
+@triton.jit
+def _gather_kernel(
+    ids,
+    a,
+    inner,
+    order,
+    tiles,
+    scale,
+    slot_stride,
+    row_stride,
+    TOKENS: tl.constexpr,
+    RANK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    release_next(DEPENDENT)
+    wait_for_previous(DEPENDENT)
+    tile = tiles + 3 * tl.program_id(0)
+    slot = tl.load(tile)
+    if slot < 0:
+        return
+    position = tl.load(tile + 1) + tl.arange(0, TOKENS)
+    there = position < tl.load(tile + 2)
+    token = tl.load(order + position, mask=there, other=0)
+    id = tl.load(ids + token, mask=there, other=0).to(tl.int64)
+    rank = tl.arange(0, RANK)
+    source = a + slot.to(tl.int64) * slot_stride + id[:, None] * row_stride + rank[None, :]
+    value = tl.load(source, mask=there[:, None], other=0.0).to(tl.float32) * scale
+    tl.store(inner + position.to(tl.int64)[:, None] * RANK + rank[None, :], value, mask=there[:, None])
+
+
+# grid: (tiles, blocks of outputs)
+@triton.jit
+def _expand_kernel(
+    out,
+    inner,
+    b,
+    blocks,
+    order,
+    tiles,
+    num_tokens,
+    num_splits,
+    num_columns,
+    out_stride,
+    slot_stride,
+    row_stride,
+    ALL_RANKS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    RANK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    release_next(DEPENDENT)
+    wait_for_previous(DEPENDENT)
+    tile = tiles + 3 * tl.program_id(0)
+    slot = tl.load(tile)
+    if slot < 0:
+        return
+    position = tl.load(tile + 1) + tl.arange(0, TOKENS)
+    there = position < tl.load(tile + 2)
+    token = tl.load(order + position, mask=there, other=0)
+    block = blocks + 3 * tl.program_id(1)
+    output = tl.load(block) + tl.arange(0, OUTPUTS)
+    inside = output < tl.load(block + 1)
+    matrix = tl.load(block + 2)
+    rank = tl.arange(0, RANK)
+    columns = b + slot.to(tl.int64) * slot_stride + output.to(tl.int64)[None, :] * row_stride
+    total = tl.zeros((TOKENS, OUTPUTS), tl.float32)
+    for first in range(0, ALL_RANKS, RANK):
+        source = inner + position.to(tl.int64)[:, None] * num_columns + matrix * ALL_RANKS + first + rank[None, :]
+        left = tl.zeros((TOKENS, RANK), tl.float32)
+        for _ in range(num_splits):
+            left += tl.load(source, mask=there[:, None], other=0.0)
+            source += num_tokens.to(tl.int64) * num_columns
+        right = tl.load(columns + first + rank[:, None], mask=inside[None, :], other=0.0)
+        total = tl.dot(left.to(b.dtype.element_ty), right, total, input_precision="ieee")
+    target = out + token.to(tl.int64)[:, None] * out_stride + output[None, :]
+    mask = there[:, None] & inside[None, :]
+    total += tl.load(target, mask=mask, other=0.0).to(tl.float32)
+    tl.store(target, total.to(out.dtype.element_ty), mask=mask)

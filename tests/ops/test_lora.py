@@ -1,0 +1,129 @@
+"""LoRA of single tokens: tiles made on the host, reference and kernels against a loop over tokens."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from slipstream.ops.lora import LoraTiles, LoraWeights, reference
+from slipstream.ops.lora.tiles import make_blocks, make_tiles, num_tiles, tile_size
+
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+
+# the interpreter's own use of numpy
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+def version(name):
+    if name == "reference":
+        return reference
+    pytest.importorskip("triton", reason="triton is not installed")
+    if not CUDA and os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("no GPU, and triton was imported before its interpreter could be chosen")
+    import slipstream.ops.lora.triton
+
+    return slipstream.ops.lora.triton
+
+
+def make(*shape, dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=dtype)
+
+
+def tiles_of(slots, counts, device, num_tokens=None, num_slots=4):
+    slots, counts = np.array(slots, np.int32), np.array(counts, np.int32)
+    num_tokens = int(counts.sum()) if num_tokens is None else num_tokens
+    order, tiles = make_tiles(slots, counts, num_tokens, num_slots)
+    return LoraTiles(torch.from_numpy(order).to(device), torch.from_numpy(tiles).to(device), tile_size(num_tokens))
+
+
+STEPS = [
+    ([1, -1, 0, 1, 3], [1, 1, 1, 1, 1]),
+    ([2, -1, 0, 2], [17, 3, 40, 5]),
+    ([-1, -1], [2, 1]),
+    ([3, 1], [300, 300]),  # large tiles
+]
+
+
+@pytest.mark.parametrize(("slots", "counts"), STEPS)
+def test_tiles_hold_each_token_with_an_adapter_once(slots, counts):
+    total = sum(counts)
+    order, tiles = make_tiles(np.array(slots, np.int32), np.array(counts, np.int32), total + 7, 4)
+    assert len(tiles) == num_tiles(total + 7, 4)
+    found = {}
+    for slot, first, end in tiles.tolist():
+        if slot >= 0:
+            assert 0 < end - first <= tile_size(total + 7)
+            found |= dict.fromkeys(order[first:end].tolist(), slot)
+    by_token = np.repeat(slots, counts)
+    assert found == {token: slot for token, slot in enumerate(by_token.tolist()) if slot >= 0}
+
+
+RUNS = {1: ((0, 70, 0),), 3: ((0, 130, 0), (130, 160, 1), (160, 193, 2))}
+
+
+@pytest.mark.parametrize("name", ["reference", "kernel"])
+@pytest.mark.parametrize(("slots", "counts"), STEPS[:3])
+@pytest.mark.parametrize(("rank", "num_matrices"), [(16, 3), (128, 1)])
+def test_products_are_the_definition(name, slots, counts, rank, num_matrices):
+    device = torch.device("cpu") if name == "reference" else DEVICE
+    runs, inputs, total = RUNS[num_matrices], 600, sum(counts)
+    outputs = runs[-1][1]
+    x, out = make(total, inputs), make(total, outputs)
+    a, b = make(4, num_matrices * rank, inputs) / 16, make(4, outputs, rank)
+    expected = out.double()
+    for token, slot in enumerate(np.repeat(slots, counts).tolist()):
+        if slot >= 0:
+            for first, end, matrix in runs:
+                inner = a[slot, matrix * rank : (matrix + 1) * rank].double() @ x[token].double()
+                expected[token, first:end] += b[slot, first:end].double() @ inner
+    weights = LoraWeights(a.to(device), b.to(device), runs, torch.from_numpy(make_blocks(runs)).to(device))
+    found = version(name).add_lora(out.to(device), x.to(device), weights, tiles_of(slots, counts, device))
+    torch.testing.assert_close(found.cpu().double(), expected, rtol=2e-5, atol=2e-4)
+
+
+@pytest.mark.parametrize("name", ["reference", "kernel"])
+def test_embeddings_are_the_definition(name):
+    device = torch.device("cpu") if name == "reference" else DEVICE
+    slots, counts = STEPS[1]
+    total, rank = sum(counts), 16
+    ids = torch.randint(0, 50, (total,), generator=torch.Generator().manual_seed(1))
+    out, a, b = make(total, 70), make(4, 50, rank), make(4, 70, rank)
+    expected = out.double()
+    for token, slot in enumerate(np.repeat(slots, counts).tolist()):
+        if slot >= 0:
+            expected[token] += 0.5 * (b[slot].double() @ a[slot, ids[token]].double())
+    runs = RUNS[1]
+    weights = LoraWeights(a.to(device), b.to(device), runs, torch.from_numpy(make_blocks(runs)).to(device))
+    tiles = tiles_of(slots, counts, device)
+    found = version(name).add_lora_embedding(out.to(device), ids.to(device), weights, tiles, 0.5)
+    torch.testing.assert_close(found.cpu().double(), expected, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.cuda
+def test_many_tokens_of_a_large_model_on_a_gpu():
+    from slipstream.ops.lora import add_lora
+
+    counts = [1] * 40 + [700]
+    slots = [number % 9 - 1 for number in range(41)]
+    total, rank, inputs = sum(counts), 16, 4096
+    runs = ((0, 4096, 0), (4096, 5120, 1), (5120, 6144, 2))
+    x, out = (
+        make(total, inputs).to(DEVICE, torch.bfloat16),
+        torch.zeros(total, 6144, device=DEVICE, dtype=torch.bfloat16),
+    )
+    a = (make(8, 3 * rank, inputs) / 64).to(DEVICE, torch.bfloat16)
+    b = make(8, 6144, rank).to(DEVICE, torch.bfloat16)
+    on_host = LoraWeights(a.cpu().double(), b.cpu().double(), runs)
+    expected = reference.add_lora(
+        out.cpu().double(), x.cpu().double(), on_host, tiles_of(slots, counts, "cpu", num_slots=8)
+    )
+    weights = LoraWeights(a, b, runs, torch.from_numpy(make_blocks(runs)).to(DEVICE))
+    for step in (slice(0, 40), slice(0, 41)):
+        rows = sum(counts[step])
+        tiles = tiles_of(slots[step], counts[step], DEVICE, num_slots=8)
+        found = add_lora(torch.zeros_like(out[:rows]), x[:rows].contiguous(), weights, tiles)
+        torch.testing.assert_close(found.cpu().double(), expected[:rows], rtol=2e-2, atol=5e-2)

@@ -60,7 +60,7 @@ class GrammarAdvancer:
         request.know_more(new)
         num_kept, reason, stop = check_stop(request, len(new))
         if reason is None:
-            request.session.take_all(new)
+            request.session.take(new)
             reason = FinishReason.STOP if request.session.is_complete else None
         elif num_kept < len(new):
             del request.tokens[num_kept - len(new) :]

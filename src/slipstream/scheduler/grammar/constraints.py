@@ -4,10 +4,11 @@ This file has the grammars and the masks of their next tokens; `processors` has 
 
 The plan of a step is launched before the tokens of the step before it are known. The masks come later: between the
 launch of the step's forward and its head the core commits all older steps, which advances the sessions, and then asks
-for the masks (`late`). Threads fill them while the device computes the forward.
+for the masks (`late`) and fills them while the device computes the forward: one after another, or in threads if that
+takes long. A mask usually takes a few microseconds, less than it takes to wake a thread.
 
-A session whose masks take longer than that would delay the other rows. It is slow from then on: its request is planned
-only when its last token is known and a background thread has filled its mask, so it sits out some steps.
+A session whose masks take longer than the forward would delay the other rows. It is slow from then on: its request is
+planned only when its last token is known and a background thread has filled its mask, so it sits out some steps.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 MIN_BUDGET = 0.001  # seconds for the masks of a step, however short the step is
 _MAX_THREADS = 8
+_THREADS_PAY = 0.002  # seconds for the masks of a step, one after another; if they take longer, threads fill them
 _WAIT = 0.005  # seconds; then the caller runs: other requests may have arrived
 
 
@@ -48,7 +50,7 @@ class Constraints:
         self.drawing: list[tuple[Request, int]] = []
         self._compiling: list[tuple[Sequence[Request], Future[LLMatcher]]] = []  # samples of waiting requests
         self._resting: list[Request] = []  # slow: a background thread fills their masks
-        self._finds_slow = False  # fill masks one by one and measure each
+        self._in_threads = False  # threads fill the masks of the next step
         self._end = grammars.vocab_size
         self._words = mask_words(grammars.vocab_size)
         self._max_rows = max_rows
@@ -136,28 +138,13 @@ class Constraints:
 
     def advance(self, requests: Sequence[Request]) -> None:
         """Sessions take the tokens that their requests have got since."""
-        single: list[tuple[LLMatcher, int]] = []
-        moved: list[Session] = []
         for request in requests:
             session = request.session
             assert session is not None
             new = request.tokens[session.num_taken :]
-            if not new:
-                continue
-            session.num_taken += len(new)
-            del session.forced[: len(new)]
-            moved.append(session)
-            if len(new) == 1:
-                single.append((session.matcher, new[0]))
-            else:
-                session.matcher.consume_tokens(new)
-        if single:
-            self._threads().consume_token_par(single)
-        for session in moved:
-            session.expect()
-        for request in requests:
-            session = request.session
-            if request.held and not request.pending and session is not None:
+            if new:
+                session.take(new)
+            if request.held and not request.pending:
                 if session.is_slow and not session.forced:
                     self._rest(request, session)
                 else:
@@ -206,27 +193,27 @@ class Constraints:
         return self.processors.add_to(late, self.budget) if self.processors.drawing else late
 
     def _fill(self, pending: list[tuple[Session, int]], bits: Words) -> None:
-        if self._finds_slow or len(pending) == 1:
-            self._finds_slow = False
+        start = before = time.perf_counter()
+        address, stride = bits.ctypes.data, self._words * 4
+        if self._in_threads and len(pending) > 1:
+            masks = [(session.matcher, index) for session, index in pending]
+            self._threads().unsafe_compute_mask_ptr(masks, address, stride, len(bits))
+            seconds = time.perf_counter() - start
+            # over the budget: the next masks are filled one by one, which finds the slow sessions
+            self._in_threads = _THREADS_PAY / _MAX_THREADS < seconds < self.budget
+        else:
             for session, index in pending:
-                start = time.perf_counter()
-                self._fill_one(session, bits[index])
-                session.is_slow = time.perf_counter() - start > self.budget
-            return
-        start = time.perf_counter()
-        self._threads().unsafe_compute_mask_ptr(
-            [(session.matcher, index) for session, index in pending], bits.ctypes.data, self._words * 4, len(bits)
-        )
-        self._finds_slow = time.perf_counter() - start > self.budget
-        word, bit = self._end >> 5, np.uint32(1 << (self._end & 31))
-        ends = bits[:, word] & bit
-        if ends.any():
-            for session, index in pending:
-                if ends[index]:
-                    session.allow_end(bits[index])
+                session.matcher.unsafe_compute_mask_ptr(address + index * stride, stride)
+                now = time.perf_counter()
+                session.is_slow = now - before > self.budget
+                before = now
+            self._in_threads = before - start > _THREADS_PAY
+        ends = bits[:, self._end >> 5] & np.uint32(1 << (self._end & 31))
         for session, index in pending:
             if session.matcher.is_error():
                 bits[index].fill(0)
+            elif ends[index]:
+                session.allow_end(bits[index])
 
     def _fill_one(self, session: Session, mask: Words) -> None:
         session.matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)

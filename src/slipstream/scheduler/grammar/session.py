@@ -36,19 +36,18 @@ class Session:
         """Why no token is possible; empty if the state is fine."""
         return self.matcher.get_error().replace("<non-verbose/>", "").strip()
 
-    def expect(self) -> None:
-        """Call after tokens were taken: finds the forced tokens, unless some are left from before."""
+    def take(self, tokens: list[int]) -> None:
+        """Take tokens that were drawn, or appended because they are forced, and find the forced tokens after them."""
+        self.num_taken += len(tokens)
+        if len(tokens) == 1:
+            self.matcher.consume_token(tokens[0])
+        else:
+            self.matcher.consume_tokens(tokens)
+        del self.forced[: len(tokens)]
         self.ready = self.job = None
         self.is_complete = self.matcher.is_stopped() and not self.matcher.is_error()  # an error gives an empty mask
         if not self.forced:
             self.forced = self.matcher.compute_ff_tokens()
-
-    def take_all(self, tokens: list[int]) -> None:
-        """Take tokens that were appended without being drawn."""
-        self.matcher.consume_tokens(tokens)
-        self.num_taken += len(tokens)
-        self.forced = []
-        self.expect()
 
     def write_forced(self, mask: Words) -> None:
         """Allow only the next forced token."""

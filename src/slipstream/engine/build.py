@@ -76,7 +76,8 @@ def build_core(opened: Opened, *, progress: bool = False, device: Device | None 
         engine = make_processors(
             opened.processors, config, runner.device.torch_device, is_pin_memory=runner.device.can_pin
         )
-        constraints = Constraints(grammars, config.scheduler.max_num_seqs, engine)
+        open_masks = None if runner.sampler is None else runner.sampler.open_masks
+        constraints = Constraints(grammars, config.scheduler.max_num_seqs, engine, open_masks)
     return EngineCore(config, runner, constraints)
 
 

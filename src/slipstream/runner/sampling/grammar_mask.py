@@ -31,6 +31,7 @@ class GrammarMask(Stage):
         self._bits = arena[start : start + (num_rows - 1) * self.words * 4].view(torch.int32).view(-1, self.words)
         self._has_grammar = np.zeros(num_rows, np.bool_)
         self._users: set[int] = set()
+        self._open: tuple[Upload, Ints, Ints] | None = None  # an upload with its lines and masks, not sent yet
 
     def apply(self, plan: StepPlan) -> None:
         if self._users:
@@ -62,14 +63,23 @@ class GrammarMask(Stage):
 
         return ByRow("grammar", StageWork(edit))
 
-    def send(self, late: Late) -> None:
-        """Host: copy the masks of the step whose forward was launched last."""
+    def open(self, num_masks: int) -> Ints:
+        """Host: where to write the masks of the step whose forward was launched last. `send` copies masks that are
+        elsewhere."""
         upload = self.ring.open()
         _, lines = upload.room(np.int32, (self._num_rows,))
+        _, bits = upload.room(np.int32, (num_masks, self.words))
+        self._open = upload, lines, bits
+        return bits
+
+    def send(self, late: Late) -> None:
+        """Host: copy the masks of the step whose forward was launched last."""
+        if self._open is None or self._open[2] is not late.bits:
+            self.open(len(late.rows))[:] = late.bits
+        assert self._open is not None
+        (upload, lines, _), self._open = self._open, None
         lines.fill(-1)
         lines[late.rows] = np.arange(len(late.rows), dtype=np.int32)
-        _, bits = upload.room(np.int32, (len(late.rows), self.words))
-        bits[:] = late.bits
         upload.send(self.device.copy)
         self.device.copy.flush()
         self.device.compute.wait_for(upload.sent)

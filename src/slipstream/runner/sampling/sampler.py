@@ -157,6 +157,10 @@ class Sampler:
         rows = _sampling_rows(plan)
         return any(stage.is_used_by(rows) for stage in (self._masks, self._biases, self._raw, self._scaled))
 
+    def open_masks(self, num_masks: int) -> Ints:
+        """Host: see `GrammarMask.open`."""
+        return self._masks.open(num_masks)
+
     def send(self, late: Late) -> None:
         """Host: what the step whose forward was launched last needs from the host for its draws."""
         for stage in (self._masks, self._biases, self._raw, self._scaled):

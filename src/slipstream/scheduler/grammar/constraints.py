@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
@@ -26,7 +26,7 @@ from slipstream.request import Request, Status, WaitFor
 from slipstream.scheduler.grammar.grammars import Grammars
 from slipstream.scheduler.grammar.session import Session, Words
 from slipstream.scheduler.processors.host_processors import HostProcessors
-from slipstream.step import Late
+from slipstream.step import Ints, Late
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
@@ -40,8 +40,15 @@ _WAIT = 0.005  # seconds; then the caller runs: other requests may have arrived
 
 
 class Constraints:
-    def __init__(self, grammars: Grammars, max_rows: int, engine: Sequence[LogitsProcessor] = ()) -> None:
-        """`engine`: the logits processors of all requests."""
+    def __init__(
+        self,
+        grammars: Grammars,
+        max_rows: int,
+        engine: Sequence[LogitsProcessor] = (),
+        open_masks: Callable[[int], Ints] | None = None,
+    ) -> None:
+        """`engine`: the logits processors of all requests. `open_masks`: gives an array for so many masks, which the
+        runner sends to the device without copying it first."""
         self.grammars = grammars
         self.processors = HostProcessors(grammars.vocab_size, engine, grammars.finished)
         self.num_live = 0  # requests with a grammar or processors that have not ended
@@ -53,8 +60,7 @@ class Constraints:
         self._in_threads = False  # threads fill the masks of the next step
         self._end = grammars.vocab_size
         self._words = mask_words(grammars.vocab_size)
-        self._max_rows = max_rows
-        self._bits: Words = np.zeros((0, self._words), np.uint32)
+        self._open_masks = open_masks or _MaskArray(max_rows, self._words)
         self._executor: LLExecutor | None = None
 
     @property
@@ -169,9 +175,8 @@ class Constraints:
         """Masks and edits of the newest plan's rows. All older steps are committed. The next call reuses the arrays."""
         drawing, self.drawing = self.drawing, []
         num = len(drawing)
-        if num > len(self._bits):
-            self._bits = np.zeros((min(self._max_rows, 2 * num), self._words), np.uint32)
-        bits = self._bits[:num]
+        masks = self._open_masks(num)
+        bits = masks.view(np.uint32)
         pending: list[tuple[Session, int]] = []
         for index, (request, _) in enumerate(drawing):
             session = request.session
@@ -189,7 +194,7 @@ class Constraints:
         if pending:
             self._fill(pending, bits)
         rows = np.array([row for _, row in drawing], np.int32)
-        late = Late(rows, bits.view(np.int32))
+        late = Late(rows, masks)
         return self.processors.add_to(late, self.budget) if self.processors.drawing else late
 
     def _fill(self, pending: list[tuple[Session, int]], bits: Words) -> None:
@@ -232,3 +237,16 @@ class Constraints:
     def close(self) -> None:
         self.grammars.close()
         self.processors.close()
+
+
+class _MaskArray:
+    """Memory for masks that the next call reuses."""
+
+    def __init__(self, max_rows: int, num_words: int) -> None:
+        self._max_rows = max_rows
+        self._masks: Ints = np.zeros((0, num_words), np.int32)
+
+    def __call__(self, num_masks: int) -> Ints:
+        if num_masks > len(self._masks):
+            self._masks = np.zeros((min(self._max_rows, 2 * num_masks), self._masks.shape[1]), np.int32)
+        return self._masks[:num_masks]

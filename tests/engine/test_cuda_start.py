@@ -50,8 +50,8 @@ def test_no_kernel_is_compiled_for_usual_requests(folder, monkeypatch, eager):
 def test_decodes_are_replayed_from_the_first(folder):
     with LLM(folder, **OPTIONS) as llm:
         graphs = llm.core.executor.graphs
-        bodies = [key for key, entry in graphs._captured.items() if entry is not None and key[0] == "body"]
-        assert sorted(key[1].rows for key in bodies if key[1].is_single) == graphs.row_sizes
+        forwards = [key for key, entry in graphs._captured.items() if entry is not None and key[0] == "forward"]
+        assert sorted(key[1].rows for key in forwards if key[1].is_single) == graphs.row_sizes
 
 
 @pytest.mark.parametrize("kind", ["encoder", "decoder"])
@@ -64,7 +64,7 @@ def test_a_model_that_only_pools_is_ready_too(kind, tmp_path, monkeypatch):
     with LLM(str(path), **OPTIONS) as llm:
         graphs = llm.core.executor.graphs
         captured = {key for key, entry in graphs._captured.items() if entry is not None}
-        for part in ("body", "pool"):
+        for part in ("forward", "pool"):
             assert {key[1].tokens for key in captured if key[0] == part} >= set(graphs.token_sizes)
         compiled = []
         monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda **facts: compiled.append(facts["fn"].name))

@@ -60,7 +60,7 @@ def test_padding_of_captured_steps_changes_nothing(tmp_path):
             found.append([list(result.outputs[0].token_ids) for result in results])
             captured = [key for key, entry in llm.core.executor.graphs._captured.items() if entry is not None]
     assert found[0] == found[1]
-    assert any(key[0] == "body" and key[1].rows == 4 for key in captured)
+    assert any(key[0] == "forward" and key[1].rows == 4 for key in captured)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])

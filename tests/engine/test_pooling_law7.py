@@ -239,5 +239,5 @@ def test_padding_to_a_size_that_could_be_captured_changes_nothing(encoder, folde
                     bench.core.executor.graphs.token_sizes = []  # the CPU's attention goes row by row through chunks
                 assert_same(bench.pool(PROMPTS, params), wanted)
             if model is encoder:
-                assert any(key[0] == "body" for key in keys)
+                assert any(key[0] == "forward" for key in keys)
                 assert any(key[0] == "pool" for key in keys) is (params is EMBED)

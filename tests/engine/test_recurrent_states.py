@@ -130,7 +130,7 @@ def test_replayed_steps_change_nothing(model: Model, depth: int) -> None:
             graphs.token_sizes = []  # the CPU's attention goes row by row through longer chunks
         for _ in range(3):
             check(llm, model.wanted)
-        captured = [key[1] for key, entry in graphs._captured.items() if entry is not None and key[0] == "body"]
+        captured = [key[1] for key, entry in graphs._captured.items() if entry is not None and key[0] == "forward"]
         assert any(size.is_single for size in captured)
         assert bool(llm.core.executor.store.caches) or any(not size.is_single for size in captured)
         assert device.num_replays > 50 and llm.core.scheduler.cache.num_hits > 256

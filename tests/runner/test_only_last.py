@@ -140,13 +140,13 @@ def test_padded_steps_with_chunks_give_the_same(folder, mix, depth):
             assert_same(bench.pool(PROMPTS, params), wanted)
             assert_same(bench.pool(PROMPTS[:3], params[:3]), wanted[:3])
         captured = [key for key, entry in runner.graphs._captured.items() if entry is not None]
-        kinds = {only_last for part, size, only_last, *_ in captured if part == "body" and not size.is_single}
+        kinds = {only_last for part, size, only_last, *_ in captured if part == "forward" and not size.is_single}
         assert kinds == ({True, False} if "all" in mix else {True})
         assert device.num_replays > 20
         # graphs keep lengths, and what steps of single tokens leave; all else is in the same place whatever the step
         kept = storages_of(entry[1] for entry in runner.graphs._captured.values() if entry is not None)
         shared = storages_of([runner.ring.arena, runner.graphs.hidden._memory, runner.graphs.results._memory])
-        sizes = [size for part, size, *_ in captured if part == "body"]
+        sizes = [size for part, size, *_ in captured if part == "forward"]
         numbers = sum(size.rows * (1 + size.is_single * runner.model.shape.hidden_size) for size in sizes)
         assert sum(size for place, size in kept.items() if place not in shared) == numbers * 8
 

@@ -57,7 +57,7 @@ def test_a_warmed_up_engine_gives_the_same_tokens_and_has_captured_its_steps(fol
         assert graphs.num_captured == 0  # so far everything was only run
         warm_up.capture()
         captured = {key for key, entry in graphs._captured.items() if entry is not None}
-        assert {("body", Size(n, n), False) for n in (1, 2, 4)} < captured
+        assert {("forward", Size(n, n), False) for n in (1, 2, 4)} < captured
         assert {key[1] for key in captured if key[0] == "head"} == {1, 2, 4}
         before = graphs.num_captured
         replays = device.num_replays
@@ -80,7 +80,7 @@ def test_a_warm_up_captures_steps_with_drafts(folder, wanted):
         warm_up.run_largest()
         warm_up.capture()
         captured = {key for key, entry in graphs._captured.items() if entry is not None}
-        assert {("body", Size(n, n), False) for n in (1, 2, 4, 8, 16)} <= captured
+        assert {("forward", Size(n, n), False) for n in (1, 2, 4, 8, 16)} <= captured
         heads = {(key[1], *key[4:]) for key in captured if key[0] == "head"}
         assert heads == {(n,) for n in (1, 2, 4)} | {(n, False, 3) for n in (1, 2, 4)} | {
             (n, True, 3) for n in (2, 4, 8, 16)
@@ -89,7 +89,7 @@ def test_a_warm_up_captures_steps_with_drafts(folder, wanted):
         llm.core.scheduler.drafts.length = None
         for _ in range(2):
             assert tokens(llm.generate(PROMPTS, GREEDY)) == wanted
-        assert {key for key, entry in graphs._captured.items() if entry is not None and key[0] == "body"} <= captured
+        assert {key for key, entry in graphs._captured.items() if entry is not None and key[0] == "forward"} <= captured
 
 
 def test_warm_up_steps_exceed_the_short_rope_length(tmp_path):

@@ -66,20 +66,20 @@ class Board:
         return self._read(self.count, FrontEnds) or FrontEnds(self.count, self.count)
 
     def _write(self, value: FrontStats | FrontEnds) -> None:
-        body = msgspec.msgpack.encode(value)
-        if len(body) > _SEGMENT - _HEADER:
+        payload = msgspec.msgpack.encode(value)
+        if len(payload) > _SEGMENT - _HEADER:
             return  # more routes and models than can exist
-        head = len(body).to_bytes(4, "little") + zlib.crc32(body).to_bytes(4, "little")
+        header = len(payload).to_bytes(4, "little") + zlib.crc32(payload).to_bytes(4, "little")
         start = self.own * _SEGMENT
-        self._memory[start : start + _HEADER + len(body)] = head + body
+        self._memory[start : start + _HEADER + len(payload)] = header + payload
 
     def _read(self, process: int, kind: type[T]) -> T | None:
         start = process * _SEGMENT
-        head = self._memory[start : start + _HEADER]
-        length = int.from_bytes(head[:4], "little")
+        header = self._memory[start : start + _HEADER]
+        length = int.from_bytes(header[:4], "little")
         if not 0 < length <= _SEGMENT - _HEADER:
             return None
-        body = self._memory[start + _HEADER : start + _HEADER + length]
-        if zlib.crc32(body) != int.from_bytes(head[4:], "little"):
+        payload = self._memory[start + _HEADER : start + _HEADER + length]
+        if zlib.crc32(payload) != int.from_bytes(header[4:], "little"):
             return None  # a write is in progress
-        return msgspec.msgpack.decode(body, type=kind)
+        return msgspec.msgpack.decode(payload, type=kind)

@@ -101,11 +101,11 @@ class ModelRunner:
             # steps of one token per row have few hidden states, which a graph may keep in its own memory
             return batch.for_heads(), hidden if size is None or size.is_single else self.graphs.hidden.put(hidden)
 
-        def body() -> None:
-            key = ("body", size, only_last)
+        def run_forward() -> None:
+            key = ("forward", size, only_last)
             step.batch, step.hidden = forward() if size is None else self.graphs.run(key, forward)
 
-        self.device.compute.run(body)
+        self.device.compute.run(run_forward)
         if self.sampler is not None and self.sampler.needs_late(plan):
             step.computed = self.device.compute.record(timed=True)
         self.device.compute.flush()

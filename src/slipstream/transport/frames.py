@@ -21,7 +21,7 @@ from slipstream.request import FinishReason
 
 MAX_FRAME = 2**29  # bytes; a larger length means that the stream is corrupt (four bytes of text are larger)
 MAX_RESULT = MAX_FRAME - 2**16  # bytes of the values in one output; the rest of a message is small
-_HEAD = 4  # bytes of the length, little-endian
+_HEADER = 4  # bytes of the length, little-endian
 _LIST = 16  # upper bound of msgpack's own bytes around the messages of a frame
 
 
@@ -133,7 +133,7 @@ class Frames(Generic[Message]):
     def __init__(self, decoder: msgspec.msgpack.Decoder[list[Message]]) -> None:
         self._decode = decoder.decode
         self._parts: list[bytes] = []  # of an incomplete frame
-        self._missing = _HEAD  # bytes until the next attempt to decode
+        self._missing = _HEADER  # bytes until the next attempt to decode
 
     def push(self, data: bytes) -> list[Message]:
         """Returns the messages that these bytes complete."""
@@ -146,21 +146,21 @@ class Frames(Generic[Message]):
             self._parts.clear()
         messages: list[Message] = []
         start, end = 0, len(data)
-        while end - start >= _HEAD:
-            length = int.from_bytes(data[start : start + _HEAD], "little")
+        while end - start >= _HEADER:
+            length = int.from_bytes(data[start : start + _HEADER], "little")
             if length > MAX_FRAME:
                 raise FrameError(f"a frame has the length {length}; the limit is {MAX_FRAME} bytes")
-            stop = start + _HEAD + length
+            stop = start + _HEADER + length
             if stop > end:
                 break
             try:
-                messages += self._decode(data[start + _HEAD : stop])
+                messages += self._decode(data[start + _HEADER : stop])
             except (msgspec.MsgspecError, SlipstreamError, RecursionError, UnicodeDecodeError) as error:
                 raise FrameError(f"a frame of {length} bytes does not decode: {error}") from None
             start = stop
         if start < end:
             self._parts.append(data[start:] if start else data)
-            whole = _HEAD if end - start < _HEAD else _HEAD + length
+            whole = _HEADER if end - start < _HEADER else _HEADER + length
             self._missing = whole - (end - start)
         return messages
 
@@ -202,10 +202,10 @@ def encoded(message: ToCore | FromCore) -> msgspec.Raw:
 
 def frame(messages: Sequence[ToCore | Join | msgspec.Raw] | Sequence[FromCore]) -> bytes:
     """Encodes messages as one frame."""
-    body = _encode(messages)
-    if len(body) > MAX_FRAME:
-        raise TooLarge(len(body))
-    return len(body).to_bytes(_HEAD, "little") + body
+    payload = _encode(messages)
+    if len(payload) > MAX_FRAME:
+        raise TooLarge(len(payload))
+    return len(payload).to_bytes(_HEADER, "little") + payload
 
 
 def frames(

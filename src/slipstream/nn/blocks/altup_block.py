@@ -41,19 +41,19 @@ class AltUpBlock(DecoderBlock):
         """x [T, streams, hidden]; with `last` the result is that of the last tokens. There is no residual."""
         assert residual is None and self.shape.altup is not None
         attention, feed, layer_input = self.sublayers
-        assert isinstance(attention.norm, RMSNorm) and isinstance(attention.body, Attention)
-        assert isinstance(layer_input.body, LayerInput)
+        assert isinstance(attention.norm, RMSNorm) and isinstance(attention.module, Attention)
+        assert isinstance(layer_input.module, LayerInput)
         active = self.shape.altup.active
         predicted = self.altup.predict(x, context)
         normed, _ = attention.norm(predicted[:, active].contiguous())
-        mixed = attention.body(normed, context, last)
+        mixed = attention.module(normed, context, last)
         if last is not None:
             predicted, normed, context = last.of(predicted), last.of(normed), last.context
         mixed = predicted[:, active] + _normed(attention.norm_after, mixed)
         mixed = (mixed + (normed + self.laurel(normed, context))) * 2**-0.5
-        made, _ = feed.body.after_norm(feed.norm, mixed, None, context, None)
+        made, _ = feed.module.after_norm(feed.norm, mixed, None, context, None)
         corrected = self.altup.correct(predicted, mixed + _normed(feed.norm_after, made), context)
-        added = _normed(layer_input.norm_after, layer_input.body(self.altup.scaled(corrected), context))
+        added = _normed(layer_input.norm_after, layer_input.module(self.altup.scaled(corrected), context))
         corrected[:, 1:] += added.unsqueeze(1)
         return corrected, None
 

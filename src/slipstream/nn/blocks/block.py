@@ -39,7 +39,7 @@ from slipstream.nn.ssm_shapes import Mamba1Shape, Mamba2Shape, ShortConvShape
 from slipstream.nn.weight_format import CheckpointTensor, WeightTarget, new_parameter
 
 
-class Body(Protocol):
+class SublayerModule(Protocol):
     """What a sublayer computes between its norms."""
 
     def after_norm(
@@ -50,14 +50,14 @@ class Body(Protocol):
         context: ForwardContext,
         last: LastTokens | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The body's output for norm(x + residual), and x + residual; for all tokens, or for the `last` only. A
+        """The output for norm(x + residual), and x + residual; for all tokens, or for the `last` only. A
         recurrent mixer computes all tokens in either case, since its state needs them."""
 
     def products(self) -> Products | None:
-        """The body as two products, if that is all it is."""
+        """The module as two products; None if it computes anything else."""
 
 
-class Mixer(Body, Protocol):
+class Mixer(SublayerModule, Protocol):
     def __call__(self, x: torch.Tensor, context: ForwardContext, last: LastTokens | None) -> torch.Tensor:
         """The output for a normed input x, for all tokens or for the `last` only."""
 
@@ -65,20 +65,20 @@ class Mixer(Body, Protocol):
 @dataclass(frozen=True, slots=True)
 class Sublayer:
     norm: Norm
-    body: Body
+    module: SublayerModule
     norm_after: RMSNorm | ResidualLayerNorm | None
 
     def run(
         self, x: torch.Tensor, residual: torch.Tensor | None, context: ForwardContext, last: LastTokens | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        x, residual = self.body.after_norm(self.norm, x, residual, context, last)
+        x, residual = self.module.after_norm(self.norm, x, residual, context, last)
         if self.norm_after is not None:
             x, _ = self.norm_after(x)
         return x, residual
 
     def parts(self) -> SublayerParts | None:
         """None: only the reference can run this sublayer."""
-        products = self.body.products()
+        products = self.module.products()
         if products is None or not isinstance(self.norm, RMSNorm) or isinstance(self.norm_after, ResidualLayerNorm):
             return None
         return SublayerParts(self.norm, products, self.norm_after)
@@ -121,14 +121,14 @@ class DecoderBlock(Layer):
                 with_scale(module, mixer.output_scale * shape.branch_scale)
                 for mixer, module in zip(shape.mixers, mixers, strict=True)
             ]
-            body = scaled[0] if len(scaled) == 1 else Parallel(scaled)
-            sublayers.append(self._sublayer(shape.mixers[0].name, body, layout))
+            mixed = scaled[0] if len(scaled) == 1 else Parallel(scaled)
+            sublayers.append(self._sublayer(shape.mixers[0].name, mixed, layout))
         if shape.feed is not None:
             feed = new_feed(name, shape.feed, layout)
             self.add_module(shape.feed.name, feed)
             own_scale = shape.feed.output_scale if isinstance(shape.feed, MlpShape) else 1.0
-            body = with_scale(feed, own_scale * shape.branch_scale)
-            sublayers.append(self._sublayer(shape.feed.name, body, layout, shape.parallel != "one norm"))
+            scaled_feed = with_scale(feed, own_scale * shape.branch_scale)
+            sublayers.append(self._sublayer(shape.feed.name, scaled_feed, layout, shape.parallel != "one norm"))
         if shape.layer_input is not None:
             own = LayerInput(f"{name}.{shape.layer_input.name}", shape.layer_input, number, layout)
             self.add_module(shape.layer_input.name, own)
@@ -136,7 +136,7 @@ class DecoderBlock(Layer):
         self.sublayers = tuple(sublayers)
         self.output_scale = new_parameter(1, dtype=layout.dtype) if shape.output_scale else None
 
-    def _sublayer(self, name: str, body: Body, layout: Layout, norm_before: bool = True) -> Sublayer:
+    def _sublayer(self, name: str, module: SublayerModule, layout: Layout, norm_before: bool = True) -> Sublayer:
         shape = self.shape
 
         def own_norm() -> RMSNorm | ResidualLayerNorm:
@@ -147,7 +147,7 @@ class DecoderBlock(Layer):
         self.add_module(f"{name}_norm", before)
         if after is not None:
             self.add_module(f"{name}_out_norm", after)
-        return Sublayer(before, body, after)
+        return Sublayer(before, module, after)
 
     def forward(
         self,
@@ -208,13 +208,13 @@ class Parallel:
 
 
 class Scaled:
-    """A body whose output is multiplied by a number."""
+    """A sublayer's module whose output is multiplied by a constant."""
 
-    def __init__(self, body: Any, scale: float) -> None:
-        self.body, self.scale = body, scale
+    def __init__(self, module: Any, scale: float) -> None:
+        self.module, self.scale = module, scale
 
     def __call__(self, x: torch.Tensor, context: ForwardContext, last: LastTokens | None) -> torch.Tensor:
-        out: torch.Tensor = self.body(x, context, last)
+        out: torch.Tensor = self.module(x, context, last)
         return out * self.scale
 
     def after_norm(
@@ -225,15 +225,15 @@ class Scaled:
         context: ForwardContext,
         last: LastTokens | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        out, total = self.body.after_norm(norm, x, residual, context, last)
+        out, total = self.module.after_norm(norm, x, residual, context, last)
         return out * self.scale, total
 
     def products(self) -> None:
         return None
 
 
-def with_scale(body: Any, scale: float) -> Any:
-    return body if scale == 1.0 else Scaled(body, scale)
+def with_scale(module: Any, scale: float) -> Any:
+    return module if scale == 1.0 else Scaled(module, scale)
 
 
 def new_attention(

@@ -70,7 +70,7 @@ class Attention(Layer):
         context: ForwardContext,
         last: LastTokens | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `Body.after_norm`."""
+        """As `SublayerModule.after_norm`."""
         qkv, total = self.qkv.after_norm(norm, x, residual, context)
         mixed = self.mix(qkv, context, last)
         return self.output(mixed, context_of(context, last)), total if last is None else last.of(total)

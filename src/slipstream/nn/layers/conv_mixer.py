@@ -45,7 +45,7 @@ class ConvMixer(Layer):
         context: ForwardContext,
         last: LastTokens | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `Body.after_norm`."""
+        """As `SublayerModule.after_norm`."""
         projected, total = self.input.after_norm(norm, x, residual, context)
         mixed = self.mix(projected, context, last)
         return self.output(mixed, context_of(context, last)), total if last is None else last.of(total)

@@ -50,7 +50,7 @@ class DeltaNet(ConvMixer):
         context: ForwardContext,
         last: LastTokens | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `Body.after_norm`."""
+        """As `SublayerModule.after_norm`."""
         rows = self._weight_rows() if takes_two_streams(x) and context.batch.lora is None else None
         if rows is None:
             return super().after_norm(norm, x, residual, context, last)

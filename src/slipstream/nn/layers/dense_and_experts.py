@@ -43,7 +43,7 @@ class DenseAndExperts(Layer):
         context: ForwardContext,
         last: LastTokens | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `Body.after_norm`."""
+        """As `SublayerModule.after_norm`."""
         normed, total = norm(*of_last(x, residual, last))
         context = context_of(context, last)
         dense, _ = self.dense_out_norm(self.dense(normed, context))

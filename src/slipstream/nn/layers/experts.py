@@ -76,7 +76,7 @@ class Experts(Layer):
         context: ForwardContext,
         last: LastTokens | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `Body.after_norm`."""
+        """As `SublayerModule.after_norm`."""
         normed, total = norm(*of_last(x, residual, last))
         return self(normed, context_of(context, last)), total
 

@@ -73,7 +73,7 @@ class LayerInput(Layer):
         context: ForwardContext,
         last: LastTokens | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `Body.after_norm`."""
+        """As `SublayerModule.after_norm`."""
         normed, total = norm(*of_last(x, residual, last))
         return self(normed, context_of(context, last)), total
 

@@ -47,7 +47,7 @@ class Mlp(Layer):
         context: ForwardContext,
         last: LastTokens | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `Body.after_norm`."""
+        """As `SublayerModule.after_norm`."""
         x, residual = of_last(x, residual, last)
         context = context_of(context, last)
         hidden, total = self.gate_up.after_norm(norm, x, residual, context, self.activation)
@@ -82,7 +82,7 @@ class PlainMlp(Layer):
         context: ForwardContext,
         last: LastTokens | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `Body.after_norm`."""
+        """As `SublayerModule.after_norm`."""
         x, residual = of_last(x, residual, last)
         context = context_of(context, last)
         hidden, total = self.up.after_norm(norm, x, residual, context, self.activation)

@@ -1,4 +1,4 @@
-"""Products: the two products of a sublayer and what lies between them, as its body declares them to chains."""
+"""Products: the two products of a sublayer and what is computed between them, as its module declares them to chains."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Mix = Callable[[torch.Tensor, ForwardContext, LastTokens | None], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Products:
-    """The body of a sublayer is last(mix(activation(first(x)))), where mix and activation are optional."""
+    """The module of a sublayer computes last(mix(activation(first(x)))), where mix and activation are optional."""
 
     shape: MixerShape | FeedShape
     first: Linear

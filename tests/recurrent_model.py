@@ -39,7 +39,7 @@ class DecayShape(MixerShape):
         exact = "float64" if dtype == "float64" else "float32"
         return StateField("sum", (self.size,), exact), StateField("last", (self.size, 1), dtype)
 
-    def numbers_per_token(self, on_cpu: bool) -> int:
+    def elements_per_token(self, on_cpu: bool) -> int:
         return 8 * self.size
 
 

@@ -31,7 +31,7 @@ class PagedSpec(msgspec.Struct, frozen=True, kw_only=True, tag="paged"):
     dtype: str  # of the stored keys and values: a key of ITEMSIZE
     page_size: int
     soft_cap: float = 0.0  # attention scores become soft_cap * tanh(score / soft_cap); 0: they stay as they are
-    # MLA: values are the first `value_dim` numbers of the keys and have no memory of their own; 0: they have
+    # MLA: values are the first `value_dim` elements of the keys and have no memory of their own; 0: they have
     value_dim: int = 0
     sinks: bool = False  # each head has one more score in its softmax, without a key and a value
 

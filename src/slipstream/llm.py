@@ -69,7 +69,7 @@ class LLM:
         self.cores = lanes.cores
         self._configs = {name: core.config for name, core in self.cores.items()}
         self._sync_loop = SyncLoop(lanes)
-        self._numbers = itertools.count()
+        self._request_numbers = itertools.count()
         self._free = weakref.finalize(self, lanes.close)  # also without a call of `close`
 
     @property
@@ -349,7 +349,7 @@ class LLM:
         yield from self._sync_loop.stream(served, prepared)
 
     def _new_id(self) -> str:
-        return f"request-{next(self._numbers)}"
+        return f"request-{next(self._request_numbers)}"
 
     def _model(self, name: str | None, *tasks: str) -> ServedModel:
         return choose(self.models, name, *tasks)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Needs = Literal["tokens", "logits"]
 
 TokenEdit = Mapping[int, float] | Iterable[int] | None
-"""What a processor that sees tokens returns: numbers to add to some logits, the allowed token ids, or None."""
+"""What a processor that sees tokens returns: biases to add to some logits, the allowed token ids, or None."""
 
 RequestLogitsProcessor = Callable[..., Any]
 """Of one request. It sees logits: (output_ids, logits) or (prompt_ids, output_ids, logits) to a tensor like `logits`,

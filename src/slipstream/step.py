@@ -161,7 +161,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class LateBias:
-    """Numbers to add to some logits of some rows. Unused entries of a line are token 0 with the value 0."""
+    """Biases to add to some logits of some rows. Unused entries of a line are token 0 with the value 0."""
 
     rows: Ints  # [biased]
     ids: Ints  # [biased, width]

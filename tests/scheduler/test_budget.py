@@ -15,17 +15,17 @@ CONFIG = SchedulerConfig(
 
 def test_an_admission_costs_tokens_a_row_three_ints_a_page_and_its_other_numbers():
     budget = Budget(CONFIG, free_rows=2)
-    budget.admit(tokens=30, num_entries=4, numbers=10)
+    budget.admit(tokens=30, num_entries=4, num_ints=10)
     assert (budget.tokens, budget.rows, budget.ints) == (70, 1, 28)
-    assert budget.can_stage(num_entries=9, numbers=1)
-    assert not budget.can_stage(num_entries=9, numbers=2)
+    assert budget.can_stage(num_entries=9, num_ints=1)
+    assert not budget.can_stage(num_entries=9, num_ints=2)
 
 
 def test_the_first_admission_fits_however_large():
     budget = Budget(CONFIG, free_rows=2)
-    assert budget.can_stage(num_entries=1000, numbers=64)
-    budget.admit(1, num_entries=1000, numbers=64)
-    assert not budget.can_stage(num_entries=1, numbers=0)
+    assert budget.can_stage(num_entries=1000, num_ints=64)
+    budget.admit(1, num_entries=1000, num_ints=64)
+    assert not budget.can_stage(num_entries=1, num_ints=0)
 
 
 def test_a_step_starts_with_all_there_is():

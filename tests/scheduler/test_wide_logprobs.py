@@ -109,7 +109,7 @@ def test_narrow_reports_are_admitted_at_once():
 def test_a_prompt_whose_report_never_fits_one_step_is_refused():
     bench = Bench(chunked_prefill=False, max_reported=MOST)
     bench.submit([1] * 5, prompt_logprobs=99)
-    with pytest.raises(RequestTooLarge, match="500 numbers for 5 tokens.*enable_chunked_prefill"):
+    with pytest.raises(RequestTooLarge, match="500 values for 5 tokens.*enable_chunked_prefill"):
         bench.submit([1] * 6, prompt_logprobs=99)
     bench.submit([1] * 5, prompt_logprobs=99)
     bench.run()

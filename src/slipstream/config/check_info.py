@@ -1,4 +1,4 @@
-"""check_info: rejects a model with impossible numbers, before memory is allocated and before a step would fail."""
+"""check_info: rejects a model with impossible sizes, before memory is allocated and before a step would fail."""
 
 from __future__ import annotations
 

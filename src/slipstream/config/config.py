@@ -10,7 +10,7 @@ from slipstream.config.model_info import ModelInfo
 from slipstream.config.model_sizes import ModelSizes
 from slipstream.config.pooling_info import PoolingInfo
 
-MAX_REPORTED_LOGPROBS = 2**20  # numbers in the wide reports of one step, or in its prompt logprobs
+MAX_REPORTED_LOGPROBS = 2**20  # elements in the wide reports of one step, or in its prompt logprobs
 
 
 class ModelConfig(msgspec.Struct, frozen=True):
@@ -23,7 +23,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
     max_model_len: int
     seed: int
     pooling: PoolingInfo | None = None  # how its hidden states become vectors and scores; None: it only generates
-    deterministic: bool = False  # a row's numbers are the same bits whatever runs beside it
+    deterministic: bool = False  # a row's results are the same bits whatever is in its batch
     sizes: ModelSizes = ModelSizes()  # of a step's activations; only the memory plan reads it
 
     @property
@@ -68,7 +68,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     chunked_prefill: bool
     depth: int
     seed: int
-    staged_ints: int  # numbers that the admissions of one step may upload: page-table entries, histories, ids
+    staged_ints: int  # integers that the admissions of one step may upload: page-table entries, histories, ids
     max_reported: int = MAX_REPORTED_LOGPROBS  # logprobs of one kind that one step may report, if some row wants many
     is_encoder: bool = False  # prompts are computed in one step, and nothing is kept between steps
     max_itl: float | None = None  # bound of the seconds between two tokens that prefill may cause; None: no bound

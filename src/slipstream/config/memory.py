@@ -38,9 +38,9 @@ TOKENS_AT_ONCE = 2048
 """Tokens whose results are computed together, for results of one line per token."""
 
 MAX_SCORES = 2**24
-"""Products of token vectors, and numbers of token vectors on each side, that late interaction computes together."""
+"""Scores of token vectors, and elements of token vectors on each side, that late interaction computes together."""
 KEPT, KEPT_OF_LATE = 2**24, 2**26
-"""Numbers in stored queries; and for a model made for late interaction."""
+"""Elements in stored queries; and for a model made for late interaction."""
 
 ALIGNMENT = 256  # bytes for the alignment of all fields of a result buffer
 PENALTY_BYTES = 5  # per token of the vocabulary: a count, and a flag for the prompt
@@ -173,14 +173,14 @@ def query_bytes(config: EngineConfig) -> int:
     return config.scheduler.max_kept * size * max(ITEMSIZE[config.model.dtype], 4)
 
 
-def graph_bytes(config: EngineConfig, body: int) -> int:
+def graph_bytes(config: EngineConfig, forward: int) -> int:
     """Bytes of captured steps: they share the memory of their temporaries; decode steps also keep their hidden states
     and lengths there."""
     rows, info, size = config.scheduler.max_drawn, config.model.info, ITEMSIZE[config.model.dtype]
     # on a GPU the head holds the product, its float32 copy, and a copy for logprobs
     head = rows * info.vocab_size * (size + 2 * max(size, 4)) if config.model.generates else pool_head_bytes(config)
     kept = sum(sizes_up_to(rows, first_steps=8))
-    return max(body, head) + kept * (info.hidden_size * size + 8)
+    return max(forward, head) + kept * (info.hidden_size * size + 8)
 
 
 def graph_output_bytes(config: EngineConfig) -> tuple[int, int]:
@@ -307,7 +307,7 @@ def result_bytes(config: EngineConfig) -> int:
 
 
 def max_reported(info: ModelInfo) -> int:
-    """Numbers of one kind in the reports of one step: a few whole vocabularies, or one large vocabulary."""
+    """Elements of one kind in the reports of one step: a few whole vocabularies, or one large vocabulary."""
     return max(MAX_REPORTED_LOGPROBS, 1 + info.vocab_size)
 
 

@@ -1,6 +1,6 @@
 """ModelSizes: how much a step's activations take, as the model's shape reports it.
 
-The shape is known on the device half only (`nn/shapes.py`); the host half plans memory from these numbers.
+The shape is known on the device half only (`nn/shapes.py`); the host half plans memory from these counts.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import msgspec
 
 
 class ModelSizes(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts of numbers, not bytes."""
+    """Counts of elements, not bytes."""
 
     widest: int = 0  # per token, inside the sublayer that takes the most; hidden states beside it not included
     per_step: int = 0  # however few tokens the step has, in float32 at least: copies of recurrent states

@@ -224,7 +224,7 @@ def model_config(
 
 
 def staged_ints(max_length: int, page_size: int, max_num_seqs: int, num_groups: int, vocab_size: int) -> int:
-    """Numbers that the admissions of one step may upload: at least those of the largest single request."""
+    """Integers that the admissions of one step may upload: at least those of the largest single request."""
     alone = max_length + 3 * num_groups * -(-max_length // page_size)
     # a list of ids is never longer than the vocabulary; see Request.num_staged_ids
     ids = (1 + 1 + 3 + 1) * vocab_size + 2 * MAX_BAD_WORDS

@@ -11,9 +11,9 @@ ELEMENTWISE = frozenset((
     "Tanhshrink",
 ))  # fmt: skip
 OF_LINES = frozenset(("LogSoftmax", "Softmax", "Softmin"))
-"""These normalise over the numbers of a line. For token vectors torch would normalise over the batch: not supported."""
+"""These normalise over the elements of a vector. For token vectors torch would use the batch: not supported."""
 HALVING = "GLU"
-"""This halves the size of a line."""
+"""This halves the size of a vector."""
 
 
 def torch_class(name: object) -> str | None:

@@ -65,7 +65,7 @@ class RequestRouter:
         self._mailboxes: dict[str, Mailbox] = {}  # by request id
         self._preparing: dict[str, bool] = {}  # by request id, prompts being tokenised: whether they were aborted
         self._calls: dict[str, asyncio.Future[int]] = {}  # calls that wait for a reply, by id
-        self._numbers = itertools.count()
+        self._request_numbers = itertools.count()
         self._prefix = secrets.token_hex(4)
 
     # Sending
@@ -357,7 +357,7 @@ class RequestRouter:
 
     def new_id(self) -> str:
         """A request id that is unique among all front ends of this machine."""
-        return f"{self._prefix}-{next(self._numbers)}"
+        return f"{self._prefix}-{next(self._request_numbers)}"
 
     def _start(self, state: RequestState) -> None:
         state.queued = False

@@ -32,7 +32,7 @@ class LatentShape:
     nope_dim: int  # of a head's queries and keys, without position
     rope_dim: int  # of a head's queries and of the key that all heads share, turned by the position
     value_dim: int  # of a head's values
-    interleaved: bool  # the checkpoint turns neighbouring numbers together, not those of two halves
+    interleaved: bool  # the checkpoint rotates adjacent elements together, not those of two halves
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +60,12 @@ class MixerShape:
         """The recurrent state of one row, for a model of this dtype; empty if it has none."""
         return ()
 
-    def numbers_per_token(self, on_cpu: bool) -> int:
-        """Upper bound of the numbers that it holds per token besides hidden states."""
+    def elements_per_token(self, on_cpu: bool) -> int:
+        """Upper bound of the elements that it allocates per token besides hidden states."""
         raise NotImplementedError
 
-    def numbers_per_step(self, on_cpu: bool) -> int:
-        """Upper bound of the numbers that it holds however few tokens a step has, in float32 at least."""
+    def elements_per_step(self, on_cpu: bool) -> int:
+        """Upper bound of the elements that it allocates per step, however few tokens it has; at least float32."""
         return 0
 
 
@@ -94,7 +94,7 @@ class AttentionShape(MixerShape):
     rope: int = 0  # index into the model's ropes
     value_norm: bool = False  # values are normed per head, without weights
     key_is_value: bool = False  # the projection of keys, before their norm, gives the values too
-    latent: LatentShape | None = None  # MLA: one kv head of kv_rank + rope_dim numbers; None: usual heads
+    latent: LatentShape | None = None  # MLA: one kv head of kv_rank + rope_dim elements; None: usual heads
     kv_source: int | None = None  # the layer whose keys and values are read, from its first mixer; None: its own
     gated: bool = False  # a sigmoid gate scales each output; the checkpoint stores it with the query of its head
 
@@ -103,7 +103,7 @@ class AttentionShape(MixerShape):
         """Whether it writes keys and values to a cache site."""
         return self.causal and self.kv_source is None
 
-    def numbers_per_token(self, on_cpu: bool) -> int:
+    def elements_per_token(self, on_cpu: bool) -> int:
         """Projections of a token, their copies after norm and rope, and the output; the gate and its product; copies of
         queries that are scaled, and of queries and keys between rope and norm."""
         more = 3 * self.num_heads * self.head_dim if self.gated else 0
@@ -147,7 +147,7 @@ class DeltaShape(MixerShape):
             StateField("delta", (self.num_value_heads, self.key_dim, self.value_dim), wide),
         )
 
-    def numbers_per_token(self, on_cpu: bool) -> int:
+    def elements_per_token(self, on_cpu: bool) -> int:
         """Projections, the convolution's output, factors of chunks, and the output before and after its norm."""
         heads = self.num_value_heads
         made = self.num_channels + self.value_size + 2 * heads + self.num_channels + 3 * self.value_size
@@ -155,7 +155,7 @@ class DeltaShape(MixerShape):
             return made + 4 * self.num_channels + heads * (6 * self.key_dim + 3 * self.value_dim)
         return made + heads * (self.key_dim + self.value_dim + STATE_CHUNK + 4)
 
-    def numbers_per_step(self, on_cpu: bool) -> int:
+    def elements_per_step(self, on_cpu: bool) -> int:
         """On the CPU: copies of the states of 4 rows, and factors of 4 chunks, which are padded. Kernels need none."""
         chunks = 4 * STATE_CHUNK * (6 * (self.key_dim + self.value_dim) + 5 * STATE_CHUNK)
         return self.num_value_heads * (12 * self.key_dim * self.value_dim + chunks) if on_cpu else 0
@@ -278,10 +278,10 @@ def sizes_of(layers: tuple[LayerShape, ...], hidden_size: int, on_cpu: bool) -> 
     mixers = [mixer for layer in layers for mixer in layer.mixers if isinstance(mixer, AttentionShape)]
     feeds = [feed for layer in layers for feed in _feeds(layer.feed)]
     # mixers side by side hold their projections at once
-    widths = [sum(mixer.numbers_per_token(on_cpu) for mixer in layer.mixers) for layer in layers]
+    widths = [sum(mixer.elements_per_token(on_cpu) for mixer in layer.mixers) for layer in layers]
     # gate and up, and their product; a sparse gate has copies of its own
     widths += [(7 if feed.sparsity else 3) * feed.size for feed in feeds if isinstance(feed, MlpShape)]
-    experts = [_expert_numbers(feed, hidden_size, on_cpu) for feed in feeds if isinstance(feed, ExpertShape)]
+    experts = [_expert_elements(feed, hidden_size, on_cpu) for feed in feeds if isinstance(feed, ExpertShape)]
     groups = {
         (mixer.num_heads, mixer.num_kv_heads, mixer.head_dim, mixer.window, mixer.soft_cap, mixer.sinks)
         for mixer in mixers
@@ -289,7 +289,7 @@ def sizes_of(layers: tuple[LayerShape, ...], hidden_size: int, on_cpu: bool) -> 
     }
     return ModelSizes(
         widest=max(widths, default=0) + max(experts, default=0) + _beside(layers, hidden_size),
-        per_step=max((sum(mixer.numbers_per_step(on_cpu) for mixer in layer.mixers) for layer in layers), default=0),
+        per_step=max((sum(mixer.elements_per_step(on_cpu) for mixer in layer.mixers) for layer in layers), default=0),
         rotary=3 * sum({mixer.rope: mixer.head_dim for mixer in mixers}.values()),
         split_sums=sum(num_heads * head_dim + 2 * num_heads for num_heads, _, head_dim, *_ in groups),
         keys=max((mixer.num_kv_heads * mixer.head_dim for mixer in mixers), default=0),
@@ -306,7 +306,7 @@ def _feeds(feed: FeedShape | None) -> tuple[MlpShape | ExpertShape, ...]:
 
 
 def _beside(layers: tuple[LayerShape, ...], hidden_size: int) -> int:
-    """Numbers of a token that stay while all layers run: its inputs of each layer, and its other streams."""
+    """Elements of a token that stay while all layers run: its inputs of each layer, and its other streams."""
     inputs = sum(layer.layer_input.size for layer in layers if layer.layer_input is not None)
     streams = max((layer.altup.num_streams for layer in layers if layer.altup is not None), default=0)
     # the output of a mixer is held while the feed beside it runs
@@ -315,7 +315,7 @@ def _beside(layers: tuple[LayerShape, ...], hidden_size: int) -> int:
     return 4 * inputs + 5 * streams * hidden_size + parallel
 
 
-def _expert_numbers(feed: ExpertShape, hidden_size: int, on_cpu: bool) -> int:
+def _expert_elements(feed: ExpertShape, hidden_size: int, on_cpu: bool) -> int:
     """Router scores of a token and the rows of its chosen experts, and the shared expert's."""
     router = 8 * feed.num_experts  # logits, float32 scores, their sum with a bias, and groups
     shared = 0 if feed.shared is None else 3 * feed.shared.size

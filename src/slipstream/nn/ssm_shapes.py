@@ -53,13 +53,13 @@ class Mamba2Shape(MixerShape):
             StateField("ssm", (self.num_heads, self.head_dim, self.state_size), _wide(dtype)),
         )
 
-    def numbers_per_token(self, on_cpu: bool) -> int:
+    def elements_per_token(self, on_cpu: bool) -> int:
         """Projections, taps and output of the convolution, the scan's inputs and output, and the norm's copies; the
         last two in float32."""
         taps = 5 if on_cpu else 1
         return 2 * self.size + (1 + taps) * self.num_channels + 2 * (8 * self.size + 5 * self.num_heads)
 
-    def numbers_per_step(self, on_cpu: bool) -> int:
+    def elements_per_step(self, on_cpu: bool) -> int:
         """On the CPU: copies of the states of some rows, or the factors of a chunk. Kernels need none."""
         state = self.size * self.state_size
         chunk = self.num_heads * STATE_CHUNK * (4 * STATE_CHUNK + 6 * self.head_dim) + 6 * STATE_CHUNK * self.group_size
@@ -85,12 +85,12 @@ class Mamba1Shape(MixerShape):
             StateField("ssm", (self.size, self.state_size), _wide(dtype)),
         )
 
-    def numbers_per_token(self, on_cpu: bool) -> int:
+    def elements_per_token(self, on_cpu: bool) -> int:
         """Projections, taps and output of the convolution, step sizes, and the scan's inputs and output in float32."""
         taps = 5 if on_cpu else 1
         return (4 + taps) * self.size + 3 * (self.dt_rank + 2 * self.state_size) + 2 * 7 * self.size
 
-    def numbers_per_step(self, on_cpu: bool) -> int:
+    def elements_per_step(self, on_cpu: bool) -> int:
         """On the CPU: decays and inputs of a chunk, and what a round of the scan makes of them."""
         return 7 * STATE_CHUNK * self.size * self.state_size if on_cpu else 0
 
@@ -107,6 +107,6 @@ class ShortConvShape(MixerShape):
     def state_fields(self, dtype: str) -> tuple[StateField, ...]:
         return (StateField("conv", (self.size, self.conv_width), dtype),)
 
-    def numbers_per_token(self, on_cpu: bool) -> int:
+    def elements_per_token(self, on_cpu: bool) -> int:
         """Projections, the convolution's input, taps and output, and the product."""
         return (11 if on_cpu else 7) * self.size

@@ -8,7 +8,7 @@ import torch
 
 
 class WeightRows(NamedTuple):
-    numbers: torch.Tensor  # [rows, columns] float32, or interleaved blocks (ops/low_bit/interleaved.py)
+    data: torch.Tensor  # [rows, columns] float32, or interleaved blocks (ops/low_bit/interleaved.py)
     num_rows: int
     bits: int = 32  # 4 or 8: low-bit
     scales: torch.Tensor | None = None  # low-bit only

@@ -68,11 +68,11 @@ class PoolHead:
         if self._freed:
             upload.then(self.free_queries(self._freed))
 
-    def free_queries(self, numbers: tuple[int, ...]) -> Callable[[], None]:
+    def free_queries(self, queries: tuple[int, ...]) -> Callable[[], None]:
         """Host: no request needs these stored queries any more. Returns the device work that frees them."""
-        for number in numbers:
+        for number in queries:
             self._query_sizes.pop(number, None)
-        return functools.partial(self.queries.free, numbers)
+        return functools.partial(self.queries.free, queries)
 
     def wants_all(self, plan: StepPlan) -> bool:
         pool_plan = plan.pooling or NO_POOLING
@@ -289,13 +289,13 @@ class PoolHead:
         starts = None
         if mode.task == "sparse":
             starts = upload.put(np.cumsum([0, *counts], dtype=np.int32))
-        numbers = [row.query for row in ending]
+        query_numbers = [row.query for row in ending]
         score = None
         if mode.late == "query":
-            self._query_sizes.update(zip(numbers, counts, strict=True))
+            self._query_sizes.update(zip(query_numbers, counts, strict=True))
         elif mode.late == "document":
-            sizes = [self._query_sizes[number] for number in numbers]
-            score = self.queries.prepare_scores(counts, numbers, sizes, mode.width, upload)
+            sizes = [self._query_sizes[number] for number in query_numbers]
+            score = self.queries.prepare_scores(counts, query_numbers, sizes, mode.width, upload)
 
         def job(hidden: torch.Tensor) -> Iterable[torch.Tensor]:
             if starts is not None:
@@ -311,7 +311,7 @@ class PoolHead:
             lines = _joined(list(parts))
             if score is not None:
                 return [score(lines)]
-            self.queries.keep(lines, counts, numbers)
+            self.queries.keep(lines, counts, query_numbers)
             return []
 
         return job

@@ -44,11 +44,11 @@ def admits_any_request(config: SchedulerConfig, cache: CacheManager) -> bool:
     return config.chunked_prefill and cache.can_ever_fit(config.max_model_len - 1)
 
 
-def _check_scores(num_tokens: int, num_logprobs: int, max_numbers: int) -> None:
+def _check_scores(num_tokens: int, num_logprobs: int, max_elements: int) -> None:
     """Check a prompt that one step computes as a whole."""
-    if (total := num_tokens * (1 + num_logprobs)) > max_numbers:
+    if (total := num_tokens * (1 + num_logprobs)) > max_elements:
         raise RequestTooLarge(
-            f"prompt_logprobs is {num_logprobs}, which makes {total:,} numbers for {num_tokens} tokens; a step reports "
-            f"up to {max_numbers:,}, and without chunked prefill a prompt is one step; lower prompt_logprobs, "
+            f"prompt_logprobs is {num_logprobs}, which makes {total:,} values for {num_tokens} tokens; a step reports "
+            f"up to {max_elements:,}, and without chunked prefill a prompt is one step; lower prompt_logprobs, "
             "shorten the prompt or leave enable_chunked_prefill on"
         )

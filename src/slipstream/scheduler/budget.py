@@ -8,7 +8,7 @@ INTS_PER_PAGE = 3  # a page update is a row, an entry and a page
 
 
 class Budget:
-    """Tokens to compute, free rows, and numbers that admissions may upload.
+    """Tokens to compute, free rows, and integers that admissions may upload.
 
     The device's upload arena has a fixed size, computed from `staged_ints`. Page-table entries, histories and id lists
     of many admissions could overflow it, so they are counted. The first admission of a step always fits: it would not
@@ -23,15 +23,15 @@ class Budget:
         self.rows = free_rows
         self.ints = self._limit = config.staged_ints
 
-    def can_stage(self, num_entries: int, numbers: int) -> bool:
-        return self._cost(num_entries, numbers) <= self.ints
+    def can_stage(self, num_entries: int, num_ints: int) -> bool:
+        return self._cost(num_entries, num_ints) <= self.ints
 
-    def admit(self, tokens: int, num_entries: int, numbers: int) -> None:
-        """Subtract one admission; `numbers` counts its history and its ids."""
+    def admit(self, tokens: int, num_entries: int, num_ints: int) -> None:
+        """Subtract one admission; `num_ints` counts its history and its ids."""
         self.tokens -= tokens
         self.rows -= 1
-        self.ints -= self._cost(num_entries, numbers)
+        self.ints -= self._cost(num_entries, num_ints)
         assert min(self.tokens, self.rows, self.ints) >= 0, f"overspent: {self.tokens}, {self.rows}, {self.ints}"
 
-    def _cost(self, num_entries: int, numbers: int) -> int:
-        return min(num_entries * INTS_PER_PAGE + numbers, self._limit)
+    def _cost(self, num_entries: int, num_ints: int) -> int:
+        return min(num_entries * INTS_PER_PAGE + num_ints, self._limit)

@@ -294,11 +294,11 @@ class _Level:
         self.fair_queue.remove(caller)
 
 
-def _or_length(numbers: list[int | None], lengths: Ints) -> Ints | None:
+def _or_length(limits: list[int | None], lengths: Ints) -> Ints | None:
     """A number per request, its length where it has none; None if no request has one."""
-    if numbers.count(None) == len(numbers):
+    if limits.count(None) == len(limits):
         return None
-    pairs = zip(numbers, lengths.tolist(), strict=True)
+    pairs = zip(limits, lengths.tolist(), strict=True)
     return np.array([length if own is None else own for own, length in pairs], np.int32)
 
 

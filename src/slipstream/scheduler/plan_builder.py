@@ -117,10 +117,10 @@ class PlanBuilder:
             self._num_scored += chunk.num_scored
             self._score_width = max(self._score_width, _score_width(chunk.request))
 
-    def score_room(self, request: Request, max_numbers: int) -> int:
+    def score_room(self, request: Request, max_elements: int) -> int:
         """How many more prompt tokens of this request the step can score. All lines of the report are as wide as the
-        widest, and have `max_numbers` numbers together."""
-        return max_numbers // max(self._score_width, _score_width(request)) - self._num_scored
+        widest, and have `max_elements` elements together."""
+        return max_elements // max(self._score_width, _score_width(request)) - self._num_scored
 
     def sort(self) -> list[Request]:
         """Bring the rows into the plan's order. Returns the requests that draw tokens."""

@@ -63,8 +63,8 @@ class RowAllocator:
         request.row = request.admission = -1
         request.computed = request.committed = request.num_known = request.decode_limit = 0
 
-    def can_share_tables(self, request: Request, max_numbers: int) -> bool:
-        """Whether each report of a step, and each table of lists on the device, stays within `max_numbers` numbers if
+    def can_share_tables(self, request: Request, max_elements: int) -> bool:
+        """Whether each report of a step, and each table of lists on the device, stays within `max_elements` elements if
         this request is admitted. All lines of a table are as long as the longest. A single request is always
         admitted."""
         if request.list_sizes is None:
@@ -73,7 +73,7 @@ class RowAllocator:
             own, others = request.list_sizes[kind], self._list_sizes[kind]
             if own[0] and others[0]:
                 longest = prod(max(size, sizes[-1]) for size, sizes in zip(own, others, strict=True))
-                if (len(others[0]) + 1) * longest > max_numbers:
+                if (len(others[0]) + 1) * longest > max_elements:
                     return False
         return True
 

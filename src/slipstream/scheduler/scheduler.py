@@ -289,13 +289,13 @@ class Scheduler:
         num = fit_chunk(hit.length, num, budget.tokens, cache.border)
         length = hit.length + num
         entries = cache.num_table_entries(length)
-        numbers = request.num_staged_ids + (known if request.params.needs_history else 0)
-        if not budget.can_stage(entries, numbers):
+        num_ints = request.num_staged_ids + (known if request.params.needs_history else 0)
+        if not budget.can_stage(entries, num_ints):
             return False
         changed = cache.admit(request, length, hit, keep_free=watermark, known=known)
         if changed is None:
             return False
-        budget.admit(num, entries, numbers)
+        budget.admit(num, entries, num_ints)
         if not request.num_preemptions:  # recomputing after a preemption is not charged to the caller
             self._waiting.charge(request, known - hit.length)
         self._waiting.remove(request)

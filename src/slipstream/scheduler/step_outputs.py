@@ -129,7 +129,7 @@ def pooled_report(request_id: str, result: Floats, num_cached: int = 0) -> Outpu
 def pool_failure(request_id: str) -> Output:
     return _failure(
         request_id,
-        "the pooled result of this request is not made of numbers: weights or activations were NaN or infinite; "
+        "the pooled result of this request is not finite: weights or activations were NaN or infinite; "
         "others are not affected",
     )
 

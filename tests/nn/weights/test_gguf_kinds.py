@@ -16,7 +16,7 @@ from slipstream.config.gguf_file import GgufFile, GgufTensor
 from slipstream.errors import UnsupportedModel
 from slipstream.nn.low_bit_weight import LowBit, LowBitWeight
 from slipstream.nn.weight_format import UnquantizedWeight, Weight
-from slipstream.nn.weights.gguf import read_numbers
+from slipstream.nn.weights.gguf import read_values
 from slipstream.nn.weights.source import SourceTensor
 from slipstream.ops.dequant import dequantize
 from slipstream.ops.low_bit import find_kernel
@@ -38,13 +38,13 @@ def test_every_kind_is_read_as_the_library_reads_it(kind: gguf.GGMLQuantizationT
     except NotImplementedError:  # it can only read these: any bytes are some weights
         raw = generator.integers(0, 256, (3, columns // block * num_bytes), np.uint8)
     expected = torch.from_numpy(gguf.quants.dequantize(raw, kind))
-    found = read_numbers(GgufTensor("w", (3, columns), kind.name, np.ascontiguousarray(raw).view(np.uint8).reshape(-1)))
+    found = read_values(GgufTensor("w", (3, columns), kind.name, np.ascontiguousarray(raw).view(np.uint8).reshape(-1)))
     torch.testing.assert_close(found.float(), expected.float(), rtol=0, atol=0, equal_nan=True)
 
 
 def test_a_kind_nobody_reads_is_refused() -> None:
     with pytest.raises(UnsupportedModel, match="w is stored as Q1_0, which is not supported"):
-        read_numbers(GgufTensor("w", (1, 128), "Q1_0", np.zeros(18, np.uint8)))
+        read_values(GgufTensor("w", (1, 128), "Q1_0", np.zeros(18, np.uint8)))
 
 
 @pytest.mark.parametrize("kind", ["Q5_0", "Q5_1", "MXFP4"])

@@ -138,9 +138,9 @@ def rerank(
     for index, one in enumerate(scored):
         if one.found is None and one.error:
             raise SlipstreamError(f"document {index + 1} of {len(scored)}: {one.error}")
-    numbers = [one.outputs.score for one in scored]
-    order = sorted(range(len(numbers)), key=lambda index: (-numbers[index], index))[:top_n]
-    return [RerankResult(index, numbers[index], documents[index]) for index in order]
+    scores = [one.outputs.score for one in scored]
+    order = sorted(range(len(scores)), key=lambda index: (-scores[index], index))[:top_n]
+    return [RerankResult(index, scores[index], documents[index]) for index in order]
 
 
 def _score_by_cross_encoder(
@@ -178,13 +178,13 @@ def _score_by_vectors(
     pairs = [(queries[0 if alone else index], one) for index, one in enumerate(documents)]
     # a text without a result fails its own pairs only
     good = [(query, one) for query, one in pairs if query.found is not None and one.found is not None]
-    numbers: Iterator[float] = iter(())
+    scores: Iterator[float] = iter(())
     if good:
         a = good[0][0].outputs.data[None] if alone else np.stack([query.outputs.data for query, _ in good])
         b = np.stack([one.outputs.data for _, one in good])
-        numbers = iter(similarities(inputs.pooling.similarity, a, b))
+        scores = iter(similarities(inputs.pooling.similarity, a, b))
     return [
-        _scored(one, next(numbers), None)
+        _scored(one, next(scores), None)
         if query.found is not None and one.found is not None
         else _scored(one, None, query.error or one.error)
         for query, one in pairs

@@ -32,8 +32,8 @@ class EmbeddingOutput(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def embedding(self) -> list[float]:
-        numbers: list[float] = self.data.tolist()
-        return numbers
+        values: list[float] = self.data.tolist()
+        return values
 
     @property
     def hidden_size(self) -> int:
@@ -46,8 +46,8 @@ class ClassificationOutput(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def probs(self) -> list[float]:
-        numbers: list[float] = self.data.tolist()
-        return numbers
+        values: list[float] = self.data.tolist()
+        return values
 
     @property
     def num_classes(self) -> int:
@@ -172,8 +172,8 @@ def similarities(kind: str, first: Array, second: Array) -> list[float]:
         found = (a * b).sum(-1)
         if kind == "cosine":
             found = found / np.maximum(np.linalg.norm(a, axis=-1) * np.linalg.norm(b, axis=-1), 1e-12)
-    numbers: list[float] = found.tolist()
-    return numbers
+    values: list[float] = found.tolist()
+    return values
 
 
 def num_result_values(pooling: PoolingInfo, vocab_size: int, params: PoolingParams, num_tokens: int) -> int:

@@ -36,8 +36,8 @@ class ParallelBlock(DecoderBlock):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As `DecoderBlock.forward`."""
         mixer, feed = self.sublayers
-        mix: Any = mixer.body
-        mlp: Any = feed.body
+        mix: Any = mixer.module
+        mlp: Any = feed.module
         normed, total = mixer.norm(x, residual)
         mixed = mix(normed, context, last)
         if last is not None:

@@ -1,6 +1,6 @@
-"""Activations by the names that checkpoints give them: of single numbers, of gates and ups, and torch's own classes.
+"""Activations by the names that checkpoints give them: elementwise, of gates and ups, and torch's own classes.
 
-Those of single numbers are torch's functions, which run on every device, except relu2, which has a kernel. Gates have
+Elementwise ones are torch's functions, which run on every device, except relu2, which has a kernel. Gates have
 kernels for the usual ones (`ops/activation`); any other is the function of the gate times up, in torch.
 """
 

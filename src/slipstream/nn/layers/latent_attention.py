@@ -1,9 +1,9 @@
 """LatentAttention: multi-head latent attention (MLA) of DeepSeek-V2 and V3, in its absorbed form.
 
-The cache holds one vector per position: a latent of `kv_rank` numbers, from which keys and values of all heads can be
+The cache holds one vector per position: a latent of `kv_rank` elements, from which keys and values of all heads can be
 made, and a rotary key that all heads share. Keys are never made: the matrix that would make them is applied to the
 queries instead, and that of the values to the output. So attention has one head of keys, and its values are the first
-`kv_rank` numbers of the keys.
+`kv_rank` elements of the keys.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class LatentAttention(Layer):
         context: ForwardContext,
         last: LastTokens | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `Body.after_norm`."""
+        """As `SublayerModule.after_norm`."""
         made, total = self.first.after_norm(norm, x, residual, context)
         return self._attend(made, context, last), total if last is None else last.of(total)
 
@@ -112,7 +112,7 @@ class LatentAttention(Layer):
 
 
 def _turned_last(num_heads: int, plain: int, turned: int) -> list[int]:
-    """Rows of a projection whose heads end in numbers that are turned in neighbouring pairs, in the order in which our
+    """Rows of a projection whose heads end in elements that are rotated in adjacent pairs, in the order in which our
     rope turns them: the first of all pairs, then the second of all pairs."""
     size = plain + turned
     of_head = [*range(plain), *range(plain, size, 2), *range(plain + 1, size, 2)]

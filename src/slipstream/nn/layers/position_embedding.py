@@ -13,15 +13,15 @@ from slipstream.nn.weight_format import CheckpointTensor, WeightTarget, new_para
 
 
 class Table(Layer):
-    """A vector for each of some numbers. A checkpoint may have rows before the first, which are left out here."""
+    """A vector for each of some indices. A checkpoint may have rows before the first, which are left out here."""
 
     def __init__(self, num_rows: int, size: int, dtype: torch.dtype, offset: int = 0) -> None:
         super().__init__()
         self.offset = offset
         self.weight = new_parameter(num_rows, size, dtype=dtype)
 
-    def forward(self, numbers: torch.Tensor) -> torch.Tensor:
-        return self.weight.index_select(0, numbers)
+    def forward(self, indices: torch.Tensor) -> torch.Tensor:
+        return self.weight.index_select(0, indices)
 
     def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
         num_rows, size = self.weight.shape
@@ -32,7 +32,7 @@ class Table(Layer):
 
 
 class DistanceBias(Layer):
-    """Numbers added to attention scores by how far apart two tokens are: near distances have one of their own, far ones
+    """Biases added to attention scores by the distance of two tokens: each near distance has its own, far ones
     share, more and more of them; from MAX_DISTANCE on all have the same."""
 
     MAX_DISTANCE = 128

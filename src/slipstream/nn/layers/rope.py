@@ -69,7 +69,7 @@ def rope_frequencies(info: RopeInfo, head_dim: int, max_positions: int, num_posi
         rotary_dim = head_dim if info.kind == "proportional" else int(head_dim * share)
         if rotary_dim % 2 or not 2 <= rotary_dim <= head_dim:
             raise BadCheckpoint(f"rope rotates {rotary_dim} of {head_dim} values of a head; it must be an even number")
-        # on the host even while a model is being laid out on the meta device: a few numbers, needed at once
+        # on the host even while a model is being laid out on the meta device: a few values, needed at once
         with torch.device("cpu"):
             plain = 1.0 / info.theta ** (torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim)
             frequencies, scale = KINDS[info.kind](plain, info, max_positions, num_positions)

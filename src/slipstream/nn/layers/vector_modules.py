@@ -55,7 +55,7 @@ class Dense(Layer):
 
 
 class Slope(Layer):
-    """PReLU: below zero numbers are multiplied by what was learned."""
+    """PReLU: values below zero are multiplied by a learned slope."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()

@@ -90,10 +90,10 @@ class DecoderShape:
     def sites(self) -> tuple[tuple[int | None, ...], ...]:
         """Per layer and mixer, the number of the cache site that it reads; None: it has no cache. Raises
         UnsupportedModel for a `kv_source` whose site it cannot read."""
-        numbers = count()
+        next_site = count()
         sites: list[tuple[int | None, ...]] = []
         for number, layer in enumerate(self.layers):
-            own = [next(numbers) if mixer.has_own_site else None for mixer in layer.mixers]
+            own = [next(next_site) if mixer.has_own_site else None for mixer in layer.mixers]
             for index, mixer in enumerate(layer.mixers):
                 if isinstance(mixer, AttentionShape) and mixer.kv_source is not None:
                     self._check_source(number, mixer)
@@ -108,10 +108,10 @@ class DecoderShape:
     @property
     def state_sites(self) -> tuple[tuple[int | None, ...], ...]:
         """Per layer and mixer, the number of its state site; None: it has no recurrent state."""
-        numbers = count()
+        next_site = count()
         # whether a mixer has a state does not depend on the dtype
         return tuple(
-            tuple(next(numbers) if mixer.state_fields("float32") else None for mixer in layer.mixers)
+            tuple(next(next_site) if mixer.state_fields("float32") else None for mixer in layer.mixers)
             for layer in self.layers
         )
 

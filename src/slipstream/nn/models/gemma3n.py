@@ -135,5 +135,5 @@ def _by_layer(info: ModelInfo, name: str, usual: Any) -> list[Any]:
     given = usual if given is None else given
     each = list(given)[: info.num_layers] if isinstance(given, list) else [given] * info.num_layers
     if len(each) != info.num_layers:
-        raise BadCheckpoint(f"{name} of config.json has {len(each)} numbers for {info.num_layers} layers")
+        raise BadCheckpoint(f"{name} of config.json has {len(each)} values for {info.num_layers} layers")
     return each

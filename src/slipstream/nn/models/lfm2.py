@@ -48,8 +48,8 @@ def _layer_kinds(info: ModelInfo) -> list[str]:
     kinds = info.extra.get("layer_types")
     if kinds is None:
         attending = info.extra.get("full_attn_idxs")
-        numbers = range(info.num_layers)
-        return [FULL if attending is None or layer in attending else CONV for layer in numbers]
+        layers = range(info.num_layers)
+        return [FULL if attending is None or layer in attending else CONV for layer in layers]
     if not isinstance(kinds, list) or len(kinds) != info.num_layers or not {*kinds} <= {CONV, FULL}:
         raise BadCheckpoint(
             f"layer_types of config.json is {kinds!r}; it must say {CONV} or {FULL} for each of "

@@ -137,14 +137,14 @@ def jamba_shape(info: ModelInfo) -> DecoderShape:
         period, offset = extra.get(f"{kind}_layer_period", period), extra.get(f"{kind}_layer_offset", offset)
         return layer % int(period) == int(offset)
 
-    numbers = range(info.num_layers)
-    kinds = [FULL if is_of(layer, "attn", 8, 4) else "" for layer in numbers]
+    layers = range(info.num_layers)
+    kinds = [FULL if is_of(layer, "attn", 8, 4) else "" for layer in layers]
     dense: FeedShape = llama_mlp(info)
     feeds = [dense] * info.num_layers
     if info.num_experts > 1:
         rule = RouterRule(needed_number(info, "num_experts_per_tok"), renormalize=False)
         experts = expert_shape(info, info.ffn_size, rule)
-        feeds = [experts if is_of(layer, "expert", 2, 1) else dense for layer in numbers]
+        feeds = [experts if is_of(layer, "expert", 2, 1) else dense for layer in layers]
     attention = replace(llama_attention(info), qkv_bias=False, output_bias=False)
     return _without_rope(_hybrid(info, attention, kinds, mixer, feeds), info)
 

@@ -91,7 +91,7 @@ class Heads(nn.Module):
 
     @property
     def sparse_by(self) -> Literal["token", "vocabulary"] | None:
-        """What `sparse` gives numbers for: each token of the text, each word of the vocabulary, or nothing."""
+        """What `sparse` gives weights for: each token of the text, each word of the vocabulary, or nothing."""
         if self.word is not None:
             return "token"
         return "vocabulary" if self.vocabulary_bias is not None else None

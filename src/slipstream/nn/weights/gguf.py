@@ -87,10 +87,10 @@ class GgufSource:
                 yield SourceTensor(name, tensor.shape, tensor.kind, partial(self._read, tensor), blocks)
 
     def _read(self, tensor: GgufTensor) -> torch.Tensor:
-        numbers = self._in_our_order(tensor, read_numbers(tensor))
+        values = self._in_our_order(tensor, read_values(tensor))
         if self.norm_offset and tensor.name.endswith("norm.weight"):
-            return numbers - self.norm_offset
-        return numbers
+            return values - self.norm_offset
+        return values
 
     def _blocks(self, tensor: GgufTensor) -> torch.Tensor:
         return self._in_our_order(tensor, _raw_rows(tensor))
@@ -102,7 +102,7 @@ class GgufSource:
         return rows
 
 
-def read_numbers(tensor: GgufTensor) -> torch.Tensor:
+def read_values(tensor: GgufTensor) -> torch.Tensor:
     """Dequantizes any kind: common ones with torch, the others with the `gguf` library, which is slow but complete."""
     if tensor.kind in _PLAIN:
         return torch.from_numpy(tensor.raw).view(_PLAIN[tensor.kind]).view(tensor.shape)
@@ -112,13 +112,13 @@ def read_numbers(tensor: GgufTensor) -> torch.Tensor:
     from gguf.quants import dequantize as to_float32
 
     try:
-        numbers = to_float32(tensor.raw.reshape(*tensor.shape[:-1], -1), GGMLQuantizationType[tensor.kind])
+        values = to_float32(tensor.raw.reshape(*tensor.shape[:-1], -1), GGMLQuantizationType[tensor.kind])
     except (KeyError, NotImplementedError):
         raise UnsupportedModel(
             f"{tensor.name} is stored as {tensor.kind}, which is not supported; "
             "use a file quantized as Q4_0, Q4_1, Q8_0, a K-quant, F16 or F32"
         ) from None
-    return torch.from_numpy(np.ascontiguousarray(numbers)).view(tensor.shape)
+    return torch.from_numpy(np.ascontiguousarray(values)).view(tensor.shape)
 
 
 def _raw_rows(tensor: GgufTensor) -> torch.Tensor:

@@ -89,13 +89,13 @@ def _open(path: Path) -> dict[str, _Tensor]:
 def _read(path: Path, tensor: _Tensor) -> torch.Tensor:
     try:
         with zipfile.ZipFile(path) as archive:
-            numbers = torch.frombuffer(bytearray(archive.read(tensor.storage.entry)), dtype=tensor.storage.dtype)
+            values = torch.frombuffer(bytearray(archive.read(tensor.storage.entry)), dtype=tensor.storage.dtype)
     except (OSError, KeyError, ValueError, NotImplementedError, RuntimeError, zlib.error, zipfile.BadZipFile) as error:
         raise BadCheckpoint(f"{path}: {tensor.storage.entry} cannot be read: {error}; download it again") from None
     last = tensor.offset + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.strides, strict=True))
-    if math.prod(tensor.shape) and last >= len(numbers):
+    if math.prod(tensor.shape) and last >= len(values):
         raise BadCheckpoint(f"{path} is truncated; download it again")
-    return numbers.as_strided(tensor.shape, tensor.strides, tensor.offset)
+    return values.as_strided(tensor.shape, tensor.strides, tensor.offset)
 
 
 def _storage(prefix: str, pid: Any) -> _Storage:

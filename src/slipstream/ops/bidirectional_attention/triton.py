@@ -178,9 +178,9 @@ def _attend_kernel(
     q = tl.load(source, mask=inside, other=0.0)
     keys = key + kv_head.to(tl.int64) * key_head_stride
     values = value + kv_head.to(tl.int64) * value_head_stride
-    numbers = bias
+    head_bias = bias
     if bias is not None:
-        numbers = bias + head * width + width // 2
+        head_bias = bias + head * width + width // 2
     # one line per token and head; line_stride is the stride between tokens
     query_lines, key_lines, line_stride = of_queries, of_keys, 0
     if of_queries is not None:
@@ -201,13 +201,13 @@ def _attend_kernel(
     full = low + (high - low) // BLOCK_N * BLOCK_N
     for n in range(low, full, BLOCK_N):
         acc, total, most = _attend_block(
-            acc, total, most, q, keys, values, numbers, query_lines, key_lines, line_stride, n, m, last_query, last_key,
-            scale, key_stride, value_stride,
+            acc, total, most, q, keys, values, head_bias, query_lines, key_lines, line_stride, n, m, last_query,
+            last_key, scale, key_stride, value_stride,
             REACH, DIM, BLOCK_D, BLOCK_N, bias is not None, of_queries is not None, of_keys is not None, False,
         )  # fmt: skip
     if full < high:
         acc, total, most = _attend_block(
-            acc, total, most, q, keys, values, numbers, query_lines, key_lines, line_stride, full, m, last_query,
+            acc, total, most, q, keys, values, head_bias, query_lines, key_lines, line_stride, full, m, last_query,
             last_key, scale, key_stride, value_stride,
             REACH, DIM, BLOCK_D, BLOCK_N, bias is not None, of_queries is not None, of_keys is not None, True,
         )  # fmt: skip
@@ -225,7 +225,7 @@ def _attend_block(
     q,
     keys,
     values,
-    numbers,
+    head_bias,
     query_lines,
     key_lines,
     line_stride,
@@ -272,7 +272,7 @@ def _attend_block(
         distance = n[None, :] - m[:, None]
         # lanes outside the row load the bias of distance 0
         near = tl.where((m < last_query)[:, None] & there[None, :], distance, 0)
-        scores = scores * scale + 1.4426950408889634 * tl.load(numbers + near).to(tl.float32)
+        scores = scores * scale + 1.4426950408889634 * tl.load(head_bias + near).to(tl.float32)
     else:
         scores = scores * scale
     if PARTIAL:

@@ -66,7 +66,7 @@ class DecoderFacts:
 
 class _Run(ctypes.Structure):
     _fields_ = [
-        ("numbers", native.POINTER),
+        ("data", native.POINTER),
         ("scales", native.POINTER),
         ("offsets", native.POINTER),
         ("bits", native.INT),
@@ -140,7 +140,7 @@ def build_layers(
     def product(weights: ProductWeights) -> _Product:
         runs = (_Run * len(weights.runs))(
             *(
-                _Run(address(run.numbers), address(run.scales), address(run.offsets), run.bits, run.num_rows)
+                _Run(address(run.data), address(run.scales), address(run.offsets), run.bits, run.num_rows)
                 for run in weights.runs
             )
         )

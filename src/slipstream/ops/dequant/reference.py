@@ -30,22 +30,22 @@ def split(raw: torch.Tensor, kind: str) -> Blocks:
     """Splits packed rows [rows, bytes per row] into scales, minima and weight bytes."""
     head, size = KINDS[kind]
     blocks = raw.view(raw.shape[0], -1, size)
-    numbers = blocks[..., :head].contiguous().view(torch.float16).float()
+    head_values = blocks[..., :head].contiguous().view(torch.float16).float()
     # always copies: the copy is aligned, so that it can be viewed as a wider dtype
     weights = blocks[..., head:].clone(memory_format=torch.contiguous_format)
-    return Blocks(numbers[..., :1], numbers[..., 1:] if head > 2 else None, weights)
+    return Blocks(head_values[..., :1], head_values[..., 1:] if head > 2 else None, weights)
 
 
 def dequantize(raw: torch.Tensor, kind: str) -> torch.Tensor:
     """Packed rows to float32 [rows, columns]."""
     blocks = split(raw, kind)
     if kind == "Q8_0":
-        numbers = blocks.bytes.view(torch.int8).float()
+        values = blocks.bytes.view(torch.int8).float()
     else:
-        numbers = torch.cat((blocks.bytes & 15, blocks.bytes >> 4), -1).float()
+        values = torch.cat((blocks.bytes & 15, blocks.bytes >> 4), -1).float()
         if kind == "Q4_0":
-            numbers.sub_(8)
-    numbers.mul_(blocks.scale)
+            values.sub_(8)
+    values.mul_(blocks.scale)
     if blocks.minimum is not None:
-        numbers.add_(blocks.minimum)
-    return numbers.flatten(1)
+        values.add_(blocks.minimum)
+    return values.flatten(1)

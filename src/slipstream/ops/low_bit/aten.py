@@ -90,8 +90,8 @@ class Int4Pack:
     def _pack_pairs(self, pairs: torch.Tensor) -> torch.Tensor:
         chunks = []
         for chunk in pairs.split(self._CHUNK):
-            numbers = torch.stack((chunk & 15, chunk >> 4), -1).flatten(1).int()
-            chunks.append(torch.ops.aten._convert_weight_to_int4pack_for_cpu(numbers, 1))
+            values = torch.stack((chunk & 15, chunk >> 4), -1).flatten(1).int()
+            chunks.append(torch.ops.aten._convert_weight_to_int4pack_for_cpu(values, 1))
         return torch.cat(chunks)
 
 

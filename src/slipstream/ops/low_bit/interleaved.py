@@ -48,7 +48,7 @@ class Interleaved:
 
 @dataclass(frozen=True, slots=True)
 class _InterleavedWeight:
-    numbers: torch.Tensor  # [rows / 4, groups, 4 or 8, 4] int32
+    data: torch.Tensor  # [rows / 4, groups, 4 or 8, 4] int32
     scale: torch.Tensor  # [rows / 4, groups, 1, 4] float16
     offset: torch.Tensor | None  # same shape; 4-bit weights only
     num_columns: int
@@ -63,7 +63,7 @@ class _InterleavedWeight:
         out = torch.empty(x.shape[0], self.num_rows)
         found = library.slip_low_bit(
             x.data_ptr(),
-            self.numbers.data_ptr(),
+            self.data.data_ptr(),
             self.scale.data_ptr(),
             None if self.offset is None else self.offset.data_ptr(),
             out.data_ptr(),
@@ -78,7 +78,7 @@ class _InterleavedWeight:
 
     def run(self) -> WeightRows:
         bits = 8 if self.offset is None else 4
-        return WeightRows(self.numbers, self.num_rows, bits, self.scale, self.offset)
+        return WeightRows(self.data, self.num_rows, bits, self.scale, self.offset)
 
 
 def _interleave(rows: torch.Tensor) -> torch.Tensor:

@@ -13,8 +13,8 @@ def multiply(x: torch.Tensor, planes: Planes) -> torch.Tensor:
     weight = torch.zeros(planes.num_rows, planes.num_columns)
     groups = weight.view(planes.num_rows, -1, BLOCK)
     for pairs, scale in zip(planes.pairs, planes.scales, strict=True):
-        numbers = torch.stack((pairs & 15, pairs >> 4), -1).view(groups.shape).float() - 8
-        groups.add_(numbers.mul_(scale.unsqueeze(-1)))
+        values = torch.stack((pairs & 15, pairs >> 4), -1).view(groups.shape).float() - 8
+        groups.add_(values.mul_(scale.unsqueeze(-1)))
     if planes.offset is not None:
         groups.add_(planes.offset.unsqueeze(-1))
     return x @ weight.t()

@@ -1,6 +1,6 @@
 """Staging: the only way from the host to the device.
 
-A step writes all its numbers to one pinned buffer of a `HostRing`, which is copied to the device once. The buffer is
+A step writes all its data to one pinned buffer of a `HostRing`, which is copied to the device once. The buffer is
 written again only after the event of that copy. A `StagedTensor` is a device tensor updated by such writes.
 """
 

@@ -7,17 +7,17 @@ from typing import Literal, NamedTuple
 from slipstream.config.pooling_info import PoolingInfo
 from slipstream.pooling_params import TOKEN_TASKS, PoolingParams, Task
 
-Kind = Literal["vectors", "tokens"]  # one line of numbers per prompt, or per token
+Kind = Literal["vectors", "tokens"]  # one vector per prompt, or per token
 Late = Literal["", "query", "document"]
 
 
 class PoolMode(NamedTuple):
     task: Task
     kind: Kind
-    width: int  # numbers per line
+    width: int  # elements per vector
     finish: str  # normalize, softmax, sigmoid, identity, or a class of torch.nn
-    cut: int | None = None  # keep this many leading numbers of a line
-    columns: tuple[int, ...] = ()  # keep these numbers of a line
+    cut: int | None = None  # keep this many leading elements of a vector
+    columns: tuple[int, ...] = ()  # keep these elements of a vector
     step_tag: int | None = None  # only tokens with this id are results
     skips: tuple[int, ...] = ()  # tokens with these ids are no results
     late: Late = ""

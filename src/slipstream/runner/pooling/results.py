@@ -21,7 +21,7 @@ _NO_FLAGS = np.zeros(0, np.bool_)
 
 @dataclass(frozen=True, slots=True)
 class ResultBlock:
-    """Results of one mode: lines of `width` numbers."""
+    """Results of one mode: vectors of `width` elements."""
 
     width: int
     indices: list[int] | None  # indices among the step's results; None: all of them, in order

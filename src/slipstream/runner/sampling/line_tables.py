@@ -44,7 +44,7 @@ class ListTable:
     """Lists of ids of the rows that have one: a device tensor [lines, ids] or [lines, lists, ids].
 
     All lines are as large as the largest. The scheduler admits only as many rows as keep the tensor within
-    `max_numbers` numbers (`RowAllocator.can_share_tables`). A tensor that is too small is replaced by one for the
+    `max_elements` elements (`RowAllocator.can_share_tables`). A tensor that is too small is replaced by one for the
     present rows. Only device work reads or replaces `tensor`.
     """
 
@@ -54,17 +54,17 @@ class ListTable:
         num_dims: int,
         dtype: torch.dtype,
         device: Device,
-        max_numbers: int,
+        max_elements: int,
         fill: int | None,
     ) -> None:
-        """Unused numbers of a list are `fill`; None: the list's first number."""
+        """Unused entries of a list are `fill`; None: the list's first entry."""
         self.lines = lines
         self.sizes = np.zeros((len(lines.of_row), num_dims), np.int64)  # by row; 0 for rows without a list
         self.shape = (0,) * (1 + num_dims)  # after all launched steps
         self.tensor = torch.zeros(self.shape, dtype=dtype, device=device.torch_device)
         self.number = 0  # of the current roomy tensor: work captured with one must not run with another
         self.is_roomy = True  # larger than the present rows need; else any admission may need another tensor
-        self._max_numbers = max_numbers
+        self._max_elements = max_elements
         self._fill = fill
 
     def assign(self, row: int, *size: int) -> None:
@@ -85,7 +85,7 @@ class ListTable:
         exact = (len(kept), *largest[1:])
         # never smaller than before: alternating sizes would be captured again and again
         roomy = tuple(max(_FIRST, _power(size), there) for size, there in zip(exact, self.shape, strict=True))
-        self.is_roomy = math.prod(roomy) <= self._max_numbers and self.number < _MAX_TABLES
+        self.is_roomy = math.prod(roomy) <= self._max_elements and self.number < _MAX_TABLES
         self.number += self.is_roomy
         shape = self.shape = roomy if self.is_roomy else exact
         span, fill = upload.put(known), self._fill

@@ -40,7 +40,7 @@ from slipstream.step import Ints, Late, StepPlan
 _NUMPY: dict[torch.dtype, np.dtype[Any]] = {torch.float32: np.dtype(np.float32), torch.float64: np.dtype(np.float64)}
 
 _WIDTHS = (0, 1, 5, 10, 20, MAX_PACKED_LOGPROBS)
-"""Numbers of likeliest tokens that captured work reports: the next larger one is used, so that few graphs suffice."""
+"""Sizes of the top-k logprobs that a captured graph reports: the next larger one is used, to need few graphs."""
 
 
 Accept = Callable[[DrawnTokens], Accepted]

@@ -128,7 +128,7 @@ def measure(
         first = workload.items(vocab_size, -1)[0]
         _run(llm, [Item(first.prompt, min(first.output_len, 4))], params, None, None, detokenize, lambda tokens: None)
     # trials at a rate have other prompts than those before, which measured the possible rate: no prefix cache hits
-    numbers = range(repeats) if rate is None else range(repeats, 2 * repeats)
+    trial_numbers = range(repeats) if rate is None else range(repeats, 2 * repeats)
     trials = [
         _run(
             llm,
@@ -139,7 +139,7 @@ def measure(
             detokenize,
             advance,
         )
-        for trial in numbers
+        for trial in trial_numbers
     ]
     return sorted(trials, key=lambda trial: trial.seconds)
 

@@ -1,4 +1,4 @@
-"""`slipstream embed`: embeds texts; prints lines of numbers or JSON lines, or writes a .npy file."""
+"""`slipstream embed`: embeds texts; prints vectors as text or JSON lines, or writes a .npy file."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ def run(args: argparse.Namespace, opener: OpenLLM) -> int:
 def _json_lines(texts: list[Any], vectors: list[Any]) -> Iterator[str]:
     for index, (text, vector) in enumerate(zip(texts, vectors, strict=True)):
         named = {"text": text} if isinstance(text, str) else {"prompt_token_ids": text}
-        numbers = [float(f"{number:.9g}") for number in vector]  # exact for float32
-        yield json.dumps({"index": index, **named, "embedding": numbers}, ensure_ascii=False)
+        values = [float(f"{number:.9g}") for number in vector]  # exact for float32
+        yield json.dumps({"index": index, **named, "embedding": values}, ensure_ascii=False)
 
 
 def _writing(path: Path, mode: str) -> IO[Any]:

@@ -50,7 +50,7 @@ class State:
         self.max_requests = -(-settings.max_queued_requests // settings.workers)  # in the queue of this front end
         self._max_tokens = -(-settings.max_queued_tokens // settings.workers)
         self._prefix = secrets.token_hex(6)
-        self._numbers = itertools.count()
+        self._request_numbers = itertools.count()
 
     def drain(self) -> None:
         """Refuses requests from now on."""
@@ -58,7 +58,7 @@ class State:
         self.bodies.drain()
 
     def new_id(self) -> str:
-        return f"{self._prefix}{next(self._numbers):08x}"
+        return f"{self._prefix}{next(self._request_numbers):08x}"
 
     def check_ready(self) -> None:
         """Raises while requests cannot be accepted."""
@@ -108,7 +108,7 @@ class State:
         """Raises where the result of a request is larger than the limit: it is in memory as a whole."""
         if num_bytes > (limit := self.settings.max_answer_bytes):
             raise bad_request(
-                f"the answer would have {num_bytes} bytes of numbers, the limit is {limit}; send fewer or shorter "
+                f"the answer would have {num_bytes} bytes of arrays, the limit is {limit}; send fewer or shorter "
                 "prompts, ask for fewer dimensions, or raise --max-answer-bytes",
                 code="answer_too_large",
             )

@@ -45,7 +45,7 @@ def head_shape(out: torch.Tensor, keys: torch.Tensor) -> dict[str, int]:
 
 
 def latent_rest(out: torch.Tensor, query: torch.Tensor) -> dict[str, int]:
-    """Of latent attention (MLA): how many numbers of a key do not belong to its value, and their padded number."""
+    """Of latent attention (MLA): how many elements of a key do not belong to its value, and their padded number."""
     rest = query.shape[2] - out.shape[2]
     return {"REST": rest, "BLOCK_REST": pad_dim(rest) if rest else 0}
 

@@ -29,7 +29,7 @@ def attend_keys(
     MASKED: tl.constexpr,
 ):
     """The sums after the keys from `begin` to `end` of one kv head and row. With a REST, a key has that many numbers
-    after the DIM numbers that are also its value."""
+    after the DIM elements that are also its value."""
     acc, top, total = sums
     q, q_rest, position, scale, soft_cap = queries
     keys, values, table, page_stride, slot_stride = pages

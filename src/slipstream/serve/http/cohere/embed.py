@@ -13,7 +13,7 @@ from slipstream.serve.http.cohere.errors import CohereErrorBody, as_cohere_error
 from slipstream.serve.http.errors import bad_request
 from slipstream.serve.http.openai.fields import Refused, given_fields, refuse
 from slipstream.serve.http.pooling.fields import size_of
-from slipstream.serve.http.pooling.run import Chosen, choose, numbers_of, run, usage_of
+from slipstream.serve.http.pooling.run import Chosen, arrays_of, choose, run, usage_of
 from slipstream.serve.http.request import Request
 from slipstream.serve.http.response import Response, json_response
 from slipstream.serve.http.routes import post
@@ -98,7 +98,7 @@ async def create_cohere_embed(request: Request, body: CohereEmbedRequest) -> Res
         request, chosen, encode(chosen.inputs, list(body.texts), params, "embed", prompt_name=name), size_of(body.texts)
     )
     vectors = CohereVectors()
-    arrays = numbers_of(found)
+    arrays = arrays_of(found)
     for kind in kinds:
         setattr(vectors, "float_" if kind == "float" else kind, _written(arrays, kind))
     meta = CohereEmbedMeta(CohereApiVersion("2"), {"input_tokens": usage_of(found).prompt_tokens})

@@ -13,7 +13,7 @@ from slipstream.serve.http.errors import bad_request
 from slipstream.serve.http.ollama.errors import OllamaErrorBody, as_ollama_error
 from slipstream.serve.http.ollama.options import check_keep_alive, check_options, find_model, num_ctx
 from slipstream.serve.http.pooling.fields import size_of
-from slipstream.serve.http.pooling.run import Chosen, numbers_of, run, usage_of
+from slipstream.serve.http.pooling.run import Chosen, arrays_of, run, usage_of
 from slipstream.serve.http.request import Request
 from slipstream.serve.http.response import Response, json_response
 from slipstream.serve.http.routes import post
@@ -54,7 +54,7 @@ async def create_embed(request: Request, body: OllamaEmbedRequest) -> Response:
     request.check_count(len(texts), "input")
     own = {} if body.dimensions is None else {"dimensions": body.dimensions}
     found = await _embed(request, body, texts, body.truncate is not False, own) if texts else []
-    vectors = [array.tolist() for array in numbers_of(found)]
+    vectors = [array.tolist() for array in arrays_of(found)]
     total = time.perf_counter_ns() - began
     return json_response(OllamaEmbedResponse(body.model, vectors, total, 0, usage_of(found).prompt_tokens))
 

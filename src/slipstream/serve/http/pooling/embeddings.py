@@ -13,7 +13,7 @@ from slipstream.serve.http.errors import bad_request
 from slipstream.serve.http.openai.fields import Refused
 from slipstream.serve.http.openai.messages import AllowControlTokens, message_chars, text_messages
 from slipstream.serve.http.pooling.fields import Input, PoolUsage, VectorFields, pooling_params, prompts_of
-from slipstream.serve.http.pooling.run import Chosen, choose, numbers_of, run, run_text, short_text, usage_of
+from slipstream.serve.http.pooling.run import Chosen, arrays_of, choose, run, run_text, short_text, usage_of
 from slipstream.serve.http.request import Request
 from slipstream.serve.http.response import Response, json_response
 from slipstream.serve.http.routes import post
@@ -64,15 +64,15 @@ async def create_embeddings(request: Request, body: EmbeddingRequest) -> Respons
         raise bad_request("there is no input; give a text, or messages", "input")
     if (text := short_text(given)) is not None:
         pooled, num_tokens = await run_text(request, chosen, text, params, body.prompt_name)
-        (numbers,) = written([pooled.array()], body.encoding_format)
-        data = [EmbeddingObject("embedding", 0, numbers)]
+        (vector,) = written([pooled.array()], body.encoding_format)
+        data = [EmbeddingObject("embedding", 0, vector)]
         return json_response(EmbeddingResponse("list", data, chosen.name, PoolUsage(num_tokens, num_tokens)))
     prompts, size = prompts_of(request, given)
     pooling_call = encode(chosen.inputs, prompts, params, "embed", prompt_name=body.prompt_name)
     found, _ = await run(request, chosen, pooling_call, size)
     data = [
-        EmbeddingObject("embedding", index, numbers)
-        for index, numbers in enumerate(written(numbers_of(found), body.encoding_format))
+        EmbeddingObject("embedding", index, vector)
+        for index, vector in enumerate(written(arrays_of(found), body.encoding_format))
     ]
     return json_response(EmbeddingResponse("list", data, chosen.name, usage_of(found)))
 

@@ -21,7 +21,7 @@ from slipstream.serve.http.pooling.fields import (
     pooling_params,
     prompts_of,
 )
-from slipstream.serve.http.pooling.run import activation, choose, numbers_of, run, usage_of
+from slipstream.serve.http.pooling.run import activation, arrays_of, choose, run, usage_of
 from slipstream.serve.http.request import Request
 from slipstream.serve.http.response import Response, json_response
 from slipstream.serve.http.routes import post
@@ -77,10 +77,10 @@ async def create_pooling(request: Request, body: PoolingRequest) -> Response:
     params = pooling_params(request, body, chosen.inputs.pooling, **own)
     pooling_call = encode(chosen.inputs, prompts, params, task, prompt_name=body.prompt_name)
     found, _ = await run(request, chosen, pooling_call, size)
-    numbers = [sparse_weights(one.outputs) for one in found] if task == "sparse" else numbers_of(found)
+    arrays = [sparse_weights(one.outputs) for one in found] if task == "sparse" else arrays_of(found)
     data = [
         PoolingObject(index, "pooling", each)
-        for index, each in enumerate(numbers if task == "sparse" else written(numbers, body.encoding_format))
+        for index, each in enumerate(arrays if task == "sparse" else written(arrays, body.encoding_format))
     ]
     usage = usage_of(found)
     return json_response(PoolingResponse(f"pool-{request.id}", "list", int(time.time()), chosen.name, data, usage))

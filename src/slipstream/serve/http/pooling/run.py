@@ -129,7 +129,7 @@ def usage_of(found: Sequence[PoolingRequestOutput[Any]]) -> PoolUsage:
     return PoolUsage(num_tokens, num_tokens)
 
 
-def numbers_of(found: Sequence[PoolingRequestOutput[Any]]) -> list[Any]:
+def arrays_of(found: Sequence[PoolingRequestOutput[Any]]) -> list[Any]:
     """Returns the arrays of results. Raises where one is missing."""
     try:
         return [one.outputs.data for one in found]

@@ -14,7 +14,7 @@ from slipstream.serve.http.errors import bad_request, invalid_body
 from slipstream.serve.http.pooling.fields import PoolFields, pooling_params, prompts_of, size_of
 from slipstream.serve.http.pooling.pooling import SparseWeight, sparse_weights
 from slipstream.serve.http.pooling.rerank import RerankRequest, rerank_as_tei, tei_truncation
-from slipstream.serve.http.pooling.run import Chosen, choose, numbers_of, run, run_text, short_text
+from slipstream.serve.http.pooling.run import Chosen, arrays_of, choose, run, run_text, short_text
 from slipstream.serve.http.pooling.tei_errors import TeiErrorBody, as_tei_error
 from slipstream.serve.http.request import Request
 from slipstream.serve.http.response import Response, json_response
@@ -65,13 +65,13 @@ async def embed(request: Request, body: EmbedRequest) -> Response:
         pooled, _ = await run_text(request, chosen, text, params, body.prompt_name)
         return json_response([pooled.array().tolist()])
     found = await _encode(request, body, "embed", own)
-    return json_response([array.tolist() for array in numbers_of(found)])
+    return json_response([array.tolist() for array in arrays_of(found)])
 
 
 async def embed_all(request: Request, body: TokensRequest) -> Response:
     """Embeds each token, without normalising."""
     found = await _encode(request, body, "token_embed", {"normalize": False})
-    return json_response([array.tolist() for array in numbers_of(found)])
+    return json_response([array.tolist() for array in arrays_of(found)])
 
 
 async def embed_sparse(request: Request, body: TokensRequest) -> Response:

@@ -147,7 +147,7 @@ def _checked_call(call: Any, name: str) -> Mapping[str, Any]:
     return call
 
 
-_CALL_FIELDS = ("id", "type", "index", "function")  # index: the place of a call in a stream, which is that in the list
+_CALL_FIELDS = ("id", "type", "index", "function")  # index: of a call in a stream, the same as in the list
 
 
 def _check_fields(given: Mapping[str, Any], path: str, known: tuple[str, ...]) -> None:

@@ -40,7 +40,7 @@ class AdaptedRows:
         )
 
     def fill(self, target: torch.Tensor, name: str, rows: torch.Tensor) -> None:
-        """Write rows [rows of the tensor, rank] to their places in target [outputs, rank], on the host."""
+        """Write rows [rows of the tensor, rank] to their positions in target [outputs, rank], on the host."""
         dict(_targets(self._linear, target))[name].fill(Piece(rows))
 
 

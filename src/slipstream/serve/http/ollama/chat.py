@@ -181,7 +181,7 @@ def _calls(given: Any, name: str) -> list[tuple[str, str, str]]:
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise bad_request(f"{name}.tool_calls is no list of calls; {shape}", f"{name}.tool_calls")
         check_fields(call, f"{name}.tool_calls[{index}]", ("id", "function"), {"type": ("function",)})
-        # index is the place of a call in its answer, which is that in the list
+        # index: of a call in its answer, the same as in the list
         check_fields(function, f"{name}.tool_calls[{index}].function", ("name", "arguments", "index"))
         if not isinstance(id := call.get("id") or "", str):
             raise bad_request(f"{name}.tool_calls[{index}].id is no text; give a string", f"{name}.tool_calls")

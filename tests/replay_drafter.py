@@ -12,6 +12,8 @@ class ReplayDrafter:
     """Finds the texts that begin with a row's tokens, as the device has them in its pages, and drafts their next
     tokens."""
 
+    always_runs = reads_hidden = False
+
     def __init__(self, head, history, page_tables, texts: list[list[int]], kind: str) -> None:
         self.rows, self.history, self.tables = head.rows, history, page_tables.tables[history.group]
         self.kind, self.rng = kind, random.Random(0)

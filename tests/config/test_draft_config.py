@@ -16,6 +16,8 @@ def test_the_fields_have_vllms_names() -> None:
     suffix = read_draft_config({"method": "suffix"})
     assert suffix is not None and suffix.drafts_per_match == 1 and suffix.max_match > 8
     assert read_draft_config(None) is None
+    by_model = DraftConfig("draft_model", 3, model="some/model")
+    assert read_draft_config({"model": "some/model", "num_speculative_tokens": 3}) == by_model
 
 
 def test_the_short_form() -> None:
@@ -35,7 +37,8 @@ def test_one_bound_alone_moves_the_other() -> None:
     [
         ({}, "has no method"),
         ({"method": "eagle3", "model": "x"}, "drafts by eagle3 are not supported"),
-        ({"model": "some/model", "num_speculative_tokens": 3}, "drafts by draft_model are not supported"),
+        ({"method": "draft_model"}, "drafts by draft_model need a model"),
+        ({"model": "some/model", "prompt_lookup_max": 3}, "prompt_lookup_max, which draft_model does not use"),
         ({"method": "mtp"}, "drafts by mtp are not supported"),
         ({"method": "n-gram"}, "there is no method 'n-gram'"),
         ({"method": "ngram", "model": "x"}, "needs none"),

@@ -6,7 +6,8 @@ import msgspec
 import pytest
 
 from hand_cache import one_group
-from slipstream.config.memory import activation_bytes, plan_memory
+from slipstream.config.activation_size import activation_bytes
+from slipstream.config.memory import plan_memory
 from slipstream.config.model_info import ModelInfo, model_info_from_config
 from slipstream.config.options import make_options
 from slipstream.config.pooling_info import PoolingInfo

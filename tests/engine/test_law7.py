@@ -27,7 +27,7 @@ def window_model(request, tmp_path_factory):
     return str(write_tiny(tmp_path_factory.mktemp("tiny"), request.param))
 
 
-def make(model, *, depth=0, late=False, device=None, max_num_seqs=None, **cell):
+def make(model, *, depth=0, late=False, device=None, max_num_seqs=None, speculative_config=None, **cell):
     """An LLM for one cell of the matrix."""
     rows = {} if max_num_seqs is None else {"max_num_seqs": max_num_seqs}
     return LLM(
@@ -35,6 +35,7 @@ def make(model, *, depth=0, late=False, device=None, max_num_seqs=None, **cell):
         skip_tokenizer_init=False,
         use_tqdm_on_load=False,
         max_model_len=MAX_LEN,
+        speculative_config=speculative_config,
         **options_of(few_pages=26, depth=depth, **cell) | rows,
         _device=DelayedDevice(depth) if late else device,
     )

@@ -31,6 +31,22 @@ class ModelConfig(msgspec.Struct, frozen=True):
         return self.pooling is None or self.pooling.generates
 
 
+class DraftModelConfig(msgspec.Struct, frozen=True):
+    """The model of a drafter."""
+
+    model: ModelConfig
+    first_site: int  # its cache sites follow those of the engine's model
+    page_bytes: int  # of one page, over all its sites
+
+    def of_length(self, max_model_len: int) -> DraftModelConfig:
+        """The same for an engine of this length."""
+        return msgspec.structs.replace(self, model=msgspec.structs.replace(self.model, max_model_len=max_model_len))
+
+    def scratch_pages(self, num_drafts: int, page_size: int) -> int:
+        """Pages of a row for the positions of its drafts, which have no page yet."""
+        return -(-num_drafts // page_size)
+
+
 class StateConfig(msgspec.Struct, frozen=True):
     """Recurrent states: one for each row and one for each checkpoint."""
 
@@ -105,3 +121,4 @@ class EngineConfig(msgspec.Struct, frozen=True):
     cache: CacheConfig
     scheduler: SchedulerConfig
     device: DeviceConfig
+    draft: DraftModelConfig | None = None  # None: drafts need no model

@@ -18,20 +18,27 @@ DRAFTS_PER_STEP = 256
 """Drafts of all rows of one step; a device with more positions than that gains nothing from drafts."""
 
 _MATCH = {"ngram": (2, 4), "suffix": (1, 24)}  # defaults of shortest and longest match
-_METHODS = {"ngram": "ngram", "ngram_gpu": "ngram", "[ngram]": "ngram", "suffix": "suffix"}
+_METHODS = {
+    "ngram": "ngram", "ngram_gpu": "ngram", "[ngram]": "ngram", "suffix": "suffix", "draft_model": "draft_model",
+}  # fmt: skip
+_WITH_FOLDER = ("draft_model",)
+"""Methods that run a model of a folder of its own."""
+_KNOWN = "ngram, ngram_gpu, suffix and draft_model"
 _NOT_BUILT = (
-    "eagle", "eagle3", "mtp", "draft_model", "dflash", "dspark", "medusa", "mlp_speculator", "deepseek_mtp",
-    "qwen3_next_mtp", "qwen3_5_mtp", "custom_class", "extract_hidden_states",
+    "eagle", "eagle3", "mtp", "dflash", "dspark", "medusa", "mlp_speculator", "deepseek_mtp", "qwen3_next_mtp",
+    "qwen3_5_mtp", "custom_class", "extract_hidden_states",
 )  # fmt: skip
 _KEYS = ("method", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min", "model")
 
 
 class DraftConfig(msgspec.Struct, frozen=True):
-    method: str  # ngram or suffix
+    method: str  # ngram, suffix or draft_model
     num_drafts: int  # maximum per row and step
-    min_match: int  # tokens at the end of a row that must have occurred before
-    max_match: int  # tokens that are compared: a longer match is preferred
-    drafts_per_match: float | None  # maximum drafts per matching token; None: no limit
+    # of ngram and suffix
+    min_match: int = 0  # tokens at the end of a row that must have occurred before
+    max_match: int = 0  # tokens that are compared: a longer match is preferred
+    drafts_per_match: float | None = None  # maximum drafts per matching token; None: no limit
+    model: str | None = None  # folder or hub name of the model that drafts; None: the method needs none
 
 
 def read_draft_config(given: Mapping[str, Any] | str | None, short: str | None = None) -> DraftConfig | None:
@@ -48,7 +55,11 @@ def read_draft_config(given: Mapping[str, Any] | str | None, short: str | None =
         return None
     found = _fields(given)
     method = _method(found)
-    num = _number(found, "num_speculative_tokens", 4 if method == "ngram" else 8, MAX_DRAFTS)
+    num = _number(found, "num_speculative_tokens", 8 if method == "suffix" else 4, MAX_DRAFTS)
+    if method not in _MATCH:
+        if match := [name for name in found if name.startswith("prompt_lookup")]:
+            raise InvalidOption(f"speculative_config has {match[0]}, which {method} does not use; remove it")
+        return DraftConfig(method, num, model=found.get("model"))
     shortest, longest = _MATCH[method]
     max_match = _number(found, "prompt_lookup_max", max(longest, found.get("prompt_lookup_min") or 0), MAX_MATCH)
     min_match = _number(found, "prompt_lookup_min", min(shortest, max_match), MAX_MATCH)
@@ -78,14 +89,16 @@ def _fields(given: Mapping[str, Any] | str) -> dict[str, Any]:
 
 def _method(found: Mapping[str, Any]) -> str:
     method, model = found.get("method", "draft_model" if "model" in found else None), found.get("model")
-    known = "ngram, ngram_gpu and suffix"
     if method is None:
-        raise InvalidOption(f"speculative_config has no method; the methods are {known}")
+        raise InvalidOption(f"speculative_config has no method; the methods are {_KNOWN}")
     if method in _NOT_BUILT:
-        raise InvalidOption(f"drafts by {method} are not supported; the methods are {known}, which need no weights")
+        raise InvalidOption(f"drafts by {method} are not supported; the methods are {_KNOWN}")
     if method not in _METHODS:
-        raise InvalidOption(f"there is no method {method!r} for drafts; the methods are {known}")
-    if model is not None and model not in _METHODS:
+        raise InvalidOption(f"there is no method {method!r} for drafts; the methods are {_KNOWN}")
+    if _METHODS[method] in _WITH_FOLDER:
+        if not isinstance(model, str) or not model:
+            raise InvalidOption(f'drafts by {method} need a model; give its folder as "model" of speculative_config')
+    elif model is not None and model not in _METHODS:
         raise InvalidOption(f"speculative_config names the model {model!r}, and {method} needs none; remove it")
     return _METHODS[method]
 

@@ -12,21 +12,14 @@ from collections.abc import Sequence
 import msgspec
 
 from slipstream.cache_spec import ITEMSIZE, STATE_CHUNK
+from slipstream.config.activation_size import PENALTY_BYTES, activation_bytes
 from slipstream.config.config import MAX_REPORTED_LOGPROBS, EngineConfig
 from slipstream.config.model_info import ModelInfo
-from slipstream.config.model_sizes import ModelSizes
 from slipstream.config.pooling_info import PoolingInfo, reductions_of
 from slipstream.params import MAX_PACKED_LOGPROBS
 
-GATHERED_KEYS = 65_536
-"""Maximum number of key positions of several rows that one attention call on the CPU gathers; a longer row is computed
-alone. The C kernels for float32 gather nothing, but are used only once they are compiled."""
-
 SCORED_AT_ONCE = 64
 """Prompt tokens whose logits are computed together."""
-
-MAX_SPLITS, SMALLEST_SPLIT = 32, 256
-"""Maximum number of splits of a row's keys by attention on a GPU, and minimum number of keys per split."""
 
 LOGITS_AT_ONCE = 5
 """Simultaneous copies of all rows' logits on a GPU, in steps whose sampling features cannot be captured."""
@@ -43,9 +36,7 @@ KEPT, KEPT_OF_LATE = 2**24, 2**26
 """Elements in stored queries; and for a model made for late interaction."""
 
 ALIGNMENT = 256  # bytes for the alignment of all fields of a result buffer
-PENALTY_BYTES = 5  # per token of the vocabulary: a count, and a flag for the prompt
 WORKSPACE = 256 * 2**20  # bytes that libraries and the driver allocate for graphs
-SORTED_BYTES = 8  # an index per sorted logit
 MAX_BIASED_IDS = 1024  # tokens whose logits the logits processors of one row may add to, if they see tokens only
 
 
@@ -115,6 +106,8 @@ def plan_memory(config: EngineConfig, weights: int) -> MemoryPlan:
         length=scheduler.max_model_len,
         groups=len(cache.groups),
     )
+    draft_hidden, draft_head = draft_bytes(config)
+    hidden, logits = max(hidden, draft_hidden), logits + draft_head
     if not generates:
         logits = pool_head_bytes(config)
     if cache.states is not None:
@@ -124,6 +117,9 @@ def plan_memory(config: EngineConfig, weights: int) -> MemoryPlan:
     tables = rows * (len(cache.groups) * 8 * -(-scheduler.max_model_len // cache.page_size) + 256 + kept)
     if scheduler.drafts is not None:  # token ids of all positions, and drafts of each row
         tables += id_bytes(cache.group_pages, cache.page_size) + rows * 8 * scheduler.drafts.num_drafts
+        if config.draft is not None:
+            pages = config.draft.scratch_pages(scheduler.drafts.num_drafts, cache.page_size)
+            tables += rows * pages * config.draft.page_bytes
     return MemoryPlan(
         weights=weights,
         cache=cache.num_bytes,
@@ -153,6 +149,34 @@ def id_bytes(group_pages: Sequence[int], page_size: int) -> int:
     return max(group_pages) * page_size * 4
 
 
+def draft_bytes(config: EngineConfig) -> tuple[int, int]:
+    """Bytes of a drafter's model: in a step's forward, beside the hidden states of the target; and in its head, which
+    runs it over all draws and one more token of each row, while the target's logits exist."""
+    if config.draft is None:
+        return 0, 0
+    scheduler, model = config.scheduler, config.draft.model
+    tokens, rows = scheduler.max_num_batched_tokens, scheduler.max_drawn + scheduler.max_num_seqs
+
+    def of(num_rows: int, num_tokens: int) -> int:
+        hidden, attention, _ = activation_bytes(
+            model.info,
+            model.sizes,
+            model.dtype,
+            on_cpu=config.device.kind == "cpu",
+            rows=num_rows,
+            tokens=num_tokens,
+            length=scheduler.max_model_len,
+            groups=len(config.cache.groups),
+        )
+        return hidden + attention
+
+    size = ITEMSIZE[model.dtype]
+    target_hidden = tokens * config.model.info.hidden_size * size
+    table = 4 * rows * len(config.cache.groups) * 8 * -(-scheduler.max_model_len // config.cache.page_size)
+    logits = scheduler.max_num_seqs * model.info.vocab_size * size
+    return of(scheduler.max_drawn, tokens) + target_hidden, of(rows, rows) + table + logits
+
+
 def feature_bytes(info: ModelInfo, dtype: str, rows: int) -> int:
     """Bytes of penalty counts and biases, if every row uses them."""
     # a table grows by doubling, and the old one exists during the copy
@@ -179,6 +203,7 @@ def graph_bytes(config: EngineConfig, forward: int) -> int:
     rows, info, size = config.scheduler.max_drawn, config.model.info, ITEMSIZE[config.model.dtype]
     # on a GPU the head holds the product, its float32 copy, and a copy for logprobs
     head = rows * info.vocab_size * (size + 2 * max(size, 4)) if config.model.generates else pool_head_bytes(config)
+    head += draft_bytes(config)[1]
     kept = sum(sizes_up_to(rows, first_steps=8))
     return max(forward, head) + kept * (info.hidden_size * size + 8)
 
@@ -200,30 +225,6 @@ def sizes_up_to(limit: int, first_steps: int) -> list[int]:
         sizes.append(208 if size == 224 else size)
         size += size if size < 2 * first_steps else max(first_steps, 1 << (size.bit_length() - 3))
     return [*sizes, limit]
-
-
-def activation_bytes(
-    info: ModelInfo, sizes: ModelSizes, dtype: str, *, on_cpu: bool, rows: int, tokens: int, length: int, groups: int
-) -> tuple[int, int, int]:
-    """Of the largest step: hidden states, attention's workspace, and logits."""
-    size, real = ITEMSIZE[dtype], max(ITEMSIZE[dtype], 4)  # logits are float32 at least
-    stream = 4 * info.hidden_size  # x, its norm, the residual before and after
-    hidden = tokens * (stream + sizes.widest + sizes.rotary) * size + tokens * 64 + sizes.per_step * real
-    attention = rows * min(MAX_SPLITS, -(-length // SMALLEST_SPLIT)) * sizes.split_sums * 4
-    if sizes.relative_heads:  # a score per token, head and distance; on the CPU also per pair of tokens
-        distances = tokens * sizes.relative_heads * (2 * length - 1) * size
-        hidden += sizes.relative_terms * distances
-        hidden += 3 * tokens * sizes.relative_heads * length * size if on_cpu else 0
-    if on_cpu:
-        gathered = min(max(GATHERED_KEYS, length), rows * length)
-        masked = groups * (rows + tokens) * length  # a mask for each single row and for each token of chunks
-        slots = groups * rows * length  # int64 slots of those keys, with and without the unseen ones
-        attention = 2 * gathered * sizes.keys * size + masked * (size + 1) + 2 * slots * 8
-        attention += 3 * sizes.scored_heads * max(tokens * length, gathered) * size
-    # the product, its copy in the logits' dtype, one kept for logprobs, one edited, noise, two sorted or masked
-    per_logit = size + 6 * real + SORTED_BYTES + PENALTY_BYTES
-    logits = min(rows, tokens) * (info.vocab_size * per_logit + info.hidden_size * size)
-    return hidden, attention, logits
 
 
 def recurrent_bytes(tokens: int, rows: int) -> int:

@@ -11,7 +11,14 @@ import msgspec
 
 from slipstream.cache_spec import CacheGroup, StateSpec
 from slipstream.config.cache_size import CacheSize
-from slipstream.config.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
+from slipstream.config.config import (
+    CacheConfig,
+    DeviceConfig,
+    DraftModelConfig,
+    EngineConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
 from slipstream.config.draft_config import read_draft_config
 from slipstream.config.memory import id_bytes, max_kept, max_reported, plan_memory
 from slipstream.config.model_info import ModelInfo
@@ -71,8 +78,9 @@ def resolve(
     machine: Machine,
     pooling: PoolingInfo | None = None,
     states: tuple[StateSpec, ...] = (),
+    draft: DraftModelConfig | None = None,
 ) -> EngineConfig:
-    """`groups`: of cache sites; `states`: by state site."""
+    """`groups`: of cache sites; `states`: by state site; `draft`: the model of a drafter, at any length."""
     on_cpu = machine.kind == "cpu"
     page_size = _positive("page_size", options.page_size)
     is_encoder = not groups and not states  # nothing is kept between steps, so a prompt is computed in one step
@@ -93,7 +101,7 @@ def resolve(
 
     fit_length = options.max_model_len in ("auto", -1)
     if fit_length or options.max_model_len is None:
-        wanted = info.max_positions
+        wanted = info.max_positions if draft is None else min(info.max_positions, draft.model.info.max_positions)
     else:
         wanted = _positive("max_model_len", options.max_model_len)
         if wanted < 2:
@@ -101,6 +109,11 @@ def resolve(
         if wanted > info.max_positions:
             raise InvalidOption(
                 f"max_model_len is {wanted}, {source.name} was made for {info.max_positions}; give at most that"
+            )
+        if draft is not None and wanted > draft.model.info.max_positions:
+            raise InvalidOption(
+                f"max_model_len is {wanted}, the draft model {draft.model.name} was made for "
+                f"{draft.model.info.max_positions}; give at most that"
             )
 
     chunked = options.enable_chunked_prefill and not is_encoder
@@ -156,6 +169,7 @@ def resolve(
                 eager=options.enforce_eager,
                 keep_free=_keep_free(options, machine),
             ),
+            draft=None if draft is None else draft.of_length(length),
         )
 
     def without_cache(num_checkpoints: int = 0) -> int:

@@ -21,6 +21,7 @@ from slipstream.config.resolve import DEFAULT_SHARE, Source, fewer_rows, model_c
 from slipstream.config.weight_files import require_weights
 from slipstream.device.device import Device, device_facts, open_device, seems_cuda
 from slipstream.engine.core import EngineCore
+from slipstream.engine.draft_model import settle_draft
 from slipstream.engine.lanes import Lanes
 from slipstream.engine.model_description import ModelDescription
 from slipstream.errors import InvalidOption
@@ -148,13 +149,16 @@ def settle(options: Options, located: LocatedModel, info: ModelInfo) -> EngineCo
     machine = device_facts(options.device)
     dtype = resolve_dtype(options, info, machine)
     pooling, info = read_pooling(options, info, located.path)
-    groups = group_sites(cache_specs(info, options.page_size, dtype))
+    specs = cache_specs(info, options.page_size, dtype)
+    draft, draft_specs = settle_draft(options, info, specs, dtype, on_cpu=machine.kind == "cpu") or (None, [])
+    groups = group_sites([*specs, *draft_specs])
     sizes = find_shape(info).sizes(machine.kind == "cpu")
     source = Source(str(located.path), located.kind, located.name, 0, sizes)
     # at the model's full length: the actual length depends on what the weights leave
     num_bytes = weight_bytes(model_config(options, info, source, dtype, info.max_positions, pooling), machine.kind)
+    num_bytes += 0 if draft is None else weight_bytes(draft.model, machine.kind)
     source = msgspec.structs.replace(source, num_bytes=num_bytes)
-    return resolve(options, info, source, groups, dtype, machine, pooling, tuple(state_specs(info, dtype)))
+    return resolve(options, info, source, groups, dtype, machine, pooling, tuple(state_specs(info, dtype)), draft)
 
 
 def foresee(options: Options) -> tuple[EngineConfig, MemoryPlan]:
@@ -162,4 +166,5 @@ def foresee(options: Options) -> tuple[EngineConfig, MemoryPlan]:
     located = locate(options.model, options.revision, options.task)
     info, _ = _read(options, located)
     config = settle(options, located, info)
-    return config, plan_memory(config, weight_bytes(config.model, config.device.kind))
+    models = [config.model] if config.draft is None else [config.model, config.draft.model]
+    return config, plan_memory(config, sum(weight_bytes(model, config.device.kind) for model in models))

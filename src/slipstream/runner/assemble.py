@@ -35,6 +35,8 @@ from slipstream.runner.batch.rope_rows import RopeRows
 from slipstream.runner.batch.row_state import RowState
 from slipstream.runner.batch.rows import RowTable
 from slipstream.runner.batch.staging import HostRing
+from slipstream.runner.drafts.build import build_drafter, open_draft_model, scratch_pages
+from slipstream.runner.drafts.drafter import Drafter
 from slipstream.runner.drafts.history import TokenHistory
 from slipstream.runner.drafts.ngram import NgramDrafter
 from slipstream.runner.generate_head import GenerateHead
@@ -58,9 +60,11 @@ def build_runner(
     if device is None:
         device = open_device(config.device.kind, config.scheduler.depth, config.device.num_threads)
     model, fill = open_model(config.model, device.torch_device)
+    draft_model, fill = open_draft_model(config, device, fill)
     warms_up = device.warms_up
     measured = warms_up and config.device.keep_free is not None and not config.scheduler.is_encoder
-    runner = _assemble(config, device, model, (1,) * len(config.cache.groups) if measured else config.cache.group_pages)
+    group_pages = (1,) * len(config.cache.groups) if measured else config.cache.group_pages
+    runner = _assemble(config, device, model, group_pages, draft_model)
     if not warms_up:
         fill(progress)
         return runner, config
@@ -131,7 +135,13 @@ def _room(config: EngineConfig, device: Device) -> int:
     return free - keep_free - plan_memory(config, 0).later
 
 
-def _assemble(config: EngineConfig, device: Device, model: Decoder, group_pages: tuple[int, ...]) -> ModelRunner:
+def _assemble(
+    config: EngineConfig,
+    device: Device,
+    model: Decoder,
+    group_pages: tuple[int, ...],
+    draft_model: Decoder | None,
+) -> ModelRunner:
     scheduler, cache = config.scheduler, config.cache
     dtype = getattr(torch, config.model.dtype)
     logit_dtype = torch.float64 if dtype is torch.float64 else torch.float32
@@ -140,7 +150,7 @@ def _assemble(config: EngineConfig, device: Device, model: Decoder, group_pages:
     num_buffers = scheduler.depth + 2
     drafts = scheduler.drafts
     history = None if drafts is None else TokenHistory(cache.groups, device)
-    store = KVStore(cache.groups, group_pages, device, history)
+    store = KVStore(cache.groups, group_pages, device, history, scratch_pages(config))
     states = None if cache.states is None else StateStore(cache.states, num_rows, device)
     # a step has at most as many tokens as its rows can have
     max_tokens = min(scheduler.max_num_batched_tokens, scheduler.max_num_seqs * scheduler.max_model_len)
@@ -152,7 +162,7 @@ def _assemble(config: EngineConfig, device: Device, model: Decoder, group_pages:
     results = ResultRing(num_buffers, result_size, device, max_capacity=result_size + report_bytes(config))
     heads: list[HeadMaker] = []
     row_states: list[RowState] = [store] if states is None else [store, states]
-    sampler = None
+    sampler = draft_runner = None
     input_batch: BatchInputs
     if scheduler.is_encoder:
         assert pooling is not None, "a model without a cache is for pooling"
@@ -172,8 +182,10 @@ def _assemble(config: EngineConfig, device: Device, model: Decoder, group_pages:
         if config.model.generates:
             sampler = Sampler(num_rows, info.vocab_size, device, logit_dtype, scheduler.max_reported)
             invariant = config.model.deterministic
-            drafter = None
-            if drafts is not None and history is not None:
+            drafter: Drafter | None = None
+            if draft_model is not None and history is not None:
+                drafter = draft_runner = build_drafter(config, draft_model, rows, tables, store, history)
+            elif drafts is not None and history is not None:
                 drafter = NgramDrafter(drafts, rows, tables, history)
             heads.append(
                 GenerateHead(
@@ -213,4 +225,5 @@ def _assemble(config: EngineConfig, device: Device, model: Decoder, group_pages:
         graphs=graphs,
         states=states,
         sampler=sampler,
+        drafter=draft_runner,
     )

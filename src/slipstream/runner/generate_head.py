@@ -55,7 +55,7 @@ class GenerateHead:
         self._numpy_dtype = np.float64 if logit_dtype is torch.float64 else np.float32
 
     def wants_all(self, plan: StepPlan) -> bool:
-        return plan.scores is not None
+        return plan.scores is not None or (self.drafter is not None and self.drafter.reads_hidden)
 
     def prepare(
         self, plan: StepPlan, upload: Upload, size: Size | None = None, *, only_last: bool = False
@@ -112,7 +112,7 @@ class GenerateHead:
                     offsets = of_drafts[0] if of_drafts else None
                 draws = self._sample_batch(rows, positions, offsets, drafts)
                 drawn = sample(self._logits(hidden), draws, self.rows.accept)
-                results |= self._report(drawn, draws, drafts)
+                results |= self._report(drawn, draws, hidden, drafts)
                 if drawn.requested is not None:
                     results["requested"] = drawn.requested
                 if drawn.wide is not None:
@@ -138,7 +138,8 @@ class GenerateHead:
         num_rows = self.graphs.rows_for(num_samples)
         if num_rows is None or (replayed := self.sampler.prepare_by_row(plan)) is None:
             return None
-        drafts = replace(drafts, max_length=self.max_length)  # captured work is replayed for rows of any length
+        # captured work is replayed for rows of any length
+        drafts = replace(drafts, max_length=self.max_length, num_rows=self.graphs.rows_for(drafts.num_rows) or num_rows)
         has_drafts = drafts.offsets is not None
         shape = result_shape(num_rows, replayed.num_logprobs, self._numpy_dtype, has_drafts=has_drafts)
         out = self.results.open(shape, num_samples, drafts.first)
@@ -149,8 +150,10 @@ class GenerateHead:
             padded[:, :num_samples] = pick
             span = upload.put(padded)
         key: tuple[Hashable, ...] = ("head", num_rows, span is not None, replayed.key)
-        if has_drafts or drafts.num_proposed:
+        if has_drafts or drafts.num_proposed or self._always_drafts:
             key += (has_drafts, drafts.num_proposed)
+        if self._always_drafts:
+            key += (drafts.num_rows,)
 
         def run(batch: Gathered, hidden: torch.Tensor) -> None:
             rows, positions, offsets = batch.rows, batch.view.lengths, batch.offsets
@@ -167,13 +170,17 @@ class GenerateHead:
     def _drafts(self, plan: StepPlan) -> _Drafts:
         """Host: the drafts of the sampling rows of a step."""
         num_proposed = 0 if self.drafter is None else plan.num_proposed
-        max_length = int(plan.lengths.max()) + 1 if num_proposed else 0
+        max_length = int(plan.lengths.max()) + 1 if num_proposed or self._always_drafts else 0
         if not isinstance(plan, DraftedPlan):
-            return _Drafts(None, None, num_proposed, False, max_length)
+            return _Drafts(None, None, num_proposed, False, max_length, int(np.count_nonzero(plan.num_drawn)))
         samples = plan.num_drawn > 0
         offsets = plan.offsets[samples].astype(np.int64)
         first = np.flatnonzero(offsets == 0)
-        return _Drafts(offsets, first, num_proposed, self.sampler.reads_output(plan), max_length)
+        return _Drafts(offsets, first, num_proposed, self.sampler.reads_output(plan), max_length, len(first))
+
+    @property
+    def _always_drafts(self) -> bool:
+        return self.drafter is not None and self.drafter.always_runs
 
     def _sample_batch(
         self, rows: torch.Tensor, positions: torch.Tensor, offsets: torch.Tensor | None, drafts: _Drafts
@@ -185,12 +192,22 @@ class GenerateHead:
         earlier = earlier_drafts(self.rows.next_tokens, rows, offsets) if drafts.are_read else None
         return SampleBatch(rows, positions, offsets, earlier)
 
-    def _report(self, drawn: SampleOutput, draws: SampleBatch, drafts: _Drafts) -> dict[str, torch.Tensor]:
+    def _report(
+        self, drawn: SampleOutput, draws: SampleBatch, hidden: torch.Tensor, drafts: _Drafts
+    ) -> dict[str, torch.Tensor]:
         """Device: store the drawn tokens and propose drafts after them. Returns the results of the draw."""
         if draws.offsets is None:  # otherwise the sampler has stored the accepted tokens
             self.rows.draw(draws.rows, drawn.tokens)
-        if drafts.num_proposed and self.drafter is not None:
-            batch = DraftBatch(draws.rows, draws.offsets, drafts.max_length)
+        if self.drafter is not None and (drafts.num_proposed or self.drafter.always_runs):
+            batch = DraftBatch(
+                draws.rows,
+                draws.offsets,
+                draws.positions,
+                drawn.tokens,
+                hidden,
+                drafts.max_length,
+                len(draws.rows) if draws.offsets is None else drafts.num_rows,
+            )
             self.drafter.propose(batch, drafts.num_proposed)
         results = {"tokens": drawn.tokens, "failed": drawn.failed}
         if drawn.kept is not None:
@@ -207,7 +224,7 @@ class GenerateHead:
         wide = replayed.needs_sampling_dtype or self._batch_invariant
         logits = self._logits(hidden) if wide else self.model.logits(hidden)
         drawn = replayed.sample(logits, draws, self.rows.accept)
-        results = self._report(drawn, draws, drafts)
+        results = self._report(drawn, draws, hidden, drafts)
         return pack(results, shape, self.graphs.results.room(shape.num_bytes))
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -224,6 +241,7 @@ class _Drafts:
     num_proposed: int  # drafts to propose for the next step
     are_read: bool  # a stage depends on the drafts before a draw
     max_length: int  # at least the number of tokens of every row after the draw
+    num_rows: int  # at least the number of rows, each counted once
 
 
 class _Picked:

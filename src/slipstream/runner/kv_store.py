@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -13,6 +14,19 @@ from slipstream.errors import NotEnoughMemory
 from slipstream.runner.batch.staging import Upload, UploadSpan
 from slipstream.runner.drafts.history import TokenHistory
 from slipstream.step import StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class ScratchPages:
+    """Pages of a drafter's sites beyond those that the scheduler allocates, for positions that have no page yet."""
+
+    first_site: int  # of the drafter; its sites are the last ones
+    num_rows: int  # with the padding row
+    pages_per_row: int
+
+    @property
+    def num_pages(self) -> int:
+        return self.num_rows * self.pages_per_row
 
 
 class KVStore:
@@ -29,12 +43,14 @@ class KVStore:
         group_pages: tuple[int, ...],
         device: Device,
         history: TokenHistory | None = None,
+        scratch: ScratchPages | None = None,
     ) -> None:
-        """`history`: token ids in the same pages, only for drafts."""
+        """`history`: token ids in the same pages, only for drafts; `scratch`: only for a drafter that runs a model."""
         num_sites = sum(len(group.sites) for group in groups)
         self.groups = groups
         self.device = device
         self.history = history
+        self.scratch = scratch
         self.caches: list[tuple[torch.Tensor, torch.Tensor]] = [None] * num_sites  # type: ignore[list-item]
         group_of_site = [0] * num_sites
         for number, group in enumerate(groups):
@@ -50,10 +66,13 @@ class KVStore:
             self.history.take_memory(group_pages)
         for number, group in enumerate(self.groups):
             spec = group.spec
-            shape = (group_pages[number], spec.page_size, spec.num_kv_heads, spec.head_dim)
             dtype = getattr(torch, spec.dtype)
             for site in group.sites:
                 self.caches[site] = None  # type: ignore[call-overload]
+                num_pages = group_pages[number]
+                if self.scratch is not None and site >= self.scratch.first_site:
+                    num_pages += self.scratch.num_pages
+                shape = (num_pages, spec.page_size, spec.num_kv_heads, spec.head_dim)
                 try:
                     keys = self.device.zeros(shape, dtype)
                     values = keys[..., : spec.value_dim] if spec.value_dim else self.device.zeros(shape, dtype)

@@ -17,6 +17,7 @@ from slipstream.runner.batch.input_batch import BatchInputs, Gathered
 from slipstream.runner.batch.row_state import RowState
 from slipstream.runner.batch.staging import HostRing
 from slipstream.runner.drafts.expand import expand_drafts
+from slipstream.runner.drafts.model_drafter import Follow, ModelDrafter
 from slipstream.runner.graphs import GraphPool
 from slipstream.runner.head import Head, HeadMaker
 from slipstream.runner.kv_store import KVStore
@@ -45,8 +46,10 @@ class ModelRunner:
         graphs: GraphPool,
         states: StateStore | None = None,
         sampler: Sampler | None = None,
+        drafter: ModelDrafter | None = None,
     ) -> None:
-        """`states`: only for a model with recurrent states; `sampler`: of a model that generates."""
+        """`states`: only for a model with recurrent states; `sampler`: of a model that generates; `drafter`: one that
+        computes the tokens of prompts too."""
         self.model = model
         self.device = device
         self.attention = attention
@@ -59,6 +62,7 @@ class ModelRunner:
         self.graphs = graphs
         self.states = states
         self.sampler = sampler
+        self.drafter = drafter
         self.hot_path = HotPath(cpu=device.kind == "cpu")
         self._launched: tuple[_Step, list[Head]] | None = None
 
@@ -85,6 +89,7 @@ class ModelRunner:
         size = self.graphs.size_for(plan)
         gather = self.input_batch.prepare(plan, upload, size)
         make_steps = None if self.states is None else self.states.prepare(plan, upload, size)
+        follow = None if self.drafter is None else self.drafter.prepare(plan, upload, size)
         for state in self.row_states:
             state.apply(plan)
         for state in self.row_states:
@@ -97,12 +102,12 @@ class ModelRunner:
 
         def forward() -> tuple[Gathered, torch.Tensor]:
             batch = gather()
-            hidden = self._forward(batch, only_last, None if make_steps is None else make_steps(batch))
+            hidden = self._forward(batch, only_last, None if make_steps is None else make_steps(batch), follow)
             # steps of one token per row have few hidden states, which a graph may keep in its own memory
             return batch.for_heads(), hidden if size is None or size.is_single else self.graphs.hidden.put(hidden)
 
         def run_forward() -> None:
-            key = ("forward", size, only_last)
+            key = ("forward", size, only_last) if follow is None else ("forward", size, only_last, "drafter")
             step.batch, step.hidden = forward() if size is None else self.graphs.run(key, forward)
 
         self.device.compute.run(run_forward)
@@ -143,8 +148,10 @@ class ModelRunner:
             return False
         return not any(head.wants_all(plan) for head in self.heads)
 
-    def _forward(self, batch: Gathered, only_last: bool, steps: RecurrentSteps | None) -> torch.Tensor:
-        """Device: one forward over all tokens of the step."""
+    def _forward(
+        self, batch: Gathered, only_last: bool, steps: RecurrentSteps | None, follow: Follow | None
+    ) -> torch.Tensor:
+        """Device: one forward over all tokens of the step, of the model and then of the drafter."""
         view, store = batch.view, self.store
         attention_plan = self.attention.plan(view)
         context = ForwardContext(
@@ -158,6 +165,8 @@ class ModelRunner:
             states=() if self.states is None else self.states.sites,
         )
         hidden = self.model(context)
+        if follow is not None:
+            follow(context, hidden)
         self.input_batch.advance(batch)
         return hidden
 

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from slipstream.cache_spec import CacheGroup
-from slipstream.config.memory import GATHERED_KEYS
+from slipstream.config.activation_size import GATHERED_KEYS
 from slipstream.nn.context import BatchView, ForwardContext, RelativeScores
 from slipstream.ops.bidirectional_attention.reference import BidirectionalPlan, attend_bidirectional, plan_bidirectional
 from slipstream.ops.paged_attention import (

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from slipstream.config.memory import MAX_SPLITS, SMALLEST_SPLIT
+from slipstream.config.activation_size import MAX_SPLITS, SMALLEST_SPLIT
 
 # Keys per split of a row of one token, doubled until a row has at most MAX_SPLITS splits. Few rows need many splits to
 # keep the device busy; with many rows a split should amortize its fixed cost.

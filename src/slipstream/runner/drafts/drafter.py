@@ -14,11 +14,18 @@ class DraftBatch:
 
     rows: torch.Tensor  # device [S] int64; the rows of a step with drafts repeat
     offsets: torch.Tensor | None  # device [S] int64, index of the draw among its row's; None: each row has one draw
+    positions: torch.Tensor  # device [S] int64, of the drawn token; arbitrary for padding
+    tokens: torch.Tensor  # device [S] int64, as drawn, accepted or not
+    hidden: torch.Tensor  # device [S, hidden], of the position before the drawn token
     max_length: int  # host: at least the number of tokens of every row
+    num_rows: int  # host: at least the number of rows, each counted once
 
 
 class Drafter(Protocol):
     """The last part of a step's head. Drafts never change tokens: a draft counts only if the row then draws it."""
+
+    always_runs: bool  # also runs in steps that need no drafts, with `num_drafts` 0: to store what later steps read
+    reads_hidden: bool  # reads the hidden states of all tokens of a step
 
     def propose(self, batch: DraftBatch, num_drafts: int) -> None:
         """Device: write `num_drafts` drafts of each row to `RowTable.next_tokens`, after the token that the row drew

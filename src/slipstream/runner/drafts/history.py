@@ -30,6 +30,13 @@ class TokenHistory:
         """Device: store the ids [T] of a step. `slots`: per group [T], page * page_size + position in the page."""
         self.tokens.view(-1).index_copy_(0, slots[self.group], ids.to(torch.int32))
 
+    def at(self, rows: torch.Tensor, positions: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
+        """Device: the ids [n] at a position of each row. `tables`: of all groups [groups, rows, pages per row]."""
+        table, entries = tables[self.group], positions // self._page_size
+        pages = table.view(-1).index_select(0, rows * table.shape[1] + entries)
+        slots = pages * self._page_size + positions % self._page_size
+        return self.tokens.view(-1).index_select(0, slots).long()
+
     def copy_pages(self, group: int, source: torch.Tensor, target: torch.Tensor) -> None:
         """Device: copy pages of a group, as those of its keys."""
         if group == self.group:

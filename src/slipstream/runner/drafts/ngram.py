@@ -17,6 +17,9 @@ from slipstream.runner.drafts.history import TokenHistory
 
 
 class NgramDrafter:
+    always_runs = False
+    reads_hidden = False
+
     def __init__(self, config: DraftConfig, rows: RowTable, page_tables: PageTables, history: TokenHistory) -> None:
         self.rule = MatchRule(config.min_match, config.max_match, config.drafts_per_match or math.inf)
         self._rows = rows

@@ -1,0 +1,131 @@
+"""DraftCache: the KV cache of a drafter that runs a model, in the pages of the target's requests.
+
+The drafter's cache sites follow the target's in the cache specs. Sites of equal spec share a page table, so a prefix
+hit, a preemption and a page copy apply to both models. Positions after the last computed one have no pages yet: keys of
+drafts go to scratch pages, which each row has for itself and which the next step overwrites.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from slipstream.cache_spec import CacheGroup
+from slipstream.nn.context import AttentionBackend, BatchView, ForwardContext
+from slipstream.runner.batch.page_tables import PageTables
+from slipstream.runner.kv_store import KVStore
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRows:
+    """Rows of one token each, on the device. A row may occur several times, at different positions."""
+
+    rows: torch.Tensor  # [n] int64
+    positions: torch.Tensor  # [n] int64
+    pages: tuple[torch.Tensor, ...]  # per group of the drafter: [n, width] int64
+    max_length: int  # host: more than all positions
+
+    def at(self, positions: torch.Tensor) -> DraftRows:
+        """The same rows at other positions."""
+        return replace(self, positions=positions.clamp(max=self.max_length - 1))
+
+    def and_then(self, others: DraftRows) -> DraftRows:
+        pages = tuple(torch.cat(pair) for pair in zip(self.pages, others.pages, strict=True))
+        rows = torch.cat([self.rows, others.rows])
+        return DraftRows(rows, torch.cat([self.positions, others.positions]), pages, self.max_length)
+
+
+def own_groups(groups: Sequence[CacheGroup], first_site: int) -> dict[int, CacheGroup]:
+    """The groups that have sites from `first_site` on, by their numbers, with these sites only, numbered from 0."""
+    own = {
+        number: CacheGroup(group.spec, tuple(site - first_site for site in group.sites if site >= first_site))
+        for number, group in enumerate(groups)
+    }
+    return {number: group for number, group in own.items() if group.sites}
+
+
+class DraftCache:
+    def __init__(self, store: KVStore, tables: PageTables, attention: AttentionBackend, max_length: int) -> None:
+        """`attention`: for the groups of the drafter, `own_groups`; `max_length`: maximum positions of a row."""
+        assert store.scratch is not None
+        self.max_length = max_length
+        self._store = store
+        self._tables = tables
+        self._attention = attention
+        self._scratch = store.scratch
+        groups = own_groups(store.groups, self._scratch.first_site)
+        self._numbers = tuple(groups)
+        group_of_site = {site: index for index, group in enumerate(groups.values()) for site in group.sites}
+        self._group_of_site = tuple(group_of_site[site] for site in range(len(group_of_site)))
+        self._caches: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    @property
+    def tables(self) -> torch.Tensor:
+        """The page tables of all groups of the engine [groups, rows, pages per row]."""
+        return self._tables.tables
+
+    def of_step(self, context: ForwardContext) -> ForwardContext:
+        """Device: the context in which the drafter computes the tokens of the target's step."""
+        batch = context.batch
+        view = replace(
+            batch,
+            slots=tuple(batch.slots[number] for number in self._numbers),
+            page_tables=tuple(batch.page_tables[number] for number in self._numbers),
+            rope_rows=None,
+        )
+        return self._context(view, only_last=batch.query_starts is not None)
+
+    def of_rows(self, ids: torch.Tensor, rows: DraftRows) -> ForwardContext:
+        """Device: the context in which the drafter computes one token of each row."""
+        num, page_size = len(rows.rows), self._tables.page_size
+        entries = (rows.positions // page_size).unsqueeze(1)
+        view = BatchView(
+            ids=ids,
+            positions=rows.positions,
+            lengths=rows.positions + 1,
+            slots=tuple(
+                pages.gather(1, entries).squeeze(1) * page_size + rows.positions % page_size for pages in rows.pages
+            ),
+            page_tables=rows.pages,
+            num_tokens=np.ones(num, np.int32),
+            max_lengths=np.full(num, rows.max_length, np.int32),
+            num_single=num,
+        )
+        return self._context(view)
+
+    def computed_rows(self, rows: torch.Tensor, positions: torch.Tensor, max_length: int) -> DraftRows:
+        """Device: rows at positions that have pages. `max_length`: more than all positions."""
+        width = self._tables.width_of(max_length)
+        # cut first: the tables are as wide as the longest row that the engine supports
+        pages = tuple(self._tables.tables[number, :, :width].index_select(0, rows) for number in self._numbers)
+        return DraftRows(rows, positions, pages, max_length)
+
+    def drafted_rows(self, rows: torch.Tensor, computed: torch.Tensor, max_length: int) -> DraftRows:
+        """Device: rows at the position after their `computed` positions, with scratch pages from there on."""
+        found = self.computed_rows(rows, computed.clamp(max=max_length - 1), max_length)
+        page_size = self._tables.page_size
+        entries = torch.arange(self._tables.width_of(max_length), device=rows.device)
+        # how many pages after that of the last computed position
+        after = entries - ((computed - 1) // page_size).unsqueeze(1) - 1
+        is_own = (after >= 0) & (after < self._scratch.pages_per_row)
+        own = rows.unsqueeze(1) * self._scratch.pages_per_row + after
+        pages = tuple(
+            torch.where(is_own, own + self._first_scratch_page(number), table.masked_fill(after >= 0, 0))
+            for number, table in zip(self._numbers, found.pages, strict=True)
+        )
+        return replace(found, pages=pages)
+
+    def _first_scratch_page(self, group: int) -> int:
+        """The scratch pages are the last ones of each of the drafter's sites."""
+        site = self._store.groups[group].sites[-1]
+        return len(self._store.caches[site][0]) - self._scratch.num_pages
+
+    def _context(self, view: BatchView, only_last: bool = False) -> ForwardContext:
+        caches, first = self._store.caches, self._scratch.first_site
+        if not self._caches or self._caches[0] is not caches[first]:  # the store has allocated its pages again
+            self._caches = caches[first:]
+        plan = self._attention.plan(view)
+        return ForwardContext(view, self._attention, plan, self._caches, self._group_of_site, only_last)

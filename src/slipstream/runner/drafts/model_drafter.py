@@ -1,0 +1,93 @@
+"""ModelDrafter: proposes the tokens that a second, smaller model gives the highest logits.
+
+After each step the drafter's cache has keys and values of every position that the target has computed. A step with
+prompt chunks runs the drafter over all its tokens, after the target (`prepare`). The head of every step runs it over
+the positions that tokens were drawn from, also if no drafts are needed. Then each further draft takes one pass over one
+token per row. Positions, pages and tokens are read from device tables, so nothing waits and the passes can be captured
+with the rest of the head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from slipstream.nn.context import ForwardContext
+from slipstream.nn.models.base import CausalLM
+from slipstream.runner.batch.input_batch import Size
+from slipstream.runner.batch.rows import RowTable
+from slipstream.runner.batch.staging import Upload
+from slipstream.runner.drafts.draft_cache import DraftCache, DraftRows
+from slipstream.runner.drafts.drafter import DraftBatch
+from slipstream.runner.drafts.history import TokenHistory
+from slipstream.step import StepPlan
+
+Follow = Callable[[ForwardContext, torch.Tensor], None]
+"""Device: the drafter's pass over the tokens of a step. Takes the target's context and its hidden states."""
+
+
+class ModelDrafter:
+    always_runs = True
+    reads_hidden = False
+
+    def __init__(self, model: CausalLM, rows: RowTable, cache: DraftCache, history: TokenHistory) -> None:
+        self.model = model
+        self._rows = rows
+        self._cache = cache
+        self._history = history
+
+    def prepare(self, plan: StepPlan, upload: Upload, size: Size | None) -> Follow | None:
+        """Host: the drafter's part of a step's forward; None if every token of the step is drawn from."""
+        if not len(plan.tokens) or plan.total_tokens == int(plan.num_drawn.sum()):
+            return None
+        return self._follow
+
+    def _follow(self, context: ForwardContext, hidden: torch.Tensor) -> None:
+        self.model(self._cache.of_step(context))
+
+    def propose(self, batch: DraftBatch, num_drafts: int) -> None:
+        cache, table = self._cache, self._rows
+        max_length = min(batch.max_length + num_drafts, cache.max_length)
+        draws = self._drawn_rows(batch, max_length)
+        ids = self._history.at(draws.rows, draws.positions, cache.tables)
+        if not num_drafts:
+            self.model(cache.of_rows(ids, draws))
+            return
+        rows = rows_of(batch)
+        computed = table.computed.index_select(0, rows)
+        drafted = cache.drafted_rows(rows, computed, max_length)
+        drafts = table.next_tokens[:, 0].index_select(0, rows)
+        # the first pass also computes the positions that the target has computed in this step
+        context = cache.of_rows(torch.cat([ids, drafts]), draws.and_then(drafted))
+        hidden = self.model(context)[len(ids) :]
+        for number in range(1, num_drafts + 1):
+            drafts = self.model.logits(hidden).argmax(1)
+            table.next_tokens[:, number].index_copy_(0, rows, drafts)
+            if number < num_drafts:
+                hidden = self.model(cache.of_rows(drafts, drafted.at(computed + number)))
+
+    def _drawn_rows(self, batch: DraftBatch, max_length: int) -> DraftRows:
+        """Device: the rows of the draws, at the positions that they are drawn from."""
+        padding = len(self._rows.computed) - 1
+        positions = torch.where(batch.rows == padding, 0, batch.positions - 1)
+        return self._cache.computed_rows(batch.rows, positions, max_length)
+
+
+def first_draws(batch: DraftBatch) -> torch.Tensor | None:
+    """Device: the index of the first draw of each row [num_rows]; None: every draw is one. If there are fewer rows,
+    the rest repeats the first of them."""
+    if batch.offsets is None:
+        return None
+    is_first = batch.offsets == 0
+    number = (is_first.cumsum(0) - 1).clamp_(max=batch.num_rows)
+    target = torch.where(is_first, number, batch.num_rows)
+    found = torch.zeros(batch.num_rows + 1, dtype=torch.int64, device=target.device)
+    found.scatter_(0, target, torch.arange(len(target), device=target.device))
+    return found[: batch.num_rows]
+
+
+def rows_of(batch: DraftBatch) -> torch.Tensor:
+    """Device: the rows of the batch, each once [num_rows]."""
+    first = first_draws(batch)
+    return batch.rows if first is None else batch.rows.index_select(0, first)

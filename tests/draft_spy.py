@@ -1,0 +1,35 @@
+"""Records what a drafter proposes, with the tokens that each row has at that time."""
+
+from __future__ import annotations
+
+import torch
+
+from slipstream.device.sync_check import sync_allowed
+from slipstream.runner.drafts.drafter import DraftBatch
+
+
+class DraftSpy:
+    """Around the drafter of an engine; `proposals` are (tokens of the row, drafts after them)."""
+
+    def __init__(self, llm) -> None:
+        runner = llm.core.executor
+        head = runner.heads[0]
+        self.inner, self.rows = head.drafter, head.rows
+        self.history = runner.store.history
+        self.table = runner.input_batch.page_tables.tables[self.history.group]
+        self.always_runs, self.reads_hidden = self.inner.always_runs, self.inner.reads_hidden
+        self.proposals: list[tuple[list[int], list[int]]] = []
+        head.drafter = self
+
+    def propose(self, batch: DraftBatch, num_drafts: int) -> None:
+        self.inner.propose(batch, num_drafts)
+        with sync_allowed("a spy of the tests"):
+            for row in sorted(set(batch.rows.tolist()) - {len(self.rows.computed) - 1}) if num_drafts else ():
+                tokens = self.history.tokens[self.table[row]].view(-1)[: int(self.rows.computed[row])].tolist()
+                last, *drafts = self.rows.next_tokens[row, : 1 + num_drafts].tolist()
+                self.proposals.append(([*tokens, last], drafts))
+
+
+def argmax_after(logits: torch.Tensor, num_drafts: int) -> list[int]:
+    """The likeliest tokens after the last `num_drafts` positions."""
+    return logits[-num_drafts:].argmax(1).tolist()

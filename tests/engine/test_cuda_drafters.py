@@ -1,0 +1,69 @@
+"""Drafters that run a model, on a GPU: captured with the head, nothing waits, and the tokens are the CPU's."""
+
+from __future__ import annotations
+
+import pytest
+
+from slipstream import LLM, SamplingParams
+from slipstream.device.sync_check import watch
+from tiny import write_tiny
+
+pytestmark = pytest.mark.cuda
+
+PROMPTS = [[i + 3, *range(20, 20 + 7 * i), i + 5] for i in range(8)]
+OPTIONS = dict(use_tqdm_on_load=False, max_model_len=128, page_size=16, num_pages=96, max_num_seqs=8, dtype="float32")
+ASKED = [
+    SamplingParams(temperature=0, max_tokens=40, ignore_eos=True),
+    SamplingParams(temperature=0.8, seed=3, top_p=0.95, max_tokens=20, ignore_eos=True),
+    SamplingParams(temperature=0, repetition_penalty=1.3, max_tokens=20),
+]
+
+
+def tokens(results):
+    return [sample.token_ids for result in results for sample in result.outputs]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("drafters")
+    other = dict(num_hidden_layers=1, num_attention_heads=2, head_dim=64)
+    return {"same": str(write_tiny(root / "same", head_dim=64)), "other": str(write_tiny(root / "other", **other))}
+
+
+@pytest.fixture(scope="module")
+def wanted(folders):
+    with LLM(folders["same"], **OPTIONS, device="cpu", num_threads=1) as llm:
+        return [tokens(llm.generate(PROMPTS, params)) for params in ASKED]
+
+
+def run(model, speculative_config, wanted, options):
+    """The counts of greedy requests, after all tokens were compared."""
+    options = OPTIONS | dict(num_speculative_tokens=3) | options
+    num = options.pop("num_speculative_tokens")
+    spec = speculative_config | {"num_speculative_tokens": num}
+    with LLM(model, **options, device="cuda", speculative_config=spec) as llm:
+        llm.core.scheduler.drafts.length = None  # all plans have drafts, whatever they cost
+        for _ in range(2):
+            for params, results in zip(ASKED, wanted, strict=True):
+                assert tokens(llm.generate(PROMPTS, params)) == results
+        counts = llm.core.scheduler.drafts.counts
+        before = counts.num_drafts, counts.num_accepted
+        with watch() as log:
+            llm.generate(PROMPTS, ASKED[0])
+        assert not log.found, "\n".join(f"{sync.what} x{sync.count}\n{sync.stack}" for sync in log.found)
+        graphs = llm.core.executor.graphs
+        if not options.get("enforce_eager"):
+            captured = [key for key, entry in graphs._captured.items() if entry is not None]
+            assert any(key[0] == "head" and key[4] for key in captured) and not graphs.gave_up
+        llm.core.scheduler.cache.check()
+        return counts.num_drafts - before[0], counts.num_accepted - before[1]
+
+
+@pytest.mark.parametrize("options", [dict(enforce_eager=True, depth=0), dict(depth=1), dict(depth=2, num_pages=24)])
+@pytest.mark.parametrize("draft", ["same", "other"])
+def test_draft_models(folders, wanted, options, draft):
+    config = {"method": "draft_model", "model": folders[draft]}
+    num_drafts, num_accepted = run(folders["same"], config, wanted, options)
+    assert num_drafts > 20
+    if draft == "same":
+        assert num_accepted > 0.95 * num_drafts  # float32 rounds differently in other batches

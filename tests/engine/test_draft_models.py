@@ -1,0 +1,171 @@
+"""Drafts by a second model: proved apart from verification, which would hide a broken drafter."""
+
+from __future__ import annotations
+
+import json
+from itertools import chain
+
+import pytest
+from test_law7 import GREEDY, assert_same, make
+
+from draft_spy import DraftSpy, argmax_after
+from law7 import PAIRED, PROMPTS
+from plain_decoder import plain_logits
+from replay_device import ReplayDevice
+from slipstream import LLM, SamplingParams
+from slipstream.config.options import make_options
+from slipstream.engine.build import foresee
+from slipstream.errors import BadCheckpoint, InvalidOption, ModelNotFound
+from tiny import tiny_weights, write_tiny, write_weights
+
+ONE_LAYER = {"num_hidden_layers": 1, "num_key_value_heads": 1, "head_dim": 24}
+SAMPLED = [
+    SamplingParams(temperature=0.4, seed=seed, max_tokens=20, ignore_eos=True, n=1 + (seed == 2)) for seed in range(6)
+]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Two models whose caches have one group, and a draft model of other heads with a group of its own."""
+    root = tmp_path_factory.mktemp("drafts")
+    shapes = {"target": ("llama", {}), "window": ("mistral", {}), "other": ("llama", ONE_LAYER)}
+    return {name: str(write_tiny(root / name, family, **facts)) for name, (family, facts) in shapes.items()}
+
+
+def spec(model, num=3):
+    return {"method": "draft_model", "model": model, "num_speculative_tokens": num}
+
+
+def open_llm(model, draft, **options):
+    llm = make(model, speculative_config=spec(draft), **options)
+    llm.core.scheduler.drafts.length = None  # all plans have drafts, whatever they cost
+    return llm
+
+
+@pytest.fixture(scope="module")
+def wanted(folders):
+    with make(folders["target"]) as llm:
+        return [llm.generate(PROMPTS, params) for params in (GREEDY, SAMPLED)]
+
+
+@pytest.mark.parametrize(("cell", "draft"), [(0, "window"), (1, "other"), (2, "window"), (5, "other")])
+def test_tokens_do_not_depend_on_the_draft_model(folders, wanted, cell, draft):
+    with open_llm(folders["target"], folders[draft], **PAIRED[cell]) as llm:
+        for params, results in zip((GREEDY, SAMPLED), wanted, strict=True):
+            assert_same(llm.generate(PROMPTS, params), results)
+        counts = llm.core.scheduler.drafts.counts
+        assert counts.num_drafts > 0 and (draft == "other" or 0 < counts.num_accepted < counts.num_drafts)
+        llm.core.scheduler.cache.check()
+
+
+@pytest.mark.parametrize(("cell", "name"), [(0, "target"), (0, "window"), (1, "target"), (2, "window")])
+def test_every_draft_of_the_same_model_is_accepted(folders, cell, name):
+    with open_llm(folders[name], folders[name], **PAIRED[cell]) as llm:
+        for _ in range(2):  # the second time prefixes are cached
+            llm.generate(PROMPTS, GREEDY)
+        counts = llm.core.scheduler.drafts.counts
+        assert counts.num_accepted == counts.num_drafts > 50
+
+
+@pytest.mark.parametrize("options", [dict(chunked=True, cached=True, preempted=True), dict(depth=2)])
+def test_proposals_are_those_of_the_whole_text(folders, options):
+    """Also after chunks, prefix hits, preemption, copied pages and partly accepted drafts."""
+    with open_llm(folders["target"], folders["other"], **options) as llm:
+        spy = DraftSpy(llm)
+        for params in (SAMPLED, GREEDY):
+            llm.generate(PROMPTS, params)
+        model, seen = llm.core.executor.drafter.model, {}
+        for tokens, drafts in spy.proposals:
+            if len(tokens) + len(drafts) <= 96:  # further positions exist in no row
+                seen[*tokens, *drafts] = drafts
+        assert len(seen) > 100
+        for tokens, drafts in [*seen.items()][::4]:
+            assert argmax_after(plain_logits(model, list(tokens[:-1])), len(drafts)) == drafts
+
+
+def test_partly_accepted_drafts_leave_no_gap(folders):
+    """Sampled rows reject about half of the drafts of their own model; all proposals are those of the whole text."""
+    with open_llm(folders["target"], folders["target"], chunked=True, cached=True, preempted=True, depth=1) as llm:
+        spy = DraftSpy(llm)
+        llm.generate(PROMPTS, SAMPLED)
+        counts = llm.core.scheduler.drafts.counts
+        assert 0 < counts.num_accepted < counts.num_drafts
+        model = llm.core.executor.drafter.model
+        for tokens, drafts in spy.proposals[::4]:
+            if len(tokens) + len(drafts) <= 96:
+                assert argmax_after(plain_logits(model, [*tokens, *drafts[:-1]]), len(drafts)) == drafts
+
+
+def test_captured_heads_draft_the_same(folders, wanted):
+    device = ReplayDevice(2)
+    with open_llm(folders["target"], folders["target"], chunked=True, cached=True, depth=2, device=device) as llm:
+        graphs = llm.core.executor.graphs
+        graphs.token_sizes = []  # the CPU's attention goes row by row through longer chunks
+        for _ in range(2):
+            assert_same(llm.generate(PROMPTS, GREEDY), wanted[0])
+        counts = llm.core.scheduler.drafts.counts
+        assert counts.num_accepted == counts.num_drafts > 50
+        captured = [key for key, entry in graphs._captured.items() if entry is not None]
+        assert any(key[0] == "head" and key[4:6] == (True, 3) for key in captured)
+
+
+def test_steps_without_drafts_keep_the_cache_complete(folders):
+    """The number of drafts adapts: after steps that proposed nothing, the next proposals are right."""
+    with open_llm(folders["target"], folders["target"]) as llm:
+        drafts, number = llm.core.scheduler.drafts, 0
+
+        class Alternating:
+            def choose(self, num_rows):
+                nonlocal number
+                number += 1
+                return (3, 3) if number % 7 > 3 else (0, 3 if number % 7 == 3 else 0)
+
+            def add(self, drawn, counts):
+                pass
+
+        drafts.length = Alternating()
+        llm.generate(PROMPTS, GREEDY)
+        assert drafts.counts.num_accepted == drafts.counts.num_drafts > 20
+
+
+def test_memory_is_planned_to_the_byte(folders):
+    options = dict(model=folders["target"], speculative_config=spec(folders["other"]), page_size=4, num_pages=40)
+    options |= dict(max_num_seqs=5, max_model_len=64, num_threads=1)
+    config, memory = foresee(make_options(**options))
+    with LLM(**options, use_tqdm_on_load=False) as llm:
+        runner = llm.core.executor
+        models = [runner.model, runner.drafter.model]
+        tensors = chain(*((*model.parameters(), *model.buffers()) for model in models))
+        assert sum(tensor.nbytes for tensor in tensors) == memory.weights
+        stored = sum(cache.nbytes for pair in runner.store.caches for cache in pair)
+        scratch = config.draft.page_bytes * runner.store.scratch.num_pages
+        assert stored == memory.cache + scratch and scratch > 0
+        tables = runner.input_batch.page_tables.tables.nbytes + runner.store.history.tokens.nbytes
+        assert scratch + tables <= memory.tables
+
+
+def test_draft_models_that_do_not_fit_are_refused(folders, tmp_path):
+    def refuse(error, says, **options):
+        with pytest.raises(error, match=says):
+            foresee(make_options(model=folders["target"], **options))
+
+    more = write_tiny(tmp_path / "more", "llama", vocab_size=320)
+    refuse(InvalidOption, "320 tokens in its vocabulary and the model 304", speculative_config=spec(str(more)))
+    hybrid = write_tiny(tmp_path / "hybrid", "qwen3_5")
+    refuse(InvalidOption, "cannot be taken back", speculative_config=spec(str(hybrid)))
+    refuse(ModelNotFound, "draft model of speculative_config: there is no", speculative_config=spec("./nothing"))
+    short = write_tiny(tmp_path / "short", "llama", max_position_embeddings=64)
+    config, _ = foresee(make_options(model=folders["target"], speculative_config=spec(str(short))))
+    assert config.scheduler.max_model_len == 64
+    refuse(InvalidOption, "was made for 64", speculative_config=spec(str(short)), max_model_len=65)
+    (short / "model.safetensors").unlink()
+    refuse(BadCheckpoint, "draft model of speculative_config: .*no weights", speculative_config=spec(str(short)))
+
+
+def test_a_draft_model_without_a_tensor_is_refused(folders, tmp_path):
+    folder = write_tiny(tmp_path, "llama")
+    weights = tiny_weights(folder)
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    write_weights(folder, weights)
+    with pytest.raises(BadCheckpoint, match=r"draft model.*1 missing \(layers.1.mlp.gate_up.up.weight"):
+        make(folders["target"], speculative_config=json.dumps(spec(str(folder))))

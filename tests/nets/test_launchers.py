@@ -141,6 +141,7 @@ def rows_and_norms() -> dict[str, Callable[[], Any]]:
         "add_layer_norm": lambda: get("layer_norm.triton.add_layer_norm")(x, x, weight, None, 1e-6),
         "silu_and_mul": lambda: get("activation.triton.silu_and_mul")(wide),
         "gelu_tanh_and_mul": lambda: get("activation.triton.gelu_tanh_and_mul")(wide),
+        "sparse_gelu_tanh_and_mul": lambda: get("activation.triton.sparse_gelu_tanh_and_mul")(wide, 1.5),
         "relu2": lambda: get("activation.triton.relu2")(wide),
         "gelu_and_mul": lambda: get("activation.triton.gelu_and_mul")(wide),
         "lookup_embedding_and_rope": lambda: get("embedding_lookup.triton.lookup_embedding_and_rope")(

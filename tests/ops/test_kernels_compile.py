@@ -74,6 +74,7 @@ def rest():
     build("slipstream.ops.norm.triton", "_norm_kernel", x, HEADS=1, PER_HEAD=False, **whole)
     build("slipstream.ops.norm.triton", "_norm_kernel", x, HEADS=3, PER_HEAD=True, residual=None, total=None, **whole)
     build("slipstream.ops.activation.triton", "_gate_kernel", x, KIND=2, BLOCK=256, DEPENDENT=True)
+    build("slipstream.ops.activation.triton", "_sparse_kernel", x | {"deviations": "fp32"}, BLOCK=2048, DEPENDENT=False)
     build("slipstream.ops.activation.triton", "_relu2_kernel", x, BLOCK=4096, DEPENDENT=False)
     names = "computed next_tokens tables rows counts token_rows offsets host_ids ids positions lengths slots pages"
     x = of(LONG, names)

@@ -187,6 +187,22 @@ def test_gated_activations(name: str, rows: int, size: int, dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 24, 200])
+def test_sparse_gates(size: int, dtype: torch.dtype) -> None:
+    x = (torch.randn(5, 2 * size, device=DEVICE) + 0.5).to(dtype)
+    x[3] = 0
+    made = activation_kernels.sparse_gelu_tanh_and_mul(x, 0.3)
+    check(made, activation.sparse_gelu_tanh_and_mul(x.double(), 0.3))
+    if size == 200:
+        assert 0.2 < (made[:3] == 0).float().mean() < 0.8, "about 62% are removed"
+    wide = torch.randn(3, 4, 2 * size, device=DEVICE).to(dtype)[:, ::2]
+    check(
+        activation_kernels.sparse_gelu_tanh_and_mul(wide, -1.0),
+        activation.sparse_gelu_tanh_and_mul(wide.double(), -1.0),
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_relu2(dtype: torch.dtype) -> None:
     x = randn(3, 1025, dtype=dtype)
     check(activation_kernels.relu2(x), activation.relu2(x.double()))

@@ -24,6 +24,7 @@ from slipstream.ops.activation import (
     relu2,
     relu_and_mul,
     silu_and_mul,
+    sparse_gelu_tanh_and_mul,
 )
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
@@ -117,7 +118,14 @@ def sparse_gated(name: str, sparsity: float, dtype: torch.dtype) -> Activation:
     # models are laid out on the meta device
     with torch.device("cpu"), sync_allowed("a number of the model's shape, on the host, before weights are loaded"):
         deviations = float((torch.erfinv(2 * torch.tensor(sparsity) - 1) * math.sqrt(2)).to(dtype))
-    return partial(_gate_sparsely, find_activation(name), deviations)
+    activation = find_activation(name)
+    if activation is _GELU_TANH:
+        return partial(_gelu_sparsely, deviations)
+    return partial(_gate_sparsely, activation, deviations)
+
+
+def _gelu_sparsely(deviations: float, gate_up: torch.Tensor) -> torch.Tensor:
+    return sparse_gelu_tanh_and_mul(gate_up, deviations)
 
 
 def _gate_sparsely(activation: Activation, deviations: float, gate_up: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,15 @@ gelu_tanh_and_mul = by_device(native.gelu_tanh_and_mul, "slipstream.ops.activati
 gelu_and_mul = by_device(reference.gelu_and_mul, "slipstream.ops.activation.triton")
 quick_gelu_and_mul = by_device(reference.quick_gelu_and_mul, "slipstream.ops.activation.triton")
 relu_and_mul = by_device(reference.relu_and_mul, "slipstream.ops.activation.triton")
+sparse_gelu_tanh_and_mul = by_device(reference.sparse_gelu_tanh_and_mul, "slipstream.ops.activation.triton")
 relu2 = by_device(reference.relu2, "slipstream.ops.activation.triton")
 
-__all__ = ["gelu_and_mul", "gelu_tanh_and_mul", "quick_gelu_and_mul", "relu2", "relu_and_mul", "silu_and_mul"]
+__all__ = [
+    "gelu_and_mul",
+    "gelu_tanh_and_mul",
+    "quick_gelu_and_mul",
+    "relu2",
+    "relu_and_mul",
+    "silu_and_mul",
+    "sparse_gelu_tanh_and_mul",
+]

@@ -34,6 +34,14 @@ def relu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return F.relu(gate).mul_(up)
 
 
+def sparse_gelu_tanh_and_mul(gate_up: torch.Tensor, deviations: float) -> torch.Tensor:
+    """Gelu, tanh approximation, of what a gate exceeds the cutoff of its row by. The cutoff is the mean of the row's
+    gates plus so many standard deviations."""
+    gate, up = gate_up.chunk(2, -1)
+    cutoff = gate.mean(-1, keepdim=True) + gate.std(-1, keepdim=True, unbiased=False) * deviations
+    return F.gelu(F.relu(gate - cutoff), approximate="tanh").mul_(up)
+
+
 def relu2(x: torch.Tensor) -> torch.Tensor:
     """The square of ReLU, of each number by itself."""
     return F.relu(x).square_()

@@ -6,10 +6,13 @@ import torch
 import triton
 import triton.language as tl
 
+from slipstream.ops.activation import reference
 from slipstream.ops.pdl import dependent, release_next, wait_for_previous
 
 _BLOCK = 1024
 _WIDE_BLOCK = 4096  # of inputs that occupy all multiprocessors: fewer programs, each with four 16-byte loads per thread
+
+_MAX_SPARSE = 32768  # gates of a row, which one program keeps in registers
 
 _SILU, _GELU_TANH, _GELU, _QUICK_GELU, _RELU = (tl.constexpr(kind) for kind in range(5))
 
@@ -63,8 +66,7 @@ def _gate_kernel(gate_up, out, stride, size, KIND: tl.constexpr, BLOCK: tl.const
     if KIND == _GELU:
         value = gate * (0.5 * (1.0 + tl.erf(gate * 0.7071067811865476)))
     elif KIND == _GELU_TANH:
-        # (1 + tanh(z)) / 2 = sigmoid(2z), with z = sqrt(2 / pi) (x + 0.044715 x^3)
-        value = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
+        value = _gelu_tanh(gate)
     elif KIND == _QUICK_GELU:
         value = gate * tl.sigmoid(1.702 * gate)
     elif KIND == _RELU:
@@ -72,6 +74,52 @@ def _gate_kernel(gate_up, out, stride, size, KIND: tl.constexpr, BLOCK: tl.const
     else:
         value = gate * tl.sigmoid(gate)
     tl.store(out + row * size + column, (value * up).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _gelu_tanh(x):
+    # (1 + tanh(z)) / 2 = sigmoid(2z), with z = sqrt(2 / pi) (x + 0.044715 x^3)
+    return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+
+
+def sparse_gelu_tanh_and_mul(gate_up: torch.Tensor, deviations: float) -> torch.Tensor:
+    """Gelu, tanh approximation, of what a gate exceeds the cutoff of its row by."""
+    size = gate_up.shape[-1] // 2
+    if size > _MAX_SPARSE:
+        return reference.sparse_gelu_tanh_and_mul(gate_up, deviations)
+    out = torch.empty(*gate_up.shape[:-1], size, dtype=gate_up.dtype, device=gate_up.device)
+    merged = gate_up.reshape(-1, 2 * size)
+    if merged.stride(1) != 1:
+        merged = merged.contiguous()
+    if len(merged):
+        block = triton.next_power_of_2(size)
+        _sparse_kernel[(len(merged),)](
+            merged,
+            out,
+            merged.stride(0),
+            size,
+            deviations,
+            BLOCK=block,
+            **dependent(out.device, len(merged)),
+            num_warps=min(16, max(4, block // 1024)),
+        )
+    return out
+
+
+# grid: (rows,)
+@triton.jit
+def _sparse_kernel(gate_up, out, stride, size, deviations, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
+    release_next(DEPENDENT)
+    wait_for_previous(DEPENDENT)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    mask = column < size
+    gate = tl.load(gate_up + row * stride + column, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * stride + size + column, mask=mask, other=0.0)
+    gate -= tl.sum(gate, 0) / size
+    spread = tl.sum(tl.where(mask, gate * gate, 0.0), 0) / size
+    gate = tl.maximum(gate - tl.sqrt(spread) * deviations, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    tl.store(out + row * size + column, (_gelu_tanh(gate) * up.to(tl.float32)).to(out.dtype.element_ty), mask=mask)
 
 
 def relu2(x: torch.Tensor) -> torch.Tensor:

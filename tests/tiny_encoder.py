@@ -52,6 +52,21 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
                              "sliding_attention": {"rope_type": "default", "rope_theta": 300.0}}},
     ),
     "nomic": ("NomicBert", {"type_vocab_size": 2}),
+    "xlm-roberta-xl": ("XLMRobertaXL", _ROBERTA),
+    "electra": ("Electra", {"type_vocab_size": 2, "embedding_size": 32}),
+    "albert": ("Albert", {"type_vocab_size": 2, "embedding_size": 32}),
+    # fewer buckets than distances
+    "deberta": (
+        "DebertaV2",
+        {"relative_attention": True, "pos_att_type": "p2c|c2p", "share_att_key": True, "norm_rel_ebd": "layer_norm",
+         "position_buckets": 16, "position_biased_input": False, "layer_norm_eps": 1e-7},
+    ),
+    "eurobert": ("EuroBert", {"num_attention_heads": 4, "num_key_value_heads": 2, "classifier_pooling": "mean"}),
+    "t5": (
+        "T5Encoder",
+        {"d_model": 48, "d_kv": 24, "d_ff": 80, "num_layers": 3, "num_heads": 3, "relative_attention_num_buckets": 16,
+         "relative_attention_max_distance": 40, "n_positions": 128},
+    ),
 }  # fmt: skip
 
 
@@ -71,7 +86,9 @@ def write_tiny_encoder(
     settings = {**_COMMON, **facts, **overrides}
     if family == "distilbert":
         settings = {key: value for key, value in settings.items() if key not in _COMMON or key in _DISTIL}
-    config = getattr(transformers, f"{prefix}Config")(**settings)
+    if family == "t5":
+        settings = {key: value for key, value in settings.items() if key not in _COMMON or key == "vocab_size"}
+    config = getattr(transformers, f"{prefix.removesuffix('Encoder')}Config")(**settings)
     model = getattr(transformers, prefix + task)(config)
     scatter(model, seed)
     model.to(dtype).save_pretrained(folder)

@@ -148,20 +148,31 @@ DECODERS: dict[str, dict[str, Any]] = {
     "Qwen3_5Moe": _DELTA_NET_MOE,
     "Qwen3_5MoeText": _DELTA_NET_MOE,
 }
+# type_vocab_size None: the family has no table of token types, whatever its configs say
 _BERT = {
     "layer_norm_eps": 1e-12, "hidden_act": "gelu", "type_vocab_size": 2, "max_position_embeddings": 512,
     "tie_word_embeddings": True,
 }  # fmt: skip
 # positions are counted from the pad token id + 1
 _ROBERTA = _BERT | {"layer_norm_eps": 1e-5, "max_position_embeddings": 514, "pad_token_id": 1, "offset_positions": True}
+# its relative positions have no longest text; this one is run unless max_model_len says less
+_T5 = {"max_position_embeddings": 512, "layer_norm_eps": 1e-6, "feed_forward_proj": "relu", "tie_word_embeddings": True}
 ENCODERS: dict[str, dict[str, Any]] = {
     "Bert": _BERT,
     "HF_ColBERT": _BERT,
     "Roberta": _ROBERTA,
     "XLMRoberta": _ROBERTA,
     "Camembert": _ROBERTA,
-    "DistilBert": _BERT | {"type_vocab_size": 0},
-    "MPNet": _ROBERTA | {"layer_norm_eps": 1e-12, "type_vocab_size": 0},
+    "XLMRobertaXL": _ROBERTA | {"type_vocab_size": 1},
+    "Electra": _BERT | {"embedding_size": 128},
+    "Albert": _BERT | {"hidden_act": "gelu_new", "embedding_size": 128},
+    "DebertaV2": _BERT | {"layer_norm_eps": 1e-7, "type_vocab_size": 0, "pooler_hidden_act": "gelu"},
+    "JinaBert": _BERT | {"max_position_embeddings": 8192, "position_embedding_type": "alibi"},
+    "T5Encoder": _T5,
+    "MT5Encoder": _T5 | {"feed_forward_proj": "gated-gelu"},
+    "EuroBert": {"rms_norm_eps": 1e-5, "max_position_embeddings": 8192},
+    "DistilBert": _BERT | {"type_vocab_size": None},
+    "MPNet": _ROBERTA | {"layer_norm_eps": 1e-12, "type_vocab_size": None},
     "ModernBert": {
         "hidden_activation": "gelu", "tie_word_embeddings": True, "norm_eps": 1e-5, "local_attention": 128,
         "global_attn_every_n_layers": 3, "max_position_embeddings": 8192,

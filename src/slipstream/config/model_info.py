@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,13 @@ _ALSO_CALLED = {
     "rope_theta": ("rotary_emb_base",),
     "hidden_act": ("activation", "activation_function"),
 }
+_T5_NAMES = _ALSO_CALLED | {
+    "hidden_size": ("d_model",),
+    "num_hidden_layers": ("num_layers",),
+    "num_attention_heads": ("num_heads",),
+    "head_dim": ("d_kv",),
+    "intermediate_size": ("d_ff",),
+}
 _NORM_EPS = ("norm_eps", "layer_norm_eps", "rms_norm_eps")
 
 
@@ -98,7 +106,7 @@ def _refuse_quantised(config: dict[str, Any]) -> None:
 def model_info_from_config(config: dict[str, Any]) -> ModelInfo:
     architecture = find_architecture(config)
     family = family_name(architecture)
-    config = _rename(_text_part(config))
+    config = _rename(_text_part(config), _T5_NAMES if family in ("T5Encoder", "MT5Encoder") else _ALSO_CALLED)
     _refuse_quantised(config)
     is_encoder = family in ENCODERS
     usual = ENCODERS[family] if is_encoder else DECODERS.get(family, {})
@@ -130,7 +138,7 @@ def model_info_from_config(config: dict[str, Any]) -> ModelInfo:
             dtype=config.get("dtype") or config.get("torch_dtype"),
             is_causal=not is_encoder and not _sees_both_ways(architecture, config),
             position_offset=offset,
-            num_types=int(config["type_vocab_size"]) if usual.get("type_vocab_size") else 0,
+            num_types=int(config["type_vocab_size"]) if usual.get("type_vocab_size") is not None else 0,
             extra=config,
         )
     except KeyError as missing:
@@ -154,11 +162,11 @@ def _ffn_size(value: Any) -> int:
     return max(map(int, value)) if isinstance(value, list) else int(value)
 
 
-def _rename(config: dict[str, Any]) -> dict[str, Any]:
+def _rename(config: dict[str, Any], also_called: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
     """Some families have their own names for common fields."""
     found = {
         ours: config[theirs]
-        for ours, names in _ALSO_CALLED.items()
+        for ours, names in also_called.items()
         for theirs in names
         if ours not in config and config.get(theirs) is not None
     }

@@ -118,6 +118,8 @@ class ForwardContext:
     recurrent: RecurrentSteps | None = None  # rows, chunks and saves for recurrent mixers; None: the model has none
     states: Sequence[Mapping[str, torch.Tensor]] = ()  # per state site: field name to a view [num_slots, *shape]
     query_scale: torch.Tensor | None = None  # [T, 1, 1], a factor of each token's queries; set by the model
+    # embeddings of distances [rows, hidden], and the row of each distance [2 n - 1] (DeBERTa); set by the model
+    relative_positions: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def with_rotary(self, rotary: tuple[torch.Tensor, ...]) -> ForwardContext:
         return ForwardContext(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
 from slipstream.nn.context import ForwardContext, LastTokens, context_of
+from slipstream.nn.layers.disentangled import DisentangledScores
 from slipstream.nn.layers.interleaved_linear import InterleavedLinear, StoredRows
 from slipstream.nn.layers.layer import Layer, Layout
 from slipstream.nn.layers.linear import Linear
@@ -32,7 +34,7 @@ class Attention(Layer):
         norm: NormShape,
         site: int | None,
         layout: Layout,
-        relative: RelativeKeys | None = None,
+        relative: RelativeKeys | DisentangledScores | None = None,
     ) -> None:
         """`norm` gives eps and offset of the norms of queries and keys. `relative` adds scores by distance; the layer
         must see the whole row."""
@@ -118,9 +120,16 @@ class Attention(Layer):
             query_key = self._norm_and_rotate(query_key, context.rotary[shape.rope] if context.rotary else None)
             query, key = query_key.split([num_heads, num_kv_heads], 1)
             query = query if context.query_scale is None else query * context.query_scale
-            scores = None if self.relative is None else self.relative(query, key)
+            scores = None if self.relative is None else self.relative(query, key, partial(self._of_distances, context))
             out = context.attention.bidirectional(query, key, value, shape.scale, context, shape.window, bias, scores)
         return out.flatten(1)
+
+    def _of_distances(self, context: ForwardContext) -> torch.Tensor:
+        """q, k and v of the embedding of each distance."""
+        assert context.relative_positions is not None
+        embeddings, rows = context.relative_positions
+        projected: torch.Tensor = self.qkv(embeddings, context)
+        return projected.index_select(0, rows)
 
     def _write(
         self, query_key: torch.Tensor, value: torch.Tensor, context: ForwardContext
@@ -205,5 +214,7 @@ def _qk_norm(
     if shape.qk_norm in ("each", "each apart"):
         order = pairs_as_halves(shape.head_dim, shape.rotary_pairs)
         return EachHeadLayerNorm(num_heads, norm.eps, order, shape.qk_norm == "each apart", dtype)
-    kind = PerHeadNorm if shape.qk_norm == "heads" else AllHeadsNorm
-    return kind(num_heads, shape.head_dim, norm.eps, dtype, norm.offset)
+    if shape.qk_norm == "whole":
+        return AllHeadsNorm(num_heads, shape.head_dim, norm, dtype)
+    assert norm.kind == "rms", "a layer norm per head has weights for each head"
+    return PerHeadNorm(num_heads, shape.head_dim, norm.eps, dtype, norm.offset)

@@ -56,6 +56,20 @@ class ResidualLayerNorm(LayerNorm):
         self.weight.copy_(_shifted(piece, self.offset))
 
 
+class EncoderRMSNorm(RMSNorm):
+    """An RMS norm with the interface of `LayerNorm`."""
+
+    def forward(  # type: ignore[override]
+        self, x: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The norm of x, or of x + residual."""
+        return super().forward(x, residual)[0]
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The norm of x + residual, and that sum."""
+        return super().forward(x, residual)
+
+
 class UnweightedNorm(Layer):
     """x over its root mean square, without weights. Kernels have weights, so these are ones."""
 
@@ -151,13 +165,11 @@ class EachHeadLayerNorm(Layer):
 class AllHeadsNorm(Layer):
     """One norm over all heads of the queries, one over all heads of the keys."""
 
-    def __init__(
-        self, num_heads: Mapping[str, int], head_dim: int, eps: float, dtype: torch.dtype, offset: float = 0.0
-    ) -> None:
+    def __init__(self, num_heads: Mapping[str, int], head_dim: int, norm: NormShape, dtype: torch.dtype) -> None:
         super().__init__()
         self.num_heads = dict(num_heads)
         for kind, count in self.num_heads.items():
-            self.add_module(kind, RMSNorm(count * head_dim, eps, dtype, offset))
+            self.add_module(kind, new_norm(count * head_dim, norm, dtype))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x is [T, heads of all kinds, head dim]."""

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
 from slipstream.nn.context import RelativeScores
 from slipstream.nn.layers.layer import Layer
 from slipstream.nn.weight_format import CheckpointTensor, WeightTarget, new_parameter
+
+Positions = Callable[[], torch.Tensor]
+"""q, k and v of the embedding of each distance; see `DisentangledScores`."""
 
 
 class Table(Layer):
@@ -33,12 +36,13 @@ class Table(Layer):
 
 class DistanceBias(Layer):
     """Biases added to attention scores by the distance of two tokens: each near distance has its own, far ones
-    share, more and more of them; from MAX_DISTANCE on all have the same."""
+    share, more and more of them; from `max_distance` on all have the same."""
 
-    MAX_DISTANCE = 128
-
-    def __init__(self, num_buckets: int, num_heads: int, num_positions: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, num_buckets: int, num_heads: int, num_positions: int, dtype: torch.dtype, max_distance: int = 128
+    ) -> None:
         super().__init__()
+        self.max_distance = max_distance
         self.weight = new_parameter(num_buckets, num_heads, dtype=dtype)
         self.register_buffer("buckets", torch.empty(2 * num_positions - 1, dtype=torch.int64))
 
@@ -47,7 +51,7 @@ class DistanceBias(Layer):
     def fill(self) -> None:
         """On the host, so that all devices have the same."""
         reach = len(self.buckets) // 2
-        buckets = distance_buckets(torch.arange(-reach, reach + 1), self.weight.shape[0], self.MAX_DISTANCE)
+        buckets = distance_buckets(torch.arange(-reach, reach + 1), self.weight.shape[0], self.max_distance)
         self.buckets = buckets.to(self.buckets.device)
 
     def forward(self) -> torch.Tensor:
@@ -59,6 +63,36 @@ class DistanceBias(Layer):
 
     def _fill(self, piece: CheckpointTensor) -> None:
         self.weight.copy_(piece.read())
+
+
+class Alibi(Layer):
+    """Numbers subtracted from attention scores: the distance times a slope, which each head has one of its own."""
+
+    def __init__(self, num_heads: int, num_positions: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.empty(num_heads, 2 * num_positions - 1, dtype=dtype))
+
+    table: torch.Tensor
+
+    def fill(self) -> None:
+        """On the host, so that all devices have the same."""
+        num_heads, width = self.table.shape
+        reach = width // 2
+        distances = torch.arange(-reach, reach + 1).abs()
+        slopes = torch.tensor(alibi_slopes(num_heads), dtype=torch.float64)
+        self.table = (-slopes.unsqueeze(1) * distances).to(self.table.dtype).to(self.table.device)
+
+    def forward(self) -> torch.Tensor:
+        """[heads, 2 n - 1] as `AttentionBackend.bidirectional` takes it."""
+        return self.table
+
+
+def alibi_slopes(num_heads: int) -> list[float]:
+    """Powers of 2 from 2^(-8 / n) on, n being a power of 2; other counts take every second one of twice as many for the
+    rest."""
+    power = 2 ** math.floor(math.log2(num_heads))
+    slopes = [2 ** (-8 * (head + 1) / power) for head in range(power)]
+    return slopes if power == num_heads else slopes + alibi_slopes(2 * power)[::2][: num_heads - power]
 
 
 class RelativeKeys(Layer):
@@ -78,8 +112,8 @@ class RelativeKeys(Layer):
         self.with_keys = with_keys
         self.weight = new_parameter(2 * num_positions - 1, head_dim, dtype=dtype)
 
-    def forward(self, query: torch.Tensor, key: torch.Tensor) -> RelativeScores:
-        """From [T, heads, head dim] each."""
+    def forward(self, query: torch.Tensor, key: torch.Tensor, positions: Positions) -> RelativeScores:
+        """From [T, heads, head dim] each; `positions` is for other kinds of relative scores."""
         distances = self.weight.t()
         return RelativeScores(query @ distances, key @ distances if self.with_keys else None)
 

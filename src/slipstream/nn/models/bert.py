@@ -72,7 +72,7 @@ _EMBEDDINGS: dict[str, str | None] = {
     "embeddings.LayerNorm.{kind}": "embedding_norm.{kind}",
     "embeddings.position_ids": None,
 }
-_BERT: dict[str, str | None] = {
+BERT_NAMES: dict[str, str | None] = {
     **_EMBEDDINGS,
     "encoder.layer.{n}.attention.self.query.{kind}": "layers.{n}.attention.qkv.q.{kind}",
     "encoder.layer.{n}.attention.self.key.{kind}": "layers.{n}.attention.qkv.k.{kind}",
@@ -83,7 +83,7 @@ _BERT: dict[str, str | None] = {
     "encoder.layer.{n}.output.dense.{kind}": "layers.{n}.mlp.down.{kind}",
     "encoder.layer.{n}.output.LayerNorm.{kind}": "layers.{n}.mlp_norm.{kind}",
 }
-_BERT_WORDS: dict[str, str | None] = {
+BERT_WORDS: dict[str, str | None] = {
     "cls.predictions.transform.dense.{kind}": "heads.transform.dense.{kind}",
     "cls.predictions.transform.LayerNorm.{kind}": "heads.transform.norm.{kind}",
     "cls.predictions.bias": "heads.vocabulary_bias.bias",
@@ -144,7 +144,7 @@ def pooled_names(info: ModelInfo) -> dict[str, str | None]:
 
 
 def bert_rules(info: ModelInfo) -> Rules:
-    heads = pooled_names(info) | {"linear.{kind}": "heads.token.{kind}"} | _BERT_WORDS
+    heads = pooled_names(info) | {"linear.{kind}": "heads.token.{kind}"} | BERT_WORDS
     return encoder_rules(_names(info), ("bert", "model"), heads)
 
 
@@ -154,10 +154,13 @@ def roberta_rules(info: ModelInfo) -> Rules:
 
 def _names(info: ModelInfo) -> dict[str, str | None]:
     if not RELATIVE.get(info.extra.get("position_embedding_type") or "absolute"):
-        return _BERT
+        return BERT_NAMES
     distances = "encoder.layer.{n}.attention.self.distance_embedding.weight"
     # the table of positions is there all the same, and nothing reads it
-    return _BERT | {distances: "layers.{n}.attention.relative.weight", "embeddings.position_embeddings.weight": None}
+    return BERT_NAMES | {
+        distances: "layers.{n}.attention.relative.weight",
+        "embeddings.position_embeddings.weight": None,
+    }
 
 
 ROBERTA_CLASSES: dict[str, str | None] = {

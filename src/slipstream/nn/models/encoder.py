@@ -5,7 +5,7 @@ Families differ in the facts of an `EncoderShape`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import msgspec
@@ -18,10 +18,13 @@ from slipstream.config.rope_info import RopeInfo
 from slipstream.nn.blocks.block import new_feed
 from slipstream.nn.context import BatchView, ForwardContext
 from slipstream.nn.layers.attention import Attention
+from slipstream.nn.layers.disentangled import DisentangledScores, DisentangledShape, RelativeEmbedding
 from slipstream.nn.layers.embedding import Embedding
 from slipstream.nn.layers.layer import Layer, Layout
 from slipstream.nn.layers.layer_norm import LayerNorm
-from slipstream.nn.layers.position_embedding import DistanceBias, RelativeKeys, Table
+from slipstream.nn.layers.linear import Linear
+from slipstream.nn.layers.norm import EncoderRMSNorm
+from slipstream.nn.layers.position_embedding import Alibi, DistanceBias, RelativeKeys, Table
 from slipstream.nn.layers.rope import Rope
 from slipstream.nn.models.pooling_heads import Heads
 from slipstream.nn.shapes import AttentionShape, LayerShape, MlpShape, NormShape, sizes_of
@@ -43,13 +46,25 @@ class EncoderShape:
     max_positions: int  # of a text
     position_offset: int | None = None  # rows of the position table before position 0; None: no position table
     num_types: int = 0  # token types
-    num_buckets: int = 0  # buckets of distances with an attention bias (MPNet); 0: no bias
+    embedding_size: int = 0  # of the tables; 0: hidden_size
+    # a product between embedding and layers, before or after the embedding's norm, with or without a bias
+    projection: Literal["none", "before norm", "after norm"] = "none"
+    projection_bias: bool = True
+    embedding_norm: bool = True
+    shares_layers: bool = False  # all layers have the same weights (ALBERT)
+    num_buckets: int = 0  # buckets of distances with an attention bias (MPNet, T5); 0: no bias
+    max_distance: int = 128  # from which on all distances are in the last bucket
+    alibi: bool = False  # scores decrease with the distance, by a fixed slope per head (JinaBERT)
+    disentangled: DisentangledShape | None = None  # DeBERTa
     relative: Literal["", "queries", "queries and keys"] = ""  # what is multiplied with a vector for each distance
     rope: RopeInfo | None = None
     local_rope: RopeInfo | None = None  # of layers with a reach
     reaches: tuple[int, ...] = ()  # per layer, how many tokens a token sees to each side; 0: all
     norm_before: bool = False  # norms of the inputs of attention and feed-forward, instead of output plus input
     norm_bias: bool = True
+    norm_kind: Literal["layer", "rms"] = "layer"
+    scale: float | None = None  # of attention scores; None: by the head size
+    qk_norm: bool = False  # queries and keys are normed over all heads
     fused: bool = False  # the checkpoint stores q, k and v as one tensor
     gate: Literal["none", "parts", "fused", "up first"] = "none"  # of the feed-forward: how the checkpoint stores it
     qkv_bias: bool = True
@@ -66,10 +81,11 @@ class EncoderShape:
                         num_heads=self.num_heads,
                         num_kv_heads=self.num_heads,
                         head_dim=self.head_dim,
-                        scale=self.head_dim**-0.5,
+                        scale=self.head_dim**-0.5 if self.scale is None else self.scale,
                         qkv_bias=self.qkv_bias,
                         output_bias=self.output_bias,
                         fused=self.fused,
+                        qk_norm="whole" if self.qk_norm else "none",
                         causal=False,
                         window=reach,
                         rope=1 if reach and self.local_rope is not None else 0,
@@ -84,7 +100,9 @@ class EncoderShape:
                     fused=self.gate in ("fused", "up first"),
                     up_first=self.gate == "up first",
                 ),
-                norm=NormShape(eps=self.norm_eps),
+                norm=NormShape(
+                    eps=self.norm_eps, kind=self.norm_kind, bias=self.norm_kind == "layer" and self.norm_bias
+                ),
                 norm_before=self.norm_before,
                 norm_after=not self.norm_before,
             )
@@ -93,7 +111,7 @@ class EncoderShape:
 
     def sizes(self, on_cpu: bool) -> ModelSizes:
         found = sizes_of(self.layers, self.hidden_size, on_cpu)
-        terms = {"": 0, "queries": 1, "queries and keys": 2}[self.relative]
+        terms = 2 if self.disentangled is not None else {"": 0, "queries": 1, "queries and keys": 2}[self.relative]
         return msgspec.structs.replace(found, relative_terms=terms, relative_heads=self.num_heads if terms else 0)
 
     def cache_specs(self, page_size: int, dtype: str) -> list[CacheSpec]:
@@ -113,27 +131,42 @@ class Encoder(nn.Module):
         self.shape = shape
         self.heads: Heads | None = None  # pooling heads of the checkpoint; set by `load.py`
         with torch.device("meta"):
-            self.embedding = Embedding(shape.vocab_size, shape.hidden_size, format_of("embedding"))
+            size = shape.embedding_size or shape.hidden_size
+            self.embedding = Embedding(shape.vocab_size, size, format_of("embedding"))
             self.positions: Table | None = None
             if shape.position_offset is not None and not shape.relative:
-                self.positions = Table(shape.max_positions, shape.hidden_size, dtype, shape.position_offset)
+                self.positions = Table(shape.max_positions, size, dtype, shape.position_offset)
             self.types: Table | None = None
             if shape.num_types:
-                self.types = Table(shape.num_types, shape.hidden_size, dtype)
-            self.embedding_norm = LayerNorm(shape.hidden_size, shape.norm_eps, dtype, shape.norm_bias)
-            self.distances: DistanceBias | None = None
+                self.types = Table(shape.num_types, size, dtype)
+            self.projection: Linear | None = None
+            if shape.projection != "none":
+                outputs = {"": shape.hidden_size}
+                self.projection = Linear(size, outputs, shape.projection_bias, format_of("projection"), dtype)
+            self.embedding_norm: EncoderNorm | None = None
+            if shape.embedding_norm:
+                normed = size if shape.projection == "after norm" else shape.hidden_size
+                self.embedding_norm = _new_norm(shape, dtype, normed)
+            self.distances: DistanceBias | Alibi | None = None
             if shape.num_buckets:
-                self.distances = DistanceBias(shape.num_buckets, shape.num_heads, num_positions, dtype)
+                self.distances = DistanceBias(
+                    shape.num_buckets, shape.num_heads, num_positions, dtype, shape.max_distance
+                )
+            if shape.alibi:
+                self.distances = Alibi(shape.num_heads, num_positions, dtype)
+            self.relative: RelativeEmbedding | None = None
+            if shape.disentangled is not None:
+                self.relative = RelativeEmbedding(shape.disentangled, shape.hidden_size, num_positions, dtype)
             self.rope = self._rope(shape.rope, num_positions, dtype)
             self.local_rope = self._rope(shape.local_rope, num_positions, dtype, switches=False)
             block = EncoderBlockNormedBefore if shape.norm_before else EncoderBlock
             layout = Layout(shape.hidden_size, dtype, format_of)
-            self.layers = nn.ModuleList(
-                block(number, layer, shape, layout, num_positions) for number, layer in enumerate(shape.layers)
-            )
-            self.norm: LayerNorm | None = None
+            layers = shape.layers[:1] if shape.shares_layers else shape.layers
+            blocks = [block(number, layer, shape, layout, num_positions) for number, layer in enumerate(layers)]
+            self.layers = nn.ModuleList(blocks * shape.num_layers if shape.shares_layers else blocks)
+            self.norm: EncoderNorm | None = None
             if shape.norm_before:
-                self.norm = LayerNorm(shape.hidden_size, shape.norm_eps, dtype, shape.norm_bias)
+                self.norm = _new_norm(shape, dtype)
         self.eval()
 
     def _rope(
@@ -146,7 +179,7 @@ class Encoder(nn.Module):
         """Allocate memory on the device. Parameters are uninitialised."""
         take_memory(self, device)
         for module in self.modules():
-            if isinstance(module, Rope | DistanceBias):
+            if isinstance(module, Rope | DistanceBias | Alibi | RelativeEmbedding):
                 module.fill()
         if self.heads is not None:
             self.heads.fill_buffers()
@@ -157,13 +190,15 @@ class Encoder(nn.Module):
 
     def forward(self, context: ForwardContext) -> torch.Tensor:
         batch = context.batch
-        x = self.embedding_norm(self._embed(batch))
+        x = self._embed(batch)
         rope_rows = batch.positions if batch.rope_rows is None else batch.rope_rows
         rotary = () if self.rope is None else (self.rope(rope_rows),)
         if self.local_rope is not None:
             rotary = (*rotary, self.local_rope(batch.positions))
         context = context.with_rotary(rotary)
         bias = None if self.distances is None else self.distances()
+        if self.relative is not None:
+            context = replace(context, relative_positions=self.relative())
         residual = None
         for block in self.layers:
             x, residual = block(x, residual, bias, context)
@@ -178,7 +213,11 @@ class Encoder(nn.Module):
         if self.types is not None:
             # without token types all tokens have type 0
             x = x + (self.types.weight[0] if batch.token_types is None else self.types(batch.token_types))
-        return x
+        if self.projection is not None and self.shape.projection == "before norm":
+            x = self.projection(x)
+        if self.embedding_norm is not None:
+            x = self.embedding_norm(x)
+        return self.projection(x) if self.projection is not None and self.shape.projection == "after norm" else x
 
     def lm_rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows of the projection to tokens, which is the embedding, by token id."""
@@ -191,6 +230,17 @@ class Encoder(nn.Module):
         return self.shape.state_specs(dtype)
 
 
+EncoderNorm = LayerNorm | EncoderRMSNorm
+
+
+def _new_norm(shape: EncoderShape, dtype: torch.dtype, size: int = 0) -> EncoderNorm:
+    """Of hidden states, or of another size."""
+    size = size or shape.hidden_size
+    if shape.norm_kind == "rms":
+        return EncoderRMSNorm(size, shape.norm_eps, dtype)
+    return LayerNorm(size, shape.norm_eps, dtype, shape.norm_bias)
+
+
 class EncoderBlock(Layer):
     """Attention and a feed-forward, each with a norm of its output plus its input, as in BERT."""
 
@@ -198,7 +248,9 @@ class EncoderBlock(Layer):
         super().__init__()
         self.shape = layer
         name = f"layers.{number}"
-        relative = None
+        relative: RelativeKeys | DisentangledScores | None = None
+        if shape.disentangled is not None:
+            relative = DisentangledScores(shape.num_heads, shape.head_dim)
         if shape.relative:
             # the checkpoint's count includes the rows before position 0
             positions = shape.max_positions + (shape.position_offset or 0)
@@ -210,10 +262,10 @@ class EncoderBlock(Layer):
         self.attention_norm = self._norm(number, shape, layout.dtype)
         assert layer.feed is not None
         self.mlp = new_feed(name, layer.feed, layout)
-        self.mlp_norm = LayerNorm(shape.hidden_size, shape.norm_eps, layout.dtype, shape.norm_bias)
+        self.mlp_norm = _new_norm(shape, layout.dtype)
 
-    def _norm(self, number: int, shape: EncoderShape, dtype: torch.dtype) -> LayerNorm | None:
-        return LayerNorm(shape.hidden_size, shape.norm_eps, dtype, shape.norm_bias)
+    def _norm(self, number: int, shape: EncoderShape, dtype: torch.dtype) -> EncoderNorm | None:
+        return _new_norm(shape, dtype)
 
     def forward(
         self,
@@ -230,9 +282,9 @@ class EncoderBlock(Layer):
 class EncoderBlockNormedBefore(EncoderBlock):
     """Norms of the inputs of attention and feed-forward, as in ModernBERT; the residual is passed beside x."""
 
-    def _norm(self, number: int, shape: EncoderShape, dtype: torch.dtype) -> LayerNorm | None:
-        # the embedding was normed just before the first layer
-        return super()._norm(number, shape, dtype) if number else None
+    def _norm(self, number: int, shape: EncoderShape, dtype: torch.dtype) -> EncoderNorm | None:
+        # the embedding may be normed just before the first layer
+        return super()._norm(number, shape, dtype) if number or not shape.embedding_norm else None
 
     def forward(
         self,
@@ -241,9 +293,10 @@ class EncoderBlockNormedBefore(EncoderBlock):
         bias: torch.Tensor | None,
         context: ForwardContext,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if self.attention_norm is None or residual is None:
-            residual = x
+        if residual is None:
+            x, residual = x if self.attention_norm is None else self.attention_norm(x), x
         else:
+            assert self.attention_norm is not None
             x, residual = self.attention_norm.add(x, residual)
         x, residual = self.mlp_norm.add(self.attention(x, context, None, bias), residual)
         return self.mlp(x, context), residual

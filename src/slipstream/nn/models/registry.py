@@ -18,14 +18,25 @@ from slipstream.nn.models.bert import (
     roberta_rules,
 )
 from slipstream.nn.models.cohere import cohere2_shape, cohere_shape
+from slipstream.nn.models.deberta import deberta_heads, deberta_rules, deberta_shape
 from slipstream.nn.models.decoder_shape import DecoderShape
 from slipstream.nn.models.deepseek import deepseek_rules, deepseek_v2_shape, deepseek_v3_shape
+from slipstream.nn.models.electra import (
+    albert_heads,
+    albert_rules,
+    albert_shape,
+    electra_heads,
+    electra_rules,
+    electra_shape,
+)
 from slipstream.nn.models.encoder import EncoderShape
+from slipstream.nn.models.eurobert import eurobert_heads, eurobert_rules
 from slipstream.nn.models.gemma import gemma2_shape, gemma3_shape, gemma_rules, gemma_shape, gemma_text_rules
 from slipstream.nn.models.gemma3n import gemma3n_rules, gemma3n_shape, gemma3n_text_rules
 from slipstream.nn.models.gemma4 import gemma4_rules, gemma4_shape, gemma4_text_rules
 from slipstream.nn.models.glm import glm4_rules, glm4_shape, glm_rules, glm_shape
 from slipstream.nn.models.gpt_oss import gpt_oss_rules, gpt_oss_shape
+from slipstream.nn.models.jina_bert import jina_bert_rules, jina_bert_shape
 from slipstream.nn.models.layer_norm_decoders import (
     gpt2_rules,
     gpt2_shape,
@@ -84,7 +95,9 @@ from slipstream.nn.models.pooling_heads import HeadShape
 from slipstream.nn.models.qwen import qwen2_shape, qwen3_shape
 from slipstream.nn.models.qwen3_next import qwen3_5_rules, qwen3_5_shape, qwen3_next_rules, qwen3_next_shape
 from slipstream.nn.models.rotary_bert import gte_rules, gte_shape, nomic_rules, nomic_shape
+from slipstream.nn.models.t5 import t5_heads, t5_rules, t5_shape
 from slipstream.nn.models.vision_text import vision_text_rules
+from slipstream.nn.models.xlm_roberta_xl import xlm_roberta_xl_rules, xlm_roberta_xl_shape
 from slipstream.nn.weights.rules import Rules
 
 
@@ -94,6 +107,7 @@ class Family:
 
     shape: Callable[[ModelInfo], DecoderShape]
     rules: Callable[[DecoderShape], Rules]
+    heads: Callable[[ModelInfo], HeadShape] | None = None  # None: those of all decoders
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,11 +195,21 @@ MULTIMODAL = {
 }
 """Multimodal models, of which the text model runs."""
 
+BIDIRECTIONAL = {"EuroBert": Family(llama_shape, eurobert_rules, eurobert_heads)}
+"""Encoders with the layers of a decoder."""
+
 ENCODER_FAMILIES = {
     "Bert": EncoderFamily(bert_shape, bert_rules, bert_heads),
     "Roberta": EncoderFamily(bert_shape, roberta_rules, bert_heads),
     "XLMRoberta": EncoderFamily(bert_shape, roberta_rules, bert_heads),
     "Camembert": EncoderFamily(bert_shape, roberta_rules, bert_heads),
+    "XLMRobertaXL": EncoderFamily(xlm_roberta_xl_shape, xlm_roberta_xl_rules, bert_heads),
+    "Electra": EncoderFamily(electra_shape, electra_rules, electra_heads),
+    "Albert": EncoderFamily(albert_shape, albert_rules, albert_heads),
+    "DebertaV2": EncoderFamily(deberta_shape, deberta_rules, deberta_heads),
+    "JinaBert": EncoderFamily(jina_bert_shape, jina_bert_rules, bert_heads),
+    "T5Encoder": EncoderFamily(t5_shape, t5_rules, t5_heads),
+    "MT5Encoder": EncoderFamily(t5_shape, t5_rules, t5_heads),
     "DistilBert": EncoderFamily(bert_shape, distilbert_rules, distilbert_heads),
     "MPNet": EncoderFamily(mpnet_shape, mpnet_rules, bert_heads),
     "ModernBert": EncoderFamily(modernbert_shape, modernbert_rules, modernbert_heads),
@@ -204,6 +228,8 @@ def find_family(info: ModelInfo) -> Family | EncoderFamily:
         return MULTIMODAL[name]
     if family in DECODERS and name.removeprefix(family) in DECODER_ENDINGS:
         return DECODERS[family]
+    if family in BIDIRECTIONAL and name.removeprefix(family) in ENCODER_ENDINGS:
+        return BIDIRECTIONAL[family]
     if family in ENCODER_FAMILIES and (name.removeprefix(family) in ENCODER_ENDINGS or name == family == "HF_ColBERT"):
         return ENCODER_FAMILIES[family]
     causal = ", ".join(
@@ -213,7 +239,7 @@ def find_family(info: ModelInfo) -> Family | EncoderFamily:
     )
     raise UnsupportedModel(
         f"{name} is not an architecture we run; we run {causal}, {', '.join(MULTIMODAL)}, and encoders: "
-        f"{', '.join(ENCODER_FAMILIES)}"
+        f"{', '.join((*ENCODER_FAMILIES, *BIDIRECTIONAL))}"
     )
 
 
@@ -260,7 +286,7 @@ def _check_bidirectional(info: ModelInfo, shape: DecoderShape) -> None:
 def find_heads(info: ModelInfo) -> HeadShape:
     """What a checkpoint has behind its hidden states."""
     family = find_family(info)
-    if isinstance(family, EncoderFamily):
+    if family.heads is not None:
         return family.heads(info)
     if info.architecture.endswith("RewardModel"):
         return HeadShape(classifier_bias=True, transform="relu")

@@ -1,0 +1,70 @@
+"""DeBERTa-v2 and v3: attention that compares tokens with distances (`nn/layers/disentangled.py`)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from slipstream.config.model_info import ModelInfo
+from slipstream.errors import UnsupportedModel
+from slipstream.nn.layers.disentangled import DisentangledShape
+from slipstream.nn.models.bert import BERT_NAMES, BERT_WORDS, bert_shape, encoder_rules, plain_heads
+from slipstream.nn.models.encoder import EncoderShape
+from slipstream.nn.models.pooling_heads import HeadShape
+from slipstream.nn.weights.rules import Rules
+
+
+def deberta_shape(info: ModelInfo) -> EncoderShape:
+    extra = info.extra
+    kinds = extra.get("pos_att_type") or []
+    kinds = kinds.lower().split("|") if isinstance(kinds, str) else kinds
+    if not extra.get("relative_attention") or {*kinds} != {"c2p", "p2c"} or not extra.get("share_att_key"):
+        raise UnsupportedModel(
+            f"{info.architecture} is supported with relative_attention, pos_att_type c2p|p2c and share_att_key, as in "
+            "DeBERTa-v3; its config.json says otherwise"
+        )
+    if int(extra.get("conv_kernel_size") or 0) > 0:
+        raise UnsupportedModel(
+            f"{info.architecture} with a convolution (conv_kernel_size) is not supported; DeBERTa-v3 has none"
+        )
+    if int(extra.get("embedding_size") or info.hidden_size) != info.hidden_size:
+        raise UnsupportedModel(f"{info.architecture} with embeddings of another size than the layers is not supported")
+    normed = "layer_norm" in str(extra.get("norm_rel_ebd") or "none").lower()
+    furthest = int(extra.get("max_relative_positions") or -1)
+    return replace(
+        bert_shape(info),
+        position_offset=0 if extra.get("position_biased_input", True) else None,
+        scale=(3 * info.head_dim) ** -0.5,  # three terms are summed
+        disentangled=DisentangledShape(
+            num_buckets=max(int(extra.get("position_buckets") or 0), 0),
+            max_distance=furthest if furthest > 0 else info.max_positions,
+            norm_eps=info.norm_eps if normed else None,
+        ),
+    )
+
+
+def deberta_heads(info: ModelInfo) -> HeadShape:
+    if info.architecture.endswith("ForSequenceClassification"):
+        return HeadShape(classifier_bias=True, transform=str(info.extra.get("pooler_hidden_act") or "gelu"))
+    if info.architecture.endswith("ForMaskedLM") and info.extra.get("legacy") is False:
+        raise UnsupportedModel(f"{info.architecture} with legacy = false is not supported; set the task to embed")
+    return plain_heads(info)
+
+
+def deberta_rules(info: ModelInfo) -> Rules:
+    names: dict[str, str | None] = {
+        f"encoder.layer.{{n}}.attention.self.{name}_proj.{{kind}}": f"layers.{{n}}.attention.qkv.{name[0]}.{{kind}}"
+        for name in ("query", "key", "value")
+    }
+    names |= {
+        "encoder.rel_embeddings.weight": "relative.weight",
+        "encoder.LayerNorm.{kind}": "relative.norm.{kind}",
+    }
+    heads: dict[str, str | None] = {
+        "pooler.dense.{kind}": (
+            "heads.transform.dense.{kind}" if info.architecture.endswith("ForSequenceClassification") else None
+        ),
+        "classifier.{kind}": "heads.classifier.{kind}",
+        "lm_predictions.*": None,
+        "mask_predictions.*": None,
+    }
+    return encoder_rules(BERT_NAMES | names, ("deberta",), heads | BERT_WORDS)

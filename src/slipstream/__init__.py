@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from slipstream.config.pooler_config import PoolerConfig as PoolerConfig
     from slipstream.frontend.async_engine import AsyncEngine as AsyncEngine
     from slipstream.frontend.beam_search import BeamSearchParams as BeamSearchParams
     from slipstream.frontend.results import CompletionOutput as CompletionOutput
@@ -33,6 +34,7 @@ _HOMES = {
     "MoveDirectionality": "slipstream.logits_processor",
     "BeamSearchParams": "slipstream.frontend.beam_search",
     "SamplingParams": "slipstream.params",
+    "PoolerConfig": "slipstream.config.pooler_config",
     "PoolingParams": "slipstream.pooling_params",
     "StructuredOutputsParams": "slipstream.structured_params",
     "RequestOutput": "slipstream.frontend.results",
@@ -48,6 +50,7 @@ __all__ = [
     "CompletionOutput",
     "LogitsProcessor",
     "MoveDirectionality",
+    "PoolerConfig",
     "PoolingParams",
     "RequestOutput",
     "SamplingParams",

@@ -15,6 +15,7 @@ from slipstream.engine.core import EngineCore
 from slipstream.engine.gc_freeze import frozen_gc
 from slipstream.engine.progress import progress
 from slipstream.frontend.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
+from slipstream.frontend.front_end_args import FrontEndArgs
 from slipstream.frontend.in_process import build_served
 from slipstream.frontend.inputs import InputProcessor, Message, Prompt
 from slipstream.frontend.pooling import calls as pooling_calls
@@ -48,7 +49,8 @@ class LLM:
         with LLM(task="embed") as llm:
             vector = llm.embed("Once upon a time")[0].outputs.embedding
 
-    Without a model it runs the embedded SmolLM2, or MiniLM for embeddings. `config/options.py` has the options.
+    Without a model it runs the embedded SmolLM2, or MiniLM for embeddings. `config/options.py` has the options; the
+    arguments of vLLM's LLM are accepted too (`config/vllm_args.py`, docs/vllm.md).
     Several models share one engine: `models={"chat": MODEL, "embed": {"task": "embed"}}`. Each call uses the best model
     for its task, or the one named by `model`. Threads may share an LLM: their calls run one after another, streams
     alternate result by result, and `close` waits for the current call.
@@ -64,8 +66,10 @@ class LLM:
         **options: Any,
     ) -> None:
         options.setdefault("max_itl", 0.0)  # offline calls have no inter-token latency to keep
+        front_end = FrontEndArgs.take(options)
         given = options_of(model, models, options)
         lanes, self.models = build_served(given, progress=use_tqdm_on_load, device=_device)
+        front_end.apply(self.models.values())
         self.cores = lanes.cores
         self._configs = {name: core.config for name, core in self.cores.items()}
         self._sync_loop = SyncLoop(lanes)

@@ -175,7 +175,7 @@ def test_unknown_option_names_a_near_one(folder):
         (dict(tensor_parallel_size=2), "use 1"),
         (dict(quantization="awq"), "gguf"),
         (dict(kv_cache_dtype="fp8"), "auto"),
-        (dict(trust_remote_code=True), "never run"),
+        (dict(max_logprobs="all"), "max_logprobs"),
         (dict(dtype="int3"), "bfloat16"),
         (dict(max_num_seqs=0), "from 1 up"),
         (dict(max_num_seqs="many"), "whole number"),
@@ -196,7 +196,9 @@ def test_options_that_cannot_be_honoured_name_the_alternative(folder, option, sa
 
 
 def test_carried_over_options_that_change_nothing_pass(folder):
-    carried = dict(tensor_parallel_size=1, quantization=None, kv_cache_dtype="auto", trust_remote_code=False)
+    carried = dict(
+        tensor_parallel_size=1, quantization=None, kv_cache_dtype="auto", trust_remote_code=True, swap_space=4
+    )
     with LLM(str(folder), **SMALL, **carried, served_model_name="tiny") as llm:
         assert llm.config.model.name == "tiny"
 

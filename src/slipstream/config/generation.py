@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from slipstream.errors import BadCheckpoint, InvalidParams
+from slipstream.errors import BadCheckpoint, InvalidOption, InvalidParams
 from slipstream.params import SamplingParams
 
 # generation_config.json names -> SamplingParams names
@@ -33,20 +34,54 @@ EMBEDDED_DEFAULTS = GenerationDefaults(params={"temperature": 0.2, "top_p": 0.9}
 """For the embedded SmolLM2: its file has no defaults, and its authors recommend these."""
 
 
-def read_generation_defaults(folder: Path) -> GenerationDefaults:
-    path = folder / "generation_config.json"
+def read_generation_defaults(
+    folder: Path, source: str = "auto", overrides: Mapping[str, Any] | None = None
+) -> GenerationDefaults:
+    """Of the model's folder. `source`: auto; vllm, for no sampling defaults of the model; or another folder.
+    `overrides`: fields that replace those of the file."""
+    own = _read(folder / "generation_config.json")
+    config = own
+    if source == "vllm":  # its end tokens are no sampling defaults
+        config = {name: own[name] for name in ("eos_token_id",) if name in own}
+    elif source != "auto":
+        path = Path(source).expanduser() / "generation_config.json"
+        if not path.is_file():
+            raise InvalidOption(
+                f"generation_config is {source!r}, which has no {path.name}; give auto, vllm or a folder"
+            )
+        config = _read(path)
+    if overrides:
+        try:
+            generation_defaults(dict(overrides))
+        except InvalidParams as error:
+            raise InvalidOption(f"override_generation_config: {error}") from None
+    try:
+        return generation_defaults({**config, **(overrides or {})})
+    except InvalidParams as error:
+        raise BadCheckpoint(f"{folder / 'generation_config.json'}: {error}, or remove the line") from None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The file's fields; none where there is no file."""
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        return GenerationDefaults()
+        return {}
     except (OSError, ValueError) as error:
         raise BadCheckpoint(f"{path} cannot be read: {error}; download it again or remove it") from None
     if not isinstance(config, dict):
         raise BadCheckpoint(f"{path} does not hold an object; download it again or remove it")
-    try:
-        return generation_defaults(config)
-    except InvalidParams as error:
-        raise BadCheckpoint(f"{path}: {error}, or remove the line") from None
+    return config
+
+
+def override_fields(name: str, given: Mapping[str, Any] | str | None) -> dict[str, Any]:
+    """The fields of an option that is an object, or its JSON text."""
+    if isinstance(given, str):
+        try:
+            return msgspec.json.decode(given, type=dict[str, Any])
+        except msgspec.MsgspecError:
+            raise InvalidOption(f"{name} is {given!r:.100}; give a JSON object of fields and values") from None
+    return dict(given or {})
 
 
 def generation_defaults(config: dict[str, Any]) -> GenerationDefaults:

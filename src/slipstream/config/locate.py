@@ -37,7 +37,10 @@ class LocatedModel:
     embedded: bool = False  # the default model, when none is named
 
 
-def locate(model: str | None, revision: str | None = None, task: str = "auto") -> LocatedModel:
+def locate(
+    model: str | None, revision: str | None = None, task: str = "auto", download_dir: str | None = None
+) -> LocatedModel:
+    """`download_dir`: where files of the hub are kept; None: the default of huggingface_hub."""
     if model is None:
         return default_embedder() if task in EMBEDDER_TASKS else _embedded()
     if not model.strip():
@@ -51,7 +54,7 @@ def locate(model: str | None, revision: str | None = None, task: str = "auto") -
         return LocatedModel(part_paths(path)[0], "gguf", model_name(path))
     if not _is_hub_name(model):
         raise ModelNotFound(f"there is no {model} here; give a folder, a .gguf file or a hub name like org/name")
-    return _in_folder(_download(model, revision), model)
+    return _in_folder(_download(model, revision, download_dir), model)
 
 
 def check_model(model: str | None, task: str = "auto") -> None:
@@ -102,7 +105,7 @@ def _in_folder(folder: Path, name: str) -> LocatedModel:
 
 
 @lru_cache(maxsize=16)  # called before torch is imported, to check that the model exists, and again to open it
-def _download(name: str, revision: str | None) -> Path:
+def _download(name: str, revision: str | None, folder: str | None) -> Path:
     try:
         from huggingface_hub import errors, snapshot_download  # optional, and slow to import
     except ImportError:
@@ -111,7 +114,7 @@ def _download(name: str, revision: str | None) -> Path:
         ) from None
     asked = name if revision is None else f"{name} at {revision}"
     try:
-        settings: dict[str, Any] = {"revision": revision, "ignore_patterns": _NOT_DOWNLOADED}
+        settings: dict[str, Any] = {"revision": revision, "ignore_patterns": _NOT_DOWNLOADED, "cache_dir": folder}
         path = Path(snapshot_download(name, allow_patterns=_WANTED, **settings))
         if not any(path.glob("*.safetensors")) and not any(path.glob("*.gguf")):
             path = Path(snapshot_download(name, allow_patterns=[*_WANTED, *_OLDER], **settings))

@@ -53,8 +53,9 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         return next((int(self.extra[name]) for name in EXPERT_COUNTS if self.extra.get(name)), 0)
 
 
-def read_model_info(folder: Path) -> ModelInfo:
-    """From a folder in the Hugging Face layout."""
+def read_model_info(folder: Path, overrides: Mapping[str, Any] | None = None) -> ModelInfo:
+    """From a folder in the Hugging Face layout. `overrides`: fields that replace those of config.json; an object
+    such as text_config replaces only the fields that it has."""
     path = folder / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -66,7 +67,15 @@ def read_model_info(folder: Path) -> ModelInfo:
         raise BadCheckpoint(f"{path} cannot be read: {error}; download the model again") from None
     if not isinstance(config, dict):
         raise BadCheckpoint(f"{path} does not hold an object; download the model again")
-    return model_info_from_config(config)
+    return model_info_from_config(_merged(config, overrides or {}))
+
+
+def _merged(config: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    found = dict(config)
+    for name, value in changes.items():
+        nested = name.endswith("_config") and isinstance(value, Mapping) and isinstance(found.get(name), dict)
+        found[name] = _merged(found[name], value) if nested else value
+    return found
 
 
 _ALSO_CALLED = {

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
+from slipstream.config.vllm_args import from_vllm
 from slipstream.errors import InvalidOption
 
 
@@ -39,6 +40,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = None
     normalize: Annotated[bool | None, _doc("scale vectors to length 1; default: the model's setting")] = None
+    use_activation: Annotated[
+        bool | None,
+        _doc("no: raw scores and vectors that are not normalised; yes: as normalize; default: the model's setting"),
+    ] = None
     classify_activation: Annotated[
         Literal["softmax", "sigmoid", "identity"] | None,
         _doc("activation of a classifier's scores; default: the model's setting"),
@@ -55,6 +60,21 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     ] = "auto"
     dequantize: Annotated[bool, _doc("dequantise a low-bit file to dtype at load")] = False
     revision: Annotated[str | None, _doc("branch, tag or commit of a hub name")] = None
+    download_dir: Annotated[str | None, _doc("folder for models of the hub; default: that of huggingface_hub")] = None
+    hf_overrides: Annotated[
+        dict[str, Any] | str | None, _doc("fields that replace those of the model's config.json, as JSON")
+    ] = None
+    generation_config: Annotated[
+        str,
+        _doc(
+            "source of the sampling defaults: auto (the model's generation_config.json), vllm (none of the model's), "
+            "or a folder with that file"
+        ),
+    ] = "auto"
+    override_generation_config: Annotated[
+        dict[str, Any] | str | None,
+        _doc('fields that replace those of generation_config.json, as JSON: {"temperature": 0.5}'),
+    ] = None
     dtype: Annotated[
         Literal["auto", "float32", "float64", "bfloat16", "float16"],
         _doc("dtype of weights and activations; auto: the checkpoint's, or one that this machine computes fast"),
@@ -125,33 +145,12 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     served_model_name: Annotated[str | None, _doc("name of the model in requests and responses")] = None
 
 
-# What people bring from other engines and we do not have. Values that change nothing are let through.
-_FOREIGN: dict[str, tuple[tuple[Any, ...], str]] = {
-    "tensor_parallel_size": ((None, 1), "one device runs the whole model; use 1"),
-    "pipeline_parallel_size": ((None, 1), "one device runs the whole model; use 1"),
-    "data_parallel_size": ((None, 1), "start one engine per device; use 1"),
-    "quantization": (
-        (None, "gguf"),
-        "the checkpoint itself says how it is quantised; leave it out, or give a .gguf file",
-    ),
-    "kv_cache_dtype": ((None, "auto"), "the cache has the model's dtype; use auto"),
-    "trust_remote_code": ((None, False), "code from a checkpoint is never run; leave it out"),
-    "disable_log_stats": ((None, True, False), ""),
-    "swap_space": ((None, 0), "preempted requests are recomputed, not swapped; leave it out"),
-}
-
-
 def make_options(**given: Any) -> Options:
-    """Options from keyword arguments, with every mistake named."""
+    """Options from keyword arguments, ours and vLLM's, with every mistake named."""
     known = get_type_hints(Options, include_extras=True)
-    for name, value in list(given.items()):
+    given = from_vllm(given, known)
+    for name in given:
         if name in known:
-            continue
-        if name in _FOREIGN:
-            fine, hint = _FOREIGN[name]
-            if value not in fine:
-                raise InvalidOption(f"{name}={value!r} is not supported: {hint}")
-            del given[name]
             continue
         near = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {near[0]}?" if near else "the options are " + ", ".join(known)

@@ -54,13 +54,20 @@ def read_pooling(options: Options, info: ModelInfo, path: Path) -> tuple[Pooling
     if options.pooling_type is not None:
         changes["methods"] = _asked_methods(options.pooling_type, pooling)
         changes["embed_size"] = _embed_size(info, folder, changes["methods"])
-    if options.normalize is not None:
-        changes["normalize"] = options.normalize
+    normalize, activation = options.normalize, options.classify_activation
+    if options.use_activation is not None:
+        if options.use_activation != (normalize if normalize is not None else options.use_activation):
+            raise InvalidOption("use_activation and normalize differ; remove one of them")
+        normalize = options.use_activation
+        if not options.use_activation and pooling.num_labels and activation is None:
+            activation = "identity"
+    if normalize is not None:
+        changes["normalize"] = normalize
         changes["cuts_normalized"] = False  # a user who asks for normalised vectors gets them
-    if options.classify_activation is not None:
+    if activation is not None:
         if not pooling.num_labels:
             raise InvalidOption(f"classify_activation is set, and {info.architecture} has no classes; leave it out")
-        changes["classify_activation"] = options.classify_activation
+        changes["classify_activation"] = activation
     if isinstance(options.max_model_len, int) and options.max_model_len > 0 and pooling.max_seq_length is not None:
         changes["max_seq_length"] = options.max_model_len
     pooling = msgspec.structs.replace(pooling, **changes)

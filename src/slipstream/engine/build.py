@@ -9,7 +9,12 @@ import msgspec
 
 from slipstream.config.check_info import check_info
 from slipstream.config.config import EngineConfig
-from slipstream.config.generation import EMBEDDED_DEFAULTS, GenerationDefaults, read_generation_defaults
+from slipstream.config.generation import (
+    EMBEDDED_DEFAULTS,
+    GenerationDefaults,
+    override_fields,
+    read_generation_defaults,
+)
 from slipstream.config.gguf_file import GgufFile
 from slipstream.config.gguf_info import gguf_model_info
 from slipstream.config.locate import LocatedModel, locate
@@ -51,7 +56,7 @@ class Opened(msgspec.Struct, frozen=True):
 def open_model(options: Options) -> Opened:
     if seems_cuda(options.device):
         start_triton()  # in the background: it takes as long as all of this
-    located = locate(options.model, options.revision, options.task)
+    located = locate(options.model, options.revision, options.task, options.download_dir)
     file = GgufFile.open(located.path) if located.kind == "gguf" else None
     if file is None and options.load_format != "dummy":
         require_weights(located.path)  # first: without weights nothing else is worth reporting
@@ -133,11 +138,18 @@ def open_models(options: Sequence[Options]) -> list[Opened]:
 
 
 def _read(options: Options, located: LocatedModel) -> tuple[ModelInfo, GenerationDefaults]:
+    changes = override_fields("hf_overrides", options.hf_overrides)
+    sampling = override_fields("override_generation_config", options.override_generation_config)
     if located.kind == "gguf":
-        defaults = EMBEDDED_DEFAULTS if located.embedded else GenerationDefaults()
+        if changes:
+            raise InvalidOption("hf_overrides are for a folder with config.json, and this is a .gguf file; remove them")
+        source = options.generation_config
+        defaults = read_generation_defaults(located.path, source, sampling)
+        if located.embedded and source == "auto":
+            defaults = GenerationDefaults(EMBEDDED_DEFAULTS.params | defaults.params)
         return check_info(gguf_model_info(GgufFile.open(located.path))), defaults
-    info = read_model_info(located.path)
-    defaults = read_generation_defaults(located.path)
+    info = read_model_info(located.path, changes)
+    defaults = read_generation_defaults(located.path, options.generation_config, sampling)
     if defaults.eos_token_ids:
         info = msgspec.structs.replace(info, eos_token_ids=defaults.eos_token_ids)
     info = check_info(info)
@@ -163,7 +175,7 @@ def settle(options: Options, located: LocatedModel, info: ModelInfo) -> EngineCo
 
 def foresee(options: Options) -> tuple[EngineConfig, MemoryPlan]:
     """The configuration that `build` would choose, and its memory. Nothing is loaded."""
-    located = locate(options.model, options.revision, options.task)
+    located = locate(options.model, options.revision, options.task, options.download_dir)
     info, _ = _read(options, located)
     config = settle(options, located, info)
     models = [config.model] if config.draft is None else [config.model, config.draft.model]

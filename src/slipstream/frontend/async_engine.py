@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from slipstream.config.options import Options, options_of
+from slipstream.frontend.front_end_args import FrontEndArgs
 from slipstream.frontend.inputs import InputProcessor, Message, PreparedPrompt, Prompt
 from slipstream.frontend.offload import PROMPT_COST, off_loop, size_of
 from slipstream.frontend.pooling import calls as pooling_calls
@@ -66,8 +67,10 @@ class AsyncEngine(RequestRouter):
         from slipstream.frontend.in_process import build_served  # imports torch
         from slipstream.transport.thread_client import ThreadClient
 
+        front_end = FrontEndArgs.take(options)
         given = models if isinstance(models, list) else options_of(model, models, options)
         lanes, self.models = build_served(given)
+        front_end.apply(self.models.values())
         self.config = next(iter(lanes.cores.values())).config
         self.client = ThreadClient(lanes)
         self._ready = True

@@ -44,7 +44,8 @@ class InputProcessor:
         self.tokenizer = tokenizer
         self._excerpts = None if tokenizer is None else Excerpts(tokenizer)
         self._controls_of: dict[str, ControlTokens] = {}  # by chat template
-        self.reasoning_parser: str | None = None  # name, set by a server; None: by the chat template
+        self.reasoning_parser: str | None = None  # name, by FrontEndArgs or a server; None: by the chat template
+        self.max_logprobs: int | None = None  # limit of a request, by FrontEndArgs
         self._thinking_markers: ThinkingMarkers | None = None
         self._resolved: tuple[SamplingParams | None, SamplingParams] | None = None  # the last ones: given, resolved
         # a tokenizer may have tokens that the model has no embedding for
@@ -292,6 +293,13 @@ class InputProcessor:
             if (ids := getattr(params, name)) and (token := max(ids)) >= self.description.vocab_size:
                 raise InvalidParams(f"{name} has {token}; {self.description.known_ids}", param=name)
         for name in ("logprobs", "prompt_logprobs"):
+            asked = self.description.vocab_size if getattr(params, name) == -1 else getattr(params, name) or 0
+            if self.max_logprobs is not None and asked > self.max_logprobs:
+                raise InvalidParams(
+                    f"{name} is {getattr(params, name)}, the limit is {self.max_logprobs}; lower it, or raise "
+                    "max_logprobs of the engine",
+                    param=name,
+                )
             if (getattr(params, name) or 0) > self.description.vocab_size:
                 raise InvalidParams(
                     f"{name} is {getattr(params, name)}; the vocabulary has {self.description.vocab_size} tokens, "

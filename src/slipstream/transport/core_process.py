@@ -228,7 +228,7 @@ def main(argv: list[str]) -> int:
 def _load(options: list[Options], server: SocketServer) -> CoreProcess:
     server.broadcast(Loading("finding the model"))
     for each in options:  # a wrong name fails before torch is imported
-        locate(each.model, each.revision, each.task)
+        locate(each.model, each.revision, each.task, each.download_dir)
     server.broadcast(Loading("loading torch"))
     from slipstream.engine.build import build_lanes, open_models  # imports torch
 

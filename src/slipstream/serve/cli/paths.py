@@ -15,7 +15,7 @@ def check_paths(options: Options, *, look_up: bool = False) -> None:
     A hub name is not checked unless `look_up`, which may download the model.
     """
     if look_up:
-        locate(options.model, options.revision, options.task)
+        locate(options.model, options.revision, options.task, options.download_dir)
     else:
         check_model(options.model, options.task)
     if options.tokenizer is not None and not Path(options.tokenizer).expanduser().exists():

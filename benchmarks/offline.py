@@ -23,7 +23,7 @@ from slipstream.errors import InvalidOption, SlipstreamError
 from slipstream.serve.bench.machine import check_gpu, measure_gpu
 from slipstream.serve.bench.measure import Trial, measure
 from slipstream.serve.bench.shapes import SHAPES
-from slipstream.serve.cli.bench import MACHINE_HELP, bench_options, bench_params, engine_facts, progress
+from slipstream.serve.cli.bench import MACHINE_HELP, bench_options, bench_params, engine_summary, progress
 from slipstream.serve.cli.flags import add_engine_flags, engine_options
 
 COLUMNS = (
@@ -60,18 +60,18 @@ def run(args: argparse.Namespace) -> int:
         check_gpu(options.get("device", "auto"))
     llm = LLM(**options)
     ready = time.perf_counter()
-    facts: dict[str, Any] = {
+    summary: dict[str, Any] = {
         "machine": machine_facts(llm.config.device.kind),
-        "engine": engine_facts(llm.config),
+        "engine": engine_summary(llm.config),
         "import_seconds": imported - start,
         "start_seconds": ready - imported,
         "shapes": {},
     }
-    print(f"import {imported - start:.2f} s, start {ready - imported:.2f} s, {facts['machine']}, {facts['engine']}")
+    print(f"import {imported - start:.2f} s, start {ready - imported:.2f} s, {summary['machine']}, {summary['engine']}")
     with llm:
         if args.machine:
             rates = measure_gpu()
-            facts["machine"] |= msgspec.to_builtins(rates)
+            summary["machine"] |= msgspec.to_builtins(rates)
             print(rates)
         print(COLUMNS, flush=True)
         for name in SHAPES if "all" in args.shapes else args.shapes:
@@ -88,16 +88,16 @@ def run(args: argparse.Namespace) -> int:
                     )
             except InvalidOption as error:  # too long for this engine; other shapes may fit
                 print(f"{name:<10}{error}", flush=True)
-                facts["shapes"][name] = {"error": str(error)}
+                summary["shapes"][name] = {"error": str(error)}
             else:
                 print(line(name, trials[0]), flush=True)
-                facts["shapes"][name] = (
-                    {"workload": workload.facts(), "params": changes}
-                    | trials[0].facts()
+                summary["shapes"][name] = (
+                    {"workload": workload.summary(), "params": changes}
+                    | trials[0].summary()
                     | {"trial_seconds": [trial.seconds for trial in trials]}
                 )
             if args.json:
-                Path(args.json).write_text(json.dumps(facts, indent=1))
+                Path(args.json).write_text(json.dumps(summary, indent=1))
     return 0
 
 

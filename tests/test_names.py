@@ -74,22 +74,32 @@ def test_banned_words_are_found_in_names_and_comments(tmp_path):
 AMBIGUOUS = {
     "place": "index, offset, column, path, or draw (a token that a step samples)",
     "places": "indices, offsets, or draws",
+    "facts": "info, spec, fields, summary, or machine",
 }
-FIELD_TERMS = {"in_place", "In_Place"}  # these contain such a word
+# Words with one meaning, which belongs to these files; other files use another word.
+LIMITED = {
+    "body": ("of an HTTP request, or of a rule; else module, forward, payload", "serve/ scheduler/grammar/ text/"),
+    "slot": ("storage in a KV or state cache; else target, line, buffer", "ops/ nn/ runner/ config/memory.py"),
+    "slots": ("storage in a KV or state cache; else targets, lines, buffers", "ops/ nn/ runner/ config/memory.py"),
+}
+FIELD_TERMS = {"in_place", "In_Place", "__slots__"}  # these contain such a word
 
 
 def ambiguous_names(src: Path) -> list[str]:
-    """Identifiers of Python files that contain an ambiguous word."""
+    """Identifiers of Python files that contain an ambiguous word, or a limited word of other files."""
     found = set()
     for file in sorted(src.rglob("*.py")):
-        for token in tokenize.generate_tokens(io.StringIO(file.read_text(encoding="utf-8")).readline):
+        path = file.relative_to(src).as_posix()
+        banned = AMBIGUOUS | {
+            word: use for word, (use, files) in LIMITED.items() if not path.startswith(tuple(files.split()))
+        }
+        for token in tokenize.tokenize(io.BytesIO(file.read_bytes()).readline):
             name = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", token.string)  # the words of CamelCase too
             for term in FIELD_TERMS:
                 name = name.replace(term, "")
-            if token.type == tokenize.NAME and (words := AMBIGUOUS.keys() & set(name.lower().split("_"))):
-                found.add(
-                    f"{file.relative_to(src).as_posix()}:{token.start[0]}: {token.string}: use {AMBIGUOUS[min(words)]}"
-                )
+            words = banned.keys() & set(name.lower().split("_")) if token.type == tokenize.NAME else ()
+            if words and "slots=True" not in token.line:  # of dataclasses
+                found.add(f"{path}:{token.start[0]}: {token.string}: {banned[min(words)]}")
     return sorted(found)
 
 
@@ -100,4 +110,9 @@ def test_no_name_has_a_word_with_several_meanings():
 def test_ambiguous_words_are_found_in_identifiers_only(tmp_path):
     (tmp_path / "one.py").write_text("last_places = 1  # in one place\nattend_in_place = 2\nclass _InPlace: ...\n")
     (tmp_path / "two.py").write_text("class WorkPlace: ...\n'place'\nreplace = 3\n")
-    assert [line.split(": ")[1] for line in ambiguous_names(tmp_path)] == ["last_places", "WorkPlace"]
+    (tmp_path / "serve").mkdir()
+    (tmp_path / "serve/three.py").write_text(
+        "body = 1\nring_slot = 2\n__slots__ = ()\n@dataclass(slots=True)\nclass A: ...\n"
+    )
+    found = [line.split(": ")[1] for line in ambiguous_names(tmp_path)]
+    assert found == ["last_places", "ring_slot", "WorkPlace"]

@@ -17,7 +17,7 @@ _MAX = {
 
 
 def check_info(info: ModelInfo) -> ModelInfo:
-    """The facts without end tokens outside the vocabulary, which are never drawn. Raises if a number is impossible."""
+    """Returns `info` without end tokens outside the vocabulary, which are never drawn. Raises for impossible sizes."""
     for name, limit in _MAX.items():
         count = getattr(info, name)
         if not 1 <= count <= limit:

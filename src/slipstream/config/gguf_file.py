@@ -73,10 +73,10 @@ class GgufFile:
     def open(cls, path: str | Path) -> GgufFile:
         """The file, from a cache of open files unless it has changed: its header takes time to read."""
         try:
-            facts = Path(path).stat()
+            status = Path(path).stat()
         except OSError:
             return cls(path)  # raises the right error
-        key = (str(path), facts.st_mtime_ns, facts.st_size)
+        key = (str(path), status.st_mtime_ns, status.st_size)
         file = _open_files.get(key)
         if file is None:
             file = _open_files[key] = cls(path)

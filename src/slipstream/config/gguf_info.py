@@ -29,10 +29,10 @@ _LARGEST_GEMMA = {"gemma2": 46, "gemma3": 62}
 
 
 def gguf_model_info(file: GgufFile) -> ModelInfo:
-    return _Facts(file).model_info()
+    return _GgufFields(file).model_info()
 
 
-class _Facts:
+class _GgufFields:
     """Typed reads of a file's fields. Each error names the field."""
 
     def __init__(self, file: GgufFile) -> None:
@@ -59,7 +59,7 @@ class _Facts:
                 f"{self.name} rotates {rotated} of {head_dim} values of a head; we rotate all or none"
             )
         tensors = self.file.tensors
-        extra = self._scalars() | self._family_facts(hidden, heads, head_dim)
+        extra = self._scalars() | self._family_fields(hidden, heads, head_dim)
         architecture = ARCHITECTURES[str(self.architecture)]
         if self.architecture == "llama" and "sliding_window" in extra:
             architecture = "MistralForCausalLM"  # GGUF files name it llama
@@ -159,26 +159,26 @@ class _Facts:
         window = self.get("attention.sliding_window")
         return window if isinstance(window, int) and 0 < window < self.count("context_length") else None
 
-    def _family_facts(self, hidden: int, heads: int, head_dim: int) -> dict[str, Any]:
+    def _family_fields(self, hidden: int, heads: int, head_dim: int) -> dict[str, Any]:
         """What model families read from `ModelInfo.extra`, under its config.json name."""
-        facts: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         if (window := self._window()) is not None:
-            facts["sliding_window"] = window
+            fields["sliding_window"] = window
         if self.architecture not in _LARGEST_GEMMA:
-            return facts
-        facts.setdefault("sliding_window", self.count("context_length"))
+            return fields
+        fields.setdefault("sliding_window", self.count("context_length"))
         largest = self.count("block_count") == _LARGEST_GEMMA[self.architecture]
-        facts["query_pre_attn_scalar"] = hidden // heads if largest else head_dim
+        fields["query_pre_attn_scalar"] = hidden // heads if largest else head_dim
         if self.architecture == "gemma2":
-            facts["attn_logit_softcapping"] = self.real("attn_logit_softcapping", 50.0)
-            facts["final_logit_softcapping"] = self.real("final_logit_softcapping", 30.0)
-            return facts
+            fields["attn_logit_softcapping"] = self.real("attn_logit_softcapping", 50.0)
+            fields["final_logit_softcapping"] = self.real("final_logit_softcapping", 30.0)
+            return fields
         pattern = self.get("attention.sliding_window_pattern")
         if isinstance(pattern, list):  # per layer: whether it has a window
-            facts["layer_types"] = ["sliding_attention" if local else "full_attention" for local in pattern]
+            fields["layer_types"] = ["sliding_attention" if local else "full_attention" for local in pattern]
         else:
-            facts["sliding_window_pattern"] = self.count("attention.sliding_window_pattern", 6)
-        return facts
+            fields["sliding_window_pattern"] = self.count("attention.sliding_window_pattern", 6)
+        return fields
 
     def _vocab_size(self, hidden: int) -> int:
         embedding = self.file.tensors.get("token_embd.weight")

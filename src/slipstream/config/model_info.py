@@ -1,4 +1,4 @@
-"""ModelInfo: the facts of a checkpoint's config.json (or of a GGUF's fields), under names of our own."""
+"""ModelInfo: the fields of a checkpoint's config.json or GGUF file, under names of our own."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """The facts from which a model family builds its shape."""
+    """The fields from which a model family builds its shape."""
 
     architecture: str  # as in config.json: LlamaForCausalLM, Qwen3ForCausalLM, BertModel ...
     vocab_size: int
@@ -45,7 +45,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     is_causal: bool = True  # False: every token attends to the whole text, so the model cannot generate
     position_offset: int = 0  # rows of the position table before that of position 0 (RoBERTa)
     num_types: int = 0  # token types, which mark the two texts of a pair
-    extra: dict[str, Any] = {}  # all of config.json, for facts that only one family has
+    extra: dict[str, Any] = {}  # all of config.json, for fields that only one family has
 
     @property
     def num_experts(self) -> int:
@@ -188,7 +188,7 @@ def _rename(config: dict[str, Any], also_called: Mapping[str, tuple[str, ...]]) 
 
 
 def _text_part(config: dict[str, Any]) -> dict[str, Any]:
-    """A multimodal model keeps the facts of its text model in an object of its own."""
+    """A multimodal model keeps the fields of its text model in an object of its own."""
     text = config.get("text_config")
     if not isinstance(text, dict):
         return config

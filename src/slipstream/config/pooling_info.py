@@ -80,7 +80,7 @@ class Role(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PoolingInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """The facts of a model's pooling. The first task is the default."""
+    """The properties of a model's pooling. The first task is the default."""
 
     tasks: tuple[Task, ...] = ("embed", "token_embed")
     # for one vector or one line of scores per prompt; the vectors of several methods are concatenated

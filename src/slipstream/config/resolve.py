@@ -38,7 +38,7 @@ LIBRARIES = 2**30  # bytes of GPU memory for workspaces and code of libraries
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """What resolve needs to know about the device; `device_facts` fills it."""
+    """What resolve needs to know about the device; `detect_machine` fills it."""
 
     kind: str
     free_memory: int

@@ -149,8 +149,8 @@ def _pinning_works() -> bool:
         return False
 
 
-def device_facts(kind: str) -> Machine:
-    """The machine's facts for `cpu`, `cuda` or `auto`: SLIPSTREAM_DEVICE if set, else a GPU if there is one."""
+def detect_machine(kind: str) -> Machine:
+    """The machine for `cpu`, `cuda` or `auto`: SLIPSTREAM_DEVICE if set, else a GPU if there is one."""
     is_rocm = torch.version.hip is not None  # ROCm names its GPUs cuda too
     has_cuda = torch.cuda.is_available() and not is_rocm
     if kind == "auto":
@@ -177,7 +177,7 @@ def device_facts(kind: str) -> Machine:
 
 
 def seems_cuda(kind: str) -> bool:
-    """Whether `device_facts` will most likely find a GPU. Asking the driver takes a quarter of a second."""
+    """Whether `detect_machine` will most likely find a GPU. Asking the driver takes a quarter of a second."""
     if kind == "auto":
         is_there = os.path.exists("/dev/nvidiactl") and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1")
         kind = os.environ.get("SLIPSTREAM_DEVICE") or "auto"

@@ -24,7 +24,7 @@ from slipstream.config.options import Options
 from slipstream.config.read_pooling import read_pooling
 from slipstream.config.resolve import DEFAULT_SHARE, Source, fewer_rows, model_config, resolve, resolve_dtype
 from slipstream.config.weight_files import require_weights
-from slipstream.device.device import Device, device_facts, open_device, seems_cuda
+from slipstream.device.device import Device, detect_machine, open_device, seems_cuda
 from slipstream.engine.core import EngineCore
 from slipstream.engine.draft_model import settle_draft
 from slipstream.engine.lanes import Lanes
@@ -158,7 +158,7 @@ def _read(options: Options, located: LocatedModel) -> tuple[ModelInfo, Generatio
 
 def settle(options: Options, located: LocatedModel, info: ModelInfo) -> EngineConfig:
     """The configuration of an engine with these options on this machine."""
-    machine = device_facts(options.device)
+    machine = detect_machine(options.device)
     dtype = resolve_dtype(options, info, machine)
     pooling, info = read_pooling(options, info, located.path)
     specs = cache_specs(info, options.page_size, dtype)

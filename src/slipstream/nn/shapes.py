@@ -1,4 +1,4 @@
-"""The layers of a model as plain data: sizes and facts, no tensors.
+"""The layers of a model as plain data: sizes and options, no tensors.
 
 A layer is a tuple of mixers, which exchange information between tokens, and an optional feed, which treats each token
 by itself. Shapes are frozen and comparable: two layers of equal shape launch the same kernels.

@@ -1,4 +1,4 @@
-"""Shapes of state space mixers and short convolutions: sizes and facts, no tensors."""
+"""Shapes of state space mixers and short convolutions: sizes and options, no tensors."""
 
 from __future__ import annotations
 

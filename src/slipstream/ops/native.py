@@ -189,8 +189,8 @@ def _processor() -> str:
     """The processor features that -march=native depends on: a home folder may be shared between machines."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
-            facts = (line for line in lines if line.lower().startswith(("flags", "features", "model name", "cpu part")))
-            return "".join(sorted(set(facts)))
+            names = ("flags", "features", "model name", "cpu part")
+            return "".join(sorted({line for line in lines if line.lower().startswith(names)}))
     except OSError:
         return platform.processor()
 

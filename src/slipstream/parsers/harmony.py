@@ -41,7 +41,7 @@ class HarmonyFormat:
             ended = yield from reader.until((_MESSAGE, *_ENDS), raw.append)
             header = "".join(raw)
             if ended == _MESSAGE:
-                yield from reader.until(_ENDS, _body(header, out), keep=(_START, _CHANNEL))
+                yield from reader.until(_ENDS, _message(header, out), keep=(_START, _CHANNEL))
                 out.separate()
             elif not _CUT_HEADER.fullmatch(header):
                 out.content(header)
@@ -49,7 +49,7 @@ class HarmonyFormat:
             raw = [found or ""]
 
 
-def _body(header: str, out: EventSink) -> Sink:
+def _message(header: str, out: EventSink) -> Sink:
     """Where the body of a message goes."""
     recipient, channel = _RECIPIENT.search(header), _CHANNEL_NAME.search(header)
     if recipient is not None and "to=functions." in header:

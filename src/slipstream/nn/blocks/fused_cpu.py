@@ -20,7 +20,7 @@ from slipstream.nn.shapes import AttentionShape, MlpShape
 from slipstream.ops import native
 from slipstream.ops.activation import gelu_tanh_and_mul, silu_and_mul
 from slipstream.ops.decode_layers import (
-    DecoderFacts,
+    DecoderSpec,
     LayerWeights,
     ProductWeights,
     build_layers,
@@ -64,7 +64,7 @@ class FusedCpu:
             return None
         if self._caches is not context.caches:
             caches = [context.caches[_site(pair)] for pair in self.pairs]
-            self._native = build_layers(_facts(self.pairs[0], context), self._weights, self.norm.weight, caches)
+            self._native = build_layers(_decoder_spec(self.pairs[0], context), self._weights, self.norm.weight, caches)
             self._caches = context.caches
         batch = context.batch
         return decode_layers(self._native, x, context.rotary, batch.slots, batch.page_tables, batch.lengths)
@@ -99,10 +99,10 @@ def _sizes(pair: Pair) -> tuple[Any, ...]:
     return *heads, feed.size, feed.activation, pair[0].norm.eps, pair[1].norm.eps
 
 
-def _facts(pair: Pair, context: ForwardContext) -> DecoderFacts:
+def _decoder_spec(pair: Pair, context: ForwardContext) -> DecoderSpec:
     attention, feed = pair[0].products.shape, pair[1].products.shape
     assert isinstance(attention, AttentionShape) and isinstance(feed, MlpShape)
-    return DecoderFacts(
+    return DecoderSpec(
         hidden_size=pair[0].products.first.num_inputs,
         ffn_size=feed.size,
         num_heads=attention.num_heads,

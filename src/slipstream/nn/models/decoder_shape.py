@@ -1,4 +1,4 @@
-"""DecoderShape: the facts by which one decoder differs from another, as plain data."""
+"""DecoderShape: the sizes and options by which one decoder differs from another, as plain data."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Encoder: an embedding and a list of blocks in which every token sees its whole text. Nothing is cached.
 
-Families differ in the facts of an `EncoderShape`.
+Families differ in the fields of an `EncoderShape`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from slipstream.nn.weight_format import FormatOf, take_memory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderShape:
-    """The facts by which one encoder differs from another."""
+    """The sizes and options by which one encoder differs from another."""
 
     vocab_size: int
     hidden_size: int

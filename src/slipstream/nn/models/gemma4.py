@@ -68,23 +68,23 @@ def _global_attention(info: ModelInfo, windows: Sequence[int]) -> AttentionShape
     """Of layers without a window. Newer configs list what differs by layer, older ones say it once."""
     extra = info.extra
     is_value = bool(extra.get("attention_k_eq_v"))
-    facts: dict[str, Any] = {"head_dim": extra.get("global_head_dim") or 512}
+    fields: dict[str, Any] = {"head_dim": extra.get("global_head_dim") or 512}
     if is_value and extra.get("num_global_key_value_heads"):
-        facts["num_key_value_heads"] = extra["num_global_key_value_heads"]
+        fields["num_key_value_heads"] = extra["num_global_key_value_heads"]
     listed = extra.get("per_layer_config")
     if listed is not None:
         wide = [number for number, window in enumerate(windows) if not window]
         if {int(number) for number in listed} != {*wide} or any(
-            facts != listed[str(wide[0])] for facts in listed.values()
+            fields != listed[str(wide[0])] for fields in listed.values()
         ):
             raise UnsupportedModel(
                 "per_layer_config of config.json changes other layers than those without a window, "
                 "or not all of them alike, which is not built"
             )
-        facts = listed[str(wide[0])]
-    head_dim, num_kv_heads = int(facts["head_dim"]), int(facts.get("num_key_value_heads") or info.num_kv_heads)
-    if set(facts) - {"head_dim", "num_key_value_heads"}:
-        raise UnsupportedModel(f"per_layer_config of config.json changes {sorted(facts)}; only heads are built")
+        fields = listed[str(wide[0])]
+    head_dim, num_kv_heads = int(fields["head_dim"]), int(fields.get("num_key_value_heads") or info.num_kv_heads)
+    if set(fields) - {"head_dim", "num_key_value_heads"}:
+        raise UnsupportedModel(f"per_layer_config of config.json changes {sorted(fields)}; only heads are built")
     return replace(
         llama_attention(info), head_dim=head_dim, num_kv_heads=num_kv_heads, scale=1.0, qk_norm="heads",
         value_norm=True, key_is_value=is_value,

@@ -1,4 +1,4 @@
-"""Mamba and Mamba-2: decoders without attention; and facts and tensor names of their mixers, which hybrids have too."""
+"""Mamba and Mamba-2: decoders without attention; and sizes and tensor names of their mixers, which hybrids have too."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """All layers of a decoder in one C call, for steps with one token per row. The reference is the layers themselves."""
 
 from slipstream.ops.decode_layers.native import (
-    DecoderFacts,
+    DecoderSpec,
     LayerWeights,
     ProductWeights,
     build_layers,
@@ -9,4 +9,4 @@ from slipstream.ops.decode_layers.native import (
     max_rows,
 )
 
-__all__ = ["LayerWeights", "DecoderFacts", "ProductWeights", "build_layers", "decode_layers", "max_rows"]
+__all__ = ["LayerWeights", "DecoderSpec", "ProductWeights", "build_layers", "decode_layers", "max_rows"]

@@ -51,7 +51,7 @@ class LayerWeights:
 
 
 @dataclass(frozen=True, slots=True)
-class DecoderFacts:
+class DecoderSpec:
     hidden_size: int
     ffn_size: int
     num_heads: int
@@ -122,7 +122,7 @@ class NativeLayers:
 
 
 def build_layers(
-    facts: DecoderFacts,
+    spec: DecoderSpec,
     layers: Sequence[LayerWeights],
     norm: torch.Tensor,
     caches: Sequence[tuple[torch.Tensor, torch.Tensor]],
@@ -173,17 +173,17 @@ def build_layers(
     kept.append(made)
     model = _Model(
         len(layers),
-        facts.hidden_size,
-        facts.ffn_size,
-        facts.num_heads,
-        facts.num_kv_heads,
-        facts.head_dim,
-        facts.rotary_dim,
+        spec.hidden_size,
+        spec.ffn_size,
+        spec.num_heads,
+        spec.num_kv_heads,
+        spec.head_dim,
+        spec.rotary_dim,
         caches[0][0].shape[1],
-        facts.is_gelu,
-        facts.norm_eps,
-        facts.scale,
-        facts.score_cap,
+        spec.is_gelu,
+        spec.norm_eps,
+        spec.scale,
+        spec.score_cap,
         norm.data_ptr(),
         made,
     )

@@ -33,9 +33,9 @@ class GpuRates(msgspec.Struct, frozen=True):
 
 def check_gpu(device: str) -> None:
     """Raises where the device is not a CUDA GPU, before a model is loaded."""
-    from slipstream.device.device import device_facts  # imports torch
+    from slipstream.device.device import detect_machine  # imports torch
 
-    if (kind := device_facts(device).kind) != "cuda":
+    if (kind := detect_machine(device).kind) != "cuda":
         raise InvalidOption(f"--machine is for CUDA GPUs, and this engine runs on {kind}; remove it")
 
 

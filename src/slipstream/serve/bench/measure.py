@@ -90,15 +90,15 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     def total_per_second(self) -> float:
         return (self.input_tokens + self.output_tokens) / self.seconds
 
-    def facts(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, Any]:
         rates = {
             "requests_per_second": self.requests_per_second,
             "output_tokens_per_second": self.output_per_second,
             "total_tokens_per_second": self.total_per_second,
             "device_busy_share": self.device.busy_share,
         }
-        facts: dict[str, Any] = rates | msgspec.to_builtins(self)
-        return facts
+        summary: dict[str, Any] = rates | msgspec.to_builtins(self)
+        return summary
 
 
 def measure(

@@ -159,7 +159,7 @@ def _request(target: Target, item: Item, params: dict[str, Any]) -> bytes:
     if target.model is not None:
         body["model"] = target.model
     data = msgspec.json.encode(body)
-    head = [
+    headers = [
         "POST /v1/completions HTTP/1.1",
         f"host: {target.host}:{target.port}",
         "content-type: application/json",
@@ -167,13 +167,13 @@ def _request(target: Target, item: Item, params: dict[str, Any]) -> bytes:
         f"content-length: {len(data)}",
     ]
     if target.api_key is not None:
-        head.append(f"authorization: Bearer {target.api_key}")
-    return "\r\n".join(head).encode() + b"\r\n\r\n" + data
+        headers.append(f"authorization: Bearer {target.api_key}")
+    return "\r\n".join(headers).encode() + b"\r\n\r\n" + data
 
 
 async def _read(reader: asyncio.StreamReader, answer: Answer) -> None:
-    head = await reader.readuntil(b"\r\n\r\n")
-    answer.status = int(head.split(b" ", 2)[1])
+    headers = await reader.readuntil(b"\r\n\r\n")
+    answer.status = int(headers.split(b" ", 2)[1])
     while line := await reader.readline():  # skips chunk sizes and empty lines between events
         if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
             continue

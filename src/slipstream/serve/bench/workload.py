@@ -60,7 +60,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
             times.append(now)
         return times
 
-    def facts(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, Any]:
         return msgspec.to_builtins(self)  # type: ignore[no-any-return]
 
     def _length(self, draw: random.Random, full: int) -> int:

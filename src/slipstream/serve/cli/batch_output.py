@@ -18,7 +18,7 @@ import msgspec
 from slipstream.errors import UserError
 
 
-class _Head(msgspec.Struct):
+class _FileHeader(msgspec.Struct):
     slipstream_batch: int
     input_sha256: str
     models: list[str]
@@ -46,7 +46,7 @@ class BatchOutput:
         self.num_lines = num_lines
         self.part = path.with_name(path.name + ".part")
         self.starts: dict[int, tuple[int, int]] = {}  # offset and length in OUTPUT.part, by index in the input
-        head = _Head(1, digest, models)
+        header = _FileHeader(1, digest, models)
         if not path.parent.is_dir():
             raise UserError(f"cannot write {path}: there is no folder {path.parent}; create it first")
         if path.exists() and not overwrite and not self.part.exists():
@@ -61,7 +61,7 @@ class BatchOutput:
             self._file.close()
             raise UserError(f"{self.part} is in use by another run; wait for it, or give another output") from None
         try:
-            self._read(head, overwrite)
+            self._read(header, overwrite)
         except BaseException:
             self._file.close()
             raise
@@ -101,10 +101,10 @@ class BatchOutput:
         os.replace(whole, self.path)
         self.part.unlink()
 
-    def _read(self, head: _Head, overwrite: bool) -> None:
+    def _read(self, header: _FileHeader, overwrite: bool) -> None:
         """Reads the results of an earlier run of the same input and models, or begins anew."""
         self._file.seek(0)
-        first, own = self._file.readline(), msgspec.json.encode(head)
+        first, own = self._file.readline(), msgspec.json.encode(header)
         # new, or killed while the first line was written
         if overwrite or (not first.endswith(b"\n") and own.startswith(first)):
             self._file.truncate(0)
@@ -113,11 +113,11 @@ class BatchOutput:
             self._end = self._file.tell()
             return
         try:
-            found = msgspec.json.decode(first, type=_Head)
+            found = msgspec.json.decode(first, type=_FileHeader)
         except msgspec.MsgspecError:
             raise UserError(f"{self.part} was not written by run-batch; remove it, or give --overwrite") from None
-        if found != head:
-            what = "input" if found.input_sha256 != head.input_sha256 else "model"
+        if found != header:
+            what = "input" if found.input_sha256 != header.input_sha256 else "model"
             raise UserError(f"{self.part} has results of another {what}; remove it, or give --overwrite")
         end = self._file.tell()
         for entry in self._file:

@@ -152,23 +152,23 @@ class _Bench:
         self.llm = llm
         self.args = args
         self.startup = startup
-        self.facts: dict[str, Any] = {"startup_seconds": startup, "engine": engine_facts(llm.config)}
+        self.summary: dict[str, Any] = {"startup_seconds": startup, "engine": engine_summary(llm.config)}
         if args.machine:
             rates = measure_gpu()
-            self.facts["machine"] = msgspec.to_builtins(rates)
+            self.summary["machine"] = msgspec.to_builtins(rates)
             self._show(str(rates))
 
     def throughput(self, shapes: dict[str, Shape]) -> None:
         if list(shapes) == [""]:
             shape = shapes[""]
             trials = self._measure(shape)
-            self._print(shape.workload.facts(), trials, "")
+            self._print(shape.workload.summary(), trials, "")
             return
         self._print_header(report.COLUMNS)
         found: dict[str, Any] = {}
         for name, best in self._each(shapes, found):
             self._show(report.trial_line(name, best))
-            found[name] = shape_facts(shapes[name]) | best.facts()
+            found[name] = shape_summary(shapes[name]) | best.summary()
         self._print_json({"shapes": found})
 
     def latency(self, shapes: dict[str, Shape]) -> None:
@@ -177,14 +177,16 @@ class _Bench:
         if list(shapes) == [""]:
             shape = shapes[""]
             rate = self._rate(shape)
-            self._print(shape.workload.facts() | {"rate": rate}, self._measure(shape, rate), f", {rate:.2f} requests/s")
+            self._print(
+                shape.workload.summary() | {"rate": rate}, self._measure(shape, rate), f", {rate:.2f} requests/s"
+            )
             return
         self._print_header(report.COLUMNS)
         found: dict[str, Any] = {}
         rates: dict[str, float] = {}
         for name, best in self._each(shapes, found, rates):
             self._show(report.trial_line(name, best) + f"  at {rates[name]:.2f} requests/s")
-            found[name] = shape_facts(shapes[name]) | {"rate": rates[name]} | best.facts()
+            found[name] = shape_summary(shapes[name]) | {"rate": rates[name]} | best.summary()
         self._print_json({"shapes": found})
 
     def long(self, shapes: dict[str, Shape]) -> None:
@@ -197,7 +199,7 @@ class _Bench:
         trials: dict[str, Trial] = {}
         for name, best in self._each(shapes, found):
             trials[name] = best
-            found[name] = shape_facts(shapes[name]) | best.facts()
+            found[name] = shape_summary(shapes[name]) | best.summary()
         self._print_header(report.long_table(trials))
         self._print_json({"shapes": found})
 
@@ -205,7 +207,7 @@ class _Bench:
         found: dict[str, Any] = {}
         for name, best in self._each(shapes, found):
             self._print_header(f"{name or report.shape_line(shapes[name].workload)}\n{report.step_table(best.device)}")
-            found[name or "given"] = shape_facts(shapes[name]) | {"device": msgspec.to_builtins(best.device)}
+            found[name or "given"] = shape_summary(shapes[name]) | {"device": msgspec.to_builtins(best.device)}
         self._print_json({"shapes": found})
 
     def _each(
@@ -226,7 +228,7 @@ class _Bench:
             if rates is not None and rate is not None:
                 rates[name] = rate
             yield name, best
-        if refused is not None and all("error" in facts for facts in found.values()):
+        if refused is not None and all("error" in summary for summary in found.values()):
             raise refused
 
     def _rate(self, shape: Shape) -> float:
@@ -259,7 +261,7 @@ class _Bench:
             f"{report.engine_line(self.llm.config)}: {report.shape_line(Workload(**shown))}{note}{best_of}\n"
             + report.trial_table(trials[0], self.startup)
         )
-        self._print_json({"workload": workload} | trials[0].facts() | {"trial_seconds": seconds})
+        self._print_json({"workload": workload} | trials[0].summary() | {"trial_seconds": seconds})
 
     def _print_header(self, columns: str) -> None:
         self._show(f"{report.engine_line(self.llm.config)}, start-up {self.startup:.2f} s\n{columns}")
@@ -269,7 +271,7 @@ class _Bench:
 
     def _print_json(self, found: dict[str, Any]) -> None:
         if self.args.json:
-            print(json.dumps(self.facts | found))
+            print(json.dumps(self.summary | found))
 
 
 def _run_startup(options: dict[str, Any], args: argparse.Namespace) -> int:
@@ -284,8 +286,8 @@ def _run_startup(options: dict[str, Any], args: argparse.Namespace) -> int:
     return 0
 
 
-def shape_facts(shape: Shape) -> dict[str, Any]:
-    return {"workload": shape.workload.facts(), "params": shape.params}
+def shape_summary(shape: Shape) -> dict[str, Any]:
+    return {"workload": shape.workload.summary(), "params": shape.params}
 
 
 def bench_params(**changes: Any) -> SamplingParams:
@@ -298,7 +300,7 @@ def bench_options(given: dict[str, Any], *, detokenize: bool) -> dict[str, Any]:
     return {"skip_tokenizer_init": not detokenize, "max_model_len": "auto"} | given
 
 
-def engine_facts(config: EngineConfig) -> dict[str, Any]:
+def engine_summary(config: EngineConfig) -> dict[str, Any]:
     scheduler = config.scheduler
     return {
         "model": config.model.name,

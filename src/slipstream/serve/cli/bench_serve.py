@@ -47,7 +47,7 @@ def run_serve(args: argparse.Namespace, workload: Workload, changes: dict[str, A
         lines += histogram([answer.end - answer.sent for answer in done], "whole request")
     show("\n".join(lines), beside_json=args.json)
     if args.json:
-        print(json.dumps({"workload": workload.facts(), "report": msgspec.to_builtins(report)}))
+        print(json.dumps({"workload": workload.summary(), "report": msgspec.to_builtins(report)}))
     if not report.statuses.get("200"):
         raise EngineDead(f"no request succeeded: {next((a.error for a in answers if a.error), report.statuses)}")
     return 0

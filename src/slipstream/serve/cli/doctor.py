@@ -103,13 +103,13 @@ def run(args: argparse.Namespace, opener: OpenLLM) -> int:
     if not args.no_run and not broken:
         syncs = short_run(options, opener)
     if args.json:
-        facts: dict[str, Any] = {"findings": msgspec.to_builtins(findings)}
+        found: dict[str, Any] = {"findings": msgspec.to_builtins(findings)}
         if syncs is not None:
-            facts["syncs"] = [
+            found["syncs"] = [
                 {"what": s.what, "count": s.count, "seconds": s.seconds, "allowed": s.allowed, "stack": s.stack}
                 for s in syncs
             ]
-        print(json.dumps(facts))
+        print(json.dumps(found))
     else:
         print_findings(findings)
         if syncs is not None:
@@ -134,15 +134,15 @@ def check_packages() -> Iterator[Finding]:
 def check_machine() -> Iterator[Finding]:
     import torch
 
-    from slipstream.device.device import device_facts  # imports torch
+    from slipstream.device.device import detect_machine  # imports torch
 
-    facts = device_facts("auto")
-    gib = f"{facts.free_memory / 2**30:.1f} of {facts.total_memory / 2**30:.1f} GiB free"
-    if facts.kind == "cuda":
+    machine = detect_machine("auto")
+    gib = f"{machine.free_memory / 2**30:.1f} of {machine.total_memory / 2**30:.1f} GiB free"
+    if machine.kind == "cuda":
         yield Finding("device", f"cuda: {torch.cuda.get_device_name()}, {gib}")
     else:
-        yield Finding("device", f"cpu: {facts.num_threads} threads, {gib}")
-    yield Finding("fast dtypes", ", ".join(facts.fast_dtypes))
+        yield Finding("device", f"cpu: {machine.num_threads} threads, {gib}")
+    yield Finding("fast dtypes", ", ".join(machine.fast_dtypes))
     from slipstream.ops import native
     from slipstream.ops.low_bit import find_kernel
 

@@ -41,7 +41,7 @@ def run(args: argparse.Namespace, opener: OpenLLM) -> int:
 
     config, memory = foresee(options)
     if args.json:
-        print(json.dumps({"config": config_facts(config), "memory": memory_facts(memory)}))
+        print(json.dumps({"config": config_summary(config), "memory": memory_summary(memory)}))
     else:
         chosen = options.max_model_len in ("auto", -1)
         print_config(config, length_note="what fits into memory" if chosen else "")
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace, opener: OpenLLM) -> int:
     return 0
 
 
-def config_facts(config: EngineConfig) -> dict[str, Any]:
+def config_summary(config: EngineConfig) -> dict[str, Any]:
     scheduler, cache, model = config.scheduler, config.cache, config.model
     return {
         "model": model.name,
@@ -71,9 +71,9 @@ def config_facts(config: EngineConfig) -> dict[str, Any]:
     }
 
 
-def memory_facts(memory: MemoryPlan) -> dict[str, int]:
-    facts: dict[str, int] = msgspec.to_builtins(memory)
-    return facts | {"activations": memory.activations, "total": memory.total}
+def memory_summary(memory: MemoryPlan) -> dict[str, int]:
+    summary: dict[str, int] = msgspec.to_builtins(memory)
+    return summary | {"activations": memory.activations, "total": memory.total}
 
 
 def print_config(config: EngineConfig, length_note: str) -> None:
@@ -83,7 +83,7 @@ def print_config(config: EngineConfig, length_note: str) -> None:
         "num_checkpoints": "recurrent states kept for prefix caching",
         "depth": "synchronous" if config.scheduler.depth == 0 else "steps launched ahead",
     }
-    for name, value in config_facts(config).items():
+    for name, value in config_summary(config).items():
         shown = {True: "yes", False: "no"}[value] if isinstance(value, bool) else value
         print(f"{name:<24}{shown!s:<12}{notes.get(name, '')}".rstrip())
 
@@ -114,7 +114,7 @@ def print_memory(config: EngineConfig, memory: MemoryPlan) -> None:
         ("masks", memory.masks + memory.masks_host, "of structured output and processors: pinned buffers and copies"),
         ("results", memory.results + memory.results_host, f"{scheduler.depth + 2} buffers on host and device"),
         ("reports", memory.reports + memory.reports_host, grown),
-        ("activations", memory.activations, "of the largest step: the larger of body and head, and tokens"),
+        ("activations", memory.activations, "of the largest step: the larger of layers and head, and tokens"),
         ("  body", body, f"{scheduler.max_num_batched_tokens} tokens; {_mib(memory.attention)} of it for attention"),
         ("  head", memory.logits, head),
         ("  tokens", memory.unread, "in addition, in steps with results per token"),

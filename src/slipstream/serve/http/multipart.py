@@ -60,7 +60,7 @@ def _split(body: bytes, boundary: bytes) -> dict[str, FormPart]:
         head_end = body.find(b"\r\n\r\n", start, start + _MAX_HEAD_BYTES)
         end = -1 if head_end < 0 else body.find(b"\r\n" + mark, head_end + 2)
         if end < 0:
-            raise bad_request("the form is cut off, or a part has no head; send multipart/form-data")
+            raise bad_request("the form is cut off, or a part has no header; send multipart/form-data")
         params = dict(_PARAM.findall(body[start:head_end]))
         name = params.get(b"name", b"").decode(errors="replace")
         if not name or name in parts or len(parts) == _MAX_PARTS:

@@ -1,10 +1,10 @@
-"""Extends uvicorn's HTTP protocol: limits on heads, one write per short response, and refusals before the body is read.
+"""Extends uvicorn's HTTP protocol: limits on headers, one write per short response, refusals before the body is read.
 
-A connection is closed where a request head is too large or too slow (uvicorn limits heads only with h11; httptools,
-which is faster, would buffer headers without end), or where a body continues long after its response (`body.py` limits
-bodies that are read). The head of a response is written together with the first part of its body, since a write to a
-socket is a large part of the cost of a short request. Where the queue is full, a request is refused when its head is
-parsed, without creating a task: under overload a refusal must cost less than a request.
+A connection is closed if the headers of a request are too large or too slow (uvicorn limits headers only with h11;
+httptools, which is faster, would buffer headers without end), or if a body continues long after its response (`body.py`
+limits bodies that are read). The headers of a response are written together with the first part of its body, since a
+write to a socket is a large part of the cost of a short request. If the queue is full, a request is refused when its
+headers are parsed, without creating a task: under overload a refusal must cost less than a request.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _REST_SECONDS = 30.0  # for the rest of a body whose response was sent before th
 
 
 class RequestAdmission(Protocol):
-    """Decides by the head of a request whether to refuse it."""
+    """Decides by the headers of a request whether to refuse it."""
 
     def refusal(
         self, method: str, path: str, headers: Headers, client: Address | None
@@ -31,14 +31,14 @@ class RequestAdmission(Protocol):
         """Returns the error and the request id of a refusal; None where the request takes the normal path."""
 
 
-def bounded_protocol(max_head: int, admission: RequestAdmission) -> type[HttpToolsProtocol]:
-    """Returns a protocol class with heads of at most `max_head` bytes."""
+def bounded_protocol(limit: int, admission: RequestAdmission) -> type[HttpToolsProtocol]:
+    """Returns a protocol class with a request line and headers of at most `limit` bytes."""
 
     class BoundedProtocol(HttpToolsProtocol):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            self._in_head = True
-            self._head_bytes = 0
+            self._in_headers = True
+            self._header_bytes = 0
             self._refused = False
             self._timer: asyncio.TimerHandle | None = None
 
@@ -52,7 +52,7 @@ def bounded_protocol(max_head: int, admission: RequestAdmission) -> type[HttpToo
             super().connection_lost(exc)
 
         def on_headers_complete(self) -> None:
-            self._in_head = False
+            self._in_headers = False
             self._stop_timer()
             self._refused = self._is_answered() and self._refuse()
             if not self._refused:
@@ -63,7 +63,7 @@ def bounded_protocol(max_head: int, admission: RequestAdmission) -> type[HttpToo
                 super().on_body(body)
 
         def on_message_complete(self) -> None:
-            self._in_head, self._head_bytes = True, 0  # the next request begins
+            self._in_headers, self._header_bytes = True, 0  # the next request begins
             self._stop_timer()
             if not self._refused:
                 super().on_message_complete()
@@ -73,19 +73,19 @@ def bounded_protocol(max_head: int, admission: RequestAdmission) -> type[HttpToo
         def on_response_complete(self) -> None:
             self.transport.flush()  # type: ignore[attr-defined]  # a response to HEAD has no body
             super().on_response_complete()
-            if not self._in_head and self._timer is None:  # the rest of the body has limited time
+            if not self._in_headers and self._timer is None:  # the rest of the body has limited time
                 self._timer = self.loop.call_later(_REST_SECONDS, self._too_slow)
 
         def data_received(self, data: bytes) -> None:
-            self._head_bytes += len(data)
-            if self._in_head and self._head_bytes > max_head and b"\r\n\r\n" not in data[:max_head]:
+            self._header_bytes += len(data)
+            if self._in_headers and self._header_bytes > limit and b"\r\n\r\n" not in data[:limit]:
                 self._unset_keepalive_if_required()
-                self.send_400_response(f"The request line and headers have more than {max_head} bytes.")
+                self.send_400_response(f"The request line and headers have more than {limit} bytes.")
                 return
             super().data_received(data)
             if self.transport.is_closing():
                 return
-            if self._in_head and self._head_bytes and self._timer is None:  # the next head has begun
+            if self._in_headers and self._header_bytes and self._timer is None:  # the next headers have begun
                 self._timer = self.loop.call_later(_HEAD_SECONDS, self._too_slow)
             if self._is_answered() and self.timeout_keep_alive_task is None:
                 # uvicorn stops this timer at any data, and restarts it only after a response
@@ -135,20 +135,20 @@ def bounded_protocol(max_head: int, admission: RequestAdmission) -> type[HttpToo
 
 
 class _HeadJoiner:
-    """A transport that holds the head of a response back until the next write."""
+    """A transport that holds the headers of a response back until the next write."""
 
-    __slots__ = ("_transport", "_head", "is_closing")
+    __slots__ = ("_transport", "_headers", "is_closing")
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport
-        self._head = b""
+        self._headers = b""
         self.is_closing = transport.is_closing
 
     def write(self, data: bytes) -> None:
-        if self._head:
-            data, self._head = self._head + data, b""
+        if self._headers:
+            data, self._headers = self._headers + data, b""
         elif data.startswith(b"HTTP/1.1 ") and not data.startswith(b"HTTP/1.1 1"):
-            self._head = data
+            self._headers = data
             return
         self._transport.write(data)
 
@@ -156,9 +156,9 @@ class _HeadJoiner:
         self._transport.write(data)
 
     def flush(self) -> None:
-        if self._head:
-            self._transport.write(self._head)
-            self._head = b""
+        if self._headers:
+            self._transport.write(self._headers)
+            self._headers = b""
 
     def close(self) -> None:
         self.flush()

@@ -159,9 +159,9 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return factory
 
 
-def _parser(max_head: int, app: App | Cors) -> dict[str, Any]:
+def _parser(max_header_bytes: int, app: App | Cors) -> dict[str, Any]:
     try:
         from slipstream.serve.http.protocol import bounded_protocol  # needs httptools
     except ImportError:
-        return {"http": "h11", "h11_max_incomplete_event_size": max_head}
-    return {"http": bounded_protocol(max_head, app)}
+        return {"http": "h11", "h11_max_incomplete_event_size": max_header_bytes}
+    return {"http": bounded_protocol(max_header_bytes, app)}

@@ -15,7 +15,7 @@ import triton.language as tl
 from slipstream.ops.paged_attention.triton.launch import (
     KernelShape,
     check_layout,
-    device_facts,
+    device_limits,
     head_shape,
     hopper_serves,
     latent_rest,
@@ -117,7 +117,7 @@ def num_split_programs(
         programs_per_sm = 1 if num_rows <= FEW_ROWS else 2  # with few rows each program has larger blocks
     else:
         programs_per_sm = decode_shape(head_dim, dtype.itemsize).programs_per_sm
-    return max(1, programs_per_sm * device_facts(device)[0] // num_kv_heads)
+    return max(1, programs_per_sm * device_limits(device)[0] // num_kv_heads)
 
 
 def _uses_hopper(device: torch.device, dtype: torch.dtype, group: int, dim: int, page_size: int) -> bool:

@@ -51,7 +51,7 @@ def latent_rest(out: torch.Tensor, query: torch.Tensor) -> dict[str, int]:
 
 
 def num_programs(device: torch.device, shape: KernelShape, most: int) -> int:
-    return min(most, shape.programs_per_sm * device_facts(device)[0])
+    return min(most, shape.programs_per_sm * device_limits(device)[0])
 
 
 @cache
@@ -70,9 +70,9 @@ def hopper_serves(device: torch.device, dtype: torch.dtype, head_dim: int, page_
 
 
 @cache
-def device_facts(device: torch.device) -> tuple[int, int]:
+def device_limits(device: torch.device) -> tuple[int, int]:
     """Number of multiprocessors, and bytes of shared memory per program."""
     if device.type != "cuda":  # the interpreter
         return 2, 232448
-    facts = torch.cuda.get_device_properties(device)
-    return facts.multi_processor_count, facts.shared_memory_per_block_optin
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count, properties.shared_memory_per_block_optin

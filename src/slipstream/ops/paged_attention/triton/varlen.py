@@ -12,7 +12,7 @@ import triton.language as tl
 from slipstream.ops.paged_attention.triton.launch import (
     KernelShape,
     check_layout,
-    device_facts,
+    device_limits,
     head_shape,
     hopper_serves,
     latent_rest,
@@ -46,10 +46,10 @@ def attend_tiles(
     if shape is None and plain and hopper_serves(out.device, keys.dtype, dim, page_size):
         from slipstream.ops.paged_attention.triton import hopper_varlen
 
-        programs = min(device_facts(out.device)[0], len(work.tiles) * num_kv_heads)
+        programs = min(device_limits(out.device)[0], len(work.tiles) * num_kv_heads)
         hopper_varlen.attend_tiles(out, query, keys, values, page_table, work, scale, programs)
         return
-    shape = shape or varlen_shape(dim, keys.element_size(), device_facts(out.device)[1])
+    shape = shape or varlen_shape(dim, keys.element_size(), device_limits(out.device)[1])
     _tile_kernel[(num_programs(out.device, shape, len(work.tiles) * num_kv_heads),)](
         out,
         query,
@@ -85,7 +85,7 @@ def query_tile(head_dim: int, itemsize: int) -> int:
 
 def batch_invariant_shape(values: torch.Tensor) -> KernelShape:
     """The shape of the kernel in this file when it computes all rows (batch-invariant mode)."""
-    return varlen_shape(values.shape[3], values.element_size(), device_facts(values.device)[1])
+    return varlen_shape(values.shape[3], values.element_size(), device_limits(values.device)[1])
 
 
 def varlen_shape(head_dim: int, itemsize: int, shared_memory: int) -> KernelShape:

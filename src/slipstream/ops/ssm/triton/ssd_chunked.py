@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from slipstream.cache_spec import STATE_CHUNK
-from slipstream.ops.paged_attention.triton.launch import device_facts
+from slipstream.ops.paged_attention.triton.launch import device_limits
 from slipstream.ops.recurrent_steps import RecurrentSteps
 from slipstream.ops.ssm.reference import SsdWeights
 from slipstream.ops.ssm.triton.softplus import softplus
@@ -106,7 +106,7 @@ def choose_tile(
     head_dim: int, state_size: int, num_heads: int, element_size: int, device: torch.device
 ) -> dict[str, int]:
     """Columns of a head per program (BLOCK), num_warps and num_stages. `num_heads`: of all rows."""
-    multiprocessors, shared_memory = device_facts(device)
+    multiprocessors, shared_memory = device_limits(device)
     # heads are split if they are fewer than programs that run at once; wider tiles of large states spill registers
     is_wide = num_heads >= 2 * multiprocessors and state_size <= 128 and element_size == 2
     block = max(16, min(64 if is_wide else 32, triton.next_power_of_2(head_dim)))

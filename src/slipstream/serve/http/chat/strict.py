@@ -104,9 +104,9 @@ def _tagged(format: TaggedFormat, tokenizer: Tokenizer, schemas: Schemas) -> lis
             rules.append(_value(format, rule, inner, is_text=is_text, root=schema))
             part = f"SPACE? {quoted(format.key[0] + key + format.key[1])} {rule}"
             parts.append(part if key in required else f"({part})?")
-        head = quoted(format.function[0] + name + (format.function[1] if format.function[0] else ""))
+        prefix = quoted(format.function[0] + name + (format.function[1] if format.function[0] else ""))
         tail = f" SPACE? {quoted(format.function_end)}" if format.function_end else ""
-        rules.append(f"call{index}: {head} {' '.join(parts)}{tail}")
+        rules.append(f"call{index}: {prefix} {' '.join(parts)}{tail}")
     return rules
 
 

@@ -90,7 +90,7 @@ class _Job:
         request.check_samples(len(self.prompts), self.params.n)
         self.tokenizer = served.tokenizer
         self.names = TokenNames(served.tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
-        self.head = (f"cmpl-{request.id}", "text_completion", int(time.time()), self.model)
+        self.envelope = (f"cmpl-{request.id}", "text_completion", int(time.time()), self.model)
 
     def check_suffix(self, served: ServedModel) -> None:
         if self.body.echo:
@@ -145,7 +145,7 @@ class _Job:
                 if self.body.return_token_ids:
                     choice.token_ids, choice.prompt_token_ids = ids, prompt
                 choices.append(choice)
-        return CompletionResponse(*self.head, choices, usage_of(request_states))
+        return CompletionResponse(*self.envelope, choices, usage_of(request_states))
 
     async def events(self, request_stream: RequestStream[GenerationRequestState]) -> AsyncIterator[bytes]:
         options = self.body.stream_options
@@ -161,11 +161,11 @@ class _Job:
                     for new in request_state.increment():
                         choice = self.chunk(request_state, indices[request_state.id], new, begun)
                         usage = usage_of([request_state]) if each else None if wants_usage else msgspec.UNSET
-                        parts.append(event(CompletionResponse(*self.head, [choice], usage)))
+                        parts.append(event(CompletionResponse(*self.envelope, [choice], usage)))
                 if parts:
                     yield b"".join(parts)
             if wants_usage:
-                yield event(CompletionResponse(*self.head, [], usage_of(request_stream.states)))
+                yield event(CompletionResponse(*self.envelope, [], usage_of(request_stream.states)))
             yield DONE
 
     def chunk(

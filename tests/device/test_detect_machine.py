@@ -4,28 +4,28 @@ import pytest
 import torch
 
 from slipstream.config.options import make_options
-from slipstream.device.device import _pinning_works, device_facts, open_device, seems_cuda
+from slipstream.device.device import _pinning_works, detect_machine, open_device, seems_cuda
 from slipstream.errors import InvalidOption
 
 
 def test_the_environment_settles_what_auto_is(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (7, 9))
-    assert device_facts("auto").kind == "cpu"  # as tests have it
+    assert detect_machine("auto").kind == "cpu"  # as tests have it
     monkeypatch.delenv("SLIPSTREAM_DEVICE")
-    assert device_facts("auto").kind == "cuda"
+    assert detect_machine("auto").kind == "cuda"
     monkeypatch.setenv("SLIPSTREAM_DEVICE", "cpu")
-    assert device_facts("auto").kind == "cpu"
-    assert device_facts("cuda").kind == "cuda"  # who names a device gets it
+    assert detect_machine("auto").kind == "cpu"
+    assert detect_machine("cuda").kind == "cuda"  # who names a device gets it
 
 
 def test_a_gpu_that_is_not_there_is_said_to_be_missing(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("SLIPSTREAM_DEVICE", "cuda")
     with pytest.raises(InvalidOption, match="no CUDA GPU"):
-        device_facts("auto")
+        detect_machine("auto")
     monkeypatch.delenv("SLIPSTREAM_DEVICE")
-    assert device_facts("auto").kind == "cpu"
+    assert detect_machine("auto").kind == "cpu"
 
 
 OTHERS = ["mps", "xpu", "hpu", "tpu", "hip", "rocm", "meta", "CPU", "gpu", "cuda:x", "cpu:0", ""]
@@ -38,7 +38,7 @@ def test_a_device_that_is_neither_cpu_nor_cuda_is_refused_by_name(device, monkey
     if device:  # an empty variable is as good as none
         monkeypatch.setenv("SLIPSTREAM_DEVICE", device)
         with pytest.raises(InvalidOption, match=f"SLIPSTREAM_DEVICE is '{device}', which is not supported: models run"):
-            device_facts("auto")
+            detect_machine("auto")
 
 
 def test_a_gpu_by_its_number_is_told_how_it_is_chosen(monkeypatch):
@@ -46,7 +46,7 @@ def test_a_gpu_by_its_number_is_told_how_it_is_chosen(monkeypatch):
         make_options(device="cuda:3")
     monkeypatch.setenv("SLIPSTREAM_DEVICE", "cuda:0")
     with pytest.raises(InvalidOption, match="SLIPSTREAM_DEVICE is 'cuda:0', .* CUDA_VISIBLE_DEVICES=0"):
-        device_facts("auto")
+        detect_machine("auto")
 
 
 def test_a_device_is_given_as_text():
@@ -61,9 +61,9 @@ def test_an_amd_gpu_is_not_taken_for_one_of_cuda(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "6.4")
     for said in ("", "auto"):
         monkeypatch.setenv("SLIPSTREAM_DEVICE", said)
-        assert device_facts("auto").kind == "cpu"
+        assert detect_machine("auto").kind == "cpu"
     with pytest.raises(InvalidOption, match='built for ROCm, whose GPUs are not supported; use device="cpu"'):
-        device_facts("cuda")
+        detect_machine("cuda")
 
 
 def test_no_other_device_is_opened():

@@ -79,8 +79,8 @@ AMBIGUOUS = {
 # Words with one meaning, which belongs to these files; other files use another word.
 LIMITED = {
     "body": ("of an HTTP request, or of a rule; else module, forward, payload", "serve/ scheduler/grammar/ text/"),
-    "slot": ("storage in a KV or state cache; else target, line, buffer", "ops/ nn/ runner/ config/memory.py"),
-    "slots": ("storage in a KV or state cache; else targets, lines, buffers", "ops/ nn/ runner/ config/memory.py"),
+    "slot": ("storage in a KV or state cache; else target, line, buffer", "ops/ nn/ runner/ config/"),
+    "slots": ("storage in a KV or state cache; else targets, lines, buffers", "ops/ nn/ runner/ config/"),
 }
 FIELD_TERMS = {"in_place", "In_Place", "__slots__"}  # these contain such a word
 

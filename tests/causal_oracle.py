@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,13 @@ def oracle(
     if dtype is torch.float64:
         norm_in_float64(model)
         model.config._experts_implementation = "eager"  # the grouped implementation does not take float64
+    with exact_math(dtype):
+        return {name: model(torch.tensor([ids])).logits[0] for name, ids in prompts.items()}
+
+
+@contextmanager
+def exact_math(dtype: torch.dtype) -> Iterator[None]:
+    """Models of transformers compute in their dtype: eager attention, routers and delta rules in no other."""
     softmax = functional.softmax
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
         # eager attention computes its softmax in float32 for every dtype
@@ -36,7 +44,7 @@ def oracle(
             patch.setattr(torch.Tensor, "softmax", lambda x, dim, dtype=None: of_tensor(x, dim))
             for name in ("float", "type", "to"):
                 patch.setattr(torch.Tensor, name, stays_float64(getattr(torch.Tensor, name)))
-        return {name: model(torch.tensor([ids])).logits[0] for name, ids in prompts.items()}
+        yield
 
 
 def stays_float64(convert: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -139,6 +139,8 @@ class StepPlan:
     tokens: Ints  # [sum(num_host_tokens)]
 
     new_pages: tuple[PageUpdates, ...]  # one per cache group
+    # [planned] the token after each row's positions, if the host knows it, else 0; empty: no row has host tokens
+    following: Ints = field(default_factory=lambda: NO_INTS)
     copies: Ints = field(default_factory=lambda: np.zeros((0, 3), np.int32))  # (group, source page, target page)
     # likeliest tokens to report per drawn token, except for rows that want more than MAX_PACKED_LOGPROBS, which are
     # reported apart; None: no logprobs

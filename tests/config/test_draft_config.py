@@ -39,7 +39,7 @@ def test_one_bound_alone_moves_the_other() -> None:
         ({"method": "eagle3", "model": "x"}, "drafts by eagle3 are not supported"),
         ({"method": "draft_model"}, "drafts by draft_model need a model"),
         ({"model": "some/model", "prompt_lookup_max": 3}, "prompt_lookup_max, which draft_model does not use"),
-        ({"method": "mtp"}, "drafts by mtp are not supported"),
+        ({"method": "mtp", "model": "x"}, "needs none"),
         ({"method": "n-gram"}, "there is no method 'n-gram'"),
         ({"method": "ngram", "model": "x"}, "needs none"),
         ({"method": "ngram", "num_speculative_token": 3}, "did you mean num_speculative_tokens"),

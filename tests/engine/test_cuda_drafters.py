@@ -7,6 +7,7 @@ import pytest
 from slipstream import LLM, SamplingParams
 from slipstream.device.sync_check import watch
 from tiny import write_tiny
+from tiny_drafters import write_mtp
 
 pytestmark = pytest.mark.cuda
 
@@ -67,3 +68,12 @@ def test_draft_models(folders, wanted, options, draft):
     assert num_drafts > 20
     if draft == "same":
         assert num_accepted > 0.95 * num_drafts  # float32 rounds differently in other batches
+
+
+@pytest.mark.parametrize("options", [dict(enforce_eager=True, depth=0), dict(depth=2, num_pages=24)])
+def test_mtp(tmp_path_factory, options):
+    model = str(write_mtp(tmp_path_factory.mktemp("mtp"), kv_lora_rank=512, qk_rope_head_dim=64))
+    with LLM(model, **OPTIONS, device="cpu", num_threads=1) as llm:
+        results = [tokens(llm.generate(PROMPTS, params)) for params in ASKED]
+    num_drafts, num_accepted = run(model, {"method": "mtp"}, results, options)
+    assert 0 < num_accepted < num_drafts

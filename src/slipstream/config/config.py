@@ -34,9 +34,15 @@ class ModelConfig(msgspec.Struct, frozen=True):
 class DraftModelConfig(msgspec.Struct, frozen=True):
     """The model of a drafter."""
 
+    method: str  # draft_model: a decoder; mtp: a layer inside the checkpoint of the engine's model
     model: ModelConfig
     first_site: int  # its cache sites follow those of the engine's model
     page_bytes: int  # of one page, over all its sites
+
+    @property
+    def reads_hidden(self) -> bool:
+        """Whether it drafts from hidden states of the engine's model."""
+        return self.method != "draft_model"
 
     def of_length(self, max_model_len: int) -> DraftModelConfig:
         """The same for an engine of this length."""
@@ -69,6 +75,9 @@ class CacheConfig(msgspec.Struct, frozen=True):
     group_pages: tuple[int, ...]  # per group; groups with a window need fewer pages
     step_tokens: int  # maximum number of positions that one step adds
     states: StateConfig | None = None  # None: the model has no recurrent state
+    # A prefix hit ends a page earlier than what is cached: a drafter's last entry of a page depends on the token after
+    # it, which the page's hash does not cover, and on a hidden state that only computing the position gives.
+    drops_last_page: bool = False
 
     @property
     def num_bytes(self) -> int:

@@ -31,6 +31,7 @@ from slipstream.engine.lanes import Lanes
 from slipstream.engine.model_description import ModelDescription
 from slipstream.errors import InvalidOption
 from slipstream.logits_processor import LogitsProcessor
+from slipstream.nn.models.draft_layout import draft_weight_bytes
 from slipstream.nn.models.measure import weight_bytes
 from slipstream.nn.models.registry import cache_specs, find_shape, state_specs
 from slipstream.nn.models.stored_head import as_stored
@@ -162,13 +163,13 @@ def settle(options: Options, located: LocatedModel, info: ModelInfo) -> EngineCo
     dtype = resolve_dtype(options, info, machine)
     pooling, info = read_pooling(options, info, located.path)
     specs = cache_specs(info, options.page_size, dtype)
-    draft, draft_specs = settle_draft(options, info, specs, dtype, on_cpu=machine.kind == "cpu") or (None, [])
+    draft, draft_specs = settle_draft(options, located, info, specs, dtype, on_cpu=machine.kind == "cpu") or (None, [])
     groups = group_sites([*specs, *draft_specs])
     sizes = find_shape(info).sizes(machine.kind == "cpu")
     source = Source(str(located.path), located.kind, located.name, 0, sizes)
     # at the model's full length: the actual length depends on what the weights leave
     num_bytes = weight_bytes(model_config(options, info, source, dtype, info.max_positions, pooling), machine.kind)
-    num_bytes += 0 if draft is None else weight_bytes(draft.model, machine.kind)
+    num_bytes += 0 if draft is None else draft_weight_bytes(draft, machine.kind)
     source = msgspec.structs.replace(source, num_bytes=num_bytes)
     return resolve(options, info, source, groups, dtype, machine, pooling, tuple(state_specs(info, dtype)), draft)
 
@@ -178,5 +179,6 @@ def foresee(options: Options) -> tuple[EngineConfig, MemoryPlan]:
     located = locate(options.model, options.revision, options.task, options.download_dir)
     info, _ = _read(options, located)
     config = settle(options, located, info)
-    models = [config.model] if config.draft is None else [config.model, config.draft.model]
-    return config, plan_memory(config, sum(weight_bytes(model, config.device.kind) for model in models))
+    num_bytes = weight_bytes(config.model, config.device.kind)
+    num_bytes += 0 if config.draft is None else draft_weight_bytes(config.draft, config.device.kind)
+    return config, plan_memory(config, num_bytes)

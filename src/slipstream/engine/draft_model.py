@@ -5,7 +5,7 @@ from __future__ import annotations
 from slipstream.cache_spec import CacheSpec
 from slipstream.config.check_info import check_info
 from slipstream.config.config import DraftModelConfig, ModelConfig
-from slipstream.config.draft_config import read_draft_config
+from slipstream.config.draft_config import WITH_MODEL, DraftConfig, read_draft_config
 from slipstream.config.gguf_file import GgufFile
 from slipstream.config.gguf_info import gguf_model_info
 from slipstream.config.locate import LocatedModel, locate
@@ -14,22 +14,22 @@ from slipstream.config.options import Options
 from slipstream.config.weight_files import require_weights
 from slipstream.errors import InvalidOption, ModelError
 from slipstream.nn.models.decoder_shape import DecoderShape
+from slipstream.nn.models.draft_layout import mtp_shape
 from slipstream.nn.models.registry import find_shape
 from slipstream.nn.models.stored_head import as_stored
 
 
 def settle_draft(
-    options: Options, info: ModelInfo, specs: list[CacheSpec], dtype: str, *, on_cpu: bool
+    options: Options, located: LocatedModel, info: ModelInfo, specs: list[CacheSpec], dtype: str, *, on_cpu: bool
 ) -> tuple[DraftModelConfig, list[CacheSpec]] | None:
-    """The model of the drafter that the options ask for, and its cache specs; None: drafts need no model. `info` and
-    `specs` are those of the engine's model. The length is that of the drafter's model until `resolve` sets it."""
+    """The model of the drafter that the options ask for, and its cache specs; None: drafts need no model. `located`,
+    `info` and `specs` are those of the engine's model. The length is the drafter's own until `resolve` sets it."""
     drafts = read_draft_config(options.speculative_config, options.drafts)
-    if drafts is None or drafts.model is None:
+    if drafts is None or drafts.method not in WITH_MODEL:
         return None
     try:
-        located = locate(drafts.model)
-        own = _read(options, located)
-        shape = _check(own, located.name, info)
+        located = located if drafts.model is None else locate(drafts.model)
+        own, shape = _find(drafts, options, located, info)
     except ModelError as error:
         raise type(error)(f"the draft model of speculative_config: {error}") from error
     found = shape.cache_specs(options.page_size, dtype)
@@ -45,7 +45,20 @@ def settle_draft(
         deterministic=options.deterministic,
         sizes=shape.sizes(on_cpu),
     )
-    return DraftModelConfig(model, len(specs), sum(spec.bytes_per_page for spec in found)), found
+    page_bytes = sum(spec.bytes_per_page for spec in found)
+    return DraftModelConfig(drafts.method, model, len(specs), page_bytes), found
+
+
+def _find(
+    drafts: DraftConfig, options: Options, located: LocatedModel, info: ModelInfo
+) -> tuple[ModelInfo, DecoderShape]:
+    """The facts of the drafter's model, and its shape as a decoder."""
+    if drafts.method == "mtp":
+        if located.kind == "gguf":
+            raise InvalidOption("drafts by mtp need a folder with safetensors, and the model is a .gguf file")
+        return info, mtp_shape(info)
+    own = _read(options, located)
+    return own, _check(own, located.name, info)
 
 
 def _read(options: Options, located: LocatedModel) -> ModelInfo:

@@ -22,6 +22,7 @@ from slipstream.config.resolve import fit_cache
 from slipstream.device.device import Device, default_threads, open_device
 from slipstream.nn.attention.choose import choose_attention
 from slipstream.nn.models.decoder import Decoder
+from slipstream.nn.models.draft_head import DraftHead
 from slipstream.nn.models.load import open_model
 from slipstream.nn.shapes import bidirectional_head_dims
 from slipstream.ops.compile_ahead import ForkedCompiler, can_compile_ahead, compiling_ahead
@@ -60,7 +61,7 @@ def build_runner(
     if device is None:
         device = open_device(config.device.kind, config.scheduler.depth, config.device.num_threads)
     model, fill = open_model(config.model, device.torch_device)
-    draft_model, fill = open_draft_model(config, device, fill)
+    draft_model, fill = open_draft_model(config, model, device, fill)
     warms_up = device.warms_up
     measured = warms_up and config.device.keep_free is not None and not config.scheduler.is_encoder
     group_pages = (1,) * len(config.cache.groups) if measured else config.cache.group_pages
@@ -140,7 +141,7 @@ def _assemble(
     device: Device,
     model: Decoder,
     group_pages: tuple[int, ...],
-    draft_model: Decoder | None,
+    draft_model: Decoder | DraftHead | None,
 ) -> ModelRunner:
     scheduler, cache = config.scheduler, config.cache
     dtype = getattr(torch, config.model.dtype)

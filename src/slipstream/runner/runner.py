@@ -17,6 +17,7 @@ from slipstream.runner.batch.input_batch import BatchInputs, Gathered
 from slipstream.runner.batch.row_state import RowState
 from slipstream.runner.batch.staging import HostRing
 from slipstream.runner.drafts.expand import expand_drafts
+from slipstream.runner.drafts.head_drafter import HeadDrafter
 from slipstream.runner.drafts.model_drafter import Follow, ModelDrafter
 from slipstream.runner.graphs import GraphPool
 from slipstream.runner.head import Head, HeadMaker
@@ -46,7 +47,7 @@ class ModelRunner:
         graphs: GraphPool,
         states: StateStore | None = None,
         sampler: Sampler | None = None,
-        drafter: ModelDrafter | None = None,
+        drafter: ModelDrafter | HeadDrafter | None = None,
     ) -> None:
         """`states`: only for a model with recurrent states; `sampler`: of a model that generates; `drafter`: one that
         computes the tokens of prompts too."""

@@ -45,6 +45,12 @@ class Chunk(NamedTuple):
     def num_host_tokens(self) -> int:
         return 0 if self.is_drafted else self.num_tokens
 
+    @property
+    def following(self) -> int:
+        """The token after the chunk, if the host knows it, else 0."""
+        tokens, end = self.request.tokens, self.start + self.num_tokens
+        return tokens[end] if not self.is_drafted and end < len(tokens) else 0
+
 
 class PlanBuilder:
     """A plan under construction.
@@ -155,7 +161,7 @@ class PlanBuilder:
         arrays.advance(self.decodes)
         rows, lengths = arrays.rows, arrays.lengths
         num_tokens, num_host_tokens, num_drawn = _all_decode(num_decodes)
-        tokens = NO_INTS
+        tokens = following = NO_INTS
         if chunks:
             num_tokens = np.ones(total, np.int32)
             num_host_tokens = np.zeros(total, np.int32)
@@ -170,6 +176,8 @@ class PlanBuilder:
                 if not chunk.is_drafted:
                     token_ids += chunk.request.tokens[chunk.start : chunk.start + chunk.num_tokens]
             tokens = np.array(token_ids, np.int32)
+            following = np.zeros(total, np.int32)
+            following[num_decodes:] = [chunk.following for chunk in chunks]
         return StepPlan(
             step=self.step,
             released=_ints(released),
@@ -180,6 +188,7 @@ class PlanBuilder:
             num_drawn=num_drawn,
             num_host_tokens=num_host_tokens,
             tokens=tokens,
+            following=following,
             new_pages=tuple(
                 PageUpdates(_ints(rows), _ints(entries), _ints(pages)) if pages else NO_PAGES
                 for rows, entries, pages in self._updates

@@ -1,3 +1,4 @@
+import msgspec
 import pytest
 
 from scripted import make_config
@@ -42,6 +43,20 @@ def test_a_hit_leaves_a_token_to_compute():
     cache = make()
     admit(cache, request(list(range(8)), "a"))
     assert cache.match(request(list(range(8)), "b")).length == 4
+
+
+def test_a_drafter_that_reads_hidden_states_drops_the_last_page_of_a_hit():
+    cache = CacheManager(msgspec.structs.replace(make_config(num_groups=2), drops_last_page=True))
+    first = request(list(range(20)), "a")
+    assert admit(cache, first) == 0
+    assert admit(cache, request(list(range(20)), "b")) == 12
+    assert admit(cache, request([*range(4), 99, 99], "c")) == 0
+    waiting = request([*range(14), 99], "d")
+    assert cache.match(waiting).length == 8
+    cache.keep_match(waiting)
+    cache.groups[1].pool.unpublish(first.pages[1][1])  # the kept match changes with the pages
+    assert cache.match(waiting).length == 0
+    cache.check()
 
 
 def test_no_hits_across_salts_or_without_prefix_caching():

@@ -11,10 +11,12 @@ from slipstream.device.device import Device
 from slipstream.errors import ModelError
 from slipstream.nn.attention.choose import choose_attention
 from slipstream.nn.models.decoder import Decoder
-from slipstream.nn.models.load import open_model
+from slipstream.nn.models.draft_head import DraftHead
+from slipstream.nn.models.draft_layout import open_draft
 from slipstream.runner.batch.page_tables import PageTables
 from slipstream.runner.batch.rows import RowTable
 from slipstream.runner.drafts.draft_cache import DraftCache, own_groups
+from slipstream.runner.drafts.head_drafter import HeadDrafter
 from slipstream.runner.drafts.history import TokenHistory
 from slipstream.runner.drafts.model_drafter import ModelDrafter
 from slipstream.runner.kv_store import KVStore, ScratchPages
@@ -23,16 +25,17 @@ Fill = Callable[[bool], None]
 """Reads the weights of a model; takes whether to show progress."""
 
 
-def open_draft_model(config: EngineConfig, device: Device, fill: Fill) -> tuple[Decoder | None, Fill]:
+def open_draft_model(
+    config: EngineConfig, target: Decoder, device: Device, fill: Fill
+) -> tuple[Decoder | DraftHead | None, Fill]:
     """The model of the drafter with unfilled weights, None if there is none; and a function that calls `fill` and then
     reads these weights."""
     if config.draft is None:
         return None, fill
     try:
-        model, fill_draft = open_model(config.draft.model, device.torch_device)
+        model, fill_draft = open_draft(config.draft, target, device.torch_device)
     except ModelError as error:
         raise type(error)(f"the draft model of speculative_config: {error}") from error
-    assert isinstance(model, Decoder), "a model that drafts is a decoder"
 
     def fill_both(progress: bool) -> None:
         fill(progress)
@@ -50,8 +53,13 @@ def scratch_pages(config: EngineConfig) -> ScratchPages | None:
 
 
 def build_drafter(
-    config: EngineConfig, model: Decoder, rows: RowTable, tables: PageTables, store: KVStore, history: TokenHistory
-) -> ModelDrafter:
+    config: EngineConfig,
+    model: Decoder | DraftHead,
+    rows: RowTable,
+    tables: PageTables,
+    store: KVStore,
+    history: TokenHistory,
+) -> ModelDrafter | HeadDrafter:
     assert config.draft is not None
     attention = choose_attention(
         store.device.torch_device,
@@ -60,4 +68,7 @@ def build_drafter(
         (),
         deterministic=config.model.deterministic,
     )
-    return ModelDrafter(model, rows, DraftCache(store, tables, attention, config.scheduler.max_model_len), history)
+    draft_cache = DraftCache(store, tables, attention, config.scheduler.max_model_len)
+    if isinstance(model, DraftHead):
+        return HeadDrafter(model, rows, draft_cache)
+    return ModelDrafter(model, rows, draft_cache, history)

@@ -75,6 +75,8 @@ class DraftCache:
             slots=tuple(batch.slots[number] for number in self._numbers),
             page_tables=tuple(batch.page_tables[number] for number in self._numbers),
             rope_rows=None,
+            lora=None,
+            last_lora=None,
         )
         return self._context(view, only_last=batch.query_starts is not None)
 

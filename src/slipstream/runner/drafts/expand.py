@@ -50,6 +50,7 @@ def expand_drafts(plan: StepPlan) -> DraftedPlan:
             lengths=plan.lengths[index] - np.where(is_drafted, repeats - 1, 0).astype(np.int32)[index] + offsets,
             num_drawn=np.minimum(plan.num_drawn, 1)[index],
             num_host_tokens=plan.num_host_tokens[index],
+            following=plan.following[index] if len(plan.following) else plan.following,
             pooling=pooling,
         ),
         offsets=offsets,

@@ -39,9 +39,7 @@ class ModelDrafter:
 
     def prepare(self, plan: StepPlan, upload: Upload, size: Size | None) -> Follow | None:
         """Host: the drafter's part of a step's forward; None if every token of the step is drawn from."""
-        if not len(plan.tokens) or plan.total_tokens == int(plan.num_drawn.sum()):
-            return None
-        return self._follow
+        return self._follow if needs_follow(plan) else None
 
     def _follow(self, context: ForwardContext, hidden: torch.Tensor) -> None:
         self.model(self._cache.of_step(context))
@@ -49,7 +47,7 @@ class ModelDrafter:
     def propose(self, batch: DraftBatch, num_drafts: int) -> None:
         cache, table = self._cache, self._rows
         max_length = min(batch.max_length + num_drafts, cache.max_length)
-        draws = self._drawn_rows(batch, max_length)
+        draws = drawn_rows(batch, table, cache, max_length)
         ids = self._history.at(draws.rows, draws.positions, cache.tables)
         if not num_drafts:
             self.model(cache.of_rows(ids, draws))
@@ -67,11 +65,17 @@ class ModelDrafter:
             if number < num_drafts:
                 hidden = self.model(cache.of_rows(drafts, drafted.at(computed + number)))
 
-    def _drawn_rows(self, batch: DraftBatch, max_length: int) -> DraftRows:
-        """Device: the rows of the draws, at the positions that they are drawn from."""
-        padding = len(self._rows.computed) - 1
-        positions = torch.where(batch.rows == padding, 0, batch.positions - 1)
-        return self._cache.computed_rows(batch.rows, positions, max_length)
+
+def needs_follow(plan: StepPlan) -> bool:
+    """Host: whether the step has tokens that nothing is drawn from: the head does not compute them."""
+    return len(plan.tokens) > 0 and plan.total_tokens > int(plan.num_drawn.sum())
+
+
+def drawn_rows(batch: DraftBatch, table: RowTable, cache: DraftCache, max_length: int) -> DraftRows:
+    """Device: the rows of the draws, at the positions that they are drawn from."""
+    padding = len(table.computed) - 1
+    positions = torch.where(batch.rows == padding, 0, batch.positions - 1)
+    return cache.computed_rows(batch.rows, positions, max_length)
 
 
 def first_draws(batch: DraftBatch) -> torch.Tensor | None:

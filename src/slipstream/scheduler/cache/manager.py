@@ -47,6 +47,7 @@ class CacheManager:
                 f"sites {group.sites} have pages of {group.spec.page_size} positions, the cache {config.page_size}"
             )
         self.page_size = config.page_size
+        self._drops_last_page = config.drops_last_page
         # without checkpoints a model with recurrent states cannot continue from cached pages
         self.has_states = config.states is not None
         self.border = 1 if config.states is None else config.states.border  # chunks of prompts end at multiples
@@ -97,7 +98,9 @@ class CacheManager:
             matching.refresh()
         else:
             self._drop_match()
-            self._matching = matching = Matching(request, self.groups, self._match_order, self.page_size, self.states)
+            self._matching = matching = Matching(
+                request, self.groups, self._match_order, self.page_size, self.states, self._drops_last_page
+            )
         if not matching.num_pages and not matching.branch:
             return self.no_hit
         length, branch = matching.num_pages * self.page_size, matching.branch * self.page_size

@@ -26,7 +26,7 @@ _HASH_AHEAD = 16  # pages: a long prompt that misses early is not hashed as a wh
 class Matching:
     __slots__ = (
         "request", "is_kept", "pages", "num_pages", "branch", "checkpoint", "_groups", "_order", "_page_size",
-        "_states", "_num_tokens", "_found", "_spare", "_version",
+        "_states", "_num_tokens", "_found", "_spare", "_version", "_drops_last",
     )  # fmt: skip
 
     def __init__(
@@ -36,8 +36,10 @@ class Matching:
         order: Sequence[int],
         page_size: int,
         states: StateCache | None = None,
+        drops_last: bool = False,
     ) -> None:
-        """`order`: the indices of the groups, those that need the most pages first."""
+        """`order`: the indices of the groups, those that need the most pages first; `drops_last`: the match is one page
+        shorter than what is cached."""
         self.request = request
         self.is_kept = False
         self.num_pages = 0  # length of the match
@@ -48,6 +50,7 @@ class Matching:
         self._groups = groups
         self._order = order
         self._page_size = page_size
+        self._drops_last = drops_last
         self._num_tokens = len(request.tokens)
         # per group: the limit of its first match, and what it found
         self._found: list[tuple[int, list[int]] | None] = [None] * len(groups)
@@ -103,7 +106,7 @@ class Matching:
         if len(request.tokens) != self._num_tokens:
             return
         kept = self.refresh()
-        fresh = Matching(request, self._groups, self._order, self._page_size, self._states)
+        fresh = Matching(request, self._groups, self._order, self._page_size, self._states, self._drops_last)
         assert list(kept) == list(fresh.pages), f"{request} keeps the match {kept}, and {fresh.pages} is in the cache"
         assert (self.num_pages, self.branch, self.checkpoint) == (fresh.num_pages, fresh.branch, fresh.checkpoint)
         for group, pages, spare in zip(self._groups, kept, self._spare, strict=True):
@@ -115,7 +118,7 @@ class Matching:
         limit = (self._num_tokens - 1) // self._page_size  # at least one token is left to compute
         found: list[list[int]] = [[] for _ in self._groups]
         self.branch, self.checkpoint = 0, -1
-        is_first = True
+        is_first, drops_last = True, self._drops_last
         while True:
             agreed = limit
             for index in self._order:
@@ -125,6 +128,9 @@ class Matching:
                     found[index] = self._groups[index].match(self._hash_at, agreed, found[index][:agreed])
                 agreed = len(found[index])
             if all(len(pages) == agreed for pages in found):
+                if drops_last and agreed:
+                    limit, is_first, drops_last = agreed - 1, False, False
+                    continue
                 self.num_pages = agreed
                 if self._states is None or not agreed:
                     return found

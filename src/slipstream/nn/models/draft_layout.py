@@ -1,0 +1,90 @@
+"""The model of a drafter, by its method: what it looks like, how much memory it takes, and how its weights are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+
+import torch
+
+from slipstream.config.config import DraftModelConfig
+from slipstream.config.model_info import ModelInfo, family_name
+from slipstream.errors import InvalidOption, NotEnoughMemory
+from slipstream.nn.models.decoder import Decoder
+from slipstream.nn.models.decoder_shape import DecoderShape
+from slipstream.nn.models.draft_head import MTP, DraftHead, HeadRules, MtpHead
+from slipstream.nn.models.load import choose_formats, open_model
+from slipstream.nn.models.measure import weight_bytes
+from slipstream.nn.models.registry import find_rules, find_shape
+from slipstream.nn.shapes import AttentionShape
+from slipstream.nn.weights.dummy import DummySource
+from slipstream.nn.weights.load import fill_targets, find_targets, match_targets
+from slipstream.nn.weights.rules import Rules
+from slipstream.nn.weights.safetensors import open_folder
+from slipstream.nn.weights.source import WeightSource
+from slipstream.nn.weights.stacked import UnstackedSource
+
+
+def mtp_shape(info: ModelInfo) -> DecoderShape:
+    """A decoder of the MTP layer alone. Raises InvalidOption if the model has none."""
+    shape, family = find_shape(info), MTP.get(family_name(info.architecture))
+    if family is None or not isinstance(shape, DecoderShape):
+        raise InvalidOption(
+            f"{info.architecture} has no MTP layer that runs here; drafts by mtp are for {', '.join(MTP)}: choose "
+            "another method"
+        )
+    if not info.extra.get(family.count, 1):
+        raise InvalidOption(
+            f"{family.count} of config.json is 0: the checkpoint has no MTP layer; choose another method"
+        )
+    with_attention = (layer for layer in reversed(shape.layers) if isinstance(layer.mixers[0], AttentionShape))
+    return replace(shape, layers=(next(with_attention),))
+
+
+def lay_out_head(config: DraftModelConfig, device: torch.device) -> DraftHead:
+    """The head with every tensor's shape and dtype, and no memory yet."""
+    model = config.model
+    family = MTP[family_name(model.info.architecture)]
+    formats = choose_formats(model, device, is_encoder=False)
+    dtype = getattr(torch, model.dtype)
+    shape = mtp_shape(model.info)
+    return MtpHead(shape, model.max_model_len, dtype, formats, feeds_normed=family.feeds_normed)
+
+
+def draft_weight_bytes(config: DraftModelConfig, device_kind: str) -> int:
+    if not config.reads_hidden:
+        return weight_bytes(config.model, device_kind)
+    head = lay_out_head(config, torch.device(device_kind))
+    return sum(tensor.numel() * tensor.element_size() for tensor in chain(head.parameters(), head.buffers()))
+
+
+def open_draft(
+    config: DraftModelConfig, target: Decoder, device: torch.device
+) -> tuple[Decoder | DraftHead, Callable[[bool], None]]:
+    """The model of the drafter with allocated, unfilled weights, and a function that reads them and takes whether to
+    show progress."""
+    if not config.reads_hidden:
+        model, fill = open_model(config.model, device)
+        assert isinstance(model, Decoder), "a model that drafts is a decoder"
+        return model, fill
+    head = lay_out_head(config, device)
+    targets = find_targets(head)
+    if config.model.load_format == "dummy":
+        tensors, _ = match_targets(DummySource(targets, config.model.seed, device), None, targets)
+    else:
+        tensors, _ = match_targets(*_source(config, head), targets)
+    try:
+        head.materialize(device)
+    except (MemoryError, RuntimeError) as error:
+        raise NotEnoughMemory(f"the drafter does not fit the memory of {device}; remove speculative_config") from error
+    head.attach(target)
+    return head, lambda progress: fill_targets(tensors, targets, progress)
+
+
+def _source(config: DraftModelConfig, head: DraftHead) -> tuple[WeightSource, Rules]:
+    info = config.model.info
+    source = UnstackedSource(open_folder(Path(config.model.path)), head.shape.transposed_experts)
+    family = MTP[family_name(info.architecture)]
+    return source, HeadRules(family.root(info.num_layers), family.layer, family.names, find_rules(info, head.shape))

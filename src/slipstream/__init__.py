@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from slipstream.logits_processor import BatchUpdate as BatchUpdate
     from slipstream.logits_processor import LogitsProcessor as LogitsProcessor
     from slipstream.logits_processor import MoveDirectionality as MoveDirectionality
+    from slipstream.params import RequestOutputKind as RequestOutputKind
     from slipstream.params import SamplingParams as SamplingParams
     from slipstream.pooling_params import PoolingParams as PoolingParams
     from slipstream.structured_params import StructuredOutputsParams as StructuredOutputsParams
@@ -33,6 +34,7 @@ _HOMES = {
     "LogitsProcessor": "slipstream.logits_processor",
     "MoveDirectionality": "slipstream.logits_processor",
     "BeamSearchParams": "slipstream.frontend.beam_search",
+    "RequestOutputKind": "slipstream.params",
     "SamplingParams": "slipstream.params",
     "PoolerConfig": "slipstream.config.pooler_config",
     "PoolingParams": "slipstream.pooling_params",
@@ -53,6 +55,7 @@ __all__ = [
     "PoolerConfig",
     "PoolingParams",
     "RequestOutput",
+    "RequestOutputKind",
     "SamplingParams",
     "StructuredOutputsParams",
     "__version__",

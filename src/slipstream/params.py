@@ -1,12 +1,15 @@
 """SamplingParams: the sampling parameters of one request.
 
-Frozen. The constructor raises for a bad value, so that no step fails on it. Checks that need the model (ids against the
-vocabulary) are in `frontend/inputs.py`, which also replaces -1 by the vocabulary size and tokenises bad words.
+The constructor and assignments raise for a bad value, so that no step fails on it. The engine takes a copy, so later
+assignments change later requests only. Checks that need the model (ids against the vocabulary) are in
+`frontend/inputs.py`, which also replaces -1 by the vocabulary size and tokenises bad words.
 """
 
 from __future__ import annotations
 
+import copy
 import difflib
+import enum
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -43,11 +46,25 @@ def check_names(params: Any, given: Iterable[str]) -> None:
             raise InvalidParams(f"{params.__name__} has no {name}; {hint}")
 
 
-class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, tag=True, metaclass=CheckedNames):
-    """How the tokens of one request are sampled, and when generation stops."""
+class RequestOutputKind(enum.IntEnum):
+    """What each result of a stream has."""
+
+    CUMULATIVE = 0  # everything so far
+    DELTA = 1  # what is new
+    FINAL_ONLY = 2  # one result, at the end
+
+
+class SamplingParams(msgspec.Struct, omit_defaults=True, tag=True, metaclass=CheckedNames):
+    """How the tokens of one request are sampled, and when generation stops. The order of the fields is vLLM's."""
 
     n: int = 1
     """Number of samples per prompt. They share the prompt's KV cache pages."""
+    presence_penalty: float = 0.0
+    """Subtracted once from the logit of every token in the output."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit once per occurrence in the output."""
+    repetition_penalty: float = 1.0
+    """Over 1 discourages tokens of prompt and output: positive logits are divided by it, negative ones multiplied."""
     temperature: float = 1.0
     """Divides the logits; 0 is greedy."""
     top_p: float = 1.0
@@ -58,51 +75,51 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, tag=True, 
     """Keep tokens whose probability is at least this fraction of the largest one."""
     seed: int | None = None
     """Seed of the samples. Samples depend on the seed only, not on other requests of the batch."""
-    repetition_penalty: float = 1.0
-    """Over 1 discourages tokens of prompt and output: positive logits are divided by it, negative ones multiplied."""
-    presence_penalty: float = 0.0
-    """Subtracted once from the logit of every token in the output."""
-    frequency_penalty: float = 0.0
-    """Subtracted from a token's logit once per occurrence in the output."""
-    max_tokens: int | None = 16
-    """Maximum number of generated tokens; None is up to the model length."""
-    min_tokens: int = 0
-    """Minimum number of tokens before the end token or a stop token is allowed."""
     stop: str | Sequence[str] | None = None
     """Strings that stop generation."""
     stop_token_ids: Sequence[int] | None = None
     """Token ids that stop generation."""
     ignore_eos: bool = False
     """Continue past the model's end token."""
-    include_stop_str_in_output: bool = False
-    """Keep the stop string in the text."""
+    max_tokens: int | None = 16
+    """Maximum number of generated tokens; None is up to the model length."""
+    min_tokens: int = 0
+    """Minimum number of tokens before the end token or a stop token is allowed."""
     logprobs: int | None = None
     """Return the logprob of each sampled token and of this many most likely tokens; -1 is the whole vocabulary."""
     prompt_logprobs: int | None = None
     """The same for each prompt token except the first. Such a prompt does not use the prefix cache."""
     logprob_token_ids: Sequence[int] | None = None
     """Return the logprobs of these tokens at every step, besides the sampled token's."""
-    logit_bias: Mapping[int, float] | None = None
-    """Added to the logits of these tokens."""
-    allowed_token_ids: Sequence[int] | None = None
-    """Sample only these tokens."""
-    bad_words: Sequence[str] | None = None
-    """Texts that may not be generated, with or without a leading space; also not as the end of one in the prompt."""
-    logits_processors: Sequence[Any] | None = None
-    """Python callables that edit the logits before a token is drawn, for `LLM` and `AsyncEngine`: see
-    docs/logits-processors.md."""
-    extra_args: Mapping[str, Any] | None = None
-    """Arguments for the logits processors of the engine."""
-    thinking_token_budget: int | None = None
-    """Maximum number of reasoning tokens: then the end marker is written. None or -1: no limit."""
-    structured_outputs: StructuredOutputsParams | None = None
-    """The shape of the output: a JSON schema, a regular expression, choices or a grammar."""
+    flat_logprobs: bool = False
+    """vLLM's compact form of logprobs. Here they are always compact, with the attributes of that form."""
+    detokenize: bool = True
+    """Produce text; False leaves it empty."""
     skip_special_tokens: bool = True
     """Omit special tokens from the text."""
     spaces_between_special_tokens: bool = True
     """If special tokens are shown and the tokenizer puts spaces between tokens, put them between special tokens too."""
-    detokenize: bool = True
-    """Produce text; False leaves it empty."""
+    include_stop_str_in_output: bool = False
+    """Keep the stop string in the text."""
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    """What each result of a stream has; for `AsyncEngine` and `LLMEngine`. `LLM` returns the whole outputs."""
+    structured_outputs: StructuredOutputsParams | None = None
+    """The shape of the output: a JSON schema, a regular expression, choices or a grammar."""
+    logit_bias: Mapping[int, float] | None = None
+    """Added to the logits of these tokens."""
+    allowed_token_ids: Sequence[int] | None = None
+    """Sample only these tokens."""
+    extra_args: Mapping[str, Any] | None = None
+    """Arguments for the logits processors of the engine."""
+    bad_words: Sequence[str] | None = None
+    """Texts that may not be generated, with or without a leading space; also not as the end of one in the prompt."""
+    skip_reading_prefix_cache: bool | None = None
+    """Compute the whole prompt, also where the prefix cache has a part of it."""
+    thinking_token_budget: int | None = None
+    """Maximum number of reasoning tokens: then the end marker is written. None or -1: no limit."""
+    logits_processors: Sequence[Any] | None = None
+    """Python callables that edit the logits before a token is drawn, for `LLM` and `AsyncEngine`: see
+    docs/logits-processors.md."""
     truncate_prompt_tokens: int | None = None
     """Keep only the last tokens of the prompt, this many; -1 keeps as many as fit the model length."""
     priority: int = 0
@@ -118,6 +135,11 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, tag=True, 
         _real("min_p", self.min_p, 0.0, 1.0)
         if self.seed is not None:
             check_whole("seed", self.seed, -(2**63), MAX_SEED)
+            if self.seed == -1:
+                self._freeze("seed", None)
+        for name in ("logprobs", "prompt_logprobs"):
+            if isinstance(getattr(self, name), bool):  # OpenAI's switch
+                self._freeze(name, 1 if getattr(self, name) else None)
         _real("repetition_penalty", self.repetition_penalty, 0.0, MAX_FACTOR, open_low=True)
         _real("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _real("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
@@ -171,7 +193,39 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, tag=True, 
                     "truncate_prompt_tokens is 0, which leaves no prompt; give 1 or more, or -1",
                     param="truncate_prompt_tokens",
                 )
+        if self.skip_reading_prefix_cache is not None and not isinstance(self.skip_reading_prefix_cache, bool):
+            raise InvalidParams(
+                f"skip_reading_prefix_cache is {self.skip_reading_prefix_cache!r}; give True, False or None",
+                param="skip_reading_prefix_cache",
+            )
+        if not isinstance(self.output_kind, RequestOutputKind):
+            raise InvalidParams(
+                f"output_kind is {self.output_kind!r}; give RequestOutputKind.CUMULATIVE, DELTA or FINAL_ONLY",
+                param="output_kind",
+            )
         check_turn(self.priority, self.cache_salt)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Checks the parameters with the new value. An error leaves them as they were."""
+        checked = self.with_changes(**{name: value})
+        for each in self.__struct_fields__:
+            self._freeze(each, getattr(checked, each))
+
+    @staticmethod
+    def from_optional(**given: Any) -> SamplingParams:
+        """The parameters that are not None, and defaults for the others."""
+        return SamplingParams(
+            **{name: value for name, value in given.items() if value is not None or name in _OPTIONAL}
+        )
+
+    def clone(self) -> SamplingParams:
+        """A copy that shares nothing that can change."""
+        return self.with_changes()
+
+    def snapshot(self) -> SamplingParams:
+        """A copy for the engine. Faster than `clone`: values that cannot change are not checked again."""
+        changeable = self.logit_bias or self.extra_args
+        return self.clone() if changeable else copy.copy(self)
 
     def _freeze(self, name: str, value: object) -> None:
         msgspec.structs.force_setattr(self, name, value)
@@ -269,7 +323,9 @@ def _range(low: float | None, high: float | None, open_low: bool) -> str:
     return f"more than {low} and at most {high}" if open_low else f"{low} to {high}"
 
 
+_OPTIONAL = ("max_tokens",)  # None is a value of its own
 _SWITCHES = (
+    "flat_logprobs",
     "ignore_eos",
     "include_stop_str_in_output",
     "skip_special_tokens",
@@ -334,6 +390,6 @@ def _bias(value: object) -> dict[int, float] | None:
             raise InvalidParams(
                 f"logit_bias holds {token} twice, as a number and as a text; leave one out", param="logit_bias"
             )
-        _real("logit_bias", number, -MAX_BIAS, MAX_BIAS, of=f" of {token}")
-        bias[token] = float(number)
+        _real("logit_bias", number, None, None, of=f" of {token}")
+        bias[token] = min(MAX_BIAS, max(-MAX_BIAS, float(number)))  # clamped, as in OpenAI's API
     return bias or None

@@ -215,7 +215,7 @@ def test_lists_as_long_as_the_vocabulary_never_overflow_a_step(tmp_path):
 def test_a_parameter_that_does_not_exist_is_named_with_the_nearest() -> None:
     with pytest.raises(InvalidParams, match="SamplingParams has no temprature; did you mean temperature?"):
         SamplingParams(temprature=0.5)
-    with pytest.raises(InvalidParams, match="SamplingParams has no beams; there are n, temperature, "):
+    with pytest.raises(InvalidParams, match="SamplingParams has no beams; there are n, presence_penalty, "):
         SamplingParams(beams=3)
     with pytest.raises(InvalidParams, match="did you mean top_k?"):
         SamplingParams().with_changes(topk=3)

@@ -88,7 +88,8 @@ class AsyncEngine(RequestRouter):
         model: str | None = None,
         caller: str = "",
     ) -> AsyncIterator[RequestOutput]:
-        """Yields results, each with everything generated so far. A slow reader gets fewer results.
+        """Yields results, each with everything generated so far; or, by `output_kind` of the parameters, with what is
+        new, or one at the end. A slow reader gets fewer results.
 
         `caller`: requests of equal priority are scheduled fairly among callers.
         """
@@ -97,7 +98,8 @@ class AsyncEngine(RequestRouter):
         make = partial(inputs.submit, name, prompt, sampling_params, priority=priority, cache_salt=cache_salt)
         async with self._begin(name, model, size_of(prompt), make, caller) as stream:
             async for (state,) in stream:
-                yield state.result()
+                if (result := state.next_result()) is not None:
+                    yield result
 
     async def chat(
         self,
@@ -115,7 +117,8 @@ class AsyncEngine(RequestRouter):
         make = partial(inputs.submit, name, text, sampling_params, add_special_tokens=False)
         async with self._begin(name, model, len(text), make, caller) as stream:
             async for (state,) in stream:
-                yield state.result()
+                if (result := state.next_result()) is not None:
+                    yield result
 
     async def increments(
         self,

@@ -273,21 +273,19 @@ class InputProcessor:
         return checked
 
     def _resolve(self, given: SamplingParams | None) -> SamplingParams:
-        """Checks parameters against the model and replaces -1 by the vocabulary size. The last result is cached, since
-        the prompts of a call usually share one object."""
+        """Returns a copy of the parameters, checked against the model, with the vocabulary size for -1. The last result
+        is cached, since the prompts of a call usually share one object."""
         last = self._resolved
-        if last is None or last[0] is not given or last[1].logit_bias:  # a dict, which the caller may have changed
-            params = self.default_params() if given is None else given
+        if last is None or last[0] != given:
+            own = params = self.default_params() if given is None else _snapshot(given)
             self._check_params(params)
             unlimited = [name for name in ("logprobs", "prompt_logprobs") if getattr(params, name) == -1]
             if unlimited:
                 params = params.with_changes(**dict.fromkeys(unlimited, self.description.vocab_size))
-            self._resolved = last = given, params
+            self._resolved = last = None if given is None else own, params
         return last[1]
 
     def _check_params(self, params: SamplingParams) -> None:
-        if not isinstance(params, SamplingParams):
-            raise InvalidParams(f"sampling_params is {type(params).__name__}; give SamplingParams or a list of them")
         for name in ("stop_token_ids", "logprob_token_ids", "allowed_token_ids", "logit_bias"):
             # only the largest needs a check: SamplingParams has checked that none is negative
             if (ids := getattr(params, name)) and (token := max(ids)) >= self.description.vocab_size:
@@ -389,6 +387,12 @@ class InputProcessor:
         if self.tokenizer is None:
             raise BadTokenizer(f"the prompt is {what} and skip_tokenizer_init is set; give token ids or unset it")
         return self.tokenizer
+
+
+def _snapshot(given: object) -> SamplingParams:
+    if not isinstance(given, SamplingParams):
+        raise InvalidParams(f"sampling_params is {type(given).__name__}; give SamplingParams or a list of them")
+    return given.snapshot()
 
 
 def _num_logprobs(params: SamplingParams) -> int:

@@ -5,6 +5,7 @@ Most requested logprobs are never read, and building Python objects for all of t
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, cast, overload
@@ -94,6 +95,42 @@ class LogprobList(Sequence[Entry]):
 
     def __iter__(self) -> Iterator[Entry]:
         return cast(Iterator[Entry], map(self._store.entry, self._indices))
+
+    # attributes of vLLM's FlatLogprobs: entries of all tokens, and where those of each token start and end
+
+    @property
+    def start_indices(self) -> list[int]:
+        return [end - size for end, size in zip(self.end_indices, self._sizes, strict=True)]
+
+    @property
+    def end_indices(self) -> list[int]:
+        return list(itertools.accumulate(self._sizes))
+
+    @property
+    def _sizes(self) -> list[int]:
+        return [len(entry) for entry in self._made()]
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token for entry in self._made() for token in entry]
+
+    @property
+    def logprobs(self) -> list[float]:
+        return [each.logprob for each in self._entries()]
+
+    @property
+    def ranks(self) -> list[int | None]:
+        return [each.rank for each in self._entries()]
+
+    @property
+    def decoded_tokens(self) -> list[str | None]:
+        return [each.decoded_token for each in self._entries()]
+
+    def _entries(self) -> Iterator[Logprob]:
+        return (each for entry in self._made() for each in entry.values())
+
+    def _made(self) -> Iterator[dict[int, Logprob]]:
+        return (self._store.entry(index) or {} for index in self._indices)
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, list | LogprobList):

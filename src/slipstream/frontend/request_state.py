@@ -14,12 +14,12 @@ from slipstream.config.pooling_info import PoolingInfo
 from slipstream.errors import InvalidParams, UserError
 from slipstream.frontend.logprobs import LogprobList, LogprobStore, texts_of
 from slipstream.frontend.pooling.results import PoolingRequestOutput, wrap
-from slipstream.frontend.results import Increment, Logprob, RequestMetrics, RequestOutput
+from slipstream.frontend.results import CompletionOutput, Increment, Logprob, RequestMetrics, RequestOutput
 from slipstream.frontend.sample_state import SampleState
 from slipstream.frontend.served import ServedModel
 from slipstream.messages import Abort, Output, Submit
 from slipstream.metrics.stats import ModelStats
-from slipstream.params import SamplingParams
+from slipstream.params import RequestOutputKind, SamplingParams
 from slipstream.pooling_params import PoolingParams
 from slipstream.text.tokenizer import Tokenizer
 
@@ -141,6 +141,10 @@ class RequestState:
         """Returns a RequestOutput, or for pooling a PoolingRequestOutput."""
         raise NotImplementedError
 
+    def next_result(self) -> Any:
+        """Returns the next result of a stream, or None. Pooling has one."""
+        return self.result() if self.finished else None
+
 
 class GenerationRequestState(RequestState):
     """A generation request: its samples, logprobs of its prompt, and times."""
@@ -218,12 +222,33 @@ class GenerationRequestState(RequestState):
         self.unread = 0
         return [new for sample in self.samples if (new := sample.increment()) is not None]
 
+    def next_result(self) -> RequestOutput | None:
+        """The next result of a stream, by `output_kind` of the parameters; None where there is none yet."""
+        params = self.message.params
+        assert isinstance(params, SamplingParams)
+        if params.output_kind is RequestOutputKind.FINAL_ONLY and not self.finished:
+            return None
+        if params.output_kind is not RequestOutputKind.DELTA:
+            return self.result()
+        new = self.increment()
+        outputs = [
+            CompletionOutput(
+                each.index, each.text, each.token_ids, self.samples[each.index].cumulative_logprob, each.logprobs,
+                each.finish_reason, each.stop_reason,
+            )
+            for each in new
+        ]  # fmt: skip
+        return self._output(outputs) if outputs else None
+
     def result(self) -> RequestOutput:
+        return self._output([sample.result() for sample in self.samples])
+
+    def _output(self, outputs: list[CompletionOutput]) -> RequestOutput:
         return RequestOutput(
             request_id=self.id,
             prompt=self.prompt,
             prompt_token_ids=self.message.prompt_token_ids,
-            outputs=[sample.result() for sample in self.samples],
+            outputs=outputs,
             finished=self.finished,
             prompt_logprobs=self.prompt_logprobs,
             num_cached_tokens=self.num_cached,

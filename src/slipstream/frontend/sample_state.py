@@ -160,6 +160,10 @@ class SampleState:
         store = self._logprobs
         return None if store is None else LogprobList(store, range(len(store)))
 
+    @property
+    def cumulative_logprob(self) -> float | None:
+        return None if self._logprobs is None else self._logprobs.cumulative()
+
     def _hides_last(self, output: Output) -> bool:
         """Whether the last token is a stop token that is not part of the text."""
         return output.stop_token is not None and not self.params.include_stop_str_in_output
@@ -169,7 +173,7 @@ class SampleState:
             index=self.index,
             text=self.text,
             token_ids=list(self.token_ids),
-            cumulative_logprob=None if self._logprobs is None else self._logprobs.cumulative(),
+            cumulative_logprob=self.cumulative_logprob,
             logprobs=self.logprobs,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,

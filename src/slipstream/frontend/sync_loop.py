@@ -136,8 +136,9 @@ class SyncLoop:
                         self.step()
                     if state.refused is not None:
                         raise state.refused
-                    shown, finished, result = state.num_tokens, state.finished, state.result()
-                yield result
+                    shown, finished, result = state.num_tokens, state.finished, state.next_result()
+                if result is not None:
+                    yield result
         finally:
             # may run in the garbage collector, in any thread and inside a step, so it must not wait for the lock
             self._abandoned.extend(states)

@@ -310,7 +310,9 @@ class Scheduler:
             return self.cache.no_hit  # its results are made of hidden states, which are not cached
         leader = leader_to_fork(request, self._next_step)
         fork = None if leader is None else self.cache.fork(request, leader)
-        return self.cache.match(request) if fork is None else fork
+        if fork is not None:
+            return fork
+        return self.cache.no_hit if request.params.skip_reading_prefix_cache else self.cache.match(request)
 
     def _assign_row(self, request: Request, hit: Hit, builder: PlanBuilder) -> None:
         """Assign a row to a request whose pages are reserved."""

@@ -1,0 +1,74 @@
+"""SamplingParams as vLLM's users write it: assignments, copies, positions, and values that mean something else."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+
+from slipstream import RequestOutputKind, SamplingParams
+from slipstream.errors import InvalidParams
+
+VLLM = json.loads((Path(__file__).parent / "data" / "vllm_names.json").read_text())["classes"]["SamplingParams"]
+INTERNAL = {"skip_clone", "output_text_buffer_length", "routed_experts_prompt_start"}
+MISSING = {"repetition_detection"}  # refused as unknown, by name
+
+
+def test_fields_have_the_order_and_the_defaults_of_vllm():
+    theirs = [name for name in VLLM["fields"] if name not in INTERNAL | MISSING]
+    assert list(SamplingParams.__struct_fields__[: len(theirs)]) == theirs
+    ours = SamplingParams()
+    for name, value in VLLM["defaults"].items():
+        if name in theirs and name != "output_kind":
+            assert getattr(ours, name) == value or (value is None and not getattr(ours, name)), name
+    for name in MISSING:
+        with pytest.raises(InvalidParams, match=f"has no {name}"):
+            SamplingParams(**{name: {}})
+
+
+def test_parameters_can_be_assigned_and_stay_checked():
+    params = SamplingParams(temperature=0.5)
+    params.temperature, params.stop = 0.9, "end"
+    assert (params.temperature, params.stop_strings) == (0.9, ("end",))
+    with pytest.raises(InvalidParams, match="top_p is 5"):
+        params.top_p = 5
+    with pytest.raises(InvalidParams, match="did you mean temperature"):
+        params.tempreature = 1
+    assert params == SamplingParams(temperature=0.9, stop="end")
+
+
+def test_copies_share_nothing_that_changes():
+    params = SamplingParams(logit_bias={3: 1.0}, extra_args={"level": 1})
+    copies = [params.clone(), params.snapshot(), copy.deepcopy(params)]
+    params.logit_bias[3] = 7.0
+    params.temperature = 0.1
+    assert all(each.logit_bias == {3: 1.0} and each.temperature == 1.0 for each in copies)
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "value"),
+    [
+        ({"logprobs": True}, "logprobs", 1),
+        ({"logprobs": False}, "logprobs", None),
+        ({"prompt_logprobs": True}, "prompt_logprobs", 1),
+        ({"seed": -1}, "seed", None),
+        ({"logit_bias": {3: 500, 4: -500.5}}, "logit_bias", {3: 100.0, 4: -100.0}),
+        ({"output_kind": RequestOutputKind.DELTA}, "output_kind", RequestOutputKind.DELTA),
+    ],
+)
+def test_values_mean_what_they_mean_in_vllm(given, name, value):
+    assert getattr(SamplingParams(**given), name) == value
+
+
+def test_from_optional_takes_none_for_a_default():
+    params = SamplingParams.from_optional(n=None, temperature=None, top_p=0.5, max_tokens=None, logit_bias={"3": 200})
+    assert (params.n, params.temperature, params.top_p, params.max_tokens) == (1, 1.0, 0.5, None)
+    assert params.logit_bias == {3: 100.0}
+
+
+@pytest.mark.parametrize("wrong", [{"output_kind": "delta"}, {"flat_logprobs": 1}, {"skip_reading_prefix_cache": 1}])
+def test_wrong_values_are_refused_by_name(wrong):
+    with pytest.raises(InvalidParams, match=next(iter(wrong))):
+        SamplingParams(**wrong)

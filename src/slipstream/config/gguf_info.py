@@ -7,25 +7,18 @@ from typing import Any
 
 import numpy as np
 
+from slipstream.config.gguf_families import BY_LAYER, FAMILIES, WINDOWED, GgufFamily
 from slipstream.config.gguf_file import GgufFile
 from slipstream.config.model_info import ModelInfo
 from slipstream.config.rope_info import RopeInfo
 from slipstream.errors import BadCheckpoint, UnsupportedModel
 
-# general.architecture -> the architecture in config.json
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "gemma2": "Gemma2ForCausalLM",
-    "gemma3": "Gemma3ForCausalLM",
-    "phi3": "Phi3ForCausalLM",
-    "olmo2": "Olmo2ForCausalLM",
-    "bert": "BertModel",
-}
-_WINDOWED = ("llama", "gemma2", "gemma3", "phi3")
 # the largest Gemma 2 and 3, known by their layers: attention is scaled by hidden_size / num_heads, not by head_dim
 _LARGEST_GEMMA = {"gemma2": 46, "gemma3": 62}
+
+
+# llama files may be Mistral, olmo2 files OLMo-3
+_WITH_WINDOW = {"llama": "MistralForCausalLM", "olmo2": "Olmo3ForCausalLM"}
 
 
 def gguf_model_info(file: GgufFile) -> ModelInfo:
@@ -39,11 +32,12 @@ class _GgufFields:
         self.file = file
         self.name = file.path.name
         self.architecture = file.fields.get("general.architecture")
-        if self.architecture not in ARCHITECTURES:
+        if self.architecture not in FAMILIES:
             raise UnsupportedModel(
-                f"{self.name} is of architecture {self.architecture!r}; we run {', '.join(ARCHITECTURES)} in GGUF "
+                f"{self.name} is of architecture {self.architecture!r}; we run {', '.join(FAMILIES)} in GGUF "
                 "files, and many more from folders with safetensors"
             )
+        self.family: GgufFamily = FAMILIES[str(self.architecture)]
 
     def model_info(self) -> ModelInfo:
         self._refuse_what_we_do_not_run()
@@ -54,15 +48,17 @@ class _GgufFields:
         if self.architecture == "bert":
             return self._encoder_info(hidden, heads, head_dim, vocab_size)
         rotated = self.count("rope.dimension_count", head_dim)
-        if rotated != head_dim and self.architecture != "phi3":
+        if rotated != head_dim and not self.family.partial_rope:
             raise UnsupportedModel(
                 f"{self.name} rotates {rotated} of {head_dim} values of a head; we rotate all or none"
             )
         tensors = self.file.tensors
         extra = self._scalars() | self._family_fields(hidden, heads, head_dim)
-        architecture = ARCHITECTURES[str(self.architecture)]
-        if self.architecture == "llama" and "sliding_window" in extra:
-            architecture = "MistralForCausalLM"  # GGUF files name it llama
+        architecture = self.family.architecture
+        if "sliding_window" in extra:  # families whose files have the name of another
+            architecture = _WITH_WINDOW.get(str(self.architecture), architecture)
+        eps = "attention.layer_norm_epsilon" if self.family.layer_norm else "attention.layer_norm_rms_epsilon"
+        rope = self._rope(head_dim, rotated)
         return ModelInfo(
             architecture=architecture,
             vocab_size=vocab_size,
@@ -73,13 +69,13 @@ class _GgufFields:
             head_dim=head_dim,
             ffn_size=self.count("feed_forward_length"),
             max_positions=self.count("context_length"),
-            norm_eps=self.real("attention.layer_norm_rms_epsilon", 1e-6),
-            activation="gelu_pytorch_tanh" if str(self.architecture).startswith("gemma") else "silu",
+            norm_eps=self.real(eps, 1e-5 if self.family.layer_norm else 1e-6),
+            activation=self.family.activation,
             tied_embeddings="output.weight" not in tensors,
-            attention_bias="blk.0.attn_q.bias" in tensors,
+            attention_bias="blk.0.attn_q.bias" in tensors or "blk.0.attn_qkv.bias" in tensors,
             mlp_bias="blk.0.ffn_up.bias" in tensors,
-            rope=self._rope(head_dim, rotated),
-            local_rope=RopeInfo(self.real("rope.freq_base_swa", 10_000.0)) if self.architecture == "gemma3" else None,
+            rope=rope,
+            local_rope=self._local_rope(rope, architecture),
             eos_token_ids=self._end_tokens(),
             bos_token_id=self._token("bos_token_id"),
             extra=extra,
@@ -89,7 +85,7 @@ class _GgufFields:
         """Tensor shapes give the numbers of positions and token types; rerankers are refused with their pooling."""
         positions = self._rows("position_embd.weight")
         return ModelInfo(
-            architecture=ARCHITECTURES["bert"],
+            architecture=self.family.architecture,
             vocab_size=vocab_size,
             hidden_size=hidden,
             num_layers=self.count("block_count"),
@@ -148,7 +144,7 @@ class _GgufFields:
             raise UnsupportedModel(
                 f"{self.name} lets every token see the whole text, which runs here from a folder with safetensors"
             )
-        if self.architecture not in _WINDOWED and (window := self._window()):
+        if self.architecture not in WINDOWED and (window := self._window()):
             raise UnsupportedModel(
                 f"{self.name} attends within a window of {window} tokens, which we do not know of {self.architecture}; "
                 "run the same model from safetensors"
@@ -161,9 +157,13 @@ class _GgufFields:
 
     def _family_fields(self, hidden: int, heads: int, head_dim: int) -> dict[str, Any]:
         """What model families read from `ModelInfo.extra`, under its config.json name."""
-        fields: dict[str, Any] = {}
+        first = {name: f"blk.0.{tensor}" in self.file.tensors for name, tensor in self.family.tensors.items()}
+        found = {name: self.get(key) for name, key in self.family.fields.items() if self.get(key) is not None}
+        fields: dict[str, Any] = {**self.family.constants, **first, **found}
         if (window := self._window()) is not None:
             fields["sliding_window"] = window
+        if self.architecture in BY_LAYER and self.get("attention.sliding_window") is not None:
+            fields |= self._by_layer()
         if self.architecture not in _LARGEST_GEMMA:
             return fields
         fields.setdefault("sliding_window", self.count("context_length"))
@@ -173,12 +173,24 @@ class _GgufFields:
             fields["attn_logit_softcapping"] = self.real("attn_logit_softcapping", 50.0)
             fields["final_logit_softcapping"] = self.real("final_logit_softcapping", 30.0)
             return fields
+        return fields | self._by_layer()
+
+    def _by_layer(self) -> dict[str, Any]:
+        """Which layers have a window. A window as long as the context is kept: layers without one may have no rope."""
+        fields: dict[str, Any] = {"sliding_window": self._window() or self.count("context_length")}
         pattern = self.get("attention.sliding_window_pattern")
         if isinstance(pattern, list):  # per layer: whether it has a window
             fields["layer_types"] = ["sliding_attention" if local else "full_attention" for local in pattern]
         else:
-            fields["sliding_window_pattern"] = self.count("attention.sliding_window_pattern", 6)
+            usual = BY_LAYER[str(self.architecture)]
+            fields["sliding_window_pattern"] = self.count("attention.sliding_window_pattern", usual)
         return fields
+
+    def _local_rope(self, rope: RopeInfo, architecture: str) -> RopeInfo | None:
+        """Of layers with a window, in families that have another one for them."""
+        if self.architecture == "gemma3":
+            return RopeInfo(self.real("rope.freq_base_swa", 10_000.0))
+        return RopeInfo(rope.theta) if architecture == "Olmo3ForCausalLM" else None  # not scaled
 
     def _vocab_size(self, hidden: int) -> int:
         embedding = self.file.tensors.get("token_embd.weight")

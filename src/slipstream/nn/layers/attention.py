@@ -128,7 +128,7 @@ class Attention(Layer):
         """q, k and v of the embedding of each distance."""
         assert context.relative_positions is not None
         embeddings, rows = context.relative_positions
-        projected: torch.Tensor = self.qkv(embeddings, context)
+        projected: torch.Tensor = self.qkv(embeddings)  # rows are distances, not tokens of the step
         return projected.index_select(0, rows)
 
     def _write(

@@ -49,7 +49,8 @@ def stablelm_shape(info: ModelInfo) -> DecoderShape:
     extra = info.extra
     attention = replace(llama_attention(info), qkv_bias=bool(extra.get("use_qkv_bias", False)), output_bias=False)
     if extra.get("qk_layernorm"):
-        attention = replace(attention, qk_norm="each apart")
+        # a GGUF file has one tensor for all heads
+        attention = replace(attention, qk_norm="each" if extra.get("qk_layernorm_stacked") else "each apart")
     mlp = replace(llama_mlp(info), bias=False, down_bias=False)
     return _shape(info, attention, mlp, "one norm" if extra.get("use_parallel_residual") else "no")
 
@@ -59,6 +60,10 @@ def stablelm_rules(shape: DecoderShape) -> Rules:
         f"model.layers.{{n}}.self_attn.{part}_layernorm.norms.{{head}}.weight": (
             f"layers.{{n}}.attention.norm.{part}.{{head}}.weight"
         )
+        for part in ("q", "k")
+    }
+    heads |= {
+        f"model.layers.{{n}}.self_attn.{part}_layernorm.weight": f"layers.{{n}}.attention.norm.{part}.weight"
         for part in ("q", "k")
     }
     return llama_rules(shape, _NORMS | heads)
@@ -105,7 +110,8 @@ def phi_rules(shape: DecoderShape) -> Rules:
 
 def gpt_neox_shape(info: ModelInfo) -> DecoderShape:
     """q, k and v of a head are neighbours in one tensor; mostly attention and MLP side by side, each with its norm."""
-    attention = replace(llama_attention(info), by_head=True)
+    by_head = bool(info.extra.get("qkv_by_head", True))  # not in a GGUF file
+    attention = replace(llama_attention(info), by_head=by_head, fused=not by_head)
     mlp = replace(llama_mlp(info), gated=False, bias=True, down_bias=True)
     return _shape(info, attention, mlp, "two norms" if info.extra.get("use_parallel_residual", True) else "no")
 

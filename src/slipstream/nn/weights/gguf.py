@@ -38,6 +38,11 @@ _NORMS_AROUND: dict[str, str | None] = {
     "blk.{n}.ffn_norm.weight": "model.layers.{n}.pre_feedforward_layernorm.weight",
     "blk.{n}.post_ffw_norm.weight": "model.layers.{n}.post_feedforward_layernorm.weight",
 }
+_NORM_BIASES: dict[str, str | None] = {
+    "output_norm.bias": "model.norm.bias",
+    "blk.{n}.attn_norm.bias": "model.layers.{n}.input_layernorm.bias",
+    "blk.{n}.ffn_norm.bias": "model.layers.{n}.post_attention_layernorm.bias",
+}
 _BERT: dict[str, str | None] = {
     "token_embd.weight": "embeddings.word_embeddings.weight",
     "position_embd.weight": "embeddings.position_embeddings.weight",
@@ -66,15 +71,73 @@ _OWN_NAMES: dict[str, dict[str, str | None]] = {
 }
 
 
+_OWN_NAMES |= {
+    "seed_oss": {"blk.{n}.post_attention_norm.weight": "model.layers.{n}.post_attention_layernorm.weight"},
+    "exaone4": _NORMS_AROUND,
+    "hunyuan-dense": {
+        "blk.{n}.attn_q_norm.weight": "model.layers.{n}.self_attn.query_layernorm.weight",
+        "blk.{n}.attn_k_norm.weight": "model.layers.{n}.self_attn.key_layernorm.weight",
+    },
+    "glm4": {
+        "blk.{n}.post_attention_norm.weight": "model.layers.{n}.post_self_attn_layernorm.weight",
+        "blk.{n}.post_ffw_norm.weight": "model.layers.{n}.post_mlp_layernorm.weight",
+        "blk.{n}.ffn_up.weight": "model.layers.{n}.mlp.gate_up_proj.weight",
+    },
+    "nemotron": _NORM_BIASES,
+    "stablelm": {
+        **_NORM_BIASES,
+        "blk.{n}.attn_q_norm.weight": "model.layers.{n}.self_attn.q_layernorm.weight",
+        "blk.{n}.attn_k_norm.weight": "model.layers.{n}.self_attn.k_layernorm.weight",
+    },
+    "starcoder2": {
+        **_NORM_BIASES,
+        "blk.{n}.ffn_up.{kind}": "model.layers.{n}.mlp.c_fc.{kind}",
+        "blk.{n}.ffn_down.{kind}": "model.layers.{n}.mlp.c_proj.{kind}",
+    },
+    "phi2": {
+        **_NORM_BIASES,
+        "output_norm.{kind}": "model.final_layernorm.{kind}",
+        "output.bias": "lm_head.bias",
+        "blk.{n}.attn_output.{kind}": "model.layers.{n}.self_attn.dense.{kind}",
+        "blk.{n}.ffn_up.{kind}": "model.layers.{n}.mlp.fc1.{kind}",
+        "blk.{n}.ffn_down.{kind}": "model.layers.{n}.mlp.fc2.{kind}",
+    },
+    "gpt2": {
+        "token_embd.weight": "transformer.wte.weight",
+        "position_embd.weight": "transformer.wpe.weight",
+        "output_norm.{kind}": "transformer.ln_f.{kind}",
+        "blk.{n}.attn_norm.{kind}": "transformer.h.{n}.ln_1.{kind}",
+        "blk.{n}.ffn_norm.{kind}": "transformer.h.{n}.ln_2.{kind}",
+        "blk.{n}.attn_qkv.{kind}": "transformer.h.{n}.attn.c_attn.{kind}",
+        "blk.{n}.attn_output.{kind}": "transformer.h.{n}.attn.c_proj.{kind}",
+        "blk.{n}.ffn_up.{kind}": "transformer.h.{n}.mlp.c_fc.{kind}",
+        "blk.{n}.ffn_down.{kind}": "transformer.h.{n}.mlp.c_proj.{kind}",
+    },
+    "gptneox": {
+        "token_embd.weight": "gpt_neox.embed_in.weight",
+        "output_norm.{kind}": "gpt_neox.final_layer_norm.{kind}",
+        "output.weight": "embed_out.weight",
+        "blk.{n}.attn_norm.{kind}": "gpt_neox.layers.{n}.input_layernorm.{kind}",
+        "blk.{n}.ffn_norm.{kind}": "gpt_neox.layers.{n}.post_attention_layernorm.{kind}",
+        "blk.{n}.attn_qkv.{kind}": "gpt_neox.layers.{n}.attention.query_key_value.{kind}",
+        "blk.{n}.attn_output.{kind}": "gpt_neox.layers.{n}.attention.dense.{kind}",
+        "blk.{n}.ffn_up.{kind}": "gpt_neox.layers.{n}.mlp.dense_h_to_4h.{kind}",
+        "blk.{n}.ffn_down.{kind}": "gpt_neox.layers.{n}.mlp.dense_4h_to_h.{kind}",
+    },
+}
+# converted by llama's rule: rows of q and k are interleaved by rotary pairs
+_PAIRED = ("llama", "arcee", "smollm3", "granite")
+# files store 1 + weight of a norm, checkpoints store weight
+_SHIFTED = ("gemma", "gemma2", "gemma3", "nemotron")
+
+
 class GgufSource:
     def __init__(self, file: GgufFile, num_heads: int, num_kv_heads: int) -> None:
         self.file = file
         architecture = str(file.fields.get("general.architecture"))
         self.names = Rules(_OWN_NAMES.get(architecture, {})) | NAMES
-        # llama files store the rows of q and k interleaved by rotary pairs
-        self.paired_heads = {"attn_q": num_heads, "attn_k": num_kv_heads} if architecture == "llama" else {}
-        # files of Gemma store 1 + weight of a norm, checkpoints store weight
-        self.norm_offset = 1.0 if architecture in ("gemma2", "gemma3") else 0.0
+        self.paired_heads = {"attn_q": num_heads, "attn_k": num_kv_heads} if architecture in _PAIRED else {}
+        self.norm_offset = 1.0 if architecture in _SHIFTED else 0.0
 
     def __iter__(self) -> Iterator[SourceTensor]:
         for tensor in self.file.tensors.values():

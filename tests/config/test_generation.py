@@ -58,3 +58,10 @@ def test_one_end_token_may_stand_without_a_list(tmp_path: Path) -> None:
 def test_a_broken_file_is_named(tmp_path: Path, content: Any, words: str) -> None:
     with pytest.raises(BadCheckpoint, match=rf"generation_config.json.*{words}.*remove"):
         read(tmp_path, content)
+
+
+def test_a_gguf_file_has_no_folder_and_no_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF")
+    assert read_generation_defaults(file) == GenerationDefaults()
+    assert read_generation_defaults(file, overrides={"top_k": 3}).params == {"top_k": 3}

@@ -65,7 +65,7 @@ def _read(path: Path) -> dict[str, Any]:
     """The file's fields; none where there is no file."""
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):  # a .gguf file is no folder
         return {}
     except (OSError, ValueError) as error:
         raise BadCheckpoint(f"{path} cannot be read: {error}; download it again or remove it") from None

@@ -1,5 +1,8 @@
 """Which device `auto` is."""
 
+import io
+from typing import Any
+
 import pytest
 import torch
 
@@ -101,3 +104,16 @@ def test_a_platform_may_refuse_to_pin(monkeypatch):
 
     monkeypatch.setattr(torch, "zeros", refuse)
     assert not _pinning_works()
+
+
+def test_a_cpu_computes_in_float32(monkeypatch):
+    """Also one with bfloat16 instructions, which was slower in bfloat16."""
+    real = open
+
+    def fake(path: object, *args: Any, **kwargs: Any) -> Any:
+        if path == "/proc/cpuinfo":
+            return io.StringIO("flags : avx512_bf16 amx_bf16\nFeatures : bf16\n")
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr("builtins.open", fake)
+    assert detect_machine("cpu").fast_dtypes == ("float32",)

@@ -171,9 +171,9 @@ def detect_machine(kind: str) -> Machine:
     if kind == "cuda":
         free, total = torch.cuda.mem_get_info()
         return Machine("cuda", free, total, default_threads(), ("bfloat16", "float16", "float32"))
-    # float32 even for bfloat16 checkpoints: a CPU without bfloat16 instructions is a hundred times slower
-    half = ("bfloat16",) if _cpu_has_bfloat16() else ()
-    return Machine("cpu", available_memory(), _total_memory(), default_threads(), ("float32", *half))
+    # float32 even for bfloat16 checkpoints: our kernels are in float32. A CPU without bfloat16 instructions would be a
+    # hundred times slower; one with AMX was slower too, in decode and in prefill (docs/performance.md)
+    return Machine("cpu", available_memory(), _total_memory(), default_threads(), ("float32",))
 
 
 def seems_cuda(kind: str) -> bool:
@@ -184,16 +184,6 @@ def seems_cuda(kind: str) -> bool:
         if kind == "auto":
             kind = "cuda" if is_there else "cpu"
     return kind == "cuda" and torch.version.cuda is not None
-
-
-def _cpu_has_bfloat16() -> bool:
-    """Whether the CPU has instructions for bfloat16 matrix products."""
-    try:
-        with open("/proc/cpuinfo", encoding="ascii", errors="replace") as lines:
-            flags = next((line for line in lines if line.lower().startswith(("flags", "features"))), "").split()
-    except OSError:
-        return False
-    return "amx_bf16" in flags or "avx512_bf16" in flags or "bf16" in flags
 
 
 def _total_memory() -> int:

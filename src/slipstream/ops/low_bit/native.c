@@ -21,6 +21,8 @@
 #include "../native_low_bit_plain.h"
 #elif defined(__aarch64__) && defined(__ARM_FEATURE_DOTPROD)
 #include "../native_low_bit_neon.h"
+#elif defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
+#include "../native_low_bit_avx512.h"
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #include "../native_low_bit_avx2.h"
 #else

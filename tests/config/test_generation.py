@@ -20,6 +20,13 @@ def test_no_file_gives_no_defaults(tmp_path: Path) -> None:
     assert read_generation_defaults(tmp_path) == GenerationDefaults(params={}, eos_token_ids=())
 
 
+def test_a_single_file_has_no_defaults_beside_it(tmp_path: Path) -> None:
+    """A GGUF file is given by its own path."""
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF")
+    assert read_generation_defaults(file) == GenerationDefaults()
+
+
 def test_what_the_sampler_knows_is_taken_and_the_rest_left(tmp_path: Path) -> None:
     found = read(
         tmp_path,

@@ -53,7 +53,8 @@ def test_a_gpu_by_its_number_is_told_how_it_is_chosen(monkeypatch):
 
 
 def test_a_device_is_given_as_text():
-    for device in (None, 0, torch.device("cpu")):
+    assert make_options(device=None).device == "auto"  # None is the default of every option
+    for device in (0, torch.device("cpu")):
         with pytest.raises(InvalidOption, match="device is .*; it takes 'auto' or 'cpu' or 'cuda'"):
             make_options(device=device)
 

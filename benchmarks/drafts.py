@@ -121,7 +121,7 @@ def search(llm: LLM, num_rows: int, length: int, num_drafts: int) -> None:
     runner = llm.core.executor
     head, history = runner.heads[0], runner.store.history
     device = head.rows.computed.device
-    table = runner.input_batch.page_tables.tables[history.group]
+    table = history.table
     width = -(-length // history.tokens.shape[1])
     pages = 1 + torch.arange(num_rows * width, device=device) % (len(history.tokens) - 1)
     table[:num_rows, :width] = pages.view(num_rows, width)

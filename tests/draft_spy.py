@@ -16,7 +16,7 @@ class DraftSpy:
         head = runner.heads[0]
         self.inner, self.rows = head.drafter, head.rows
         self.history = runner.store.history
-        self.table = runner.input_batch.page_tables.tables[self.history.group]
+        self.table = self.history.table
         self.always_runs, self.reads_hidden = self.inner.always_runs, self.inner.reads_hidden
         self.proposals: list[tuple[list[int], list[int]]] = []
         head.drafter = self

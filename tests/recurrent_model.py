@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from slipstream.cache_spec import StateField
+from slipstream.cache_spec import StateField, replay_columns, ring_columns
 from slipstream.config.model_info import ModelInfo
 from slipstream.nn.blocks import block
 from slipstream.nn.context import ForwardContext, LastTokens
@@ -26,7 +26,8 @@ from slipstream.nn.models.decoder_shape import DecoderShape
 from slipstream.nn.models.llama import llama_rules, llama_shape
 from slipstream.nn.models.registry import Family
 from slipstream.nn.shapes import MixerShape, NormShape
-from slipstream.ops.recurrent_steps import RecurrentSteps
+from slipstream.ops.recurrent_steps import DraftSteps, RecurrentSteps
+from slipstream.ops.recurrent_steps.replay import Recurrence, remember_, replay_, verify_
 from tiny import write_tiny
 
 
@@ -35,9 +36,12 @@ class DecayShape(MixerShape):
     name: str = "decay"
     size: int = 24
 
-    def state_fields(self, dtype: str) -> tuple[StateField, ...]:
+    def state_fields(self, dtype: str, num_drafts: int = 0) -> tuple[StateField, ...]:
         exact = "float64" if dtype == "float64" else "float32"
-        return StateField("sum", (self.size,), exact), StateField("last", (self.size, 1), dtype)
+        columns = ring_columns(2, num_drafts) if num_drafts else 1
+        fields = StateField("sum", (self.size,), exact), StateField("last", (self.size, columns), dtype)
+        replay = StateField("replay", (replay_columns(num_drafts), 2 * self.size), exact, is_saved=False)
+        return (*fields, replay) if num_drafts else fields
 
     def elements_per_token(self, on_cpu: bool) -> int:
         return 8 * self.size
@@ -82,37 +86,78 @@ def scan(
 ) -> torch.Tensor:
     """sum = sum * decay + value, for each row; gives the sum and the value before, [T, size]."""
     sums, lasts = state["sum"], state["last"]
-    fresh = steps.first_positions == 0
-    slots = steps.slots.long()
-    carried = torch.where(fresh[:, None], torch.zeros((), dtype=sums.dtype), sums[slots])
-    before = torch.where(fresh[:, None], torch.zeros((), dtype=lasts.dtype), lasts[slots, :, 0])
+    slots, columns, drafts = steps.slots.long(), lasts.shape[2], steps.drafts
     value, decay = value.to(sums.dtype), decay.to(sums.dtype)
+    positions = steps.first_positions.long()
+    recurrence = None
+    if drafts is not None:
+        recurrence = drafted_sums(value, decay, state["replay"])
+    if drafts is not None and not steps.is_single:
+        replay_(sums, steps, recurrence)
+        copy_last(lasts, steps, drafts)
+    # the value before: of the place before in the same row, or of an earlier step
+    before = torch.where(
+        (positions == 0)[:, None], torch.zeros((), dtype=lasts.dtype), last_of(lasts, slots, positions)
+    )
     if steps.is_single:
-        carried = carried * decay + value
-        out = carried + before
-        sums[slots], lasts[slots, :, 0] = carried, value.to(lasts.dtype)
-        if steps.save_slots is not None:
+        if drafts is not None:
+            earlier = torch.cat([value[:1], value[:-1]]).to(lasts.dtype)
+            before = torch.where((drafts.offsets > 0)[:, None], earlier, before)
+        totals = torch.zeros_like(value)
+        if steps.is_verified:
+            remember_(state["replay"], steps, torch.cat((value, decay), 1))
+            verify_(totals, sums, steps, recurrence)
+        else:
+            totals = torch.where((positions == 0)[:, None], 0.0, sums[slots]) * decay + value
+            sums[slots] = totals
+        lasts[slots, :, positions % columns] = value.to(lasts.dtype)
+        if drafts is not None:
+            copy_last(lasts, steps, drafts)
+        if steps.save_slots is not None and not steps.is_verified:
             rows = torch.nonzero(steps.save_slots >= 0)[:, 0]
             targets = steps.save_slots[rows].long()
-            sums[targets], lasts[targets, :, 0] = carried[rows], value[rows].to(lasts.dtype)
-        return out.to(lasts.dtype)
+            sums[targets] = totals[rows]
+            lasts[targets, :, positions[rows] % columns] = value[rows].to(lasts.dtype)
+        return (totals + before).to(lasts.dtype)
     assert steps.chunks is not None and steps.chunk_starts is not None
+    carried = torch.where((positions == 0)[:, None], torch.zeros((), dtype=sums.dtype), sums[slots])
     out = torch.zeros_like(value)
     chunks, chunk_starts = steps.chunks.tolist(), steps.chunk_starts.tolist()
     for row in range(len(slots)):
-        total, previous = carried[row], before[row]
+        total, previous, position = carried[row], before[row], int(positions[row])
         for of_row, first, num, save in chunks[chunk_starts[row] : chunk_starts[row + 1]]:
             assert of_row == row and num >= 1
             part = slice(first, first + num)
             decayed = decay[part].cumprod(0)
             totals = decayed * (total + (value[part] / decayed).cumsum(0))
             out[part] = totals + torch.cat([previous[None], value[part][:-1].to(lasts.dtype)])
-            total, previous = totals[-1], value[part][-1].to(lasts.dtype)
+            total, previous, position = totals[-1], value[part][-1].to(lasts.dtype), position + num
             if save >= 0:
-                sums[save], lasts[save, :, 0] = total, previous
+                sums[save], lasts[save, :, (position - 1) % columns] = total, previous
         if chunk_starts[row + 1] > chunk_starts[row]:
-            sums[slots[row]], lasts[slots[row], :, 0] = total, previous
+            sums[slots[row]], lasts[slots[row], :, (position - 1) % columns] = total, previous
     return out.to(lasts.dtype)
+
+
+def drafted_sums(value: torch.Tensor, decay: torch.Tensor, replay: torch.Tensor) -> Recurrence:
+    return Recurrence(
+        take=lambda tokens: (value[tokens], decay[tokens]),
+        recall=lambda slot, position: replay[slot, position % replay.shape[1]].chunk(2, 1),
+        change=lambda inputs, held: held * inputs[1] + inputs[0],
+        read=lambda tokens, held: held,
+    )
+
+
+def last_of(lasts: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """The inputs before these positions."""
+    return lasts[slots, :, (positions - 1) % lasts.shape[2]]
+
+
+def copy_last(lasts: torch.Tensor, steps: RecurrentSteps, drafts: DraftSteps) -> None:
+    """The input before each save goes to the save slot."""
+    slots, positions = steps.slots.long(), drafts.save_positions.long()
+    targets = torch.where(drafts.save_slots < 0, slots, drafts.save_slots.long())
+    lasts[targets, :, (positions - 1) % lasts.shape[2]] = last_of(lasts, slots, positions)
 
 
 def hybrid(info: ModelInfo) -> DecoderShape:

@@ -14,8 +14,8 @@ class ReplayDrafter:
 
     always_runs = reads_hidden = False
 
-    def __init__(self, head, history, page_tables, texts: list[list[int]], kind: str) -> None:
-        self.rows, self.history, self.tables = head.rows, history, page_tables.tables[history.group]
+    def __init__(self, head, history, texts: list[list[int]], kind: str) -> None:
+        self.rows, self.history = head.rows, history
         self.kind, self.rng = kind, random.Random(0)
         self.after: dict[tuple[int, ...], list[int]] = {}
         for text in texts:
@@ -27,7 +27,7 @@ class ReplayDrafter:
         """Replace the drafter of an engine."""
         runner = llm.core.executor
         head = runner.heads[0]
-        head.drafter = cls(head, runner.store.history, runner.input_batch.page_tables, texts, kind)
+        head.drafter = cls(head, runner.store.history, texts, kind)
 
     def propose(self, batch: DraftBatch, num_drafts: int) -> None:
         with sync_allowed("a drafter of the tests"):
@@ -37,7 +37,7 @@ class ReplayDrafter:
                     self.rows.next_tokens[row, 1 + place] = self.change(token)
 
     def text(self, row: int) -> tuple[int, ...]:
-        tokens = self.history.tokens[self.tables[row]].view(-1)[: int(self.rows.computed[row])].tolist()
+        tokens = self.history.tokens[self.history.table[row]].view(-1)[: int(self.rows.computed[row])].tolist()
         return (*tokens, int(self.rows.next_tokens[row, 0]))
 
     def change(self, token: int) -> int:

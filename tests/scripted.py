@@ -64,6 +64,9 @@ class _Row:
         self.length = self.start = admission.num_cached  # after and before the present step
         self.next_tokens: list[int] = []  # the token drawn last, then guesses of those behind it
         self.state: tuple[int, ...] | None = None if admission.num_cached else ()  # None: to be restored
+        # tokens that the stored state has seen, after and before the present step: with drafts it may be older than
+        # the row, whose accepted tokens the next step replays
+        self.base = self.base_before = admission.num_cached
         self.planned = 0  # the length after the present step, by the plan: an upper bound while drafts are in flight
 
 
@@ -189,10 +192,13 @@ class ScriptedExecutor:
         assert len({checkpoint for _, _, checkpoint in saves}) == len(saves), "a checkpoint is saved to twice"
         for index, position, checkpoint in saves:
             state = self.rows[int(plan.rows[index])]
-            assert state.start < position <= state.length and position % self.border == 0, f"{position} is no border"
+            assert position % self.border == 0, f"{position} is no border"
+            is_passed = state.base_before < position <= state.base
+            assert is_passed or self.drafter is not None, f"{position} is not computed in this step"
             assert state.state is not None
-            self.checkpoints[checkpoint] = state.state[:position]
-            self.num_saved += 1
+            if is_passed:
+                self.checkpoints[checkpoint] = state.state[:position]
+                self.num_saved += 1
 
     def _write(self, plan: StepPlan) -> None:
         """Write every row's tokens to its slots before any row reads, as each layer of a model does."""
@@ -202,10 +208,14 @@ class ScriptedExecutor:
         singles = plan.num_tokens == 1
         assert singles.tolist() == sorted(singles.tolist(), reverse=True), "rows of one token come first"
         assert len(set(plan.rows.tolist())) == len(plan.rows) > 0, "a row is planned twice"
-        for row, num, length, num_host_tokens in zip(
-            plan.rows, plan.num_tokens, plan.lengths, plan.num_host_tokens, strict=True
+        if self.has_states and (plan.num_drawn > 1).any():
+            assert (plan.num_tokens <= np.maximum(plan.num_drawn, 1)).all(), "drafts beside a longer chunk"
+        for row, num, length, num_host_tokens, num_drawn in zip(
+            plan.rows, plan.num_tokens, plan.lengths, plan.num_host_tokens, plan.num_drawn, strict=True
         ):
             state = self.rows[int(row)]
+            if state.state is not None:
+                state.state = state.state[: state.length]  # without rejected drafts
             end = state.length + int(num)
             bound = length >= end if self.drafter and not num_host_tokens else length == end
             assert num >= 1 and bound, f"row {row} is at {state.length}, planned to {length}"
@@ -231,6 +241,7 @@ class ScriptedExecutor:
                 if self.has_states:
                     assert state.state is not None and len(state.state) == position, f"row {row} has no such state"
                     state.state = (*state.state, token)
+            state.base_before, state.base = state.base, state.length if num_drawn > 1 else end
             state.start, state.length, state.planned = state.length, end, int(length)
             self.num_computed += int(num)
         assert next(host_tokens, None) is None, "more host tokens than planned positions"
@@ -372,9 +383,9 @@ class ScriptedExecutor:
         """The tokens that the row's last token is drawn from: all, or those of the widest window."""
         seen = self._read(state)
         if self.has_states:
-            assert state.state is not None and len(state.state) == state.length
+            assert state.state is not None and len(state.state) >= state.length
             assert all(state.state[position] == token for position, token in seen.items()), "pages of other tokens"
-            return list(state.state)
+            return list(state.state[: state.length])
         return [seen[position] for position in range(state.length) if position in seen][-horizon(self.windows) :]
 
     def _read(self, state: _Row) -> dict[int, int]:
@@ -465,7 +476,7 @@ class Bench:
             border,
             spacing,
         )
-        self.cache = CacheManager(config)
+        self.cache = CacheManager(config, num_drafts)
         self.scheduler = Scheduler(
             SchedulerConfig(
                 max_num_seqs=max_num_seqs,

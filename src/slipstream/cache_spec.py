@@ -91,6 +91,7 @@ class StateField(msgspec.Struct, frozen=True):
     name: str
     shape: tuple[int, ...]
     dtype: str  # a key of ITEMSIZE
+    is_saved: bool = True  # part of checkpoints; False: only rows have it
 
     @property
     def num_bytes(self) -> int:
@@ -104,4 +105,20 @@ class StateSpec(msgspec.Struct, frozen=True):
 
     @property
     def num_bytes(self) -> int:
+        """Of a row."""
         return sum(field.num_bytes for field in self.fields)
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        return sum(field.num_bytes for field in self.fields if field.is_saved)
+
+
+def ring_columns(width: int, num_drafts: int) -> int:
+    """Columns of the ring of a convolution's inputs: `width`, so that no token reads the column that it writes. With up
+    to `num_drafts` drafts per row and step, the inputs of the last two steps and those before them are kept."""
+    return width + 2 * num_drafts + 1 if num_drafts else width
+
+
+def replay_columns(num_drafts: int) -> int:
+    """Tokens of a row whose inputs are kept for a replay: those of the last step, and of the step that replays them."""
+    return 2 * num_drafts + 2

@@ -91,6 +91,9 @@ def rest():
     blocks = dict(CHUNK=64, ROWS=512, ENTRIES=32, SAVES=64)
     build("slipstream.ops.recurrent_steps.triton", "_list_kernel", x, **blocks)
     build("slipstream.ops.recurrent_steps.triton", "_list_kernel", x, saves=None, **blocks)
+    x |= of(INT, "table out") | of(LONG, "rows offsets")
+    build("slipstream.ops.recurrent_steps.triton", "_bases_kernel", x, SINGLE=True, DRAWS=128)
+    build("slipstream.ops.recurrent_steps.triton", "_bases_kernel", x, SINGLE=False, DRAWS=128, offsets=None)
     x = of(HALF, "embedding angles x rotary") | of(LONG, "ids positions") | {"scale": "fp32"}
     shape = dict(SIZE=1000, TURNS=256, BLOCK=256, DEPENDENT=True)
     build("slipstream.ops.embedding_lookup.triton", "_look_up_kernel", x, SCALED=True, **shape)
@@ -158,11 +161,15 @@ def experts():
 def recurrent():
     x = of(HALF, "x weight bias state out") | of(INT, "slots starts first_positions chunks chunk_starts save_slots")
     conv = "slipstream.ops.conv1d.triton"
-    build(conv, "_chunk_kernel", x, SILU=True, WIDTH=4, TOKENS=8, CHANNELS=1024, bias=None)
-    build(conv, "_chunk_kernel", x, SILU=False, WIDTH=3, TOKENS=8, CHANNELS=512)
-    build(conv, "_step_kernel", x, SILU=True, WIDTH=4, CHANNELS=128, bias=None)
-    build(conv, "_step_kernel", x, SILU=True, WIDTH=4, CHANNELS=128, save_slots=None)
-    build(conv, "_store_kernel", x, WIDTH=4, CHANNELS=128)
+    build(conv, "_chunk_kernel", x, SILU=True, WIDTH=4, RING=4, TOKENS=8, CHANNELS=1024, bias=None)
+    build(conv, "_chunk_kernel", x, SILU=False, WIDTH=3, RING=12, TOKENS=8, CHANNELS=512)
+    x |= of(INT, "offsets save_positions bases counts replay") | {"replay": HALF}
+    plain = dict(offsets=None, save_positions=None)
+    build(conv, "_step_kernel", x, SILU=True, WIDTH=4, RING=4, CHANNELS=128, bias=None, **plain)
+    build(conv, "_step_kernel", x, SILU=True, WIDTH=4, RING=4, CHANNELS=128, save_slots=None, **plain)
+    build(conv, "_step_kernel", x, SILU=True, WIDTH=4, RING=13, CHANNELS=128)
+    build(conv, "_store_kernel", x, WIDTH=4, RING=4, CHANNELS=128, save_slots=None, save_positions=None)
+    build(conv, "_store_kernel", x, WIDTH=4, RING=13, CHANNELS=128)
     delta = "slipstream.ops.delta_rule.triton."
     x |= of(HALF, "a b z gate q k v keys values scores out qkv conv conv_state norm")
     x |= of(FLOAT, "a_log dt_bias g beta state made") | {"scale": "fp32", "arrived": INT}
@@ -182,11 +189,19 @@ def recurrent():
     shape |= dict(KEY_BLOCK=128, WHOLE=128, DEPENDENT=True)
     build(delta + "decode", "_decode_kernel", x, BLOCK=64, SPLITS=1, HALVES=2, made=None, arrived=None, **shape)
     build(delta + "decode", "_decode_kernel", x, BLOCK=32, SPLITS=4, HALVES=1, save_slots=None, **shape)
+    shape = {key: shape[key] for key in shape if key not in ("WHOLE", "DEPENDENT")} | dict(RING=13, REPLAY=10, BLOCK=32)
+    build(delta + "verify", "_verify_kernel", x | {"out": FLOAT}, **shape)
+    build(delta + "verify", "_verify_kernel", x, **dict.fromkeys(["qkv", "b", "a", "out"]), **shape)
     x |= of(HALF, "x dt b c z") | of(FLOAT, "d dt_min dt_max") | {"dt_min": "fp32", "dt_max": "fp32"}
     ssm = "slipstream.ops.ssm.triton."
     heads = dict(HEADS=80, HEADS_OF_GROUP=10, STATE=128, PADDED_STATE=128)
     build(ssm + "ssd", "_ssd_kernel", x, DIM=64, BLOCK=32, **heads)
     build(ssm + "ssd", "_ssd_kernel", x, DIM=64, BLOCK=32, save_slots=None, **heads)
+    for draws in (True, False):
+        lines = dict(COLUMNS=10, DRAWS=draws)
+        build(ssm + "verify", "_ssd_kernel", x, DIM=64, BLOCK=32, SIZE=5120 + 1024 + 80, **lines, **heads)
+        channels = dict(CHANNELS=5120, STATE=16, BLOCK=64, PADDED_STATE=16, SIZE=10256)
+        build(ssm + "verify", "_selective_kernel", x, **lines, **channels)
     x |= of(FLOAT, "sizes totals")
     heads |= dict(CHUNK=64, PRECISION="tf32x3")
     build(ssm + "ssd_chunked", "_factors_kernel", x, BLOCK=16, **heads)

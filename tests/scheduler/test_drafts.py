@@ -130,3 +130,20 @@ def test_a_failed_draw_ends_the_request_after_the_tokens_before_it() -> None:
     (request,) = bench.submit([1, 2, 3], max_tokens=9)
     bench.run()
     assert len(bench.output_of(request)) == 3 and bench.outputs[-1].error is not None
+
+
+@pytest.mark.parametrize("drafter", [RIGHT, WRONG])
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_checkpoints_are_found_only_once_the_state_has_passed_them(depth: int, drafter: int) -> None:
+    """After every step another request begins with all tokens that are known by then."""
+    bench = bench_with(drafter, 3, depth=depth, num_checkpoints=8, border=4, max_num_seqs=4)
+    (request,) = bench.submit([1, 2, 3], max_tokens=30)
+    others = []
+    while request.status is not Status.FINISHED:
+        bench.step()
+        bench.scheduler.check()
+        others += bench.submit(list(request.tokens), max_tokens=1)
+    bench.run()
+    for each in (request, *others):
+        bench.check_tokens(each)
+    assert sum(each.num_cached > 3 for each in others) > 5, "too few continued after generated tokens"

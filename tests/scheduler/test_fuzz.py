@@ -42,7 +42,7 @@ class Day:
             chunked_prefill=chunked,
             staged_ints=rng.choice([1, 60, 4096]),
             short_rope=rng.choice([None, None, 6, 16]),
-            num_drafts=0 if has_states else (0, 4, 1)[seed % 3],
+            num_drafts=(0, 4, 1)[seed % 3],
             draft_seed=seed,
             **(self.states(seed, page_size) if has_states else {}),
         )
@@ -165,6 +165,8 @@ def test_the_random_runs_with_states_cover_every_event() -> None:
     assert sum(bench.executor.num_saved for bench in benches) > 500
     assert sum(bench.scheduler.num_preemptions for bench in benches) > 20
     assert sum(bench.executor.num_switched for bench in benches) > 10
+    assert sum(bench.executor.num_accepted for bench in benches) > 300
+    assert sum(bench.executor.num_rejected for bench in benches) > 300
     resumed = [
         admission
         for bench in benches

@@ -63,8 +63,13 @@ class StateConfig(msgspec.Struct, frozen=True):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of one state, over all sites."""
+        """Bytes of the state of one row, over all sites."""
         return sum(spec.num_bytes for spec in self.specs)
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes of one checkpoint, over all sites."""
+        return sum(spec.checkpoint_bytes for spec in self.specs)
 
 
 class CacheConfig(msgspec.Struct, frozen=True):

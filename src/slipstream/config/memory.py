@@ -120,11 +120,14 @@ def plan_memory(config: EngineConfig, weights: int) -> MemoryPlan:
         if config.draft is not None:
             pages = config.draft.scratch_pages(scheduler.drafts.num_drafts, cache.page_size)
             tables += rows * pages * config.draft.page_bytes
+        if not cache.groups:  # a table of its own
+            own = rows * -(-scheduler.max_model_len // cache.page_size)
+            tables += id_bytes((1 + own,), cache.page_size) + 8 * own
     return MemoryPlan(
         weights=weights,
         cache=cache.num_bytes,
         states=0 if cache.states is None else rows * cache.states.num_bytes,
-        checkpoints=0 if cache.states is None else cache.states.num_checkpoints * cache.states.num_bytes,
+        checkpoints=0 if cache.states is None else cache.states.num_checkpoints * cache.states.checkpoint_bytes,
         tables=tables + (sum(graph_output_bytes(config)) if captures else 0),
         features=query_bytes(config)
         + (feature_bytes(info, config.model.dtype, scheduler.max_num_seqs) if generates else 0),
@@ -146,7 +149,7 @@ def plan_memory(config: EngineConfig, weights: int) -> MemoryPlan:
 
 def id_bytes(group_pages: Sequence[int], page_size: int) -> int:
     """Bytes of the token ids of all positions, which drafts are found in: those of one group, at most the largest."""
-    return max(group_pages) * page_size * 4
+    return max(group_pages, default=0) * page_size * 4
 
 
 def draft_bytes(config: EngineConfig) -> tuple[int, int]:
@@ -278,6 +281,7 @@ def arena_bytes(config: EngineConfig) -> int:
     new_pages += sum(num * 2 * 8 for group, num in zip(cache.groups, cache.group_pages, strict=True) if group.window)
     if cache.states is not None:  # row, position and checkpoint of each save, or a checkpoint for each row
         new_pages += max_saves(tokens, scheduler.max_num_seqs) * 3 * 4 + scheduler.max_num_seqs * 4
+        new_pages += scheduler.max_drawn * 2 * 4 if scheduler.drafts is not None else 0
     per_row = 2048  # counts, picked rows, sampling parameters, copies
     wanted = tokens * per_token + new_pages + (scheduler.max_drawn + 1) * per_row + scheduler.staged_ints * 8 + 65536
     return -(-wanted // 16) * 16

@@ -96,7 +96,7 @@ def resolve(
         raise InvalidOption("deterministic is for bfloat16, float16 and float32, not for float64; choose one of them")
 
     drafts = read_draft_config(options.speculative_config, options.drafts)
-    if drafts is not None and (refused := _refuses_drafts(is_encoder, pooling, states)):
+    if drafts is not None and (refused := _refuses_drafts(is_encoder, pooling, draft is not None and bool(states))):
         raise InvalidOption(f"drafts are not supported for {source.name}: {refused}; remove speculative_config")
 
     fit_length = options.max_model_len in ("auto", -1)
@@ -208,11 +208,11 @@ def resolve(
     return config
 
 
-def _refuses_drafts(is_encoder: bool, pooling: PoolingInfo | None, states: tuple[StateSpec, ...]) -> str:
-    """Why a model cannot have drafts; empty if it can."""
+def _refuses_drafts(is_encoder: bool, pooling: PoolingInfo | None, is_mixed: bool) -> str:
+    """Why a model cannot have drafts; empty if it can. `is_mixed`: it has recurrent states, and a model drafts."""
     if is_encoder or (pooling is not None and not pooling.generates):
         return "it generates no text"
-    return "a rejected draft cannot be taken back from its recurrent states" if states else ""
+    return "it has recurrent states, for which only ngram and suffix draft" if is_mixed else ""
 
 
 def model_config(
@@ -277,7 +277,7 @@ def _num_pages(
     if options.num_pages is not None:
         return _positive("num_pages", options.num_pages) + 1  # plus the null page
     if options.kv_cache_memory is not None:
-        given = parse_bytes(options.kv_cache_memory) - num_checkpoints * states.num_bytes
+        given = parse_bytes(options.kv_cache_memory) - num_checkpoints * states.checkpoint_bytes
         return max(size.pages_in(max(given, 0)), 1)
     pages = min(size.enough, size.pages_in(max(_room(options, other_bytes, machine), 0)))
     affordable = size.num_bytes(size.least) <= machine.free_memory - other_bytes

@@ -29,7 +29,8 @@ class StateSize:
     ) -> None:
         """`wanted`: the number of checkpoints that an option sets."""
         self.specs = specs
-        self.num_bytes = sum(spec.num_bytes for spec in specs)  # of one state
+        self.num_bytes = sum(spec.num_bytes for spec in specs)  # of the state of one row
+        self.checkpoint_bytes = sum(spec.checkpoint_bytes for spec in specs)
         self.has_pages = bool(groups)
         self.wanted = wanted
         self.prefix_caching = prefix_caching
@@ -45,7 +46,7 @@ class StateSize:
             )
         # a checkpoint takes as much memory as the pages of so many positions
         per_position = sum(group.bytes_per_page for group in groups) / page_size
-        even = int(self.num_bytes / per_position) if per_position else MAX_SPACING
+        even = int(self.checkpoint_bytes / per_position) if per_position else MAX_SPACING
         self.spacing = -(-min(max(even, MIN_SPACING), MAX_SPACING) // self.border) * self.border
 
     def config(self, num_checkpoints: int) -> StateConfig | None:
@@ -65,4 +66,4 @@ class StateSize:
             return self.wanted
         share = beside // (CHECKPOINT_SHARE - 1) + (within // CHECKPOINT_SHARE if self.has_pages else within)
         enough = PER_PREFIX * max(max_num_seqs, MIN_PREFIXES)
-        return min(enough, max(share, 0) // self.num_bytes)
+        return min(enough, max(share, 0) // self.checkpoint_bytes)

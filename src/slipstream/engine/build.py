@@ -9,6 +9,7 @@ import msgspec
 
 from slipstream.config.check_info import check_info
 from slipstream.config.config import EngineConfig
+from slipstream.config.draft_config import read_draft_config
 from slipstream.config.generation import (
     EMBEDDED_DEFAULTS,
     GenerationDefaults,
@@ -171,7 +172,9 @@ def settle(options: Options, located: LocatedModel, info: ModelInfo) -> EngineCo
     num_bytes = weight_bytes(model_config(options, info, source, dtype, info.max_positions, pooling), machine.kind)
     num_bytes += 0 if draft is None else draft_weight_bytes(draft, machine.kind)
     source = msgspec.structs.replace(source, num_bytes=num_bytes)
-    return resolve(options, info, source, groups, dtype, machine, pooling, tuple(state_specs(info, dtype)), draft)
+    drafts = read_draft_config(options.speculative_config, options.drafts)
+    states = state_specs(info, dtype, 0 if drafts is None else drafts.num_drafts)
+    return resolve(options, info, source, groups, dtype, machine, pooling, tuple(states), draft)
 
 
 def foresee(options: Options) -> tuple[EngineConfig, MemoryPlan]:

@@ -50,7 +50,9 @@ class EngineCore:
         if config.scheduler.is_encoder:
             self.scheduler = EncoderScheduler(config.scheduler)
         else:
-            self.scheduler = Scheduler(config.scheduler, CacheManager(config.cache), constraints)
+            drafts = config.scheduler.drafts
+            cache = CacheManager(config.cache, 0 if drafts is None else drafts.num_drafts)
+            self.scheduler = Scheduler(config.scheduler, cache, constraints)
         self.executor = executor
         self.in_flight: deque[Handle] = deque()
         self.timer = DeviceTimer()

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from slipstream.cache_spec import STATE_CHUNK, StateField
+from slipstream.cache_spec import STATE_CHUNK, StateField, replay_columns, ring_columns
 from slipstream.config.model_sizes import ModelSizes
 from slipstream.ops.moe.reference import Gate, RouterRule
 
@@ -56,8 +56,9 @@ class MixerShape:
         """Whether it writes keys and values to a cache site."""
         return False
 
-    def state_fields(self, dtype: str) -> tuple[StateField, ...]:
-        """The recurrent state of one row, for a model of this dtype; empty if it has none."""
+    def state_fields(self, dtype: str, num_drafts: int = 0) -> tuple[StateField, ...]:
+        """The recurrent state of one row, for a model of this dtype and up to `num_drafts` drafts per row and step;
+        empty if it has none."""
         return ()
 
     def elements_per_token(self, on_cpu: bool) -> int:
@@ -140,12 +141,15 @@ class DeltaShape(MixerShape):
         """Of the convolution: q, k and v."""
         return 2 * self.key_size + self.value_size
 
-    def state_fields(self, dtype: str) -> tuple[StateField, ...]:
+    def state_fields(self, dtype: str, num_drafts: int = 0) -> tuple[StateField, ...]:
+        """A replay computes q, k and v again from the ring of the convolution; its gates are kept apart."""
         wide = "float64" if dtype == "float64" else "float32"
-        return (
-            StateField("conv", (self.num_channels, self.conv_width), dtype),
+        fields = (
+            StateField("conv", (self.num_channels, ring_columns(self.conv_width, num_drafts)), dtype),
             StateField("delta", (self.num_value_heads, self.key_dim, self.value_dim), wide),
         )
+        gates = (replay_columns(num_drafts), 2 * self.num_value_heads)
+        return (*fields, StateField("replay", gates, dtype, is_saved=False)) if num_drafts else fields
 
     def elements_per_token(self, on_cpu: bool) -> int:
         """Projections, the convolution's output, factors of chunks, and the output before and after its norm."""

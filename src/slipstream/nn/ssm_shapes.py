@@ -5,13 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from slipstream.cache_spec import STATE_CHUNK, StateField
+from slipstream.cache_spec import STATE_CHUNK, StateField, replay_columns, ring_columns
 from slipstream.nn.shapes import MixerShape
 from slipstream.ops.ssm.reference import ROWS
 
 
 def _wide(dtype: str) -> str:
     return "float64" if dtype == "float64" else "float32"
+
+
+def _replay(size: int, dtype: str, num_drafts: int) -> tuple[StateField, ...]:
+    """The inputs of a scan that change its state, `size` numbers per token."""
+    if not num_drafts:
+        return ()
+    return (StateField("replay", (replay_columns(num_drafts), size), dtype, is_saved=False),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,10 +54,11 @@ class Mamba2Shape(MixerShape):
         """Of the convolution: x, b and c."""
         return self.size + 2 * self.group_size
 
-    def state_fields(self, dtype: str) -> tuple[StateField, ...]:
+    def state_fields(self, dtype: str, num_drafts: int = 0) -> tuple[StateField, ...]:
         return (
-            StateField("conv", (self.num_channels, self.conv_width), dtype),
+            StateField("conv", (self.num_channels, ring_columns(self.conv_width, num_drafts)), dtype),
             StateField("ssm", (self.num_heads, self.head_dim, self.state_size), _wide(dtype)),
+            *_replay(self.size + self.group_size + self.num_heads, dtype, num_drafts),  # x, b and dt
         )
 
     def elements_per_token(self, on_cpu: bool) -> int:
@@ -79,10 +87,11 @@ class Mamba1Shape(MixerShape):
     bias: bool = False  # of the first and last projection
     norms: bool = False  # RMS norms of dt, b and c (Jamba)
 
-    def state_fields(self, dtype: str) -> tuple[StateField, ...]:
+    def state_fields(self, dtype: str, num_drafts: int = 0) -> tuple[StateField, ...]:
         return (
-            StateField("conv", (self.size, self.conv_width), dtype),
+            StateField("conv", (self.size, ring_columns(self.conv_width, num_drafts)), dtype),
             StateField("ssm", (self.size, self.state_size), _wide(dtype)),
+            *_replay(2 * self.size + self.state_size, dtype, num_drafts),  # x, dt and b
         )
 
     def elements_per_token(self, on_cpu: bool) -> int:
@@ -104,8 +113,8 @@ class ShortConvShape(MixerShape):
     name: str = "conv"
     bias: bool = False  # of the projections and the convolution
 
-    def state_fields(self, dtype: str) -> tuple[StateField, ...]:
-        return (StateField("conv", (self.size, self.conv_width), dtype),)
+    def state_fields(self, dtype: str, num_drafts: int = 0) -> tuple[StateField, ...]:
+        return (StateField("conv", (self.size, ring_columns(self.conv_width, num_drafts)), dtype),)
 
     def elements_per_token(self, on_cpu: bool) -> int:
         """Projections, the convolution's input, taps and output, and the product."""

@@ -150,9 +150,11 @@ def _assemble(
     num_rows = scheduler.max_num_seqs + 1  # the last is the padding row
     num_buffers = scheduler.depth + 2
     drafts = scheduler.drafts
-    history = None if drafts is None else TokenHistory(cache.groups, device)
+    max_drafts = 0 if drafts is None else drafts.num_drafts
+    tables = PageTables(len(cache.groups), num_rows, scheduler.max_model_len, cache.page_size, device)
+    history = None if drafts is None else TokenHistory(cache.groups, tables, device)
     store = KVStore(cache.groups, group_pages, device, history, scratch_pages(config))
-    states = None if cache.states is None else StateStore(cache.states, num_rows, device)
+    states = None if cache.states is None else StateStore(cache.states, num_rows, device, max_drafts)
     # a step has at most as many tokens as its rows can have
     max_tokens = min(scheduler.max_num_batched_tokens, scheduler.max_num_seqs * scheduler.max_model_len)
     graphs = GraphPool(
@@ -176,10 +178,10 @@ def _assemble(
         )
     else:
         rows = RowTable(num_rows, device, 0 if drafts is None else drafts.num_drafts)
-        tables = PageTables(len(cache.groups), num_rows, scheduler.max_model_len, cache.page_size, device)
         rope_rows = None if scheduler.short_rope is None else RopeRows(num_rows, scheduler.max_model_len, device)
         input_batch = InputBatch(rows, tables, rope_rows, history)
         row_states += [rows, tables] if rope_rows is None else [rows, tables, rope_rows]
+        row_states += [] if history is None else [history]
         if config.model.generates:
             sampler = Sampler(num_rows, info.vocab_size, device, logit_dtype, scheduler.max_reported)
             invariant = config.model.deterministic
@@ -187,7 +189,7 @@ def _assemble(
             if draft_model is not None and history is not None:
                 drafter = draft_runner = build_drafter(config, draft_model, rows, tables, store, history)
             elif drafts is not None and history is not None:
-                drafter = NgramDrafter(drafts, rows, tables, history)
+                drafter = NgramDrafter(drafts, rows, history)
             heads.append(
                 GenerateHead(
                     model,

@@ -2,6 +2,9 @@
 
 Slots 0 to num_rows - 1 are the states of rows (the last one of the padding row), the slots after them are checkpoints.
 Slots are never cleared and may hold NaN of earlier requests: a row whose first position is 0 starts from zeros.
+
+With drafts the store also has the position up to which each row's state has seen its tokens (`RecurrentSteps` describes
+the scheme); the host knows an upper bound of the tokens that a row has to replay.
 """
 
 from __future__ import annotations
@@ -17,9 +20,10 @@ from slipstream.config.config import StateConfig
 from slipstream.config.memory import max_saves
 from slipstream.device.device import Device
 from slipstream.errors import NotEnoughMemory
-from slipstream.ops.recurrent_steps import RecurrentSteps, list_chunks, max_chunks
+from slipstream.ops.recurrent_steps import DraftSteps, RecurrentSteps, advance_bases_, list_chunks, max_chunks
 from slipstream.runner.batch.input_batch import Gathered, Size
-from slipstream.runner.batch.staging import Upload
+from slipstream.runner.batch.staging import StagedTensor, Upload
+from slipstream.runner.drafts.expand import DraftedPlan
 from slipstream.step import Ints, StepPlan
 
 
@@ -27,14 +31,19 @@ class StateStore:
     """`sites[site]` maps the name of a field to [num_slots, *shape], a view of a tensor that all sites of equal spec
     share: [num_slots, num_sites, *shape]. So one copy moves the state of a row over all those sites."""
 
-    def __init__(self, config: StateConfig, num_rows: int, device: Device) -> None:
-        """`num_rows` includes the padding row."""
+    def __init__(self, config: StateConfig, num_rows: int, device: Device, max_drafts: int = 0) -> None:
+        """`num_rows` includes the padding row; `max_drafts`: of a row in one step."""
         self.num_rows = num_rows
         self.num_slots = num_rows + config.num_checkpoints
-        self.tensors = _allocate(config.specs, self.num_slots, device)
+        self.max_drafts = max_drafts
+        self.tensors = _allocate(config.specs, num_rows, config.num_checkpoints, device)
         self.sites = _views(config.specs, self.tensors)
-        # first token of each row in steps of one token per row
-        self._single_starts = torch.arange(num_rows + 1, dtype=torch.int32, device=device.torch_device)
+        # [num_rows] positions that the state of each row has seen
+        self._bases = StagedTensor((num_rows,), np.int32, device) if max_drafts else None
+        self._replays = np.zeros(num_rows, np.int32)  # host: upper bound of the tokens that each row has to replay
+        # first token of each row in steps of one token per row and draw
+        max_draws = num_rows * (1 + max_drafts)
+        self._single_starts = torch.arange(max_draws + 1, dtype=torch.int32, device=device.torch_device)
         self._restores: list[list[int]] = []  # (row, checkpoint) of this step
 
     @property
@@ -43,16 +52,22 @@ class StateStore:
 
     def apply(self, plan: StepPlan) -> None:
         self._restores = [] if plan.states is None else plan.states.restores.tolist()
+        if self._bases is not None:
+            for admission in plan.all_admitted:
+                self._bases.write(admission.row, admission.num_cached)
 
     def flush(self, upload: Upload) -> None:
         """Queue the copies from checkpoints to rows. Each is one copy per field, without a temporary: a state is large,
         and few requests begin in a step."""
+        if self._bases is not None:
+            self._bases.flush(upload)
         for row, checkpoint in self._restores:
             upload.then(functools.partial(self._restore, row, self.num_rows + checkpoint))
 
     def _restore(self, row: int, slot: int) -> None:
         for tensor in self.tensors.values():
-            tensor[row].copy_(tensor[slot])
+            if len(tensor) == self.num_slots:
+                tensor[row].copy_(tensor[slot])
 
     def prepare(self, plan: StepPlan, upload: Upload, size: Size | None) -> Callable[[Gathered], RecurrentSteps]:
         """Host: upload which states to save. The returned work, on the device, makes what recurrent layers need of the
@@ -62,8 +77,12 @@ class StateStore:
         second to write to the upload.
         """
         is_single = plan.total_tokens == len(plan.rows) if size is None else size.is_single
-        saves = self._save_slots(plan, size) if is_single else self._saves(plan, size)
-        span = None if saves is None else upload.put(saves)
+        drafts = None if self._bases is None else self._prepare_drafts(plan, upload, size, is_single)
+        span = None
+        if not is_single:
+            span = upload.put(self._saves(plan, size))
+        elif drafts is None and (saves := self._save_slots(plan, size)) is not None:
+            span = upload.put(saves)
 
         def make(batch: Gathered) -> RecurrentSteps:
             view = batch.view
@@ -71,14 +90,51 @@ class StateStore:
             uploaded = None if span is None else upload.tensor(span)
             if is_single:
                 starts, first = self._single_starts[: num_rows + 1], view.positions.to(torch.int32)
-                return RecurrentSteps(slots, starts, first, view.num_tokens, True, save_slots=uploaded)
+                of_drafts = None if drafts is None else drafts(batch, starts, first)
+                uploaded = uploaded if of_drafts is None else of_drafts.save_slots
+                return RecurrentSteps(
+                    slots, starts, first, view.num_tokens, True, save_slots=uploaded, drafts=of_drafts
+                )
             assert view.query_starts is not None
             starts = view.query_starts
             first = view.lengths.to(torch.int32) - starts.diff()
+            of_drafts = None if drafts is None else drafts(batch, starts, first)
             chunks, chunk_starts = list_chunks(starts, first, uploaded, max_chunks(len(view.positions), num_rows))
-            return RecurrentSteps(slots, starts, first, view.num_tokens, False, chunks, chunk_starts)
+            return RecurrentSteps(slots, starts, first, view.num_tokens, False, chunks, chunk_starts, drafts=of_drafts)
 
         return make
+
+    def _prepare_drafts(
+        self, plan: StepPlan, upload: Upload, size: Size | None, is_single: bool
+    ) -> Callable[[Gathered, torch.Tensor, torch.Tensor], DraftSteps]:
+        """Host: upload the saves of rows. The returned work makes the rows' `DraftSteps` and moves their bases."""
+        offsets = plan.offsets if isinstance(plan, DraftedPlan) else np.zeros(len(plan.rows), np.int32)
+        assert is_single or not offsets.any(), "drafts of recurrent models need steps of one token per row"
+        max_replays = self.max_drafts + 1 if size is not None else int(self._replays[plan.rows].max())
+        # a row with drafts replays at most as many tokens as it has draws
+        self._replays[plan.rows] = 0
+        np.maximum.at(self._replays, plan.rows[offsets > 0], offsets[offsets > 0] + 1)
+        span = upload.put(self._row_saves(plan, len(plan.rows) if size is None else size.rows))
+        bases = self._bases
+        assert bases is not None
+
+        def make(batch: Gathered, starts: torch.Tensor, first: torch.Tensor) -> DraftSteps:
+            made = advance_bases_(
+                bases.device, batch.rows, starts, first, batch.offsets, upload.tensor(span), is_single
+            )
+            return DraftSteps(*made, max_replays, None if size is not None else offsets)
+
+        return make
+
+    def _row_saves(self, plan: StepPlan, num_rows: int) -> Ints:
+        """[num_rows, 2] the slot that the state of each row is saved to, or -1, and the position: the first of its
+        saves, which alone may lie in front of the row's tokens."""
+        array = np.full((num_rows, 2), -1, np.int32)
+        if plan.states is not None and len(plan.states.saves):
+            saves = plan.states.saves[np.argsort(-plan.states.saves[:, 1], kind="stable")]
+            array[saves[:, 0], 0] = saves[:, 2] + self.num_rows
+            array[saves[:, 0], 1] = saves[:, 1]
+        return array
 
     def _save_slots(self, plan: StepPlan, size: Size | None) -> Ints | None:
         """[B] the slot that the state of each row is saved to, or -1; None: no state is saved."""
@@ -102,19 +158,22 @@ class StateStore:
         return array
 
 
-def _allocate(specs: Sequence[StateSpec], num_slots: int, device: Device) -> dict[tuple[StateSpec, str], torch.Tensor]:
-    """By spec and name of the field: [num_slots, number of sites of this spec, *shape]."""
+def _allocate(
+    specs: Sequence[StateSpec], num_rows: int, num_checkpoints: int, device: Device
+) -> dict[tuple[StateSpec, str], torch.Tensor]:
+    """By spec and name of the field: [slots, number of sites of this spec, *shape]."""
     tensors = {}
     try:
         for spec in dict.fromkeys(specs):
             for field in spec.fields:
+                num_slots = num_rows + (num_checkpoints if field.is_saved else 0)
                 shape = (num_slots, list(specs).count(spec), *field.shape)
                 tensors[spec, field.name] = device.zeros(shape, getattr(torch, field.dtype))
     except (RuntimeError, MemoryError):
-        need = num_slots * sum(spec.num_bytes for spec in specs)
+        need = sum(num_rows * spec.num_bytes + num_checkpoints * spec.checkpoint_bytes for spec in specs)
         raise NotEnoughMemory(
-            f"the recurrent states of {num_slots} rows and checkpoints take {need / 2**20:.0f} MiB, more than the "
-            "machine gives; lower max_num_seqs or num_checkpoints"
+            f"the recurrent states of {num_rows} rows and {num_checkpoints} checkpoints take {need / 2**20:.0f} MiB, "
+            "more than the machine gives; lower max_num_seqs or num_checkpoints"
         ) from None
     return tensors
 

@@ -17,6 +17,8 @@ class DraftPlanner:
         self.num_drafts = 0 if config.drafts is None else config.drafts.num_drafts  # maximum per row of this plan
         self.num_proposed = self.num_drafts  # per row, for the next plan
         self.length = None if config.drafts is None else DraftLength(config.drafts.num_drafts)  # None: does not change
+        # a model without attention has no pages that hold the tokens of a prefix
+        self.sends_history = config.drafts is not None and not cache.groups
         self._cache = cache
         # the buffers of the device are sized for it; without a drafter only tests plan drafts
         self._max_step_drafts = None if config.drafts is None else config.max_step_drafts
@@ -47,8 +49,23 @@ class DraftPlanner:
             builder.change_pages(request.row, changed)
             request.set_decode_limit()
         positions = max(1, min(last, request.capacity) - request.computed)
+        self._cache.save_generated(request, request.computed + positions)
         self._left -= positions - 1
         return positions
+
+    def end_plan(self, builder: PlanBuilder) -> None:
+        """The plan has all its rows. Recurrent layers compute drafts only in steps of one token per row and draw: if
+        there is a longer chunk, no row has drafts."""
+        if not self._cache.has_states or not any(chunk.is_drafted for chunk in builder.chunks):
+            return
+        if all(chunk.is_drafted or chunk.num_tokens == 1 for chunk in builder.chunks):
+            return
+        for chunk in builder.chunks:
+            if chunk.is_drafted:
+                chunk.request.computed -= chunk.num_tokens - 1
+                chunk.request.pending -= chunk.num_tokens - 1
+                builder.decodes.append(chunk.request)
+        builder.chunks = [chunk for chunk in builder.chunks if not chunk.is_drafted]
 
 
 class DraftCounts:

@@ -61,8 +61,10 @@ class PlanBuilder:
     the order in which they were added.
     """
 
-    def __init__(self, step: int, num_groups: int) -> None:
+    def __init__(self, step: int, num_groups: int, sends_history: bool = False) -> None:
+        """`sends_history`: rows that do not begin at position 0 upload their tokens, for drafts."""
         self.step = step
+        self._sends_history = sends_history
         self.decodes: list[Request] = []
         self.chunks: list[Chunk] = []
         self.admitted: list[Admission] = []
@@ -90,6 +92,7 @@ class PlanBuilder:
             )
             return
         params = request.params
+        has_history = params.needs_history or (self._sends_history and request.computed)
         self.admitted.append(
             Admission(
                 row=request.row,
@@ -101,7 +104,7 @@ class PlanBuilder:
                 seed=request.seed,
                 sample=request.sample,
                 stop_ids=tuple(request.stop_ids) if params.min_tokens > 0 else (),
-                history=np.array(request.tokens, np.int32) if params.needs_history else None,
+                history=np.array(request.tokens, np.int32) if has_history else None,
                 bad_words=request.bad_words,
                 long_rope=request.long_rope,
                 thinking=request.thinking,
@@ -269,7 +272,11 @@ def _state_plan(restores: list[Restore], saves: list[Save], rows: Ints) -> State
     """`rows`: of the plan, in order."""
     index_of = dict(zip(rows.tolist(), range(len(rows)), strict=True)) if saves else {}
     restored = [(request.row, checkpoint) for request, checkpoint in restores]
-    saved = [(index_of[request.row], position, checkpoint) for request, position, checkpoint in saves]
+    saved = [
+        (index_of[request.row], position, checkpoint)
+        for request, position, checkpoint in saves
+        if request.row in index_of  # a late save may be of a request that is not planned
+    ]
     return StatePlan(
         np.array(restored, np.int32) if restored else _NO_RESTORES, np.array(saved, np.int32) if saved else _NO_COPIES
     )

@@ -152,13 +152,14 @@ class Scheduler:
         constraints = self.constraints
         if constraints is not None and self._advancer is not None and constraints.is_waiting:
             self._failures += self._advancer.take_compiled()
-        builder = PlanBuilder(self._next_step, len(self.cache.groups))
+        builder = PlanBuilder(self._next_step, len(self.cache.groups), self.drafts.sends_history)
         budget = Budget(self.config, self._row_allocator.num_free)
         self._limit_prefill(budget)
         if self._plan_running(builder, budget):
             self._plan_waiting(builder, budget)
         if not builder:
             return None  # rows released meanwhile are part of the next plan
+        self.drafts.end_plan(builder)
         sampling = builder.sort()
         if constraints is not None and constraints.num_live:
             constraints.plan(sampling)
@@ -289,7 +290,8 @@ class Scheduler:
         num = fit_chunk(hit.length, num, budget.tokens, cache.border)
         length = hit.length + num
         entries = cache.num_table_entries(length)
-        num_ints = request.num_staged_ids + (known if request.params.needs_history else 0)
+        has_history = request.params.needs_history or (self.drafts.sends_history and hit.length)
+        num_ints = request.num_staged_ids + (known if has_history else 0)
         if not budget.can_stage(entries, num_ints):
             return False
         changed = cache.admit(request, length, hit, keep_free=watermark, known=known)

@@ -125,7 +125,7 @@ class DecayShape(MixerShape):
     name: str = "decay"
     size: int = 4
 
-    def state_fields(self, dtype: str) -> tuple[StateField, ...]:
+    def state_fields(self, dtype: str, num_drafts: int = 0) -> tuple[StateField, ...]:
         return (StateField("sum", (self.size,), "float64" if dtype == "float64" else "float32"),)
 
 

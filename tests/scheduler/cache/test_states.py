@@ -241,3 +241,19 @@ def test_a_request_that_waits_follows_the_checkpoints() -> None:
     day.run()
     for request in (long, waiting):
         day.check_tokens(request)
+
+
+@pytest.mark.parametrize("num_groups", [1, 0])
+def test_forced_tokens_may_pass_borders(num_groups: int) -> None:
+    """Tokens that a grammar forces are a chunk of a decoding request: the newest border of it is kept."""
+    day = bench(num_groups=num_groups)
+    (request,) = day.submit(text(60), max_tokens=150)
+    while request.num_output < 2:
+        day.step()
+    day.executor.rows[request.row].has_grammar = True  # the device expects tokens of the host
+    request.know_more(text(140, seed=1))
+    while request.status is not Status.FINISHED:
+        day.step()
+        day.scheduler.check()
+    day.run()
+    assert len(request.tokens) == 210 and run(day, [*request.tokens, 1]).num_cached == 192

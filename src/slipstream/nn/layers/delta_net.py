@@ -13,7 +13,7 @@ from slipstream.nn.layers.norm import Norm
 from slipstream.nn.shapes import DeltaShape, NormShape
 from slipstream.nn.weight_format import UnquantizedWeight, new_parameter
 from slipstream.ops.conv1d import causal_conv1d
-from slipstream.ops.delta_rule import DeltaWeights, delta_decode, delta_gates, gated_delta_rule
+from slipstream.ops.delta_rule import DeltaWeights, delta_decode, delta_gates, delta_replay_, gated_delta_rule
 from slipstream.ops.delta_rule.projections import project_on_two_streams, takes_two_streams
 from slipstream.ops.gated_norm import gated_rms_norm
 
@@ -83,8 +83,10 @@ class DeltaNet(ConvMixer):
         b, a = gates.split(shape.num_value_heads, 1)
         weights = DeltaWeights(self.conv, self.a_log, self.dt_bias, self.norm, self.eps)
         if steps.is_single:
-            out = delta_decode(qkv, z, b, a, weights, state["conv"], state["delta"], steps)
+            out = delta_decode(qkv, z, b, a, weights, state["conv"], state["delta"], steps, state.get("replay"))
             return out if last is None else last.of(out)
+        if steps.drafts is not None:
+            delta_replay_(state["delta"], state["conv"], state["replay"], weights, steps)
         mixed = causal_conv1d(qkv, self.conv, None, state["conv"], steps, "silu")
         q, k, v = mixed.split([shape.key_size, shape.key_size, shape.value_size], 1)
         q, k = (part.unflatten(1, (-1, shape.key_dim)) for part in (q, k))

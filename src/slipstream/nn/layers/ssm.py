@@ -49,7 +49,7 @@ class Mamba2(ConvMixer):
         x = x.unflatten(1, (-1, shape.head_dim))
         b, c = (part.unflatten(1, (-1, shape.state_size)) for part in (b, c))
         weights = SsdWeights(self.a_log, self.dt_bias, self.d, shape.dt_min, shape.dt_max)
-        out = ssd_scan(x, dt, b, c, weights, state["ssm"], steps).flatten(1)
+        out = ssd_scan(x, dt, b, c, weights, state["ssm"], steps, state.get("replay")).flatten(1)
         if last is not None:
             out, gate = last.of(out), last.of(gate)
         return gated_group_norm(out, gate, self.norm, self.eps, shape.norm_groups, shape.norm == "norm_first")
@@ -87,12 +87,13 @@ class Mamba1(ConvMixer):
         assert steps is not None
         x, z = projected.split(shape.size, 1)
         x = causal_conv1d(x, self.conv, self.conv_bias, state["conv"], steps, "silu")
-        sizes = [shape.dt_rank, shape.state_size, shape.state_size]
-        dt, b, c = self.selected(x, context).split(sizes, 1)
+        parts = [shape.dt_rank, shape.state_size, shape.state_size]
+        dt, b, c = self.selected(x, context).split(parts, 1)
         if shape.norms:
             dt, b, c = (self.norms[name](part.contiguous())[0] for name, part in (("dt", dt), ("b", b), ("c", c)))
         weights = SelectiveWeights(self.a_log, self.dt_bias, self.d)
-        out = selective_scan(x, self.dt(dt.contiguous(), context), b, c, z, weights, state["ssm"], steps)
+        sizes = self.dt(dt.contiguous(), context)
+        out = selective_scan(x, sizes, b, c, z, weights, state["ssm"], steps, state.get("replay"))
         return out if last is None else last.of(out)
 
     def own(self) -> dict[str, str]:

@@ -115,9 +115,9 @@ class DecoderShape:
             for layer in self.layers
         )
 
-    def state_specs(self, dtype: str) -> list[StateSpec]:
-        """By state site, for a model of this dtype."""
-        fields = (mixer.state_fields(dtype) for mixer in self.mixers)
+    def state_specs(self, dtype: str, num_drafts: int = 0) -> list[StateSpec]:
+        """By state site, for a model of this dtype and up to `num_drafts` drafts per row and step."""
+        fields = (mixer.state_fields(dtype, num_drafts) for mixer in self.mixers)
         return [StateSpec(found) for found in fields if found]
 
     def sizes(self, on_cpu: bool) -> ModelSizes:

@@ -118,7 +118,7 @@ class EncoderShape:
         """Each text is computed in one step, so nothing is cached."""
         return []
 
-    def state_specs(self, dtype: str) -> list[StateSpec]:
+    def state_specs(self, dtype: str, num_drafts: int = 0) -> list[StateSpec]:
         return []
 
 

@@ -308,6 +308,7 @@ def cache_specs(info: ModelInfo, page_size: int, dtype: str) -> list[CacheSpec]:
     return find_shape(info).cache_specs(page_size, dtype)
 
 
-def state_specs(info: ModelInfo, dtype: str) -> list[StateSpec]:
-    """By state site, known before anything is loaded. `dtype` is the model's."""
-    return find_shape(info).state_specs(dtype)
+def state_specs(info: ModelInfo, dtype: str, num_drafts: int = 0) -> list[StateSpec]:
+    """By state site, known before anything is loaded. `dtype` is the model's; `num_drafts`: maximum per row and
+    step."""
+    return find_shape(info).state_specs(dtype, num_drafts)

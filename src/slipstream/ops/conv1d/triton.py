@@ -27,7 +27,8 @@ def causal_conv1d(
     """As the reference, which describes the arguments."""
     num_tokens, channels = x.shape
     width = weight.shape[1]
-    assert x.stride(1) == 1 and weight.is_contiguous() and state.stride()[1:] == (width, 1)
+    ring = state.shape[2]
+    assert x.stride(1) == 1 and weight.is_contiguous() and state.stride()[1:] == (ring, 1)
     new = torch.empty if steps.covers(num_tokens) else torch.zeros
     out = new((num_tokens, channels), dtype=x.dtype, device=x.device)
     if not num_tokens or not len(steps.slots):
@@ -36,7 +37,8 @@ def causal_conv1d(
     blocks = triton.cdiv(channels, tile["CHANNELS"])
     rows = (steps.slots, steps.starts, steps.first_positions)
     sizes = (channels, x.stride(0), state.stride(0))
-    options = {"SILU": activation == "silu", "WIDTH": width}
+    options = {"SILU": activation == "silu", "WIDTH": width, "RING": ring}
+    drafts = steps.drafts
     if steps.is_single:
         _step_kernel[(blocks, len(steps.slots))](
             x,
@@ -46,7 +48,9 @@ def causal_conv1d(
             out,
             steps.slots,
             steps.first_positions,
-            steps.save_slots,
+            None if drafts is None else drafts.offsets,
+            steps.save_slots if drafts is None else drafts.save_slots,
+            None if drafts is None else drafts.save_positions,
             *sizes,
             **options,
             **tile,
@@ -57,7 +61,18 @@ def causal_conv1d(
         x, weight, bias, state, out, *rows, steps.chunks, *sizes, **options, **tile
     )
     _store_kernel[(triton.cdiv(channels, _CHANNELS), len(steps.slots))](
-        x, state, *rows, steps.chunks, steps.chunk_starts, *sizes, WIDTH=width, CHANNELS=_CHANNELS, num_warps=1
+        x,
+        state,
+        *rows,
+        steps.chunks,
+        steps.chunk_starts,
+        None if drafts is None else drafts.save_slots,
+        None if drafts is None else drafts.save_positions,
+        *sizes,
+        WIDTH=width,
+        RING=ring,
+        CHANNELS=_CHANNELS,
+        num_warps=1,
     )
     return out
 
@@ -91,6 +106,7 @@ def _chunk_kernel(
     slot_stride,
     SILU: tl.constexpr,
     WIDTH: tl.constexpr,
+    RING: tl.constexpr,
     TOKENS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
@@ -104,7 +120,7 @@ def _chunk_kernel(
     shift = tl.load(first_positions + row) - start  # from tokens to positions
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     is_channel = channel < num_channels
-    ring = state + tl.load(slots + row).to(tl.int64) * slot_stride + channel * WIDTH
+    ring = state + tl.load(slots + row).to(tl.int64) * slot_stride + channel * RING
     factors = ()
     for column in tl.static_range(WIDTH):
         factor = tl.load(weight + channel * WIDTH + column, mask=is_channel, other=0.0)
@@ -116,7 +132,7 @@ def _chunk_kernel(
         # all loads come before the first store, which they cannot pass
         inputs = ()
         for back in tl.static_range(1 - WIDTH, 0):
-            past = _earlier(x, ring, channel, is_channel, begin + back, start, shift, x_stride, WIDTH)
+            past = _earlier(x, ring, channel, is_channel, begin + back, start, shift, x_stride, RING)
             inputs = inputs + (past,)  # type: ignore[assignment]
         for step in tl.static_range(TOKENS):
             token = begin + step
@@ -135,14 +151,14 @@ def _chunk_kernel(
 
 
 @triton.jit
-def _earlier(x, ring, channel, is_channel, token, start, shift, x_stride, WIDTH: tl.constexpr):
+def _earlier(x, ring, channel, is_channel, token, start, shift, x_stride, RING: tl.constexpr):
     """The input of a token, which an earlier step has computed if it lies before `start`."""
     if token >= start:
         given = tl.load(x + tl.cast(token, tl.int64) * x_stride + channel, mask=is_channel, other=0.0)
     else:
         position = token + shift
         mask = is_channel & (position >= 0)
-        given = tl.load(ring + tl.maximum(position, 0) % WIDTH, mask=mask, other=0.0).to(x.dtype.element_ty)
+        given = tl.load(ring + tl.maximum(position, 0) % RING, mask=mask, other=0.0).to(x.dtype.element_ty)
     return given
 
 
@@ -162,43 +178,64 @@ def _step_kernel(
     out,
     slots,
     first_positions,
+    offsets,
     save_slots,
+    save_positions,
     num_channels,
     x_stride,
     slot_stride,
     SILU: tl.constexpr,
     WIDTH: tl.constexpr,
+    RING: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
+    """`offsets` and `save_positions`: only with drafts."""
     row = tl.program_id(1).to(tl.int64)
     position = tl.load(first_positions + row)
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     is_channel = channel < num_channels
-    ring = state + tl.load(slots + row).to(tl.int64) * slot_stride + channel * WIDTH
+    ring = state + tl.load(slots + row).to(tl.int64) * slot_stride + channel * RING
     given = tl.load(x + row * x_stride + channel, mask=is_channel, other=0.0)
     factor = tl.load(weight + channel * WIDTH + (WIDTH - 1), mask=is_channel, other=0.0)
     total = given.to(tl.float32) * factor.to(tl.float32)
+    offset = position * 0
+    if offsets is not None:
+        offset = tl.load(offsets + row)
     for back in tl.static_range(1, WIDTH):
         mask = is_channel & (position >= back)
-        old = tl.load(ring + (position + (WIDTH - back)) % WIDTH, mask=mask, other=0.0)
+        old = tl.load(ring + (position + (RING - back)) % RING, mask=mask & (offset < back), other=0.0).to(tl.float32)
+        if offsets is not None:  # inputs of the row's earlier draws: other programs write them to the ring
+            here = tl.load(x + (row - back) * x_stride + channel, mask=mask & (offset >= back), other=0.0)
+            old = tl.where(offset < back, old, here.to(tl.float32))
         factor = tl.load(weight + channel * WIDTH + (WIDTH - 1 - back), mask=is_channel, other=0.0)
-        total += old.to(tl.float32) * factor.to(tl.float32)
+        total += old * factor.to(tl.float32)
     if bias is not None:
         total += tl.load(bias + channel, mask=is_channel, other=0.0).to(tl.float32)
     if SILU:
         total = _silu(total)
     tl.store(out + row * num_channels + channel, total.to(out.dtype.element_ty), mask=is_channel)
     given = given.to(state.dtype.element_ty)
-    tl.store(ring + position % WIDTH, given, mask=is_channel)
+    tl.store(ring + position % RING, given, mask=is_channel)
     if save_slots is not None:
         slot = tl.load(save_slots + row)
         if slot >= 0:
-            saved = state + slot.to(tl.int64) * slot_stride + channel * WIDTH
-            tl.store(saved + position % WIDTH, given, mask=is_channel)
-            for ago in tl.static_range(1, WIDTH - 1):
-                mask = is_channel & (position >= ago)
-                at = (position + (WIDTH - ago)) % WIDTH
-                tl.store(saved + at, tl.load(ring + at, mask=mask), mask=mask)
+            border = position + 1
+            if save_positions is not None:
+                border = tl.load(save_positions + row)
+            saved = state + slot.to(tl.int64) * slot_stride + channel * RING
+            _save_inputs(ring, saved, is_channel, border, position, given, WIDTH, RING)
+
+
+@triton.jit
+def _save_inputs(ring, saved, is_channel, border, position, given, WIDTH: tl.constexpr, RING: tl.constexpr):
+    """Copies the inputs before `border` to the ring `saved`; `given` is the input at `position`, which may be the
+    last of them, all others are in the ring."""
+    for ago in tl.static_range(1, WIDTH):
+        earlier = border - ago
+        at = tl.maximum(earlier, 0) % RING
+        mask = is_channel & (earlier >= 0)
+        old = tl.load(ring + at, mask=mask & (earlier != position), other=0.0)
+        tl.store(saved + at, tl.where(earlier == position, given, old), mask=mask)
 
 
 # grid: (blocks of channels, rows): the inputs at the end of the row's tokens, and before each save
@@ -211,29 +248,39 @@ def _store_kernel(
     first_positions,
     chunks,
     chunk_starts,
+    save_slots,
+    save_positions,
     num_channels,
     x_stride,
     slot_stride,
     WIDTH: tl.constexpr,
+    RING: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
+    """`save_slots` and `save_positions`: only with drafts, of states before the row's tokens."""
     row = tl.program_id(1)
     start = tl.load(starts + row)
     count = tl.load(starts + row + 1) - start
     begin = tl.load(first_positions + row)
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     is_channel = channel < num_channels
-    ring = state + tl.load(slots + row).to(tl.int64) * slot_stride + channel * WIDTH
+    ring = state + tl.load(slots + row).to(tl.int64) * slot_stride + channel * RING
     given = x + start.to(tl.int64) * x_stride + channel
+    if save_slots is not None:
+        slot = tl.load(save_slots + row)
+        if slot >= 0:
+            saved = state + slot.to(tl.int64) * slot_stride + channel * RING
+            nothing = tl.zeros((CHANNELS,), state.dtype.element_ty)
+            _save_inputs(ring, saved, is_channel, tl.load(save_positions + row), -1, nothing, WIDTH, RING)
     for entry in range(tl.load(chunk_starts + row), tl.load(chunk_starts + row + 1)):
         slot = tl.load(chunks + entry * 4 + 3)
         if slot >= 0:
-            saved = state + slot.to(tl.int64) * slot_stride + channel * WIDTH
+            saved = state + slot.to(tl.int64) * slot_stride + channel * RING
             end = tl.load(chunks + entry * 4 + 1) + tl.load(chunks + entry * 4 + 2) - start
             for back in tl.static_range(1, WIDTH):
                 offset = end - back
                 position = begin + offset
-                at = tl.maximum(position, 0) % WIDTH
+                at = tl.maximum(position, 0) % RING
                 new = tl.load(given + offset.to(tl.int64) * x_stride, mask=is_channel & (offset >= 0), other=0.0)
                 old = tl.load(ring + at, mask=is_channel & (offset < 0) & (position >= 0), other=0.0)
                 found = tl.where(offset >= 0, new.to(state.dtype.element_ty), old)
@@ -243,4 +290,4 @@ def _store_kernel(
         mask = is_channel & (count >= ago)
         last = tl.maximum(count - ago, 0)
         latest = tl.load(given + last.to(tl.int64) * x_stride, mask=mask, other=0.0)
-        tl.store(ring + (begin + last) % WIDTH, latest.to(state.dtype.element_ty), mask=mask)
+        tl.store(ring + (begin + last) % RING, latest.to(state.dtype.element_ty), mask=mask)

@@ -12,5 +12,6 @@ _KERNELS = "slipstream.ops.delta_rule.triton"
 delta_gates = by_device(reference.delta_gates, _KERNELS)
 gated_delta_rule = by_device(reference.gated_delta_rule, _KERNELS)
 delta_decode = by_device(reference.delta_decode, _KERNELS)
+delta_replay_ = by_device(reference.delta_replay_, _KERNELS)
 
-__all__ = ["DeltaWeights", "delta_decode", "delta_gates", "gated_delta_rule"]
+__all__ = ["DeltaWeights", "delta_decode", "delta_gates", "delta_replay_", "gated_delta_rule"]

@@ -18,9 +18,10 @@ import torch
 import torch.nn.functional as F
 
 from slipstream.cache_spec import STATE_CHUNK
-from slipstream.ops.conv1d.reference import causal_conv1d
+from slipstream.ops.conv1d.reference import causal_conv1d, convolve_ring
 from slipstream.ops.gated_norm.reference import gated_rms_norm
 from slipstream.ops.recurrent_steps import RecurrentSteps, max_chunks
+from slipstream.ops.recurrent_steps.replay import Recurrence, remember_, replay_, verify_
 
 L2_EPS = 1e-6
 
@@ -52,14 +53,8 @@ def gated_delta_rule(
     A row that begins at position 0 starts from zeros, whatever its slot holds. The new states go to the rows' slots,
     and the states at the ends of chunks with a save to the save slots. Tokens of no row get zeros.
     """
-    wide = state.dtype
-    q, k = q.to(wide), k.to(wide)
-    if l2_norm_qk:
-        q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS) for x in (q, k))
-    repeats = v.shape[1] // q.shape[1]
-    q, k = (x.repeat_interleave(repeats, 1, output_size=v.shape[1]) for x in (q * scale, k))
-    inputs = _Inputs(q, k, v.to(wide), g.to(wide), beta.to(wide))
-    out = torch.zeros(v.shape, dtype=wide, device=v.device)
+    inputs = _widen(q, k, v, g, beta, state.dtype, scale, l2_norm_qk)
+    out = torch.zeros(v.shape, dtype=state.dtype, device=v.device)
     num_single = _num_single(steps, len(v))
     saves = steps.save_slots if steps.chunks is None else steps.chunks[:, 3]
     for first in range(0, num_single, _ROWS):
@@ -71,6 +66,25 @@ def gated_delta_rule(
         for first in range(num_single, last, _BLOCK):
             _chunked(inputs, state, steps, slice(first, min(first + _BLOCK, last)), out)
     return out.to(v.dtype)
+
+
+def _widen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    wide: torch.dtype,
+    scale: float,
+    l2_norm_qk: bool = True,
+) -> _Inputs:
+    """The inputs of `gated_delta_rule` in the state's dtype, normed, scaled and repeated for all value heads."""
+    q, k = q.to(wide), k.to(wide)
+    if l2_norm_qk:
+        q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS) for x in (q, k))
+    repeats = v.shape[1] // q.shape[1]
+    q, k = (x.repeat_interleave(repeats, 1, output_size=v.shape[1]) for x in (q * scale, k))
+    return _Inputs(q, k, v.to(wide), g.to(wide), beta.to(wide))
 
 
 class _Inputs(NamedTuple):
@@ -97,14 +111,24 @@ def _recurrent(
     inputs: _Inputs, state: torch.Tensor, slots: torch.Tensor, begins: torch.Tensor, saves: torch.Tensor | None
 ) -> torch.Tensor:
     """One token for each of `slots`."""
-    q, k, v, g, beta = inputs
-    held = torch.where(begins[:, None, None, None], 0.0, state.index_select(0, slots)).mul_(g.exp()[..., None, None])
-    recalled = (k[..., None, :] @ held)[..., 0, :]
-    held += k[..., None] * ((v - recalled) * beta[..., None])[..., None, :]
+    held = _change(inputs, torch.where(begins[:, None, None, None], 0.0, state.index_select(0, slots)))
     state.index_copy_(0, slots, held)
     if saves is not None:
         state.index_copy_(0, torch.where(saves < 0, slots, saves.long()), held)
-    return (q[..., None, :] @ held)[..., 0, :]
+    return _read(inputs, held)
+
+
+def _change(inputs: _Inputs, held: torch.Tensor) -> torch.Tensor:
+    """The states [n, value heads, key dim, value dim] after one token each."""
+    _, k, v, g, beta = inputs
+    held = held * g.exp()[..., None, None]
+    recalled = (k[..., None, :] @ held)[..., 0, :]
+    held += k[..., None] * ((v - recalled) * beta[..., None])[..., None, :]
+    return held
+
+
+def _read(inputs: _Inputs, held: torch.Tensor) -> torch.Tensor:
+    return (inputs.q[..., None, :] @ held)[..., 0, :]
 
 
 _ROWS = 4  # rows of one token that are computed together: bounds the memory for copies of states
@@ -174,25 +198,67 @@ def delta_decode(
     b: torch.Tensor,  # [B, value heads]
     a: torch.Tensor,  # [B, value heads]
     weights: DeltaWeights,
-    conv_state: torch.Tensor,  # [slots, 2 * key size + value size, width]
+    conv_state: torch.Tensor,  # [slots, 2 * key size + value size, columns]
     state: torch.Tensor,  # [slots, value heads, key dim, value dim]
     steps: RecurrentSteps,
+    replay: torch.Tensor | None = None,  # [rows, columns, 2 * value heads], with drafts: b and a by position
 ) -> torch.Tensor:
     """Convolution, gates, gated delta rule and gated norm of one token per row: [B, value heads * value dim]."""
+    mixed = causal_conv1d(qkv, weights.conv, None, conv_state, steps, "silu")
+    if replay is not None and steps.is_verified:
+        recurrence, inputs = _recurrence(weights, conv_state, state, replay, mixed, b, a)
+        remember_(replay, steps, torch.cat((b, a), 1))
+        out = torch.zeros(inputs.v.shape, dtype=state.dtype, device=state.device)
+        verify_(out, state, steps, recurrence)
+        out = out.to(qkv.dtype)
+    else:
+        q, k, v = _heads(mixed, state)
+        g, beta = delta_gates(a, b, weights.a_log, weights.dt_bias)
+        out = gated_delta_rule(q, k, v, g, beta, state, steps, state.shape[2] ** -0.5)
+    return gated_rms_norm(out, z.unflatten(1, (-1, state.shape[3])), weights.norm, weights.eps).flatten(1)
+
+
+def delta_replay_(
+    state: torch.Tensor,
+    conv_state: torch.Tensor,
+    replay: torch.Tensor,
+    weights: DeltaWeights,
+    steps: RecurrentSteps,
+) -> None:
+    """Brings the state of each row up to its first position, before the convolution of a step without drafts writes to
+    the rings. The arguments are those of `delta_decode`."""
+    nothing = conv_state.new_zeros(0, conv_state.shape[1])
+    gates = nothing[:, : state.shape[1]]
+    replay_(state, steps, _recurrence(weights, conv_state, state, replay, nothing, gates, gates)[0])
+
+
+def _recurrence(
+    weights: DeltaWeights,
+    conv_state: torch.Tensor,
+    state: torch.Tensor,
+    replay: torch.Tensor,
+    mixed: torch.Tensor,
+    b: torch.Tensor,
+    a: torch.Tensor,
+) -> tuple[Recurrence, _Inputs]:
+    """The recurrence over tokens whose convolved q, k and v are `mixed`, and their inputs."""
+
+    def widen(mixed: torch.Tensor, b: torch.Tensor, a: torch.Tensor) -> _Inputs:
+        g, beta = delta_gates(a, b, weights.a_log, weights.dt_bias)
+        return _widen(*_heads(mixed, state), g, beta, state.dtype, state.shape[2] ** -0.5)
+
+    def recall(slot: torch.Tensor, position: torch.Tensor) -> _Inputs:
+        gates = replay[slot, position % replay.shape[1]]
+        return widen(convolve_ring(weights.conv, None, conv_state, slot, position, "silu"), *gates.chunk(2, 1))
+
+    inputs = widen(mixed, b, a)
+    return Recurrence(inputs.of, recall, _change, lambda tokens, held: _read(inputs.of(tokens), held)), inputs
+
+
+def _heads(mixed: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k and v of a convolution's output, by head."""
     num_heads, key_dim, value_dim = state.shape[1:]
     value_size = num_heads * value_dim
-    key_size = (qkv.shape[1] - value_size) // 2
-    mixed = causal_conv1d(qkv, weights.conv, None, conv_state, steps, "silu")
+    key_size = (mixed.shape[1] - value_size) // 2
     q, k, v = mixed.split([key_size, key_size, value_size], 1)
-    g, beta = delta_gates(a, b, weights.a_log, weights.dt_bias)
-    out = gated_delta_rule(
-        q.unflatten(1, (-1, key_dim)),
-        k.unflatten(1, (-1, key_dim)),
-        v.unflatten(1, (-1, value_dim)),
-        g,
-        beta,
-        state,
-        steps,
-        key_dim**-0.5,
-    )
-    return gated_rms_norm(out, z.unflatten(1, (-1, value_dim)), weights.norm, weights.eps).flatten(1)
+    return q.unflatten(1, (-1, key_dim)), k.unflatten(1, (-1, key_dim)), v.unflatten(1, (-1, value_dim))

@@ -1,9 +1,12 @@
-"""What recurrent ops need to know of a step's rows: their state slots, their chunks, and which states to save."""
+"""What recurrent ops need to know of a step's rows: their state slots, chunks, drafts, and which states to save."""
 
 from slipstream.ops.dispatch import by_device
 from slipstream.ops.recurrent_steps import reference
-from slipstream.ops.recurrent_steps.steps import RecurrentSteps, max_chunks
+from slipstream.ops.recurrent_steps.reference import Bases
+from slipstream.ops.recurrent_steps.steps import DraftSteps, RecurrentSteps, max_chunks
 
-list_chunks = by_device(reference.list_chunks, "slipstream.ops.recurrent_steps.triton")
+_KERNELS = "slipstream.ops.recurrent_steps.triton"
+list_chunks = by_device(reference.list_chunks, _KERNELS)
+advance_bases_ = by_device(reference.advance_bases_, _KERNELS)
 
-__all__ = ["RecurrentSteps", "list_chunks", "max_chunks"]
+__all__ = ["Bases", "DraftSteps", "RecurrentSteps", "advance_bases_", "list_chunks", "max_chunks"]

@@ -1,6 +1,8 @@
-"""The chunks of a step in plain torch. B rows, N entries."""
+"""The chunks of a step, and where states begin, in plain torch. B rows, N entries."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 
@@ -10,7 +12,9 @@ from slipstream.cache_spec import STATE_CHUNK
 def list_chunks(
     starts: torch.Tensor,  # [B + 1] int32, first token of each row
     first_positions: torch.Tensor,  # [B] int32, position of each row's first token
-    saves: torch.Tensor | None,  # [S, 3] int32 (row index, position, slot), row index -1: unused; None: no saves
+    # [S, 3] int32 (row index, position, slot), row index -1: unused; None: no saves. Without effect if no chunk of the
+    # row ends at the position
+    saves: torch.Tensor | None,
     num_entries: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`chunks` and `chunk_starts` of `RecurrentSteps`."""
@@ -31,7 +35,8 @@ def list_chunks(
     if saves is not None:
         row_of_save = saves[:, 0].clamp(min=0)
         entry = chunk_starts[row_of_save] + (saves[:, 1] - 1) // STATE_CHUNK - first_chunk[row_of_save]
-        slots.index_copy_(0, torch.where(saves[:, 0] >= 0, entry, num_entries).long(), saves[:, 2])
+        is_inside = (saves[:, 1] > first_positions[row_of_save]) & (saves[:, 1] <= ends[row_of_save])
+        slots.index_copy_(0, torch.where((saves[:, 0] >= 0) & is_inside, entry, num_entries).long(), saves[:, 2])
     columns = (
         torch.where(is_used, owner, -1),
         torch.where(is_used, starts[row] + begin - first_positions[row], 0),
@@ -39,3 +44,39 @@ def list_chunks(
         slots[:num_entries],
     )
     return torch.stack(columns, 1), chunk_starts
+
+
+class Bases(NamedTuple):
+    """Fields of `DraftSteps`."""
+
+    bases: torch.Tensor
+    offsets: torch.Tensor
+    counts: torch.Tensor
+    save_slots: torch.Tensor
+    save_positions: torch.Tensor
+
+
+def advance_bases_(
+    table: torch.Tensor,  # [rows] int32, positions that the state of each row has seen; the last row is for padding
+    rows: torch.Tensor,  # [B] int64
+    starts: torch.Tensor,  # [B + 1] int32, first token of each row
+    first_positions: torch.Tensor,  # [B] int32
+    offsets: torch.Tensor | None,  # [B] int64, index of the draw within its row; None: no row has drafts
+    saves: torch.Tensor,  # [B, 2] int32: slot to save the row's state to, or -1, and the position
+    is_single: bool,
+) -> Bases:
+    """The rows of a step in an engine with drafts. `table` becomes what it is after the step. A save counts only if the
+    state passes its position in this step, or with longer chunks in its replay."""
+    bases = table.index_select(0, rows)
+    indices = torch.arange(len(rows), dtype=torch.int32, device=rows.device)
+    offsets = torch.zeros_like(indices) if offsets is None else offsets.to(torch.int32)
+    # first draws of rows at or after each index, from the end; the next one begins the next row
+    following = torch.where(offsets == 0, indices, len(rows)).flip(0).cummin(0).values.flip(0)
+    following = torch.cat([following[1:], following.new_full((1,), len(rows))])
+    counts = torch.where(offsets == 0, following - indices, 0).to(torch.int32)
+    after = torch.where(counts == 1, first_positions + starts.diff(), first_positions - offsets)
+    slot, position = saves.unbind(1)
+    limit = after if is_single else first_positions
+    is_passed = (offsets == 0) & (bases < position) & (position <= limit)
+    table.index_copy_(0, rows, torch.where(rows == len(table) - 1, 0, after))
+    return Bases(bases, offsets, counts, torch.where(is_passed, slot, -1), position)

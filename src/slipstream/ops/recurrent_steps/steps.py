@@ -5,6 +5,12 @@ position 0, so that chunks hardly depend on how the scheduler cuts a prompt. B r
 
 Slots index the first dimension of the state tensors [num_slots, *shape]. A slot may hold NaN before its first use: a
 row whose first position is 0 starts from zeros and must select, not multiply.
+
+With drafts, the state in a slot may be older than its row: it has seen the tokens before the row's *base*. The inputs
+of the tokens from there on are in rings, by position. A step first replays them up to the row's first position. A row
+without drafts then computes its tokens, and its state moves on to its end. A row with drafts leaves the state in front
+of its first token and only adds inputs to the rings: which drafts are accepted is known after the step. So taking a
+rejected draft back moves a position and copies nothing, and a step reads and writes each state once.
 """
 
 from __future__ import annotations
@@ -16,6 +22,32 @@ import torch
 from numpy.typing import NDArray
 
 from slipstream.cache_spec import STATE_CHUNK
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSteps:
+    """The rows of a step in an engine with drafts. In a step of one token per row, a row with drafts has several
+    adjacent draws, which are rows of `RecurrentSteps`; only its first draw replays and changes the state."""
+
+    bases: torch.Tensor  # [B] int32: positions that the state in the row's slot has seen; 0: the row starts from zeros
+    offsets: torch.Tensor  # [B] int32: index of the draw within its row
+    counts: torch.Tensor  # [B] int32: draws of the row, at its first draw; 0 at the others
+    # [B] int32: slot to store the state after so many positions to, -1: none. The state passes this position in the
+    # replay, or as a row without drafts in a step of one token per row. Saves in longer chunks are in `chunks`.
+    save_slots: torch.Tensor
+    save_positions: torch.Tensor  # [B] int32
+    # host: upper bound of the tokens that a row replays; and the offsets, None: not known on the host
+    max_replays: int
+    host_offsets: NDArray[np.int32] | None
+
+    @property
+    def is_plain(self) -> bool:
+        """Host: whether no row has drafts or replays tokens."""
+        return not self.max_replays and self.host_offsets is not None and not self.host_offsets.any()
+
+    def may_begin(self, index: int) -> bool:
+        """Host: whether this may be the first draw of a row."""
+        return self.host_offsets is None or not self.host_offsets[index]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +64,19 @@ class RecurrentSteps:
     chunks: torch.Tensor | None = None
     chunk_starts: torch.Tensor | None = None  # [B + 1] int32: first entry of each row in `chunks`
 
-    save_slots: torch.Tensor | None = None  # [B] int32, only if `is_single`: slot to store the new state to too, or -1
+    # [B] int32, only if `is_single`: slot to store the new state to too, or -1. With `drafts` those of `drafts` count.
+    save_slots: torch.Tensor | None = None
+    drafts: DraftSteps | None = None  # None: the engine has no drafts
 
     def covers(self, num_tokens: int) -> bool:
         """Host: whether each of the step's tokens belongs to a row, and the counts are exact. False if the step is
         padded with tokens of no row."""
         return self.is_single or int(self.num_tokens.sum()) == num_tokens
+
+    @property
+    def is_verified(self) -> bool:
+        """Host: whether this is a step of one token per row in which rows may have drafts or replay tokens."""
+        return self.is_single and self.drafts is not None and not self.drafts.is_plain
 
 
 def max_chunks(num_tokens: int, num_rows: int) -> int:

@@ -1,4 +1,4 @@
-"""The chunks of a step on CUDA, in one launch."""
+"""The chunks of a step, and where states begin, on CUDA, in one launch each."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import triton
 import triton.language as tl
 
 from slipstream.cache_spec import STATE_CHUNK
+from slipstream.ops.recurrent_steps.reference import Bases
 
 _ENTRIES = 32  # of one program
 _SAVES = 64  # of one turn
+_DRAWS = 128  # of one program
 
 
 def list_chunks(
@@ -96,3 +98,83 @@ def _list_kernel(
     tl.store(chunks + entry * 4 + 1, tl.where(is_used, own_start + begin - own_first, 0), mask=mask)
     tl.store(chunks + entry * 4 + 2, tl.where(is_used, stop - begin, 0), mask=mask)
     tl.store(chunks + entry * 4 + 3, slot, mask=mask)
+
+
+def advance_bases_(
+    table: torch.Tensor,
+    rows: torch.Tensor,
+    starts: torch.Tensor,
+    first_positions: torch.Tensor,
+    offsets: torch.Tensor | None,
+    saves: torch.Tensor,
+    is_single: bool,
+) -> Bases:
+    """As the reference, which describes the arguments; but only first draws have a base."""
+    num = len(rows)
+    assert table.is_contiguous() and saves.is_contiguous()
+    out = torch.empty((5, num), dtype=torch.int32, device=table.device)
+    _bases_kernel[(triton.cdiv(num, _DRAWS),)](
+        table,
+        rows,
+        starts,
+        first_positions,
+        offsets,
+        saves,
+        out,
+        num,
+        len(table) - 1,
+        SINGLE=is_single,
+        DRAWS=_DRAWS,
+        num_warps=4,
+    )
+    return Bases(*out.unbind(0))
+
+
+# grid: (blocks of draws,)
+@triton.jit(
+    do_not_specialize=["num", "padding"],
+    do_not_specialize_on_alignment=["rows", "starts", "first_positions", "offsets", "saves"],
+)
+def _bases_kernel(
+    table,
+    rows,
+    starts,
+    first_positions,
+    offsets,
+    saves,
+    out,
+    num,
+    padding,
+    SINGLE: tl.constexpr,
+    DRAWS: tl.constexpr,
+):
+    draw = tl.program_id(0) * DRAWS + tl.arange(0, DRAWS)
+    mask = draw < num
+    row = tl.load(rows + draw, mask=mask, other=0)
+    start = tl.load(starts + draw, mask=mask, other=0)
+    num_tokens = tl.load(starts + draw + 1, mask=mask, other=0) - start
+    first = tl.load(first_positions + draw, mask=mask, other=0)
+    offset = tl.zeros((DRAWS,), tl.int32)
+    count = tl.full((DRAWS,), 1, tl.int32)
+    if offsets is not None:
+        offset = tl.load(offsets + draw, mask=mask, other=0).to(tl.int32)
+        # draws of one row are adjacent, and their offsets count on
+        follows = mask & (offset == 0)
+        while tl.max(follows.to(tl.int32), 0) > 0:
+            inside = follows & (draw + count < num)
+            follows = inside & (tl.load(offsets + draw + count, mask=inside, other=0) == count)
+            count += follows.to(tl.int32)
+        count = tl.where(offset == 0, count, 0)
+    is_first = mask & (offset == 0)
+    base = tl.load(table + row, mask=is_first, other=0)
+    after = tl.where(count == 1, first + num_tokens, first - offset)
+    slot = tl.load(saves + draw * 2, mask=mask, other=-1)
+    position = tl.load(saves + draw * 2 + 1, mask=mask, other=0)
+    limit = after if SINGLE else first
+    is_passed = is_first & (base < position) & (position <= limit)
+    tl.store(table + row, tl.where(row == padding, 0, after), mask=is_first)
+    tl.store(out + draw, base, mask=mask)
+    tl.store(out + num + draw, offset, mask=mask)
+    tl.store(out + 2 * num + draw, count, mask=mask)
+    tl.store(out + 3 * num + draw, tl.where(is_passed, slot, -1), mask=mask)
+    tl.store(out + 4 * num + draw, position, mask=mask)

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 
 from slipstream.cache_spec import STATE_CHUNK
 from slipstream.ops.recurrent_steps import RecurrentSteps, max_chunks
+from slipstream.ops.recurrent_steps.replay import Recurrence, remember_, replay_, verify_
 
 ROWS = 4  # rows of one token that are computed together: bounds the memory for copies of states
 
@@ -45,6 +46,7 @@ def ssd_scan(
     weights: SsdWeights,
     state: torch.Tensor,  # [slots, heads, head dim, state size], float32 or float64
     steps: RecurrentSteps,
+    replay: torch.Tensor | None = None,  # [rows, columns, numbers of x, b and dt], with drafts: inputs by position
 ) -> torch.Tensor:
     """Mamba-2: [T, heads, head dim]. A group of b and c serves heads / groups neighbours.
 
@@ -52,21 +54,30 @@ def ssd_scan(
     and the states at the ends of chunks with a save to the save slots. Tokens of no row get zeros.
     """
     wide = state.dtype
-    dt = F.softplus(dt.to(wide) + weights.dt_bias).clamp(weights.dt_min, weights.dt_max)
-    decay = -weights.a_log.exp() * dt
     repeats = x.shape[1] // b.shape[1]
 
-    def single(tokens: slice, held: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        now = x[tokens].to(wide)
-        written, read = (
-            part[tokens].to(wide).repeat_interleave(repeats, 1, output_size=len(weights.d)) for part in (b, c)
-        )
-        held = held * decay[tokens].exp()[..., None, None]
-        held += (now * dt[tokens][..., None])[..., None] * written[..., None, :]
-        return (held @ read[..., None])[..., 0] + weights.d[:, None] * now, held
+    def sizes(dt: torch.Tensor) -> torch.Tensor:
+        return F.softplus(dt.to(wide) + weights.dt_bias).clamp(weights.dt_min, weights.dt_max)
+
+    def repeated(part: torch.Tensor) -> torch.Tensor:
+        return part.to(wide).repeat_interleave(repeats, 1, output_size=len(weights.d))
+
+    def recall(slot: torch.Tensor, position: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        assert replay is not None
+        of_x, of_b, of_dt = replay[slot, position % replay.shape[1]].split([x[0].numel(), b[0].numel(), dt.shape[1]], 1)
+        return of_x.unflatten(1, x.shape[1:]), of_b.unflatten(1, b.shape[1:]), of_dt
+
+    def change(inputs: tuple[torch.Tensor, ...], held: torch.Tensor) -> torch.Tensor:
+        now, written, size = inputs[0].to(wide), repeated(inputs[1]), sizes(inputs[2])
+        held = held * (-weights.a_log.exp() * size).exp()[..., None, None]
+        return held + (now * size[..., None])[..., None] * written[..., None, :]
+
+    def read(tokens: slice, held: torch.Tensor) -> torch.Tensor:
+        return (held @ repeated(c[tokens])[..., None])[..., 0] + weights.d[:, None] * x[tokens].to(wide)
 
     def chunk(part: _Chunk, held: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        now, steps_of, falls = part.cut(x).to(wide), part.cut(dt), part.cut(decay)
+        now, steps_of = part.cut(x).to(wide), part.cut(size)
+        falls = -weights.a_log.exp() * steps_of
         written, read = (part.cut(every).to(wide).transpose(0, 1) for every in (b, c))  # [groups, offsets, state size]
         total = falls.cumsum(0).T  # [heads, offsets]: log decay from the chunk's start
         between = (total[:, :, None] - total[:, None, :]).masked_fill(part.later, -torch.inf).exp()
@@ -78,8 +89,12 @@ def ssd_scan(
         added = (ending.unflatten(0, (-1, repeats)).mT @ written[:, None]).flatten(0, 1)
         return out, held * total[:, -1].exp()[:, None, None] + added
 
+    size = sizes(dt)
     out = torch.zeros(x.shape, dtype=wide, device=x.device)
-    _scan(out, state, steps, single, chunk)
+    recurrence = Recurrence(lambda tokens: (x[tokens], b[tokens], dt[tokens]), recall, change, read)
+    if replay is not None and steps.is_verified:
+        remember_(replay, steps, torch.cat((x.flatten(1), b.flatten(1), dt), 1))
+    _scan(out, state, steps, recurrence, chunk)
     return out.to(x.dtype)
 
 
@@ -92,23 +107,31 @@ def selective_scan(
     weights: SelectiveWeights,
     state: torch.Tensor,  # [slots, channels, state size], float32 or float64
     steps: RecurrentSteps,
+    replay: torch.Tensor | None = None,  # [rows, columns, numbers of x, dt and b], with drafts: inputs by position
 ) -> torch.Tensor:
     """Mamba-1, times silu(z): [T, channels]. States as in `ssd_scan`."""
     wide = state.dtype
-    dt = F.softplus(dt.to(wide) + weights.dt_bias)
     a = -weights.a_log.exp()
 
     def terms(x: torch.Tensor, dt: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Decay and input of each token, [tokens, channels, state size]."""
-        return (dt[..., None] * a).exp(), (dt * x.to(wide))[..., None] * b.to(wide)[:, None]
+        size = F.softplus(dt.to(wide) + weights.dt_bias)
+        return (size[..., None] * a).exp(), (size * x.to(wide))[..., None] * b.to(wide)[:, None]
 
-    def single(tokens: slice, held: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        decay, added = terms(x[tokens], dt[tokens], b[tokens])
-        held = held * decay + added
-        return (held @ c[tokens].to(wide)[..., None])[..., 0], held
+    def recall(slot: torch.Tensor, position: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        assert replay is not None
+        return replay[slot, position % replay.shape[1]].split([x.shape[1], dt.shape[1], b.shape[1]], 1)
+
+    def change(inputs: tuple[torch.Tensor, ...], held: torch.Tensor) -> torch.Tensor:
+        decay, added = terms(*inputs)
+        return held * decay + added
+
+    def read(tokens: slice, held: torch.Tensor) -> torch.Tensor:
+        return (held @ c[tokens].to(wide)[..., None])[..., 0]
 
     def chunk(part: _Chunk, held: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         decay, added = terms(part.cut(x), part.cut(dt), part.cut(b))
+        decay = torch.where(part.inside[:, None, None], decay, 1.0)
         reach = 1  # tokens that the sum at each offset covers
         while reach < len(decay):
             added = torch.cat((added[:reach], added[reach:] + decay[reach:] * added[:-reach]))
@@ -118,7 +141,10 @@ def selective_scan(
         return (states @ part.cut(c).to(wide)[..., None])[..., 0], states[-1]
 
     out = torch.zeros(x.shape, dtype=wide, device=x.device)
-    _scan(out, state, steps, single, chunk)
+    recurrence = Recurrence(lambda tokens: (x[tokens], dt[tokens], b[tokens]), recall, change, read)
+    if replay is not None and steps.is_verified:
+        remember_(replay, steps, torch.cat((x, dt, b), 1))
+    _scan(out, state, steps, recurrence, chunk)
     used = torch.arange(len(x), device=x.device) < steps.starts[-1]
     found = (out + weights.d * x.to(wide)) * F.silu(z.to(wide))
     return torch.where(used[:, None], found, 0.0).to(x.dtype)
@@ -143,18 +169,23 @@ def _scan(
     out: torch.Tensor,  # [T, ...] zeros, filled here
     state: torch.Tensor,
     steps: RecurrentSteps,
-    single: Callable[[slice, torch.Tensor], _Made],
+    recurrence: Recurrence,
     chunk: Callable[[_Chunk, torch.Tensor], _Made],
 ) -> None:
-    """Rows of one token by `single`, some at a time; other rows chunk by chunk. No value is read on the host: unused
-    chunks change nothing."""
+    """Rows of one token by the recurrence, some at a time; other rows chunk by chunk. No value is read on the host:
+    unused chunks change nothing."""
+    if steps.is_verified:
+        verify_(out, state, steps, recurrence)
+        return
+    if steps.drafts is not None and not steps.is_single:
+        replay_(state, steps, recurrence)
     num_tokens, num_single = len(out), _num_single(steps, out)
     saves = steps.save_slots if steps.chunks is None else steps.chunks[:, 3]
     for first in range(0, num_single, ROWS):
         rows = slice(first, min(first + ROWS, num_single))
         slots, begins = steps.slots[rows].long(), steps.first_positions[rows] == 0
         held = torch.where(begins.view(-1, *(1,) * (state.dim() - 1)), 0.0, state.index_select(0, slots))
-        out[rows], held = single(rows, held)
+        out[rows], held = recurrence.step(rows, held)
         state.index_copy_(0, slots, held)
         if saves is not None:
             state.index_copy_(0, torch.where(saves[rows] < 0, slots, saves[rows].long()), held)

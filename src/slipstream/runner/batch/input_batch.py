@@ -94,9 +94,9 @@ class InputBatch:
             assert rows is not None
             step = StepRows(rows, *others)
             inputs = gather_inputs(table.computed, table.next_tokens, pages.tables, pages.page_size, counts.width, step)
-            if history is not None:
-                history.write(inputs.slots.unbind(0), inputs.ids)
             token_rows = rows if step.token_rows is None else step.token_rows
+            if history is not None:
+                history.write(inputs.slots.unbind(0), inputs.ids, token_rows, inputs.positions)
             view = BatchView(
                 ids=inputs.ids,
                 positions=inputs.positions,

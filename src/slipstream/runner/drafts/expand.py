@@ -32,7 +32,6 @@ def expand_drafts(plan: StepPlan) -> DraftedPlan:
     assert (plan.num_tokens == repeats)[is_drafted].all() and not plan.num_host_tokens[is_drafted].any(), (
         "a drafted row draws after each of its positions, whose tokens are the device's own"
     )
-    assert plan.states is None, "drafts and recurrent states"
     first = np.cumsum(repeats) - repeats
     index = np.repeat(np.arange(len(repeats)), repeats)
     offsets = (np.arange(len(index)) - first[index]).astype(np.int32)
@@ -40,6 +39,11 @@ def expand_drafts(plan: StepPlan) -> DraftedPlan:
     pooling = plan.pooling
     if pooling is not None and pooling.ends is not None:
         pooling = replace(pooling, ends=pooling.ends[index])
+    states = plan.states
+    if states is not None and len(states.saves):
+        saves = states.saves.copy()
+        saves[:, 0] = first[saves[:, 0]]
+        states = replace(states, saves=saves)
     same = {name: getattr(plan, name) for name in _FIELDS}
     return DraftedPlan(
         **same
@@ -52,6 +56,7 @@ def expand_drafts(plan: StepPlan) -> DraftedPlan:
             num_host_tokens=plan.num_host_tokens[index],
             following=plan.following[index] if len(plan.following) else plan.following,
             pooling=pooling,
+            states=states,
         ),
         offsets=offsets,
     )

@@ -10,7 +10,6 @@ import math
 
 from slipstream.config.draft_config import DraftConfig
 from slipstream.ops.drafts import MatchRule, RowHistory, propose_from_history_
-from slipstream.runner.batch.page_tables import PageTables
 from slipstream.runner.batch.rows import RowTable
 from slipstream.runner.drafts.drafter import DraftBatch
 from slipstream.runner.drafts.history import TokenHistory
@@ -20,12 +19,11 @@ class NgramDrafter:
     always_runs = False
     reads_hidden = False
 
-    def __init__(self, config: DraftConfig, rows: RowTable, page_tables: PageTables, history: TokenHistory) -> None:
+    def __init__(self, config: DraftConfig, rows: RowTable, history: TokenHistory) -> None:
         self.rule = MatchRule(config.min_match, config.max_match, config.drafts_per_match or math.inf)
         self._rows = rows
-        self._table = page_tables.tables[history.group]
         self._history = history
 
     def propose(self, batch: DraftBatch, num_drafts: int) -> None:
-        text = RowHistory(self._rows.next_tokens, self._rows.computed, self._table, self._history.tokens)
+        text = RowHistory(self._rows.next_tokens, self._rows.computed, self._history.table, self._history.tokens)
         propose_from_history_(batch.rows, batch.offsets, text, num_drafts, self.rule, batch.max_length)

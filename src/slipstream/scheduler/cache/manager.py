@@ -41,7 +41,8 @@ class Hit:
 
 
 class CacheManager:
-    def __init__(self, config: CacheConfig) -> None:
+    def __init__(self, config: CacheConfig, max_drafts: int = 0) -> None:
+        """`max_drafts`: of a row in one step."""
         for group in config.groups:
             assert group.spec.page_size == config.page_size, (
                 f"sites {group.sites} have pages of {group.spec.page_size} positions, the cache {config.page_size}"
@@ -54,7 +55,7 @@ class CacheManager:
         self.prefix_caching = config.prefix_caching and (config.states is None or config.states.num_checkpoints > 0)
         self.states: StateCache | None = None
         if self.prefix_caching and config.states is not None:
-            self.states = StateCache(config.states, config.page_size)
+            self.states = StateCache(config.states, config.page_size, max_drafts)
         self.groups: tuple[CacheKind, ...] = tuple(
             KINDS[type(group.spec)](index, group.spec, num_pages, config.step_tokens)
             for index, (group, num_pages) in enumerate(zip(config.groups, config.group_pages, strict=True))
@@ -210,14 +211,15 @@ class CacheManager:
             if (run := group.reserve(request, num_entries)) is not None:
                 changed.append(run)
         request.capacity = num_entries * self.page_size if self.groups else NEVER
-        if length >= request.next_border:
-            self._save_generated(request, length)
+        self.save_generated(request, length)
         return changed
 
-    def _save_generated(self, request: Request, length: int) -> None:
-        assert self.states is not None and length == request.next_border, f"{request}: drafts and recurrent states"
-        self.states.save_generated(request)
-        self._set_publish_after(request)
+    def save_generated(self, request: Request, length: int) -> None:
+        """The plan under construction computes positions of a decoding request up to `length`: take a checkpoint if
+        they reach the next border."""
+        if self.states is not None and length >= request.next_border:
+            self.states.save_generated(request, length)
+            self._set_publish_after(request)
 
     def _release_unneeded(self, request: Request, num_entries: int, changed: list[Run]) -> bool:
         """Give back pages that no step will read again; False, and nothing has changed, if that is not enough."""
@@ -260,6 +262,7 @@ class CacheManager:
         self.publish(request)
         if self.states is not None:
             self.states.save_chunk(request)
+            self.save_generated(request, request.computed)  # tokens that a grammar forced
 
     def take_copies(self) -> tuple[list[Restore], list[Save]] | None:
         """Restored and saved states of the plan under construction, which is complete then."""

@@ -13,7 +13,8 @@ Where checkpoints of a prompt are taken, most important first:
 * at multiples of `spacing`, which is about as many positions as take the memory of a state in pages.
 
 While a request decodes, the newest border is kept: the next prompt of a conversation continues there, and so does the
-request itself after a preemption.
+request itself after a preemption. With drafts the host does not know in which step the state passes a border; the
+device saves only states after accepted tokens.
 """
 
 from __future__ import annotations
@@ -33,8 +34,11 @@ SERIES = 64  # distances from the end of a prompt start at one part in so many o
 
 
 class StateCache:
-    def __init__(self, config: StateConfig, page_size: int) -> None:
+    def __init__(self, config: StateConfig, page_size: int, max_drafts: int = 0) -> None:
+        """`max_drafts`: of a row in one step."""
         assert config.border % page_size == 0, f"borders at {config.border} positions, pages of {page_size}"
+        self.max_drafts = max_drafts
+        self._num_late = max_drafts + 1 if max_drafts else 0
         self.border = config.border
         self.spacing = config.spacing
         self.page_size = page_size
@@ -42,6 +46,7 @@ class StateCache:
         self._max_saves = max(2, config.num_checkpoints // MAX_SHARE)
         self._restores: list[Restore] = []  # of the plan under construction
         self._saves: list[Save] = []
+        self._late_saves: set[Request] = set()  # with a checkpoint that a later plan may save
 
     @property
     def version(self) -> int:
@@ -100,23 +105,36 @@ class StateCache:
                 self._saves.append((request, position, checkpoint))
                 self.pool.publish(checkpoint, page_hash)
 
-    def save_generated(self, request: Request) -> None:
-        """The plan under construction computes the position before `next_border`, whose token may not be known."""
-        states, position = request.states, request.next_border
+    def save_generated(self, request: Request, length: int) -> None:
+        """The plan under construction computes positions up to `length`, an upper bound with drafts, whose tokens may
+        not be known. With drafts the state may pass the border in a later plan: all of them have the save until the
+        checkpoint is published."""
+        states = request.states
         assert states is not None
-        request.next_border = position + self.border
-        checkpoint = self.pool.take(generated=True)
-        if checkpoint is not None:
-            self._saves.append((request, position, checkpoint))
+        while request.next_border <= length:
+            position, request.next_border = request.next_border, request.next_border + self.border
+            if self.max_drafts and states.held:
+                continue  # a row has one save that may be late
+            checkpoint = self.pool.take(generated=True)
+            if checkpoint is None:
+                continue
             states.held.append((position, checkpoint))
+            if self.max_drafts:
+                self._late_saves.add(request)
+            else:
+                self._saves.append((request, position, checkpoint))
 
     def publish(self, request: Request) -> None:
         """Make checkpoints after generated tokens findable, once a token drawn after the position is known: then the
-        state is known to be valid too. Only the newest of a request is kept."""
+        state is known to be valid too. Only the newest of a request is kept.
+
+        With drafts, the state passes the position in the first step that begins behind it, or before that; the last
+        committed step began at most `max_drafts + 1` positions before the committed ones."""
         states = request.states
         assert states is not None
-        while states.held and states.held[0][0] < len(request.tokens):
+        while states.held and states.held[0][0] + self._num_late <= request.num_committed:
             position, checkpoint = states.held.pop(0)
+            self._late_saves.discard(request)
             page_hash = self._hash_before(request, position)
             if self.pool.refresh(page_hash):
                 self.pool.drop(checkpoint)
@@ -129,7 +147,7 @@ class StateCache:
     def publish_after(self, request: Request) -> int:
         """With more known tokens than this there is a checkpoint to publish."""
         states = request.states
-        return NEVER if states is None or not states.held else states.held[0][0]
+        return NEVER if states is None or not states.held else states.held[0][0] + self._num_late
 
     def release(self, request: Request) -> None:
         """The request leaves its row. Its checkpoints that can be found stay."""
@@ -137,6 +155,7 @@ class StateCache:
         assert states is not None
         for _, checkpoint in states.held:
             self.pool.drop(checkpoint)
+        self._late_saves.discard(request)
         request.states = None
         request.next_border = NEVER
 
@@ -146,7 +165,11 @@ class StateCache:
             self.pool.unpublish(page_hash)
 
     def take_copies(self) -> tuple[list[Restore], list[Save]] | None:
-        """What the plan under construction restores and saves; the plan is complete then. None: nothing."""
+        """What the plan under construction restores and saves; the plan is complete then. None: nothing. Requests with
+        a late save need not be part of the plan."""
+        for request in self._late_saves:
+            if request.states is not None:
+                self._saves += [(request, position, checkpoint) for position, checkpoint in request.states.held]
         if not self._restores and not self._saves:
             return None
         copies, self._restores, self._saves = (self._restores, self._saves), [], []

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from slipstream.ops.delta_rule.reference import L2_EPS, DeltaWeights
 from slipstream.ops.delta_rule.triton.elementwise import log_decay
+from slipstream.ops.delta_rule.triton.verify import delta_verify
 from slipstream.ops.linear.triton.epilogue import counters
 from slipstream.ops.pdl import dependent, release_next, wait_for_previous
 from slipstream.ops.recurrent_steps import RecurrentSteps
@@ -31,8 +32,11 @@ def delta_decode(
     conv_state: torch.Tensor,
     state: torch.Tensor,
     steps: RecurrentSteps,
+    replay: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As the reference, which describes the arguments."""
+    if replay is not None:
+        return delta_verify(qkv, z, b, a, weights, conv_state, state, steps, replay)
     num_rows = len(qkv)
     heads, key_dim, dim = state.shape[1:]
     key_size = (qkv.shape[1] - heads * dim) // 2

@@ -13,6 +13,7 @@ import triton.language as tl
 from slipstream.ops.recurrent_steps import RecurrentSteps
 from slipstream.ops.ssm.reference import SelectiveWeights
 from slipstream.ops.ssm.triton.softplus import softplus
+from slipstream.ops.ssm.triton.verify import selective_verify
 
 _TOKENS = 4  # whose inputs are loaded at once in prefill: their latency is most of a token's time
 
@@ -26,11 +27,16 @@ def selective_scan(
     weights: SelectiveWeights,
     state: torch.Tensor,
     steps: RecurrentSteps,
+    replay: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As the reference, which describes the arguments."""
     num_channels, state_size = x.shape[1], b.shape[1]
     assert x.stride(1) == dt.stride(1) == b.stride(1) == c.stride(1) == z.stride(1) == 1 and state[0].is_contiguous()
     out = (torch.empty if steps.is_single else torch.zeros)(x.shape, dtype=x.dtype, device=x.device)
+    if replay is not None:
+        selective_verify(x, dt, b, c, z, weights, state, steps, replay, out)
+        if steps.is_single:
+            return out
     block = min(64, triton.next_power_of_2(num_channels))
     _selective_kernel[(len(steps.slots), triton.cdiv(num_channels, block))](
         x,

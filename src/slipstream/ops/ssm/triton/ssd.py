@@ -10,6 +10,7 @@ from slipstream.ops.recurrent_steps import RecurrentSteps
 from slipstream.ops.ssm.reference import SsdWeights
 from slipstream.ops.ssm.triton.softplus import softplus
 from slipstream.ops.ssm.triton.ssd_chunked import scan_chunks
+from slipstream.ops.ssm.triton.verify import ssd_verify
 
 
 def ssd_scan(
@@ -20,6 +21,7 @@ def ssd_scan(
     weights: SsdWeights,
     state: torch.Tensor,
     steps: RecurrentSteps,
+    replay: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As the reference, which describes the arguments."""
     num_tokens, num_heads, head_dim = x.shape
@@ -30,6 +32,10 @@ def ssd_scan(
     out = new(x.shape, dtype=x.dtype, device=x.device)
     if not num_tokens or not len(steps.slots):
         return out
+    if replay is not None:
+        ssd_verify(x, dt, b, c, weights, state, steps, replay, out)
+        if steps.is_single:
+            return out
     if not steps.is_single:
         scan_chunks(x, dt, b, c, weights, state, steps, out)
         return out

@@ -27,6 +27,7 @@ from slipstream.frontend.pooling.results import (
     PoolingRequestOutput,
     RerankResult,
     ScoringRequestOutput,
+    as_plain,
 )
 from slipstream.frontend.prompts import GenerationPrompts, as_batch, per_prompt
 from slipstream.frontend.results import RequestOutput
@@ -205,12 +206,13 @@ class LLM:
     ) -> list[PoolingRequestOutput[Any]]:
         """Runs any pooling task for each prompt: embed, classify, token_embed, token_classify or sparse.
 
+        `outputs.data` is a torch tensor; for sparse, `outputs` has indices and weights.
         A prompt is a text, token ids, an object with `prompt` or `prompt_token_ids`, or a pair of texts. `how`:
         prompt_name or prompt (the text to put before each input) and truncate_prompt_tokens.
         """
         served = self._model(model, *([pooling_task] if pooling_task else POOLING_TASKS))
         call = pooling_calls.encode(served.require_pooling(), prompts, pooling_params, pooling_task, **how)
-        return self._pool(served, call, use_tqdm)
+        return [as_plain(one) for one in self._pool(served, call, use_tqdm)]
 
     def embed(
         self,
@@ -353,7 +355,7 @@ class LLM:
         yield from self._sync_loop.stream(served, prepared)
 
     def _new_id(self) -> str:
-        return f"request-{next(self._request_numbers)}"
+        return str(next(self._request_numbers))  # as in vLLM
 
     def _model(self, name: str | None, *tasks: str) -> ServedModel:
         return choose(self.models, name, *tasks)

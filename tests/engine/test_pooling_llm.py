@@ -239,7 +239,7 @@ def test_late_interaction_is_the_sum_of_the_nearest(folders, monkeypatch):
         served.pooling_inputs.pooling = pooling
         facts = msgspec.structs.replace(served.description, pooling=pooling)
         llm.models[served.description.name] = msgspec.structs.replace(served, description=facts)
-        matrices = [one.outputs.data for one in llm.encode(TEXTS, pooling_task="token_embed")]
+        matrices = [one.outputs.array for one in llm.encode(TEXTS, pooling_task="token_embed")]
         expected = [float((matrices[0] @ other.T).max(1).sum()) for other in matrices[1:]]
         scores = [one.outputs.score for one in llm.score(TEXTS[0], TEXTS[1:])]
         np.testing.assert_allclose(scores, expected, rtol=1e-5)

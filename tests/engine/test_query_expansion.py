@@ -124,7 +124,7 @@ def test_scores_and_vectors_are_those_of_the_original(tmp_path, name):
             np.testing.assert_allclose(found, scores, rtol=2e-5, atol=2e-5)
         each = [one.outputs.score for one in llm.score(QUERIES, DOCUMENTS, use_tqdm=False)]
         np.testing.assert_allclose(each, np.diag(expected), rtol=2e-5, atol=2e-5)
-        vectors = [one.outputs.data for one in llm.encode(QUERIES, prompt_name="query", use_tqdm=False)]
+        vectors = [one.outputs.array for one in llm.encode(QUERIES, prompt_name="query", use_tqdm=False)]
         assert [len(one) for one in vectors] == [len(one) for one in asked]
         for ours, other in zip(vectors, asked, strict=True):
             np.testing.assert_allclose(ours, other, atol=2e-5)
@@ -133,15 +133,15 @@ def test_scores_and_vectors_are_those_of_the_original(tmp_path, name):
 def test_one_query_alone_and_among_others_is_the_same(tmp_path):
     folder = str(pylate(tmp_path))
     with LLM(folder, use_tqdm_on_load=False, num_threads=1, device="cpu", dtype="float64", depth=2) as llm:
-        alone = [llm.encode(text, prompt_name="query", use_tqdm=False)[0].outputs.data for text in QUERIES]
+        alone = [llm.encode(text, prompt_name="query", use_tqdm=False)[0].outputs.array for text in QUERIES]
         mixed = llm.encode([*QUERIES, *DOCUMENTS], prompt_name="query", use_tqdm=False)
         for own, other in zip(alone, mixed, strict=False):
-            np.testing.assert_allclose(own, other.outputs.data, atol=1e-12)
+            np.testing.assert_allclose(own, other.outputs.array, atol=1e-12)
         # what is not seen still counts as tokens: the same ids all seen are something else
         (filled,) = llm.encode(QUERIES[0], prompt_name="query", use_tqdm=False)
         assert filled.prompt_token_ids[-3:] == [MASK] * 3
         (seen,) = llm.encode([filled.prompt_token_ids], use_tqdm=False)
-        assert np.abs(seen.outputs.data - filled.outputs.data).max() > 1e-3
+        assert np.abs(seen.outputs.array - filled.outputs.data).max() > 1e-3
 
 
 def test_unseen_tokens_need_a_model_that_sees_as_far(tmp_path):

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+from pathlib import Path
+
 import pytest
+import torch
 
 from slipstream import LLM, RequestOutputKind, SamplingParams
 from tiny import write_tiny
 
 SMALL = dict(max_model_len=64, num_pages=64, page_size=4, max_num_seqs=4, num_threads=1)
+LISTED = json.loads((Path(__file__).parents[1] / "data" / "vllm_names.json").read_text())["classes"]
 TEN = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 
 
@@ -62,3 +68,27 @@ def test_flat_logprobs_have_their_attributes(llm):
         assert logprobs.logprobs[start:end] == [each.logprob for each in entry.values()]
         assert logprobs.ranks[start:end] == [each.rank for each in entry.values()]
     assert len(logprobs.decoded_tokens) == logprobs.end_indices[-1]
+
+
+def test_outputs_have_the_fields_of_vllm(llm):
+    (found,) = llm.generate("Hello", TEN.with_changes(logprobs=1))
+    for name in LISTED["RequestOutput"]["methods"]["__init__"]:
+        assert hasattr(found, name), name
+    (sample,) = found.outputs
+    for name in LISTED["CompletionOutput"]["fields"]:
+        assert hasattr(sample, name), name
+    plain = dataclasses.asdict(sample)
+    assert plain["text"] == sample.text and plain["token_ids"] == sample.token_ids and len(plain["logprobs"]) == 10
+    assert found.request_id.isdigit() and found.metrics.num_generation_tokens == 10
+    assert found.metrics.queued_ts <= found.metrics.first_token_ts <= found.metrics.last_token_ts
+
+
+def test_pooling_outputs_have_tensors(llm):
+    (found,) = llm.encode("Hello", pooling_task="embed")
+    (vector,) = llm.embed("Hello")
+    for name in LISTED["PoolingRequestOutput"]["methods"]["__init__"]:
+        assert hasattr(found, name), name
+    assert isinstance(found.outputs.data, torch.Tensor) and found.outputs.data.tolist() == vector.outputs.embedding
+    assert dataclasses.asdict(vector.outputs) == {"embedding": vector.outputs.embedding}
+    tokens = llm.encode("Hello", pooling_task="token_embed")[0].outputs.data
+    assert isinstance(tokens, torch.Tensor) and tokens.shape[0] == len(found.prompt_token_ids)

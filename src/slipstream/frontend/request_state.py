@@ -244,6 +244,9 @@ class GenerationRequestState(RequestState):
         return self._output([sample.result() for sample in self.samples])
 
     def _output(self, outputs: list[CompletionOutput]) -> RequestOutput:
+        metrics = self.metrics
+        metrics.queued_ts, metrics.scheduled_ts = self.submitted, self.begun
+        metrics.num_generation_tokens = self.num_tokens
         return RequestOutput(
             request_id=self.id,
             prompt=self.prompt,
@@ -252,7 +255,7 @@ class GenerationRequestState(RequestState):
             finished=self.finished,
             prompt_logprobs=self.prompt_logprobs,
             num_cached_tokens=self.num_cached,
-            metrics=self.metrics,
+            metrics=metrics,
         )
 
 

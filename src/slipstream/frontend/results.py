@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
@@ -14,12 +16,32 @@ class Logprob(msgspec.Struct, frozen=True):
 
 
 class RequestMetrics(msgspec.Struct):
+    """Names of vLLM's RequestStateStats."""
+
     arrival_time: float  # seconds since the epoch
+    queued_ts: float = 0.0  # monotonic seconds
+    scheduled_ts: float = 0.0  # monotonic seconds; 0 where it is not known, as for `LLM`
+    num_generation_tokens: int = 0
     first_token_ts: float = 0.0  # monotonic seconds
     last_token_ts: float = 0.0  # monotonic seconds
     first_token_latency: float = 0.0  # seconds from arrival to the first token
 
 
+Struct = TypeVar("Struct", bound=type[msgspec.Struct])
+
+
+def as_dataclass(*names: str) -> Callable[[Struct], Struct]:
+    """Lets `dataclasses.asdict`, `fields` and `replace` work on a Struct, with these attributes as its fields."""
+
+    def change(kind: Struct) -> Struct:
+        made: Any = dataclasses.make_dataclass(kind.__name__, [(name, Any) for name in names])
+        kind.__dataclass_fields__ = made.__dataclass_fields__  # type: ignore[attr-defined]
+        return kind
+
+    return change
+
+
+@as_dataclass("index", "text", "token_ids", "cumulative_logprob", "logprobs", "finish_reason", "stop_reason")
 class CompletionOutput(msgspec.Struct):
     """One sample."""
 
@@ -31,6 +53,10 @@ class CompletionOutput(msgspec.Struct):
     logprobs: Sequence[dict[int, Logprob]] | None = None
     finish_reason: str | None = None  # stop, length, abort or error
     stop_reason: int | str | None = None  # the stop token or stop string found; None for an end-of-text token
+
+    # fields of vLLM for what this engine does not have
+    lora_request: ClassVar[None] = None
+    routed_experts: ClassVar[None] = None
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -58,3 +84,9 @@ class RequestOutput(msgspec.Struct):
     prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None  # by prompt token; None for the first
     num_cached_tokens: int = 0
     metrics: RequestMetrics | None = None
+
+    # fields of vLLM for what this engine does not have
+    lora_request: ClassVar[None] = None
+    encoder_prompt: ClassVar[None] = None
+    encoder_prompt_token_ids: ClassVar[None] = None
+    kv_transfer_params: ClassVar[None] = None

@@ -166,7 +166,7 @@ def _score_by_cross_encoder(
                 raise
             raise type(error)(f"pair {index + 1} of {len(right)}: {error}", param=error.param) from None
     found = yield [PoolingBatch(pairs, params, prefix)]
-    return [_scored(one, None if one.found is None else float(one.outputs.data[0]), one.error) for one in found]
+    return [_scored(one, None if one.found is None else float(one.outputs.array[0]), one.error) for one in found]
 
 
 def _score_by_vectors(
@@ -180,8 +180,8 @@ def _score_by_vectors(
     good = [(query, one) for query, one in pairs if query.found is not None and one.found is not None]
     scores: Iterator[float] = iter(())
     if good:
-        a = good[0][0].outputs.data[None] if alone else np.stack([query.outputs.data for query, _ in good])
-        b = np.stack([one.outputs.data for _, one in good])
+        a = good[0][0].outputs.array[None] if alone else np.stack([query.outputs.array for query, _ in good])
+        b = np.stack([one.outputs.array for _, one in good])
         scores = iter(similarities(inputs.pooling.similarity, a, b))
     return [
         _scored(one, next(scores), None)
@@ -210,7 +210,7 @@ def _score_by_late_interaction(
             ),
         ]
         scored += [
-            _scored(one, None if one.found is None else float(one.outputs.data.flat[0]), one.error)
+            _scored(one, None if one.found is None else float(one.outputs.array.flat[0]), one.error)
             for one in found[len(queries) :]
         ]
     return scored

@@ -1,10 +1,12 @@
 """Result classes of pooling calls (vLLM's names), and the size of a result, known before the request runs.
 
-Results hold numpy arrays. Lists of Python numbers are built when a property is read: most callers use the arrays.
+Results hold numpy arrays (`array`). Lists of Python numbers and torch tensors are built when a property is read: most
+callers use the arrays. `dataclasses.asdict` works on the outputs, with the fields of vLLM's.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
@@ -15,20 +17,32 @@ from numpy.typing import NDArray
 from slipstream.config.pooling_info import PoolingInfo
 from slipstream.engine.model_description import ModelDescription
 from slipstream.errors import RequestTooLarge, SlipstreamError
+from slipstream.frontend.results import as_dataclass
 from slipstream.messages import Submit
 from slipstream.pooling_params import TOKEN_TASKS, PoolingParams, Task
 
 Array = NDArray[Any]
 
 
+@as_dataclass("data")
 class PoolingOutput(msgspec.Struct, frozen=True, gc=False):
     """The result of one prompt: a vector, or a matrix with one row per token."""
 
-    data: Array
+    array: Array
+
+    @property
+    def data(self) -> Any:
+        """A torch tensor, as in vLLM; the array itself in a process without torch, such as a front end of a server."""
+        return as_tensor(self.array)
 
 
+@as_dataclass("embedding")
 class EmbeddingOutput(msgspec.Struct, frozen=True, gc=False):
     data: Array
+
+    @property
+    def array(self) -> Array:
+        return self.data
 
     @property
     def embedding(self) -> list[float]:
@@ -40,9 +54,14 @@ class EmbeddingOutput(msgspec.Struct, frozen=True, gc=False):
         return int(self.data.shape[-1])
 
 
+@as_dataclass("probs")
 class ClassificationOutput(msgspec.Struct, frozen=True, gc=False):
     data: Array
     labels: tuple[str, ...] = ()  # class names, by class index
+
+    @property
+    def array(self) -> Array:
+        return self.data
 
     @property
     def probs(self) -> list[float]:
@@ -67,10 +86,15 @@ class SparseOutput(msgspec.Struct, frozen=True, gc=False):
     data: Array  # [n] weights
 
     @property
+    def array(self) -> Array:
+        return self.data
+
+    @property
     def weights(self) -> dict[int, float]:
         return dict(zip(self.indices.tolist(), self.data.tolist(), strict=True))
 
 
+@as_dataclass("score")
 class ScoringOutput(msgspec.Struct, frozen=True, gc=False):
     score: float
 
@@ -102,6 +126,20 @@ class PoolingRequestOutput(msgspec.Struct, Generic[Result], gc=False):
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.ids)
+
+
+def as_plain(found: PoolingRequestOutput[Any]) -> PoolingRequestOutput[Any]:
+    """The result as `LLM.encode` returns it for vectors and classes: a PoolingOutput."""
+    if not isinstance(found.found, EmbeddingOutput | ClassificationOutput):
+        return found
+    values = msgspec.structs.asdict(found) | {"found": PoolingOutput(found.found.data)}
+    return PoolingRequestOutput(**values)
+
+
+def as_tensor(array: Array) -> Any:
+    """A torch tensor over the array, or over a copy where it may not be written. Without torch, the array."""
+    torch = sys.modules.get("torch")  # the front end never imports it
+    return array if torch is None else torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
 class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput], gc=False):

@@ -62,7 +62,7 @@ def run(args: argparse.Namespace, opener: OpenLLM) -> int:
     llm = opener(**({"task": "embed"} | engine_options(args)))
     with closing(llm):
         found = llm.embed(given, params, prompt_name=args.prompt_name, use_tqdm=sys.stderr.isatty())
-    vectors = [one.outputs.data for one in found]
+    vectors = [one.outputs.array for one in found]
     if output is not None and output.suffix == ".npy":
         import numpy as np  # already loaded with the model
 

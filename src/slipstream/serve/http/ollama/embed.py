@@ -64,7 +64,7 @@ async def create_old_embedding(request: Request, body: OldEmbedRequest) -> Respo
     if not body.prompt:
         return json_response(OldEmbedResponse([]))
     (found,) = await _embed(request, body, [body.prompt], True, {"normalize": False})
-    return json_response(OldEmbedResponse(found.outputs.data.tolist()))
+    return json_response(OldEmbedResponse(found.outputs.array.tolist()))
 
 
 async def _embed(

@@ -87,7 +87,7 @@ async def create_pooling(request: Request, body: PoolingRequest) -> Response:
 
 
 def sparse_weights(found: SparseOutput) -> list[SparseWeight]:
-    pairs = zip(found.indices.tolist(), found.data.tolist(), strict=True)
+    pairs = zip(found.indices.tolist(), found.array.tolist(), strict=True)
     return [SparseWeight(index, value) for index, value in pairs]
 
 

@@ -132,6 +132,6 @@ def usage_of(found: Sequence[PoolingRequestOutput[Any]]) -> PoolUsage:
 def arrays_of(found: Sequence[PoolingRequestOutput[Any]]) -> list[Any]:
     """Returns the arrays of results. Raises where one is missing."""
     try:
-        return [one.outputs.data for one in found]
+        return [one.outputs.array for one in found]
     except SlipstreamError as error:
         raise HTTPException(500, str(error), code="pooling_failed") from None

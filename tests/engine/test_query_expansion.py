@@ -141,7 +141,7 @@ def test_one_query_alone_and_among_others_is_the_same(tmp_path):
         (filled,) = llm.encode(QUERIES[0], prompt_name="query", use_tqdm=False)
         assert filled.prompt_token_ids[-3:] == [MASK] * 3
         (seen,) = llm.encode([filled.prompt_token_ids], use_tqdm=False)
-        assert np.abs(seen.outputs.array - filled.outputs.data).max() > 1e-3
+        assert np.abs(seen.outputs.array - filled.outputs.array).max() > 1e-3
 
 
 def test_unseen_tokens_need_a_model_that_sees_as_far(tmp_path):

@@ -12,11 +12,21 @@ from safetensors.torch import load_file
 from tiny import write_tiny, write_weights
 
 FEW = (40, 77, 150, 201)
+HEAD_DIM = 32  # of EAGLE-3 heads, which have 4 heads of queries and 1 of keys
 
 
 def prefer_few_tokens(weights: dict[str, torch.Tensor]) -> None:
     """Large logits for a few tokens, so that drafts of random weights are sometimes right."""
     weights["lm_head.weight"][list(FEW)] *= 15
+
+
+def write_few(folder: Path, **overrides: Any) -> Path:
+    """A Llama of three layers that prefers a few tokens."""
+    write_tiny(folder, "llama", num_hidden_layers=3, **overrides)
+    weights = load_file(folder / "model.safetensors")
+    prefer_few_tokens(weights)
+    write_weights(folder, weights)
+    return folder
 
 
 def write_mtp(folder: Path, family: str = "deepseek_v3", **overrides: Any) -> Path:
@@ -39,4 +49,46 @@ def write_mtp(folder: Path, family: str = "deepseek_v3", **overrides: Any) -> Pa
     added[f"{root}.embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
     added[f"{root}.shared_head.head.weight"] = weights["lm_head.weight"].clone()
     write_weights(folder, weights | added)
+    return folder
+
+
+def write_eagle3(folder: Path, target: Path, draft_vocab: int | None = 60, **overrides: Any) -> Path:
+    """An EAGLE-3 head in the layout of the hub, for a checkpoint with at least 3 layers. `draft_vocab`: tokens of its
+    own vocabulary; None: it drafts all tokens with the target's projection."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = json.loads((target / "config.json").read_text())
+    vocab, size = config["vocab_size"], config["hidden_size"]
+    own = {
+        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1,
+        "vocab_size": vocab, "draft_vocab_size": draft_vocab or vocab, "hidden_size": size, "intermediate_size": 80,
+        "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": HEAD_DIM, "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 64, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(own | overrides))
+    generator = torch.Generator().manual_seed(9)
+
+    def random(*shape: int, spread: float = 0.15, middle: float = 0.0) -> torch.Tensor:
+        return torch.randn(shape, generator=generator) * spread + middle
+
+    weights = {
+        "fc.weight": random(size, 3 * size),
+        "norm.weight": random(size, middle=1.0),
+        "midlayer.self_attn.q_proj.weight": random(4 * HEAD_DIM, 2 * size),
+        "midlayer.self_attn.k_proj.weight": random(HEAD_DIM, 2 * size),
+        "midlayer.self_attn.v_proj.weight": random(HEAD_DIM, 2 * size),
+        "midlayer.self_attn.o_proj.weight": random(size, 4 * HEAD_DIM),
+        "midlayer.mlp.gate_proj.weight": random(80, size),
+        "midlayer.mlp.up_proj.weight": random(80, size),
+        "midlayer.mlp.down_proj.weight": random(size, 80),
+    }
+    for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
+        weights[f"midlayer.{name}.weight"] = random(size, middle=1.0)
+    if draft_vocab is not None:
+        others = (token for token in range(0, vocab, 3) if token not in FEW)
+        tokens = torch.tensor(sorted([*FEW, *(next(others) for _ in range(draft_vocab - len(FEW)))]))
+        head = random(draft_vocab, size, spread=0.3)
+        head[torch.isin(tokens, torch.tensor(FEW))] *= 15
+        weights["lm_head.weight"], weights["d2t"] = head, tokens - torch.arange(draft_vocab)
+        weights["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, tokens, True)
+    write_weights(folder, weights)
     return folder

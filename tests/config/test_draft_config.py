@@ -36,7 +36,8 @@ def test_one_bound_alone_moves_the_other() -> None:
     ("given", "says"),
     [
         ({}, "has no method"),
-        ({"method": "eagle3", "model": "x"}, "drafts by eagle3 are not supported"),
+        ({"method": "eagle", "model": "x"}, "drafts by eagle are not supported"),
+        ({"method": "eagle3"}, "drafts by eagle3 need a model"),
         ({"method": "draft_model"}, "drafts by draft_model need a model"),
         ({"model": "some/model", "prompt_lookup_max": 3}, "prompt_lookup_max, which draft_model does not use"),
         ({"method": "mtp", "model": "x"}, "needs none"),

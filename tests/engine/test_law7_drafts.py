@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from test_law7 import FEATURES, GREEDY, REPLAYED, assert_same, make
 
@@ -14,6 +16,7 @@ from slipstream.engine.build import foresee
 from slipstream.errors import InvalidOption
 from slipstream.runner.batch.input_batch import Size
 from tiny import write_tiny
+from tiny_drafters import write_eagle3
 from tiny_encoder import write_tiny_encoder
 
 # every sampling feature, in batches of one request for each prompt
@@ -81,6 +84,29 @@ def test_tokens_do_not_depend_on_drafts(model, wanted, cell):
                 assert counts.num_accepted == counts.num_drafts > 50, "a right draft was rejected"
         assert counts.num_drafts > 0
         assert (counts.num_accepted > 0) == (cell["drafts"] != "wrong")
+        llm.core.scheduler.cache.check()
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle3"])
+def test_tokens_do_not_depend_on_models_that_draft(model, wanted, method, tmp_path):
+    """Features that depend on the output or report more than tokens; the cells are in the files of the drafters."""
+    if method == "eagle3":
+        taps = {"eagle_aux_hidden_state_layer_ids": [0, 1, 1]}
+        folder = write_eagle3(tmp_path, Path(model), eagle_config=taps)
+    else:
+        folder = write_tiny(tmp_path, "mistral")  # the same weights, and a window
+    spec = {"method": method, "model": str(folder), "num_speculative_tokens": 3}
+    with make(model, speculative_config=spec, cached=True, depth=1) as llm:
+        llm.core.scheduler.drafts.length = None
+        for name in (
+            "greedy",
+            "penalties",
+            "words",
+            "others",
+            "reports",
+        ):  # in this order: it gives requests their seeds
+            assert_same(llm.generate(PROMPTS, BATCHES[name]), wanted[name])
+        assert llm.core.scheduler.drafts.counts.num_drafts > 0
         llm.core.scheduler.cache.check()
 
 

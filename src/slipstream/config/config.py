@@ -34,10 +34,11 @@ class ModelConfig(msgspec.Struct, frozen=True):
 class DraftModelConfig(msgspec.Struct, frozen=True):
     """The model of a drafter."""
 
-    method: str  # draft_model: a decoder; mtp: a layer inside the checkpoint of the engine's model
+    method: str  # draft_model: a decoder; mtp: a layer inside the checkpoint of the engine's model; eagle3: a head
     model: ModelConfig
     first_site: int  # its cache sites follow those of the engine's model
     page_bytes: int  # of one page, over all its sites
+    taps: tuple[int, ...] = ()  # layers of the engine's model whose inputs it reads
 
     @property
     def reads_hidden(self) -> bool:
@@ -136,3 +137,8 @@ class EngineConfig(msgspec.Struct, frozen=True):
     scheduler: SchedulerConfig
     device: DeviceConfig
     draft: DraftModelConfig | None = None  # None: drafts need no model
+
+    @property
+    def hidden_width(self) -> int:
+        """Elements that a forward returns per token: its hidden state, and what a drafter reads beside it."""
+        return self.model.info.hidden_size * (1 + (0 if self.draft is None else len(self.draft.taps)))

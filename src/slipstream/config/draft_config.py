@@ -20,21 +20,22 @@ DRAFTS_PER_STEP = 256
 _MATCH = {"ngram": (2, 4), "suffix": (1, 24)}  # defaults of shortest and longest match
 _METHODS = {
     "ngram": "ngram", "ngram_gpu": "ngram", "[ngram]": "ngram", "suffix": "suffix", "draft_model": "draft_model",
+    "eagle3": "eagle3",
     "mtp": "mtp", "deepseek_mtp": "mtp", "qwen3_next_mtp": "mtp", "qwen3_5_mtp": "mtp", "glm4_moe_mtp": "mtp",
 }  # fmt: skip
-_WITH_FOLDER = ("draft_model",)
+_WITH_FOLDER = ("draft_model", "eagle3")
 """Methods that run a model of a folder of its own."""
 WITH_MODEL = (*_WITH_FOLDER, "mtp")
 """Methods that run a model."""
-_KNOWN = "ngram, ngram_gpu, suffix, draft_model and mtp"
+_KNOWN = "ngram, ngram_gpu, suffix, draft_model, eagle3 and mtp"
 _NOT_BUILT = (
-    "eagle", "eagle3", "dflash", "dspark", "medusa", "mlp_speculator", "custom_class", "extract_hidden_states",
+    "eagle", "dflash", "dspark", "medusa", "mlp_speculator", "custom_class", "extract_hidden_states",
 )  # fmt: skip
 _KEYS = ("method", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min", "model")
 
 
 class DraftConfig(msgspec.Struct, frozen=True):
-    method: str  # ngram, suffix, draft_model or mtp
+    method: str  # ngram, suffix, draft_model, eagle3 or mtp
     num_drafts: int  # maximum per row and step
     # of ngram and suffix
     min_match: int = 0  # tokens at the end of a row that must have occurred before

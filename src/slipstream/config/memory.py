@@ -174,7 +174,7 @@ def draft_bytes(config: EngineConfig) -> tuple[int, int]:
         return hidden + attention
 
     size = ITEMSIZE[model.dtype]
-    target_hidden = tokens * config.model.info.hidden_size * size
+    target_hidden = 2 * tokens * config.hidden_width * size
     table = 4 * rows * len(config.cache.groups) * 8 * -(-scheduler.max_model_len // config.cache.page_size)
     logits = scheduler.max_num_seqs * model.info.vocab_size * size
     return of(scheduler.max_drawn, tokens) + target_hidden, of(rows, rows) + table + logits
@@ -208,13 +208,12 @@ def graph_bytes(config: EngineConfig, forward: int) -> int:
     head = rows * info.vocab_size * (size + 2 * max(size, 4)) if config.model.generates else pool_head_bytes(config)
     head += draft_bytes(config)[1]
     kept = sum(sizes_up_to(rows, first_steps=8))
-    return max(forward, head) + kept * (info.hidden_size * size + 8)
+    return max(forward, head) + kept * (config.hidden_width * size + 8)
 
 
 def graph_output_bytes(config: EngineConfig) -> tuple[int, int]:
     """Bytes of the shared outputs of captured steps: hidden states for their heads, and results."""
-    scheduler, info = config.scheduler, config.model.info
-    hidden = scheduler.max_num_batched_tokens * info.hidden_size * ITEMSIZE[config.model.dtype]
+    hidden = config.scheduler.max_num_batched_tokens * config.hidden_width * ITEMSIZE[config.model.dtype]
     return hidden, max(result_bytes(config), _line_bytes(config))
 
 
@@ -246,7 +245,7 @@ def unread_bytes(config: EngineConfig) -> int:
     rows, or vectors."""
     scheduler, info, size = config.scheduler, config.model.info, ITEMSIZE[config.model.dtype]
     tokens, real = scheduler.max_num_batched_tokens, max(size, 4)
-    all_hidden = tokens * info.hidden_size * size
+    all_hidden = tokens * config.hidden_width * size
     if config.model.generates:
         # prompt tokens are scored in groups of this size, however few rows there are: the product, its float32 copy,
         # and the temporaries of the report

@@ -188,8 +188,8 @@ def _rename(config: dict[str, Any], also_called: Mapping[str, tuple[str, ...]]) 
 
 
 def _text_part(config: dict[str, Any]) -> dict[str, Any]:
-    """A multimodal model keeps the fields of its text model in an object of its own."""
-    text = config.get("text_config")
+    """A multimodal model has the fields of its text model in an object of its own, a draft head those of its layer."""
+    text = config.get("text_config", config.get("transformer_layer_config"))
     if not isinstance(text, dict):
         return config
     found = config | {key: value for key, value in text.items() if value is not None and key != "architectures"}

@@ -170,7 +170,7 @@ def settle(options: Options, located: LocatedModel, info: ModelInfo) -> EngineCo
     source = Source(str(located.path), located.kind, located.name, 0, sizes)
     # at the model's full length: the actual length depends on what the weights leave
     num_bytes = weight_bytes(model_config(options, info, source, dtype, info.max_positions, pooling), machine.kind)
-    num_bytes += 0 if draft is None else draft_weight_bytes(draft, machine.kind)
+    num_bytes += 0 if draft is None else draft_weight_bytes(draft, info, machine.kind)
     source = msgspec.structs.replace(source, num_bytes=num_bytes)
     drafts = read_draft_config(options.speculative_config, options.drafts)
     states = state_specs(info, dtype, 0 if drafts is None else drafts.num_drafts)
@@ -183,5 +183,5 @@ def foresee(options: Options) -> tuple[EngineConfig, MemoryPlan]:
     info, _ = _read(options, located)
     config = settle(options, located, info)
     num_bytes = weight_bytes(config.model, config.device.kind)
-    num_bytes += 0 if config.draft is None else draft_weight_bytes(config.draft, config.device.kind)
+    num_bytes += 0 if config.draft is None else draft_weight_bytes(config.draft, info, config.device.kind)
     return config, plan_memory(config, num_bytes)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from slipstream.cache_spec import CacheSpec
 from slipstream.config.check_info import check_info
 from slipstream.config.config import DraftModelConfig, ModelConfig
-from slipstream.config.draft_config import WITH_MODEL, DraftConfig, read_draft_config
+from slipstream.config.draft_config import WITH_MODEL, read_draft_config
 from slipstream.config.gguf_file import GgufFile
 from slipstream.config.gguf_info import gguf_model_info
 from slipstream.config.locate import LocatedModel, locate
@@ -14,7 +16,8 @@ from slipstream.config.options import Options
 from slipstream.config.weight_files import require_weights
 from slipstream.errors import InvalidOption, ModelError
 from slipstream.nn.models.decoder_shape import DecoderShape
-from slipstream.nn.models.draft_layout import mtp_shape
+from slipstream.nn.models.draft_layout import eagle3_shape_of, mtp_shape
+from slipstream.nn.models.eagle3 import tapped_layers
 from slipstream.nn.models.registry import find_shape
 from slipstream.nn.models.stored_head import as_stored
 
@@ -29,45 +32,54 @@ def settle_draft(
         return None
     try:
         located = located if drafts.model is None else locate(drafts.model)
-        own, shape = _find(drafts, options, located, info)
+        own = info if drafts.method == "mtp" else _read(options, located, drafts.method)
+        model = ModelConfig(
+            info=own,
+            path=str(located.path),
+            name=located.name,
+            load_format=_load_format(options, located),
+            dtype=dtype,
+            dequantize=options.dequantize,
+            max_model_len=own.max_positions,
+            seed=options.seed,
+            deterministic=options.deterministic,
+        )
+        shape, taps = _find(drafts.method, model, info)
     except ModelError as error:
         raise type(error)(f"the draft model of speculative_config: {error}") from error
+    model = msgspec.structs.replace(model, sizes=shape.sizes(on_cpu))
+    if drafts.method == "eagle3":  # as long as the engine's model, whatever the head was trained with
+        model = msgspec.structs.replace(model, info=msgspec.structs.replace(own, max_positions=info.max_positions))
     found = shape.cache_specs(options.page_size, dtype)
-    model = ModelConfig(
-        info=own,
-        path=str(located.path),
-        name=located.name,
-        load_format=_load_format(options, located),
-        dtype=dtype,
-        dequantize=options.dequantize,
-        max_model_len=own.max_positions,
-        seed=options.seed,
-        deterministic=options.deterministic,
-        sizes=shape.sizes(on_cpu),
-    )
     page_bytes = sum(spec.bytes_per_page for spec in found)
-    return DraftModelConfig(drafts.method, model, len(specs), page_bytes), found
+    return DraftModelConfig(drafts.method, model, len(specs), page_bytes, taps), found
 
 
-def _find(
-    drafts: DraftConfig, options: Options, located: LocatedModel, info: ModelInfo
-) -> tuple[ModelInfo, DecoderShape]:
-    """The facts of the drafter's model, and its shape as a decoder."""
-    if drafts.method == "mtp":
-        if located.kind == "gguf":
-            raise InvalidOption("drafts by mtp need a folder with safetensors, and the model is a .gguf file")
-        return info, mtp_shape(info)
-    own = _read(options, located)
-    return own, _check(own, located.name, info)
+def _find(method: str, model: ModelConfig, info: ModelInfo) -> tuple[DecoderShape, tuple[int, ...]]:
+    """The shape of the drafter's model as a decoder, and the layers of the engine's model whose inputs it reads."""
+    if method == "draft_model":
+        return _check(model.info, model.name, info), ()
+    if model.load_format == "gguf":
+        raise InvalidOption(f"drafts by {method} need a folder with safetensors; {model.name} is a .gguf file")
+    if method == "mtp":
+        return mtp_shape(info), ()
+    target = find_shape(info)
+    if not isinstance(target, DecoderShape):
+        raise InvalidOption(f"drafts by {method} are for models that generate text")
+    return eagle3_shape_of(model, target).decoder, tapped_layers(model.info, len(target.layers))
 
 
-def _read(options: Options, located: LocatedModel) -> ModelInfo:
+def _read(options: Options, located: LocatedModel, method: str) -> ModelInfo:
     if located.kind == "gguf":
         return check_info(gguf_model_info(GgufFile.open(located.path)))
     if options.load_format != "dummy":
         require_weights(located.path)
     info = check_info(read_model_info(located.path))
-    return info if options.load_format == "dummy" else as_stored(info, located.path)
+    is_head = "Eagle" in info.architecture
+    if is_head != (method == "eagle3"):
+        known = "eagle3" if is_head else "draft_model"
+        raise InvalidOption(f"{located.name} is {info.architecture}; its method is {known}, not {method}")
+    return info if options.load_format == "dummy" or is_head else as_stored(info, located.path)
 
 
 def _load_format(options: Options, located: LocatedModel) -> str:

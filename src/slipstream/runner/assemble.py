@@ -206,7 +206,8 @@ def _assemble(
             row_states.append(sampler)
     if pooling is not None:
         chunks = ChunkState(pooling.methods, 0 if scheduler.is_encoder else num_rows, info.hidden_size, dtype, device)
-        pool = PoolHead(model.heads, pooling, info.vocab_size, chunks, results, graphs, logit_dtype)
+        own_size = None if config.hidden_width == info.hidden_size else info.hidden_size
+        pool = PoolHead(model.heads, pooling, info.vocab_size, chunks, results, graphs, logit_dtype, own_size)
         heads.append(pool)
         row_states.append(pool)
     return ModelRunner(

@@ -46,8 +46,11 @@ class PoolHead:
         results: ResultRing,
         graphs: GraphPool,
         dtype: torch.dtype,
+        hidden_size: int | None = None,
     ) -> None:
-        """Without heads an embedding is a hidden state. `dtype`: of the results."""
+        """Without heads an embedding is a hidden state. `dtype`: of the results; `hidden_size`: if the forward returns
+        more than hidden states, for a drafter."""
+        self.hidden_size = hidden_size
         self.heads = heads
         self.methods = info.methods
         self.modes = PoolModes(info, None if heads is None else heads.sparse_by, vocab_size)
@@ -136,6 +139,8 @@ class PoolHead:
     def _head(
         self, blocks: list[ResultBlock], run: Callable[[Gathered, torch.Tensor], Iterable[Iterable[torch.Tensor]]]
     ) -> Head:
+        if self.hidden_size is not None:
+            run = _of_hidden(run, self.hidden_size)
         shape = ResultBlock.lay_out(blocks, self._numpy_dtype)
         if not shape.num_bytes:  # no prompt ends, or no result is copied
             nothing = np.zeros(0, np.uint8)
@@ -337,3 +342,10 @@ def _drop(results: Iterable[Iterable[torch.Tensor]]) -> None:
     for parts in results:
         for _ in parts:
             pass
+
+
+def _of_hidden(
+    run: Callable[[Gathered, torch.Tensor], Iterable[Iterable[torch.Tensor]]], size: int
+) -> Callable[[Gathered, torch.Tensor], Iterable[Iterable[torch.Tensor]]]:
+    """The same for what a forward with taps returns, of which the first `size` columns are hidden states."""
+    return lambda batch, hidden: run(batch, hidden[:, :size])

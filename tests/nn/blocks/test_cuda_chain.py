@@ -62,6 +62,21 @@ def steps(model: Decoder) -> tuple[HandRunner, list[dict[str, torch.Tensor]]]:
     return runner, [runner.run(chunks) for chunks in NEXT]
 
 
+def test_a_chain_returns_the_inputs_of_tapped_layers(calls: list[bool], tmp_path: Path) -> None:
+    model = load(write_tiny(tmp_path, "llama", num_hidden_layers=4), torch.float64)
+    model.tap((0, 2, 3))
+    batch = HandRunner(model, torch.float64)
+    model.logits = lambda hidden: hidden  # type: ignore[method-assign]
+    chain = CudaChain.of(list(model.layers), model.norm, model.taps)
+    assert chain is not None
+    model.implementations = (chain,)
+    mine = batch.run({"a": PROMPTS["b"]})["a"]
+    assert calls == [True]
+    theirs = HandRunner(one_by_one(model), torch.float64).run({"a": PROMPTS["b"]})["a"]
+    assert mine.shape[-1] == 4 * model.shape.hidden_size
+    torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "phi3"])
 def test_a_chain_equals_the_layers_one_by_one(family: str, calls: list[bool], tmp_path: Path) -> None:
     model = load(write_tiny(tmp_path, family), torch.float64)

@@ -24,16 +24,16 @@ class Implementation(Protocol):
 
 
 def choose_implementations(
-    blocks: Sequence[DecoderBlock], norm: RMSNorm | ResidualLayerNorm
+    blocks: Sequence[DecoderBlock], norm: RMSNorm | ResidualLayerNorm, taps: Sequence[int] = ()
 ) -> tuple[Implementation, ...]:
     """Those that can run these blocks, by the parts that the blocks declare. The blocks themselves, one by one, are the
-    reference and run every step that none of these takes."""
+    reference and run every step that none of these takes. `taps`: blocks whose inputs are returned too."""
     if not isinstance(norm, RMSNorm):
         return ()
     weight = norm.weight
     found: Implementation | None
     if weight.is_cuda:
-        found = CudaChain.of(blocks, norm) if weight.element_size() == 2 else None
+        found = CudaChain.of(blocks, norm, taps) if weight.element_size() == 2 else None
     else:
-        found = FusedCpu.of(blocks, norm) if weight.dtype is torch.float32 else None
+        found = FusedCpu.of(blocks, norm) if weight.dtype is torch.float32 and not taps else None
     return () if found is None else (found,)

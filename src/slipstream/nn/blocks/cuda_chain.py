@@ -18,25 +18,28 @@ from slipstream.ops.linear.unnormalized import Chain
 
 
 class CudaChain:
-    def __init__(self, parts: Sequence[Sequence[SublayerParts]], norm: RMSNorm, has_tail: bool) -> None:
+    def __init__(
+        self, parts: Sequence[Sequence[SublayerParts]], norm: RMSNorm, has_tail: bool, taps: Sequence[int] = ()
+    ) -> None:
         """`parts`: of each block; `norm`: of the last hidden states; `has_tail`: trailing blocks store nothing, so the
-        reference runs them for last tokens only."""
+        reference runs them for last tokens only; `taps`: blocks whose inputs are returned too."""
         self.parts = [part for block in parts for part in block]
         self.last_block = len(self.parts) - len(parts[-1])  # its first sublayer
         self.norm = norm
         self.has_tail = has_tail
+        self.taps = [sum(map(len, parts[:block])) for block in taps]  # the first sublayers of these blocks
         # weights of equal shape use the same kernel: check one per shape
         linears = [linear for part in self.parts for linear in (part.products.first, part.products.last)]
         self.linears = list({(linear.num_outputs, linear.num_inputs): linear for linear in linears}.values())
 
     @classmethod
-    def of(cls, blocks: Sequence[DecoderBlock], norm: RMSNorm) -> CudaChain | None:
+    def of(cls, blocks: Sequence[DecoderBlock], norm: RMSNorm, taps: Sequence[int] = ()) -> CudaChain | None:
         """None if a block has a part that chains do not run."""
         parts = [block.chain_parts() for block in blocks]
         found = [block for block in parts if block is not None and all(map(_is_plain, block))]
         if not found or len(found) != len(parts):
             return None
-        return cls(found, norm, tail_of([block.shape for block in blocks]) < len(blocks))
+        return cls(found, norm, tail_of([block.shape for block in blocks]) < len(blocks), taps)
 
     def run(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor | None:
         """x [T, hidden], which is overwritten, to the normed hidden states; None: the reference is faster, or the step
@@ -46,6 +49,7 @@ class CudaChain:
             return None
         last = None
         part = self.parts[0]
+        inputs = {0: x.clone()} if 0 in self.taps else {}
         made, total = part.products.first.after_norm(part.norm, x, None, context, part.products.activation)
         for index, following in enumerate([*self.parts[1:], None]):
             mix = part.products.mix
@@ -59,8 +63,13 @@ class CudaChain:
                 break
             sums = part.products.last.add_to(total, made, following.norm, chain, context)
             part, total = following, sums.total
+            if index + 1 in self.taps:
+                inputs[index + 1] = total.clone()  # the next sum may be written to the same memory
             made = part.products.first.after_unnormalized(sums, context, part.products.activation)
         out: torch.Tensor = self.norm(part.products.last(made, context), total)[0]
+        if self.taps:
+            assert not context.only_last, "a model with taps returns all tokens"
+            return torch.cat([out, *(inputs[index] for index in self.taps)], 1)
         return out.index_select(0, context.last_indices()) if context.only_last and last is None else out
 
     def choose(self, x: torch.Tensor) -> Chain:

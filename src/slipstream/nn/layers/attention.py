@@ -35,15 +35,16 @@ class Attention(Layer):
         site: int | None,
         layout: Layout,
         relative: RelativeKeys | DisentangledScores | None = None,
+        num_inputs: int | None = None,
     ) -> None:
         """`norm` gives eps and offset of the norms of queries and keys. `relative` adds scores by distance; the layer
-        must see the whole row."""
+        must see the whole row. `num_inputs`: if the input is not a hidden state."""
         super().__init__()
         self.shape = shape
         self.site = site  # of the cache; None: bidirectional
         queries = shape.num_heads * shape.head_dim
         format_of, dtype, hidden_size = layout.format_of, layout.dtype, layout.hidden_size
-        self.qkv = _new_qkv(shape, hidden_size, format_of(f"{name}.qkv"), dtype)
+        self.qkv = _new_qkv(shape, num_inputs or hidden_size, format_of(f"{name}.qkv"), dtype)
         self.output = Linear(queries, {"": hidden_size}, shape.output_bias, format_of(f"{name}.output"), dtype)
         self.norm = _qk_norm(shape, norm, dtype)
         has_value_norm = shape.value_norm and shape.kv_source is None

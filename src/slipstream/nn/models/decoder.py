@@ -69,6 +69,7 @@ class Decoder(nn.Module):
             if not shape.tied and not shape.headless:
                 self.head = Linear(shape.hidden_size, {"": shape.vocab_size}, shape.head_bias, format_of("head"), dtype)
         self.tail = tail_of(shape.layers)
+        self.taps: tuple[int, ...] = ()
         self.implementations: tuple[Implementation, ...] = ()
         self.eval()
 
@@ -86,11 +87,17 @@ class Decoder(nn.Module):
             self.heads.fill_buffers()
         self.use_layers(self.layers)
 
+    def tap(self, layers: tuple[int, ...]) -> None:
+        """From now on return the inputs of these layers beside the hidden states, [T, (1 + layers) * hidden], for a
+        drafter. Steps return all tokens then, and not only the last of each row."""
+        self.taps = layers
+        self.use_layers(self.layers)
+
     def use_layers(self, layers: nn.ModuleList) -> None:
         """Run these layers from now on, by the implementations that can."""
         self.layers = layers
         self.tail = tail_of([block.shape for block in layers])  # type: ignore[misc]
-        self.implementations = choose_implementations(list(layers), self.norm)  # type: ignore[arg-type]
+        self.implementations = choose_implementations(list(layers), self.norm, self._tapped())  # type: ignore[arg-type]
 
     def forward(self, context: ForwardContext) -> torch.Tensor:
         batch = context.batch
@@ -120,7 +127,10 @@ class Decoder(nn.Module):
             if found is not None:
                 return found
         residual = last = None
+        taps, inputs = self._tapped(), {}
         for number, block in enumerate(self.layers):
+            if number in taps:
+                inputs[number] = x.clone() if residual is None else x + residual
             if context.only_last and number == self.tail:
                 # from here on no layer stores keys or values of the other tokens
                 chosen = context.last_tokens(with_rotary=True)
@@ -131,7 +141,11 @@ class Decoder(nn.Module):
         if self.streams is not None:
             x = self.streams.join(x, context)
         hidden: torch.Tensor = self.norm(x, residual)[0]
-        return hidden
+        return torch.cat([hidden, *(inputs[number] for number in taps)], 1) if taps else hidden
+
+    def _tapped(self) -> tuple[int, ...]:
+        """The tapped layers; during a warm-up with fewer layers the last one instead of those that are missing."""
+        return tuple(min(number, len(self.layers) - 1) for number in self.taps)
 
     def lm_rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows of the projection to tokens, by token id."""
@@ -141,6 +155,8 @@ class Decoder(nn.Module):
     def logits(self, hidden: torch.Tensor, tiles: LoraTiles | None = None) -> torch.Tensor:
         """`tiles`: the hidden states whose requests have an adapter."""
         assert not self.shape.headless, "a checkpoint without a projection to tokens generates no text"
+        if self.taps:
+            hidden = hidden[:, : self.shape.hidden_size].contiguous()
         logits: torch.Tensor = self.embedding.logits(hidden) if self.head is None else self.head(hidden)
         if tiles is not None and self.head_lora is not None:
             logits = add_lora(logits, hidden, self.head_lora, tiles)

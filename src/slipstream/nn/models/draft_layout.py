@@ -9,12 +9,13 @@ from pathlib import Path
 
 import torch
 
-from slipstream.config.config import DraftModelConfig
+from slipstream.config.config import DraftModelConfig, ModelConfig
 from slipstream.config.model_info import ModelInfo, family_name
-from slipstream.errors import InvalidOption, NotEnoughMemory
+from slipstream.errors import BadCheckpoint, InvalidOption, NotEnoughMemory
 from slipstream.nn.models.decoder import Decoder
 from slipstream.nn.models.decoder_shape import DecoderShape
 from slipstream.nn.models.draft_head import MTP, DraftHead, HeadRules, MtpHead
+from slipstream.nn.models.eagle3 import Eagle3Head, Eagle3Shape, eagle3_rules, eagle3_shape
 from slipstream.nn.models.load import choose_formats, open_model
 from slipstream.nn.models.measure import weight_bytes
 from slipstream.nn.models.registry import find_rules, find_shape
@@ -43,9 +44,25 @@ def mtp_shape(info: ModelInfo) -> DecoderShape:
     return replace(shape, layers=(next(with_attention),))
 
 
-def lay_out_head(config: DraftModelConfig, device: torch.device) -> DraftHead:
+def eagle3_shape_of(model: ModelConfig, target: DecoderShape) -> Eagle3Shape:
+    """The shape of an EAGLE-3 head, by its config and by which tensors it has. Raises InvalidOption if it cannot draft
+    for the target, BadCheckpoint if it has a tensor that no such head has."""
+    stored = None
+    if model.load_format != "dummy":
+        stored = [tensor.name for tensor in open_folder(Path(model.path))]
+    try:
+        return eagle3_shape(model.info, target, stored)
+    except KeyError as name:
+        raise BadCheckpoint(f"{model.path} has a tensor {name}, which no EAGLE-3 head has; give another head") from None
+
+
+def lay_out_head(config: DraftModelConfig, target: DecoderShape, device: torch.device) -> DraftHead:
     """The head with every tensor's shape and dtype, and no memory yet."""
     model = config.model
+    if config.method == "eagle3":
+        formats = choose_formats(model, device, is_encoder=False)
+        shape3 = eagle3_shape_of(model, target)
+        return Eagle3Head(shape3, model.max_model_len, getattr(torch, model.dtype), formats)
     family = MTP[family_name(model.info.architecture)]
     formats = choose_formats(model, device, is_encoder=False)
     dtype = getattr(torch, model.dtype)
@@ -53,10 +70,13 @@ def lay_out_head(config: DraftModelConfig, device: torch.device) -> DraftHead:
     return MtpHead(shape, model.max_model_len, dtype, formats, feeds_normed=family.feeds_normed)
 
 
-def draft_weight_bytes(config: DraftModelConfig, device_kind: str) -> int:
+def draft_weight_bytes(config: DraftModelConfig, info: ModelInfo, device_kind: str) -> int:
+    """Bytes of the weights of a drafter. `info`: of the engine's model."""
     if not config.reads_hidden:
         return weight_bytes(config.model, device_kind)
-    head = lay_out_head(config, torch.device(device_kind))
+    target = find_shape(info)
+    assert isinstance(target, DecoderShape)
+    head = lay_out_head(config, target, torch.device(device_kind))
     return sum(tensor.numel() * tensor.element_size() for tensor in chain(head.parameters(), head.buffers()))
 
 
@@ -69,7 +89,7 @@ def open_draft(
         model, fill = open_model(config.model, device)
         assert isinstance(model, Decoder), "a model that drafts is a decoder"
         return model, fill
-    head = lay_out_head(config, device)
+    head = lay_out_head(config, target.shape, device)
     targets = find_targets(head)
     if config.model.load_format == "dummy":
         tensors, _ = match_targets(DummySource(targets, config.model.seed, device), None, targets)
@@ -80,11 +100,15 @@ def open_draft(
     except (MemoryError, RuntimeError) as error:
         raise NotEnoughMemory(f"the drafter does not fit the memory of {device}; remove speculative_config") from error
     head.attach(target)
+    if config.taps:
+        target.tap(config.taps)
     return head, lambda progress: fill_targets(tensors, targets, progress)
 
 
 def _source(config: DraftModelConfig, head: DraftHead) -> tuple[WeightSource, Rules]:
-    info = config.model.info
-    source = UnstackedSource(open_folder(Path(config.model.path)), head.shape.transposed_experts)
+    info, folder = config.model.info, open_folder(Path(config.model.path))
+    if config.method == "eagle3":
+        return folder, eagle3_rules()
+    source = UnstackedSource(folder, head.shape.transposed_experts)
     family = MTP[family_name(info.architecture)]
     return source, HeadRules(family.root(info.num_layers), family.layer, family.names, find_rules(info, head.shape))

@@ -259,7 +259,7 @@ class ScriptedExecutor:
                 failed = True
                 break
             token = draw(seen, seed, sample)
-            token = self._pick(token, state.admission)
+            token = self._pick(token, state.admission, place)
             if token is None:
                 failed = True
                 break
@@ -276,7 +276,7 @@ class ScriptedExecutor:
             state.next_tokens = [0]  # as on a real device; the host drops what is drawn from it
         return drawn + [VOCAB] * (num_drawn - count), count, failed
 
-    def _pick(self, wanted: int, admission: Admission) -> int | None:
+    def _pick(self, wanted: int, admission: Admission, offset: int = 0) -> int | None:
         """The first token from the wanted one on, unless the step's late data say otherwise; None: all are
         forbidden."""
         late = self._late.get(self._last_step)
@@ -288,7 +288,11 @@ class ScriptedExecutor:
             return wanted
         scores = -((np.arange(VOCAB) - wanted) % VOCAB).astype(np.float64)
         if has_mask:
-            bits = late.bits[late.rows.tolist().index(admission.row)]
+            masked = late.rows == admission.row
+            if late.offsets is not None:
+                masked &= late.offsets == offset
+            (line,) = masked.nonzero()[0].tolist()
+            bits = late.bits[line]
             scores[np.unpackbits(bits.view(np.uint8), bitorder="little")[:VOCAB] == 0] = -np.inf
         if late.bias is not None and admission.row in late.bias.rows:
             index = late.bias.rows.tolist().index(admission.row)
@@ -358,7 +362,17 @@ class ScriptedExecutor:
             tuple(results),
             frozenset(bad),
             None if plan.num_drawn.max(initial=0) < 2 else np.array(counts, np.int32),
+            self._proposed(plan),
         )
+
+    def _proposed(self, plan: StepPlan) -> np.ndarray | None:
+        if not plan.reports_drafts:
+            return None
+        drafts = np.full((np.count_nonzero(plan.num_drawn), plan.num_proposed), -1, np.int32)
+        for line, row in zip(drafts, plan.rows[plan.num_drawn > 0].tolist(), strict=True):
+            own = self.rows[row].next_tokens[1 : 1 + plan.num_proposed]
+            line[: len(own)] = own
+        return drafts
 
     def _score(self, plan: StepPlan) -> StepLogprobs | None:
         """The logprob of a prompt token is the token itself, below zero; its rank its position."""

@@ -150,6 +150,7 @@ class StepPlan:
     states: StatePlan | None = None  # None: no checkpoint is restored or saved
     has_drafts: bool = False  # some row draws more than one token
     num_proposed: int = 0  # drafts that the device proposes for each row after its draw; 0: none
+    reports_drafts: bool = False  # the result has the proposed drafts: the host makes masks along them
 
     @property
     def all_admitted(self) -> tuple[Admission | PoolAdmission, ...]:
@@ -188,10 +189,11 @@ class Late:
     grammar may draw, and the edits of logits processors. The runner copies the arrays before it returns: their owner
     reuses them."""
 
-    rows: Ints  # [masked] rows of the plan that draw under a mask
+    rows: Ints  # [masked] rows of the plan that draw under a mask; a row with drafts has a mask for each of its draws
     bits: Ints  # [masked, words] bit t % 32 of word t // 32 is set if token t is allowed
     bias: LateBias | None = None
     edits: tuple[LogitsEdit, ...] = ()  # in the order in which they run
+    offsets: Ints | None = None  # [masked] index of the draw within its row; None: no masked row has drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,3 +222,4 @@ class StepResult:
     pooled: tuple[Floats, ...] = ()  # [ending] one result for each prompt that ends, in the plan's order
     pool_failed: frozenset[int] = frozenset()  # indices of entries of `pooled` with NaN or infinite values
     counts: Ints | None = None  # [sampling] number of accepted tokens of the row; None: every row drew one token
+    drafts: Ints | None = None  # [sampling, proposed] drafts for the row's next step, -1: none; None: not reported

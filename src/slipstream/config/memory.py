@@ -113,7 +113,10 @@ def plan_memory(config: EngineConfig, weights: int) -> MemoryPlan:
     if cache.states is not None:
         hidden += recurrent_bytes(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
     captures = not on_cpu and not config.device.eager
-    masks = mask_bytes(rows, info.vocab_size) + bias_bytes(rows) if generates else 0
+    num_drafts = 0 if scheduler.drafts is None else scheduler.drafts.num_drafts
+    masks = 0
+    if generates:
+        masks = mask_bytes(rows, info.vocab_size, num_drafts, scheduler.max_step_drafts) + bias_bytes(rows)
     tables = rows * (len(cache.groups) * 8 * -(-scheduler.max_model_len // cache.page_size) + 256 + kept)
     if scheduler.drafts is not None:  # token ids of all positions, and drafts of each row
         tables += id_bytes(cache.group_pages, cache.page_size) + rows * 8 * scheduler.drafts.num_drafts
@@ -291,10 +294,11 @@ def mask_words(vocab_size: int) -> int:
     return (vocab_size + 32) // 32
 
 
-def mask_bytes(rows: int, vocab_size: int) -> int:
-    """Bytes of the masks of one step: the line of each row, and a line for each row but the padding row."""
-    lines = -(-rows * 4 // 16) * 16
-    return -(-(lines + (rows - 1) * mask_words(vocab_size) * 4) // 16) * 16
+def mask_bytes(rows: int, vocab_size: int, max_drafts: int = 0, max_step_drafts: int = 0) -> int:
+    """Bytes of the masks of one step: the line of each draw, and a mask for each row but the padding row and for each
+    draft. `max_drafts`: of a row; `max_step_drafts`: of all rows."""
+    lines = -(-rows * (1 + max_drafts) * 4 // 16) * 16
+    return -(-(lines + (rows - 1 + max_step_drafts) * mask_words(vocab_size) * 4) // 16) * 16
 
 
 def bias_bytes(rows: int) -> int:

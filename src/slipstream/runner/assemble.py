@@ -177,13 +177,21 @@ def _assemble(
             short_rope=short_rope,
         )
     else:
-        rows = RowTable(num_rows, device, 0 if drafts is None else drafts.num_drafts)
+        rows = RowTable(num_rows, device, max_drafts)
         rope_rows = None if scheduler.short_rope is None else RopeRows(num_rows, scheduler.max_model_len, device)
         input_batch = InputBatch(rows, tables, rope_rows, history)
         row_states += [rows, tables] if rope_rows is None else [rows, tables, rope_rows]
         row_states += [] if history is None else [history]
         if config.model.generates:
-            sampler = Sampler(num_rows, info.vocab_size, device, logit_dtype, scheduler.max_reported)
+            sampler = Sampler(
+                num_rows,
+                info.vocab_size,
+                device,
+                logit_dtype,
+                scheduler.max_reported,
+                max_drafts,
+                scheduler.max_step_drafts,
+            )
             invariant = config.model.deterministic
             drafter: Drafter | None = None
             if draft_model is not None and history is not None:

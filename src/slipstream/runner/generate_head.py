@@ -19,7 +19,7 @@ from slipstream.runner.drafts.drafter import DraftBatch, Drafter
 from slipstream.runner.drafts.expand import DraftedPlan
 from slipstream.runner.graphs import GraphPool
 from slipstream.runner.head import Head
-from slipstream.runner.results import KEPT, PROMPT, WIDE, Indices, ResultRing, ResultShape, pack, result_shape
+from slipstream.runner.results import DRAFTS, KEPT, PROMPT, WIDE, Indices, ResultRing, ResultShape, pack, result_shape
 from slipstream.runner.sampling.logprobs import prepare_scores
 from slipstream.runner.sampling.sampler import Replayed, SampleOutput, Sampler
 from slipstream.runner.sampling.stage import SampleBatch
@@ -93,6 +93,7 @@ class GenerateHead:
             None if scores is None else (len(scores.indices), scores.num_logprobs),
             None if sample is None or sample.wide is None else sample.wide.shape,
             drafts.offsets is not None and num_samples > 0,
+            drafts.num_reported if num_samples else 0,
         )
         out = self.results.open(shape, first=drafts.first if num_samples else None)
         num_rows = len(plan.rows)
@@ -141,7 +142,9 @@ class GenerateHead:
         # captured work is replayed for rows of any length
         drafts = replace(drafts, max_length=self.max_length, num_rows=self.graphs.rows_for(drafts.num_rows) or num_rows)
         has_drafts = drafts.offsets is not None
-        shape = result_shape(num_rows, replayed.num_logprobs, self._numpy_dtype, has_drafts=has_drafts)
+        shape = result_shape(
+            num_rows, replayed.num_logprobs, self._numpy_dtype, has_drafts=has_drafts, num_proposed=drafts.num_reported
+        )
         out = self.results.open(shape, num_samples, drafts.first)
         span = None
         if pick is not None:
@@ -152,6 +155,8 @@ class GenerateHead:
         key: tuple[Hashable, ...] = ("head", num_rows, span is not None, replayed.key)
         if has_drafts or drafts.num_proposed or self._always_drafts:
             key += (has_drafts, drafts.num_proposed)
+        if drafts.num_reported:
+            key += ("reported",)
         if self._always_drafts:
             key += (drafts.num_rows,)
 
@@ -170,13 +175,16 @@ class GenerateHead:
     def _drafts(self, plan: StepPlan) -> _Drafts:
         """Host: the drafts of the sampling rows of a step."""
         num_proposed = 0 if self.drafter is None else plan.num_proposed
+        num_reported = num_proposed if plan.reports_drafts else 0
         max_length = int(plan.lengths.max()) + 1 if num_proposed or self._always_drafts else 0
         if not isinstance(plan, DraftedPlan):
-            return _Drafts(None, None, num_proposed, False, max_length, int(np.count_nonzero(plan.num_drawn)))
+            num_rows = int(np.count_nonzero(plan.num_drawn))
+            return _Drafts(None, None, num_proposed, False, max_length, num_rows, num_reported)
         samples = plan.num_drawn > 0
         offsets = plan.offsets[samples].astype(np.int64)
         first = np.flatnonzero(offsets == 0)
-        return _Drafts(offsets, first, num_proposed, self.sampler.reads_output(plan), max_length, len(first))
+        is_read = self.sampler.reads_output(plan)
+        return _Drafts(offsets, first, num_proposed, is_read, max_length, len(first), num_reported)
 
     @property
     def _always_drafts(self) -> bool:
@@ -210,6 +218,8 @@ class GenerateHead:
             )
             self.drafter.propose(batch, drafts.num_proposed)
         results = {"tokens": drawn.tokens, "failed": drawn.failed}
+        if drafts.num_reported:
+            results[DRAFTS] = self.rows.next_tokens[:, 1 : 1 + drafts.num_reported].index_select(0, draws.rows)
         if drawn.kept is not None:
             results[KEPT] = drawn.kept
         return results if drawn.logprobs is None else results | _named("", drawn.logprobs)
@@ -242,6 +252,7 @@ class _Drafts:
     are_read: bool  # a stage depends on the drafts before a draw
     max_length: int  # at least the number of tokens of every row after the draw
     num_rows: int  # at least the number of rows, each counted once
+    num_reported: int  # proposed drafts of each row that the result has
 
 
 class _Picked:

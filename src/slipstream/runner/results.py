@@ -53,6 +53,7 @@ def result_shape(
     scores: tuple[int, int] | None = None,  # number of scored prompt tokens, and likeliest tokens reported for each
     wide: tuple[int, int] | None = None,  # number of rows with wide reports, and likeliest tokens reported for each
     has_drafts: bool = False,
+    num_proposed: int = 0,  # drafts of each row that are reported
 ) -> ResultShape:
     wanted: list[tuple[str, tuple[int, ...], Any]] = [
         ("tokens", (num_samples,), np.int64),
@@ -60,6 +61,8 @@ def result_shape(
     ]
     if has_drafts:
         wanted.append((KEPT, (num_samples,), np.bool_))
+    if num_proposed:
+        wanted.append((DRAFTS, (num_samples, num_proposed), np.int64))
     if num_logprobs is not None:
         wanted += _logprob_fields("", num_samples, num_logprobs, logit_dtype)
     if requested is not None:
@@ -83,6 +86,8 @@ def lay_out(wanted: list[tuple[str, tuple[int, ...], Any]]) -> ResultShape:
 
 KEPT = "kept"
 """Name of the field that says which drawn tokens are accepted."""
+DRAFTS = "drafts"
+"""Name of the field with the drafts for the next step."""
 PROMPT = "prompt_"
 """Prefix of the names of fields about prompt tokens."""
 WIDE = "wide_"
@@ -160,11 +165,14 @@ class StepHandle:
                 np.ndarray(failed.shape, failed.dtype, own, failed.start)[:count],
             )
         read = {field.name: np.ndarray(field.shape, field.dtype, own, field.start)[:count] for field in shape.fields}
-        by_row, counts = read["failed"], None
+        by_row, counts, drafts = read["failed"], None, read.get(DRAFTS)
         if self._first is not None and len(self._first):
             counts = np.add.reduceat(read[KEPT], self._first, dtype=np.int32)
             by_row = np.logical_or.reduceat(by_row, self._first)
-        return StepResult(read["tokens"], by_row, _logprobs(read, ""), _logprobs(read, PROMPT), counts=counts)
+            drafts = None if drafts is None else drafts[self._first]
+        return StepResult(
+            read["tokens"], by_row, _logprobs(read, ""), _logprobs(read, PROMPT), counts=counts, drafts=drafts
+        )
 
     def wait_until_ended(self) -> None:
         """Wait until the device has finished a step without results. Bounds how far the host runs ahead."""

@@ -63,8 +63,9 @@ class Committer:
             outputs += prompt_reports(launched.scored, result.prompt_logprobs)
         if launched.pooled:
             outputs += self._commit_pooled(launched.pooled, result)
-        for request, admission, num, new, bad, top in zip(
-            requests, launched.admissions, drawn, accepted, failed, tops, strict=True
+        drafts: Iterable[list[int]] = repeat([]) if result.drafts is None else result.drafts.tolist()
+        for request, admission, num, new, bad, top, proposed in zip(
+            requests, launched.admissions, drawn, accepted, failed, tops, drafts, strict=False
         ):
             request.pending -= num
             if num > len(new) and request.admission == admission:
@@ -72,6 +73,11 @@ class Committer:
                 self._arrays.is_stale = True
             if request.admission != admission and request.status is Status.FINISHED:
                 continue  # this step was launched before the end of the request was known
+            if request.session is not None:
+                request.session.drafts = proposed
+                if len(new) > 1:
+                    request.session.take_accepted(new, request.stop_ids)
+                    top = None if top is None else top[: logprob_bytes(request) * len(new)]
             tokens = request.tokens
             tokens.extend(new)
             if new and (len(tokens) >= request.max_length or not request.stop_ids.isdisjoint(new)):

@@ -41,6 +41,8 @@ class DraftPlanner:
         if not has_drafts(request):
             return 1
         num = min(self.num_drafts, self._left, room)
+        if request.session is not None:
+            num = min(num, request.session.num_proposed)  # masks are made along drafts that the host knows
         last = min(request.computed + 1 + num, request.last_computed)
         if last > request.capacity:
             spare = max(0, self._cache.num_free - self._keep_free)
@@ -96,6 +98,7 @@ class DraftCounts:
 
 
 def has_drafts(request: Request) -> bool:
-    """Whether rows of this request may have drafts. A grammar or a logits processor handles the next token only; a
-    large report is sized for one token per row."""
-    return not request.is_constrained and not request.params.report_width
+    """Whether rows of this request may have drafts. A logits processor sees true tokens, so it can edit the next one
+    only; a slow grammar has a mask for the next token only; a large report is sized for one token per row."""
+    is_slow = request.session is not None and request.session.is_slow
+    return request.processors is None and not is_slow and not request.params.report_width

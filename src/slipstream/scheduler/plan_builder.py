@@ -64,6 +64,7 @@ class PlanBuilder:
     def __init__(self, step: int, num_groups: int, sends_history: bool = False) -> None:
         """`sends_history`: rows that do not begin at position 0 upload their tokens, for drafts."""
         self.step = step
+        self.reports_drafts = False  # the result has the drafts that the plan proposes
         self._sends_history = sends_history
         self.decodes: list[Request] = []
         self.chunks: list[Chunk] = []
@@ -203,6 +204,7 @@ class PlanBuilder:
             states=None if copies is None else _state_plan(*copies, rows),
             has_drafts=self.drawn() is not None,
             num_proposed=num_proposed,
+            reports_drafts=self.reports_drafts and num_proposed > 0,
         )
 
     def pool_plan(

@@ -161,8 +161,10 @@ class Scheduler:
             return None  # rows released meanwhile are part of the next plan
         self.drafts.end_plan(builder)
         sampling = builder.sort()
+        drawn = builder.drawn()
         if constraints is not None and constraints.num_live:
-            constraints.plan(sampling)
+            constraints.plan(sampling, drawn, self.drafts.num_proposed)
+            builder.reports_drafts = bool(constraints.drawing)
         num_logprobs = None
         if self._row_allocator.num_with_logprobs:
             asked = [
@@ -176,7 +178,7 @@ class Scheduler:
         self._in_flight.launch(
             self._next_step,
             sampling,
-            builder.drawn(),
+            drawn,
             None if plan.scores is None else builder.scored(),
             None if self.cache.keeps_all else builder.unsampled(),
             pooled,

@@ -172,7 +172,7 @@ def test_a_request_without_an_allowed_token_fails_alone(core_of, depth, monkeypa
     late, forbidden = core.constraints.late, []
 
     def forbid_all():
-        drawing = [request for request, _ in core.constraints.drawing]
+        drawing = [request for request, *_ in core.constraints.drawing]
         found = late()
         for index, request in enumerate(drawing):
             if not forbidden and request.num_output == 2 and request.status is Status.RUNNING:

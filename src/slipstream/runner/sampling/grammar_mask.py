@@ -19,16 +19,21 @@ from slipstream.step import Ints, Late, Processed, StepPlan
 
 
 class GrammarMask(Stage):
-    def __init__(self, num_rows: int, vocab_size: int, device: Device) -> None:
-        """`num_rows`: with the padding row."""
+    def __init__(
+        self, num_rows: int, vocab_size: int, device: Device, max_drafts: int = 0, max_step_drafts: int = 0
+    ) -> None:
+        """`num_rows`: with the padding row. `max_drafts`: of a row in one step; `max_step_drafts`: of all rows."""
         self.device = device
         self.words = mask_words(vocab_size)
-        self.ring = HostRing(1, mask_bytes(num_rows, vocab_size), device)
-        self._num_rows = num_rows
+        self.ring = HostRing(1, mask_bytes(num_rows, vocab_size, max_drafts, max_step_drafts), device)
+        self._width = 1 + max_drafts
+        self._num_lines = num_rows * self._width
         # views of the arena, at fixed addresses for captured work
-        arena, start = self.ring.arena, -(-num_rows * 4 // 16) * 16
-        self._lines = arena[: num_rows * 4].view(torch.int32)  # [rows] line of each row; -1: no mask
-        self._bits = arena[start : start + (num_rows - 1) * self.words * 4].view(torch.int32).view(-1, self.words)
+        arena, start = self.ring.arena, -(-self._num_lines * 4 // 16) * 16
+        # [rows * width] line of each draw: row, then offset; -1: no mask
+        self._lines = arena[: self._num_lines * 4].view(torch.int32)
+        size = (num_rows - 1 + max_step_drafts) * self.words * 4
+        self._bits = arena[start : start + size].view(torch.int32).view(-1, self.words)
         self._has_grammar = np.zeros(num_rows, np.bool_)
         self._users: set[int] = set()
         self._open: tuple[Upload, Ints, Ints] | None = None  # an upload with its lines and masks, not sent yet
@@ -56,10 +61,11 @@ class GrammarMask(Stage):
         return True
 
     def by_row(self, rows: Ints) -> ByRow:
-        lines, bits = self._lines, self._bits
+        lines, bits, width = self._lines, self._bits, self._width
 
         def edit(logits: torch.Tensor, batch: SampleBatch) -> None:
-            mask_bits_(logits, bits, lines.index_select(0, batch.rows))
+            draws = batch.rows * width
+            mask_bits_(logits, bits, lines.index_select(0, draws if batch.offsets is None else draws + batch.offsets))
 
         return ByRow("grammar", StageWork(edit))
 
@@ -67,7 +73,7 @@ class GrammarMask(Stage):
         """Host: where to write the masks of the step whose forward was launched last. `send` copies masks that are
         elsewhere."""
         upload = self.ring.open()
-        _, lines = upload.room(np.int32, (self._num_rows,))
+        _, lines = upload.room(np.int32, (self._num_lines,))
         _, bits = upload.room(np.int32, (num_masks, self.words))
         self._open = upload, lines, bits
         return bits
@@ -79,7 +85,8 @@ class GrammarMask(Stage):
         assert self._open is not None
         (upload, lines, _), self._open = self._open, None
         lines.fill(-1)
-        lines[late.rows] = np.arange(len(late.rows), dtype=np.int32)
+        draws = late.rows * self._width + (0 if late.offsets is None else late.offsets)
+        lines[draws] = np.arange(len(draws), dtype=np.int32)
         upload.send(self.device.copy)
         self.device.copy.flush()
         self.device.compute.wait_for(upload.sent)

@@ -102,13 +102,15 @@ class Sampler:
         device: Device,
         logits_dtype: torch.dtype,
         max_ids: int = MAX_REPORTED_LOGPROBS,
+        max_drafts: int = 0,
+        max_step_drafts: int = 0,
     ) -> None:
         """`num_rows` includes the padding row at the end, which is never admitted. `max_ids`: maximum size of each kind
-        of list over all rows."""
+        of list over all rows. `max_drafts`: of a row in one step; `max_step_drafts`: of all rows."""
         assert logits_dtype in _NUMPY, f"logits are sampled in float32 or float64, not {logits_dtype}"
         dtype = _NUMPY[logits_dtype]
         self.vocab_size = vocab_size
-        self._masks = GrammarMask(num_rows, vocab_size, device)
+        self._masks = GrammarMask(num_rows, vocab_size, device, max_drafts, max_step_drafts)
         self._biases = HostBias(num_rows, device)
         self._raw = HostLogits(num_rows, is_scaled=False)
         self._scaled = HostLogits(num_rows, is_scaled=True)

@@ -73,6 +73,5 @@ class GrammarAdvancer:
 
 
 def _can_append(request: Request) -> bool:
-    """Checkpoints of recurrent states are planned for tokens known at admission, so such requests draw every token."""
     is_free = request.params.can_append and request.processors is None
-    return request.status is Status.RUNNING and is_free and request.states is None
+    return request.status is Status.RUNNING and is_free

@@ -5,7 +5,8 @@ This file has the grammars and the masks of their next tokens; `processors` has 
 The plan of a step is launched before the tokens of the step before it are known. The masks come later: between the
 launch of the step's forward and its head the core commits all older steps, which advances the sessions, and then asks
 for the masks (`late`) and fills them while the device computes the forward: one after another, or in threads if that
-takes long. A mask usually takes a few microseconds, less than it takes to wake a thread.
+takes long. A mask usually takes a few microseconds, less than it takes to wake a thread. The result of a step has the
+drafts of the row's next step, so a row with drafts has a mask for each of its draws (`draft_masks.py`).
 
 A session whose masks take longer than the forward would delay the other rows. It is slow from then on: its request is
 planned only when its last token is known and a background thread has filled its mask, so it sits out some steps.
@@ -13,6 +14,7 @@ planned only when its last token is known and a background thread has filled its
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +25,7 @@ import numpy as np
 
 from slipstream.config.memory import mask_words
 from slipstream.request import Request, Status, WaitFor
+from slipstream.scheduler.grammar.draft_masks import fill_along
 from slipstream.scheduler.grammar.grammars import Grammars
 from slipstream.scheduler.grammar.session import Session, Words
 from slipstream.scheduler.processors.host_processors import HostProcessors
@@ -53,8 +56,8 @@ class Constraints:
         self.processors = HostProcessors(grammars.vocab_size, engine, grammars.finished)
         self.num_live = 0  # requests with a grammar or processors that have not ended
         self.budget = MIN_BUDGET  # seconds that the masks of the next step may take; set by the core
-        # of the newest plan: requests with a grammar that draw a token, and their rows
-        self.drawing: list[tuple[Request, int]] = []
+        # of the newest plan: requests with a grammar that draw, their rows, and how many tokens they draw
+        self.drawing: list[tuple[Request, int, int]] = []
         self._compiling: list[tuple[Sequence[Request], Future[LLMatcher]]] = []  # samples of waiting requests
         self._resting: list[Request] = []  # slow: a background thread fills their masks
         self._in_threads = False  # threads fill the masks of the next step
@@ -123,12 +126,17 @@ class Constraints:
 
     # Sessions
 
-    def plan(self, sampling: Sequence[Request]) -> None:
-        """These requests draw in the plan that is being made."""
-        self.drawing = [(request, request.row) for request in sampling if request.session is not None]
-        for request, _ in self.drawing:
-            if request.session is not None and request.session.is_slow:
-                request.hold()
+    def plan(self, sampling: Sequence[Request], drawn: Sequence[int] | None = None, num_proposed: int = 0) -> None:
+        """These requests draw in the plan that is being made. `drawn`: how many tokens; None: one each. `num_proposed`:
+        drafts that the plan proposes for the next one."""
+        numbers = itertools.repeat(1) if drawn is None else drawn
+        self.drawing = []
+        for request, num in zip(sampling, numbers, strict=False):
+            if request.session is not None:
+                self.drawing.append((request, request.row, num))
+                request.session.num_proposed = num_proposed
+                if request.session.is_slow:
+                    request.hold()
         self.processors.plan(sampling)
 
     def wake(self) -> None:
@@ -174,27 +182,34 @@ class Constraints:
     def late(self) -> Late:
         """Masks and edits of the newest plan's rows. All older steps are committed. The next call reuses the arrays."""
         drawing, self.drawing = self.drawing, []
-        num = len(drawing)
-        masks = self._open_masks(num)
+        numbers = [num for _, _, num in drawing]
+        masks = self._open_masks(sum(numbers))
         bits = masks.view(np.uint32)
         pending: list[tuple[Session, int]] = []
-        for index, (request, _) in enumerate(drawing):
+        for index, (request, _, num) in zip(itertools.accumulate(numbers, initial=0), drawing, strict=False):
             session = request.session
             assert session is not None
             if request.status is Status.FINISHED:
-                bits[index].fill(0xFFFFFFFF)  # its token will be dropped
-            elif session.forced:
-                session.write_forced(bits[index])
-            elif session.job is not None:
+                bits[index : index + num].fill(0xFFFFFFFF)  # its tokens will be dropped
+                continue
+            if session.job is not None:
                 session.job.result()
+            if num > 1:
+                self._fill_along(session, bits[index : index + num])
+            elif session.forced:
+                session.write_forced(bits[index], session.forced[0])
+            elif session.job is not None:
                 assert session.ready is not None
                 bits[index] = session.ready
             else:
                 pending.append((session, index))
         if pending:
             self._fill(pending, bits)
-        rows = np.array([row for _, row in drawing], np.int32)
+        rows = np.array([row for _, row, _ in drawing], np.int32)
         late = Late(rows, masks)
+        if len(bits) > len(drawing):
+            offsets = np.concatenate([np.arange(num, dtype=np.int32) for num in numbers])
+            late = Late(np.repeat(rows, numbers), masks, offsets=offsets)
         return self.processors.add_to(late, self.budget) if self.processors.drawing else late
 
     def _fill(self, pending: list[tuple[Session, int]], bits: Words) -> None:
@@ -219,6 +234,11 @@ class Constraints:
                 bits[index].fill(0)
             elif ends[index]:
                 session.allow_end(bits[index])
+
+    def _fill_along(self, session: Session, masks: Words) -> None:
+        start = time.perf_counter()
+        fill_along(session, masks, self._end)
+        session.is_slow = time.perf_counter() - start > self.budget
 
     def _fill_one(self, session: Session, mask: Words) -> None:
         session.matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
@@ -248,5 +268,6 @@ class _MaskArray:
 
     def __call__(self, num_masks: int) -> Ints:
         if num_masks > len(self._masks):
-            self._masks = np.zeros((min(self._max_rows, 2 * num_masks), self._masks.shape[1]), np.int32)
+            most = max(num_masks, min(self._max_rows, 2 * num_masks))
+            self._masks = np.zeros((most, self._masks.shape[1]), np.int32)
         return self._masks[:num_masks]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,10 @@ class Session:
     """Forced tokens are the next tokens where the grammar leaves no choice. They are the output also where the model
     would spell the same text by other tokens, so that it does not matter whether they are drawn or appended."""
 
-    __slots__ = ("matcher", "num_taken", "forced", "is_complete", "is_slow", "ready", "job", "_stop_bits")
+    __slots__ = (
+        "matcher", "num_taken", "forced", "is_complete", "is_slow", "ready", "job", "drafts", "num_proposed",
+        "_stop_bits",
+    )  # fmt: skip
 
     def __init__(self, grammar: LLMatcher, num_prompt: int, stop_ids: Iterable[int]) -> None:
         self.matcher = grammar.deep_copy()
@@ -29,6 +32,8 @@ class Session:
         self.is_slow = False  # its masks take longer than a step: it is planned only when its mask is known
         self.ready: Words | None = None  # the mask of the present state, if a background thread has filled it
         self.job: Future[None] | None = None  # which fills it
+        self.drafts: list[int] = []  # that the device has proposed for the row's next step; -1: none
+        self.num_proposed = 0  # drafts that the row's newest plan proposes: the next one may have as many
         self._stop_bits = [(token >> 5, np.uint32(1 << (token & 31))) for token in stop_ids]
 
     @property
@@ -49,9 +54,19 @@ class Session:
         if not self.forced:
             self.forced = self.matcher.compute_ff_tokens()
 
-    def write_forced(self, mask: Words) -> None:
-        """Allow only the next forced token."""
-        token = self.forced[0]
+    def take_accepted(self, tokens: list[int], stop_ids: Container[int]) -> None:
+        """Take the tokens that a row with drafts has drawn, up to one that ends the request. Tokens after the end of
+        the grammar are removed from the list: without drafts they would not have been drawn."""
+        for index, token in enumerate(tokens):
+            if token in stop_ids:
+                return
+            self.take([token])
+            if self.is_complete:
+                del tokens[index + 1 :]
+                return
+
+    def write_forced(self, mask: Words, token: int) -> None:
+        """Allow only this forced token."""
         mask.fill(0)
         mask[token >> 5] = np.uint32(1 << (token & 31))
 

@@ -118,16 +118,18 @@ FEATURES = {
 }
 
 
-def peak_of_run(folder, params, **options):
-    """The most bytes alive in a run beyond what was there before it, and what was foretold."""
+def peak_of_run(folder, params, max_tokens=16, **options):
+    """The most bytes alive in a run beyond what was there before it, and what was foretold. The rows end at the longest
+    length, and the first prompts fill whole steps: fewer drawn tokens repeat fewer steps of one size."""
     options |= dict(model=folder, load_format="dummy", skip_tokenizer_init=True, num_threads=1)
     llm, memory = open_model(options)
     with llm, LiveBytes() as live:
         scheduler = llm.config.scheduler
         prompts = [
-            [(row * 5 + i) % 61 for i in range(scheduler.max_model_len - 16)] for row in range(scheduler.max_num_seqs)
+            [(row * 5 + i) % 61 for i in range(scheduler.max_model_len - max_tokens)]
+            for row in range(scheduler.max_num_seqs)
         ]
-        llm.generate(prompts, SamplingParams(max_tokens=16, ignore_eos=True, **params), use_tqdm=False)
+        llm.generate(prompts, SamplingParams(max_tokens=max_tokens, ignore_eos=True, **params), use_tqdm=False)
     return live.peak, memory
 
 
@@ -238,7 +240,8 @@ def test_a_step_of_a_hybrid_stays_within_the_bound(tmp_path, rows, tokens, dtype
     peak, memory = peak_of_run(
         str(folder),
         FEATURES["greedy"],
-        max_model_len=140 if rows == 3 else 24,  # with many rows long prompts only take time
+        max_tokens=3,
+        max_model_len=140 if rows == 3 else 11,  # with many rows long prompts only take time
         max_num_seqs=rows,
         max_num_batched_tokens=tokens,
         num_pages=1200,
@@ -259,6 +262,7 @@ def test_a_step_of_a_state_space_model_stays_within_the_bound(tmp_path, family):
     peak, memory = peak_of_run(
         str(folder),
         FEATURES["greedy"],
+        max_tokens=3,
         max_model_len=140,
         max_num_seqs=3,
         max_num_batched_tokens=300,

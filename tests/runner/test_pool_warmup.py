@@ -156,7 +156,7 @@ def test_no_step_uses_more_memory_than_planned(tmp_path, sizes):
             PoolWarmUp(llm.core.executor, config.scheduler, EMBED, len(config.cache.groups)).run_largest()
         for task in config.model.pooling.tasks:
             for num in (4, length):
-                prompts = [[(i * 5 + place) % 61 for place in range(num)] for i in range(2 * rows)]
+                prompts = [[(i * 5 + k) % 61 for k in range(num)] for i in range(rows + 1)]  # one waits for a row
                 llm.encode(prompts, pooling_task=task, use_tqdm=False)  # buffers grow, which is counted on its own
                 with LiveBytes() as live:
                     llm.encode(prompts, pooling_task=task, use_tqdm=False)

@@ -373,9 +373,9 @@ def test_no_step_uses_more_memory_than_planned(tmp_path, sizes):
             WarmUp(llm.core.executor, rows, tokens, length, 1).run_largest()
         for name, params in PARAMS.items():
             for num in (4, length - 8):
-                prompts = [[(i * 5 + place) % 61 for place in range(num)] for i in range(2 * rows)]
+                prompts = [[(i * 5 + k) % 61 for k in range(num)] for i in range(rows + 1)]  # one waits for a row
                 with LiveBytes() as live:
-                    llm.generate(prompts, SamplingParams(max_tokens=6, ignore_eos=True, **params), use_tqdm=False)
+                    llm.generate(prompts, SamplingParams(max_tokens=4, ignore_eos=True, **params), use_tqdm=False)
                 own = later if name != "random" else 0
                 assert live.peak <= largest.peak + own, (name, num)
 

@@ -77,7 +77,8 @@ def test_of_a_long_text_about_as_much_is_read_as_is_asked_for(tokenizer, text):
             assert tokenizer.read <= 6 * first_size(limit)
 
 
-def test_a_text_that_has_hardly_any_tokens_is_read_so_far_and_no_further():
+def test_a_text_that_has_hardly_any_tokens_is_read_so_far_and_no_further(monkeypatch):
+    monkeypatch.setattr("slipstream.text.excerpt._MIN_CHARS", 2**14)  # 2**20 takes the library seconds
     tokenizer = Counting(wordpiece())
     excerpts = Excerpts(tokenizer)
     most = max_chars(100)

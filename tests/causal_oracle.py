@@ -20,7 +20,7 @@ def oracle(
     """`kind`: the class of transformers that loads the folder."""
     # the sdpa attention of transformers ignores soft caps and sinks; models without attention refuse it
     config = (folder / "config.json").read_text()
-    eager = ('"attn_logit_softcapping"', '"gpt_oss"', '"mamba"', '"mamba2"')
+    eager = ('"attn_logit_softcapping"', '"gpt_oss"', '"granite_swa"', '"mamba"', '"mamba2"')
     how = "eager" if any(word in config for word in eager) else "sdpa"
     model = kind.from_pretrained(folder, dtype=dtype, attn_implementation=how).eval()
     if dtype is torch.float64:
@@ -66,6 +66,8 @@ def norm_in_float64(model: nn.Module) -> None:
             def forward(x: torch.Tensor, norm: nn.Module = module) -> torch.Tensor:
                 # Gemma and Qwen3-Next store weight - 1, and call their epsilon eps
                 less_one = hasattr(norm, "eps")
+                if getattr(norm, "weight", None) is None:
+                    return x / (x.square().mean(-1, keepdim=True) + norm.eps).sqrt()
                 weight, eps = (1 + norm.weight, norm.eps) if less_one else (norm.weight, norm.variance_epsilon)
                 return weight * x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
 

@@ -45,6 +45,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     is_causal: bool = True  # False: every token attends to the whole text, so the model cannot generate
     position_offset: int = 0  # rows of the position table before that of position 0 (RoBERTa)
     num_types: int = 0  # token types, which mark the two texts of a pair
+    backend_folder: str = ""  # of a model that runs by the module of the transformers library; "": by ours
     extra: dict[str, Any] = {}  # all of config.json, for fields that only one family has
 
     @property

@@ -55,6 +55,13 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         bool,
         _doc("encode control tokens in chat messages, <|im_end|> for example, as tokens instead of text"),
     ] = False
+    model_impl: Annotated[
+        Literal["auto", "slipstream", "vllm", "transformers"],
+        _doc(
+            "code of the model: slipstream (or vllm), its family here; transformers, the module of that library with "
+            "our attention, eagerly; auto: the second for architectures without a family"
+        ),
+    ] = "auto"
     load_format: Annotated[
         Literal["auto", "safetensors", "gguf", "dummy"], _doc("format of the weights; dummy: seeded random weights")
     ] = "auto"

@@ -147,7 +147,6 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     **dict.fromkeys(("kv_cache_metrics", "cudagraph_metrics", "enable_layerwise_nvtx_tracing", "enable_mfu_metrics",
                      "enable_logging_iteration_details"), ((False,), _TRACES)),
     "enable_sleep_mode": ((False,), "the model stays on the device; close the LLM and open it again"),
-    "model_impl": (("auto", "vllm", "slipstream"), "models are those of this package"),
     "additional_config": (({},), "there is no platform plugin"),
     "tokens_only": ((False,), "use skip_tokenizer_init and detokenize=False"),
 }  # fmt: skip

@@ -20,7 +20,7 @@ from slipstream.config.gguf_file import GgufFile
 from slipstream.config.gguf_info import gguf_model_info
 from slipstream.config.locate import LocatedModel, locate
 from slipstream.config.memory import MemoryPlan, plan_memory
-from slipstream.config.model_info import ModelInfo, read_model_info
+from slipstream.config.model_info import ModelInfo
 from slipstream.config.options import Options
 from slipstream.config.read_pooling import read_pooling
 from slipstream.config.resolve import DEFAULT_SHARE, Source, fewer_rows, model_config, resolve, resolve_dtype
@@ -30,6 +30,7 @@ from slipstream.engine.core import EngineCore
 from slipstream.engine.draft_model import settle_draft
 from slipstream.engine.lanes import Lanes
 from slipstream.engine.model_description import ModelDescription
+from slipstream.engine.model_impl import for_backend, read_info
 from slipstream.errors import InvalidOption
 from slipstream.logits_processor import LogitsProcessor
 from slipstream.nn.models.draft_layout import draft_weight_bytes
@@ -150,7 +151,7 @@ def _read(options: Options, located: LocatedModel) -> tuple[ModelInfo, Generatio
         if located.embedded and source == "auto":
             defaults = GenerationDefaults(EMBEDDED_DEFAULTS.params | defaults.params)
         return check_info(gguf_model_info(GgufFile.open(located.path))), defaults
-    info = read_model_info(located.path, changes)
+    info = read_info(options, located.path, changes)
     defaults = read_generation_defaults(located.path, options.generation_config, sampling)
     if defaults.eos_token_ids:
         info = msgspec.structs.replace(info, eos_token_ids=defaults.eos_token_ids)
@@ -160,6 +161,7 @@ def _read(options: Options, located: LocatedModel) -> tuple[ModelInfo, Generatio
 
 def settle(options: Options, located: LocatedModel, info: ModelInfo) -> EngineConfig:
     """The configuration of an engine with these options on this machine."""
+    options = for_backend(options, info)
     machine = detect_machine(options.device)
     dtype = resolve_dtype(options, info, machine)
     pooling, info = read_pooling(options, info, located.path)

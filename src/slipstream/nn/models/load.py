@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -47,6 +48,11 @@ def load_model(config: ModelConfig, device: torch.device, progress: bool = False
 
 def open_model(config: ModelConfig, device: torch.device) -> tuple[Decoder | Encoder, Callable[[bool], None]]:
     """The model with allocated, unfilled weights, and a function that reads them and takes whether to show progress."""
+    if config.info.backend_folder:
+        from slipstream.nn.models.transformers_decoder import load_transformers  # the library is optional
+
+        backend: Any = load_transformers(config, device)  # the library reads the weights
+        return backend, lambda progress: None
     model = lay_out(config, device)
     targets = find_targets(model)
     tensors, unused = find_tensors(config, model, targets, device)
@@ -69,6 +75,11 @@ def open_model(config: ModelConfig, device: torch.device) -> tuple[Decoder | Enc
 def lay_out(config: ModelConfig, device: torch.device) -> Decoder | Encoder:
     """The model with every tensor's shape and dtype, and no memory yet."""
     dtype = getattr(torch, config.dtype)
+    if config.info.backend_folder:
+        from slipstream.nn.models.transformers_decoder import lay_out_transformers
+
+        backend: Any = lay_out_transformers(config)
+        return backend  # type: ignore[no-any-return]
     shape = find_shape(config.info)
     formats = choose_formats(config, device, is_encoder=isinstance(shape, EncoderShape))
     model: Decoder | Encoder

@@ -221,6 +221,11 @@ ENCODER_FAMILIES = {
 ENCODER_ENDINGS = ("Model", "ForMaskedLM", "ForPreTraining", "ForSequenceClassification", "ForTokenClassification")
 
 
+def has_family(architecture: str) -> bool:
+    family = family_name(architecture)
+    return architecture in MULTIMODAL or family in DECODERS or family in BIDIRECTIONAL or family in ENCODER_FAMILIES
+
+
 def find_family(info: ModelInfo) -> Family | EncoderFamily:
     name = info.architecture
     family = family_name(name)
@@ -245,6 +250,10 @@ def find_family(info: ModelInfo) -> Family | EncoderFamily:
 
 def find_shape(info: ModelInfo) -> DecoderShape | EncoderShape:
     """What a model is, by its family and by what its checkpoint is for."""
+    if info.backend_folder:
+        from slipstream.nn.models.transformers_decoder import transformers_shape  # the library is optional
+
+        return transformers_shape(info)
     family = find_family(info)
     try:
         shape = family.shape(info)
@@ -285,6 +294,8 @@ def _check_bidirectional(info: ModelInfo, shape: DecoderShape) -> None:
 
 def find_heads(info: ModelInfo) -> HeadShape:
     """What a checkpoint has behind its hidden states."""
+    if info.backend_folder:
+        return HeadShape()
     family = find_family(info)
     if family.heads is not None:
         return family.heads(info)

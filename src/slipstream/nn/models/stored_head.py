@@ -26,7 +26,7 @@ _WORDS = ("cls.predictions.decoder.weight", "lm_head.decoder.weight", "vocab_pro
 
 def as_stored(info: ModelInfo, folder: Path) -> ModelInfo:
     """The `ModelInfo` with `tied_embeddings` and `has_lm_head` corrected by what its weights are."""
-    if not continues_text(info.architecture) and not info.architecture.endswith("ForMaskedLM"):
+    if info.backend_folder or not (continues_text(info.architecture) or info.architecture.endswith("ForMaskedLM")):
         return info  # only the backbone runs
     shape = find_shape(info)
     if isinstance(shape, EncoderShape):

@@ -1,0 +1,71 @@
+"""Which code runs a model: a family of this package, or the module of the transformers library."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from slipstream.config.architecture import find_architecture
+from slipstream.config.model_info import ModelInfo, read_model_info
+from slipstream.config.options import Options
+from slipstream.errors import InvalidOption, UnsupportedModel
+from slipstream.nn.models.registry import find_family, has_family
+
+log = logging.getLogger(__name__)
+
+
+def read_info(options: Options, folder: Path, changes: Mapping[str, Any]) -> ModelInfo:
+    """The facts of the model in a folder, for the code that `model_impl` asks for. `changes`: of config.json."""
+    if options.model_impl == "transformers":
+        return _backend_info(options, folder, changes)
+    if options.model_impl == "auto" and not _has_own_family(folder):
+        try:
+            info = _backend_info(options, folder, changes)
+        except UnsupportedModel as reason:
+            try:
+                find_family(read_model_info(folder, dict(changes)))
+            except UnsupportedModel as error:
+                raise UnsupportedModel(f"{error}; and {reason}") from None
+            raise
+        log.warning(
+            "%s has no family of our own: transformers' module runs it, eagerly, with our attention only",
+            info.architecture,
+        )
+        return info
+    return read_model_info(folder, dict(changes))
+
+
+def _has_own_family(folder: Path) -> bool:
+    """True as well for a config.json that cannot be read, which is reported where it is read."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return not isinstance(config, dict) or has_family(find_architecture(config))
+    except UnsupportedModel:
+        return False
+    except (OSError, ValueError):
+        return True
+
+
+def _backend_info(options: Options, folder: Path, changes: Mapping[str, Any]) -> ModelInfo:
+    from slipstream.nn.models.transformers_decoder import transformers_info  # the library is optional
+
+    if changes:
+        raise InvalidOption("hf_overrides are for families of our own, and transformers' module runs this model")
+    return transformers_info(str(folder))
+
+
+def for_backend(options: Options, info: ModelInfo) -> Options:
+    """Options with what transformers' module needs. Raises InvalidOption for what it cannot do."""
+    if not info.backend_folder:
+        return options
+    if options.deterministic:
+        raise InvalidOption(
+            f"deterministic is set, and {info.architecture} runs by transformers' module, whose GEMMs depend on the "
+            "batch; leave it out"
+        )
+    return msgspec.structs.replace(options, enforce_eager=True)

@@ -1,0 +1,240 @@
+"""TransformersDecoder: a decoder of the transformers library with our paged attention, cache, batching and sampling.
+
+It serves architectures without a family of our own. All tokens of a step are one row of the library's module; positions
+are given, and attention finds the rows in the step's context. The module launches its own kernels; steps run eagerly.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from slipstream.cache_spec import CacheSpec, StateSpec
+from slipstream.config.config import ModelConfig
+from slipstream.config.model_info import ModelInfo
+from slipstream.errors import NotEnoughMemory, UnsupportedModel
+from slipstream.nn.context import ForwardContext
+from slipstream.nn.models.decoder_shape import DecoderShape
+from slipstream.nn.models.pooling_heads import Heads
+from slipstream.nn.models.transformers_probe import (
+    NAME,
+    AttentionCall,
+    base_of,
+    find_class,
+    handle_attention,
+    hidden_of,
+    load_config,
+    new_module,
+    probe,
+    register,
+)
+from slipstream.nn.shapes import AttentionShape, LayerShape, MlpShape, NormShape
+from slipstream.ops.cache_write import write_cache
+from slipstream.ops.lora import LoraTiles
+
+
+def transformers_shape(info: ModelInfo) -> DecoderShape:
+    """As far as the cache and the memory plan need it: a layer for each call of attention."""
+    mlp = MlpShape(size=info.ffn_size, activation="silu")
+    norm = NormShape(eps=info.norm_eps)
+    return DecoderShape(
+        vocab_size=info.vocab_size,
+        hidden_size=info.hidden_size,
+        layers=tuple(
+            LayerShape(mixers=(_attention(call),), feed=mlp, norm=norm) for call in probe(info.backend_folder)
+        ),
+        ropes=(),
+        norm=norm,
+        max_positions=info.max_positions,
+        tied=info.tied_embeddings,
+    )
+
+
+def _attention(call: AttentionCall) -> AttentionShape:
+    return AttentionShape(
+        num_heads=call.num_heads,
+        num_kv_heads=call.num_kv_heads,
+        head_dim=call.head_dim,
+        scale=call.scale,
+        window=call.window,
+        soft_cap=call.soft_cap,
+        sinks=call.sinks,
+    )
+
+
+class TransformersDecoder(nn.Module):
+    def __init__(self, info: ModelInfo, module: Any) -> None:
+        """`module`: the library's causal LM."""
+        super().__init__()
+        self.shape = transformers_shape(info)
+        self.heads: Heads | None = None
+        self.layers = nn.ModuleList()  # none that a start could run alone
+        self.base = base_of(module)
+        self.scales = [call.scale for call in probe(info.backend_folder)]
+        # the causal LM without its layers: it computes logits of the hidden states that `_Given` holds
+        self.causal = module
+        self.given = _Given()
+        setattr(module, _name_of(module, self.base), self.given)
+        handle_attention(self.base, self._attend)
+        self._context: ForwardContext | None = None
+        self._site = 0
+
+    def forward(self, context: ForwardContext) -> torch.Tensor:
+        batch = context.batch
+        self._context, self._site = context, 0
+        try:
+            hidden = hidden_of(self.base, batch.ids.unsqueeze(0), batch.positions.unsqueeze(0))[0]
+        finally:
+            self._context = None
+        assert self._site == len(self.scales), f"{self._site} calls of attention, {len(self.scales)} in the probe"
+        return hidden.index_select(0, context.last_indices()) if context.only_last else hidden
+
+    def _attend(
+        self,
+        layer: Any,
+        query: torch.Tensor,  # [1, heads, T, head dim]
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: Any = None,
+        s_aux: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """[1, T, heads, value dim]"""
+        context, site = self._context, self._site
+        assert context is not None, "attention outside of a step"
+        self._site += 1
+        query, key, value = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
+        value_dim = value.shape[2]
+        if value_dim < key.shape[2]:
+            value = F.pad(value, (0, key.shape[2] - value_dim))
+        keys, values = context.caches[site]
+        write_cache(key, value, keys, values, context.batch.slots[context.group_of_site[site]])
+        out = context.attention.forward(query, key, value, site, self.scales[site], context, s_aux)
+        return out[..., :value_dim].unsqueeze(0)
+
+    def logits(self, hidden: torch.Tensor, tiles: LoraTiles | None = None) -> torch.Tensor:
+        """By the library's own causal LM, with its scales and caps."""
+        assert tiles is None, "modules of the transformers library have no adapters here"
+        self.given.hidden = hidden.unsqueeze(0)
+        ids = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
+        logits: torch.Tensor = self.causal(input_ids=ids, use_cache=False, return_dict=True).logits[0]
+        self.given.hidden = None
+        return logits.to(hidden.dtype)
+
+    def lm_rows(self, ids: torch.Tensor) -> torch.Tensor:
+        rows: torch.Tensor = self.causal.get_output_embeddings().weight.index_select(0, ids)
+        return rows
+
+    def use_layers(self, layers: nn.ModuleList) -> None:
+        """The module runs as a whole."""
+
+    def cache_specs(self, page_size: int, dtype: str) -> list[CacheSpec]:
+        return self.shape.cache_specs(page_size, dtype)
+
+    def state_specs(self, dtype: str) -> list[StateSpec]:
+        return []
+
+
+class _Given(nn.Module):
+    """In place of the layers of a causal LM: returns hidden states that were computed before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden: torch.Tensor | None = None
+        self.__dict__["decoder"] = self  # some causal LMs call this part of their layers
+
+    def forward(self, *args: Any, **kwargs: Any) -> _Outputs:
+        assert self.hidden is not None
+        return _Outputs(self.hidden)
+
+
+class _Outputs:
+    """What a causal LM reads of its layers' results: hidden states, and None for everything else."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return (self.last_hidden_state,)[index]
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def _name_of(module: Any, base: Any) -> str:
+    return next(name for name, child in module.named_children() if child is base)
+
+
+def lay_out_transformers(config: ModelConfig) -> TransformersDecoder:
+    """On the meta device, for its sizes."""
+    module = new_module(load_config(config.info.backend_folder), getattr(torch, config.dtype))
+    return TransformersDecoder(config.info, module)
+
+
+def load_transformers(config: ModelConfig, device: torch.device) -> TransformersDecoder:
+    """With its weights in place."""
+    if config.load_format != "safetensors":
+        raise UnsupportedModel(
+            f"{config.info.architecture} runs by transformers' module, which loads a folder with weights; "
+            f"load_format {config.load_format} is for families of our own"
+        )
+    if config.pooling is not None and (config.pooling.modules or config.pooling.yes_no is not None):
+        raise UnsupportedModel(
+            f"{config.info.architecture} runs by transformers' module; layers behind its pooling are for families of "
+            "our own"
+        )
+    register()
+    own = load_config(config.info.backend_folder)
+    kind = find_class(own)
+    try:
+        module = kind.from_pretrained(
+            config.info.backend_folder,
+            config=own,
+            dtype=getattr(torch, config.dtype),
+            attn_implementation=NAME,
+            local_files_only=True,
+        )
+        module = module.to(device).eval()
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        raise NotEnoughMemory(
+            f"{config.name} does not fit the memory of {device} in {config.dtype}; take a smaller dtype or model"
+        ) from error
+    return TransformersDecoder(config.info, module.requires_grad_(False))
+
+
+def transformers_info(folder: str) -> ModelInfo:
+    """The facts of a model that runs by the library's module. Raises UnsupportedModel."""
+    config = load_config(folder)
+    find_class(config)
+    text = config.get_text_config()
+    hidden, heads = int(text.hidden_size), int(text.num_attention_heads)
+    calls = probe(folder)
+    ends = text.eos_token_id if text.eos_token_id is not None else config.eos_token_id
+    dtype = getattr(config, "dtype", None) or getattr(text, "dtype", None)
+    return ModelInfo(
+        architecture=config.architectures[0],
+        vocab_size=int(text.vocab_size),
+        hidden_size=hidden,
+        num_layers=len(calls),
+        num_heads=heads,
+        num_kv_heads=calls[0].num_kv_heads,
+        head_dim=calls[0].head_dim,
+        ffn_size=_first_int(text, ("intermediate_size", "ffn_dim", "n_inner", "d_ff", "dff"), 4 * hidden),
+        max_positions=_first_int(text, ("max_position_embeddings", "n_positions"), 2048),
+        norm_eps=1e-6,
+        activation="silu",
+        tied_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
+        eos_token_ids=() if ends is None else tuple(ends) if isinstance(ends, list) else (int(ends),),
+        bos_token_id=text.bos_token_id if isinstance(text.bos_token_id, int) else None,
+        dtype=None if dtype is None else str(dtype).removeprefix("torch."),
+        backend_folder=folder,
+        extra=config.to_dict(),
+    )
+
+
+def _first_int(config: Any, names: tuple[str, ...], default: int) -> int:
+    found = (getattr(config, name, None) for name in names)
+    return next((value for value in found if isinstance(value, int) and value > 0), default)

@@ -1,0 +1,198 @@
+"""What attention layers a module of the transformers library has, found by running it without memory.
+
+The module is built on the meta device and computes a few tokens there. Its attention layers call the function that is
+registered in `AttentionInterface`; the probe records sizes, scales, windows, soft caps and sinks of each call. What the
+paged attention of this package cannot do is refused here, by name.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from slipstream.errors import UnsupportedModel
+
+NAME = "slipstream"
+"""Of our function in the library's `AttentionInterface`."""
+_HANDLER = "_slipstream_attention"  # attribute of every module: what its attention calls go to
+_POSITION_TENSORS = ("position_ids", "cache_position", "s_aux")
+_KINDS = ("full_attention", "sliding_attention", "attention")
+_MOVING_ROPES = ("dynamic", "longrope")
+_NUM_TOKENS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """One call of attention; calls are cache sites, in order."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int  # of queries and keys; values are padded to it
+    value_dim: int
+    scale: float
+    window: int
+    soft_cap: float
+    sinks: bool
+
+
+def load_config(folder: str) -> Any:
+    """The library's config of a folder. Raises UnsupportedModel."""
+    try:
+        import transformers
+    except ImportError:
+        raise UnsupportedModel(
+            "modules of the transformers library need it installed: pip install 'slipstream[transformers]'"
+        ) from None
+    try:
+        return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (ValueError, KeyError, TypeError, OSError, ImportError) as error:
+        raise UnsupportedModel(f"the transformers library cannot read its config.json: {_first_line(error)}") from None
+
+
+def find_class(config: Any) -> Any:
+    """The library's causal LM for a config. Raises UnsupportedModel."""
+    import transformers
+
+    name = (config.architectures or [""])[0]
+    kind = getattr(transformers, name, None)
+    if kind is None or not hasattr(kind, "base_model_prefix") or not hasattr(kind, "generate"):
+        raise UnsupportedModel(f"the transformers library has no decoder {name!r}")
+    if not getattr(kind, "_supports_attention_backend", False):
+        raise UnsupportedModel(f"{name} of the transformers library does not support other attention functions")
+    return kind
+
+
+def new_module(config: Any, dtype: torch.dtype) -> Any:
+    """The library's module on the meta device, whose attention is ours."""
+    register()
+    kind = find_class(config)
+    config._attn_implementation = NAME
+    with torch.device("meta"):
+        module = kind._from_config(config, dtype=dtype)
+    return module.eval()
+
+
+def base_of(module: Any) -> Any:
+    """The part before the projection to tokens."""
+    base = getattr(module, module.base_model_prefix, None) or getattr(module, "model", None)
+    if not isinstance(base, nn.Module):
+        raise UnsupportedModel(f"{type(module).__name__} does not separate its layers from the projection to tokens")
+    return base
+
+
+def register() -> None:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(NAME, _attend)
+
+
+def handle_attention(module: nn.Module, handler: Any) -> None:
+    """Attention calls of all modules inside go to this function from now on."""
+    for inner in module.modules():
+        inner.__dict__[_HANDLER] = handler
+
+
+def _attend(module: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+    return getattr(module, _HANDLER)(module, *args, **kwargs), None
+
+
+@functools.lru_cache(maxsize=8)
+def probe(folder: str) -> tuple[AttentionCall, ...]:
+    """The attention calls of the model in a folder. Raises UnsupportedModel."""
+    config = load_config(folder)
+    _check_config(config)
+    module = new_module(config, torch.bfloat16)  # grouped GEMMs of experts take no float32 on the meta device
+    calls: list[AttentionCall] = []
+
+    def record(
+        layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any = None, **kwargs: Any
+    ) -> torch.Tensor:
+        calls.append(_read_call(layer, query, key, value, kwargs))
+        return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
+
+    handle_attention(module, record)
+    with torch.device("meta"), torch.no_grad():
+        ids, positions = torch.zeros(1, _NUM_TOKENS, dtype=torch.int64), torch.arange(_NUM_TOKENS).unsqueeze(0)
+        try:
+            hidden_of(base_of(module), ids, positions)
+        except UnsupportedModel:
+            raise
+        except Exception as error:  # whatever the library's code raises
+            raise UnsupportedModel(
+                f"{type(module).__name__} of the transformers library does not run on packed tokens: "
+                f"{_first_line(error)}"
+            ) from None
+    if not calls:
+        raise UnsupportedModel(f"{type(module).__name__} has no attention that goes through the attention interface")
+    _check_windows(config, calls)
+    return tuple(calls)
+
+
+def hidden_of(base: Any, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Hidden states of [1, T] tokens."""
+    found = base(input_ids=ids, position_ids=positions, use_cache=False, return_dict=True)
+    hidden: torch.Tensor = found.last_hidden_state
+    return hidden
+
+
+def _read_call(
+    layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kwargs: dict[str, Any]
+) -> AttentionCall:
+    name = type(layer).__name__
+    causal = kwargs.get("is_causal")
+    if causal is False or (causal is None and getattr(layer, "is_causal", True) is False):
+        raise UnsupportedModel(f"{name} attends in both directions; decoders are run")
+    others = [key_ for key_, given in kwargs.items() if torch.is_tensor(given) and key_ not in _POSITION_TENSORS]
+    if others:
+        raise UnsupportedModel(f"{name} gives attention a tensor {others[0]}, which paged attention does not read")
+    if query.shape[2] != _NUM_TOKENS or key.shape[2] != _NUM_TOKENS or query.shape[0] != 1:
+        raise UnsupportedModel(f"{name} changes the number of tokens before attention")
+    scale = kwargs.get("scaling")
+    return AttentionCall(
+        num_heads=query.shape[1],
+        num_kv_heads=key.shape[1],
+        head_dim=query.shape[3],
+        value_dim=value.shape[3],
+        scale=query.shape[3] ** -0.5 if scale is None else float(scale),
+        window=int(kwargs.get("sliding_window") or 0),
+        soft_cap=float(kwargs.get("softcap") or 0.0),
+        sinks=kwargs.get("s_aux") is not None,
+    )
+
+
+def _check_config(config: Any) -> None:
+    text = config.get_text_config()
+    name = (config.architectures or [""])[0]
+    for kind in getattr(text, "layer_types", None) or ():
+        if kind not in _KINDS:
+            raise UnsupportedModel(
+                f"{name} has layers of type {kind}; with transformers' module we run full and window"
+            )
+    ropes = getattr(text, "rope_parameters", None) or {}
+    for rope in (ropes, *(each for each in ropes.values() if isinstance(each, dict))):
+        if rope.get("rope_type") in _MOVING_ROPES:
+            raise UnsupportedModel(
+                f"{name} has a rope of type {rope['rope_type']}, which transformers' module chooses by the longest "
+                "request of a batch"
+            )
+    if getattr(config, "quantization_config", None) is not None:
+        raise UnsupportedModel(f"{name} is quantised; transformers' module is run with plain weights")
+
+
+def _check_windows(config: Any, calls: list[AttentionCall]) -> None:
+    """A window that is only in the mask, and not an argument of attention, would be lost."""
+    kinds = getattr(config.get_text_config(), "layer_types", None) or ()
+    if len(kinds) == len(calls) and any(
+        (kind == "sliding_attention") != (call.window > 0) for kind, call in zip(kinds, calls, strict=True)
+    ):
+        raise UnsupportedModel(
+            f"{(config.architectures or [''])[0]} does not tell attention which layers have a window"
+        )
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"[:300]

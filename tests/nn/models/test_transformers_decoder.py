@@ -1,0 +1,148 @@
+"""Decoders by the module of the transformers library with paged attention, against the library alone."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from causal_oracle import oracle
+from hand_batch import HandRunner
+from slipstream import LLM, SamplingParams
+from slipstream.config.config import ModelConfig
+from slipstream.errors import InvalidOption, UnsupportedModel
+from slipstream.nn.models.load import load_model
+from slipstream.nn.models.transformers_decoder import transformers_info
+from tiny import write_tiny
+from tiny_saved import save_model
+from tiny_tokenizer import write_byte_tokenizer
+
+TINY = {
+    "vocab_size": 304, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
+WINDOWS = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+LATENT = {
+    "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "kv_lora_rank": 16, "num_key_value_heads": 4,
+}  # fmt: skip
+# by model type: those without a family of our own first
+FAMILIES: dict[str, dict[str, Any]] = {
+    "olmo": {}, "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64}, "persimmon": {}, "nanochat": {}, "jais2": {},
+    "hyperclovax": {}, "helium": {"head_dim": 16}, "bitnet": {}, "gpt_bigcode": {"n_inner": 96}, "ctrl": {"dff": 96},
+    "vaultgemma": {"head_dim": 16, **WINDOWS, "query_pre_attn_scalar": 16},
+    "cwm": {"head_dim": 16, **WINDOWS, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+    "modernbert-decoder": {"local_attention": 8, "layer_types": WINDOWS["layer_types"]},
+    "minicpm3": LATENT | {"v_head_dim": 12, "q_lora_rank": 16}, "granite_swa": {}, "youtu": LATENT,
+    "llama": {}, "mistral": {"sliding_window": 9}, "qwen2": {}, "qwen3": {"head_dim": 16}, "phi": {},
+    "gemma": {"head_dim": 16}, "gemma2": {"head_dim": 16, **WINDOWS, "query_pre_attn_scalar": 16},
+    "glm": {"head_dim": 16},
+    "gemma3_text": {"head_dim": 16, **WINDOWS, "query_pre_attn_scalar": 16}, "cohere": {}, "cohere2": WINDOWS,
+    "olmo2": {}, "olmo3": WINDOWS, "nemotron": {}, "gpt_neox": {},
+    "ernie4_5": {"head_dim": 16}, "exaone4": WINDOWS,
+}  # fmt: skip
+STEPS = [{"b": 1, "a": 20}, {"a": 1, "b": 4}, {"b": 1, "a": 8}, {"b": 1, "a": 1}]
+
+
+def write(folder: Path, kind: str, dtype: torch.dtype = torch.float64, **changes: Any) -> Path:
+    config = transformers.CONFIG_MAPPING[kind](**TINY | FAMILIES.get(kind, {}) | changes)
+    config.architectures = [transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]]
+    config.dtype = str(dtype).removeprefix("torch.")
+    config.save_pretrained(folder)
+    save_model(folder, dtype, 0)
+    write_byte_tokenizer(folder)
+    return folder
+
+
+def load(folder: Path) -> Any:
+    info = transformers_info(str(folder))
+    return load_model(
+        ModelConfig(info, str(folder), "tiny", "safetensors", "float64", False, 256, 0), torch.device("cpu")
+    )
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_logits_equal_the_library_however_texts_are_cut(kind: str, tmp_path: Path) -> None:
+    folder = write(tmp_path, kind)
+    prompts = {"a": list(range(5, 35)), "b": list(range(100, 107))}
+    expected = oracle(folder, torch.float64, prompts)
+    model = load(folder)
+    cut, last, place = HandRunner(model, torch.float64, slack=3), HandRunner(model, torch.float64), {"a": 0, "b": 0}
+    for step in STEPS:
+        chunks = {name: prompts[name][place[name] : place[name] + size] for name, size in step.items()}
+        found, ends = cut.run(chunks), last.run_last(chunks)
+        for name, size in step.items():
+            wanted = expected[name][place[name] : place[name] + size]
+            place[name] += size
+            # norms of the library compute in float32
+            torch.testing.assert_close(found[name], wanted, rtol=0, atol=2e-4)
+            torch.testing.assert_close(ends[name], wanted[-1], rtol=0, atol=2e-4)
+    assert expected["a"].std() > 0.05
+
+
+def test_an_engine_chooses_it_for_architectures_without_a_family(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = write(tmp_path, "olmo", torch.float32)
+    prompts = [list(range(5, 60)), [7, 8, 9], list(range(5, 50))]
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    with caplog.at_level(logging.WARNING), LLM(str(folder), dtype="float32", num_threads=1, max_num_seqs=2) as llm:
+        found = [list(out.outputs[0].token_ids) for out in llm.generate(prompts, params, use_tqdm=False)]
+    assert "transformers' module runs it" in caplog.text
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    for prompt, tokens in zip(prompts, found, strict=True):
+        ids = torch.tensor([prompt])
+        wanted = theirs.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, min_new_tokens=6,
+                                 do_sample=False)[0, len(prompt):]  # fmt: skip
+        assert tokens == wanted.tolist()
+
+
+def test_experts_give_the_tokens_of_our_own_family(tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path, "gpt_oss")  # sinks, windows, experts
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    found = []
+    for impl in ("slipstream", "transformers"):
+        with LLM(str(folder), dtype="float32", num_threads=1, max_num_seqs=2, model_impl=impl) as llm:
+            outputs = llm.generate([list(range(5, 60)), [7, 8, 9]], params, use_tqdm=False)
+            found.append([list(out.outputs[0].token_ids) for out in outputs])
+    assert found[0] == found[1]
+
+
+@pytest.mark.cuda
+def test_a_gpu_gives_the_tokens_of_the_cpu(tmp_path: Path) -> None:
+    folder = write(tmp_path, "olmo", torch.float32, hidden_size=256)
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    found = []
+    for device in ("cpu", "cuda"):
+        with LLM(str(folder), dtype="float32", device=device, max_num_seqs=2) as llm:
+            outputs = llm.generate([list(range(5, 60)), [7, 8, 9], list(range(5, 50))], params, use_tqdm=False)
+            found.append([list(out.outputs[0].token_ids) for out in outputs])
+    assert found[0] == found[1]
+
+
+def test_what_it_cannot_run_is_refused_by_name(tmp_path: Path) -> None:
+    folder = write(tmp_path, "llama", torch.float32)
+    config = json.loads((folder / "config.json").read_text())
+
+    def refused(
+        words: str, error: type[Exception] = UnsupportedModel, impl: str = "transformers", **facts: Any
+    ) -> None:
+        changed = tmp_path / str(len(list(tmp_path.iterdir())))
+        changed.mkdir()
+        (changed / "config.json").write_text(json.dumps(config | facts))
+        (changed / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+        write_byte_tokenizer(changed)
+        with pytest.raises(UnsupportedModel, match=words):
+            LLM(str(changed), dtype="float32", num_threads=1, model_impl=impl)
+
+    refused("no decoder 'Nothing'", architectures=["Nothing"])
+    refused("Nothing is not an architecture.*no decoder", architectures=["Nothing"], impl="auto")
+    refused("Nothing is not an architecture", architectures=["Nothing"], impl="slipstream")
+    refused("rope of type dynamic", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
+    refused("does not support other attention", architectures=["BloomForCausalLM"], model_type="bloom")
+    with pytest.raises(InvalidOption, match="deterministic"):
+        LLM(str(folder), dtype="float32", num_threads=1, model_impl="transformers", deterministic=True)

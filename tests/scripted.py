@@ -23,10 +23,12 @@ import numpy as np
 from hand_cache import make_spec
 from slipstream.cache_spec import CacheGroup, StateField, StateSpec
 from slipstream.config.config import CacheConfig, SchedulerConfig, StateConfig
+from slipstream.lora_request import LoRARequest
 from slipstream.messages import Output
 from slipstream.params import MAX_PACKED_LOGPROBS, SamplingParams
 from slipstream.pooling_params import PoolingParams
 from slipstream.request import NEVER, FinishReason, Request
+from slipstream.scheduler.adapters import Adapters
 from slipstream.scheduler.cache.manager import CacheManager
 from slipstream.scheduler.scheduler import Scheduler
 from slipstream.step import NO_POOLING, NULL_PAGE, Admission, Late, PoolAdmission, StepLogprobs, StepPlan, StepResult
@@ -474,6 +476,7 @@ class Bench:
         num_checkpoints: int | None = None,
         border: int = 0,
         spacing: int = 1 << 20,
+        adapters: Adapters[Request] | None = None,
     ) -> None:
         self.depth = depth
         windows = windows or (0,) * num_groups
@@ -506,6 +509,7 @@ class Bench:
                 short_rope=short_rope,
             ),
             self.cache,
+            adapters=adapters,
         )
         self.scheduler.drafts.num_drafts = num_drafts  # of every plan
         drafter = random.Random(draft_seed) if num_drafts else None
@@ -529,6 +533,7 @@ class Bench:
         salt: str = "",
         caller: str = "",
         words: Sequence[Sequence[int]] = (),
+        lora: LoRARequest | None = None,
         **params: object,
     ) -> list[Request]:
         id = f"r{len(self.requests)}" if id is None else id
@@ -537,7 +542,7 @@ class Bench:
         requests = [
             Request(
                 id, list(prompt), sampling, sample=k, priority=priority, caller=caller, cache_salt=salt,
-                stop_ids=tuple(stop), max_length=length, seed=seed, bad_words=tuple(map(tuple, words)),
+                stop_ids=tuple(stop), max_length=length, seed=seed, bad_words=tuple(map(tuple, words)), lora=lora,
             )
             for k in range(n)
         ]  # fmt: skip

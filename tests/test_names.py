@@ -76,11 +76,14 @@ AMBIGUOUS = {
     "places": "indices, offsets, or draws",
     "facts": "info, spec, fields, summary, or machine",
 }
+HAVE_SLOTS = (
+    "ops/ nn/ runner/ config/ scheduler/adapter.py scheduler/adapters.py scheduler/encoder_scheduler.py step.py"
+)
 # Words with one meaning, which belongs to these files; other files use another word.
 LIMITED = {
     "body": ("of an HTTP request, or of a rule; else module, forward, payload", "serve/ scheduler/grammar/ text/"),
-    "slot": ("storage in a KV or state cache; else target, line, buffer", "ops/ nn/ runner/ config/"),
-    "slots": ("storage in a KV or state cache; else targets, lines, buffers", "ops/ nn/ runner/ config/"),
+    "slot": ("storage in a KV or state cache, or of an adapter; else target, line, buffer", HAVE_SLOTS),
+    "slots": ("storage in a KV or state cache, or of adapters; else targets, lines, buffers", HAVE_SLOTS),
 }
 FIELD_TERMS = {"in_place", "In_Place", "__slots__"}  # these contain such a word
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from slipstream.logits_processor import BatchUpdate as BatchUpdate
     from slipstream.logits_processor import LogitsProcessor as LogitsProcessor
     from slipstream.logits_processor import MoveDirectionality as MoveDirectionality
+    from slipstream.lora_request import LoRARequest as LoRARequest
     from slipstream.params import RequestOutputKind as RequestOutputKind
     from slipstream.params import SamplingParams as SamplingParams
     from slipstream.pooling_params import PoolingParams as PoolingParams
@@ -35,6 +36,7 @@ _HOMES = {
     "MoveDirectionality": "slipstream.logits_processor",
     "BeamSearchParams": "slipstream.frontend.beam_search",
     "RequestOutputKind": "slipstream.params",
+    "LoRARequest": "slipstream.lora_request",
     "SamplingParams": "slipstream.params",
     "PoolerConfig": "slipstream.config.pooler_config",
     "PoolingParams": "slipstream.pooling_params",
@@ -50,6 +52,7 @@ __all__ = [
     "BatchUpdate",
     "BeamSearchParams",
     "CompletionOutput",
+    "LoRARequest",
     "LogitsProcessor",
     "MoveDirectionality",
     "PoolerConfig",

@@ -33,11 +33,13 @@ from slipstream.frontend.prompts import GenerationPrompts, as_batch, per_prompt
 from slipstream.frontend.results import RequestOutput
 from slipstream.frontend.served import POOLING_TASKS, SCORING, ServedModel, choose
 from slipstream.frontend.sync_loop import SyncLoop
+from slipstream.lora_request import LoRARequest
 from slipstream.params import SamplingParams
 from slipstream.pooling_params import PoolingParams, Task
 from slipstream.text.tokenizer import Tokenizer
 
 Params = SamplingParams | Sequence[SamplingParams] | None
+OneOrMoreAdapters = LoRARequest | Sequence[LoRARequest | None] | None
 T = TypeVar("T")
 
 
@@ -106,15 +108,19 @@ class LLM:
         *,
         priority: int | Sequence[int] | None = None,
         cache_salt: str | Sequence[str] | None = None,
+        lora_request: OneOrMoreAdapters = None,
         model: str | None = None,
     ) -> list[RequestOutput]:
         """Generates for all prompts, batched. Results are in the order of the prompts.
 
-        `priority` and `cache_salt`, one for all or one per prompt, override those of the parameters.
+        `priority` and `cache_salt`, one for all or one per prompt, override those of the parameters. `lora_request`:
+        the LoRA adapter, one for all or one per prompt.
         """
         batch = as_batch(prompts)
         served = self._model(model, "generate")
-        return self._run(served, batch, sampling_params, use_tqdm, priority, cache_salt, add_special_tokens=True)
+        return self._run(
+            served, batch, sampling_params, use_tqdm, priority, cache_salt, lora_request, add_special_tokens=True
+        )
 
     def chat(
         self,
@@ -127,6 +133,7 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         allow_control_tokens: bool | None = None,
+        lora_request: OneOrMoreAdapters = None,
         model: str | None = None,
     ) -> list[RequestOutput]:
         """Generates the next message of one conversation, or of each of several.
@@ -149,7 +156,7 @@ class LLM:
             for conversation in conversations
         ]
         # the chat template adds special tokens itself
-        return self._run(served, texts, sampling_params, use_tqdm, None, None, add_special_tokens=False)
+        return self._run(served, texts, sampling_params, use_tqdm, None, None, lora_request, add_special_tokens=False)
 
     def beam_search(
         self,
@@ -157,6 +164,7 @@ class LLM:
         params: BeamSearchParams,
         use_tqdm: bool = False,
         *,
+        lora_request: LoRARequest | None = None,
         model: str | None = None,
     ) -> list[BeamSearchOutput]:
         """Searches for the likeliest continuations of each prompt."""
@@ -166,7 +174,7 @@ class LLM:
         searches = [BeamSearch(draft.prompt_token_ids, params, served.description) for draft in drafts]
         with progress(params.max_tokens, "steps", use_tqdm) as advance:
             while beams := [beam.tokens for search in searches for beam in search.beams]:
-                outputs = iter(self.generate(beams, step, False, model=model))
+                outputs = iter(self.generate(beams, step, False, lora_request=lora_request, model=model))
                 for search in searches:
                     search.take([next(outputs).outputs[0].logprobs[0] for _ in search.beams])  # type: ignore[index]
                 advance(len(beams))
@@ -177,22 +185,29 @@ class LLM:
         return results
 
     def stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, model: str | None = None
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        lora_request: LoRARequest | None = None,
+        model: str | None = None,
     ) -> Iterator[RequestOutput]:
         """Yields the results of one prompt as they grow. Breaking out of the loop aborts the request."""
-        return self._stream(self._model(model, "generate"), prompt, sampling_params, add_special_tokens=True)
+        served = self._model(model, "generate")
+        return self._stream(served, prompt, sampling_params, lora_request, add_special_tokens=True)
 
     def stream_chat(
         self,
         messages: Sequence[Message],
         sampling_params: SamplingParams | None = None,
         *,
+        lora_request: LoRARequest | None = None,
         model: str | None = None,
         **template: Any,
     ) -> Iterator[RequestOutput]:
         served = self._model(model, "generate")
         text = served.inputs.render_chat(messages, **template)
-        return self._stream(served, text, sampling_params, add_special_tokens=False)
+        return self._stream(served, text, sampling_params, lora_request, add_special_tokens=False)
 
     def encode(
         self,
@@ -201,6 +216,7 @@ class LLM:
         *,
         pooling_task: Task | None = None,
         use_tqdm: bool = True,
+        lora_request: LoRARequest | None = None,
         model: str | None = None,
         **how: Any,
     ) -> list[PoolingRequestOutput[Any]]:
@@ -212,7 +228,7 @@ class LLM:
         """
         served = self._model(model, *([pooling_task] if pooling_task else POOLING_TASKS))
         call = pooling_calls.encode(served.require_pooling(), prompts, pooling_params, pooling_task, **how)
-        return [as_plain(one) for one in self._pool(served, call, use_tqdm)]
+        return [as_plain(one) for one in self._pool(served, call, use_tqdm, lora_request)]
 
     def embed(
         self,
@@ -220,13 +236,14 @@ class LLM:
         pooling_params: OneOrMoreParams = None,
         *,
         use_tqdm: bool = True,
+        lora_request: LoRARequest | None = None,
         model: str | None = None,
         **how: Any,
     ) -> list[EmbeddingRequestOutput]:
         """Embeds each prompt: `outputs.embedding` is a list, `outputs.data` an array. `how`: see `encode`."""
         served = self._model(model, "embed")
         call = pooling_calls.encode(served.require_pooling(), prompts, pooling_params, "embed", **how)
-        return self._pool(served, call, use_tqdm)
+        return self._pool(served, call, use_tqdm, lora_request)
 
     def classify(
         self,
@@ -234,13 +251,14 @@ class LLM:
         pooling_params: OneOrMoreParams = None,
         *,
         use_tqdm: bool = True,
+        lora_request: LoRARequest | None = None,
         model: str | None = None,
         **how: Any,
     ) -> list[ClassificationRequestOutput]:
         """Classifies each prompt: `outputs.probs` by class, and `outputs.label` of the most likely class."""
         served = self._model(model, "classify")
         call = pooling_calls.encode(served.require_pooling(), prompts, pooling_params, "classify", **how)
-        return self._pool(served, call, use_tqdm)
+        return self._pool(served, call, use_tqdm, lora_request)
 
     def score(
         self,
@@ -249,6 +267,7 @@ class LLM:
         pooling_params: PoolingParams | None = None,
         *,
         use_tqdm: bool = True,
+        lora_request: LoRARequest | None = None,
         model: str | None = None,
         **how: Any,
     ) -> list[ScoringRequestOutput]:
@@ -258,7 +277,7 @@ class LLM:
         """
         served = self._model(model, *SCORING)
         call = pooling_calls.score(served.require_pooling(), data_1, data_2, pooling_params, **how)
-        return self._pool(served, call, use_tqdm)
+        return self._pool(served, call, use_tqdm, lora_request)
 
     def rerank(
         self,
@@ -268,13 +287,14 @@ class LLM:
         pooling_params: PoolingParams | None = None,
         *,
         use_tqdm: bool = True,
+        lora_request: LoRARequest | None = None,
         model: str | None = None,
         **how: Any,
     ) -> list[RerankResult]:
         """Returns the documents by descending relevance, with index, score and text. `how`: see `score`."""
         served = self._model(model, *SCORING)
         call = pooling_calls.rerank(served.require_pooling(), query, documents, pooling_params, top_n=top_n, **how)
-        return self._pool(served, call, use_tqdm)
+        return self._pool(served, call, use_tqdm, lora_request)
 
     def reset_prefix_cache(self) -> None:
         """Forgets the cached prefixes of all models."""
@@ -311,6 +331,7 @@ class LLM:
         use_tqdm: bool,
         priority: int | Sequence[int] | None,
         cache_salt: str | Sequence[str] | None,
+        lora_request: OneOrMoreAdapters,
         *,
         add_special_tokens: bool,
     ) -> list[RequestOutput]:
@@ -323,6 +344,7 @@ class LLM:
             self._new_id,
             priorities=per_prompt("priority", priority, len(prompts)),
             salts=per_prompt("cache_salt", cache_salt, len(prompts)),
+            adapters=per_prompt("lora_request", lora_request, len(prompts)),
             add_special_tokens=add_special_tokens,
         )
         submits = source if source.is_sure else list(source)
@@ -331,14 +353,20 @@ class LLM:
             states = self._sync_loop.run(served, submits, advance, late=late)
         return [state.result() for state in states]
 
-    def _pool(self, served: ServedModel, call: pooling_calls.PoolingCall[T], use_tqdm: bool) -> T:
+    def _pool(
+        self,
+        served: ServedModel,
+        call: pooling_calls.PoolingCall[T],
+        use_tqdm: bool,
+        lora_request: LoRARequest | None = None,
+    ) -> T:
         """Runs a pooling call: its batches, until it returns."""
         self._sync_loop.check_open()
         try:
             batches = next(call)
             with progress(sum(batch.num_of_call for batch in batches), "prompts", use_tqdm) as advance:
                 while True:
-                    source = PoolingPrompts(served.require_pooling(), batches, self._new_id)
+                    source = PoolingPrompts(served.require_pooling(), batches, self._new_id, lora_request=lora_request)
                     with self._sync_loop.turn(), frozen_gc():
                         states = self._sync_loop.run(served, source, advance, late=source.has_one_priority)
                         results = source.in_order([state.result() for state in states])
@@ -348,10 +376,18 @@ class LLM:
             return result
 
     def _stream(
-        self, served: ServedModel, prompt: Prompt, params: SamplingParams | None, *, add_special_tokens: bool
+        self,
+        served: ServedModel,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        lora_request: LoRARequest | None,
+        *,
+        add_special_tokens: bool,
     ) -> Iterator[RequestOutput]:
         self._sync_loop.check_open()
-        prepared = served.inputs.submit(self._new_id(), prompt, params, add_special_tokens=add_special_tokens)
+        prepared = served.inputs.submit(
+            self._new_id(), prompt, params, lora_request=lora_request, add_special_tokens=add_special_tokens
+        )
         yield from self._sync_loop.stream(served, prepared)
 
     def _new_id(self) -> str:

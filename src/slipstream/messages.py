@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
+from slipstream.lora_request import LoRARequest
 from slipstream.params import SamplingParams
 from slipstream.pooling_params import PoolingParams
 from slipstream.request import FinishReason
@@ -31,6 +32,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
     model: str = ""  # model name if the engine has several; empty: the first
     caller: str = ""  # fair queueing between callers within one priority; offline there is one caller
     thinking: Thinking | None = None  # markers of reasoning, with a thinking budget
+    lora: LoRARequest | None = None  # the request's adapter
 
     @property
     def submits(self) -> list[Submit]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import enum
 from typing import TYPE_CHECKING
 
+from slipstream.lora_request import LoRARequest
 from slipstream.params import SamplingParams
 from slipstream.pooling_params import PoolingParams
 from slipstream.thinking import Thinking
 
 if TYPE_CHECKING:
+    from slipstream.scheduler.adapter import Adapter
     from slipstream.scheduler.grammar.session import Session
     from slipstream.scheduler.processors.request_processors import RequestProcessors
 
@@ -38,6 +40,7 @@ class WaitFor(enum.IntFlag):
     QUERY = enum.auto()  # a document: the query that it is scored against is not launched yet
     TOKENS = enum.auto()  # a preempted request: tokens that it drew are still in flight
     GRAMMAR = enum.auto()  # the grammar of its output is being compiled
+    ADAPTER = enum.auto()  # its LoRA adapter is being read, or all slots for adapters are in use
 
 
 class RequestStates:
@@ -71,7 +74,7 @@ class Request:
         "computed", "committed", "pending", "decode_limit", "num_cached", "num_preemptions", "known_launched_at",
         "leader", "siblings", "next_scored", "num_logprobs", "list_sizes", "num_staged_ids", "pages", "capacity",
         "hashes", "num_published", "publish_after", "states", "next_border", "long_rope", "short_limit",
-        "thinking", "session", "processors", "held",
+        "thinking", "session", "processors", "held", "lora", "adapter",
     )  # fmt: skip
 
     def __init__(
@@ -89,6 +92,7 @@ class Request:
         thinking: Thinking | None = None,
         max_length: int,
         seed: int = 0,
+        lora: LoRARequest | None = None,
     ) -> None:
         self.id = id
         self.sample = sample
@@ -103,6 +107,8 @@ class Request:
         self.bad_words = bad_words  # token sequences
         self.thinking = thinking  # markers of reasoning, with a thinking budget
         self.seed = seed
+        self.lora = lora  # the adapter that it asks for
+        self.adapter: Adapter | None = None  # set by `Adapters`, from submission to the end
         self.tokens = list(prompt)  # all known tokens, prompt first
         self.num_prompt = len(prompt)
         self.max_length = max_length  # of prompt and output: limited by max_tokens and by the model length
@@ -164,6 +170,11 @@ class Request:
         self.publish_after = NEVER  # with more known tokens than this there are pages or checkpoints to publish
         self.states: RequestStates | None = None  # checkpoints of recurrent states; None: not running, or no states
         self.next_border = NEVER  # length at which a checkpoint is taken while the request decodes
+
+    @property
+    def cache_key(self) -> tuple[str, bool, bytes]:
+        """What its pages depend on besides tokens: the salt, the kind of rope factors, the digest of its adapter."""
+        return self.cache_salt, self.long_rope, b"" if self.adapter is None else self.adapter.digest
 
     @property
     def num_committed(self) -> int:

@@ -116,6 +116,14 @@ class StatePlan:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterPlan:
+    """The LoRA adapters of a step. A slot holds one adapter on the device; a host buffer holds one in host memory."""
+
+    slots: Ints | None  # [planned] slot of the row's adapter, -1: none; None: no row has an adapter
+    loads: tuple[tuple[int, int], ...] = ()  # (slot, host buffer): copied before the forward
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """The work of one step, in this order: releases, admissions, page updates, page copies, restores of states, the
     forward, the heads."""
@@ -151,11 +159,17 @@ class StepPlan:
     has_drafts: bool = False  # some row draws more than one token
     num_proposed: int = 0  # drafts that the device proposes for each row after its draw; 0: none
     reports_drafts: bool = False  # the result has the proposed drafts: the host makes masks along them
+    adapters: AdapterPlan | None = None  # None: no row has an adapter, and none is loaded
 
     @property
     def all_admitted(self) -> tuple[Admission | PoolAdmission, ...]:
         """Admissions of generation requests, then of pooling requests."""
         return self.admitted if self.pooling is None else (*self.admitted, *self.pooling.admitted)
+
+    @property
+    def adapter_slots(self) -> Ints | None:
+        """[planned] slot of each row's adapter, -1: none; None: no row has an adapter."""
+        return None if self.adapters is None else self.adapters.slots
 
     @property
     def total_tokens(self) -> int:

@@ -42,7 +42,7 @@ def test_an_adapter_names_its_base_and_the_alternative(tmp_path: Path, with_conf
     (tmp_path / "adapter_model.safetensors").touch()
     if with_config:
         (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(UnsupportedModel, match=r"a PEFT adapter \(LORA\) for org/base, not a model.*merge_and_unload"):
+    with pytest.raises(UnsupportedModel, match=r"a PEFT adapter \(LORA\) for org/base, not a model.*enable_lora"):
         require_weights(locate(str(tmp_path)).path)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from slipstream.cache_spec import CacheGroup, StateSpec
+from slipstream.config.adapter_config import AdapterConfig
 from slipstream.config.draft_config import DRAFTS_PER_STEP, DraftConfig
 from slipstream.config.model_info import ModelInfo
 from slipstream.config.model_sizes import ModelSizes
@@ -137,6 +138,7 @@ class EngineConfig(msgspec.Struct, frozen=True):
     scheduler: SchedulerConfig
     device: DeviceConfig
     draft: DraftModelConfig | None = None  # None: drafts need no model
+    adapters: AdapterConfig | None = None  # None: requests have no LoRA adapters
 
     @property
     def hidden_width(self) -> int:

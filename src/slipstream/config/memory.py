@@ -13,6 +13,7 @@ import msgspec
 
 from slipstream.cache_spec import ITEMSIZE, STATE_CHUNK
 from slipstream.config.activation_size import PENALTY_BYTES, activation_bytes
+from slipstream.config.adapter_config import AdapterConfig
 from slipstream.config.config import MAX_REPORTED_LOGPROBS, EngineConfig
 from slipstream.config.model_info import ModelInfo
 from slipstream.config.pooling_info import PoolingInfo, reductions_of
@@ -36,6 +37,9 @@ KEPT, KEPT_OF_LATE = 2**24, 2**26
 """Elements in stored queries; and for a model made for late interaction."""
 
 ALIGNMENT = 256  # bytes for the alignment of all fields of a result buffer
+FEW_ADAPTED, ADAPTED_INPUTS = 512, 512
+"""Tokens up to which products with adapters split their inputs, and inputs of one part."""
+
 WORKSPACE = 256 * 2**20  # bytes that libraries and the driver allocate for graphs
 MAX_BIASED_IDS = 1024  # tokens whose logits the logits processors of one row may add to, if they see tokens only
 
@@ -44,6 +48,8 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes. On a GPU, fields that end with `_host` are pinned host memory, all others device memory."""
 
     weights: int  # parameters and the rope table
+    adapters: int  # slots of LoRA adapters
+    adapters_host: int  # LoRA adapters in host memory
     cache: int  # pages
     states: int  # recurrent states of all rows and of the padding row
     checkpoints: int  # recurrent states kept for prefix caching
@@ -72,7 +78,9 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
     def of_device(self) -> int:
         rings = self.staging + self.masks + self.results + self.reports
         kept = self.cache + self.states + self.checkpoints
-        return self.weights + kept + self.tables + self.features + rings + self.activations + self.graphs
+        return (
+            self.weights + self.adapters + kept + self.tables + self.features + rings + self.activations + self.graphs
+        )
 
     @property
     def later(self) -> int:
@@ -81,7 +89,14 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def total(self) -> int:
-        return self.of_device + self.staging_host + self.masks_host + self.results_host + self.reports_host
+        return (
+            self.of_device
+            + self.adapters_host
+            + self.staging_host
+            + self.masks_host
+            + self.results_host
+            + self.reports_host
+        )
 
 
 def plan_memory(config: EngineConfig, weights: int) -> MemoryPlan:
@@ -112,6 +127,9 @@ def plan_memory(config: EngineConfig, weights: int) -> MemoryPlan:
         logits = pool_head_bytes(config)
     if cache.states is not None:
         hidden += recurrent_bytes(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
+    size, adapters = ITEMSIZE[config.model.dtype], config.adapters
+    if adapters is not None:
+        hidden += adapted_bytes(config, adapters)
     captures = not on_cpu and not config.device.eager
     num_drafts = 0 if scheduler.drafts is None else scheduler.drafts.num_drafts
     masks = 0
@@ -128,6 +146,8 @@ def plan_memory(config: EngineConfig, weights: int) -> MemoryPlan:
             tables += id_bytes((1 + own,), cache.page_size) + 8 * own
     return MemoryPlan(
         weights=weights,
+        adapters=0 if adapters is None else adapters.max_loras * adapters.num_elements * size,
+        adapters_host=0 if adapters is None else adapters.max_cpu_loras * adapters.num_elements * size,
         cache=cache.num_bytes,
         states=0 if cache.states is None else rows * cache.states.num_bytes,
         checkpoints=0 if cache.states is None else cache.states.num_checkpoints * cache.states.checkpoint_bytes,
@@ -148,6 +168,15 @@ def plan_memory(config: EngineConfig, weights: int) -> MemoryPlan:
         unread=unread_bytes(config),
         graphs=graph_bytes(config, hidden + attention) + WORKSPACE if captures else 0,
     )
+
+
+def adapted_bytes(config: EngineConfig, adapters: AdapterConfig) -> int:
+    """Bytes that adapters add to a product: inputs and outputs of B, and on the CPU copies of the tokens of an adapter.
+    In steps of few tokens there are several partial sums of the inputs of B."""
+    tokens, info, size = config.scheduler.max_num_batched_tokens, config.model.info, ITEMSIZE[config.model.dtype]
+    largest = max(info.hidden_size, config.model.sizes.widest)
+    inner = max(tokens, min(tokens, FEW_ADAPTED) * -(-largest // ADAPTED_INPUTS)) * adapters.widest * 4
+    return inner + tokens * (info.hidden_size + 2 * largest) * size
 
 
 def id_bytes(group_pages: Sequence[int], page_size: int) -> int:
@@ -284,6 +313,9 @@ def arena_bytes(config: EngineConfig) -> int:
     if cache.states is not None:  # row, position and checkpoint of each save, or a checkpoint for each row
         new_pages += max_saves(tokens, scheduler.max_num_seqs) * 3 * 4 + scheduler.max_num_seqs * 4
         new_pages += scheduler.max_drawn * 2 * 4 if scheduler.drafts is not None else 0
+    if config.adapters is not None:  # tokens in the order of their adapters, and tiles of them; also of last tokens
+        per_token += 2 * (4 + 3 * 4)
+        new_pages += 2 * 3 * 4 * config.adapters.max_loras
     per_row = 2048  # counts, picked rows, sampling parameters, copies
     wanted = tokens * per_token + new_pages + (scheduler.max_drawn + 1) * per_row + scheduler.staged_ints * 8 + 65536
     return -(-wanted // 16) * 16

@@ -149,6 +149,13 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         list[Any] | None,
         _doc("classes of logits processors, in Python as classes or by name as package.module:Class; repeatable"),
     ] = None
+    enable_lora: Annotated[bool, _doc("take requests with LoRA adapters")] = False
+    max_loras: Annotated[int | None, _doc("maximum number of distinct adapters in one step; default 1")] = None
+    max_lora_rank: Annotated[int | None, _doc("maximum rank of adapters, up to 256; default 16")] = None
+    max_cpu_loras: Annotated[int | None, _doc("maximum number of adapters in host memory; default: max_loras")] = None
+    lora_modules: Annotated[
+        list[str] | None, _doc("adapters that requests name as their model, as name=folder; repeatable")
+    ] = None
     served_model_name: Annotated[str | None, _doc("name of the model in requests and responses")] = None
 
 

@@ -10,6 +10,7 @@ import re
 import msgspec
 
 from slipstream.cache_spec import CacheGroup, StateSpec
+from slipstream.config.adapter_config import AdapterConfig
 from slipstream.config.cache_size import CacheSize
 from slipstream.config.config import (
     CacheConfig,
@@ -79,6 +80,7 @@ def resolve(
     pooling: PoolingInfo | None = None,
     states: tuple[StateSpec, ...] = (),
     draft: DraftModelConfig | None = None,
+    adapters: AdapterConfig | None = None,
 ) -> EngineConfig:
     """`groups`: of cache sites; `states`: by state site; `draft`: the model of a drafter, at any length."""
     on_cpu = machine.kind == "cpu"
@@ -171,6 +173,7 @@ def resolve(
                 keep_free=_keep_free(options, machine),
             ),
             draft=None if draft is None else draft.of_length(length),
+            adapters=adapters,
         )
 
     def without_cache(num_checkpoints: int = 0) -> int:

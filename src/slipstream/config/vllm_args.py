@@ -17,7 +17,6 @@ from slipstream.errors import InvalidOption
 
 _PARALLEL = "one device runs the whole model"
 _MEDIA = "models read text only"
-_LORA = "adapters are not supported; merge them into the weights"
 _OFFLOAD = "weights stay on the device"
 _COMPILE = "there is no compiler to configure; enforce_eager=True turns graphs off"
 _KERNELS = "kernels are chosen by shape and device"
@@ -44,9 +43,9 @@ NO_EFFECT: dict[str, str] = {
     **dict.fromkeys(("safetensors_load_strategy", "safetensors_prefetch_num_threads",
                      "safetensors_prefetch_block_size", "pt_load_map_location"),
                     "weights are mapped and read in the order of the file"),
-    **dict.fromkeys(("max_loras", "max_lora_rank", "max_cpu_loras", "lora_dtype", "lora_target_modules",
-                     "fully_sharded_loras", "specialize_active_lora", "enable_mixed_moe_lora_format",
-                     "enable_tower_connector_lora"), "it is for enable_lora"),
+    "fully_sharded_loras": f"it is for several devices; {_PARALLEL}",
+    **dict.fromkeys(("specialize_active_lora", "enable_mixed_moe_lora_format", "enable_tower_connector_lora"),
+                    "steps with adapters have graphs of their own; adapters of experts and images are refused by name"),
     **dict.fromkeys(
         ("allowed_local_media_path", "allowed_media_domains", "enable_mm_embeds", "interleave_mm_strings",
          "media_io_kwargs", "mm_processor_cache_gb", "mm_processor_cache_type", "mm_shm_cache_max_object_size_mb",
@@ -109,7 +108,8 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "logprobs_mode": (("raw_logprobs",), "logprobs are those of the model's logits, before temperature and penalties"),
     **dict.fromkeys(("mm_processor_kwargs", "default_mm_loras"), (({},), _MEDIA)),
     "mm_encoder_only": ((False,), _MEDIA),
-    "enable_lora": ((False,), _LORA),
+    "lora_dtype": (("auto",), "adapters have the model's dtype"),
+    "lora_target_modules": ((), "every linear layer, the embedding and lm_head can have an adapter"),
     **dict.fromkeys(("cpu_offload_gb", "offload_group_size"), ((0, 0.0), _OFFLOAD)),
     "offload_backend": (("auto",), _OFFLOAD),
     **dict.fromkeys(("cpu_offload_params", "offload_params"), ((set(), []), _OFFLOAD)),

@@ -66,6 +66,6 @@ def _adapter(folder: Path) -> UnsupportedModel:
     kind = settings.get("peft_type") or "PEFT"
     base = settings.get("base_model_name_or_path") or "a model that it does not name"
     return UnsupportedModel(
-        f"{folder} is a PEFT adapter ({kind}) for {base}, not a model; adapters do not run here: merge it into its "
-        "base model (peft: merge_and_unload(), then save_pretrained) and give that folder"
+        f"{folder} is a PEFT adapter ({kind}) for {base}, not a model; give its base model with "
+        "enable_lora, and this folder as LoRARequest of requests, or merge the two"
     )

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 
+from slipstream.config.adapter_config import read_adapter_config
 from slipstream.config.check_info import check_info
 from slipstream.config.config import EngineConfig
 from slipstream.config.draft_config import read_draft_config
@@ -33,12 +35,14 @@ from slipstream.engine.model_description import ModelDescription
 from slipstream.engine.model_impl import for_backend, read_info
 from slipstream.errors import InvalidOption
 from slipstream.logits_processor import LogitsProcessor
+from slipstream.nn.models.adapter_layout import measure_adapter
 from slipstream.nn.models.draft_layout import draft_weight_bytes
 from slipstream.nn.models.measure import weight_bytes
 from slipstream.nn.models.registry import cache_specs, find_shape, state_specs
 from slipstream.nn.models.stored_head import as_stored
 from slipstream.ops.compile_ahead import start_triton
 from slipstream.runner.assemble import build_runner
+from slipstream.scheduler.adapters import Adapters
 from slipstream.scheduler.cache.layout import group_sites
 from slipstream.scheduler.grammar.constraints import Constraints
 from slipstream.scheduler.grammar.grammars import Grammars
@@ -87,7 +91,10 @@ def build_core(opened: Opened, *, progress: bool = False, device: Device | None 
         )
         open_masks = None if runner.sampler is None else runner.sampler.open_masks
         constraints = Constraints(grammars, config.scheduler.max_num_seqs, engine, open_masks)
-    return EngineCore(config, runner, constraints)
+    adapters = None
+    if config.adapters is not None and runner.adapters is not None:
+        adapters = Adapters[Any](config.adapters, runner.adapters, config.scheduler.max_num_seqs)
+    return EngineCore(config, runner, constraints, adapters)
 
 
 def build_lanes(
@@ -175,8 +182,14 @@ def settle(options: Options, located: LocatedModel, info: ModelInfo) -> EngineCo
     num_bytes += 0 if draft is None else draft_weight_bytes(draft, info, machine.kind)
     source = msgspec.structs.replace(source, num_bytes=num_bytes)
     drafts = read_draft_config(options.speculative_config, options.drafts)
-    states = state_specs(info, dtype, 0 if drafts is None else drafts.num_drafts)
-    return resolve(options, info, source, groups, dtype, machine, pooling, tuple(states), draft)
+    states = tuple(state_specs(info, dtype, 0 if drafts is None else drafts.num_drafts))
+    adapters = read_adapter_config(
+        options,
+        lambda rank: measure_adapter(
+            model_config(options, info, source, dtype, info.max_positions, pooling), rank, machine.kind
+        ),
+    )
+    return resolve(options, info, source, groups, dtype, machine, pooling, states, draft, adapters)
 
 
 def foresee(options: Options) -> tuple[EngineConfig, MemoryPlan]:

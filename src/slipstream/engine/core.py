@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Protocol
+from typing import Any, Protocol
 
 from slipstream.config.config import EngineConfig
 from slipstream.engine.device_timing import DeviceTimer, StepInterval
@@ -12,6 +12,7 @@ from slipstream.engine.pacing import Pacer
 from slipstream.errors import EngineDead, SlipstreamError
 from slipstream.messages import Abort, Output, Submit
 from slipstream.params import SamplingParams
+from slipstream.scheduler.adapters import Adapters
 from slipstream.scheduler.cache.manager import CacheManager
 from slipstream.scheduler.encoder_scheduler import EncoderScheduler
 from slipstream.scheduler.grammar.constraints import MIN_BUDGET, Constraints
@@ -41,18 +42,26 @@ class Executor(Protocol):
 
 
 class EngineCore:
-    def __init__(self, config: EngineConfig, executor: Executor, constraints: Constraints | None = None) -> None:
-        """`constraints`: required for structured output and logits processors."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        executor: Executor,
+        constraints: Constraints | None = None,
+        adapters: Adapters[Any] | None = None,
+    ) -> None:
+        """`constraints`: required for structured output and logits processors; `adapters`: for LoRA adapters."""
         self.config = config
         self.constraints = constraints
+        self.adapters = adapters
+        self._background = [each for each in (constraints, adapters) if each is not None]
         self.depth = config.scheduler.depth
         self.scheduler: Scheduler | EncoderScheduler
         if config.scheduler.is_encoder:
-            self.scheduler = EncoderScheduler(config.scheduler)
+            self.scheduler = EncoderScheduler(config.scheduler, adapters)
         else:
             drafts = config.scheduler.drafts
             cache = CacheManager(config.cache, 0 if drafts is None else drafts.num_drafts)
-            self.scheduler = Scheduler(config.scheduler, cache, constraints)
+            self.scheduler = Scheduler(config.scheduler, cache, constraints, adapters)
         self.executor = executor
         self.in_flight: deque[Handle] = deque()
         self.timer = DeviceTimer()
@@ -149,8 +158,8 @@ class EngineCore:
         outputs = [] if plan is None else self._launch(plan)
         if self.in_flight and (plan is None or len(self.in_flight) > self.depth):
             return outputs + self._commit()
-        if plan is None and self.constraints is not None and self.constraints.is_waiting:
-            self._wait_for_grammars(self.constraints)
+        if plan is None and (busy := next((each for each in self._background if each.is_waiting), None)) is not None:
+            self._wait_for(busy)
         return outputs + self.scheduler.take_failures()
 
     def _nap(self) -> None:
@@ -158,9 +167,10 @@ class EngineCore:
         self.pace.nap()
         self.timer.waited()
 
-    def _wait_for_grammars(self, constraints: Constraints) -> None:
+    def _wait_for(self, background: Constraints | Adapters[Any]) -> None:
+        """Wait until a background thread has finished something: no step can be planned before."""
         self.timer.waits()
-        constraints.wait()
+        background.wait()
         self.timer.waited()
 
     def _launch(self, plan: StepPlan) -> list[Output]:
@@ -217,8 +227,8 @@ class EngineCore:
     def close(self) -> None:
         self.in_flight.clear()
         self._untimed.clear()
-        if self.constraints is not None:
-            self.constraints.close()
+        for each in self._background:
+            each.close()
         self.executor.close()
 
     def _check_alive(self) -> None:

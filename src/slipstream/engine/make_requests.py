@@ -15,7 +15,13 @@ def encoder_request(message: Submit) -> EncoderRequest:
     params = message.params
     assert isinstance(params, PoolingParams) and params.task is not None, "inputs refuse what this model cannot do"
     return EncoderRequest(
-        message.request_id, message.prompt_token_ids, params, message.type_start, message.num_seen, message.caller
+        message.request_id,
+        message.prompt_token_ids,
+        params,
+        message.type_start,
+        message.num_seen,
+        message.caller,
+        message.lora,
     )
 
 
@@ -38,6 +44,7 @@ def _pooling_request(message: Submit, params: PoolingParams) -> Request:
         caller=message.caller,
         cache_salt=message.cache_salt,
         max_length=len(ids) + 1,
+        lora=message.lora,
     )
 
 
@@ -63,6 +70,7 @@ def _samples(message: Submit, params: SamplingParams, config: EngineConfig, numb
             thinking=message.thinking,
             max_length=max_length,
             seed=seed,
+            lora=message.lora,
         )
         for sample in range(params.n)
     ]

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import msgspec
 
+from slipstream.config.adapter_config import read_lora_modules
 from slipstream.config.config import EngineConfig
 from slipstream.config.generation import GenerationDefaults
 from slipstream.config.options import Options
 from slipstream.config.pooling_info import PoolingInfo
 from slipstream.config.reasoning_config import ReasoningConfig, read_reasoning_config
+from slipstream.errors import InvalidAdapter
+from slipstream.lora_request import LoRARequest
 from slipstream.text.chat import load_chat_template
 from slipstream.text.tokenizer import Tokenizer
 
@@ -31,6 +34,8 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     max_waiting: int | None = None  # prompts that may wait in the core; None: unknown
     reasoning_config: ReasoningConfig | None = None  # None: by the chat template
     has_processors: bool = False  # logits processors of the engine, for which requests may have arguments
+    takes_adapters: bool = False  # requests may have LoRA adapters
+    adapters: tuple[LoRARequest, ...] = ()  # adapters that requests may name as their model, at start
     max_kept: int | None = None  # tokens of queries that the core stores; None: unknown
 
     @property
@@ -69,8 +74,24 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
             max_waiting=config.scheduler.max_waiting,
             max_kept=config.scheduler.max_kept,
             has_processors=has_processors,
+            takes_adapters=config.adapters is not None,
+            adapters=read_lora_modules(options.lora_modules),
             reasoning_config=read_reasoning_config(options.reasoning_config),
         )
+
+    def check_adapter(self, lora_request: object) -> LoRARequest | None:
+        """Returns the adapter of a request. Raises where the model takes none."""
+        if lora_request is None:
+            return None
+        if not isinstance(lora_request, LoRARequest):
+            kind = type(lora_request).__name__
+            raise InvalidAdapter(f"lora_request is {kind}; give a LoRARequest", param="lora_request")
+        if not self.takes_adapters:
+            raise InvalidAdapter(
+                f"{self.name} takes no adapters; start the engine with enable_lora, or remove lora_request",
+                param="lora_request",
+            )
+        return lora_request
 
     def load_tokenizer(self) -> Tokenizer | None:
         if self.tokenizer is None:

@@ -29,6 +29,7 @@ from slipstream.frontend.request_stream import RequestStream
 from slipstream.frontend.results import Increment, RequestOutput
 from slipstream.frontend.router import RequestRouter, in_use
 from slipstream.frontend.served import POOLING_TASKS, SCORING
+from slipstream.lora_request import LoRARequest
 from slipstream.params import SamplingParams, check_text
 from slipstream.pooling_params import PoolingParams, Task
 from slipstream.text.tokenizer import Tokenizer
@@ -85,6 +86,7 @@ class AsyncEngine(RequestRouter):
         *,
         priority: int | None = None,
         cache_salt: str | None = None,
+        lora_request: LoRARequest | None = None,
         model: str | None = None,
         caller: str = "",
     ) -> AsyncIterator[RequestOutput]:
@@ -95,7 +97,15 @@ class AsyncEngine(RequestRouter):
         """
         model = self._named(model, "generate")
         inputs, name = self._inputs(model), self._name(request_id)
-        make = partial(inputs.submit, name, prompt, sampling_params, priority=priority, cache_salt=cache_salt)
+        make = partial(
+            inputs.submit,
+            name,
+            prompt,
+            sampling_params,
+            priority=priority,
+            cache_salt=cache_salt,
+            lora_request=lora_request,
+        )
         async with self._begin(name, model, size_of(prompt), make, caller) as stream:
             async for (state,) in stream:
                 if (result := state.next_result()) is not None:
@@ -107,6 +117,7 @@ class AsyncEngine(RequestRouter):
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
+        lora_request: LoRARequest | None = None,
         model: str | None = None,
         caller: str = "",
         **template: Any,
@@ -114,7 +125,7 @@ class AsyncEngine(RequestRouter):
         model = self._named(model, "generate")
         inputs, name = self._inputs(model), self._name(request_id)
         text = inputs.render_chat(messages, **template)
-        make = partial(inputs.submit, name, text, sampling_params, add_special_tokens=False)
+        make = partial(inputs.submit, name, text, sampling_params, lora_request=lora_request, add_special_tokens=False)
         async with self._begin(name, model, len(text), make, caller) as stream:
             async for (state,) in stream:
                 if (result := state.next_result()) is not None:
@@ -126,13 +137,14 @@ class AsyncEngine(RequestRouter):
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
+        lora_request: LoRARequest | None = None,
         model: str | None = None,
         caller: str = "",
     ) -> AsyncIterator[list[Increment]]:
         """Yields what is new in each sample since the previous increment, in time proportional to that."""
         model = self._named(model, "generate")
         inputs, name = self._inputs(model), self._name(request_id)
-        make = partial(inputs.submit, name, prompt, sampling_params)
+        make = partial(inputs.submit, name, prompt, sampling_params, lora_request=lora_request)
         async with self._begin(name, model, size_of(prompt), make, caller) as stream:
             async for (state,) in stream:
                 if new := state.increment():
@@ -161,39 +173,42 @@ class AsyncEngine(RequestRouter):
         pooling_params: OneOrMoreParams = None,
         *,
         pooling_task: Task | None = None,
+        lora_request: LoRARequest | None = None,
         model: str | None = None,
         caller: str = "",
         **how: Any,
     ) -> list[PoolingRequestOutput[Any]]:
         model = self._named(model, *([pooling_task] if pooling_task else POOLING_TASKS))
         call = pooling_calls.encode(self.pooling_inputs(model), prompts, pooling_params, pooling_task, **how)
-        return await self.pool(call, model, caller)
+        return await self.pool(call, model, caller, lora_request)
 
     async def embed(
         self,
         prompts: OneOrMorePrompts,
         pooling_params: OneOrMoreParams = None,
         *,
+        lora_request: LoRARequest | None = None,
         model: str | None = None,
         caller: str = "",
         **how: Any,
     ) -> list[EmbeddingRequestOutput]:
         model = self._named(model, "embed")
         call = pooling_calls.encode(self.pooling_inputs(model), prompts, pooling_params, "embed", **how)
-        return await self.pool(call, model, caller)
+        return await self.pool(call, model, caller, lora_request)
 
     async def classify(
         self,
         prompts: OneOrMorePrompts,
         pooling_params: OneOrMoreParams = None,
         *,
+        lora_request: LoRARequest | None = None,
         model: str | None = None,
         caller: str = "",
         **how: Any,
     ) -> list[ClassificationRequestOutput]:
         model = self._named(model, "classify")
         call = pooling_calls.encode(self.pooling_inputs(model), prompts, pooling_params, "classify", **how)
-        return await self.pool(call, model, caller)
+        return await self.pool(call, model, caller, lora_request)
 
     async def score(
         self,
@@ -201,13 +216,14 @@ class AsyncEngine(RequestRouter):
         data_2: Texts,
         pooling_params: PoolingParams | None = None,
         *,
+        lora_request: LoRARequest | None = None,
         model: str | None = None,
         caller: str = "",
         **how: Any,
     ) -> list[ScoringRequestOutput]:
         model = self._named(model, *SCORING)
         call = pooling_calls.score(self.pooling_inputs(model), data_1, data_2, pooling_params, **how)
-        return await self.pool(call, model, caller)
+        return await self.pool(call, model, caller, lora_request)
 
     async def rerank(
         self,
@@ -216,21 +232,30 @@ class AsyncEngine(RequestRouter):
         top_n: int | None = None,
         pooling_params: PoolingParams | None = None,
         *,
+        lora_request: LoRARequest | None = None,
         model: str | None = None,
         caller: str = "",
         **how: Any,
     ) -> list[RerankResult]:
         model = self._named(model, *SCORING)
         call = pooling_calls.rerank(self.pooling_inputs(model), query, documents, pooling_params, top_n=top_n, **how)
-        return await self.pool(call, model, caller)
+        return await self.pool(call, model, caller, lora_request)
 
-    async def pool(self, call: pooling_calls.PoolingCall[T], model: str | None = None, caller: str = "") -> T:
+    async def pool(
+        self,
+        call: pooling_calls.PoolingCall[T],
+        model: str | None = None,
+        caller: str = "",
+        lora_request: LoRARequest | None = None,
+    ) -> T:
         """Runs a pooling call: its batches, until it returns. Cancelling aborts its requests."""
         found: pooling_calls.Results | None = None
         try:
             while True:
                 batches = next(call) if found is None else call.send(found)
-                prompts = PoolingPrompts(self.pooling_inputs(model), batches, self.new_id, as_lists=True)
+                prompts = PoolingPrompts(
+                    self.pooling_inputs(model), batches, self.new_id, as_lists=True, lora_request=lora_request
+                )
                 size = sum(PROMPT_COST + size_of(prompt) for batch in batches for prompt in batch.prompts)
                 submits: list[PreparedPrompt] = await off_loop(size, partial(list, prompts))
                 with self.read((), model, streaming=False, caller=caller) as stream:

@@ -15,6 +15,7 @@ import numpy as np
 from slipstream.engine.model_description import ModelDescription
 from slipstream.errors import BadTokenizer, InvalidParams, InvalidPrompt, PromptTooLong
 from slipstream.frontend.thinking_markers import ThinkingMarkers, check_forced
+from slipstream.lora_request import LoRARequest
 from slipstream.messages import Submit
 from slipstream.params import MAX_BAD_WORD, MAX_BAD_WORDS, SamplingParams
 from slipstream.text.chat import render_chat
@@ -64,13 +65,16 @@ class InputProcessor:
         *,
         priority: int | None = None,
         cache_salt: str | None = None,
+        lora_request: LoRARequest | None = None,
         add_special_tokens: bool = True,
     ) -> PreparedPrompt:
         """Returns the message for the core, and the prompt's text if it was given as text.
 
         `priority` and `cache_salt` override those of the prompt object, which override those of the parameters.
         """
-        message, text = self.draft(request_id, prompt, params, priority=priority, cache_salt=cache_salt)
+        message, text = self.draft(
+            request_id, prompt, params, priority=priority, cache_salt=cache_salt, lora_request=lora_request
+        )
         if not message.prompt_token_ids:
             read = self.to_tokenise(message, text or "")
             message = self.complete(message, self.encode([read], add_special_tokens)[0])
@@ -84,6 +88,7 @@ class InputProcessor:
         *,
         priority: int | None = None,
         cache_salt: str | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> PreparedPrompt:
         """Like `submit`, but does not tokenise: the message of a text has no token ids until `complete` adds them."""
         self._check_generates()
@@ -96,6 +101,8 @@ class InputProcessor:
         text, ids = self._read(prompt)
         bad_words = self._bad_words(params)
         message = Submit(request_id, [], params, time.time(), params.priority, params.cache_salt, bad_words)
+        if lora_request is not None:
+            message = msgspec.structs.replace(message, lora=self.description.check_adapter(lora_request))
         return (message if ids is None else self.complete(message, ids)), text
 
     def to_tokenise(self, message: Submit, text: str) -> str:

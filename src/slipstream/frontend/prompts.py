@@ -18,6 +18,7 @@ import numpy as np
 
 from slipstream.errors import InvalidParams, InvalidPrompt, UserError
 from slipstream.frontend.inputs import InputProcessor, PreparedPrompt, Prompt
+from slipstream.lora_request import LoRARequest
 from slipstream.params import SamplingParams
 from slipstream.text.guarded import plain
 
@@ -116,13 +117,17 @@ class GenerationPrompts:
         *,
         priorities: Sequence[int | None] | None = None,
         salts: Sequence[str | None] | None = None,
+        adapters: Sequence[LoRARequest | None] | None = None,
         add_special_tokens: bool = True,
     ) -> None:
         self.drafts: list[PreparedPrompt] = []  # without token ids where the prompt is a text
-        each = zip(prompts, params, priorities or repeat(None), salts or repeat(None), strict=False)
+        each = zip(
+            prompts, params, priorities or repeat(None), salts or repeat(None), adapters or repeat(None), strict=False
+        )
         try:
-            for prompt, own, priority, salt in each:
-                self.drafts.append(inputs.draft(new_id(), prompt, own, priority=priority, cache_salt=salt))
+            for prompt, own, priority, salt, adapter in each:
+                draft = inputs.draft(new_id(), prompt, own, priority=priority, cache_salt=salt, lora_request=adapter)
+                self.drafts.append(draft)
         except UserError as error:
             raise error.of_prompt(len(self.drafts), len(prompts)) from None
         # whether tokenising cannot raise an error for any of the texts

@@ -21,9 +21,11 @@ from slipstream.config.memory import (
 from slipstream.config.resolve import fit_cache
 from slipstream.device.device import Device, default_threads, open_device
 from slipstream.nn.attention.choose import choose_attention
+from slipstream.nn.models.adapter_layout import AdapterLayout
 from slipstream.nn.models.decoder import Decoder
 from slipstream.nn.models.draft_head import DraftHead
 from slipstream.nn.models.load import open_model
+from slipstream.nn.models.registry import find_rules
 from slipstream.nn.shapes import bidirectional_head_dims
 from slipstream.ops.compile_ahead import ForkedCompiler, can_compile_ahead, compiling_ahead
 from slipstream.ops.linear import reserve_counters
@@ -44,6 +46,7 @@ from slipstream.runner.generate_head import GenerateHead
 from slipstream.runner.graphs import GraphPool
 from slipstream.runner.head import HeadMaker
 from slipstream.runner.kv_store import KVStore
+from slipstream.runner.lora.store import AdapterStore
 from slipstream.runner.pool_head import PoolHead
 from slipstream.runner.pool_warmup import PoolWarmUp
 from slipstream.runner.pooling.chunk_state import ChunkState
@@ -152,6 +155,10 @@ def _assemble(
     drafts = scheduler.drafts
     max_drafts = 0 if drafts is None else drafts.num_drafts
     tables = PageTables(len(cache.groups), num_rows, scheduler.max_model_len, cache.page_size, device)
+    adapters = None
+    if config.adapters is not None:
+        layout = AdapterLayout(model, config.adapters.max_lora_rank, generates=config.model.generates)
+        adapters = AdapterStore(config.adapters, layout, find_rules(config.model.info, model.shape), dtype, device)
     history = None if drafts is None else TokenHistory(cache.groups, tables, device)
     store = KVStore(cache.groups, group_pages, device, history, scratch_pages(config))
     states = None if cache.states is None else StateStore(cache.states, num_rows, device, max_drafts)
@@ -209,6 +216,7 @@ def _assemble(
                     batch_invariant=invariant,
                     drafter=drafter,
                     max_length=scheduler.max_model_len,
+                    adapters=adapters,
                 )
             )
             row_states.append(sampler)
@@ -238,4 +246,5 @@ def _assemble(
         states=states,
         sampler=sampler,
         drafter=draft_runner,
+        adapters=adapters,
     )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from slipstream.config.memory import SCORED_AT_ONCE
 from slipstream.nn.models.base import CausalLM
 from slipstream.ops.drafts import earlier_drafts
 from slipstream.ops.sample import TopLogprobs
@@ -19,6 +20,7 @@ from slipstream.runner.drafts.drafter import DraftBatch, Drafter
 from slipstream.runner.drafts.expand import DraftedPlan
 from slipstream.runner.graphs import GraphPool
 from slipstream.runner.head import Head
+from slipstream.runner.lora.store import AdapterStore, Tiles
 from slipstream.runner.results import DRAFTS, KEPT, PROMPT, WIDE, Indices, ResultRing, ResultShape, pack, result_shape
 from slipstream.runner.sampling.logprobs import prepare_scores
 from slipstream.runner.sampling.sampler import Replayed, SampleOutput, Sampler
@@ -39,9 +41,10 @@ class GenerateHead:
         batch_invariant: bool = False,
         drafter: Drafter | None = None,
         max_length: int = 0,
+        adapters: AdapterStore | None = None,
     ) -> None:
         """`batch_invariant`: a row's results have the same bits whatever the rest of the batch is. `max_length`:
-        maximum tokens of a row, for the drafter."""
+        maximum tokens of a row, for the drafter. `adapters`: if requests may have LoRA adapters."""
         self.model = model
         self.rows = rows
         self.sampler = sampler
@@ -50,6 +53,7 @@ class GenerateHead:
         self.logit_dtype = logit_dtype
         self.drafter = drafter
         self.max_length = max_length
+        self.adapters = adapters
         self._batch_invariant = batch_invariant
         self._picked = _Picked(graphs.max_rows)
         self._numpy_dtype = np.float64 if logit_dtype is torch.float64 else np.float32
@@ -77,14 +81,20 @@ class GenerateHead:
         drafts = self._drafts(plan)
         if pick is not None and drafts.offsets is not None:
             pick = np.concatenate([pick, drafts.offsets[None]])
-        if scores is None and (pick is not None or (size is not None and size.is_single)):
+        adapters = self.adapters if self.adapters is not None and self.adapters.changes_head(plan) else None
+        if scores is None and adapters is None and (pick is not None or (size is not None and size.is_single)):
             replayed = self._prepare_replayed(plan, num_samples, pick, drafts, upload)
             if replayed is not None:
                 return replayed
         if pick is not None:
             picked = upload.put(pick)
         sample = self.sampler.prepare(plan, upload) if num_samples else None
-        score = None if scores is None else prepare_scores(scores, self._logits, upload)
+        tiles = None
+        if adapters is not None and num_samples:
+            slots = plan.adapter_slots
+            assert slots is not None
+            tiles = adapters.tiles(slots[plan.num_drawn > 0], upload)
+        score = None if scores is None else prepare_scores(scores, self._score_logits(plan, adapters, upload), upload)
         shape = result_shape(
             num_samples,
             plan.num_logprobs if num_samples else None,
@@ -112,7 +122,7 @@ class GenerateHead:
                     positions = positions.index_select(0, indices)
                     offsets = of_drafts[0] if of_drafts else None
                 draws = self._sample_batch(rows, positions, offsets, drafts)
-                drawn = sample(self._logits(hidden), draws, self.rows.accept)
+                drawn = sample(self._logits(hidden, tiles), draws, self.rows.accept)
                 results |= self._report(drawn, draws, hidden, drafts)
                 if drawn.requested is not None:
                     results["requested"] = drawn.requested
@@ -159,6 +169,8 @@ class GenerateHead:
             key += ("reported",)
         if self._always_drafts:
             key += (drafts.num_rows,)
+        if span is None and plan.adapter_slots is not None:  # another graph left the hidden states
+            key += ("adapted",)
 
         def run(batch: Gathered, hidden: torch.Tensor) -> None:
             rows, positions, offsets = batch.rows, batch.view.lengths, batch.offsets
@@ -237,9 +249,22 @@ class GenerateHead:
         results = self._report(drawn, draws, hidden, drafts)
         return pack(results, shape, self.graphs.results.room(shape.num_bytes))
 
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Device: logits in the dtype that sampling uses."""
-        return self.model.logits(hidden).to(self.logit_dtype)
+    def _logits(self, hidden: torch.Tensor, tiles: Tiles | None = None) -> torch.Tensor:
+        """Device: logits in the dtype that sampling uses. `tiles`: hidden states whose adapter changes the logits."""
+        logits = self.model.logits(hidden) if tiles is None else self.model.logits(hidden, tiles())
+        return logits.to(self.logit_dtype)
+
+    def _score_logits(
+        self, plan: StepPlan, adapters: AdapterStore | None, upload: Upload
+    ) -> Callable[[torch.Tensor, int], torch.Tensor]:
+        """Host: the logits of scored prompt positions, part by part. `adapters`: if one changes the logits."""
+        scores, slots = plan.scores, plan.adapter_slots
+        if adapters is None or scores is None or slots is None:
+            return lambda hidden, part: self._logits(hidden)
+        of_scored = np.repeat(slots, plan.num_tokens)[scores.indices]
+        firsts = range(0, len(of_scored), SCORED_AT_ONCE)
+        tiles = [adapters.tiles(of_scored[first : first + SCORED_AT_ONCE], upload) for first in firsts]
+        return lambda hidden, part: self._logits(hidden, tiles[part])
 
 
 @dataclass(frozen=True, slots=True)

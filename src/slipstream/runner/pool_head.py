@@ -100,7 +100,7 @@ class PoolHead:
             in_one_step = self.methods == ("last",) or np.array_equal(plan.lengths, plan.num_tokens)
             # skipped tokens need an upload
             if not others and mode.task in ("embed", "classify") and in_one_step and not mode.skip:
-                return self._prepare_alike(len(plan.rows), mode, size, only_last)
+                return self._prepare_alike(plan, mode, size, only_last)
         rows = self._pooled_rows(plan, pool_plan)
         if not rows:
             return None
@@ -118,8 +118,9 @@ class PoolHead:
 
         return self._head(blocks, run)
 
-    def _prepare_alike(self, count: int, mode: PoolMode, size: Size | None, only_last: bool) -> Head:
+    def _prepare_alike(self, plan: StepPlan, mode: PoolMode, size: Size | None, only_last: bool) -> Head:
         """Host: every prompt of the step ends with it, and all have one mode. Nothing is uploaded."""
+        count, is_adapted = len(plan.rows), plan.adapter_slots is not None
         # a graph for each truncated width would leave no room for other graphs: truncate after the replay
         common = mode if mode.cut is None else mode._replace(width=0, cut=None, finish="identity")
 
@@ -130,7 +131,7 @@ class PoolHead:
             if size is None:
                 lines = work(batch, hidden)
             else:
-                key = ("pool", size, only_last, common)
+                key = ("pool", size, only_last, common, is_adapted)  # adapted steps leave hidden states elsewhere
                 lines = self.graphs.run(key, lambda: self.graphs.results.put(work(batch, hidden)))[:count]
             return [[lines if common is mode else finish(lines, mode)]]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 
@@ -22,6 +22,7 @@ from slipstream.runner.drafts.model_drafter import Follow, ModelDrafter
 from slipstream.runner.graphs import GraphPool
 from slipstream.runner.head import Head, HeadMaker
 from slipstream.runner.kv_store import KVStore
+from slipstream.runner.lora.store import AdapterStore
 from slipstream.runner.pool_head import PoolHead
 from slipstream.runner.pooling.results import MixedHandle
 from slipstream.runner.results import NO_RESULTS, ResultRing, StepHandle
@@ -48,9 +49,10 @@ class ModelRunner:
         states: StateStore | None = None,
         sampler: Sampler | None = None,
         drafter: ModelDrafter | HeadDrafter | None = None,
+        adapters: AdapterStore | None = None,
     ) -> None:
         """`states`: only for a model with recurrent states; `sampler`: of a model that generates; `drafter`: one that
-        computes the tokens of prompts too."""
+        computes the tokens of prompts too; `adapters`: if requests may have LoRA adapters."""
         self.model = model
         self.device = device
         self.attention = attention
@@ -64,6 +66,7 @@ class ModelRunner:
         self.states = states
         self.sampler = sampler
         self.drafter = drafter
+        self.adapters = adapters
         self.hot_path = HotPath(cpu=device.kind == "cpu")
         self._launched: tuple[_Step, list[Head]] | None = None
 
@@ -91,6 +94,7 @@ class ModelRunner:
         gather = self.input_batch.prepare(plan, upload, size)
         make_steps = None if self.states is None else self.states.prepare(plan, upload, size)
         follow = None if self.drafter is None else self.drafter.prepare(plan, upload, size)
+        adapt = None if self.adapters is None else self.adapters.prepare(plan, upload, size)
         for state in self.row_states:
             state.apply(plan)
         for state in self.row_states:
@@ -102,13 +106,17 @@ class ModelRunner:
         step = _Step(upload.sent)
 
         def forward() -> tuple[Gathered, torch.Tensor]:
-            batch = gather()
+            batch = gather() if adapt is None else adapt(gather())
             hidden = self._forward(batch, only_last, None if make_steps is None else make_steps(batch), follow)
             # steps of one token per row have few hidden states, which a graph may keep in its own memory
             return batch.for_heads(), hidden if size is None or size.is_single else self.graphs.hidden.put(hidden)
 
         def run_forward() -> None:
-            key = ("forward", size, only_last) if follow is None else ("forward", size, only_last, "drafter")
+            key: tuple[Hashable, ...] = ("forward", size, only_last)
+            if follow is not None:
+                key += ("drafter",)
+            if adapt is not None:
+                key += ("adapted",)
             step.batch, step.hidden = forward() if size is None else self.graphs.run(key, forward)
 
         self.device.compute.run(run_forward)

@@ -16,13 +16,17 @@ import numpy as np
 
 from slipstream.config.config import SchedulerConfig
 from slipstream.errors import QueueFull, UserError
+from slipstream.lora_request import LoRARequest
 from slipstream.messages import Output
 from slipstream.pooling_params import PoolingParams
+from slipstream.request import WaitFor
+from slipstream.scheduler.adapter import Adapter
+from slipstream.scheduler.adapters import Adapters, check_adapter
 from slipstream.scheduler.admission_checks import check_length
 from slipstream.scheduler.fair_queueing import FairQueue
 from slipstream.scheduler.query_registry import QueryRegistry
-from slipstream.scheduler.step_outputs import lost_query, pool_failure, pooled_report
-from slipstream.step import NO_INTS, Bools, Ints, PoolPlan, StepPlan, StepResult
+from slipstream.scheduler.step_outputs import lost_query, pool_failure, pooled_report, refusal
+from slipstream.step import NO_INTS, AdapterPlan, Bools, Ints, PoolPlan, StepPlan, StepResult
 
 MIN_HALF_TOKENS = 512
 """Tokens from which a step is about as efficient per token as a larger one."""
@@ -33,7 +37,10 @@ MAX_REFILL = 16  # requests to ask for at once; those that do not fit wait for t
 class EncoderRequest:
     """A prompt to pool."""
 
-    __slots__ = ("id", "tokens", "num_tokens", "params", "type_start", "num_seen", "caller", "is_launched", "is_done")
+    __slots__ = (
+        "id", "tokens", "num_tokens", "params", "type_start", "num_seen", "caller", "is_launched", "is_done", "lora",
+        "adapter", "waits_for",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -43,6 +50,7 @@ class EncoderRequest:
         type_start: int | None = None,
         num_seen: int | None = None,
         caller: str = "",
+        lora: LoRARequest | None = None,
     ) -> None:
         self.id = id
         self.tokens = tokens if type(tokens) is array else array("i", tokens)
@@ -51,6 +59,9 @@ class EncoderRequest:
         self.type_start = type_start  # first position of token type 1; None: all types are 0
         self.num_seen = num_seen  # leading tokens that all tokens attend to; None: all
         self.caller = caller  # callers of one priority are served by fair queueing
+        self.lora = lora  # the adapter that it asks for
+        self.adapter: Adapter | None = None  # set by `Adapters`
+        self.waits_for = WaitFor.NOTHING
         self.is_launched = False
         self.is_done = False  # ended or aborted: skipped in queues and in results
 
@@ -59,9 +70,11 @@ class EncoderRequest:
 
 
 class EncoderScheduler:
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, adapters: Adapters[EncoderRequest] | None = None) -> None:
+        """`adapters`: required for LoRA adapters."""
         assert config.max_num_batched_tokens >= config.max_model_len, "the longest prompt must fit one step"
         self.config = config
+        self.adapters = adapters
         self.max_num_tokens: int | None = None  # of a step while other lanes wait for the device; None: no limit
         # submits up to the given number of requests from a caller that has more; returns how many
         self.refill: Callable[[int], int] | None = None
@@ -114,12 +127,23 @@ class EncoderScheduler:
                 f"{self._num_waiting} requests are waiting, the limit is {self.config.max_waiting}; try again later or "
                 "raise --max-waiting"
             )
+        check_adapter(request.lora, self.adapters)
         params = request.params
-        if not params.query_key or self._queries.enter(request.id, request, params, request.num_tokens):
+        if params.query_key and not self._queries.enter(request.id, request, params, request.num_tokens):
+            request.waits_for = WaitFor.QUERY
+        if self.adapters is not None:
+            request.waits_for |= self.adapters.enter([request])
+        if not request.waits_for:
             self._push(request)
         self._live[request.id] = request
         self._num_waiting += 1
         self._tokens_waiting += request.num_tokens
+
+    def _ready(self, request: EncoderRequest, what: WaitFor) -> None:
+        """The request no longer waits for `what`."""
+        request.waits_for &= ~what
+        if not request.waits_for and not request.is_done:
+            self._push(request)
 
     def _push(self, request: EncoderRequest) -> None:
         level = self._levels.get(request.params.priority)
@@ -150,6 +174,8 @@ class EncoderScheduler:
 
     def plan(self) -> StepPlan | None:
         """A step of as many waiting requests as fit, in the queue's order. A smaller request does not overtake."""
+        if self.adapters is not None:
+            self._take_adapted(self.adapters)
         taken = self._take()
         if not taken:
             return None
@@ -165,7 +191,7 @@ class EncoderScheduler:
             queries = np.array([self._queries.number_of(own) for own in params], np.int32)
             for own in params:
                 for document in self._queries.launch(own):
-                    self._push(document)
+                    self._ready(document, WaitFor.QUERY)
         plan = StepPlan(
             step=self._next_step,
             released=NO_INTS,
@@ -177,6 +203,7 @@ class EncoderScheduler:
             num_host_tokens=lengths,
             tokens=np.frombuffer(tokens, np.int32),
             new_pages=(),
+            adapters=None if self.adapters is None else self._adapter_plan(taken, self.adapters),
             pooling=PoolPlan((), every, params, queries, self.take_freed_queries(), type_starts, num_seen),
         )
         self._next_step += 1
@@ -206,10 +233,16 @@ class EncoderScheduler:
                         if request.is_done:
                             queue.popleft()
                             continue
+                        if self.adapters is not None and not self.adapters.admit(request):
+                            # the adapters of this step take all slots: the request is in the next step
+                            level.fair_queue.charge(caller, used)
+                            return taken
                         left -= request.num_tokens
                         rows -= 1
                         if taken and (left < 0 or rows < 0):  # the first request always fits
                             level.fair_queue.charge(caller, used)
+                            if self.adapters is not None:
+                                self.adapters.release(request)
                             return taken
                         request.is_launched = True
                         used += request.num_tokens
@@ -221,6 +254,24 @@ class EncoderScheduler:
                     del self._levels[priority]  # users choose priorities: keep no queue for each one ever used
             if left <= 0 or rows <= 0 or not self._refill(min(rows, MAX_REFILL)):
                 return taken
+
+    def _adapter_plan(self, taken: list[EncoderRequest], adapters: Adapters[EncoderRequest]) -> AdapterPlan | None:
+        """Adapters keep their slots for one step: the device runs steps in order."""
+        slots = np.array([-1 if request.adapter is None else request.adapter.slot for request in taken], np.int32)
+        for request in taken:
+            adapters.release(request)
+        return adapters.plan_slots(slots)
+
+    def _take_adapted(self, adapters: Adapters[EncoderRequest]) -> None:
+        """Queue requests whose adapter is read; refuse those whose adapter cannot be read."""
+        for requests, error in adapters.take_read():
+            for request in requests:
+                if error is None:
+                    self._ready(request, WaitFor.ADAPTER)
+                else:
+                    self._dequeue(request)
+                    self._end(request)
+                    self._failures.append(refusal(request.id, error))
 
     def _refill(self, max_requests: int) -> bool:
         """Whether a caller submitted more requests that can be planned now. Documents may have to wait."""
@@ -254,6 +305,8 @@ class EncoderScheduler:
 
     def _end(self, request: EncoderRequest) -> None:
         request.is_done = True
+        if self.adapters is not None:
+            self.adapters.leave(request)
         del self._live[request.id]
         if request.params.query_key:
             self._queries.end(request.params)
@@ -262,13 +315,15 @@ class EncoderScheduler:
         """Assert every invariant. For tests."""
         queues = [queue for level in self._levels.values() for queue in level.queues.values()]
         waiting = [request for queue in queues for request in queue if not request.is_done]
-        held = [request for request in self._queries.waiting() if not request.is_done]
+        held = [request for request in self._live.values() if request.waits_for]
         launched = [request for step in self._in_flight for request in step if not request.is_done]
         assert len(waiting) + len(held) == self._num_waiting, f"{self._num_waiting} counted, {waiting}, {held}"
         assert sum(request.num_tokens for request in waiting + held) == self._tokens_waiting, "tokens are lost"
         live = waiting + held + launched
         assert len({request.id for request in live}) == len(live) == len(self._live), "a request is lost"
         assert all(self._live[request.id] is request for request in live)
+        if self.adapters is not None:
+            self.adapters.check(live)
         assert list(self._levels) == sorted(self._levels), "priorities are out of order"
         assert all(level.fair_queue.num_waiting == len(level.queues) for level in self._levels.values())
 

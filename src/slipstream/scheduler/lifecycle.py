@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+from slipstream.messages import Output
 from slipstream.request import Request, Status, WaitFor
+from slipstream.scheduler.adapters import Adapters
 from slipstream.scheduler.cache.manager import CacheManager
 from slipstream.scheduler.grammar.constraints import Constraints
 from slipstream.scheduler.query_registry import QueryRegistry
 from slipstream.scheduler.row_allocator import RowAllocator
 from slipstream.scheduler.sibling_samples import detach_from_leader, take_siblings
+from slipstream.scheduler.step_outputs import refusal
 from slipstream.scheduler.waiting import WaitingQueue
 
 
@@ -21,6 +26,7 @@ class RequestLifecycle:
         rows: RowAllocator,
         queries: QueryRegistry[Request],
         constraints: Constraints | None = None,
+        adapters: Adapters[Request] | None = None,
     ) -> None:
         self.live: dict[str, list[Request]] = {}  # by id: samples that have not ended
         self.num_draining = 0
@@ -29,6 +35,7 @@ class RequestLifecycle:
         self._rows = rows
         self._queries = queries
         self._constraints = constraints
+        self._adapters = adapters
 
     def requeue(self, request: Request) -> None:
         """Move a running request back to the waiting queue. It is admitted again once its tokens in flight are
@@ -60,6 +67,8 @@ class RequestLifecycle:
         request.status = Status.FINISHED
         if self._constraints is not None and request.is_constrained:
             self._constraints.num_live -= 1
+        if self._adapters is not None:
+            self._adapters.leave(request)
         if request.pooling is not None:
             self._queries.end(request.pooling)
         if request.leader is not None:
@@ -72,6 +81,19 @@ class RequestLifecycle:
         else:
             live.remove(request)
 
+    def take_adapted(self) -> Iterator[Output]:
+        """Make requests ready whose adapter is read, or has a slot now; refuse those whose adapter cannot be read."""
+        assert self._adapters is not None
+        for requests, error in self._adapters.take_read():
+            for request in requests:
+                if error is None:
+                    self._waiting.ready(request, WaitFor.ADAPTER)
+                else:
+                    self.finish(request)
+                    yield refusal(request.id, error, request.sample)
+        for request in self._adapters.take_unparked():
+            self._waiting.ready(request, WaitFor.ADAPTER)
+
     def release_siblings(self, leader: Request) -> None:
         """The samples that wait for this leader's prompt can be admitted."""
         for sibling in take_siblings(leader):
@@ -81,5 +103,7 @@ class RequestLifecycle:
         if (num_decoded := request.computed - request.num_known) > 0:
             self._waiting.charge(request, num_decoded)
         self._cache.release(request)
+        if self._adapters is not None:
+            self._adapters.release(request, request.row)
         self._rows.free(request)
         request.held = False

@@ -9,6 +9,7 @@ import numpy as np
 
 from slipstream.pooling_params import PoolingParams
 from slipstream.request import Request
+from slipstream.scheduler.adapters import Adapters
 from slipstream.scheduler.cache.kind import Run
 from slipstream.scheduler.cache.states import Restore, Save
 from slipstream.step import (
@@ -157,6 +158,7 @@ class PlanBuilder:
         pooling: PoolPlan | None = None,
         copies: tuple[list[Restore], list[Save]] | None = None,
         num_proposed: int = 0,
+        adapters: Adapters[Request] | None = None,
     ) -> StepPlan:
         """The plan. Rows must be in order, `arrays` those of the previous plan, `pooling` what `pool_plan` returned;
         `copies`: restored and saved states; `num_proposed`: drafts to propose for the next plan."""
@@ -205,6 +207,7 @@ class PlanBuilder:
             has_drafts=self.drawn() is not None,
             num_proposed=num_proposed,
             reports_drafts=self.reports_drafts and num_proposed > 0,
+            adapters=None if adapters is None else adapters.plan(rows),
         )
 
     def pool_plan(

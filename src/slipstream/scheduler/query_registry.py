@@ -105,10 +105,6 @@ class QueryRegistry(Generic[R]):
         """Whether the query of this request is stored, or will be."""
         return request_id in self._key_of
 
-    def waiting(self) -> list[R]:
-        """Documents whose query is not launched."""
-        return [document for query in self._kept.values() for document in query.waiting]
-
     def take_freed(self) -> tuple[int, ...]:
         """Numbers of queries freed since the last call."""
         if not self._freed:

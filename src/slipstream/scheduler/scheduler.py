@@ -24,6 +24,7 @@ from slipstream.errors import UserError
 from slipstream.messages import Output
 from slipstream.params import MAX_PACKED_LOGPROBS
 from slipstream.request import NEVER, Request, Status, WaitFor
+from slipstream.scheduler.adapters import Adapters, check_adapter
 from slipstream.scheduler.admission_checks import check_admissible
 from slipstream.scheduler.budget import Budget
 from slipstream.scheduler.cache.manager import CacheManager, Hit
@@ -44,14 +45,21 @@ from slipstream.step import PoolPlan, StepPlan, StepResult
 
 
 class Scheduler:
-    def __init__(self, config: SchedulerConfig, cache: CacheManager, constraints: Constraints | None = None) -> None:
-        """`constraints`: required for structured output and logits processors."""
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        cache: CacheManager,
+        constraints: Constraints | None = None,
+        adapters: Adapters[Request] | None = None,
+    ) -> None:
+        """`constraints`: required for structured output and logits processors; `adapters`: for LoRA adapters."""
         assert config.chunked_prefill or config.max_num_batched_tokens >= config.max_model_len, (
             "the longest prompt must fit one step"
         )
         self.config = config
         self.cache = cache
         self.constraints = constraints
+        self.adapters = adapters
         self.num_preemptions = 0
         self.max_num_tokens: int | None = None  # of a step with decode rows; None: the whole budget
         self.drafts = DraftPlanner(config, cache)
@@ -62,7 +70,9 @@ class Scheduler:
         self._in_flight = InFlight()
         self._arrays = DecodeArrays()
         self._queries: QueryRegistry[Request] = QueryRegistry(config.max_kept)
-        self._lifecycle = RequestLifecycle(cache, self._waiting, self._row_allocator, self._queries, constraints)
+        self._lifecycle = RequestLifecycle(
+            cache, self._waiting, self._row_allocator, self._queries, constraints, adapters
+        )
         self._committer = Committer(cache, self._waiting, self._lifecycle, self._arrays, self.drafts.counts)
         self._advancer = None if constraints is None else GrammarAdvancer(constraints, self._waiting, self._lifecycle)
         self._failures: list[Output] = []
@@ -110,12 +120,15 @@ class Scheduler:
         if leader.id in self._lifecycle.live:
             raise UserError(f"a request {leader.id!r} is being served already; give each its own id")
         check_admissible(leader, self.config, self.cache)
+        check_adapter(leader.lora, self.adapters)
         self._waiting.check_room(len(requests))
         pooling = leader.pooling
         is_ready = pooling is None or self._queries.enter(leader.id, leader, pooling, leader.num_prompt)
         waits_for = WaitFor.NOTHING if is_ready else WaitFor.QUERY
         if pooling is None:
             waits_for |= self._constrain(requests)
+        if self.adapters is not None:
+            waits_for |= self.adapters.enter(requests)
         number = self._next_number
         self._next_number += len(requests)
         self._lifecycle.live[leader.id] = list(requests)
@@ -152,6 +165,8 @@ class Scheduler:
         constraints = self.constraints
         if constraints is not None and self._advancer is not None and constraints.is_waiting:
             self._failures += self._advancer.take_compiled()
+        if self.adapters is not None:
+            self._failures += self._lifecycle.take_adapted()
         builder = PlanBuilder(self._next_step, len(self.cache.groups), self.drafts.sends_history)
         budget = Budget(self.config, self._row_allocator.num_free)
         self._limit_prefill(budget)
@@ -174,7 +189,9 @@ class Scheduler:
         pooled = builder.pooled()
         pooling = self._pool_plan(builder, pooled)
         released, copies = self._row_allocator.take_released(), self.cache.take_copies()
-        plan = builder.build(released, num_logprobs, self._arrays, pooling, copies, self.drafts.num_proposed)
+        plan = builder.build(
+            released, num_logprobs, self._arrays, pooling, copies, self.drafts.num_proposed, self.adapters
+        )
         self._in_flight.launch(
             self._next_step,
             sampling,
@@ -276,6 +293,9 @@ class Scheduler:
                 request = self._waiting.first()  # None if the new request waits for something else
             if request is None or not self._row_allocator.can_share_tables(request, self.config.max_reported):
                 return
+            if self.adapters is not None and not self.adapters.can_admit(request):
+                self._waiting.hold(request, WaitFor.ADAPTER)  # requests behind it are admitted
+                continue
             if not self._admit(request, watermark, builder, budget):
                 cache.keep_match(request)
                 return
@@ -329,6 +349,8 @@ class Scheduler:
         if request.leader is not None:
             detach_from_leader(request)
         self._row_allocator.assign(request, hit.length)
+        if self.adapters is not None:
+            self.adapters.admit(request, request.row)
         builder.admit(request)
 
     def _plan_chunk(self, request: Request, num: int, builder: PlanBuilder) -> None:
@@ -384,6 +406,8 @@ class Scheduler:
         self.cache.check()
         live = [request for samples in self._lifecycle.live.values() for request in samples]
         self._in_flight.check(live)
+        if self.adapters is not None:
+            self.adapters.check(live)
         running = [request for request in live if request.status is Status.RUNNING]
         waiting = [request for request in live if request.status is Status.WAITING]
         assert len(running) + len(waiting) + self._lifecycle.num_draining == len(live), (

@@ -152,10 +152,10 @@ def draw_failure(request: Request) -> Output:
     return _failure(request.id, error, sample=request.sample, num_cached=request.num_cached)
 
 
-def refusal(request: Request, error: Exception) -> Output:
+def refusal(request_id: str, error: Exception, sample: int = 0) -> Output:
     """The request is refused after its submission; its caller gets this error."""
     param = getattr(error, "param", None)
-    return Output(request.id, request.sample, [], finish_reason=FinishReason.ERROR, error=str(error), param=param)
+    return Output(request_id, sample, [], finish_reason=FinishReason.ERROR, error=str(error), param=param)
 
 
 def _why(request: Request) -> str:

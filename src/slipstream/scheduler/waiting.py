@@ -55,6 +55,11 @@ class WaitingQueue:
                 del self._held[request.number]
                 self._push_ready(request)
 
+    def hold(self, request: Request, what: WaitFor) -> None:
+        """A ready request waits for `what` from now on. It keeps its turn."""
+        self.remove(request)
+        self.push(request, what)
+
     def _push_ready(self, request: Request) -> None:
         self._ready[request.number] = request
         if (level := self._levels.get(request.priority)) is None:

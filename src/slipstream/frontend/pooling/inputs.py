@@ -27,6 +27,7 @@ from slipstream.frontend.pooling.prompts import (
 )
 from slipstream.frontend.pooling.results import PoolingRequestOutput, num_result_bytes
 from slipstream.frontend.prompts import Lookahead
+from slipstream.lora_request import LoRARequest
 from slipstream.messages import Submit
 from slipstream.pooling_params import PoolingParams, Task
 from slipstream.text.control_tokens import ControlTokens
@@ -158,9 +159,12 @@ class PoolingPrompts:
         new_id: Callable[[], str],
         *,
         as_lists: bool = False,
+        lora_request: LoRARequest | None = None,
     ) -> None:
-        """`as_lists`: token ids are lists, for a core in another process, instead of arrays."""
+        """`as_lists`: token ids are lists, for a core in another process, instead of arrays. `lora_request`: the
+        adapter of all prompts."""
         self.inputs = inputs
+        self._lora = inputs.description.check_adapter(lora_request)
         self.batches = batches
         self.total = sum(len(batch.prompts) for batch in batches)
         self.has_one_priority = len({own.priority for batch in batches for own in batch.each_params()}) < 2
@@ -202,6 +206,7 @@ class PoolingPrompts:
                         params.cache_salt,
                         type_start=one.type_start,
                         num_seen=one.num_seen,
+                        lora=self._lora,
                     ),
                     one.text,
                 )

@@ -109,9 +109,9 @@ class AdapterLayout:
                 linears[path].lora = weights
 
 
-def measure_adapter(config: ModelConfig, max_rank: int) -> tuple[int, int]:
+def measure_adapter(config: ModelConfig, max_rank: int, device_kind: str) -> tuple[int, int]:
     """Elements of one adapter, and `widest`, from the model's layout: nothing is allocated."""
-    layout = AdapterLayout(lay_out(config, torch.device("cpu")), max_rank, generates=config.generates)
+    layout = AdapterLayout(lay_out(config, torch.device(device_kind)), max_rank, generates=config.generates)
     return layout.num_elements, layout.widest
 
 

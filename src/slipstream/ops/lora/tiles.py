@@ -7,11 +7,13 @@ from typing import Any
 
 import numpy as np
 
+from slipstream.config.memory import FEW_ADAPTED
+
 Ints = np.ndarray[Any, np.dtype[np.int32]]
 
 BLOCK = 128
 """Outputs that one program of the expand kernel computes."""
-FEW_TOKENS = 512
+FEW_TOKENS = FEW_ADAPTED
 """Up to this many tokens, tiles are small and the inputs of A are split over programs: such steps wait for weights."""
 
 

@@ -10,11 +10,11 @@ import torch
 import triton
 import triton.language as tl
 
+from slipstream.config.memory import ADAPTED_INPUTS
 from slipstream.ops.lora.reference import LoraTiles, LoraWeights
 from slipstream.ops.lora.tiles import BLOCK, FEW_TOKENS
 from slipstream.ops.pdl import dependent, release_next, wait_for_previous
 
-_SPLIT = 512  # inputs of one program in a step of few tokens
 _INPUTS = 128  # inputs of one product
 _MAX_RANK = 64  # columns of one product
 
@@ -25,7 +25,7 @@ def add_lora(out: torch.Tensor, x: torch.Tensor, weights: LoraWeights, tiles: Lo
     if not num_tokens:
         return out
     num_columns = weights.a.shape[1]
-    split = _SPLIT if num_tokens <= FEW_TOKENS else triton.cdiv(num_inputs, _INPUTS) * _INPUTS
+    split = ADAPTED_INPUTS if num_tokens <= FEW_TOKENS else triton.cdiv(num_inputs, _INPUTS) * _INPUTS
     num_splits = triton.cdiv(num_inputs, split)
     inner = torch.empty(num_splits, num_tokens, num_columns, dtype=torch.float32, device=x.device)
     columns = min(weights.inner_size, _MAX_RANK)

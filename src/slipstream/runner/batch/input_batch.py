@@ -49,7 +49,7 @@ class Gathered:
     def for_heads(self) -> Gathered:
         """Without what only the layers read, so that its memory can be reused."""
         nothing = self.view.lengths[:0]
-        by_token = dict(ids=nothing, positions=nothing, token_types=None, rope_rows=None)
+        by_token = dict(ids=nothing, positions=nothing, token_types=None, rope_rows=None, lora=None, last_lora=None)
         return Gathered(replace(self.view, **by_token, slots=(), page_tables=()), self.rows, self.offsets)
 
 

@@ -44,6 +44,9 @@ def expand_drafts(plan: StepPlan) -> DraftedPlan:
         saves = states.saves.copy()
         saves[:, 0] = first[saves[:, 0]]
         states = replace(states, saves=saves)
+    adapters = plan.adapters
+    if adapters is not None and adapters.slots is not None:
+        adapters = replace(adapters, slots=adapters.slots[index])
     same = {name: getattr(plan, name) for name in _FIELDS}
     return DraftedPlan(
         **same
@@ -57,6 +60,7 @@ def expand_drafts(plan: StepPlan) -> DraftedPlan:
             following=plan.following[index] if len(plan.following) else plan.following,
             pooling=pooling,
             states=states,
+            adapters=adapters,
         ),
         offsets=offsets,
     )

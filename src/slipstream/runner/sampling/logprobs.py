@@ -130,17 +130,20 @@ class WideLogprobs:
 
 
 def prepare_scores(
-    scores: PromptScores, logits_of: Callable[[torch.Tensor], torch.Tensor], upload: Upload
+    scores: PromptScores, logits_of: Callable[[torch.Tensor, int], torch.Tensor], upload: Upload
 ) -> Callable[[torch.Tensor], TopLogprobs]:
-    """Host: the work that computes logprobs of prompt tokens from a step's hidden states [T, hidden]."""
+    """Host: the work that computes logprobs of prompt tokens from a step's hidden states [T, hidden]. `logits_of` gets
+    the hidden states of SCORED_AT_ONCE scored positions, and the number of this part."""
     index_span, token_span = upload.put(scores.indices.astype(np.int64)), upload.put(scores.tokens.astype(np.int64))
     k = scores.num_logprobs
 
     def score(hidden: torch.Tensor) -> TopLogprobs:
         indices, tokens = upload.tensor(index_span), upload.tensor(token_span)
         parts = [
-            top_logprobs(logits_of(hidden.index_select(0, some)), own, k)
-            for some, own in zip(indices.split(SCORED_AT_ONCE), tokens.split(SCORED_AT_ONCE), strict=True)
+            top_logprobs(logits_of(hidden.index_select(0, some), number), own, k)
+            for number, (some, own) in enumerate(
+                zip(indices.split(SCORED_AT_ONCE), tokens.split(SCORED_AT_ONCE), strict=True)
+            )
         ]
         return TopLogprobs(*map(torch.cat, zip(*parts, strict=True)))
 

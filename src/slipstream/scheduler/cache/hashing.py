@@ -2,7 +2,7 @@
 
 Equal hashes mean equal tokens from the first position on, hence equal cache content. The chain begins with the cache
 salt, so requests with different salts share nothing. Keys rotated by LongRoPE's long factors differ from keys rotated
-by the short factors, so the two have different hashes too.
+by the short factors, so the two have different hashes too; and so have keys computed with different adapters.
 """
 
 from __future__ import annotations
@@ -15,14 +15,21 @@ DIGEST_BYTES = 16
 
 
 def extend_hashes(
-    hashes: list[bytes], tokens: list[int], num_pages: int, page_size: int, salt: str, long_rope: bool = False
+    hashes: list[bytes],
+    tokens: list[int],
+    num_pages: int,
+    page_size: int,
+    salt: str,
+    long_rope: bool = False,
+    adapter: bytes = b"",
 ) -> None:
-    """Append hashes until there are `num_pages`. Reads the tokens of the new pages only."""
+    """Append hashes until there are `num_pages`. Reads the tokens of the new pages only. `adapter`: digest of the LoRA
+    adapter; empty: none."""
     first = len(hashes)
     if first >= num_pages:
         return
     assert num_pages * page_size <= len(tokens), f"{len(tokens)} tokens do not fill {num_pages} pages of {page_size}"
-    parent = hashes[-1] if first else _root(salt, long_rope)
+    parent = hashes[-1] if first else _root(salt, long_rope, adapter)
     content = array("i", tokens[first * page_size : num_pages * page_size]).tobytes()
     width = len(content) // (num_pages - first)
     for start in range(0, len(content), width):
@@ -31,5 +38,6 @@ def extend_hashes(
 
 
 @lru_cache(64)
-def _root(salt: str, long_rope: bool) -> bytes:
-    return blake2b(salt.encode(), digest_size=DIGEST_BYTES, person=b"long rope" if long_rope else b"").digest()
+def _root(salt: str, long_rope: bool, adapter: bytes) -> bytes:
+    person = b"long rope" if long_rope else b""
+    return blake2b(salt.encode(), digest_size=DIGEST_BYTES, person=person, key=adapter).digest()

@@ -246,7 +246,7 @@ class CacheManager:
             return
         full = min(len(request.tokens), request.computed) // self.page_size
         if full > request.num_published:
-            extend_hashes(request.hashes, request.tokens, full, self.page_size, request.cache_salt, request.long_rope)
+            extend_hashes(request.hashes, request.tokens, full, self.page_size, *request.cache_key)
             for group in self.groups:
                 group.publish(request, slice(request.num_published, full))
             request.num_published = full
@@ -316,7 +316,7 @@ class CacheManager:
         """Every published page of the request is found by the hash of the request's tokens, which are all known."""
         hashes: list[bytes] = []
         full = len(request.tokens) // self.page_size
-        extend_hashes(hashes, request.tokens, full, self.page_size, request.cache_salt, request.long_rope)
+        extend_hashes(hashes, request.tokens, full, self.page_size, *request.cache_key)
         for entry, page in enumerate(request.pages[group.index]):
             if page != NULL_PAGE and (page_hash := group.pool.hash_of(page)) is not None:
                 assert entry < len(hashes), f"page {page} of {request} is published, and not all its tokens are known"

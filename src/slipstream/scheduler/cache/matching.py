@@ -157,5 +157,5 @@ class Matching:
         if entry >= len(request.hashes):
             full = len(request.tokens) // self._page_size
             num = min(full, entry + _HASH_AHEAD)
-            extend_hashes(request.hashes, request.tokens, num, self._page_size, request.cache_salt, request.long_rope)
+            extend_hashes(request.hashes, request.tokens, num, self._page_size, *request.cache_key)
         return request.hashes[entry]

@@ -31,7 +31,7 @@ class GrammarAdvancer:
                     self._waiting.ready(request, WaitFor.GRAMMAR)
                 else:
                     self._lifecycle.finish(request)
-                    yield refusal(request, error)
+                    yield refusal(request.id, error, request.sample)
         self._constraints.wake()
 
     def advance(self, requests: Sequence[Request]) -> Iterator[Output]:

@@ -102,6 +102,7 @@ def print_memory(config: EngineConfig, memory: MemoryPlan) -> None:
         features = "penalties and biases, if every row uses them; none if no row does"
     rows = [
         ("weights", memory.weights, f"{_weight_kind(config)}, with the rope table"),
+        *_adapter_rows(config, memory),
         ("cache", memory.cache, pages),
         *_state_rows(config, memory),
         ("tables", memory.tables, f"page tables and state of {scheduler.max_num_seqs} rows"),
@@ -147,3 +148,10 @@ def _weight_kind(config: EngineConfig) -> str:
 
 def _mib(num_bytes: int) -> str:
     return f"{num_bytes / MIB:.1f} MiB"
+
+
+def _adapter_rows(config: EngineConfig, memory: MemoryPlan) -> list[tuple[str, int, str]]:
+    if (adapters := config.adapters) is None:
+        return []
+    note = f"{adapters.max_loras} on the device, {adapters.max_cpu_loras} in host memory, rank {adapters.max_lora_rank}"
+    return [("adapters", memory.adapters + memory.adapters_host, note)]

@@ -14,6 +14,7 @@ from slipstream.device.device import Device
 from slipstream.engine.core import EngineCore
 from slipstream.engine.gc_freeze import frozen_gc
 from slipstream.engine.progress import progress
+from slipstream.frontend.adapter_names import AdapterNames
 from slipstream.frontend.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
 from slipstream.frontend.front_end_args import FrontEndArgs
 from slipstream.frontend.in_process import build_served
@@ -75,6 +76,7 @@ class LLM:
         front_end.apply(self.models.values())
         self.cores = lanes.cores
         self._configs = {name: core.config for name, core in self.cores.items()}
+        self._adapter_names = AdapterNames()
         self._sync_loop = SyncLoop(lanes)
         self._request_numbers = itertools.count()
         self._free = weakref.finalize(self, lanes.close)  # also without a call of `close`
@@ -344,7 +346,7 @@ class LLM:
             self._new_id,
             priorities=per_prompt("priority", priority, len(prompts)),
             salts=per_prompt("cache_salt", cache_salt, len(prompts)),
-            adapters=per_prompt("lora_request", lora_request, len(prompts)),
+            adapters=per_prompt("lora_request", served.lora if lora_request is None else lora_request, len(prompts)),
             add_special_tokens=add_special_tokens,
         )
         submits = source if source.is_sure else list(source)
@@ -366,7 +368,9 @@ class LLM:
             batches = next(call)
             with progress(sum(batch.num_of_call for batch in batches), "prompts", use_tqdm) as advance:
                 while True:
-                    source = PoolingPrompts(served.require_pooling(), batches, self._new_id, lora_request=lora_request)
+                    source = PoolingPrompts(
+                        served.require_pooling(), batches, self._new_id, lora_request=lora_request or served.lora
+                    )
                     with self._sync_loop.turn(), frozen_gc():
                         states = self._sync_loop.run(served, source, advance, late=source.has_one_priority)
                         results = source.in_order([state.result() for state in states])
@@ -386,7 +390,11 @@ class LLM:
     ) -> Iterator[RequestOutput]:
         self._sync_loop.check_open()
         prepared = served.inputs.submit(
-            self._new_id(), prompt, params, lora_request=lora_request, add_special_tokens=add_special_tokens
+            self._new_id(),
+            prompt,
+            params,
+            lora_request=lora_request or served.lora,
+            add_special_tokens=add_special_tokens,
         )
         yield from self._sync_loop.stream(served, prepared)
 
@@ -394,4 +402,4 @@ class LLM:
         return str(next(self._request_numbers))  # as in vLLM
 
     def _model(self, name: str | None, *tasks: str) -> ServedModel:
-        return choose(self.models, name, *tasks)
+        return choose(self.models, name, *tasks, adapters=self._adapter_names.of(self.models))

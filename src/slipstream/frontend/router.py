@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from slipstream.errors import EngineClosed, RequestTooLarge, UserError
+from slipstream.frontend.adapter_names import AdapterNames
 from slipstream.frontend.inputs import PreparedPrompt
 from slipstream.frontend.pooling.results import check_result_size
 from slipstream.frontend.queue_load import QueueLoad
@@ -49,6 +50,7 @@ class RequestRouter:
 
     def __init__(self) -> None:
         self.models: dict[str, ServedModel] = {}  # by name; the first is the default
+        self.adapter_names = AdapterNames()
         self.load = QueueLoad()
         self.pulse = Pulse()
         self.stats: dict[str, ModelStats] = {}  # by model
@@ -130,13 +132,15 @@ class RequestRouter:
             except UserError:
                 self.end(stream, failed=True)
                 raise
+        if served.lora is not None and message.lora is None:
+            message = msgspec.structs.replace(message, lora=served.lora)
         if len(self.models) > 1 or stream.caller:
-            model = served.description.name if len(self.models) > 1 else ""
+            model = served.base_name if len(self.models) > 1 else ""
             message = msgspec.structs.replace(message, model=model, caller=stream.caller)
         self._mailboxes[name] = stream.mailbox
         state = self._outputs.open(message, text, streaming=stream.streaming, model=served)
-        if (stats := self.stats.get(served.description.name)) is None:
-            stats = self.stats[served.description.name] = ModelStats()
+        if (stats := self.stats.get(served.base_name)) is None:
+            stats = self.stats[served.base_name] = ModelStats()
         state.stats = stats
         stream.states.append(state)
         num_tokens = len(message.prompt_token_ids)
@@ -156,7 +160,7 @@ class RequestRouter:
 
     def num_queued(self, served: ServedModel) -> int:
         """The number of this front end's prompts that wait for the model."""
-        return self.load.queued_of[served.description.name if len(self.models) > 1 else ""]
+        return self.load.queued_of[served.base_name if len(self.models) > 1 else ""]
 
     async def until_one_starts(self) -> None:
         """Returns when a prompt has left the queue; raises where the core is lost."""
@@ -353,7 +357,14 @@ class RequestRouter:
 
     def model(self, name: str | None = None, *tasks: str) -> ServedModel:
         """The model of that name, or the best one for the first of the tasks that any model can do."""
-        return choose(self.models, name, *tasks)
+        return choose(self.models, name, *tasks, adapters=self.adapter_names.of(self.models))
+
+    def load_adapter(self, name: str, path: str, *, base: str | None = None, replace: bool = False) -> None:
+        """Requests to this front end may name the adapter as their model from now on."""
+        self.adapter_names.load(self.models, name, path, base=base, replace=replace)
+
+    def unload_adapter(self, name: str) -> None:
+        self.adapter_names.unload(self.models, name)
 
     def new_id(self) -> str:
         """A request id that is unique among all front ends of this machine."""

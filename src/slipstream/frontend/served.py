@@ -10,6 +10,7 @@ from slipstream.engine.model_description import ModelDescription
 from slipstream.errors import InvalidParams, ModelNotFound
 from slipstream.frontend.inputs import InputProcessor
 from slipstream.frontend.pooling.inputs import PoolingInputs
+from slipstream.lora_request import LoRARequest
 from slipstream.params import check_text
 from slipstream.text.tokenizer import Tokenizer
 
@@ -19,6 +20,8 @@ class ServedModel(msgspec.Struct, frozen=True):
     tokenizer: Tokenizer | None
     inputs: InputProcessor
     pooling_inputs: PoolingInputs | None = None  # None where the model only generates
+    lora: LoRARequest | None = None  # of an adapter that requests name as their model
+    base: str = ""  # the base model of such an adapter
 
     @classmethod
     def load(cls, description: ModelDescription) -> ServedModel:
@@ -29,6 +32,16 @@ class ServedModel(msgspec.Struct, frozen=True):
     def of(cls, description: ModelDescription, tokenizer: Tokenizer | None) -> ServedModel:
         pooling_inputs = None if description.pooling is None else PoolingInputs(description, tokenizer)
         return cls(description, tokenizer, InputProcessor(description, tokenizer), pooling_inputs)
+
+    @property
+    def base_name(self) -> str:
+        """The name of the model in the engine: of an adapter, that of its base model."""
+        return self.base or self.description.name
+
+    def with_adapter(self, lora: LoRARequest) -> ServedModel:
+        """This model with an adapter, under the name of the adapter."""
+        description = msgspec.structs.replace(self.description, name=lora.lora_name, adapters=())
+        return msgspec.structs.replace(self, description=description, lora=lora, base=self.description.name)
 
     def can(self, task: str) -> bool:
         """`task`: generate, score, or a pooling task."""
@@ -55,8 +68,10 @@ class ServedModel(msgspec.Struct, frozen=True):
         return self.pooling_inputs
 
 
-def choose(models: Mapping[str, ServedModel], name: str | None, *tasks: str) -> ServedModel:
-    """Returns the model of that name. Without a name: the best model for the first task that any model can do.
+def choose(
+    models: Mapping[str, ServedModel], name: str | None, *tasks: str, adapters: Mapping[str, ServedModel] | None = None
+) -> ServedModel:
+    """Returns the model or adapter of that name. Without a name: the best model for the first task that a model can do.
 
     A model that only pools is preferred for pooling. Where no model can do any of the tasks, the first model is
     returned, whose input processing raises the error.
@@ -64,8 +79,12 @@ def choose(models: Mapping[str, ServedModel], name: str | None, *tasks: str) -> 
     if name is not None:
         check_text("model", name)
     if name:
+        if adapters is not None and name in adapters:
+            return adapters[name]
         if name not in models:
-            raise ModelNotFound(f"there is no model {name!r} here; there is {', '.join(models) or 'none yet'}")
+            raise ModelNotFound(
+                f"there is no model {name!r} here; there is {', '.join([*models, *(adapters or ())]) or 'none yet'}"
+            )
         return models[name]
     if not models:
         raise ModelNotFound("there is no model here yet; wait until the engine is ready")

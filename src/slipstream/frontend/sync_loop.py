@@ -63,7 +63,7 @@ class SyncLoop:
         unfinished: set[str] = set()  # request ids
         start = time.monotonic()
 
-        core = self.lanes.cores[served.description.name]
+        core = self.lanes.cores[served.base_name]
         submit_one, open_state = core.submit_one, self.outputs.open
 
         def submit(prepared: Sequence[PreparedPrompt]) -> int:
@@ -113,7 +113,7 @@ class SyncLoop:
     def may_be_late(self, served: ServedModel, submits: Sequence[PreparedPrompt]) -> bool:
         """Whether `run` may use `late` for these generation prompts, inside the same turn: the scheduler cannot refuse
         any of them, and all have one priority."""
-        scheduler = self.lanes.cores[served.description.name].scheduler
+        scheduler = self.lanes.cores[served.base_name].scheduler
         return (
             isinstance(scheduler, Scheduler)
             and admits_any_request(scheduler.config, scheduler.cache)
@@ -148,7 +148,7 @@ class SyncLoop:
     def submit(self, served: ServedModel, prepared: PreparedPrompt, *, streaming: bool) -> RequestState:
         """Submits one request, inside a turn, and returns its state."""
         message, text = prepared
-        self.lanes.cores[served.description.name].submit_one(message)
+        self.lanes.cores[served.base_name].submit_one(message)
         state: RequestState = self.outputs.open(message, text, streaming=streaming, model=served)
         return state
 

@@ -40,7 +40,9 @@ class Request:
         self.in_batch = in_batch  # a line of a batch: it has no headers, and so no API key
         self.request_states: Sequence[RequestState] = ()  # its requests to the engine
         self.input_field: str | None = None  # the field with the prompts: errors about a prompt name it
-        self.field_names: dict[str, str] = {}  # engine parameters that have another name in this request
+        self.field_names: dict[str, str] = {
+            "lora_request": "model"
+        }  # engine parameters that have another name in this request
 
     def set_input_field(self, field: str) -> None:
         """Errors about prompts name this field."""

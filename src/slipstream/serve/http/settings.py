@@ -23,6 +23,11 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     api_key: Annotated[list[str], _doc("API key that requests must send; repeatable")] = []
     admin_key: Annotated[str | None, _doc("key of the admin routes; without it they are disabled")] = None
 
+    lora_folders: Annotated[
+        list[str],
+        _doc("folder with adapters that /v1/load_lora_adapter may load; repeatable. Default: the route is disabled"),
+    ] = []
+
     allowed_hosts: Annotated[
         list[str],
         _doc(

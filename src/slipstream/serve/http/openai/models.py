@@ -1,4 +1,4 @@
-"""GET /v1/models: the served models, the default first."""
+"""GET /v1/models: the served models, the default first, then adapters."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ class ModelCard(msgspec.Struct):
     created: int
     owned_by: str
     max_model_len: int
+    root: str | msgspec.UnsetType = msgspec.UNSET  # of an adapter: its folder
+    parent: str | msgspec.UnsetType = msgspec.UNSET  # of an adapter: its base model
 
 
 class ModelList(msgspec.Struct):
@@ -23,7 +25,7 @@ class ModelList(msgspec.Struct):
 
 
 async def list_models(request: Request, body: None) -> Response:
-    return json_response(ModelList("list", [_card(request, name) for name in request.state.engine.models]))
+    return json_response(ModelList("list", [_card(request, name) for name in _names(request)]))
 
 
 async def show_model(request: Request, body: None) -> Response:
@@ -33,7 +35,15 @@ async def show_model(request: Request, body: None) -> Response:
 
 def _card(request: Request, name: str) -> ModelCard:
     served = request.state.engine.model(name)
-    return ModelCard(name, "model", request.state.started, "slipstream", served.max_num_tokens)
+    card = ModelCard(name, "model", request.state.started, "slipstream", served.max_num_tokens)
+    if served.lora is not None:
+        card.root, card.parent = served.lora.lora_path, served.base
+    return card
+
+
+def _names(request: Request) -> list[str]:
+    engine = request.state.engine
+    return [*engine.models, *engine.adapter_names.of(engine.models)]
 
 
 ROUTES = [

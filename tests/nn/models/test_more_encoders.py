@@ -90,10 +90,12 @@ def test_cuda_gives_what_the_cpu_gives(variant: str, tmp_path: Path) -> None:
     family, changes = VARIANTS[variant]
     folder = write_tiny_encoder(tmp_path, family, **changes)
     expected = torch.cat(run_texts(load_pooling(folder, torch.float64), texts()))
-    for dtype, tolerance in ((torch.float32, 5e-4), (torch.bfloat16, 0.5)):
+    # T5 does not scale its scores: in bfloat16 it is off by 7% on the CPU too
+    for dtype, tolerance in ((torch.float32, 1e-4), (torch.bfloat16, 0.1)):
         attention = choose_attention(torch.device("cuda"), (), dtype, (read_model_info(folder).head_dim,))
         found = run_texts(load_pooling(folder, dtype, device="cuda"), texts(), None, attention, "cuda")
-        torch.testing.assert_close(torch.cat(found).cpu().double(), expected, rtol=0, atol=tolerance)
+        off = torch.cat(found).cpu().double() - expected
+        assert off.norm() < tolerance * expected.norm(), f"{dtype}: off by {off.norm() / expected.norm():.2e}"
 
 
 def test_slopes_of_a_number_of_heads_that_is_no_power_of_two() -> None:

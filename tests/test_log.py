@@ -35,7 +35,7 @@ def test_warnings_of_other_packages_are_json_too(capsys):
     assert "old ways" in json.loads(capsys.readouterr().err)["message"]
 
 
-def test_what_nobody_catches_is_json_too(capsys):
+def test_an_uncaught_exception_is_json_too(capsys):
     set_up_log("warning", "json")
     try:
         raise ValueError("broken")

@@ -40,7 +40,7 @@ def test_windows_alone_need_no_more_for_a_longer_context():
     assert short.least == long.least == 1 + 13  # 63 positions seen and 128 of a step, begun and ended within a page
     assert long.longest(14) == 131_072 and long.longest(13) == 12 * 16
     assert short.enough == long.enough
-    assert short.group_pages(5000) == (5000,)  # nobody else could use them
+    assert short.group_pages(5000) == (5000,)  # no other group could use them
 
 
 def test_a_model_without_layers_needs_nothing():

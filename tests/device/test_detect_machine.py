@@ -44,7 +44,7 @@ def test_a_device_that_is_neither_cpu_nor_cuda_is_refused_by_name(device, monkey
             detect_machine("auto")
 
 
-def test_a_gpu_by_its_number_is_told_how_it_is_chosen(monkeypatch):
+def test_the_error_for_a_gpu_number_says_how_to_choose_it(monkeypatch):
     with pytest.raises(InvalidOption, match="device is 'cuda:3', .* takes cuda, and CUDA_VISIBLE_DEVICES=3"):
         make_options(device="cuda:3")
     monkeypatch.setenv("SLIPSTREAM_DEVICE", "cuda:0")

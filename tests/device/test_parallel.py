@@ -24,7 +24,7 @@ def test_an_error_of_one_is_the_callers():
 
 
 def slow(x: torch.Tensor) -> torch.Tensor:
-    """Long enough that whoever does not wait reads too early."""
+    """Long enough that a reader that does not wait reads too early."""
     for _ in range(30):
         x = 0.9 * x + 0.1 * torch.tanh(x @ x / len(x))
     return x

@@ -49,7 +49,7 @@ def test_one_stream_waits_for_another(stream):
     other.close()
 
 
-def test_a_failure_reaches_whoever_waits_and_skips_the_rest():
+def test_a_failure_is_raised_in_waits_and_skips_the_rest():
     stream, seen = ThreadedStream("failing"), []
     before = stream.record()
     before.wait()

@@ -224,7 +224,7 @@ def test_a_program_that_is_not_there(capsys):
     assert capsys.readouterr().err == "there is no nowhere.py here; give a script, or -m and a module\n"
 
 
-def test_a_program_that_fails_is_told_of_all_the_same(tmp_path, capsys, monkeypatch):
+def test_waits_of_a_program_that_fails_are_reported(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("sys.path", [*sys.path])
     script = tmp_path / "program.py"
     script.write_text(f"import torch\ntorch.ones(1, device={DEVICE!r}).item()\nraise KeyboardInterrupt\n")
@@ -301,7 +301,7 @@ def test_torchs_late_warning_of_a_wait_is_not_another_wait():
 
 
 @pytest.mark.cuda
-def test_a_wait_on_cuda_is_told_once_and_from_the_line_where_it_is():
+def test_a_wait_on_cuda_is_reported_once_with_its_line():
     x, pageable = torch.ones(4, device="cuda"), torch.ones(4)
     with watch() as log:
         x.sum().item()

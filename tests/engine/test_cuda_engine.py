@@ -30,7 +30,7 @@ FEATURES = {
     "logprobs": SamplingParams(temperature=0, logprobs=4, prompt_logprobs=2, max_tokens=12),
     "lists": SamplingParams(temperature=0, logit_bias={5: 3.0}, bad_words=["a", "bc"], min_tokens=4, max_tokens=16),
     "samples": SamplingParams(n=3, temperature=1.0, seed=8, max_tokens=12),
-    # no start meets its kernels, and its head is captured when it first comes
+    # no start compiles its kernels, and its head is captured when it first comes
     "rare": SamplingParams(temperature=0, logit_bias={5: 3.0}, min_tokens=4, max_tokens=16),
 }
 

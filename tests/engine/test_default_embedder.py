@@ -20,7 +20,7 @@ SENTENCES = [
     "He drove to the stadium.",
     "Der Zug nach Zürich hat zehn Minuten Verspätung.",
     "今日はとても良い天気です。",
-    "An embedding is a list of numbers that stands for a text, so that texts of like meaning have like numbers.",
+    "An embedding is a list of numbers that represents a text, so that texts of like meaning have like numbers.",
     "def add(a, b):\n    return a + b",
     "Prices rose by 3.7% in 2024 (the year before: 5.9%) — more than expected.",
     "The host never makes the device wait. " * 12,

@@ -76,7 +76,7 @@ def test_a_cache_full_of_nan_is_as_good_as_new(folder, dtype, depth, max_tokens)
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_requests_that_reuse_pages_of_a_failed_request_do_not_fail(folder, dtype, depth, rows):
-    """Pooling rows leave with their last launch: with steps in flight, others have their pages before anybody knows."""
+    """Pooling rows leave with their last launch: others have their pages before the host knows."""
     with make_bench(folder, dtype=dtype, depth=depth, max_num_seqs=rows, max_num_batched_tokens=8 * rows) as bench:
         wanted = [bench.pool([prompt], params)[0] for prompt in GOOD for params in (EMBED, GENERATE)]
         for _ in range(3):  # pages are handed out in turn

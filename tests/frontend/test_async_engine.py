@@ -98,7 +98,7 @@ def test_a_refusal_reaches_the_reader_of_many_though_one_was_aborted(folder):
         asked = submits(3)
         with engine.read(submits(4)) as first, engine.read(asked) as second:
             await engine.abort(asked[0][0].request_id)
-            with pytest.raises(QueueFull, match="^[0-9]+ requests are waiting"):  # nobody's place
+            with pytest.raises(QueueFull, match="^[0-9]+ requests are waiting"):  # no room was kept
                 await second.wait()
             await first.wait()
 

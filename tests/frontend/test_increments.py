@@ -71,7 +71,7 @@ def test_an_increment_costs_what_is_new_and_text_is_made_when_it_is_read(folder,
     track = processor.open(Submit("a", [1], SamplingParams(max_tokens=1000), 0.0), None, streaming=True)
     for _ in range(50):
         processor.process([Output("a", 0, [65])])
-    assert not looked_up  # nobody has read it
+    assert not looked_up  # it was not read
     assert [new.text for new in track.increment()] == ["A" * 50]
     processor.process([Output("a", 0, [66])])
     assert [(new.text, new.token_ids) for new in track.increment()] == [("B", [66])]

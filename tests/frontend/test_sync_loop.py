@@ -176,7 +176,7 @@ def test_a_step_waits_for_a_prompt_only_if_it_has_room(depth):
     wanted = early.run(messages, late=False)
     assert [tokens_of(track) for track in found] == [tokens_of(track) for track in wanted]
     assert list(map(str, late.plans)) == list(map(str, early.plans))
-    assert late.num_taken[:3] == [2, 4, 4], "nobody was asked for without a seat"
+    assert late.num_taken[:3] == [2, 4, 4], "prompts were requested without a free row"
 
 
 class Panic(BaseException):
@@ -306,7 +306,7 @@ def test_waiting_for_prompts_does_not_count_as_host_time(depth):
 
 def test_a_failed_call_aborts_its_requests():
     world = World(max_num_batched_tokens=16)
-    world.drive.outputs.process = None  # whoever takes the results fails
+    world.drive.outputs.process = None  # processing the results fails
     with pytest.raises(TypeError):
         world.run([submit(f"r{place}", [place + 1] * 8, max_tokens=1) for place in range(20)])
     del world.drive.outputs.process

@@ -1,4 +1,4 @@
-"""What the system says of a process."""
+"""What the system reports about a process."""
 
 import mmap
 import os

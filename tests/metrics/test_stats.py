@@ -39,7 +39,7 @@ def test_sums_are_field_by_field_and_leave_the_parts_alone():
 def test_a_board_tells_what_each_wrote_last_and_survives_a_writer_at_work():
     fd = Board.create(3)
     boards = [Board(fd, place, 3) for place in range(3)]
-    os.close(fd)  # the memory stays as long as somebody has it
+    os.close(fd)  # the memory stays as long as it is mapped
     boards[0].write(front(tokens=1))
     boards[1].write(front(tokens=10))
     boards[1].write(front(tokens=20))

@@ -1,4 +1,4 @@
-"""Launchers on CPU tensors whose values nobody may read, with every kernel replaced by a recorder.
+"""Launchers on CPU tensors whose values must not be read, with every kernel replaced by a recorder.
 
 Most launchers run only where tensors are on CUDA, so the FakeTensor net, which runs the CPU's path, never sees them. In
 here tensors say that they are on CUDA, what reads a value raises, and a launch is checked against the kernel's list of
@@ -68,7 +68,7 @@ def no_host_reads() -> Iterator[None]:
 
 
 class Recorder:
-    """Stands for a kernel: notes launches, and checks that each names all arguments once."""
+    """Replaces a kernel: records launches, and checks that each names all arguments once."""
 
     def __init__(self, name: str, kernel: Any, launched: set[str]) -> None:
         self.name = name

@@ -1,4 +1,4 @@
-"""Tasks made by forked processes for their effect, and zeros in memory nobody wrote."""
+"""Tasks made by forked processes for their effect, and zeros in memory that was never written."""
 
 import gc
 import importlib.util
@@ -215,7 +215,7 @@ def test_a_process_that_hangs_is_not_waited_for(monkeypatch, tmp_path):
     assert notes(tmp_path, "read") == [("task", os.getpid())]
 
 
-def test_an_abandoned_compiler_waits_for_nobody_and_reads_nothing(tmp_path):
+def test_an_abandoned_compiler_does_not_wait_and_reads_nothing(tmp_path):
     compiler = ForkedCompiler(1)
     for task in (Endless(tmp_path), Endless(tmp_path), Note(tmp_path, made=True)):
         compiler.submit(task)
@@ -247,7 +247,7 @@ def test_nothing_to_compile_is_no_trouble():
     compiler.finish()
 
 
-def test_memory_nobody_wrote_holds_zeros():
+def test_memory_that_was_never_written_holds_zeros():
     with _ZeroFilled():
         made = [
             torch.empty(1000),
@@ -259,14 +259,14 @@ def test_memory_nobody_wrote_holds_zeros():
     assert all(not tensor.any() for tensor in made) and kept.tolist() == [2, 2, 2]
 
 
-def test_arguments_are_told_apart_by_what_programs_depend_on():
+def test_arguments_are_distinguished_by_what_programs_depend_on():
     x = torch.zeros(64, dtype=torch.float32)
     assert _kind(x) == _kind(x[4:]) != _kind(x[1:])
     assert _kind(x) != _kind(x.to(torch.int32)) and _kind(3) == 3
     assert isinstance(hash(_kind([x])), int)  # whatever comes
 
 
-def test_descriptors_of_tensors_are_told_apart_by_their_blocks():
+def test_descriptors_of_tensors_are_distinguished_by_their_blocks():
     @dataclass
     class Descriptor:
         base: torch.Tensor

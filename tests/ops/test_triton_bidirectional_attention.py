@@ -33,12 +33,12 @@ def run(
     dtype: torch.dtype = torch.float32,
     reach: int = 0,
     biased: bool = False,
-    padding: tuple[int, int] = (0, 0),  # rows and tokens of nobody
+    padding: tuple[int, int] = (0, 0),  # rows and tokens of padding
     cut: Cut = SMALL,
     seen: list[int] | None = None,
     relative: int = 0,  # 1: of queries, 2: of keys too
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the kernel gives, and what it should, in float64; without the tokens of nobody, which must be zero."""
+    """What the kernel gives, and what it should, in float64; without the tokens of padding, which must be zero."""
     generator = torch.Generator().manual_seed(sum(counts) + dim)
     total = sum(counts)
     # as they come out of one product: side by side

@@ -344,7 +344,7 @@ def test_last_tokens_look_alone_and_in_the_memory_of_the_others(window, one_kern
     context = ForwardContext(case.batch, backend, backend.plan(case.batch), [case.cache], (0,), only_last=True)
     together = backend.forward(case.query, case.key, case.value, 0, case.scale, context)
     last = context.last_tokens()
-    assert not len(last.context.batch.ids) + len(last.context.batch.positions)  # nobody looks anything up
+    assert not len(last.context.batch.ids) + len(last.context.batch.positions)  # nothing is looked up
     assert last.indices.tolist() == [0, 1, 41, 50, 50, 50]
     assert last.context.plan.groups[0].partials is context.plan.groups[0].partials
     alone = backend.forward(last.of(case.query), case.key, case.value, 0, case.scale, last.context)

@@ -86,7 +86,7 @@ def test_a_row_alone_has_the_same_bits_as_among_others(segment_sum):
 def test_what_is_not_a_number_stays_in_its_row(segment_sum):
     x = torch.ones(sum(COUNTS) + 3, 5, device=DEVICE)
     x[1 + 31] = torch.nan  # of the fourth row
-    x[-1] = torch.nan  # nobody's
+    x[-1] = torch.nan  # padding
     sums = segment_sum(x, starts_of(COUNTS))
     assert sums.isnan().any(1).tolist() == [False, False, False, True, False, False, False, False]
 

@@ -137,7 +137,7 @@ def test_out_of_memory_during_start_up_raises():
 def test_memory_reserved_for_graphs_is_used_by_them():
     pool = pool_on(Recorder())
     pool.take(64)
-    assert pool._taken is not None and pool._taken[1] is None, "it is held by nobody"
+    assert pool._taken is not None and pool._taken[1] is None, "no graph holds it"
 
 
 def test_a_device_that_captures_nothing_still_starts(caplog):

@@ -66,7 +66,7 @@ class Held(ThreadedStream):
         super().__init__("held-copies")
 
     def before(self) -> None:
-        assert self.gate.wait(60), "nobody waits for the copies"
+        assert self.gate.wait(60), "nothing waits for the copies"
         self.left.append(float(self.source[0]))
 
 

@@ -104,7 +104,7 @@ def test_abort_of_a_preempted_request_with_tokens_in_flight(depth: int):
 
 
 def test_abort_of_an_unknown_request_has_no_effect():
-    assert Bench().scheduler.abort("nobody") == []
+    assert Bench().scheduler.abort("unknown") == []
 
 
 @DEPTHS
@@ -219,7 +219,7 @@ def test_rows_that_began_together_publish_in_different_steps():
         before, published = published, [request.num_published for request in requests]
         in_each_step.append(sum(old < new for old, new in zip(before, published, strict=True)))
     assert sum(in_each_step) >= 4 * 16 and max(in_each_step) <= 4
-    assert min(published) > 90 // 4 - 6  # nobody waits for long
+    assert min(published) > 90 // 4 - 6  # no request waits for long
     bench.run()
     for request in requests:
         bench.check_tokens(request)

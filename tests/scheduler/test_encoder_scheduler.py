@@ -65,7 +65,7 @@ def test_a_burst_is_split_in_two_steps_when_steps_are_launched_ahead(depth, size
         submit(scheduler, f"r{i}", MIN_HALF_TOKENS // 4)
     plans = [scheduler.plan() for _ in sizes]
     assert [len(plan.rows) for plan in plans] == sizes and scheduler.plan() is None
-    for turn in range(3):  # whoever is answered asks again
+    for turn in range(3):  # a caller that is answered sends another request
         for place, size in enumerate(sizes):
             outputs = scheduler.commit(result(plans[place]))
             for output in outputs:

@@ -118,7 +118,7 @@ def test_no_account_is_kept_of_callers_that_are_gone():
     queue.drop("a")
     queue.drop("b")
     assert not queue.fair_queue._accounts and queue.fair_queue.next() is None
-    queue.fair_queue.charge("a", 10)  # nobody waits: nobody is behind
+    queue.fair_queue.charge("a", 10)  # no caller waits, so none is behind
     assert not queue.fair_queue._accounts
 
 

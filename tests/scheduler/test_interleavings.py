@@ -113,7 +113,7 @@ class Story:
                 break
             bench.step()
             scheduler.check()
-        for request in bench.requests:  # queries that nobody asks any more
+        for request in bench.requests:  # queries without further documents
             scheduler.abort(request.id)
         bench.outputs += scheduler.take_failures()
         bench.check_empty()

@@ -354,7 +354,7 @@ def test_prefill_chunks_are_shorter_while_rows_decode():
     bench = Bench(max_num_batched_tokens=64)
     bench.scheduler.max_num_tokens = 10
     first = bench.submit(range(1, 30), max_tokens=20)[0]
-    assert bench.plan().total_tokens == 29  # nobody reads yet
+    assert bench.plan().total_tokens == 29  # no output was read yet
     bench.commit()
     bench.submit(range(40, 75), max_tokens=2)
     assert [bench.plan().num_tokens.tolist() for _ in range(3)] == [[1, 9], [1, 9], [1, 9]]

@@ -18,7 +18,7 @@ def test_a_request_is_admitted_again_when_it_exceeds_the_short_rope_length(depth
         (9, 0, True),
     ]
     assert bench.executor.num_computed == 8 + 14  # all is computed again but the token that nothing follows
-    assert bench.scheduler.num_preemptions == 0  # nobody took its pages
+    assert bench.scheduler.num_preemptions == 0  # no other request took its pages
     bench.check_tokens(bench.requests[0])
 
 

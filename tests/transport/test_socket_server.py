@@ -50,7 +50,7 @@ def test_a_lost_connection_is_reported_once(line):
     front.close()
     assert hub.receive(wait=True) == ([], [connection])
     assert not hub.connections
-    hub.send(connection, [Output("a", 0, [1])])  # nobody to hear it
+    hub.send(connection, [Output("a", 0, [1])])  # without a reader
     assert hub.receive(wait=True) == ([], [])
 
 

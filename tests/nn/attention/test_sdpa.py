@@ -82,7 +82,7 @@ class _Count(TorchDispatchMode):
 
 
 def test_a_layer_of_a_decode_step_takes_few_kernels(tmp_path: Path) -> None:
-    """Small eager ops are a third of a CPU step: whoever adds one should notice."""
+    """Small eager ops are a third of a CPU step: an added one must be noticed."""
     counts = []
     for layers in (1, 2):
         runner = HandRunner(load(write_tiny(tmp_path / str(layers), num_hidden_layers=layers)))

@@ -77,7 +77,7 @@ def test_words_of_a_masked_language_model(family: str, tmp_path: Path, monkeypat
     starts = pack(PROMPTS).query_starts
     assert starts is not None and heads.sparse_by == "vocabulary"
     with torch.inference_mode():
-        hidden = torch.cat([*run_texts(model, PROMPTS), torch.full((3, 48), 9.0)])  # tokens of nobody
+        hidden = torch.cat([*run_texts(model, PROMPTS), torch.full((3, 48), 9.0)])  # tokens of padding
         weights = heads.sparse(hidden, starts)
     assert torch.stack(expected).count_nonzero() > 100
     torch.testing.assert_close(weights, torch.stack(expected), rtol=0, atol=1e-4)

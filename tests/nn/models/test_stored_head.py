@@ -82,7 +82,7 @@ def test_a_missing_head_is_known(architecture: str, tmp_path: Path) -> None:
     config = folder / "config.json"
     config.write_text(config.read_text().replace("Qwen3ForCausalLM", architecture))
     info = as_stored(read_model_info(folder), folder)
-    assert info.has_lm_head == (architecture != "Qwen3ForCausalLM")  # of the others nobody expects one
+    assert info.has_lm_head == (architecture != "Qwen3ForCausalLM")  # the others need none
     whole = write(tmp_path / "whole", tied=False, head="other")
     assert as_stored(read_model_info(whole), whole).has_lm_head
 

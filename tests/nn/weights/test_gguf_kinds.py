@@ -42,7 +42,7 @@ def test_every_kind_is_read_as_the_library_reads_it(kind: gguf.GGMLQuantizationT
     torch.testing.assert_close(found.float(), expected.float(), rtol=0, atol=0, equal_nan=True)
 
 
-def test_a_kind_nobody_reads_is_refused() -> None:
+def test_a_kind_without_a_reader_is_refused() -> None:
     with pytest.raises(UnsupportedModel, match="w is stored as Q1_0, which is not supported"):
         read_values(GgufTensor("w", (1, 128), "Q1_0", np.zeros(18, np.uint8)))
 

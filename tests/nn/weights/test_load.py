@@ -71,7 +71,7 @@ def test_old_rotary_buffers_are_skipped(folder: Path) -> None:
     load(folder)
 
 
-def test_tensors_that_nothing_reads_are_told_and_left_out(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unused_tensors_are_reported_and_left_out(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     expected = HandRunner(load(folder)).run(PROMPT)["a"]
     assert not caplog.records
     names = [

@@ -32,7 +32,7 @@ SCHEMA = {
 SHAPES = [
     Shape(json=SCHEMA, disable_any_whitespace=True),
     Shape(regex="[0-9]{2,9}"),
-    Shape(choice=["yes", "no", "nobody knows"]),
+    Shape(choice=["yes", "no", "not known"]),
     Shape(grammar='start: "(" item ("," item)* ")"\nitem: /[a-z]{1,3}/'),
 ]
 

@@ -230,6 +230,15 @@ def test_an_aborted_request_leaves_nothing(core_of):
     assert core.constraints.num_live == 0 and not core.constraints.drawing and not core.constraints.is_waiting
 
 
+def test_a_cancelled_compilation_of_an_aborted_request_is_dropped(core_of, monkeypatch):
+    core, future = core_of(1), Future()
+    monkeypatch.setattr(core.constraints.grammars, "compile", lambda spec: future)
+    core.submit(*prompts(SHAPES[:1]))
+    core.abort(Abort("r0"))
+    future.cancel()  # as `close` does
+    assert core.scheduler.plan() is None and not core.constraints.is_waiting
+
+
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_slow_masks_let_their_request_sit_out_and_change_no_token(core_of, depth, monkeypatch):
     """Every mask takes longer than the budget: each request waits for a background thread before it is planned."""

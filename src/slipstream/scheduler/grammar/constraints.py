@@ -111,6 +111,8 @@ class Constraints:
                 self._compiling.append((requests, future))
                 continue
             live = [request for request in requests if request.status is not Status.FINISHED]
+            if not live:
+                continue  # aborted meanwhile; `close` may have cancelled the future
             error = future.exception()
             if error is None:
                 self._open_sessions(live, future.result())

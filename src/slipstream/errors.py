@@ -16,6 +16,7 @@
     ├── NotEnoughMemory           the machine has less memory than the configuration needs
     ├── QueueFull                 too many requests are waiting; retry later
     ├── EngineClosed              the engine was shut down
+    ├── ReplicaLost               the replica that ran a request failed after it had sent output
     └── EngineDead                the engine failed; the cause is chained
 
 A message has the fact, the limit and the alternative. Bugs of the engine are asserts, not these exceptions.
@@ -101,6 +102,10 @@ class QueueFull(SlipstreamError):
 
 class EngineClosed(SlipstreamError):
     """The engine was closed."""
+
+
+class ReplicaLost(SlipstreamError):
+    """The replica that ran the request failed, and the request cannot be run again on another one."""
 
 
 class EngineDead(SlipstreamError):

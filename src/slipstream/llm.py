@@ -14,10 +14,11 @@ from slipstream.device.device import Device
 from slipstream.engine.core import EngineCore
 from slipstream.engine.gc_freeze import frozen_gc
 from slipstream.engine.progress import progress
+from slipstream.errors import InvalidOption
 from slipstream.frontend.adapter_names import AdapterNames
 from slipstream.frontend.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
 from slipstream.frontend.front_end_args import FrontEndArgs
-from slipstream.frontend.in_process import build_served
+from slipstream.frontend.in_process import build_served, configs
 from slipstream.frontend.inputs import InputProcessor, Message, Prompt
 from slipstream.frontend.pooling import calls as pooling_calls
 from slipstream.frontend.pooling.calls import OneOrMoreParams, OneOrMorePrompts, Texts
@@ -31,6 +32,7 @@ from slipstream.frontend.pooling.results import (
     as_plain,
 )
 from slipstream.frontend.prompts import GenerationPrompts, as_batch, per_prompt
+from slipstream.frontend.replica_loop import ReplicaLoop
 from slipstream.frontend.results import RequestOutput
 from slipstream.frontend.served import POOLING_TASKS, SCORING, ServedModel, choose
 from slipstream.frontend.sync_loop import SyncLoop
@@ -38,6 +40,7 @@ from slipstream.lora_request import LoRARequest
 from slipstream.params import SamplingParams
 from slipstream.pooling_params import PoolingParams, Task
 from slipstream.text.tokenizer import Tokenizer
+from slipstream.transport.replica_start import num_replicas
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 OneOrMoreAdapters = LoRARequest | Sequence[LoRARequest | None] | None
@@ -72,19 +75,30 @@ class LLM:
         options.setdefault("max_itl", 0.0)  # offline calls have no inter-token latency to keep
         front_end = FrontEndArgs.take(options)
         given = options_of(model, models, options)
+        self._request_numbers = itertools.count()
+        self._adapter_names = AdapterNames()
+        self._sync_loop: SyncLoop | ReplicaLoop
+        self.cores: dict[str, EngineCore] = {}  # empty with replicas, which run in other processes
+        if num_replicas(given) > 1:
+            self._sync_loop = replicas = ReplicaLoop(given)
+            self.models = replicas.engine.models
+            front_end.apply(self.models.values())
+            self._configs = configs(given)
+            self._free = weakref.finalize(self, replicas.close)  # also without a call of `close`
+            return
         lanes, self.models = build_served(given, progress=use_tqdm_on_load, device=_device)
         front_end.apply(self.models.values())
         self.cores = lanes.cores
         self._configs = {name: core.config for name, core in self.cores.items()}
-        self._adapter_names = AdapterNames()
         self._sync_loop = SyncLoop(lanes)
-        self._request_numbers = itertools.count()
-        self._free = weakref.finalize(self, lanes.close)  # also without a call of `close`
+        self._free = weakref.finalize(self, lanes.close)
 
     @property
     def core(self) -> EngineCore:
         """The core of the first model."""
         self._sync_loop.check_open()
+        if not self.cores:
+            raise InvalidOption("the cores of replicas are in other processes; set data_parallel_size to 1")
         return next(iter(self.cores.values()))
 
     @property
@@ -300,8 +314,7 @@ class LLM:
 
     def reset_prefix_cache(self) -> None:
         """Forgets the cached prefixes of all models."""
-        with self._sync_loop.turn():
-            self._sync_loop.lanes.reset_prefix_cache()
+        self._sync_loop.reset_prefix_cache()
 
     def default_sampling_params(self) -> SamplingParams:
         return self.inputs.default_params()
@@ -369,7 +382,11 @@ class LLM:
             with progress(sum(batch.num_of_call for batch in batches), "prompts", use_tqdm) as advance:
                 while True:
                     source = PoolingPrompts(
-                        served.require_pooling(), batches, self._new_id, lora_request=lora_request or served.lora
+                        served.require_pooling(),
+                        batches,
+                        self._new_id,
+                        as_lists=self._sync_loop.as_lists,
+                        lora_request=lora_request or served.lora,
                     )
                     with self._sync_loop.turn(), frozen_gc():
                         states = self._sync_loop.run(served, source, advance, late=source.has_one_priority)

@@ -23,7 +23,7 @@ from slipstream.metrics.stats import FrontEnds
 from slipstream.serve.http import supervisor
 from slipstream.serve.http.listen import PortClaim
 from slipstream.serve.http.settings import ServerSettings
-from slipstream.serve.http.supervisor import Backoff
+from slipstream.transport.backoff import Backoff
 from tiny import write_tiny
 
 

@@ -136,6 +136,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     drafts: Annotated[
         str | None, _doc("short form of speculative_config: a method, or a method and K, as ngram or suffix:8")
     ] = None
+    data_parallel_size: Annotated[
+        int,
+        _doc("replicas of the whole engine, each with its own GPU or share of the CPU threads; see docs/scale.md"),
+    ] = 1
     seed: Annotated[int, _doc("seed of requests without their own, and of dummy weights")] = 0
     num_threads: Annotated[int | None, _doc("CPU threads of the model")] = None
     reasoning_config: Annotated[

@@ -32,6 +32,7 @@ from slipstream.params import MAX_BAD_WORDS
 
 DEFAULT_MAX_ITL = 50  # milliseconds
 DEFAULT_SHARE = 0.9  # of a GPU's memory
+CPU_SHARE = 0.2  # of the free memory of a machine without a GPU, which runs other programs too
 DEFAULT_ROWS = {"cpu": 64, "cuda": 256}  # of one step
 DEFAULT_TOKENS = {"cpu": 512, "cuda": 8192}
 SMALL = 512  # hidden size of encoders that a GPU computes faster than the host prepares steps
@@ -257,8 +258,7 @@ def _room(options: Options, other_bytes: int, machine: Machine) -> int:
     if machine.kind == "cuda":
         taken = machine.total_memory - machine.free_memory
         return int(machine.total_memory * (share or DEFAULT_SHARE)) - taken - other_bytes - LIBRARIES
-    # a fifth of the free memory: a laptop runs other programs too
-    return int((machine.free_memory - other_bytes) * (share or 0.2))
+    return int((machine.free_memory - other_bytes) * (share or CPU_SHARE))
 
 
 def _num_checkpoints(

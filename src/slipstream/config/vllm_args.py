@@ -76,7 +76,6 @@ NO_EFFECT: dict[str, str] = {
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     **dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size",
                      "decode_context_parallel_size", "nnodes"), ((1,), f"{_PARALLEL}; use 1")),
-    "data_parallel_size": ((1,), "start one engine per device; use 1"),
     **dict.fromkeys(("node_rank", "data_parallel_rank", "data_parallel_start_rank"), ((0,), _PARALLEL)),
     **dict.fromkeys(("data_parallel_hybrid_lb", "data_parallel_external_lb", "data_parallel_multi_port_external_lb",
                      "enable_expert_parallel", "enable_elastic_ep", "enable_dbo", "enable_eplb"),

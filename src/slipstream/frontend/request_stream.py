@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -96,8 +96,11 @@ class RequestStream(Generic[State]):
             num_open -= sum(state.finished for state in await self.mailbox.get())
         return self.states
 
-    async def feed(self, submits: Sequence[PreparedPrompt]) -> list[State]:
-        """Sends any number of prompts, and returns all states when all requests are finished.
+    async def feed(
+        self, submits: Sequence[PreparedPrompt], advance: Callable[[State], None] = lambda state: None
+    ) -> list[State]:
+        """Sends any number of prompts, and returns all states when all requests are finished. `advance` is called with
+        each that is.
 
         Prompts that exceed the core's `max_waiting` are sent as the queue empties, also where other callers fill it.
         """
@@ -109,7 +112,10 @@ class RequestStream(Generic[State]):
                 router.send(self, message, text)
                 num_sent, num_open = num_sent + 1, num_open + 1
             if num_open:
-                num_open -= sum(state.finished for state in await self.mailbox.get())
+                for state in await self.mailbox.get():
+                    if state.finished:
+                        num_open -= 1
+                        advance(state)
             elif num_sent < len(submits):
                 await router.until_one_starts()
             else:

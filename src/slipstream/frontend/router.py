@@ -350,6 +350,12 @@ class RequestRouter:
             await waiter
         return self.failure
 
+    def core_pids(self) -> dict[str, int]:
+        """Process ids of cores in other processes, by name: core, or core_0, core_1 … of replicas."""
+        if self.pulse.replicas:
+            return {f"core_{each.replica}": each.pid for each in self.pulse.replicas if each.pid and each.is_ready}
+        return {} if self.core_pid is None else {"core": self.core_pid}
+
     def check(self) -> None:
         """Raises where the core is lost."""
         if self.failure is not None:

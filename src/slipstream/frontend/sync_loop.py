@@ -23,6 +23,8 @@ from slipstream.scheduler.scheduler import Scheduler
 
 
 class SyncLoop:
+    as_lists = False  # prompts stay in this process
+
     def __init__(self, lanes: Lanes) -> None:
         self.lanes = lanes
         self.outputs = OutputProcessor()
@@ -161,6 +163,10 @@ class SyncLoop:
             for abort in aborts:
                 self.lanes.abort(abort)
         return updated
+
+    def reset_prefix_cache(self) -> None:
+        with self.turn():
+            self.lanes.reset_prefix_cache()
 
     def close(self) -> None:
         """Steps and streams raise from now on. Drops the references to the engine."""

@@ -1,4 +1,4 @@
-"""LaneStats: counters and gauges of one model in the engine core, which the core sends to its front ends."""
+"""Statistics of a core: LaneStats of each model, ReplicaStats where several cores run the same models."""
 
 from __future__ import annotations
 
@@ -29,3 +29,15 @@ class LaneStats(msgspec.Struct, frozen=True, array_like=True):
     num_drafts: int = 0
     num_accepted_drafts: int = 0
     accepted_at: tuple[int, ...] = ()  # accepted drafts by their position in the row
+    replica: int = 0  # index of the core, where several cores run the same models
+
+
+class ReplicaStats(msgspec.Struct, frozen=True, array_like=True):
+    """State of one replica, as its front end knows it."""
+
+    replica: int
+    is_ready: bool
+    num_restarts: int
+    num_open: int  # requests sent to it that have not finished
+    num_rerouted: int  # requests that were run again on another replica, because this one died
+    pid: int | None = None

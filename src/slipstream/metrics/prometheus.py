@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.exposition import choose_encoder
 
-from slipstream.metrics.lane import LaneStats
+from slipstream.metrics.lane import LaneStats, ReplicaStats
 from slipstream.metrics.process import read_process
 from slipstream.metrics.stats import FrontEnds, FrontStats, Histogram, ModelStats
 
@@ -79,10 +79,12 @@ class Metrics:
         look: Callable[[], tuple[FrontStats, Sequence[LaneStats]]],
         version: str,
         front_ends: Callable[[], FrontEnds | None] = lambda: None,
+        replicas: Callable[[], Sequence[ReplicaStats]] = tuple,
     ) -> None:
         self._look = look
         self._version = version
         self._front_ends = front_ends
+        self._replicas = replicas
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
 
@@ -96,6 +98,7 @@ class Metrics:
         yield from _server(front, self._version)
         yield from _processes(front.pids)
         yield from _front_ends(self._front_ends() or FrontEnds(1, 1))
+        yield from _of_replicas(self._replicas())
         yield from _lanes(lanes)
         yield from _models(front.models)
         yield from _vllm_only(front.models, lanes)
@@ -142,39 +145,67 @@ def _front_ends(front_ends: FrontEnds) -> Families:
     )
 
 
+def _of_replicas(replicas: Sequence[ReplicaStats]) -> Families:
+    """None where there is one core only."""
+    if not replicas:
+        return
+    for kind, name, doc, field in (
+        ("gauge", "ready", "1 where the replica takes requests", "is_ready"),
+        ("gauge", "open_requests", "requests sent to the replica that have not finished", "num_open"),
+        ("counter", "restarts", "times that the replica died and was started again", "num_restarts"),
+        ("counter", "rerouted_requests", "requests run on another replica after this one died", "num_rerouted"),
+    ):
+        family = _KINDS[kind](f"slipstream_replica_{name}", doc, labels=("replica",))
+        for each in replicas:
+            family.add_metric((str(each.replica),), int(getattr(each, field)))
+        yield family
+
+
 def _lanes(lanes: Sequence[LaneStats]) -> Families:
+    """Of each model; where there are several replicas, of each model and replica."""
+    several = any(lane.replica for lane in lanes)
+    ours, theirs = ("model", *(["replica"] if several else [])), ("model_name", "engine")
+
+    def labels(lane: LaneStats, *, of_vllm: bool = False) -> tuple[str, ...]:
+        return (lane.model, str(lane.replica)) if several or of_vllm else (lane.model,)
+
+    def named(kind: str, name: str, doc: str) -> Iterator[tuple[Any, bool]]:
+        yield _KINDS[kind](f"slipstream_{name}", doc, labels=ours), False
+        if alias := _ALIASES.get(name):
+            yield _KINDS[kind](f"vllm:{alias}", doc, labels=theirs), True
+
     for kind, name, doc, field in _OF_LANES:
-        for family, labels in _named(kind, name, doc):
+        for family, of_vllm in named(kind, name, doc):
             for lane in lanes:
-                family.add_metric((lane.model, *labels), getattr(lane, field))
+                family.add_metric(labels(lane, of_vllm=of_vllm), getattr(lane, field))
             yield family
-    for family, labels in _named("gauge", "cache_usage_ratio", "share of the cache's pages that requests hold"):
+    for family, of_vllm in named("gauge", "cache_usage_ratio", "share of the cache's pages that requests hold"):
         for lane in lanes:
             if lane.num_pages:
-                family.add_metric((lane.model, *labels), 1 - lane.num_free_pages / lane.num_pages)
+                family.add_metric(labels(lane, of_vllm=of_vllm), 1 - lane.num_free_pages / lane.num_pages)
         yield family
-    for name, label, *more in (
-        ("slipstream_accepted_tokens_per_pos", "model"),
-        ("vllm:spec_decode_num_accepted_tokens_per_pos", "model_name", "engine"),
+    for name, of_vllm in (
+        ("slipstream_accepted_tokens_per_pos", False),
+        ("vllm:spec_decode_num_accepted_tokens_per_pos", True),
     ):
         doc = "accepted drafts by their position in the row, from 0"
-        by_position = CounterMetricFamily(name, doc, labels=(label, *more, "position"))
+        by_position = CounterMetricFamily(name, doc, labels=(*(theirs if of_vllm else ours), "position"))
         for lane in lanes:
             for position, count in enumerate(lane.accepted_at):
-                by_position.add_metric((lane.model, *["0"] * len(more), str(position)), count)
+                by_position.add_metric((*labels(lane, of_vllm=of_vllm), str(position)), count)
         yield by_position
     time = CounterMetricFamily(
-        "slipstream_device_seconds", "device time: busy, and idle by cause", labels=("model", "state")
+        "slipstream_device_seconds", "device time: busy, and idle by cause", labels=(*ours, "state")
     )
     share = GaugeMetricFamily(
-        "slipstream_device_busy_ratio", "busy share of the time in which there was work", labels=("model",)
+        "slipstream_device_busy_ratio", "busy share of the time in which there was work", labels=ours
     )
     for lane in lanes:
         for cause in _CAUSES:
-            time.add_metric((lane.model, cause), getattr(lane, cause))
+            time.add_metric((*labels(lane), cause), getattr(lane, cause))
         worked = sum(getattr(lane, cause) for cause in _CAUSES if cause != "no_work")
         if worked:
-            share.add_metric((lane.model,), lane.busy / worked)
+            share.add_metric(labels(lane), lane.busy / worked)
     yield time
     yield share
 
@@ -223,7 +254,7 @@ def _cache_info(lanes: Iterable[LaneStats]) -> Families:
     )
     for lane in lanes:
         if lane.num_pages:
-            info.add_metric((lane.model, "0", str(lane.page_size), str(lane.num_pages)), 1)
+            info.add_metric((lane.model, str(lane.replica), str(lane.page_size), str(lane.num_pages)), 1)
     yield info
 
 

@@ -16,7 +16,7 @@ from slipstream import errors
 from slipstream.engine.model_description import ModelDescription
 from slipstream.errors import SlipstreamError, UserError
 from slipstream.messages import Abort, Output, Submit, SubmitAll
-from slipstream.metrics.lane import LaneStats
+from slipstream.metrics.lane import LaneStats, ReplicaStats
 from slipstream.request import FinishReason
 
 MAX_FRAME = 2**29  # bytes; a larger length means that the stream is corrupt (four bytes of text are larger)
@@ -96,7 +96,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
 class Pulse(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Statistics of the core: sent at an interval while it has work, and when the work ends."""
 
-    lanes: list[LaneStats] = []  # one per model
+    lanes: list[LaneStats] = []  # one per model and replica
+    replicas: list[ReplicaStats] = []  # empty where there is one core only
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -6,6 +6,8 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import msgspec
 
@@ -43,11 +45,15 @@ class CoreHandle:
 
 
 def spawn_core(
-    options: list[Options], num_front_ends: int = 1, supervisor: socket.socket | None = None
+    options: list[Options],
+    num_front_ends: int = 1,
+    supervisor: socket.socket | None = None,
+    environment: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[CoreHandle, list[socket.socket]]:
     """Starts a core for these models. Returns its handle, and one socket per front end.
 
-    `supervisor`: the core's end of a socket over which more front ends can join (`join_core`).
+    `supervisor`: the core's end of a socket over which more front ends can join (`join_core`). `environment`: variables
+    that the core gets besides ours.
     """
     pairs = [socket.socketpair() for _ in range(num_front_ends)]
     theirs = [pair[1] for pair in pairs]
@@ -57,7 +63,7 @@ def spawn_core(
         stdin=subprocess.PIPE,
         stdout=sys.stderr.fileno(),  # keeps standard output free for the command's own output
         pass_fds=[fd for fd in fds if fd >= 0],
-        env=child_environment(),
+        env={**child_environment(), **environment},
     )
     assert process.stdin is not None
     process.stdin.write(msgspec.json.encode(options))

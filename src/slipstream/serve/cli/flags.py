@@ -32,9 +32,11 @@ SAMPLING_HELP = {
 }
 
 
-def add_engine_flags(parser: argparse.ArgumentParser, *, leave_out: Iterable[str] = ()) -> None:
+def add_engine_flags(
+    parser: argparse.ArgumentParser, *, aliases: Mapping[str, str] = {}, leave_out: Iterable[str] = ()
+) -> None:
     """Adds a flag for every field of Options."""
-    add_struct_flags(parser, "engine", Options, leave_out=leave_out)
+    add_struct_flags(parser, "engine", Options, aliases=aliases, leave_out=leave_out)
 
 
 def add_struct_flags(

@@ -25,13 +25,14 @@ from slipstream.serve.http.settings import ServerSettings
 if TYPE_CHECKING:
     from slipstream.serve.cli.run import OpenLLM
 
-# vLLM's names of some options
+# other names of some options, most of them vLLM's
 ALIASES = {
     "workers": "api-server-count",
     "max_queued_requests": "max-num-queued-reqs",
     "max_queued_tokens": "max-num-queued-tokens",
     "drain_timeout": "shutdown-timeout",
     "max_inputs": "max-client-batch-size",  # TEI's
+    "data_parallel_size": "replicas",
 }
 LEAST = {
     "workers": 1, "port": 0, "max_queued_requests": 1, "max_queued_tokens": 1, "stream_interval": 1,
@@ -57,7 +58,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     command.add_argument("models", nargs="*", metavar="MODEL", help="a model as for --model, or NAME=MODEL; repeatable")
     command.add_argument("--config", metavar="FILE", help="YAML file of options, for example max-model-len: 8192")
     add_struct_flags(command, "server", ServerSettings, aliases=ALIASES)
-    add_engine_flags(command)
+    add_engine_flags(command, aliases=ALIASES)
     command.set_defaults(run=run)
 
 
@@ -149,6 +150,7 @@ def model_options(models: list[str] | dict[str, Any], given: dict[str, Any]) -> 
 # options that apply to both default models; the others are for the chat model
 _SHARED_OPTIONS = (
     "device", "dtype", "num_threads", "depth", "max_itl", "enforce_eager", "deterministic", "max_waiting", "seed",
+    "data_parallel_size",
 )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from slipstream.errors import (
     ModelNotFound,
     PromptTooLong,
     QueueFull,
+    ReplicaLost,
     SlipstreamError,
     UserError,
 )
@@ -111,6 +112,8 @@ def as_http_error(error: Exception, request_id: str, names: Mapping[str, str] = 
         return HTTPException(404, str(error), param="model", code="model_not_found")
     if isinstance(error, QueueFull):
         return HTTPException(429, str(error), retry_after=1, code="queue_full")
+    if isinstance(error, ReplicaLost):
+        return HTTPException(503, str(error), retry_after=1, code="replica_lost")
     if isinstance(error, EngineDead | EngineClosed):
         return HTTPException(
             503, "the engine has ended and takes no more requests; restart the server", code="engine_dead"

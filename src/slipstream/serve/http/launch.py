@@ -5,13 +5,17 @@ from __future__ import annotations
 import logging
 import signal
 import socket
+from functools import partial
 
 from slipstream.config.options import Options
-from slipstream.errors import EngineDead
+from slipstream.errors import EngineDead, InvalidOption
 from slipstream.log import pass_on_log
 from slipstream.serve.http.listen import PortClaim, claim, raise_file_limit
 from slipstream.serve.http.listen_unix import UnixClaim
 from slipstream.serve.http.settings import ServerSettings
+from slipstream.transport.replica_start import ReplicaProcesses, num_replicas
+from slipstream.transport.replicas import ReplicaClient
+from slipstream.transport.socket_client import SocketClient
 from slipstream.transport.spawn import spawn_core
 
 status = logging.getLogger("slipstream.status")
@@ -32,6 +36,9 @@ def launch(settings: ServerSettings, options: list[Options]) -> None:
 
 
 def _serve_at(claimed: PortClaim | UnixClaim, settings: ServerSettings, options: list[Options]) -> None:
+    if num_replicas(options) > 1:
+        _serve_replicas(claimed, settings, options)
+        return
     ours, theirs = socket.socketpair() if settings.workers > 1 else (None, None)
     # first, because it takes longest to start
     core, socks = spawn_core(options, settings.workers, theirs)
@@ -41,7 +48,7 @@ def _serve_at(claimed: PortClaim | UnixClaim, settings: ServerSettings, options:
         if ours is None or theirs is None:
             from slipstream.serve.http.worker import run_worker  # imported while the core starts
 
-            end = run_worker(settings, claimed.listener(), socks[0])
+            end = run_worker(settings, claimed.listener(), partial(SocketClient.connect, socks[0]))
             cause = None if end is None else end.cause
         else:
             from slipstream.serve.http.supervisor import Supervisor
@@ -52,3 +59,23 @@ def _serve_at(claimed: PortClaim | UnixClaim, settings: ServerSettings, options:
         ended = core.wait(_CORE_SECONDS)
     if cause is not None or ended is not None:
         raise EngineDead(f"{ended}: {cause}" if ended and cause and cause not in ended else cause or ended)
+
+
+def _serve_replicas(claimed: PortClaim | UnixClaim, settings: ServerSettings, options: list[Options]) -> None:
+    """Serves several replicas from one front end in this process, which starts and restarts them."""
+    if settings.workers > 1:
+        raise InvalidOption(
+            f"workers is {settings.workers} and data_parallel_size {options[0].data_parallel_size}; replicas have one "
+            "front end: use 1 worker, or one server per replica behind a load balancer"
+        )
+    from slipstream.serve.http.worker import run_worker
+
+    replicas = ReplicaProcesses(options)
+    status.info("listening on %s", claimed.shown)
+
+    async def connect() -> ReplicaClient:
+        return ReplicaClient(replicas, replicas.count)
+
+    end = run_worker(settings, claimed.listener(), connect)
+    if end is not None:
+        raise EngineDead(end.cause)

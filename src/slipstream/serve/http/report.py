@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import slipstream
 from slipstream.frontend.async_engine import AsyncEngine
 from slipstream.metrics.board import Board
-from slipstream.metrics.lane import LaneStats
+from slipstream.metrics.lane import LaneStats, ReplicaStats
 from slipstream.metrics.stats import FrontEnds, FrontStats, ModelStats
 from slipstream.metrics.status import StatusLine, log
 
@@ -55,12 +55,15 @@ class FrontEndReport:
         """The number of front-end processes; None where this is the only one."""
         return None if self.board is None else self.board.front_ends()
 
+    def replicas(self) -> Sequence[ReplicaStats]:
+        return self.engine.pulse.replicas
+
     def text(self, accept: str) -> tuple[bytes, str]:
         """Returns the body of /metrics and its content type."""
         if self._metrics is None:
             from slipstream.metrics.prometheus import Metrics  # imported at the first scrape: it is slow to load
 
-            self._metrics = Metrics(self.read, slipstream.__version__, self.front_ends)
+            self._metrics = Metrics(self.read, slipstream.__version__, self.front_ends, self.replicas)
         return self._metrics.text(accept)
 
     async def run(self) -> None:
@@ -98,6 +101,6 @@ class FrontEndReport:
         pids = {f"front_end_{number}": os.getpid()}
         if self.board is not None and number == 0:
             pids["supervisor"] = os.getppid()
-        if number == 0 and (core := self.engine.core_pid) is not None:
-            pids["core"] = core
+        if number == 0:
+            pids |= self.engine.core_pids()
         return pids

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import deque
 
 import msgspec
 
@@ -20,6 +19,7 @@ from slipstream.metrics.stats import FrontEnds
 from slipstream.serve.http.listen import PortClaim
 from slipstream.serve.http.listen_unix import UnixClaim
 from slipstream.serve.http.settings import ServerSettings
+from slipstream.transport.backoff import Backoff
 from slipstream.transport.child_process import child_environment
 from slipstream.transport.frames import Failed, FrameError, from_core_frames
 from slipstream.transport.spawn import join_core
@@ -30,26 +30,6 @@ CANNOT_START = 4
 """Exit code of a front end that would fail again after a restart; its log has the reason."""
 AT_ONCE = signal.SIGUSR2
 """Makes a front end exit without draining. A second SIGTERM does not: systemd sends one to every process of a unit."""
-
-
-class Backoff:
-    """The delay before a restart: doubled with each death within `window` seconds, and none after `limit` deaths."""
-
-    def __init__(self, limit: int = 5, window: float = 600.0, first: float = 0.5, longest: float = 30.0) -> None:
-        self.limit = limit
-        self.window = window
-        self._first = first
-        self._longest = longest
-        self._deaths: deque[float] = deque()
-
-    def died(self, now: float) -> float | None:
-        """Notes a death. Returns the seconds until the restart; None: no restart."""
-        self._deaths.append(now)
-        while self._deaths[0] < now - self.window:
-            self._deaths.popleft()
-        if len(self._deaths) >= self.limit:
-            return None
-        return min(self._longest, self._first * 2.0 ** (len(self._deaths) - 1))
 
 
 class _FrontEnd:

@@ -12,7 +12,7 @@ from slipstream.serve.http.routes import get, refused
 
 
 class Health(msgspec.Struct):
-    status: str  # ok, degraded while a front end is down, or the failure
+    status: str  # ok, degraded while a front end or a replica is down, or the failure
     stage: str | None = None  # of the start, until the engine is ready
     front_ends: FrontEnds | msgspec.UnsetType = msgspec.UNSET  # with several front ends
 
@@ -41,10 +41,11 @@ async def health(request: Request, body: None) -> Response:
         return json_response(Health(state.stalled), 503)
     stage = None if state.engine.is_ready else state.engine.stage
     front_ends = state.report.front_ends()
-    if front_ends is None:
-        return json_response(Health("ok", stage))
-    is_complete = front_ends.running == front_ends.wanted
-    return json_response(Health("ok" if is_complete else "degraded", stage, front_ends))
+    is_complete = front_ends is None or front_ends.running == front_ends.wanted
+    if state.engine.is_ready:
+        is_complete = is_complete and all(replica.is_ready for replica in state.report.replicas())
+    counts = msgspec.UNSET if front_ends is None else front_ends
+    return json_response(Health("ok" if is_complete else "degraded", stage, counts))
 
 
 async def ready(request: Request, body: None) -> Response:

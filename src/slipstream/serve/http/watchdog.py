@@ -45,7 +45,7 @@ class Watchdog:
 
     def _dump_stacks(self) -> None:
         faulthandler.dump_traceback(all_threads=True)
-        if (pid := self.state.engine.core_pid) is not None:
+        for pid in self.state.engine.core_pids().values():
             try:
                 os.kill(pid, signal.SIGUSR1)  # faulthandler of the core writes its stacks
             except ProcessLookupError:

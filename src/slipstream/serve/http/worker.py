@@ -9,7 +9,7 @@ import logging
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ from slipstream.serve.http.supervisor import AT_ONCE
 from slipstream.serve.http.table import all_routes
 from slipstream.serve.http.tls import server_context
 from slipstream.serve.http.watchdog import Watchdog
+from slipstream.transport.replicas import ReplicaClient
 from slipstream.transport.socket_client import SocketClient
 
 status = logging.getLogger("slipstream.status")
@@ -46,15 +47,15 @@ class WorkerEnd(NamedTuple):
 def run_worker(
     settings: ServerSettings,
     listener: socket.socket,
-    core: socket.socket,
+    connect: Callable[[], Awaitable[SocketClient | ReplicaClient]],
     board: Board | None = None,
     responses: Path | None = None,
 ) -> WorkerEnd | None:
-    """Serves until a signal ends it; returns None then. With a `board` it is one of several under a supervisor, which
-    share the store `responses`."""
+    """Serves until a signal ends it; returns None then. `connect` makes the client of the core or of its replicas. With
+    a `board` it is one of several under a supervisor, which share the store `responses`."""
     bound_heap()
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(_Worker(settings, board, responses).run(listener, core))
+        return runner.run(_Worker(settings, board, responses).run(listener, connect))
 
 
 class _Worker:
@@ -65,8 +66,10 @@ class _Worker:
         self.drain: asyncio.Task[None] | None = None
         self.runner: BatchRunner | None = None
 
-    async def run(self, listener: socket.socket, core: socket.socket) -> WorkerEnd | None:
-        client = await SocketClient.connect(core)
+    async def run(
+        self, listener: socket.socket, connect: Callable[[], Awaitable[SocketClient | ReplicaClient]]
+    ) -> WorkerEnd | None:
+        client = await connect()
         engine = AsyncEngine(client=client)
         self.state = State(self.settings, engine, self.board, self.responses)
         plain = App(self.state, all_routes())

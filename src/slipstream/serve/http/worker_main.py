@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import socket
 import sys
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -19,6 +20,7 @@ from slipstream.serve.http.settings import ServerSettings
 from slipstream.serve.http.supervisor import CANNOT_START
 from slipstream.serve.http.worker import run_worker
 from slipstream.transport.child_process import die_with_parent
+from slipstream.transport.socket_client import SocketClient
 
 status = logging.getLogger("slipstream.status")
 
@@ -30,7 +32,7 @@ def main(argv: list[str]) -> int:
     listener, core = (socket.socket(fileno=int(fd)) for fd in argv[:2])
     board = Board(int(argv[2]), int(argv[3]), settings.workers) if len(argv) > 2 else None
     responses = Path(argv[4]) if len(argv) > 4 else None
-    end = run_worker(settings, listener, core, board, responses)
+    end = run_worker(settings, listener, partial(SocketClient.connect, core), board, responses)
     if end is None:
         return 0
     status.error("a front end ended: %s", end.cause)

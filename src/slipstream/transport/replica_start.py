@@ -1,0 +1,101 @@
+"""ReplicaProcesses: starts the core process of each replica, on its own GPU or with its share of the CPU threads."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from slipstream.config.options import Options
+from slipstream.config.resolve import CPU_SHARE
+from slipstream.errors import InvalidOption
+from slipstream.transport.client import CoreClient
+from slipstream.transport.socket_client import SocketClient
+from slipstream.transport.spawn import CoreHandle, spawn_core
+
+_EXIT_SECONDS = 10.0  # for a core to exit when its connection is closed
+MAX_REPLICAS = 256
+
+
+class ReplicaProcesses:
+    """Processes of this machine, as a ReplicaSource."""
+
+    def __init__(self, options: Sequence[Options], devices: Path = Path("/dev")) -> None:
+        """`devices`: the folder of the device files of GPUs."""
+        self.count = num_replicas(options)
+        for each in options:
+            if any(not isinstance(processor, str) for processor in each.logits_processors or ()):
+                raise InvalidOption(
+                    "logits_processors has classes, which cannot be sent to replicas in other processes; give their "
+                    "names as package.module:Class"
+                )
+        self._environments = _environments(options, self.count, devices)
+        on_cpu = not self._environments[0]
+        self._options = [_of_one_replica(each, self.count, on_cpu=on_cpu) for each in options]
+        self._handles: dict[int, CoreHandle] = {}
+
+    async def start(self, index: int) -> CoreClient:
+        handle, (sock,) = spawn_core(self._options, environment=self._environments[index])
+        self._handles[index] = handle
+        return await SocketClient.connect(sock)
+
+    async def ended(self, index: int) -> str | None:
+        return await asyncio.to_thread(self._handles[index].wait, _EXIT_SECONDS)
+
+    async def close(self) -> None:
+        await asyncio.gather(*(self.ended(index) for index in self._handles))
+
+
+def num_replicas(options: Sequence[Options]) -> int:
+    """The number of replicas that the models ask for; all have to ask for the same."""
+    counts = {each.data_parallel_size for each in options}
+    if len(counts) > 1:
+        raise InvalidOption(
+            f"models of one engine ask for data_parallel_size {' and '.join(map(str, sorted(counts)))}; a replica runs "
+            "all models, so give all the same"
+        )
+    count = counts.pop()
+    if not 1 <= count <= MAX_REPLICAS:
+        raise InvalidOption(f"data_parallel_size is {count}; give 1 to {MAX_REPLICAS}")
+    return count
+
+
+def visible_gpus(devices: Path = Path("/dev"), environ: Mapping[str, str] = os.environ) -> list[str]:
+    """The GPUs of this process as entries of CUDA_VISIBLE_DEVICES, without loading torch."""
+    if (listed := environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return [entry.strip() for entry in listed.split(",") if entry.strip() not in ("", "-1")]
+    numbers = (path.name.removeprefix("nvidia") for path in devices.glob("nvidia*"))
+    return sorted((number for number in numbers if number.isdecimal()), key=int)
+
+
+def _of_one_replica(options: Options, count: int, *, on_cpu: bool) -> Options:
+    """The options of one replica. On the CPU, the default threads and memory are divided by the number of replicas."""
+    changes: dict[str, Any] = {"data_parallel_size": 1}
+    if on_cpu and options.num_threads is None:
+        changes["num_threads"] = max(1, num_cpus() // count)
+    if on_cpu and options.gpu_memory_utilization is None:
+        changes["gpu_memory_utilization"] = CPU_SHARE / count
+    return msgspec.structs.replace(options, **changes)
+
+
+def num_cpus() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _environments(options: Sequence[Options], count: int, devices: Path) -> list[dict[str, str]]:
+    """The environment of each replica: it sees its own GPU only."""
+    if all(each.device == "cpu" for each in options):
+        return [{} for _ in range(count)]
+    gpus = visible_gpus(devices)
+    if not gpus and all(each.device == "auto" for each in options):
+        return [{} for _ in range(count)]
+    if len(gpus) < count:
+        raise InvalidOption(
+            f"data_parallel_size is {count}, and {len(gpus)} GPUs are visible; each replica needs its own: lower "
+            "data_parallel_size, or run on the CPU with device cpu"
+        )
+    return [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in gpus[:count]]

@@ -1,0 +1,341 @@
+"""ReplicaClient: one CoreClient over several cores with the same models.
+
+Each request goes to one replica (`replica_routing.py`); documents of a late-interaction query go to the replica of the
+query. When a replica dies, its requests that have sent nothing run again on another replica; the others end with
+ReplicaLost. The dead replica is started again after a delay that doubles with each death. A request that was running
+when two replicas died is not run again: it may be the cause.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from slipstream.errors import EngineClosed, EngineDead, ReplicaLost, UserError
+from slipstream.messages import Abort, Output, Submit, SubmitAll
+from slipstream.metrics.lane import LaneStats, ReplicaStats
+from slipstream.transport.backoff import Backoff
+from slipstream.transport.client import CoreClient, Listener
+from slipstream.transport.frames import (
+    MAX_RESULT,
+    AbortAll,
+    AbortedAll,
+    Begun,
+    Failed,
+    FromCore,
+    Loading,
+    ModelDescriptions,
+    Pulse,
+    Ready,
+    Refused,
+    ResetPrefixCache,
+    ToCore,
+)
+from slipstream.transport.replica_queries import ReplicaQueries
+from slipstream.transport.replica_routing import ReplicaLoad, RequestCost, choose_replica
+
+status = logging.getLogger("slipstream.status")
+
+MAX_RUNS = 2
+"""Replicas on which a request may run."""
+
+
+class ReplicaSource(Protocol):
+    """Starts the cores."""
+
+    async def start(self, index: int) -> CoreClient: ...
+
+    async def ended(self, index: int) -> str | None:
+        """Waits for the end of a core whose connection is lost; returns how it ended, None if that is not known."""
+
+    async def close(self) -> None: ...
+
+
+class SentRequest:
+    """A request that has not finished."""
+
+    def __init__(self, submit: Submit, *, muted: bool = False) -> None:
+        """`muted`: outputs are dropped, because the front end has the result from a replica that died later."""
+        self.submit = submit
+        self.muted = muted
+        self.unfinished = set(range(submit.num_samples))
+        self.has_output = False
+        self.num_runs = 0
+        self.cost: RequestCost | None = None
+
+
+class Replica:
+    """One core over all its restarts; the Listener of its client."""
+
+    def __init__(self, index: int, owner: ReplicaClient, backoff: Backoff) -> None:
+        self.index = index
+        self.owner = owner
+        self.backoff = backoff
+        self.client: CoreClient | None = None
+        self.is_ready = False
+        self.is_given_up = False
+        self.load = ReplicaLoad()
+        self.requests: dict[str, SentRequest] = {}  # by request id
+        self.lanes: list[LaneStats] = []
+        self.pid: int | None = None
+        self.num_restarts = 0
+        self.num_rerouted = 0
+        self.task: asyncio.Task[None] | None = None  # starts the core
+
+    def receive(self, messages: list[FromCore]) -> None:
+        self.owner.receive_from(self, messages)
+
+    def fail(self, error: BaseException) -> None:
+        self.owner.lose(self, error)
+
+    def stats(self) -> ReplicaStats:
+        count = (self.num_restarts, self.load.num_open, self.num_rerouted)
+        return ReplicaStats(self.index, self.is_ready, *count, self.pid)
+
+
+class ReplicaClient:
+    max_result: int | None = MAX_RESULT
+
+    def __init__(self, source: ReplicaSource, count: int, backoff: Callable[[], Backoff] = Backoff) -> None:
+        self.replicas = [Replica(index, self, backoff()) for index in range(count)]
+        self.cause: str | None = None  # of a failure of all replicas, or of the first start of one
+        self._source = source
+        self._listener: Listener | None = None
+        self._error: BaseException | None = None
+        self._has_opened = False  # all replicas have been ready once
+        self._has_described = False  # the models were described to the listener
+        self._queries = ReplicaQueries()
+        self._held: list[SentRequest] = []  # while no replica is ready
+        self._resets: dict[str, set[int]] = {}  # by call: replicas that have not reset their prefix caches yet
+
+    @property
+    def is_lost(self) -> bool:
+        return self._error is not None
+
+    def listen(self, listener: Listener) -> None:
+        if self._listener is None:
+            self._listener = listener
+            for replica in self.replicas:
+                replica.task = asyncio.ensure_future(self._start(replica))
+
+    async def close(self) -> None:
+        if self._error is None:
+            self._error = EngineClosed("the engine was closed")
+        for replica in self.replicas:
+            if replica.task is not None:
+                replica.task.cancel()
+        for replica in self.replicas:
+            if replica.client is not None:
+                await replica.client.close()
+        await self._source.close()
+
+    # Messages of the front end
+
+    def send(self, message: ToCore) -> None:
+        if isinstance(message, Submit | SubmitAll):
+            self._submit([SentRequest(submit) for submit in message.submits])
+        elif isinstance(message, Abort):
+            self._abort(message)
+        elif isinstance(message, AbortAll):  # there is no other front end
+            reply: list[FromCore] = [AbortedAll(message.call, 0)]
+            asyncio.get_running_loop().call_soon(self._tell, reply)
+        elif isinstance(message, ResetPrefixCache):
+            self._resets[message.call] = {replica.index for replica in self.replicas if replica.is_ready}
+            for replica in self.replicas:
+                replica.load.forget_pages()
+                if replica.is_ready and replica.client is not None:
+                    replica.client.send(message)
+            asyncio.get_running_loop().call_soon(self._finish_resets)
+
+    def _submit(self, requests: list[SentRequest]) -> None:
+        """Sends requests to one replica; holds them while none is ready."""
+        submits = [request.submit for request in requests]
+        index = self._queries.replica_of(submits)
+        ready = [replica for replica in self.replicas if replica.is_ready and index in (None, replica.index)]
+        if not ready:
+            self._held += requests
+            return
+        lane = next((lane for lane in ready[0].lanes if submits[0].model in ("", lane.model)), LaneStats(""))
+        chosen, costs = choose_replica([each.load for each in ready], submits, lane.page_size, lane.num_pages)
+        replica = ready[chosen]
+        for request, cost in zip(requests, costs, strict=True):
+            request.cost = cost
+            request.num_runs += 1
+            replica.requests[request.submit.request_id] = request
+            self._queries.assign(request.submit, replica.index)
+        assert replica.client is not None
+        try:
+            replica.client.send(submits[0] if len(submits) == 1 else SubmitAll(submits))
+        except UserError:
+            for request in requests:
+                self._end(replica, request)
+            raise
+
+    def _abort(self, message: Abort) -> None:
+        name = message.request_id
+        owner = next((replica for replica in self.replicas if name in replica.requests), None)
+        for replica in self.replicas if owner is None else [owner]:  # any may keep the query of a finished request
+            if replica.is_ready and replica.client is not None:
+                replica.client.send(message)
+        if owner is not None:
+            request = owner.requests[name]
+            request.unfinished -= request.unfinished if message.sample is None else {message.sample}
+            if not request.unfinished:
+                self._end(owner, request)
+        if message.sample is None:
+            self._held = [each for each in self._held if each.submit.request_id != name]
+            self._queries.drop(name)
+
+    def _end(self, replica: Replica, request: SentRequest) -> None:
+        del replica.requests[request.submit.request_id]
+        assert request.cost is not None
+        request.cost.end()
+        self._queries.end(request.submit)
+
+    # Messages of the replicas
+
+    def receive_from(self, replica: Replica, messages: Sequence[FromCore]) -> None:
+        told = [taken for message in messages if (taken := self._take(replica, message)) is not None]
+        self._tell(told)
+        if any(isinstance(message, ResetPrefixCache) for message in messages):
+            self._finish_resets()
+
+    def _take(self, replica: Replica, message: FromCore) -> FromCore | None:
+        """Returns the message for the front end; None where it gets none."""
+        if isinstance(message, Output):
+            return self._take_output(replica, message)
+        if isinstance(message, Begun):
+            return Begun([name for name in message.request_ids if name in replica.requests])
+        if isinstance(message, Refused):
+            if (request := replica.requests.get(message.request_id)) is not None:
+                self._end(replica, request)
+            return message
+        if isinstance(message, Pulse):
+            replica.lanes = [msgspec.structs.replace(lane, replica=replica.index) for lane in message.lanes]
+            return self._pulse()
+        if isinstance(message, ModelDescriptions):
+            replica.pid = message.pid
+            described, self._has_described = self._has_described, True
+            return None if described else message
+        if isinstance(message, Ready):
+            return self._take_ready(replica)
+        if isinstance(message, Loading):
+            return None if self._has_opened else Loading(f"replica {replica.index}: {message.stage}")
+        if isinstance(message, ResetPrefixCache) and message.call in self._resets:
+            self._resets[message.call].discard(replica.index)
+        return None
+
+    def _take_output(self, replica: Replica, output: Output) -> Output | None:
+        request = replica.requests.get(output.request_id)
+        if request is None:
+            return None  # aborted meanwhile
+        assert request.cost is not None
+        request.has_output = True
+        request.cost.decode()
+        if output.finish_reason is not None:
+            request.unfinished.discard(output.sample)
+            if not request.unfinished:
+                self._end(replica, request)
+        return None if request.muted else output
+
+    def _take_ready(self, replica: Replica) -> FromCore:
+        replica.is_ready = True
+        if self._has_opened:
+            status.info("replica %d is ready again", replica.index)
+        held, self._held = self._held, []
+        for request in held:
+            self._submit([request])
+        if self._has_opened or not all(each.is_ready for each in self.replicas):
+            return self._pulse()
+        self._has_opened = True
+        return Ready()
+
+    def _pulse(self) -> Pulse:
+        lanes = [lane for replica in self.replicas for lane in replica.lanes]
+        return Pulse(lanes, [replica.stats() for replica in self.replicas])
+
+    # Starts and deaths
+
+    async def _start(self, replica: Replica) -> None:
+        try:
+            client = await self._source.start(replica.index)
+        except Exception as error:
+            self.lose(replica, error)
+            return
+        replica.client = client
+        client.listen(replica)
+
+    def lose(self, replica: Replica, error: BaseException) -> None:
+        """Takes a dead replica out, and reroutes or ends its requests."""
+        if self._error is not None:
+            return
+        lost, replica.requests = list(replica.requests.values()), {}
+        replica.is_ready, replica.client, replica.lanes, replica.load = False, None, [], ReplicaLoad()
+        if not self._has_opened:
+            self._fail(error)
+            return
+        delay = replica.backoff.died(time.monotonic())
+        if delay is None:
+            replica.is_given_up = True
+            status.error("replica %d was lost: %s; it is not started again", replica.index, error)
+            if all(each.is_given_up for each in self.replicas):
+                self._fail(EngineDead(f"all replicas were lost; the last: {error}"))
+                return
+        else:
+            status.error("replica %d was lost: %s; starting it again in %g s", replica.index, error, delay)
+            replica.task = asyncio.ensure_future(self._restart(replica, delay))
+        again = [SentRequest(submit, muted=True) for submit in self._queries.lose(replica.index)]
+        ended: list[FromCore] = []
+        for request in lost:
+            if request.has_output or request.num_runs >= MAX_RUNS:
+                self._queries.end(request.submit)
+                ended.append(_lost_request(request, replica.index))
+            else:
+                again.append(request)
+                replica.num_rerouted += 1
+        self._tell([*ended, self._pulse()])
+        for request in again:
+            request.submit = self._queries.refreshed(request.submit)
+            self._submit([request])
+        self._finish_resets()
+
+    async def _restart(self, replica: Replica, delay: float) -> None:
+        if (how := await self._source.ended(replica.index)) is not None:
+            status.error("replica %d: %s", replica.index, how)
+        await asyncio.sleep(delay)
+        replica.num_restarts += 1
+        await self._start(replica)
+
+    def _fail(self, error: BaseException) -> None:
+        self._error, self.cause = error, str(error)
+        for replica in self.replicas:
+            if replica.task is not None and replica.task is not asyncio.current_task():
+                replica.task.cancel()
+        if self._listener is not None:
+            self._listener.receive([Failed(self.cause)])
+            self._listener.fail(error)
+
+    def _finish_resets(self) -> None:
+        """Replies to calls whose replicas have all reset their caches or died."""
+        ready = {replica.index for replica in self.replicas if replica.is_ready}
+        for call, missing in list(self._resets.items()):
+            if not missing & ready:
+                del self._resets[call]
+                self._tell([ResetPrefixCache(call)])
+
+    def _tell(self, messages: list[FromCore]) -> None:
+        if messages and self._listener is not None:
+            self._listener.receive(messages)
+
+
+def _lost_request(request: SentRequest, index: int) -> Refused:
+    if request.has_output:
+        text = f"replica {index} died after it had sent a part of the result; send the request again"
+    else:
+        text = f"{request.num_runs} replicas died while they ran the request; it is not run again"
+    return Refused.of(request.submit.request_id, ReplicaLost(text))

@@ -9,8 +9,6 @@ import sys
 import sysconfig
 from pathlib import Path
 
-import slipstream
-
 _PR_SET_PDEATHSIG = 1
 _PARENT = "SLIPSTREAM_PARENT_PID"
 
@@ -24,7 +22,7 @@ def child_environment() -> dict[str, str]:
     PYTHONPATH means the current directory as well and is removed.
     """
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    root = str(Path(slipstream.__file__).parents[1])
+    root = str(Path(__file__).parents[2])  # of the package
     if root != sysconfig.get_path("purelib"):  # the child searches site-packages anyway
         paths.insert(0, root)
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1", _PARENT: str(os.getpid())}

@@ -23,14 +23,16 @@ def load(
     device: str = "cpu",
     num_positions: int = 256,
     dequantize: bool = True,
+    shard: tuple[int, int] = (0, 1),
 ) -> Decoder:
-    """Loads a folder or a .gguf file, for contexts of up to `num_positions` tokens."""
+    """Loads a folder or a .gguf file, for contexts of up to `num_positions` tokens. `shard`: rank, number of ranks."""
     is_file = path.suffix == ".gguf"
     info = gguf_model_info(GgufFile(path)) if is_file else read_model_info(path)
     load_format = load_format or ("gguf" if is_file else "safetensors")
     if load_format == "safetensors":
         info = as_stored(info, path)
     name = str(dtype).removeprefix("torch.")
-    return load_model(
-        ModelConfig(info, str(path), "tiny", load_format, name, dequantize, num_positions, seed), torch.device(device)
+    config = ModelConfig(
+        info, str(path), "tiny", load_format, name, dequantize, num_positions, seed, rank=shard[0], num_ranks=shard[1]
     )
+    return load_model(config, torch.device(device))

@@ -62,7 +62,7 @@ def test_an_argument_sets_the_option_with_its_meaning(given, option, value):
         ({"pooler_config": {"pooling_type": "MEAN", "tok_pooling_type": "ALL"}}, "several pooling types"),
         ({"spec_method": "ngram", "speculative_config": {"method": "ngram"}}, "spec_method"),
         ({"lora_dtype": "float16"}, "lora_dtype"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
         ({"dtype": "int3"}, "dtype"),
         ({"tensor_paralel_size": 1}, "there is no option tensor_paralel_size"),
     ],

@@ -172,7 +172,7 @@ def test_unknown_option_names_a_near_one(folder):
 @pytest.mark.parametrize(
     ("option", "says"),
     [
-        (dict(tensor_parallel_size=2), "use 1"),
+        (dict(tensor_parallel_size=3), "give a number that divides it"),
         (dict(quantization="awq"), "gguf"),
         (dict(kv_cache_dtype="fp8"), "auto"),
         (dict(max_logprobs="all"), "max_logprobs"),

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from child import child_env
-from slipstream.transport.child_process import die_with_parent
+from slipstream.engine.child_process import die_with_parent
 
 COMMAND = (sys.executable, "-m", "slipstream.serve.cli.main")
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE, signal.SIGCHLD)

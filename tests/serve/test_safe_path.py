@@ -12,8 +12,8 @@ import pytest
 
 from child import child_env
 from serve.server_process import ServerProcess
+from slipstream.engine.child_process import child_environment
 from slipstream.serve.bench import startup
-from slipstream.transport.child_process import child_environment
 
 # modules of the standard library that some process of ours imports, early or late
 NAMES = ("dis", "inspect", "uuid", "queue", "selectors", "socket", "asyncio", "torch", "slipstream", "sitecustomize")

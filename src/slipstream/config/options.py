@@ -136,6 +136,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     drafts: Annotated[
         str | None, _doc("short form of speculative_config: a method, or a method and K, as ngram or suffix:8")
     ] = None
+    tensor_parallel_size: Annotated[
+        int, _doc("processes that share one model, each with a part of its heads and MLPs; on the CPU only so far")
+    ] = 1
     data_parallel_size: Annotated[
         int,
         _doc("replicas of the whole engine, each with its own GPU or share of the CPU threads; see docs/scale.md"),

@@ -169,7 +169,9 @@ def resolve(
             ),
             device=DeviceConfig(
                 kind=machine.kind,
-                num_threads=_positive("num_threads", options.num_threads, machine.num_threads),
+                num_threads=_positive(
+                    "num_threads", options.num_threads, max(1, machine.num_threads // options.tensor_parallel_size)
+                ),
                 eager=options.enforce_eager,
                 keep_free=_keep_free(options, machine),
             ),
@@ -239,6 +241,7 @@ def model_config(
         pooling=pooling,
         deterministic=options.deterministic,
         sizes=source.sizes,
+        num_ranks=options.tensor_parallel_size,
     )
 
 
@@ -258,7 +261,7 @@ def _room(options: Options, other_bytes: int, machine: Machine) -> int:
     if machine.kind == "cuda":
         taken = machine.total_memory - machine.free_memory
         return int(machine.total_memory * (share or DEFAULT_SHARE)) - taken - other_bytes - LIBRARIES
-    return int((machine.free_memory - other_bytes) * (share or CPU_SHARE))
+    return int((machine.free_memory - other_bytes) * (share or CPU_SHARE) / options.tensor_parallel_size)
 
 
 def _num_checkpoints(

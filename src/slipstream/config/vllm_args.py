@@ -74,7 +74,7 @@ NO_EFFECT: dict[str, str] = {
 }  # fmt: skip
 
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    **dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size",
+    **dict.fromkeys(("pipeline_parallel_size", "prefill_context_parallel_size",
                      "decode_context_parallel_size", "nnodes"), ((1,), f"{_PARALLEL}; use 1")),
     **dict.fromkeys(("node_rank", "data_parallel_rank", "data_parallel_start_rank"), ((0,), _PARALLEL)),
     **dict.fromkeys(("data_parallel_hybrid_lb", "data_parallel_external_lb", "data_parallel_multi_port_external_lb",

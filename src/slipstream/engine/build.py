@@ -33,12 +33,16 @@ from slipstream.engine.draft_model import settle_draft
 from slipstream.engine.lanes import Lanes
 from slipstream.engine.model_description import ModelDescription
 from slipstream.engine.model_impl import for_backend, read_info
+from slipstream.engine.rank_options import check_one_model, check_rank_config, check_rank_options
+from slipstream.engine.workers import RankProcesses, Workers
 from slipstream.errors import InvalidOption
 from slipstream.logits_processor import LogitsProcessor
+from slipstream.nn.layers.sharded_linear import connect_ranks
 from slipstream.nn.models.adapter_layout import measure_adapter
 from slipstream.nn.models.draft_layout import draft_weight_bytes
+from slipstream.nn.models.load import stays_low_bit
 from slipstream.nn.models.measure import weight_bytes
-from slipstream.nn.models.registry import cache_specs, find_shape, state_specs
+from slipstream.nn.models.sharding import find_local_shape
 from slipstream.nn.models.stored_head import as_stored
 from slipstream.ops.compile_ahead import start_triton
 from slipstream.runner.assemble import build_runner
@@ -82,19 +86,28 @@ def open_model(options: Options) -> Opened:
 
 def build_core(opened: Opened, *, progress: bool = False, device: Device | None = None) -> EngineCore:
     """Loads the weights."""
-    runner, config = build_runner(opened.config, progress=progress, device=device)
+    ranks = None if opened.config.model.num_ranks == 1 else RankProcesses(opened.config)
+    try:
+        runner, config = build_runner(opened.config, progress=progress, device=device)
+        if ranks is not None:
+            connect_ranks(runner.model, ranks.connect())
+    except BaseException:
+        if ranks is not None:
+            ranks.kill()
+        raise
     constraints = None
     if config.model.generates:
         grammars = Grammars(opened.description.load_tokenizer, config.model.info.vocab_size)
         engine = make_processors(
             opened.processors, config, runner.device.torch_device, is_pin_memory=runner.device.can_pin
         )
-        open_masks = None if runner.sampler is None else runner.sampler.open_masks
+        # masks for several ranks are sent, and not written to the pinned buffer of one
+        open_masks = None if runner.sampler is None or ranks is not None else runner.sampler.open_masks
         constraints = Constraints(grammars, config.scheduler.max_num_seqs, engine, open_masks)
     adapters = None
     if config.adapters is not None and runner.adapters is not None:
         adapters = Adapters[Any](config.adapters, runner.adapters, config.scheduler.max_num_seqs)
-    return EngineCore(config, runner, constraints, adapters)
+    return EngineCore(config, runner if ranks is None else Workers(runner, ranks), constraints, adapters)
 
 
 def build_lanes(
@@ -140,6 +153,7 @@ def build_lanes(
 
 
 def open_models(options: Sequence[Options]) -> list[Opened]:
+    check_one_model(options)
     opened = [open_model(each) for each in options]
     names = [each.description.name for each in opened]
     if twice := next((name for name in names if names.count(name) > 1), None):
@@ -170,26 +184,30 @@ def settle(options: Options, located: LocatedModel, info: ModelInfo) -> EngineCo
     """The configuration of an engine with these options on this machine."""
     options = for_backend(options, info)
     machine = detect_machine(options.device)
+    check_rank_options(options, machine.kind)
     dtype = resolve_dtype(options, info, machine)
     pooling, info = read_pooling(options, info, located.path)
-    specs = cache_specs(info, options.page_size, dtype)
+    shape = find_local_shape(info, 0, options.tensor_parallel_size)  # the parts of all ranks have the same sizes
+    specs = shape.cache_specs(options.page_size, dtype)
     draft, draft_specs = settle_draft(options, located, info, specs, dtype, on_cpu=machine.kind == "cpu") or (None, [])
     groups = group_sites([*specs, *draft_specs])
-    sizes = find_shape(info).sizes(machine.kind == "cpu")
+    sizes = shape.sizes(machine.kind == "cpu")
     source = Source(str(located.path), located.kind, located.name, 0, sizes)
     # at the model's full length: the actual length depends on what the weights leave
     num_bytes = weight_bytes(model_config(options, info, source, dtype, info.max_positions, pooling), machine.kind)
     num_bytes += 0 if draft is None else draft_weight_bytes(draft, info, machine.kind)
     source = msgspec.structs.replace(source, num_bytes=num_bytes)
     drafts = read_draft_config(options.speculative_config, options.drafts)
-    states = tuple(state_specs(info, dtype, 0 if drafts is None else drafts.num_drafts))
+    states = tuple(shape.state_specs(dtype, 0 if drafts is None else drafts.num_drafts))
     adapters = read_adapter_config(
         options,
         lambda rank: measure_adapter(
             model_config(options, info, source, dtype, info.max_positions, pooling), rank, machine.kind
         ),
     )
-    return resolve(options, info, source, groups, dtype, machine, pooling, states, draft, adapters)
+    config = resolve(options, info, source, groups, dtype, machine, pooling, states, draft, adapters)
+    check_rank_config(config, is_low_bit=stays_low_bit(config.model, machine.kind))
+    return config
 
 
 def foresee(options: Options) -> tuple[EngineConfig, MemoryPlan]:

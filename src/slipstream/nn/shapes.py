@@ -23,6 +23,14 @@ class NormShape:
     bias: bool = False  # of a layer norm
 
 
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Which of several ranks a part of a model is for (tensor parallelism)."""
+
+    rank: int
+    size: int  # number of ranks
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentShape:
     """Multi-head latent attention: sizes of the latents and of the heads that are made of them."""
@@ -98,6 +106,8 @@ class AttentionShape(MixerShape):
     latent: LatentShape | None = None  # MLA: one kv head of kv_rank + rope_dim elements; None: usual heads
     kv_source: int | None = None  # the layer whose keys and values are read, from its first mixer; None: its own
     gated: bool = False  # a sigmoid gate scales each output; the checkpoint stores it with the query of its head
+    shard: Shard | None = None  # the heads are those of one rank; None: all heads
+    num_kv_heads_of_all: int = 0  # with a shard: key heads of the whole model
 
     @property
     def has_own_site(self) -> bool:
@@ -180,6 +190,7 @@ class MlpShape:
     up_first: bool = False  # with up in its first half
     gate_scale: float = 1.0  # multiplies the gate before its activation
     output_scale: float = 1.0  # multiplies the output
+    shard: Shard | None = None  # the size is that of one rank; None: of the whole MLP
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

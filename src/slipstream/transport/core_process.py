@@ -21,6 +21,7 @@ import msgspec
 
 from slipstream.config.locate import locate
 from slipstream.config.options import Options
+from slipstream.engine.child_process import die_with_parent
 from slipstream.engine.lanes import Lanes
 from slipstream.errors import EngineDead, SlipstreamError
 from slipstream.log import set_up_child_log
@@ -29,7 +30,6 @@ from slipstream.metrics.lane import LaneStats
 from slipstream.scheduler.scheduler import Scheduler
 from slipstream.transport.abort_calls import AbortCalls
 from slipstream.transport.admission import submit
-from slipstream.transport.child_process import die_with_parent
 from slipstream.transport.frames import (
     AbortAll,
     AbortedAll,

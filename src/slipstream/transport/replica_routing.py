@@ -75,11 +75,13 @@ class RequestCost:
 
 
 def page_hashes(submit: Submit, page_size: int) -> list[bytes]:
-    """Hashes of the prompt's full pages, the same as those of the core's prefix cache; none where it has no pages."""
+    """Hashes of the prompt's full pages; none where the model has no pages. Prompts with different adapters or cache
+    salts share no page."""
     hashes: list[bytes] = []
     if page_size:
         num_pages = min(len(submit.prompt_token_ids) // page_size, MAX_PAGES)
-        extend_hashes(hashes, submit.prompt_token_ids, num_pages, page_size, submit.cache_salt)
+        salt = submit.cache_salt if submit.lora is None else f"{submit.cache_salt}\0{submit.lora}"
+        extend_hashes(hashes, submit.prompt_token_ids, num_pages, page_size, salt)
     return hashes
 
 

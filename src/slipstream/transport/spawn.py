@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import socket
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from types import MappingProxyType
 import msgspec
 
 from slipstream.config.options import Options
-from slipstream.transport.child_process import child_environment
+from slipstream.engine.child_process import child_environment, how_it_ended
 from slipstream.transport.frames import Join, frame
 
 
@@ -25,13 +24,10 @@ class CoreHandle:
     def how_it_ended(self) -> str | None:
         """Describes an abnormal end; None while the process runs and after a normal exit."""
         code = self.process.poll()
-        if not code:
+        how = how_it_ended(code)
+        if how is None:
             return None
-        if code < 0:
-            name = signal.Signals(-code).name
-            hint = "; perhaps the machine ran out of memory" if name == "SIGKILL" else ""
-            return f"the engine core was killed by {name}{hint}"
-        return f"the engine core ended with exit code {code}"
+        return f"the engine core {'was' if code is not None and code < 0 else 'ended with'} {how}"
 
     def wait(self, seconds: float) -> str | None:
         """Waits for the exit, kills the process after `seconds`, and returns what `how_it_ended` does."""

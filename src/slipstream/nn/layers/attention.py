@@ -16,7 +16,8 @@ from slipstream.nn.layers.norm import AllHeadsNorm, EachHeadLayerNorm, Norm, Per
 from slipstream.nn.layers.position_embedding import RelativeKeys
 from slipstream.nn.layers.products import Products
 from slipstream.nn.layers.reordered_linear import ReorderedLinear, pairs_as_halves, rows_of_heads
-from slipstream.nn.shapes import AttentionShape, NormShape
+from slipstream.nn.layers.sharded_linear import ColumnParallelLinear, OutputRange, even_range, new_output
+from slipstream.nn.shapes import AttentionShape, NormShape, Shard
 from slipstream.nn.weight_format import CheckpointTensor, WeightFormat, WeightTarget, new_parameter
 from slipstream.ops.cache_write import write_cache
 from slipstream.ops.rope import norm_rope, rope_and_write_cache
@@ -45,7 +46,8 @@ class Attention(Layer):
         queries = shape.num_heads * shape.head_dim
         format_of, dtype, hidden_size = layout.format_of, layout.dtype, layout.hidden_size
         self.qkv = _new_qkv(shape, num_inputs or hidden_size, format_of(f"{name}.qkv"), dtype)
-        self.output = Linear(queries, {"": hidden_size}, shape.output_bias, format_of(f"{name}.output"), dtype)
+        output_format = format_of(f"{name}.output")
+        self.output = new_output(queries, hidden_size, shape.output_bias, output_format, dtype, shape.shard)
         self.norm = _qk_norm(shape, norm, dtype)
         has_value_norm = shape.value_norm and shape.kv_source is None
         self.value_norm = UnweightedNorm(shape.head_dim, norm.eps, dtype) if has_value_norm else None
@@ -78,7 +80,9 @@ class Attention(Layer):
         mixed = self.mix(qkv, context, last)
         return self.output(mixed, context_of(context, last)), total if last is None else last.of(total)
 
-    def products(self) -> Products:
+    def products(self) -> Products | None:
+        if self.shape.shard is not None:
+            return None
         head_norm = self.norm if isinstance(self.norm, PerHeadNorm) else None
         return Products(self.shape, self.qkv, self.output, mix=self.mix, head_norm=head_norm, site=self.site)
 
@@ -203,7 +207,16 @@ def _new_qkv(shape: AttentionShape, hidden_size: int, format: WeightFormat, dtyp
         heads = {"q": shape.num_heads, "k": shape.num_kv_heads}
         orders = {part: rows_of_heads(count, order) for part, count in heads.items()}
         return ReorderedLinear(hidden_size, parts, shape.qkv_bias, format, dtype, orders)
+    if shape.shard is not None:
+        return ColumnParallelLinear(hidden_size, parts, shape.qkv_bias, format, dtype, _ranges(shape, shape.shard))
     return Linear(hidden_size, parts, shape.qkv_bias, format, dtype)
+
+
+def _ranges(shape: AttentionShape, shard: Shard) -> dict[str, OutputRange]:
+    """Ranks with neighbouring query heads have the same key head where there are fewer key heads than ranks."""
+    first = shard.rank * shape.num_kv_heads_of_all // shard.size
+    keys = OutputRange(first * shape.head_dim, shape.num_kv_heads_of_all * shape.head_dim)
+    return {"q": even_range(shape.num_heads * shape.head_dim, shard), "k": keys, "v": keys}
 
 
 def _qk_norm(

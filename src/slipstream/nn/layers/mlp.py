@@ -13,9 +13,10 @@ from slipstream.nn.layers.layer import Layer, Layout
 from slipstream.nn.layers.linear import Linear
 from slipstream.nn.layers.norm import Norm
 from slipstream.nn.layers.products import Products
+from slipstream.nn.layers.sharded_linear import ColumnParallelLinear, even_range, new_output
 from slipstream.nn.layers.xielu import Xielu
 from slipstream.nn.shapes import MlpShape
-from slipstream.nn.weight_format import CheckpointTensor, WeightTarget
+from slipstream.nn.weight_format import CheckpointTensor, WeightFormat, WeightTarget
 
 
 class Mlp(Layer):
@@ -31,9 +32,9 @@ class Mlp(Layer):
             self.activation = scaled_gated(shape.activation, shape.gate_scale)
         hidden_size, dtype, format_of = layout.hidden_size, layout.dtype, layout.format_of
         gate_up = {"": 2 * shape.size} if shape.fused else {"gate": shape.size, "up": shape.size}
-        kind = _UpGate if shape.up_first else Linear
-        self.gate_up = kind(hidden_size, gate_up, shape.bias, format_of(f"{name}.gate_up"), dtype)
-        self.down = Linear(shape.size, {"": hidden_size}, shape.down_bias, format_of(f"{name}.down"), dtype)
+        self.gate_up = _new_input(hidden_size, gate_up, shape, format_of(f"{name}.gate_up"), dtype)
+        down_format = format_of(f"{name}.down")
+        self.down = new_output(shape.size, hidden_size, shape.down_bias, down_format, dtype, shape.shard)
 
     def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         hidden: torch.Tensor = self.down(self.activation(self.gate_up(x, context)), context)
@@ -54,7 +55,7 @@ class Mlp(Layer):
         return self.down(hidden, context), total
 
     def products(self) -> Products | None:
-        if self.shape.gate_scale != 1.0:
+        if self.shape.gate_scale != 1.0 or self.shape.shard is not None:
             return None
         return Products(self.shape, self.gate_up, self.down, self.activation)
 
@@ -67,8 +68,9 @@ class PlainMlp(Layer):
         self.shape = shape
         self.activation = Xielu(layout.dtype) if shape.activation == "xielu" else find_activation(shape.activation)
         hidden_size, dtype, format_of = layout.hidden_size, layout.dtype, layout.format_of
-        self.up = Linear(hidden_size, {"": shape.size}, shape.bias, format_of(f"{name}.up"), dtype)
-        self.down = Linear(shape.size, {"": hidden_size}, shape.down_bias, format_of(f"{name}.down"), dtype)
+        self.up = _new_input(hidden_size, {"": shape.size}, shape, format_of(f"{name}.up"), dtype)
+        down_format = format_of(f"{name}.down")
+        self.down = new_output(shape.size, hidden_size, shape.down_bias, down_format, dtype, shape.shard)
 
     def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         hidden: torch.Tensor = self.down(self.up.activated(x, self.activation, context), context)
@@ -88,8 +90,8 @@ class PlainMlp(Layer):
         hidden, total = self.up.after_norm(norm, x, residual, context, self.activation)
         return self.down(hidden, context), total
 
-    def products(self) -> Products:
-        return Products(self.shape, self.up, self.down, self.activation)
+    def products(self) -> Products | None:
+        return None if self.shape.shard is not None else Products(self.shape, self.up, self.down, self.activation)
 
 
 def of_last(
@@ -99,6 +101,17 @@ def of_last(
     if last is None:
         return x, residual
     return last.of(x), None if residual is None else last.of(residual)
+
+
+def _new_input(
+    hidden_size: int, outputs: dict[str, int], shape: MlpShape, format: WeightFormat, dtype: torch.dtype
+) -> Linear:
+    """The first product."""
+    if shape.shard is not None:
+        ranges = {part: even_range(size, shape.shard) for part, size in outputs.items()}
+        return ColumnParallelLinear(hidden_size, outputs, shape.bias, format, dtype, ranges)
+    kind = _UpGate if shape.up_first else Linear
+    return kind(hidden_size, outputs, shape.bias, format, dtype)
 
 
 class _UpGate(Linear):

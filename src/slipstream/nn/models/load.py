@@ -23,7 +23,8 @@ from slipstream.nn.low_bit_weight import LowBit
 from slipstream.nn.models.decoder import Decoder
 from slipstream.nn.models.encoder import Encoder, EncoderShape
 from slipstream.nn.models.pooling_heads import Heads, HeadShape
-from slipstream.nn.models.registry import find_heads, find_rules, find_shape
+from slipstream.nn.models.registry import find_heads, find_rules
+from slipstream.nn.models.sharding import find_local_shape
 from slipstream.nn.models.stored_head import EMBEDDING, find_named
 from slipstream.nn.transposed_weight import Transposed, transposed_is_faster
 from slipstream.nn.weight_format import FormatOf, Unquantized, WeightFormat, WeightTarget
@@ -80,7 +81,7 @@ def lay_out(config: ModelConfig, device: torch.device) -> Decoder | Encoder:
 
         backend: Any = lay_out_transformers(config)
         return backend  # type: ignore[no-any-return]
-    shape = find_shape(config.info)
+    shape = find_local_shape(config.info, config.rank, config.num_ranks)
     formats = choose_formats(config, device, is_encoder=isinstance(shape, EncoderShape))
     model: Decoder | Encoder
     if isinstance(shape, EncoderShape):

@@ -32,7 +32,7 @@ ALIASES = {
     "max_queued_tokens": "max-num-queued-tokens",
     "drain_timeout": "shutdown-timeout",
     "max_inputs": "max-client-batch-size",  # TEI's
-    "data_parallel_size": "replicas",
+    "data_parallel_size": "replicas",  # --replicas, our own
 }
 LEAST = {
     "workers": 1, "port": 0, "max_queued_requests": 1, "max_queued_tokens": 1, "stream_interval": 1,

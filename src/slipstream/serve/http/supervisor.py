@@ -13,6 +13,7 @@ import time
 
 import msgspec
 
+from slipstream.engine.child_process import child_environment
 from slipstream.errors import InvalidOption
 from slipstream.metrics.board import Board
 from slipstream.metrics.stats import FrontEnds
@@ -20,7 +21,6 @@ from slipstream.serve.http.listen import PortClaim
 from slipstream.serve.http.listen_unix import UnixClaim
 from slipstream.serve.http.settings import ServerSettings
 from slipstream.transport.backoff import Backoff
-from slipstream.transport.child_process import child_environment
 from slipstream.transport.frames import Failed, FrameError, from_core_frames
 from slipstream.transport.spawn import join_core
 

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import msgspec
 
+from slipstream.engine.child_process import die_with_parent
 from slipstream.log import set_up_log
 from slipstream.metrics.board import Board
 from slipstream.serve.http.settings import ServerSettings
 from slipstream.serve.http.supervisor import CANNOT_START
 from slipstream.serve.http.worker import run_worker
-from slipstream.transport.child_process import die_with_parent
 from slipstream.transport.socket_client import SocketClient
 
 status = logging.getLogger("slipstream.status")

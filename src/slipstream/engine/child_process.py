@@ -1,4 +1,5 @@
-"""Child processes: the environment in which they import the same code as their parent, and exit with it."""
+"""Child processes: the environment in which they import the same code as their parent, their exit with it, and how
+they ended."""
 
 from __future__ import annotations
 
@@ -39,3 +40,14 @@ def die_with_parent() -> None:
     expected = int(os.environ.pop(_PARENT, "0")) or parent
     if os.getppid() != expected:
         os._exit(1)  # the parent exited before prctl was called
+
+
+def how_it_ended(code: int | None) -> str | None:
+    """Describes an abnormal end by the exit code; None while the process runs and after a normal exit."""
+    if not code:
+        return None
+    if code < 0:
+        name = signal.Signals(-code).name
+        hint = "; perhaps the machine ran out of memory" if name == "SIGKILL" else ""
+        return f"killed by {name}{hint}"
+    return f"exit code {code}"

@@ -1,0 +1,31 @@
+"""Group: collectives between the ranks of one model, by torch.distributed's gloo on CPUs."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from torch.distributed import FileStore, ProcessGroupGloo
+
+_TIMEOUT = timedelta(minutes=10)  # of one collective; a rank that dies ends it at once
+
+
+class Group:
+    """The results of every collective have the same bits on all ranks, so that all ranks draw the same tokens."""
+
+    def __init__(self, rank: int, size: int, store: Path) -> None:
+        """`store`: a file that all ranks can write, for the exchange of addresses. Returns when all ranks have joined.
+        Connections are made over the loopback interface."""
+        self.rank = rank
+        self.size = size
+        options = ProcessGroupGloo._Options()
+        options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        options._timeout = _TIMEOUT
+        self._group = ProcessGroupGloo(FileStore(str(store), size), rank, size, options)
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks, in the memory of x."""
+        assert x.is_contiguous(), "a collective needs contiguous memory"
+        self._group.allreduce([x]).wait()
+        return x

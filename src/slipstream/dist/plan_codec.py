@@ -1,0 +1,111 @@
+"""Plans as bytes: integers of all arrays in one block, then msgpack of what is rarely there. Never pickle.
+
+A decode step has no admissions, scores, pooling or copies of states, so its plan is one concatenation.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from slipstream.step import (
+    AdapterPlan,
+    Admission,
+    Ints,
+    Late,
+    LateBias,
+    PageUpdates,
+    PoolPlan,
+    PromptScores,
+    StatePlan,
+    StepPlan,
+)
+
+_ARRAYS = ("released", "rows", "num_tokens", "lengths", "num_drawn", "num_host_tokens", "tokens", "following")
+_HEAD = 7  # integers before the lengths of the arrays
+_NONE = -1
+_Rest = tuple[
+    tuple[Admission, ...], PromptScores | None, PoolPlan | None, StatePlan | None, AdapterPlan | None
+]
+_LateFields = tuple[Ints, Ints, LateBias | None, Ints | None]
+
+
+def _as_bytes(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value.dtype.str, value.shape, np.ascontiguousarray(value).tobytes()
+    if isinstance(value, np.integer):
+        return int(value)
+    raise TypeError(f"{type(value).__name__} cannot be sent to other ranks")
+
+
+def _from_bytes(kind: Any, value: Any) -> Any:
+    dtype, shape, data = value
+    return np.frombuffer(data, dtype).reshape(shape)
+
+
+_encode = msgspec.msgpack.Encoder(enc_hook=_as_bytes).encode
+_decode_rest = msgspec.msgpack.Decoder(_Rest, dec_hook=_from_bytes).decode
+_decode_late = msgspec.msgpack.Decoder(_LateFields, dec_hook=_from_bytes).decode
+
+
+def encode_plan(plan: StepPlan) -> bytes:
+    arrays = [getattr(plan, name) for name in _ARRAYS]
+    for pages in plan.new_pages:
+        arrays += (pages.rows, pages.entries, pages.pages)
+    arrays.append(plan.copies.reshape(-1))
+    parts = (plan.scores, plan.pooling, plan.states, plan.adapters)
+    has_rest = bool(plan.admitted) or any(part is not None for part in parts)
+    rest = _encode((plan.admitted, *parts)) if has_rest else b""
+    head = [
+        plan.step & 0x7FFFFFFF,
+        plan.step >> 31,
+        len(plan.new_pages),
+        _NONE if plan.num_logprobs is None else plan.num_logprobs,
+        plan.has_drafts | plan.reports_drafts << 1,
+        plan.num_proposed,
+        len(rest),
+        *map(len, arrays),
+    ]
+    return np.concatenate([np.array(head, np.int32), *arrays], dtype=np.int32).tobytes() + rest
+
+
+def decode_plan(data: bytes) -> StepPlan:
+    """The arrays are views of `data`."""
+    head = np.frombuffer(data, np.int32, _HEAD).tolist()
+    num_arrays = len(_ARRAYS) + 3 * head[2] + 1
+    sizes = np.frombuffer(data, np.int32, num_arrays, 4 * _HEAD).tolist()
+    start = 4 * (_HEAD + num_arrays)
+    arrays = []
+    for size in sizes:
+        arrays.append(np.frombuffer(data, np.int32, size, start))
+        start += 4 * size
+    fixed: dict[str, Any] = dict(zip(_ARRAYS, arrays, strict=False))
+    groups = arrays[len(_ARRAYS) : -1]
+    rest: Any = ((), None, None, None, None) if not head[6] else _decode_rest(memoryview(data)[start:])
+    return StepPlan(
+        step=head[0] | head[1] << 31,
+        **fixed,
+        new_pages=tuple(PageUpdates(*groups[index : index + 3]) for index in range(0, len(groups), 3)),
+        copies=arrays[-1].reshape(-1, 3),
+        num_logprobs=None if head[3] == _NONE else head[3],
+        has_drafts=bool(head[4] & 1),
+        reports_drafts=bool(head[4] & 2),
+        num_proposed=head[5],
+        admitted=rest[0],
+        scores=rest[1],
+        pooling=rest[2],
+        states=rest[3],
+        adapters=rest[4],
+    )
+
+
+def encode_late(late: Late) -> bytes:
+    assert not late.edits, "code that edits logits runs in one process only"
+    return _encode((late.rows, late.bits, late.bias, late.offsets))
+
+
+def decode_late(data: bytes) -> Late:
+    rows, bits, bias, offsets = _decode_late(data)
+    return Late(rows, bits, bias, offsets=offsets)

@@ -1,0 +1,49 @@
+"""Checks of `tensor_parallel_size` against the other options: what several ranks cannot run yet is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from slipstream.config.config import EngineConfig
+from slipstream.config.options import Options
+from slipstream.errors import InvalidOption
+
+MAX_RANKS = 64
+
+
+def check_rank_options(options: Options, device_kind: str) -> None:
+    """Before anything of the model is read."""
+    count = options.tensor_parallel_size
+    if not 1 <= count <= MAX_RANKS:
+        raise InvalidOption(f"tensor_parallel_size is {count}; give 1 to {MAX_RANKS}")
+    if count == 1:
+        return
+    for is_there, what in (
+        (device_kind != "cpu", f"the device is {device_kind}; ranks run on the CPU only so far: use device cpu"),
+        (options.deterministic, "deterministic is set; the order of sums over ranks depends on the step: leave it out"),
+        (
+            options.speculative_config is not None or options.drafts is not None,
+            "drafts run on one rank: leave them out",
+        ),
+        (options.enable_lora, "adapters are not divided among ranks yet: leave enable_lora out"),
+        (bool(options.logits_processors), "logits_processors run in one process: leave them out"),
+    ):
+        if is_there:
+            raise InvalidOption(f"tensor_parallel_size is {count}, and {what}, or use tensor_parallel_size 1")
+
+
+def check_rank_config(config: EngineConfig, *, is_low_bit: bool) -> None:
+    """When the model is known."""
+    if config.model.num_ranks == 1:
+        return
+    fact = f"tensor_parallel_size is {config.model.num_ranks}, and"
+    if is_low_bit:
+        raise InvalidOption(f"{fact} low-bit weights are not divided among ranks yet; use 1, or dequantize")
+    if not config.model.generates:
+        raise InvalidOption(f"{fact} {config.model.name} only pools, which runs on one rank; use 1")
+
+
+def check_one_model(options: Sequence[Options]) -> None:
+    """Several models of one engine run on one rank."""
+    if len(options) > 1 and any(each.tensor_parallel_size > 1 for each in options):
+        raise InvalidOption("tensor_parallel_size is given for one of several models; serve it alone, or use 1")

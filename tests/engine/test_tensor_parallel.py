@@ -1,0 +1,75 @@
+"""`tensor_parallel_size=2`: the tokens and logprobs of one rank; failures of ranks; what is refused."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from slipstream import LLM, SamplingParams
+from slipstream.config.options import make_options
+from slipstream.engine.build import foresee, open_models
+from slipstream.errors import EngineDead, InvalidOption
+from slipstream.structured_params import StructuredOutputsParams
+from tiny import write_tiny
+
+SMALL = dict(
+    max_model_len=64, num_pages=64, page_size=4, max_num_seqs=4, num_threads=1, dtype="float64", use_tqdm_on_load=False
+)
+PROMPTS = [[i, i + 1, i + 2] * (1 + i % 5) for i in range(1, 9)]
+PARAMS = [
+    SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True, logprobs=3),
+    SamplingParams(temperature=0.9, seed=4, max_tokens=12, ignore_eos=True, repetition_penalty=1.2),
+    SamplingParams(max_tokens=8, structured_outputs=StructuredOutputsParams(regex="[a-c]{2,6}")),  # masks
+]
+
+
+def run(folder):
+    with LLM(folder, **SMALL) as llm:
+        return generate(llm)
+
+
+def generate(llm):
+    outputs = llm.generate(PROMPTS, [PARAMS[i % 3] for i in range(len(PROMPTS))], use_tqdm=False)
+    again = llm.generate(PROMPTS[:2], PARAMS[0], use_tqdm=False)  # cached prefixes
+    return [each.outputs[0] for each in (*outputs, *again)]
+
+
+def check_equal(found, wanted):
+    assert [each.token_ids for each in found] == [each.token_ids for each in wanted]
+    for one, other in zip(found, wanted, strict=True):
+        for of_one, of_other in zip(one.logprobs or (), other.logprobs or (), strict=True):
+            assert of_one.keys() == of_other.keys()
+            for token, logprob in of_one.items():
+                assert logprob.logprob == pytest.approx(of_other[token].logprob, abs=1e-9)
+
+
+def test_two_ranks_give_the_results_of_one_until_one_is_killed(tmp_path):
+    folder = str(write_tiny(tmp_path, "qwen3"))
+    wanted = run(folder)
+    with LLM(folder, **SMALL, tensor_parallel_size=2) as llm:
+        check_equal(generate(llm), wanted)
+        os.kill(llm.core.executor._ranks._processes[0].pid, signal.SIGKILL)
+        with pytest.raises(EngineDead, match="rank 1"):
+            llm.generate(PROMPTS, PARAMS[0], use_tqdm=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"tensor_parallel_size": 3}, "4 attention heads; give a number that divides it"),
+        ({"tensor_parallel_size": 0}, "1 to 64"),
+        ({"drafts": "ngram"}, "drafts run on one rank"),
+        ({"logits_processors": ["a:B"]}, "logits_processors run in one process"),
+    ],
+)
+def test_options_of_one_rank_are_refused_by_name(tmp_path, options, words):
+    folder = str(write_tiny(tmp_path, "llama"))
+    with pytest.raises(InvalidOption, match=words):
+        foresee(make_options(**{"model": folder, "device": "cpu", "tensor_parallel_size": 2, **options}))
+
+
+def test_several_models_are_refused(tmp_path):
+    with pytest.raises(InvalidOption, match="serve it alone"):
+        open_models([make_options(tensor_parallel_size=2), make_options(task="embed")])

@@ -1,0 +1,106 @@
+"""Models divided among ranks, each in a thread: the logits of the whole model, or a refusal by name."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from hand_batch import HandRunner
+from hand_load import load
+from slipstream.errors import InvalidOption, UnsupportedModel
+from slipstream.nn.layers.sharded_linear import connect_ranks
+from tiny import write_tiny
+
+STEPS = [{"a": [3, 1, 4, 1, 5, 9, 2], "b": [6, 5, 3, 5]}, {"a": [8], "b": [9]}, {"a": [7], "b": [9, 3, 2]}]
+
+
+class ThreadGroup:
+    """The collectives of ranks in threads of this process."""
+
+    def __init__(self, size: int) -> None:
+        self.parts: list[torch.Tensor] = [torch.empty(0)] * size
+        self.barrier = threading.Barrier(size, timeout=20)
+
+    def of(self, rank: int) -> ThreadRank:
+        return ThreadRank(self, rank)
+
+
+class ThreadRank:
+    def __init__(self, group: ThreadGroup, rank: int) -> None:
+        self.group, self.rank = group, rank
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        self.group.parts[self.rank] = x.clone()
+        self.group.barrier.wait()
+        total = torch.stack(self.group.parts).sum(0)
+        self.group.barrier.wait()
+        return total
+
+
+def logits_of(model):
+    runner = HandRunner(model, torch.float64)
+    with torch.no_grad():
+        return torch.cat([logits for step in STEPS for logits in runner.run(step).values()])
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "num_ranks"),
+    [
+        ("llama", {}, 2),
+        ("llama", {}, 4),  # fewer key heads than ranks
+        ("llama", {"attention_bias": True, "mlp_bias": True}, 2),
+        ("qwen2", {}, 2),
+        ("qwen3", {"num_key_value_heads": 1, "tie_word_embeddings": True}, 2),
+        ("mistral", {}, 2),
+        ("gemma2", {}, 2),
+        ("gemma3", {}, 2),
+        ("gemma", {}, 2),
+        ("smollm3", {}, 2),
+        ("granite", {}, 2),
+        ("arcee", {}, 2),
+        ("seed_oss", {}, 2),
+        ("starcoder2", {}, 2),
+        ("stablelm", {}, 2),
+        ("hunyuan_v1_dense", {}, 2),
+    ],
+)
+def test_ranks_compute_the_logits_of_the_whole_model(tmp_path, family, changes, num_ranks):
+    folder = write_tiny(tmp_path, family, **changes)
+    wanted = logits_of(load(folder, torch.float64))
+    group = ThreadGroup(num_ranks)
+
+    def run(rank):
+        model = load(folder, torch.float64, shard=(rank, num_ranks))
+        connect_ranks(model, group.of(rank))
+        return logits_of(model)
+
+    with ThreadPoolExecutor(num_ranks) as pool:
+        found = list(pool.map(run, range(num_ranks)))
+    for logits in found:
+        torch.testing.assert_close(logits, wanted, atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("family", "words"),
+    [
+        ("mixtral", "experts are not divided"),
+        ("phi3", "q, k and v in one tensor are not divided"),
+        ("olmo2", "norms over the queries of all heads are not divided"),
+        ("gpt_oss", "sinks are not divided"),
+        ("deepseek_v2", "latents"),
+        ("qwen3_next", "recurrent mixers"),
+        ("gemma3n", "inputs per layer"),
+    ],
+)
+def test_what_is_not_divided_is_refused_by_name(tmp_path, family, words):
+    with pytest.raises(UnsupportedModel, match=words):
+        load(write_tiny(tmp_path, family), shard=(0, 2))
+
+
+def test_sizes_that_cannot_be_divided_are_refused(tmp_path):
+    folder = write_tiny(tmp_path, "llama", hidden_size=96, num_attention_heads=6, num_key_value_heads=3)
+    with pytest.raises(InvalidOption, match="3 key heads"):
+        load(folder, shard=(0, 2))

@@ -21,7 +21,6 @@ class LoadAdapterBody(msgspec.Struct, forbid_unknown_fields=True):
 
 class UnloadAdapterBody(msgspec.Struct, forbid_unknown_fields=True):
     lora_name: str
-    lora_int_id: int | None = None  # vLLM's; the name is enough
 
 
 async def load_lora_adapter(request: Request, body: LoadAdapterBody) -> Response:

@@ -323,8 +323,8 @@ def test_weights_that_are_not_numbers_are_reported(folders, tmp_path):
     with LLM(str(tmp_path), use_tqdm_on_load=False) as llm:
         good, bad = llm.embed([[5, 6], [5, 7]])
         assert np.isfinite(good.outputs.data).all()
-        assert bad.error is not None and "not made of numbers" in bad.error
-        with pytest.raises(SlipstreamError, match="not made of numbers"):
+        assert bad.error is not None and "not finite" in bad.error
+        with pytest.raises(SlipstreamError, match="not finite"):
             _ = bad.outputs
 
 

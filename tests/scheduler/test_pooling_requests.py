@@ -87,7 +87,7 @@ def test_a_failed_result_is_reported_and_its_pages_are_unpublished():
     bench.executor.fail = lambda admission, length: admission.number == 0
     bench.pool(range(20))
     bench.run()
-    assert bench.outputs[0].finish_reason is FinishReason.ERROR and "not made of numbers" in bench.outputs[0].error
+    assert bench.outputs[0].finish_reason is FinishReason.ERROR and "not finite" in bench.outputs[0].error
     again = bench.pool(range(20))
     bench.run()
     assert again.num_cached == 0

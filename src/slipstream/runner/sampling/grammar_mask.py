@@ -15,7 +15,8 @@ from slipstream.device.device import Device
 from slipstream.ops.sample import mask_bits_
 from slipstream.runner.batch.staging import HostRing, Upload
 from slipstream.runner.sampling.stage import ByRow, SampleBatch, Stage, StageWork
-from slipstream.step import Ints, Late, Processed, StepPlan
+from slipstream.runner.sampling.stage_rows import StageRows
+from slipstream.step import Admission, Ints, Late, Processed, StepPlan
 
 
 class GrammarMask(Stage):
@@ -34,25 +35,17 @@ class GrammarMask(Stage):
         self._lines = arena[: self._num_lines * 4].view(torch.int32)
         size = (num_rows - 1 + max_step_drafts) * self.words * 4
         self._bits = arena[start : start + size].view(torch.int32).view(-1, self.words)
-        self._has_grammar = np.zeros(num_rows, np.bool_)
-        self._users: set[int] = set()
+        self.rows = StageRows(num_rows, _is_masked)
         self._open: tuple[Upload, Ints, Ints] | None = None  # an upload with its lines and masks, not sent yet
 
     def apply(self, plan: StepPlan) -> None:
-        if self._users:
-            gone = self._users.intersection(plan.released.tolist())
-            self._users -= gone
-            self._has_grammar[list(gone)] = False
-        for admission in plan.admitted:
-            if admission.params.structured_outputs is not None or admission.processed & Processed.TOKENS:
-                self._users.add(admission.row)
-                self._has_grammar[admission.row] = True
+        self.rows.apply(plan)
 
     def flush(self, upload: Upload) -> None:
         """Nothing changes with an admission: masks come with every step."""
 
     def is_used_by(self, rows: Ints) -> bool:
-        return bool(self._users) and bool(self._has_grammar[rows].any())
+        return self.rows.is_used_by(rows)
 
     def prepare(self, rows: Ints, upload: Upload) -> StageWork | None:
         return self.by_row(rows).work if self.is_used_by(rows) else None
@@ -90,3 +83,7 @@ class GrammarMask(Stage):
         upload.send(self.device.copy)
         self.device.copy.flush()
         self.device.compute.wait_for(upload.sent)
+
+
+def _is_masked(admission: Admission) -> bool:
+    return admission.params.structured_outputs is not None or bool(admission.processed & Processed.TOKENS)

@@ -12,8 +12,8 @@ import torch
 from slipstream.config.memory import MAX_BIASED_IDS, bias_bytes
 from slipstream.device.device import Device
 from slipstream.runner.batch.staging import HostRing, Upload
-from slipstream.runner.sampling.processed_rows import ProcessedRows
 from slipstream.runner.sampling.stage import ByRow, SampleBatch, Stage, StageWork
+from slipstream.runner.sampling.stage_rows import StageRows
 from slipstream.step import Ints, Late, Processed, StepPlan
 
 
@@ -21,7 +21,7 @@ class HostBias(Stage):
     def __init__(self, num_rows: int, device: Device) -> None:
         """`num_rows`: with the padding row."""
         self.device = device
-        self.rows = ProcessedRows(num_rows, Processed.TOKENS)
+        self.rows = StageRows(num_rows, lambda admission: bool(admission.processed & Processed.TOKENS))
         self.ring = HostRing(1, bias_bytes(num_rows), device)
         self._num_rows = num_rows
         # views of the arena, at fixed addresses for captured work

@@ -11,15 +11,16 @@ import torch
 
 from slipstream.device.sync_check import sync_allowed
 from slipstream.runner.batch.staging import Upload
-from slipstream.runner.sampling.processed_rows import ProcessedRows
 from slipstream.runner.sampling.stage import SampleBatch, Stage, StageWork
+from slipstream.runner.sampling.stage_rows import StageRows
 from slipstream.step import Ints, Late, LogitsEdit, Processed, StepPlan
 
 
 class HostLogits(Stage):
     def __init__(self, num_rows: int, *, is_scaled: bool) -> None:
         """`is_scaled`: the stage is after the temperature, for processors that do not change the likeliest token."""
-        self.rows = ProcessedRows(num_rows, Processed.SCALED if is_scaled else Processed.LOGITS)
+        kind = Processed.SCALED if is_scaled else Processed.LOGITS
+        self.rows = StageRows(num_rows, lambda admission: bool(admission.processed & kind))
         self._is_scaled = is_scaled
         self._newest: list[LogitsEdit] = []  # of the step prepared last; filled by `send`
 

@@ -18,6 +18,7 @@ from slipstream.ops.drafts import last_kept
 from slipstream.ops.sample import mask_bits_
 from slipstream.runner.batch.staging import StagedTensor, Upload
 from slipstream.runner.sampling.stage import ByRow, SampleBatch, Stage, StageWork
+from slipstream.runner.sampling.stage_rows import StageRows
 from slipstream.step import Admission, Ints, StepPlan
 from slipstream.thinking_automaton import ThinkingAutomaton
 
@@ -64,22 +65,19 @@ class ThinkingBudget(Stage):
         self.counts = StagedTensor((num_rows,), np.int64, device)  # reasoning tokens
         self.budgets = StagedTensor((num_rows,), np.int64, device, fill=_NO_BUDGET)
         self._device = device
-        self._has = np.zeros(num_rows, np.bool_)
-        self._users: set[int] = set()
+        self.rows = StageRows(num_rows, lambda admission: admission.thinking is not None)
         self._markers: tuple[object, ...] | None = None
         self._automaton: ThinkingAutomaton | None = None
         self._tables: _Tables | None = None  # from the first request with a budget on
         self._is_new = False
 
     def apply(self, plan: StepPlan) -> None:
-        for row in self._users.intersection(plan.released.tolist()):
-            self._users.discard(row)
-            self._has[row] = False
+        released, admitted = self.rows.apply(plan)
+        for row in released:
             self.budgets.write(row, _NO_BUDGET)
             self.states.write(row, 0)  # the request may have ended within the forced text
-        for admission in plan.admitted:
-            if admission.thinking is not None:
-                self._admit(admission)
+        for admission in admitted:
+            self._admit(admission)
 
     def _admit(self, admission: Admission) -> None:
         thinking, budget, history = admission.thinking, admission.params.thinking_token_budget, admission.history
@@ -90,8 +88,6 @@ class ThinkingBudget(Stage):
         state = self._automaton.first_inside if thinking.is_open else 0
         state, count = self._automaton.follow(state, 0, budget, history[admission.num_prompt_tokens :])
         row = admission.row
-        self._users.add(row)
-        self._has[row] = True
         self.states.write(row, state)
         self.counts.write(row, count)
         self.budgets.write(row, budget)
@@ -132,7 +128,7 @@ class ThinkingBudget(Stage):
         return self.by_row(rows).work if self.is_used_by(rows) else None
 
     def is_used_by(self, rows: Ints) -> bool:
-        return bool(self._users) and bool(self._has[rows].any())
+        return self.rows.is_used_by(rows)
 
     def can_capture(self, rows: Ints) -> bool:
         return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from slipstream.transport.frames import (
     AbortAll,
     AbortedAll,
     FromCore,
+    Inspect,
+    Inspected,
     ModelDescriptions,
     Ready,
     ResetPrefixCache,
@@ -69,6 +72,8 @@ class ScriptedCore(asyncio.Protocol):
         self.aborts: list[Abort] = []
         self.others: list[AbortAll | AbortedAll] = []  # messages between front ends
         self.num_resets = 0
+        self.inspects: list[Inspect] = []
+        self.inspector: Callable[[Inspect], Inspected] = lambda message: Inspected(message.call, b"")
         self.frames = to_core_frames()
         self.changed = asyncio.Event()
 
@@ -111,6 +116,10 @@ class ScriptedCore(asyncio.Protocol):
         if isinstance(message, ResetPrefixCache):
             self.num_resets += 1
             self.say(message)
+            return
+        if isinstance(message, Inspect):
+            self.inspects.append(message)
+            self.say(self.inspector(message))
             return
         if isinstance(message, AbortAll | AbortedAll):
             self.others.append(message)

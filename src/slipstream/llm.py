@@ -5,15 +5,20 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
 from slipstream.config.config import EngineConfig
 from slipstream.config.options import options_of
 from slipstream.device.device import Device
+from slipstream.engine.chrome_trace import chrome_trace
 from slipstream.engine.core import EngineCore
 from slipstream.engine.gc_freeze import frozen_gc
 from slipstream.engine.progress import progress
+from slipstream.engine.record_folder import write_private
+from slipstream.engine.step_log import StepLog, stop
 from slipstream.errors import InvalidOption
 from slipstream.frontend.adapter_names import AdapterNames
 from slipstream.frontend.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
@@ -315,6 +320,26 @@ class LLM:
     def reset_prefix_cache(self) -> None:
         """Forgets the cached prefixes of all models."""
         self._sync_loop.reset_prefix_cache()
+
+    def save_record(self, path: str | Path, *, model: str | None = None, redact: bool = False) -> None:
+        """Writes the last steps to a file, for `slipstream replay`. `redact`: without token ids and texts."""
+        with self._sync_loop.turn():
+            core = self.core if model is None else self.cores[self._model(model).description.name]
+            if core.recorder is None:
+                raise InvalidOption("record_steps is 0, so nothing is recorded; give a number of steps")
+            write_private(Path(path), core.recorder.take().encode(redact=redact))
+
+    @contextmanager
+    def trace(self, path: str | Path) -> Iterator[None]:
+        """Writes times of all steps within the `with` block to a file, which ui.perfetto.dev opens."""
+        with self._sync_loop.turn():
+            log = StepLog(self.cores)
+        try:
+            yield
+        finally:
+            with self._sync_loop.turn():
+                stop(self.cores)
+            Path(path).write_bytes(chrome_trace(log.models, list(log.steps)))
 
     def default_sampling_params(self) -> SamplingParams:
         return self.inputs.default_params()

@@ -10,6 +10,7 @@ from slipstream.config.draft_config import DRAFTS_PER_STEP, DraftConfig
 from slipstream.config.model_info import ModelInfo
 from slipstream.config.model_sizes import ModelSizes
 from slipstream.config.pooling_info import PoolingInfo
+from slipstream.config.record_config import RecordConfig
 
 MAX_REPORTED_LOGPROBS = 2**20  # elements in the wide reports of one step, or in its prompt logprobs
 
@@ -141,6 +142,7 @@ class EngineConfig(msgspec.Struct, frozen=True):
     device: DeviceConfig
     draft: DraftModelConfig | None = None  # None: drafts need no model
     adapters: AdapterConfig | None = None  # None: requests have no LoRA adapters
+    record: RecordConfig = RecordConfig()
 
     @property
     def hidden_width(self) -> int:

@@ -163,6 +163,13 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     lora_modules: Annotated[
         list[str] | None, _doc("adapters that requests name as their model, as name=folder; repeatable")
     ] = None
+    record_steps: Annotated[
+        int, _doc("last steps that the flight recorder keeps in memory, for slipstream replay; 0: none")
+    ] = 256
+    record_dir: Annotated[
+        str | None, _doc("folder for recordings of failed engines; default: a folder of this user for temporary files")
+    ] = None
+    record_redact: Annotated[bool, _doc("leave token ids and texts out of recordings of failed engines")] = False
     served_model_name: Annotated[str | None, _doc("name of the model in requests and responses")] = None
 
 

@@ -26,6 +26,7 @@ from slipstream.config.model_info import ModelInfo
 from slipstream.config.model_sizes import ModelSizes
 from slipstream.config.options import Options
 from slipstream.config.pooling_info import PoolingInfo
+from slipstream.config.record_config import resolve_record
 from slipstream.config.state_size import StateSize
 from slipstream.errors import InvalidOption, NotEnoughMemory
 from slipstream.params import MAX_BAD_WORDS
@@ -175,6 +176,7 @@ def resolve(
                 eager=options.enforce_eager,
                 keep_free=_keep_free(options, machine),
             ),
+            record=resolve_record(options),
             draft=None if draft is None else draft.of_length(length),
             adapters=adapters,
         )

@@ -34,6 +34,7 @@ from slipstream.engine.lanes import Lanes
 from slipstream.engine.model_description import ModelDescription
 from slipstream.engine.model_impl import for_backend, read_info
 from slipstream.engine.rank_options import check_one_model, check_rank_config, check_rank_options
+from slipstream.engine.recorder import Recorder
 from slipstream.engine.workers import RankProcesses, Workers
 from slipstream.errors import InvalidOption
 from slipstream.logits_processor import LogitsProcessor
@@ -107,7 +108,9 @@ def build_core(opened: Opened, *, progress: bool = False, device: Device | None 
     adapters = None
     if config.adapters is not None and runner.adapters is not None:
         adapters = Adapters[Any](config.adapters, runner.adapters, config.scheduler.max_num_seqs)
-    return EngineCore(config, runner if ranks is None else Workers(runner, ranks), constraints, adapters)
+    executor = runner if ranks is None else Workers(runner, ranks)
+    recorder = Recorder(executor, config) if config.record.num_steps else None
+    return EngineCore(config, executor, constraints, adapters, recorder)
 
 
 def build_lanes(

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Any, Protocol
+from typing import Any
 
 from slipstream.config.config import EngineConfig
 from slipstream.engine.device_timing import DeviceTimer, StepInterval
+from slipstream.engine.executor import Executor, Handle
 from slipstream.engine.make_requests import encoder_request, requests_of
 from slipstream.engine.pacing import Pacer
+from slipstream.engine.record_folder import save_failure
+from slipstream.engine.recorder import Recorder
+from slipstream.engine.step_log import LaneLog
 from slipstream.errors import EngineDead, SlipstreamError
 from slipstream.messages import Abort, Output, Submit
 from slipstream.params import SamplingParams
@@ -17,28 +21,7 @@ from slipstream.scheduler.cache.manager import CacheManager
 from slipstream.scheduler.encoder_scheduler import EncoderScheduler
 from slipstream.scheduler.grammar.constraints import MIN_BUDGET, Constraints
 from slipstream.scheduler.scheduler import Scheduler
-from slipstream.step import Late, StepPlan, StepResult
-
-
-class Handle(Protocol):
-    """A launched step. `wait` waits until its result is on the host.
-
-    A step may have no result: its handle `has_no_result`, `wait` returns at once, and `wait_until_ended` waits until
-    the device has finished it.
-    """
-
-    def wait(self) -> StepResult: ...
-    def done(self) -> bool: ...
-    def wait_until_ended(self) -> None: ...
-
-
-class Executor(Protocol):
-    """Runs plans, in order, without waiting for them. `finish` gets `late` if the host takes part in a draw."""
-
-    def launch(self, plan: StepPlan) -> None: ...
-    def finish(self, late: Late | None = None) -> Handle: ...
-    def free_queries(self, queries: tuple[int, ...]) -> None: ...
-    def close(self) -> None: ...
+from slipstream.step import StepPlan
 
 
 class EngineCore:
@@ -48,8 +31,10 @@ class EngineCore:
         executor: Executor,
         constraints: Constraints | None = None,
         adapters: Adapters[Any] | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
-        """`constraints`: required for structured output and logits processors; `adapters`: for LoRA adapters."""
+        """`constraints`: required for structured output and logits processors; `adapters`: for LoRA adapters;
+        `recorder`: plans pass through it."""
         self.config = config
         self.constraints = constraints
         self.adapters = adapters
@@ -63,6 +48,8 @@ class EngineCore:
             cache = CacheManager(config.cache, 0 if drafts is None else drafts.num_drafts)
             self.scheduler = Scheduler(config.scheduler, cache, constraints, adapters)
         self.executor = executor
+        self.recorder = recorder
+        self._launcher: Executor = executor if recorder is None else recorder
         self.in_flight: deque[Handle] = deque()
         self.timer = DeviceTimer()
         self.pace = Pacer(config.scheduler.max_itl)
@@ -70,6 +57,7 @@ class EngineCore:
             self.pace.on_decode = self.scheduler.drafts.length.measure
         self._causes: deque[str] = deque()  # causes of the device's idle gaps before the steps in flight
         self._untimed: deque[tuple[Handle, str]] = deque()  # committed without waiting: may still run on the device
+        self.step_log: LaneLog | None = None  # set while times of steps are read
         self.num_steps = 0
         self._num_submitted = 0
         self._failure: BaseException | None = None
@@ -122,6 +110,11 @@ class EngineCore:
         """Whether a caller waits for a result or has more prompts. Steps in flight may be for aborted requests."""
         return self.scheduler.num_live > 0 or self.scheduler.refill is not None
 
+    @property
+    def num_untimed(self) -> int:
+        """Launched steps whose device time is not recorded yet."""
+        return len(self.in_flight) + len(self._untimed)
+
     def has_work(self) -> bool:
         return bool(self.in_flight) or self.scheduler.has_work()
 
@@ -141,6 +134,8 @@ class EngineCore:
             self._failure = error  # scheduler and runner may now disagree about what was launched
             if not isinstance(error, Exception):
                 raise
+            if self.recorder is not None:
+                save_failure(self.recorder, error)
             raise EngineDead(f"the engine failed in step {self.num_steps}: {error}; start a new one") from error
         finally:
             self.timer.leave(self._is_wanted())
@@ -175,7 +170,7 @@ class EngineCore:
 
     def _launch(self, plan: StepPlan) -> list[Output]:
         self._keep_room()  # aborted requests may have left steps without results
-        self.executor.launch(plan)
+        self._launcher.launch(plan)
         self._causes.append(self.timer.launched())
         outputs: list[Output] = []
         late = None
@@ -185,10 +180,12 @@ class EngineCore:
                 outputs += self._commit()
             self.constraints.budget = max(MIN_BUDGET, self.pace.expected(plan))
             late = self.constraints.late()
-        handle = self.executor.finish(late)
+        handle = self._launcher.finish(late)
         self.in_flight.append(handle)
         self.timer.follow(_span(handle))
         self.pace.launched(plan, self.timer.host_seconds)
+        if self.step_log is not None:
+            self.step_log.launched(plan, self.timer.host_seconds)
         self.num_steps += 1
         return outputs
 
@@ -205,6 +202,8 @@ class EngineCore:
         # the step that was waited for has ended, and all before it
         while self._untimed and (not has_no_result or self._untimed[0][0].done()):
             self._book()
+        if self.recorder is not None:
+            self.recorder.committed(result)
         return self.scheduler.commit(result)
 
     def _keep_room(self) -> None:
@@ -217,7 +216,10 @@ class EngineCore:
 
     def _book(self) -> None:
         handle, cause = self._untimed.popleft()
-        self.pace.committed(self.timer.record(_span(handle), cause))
+        busy = self.timer.record(_span(handle), cause)
+        self.pace.committed(busy)
+        if self.step_log is not None:
+            self.step_log.ended(busy, self.timer.gap, self.timer.late, cause)
 
     def _free_queries_if_idle(self) -> None:
         """The next plan frees queries that no request needs any more. Without work there is no next plan: free now."""
@@ -229,6 +231,8 @@ class EngineCore:
         self._untimed.clear()
         for each in self._background:
             each.close()
+        if self.recorder is not None:
+            self.recorder.clear()
         self.executor.close()
 
     def _check_alive(self) -> None:

@@ -73,6 +73,7 @@ class DeviceTimer:
         self.timeline = Timeline(clock)
         self._before: deque[StepInterval | None] = deque()  # for each step in flight: the step before it on the device
         self.host_seconds = 0.0  # host seconds between the last two launches
+        self.gap = self.late = 0.0  # idle seconds before and within the step recorded last
 
     def enter(self) -> None:
         """The core starts or continues a step."""
@@ -125,18 +126,20 @@ class DeviceTimer:
     def record(self, span: StepInterval | None, cause: str) -> float:
         """The oldest step has ended. Returns its busy seconds on the device."""
         before = self._before.popleft()
+        self.gap = self.late = 0.0
         if span is None:
             return 0.0
         total, busy = self.total, span.ended.since(span.started)
         if span.late is not None:
-            waited = max(0.0, span.late[1].since(span.late[0]))
-            total.grammar += waited
-            busy -= waited
+            self.late = max(0.0, span.late[1].since(span.late[0]))
+            total.grammar += self.late
+            busy -= self.late
         total.num_steps += 1
         total.busy += busy
         if before is not None:
             # the resolution of the clock may make a gap negative
-            setattr(total, cause, getattr(total, cause) + max(0.0, span.started.since(before.ended)))
+            self.gap = max(0.0, span.started.since(before.ended))
+            setattr(total, cause, getattr(total, cause) + self.gap)
         return busy
 
 

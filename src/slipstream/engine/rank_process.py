@@ -20,7 +20,7 @@ from slipstream.dist.group import Group
 from slipstream.dist.plan_codec import decode_late, decode_plan
 from slipstream.dist.plan_ring import PlanReader
 from slipstream.engine.child_process import die_with_parent
-from slipstream.engine.core import Handle
+from slipstream.engine.executor import Handle
 from slipstream.engine.workers import END, FINISH, FREE, LATE, PLAN, LocalRunner
 from slipstream.log import set_up_child_log
 from slipstream.nn.layers.sharded_linear import connect_ranks

@@ -21,7 +21,7 @@ from slipstream.dist.group import Group
 from slipstream.dist.plan_codec import encode_late, encode_plan
 from slipstream.dist.plan_ring import PlanWriter
 from slipstream.engine.child_process import child_environment, how_it_ended
-from slipstream.engine.core import Handle
+from slipstream.engine.executor import Handle
 from slipstream.errors import EngineDead
 from slipstream.step import Late, StepPlan, StepResult
 

@@ -10,7 +10,7 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -32,12 +32,14 @@ from slipstream.transport.frames import (
     AbortedAll,
     Begun,
     FromCore,
+    Inspected,
     Loading,
     ModelDescriptions,
     Pulse,
     Ready,
     Refused,
     ResetPrefixCache,
+    ToCore,
 )
 
 log = logging.getLogger("slipstream.front")
@@ -66,7 +68,7 @@ class RequestRouter:
         self._outputs = OutputProcessor()
         self._mailboxes: dict[str, Mailbox] = {}  # by request id
         self._preparing: dict[str, bool] = {}  # by request id, prompts being tokenised: whether they were aborted
-        self._calls: dict[str, asyncio.Future[int]] = {}  # calls that wait for a reply, by id
+        self._calls: dict[str, asyncio.Future[Any]] = {}  # calls that wait for a reply, by id
         self._request_numbers = itertools.count()
         self._prefix = secrets.token_hex(4)
 
@@ -203,17 +205,18 @@ class RequestRouter:
 
     async def abort_others(self) -> int:
         """Aborts every request of the other front ends of this core. Returns their number when all have replied."""
-        return await self._call(AbortAll)
+        aborted: int = await self.call(AbortAll)
+        return aborted
 
     async def reset_prefix_cache(self) -> None:
         """Forgets the cached prefixes of all models. Running requests are not affected."""
-        await self._call(ResetPrefixCache)
+        await self.call(ResetPrefixCache)
 
-    async def _call(self, message: type[AbortAll] | type[ResetPrefixCache]) -> int:
-        """Sends a message and waits for its reply."""
+    async def call(self, message: Callable[[str], ToCore]) -> Any:
+        """Sends a message, made from the id of the call, and waits for its reply."""
         self.check()
         call = self.new_id()
-        waiter: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        waiter: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._calls[call] = waiter
         try:
             self.client.send(message(call))
@@ -261,10 +264,10 @@ class RequestRouter:
             self._wake_if_ready()
         elif isinstance(message, AbortAll):
             self.client.send(AbortedAll(message.call, self._abort_own()))
-        elif isinstance(message, AbortedAll | ResetPrefixCache):
+        elif isinstance(message, AbortedAll | ResetPrefixCache | Inspected):
             waiter = self._calls.get(message.call)
             if waiter is not None and not waiter.done():
-                waiter.set_result(message.count if isinstance(message, AbortedAll) else 0)
+                waiter.set_result(message.count if isinstance(message, AbortedAll) else message)
 
     def fail(self, error: BaseException) -> None:
         """The core is lost: every stream and every waiting call raises `error`."""

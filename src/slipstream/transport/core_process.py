@@ -36,6 +36,7 @@ from slipstream.transport.frames import (
     Begun,
     Failed,
     FromCore,
+    Inspect,
     Join,
     Loading,
     ModelDescriptions,
@@ -44,6 +45,7 @@ from slipstream.transport.frames import (
     ResetPrefixCache,
     ToCore,
 )
+from slipstream.transport.inspection import Inspector
 from slipstream.transport.socket_server import Connection, SocketServer
 
 if TYPE_CHECKING:
@@ -63,6 +65,7 @@ class CoreProcess:
         self.server = server
         self._opening = opening
         self._abort_calls = AbortCalls(server)
+        self._inspector = Inspector(lanes)
         self._owners: dict[str, tuple[Connection, int]] = {}  # by request id: its front end and unfinished samples
         # late-interaction queries that are finished and that the core may still keep for documents, by request id
         self._kept_queries: dict[str, Connection] = {}
@@ -109,6 +112,8 @@ class CoreProcess:
         elif isinstance(message, ResetPrefixCache):
             self.lanes.reset_prefix_cache()
             self.server.send(connection, [message])
+        elif isinstance(message, Inspect):
+            self.server.send(connection, [self._inspector.answer(message)])
         elif (joined := self.server.join(connection)) is not None and self._opening is not None:
             self.server.send(joined, [self._opening, Ready()])
 
@@ -163,6 +168,7 @@ class CoreProcess:
         if busy and now - self._last_pulse < PULSE_SECONDS:
             return
         self._last_pulse = now
+        self._inspector.drop_unread()
         if self._kept_queries:
             self._kept_queries = {name: own for name, own in self._kept_queries.items() if self.lanes.keeps_query(name)}
         self.server.broadcast(Pulse([_lane_stats(name, core) for name, core in self.lanes.cores.items()]))

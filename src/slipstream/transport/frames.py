@@ -8,7 +8,7 @@ than a frame is not sent, and its sender gets `TooLarge`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 
@@ -72,6 +72,24 @@ class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True, array_like=True):
     call: str
 
 
+class Inspect(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """To the core: send a recording of the last steps, or times of steps."""
+
+    call: str
+    what: Literal["record", "steps"]
+    since: int = 0  # of steps: the first number; below 0: no steps
+    model: str = ""  # of a recording: empty for the first model
+    redact: bool = False  # of a recording
+
+
+class Inspected(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The core's answer to `Inspect`."""
+
+    call: str
+    data: bytes
+    error: str | None = None
+
+
 class Join(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """From the supervisor: a new front end. The core's end of its socket is sent with this frame (SCM_RIGHTS)."""
 
@@ -106,7 +124,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):
     cause: str
 
 
-ToCore = Submit | SubmitAll | Abort | AbortAll | AbortedAll | ResetPrefixCache
+ToCore = Submit | SubmitAll | Abort | AbortAll | AbortedAll | ResetPrefixCache | Inspect
 FromCore = (
     Output
     | Begun
@@ -114,6 +132,7 @@ FromCore = (
     | AbortAll
     | AbortedAll
     | ResetPrefixCache
+    | Inspected
     | Loading
     | ModelDescriptions
     | Ready

@@ -10,7 +10,8 @@ from slipstream.engine.lanes import Lanes
 from slipstream.messages import Abort, Submit, SubmitAll
 from slipstream.transport.admission import submit
 from slipstream.transport.client import Listener
-from slipstream.transport.frames import AbortAll, AbortedAll, Begun, FromCore, ResetPrefixCache, ToCore
+from slipstream.transport.frames import AbortAll, AbortedAll, Begun, FromCore, Inspect, ResetPrefixCache, ToCore
+from slipstream.transport.inspection import Inspector
 
 
 class ThreadClient:
@@ -20,6 +21,7 @@ class ThreadClient:
 
     def __init__(self, core: Lanes) -> None:
         self.core = core
+        self._inspector = Inspector(core)
         self.inbox: queue.SimpleQueue[ToCore | None] = queue.SimpleQueue()
         self._listener: Listener | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -40,6 +42,7 @@ class ThreadClient:
     def _run(self) -> None:
         try:
             while self._receive():
+                self._inspector.drop_unread()
                 if self.core.has_work():
                     outputs = self.core.step()
                     if (begun := self.core.take_begun()) or outputs:
@@ -65,6 +68,8 @@ class ThreadClient:
             elif isinstance(message, ResetPrefixCache):
                 self.core.reset_prefix_cache()
                 self._send_to_listener([message])
+            elif isinstance(message, Inspect):
+                self._send_to_listener([self._inspector.answer(message)])
         return True
 
     def _send_to_listener(self, messages: list[FromCore]) -> None:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from slipstream.errors import SlipstreamError
-from slipstream.serve.cli import bench, chat, compare, doctor, embed, generate, plan, run_batch, serve, version
+from slipstream.serve.cli import bench, chat, compare, doctor, embed, generate, plan, replay, run_batch, serve, version
 from slipstream.serve.cli.failure import report_failure
 from slipstream.serve.cli.run import OpenLLM, open_llm
 from slipstream.serve.cli.standard import set_up_streams
@@ -61,6 +61,7 @@ def make_parser() -> argparse.ArgumentParser:
     compare.add_commands(commands)
     bench.add_command(commands)
     plan.add_command(commands)
+    replay.add_command(commands)
     doctor.add_command(commands)
     version.add_command(commands)
     return parser

@@ -1,0 +1,24 @@
+"""RecordConfig: the settings of the flight recorder, and their checks."""
+
+from __future__ import annotations
+
+import msgspec
+
+from slipstream.config.options import Options
+from slipstream.errors import InvalidOption
+
+MAX_STEPS = 1 << 20
+
+
+class RecordConfig(msgspec.Struct, frozen=True):
+    num_steps: int = 256  # kept in memory; 0: nothing is recorded
+    folder: str | None = None  # of the files written after a failure; None: a folder of this user for temporary files
+    redact: bool = False  # files have no token ids and no text of requests
+
+
+def resolve_record(options: Options) -> RecordConfig:
+    if not 0 <= options.record_steps <= MAX_STEPS:
+        raise InvalidOption(
+            f"record_steps is {options.record_steps}; give a number from 0 (nothing is recorded) to {MAX_STEPS}"
+        )
+    return RecordConfig(options.record_steps, options.record_dir, options.record_redact)

@@ -1,0 +1,28 @@
+"""Executor: the interface between the core and a device half."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from slipstream.step import Late, StepPlan, StepResult
+
+
+class Handle(Protocol):
+    """A launched step. `wait` waits until its result is on the host.
+
+    A step may have no result: its handle `has_no_result`, `wait` returns at once, and `wait_until_ended` waits until
+    the device has finished it.
+    """
+
+    def wait(self) -> StepResult: ...
+    def done(self) -> bool: ...
+    def wait_until_ended(self) -> None: ...
+
+
+class Executor(Protocol):
+    """Runs plans, in order, without waiting for them. `finish` gets `late` if the host takes part in a draw."""
+
+    def launch(self, plan: StepPlan) -> None: ...
+    def finish(self, late: Late | None = None) -> Handle: ...
+    def free_queries(self, queries: tuple[int, ...]) -> None: ...
+    def close(self) -> None: ...

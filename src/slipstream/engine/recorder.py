@@ -1,0 +1,104 @@
+"""Recorder: an executor around the executor that keeps the last steps in memory, for `slipstream replay`.
+
+Plans are immutable, so a step costs a few references. The ring is bounded in steps and in bytes. Of the steps that have
+left it, only the admissions of rows that are still in use are kept.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import numpy as np
+
+from slipstream.config.config import EngineConfig
+from slipstream.engine.executor import Executor, Handle
+from slipstream.engine.record_file import Recording, StepRecord, describe_late
+from slipstream.step import Admission, Late, PoolAdmission, StepPlan, StepResult
+
+MAX_BYTES = 64 * 2**20  # of the plans and results in the ring
+_PER_ROW = 40  # bytes of a planned row in the arrays of a plan and of its result
+NUM_VALUES = 4  # values of a pooled result that are kept
+
+
+class Recorder:
+    """Has the interface of an executor; the core also gives it the results. `take` returns the recording at any time
+    between two steps."""
+
+    def __init__(self, executor: Executor, config: EngineConfig, max_bytes: int = MAX_BYTES) -> None:
+        self._executor = executor
+        self.config = config
+        self._max_steps = config.record.num_steps
+        self._max_bytes = max_bytes
+        self._ring: deque[StepRecord] = deque()
+        self._in_flight: deque[StepRecord] = deque()
+        self._num_bytes = 0
+        self._before: dict[int, Admission | PoolAdmission] = {}  # rows in use at the start of the ring
+
+    def launch(self, plan: StepPlan) -> None:
+        ring, size = self._ring, _size(plan)
+        step = StepRecord(plan, None, None, None, None, None, size)
+        ring.append(step)
+        self._in_flight.append(step)
+        self._num_bytes += size
+        while len(ring) > self._max_steps or (self._num_bytes > self._max_bytes and len(ring) > 1):
+            self._evict()
+        self._executor.launch(plan)
+
+    def finish(self, late: Late | None = None) -> Handle:
+        step = self._ring[-1]
+        if late is not None:
+            step.late = describe_late(late)
+            step.size += (size := late.bits.nbytes)
+            self._num_bytes += size
+        return self._executor.finish(late)
+
+    def committed(self, result: StepResult) -> None:
+        """The result of the oldest step without one."""
+        step = self._in_flight.popleft()
+        step.tokens, step.counts, step.failed = result.tokens, result.counts, result.failed
+        if result.pooled:
+            step.pooled = np.array([first_values(each) for each in result.pooled], np.float32)
+
+    def free_queries(self, queries: tuple[int, ...]) -> None:
+        self._executor.free_queries(queries)
+
+    def close(self) -> None:
+        self.clear()
+        self._executor.close()
+
+    def clear(self) -> None:
+        """Drop all steps."""
+        self._ring.clear()
+        self._in_flight.clear()
+        self._before.clear()
+        self._num_bytes = 0
+
+    def take(self, failure: str | None = None) -> Recording:
+        """The recording so far. `failure`: the error that ended the engine."""
+        return Recording.of(self.config, list(self._before.values()), list(self._ring), failure)
+
+    def _evict(self) -> None:
+        step = self._ring.popleft()
+        self._num_bytes -= step.size
+        plan, before = step.plan, self._before
+        if len(plan.released):
+            for row in plan.released.tolist():
+                before.pop(row, None)
+        if plan.admitted or plan.pooling is not None:
+            for admission in plan.all_admitted:
+                before[admission.row] = admission
+
+
+def first_values(array: np.ndarray[Any, Any]) -> list[float]:
+    """The first NUM_VALUES values of a pooled result; zeros where it has fewer."""
+    found: list[float] = array.ravel()[:NUM_VALUES].tolist()
+    return found + [0.0] * (NUM_VALUES - len(found))
+
+
+def _size(plan: StepPlan) -> int:
+    """About the number of bytes that a plan and its result take."""
+    size = 1024 + _PER_ROW * len(plan.rows) + plan.tokens.nbytes
+    for admission in plan.admitted:
+        size += 512 + (0 if admission.history is None else admission.history.nbytes)
+    return size

@@ -1,0 +1,117 @@
+"""Replay: runs the plans of a recording again, in the plan checker and, if there is one, in an executor.
+
+Rows that were admitted before the first recorded step read pages whose content is not in the recording. They are
+computed, since their tokens belong to the batch, and not compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+
+from slipstream.engine.executor import Executor
+from slipstream.engine.plan_checker import PlanChecker, PlanFault, accepted_tokens
+from slipstream.engine.record_file import Recording, StepRecord
+from slipstream.engine.recorder import first_values
+from slipstream.step import Admission, Late, PoolAdmission, StepPlan, StepResult
+
+CLOSE = 1e-3  # relative difference of pooled values that counts as equal
+
+
+class ReplayReport(msgspec.Struct):
+    num_steps: int
+    num_compared: int = 0  # results of rows: tokens of a step, or a pooled vector
+    num_skipped: int = 0  # results of rows that began before the recording
+    fault: str | None = None  # of the scheduler
+    difference: str | None = None  # the first step whose result differs, with the values
+    error: str | None = None  # of the executor
+
+
+def replay(
+    recording: Recording, executor: Executor | None = None, advance: Callable[[int], None] = lambda step: None
+) -> ReplayReport:
+    """Stops at the first fault or difference. `advance` is called with the number of each step."""
+    before: list[Admission | PoolAdmission] = [*recording.generated, *recording.pooled]
+    checker = PlanChecker(recording.config, before)
+    report = ReplayReport(0)
+    plans = _prepared(recording) if executor is not None else []
+    for index, record in enumerate(recording.steps):
+        advance(record.plan.step)
+        try:
+            complete = checker.run(record)
+        except PlanFault as fault:
+            report.fault = str(fault)
+            return report
+        report.num_steps += 1
+        if executor is None:
+            continue
+        late = record.late
+        try:
+            executor.launch(plans[index])
+            result = executor.finish(None if late is None else Late(late.rows, late.bits, late.bias)).wait()
+        except Exception as error:
+            report.error = f"step {record.plan.step}: {type(error).__name__}: {error}"
+            return report
+        if not recording.redacted and record.tokens is not None:
+            report.difference = _compare(record, result, complete, report)
+            if report.difference is not None:
+                return report
+    return report
+
+
+def _compare(record: StepRecord, result: StepResult, complete: set[int], report: ReplayReport) -> str | None:
+    """The first difference of a complete row, in words."""
+    plan = record.plan
+    again = StepRecord(plan, tokens=result.tokens, counts=result.counts)
+    sampling = plan.rows[plan.num_drawn > 0].tolist()
+    for row, old, new in zip(sampling, accepted_tokens(record), accepted_tokens(again), strict=True):
+        if row not in complete:
+            report.num_skipped += 1
+            continue
+        report.num_compared += 1
+        if old != new:
+            return f"step {plan.step}: row {row} drew {new}, the recording has {old}"
+    if record.pooled is not None and plan.pooling is not None and plan.pooling.ends is not None:
+        ending = plan.rows[plan.pooling.ends].tolist()
+        for row, old_values, pooled in zip(ending, record.pooled, result.pooled, strict=True):
+            if row not in complete:
+                report.num_skipped += 1
+                continue
+            report.num_compared += 1
+            new_values = np.array(first_values(pooled), np.float32)
+            if not np.allclose(old_values, new_values, rtol=CLOSE, atol=CLOSE, equal_nan=True):
+                return f"step {plan.step}: row {row} has {new_values.tolist()}, the recording {old_values.tolist()}"
+    return None
+
+
+def _prepared(recording: Recording) -> list[StepPlan]:
+    """The plans, with an admission of each row that was in use before. Its pages are null pages."""
+    plans = [record.plan for record in recording.steps]
+    before: list[Admission | PoolAdmission] = [*recording.generated, *recording.pooled]
+    missing = {each.row: each for each in before}
+    prepared = []
+    for plan in plans:
+        added = []
+        for index, row in enumerate(plan.rows.tolist()):
+            each = missing.get(row)
+            if each is not None and row not in plan.released:
+                start = int(plan.lengths[index] - plan.num_tokens[index])
+                added.append(replace(each, num_cached=start))
+        # a row that never ran in the recording is not known to the executor
+        dropped = [row for row in plan.released.tolist() if row in missing]
+        for each in added:
+            del missing[each.row]
+        for row in dropped:
+            del missing[row]
+        kept = plan.released[~np.isin(plan.released, dropped)]
+        if added or dropped:
+            generated = tuple(each for each in added if isinstance(each, Admission))
+            plan = replace(plan, released=kept, admitted=(*generated, *plan.admitted))
+            pooled = tuple(each for each in added if isinstance(each, PoolAdmission))
+            if pooled and plan.pooling is not None:
+                plan = replace(plan, pooling=replace(plan.pooling, admitted=(*pooled, *plan.pooling.admitted)))
+        prepared.append(plan)
+    return prepared

@@ -1,0 +1,120 @@
+"""StepLog: times and sizes of every step while someone looks at them: host and device, and each idle gap's cause.
+
+It is off by default, and costs nothing then. Device times are on the host's clock: busy times and gaps are the device's
+own, and a step that follows an idle time starts when it was launched.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import msgspec
+
+from slipstream.scheduler.encoder_scheduler import EncoderScheduler
+from slipstream.scheduler.scheduler import Scheduler
+from slipstream.step import StepPlan
+
+MAX_STEPS = 1 << 15
+CAUSES = ("turnaround", "host_late", "output", "grammar", "no_work")
+"""Causes of an idle gap; `grammar` is a wait within a step."""
+
+
+class LoggedCore(Protocol):
+    """The parts of an `EngineCore` that a log reads and sets."""
+
+    step_log: LaneLog | None
+
+    @property
+    def scheduler(self) -> Scheduler | EncoderScheduler: ...
+    @property
+    def num_untimed(self) -> int: ...
+
+
+class StepTimes(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One step. Times are seconds of one clock."""
+
+    number: int  # over all models, without gaps
+    lane: int  # index of the model
+    launched: float  # when its launch ended
+    host: float  # host seconds of the core for this step: planning, launching, and committing an older step
+    start: float  # on the device
+    end: float
+    gap: float  # idle seconds of the device before it
+    cause: str  # of the gap
+    late: float  # idle seconds within the step, before its head: masks or logits processors came late
+    rows: int
+    tokens: int
+    prefill_tokens: int  # of prompts
+    drawn: int  # tokens; drafts that are rejected are among them
+    running: int
+    waiting: int
+    free_pages: int
+    num_pages: int
+
+
+class StepLog:
+    """The steps of all models of a device."""
+
+    def __init__(self, cores: Mapping[str, LoggedCore], max_steps: int = MAX_STEPS) -> None:
+        self.models = list(cores)
+        self.steps: deque[StepTimes] = deque(maxlen=max_steps)
+        self.num_steps = 0
+        self.device_end = 0.0  # of the last step
+        for index, core in enumerate(cores.values()):
+            core.step_log = LaneLog(self, index, core)
+
+    def since(self, number: int) -> list[StepTimes]:
+        """The steps from this number on, as far as they are kept."""
+        missing = self.num_steps - max(number, 0)
+        if missing >= len(self.steps):
+            return list(self.steps)
+        return [self.steps[index] for index in range(len(self.steps) - missing, len(self.steps))]
+
+
+class LaneLog:
+    """Adds the steps of one core to a log."""
+
+    def __init__(self, log: StepLog, index: int, core: LoggedCore, clock: Callable[[], float] = time.time) -> None:
+        self._log = log
+        self._index = index
+        self._scheduler = core.scheduler
+        cache = getattr(core.scheduler, "cache", None)
+        self._pool = cache.groups[0].pool if cache is not None and cache.groups else None
+        self._clock = clock
+        self._pending: deque[tuple[float, float, int, int, int, int]] = deque()
+        self._skipped = core.num_untimed  # steps in flight, of which the launch was not seen
+
+    def launched(self, plan: StepPlan, host: float) -> None:
+        rows, num_host = len(plan.rows), len(plan.tokens)
+        drawn = int(plan.num_drawn.sum())
+        tokens = plan.total_tokens if num_host or plan.has_drafts else rows
+        self._pending.append((self._clock(), host, rows, tokens, num_host, drawn))
+
+    def ended(self, busy: float, gap: float, late: float, cause: str) -> None:
+        """The oldest step has ended. Its device times are zero on a device without a clock."""
+        if self._skipped:
+            self._skipped -= 1
+            return
+        log, pool, scheduler = self._log, self._pool, self._scheduler
+        launched, host, rows, tokens, num_host, drawn = self._pending.popleft()
+        start = log.device_end + gap
+        if cause != "turnaround" or start < launched - host:
+            start = max(launched, log.device_end)
+        log.device_end = end = start + busy + late
+        log.steps.append(
+            StepTimes(
+                log.num_steps, self._index, launched, host, start, end, gap, cause, late, rows, tokens, num_host, drawn,
+                scheduler.num_running, scheduler.num_waiting,
+                0 if pool is None else pool.num_free, 0 if pool is None else pool.num_usable,
+            )
+        )  # fmt: skip
+        log.num_steps += 1
+
+
+def stop(cores: Mapping[str, LoggedCore]) -> None:
+    """Ends logging."""
+    for core in cores.values():
+        core.step_log = None

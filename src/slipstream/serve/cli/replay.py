@@ -1,0 +1,102 @@
+"""`slipstream replay`: checks a recording of the flight recorder, and runs its plans again."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from slipstream.config.locate import locate
+from slipstream.errors import UserError
+from slipstream.serve.cli.run import OpenLLM
+
+if TYPE_CHECKING:
+    from slipstream.engine.record_file import Recording
+    from slipstream.engine.replay import ReplayReport
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    command = commands.add_parser(
+        "replay",
+        help="check a recording of the last steps, and run it again",
+        description="Checks the plans of a recording for faults of the scheduler, then runs them again on the model "
+        "and compares the tokens. Exit code 1: a fault, a difference or an error was found.",
+        usage="slipstream replay FILE [flags]",
+        allow_abbrev=False,
+    )
+    command.add_argument("file", metavar="FILE", help="a recording: from /debug/record, LLM.save_record or a failure")
+    command.add_argument("--model", help="the model's folder, file or name on this machine; default: the recording's")
+    command.add_argument("--check-only", action="store_true", help="check the plans only; needs no model")
+    command.add_argument("--redact", metavar="OUT", help="write the recording without token ids and texts, and stop")
+    command.add_argument("--json", action="store_true", help="print a JSON object")
+    command.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace, opener: OpenLLM) -> int:
+    from slipstream.engine.record_file import decode, fingerprint
+    from slipstream.engine.record_folder import write_private
+    from slipstream.engine.replay import replay
+
+    recording = decode(_read(args.file), args.file)
+    if args.redact is not None:
+        write_private(Path(args.redact), recording.encode(redact=True))
+        return 0
+    if not args.json:
+        _describe(recording)
+    if args.check_only:
+        return _finish(args, replay(recording))
+    config = recording.config
+    if args.model is not None:
+        path = str(locate(args.model, None, "auto").path)
+        config = msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, path=path))
+    if config.model.load_format != "dummy" and not Path(config.model.path).exists():
+        raise UserError(f"the model {config.model.path} is not on this machine; give --model, or --check-only")
+    if (found := fingerprint(config)) != recording.fingerprint:
+        raise UserError(f"the weights in {config.model.path} are others ({found}, not {recording.fingerprint})")
+    from slipstream.runner.assemble import build_runner  # imports torch
+
+    runner, config = build_runner(config)
+    try:
+        recording.config = config
+        return _finish(args, replay(recording, runner))
+    finally:
+        runner.close()
+
+
+def _read(name: str) -> bytes:
+    try:
+        return Path(name).read_bytes()
+    except OSError as error:
+        raise UserError(f"{name} cannot be read: {error.strerror}") from None
+
+
+def _describe(recording: Recording) -> None:
+    model, steps = recording.config.model, recording.steps
+    print(f"{model.name}, {model.dtype} on {recording.config.device.kind}; slipstream {recording.slipstream}")
+    print(recording.machine)
+    if steps:
+        rows = sum(len(step.plan.rows) for step in steps) / len(steps)
+        before = len(recording.generated) + len(recording.pooled)
+        print(f"steps {steps[0].plan.step} to {steps[-1].plan.step}, {rows:.1f} rows each; {before} rows from before")
+    if recording.redacted:
+        print("redacted: without token ids; tokens are not compared")
+    if recording.failure:
+        print(f"the engine failed: {recording.failure}")
+
+
+def _finish(args: argparse.Namespace, report: ReplayReport) -> int:
+    if args.json:
+        print(msgspec.json.encode(report).decode())
+    else:
+        print(f"{report.num_steps} steps checked")
+        if not args.check_only:
+            skipped = f", {report.num_skipped} of rows from before not compared" if report.num_skipped else ""
+            print(f"{report.num_compared} results compared{skipped}")
+        for what, fact in (("fault", report.fault), ("difference", report.difference), ("error", report.error)):
+            if fact is not None:
+                print(f"{what}: {fact}")
+        if not (report.fault or report.difference or report.error):
+            print("no difference")
+    return 1 if report.fault or report.difference or report.error else 0

@@ -1,0 +1,57 @@
+"""`slipstream replay`."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from slipstream import LLM, SamplingParams
+from slipstream.engine.record_file import decode
+from slipstream.serve.cli.main import main
+from small_model import write_small
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("replay")
+    options = dict(load_format="dummy", skip_tokenizer_init=True, num_threads=1, use_tqdm_on_load=False, num_pages=64)
+    with LLM(write_small(folder / "model"), max_num_seqs=4, max_num_batched_tokens=16, **options) as llm:
+        llm.generate([[1, 2, 3, 4], [5]], SamplingParams(max_tokens=4, seed=1))
+        llm.save_record(folder / "good.slipstream")
+    recording = decode((folder / "good.slipstream").read_bytes(), "file")
+    step = recording.steps[2]
+    step.tokens = (step.tokens + 1) % 64
+    (folder / "bad.slipstream").write_bytes(recording.encode())
+    return folder
+
+
+def test_a_good_recording_has_no_difference(recorded, capsys):
+    assert main(["replay", str(recorded / "good.slipstream")]) == 0
+    out = capsys.readouterr().out
+    assert "4 steps checked" in out and "8 results compared" in out and "no difference" in out
+
+
+def test_the_first_step_that_differs_is_named(recorded, capsys):
+    assert main(["replay", str(recorded / "bad.slipstream"), "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["difference"].startswith("step 2: row ") and report["fault"] is None
+    assert main(["replay", str(recorded / "bad.slipstream"), "--check-only"]) == 0, "tokens are not compared"
+
+
+def test_a_recording_is_redacted_afterwards(recorded, capsys):
+    out = recorded / "redacted.slipstream"
+    assert main(["replay", str(recorded / "good.slipstream"), "--redact", str(out)]) == 0
+    assert decode(out.read_bytes(), "file").redacted
+    assert main(["replay", str(out), "--check-only"]) == 0
+    assert "redacted" in capsys.readouterr().out
+
+
+def test_a_wrong_file_or_model_is_one_line(recorded, capsys, tmp_path):
+    (tmp_path / "text").write_text("no recording")
+    for argv, said in (
+        ([str(tmp_path / "text")], "not a recording"),
+        ([str(tmp_path / "missing")], "cannot be read"),
+    ):
+        assert main(["replay", *argv]) == 2
+        assert said in capsys.readouterr().err

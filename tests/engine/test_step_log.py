@@ -43,14 +43,20 @@ def test_device_times_follow_the_devices_clock_and_the_launch():
     now = [100.0]
     lane = LaneLog(log, 0, core, clock=lambda: now[0])
     core.submit(submit("a", [1, 2], max_tokens=4))
-    for ends in ((0.5, 0.0, 0.0, "no_work"), (0.25, 0.125, 0.0, "turnaround"), (0.25, 5.0, 0.5, "host_late")):
+    for seconds, ends in (
+        (0.5625, (0.5, 0.0, 0.0, "no_work")),
+        (1.0, (0.25, 0.125, 0.0, "turnaround")),
+        (7.0, (0.25, 5.0, 0.5, "host_late")),
+        (0.5, (0.25, 9.0, 0.0, "host_late")),
+    ):
         lane.launched(core.scheduler.plan(), 0.01)
+        now[0] += seconds
         lane.ended(*ends)
-        now[0] += 0.2 if ends[3] == "no_work" else 8.0
-    first, second, third = log.steps
+    first, second, third, fourth = log.steps
     assert (first.start, first.end) == (100.0, 100.5)
     assert (second.start, second.end) == (100.625, 100.875)
-    assert (third.start, third.end) == (108.2, 108.95), "it started when it was launched, and waited for a mask"
+    assert (third.start, third.end) == (105.875, 106.625), "it waited for a mask"
+    assert (fourth.start, fourth.end) == (108.8125, 109.0625), "the device's clock is ahead: the step has ended"
 
 
 def test_an_inspector_logs_while_it_is_asked():

@@ -1,7 +1,7 @@
 """StepLog: times and sizes of every step while someone looks at them: host and device, and each idle gap's cause.
 
-It is off by default, and costs nothing then. Device times are on the host's clock: busy times and gaps are the device's
-own, and a step that follows an idle time starts when it was launched.
+It is off by default, and costs nothing then. Busy times and gaps are the device's own. Their sum gives the start of a
+step on the host's clock, corrected by what the host knows: the step started after its launch, and has ended now.
 """
 
 from __future__ import annotations
@@ -100,9 +100,12 @@ class LaneLog:
             return
         log, pool, scheduler = self._log, self._pool, self._scheduler
         launched, host, rows, tokens, num_host, drawn = self._pending.popleft()
-        start = log.device_end + gap
-        if cause != "turnaround" or start < launched - host:
-            start = max(launched, log.device_end)
+        # not before the launch began, and not so late that the step would still run
+        latest = self._clock() - busy - late
+        if log.device_end:
+            start = min(max(log.device_end + gap, launched - host), latest)
+        else:
+            start = min(launched, latest)
         log.device_end = end = start + busy + late
         log.steps.append(
             StepTimes(

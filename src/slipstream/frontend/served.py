@@ -53,6 +53,12 @@ class ServedModel(msgspec.Struct, frozen=True):
         return task in pooling.tasks
 
     @property
+    def tasks(self) -> list[str]:
+        """What the model does: generate, and pooling tasks."""
+        pooling = self.description.pooling
+        return [*(["generate"] if self.description.generates else []), *(() if pooling is None else pooling.tasks)]
+
+    @property
     def max_num_tokens(self) -> int:
         """The longest text in tokens: max_seq_length of a model that only pools, where its files have one, else the
         model length."""

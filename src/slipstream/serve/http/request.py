@@ -90,6 +90,4 @@ class Request:
 
 
 def _tasks(served: ServedModel) -> str:
-    pooling = served.description.pooling
-    tasks = (*(("generate",) if served.description.generates else ()), *(() if pooling is None else pooling.tasks))
-    return ", ".join(tasks)
+    return ", ".join(served.tasks)

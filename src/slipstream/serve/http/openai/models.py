@@ -15,6 +15,7 @@ class ModelCard(msgspec.Struct):
     created: int
     owned_by: str
     max_model_len: int
+    tasks: list[str]  # generate, and pooling tasks
     root: str | msgspec.UnsetType = msgspec.UNSET  # of an adapter: its folder
     parent: str | msgspec.UnsetType = msgspec.UNSET  # of an adapter: its base model
 
@@ -35,7 +36,7 @@ async def show_model(request: Request, body: None) -> Response:
 
 def _card(request: Request, name: str) -> ModelCard:
     served = request.state.engine.model(name)
-    card = ModelCard(name, "model", request.state.started, "slipstream", served.max_num_tokens)
+    card = ModelCard(name, "model", request.state.started, "slipstream", served.max_num_tokens, served.tasks)
     if served.lora is not None:
         card.root, card.parent = served.lora.lora_path, served.base
     return card

@@ -1,0 +1,163 @@
+// The conversation: streaming, stop, edit, regenerate, shades of probability, JSON schema and tools.
+
+import { events } from "./api.js"
+import { $, make } from "./dom.js"
+
+const messages = []  // {role, content, reasoning, calls, tokens, facts}
+let running = null  // AbortController of the answer that is being written
+
+export function startChat() {
+  $("chat-form").addEventListener("submit", event => { event.preventDefault(); send() })
+  $("prompt").addEventListener("keydown", event => {
+    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); send() }
+  })
+  document.addEventListener("keydown", event => { if (event.key === "Escape") running?.abort() })
+  $("stop").addEventListener("click", () => running?.abort())
+  $("clear").addEventListener("click", () => { running?.abort(); messages.length = 0; show(); $("prompt").focus() })
+}
+
+function send() {
+  const text = $("prompt").value.trim()
+  if (!text || running) return
+  messages.push({ role: "user", content: text })
+  $("prompt").value = ""
+  answer()
+}
+
+function number(id) { const text = $(id).value.trim(); return text === "" ? undefined : Number(text) }
+
+function parsed(id, name) {
+  const text = $(id).value.trim()
+  if (!text) return undefined
+  try { return JSON.parse(text) } catch (error) { throw new Error(`${name} is not JSON: ${error.message}`) }
+}
+
+function requestBody() {
+  const schema = parsed("schema", "The JSON schema"), tools = parsed("tools", "The list of tools")
+  const system = $("system").value.trim(), stop = $("stop-texts").value.split("\n").filter(line => line)
+  const sent = messages.map(({ role, content, calls }) => calls?.length ? { role, content, tool_calls: calls } : { role, content })
+  return {
+    model: $("chat-model").value || undefined,
+    messages: system ? [{ role: "system", content: system }, ...sent] : sent,
+    temperature: number("temperature"), top_p: number("top_p"), top_k: number("top_k"), seed: number("seed"),
+    max_completion_tokens: number("max_tokens"), stop: stop.length ? stop : undefined,
+    ...($("logprobs").checked ? { logprobs: true, top_logprobs: 5 } : {}),
+    ...(schema ? { response_format: { type: "json_schema", json_schema: { name: "answer", schema } } } : {}),
+    ...(tools ? { tools } : {}),
+    stream: true, stream_options: { include_usage: true },
+  }
+}
+
+async function answer() {
+  $("chat-error").textContent = ""
+  let body
+  try { body = requestBody() } catch (error) { $("chat-error").textContent = error.message; show(); return }
+  const message = { role: "assistant", content: "", reasoning: "", calls: [], tokens: [], facts: "" }
+  messages.push(message)
+  show()
+  const element = $("messages").lastElementChild, began = performance.now()
+  let first = null, usage = null, finish = "", due = false
+  running = new AbortController()
+  setBusy(true)
+  try {
+    for await (const chunk of events("v1/chat/completions", { body, signal: running.signal })) {
+      usage = chunk.usage ?? usage
+      const choice = chunk.choices?.[0]
+      if (!choice) continue
+      first ??= performance.now()
+      take(message, choice)
+      finish = choice.finish_reason ?? finish
+      if (!due) { due = true; requestAnimationFrame(() => { due = false; fill(element, message) }) }
+    }
+  } catch (error) {
+    if (error.name === "AbortError") finish = "stopped"
+    else $("chat-error").textContent = error.message
+  } finally {
+    running = null
+    setBusy(false)
+    message.facts = facts(began, first, usage, finish)
+    if (!message.content && !message.reasoning && !message.calls.length && $("chat-error").textContent) messages.pop()
+    show()
+    $("prompt").focus()
+  }
+}
+
+function take(message, { delta, logprobs }) {
+  message.content += delta.content ?? ""
+  message.reasoning += delta.reasoning ?? delta.reasoning_content ?? ""
+  for (const part of delta.tool_calls ?? []) {
+    const call = message.calls[part.index] ??= { id: part.id, type: "function", function: { name: "", arguments: "" } }
+    call.function.name += part.function?.name ?? ""
+    call.function.arguments += part.function?.arguments ?? ""
+  }
+  message.tokens.push(...(logprobs?.content ?? []))
+}
+
+function facts(began, first, usage, finish) {
+  const seconds = (performance.now() - began) / 1000, parts = []
+  if (first) parts.push(`first token ${((first - began) / 1000).toFixed(2)} s`)
+  if (usage) {
+    const rate = first && usage.completion_tokens > 1 ? (usage.completion_tokens - 1) / (seconds - (first - began) / 1000) : 0
+    parts.push(`${usage.prompt_tokens} + ${usage.completion_tokens} tokens`)
+    if (rate) parts.push(`${rate.toFixed(1)} tokens/s`)
+    const cached = usage.prompt_tokens_details?.cached_tokens
+    if (cached) parts.push(`${cached} from the cache`)
+  }
+  if (finish && finish !== "stop") parts.push(`ended: ${finish}`)
+  return parts.join(", ")
+}
+
+function setBusy(busy) { $("send").disabled = busy; $("stop").disabled = !busy }
+
+function show() {
+  $("messages").replaceChildren(...messages.map((message, index) => {
+    const element = make("article", { className: message.role })
+    fill(element, message)
+    if (!running) element.append(actions(message, index))
+    return element
+  }))
+  $("messages").scrollTop = $("messages").scrollHeight
+}
+
+function fill(element, message) {
+  const box = $("messages"), atEnd = box.scrollHeight - box.scrollTop - box.clientHeight < 60
+  const shown = [make("h2", { text: message.role })]
+  if (message.reasoning) {
+    const open = element.querySelector("details")?.open ?? false
+    const details = make("details", { className: "thinking" }, make("summary", { text: "Reasoning" }), make("div", { className: "content", text: message.reasoning }))
+    details.open = open
+    shown.push(details)
+  }
+  shown.push(message.tokens?.length ? shaded(message) : make("div", { className: "content", text: message.content }))
+  for (const call of message.calls ?? []) if (call) shown.push(make("pre", { text: `${call.function.name}(${call.function.arguments})` }))
+  if (message.facts) shown.push(make("p", { className: "facts", text: message.facts }))
+  element.replaceChildren(...shown)
+  if (atEnd) box.scrollTop = box.scrollHeight
+}
+
+function shaded(message) {
+  const box = make("div", { className: "content" })
+  for (const token of message.tokens) {
+    const others = (token.top_logprobs ?? []).map(other => `${JSON.stringify(other.token)} ${percent(other.logprob)}`)
+    const span = make("span", { className: "token", text: token.token, title: [percent(token.logprob), ...others].join("\n") })
+    span.style.setProperty("--p", Math.exp(token.logprob))
+    box.append(span)
+  }
+  return box
+}
+
+const percent = logprob => (100 * Math.exp(logprob)).toFixed(1) + " %"
+
+function actions(message, index) {
+  const line = make("p", { className: "buttons" })
+  const add = (text, onclick) => line.append(make("button", { text, onclick, type: "button" }), " ")
+  if (message.role === "user") add("Edit", () => {
+    $("prompt").value = message.content
+    messages.length = index
+    show()
+    $("prompt").focus()
+  })
+  else add("Regenerate", () => { messages.length = index; answer() })
+  add("Copy", () => navigator.clipboard?.writeText(message.content))
+  return line
+}

@@ -1,0 +1,210 @@
+// The live timeline: host and device lanes, idle gaps with their causes, and counts, of the last minute.
+// The stream is read only while this view is visible, and the server logs steps only while it is read.
+
+import { call, events } from "./api.js"
+import { $, fillTable, make } from "./dom.js"
+
+const KEPT = 60  // seconds
+const LANES = { host: 30, device: 80, idle: 130 }, HEIGHT = 34, CHART = 190
+const CAUSES = {
+  turnaround: "turnaround between two steps", host_late: "the host was late", output: "the caller was late",
+  grammar: "masks or processors were late", no_work: "no work",
+}
+let steps = [], models = [], reading = null, paused = false
+let span = 10, end = null  // seconds shown; end of the window, null: now
+let offset = 0  // server clock minus this clock, in seconds
+let hovered = null
+
+export function startTimeline() {
+  const canvas = $("lanes")
+  $("pause").addEventListener("click", () => setPaused(!paused))
+  $("live").addEventListener("click", () => { end = null; setPaused(false) })
+  $("zoom-in").addEventListener("click", () => zoom(0.5))
+  $("zoom-out").addEventListener("click", () => zoom(2))
+  $("save-trace").addEventListener("click", save)
+  canvas.addEventListener("wheel", event => { event.preventDefault(); zoom(event.deltaY > 0 ? 1.25 : 0.8, at(event)) }, { passive: false })
+  canvas.addEventListener("pointerdown", drag)
+  canvas.addEventListener("pointermove", event => { if (!event.buttons) hover(at(event), event.offsetY) })
+  canvas.addEventListener("keydown", keyed)
+  new ResizeObserver(draw).observe(canvas)
+}
+
+export async function showTimeline(visible) {
+  if (!visible) { reading?.abort(); reading = null; return }
+  if (reading) return
+  $("timeline-error").textContent = ""
+  const own = reading = new AbortController()
+  animate(own)
+  try {
+    for await (const event of events("debug/timeline", { signal: own.signal })) take(event)
+  } catch (error) {
+    if (error.name !== "AbortError") $("timeline-error").textContent = error.message
+  } finally {
+    if (reading === own) reading = null
+  }
+}
+
+function take(event) {
+  models = event.models
+  offset = event.now - Date.now() / 1000
+  for (const values of event.steps) steps.push(Object.fromEntries(event.fields.map((name, i) => [name, values[i]])))
+  if (!paused) steps = steps.filter(step => step.end > event.now - KEPT)
+  $("lanes").dataset.steps = steps.length
+}
+
+const now = () => end ?? Date.now() / 1000 + offset - 0.3  // events come 4 times per second
+const at = event => now() - span + span * event.offsetX / $("lanes").clientWidth
+
+function setPaused(value) {
+  paused = value
+  end = value ? now() : null
+  $("pause").setAttribute("aria-pressed", value)
+  $("pause").textContent = value ? "Continue" : "Pause"
+  draw()
+}
+
+function zoom(factor, around = now() - span / 2) {
+  const before = span
+  span = Math.min(KEPT, Math.max(0.002, span * factor))
+  if (end !== null) end = around + (end - around) * span / before
+  draw()
+}
+
+function drag(down) {
+  const canvas = $("lanes"), start = now()
+  canvas.setPointerCapture(down.pointerId)
+  const move = event => {
+    if (!paused) setPaused(true)
+    end = start - span * (event.offsetX - down.offsetX) / canvas.clientWidth
+    draw()
+  }
+  canvas.addEventListener("pointermove", move)
+  canvas.addEventListener("pointerup", () => canvas.removeEventListener("pointermove", move), { once: true })
+}
+
+function keyed(event) {
+  const actions = {
+    " ": () => setPaused(!paused), "+": () => zoom(0.5), "=": () => zoom(0.5), "-": () => zoom(2),
+    ArrowLeft: () => { if (!paused) setPaused(true); end -= span / 10; draw() },
+    ArrowRight: () => { if (!paused) setPaused(true); end += span / 10; draw() },
+    Home: () => { end = null; setPaused(false) },
+  }
+  if (actions[event.key]) { event.preventDefault(); actions[event.key]() }
+}
+
+function animate(own) {
+  if (reading !== own) return
+  if (!paused) draw()
+  setTimeout(() => requestAnimationFrame(() => animate(own)), 50)
+}
+
+function draw() {
+  const canvas = $("lanes"), scale = devicePixelRatio || 1, width = canvas.clientWidth, height = canvas.clientHeight
+  if (!width) return
+  if (canvas.width !== Math.round(width * scale)) { canvas.width = Math.round(width * scale); canvas.height = Math.round(height * scale) }
+  const ctx = canvas.getContext("2d"), style = getComputedStyle(canvas)
+  const color = probe()
+  const last = now(), first = last - span, x = time => (time - first) / span * width
+  ctx.setTransform(scale, 0, 0, scale, 0, 0)
+  ctx.clearRect(0, 0, width, height)
+  ctx.font = "12px system-ui, sans-serif"
+  const shown = steps.filter(step => step.end >= first && step.start - step.gap <= last)
+  const bar = (name, y, from, to) => {
+    ctx.fillStyle = color(name)
+    ctx.fillRect(x(from), y, Math.max(x(to) - x(from), 0.7), HEIGHT)
+  }
+  for (const step of shown) {
+    bar("host", LANES.host, step.launched - step.host, step.launched)
+    bar(step.prefill_tokens ? "prefill" : "decode", LANES.device, step.start, step.end)
+    if (step.gap > 0) bar(step.cause, LANES.idle, step.start - step.gap, step.start)
+    if (step.late > 0) bar("grammar", LANES.idle, step.end - step.late, step.end)
+  }
+  if (hovered) { ctx.strokeStyle = style.color; ctx.strokeRect(x(hovered.start), LANES.device, x(hovered.end) - x(hovered.start), HEIGHT) }
+  ctx.fillStyle = style.color
+  for (const [name, y] of Object.entries(LANES)) ctx.fillText(name, 4, y - 4)
+  chart(ctx, shown, x, height, color, style.color)
+  $("window").textContent = span >= 1 ? `${span.toFixed(1)} s` : `${(span * 1000).toFixed(0)} ms`
+  sums(shown, first, last)
+}
+
+// Running and waiting requests, and used pages, as lines from 0 to their maximum.
+function chart(ctx, shown, x, height, color, text) {
+  const room = height - CHART - 8
+  const lines = [["running", step => step.running, "decode"], ["waiting", step => step.waiting, "host_late"],
+    ["pages", step => step.num_pages - step.free_pages, "prefill"]]
+  let label = 4
+  for (const [name, value, hue] of lines) {
+    const most = Math.max(1, ...shown.map(value))
+    ctx.strokeStyle = color(hue)
+    ctx.beginPath()
+    shown.forEach((step, i) => ctx[i ? "lineTo" : "moveTo"](x(step.start), height - 4 - room * value(step) / most))
+    ctx.stroke()
+    const words = `${name} ${shown.length ? value(shown.at(-1)) : 0} (most ${most})`
+    ctx.fillStyle = color(hue); ctx.fillRect(label, CHART - 10, 8, 8)
+    ctx.fillStyle = text; ctx.fillText(words, label + 12, CHART - 2)
+    label += ctx.measureText(words).width + 28
+  }
+}
+
+let probed = ["", null]
+function probe() {
+  const theme = matchMedia("(prefers-color-scheme: dark)").matches + (document.documentElement.dataset.theme ?? "")
+  if (probed[0] !== theme) {
+    const element = make("span", { className: "hidden" }), found = {}
+    document.body.append(element)
+    for (const name of ["host", "prefill", "decode", ...Object.keys(CAUSES)]) {
+      element.style.color = `var(--${name})`
+      found[name] = getComputedStyle(element).color
+    }
+    element.remove()
+    probed = [theme, name => found[name]]
+  }
+  return probed[1]
+}
+
+let summed = 0
+function sums(shown, first, last) {
+  if (performance.now() - summed < 400 && !paused) return
+  summed = performance.now()
+  const seconds = { busy: 0, turnaround: 0, host_late: 0, output: 0, grammar: 0, no_work: 0 }
+  let tokens = 0, prefill = 0
+  for (const step of shown) {
+    seconds.busy += Math.max(0, Math.min(step.end, last) - Math.max(step.start, first)) - step.late
+    seconds[step.cause] += Math.max(0, Math.min(step.start, last) - Math.max(step.start - step.gap, first))
+    seconds.grammar += step.late
+    tokens += step.drawn
+    prefill += step.prefill_tokens
+  }
+  const row = (name, text) => [make("span", {}, key(name === "busy" ? "decode" : name), text),
+    Number((seconds[name] * 1000).toFixed(1)), Number((100 * seconds[name] / (last - first)).toFixed(1))]
+  fillTable($("sums"), ["device", "ms", "%"], [row("busy", "busy"), ...Object.entries(CAUSES).map(([name, text]) => row(name, "idle: " + text)),
+    [`${shown.length} steps, ${(tokens / (last - first)).toFixed(0)} tokens/s drawn, ${(prefill / (last - first)).toFixed(0)} tokens/s prefill`, "", ""]])
+}
+
+function key(name) {
+  const element = make("span", { className: "key" })
+  element.style.background = `var(--${name})`
+  return element
+}
+
+function hover(time, y) {
+  hovered = steps.find(step => time >= step.start - (y >= LANES.idle ? step.gap : 0) && time <= step.end)
+    ?? steps.find(step => time >= step.launched - step.host && time <= step.launched) ?? null
+  if (!hovered) return
+  const { number, lane, rows, tokens, prefill_tokens, drawn, running, waiting, gap, cause, host } = hovered
+  const ms = seconds => (1000 * seconds).toFixed(2) + " ms"
+  $("hover").textContent = `step ${number} (${models[lane]}): ${rows} rows, ${tokens} tokens, ${prefill_tokens} of prompts, `
+    + `${drawn} drawn; device ${ms(hovered.end - hovered.start)}, host ${ms(host)}; idle before it ${ms(gap)}: ${CAUSES[cause]}; `
+    + `${running} running, ${waiting} waiting`
+  if (paused) draw()
+}
+
+async function save() {
+  $("timeline-error").textContent = ""
+  try {
+    const blob = await (await call("debug/trace?seconds=5")).blob()
+    const link = make("a", { href: URL.createObjectURL(blob), download: "slipstream-trace.json" })
+    link.click()
+    URL.revokeObjectURL(link.href)
+  } catch (error) { $("timeline-error").textContent = error.message }
+}

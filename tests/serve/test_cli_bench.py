@@ -55,6 +55,17 @@ def test_the_table_shows_rates_and_percentiles(model, capsys):
         assert f"\n  {line} " in out
 
 
+def test_results_are_drawn_and_steps_are_traced(model, capsys, tmp_path):
+    flags = f"--num-prompts 2 --input-len 8 --output-len 4 --plot {tmp_path}/plot.svg --trace {tmp_path}/trace.json"
+    out = bench(capsys, model, flags)
+    assert "output tokens per second\n  2 x 8 -> 4" in out and "first token p99" in out and "█" in out
+    assert "between tokens p50" in (tmp_path / "plot.svg").read_text()
+    spans = [each for each in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if each["ph"] == "X"]
+    assert len(spans) > 8
+    assert main(["bench", "startup", *model, "--trace", "x"]) == 2
+    assert "--trace is for an engine in this process" in capsys.readouterr().err
+
+
 def test_concurrency_bounds_what_is_under_way(model, capsys):
     shape = "--num-prompts 4 --input-len 8 --output-len 6 --json --no-warmup"
     alone = json.loads(bench(capsys, model, shape + " --concurrency 1"))

@@ -29,7 +29,7 @@ def test_the_settled_configuration_and_its_memory_are_shown(model, capsys):
     assert int(lines["num_threads"]) >= 1
     # 257 pages of 16 positions, 2 layers of keys and values, 2 heads of 8 numbers of 4 bytes
     assert lines["cache"] == f"{257 * 16 * 2 * 2 * 2 * 8 * 4 / 2**20:.1f}"
-    assert lines["total"]
+    assert lines["total"] and "█ " in out.splitlines()[-1]
 
 
 def test_recurrent_states_and_checkpoints_are_shown(tmp_path, monkeypatch, capsys):

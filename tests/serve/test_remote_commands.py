@@ -53,6 +53,13 @@ def test_bench_serve_counts_what_it_sent(terminal, tiny_server, key, how):
     assert code == 0 and "8 x 200" in out and "first token, ms" in out
 
 
+def test_top_shows_a_running_server_once(terminal, tiny_server, key):
+    code, out, _ = terminal.run("top", tiny_server.url, "--once")
+    assert code == 0 and "steps/s" in out and "no work" in out and "0 running" in out
+    code, _, err = terminal.run("top", "http://127.0.0.1:1")
+    assert code == 1 and "cannot be reached" in err
+
+
 def test_bench_serve_without_a_server_is_one_line(terminal):
     code, _, err = terminal.run("bench", "serve", "--num-prompts", "1")
     assert code == 2 and "--url" in err

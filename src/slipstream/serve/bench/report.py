@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from slipstream.serve.bench.measure import DraftTrial, Spread, Trial
 from slipstream.serve.bench.startup import Startup
 from slipstream.serve.bench.workload import Workload
+from slipstream.serve.charts import Chart
 
 if TYPE_CHECKING:
     from slipstream.config.config import EngineConfig
@@ -126,6 +128,30 @@ def startup_table(starts: list[Startup]) -> str:
         times: tuple[Any, ...] = (start.import_seconds, start.start_seconds, start.answer_seconds, start.total)
         lines.append(f"  {'cold' if start.cold else 'warm':<10}" + "".join(f"{value:>10.2f}" for value in times))
     return "\n".join(lines)
+
+
+def throughput_chart(trials: Mapping[str, Trial]) -> Chart:
+    return Chart("output tokens per second", tuple((name, each.output_per_second) for name, each in trials.items()))
+
+
+def latency_chart(times: Mapping[str, Spread | None], name: str = "") -> Chart:
+    """Percentiles of each kind of time."""
+    rows = [
+        (f"{kind} {point}", getattr(spread, point))
+        for kind, spread in times.items()
+        if spread is not None
+        for point in ("p50", "p90", "p99")
+    ]
+    return Chart(f"{name}: latency" if name else "latency", tuple(rows), "ms")
+
+
+def trial_charts(trials: Mapping[str, Trial]) -> list[Chart]:
+    """Throughput of all trials, then latencies of each."""
+    charts = [throughput_chart(trials)]
+    for name, trial in trials.items():
+        charts.append(latency_chart({"first token": trial.ttft_ms}, name))
+        charts.append(latency_chart({"between tokens": trial.itl_ms}, name))
+    return [chart for chart in charts if chart.rows]
 
 
 def _columns(times: Spread) -> str:

@@ -7,7 +7,8 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -21,6 +22,7 @@ from slipstream.serve.bench.measure import Trial, measure
 from slipstream.serve.bench.shapes import SHAPES, Shape
 from slipstream.serve.bench.startup import measure_startup
 from slipstream.serve.bench.workload import Workload
+from slipstream.serve.charts import svg_charts, text_chart
 from slipstream.serve.cli import bench_serve
 from slipstream.serve.cli.flags import add_engine_flags, add_sampling_flags, engine_options, sampling_changes
 from slipstream.serve.cli.run import OpenLLM
@@ -97,6 +99,10 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     command.add_argument("--logprobs", type=int, metavar="N", help="number of top logprobs per token")
     command.add_argument("--machine", action="store_true", help=MACHINE_HELP)
     command.add_argument("--json", action="store_true", help="print a JSON object, and the table to standard error")
+    command.add_argument(
+        "--plot", nargs="?", const=True, metavar="FILE", help="draw the results; with a FILE also as a picture (SVG)"
+    )
+    command.add_argument("--trace", metavar="FILE", help="write times of all steps to a file for ui.perfetto.dev")
     bench_serve.add_flags(command)
     add_sampling_flags(command, max_tokens=None, names=SAMPLING)
     add_engine_flags(command)
@@ -115,6 +121,10 @@ def run(args: argparse.Namespace, opener: OpenLLM) -> int:
                 "measure throughput with it first"
             )
         check_gpu(options.get("device", "auto"))
+    if args.trace is not None and args.kind in ("serve", "startup"):
+        raise InvalidOption(f"--trace is for an engine in this process, and {args.kind} measures others; remove it")
+    if args.plot is not None and args.kind == "startup":
+        raise InvalidOption("--plot draws latency and throughput, and startup measures neither; remove it")
     if args.kind == "startup":
         return _run_startup(options, args)
     own = Workload(
@@ -137,11 +147,12 @@ def run(args: argparse.Namespace, opener: OpenLLM) -> int:
     start = time.perf_counter()
     llm = opener(**options)
     startup = time.perf_counter() - start
-    with closing(llm):
+    with closing(llm), nullcontext() if args.trace is None else llm.trace(args.trace):
         bench = _Bench(llm, args, startup)
         {"throughput": bench.throughput, "latency": bench.latency, "long": bench.long, "step": bench.step}[args.kind](
             shapes
         )
+        bench.plot()
     return 0
 
 
@@ -152,6 +163,7 @@ class _Bench:
         self.llm = llm
         self.args = args
         self.startup = startup
+        self.best: dict[str, Trial] = {}  # by name of the shape
         self.summary: dict[str, Any] = {"startup_seconds": startup, "engine": engine_summary(llm.config)}
         if args.machine:
             rates = measure_gpu()
@@ -219,7 +231,7 @@ class _Bench:
         for name, shape in shapes.items():
             try:
                 rate = None if rates is None else self._rate(shape)
-                best = self._measure(shape, rate)[0]
+                best = self._measure(shape, rate, name)[0]
             except InvalidOption as error:
                 refused = error
                 found[name] = {"error": str(error)}
@@ -237,10 +249,10 @@ class _Bench:
             return float(self.args.rate)
         return float(self.args.load * self._measure(shape)[0].requests_per_second)
 
-    def _measure(self, shape: Shape, rate: float | None = None) -> list[Trial]:
+    def _measure(self, shape: Shape, rate: float | None = None, name: str = "") -> list[Trial]:
         args = self.args
         with progress(shape.workload.num_prompts * args.repeats, "requests") as advance:
-            return measure(
+            trials = measure(
                 self.llm,
                 shape.workload,
                 bench_params(**shape.params),
@@ -251,6 +263,8 @@ class _Bench:
                 detokenize=args.detokenize,
                 advance=advance,
             )
+        self.best[name or report.shape_line(shape.workload)] = trials[0]
+        return trials
 
     def _print(self, workload: dict[str, Any], trials: list[Trial], note: str) -> None:
         """Prints the table of one workload."""
@@ -262,6 +276,16 @@ class _Bench:
             + report.trial_table(trials[0], self.startup)
         )
         self._print_json({"workload": workload} | trials[0].summary() | {"trial_seconds": seconds})
+
+    def plot(self) -> None:
+        """Draws the best trials, as text and as a picture."""
+        if self.args.plot is None:
+            return
+        charts = report.trial_charts(self.best)
+        for chart in charts:
+            self._show("\n" + text_chart(chart))
+        if isinstance(self.args.plot, str):
+            Path(self.args.plot).write_text(svg_charts(charts), encoding="utf-8")
 
     def _print_header(self, columns: str) -> None:
         self._show(f"{report.engine_line(self.llm.config)}, start-up {self.startup:.2f} s\n{columns}")

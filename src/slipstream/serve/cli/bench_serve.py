@@ -5,21 +5,22 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from slipstream.engine.progress import progress
 from slipstream.errors import EngineDead, InvalidOption
-from slipstream.serve.bench.report import show
+from slipstream.serve.bench.report import latency_chart, show
 from slipstream.serve.bench.workload import Workload
+from slipstream.serve.charts import svg_charts
 
 
 def add_flags(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("bench serve")
     group.add_argument("--url", metavar="URL", help="URL of the server, for example http://127.0.0.1:8000")
     group.add_argument("--api-key", metavar="KEY", help="API key of the server (default: SLIPSTREAM_API_KEY)")
-    group.add_argument("--plot", action="store_true", help="print histograms of the times")
 
 
 def run_serve(args: argparse.Namespace, workload: Workload, changes: dict[str, Any]) -> int:
@@ -45,6 +46,9 @@ def run_serve(args: argparse.Namespace, workload: Workload, changes: dict[str, A
         done = [answer for answer in answers if answer.status == 200 and answer.times]
         lines += histogram([answer.times[0] - answer.sent for answer in done], "first token")
         lines += histogram([answer.end - answer.sent for answer in done], "whole request")
+        if isinstance(args.plot, str):
+            charts = [latency_chart({"first token": report.ttft_ms, "whole request": report.request_ms})]
+            Path(args.plot).write_text(svg_charts(charts), encoding="utf-8")
     show("\n".join(lines), beside_json=args.json)
     if args.json:
         print(json.dumps({"workload": workload.summary(), "report": msgspec.to_builtins(report)}))

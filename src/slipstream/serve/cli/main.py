@@ -12,7 +12,20 @@ import sys
 from collections.abc import Sequence
 
 from slipstream.errors import SlipstreamError
-from slipstream.serve.cli import bench, chat, compare, doctor, embed, generate, plan, replay, run_batch, serve, version
+from slipstream.serve.cli import (
+    bench,
+    chat,
+    compare,
+    doctor,
+    embed,
+    generate,
+    plan,
+    replay,
+    run_batch,
+    serve,
+    top,
+    version,
+)
 from slipstream.serve.cli.failure import report_failure
 from slipstream.serve.cli.run import OpenLLM, open_llm
 from slipstream.serve.cli.standard import set_up_streams
@@ -56,6 +69,7 @@ def make_parser() -> argparse.ArgumentParser:
     chat.add_command(commands)
     generate.add_command(commands)
     serve.add_command(commands)
+    top.add_command(commands)
     run_batch.add_command(commands)
     embed.add_command(commands)
     compare.add_commands(commands)

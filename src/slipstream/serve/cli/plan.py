@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from slipstream.config.options import make_options
+from slipstream.serve.charts import stacked_bar
 from slipstream.serve.cli.flags import add_engine_flags, engine_options
 from slipstream.serve.cli.paths import check_paths
 from slipstream.serve.cli.run import OpenLLM
@@ -127,6 +128,9 @@ def print_memory(config: EngineConfig, memory: MemoryPlan) -> None:
     print(f"{'memory':<16}{'MiB':>10}")
     for name, num_bytes, note in rows:
         print(f"{name:<16}{num_bytes / MIB:>10.1f}  {note}")
+    parts = [(name, num_bytes) for name, num_bytes, _ in rows if name != "total" and not name.startswith(" ")]
+    line, legend = stacked_bar(parts)
+    print(f"{'shares':<18}{line}\n{'':<18}{legend}")
 
 
 def _state_rows(config: EngineConfig, memory: MemoryPlan) -> list[tuple[str, int, str]]:

@@ -324,7 +324,7 @@ class LLM:
     def save_record(self, path: str | Path, *, model: str | None = None, redact: bool = False) -> None:
         """Writes the last steps to a file, for `slipstream replay`. `redact`: without token ids and texts."""
         with self._sync_loop.turn():
-            core = self.core if model is None else self.cores[self._model(model).description.name]
+            core = self.core if model is None else self.cores[self._model(model).base_name]
             if core.recorder is None:
                 raise InvalidOption("record_steps is 0, so nothing is recorded; give a number of steps")
             write_private(Path(path), core.recorder.take().encode(redact=redact))

@@ -77,7 +77,7 @@ class PlanChecker:
         self._save(plan, starts)
         self._draw(record)
         complete = {row for row in plan.rows.tolist() if self.rows[row].is_complete}
-        return complete - self._without_query(plan)
+        return complete - self._without_query(plan) - _adapted_rows(plan)
 
     def _need(self, holds: bool, fact: str) -> None:
         if not holds:
@@ -86,7 +86,7 @@ class PlanChecker:
     def _run_encoder(self, plan: StepPlan) -> set[int]:
         self._need(bool((plan.num_host_tokens == plan.num_tokens).all()), "an encoder's prompt is not whole")
         self._need(len(plan.tokens) == int(plan.num_tokens.sum()), "the number of tokens is wrong")
-        return set(plan.rows.tolist()) - self._without_query(plan)
+        return set(plan.rows.tolist()) - self._without_query(plan) - _adapted_rows(plan)
 
     def _without_query(self, plan: StepPlan) -> set[int]:
         """Rows that are scored against a query from before the recording."""
@@ -264,6 +264,11 @@ class PlanChecker:
             state.length = (state.length or 0) - num + max(len(tokens), 1)
             del state.tokens[state.length :]
             state.next_tokens = tokens[-1:]
+
+
+def _adapted_rows(plan: StepPlan) -> set[int]:
+    """All rows of a step with LoRA adapters, whose weights are not in the recording."""
+    return set() if plan.adapters is None else set(plan.rows.tolist())
 
 
 def accepted_tokens(record: StepRecord) -> list[list[int]]:

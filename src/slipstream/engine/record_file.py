@@ -32,6 +32,7 @@ class LateRecord(msgspec.Struct, array_like=True):
     bits: Ints
     bias: LateBias | None
     num_edits: int  # pieces of code that edited logits; they are not in the file
+    offsets: Ints | None = None
 
 
 class StepRecord(msgspec.Struct, array_like=True):
@@ -99,7 +100,8 @@ def describe_late(late: Late) -> LateRecord:
     bias = late.bias
     if bias is not None:
         bias = LateBias(bias.rows.copy(), bias.ids.copy(), bias.values.copy())
-    return LateRecord(late.rows.copy(), late.bits.copy(), bias, len(late.edits))
+    offsets = None if late.offsets is None else late.offsets.copy()
+    return LateRecord(late.rows.copy(), late.bits.copy(), bias, len(late.edits), offsets)
 
 
 def redacted(recording: Recording) -> Recording:
@@ -121,7 +123,7 @@ def _redacted_step(step: StepRecord) -> StepRecord:
         scores=None if plan.scores is None else replace(plan.scores, tokens=np.zeros_like(plan.scores.tokens)),
     )
     if late is not None:
-        late = LateRecord(late.rows, np.full_like(late.bits, -1), None, late.num_edits)
+        late = LateRecord(late.rows, np.full_like(late.bits, -1), None, late.num_edits, late.offsets)
     tokens = None if step.tokens is None else np.zeros_like(step.tokens)
     return msgspec.structs.replace(step, plan=plan, late=late, tokens=tokens, pooled=None)
 

@@ -1,7 +1,8 @@
 """Replay: runs the plans of a recording again, in the plan checker and, if there is one, in an executor.
 
 Rows that were admitted before the first recorded step read pages whose content is not in the recording. They are
-computed, since their tokens belong to the batch, and not compared.
+computed, since their tokens belong to the batch, and not compared. The same holds for steps with LoRA adapters,
+whose weights are not in the recording.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ def replay(
         late = record.late
         try:
             executor.launch(plans[index])
-            result = executor.finish(None if late is None else Late(late.rows, late.bits, late.bias)).wait()
+            given = None if late is None else Late(late.rows, late.bits, late.bias, offsets=late.offsets)
+            result = executor.finish(given).wait()
         except Exception as error:
             report.error = f"step {record.plan.step}: {type(error).__name__}: {error}"
             return report
@@ -94,6 +96,8 @@ def _prepared(recording: Recording) -> list[StepPlan]:
     missing = {each.row: each for each in before}
     prepared = []
     for plan in plans:
+        if plan.adapters is not None:
+            plan = replace(plan, adapters=None)
         added = []
         for index, row in enumerate(plan.rows.tolist()):
             each = missing.get(row)

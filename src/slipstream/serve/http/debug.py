@@ -39,7 +39,7 @@ async def record(request: Request, body: None) -> Response:
     redact = query.get("redact", "0")
     if redact not in ("0", "1"):
         raise bad_request(f"redact is {redact[:20]!r}; give 0, or 1 to leave out token ids and texts", "redact")
-    name = request.state.engine.model(query.get("model") or None).description.name
+    name = request.state.engine.model(query.get("model") or None).base_name
     try:
         data = await asyncio.wait_for(read_record(request.state.engine, name, redact=redact == "1"), _REPLY_SECONDS)
     except TimeoutError:

@@ -323,7 +323,7 @@ class LLM:
 
     def save_record(self, path: str | Path, *, model: str | None = None, redact: bool = False) -> None:
         """Writes the last steps to a file, for `slipstream replay`. `redact`: without token ids and texts."""
-        with self._sync_loop.turn():
+        with self._own_loop().turn():
             core = self.core if model is None else self.cores[self._model(model).base_name]
             if core.recorder is None:
                 raise InvalidOption("record_steps is 0, so nothing is recorded; give a number of steps")
@@ -332,14 +332,21 @@ class LLM:
     @contextmanager
     def trace(self, path: str | Path) -> Iterator[None]:
         """Writes times of all steps within the `with` block to a file, which ui.perfetto.dev opens."""
-        with self._sync_loop.turn():
+        loop = self._own_loop()
+        with loop.turn():
             log = StepLog(self.cores)
         try:
             yield
         finally:
-            with self._sync_loop.turn():
+            with loop.turn():
                 stop(self.cores)
             Path(path).write_bytes(chrome_trace(log.models, list(log.steps)))
+
+    def _own_loop(self) -> SyncLoop:
+        """The loop of an engine in this process. Raises where the engine has replicas in other processes."""
+        if not isinstance(self._sync_loop, SyncLoop):
+            raise InvalidOption("steps of replicas run in other processes; use one replica to record or trace them")
+        return self._sync_loop
 
     def default_sampling_params(self) -> SamplingParams:
         return self.inputs.default_params()

@@ -28,6 +28,8 @@ from slipstream.transport.frames import (
     Begun,
     Failed,
     FromCore,
+    Inspect,
+    Inspected,
     Loading,
     ModelDescriptions,
     Pulse,
@@ -142,8 +144,10 @@ class ReplicaClient:
         elif isinstance(message, Abort):
             self._abort(message)
         elif isinstance(message, AbortAll):  # there is no other front end
-            reply: list[FromCore] = [AbortedAll(message.call, 0)]
-            asyncio.get_running_loop().call_soon(self._tell, reply)
+            self._reply(AbortedAll(message.call, 0))
+        elif isinstance(message, Inspect):
+            fact = "steps of several replicas are not recorded or traced together; start one replica"
+            self._reply(Inspected(message.call, b"", fact))
         elif isinstance(message, ResetPrefixCache):
             self._resets[message.call] = {replica.index for replica in self.replicas if replica.is_ready}
             for replica in self.replicas:
@@ -151,6 +155,10 @@ class ReplicaClient:
                 if replica.is_ready and replica.client is not None:
                     replica.client.send(message)
             asyncio.get_running_loop().call_soon(self._finish_resets)
+
+    def _reply(self, message: FromCore) -> None:
+        messages = [message]
+        asyncio.get_running_loop().call_soon(self._tell, messages)
 
     def _submit(self, requests: list[SentRequest]) -> None:
         """Sends requests to one replica; holds them while none is ready."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from slipstream.config.model_info import ModelInfo
+from slipstream.device.sync_check import sync_allowed
 from slipstream.errors import BadCheckpoint, InvalidOption
 from slipstream.nn.context import ForwardContext, context_of
 from slipstream.nn.layers.attention import Attention
@@ -107,12 +108,14 @@ class TokenMap(Layer):
         yield "d2t", WeightTarget(tuple(self.d2t.shape), self._fill)
 
     def _fill(self, piece: CheckpointTensor) -> None:
-        added = piece.read().long().cpu()
-        mapped = added + torch.arange(len(added))
-        if len(mapped) and not (int(mapped.min()) >= 0 and int(mapped.max()) < self.vocab_size):
+        with sync_allowed("weights are loaded before steps run"):
+            added = piece.read().long().cpu()
+            mapped = added + torch.arange(len(added))
+            first, last = (int(mapped.min()), int(mapped.max())) if len(mapped) else (0, 0)
+        if first < 0 or last >= self.vocab_size:
             raise BadCheckpoint(
-                f"d2t of the EAGLE-3 head maps draft tokens to {int(mapped.min())} to {int(mapped.max())}, and the "
-                f"model has {self.vocab_size} tokens; check that head and model belong together"
+                f"d2t of the EAGLE-3 head maps draft tokens to {first} to {last}, and the model has {self.vocab_size} "
+                "tokens; check that head and model belong together"
             )
         self.d2t.copy_(added)
 

@@ -30,24 +30,33 @@ def write_few(folder: Path, **overrides: Any) -> Path:
 
 
 def write_mtp(folder: Path, family: str = "deepseek_v3", **overrides: Any) -> Path:
-    """A checkpoint of the family with an MTP layer, of random weights and otherwise like its last layer."""
-    write_tiny(folder, family, num_nextn_predict_layers=1, **overrides)
+    """A checkpoint of the family with an MTP layer, of random weights and otherwise like its last layer with
+    attention."""
+    count = "mtp_num_hidden_layers" if family.startswith("qwen") else "num_nextn_predict_layers"
+    write_tiny(folder, family, **{count: 1}, **overrides)
     weights = load_file(folder / "model.safetensors")
     prefer_few_tokens(weights)
     config = json.loads((folder / "config.json").read_text())
-    last, size = config["num_hidden_layers"] - 1, config["hidden_size"]
+    num, size = config["num_hidden_layers"], config["hidden_size"]
     generator = torch.Generator().manual_seed(7)
+    if family.startswith("qwen"):
+        source = max(layer for layer, kind in enumerate(config["layer_types"]) if kind == "full_attention")
+        middle, root, layer = 0.0, "mtp", "mtp.layers.0"
+        norms, projection = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"), "fc"
+    else:
+        source, middle, root, layer = num - 1, 1.0, f"model.layers.{num}", f"model.layers.{num}"
+        norms, projection = ("enorm", "hnorm", "shared_head.norm"), "eh_proj"
     added = {}
     for name, tensor in weights.items():
-        if name.startswith(f"model.layers.{last}."):
-            own = name.replace(f"layers.{last}.", f"layers.{last + 1}.")
+        if name.startswith(f"model.layers.{source}."):
+            own = name.replace(f"model.layers.{source}", layer)
             added[own] = tensor + torch.randn(tensor.shape, generator=generator) * 0.1
-    root = f"model.layers.{last + 1}"
-    for name in ("enorm", "hnorm", "shared_head.norm"):
-        added[f"{root}.{name}.weight"] = 1 + torch.randn(size, generator=generator) * 0.15
-    added[f"{root}.eh_proj.weight"] = torch.randn(size, 2 * size, generator=generator) * 0.15
-    added[f"{root}.embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
-    added[f"{root}.shared_head.head.weight"] = weights["lm_head.weight"].clone()
+    for name in norms:
+        added[f"{root}.{name}.weight"] = middle + torch.randn(size, generator=generator) * 0.15
+    added[f"{root}.{projection}.weight"] = torch.randn(size, 2 * size, generator=generator) * 0.15
+    if root != "mtp":
+        added[f"{root}.embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
+        added[f"{root}.shared_head.head.weight"] = weights["lm_head.weight"].clone()
     write_weights(folder, weights | added)
     return folder
 

@@ -40,36 +40,43 @@ class PlainMtp:
     def __init__(self, folder: Path) -> None:
         whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
         config = AutoConfig.from_pretrained(folder)
-        self.number = config.num_hidden_layers
-        config.num_hidden_layers, config.first_k_dense_replace, config._experts_implementation = 1, 0, "eager"
+        self.is_qwen = config.model_type.startswith("qwen")
+        root = "mtp." if self.is_qwen else f"model.layers.{config.num_hidden_layers}."
+        config.num_hidden_layers, config.layer_types = 1, ["full_attention"]
+        config.first_k_dense_replace, config._experts_implementation = 0, "eager"
         whole.config._experts_implementation = "eager"
         self.head = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
         stored = {name: tensor.double() for name, tensor in load_file(folder / "model.safetensors").items()}
-        root = f"model.layers.{self.number}."
-        self.own = {name.removeprefix(root): tensor for name, tensor in stored.items() if name.startswith(root)}
-        layer = self.head.model.layers[0]
-        layer.load_state_dict({name: self.own[name] for name in layer.state_dict()})
-        self.head.model.norm.weight.data = self.own["shared_head.norm.weight"]
-        self.head.lm_head.weight.data = stored["lm_head.weight"]
+        own = {name.removeprefix(root): tensor for name, tensor in stored.items() if name.startswith(root)}
+        layer, inside = self.head.model.layers[0], "layers.0." if self.is_qwen else ""
+        layer.load_state_dict({name: own[inside + name] for name in layer.state_dict()})
+        names = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
+        names = names if self.is_qwen else ("enorm", "hnorm", "eh_proj", "shared_head.norm")
+        self.embed_norm, self.hidden_norm, self.projection, norm = (own[f"{name}.weight"] for name in names)
+        self.head.model.norm.weight.data, self.head.lm_head.weight.data = norm, stored["lm_head.weight"]
         self.embedding, self.whole = stored["model.embed_tokens.weight"], whole
         norm_in_float64(whole)
         norm_in_float64(self.head)
-        layer.register_forward_hook(self._keep)
+        # features for the next position: the output after the last norm, or before it
+        (self.head.model.norm if self.is_qwen else layer).register_forward_hook(self._keep)
 
     def _keep(self, layer, inputs, output) -> None:
-        self.raw = output[0] if isinstance(output, tuple) else output
+        self.made = output[0] if isinstance(output, tuple) else output
+
+    def norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, 1 + weight if self.is_qwen else weight)
 
     def propose(self, tokens: list[int], num_drafts: int) -> list[int]:
         with exact_math(torch.float64):
-            found = self.whole.model(torch.tensor([tokens[:-1]])).last_hidden_state[0]
+            found = self.whole.model(torch.tensor([tokens[:-1]]), use_cache=False).last_hidden_state[0]
             ids, drafts = tokens[1:], []
             for _ in range(num_drafts):
-                embeds = rms_norm(self.embedding[ids], self.own["enorm.weight"])
-                both = torch.cat([embeds, rms_norm(found, self.own["hnorm.weight"])], -1)
-                logits = self.head(inputs_embeds=(both @ self.own["eh_proj.weight"].T)[None], use_cache=False).logits
+                embeds = self.norm(self.embedding[ids], self.embed_norm)
+                both = torch.cat([embeds, self.norm(found, self.hidden_norm)], -1)
+                logits = self.head(inputs_embeds=(both @ self.projection.T)[None], use_cache=False).logits
                 drafts.append(int(logits[0, -1].argmax()))
                 ids = [*ids, drafts[-1]]
-                found = torch.cat([found, self.raw.view(-1, found.shape[1])[-1:]])
+                found = torch.cat([found, self.made.view(-1, found.shape[1])[-1:]])
         return drafts
 
 
@@ -196,6 +203,25 @@ def test_memory_of_the_head_is_planned_to_the_byte(method):
         models = [runner.model, runner.drafter.model]
         tensors = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
         assert sum(tensor.nbytes for tensor in tensors) == memory.weights
+
+
+def test_qwens_mtp_layer_over_recurrent_states(tmp_path):
+    """Also after prefix hits, which continue from a checkpoint of the states, and partly accepted drafts."""
+    model = write_mtp(tmp_path, "qwen3_5")
+    shared = [(7 * i) % 251 for i in range(70)]
+    prompts = [[*shared, 5], PROMPTS[0], [*shared[:66], 9], PROMPTS[5]]
+    params = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)
+    reference = PlainMtp(model)
+    spec = {"method": "mtp", "num_speculative_tokens": 3}
+    with make(str(model)) as plain, make(str(model), speculative_config=spec, cached=True, depth=1) as llm:
+        llm.core.scheduler.drafts.length = None
+        spy = DraftSpy(llm)
+        for asked in (prompts[:2], prompts):
+            assert_same(llm.generate(asked, params), plain.generate(asked, params))
+        counts, hits = llm.core.scheduler.drafts.counts, llm.core.scheduler.cache.num_hits
+        assert 0 < counts.num_accepted < counts.num_drafts and hits >= 64
+    for tokens, drafts in spy.proposals[::4]:
+        assert len(tokens) > 93 or reference.propose(tokens, 3) == drafts, f"after {len(tokens)} tokens"
 
 
 def test_models_without_an_mtp_layer_are_refused(tmp_path):

@@ -157,8 +157,3 @@ def test_models_without_drafts_are_refused_by_name(tmp_path):
     options = dict(load_format="dummy", drafts="ngram")
     with pytest.raises(InvalidOption, match="it generates no text"):
         foresee(make_options(model=str(write_tiny_encoder(tmp_path / "encoder")), task="embed", **options))
-    mixed = dict(load_format="dummy", speculative_config={"method": "mtp"})
-    with pytest.raises(InvalidOption, match="recurrent states, for which only ngram and suffix draft; remove"):
-        foresee(
-            make_options(model=str(write_tiny(tmp_path / "hybrid", "qwen3_next", mtp_num_hidden_layers=1)), **mixed)
-        )

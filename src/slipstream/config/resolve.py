@@ -100,7 +100,7 @@ def resolve(
         raise InvalidOption("deterministic is for bfloat16, float16 and float32, not for float64; choose one of them")
 
     drafts = read_draft_config(options.speculative_config, options.drafts)
-    if drafts is not None and (refused := _refuses_drafts(is_encoder, pooling, draft is not None and bool(states))):
+    if drafts is not None and (refused := _refuses_drafts(is_encoder, pooling)):
         raise InvalidOption(f"drafts are not supported for {source.name}: {refused}; remove speculative_config")
 
     fit_length = options.max_model_len in ("auto", -1)
@@ -216,11 +216,9 @@ def resolve(
     return config
 
 
-def _refuses_drafts(is_encoder: bool, pooling: PoolingInfo | None, is_mixed: bool) -> str:
-    """Why a model cannot have drafts; empty if it can. `is_mixed`: it has recurrent states, and a model drafts."""
-    if is_encoder or (pooling is not None and not pooling.generates):
-        return "it generates no text"
-    return "it has recurrent states, for which only ngram and suffix draft" if is_mixed else ""
+def _refuses_drafts(is_encoder: bool, pooling: PoolingInfo | None) -> str:
+    """Why a model cannot have drafts; empty if it can."""
+    return "it generates no text" if is_encoder or (pooling is not None and not pooling.generates) else ""
 
 
 def model_config(

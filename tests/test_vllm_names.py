@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+import slipstream
 from slipstream.config.options import Options, make_options
-from slipstream.config.vllm_args import _TRANSLATED, NO_EFFECT, REFUSED
+from slipstream.config.vllm_args import NO_EFFECT, REFUSED, TRANSLATED
 from slipstream.errors import InvalidOption
+from slipstream.frontend.vllm_methods import NOT_SUPPORTED
 
 LISTED = json.loads((Path(__file__).parent / "data" / "vllm_names.json").read_text())
 ENGINE_ARGS = [*LISTED["classes"]["EngineArgs"]["fields"], "enable_log_requests", "swap_space", "chat_template"]
@@ -22,7 +24,7 @@ KNOWN = set(Options.__struct_fields__)
 @pytest.mark.parametrize("name", ENGINE_ARGS)
 def test_each_engine_argument_is_known_and_its_default_accepted(name):
     kinds = [name in KNOWN or name in OF_LLM, name in NO_EFFECT, name in REFUSED]
-    assert sum(kinds) == 1 or (name in _TRANSLATED and sum(kinds) <= 1), kinds
+    assert sum(kinds) == 1 or (name in TRANSLATED and sum(kinds) <= 1), kinds
     if name in OF_LLM:
         return
     make_options(**{name: None})
@@ -37,7 +39,7 @@ def test_what_is_not_supported_is_refused_by_name(name):
 
 
 def test_no_name_is_left_from_another_version():
-    for name in (*NO_EFFECT, *REFUSED, *_TRANSLATED):
+    for name in (*NO_EFFECT, *REFUSED, *TRANSLATED):
         assert name in ENGINE_ARGS, name
 
 
@@ -85,3 +87,15 @@ def test_the_page_has_every_argument_and_what_it_does():
 
 
 PAGE = Path(__file__).parents[1] / "docs" / "vllm.md"
+
+
+def test_the_page_has_every_name_and_method():
+    page = PAGE.read_text()
+    own = {name for name in LISTED["names"] if f"`{name}`" in page}
+    assert set(LISTED["names"]) == own
+    for name in own - {"ModelRegistry", "initialize_ray_cluster"}:
+        assert getattr(slipstream, name) is not None
+    for name in LISTED["classes"]["LLM"]["methods"]:
+        assert name == "__init__" or name in NOT_SUPPORTED or f"`LLM.{name}`" in page, name
+    for name, reason in NOT_SUPPORTED.items():
+        assert f"| `{name}` | refused: {reason} |" in page.splitlines()

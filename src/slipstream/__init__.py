@@ -9,12 +9,28 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from slipstream.async_llm import AsyncLLM as AsyncLLM
+    from slipstream.async_llm import AsyncLLMEngine as AsyncLLMEngine
     from slipstream.config.pooler_config import PoolerConfig as PoolerConfig
     from slipstream.frontend.async_engine import AsyncEngine as AsyncEngine
     from slipstream.frontend.beam_search import BeamSearchParams as BeamSearchParams
+    from slipstream.frontend.pooling.results import ClassificationOutput as ClassificationOutput
+    from slipstream.frontend.pooling.results import ClassificationRequestOutput as ClassificationRequestOutput
+    from slipstream.frontend.pooling.results import EmbeddingOutput as EmbeddingOutput
+    from slipstream.frontend.pooling.results import EmbeddingRequestOutput as EmbeddingRequestOutput
+    from slipstream.frontend.pooling.results import PoolingOutput as PoolingOutput
+    from slipstream.frontend.pooling.results import PoolingRequestOutput as PoolingRequestOutput
+    from slipstream.frontend.pooling.results import ScoringOutput as ScoringOutput
+    from slipstream.frontend.pooling.results import ScoringRequestOutput as ScoringRequestOutput
     from slipstream.frontend.results import CompletionOutput as CompletionOutput
     from slipstream.frontend.results import RequestOutput as RequestOutput
+    from slipstream.frontend.vllm_names import AsyncEngineArgs as AsyncEngineArgs
+    from slipstream.frontend.vllm_names import EngineArgs as EngineArgs
+    from slipstream.frontend.vllm_names import PromptType as PromptType
+    from slipstream.frontend.vllm_names import TextPrompt as TextPrompt
+    from slipstream.frontend.vllm_names import TokensPrompt as TokensPrompt
     from slipstream.llm import LLM as LLM
+    from slipstream.llm_engine import LLMEngine as LLMEngine
     from slipstream.logits_processor import AdapterLogitsProcessor as AdapterLogitsProcessor
     from slipstream.logits_processor import BatchUpdate as BatchUpdate
     from slipstream.logits_processor import LogitsProcessor as LogitsProcessor
@@ -28,39 +44,71 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "LLM": "slipstream.llm",
-    "AsyncEngine": "slipstream.frontend.async_engine",
     "AdapterLogitsProcessor": "slipstream.logits_processor",
+    "AsyncEngine": "slipstream.frontend.async_engine",
+    "AsyncEngineArgs": "slipstream.frontend.vllm_names",
+    "AsyncLLM": "slipstream.async_llm",
+    "AsyncLLMEngine": "slipstream.async_llm",
     "BatchUpdate": "slipstream.logits_processor",
+    "BeamSearchParams": "slipstream.frontend.beam_search",
+    "ClassificationOutput": "slipstream.frontend.pooling.results",
+    "ClassificationRequestOutput": "slipstream.frontend.pooling.results",
+    "CompletionOutput": "slipstream.frontend.results",
+    "EmbeddingOutput": "slipstream.frontend.pooling.results",
+    "EmbeddingRequestOutput": "slipstream.frontend.pooling.results",
+    "EngineArgs": "slipstream.frontend.vllm_names",
+    "LLM": "slipstream.llm",
+    "LLMEngine": "slipstream.llm_engine",
     "LogitsProcessor": "slipstream.logits_processor",
     "MoveDirectionality": "slipstream.logits_processor",
-    "BeamSearchParams": "slipstream.frontend.beam_search",
+    "PoolerConfig": "slipstream.config.pooler_config",
+    "PoolingOutput": "slipstream.frontend.pooling.results",
+    "PoolingParams": "slipstream.pooling_params",
+    "PoolingRequestOutput": "slipstream.frontend.pooling.results",
+    "PromptType": "slipstream.frontend.vllm_names",
+    "RequestOutput": "slipstream.frontend.results",
     "RequestOutputKind": "slipstream.params",
     "LoRARequest": "slipstream.lora_request",
     "SamplingParams": "slipstream.params",
-    "PoolerConfig": "slipstream.config.pooler_config",
-    "PoolingParams": "slipstream.pooling_params",
+    "ScoringOutput": "slipstream.frontend.pooling.results",
+    "ScoringRequestOutput": "slipstream.frontend.pooling.results",
     "StructuredOutputsParams": "slipstream.structured_params",
-    "RequestOutput": "slipstream.frontend.results",
-    "CompletionOutput": "slipstream.frontend.results",
+    "TextPrompt": "slipstream.frontend.vllm_names",
+    "TokensPrompt": "slipstream.frontend.vllm_names",
 }
 
 __all__ = [
-    "LLM",
     "AdapterLogitsProcessor",
     "AsyncEngine",
+    "AsyncEngineArgs",
+    "AsyncLLM",
+    "AsyncLLMEngine",
     "BatchUpdate",
     "BeamSearchParams",
+    "ClassificationOutput",
+    "ClassificationRequestOutput",
     "CompletionOutput",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
+    "EngineArgs",
+    "LLM",
+    "LLMEngine",
     "LoRARequest",
     "LogitsProcessor",
     "MoveDirectionality",
     "PoolerConfig",
+    "PoolingOutput",
     "PoolingParams",
+    "PoolingRequestOutput",
+    "PromptType",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "ScoringOutput",
+    "ScoringRequestOutput",
     "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
     "__version__",
 ]
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from slipstream.config.config import EngineConfig
 from slipstream.config.options import options_of
@@ -19,7 +19,7 @@ from slipstream.engine.gc_freeze import frozen_gc
 from slipstream.engine.progress import progress
 from slipstream.engine.record_folder import write_private
 from slipstream.engine.step_log import StepLog, stop
-from slipstream.errors import InvalidOption
+from slipstream.errors import InvalidOption, InvalidParams
 from slipstream.frontend.adapter_names import AdapterNames
 from slipstream.frontend.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
 from slipstream.frontend.front_end_args import FrontEndArgs
@@ -41,6 +41,8 @@ from slipstream.frontend.replica_loop import ReplicaLoop
 from slipstream.frontend.results import RequestOutput
 from slipstream.frontend.served import POOLING_TASKS, SCORING, ServedModel, choose
 from slipstream.frontend.sync_loop import SyncLoop
+from slipstream.frontend.vllm_methods import VllmMethods
+from slipstream.frontend.vllm_names import check_unused
 from slipstream.lora_request import LoRARequest
 from slipstream.params import SamplingParams
 from slipstream.pooling_params import PoolingParams, Task
@@ -52,7 +54,7 @@ OneOrMoreAdapters = LoRARequest | Sequence[LoRARequest | None] | None
 T = TypeVar("T")
 
 
-class LLM:
+class LLM(VllmMethods):
     """An engine with one or more models, to call from Python.
 
         with LLM() as llm:
@@ -131,12 +133,15 @@ class LLM:
         cache_salt: str | Sequence[str] | None = None,
         lora_request: OneOrMoreAdapters = None,
         model: str | None = None,
+        **unused: Any,
     ) -> list[RequestOutput]:
         """Generates for all prompts, batched. Results are in the order of the prompts.
 
         `priority` and `cache_salt`, one for all or one per prompt, override those of the parameters. `lora_request`:
-        the LoRA adapter, one for all or one per prompt.
+        the LoRA adapter, one for all or one per prompt. `unused`: arguments of vLLM, such as mm_processor_kwargs, that
+        are refused unless they are None.
         """
+        check_unused(unused, "tokenization_kwargs", "mm_processor_kwargs")
         batch = as_batch(prompts)
         served = self._model(model, "generate")
         return self._run(
@@ -149,6 +154,8 @@ class LLM:
         sampling_params: Params = None,
         use_tqdm: bool = True,
         *,
+        chat_template: str | None = None,
+        chat_template_content_format: Literal["auto", "string", "openai"] = "auto",
         chat_template_kwargs: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
@@ -156,18 +163,26 @@ class LLM:
         allow_control_tokens: bool | None = None,
         lora_request: OneOrMoreAdapters = None,
         model: str | None = None,
+        **unused: Any,
     ) -> list[RequestOutput]:
         """Generates the next message of one conversation, or of each of several.
 
+        `chat_template`: instead of the model's. `chat_template_content_format` is vLLM's; any of its values is fine,
+        because a template gets the content in the form that it reads.
         A control token in the text of a message, such as <|im_end|>, is encoded as plain text, unless
         `allow_control_tokens` is set.
         """
+        check_unused(unused, "tokenization_kwargs", "mm_processor_kwargs")
+        if chat_template_content_format not in ("auto", "string", "openai"):
+            fact = f"chat_template_content_format is {chat_template_content_format!r:.50}"
+            raise InvalidParams(f"{fact}; give auto, string or openai", param="chat_template_content_format")
         many = bool(messages) and not isinstance(messages[0], Mapping)
         conversations: Any = messages if many else [messages]
         served = self._model(model, "generate")
         texts = [
             served.inputs.render_chat(
                 conversation,
+                chat_template=chat_template,
                 tools=tools,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
@@ -317,9 +332,10 @@ class LLM:
         call = pooling_calls.rerank(served.require_pooling(), query, documents, pooling_params, top_n=top_n, **how)
         return self._pool(served, call, use_tqdm, lora_request)
 
-    def reset_prefix_cache(self) -> None:
-        """Forgets the cached prefixes of all models."""
+    def reset_prefix_cache(self) -> bool:
+        """Forgets the cached prefixes of all models. Running requests keep their pages. Returns True."""
         self._sync_loop.reset_prefix_cache()
+        return True
 
     def save_record(self, path: str | Path, *, model: str | None = None, redact: bool = False) -> None:
         """Writes the last steps to a file, for `slipstream replay`. `redact`: without token ids and texts."""
@@ -347,12 +363,6 @@ class LLM:
         if not isinstance(self._sync_loop, SyncLoop):
             raise InvalidOption("steps of replicas run in other processes; use one replica to record or trace them")
         return self._sync_loop
-
-    def default_sampling_params(self) -> SamplingParams:
-        return self.inputs.default_params()
-
-    def get_tokenizer(self) -> Tokenizer | None:
-        return self.tokenizer
 
     def close(self) -> None:
         """Frees the model, the cache and the device's thread. Waits for the call of another thread."""

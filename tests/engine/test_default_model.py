@@ -78,6 +78,6 @@ def test_low_bit_answers_are_those_of_the_dequantised_weights_and_repeat_to_the_
 
 def test_the_default_model_has_its_own_sampling_defaults() -> None:
     with LLM(use_tqdm_on_load=False, max_model_len=64, num_pages=8) as llm:
-        assert llm.default_sampling_params() == SamplingParams(temperature=0.2, top_p=0.9)
+        assert llm.get_default_sampling_params() == SamplingParams(temperature=0.2, top_p=0.9)
     with LLM(str(PATH), use_tqdm_on_load=False, max_model_len=64, num_pages=8) as llm:
-        assert llm.default_sampling_params() == SamplingParams()
+        assert llm.get_default_sampling_params() == SamplingParams()

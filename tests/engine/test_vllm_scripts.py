@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 from pathlib import Path
@@ -9,7 +10,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from slipstream import LLM, RequestOutputKind, SamplingParams
+from slipstream import (
+    LLM,
+    AsyncEngineArgs,
+    AsyncLLM,
+    EngineArgs,
+    RequestOutputKind,
+    SamplingParams,
+    TextPrompt,
+    TokensPrompt,
+)
+from slipstream.errors import EngineClosed, InvalidParams, InvalidPrompt
+from slipstream.frontend.vllm_methods import NOT_SUPPORTED
 from tiny import write_tiny
 
 SMALL = dict(max_model_len=64, num_pages=64, page_size=4, max_num_seqs=4, num_threads=1)
@@ -92,3 +104,103 @@ def test_pooling_outputs_have_tensors(llm):
     assert dataclasses.asdict(vector.outputs) == {"embedding": vector.outputs.embedding}
     tokens = llm.encode("Hello", pooling_task="token_embed")[0].outputs.data
     assert isinstance(tokens, torch.Tensor) and tokens.shape[0] == len(found.prompt_token_ids)
+
+
+def test_an_engine_one_step_at_a_time(llm):
+    engine = llm.llm_engine
+    (wanted,) = llm.generate("Hello", TEN)
+    engine.add_request("mine", "Hello", TEN)
+    engine.add_request("last", {"prompt": "Hello"}, TEN.with_changes(output_kind=RequestOutputKind.FINAL_ONLY))
+    engine.add_request("gone", "Hello", TEN)
+    with pytest.raises(InvalidParams, match="'mine' is in use"):
+        engine.add_request("mine", "Hello", TEN)
+    found = {"mine": [], "last": [], "gone": []}
+    assert engine.get_num_unfinished_requests() == 3
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            found[output.request_id].append(output)
+            if output.request_id == "gone":
+                engine.abort_request(["gone", "unknown"])
+    assert [len(outputs) for outputs in found.values()] == [10, 1, 1] and engine.step() == []
+    for outputs in (found["mine"], found["last"]):
+        assert outputs[-1].finished and outputs[-1].outputs[0].token_ids == wanted.outputs[0].token_ids
+    assert engine.model_config.max_model_len == 64 and engine.model_config.get_vocab_size() > 0
+
+
+def test_methods_of_vllm_exist_or_say_why_not(llm):
+    ours = [name for name in LISTED["LLM"]["methods"] if name != "__init__" and hasattr(llm, name)]
+    assert {"generate", "chat", "beam_search", "encode", "embed", "classify", "score", "apply_model"} <= set(ours)
+    for name in LISTED["LLM"]["methods"]:
+        if name not in ("__init__", *ours):
+            with pytest.raises(AttributeError, match=f"LLM.{name} is not supported: "):
+                getattr(llm, name)
+    assert sorted(NOT_SUPPORTED) == sorted(set(LISTED["LLM"]["methods"]) - {"__init__"} - set(ours))
+    assert llm.apply_model(lambda model: isinstance(model, torch.nn.Module)) == [True]
+    assert llm.get_default_sampling_params() == SamplingParams() and llm.reset_prefix_cache() is True
+
+
+def test_arguments_of_vllm_that_ask_for_something_are_refused(llm):
+    unused = {"lora_request": None, "tokenization_kwargs": {}, "mm_processor_kwargs": None}
+    (wanted,) = llm.generate("Hello", TEN, **unused)
+    with pytest.raises(InvalidParams, match="mm_processor_kwargs is not supported"):
+        llm.generate("Hello", TEN, mm_processor_kwargs={"crops": 4})
+    with pytest.raises(TypeError, match="lora_requst"):
+        llm.generate("Hello", TEN, lora_requst=None)
+    with pytest.raises(InvalidPrompt, match="multi_modal_data"):
+        llm.generate({"prompt": "Hello", "multi_modal_data": {"image": 1}}, TEN)
+    prompt = TokensPrompt(prompt_token_ids=wanted.prompt_token_ids)
+    assert llm.generate([prompt, TextPrompt(prompt="Hello")], TEN)[1].outputs == wanted.outputs
+    messages, template = [{"role": "user", "content": "Hello"}], "{% for m in messages %}{{ m.content }}{% endfor %}"
+    (found,) = llm.chat(messages, TEN, chat_template=template, chat_template_content_format="string", **unused)
+    assert found.prompt == "Hello" and found.outputs[0].token_ids == wanted.outputs[0].token_ids
+    with pytest.raises(InvalidParams, match="chat_template_content_format"):
+        llm.chat(messages, TEN, chat_template_content_format="xml")
+
+
+def test_engine_args_are_a_dataclass(folder):
+    args = EngineArgs(model=folder, use_tqdm_on_load=False, **SMALL | {"max_model_len": 32})
+    args.seed = 3
+    assert dataclasses.asdict(args)["max_model_len"] == 32 and args.given()["seed"] == 3
+    with pytest.raises(TypeError, match="max_modellen"):
+        EngineArgs(max_modellen=3)
+    with LLM.from_engine_args(args) as llm:
+        assert llm.llm_engine.model_config.max_model_len == 32
+
+
+def test_the_asynchronous_engine(folder, llm):
+    (wanted,) = llm.generate("Hello", TEN)
+
+    async def last(results):
+        async for result in results:
+            final = result
+        return final
+
+    async def scenario():
+        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=folder, enable_log_requests=False, **SMALL))
+        await engine.check_health()
+        delta = TEN.with_changes(output_kind=RequestOutputKind.DELTA)
+        parts = [result async for result in engine.generate("Hello", delta, "0", lora_request=None)]
+        assert [token for part in parts for token in part.outputs[0].token_ids] == wanted.outputs[0].token_ids
+        found = [result async for result in engine.encode("Hello", None, "1")]
+        assert len(found) == 1 and isinstance(found[0].outputs.data, torch.Tensor) and found[0].request_id == "1"
+        endless = SamplingParams(max_tokens=60, ignore_eos=True, temperature=0)
+        streams = [engine.generate("Hi", endless, f"long{n}") for n in range(2)]
+        assert [len((await anext(stream)).outputs) for stream in streams] == [1, 1]
+        running = [asyncio.create_task(last(stream)) for stream in streams]
+        await engine.pause_generation(mode="wait")
+        assert await engine.is_paused() and not engine.engine.load.num_not_started
+        assert [len((await task).outputs[0].token_ids) for task in running] == [60, 60]
+        waiting = asyncio.create_task(last(engine.generate("Hello", TEN, "2")))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        await engine.resume_generation()
+        assert (await waiting).outputs[0].token_ids == wanted.outputs[0].token_ids
+        streams = [engine.generate("Hi", endless, f"abort{n}") for n in range(2)]
+        firsts = [await anext(stream) for stream in streams]
+        await engine.abort([first.request_id for first in firsts])
+        assert [(await last(stream)).outputs[0].finish_reason for stream in streams] == ["abort", "abort"]
+        await engine.close()
+        with pytest.raises(EngineClosed):
+            await engine.check_health()
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))

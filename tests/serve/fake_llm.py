@@ -20,7 +20,7 @@ class FakeLLM:
         self.closed = False
         self.num_aborted = 0
 
-    def default_sampling_params(self) -> SamplingParams:
+    def get_default_sampling_params(self) -> SamplingParams:
         return SamplingParams(temperature=0.25, top_k=7)
 
     def generate(self, prompts: list[Any], params: SamplingParams, use_tqdm: bool = True) -> list[RequestOutput]:

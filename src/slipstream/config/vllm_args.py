@@ -1,6 +1,6 @@
 """The constructor arguments of vLLM's LLM and EngineArgs (0.24): what each does here.
 
-An argument is an option of ours under the same name, or is translated to one (`_TRANSLATED`), or changes nothing with
+An argument is an option of ours under the same name, or is translated to one (`TRANSLATED`), or changes nothing with
 one device and text models (`NO_EFFECT`: any value is accepted), or asks for what the engine does not have (`REFUSED`:
 accepted with the values that change nothing). `docs/vllm.md` has the same table for people; tests compare both with the
 list of vLLM's wheel.
@@ -164,8 +164,8 @@ def from_vllm(given: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, A
     for name, value in given.items():
         if value is None or name in ("spec_method", "spec_tokens") or (name not in known and name in NO_EFFECT):
             continue
-        if name in _TRANSLATED:
-            for ours, translated in _TRANSLATED[name](value).items():
+        if name in TRANSLATED:
+            for ours, translated in TRANSLATED[name](value).items():
                 if given.get(ours) is not None and ours != name and given[ours] != translated:
                     raise InvalidOption(f"{name} and {ours} are names of one option and differ; remove one")
                 found[ours] = translated
@@ -233,7 +233,7 @@ def _pooler_config(value: Any) -> dict[str, Any]:
     return as_pooler_config(value).options()
 
 
-_TRANSLATED: dict[str, Callable[[Any], dict[str, Any]]] = {
+TRANSLATED: dict[str, Callable[[Any], dict[str, Any]]] = {
     "dtype": _dtype,
     "block_size": _renamed("page_size"),
     "kv_cache_memory_bytes": _renamed("kv_cache_memory"),

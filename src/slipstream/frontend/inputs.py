@@ -18,7 +18,7 @@ from slipstream.frontend.thinking_markers import ThinkingMarkers, check_forced
 from slipstream.lora_request import LoRARequest
 from slipstream.messages import Submit
 from slipstream.params import MAX_BAD_WORD, MAX_BAD_WORDS, SamplingParams
-from slipstream.text.chat import render_chat
+from slipstream.text.chat import load_chat_template, render_chat
 from slipstream.text.control_tokens import ControlTokens
 from slipstream.text.excerpt import Excerpts
 from slipstream.text.guarded import plain
@@ -33,6 +33,7 @@ _RESERVED = {
     "template", "messages", "add_generation_prompt", "continue_final_message", "tools", "special_tokens", "controls",
 }  # fmt: skip
 
+_PROMPT_FIELDS = ("prompt", "prompt_token_ids", "cache_salt")
 MAX_REPORTED = 2**24  # logprobs in one answer
 _UNCHECKED_LOGPROBS = 100  # up to this many per token, the total is not checked
 _BYTES_EACH = 250  # approximate size of one logprob in the answer: key, number, rank and text
@@ -197,13 +198,15 @@ class InputProcessor:
         self,
         messages: Sequence[Message],
         *,
+        chat_template: str | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         allow_control_tokens: bool | None = None,
     ) -> str:
-        """Returns the text that the chat template makes of messages, for any task.
+        """Returns the text that the chat template makes of messages, for any task. `chat_template`: a template or its
+        path, instead of the model's.
 
         `allow_control_tokens`: whether control tokens in the text of messages are encoded as such; None uses the
         engine's option.
@@ -215,6 +218,8 @@ class InputProcessor:
                 param="chat_template_kwargs",
             )
         template = tokenizer.chat_template(with_tools=bool(tools))
+        if chat_template is not None:
+            template = load_chat_template(chat_template)
         allowed = self.description.allow_control_tokens if allow_control_tokens is None else allow_control_tokens
         return render_chat(
             template,
@@ -247,7 +252,11 @@ class InputProcessor:
     def _read(self, prompt: Prompt) -> tuple[str | None, list[int] | None]:
         """Returns the prompt's text and its token ids, each None where not given."""
         if isinstance(prompt, Mapping):
-            if "prompt_token_ids" in prompt:
+            for name, value in prompt.items():
+                if name not in _PROMPT_FIELDS and value not in (None, {}, []):
+                    hint = f"it takes {', '.join(_PROMPT_FIELDS)}"
+                    raise InvalidPrompt(f"a prompt object has no {name!r:.100}; {hint}", param=str(name)[:100])
+            if prompt.get("prompt_token_ids") is not None:
                 text = prompt.get("prompt")
                 return text, self._checked_ids(prompt["prompt_token_ids"])
             if "prompt" not in prompt:

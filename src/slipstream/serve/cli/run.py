@@ -35,7 +35,7 @@ def open_with(args: argparse.Namespace, opener: OpenLLM) -> tuple[LLM, SamplingP
     SamplingParams(**changes)
     llm = opener(**engine_options(args))
     try:
-        return llm, llm.default_sampling_params().with_changes(**changes)
+        return llm, llm.get_default_sampling_params().with_changes(**changes)
     except BaseException:
         llm.close()
         raise

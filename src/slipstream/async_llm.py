@@ -1,0 +1,168 @@
+"""AsyncLLM: vLLM's asynchronous engine, over an AsyncEngine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from typing import Any, Literal
+
+from slipstream.errors import InvalidParams
+from slipstream.frontend.async_engine import AsyncEngine
+from slipstream.frontend.inputs import Prompt
+from slipstream.frontend.pooling.results import PoolingRequestOutput, as_plain
+from slipstream.frontend.results import RequestOutput
+from slipstream.frontend.vllm_names import EngineArgs, check_unused
+from slipstream.lora_request import LoRARequest
+from slipstream.params import SamplingParams
+from slipstream.pooling_params import PoolingParams
+from slipstream.text.tokenizer import Tokenizer
+
+_UNUSED = (
+    "tokenization_kwargs", "trace_headers", "data_parallel_rank", "reasoning_ended",
+    "reasoning_parser_kwargs",
+)  # fmt: skip
+
+
+class AsyncLLM:
+    """Runs many requests at a time; each is an async iterator over results, by `output_kind` of its parameters.
+
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model="path/to/model"))
+    async for output in engine.generate("Once upon a time", SamplingParams(max_tokens=32), "0"):
+        print(output.outputs[0].text)
+    await engine.close()
+    """
+
+    def __init__(self, model: str | None = None, **options: Any) -> None:
+        self.engine = AsyncEngine(model, **options)
+        self._resumed = asyncio.Event()
+        self._resumed.set()
+        self._running: set[str] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._closing: asyncio.Task[None] | None = None
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> AsyncLLM:
+        return cls(**engine_args.given())
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None,
+        request_id: str,
+        *,
+        priority: int = 0,
+        lora_request: LoRARequest | None = None,
+        **unused: Any,
+    ) -> AsyncIterator[RequestOutput]:
+        """Breaking out of the loop aborts the request. While the engine is paused, the request waits."""
+        check_unused(unused, *_UNUSED)
+        await self._resumed.wait()
+        self._begin(request_id)
+        try:
+            how: dict[str, Any] = {"priority": priority or None, "lora_request": lora_request}
+            async for result in self.engine.generate(prompt, sampling_params, request_id, **how):
+                yield result
+        finally:
+            self._end(request_id)
+
+    async def encode(
+        self,
+        prompt: Prompt,
+        pooling_params: PoolingParams | None,
+        request_id: str,
+        *,
+        lora_request: LoRARequest | None = None,
+        **unused: Any,
+    ) -> AsyncIterator[PoolingRequestOutput[Any]]:
+        """Yields one result."""
+        check_unused(unused, *_UNUSED)
+        await self._resumed.wait()
+        self._begin(request_id)
+        try:
+            for found in await self.engine.encode([prompt], pooling_params, lora_request=lora_request):
+                found.request_id = request_id
+                yield as_plain(found)
+        finally:
+            self._end(request_id)
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """Ends one request or several: their last result has the finish reason abort. Unknown ids are ignored."""
+        for each in [request_id] if isinstance(request_id, str) else list(request_id):
+            await self.engine.abort(each)
+
+    async def pause_generation(
+        self, *, mode: Literal["abort", "wait"] = "abort", clear_cache: bool = True, **unused: Any
+    ) -> None:
+        """New requests wait until `resume_generation`. Running ones are aborted, or awaited."""
+        if mode not in ("abort", "wait") or unused:
+            raise InvalidParams(
+                f"pause_generation takes mode abort or wait, not {mode!r:.50} {unused or ''}", param="mode"
+            )
+        self._resumed.clear()
+        if mode == "abort":
+            await self.engine.abort_all()
+        await self._idle.wait()
+        if clear_cache:
+            await self.engine.reset_prefix_cache()
+
+    async def resume_generation(self) -> None:
+        self._resumed.set()
+
+    async def is_paused(self) -> bool:
+        return not self._resumed.is_set()
+
+    async def check_health(self) -> None:
+        """Raises where the engine is closed or has failed."""
+        self.engine.check()
+
+    async def reset_prefix_cache(self) -> bool:
+        await self.engine.reset_prefix_cache()
+        return True
+
+    @property
+    def errored(self) -> bool:
+        return self.engine.failure is not None
+
+    @property
+    def dead_error(self) -> BaseException | None:
+        return self.engine.failure
+
+    @property
+    def is_running(self) -> bool:
+        return self.engine.failure is None
+
+    @property
+    def is_stopped(self) -> bool:
+        return self.errored
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self.engine.tokenizer
+
+    def get_tokenizer(self) -> Tokenizer | None:
+        return self.engine.tokenizer
+
+    async def close(self) -> None:
+        await self.engine.close()
+
+    def shutdown(self) -> None:
+        """Closes the engine. In a running event loop this takes effect in its next turns; `close` waits for it."""
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            asyncio.run(self.engine.close())
+        else:
+            self._closing = loop.create_task(self.engine.close())
+
+    def _begin(self, request_id: str) -> None:
+        self._running.add(request_id)
+        self._idle.clear()
+
+    def _end(self, request_id: str) -> None:
+        self._running.discard(request_id)
+        if not self._running:
+            self._idle.set()
+
+
+AsyncLLMEngine = AsyncLLM  # vLLM's older name

@@ -1,0 +1,110 @@
+"""StepEngine: the methods of vLLM's LLMEngine, which runs one step at a time, over the loop of an LLM."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import msgspec
+
+from slipstream.errors import InvalidParams
+from slipstream.frontend.inputs import Prompt
+from slipstream.frontend.request_state import RequestState
+from slipstream.frontend.results import RequestOutput
+from slipstream.frontend.served import ServedModel, choose
+from slipstream.frontend.sync_loop import SyncLoop
+from slipstream.frontend.vllm_names import refuse_unused
+from slipstream.lora_request import LoRARequest
+from slipstream.messages import Abort
+from slipstream.params import SamplingParams, check_text
+from slipstream.text.tokenizer import Tokenizer
+
+
+class ModelConfigView(msgspec.Struct, frozen=True):
+    """What scripts read of vLLM's model_config."""
+
+    model: str
+    max_model_len: int
+    dtype: str
+    vocab_size: int
+
+    def get_vocab_size(self) -> int:
+        return self.vocab_size
+
+
+class StepEngine:
+    """Requests are added at any time, and every `step` advances all of them."""
+
+    def __init__(self, models: Mapping[str, ServedModel], loop: SyncLoop) -> None:
+        self.models = models
+        self._loop = loop
+        self._states: dict[str, RequestState] = {}
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        lora_request: LoRARequest | None = None,
+        tokenization_kwargs: None = None,
+        trace_headers: None = None,
+    ) -> str:
+        """Submits a request. Its results come from `step`, by `output_kind` of the parameters. Returns the id."""
+        refuse_unused(tokenization_kwargs=tokenization_kwargs, trace_headers=trace_headers)
+        check_text("request_id", request_id)
+        if request_id in self._states:
+            raise InvalidParams(f"request id {request_id!r} is in use; give another one", param="request_id")
+        if not isinstance(params, SamplingParams):
+            raise InvalidParams("LLMEngine generates text; for pooling use LLM.encode", param="params")
+        served = choose(self.models, None, "generate")
+        prepared = served.inputs.submit(
+            request_id, prompt, params, priority=priority or None, lora_request=lora_request
+        )
+        with self._loop.turn():
+            self._states[request_id] = self._loop.submit(served, prepared, streaming=True)
+        return request_id
+
+    def step(self) -> list[RequestOutput]:
+        """Runs one step. Returns the results of the requests with new output."""
+        if not self._states:
+            return []
+        with self._loop.turn():
+            updated = [state for state in self._loop.step() if state.id in self._states]
+            for state in updated:
+                if state.finished:
+                    del self._states[state.id]
+                if state.refused is not None:
+                    raise state.refused
+            return [result for state in updated if (result := state.next_result()) is not None]
+
+    def abort_request(self, request_ids: str | Iterable[str]) -> None:
+        """Ends requests without a result. Unknown ids are ignored: the request may have finished."""
+        with self._loop.turn():
+            for request_id in [request_ids] if isinstance(request_ids, str) else list(request_ids):
+                if self._states.pop(request_id, None) is not None:
+                    self._loop.lanes.abort(Abort(request_id))
+                    self._loop.outputs.drop(request_id)
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self._states)
+
+    def get_num_unfinished_requests(self) -> int:
+        return len(self._states)
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return next(iter(self.models.values())).tokenizer
+
+    def get_tokenizer(self) -> Tokenizer | None:
+        return self.tokenizer
+
+    @property
+    def model_config(self) -> ModelConfigView:
+        description = next(iter(self.models.values())).description
+        return ModelConfigView(description.name, description.max_model_len, description.dtype, description.vocab_size)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets the cached prefixes of all models. Running requests keep their pages. Returns True."""
+        self._loop.reset_prefix_cache()
+        return True

@@ -1,0 +1,70 @@
+"""Names that scripts for vLLM import besides LLM: EngineArgs, prompts, and what methods have no use for.
+
+docs/vllm.md lists what each does here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, TypedDict
+
+from slipstream.config.options import Options
+from slipstream.config.vllm_args import NO_EFFECT, REFUSED, TRANSLATED
+from slipstream.errors import InvalidParams
+from slipstream.frontend.front_end_args import FrontEndArgs
+
+_FRONT_END = (*FrontEndArgs.__struct_fields__, "use_tqdm_on_load", "spec_method", "spec_tokens")
+_NAMES = dict.fromkeys(("model", *Options.__struct_fields__, *_FRONT_END, *TRANSLATED, *REFUSED, *NO_EFFECT))
+
+_Args: Any = dataclasses.make_dataclass("_Args", [(name, Any, None) for name in _NAMES])
+
+
+class EngineArgs(_Args):  # type: ignore[misc]
+    """The arguments of `LLM`, for `from_engine_args`. A dataclass; None is the default of each field."""
+
+    def given(self) -> dict[str, Any]:
+        """The arguments that are set."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+
+class AsyncEngineArgs(EngineArgs):
+    """The arguments of `AsyncLLM`."""
+
+
+class TextPrompt(TypedDict, total=False):
+    prompt: str
+    cache_salt: str
+
+
+class TokensPrompt(TypedDict, total=False):
+    prompt_token_ids: list[int]
+    prompt: str  # its text, for the result
+    cache_salt: str
+
+
+PromptType = str | list[int] | TextPrompt | TokensPrompt
+
+_UNUSED = {
+    "tokenization_kwargs": "give truncate_prompt_tokens in the parameters",
+    "mm_processor_kwargs": "models read text only",
+    "trace_headers": "traces are those of slipstream serve",
+    "data_parallel_rank": "one device runs the whole model",
+    "reasoning_ended": "a thinking budget follows the text of the prompt",
+    "reasoning_parser_kwargs": "parsers have no arguments",
+}
+
+
+def check_unused(given: Mapping[str, Any], *known: str) -> None:
+    """Raises for arguments of a method that are not among these, or that ask for something."""
+    for name in given:
+        if name not in known:
+            raise TypeError(f"unexpected argument {name!r}")
+    refuse_unused(**given)
+
+
+def refuse_unused(**given: Any) -> None:
+    """Raises for an argument of vLLM that this engine has no use for; None and an empty value ask for nothing."""
+    for name, value in given.items():
+        if value not in (None, {}, [], False):
+            raise InvalidParams(f"{name} is not supported: {_UNUSED[name]}", param=name)

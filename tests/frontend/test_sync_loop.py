@@ -19,7 +19,7 @@ from slipstream.errors import EngineDead, InvalidPrompt, QueueFull, RequestTooLa
 from slipstream.frontend.prompt_feeder import PROMPTS_PER_STEP
 from slipstream.frontend.sync_loop import SyncLoop
 
-SERVED = SimpleNamespace(description=SimpleNamespace(name="m"), tokenizer=None)
+SERVED = SimpleNamespace(description=SimpleNamespace(name="m"), base_name="m", tokenizer=None)
 DEPTHS = pytest.mark.parametrize("depth", [0, 1, 2])
 
 

@@ -88,7 +88,7 @@ def measure(folder: str, kind: str, device: str, prompts: list[list[int]], depth
         runner: Any = llm.core.executor
         if kind == "scripted":
             runner.close()
-            llm.core.executor = Scripted()
+            llm.core.executor, llm.core.recorder = Scripted(), None
         else:
             runner.model = NoLayers(runner.model, runner.device.torch_device)
         each = []

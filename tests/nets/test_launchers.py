@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,13 +19,16 @@ for module in ("slipstream.ops.linear.triton.streaming_hopper", "slipstream.ops.
 from hand_cache import one_group  # noqa: E402
 from hand_steps import StepRow, hand_steps  # noqa: E402
 from nets.host_reads import HostRead, no_host_reads, replace_kernels  # noqa: E402
+from slipstream.cache_spec import replay_columns, ring_columns  # noqa: E402
 from slipstream.nn.attention.triton import TritonAttention  # noqa: E402
 from slipstream.nn.context import BatchView, ForwardContext  # noqa: E402
 from slipstream.ops.delta_rule import DeltaWeights  # noqa: E402
 from slipstream.ops.drafts import DrawnTokens, MatchRule, RowHistory  # noqa: E402
 from slipstream.ops.linear.triton import Norm  # noqa: E402
+from slipstream.ops.lora.reference import LoraTiles, LoraWeights  # noqa: E402
 from slipstream.ops.moe import ExpertBiases, RouterRule, Routing  # noqa: E402
 from slipstream.ops.paged_attention import work_list as work_module  # noqa: E402
+from slipstream.ops.recurrent_steps import DraftSteps  # noqa: E402
 from slipstream.ops.sample.reference import Penalty  # noqa: E402
 from slipstream.ops.ssm import SelectiveWeights, SsdWeights  # noqa: E402
 from slipstream.ops.step_inputs import StepRows  # noqa: E402
@@ -93,6 +97,48 @@ def state_space() -> dict[str, Callable[[], Any]]:
         "ssd_scan of tokens": lambda: scan_heads("tokens", 2),
         "selective_scan of chunks": lambda: scan_channels("chunks", 71),
         "selective_scan of tokens": lambda: scan_channels("tokens", 2),
+    }
+
+
+def drafted_states() -> dict[str, Callable[[], Any]]:
+    """Steps of recurrent mixers with drafts."""
+    plain = hand_steps([StepRow(1, 0, 1), StepRow(2, 3, 1)])
+    table, offsets, saves = (
+        torch.zeros(4, dtype=torch.int32),
+        ints(2, most=1),
+        torch.full((2, 2), -1, dtype=torch.int32),
+    )
+    numbers = [torch.zeros(2, dtype=torch.int32) for _ in range(5)]
+    steps = replace(plain, save_slots=numbers[0], drafts=DraftSteps(*numbers, 3, np.zeros(2, np.int32)))
+    columns, kept = ring_columns(4, 2), replay_columns(2)
+    delta = DeltaWeights(half(48, 4), torch.randn(2), torch.randn(2), half(8), 1e-6)
+    ssd = SsdWeights(torch.randn(2), torch.randn(2), torch.randn(2))
+    selective = SelectiveWeights(torch.randn(16, 4), torch.randn(16), torch.randn(16))
+    heads = (half(2, 2, 8), half(2, 2), half(2, 1, 4), half(2, 1, 4))
+    channels = (half(2, 16), half(2, 16), half(2, 4), half(2, 4), half(2, 16))
+    return {
+        "bases of drafts": lambda: get("recurrent_steps.triton.advance_bases_")(
+            table, plain.slots.long(), plain.starts, plain.first_positions, offsets, saves, True
+        ),
+        "delta verify": lambda: get("delta_rule.triton.verify.delta_verify")(
+            half(2, 48), half(2, 16), half(2, 2), half(2, 2), delta, half(4, 48, columns), torch.randn(4, 2, 16, 8),
+            steps, torch.randn(4, kept, 4),
+        ),
+        "ssd verify": lambda: get("ssm.triton.verify.ssd_verify")(
+            *heads, ssd, torch.randn(4, 2, 8, 4), steps, torch.randn(4, kept, 22), half(2, 2, 8)
+        ),
+        "selective verify": lambda: get("ssm.triton.verify.selective_verify")(
+            *channels, selective, torch.randn(4, 16, 4), steps, torch.randn(4, kept, 36), half(2, 16)
+        ),
+    }  # fmt: skip
+
+
+def adapters() -> dict[str, Callable[[], Any]]:
+    weights = LoraWeights(half(2, 4, 16), half(2, 24, 4), ((0, 24, 0),), torch.tensor([[0, 24, 0]], dtype=torch.int32))
+    tiles = LoraTiles(ints(3).int(), torch.zeros(1, 3, dtype=torch.int32), 16)
+    return {
+        "add_lora": lambda: get("lora.triton.add_lora")(half(3, 24), half(3, 16), weights, tiles),
+        "add_lora_embedding": lambda: get("lora.triton.add_lora_embedding")(half(3, 24), ints(3), weights, tiles, 1.0),
     }
 
 
@@ -305,7 +351,16 @@ def kernels(monkeypatch):
 
 
 def launches(patch: pytest.MonkeyPatch) -> dict[str, Callable[[], Any]]:
-    return sampling() | rows_and_norms() | drafts() | experts() | products() | attention(patch)
+    return (
+        sampling()
+        | rows_and_norms()
+        | drafts()
+        | drafted_states()
+        | adapters()
+        | experts()
+        | products()
+        | attention(patch)
+    )
 
 
 @pytest.mark.parametrize("name", launches(pytest.MonkeyPatch()))
@@ -324,7 +379,7 @@ def test_every_kernel_is_launched_by_some_test_here(kernels, monkeypatch):
                 launch()
         attend_on_hopper(monkeypatch, False)
         attend_on_hopper(monkeypatch, True)
-    assert len(found) > 30 and not found - launched
+    assert len(found) > 30 and not sorted(found - launched), sorted(found - launched)
 
 
 PLANTED: dict[str, Callable[[torch.Tensor], Any]] = {

@@ -66,5 +66,7 @@ def _children(tree: ast.AST) -> Iterator[tuple[int, str]]:
             given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
             if node.args and ast.unparse(node.args[0]).startswith("[sys.executable, '-I'"):
                 continue
-            if ast.unparse(node.func.value) == "subprocess" and given.get("env") not in safe:
+            env = given.get("env", "")
+            is_safe = env in safe or env.startswith("child_environment(")
+            if ast.unparse(node.func.value) == "subprocess" and not is_safe:
                 yield node.lineno, "starts Python, which may import from the current directory; env=child_environment()"

@@ -39,7 +39,7 @@ def test_vectors_of_every_size_share_a_graph(tmp_path, normalize, monkeypatch):
         head = bench.core.executor.heads[-1]
         real, head.graphs = head._prepare_alike, Recorder()
         monkeypatch.setattr(
-            head, "_prepare_alike", lambda count, setting, size, last: real(count, setting, Size(64, count), last)
+            head, "_prepare_alike", lambda plan, mode, size, last: real(plan, mode, Size(64, len(plan.rows)), last)
         )
         for width in range(1, full.shape[1] + 1):
             cut = full[:, :width]

@@ -8,25 +8,28 @@ import os
 import signal
 import sys
 import sysconfig
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 _PR_SET_PDEATHSIG = 1
 _PARENT = "SLIPSTREAM_PARENT_PID"
 
 
-def child_environment() -> dict[str, str]:
+def child_environment(more: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
     """Returns the environment for Python child processes: they import this slipstream, and nothing from the current
     directory.
 
     `python -m` and `python -c` search the current directory before the standard library, so a dis.py in a model's
     folder would be imported. PYTHONSAFEPATH prevents that, also in processes that the child starts. An empty entry of
-    PYTHONPATH means the current directory as well and is removed.
+    PYTHONPATH means the current directory as well and is removed. `more`: variables besides ours.
     """
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     root = str(Path(__file__).parents[2])  # of the package
     if root != sysconfig.get_path("purelib"):  # the child searches site-packages anyway
         paths.insert(0, root)
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1", _PARENT: str(os.getpid())}
+    own = {**os.environ, **more}
+    return {**own, "PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1", _PARENT: str(os.getpid())}
 
 
 def die_with_parent() -> None:

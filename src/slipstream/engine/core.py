@@ -49,7 +49,6 @@ class EngineCore:
             self.scheduler = Scheduler(config.scheduler, cache, constraints, adapters)
         self.executor = executor
         self.recorder = recorder
-        self._launcher: Executor = executor if recorder is None else recorder
         self.in_flight: deque[Handle] = deque()
         self.timer = DeviceTimer()
         self.pace = Pacer(config.scheduler.max_itl)
@@ -61,6 +60,11 @@ class EngineCore:
         self.num_steps = 0
         self._num_submitted = 0
         self._failure: BaseException | None = None
+
+    @property
+    def _launcher(self) -> Executor:
+        """What takes the plans."""
+        return self.executor if self.recorder is None else self.recorder
 
     def submit_one(self, message: Submit) -> None:
         """Submit a prompt, or raise an error."""

@@ -253,7 +253,7 @@ class InputProcessor:
         """Returns the prompt's text and its token ids, each None where not given."""
         if isinstance(prompt, Mapping):
             for name, value in prompt.items():
-                if name not in _PROMPT_FIELDS and value not in (None, {}, []):
+                if name not in _PROMPT_FIELDS and not _is_empty(value):
                     hint = f"it takes {', '.join(_PROMPT_FIELDS)}"
                     raise InvalidPrompt(f"a prompt object has no {name!r:.100}; {hint}", param=str(name)[:100])
             if prompt.get("prompt_token_ids") is not None:
@@ -414,3 +414,8 @@ def _snapshot(given: object) -> SamplingParams:
 def _num_logprobs(params: SamplingParams) -> int:
     """The largest number of logprobs that one token of the answer or of the prompt has."""
     return max((params.logprobs or 0) + len(params.requested_ids), params.prompt_logprobs or 0)
+
+
+def _is_empty(value: object) -> bool:
+    """Whether a field is as good as absent. Arrays cannot be compared."""
+    return value is None or (isinstance(value, dict | list) and not value)

@@ -59,7 +59,7 @@ def spawn_core(
         stdin=subprocess.PIPE,
         stdout=sys.stderr.fileno(),  # keeps standard output free for the command's own output
         pass_fds=[fd for fd in fds if fd >= 0],
-        env={**child_environment(), **environment},
+        env=child_environment(environment),
     )
     assert process.stdin is not None
     process.stdin.write(msgspec.json.encode(options))

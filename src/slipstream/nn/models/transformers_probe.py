@@ -71,8 +71,14 @@ def new_module(config: Any, dtype: torch.dtype) -> Any:
     register()
     kind = find_class(config)
     config._attn_implementation = NAME
-    with torch.device("meta"):
-        module = kind._from_config(config, dtype=dtype)
+    try:
+        with torch.device("meta"):
+            module = kind._from_config(config, dtype=dtype)
+    except Exception as error:  # whatever the library's code raises for a configuration
+        raise UnsupportedModel(
+            f"{kind.__name__} is not an architecture of slipstream, and the transformers library does not accept its "
+            f"configuration: {error}"
+        ) from None
     return module.eval()
 
 

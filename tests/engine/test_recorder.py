@@ -33,7 +33,7 @@ PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 5, 6, 7, 8, 11], [20, 21], 
 def recorded(core: EngineCore, num_steps: int = 1000, **more: int) -> Recorder:
     core.config.record = RecordConfig(num_steps)
     core.config.model.load_format, core.config.model.seed = "dummy", 0
-    core.recorder = core._launcher = Recorder(core.executor, core.config, **more)
+    core.recorder = Recorder(core.executor, core.config, **more)
     return core.recorder
 
 

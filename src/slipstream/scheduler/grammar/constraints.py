@@ -172,7 +172,7 @@ class Constraints:
 
         def fill() -> None:
             start = time.perf_counter()
-            self._fill_one(session, mask)
+            session.fill(mask, self._end)
             session.ready = mask
             session.is_slow = time.perf_counter() - start > self.budget / 2
 
@@ -230,6 +230,7 @@ class Constraints:
                 session.is_slow = now - before > self.budget
                 before = now
             self._in_threads = before - start > _THREADS_PAY
+        # the same as `Session.fill` does for one mask, with the end bits of all masks read at once
         ends = bits[:, self._end >> 5] & np.uint32(1 << (self._end & 31))
         for session, index in pending:
             if session.matcher.is_error():
@@ -241,13 +242,6 @@ class Constraints:
         start = time.perf_counter()
         fill_along(session, masks, self._end)
         session.is_slow = time.perf_counter() - start > self.budget
-
-    def _fill_one(self, session: Session, mask: Words) -> None:
-        session.matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-        if session.matcher.is_error():
-            mask.fill(0)
-        elif mask[self._end >> 5] & np.uint32(1 << (self._end & 31)):
-            session.allow_end(mask)
 
     def _threads(self) -> LLExecutor:
         if self._executor is None:

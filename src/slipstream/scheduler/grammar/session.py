@@ -70,6 +70,16 @@ class Session:
         mask.fill(0)
         mask[token >> 5] = np.uint32(1 << (token & 31))
 
+    def fill(self, mask: Words, end: int, matcher: LLMatcher | None = None) -> None:
+        """Write the mask of a state: that of the session, or of a copy of its matcher that has taken drafts. `end`: the
+        bit that means that the grammar may end. After an error no token is allowed."""
+        matcher = matcher or self.matcher
+        matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        if matcher.is_error():
+            mask.fill(0)
+        elif mask[end >> 5] & np.uint32(1 << (end & 31)):
+            self.allow_end(mask)
+
     def allow_end(self, mask: Words) -> None:
         """The grammar may end here: allow the tokens that end the request."""
         for word, bit in self._stop_bits:

@@ -7,7 +7,7 @@ import pytest
 from hand_cache import one_group
 from slipstream.cache_spec import STATE_CHUNK, CacheGroup, StateField, StateSpec
 from slipstream.config.config import EngineConfig
-from slipstream.config.memory import plan_memory
+from slipstream.config.memory import estimate_memory
 from slipstream.config.model_info import ModelInfo, model_info_from_config
 from slipstream.config.options import make_options
 from slipstream.config.resolve import LIBRARIES, Machine, Source, fewer_rows, resolve
@@ -37,15 +37,15 @@ def test_states_and_checkpoints_are_counted_to_the_byte() -> None:
     config = settle(GPU, max_num_seqs=32)
     states = config.cache.states
     assert states is not None and states.num_bytes == 6 * (2 * MIB + 600)
-    memory = plan_memory(config, 2 * GIB)
+    memory = estimate_memory(config, 2 * GIB)
     assert memory.states == 33 * states.num_bytes
     assert memory.checkpoints == states.num_checkpoints * states.num_bytes > 0
-    assert plan_memory(settle(GPU, specs=(), max_num_seqs=32), 2 * GIB).states == 0
+    assert estimate_memory(settle(GPU, specs=(), max_num_seqs=32), 2 * GIB).states == 0
 
 
 def test_checkpoints_and_pages_share_the_memory_of_the_cache() -> None:
     config = settle(GPU, gpu_memory_utilization=0.2)
-    memory = plan_memory(config, 2 * GIB)
+    memory = estimate_memory(config, 2 * GIB)
     room = memory.cache + memory.checkpoints
     assert 0.2 * room < memory.checkpoints <= 0.26 * room
     taken = GPU.total_memory - GPU.free_memory
@@ -65,7 +65,7 @@ def test_large_states_lower_the_number_of_rows_and_say_so() -> None:
     config = settle(CPU, specs=SPECS * 10)
     rows, states = config.scheduler.max_num_seqs, config.cache.states
     assert 1 <= rows < 64 and states is not None
-    memory = plan_memory(config, 2 * GIB)
+    memory = estimate_memory(config, 2 * GIB)
     assert memory.states <= 0.5 * 0.2 * (CPU.free_memory - 2 * GIB)
     assert f"max_num_seqs is {rows}, not 64" in fewer_rows(config) and "120.0 MiB" in fewer_rows(config)
     assert settle(CPU, specs=SPECS * 10, max_num_seqs=16).scheduler.max_num_seqs == 16

@@ -1,4 +1,4 @@
-"""What `plan` foretells is what an engine on a GPU takes at most, of the allocator's memory and of the card's."""
+"""The estimate of `slipstream plan` bounds what an engine on a GPU takes of the allocator and of the card."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from slipstream import LLM, PoolingParams, SamplingParams
-from slipstream.config.memory import MemoryPlan, plan_memory
+from slipstream.config.memory import MemoryEstimate, estimate_memory
 from slipstream.config.options import make_options
 from slipstream.config.resolve import LIBRARIES
 from slipstream.engine.build import foresee
@@ -131,9 +131,9 @@ def options_for(kind: Kind, folder: str, card: Taken) -> dict[str, Any]:
     return common | dict(max_model_len=length) | kind.options | dict(gpu_memory_utilization=share)
 
 
-def plan_of(llm: LLM) -> MemoryPlan:
+def estimate_of(llm: LLM) -> MemoryEstimate:
     """With the cache that it found room for."""
-    return plan_memory(llm.config, weight_bytes(llm.config.model, "cuda"))
+    return estimate_memory(llm.config, weight_bytes(llm.config.model, "cuda"))
 
 
 def prompts_for(llm: LLM, *, long: bool) -> list[list[int]]:
@@ -183,7 +183,7 @@ def test_no_more_memory_is_taken_than_planned(tmp_path, name):
     write_byte_tokenizer(tmp_path)
     card = Taken()
     with LLM(**options_for(kind, folder, card), use_tqdm_on_load=False) as llm:
-        memory = plan_of(llm)
+        memory = estimate_of(llm)
         for done in ("start", *run_all(llm)):
             assert card.reserved <= memory.of_device, done
             assert card.used <= memory.of_device + LIBRARIES, done

@@ -1,4 +1,4 @@
-"""What `plan` foretells is what a run takes: tensors to the byte, activations and the process within the bound."""
+"""The estimate of `slipstream plan` holds: tensors to the byte, activations and the process within the bound."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def check_buffers(llm, memory):
         ("deepseek_v3", "float32", 1),
     ],
 )
-def test_the_plan_of_weights_cache_and_rings_is_exact_to_the_byte(tmp_path, family, dtype, depth):
+def test_the_estimate_of_weights_cache_and_rings_is_exact_to_the_byte(tmp_path, family, dtype, depth):
     folder = write_tiny(tmp_path, family, tie_word_embeddings=depth == 0)
     options = dict(model=str(folder), dtype=dtype, depth=depth, max_num_seqs=5, max_model_len=100, num_threads=1)
     llm, memory = open_model(options)
@@ -94,7 +94,7 @@ def tensors_in(thing) -> list[torch.Tensor]:
 
 @needs_smollm2
 @pytest.mark.parametrize("dequantize", [False, True])
-def test_the_plan_of_the_default_model_is_exact_to_the_byte(dequantize):
+def test_the_estimate_of_the_default_model_is_exact_to_the_byte(dequantize):
     llm, memory = open_model(dict(dequantize=dequantize, max_model_len=256, max_num_seqs=4, num_threads=1))
     with llm:
         model = llm.core.executor.model
@@ -309,7 +309,7 @@ def test_results_of_tokens_are_made_by_a_few_at_a_time(tmp_path, kind, monkeypat
     else:
         path = write_tiny_encoder(tmp_path, "bert", "Model", hidden_size=48)
     options = dict(max_model_len=120, max_num_seqs=8, max_num_batched_tokens=128, dtype="float64", num_threads=1)
-    made, results, plans = [], [], []
+    made, results, estimates = [], [], []
     finish = slipstream.runner.pool_head.finish
     monkeypatch.setattr(
         slipstream.runner.pool_head, "finish", lambda x, setting: made.append(len(x)) or finish(x, setting)
@@ -322,11 +322,11 @@ def test_results_of_tokens_are_made_by_a_few_at_a_time(tmp_path, kind, monkeypat
         made.clear()
         with llm, LiveBytes() as live:
             found = llm.encode(prompts, pooling_task="token_embed", use_tqdm=False)
-        plans.append(memory.unread)
+        estimates.append(memory.unread)
         results.append(np.concatenate([one.outputs.data for one in found]))
         assert live.peak <= memory.activations + memory.reports + memory.reports_host
         assert sum(made) == sum(map(len, prompts)) and (max(made) <= 7) == (at_once == 7)
-    assert plans[1] < plans[0]
+    assert estimates[1] < estimates[0]
     np.testing.assert_allclose(results[0], results[1], atol=1e-12)
 
 

@@ -14,7 +14,7 @@ from delayed_device import DelayedDevice
 from recurrent_model import MODELS, write_recurrent
 from replay_device import ReplayDevice
 from slipstream import LLM, SamplingParams
-from slipstream.config.memory import plan_memory
+from slipstream.config.memory import estimate_memory
 from slipstream.device.device import Device
 
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=1)
@@ -162,7 +162,7 @@ def test_a_nan_state_reaches_no_later_request(hybrid: Model) -> None:
 
 def test_memory_is_what_the_plan_says(hybrid: Model) -> None:
     with make(hybrid.folder, max_num_seqs=5, num_checkpoints=3) as llm:
-        memory = plan_memory(llm.core.config, 0)
+        memory = estimate_memory(llm.core.config, 0)
         states = llm.core.executor.states
         assert memory.states + memory.checkpoints == states.num_bytes
         assert [tuple(site["sum"].shape) for site in states.sites] == [(9, 24), (9, 24), (9, 16)]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hand_cache import one_group
-from slipstream.config.memory import WORKSPACE, graph_output_bytes, plan_memory, result_bytes, sizes_up_to
+from slipstream.config.memory import WORKSPACE, estimate_memory, graph_output_bytes, result_bytes, sizes_up_to
 from slipstream.config.model_info import model_info_from_config
 from slipstream.config.options import make_options
 from slipstream.config.pooling_info import PoolingInfo
@@ -220,11 +220,11 @@ def test_the_plan_covers_the_memory_of_captured_steps(only_pools, max_rows, max_
     pooling = PoolingInfo(embed_size=4096, token_size=4096) if only_pools else None
     config = config_of(pooling, max_num_seqs=max_rows, max_num_batched_tokens=max_tokens)
     pool = GraphPool(Recorder(), max_rows, max_tokens, eager=False)
-    memory = plan_memory(config, 0)
+    memory = estimate_memory(config, 0)
     kept = sum(size * (4096 * 2 + 8) for size in pool.row_sizes)
     assert memory.graphs >= memory.hidden + memory.attention + kept + WORKSPACE
     hidden, results = graph_output_bytes(config)
     assert hidden == max_tokens * 4096 * 2 >= pool.token_sizes[-1] * 4096 * 2
     assert results == (max_rows * 4096 * 4 if only_pools else result_bytes(config))
     eager = config_of(pooling, max_num_seqs=max_rows, max_num_batched_tokens=max_tokens, enforce_eager=True)
-    assert plan_memory(eager, 0).tables == memory.tables - hidden - results
+    assert estimate_memory(eager, 0).tables == memory.tables - hidden - results

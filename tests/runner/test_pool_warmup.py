@@ -7,7 +7,7 @@ from live_bytes import LiveBytes
 from pool_bench import PoolBench, assert_same, rewrite
 from replay_device import ReplayDevice
 from slipstream import LLM
-from slipstream.config.memory import plan_memory
+from slipstream.config.memory import estimate_memory
 from slipstream.errors import NotEnoughMemory
 from slipstream.pooling_params import PoolingParams
 from slipstream.runner.pool_warmup import PoolWarmUp
@@ -151,7 +151,7 @@ def test_no_step_uses_more_memory_than_planned(tmp_path, sizes):
     common = dict(dtype="float32", load_format="dummy", skip_tokenizer_init=True, num_threads=1)
     with LLM(path, **common, **limits, use_tqdm_on_load=False) as llm:
         config = llm.config
-        memory = plan_memory(config, 0)
+        memory = estimate_memory(config, 0)
         with LiveBytes() as largest:
             PoolWarmUp(llm.core.executor, config.scheduler, EMBED, len(config.cache.groups)).run_largest()
         for task in config.model.pooling.tasks:

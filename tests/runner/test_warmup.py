@@ -8,7 +8,7 @@ import pytest
 from live_bytes import LiveBytes
 from replay_device import ReplayDevice
 from slipstream import LLM, SamplingParams
-from slipstream.config.memory import plan_memory
+from slipstream.config.memory import estimate_memory
 from slipstream.device.device import Device
 from slipstream.errors import NotEnoughMemory
 from slipstream.runner.batch.input_batch import Size
@@ -368,7 +368,7 @@ def test_no_step_uses_more_memory_than_planned(tmp_path, sizes):
     options = OPTIONS | dict(dtype="float32", load_format="dummy", skip_tokenizer_init=True, num_pages=1000)
     limits = dict(max_num_seqs=rows, max_num_batched_tokens=tokens, max_model_len=length)
     with LLM(write_small(tmp_path, vocab_size=20_000), **(options | limits)) as llm:
-        later = plan_memory(llm.config, 0).later
+        later = estimate_memory(llm.config, 0).later
         with LiveBytes() as largest:
             WarmUp(llm.core.executor, rows, tokens, length, 1).run_largest()
         for name, params in PARAMS.items():

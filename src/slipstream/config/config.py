@@ -26,7 +26,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
     seed: int
     pooling: PoolingInfo | None = None  # how its hidden states become vectors and scores; None: it only generates
     deterministic: bool = False  # a row's results are the same bits whatever is in its batch
-    sizes: ModelSizes = ModelSizes()  # of a step's activations; only the memory plan reads it
+    sizes: ModelSizes = ModelSizes()  # of a step's activations; only the memory estimate reads it
     num_ranks: int = 1  # processes that have a part of the model each (tensor parallelism)
     rank: int = 0  # of this process
 

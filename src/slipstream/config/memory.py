@@ -44,7 +44,7 @@ WORKSPACE = 256 * 2**20  # bytes that libraries and the driver allocate for grap
 MAX_BIASED_IDS = 1024  # tokens whose logits the logits processors of one row may add to, if they see tokens only
 
 
-class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
+class MemoryEstimate(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes. On a GPU, fields that end with `_host` are pinned host memory, all others device memory."""
 
     weights: int  # parameters and the rope table
@@ -99,7 +99,7 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def plan_memory(config: EngineConfig, weights: int) -> MemoryPlan:
+def estimate_memory(config: EngineConfig, weights: int) -> MemoryEstimate:
     """`weights`: bytes of the model's parameters, from its layout on the meta device."""
     scheduler, cache, info = config.scheduler, config.cache, config.model.info
     rows = scheduler.max_num_seqs + 1
@@ -144,7 +144,7 @@ def plan_memory(config: EngineConfig, weights: int) -> MemoryPlan:
         if not cache.groups:  # a table of its own
             own = rows * -(-scheduler.max_model_len // cache.page_size)
             tables += id_bytes((1 + own,), cache.page_size) + 8 * own
-    return MemoryPlan(
+    return MemoryEstimate(
         weights=weights,
         adapters=0 if adapters is None else adapters.max_loras * adapters.num_elements * size,
         adapters_host=0 if adapters is None else adapters.max_cpu_loras * adapters.num_elements * size,

@@ -21,7 +21,7 @@ from slipstream.config.config import (
     SchedulerConfig,
 )
 from slipstream.config.draft_config import read_draft_config
-from slipstream.config.memory import id_bytes, max_kept, max_reported, plan_memory
+from slipstream.config.memory import estimate_memory, id_bytes, max_kept, max_reported
 from slipstream.config.model_info import ModelInfo
 from slipstream.config.model_sizes import ModelSizes
 from slipstream.config.options import Options
@@ -183,7 +183,7 @@ def resolve(
 
     def without_cache(num_checkpoints: int = 0) -> int:
         """Bytes besides pages, at the full length, so that everything else fits at any smaller length."""
-        memory = plan_memory(settled(wanted, size, size.enough, num_checkpoints), source.num_bytes)
+        memory = estimate_memory(settled(wanted, size, size.enough, num_checkpoints), source.num_bytes)
         return (memory.total if on_cpu else memory.of_device) - memory.cache
 
     size = CacheSize(groups, wanted, max_num_seqs, step_tokens(wanted), options.enable_prefix_caching)

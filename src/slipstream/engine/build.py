@@ -21,7 +21,7 @@ from slipstream.config.generation import (
 from slipstream.config.gguf_file import GgufFile
 from slipstream.config.gguf_info import gguf_model_info
 from slipstream.config.locate import LocatedModel, locate
-from slipstream.config.memory import MemoryPlan, plan_memory
+from slipstream.config.memory import MemoryEstimate, estimate_memory
 from slipstream.config.model_info import ModelInfo
 from slipstream.config.options import Options
 from slipstream.config.read_pooling import read_pooling
@@ -213,11 +213,11 @@ def settle(options: Options, located: LocatedModel, info: ModelInfo) -> EngineCo
     return config
 
 
-def foresee(options: Options) -> tuple[EngineConfig, MemoryPlan]:
+def foresee(options: Options) -> tuple[EngineConfig, MemoryEstimate]:
     """The configuration that `build` would choose, and its memory. Nothing is loaded."""
     located = locate(options.model, options.revision, options.task, options.download_dir)
     info, _ = _read(options, located)
     config = settle(options, located, info)
     num_bytes = weight_bytes(config.model, config.device.kind)
     num_bytes += 0 if config.draft is None else draft_weight_bytes(config.draft, info, config.device.kind)
-    return config, plan_memory(config, num_bytes)
+    return config, estimate_memory(config, num_bytes)

@@ -12,8 +12,8 @@ from slipstream.config.memory import (
     LOGITS_AT_ONCE,
     WORKSPACE,
     arena_bytes,
+    estimate_memory,
     graph_output_bytes,
-    plan_memory,
     pooled_bytes,
     report_bytes,
     result_bytes,
@@ -93,7 +93,7 @@ def build_runner(
             # the capture that needs it compiles it
             compiler.finish(max_left=1 if config.model.generates else 0)
         with runner.graphs.starting(), enough_memory():
-            runner.graphs.take(plan_memory(config, 0).graphs - WORKSPACE)
+            runner.graphs.take(estimate_memory(config, 0).graphs - WORKSPACE)
         warm_up.capture()
     warm_up.run_largest()
     return runner, config
@@ -136,7 +136,7 @@ def _room(config: EngineConfig, device: Device) -> int:
     """Bytes left for the cache after the dry run of the largest step, less what is computed to be allocated later."""
     free, keep_free = device.free_memory(), config.device.keep_free
     assert free is not None and keep_free is not None
-    return free - keep_free - plan_memory(config, 0).later
+    return free - keep_free - estimate_memory(config, 0).later
 
 
 def _assemble(

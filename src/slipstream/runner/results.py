@@ -224,8 +224,7 @@ class ResultRing:
     """
 
     def __init__(self, num_buffers: int, capacity: int, device: Device, max_capacity: int = 0) -> None:
-        """Buffers have `capacity` bytes and grow when a step needs more; memory is planned for up to `max_capacity`
-        bytes."""
+        """Buffers have `capacity` bytes and grow when a step needs more, up to `max_capacity` in the memory estimate."""
         self.device = device
         self._max_capacity = max_capacity
         self.buffers = [_Buffer(capacity, device) for _ in range(num_buffers)]

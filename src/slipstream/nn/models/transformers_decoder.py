@@ -37,7 +37,7 @@ from slipstream.ops.lora import LoraTiles
 
 
 def transformers_shape(info: ModelInfo) -> DecoderShape:
-    """As far as the cache and the memory plan need it: a layer for each call of attention."""
+    """As far as the cache and the memory estimate need it: a layer for each call of attention."""
     mlp = MlpShape(size=info.ffn_size, activation="silu")
     norm = NormShape(eps=info.norm_eps)
     return DecoderShape(

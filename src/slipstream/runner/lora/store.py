@@ -41,7 +41,7 @@ class AdapterStore:
         self, config: AdapterConfig, layout: AdapterLayout, rules: Rules, dtype: torch.dtype, device: Device
     ) -> None:
         """`rules`: from names of the base model's checkpoint to those of the model."""
-        assert layout.num_elements == config.num_elements, "the memory plan has another size of adapters"
+        assert layout.num_elements == config.num_elements, "the memory estimate has another size of adapters"
         self._config = config
         self._layout = layout
         self._rules = rules

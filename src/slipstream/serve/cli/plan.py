@@ -16,7 +16,7 @@ from slipstream.serve.cli.run import OpenLLM
 
 if TYPE_CHECKING:
     from slipstream.config.config import EngineConfig
-    from slipstream.config.memory import MemoryPlan
+    from slipstream.config.memory import MemoryEstimate
 
 MIB = 2**20
 
@@ -72,7 +72,7 @@ def config_summary(config: EngineConfig) -> dict[str, Any]:
     }
 
 
-def memory_summary(memory: MemoryPlan) -> dict[str, int]:
+def memory_summary(memory: MemoryEstimate) -> dict[str, int]:
     summary: dict[str, int] = msgspec.to_builtins(memory)
     return summary | {"activations": memory.activations, "total": memory.total}
 
@@ -89,7 +89,7 @@ def print_config(config: EngineConfig, length_note: str) -> None:
         print(f"{name:<24}{shown!s:<12}{notes.get(name, '')}".rstrip())
 
 
-def print_memory(config: EngineConfig, memory: MemoryPlan) -> None:
+def print_memory(config: EngineConfig, memory: MemoryEstimate) -> None:
     scheduler = config.scheduler
     body = memory.hidden + memory.attention
     pages = f"{config.cache.num_pages} pages, one of them the null page"
@@ -133,7 +133,7 @@ def print_memory(config: EngineConfig, memory: MemoryPlan) -> None:
     print(f"{'shares':<18}{line}\n{'':<18}{legend}")
 
 
-def _state_rows(config: EngineConfig, memory: MemoryPlan) -> list[tuple[str, int, str]]:
+def _state_rows(config: EngineConfig, memory: MemoryEstimate) -> list[tuple[str, int, str]]:
     states = config.cache.states
     if states is None:
         return []
@@ -154,7 +154,7 @@ def _mib(num_bytes: int) -> str:
     return f"{num_bytes / MIB:.1f} MiB"
 
 
-def _adapter_rows(config: EngineConfig, memory: MemoryPlan) -> list[tuple[str, int, str]]:
+def _adapter_rows(config: EngineConfig, memory: MemoryEstimate) -> list[tuple[str, int, str]]:
     if (adapters := config.adapters) is None:
         return []
     note = f"{adapters.max_loras} on the device, {adapters.max_cpu_loras} in host memory, rank {adapters.max_lora_rank}"

@@ -7,7 +7,7 @@ import pytest
 
 from hand_cache import one_group
 from slipstream.config.activation_size import activation_bytes
-from slipstream.config.memory import plan_memory
+from slipstream.config.memory import estimate_memory
 from slipstream.config.model_info import ModelInfo, model_info_from_config
 from slipstream.config.options import make_options
 from slipstream.config.pooling_info import PoolingInfo
@@ -31,7 +31,7 @@ def settle(machine: Machine, **options):
 def test_weights_cache_and_activations_fit_the_share_of_a_gpu(rows):
     machine = Machine("cuda", 79 * GIB, 80 * GIB, 8, ("bfloat16",))
     config = settle(machine, gpu_memory_utilization=0.5, max_num_seqs=rows)
-    memory = plan_memory(config, 2 * GIB)
+    memory = estimate_memory(config, 2 * GIB)
     taken = machine.total_memory - machine.free_memory
     # rings and tables come out of the GiB that is left for libraries
     assert taken + memory.weights + memory.cache + memory.activations + GIB <= 0.5 * machine.total_memory
@@ -39,7 +39,7 @@ def test_weights_cache_and_activations_fit_the_share_of_a_gpu(rows):
 
 
 def test_everything_is_counted_once():
-    memory = plan_memory(settle(Machine("cpu", 20 * GIB, 24 * GIB, 2, ("bfloat16",)), depth=2), 123)
+    memory = estimate_memory(settle(Machine("cpu", 20 * GIB, 24 * GIB, 2, ("bfloat16",)), depth=2), 123)
     assert memory.weights == 123
     assert memory.staging_host == 4 * memory.staging  # depth + 2 buffers
     assert memory.results == memory.results_host
@@ -57,7 +57,7 @@ def test_a_larger_step_takes_more(more):
 @pytest.mark.parametrize("rows", [1, 8, 256])
 def test_what_comes_later_comes_on_top_of_the_step_that_is_measured(rows):
     """Whether its layers take the most, or its logits."""
-    memory = plan_memory(settle(Machine("cuda", 79 * GIB, 80 * GIB, 8, ("bfloat16",)), max_num_seqs=rows), 2 * GIB)
+    memory = estimate_memory(settle(Machine("cuda", 79 * GIB, 80 * GIB, 8, ("bfloat16",)), max_num_seqs=rows), 2 * GIB)
     here = memory.weights + memory.tables + memory.staging + memory.masks + memory.results
     largest = max(memory.hidden + memory.attention, memory.logits)
     assert memory.unread > 0
@@ -71,13 +71,13 @@ def test_results_of_tokens_of_a_long_causal_embedder_take_little_beside_themselv
     groups = one_group(8, 128, num_heads=16, dtype="bfloat16", num_sites=28)
     source = Source("there", "folder", "model", 2 * GIB, SIZES)
     machine = Machine("cuda", 138 * GIB, 140 * GIB, 8, ("bfloat16",))
-    memory = plan_memory(resolve(make_options(), info, source, groups, "bfloat16", machine, pooling), 2 * GIB)
+    memory = estimate_memory(resolve(make_options(), info, source, groups, "bfloat16", machine, pooling), 2 * GIB)
     # those that are compared with queries are there as they are made and once more together, and four times what is
     # made of them at once
     compared = 2 * (8192 + 32_768) * 4096 * 4 + 4 * 2**24 * 4
     assert compared < memory.unread < compared + 0.8 * 10**9
     alone = msgspec.structs.replace(pooling, tasks=("embed",))
-    memory_alone = plan_memory(resolve(make_options(), info, source, groups, "bfloat16", machine, alone), 2 * GIB)
+    memory_alone = estimate_memory(resolve(make_options(), info, source, groups, "bfloat16", machine, alone), 2 * GIB)
     assert memory_alone.unread == memory_alone.features == 0
     lines = 4 * (8192 + 32_768) * 4097  # which leave together when a prompt ends, by three buffers
     assert 3 * lines <= memory.reports < 3.01 * lines
@@ -89,7 +89,7 @@ def test_queries_that_a_generator_keeps_are_counted():
     machine = Machine("cuda", 79 * GIB, 80 * GIB, 8, ("bfloat16",))
     pooling = PoolingInfo(embed_size=1024, token_size=1024, generates=True)
     with_queries, without = (
-        plan_memory(resolve(make_options(), INFO, source, groups, "bfloat16", machine, mine), 2 * GIB)
+        estimate_memory(resolve(make_options(), INFO, source, groups, "bfloat16", machine, mine), 2 * GIB)
         for mine in (pooling, None)
     )
     assert with_queries.features == without.features + 2**24 * 4
@@ -101,14 +101,14 @@ def test_the_length_that_fits_is_one_that_the_start_finds_room_for(room, options
     """On a card that leaves so many MiB for the cache, less or more."""
     fitted = dict(max_model_len="auto", gpu_memory_utilization=0.9) | options
     roomy = Machine("cuda", 800 * GIB, 1000 * GIB, 8, ("bfloat16",))
-    whole = plan_memory(settle(roomy, **fitted), 2 * GIB)
+    whole = estimate_memory(settle(roomy, **fitted), 2 * GIB)
     total = int((whole.of_device - whole.cache + LIBRARIES + room * 2**20) / 0.9) + 1
     try:
         config = settle(Machine("cuda", total, total, 8, ("bfloat16",)), **fitted)
     except NotEnoughMemory:
         assert not room
         return
-    memory = plan_memory(config, 2 * GIB)
+    memory = estimate_memory(config, 2 * GIB)
     # what lies there when the start looks: all that does not come later, and what libraries take
     here = memory.of_device - memory.cache - memory.later + LIBRARIES
     left = total - here - config.device.keep_free - memory.later

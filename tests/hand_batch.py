@@ -110,8 +110,8 @@ class HandRunner:
         )
 
     def context(self, batch: BatchView, only_last: bool = False) -> ForwardContext:
-        plan = self.attention.plan(batch)
-        context = ForwardContext(batch, self.attention, plan, self.caches, self.group_of_site, only_last)
+        metadata = self.attention.make_metadata(batch)
+        context = ForwardContext(batch, self.attention, metadata, self.caches, self.group_of_site, only_last)
         return replace(context, recurrent=self.steps, states=self.states)
 
     def run(self, chunks: dict[str, list[int]]) -> dict[str, torch.Tensor]:

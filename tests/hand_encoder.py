@@ -65,5 +65,5 @@ def run_texts(
     if attention is None:
         attention = SdpaAttention((), next(model.parameters()).dtype)
     with torch.inference_mode():
-        hidden = model(ForwardContext(batch, attention, attention.plan(batch), [], ()))
+        hidden = model(ForwardContext(batch, attention, attention.make_metadata(batch), [], ()))
     return list(hidden.split([len(ids) for ids in texts]))

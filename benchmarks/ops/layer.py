@@ -70,7 +70,7 @@ def make_context(decoder: Decoder, rows: int, keys: int) -> ForwardContext:
         num_single=rows,
     )
     attention = TritonAttention(group_sites(decoder.cache_specs(PAGE, "bfloat16")), torch.bfloat16)
-    return ForwardContext(batch, attention, attention.plan(batch), caches, (0,) * len(decoder.layers))
+    return ForwardContext(batch, attention, attention.make_metadata(batch), caches, (0,) * len(decoder.layers))
 
 
 def time_us(decoder: Decoder, context: ForwardContext) -> float:

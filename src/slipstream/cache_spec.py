@@ -22,7 +22,7 @@ STATE_CHUNK = 64
 class PagedSpec(msgspec.Struct, frozen=True, kw_only=True, tag="paged"):
     """Keys and values of every position, in pages of `page_size` positions.
 
-    Sites of one spec share a page table and an attention plan, so the spec has all that a plan depends on.
+    Sites of one spec share a page table and attention metadata, so the spec has all that the metadata depends on.
     """
 
     num_heads: int  # of the queries that read the site

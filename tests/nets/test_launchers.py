@@ -302,7 +302,7 @@ def attend(chunked: bool, one_kernel: bool = False, **facts: Any) -> None:
     backend = TritonAttention(groups, torch.bfloat16, one_kernel=one_kernel)
     view = batch(chunked)
     caches = [(half(9, 16, 2, 64), half(9, 16, 2, 64))]
-    context = ForwardContext(view, backend, backend.plan(view), caches, (0,))
+    context = ForwardContext(view, backend, backend.make_metadata(view), caches, (0,))
     query = half(len(view.ids), 8, 64)
     sinks = half(8) if facts.get("sinks") else None
     backend.forward(query, None, query, 0, 0.125, context, sinks)
@@ -317,7 +317,7 @@ def attend_on_hopper(patch: pytest.MonkeyPatch, chunked: bool) -> None:
 def attend_bidirectional(**how: Any) -> None:
     backend = TritonAttention((), torch.bfloat16, (64,))
     view = batch(True, pages=False)
-    context = ForwardContext(view, backend, backend.plan(view), [], ())
+    context = ForwardContext(view, backend, backend.make_metadata(view), [], ())
     query = half(len(view.ids), 4, 64)
     backend.bidirectional(query, query, query, 0.125, context, **how)
 

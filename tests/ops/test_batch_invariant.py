@@ -80,7 +80,7 @@ def test_attention_of_a_token_is_the_same_alone_and_in_a_chunk(window: int, soft
             num_single=len(rows) if single else 0,
             query_starts=None if single else starts,
         )
-        context = ForwardContext(batch, backend, backend.plan(batch), [cache], (0,))
+        context = ForwardContext(batch, backend, backend.make_metadata(batch), [cache], (0,))
         return backend.forward(query, query, query, 0, 0.25, context)
 
     whole = attend([0, 1, 2, 3], lengths, lengths)

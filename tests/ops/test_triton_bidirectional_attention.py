@@ -58,11 +58,13 @@ def run(
     tiles = list_tiles(starts, total + padding[1], cut, of_rows)
     out = attend_bidirectional(query, key, value, dim**-0.5, tiles, cut, reach, bias, *lines)
     assert not out[total:].count_nonzero()
-    plan = reference.plan_bidirectional(np.array(counts, np.int32), None if seen is None else np.array(seen, np.int32))
+    metadata = reference.bidirectional_metadata(
+        np.array(counts, np.int32), None if seen is None else np.array(seen, np.int32)
+    )
     wide = None if bias is None else bias.double()
     inputs = (x[:total].double() for x in (query, key, value))
     by_distance = [None if x is None else x[:total].double() for x in lines]
-    return out[:total].double(), reference.attend_bidirectional(*inputs, dim**-0.5, plan, reach, wide, *by_distance)
+    return out[:total].double(), reference.attend_bidirectional(*inputs, dim**-0.5, metadata, reach, wide, *by_distance)
 
 
 def check(counts: list[int], dtype: torch.dtype = torch.float32, **facts: object) -> None:

@@ -135,7 +135,7 @@ class Case:
             ),
             self.dtype,
         )
-        context = ForwardContext(self.batch, backend, backend.plan(self.batch), [self.cache], (0,))
+        context = ForwardContext(self.batch, backend, backend.make_metadata(self.batch), [self.cache], (0,))
         return backend.forward(self.query, self.key, self.value, 0, self.scale, context, self.sinks)
 
     def expected(self) -> torch.Tensor:
@@ -303,10 +303,10 @@ def test_a_row_is_bit_equal_among_many_and_among_padding():
         assert torch.equal(row_alone(case, row), together[row])
 
 
-def test_forward_twice_on_one_plan():
+def test_forward_twice_on_the_same_metadata():
     case = singles([600, 33])
     backend = TritonAttention(one_group(2, 16), torch.float32)
-    context = ForwardContext(case.batch, backend, backend.plan(case.batch), [case.cache], (0,))
+    context = ForwardContext(case.batch, backend, backend.make_metadata(case.batch), [case.cache], (0,))
     args = (case.query, case.key, case.value, 0, case.scale, context)
     assert torch.equal(backend.forward(*args), backend.forward(*args))
 
@@ -327,7 +327,7 @@ def test_groups_have_their_own_tables_windows_heads_and_caps(facts):
         narrow.kv_heads, narrow.dim, num_heads=narrow.heads, window=narrow.window, soft_cap=narrow.soft_cap
     )
     backend = TritonAttention((*one_group(2, 16), *of_narrow), torch.float32)
-    context = ForwardContext(batch, backend, backend.plan(batch), [narrow.cache, full.cache], (1, 0))
+    context = ForwardContext(batch, backend, backend.make_metadata(batch), [narrow.cache, full.cache], (1, 0))
     for site, case in enumerate((narrow, full)):
         out = backend.forward(case.query, case.key, case.value, site, case.scale, context)
         assert (out.double() - case.expected()).norm() <= 2e-6 * out.norm()
@@ -341,12 +341,12 @@ def test_groups_have_their_own_tables_windows_heads_and_caps(facts):
 def test_last_tokens_look_alone_and_in_the_memory_of_the_others(window, one_kernel):
     case = Case([700, 33, 290, 77, 0, 0], [1, 1, 40, 9, 0, 0], window=window, loose=3, slack=100)
     backend = TritonAttention(one_group(2, 16, window=window), torch.float32, one_kernel=one_kernel)
-    context = ForwardContext(case.batch, backend, backend.plan(case.batch), [case.cache], (0,), only_last=True)
+    context = ForwardContext(case.batch, backend, backend.make_metadata(case.batch), [case.cache], (0,), only_last=True)
     together = backend.forward(case.query, case.key, case.value, 0, case.scale, context)
     last = context.last_tokens()
     assert not len(last.context.batch.ids) + len(last.context.batch.positions)  # nothing is looked up
     assert last.indices.tolist() == [0, 1, 41, 50, 50, 50]
-    assert last.context.plan.groups[0].partials is context.plan.groups[0].partials
+    assert last.context.metadata.groups[0].partials is context.metadata.groups[0].partials
     alone = backend.forward(last.of(case.query), case.key, case.value, 0, case.scale, last.context)
     wanted = case.expected()[last.indices[:4].long()]
     assert (alone[:4].double() - wanted).norm() <= 2e-6 * wanted.norm()
@@ -542,7 +542,7 @@ def test_kernels_that_start_early_read_no_key_too_early(rows, shared):
     given = torch.full((rows,), 7 if shared else -1, device="cuda")
     batch = dataclasses.replace(case.batch, host_ids=given)
     backend = TritonAttention(one_group(8, 128, num_heads=16, dtype="bfloat16"), torch.bfloat16)
-    context = ForwardContext(batch, backend, backend.plan(batch), [case.cache], (0,))
+    context = ForwardContext(batch, backend, backend.make_metadata(batch), [case.cache], (0,))
     weights = [torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16) / 64 for _ in range(2)]
     x, rotary = torch.randn_like(weights[0][:rows]), torch.randn(rows, 2, 128, device="cuda").bfloat16()
 
@@ -570,13 +570,13 @@ def test_float32_at_real_size():
 
 
 @pytest.mark.cuda
-def test_captured_plan_serves_other_lengths():
+def test_captured_metadata_serves_other_lengths():
     case = Case([1, 1, 3, 4, 0], [1, 1, 3, 4, 0], heads=8, kv_heads=2, dim=64, dtype=torch.bfloat16, slack=2000)
     real = Case([900, 30, 1500, 0, 0], [1, 1, 6, 0, 0], heads=8, kv_heads=2, dim=64, dtype=torch.bfloat16, loose=1)
     backend = TritonAttention(one_group(2, 64, num_heads=8, dtype="bfloat16"), torch.bfloat16)
 
     def step() -> torch.Tensor:
-        context = ForwardContext(case.batch, backend, backend.plan(case.batch), [real.cache], (0,))
+        context = ForwardContext(case.batch, backend, backend.make_metadata(case.batch), [real.cache], (0,))
         return backend.forward(case.query, case.key, case.value, 0, case.scale, context)
 
     def fill() -> None:

@@ -95,9 +95,9 @@ def _plan_of(bench, prompts):
 class PaddedAttention(SdpaAttention):
     """Handles chunks that are padded to a size by reading the device's counts, which a test may do."""
 
-    def plan(self, batch, after=None):
+    def make_metadata(self, batch, after=None):
         if batch.query_starts is None:
-            return super().plan(batch, after)
+            return super().make_metadata(batch, after)
         counts = batch.query_starts.diff().numpy()
         num_rows = int((counts > 0).sum())
         counts = counts[:num_rows]
@@ -109,7 +109,7 @@ class PaddedAttention(SdpaAttention):
             max_lengths=batch.lengths[:num_rows].numpy().astype(np.int32),
             num_single=int((counts == 1).cumprod().sum()),
         )
-        return super().plan(real)
+        return super().make_metadata(real)
 
     def forward(self, query, key, value, site, scale, context, sinks=None):
         out = super().forward(query, key, value, site, scale, context, sinks)

@@ -1,7 +1,7 @@
 """The data of a step as layers see it, passed down as an argument: tokens and positions, no requests.
 
 `BatchView` holds the inputs that `runner/batch/input_batch.py` gathered; `ForwardContext` adds the caches, the
-attention backend and its plan, and recurrent states. If only the last hidden state of each row is read, most of the
+attention backend and its metadata, and recurrent states. If only the last hidden state of each row is read, most of the
 last layer runs for `LastTokens`, and so do all trailing layers that store nothing between steps.
 """
 
@@ -67,11 +67,11 @@ class RelativeScores:
 
 
 class AttentionBackend(Protocol):
-    def plan(self, batch: BatchView, after: Any = None) -> Any:
+    def make_metadata(self, batch: BatchView, after: Any = None) -> Any:
         """Masks, indices and work lists that all layers share; made once per step, before the first layer.
 
-        `after`: the plan of the whole step, if `batch` has only the last token of each row. The plan of the whole step
-        is not used any more once the new one is, so both may use the same memory.
+        `after`: the metadata of the whole step, if `batch` has only the last token of each row. Both may use the same
+        memory, because the metadata of the whole step is not read after the new metadata.
         """
 
     def forward(
@@ -109,7 +109,7 @@ class AttentionBackend(Protocol):
 class ForwardContext:
     batch: BatchView
     attention: AttentionBackend
-    plan: Any  # made by the backend, opaque to layers
+    metadata: Any  # of attention: made by the backend, opaque to layers
     caches: list[Any]  # per site: (keys, values), each [pages, page_size, kv heads, head dim]; see `PagedSpec`
     group_of_site: tuple[int, ...]
     only_last: bool = False  # the model returns the hidden state of each row's last token, [B, hidden]
@@ -125,7 +125,7 @@ class ForwardContext:
         return ForwardContext(
             self.batch,
             self.attention,
-            self.plan,
+            self.metadata,
             self.caches,
             self.group_of_site,
             self.only_last,
@@ -158,8 +158,8 @@ class ForwardContext:
             lora=batch.last_lora,
         )
         assert (batch.lora is None) == (batch.last_lora is None), "adapters of the last tokens were not uploaded"
-        plan = self.attention.plan(alone, after=self.plan)
-        context = ForwardContext(alone, self.attention, plan, self.caches, self.group_of_site)
+        metadata = self.attention.make_metadata(alone, after=self.metadata)
+        context = ForwardContext(alone, self.attention, metadata, self.caches, self.group_of_site)
         if with_rotary:
             context = context.with_rotary(tuple(rows.index_select(0, indices) for rows in self.rotary))
         if self.layer_inputs is not None:

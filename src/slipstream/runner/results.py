@@ -224,7 +224,7 @@ class ResultRing:
     """
 
     def __init__(self, num_buffers: int, capacity: int, device: Device, max_capacity: int = 0) -> None:
-        """Buffers have `capacity` bytes and grow when a step needs more, up to `max_capacity` in the memory estimate."""
+        """Buffers have `capacity` bytes and grow when a step needs more; the memory estimate counts `max_capacity`."""
         self.device = device
         self._max_capacity = max_capacity
         self.buffers = [_Buffer(capacity, device) for _ in range(num_buffers)]

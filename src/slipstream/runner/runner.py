@@ -162,11 +162,11 @@ class ModelRunner:
     ) -> torch.Tensor:
         """Device: one forward over all tokens of the step, of the model and then of the drafter."""
         view, store = batch.view, self.store
-        attention_plan = self.attention.plan(view)
+        metadata = self.attention.make_metadata(view)
         context = ForwardContext(
             view,
             self.attention,
-            attention_plan,
+            metadata,
             store.caches,
             store.group_of_site,
             only_last,

@@ -212,7 +212,7 @@ def make_chunks(decoder: Decoder, counts: list[int], *, only_last: bool) -> Forw
         query_starts=starts,
     )
     attention = TritonAttention(one_group(2, 128, num_heads=6, dtype=dtype), dtype)
-    return ForwardContext(batch, attention, attention.plan(batch), caches, (0,) * 4, only_last)
+    return ForwardContext(batch, attention, attention.make_metadata(batch), caches, (0,) * 4, only_last)
 
 
 def make_decoder(dtype: torch.dtype) -> Decoder:
@@ -258,4 +258,4 @@ def make_context(decoder: Decoder, rows: int) -> ForwardContext:
         num_single=rows,
     )
     attention = TritonAttention(one_group(2, 128, num_heads=6, dtype=dtype), dtype)
-    return ForwardContext(batch, attention, attention.plan(batch), caches, (0,) * 4)
+    return ForwardContext(batch, attention, attention.make_metadata(batch), caches, (0,) * 4)

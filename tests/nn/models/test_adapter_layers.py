@@ -112,7 +112,9 @@ def test_adapters_of_encoders_equal_merged_weights(family, tmp_path):
         batch, attention = pack(texts), SdpaAttention((), torch.float64)
         if slots is not None:
             batch = replace(batch, lora=tiles_of(slots, [len(ids) for ids in texts]))
-        return model(ForwardContext(batch, attention, attention.plan(batch), [], ())).split([len(ids) for ids in texts])
+        return model(ForwardContext(batch, attention, attention.make_metadata(batch), [], ())).split(
+            [len(ids) for ids in texts]
+        )
 
     plain = hidden(base, None)
     merged = hidden(load_pooling(merge(folder, adapter, tmp_path / "merged"), torch.float64), None)

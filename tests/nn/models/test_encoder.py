@@ -236,7 +236,7 @@ def test_a_captured_encoder_serves_other_rows_of_the_same_size(tmp_path: Path) -
     batch = pack(first, device="cuda")
 
     def run() -> torch.Tensor:
-        return model(ForwardContext(batch, attention, attention.plan(batch), [], ()))
+        return model(ForwardContext(batch, attention, attention.make_metadata(batch), [], ()))
 
     with torch.inference_mode():
         run()
@@ -268,6 +268,6 @@ def test_no_device_value_is_read(family: str, tmp_path: Path) -> None:
         assert batch.query_starts is not None
         with pytest.raises(DataDependentOutputException):
             int(batch.lengths[0])  # the net itself works
-        hidden = model(ForwardContext(batch, attention, attention.plan(batch), [], ()))
+        hidden = model(ForwardContext(batch, attention, attention.make_metadata(batch), [], ()))
         assert hidden.shape == (43, 48)
         assert model.heads.sparse(hidden, batch.query_starts).shape == (3, 304)

@@ -1,9 +1,9 @@
 """SdpaAttention: attention over pages with torch's scaled_dot_product_attention, on any device of torch.
 
 Rows of one token are batched into few calls; longer rows have one call each. Shapes come from the host's counts, masks
-from the device's lengths and positions; no device value is read on the host. Each cache group has a plan; a group with
-a window gathers only the pages that the window can touch. In float32 on the CPU the C kernel, once compiled, runs all
-tokens: it gathers nothing, and a token's result does not depend on how its row was split into chunks.
+from the device's lengths and positions; no device value is read on the host. Each cache group has its own metadata. A
+group with a window gathers only the pages that the window can touch. In float32 on the CPU the C kernel, once
+compiled, runs all tokens: it gathers nothing, and results do not depend on the split of a row into chunks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,11 @@ from numpy.typing import NDArray
 from slipstream.cache_spec import CacheGroup
 from slipstream.config.activation_size import GATHERED_KEYS
 from slipstream.nn.context import BatchView, ForwardContext, RelativeScores
-from slipstream.ops.bidirectional_attention.reference import BidirectionalPlan, attend_bidirectional, plan_bidirectional
+from slipstream.ops.bidirectional_attention.reference import (
+    BidirectionalMetadata,
+    attend_bidirectional,
+    bidirectional_metadata,
+)
 from slipstream.ops.paged_attention import (
     attend_chunk,
     attend_in_place,
@@ -72,9 +76,9 @@ Parts = tuple[Part, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class SdpaPlan:
+class SdpaMetadata:
     groups: tuple[Parts, ...]  # per cache group
-    bidirectional: BidirectionalPlan | None  # only for models without a cache
+    bidirectional: BidirectionalMetadata | None  # only for models without a cache
 
     @property
     def is_decode(self) -> bool:
@@ -90,17 +94,17 @@ class SdpaAttention:
         self.in_place = not any(group.spec.value_dim for group in groups)
         self.dtype = dtype  # of queries and masks, so that no layer converts masks
 
-    def plan(self, batch: BatchView, after: SdpaPlan | None = None) -> SdpaPlan:
+    def make_metadata(self, batch: BatchView, after: SdpaMetadata | None = None) -> SdpaMetadata:
         if not batch.page_tables:
-            return SdpaPlan((), plan_bidirectional(batch.num_tokens, batch.host_seen))
+            return SdpaMetadata((), bidirectional_metadata(batch.num_tokens, batch.host_seen))
         if self.in_place and serves_pages(batch.lengths, self.dtype, build=batch.num_single > 0):
-            return SdpaPlan(self._plan_in_place(batch), None)
+            return SdpaMetadata(self._in_place_metadata(batch), None)
         if after is not None:
-            return SdpaPlan(tuple(_last_of(parts) for parts in after.groups), None)
+            return SdpaMetadata(tuple(_last_of(parts) for parts in after.groups), None)
         groups = zip(batch.page_tables, batch.slots, self.groups, strict=True)
-        return SdpaPlan(tuple(self._plan_group(batch, *group) for group in groups), None)
+        return SdpaMetadata(tuple(self._group_metadata(batch, *group) for group in groups), None)
 
-    def _plan_in_place(self, batch: BatchView) -> tuple[Parts, ...]:
+    def _in_place_metadata(self, batch: BatchView) -> tuple[Parts, ...]:
         num_tokens = int(batch.num_tokens.sum())
         lengths, tiles = batch.lengths, None
         if batch.num_single < len(batch.num_tokens):
@@ -109,7 +113,7 @@ class SdpaAttention:
         groups = zip(batch.page_tables, self.groups, strict=True)
         return tuple((_InPlace(tokens, table, lengths, tiles, group.window),) for table, group in groups)
 
-    def _plan_group(self, batch: BatchView, table: torch.Tensor, written: torch.Tensor, group: CacheGroup) -> Parts:
+    def _group_metadata(self, batch: BatchView, table: torch.Tensor, written: torch.Tensor, group: CacheGroup) -> Parts:
         page_size, window = group.spec.page_size, group.window
         widths: NDArray[np.int32] = -(-batch.max_lengths // page_size)
         single = batch.num_single
@@ -183,10 +187,10 @@ class SdpaAttention:
     ) -> torch.Tensor:
         keys, values = context.caches[site]
         group = context.group_of_site[site]
-        plan: SdpaPlan = context.plan
+        metadata: SdpaMetadata = context.metadata
         cap = self.groups[group].spec.soft_cap
         outs = []
-        for part in plan.groups[group]:
+        for part in metadata.groups[group]:
             mine = query[part.tokens]
             if isinstance(part, _Singles):
                 out = attend_single(mine, keys, values, part.slots, part.mask, scale, cap, sinks)
@@ -217,10 +221,10 @@ class SdpaAttention:
         bias: torch.Tensor | None = None,
         relative: RelativeScores | None = None,
     ) -> torch.Tensor:
-        plan: SdpaPlan = context.plan
-        assert plan.bidirectional is not None, "bidirectional attention is for models without a cache"
+        metadata: SdpaMetadata = context.metadata
+        assert metadata.bidirectional is not None, "bidirectional attention is for models without a cache"
         of_queries, of_keys = (None, None) if relative is None else (relative.of_queries, relative.of_keys)
-        return attend_bidirectional(query, key, value, scale, plan.bidirectional, reach, bias, of_queries, of_keys)
+        return attend_bidirectional(query, key, value, scale, metadata.bidirectional, reach, bias, of_queries, of_keys)
 
 
 def _is_stepwise(group: CacheGroup) -> bool:

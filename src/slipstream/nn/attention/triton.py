@@ -1,7 +1,7 @@
 """TritonAttention: attention over pages with our Triton kernels, on CUDA.
 
-The plan of a group is a work list built on the device; no device value is read on the host. The launches of a step
-depend only on T, B, whether all rows have one token, and the largest of `max_lengths`. A plan captured in a graph is
+The metadata of a group is a work list built on the device; no device value is read on the host. The launches of a step
+depend only on T, B, whether all rows have one token, and the largest of `max_lengths`. Metadata captured in a graph is
 valid for every step of that shape whose lengths are within the `max_lengths` of the capture.
 """
 
@@ -31,7 +31,7 @@ _LATENT_HEADS = 16  # of one program
 
 
 @dataclass(frozen=True, slots=True)
-class _GroupPlan:
+class _GroupMetadata:
     work: WorkList
     partials: Partials
     window: int  # 0: all keys are visible
@@ -39,8 +39,8 @@ class _GroupPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class TritonPlan:
-    groups: tuple[_GroupPlan, ...]  # per cache group
+class TritonMetadata:
+    groups: tuple[_GroupMetadata, ...]  # per cache group
     has_chunks: bool  # some rows have more than one token
     has_single: bool = True  # some rows may have one token
     bidirectional: dict[Cut, Tiles] | None = None  # only for models without a cache
@@ -61,23 +61,25 @@ class TritonAttention:
         self.one_kernel = one_kernel
         self.cuts = {dim: choose_cut(dim, dtype) for dim in head_dims}
 
-    def plan(self, batch: BatchView, after: TritonPlan | None = None) -> TritonPlan:
+    def make_metadata(self, batch: BatchView, after: TritonMetadata | None = None) -> TritonMetadata:
         if not batch.page_tables:
             starts = batch.query_starts
             if starts is None:
                 starts = torch.arange(len(batch.ids) + 1, dtype=torch.int32, device=batch.ids.device)
             cuts = {cut: list_tiles(starts, len(batch.ids), cut, batch.num_seen) for cut in self.cuts.values()}
-            return TritonPlan((), True, bidirectional=cuts)
+            return TritonMetadata((), True, bidirectional=cuts)
         has_chunks = batch.num_single < len(batch.lengths)
         assert not has_chunks or batch.query_starts is not None, "rows of several tokens need query_starts"
         groups = tuple(
-            self._plan_group(number, batch, has_chunks, None if after is None else after.groups[number].partials)
+            self._group_metadata(number, batch, has_chunks, None if after is None else after.groups[number].partials)
             for number in range(len(self.groups))
         )
-        return TritonPlan(groups, has_chunks or self.one_kernel, not batch.all_long and not self.one_kernel)
+        return TritonMetadata(groups, has_chunks or self.one_kernel, not batch.all_long and not self.one_kernel)
 
-    def _plan_group(self, number: int, batch: BatchView, has_chunks: bool, partials: Partials | None) -> _GroupPlan:
-        """`partials`: buffers of another plan for the same rows, to be reused."""
+    def _group_metadata(
+        self, number: int, batch: BatchView, has_chunks: bool, partials: Partials | None
+    ) -> _GroupMetadata:
+        """`partials`: buffers of other metadata for the same rows, to be reused."""
         group, num_rows = self.groups[number], len(batch.lengths)
         spec = group.spec
         num_kv_heads, dim = _num_kv_heads(spec), spec.value_dim or spec.head_dim
@@ -106,8 +108,8 @@ class TritonAttention:
         )
         if partials is None:
             partials = make_partials(work, spec.num_heads, dim)
-        assert len(partials.sums) == work.num_splits, "partial buffers of a plan for other rows"
-        return _GroupPlan(work, partials, group.window, spec.soft_cap)
+        assert len(partials.sums) == work.num_splits, "partial buffers of metadata for other rows"
+        return _GroupMetadata(work, partials, group.window, spec.soft_cap)
 
     def forward(
         self,
@@ -122,15 +124,15 @@ class TritonAttention:
         keys, values = context.caches[site]
         group = context.group_of_site[site]
         pages = context.batch.page_tables[group]
-        plan: TritonPlan = context.plan
-        mine = plan.groups[group]
+        metadata: TritonMetadata = context.metadata
+        mine = metadata.groups[group]
         cap = mine.soft_cap
         num_kv_heads = _num_kv_heads(self.groups[group].spec)
         keys, values = (cache.expand(-1, -1, num_kv_heads, -1) for cache in (keys, values))
         out = torch.empty((*query.shape[:2], values.shape[3]), dtype=query.dtype, device=query.device)
-        if plan.has_single:
+        if metadata.has_single:
             attend_splits(out, query, keys, values, pages, mine.work, mine.partials, scale, mine.window, cap, sinks)
-        if plan.has_chunks:
+        if metadata.has_chunks:
             shape, window = None, mine.window
             if self.one_kernel:
                 # with a window every block is masked; without one, blocks visible to a whole tile skip the mask, which
@@ -150,12 +152,12 @@ class TritonAttention:
         bias: torch.Tensor | None = None,
         relative: RelativeScores | None = None,
     ) -> torch.Tensor:
-        plan: TritonPlan = context.plan
-        assert plan.bidirectional is not None, "bidirectional attention is for models without a cache"
+        metadata: TritonMetadata = context.metadata
+        assert metadata.bidirectional is not None, "bidirectional attention is for models without a cache"
         cut = self.cuts[query.shape[-1]]
         of_queries, of_keys = (None, None) if relative is None else (relative.of_queries, relative.of_keys)
         return attend_bidirectional(
-            query, key, value, scale, plan.bidirectional[cut], cut, reach, bias, of_queries, of_keys
+            query, key, value, scale, metadata.bidirectional[cut], cut, reach, bias, of_queries, of_keys
         )
 
 

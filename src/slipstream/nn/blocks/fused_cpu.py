@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from slipstream.nn.attention.sdpa import SdpaPlan
+from slipstream.nn.attention.sdpa import SdpaMetadata
 from slipstream.nn.blocks.block import DecoderBlock, SublayerParts
 from slipstream.nn.context import ForwardContext
 from slipstream.nn.layers.linear import Linear
@@ -54,8 +54,8 @@ class FusedCpu:
     def run(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor | None:
         """x [B, hidden] to the normed hidden states; None: the step has chunks, adapters or too many rows, or there are
         no kernels yet."""
-        plan = context.plan
-        if context.batch.lora is not None or type(plan) is not SdpaPlan or not plan.is_decode or not native.serves(x):
+        metadata, lora = context.metadata, context.batch.lora
+        if lora is not None or type(metadata) is not SdpaMetadata or not metadata.is_decode or not native.serves(x):
             return None
         if self._weights is None:
             self._weights = _collect(self.pairs, context)

@@ -129,5 +129,5 @@ class DraftCache:
         caches, first = self._store.caches, self._scratch.first_site
         if not self._caches or self._caches[0] is not caches[first]:  # the store has allocated its pages again
             self._caches = caches[first:]
-        plan = self._attention.plan(view)
-        return ForwardContext(view, self._attention, plan, self._caches, self._group_of_site, only_last)
+        metadata = self._attention.make_metadata(view)
+        return ForwardContext(view, self._attention, metadata, self._caches, self._group_of_site, only_last)

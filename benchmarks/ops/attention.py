@@ -23,6 +23,14 @@ import torch.nn.functional as F
 from timing import replay_seconds
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from slipstream.ops.paged_attention.tile_list import (
+    MAX_SPLITS,
+    TileList,
+    TileListHeads,
+    TileListRows,
+    TileListSplits,
+    build_tile_list,
+)
 from slipstream.ops.paged_attention.triton import (
     KernelShape,
     attend_splits,
@@ -30,14 +38,6 @@ from slipstream.ops.paged_attention.triton import (
     make_partials,
     num_split_programs,
     query_tile,
-)
-from slipstream.ops.paged_attention.work_list import (
-    MAX_SPLITS,
-    WorkCuts,
-    WorkHeads,
-    WorkList,
-    WorkRows,
-    build_work_list,
 )
 from slipstream.ops.rope.triton import rope_and_write_cache
 
@@ -131,7 +131,7 @@ def make_inputs(heads: int, kv_heads: int, dim: int, page_size: int, rows: list[
 
 def list_inputs(
     inputs: Inputs, tile: int, splits: tuple[int | None, int] = SPLITS[0], shape: KernelShape | None = None
-) -> WorkList:
+) -> TileList:
     heads = inputs.query.shape[1]
     _, page_size, kv_heads, dim = inputs.caches[0][0].shape
     device = inputs.query.device
@@ -141,10 +141,10 @@ def list_inputs(
         shares = shape.programs_per_sm * torch.cuda.get_device_properties(device).multi_processor_count // kv_heads
     longest = max(length for length, _ in inputs.rows)
     starts = None if len(inputs.query) == len(inputs.rows) else inputs.starts
-    return build_work_list(
-        WorkRows(inputs.lengths, starts, inputs.table, len(inputs.query), longest),
-        WorkHeads(heads, kv_heads, page_size, tile),
-        WorkCuts(num_split_programs=shares, min_split=splits[0], max_splits=splits[1]),
+    return build_tile_list(
+        TileListRows(inputs.lengths, starts, inputs.table, len(inputs.query), longest),
+        TileListHeads(heads, kv_heads, page_size, tile),
+        TileListSplits(num_split_programs=shares, min_split=splits[0], max_splits=splits[1]),
     )
 
 
@@ -184,13 +184,13 @@ def seconds(call: Callable[[], None], calls: int, replays: int) -> float:
 def bench_decode(
     name: str, inputs: Inputs, shape: KernelShape | None, splits: tuple[int | None, int], replays: int
 ) -> dict:
-    work = list_inputs(inputs, tile=128, splits=splits, shape=shape)
-    partials = make_partials(work, inputs.query.shape[1], inputs.query.shape[2])
+    tile_list = list_inputs(inputs, tile=128, splits=splits, shape=shape)
+    partials = make_partials(tile_list, inputs.query.shape[1], inputs.query.shape[2])
 
     def call() -> None:
         for keys, values in inputs.caches:
             attend_splits(
-                inputs.out, inputs.query, keys, values, inputs.table, work, partials, inputs.scale, shape=shape
+                inputs.out, inputs.query, keys, values, inputs.table, tile_list, partials, inputs.scale, shape=shape
             )
 
     return measure(name, inputs, shape, call, len(inputs.caches), replays) | {
@@ -199,11 +199,11 @@ def bench_decode(
 
 
 def bench_prefill(name: str, inputs: Inputs, shape: KernelShape | None, replays: int) -> dict:
-    work = list_inputs(inputs, tile=shape.tile if shape else query_tile(inputs.query.shape[2], 2))
+    tile_list = list_inputs(inputs, tile=shape.tile if shape else query_tile(inputs.query.shape[2], 2))
 
     def call() -> None:
         for keys, values in inputs.caches:
-            attend_tiles(inputs.out, inputs.query, keys, values, inputs.table, work, inputs.scale, shape=shape)
+            attend_tiles(inputs.out, inputs.query, keys, values, inputs.table, tile_list, inputs.scale, shape=shape)
 
     return measure(name, inputs, shape, call, len(inputs.caches), replays)
 
@@ -258,12 +258,12 @@ def bench_library(name: str, inputs: Inputs, replays: int) -> list[dict[str, Any
 
 
 def bench_rest(page_size: int, replays: int) -> list[dict[str, Any]]:
-    """The kernels around attention: the work list, once per step, and the cache write, once per layer."""
+    """The kernels around attention: the tile list, once per step, and the cache write, once per layer."""
     results = []
     for rows in (1, 256, 1024):
         inputs = make_inputs(32, 8, 128, page_size, [(256, 1)] * rows)
         time = seconds(lambda inputs=inputs: [list_inputs(inputs, 128) for _ in range(8)] and None, 8, replays)  # type: ignore[misc]
-        results.append({"case": f"work list of {rows} rows", "us": time * 1e6})
+        results.append({"case": f"tile list of {rows} rows", "us": time * 1e6})
     for tokens in (1, 256, 8192):
         inputs = make_inputs(32, 8, 128, page_size, [(tokens, tokens)])
         heads = torch.randn(tokens, 48, 128, device="cuda", dtype=torch.bfloat16)

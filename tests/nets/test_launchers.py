@@ -27,7 +27,7 @@ from slipstream.ops.drafts import DrawnTokens, MatchRule, RowHistory  # noqa: E4
 from slipstream.ops.linear.triton import Norm  # noqa: E402
 from slipstream.ops.lora.reference import LoraTiles, LoraWeights  # noqa: E402
 from slipstream.ops.moe import ExpertBiases, RouterRule, Routing  # noqa: E402
-from slipstream.ops.paged_attention import work_list as work_module  # noqa: E402
+from slipstream.ops.paged_attention import tile_list  # noqa: E402
 from slipstream.ops.recurrent_steps import DraftSteps  # noqa: E402
 from slipstream.ops.sample.reference import Penalty  # noqa: E402
 from slipstream.ops.ssm import SelectiveWeights, SsdWeights  # noqa: E402
@@ -333,10 +333,10 @@ def attention(patch: pytest.MonkeyPatch) -> dict[str, Callable[[], Any]]:
         "chunks on Hopper": lambda: attend_on_hopper(patch, True),
         "whole rows": attend_bidirectional,
         "whole rows with a bias": lambda: attend_bidirectional(reach=8, bias=torch.rand(4, 63)),
-        "work": lambda: work_module.build_work_list(
-            work_module.WorkRows(torch.tensor([3, 4]), None, ints(2, 4), 2, 9),
-            work_module.WorkHeads(8, 2, 16, 128),
-            work_module.WorkCuts(),
+        "tile list": lambda: tile_list.build_tile_list(
+            tile_list.TileListRows(torch.tensor([3, 4]), None, ints(2, 4), 2, 9),
+            tile_list.TileListHeads(8, 2, 16, 128),
+            tile_list.TileListSplits(),
         ),
     }
 

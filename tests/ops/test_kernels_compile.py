@@ -231,8 +231,8 @@ def attention():
     build(ATTENTION + "triton.varlen", "_tile_kernel", x, TILE=64, **latent)
     shape = dict(KV_HEADS=8, GROUP=4, PAGE=16, WINDOW=0)
     cuts = dict(TILE=128, MIN_SPLIT=256, MAX_SPLITS=32, TOGETHER=8192, CUT_SINGLES=True, BLOCK=256)
-    build(ATTENTION + "work_list", "_list_work_kernel", x, HAS_STARTS=True, host_ids=None, **shape, **cuts)
-    build(ATTENTION + "work_list", "_list_work_kernel", x, HAS_STARTS=False, starts=None, **shape, **cuts)
+    build(ATTENTION + "tile_list", "_list_tiles_kernel", x, HAS_STARTS=True, host_ids=None, **shape, **cuts)
+    build(ATTENTION + "tile_list", "_list_tiles_kernel", x, HAS_STARTS=False, starts=None, **shape, **cuts)
 
 
 def encoders():

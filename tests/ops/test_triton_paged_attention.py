@@ -21,15 +21,15 @@ from hand_cache import one_group  # noqa: E402
 from slipstream.nn.attention.triton import TritonAttention  # noqa: E402
 from slipstream.nn.context import BatchView, ForwardContext  # noqa: E402
 from slipstream.ops.linear import linear  # noqa: E402
-from slipstream.ops.paged_attention.work_list import (  # noqa: E402
+from slipstream.ops.paged_attention.tile_list import (  # noqa: E402
     FEW_ROWS,
     SOME_ROWS,
     SPLIT_COST,
-    WorkCuts,
-    WorkHeads,
-    WorkList,
-    WorkRows,
-    build_work_list,
+    TileList,
+    TileListHeads,
+    TileListRows,
+    TileListSplits,
+    build_tile_list,
     max_splits_of_row,
     split_keys,
 )
@@ -361,30 +361,30 @@ def test_work_covers_every_key_and_query_once(num_split_programs):
     starts = torch.tensor([0, 1, 2, 3, 4, 304], dtype=torch.int32, device=DEVICE)
     table = torch.ones(5, 1250, dtype=torch.int64, device=DEVICE)
     given = torch.tensor(lengths, device=DEVICE)
-    work = build_work_list(
-        WorkRows(given, starts, table, 310, 20_000), WorkHeads(6, 2, 16, 64), WorkCuts(num_split_programs)
+    tile_list = build_tile_list(
+        TileListRows(given, starts, table, 310, 20_000), TileListHeads(6, 2, 16, 64), TileListSplits(num_split_programs)
     )
-    num_singles, num_tiles = work.totals.tolist()
+    num_singles, num_tiles = tile_list.totals.tolist()
     sizes, num_splits, before = [256, 256, 256, 1024], [1, 1, 2, 20], [0, 1, 2, 4]
-    assert [record[:7] for record in work.singles[:num_singles].tolist()] == [
+    assert [record[:7] for record in tile_list.singles[:num_singles].tolist()] == [
         [row, row, 0, sizes[row], num_splits[row], before[row], lengths[row]] for row in range(4)
     ]
     splits = [(row, split) for row in range(4) for split in range(num_splits[row])]
-    assert len(splits) <= work.num_splits
-    assert [split for share in shares_of(work) for split in share] == splits
-    assert num_tiles <= len(work.tiles)
-    tiles = [record[:5] for record in work.tiles[:num_tiles].tolist()]
+    assert len(splits) <= tile_list.num_splits
+    assert [split for share in shares_of(tile_list) for split in share] == splits
+    assert num_tiles <= len(tile_list.tiles)
+    tiles = [record[:5] for record in tile_list.tiles[:num_tiles].tolist()]
     chunk = [[4, 4, 300, first, 700] for first in range(0, counts[4] * 3, 64)]
     loose = [[5, 304, 6, 0, 0]]
     assert tiles == loose + chunk[::-1]
-    assert (work.arrived == 0).all()
+    assert (tile_list.arrived == 0).all()
 
 
-def shares_of(work: WorkList) -> list[list[tuple[int, int]]]:
+def shares_of(tile_list: TileList) -> list[list[tuple[int, int]]]:
     """Single and split of each piece, share by share."""
-    num_splits = work.singles[:, 4].tolist()
+    num_splits = tile_list.singles[:, 4].tolist()
     shares = []
-    for (first, split), (last, stop) in itertools.pairwise(work.shares.tolist()):
+    for (first, split), (last, stop) in itertools.pairwise(tile_list.shares.tolist()):
         singles = range(first, last + (stop > 0))
         begins = [split if single == first else 0 for single in singles]
         ends = [stop if single == last else num_splits[single] for single in singles]
@@ -398,14 +398,16 @@ def shares_of(work: WorkList) -> list[list[tuple[int, int]]]:
 def test_shares_are_about_equal(lengths):
     table = torch.ones(len(lengths), 400, dtype=torch.int64, device=DEVICE)
     given = torch.tensor(lengths, device=DEVICE)
-    work = build_work_list(WorkRows(given, None, table, len(lengths), 6000), WorkHeads(2, 2, 16, 64), WorkCuts(6))
-    sizes, num_splits = work.singles[: len(lengths), 3:5].T.tolist()
+    tile_list = build_tile_list(
+        TileListRows(given, None, table, len(lengths), 6000), TileListHeads(2, 2, 16, 64), TileListSplits(6)
+    )
+    sizes, num_splits = tile_list.singles[: len(lengths), 3:5].T.tolist()
     costs = {
         (row, split): min(length - split * sizes[row], sizes[row]) + SPLIT_COST.value
         for row, length in enumerate(lengths)
         for split in range(num_splits[row])
     }
-    shares = shares_of(work)
+    shares = shares_of(tile_list)
     assert len(shares) == 6 and [split for share in shares for split in share] == list(costs)
     # no further from an equal part than the largest piece
     limit = sum(costs.values()) / 6 + max(costs.values())
@@ -425,19 +427,23 @@ def test_only_a_step_without_given_tokens_has_keys_that_are_there_already(given,
     table[3] = 0
     given = None if given is None else torch.tensor(given, device=DEVICE)
     for starts in (None, torch.arange(6, dtype=torch.int32, device=DEVICE)):
-        work = build_work_list(
-            WorkRows(lengths.to(DEVICE), starts, table.to(DEVICE), 5, 800, given), WorkHeads(4, 2, 16, 16), WorkCuts()
+        tile_list = build_tile_list(
+            TileListRows(lengths.to(DEVICE), starts, table.to(DEVICE), 5, 800, given),
+            TileListHeads(4, 2, 16, 16),
+            TileListSplits(),
         )
-        assert work.singles[:5, 7].tolist() == (expected if starts is None else [0] * 5)
+        assert tile_list.singles[:5, 7].tolist() == (expected if starts is None else [0] * 5)
 
 
 def test_step_without_rows_of_one_token_has_empty_shares():
     starts = torch.tensor([0, 3], dtype=torch.int32, device=DEVICE)
     table = torch.ones(1, 1, dtype=torch.int64, device=DEVICE)
-    work = build_work_list(
-        WorkRows(torch.tensor([3], device=DEVICE), starts, table, 3, 2000), WorkHeads(2, 2, 16, 64), WorkCuts(5)
+    tile_list = build_tile_list(
+        TileListRows(torch.tensor([3], device=DEVICE), starts, table, 3, 2000),
+        TileListHeads(2, 2, 16, 64),
+        TileListSplits(5),
     )
-    assert work.totals[0] == 0 and not any(shares_of(work))
+    assert tile_list.totals[0] == 0 and not any(shares_of(tile_list))
 
 
 def test_more_rows_are_cut_into_longer_pieces():
@@ -454,10 +460,10 @@ def test_tiles_with_most_keys_come_first_among_neighbours(together, group):
     total = int(starts[-1])
     table = torch.ones(len(lengths), 60, dtype=torch.int64, device=DEVICE)
     query_starts = torch.from_numpy(starts.astype(np.int32)).to(DEVICE)
-    work = build_work_list(
-        WorkRows(torch.tensor(lengths, device=DEVICE), query_starts, table, total + 130, 900),
-        WorkHeads(2 * group, 2, 16, 64),
-        WorkCuts(keys_together=together),
+    tile_list = build_tile_list(
+        TileListRows(torch.tensor(lengths, device=DEVICE), query_starts, table, total + 130, 900),
+        TileListHeads(2 * group, 2, 16, 64),
+        TileListSplits(keys_together=together),
     )
     expected = []
     before = 0
@@ -471,8 +477,8 @@ def test_tiles_with_most_keys_come_first_among_neighbours(together, group):
             company = 1 + max(before + held - 1, before) // together if many else 0
             expected.append(((company, -keys, row, -first), [row, int(starts[row]), count, first, length]))
         before += held if many else 0
-    num_tiles = int(work.totals[1])
-    assert work.tiles[:num_tiles, :5].tolist() == [tile for _, tile in sorted(expected)]
+    num_tiles = int(tile_list.totals[1])
+    assert tile_list.tiles[:num_tiles, :5].tolist() == [tile for _, tile in sorted(expected)]
 
 
 def ragged(num_rows: int, longest: int) -> list[int]:

@@ -68,7 +68,7 @@ class RelativeScores:
 
 class AttentionBackend(Protocol):
     def make_metadata(self, batch: BatchView, after: Any = None) -> Any:
-        """Masks, indices and work lists that all layers share; made once per step, before the first layer.
+        """Masks, indices and tile lists that all layers share; made once per step, before the first layer.
 
         `after`: the metadata of the whole step, if `batch` has only the last token of each row. Both may use the same
         memory, because the metadata of the whole step is not read after the new metadata.

@@ -4,8 +4,8 @@ The kernel first reads data that no kernel writes, above all weights, then waits
 every earlier kernel, is complete. Rule: every program of a kernel launched this way waits before it touches other data.
 
 The first kernel of a step waits before it releases the next one. So data from before that kernel may also be read
-early: page tables, work lists, and keys of earlier steps. The work list for last tokens only is built in mid-step. That
-is safe because an index_select of torch, which is launched without PDL, runs between `build_work_list` and attention.
+early: page tables, tile lists, and keys of earlier steps. The tile list for last tokens only is built in mid-step. That
+is safe because an index_select of torch, which is launched without PDL, runs between `build_tile_list` and attention.
 """
 
 from __future__ import annotations

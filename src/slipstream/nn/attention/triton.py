@@ -1,6 +1,6 @@
 """TritonAttention: attention over pages with our Triton kernels, on CUDA.
 
-The metadata of a group is a work list built on the device; no device value is read on the host. The launches of a step
+The metadata of a group is a tile list built on the device; no device value is read on the host. The launches of a step
 depend only on T, B, whether all rows have one token, and the largest of `max_lengths`. Metadata captured in a graph is
 valid for every step of that shape whose lengths are within the `max_lengths` of the capture.
 """
@@ -15,6 +15,13 @@ import torch
 from slipstream.cache_spec import CacheGroup, PagedSpec
 from slipstream.nn.context import BatchView, ForwardContext, RelativeScores
 from slipstream.ops.bidirectional_attention.triton import Cut, Tiles, attend_bidirectional, choose_cut, list_tiles
+from slipstream.ops.paged_attention.tile_list import (
+    TileList,
+    TileListHeads,
+    TileListRows,
+    TileListSplits,
+    build_tile_list,
+)
 from slipstream.ops.paged_attention.triton import (
     Partials,
     attend_splits,
@@ -24,7 +31,6 @@ from slipstream.ops.paged_attention.triton import (
     num_split_programs,
     query_tile,
 )
-from slipstream.ops.paged_attention.work_list import WorkCuts, WorkHeads, WorkList, WorkRows, build_work_list
 
 _NO_WINDOW = 2**30  # larger than any sequence
 _LATENT_HEADS = 16  # of one program
@@ -32,7 +38,7 @@ _LATENT_HEADS = 16  # of one program
 
 @dataclass(frozen=True, slots=True)
 class _GroupMetadata:
-    work: WorkList
+    tile_list: TileList
     partials: Partials
     window: int  # 0: all keys are visible
     soft_cap: float
@@ -94,8 +100,8 @@ class TritonAttention:
             is_plain=not group.window and not spec.soft_cap and not spec.sinks and not spec.value_dim,
         )
         tile = query_tile(dim, self.dtype.itemsize)
-        work = build_work_list(
-            WorkRows(
+        tile_list = build_tile_list(
+            TileListRows(
                 batch.lengths,
                 batch.query_starts if has_chunks else None,
                 batch.page_tables[number],
@@ -103,13 +109,13 @@ class TritonAttention:
                 int(batch.max_lengths.max()),
                 batch.host_ids,
             ),
-            WorkHeads(spec.num_heads, num_kv_heads, spec.page_size, tile, group.window),
-            WorkCuts(num_split_programs=shares, cut_singles=not self.one_kernel),
+            TileListHeads(spec.num_heads, num_kv_heads, spec.page_size, tile, group.window),
+            TileListSplits(num_split_programs=shares, cut_singles=not self.one_kernel),
         )
         if partials is None:
-            partials = make_partials(work, spec.num_heads, dim)
-        assert len(partials.sums) == work.num_splits, "partial buffers of metadata for other rows"
-        return _GroupMetadata(work, partials, group.window, spec.soft_cap)
+            partials = make_partials(tile_list, spec.num_heads, dim)
+        assert len(partials.sums) == tile_list.num_splits, "partial buffers of metadata for other rows"
+        return _GroupMetadata(tile_list, partials, group.window, spec.soft_cap)
 
     def forward(
         self,
@@ -131,14 +137,16 @@ class TritonAttention:
         keys, values = (cache.expand(-1, -1, num_kv_heads, -1) for cache in (keys, values))
         out = torch.empty((*query.shape[:2], values.shape[3]), dtype=query.dtype, device=query.device)
         if metadata.has_single:
-            attend_splits(out, query, keys, values, pages, mine.work, mine.partials, scale, mine.window, cap, sinks)
+            attend_splits(
+                out, query, keys, values, pages, mine.tile_list, mine.partials, scale, mine.window, cap, sinks
+            )
         if metadata.has_chunks:
             shape, window = None, mine.window
             if self.one_kernel:
                 # with a window every block is masked; without one, blocks visible to a whole tile skip the mask, which
                 # depends on the chunk
                 shape, window = batch_invariant_shape(values), window or _NO_WINDOW
-            attend_tiles(out, query, keys, values, pages, mine.work, scale, window, cap, sinks, shape)
+            attend_tiles(out, query, keys, values, pages, mine.tile_list, scale, window, cap, sinks, shape)
         return out
 
     def bidirectional(

@@ -1,4 +1,4 @@
-"""Attention over pages on CUDA. All kernels run a fixed grid over the work list that `work_list.py` builds on the
+"""Attention over pages on CUDA. All kernels run a fixed grid over the tile list that `tile_list.py` builds on the
 device."""
 
 from slipstream.ops.paged_attention.triton.decode import (

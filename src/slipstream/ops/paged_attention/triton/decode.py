@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from slipstream.ops.paged_attention.tile_list import FEW_ROWS, TileList
 from slipstream.ops.paged_attention.triton.launch import (
     KernelShape,
     check_layout,
@@ -24,7 +25,6 @@ from slipstream.ops.paged_attention.triton.launch import (
 )
 from slipstream.ops.paged_attention.triton.online_softmax import LOG2E, attend_keys
 from slipstream.ops.paged_attention.triton.split_schedule import read_single, splits_of_program
-from slipstream.ops.paged_attention.work_list import FEW_ROWS, WorkList
 from slipstream.ops.pdl import dependent, release_next, wait_for_previous
 
 HOPPER_HEADS = 32  # query heads per KV head; more would need too many registers
@@ -38,8 +38,8 @@ class Partials:
     stats: torch.Tensor  # [splits, heads, 2] float32: maximum score, sum of weights
 
 
-def make_partials(work: WorkList, num_heads: int, head_dim: int) -> Partials:
-    splits, device = work.num_splits, work.singles.device
+def make_partials(tile_list: TileList, num_heads: int, head_dim: int) -> Partials:
+    splits, device = tile_list.num_splits, tile_list.singles.device
     return Partials(
         torch.empty(splits, num_heads, head_dim, dtype=torch.float32, device=device),
         torch.empty(splits, num_heads, 2, dtype=torch.float32, device=device),
@@ -52,7 +52,7 @@ def attend_splits(
     keys: torch.Tensor,  # [pages, page_size, kv heads, dim]
     values: torch.Tensor,
     page_table: torch.Tensor,  # [B, width] int64
-    work: WorkList,
+    tile_list: TileList,
     partials: Partials,
     scale: float,
     window: int = 0,
@@ -69,18 +69,20 @@ def attend_splits(
     if shape is None and is_plain and _uses_hopper(out.device, keys.dtype, group, dim, page_size):
         from slipstream.ops.paged_attention.triton import hopper_decode
 
-        hopper_decode.attend_splits(out, query, keys, values, page_table, work, partials.sums, partials.stats, scale)
+        hopper_decode.attend_splits(
+            out, query, keys, values, page_table, tile_list, partials.sums, partials.stats, scale
+        )
         return
     shape = shape or decode_shape(dim, keys.element_size())
-    _split_kernel[((len(work.shares) - 1) * num_kv_heads,)](
+    _split_kernel[((len(tile_list.shares) - 1) * num_kv_heads,)](
         out,
         query,
         keys,
         values,
         page_table,
-        work.singles,
-        work.shares,
-        work.arrived,
+        tile_list.singles,
+        tile_list.shares,
+        tile_list.arrived,
         partials.sums,
         partials.stats,
         sinks,

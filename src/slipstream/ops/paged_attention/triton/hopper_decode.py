@@ -1,6 +1,6 @@
 """Decode attention on Hopper: one producer warp loads keys and values, across splits and rows, and four warps compute.
 
-The same work as in `decode.py`. Memory is never idle between two rows: while the sums of one row are stored and merged,
+Splits are those of `decode.py`. Memory is not idle between rows: while the sums of one row are stored and merged,
 the keys of the next are in flight. Keys are the left operand of the MMAs, since tensor cores take 64 rows at a time and
 a group has few query heads: padding would cost time and power. Keys that existed before the step are loaded while the
 previous kernels still compute the newest ones.
@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from slipstream.ops.paged_attention.tile_list import FEW_ROWS, RECORD, TileList
 from slipstream.ops.paged_attention.triton.hopper import (
     clear_past_end,
     copy_parts,
@@ -29,7 +30,6 @@ from slipstream.ops.paged_attention.triton.hopper import (
 from slipstream.ops.paged_attention.triton.launch import head_shape, launch_strides
 from slipstream.ops.paged_attention.triton.online_softmax import LOG2E
 from slipstream.ops.paged_attention.triton.split_schedule import read_single, splits_of_program
-from slipstream.ops.paged_attention.work_list import FEW_ROWS, RECORD, WorkList
 from slipstream.ops.pdl import dependent, release_next, wait_for_previous
 
 # A block has a fixed cost, large or small, which matters most with few rows: then blocks are larger and a
@@ -45,22 +45,22 @@ def attend_splits(
     keys: torch.Tensor,  # [pages, page_size, kv heads, dim]
     values: torch.Tensor,
     page_table: torch.Tensor,  # [B, width] int64
-    work: WorkList,
+    tile_list: TileList,
     sums: torch.Tensor,  # [splits, heads, dim] float32
     stats: torch.Tensor,  # [splits, heads, 2] float32
     scale: float,
 ) -> None:
-    few = len(work.singles) - 1 <= FEW_ROWS
+    few = len(tile_list.singles) - 1 <= FEW_ROWS
     block = FEW_BLOCK_KEYS if few else BLOCK_KEYS.value
-    _split_kernel[((len(work.shares) - 1) * keys.shape[2],)](
+    _split_kernel[((len(tile_list.shares) - 1) * keys.shape[2],)](
         out,
         query,
         describe(keys, block),
         describe(values, block),
         page_table,
-        work.singles,
-        work.shares,
-        work.arrived,
+        tile_list.singles,
+        tile_list.shares,
+        tile_list.arrived,
         sums,
         stats,
         scale,

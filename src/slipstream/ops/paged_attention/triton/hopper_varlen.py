@@ -1,6 +1,6 @@
 """Prefill and mixed steps on Hopper: two producer warps, two consumer warpgroups.
 
-The same work and the same sums as in `varlen.py`. One warp loads keys and one loads values, and the queries of the next
+The same tiles and sums as in `varlen.py`. One warp loads keys and one loads values, and the queries of the next
 tile as soon as those of the previous one are free. Each warpgroup computes half of a tile: it scores one block of keys
 while the MMAs with the values of the previous block are in flight.
 """
@@ -21,10 +21,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from slipstream.ops.paged_attention.tile_list import RECORD, TileList
 from slipstream.ops.paged_attention.triton.hopper import clear_past_end, copy_block, describe, make_barriers
 from slipstream.ops.paged_attention.triton.launch import head_shape, launch_strides
 from slipstream.ops.paged_attention.triton.online_softmax import LOG2E
-from slipstream.ops.paged_attention.work_list import RECORD, WorkList
 
 TILE = 128
 BLOCK_KEYS = 128
@@ -42,7 +42,7 @@ def attend_tiles(
     keys: torch.Tensor,  # [pages, page_size, kv heads, dim]
     values: torch.Tensor,
     page_table: torch.Tensor,  # [B, width] int64
-    work: WorkList,  # built with tiles of TILE
+    tile_list: TileList,  # built with tiles of TILE
     scale: float,
     num_programs: int,
 ) -> None:
@@ -53,8 +53,8 @@ def attend_tiles(
         describe(keys, BLOCK_KEYS),
         describe(values, BLOCK_KEYS),
         page_table,
-        work.tiles,
-        work.totals,
+        tile_list.tiles,
+        tile_list.totals,
         scale,
         *launch_strides(out, query, page_table),
         TILE=TILE,
@@ -85,7 +85,7 @@ def _tile_kernel(
     keys,
     values,
     table,
-    work,
+    tile_records,
     totals,
     scale,
     table_stride,
@@ -112,9 +112,9 @@ def _tile_kernel(
     q_there, q_used = make_barriers(2, 1), make_barriers(2, 1)
     fence_async_shared()
     COPIED: gl.constexpr = queries is not None  # else the consumers load them
-    tensors = (out, query, work, totals, scale, query_token, query_head, out_token, out_head)
+    tensors = (out, query, tile_records, totals, scale, query_token, query_head, out_token, out_head)
     shared = (q, k, v, q_there, q_used, k_there, k_used, v_there, v_used)
-    pages = (table, table_stride, work, totals)
+    pages = (table, table_stride, tile_records, totals)
     asked = (queries, q, q_there, q_used)
     of_keys, of_values = (keys, k, k_there, k_used), (values, v, v_there, v_used)
     gl.warp_specialize(
@@ -147,14 +147,14 @@ def _fetch(
     queries."""
     source, buffer, there, used = sources
     queries, q, q_there, q_used = asked
-    table, table_stride, work, totals = pages
+    table, table_stride, tile_records, totals = pages
     num_items = gl.load(totals + 1) * KV_HEADS
     num_turns = (num_items + gl.num_programs(0) - 1) // gl.num_programs(0)
     done = 0
     for turn in range(num_turns):
         item = _item(turn)
         if item < num_items:
-            record = work + (item // KV_HEADS).to(gl.int64) * RECORD
+            record = tile_records + (item // KV_HEADS).to(gl.int64) * RECORD
             pages_of_row = table + gl.load(record).to(gl.int64) * table_stride
             count, first, length, end = _extent(record, GROUP, TILE)
             if COPIED:
@@ -192,7 +192,7 @@ def _compute(
     COPIED: gl.constexpr,
 ):
     """A consumer warpgroup: one half of each tile of this program."""
-    out, query, work, totals, scale, query_token, query_head, out_token, out_head = tensors
+    out, query, tile_records, totals, scale, query_token, query_head, out_token, out_head = tensors
     q_halves, k, v, q_there, q_used, k_there, k_used, v_there, v_used = shared
     DTYPE: gl.constexpr = query.dtype.element_ty
     ROWS: gl.constexpr = TILE // 2
@@ -210,7 +210,7 @@ def _compute(
     for turn in range(num_turns):
         item = _item(turn)
         if item < num_items:
-            record = work + (item // KV_HEADS).to(gl.int64) * RECORD
+            record = tile_records + (item // KV_HEADS).to(gl.int64) * RECORD
             begin = gl.load(record + 1).to(gl.int64)
             count, first, length, end = _extent(record, GROUP, TILE)
             before = length - count

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from slipstream.ops.paged_attention.tile_list import RECORD, TileList
 from slipstream.ops.paged_attention.triton.launch import (
     KernelShape,
     check_layout,
@@ -21,7 +22,6 @@ from slipstream.ops.paged_attention.triton.launch import (
     pad_dim,
 )
 from slipstream.ops.paged_attention.triton.online_softmax import LOG2E, attend_keys
-from slipstream.ops.paged_attention.work_list import RECORD, WorkList
 
 
 def attend_tiles(
@@ -30,7 +30,7 @@ def attend_tiles(
     keys: torch.Tensor,  # [pages, page_size, kv heads, dim]
     values: torch.Tensor,
     page_table: torch.Tensor,  # [B, width] int64
-    work: WorkList,
+    tile_list: TileList,
     scale: float,
     window: int = 0,
     soft_cap: float = 0.0,
@@ -46,18 +46,18 @@ def attend_tiles(
     if shape is None and plain and hopper_serves(out.device, keys.dtype, dim, page_size):
         from slipstream.ops.paged_attention.triton import hopper_varlen
 
-        programs = min(device_limits(out.device)[0], len(work.tiles) * num_kv_heads)
-        hopper_varlen.attend_tiles(out, query, keys, values, page_table, work, scale, programs)
+        programs = min(device_limits(out.device)[0], len(tile_list.tiles) * num_kv_heads)
+        hopper_varlen.attend_tiles(out, query, keys, values, page_table, tile_list, scale, programs)
         return
     shape = shape or varlen_shape(dim, keys.element_size(), device_limits(out.device)[1])
-    _tile_kernel[(num_programs(out.device, shape, len(work.tiles) * num_kv_heads),)](
+    _tile_kernel[(num_programs(out.device, shape, len(tile_list.tiles) * num_kv_heads),)](
         out,
         query,
         keys,
         values,
         page_table,
-        work.tiles,
-        work.totals,
+        tile_list.tiles,
+        tile_list.totals,
         sinks,
         scale,
         soft_cap,
@@ -108,7 +108,7 @@ def _tile_kernel(
     keys,
     values,
     table,
-    work,
+    tile_records,
     totals,
     sinks,
     scale,
@@ -142,7 +142,7 @@ def _tile_kernel(
         item = turn * num_programs + tl.where(turn % 2 == 0, program, num_programs - 1 - program)
         if item < num_items:
             kv_head = item % KV_HEADS
-            record = work + tl.cast(item // KV_HEADS, tl.int64) * RECORD
+            record = tile_records + tl.cast(item // KV_HEADS, tl.int64) * RECORD
             row = tl.load(record).to(tl.int64)
             start = tl.load(record + 1).to(tl.int64)
             count = tl.load(record + 2)

@@ -1,4 +1,4 @@
-"""The attention work of one step, listed on the device.
+"""TileList: the tiles and splits of one step's attention, listed on the device.
 
 Rows of one token are split along their keys, longer rows along their queries. The lists are built from device lengths
 once per step and serve all sites of a cache group; attention kernels run a fixed grid over them, so a launch does not
@@ -6,7 +6,7 @@ depend on the lengths and can be captured.
 
 The splits of a row depend on its length and on the row capacity of the step (small, medium or large): the order of its
 sums is the same in all steps of one kind, independent of the other rows. Consecutive splits form a share, and all
-shares have about equal work; which program computes a split depends on all rows.
+shares cost about the same; which program computes a split depends on all rows.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ SPLIT_COST = tl.constexpr(64)  # fixed cost of a split, in keys
 KEYS_TOGETHER = 12288
 FEW_TILES = tl.constexpr(8)
 
-RECORD = tl.constexpr(8)  # int32s per work item
+RECORD = tl.constexpr(8)  # int32s per single or tile
 
 
 @dataclass(frozen=True, slots=True)
-class WorkList:
+class TileList:
     """`singles`, rows of one token: row, token, first key, keys of one split, number of splits, number of splits of
     all earlier singles, length, keys that existed before the step. `tiles`: row, first token, number of tokens, first
     query of the tile, length. A length of 0 marks padding, whose output is zero."""
@@ -51,7 +51,7 @@ class WorkList:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkRows:
+class TileListRows:
     """The B rows and T tokens of a step."""
 
     lengths: torch.Tensor  # [B] int64
@@ -65,7 +65,7 @@ class WorkRows:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkHeads:
+class TileListHeads:
     num_heads: int
     num_kv_heads: int
     page_size: int
@@ -74,7 +74,7 @@ class WorkHeads:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkCuts:
+class TileListSplits:
     num_split_programs: int = 1  # maximum number of shares
     min_split: int | None = None  # minimum keys per split; None: by the number of rows
     max_splits: int = MAX_SPLITS
@@ -82,8 +82,8 @@ class WorkCuts:
     cut_singles: bool = True  # False: rows of one token are tiles too, and one kernel computes everything
 
 
-def build_work_list(rows: WorkRows, heads: WorkHeads, cuts: WorkCuts) -> WorkList:
-    """Lists the work of a step on the device. Capacities follow from shapes and `max_length` alone."""
+def build_tile_list(rows: TileListRows, heads: TileListHeads, cuts: TileListSplits) -> TileList:
+    """Launches the kernel that lists the tiles of a step. Capacities follow from shapes and `max_length` alone."""
     lengths, query_starts, page_table = rows.lengths, rows.query_starts, rows.page_table
     num_rows, num_tokens = len(lengths), rows.num_tokens
     assert query_starts is not None or num_tokens == num_rows, f"{num_tokens} tokens in {num_rows} rows and no starts"
@@ -94,7 +94,7 @@ def build_work_list(rows: WorkRows, heads: WorkHeads, cuts: WorkCuts) -> WorkLis
     num_splits = num_rows * max_splits_of_row(rows.max_length, heads.window, min_split, cuts.max_splits)
     has_tiles = query_starts is not None or not cuts.cut_singles
     num_tiles = num_tokens * group // heads.tile + num_rows + 1 if has_tiles else 0
-    work = WorkList(
+    tile_list = TileList(
         torch.empty(num_rows + 1, RECORD.value, dtype=torch.int32, device=device),
         torch.empty(min(cuts.num_split_programs, num_splits) + 1, 2, dtype=torch.int32, device=device),
         torch.empty(num_tiles, RECORD.value, dtype=torch.int32, device=device),
@@ -102,12 +102,12 @@ def build_work_list(rows: WorkRows, heads: WorkHeads, cuts: WorkCuts) -> WorkLis
         torch.empty(num_rows, heads.num_kv_heads, dtype=torch.int32, device=device),
         num_splits,
     )
-    _list_work_kernel[(num_rows + 1,)](
-        work.singles,
-        work.shares,
-        work.tiles,
-        work.totals,
-        work.arrived,
+    _list_tiles_kernel[(num_rows + 1,)](
+        tile_list.singles,
+        tile_list.shares,
+        tile_list.tiles,
+        tile_list.totals,
+        tile_list.arrived,
         lengths,
         query_starts,
         rows.host_ids if query_starts is None else None,
@@ -115,7 +115,7 @@ def build_work_list(rows: WorkRows, heads: WorkHeads, cuts: WorkCuts) -> WorkLis
         page_table.stride(0),
         num_rows,
         num_tokens,
-        len(work.shares) - 1,
+        len(tile_list.shares) - 1,
         HAS_STARTS=query_starts is not None,
         KV_HEADS=heads.num_kv_heads,
         GROUP=group,
@@ -129,7 +129,7 @@ def build_work_list(rows: WorkRows, heads: WorkHeads, cuts: WorkCuts) -> WorkLis
         BLOCK=256,
         num_warps=4,
     )
-    return work
+    return tile_list
 
 
 def split_keys(num_rows: int) -> int:
@@ -152,13 +152,13 @@ TILES = tl.constexpr(64)  # listed per loop iteration
 ALIGN = tl.constexpr(128)  # the first split of a window starts at a multiple of it; the key block size divides it
 
 
-# grid: (rows + 1,); program b counts the work of the rows before row b and lists row b's. The last one takes tokens
+# grid: (rows + 1,); program b counts the tiles of the rows before row b and lists row b's. The last one takes tokens
 # that belong to no row.
 @triton.jit(
     do_not_specialize=["table_stride", "num_rows", "num_tokens", "num_split_programs"],
     do_not_specialize_on_alignment=["lengths", "starts", "host_ids", "table"],
 )
-def _list_work_kernel(
+def _list_tiles_kernel(
     singles_out,
     shares_out,
     tiles_out,
@@ -224,7 +224,7 @@ def _list_work_kernel(
         tl.store(record + 5, splits_before)
         tl.store(record + 6, length)
         tl.store(record + 7, tl.where(has_others < 0, tl.maximum(length - 1, 0), 0))
-        # the shares that start in this row, each at the split nearest to its equal part of the total work
+        # the shares that start in this row, each at the split nearest to its equal part of the total cost
         cost_after = cost_before + length - begin + splits * SPLIT_COST
         # never 0; but the compiler's analysis divides by the initial 0 before it has seen the loop
         divisor = tl.maximum(cost_of_all, 1)

@@ -115,9 +115,9 @@ class ReplicaLoop:
         if self.closed:
             raise EngineClosed("this LLM was closed; make a new one")
 
-    def _call(self, work: Coroutine[Any, Any, T]) -> T:
+    def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Runs a coroutine on the event loop. An interrupt cancels it, which aborts its requests."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             return future.result()
         except BaseException:

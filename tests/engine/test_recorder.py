@@ -38,7 +38,7 @@ def recorded(core: EngineCore, num_steps: int = 1000, **more: int) -> Recorder:
 
 
 def run(core: EngineCore) -> None:
-    while core.has_work():
+    while core.has_requests():
         core.step()
 
 

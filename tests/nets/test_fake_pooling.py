@@ -64,7 +64,7 @@ def drive(tmp_path, family, options, params, break_runner=None) -> int:
                     StepResult(result.tokens * 0 + 5, result.failed & False, result.logprobs, None, result.pooled)
                 )
                 steps += 1
-        assert not core.scheduler.has_work()
+        assert not core.scheduler.has_requests()
         return steps
 
 

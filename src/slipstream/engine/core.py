@@ -106,7 +106,7 @@ class EngineCore:
         return len(ended)
 
     def mark_idle_if_no_request(self) -> None:
-        """If nothing is wanted, tell the device timer that the device is idle for lack of work."""
+        """If no caller waits, records in the device timer that the device is idle for lack of requests."""
         if not self._is_wanted():
             self.timer.rest()
 
@@ -119,8 +119,8 @@ class EngineCore:
         """Launched steps whose device time is not recorded yet."""
         return len(self.in_flight) + len(self._untimed)
 
-    def has_work(self) -> bool:
-        return bool(self.in_flight) or self.scheduler.has_work()
+    def has_requests(self) -> bool:
+        return bool(self.in_flight) or self.scheduler.has_requests()
 
     def runs_far_ahead(self) -> bool:
         """Whether enough device time is in flight, so that another step is not due."""
@@ -226,8 +226,8 @@ class EngineCore:
             self.step_log.ended(busy, self.timer.gap, self.timer.late, cause)
 
     def _free_queries_if_idle(self) -> None:
-        """The next plan frees queries that no request needs any more. Without work there is no next plan: free now."""
-        if not self.has_work() and (freed := self.scheduler.take_freed_queries()):
+        """Frees queries that no request needs any more, if no next plan will free them: there are no requests."""
+        if not self.has_requests() and (freed := self.scheduler.take_freed_queries()):
             self.executor.free_queries(freed)
 
     def close(self) -> None:

@@ -59,8 +59,8 @@ class Lanes:
     def keeps_query(self, request_id: str) -> bool:
         return any(core.scheduler.keeps_query(request_id) for core in self.cores.values())
 
-    def has_work(self) -> bool:
-        return any(lane.core.has_work() for lane in self._lanes.values())
+    def has_requests(self) -> bool:
+        return any(lane.core.has_requests() for lane in self._lanes.values())
 
     def step(self) -> list[Output]:
         """One step of the lane that is next."""
@@ -107,7 +107,7 @@ class Lanes:
     def _next(self) -> _Lane | None:
         if len(self._lanes) == 1:
             return self._default
-        busy = [lane for lane in self._lanes.values() if lane.core.has_work()]
+        busy = [lane for lane in self._lanes.values() if lane.core.has_requests()]
         if not busy:
             return None
         # lanes that were idle start at the minimum of those that kept working
@@ -127,7 +127,7 @@ class _Lane:
         self.is_encoder = core.config.scheduler.is_encoder
         self.weight = POOLING if self.is_encoder else GENERATING
         self.used = 0.0  # device seconds divided by the weight
-        self.worked = False  # whether it had work at the last step
+        self.worked = False  # whether it had requests at the last step
 
     def step(self) -> list[Output]:
         busy, num_launched = self.core.timer.total.busy, self.core.num_steps

@@ -76,7 +76,7 @@ class SyncLoop:
                     try:
                         submit_one(message)
                     except QueueFull:
-                        if not core.has_work():
+                        if not core.has_requests():
                             raise
                         break  # the queue empties as requests finish
                     state = open_state(message, text, streaming=False, model=served)
@@ -93,7 +93,7 @@ class SyncLoop:
                 core.scheduler.refill = feeder.refill
             with watched() as hold:
                 # requests of other readers continue meanwhile; without those, the steps in flight are completed here
-                while not feeder.ended or unfinished or (core.has_work() and not self.outputs.states):
+                while not feeder.ended or unfinished or (core.has_requests() and not self.outputs.states):
                     feeder.take_some()
                     for state in self.step():
                         if state.finished and state.id in unfinished:

@@ -97,7 +97,7 @@ class Scheduler:
         """Number of request ids with a sample that has not ended."""
         return len(self._lifecycle.live)
 
-    def has_work(self) -> bool:
+    def has_requests(self) -> bool:
         """Whether there is anything to plan, to commit or to report."""
         return bool(self._row_allocator.running or self._waiting or self._in_flight or self._failures)
 

@@ -82,16 +82,16 @@ class CoreProcess:
             for connection in gone:
                 self._abort_all_of(connection)
                 self._abort_calls.disconnect(connection)
-            if self.lanes.has_work():
+            if self.lanes.has_requests():
                 self._deliver(self.lanes.step(), self.lanes.take_begun())
-            busy = self.lanes.has_work()
+            busy = self.lanes.has_requests()
             self._pulse(busy)
 
     def close(self) -> None:
         """Aborts the remaining requests, completes the steps in flight, and checks that nothing leaked."""
         for name in self._owners:
             self.lanes.abort(Abort(name))
-        while self.lanes.has_work():
+        while self.lanes.has_requests():
             self.lanes.step()
         self.lanes.check()
         self.lanes.close()
@@ -163,7 +163,7 @@ class CoreProcess:
                 del self._kept_queries[name]
 
     def _pulse(self, busy: bool) -> None:
-        """Broadcasts statistics: at an interval while there is work, and once when the work ends."""
+        """Broadcasts statistics: at an interval while there are requests, and once when they have ended."""
         now = time.monotonic()
         if busy and now - self._last_pulse < PULSE_SECONDS:
             return
@@ -195,7 +195,7 @@ def _lane_stats(name: str, core: EngineCore) -> LaneStats:
         host_late=time.host_late,
         output=time.output,
         grammar=time.grammar,
-        no_work=time.no_work,
+        no_requests=time.no_requests,
         host=time.host,
         num_drafted_rows=0 if drafts is None else drafts.num_rows,
         num_drafts=0 if drafts is None else drafts.num_drafts,

@@ -1,7 +1,7 @@
 """SocketServer: the core's end of the sockets, one per front end.
 
 It runs in the core's thread, between steps, with non-blocking sockets: data that a front end's socket does not take is
-buffered. The core blocks only when it has no work, until a message arrives.
+buffered. The core blocks only when it has no requests, until a message arrives.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from slipstream.transport.inspection import Inspector
 
 
 class ThreadClient:
-    """The thread steps the core while it has work, and blocks on the inbox while it has none."""
+    """The thread steps the core while it has requests, and blocks on the inbox while it has none."""
 
     max_result: int | None = None
 
@@ -43,7 +43,7 @@ class ThreadClient:
         try:
             while self._receive():
                 self._inspector.drop_unread()
-                if self.core.has_work():
+                if self.core.has_requests():
                     outputs = self.core.step()
                     if (begun := self.core.take_begun()) or outputs:
                         self._send_to_listener([*([Begun(begun)] if begun else ()), *outputs])
@@ -53,8 +53,8 @@ class ThreadClient:
             self.core.close()
 
     def _receive(self) -> bool:
-        """Handles the messages of the inbox; blocks for one where the core has no work. False ends the loop."""
-        while not (self.inbox.empty() and self.core.has_work()):
+        """Handles the messages of the inbox; blocks for one where the core has no requests. False ends the loop."""
+        while not (self.inbox.empty() and self.core.has_requests()):
             message = self.inbox.get()
             if message is None:
                 return False

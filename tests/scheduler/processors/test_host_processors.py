@@ -67,13 +67,13 @@ def run(core, limit=3000):
     """Steps until nothing is left. Returns tokens, finish reasons and errors by request and sample."""
     found = {}
     for _ in range(limit):
-        if not core.has_work():
+        if not core.has_requests():
             break
         for output in core.step():
             tokens, _, _ = found.get((output.request_id, output.sample), ([], None, None))
             found[output.request_id, output.sample] = tokens + output.token_ids, output.finish_reason, output.error
         core.scheduler.check()
-    assert not core.has_work(), "it never ends"
+    assert not core.has_requests(), "it never ends"
     return found
 
 
@@ -245,7 +245,7 @@ def test_a_slow_processor_sits_out_steps_and_the_others_run_on(core_of, depth, m
     plain = submit("plain", [7], max_tokens=60)
     core.submit(marked, plain)
     found = {}
-    while core.has_work():
+    while core.has_requests():
         for output in core.step():
             found.setdefault(output.request_id, []).extend(output.token_ids)
             if output.request_id == "plain":

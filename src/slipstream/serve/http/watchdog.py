@@ -1,4 +1,4 @@
-"""Watchdog: detects an engine that has work and sends no messages."""
+"""Watchdog: detects an engine that has requests and sends no messages."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Watchdog:
         if silent < self.seconds:
             self.state.stalled = None
         elif self.state.stalled is None:
-            self.state.stalled = f"the engine has had work and has sent nothing for {silent:.0f} s"
+            self.state.stalled = f"the engine has had requests and has sent nothing for {silent:.0f} s"
             log.error("%s; stacks follow", self.state.stalled)
             self._dump_stacks()
 

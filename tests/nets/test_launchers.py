@@ -137,7 +137,8 @@ def adapters() -> dict[str, Callable[[], Any]]:
     weights = LoraWeights(half(2, 4, 16), half(2, 24, 4), ((0, 24, 0),), torch.tensor([[0, 24, 0]], dtype=torch.int32))
     tiles = LoraTiles(ints(3).int(), torch.zeros(1, 3, dtype=torch.int32), 16)
     return {
-        "add_lora": lambda: get("lora.triton.add_lora")(half(3, 24), half(3, 16), weights, tiles),
+        "shrink_lora": lambda: get("lora.triton.shrink_lora")(half(3, 16), weights, tiles),
+        "expand_lora": lambda: get("lora.triton.expand_lora")(half(3, 24), half(3, 4), weights, tiles),
         "add_lora_embedding": lambda: get("lora.triton.add_lora_embedding")(half(3, 24), ints(3), weights, tiles, 1.0),
     }
 

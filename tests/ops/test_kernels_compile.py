@@ -152,8 +152,9 @@ def experts():
     build(moe + "gemm", "_grouped_kernel", x | {"bias": HALF}, EVEN=True, **out, **tile)
 
     lora = "slipstream.ops.lora.triton"
-    x = of(HALF, "x a b out") | of(FLOAT, "inner") | of(INT, "order tiles blocks") | {"ids": LONG, "scale": "fp32"}
-    build(lora, "_shrink_kernel", x, TOKENS=16, COLUMNS=16, INPUTS=128, DEPENDENT=True)
+    x = of(HALF, "x a b out inner") | {"sums": FLOAT, "ids": LONG, "scale": "fp32"}
+    x |= of(INT, "order tiles blocks arrived")
+    build(lora, "_shrink_kernel", x, SPLITS=8, TOKENS=16, COLUMNS=16, INPUTS=128, DEPENDENT=True)
     build(lora, "_gather_kernel", x, TOKENS=16, RANK=16, DEPENDENT=True)
     build(lora, "_expand_kernel", x, ALL_RANKS=128, TOKENS=64, OUTPUTS=128, RANK=64, DEPENDENT=False)
 

@@ -178,7 +178,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class LateBias:
-    """Biases to add to some logits of some rows. Unused entries of a line are token 0 with the value 0."""
+    """Biases to add to some logits of some rows. Unused ids of a row are token 0 with the value 0."""
 
     rows: Ints  # [biased]
     ids: Ints  # [biased, width]

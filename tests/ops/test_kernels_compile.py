@@ -42,9 +42,9 @@ def of(kind, names):
 
 def sample():
     x = of(FLOAT, "logits temperature floor tops limits peaks stats values total chosen top")
-    x |= of(LONG, "keys tokens index lines earlier picks rank top_ids row_keys positions ids")
+    x |= of(LONG, "keys tokens index entries earlier picks rank top_ids row_keys positions ids")
     x |= of(INT, "chunk_ids listed counts") | of(BYTE, "random failed seen where")
-    plain = dict.fromkeys(["counts", "seen", "lines", "values", "earlier"])
+    plain = dict.fromkeys(["counts", "seen", "entries", "values", "earlier"])
     plain["EARLIER"] = 0
     build(SAMPLE + "choose", "_chunk_kernel", x | {"logits": HALF}, CHUNK=1024, PART=256, SPAN=128, EARLIER=4)
     build(SAMPLE + "choose", "_chunk_kernel", x | {"logits": HALF}, CHUNK=1024, PART=256, SPAN=128, keys=None, **plain)
@@ -56,7 +56,7 @@ def sample():
     build(SAMPLE + "edit", "_forbid_kernel", x, BLOCK=64, index=None)
     build(SAMPLE + "edit", "_count_kernel", x, BLOCK=128)
     build(SAMPLE + "edit", "_add_kernel", x | {"table": FLOAT}, BLOCK=256)
-    build(SAMPLE + "edit", "_mask_bits_kernel", x | of(INT, "bits lines"), BLOCK=256)
+    build(SAMPLE + "edit", "_mask_bits_kernel", x | of(INT, "bits entries"), BLOCK=256)
     build(SAMPLE + "edit", "_forbid_kernel", x, BLOCK=64)
     build(SAMPLE + "edit", "_drop_kernel", x, BLOCK=256)
     spans = dict(ALL_SPANS=64, ALL_CHUNKS=8, SPAN=128, TILE=2)

@@ -218,7 +218,7 @@ def recurrent():
 
 def attention():
     x = of(HALF, "out query keys values sinks") | of(LONG, "table lengths host_ids") | of(FLOAT, "sums stats")
-    x |= of(INT, "work totals arrived singles shares starts") | of("fp32", "scale soft_cap")
+    x |= of(INT, "tile_records totals arrived singles shares starts") | of("fp32", "scale soft_cap")
     x |= of(INT, "singles_out shares_out tiles_out")
     shape = dict(KV_HEADS=8, GROUP=4, DIM=128, BLOCK_D=128, BLOCK_N=64, PAGE=16, WINDOW=0, SOFT_CAP=False)
     shape |= dict(REST=0, BLOCK_REST=0)
@@ -265,7 +265,7 @@ def hopper():
             for box in ([rows, constants["DIM"]] for rows in boxes)
         )
         x = of(HALF, "out query") | of(copy, "keys values") | {"table": LONG, "scale": "fp32", "queries": copy_queries}
-        x |= of(INT, "work totals arrived singles shares") | of(FLOAT, "sums stats")
+        x |= of(INT, "tile_records totals arrived singles shares") | of(FLOAT, "sums stats")
         constants |= {"KV_HEADS": 2, "BLOCK_N": block_keys}
         signature = {arg: "constexpr" if arg in constants else x.get(arg, "i32") for arg in kernel.arg_names}
         attributes = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind[0] == "*"}

@@ -133,6 +133,7 @@ class DeviceConfig(msgspec.Struct, frozen=True):
     # Bytes of device memory that the engine leaves free: the cache gets what is left when everything else has been
     # measured. None: the cache size was set, or computed from the free memory.
     keep_free: int | None = None
+    sleep_mode: bool = False  # weights and caches are allocated so that their memory can be released
 
 
 class EngineConfig(msgspec.Struct, frozen=True):

@@ -122,6 +122,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = None
     enforce_eager: Annotated[bool, _doc("launch kernels eagerly instead of replaying CUDA graphs")] = False
+    enable_sleep_mode: Annotated[
+        bool, _doc("allow sleep and wake_up, which release the device memory of weights and KV cache and take it back")
+    ] = False
     deterministic: Annotated[
         bool,
         _doc("batch-invariant results on a GPU: the same bits alone or batched; slower, see docs/async.md"),

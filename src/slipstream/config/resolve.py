@@ -175,6 +175,7 @@ def resolve(
                 ),
                 eager=options.enforce_eager,
                 keep_free=_keep_free(options, machine),
+                sleep_mode=options.enable_sleep_mode,
             ),
             record=resolve_record(options),
             draft=None if draft is None else draft.of_length(length),

@@ -60,7 +60,7 @@ NO_EFFECT: dict[str, str] = {
     "fail_on_environ_validation": "vLLM's environment variables are not read",
     "shutdown_timeout": "close waits for the current call",
     "allow_deprecated_quantization": "the checkpoint says how it is quantised",
-    "enable_cumem_allocator": "it is for sleep mode",
+    "enable_cumem_allocator": "enable_sleep_mode decides",
     "jit_monitor_verbose": _TRACES,
     "renderer_num_workers": "prompts are tokenised by the threads of the tokenizer",
     "offload_num_in_group": "it is for offload_group_size",
@@ -145,7 +145,6 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "profiler_config": (({},), "use torch.profiler around the call"),
     **dict.fromkeys(("kv_cache_metrics", "cudagraph_metrics", "enable_layerwise_nvtx_tracing", "enable_mfu_metrics",
                      "enable_logging_iteration_details"), ((False,), _TRACES)),
-    "enable_sleep_mode": ((False,), "the model stays on the device; close the LLM and open it again"),
     "additional_config": (({},), "there is no platform plugin"),
     "tokens_only": ((False,), "use skip_tokenizer_init and detokenize=False"),
 }  # fmt: skip

@@ -35,6 +35,7 @@ from slipstream.engine.model_description import ModelDescription
 from slipstream.engine.model_impl import for_backend, read_info
 from slipstream.engine.rank_options import check_one_model, check_rank_config, check_rank_options
 from slipstream.engine.recorder import Recorder
+from slipstream.engine.sleep_options import check_sleep_mode
 from slipstream.engine.workers import RankProcesses, Workers
 from slipstream.errors import InvalidOption
 from slipstream.logits_processor import LogitsProcessor
@@ -45,6 +46,7 @@ from slipstream.nn.models.load import stays_low_bit
 from slipstream.nn.models.measure import weight_bytes
 from slipstream.nn.models.sharding import find_local_shape
 from slipstream.nn.models.stored_head import as_stored
+from slipstream.nn.models.update import ModelWeights
 from slipstream.ops.compile_ahead import start_triton
 from slipstream.runner.assemble import build_runner
 from slipstream.scheduler.adapters import Adapters
@@ -110,7 +112,11 @@ def build_core(opened: Opened, *, progress: bool = False, device: Device | None 
         adapters = Adapters[Any](config.adapters, runner.adapters, config.scheduler.max_num_seqs)
     executor = runner if ranks is None else Workers(runner, ranks)
     recorder = Recorder(executor, config) if config.record.num_steps else None
-    return EngineCore(config, executor, constraints, adapters, recorder)
+    weights = None
+    if ranks is None:
+        model: Any = runner.model
+        weights = ModelWeights(config.model, model, runner.device)
+    return EngineCore(config, executor, constraints, adapters, recorder, weights)
 
 
 def build_lanes(
@@ -133,6 +139,7 @@ def build_lanes(
         asked = " and ".join(sorted(kinds))
         raise InvalidOption(f"models of one engine share a device, and these ask for {asked}; give all the same")
     first = opened[0].config
+    check_sleep_mode([each.config for each in opened])
     if device is None:
         depth = max(each.config.scheduler.depth for each in opened)
         device = open_device(first.device.kind, depth, first.device.num_threads)
@@ -152,7 +159,8 @@ def build_lanes(
     except BaseException:
         device.close()
         raise
-    return Lanes({name: built[name][1] for name in names}), {name: built[name][0] for name in names}
+    asleep = None if device.pools is None else device
+    return Lanes({name: built[name][1] for name in names}, asleep), {name: built[name][0] for name in names}
 
 
 def open_models(options: Sequence[Options]) -> list[Opened]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from slipstream.config.config import EngineConfig
 from slipstream.engine.device_timing import DeviceTimer, StepInterval
-from slipstream.engine.executor import Executor, Handle
+from slipstream.engine.executor import Executor, Handle, WeightUpdate
 from slipstream.engine.make_requests import encoder_request, requests_of
 from slipstream.engine.pacing import Pacer
 from slipstream.engine.record_folder import save_failure
@@ -32,9 +32,10 @@ class EngineCore:
         constraints: Constraints | None = None,
         adapters: Adapters[Any] | None = None,
         recorder: Recorder | None = None,
+        weights: WeightUpdate | None = None,
     ) -> None:
         """`constraints`: required for structured output and logits processors; `adapters`: for LoRA adapters;
-        `recorder`: plans pass through it."""
+        `recorder`: plans pass through it; `weights`: exchanges the weights of the model."""
         self.config = config
         self.constraints = constraints
         self.adapters = adapters
@@ -49,6 +50,7 @@ class EngineCore:
             self.scheduler = Scheduler(config.scheduler, cache, constraints, adapters)
         self.executor = executor
         self.recorder = recorder
+        self.weights = weights
         self.in_flight: deque[Handle] = deque()
         self.timer = DeviceTimer()
         self.pace = Pacer(config.scheduler.max_itl)
@@ -160,6 +162,16 @@ class EngineCore:
         if plan is None and (busy := next((each for each in self._background if each.is_waiting), None)) is not None:
             self._wait_for(busy)
         return outputs + self.scheduler.take_failures()
+
+    def drain(self) -> list[Output]:
+        """Commit all steps in flight, and wait until the device has ended them."""
+        outputs: list[Output] = []
+        while self.in_flight:
+            outputs += self._commit()
+        while self._untimed:
+            self._untimed[0][0].wait_until_ended()
+            self._book()
+        return outputs
 
     def _nap(self) -> None:
         self.timer.waits()

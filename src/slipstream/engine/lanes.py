@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from slipstream.engine.core import EngineCore
+from slipstream.engine.sleeping import Sleeper, SleepingDevice
 from slipstream.errors import EngineDead, ModelNotFound, UserError
 from slipstream.messages import Abort, Output, Submit
 from slipstream.scheduler.encoder_scheduler import EncoderScheduler
@@ -23,13 +24,15 @@ GENERATING, POOLING = 2.0, 1.0
 class Lanes:
     """Has the interface of a core. With one lane every step is a step of that core."""
 
-    def __init__(self, cores: Mapping[str, EngineCore]) -> None:
+    def __init__(self, cores: Mapping[str, EngineCore], device: SleepingDevice | None = None) -> None:
+        """`device`: if the engine has sleep mode."""
         assert cores, "an engine has at least one model"
         self.cores = dict(cores)
         self._lanes = {name: _Lane(name, core) for name, core in self.cores.items()}
         self._default = next(iter(self._lanes.values()))
         for core in self.cores.values():
             core.timer.timeline = self._default.core.timer.timeline  # they share a device
+        self.sleeper = Sleeper(self.cores, device)
         self._failure: tuple[str, BaseException] | None = None  # of any lane: all fail together
 
     @property
@@ -39,6 +42,7 @@ class Lanes:
     def submit(self, *messages: Submit) -> None:
         """Submit prompts for one model: all of them, or none."""
         self._check_alive()
+        self.sleeper.check_awake()
         lane = self._find(messages[0].model)
         others = [other.core.scheduler for other in self._lanes.values() if other is not lane]
         for name in (message.request_id for message in messages):
@@ -60,11 +64,13 @@ class Lanes:
         return any(core.scheduler.keeps_query(request_id) for core in self.cores.values())
 
     def has_requests(self) -> bool:
-        return any(lane.core.has_requests() for lane in self._lanes.values())
+        """Whether a step can run; False while the engine is asleep."""
+        return not self.sleeper.is_asleep and any(lane.core.has_requests() for lane in self._lanes.values())
 
     def step(self) -> list[Output]:
         """One step of the lane that is next."""
         self._check_alive()
+        self.sleeper.check_awake()
         lane = self._next()
         if lane is None:
             return []

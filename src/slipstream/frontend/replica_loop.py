@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from slipstream.config.options import Options
-from slipstream.errors import EngineClosed
+from slipstream.errors import EngineClosed, InvalidOption
 from slipstream.frontend.async_engine import AsyncEngine
 from slipstream.frontend.inputs import PreparedPrompt
 from slipstream.frontend.request_stream import RequestStream
@@ -103,6 +103,18 @@ class ReplicaLoop:
     def reset_prefix_cache(self) -> None:
         self.check_open()
         self._call(self.engine.reset_prefix_cache())
+
+    def sleep(self, level: int, mode: str) -> None:
+        self._refuse()
+
+    def wake_up(self, tags: Sequence[str] | None) -> None:
+        self._refuse()
+
+    def update_weights(self, source: Any, model: str | None) -> None:
+        self._refuse()
+
+    def _refuse(self) -> None:
+        raise InvalidOption("replicas do not sleep and keep their weights; set data_parallel_size to 1")
 
     def close(self) -> None:
         """Ends the replicas. Calls raise from now on."""

@@ -54,6 +54,8 @@ class CheckpointTensor(Protocol):
 class Weight(nn.Module, ABC):
     """A matrix [rows, columns] in some format, filled from the tensors of a checkpoint."""
 
+    refills = False  # whether its targets can be filled again at any time, in place
+
     @abstractmethod
     def targets(self, first_row: int, num_rows: int) -> Iterator[tuple[str, WeightTarget]]:
         """The checkpoint tensors that hold these rows, by the last part of their names: "weight", and other tensors of
@@ -150,6 +152,8 @@ class Unquantized:
 
 
 class UnquantizedWeight(Weight):
+    refills = True
+
     def __init__(self, num_rows: int, num_columns: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.data = new_parameter(num_rows, num_columns, dtype=dtype)
@@ -206,13 +210,24 @@ def new_parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
 
 
 def take_memory(model: nn.Module, device: torch.device) -> None:
-    """Allocates uninitialized memory for a model that was built on the meta device.
+    """Allocates uninitialized memory for a model that was built on the meta device. Parameters that have memory keep
+    it.
 
     `Module.to_empty` does the same, but imports torch's symbolic shapes, which takes over a second.
     """
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
+            if not parameter.is_meta:
+                continue
             with device:
                 setattr(module, name, new_parameter(*parameter.shape, dtype=parameter.dtype))
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype, device=device))
+
+
+def allocate_parameters(model: nn.Module, empty: Callable[[tuple[int, ...], torch.dtype], torch.Tensor]) -> None:
+    """Gives the parameters of a model on the meta device memory of `empty`."""
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            data = empty(tuple(parameter.shape), parameter.dtype)
+            setattr(module, name, nn.Parameter(data, requires_grad=False))

@@ -168,7 +168,7 @@ def _allocate(
             for field in spec.fields:
                 num_slots = num_rows + (num_checkpoints if field.is_saved else 0)
                 shape = (num_slots, list(specs).count(spec), *field.shape)
-                tensors[spec, field.name] = device.zeros(shape, getattr(torch, field.dtype))
+                tensors[spec, field.name] = device.cache_zeros(shape, getattr(torch, field.dtype))
     except (RuntimeError, MemoryError):
         need = sum(num_rows * spec.num_bytes + num_checkpoints * spec.checkpoint_bytes for spec in specs)
         raise NotEnoughMemory(

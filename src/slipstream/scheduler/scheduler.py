@@ -377,6 +377,11 @@ class Scheduler:
         self.num_preemptions += 1
         self._lifecycle.requeue(request)
 
+    def preempt_all(self) -> None:
+        """Between two steps: every running request gives up its row and its pages."""
+        for request in reversed(list(self._row_allocator.running)):
+            self._preempt(request)
+
     # Committing
 
     def commit(self, result: StepResult) -> list[Output]:

@@ -30,10 +30,12 @@ from slipstream.metrics.lane import LaneStats
 from slipstream.scheduler.scheduler import Scheduler
 from slipstream.transport.abort_calls import AbortCalls
 from slipstream.transport.admission import submit
+from slipstream.transport.control import control
 from slipstream.transport.frames import (
     AbortAll,
     AbortedAll,
     Begun,
+    Control,
     Failed,
     FromCore,
     Inspect,
@@ -114,6 +116,10 @@ class CoreProcess:
             self.server.send(connection, [message])
         elif isinstance(message, Inspect):
             self.server.send(connection, [self._inspector.answer(message)])
+        elif isinstance(message, Control):
+            outputs, answer = control(self.lanes, message)
+            self._deliver(outputs)
+            self.server.send(connection, [answer])
         elif (joined := self.server.join(connection)) is not None and self._opening is not None:
             self.server.send(joined, [self._opening, Ready()])
 
@@ -171,7 +177,8 @@ class CoreProcess:
         self._inspector.drop_unread()
         if self._kept_queries:
             self._kept_queries = {name: own for name, own in self._kept_queries.items() if self.lanes.keeps_query(name)}
-        self.server.broadcast(Pulse([_lane_stats(name, core) for name, core in self.lanes.cores.items()]))
+        lanes = [_lane_stats(name, core) for name, core in self.lanes.cores.items()]
+        self.server.broadcast(Pulse(lanes, is_asleep=self.lanes.sleeper.is_asleep))
 
 
 def _lane_stats(name: str, core: EngineCore) -> LaneStats:

@@ -10,7 +10,17 @@ from slipstream.engine.lanes import Lanes
 from slipstream.messages import Abort, Submit, SubmitAll
 from slipstream.transport.admission import submit
 from slipstream.transport.client import Listener
-from slipstream.transport.frames import AbortAll, AbortedAll, Begun, FromCore, Inspect, ResetPrefixCache, ToCore
+from slipstream.transport.control import control
+from slipstream.transport.frames import (
+    AbortAll,
+    AbortedAll,
+    Begun,
+    Control,
+    FromCore,
+    Inspect,
+    ResetPrefixCache,
+    ToCore,
+)
 from slipstream.transport.inspection import Inspector
 
 
@@ -70,6 +80,9 @@ class ThreadClient:
                 self._send_to_listener([message])
             elif isinstance(message, Inspect):
                 self._send_to_listener([self._inspector.answer(message)])
+            elif isinstance(message, Control):
+                outputs, answer = control(self.core, message)
+                self._send_to_listener([*outputs, answer])
         return True
 
     def _send_to_listener(self, messages: list[FromCore]) -> None:

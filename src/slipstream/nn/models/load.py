@@ -27,7 +27,7 @@ from slipstream.nn.models.registry import find_heads, find_rules
 from slipstream.nn.models.sharding import find_local_shape
 from slipstream.nn.models.stored_head import EMBEDDING, find_named
 from slipstream.nn.transposed_weight import Transposed, transposed_is_faster
-from slipstream.nn.weight_format import FormatOf, Unquantized, WeightFormat, WeightTarget
+from slipstream.nn.weight_format import FormatOf, Unquantized, WeightFormat, WeightTarget, allocate_parameters
 from slipstream.nn.weights.dummy import DummySource
 from slipstream.nn.weights.gguf import GgufSource
 from slipstream.nn.weights.load import few, fill_targets, find_targets, match_targets
@@ -40,6 +40,9 @@ from slipstream.ops.low_bit import find_kernel
 
 log = logging.getLogger(__name__)
 
+Empty = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
+"""Allocates an uninitialised tensor."""
+
 
 def load_model(config: ModelConfig, device: torch.device, progress: bool = False) -> Decoder | Encoder:
     model, fill = open_model(config, device)
@@ -47,8 +50,13 @@ def load_model(config: ModelConfig, device: torch.device, progress: bool = False
     return model
 
 
-def open_model(config: ModelConfig, device: torch.device) -> tuple[Decoder | Encoder, Callable[[bool], None]]:
-    """The model with allocated, unfilled weights, and a function that reads them and takes whether to show progress."""
+def open_model(
+    config: ModelConfig, device: torch.device, empty: Empty | None = None
+) -> tuple[Decoder | Encoder, Callable[[bool], None]]:
+    """The model with allocated, unfilled weights, and a function that reads them and takes whether to show progress.
+
+    `empty`: allocates the parameters; None: torch does.
+    """
     if config.info.backend_folder:
         from slipstream.nn.models.transformers_decoder import load_transformers  # the library is optional
 
@@ -65,6 +73,8 @@ def open_model(config: ModelConfig, device: torch.device) -> tuple[Decoder | Enc
             few(unused),
         )
     try:
+        if empty is not None:
+            allocate_parameters(model, empty)
         model.materialize(device)
     except (MemoryError, RuntimeError) as error:
         raise NotEnoughMemory(
@@ -178,8 +188,13 @@ def choose_formats(config: ModelConfig, device: torch.device, *, is_encoder: boo
 def _open(config: ModelConfig, model: Decoder | Encoder) -> WeightSource:
     if config.load_format == "gguf":
         return GgufSource(GgufFile.open(config.path), config.info.num_heads, config.info.num_kv_heads)
+    return wrap_source(open_folder(Path(config.path)), model)
+
+
+def wrap_source(source: WeightSource, model: Decoder | Encoder) -> WeightSource:
+    """The tensors of a Hugging Face checkpoint, in the layout that the model reads."""
     transposed = isinstance(model, Decoder) and model.shape.transposed_experts
-    source: WeightSource = UnstackedSource(open_folder(Path(config.path)), transposed)
+    source = UnstackedSource(source, transposed)
     if isinstance(model, Decoder) and model.shape.transposed:
         source = TransposedSource(source, model.shape.transposed)
     return source

@@ -30,7 +30,7 @@ class Watchdog:
 
     def check(self, now: float) -> None:
         engine = self.state.engine
-        if not engine.load.num_open or engine.failure is not None:
+        if not engine.load.num_open or engine.failure is not None or engine.pulse.is_asleep:
             self._busy_since = self.state.stalled = None
             return
         if self._busy_since is None:

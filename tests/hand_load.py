@@ -10,6 +10,7 @@ from slipstream.config.config import ModelConfig
 from slipstream.config.gguf_file import GgufFile
 from slipstream.config.gguf_info import gguf_model_info
 from slipstream.config.model_info import read_model_info
+from slipstream.config.quantization import Quantization
 from slipstream.nn.models.decoder import Decoder
 from slipstream.nn.models.load import load_model
 from slipstream.nn.models.stored_head import as_stored
@@ -24,6 +25,7 @@ def load(
     num_positions: int = 256,
     dequantize: bool = True,
     shard: tuple[int, int] = (0, 1),
+    quantization: Quantization | None = None,
 ) -> Decoder:
     """Loads a folder or a .gguf file, for contexts of up to `num_positions` tokens. `shard`: rank, number of ranks."""
     is_file = path.suffix == ".gguf"
@@ -33,6 +35,16 @@ def load(
         info = as_stored(info, path)
     name = str(dtype).removeprefix("torch.")
     config = ModelConfig(
-        info, str(path), "tiny", load_format, name, dequantize, num_positions, seed, rank=shard[0], num_ranks=shard[1]
+        info,
+        str(path),
+        "tiny",
+        load_format,
+        name,
+        dequantize,
+        num_positions,
+        seed,
+        rank=shard[0],
+        num_ranks=shard[1],
+        quantization=quantization or info.quantization,
     )
     return load_model(config, torch.device(device))

@@ -171,7 +171,7 @@ def test_unknown_option_names_a_near_one(folder):
     ("option", "says"),
     [
         (dict(tensor_parallel_size=3), "give a number that divides it"),
-        (dict(quantization="awq"), "gguf"),
+        (dict(quantization="awq"), "only fp8 quantises at load"),
         (dict(kv_cache_dtype="fp8"), "auto"),
         (dict(max_logprobs="all"), "max_logprobs"),
         (dict(dtype="int3"), "bfloat16"),

@@ -120,9 +120,33 @@ def products():
     build(linear + "skinny_mma", "_skinny_mma_kernel", x, **some, **whole)
     split = dict(GATE=0, SPLITS=3, WHOLE=False, BLOCK_OUT=32, BLOCK_IN=256)
     build(linear + "skinny_mma", "_skinny_mma_kernel", x, **split, **some)
+    quantized()
     heads = of(HALF, "x value weight rotary out keys values") | {"slots": LONG}
     shape = dict(TURNED=24, KV_HEADS=8, PAGE=16, DIM=80, ROTARY=64, BLOCK_T=2, BLOCK_HALF=32, BLOCK_REST=16)
     build("slipstream.ops.rope.triton", "_turn_kernel", heads, BLOCK_H=4, DEPENDENT=True, **shape)
+
+
+def quantized():
+    ops = "slipstream.ops.quantized.triton."
+    x = of(HALF, "x bias out") | of(FLOAT, "scale offset partials scales given") | {"arrived": INT}
+    fp8 = x | {"values": "*fp8e4nv"}
+    rows = dict(BYTES=4096, GROUP=4096, GROUPS=1, HALF=0, ZERO=0, SCALED=False, offset=None)
+    blocks = rows | dict(GROUP=128, GROUPS=32, SCALED=True)
+    small = dict(BYTES=2048, GROUP=128, GROUPS=32, HALF=64, ZERO=0, SCALED=True)
+    one = dict(ROWS=1, PADDED=1, GATE=1, BLOCK_OUT=2, SEGMENTS=16, SEGMENT=128, DEPENDENT=True, bias=None)
+    build(ops + "gemv", "_gemv_kernel", fp8, **one, **rows)
+    build(ops + "gemv", "_gemv_kernel", fp8, **one, **blocks)
+    build(ops + "gemv", "_gemv_kernel", x | {"values": BYTE}, **one | dict(ROWS=2, PADDED=2, SEGMENT=64), **small)
+    some = dict(GATE=1, SPLITS=2, ROWS=16, OUTPUTS=64, STEP=128, EVEN=True, DEPENDENT=True, bias=None)
+    build(ops + "gemm", "_gemm_kernel", fp8, **some, **rows)
+    many = dict(GATE=0, SPLITS=1, ROWS=128, OUTPUTS=128, STEP=64, EVEN=True, DEPENDENT=False)
+    many |= dict(partials=None, arrived=None)
+    build(ops + "gemm", "_gemm_kernel", fp8, **many, **blocks)
+    build(ops + "gemm", "_gemm_kernel", x | {"values": BYTE}, **some | dict(STEP=64), **small)
+    sixteens = rows | dict(GROUP=16, GROUPS=256, SCALED=True)
+    build(ops + "gemm", "_gemm_kernel", x | {"values": "*i8"}, **many, **sixteens)
+    build(ops + "quantize", "_quantize_kernel", x | {"out": "*fp8e4nv"}, SIZE=3000, BLOCK=4096, DEPENDENT=True)
+    build(ops + "quantize", "_quantize_kernel", x | {"out": "*fp8e4nv"}, SIZE=64, BLOCK=64, DEPENDENT=True, given=None)
 
 
 def experts():

@@ -10,6 +10,7 @@ from slipstream.config.draft_config import DRAFTS_PER_STEP, DraftConfig
 from slipstream.config.model_info import ModelInfo
 from slipstream.config.model_sizes import ModelSizes
 from slipstream.config.pooling_info import PoolingInfo
+from slipstream.config.quantization import Quantization
 from slipstream.config.record_config import RecordConfig
 
 MAX_REPORTED_LOGPROBS = 2**20  # elements in the wide reports of one step, or in its prompt logprobs
@@ -27,6 +28,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
     pooling: PoolingInfo | None = None  # how its hidden states become vectors and scores; None: it only generates
     deterministic: bool = False  # a row's results are the same bits whatever is in its batch
     sizes: ModelSizes = ModelSizes()  # of a step's activations; only the memory estimate reads it
+    quantization: Quantization | None = None  # of the weights; None: they have `dtype`, or the file is GGUF
     num_ranks: int = 1  # processes that have a part of the model each (tensor parallelism)
     rank: int = 0  # of this process
 

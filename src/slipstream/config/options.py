@@ -65,6 +65,13 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     load_format: Annotated[
         Literal["auto", "safetensors", "gguf", "dummy"], _doc("format of the weights; dummy: seeded random weights")
     ] = "auto"
+    quantization: Annotated[
+        str | None,
+        _doc(
+            "fp8: quantise the weights of an unquantised checkpoint to FP8 at load; a method of a quantised checkpoint "
+            "(awq, gptq, compressed-tensors, fp8) only checks that it is the checkpoint's; see docs/formats.md"
+        ),
+    ] = None
     dequantize: Annotated[bool, _doc("dequantise a low-bit file to dtype at load")] = False
     revision: Annotated[str | None, _doc("branch, tag or commit of a hub name")] = None
     download_dir: Annotated[str | None, _doc("folder for models of the hub; default: that of huggingface_hub")] = None

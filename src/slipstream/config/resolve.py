@@ -26,6 +26,7 @@ from slipstream.config.model_info import ModelInfo
 from slipstream.config.model_sizes import ModelSizes
 from slipstream.config.options import Options
 from slipstream.config.pooling_info import PoolingInfo
+from slipstream.config.quantization import choose_quantization
 from slipstream.config.record_config import resolve_record
 from slipstream.config.state_size import StateSize
 from slipstream.errors import InvalidOption, NotEnoughMemory
@@ -242,6 +243,7 @@ def model_config(
         pooling=pooling,
         deterministic=options.deterministic,
         sizes=source.sizes,
+        quantization=choose_quantization(options.quantization, info.quantization, source.kind == "gguf"),
         num_ranks=options.tensor_parallel_size,
     )
 

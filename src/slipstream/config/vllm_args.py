@@ -88,7 +88,6 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "scheduler_cls": ((), "the scheduler cannot be replaced"),
     **dict.fromkeys(("numa_bind",), ((False,), "start the process with numactl")),
     **dict.fromkeys(("numa_bind_nodes", "numa_bind_cpus"), ((), "start the process with numactl")),
-    "quantization": (("gguf",), "the checkpoint itself says how it is quantised; leave it out, or give a .gguf file"),
     "quantization_config": (({},), "the checkpoint itself says how it is quantised"),
     "kv_cache_dtype": (("auto",), "the cache has the model's dtype; use auto"),
     "kv_cache_dtype_skip_layers": (([],), "the cache has the model's dtype"),

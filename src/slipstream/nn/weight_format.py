@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from slipstream.errors import UnsupportedModel
 from slipstream.ops.linear import (
     Activation,
     activated_linear,
@@ -85,6 +86,9 @@ class Weight(nn.Module, ABC):
     def multiply_activated(self, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation) -> torch.Tensor:
         """The GEMM, then an elementwise activation."""
         return activation(self.multiply(x, bias))
+
+    is_row_wise = True
+    """Whether every checkpoint tensor has one line per row of the weight, so that rows can be reordered or divided."""
 
     can_chain = False
     """Whether chains may use the three methods below. The defaults are correct but slow."""
@@ -202,6 +206,15 @@ class UnquantizedWeight(Weight):
     def runs_for_kernels(self) -> list[WeightRows] | None:
         run = dense_rows(self.data)
         return None if run is None else [run]
+
+
+def require_row_wise(weight: Weight, layer: str) -> None:
+    """Raises UnsupportedModel if the tensors of the weight's format cannot be reordered or divided by rows."""
+    if not weight.is_row_wise:
+        raise UnsupportedModel(
+            f"a quantised checkpoint is not supported for {layer}; give the unquantised checkpoint, with "
+            'quantization="fp8" for FP8 weights'
+        )
 
 
 def new_parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:

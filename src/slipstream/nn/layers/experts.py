@@ -7,11 +7,13 @@ from functools import partial
 
 import torch
 
+from slipstream.errors import UnsupportedModel
 from slipstream.nn.context import ForwardContext, LastTokens, context_of
 from slipstream.nn.layers.layer import Layer, Layout
 from slipstream.nn.layers.linear import Linear
 from slipstream.nn.layers.mlp import Mlp, PlainMlp, of_last
 from slipstream.nn.layers.norm import Norm
+from slipstream.nn.quantized.weight import Quantized
 from slipstream.nn.shapes import ExpertShape
 from slipstream.nn.weight_format import CheckpointTensor, Unquantized, WeightTarget, new_parameter
 from slipstream.ops.moe import ExpertBiases, Routing, SharedOutput, expert_mlp, route
@@ -29,6 +31,10 @@ class Experts(Layer):
         self.shape = shape
         hidden, dtype = layout.hidden_size, layout.dtype
         format = layout.format_of(name)
+        if isinstance(format, Quantized):
+            raise UnsupportedModel(
+                f"{name}: quantised experts are not supported; give the unquantised checkpoint, without quantization"
+            )
         self.batch_invariant = format.batch_invariant
         plain = format if self.batch_invariant else Unquantized(dtype)
         self.router = Linear(hidden, {"": shape.num_experts}, shape.router_bias, plain, dtype)

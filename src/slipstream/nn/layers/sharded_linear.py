@@ -16,7 +16,7 @@ from slipstream.dist.group import Group
 from slipstream.nn.context import ForwardContext
 from slipstream.nn.layers.linear import Linear
 from slipstream.nn.shapes import Shard
-from slipstream.nn.weight_format import CheckpointTensor, WeightFormat, WeightTarget
+from slipstream.nn.weight_format import CheckpointTensor, WeightFormat, WeightTarget, require_row_wise
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +48,7 @@ class ColumnParallelLinear(Linear):
         self._ranges = dict(ranges)
 
     def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
+        require_row_wise(self.weight, "tensor parallelism")
         for name, target in super().weight_targets():
             part = self._ranges[name.rpartition(".")[0]]
             shape = (part.total, *target.shape[1:])
@@ -82,6 +83,7 @@ class RowParallelLinear(Linear):
         return False
 
     def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
+        require_row_wise(self.weight, "tensor parallelism")
         columns = even_range(self.num_inputs, self._shard)
         for name, target in super().weight_targets():
             if name.rpartition(".")[2] == "bias":

@@ -8,15 +8,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from slipstream.config.config import ModelConfig
 from slipstream.config.gguf_file import GgufFile
 from slipstream.config.pooling_info import UnitNormInfo
-from slipstream.errors import NotEnoughMemory, UnsupportedModel
+from slipstream.config.quantization import Quantization
+from slipstream.errors import BadCheckpoint, NotEnoughMemory, UnsupportedModel
 from slipstream.nn.batch_invariant import BatchInvariant
 from slipstream.nn.layers.vector_modules import module_names
 from slipstream.nn.low_bit_weight import LowBit
@@ -26,17 +29,21 @@ from slipstream.nn.models.pooling_heads import Heads, HeadShape
 from slipstream.nn.models.registry import find_heads, find_rules
 from slipstream.nn.models.sharding import find_local_shape
 from slipstream.nn.models.stored_head import EMBEDDING, find_named
+from slipstream.nn.quantized.layouts import marker
+from slipstream.nn.quantized.weight import Quantized, storage_dtype
 from slipstream.nn.transposed_weight import Transposed, transposed_is_faster
 from slipstream.nn.weight_format import FormatOf, Unquantized, WeightFormat, WeightTarget, allocate_parameters
 from slipstream.nn.weights.dummy import DummySource
 from slipstream.nn.weights.gguf import GgufSource
 from slipstream.nn.weights.load import few, fill_targets, find_targets, match_targets
+from slipstream.nn.weights.quantized import QuantizedSource, find_quantized
 from slipstream.nn.weights.rules import Rules
 from slipstream.nn.weights.safetensors import open_file, open_folder
 from slipstream.nn.weights.source import SourceTensor, WeightSource
 from slipstream.nn.weights.stacked import UnstackedSource
 from slipstream.nn.weights.transposed import TransposedSource
 from slipstream.ops.low_bit import find_kernel
+from slipstream.ops.quantized import supports_kernels
 
 log = logging.getLogger(__name__)
 
@@ -173,6 +180,8 @@ def stays_low_bit(config: ModelConfig, device: str) -> bool:
 def choose_formats(config: ModelConfig, device: torch.device, *, is_encoder: bool) -> FormatOf:
     """The format of each weight, by its name in the model."""
     dtype = getattr(torch, config.dtype)
+    if config.quantization is not None:
+        return _quantized_formats(config, config.quantization, device)
     kernel = find_kernel() if stays_low_bit(config, device.type) else None
     format: WeightFormat = Unquantized(dtype)
     if config.deterministic:
@@ -185,10 +194,32 @@ def choose_formats(config: ModelConfig, device: torch.device, *, is_encoder: boo
     return lambda name: format
 
 
+def _quantized_formats(config: ModelConfig, quantization: Quantization, device: torch.device) -> FormatOf:
+    """Layers are quantised; embeddings and the projection to tokens only if the checkpoint's are."""
+    dtype = getattr(torch, config.dtype)
+    plain: WeightFormat = BatchInvariant(dtype) if config.deterministic else Unquantized(dtype)
+    stays = supports_kernels(device, storage_dtype(quantization), dtype) and not config.dequantize
+    make = partial(Quantized, dtype=dtype, stays_quantized=stays, batch_invariant=config.deterministic)
+    if quantization.layout == "online" or config.load_format == "dummy":
+        quantization = msgspec.structs.replace(quantization, layout="online")
+        return lambda name: make(quantization, name) if name.startswith("layers.") else plain
+    rules = find_rules(config.info, find_local_shape(config.info, config.rank, config.num_ranks))
+    found = find_quantized(open_folder(Path(config.path)), rules, quantization)
+    if not found:
+        raise BadCheckpoint(
+            f"config.json says that the weights are quantised by {quantization.method}, and none is: there is no "
+            f"tensor named {marker(quantization)}; use the config of the weights"
+        )
+    return lambda name: make(quantization, name, optional=found[name]) if name in found else plain
+
+
 def _open(config: ModelConfig, model: Decoder | Encoder) -> WeightSource:
     if config.load_format == "gguf":
         return GgufSource(GgufFile.open(config.path), config.info.num_heads, config.info.num_kv_heads)
-    return wrap_source(open_folder(Path(config.path)), model)
+    source = open_folder(Path(config.path))
+    if config.quantization is not None and config.quantization.layout != "online":
+        source = QuantizedSource(source, config.quantization)
+    return wrap_source(source, model)
 
 
 def wrap_source(source: WeightSource, model: Decoder | Encoder) -> WeightSource:

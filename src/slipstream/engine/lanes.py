@@ -64,8 +64,8 @@ class Lanes:
         return any(core.scheduler.keeps_query(request_id) for core in self.cores.values())
 
     def has_requests(self) -> bool:
-        """Whether a step can run; False while the engine is asleep."""
-        return not self.sleeper.is_asleep and any(lane.core.has_requests() for lane in self._lanes.values())
+        """Whether a step can run; False while the engine is asleep or has no weights."""
+        return self.sleeper.can_run and any(lane.core.has_requests() for lane in self._lanes.values())
 
     def step(self) -> list[Output]:
         """One step of the lane that is next."""

@@ -39,6 +39,11 @@ class Sleeper:
     def is_asleep(self) -> bool:
         return bool(self._asleep)
 
+    @property
+    def can_run(self) -> bool:
+        """Whether the engine is awake and has its weights."""
+        return not self._asleep and not self._missing
+
     def check_awake(self) -> None:
         """Raises where requests cannot run."""
         if self._asleep:

@@ -178,7 +178,7 @@ class CoreProcess:
         if self._kept_queries:
             self._kept_queries = {name: own for name, own in self._kept_queries.items() if self.lanes.keeps_query(name)}
         lanes = [_lane_stats(name, core) for name, core in self.lanes.cores.items()]
-        self.server.broadcast(Pulse(lanes, is_asleep=self.lanes.sleeper.is_asleep))
+        self.server.broadcast(Pulse(lanes, is_asleep=not self.lanes.sleeper.can_run))
 
 
 def _lane_stats(name: str, core: EngineCore) -> LaneStats:

@@ -135,7 +135,7 @@ class Pulse(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
     lanes: list[LaneStats] = []  # one per model and replica
     replicas: list[ReplicaStats] = []  # empty where there is one core only
-    is_asleep: bool = False
+    is_asleep: bool = False  # or without weights: no request can run
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -7,9 +7,9 @@ may still read it while the next one is planned.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -197,17 +197,27 @@ class LogitsEdit:
     is_batched: bool = False
 
 
+class MaskSource(Protocol):
+    """Computes the masks of one request again."""
+
+    def masks_at(self, lengths: Sequence[int], num_words: int) -> list[Ints]:
+        """The mask [words] of the draw after each of these numbers of tokens, which ascend."""
+
+
 @dataclass(frozen=True, slots=True)
 class Late:
     """What a step's head needs and the host knows only when all older steps are committed: the tokens that rows with a
-    grammar may draw, and the edits of logits processors. The runner copies the arrays before it returns: their owner
-    reuses them."""
+    grammar may draw, and the edits of logits processors. The runner copies the arrays before it returns: the owner of
+    `bits`, `bias` and `offsets` writes them again."""
 
     rows: Ints  # [masked] rows of the plan that draw under a mask; a row with drafts has a mask for each of its draws
     bits: Ints  # [masked, words] bit t % 32 of word t // 32 is set if token t is allowed
     bias: LateBias | None = None
     edits: tuple[LogitsEdit, ...] = ()  # in the order in which they run
     offsets: Ints | None = None  # [masked] index of the draw within its row; None: no masked row has drafts
+    # [masked] how to compute each mask again: its source and the number of tokens before the draw; an entry None: all
+    # tokens are allowed. None: the masks cannot be computed again
+    sources: Sequence[tuple[MaskSource, int] | None] | None = None
 
 
 @dataclass(frozen=True, slots=True)

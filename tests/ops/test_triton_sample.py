@@ -344,6 +344,7 @@ def test_work_on_all_rows_leaves_those_without_a_slot(size: int) -> None:
     seen = flags_of(counts)
     tokens = torch.tensor([size - 1, 5, 0, 2, 3], device=DEVICE)
     words = torch.randint(-(2**31), 2**31, (3, size // 32 + 2), device=DEVICE, dtype=torch.int32)
+    words[0, :], words[1, : size // 64] = 0, -1  # blocks without an allowed token, and without a forbidden one
     for name, args in {
         "penalize_": (None, counts, seen, entries, values),
         "add_entries_": (table, entries),

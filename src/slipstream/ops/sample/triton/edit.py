@@ -199,10 +199,20 @@ def mask_bits_(logits: torch.Tensor, bits: torch.Tensor, entries: torch.Tensor) 
 # grid: (blocks, rows)
 @triton.jit
 def _mask_bits_kernel(logits, bits, entries, stride, num_words, size, BLOCK: tl.constexpr):
+    """Blocks without a forbidden token are skipped, and blocks without an allowed one are not read. The others are read
+    and written as a whole: vector stores are faster than single ones under a mask."""
     row = tl.program_id(1).to(tl.int64)
     entry = tl.load(entries + row).to(tl.int64)
     if entry >= 0:
-        token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        word = tl.load(bits + entry * num_words + token // 32, mask=token < size, other=-1)
-        allowed = (word >> (token % 32)) & 1
-        tl.store(logits + row * stride + token, float("-inf"), mask=(token < size) & (allowed == 0))
+        first = tl.program_id(0) * (BLOCK // 32)
+        index = first + tl.arange(0, BLOCK // 32)
+        words = tl.load(bits + entry * num_words + index, mask=index < num_words, other=-1)
+        if tl.max((words != -1).to(tl.int32), 0) > 0:
+            bit = tl.arange(0, 32)
+            token = index[:, None] * 32 + bit[None, :]
+            where = logits + row * stride + token
+            x = tl.full([BLOCK // 32, 32], float("-inf"), logits.dtype.element_ty)
+            if tl.max((words != 0).to(tl.int32), 0) > 0:
+                x = tl.load(where, mask=token < size, other=0.0)
+                x = tl.where(((words[:, None] >> bit[None, :]) & 1) != 0, x, float("-inf"))
+            tl.store(where, x, mask=token < size)

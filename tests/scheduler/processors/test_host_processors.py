@@ -485,3 +485,17 @@ def test_an_engine_without_requests_of_its_own_opens_nothing():
     assert not processors.drawing
     none = Late(np.zeros(0, np.int32), np.zeros((0, 4), np.int32))
     assert processors.add_to(none, 1.0).edits == ()
+
+
+def test_masks_along_drafts_of_other_rows_keep_their_offsets():
+    """A row with a grammar and drafts, beside a row with a processor."""
+    processors = HostProcessors(VOCAB)
+    bits = np.full((3, (VOCAB + 32) // 32), -1, np.int32)
+    late = Late(np.array([4, 4, 4], np.int32), bits, offsets=np.array([0, 1, 2], np.int32))
+    assert processors.add_to(late, 1.0).offsets.tolist() == [0, 1, 2]
+    request = Request("r", [1], SamplingParams(logits_processors=[watermark]), max_length=9)
+    processors.open([request])
+    request.row = 2
+    processors.plan([request])
+    both = processors.add_to(late, 1.0)
+    assert both.rows.tolist() == [4, 4, 4, 2] and both.offsets.tolist() == [0, 1, 2, 0] and len(both.bits) == 4

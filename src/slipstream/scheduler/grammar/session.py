@@ -30,7 +30,7 @@ class Session:
         self, grammar: LLMatcher, tokens: list[int], num_prompt: int, stop_ids: Iterable[int], end: int
     ) -> None:
         """`grammar`: in its first state, shared. `tokens`: of the request, prompt included; the list grows. `end`: the
-        token that stands for the end of the grammar."""
+        token that means the end of the grammar."""
         self.matcher = grammar.deep_copy()
         self.tokens = tokens
         self.num_taken = num_prompt  # tokens of the request that the state has seen

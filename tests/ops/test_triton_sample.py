@@ -335,7 +335,7 @@ def test_a_penalty_entry_without_a_slot_changes_nothing() -> None:
 
 @pytest.mark.parametrize("size", [7, 2049])
 def test_work_on_all_rows_leaves_those_without_a_slot(size: int) -> None:
-    """As captured work does it: every row, in order, and a negative slot for those that ask for nothing."""
+    """As captured work does it: every row, in order, and a negative entry for rows that use nothing."""
     entries = torch.tensor([2, -1, 0, -1, 1], device=DEVICE)
     table = randn(4, size)
     table[0, 3] = -math.inf

@@ -77,9 +77,9 @@ class DeviceTimer:
 
     def enter(self) -> None:
         """The core starts or continues a step."""
-        line = self.timeline
-        line.outside += line.lap()
-        line.working.add(self)
+        timeline = self.timeline
+        timeline.outside += timeline.lap()
+        timeline.working.add(self)
 
     def leave(self, has_requests: bool) -> None:
         """The core returns to its caller, possibly in the middle of a step."""
@@ -106,16 +106,16 @@ class DeviceTimer:
     def launched(self) -> str:
         """The first work of a step was queued. Returns the cause of the gap before it."""
         self._pause()
-        line = self.timeline
-        if line.last is not None and not line.last.ended.done():
+        timeline = self.timeline
+        if timeline.last is not None and not timeline.last.ended.done():
             cause = "turnaround"
-        elif line.had_no_requests:
+        elif timeline.had_no_requests:
             cause = "no_requests"
         else:
-            cause = "output" if line.outside > line.inside else "host_late"
-        line.had_no_requests = False
-        self.host_seconds = line.inside
-        line.inside = line.outside = 0.0
+            cause = "output" if timeline.outside > timeline.inside else "host_late"
+        timeline.had_no_requests = False
+        self.host_seconds = timeline.inside
+        timeline.inside = timeline.outside = 0.0
         return cause
 
     def follow(self, span: StepInterval | None) -> None:

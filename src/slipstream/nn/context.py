@@ -62,8 +62,8 @@ class RelativeScores:
     token.
     """
 
-    of_queries: torch.Tensor  # column (key - query + n - 1) of the query's line is added
-    of_keys: torch.Tensor | None = None  # and the same column of the key's line
+    of_queries: torch.Tensor  # column (key - query + n - 1) of the query's vector is added
+    of_keys: torch.Tensor | None = None  # and the same column of the key's vector
 
 
 class AttentionBackend(Protocol):

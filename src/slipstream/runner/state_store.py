@@ -147,8 +147,8 @@ class StateStore:
         return slots
 
     def _saves(self, plan: StepPlan, size: Size | None) -> Ints:
-        """[S, 3] index of the row, position and slot of each save; -1 in unused lines. There is always a line, so that
-        only one variant of the kernel is compiled."""
+        """[S, 3] index of the row, position and slot of each save; -1 if unused. S is at least 1, so that only one
+        variant of the kernel is compiled."""
         saves = None if plan.states is None else plan.states.saves
         num_saves = 0 if saves is None else len(saves)
         array = np.full((max(num_saves, 1) if size is None else max_saves(size.tokens, size.rows), 3), -1, np.int32)

@@ -24,7 +24,7 @@ class StoredRows(NamedTuple):
 
 
 class InterleavedLinear(Linear):
-    """Every tensor of the weight's format must have a line per output."""
+    """Every tensor of the weight's format must have a row per output."""
 
     def __init__(
         self,

@@ -116,7 +116,7 @@ def _new_input(
 
 class _UpGate(Linear):
     """Gate and up of a checkpoint that stores them as one tensor with up first. Every tensor of the weight's format
-    must have a line per output."""
+    must have a row per output."""
 
     def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
         require_row_wise(self.weight, "MLPs that store up before gate")

@@ -16,7 +16,7 @@ from slipstream.nn.weight_format import CheckpointTensor, WeightFormat, WeightTa
 
 
 class ReorderedLinear(Linear):
-    """Every tensor of the weight's format must have a line per output."""
+    """Every tensor of the weight's format must have a row per output."""
 
     def __init__(
         self,

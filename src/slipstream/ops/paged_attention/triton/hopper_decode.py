@@ -180,10 +180,10 @@ def _compute(
     LANES: gl.constexpr = queries.shape[0]
     # [keys or dimensions, heads]: a head is a column
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, LANES, 16])
-    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // DIM, DIM // 8], [4, 1], [1, 0])
+    BY_ROW: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // DIM, DIM // 8], [4, 1], [1, 0])
     factor = scale * LOG2E
-    q_lane = gl.expand_dims(gl.arange(0, LANES, gl.SliceLayout(1, LINES)), 1)
-    q_dim = gl.expand_dims(gl.arange(0, DIM, gl.SliceLayout(0, LINES)), 0)
+    q_lane = gl.expand_dims(gl.arange(0, LANES, gl.SliceLayout(1, BY_ROW)), 1)
+    q_dim = gl.expand_dims(gl.arange(0, DIM, gl.SliceLayout(0, BY_ROW)), 0)
     lane = gl.arange(0, LANES, gl.SliceLayout(0, SUMS))
     dim = gl.expand_dims(gl.arange(0, DIM, gl.SliceLayout(1, SUMS)), 1)
     key = gl.arange(0, BLOCK_N, gl.SliceLayout(1, SUMS))
@@ -224,7 +224,7 @@ def _compute(
                 weights.store(gl.permute(weight.to(DTYPE), (1, 0)))
                 fence_async_shared()
                 if start + BLOCK_N > length:
-                    clear_past_end(v.index(stage), length - start, LINES, BLOCK_N)
+                    clear_past_end(v.index(stage), length - start, BY_ROW, BLOCK_N)
                 gl.thread_barrier()
                 acc = warpgroup_mma(v.index(stage).permute((1, 0)), weights.permute((1, 0)), acc, is_async=True)
                 acc = warpgroup_mma_wait(0, deps=(acc,))

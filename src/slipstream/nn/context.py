@@ -43,6 +43,7 @@ class BatchView:
     # rows with host token ids complete pages that other rows read in the same step. The positions of a drafted row are
     # rows of one token each here, and each reads the keys of those before it
     host_ids: torch.Tensor | None = None
+    max_queries: int = 1  # host: consecutive rows that may be positions of one drafted row, by their host_ids
     rope_rows: torch.Tensor | None = None  # [T] int64, each token's row in the rope table; None: its position
     query_starts: torch.Tensor | None = None  # [B + 1] int32, first token of each row; None: one token a row
     token_types: torch.Tensor | None = None  # [T] int64, of encoders that tell two texts apart; None: all are 0

@@ -59,7 +59,7 @@ class GraphPool:
         total = plan.total_tokens if len(plan.tokens) else num_rows
         if total == num_rows:
             padded = self.rows_for(num_rows)
-            return None if padded is None else Size(padded, padded)
+            return None if padded is None else Size(padded, padded, has_drafts=plan.has_drafts)
         at = bisect.bisect_left(self.token_sizes, total)
         if at == len(self.token_sizes):
             return None

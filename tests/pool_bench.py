@@ -71,10 +71,10 @@ class PoolBench:
 
     def run(self) -> None:
         for _ in range(100_000):
-            if not self.core.has_requests():
+            if not self.core.has_work():
                 break
             self.step()
-        assert not self.core.has_requests()
+        assert not self.core.has_work()
         self.core.scheduler.check()
 
     def pool(

@@ -96,13 +96,12 @@ def decode(data: bytes, name: str) -> Recording:
 
 
 def describe_late(late: Late) -> LateRecord:
-    """Copies the arrays: their owner writes them again. Without masks if they can be computed again."""
+    """Copies the arrays: their owner writes them again."""
     bias = late.bias
     if bias is not None:
         bias = LateBias(bias.rows.copy(), bias.ids.copy(), bias.values.copy())
     offsets = None if late.offsets is None else late.offsets.copy()
-    bits = late.bits.copy() if late.sources is None else late.bits[:0].copy()
-    return LateRecord(late.rows, bits, bias, len(late.edits), offsets)
+    return LateRecord(late.rows.copy(), late.bits.copy(), bias, len(late.edits), offsets)
 
 
 def redacted(recording: Recording) -> Recording:

@@ -16,7 +16,7 @@ from slipstream.dist.group import Group
 from slipstream.nn.context import ForwardContext
 from slipstream.nn.layers.linear import Linear
 from slipstream.nn.shapes import Shard
-from slipstream.nn.weight_format import CheckpointTensor, WeightFormat, WeightTarget, require_row_wise
+from slipstream.nn.weight_format import CheckpointTensor, WeightFormat, WeightTarget
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +48,9 @@ class ColumnParallelLinear(Linear):
         self._ranges = dict(ranges)
 
     def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
-        require_row_wise(self.weight, "tensor parallelism")
         for name, target in super().weight_targets():
             part = self._ranges[name.rpartition(".")[0]]
-            shape = (part.total, *target.shape[1:])
-            yield name, WeightTarget(shape, partial(_fill_slice, target, 0, part.first), target.num_bytes)
+            yield name, sliced_target(target, 0, part)
 
 
 class RowParallelLinear(Linear):
@@ -83,14 +81,12 @@ class RowParallelLinear(Linear):
         return False
 
     def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
-        require_row_wise(self.weight, "tensor parallelism")
         columns = even_range(self.num_inputs, self._shard)
         for name, target in super().weight_targets():
             if name.rpartition(".")[2] == "bias":
                 yield name, target
                 continue
-            rows, _ = target.shape
-            yield name, WeightTarget((rows, columns.total), partial(_fill_slice, target, 1, columns.first))
+            yield name, sliced_target(target, 1, columns)
 
 
 def new_output(
@@ -102,11 +98,10 @@ def new_output(
     return RowParallelLinear(num_inputs, {"": num_outputs}, bias, format, dtype, shard)
 
 
-def connect_ranks(model: torch.nn.Module, group: Group) -> None:
-    """Lets the layers of a model sum over the ranks of this group."""
-    for module in model.modules():
-        if isinstance(module, RowParallelLinear):
-            module.group = group
+def sliced_target(target: WeightTarget, dim: int, part: OutputRange) -> WeightTarget:
+    """A target for the whole tensor of a checkpoint, of which only a part along one dimension is read."""
+    shape = (*target.shape[:dim], part.total, *target.shape[dim + 1 :])
+    return WeightTarget(shape, partial(_fill_slice, target, dim, part.first), target.num_bytes)
 
 
 def _fill_slice(target: WeightTarget, dim: int, first: int, piece: CheckpointTensor) -> None:

@@ -18,7 +18,6 @@ from slipstream.serve.cli import (
     compare,
     doctor,
     embed,
-    evaluate,
     generate,
     plan,
     replay,
@@ -75,7 +74,6 @@ def make_parser() -> argparse.ArgumentParser:
     embed.add_command(commands)
     compare.add_commands(commands)
     bench.add_command(commands)
-    evaluate.add_command(commands)
     plan.add_command(commands)
     replay.add_command(commands)
     doctor.add_command(commands)

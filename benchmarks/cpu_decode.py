@@ -70,7 +70,7 @@ class Ours:
             core.submit(Submit(f"{time.perf_counter_ns()}-{row}", ids, params, time.time()))
         core.step()  # prefill
         clock.tick()
-        while core.has_work():
+        while core.has_requests():
             core.step()
             clock.tick()
         return clock.steps

@@ -32,6 +32,9 @@ FIRST = 100  # the first token of prompt i is FIRST + i: a drafter finds its ans
 class ReplayedAnswers:
     """A drafter that knows the answers, on the device."""
 
+    always_runs = False
+    reads_hidden = False
+
     def __init__(self, runner: Any, texts: torch.Tensor, shift: int, vocab_size: int) -> None:
         """`texts` [prompts, length]: prompts and answers; `shift`: 0 for right drafts."""
         self.rows, self.history = runner.heads[0].rows, runner.store.history
@@ -127,7 +130,8 @@ def search(llm: LLM, num_rows: int, length: int, num_drafts: int) -> None:
     table[:num_rows, :width] = pages.view(num_rows, width)
     history.tokens.random_(0, 50_000)
     head.rows.computed[:num_rows] = length - 1
-    batch = DraftBatch(torch.arange(num_rows, device=device), None, length)
+    rows = torch.arange(num_rows, device=device)
+    batch = DraftBatch(rows, None, rows * 0 + length, rows * 0, torch.empty(num_rows, 0), length, num_rows)
     seconds = []
     for _ in range(20):
         begin = time.perf_counter()

@@ -52,7 +52,7 @@ def measure(llm: LLM, name: str, code: Callable[..., Any] | None, rows: int, tok
         core.submit(Submit(f"{name}-{row}", [5 + row, 6, 7], own, time.time()))
     steps, num = [], 0
     start = last = time.perf_counter()
-    while core.has_work():
+    while core.has_requests():
         num += sum(len(output.token_ids) for output in core.step())
         now = time.perf_counter()
         steps.append(now - last)

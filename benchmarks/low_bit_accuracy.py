@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from slipstream import LLM, SamplingParams
+from slipstream.evaluation import DistributionReader, compare, cut_windows, summarize, token_ids
 
 ROOT = Path(__file__).parent.parent
 TEXTS = ["LICENSE", "README.md", "docs/serving.md", "docs/pooling.md", "docs/cache.md"]
@@ -45,42 +45,20 @@ QUESTIONS = [
 ]
 
 
-class Engine:
-    """An LLM that returns the logits after each token of a prompt."""
+class Engine(DistributionReader):
+    """An LLM of one request at a time, with steps of at most `step_tokens` tokens."""
 
     def __init__(self, step_tokens: int, **options: Any) -> None:
-        self.llm = LLM(
-            max_num_seqs=1,
-            max_num_batched_tokens=step_tokens,
-            num_pages=128,  # few, so that several engines fit one device
-            enable_prefix_caching=False,
-            use_tqdm_on_load=False,
-            **options,
+        super().__init__(
+            LLM(
+                max_num_seqs=1,
+                max_num_batched_tokens=step_tokens,
+                num_pages=128,  # few, so that several engines fit one device
+                enable_prefix_caching=False,
+                use_tqdm_on_load=False,
+                **options,
+            )
         )
-        self.seen: list[torch.Tensor] = []
-        model = self.llm.core.executor.model
-        compute = model.logits
-
-        def record(hidden: torch.Tensor) -> torch.Tensor:
-            logits: torch.Tensor = compute(hidden)
-            if not (logits.is_cuda and torch.cuda.is_current_stream_capturing()):
-                self.seen.append(logits.detach().float().cpu())
-            return logits
-
-        model.logits = record
-
-    def logprobs(self, ids: list[int]) -> torch.Tensor:
-        """[len(ids), vocabulary] float64: logprobs of the token after each id.
-
-        One token is appended to the prompt, so that these are the logits of its scored tokens, in order. The logits of
-        the last token may come from a captured graph, which runs no Python code, so they cannot be recorded.
-        """
-        self.seen.clear()
-        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, ignore_eos=True)
-        self.llm.generate([[*ids, ids[-1]]], params, use_tqdm=False)
-        logits = torch.cat(self.seen)[: len(ids)]
-        assert len(logits) == len(ids), f"{len(logits)} positions were computed, the prompt has {len(ids)}"
-        return logits.double().log_softmax(-1)
 
     def answers(self, num_tokens: int) -> list[list[int]]:
         params = SamplingParams(temperature=0, max_tokens=num_tokens)
@@ -89,33 +67,8 @@ class Engine:
         return [list(result.outputs[0].token_ids) for result in results]
 
 
-def windows(llm: LLM, texts: list[Path], size: int, positions: int) -> Iterator[list[int]]:
-    ids = [token for path in texts for token in llm.get_tokenizer().encode(path.read_text())]
-    if len(ids) < positions:
-        raise SystemExit(f"the text has {len(ids)} tokens, fewer than the {positions} requested positions")
-    for start in range(0, positions, size):
-        yield ids[start : min(start + size, positions)]
-
-
-def compare(reference: torch.Tensor, candidate: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Differences per position of two tables of logprobs."""
-    same = reference.argmax(-1) == candidate.argmax(-1)
-    kl = (reference.exp() * (reference - candidate)).sum(-1)
-    likely = reference > math.log(1e-4)  # only tokens that may be sampled
-    widest = (reference - candidate).abs().masked_fill(~likely, 0).amax(-1)
-    return {"kl": kl, "same": same.double(), "widest": widest}
-
-
-def summary(parts: list[dict[str, torch.Tensor]]) -> dict[str, float]:
-    kl, same, widest = (torch.cat([part[name] for part in parts]) for name in ("kl", "same", "widest"))
-    return {
-        "positions": len(kl),
-        "kl_mean": float(kl.mean()),
-        "kl_p99": float(kl.quantile(0.99)),
-        "kl_max": float(kl.max()),
-        "top1": float(same.mean()),
-        "logprob_max": float(widest.max()),
-    }
+def summary(parts: list[torch.Tensor]) -> dict[str, float]:
+    return {"positions": sum(part.shape[1] for part in parts)} | asdict(summarize(parts))
 
 
 def same_answers(reference: list[list[int]], candidate: list[list[int]]) -> str:
@@ -130,8 +83,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "whole prompt": Engine(args.window + 1, **low_bit),
         "token by token": Engine(1, **low_bit),
     }
-    parts: dict[str, list[dict[str, torch.Tensor]]] = {"whole prompt": [], "token by token": [], "one from other": []}
-    for ids in windows(engines["reference"].llm, args.text, args.window, args.positions):
+    parts: dict[str, list[torch.Tensor]] = {"whole prompt": [], "token by token": [], "one from other": []}
+    llm = engines["reference"].llm
+    tokens = [token for path in args.text for token in token_ids(llm, path.read_text())]
+    for ids in cut_windows(tokens, args.window, args.positions):
         found = {name: engine.logprobs(ids) for name, engine in engines.items()}
         for name in ("whole prompt", "token by token"):
             parts[name].append(compare(found["reference"], found[name]))

@@ -10,6 +10,7 @@ from slipstream.config.config import ModelConfig
 from slipstream.config.gguf_file import GgufFile
 from slipstream.config.gguf_info import gguf_model_info
 from slipstream.config.model_info import read_model_info
+from slipstream.config.quantization import Quantization
 from slipstream.nn.models.decoder import Decoder
 from slipstream.nn.models.load import load_model
 from slipstream.nn.models.stored_head import as_stored
@@ -24,10 +25,9 @@ def load(
     num_positions: int = 256,
     dequantize: bool = True,
     shard: tuple[int, int] = (0, 1),
-    by_expert: bool = False,
+    quantization: Quantization | None = None,
 ) -> Decoder:
-    """Loads a folder or a .gguf file, for contexts of up to `num_positions` tokens. `shard`: rank, number of ranks;
-    `by_expert`: ranks have whole experts."""
+    """Loads a folder or a .gguf file, for contexts of up to `num_positions` tokens. `shard`: rank, number of ranks."""
     is_file = path.suffix == ".gguf"
     info = gguf_model_info(GgufFile(path)) if is_file else read_model_info(path)
     load_format = load_format or ("gguf" if is_file else "safetensors")
@@ -45,6 +45,6 @@ def load(
         seed,
         rank=shard[0],
         num_ranks=shard[1],
-        by_expert=by_expert,
+        quantization=quantization or info.quantization,
     )
     return load_model(config, torch.device(device))

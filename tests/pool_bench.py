@@ -71,10 +71,10 @@ class PoolBench:
 
     def run(self) -> None:
         for _ in range(100_000):
-            if not self.core.has_work():
+            if not self.core.has_requests():
                 break
             self.step()
-        assert not self.core.has_work()
+        assert not self.core.has_requests()
         self.core.scheduler.check()
 
     def pool(

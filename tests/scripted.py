@@ -586,16 +586,18 @@ class Bench:
         plan = self.plan()
         if self.scheduler.num_in_flight and (plan is None or self.scheduler.num_in_flight > self.depth):
             return self.commit()
-        assert plan is not None or not self.scheduler.has_work(), "work, nothing planned and nothing in flight: a hang"
+        assert plan is not None or not self.scheduler.has_requests(), (
+            "work, nothing planned and nothing in flight: a hang"
+        )
         return []
 
     def run(self, max_steps: int = 10_000) -> None:
         for _ in range(max_steps):
-            if not self.scheduler.has_work():
+            if not self.scheduler.has_requests():
                 break
             self.step()
             self.scheduler.check()
-        assert not self.scheduler.has_work(), f"still busy after {max_steps} steps"
+        assert not self.scheduler.has_requests(), f"still busy after {max_steps} steps"
         self.check_empty()
 
     def run_until_preempted(self, request: Request) -> None:

@@ -22,6 +22,8 @@ from slipstream.request import FinishReason
 from slipstream.transport.frames import (
     AbortAll,
     AbortedAll,
+    Control,
+    Controlled,
     FromCore,
     Inspect,
     Inspected,
@@ -74,6 +76,8 @@ class ScriptedCore(asyncio.Protocol):
         self.num_resets = 0
         self.inspects: list[Inspect] = []
         self.inspector: Callable[[Inspect], Inspected] = lambda message: Inspected(message.call, b"")
+        self.controls: list[Control] = []
+        self.controller: Callable[[Control], Controlled] = lambda message: Controlled(message.call, False)
         self.frames = to_core_frames()
         self.changed = asyncio.Event()
 
@@ -120,6 +124,10 @@ class ScriptedCore(asyncio.Protocol):
         if isinstance(message, Inspect):
             self.inspects.append(message)
             self.say(self.inspector(message))
+            return
+        if isinstance(message, Control):
+            self.controls.append(message)
+            self.say(self.controller(message))
             return
         if isinstance(message, AbortAll | AbortedAll):
             self.others.append(message)

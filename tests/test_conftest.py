@@ -51,9 +51,9 @@ def test_warnings_are_captured_anew(capsys):
 def test_logging_that_a_test_configures_does_not_reach_the_next_test(tmp_path):
     shutil.copy(Path(__file__).with_name("conftest.py"), tmp_path)
     (tmp_path / "test_in_order.py").write_text(TESTS, encoding="utf-8")
-    env = child_env()
+    env = child_env(PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")  # the fixture needs none, and their imports take seconds
     for name in ("SLIPSTREAM_LOG_LEVEL", "SLIPSTREAM_LOG_FORMAT", "PYTEST_ADDOPTS"):
         env.pop(name, None)
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:randomly", "-q"]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q"]
     done = subprocess.run([*command, "test_in_order.py"], cwd=tmp_path, env=env, capture_output=True, encoding="utf-8")
     assert done.returncode == 0 and "4 passed" in done.stdout, done.stdout + done.stderr

@@ -73,6 +73,7 @@ TRANSLATIONS = {
     "spec_tokens": "`speculative_config`",
     "hf_overrides": "the same, as an object; a function is refused",
     "max_logprobs": "the same; without it there is no limit",
+    "quantization": "fp8 for an unquantised checkpoint; else only the checkpoint's own method",
     "load_format": "auto, safetensors, gguf or dummy",
     "max_model_len": "the same; auto or -1: what fits the memory",
 }

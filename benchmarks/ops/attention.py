@@ -1,10 +1,11 @@
 """Paged attention on a GPU: error against float64, and time against the floor.
 
-    python benchmarks/ops/attention.py [--quick] [--page-size 16] [--json FILE]
+    python benchmarks/ops/attention.py [--quick] [--drafts] [--page-size 16] [--json FILE]
 
 Every variant is first compared with float64, then timed by replays of a captured graph (median). The floor of decode is
 the bytes of keys and values, that of prefill the FLOPs below the diagonal. If the pages of a step are small compared
-with the L2 cache, calls alternate between several copies.
+with the L2 cache, calls alternate between several copies. `--drafts` times only steps that verify drafts: all positions
+of a row together, each position as a row of one token, and the step without drafts.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import json
 import random
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +31,16 @@ from slipstream.ops.paged_attention.tile_list import (
     TileListRows,
     TileListSplits,
     build_tile_list,
+    num_distinct,
 )
 from slipstream.ops.paged_attention.triton import (
     KernelShape,
+    Partials,
     attend_splits,
     attend_tiles,
     make_partials,
     num_split_programs,
+    queries_at_once,
     query_tile,
 )
 from slipstream.ops.rope.triton import rope_and_write_cache
@@ -198,6 +202,46 @@ def bench_decode(
     }
 
 
+def bench_drafts(rows: int, queries: int, length: int, page_size: int, replays: int) -> list[dict[str, Any]]:
+    """Rows of `queries` positions each, at the heads of the 8B model."""
+    heads, kv_heads, dim = HEADS["8B"]
+    plain = make_inputs(heads, kv_heads, dim, page_size, [(length, 1)] * rows)
+    offsets = torch.arange(rows * queries, device="cuda") % queries
+    drafted = replace(
+        plain,
+        query=torch.randn(rows * queries, heads, dim, device="cuda", dtype=torch.bfloat16),
+        out=torch.empty(rows * queries, heads, dim, device="cuda", dtype=torch.bfloat16),
+        table=plain.table.repeat_interleave(queries, 0),
+        lengths=length - queries + 1 + offsets,
+        starts=torch.arange(rows * queries + 1, dtype=torch.int32, device="cuda"),
+        rows=[(length - queries + 1 + each % queries, 1) for each in range(rows * queries)],
+    )
+    results = []
+    for name, inputs, together in (("none", plain, 1), ("one by one", drafted, 1), ("together", drafted, queries)):
+        together = queries_at_once(dim, heads // kv_heads, together, is_latent=False)
+        num_rows = len(inputs.rows)
+        distinct = num_distinct(num_rows, together)
+        shares = num_split_programs(inputs.query.device, torch.bfloat16, heads, kv_heads, dim, page_size, distinct)
+        ids = -1 - offsets if inputs is drafted else torch.full((rows,), -1, device="cuda")
+        tile_list = build_tile_list(
+            TileListRows(inputs.lengths, None, inputs.table, num_rows, length, ids, together),
+            TileListHeads(heads, kv_heads, page_size, 128),
+            TileListSplits(num_split_programs=shares),
+        )
+        partials = make_partials(tile_list, heads, dim)
+
+        def call(inputs: Inputs = inputs, tile_list: TileList = tile_list, partials: Partials = partials) -> None:
+            for keys, values in inputs.caches:
+                attend_splits(inputs.out, inputs.query, keys, values, inputs.table, tile_list, partials, inputs.scale)
+
+        results.append(
+            measure(
+                f"{rows} x {queries} queries, {length} keys: {name}", inputs, None, call, len(inputs.caches), replays
+            )
+        )
+    return results
+
+
 def bench_prefill(name: str, inputs: Inputs, shape: KernelShape | None, replays: int) -> dict:
     tile_list = list_inputs(inputs, tile=shape.tile if shape else query_tile(inputs.query.shape[2], 2))
 
@@ -309,6 +353,7 @@ def show(results: list[dict[str, Any]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="only the first variant of each")
+    parser.add_argument("--drafts", action="store_true", help="only steps that verify drafts")
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--replays", type=int, default=20)
     parser.add_argument("--json", type=Path)
@@ -326,7 +371,9 @@ def main() -> None:
         if rank and timed:
             best.append(min(timed, key=lambda result: result["us"]))
 
-    for model, (heads, kv_heads, dim) in HEADS.items():
+    for rows, length in [(rows, length) for rows in (1, 8, 16) for length in (1024, 4096, 8192)] + [(256, 1024)]:
+        add(bench_drafts(rows, 5, length, args.page_size, args.replays), rank=False)
+    for model, (heads, kv_heads, dim) in ({} if args.drafts else HEADS).items():
         for rows, lengths in DECODE.items():
             inputs = make_inputs(heads, kv_heads, dim, args.page_size, [(length, 1) for length in lengths])
             name = f"decode {model} {rows}"
@@ -343,8 +390,9 @@ def main() -> None:
             add([bench_prefill(name, inputs, shape, args.replays) for shape in shapes])
             add(bench_library(name, inputs, args.replays), rank=False)
             del inputs
-    add(bench_rest(args.page_size, args.replays), rank=False)
-    print("\nbest variant of each")
+    if not args.drafts:
+        add(bench_rest(args.page_size, args.replays), rank=False)
+        print("\nbest variant of each")
     show(best)
     if args.json:
         args.json.write_text(json.dumps(results, indent=1))

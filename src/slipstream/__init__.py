@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from slipstream.logits_processor import LogitsProcessor as LogitsProcessor
     from slipstream.logits_processor import MoveDirectionality as MoveDirectionality
     from slipstream.lora_request import LoRARequest as LoRARequest
+    from slipstream.nn.models.update import received_weights as received_weights
     from slipstream.params import RequestOutputKind as RequestOutputKind
     from slipstream.params import SamplingParams as SamplingParams
     from slipstream.pooling_params import PoolingParams as PoolingParams
@@ -75,6 +76,7 @@ _HOMES = {
     "StructuredOutputsParams": "slipstream.structured_params",
     "TextPrompt": "slipstream.frontend.vllm_names",
     "TokensPrompt": "slipstream.frontend.vllm_names",
+    "received_weights": "slipstream.nn.models.update",
 }
 
 __all__ = [
@@ -109,6 +111,7 @@ __all__ = [
     "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
+    "received_weights",
     "__version__",
 ]
 

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from slipstream.errors import InvalidParams
 from slipstream.frontend.async_engine import AsyncEngine
+from slipstream.frontend.control import control
 from slipstream.frontend.inputs import Prompt
 from slipstream.frontend.pooling.results import PoolingRequestOutput, as_plain
 from slipstream.frontend.results import RequestOutput
@@ -119,6 +120,24 @@ class AsyncLLM:
     async def reset_prefix_cache(self) -> bool:
         await self.engine.reset_prefix_cache()
         return True
+
+    async def sleep(self, level: int = 1, mode: Literal["abort", "keep"] = "abort") -> None:
+        """See `LLM.sleep`."""
+        if mode not in ("abort", "keep"):
+            raise InvalidParams(f"sleep takes mode abort or keep, not {mode!r:.50}", param="mode")
+        if mode == "abort":
+            await self.engine.abort_all()
+        await control(self.engine, "sleep", level=level)
+
+    async def wake_up(self, tags: list[str] | None = None) -> None:
+        await control(self.engine, "wake_up", tags=tags)
+
+    async def is_sleeping(self) -> bool:
+        return await control(self.engine, "ask")
+
+    async def update_weights(self, folder: str | None = None) -> None:
+        """Reads weights from a folder of the same architecture; None: the model's own."""
+        await control(self.engine, "update_weights", path=folder)
 
     @property
     def errored(self) -> bool:

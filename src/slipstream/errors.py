@@ -15,6 +15,7 @@
     │   └── BadTokenizer          tokenizer or chat template missing or broken
     ├── NotEnoughMemory           the machine has less memory than the configuration needs
     ├── QueueFull                 too many requests are waiting; retry later
+    ├── EngineAsleep              the engine sleeps, or has no weights; wake it up
     ├── EngineClosed              the engine was shut down
     ├── ReplicaLost               the replica that ran a request failed after it had sent output
     └── EngineDead                the engine failed; the cause is chained
@@ -94,6 +95,14 @@ class NotEnoughMemory(SlipstreamError):
 
 class QueueFull(SlipstreamError):
     """Too many requests are waiting; retry later."""
+
+    def of_prompt(self, index: int, total: int) -> SlipstreamError:
+        """Unchanged: the error is about all prompts."""
+        return self
+
+
+class EngineAsleep(SlipstreamError):
+    """The engine sleeps, or its weights were dropped and not loaded again."""
 
     def of_prompt(self, index: int, total: int) -> SlipstreamError:
         """Unchanged: the error is about all prompts."""

@@ -7,9 +7,9 @@ may still read it while the next one is planned.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -124,27 +124,6 @@ class AdapterPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class StepSizes:
-    """Sizes of a step, which engines that share experts exchange: of one engine, or the largest of all."""
-
-    tokens: int  # at least 1: an engine without a request computes one padding token
-    last_tokens: int  # tokens in layers that compute only the last token of each row
-    is_single: bool  # every row has one token
-    only_last: bool  # only the last token of each row is read, so `last_tokens` is the number of rows
-    can_replay: bool  # a CUDA graph of this size exists or can be captured
-
-    def joined(self, other: StepSizes) -> StepSizes:
-        """The sizes that a step of both engines needs."""
-        return StepSizes(
-            max(self.tokens, other.tokens),
-            max(self.last_tokens, other.last_tokens),
-            self.is_single and other.is_single,
-            self.only_last and other.only_last,
-            self.can_replay and other.can_replay,
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class StepPlan:
     """The work of one step, in this order: releases, admissions, page updates, page copies, restores of states, the
     forward, the heads."""
@@ -181,7 +160,6 @@ class StepPlan:
     num_proposed: int = 0  # drafts that the device proposes for each row after its draw; 0: none
     reports_drafts: bool = False  # the result has the proposed drafts: the host makes masks along them
     adapters: AdapterPlan | None = None  # None: no row has an adapter, and none is loaded
-    joint_sizes: StepSizes | None = None  # of all engines that share experts; None: the engine computes alone
 
     @property
     def all_admitted(self) -> tuple[Admission | PoolAdmission, ...]:
@@ -200,7 +178,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class LateBias:
-    """Biases to add to some logits of some rows. Unused entries of a line are token 0 with the value 0."""
+    """Biases to add to some logits of some rows. Unused ids of a row are token 0 with the value 0."""
 
     rows: Ints  # [biased]
     ids: Ints  # [biased, width]
@@ -219,17 +197,27 @@ class LogitsEdit:
     is_batched: bool = False
 
 
+class MaskSource(Protocol):
+    """Computes the masks of one request again."""
+
+    def masks_at(self, lengths: Sequence[int], num_words: int) -> list[Ints]:
+        """The mask [words] of the draw after each of these numbers of tokens, which ascend."""
+
+
 @dataclass(frozen=True, slots=True)
 class Late:
     """What a step's head needs and the host knows only when all older steps are committed: the tokens that rows with a
-    grammar may draw, and the edits of logits processors. The runner copies the arrays before it returns: their owner
-    reuses them."""
+    grammar may draw, and the edits of logits processors. The runner copies the arrays before it returns: the owner of
+    `bits`, `bias` and `offsets` writes them again."""
 
     rows: Ints  # [masked] rows of the plan that draw under a mask; a row with drafts has a mask for each of its draws
     bits: Ints  # [masked, words] bit t % 32 of word t // 32 is set if token t is allowed
     bias: LateBias | None = None
     edits: tuple[LogitsEdit, ...] = ()  # in the order in which they run
     offsets: Ints | None = None  # [masked] index of the draw within its row; None: no masked row has drafts
+    # [masked] how to compute each mask again: its source and the number of tokens before the draw; an entry None: all
+    # tokens are allowed. None: the masks cannot be computed again
+    sources: Sequence[tuple[MaskSource, int] | None] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -159,7 +159,7 @@ def test_as_many_params_as_prompts(llm):
 def test_one_bad_prompt_among_good_ones_runs_none(llm):
     with pytest.raises(InvalidPrompt, match="prompt 2 of 2: token id 99999"):
         llm.generate([[1], [99999]])
-    assert not llm.core.has_work()
+    assert not llm.core.has_requests()
 
 
 def test_unknown_option_names_a_near_one(folder):
@@ -171,7 +171,7 @@ def test_unknown_option_names_a_near_one(folder):
     ("option", "says"),
     [
         (dict(tensor_parallel_size=3), "give a number that divides it"),
-        (dict(quantization="awq"), "gguf"),
+        (dict(quantization="awq"), "only fp8 quantises at load"),
         (dict(kv_cache_dtype="fp8"), "auto"),
         (dict(max_logprobs="all"), "max_logprobs"),
         (dict(dtype="int3"), "bfloat16"),

@@ -18,7 +18,7 @@ DEPTHS = pytest.mark.parametrize("depth", [0, 1, 2])
 
 def run(core):
     outputs = []
-    while core.has_work():
+    while core.has_requests():
         outputs += core.step()
         core.scheduler.check()
     return outputs
@@ -96,7 +96,7 @@ def test_a_query_that_is_taken_back_with_its_documents_leaves_no_trace():
         InvalidPrompt, match="^the prompt"
     ):  # the sender sorts prompts by length, so an index would mean nothing
         core.submit(query, document, bad)
-    assert not core.has_work() and not core.scheduler.keeps_query("q")
+    assert not core.has_requests() and not core.scheduler.keeps_query("q")
 
 
 @DEPTHS
@@ -179,7 +179,7 @@ def test_steps_without_outputs_of_an_aborted_request_do_not_exhaust_the_rings(de
         for _ in range(6):
             core.step()
         core.abort(Abort(name))
-        while core.has_work():
+        while core.has_requests():
             core.step()
     assert most == depth + 2  # as many as there are buffers
 

@@ -97,7 +97,7 @@ class Day:
 
     def step(self, times: int) -> None:
         for _ in range(times):
-            if self.process.lanes.has_work():
+            if self.process.lanes.has_requests():
                 self.process._deliver(self.process.lanes.step())
                 self.process.lanes.check()
 
@@ -107,7 +107,7 @@ class Day:
 
     def check(self) -> None:
         """After all is done."""
-        assert not self.process._owners and not self.process.lanes.has_work()
+        assert not self.process._owners and not self.process.lanes.has_requests()
         for core in self.process.lanes.cores.values():
             assert core.scheduler.cache.num_free == core.scheduler.cache.num_usable
         got: dict[tuple[Any, str, int], list[Output]] = defaultdict(list)

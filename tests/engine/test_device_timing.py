@@ -45,14 +45,14 @@ class Engine:
         self.clock = Clock()
         self.timer = DeviceTimer(self.clock)
 
-    def step(self, span, inside=0.001, outside=0.0, has_work=True):
+    def step(self, span, inside=0.001, outside=0.0, has_requests=True):
         self.clock.advance(outside)
         self.timer.enter()
         self.clock.advance(inside)
         cause = self.timer.launched()
         self.timer.follow(span)
         self.timer.record(span, cause)
-        self.timer.leave(has_work)
+        self.timer.leave(has_requests)
         return cause
 
 
@@ -89,25 +89,25 @@ def test_a_gap_is_assigned_to_the_core_or_its_caller_whichever_took_longer():
     assert (total.host_late, total.output) == (1, 2)
 
 
-def test_a_gap_after_there_was_nothing_to_do_counts_as_no_work():
+def test_a_gap_after_there_was_nothing_to_do_counts_as_no_requests():
     engine = Engine()
-    assert engine.step(Span(0, 2), has_work=False) == "no_work"
-    assert engine.step(Span(100, 101), outside=98) == "no_work"
+    assert engine.step(Span(0, 2), has_requests=False) == "no_requests"
+    assert engine.step(Span(100, 101), outside=98) == "no_requests"
     assert engine.step(Span(102, 103), inside=0.5) == "host_late"
     total = engine.timer.total
-    assert (total.no_work, total.host_late) == (98, 1)
+    assert (total.no_requests, total.host_late) == (98, 1)
     assert total.busy_share == 4 / 5  # of the time with work
 
 
 def test_a_device_that_is_still_at_work_had_no_rest():
     engine = Engine()
-    engine.step(Span(0, 2, ended=False), has_work=False)
+    engine.step(Span(0, 2, ended=False), has_requests=False)
     assert engine.step(Span(2.25, 3), outside=1) == "turnaround"
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize("how", ["ended", "aborted"])
-def test_without_open_requests_idle_time_is_no_work_even_with_steps_in_flight(depth, how):
+def test_without_open_requests_idle_time_is_no_requests_even_with_steps_in_flight(depth, how):
     core = scripted_core(depth)
     causes, launched = [], core.timer.launched
     core.timer.launched = lambda: causes.append(launched()) or causes[-1]
@@ -122,7 +122,7 @@ def test_without_open_requests_idle_time_is_no_work_even_with_steps_in_flight(de
     num = len(causes)
     core.submit(submit("b", [1], max_tokens=2))
     core.step()
-    assert causes[num:] == ["no_work"] and "no_work" not in causes[1:num]
+    assert causes[num:] == ["no_requests"] and "no_requests" not in causes[1:num]
 
 
 @pytest.mark.parametrize("depth", [0, 1])
@@ -134,7 +134,7 @@ def test_a_call_that_has_more_prompts_is_work(depth, tmp_path):
         for _ in range(2):
             llm.embed([[5, 6, 7 + i] for i in range(20)], use_tqdm=False)
     assert len(causes) >= 10
-    assert [place for place, cause in enumerate(causes) if cause == "no_work"] == [0, len(causes) // 2]
+    assert [place for place, cause in enumerate(causes) if cause == "no_requests"] == [0, len(causes) // 2]
 
 
 def test_waiting_for_the_device_is_not_the_hosts_time():
@@ -171,9 +171,9 @@ def test_nothing_to_do_for_one_of_several_is_no_rest_for_the_device():
     second.clock = first.clock
     second.timer.timeline = first.timer.timeline
     first.step(Span(0, 1))
-    second.step(Span(1, 2), has_work=False)
-    assert first.step(Span(3, 4), inside=0.5, has_work=False) == "host_late"
-    assert second.step(Span(9, 10), has_work=False) == "no_work"
+    second.step(Span(1, 2), has_requests=False)
+    assert first.step(Span(3, 4), inside=0.5, has_requests=False) == "host_late"
+    assert second.step(Span(9, 10), has_requests=False) == "no_requests"
 
 
 def test_a_step_without_events_is_skipped():

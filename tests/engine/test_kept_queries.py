@@ -186,7 +186,7 @@ def test_a_core_forgets_the_queries_of_a_front_end_that_has_gone(folder):
         one, other = object(), object()
         process._handle(one, Submit("a", [1, 2], QUERY, 0.0))
         process._handle(other, Submit("b", [1, 2], QUERY.with_changes(query_key="p"), 0.0))
-        while process.lanes.has_work():
+        while process.lanes.has_requests():
             process._deliver(process.lanes.step())
         queries = bench.core.scheduler._queries
         assert len(queries) == 2
@@ -194,7 +194,7 @@ def test_a_core_forgets_the_queries_of_a_front_end_that_has_gone(folder):
         assert len(queries) == 1
         process._handle(other, Submit("c", [3], DOCUMENT.with_changes(query_key="p"), 0.0))
         process._handle(other, Submit("d", [3], DOCUMENT.with_changes(query_key="p"), 0.0))
-        while process.lanes.has_work():
+        while process.lanes.has_requests():
             process._deliver(process.lanes.step())
         assert not queries
         process._pulse(False)

@@ -35,7 +35,7 @@ class FakeCore:
         self.aborted.append(message.request_id)
         return 1
 
-    def has_work(self) -> bool:
+    def has_requests(self) -> bool:
         return self.work > 0
 
     def step(self) -> list:
@@ -106,8 +106,8 @@ def test_a_step_of_prompts_is_short_while_others_read_along():
         )
     )  # fmt: skip
     lanes, seen = Lanes({"chat": chat, "embed": embed}), []
-    while lanes.has_work():
-        before, readers_wait = embed.num_steps, chat.has_work()
+    while lanes.has_requests():
+        before, readers_wait = embed.num_steps, chat.has_requests()
         lanes.step()
         if embed.num_steps > before:
             seen.append((readers_wait, embed.scheduler.max_num_tokens))

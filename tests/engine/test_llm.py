@@ -150,7 +150,7 @@ def test_a_bad_prompt_is_named_by_its_index_before_any_prompt_runs(llm, bad):
     num_steps = llm.core.num_steps
     with pytest.raises(InvalidPrompt, match="prompt 3 of 4: "):
         llm.generate(["Hello", [1], bad, "world"], FOUR)
-    assert llm.core.num_steps == num_steps and not llm.core.has_work()
+    assert llm.core.num_steps == num_steps and not llm.core.has_requests()
 
 
 def test_result_fields(llm):
@@ -186,7 +186,7 @@ def test_streamed_text_only_grows_and_ends_as_the_whole(llm):
 def test_leaving_a_stream_early_frees_its_row(llm):
     for _ in llm.stream("abc", SamplingParams(max_tokens=40, ignore_eos=True)):
         break
-    while llm.core.has_work():
+    while llm.core.has_requests():
         llm.core.step()
     assert llm.core.scheduler.num_running == 0
     llm.core.scheduler.cache.check()
@@ -373,7 +373,7 @@ def test_more_prompts_than_may_wait(folder):
             llm.generate([[1], [2]], [FOUR, many])
         with pytest.raises(InvalidParams, match="raise max_waiting"):
             next(llm.stream([1], many))
-        assert core.num_steps == steps and not core.has_work()  # before anything runs
+        assert core.num_steps == steps and not core.has_requests()  # before anything runs
         (result,) = llm.generate([1], SamplingParams(n=3, max_tokens=2))
         assert len(result.outputs) == 3
 
@@ -434,7 +434,7 @@ def test_a_call_inside_a_stream_waits_for_its_own_prompts_alone(llm):
         if len(lengths) == 1:
             assert len(llm.generate("xyz", FOUR)[0].outputs[0].token_ids) == 4
     assert lengths[0] == 1 and lengths[1] < 10 and lengths[-1] == 20
-    assert not llm.core.has_work()
+    assert not llm.core.has_requests()
 
 
 def test_a_stream_of_a_closed_engine_says_so(folder):

@@ -149,7 +149,7 @@ def test_a_bad_adapter_fails_its_own_requests_only(model, adapters, wanted, tmp_
         for index, lora in enumerate((adapters[0], bad, None)):
             core.submit(Submit(str(index), PROMPTS[index], GREEDY, 0.0, lora=lora))
         outputs = []
-        while core.has_work():
+        while core.has_requests():
             outputs += core.step()
             core.scheduler.check()
         tokens = {name: [t for out in outputs if out.request_id == name for t in out.token_ids] for name in "012"}

@@ -99,7 +99,7 @@ class Day:
                 self.submit()
             if rng.random() < 0.15:
                 self.abort()
-            if bench.core.has_work():
+            if bench.core.has_requests():
                 bench.step()
             if step % 5 == 0:
                 bench.core.scheduler.check()

@@ -271,7 +271,7 @@ def test_late_interaction_is_the_sum_of_the_nearest(folders, monkeypatch):
         llm.core.scheduler._queries._max_num_tokens = len(matrices[1]) - 1
         with pytest.raises(RequestTooLarge, match="can be kept for documents; shorten it"):  # however long it waited
             llm.score(TEXTS[:2], TEXTS[2:4])
-        assert not llm.core.scheduler._queries and not llm.core.has_work()  # the query is not kept for ever
+        assert not llm.core.scheduler._queries and not llm.core.has_requests()  # the query is not kept for ever
 
 
 # What cannot be
@@ -297,7 +297,7 @@ def test_bad_input_does_not_affect_other_prompts(embedder):
             embedder.embed(prompts)
     with pytest.raises(InvalidParams, match="dimensions is 21"):
         embedder.embed("a", PoolingParams(dimensions=21))
-    assert not embedder.core.has_work() and embedder.embed("a")[0].outputs.data.shape == (20,)
+    assert not embedder.core.has_requests() and embedder.embed("a")[0].outputs.data.shape == (20,)
 
 
 def test_a_text_is_cut_as_the_folder_says_and_tokens_never_are(embedder):

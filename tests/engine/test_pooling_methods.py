@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slipstream import LLM, PoolingParams
-from slipstream.config.torch_names import ELEMENTWISE, HALVING, OF_LINES
+from slipstream.config.torch_names import ELEMENTWISE, HALVING, OVER_LAST_DIM
 from slipstream.errors import InvalidParams
 from tiny import write_tiny
 from tiny_encoder import scatter, write_tiny_encoder
@@ -138,7 +138,7 @@ def dense(size, out=12, activation="Tanh", **how):
 
 
 @pytest.mark.filterwarnings("ignore:Implicit dimension choice")
-@pytest.mark.parametrize("activation", sorted({*ELEMENTWISE, *OF_LINES, HALVING}))
+@pytest.mark.parametrize("activation", sorted({*ELEMENTWISE, *OVER_LAST_DIM, HALVING}))
 def test_projections_with_every_activation_of_torch(tmp_path, encoder, activation):
     theirs = save(tmp_path, encoder, "mean", lambda size: dense(size, activation=activation))
     near(vectors(tmp_path, TEXTS[:3]), theirs.encode(TEXTS[:3]))

@@ -59,7 +59,7 @@ def launch_all_then_copy(model, params):
     with PoolBench(**model, depth=DEPTH, device=device) as bench:
         ids = [bench.submit(prompt, params) for prompt in PROMPTS]
         core = bench.core
-        while core.has_work():
+        while core.has_requests():
             while len(core.in_flight) <= DEPTH and (plan := core.scheduler.plan()) is not None:
                 core._launch(plan)
             device.compute.record().wait()  # all are computed, and nothing has left

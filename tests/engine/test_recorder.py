@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from letter_tokenizer import make_constraints
 from scripted_engine import scripted_core, submit
 from slipstream import LLM, SamplingParams
 from slipstream.config.record_config import RecordConfig
@@ -21,6 +22,7 @@ from slipstream.engine.recorder import Recorder
 from slipstream.engine.replay import replay
 from slipstream.errors import EngineDead, InvalidOption, UserError
 from slipstream.runner.assemble import build_runner
+from slipstream.structured_params import StructuredOutputsParams as Shape
 from small_model import write_small
 
 OPTIONS: dict[str, Any] = dict(
@@ -38,7 +40,7 @@ def recorded(core: EngineCore, num_steps: int = 1000, **more: int) -> Recorder:
 
 
 def run(core: EngineCore) -> None:
-    while core.has_work():
+    while core.has_requests():
         core.step()
 
 
@@ -219,3 +221,33 @@ def test_what_is_not_a_recording_is_refused(small):
 def test_without_steps_there_is_no_recorder(small):
     with LLM(small, record_steps=0, **OPTIONS) as llm:
         assert llm.core.recorder is None
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_masks_of_grammars_are_not_copied_and_are_in_the_recording(depth):
+    constraints = make_constraints()
+    core = scripted_core(depth, num_pages=14, max_num_seqs=4, max_num_batched_tokens=16, constraints=constraints)
+    recorder, sent = recorded(core), {}
+    finish = core.executor.finish
+
+    def watched(late=None):
+        if late is not None:
+            sent[recorder._ring[-1].plan.step] = late.rows.copy(), late.bits.copy()
+        return finish(late)
+
+    core.executor.finish = watched
+    shapes = [Shape(choice=["yes", "not known"]), *[Shape(regex="[a-z]{30}")] * 3]
+    for number, shape in enumerate(shapes):
+        core.submit(submit(f"r{number}", [number] * 3, max_tokens=25, structured_outputs=shape))
+    run(core)
+    assert core.scheduler.num_preemptions > 0, "the test is meant to preempt"
+    assert all(step.late is None or not step.late.bits.size for step in recorder._ring)
+    steps = {step.plan.step: step.late for step in recorder.take().steps if step.late is not None}
+    assert steps.keys() == sent.keys() and len(sent) > 10
+    for number, (rows, bits) in sent.items():
+        assert np.array_equal(steps[number].rows, rows) and np.array_equal(steps[number].bits, bits)
+    # masks count when the recording is taken, and rows of steps that are left out are from before
+    recorder._max_bytes = recorder._num_bytes + 4 * bits.shape[1]
+    short = recorder.take()
+    assert 1 < len(short.steps) < len(recorder._ring) and replay(short).fault is None
+    constraints.close()

@@ -103,7 +103,12 @@ def change(folder: Path, **facts: Any) -> Path:
         ("deepseek_v2", {"norm_topk_prob": True}, UnsupportedModel, "norm_topk_prob True"),
         ("deepseek_v3", {"scoring_func": "softmax"}, UnsupportedModel, "scoring_func softmax"),
         ("deepseek_v3", {"moe_layer_freq": 2}, UnsupportedModel, "moe_layer_freq 2"),
-        ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, UnsupportedModel, "quantised by fp8"),
+        (
+            "deepseek_v3",
+            {"quantization_config": {"quant_method": "fp8"}},
+            BadCheckpoint,
+            "no tensor named weight_scale",
+        ),
         ("deepseek_v3", {"architectures": ["DeepseekV32ForCausalLM"]}, UnsupportedModel, "DeepseekV32.* is not an"),
         ("gemma4", {"architectures": ["Gemma4AssistantForCausalLM"]}, UnsupportedModel, "Gemma4Assistant.* is not an"),
     ],

@@ -18,7 +18,7 @@ from small_model import write_small
 
 
 def run(core):
-    while core.has_work():
+    while core.has_requests():
         core.step()
 
 
@@ -44,7 +44,7 @@ def test_device_times_follow_the_devices_clock_and_the_launch():
     lane = LaneLog(log, 0, core, clock=lambda: now[0])
     core.submit(submit("a", [1, 2], max_tokens=4))
     for seconds, ends in (
-        (0.5625, (0.5, 0.0, 0.0, "no_work")),
+        (0.5625, (0.5, 0.0, 0.0, "no_requests")),
         (1.0, (0.25, 0.125, 0.0, "turnaround")),
         (7.0, (0.25, 5.0, 0.5, "host_late")),
         (0.5, (0.25, 9.0, 0.0, "host_late")),
@@ -109,7 +109,7 @@ def test_a_trace_of_an_llm_has_host_and_device_lanes_and_gaps(tmp_path, depth):
     busy = sum(span["dur"] for span in device) / 1e6
     assert busy == pytest.approx(total.busy, rel=0.01)
     idle = sum(event["args"]["seconds"] for event in spans["device idle"])
-    assert idle == pytest.approx(total.idle + total.no_work, rel=0.01)
+    assert idle == pytest.approx(total.idle + total.no_requests, rel=0.01)
 
 
 def test_a_trace_without_steps_is_valid():

@@ -141,14 +141,14 @@ def test_a_prompt_that_can_never_run_is_refused_before_any_runs():
     messages = [submit("a", [1] * 8), submit("b", [1] * 40, max_tokens=20)]
     with pytest.raises(RequestTooLarge):
         world.run(messages, late=world.may_be_late(messages))
-    assert not world.plans and not world.core.has_work()
+    assert not world.plans and not world.core.has_requests()
 
 
 def test_more_samples_than_the_queue_holds_are_refused():
     world = World(max_waiting=5)
     with pytest.raises(QueueFull):
         world.run([*mixed(9), submit("z", [1], n=9)])
-    assert world.core.step() == [] and not world.core.has_work()  # the engine is well
+    assert world.core.step() == [] and not world.core.has_requests()  # the engine is well
     world.core.scheduler.check()
 
 

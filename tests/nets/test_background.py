@@ -25,11 +25,11 @@ def start_as_in_the_background() -> None:
 def test_tests_that_interrupt_themselves_set_the_handler():
     """Those that are run here; that all of them ask for it is the next test."""
     environment = {name: value for name, value in os.environ.items() if name != "HOME" and "PYTEST" not in name}
-    options = ["-x", "-p", "no:xdist", "-p", "no:cacheprovider", "-k", "interrupt"]
+    options = ["-x", "-p", "no:cacheprovider", "-k", "interrupt"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, *(str(TESTS / file) for file in FILES)],
         cwd=TESTS.parent,
-        env=environment | {"LC_ALL": "C"},
+        env=environment | {"LC_ALL": "C", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         capture_output=True,
         encoding="utf-8",
         preexec_fn=start_as_in_the_background,

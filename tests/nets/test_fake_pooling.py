@@ -64,7 +64,7 @@ def drive(tmp_path, family, options, params, break_runner=None) -> int:
                     StepResult(result.tokens * 0 + 5, result.failed & False, result.logprobs, None, result.pooled)
                 )
                 steps += 1
-        assert not core.scheduler.has_work()
+        assert not core.scheduler.has_requests()
         return steps
 
 
@@ -77,7 +77,7 @@ def test_no_step_looks_at_a_value(tmp_path, name):
 def test_a_planted_look_at_a_value_is_caught(tmp_path):
     def plant(runner):
         keep = runner.heads[-1].queries.keep
-        runner.heads[-1].queries.keep = lambda lines, *rest: (bool(lines.sum() > 0), keep(lines, *rest))
+        runner.heads[-1].queries.keep = lambda vectors, *rest: (bool(vectors.sum() > 0), keep(vectors, *rest))
 
     with pytest.raises(DataDependentOutputException):
         drive(tmp_path, "llama", {}, LATE, plant)

@@ -108,7 +108,7 @@ def drive(folder, params, *, num_pages=64, break_model=None, device=None, drafts
                     else StepResult(result.tokens, result.failed, None, result.prompt_logprobs)
                 )
                 steps += 1
-        assert not core.scheduler.has_work()
+        assert not core.scheduler.has_requests()
         # an exception on the way to a processor ends its request only
         assert not [sample.processors.error for sample in submitted if sample.processors and sample.processors.error]
         return steps

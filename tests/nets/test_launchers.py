@@ -137,13 +137,14 @@ def adapters() -> dict[str, Callable[[], Any]]:
     weights = LoraWeights(half(2, 4, 16), half(2, 24, 4), ((0, 24, 0),), torch.tensor([[0, 24, 0]], dtype=torch.int32))
     tiles = LoraTiles(ints(3).int(), torch.zeros(1, 3, dtype=torch.int32), 16)
     return {
-        "add_lora": lambda: get("lora.triton.add_lora")(half(3, 24), half(3, 16), weights, tiles),
+        "shrink_lora": lambda: get("lora.triton.shrink_lora")(half(3, 16), weights, tiles),
+        "expand_lora": lambda: get("lora.triton.expand_lora")(half(3, 24), half(3, 4), weights, tiles),
         "add_lora_embedding": lambda: get("lora.triton.add_lora_embedding")(half(3, 24), ints(3), weights, tiles, 1.0),
     }
 
 
 def sampling() -> dict[str, Callable[[], Any]]:
-    logits, keys, lines = half(ROWS, VOCAB), ints(ROWS), torch.tensor([0, -1, 1])
+    logits, keys, entries = half(ROWS, VOCAB), ints(ROWS), torch.tensor([0, -1, 1])
     limits = torch.tensor([[-1.0, 5.0, 0.9]]).repeat(ROWS, 1)
     warm, random = torch.rand(ROWS), torch.tensor([True, False, True])
     counts, seen, _, values, _ = penalty()
@@ -155,10 +156,10 @@ def sampling() -> dict[str, Callable[[], Any]]:
         "draw after drafts": lambda: get(at + "choose.draw")(logits, keys, random, warm, limits, after),
         "draw plain": lambda: get(at + "choose.draw")(logits, keys),
         "find_floor": lambda: get(at + "floor.find_floor")(logits, limits, (), warm, penalty()),
-        "penalize_": lambda: get(at + "edit.penalize_")(logits, None, counts, seen, lines, values),
-        "count_": lambda: get(at + "edit.count_")(counts, seen, lines, keys),
-        "add_lines_": lambda: get(at + "edit.add_lines_")(logits, torch.rand(2, VOCAB), lines),
-        "mask_bits_": lambda: get(at + "edit.mask_bits_")(logits, ints(2, VOCAB // 32 + 1).int(), lines),
+        "penalize_": lambda: get(at + "edit.penalize_")(logits, None, counts, seen, entries, values),
+        "count_": lambda: get(at + "edit.count_")(counts, seen, entries, keys),
+        "add_entries_": lambda: get(at + "edit.add_entries_")(logits, torch.rand(2, VOCAB), entries),
+        "mask_bits_": lambda: get(at + "edit.mask_bits_")(logits, ints(2, VOCAB // 32 + 1).int(), entries),
         "forbid_": lambda: get(at + "edit.forbid_")(logits, None, ints(ROWS, 2), random),
         "forbid_matched_": lambda: get(at + "edit.forbid_matched_")(logits, keys, ints(ROWS, 2), ints(ROWS, 2) > 1),
         "drop_below_": lambda: get(at + "edit.drop_below_")(logits, warm),

@@ -42,9 +42,9 @@ def of(kind, names):
 
 def sample():
     x = of(FLOAT, "logits temperature floor tops limits peaks stats values total chosen top")
-    x |= of(LONG, "keys tokens index lines earlier picks rank top_ids row_keys positions ids")
+    x |= of(LONG, "keys tokens index entries earlier picks rank top_ids row_keys positions ids")
     x |= of(INT, "chunk_ids listed counts") | of(BYTE, "random failed seen where")
-    plain = dict.fromkeys(["counts", "seen", "lines", "values", "earlier"])
+    plain = dict.fromkeys(["counts", "seen", "entries", "values", "earlier"])
     plain["EARLIER"] = 0
     build(SAMPLE + "choose", "_chunk_kernel", x | {"logits": HALF}, CHUNK=1024, PART=256, SPAN=128, EARLIER=4)
     build(SAMPLE + "choose", "_chunk_kernel", x | {"logits": HALF}, CHUNK=1024, PART=256, SPAN=128, keys=None, **plain)
@@ -56,7 +56,7 @@ def sample():
     build(SAMPLE + "edit", "_forbid_kernel", x, BLOCK=64, index=None)
     build(SAMPLE + "edit", "_count_kernel", x, BLOCK=128)
     build(SAMPLE + "edit", "_add_kernel", x | {"table": FLOAT}, BLOCK=256)
-    build(SAMPLE + "edit", "_mask_bits_kernel", x | of(INT, "bits lines"), BLOCK=256)
+    build(SAMPLE + "edit", "_mask_bits_kernel", x | of(INT, "bits entries"), BLOCK=256)
     build(SAMPLE + "edit", "_forbid_kernel", x, BLOCK=64)
     build(SAMPLE + "edit", "_drop_kernel", x, BLOCK=256)
     spans = dict(ALL_SPANS=64, ALL_CHUNKS=8, SPAN=128, TILE=2)
@@ -120,9 +120,33 @@ def products():
     build(linear + "skinny_mma", "_skinny_mma_kernel", x, **some, **whole)
     split = dict(GATE=0, SPLITS=3, WHOLE=False, BLOCK_OUT=32, BLOCK_IN=256)
     build(linear + "skinny_mma", "_skinny_mma_kernel", x, **split, **some)
+    quantized()
     heads = of(HALF, "x value weight rotary out keys values") | {"slots": LONG}
     shape = dict(TURNED=24, KV_HEADS=8, PAGE=16, DIM=80, ROTARY=64, BLOCK_T=2, BLOCK_HALF=32, BLOCK_REST=16)
     build("slipstream.ops.rope.triton", "_turn_kernel", heads, BLOCK_H=4, DEPENDENT=True, **shape)
+
+
+def quantized():
+    ops = "slipstream.ops.quantized.triton."
+    x = of(HALF, "x bias out") | of(FLOAT, "scale offset partials scales given") | {"arrived": INT}
+    fp8 = x | {"values": "*fp8e4nv"}
+    rows = dict(BYTES=4096, GROUP=4096, GROUPS=1, HALF=0, ZERO=0, SCALED=False, offset=None)
+    blocks = rows | dict(GROUP=128, GROUPS=32, SCALED=True)
+    small = dict(BYTES=2048, GROUP=128, GROUPS=32, HALF=64, ZERO=0, SCALED=True)
+    one = dict(ROWS=1, PADDED=1, GATE=1, BLOCK_OUT=2, SEGMENTS=16, SEGMENT=128, DEPENDENT=True, bias=None)
+    build(ops + "gemv", "_gemv_kernel", fp8, **one, **rows)
+    build(ops + "gemv", "_gemv_kernel", fp8, **one, **blocks)
+    build(ops + "gemv", "_gemv_kernel", x | {"values": BYTE}, **one | dict(ROWS=2, PADDED=2, SEGMENT=64), **small)
+    some = dict(GATE=1, SPLITS=2, ROWS=16, OUTPUTS=64, STEP=128, EVEN=True, DEPENDENT=True, bias=None)
+    build(ops + "gemm", "_gemm_kernel", fp8, **some, **rows)
+    many = dict(GATE=0, SPLITS=1, ROWS=128, OUTPUTS=128, STEP=64, EVEN=True, DEPENDENT=False)
+    many |= dict(partials=None, arrived=None)
+    build(ops + "gemm", "_gemm_kernel", fp8, **many, **blocks)
+    build(ops + "gemm", "_gemm_kernel", x | {"values": BYTE}, **some | dict(STEP=64), **small)
+    sixteens = rows | dict(GROUP=16, GROUPS=256, SCALED=True)
+    build(ops + "gemm", "_gemm_kernel", x | {"values": "*i8"}, **many, **sixteens)
+    build(ops + "quantize", "_quantize_kernel", x | {"out": "*fp8e4nv"}, SIZE=3000, BLOCK=4096, DEPENDENT=True)
+    build(ops + "quantize", "_quantize_kernel", x | {"out": "*fp8e4nv"}, SIZE=64, BLOCK=64, DEPENDENT=True, given=None)
 
 
 def experts():
@@ -152,8 +176,9 @@ def experts():
     build(moe + "gemm", "_grouped_kernel", x | {"bias": HALF}, EVEN=True, **out, **tile)
 
     lora = "slipstream.ops.lora.triton"
-    x = of(HALF, "x a b out") | of(FLOAT, "inner") | of(INT, "order tiles blocks") | {"ids": LONG, "scale": "fp32"}
-    build(lora, "_shrink_kernel", x, TOKENS=16, COLUMNS=16, INPUTS=128, DEPENDENT=True)
+    x = of(HALF, "x a b out inner") | {"sums": FLOAT, "ids": LONG, "scale": "fp32"}
+    x |= of(INT, "order tiles blocks arrived")
+    build(lora, "_shrink_kernel", x, SPLITS=8, TOKENS=16, COLUMNS=16, INPUTS=128, DEPENDENT=True)
     build(lora, "_gather_kernel", x, TOKENS=16, RANK=16, DEPENDENT=True)
     build(lora, "_expand_kernel", x, ALL_RANKS=128, TOKENS=64, OUTPUTS=128, RANK=64, DEPENDENT=False)
 
@@ -217,22 +242,24 @@ def recurrent():
 
 def attention():
     x = of(HALF, "out query keys values sinks") | of(LONG, "table lengths host_ids") | of(FLOAT, "sums stats")
-    x |= of(INT, "work totals arrived singles shares starts") | of("fp32", "scale soft_cap")
+    x |= of(INT, "tile_records totals arrived singles shares starts") | of("fp32", "scale soft_cap")
     x |= of(INT, "singles_out shares_out tiles_out")
     shape = dict(KV_HEADS=8, GROUP=4, DIM=128, BLOCK_D=128, BLOCK_N=64, PAGE=16, WINDOW=0, SOFT_CAP=False)
     shape |= dict(REST=0, BLOCK_REST=0)
-    build(ATTENTION + "triton.decode", "_split_kernel", x, TILE=16, DEPENDENT=True, sinks=None, **shape)
-    build(ATTENTION + "triton.decode", "_split_kernel", x, TILE=16, DEPENDENT=True, **shape | dict(WINDOW=128))
+    single = dict(TILE=16, QUERIES=1, DEPENDENT=True)
+    drafted = dict(TILE=32, QUERIES=5, DEPENDENT=True)
+    build(ATTENTION + "triton.decode", "_split_kernel", x, sinks=None, **shape, **drafted)
+    build(ATTENTION + "triton.decode", "_split_kernel", x, **shape | dict(WINDOW=128), **single)
     capped = shape | dict(WINDOW=100, SOFT_CAP=True, sinks=None)
     build(ATTENTION + "triton.varlen", "_tile_kernel", x, TILE=128, **capped)
     build(ATTENTION + "triton.varlen", "_tile_kernel", x, TILE=128, **shape)
     latent = shape | dict(GROUP=16, DIM=512, BLOCK_D=512, REST=64, BLOCK_REST=64, BLOCK_N=32, sinks=None)
-    build(ATTENTION + "triton.decode", "_split_kernel", x, TILE=16, DEPENDENT=True, **latent)
+    build(ATTENTION + "triton.decode", "_split_kernel", x, **latent, **single)
     build(ATTENTION + "triton.varlen", "_tile_kernel", x, TILE=64, **latent)
     shape = dict(KV_HEADS=8, GROUP=4, PAGE=16, WINDOW=0)
     cuts = dict(TILE=128, MIN_SPLIT=256, MAX_SPLITS=32, TOGETHER=8192, CUT_SINGLES=True, BLOCK=256)
-    build(ATTENTION + "tile_list", "_list_tiles_kernel", x, HAS_STARTS=True, host_ids=None, **shape, **cuts)
-    build(ATTENTION + "tile_list", "_list_tiles_kernel", x, HAS_STARTS=False, starts=None, **shape, **cuts)
+    build(ATTENTION + "tile_list", "_list_tiles_kernel", x, HAS_STARTS=True, host_ids=None, QUERIES=1, **shape, **cuts)
+    build(ATTENTION + "tile_list", "_list_tiles_kernel", x, HAS_STARTS=False, starts=None, QUERIES=5, **shape, **cuts)
 
 
 def encoders():
@@ -264,7 +291,7 @@ def hopper():
             for box in ([rows, constants["DIM"]] for rows in boxes)
         )
         x = of(HALF, "out query") | of(copy, "keys values") | {"table": LONG, "scale": "fp32", "queries": copy_queries}
-        x |= of(INT, "work totals arrived singles shares") | of(FLOAT, "sums stats")
+        x |= of(INT, "tile_records totals arrived singles shares") | of(FLOAT, "sums stats")
         constants |= {"KV_HEADS": 2, "BLOCK_N": block_keys}
         signature = {arg: "constexpr" if arg in constants else x.get(arg, "i32") for arg in kernel.arg_names}
         attributes = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind[0] == "*"}
@@ -311,8 +338,8 @@ def hopper():
     build_product(64, 64, 0, 3, PARTS=0, squares=None, bias=None)
     build_product(128, 128, 2, 1, PARTS=0, squares=None, bias=None, **added, **whole)
     single = dict(PAGE=16, DEPENDENT=True)
-    build("triton.hopper_decode", "_split_kernel", 64, 128, GROUP=3, DIM=128, STAGES=3, **single)
-    build("triton.hopper_decode", "_split_kernel", 128, 168, GROUP=3, DIM=64, STAGES=6, **single)
+    build("triton.hopper_decode", "_split_kernel", 64, 128, GROUP=3, DIM=128, QUERIES=5, STAGES=3, **single)
+    build("triton.hopper_decode", "_split_kernel", 128, 168, GROUP=3, DIM=64, QUERIES=1, STAGES=6, **single)
     build("triton.hopper_varlen", "_tile_kernel", 128, 168, GROUP=4, DIM=64, PAGE=64, TILE=128, STAGES=2)
     tile = dict(GROUP=3, DIM=128, PAGE=16, TILE=128, STAGES=2, queries=None)
     build("triton.hopper_varlen", "_tile_kernel", 128, 168, **tile)

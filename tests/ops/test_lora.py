@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slipstream.ops.lora import LoraTiles, LoraWeights, reference
-from slipstream.ops.lora.tiles import make_blocks, make_tiles, num_tiles, tile_size
+from slipstream.ops.lora.tiles import make_blocks, make_tiles, num_counters, num_tiles, tile_size
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -38,6 +38,12 @@ def tiles_of(slots, counts, device, num_tokens=None, num_slots=4):
     num_tokens = int(counts.sum()) if num_tokens is None else num_tokens
     order, tiles = make_tiles(slots, counts, num_tokens, num_slots)
     return LoraTiles(torch.from_numpy(order).to(device), torch.from_numpy(tiles).to(device), tile_size(num_tokens))
+
+
+def weights_of(a, b, runs, device):
+    blocks = torch.from_numpy(make_blocks(runs)).to(device)
+    arrived = torch.zeros(num_counters(a.shape[1], len(a)), dtype=torch.int32, device=device)
+    return LoraWeights(a.to(device), b.to(device), runs, blocks, arrived)
 
 
 STEPS = [
@@ -80,9 +86,11 @@ def test_products_are_the_definition(name, slots, counts, rank, num_matrices):
             for first, end, matrix in runs:
                 inner = a[slot, matrix * rank : (matrix + 1) * rank].double() @ x[token].double()
                 expected[token, first:end] += b[slot, first:end].double() @ inner
-    weights = LoraWeights(a.to(device), b.to(device), runs, torch.from_numpy(make_blocks(runs)).to(device))
-    found = version(name).add_lora(out.to(device), x.to(device), weights, tiles_of(slots, counts, device))
+    weights = weights_of(a, b, runs, device)
+    tiles, ops = tiles_of(slots, counts, device), version(name)
+    found = ops.expand_lora(out.to(device), ops.shrink_lora(x.to(device), weights, tiles), weights, tiles)
     torch.testing.assert_close(found.cpu().double(), expected, rtol=2e-5, atol=2e-4)
+    assert not weights.arrived.any(), "counters are 0 between launches"
 
 
 @pytest.mark.parametrize("name", ["reference", "kernel"])
@@ -97,7 +105,7 @@ def test_embeddings_are_the_definition(name):
         if slot >= 0:
             expected[token] += 0.5 * (b[slot].double() @ a[slot, ids[token]].double())
     runs = RUNS[1]
-    weights = LoraWeights(a.to(device), b.to(device), runs, torch.from_numpy(make_blocks(runs)).to(device))
+    weights = weights_of(a, b, runs, device)
     tiles = tiles_of(slots, counts, device)
     found = version(name).add_lora_embedding(out.to(device), ids.to(device), weights, tiles, 0.5)
     torch.testing.assert_close(found.cpu().double(), expected, rtol=2e-5, atol=2e-5)
@@ -118,10 +126,8 @@ def test_many_tokens_of_a_large_model_on_a_gpu():
     a = (make(8, 3 * rank, inputs) / 64).to(DEVICE, torch.bfloat16)
     b = make(8, 6144, rank).to(DEVICE, torch.bfloat16)
     on_host = LoraWeights(a.cpu().double(), b.cpu().double(), runs)
-    expected = reference.add_lora(
-        out.cpu().double(), x.cpu().double(), on_host, tiles_of(slots, counts, "cpu", num_slots=8)
-    )
-    weights = LoraWeights(a, b, runs, torch.from_numpy(make_blocks(runs)).to(DEVICE))
+    expected = add_lora(out.cpu().double(), x.cpu().double(), on_host, tiles_of(slots, counts, "cpu", num_slots=8))
+    weights = weights_of(a, b, runs, DEVICE)
     for step in (slice(0, 40), slice(0, 41)):
         rows = sum(counts[step])
         tiles = tiles_of(slots[step], counts[step], DEVICE, num_slots=8)

@@ -33,6 +33,7 @@ from slipstream.ops.paged_attention.tile_list import (  # noqa: E402
     max_splits_of_row,
     split_keys,
 )
+from slipstream.ops.paged_attention.triton.launch import hopper_serves  # noqa: E402
 from slipstream.ops.rope.triton import rope_and_write_cache  # noqa: E402
 
 # the interpreter's own use of numpy
@@ -355,6 +356,81 @@ def test_last_tokens_look_alone_and_in_the_memory_of_the_others(window, one_kern
         assert torch.equal(alone[:4], together[last.indices[:4].long()])
 
 
+def drafted(case: Case, num_host: int = 0) -> Case:
+    """The same tokens as a step with drafts: every position of a row is a row of one token. The tokens of the last
+    `num_host` rows are from the host."""
+    counts = torch.tensor(case.counts, device=DEVICE)
+    offsets = torch.cat([torch.arange(count) for count in case.counts]).to(DEVICE)
+    host_ids = -1 - offsets
+    if num_host:
+        host_ids[-num_host:] = 7
+    lengths = (case.batch.lengths - counts).clamp(min=-1).repeat_interleave(counts) + offsets + 1
+    case.batch = dataclasses.replace(
+        case.batch,
+        lengths=lengths,
+        page_tables=(case.batch.page_tables[0].repeat_interleave(counts, 0),),
+        num_tokens=np.ones(len(lengths), np.int32),
+        max_lengths=lengths.cpu().numpy().astype(np.int32) + case.slack,
+        num_single=len(lengths),
+        query_starts=None,
+        host_ids=host_ids,
+        max_queries=max(case.counts),
+    )
+    return case
+
+
+def check_drafted(case: Case, num_host: int = 0, bits: bool = False) -> None:
+    """Against float64, and against the same rows computed one by one."""
+    drafted(case, num_host).check()
+    together = case.run()
+    case.batch = dataclasses.replace(case.batch, max_queries=1)
+    close = dict(rtol=0, atol=0) if bits else dict(rtol=0, atol=TOLERANCE[case.dtype])
+    torch.testing.assert_close(together, case.run(), **close)
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"window": 100, "has_sinks": True, "kv_heads": 1},
+        {"heads": 16, "kv_heads": 1, "soft_cap": 30.0},  # two queries at a time
+    ],
+    ids=str,
+)
+def test_positions_of_a_drafted_row_are_computed_together(facts):
+    """Beside rows without drafts, padding and host tokens, and across the end of a split."""
+    check_drafted(Case([258, 0, 5, 40], [4, 1, 3, 1], slack=9, **facts), num_host=1)
+
+
+def queries_of(lengths: list[int], host_ids: list[int], max_queries: int, window: int = 0) -> list[list[int]]:
+    """First row, first partial result, length, number of queries and settled keys of each single."""
+    table = torch.ones(len(lengths), 1250, dtype=torch.int64, device=DEVICE)
+    given = torch.tensor(lengths, device=DEVICE)
+    ids = torch.tensor(host_ids, device=DEVICE)
+    tile_list = build_tile_list(
+        TileListRows(given, None, table, len(lengths), 20_000, ids, max_queries),
+        TileListHeads(4, 2, 16, 64, window),
+        TileListSplits(7),
+    )
+    records = tile_list.singles[: int(tile_list.totals[0])].tolist()
+    assert [single for share in shares_of(tile_list) for single in share] == [
+        (single, split) for single, record in enumerate(records) for split in range(record[4])
+    ]
+    splits = tile_list.num_splits // len(lengths)
+    assert all(record[5] == record[0] * splits and record[0] == record[1] for record in records)
+    return [[record[0], record[6], record[8], record[7]] for record in records]
+
+
+def test_queries_of_one_row_are_consecutive_and_cut_in_the_same_way():
+    ids = [-1, -2, -3, -1, -1, -2]
+    assert queries_of([10, 11, 12, 7, 90, 91], ids, 4) == [[0, 12, 3, 9], [3, 7, 1, 6], [4, 91, 2, 89]]
+    assert queries_of([10, 11, 12, 7, 90, 91], ids, 2)[:2] == [[0, 11, 2, 9], [2, 12, 1, 9]]
+    # longer splits from 8,193 keys on, and another first key of the window
+    assert queries_of([8191, 8192, 8193], [-1, -2, -3], 4) == [[0, 8192, 2, 8190], [2, 8193, 1, 8190]]
+    assert [each[2] for each in queries_of([383, 384, 385, 386], [-1, -2, -3, -4], 8, window=257)] == [2, 2]
+    # a host token may complete a page that others read
+    assert [each[3] for each in queries_of([10, 11, 7], [-1, -2, 5], 4)] == [0, 0]
+
+
 @pytest.mark.parametrize("num_split_programs", [1, 7, 500])
 def test_work_covers_every_key_and_query_once(num_split_programs):
     lengths, counts = [1, 256, 257, 20_000, 700], [1, 1, 1, 1, 300]
@@ -534,19 +610,51 @@ def test_sinks_at_the_size_of_gpt_oss(window):
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("heads", [(32, 8), (16, 8), (8, 8), (28, 4), (24, 1)])
+@pytest.mark.parametrize("rows", [1, 2, 40])  # few rows, and more
+def test_drafted_rows_are_bit_equal_to_rows_of_one_token_at_real_size(heads, rows):
+    counts = [1 + (4 + row) % 5 for row in range(rows)]
+    lengths = [max(length, 8) for length in ragged(rows, 9000)]
+    for dim, dtype in ((128, torch.bfloat16), (64, torch.float16)):
+        case = Case(lengths, counts, *heads, dim=dim, dtype=dtype, slack=100)
+        check_drafted(case, bits=hopper_serves(DEVICE, dtype, dim, 16))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("facts", [{"window": 300}, {"soft_cap": 30.0}, {"has_sinks": True, "window": 128}], ids=str)
+def test_drafted_rows_of_the_portable_kernel_at_real_size(facts):
+    counts = [1 + row % 5 for row in range(30)]
+    lengths = [max(length, 8) for length in ragged(30, 5000)]
+    check_drafted(Case(lengths, counts, 32, 8, 128, dtype=torch.bfloat16, **facts))
+
+
+@pytest.mark.cuda
 @pytest.mark.parametrize("rows", [3, 16, 200])
-@pytest.mark.parametrize("shared", [False, True])
-def test_kernels_that_start_early_read_no_key_too_early(rows, shared):
+@pytest.mark.parametrize("kind", ["plain", "shared", "drafted"])
+def test_kernels_that_start_early_read_no_key_too_early(rows, kind):
     """Keys and values that products make in the step itself are NaN before. Where a page is shared, the row that
-    completes it does so in the step in which the other reads it."""
+    completes it does so in the step in which the other reads it. Positions of a drafted row read those before them."""
     case = singles([640] * rows, heads=16, kv_heads=8, dim=128, dtype=torch.bfloat16)
     table, (keys, values) = case.batch.page_tables[0], case.cache
-    if shared:
+    if kind == "shared":
         table[1, :-1] = table[0, :-1]
         case.batch.lengths[0] -= 16
         case.batch.slots[0][0] = table[0, -2] * 16 + 15
-    given = torch.full((rows,), 7 if shared else -1, device="cuda")
+    given = torch.full((rows,), 7 if kind == "shared" else -1, device="cuda")
     batch = dataclasses.replace(case.batch, host_ids=given)
+    if kind == "drafted":
+        each = min(rows, 4)
+        offsets = torch.arange(rows, device="cuda") % each
+        table.copy_(table.view(-1, each, table.shape[1])[:, :1].expand(-1, each, -1).reshape(table.shape).clone())
+        positions = 640 - each + offsets
+        batch = dataclasses.replace(
+            batch,
+            lengths=positions + 1,
+            slots=(table.gather(1, positions[:, None] // 16)[:, 0] * 16 + positions % 16,),
+            host_ids=-1 - offsets,
+            query_starts=None,
+            max_queries=each,
+        )
     backend = TritonAttention(one_group(8, 128, num_heads=16, dtype="bfloat16"), torch.bfloat16)
     context = ForwardContext(batch, backend, backend.make_metadata(batch), [case.cache], (0,))
     weights = [torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16) / 64 for _ in range(2)]

@@ -314,10 +314,10 @@ def test_penalties_are_the_references(size: int) -> None:
     expected, before = mine.clone(), mine.clone()
     counts = torch.randint(0, 3, (4, size), dtype=torch.int32).to(DEVICE)
     seen = flags_of(counts)
-    index, lines = torch.tensor([4, 0, 2], device=DEVICE), torch.tensor([1, 3, 0], device=DEVICE)
+    index, entries = torch.tensor([4, 0, 2], device=DEVICE), torch.tensor([1, 3, 0], device=DEVICE)
     values = torch.tensor([[1.3, 0.5, 0.25], [1.0, 0.0, 0.0], [0.8, -0.5, 1.5]], device=DEVICE)
-    kernels.penalize_(mine, index, counts, seen, lines, values)
-    reference.penalize_(expected, index, counts, seen, lines, values)
+    kernels.penalize_(mine, index, counts, seen, entries, values)
+    reference.penalize_(expected, index, counts, seen, entries, values)
     torch.testing.assert_close(mine, expected, rtol=1e-6, atol=1e-6)
     assert mine[[1, 3]].equal(before[[1, 3]])
 
@@ -335,8 +335,8 @@ def test_a_penalty_entry_without_a_slot_changes_nothing() -> None:
 
 @pytest.mark.parametrize("size", [7, 2049])
 def test_work_on_all_rows_leaves_those_without_a_slot(size: int) -> None:
-    """As captured work does it: every row, in order, and a negative slot for those that ask for nothing."""
-    lines = torch.tensor([2, -1, 0, -1, 1], device=DEVICE)
+    """As captured work does it: every row, in order, and a negative entry for rows that use nothing."""
+    entries = torch.tensor([2, -1, 0, -1, 1], device=DEVICE)
     table = randn(4, size)
     table[0, 3] = -math.inf
     counts = torch.randint(0, 3, (4, size), dtype=torch.int32).to(DEVICE)
@@ -344,11 +344,12 @@ def test_work_on_all_rows_leaves_those_without_a_slot(size: int) -> None:
     seen = flags_of(counts)
     tokens = torch.tensor([size - 1, 5, 0, 2, 3], device=DEVICE)
     words = torch.randint(-(2**31), 2**31, (3, size // 32 + 2), device=DEVICE, dtype=torch.int32)
+    words[0, :], words[1, : size // 64] = 0, -1  # blocks without an allowed token, and without a forbidden one
     for name, args in {
-        "penalize_": (None, counts, seen, lines, values),
-        "add_lines_": (table, lines),
-        "mask_bits_": (words, lines),
-        "forbid_": (None, tokens[:, None], lines >= 0),
+        "penalize_": (None, counts, seen, entries, values),
+        "add_entries_": (table, entries),
+        "mask_bits_": (words, entries),
+        "forbid_": (None, tokens[:, None], entries >= 0),
     }.items():
         mine = randn(5, size)
         expected, before = mine.clone(), mine.clone()
@@ -357,8 +358,8 @@ def test_work_on_all_rows_leaves_those_without_a_slot(size: int) -> None:
         torch.testing.assert_close(mine, expected, rtol=1e-6, atol=1e-6, msg=name)
         assert mine[[1, 3]].equal(before[[1, 3]]) and not mine[0].equal(before[0]), name
     mine, expected, flags, wanted = counts.clone(), counts.clone(), seen.clone(), seen.clone()
-    kernels.count_(mine, flags, lines, tokens)
-    reference.count_(expected, wanted, lines, tokens)
+    kernels.count_(mine, flags, entries, tokens)
+    reference.count_(expected, wanted, entries, tokens)
     assert mine.equal(expected) and int((mine - counts).sum()) == 3
     assert flags.equal(wanted) and flags.equal(seen | ((mine > 0) * reference.IN_OUTPUT).to(torch.uint8))
     assert [int((mine - counts)[row, token]) for row, token in ((2, size - 1), (0, 0), (1, 3))] == [1, 1, 1]
@@ -373,10 +374,10 @@ def test_work_on_all_rows_leaves_those_without_a_slot(size: int) -> None:
     ],
 )
 def test_penalties_as_logits_are_read_are_those_of_an_edit(size: int, dtype: torch.dtype, with_drafts: bool) -> None:
-    """Choosing, drawing and cutting, with rows that have no line and with tokens that were seen once, often, never."""
+    """Choosing, drawing and cutting, with rows that have no entry and with tokens that were seen once, often, never."""
     rows = 6
     logits, keys = randn(rows, size).to(dtype), keys_of(rows)
-    lines = torch.tensor([2, -1, 0, 3, -1, 1], device=DEVICE)
+    entries = torch.tensor([2, -1, 0, 3, -1, 1], device=DEVICE)
     counts = torch.randint(0, 3, (4, size), dtype=torch.int32, generator=torch.Generator().manual_seed(4)).to(DEVICE)
     seen = flags_of(counts, 0.1)
     values = torch.tensor([[3.0, 2.5, 1.25], [2.0, 0.0, 0.0], [0.8, -0.5, 5.5]], device=DEVICE).repeat(2, 1)
@@ -384,7 +385,7 @@ def test_penalties_as_logits_are_read_are_those_of_an_edit(size: int, dtype: tor
     if with_drafts:  # the likeliest tokens, one of them twice, and rows without drafts
         earlier = logits.float().topk(3, 1).indices.repeat(1, 2)
         earlier[2:4], earlier[:, 4:] = -1, -1
-    penalty = reference.Penalty(counts, seen, lines, values, earlier)
+    penalty = reference.Penalty(counts, seen, entries, values, earlier)
     temperature = torch.linspace(0.5, 1.5, rows, device=DEVICE)
     limits = limits_of([(0.0, 5, 0.9), (0.0, 3, 2.0), (0.05, 0, 2.0)] * 2, size)
     before = logits.clone()
@@ -567,17 +568,17 @@ def test_accepted_drafts_count_as_output(size: int) -> None:
     counts = torch.zeros(2, size, dtype=torch.int32, device=DEVICE)
     seen = torch.zeros(2, size, dtype=torch.uint8, device=DEVICE)
     values = torch.tensor([[1.5, 0.25, 0.5]] * 3, device=DEVICE)
-    lines, earlier = torch.tensor([1, 1, 1], device=DEVICE), torch.tensor([[-1, -1], [3, -1], [3, 3]], device=DEVICE)
+    entries, earlier = torch.tensor([1, 1, 1], device=DEVICE), torch.tensor([[-1, -1], [3, -1], [3, 3]], device=DEVICE)
     for ops in (kernels, reference):
         logits = randn(1, size).expand(3, size).contiguous()
         step_by_step = [logits[:1].clone() for _ in range(3)]
         mine, flags = counts.clone(), seen.clone()
         for place, own in enumerate(step_by_step):
-            ops.penalize_(own, None, mine, flags, lines[:1], values[:1])
-            ops.count_(mine, flags, lines[:1], torch.tensor([3], device=DEVICE))
+            ops.penalize_(own, None, mine, flags, entries[:1], values[:1])
+            ops.count_(mine, flags, entries[:1], torch.tensor([3], device=DEVICE))
             assert mine[1, 3] == place + 1 and mine.sum() == place + 1
-        ops.penalize_(logits, None, counts, seen, lines, values, earlier)
+        ops.penalize_(logits, None, counts, seen, entries, values, earlier)
         torch.testing.assert_close(logits, torch.cat(step_by_step))
         together, flags = counts.clone(), seen.clone()
-        ops.count_(together, flags, lines, torch.tensor([3, 3, 3], device=DEVICE))
+        ops.count_(together, flags, entries, torch.tensor([3, 3, 3], device=DEVICE))
         assert together.equal(mine)

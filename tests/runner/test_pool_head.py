@@ -92,7 +92,7 @@ def test_late_interaction_bounds_its_temporaries(at_once, monkeypatch):
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, call, types, args=(), kwargs=None):
             out = call(*args, **(kwargs or {}))
-            if isinstance(out, torch.Tensor) and out.is_floating_point() and storage(out) != storage(lines):
+            if isinstance(out, torch.Tensor) and out.is_floating_point() and storage(out) != storage(token_vectors):
                 largest[0] = max(largest[0], out.numel())
             return out
 
@@ -102,9 +102,9 @@ def test_late_interaction_bounds_its_temporaries(at_once, monkeypatch):
     upload = HostRing(2, 4096, device).open()
     score = store.prepare_scores(counts, numbers, [sizes[number] for number in numbers], width, upload)
     upload.send(device.compute)
-    lines = torch.tensor(np.concatenate(documents))
+    token_vectors = torch.tensor(np.concatenate(documents))
     with Watch():
-        got = score(lines)
+        got = score(token_vectors)
     for number, document, mine in zip(numbers, documents, got.flatten().tolist(), strict=True):
         wanted = (queries[number] @ document.T).max(1).sum() if len(document) else 0.0
         assert np.isclose(mine, wanted)

@@ -6,7 +6,7 @@ import torch
 
 from slipstream.config.pooling_info import METHODS, reductions_of
 from slipstream.nn.context import BatchView
-from slipstream.runner.pooling.methods import combine, finish_lines, pool_all, reduce_rows, starts_of
+from slipstream.runner.pooling.methods import combine, finish_vectors, pool_all, reduce_rows, starts_of
 
 HIDDEN = torch.arange(12, dtype=torch.float32).reshape(4, 3)
 REDUCTIONS = ("first", "sum", "weighted", "max")
@@ -44,7 +44,7 @@ def test_every_method_of_one_line_pools(method):
 def test_a_method_without_one_line_per_prompt_is_refused(method):
     lengths = torch.tensor([1, 3])
     with pytest.raises(ValueError, match=method):
-        finish_lines((method,), {"sum": HIDDEN[:2]}, None, lengths, None)
+        finish_vectors((method,), {"sum": HIDDEN[:2]}, None, lengths, None)
 
 
 @pytest.mark.parametrize("kind", ["first", "median"])

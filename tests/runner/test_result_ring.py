@@ -27,20 +27,20 @@ def test_a_buffer_grows_without_writing_to_the_device():
     """The host grows the buffer outside the compute stream: a write there might come after the step's results."""
     ring = ResultRing(2, 16, Device(0, 1))
     with Ops() as ops:
-        span = ring.open(lay_out([("lines", (8, 64), np.float32)]))
+        span = ring.open(lay_out([("vectors", (8, 64), np.float32)]))
     assert set(ops.names) <= {"empty", "lift_fresh", "alias"}, f"{ops.names}"
-    span.write({"lines": torch.arange(512.0).view(8, 64)})
+    span.write({"vectors": torch.arange(512.0).view(8, 64)})
     sent = ring.send()
     assert np.array_equal(span.find(sent).view(np.float32), np.arange(512, dtype=np.float32))
 
 
 def test_lines_can_be_written_in_parts():
     ring = ResultRing(2, 16, Device(0, 1))
-    span = ring.open(lay_out([("none", (0, 3), np.float32), ("lines", (8, 64), np.float32)]))
+    span = ring.open(lay_out([("none", (0, 3), np.float32), ("vectors", (8, 64), np.float32)]))
     wanted = torch.arange(512.0).view(8, 64)
     span.write_part("none", 0, torch.zeros(0, 3))
     for first, part in ((0, wanted[:3]), (3, wanted[3:])):
-        span.write_part("lines", first, part)
+        span.write_part("vectors", first, part)
     assert np.array_equal(span.find(ring.send()).view(np.float32), np.arange(512, dtype=np.float32))
 
 

@@ -38,7 +38,7 @@ def fake_steps(plant=None):
                 plan = make_plan(rows, admitted, num_logprobs=step or None)
                 harness.launch(plan, [2 + step] * len(rows), torch.randn(len(rows), vocab), outputs.append)
                 admitted = []
-        # one leaves, another takes its row and line, the table grows
+        # one leaves, another takes its row and entry, the table grows
         admitted = [admission(6, EVERY_FEATURE[6], prompt=(1,), output=(4, 5), stop_ids=range(9))]
         harness.launch(
             make_plan([6], admitted, released=[6], num_logprobs=5), [3], torch.randn(1, vocab), outputs.append

@@ -55,7 +55,7 @@ def test_rows_without_lists_use_no_memory_and_lines_are_reused():
     assert bias.table.tensor.shape[0] == 0 and words.words.tensor.numel() == 0
     params = GREEDY.with_changes(allowed_token_ids=[4])
     assert harness.step([2], [2], np.zeros((1, 50)), [admission(2, params)]).tokens.tolist() == [4]
-    # another row, in the very step in which the line was given back
+    # another row, in the very step in which the entry was given back
     other = admission(3, GREEDY.with_changes(logit_bias={7: 1.0}))
     assert harness.step([3], [2], np.zeros((1, 50)), [other], released=[2]).tokens.tolist() == [7]
     assert bias.table.tensor.shape[0] == 4
@@ -140,7 +140,7 @@ def test_a_reused_line_has_no_words_of_its_last_row():
 def test_uploads_of_a_row_last_for_one_step():
     """For every kind of list, after any number of requests."""
     harness = Harness(3, 10)
-    states = [state for state in harness.sampler._states if hasattr(state, "lines")]
+    states = [state for state in harness.sampler._states if hasattr(state, "entries")]
     assert len(states) == 5
     params = SamplingParams(
         temperature=0.0,
@@ -156,7 +156,7 @@ def test_uploads_of_a_row_last_for_one_step():
         harness.step([0], [2], np.zeros((1, 10)), [admission(0, params, (1, 2), bad_words=[[5]])], num_logprobs=1)
         harness.step([1], [2], np.zeros((1, 10)), [admission(1, GREEDY, (1, 2))], released=[0])
         harness.step([2], [2], np.zeros((1, 10)), [admission(2, GREEDY, (1, 2))], released=[1])
-        staged.add(sum(len(state.lines.staged._rows) for state in states if hasattr(state.lines, "staged")))
+        staged.add(sum(len(state.entries.staged._rows) for state in states if hasattr(state.entries, "staged")))
     assert len(staged) == 1
 
 

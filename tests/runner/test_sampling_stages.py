@@ -153,7 +153,7 @@ def test_a_reused_line_has_no_counts_of_its_last_row():
     params = SamplingParams(temperature=0, frequency_penalty=1.0, repetition_penalty=2.0)
     logits = np.array([[8, 0, 0, 8, 0, 0, 0.0]])
     harness.step([0], [4], logits, [admission(0, params, prompt=(0,), output=(3, 3, 3))])
-    # the line goes to another row in the very step in which it was given back
+    # the entry goes to another row in the very step in which it was given back
     got = harness.edited([1], [1], logits, [admission(1, params, prompt=(5,))], released=[0])
     assert np.array_equal(got, logits)
     assert stage_of(harness, Penalties).counts.tensor.shape[0] == 3

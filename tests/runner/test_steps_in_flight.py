@@ -37,7 +37,7 @@ def test_a_result_is_valid_after_all_later_steps_have_run(folder, wanted, depth,
         for place, prompt in enumerate(PROMPTS):
             core.submit(llm.inputs.submit(str(place), prompt, PARAMS)[0])
         most = 0
-        while core.has_work():
+        while core.has_requests():
             while len(core.in_flight) <= depth and (plan := core.scheduler.plan()) is not None:
                 core._launch(plan)
             most = max(most, len(core.in_flight))

@@ -72,7 +72,7 @@ def settle(bench):
 
 def run(bench, slots, num_steps=200):
     for _ in range(num_steps):
-        if not bench.scheduler.has_work():
+        if not bench.scheduler.has_requests():
             return
         settle(bench)
         plan = bench.scheduler.plan()

@@ -53,7 +53,7 @@ def test_a_first_admission_is_reported_once():
     bench = Bench(depth=0, max_num_seqs=1)
     first, second = (bench.submit([k, k + 1], max_tokens=2)[0] for k in (1, 5))
     begun = []
-    while bench.scheduler.has_work():
+    while bench.scheduler.has_requests():
         bench.plan()
         begun.append(bench.scheduler.take_begun())
         assert bench.scheduler.take_begun() == []

@@ -54,7 +54,7 @@ def test_a_step_takes_as_many_as_fit_in_queue_order():
     outputs = scheduler.commit(result(plan)) + scheduler.commit(result(second))
     assert [output.request_id for output in outputs] == [f"r{i}" for i in range(5)]
     assert [output.pooled.array().tolist() for output in outputs] == [[120.0], [45.0], [120.0], [0.0], [10.0]]
-    assert all(output.finish_reason is FinishReason.STOP for output in outputs) and not scheduler.has_work()
+    assert all(output.finish_reason is FinishReason.STOP for output in outputs) and not scheduler.has_requests()
 
 
 @pytest.mark.parametrize(("depth", "sizes"), [(0, [8]), (1, [4, 4]), (2, [4, 4])])
@@ -168,7 +168,7 @@ def test_queues_are_empty_when_all_waiting_requests_are_aborted():
         submit(scheduler, str(place))
     for place in range(3):
         scheduler.abort(str(place))
-    assert not scheduler.has_work() and not scheduler._levels
+    assert not scheduler.has_requests() and not scheduler._levels
 
 
 def test_a_caller_with_many_prompts_shares_every_step_with_others():
@@ -242,7 +242,7 @@ def test_random_runs_lose_no_request(seed):
             if (plan := scheduler.plan()) is not None:
                 plans.append(plan)
             answered |= {o.request_id: o.pooled.array()[0] for o in scheduler.commit(result(plans.pop(0)))}
-    while scheduler.has_work():
+    while scheduler.has_requests():
         if (plan := scheduler.plan()) is not None:
             plans.append(plan)
         answered |= {o.request_id: o.pooled.array()[0] for o in scheduler.commit(result(plans.pop(0)))}

@@ -109,7 +109,7 @@ class Story:
         bench, scheduler = self.bench, self.bench.scheduler
         for _ in range(3000):
             bench.outputs += scheduler.take_failures()
-            if not scheduler.has_work():
+            if not scheduler.has_requests():
                 break
             bench.step()
             scheduler.check()

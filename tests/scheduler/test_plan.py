@@ -41,7 +41,7 @@ def test_up_to_depth_plus_one_tokens_are_pending(depth: int):
     bench = Bench(depth)
     (request,) = bench.submit([1, 2], max_tokens=20)
     most = 0
-    while bench.scheduler.has_work():
+    while bench.scheduler.has_requests():
         bench.step()
         most = max(most, request.pending)
     assert most == depth  # after the commit that follows the last launch
@@ -73,7 +73,7 @@ def test_no_refill_while_no_page_is_free(depth: int):
         return len(taken)
 
     bench.scheduler.refill = refill
-    while waiting or bench.scheduler.has_work():
+    while waiting or bench.scheduler.has_requests():
         bench.step()
     for request in bench.requests:
         bench.check_tokens(request)
@@ -228,7 +228,7 @@ def test_the_lowest_priority_is_preempted_then_the_youngest(depth: int):
     old = bench.submit([2, 2, 2], max_tokens=30)[0]
     young = bench.submit([3, 3, 3], max_tokens=30)[0]
     order = []
-    while bench.scheduler.has_work():
+    while bench.scheduler.has_requests():
         before = [r.num_preemptions for r in (low, old, young)]
         bench.step()
         bench.scheduler.check()

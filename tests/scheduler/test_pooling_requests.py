@@ -33,7 +33,7 @@ def test_rows_are_free_with_the_plan_that_computes_the_last_position():
     for _ in range(3):
         assert len(bench.plan().rows) == 2
     assert all(request.status is Status.DRAINING and not request.pages for request in requests)
-    assert bench.scheduler.num_running == 0 and bench.scheduler.has_work()
+    assert bench.scheduler.num_running == 0 and bench.scheduler.has_requests()
     bench.run()
     for request in requests:
         bench.check_tokens(request)

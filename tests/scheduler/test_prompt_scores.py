@@ -109,7 +109,7 @@ def test_preemption_neither_loses_nor_repeats_a_score(seed):
         length, rank = rng.randrange(5, 26), rng.randrange(3)
         requests += bench.submit(prompt, max_tokens=length, prompt_logprobs=asked, priority=rank)
         for _ in range(rng.randrange(3)):
-            if bench.scheduler.has_work():
+            if bench.scheduler.has_requests():
                 bench.step()
     bench.run()
     assert bench.scheduler.num_preemptions > 0

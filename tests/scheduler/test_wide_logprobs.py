@@ -82,7 +82,7 @@ def test_no_step_reports_more_than_it_may(seed):
             words=rng.choice(WORDS),
         )
         for _ in range(rng.randrange(3)):
-            if bench.scheduler.has_work():
+            if bench.scheduler.has_requests():
                 bench.step()
     bench.run()
     assert bench.max_lines > 1 and bench.max_words > 1

@@ -15,7 +15,7 @@ def test_rates_count_two_operations_a_number_and_bytes_both_ways():
 def test_work_is_timed_when_the_clock_has_followed_the_load():
     asked = []
 
-    def clock(work, count):
+    def clock(operation, count):
         asked.append(count)
         slow = 0.010 if sum(asked) <= 1 else 0.002 if sum(asked) <= 105 else 0.004  # the first, cold, under load
         return count * slow

@@ -44,11 +44,11 @@ def test_top_shows_rates_cache_and_causes():
     text = "\n".join(view(["chat"], LOAD, [STEP, STEP | {"gap": 0.0}], 2.0))
     assert "chat: 1 steps/s, 4.0 rows per step" in text
     assert "4 /s generated" in text and "6 /s prefill" in text and "3 running" in text and "1 waiting" in text
-    assert "75%" in text and "host late" in text and "late masks" in text and "no work" not in text
+    assert "75%" in text and "host late" in text and "late masks" in text and "no requests" not in text
     busy = 2 * (0.5 - 0.125)
     assert f"{busy / (busy + 0.5 + 0.25):.0%}" in text
 
 
 def test_top_without_steps_shows_an_idle_device():
     lines = view(["chat"], LOAD | {"pages": 0, "free_pages": 0}, [], 1.0)
-    assert any("100.0%" in line and "no work" in line for line in lines)
+    assert any("100.0%" in line and "no requests" in line for line in lines)

@@ -55,7 +55,7 @@ def test_bench_serve_counts_what_it_sent(terminal, tiny_server, key, how):
 
 def test_top_shows_a_running_server_once(terminal, tiny_server, key):
     code, out, _ = terminal.run("top", tiny_server.url, "--once")
-    assert code == 0 and "steps/s" in out and "no work" in out and "0 running" in out
+    assert code == 0 and "steps/s" in out and "no requests" in out and "0 running" in out
     code, _, err = terminal.run("top", "http://127.0.0.1:1")
     assert code == 1 and "cannot be reached" in err
 

@@ -10,6 +10,7 @@ from slipstream.config.draft_config import DRAFTS_PER_STEP, DraftConfig
 from slipstream.config.model_info import ModelInfo
 from slipstream.config.model_sizes import ModelSizes
 from slipstream.config.pooling_info import PoolingInfo
+from slipstream.config.quantization import Quantization
 from slipstream.config.record_config import RecordConfig
 
 MAX_REPORTED_LOGPROBS = 2**20  # elements in the wide reports of one step, or in its prompt logprobs
@@ -27,11 +28,9 @@ class ModelConfig(msgspec.Struct, frozen=True):
     pooling: PoolingInfo | None = None  # how its hidden states become vectors and scores; None: it only generates
     deterministic: bool = False  # a row's results are the same bits whatever is in its batch
     sizes: ModelSizes = ModelSizes()  # of a step's activations; only the memory estimate reads it
+    quantization: Quantization | None = None  # of the weights; None: they have `dtype`, or the file is GGUF
     num_ranks: int = 1  # processes that have a part of the model each (tensor parallelism)
     rank: int = 0  # of this process
-    by_expert: bool = False  # ranks have whole experts (expert parallelism), not a part of each
-    num_engines: int = 1  # engines that have a part of the experts each (data and expert parallelism)
-    engine: int = 0  # number of this engine among them
 
     @property
     def generates(self) -> bool:
@@ -136,6 +135,7 @@ class DeviceConfig(msgspec.Struct, frozen=True):
     # Bytes of device memory that the engine leaves free: the cache gets what is left when everything else has been
     # measured. None: the cache size was set, or computed from the free memory.
     keep_free: int | None = None
+    sleep_mode: bool = False  # weights and caches are allocated so that their memory can be released
 
 
 class EngineConfig(msgspec.Struct, frozen=True):

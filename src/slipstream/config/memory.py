@@ -29,7 +29,7 @@ VOCABULARY_CHUNK = 2048
 """Tokens whose vocabulary-sized weights are computed together."""
 
 TOKENS_AT_ONCE = 2048
-"""Tokens whose results are computed together, for results of one line per token."""
+"""Tokens whose results are computed together, for results of one vector per token."""
 
 MAX_SCORES = 2**24
 """Scores of token vectors, and elements of token vectors on each side, that late interaction computes together."""
@@ -66,7 +66,7 @@ class MemoryEstimate(msgspec.Struct, frozen=True, kw_only=True):
     hidden: int  # of the largest step, inside one block
     attention: int  # gathered keys and masks, inside one block
     logits: int  # from the LM head's GEMM to the drawn tokens, with every sampling feature; or to pooled results
-    unread: int  # in addition, in steps with results per token: hidden states of all tokens, their logits or lines
+    unread: int  # in addition, in steps with results per token: hidden states of all tokens, their logits or vectors
     graphs: int = 0  # activations of captured steps, which have memory of their own
 
     @property
@@ -106,7 +106,7 @@ def estimate_memory(config: EngineConfig, weights: int) -> MemoryEstimate:
     num_buffers = scheduler.depth + 2
     staging, results = arena_bytes(config), result_bytes(config) + pooled_bytes(config)
     generates = config.model.generates
-    # for prompts in several steps, a line per row is kept for each kind of sum that the model pools by
+    # for prompts in several steps, a vector per row is kept for each kind of sum that the model pools by
     pooling = config.model.pooling
     keeps = 0 if pooling is None or scheduler.is_encoder else len(reductions_of(pooling.methods))
     kept = keeps * info.hidden_size * max(ITEMSIZE[config.model.dtype], 4)
@@ -246,7 +246,7 @@ def graph_bytes(config: EngineConfig, forward: int) -> int:
 def graph_output_bytes(config: EngineConfig) -> tuple[int, int]:
     """Bytes of the shared outputs of captured steps: hidden states for their heads, and results."""
     hidden = config.scheduler.max_num_batched_tokens * config.hidden_width * ITEMSIZE[config.model.dtype]
-    return hidden, max(result_bytes(config), _line_bytes(config))
+    return hidden, max(result_bytes(config), _pooled_row_bytes(config))
 
 
 def sizes_up_to(limit: int, first_steps: int) -> list[int]:
@@ -283,21 +283,21 @@ def unread_bytes(config: EngineConfig) -> int:
         # and the temporaries of the report
         num_scored = max(0, min(SCORED_AT_ONCE, tokens) - scheduler.max_num_seqs)
         return all_hidden + num_scored * info.vocab_size * (size + 2 * real)
-    lines, width = _token_lines(config)
-    if not lines or _only_sparse(config):
+    vectors, width = _token_vectors(config)
+    if not vectors or _only_sparse(config):
         return 0
     pooling = config.model.pooling
     assert pooling is not None
     # a prompt in several steps keeps its hidden states until it ends, and another may begin in that step
     kept = 0 if scheduler.is_encoder else 2 * scheduler.max_model_len * info.hidden_size * size
-    # lines in float32, before and after a GEMM and a norm
+    # vectors in float32, before and after a GEMM and a norm
     widest = max(info.hidden_size, width, *pooling.module_sizes)
-    made = min(lines, TOKENS_AT_ONCE) * (info.hidden_size + 3 * widest) * real
+    made = min(vectors, TOKENS_AT_ONCE) * (info.hidden_size + 3 * widest) * real
     compared = 0
     if scheduler.max_kept:
         # documents exist in parts and as a whole; groups of them and their queries exist twice, and their products
         queries = max(MAX_SCORES, min(scheduler.max_kept, scheduler.max_model_len) * pooling.token_size)
-        compared = (2 * lines * width + 2 * queries + 2 * max(MAX_SCORES, scheduler.max_model_len)) * real
+        compared = (2 * vectors * width + 2 * queries + 2 * max(MAX_SCORES, scheduler.max_model_len)) * real
     return all_hidden + kept + made + compared
 
 
@@ -327,14 +327,14 @@ def mask_words(vocab_size: int) -> int:
 
 
 def mask_bytes(rows: int, vocab_size: int, max_drafts: int = 0, max_step_drafts: int = 0) -> int:
-    """Bytes of the masks of one step: the line of each draw, and a mask for each row but the padding row and for each
+    """Bytes of the masks of one step: the entry of each draw, and a mask for each row but the padding row and for each
     draft. `max_drafts`: of a row; `max_step_drafts`: of all rows."""
-    lines = -(-rows * (1 + max_drafts) * 4 // 16) * 16
-    return -(-(lines + (rows - 1 + max_step_drafts) * mask_words(vocab_size) * 4) // 16) * 16
+    entries = -(-rows * (1 + max_drafts) * 4 // 16) * 16
+    return -(-(entries + (rows - 1 + max_step_drafts) * mask_words(vocab_size) * 4) // 16) * 16
 
 
 def bias_bytes(rows: int) -> int:
-    """Bytes of the biases of one step: the line of each row, and ids and values for each row but the padding row."""
+    """Bytes of the biases of one step: the entry of each row, and ids and values for each row but the padding row."""
     return -(-rows * 4 // 16) * 16 + (rows - 1) * 2 * MAX_BIASED_IDS * 4
 
 
@@ -352,11 +352,11 @@ def max_reported(info: ModelInfo) -> int:
 
 
 def report_bytes(config: EngineConfig) -> int:
-    """Maximum growth of one result buffer: wide reports, requested ids and scored prompts; lines of all tokens."""
+    """Maximum growth of one result buffer: wide reports, requested ids and scored prompts; vectors of all tokens."""
     real = max(ITEMSIZE[config.model.dtype], 4)
     if not config.model.generates:
-        lines, width = _token_lines(config)
-        return lines * (width + 1) * real + ALIGNMENT if lines else 0  # and a sum per line
+        vectors, width = _token_vectors(config)
+        return vectors * (width + 1) * real + ALIGNMENT if vectors else 0  # and a sum per vector
     # a logprob and an id each; of requested ids only the logprob
     return _reported(config) * (8 + real + real) + score_bytes(config) // 2 + ALIGNMENT
 
@@ -387,11 +387,11 @@ def score_bytes(config: EngineConfig) -> int:
 
 
 def pooled_bytes(config: EngineConfig) -> int:
-    """Bytes of one result buffer for a line per row. A model that generates gets them when it pools."""
-    return 0 if config.model.generates else _line_bytes(config)
+    """Bytes of one result buffer for a vector per row. A model that generates gets them when it pools."""
+    return 0 if config.model.generates else _pooled_row_bytes(config)
 
 
-def _line_bytes(config: EngineConfig) -> int:
+def _pooled_row_bytes(config: EngineConfig) -> int:
     pooling, size = config.model.pooling, max(ITEMSIZE[config.model.dtype], 4)
     if pooling is None:
         return 0
@@ -399,7 +399,7 @@ def _line_bytes(config: EngineConfig) -> int:
 
 
 def pool_head_bytes(config: EngineConfig) -> int:
-    """Bytes from hidden states to one line per row, for a model that only pools."""
+    """Bytes from hidden states to one vector per row, for a model that only pools."""
     scheduler, info, pooling = config.scheduler, config.model.info, config.model.pooling
     assert pooling is not None, "a model generates or pools"
     size, real = ITEMSIZE[config.model.dtype], max(ITEMSIZE[config.model.dtype], 4)
@@ -408,7 +408,7 @@ def pool_head_bytes(config: EngineConfig) -> int:
         chunk = min(tokens, VOCABULARY_CHUNK) * info.vocab_size * (size + real)
         return 4 * tokens * hidden * size + chunk + 4 * (rows + 1) * info.vocab_size * real
     widest = max(hidden * len(pooling.methods), pooling.embed_size, pooling.num_labels, *pooling.module_sizes)
-    # lines in float32, before and after a GEMM and a norm
+    # vectors in float32, before and after a GEMM and a norm
     return tokens * hidden * size + rows * (hidden + 3 * widest) * real
 
 
@@ -417,14 +417,15 @@ def _only_sparse(config: EngineConfig) -> bool:
     return config.model.pooling is not None and config.model.pooling.tasks == ("sparse",)
 
 
-def _token_lines(config: EngineConfig) -> tuple[int, int]:
-    """Maximum number of lines per token that a step reports, and their width; lines per row for vocabulary weights."""
+def _token_vectors(config: EngineConfig) -> tuple[int, int]:
+    """Maximum number of vectors per token in the results of a step, and their width; for vocabulary weights, vectors
+    per row."""
     scheduler, pooling = config.scheduler, config.model.pooling
     assert pooling is not None, "a model generates or pools"
     if _only_sparse(config):
         return scheduler.max_num_seqs, config.model.info.vocab_size
     widths = {"token_embed": pooling.token_size, "token_classify": pooling.num_labels, "sparse": 1}
     width = max((widths.get(task, 0) for task in pooling.tasks), default=0)
-    # a prompt's lines of earlier steps are reported with its end
+    # a prompt's vectors of earlier steps are part of the result of its last step
     before = 0 if scheduler.is_encoder else scheduler.max_model_len
     return (scheduler.max_num_batched_tokens + before, width) if width else (0, 0)

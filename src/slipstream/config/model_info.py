@@ -12,6 +12,7 @@ import msgspec
 
 from slipstream.config.architecture import find_architecture
 from slipstream.config.family_defaults import DECODERS, ENCODERS
+from slipstream.config.quantization import Quantization, read_quantization
 from slipstream.config.rope_info import RopeInfo, read_ropes
 from slipstream.errors import BadCheckpoint, UnsupportedModel
 
@@ -46,6 +47,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     position_offset: int = 0  # rows of the position table before that of position 0 (RoBERTa)
     num_types: int = 0  # token types, which mark the two texts of a pair
     backend_folder: str = ""  # of a model that runs by the module of the transformers library; "": by ours
+    quantization: Quantization | None = None  # of the checkpoint's weights
     extra: dict[str, Any] = {}  # all of config.json, for fields that only one family has
 
     @property
@@ -105,19 +107,11 @@ def family_name(architecture: str) -> str:
     return re.sub(r"(For[A-Z]\w*|(?<=\w)Model)$", "", architecture)
 
 
-def _refuse_quantised(config: dict[str, Any]) -> None:
-    for name in ("quantization_config", "compression_config"):
-        if (method := config.get(name)) is not None:
-            kind = method.get("quant_method", "an unnamed method") if isinstance(method, dict) else method
-            instead = "a copy of it in bfloat16" if kind == "mxfp4" else "the plain checkpoint or a GGUF file"
-            raise UnsupportedModel(f"the checkpoint is quantised by {kind}, which we do not run; give {instead}")
-
-
 def model_info_from_config(config: dict[str, Any]) -> ModelInfo:
     architecture = find_architecture(config)
     family = family_name(architecture)
     config = _rename(_text_part(config), _T5_NAMES if family in ("T5Encoder", "MT5Encoder") else _ALSO_CALLED)
-    _refuse_quantised(config)
+    quantization = read_quantization(config)
     is_encoder = family in ENCODERS
     usual = ENCODERS[family] if is_encoder else DECODERS.get(family, {})
     config = {"rms_norm_eps": 1e-6} | usual | config
@@ -149,6 +143,7 @@ def model_info_from_config(config: dict[str, Any]) -> ModelInfo:
             is_causal=not is_encoder and not _sees_both_ways(architecture, config),
             position_offset=offset,
             num_types=int(config["type_vocab_size"]) if usual.get("type_vocab_size") is not None else 0,
+            quantization=quantization,
             extra=config,
         )
     except KeyError as missing:

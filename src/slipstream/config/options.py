@@ -65,6 +65,13 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     load_format: Annotated[
         Literal["auto", "safetensors", "gguf", "dummy"], _doc("format of the weights; dummy: seeded random weights")
     ] = "auto"
+    quantization: Annotated[
+        str | None,
+        _doc(
+            "fp8: quantise the weights of an unquantised checkpoint to FP8 at load; a method of a quantised checkpoint "
+            "(awq, gptq, compressed-tensors, fp8) only checks that it is the checkpoint's; see docs/formats.md"
+        ),
+    ] = None
     dequantize: Annotated[bool, _doc("dequantise a low-bit file to dtype at load")] = False
     revision: Annotated[str | None, _doc("branch, tag or commit of a hub name")] = None
     download_dir: Annotated[str | None, _doc("folder for models of the hub; default: that of huggingface_hub")] = None
@@ -122,6 +129,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = None
     enforce_eager: Annotated[bool, _doc("launch kernels eagerly instead of replaying CUDA graphs")] = False
+    enable_sleep_mode: Annotated[
+        bool, _doc("allow sleep and wake_up, which release the device memory of weights and KV cache and take it back")
+    ] = False
     deterministic: Annotated[
         bool,
         _doc("batch-invariant results on a GPU: the same bits alone or batched; slower, see docs/async.md"),
@@ -144,13 +154,6 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         int,
         _doc("replicas of the whole engine, each with its own GPU or share of the CPU threads; see docs/scale.md"),
     ] = 1
-    enable_expert_parallel: Annotated[
-        bool,
-        _doc(
-            "divide the experts of a model among the engines of data_parallel_size, or whole experts among the ranks "
-            "of tensor_parallel_size; see docs/scale.md"
-        ),
-    ] = False
     seed: Annotated[int, _doc("seed of requests without their own, and of dummy weights")] = 0
     num_threads: Annotated[int | None, _doc("CPU threads of the model")] = None
     reasoning_config: Annotated[

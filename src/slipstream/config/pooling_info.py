@@ -83,7 +83,7 @@ class PoolingInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The properties of a model's pooling. The first task is the default."""
 
     tasks: tuple[Task, ...] = ("embed", "token_embed")
-    # for one vector or one line of scores per prompt; the vectors of several methods are concatenated
+    # for one vector of elements or scores per prompt; the vectors of several methods are concatenated
     methods: tuple[Method, ...] = ("last",)
     include_prompt: bool = True  # False: the tokens of a prompt prefix are not pooled
     is_causal: bool = True  # False: every token attends to the whole prompt, which is computed in one step, uncached
@@ -101,7 +101,7 @@ class PoolingInfo(msgspec.Struct, frozen=True, kw_only=True):
     labels: tuple[str, ...] = ()
     classify_activation: str = "softmax"  # or sigmoid, identity, or a class of torch.nn
     scores_by_modules: bool = False  # the classifier is the modules after the pooling
-    yes_no: tuple[int, int] | None = None  # the classifier is the LM head's line of the first id minus the second's
+    yes_no: tuple[int, int] | None = None  # the classifier is the LM head's row of the first id minus the second's
     step_tag_id: int | None = None  # STEP: the token after which a step is scored
     returned_token_ids: tuple[int, ...] = ()  # STEP: the columns to return; empty: all
 

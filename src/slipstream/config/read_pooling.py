@@ -221,7 +221,7 @@ def _asked_methods(name: str, pooling: PoolingInfo) -> tuple[Method, ...]:
         kinds = "first, last, mean, max, mean_sqrt_len or weightedmean" if single else "all or step"
         raise InvalidOption(
             f"pooling_type is {name!r}, and the model does {', '.join(pooling.tasks)}: that takes {kinds}; "
-            "for a line for each token use encode with token_embed or token_classify"
+            "for a vector per token use encode with token_embed or token_classify"
         )
     if len(methods) > 1 and "classify" in pooling.tasks and not pooling.scores_by_modules:
         raise InvalidOption(f"pooling_type is {name!r}, and the classifier was made for one of them; give one")

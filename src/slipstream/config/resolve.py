@@ -26,6 +26,7 @@ from slipstream.config.model_info import ModelInfo
 from slipstream.config.model_sizes import ModelSizes
 from slipstream.config.options import Options
 from slipstream.config.pooling_info import PoolingInfo
+from slipstream.config.quantization import choose_quantization
 from slipstream.config.record_config import resolve_record
 from slipstream.config.state_size import StateSize
 from slipstream.errors import InvalidOption, NotEnoughMemory
@@ -175,6 +176,7 @@ def resolve(
                 ),
                 eager=options.enforce_eager,
                 keep_free=_keep_free(options, machine),
+                sleep_mode=options.enable_sleep_mode,
             ),
             record=resolve_record(options),
             draft=None if draft is None else draft.of_length(length),
@@ -241,9 +243,8 @@ def model_config(
         pooling=pooling,
         deterministic=options.deterministic,
         sizes=source.sizes,
+        quantization=choose_quantization(options.quantization, info.quantization, source.kind == "gguf"),
         num_ranks=options.tensor_parallel_size,
-        by_expert=options.enable_expert_parallel,
-        num_engines=options.data_parallel_size if options.enable_expert_parallel else 1,
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from slipstream.config.pooling_info import DenseInfo, LayerNormInfo, Method, ModuleInfo, UnitNormInfo
-from slipstream.config.torch_names import HALVING, OF_LINES, torch_class
+from slipstream.config.torch_names import HALVING, OVER_LAST_DIM, torch_class
 from slipstream.errors import BadCheckpoint, UnsupportedModel
 
 METHODS: dict[str, Method] = {
@@ -152,7 +152,7 @@ def _dense(settings: dict[str, Any], path: str, found: Modules) -> DenseInfo:
         )
     name = settings.get("activation_function", "torch.nn.modules.activation.Tanh")
     kind = torch_class(name)
-    if kind is None or (per_token and (kind in OF_LINES or kind == HALVING)):
+    if kind is None or (per_token and (kind in OVER_LAST_DIM or kind == HALVING)):
         raise UnsupportedModel(
             f"{path} has the activation {name}{' of token vectors' if per_token and kind else ''}, which is not "
             "supported; activations of torch.nn that take no arguments are"

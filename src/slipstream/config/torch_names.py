@@ -1,6 +1,6 @@
 """Classes of torch.nn that a folder may name as an activation.
 
-No other name is looked up. Each can be constructed without arguments and processes every line separately.
+No other name is looked up. Each can be constructed without arguments and processes every vector separately.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ ELEMENTWISE = frozenset((
     "Mish", "PReLU", "RReLU", "ReLU", "ReLU6", "SELU", "SiLU", "Sigmoid", "Softplus", "Softshrink", "Softsign", "Tanh",
     "Tanhshrink",
 ))  # fmt: skip
-OF_LINES = frozenset(("LogSoftmax", "Softmax", "Softmin"))
+OVER_LAST_DIM = frozenset(("LogSoftmax", "Softmax", "Softmin"))
 """These normalise over the elements of a vector. For token vectors torch would use the batch: not supported."""
 HALVING = "GLU"
 """This halves the size of a vector."""
@@ -20,5 +20,5 @@ def torch_class(name: object) -> str | None:
     """The name of the class, if the full name is one of torch.nn and on the list."""
     text = str(name)
     kind = text.rsplit(".", 1)[-1]
-    known = kind in ELEMENTWISE or kind in OF_LINES or kind == HALVING
+    known = kind in ELEMENTWISE or kind in OVER_LAST_DIM or kind == HALVING
     return kind if text.startswith("torch.nn.") and known else None

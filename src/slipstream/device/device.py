@@ -8,18 +8,29 @@ import math
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
 from slipstream.config.options import DEVICES, unknown_device
 from slipstream.config.resolve import Machine
+from slipstream.device.memory_pool import MemoryPool
 from slipstream.device.streams import CudaStream, DeviceWork, InlineStream, Stream, ThreadedStream
 from slipstream.errors import InvalidOption
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 T = TypeVar("T")
+
+
+class Pools(NamedTuple):
+    """Memory that sleep mode releases."""
+
+    weights: MemoryPool
+    cache: MemoryPool
+
+    def by_tag(self, tag: str) -> MemoryPool:
+        return self.weights if tag == "weights" else self.cache
 
 
 class Device:
@@ -32,6 +43,7 @@ class Device:
 
     def __init__(self, depth: int, num_threads: int) -> None:
         self.torch_device = torch.device("cpu")
+        self.pools: Pools | None = None
         self.depth = depth
         self.num_threads = num_threads
         self.compute: Stream
@@ -56,6 +68,45 @@ class Device:
         """Zeros whose memory is allocated page by page at the first write; torch.zeros would write all of it now."""
         array = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
         return torch.from_numpy(array).view(dtype).view(shape)
+
+    def enable_sleep(self) -> Pools:
+        """From now on weights and caches are allocated in pools, which sleep mode releases."""
+        if self.pools is None:
+            self.pools = Pools(MemoryPool(self.torch_device), MemoryPool(self.torch_device))
+        return self.pools
+
+    def release(self, tag: str, *, keep: bool) -> None:
+        """Give back the memory of weights or kv_cache. `keep`: its content is copied to host memory first."""
+        assert self.pools is not None
+        self.run_and_wait(lambda: None)
+        self.pools.by_tag(tag).release(keep=keep)
+
+    def map(self, tag: str) -> None:
+        """Undo `release`, at the same addresses."""
+        assert self.pools is not None
+        self.pools.by_tag(tag).map()
+
+    def cache_zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Zeros for a KV cache or recurrent states."""
+        return self.zeros(shape, dtype) if self.pools is None else self.pools.cache.zeros(shape, dtype)
+
+    def run_and_wait(self, work: Callable[[], T]) -> T:
+        """Run `work` after all queued work, and wait for its end. Not while requests are served."""
+        results: list[T] = []
+        errors: list[Exception] = []  # an error inside the stream would end the device
+
+        def run() -> None:
+            try:
+                results.append(work())
+            except Exception as error:
+                errors.append(error)
+
+        self.compute.run(run)
+        self.compute.record().wait()
+        self.copy.record().wait()
+        if errors:
+            raise errors[0]
+        return results[0]
 
     def before_reuse(self, buffer: Bytes) -> None:
         """Called before a buffer is written again; a test device poisons it here."""
@@ -89,6 +140,7 @@ class CudaDevice(Device):
 
     def __init__(self, depth: int) -> None:
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
+        self.pools: Pools | None = None
         self.depth = depth
         self.num_threads = 1
         self.can_pin = _pinning_works()
@@ -108,6 +160,14 @@ class CudaDevice(Device):
         # not the whole device: that would break another engine's capture
         for stream in (torch.cuda.current_stream(self.torch_device), self.compute.stream, self.copy.stream):
             stream.synchronize()
+
+    def release(self, tag: str, *, keep: bool) -> None:
+        super().release(tag, keep=keep)
+        torch.cuda.empty_cache()
+
+    def map(self, tag: str) -> None:
+        super().map(tag)
+        torch.cuda.synchronize(self.torch_device)  # restored on the default stream, and steps run on another
 
     def free_memory(self) -> int | None:
         self.wait_until_idle()

@@ -14,7 +14,7 @@ _TEXTS = {
     "turnaround": "turnaround",
     "host_late": "idle: the host was late",
     "output": "idle: the caller was late",
-    "no_work": "idle: no work",
+    "no_requests": "idle: no requests",
 }
 
 

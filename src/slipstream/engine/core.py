@@ -7,8 +7,7 @@ from typing import Any
 
 from slipstream.config.config import EngineConfig
 from slipstream.engine.device_timing import DeviceTimer, StepInterval
-from slipstream.engine.executor import Executor, Handle
-from slipstream.engine.lockstep import LockstepExecutor
+from slipstream.engine.executor import Executor, Handle, WeightUpdate
 from slipstream.engine.make_requests import encoder_request, requests_of
 from slipstream.engine.pacing import Pacer
 from slipstream.engine.record_folder import save_failure
@@ -33,10 +32,10 @@ class EngineCore:
         constraints: Constraints | None = None,
         adapters: Adapters[Any] | None = None,
         recorder: Recorder | None = None,
-        peers: LockstepExecutor | None = None,
+        weights: WeightUpdate | None = None,
     ) -> None:
         """`constraints`: required for structured output and logits processors; `adapters`: for LoRA adapters;
-        `recorder`: plans pass through it; `peers`: the executor, if other engines share this engine's experts."""
+        `recorder`: plans pass through it; `weights`: exchanges the weights of the model."""
         self.config = config
         self.constraints = constraints
         self.adapters = adapters
@@ -51,7 +50,7 @@ class EngineCore:
             self.scheduler = Scheduler(config.scheduler, cache, constraints, adapters)
         self.executor = executor
         self.recorder = recorder
-        self.peers = peers
+        self.weights = weights
         self.in_flight: deque[Handle] = deque()
         self.timer = DeviceTimer()
         self.pace = Pacer(config.scheduler.max_itl)
@@ -109,7 +108,7 @@ class EngineCore:
         return len(ended)
 
     def mark_idle_if_no_request(self) -> None:
-        """If nothing is wanted, tell the device timer that the device is idle for lack of work."""
+        """If no caller waits, records in the device timer that the device is idle for lack of requests."""
         if not self._is_wanted():
             self.timer.rest()
 
@@ -122,10 +121,8 @@ class EngineCore:
         """Launched steps whose device time is not recorded yet."""
         return len(self.in_flight) + len(self._untimed)
 
-    def has_work(self) -> bool:
-        if self.in_flight or self.scheduler.has_work():
-            return True
-        return self.peers is not None and self.peers.is_waited_for()
+    def has_requests(self) -> bool:
+        return bool(self.in_flight) or self.scheduler.has_requests()
 
     def runs_far_ahead(self) -> bool:
         """Whether enough device time is in flight, so that another step is not due."""
@@ -159,14 +156,22 @@ class EngineCore:
         if isinstance(self.scheduler, Scheduler):
             self.scheduler.max_num_tokens = self.pace.max_num_tokens()
         plan = self.scheduler.plan()
-        if plan is None and self.peers is not None:
-            self.peers.follow()
         outputs = [] if plan is None else self._launch(plan)
         if self.in_flight and (plan is None or len(self.in_flight) > self.depth):
             return outputs + self._commit()
         if plan is None and (busy := next((each for each in self._background if each.is_waiting), None)) is not None:
             self._wait_for(busy)
         return outputs + self.scheduler.take_failures()
+
+    def drain(self) -> list[Output]:
+        """Commit all steps in flight, and wait until the device has ended them."""
+        outputs: list[Output] = []
+        while self.in_flight:
+            outputs += self._commit()
+        while self._untimed:
+            self._untimed[0][0].wait_until_ended()
+            self._book()
+        return outputs
 
     def _nap(self) -> None:
         self.timer.waits()
@@ -233,8 +238,8 @@ class EngineCore:
             self.step_log.ended(busy, self.timer.gap, self.timer.late, cause)
 
     def _free_queries_if_idle(self) -> None:
-        """The next plan frees queries that no request needs any more. Without work there is no next plan: free now."""
-        if not self.has_work() and (freed := self.scheduler.take_freed_queries()):
+        """Frees queries that no request needs any more, if no next plan will free them: there are no requests."""
+        if not self.has_requests() and (freed := self.scheduler.take_freed_queries()):
             self.executor.free_queries(freed)
 
     def close(self) -> None:

@@ -21,17 +21,17 @@ class DeviceTime(msgspec.Struct):
     host_late: float = 0.0  # the next step was not launched in time
     output: float = 0.0  # the caller, which reads results or supplies prompts, delayed the core
     grammar: float = 0.0  # between a step's forward and its head: masks or edits of logits processors came late
-    no_work: float = 0.0
+    no_requests: float = 0.0
     host: float = 0.0  # the core's own time on the host's clock: planning, launching, committing
 
     @property
     def idle(self) -> float:
-        """Idle seconds while there was work."""
+        """Idle seconds while there were requests."""
         return self.turnaround + self.host_late + self.output + self.grammar
 
     @property
     def busy_share(self) -> float:
-        """Busy share of the time in which there was work."""
+        """Busy share of the time in which there were requests."""
         return self.busy / (self.busy + self.idle) if self.busy else 0.0
 
     def since(self, earlier: DeviceTime) -> DeviceTime:
@@ -77,18 +77,18 @@ class DeviceTimer:
 
     def enter(self) -> None:
         """The core starts or continues a step."""
-        line = self.timeline
-        line.outside += line.lap()
-        line.working.add(self)
+        timeline = self.timeline
+        timeline.outside += timeline.lap()
+        timeline.working.add(self)
 
-    def leave(self, has_work: bool) -> None:
+    def leave(self, has_requests: bool) -> None:
         """The core returns to its caller, possibly in the middle of a step."""
         self._pause()
-        if not has_work:
+        if not has_requests:
             self.rest()
 
     def rest(self) -> None:
-        """The core has no work."""
+        """The core has no requests."""
         self.timeline.rest(self)
 
     def waits(self) -> None:
@@ -106,16 +106,16 @@ class DeviceTimer:
     def launched(self) -> str:
         """The first work of a step was queued. Returns the cause of the gap before it."""
         self._pause()
-        line = self.timeline
-        if line.last is not None and not line.last.ended.done():
+        timeline = self.timeline
+        if timeline.last is not None and not timeline.last.ended.done():
             cause = "turnaround"
-        elif line.had_no_work:
-            cause = "no_work"
+        elif timeline.had_no_requests:
+            cause = "no_requests"
         else:
-            cause = "output" if line.outside > line.inside else "host_late"
-        line.had_no_work = False
-        self.host_seconds = line.inside
-        line.inside = line.outside = 0.0
+            cause = "output" if timeline.outside > timeline.inside else "host_late"
+        timeline.had_no_requests = False
+        self.host_seconds = timeline.inside
+        timeline.inside = timeline.outside = 0.0
         return cause
 
     def follow(self, span: StepInterval | None) -> None:
@@ -149,8 +149,8 @@ class Timeline:
     def __init__(self, clock: Clock) -> None:
         self.last: StepInterval | None = None  # the step launched last
         self.inside = self.outside = 0.0  # host seconds inside and outside the cores since the last launch
-        self.had_no_work = True  # whether there was a time without work since the last launch
-        self.working: set[DeviceTimer] = set()  # timers of cores with work
+        self.had_no_requests = True  # whether there was a time without requests since the last launch
+        self.working: set[DeviceTimer] = set()  # timers of cores with requests
         self._clock = clock
         self._mark = clock()
 
@@ -160,6 +160,6 @@ class Timeline:
         return self._mark - before
 
     def rest(self, timer: DeviceTimer) -> None:
-        """The core of this timer has no work."""
+        """The core of this timer has no requests."""
         self.working.discard(timer)
-        self.had_no_work |= not self.working
+        self.had_no_requests |= not self.working

@@ -43,6 +43,7 @@ def settle_draft(
             max_model_len=own.max_positions,
             seed=options.seed,
             deterministic=options.deterministic,
+            quantization=own.quantization,
         )
         shape, taps = _find(drafts.method, model, info)
     except ModelError as error:
@@ -61,6 +62,10 @@ def _find(method: str, model: ModelConfig, info: ModelInfo) -> tuple[DecoderShap
         return _check(model.info, model.name, info), ()
     if model.load_format == "gguf":
         raise InvalidOption(f"drafts by {method} need a folder with safetensors; {model.name} is a .gguf file")
+    if model.quantization is not None:
+        raise InvalidOption(
+            f"drafts by {method} need unquantised weights; {model.name} is quantised by {model.quantization.method}"
+        )
     if method == "mtp":
         return mtp_shape(info), ()
     target = find_shape(info)

@@ -1,4 +1,4 @@
-"""Executor: the interface between the core and a device half."""
+"""Executor and WeightUpdate: the interfaces between the core and a device half."""
 
 from __future__ import annotations
 
@@ -26,3 +26,15 @@ class Executor(Protocol):
     def finish(self, late: Late | None = None) -> Handle: ...
     def free_queries(self, queries: tuple[int, ...]) -> None: ...
     def close(self) -> None: ...
+
+
+class WeightUpdate(Protocol):
+    """Exchanges the weights of one model. Implemented in `nn/models/update.py`."""
+
+    @property
+    def num_missing(self) -> int:
+        """Tensors that were dropped and not loaded again."""
+
+    def check_can_update(self) -> None: ...
+    def drop(self) -> None: ...
+    def update(self, source: object) -> None: ...

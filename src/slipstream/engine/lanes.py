@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from slipstream.engine.core import EngineCore
+from slipstream.engine.sleeping import Sleeper, SleepingDevice
 from slipstream.errors import EngineDead, ModelNotFound, UserError
 from slipstream.messages import Abort, Output, Submit
 from slipstream.scheduler.encoder_scheduler import EncoderScheduler
@@ -23,13 +24,15 @@ GENERATING, POOLING = 2.0, 1.0
 class Lanes:
     """Has the interface of a core. With one lane every step is a step of that core."""
 
-    def __init__(self, cores: Mapping[str, EngineCore]) -> None:
+    def __init__(self, cores: Mapping[str, EngineCore], device: SleepingDevice | None = None) -> None:
+        """`device`: if the engine has sleep mode."""
         assert cores, "an engine has at least one model"
         self.cores = dict(cores)
         self._lanes = {name: _Lane(name, core) for name, core in self.cores.items()}
         self._default = next(iter(self._lanes.values()))
         for core in self.cores.values():
             core.timer.timeline = self._default.core.timer.timeline  # they share a device
+        self.sleeper = Sleeper(self.cores, device)
         self._failure: tuple[str, BaseException] | None = None  # of any lane: all fail together
 
     @property
@@ -39,6 +42,7 @@ class Lanes:
     def submit(self, *messages: Submit) -> None:
         """Submit prompts for one model: all of them, or none."""
         self._check_alive()
+        self.sleeper.check_awake()
         lane = self._find(messages[0].model)
         others = [other.core.scheduler for other in self._lanes.values() if other is not lane]
         for name in (message.request_id for message in messages):
@@ -59,18 +63,14 @@ class Lanes:
     def keeps_query(self, request_id: str) -> bool:
         return any(core.scheduler.keeps_query(request_id) for core in self.cores.values())
 
-    def has_work(self) -> bool:
-        return any(lane.core.has_work() for lane in self._lanes.values())
-
-    @property
-    def files(self) -> list[int]:
-        """File descriptors that become readable when `has_work` may have become true without a message: those of other
-        engines that share experts."""
-        return [file for core in self.cores.values() if core.peers is not None for file in core.peers.files]
+    def has_requests(self) -> bool:
+        """Whether a step can run; False while the engine is asleep or has no weights."""
+        return self.sleeper.can_run and any(lane.core.has_requests() for lane in self._lanes.values())
 
     def step(self) -> list[Output]:
         """One step of the lane that is next."""
         self._check_alive()
+        self.sleeper.check_awake()
         lane = self._next()
         if lane is None:
             return []
@@ -113,7 +113,7 @@ class Lanes:
     def _next(self) -> _Lane | None:
         if len(self._lanes) == 1:
             return self._default
-        busy = [lane for lane in self._lanes.values() if lane.core.has_work()]
+        busy = [lane for lane in self._lanes.values() if lane.core.has_requests()]
         if not busy:
             return None
         # lanes that were idle start at the minimum of those that kept working
@@ -133,7 +133,7 @@ class _Lane:
         self.is_encoder = core.config.scheduler.is_encoder
         self.weight = POOLING if self.is_encoder else GENERATING
         self.used = 0.0  # device seconds divided by the weight
-        self.worked = False  # whether it had work at the last step
+        self.worked = False  # whether it had requests at the last step
 
     def step(self) -> list[Output]:
         busy, num_launched = self.core.timer.total.busy, self.core.num_steps

@@ -68,4 +68,9 @@ def for_backend(options: Options, info: ModelInfo) -> Options:
             f"deterministic is set, and {info.architecture} runs by transformers' module, whose GEMMs depend on the "
             "batch; leave it out"
         )
+    if options.quantization is not None:
+        raise InvalidOption(
+            f"quantization is {options.quantization!r}, and {info.architecture} runs by transformers' module, whose "
+            "weights are not quantised; leave it out"
+        )
     return msgspec.structs.replace(options, enforce_eager=True)

@@ -96,12 +96,13 @@ def decode(data: bytes, name: str) -> Recording:
 
 
 def describe_late(late: Late) -> LateRecord:
-    """Copies the arrays: their owner writes them again."""
+    """Copies the arrays: their owner writes them again. Without masks if they can be computed again."""
     bias = late.bias
     if bias is not None:
         bias = LateBias(bias.rows.copy(), bias.ids.copy(), bias.values.copy())
     offsets = None if late.offsets is None else late.offsets.copy()
-    return LateRecord(late.rows.copy(), late.bits.copy(), bias, len(late.edits), offsets)
+    bits = late.bits.copy() if late.sources is None else late.bits[:0].copy()
+    return LateRecord(late.rows, bits, bias, len(late.edits), offsets)
 
 
 def redacted(recording: Recording) -> Recording:

@@ -1,7 +1,8 @@
 """Recorder: an executor around the executor that keeps the last steps in memory, for `slipstream replay`.
 
 Plans are immutable, so a step costs a few references. The ring is bounded in steps and in bytes. Of the steps that have
-left it, only the admissions of rows that are still in use are kept.
+left it, only the admissions of rows that are still in use are kept. Masks of grammars (19 kB per row and step with a
+vocabulary of 152,000 tokens) are not copied: `take` computes them again from the tokens of their requests.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import numpy as np
 from slipstream.config.config import EngineConfig
 from slipstream.engine.executor import Executor, Handle
 from slipstream.engine.record_file import Recording, StepRecord, describe_late
+from slipstream.engine.recorded_masks import MaskSources, with_masks
 from slipstream.step import Admission, Late, PoolAdmission, StepPlan, StepResult
 
 MAX_BYTES = 64 * 2**20  # of the plans and results in the ring
@@ -34,6 +36,7 @@ class Recorder:
         self._in_flight: deque[StepRecord] = deque()
         self._num_bytes = 0
         self._before: dict[int, Admission | PoolAdmission] = {}  # rows in use at the start of the ring
+        self._sources: dict[int, MaskSources] = {}  # by step: how to compute its masks again
 
     def launch(self, plan: StepPlan) -> None:
         ring, size = self._ring, _size(plan)
@@ -49,7 +52,9 @@ class Recorder:
         step = self._ring[-1]
         if late is not None:
             step.late = describe_late(late)
-            step.size += (size := late.bits.nbytes)
+            if late.sources is not None:
+                self._sources[step.plan.step] = MaskSources(late.sources, late.bits.shape[1])
+            step.size += (size := step.late.bits.nbytes)
             self._num_bytes += size
         return self._executor.finish(late)
 
@@ -72,22 +77,40 @@ class Recorder:
         self._ring.clear()
         self._in_flight.clear()
         self._before.clear()
+        self._sources.clear()
         self._num_bytes = 0
 
     def take(self, failure: str | None = None) -> Recording:
-        """The recording so far. `failure`: the error that ended the engine."""
-        return Recording.of(self.config, list(self._before.values()), list(self._ring), failure)
+        """The recording so far, with all masks. It has fewer steps than the ring if their masks would take more than
+        the bytes of the ring. `failure`: the error that ended the engine."""
+        steps, before = list(self._ring), self._before
+        if self._sources:
+            found = [self._sources.get(step.plan.step) for step in steps]
+            sizes = [0 if own is None else own.num_bytes for own in found]
+            num_bytes, first = self._num_bytes + sum(sizes), 0
+            before = before.copy()
+            while num_bytes > self._max_bytes and first < len(steps) - 1:
+                num_bytes -= steps[first].size + sizes[first]
+                _pass(steps[first].plan, before)
+                first += 1
+            steps = with_masks(steps[first:], self._sources)
+        return Recording.of(self.config, list(before.values()), steps, failure)
 
     def _evict(self) -> None:
         step = self._ring.popleft()
         self._num_bytes -= step.size
-        plan, before = step.plan, self._before
-        if len(plan.released):
-            for row in plan.released.tolist():
-                before.pop(row, None)
-        if plan.admitted or plan.pooling is not None:
-            for admission in plan.all_admitted:
-                before[admission.row] = admission
+        self._sources.pop(step.plan.step, None)
+        _pass(step.plan, self._before)
+
+
+def _pass(plan: StepPlan, before: dict[int, Admission | PoolAdmission]) -> None:
+    """Update the admissions of the rows in use by a plan that is not kept."""
+    if len(plan.released):
+        for row in plan.released.tolist():
+            before.pop(row, None)
+    if plan.admitted or plan.pooling is not None:
+        for admission in plan.all_admitted:
+            before[admission.row] = admission
 
 
 def first_values(array: np.ndarray[Any, Any]) -> list[float]:

@@ -18,7 +18,7 @@ from slipstream.scheduler.scheduler import Scheduler
 from slipstream.step import StepPlan
 
 MAX_STEPS = 1 << 15
-CAUSES = ("turnaround", "host_late", "output", "grammar", "no_work")
+CAUSES = ("turnaround", "host_late", "output", "grammar", "no_requests")
 """Causes of an idle gap; `grammar` is a wait within a step."""
 
 

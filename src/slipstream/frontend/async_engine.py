@@ -54,6 +54,7 @@ class AsyncEngine(RequestRouter):
         *,
         models: Mapping[str, Any] | list[Options] | None = None,
         client: CoreClient | None = None,
+        use_tqdm_on_load: bool = False,
         **options: Any,
     ) -> None:
         """Builds a core in this process, or uses that of `client`, which then sends the descriptions of its models.
@@ -70,7 +71,7 @@ class AsyncEngine(RequestRouter):
 
         front_end = FrontEndArgs.take(options)
         given = models if isinstance(models, list) else options_of(model, models, options)
-        lanes, self.models = build_served(given)
+        lanes, self.models = build_served(given, progress=use_tqdm_on_load)
         front_end.apply(self.models.values())
         self.config = next(iter(lanes.cores.values())).config
         self.client = ThreadClient(lanes)

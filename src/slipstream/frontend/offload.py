@@ -19,9 +19,11 @@ import numpy as np
 
 T = TypeVar("T")
 
-LONG = 8192  # characters or token ids from which work runs in a thread; less takes less time than the switch
+LONG = (
+    8192  # characters or token ids from which a function runs in a thread; shorter calls take less time than the switch
+)
 PROMPT_COST = 128  # characters that take as long to tokenise as the fixed cost of a prompt
-_TRIM_SIZE = 2**18  # characters of one piece of work from which the heap is trimmed after it
+_TRIM_SIZE = 2**18  # characters of one call from which the heap is trimmed after it
 
 _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8  # parameters of mallopt
 _MMAP_SIZE = 2**20  # bytes: larger blocks are mapped on their own, and unmapped when freed
@@ -29,23 +31,23 @@ _MAX_ARENAS = 4
 
 
 class Offload:
-    """A thread pool that runs work in the order of arrival."""
+    """A thread pool that calls functions in the order of arrival."""
 
     def __init__(self, threads: int | None = None) -> None:
         count = min(os.cpu_count() or 1, 8) if threads is None else threads
         self._pool = ThreadPoolExecutor(count, "slipstream-long-texts")
         self._lock = threading.Lock()
-        self.size = 0  # characters of work that is waiting or running
+        self.size = 0  # characters of calls that wait or run
 
-    async def run(self, size: int, work: Callable[[], T]) -> T:
-        """Returns the result of `work` on `size` characters: called directly where that is little, else in a thread."""
+    async def run(self, size: int, function: Callable[[], T]) -> T:
+        """Returns the result of `function` on `size` characters. From `LONG` characters on, a thread calls it."""
         if size < LONG:
-            return work()
+            return function()
         with self._lock:
             self.size += size
-        future = self._pool.submit(_run, size, work)
+        future = self._pool.submit(_run, size, function)
 
-        def release(done: Future[Any]) -> None:  # also runs where the work was cancelled before it started
+        def release(done: Future[Any]) -> None:  # also runs where the call was cancelled before it started
             with self._lock:
                 self.size -= size
 
@@ -56,9 +58,9 @@ class Offload:
             del future  # breaks the reference cycle of an exception and this frame
 
 
-def _run(size: int, work: Callable[[], T]) -> T:
+def _run(size: int, function: Callable[[], T]) -> T:
     try:
-        return work()
+        return function()
     finally:
         if size >= _TRIM_SIZE:
             trim_heap()

@@ -43,7 +43,7 @@ class PromptFeeder:
 
         An error of a prompt must not end the step: it is stored in `error`, which the call raises after the step.
         """
-        self._core.timer.leave(has_work=True)  # the time to tokenise a text does not count as the core's
+        self._core.timer.leave(has_requests=True)  # the time to tokenise a text does not count as the core's
         try:
             return self._take(limit)
         except BaseException as error:
@@ -61,7 +61,7 @@ class PromptFeeder:
         if not self._late:
             return scheduler.config.max_waiting
         if not self._is_ready():
-            return not core.has_work()  # wait for the tokenizer only where there is nothing to compute
+            return not core.has_requests()  # wait for the tokenizer only where there is nothing to compute
         if not core.in_flight:
             return not scheduler.num_waiting  # the device is idle: one prompt, then a step
         if scheduler.num_waiting >= 2 * scheduler.config.max_num_seqs:

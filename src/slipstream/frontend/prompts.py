@@ -55,8 +55,8 @@ def per_prompt(name: str, value: object, count: int) -> Sequence[Any]:
 class Lookahead(Generic[Part, T]):
     """Iterates over a list that is computed part by part. A thread computes the next part while the current is used.
 
-    This helps work that releases the GIL, such as tokenising. With `threaded=False`, or with a single part, the parts
-    are computed when they are needed and no thread starts.
+    This helps functions that release the GIL, such as tokenising. With `threaded=False`, or with a single part, no
+    thread starts: parts are computed when they are needed.
     """
 
     def __init__(self, make: Callable[[Part], list[T]], parts: Iterable[Part], *, threaded: bool = True) -> None:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from slipstream.config.options import Options
-from slipstream.errors import EngineClosed
+from slipstream.errors import EngineClosed, InvalidOption
 from slipstream.frontend.async_engine import AsyncEngine
 from slipstream.frontend.inputs import PreparedPrompt
 from slipstream.frontend.request_stream import RequestStream
@@ -104,6 +104,18 @@ class ReplicaLoop:
         self.check_open()
         self._call(self.engine.reset_prefix_cache())
 
+    def sleep(self, level: int, mode: str) -> None:
+        self._refuse()
+
+    def wake_up(self, tags: Sequence[str] | None) -> None:
+        self._refuse()
+
+    def update_weights(self, source: Any, model: str | None) -> None:
+        self._refuse()
+
+    def _refuse(self) -> None:
+        raise InvalidOption("replicas do not sleep and keep their weights; set data_parallel_size to 1")
+
     def close(self) -> None:
         """Ends the replicas. Calls raise from now on."""
         if not self.closed:
@@ -115,9 +127,9 @@ class ReplicaLoop:
         if self.closed:
             raise EngineClosed("this LLM was closed; make a new one")
 
-    def _call(self, work: Coroutine[Any, Any, T]) -> T:
+    def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Runs a coroutine on the event loop. An interrupt cancels it, which aborts its requests."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             return future.result()
         except BaseException:

@@ -31,6 +31,7 @@ from slipstream.transport.frames import (
     AbortAll,
     AbortedAll,
     Begun,
+    Controlled,
     FromCore,
     Inspected,
     Loading,
@@ -264,7 +265,7 @@ class RequestRouter:
             self._wake_if_ready()
         elif isinstance(message, AbortAll):
             self.client.send(AbortedAll(message.call, self._abort_own()))
-        elif isinstance(message, AbortedAll | ResetPrefixCache | Inspected):
+        elif isinstance(message, AbortedAll | ResetPrefixCache | Inspected | Controlled):
             waiter = self._calls.get(message.call)
             if waiter is not None and not waiter.done():
                 waiter.set_result(message.count if isinstance(message, AbortedAll) else message)

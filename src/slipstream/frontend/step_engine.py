@@ -11,7 +11,7 @@ from slipstream.frontend.inputs import Prompt
 from slipstream.frontend.request_state import RequestState
 from slipstream.frontend.results import RequestOutput
 from slipstream.frontend.served import ServedModel, choose
-from slipstream.frontend.sync_loop import SyncLoop
+from slipstream.frontend.sync_loop import SleepMode, SyncLoop
 from slipstream.frontend.vllm_names import refuse_unused
 from slipstream.lora_request import LoRARequest
 from slipstream.messages import Abort
@@ -70,7 +70,10 @@ class StepEngine:
         if not self._states:
             return []
         with self._loop.turn():
-            updated = [state for state in self._loop.step() if state.id in self._states]
+            # sleep may have finished some
+            updated = [state for state in self._states.values() if state.finished] or [
+                state for state in self._loop.step() if state.id in self._states
+            ]
             for state in updated:
                 if state.finished:
                     del self._states[state.id]
@@ -103,6 +106,16 @@ class StepEngine:
     def model_config(self) -> ModelConfigView:
         description = next(iter(self.models.values())).description
         return ModelConfigView(description.name, description.max_model_len, description.dtype, description.vocab_size)
+
+    def sleep(self, level: int = 1, mode: SleepMode = "abort") -> None:
+        """See `LLM.sleep`."""
+        self._loop.sleep(level, mode)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        self._loop.wake_up(tags)
+
+    def is_sleeping(self) -> bool:
+        return self._loop.lanes.sleeper.is_asleep
 
     def reset_prefix_cache(self) -> bool:
         """Forgets the cached prefixes of all models. Running requests keep their pages. Returns True."""

@@ -7,19 +7,21 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal, get_args
 
 from slipstream.engine.interrupts import held_back, watched
 from slipstream.engine.lanes import Lanes
-from slipstream.errors import EngineClosed, QueueFull
+from slipstream.errors import EngineClosed, InvalidParams, QueueFull
 from slipstream.frontend.inputs import PreparedPrompt
 from slipstream.frontend.prompt_feeder import PromptFeeder
 from slipstream.frontend.request_state import OutputProcessor, RequestState
 from slipstream.frontend.results import RequestOutput
 from slipstream.frontend.served import ServedModel
-from slipstream.messages import Abort
+from slipstream.messages import Abort, Output
 from slipstream.scheduler.admission_checks import admits_any_request
 from slipstream.scheduler.scheduler import Scheduler
+
+SleepMode = Literal["abort", "wait", "keep"]
 
 
 class SyncLoop:
@@ -61,6 +63,7 @@ class SyncLoop:
         while the device computes. The steps are the same, provided that all prompts have one priority.
         """
         self.check_open()
+        self.lanes.sleeper.check_awake()
         states: list[RequestState] = []
         unfinished: set[str] = set()  # request ids
         start = time.monotonic()
@@ -76,7 +79,7 @@ class SyncLoop:
                     try:
                         submit_one(message)
                     except QueueFull:
-                        if not core.has_work():
+                        if not core.has_requests():
                             raise
                         break  # the queue empties as requests finish
                     state = open_state(message, text, streaming=False, model=served)
@@ -93,7 +96,7 @@ class SyncLoop:
                 core.scheduler.refill = feeder.refill
             with watched() as hold:
                 # requests of other readers continue meanwhile; without those, the steps in flight are completed here
-                while not feeder.ended or unfinished or (core.has_work() and not self.outputs.states):
+                while not feeder.ended or unfinished or (core.has_requests() and not self.outputs.states):
                     feeder.take_some()
                     for state in self.step():
                         if state.finished and state.id in unfinished:
@@ -149,6 +152,7 @@ class SyncLoop:
 
     def submit(self, served: ServedModel, prepared: PreparedPrompt, *, streaming: bool) -> RequestState:
         """Submits one request, inside a turn, and returns its state."""
+        self.lanes.sleeper.check_awake()
         message, text = prepared
         self.lanes.cores[served.base_name].submit_one(message)
         state: RequestState = self.outputs.open(message, text, streaming=streaming, model=served)
@@ -159,10 +163,36 @@ class SyncLoop:
         self.check_open()
         self._abort_abandoned()
         with held_back():  # the outputs of a step belong to all readers: an interrupt must not lose them
-            updated, aborts = self.outputs.process(self.lanes.step())
-            for abort in aborts:
-                self.lanes.abort(abort)
+            return self._process(self.lanes.step())
+
+    def _process(self, outputs: list[Output]) -> list[RequestState]:
+        updated, aborts = self.outputs.process(outputs)
+        for abort in aborts:
+            self.lanes.abort(abort)
         return updated
+
+    def sleep(self, level: int, mode: SleepMode) -> None:
+        """`mode`: requests of streams and of `StepEngine` are aborted, or awaited, or kept and computed again later."""
+        if mode not in get_args(SleepMode):
+            raise InvalidParams(f"mode is {mode!r:.50}; give abort, wait or keep", param="mode")
+        with self.turn(), held_back():
+            if mode == "wait":
+                while self.lanes.has_requests():
+                    self.step()
+            if mode == "abort":
+                for state in list(self.outputs.states.values()):
+                    self.lanes.abort(Abort(state.id))
+                    self.outputs.drop(state.id)
+                    state.abort()
+            self._process(self.lanes.sleeper.sleep(level))
+
+    def wake_up(self, tags: Sequence[str] | None) -> None:
+        with self.turn():
+            self.lanes.sleeper.wake_up(tags)
+
+    def update_weights(self, source: Any, model: str | None) -> None:
+        with self.turn(), held_back():
+            self._process(self.lanes.sleeper.update_weights(source, model))
 
     def reset_prefix_cache(self) -> None:
         with self.turn():

@@ -9,17 +9,15 @@ from slipstream.engine.core import EngineCore
 from slipstream.errors import InvalidOption
 from slipstream.frontend.served import ServedModel, choose
 from slipstream.frontend.step_engine import StepEngine
-from slipstream.frontend.sync_loop import SyncLoop
+from slipstream.frontend.sync_loop import SleepMode, SyncLoop
 from slipstream.frontend.vllm_names import EngineArgs
 from slipstream.params import SamplingParams
 from slipstream.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 
-_TRANSFER = "weights are read once, when the engine starts"
+_TRANSFER = "update_weights alone replaces weights, from a folder, tensors or received_weights"
 NOT_SUPPORTED = {
-    "sleep": "the model stays on the device; close the LLM and open it again",
-    "wake_up": "the model stays on the device",
     "get_metrics": "use slipstream serve and its /metrics",
     "start_profile": "use torch.profiler around the call",
     "stop_profile": "use torch.profiler around the call",
@@ -30,7 +28,6 @@ NOT_SUPPORTED = {
     "reset_mm_cache": "models read text only",
     "init_weight_transfer_engine": _TRANSFER,
     "start_weight_update": _TRANSFER,
-    "update_weights": _TRANSFER,
     "finish_weight_update": _TRANSFER,
 }
 """Methods of vLLM's LLM that this one does not have, and what to do instead."""
@@ -65,6 +62,28 @@ class VllmMethods:
                 raise InvalidOption("the models of replicas are in other processes; set data_parallel_size to 1")
             executor: Any = next(iter(self.cores.values())).executor
             return [func(executor.model)]
+
+    def sleep(self, level: int = 1, mode: SleepMode = "abort") -> None:
+        """Releases device memory until `wake_up`; calls raise EngineAsleep meanwhile. Needs enable_sleep_mode.
+
+        Level 1: weights move to host memory, caches are dropped. Level 2: weights are dropped too, and must be loaded
+        again by `update_weights`. Level 0 releases nothing. `mode`: requests of streams and of `llm_engine` are aborted
+        (abort), completed first (wait), or continue after `wake_up` (keep), where they are computed again.
+        """
+        self._sync_loop.sleep(level, mode)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Takes back the memory of weights, kv_cache or both, at the same addresses: captured graphs stay valid."""
+        self._sync_loop.wake_up(tags)
+
+    def update_weights(self, weights: Any = None, *, model: str | None = None) -> None:
+        """Replaces weights in place: from a folder or file of the same architecture (None: the model's own), or from
+        torch tensors by their names in a checkpoint: a mapping, or an iterator of pairs, such as `received_weights`.
+
+        A part of the tensors may be given. The prefix cache is reset; requests that have not finished are computed
+        again, and continue with the new weights.
+        """
+        self._sync_loop.update_weights(weights, model)
 
     @property
     def llm_engine(self) -> StepEngine:

@@ -22,7 +22,7 @@ class LaneStats(msgspec.Struct, frozen=True, array_like=True):
     host_late: float = 0.0
     output: float = 0.0
     grammar: float = 0.0  # waiting for masks and logits processors
-    no_work: float = 0.0
+    no_requests: float = 0.0
     host: float = 0.0  # seconds of the core itself, on the host's clock
     # speculative decoding
     num_drafted_rows: int = 0  # rows with drafts, over all steps

@@ -17,7 +17,7 @@ from slipstream.metrics.stats import FrontEnds, FrontStats, Histogram, ModelStat
 
 Families = Iterator[Any]
 
-_CAUSES = ("busy", "turnaround", "host_late", "output", "grammar", "no_work")
+_CAUSES = ("busy", "turnaround", "host_late", "output", "grammar", "no_requests")
 _OF_LANES: tuple[tuple[str, str, str, str], ...] = (
     ("gauge", "requests_running", "requests in steps", "num_running"),
     ("gauge", "requests_waiting", "requests that wait for a row or for pages", "num_waiting"),
@@ -198,12 +198,12 @@ def _lanes(lanes: Sequence[LaneStats]) -> Families:
         "slipstream_device_seconds", "device time: busy, and idle by cause", labels=(*ours, "state")
     )
     share = GaugeMetricFamily(
-        "slipstream_device_busy_ratio", "busy share of the time in which there was work", labels=ours
+        "slipstream_device_busy_ratio", "busy share of the time in which there were requests", labels=ours
     )
     for lane in lanes:
         for cause in _CAUSES:
             time.add_metric((*labels(lane), cause), getattr(lane, cause))
-        worked = sum(getattr(lane, cause) for cause in _CAUSES if cause != "no_work")
+        worked = sum(getattr(lane, cause) for cause in _CAUSES if cause != "no_requests")
         if worked:
             share.add_metric(labels(lane), lane.busy / worked)
     yield time

@@ -43,6 +43,7 @@ class BatchView:
     # rows with host token ids complete pages that other rows read in the same step. The positions of a drafted row are
     # rows of one token each here, and each reads the keys of those before it
     host_ids: torch.Tensor | None = None
+    max_queries: int = 1  # host: consecutive rows that may be positions of one drafted row, by their host_ids
     rope_rows: torch.Tensor | None = None  # [T] int64, each token's row in the rope table; None: its position
     query_starts: torch.Tensor | None = None  # [B + 1] int32, first token of each row; None: one token a row
     token_types: torch.Tensor | None = None  # [T] int64, of encoders that tell two texts apart; None: all are 0
@@ -62,8 +63,8 @@ class RelativeScores:
     token.
     """
 
-    of_queries: torch.Tensor  # column (key - query + n - 1) of the query's line is added
-    of_keys: torch.Tensor | None = None  # and the same column of the key's line
+    of_queries: torch.Tensor  # column (key - query + n - 1) of the query's vector is added
+    of_keys: torch.Tensor | None = None  # and the same column of the key's vector
 
 
 class AttentionBackend(Protocol):
@@ -120,10 +121,6 @@ class ForwardContext:
     query_scale: torch.Tensor | None = None  # [T, 1, 1], a factor of each token's queries; set by the model
     # embeddings of distances [rows, hidden], and the row of each distance [2 n - 1] (DeBERTa); set by the model
     relative_positions: tuple[torch.Tensor, torch.Tensor] | None = None
-    # tokens per engine that layers with shared experts exchange, padded to the most that an engine has, and the same
-    # where only the last token of each row is computed; 0: this engine has all experts
-    exchanged_tokens: int = 0
-    exchanged_last_tokens: int = 0
 
     def with_rotary(self, rotary: tuple[torch.Tensor, ...]) -> ForwardContext:
         return ForwardContext(
@@ -138,8 +135,6 @@ class ForwardContext:
             self.recurrent,
             self.states,
             self.query_scale,
-            exchanged_tokens=self.exchanged_tokens,
-            exchanged_last_tokens=self.exchanged_last_tokens,
         )
 
     def last_indices(self) -> torch.Tensor:
@@ -165,14 +160,7 @@ class ForwardContext:
         )
         assert (batch.lora is None) == (batch.last_lora is None), "adapters of the last tokens were not uploaded"
         metadata = self.attention.make_metadata(alone, after=self.metadata)
-        context = ForwardContext(
-            alone,
-            self.attention,
-            metadata,
-            self.caches,
-            self.group_of_site,
-            exchanged_tokens=self.exchanged_last_tokens,
-        )
+        context = ForwardContext(alone, self.attention, metadata, self.caches, self.group_of_site)
         if with_rotary:
             context = context.with_rotary(tuple(rows.index_select(0, indices) for rows in self.rotary))
         if self.layer_inputs is not None:

@@ -27,6 +27,8 @@ class Transposed:
 
 
 class TransposedWeight(Weight):
+    refills = True
+
     def __init__(self, num_rows: int, num_columns: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.data = new_parameter(num_columns, num_rows, dtype=dtype)

@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from slipstream.errors import UnsupportedModel
 from slipstream.ops.linear import (
     Activation,
     activated_linear,
@@ -54,6 +55,8 @@ class CheckpointTensor(Protocol):
 class Weight(nn.Module, ABC):
     """A matrix [rows, columns] in some format, filled from the tensors of a checkpoint."""
 
+    refills = False  # whether its targets can be filled again at any time, in place
+
     @abstractmethod
     def targets(self, first_row: int, num_rows: int) -> Iterator[tuple[str, WeightTarget]]:
         """The checkpoint tensors that hold these rows, by the last part of their names: "weight", and other tensors of
@@ -83,6 +86,9 @@ class Weight(nn.Module, ABC):
     def multiply_activated(self, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation) -> torch.Tensor:
         """The GEMM, then an elementwise activation."""
         return activation(self.multiply(x, bias))
+
+    is_row_wise = True
+    """Whether every checkpoint tensor has one line per row of the weight, so that rows can be reordered or divided."""
 
     can_chain = False
     """Whether chains may use the three methods below. The defaults are correct but slow."""
@@ -150,6 +156,8 @@ class Unquantized:
 
 
 class UnquantizedWeight(Weight):
+    refills = True
+
     def __init__(self, num_rows: int, num_columns: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.data = new_parameter(num_rows, num_columns, dtype=dtype)
@@ -200,19 +208,39 @@ class UnquantizedWeight(Weight):
         return None if run is None else [run]
 
 
+def require_row_wise(weight: Weight, layer: str) -> None:
+    """Raises UnsupportedModel if the tensors of the weight's format cannot be reordered or divided by rows."""
+    if not weight.is_row_wise:
+        raise UnsupportedModel(
+            f"a quantised checkpoint is not supported for {layer}; give the unquantised checkpoint, with "
+            'quantization="fp8" for FP8 weights'
+        )
+
+
 def new_parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
     """Uninitialised, without gradients."""
     return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
 
 
 def take_memory(model: nn.Module, device: torch.device) -> None:
-    """Allocates uninitialized memory for a model that was built on the meta device.
+    """Allocates uninitialized memory for a model that was built on the meta device. Parameters that have memory keep
+    it.
 
     `Module.to_empty` does the same, but imports torch's symbolic shapes, which takes over a second.
     """
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
+            if not parameter.is_meta:
+                continue
             with device:
                 setattr(module, name, new_parameter(*parameter.shape, dtype=parameter.dtype))
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype, device=device))
+
+
+def allocate_parameters(model: nn.Module, empty: Callable[[tuple[int, ...], torch.dtype], torch.Tensor]) -> None:
+    """Gives the parameters of a model on the meta device memory of `empty`."""
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            data = empty(tuple(parameter.shape), parameter.dtype)
+            setattr(module, name, nn.Parameter(data, requires_grad=False))

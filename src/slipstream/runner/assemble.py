@@ -63,7 +63,8 @@ def build_runner(
     """The runner, ready to run, and the configuration with the size of cache that was found to fit."""
     if device is None:
         device = open_device(config.device.kind, config.scheduler.depth, config.device.num_threads)
-    model, fill = open_model(config.model, device.torch_device)
+    pools = device.enable_sleep() if config.device.sleep_mode else None
+    model, fill = open_model(config.model, device.torch_device, None if pools is None else pools.weights.empty)
     draft_model, fill = open_draft_model(config, model, device, fill)
     warms_up = device.warms_up
     measured = warms_up and config.device.keep_free is not None and not config.scheduler.is_encoder

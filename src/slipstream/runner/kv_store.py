@@ -74,8 +74,8 @@ class KVStore:
                     num_pages += self.scratch.num_pages
                 shape = (num_pages, spec.page_size, spec.num_kv_heads, spec.head_dim)
                 try:
-                    keys = self.device.zeros(shape, dtype)
-                    values = keys[..., : spec.value_dim] if spec.value_dim else self.device.zeros(shape, dtype)
+                    keys = self.device.cache_zeros(shape, dtype)
+                    values = keys[..., : spec.value_dim] if spec.value_dim else self.device.cache_zeros(shape, dtype)
                     self.caches[site] = keys, values
                 except (RuntimeError, MemoryError):
                     need = sum(g.bytes_per_page * n for g, n in zip(self.groups, group_pages, strict=True))

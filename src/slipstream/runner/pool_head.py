@@ -21,7 +21,7 @@ from slipstream.runner.head import Head
 from slipstream.runner.pooling.activations import finish
 from slipstream.runner.pooling.chunk_state import ChunkState, PoolWork
 from slipstream.runner.pooling.late_interaction import QueryStore
-from slipstream.runner.pooling.methods import Lines, pool_all, take_lines
+from slipstream.runner.pooling.methods import TakeHidden, pool_all, take_hidden
 from slipstream.runner.pooling.pool_mode import PoolMode, PoolModes
 from slipstream.runner.pooling.pooled_rows import PooledRow, by_mode, skipped_in_step, take_tokens
 from slipstream.runner.pooling.results import PoolHandle, ResultBlock
@@ -29,7 +29,7 @@ from slipstream.runner.results import ResultRing
 from slipstream.step import NO_POOLING, PoolPlan, StepPlan
 
 Job = Callable[[torch.Tensor], Iterable[torch.Tensor]]
-"""Device: from a step's hidden states to the lines of one block of results, in several parts to limit memory."""
+"""Device: from a step's hidden states to the vectors of one block of results, in several parts to limit memory."""
 Vectors = Callable[[BatchView, torch.Tensor], list[torch.Tensor]]
 """Device: the same for several blocks."""
 
@@ -105,7 +105,7 @@ class PoolHead:
         if not rows:
             return None
         before, blocks, jobs = self._prepare_tokens(rows, upload)
-        vector_blocks, vectors = self._prepare_vectors(rows, upload, only_last)
+        vector_blocks, pool_vectors = self._prepare_vectors(rows, upload, only_last)
         blocks += vector_blocks
 
         def run(batch: Gathered, hidden: torch.Tensor) -> Iterator[Iterable[torch.Tensor]]:
@@ -113,8 +113,8 @@ class PoolHead:
                 work(hidden)
             for job in jobs:
                 yield job(hidden)
-            if vectors is not None:
-                yield from ([lines] for lines in vectors(batch.view, hidden))
+            if pool_vectors is not None:
+                yield from ([vectors] for vectors in pool_vectors(batch.view, hidden))
 
         return self._head(blocks, run)
 
@@ -129,11 +129,11 @@ class PoolHead:
 
         def run(batch: Gathered, hidden: torch.Tensor) -> list[Iterable[torch.Tensor]]:
             if size is None:
-                lines = work(batch, hidden)
+                vectors = work(batch, hidden)
             else:
                 key = ("pool", size, only_last, common, is_adapted)  # adapted steps leave hidden states elsewhere
-                lines = self.graphs.run(key, lambda: self.graphs.results.put(work(batch, hidden)))[:count]
-            return [[lines if common is mode else finish(lines, mode)]]
+                vectors = self.graphs.run(key, lambda: self.graphs.results.put(work(batch, hidden)))[:count]
+            return [[vectors if common is mode else finish(vectors, mode)]]
 
         return self._head([ResultBlock(mode.width, None, None, count)], run)
 
@@ -152,10 +152,10 @@ class PoolHead:
         def write(batch: Gathered, hidden: torch.Tensor) -> None:
             for index, (block, parts) in enumerate(zip(blocks, run(batch, hidden), strict=True)):
                 first = 0
-                for lines in parts:
-                    for name, values in block.name(index, lines.to(self.dtype)).items():
+                for vectors in parts:
+                    for name, values in block.name(index, vectors.to(self.dtype)).items():
                         span.write_part(name, first, values)
-                    first += len(lines)
+                    first += len(vectors)
 
         return Head(write, lambda sent: PoolHandle(sent.copied, shape, span.find(sent), blocks))
 
@@ -189,45 +189,45 @@ class PoolHead:
             rows.append(pooled)
         return rows
 
-    # One line per prompt
+    # One vector per prompt
 
     def _prepare_vectors(
         self, rows: list[PooledRow], upload: Upload, only_last: bool
     ) -> tuple[list[ResultBlock], Vectors | None]:
-        """One line for each prompt that ends, by the model's method, then the final operations of each mode."""
+        """One vector for each prompt that ends, by the model's method, then the final operations of each mode."""
         own_rows = [row for row in rows if row.mode.task in ("embed", "classify")]
         ending = [row for row in own_rows if row.ends]
-        lines: PoolWork
+        pool: PoolWork
         if self.chunks.reduced and any(not m.ends or m.has_begun for m in own_rows):
-            lines = self.chunks.pool_lines(own_rows, upload)
+            pool = self.chunks.pool_vectors(own_rows, upload)
         elif not ending:
             return [], None
         else:
-            lines = self._whole_lines(ending, upload, only_last)
+            pool = self._pool_in_one_step(ending, upload, only_last)
 
         groups = by_mode(ending)
         blocks = [ResultBlock(own.width, [m.result for m in group], None, len(group)) for own, group in groups.items()]
         where = {row.index: i for i, row in enumerate(ending)}
         picks = {
-            own: take_lines(np.array([where[m.index] for m in group], np.int64), upload)
+            own: take_hidden(np.array([where[m.index] for m in group], np.int64), upload)
             for own, group in groups.items()
             if len(groups) > 1
         }
 
-        def vectors(view: BatchView, hidden: torch.Tensor) -> list[torch.Tensor]:
-            pooled = lines(view, hidden)
+        def by_group(view: BatchView, hidden: torch.Tensor) -> list[torch.Tensor]:
+            pooled = pool(view, hidden)
             return [self._finish(picks[own](pooled) if own in picks else pooled, own) for own in groups]
 
-        return blocks, vectors
+        return blocks, by_group
 
-    def _whole_lines(self, ending: list[PooledRow], upload: Upload, only_last: bool) -> PoolWork:
-        """Host: a line for each of these rows, whose prompts are computed in one step or need their last token only."""
-        take = take_lines(np.array([m.index for m in ending], np.int64), upload)
+    def _pool_in_one_step(self, ending: list[PooledRow], upload: Upload, only_last: bool) -> PoolWork:
+        """Host: a vector for each of these rows, whose prompts are in one step or need their last token only."""
+        take = take_hidden(np.array([m.index for m in ending], np.int64), upload)
         counts_none = [row.mode.skip >= row.length for row in ending]
         none = upload.put(np.array(counts_none, np.bool_)) if any(counts_none) else None
         skipped = None if self.methods == ("last",) else skipped_in_step(ending, upload)
 
-        def lines(view: BatchView, hidden: torch.Tensor) -> torch.Tensor:
+        def pool(view: BatchView, hidden: torch.Tensor) -> torch.Tensor:
             if only_last:
                 pooled = take(hidden)
             else:
@@ -237,7 +237,7 @@ class PoolHead:
                 return pooled
             return torch.where(upload.tensor(none).unsqueeze(1), 0, pooled)
 
-        return lines
+        return pool
 
     def _finish(self, pooled: torch.Tensor, mode: PoolMode) -> torch.Tensor:
         """Device: from pooled hidden states to results."""
@@ -246,18 +246,18 @@ class PoolHead:
             return finish(self.heads.classify(pooled), mode)
         return finish(pooled.to(self.dtype) if self.heads is None else self.heads.embed(pooled), mode)
 
-    # One line per token
+    # One vector per token
 
     def _prepare_tokens(
         self, rows: list[PooledRow], upload: Upload
-    ) -> tuple[list[Lines], list[ResultBlock], list[Job]]:
+    ) -> tuple[list[TakeHidden], list[ResultBlock], list[Job]]:
         """The work for prompts that continue, and the blocks of those that end."""
         groups = by_mode([m for m in rows if m.mode.task not in ("embed", "classify")])
-        before: list[Lines] = []
+        before: list[TakeHidden] = []
         blocks: list[ResultBlock] = []
         jobs: list[Job] = []
         for mode, group in groups.items():  # a document is never in the same step as its query
-            pieces: list[Lines] = []
+            pieces: list[TakeHidden] = []
             counts: list[int] = []
             for in_one_step, run in groupby(group, key=lambda row: row.ends and not row.has_begun):
                 if in_one_step:
@@ -290,7 +290,7 @@ class PoolHead:
         return ResultBlock(mode.width, indices, counts, sum(counts))
 
     def _token_job(
-        self, mode: PoolMode, ending: list[PooledRow], counts: list[int], pieces: list[Lines], upload: Upload
+        self, mode: PoolMode, ending: list[PooledRow], counts: list[int], pieces: list[TakeHidden], upload: Upload
     ) -> Job:
         starts = None
         if mode.task == "sparse":
@@ -308,22 +308,22 @@ class PoolHead:
                 assert self.heads is not None, "a model without heads gives words no weights"
                 return [self.heads.sparse(_joined([piece(hidden) for piece in pieces]), upload.tensor(starts))]
             parts = (
-                finish(self._token_lines(some, mode), mode)
+                finish(self._token_vectors(some, mode), mode)
                 for piece in pieces
                 for some in piece(hidden).split(TOKENS_AT_ONCE)
             )
             if not mode.late:
                 return parts
-            lines = _joined(list(parts))
+            vectors = _joined(list(parts))
             if score is not None:
-                return [score(lines)]
-            self.queries.keep(lines, counts, query_numbers)
+                return [score(vectors)]
+            self.queries.keep(vectors, counts, query_numbers)
             return []
 
         return job
 
-    def _token_lines(self, tokens: torch.Tensor, mode: PoolMode) -> torch.Tensor:
-        """Device: from hidden states to one line per token."""
+    def _token_vectors(self, tokens: torch.Tensor, mode: PoolMode) -> torch.Tensor:
+        """Device: from hidden states to one vector per token."""
         if self.heads is None:
             return tokens.to(self.dtype)
         return self.heads.token_embed(tokens) if mode.task == "token_embed" else self.heads.token_classify(tokens)

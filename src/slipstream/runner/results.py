@@ -291,7 +291,7 @@ class ResultSpan:
         pack(results, self._shape, self._buffer.on_device[self._start :])
 
     def write_part(self, name: str, first: int, part: torch.Tensor) -> None:
-        """Device: write lines of one field, from line `first` on."""
+        """Device: write a part of one field, from index `first` of its first dimension on."""
         field = next(field for field in self._shape.fields if field.name == name)
         if field.start < field.stop:
             whole = self._buffer.on_device[self._start + field.start : self._start + field.stop]

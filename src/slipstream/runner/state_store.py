@@ -147,8 +147,8 @@ class StateStore:
         return slots
 
     def _saves(self, plan: StepPlan, size: Size | None) -> Ints:
-        """[S, 3] index of the row, position and slot of each save; -1 in unused lines. There is always a line, so that
-        only one variant of the kernel is compiled."""
+        """[S, 3] index of the row, position and slot of each save; -1 if unused. S is at least 1, so that only one
+        variant of the kernel is compiled."""
         saves = None if plan.states is None else plan.states.saves
         num_saves = 0 if saves is None else len(saves)
         array = np.full((max(num_saves, 1) if size is None else max_saves(size.tokens, size.rows), 3), -1, np.int32)
@@ -168,7 +168,7 @@ def _allocate(
             for field in spec.fields:
                 num_slots = num_rows + (num_checkpoints if field.is_saved else 0)
                 shape = (num_slots, list(specs).count(spec), *field.shape)
-                tensors[spec, field.name] = device.zeros(shape, getattr(torch, field.dtype))
+                tensors[spec, field.name] = device.cache_zeros(shape, getattr(torch, field.dtype))
     except (RuntimeError, MemoryError):
         need = sum(num_rows * spec.num_bytes + num_checkpoints * spec.checkpoint_bytes for spec in specs)
         raise NotEnoughMemory(

@@ -104,7 +104,7 @@ class EncoderScheduler:
         """Number of requests that have not ended."""
         return len(self._live)
 
-    def has_work(self) -> bool:
+    def has_requests(self) -> bool:
         """Whether there is anything to plan, to commit or to report."""
         return bool(self._num_waiting or self._in_flight or self._failures)
 

@@ -97,7 +97,7 @@ class Scheduler:
         """Number of request ids with a sample that has not ended."""
         return len(self._lifecycle.live)
 
-    def has_work(self) -> bool:
+    def has_requests(self) -> bool:
         """Whether there is anything to plan, to commit or to report."""
         return bool(self._row_allocator.running or self._waiting or self._in_flight or self._failures)
 
@@ -376,6 +376,11 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         self.num_preemptions += 1
         self._lifecycle.requeue(request)
+
+    def preempt_all(self) -> None:
+        """Between two steps: every running request gives up its row and its pages."""
+        for request in reversed(list(self._row_allocator.running)):
+            self._preempt(request)
 
     # Committing
 

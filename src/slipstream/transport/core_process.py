@@ -1,8 +1,8 @@
 """The core process: `python -m slipstream.transport.core_process SUPERVISOR FD…`, one inherited socket per front end.
 
-SUPERVISOR is the socket of the process that restarts front ends, or -1. Standard input has a CoreStart as JSON. The
-process exits when the last front end has disconnected, or after a failure, whose root cause is its last message. It
-opens no port, and decodes only msgpack of known types.
+SUPERVISOR is the socket of the process that restarts front ends, or -1. Standard input has the options of each model as
+JSON. The process exits when the last front end has disconnected, or after a failure, whose root cause is its last
+message. It opens no port, and decodes only msgpack of known types.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from slipstream.config.locate import locate
+from slipstream.config.options import Options
 from slipstream.engine.child_process import die_with_parent
 from slipstream.engine.lanes import Lanes
 from slipstream.errors import EngineDead, SlipstreamError
@@ -30,10 +30,12 @@ from slipstream.metrics.lane import LaneStats
 from slipstream.scheduler.scheduler import Scheduler
 from slipstream.transport.abort_calls import AbortCalls
 from slipstream.transport.admission import submit
+from slipstream.transport.control import control
 from slipstream.transport.frames import (
     AbortAll,
     AbortedAll,
     Begun,
+    Control,
     Failed,
     FromCore,
     Inspect,
@@ -47,7 +49,6 @@ from slipstream.transport.frames import (
 )
 from slipstream.transport.inspection import Inspector
 from slipstream.transport.socket_server import Connection, SocketServer
-from slipstream.transport.spawn import CoreStart
 
 if TYPE_CHECKING:
     from slipstream.engine.core import EngineCore
@@ -74,36 +75,27 @@ class CoreProcess:
 
     def run(self) -> None:
         """Runs until the last front end has disconnected."""
-        busy = is_following = False
+        busy = False
         self._pulse(busy)  # so that metrics start with zeros
-        for file in self.lanes.files:
-            self.server.watch(file)
         while self.server.connections:
             messages, gone = self.server.receive(wait=not busy)
-            # steps for other engines that share experts change nothing in the statistics
-            is_following = (is_following or not busy) and not messages and not gone
             for connection, message in messages:
                 self._handle(connection, message)
             for connection in gone:
                 self._abort_all_of(connection)
                 self._abort_calls.disconnect(connection)
-            if self.lanes.has_work():
+            if self.lanes.has_requests():
                 self._deliver(self.lanes.step(), self.lanes.take_begun())
-            busy = self.lanes.has_work()
-            if not is_following:
-                self._pulse(busy)
+            busy = self.lanes.has_requests()
+            self._pulse(busy)
 
     def close(self) -> None:
         """Aborts the remaining requests, completes the steps in flight, and checks that nothing leaked."""
         for name in self._owners:
             self.lanes.abort(Abort(name))
-        try:
-            while self.lanes.has_work():
-                self.lanes.step()
-            self.lanes.check()
-        except EngineDead:
-            if not self.lanes.files:
-                raise  # else: an engine that shares the experts has closed first
+        while self.lanes.has_requests():
+            self.lanes.step()
+        self.lanes.check()
         self.lanes.close()
 
     def _handle(self, connection: Connection, message: ToCore | Join) -> None:
@@ -124,6 +116,10 @@ class CoreProcess:
             self.server.send(connection, [message])
         elif isinstance(message, Inspect):
             self.server.send(connection, [self._inspector.answer(message)])
+        elif isinstance(message, Control):
+            outputs, answer = control(self.lanes, message)
+            self._deliver(outputs)
+            self.server.send(connection, [answer])
         elif (joined := self.server.join(connection)) is not None and self._opening is not None:
             self.server.send(joined, [self._opening, Ready()])
 
@@ -173,7 +169,7 @@ class CoreProcess:
                 del self._kept_queries[name]
 
     def _pulse(self, busy: bool) -> None:
-        """Broadcasts statistics: at an interval while there is work, and once when the work ends."""
+        """Broadcasts statistics: at an interval while there are requests, and once when they have ended."""
         now = time.monotonic()
         if busy and now - self._last_pulse < PULSE_SECONDS:
             return
@@ -181,7 +177,8 @@ class CoreProcess:
         self._inspector.drop_unread()
         if self._kept_queries:
             self._kept_queries = {name: own for name, own in self._kept_queries.items() if self.lanes.keeps_query(name)}
-        self.server.broadcast(Pulse([_lane_stats(name, core) for name, core in self.lanes.cores.items()]))
+        lanes = [_lane_stats(name, core) for name, core in self.lanes.cores.items()]
+        self.server.broadcast(Pulse(lanes, is_asleep=not self.lanes.sleeper.can_run))
 
 
 def _lane_stats(name: str, core: EngineCore) -> LaneStats:
@@ -205,7 +202,7 @@ def _lane_stats(name: str, core: EngineCore) -> LaneStats:
         host_late=time.host_late,
         output=time.output,
         grammar=time.grammar,
-        no_work=time.no_work,
+        no_requests=time.no_requests,
         host=time.host,
         num_drafted_rows=0 if drafts is None else drafts.num_rows,
         num_drafts=0 if drafts is None else drafts.num_drafts,
@@ -225,8 +222,8 @@ def main(argv: list[str]) -> int:
     supervisor, *front_ends = (socket.socket(fileno=int(fd)) if int(fd) >= 0 else None for fd in argv)
     server = SocketServer(filter(None, front_ends), supervisor)
     try:
-        start = msgspec.json.decode(sys.stdin.buffer.read(), type=CoreStart)
-        process = _load(start, server)
+        options = msgspec.json.decode(sys.stdin.buffer.read(), type=list[Options])
+        process = _load(options, server)
         server.broadcast(Ready())
         process.run()
         process.close()
@@ -241,8 +238,7 @@ def main(argv: list[str]) -> int:
         server.close()
 
 
-def _load(start: CoreStart, server: SocketServer) -> CoreProcess:
-    options = start.options
+def _load(options: list[Options], server: SocketServer) -> CoreProcess:
     server.broadcast(Loading("finding the model"))
     for each in options:  # a wrong name fails before torch is imported
         locate(each.model, each.revision, each.task, each.download_dir)
@@ -250,15 +246,10 @@ def _load(start: CoreStart, server: SocketServer) -> CoreProcess:
     from slipstream.engine.build import build_lanes, open_models  # imports torch
 
     server.broadcast(Loading("reading the model's files"))
-    opened = open_models(options, start.engine)
+    opened = open_models(options)
     opening = ModelDescriptions([each.description for each in opened], os.getpid())
     server.broadcast(opening)
-    lanes, _ = build_lanes(
-        options,
-        opened,
-        tell=lambda name: server.broadcast(Loading(f"loading {name}")),
-        folder=None if start.folder is None else Path(start.folder),
-    )
+    lanes = build_lanes(options, opened, tell=lambda name: server.broadcast(Loading(f"loading {name}")))[0]
     return CoreProcess(lanes, server, opening)
 
 

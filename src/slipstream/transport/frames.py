@@ -90,6 +90,25 @@ class Inspected(msgspec.Struct, frozen=True, tag=True, array_like=True):
     error: str | None = None
 
 
+class Control(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """To the core: sleep, wake up, read weights from files, or only answer."""
+
+    call: str
+    action: Literal["sleep", "wake_up", "update_weights", "ask"]
+    level: int = 1  # of sleep
+    tags: list[str] | None = None  # of wake_up; None: all
+    path: str | None = None  # of update_weights; None: the model's own files
+    model: str | None = None  # of update_weights; None: the first one
+
+
+class Controlled(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The core's answer to `Control`."""
+
+    call: str
+    is_asleep: bool
+    refused: Refused | None = None  # with an empty request id
+
+
 class Join(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """From the supervisor: a new front end. The core's end of its socket is sent with this frame (SCM_RIGHTS)."""
 
@@ -112,10 +131,11 @@ class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Pulse(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Statistics of the core: sent at an interval while it has work, and when the work ends."""
+    """Statistics of the core: sent at an interval while it has requests, and when they have ended."""
 
     lanes: list[LaneStats] = []  # one per model and replica
     replicas: list[ReplicaStats] = []  # empty where there is one core only
+    is_asleep: bool = False  # or without weights: no request can run
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -124,7 +144,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):
     cause: str
 
 
-ToCore = Submit | SubmitAll | Abort | AbortAll | AbortedAll | ResetPrefixCache | Inspect
+ToCore = Submit | SubmitAll | Abort | AbortAll | AbortedAll | ResetPrefixCache | Inspect | Control
 FromCore = (
     Output
     | Begun
@@ -133,6 +153,7 @@ FromCore = (
     | AbortedAll
     | ResetPrefixCache
     | Inspected
+    | Controlled
     | Loading
     | ModelDescriptions
     | Ready

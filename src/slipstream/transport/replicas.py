@@ -16,7 +16,7 @@ from typing import Protocol
 
 import msgspec
 
-from slipstream.errors import EngineClosed, EngineDead, ReplicaLost, UserError
+from slipstream.errors import EngineClosed, EngineDead, InvalidOption, ReplicaLost, UserError
 from slipstream.messages import Abort, Output, Submit, SubmitAll
 from slipstream.metrics.lane import LaneStats, ReplicaStats
 from slipstream.transport.backoff import Backoff
@@ -26,6 +26,8 @@ from slipstream.transport.frames import (
     AbortAll,
     AbortedAll,
     Begun,
+    Control,
+    Controlled,
     Failed,
     FromCore,
     Inspect,
@@ -148,6 +150,9 @@ class ReplicaClient:
         elif isinstance(message, Inspect):
             fact = "steps of several replicas are not recorded or traced together; start one replica"
             self._reply(Inspected(message.call, b"", fact))
+        elif isinstance(message, Control):
+            error = InvalidOption("replicas do not sleep and keep their weights; start one replica")
+            self._reply(Controlled(message.call, False, Refused.of("", error)))
         elif isinstance(message, ResetPrefixCache):
             self._resets[message.call] = {replica.index for replica in self.replicas if replica.is_ready}
             for replica in self.replicas:

@@ -1,7 +1,7 @@
 """SocketServer: the core's end of the sockets, one per front end.
 
 It runs in the core's thread, between steps, with non-blocking sockets: data that a front end's socket does not take is
-buffered. The core blocks only when it has no work, until a message arrives.
+buffered. The core blocks only when it has no requests, until a message arrives.
 """
 
 from __future__ import annotations
@@ -64,22 +64,13 @@ class SocketServer:
         self._add(connection)
         return connection
 
-    def watch(self, file: int) -> None:
-        """`receive` also returns when this file descriptor is readable."""
-        self._selector.register(file, selectors.EVENT_READ, None)
-
     def receive(self, *, wait: bool) -> tuple[list[tuple[Connection, ToCore | Join]], list[Connection]]:
-        """Returns the received messages and the lost connections. With `wait` it blocks until there is one, or
-        until a watched file is readable."""
+        """Returns the received messages and the lost connections. With `wait` it blocks until there is one."""
         messages: list[tuple[Connection, ToCore | Join]] = []
         gone: list[Connection] = []
-        is_woken = False
         while self.connections:
             for key, events in self._selector.select(None if wait and not messages and not gone else 0):
-                connection: Connection | None = key.data
-                if connection is None:
-                    is_woken = True
-                    continue
+                connection: Connection = key.data
                 try:
                     if events & selectors.EVENT_WRITE:
                         self._send(connection, b"")
@@ -90,7 +81,7 @@ class SocketServer:
                 except (OSError, FrameError):
                     self._drop(connection)
                     gone.append(connection)
-            if messages or gone or is_woken or not wait:
+            if messages or gone or not wait:
                 break
         return messages, gone
 

@@ -10,12 +10,22 @@ from slipstream.engine.lanes import Lanes
 from slipstream.messages import Abort, Submit, SubmitAll
 from slipstream.transport.admission import submit
 from slipstream.transport.client import Listener
-from slipstream.transport.frames import AbortAll, AbortedAll, Begun, FromCore, Inspect, ResetPrefixCache, ToCore
+from slipstream.transport.control import control
+from slipstream.transport.frames import (
+    AbortAll,
+    AbortedAll,
+    Begun,
+    Control,
+    FromCore,
+    Inspect,
+    ResetPrefixCache,
+    ToCore,
+)
 from slipstream.transport.inspection import Inspector
 
 
 class ThreadClient:
-    """The thread steps the core while it has work, and blocks on the inbox while it has none."""
+    """The thread steps the core while it has requests, and blocks on the inbox while it has none."""
 
     max_result: int | None = None
 
@@ -43,7 +53,7 @@ class ThreadClient:
         try:
             while self._receive():
                 self._inspector.drop_unread()
-                if self.core.has_work():
+                if self.core.has_requests():
                     outputs = self.core.step()
                     if (begun := self.core.take_begun()) or outputs:
                         self._send_to_listener([*([Begun(begun)] if begun else ()), *outputs])
@@ -53,8 +63,8 @@ class ThreadClient:
             self.core.close()
 
     def _receive(self) -> bool:
-        """Handles the messages of the inbox; blocks for one where the core has no work. False ends the loop."""
-        while not (self.inbox.empty() and self.core.has_work()):
+        """Handles the messages of the inbox; blocks for one where the core has no requests. False ends the loop."""
+        while not (self.inbox.empty() and self.core.has_requests()):
             message = self.inbox.get()
             if message is None:
                 return False
@@ -70,6 +80,9 @@ class ThreadClient:
                 self._send_to_listener([message])
             elif isinstance(message, Inspect):
                 self._send_to_listener([self._inspector.answer(message)])
+            elif isinstance(message, Control):
+                outputs, answer = control(self.core, message)
+                self._send_to_listener([*outputs, answer])
         return True
 
     def _send_to_listener(self, messages: list[FromCore]) -> None:

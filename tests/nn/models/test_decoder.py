@@ -246,7 +246,7 @@ def test_unknown_architecture_names_those_we_run(tmp_path: Path) -> None:
             "mrope.*default, none, dynamic",
         ),
         ({"hidden_act": "swiglu"}, "swiglu.*relu.*silu"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 2}}, "gptq with 2 bits"),
     ],
 )
 def test_unsupported_facts_are_refused_by_name(overrides: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -66,13 +66,13 @@ def run(core, limit=3000):
     """Steps until nothing is left. Returns the tokens and finish reasons by request and sample."""
     found = {}
     for _ in range(limit):
-        if not core.has_work():
+        if not core.has_requests():
             break
         for output in core.step():
             tokens, _, _ = found.get((output.request_id, output.sample), ([], None, None))
             found[output.request_id, output.sample] = tokens + output.token_ids, output.finish_reason, output.error
         core.scheduler.check()
-    assert not core.has_work(), "it never ends"
+    assert not core.has_requests(), "it never ends"
     return found
 
 
@@ -305,7 +305,7 @@ def test_any_mixture_gives_each_request_its_own_output(core_of, seed):
             params |= dice.choice([{}, {"logprobs": 1}, {"min_tokens": 1}])
         messages.append(submit(f"m{i}", prompt, **params))
     waiting, found = list(messages), {}
-    while waiting or core.has_work():
+    while waiting or core.has_requests():
         if waiting and dice.random() < 0.3:
             core.submit(waiting.pop())
         if dice.random() < 0.02 and messages:

@@ -81,7 +81,7 @@ def test_every_output_that_ends_is_valid(compiled, depth, monkeypatch):
         params = dict(structured_outputs=shape_of(entry), stop_token_ids=[END], max_tokens=64)
         core.submit(submit(f"{index}", [1 + index % 90, index // 90], **params))
     texts, wrong, num_valid = {}, [], 0
-    while core.has_work():
+    while core.has_requests():
         for output in core.step():
             texts[output.request_id] = texts.get(output.request_id, []) + output.token_ids
             if output.finish_reason is FinishReason.STOP:

@@ -1,8 +1,8 @@
 """TritonAttention: attention over pages with our Triton kernels, on CUDA.
 
 The metadata of a group is a tile list built on the device; no device value is read on the host. The launches of a step
-depend only on T, B, whether all rows have one token, and the largest of `max_lengths`. Metadata captured in a graph is
-valid for every step of that shape whose lengths are within the `max_lengths` of the capture.
+depend only on T, B, whether all rows have one token, `max_queries`, and the largest of `max_lengths`. Metadata captured
+in a graph is valid for every step of that shape whose lengths are within the `max_lengths` of the capture.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from slipstream.ops.paged_attention.tile_list import (
     TileListRows,
     TileListSplits,
     build_tile_list,
+    num_distinct,
 )
 from slipstream.ops.paged_attention.triton import (
     Partials,
@@ -29,6 +30,7 @@ from slipstream.ops.paged_attention.triton import (
     batch_invariant_shape,
     make_partials,
     num_split_programs,
+    queries_at_once,
     query_tile,
 )
 
@@ -89,6 +91,10 @@ class TritonAttention:
         group, num_rows = self.groups[number], len(batch.lengths)
         spec = group.spec
         num_kv_heads, dim = _num_kv_heads(spec), spec.value_dim or spec.head_dim
+        max_queries = 1
+        if batch.max_queries > 1 and not has_chunks and not self.one_kernel:
+            num_in_group = spec.num_heads // num_kv_heads
+            max_queries = queries_at_once(dim, num_in_group, batch.max_queries, is_latent=bool(spec.value_dim))
         shares = num_split_programs(
             batch.lengths.device,
             self.dtype,
@@ -96,7 +102,7 @@ class TritonAttention:
             num_kv_heads,
             dim,
             spec.page_size,
-            num_rows,
+            num_distinct(num_rows, max_queries),
             is_plain=not group.window and not spec.soft_cap and not spec.sinks and not spec.value_dim,
         )
         tile = query_tile(dim, self.dtype.itemsize)
@@ -108,6 +114,7 @@ class TritonAttention:
                 len(batch.ids) if has_chunks else num_rows,
                 int(batch.max_lengths.max()),
                 batch.host_ids,
+                max_queries,
             ),
             TileListHeads(spec.num_heads, num_kv_heads, spec.page_size, tile, group.window),
             TileListSplits(num_split_programs=shares, cut_singles=not self.one_kernel),

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from slipstream.config.torch_names import HALVING, OF_LINES
+from slipstream.config.torch_names import HALVING, OVER_LAST_DIM
 from slipstream.device.sync_check import sync_allowed
 from slipstream.errors import UnsupportedModel
 from slipstream.ops.activation import (
@@ -140,4 +140,4 @@ def torch_activation(name: str) -> Activation:
     if name == "PReLU":
         return partial(F.leaky_relu, negative_slope=0.25)  # what its weight is before it learns
     kind: type[nn.Module] = getattr(nn, name)
-    return (kind(dim=-1) if name in OF_LINES or name == HALVING else kind()).eval()
+    return (kind(dim=-1) if name in OVER_LAST_DIM or name == HALVING else kind()).eval()

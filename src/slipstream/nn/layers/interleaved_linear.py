@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from slipstream.nn.layers.linear import Linear
-from slipstream.nn.weight_format import CheckpointTensor, WeightFormat, WeightTarget
+from slipstream.nn.weight_format import CheckpointTensor, WeightFormat, WeightTarget, require_row_wise
 
 
 class StoredRows(NamedTuple):
@@ -24,7 +24,7 @@ class StoredRows(NamedTuple):
 
 
 class InterleavedLinear(Linear):
-    """Every tensor of the weight's format must have a line per output."""
+    """Every tensor of the weight's format must have a row per output."""
 
     def __init__(
         self,
@@ -43,6 +43,7 @@ class InterleavedLinear(Linear):
 
     def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
         """By the checkpoint's tensor and kind: "qkvz.weight"."""
+        require_row_wise(self.weight, "projections that the checkpoint interleaves")
         own = dict(super().weight_targets())
         for name, rows in self.stored.items():
             first = rows.parts[0]

@@ -10,13 +10,15 @@ from functools import partial
 
 import torch
 
+from slipstream.device.parallel import execute_in_parallel
 from slipstream.nn.context import ForwardContext
 from slipstream.nn.layers.layer import Layer
 from slipstream.nn.layers.norm import Norm, RMSNorm
 from slipstream.nn.weight_format import CheckpointTensor, WeightFormat, WeightTarget, new_parameter
 from slipstream.ops.linear import Activation
 from slipstream.ops.linear.unnormalized import Chain, Unnormalized
-from slipstream.ops.lora import LoraTiles, LoraWeights, add_lora
+from slipstream.ops.lora import LoraTiles, LoraWeights, expand_lora, shrink_lora
+from slipstream.ops.lora.tiles import FEW_TOKENS
 
 
 class Linear(Layer):
@@ -39,9 +41,13 @@ class Linear(Layer):
 
     def forward(self, x: torch.Tensor, context: ForwardContext | None = None) -> torch.Tensor:
         """x [T, inputs] to [T, outputs]. `context` is None for heads, which run outside the network."""
-        out = self.weight.multiply(x, self.bias)
         tiles = self._tiles(context)
-        return out if tiles is None or self.lora is None else add_lora(out, x, self.lora, tiles)
+        if tiles is None or self.lora is None:
+            return self.weight.multiply(x, self.bias)
+        product, shrink = partial(self.weight.multiply, x, self.bias), partial(shrink_lora, x, self.lora, tiles)
+        # many tokens fill the device with either
+        out, inner = execute_in_parallel(product, shrink) if len(x) <= FEW_TOKENS else (product(), shrink())
+        return expand_lora(out, inner, self.lora, tiles)
 
     def _tiles(self, context: ForwardContext | None) -> LoraTiles | None:
         """The tokens of the step whose adapter may change this product."""

@@ -16,7 +16,7 @@ from slipstream.nn.layers.products import Products
 from slipstream.nn.layers.sharded_linear import ColumnParallelLinear, even_range, new_output
 from slipstream.nn.layers.xielu import Xielu
 from slipstream.nn.shapes import MlpShape
-from slipstream.nn.weight_format import CheckpointTensor, WeightFormat, WeightTarget
+from slipstream.nn.weight_format import CheckpointTensor, WeightFormat, WeightTarget, require_row_wise
 
 
 class Mlp(Layer):
@@ -116,9 +116,10 @@ def _new_input(
 
 class _UpGate(Linear):
     """Gate and up of a checkpoint that stores them as one tensor with up first. Every tensor of the weight's format
-    must have a line per output."""
+    must have a row per output."""
 
     def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
+        require_row_wise(self.weight, "MLPs that store up before gate")
         for name, target in super().weight_targets():
             yield name, WeightTarget(target.shape, partial(self._fill_swapped, target), target.num_bytes)
 

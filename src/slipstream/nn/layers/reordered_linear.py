@@ -12,11 +12,11 @@ from functools import partial
 import torch
 
 from slipstream.nn.layers.linear import Linear
-from slipstream.nn.weight_format import CheckpointTensor, WeightFormat, WeightTarget
+from slipstream.nn.weight_format import CheckpointTensor, WeightFormat, WeightTarget, require_row_wise
 
 
 class ReorderedLinear(Linear):
-    """Every tensor of the weight's format must have a line per output."""
+    """Every tensor of the weight's format must have a row per output."""
 
     def __init__(
         self,
@@ -32,6 +32,7 @@ class ReorderedLinear(Linear):
         self.orders = dict(orders)
 
     def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
+        require_row_wise(self.weight, "projections whose rows are reordered at load")
         for name, target in super().weight_targets():
             order = self.orders.get(name.rpartition(".")[0])
             fill = target.fill if order is None else partial(self._fill_reordered, target, order)

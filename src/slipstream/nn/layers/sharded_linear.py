@@ -16,7 +16,7 @@ from slipstream.dist.group import Group
 from slipstream.nn.context import ForwardContext
 from slipstream.nn.layers.linear import Linear
 from slipstream.nn.shapes import Shard
-from slipstream.nn.weight_format import CheckpointTensor, WeightFormat, WeightTarget
+from slipstream.nn.weight_format import CheckpointTensor, WeightFormat, WeightTarget, require_row_wise
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +48,11 @@ class ColumnParallelLinear(Linear):
         self._ranges = dict(ranges)
 
     def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
+        require_row_wise(self.weight, "tensor parallelism")
         for name, target in super().weight_targets():
             part = self._ranges[name.rpartition(".")[0]]
-            yield name, sliced_target(target, 0, part)
+            shape = (part.total, *target.shape[1:])
+            yield name, WeightTarget(shape, partial(_fill_slice, target, 0, part.first), target.num_bytes)
 
 
 class RowParallelLinear(Linear):
@@ -81,12 +83,14 @@ class RowParallelLinear(Linear):
         return False
 
     def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
+        require_row_wise(self.weight, "tensor parallelism")
         columns = even_range(self.num_inputs, self._shard)
         for name, target in super().weight_targets():
             if name.rpartition(".")[2] == "bias":
                 yield name, target
                 continue
-            yield name, sliced_target(target, 1, columns)
+            rows, _ = target.shape
+            yield name, WeightTarget((rows, columns.total), partial(_fill_slice, target, 1, columns.first))
 
 
 def new_output(
@@ -98,10 +102,11 @@ def new_output(
     return RowParallelLinear(num_inputs, {"": num_outputs}, bias, format, dtype, shard)
 
 
-def sliced_target(target: WeightTarget, dim: int, part: OutputRange) -> WeightTarget:
-    """A target for the whole tensor of a checkpoint, of which only a part along one dimension is read."""
-    shape = (*target.shape[:dim], part.total, *target.shape[dim + 1 :])
-    return WeightTarget(shape, partial(_fill_slice, target, dim, part.first), target.num_bytes)
+def connect_ranks(model: torch.nn.Module, group: Group) -> None:
+    """Lets the layers of a model sum over the ranks of this group."""
+    for module in model.modules():
+        if isinstance(module, RowParallelLinear):
+            module.group = group
 
 
 def _fill_slice(target: WeightTarget, dim: int, first: int, piece: CheckpointTensor) -> None:

@@ -20,7 +20,7 @@ from slipstream.nn.models.decoder import Decoder
 from slipstream.nn.models.encoder import Encoder
 from slipstream.nn.models.load import lay_out
 from slipstream.ops.lora import LoraWeights
-from slipstream.ops.lora.tiles import make_blocks
+from slipstream.ops.lora.tiles import make_blocks, num_counters
 
 EMBEDDING, HEAD = "embedding", "head"
 _ALIGN = 64  # elements
@@ -99,7 +99,8 @@ class AdapterLayout:
         linears = dict(self._linears())
         for path, layer in self.layers.items():
             blocks = torch.from_numpy(make_blocks(layer.runs)).to(slots.device)
-            weights = LoraWeights(layer.a_of(slots), layer.b_of(slots), layer.runs, blocks)
+            arrived = torch.zeros(num_counters(layer.a_shape[0], len(slots)), dtype=torch.int32, device=slots.device)
+            weights = LoraWeights(layer.a_of(slots), layer.b_of(slots), layer.runs, blocks, arrived)
             if path == EMBEDDING:
                 self._model.embedding.lora = weights
             elif path == HEAD:

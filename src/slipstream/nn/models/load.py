@@ -8,15 +8,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from slipstream.config.config import ModelConfig
 from slipstream.config.gguf_file import GgufFile
 from slipstream.config.pooling_info import UnitNormInfo
-from slipstream.errors import NotEnoughMemory, UnsupportedModel
+from slipstream.config.quantization import Quantization
+from slipstream.errors import BadCheckpoint, NotEnoughMemory, UnsupportedModel
 from slipstream.nn.batch_invariant import BatchInvariant
 from slipstream.nn.layers.vector_modules import module_names
 from slipstream.nn.low_bit_weight import LowBit
@@ -26,19 +29,26 @@ from slipstream.nn.models.pooling_heads import Heads, HeadShape
 from slipstream.nn.models.registry import find_heads, find_rules
 from slipstream.nn.models.sharding import find_local_shape
 from slipstream.nn.models.stored_head import EMBEDDING, find_named
+from slipstream.nn.quantized.layouts import marker
+from slipstream.nn.quantized.weight import Quantized, storage_dtype
 from slipstream.nn.transposed_weight import Transposed, transposed_is_faster
-from slipstream.nn.weight_format import FormatOf, Unquantized, WeightFormat, WeightTarget
+from slipstream.nn.weight_format import FormatOf, Unquantized, WeightFormat, WeightTarget, allocate_parameters
 from slipstream.nn.weights.dummy import DummySource
 from slipstream.nn.weights.gguf import GgufSource
 from slipstream.nn.weights.load import few, fill_targets, find_targets, match_targets
+from slipstream.nn.weights.quantized import QuantizedSource, find_quantized
 from slipstream.nn.weights.rules import Rules
 from slipstream.nn.weights.safetensors import open_file, open_folder
 from slipstream.nn.weights.source import SourceTensor, WeightSource
 from slipstream.nn.weights.stacked import UnstackedSource
 from slipstream.nn.weights.transposed import TransposedSource
 from slipstream.ops.low_bit import find_kernel
+from slipstream.ops.quantized import supports_kernels
 
 log = logging.getLogger(__name__)
+
+Empty = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
+"""Allocates an uninitialised tensor."""
 
 
 def load_model(config: ModelConfig, device: torch.device, progress: bool = False) -> Decoder | Encoder:
@@ -47,8 +57,13 @@ def load_model(config: ModelConfig, device: torch.device, progress: bool = False
     return model
 
 
-def open_model(config: ModelConfig, device: torch.device) -> tuple[Decoder | Encoder, Callable[[bool], None]]:
-    """The model with allocated, unfilled weights, and a function that reads them and takes whether to show progress."""
+def open_model(
+    config: ModelConfig, device: torch.device, empty: Empty | None = None
+) -> tuple[Decoder | Encoder, Callable[[bool], None]]:
+    """The model with allocated, unfilled weights, and a function that reads them and takes whether to show progress.
+
+    `empty`: allocates the parameters; None: torch does.
+    """
     if config.info.backend_folder:
         from slipstream.nn.models.transformers_decoder import load_transformers  # the library is optional
 
@@ -65,6 +80,8 @@ def open_model(config: ModelConfig, device: torch.device) -> tuple[Decoder | Enc
             few(unused),
         )
     try:
+        if empty is not None:
+            allocate_parameters(model, empty)
         model.materialize(device)
     except (MemoryError, RuntimeError) as error:
         raise NotEnoughMemory(
@@ -81,14 +98,7 @@ def lay_out(config: ModelConfig, device: torch.device) -> Decoder | Encoder:
 
         backend: Any = lay_out_transformers(config)
         return backend  # type: ignore[no-any-return]
-    shape = find_local_shape(
-        config.info,
-        config.rank,
-        config.num_ranks,
-        by_expert=config.by_expert,
-        engine=config.engine,
-        num_engines=config.num_engines,
-    )
+    shape = find_local_shape(config.info, config.rank, config.num_ranks)
     formats = choose_formats(config, device, is_encoder=isinstance(shape, EncoderShape))
     model: Decoder | Encoder
     if isinstance(shape, EncoderShape):
@@ -170,6 +180,8 @@ def stays_low_bit(config: ModelConfig, device: str) -> bool:
 def choose_formats(config: ModelConfig, device: torch.device, *, is_encoder: bool) -> FormatOf:
     """The format of each weight, by its name in the model."""
     dtype = getattr(torch, config.dtype)
+    if config.quantization is not None:
+        return _quantized_formats(config, config.quantization, device)
     kernel = find_kernel() if stays_low_bit(config, device.type) else None
     format: WeightFormat = Unquantized(dtype)
     if config.deterministic:
@@ -182,11 +194,38 @@ def choose_formats(config: ModelConfig, device: torch.device, *, is_encoder: boo
     return lambda name: format
 
 
+def _quantized_formats(config: ModelConfig, quantization: Quantization, device: torch.device) -> FormatOf:
+    """Layers are quantised; embeddings and the projection to tokens only if the checkpoint's are."""
+    dtype = getattr(torch, config.dtype)
+    plain: WeightFormat = BatchInvariant(dtype) if config.deterministic else Unquantized(dtype)
+    stays = supports_kernels(device, storage_dtype(quantization), dtype) and not config.dequantize
+    make = partial(Quantized, dtype=dtype, stays_quantized=stays, batch_invariant=config.deterministic)
+    if quantization.layout == "online" or config.load_format == "dummy":
+        quantization = msgspec.structs.replace(quantization, layout="online")
+        return lambda name: make(quantization, name) if name.startswith("layers.") else plain
+    rules = find_rules(config.info, find_local_shape(config.info, config.rank, config.num_ranks))
+    found = find_quantized(open_folder(Path(config.path)), rules, quantization)
+    if not found:
+        raise BadCheckpoint(
+            f"config.json says that the weights are quantised by {quantization.method}, and none is: there is no "
+            f"tensor named {marker(quantization)}; use the config of the weights"
+        )
+    return lambda name: make(quantization, name, optional=found[name]) if name in found else plain
+
+
 def _open(config: ModelConfig, model: Decoder | Encoder) -> WeightSource:
     if config.load_format == "gguf":
         return GgufSource(GgufFile.open(config.path), config.info.num_heads, config.info.num_kv_heads)
+    source = open_folder(Path(config.path))
+    if config.quantization is not None and config.quantization.layout != "online":
+        source = QuantizedSource(source, config.quantization)
+    return wrap_source(source, model)
+
+
+def wrap_source(source: WeightSource, model: Decoder | Encoder) -> WeightSource:
+    """The tensors of a Hugging Face checkpoint, in the layout that the model reads."""
     transposed = isinstance(model, Decoder) and model.shape.transposed_experts
-    source: WeightSource = UnstackedSource(open_folder(Path(config.path)), transposed)
+    source = UnstackedSource(source, transposed)
     if isinstance(model, Decoder) and model.shape.transposed:
         source = TransposedSource(source, model.shape.transposed)
     return source

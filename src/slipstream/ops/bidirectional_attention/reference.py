@@ -126,10 +126,10 @@ def _relative_mask(
         metadata.masks[name] = positions[:seen] - positions.unsqueeze(1) + middle  # [queries, keys] columns
     columns = metadata.masks[name]
     shape = rows, of_queries.shape[1], length, seen
-    lines = of_queries.unflatten(0, (rows, length)).transpose(1, 2)
-    added = lines.gather(3, columns.expand(shape))
+    relative = of_queries.unflatten(0, (rows, length)).transpose(1, 2)
+    added = relative.gather(3, columns.expand(shape))
     if of_keys is not None:
-        lines = of_keys.unflatten(0, (rows, length)).transpose(1, 2)[:, :, :seen]
+        relative = of_keys.unflatten(0, (rows, length)).transpose(1, 2)[:, :, :seen]
         own = columns.t().expand(rows, shape[1], seen, length)
-        added += lines.gather(3, own).transpose(2, 3)
+        added += relative.gather(3, own).transpose(2, 3)
     return added

@@ -181,13 +181,13 @@ def _attend_kernel(
     head_bias = bias
     if bias is not None:
         head_bias = bias + head * width + width // 2
-    # one line per token and head; line_stride is the stride between tokens
-    query_lines, key_lines, line_stride = of_queries, of_keys, 0
+    # one vector per token and head; bias_stride is the stride between tokens
+    query_bias, key_bias, bias_stride = of_queries, of_keys, 0
     if of_queries is not None:
-        line_stride = HEADS * width
-        query_lines = of_queries + head * width + width // 2
+        bias_stride = HEADS * width
+        query_bias = of_queries + head * width + width // 2
     if of_keys is not None:
-        key_lines = of_keys + head * width + width // 2
+        key_bias = of_keys + head * width + width // 2
 
     # online softmax in base 2: maximum score, sum of weights, weighted sum of values
     most = tl.full((BLOCK_M,), -1e30, tl.float32)
@@ -201,13 +201,13 @@ def _attend_kernel(
     full = low + (high - low) // BLOCK_N * BLOCK_N
     for n in range(low, full, BLOCK_N):
         acc, total, most = _attend_block(
-            acc, total, most, q, keys, values, head_bias, query_lines, key_lines, line_stride, n, m, last_query,
+            acc, total, most, q, keys, values, head_bias, query_bias, key_bias, bias_stride, n, m, last_query,
             last_key, scale, key_stride, value_stride,
             REACH, DIM, BLOCK_D, BLOCK_N, bias is not None, of_queries is not None, of_keys is not None, False,
         )  # fmt: skip
     if full < high:
         acc, total, most = _attend_block(
-            acc, total, most, q, keys, values, head_bias, query_lines, key_lines, line_stride, full, m, last_query,
+            acc, total, most, q, keys, values, head_bias, query_bias, key_bias, bias_stride, full, m, last_query,
             last_key, scale, key_stride, value_stride,
             REACH, DIM, BLOCK_D, BLOCK_N, bias is not None, of_queries is not None, of_keys is not None, True,
         )  # fmt: skip
@@ -226,9 +226,9 @@ def _attend_block(
     keys,
     values,
     head_bias,
-    query_lines,
-    key_lines,
-    line_stride,
+    query_bias,
+    key_bias,
+    bias_stride,
     first,
     m,
     last_query,
@@ -263,11 +263,11 @@ def _attend_block(
     if BY_QUERY:
         distance = (n[None, :] - m[:, None]).to(tl.int64)
         seen = (m < last_query)[:, None] & there[None, :]
-        at = m.to(tl.int64)[:, None] * line_stride + distance
-        scores += tl.load(query_lines + at, mask=seen, other=0.0).to(tl.float32)
+        at = m.to(tl.int64)[:, None] * bias_stride + distance
+        scores += tl.load(query_bias + at, mask=seen, other=0.0).to(tl.float32)
         if BY_KEY:
-            at = n.to(tl.int64)[None, :] * line_stride + distance
-            scores += tl.load(key_lines + at, mask=seen, other=0.0).to(tl.float32)
+            at = n.to(tl.int64)[None, :] * bias_stride + distance
+            scores += tl.load(key_bias + at, mask=seen, other=0.0).to(tl.float32)
     if BIASED:
         distance = n[None, :] - m[:, None]
         # lanes outside the row load the bias of distance 0

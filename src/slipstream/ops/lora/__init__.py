@@ -1,10 +1,19 @@
 """LoRA adapters of single tokens: adds B A x to the output of a product, with the A and B of each token's adapter."""
 
+import torch
+
 from slipstream.ops.dispatch import by_device
 from slipstream.ops.lora import reference
 from slipstream.ops.lora.reference import LoraTiles, LoraWeights
 
-add_lora = by_device(reference.add_lora, "slipstream.ops.lora.triton")
+shrink_lora = by_device(reference.shrink_lora, "slipstream.ops.lora.triton")
+expand_lora = by_device(reference.expand_lora, "slipstream.ops.lora.triton")
 add_lora_embedding = by_device(reference.add_lora_embedding, "slipstream.ops.lora.triton")
 
-__all__ = ["LoraTiles", "LoraWeights", "add_lora", "add_lora_embedding"]
+
+def add_lora(out: torch.Tensor, x: torch.Tensor, weights: LoraWeights, tiles: LoraTiles) -> torch.Tensor:
+    """out [T, outputs] += B A x of the adapter of each token, in place. x [T, inputs]. Returns `out`."""
+    return expand_lora(out, shrink_lora(x, weights, tiles), weights, tiles)
+
+
+__all__ = ["LoraTiles", "LoraWeights", "add_lora", "add_lora_embedding", "expand_lora", "shrink_lora"]

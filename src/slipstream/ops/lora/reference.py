@@ -34,6 +34,7 @@ class LoraWeights:
     b: torch.Tensor  # [slots, outputs, rank], multiplied by the adapter's scale
     runs: tuple[tuple[int, int, int], ...]  # (first output, end, index of its matrix A), together all outputs
     blocks: torch.Tensor | None = None  # [N, 3] int32, the runs in blocks of BLOCK outputs, for kernels on a GPU
+    arrived: torch.Tensor | None = None  # [num_counters] int32 for these kernels: finished programs; 0 between launches
 
     @property
     def inner_size(self) -> int:
@@ -41,11 +42,24 @@ class LoraWeights:
         return self.b.shape[2]
 
 
-def add_lora(out: torch.Tensor, x: torch.Tensor, weights: LoraWeights, tiles: LoraTiles) -> torch.Tensor:
-    """out [T, outputs] += B A x of the adapter of each token, in place. x [T, inputs]. Returns `out`."""
-    for slot, tokens in _by_slot(tiles):
-        inner = F.linear(x.index_select(0, tokens), weights.a[slot])
-        _expand(out, inner, weights, slot, tokens)
+def shrink_lora(x: torch.Tensor, weights: LoraWeights, tiles: LoraTiles) -> torch.Tensor:
+    """A x of the adapter of each token, in the order of `tiles.order`. x [T, inputs]."""
+    inner = x.new_empty(len(x), weights.a.shape[1])
+    for slot, first, end in _by_slot(tiles):
+        inner[first:end] = F.linear(x.index_select(0, _tokens(tiles, first, end)), weights.a[slot])
+    return inner
+
+
+def expand_lora(out: torch.Tensor, inner: torch.Tensor, weights: LoraWeights, tiles: LoraTiles) -> torch.Tensor:
+    """out [T, outputs] += B inner of the adapter of each token, in place. `inner`: of `shrink_lora`. Returns `out`."""
+    size = weights.inner_size
+    for slot, first_token, end_token in _by_slot(tiles):
+        own = inner[first_token:end_token]
+        parts = [
+            F.linear(own[:, matrix * size : (matrix + 1) * size], weights.b[slot, first:end])
+            for first, end, matrix in weights.runs
+        ]
+        out.index_add_(0, _tokens(tiles, first_token, end_token), torch.cat(parts, 1))
     return out
 
 
@@ -53,27 +67,22 @@ def add_lora_embedding(
     out: torch.Tensor, ids: torch.Tensor, weights: LoraWeights, tiles: LoraTiles, scale: float
 ) -> torch.Tensor:
     """out [T, hidden] += scale * B A, with the column of A that belongs to each token id, in place. ids [T]."""
-    for slot, tokens in _by_slot(tiles):
-        inner = weights.a[slot].index_select(0, ids.index_select(0, tokens)) * scale
-        _expand(out, inner, weights, slot, tokens)
-    return out
+    inner = out.new_empty(len(ids), weights.inner_size)
+    for slot, first, end in _by_slot(tiles):
+        inner[first:end] = weights.a[slot].index_select(0, ids.index_select(0, _tokens(tiles, first, end))) * scale
+    return expand_lora(out, inner, weights, tiles)
 
 
-def _expand(out: torch.Tensor, inner: torch.Tensor, weights: LoraWeights, slot: int, tokens: torch.Tensor) -> None:
-    size = weights.inner_size
-    parts = [
-        F.linear(inner[:, matrix * size : (matrix + 1) * size], weights.b[slot, first:end])
-        for first, end, matrix in weights.runs
-    ]
-    out.index_add_(0, tokens, torch.cat(parts, 1))
-
-
-def _by_slot(tiles: LoraTiles) -> list[tuple[int, torch.Tensor]]:
-    """The slots that have tokens, and the tokens of each."""
+def _by_slot(tiles: LoraTiles) -> list[tuple[int, int, int]]:
+    """The slots that have tokens, and first and end of their tokens in `order`."""
     assert not tiles.tiles.is_cuda, "the reference reads the tiles on the host"
     spans: dict[int, tuple[int, int]] = {}
     with sync_allowed("the tiles lie on the CPU, as all tensors here"):
         for slot, first, end in tiles.tiles.tolist():
             if slot >= 0:  # the tiles of a slot are adjacent
                 spans[slot] = (spans.get(slot, (first, end))[0], end)
-    return [(slot, tiles.order[first:end].to(torch.int64)) for slot, (first, end) in spans.items()]
+    return [(slot, first, end) for slot, (first, end) in spans.items()]
+
+
+def _tokens(tiles: LoraTiles, first: int, end: int) -> torch.Tensor:
+    return tiles.order[first:end].to(torch.int64)

@@ -15,6 +15,8 @@ BLOCK = 128
 """Outputs that one program of the expand kernel computes."""
 FEW_TOKENS = FEW_ADAPTED
 """Up to this many tokens, tiles are small and the inputs of A are split over programs: such steps wait for weights."""
+MAX_COLUMNS = 64
+"""Columns of A, or inputs of B, of one product of a kernel."""
 
 
 def tile_size(num_tokens: int) -> int:
@@ -25,6 +27,11 @@ def tile_size(num_tokens: int) -> int:
 def num_tiles(num_tokens: int, num_slots: int) -> int:
     """Maximum number of tiles of a step: each slot may have one that is not full."""
     return min(num_tokens, num_tokens // tile_size(num_tokens) + num_slots)
+
+
+def num_counters(num_columns: int, num_slots: int) -> int:
+    """Groups of programs that split the inputs of a matrix A with `num_columns` columns, in the largest such step."""
+    return num_tiles(FEW_TOKENS, num_slots) * -(-num_columns // min(num_columns, MAX_COLUMNS))
 
 
 def make_tiles(slots: Ints, counts: Ints, num_tokens: int, num_slots: int) -> tuple[Ints, Ints]:

@@ -1,7 +1,9 @@
 """LoRA on CUDA: a kernel that multiplies with A (shrink) and one that multiplies with B and adds (expand).
 
 A program handles a tile of tokens that use the same adapter, so an adapter is read once per tile. In steps of few
-tokens several programs share the inputs of A; the expand kernel adds their sums in a fixed order, without atomics.
+tokens several programs share the inputs of A; the last of them to finish adds their sums in a fixed order.
+
+The tiles, and B, are older than the step and are read before a kernel waits for the previous one.
 """
 
 from __future__ import annotations
@@ -12,28 +14,33 @@ import triton.language as tl
 
 from slipstream.config.memory import ADAPTED_INPUTS
 from slipstream.ops.lora.reference import LoraTiles, LoraWeights
-from slipstream.ops.lora.tiles import BLOCK, FEW_TOKENS
+from slipstream.ops.lora.tiles import BLOCK, FEW_TOKENS, MAX_COLUMNS
 from slipstream.ops.pdl import dependent, release_next, wait_for_previous
 
 _INPUTS = 128  # inputs of one product
-_MAX_RANK = 64  # columns of one product
 
 
-def add_lora(out: torch.Tensor, x: torch.Tensor, weights: LoraWeights, tiles: LoraTiles) -> torch.Tensor:
+def shrink_lora(x: torch.Tensor, weights: LoraWeights, tiles: LoraTiles) -> torch.Tensor:
     """As the reference."""
     num_tokens, num_inputs = x.shape
-    if not num_tokens:
-        return out
     num_columns = weights.a.shape[1]
+    inner = torch.empty(num_tokens, num_columns, dtype=weights.b.dtype, device=x.device)
+    if not num_tokens:
+        return inner
+    columns = min(triton.next_power_of_2(num_columns), MAX_COLUMNS)
     split = ADAPTED_INPUTS if num_tokens <= FEW_TOKENS else triton.cdiv(num_inputs, _INPUTS) * _INPUTS
-    num_splits = triton.cdiv(num_inputs, split)
-    inner = torch.empty(num_splits, num_tokens, num_columns, dtype=torch.float32, device=x.device)
-    columns = min(weights.inner_size, _MAX_RANK)
+    splits = triton.cdiv(num_inputs, split)
+    sums = None
+    if splits > 1:
+        assert weights.arrived is not None
+        sums = torch.empty(splits, num_tokens, num_columns, dtype=torch.float32, device=x.device)
     assert x.stride(1) == 1 and weights.a.stride(2) == 1
-    _shrink_kernel[(len(tiles.tiles), triton.cdiv(num_columns, columns), num_splits)](
+    _shrink_kernel[(len(tiles.tiles), triton.cdiv(num_columns, columns), splits)](
         x,
         weights.a,
         inner,
+        sums,
+        weights.arrived,
         tiles.order,
         tiles.tiles,
         num_tokens,
@@ -43,13 +50,14 @@ def add_lora(out: torch.Tensor, x: torch.Tensor, weights: LoraWeights, tiles: Lo
         x.stride(0),
         weights.a.stride(0),
         weights.a.stride(1),
+        SPLITS=splits,
         TOKENS=tiles.size,
         COLUMNS=columns,
         INPUTS=_INPUTS,
         num_warps=4,
         **dependent(x.device, num_tokens),
     )
-    return _expand(out, inner, weights, tiles)
+    return inner
 
 
 def add_lora_embedding(
@@ -60,7 +68,7 @@ def add_lora_embedding(
     if not num_tokens:
         return out
     assert weights.a.stride(2) == 1 and ids.is_contiguous()
-    inner = torch.empty(1, num_tokens, weights.inner_size, dtype=torch.float32, device=out.device)
+    inner = torch.empty(num_tokens, weights.inner_size, dtype=weights.b.dtype, device=out.device)
     _gather_kernel[(len(tiles.tiles),)](
         ids,
         weights.a,
@@ -75,11 +83,14 @@ def add_lora_embedding(
         num_warps=4,
         **dependent(out.device, num_tokens),
     )
-    return _expand(out, inner, weights, tiles)
+    return expand_lora(out, inner, weights, tiles)
 
 
-def _expand(out: torch.Tensor, inner: torch.Tensor, weights: LoraWeights, tiles: LoraTiles) -> torch.Tensor:
-    num_splits, num_tokens, num_columns = inner.shape
+def expand_lora(out: torch.Tensor, inner: torch.Tensor, weights: LoraWeights, tiles: LoraTiles) -> torch.Tensor:
+    """As the reference."""
+    num_tokens, num_columns = inner.shape
+    if not num_tokens:
+        return out
     assert weights.blocks is not None and weights.b.stride(2) == 1 and out.stride(1) == 1
     _expand_kernel[(len(tiles.tiles), len(weights.blocks))](
         out,
@@ -88,8 +99,6 @@ def _expand(out: torch.Tensor, inner: torch.Tensor, weights: LoraWeights, tiles:
         weights.blocks,
         tiles.order,
         tiles.tiles,
-        num_tokens,
-        num_splits,
         num_columns,
         out.stride(0),
         weights.b.stride(0),
@@ -97,7 +106,7 @@ def _expand(out: torch.Tensor, inner: torch.Tensor, weights: LoraWeights, tiles:
         ALL_RANKS=weights.inner_size,
         TOKENS=tiles.size,
         OUTPUTS=BLOCK,
-        RANK=min(weights.inner_size, _MAX_RANK),
+        RANK=min(weights.inner_size, MAX_COLUMNS),
         num_warps=4,
         **dependent(out.device, num_tokens),
     )
@@ -110,6 +119,8 @@ def _shrink_kernel(
     x,
     a,
     inner,
+    sums,
+    arrived,
     order,
     tiles,
     num_tokens,
@@ -119,20 +130,17 @@ def _shrink_kernel(
     x_stride,
     slot_stride,
     row_stride,
+    SPLITS: tl.constexpr,
     TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
     INPUTS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     release_next(DEPENDENT)
+    slot, position, there, token = _read_tile(tiles, order, TOKENS)
     wait_for_previous(DEPENDENT)
-    tile = tiles + 3 * tl.program_id(0)
-    slot = tl.load(tile)
     if slot < 0:
         return
-    position = tl.load(tile + 1) + tl.arange(0, TOKENS)
-    there = position < tl.load(tile + 2)
-    token = tl.load(order + position, mask=there, other=0)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < num_columns
     k = tl.arange(0, INPUTS)
@@ -145,8 +153,23 @@ def _shrink_kernel(
         left = tl.load(rows + own[None, :], mask=there[:, None] & (own < num_inputs)[None, :], other=0.0)
         right = tl.load(columns + own[:, None], mask=(own < num_inputs)[:, None] & inside[None, :], other=0.0)
         total = tl.dot(left, right, total, input_precision="ieee")
-    line = (tl.program_id(2) * num_tokens + position).to(tl.int64)
-    tl.store(inner + line[:, None] * num_columns + column[None, :], total, mask=there[:, None] & inside[None, :])
+    mask = there[:, None] & inside[None, :]
+    target = position.to(tl.int64)[:, None] * num_columns + column[None, :]
+    if SPLITS > 1:
+        size = num_tokens.to(tl.int64) * num_columns
+        tl.store(sums + tl.program_id(2) * size + target, total, mask=mask)
+        # every thread's stores are made before one of them counts
+        tl.debug_barrier()
+        counter = arrived + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+        before = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+        tl.debug_barrier()
+        if before < SPLITS - 1:
+            return
+        tl.store(counter, 0)
+        total = tl.zeros((TOKENS, COLUMNS), tl.float32)
+        for part in tl.static_range(SPLITS):
+            total += tl.load(sums + part * size + target, mask=mask, other=0.0, cache_modifier=".cg")
+    tl.store(inner + target, total.to(inner.dtype.element_ty), mask=mask)
 
 
 # grid: (tiles,)
@@ -165,19 +188,16 @@ def _gather_kernel(
     DEPENDENT: tl.constexpr,
 ):
     release_next(DEPENDENT)
+    slot, position, there, token = _read_tile(tiles, order, TOKENS)
     wait_for_previous(DEPENDENT)
-    tile = tiles + 3 * tl.program_id(0)
-    slot = tl.load(tile)
     if slot < 0:
         return
-    position = tl.load(tile + 1) + tl.arange(0, TOKENS)
-    there = position < tl.load(tile + 2)
-    token = tl.load(order + position, mask=there, other=0)
     id = tl.load(ids + token, mask=there, other=0).to(tl.int64)
     rank = tl.arange(0, RANK)
     source = a + slot.to(tl.int64) * slot_stride + id[:, None] * row_stride + rank[None, :]
     value = tl.load(source, mask=there[:, None], other=0.0).to(tl.float32) * scale
-    tl.store(inner + position.to(tl.int64)[:, None] * RANK + rank[None, :], value, mask=there[:, None])
+    target = inner + position.to(tl.int64)[:, None] * RANK + rank[None, :]
+    tl.store(target, value.to(inner.dtype.element_ty), mask=there[:, None])
 
 
 # grid: (tiles, blocks of outputs)
@@ -189,8 +209,6 @@ def _expand_kernel(
     blocks,
     order,
     tiles,
-    num_tokens,
-    num_splits,
     num_columns,
     out_stride,
     slot_stride,
@@ -202,30 +220,38 @@ def _expand_kernel(
     DEPENDENT: tl.constexpr,
 ):
     release_next(DEPENDENT)
-    wait_for_previous(DEPENDENT)
-    tile = tiles + 3 * tl.program_id(0)
-    slot = tl.load(tile)
-    if slot < 0:
-        return
-    position = tl.load(tile + 1) + tl.arange(0, TOKENS)
-    there = position < tl.load(tile + 2)
-    token = tl.load(order + position, mask=there, other=0)
+    slot, position, there, token = _read_tile(tiles, order, TOKENS)
     block = blocks + 3 * tl.program_id(1)
     output = tl.load(block) + tl.arange(0, OUTPUTS)
     inside = output < tl.load(block + 1)
     matrix = tl.load(block + 2)
     rank = tl.arange(0, RANK)
-    columns = b + slot.to(tl.int64) * slot_stride + output.to(tl.int64)[None, :] * row_stride
+    columns = (
+        b + tl.maximum(slot, 0).to(tl.int64) * slot_stride + output.to(tl.int64)[None, :] * row_stride + rank[:, None]
+    )
+    right = tl.load(columns, mask=inside[None, :] & (slot >= 0), other=0.0)
+    wait_for_previous(DEPENDENT)  # programs of unused tiles too: the next kernel relies on it
+    if slot < 0:
+        return
+    source = inner + position.to(tl.int64)[:, None] * num_columns + matrix * ALL_RANKS + rank[None, :]
     total = tl.zeros((TOKENS, OUTPUTS), tl.float32)
-    for first in range(0, ALL_RANKS, RANK):
-        source = inner + position.to(tl.int64)[:, None] * num_columns + matrix * ALL_RANKS + first + rank[None, :]
-        left = tl.zeros((TOKENS, RANK), tl.float32)
-        for _ in range(num_splits):
-            left += tl.load(source, mask=there[:, None], other=0.0)
-            source += num_tokens.to(tl.int64) * num_columns
-        right = tl.load(columns + first + rank[:, None], mask=inside[None, :], other=0.0)
-        total = tl.dot(left.to(b.dtype.element_ty), right, total, input_precision="ieee")
+    for first in tl.static_range(0, ALL_RANKS, RANK):
+        if first > 0:
+            right = tl.load(columns + first, mask=inside[None, :], other=0.0)
+        left = tl.load(source + first, mask=there[:, None], other=0.0)
+        total = tl.dot(left, right, total, input_precision="ieee")
     target = out + token.to(tl.int64)[:, None] * out_stride + output[None, :]
     mask = there[:, None] & inside[None, :]
     total += tl.load(target, mask=mask, other=0.0).to(tl.float32)
     tl.store(target, total.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _read_tile(tiles, order, TOKENS: tl.constexpr):
+    """Of this program's tile: the adapter's slot, -1 for an unused tile; positions in `order`, which of them exist, and
+    their tokens."""
+    tile = tiles + 3 * tl.program_id(0)
+    slot = tl.load(tile)
+    position = tl.load(tile + 1) + tl.arange(0, TOKENS)
+    there = (position < tl.load(tile + 2)) & (slot >= 0)
+    return slot, position, there, tl.load(order + position, mask=there, other=0)

@@ -7,6 +7,10 @@ depend on the lengths and can be captured.
 The splits of a row depend on its length and on the row capacity of the step (small, medium or large): the order of its
 sums is the same in all steps of one kind, independent of the other rows. Consecutive splits form a share, and all
 shares cost about the same; which program computes a split depends on all rows.
+
+In a step with drafts, rows that are consecutive positions of one drafted row form one single of several queries, so
+that their keys are read once. They do so only if the keys of each are cut in the same way: then every query has the
+splits and the order of sums that it has alone.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import triton
 import triton.language as tl
 
 from slipstream.config.activation_size import MAX_SPLITS, SMALLEST_SPLIT
+from slipstream.ops.paged_attention.tile_rows import ALIGN, continues, cut_keys, read_rows
 
 # Keys per split of a row of one token, doubled until a row has at most MAX_SPLITS splits. Few rows need many splits to
 # keep the device busy; with many rows a split should amortize its fixed cost.
@@ -33,21 +38,28 @@ SPLIT_COST = tl.constexpr(64)  # fixed cost of a split, in keys
 KEYS_TOGETHER = 12288
 FEW_TILES = tl.constexpr(8)
 
-RECORD = tl.constexpr(8)  # int32s per single or tile
+RECORD = tl.constexpr(8)  # int32s per tile
+SINGLE_RECORD = tl.constexpr(9)  # int32s per single
 
 
 @dataclass(frozen=True, slots=True)
 class TileList:
-    """`singles`, rows of one token: row, token, first key, keys of one split, number of splits, number of splits of
-    all earlier singles, length, keys that existed before the step. `tiles`: row, first token, number of tokens, first
-    query of the tile, length. A length of 0 marks padding, whose output is zero."""
+    """`singles`, rows of one token: row, token, first key, keys of one split, number of splits, index of the first
+    partial result, length, keys that existed before the step, number of queries. With several queries: row and token of
+    the first, length of the last. `tiles`: row, first token, number of tokens, first query of the tile, length. A
+    length of 0 marks padding, whose output is zero."""
 
-    singles: torch.Tensor  # [B + 1, RECORD] int32
+    singles: torch.Tensor  # [B + 1, SINGLE_RECORD] int32
     shares: torch.Tensor  # [shares + 1, 2] int32: first single of a share, and first split of that single
     tiles: torch.Tensor  # [capacity, RECORD] int32, most keys first within a group of rows
     totals: torch.Tensor  # [2] int32, number of singles, number of tiles
     arrived: torch.Tensor  # [B, kv heads] int32, finished splits; 0 between kernels
     num_splits: int  # of all rows together
+    max_queries: int = 1  # of a single
+
+    @property
+    def has_few_rows(self) -> bool:
+        return num_distinct(len(self.singles) - 1, self.max_queries) <= FEW_ROWS
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +71,12 @@ class TileListRows:
     page_table: torch.Tensor  # [B, width] int64
     num_tokens: int
     max_length: int  # at least every length
-    # [T] int64, token ids from the host, -1: the token that the device drew last, below: a draft. In a step of one
-    # token per row in which all are -1, all keys but the newest of each row existed before the step. None: not known
+    # [T] int64, token ids from the host, -1: the token that the device drew last, -2: the first draft, and so on. In a
+    # step of one token per row without token ids of the host, all keys before that of the token drawn last existed
+    # before the step. None: not known
     host_ids: torch.Tensor | None = None
+    # a single has up to so many queries: consecutive rows whose host_ids are -1, -2, -3 and so on
+    max_queries: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,17 +105,19 @@ def build_tile_list(rows: TileListRows, heads: TileListHeads, cuts: TileListSpli
     assert page_table.stride(1) == 1
     group = heads.num_heads // heads.num_kv_heads
     device = lengths.device
-    min_split = split_keys(num_rows) if cuts.min_split is None else cuts.min_split
+    assert rows.max_queries == 1 or (query_starts is None and rows.host_ids is not None and cuts.cut_singles)
+    min_split = cuts.min_split or split_keys(num_distinct(num_rows, rows.max_queries))
     num_splits = num_rows * max_splits_of_row(rows.max_length, heads.window, min_split, cuts.max_splits)
     has_tiles = query_starts is not None or not cuts.cut_singles
     num_tiles = num_tokens * group // heads.tile + num_rows + 1 if has_tiles else 0
     tile_list = TileList(
-        torch.empty(num_rows + 1, RECORD.value, dtype=torch.int32, device=device),
+        torch.empty(num_rows + 1, SINGLE_RECORD.value, dtype=torch.int32, device=device),
         torch.empty(min(cuts.num_split_programs, num_splits) + 1, 2, dtype=torch.int32, device=device),
         torch.empty(num_tiles, RECORD.value, dtype=torch.int32, device=device),
         torch.empty(2, dtype=torch.int32, device=device),
         torch.empty(num_rows, heads.num_kv_heads, dtype=torch.int32, device=device),
         num_splits,
+        rows.max_queries,
     )
     _list_tiles_kernel[(num_rows + 1,)](
         tile_list.singles,
@@ -116,6 +133,7 @@ def build_tile_list(rows: TileListRows, heads: TileListHeads, cuts: TileListSpli
         num_rows,
         num_tokens,
         len(tile_list.shares) - 1,
+        num_splits // num_rows,
         HAS_STARTS=query_starts is not None,
         KV_HEADS=heads.num_kv_heads,
         GROUP=group,
@@ -126,10 +144,16 @@ def build_tile_list(rows: TileListRows, heads: TileListHeads, cuts: TileListSpli
         MAX_SPLITS=cuts.max_splits,
         TOGETHER=cuts.keys_together,
         CUT_SINGLES=cuts.cut_singles,
+        QUERIES=rows.max_queries,
         BLOCK=256,
         num_warps=4,
     )
     return tile_list
+
+
+def num_distinct(num_rows: int, max_queries: int) -> int:
+    """Number of rows in a step with a capacity of `num_rows`, if each is counted once for all its positions."""
+    return triton.cdiv(num_rows, max_queries)
 
 
 def split_keys(num_rows: int) -> int:
@@ -149,13 +173,12 @@ def max_splits_of_row(
 
 
 TILES = tl.constexpr(64)  # listed per loop iteration
-ALIGN = tl.constexpr(128)  # the first split of a window starts at a multiple of it; the key block size divides it
 
 
 # grid: (rows + 1,); program b counts the tiles of the rows before row b and lists row b's. The last one takes tokens
 # that belong to no row.
 @triton.jit(
-    do_not_specialize=["table_stride", "num_rows", "num_tokens", "num_split_programs"],
+    do_not_specialize=["table_stride", "num_rows", "num_tokens", "num_split_programs", "row_splits"],
     do_not_specialize_on_alignment=["lengths", "starts", "host_ids", "table"],
 )
 def _list_tiles_kernel(
@@ -172,6 +195,7 @@ def _list_tiles_kernel(
     num_rows,
     num_tokens,
     num_split_programs,
+    row_splits,
     HAS_STARTS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -182,6 +206,7 @@ def _list_tiles_kernel(
     MAX_SPLITS: tl.constexpr,
     TOGETHER: tl.constexpr,
     CUT_SINGLES: tl.constexpr,
+    QUERIES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)
@@ -192,13 +217,18 @@ def _list_tiles_kernel(
     keys_before = tl.cast(0, tl.int64)  # of rows with many tiles
     cost_before = tl.cast(0, tl.int64)  # of splits
     cost_of_all = tl.cast(0, tl.int64)
-    has_others = tl.cast(0 if host_ids is None else -1, tl.int64)  # 0: host tokens or drafts
+    has_others = tl.cast(0 if host_ids is None else -1, tl.int64)  # 0: host tokens
     for first in range(0, num_rows + 1, BLOCK):
         rows = first + lanes
-        start, count, length = _read_rows(
+        start, count, length = read_rows(
             rows, lengths, starts, table, table_stride, num_rows, num_tokens, HAS_STARTS, PAGE
         )
-        begin, size, splits = _cut_keys(length, WINDOW, MIN_SPLIT, MAX_SPLITS)
+        if QUERIES > 1:
+            following = continues(
+                rows + 1, lengths, host_ids, table, table_stride, num_rows, PAGE, WINDOW, MIN_SPLIT, MAX_SPLITS, QUERIES
+            )
+            count = tl.where(following, 0, count)  # the last position of a row lists all of them
+        begin, size, splits = cut_keys(length, WINDOW, MIN_SPLIT, MAX_SPLITS)
         single = (count == 1) & CUT_SINGLES
         cost = tl.where((rows <= num_rows) & single, length - begin + splits * SPLIT_COST, 0).to(tl.int64)
         cost_of_all += tl.sum(cost)
@@ -210,20 +240,37 @@ def _list_tiles_kernel(
         keys_before += tl.sum(_held(tiles, length, TOGETHER))
         if host_ids is not None:
             given = tl.load(host_ids + rows, mask=rows < num_rows, other=-1)
-            has_others = tl.maximum(has_others, tl.max(tl.where(given == -1, -1, 0).to(tl.int64)))
+            has_others = tl.maximum(has_others, tl.max(tl.where(given < 0, -1, 0).to(tl.int64)))
 
-    start, count, length = _read_rows(row, lengths, starts, table, table_stride, num_rows, num_tokens, HAS_STARTS, PAGE)
+    start, count, length = read_rows(row, lengths, starts, table, table_stride, num_rows, num_tokens, HAS_STARTS, PAGE)
+    queries = 1
+    if QUERIES > 1:
+        following = continues(
+            row + 1, lengths, host_ids, table, table_stride, num_rows, PAGE, WINDOW, MIN_SPLIT, MAX_SPLITS, QUERIES
+        )
+        count = tl.where(following, 0, count)
+        back = tl.arange(0, triton.next_power_of_2(QUERIES))
+        is_same = continues(
+            tl.maximum(row - back, 0),
+            lengths, host_ids, table, table_stride, num_rows, PAGE, WINDOW, MIN_SPLIT, MAX_SPLITS, QUERIES,
+        )  # fmt: skip
+        queries = 1 + tl.min(tl.where(is_same, QUERIES - 1, back))
+        splits_before = (row - queries + 1) * row_splits
+    fresh = 1  # keys that the step writes
+    if host_ids is not None:
+        fresh = -tl.load(host_ids + row, mask=row < num_rows, other=-1).to(tl.int32)
     if (count == 1) & CUT_SINGLES:
-        begin, size, splits = _cut_keys(length, WINDOW, MIN_SPLIT, MAX_SPLITS)
-        record = singles_out + tl.cast(singles_before, tl.int64) * RECORD
-        tl.store(record, row)
-        tl.store(record + 1, start)
+        begin, size, splits = cut_keys(length, WINDOW, MIN_SPLIT, MAX_SPLITS)
+        record = singles_out + tl.cast(singles_before, tl.int64) * SINGLE_RECORD
+        tl.store(record, row - queries + 1)
+        tl.store(record + 1, start - queries + 1)
         tl.store(record + 2, begin)
         tl.store(record + 3, size)
         tl.store(record + 4, splits)
         tl.store(record + 5, splits_before)
         tl.store(record + 6, length)
-        tl.store(record + 7, tl.where(has_others < 0, tl.maximum(length - 1, 0), 0))
+        tl.store(record + 7, tl.where(has_others < 0, tl.maximum(length - fresh, 0), 0))
+        tl.store(record + 8, queries)
         # the shares that start in this row, each at the split nearest to its equal part of the total cost
         cost_after = cost_before + length - begin + splits * SPLIT_COST
         # never 0; but the compiler's analysis divides by the initial 0 before it has seen the loop
@@ -283,39 +330,6 @@ def _list_tiles_kernel(
 
 
 @triton.jit
-def _read_rows(
-    row, lengths, starts, table, table_stride, num_rows, num_tokens, HAS_STARTS: tl.constexpr, PAGE: tl.constexpr
-):
-    """First token, number of tokens and length of one or many rows; row `num_rows` has the remaining (padding)
-    tokens."""
-    mine = row < num_rows
-    if HAS_STARTS:
-        start = tl.load(starts + row, mask=row <= num_rows, other=0)
-        stop = tl.where(mine, tl.load(starts + row + 1, mask=mine, other=0), num_tokens)
-        count = stop - start
-    else:
-        start = row
-        count = tl.where(mine, 1, 0)
-    length = tl.load(lengths + row, mask=mine, other=0).to(tl.int32)
-    last = tl.maximum(length - 1, 0) // PAGE
-    page = tl.load(table + row.to(tl.int64) * table_stride + last, mask=mine & (length > 0), other=0)
-    # a row whose newest position is in the null page is padding
-    return start, count, tl.where(page == 0, 0, length)
-
-
-@triton.jit
-def _cut_keys(length, WINDOW: tl.constexpr, MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr):
-    """First key of the first split, keys per split, number of splits (1 for padding: its output is written too)."""
-    begin = length * 0
-    if WINDOW:
-        begin = tl.maximum(length - WINDOW, 0) // ALIGN * ALIGN
-    size = length * 0 + MIN_SPLIT
-    for _ in tl.static_range(14):
-        size = tl.where(size * MAX_SPLITS < length - begin, size * 2, size)
-    return begin, size, tl.maximum(tl.cdiv(length - begin, size), 1)
-
-
-@triton.jit
 def _last_key(query, count, length, GROUP: tl.constexpr, TILE: tl.constexpr):
     """Number of keys up to the last one visible to a tile that starts with this query."""
     seen = length - count + (query + TILE - 1) // GROUP + 1
@@ -361,7 +375,7 @@ def _tiles_ahead(
     keys_before = tl.cast(0, tl.int64)
     for first in range(0, num_rows + 1, ROWS):
         rows = first + lanes
-        start, count, length = _read_rows(
+        start, count, length = read_rows(
             rows, lengths, starts, table, table_stride, num_rows, num_tokens, HAS_STARTS, PAGE
         )
         single = (count == 1) & CUT_SINGLES

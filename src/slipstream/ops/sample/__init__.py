@@ -19,7 +19,7 @@ from slipstream.ops.sample.reference import (
 
 _KERNELS = "slipstream.ops.sample.triton"
 
-add_lines_ = by_device(reference.add_lines_, _KERNELS)
+add_entries_ = by_device(reference.add_entries_, _KERNELS)
 count_ = by_device(reference.count_, _KERNELS)
 draw = by_device(reference.draw, _KERNELS)
 drop_below_ = by_device(reference.drop_below_, _KERNELS)
@@ -44,7 +44,7 @@ __all__ = [
     "Choice",
     "Penalty",
     "TopLogprobs",
-    "add_lines_",
+    "add_entries_",
     "count_",
     "draw",
     "drop_below_",

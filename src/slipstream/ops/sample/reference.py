@@ -112,9 +112,9 @@ class Penalty(NamedTuple):
     """The arguments of `penalize_`, for ops that apply penalties while they read logits. The logits do not change, and
     no copy of them is made in a wider dtype."""
 
-    counts: torch.Tensor  # [lines, V] int32, occurrences of a token in the output
-    seen: torch.Tensor  # [lines, V] uint8 flags
-    lines: torch.Tensor  # [R] line of the row's counts; negative: no penalty
+    counts: torch.Tensor  # [entries, V] int32, occurrences of a token in the output
+    seen: torch.Tensor  # [entries, V] uint8 flags
+    entries: torch.Tensor  # [R] entry of the row's counts; negative: no penalty
     values: torch.Tensor  # [R, 3] repetition, presence, frequency
     earlier: torch.Tensor | None = None  # [R, K] int64 further tokens of the output, -1: none; None: no row has any
 
@@ -163,8 +163,8 @@ def forbid_(logits: torch.Tensor, index: torch.Tensor | None, ids: torch.Tensor,
     """
     if index is None:
         index = torch.arange(len(ids), device=ids.device)
-    entries = (index[:, None], ids)
-    logits.index_put_(entries, logits[entries].masked_fill_(active[:, None], -torch.inf))
+    items = (index[:, None], ids)
+    logits.index_put_(items, logits[items].masked_fill_(active[:, None], -torch.inf))
 
 
 def match_words(words: torch.Tensor, tail: torch.Tensor) -> torch.Tensor:
@@ -188,15 +188,15 @@ def forbid_matched_(logits: torch.Tensor, index: torch.Tensor, ids: torch.Tensor
 def penalize_(
     logits: torch.Tensor,
     index: torch.Tensor | None,  # [N] rows of the logits; None: all, in order
-    counts: torch.Tensor,  # [lines, V] int32, occurrences of a token in the output
-    seen: torch.Tensor,  # [lines, V] uint8 flags
-    lines: torch.Tensor,  # [N] lines of the rows' counts; negative, without an index: no penalty
+    counts: torch.Tensor,  # [entries, V] int32, occurrences of a token in the output
+    seen: torch.Tensor,  # [entries, V] uint8 flags
+    entries: torch.Tensor,  # [N] entries of the rows' counts; negative, without an index: no penalty
     values: torch.Tensor,  # [N, 3] repetition, presence, frequency
     earlier: torch.Tensor | None = None,  # [N, K] further tokens of the output that are not counted yet; -1: none
 ) -> None:
     """Repetition penalty for tokens of prompt and output, then frequency and presence for tokens of the output."""
     repetition, presence, frequency = values[:, :, None].unbind(1)
-    held = lines if index is not None else lines.clamp(min=0)
+    held = entries if index is not None else entries.clamp(min=0)
     before, counts = logits if index is None else logits.index_select(0, index), counts.index_select(0, held)
     flags = seen.index_select(0, held)
     if earlier is not None:
@@ -206,7 +206,7 @@ def penalize_(
     own = torch.where(before > 0, before / factor, before * factor)
     own.sub_(frequency * counts).sub_(presence * (flags >= IN_OUTPUT))
     if index is None:
-        logits.copy_(torch.where((lines >= 0)[:, None], own, before))
+        logits.copy_(torch.where((entries >= 0)[:, None], own, before))
     else:
         logits.index_copy_(0, index, own)
 
@@ -217,29 +217,29 @@ def _penalized(logits: torch.Tensor, penalty: Penalty) -> torch.Tensor:
     return own
 
 
-def count_(counts: torch.Tensor, seen: torch.Tensor, lines: torch.Tensor, tokens: torch.Tensor) -> None:
-    """counts [lines, V] += 1 at (lines[i], tokens[i]) and sets the IN_OUTPUT flag, for every lines[i] >= 0."""
-    entries = lines.clamp(min=0) * counts.shape[1] + tokens
-    counts.view(-1).index_add_(0, entries, (lines >= 0).to(counts.dtype))
-    # the written value depends only on the entry, so a negative line, clamped to 0, does no harm
-    in_output = (counts.view(-1).index_select(0, entries) > 0).to(seen.dtype) * IN_OUTPUT
-    seen.view(-1).index_copy_(0, entries, seen.view(-1).index_select(0, entries) | in_output)
+def count_(counts: torch.Tensor, seen: torch.Tensor, entries: torch.Tensor, tokens: torch.Tensor) -> None:
+    """counts [entries, V] += 1 at (entries[i], tokens[i]) and sets the IN_OUTPUT flag, for every entries[i] >= 0."""
+    items = entries.clamp(min=0) * counts.shape[1] + tokens
+    counts.view(-1).index_add_(0, items, (entries >= 0).to(counts.dtype))
+    # the written value depends only on the item, so a negative entry, clamped to 0, does no harm
+    in_output = (counts.view(-1).index_select(0, items) > 0).to(seen.dtype) * IN_OUTPUT
+    seen.view(-1).index_copy_(0, items, seen.view(-1).index_select(0, items) | in_output)
 
 
-def add_lines_(logits: torch.Tensor, table: torch.Tensor, lines: torch.Tensor) -> None:
-    """logits[i] += table[lines[i]] for every lines[i] >= 0. table [lines, V], lines [R]."""
-    added = table.index_select(0, lines.clamp(min=0)).to(logits.dtype)
-    logits.copy_(torch.where((lines >= 0)[:, None], logits + added, logits))
+def add_entries_(logits: torch.Tensor, table: torch.Tensor, entries: torch.Tensor) -> None:
+    """logits[i] += table[entries[i]] for every entries[i] >= 0. table [entries, V], entries [R]."""
+    added = table.index_select(0, entries.clamp(min=0)).to(logits.dtype)
+    logits.copy_(torch.where((entries >= 0)[:, None], logits + added, logits))
 
 
-def mask_bits_(logits: torch.Tensor, bits: torch.Tensor, lines: torch.Tensor) -> None:
-    """Put -inf at the tokens whose bit is not set. bits [lines, words] int32: bit t % 32 of word t // 32 is token t.
-    lines [R]: the line of each row; negative: the row stays as it is."""
+def mask_bits_(logits: torch.Tensor, bits: torch.Tensor, entries: torch.Tensor) -> None:
+    """Put -inf at the tokens whose bit is not set. bits [entries, words] int32: bit t % 32 of word t // 32 is token t.
+    entries [R]: the entry of each row; negative: the row stays as it is."""
     size = logits.shape[1]
     shifts = torch.arange(32, dtype=torch.int32, device=bits.device)
-    own = bits.index_select(0, lines.clamp(min=0))
+    own = bits.index_select(0, entries.clamp(min=0))
     allowed = ((own[:, :, None] >> shifts) & 1).flatten(1)[:, :size] != 0
-    logits.masked_fill_(~(allowed | (lines < 0)[:, None]), -torch.inf)
+    logits.masked_fill_(~(allowed | (entries < 0)[:, None]), -torch.inf)
 
 
 def find_floor(

@@ -36,8 +36,9 @@ class EncoderBatch:
         num_rows, total = len(counts), len(plan.tokens)
         tokens, rows = (total, num_rows) if size is None else (size.tokens, size.rows)
         # padding tokens have id 0 at position 0, and padding rows have no tokens
-        num_lines = 2 + self.with_types + (self.short_rope is not None)  # ids, positions, types, rows of the rope table
-        token_span, by_token = upload.room(np.int64, (num_lines, tokens))
+        # ids, positions, types, rows of the rope table
+        num_fields = 2 + self.with_types + (self.short_rope is not None)
+        token_span, by_token = upload.room(np.int64, (num_fields, tokens))
         by_token[:, total:] = 0
         ends = np.cumsum(counts, dtype=np.int32)
         starts = np.full(rows + 1, total, np.int32)

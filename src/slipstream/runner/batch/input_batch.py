@@ -33,6 +33,8 @@ class Size:
     tokens: int
     rows: int
     all_long: bool = False  # no row has exactly one token, so attention skips the search for such rows
+    # rows of one token, some of which are positions of one drafted row: attention computes them together
+    has_drafts: bool = False
 
     @property
     def is_single(self) -> bool:
@@ -88,6 +90,7 @@ class InputBatch:
         spans = [None if array is None else upload.put(array) for array in arrays]
         assert spans[0] is not None and (size is None or spans[0].start == 0), "a padded batch comes first"
         table, pages, rope_rows, history = self.rows, self.page_tables, self.rope_rows, self.history
+        is_drafted = isinstance(plan, DraftedPlan) and counts.starts is None
 
         def gather() -> Gathered:
             rows, *others, starts = [None if span is None else upload.tensor(span) for span in spans]
@@ -108,6 +111,7 @@ class InputBatch:
                 num_single=counts.num_single,
                 all_long=size is not None and size.all_long,
                 host_ids=step.host_ids,
+                max_queries=1 + table.max_drafts if is_drafted else 1,
                 rope_rows=None if rope_rows is None else rope_rows.of(inputs.positions, token_rows),
                 query_starts=starts,
             )
@@ -163,7 +167,7 @@ class InputBatch:
         if of_drafts is not None:
             counts.counts[:num_rows] += of_drafts
             counts.host_ids[: plan.total_tokens] -= np.repeat(of_drafts, num_tokens)
-        if size.is_single and self.rows.max_drafts:  # steps with and without drafts replay the same graphs
+        if size.is_single and self.rows.max_drafts:  # the heads of steps without drafts may read them
             counts.offsets = np.zeros(size.tokens, np.int64)
             if of_drafts is not None:
                 offsets = counts.offsets[:num_rows]

@@ -37,13 +37,13 @@ class TokenHistory:
             num_rows, width = page_tables.tables.shape[1:]
             pages = torch.arange(1, 1 + num_rows * width, device=device.torch_device)
             self.table = pages.view(num_rows, width)
-            self.tokens = device.zeros((1 + num_rows * width, self._page_size), torch.int32)
+            self.tokens = device.cache_zeros((1 + num_rows * width, self._page_size), torch.int32)
             self._row_size = width * self._page_size
 
     def take_memory(self, group_pages: Sequence[int]) -> None:
         """Allocate the pages of the group in place of the current ones."""
         if self.group >= 0:
-            self.tokens = self._device.zeros((group_pages[self.group], self._page_size), torch.int32)
+            self.tokens = self._device.cache_zeros((group_pages[self.group], self._page_size), torch.int32)
 
     def write(
         self, slots: Sequence[torch.Tensor], ids: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor

@@ -12,8 +12,8 @@ from slipstream.runner.pooling.pool_mode import PoolMode
 
 
 def finish(x: torch.Tensor, mode: PoolMode) -> torch.Tensor:
-    """Device: lines [N, size] to lines [N, width]. Truncation and column selection come first, so that the result is
-    normalised. With `cut_last` truncation comes last."""
+    """Device: vectors [N, size] to vectors [N, width]. Truncation and column selection come before normalisation; with
+    `cut_last` truncation comes last."""
     if mode.cut_last:
         return finish(x, mode._replace(cut=None, cut_last=False))[:, : mode.cut]
     if mode.cut is not None:

@@ -1,7 +1,7 @@
 """ChunkState: what is kept between the steps of a prompt that is computed in several chunks.
 
 LAST needs nothing. FIRST keeps one hidden state, MEAN a running sum, the weighted mean a weighted sum, MAX a running
-maximum: one buffer of each kind, with a line per row. Results of all tokens keep their hidden states, in a buffer of
+maximum: one buffer of each kind, with a vector per row. Results of all tokens keep their hidden states, in a buffer of
 the prompt's size. A prompt that is computed in one step keeps nothing.
 """
 
@@ -16,7 +16,7 @@ from slipstream.config.pooling_info import Method, Reduction, reductions_of
 from slipstream.device.device import Device
 from slipstream.nn.context import BatchView
 from slipstream.runner.batch.staging import Upload
-from slipstream.runner.pooling.methods import Lines, begins_of, combine, finish_lines, reduce_rows, starts_of
+from slipstream.runner.pooling.methods import TakeHidden, begins_of, combine, finish_vectors, reduce_rows, starts_of
 from slipstream.runner.pooling.pooled_rows import PooledRow, skipped_in_step
 from slipstream.step import PoolAdmission, StepPlan
 
@@ -26,22 +26,22 @@ PoolWork = Callable[[BatchView, torch.Tensor], torch.Tensor]
 class TokenParts:
     """Hidden states of a prompt's tokens so far. Only device work accesses the tensor."""
 
-    def __init__(self, max_lines: int) -> None:
-        self.max_lines = max_lines
-        self.count = 0  # host: number of lines after all launched steps
-        self._lines: torch.Tensor | None = None
+    def __init__(self, max_tokens: int) -> None:
+        self.max_tokens = max_tokens
+        self.count = 0  # host: number of tokens after all launched steps
+        self._hidden: torch.Tensor | None = None
 
-    def prepare(self, count: int, take: Lines | None) -> Lines:
-        """Host: add this many lines of this step. The returned work appends them and returns all lines so far."""
+    def prepare(self, count: int, take: TakeHidden | None) -> TakeHidden:
+        """Host: add `count` tokens of this step. The returned work appends their hidden states and returns all."""
         start, stop = self.count, self.count + count
         self.count = stop
 
         def add(hidden: torch.Tensor) -> torch.Tensor:
-            if self._lines is None:
-                self._lines = hidden.new_empty(self.max_lines, hidden.shape[1])
+            if self._hidden is None:
+                self._hidden = hidden.new_empty(self.max_tokens, hidden.shape[1])
             if take is not None:
-                self._lines[start:stop].copy_(take(hidden))
-            return self._lines[:stop]
+                self._hidden[start:stop].copy_(take(hidden))
+            return self._hidden[:stop]
 
         return add
 
@@ -79,9 +79,9 @@ class ChunkState:
     def flush(self, upload: Upload) -> None:
         """Nothing to upload: each step uploads what it needs when it is prepared."""
 
-    def pool_lines(self, rows: Sequence[PooledRow], upload: Upload) -> PoolWork:
-        """Host: pool rows of which some began before this step or continue after it. The work returns a line for each
-        prompt that ends."""
+    def pool_vectors(self, rows: Sequence[PooledRow], upload: Upload) -> PoolWork:
+        """Host: pool rows of which some began before this step or continue after it. The returned work computes a
+        vector for each prompt that ends."""
         ending = [row for row in rows if row.ends]
         first = [self._first_of(row) for row in rows]
         indices_rows = [[m.index for m in rows], [m.row for m in rows]]
@@ -101,18 +101,18 @@ class ChunkState:
             starts = starts_of(view, hidden)
             begins = None if skips_now is None else begins_of(starts, upload.tensor(skips_now))
             whole: dict[Reduction, torch.Tensor] = {}
-            for kind, lines in reduced.items():
-                before = lines.index_select(0, rows)
+            for kind, table in reduced.items():
+                before = table.index_select(0, rows)
                 if kind == "first":
-                    now = torch.where(has_first, hidden.index_select(0, firsts).to(lines.dtype), before)
+                    now = torch.where(has_first, hidden.index_select(0, firsts).to(table.dtype), before)
                 else:
                     now = reduce_rows(kind, view, hidden, starts, begins).index_select(0, indices)
                     now = torch.where(began, combine(kind, before, now), now)
-                lines.index_copy_(0, rows, now)
+                table.index_copy_(0, rows, now)
                 whole[kind] = now.index_select(0, upload.tensor(last))
             of_last = hidden.index_select(0, upload.tensor(ends)) if "last" in methods else None
             lengths = view.lengths.index_select(0, indices.index_select(0, upload.tensor(last)))
-            return finish_lines(methods, whole, of_last, lengths, None if skips is None else upload.tensor(skips))
+            return finish_vectors(methods, whole, of_last, lengths, None if skips is None else upload.tensor(skips))
 
         return pool
 

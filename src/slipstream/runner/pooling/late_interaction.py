@@ -29,9 +29,9 @@ class QueryStore:
         for number in numbers:
             self._kept.pop(number, None)
 
-    def keep(self, lines: torch.Tensor, counts: Sequence[int], numbers: Sequence[int]) -> None:
+    def keep(self, vectors: torch.Tensor, counts: Sequence[int], numbers: Sequence[int]) -> None:
         """Device: store the token vectors of some queries. A copy, because the step's memory is reused."""
-        for number, own in zip(numbers, lines.split(list(counts)), strict=True):
+        for number, own in zip(numbers, vectors.split(list(counts)), strict=True):
             self._kept[number] = own.clone()
 
     def prepare_scores(
@@ -51,20 +51,20 @@ class QueryStore:
         of_queries = [size if count else 0 for size, count in zip(query_sizes, counts, strict=True)]
         span = upload.put(np.array([indices, starts[:-1], counts, of_queries], np.int64))
 
-        def score(lines: torch.Tensor) -> torch.Tensor:
-            if not len(lines):
-                return lines.new_zeros(len(counts), 1)
+        def score(vectors: torch.Tensor) -> torch.Tensor:
+            if not len(vectors):
+                return vectors.new_zeros(len(counts), 1)
             scores = []
             for first, own, max_num_tokens in parts:
                 which, begins, num_tokens, num_query = upload.tensor(span)[:, first : first + max_documents].unsqueeze(
                     2
                 )
-                offset = torch.arange(max_num_tokens, device=lines.device)
+                offset = torch.arange(max_num_tokens, device=vectors.device)
                 if max_documents == 1:  # a single pair may exceed the limit
-                    documents = lines[min(starts[first], len(lines) - 1) :][:max_num_tokens].unsqueeze(0)
+                    documents = vectors[min(starts[first], len(vectors) - 1) :][:max_num_tokens].unsqueeze(0)
                 else:
-                    index = (begins + offset).clamp_(max=len(lines) - 1)  # lines past a document's end are masked
-                    documents = lines.index_select(0, index.flatten()).unflatten(0, index.shape)
+                    index = (begins + offset).clamp_(max=len(vectors) - 1)  # vectors past a document's end are masked
+                    documents = vectors.index_select(0, index.flatten()).unflatten(0, index.shape)
                 queries = pad_sequence([self._kept[number] for number in own], batch_first=True)
                 queries, none = queries.index_select(0, which.flatten()), (offset >= num_tokens).unsqueeze(1)
                 # [documents, query tokens, document tokens]; split by query tokens if a single pair is too large
@@ -73,7 +73,7 @@ class QueryStore:
                     for some in queries.split(max(1, MAX_SCORES // (len(which) * max_num_tokens)), dim=1)
                 )
                 best = torch.cat(list(products), 1)
-                unused = torch.arange(best.shape[1], device=lines.device) >= num_query
+                unused = torch.arange(best.shape[1], device=vectors.device) >= num_query
                 scores.append(best.masked_fill_(unused, 0).sum(1, keepdim=True))
             return scores[0] if len(scores) == 1 else torch.cat(scores)
 

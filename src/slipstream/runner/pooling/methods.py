@@ -1,7 +1,7 @@
-"""Pooling methods: from the hidden states of a step to one line per prompt, or to the lines of its tokens.
+"""Pooling methods: from the hidden states of a step to one vector per prompt, or to the vectors of its tokens.
 
-Every method with one line per prompt, except LAST, is computed from a `Reduction` of the prompt's hidden states.
-Reductions of two chunks can be combined, so a prompt can be split anywhere. The host decides which lines are used. Work
+Every method with one vector per prompt, except LAST, is computed from a `Reduction` of the prompt's hidden states.
+Reductions of two chunks can be combined, so a prompt can be split anywhere. The host decides which are used. Work
 over all rows of a step reads the row starts from the device, so that it can be captured.
 """
 
@@ -19,15 +19,15 @@ from slipstream.ops.segment_sum import segment_sum
 from slipstream.runner.batch.input_batch import Longs
 from slipstream.runner.batch.staging import Upload
 
-Lines = Callable[[torch.Tensor], torch.Tensor]
-"""Device: selects lines of hidden states [T, hidden]."""
+TakeHidden = Callable[[torch.Tensor], torch.Tensor]
+"""Device: selects some of the hidden states [T, hidden]."""
 
 
 def pool_all(
     methods: tuple[Method, ...], view: BatchView, hidden: torch.Tensor, skipped: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Device: one line for each row of a step that contains all its prompts as a whole. Padding rows have undefined
-    lines.
+    """Device: one vector for each row of a step that contains all its prompts as a whole. Padding rows have undefined
+    vectors.
 
     `skipped` [at most B]: number of leading tokens of each row that are not pooled.
     """
@@ -49,7 +49,7 @@ def pool_all(
     if skipped is not None:
         counted = torch.zeros(len(starts) - 1, dtype=skipped.dtype, device=skipped.device)
         counted[: len(skipped)] = skipped
-    return finish_lines(methods, reduced, last, view.lengths, counted)
+    return finish_vectors(methods, reduced, last, view.lengths, counted)
 
 
 def reduce_rows(
@@ -78,7 +78,7 @@ def combine(kind: Reduction, before: torch.Tensor, now: torch.Tensor) -> torch.T
     raise ValueError(f"combine has no case for reduction {kind!r}")
 
 
-def finish_lines(
+def finish_vectors(
     methods: tuple[Method, ...],
     reduced: Mapping[Reduction, torch.Tensor],
     last: torch.Tensor | None,
@@ -107,7 +107,7 @@ def _finish(
     if method in ("first", "max"):
         return reduced[method]  # type: ignore[index]
     if method not in ("mean", "mean_sqrt_len", "weightedmean"):
-        raise ValueError(f"pooling method {method!r} does not give one line per prompt")
+        raise ValueError(f"pooling method {method!r} does not give one vector per prompt")
     sums = reduced["weighted" if method == "weightedmean" else "sum"]
     count = lengths.to(sums.dtype)
     left_out = torch.zeros_like(count) if skipped is None else torch.minimum(skipped.to(sums.dtype), count)
@@ -119,12 +119,12 @@ def _finish(
     return sums / (divisor.sqrt() if method == "mean_sqrt_len" else divisor)
 
 
-def _alike(lines: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Convert all lines to the widest of their dtypes."""
-    dtype = lines[0].dtype
-    for line in lines[1:]:
-        dtype = torch.promote_types(dtype, line.dtype)
-    return [line.to(dtype) for line in lines]
+def _alike(vectors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Convert all vectors to the widest of their dtypes."""
+    dtype = vectors[0].dtype
+    for vector in vectors[1:]:
+        dtype = torch.promote_types(dtype, vector.dtype)
+    return [vector.to(dtype) for vector in vectors]
 
 
 def starts_of(view: BatchView, hidden: torch.Tensor) -> torch.Tensor:
@@ -142,15 +142,15 @@ def begins_of(starts: torch.Tensor, skipped: torch.Tensor) -> torch.Tensor:
     return torch.minimum(begins, starts[1:])
 
 
-def take_ranges(starts: Sequence[int], counts: Sequence[int], upload: Upload) -> Lines:
+def take_ranges(starts: Sequence[int], counts: Sequence[int], upload: Upload) -> TakeHidden:
     """Host: the tokens of some rows, row after row. Consecutive rows of the step need no copy."""
     first, total = starts[0], sum(counts)
     if starts[-1] + counts[-1] - first == total:
         return lambda hidden: hidden.narrow(0, first, total)
-    return take_lines(np.concatenate([np.arange(s, s + n) for s, n in zip(starts, counts, strict=True)]), upload)
+    return take_hidden(np.concatenate([np.arange(s, s + n) for s, n in zip(starts, counts, strict=True)]), upload)
 
 
-def take_lines(indices: Longs, upload: Upload) -> Lines:
-    """Host: select these lines."""
+def take_hidden(indices: Longs, upload: Upload) -> TakeHidden:
+    """Host: returns the work that selects the hidden states at these indices."""
     span = upload.put(indices.astype(np.int64))
     return lambda hidden: hidden.index_select(0, upload.tensor(span))

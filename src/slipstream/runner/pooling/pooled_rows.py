@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from slipstream.runner.batch.staging import Upload, UploadSpan
-from slipstream.runner.pooling.methods import Lines, take_lines, take_ranges
+from slipstream.runner.pooling.methods import TakeHidden, take_hidden, take_ranges
 from slipstream.runner.pooling.pool_mode import PoolMode
 from slipstream.step import Ints
 
@@ -60,10 +60,10 @@ def skipped_in_step(rows: Sequence[PooledRow], upload: Upload) -> UploadSpan | N
     return upload.put(counts)
 
 
-def take_tokens(rows: Sequence[PooledRow], upload: Upload) -> Lines:
+def take_tokens(rows: Sequence[PooledRow], upload: Upload) -> TakeHidden:
     """Host: select the result tokens of rows of one mode."""
     if rows[0].mode.picks:
-        return take_lines(np.concatenate([row.picked for row in rows]), upload)
+        return take_hidden(np.concatenate([row.picked for row in rows]), upload)
     return take_ranges([row.start for row in rows], [len(row.tokens) for row in rows], upload)
 
 

@@ -1,4 +1,4 @@
-"""Pooled results: blocks of lines in one flat buffer, which is copied once per step, and how the host reads them."""
+"""Pooled results: blocks of vectors in one flat buffer, which is copied once per step, and how the host reads them."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class ResultBlock:
 
     width: int
     indices: list[int] | None  # indices among the step's results; None: all of them, in order
-    counts: list[int] | None  # lines of each result; None: each result is one line
-    num_lines: int
+    counts: list[int] | None  # vectors of each result; None: each result is one vector
+    num_vectors: int
 
     @property
     def is_large(self) -> bool:
@@ -34,23 +34,23 @@ class ResultBlock:
 
     @staticmethod
     def lay_out(blocks: list[ResultBlock], dtype: np.dtype[Any]) -> ResultShape:
-        """All lines, then the sum of each line of large blocks, which shows whether a line has NaN or infinite values.
+        """All vectors, then the sum of each vector of large blocks, which shows NaN and infinite values.
 
-        The host sums the lines of small blocks itself; for large blocks that would take longest of all.
+        The host sums the vectors of small blocks itself; for large blocks that would take longest of all.
         """
-        lines = [(str(i), (block.num_lines, block.width), dtype) for i, block in enumerate(blocks)]
-        sums = [(f"{SUM}{i}", (block.num_lines if block.is_large else 0,), dtype) for i, block in enumerate(blocks)]
-        return lay_out([*lines, *sums])
+        vectors = [(str(i), (block.num_vectors, block.width), dtype) for i, block in enumerate(blocks)]
+        sums = [(f"{SUM}{i}", (block.num_vectors if block.is_large else 0,), dtype) for i, block in enumerate(blocks)]
+        return lay_out([*vectors, *sums])
 
-    def name(self, index: int, lines: torch.Tensor) -> dict[str, torch.Tensor]:
+    def name(self, index: int, vectors: torch.Tensor) -> dict[str, torch.Tensor]:
         """Device: the values of the fields of block number `index`."""
-        return {str(index): lines} | ({f"{SUM}{index}": lines.sum(1)} if self.is_large else {})
+        return {str(index): vectors} | ({f"{SUM}{index}": vectors.sum(1)} if self.is_large else {})
 
-    def split(self, lines: Floats) -> list[Floats]:
-        """The results, as views of `lines`."""
+    def split(self, vectors: Floats) -> list[Floats]:
+        """The results, as views of `vectors`."""
         if self.counts is None:
-            return list(lines)
-        return [lines[end - count : end] for end, count in zip(accumulate(self.counts), self.counts, strict=True)]
+            return list(vectors)
+        return [vectors[end - count : end] for end, count in zip(accumulate(self.counts), self.counts, strict=True)]
 
 
 class PoolHandle(StepHandle):
@@ -66,16 +66,16 @@ class PoolHandle(StepHandle):
         assert self._host is not None
         own = host_copy(self._host)
         arrays = [np.ndarray(field.shape, field.dtype, own, field.start) for field in self._shape.fields]
-        lines, sums = arrays[: len(self._blocks)], arrays[len(self._blocks) :]
-        if len(lines) == 1 and self._blocks[0].indices is None:  # the usual case
-            pooled = tuple(self._blocks[0].split(lines[0]))
-            return StepResult(NO_INTS, _NO_FLAGS, pooled=pooled, pool_failed=_bad(self._blocks[0], lines[0], sums[0]))
+        vectors, sums = arrays[: len(self._blocks)], arrays[len(self._blocks) :]
+        if len(vectors) == 1 and self._blocks[0].indices is None:  # the usual case
+            pooled = tuple(self._blocks[0].split(vectors[0]))
+            return StepResult(NO_INTS, _NO_FLAGS, pooled=pooled, pool_failed=_bad(self._blocks[0], vectors[0], sums[0]))
         results: dict[int, Floats] = {}
         failed: set[int] = set()
-        for block, own_lines, own_sums in zip(self._blocks, lines, sums, strict=True):
+        for block, own_vectors, own_sums in zip(self._blocks, vectors, sums, strict=True):
             assert block.indices is not None, "of several blocks each says whose it is"
-            results.update(zip(block.indices, block.split(own_lines), strict=True))
-            failed.update(block.indices[i] for i in _bad(block, own_lines, own_sums))
+            results.update(zip(block.indices, block.split(own_vectors), strict=True))
+            failed.update(block.indices[i] for i in _bad(block, own_vectors, own_sums))
         pooled = tuple(results[index] for index in range(len(results)))
         return StepResult(NO_INTS, _NO_FLAGS, pooled=pooled, pool_failed=frozenset(failed))
 
@@ -96,9 +96,9 @@ class MixedHandle(StepHandle):
 _NONE: frozenset[int] = frozenset()
 
 
-def _bad(block: ResultBlock, lines: Floats, sums: Floats) -> frozenset[int]:
+def _bad(block: ResultBlock, vectors: Floats, sums: Floats) -> frozenset[int]:
     """Indices of results with NaN or infinite values. The total sum shows whether there are any."""
     with np.errstate(all="ignore"):
-        if np.isfinite((sums if block.is_large else lines).sum()):
+        if np.isfinite((sums if block.is_large else vectors).sum()):
             return _NONE
-    return frozenset(i for i, result in enumerate(block.split(lines)) if not np.isfinite(result).all())
+    return frozenset(i for i, result in enumerate(block.split(vectors)) if not np.isfinite(result).all())

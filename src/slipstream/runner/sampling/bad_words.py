@@ -12,8 +12,8 @@ import torch
 from slipstream.device.device import Device
 from slipstream.ops.sample import forbid_matched_, match_words
 from slipstream.runner.batch.staging import Upload
-from slipstream.runner.sampling.line_allocator import LineAllocator
-from slipstream.runner.sampling.line_tables import ListTable
+from slipstream.runner.sampling.entry_allocator import EntryAllocator
+from slipstream.runner.sampling.entry_tables import ListTable
 from slipstream.runner.sampling.stage import SampleBatch, Stage, StageWork
 from slipstream.step import Admission, Ints, StepPlan
 
@@ -24,9 +24,9 @@ class BadWords(Stage):
     """Words and tails are stored in reverse, so that a longer word of a later row only adds columns."""
 
     def __init__(self, num_rows: int, device: Device, max_ids: int) -> None:
-        self.lines = LineAllocator(num_rows)
-        # [lines, 1 + words, length]: a row's last tokens, then its words
-        self.words = ListTable(self.lines, 2, torch.int32, device, max_ids, fill=_NO_TOKEN)
+        self.entries = EntryAllocator(num_rows)
+        # [entries, 1 + words, length]: a row's last tokens, then its words
+        self.words = ListTable(self.entries, 2, torch.int32, device, max_ids, fill=_NO_TOKEN)
         self._new: list[Admission] = []
 
     def apply(self, plan: StepPlan) -> None:
@@ -41,10 +41,10 @@ class BadWords(Stage):
         if self._new:
             self.words.make_room(upload)
         for admission in self._new:
-            self._write(int(self.lines.of_row[admission.row]), admission, upload)
+            self._write(int(self.entries.of_row[admission.row]), admission, upload)
         self._new = []
 
-    def _write(self, line: int, admission: Admission, upload: Upload) -> None:
+    def _write(self, entry: int, admission: Admission, upload: Upload) -> None:
         history, bad_words = admission.history, admission.bad_words
         assert history is not None, f"row {admission.row} has bad words and came without its history"
         words = self.words
@@ -56,35 +56,35 @@ class BadWords(Stage):
         within = np.arange(int(lengths.sum()), dtype=np.int32) - np.repeat(starts, lengths)
         from_end = np.repeat(lengths, lengths) - 1 - within
         from_end[: len(tail)] = within[: len(tail)]
-        lines = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
-        index_span = upload.put((lines * longest + from_end).astype(np.int32))
+        word = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+        index_span = upload.put((word * longest + from_end).astype(np.int32))
         id_span = upload.put(np.array([*tail, *(token for word in bad_words for token in word)], np.int32))
 
         def write() -> None:
-            words.tensor[line].fill_(_NO_TOKEN).view(-1).index_copy_(
+            words.tensor[entry].fill_(_NO_TOKEN).view(-1).index_copy_(
                 0, upload.tensor(index_span).long(), upload.tensor(id_span)
             )
 
         upload.then(write)
 
     def prepare(self, rows: Ints, upload: Upload) -> StageWork | None:
-        users = self.lines.users(rows, upload)
+        users = self.entries.users(rows, upload)
         if users is None:
             return None
         words = self.words
 
         def edit(logits: torch.Tensor, batch: SampleBatch) -> None:
-            own, index = words.tensor.index_select(0, upload.tensor(users.lines)), upload.tensor(users.index)
+            own, index = words.tensor.index_select(0, upload.tensor(users.entries)), upload.tensor(users.index)
             tails, own = own[:, 0], own[:, 1:]
             if batch.earlier is not None and batch.offsets is not None:
                 tails = _shifted(tails, batch.earlier.index_select(0, index), batch.offsets.index_select(0, index))
             forbid_matched_(logits, index, own[..., 0].long(), match_words(own, tails))
 
         def drawn(tokens: torch.Tensor, batch: SampleBatch, kept: torch.Tensor | None) -> None:
-            lines, index, tails = upload.tensor(users.lines), upload.tensor(users.index), words.tensor[:, 0]
+            entries, index, tails = upload.tensor(users.entries), upload.tensor(users.index), words.tensor[:, 0]
             newest = tokens.index_select(0, index)[:, None]
             if kept is None:
-                tails.index_copy_(0, lines, _shifted(tails.index_select(0, lines), newest, 1))
+                tails.index_copy_(0, entries, _shifted(tails.index_select(0, entries), newest, 1))
                 return
             # Each row's accepted tokens, from its first draw on. Every draw of a row writes the same tail.
             assert batch.offsets is not None and batch.earlier is not None
@@ -92,12 +92,12 @@ class BadWords(Stage):
             indices = first[:, None] + torch.arange(1 + batch.earlier.shape[1], device=first.device)
             indices.clamp_(max=len(tokens) - 1)
             is_own = kept[indices] & (batch.rows[indices] == batch.rows.index_select(0, index)[:, None])
-            tails.index_copy_(0, lines, _shifted(tails.index_select(0, lines), tokens[indices], is_own.sum(1)))
+            tails.index_copy_(0, entries, _shifted(tails.index_select(0, entries), tokens[indices], is_own.sum(1)))
 
         return StageWork(edit, drawn)
 
     def is_used_by(self, rows: Ints) -> bool:
-        return self.lines.is_used_by(rows)
+        return self.entries.is_used_by(rows)
 
 
 def _shifted(tails: torch.Tensor, new: torch.Tensor, num: torch.Tensor | int) -> torch.Tensor:

@@ -8,44 +8,44 @@ import numpy as np
 import torch
 
 from slipstream.device.device import Device
-from slipstream.ops.sample import add_lines_
+from slipstream.ops.sample import add_entries_
 from slipstream.params import SamplingParams
 from slipstream.runner.batch.staging import Upload
-from slipstream.runner.sampling.line_allocator import StagedLines
-from slipstream.runner.sampling.line_tables import LineTable
+from slipstream.runner.sampling.entry_allocator import StagedEntries
+from slipstream.runner.sampling.entry_tables import EntryTable
 from slipstream.runner.sampling.stage import ByRow, SampleBatch, Stage, StageWork
 from slipstream.step import Ints, StepPlan
 
 
 class LogitBias(Stage):
-    """A row that uses it has a line of the table: -inf for tokens that are not allowed, else the bias or 0."""
+    """A row that uses it has an entry of the table: -inf for tokens that are not allowed, else the bias or 0."""
 
     def __init__(
         self, num_rows: int, vocab_size: int, device: Device, dtype: np.dtype[Any], torch_dtype: torch.dtype
     ) -> None:
         self.vocab_size = vocab_size
         self.dtype = dtype
-        self.lines = StagedLines(num_rows, device)
-        self.table = LineTable(num_rows, vocab_size, torch_dtype, device)
+        self.entries = StagedEntries(num_rows, device)
+        self.table = EntryTable(num_rows, vocab_size, torch_dtype, device)
         self._new: list[tuple[int, SamplingParams]] = []
 
     def apply(self, plan: StepPlan) -> None:
         for row in plan.released:
-            self.lines.free(row)
+            self.entries.free(row)
         for admission in plan.admitted:
             params = admission.params
             if params.allowed_token_ids is not None or params.logit_bias is not None:
-                self._new.append((self.lines.assign(admission.row), params))
+                self._new.append((self.entries.assign(admission.row), params))
 
     def flush(self, upload: Upload) -> None:
-        self.lines.flush(upload)
+        self.entries.flush(upload)
         if self._new:
-            self.table.reserve(1 + max(line for line, _ in self._new), upload)
-        for line, params in self._new:
-            self._write(line, params, upload)
+            self.table.reserve(1 + max(entry for entry, _ in self._new), upload)
+        for entry, params in self._new:
+            self._write(entry, params, upload)
         self._new = []
 
-    def _write(self, line: int, params: SamplingParams, upload: Upload) -> None:
+    def _write(self, entry: int, params: SamplingParams, upload: Upload) -> None:
         table = self.table
         allowed = bias = values = None
         if params.allowed_token_ids is not None:
@@ -55,7 +55,7 @@ class LogitBias(Stage):
             values = upload.put(np.array(list(params.logit_bias.values()), self.dtype))
 
         def write() -> None:
-            own = table.tensor[line]
+            own = table.tensor[entry]
             own.fill_(0 if allowed is None else -torch.inf)
             if allowed is not None:
                 own.index_fill_(0, upload.tensor(allowed).long(), 0)
@@ -65,26 +65,26 @@ class LogitBias(Stage):
         upload.then(write)
 
     def prepare(self, rows: Ints, upload: Upload) -> StageWork | None:
-        users = self.lines.users(rows, upload)
+        users = self.entries.users(rows, upload)
         if users is None:
             return None
         table = self.table
 
         def edit(logits: torch.Tensor, batch: SampleBatch) -> None:
-            logits.index_add_(0, upload.tensor(users.index), table.tensor.index_select(0, upload.tensor(users.lines)))
+            logits.index_add_(0, upload.tensor(users.index), table.tensor.index_select(0, upload.tensor(users.entries)))
 
         return StageWork(edit)
 
     def is_used_by(self, rows: Ints) -> bool:
-        return self.lines.is_used_by(rows)
+        return self.entries.is_used_by(rows)
 
     def can_capture(self, rows: Ints) -> bool:
         return True
 
     def by_row(self, rows: Ints) -> ByRow:
-        table, lines = self.table, self.lines.staged.device
+        table, entries = self.table, self.entries.staged.device
 
         def edit(logits: torch.Tensor, batch: SampleBatch) -> None:
-            add_lines_(logits, table.tensor, lines.index_select(0, batch.rows))
+            add_entries_(logits, table.tensor, entries.index_select(0, batch.rows))
 
         return ByRow(("bias", table.shape), StageWork(edit), needs_sampling_dtype=True)

@@ -28,15 +28,15 @@ class GrammarMask(Stage):
         self.words = mask_words(vocab_size)
         self.ring = HostRing(1, mask_bytes(num_rows, vocab_size, max_drafts, max_step_drafts), device)
         self._width = 1 + max_drafts
-        self._num_lines = num_rows * self._width
+        self._num_entries = num_rows * self._width
         # views of the arena, at fixed addresses for captured work
-        arena, start = self.ring.arena, -(-self._num_lines * 4 // 16) * 16
-        # [rows * width] line of each draw: row, then offset; -1: no mask
-        self._lines = arena[: self._num_lines * 4].view(torch.int32)
+        arena, start = self.ring.arena, -(-self._num_entries * 4 // 16) * 16
+        # [rows * width] entry of each draw: row, then offset; -1: no mask
+        self._entries = arena[: self._num_entries * 4].view(torch.int32)
         size = (num_rows - 1 + max_step_drafts) * self.words * 4
         self._bits = arena[start : start + size].view(torch.int32).view(-1, self.words)
         self.rows = StageRows(num_rows, _is_masked)
-        self._open: tuple[Upload, Ints, Ints] | None = None  # an upload with its lines and masks, not sent yet
+        self._open: tuple[Upload, Ints, Ints] | None = None  # an upload with its entries and masks, not sent yet
 
     def apply(self, plan: StepPlan) -> None:
         self.rows.apply(plan)
@@ -54,11 +54,11 @@ class GrammarMask(Stage):
         return True
 
     def by_row(self, rows: Ints) -> ByRow:
-        lines, bits, width = self._lines, self._bits, self._width
+        entries, bits, width = self._entries, self._bits, self._width
 
         def edit(logits: torch.Tensor, batch: SampleBatch) -> None:
             draws = batch.rows * width
-            mask_bits_(logits, bits, lines.index_select(0, draws if batch.offsets is None else draws + batch.offsets))
+            mask_bits_(logits, bits, entries.index_select(0, draws if batch.offsets is None else draws + batch.offsets))
 
         return ByRow("grammar", StageWork(edit))
 
@@ -66,9 +66,9 @@ class GrammarMask(Stage):
         """Host: where to write the masks of the step whose forward was launched last. `send` copies masks that are
         elsewhere."""
         upload = self.ring.open()
-        _, lines = upload.room(np.int32, (self._num_lines,))
+        _, entries = upload.room(np.int32, (self._num_entries,))
         _, bits = upload.room(np.int32, (num_masks, self.words))
-        self._open = upload, lines, bits
+        self._open = upload, entries, bits
         return bits
 
     def send(self, late: Late) -> None:
@@ -76,10 +76,10 @@ class GrammarMask(Stage):
         if self._open is None or self._open[2] is not late.bits:
             self.open(len(late.rows))[:] = late.bits
         assert self._open is not None
-        (upload, lines, _), self._open = self._open, None
-        lines.fill(-1)
+        (upload, entries, _), self._open = self._open, None
+        entries.fill(-1)
         draws = late.rows * self._width + (0 if late.offsets is None else late.offsets)
-        lines[draws] = np.arange(len(draws), dtype=np.int32)
+        entries[draws] = np.arange(len(draws), dtype=np.int32)
         upload.send(self.device.copy)
         self.device.copy.flush()
         self.device.compute.wait_for(upload.sent)

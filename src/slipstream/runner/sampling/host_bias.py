@@ -26,11 +26,11 @@ class HostBias(Stage):
         self._num_rows = num_rows
         # views of the arena, at fixed addresses for captured work
         arena, start = self.ring.arena, -(-num_rows * 4 // 16) * 16
-        self._lines = arena[: num_rows * 4].view(torch.int32)  # [rows] line of each row; -1: no bias
+        self._entries = arena[: num_rows * 4].view(torch.int32)  # [rows] entry of each row; -1: no bias
         size = (num_rows - 1) * 2 * MAX_BIASED_IDS * 4
-        # [lines, 2, ids]: token ids, then the bits of their values in float32
+        # [entries, 2, ids]: token ids, then the bits of their values in float32
         self._table = arena[start : start + size].view(torch.int32).view(-1, 2, MAX_BIASED_IDS)
-        self._is_empty = False  # whether the device's lines are all -1
+        self._is_empty = False  # whether the device's entries are all -1
 
     def apply(self, plan: StepPlan) -> None:
         self.rows.apply(plan)
@@ -48,10 +48,10 @@ class HostBias(Stage):
         return True
 
     def by_row(self, rows: Ints) -> ByRow:
-        lines, table = self._lines, self._table
+        entries, table = self._entries, self._table
 
         def edit(logits: torch.Tensor, batch: SampleBatch) -> None:
-            own = lines.index_select(0, batch.rows)
+            own = entries.index_select(0, batch.rows)
             found = table.index_select(0, own.clamp(min=0))
             values = found[:, 1].contiguous().view(torch.float32).to(logits.dtype)
             values = torch.where(own[:, None] >= 0, values, 0)
@@ -66,11 +66,11 @@ class HostBias(Stage):
             return
         self._is_empty = bias is None
         upload = self.ring.open()
-        _, lines = upload.room(np.int32, (self._num_rows,))
-        lines.fill(-1)
+        _, entries = upload.room(np.int32, (self._num_rows,))
+        entries.fill(-1)
         if bias is not None:
             count, width = bias.ids.shape
-            lines[bias.rows] = np.arange(count, dtype=np.int32)
+            entries[bias.rows] = np.arange(count, dtype=np.int32)
             _, table = upload.room(np.int32, (count, 2, MAX_BIASED_IDS))
             table[:, 0, :width], table[:, 0, width:] = bias.ids, 0
             table[:, 1, :width], table[:, 1, width:] = bias.values.astype(np.float32).view(np.int32), 0

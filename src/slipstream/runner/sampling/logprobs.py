@@ -13,8 +13,8 @@ from slipstream.device.device import Device
 from slipstream.ops.sample import TopLogprobs, logprobs_of, top_logprobs
 from slipstream.params import MAX_PACKED_LOGPROBS
 from slipstream.runner.batch.staging import Upload
-from slipstream.runner.sampling.line_allocator import LineAllocator
-from slipstream.runner.sampling.line_tables import ListTable
+from slipstream.runner.sampling.entry_allocator import EntryAllocator
+from slipstream.runner.sampling.entry_tables import ListTable
 from slipstream.step import Ints, PromptScores, StepPlan
 
 
@@ -46,8 +46,8 @@ class RequestedLogprobs:
     """logprob_token_ids: keeps the requested ids of rows on the device. A RowState that edits no logits."""
 
     def __init__(self, num_rows: int, device: Device, max_ids: int) -> None:
-        self.lines = LineAllocator(num_rows)
-        self.ids = ListTable(self.lines, 1, torch.int32, device, max_ids, fill=0)
+        self.entries = EntryAllocator(num_rows)
+        self.ids = ListTable(self.entries, 1, torch.int32, device, max_ids, fill=0)
         self._new: list[tuple[int, tuple[int, ...]]] = []
 
     def apply(self, plan: StepPlan) -> None:
@@ -62,25 +62,25 @@ class RequestedLogprobs:
         if self._new:
             self.ids.make_room(upload)
         for row, ids in self._new:
-            self._write(int(self.lines.of_row[row]), ids, upload)
+            self._write(int(self.entries.of_row[row]), ids, upload)
         self._new = []
 
-    def _write(self, line: int, ids: tuple[int, ...], upload: Upload) -> None:
+    def _write(self, entry: int, ids: tuple[int, ...], upload: Upload) -> None:
         table, span, num = self.ids, upload.put(np.array(ids, np.int32)), len(ids)
 
         def write() -> None:
-            table.tensor[line].zero_()[:num].copy_(upload.tensor(span))
+            table.tensor[entry].zero_()[:num].copy_(upload.tensor(span))
 
         upload.then(write)
 
     def prepare(self, rows: Ints, upload: Upload) -> RequestedLogprobsWork | None:
-        users = self.lines.users(rows, upload)
+        users = self.entries.users(rows, upload)
         if users is None:
             return None
         table, width = self.ids, int(self.ids.sizes[users.rows].max())
 
         def report(raw: torch.Tensor) -> torch.Tensor:
-            ids = table.tensor[:, :width].index_select(0, upload.tensor(users.lines))
+            ids = table.tensor[:, :width].index_select(0, upload.tensor(users.entries))
             return logprobs_of(raw.index_select(0, upload.tensor(users.index)), ids.long())
 
         return RequestedLogprobsWork((len(users.rows), width), report)

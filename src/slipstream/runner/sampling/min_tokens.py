@@ -8,8 +8,8 @@ import torch
 from slipstream.device.device import Device
 from slipstream.ops.sample import forbid_
 from slipstream.runner.batch.staging import StagedTensor, Upload
-from slipstream.runner.sampling.line_allocator import StagedLines
-from slipstream.runner.sampling.line_tables import ListTable
+from slipstream.runner.sampling.entry_allocator import StagedEntries
+from slipstream.runner.sampling.entry_tables import ListTable
 from slipstream.runner.sampling.stage import ByRow, SampleBatch, Stage, StageWork
 from slipstream.step import Ints, StepPlan
 
@@ -24,11 +24,11 @@ class MinTokens(Stage):
     def __init__(self, num_rows: int, vocab_size: int, device: Device, max_ids: int) -> None:
         self.vocab_size = vocab_size
         self.max_ids = max_ids
-        self.lines = StagedLines(num_rows, device)
+        self.entries = StagedEntries(num_rows, device)
         self.missing = np.zeros(num_rows, np.int64)  # draws for which the row still uses the stage
         self.limit = np.zeros(num_rows, np.int64)  # first position at which the request may end
         self.staged_limit = StagedTensor((num_rows,), np.int64, device)  # 0 for rows without min_tokens
-        self.ids = ListTable(self.lines, 1, torch.int64, device, max_ids, fill=None)  # stop ids
+        self.ids = ListTable(self.entries, 1, torch.int64, device, max_ids, fill=None)  # stop ids
         self._new: list[tuple[int, list[int]]] = []
 
     def apply(self, plan: StepPlan) -> None:
@@ -53,24 +53,24 @@ class MinTokens(Stage):
     def flush(self, upload: Upload) -> None:
         if self._new:
             self.ids.make_room(upload)
-        self.lines.flush(upload)
+        self.entries.flush(upload)
         self.staged_limit.flush(upload)
         for row, ids in self._new:
-            self._write(int(self.lines.of_row[row]), upload, np.array(ids, np.int32))
+            self._write(int(self.entries.of_row[row]), upload, np.array(ids, np.int32))
         self._new = []
 
-    def _write(self, line: int, upload: Upload, ids: Ints) -> None:
+    def _write(self, entry: int, upload: Upload, ids: Ints) -> None:
         table, span, num = self.ids, upload.put(ids), len(ids)
 
         def write() -> None:
-            own, ids = upload.tensor(span), table.tensor[line]
+            own, ids = upload.tensor(span), table.tensor[entry]
             ids[:num].copy_(own)
             ids[num:].copy_(own[:1].expand(ids.shape[0] - num))
 
         upload.then(write)
 
     def prepare(self, rows: Ints, upload: Upload) -> StageWork | None:
-        if not len(self.lines):
+        if not len(self.entries):
             return None
         index = np.flatnonzero(self.missing[rows] > 0)
         if not len(index):
@@ -78,30 +78,30 @@ class MinTokens(Stage):
         users = rows[index]
         self.missing[users] -= 1
         table = self.ids
-        index_span, line_span = upload.put(index), upload.put(self.lines.of_row[users])
+        index_span, entry_span = upload.put(index), upload.put(self.entries.of_row[users])
         limit_span = upload.put(self.limit[users])
 
         def edit(logits: torch.Tensor, batch: SampleBatch) -> None:
             index = upload.tensor(index_span)
             too_early = batch.positions.index_select(0, index) < upload.tensor(limit_span)
-            forbid_(logits, index, table.tensor.index_select(0, upload.tensor(line_span)), too_early)
+            forbid_(logits, index, table.tensor.index_select(0, upload.tensor(entry_span)), too_early)
 
         return StageWork(edit)
 
     def is_used_by(self, rows: Ints) -> bool:
-        return len(self.lines) > 0 and bool((self.missing[rows] > 0).any())
+        return len(self.entries) > 0 and bool((self.missing[rows] > 0).any())
 
     def can_capture(self, rows: Ints) -> bool:
-        """Only if the ids that `by_row` gathers, a line of the table for each row, stay within the bound."""
+        """Only if the ids that `by_row` gathers, an entry of the table for each row, stay within the bound."""
         return self.ids.is_roomy and len(rows) * self.ids.shape[1] <= self.max_ids
 
     def by_row(self, rows: Ints) -> ByRow:
         self.missing[rows] -= self.missing[rows] > 0
-        table, lines, limit = self.ids, self.lines.staged.device, self.staged_limit.device
+        table, entries, limit = self.ids, self.entries.staged.device, self.staged_limit.device
 
         def edit(logits: torch.Tensor, batch: SampleBatch) -> None:
             too_early = batch.positions < limit.index_select(0, batch.rows)
-            held = lines.index_select(0, batch.rows).clamp_(min=0)
+            held = entries.index_select(0, batch.rows).clamp_(min=0)
             forbid_(logits, None, table.tensor.index_select(0, held), too_early)
 
         return ByRow(("min_tokens", table.number), StageWork(edit))

@@ -10,14 +10,14 @@ import torch
 from slipstream.device.device import Device
 from slipstream.ops.sample import IN_OUTPUT, IN_PROMPT, Penalty, count_, penalize_
 from slipstream.runner.batch.staging import StagedTensor, Upload
-from slipstream.runner.sampling.line_allocator import StagedLines
-from slipstream.runner.sampling.line_tables import LineTable
+from slipstream.runner.sampling.entry_allocator import StagedEntries
+from slipstream.runner.sampling.entry_tables import EntryTable
 from slipstream.runner.sampling.stage import ByRow, SampleBatch, Stage, StageWork
 from slipstream.step import Admission, Ints, StepPlan
 
 
 class Penalties(Stage):
-    """A line per penalised row: flags for tokens of prompt and output, counts for tokens of the output.
+    """An entry per penalised row: flags for tokens of prompt and output, counts for tokens of the output.
 
     The history is uploaded at admission; after that, each token is counted on the device when it is drawn and
     accepted. A draw after drafts also counts these drafts: its token is accepted only if they are.
@@ -25,34 +25,34 @@ class Penalties(Stage):
 
     def __init__(self, num_rows: int, vocab_size: int, device: Device, dtype: np.dtype[Any]) -> None:
         self.vocab_size = vocab_size
-        self.lines = StagedLines(num_rows, device)
-        self.counts = LineTable(num_rows, vocab_size, torch.int32, device)
-        self.seen = LineTable(num_rows, vocab_size, torch.uint8, device)
+        self.entries = StagedEntries(num_rows, device)
+        self.counts = EntryTable(num_rows, vocab_size, torch.int32, device)
+        self.seen = EntryTable(num_rows, vocab_size, torch.uint8, device)
         self.values = StagedTensor((num_rows, 3), dtype, device)  # repetition, presence, frequency
         self._new: list[tuple[int, Admission]] = []
 
     def apply(self, plan: StepPlan) -> None:
         for row in plan.released:
-            self.lines.free(row)
+            self.entries.free(row)
         for admission in plan.admitted:
             params = admission.params
             if params.has_penalties:
                 values = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
                 self.values.write(admission.row, values)
-                self._new.append((self.lines.assign(admission.row), admission))
+                self._new.append((self.entries.assign(admission.row), admission))
 
     def flush(self, upload: Upload) -> None:
         self.values.flush(upload)
-        self.lines.flush(upload)
+        self.entries.flush(upload)
         if self._new:
-            num_lines = 1 + max(line for line, _ in self._new)
-            self.counts.reserve(num_lines, upload)
-            self.seen.reserve(num_lines, upload)
-        for line, admission in self._new:
-            self._write(line, admission, upload)
+            num_entries = 1 + max(entry for entry, _ in self._new)
+            self.counts.reserve(num_entries, upload)
+            self.seen.reserve(num_entries, upload)
+        for entry, admission in self._new:
+            self._write(entry, admission, upload)
         self._new = []
 
-    def _write(self, line: int, admission: Admission, upload: Upload) -> None:
+    def _write(self, entry: int, admission: Admission, upload: Upload) -> None:
         assert admission.history is not None, f"row {admission.row} has penalties and came without its history"
         counts, seen = self.counts, self.seen
         span, num_prompt = upload.put(admission.history), admission.num_prompt_tokens
@@ -60,51 +60,51 @@ class Penalties(Stage):
         def write() -> None:
             history = upload.tensor(span).long()
             output = history[num_prompt:]
-            counted = counts.tensor[line].zero_().index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
-            flags = seen.tensor[line].copy_(counted > 0).mul_(IN_OUTPUT)
+            counted = counts.tensor[entry].zero_().index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
+            flags = seen.tensor[entry].copy_(counted > 0).mul_(IN_OUTPUT)
             flags.index_copy_(0, history[:num_prompt], flags.index_select(0, history[:num_prompt]) | IN_PROMPT)
 
         upload.then(write)
 
     def prepare(self, rows: Ints, upload: Upload) -> StageWork | None:
-        users = self.lines.users(rows, upload)
+        users = self.entries.users(rows, upload)
         if users is None:
             return None
-        index_span, line_span = users.index, users.lines
+        index_span, entry_span = users.index, users.entries
         counts, seen, values = self.counts, self.seen, self.values.device
 
         def edit(logits: torch.Tensor, batch: SampleBatch) -> None:
-            index, lines = upload.tensor(index_span), upload.tensor(line_span)
+            index, entries = upload.tensor(index_span), upload.tensor(entry_span)
             own = values.index_select(0, batch.rows.index_select(0, index))
             earlier = None if batch.earlier is None else batch.earlier.index_select(0, index)
-            penalize_(logits, index, counts.tensor, seen.tensor, lines, own, earlier)
+            penalize_(logits, index, counts.tensor, seen.tensor, entries, own, earlier)
 
         def drawn(tokens: torch.Tensor, batch: SampleBatch, kept: torch.Tensor | None) -> None:
-            index, lines = upload.tensor(index_span), upload.tensor(line_span)
+            index, entries = upload.tensor(index_span), upload.tensor(entry_span)
             if kept is not None:
-                lines = torch.where(kept.index_select(0, index), lines, -1)
-            count_(counts.tensor, seen.tensor, lines, tokens.index_select(0, index))
+                entries = torch.where(kept.index_select(0, index), entries, -1)
+            count_(counts.tensor, seen.tensor, entries, tokens.index_select(0, index))
 
         return StageWork(edit, drawn)
 
     def is_used_by(self, rows: Ints) -> bool:
-        return self.lines.is_used_by(rows)
+        return self.entries.is_used_by(rows)
 
     def can_capture(self, rows: Ints) -> bool:
         return True
 
     def by_row(self, rows: Ints) -> ByRow:
         """Logits are not edited: the draw applies `penalty` as it reads them."""
-        counts, seen, held = self.counts, self.seen, self.lines.staged.device
+        counts, seen, held = self.counts, self.seen, self.entries.staged.device
 
         def drawn(tokens: torch.Tensor, batch: SampleBatch, kept: torch.Tensor | None) -> None:
-            lines = held.index_select(0, batch.rows)
-            count_(counts.tensor, seen.tensor, lines if kept is None else torch.where(kept, lines, -1), tokens)
+            entries = held.index_select(0, batch.rows)
+            count_(counts.tensor, seen.tensor, entries if kept is None else torch.where(kept, entries, -1), tokens)
 
         return ByRow(("penalties", counts.shape), StageWork(None, drawn), penalty=self._penalty)
 
     def _penalty(self, batch: SampleBatch) -> Penalty:
         """Device: the penalties of these rows, for the draw."""
-        lines = self.lines.staged.device.index_select(0, batch.rows)
+        entries = self.entries.staged.device.index_select(0, batch.rows)
         values = self.values.device.index_select(0, batch.rows)
-        return Penalty(self.counts.tensor, self.seen.tensor, lines, values, batch.earlier)
+        return Penalty(self.counts.tensor, self.seen.tensor, entries, values, batch.earlier)

@@ -189,7 +189,7 @@ class Sampler:
         """Host: like `prepare`, as work that uploads nothing and can be captured; None if a feature of a row cannot be
         captured."""
         rows, num_logprobs = _sampling_rows(plan), plan.num_logprobs
-        if num_logprobs is not None and (self.wide.is_used_by(rows) or self.requested.lines.is_used_by(rows)):
+        if num_logprobs is not None and (self.wide.is_used_by(rows) or self.requested.entries.is_used_by(rows)):
             return None
         used = [stage for stage in self.stages if stage.is_used_by(rows)]
         if not all(stage.can_capture(rows) for stage in used):

@@ -36,8 +36,8 @@ class _Tables:
     is_forcing: torch.Tensor
     forced: torch.Tensor
     next_forced: torch.Tensor
-    lines: torch.Tensor  # [states] line of `bits`; -1: forces nothing
-    bits: torch.Tensor  # [lines, words] a mask of one token each
+    entries: torch.Tensor  # [states] entry of `bits`; -1: forces nothing
+    bits: torch.Tensor  # [entries, words] a mask of one token each
 
     def is_forced(self, states: torch.Tensor, counts: torch.Tensor, budgets: torch.Tensor) -> torch.Tensor:
         is_used = self.is_inside.index_select(0, states) & (counts >= budgets)
@@ -103,12 +103,12 @@ class ThinkingBudget(Stage):
         automaton = self._automaton
         assert automaton is not None
         forcing = np.flatnonzero(automaton.forced >= 0)
-        lines = np.full(len(automaton.forced), -1, np.int32)
-        lines[forcing] = np.arange(len(forcing), dtype=np.int32)
+        entries = np.full(len(automaton.forced), -1, np.int32)
+        entries[forcing] = np.arange(len(forcing), dtype=np.int32)
         targets = automaton.forced[forcing]
         arrays = (
             automaton.tokens, automaton.next, automaton.delta, automaton.is_inside, automaton.is_forcing,
-            automaton.forced, automaton.next_forced, lines,
+            automaton.forced, automaton.next_forced, entries,
         )  # fmt: skip
         spans = [upload.put(array.astype(np.int32) if array.dtype == np.int64 else array) for array in arrays]
         # one word of each mask is not 0
@@ -150,7 +150,7 @@ class ThinkingBudget(Stage):
             wanted = tables.forced.index_select(0, states).clamp(min=0)
             is_allowed = logits.gather(1, wanted[:, None])[:, 0] > -torch.inf
             is_forced = tables.is_forced(states, counts, budgets) & is_allowed
-            mask_bits_(logits, tables.bits, torch.where(is_forced, tables.lines.index_select(0, states), -1))
+            mask_bits_(logits, tables.bits, torch.where(is_forced, tables.entries.index_select(0, states), -1))
 
         def drawn(tokens: torch.Tensor, batch: SampleBatch, kept: torch.Tensor | None) -> None:
             tables, target = self._tables, batch.rows

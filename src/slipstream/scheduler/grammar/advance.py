@@ -38,9 +38,9 @@ class GrammarAdvancer:
         """`requests` drew tokens in the step that was just committed. Ends those whose grammar is complete, and appends
         forced tokens."""
         own = [each for each in requests if each.session is not None and each.status is not Status.FINISHED]
-        self._constraints.advance(own)
+        changed = self._constraints.advance(own)
         self._constraints.processors.advance(requests)
-        for request in own:
+        for request in changed:
             session = request.session
             assert session is not None
             if session.is_complete:

@@ -29,7 +29,7 @@ from slipstream.scheduler.grammar.draft_masks import fill_along
 from slipstream.scheduler.grammar.grammars import Grammars
 from slipstream.scheduler.grammar.session import Session, Words
 from slipstream.scheduler.processors.host_processors import HostProcessors
-from slipstream.step import Ints, Late
+from slipstream.step import Ints, Late, MaskSource
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
@@ -124,7 +124,7 @@ class Constraints:
         """Give each sample a session of its own."""
         for request in requests:
             stop_ids = [token for token in request.stop_ids if token < self._end]
-            request.session = Session(grammar, request.num_prompt, stop_ids)
+            request.session = Session(grammar, request.tokens, request.num_prompt, stop_ids, self._end)
 
     # Sessions
 
@@ -152,19 +152,22 @@ class Constraints:
                 if request.status is Status.RUNNING:
                     request.release_hold()
 
-    def advance(self, requests: Sequence[Request]) -> None:
-        """Sessions take the tokens that their requests have got since."""
+    def advance(self, requests: Sequence[Request]) -> list[Request]:
+        """Sessions take the tokens that their requests have got since. Returns the requests whose grammar is complete
+        or forces the next tokens."""
+        changed = []
         for request in requests:
             session = request.session
             assert session is not None
-            new = request.tokens[session.num_taken :]
-            if new:
-                session.take(new)
+            session.catch_up()
+            if session.forced or session.is_complete:
+                changed.append(request)
             if request.held and not request.pending:
                 if session.is_slow and not session.forced:
                     self._rest(request, session)
                 else:
                     request.release_hold()
+        return changed
 
     def _rest(self, request: Request, session: Session) -> None:
         """Fill the mask of a slow session in the background."""
@@ -172,7 +175,7 @@ class Constraints:
 
         def fill() -> None:
             start = time.perf_counter()
-            session.fill(mask, self._end)
+            session.fill(mask)
             session.ready = mask
             session.is_slow = time.perf_counter() - start > self.budget / 2
 
@@ -182,18 +185,23 @@ class Constraints:
     # Masks
 
     def late(self) -> Late:
-        """Masks and edits of the newest plan's rows. All older steps are committed. The next call reuses the arrays."""
+        """Masks and edits of the newest plan's rows. All older steps are committed. The next call reuses the masks."""
         drawing, self.drawing = self.drawing, []
         numbers = [num for _, _, num in drawing]
         masks = self._open_masks(sum(numbers))
         bits = masks.view(np.uint32)
         pending: list[tuple[Session, int]] = []
-        for index, (request, _, num) in zip(itertools.accumulate(numbers, initial=0), drawing, strict=False):
+        sources: list[tuple[MaskSource, int] | None] = []
+        index = 0
+        for request, _, num in drawing:
             session = request.session
             assert session is not None
             if request.status is Status.FINISHED:
                 bits[index : index + num].fill(0xFFFFFFFF)  # its tokens will be dropped
+                sources.append(None)
+                index += num
                 continue
+            sources.append((session, session.num_taken))
             if session.job is not None:
                 session.job.result()
             if num > 1:
@@ -205,10 +213,11 @@ class Constraints:
                 bits[index] = session.ready
             else:
                 pending.append((session, index))
+            index += num
         if pending:
             self._fill(pending, bits)
         rows = np.array([row for _, row, _ in drawing], np.int32)
-        late = Late(rows, masks)
+        late = Late(rows, masks, sources=sources)
         if len(bits) > len(drawing):
             offsets = np.concatenate([np.arange(num, dtype=np.int32) for num in numbers])
             late = Late(np.repeat(rows, numbers), masks, offsets=offsets)
@@ -224,19 +233,18 @@ class Constraints:
             # over the budget: the next masks are filled one by one, which finds the slow sessions
             self._in_threads = _THREADS_PAY / _MAX_THREADS < seconds < self.budget
         else:
+            budget = self.budget
             for session, index in pending:
                 session.matcher.unsafe_compute_mask_ptr(address + index * stride, stride)
                 now = time.perf_counter()
-                session.is_slow = now - before > self.budget
+                session.is_slow = now - before > budget
                 before = now
             self._in_threads = before - start > _THREADS_PAY
-        # the same as `Session.fill` does for one mask, with the end bits of all masks read at once
-        ends = bits[:, self._end >> 5] & np.uint32(1 << (self._end & 31))
+        # as `Session.fill` does for one mask, with the end bits of all masks read at once
+        may_end = (bits[:, self._end >> 5] & np.uint32(1 << (self._end & 31))).tolist()
         for session, index in pending:
-            if session.matcher.is_error():
-                bits[index].fill(0)
-            elif ends[index]:
-                session.allow_end(bits[index])
+            if may_end[index]:
+                session.check_end(bits[index], session.matcher)
 
     def _fill_along(self, session: Session, masks: Words) -> None:
         start = time.perf_counter()

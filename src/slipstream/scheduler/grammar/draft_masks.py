@@ -23,7 +23,7 @@ def fill_along(session: Session, masks: Words, end: int) -> None:
         elif index == 0 and session.ready is not None:
             mask[:] = session.ready
         else:
-            session.fill(mask, end, matcher)
+            session.fill(mask, matcher)
         draft = session.drafts[index] if index < len(session.drafts) else -1
         is_allowed = 0 <= draft < end and bool(mask[draft >> 5] >> np.uint32(draft & 31) & np.uint32(1))
         if index + 1 == len(masks) or not is_allowed or not matcher.consume_token(draft) or matcher.is_stopped():

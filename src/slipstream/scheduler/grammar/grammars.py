@@ -57,10 +57,10 @@ class Grammars:
         self._cached.move_to_end(key)
         return future
 
-    def run(self, work: Callable[[], None]) -> Future[None]:
-        """Run other work in one of the threads."""
+    def run(self, function: Callable[[], None]) -> Future[None]:
+        """Calls `function` in one of the threads."""
         assert self._pool is not None, "there are grammars, so there are threads"
-        future = self._pool.submit(work)
+        future = self._pool.submit(function)
         future.add_done_callback(lambda _: self.finished.set())
         return future
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
+
+from slipstream.step import Ints
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -20,13 +22,18 @@ class Session:
     would spell the same text by other tokens, so that it does not matter whether they are drawn or appended."""
 
     __slots__ = (
-        "matcher", "num_taken", "forced", "is_complete", "is_slow", "ready", "job", "drafts", "num_proposed",
-        "_stop_bits",
+        "matcher", "tokens", "num_taken", "forced", "is_complete", "is_slow", "ready", "job", "drafts", "num_proposed",
+        "_grammar", "_num_prompt", "_stop_ids", "_stop_bits", "_end",
     )  # fmt: skip
 
-    def __init__(self, grammar: LLMatcher, num_prompt: int, stop_ids: Iterable[int]) -> None:
+    def __init__(
+        self, grammar: LLMatcher, tokens: list[int], num_prompt: int, stop_ids: Iterable[int], end: int
+    ) -> None:
+        """`grammar`: in its first state, shared. `tokens`: of the request, prompt included; the list grows. `end`: the
+        token that means the end of the grammar."""
         self.matcher = grammar.deep_copy()
-        self.num_taken = num_prompt  # tokens of the request, prompt included, that the state has seen
+        self.tokens = tokens
+        self.num_taken = num_prompt  # tokens of the request that the state has seen
         self.forced: list[int] = self.matcher.compute_ff_tokens()
         self.is_complete = False  # no further token is possible
         self.is_slow = False  # its masks take longer than a step: it is planned only when its mask is known
@@ -34,25 +41,43 @@ class Session:
         self.job: Future[None] | None = None  # which fills it
         self.drafts: list[int] = []  # that the device has proposed for the row's next step; -1: none
         self.num_proposed = 0  # drafts that the row's newest plan proposes: the next one may have as many
-        self._stop_bits = [(token >> 5, np.uint32(1 << (token & 31))) for token in stop_ids]
+        self._grammar = grammar
+        self._num_prompt = num_prompt
+        self._stop_ids = tuple(stop_ids)
+        self._stop_bits = [(token >> 5, np.uint32(1 << (token & 31))) for token in self._stop_ids]
+        self._end = end
 
     @property
     def error(self) -> str:
         """Why no token is possible; empty if the state is fine."""
         return self.matcher.get_error().replace("<non-verbose/>", "").strip()
 
-    def take(self, tokens: list[int]) -> None:
+    def catch_up(self) -> None:
+        """Take the tokens that the request has got since the last call."""
+        num = len(self.tokens) - self.num_taken
+        if num == 1:
+            self.take_one(self.tokens[-1])
+        elif num:
+            self.take(self.tokens[self.num_taken :])
+
+    def take_one(self, token: int) -> None:
+        """Take a token that was drawn, and find the forced tokens after it."""
+        matcher, forced = self.matcher, self.forced
+        self.num_taken += 1
+        matcher.consume_token(token)
+        if forced:
+            del forced[0]
+        if self.job is not None:
+            self.ready = self.job = None
+        if matcher.is_stopped():
+            self.is_complete = not matcher.is_error()  # an error gives an empty mask
+        elif not forced:
+            self.forced = matcher.compute_ff_tokens()
+
+    def take(self, tokens: Iterable[int]) -> None:
         """Take tokens that were drawn, or appended because they are forced, and find the forced tokens after them."""
-        self.num_taken += len(tokens)
-        if len(tokens) == 1:
-            self.matcher.consume_token(tokens[0])
-        else:
-            self.matcher.consume_tokens(tokens)
-        del self.forced[: len(tokens)]
-        self.ready = self.job = None
-        self.is_complete = self.matcher.is_stopped() and not self.matcher.is_error()  # an error gives an empty mask
-        if not self.forced:
-            self.forced = self.matcher.compute_ff_tokens()
+        for token in tokens:
+            self.take_one(token)
 
     def take_accepted(self, tokens: list[int], stop_ids: Container[int]) -> None:
         """Take the tokens that a row with drafts has drawn, up to one that ends the request. Tokens after the end of
@@ -60,27 +85,47 @@ class Session:
         for index, token in enumerate(tokens):
             if token in stop_ids:
                 return
-            self.take([token])
+            self.take_one(token)
             if self.is_complete:
                 del tokens[index + 1 :]
                 return
+
+    def fill(self, mask: Words, matcher: LLMatcher | None = None) -> None:
+        """Compute the mask [words] of a state without forced tokens: that of the session, or of a copy of its matcher
+        that has taken drafts."""
+        matcher = matcher or self.matcher
+        matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        self.check_end(mask, matcher)
+
+    def check_end(self, mask: Words, matcher: LLMatcher) -> None:
+        """Finish a mask that the matcher has computed. The bit of the end is set if the grammar may end: then tokens
+        that end the request are allowed. After an error only this bit is set: then no token is allowed."""
+        if mask[self._end >> 5] & np.uint32(1 << (self._end & 31)):
+            if matcher.is_error():
+                mask.fill(0)
+            else:
+                self.allow_end(mask)
 
     def write_forced(self, mask: Words, token: int) -> None:
         """Allow only this forced token."""
         mask.fill(0)
         mask[token >> 5] = np.uint32(1 << (token & 31))
 
-    def fill(self, mask: Words, end: int, matcher: LLMatcher | None = None) -> None:
-        """Write the mask of a state: that of the session, or of a copy of its matcher that has taken drafts. `end`: the
-        bit that means that the grammar may end. After an error no token is allowed."""
-        matcher = matcher or self.matcher
-        matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-        if matcher.is_error():
-            mask.fill(0)
-        elif mask[end >> 5] & np.uint32(1 << (end & 31)):
-            self.allow_end(mask)
-
     def allow_end(self, mask: Words) -> None:
         """The grammar may end here: allow the tokens that end the request."""
         for word, bit in self._stop_bits:
             mask[word] |= bit
+
+    def masks_at(self, lengths: Sequence[int], num_words: int) -> list[Ints]:
+        """See `MaskSource`. The state of this session does not change."""
+        again = Session(self._grammar, self.tokens, self._num_prompt, self._stop_ids, self._end)
+        masks: list[Ints] = []
+        for length in lengths:
+            again.take(self.tokens[again.num_taken : length])
+            mask = np.zeros(num_words, np.uint32)
+            if again.forced:
+                again.write_forced(mask, again.forced[0])
+            else:
+                again.fill(mask)
+            masks.append(mask.view(np.int32))
+        return masks

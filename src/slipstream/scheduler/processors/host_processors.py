@@ -139,7 +139,10 @@ class HostProcessors:
         edits += [batch.edit(batched[number]) for number, batch in self._batches.items() if number in batched]
         masks, bias = self._token_edits(live)
         rows, bits = _with_masks(late, masks) if masks else (late.rows, late.bits)
-        return Late(rows, bits, _late_bias(bias) if bias else None, tuple(edits))
+        offsets, sources = late.offsets, None if masks else late.sources
+        if offsets is not None and len(rows) > len(offsets):  # rows with processors have no drafts
+            offsets = np.concatenate([offsets, np.zeros(len(rows) - len(offsets), np.int32)])
+        return Late(rows, bits, _late_bias(bias) if bias else None, tuple(edits), offsets, sources)
 
     def _token_edits(self, live: list[tuple[Request, int]]) -> tuple[dict[int, Words], dict[int, dict[int, float]]]:
         """Masks and biases by row, of processors that see tokens."""

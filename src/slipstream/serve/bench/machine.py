@@ -18,8 +18,8 @@ LOAD = 1.0
 TIMED = 0.2
 """Seconds of each timing."""
 
-Work = Callable[[], object]
-Clock = Callable[[Work, int], float]
+Operation = Callable[[], object]
+Clock = Callable[[Operation, int], float]
 """Returns the device seconds of `count` calls in a row."""
 
 
@@ -43,11 +43,11 @@ def measure_gpu() -> GpuRates:
     """Runs the measurements, about 1.5 s, and waits for them."""
     import torch  # not needed for --help
 
-    def clock(work: Work, count: int) -> float:
+    def clock(operation: Operation, count: int) -> float:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         for _ in range(count):
-            work()
+            operation()
         end.record()
         end.synchronize()
         return float(begin.elapsed_time(end)) / 1000
@@ -64,10 +64,10 @@ def rates(product: float, copy: float) -> GpuRates:
     return GpuRates(2 * SIZE**3 / product / 1e12, 2 * COPIED / copy / 1e12)
 
 
-def sustained(work: Work, load: float, clock: Clock) -> float:
+def sustained(operation: Operation, load: float, clock: Clock) -> float:
     """Returns the mean seconds of one call, over `TIMED` seconds after `load` seconds of calls."""
-    clock(work, 1)  # first-use costs: libraries are loaded
-    once = clock(work, 4) / 4
-    clock(work, math.ceil(load / once))
+    clock(operation, 1)  # first-use costs: libraries are loaded
+    once = clock(operation, 4) / 4
+    clock(operation, math.ceil(load / once))
     count = math.ceil(TIMED / once)
-    return clock(work, count) / count
+    return clock(operation, count) / count

@@ -80,7 +80,7 @@ def draft_line(drafts: DraftTrial) -> str:
 
 
 def device_line(time: DeviceTime) -> str:
-    """The device's busy share while there was work, and idle time by cause."""
+    """The device's busy share while there were requests, and idle time by cause."""
     total = time.busy + time.idle
     if not total:
         return "no step was timed"

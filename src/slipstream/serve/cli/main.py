@@ -18,6 +18,7 @@ from slipstream.serve.cli import (
     compare,
     doctor,
     embed,
+    evaluate,
     generate,
     plan,
     replay,
@@ -74,6 +75,7 @@ def make_parser() -> argparse.ArgumentParser:
     embed.add_command(commands)
     compare.add_commands(commands)
     bench.add_command(commands)
+    evaluate.add_command(commands)
     plan.add_command(commands)
     replay.add_command(commands)
     doctor.add_command(commands)

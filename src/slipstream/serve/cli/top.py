@@ -21,7 +21,7 @@ _CAUSES = {
     "host_late": "host late",
     "output": "caller late",
     "grammar": "late masks",
-    "no_work": "no work",
+    "no_requests": "no requests",
 }
 _WIDTH = 30
 
@@ -73,7 +73,7 @@ def view(models: Sequence[str], load: dict[str, Any], steps: Sequence[dict[str, 
         times[step["cause"]] += step["gap"]
         times["grammar"] += step["late"]
     if not steps:
-        times["no_work"] = seconds
+        times["no_requests"] = seconds
     total = max(busy + sum(times.values()), 1e-9)
     lines = [
         f"{', '.join(models)}: {len(steps) / seconds:.0f} steps/s, {rows:.1f} rows per step",

@@ -2,7 +2,7 @@
 
 400 invalid request    401, 403 API key        404 unknown route or model      405 wrong method
 408 deadline           413 body too large      415 not JSON                    429 queue full
-500 internal error     503 not ready, draining, or the engine is lost
+500 internal error     503 not ready, draining, asleep, or the engine is lost
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from types import MappingProxyType
 import msgspec
 
 from slipstream.errors import (
+    EngineAsleep,
     EngineClosed,
     EngineDead,
     ModelNotFound,
@@ -114,6 +115,8 @@ def as_http_error(error: Exception, request_id: str, names: Mapping[str, str] = 
         return HTTPException(429, str(error), retry_after=1, code="queue_full")
     if isinstance(error, ReplicaLost):
         return HTTPException(503, str(error), retry_after=1, code="replica_lost")
+    if isinstance(error, EngineAsleep):
+        return HTTPException(503, str(error), code="engine_asleep")
     if isinstance(error, EngineDead | EngineClosed):
         return HTTPException(
             503, "the engine has ended and takes no more requests; restart the server", code="engine_dead"

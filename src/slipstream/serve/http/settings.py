@@ -58,7 +58,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
         Literal["error", "warning", "info", "debug"],
         _doc(
             "info: a line per request with its id and client address; debug: also probes, reasons of refusals, and the "
-            "engine's work per request"
+            "engine's steps per request"
         ),
     ] = "warning"
 

@@ -118,21 +118,21 @@ class State:
         if (error := self.no_room(num_requests, num_tokens, caller)) is not None:
             raise error
 
-    async def encode(self, num_requests: int, size: int, work: Callable[[], T], caller: str = "") -> T:
-        """Runs `work`, which tokenises prompts with `size` characters, where the queue has room for them. They count as
-        waiting meanwhile."""
+    async def encode(self, num_requests: int, size: int, function: Callable[[], T], caller: str = "") -> T:
+        """Calls `function`, which tokenises prompts with `size` characters, where the queue has room for them. They
+        count as waiting meanwhile."""
         self.admit(num_requests, caller=caller)
         with self.engine.load.encoding(num_requests, caller):
-            return await self.off_loop(size, work)
+            return await self.off_loop(size, function)
 
-    async def off_loop(self, size: int, work: Callable[[], T]) -> T:
-        """Runs `work` on `size` characters outside the event loop. Raises where too many characters wait for that
+    async def off_loop(self, size: int, function: Callable[[], T]) -> T:
+        """Runs `function` on `size` characters outside the event loop. Raises where too many characters wait for that
         already; a text above the limit is accepted while no other waits."""
         if size >= LONG and OFFLOAD.size and OFFLOAD.size + size > _MAX_CHARS:
             self.counters.refused["queue_full"] += 1
             fact = f"{OFFLOAD.size} characters wait to be tokenised, the limit is {_MAX_CHARS}"
             raise HTTPException(429, f"{fact}; try again soon", retry_after=1, code="queue_full")
-        return await OFFLOAD.run(size, work)
+        return await OFFLOAD.run(size, function)
 
 
 def _with_reserve(limit: int) -> int:

@@ -33,7 +33,7 @@ class Version(msgspec.Struct):
 
 
 async def health(request: Request, body: None) -> Response:
-    """Liveness: 503 where the engine is lost, or has work and sends nothing. A start in progress is healthy."""
+    """Liveness: 503 where the engine is lost, or has requests and sends nothing. A start in progress is healthy."""
     state = request.state
     if state.engine.failure is not None:
         return json_response(Health("the engine has ended"), 503)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slipstream.serve.http import adapters, admin, debug, page, system, tokenize
+from slipstream.serve.http import adapters, admin, debug, page, sleep, system, tokenize
 from slipstream.serve.http.anthropic import messages as anthropic_messages
 from slipstream.serve.http.batch import batches, files
 from slipstream.serve.http.cohere import chat as cohere_chat
@@ -19,7 +19,7 @@ from slipstream.serve.http.routes import Route
 MODULES = (
     completions, chat, responses, embeddings, pooling, score, rerank, tei, tei_tokens, models, tokenize, files, batches,
     anthropic_messages, ollama_chat, ollama_embed, ollama_models, cohere_chat, cohere_embed, system, admin,
-    adapters, debug, page,
+    adapters, sleep, debug, page,
 )  # fmt: skip
 
 

@@ -72,7 +72,7 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     size = len(body.prompt) if body.prompt is not None else message_chars(body.messages or [])
     check_chars(size, "messages" if body.prompt is None else "prompt")
 
-    def work() -> list[int]:
+    def tokenise() -> list[int]:
         if body.prompt is not None:
             return tokenizer.encode(body.prompt, body.add_special_tokens is not False)
         continues = bool(body.continue_final_message)
@@ -85,7 +85,7 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
         )
         return tokenizer.encode(text, body.add_special_tokens is True)
 
-    tokens = await request.state.off_loop(size, work)
+    tokens = await request.state.off_loop(size, tokenise)
     texts = [tokenizer.text_of(token) for token in tokens] if body.return_token_strs else None
     return json_response(TokenizeResponse(len(tokens), served.description.max_model_len, tokens, texts))
 

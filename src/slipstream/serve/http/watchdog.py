@@ -1,4 +1,4 @@
-"""Watchdog: detects an engine that has work and sends no messages."""
+"""Watchdog: detects an engine that has requests and sends no messages."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Watchdog:
 
     def check(self, now: float) -> None:
         engine = self.state.engine
-        if not engine.load.num_open or engine.failure is not None:
+        if not engine.load.num_open or engine.failure is not None or engine.pulse.is_asleep:
             self._busy_since = self.state.stalled = None
             return
         if self._busy_since is None:
@@ -39,7 +39,7 @@ class Watchdog:
         if silent < self.seconds:
             self.state.stalled = None
         elif self.state.stalled is None:
-            self.state.stalled = f"the engine has had work and has sent nothing for {silent:.0f} s"
+            self.state.stalled = f"the engine has had requests and has sent nothing for {silent:.0f} s"
             log.error("%s; stacks follow", self.state.stalled)
             self._dump_stacks()
 

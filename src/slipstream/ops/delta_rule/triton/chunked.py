@@ -186,7 +186,7 @@ def _factors_kernel(
 
 @triton.jit
 def _inverse_norm(x, L2_EPS: tl.constexpr, NORM: tl.constexpr):
-    """Of each line of x."""
+    """Of each row of x."""
     x = x.to(tl.float32)
     if NORM:
         return tl.rsqrt(tl.sum(x * x, 1) + L2_EPS)

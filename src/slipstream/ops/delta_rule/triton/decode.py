@@ -88,7 +88,7 @@ def delta_decode(
         WHOLE=block,
         SPLITS=splits,
         HALVES=halves,
-        num_warps=2 if block // splits <= 32 else 4,
+        num_warps=2,
         **dependent(z.device, num_rows),
     )
     return out

@@ -16,17 +16,17 @@ def invert_unit_lower(below, SIZE: tl.constexpr, PRECISION: tl.constexpr):
     """(I + below)^-1 [SIZE, SIZE] in float32, for a strictly lower triangular `below`; SIZE is 64."""
     tl.static_assert(SIZE == 64)
     BLOCKS: tl.constexpr = SIZE // 16
-    line = tl.arange(0, 16)
+    row = tl.arange(0, 16)
     block = tl.arange(0, BLOCKS)
     is_diagonal = block[:, None, None, None] == block[None, None, :, None]
     parts = tl.reshape(below, (BLOCKS, 16, BLOCKS, 16))
-    diagonal = tl.sum(tl.where(is_diagonal, parts, 0.0), 2)  # [blocks, lines, columns]
-    unit = (line[:, None] == line[None, :]).to(tl.float32)[None, :, :]
+    diagonal = tl.sum(tl.where(is_diagonal, parts, 0.0), 2)  # [blocks, rows, columns]
+    unit = (row[:, None] == row[None, :]).to(tl.float32)[None, :, :]
     solved = tl.zeros((BLOCKS, 16, 16), tl.float32) + unit
     for number in range(1, 16):
-        is_line = (line == number)[None, :, None]
-        own = tl.sum(tl.where(is_line, diagonal, 0.0), 1)  # [blocks, columns] of this line
-        solved -= tl.where(is_line, tl.sum(own[:, :, None] * solved, 1)[:, None, :], 0.0)
+        is_row = (row == number)[None, :, None]
+        own = tl.sum(tl.where(is_row, diagonal, 0.0), 1)  # [blocks, columns] of this row
+        solved -= tl.where(is_row, tl.sum(own[:, :, None] * solved, 1)[:, None, :], 0.0)
     inner = tl.where(is_diagonal, solved[:, :, None, :], 0.0)
     inner = tl.reshape(inner, (SIZE, SIZE))
     index = tl.arange(0, SIZE)

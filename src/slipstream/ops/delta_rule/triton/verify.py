@@ -173,8 +173,8 @@ def _verify_kernel(
     for position in range(base, first):
         key = _recall(conv, ring, key_channel, is_dim, position, WIDTH, RING)
         value = _recall(conv, ring, value_channel, is_column, position, WIDTH, RING)
-        line = gates + (position % REPLAY) * (2 * HEADS) + head
-        held = _advance(held, key, value, tl.load(line), tl.load(line + HEADS), rate, bias, L2_EPS)
+        entry = gates + (position % REPLAY) * (2 * HEADS) + head
+        held = _advance(held, key, value, tl.load(entry), tl.load(entry + HEADS), rate, bias, L2_EPS)
         if (saved >= 0) & (position + 1 == border):
             tl.store(state + saved * slot_stride + cells, held, mask=is_inside)
     if count != 1:
@@ -207,9 +207,9 @@ def _verify_kernel(
             _remember(now, ring, key_channel, writes, position, RING)
             _remember(now, ring, value_channel, is_column, position, RING)
             if (count > 1) & (tl.program_id(2) == 0):
-                line = gates + (position % REPLAY) * (2 * HEADS) + head
-                tl.store(line, strength.to(replay.dtype.element_ty))
-                tl.store(line + HEADS, decay.to(replay.dtype.element_ty))
+                entry = gates + (position % REPLAY) * (2 * HEADS) + head
+                tl.store(entry, strength.to(replay.dtype.element_ty))
+                tl.store(entry + HEADS, decay.to(replay.dtype.element_ty))
         if count == 1:
             tl.store(own, held, mask=is_inside)
             if (saved >= 0) & (first + 1 == border):

@@ -26,7 +26,7 @@ _counters: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _zeros: dict[torch.device, torch.Tensor] = {}  # not yet assigned to a weight
 _lock = threading.Lock()  # engines may start in several threads
 _CHUNK = 1 << 20  # counters per allocation; a 70B model needs less than half
-_LINE = 32  # counters per cache line of 128 bytes: two weights share no line
+_PER_CACHE_LINE = 32  # counters per cache line of 128 bytes: two weights share no line
 
 
 def counters(weight: torch.Tensor) -> torch.Tensor:
@@ -58,12 +58,12 @@ def _find_counters(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _take(num: int, device: torch.device) -> torch.Tensor | None:
-    left, num_lines = _zeros.get(device), triton.cdiv(num, _LINE) * _LINE
-    if left is None or len(left) < num_lines:
+    left, num_counters = _zeros.get(device), triton.cdiv(num, _PER_CACHE_LINE) * _PER_CACHE_LINE
+    if left is None or len(left) < num_counters:
         if _is_capturing(device):
             return None
-        left = torch.zeros(max(_CHUNK, num_lines), dtype=torch.int32, device=device)
-    _zeros[device] = left[num_lines:]
+        left = torch.zeros(max(_CHUNK, num_counters), dtype=torch.int32, device=device)
+    _zeros[device] = left[num_counters:]
     return left[:num]
 
 

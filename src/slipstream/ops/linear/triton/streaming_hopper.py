@@ -309,18 +309,18 @@ def _compute(
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, ROWS, 16])
     SIZE: gl.constexpr = OUTPUTS // 2 if GATE else OUTPUTS
     # adjacent lanes hold adjacent outputs, as out is laid out
-    LINES: gl.constexpr = gl.BlockedLayout([2 if SIZE >= 64 else 1, 1], [32, 1], [1, WARPS], [0, 1])
-    row = gl.program_id(0) * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, LINES))
-    own = gl.program_id(1) * SIZE + gl.arange(0, SIZE, gl.SliceLayout(1, LINES))
+    BY_ROW: gl.constexpr = gl.BlockedLayout([2 if SIZE >= 64 else 1, 1], [32, 1], [1, WARPS], [0, 1])
+    row = gl.program_id(0) * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, BY_ROW))
+    own = gl.program_id(1) * SIZE + gl.arange(0, SIZE, gl.SliceLayout(1, BY_ROW))
     inside = own < num_out
     mask = gl.expand_dims(inside, 1) & gl.expand_dims(row < num_rows, 0)
     target = gl.expand_dims(row * num_out, 0) + gl.expand_dims(own, 1)
     # operands of the epilogue are loaded while x is
     wait_for_previous(DEPENDENT)
     if squares is not None:
-        part = gl.expand_dims(gl.arange(0, triton.next_power_of_2(PARTS), gl.SliceLayout(1, LINES)), 1)
-        line = gl.expand_dims(row, 0)
-        parts = gl.load(squares + line * PARTS + part, mask=(part < PARTS) & (line < num_rows), other=0.0)
+        part = gl.expand_dims(gl.arange(0, triton.next_power_of_2(PARTS), gl.SliceLayout(1, BY_ROW)), 1)
+        padded_row = gl.expand_dims(row, 0)
+        parts = gl.load(squares + padded_row * PARTS + part, mask=(part < PARTS) & (padded_row < num_rows), other=0.0)
     if residual is not None:
         added = gl.load(residual + target, mask=mask, other=0.0)
 
@@ -362,14 +362,14 @@ def _compute(
 
     if is_last:
         gl.thread_barrier()
-        result = sums.slice(0, SIZE).load(LINES)
+        result = sums.slice(0, SIZE).load(BY_ROW)
         if squares is not None:
             scale = gl.expand_dims(gl.rsqrt(gl.sum(parts, 0) / num_in + eps), 0)
             result *= scale
         if bias is not None:
             result += gl.expand_dims(gl.load(bias + own, mask=inside, other=0.0).to(gl.float32), 1)
         if GATE:
-            up = sums.slice(SIZE, SIZE).load(LINES)
+            up = sums.slice(SIZE, SIZE).load(BY_ROW)
             if squares is not None:
                 up *= scale
             if bias is not None:

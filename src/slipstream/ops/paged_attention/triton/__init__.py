@@ -7,6 +7,7 @@ from slipstream.ops.paged_attention.triton.decode import (
     decode_shape,
     make_partials,
     num_split_programs,
+    queries_at_once,
 )
 from slipstream.ops.paged_attention.triton.launch import KernelShape
 from slipstream.ops.paged_attention.triton.varlen import attend_tiles, batch_invariant_shape, query_tile, varlen_shape
@@ -19,6 +20,7 @@ __all__ = [
     "decode_shape",
     "make_partials",
     "num_split_programs",
+    "queries_at_once",
     "query_tile",
     "batch_invariant_shape",
     "varlen_shape",

@@ -1,7 +1,8 @@
 """Decode attention on CUDA: rows of one token, split along their keys.
 
-The query heads of a KV head are the rows of one tile, so that each key is read once for all of them. The last split of
-a row to finish merges all splits, in key order.
+The query heads of a KV head are the rows of one tile, so that each key is read once for all of them. In a step with
+drafts the heads of several positions of a row are in one tile. The last split of a row to finish merges all splits of
+each query, in key order.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from slipstream.ops.paged_attention.triton.online_softmax import LOG2E, attend_k
 from slipstream.ops.paged_attention.triton.split_schedule import read_single, splits_of_program
 from slipstream.ops.pdl import dependent, release_next, wait_for_previous
 
-HOPPER_HEADS = 32  # query heads per KV head; more would need too many registers
+HOPPER_HEADS = 32  # rows of a tile, which are query heads per KV head times queries; more need too many registers
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,8 @@ def attend_splits(
         *launch_strides(out, query, page_table),
         *keys.stride()[:3],
         BLOCK_D=pad_dim(dim),
-        TILE=max(16, triton.next_power_of_2(group)),
+        QUERIES=tile_list.max_queries,
+        TILE=max(16, triton.next_power_of_2(group * tile_list.max_queries)),
         BLOCK_N=shape.keys,
         WINDOW=window,
         SOFT_CAP=soft_cap > 0,
@@ -113,13 +115,20 @@ def num_split_programs(
     num_rows: int,
     is_plain: bool = True,
 ) -> int:
-    """The number of shares for the splits of a step: the number of programs that run at once. `is_plain`: without a
-    window, a soft cap and sinks, and not of latents."""
+    """The number of shares for the splits of a step: the number of programs that run at once. `num_rows`: each counted
+    once for all its positions. `is_plain`: without a window, a soft cap and sinks, and not of latents."""
     if is_plain and _uses_hopper(device, dtype, num_heads // num_kv_heads, head_dim, page_size):
         programs_per_sm = 1 if num_rows <= FEW_ROWS else 2  # with few rows each program has larger blocks
     else:
         programs_per_sm = decode_shape(head_dim, dtype.itemsize).programs_per_sm
     return max(1, programs_per_sm * device_limits(device)[0] // num_kv_heads)
+
+
+def queries_at_once(head_dim: int, group: int, wanted: int, *, is_latent: bool) -> int:
+    """How many of the `wanted` positions of a row are computed together: their sums must fit into registers. A tile of
+    latent attention is full already."""
+    lanes = min(HOPPER_HEADS, max(16, 4096 // pad_dim(head_dim)))
+    return 1 if is_latent else max(1, min(wanted, lanes // group))
 
 
 def _uses_hopper(device: torch.device, dtype: torch.dtype, group: int, dim: int, page_size: int) -> bool:
@@ -166,6 +175,7 @@ def _split_kernel(
     BLOCK_D: tl.constexpr,
     REST: tl.constexpr,
     BLOCK_REST: tl.constexpr,
+    QUERIES: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PAGE: tl.constexpr,
@@ -177,23 +187,27 @@ def _split_kernel(
     wait_for_previous(DEPENDENT)
     lane = tl.arange(0, TILE)
     dim = tl.arange(0, BLOCK_D)
-    mask = (lane < GROUP)[:, None] & (dim < DIM)[None, :]
     kv_head, first, first_split, last, last_split, end = splits_of_program(shares, KV_HEADS)
-    head = kv_head * GROUP + lane
+    query_index = lane // GROUP
+    head = kv_head * GROUP + lane % GROUP
     k_base = keys + kv_head * head_stride
     v_base = values + kv_head * head_stride
     for single in range(first, end):
-        row, token, begin, size, num_splits, first_partial, length, split, stop = read_single(
+        row, token, begin, size, num_splits, first_partial, length, queries, split, stop = read_single(
             singles, single, first, first_split, last, last_split
         )
+        if QUERIES == 1:
+            queries = 1
+        is_query = lane < GROUP * queries
+        mask = is_query[:, None] & (dim < DIM)[None, :]
         pages = (k_base, v_base, table + row * table_stride, page_stride, slot_stride)
-        position = tl.zeros([TILE], tl.int32) + (length - 1)
+        position = length - queries + tl.minimum(query_index, queries - 1)
         for index in range(split, stop):
-            q_base = query + token * query_token + head[:, None] * query_head
+            q_base = query + (token + query_index)[:, None] * query_token + head[:, None] * query_head
             q = tl.load(q_base + dim[None, :], mask=mask, other=0.0)
             if REST:
                 tail = tl.arange(0, BLOCK_REST)
-                after = (lane < GROUP)[:, None] & (tail < REST)[None, :]
+                after = is_query[:, None] & (tail < REST)[None, :]
                 q_rest = tl.load(q_base + DIM + tail[None, :], mask=after, other=0.0)
             else:
                 q_rest = q
@@ -201,27 +215,27 @@ def _split_kernel(
             total = tl.zeros([TILE], tl.float32)
             if sinks is not None:
                 # the first split of a row begins with the sink, which has no value
-                sink = tl.load(sinks + head, mask=lane < GROUP, other=0.0).to(tl.float32) * LOG2E
+                sink = tl.load(sinks + head, mask=is_query, other=0.0).to(tl.float32) * LOG2E
                 top = tl.where(index == 0, sink, top)
                 total = tl.where(index == 0, 1.0, total)
             acc = tl.zeros([TILE, BLOCK_D], tl.float32)
             key = begin + index * size
             key_end = tl.minimum(key + size, length)
             if WINDOW:
-                key = tl.maximum(key, tl.maximum(length - WINDOW, 0) // BLOCK_N * BLOCK_N)
+                key = tl.maximum(key, tl.maximum(length - queries + 1 - WINDOW, 0) // BLOCK_N * BLOCK_N)
             acc, top, total = attend_keys(
                 (acc, top, total), (q, q_rest, position, scale, soft_cap), pages, key, key_end,
-                DIM, BLOCK_D, REST, BLOCK_REST, BLOCK_N, PAGE, WINDOW, SOFT_CAP, True,
+                DIM, BLOCK_D, REST, BLOCK_REST, BLOCK_N, PAGE, WINDOW, SOFT_CAP, True, WINDOW > 0 or QUERIES > 1,
             )  # fmt: skip
             if num_splits == 1:
                 acc = acc / tl.where(total > 0, total, 1.0)[:, None]
-                where = out + token * out_token + head[:, None] * out_head + dim[None, :]
+                where = out + (token + query_index)[:, None] * out_token + head[:, None] * out_head + dim[None, :]
                 tl.store(where, acc.to(out.dtype.element_ty), mask=mask)
             else:
-                partial = (first_partial + index) * (KV_HEADS * GROUP) + head
+                partial = (first_partial + query_index * num_splits + index) * (KV_HEADS * GROUP) + head
                 tl.store(sums + partial[:, None] * DIM + dim[None, :], acc, mask=mask)
-                tl.store(stats + partial * 2, top, mask=lane < GROUP)
-                tl.store(stats + partial * 2 + 1, total, mask=lane < GROUP)
+                tl.store(stats + partial * 2, top, mask=is_query)
+                tl.store(stats + partial * 2 + 1, total, mask=is_query)
         if (num_splits > 1) & (split < stop):
             # all threads store their partial results before one increments the counter
             tl.debug_barrier()
@@ -229,19 +243,20 @@ def _split_kernel(
             before = tl.atomic_add(counter, stop - split, sem="acq_rel", scope="gpu")
             tl.debug_barrier()
             if before + stop - split == num_splits:
-                _join(
-                    out + token * out_token,
-                    sums,
-                    stats,
-                    first_partial,
-                    num_splits,
-                    kv_head,
-                    out_head,
-                    KV_HEADS,
-                    GROUP,
-                    DIM,
-                    BLOCK_D,
-                )
+                for each in range(queries):
+                    _join(
+                        out + (token + each) * out_token,
+                        sums,
+                        stats,
+                        first_partial + each * num_splits,
+                        num_splits,
+                        kv_head,
+                        out_head,
+                        KV_HEADS,
+                        GROUP,
+                        DIM,
+                        BLOCK_D,
+                    )
                 tl.store(counter, 0)
 
 
@@ -259,7 +274,7 @@ def _join(
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Merges all splits of a row and kv head into its output, a few at a time, in key order."""
+    """Merges all splits of a query and kv head into its output, a few at a time, in key order."""
     LANES: tl.constexpr = triton.next_power_of_2(GROUP)
     SPLITS: tl.constexpr = triton.next_power_of_2(triton.cdiv(32, LANES))
     split = tl.arange(0, SPLITS)

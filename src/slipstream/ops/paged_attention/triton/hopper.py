@@ -74,13 +74,13 @@ def _find(pages, key, length, PAGE: gl.constexpr):
 
 
 @gluon.jit
-def clear_past_end(values, num_valid, LINES: gl.constexpr, BLOCK_N: gl.constexpr):
+def clear_past_end(values, num_valid, BY_ROW: gl.constexpr, BLOCK_N: gl.constexpr):
     """Writes zeros past the end of a row: a page may hold old values, and 0 times an old value may be NaN."""
     PIECE: gl.constexpr = 32
     for first in gl.static_range(0, BLOCK_N, PIECE):
         piece = values.slice(first, PIECE)
-        held = piece.load(LINES)
-        valid = first + gl.arange(0, PIECE, gl.SliceLayout(1, LINES)) < num_valid
+        held = piece.load(BY_ROW)
+        valid = first + gl.arange(0, PIECE, gl.SliceLayout(1, BY_ROW)) < num_valid
         piece.store(gl.where(gl.expand_dims(valid, 1), held, gl.zeros_like(held)))
     fence_async_shared()
 

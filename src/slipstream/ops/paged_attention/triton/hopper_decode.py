@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from slipstream.ops.paged_attention.tile_list import FEW_ROWS, RECORD, TileList
+from slipstream.ops.paged_attention.tile_list import SINGLE_RECORD, TileList
 from slipstream.ops.paged_attention.triton.hopper import (
     clear_past_end,
     copy_parts,
@@ -50,7 +50,7 @@ def attend_splits(
     stats: torch.Tensor,  # [splits, heads, 2] float32
     scale: float,
 ) -> None:
-    few = len(tile_list.singles) - 1 <= FEW_ROWS
+    few = tile_list.has_few_rows
     block = FEW_BLOCK_KEYS if few else BLOCK_KEYS.value
     _split_kernel[((len(tile_list.shares) - 1) * keys.shape[2],)](
         out,
@@ -65,6 +65,7 @@ def attend_splits(
         stats,
         scale,
         *launch_strides(out, query, page_table),
+        QUERIES=tile_list.max_queries,
         BLOCK_N=block,
         STAGES=3 if query.shape[2] > 64 else 6,
         num_warps=4,
@@ -96,6 +97,7 @@ def _split_kernel(
     KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr,
     DIM: gl.constexpr,
+    QUERIES: gl.constexpr,
     BLOCK_N: gl.constexpr,
     PAGE: gl.constexpr,
     STAGES: gl.constexpr,
@@ -107,7 +109,7 @@ def _split_kernel(
     k = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_N, DIM], SHARED)
     v = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_N, DIM], SHARED)
     # the right operands of the MMAs
-    LANES: gl.constexpr = max(8, triton.next_power_of_2(GROUP))
+    LANES: gl.constexpr = max(8, triton.next_power_of_2(GROUP * QUERIES))
     queries = gl.allocate_shared_memory(DTYPE, [LANES, DIM], SHARED)
     weights = gl.allocate_shared_memory(DTYPE, [LANES, BLOCK_N], SHARED)
     blocks = (k, v, make_barriers(STAGES, 1), make_barriers(STAGES, 1))
@@ -116,7 +118,10 @@ def _split_kernel(
     sources = (keys, values, table, table_stride, singles, shares)
     gl.warp_specialize(
         [
-            (_compute, (tensors, blocks, (queries, weights), KV_HEADS, GROUP, DIM, BLOCK_N, STAGES, DEPENDENT)),
+            (
+                _compute,
+                (tensors, blocks, (queries, weights), KV_HEADS, GROUP, DIM, QUERIES, BLOCK_N, STAGES, DEPENDENT),
+            ),
             (_fetch, (sources, blocks, KV_HEADS, DIM, BLOCK_N, PAGE, STAGES, DEPENDENT)),
         ],
         [1],
@@ -141,11 +146,11 @@ def _fetch(
     kv_head, first, first_split, last, last_split, end = splits_of_program(shares, KV_HEADS)
     done = 0
     for single in range(first, end):
-        row, token, begin, size, num_splits, first_partial, length, split, stop = read_single(
+        row, token, begin, size, num_splits, first_partial, length, count, split, stop = read_single(
             singles, single, first, first_split, last, last_split
         )
         pages = table + row * table_stride
-        settled = gl.load(singles + gl.cast(single, gl.int64) * RECORD + 7)
+        settled = gl.load(singles + gl.cast(single, gl.int64) * SINGLE_RECORD + 7)
         for start in range(begin + split * size, gl.minimum(begin + stop * size, length), BLOCK_N):
             # page lookup before the wait for a free stage
             starts = find_starts(pages, start, length, BLOCK_N, PAGE)
@@ -168,6 +173,7 @@ def _compute(
     KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr,
     DIM: gl.constexpr,
+    QUERIES: gl.constexpr,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
     DEPENDENT: gl.constexpr,
@@ -178,33 +184,40 @@ def _compute(
     queries, weights = own
     DTYPE: gl.constexpr = query.dtype.element_ty
     LANES: gl.constexpr = queries.shape[0]
-    # [keys or dimensions, heads]: a head is a column
+    # [keys or dimensions, heads]: a head of one query is a column
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, LANES, 16])
-    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // DIM, DIM // 8], [4, 1], [1, 0])
+    BY_ROW: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // DIM, DIM // 8], [4, 1], [1, 0])
     factor = scale * LOG2E
-    q_lane = gl.expand_dims(gl.arange(0, LANES, gl.SliceLayout(1, LINES)), 1)
-    q_dim = gl.expand_dims(gl.arange(0, DIM, gl.SliceLayout(0, LINES)), 0)
+    q_lane = gl.expand_dims(gl.arange(0, LANES, gl.SliceLayout(1, BY_ROW)), 1)
+    q_dim = gl.expand_dims(gl.arange(0, DIM, gl.SliceLayout(0, BY_ROW)), 0)
     lane = gl.arange(0, LANES, gl.SliceLayout(0, SUMS))
     dim = gl.expand_dims(gl.arange(0, DIM, gl.SliceLayout(1, SUMS)), 1)
     key = gl.arange(0, BLOCK_N, gl.SliceLayout(1, SUMS))
-    mask = gl.expand_dims(lane < GROUP, 0)
     kv_head, first, first_split, last, last_split, end = splits_of_program(shares, KV_HEADS)
-    head = kv_head * GROUP + lane
+    query_index = lane // GROUP
+    head = kv_head * GROUP + lane % GROUP
     done = 0
     wait_for_previous(DEPENDENT)
     for single in range(first, end):
-        row, token, begin, size, num_splits, first_partial, length, split, stop = read_single(
+        row, token, begin, size, num_splits, first_partial, length, count, split, stop = read_single(
             singles, single, first, first_split, last, last_split
         )
-        q_offset = token * query_token + (kv_head * GROUP + q_lane) * query_head + q_dim
-        q = gl.load(query + q_offset, mask=(q_lane < GROUP) & (q_dim < DIM), other=0.0)
+        if QUERIES == 1:
+            count = 1
+        is_query = lane < GROUP * count
+        mask = gl.expand_dims(is_query, 0)
+        # keys that each query sees
+        seen = length - count + 1 + gl.minimum(query_index, count - 1)
+        q_token, q_head = token + q_lane // GROUP, kv_head * GROUP + q_lane % GROUP
+        q_offset = q_token * query_token + q_head * query_head + q_dim
+        q = gl.load(query + q_offset, mask=(q_lane < GROUP * count) & (q_dim < DIM), other=0.0)
         gl.thread_barrier()  # all warps have finished with the queries of the previous row
         queries.store(q)
         fence_async_shared()
         gl.thread_barrier()
         for index in range(split, stop):
-            # heads past the group have weight 0
-            top = gl.where(lane < GROUP, float("-inf"), 1e30)
+            # columns past the last query have weight 0
+            top = gl.where(is_query, float("-inf"), 1e30)
             totals = gl.zeros([BLOCK_N, LANES], gl.float32, SUMS)
             acc = gl.zeros([DIM, LANES], gl.float32, SUMS)
             begin_keys = begin + index * size
@@ -214,17 +227,22 @@ def _compute(
                 nothing = gl.zeros([BLOCK_N, LANES], gl.float32, SUMS)
                 score = warpgroup_mma(k.index(stage), queries.permute((1, 0)), nothing, use_acc=False, is_async=True)
                 score = warpgroup_mma_wait(0, deps=(score,))
-                score = gl.where(gl.expand_dims(start + key < length, 1), score * factor, float("-inf"))
+                visible = gl.expand_dims(start + key, 1) < gl.expand_dims(seen, 0)
+                score = gl.where(visible, score * factor, float("-inf"))
                 higher = gl.maximum(top, gl.max(score, 0))
-                weight = gl.exp2(score - gl.expand_dims(higher, 0))
-                fade = gl.expand_dims(gl.exp2(top - higher), 0)
+                base = higher
+                if QUERIES > 1:
+                    # the first of several queries may see no key of the last blocks
+                    base = gl.where(higher == float("-inf"), 0.0, higher)
+                weight = gl.exp2(score - gl.expand_dims(base, 0))
+                fade = gl.expand_dims(gl.exp2(top - base), 0)
                 totals = totals * fade + weight
                 top = higher
                 acc = acc * fade
                 weights.store(gl.permute(weight.to(DTYPE), (1, 0)))
                 fence_async_shared()
                 if start + BLOCK_N > length:
-                    clear_past_end(v.index(stage), length - start, LINES, BLOCK_N)
+                    clear_past_end(v.index(stage), length - start, BY_ROW, BLOCK_N)
                 gl.thread_barrier()
                 acc = warpgroup_mma(v.index(stage).permute((1, 0)), weights.permute((1, 0)), acc, is_async=True)
                 acc = warpgroup_mma_wait(0, deps=(acc,))
@@ -234,13 +252,13 @@ def _compute(
             total = gl.sum(totals, 0)
             if num_splits == 1:
                 result = acc / gl.expand_dims(gl.where(total > 0, total, 1.0), 0)
-                where = out + token * out_token + gl.expand_dims(head * out_head, 0) + dim
+                where = out + gl.expand_dims((token + query_index) * out_token + head * out_head, 0) + dim
                 gl.store(where, result.to(DTYPE), mask=mask)
             else:
-                partial = (first_partial + index) * (KV_HEADS * GROUP) + head
+                partial = (first_partial + query_index * num_splits + index) * (KV_HEADS * GROUP) + head
                 gl.store(sums + gl.expand_dims(partial * DIM, 0) + dim, acc, mask=mask)
-                gl.store(stats + partial * 2, top, mask=lane < GROUP)
-                gl.store(stats + partial * 2 + 1, total, mask=lane < GROUP)
+                gl.store(stats + partial * 2, top, mask=is_query)
+                gl.store(stats + partial * 2 + 1, total, mask=is_query)
         if (num_splits > 1) & (split < stop):
             # all threads store their partial results before one increments the counter
             gl.thread_barrier()
@@ -248,18 +266,19 @@ def _compute(
             before = gl.atomic_add(counter, stop - split, sem="acq_rel", scope="gpu")
             gl.thread_barrier()
             if before + stop - split == num_splits:
-                _join(
-                    out + token * out_token,
-                    sums,
-                    stats,
-                    first_partial,
-                    num_splits,
-                    kv_head,
-                    out_head,
-                    KV_HEADS,
-                    GROUP,
-                    DIM,
-                )
+                for each in range(count):
+                    _join(
+                        out + (token + each) * out_token,
+                        sums,
+                        stats,
+                        first_partial + each * num_splits,
+                        num_splits,
+                        kv_head,
+                        out_head,
+                        KV_HEADS,
+                        GROUP,
+                        DIM,
+                    )
                 gl.store(counter, 0)
 
 
@@ -276,7 +295,7 @@ def _join(
     GROUP: gl.constexpr,
     DIM: gl.constexpr,
 ):
-    """Merges all splits of a row and kv head into its output, a few at a time, in key order."""
+    """Merges all splits of a query and kv head into its output, a few at a time, in key order."""
     LANES: gl.constexpr = triton.next_power_of_2(GROUP)
     SPLITS: gl.constexpr = triton.next_power_of_2(triton.cdiv(32, LANES))
     # warps are spread over the heads if there are enough, so that each warp sums all splits of its heads

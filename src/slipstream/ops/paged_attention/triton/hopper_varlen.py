@@ -199,10 +199,10 @@ def _compute(
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
-    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // DIM, DIM // 8], [4, 1], [1, 0])
+    BY_ROW: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // DIM, DIM // 8], [4, 1], [1, 0])
     q = q_halves.index(HALF)
     blocks = (q, k, v, k_there, k_used, v_there, v_used)
-    dim = gl.expand_dims(gl.arange(0, DIM, gl.SliceLayout(0, LINES)), 0)
+    dim = gl.expand_dims(gl.arange(0, DIM, gl.SliceLayout(0, BY_ROW)), 0)
     factor = scale * LOG2E
     num_items = gl.load(totals + 1) * KV_HEADS
     num_turns = (num_items + gl.num_programs(0) - 1) // gl.num_programs(0)
@@ -214,7 +214,9 @@ def _compute(
             begin = gl.load(record + 1).to(gl.int64)
             count, first, length, end = _extent(record, GROUP, TILE)
             before = length - count
-            token, head = _lanes(first + HALF * ROWS, gl.arange(0, ROWS, gl.SliceLayout(1, LINES)), GROUP, ROWS, COPIED)
+            token, head = _lanes(
+                first + HALF * ROWS, gl.arange(0, ROWS, gl.SliceLayout(1, BY_ROW)), GROUP, ROWS, COPIED
+            )
             head += item % KV_HEADS * GROUP
             mask = gl.expand_dims(token < count, 1)
             if COPIED:
@@ -251,14 +253,14 @@ def _compute(
                 mbarrier.wait(v_there.index(last), (done - 1) // STAGES & 1)
                 stop = (end + BLOCK_N - 1) // BLOCK_N * BLOCK_N
                 if stop > length:
-                    clear_past_end(v.index(last), length - (stop - BLOCK_N), LINES, BLOCK_N)
+                    clear_past_end(v.index(last), length - (stop - BLOCK_N), BY_ROW, BLOCK_N)
                 acc = warpgroup_mma(weight, v.index(last), acc, is_async=True)
                 acc = warpgroup_mma_wait(0, deps=(acc,))
                 mbarrier.arrive(v_used.index(last), count=1)
             elif COPIED:
                 mbarrier.arrive(q_used.index(HALF), count=1)
             total = gl.convert_layout(gl.where(total > 0, total, 1.0), gl.SliceLayout(1, SUMS))
-            result = gl.convert_layout((acc / gl.expand_dims(total, 1)).to(DTYPE), LINES)
+            result = gl.convert_layout((acc / gl.expand_dims(total, 1)).to(DTYPE), BY_ROW)
             where = gl.expand_dims((begin + token) * out_token + head * out_head, 1) + dim
             gl.store(out + where, result, mask=mask)
 

@@ -27,9 +27,10 @@ def attend_keys(
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     MASKED: tl.constexpr,
+    MAYBE_UNSEEN: tl.constexpr,
 ):
     """The sums after the keys from `begin` to `end` of one kv head and row. With a REST, a key has that many numbers
-    after the DIM elements that are also its value."""
+    after the DIM elements that are also its value. With MAYBE_UNSEEN a query may see no key of a block."""
     acc, top, total = sums
     q, q_rest, position, scale, soft_cap = queries
     keys, values, table, page_stride, slot_stride = pages
@@ -84,8 +85,7 @@ def attend_keys(
             score = tl.where(seen, score, float("-inf"))
         higher = tl.maximum(top, tl.max(score, 1) * factor)
         base = higher
-        if WINDOW:
-            # at the window's edge a block may have no visible key for a query
+        if MAYBE_UNSEEN:
             base = tl.where(higher == float("-inf"), 0.0, higher)
         weight = tl.exp2(score * factor - base[:, None])
         fade = tl.exp2(top - base)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from slipstream.ops.paged_attention.tile_list import RECORD
+from slipstream.ops.paged_attention.tile_list import SINGLE_RECORD
 
 
 @triton.jit
@@ -26,9 +26,9 @@ def splits_of_program(shares, KV_HEADS: tl.constexpr):
 
 @triton.jit
 def read_single(singles, single, first, split, last, stop):
-    """Row, token, first key, keys per split, number of splits, index of the first split, length; and the range of
-    splits in this share."""
-    record = singles + tl.cast(single, tl.int64) * RECORD
+    """Row, token, first key, keys per split, number of splits, index of the first partial result, length, number of
+    queries; and the range of splits in this share."""
+    record = singles + tl.cast(single, tl.int64) * SINGLE_RECORD
     num_splits = tl.load(record + 4)
     return (
         tl.load(record).to(tl.int64),
@@ -38,6 +38,7 @@ def read_single(singles, single, first, split, last, stop):
         num_splits,
         tl.load(record + 5).to(tl.int64),
         tl.load(record + 6),
+        tl.load(record + 8),
         tl.where(single == first, split, 0),
         tl.where(single == last, stop, num_splits),
     )

@@ -186,11 +186,11 @@ def _tile_kernel(
                 seen = tl.minimum(masked, end)
                 sums = attend_keys(
                     sums, queries, pages, 0, seen,
-                    DIM, BLOCK_D, REST, BLOCK_REST, BLOCK_N, PAGE, WINDOW, SOFT_CAP, False,
+                    DIM, BLOCK_D, REST, BLOCK_REST, BLOCK_N, PAGE, WINDOW, SOFT_CAP, False, WINDOW > 0,
                 )  # fmt: skip
             acc, _, total = attend_keys(
                 sums, queries, pages, masked, end,
-                DIM, BLOCK_D, REST, BLOCK_REST, BLOCK_N, PAGE, WINDOW, SOFT_CAP, True,
+                DIM, BLOCK_D, REST, BLOCK_REST, BLOCK_N, PAGE, WINDOW, SOFT_CAP, True, WINDOW > 0,
             )  # fmt: skip
             acc = acc / tl.where(total > 0, total, 1.0)[:, None]
             where = out + tokens * out_token + head[:, None] * out_head + dim[None, :]

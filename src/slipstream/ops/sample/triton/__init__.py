@@ -5,7 +5,7 @@ Logits may also be bfloat16 or float16; kernels convert them to float32 when the
 
 from slipstream.ops.sample.triton.choose import argmax_rows, draw
 from slipstream.ops.sample.triton.edit import (
-    add_lines_,
+    add_entries_,
     count_,
     drop_below_,
     forbid_,
@@ -18,7 +18,7 @@ from slipstream.ops.sample.triton.logprobs import logprobs_of, top_logprobs
 from slipstream.ops.sample.triton.noise import noise_bits, step_keys
 
 __all__ = [
-    "add_lines_",
+    "add_entries_",
     "count_",
     "draw",
     "drop_below_",

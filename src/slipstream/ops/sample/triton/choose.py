@@ -83,7 +83,7 @@ def _choose(
 
 
 # grid: (chunks, rows)
-@triton.jit(do_not_specialize_on_alignment=["lines"])
+@triton.jit(do_not_specialize_on_alignment=["entries"])
 def _chunk_kernel(
     logits,
     keys,
@@ -93,7 +93,7 @@ def _chunk_kernel(
     peaks,
     counts,
     seen,
-    lines,
+    entries,
     values,
     earlier,
     tops,
@@ -107,14 +107,14 @@ def _chunk_kernel(
 ):
     chunk = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
-    line: tl.constexpr = None
+    entry: tl.constexpr = None
     scale: tl.constexpr = None
     limit: tl.constexpr = None
     noisy = True
-    if lines is not None:
-        line = tl.load(lines + row).to(tl.int64)
-        counts += line * size
-        seen += line * size
+    if entries is not None:
+        entry = tl.load(entries + row).to(tl.int64)
+        counts += entry * size
+        seen += entry * size
         values += row * 3
         if earlier is not None:
             earlier += row * EARLIER
@@ -139,8 +139,8 @@ def _chunk_kernel(
         if stays:
             index = start + tl.arange(0, PART)
             score = tl.load(logits + row * stride + index, mask=index < size, other=float("-inf")).to(tl.float32)
-            if lines is not None:  # noqa: SIM102
-                if line >= 0:
+            if entries is not None:  # noqa: SIM102
+                if entry >= 0:
                     score = penalized(score, index, index < size, counts, seen, values, earlier, EARLIER)
             has_nan = tl.maximum(has_nan, tl.max((score != score).to(tl.int32), 0))
             score = tl.where(score == score, score, float("-inf"))

@@ -14,22 +14,22 @@ _BLOCK = 2048
 def penalize_(
     logits: torch.Tensor,  # [R, V]
     index: torch.Tensor | None,  # [N] int64; None: all rows in order
-    counts: torch.Tensor,  # [lines, V] int32
-    seen: torch.Tensor,  # [lines, V] uint8
-    lines: torch.Tensor,  # [N] int64
+    counts: torch.Tensor,  # [entries, V] int32
+    seen: torch.Tensor,  # [entries, V] uint8
+    entries: torch.Tensor,  # [N] int64
     values: torch.Tensor,  # [N, 3]
     earlier: torch.Tensor | None = None,  # [N, K] int64
 ) -> None:
-    """As the reference. An entry with a negative line changes nothing."""
+    """As the reference. An item with a negative entry changes nothing."""
     assert logits.stride(1) == 1 and values.is_contiguous()
     assert counts.is_contiguous() and seen.is_contiguous() and counts.shape[1] == seen.shape[1] == logits.shape[1]
     size = logits.shape[1]
-    _penalize_kernel[(triton.cdiv(size, _BLOCK), len(lines))](
+    _penalize_kernel[(triton.cdiv(size, _BLOCK), len(entries))](
         logits,
         index,
         counts,
         seen,
-        lines,
+        entries,
         values,
         earlier,
         logits.stride(0),
@@ -39,14 +39,14 @@ def penalize_(
     )
 
 
-# grid: (blocks, entries)
-@triton.jit(do_not_specialize_on_alignment=["index", "lines"])
+# grid: (blocks, items)
+@triton.jit(do_not_specialize_on_alignment=["index", "entries"])
 def _penalize_kernel(
     logits,
     index,
     counts,
     seen,
-    lines,
+    entries,
     values,
     earlier,
     stride,
@@ -54,57 +54,57 @@ def _penalize_kernel(
     EARLIER: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    entry = tl.program_id(1).to(tl.int64)
-    line = tl.load(lines + entry).to(tl.int64)
-    if line >= 0:
+    item = tl.program_id(1).to(tl.int64)
+    entry = tl.load(entries + item).to(tl.int64)
+    if entry >= 0:
         token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         mask = token < size
-        row = entry
+        row = item
         if index is not None:
-            row = tl.load(index + entry).to(tl.int64)
+            row = tl.load(index + item).to(tl.int64)
         where = logits + row * stride + token
         x = tl.load(where, mask=mask, other=0.0).to(tl.float32)
         if earlier is not None:
-            earlier += entry * EARLIER
-        x = penalized(x, token, mask, counts + line * size, seen + line * size, values + entry * 3, earlier, EARLIER)
+            earlier += item * EARLIER
+        x = penalized(x, token, mask, counts + entry * size, seen + entry * size, values + item * 3, earlier, EARLIER)
         tl.store(where, x.to(logits.dtype.element_ty), mask=mask)
 
 
-def count_(counts: torch.Tensor, seen: torch.Tensor, lines: torch.Tensor, tokens: torch.Tensor) -> None:
-    """As the reference. Entries may have equal lines, and equal tokens."""
+def count_(counts: torch.Tensor, seen: torch.Tensor, entries: torch.Tensor, tokens: torch.Tensor) -> None:
+    """As the reference. Items may have equal entries, and equal tokens."""
     assert counts.is_contiguous() and counts.dtype == torch.int32 and seen.shape == counts.shape
     assert seen.is_contiguous() and seen.dtype == torch.uint8
-    num = len(lines)
-    _count_kernel[(triton.cdiv(num, 128),)](counts, seen, lines, tokens, num, counts.shape[1], BLOCK=128, num_warps=4)
+    num = len(entries)
+    _count_kernel[(triton.cdiv(num, 128),)](counts, seen, entries, tokens, num, counts.shape[1], BLOCK=128, num_warps=4)
 
 
-# grid: (blocks of entries,)
+# grid: (blocks of items,)
 @triton.jit(do_not_specialize=["num"])
-def _count_kernel(counts, seen, lines, tokens, num, size, BLOCK: tl.constexpr):
-    entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    line = tl.load(lines + entry, mask=entry < num, other=-1).to(tl.int64)
-    token = tl.load(tokens + entry, mask=entry < num, other=0).to(tl.int64)
-    at = line * size + token
-    tl.atomic_add(counts + at, 1, mask=line >= 0, sem="relaxed")
-    tl.store(seen + at, tl.load(seen + at, mask=line >= 0, other=0) | IN_OUTPUT, mask=line >= 0)
+def _count_kernel(counts, seen, entries, tokens, num, size, BLOCK: tl.constexpr):
+    item = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    entry = tl.load(entries + item, mask=item < num, other=-1).to(tl.int64)
+    token = tl.load(tokens + item, mask=item < num, other=0).to(tl.int64)
+    at = entry * size + token
+    tl.atomic_add(counts + at, 1, mask=entry >= 0, sem="relaxed")
+    tl.store(seen + at, tl.load(seen + at, mask=entry >= 0, other=0) | IN_OUTPUT, mask=entry >= 0)
 
 
-def add_lines_(logits: torch.Tensor, table: torch.Tensor, lines: torch.Tensor) -> None:
+def add_entries_(logits: torch.Tensor, table: torch.Tensor, entries: torch.Tensor) -> None:
     assert logits.stride(1) == 1 and table.is_contiguous() and table.shape[1] == logits.shape[1]
     size = logits.shape[1]
-    _add_kernel[(triton.cdiv(size, _BLOCK), len(lines))](logits, table, lines, logits.stride(0), size, BLOCK=_BLOCK)
+    _add_kernel[(triton.cdiv(size, _BLOCK), len(entries))](logits, table, entries, logits.stride(0), size, BLOCK=_BLOCK)
 
 
 # grid: (blocks, rows)
 @triton.jit
-def _add_kernel(logits, table, lines, stride, size, BLOCK: tl.constexpr):
+def _add_kernel(logits, table, entries, stride, size, BLOCK: tl.constexpr):
     row = tl.program_id(1).to(tl.int64)
-    line = tl.load(lines + row).to(tl.int64)
-    if line >= 0:
+    entry = tl.load(entries + row).to(tl.int64)
+    if entry >= 0:
         token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         mask = token < size
         where = logits + row * stride + token
-        x = tl.load(where, mask=mask).to(tl.float32) + tl.load(table + line * size + token, mask=mask).to(tl.float32)
+        x = tl.load(where, mask=mask).to(tl.float32) + tl.load(table + entry * size + token, mask=mask).to(tl.float32)
         tl.store(where, x.to(logits.dtype.element_ty), mask=mask)
 
 
@@ -139,9 +139,9 @@ def _forbid(logits: torch.Tensor, index: torch.Tensor | None, ids: torch.Tensor,
         )
 
 
-# grid: (entries,)
+# grid: (items,)
 @triton.jit(
-    do_not_specialize=["width", "ids_entry", "ids_column", "where_entry", "where_column"],
+    do_not_specialize=["width", "ids_item", "ids_column", "where_item", "where_column"],
     do_not_specialize_on_alignment=["index", "ids", "where"],
 )
 def _forbid_kernel(
@@ -152,21 +152,21 @@ def _forbid_kernel(
     stride,
     size,
     width,
-    ids_entry,
+    ids_item,
     ids_column,
-    where_entry,
+    where_item,
     where_column,
     BLOCK: tl.constexpr,
 ):
-    entry = tl.program_id(0).to(tl.int64)
-    row = entry
+    item = tl.program_id(0).to(tl.int64)
+    row = item
     if index is not None:
-        row = tl.load(index + entry).to(tl.int64)
+        row = tl.load(index + item).to(tl.int64)
     for start in range(0, width, BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = column < width
-        token = tl.load(ids + entry * ids_entry + column * ids_column, mask=inside, other=-1).to(tl.int64)
-        out = tl.load(where + entry * where_entry + column * where_column, mask=inside, other=0) != 0
+        token = tl.load(ids + item * ids_item + column * ids_column, mask=inside, other=-1).to(tl.int64)
+        out = tl.load(where + item * where_item + column * where_column, mask=inside, other=0) != 0
         tl.store(logits + row * stride + token, float("-inf"), mask=inside & out & (token >= 0) & (token < size))
 
 
@@ -189,20 +189,30 @@ def _drop_kernel(logits, floor, stride, size, BLOCK: tl.constexpr):
         tl.store(where, float("-inf"), mask=x < lowest)
 
 
-def mask_bits_(logits: torch.Tensor, bits: torch.Tensor, lines: torch.Tensor) -> None:
+def mask_bits_(logits: torch.Tensor, bits: torch.Tensor, entries: torch.Tensor) -> None:
     size = logits.shape[1]
     assert logits.stride(1) == 1 and bits.is_contiguous() and bits.dtype == torch.int32 and bits.shape[1] * 32 >= size
-    grid = (triton.cdiv(size, _BLOCK), len(lines))
-    _mask_bits_kernel[grid](logits, bits, lines, logits.stride(0), bits.shape[1], size, BLOCK=_BLOCK)
+    grid = (triton.cdiv(size, _BLOCK), len(entries))
+    _mask_bits_kernel[grid](logits, bits, entries, logits.stride(0), bits.shape[1], size, BLOCK=_BLOCK)
 
 
 # grid: (blocks, rows)
 @triton.jit
-def _mask_bits_kernel(logits, bits, lines, stride, num_words, size, BLOCK: tl.constexpr):
+def _mask_bits_kernel(logits, bits, entries, stride, num_words, size, BLOCK: tl.constexpr):
+    """Blocks without a forbidden token are skipped, and blocks without an allowed one are not read. The others are read
+    and written as a whole: vector stores are faster than single ones under a mask."""
     row = tl.program_id(1).to(tl.int64)
-    line = tl.load(lines + row).to(tl.int64)
-    if line >= 0:
-        token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        word = tl.load(bits + line * num_words + token // 32, mask=token < size, other=-1)
-        allowed = (word >> (token % 32)) & 1
-        tl.store(logits + row * stride + token, float("-inf"), mask=(token < size) & (allowed == 0))
+    entry = tl.load(entries + row).to(tl.int64)
+    if entry >= 0:
+        first = tl.program_id(0) * (BLOCK // 32)
+        index = first + tl.arange(0, BLOCK // 32)
+        words = tl.load(bits + entry * num_words + index, mask=index < num_words, other=-1)
+        if tl.max((words != -1).to(tl.int32), 0) > 0:
+            bit = tl.arange(0, 32)
+            token = index[:, None] * 32 + bit[None, :]
+            where = logits + row * stride + token
+            x = tl.full([BLOCK // 32, 32], float("-inf"), logits.dtype.element_ty)
+            if tl.max((words != 0).to(tl.int32), 0) > 0:
+                x = tl.load(where, mask=token < size, other=0.0)
+                x = tl.where(((words[:, None] >> bit[None, :]) & 1) != 0, x, float("-inf"))
+            tl.store(where, x, mask=token < size)

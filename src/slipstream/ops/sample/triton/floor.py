@@ -103,16 +103,16 @@ def _load_limits(limits, row, size):
 
 @triton.jit
 def _load_logits(
-    row_args,  # of a row: logits, vocabulary size, temperature, penalty line, counts, flags, values, drafts, how many
+    row_args,  # of a row: logits, vocabulary size, temperature, penalty entry, counts, flags, values, drafts, how many
     offset,
     mask,
 ):
     """Logits after penalties and temperature."""
-    own, size, temperature, line, counts, seen, values, earlier, EARLIER = row_args
+    own, size, temperature, entry, counts, seen, values, earlier, EARLIER = row_args
     mask = mask & (offset < size)
     x = tl.load(own + offset, mask=mask, other=float("-inf")).to(tl.float32)
-    if line is not None:  # noqa: SIM102 (a compile-time condition)
-        if line >= 0:
+    if entry is not None:  # noqa: SIM102 (a compile-time condition)
+        if entry >= 0:
             x = penalized(x, offset, mask, counts, seen, values, earlier, EARLIER)
     if temperature is not None:
         x = tl.div_rn(x, tl.zeros_like(x) + temperature)
@@ -120,14 +120,14 @@ def _load_logits(
 
 
 # grid: (chunks, rows)
-@triton.jit(do_not_specialize_on_alignment=["lines"])
+@triton.jit(do_not_specialize_on_alignment=["entries"])
 def _survey_kernel(
     logits,
     limits,
     temperature,
     counts,
     seen,
-    lines,
+    entries,
     values,
     earlier,
     peaks,
@@ -147,15 +147,15 @@ def _survey_kernel(
     if has_min | has_k | has_p:
         span = chunk * SPANS + tl.arange(0, SPANS)
         offset = span[:, None] * SPAN + tl.arange(0, SPAN)[None, :]
-        line: tl.constexpr = None
-        if lines is not None:
-            line = tl.load(lines + row).to(tl.int64)
-            counts += line * size
-            seen += line * size
+        entry: tl.constexpr = None
+        if entries is not None:
+            entry = tl.load(entries + row).to(tl.int64)
+            counts += entry * size
+            seen += entry * size
             values += row * 3
             if earlier is not None:
                 earlier += row * EARLIER
-        row_args = (logits + row * stride, size, None, line, counts, seen, values, earlier, EARLIER)
+        row_args = (logits + row * stride, size, None, entry, counts, seen, values, earlier, EARLIER)
         x = _load_logits(row_args, offset, True)
         has_nan = tl.max(tl.max((x != x).to(tl.int32), 1), 0) > 0
         x = tl.where(x == x, x, float("-inf"))
@@ -183,14 +183,14 @@ def _survey_kernel(
 
 
 # grid: (rows,)
-@triton.jit(do_not_specialize=["num_chunks"], do_not_specialize_on_alignment=["lines"])
+@triton.jit(do_not_specialize=["num_chunks"], do_not_specialize_on_alignment=["entries"])
 def _floor_kernel(
     logits,
     limits,
     temperature,
     counts,
     seen,
-    lines,
+    entries,
     values,
     earlier,
     peaks,
@@ -244,17 +244,17 @@ def _floor_kernel(
 
             own = logits + row * stride
             scale: tl.constexpr = None
-            line: tl.constexpr = None
+            entry: tl.constexpr = None
             if temperature is not None:
                 scale = tl.load(temperature + row)
-            if lines is not None:
-                line = tl.load(lines + row).to(tl.int64)
-                counts += line * size
-                seen += line * size
+            if entries is not None:
+                entry = tl.load(entries + row).to(tl.int64)
+                counts += entry * size
+                seen += entry * size
                 values += row * 3
                 if earlier is not None:
                     earlier += row * EARLIER
-            row_args = (own, size, scale, line, counts, seen, values, earlier, EARLIER)
+            row_args = (own, size, scale, entry, counts, seen, values, earlier, EARLIER)
             # the first spans stay in registers; mostly there are no others
             held = _load_spans(row_args, spans, 0, num_active, SPAN, TILE)
             count, mass = _measure(row_args, spans, num_active, held, best, bottom, SPAN, TILE)

@@ -181,7 +181,7 @@ def _ssd_kernel(
     own = state + slot * state_stride + cells
     held = tl.load(own, mask=inside & (base > 0), other=0.0)
     ring = replay + slot * replay_stride
-    # numbers of a line of the ring: x of all heads, b of all groups, dt of all heads
+    # numbers of a entry of the ring: x of all heads, b of all groups, dt of all heads
     at_x = head * DIM + dim
     at_b = HEADS * DIM + head // HEADS_OF_GROUP * STATE + column
     at_dt = SIZE - HEADS + head
@@ -189,10 +189,10 @@ def _ssd_kernel(
     bias = tl.load(dt_bias + head)
     skip = tl.load(d + head)
     for position in range(base, first):
-        line = ring + (position % COLUMNS) * SIZE
-        now = tl.load(line + at_x, mask=is_dim, other=0.0).to(tl.float32)
-        written = tl.load(line + at_b, mask=is_column, other=0.0).to(tl.float32)
-        size = softplus(tl.load(line + at_dt).to(tl.float32) + bias)
+        entry = ring + (position % COLUMNS) * SIZE
+        now = tl.load(entry + at_x, mask=is_dim, other=0.0).to(tl.float32)
+        written = tl.load(entry + at_b, mask=is_column, other=0.0).to(tl.float32)
+        size = softplus(tl.load(entry + at_dt).to(tl.float32) + bias)
         size = tl.minimum(tl.maximum(size, dt_min), dt_max)
         held = held * tl.exp(rate * size) + (size * now)[:, None] * written[None, :]
         if (saved >= 0) & (position + 1 == border):
@@ -212,13 +212,13 @@ def _ssd_kernel(
         held = held * tl.exp(rate * size) + (size * now)[:, None] * given_b.to(tl.float32)[None, :]
         made = tl.sum(held * read[None, :], 1) + skip * now
         tl.store(out + (token * HEADS + head) * DIM + dim, made.to(out.dtype.element_ty), mask=is_dim)
-        if count > 1:  # no program reads the lines of this step's tokens
-            line = ring + ((first + index) % COLUMNS) * SIZE
+        if count > 1:  # no program reads the entries of this step's tokens
+            entry = ring + ((first + index) % COLUMNS) * SIZE
             is_first_block = tl.program_id(2) == 0
-            tl.store(line + at_x, given_x, mask=is_dim)
-            tl.store(line + at_b, given_b, mask=is_column & is_first_block & (head % HEADS_OF_GROUP == 0))
+            tl.store(entry + at_x, given_x, mask=is_dim)
+            tl.store(entry + at_b, given_b, mask=is_column & is_first_block & (head % HEADS_OF_GROUP == 0))
             if is_first_block:
-                tl.store(line + at_dt, given_dt)
+                tl.store(entry + at_dt, given_dt)
     if count == 1:
         tl.store(own, held, mask=inside)
         if (saved >= 0) & (first + 1 == border):
@@ -287,10 +287,10 @@ def _selective_kernel(
     bias = tl.load(dt_bias + channel, mask=is_channel, other=0.0)
     skip = tl.load(d + channel, mask=is_channel, other=0.0)
     for position in range(base, first):
-        line = ring + (position % COLUMNS) * SIZE
-        now = tl.load(line + channel, mask=is_channel, other=0.0).to(tl.float32)
-        size = tl.load(line + CHANNELS + channel, mask=is_channel, other=0.0)
-        written = tl.load(line + 2 * CHANNELS + column, mask=is_column, other=0.0).to(tl.float32)
+        entry = ring + (position % COLUMNS) * SIZE
+        now = tl.load(entry + channel, mask=is_channel, other=0.0).to(tl.float32)
+        size = tl.load(entry + CHANNELS + channel, mask=is_channel, other=0.0)
+        written = tl.load(entry + 2 * CHANNELS + column, mask=is_column, other=0.0).to(tl.float32)
         size = softplus(size.to(tl.float32) + bias)
         held = held * tl.exp(size[:, None] * a) + (size * now)[:, None] * written[None, :]
         if (saved >= 0) & (position + 1 == border):
@@ -310,11 +310,11 @@ def _selective_kernel(
         made = tl.sum(held * read[None, :], 1) + skip * now
         made *= gate * tl.sigmoid(gate)
         tl.store(out + token * CHANNELS + channel, made.to(out.dtype.element_ty), mask=is_channel)
-        if count > 1:  # no program reads the lines of this step's tokens
-            line = ring + ((first + index) % COLUMNS) * SIZE
-            tl.store(line + channel, given_x, mask=is_channel)
-            tl.store(line + CHANNELS + channel, given_dt, mask=is_channel)
-            tl.store(line + 2 * CHANNELS + column, given_b, mask=is_column & (tl.program_id(1) == 0))
+        if count > 1:  # no program reads the entries of this step's tokens
+            entry = ring + ((first + index) % COLUMNS) * SIZE
+            tl.store(entry + channel, given_x, mask=is_channel)
+            tl.store(entry + CHANNELS + channel, given_dt, mask=is_channel)
+            tl.store(entry + 2 * CHANNELS + column, given_b, mask=is_column & (tl.program_id(1) == 0))
     if count == 1:
         tl.store(own, held, mask=inside)
         if (saved >= 0) & (first + 1 == border):

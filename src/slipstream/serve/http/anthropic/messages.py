@@ -47,12 +47,12 @@ async def count_tokens(request: Request, body: CountTokensRequest) -> Response:
     tokenizer = conversation.model.tokenizer
     size = message_chars(conversation.messages, conversation.tools.listed)
 
-    def work() -> int:
+    def count() -> int:
         text = conversation.render()
         assert tokenizer is not None, "a chat template needs a tokenizer"
         return len(tokenizer.encode(text, add_special_tokens=False))
 
-    return json_response(TokenCount(await request.state.off_loop(size, work)))
+    return json_response(TokenCount(await request.state.off_loop(size, count)))
 
 
 class _Answer:

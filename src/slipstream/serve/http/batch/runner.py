@@ -128,15 +128,15 @@ class _Batch:
             return
         end = "completed"
         if batch.status != "cancelling" and len(indices) < len(lines):
-            work = asyncio.ensure_future(self._run_lines(data, lines, indices))
+            task = asyncio.ensure_future(self._run_lines(data, lines, indices))
             try:
-                end = await self._until_end(work, batch.expires_at)
+                end = await self._until_end(task, batch.expires_at)
             except StoreFull as error:
                 await self._finish(_failed(BatchLineError("store_full", str(error))))
                 return
             finally:
-                work.cancel()
-                await asyncio.gather(work, return_exceptions=True)
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
         elif batch.status == "cancelling":
             end = "cancelled"
         rest = await self._expired_lines(data, lines) if end == "expired" else b""
@@ -154,12 +154,12 @@ class _Batch:
 
         await run_lines(self.app, remaining(), self.in_flight, f"batch {self.owner}", done)
 
-    async def _until_end(self, work: asyncio.Future[None], expires_at: int) -> str:
+    async def _until_end(self, task: asyncio.Future[None], expires_at: int) -> str:
         """Waits until all lines have results, or the batch was cancelled or has expired. Returns its final state."""
         while True:
-            await asyncio.wait([work], timeout=_POLL_SECONDS)
-            if work.done():
-                work.result()  # raises what stopped it
+            await asyncio.wait([task], timeout=_POLL_SECONDS)
+            if task.done():
+                task.result()  # raises what stopped it
                 return "completed"
             batch = await self.service.run(self.store.batch, self.owner, self.id)
             if batch is None or batch.status == "cancelling":

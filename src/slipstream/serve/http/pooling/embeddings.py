@@ -95,7 +95,7 @@ async def _message_ids(
     inputs, tokenizer = chosen.served.inputs, chosen.served.tokenizer
     checked = text_messages(request, messages, tokenizer)
 
-    def work() -> list[int]:
+    def tokenise() -> list[int]:
         text = inputs.render_messages(
             checked,
             add_generation_prompt=bool(body.add_generation_prompt),
@@ -106,7 +106,7 @@ async def _message_ids(
         assert tokenizer is not None  # else rendering would have raised
         return tokenizer.encode(chosen.inputs.text_to_read(text, params), add_special_tokens=False)
 
-    return await request.state.off_loop(message_chars(messages), work)
+    return await request.state.off_loop(message_chars(messages), tokenise)
 
 
 def written(arrays: list[Any], encoding: str | None) -> list[Any]:

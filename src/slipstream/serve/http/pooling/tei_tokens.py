@@ -43,12 +43,12 @@ async def tei_tokenize(
     elif prompt_name is not None:
         raise bad_request(f"{served.description.name} has no named prompts; remove prompt_name", "prompt_name")
 
-    def work() -> list[list[SimpleToken]]:
+    def tokenise() -> list[list[SimpleToken]]:
         tokenizer.encodings(texts, add_special_tokens=special)  # raises for a text that cannot be encoded
         found = tokenizer.backend.encode_batch(texts, add_special_tokens=special)
         return [_tokens(text, encoding) for text, encoding in zip(texts, found, strict=True)]
 
-    return json_response(await request.state.off_loop(size_of(texts), work))
+    return json_response(await request.state.off_loop(size_of(texts), tokenise))
 
 
 def check_chars(size: int, name: str) -> None:
@@ -87,10 +87,10 @@ async def decode(request: Request, body: DecodeRequest) -> Response:
                 raise InvalidPrompt(f"token id {token} is unknown; {served.description.known_ids}")
     size = sum(map(len, lists))
 
-    def work() -> list[str]:
+    def decode() -> list[str]:
         return [tokenizer.decode(ids, skip_special_tokens=body.skip_special_tokens) for ids in lists]
 
-    return json_response(await request.state.off_loop(size, work))
+    return json_response(await request.state.off_loop(size, decode))
 
 
 def _tokenizer(request: Request, model: str | None) -> tuple[ServedModel, Tokenizer]:

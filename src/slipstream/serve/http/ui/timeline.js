@@ -8,7 +8,7 @@ const KEPT = 60  // seconds
 const LANES = { host: 30, device: 80, idle: 130 }, HEIGHT = 34, CHART = 190
 const CAUSES = {
   turnaround: "turnaround between two steps", host_late: "the host was late", output: "the caller was late",
-  grammar: "masks or processors were late", no_work: "no work",
+  grammar: "masks or processors were late", no_requests: "no requests",
 }
 let steps = [], models = [], reading = null, paused = false
 let span = 10, end = null  // seconds shown; end of the window, null: now
@@ -166,7 +166,7 @@ let summed = 0
 function sums(shown, first, last) {
   if (performance.now() - summed < 400 && !paused) return
   summed = performance.now()
-  const seconds = { busy: 0, turnaround: 0, host_late: 0, output: 0, grammar: 0, no_work: 0 }
+  const seconds = { busy: 0, turnaround: 0, host_late: 0, output: 0, grammar: 0, no_requests: 0 }
   let tokens = 0, prefill = 0
   for (const step of shown) {
     seconds.busy += Math.max(0, Math.min(step.end, last) - Math.max(step.start, first)) - step.late

@@ -1,4 +1,4 @@
-"""LineAllocator: assigns lines of a device table to the rows that use a feature, so that the table has few lines."""
+"""EntryAllocator: assigns entries of a small device table to the rows that use a feature."""
 
 from __future__ import annotations
 
@@ -15,79 +15,79 @@ from slipstream.step import Ints
 
 @dataclass(frozen=True, slots=True)
 class FeatureUsers:
-    """The sampling rows of one step that have a line, uploaded: their indices in the step, and their lines."""
+    """The sampling rows of one step that have an entry, uploaded: their indices in the step, and their entries."""
 
     index: UploadSpan
-    lines: UploadSpan
+    entries: UploadSpan
     rows: Ints
 
 
-class LineAllocator:
-    """The line of each row, -1 for none. The smallest free line is assigned, so that tables stay small."""
+class EntryAllocator:
+    """The entry of each row, -1 for none. The smallest free entry is assigned, so that tables stay small."""
 
     def __init__(self, num_rows: int) -> None:
         self.of_row = np.full(num_rows, -1, np.int64)  # host
         self._free: list[int] = []
-        self._num = 0  # lines ever assigned
+        self._num = 0  # entries ever assigned
 
     def __len__(self) -> int:
-        """Number of lines in use."""
+        """Number of entries in use."""
         return self._num - len(self._free)
 
     def assign(self, row: int) -> int:
-        assert self.of_row[row] < 0, f"row {row} already has line {self.of_row[row]}"
+        assert self.of_row[row] < 0, f"row {row} already has entry {self.of_row[row]}"
         if self._free:
-            line = heapq.heappop(self._free)
+            entry = heapq.heappop(self._free)
         else:
-            line = self._num
+            entry = self._num
             self._num += 1
-        self._set(row, line)
-        return line
+        self._set(row, entry)
+        return entry
 
-    def _set(self, row: int, line: int) -> None:
-        self.of_row[row] = line
+    def _set(self, row: int, entry: int) -> None:
+        self.of_row[row] = entry
 
     def is_used_by(self, rows: Ints) -> bool:
-        """Host: whether any of these rows has a line."""
+        """Host: whether any of these rows has an entry."""
         return self._num > len(self._free) and bool((self.of_row[rows] >= 0).any())
 
     def users(self, rows: Ints, upload: Upload) -> FeatureUsers | None:
-        """Host: the sampling rows of a step that have a line; None if none has."""
+        """Host: the sampling rows of a step that have an entry; None if none has."""
         if self._num == len(self._free):
             return None
-        lines = self.of_row[rows]
-        index = np.flatnonzero(lines >= 0)
+        entries = self.of_row[rows]
+        index = np.flatnonzero(entries >= 0)
         if not len(index):
             return None
-        return FeatureUsers(upload.put(index), upload.put(lines[index]), rows[index])
+        return FeatureUsers(upload.put(index), upload.put(entries[index]), rows[index])
 
     def free(self, row: int) -> None:
-        """Free the row's line, if it has one. It can be reused at once: the device runs steps in order."""
+        """Free the row's entry, if it has one. It can be reused at once: the device runs steps in order."""
         if self.of_row[row] >= 0:
             heapq.heappush(self._free, int(self.of_row[row]))
             self._set(row, -1)
 
     def close_up(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Renumber the used lines from 0 on, in their order. Returns their old numbers."""
+        """Renumber the used entries from 0 on, in their order. Returns their old numbers."""
         rows = np.flatnonzero(self.of_row >= 0)
         rows = rows[np.argsort(self.of_row[rows])]
         before = self.of_row[rows]
-        for line, row in enumerate(map(int, rows)):
-            self._set(row, line)
+        for entry, row in enumerate(map(int, rows)):
+            self._set(row, entry)
         self._free, self._num = [], len(rows)
         return before
 
 
-class StagedLines(LineAllocator):
+class StagedEntries(EntryAllocator):
     """With a copy on the device, for captured work."""
 
     def __init__(self, num_rows: int, device: Device) -> None:
         super().__init__(num_rows)
         self.staged = StagedTensor((num_rows,), np.int64, device, fill=-1)
 
-    def _set(self, row: int, line: int) -> None:
-        super()._set(row, line)
-        self.staged.write(row, line)
+    def _set(self, row: int, entry: int) -> None:
+        super()._set(row, entry)
+        self.staged.write(row, entry)
 
     def flush(self, upload: Upload) -> None:
         self.staged.flush(upload)

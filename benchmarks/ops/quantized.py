@@ -1,0 +1,115 @@
+"""GEMMs with quantised weights on the GPU beside bfloat16, at the shapes of Qwen3-8B.
+
+    python benchmarks/ops/quantized.py [--rows 1 16 64 256 4096] [--kinds fp8 int4] [--tiles] [--compile]
+
+Calls alternate between several weights, so that none is in the L2 cache. Times are medians of replayed graphs.
+`--tiles` also measures other tile sizes; `--compile` only compiles, so that several processes can share that work.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from timing import replay_seconds
+
+from slipstream.ops.activation import silu_and_mul
+from slipstream.ops.linear import gated_linear
+from slipstream.ops.quantized import QuantizedMatrix, dequantize, quantized_linear
+from slipstream.ops.quantized.triton.gemm import GemmTile, quantized_gemm
+from slipstream.ops.quantized.triton.gemv import quantized_gemv
+
+SHAPES = {  # name: (out, in, gate)
+    "qkv": (6144, 4096, ""),
+    "o": (4096, 4096, ""),
+    "gate_up": (24576, 4096, "silu"),
+    "down": (4096, 12288, ""),
+}
+GEMV_TILES = [(2, 2048, 4), (1, 2048, 4), (2, 4096, 8), (4, 1024, 4), (2, 1024, 4), (4, 2048, 8)]
+SPLITS = (1, 2, 4, 8)
+MANY_TILES = [(128, 128, 64, 1, 8, 3), (128, 128, 64, 1, 8, 4), (128, 256, 64, 1, 8, 3), (64, 256, 64, 1, 8, 4)]
+GROUP = 128
+
+
+def make(kind: str, num_out: int, num_in: int) -> QuantizedMatrix:
+    groups = 1 if kind == "fp8" else num_in // GROUP
+    scale = torch.full((num_out, groups), 0.01, device="cuda")
+    if kind in ("fp8", "block"):
+        values = torch.randn(num_out, num_in, device="cuda", dtype=torch.bfloat16).to(torch.float8_e4m3fn)
+        return QuantizedMatrix(values, scale, None)
+    if kind == "int8":
+        return QuantizedMatrix(
+            torch.randint(-128, 128, (num_out, num_in), device="cuda", dtype=torch.int8), scale, None
+        )
+    values = torch.randint(0, 256, (num_out, num_in // 2), device="cuda", dtype=torch.uint8)
+    return QuantizedMatrix(values, scale, scale * 7)
+
+
+def time_us(gemm: Callable[[Any], Any], weights: list[Any]) -> float:
+    """Median time of a call; each call uses the next weight."""
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for weight in weights[:2]:
+            gemm(weight)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for weight in weights:
+                gemm(weight)
+        seconds = replay_seconds(graph)
+    return seconds * 1e6 / len(weights)
+
+
+def candidates(rows: int, gate: str) -> dict[str, Callable[[torch.Tensor, QuantizedMatrix], torch.Tensor]]:
+    if rows <= 2:
+        return {str(tile): lambda x, w, tile=tile: quantized_gemv(x, w, None, gate, tile) for tile in GEMV_TILES}
+    tiles = [GemmTile(*tile) for tile in MANY_TILES]
+    if rows <= 64:
+        padded = max(16, rows)
+        tiles = [GemmTile(64, padded, 128, split, 4, stages) for split in SPLITS for stages in (3, 5)]
+        tiles += [GemmTile(128, padded, 128, split, 8, 4) for split in SPLITS]
+    own = gate if rows <= 64 else ""
+    return {str(tuple(tile)): lambda x, w, tile=tile: quantized_gemm(x, w, None, own, tile) for tile in tiles}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64, 256, 4096])
+    parser.add_argument("--kinds", nargs="+", default=["fp8", "int4"], choices=["fp8", "block", "int8", "int4"])
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
+    parser.add_argument("--tiles", action="store_true")
+    parser.add_argument("--compile", action="store_true")
+    args = parser.parse_args()
+    for name in args.shapes:
+        num_out, num_in, gate = SHAPES[name]
+        activation = silu_and_mul if gate else None
+        count = 2 if args.compile else 8
+        plain = [torch.randn(num_out, num_in, device="cuda", dtype=torch.bfloat16) * 0.02 for _ in range(count)]
+        matrices = {kind: [make(kind, num_out, num_in) for _ in range(count)] for kind in args.kinds}
+        for rows in args.rows:
+            x = torch.randn(rows, num_in, device="cuda", dtype=torch.bfloat16)
+            line = f"{name:<8} rows {rows:>4}"
+            if not args.compile:
+                line += f" | bf16 {time_us(lambda w: gated_linear(x, w, None, activation), plain):7.1f}"  # noqa: B023
+            for kind, weights in matrices.items():
+                run = partial(quantized_linear, x, activation=activation, quantizes_inputs=kind == "fp8")
+                exact = x.double() @ dequantize(weights[0], torch.float64).t()
+                exact = activation(exact) if activation else exact
+                off = (run(weights[0]).double() - exact).norm() / exact.norm()
+                others = candidates(rows, gate) if args.tiles and (rows <= 64 or kind != "fp8") else {}
+                if args.compile:
+                    for gemm in others.values():
+                        gemm(x, weights[0])
+                    continue
+                line += f" | {kind} {time_us(run, weights):7.1f} off {off:.4f}"
+                times = {tile: time_us(partial(gemm, x), weights) for tile, gemm in others.items()}
+                line += "".join(f" ; {tile} {time:.1f}" for tile, time in sorted(times.items(), key=lambda t: t[1])[:5])
+            if not args.compile:
+                print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()

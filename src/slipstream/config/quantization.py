@@ -1,0 +1,224 @@
+"""Quantization: how the weights of a checkpoint are quantised, read from its config.json.
+
+`quantization_config` names a method; a method stores a weight as several tensors. What differs between methods is kept
+in a few fields, so that the loader needs no method names. Which weights of the model are quantised follows from the
+tensors that the checkpoint has (`nn/weights/quantized.py`), not from the lists of modules in the config.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from slipstream.errors import BadCheckpoint, InvalidOption, UnsupportedModel
+
+Layout = Literal["online", "float8", "int8", "packed", "awq", "gptq"]
+"""The tensors of a weight: `nn/quantized/layouts.py`. online: an unquantised weight, which is quantised at load."""
+
+INSTEAD = "the unquantised checkpoint or a GGUF file"
+
+
+class Quantization(msgspec.Struct, frozen=True, kw_only=True):
+    method: str  # as the checkpoint or the option names it
+    layout: Layout
+    bits: int
+    group: int = 0  # columns that share a scale; 0: all of a row
+    block_rows: int = 1  # rows that share a scale; 0: all of a tensor
+    symmetric: bool = True  # False: a scale has a zero point
+    act_order: bool = False  # GPTQ: the groups are not runs of columns
+    static_inputs: bool = False  # FP8: the checkpoint has scales of the inputs
+    quantizes_inputs: bool = False  # FP8: GEMMs of many rows quantise their inputs
+    scale_name: str = "weight_scale"
+
+
+ONLINE_FP8 = Quantization(method="fp8", layout="online", bits=8, quantizes_inputs=True)
+
+
+def choose_quantization(option: str | None, stored: Quantization | None, is_gguf: bool) -> Quantization | None:
+    """What the loader does: the checkpoint's method, or the one that the option `quantization` asks for."""
+    if option is None or option == "none":
+        return stored
+    wanted = {"awq_marlin": "awq", "gptq_marlin": "gptq", "compressed_tensors": "compressed-tensors"}.get(
+        option, option
+    )
+    if is_gguf:
+        if wanted != "gguf":
+            raise InvalidOption(f"quantization is {option!r}, and the model is a GGUF file; leave the option out")
+        return None
+    if stored is not None:
+        if wanted != stored.method:
+            raise InvalidOption(
+                f"quantization is {option!r}, and the checkpoint is quantised by {stored.method}; leave the option out"
+            )
+        return stored
+    if wanted != "fp8":
+        raise InvalidOption(
+            f"quantization is {option!r}, and the checkpoint is not quantised; only fp8 quantises at load; for "
+            "other methods give a checkpoint of theirs, or a .gguf file"
+        )
+    return ONLINE_FP8
+
+
+def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
+    """From config.json; None: the checkpoint is not quantised. Raises UnsupportedModel for what is not supported."""
+    for name in ("quantization_config", "compression_config"):
+        given = config.get(name)
+        if given is not None:
+            break
+    else:
+        return None
+    if not isinstance(given, dict):
+        raise BadCheckpoint(f"{name} of config.json is {given!r}, not an object; download the model again")
+    method = str(given.get("quant_method", "an unnamed method"))
+    reader = _READERS.get(method)
+    if reader is None:
+        instead = "a copy of it in bfloat16" if method == "mxfp4" else INSTEAD
+        supported = ", ".join(sorted(_READERS))
+        raise UnsupportedModel(
+            f"the checkpoint is quantised by {method}, which is not supported (supported: {supported}); give {instead}"
+        )
+    try:
+        return reader(method, given)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise BadCheckpoint(f"{name} of config.json holds a value of the wrong kind: {error}") from None
+
+
+def _read_fp8(method: str, given: Mapping[str, Any]) -> Quantization:
+    if (kind := given.get("fmt", "e4m3")) not in ("e4m3", "float8_e4m3fn"):
+        raise _unsupported(method, f"fmt {kind}")
+    scheme = given.get("activation_scheme", "dynamic")
+    if scheme not in ("dynamic", "static"):
+        raise _unsupported(method, f"activation_scheme {scheme}")
+    static, block = scheme == "static", given.get("weight_block_size")
+    if block is None:
+        return Quantization(
+            method=method, layout="float8", bits=8, block_rows=0, static_inputs=static, quantizes_inputs=True
+        )
+    rows, columns = _block(method, block)
+    if static:
+        raise _unsupported(method, "activation_scheme static with weight_block_size")
+    return Quantization(
+        method=method, layout="float8", bits=8, group=columns, block_rows=rows, scale_name="weight_scale_inv"
+    )
+
+
+def _read_fbgemm(method: str, given: Mapping[str, Any]) -> Quantization:
+    return Quantization(method=method, layout="float8", bits=8, quantizes_inputs=True)
+
+
+def _read_awq(method: str, given: Mapping[str, Any]) -> Quantization:
+    if (version := str(given.get("version", "gemm")).lower()) != "gemm":
+        raise _unsupported(method, f"version {version}")
+    bits, group = _bits(method, given.get("bits", given.get("w_bit", 4)), (4,)), _group(given)
+    # the tensors include zero points also if zero_point is false
+    return Quantization(method=method, layout="awq", bits=bits, group=group, symmetric=False)
+
+
+def _read_gptq(method: str, given: Mapping[str, Any]) -> Quantization:
+    bits = _bits(method, given.get("bits", 4), (4, 8))
+    if (kind := given.get("checkpoint_format", "gptq")) not in ("gptq", "gptq_v2"):
+        raise _unsupported(method, f"checkpoint_format {kind}")
+    if given.get("dynamic"):
+        raise _unsupported(method, "dynamic (settings of single modules)")
+    return Quantization(
+        method=method if kind == "gptq" else "gptq_v2",
+        layout="gptq",
+        bits=bits,
+        group=_group(given),
+        symmetric=bool(given.get("sym", True)),
+        act_order=bool(given.get("desc_act", False)),
+    )
+
+
+def _read_compressed(method: str, given: Mapping[str, Any]) -> Quantization:
+    groups = given.get("config_groups") or {}
+    schemes = [group.get("weights") or {} for group in groups.values()]
+    if not schemes or any(scheme != schemes[0] for scheme in schemes):
+        raise _unsupported(method, f"{len(schemes)} different schemes of weights in config_groups")
+    scheme, kind = schemes[0], str(given.get("format", ""))
+    inputs = next(iter(groups.values())).get("input_activations")
+    sparse = (given.get("sparsity_config") or {}).get("format", "dense")
+    if sparse not in ("dense", ""):
+        raise _unsupported(method, f"sparsity_config {sparse}")
+    strategy, bits = scheme.get("strategy", "tensor"), int(scheme.get("num_bits", 8))
+    group, block_rows = _strategy(method, strategy, scheme)
+    symmetric = bool(scheme.get("symmetric", True))
+    if kind in ("float-quantized", "naive-quantized") and scheme.get("type") == "float" and bits == 8:
+        return Quantization(
+            method=method,
+            layout="float8",
+            bits=8,
+            group=group,
+            block_rows=block_rows,
+            static_inputs=inputs is not None and not inputs.get("dynamic", False),
+            quantizes_inputs=inputs is not None and not group,
+        )
+    if scheme.get("type", "int") == "int" and kind in ("int-quantized", "naive-quantized") and bits == 8:
+        return Quantization(
+            method=method, layout="int8", bits=8, group=group, block_rows=block_rows, symmetric=symmetric
+        )
+    if scheme.get("type", "int") == "int" and kind == "pack-quantized" and bits in (4, 8):
+        return Quantization(
+            method=method,
+            layout="packed",
+            bits=bits,
+            group=group,
+            block_rows=block_rows,
+            symmetric=symmetric,
+            act_order=scheme.get("actorder") in ("group", True),
+        )
+    raise _unsupported(method, f"format {kind} with {scheme.get('type', 'int')} weights of {bits} bits")
+
+
+_READERS = {
+    "fp8": _read_fp8,
+    "fbgemm_fp8": _read_fbgemm,
+    "awq": _read_awq,
+    "gptq": _read_gptq,
+    "compressed-tensors": _read_compressed,
+}
+
+
+def _strategy(method: str, strategy: str, scheme: Mapping[str, Any]) -> tuple[int, int]:
+    """Columns per scale and rows per scale."""
+    if strategy == "tensor":
+        return 0, 0
+    if strategy == "channel":
+        return 0, 1
+    if strategy == "group":
+        return _group(scheme), 1
+    if strategy == "block":
+        rows, columns = _block(method, scheme.get("block_structure"))
+        return columns, rows
+    raise _unsupported(method, f"strategy {strategy}")
+
+
+def _block(method: str, block: Any) -> tuple[int, int]:
+    rows, columns = map(int, block)
+    if rows < 1 or columns < 16 or columns & (columns - 1):
+        raise _unsupported(method, f"blocks of {rows} x {columns}")
+    return rows, columns
+
+
+def _group(given: Mapping[str, Any]) -> int:
+    """0 for one scale per row."""
+    size = int(given.get("group_size", given.get("q_group_size", 128)) or 0)
+    if size == -1:
+        return 0
+    if size < 16 or size & (size - 1):
+        raise BadCheckpoint(f"group_size of quantization_config is {size}; it must be a power of two from 16, or -1")
+    return size
+
+
+def _bits(method: str, bits: Any, supported: tuple[int, ...]) -> int:
+    if int(bits) not in supported:
+        raise _unsupported(method, f"{bits} bits")
+    return int(bits)
+
+
+def _unsupported(method: str, what: str) -> UnsupportedModel:
+    return UnsupportedModel(
+        f"the checkpoint is quantised by {method} with {what}, which is not supported; give {INSTEAD}"
+    )

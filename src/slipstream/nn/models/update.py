@@ -1,0 +1,137 @@
+"""ModelWeights: replaces the weights of a model in place, so that captured graphs and kernels keep their addresses.
+
+Sources: files, tensors of this process by their names in a checkpoint, or a torch.distributed group whose first rank
+sends such tensors (`received_weights`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from slipstream.config.config import ModelConfig
+from slipstream.config.weight_files import require_weights
+from slipstream.device.device import Device
+from slipstream.errors import BadCheckpoint, InvalidParams, UnsupportedModel
+from slipstream.nn.models.decoder import Decoder
+from slipstream.nn.models.encoder import Encoder
+from slipstream.nn.models.load import find_tensors, wrap_source
+from slipstream.nn.models.registry import find_rules
+from slipstream.nn.weight_format import Weight, WeightTarget
+from slipstream.nn.weights.load import fill_targets, find_targets
+from slipstream.nn.weights.source import SourceTensor
+
+NamedTensors = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+
+
+class ModelWeights:
+    """Implements `WeightUpdate`."""
+
+    def __init__(self, config: ModelConfig, model: Decoder | Encoder, device: Device) -> None:
+        self._config = config
+        self._model = model
+        self._device = device
+        self._missing: set[str] = set()  # targets that were dropped and not loaded again
+
+    @property
+    def num_missing(self) -> int:
+        return len(self._missing)
+
+    def check_can_update(self) -> None:
+        """Raises UnsupportedModel if the model cannot take other weights."""
+        if self._config.info.backend_folder:
+            raise UnsupportedModel(
+                "the weights of a transformers module cannot be exchanged; use an architecture that runs without it"
+            )
+        packed = [name for name, part in self._model.named_modules() if isinstance(part, Weight) and not part.refills]
+        if packed:
+            raise UnsupportedModel(
+                f"{packed[0]} and others are packed when they are read, so that they cannot be exchanged in place; use "
+                "a checkpoint that is not quantised, or dequantize"
+            )
+
+    def drop(self) -> None:
+        """All weights have lost their content."""
+        self._missing = set(find_targets(self._model))
+
+    def update(self, source: object) -> None:
+        """Reads weights from a folder or file of the same architecture (None: those of the model), or from tensors of a
+        checkpoint by name, which may be a part of them.
+
+        Names and shapes of a folder and of a mapping are checked before the first weight changes; an iterator is read
+        tensor by tensor.
+        """
+        targets = find_targets(self._model)
+        if source is None or isinstance(source, str | Path):
+            config = self._config if source is None else self._of_folder(Path(source))
+            found, _ = find_tensors(config, self._model, targets, self._device.torch_device)
+            self._device.run_and_wait(lambda: fill_targets(found, targets))
+            self._missing.clear()
+        elif isinstance(source, Mapping):
+            matched = list(self._matched(source.items(), targets))
+            self._device.run_and_wait(lambda: self._fill(matched, targets))
+        elif isinstance(source, Iterable) and not isinstance(source, bytes):
+            self._device.run_and_wait(lambda: self._fill(self._matched(source, targets), targets))
+        else:
+            raise InvalidParams(
+                f"weights are {type(source).__name__}; give a folder, or tensors by name", param="weights"
+            )
+
+    def _of_folder(self, folder: Path) -> ModelConfig:
+        if self._config.load_format == "gguf":
+            return msgspec.structs.replace(self._config, path=str(folder))
+        require_weights(folder)
+        return msgspec.structs.replace(self._config, path=str(folder), load_format="safetensors")
+
+    def _fill(self, matched: Iterable[tuple[str, SourceTensor]], targets: Mapping[str, WeightTarget]) -> None:
+        for name, tensor in matched:
+            fill_targets({name: tensor}, targets)
+            self._missing.discard(name)
+
+    def _matched(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], targets: Mapping[str, WeightTarget]
+    ) -> Iterator[tuple[str, SourceTensor]]:
+        """Targets and their tensors. Tensors that the model does not read are left out, as in a checkpoint."""
+        rules = find_rules(self._config.info, self._model.shape)
+        for tensor in wrap_source(_TensorSource(tensors), self._model):
+            try:
+                name = rules.rename(tensor.name)
+            except KeyError:
+                raise BadCheckpoint(
+                    f"the model has no tensor {tensor.name:.200}; give names of its checkpoint"
+                ) from None
+            if name is None:
+                continue
+            if name not in targets or tensor.shape != targets[name].shape:
+                what = "unknown" if name not in targets else f"{list(targets[name].shape)}"
+                raise BadCheckpoint(f"{tensor.name:.200} is {list(tensor.shape)}, and its place in the model is {what}")
+            yield name, tensor
+
+
+class _TensorSource:
+    def __init__(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self._tensors = tensors
+
+    def __iter__(self) -> Iterator[SourceTensor]:
+        for name, tensor in self._tensors:
+            if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+                raise InvalidParams("weights must be pairs of a name and a torch tensor", param="weights")
+            yield SourceTensor(name, tuple(tensor.shape), str(tensor.dtype), tensor.detach)
+
+
+def received_weights(
+    group: Any, names: Sequence[str], shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype], *, source: int = 0
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors that rank `source` of a torch.distributed process group broadcasts one by one, in this order, on the
+    device of the group: a CUDA tensor for NCCL, else a CPU tensor."""
+    options = torch.distributed.BroadcastOptions()
+    options.rootRank = source
+    device = "cuda" if "nccl" in group.name().lower() else "cpu"
+    for name, shape, dtype in zip(names, shapes, dtypes, strict=True):
+        tensor = torch.empty(tuple(shape), dtype=dtype, device=device)
+        group.broadcast([tensor], options).wait()
+        yield name, tensor

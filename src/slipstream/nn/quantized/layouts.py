@@ -1,0 +1,193 @@
+"""Layouts: the tensors in which each method stores a weight, and how they become a `QuantizedPart`.
+
+A part is a weight as the checkpoint has it: q, k and v of one attention layer are three parts of one matrix. Numbers of
+a part are FP8, or unsigned integers of 4 or 8 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+
+from slipstream.config.quantization import Quantization
+from slipstream.errors import BadCheckpoint
+from slipstream.nn.weight_format import CheckpointTensor
+from slipstream.ops.quantized import MAX_FP8
+
+OPTIONAL = ("g_idx", "weight_g_idx", "input_scale", "weight_zero_point")
+"""Tensors that a checkpoint of some method may have or not."""
+UNUSED = ("weight_shape", "input_scale_ub", "input_zero_point")
+"""Tensors that say nothing more than the others."""
+
+Read = Callable[[str], torch.Tensor]
+"""Reads a tensor by the last part of its name."""
+
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the place of each of 8 adjacent columns in an int32
+
+
+class QuantizedPart(NamedTuple):
+    """weight = scale * (values - zeros), a scale and a zero for each group of columns."""
+
+    values: torch.Tensor  # [rows, columns] float8_e4m3fn, or uint8
+    scale: torch.Tensor  # [rows, groups] float32
+    zeros: torch.Tensor | None  # [rows, groups] float32; None: FP8, or the middle of the range
+    order: torch.Tensor | None  # [columns] the model's column for each column of `values`; None: the same
+    input_scale: torch.Tensor | None  # [1] float32
+
+
+def marker(q: Quantization) -> str:
+    """The tensor that every quantised weight of a layout has."""
+    names = {"float8": q.scale_name, "int8": q.scale_name, "packed": "weight_packed"}
+    return names.get(q.layout, "qweight")
+
+
+def tensor_shapes(
+    q: Quantization, num_rows: int, num_columns: int, optional: frozenset[str]
+) -> dict[str, tuple[int, ...]]:
+    """The tensors of a part, by the last part of their names. `optional`: those of `OPTIONAL` that are there."""
+    groups = num_columns // q.group if q.group else 1
+    per_word = 32 // q.bits
+    if q.layout == "online":
+        return {"weight": (num_rows, num_columns)}
+    if q.layout in ("awq", "gptq"):
+        shapes: dict[str, tuple[int, ...]] = {"qzeros": (groups, num_rows // per_word), "scales": (groups, num_rows)}
+        if q.layout == "awq":
+            return shapes | {"qweight": (num_columns, num_rows // per_word)}
+        shapes["qweight"] = (num_columns // per_word, num_rows)
+        return shapes | ({"g_idx": (num_columns,)} if "g_idx" in optional else {})
+    if not q.block_rows:
+        scales: tuple[int, ...] = (1,)
+    else:
+        scales = (-(-num_rows // q.block_rows), groups)
+    shapes = {q.scale_name: scales}
+    if q.layout == "packed":
+        shapes["weight_packed"] = (num_rows, num_columns // per_word)
+        if not q.symmetric:
+            shapes["weight_zero_point"] = (num_rows // per_word, groups)
+        return shapes | ({"weight_g_idx": (num_columns,)} if "weight_g_idx" in optional else {})
+    shapes["weight"] = (num_rows, num_columns)
+    if q.layout == "int8" and not q.symmetric:
+        shapes["weight_zero_point"] = scales
+    return shapes | ({"input_scale": (1,)} if q.layout == "float8" and "input_scale" in optional else {})
+
+
+def read_part(
+    q: Quantization, name: str, pieces: Mapping[str, CheckpointTensor], num_columns: int, device: torch.device
+) -> QuantizedPart:
+    """`name`: of the weight, for errors; `pieces`: by the names of `tensor_shapes`."""
+
+    def read(kind: str) -> torch.Tensor:
+        return pieces[kind].read().to(device)
+
+    if q.layout == "online":
+        return quantize_part(q, read("weight"))
+    if q.layout == "awq":
+        return _read_awq(read)
+    if q.layout == "gptq":
+        return _read_gptq(q, name, read, "g_idx" in pieces)
+    if q.layout == "packed":
+        return _read_packed(q, name, read, pieces, num_columns)
+    return _read_rows(q, name, read, pieces)
+
+
+def quantize_part(q: Quantization, weight: torch.Tensor) -> QuantizedPart:
+    """A float weight to the nearest numbers: FP8 with a scale per row, or integers with a scale per group."""
+    grouped = weight.float().unflatten(1, (-1, q.group or weight.shape[1]))
+    if q.layout == "online" and q.method == "fp8":
+        scale = (grouped.abs().amax(-1) / MAX_FP8).clamp_min(1e-12)
+        values = (grouped / scale.unsqueeze(-1)).clamp_(-MAX_FP8, MAX_FP8).to(torch.float8_e4m3fn)
+        return QuantizedPart(values.flatten(1), scale, None, None, None)
+    largest = 2**q.bits - 1
+    if q.symmetric:
+        scale = (grouped.abs().amax(-1) / (largest // 2)).clamp_min(1e-12)
+        zeros = torch.full_like(scale, largest // 2 + 1)
+    else:
+        low, high = grouped.amin(-1).clamp_max(0), grouped.amax(-1).clamp_min(0)
+        scale = ((high - low) / largest).clamp_min(1e-12)
+        zeros = (-low / scale).round()
+    values = (grouped / scale.unsqueeze(-1) + zeros.unsqueeze(-1)).round().clamp_(0, largest).to(torch.uint8)
+    return QuantizedPart(values.flatten(1), scale, None if q.symmetric else zeros, None, None)
+
+
+def _read_rows(q: Quantization, name: str, read: Read, pieces: Mapping[str, CheckpointTensor]) -> QuantizedPart:
+    """FP8 or 8-bit integers in the shape of the weight."""
+    values, scale = read("weight"), read(q.scale_name).float()
+    wanted = torch.float8_e4m3fn if q.layout == "float8" else torch.int8
+    if values.dtype is not wanted:
+        raise BadCheckpoint(
+            f"{name}.weight is {values.dtype}, and quantization_config says {wanted}; use its own config"
+        )
+    rows = len(values)
+    if q.block_rows == 0:
+        scale = scale.reshape(1, 1).expand(rows, 1)
+    elif q.block_rows > 1:
+        scale = scale.repeat_interleave(q.block_rows, 0)[:rows]
+    inputs = read("input_scale").float().reshape(1) if "input_scale" in pieces else None
+    if q.layout == "float8":
+        return QuantizedPart(values, scale, None, None, inputs)
+    zeros = None
+    if not q.symmetric:
+        zeros = read("weight_zero_point").float() + 128
+        zeros = zeros.reshape(1, 1).expand(rows, 1) if q.block_rows == 0 else zeros
+    # signed to unsigned: adding 128 flips the top bit
+    return QuantizedPart(values.view(torch.uint8) ^ 128, scale, zeros, None, None)
+
+
+def _read_packed(
+    q: Quantization, name: str, read: Read, pieces: Mapping[str, CheckpointTensor], num_columns: int
+) -> QuantizedPart:
+    """compressed-tensors pack-quantized: 4 or 8 adjacent columns in an int32, lowest first."""
+    values = _unpack(read("weight_packed"), q.bits, 1)[:, :num_columns]
+    scale = read("weight_scale").float()
+    if q.block_rows == 0:
+        scale = scale.reshape(1, 1).expand(len(values), 1)
+    zeros = None if q.symmetric else _unpack(read("weight_zero_point"), q.bits, 0).float()
+    order = _order_of(q, name, read("weight_g_idx")) if "weight_g_idx" in pieces else None
+    return QuantizedPart(values if order is None else values[:, order], scale, zeros, order, None)
+
+
+def _read_awq(read: Read) -> QuantizedPart:
+    def unpack(words: torch.Tensor) -> torch.Tensor:
+        return _unpack(words, 4, 1).unflatten(1, (-1, 8))[:, :, list(_AWQ_ORDER)].flatten(1).t()
+
+    return QuantizedPart(
+        unpack(read("qweight")), read("scales").float().t(), unpack(read("qzeros")).float(), None, None
+    )
+
+
+def _read_gptq(q: Quantization, name: str, read: Read, has_order: bool) -> QuantizedPart:
+    values = _unpack(read("qweight"), q.bits, 0).t()
+    stored = _unpack(read("qzeros"), q.bits, 1).t().float()
+    if q.method == "gptq":  # the first version of the format stores zeros less one
+        stored = (stored + 1).remainder(2**q.bits)
+    zeros: torch.Tensor | None = stored
+    if q.symmetric:
+        if not bool((stored == 2 ** (q.bits - 1)).all()):
+            raise BadCheckpoint(
+                f"{name}.qzeros are not in the middle of the range, and sym of the config says they are"
+            )
+        zeros = None
+    order = _order_of(q, name, read("g_idx")) if has_order else None
+    return QuantizedPart(values if order is None else values[:, order], read("scales").float().t(), zeros, order, None)
+
+
+def _order_of(q: Quantization, name: str, groups: torch.Tensor) -> torch.Tensor | None:
+    """The columns sorted by group, from the group of each column; None if they are sorted."""
+    sizes = torch.bincount(groups.long())
+    if not bool((sizes == (q.group or len(groups))).all()):
+        raise BadCheckpoint(
+            f"the groups in g_idx of {name} do not all have {q.group} columns; download the model again"
+        )
+    order = torch.sort(groups.long(), stable=True).indices
+    return None if bool((order == torch.arange(len(order), device=order.device)).all()) else order
+
+
+def _unpack(words: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
+    """Unsigned numbers of an int32 tensor, lowest bits first, along a dimension."""
+    shifts = torch.arange(0, 32, bits, device=words.device, dtype=torch.int32)
+    shape = [1] * (words.dim() + 1)
+    shape[dim + 1] = len(shifts)
+    numbers = words.to(torch.int32).unsqueeze(dim + 1) >> shifts.view(shape) & (2**bits - 1)
+    return numbers.flatten(dim, dim + 1).to(torch.uint8)

@@ -1,0 +1,229 @@
+"""Quantized: weights that stay quantised on a GPU, or are dequantised at load where no kernel exists."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from slipstream.config.quantization import Quantization
+from slipstream.errors import BadCheckpoint
+from slipstream.nn.quantized.layouts import QuantizedPart, read_part, tensor_shapes
+from slipstream.nn.weight_format import CheckpointTensor, UnquantizedWeight, Weight, WeightTarget, new_parameter
+from slipstream.ops.linear import Activation
+from slipstream.ops.norm import add_rms_norm, rms_norm
+from slipstream.ops.quantized import QuantizedMatrix, dequantize, pack_4_bit, quantized_linear
+
+
+@dataclass(frozen=True, slots=True)
+class Quantized:
+    """The format of one weight of the model."""
+
+    quantization: Quantization
+    name: str  # of the weight, for errors
+    dtype: torch.dtype  # of activations
+    optional: frozenset[str] = frozenset()  # tensors of `layouts.OPTIONAL` that the checkpoint has for this weight
+    stays_quantized: bool = True
+    batch_invariant: bool = False
+
+    def new_weight(self, num_rows: int, num_columns: int) -> Weight:
+        q = self.quantization
+        if num_columns % (q.group or 1) or (q.bits == 4 and num_columns % 32) or (q.layout == "awq" and num_rows % 8):
+            raise BadCheckpoint(
+                f"{self.name} is {num_rows} x {num_columns}, which does not divide into groups of {q.group or 'a row'} "
+                f"with {q.bits} bits; its quantization_config belongs to another model"
+            )
+        if self.stays_quantized:
+            return QuantizedWeight(num_rows, num_columns, self)
+        return DequantizedWeight(num_rows, num_columns, self)
+
+
+class QuantizedWeight(Weight):
+    def __init__(self, num_rows: int, num_columns: int, format: Quantized) -> None:
+        super().__init__()
+        q = format.quantization
+        self.format, self.num_columns = format, num_columns
+        self.is_row_wise = q.layout == "online"
+        groups = num_columns // q.group if q.group else 1
+        if q.bits == 4:
+            self.values = new_parameter(num_rows, num_columns // 2, dtype=torch.uint8)
+        else:
+            self.values = new_parameter(num_rows, num_columns, dtype=storage_dtype(q))
+        self.scale = new_parameter(num_rows, groups, dtype=torch.float32)
+        self.offset = None if q.symmetric else new_parameter(num_rows, groups, dtype=torch.float32)
+        # of static inputs: the largest of all parts
+        self.input_scale = new_parameter(1, dtype=torch.float32) if "input_scale" in format.optional else None
+        self._has_input_scale = False
+        self._parts: dict[int, tuple[int, torch.Tensor | None]] = {}  # rows and column order by first row
+        self._runs: list[_Run] = []  # if some part has an order of columns
+
+    def targets(self, first_row: int, num_rows: int) -> Iterator[tuple[str, WeightTarget]]:
+        fill = partial(self._fill, first_row)
+        yield from part_targets(self.format, num_rows, self.num_columns, lambda: self.values.device, fill)
+
+    def _fill(self, first_row: int, part: QuantizedPart) -> None:
+        matrix = to_matrix(part, self.format.quantization)
+        rows = slice(first_row, first_row + len(part.values))
+        self.values[rows].copy_(matrix.values)
+        self.scale[rows].copy_(matrix.scale)
+        if self.offset is not None:
+            assert matrix.offset is not None
+            self.offset[rows].copy_(matrix.offset)
+        if self.input_scale is not None and part.input_scale is not None:
+            known = self.input_scale if self._has_input_scale else part.input_scale
+            self.input_scale.copy_(torch.maximum(known, part.input_scale))
+            self._has_input_scale = True
+        self._parts[first_row] = len(part.values), part.order
+        if any(order is not None for _, order in self._parts.values()):
+            self._runs = _join_runs(self._parts)
+
+    @property
+    def matrix(self) -> QuantizedMatrix:
+        return QuantizedMatrix(self.values, self.scale, self.offset, zero_of(self.format.quantization))
+
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return self._multiply(x, bias, None)
+
+    def multiply_normed(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        norm: torch.Tensor,
+        eps: float,
+        bias: torch.Tensor | None,
+        activation: Activation | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if residual is None:
+            normed, total = rms_norm(x, norm, eps), x
+        else:
+            normed, total = add_rms_norm(x, residual, norm, eps)
+        return self._multiply(normed, bias, activation), total
+
+    def multiply_activated(self, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation) -> torch.Tensor:
+        return self._multiply(x, bias, activation)
+
+    def _multiply(self, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation | None) -> torch.Tensor:
+        run = partial(
+            quantized_linear,
+            input_scale=self.input_scale,
+            quantizes_inputs=self.format.quantization.quantizes_inputs,
+            batch_invariant=self.format.batch_invariant,
+        )
+        if not self._runs:
+            return run(x, self.matrix, bias, activation)
+        if len(self._runs) == 1 and self._runs[0].order is not None:
+            return run(x.index_select(1, self._runs[0].order), self.matrix, bias, activation)
+        # parts with different orders of columns: a GEMM for each
+        outs = []
+        for first, count, order in self._runs:
+            own = x if order is None else x.index_select(1, order)
+            outs.append(run(own, self.matrix.rows(first, count), None if bias is None else bias[first : first + count]))
+        out = torch.cat(outs, 1)
+        return out if activation is None else activation(out)
+
+    def lookup(self, ids: torch.Tensor) -> torch.Tensor:
+        assert not self._runs, "an embedding has no order of columns"
+        offset = None if self.offset is None else self.offset.index_select(0, ids)
+        rows = QuantizedMatrix(
+            self.values.view(torch.uint8).index_select(0, ids).view(self.values.dtype),
+            self.scale.index_select(0, ids),
+            offset,
+            zero_of(self.format.quantization),
+        )
+        return dequantize(rows, self.format.dtype)
+
+
+class _Run(NamedTuple):
+    """Adjacent rows whose columns have the same order."""
+
+    first: int
+    num_rows: int
+    order: torch.Tensor | None
+
+
+def _join_runs(parts: Mapping[int, tuple[int, torch.Tensor | None]]) -> list[_Run]:
+    runs: list[_Run] = []
+    for first in sorted(parts):
+        count, order = parts[first]
+        last = runs[-1] if runs else None
+        if last is not None and last.first + last.num_rows == first and _are_equal(last.order, order):
+            runs[-1] = last._replace(num_rows=last.num_rows + count)
+        else:
+            runs.append(_Run(first, count, order))
+    return runs
+
+
+def _are_equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return torch.equal(one, other)
+
+
+class DequantizedWeight(UnquantizedWeight):
+    """A quantised weight that is dequantised at load."""
+
+    def __init__(self, num_rows: int, num_columns: int, format: Quantized) -> None:
+        super().__init__(num_rows, num_columns, format.dtype)
+        self.format = format
+        self.is_row_wise = format.quantization.layout == "online"
+
+    def targets(self, first_row: int, num_rows: int) -> Iterator[tuple[str, WeightTarget]]:
+        fill = partial(self._fill_part, first_row)
+        yield from part_targets(self.format, num_rows, self.data.shape[1], lambda: self.data.device, fill)
+
+    def _fill_part(self, first_row: int, part: QuantizedPart) -> None:
+        rows = self.data[first_row : first_row + len(part.values)]
+        weight = dequantize(to_matrix(part, self.format.quantization), self.data.dtype)
+        if part.order is None:
+            rows.copy_(weight)
+        else:
+            rows[:, part.order] = weight
+
+
+def storage_dtype(q: Quantization) -> torch.dtype:
+    """Of `QuantizedMatrix.values`."""
+    if q.bits == 4:
+        return torch.uint8
+    return torch.float8_e4m3fn if q.layout == "float8" or (q.layout == "online" and q.method == "fp8") else torch.int8
+
+
+def zero_of(q: Quantization) -> int:
+    """`QuantizedMatrix.zero`. Integers of 8 bits are stored around zero."""
+    return 8 if q.bits == 4 and q.symmetric else 0
+
+
+def to_matrix(part: QuantizedPart, q: Quantization) -> QuantizedMatrix:
+    kind = storage_dtype(q)
+    if kind is torch.float8_e4m3fn:
+        return QuantizedMatrix(part.values, part.scale, None)
+    zeros = part.zeros
+    if kind is torch.int8:
+        values = (part.values ^ 128).view(torch.int8)
+        return QuantizedMatrix(values, part.scale, None if zeros is None else (zeros - 128) * part.scale)
+    offset = None if zeros is None else zeros * part.scale
+    return QuantizedMatrix(pack_4_bit(part.values.contiguous()), part.scale, offset, zero_of(q))
+
+
+def part_targets(
+    format: Quantized,
+    num_rows: int,
+    num_columns: int,
+    device: Callable[[], torch.device],
+    fill: Callable[[QuantizedPart], None],
+) -> Iterator[tuple[str, WeightTarget]]:
+    """The targets of a part, which is read when its last tensor has arrived."""
+    q = format.quantization
+    shapes = tensor_shapes(q, num_rows, num_columns, format.optional)
+    pieces: dict[str, CheckpointTensor] = {}
+
+    def arrive(kind: str, piece: CheckpointTensor) -> None:
+        pieces[kind] = piece
+        if len(pieces) == len(shapes):
+            fill(read_part(q, format.name, pieces, num_columns, device()))
+            pieces.clear()
+
+    for kind, shape in shapes.items():
+        yield kind, WeightTarget(shape, partial(arrive, kind))

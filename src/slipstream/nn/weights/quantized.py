@@ -1,0 +1,86 @@
+"""Tensors of quantised checkpoints: which weights of the model are quantised, and the shapes of their scales.
+
+A weight is quantised if the checkpoint has its scales (or packed numbers), whatever the lists of modules in
+quantization_config say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from slipstream.config.quantization import Quantization
+from slipstream.errors import BadCheckpoint
+from slipstream.nn.quantized.layouts import OPTIONAL, UNUSED, marker
+from slipstream.nn.weights.rules import Rules
+from slipstream.nn.weights.source import SourceTensor, WeightSource
+
+_FP8 = ("F8_E4M3", "float8_e4m3fn")
+
+
+class QuantizedSource:
+    """A source without tensors that say nothing more, with scales in the shapes of `layouts.tensor_shapes`."""
+
+    def __init__(self, source: WeightSource, quantization: Quantization) -> None:
+        self.source, self.quantization = source, quantization
+
+    def __iter__(self) -> Iterator[SourceTensor]:
+        q = self.quantization
+        for tensor in self.source:
+            kind = tensor.name.rpartition(".")[2]
+            if kind in UNUSED or (kind == "input_scale" and not q.static_inputs):
+                continue
+            if kind in (q.scale_name, "input_scale", "weight_zero_point") and tensor.num_elements == 1:
+                yield _reshaped(tensor, (1,) if kind == "input_scale" or not q.block_rows else (1, 1))
+            elif kind in (q.scale_name, "weight_zero_point") and len(tensor.shape) == 1:
+                yield _reshaped(tensor, (*tensor.shape, 1))
+            else:
+                yield tensor
+
+
+def _reshaped(tensor: SourceTensor, shape: tuple[int, ...]) -> SourceTensor:
+    def read() -> torch.Tensor:
+        return tensor.read().reshape(shape)
+
+    return replace(tensor, shape=shape, read=read)
+
+
+def find_quantized(source: WeightSource, rules: Rules, quantization: Quantization) -> dict[str, frozenset[str]]:
+    """The quantised weights by their names in the model, each with its optional tensors (`layouts.OPTIONAL`)."""
+    found: dict[str, set[str]] = {}
+    is_float8: dict[str, str] = {}
+    sign = marker(quantization)
+    for tensor in source:
+        module, _, kind = tensor.name.rpartition(".")
+        if kind not in (sign, "weight", *OPTIONAL):
+            continue
+        try:
+            target = rules.rename(tensor.name)
+        except KeyError:
+            if kind == sign:
+                raise BadCheckpoint(
+                    f"{tensor.name}: {module} is quantised, which is not supported for this module; give the "
+                    "unquantised checkpoint or one that leaves it out"
+                ) from None
+            continue
+        if target is None:
+            continue
+        part = target.rpartition(".")[0]
+        if kind == "weight":
+            if tensor.kind in _FP8:
+                is_float8[part] = tensor.name
+            continue
+        kinds = found.setdefault(part, set())
+        kinds.add(kind)
+    quantized = {part: kinds for part, kinds in found.items() if sign in kinds}
+    missing = [name for part, name in is_float8.items() if part not in quantized]
+    if missing:
+        raise BadCheckpoint(f"{missing[0]} is FP8 and has no {sign}; download the model again")
+    weights: dict[str, frozenset[str]] = {}
+    for part, kinds in quantized.items():
+        optional = frozenset(kinds & set(OPTIONAL))
+        for name in (part, part.rpartition(".")[0]):  # a part of a merged weight, or the whole
+            weights[name] = weights.get(name, frozenset()) | optional
+    return weights

@@ -1,0 +1,67 @@
+"""Device functions of the tile list: the rows of a step, how their keys are cut, and which rows are one single."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+ALIGN = tl.constexpr(128)  # the first split of a window starts at a multiple of it; the key block size divides it
+
+
+@triton.jit
+def read_rows(
+    row, lengths, starts, table, table_stride, num_rows, num_tokens, HAS_STARTS: tl.constexpr, PAGE: tl.constexpr
+):
+    """First token, number of tokens and length of one or many rows; row `num_rows` has the remaining (padding)
+    tokens."""
+    mine = row < num_rows
+    if HAS_STARTS:
+        start = tl.load(starts + row, mask=row <= num_rows, other=0)
+        stop = tl.where(mine, tl.load(starts + row + 1, mask=mine, other=0), num_tokens)
+        count = stop - start
+    else:
+        start = row
+        count = tl.where(mine, 1, 0)
+    length = tl.load(lengths + row, mask=mine, other=0).to(tl.int32)
+    last = tl.maximum(length - 1, 0) // PAGE
+    page = tl.load(table + row.to(tl.int64) * table_stride + last, mask=mine & (length > 0), other=0)
+    # a row whose newest position is in the null page is padding
+    return start, count, tl.where(page == 0, 0, length)
+
+
+@triton.jit
+def continues(
+    row,
+    lengths,
+    host_ids,
+    table,
+    table_stride,
+    num_rows,
+    PAGE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    MIN_SPLIT: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    QUERIES: tl.constexpr,
+):
+    """Whether one or many rows are queries of the same single as the row before: the next position of a drafted row,
+    whose keys are cut in the same way."""
+    offset = -1 - tl.load(host_ids + row, mask=row < num_rows, other=-1)
+    before = tl.maximum(row - 1, 0)
+    _, _, length = read_rows(row, lengths, None, table, table_stride, num_rows, num_rows, False, PAGE)
+    _, _, length_before = read_rows(before, lengths, None, table, table_stride, num_rows, num_rows, False, PAGE)
+    begin, size, _ = cut_keys(length, WINDOW, MIN_SPLIT, MAX_SPLITS)
+    begin_before, size_before, _ = cut_keys(length_before, WINDOW, MIN_SPLIT, MAX_SPLITS)
+    is_next = (offset > 0) & (offset % QUERIES != 0) & (length == length_before + 1)
+    return is_next & (begin == begin_before) & (size == size_before)
+
+
+@triton.jit
+def cut_keys(length, WINDOW: tl.constexpr, MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr):
+    """First key of the first split, keys per split, number of splits (1 for padding: its output is written too)."""
+    begin = length * 0
+    if WINDOW:
+        begin = tl.maximum(length - WINDOW, 0) // ALIGN * ALIGN
+    size = length * 0 + MIN_SPLIT
+    for _ in tl.static_range(14):
+        size = tl.where(size * MAX_SPLITS < length - begin, size * 2, size)
+    return begin, size, tl.maximum(tl.cdiv(length - begin, size), 1)

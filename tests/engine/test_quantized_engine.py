@@ -1,0 +1,77 @@
+"""Engines with quantised weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quantized_checkpoint import quantize
+from slipstream import LLM, SamplingParams
+from slipstream.errors import InvalidOption
+from slipstream.ops.quantized import QuantizedMatrix, quantized_linear, reference
+from tiny import write_tiny, write_weights
+
+SMALL: dict[str, Any] = dict(max_model_len=128, num_pages=32, max_num_seqs=4, use_tqdm_on_load=False)
+PROMPTS = [[5, 6, 7, 8], [9, 10, 11]]
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+
+def tokens(folder: Path, **options: Any) -> list[list[int]]:
+    with LLM(str(folder), **SMALL | options) as llm:
+        return [list(result.outputs[0].token_ids) for result in llm.generate(PROMPTS, GREEDY)]
+
+
+def test_tokens_are_those_of_the_dequantised_checkpoint(tmp_path: Path) -> None:
+    folder, plain = write_tiny(tmp_path / "q", "llama"), write_tiny(tmp_path / "plain", "llama")
+    write_weights(plain, quantize(folder, "awq"))
+    assert tokens(folder, quantization="awq", dtype="float64") == tokens(plain, dtype="float64")
+
+
+def test_the_option_must_be_the_method_of_the_checkpoint(tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path, "llama")
+    quantize(folder, "w4a16")
+    with pytest.raises(InvalidOption, match="'gptq', and the checkpoint is quantised by compressed-tensors"):
+        LLM(str(folder), quantization="gptq", **SMALL)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("method", ["awq", "gptq act-order", "fp8 block", "fp8 channel", "w8a16"])
+def test_a_gpu_keeps_weights_quantised(method: str, tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path, "llama")
+    quantize(folder, method)
+    kept = tokens(folder, device="cuda", dtype="bfloat16")
+    with LLM(str(folder), device="cuda", dtype="bfloat16", **SMALL) as llm:
+        logprobs = [r.outputs[0].logprobs for r in llm.generate(PROMPTS, SamplingParams(max_tokens=1, logprobs=5))]
+    with LLM(str(folder), device="cuda", dtype="bfloat16", dequantize=True, **SMALL) as llm:
+        expected = [r.outputs[0].logprobs for r in llm.generate(PROMPTS, SamplingParams(max_tokens=1, logprobs=5))]
+    assert all(len(line) == 6 for line in kept)
+    for found, wanted in zip(logprobs, expected, strict=True):
+        common = found[0].keys() & wanted[0].keys()
+        assert len(common) >= 3
+        assert all(abs(found[0][token].logprob - wanted[0][token].logprob) < 0.15 for token in common)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("is_static", [False, True])
+def test_gemm_of_many_rows_in_fp8(is_static: bool) -> None:
+    torch.manual_seed(0)
+    values = (torch.randn(96, 256, device="cuda") * 100).to(torch.float8_e4m3fn)
+    weight = QuantizedMatrix(values, torch.rand(96, 1, device="cuda") * 0.01, None)
+    x = torch.randn(200, 256, device="cuda", dtype=torch.bfloat16)
+    scale = torch.tensor([0.01], device="cuda") if is_static else None
+    found = quantized_linear(x, weight, None, None, scale, quantizes_inputs=True)
+    expected = reference.scaled_linear(x, weight, None, scale)
+    assert (found - expected).float().norm() < 0.01 * expected.float().norm()
+
+
+@pytest.mark.cuda
+def test_batch_invariant_rows_have_the_same_bits() -> None:
+    values = (torch.randn(96, 256, device="cuda") * 100).to(torch.float8_e4m3fn)
+    weight = QuantizedMatrix(values, torch.rand(96, 1, device="cuda") * 0.01, None)
+    x = torch.randn(200, 256, device="cuda", dtype=torch.bfloat16)
+    whole = quantized_linear(x, weight, batch_invariant=True)
+    for count in (1, 3, 65):
+        assert torch.equal(quantized_linear(x[:count], weight, batch_invariant=True), whole[:count])

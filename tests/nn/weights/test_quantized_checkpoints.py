@@ -1,0 +1,153 @@
+"""Quantised checkpoints of every method, against the weights that their numbers mean."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import hand_load
+from quantized_checkpoint import METHODS, quantize
+from slipstream.config.quantization import ONLINE_FP8
+from slipstream.errors import BadCheckpoint, UnsupportedModel
+from slipstream.nn.layers.linear import Linear
+from slipstream.nn.models import load as loading
+from slipstream.nn.models.decoder import Decoder
+from slipstream.nn.quantized.weight import QuantizedWeight
+from tiny import write_tiny, write_weights
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float64, **options: Any) -> Decoder:
+    return hand_load.load(folder, dtype, dequantize=False, **options)
+
+
+def matrices(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The matrix of each Linear, by multiplying unit vectors."""
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Linear):
+            found[name] = module.weight.multiply(torch.eye(module.num_inputs, dtype=torch.float64), None).t()
+    return found
+
+
+@pytest.fixture(params=["dequantised", "quantised"])
+def storage(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """quantised: in the form that a GPU has, multiplied by the reference."""
+    if request.param == "quantised":
+        monkeypatch.setattr(loading, "supports_kernels", lambda *args: True)
+    return str(request.param)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_weights_are_those_of_the_numbers(method: str, storage: str, tmp_path: Path) -> None:
+    folder, plain = write_tiny(tmp_path / "q", "llama"), write_tiny(tmp_path / "plain", "llama")
+    write_weights(plain, quantize(folder, method))
+    expected, model = matrices(load(plain)), load(folder)
+    found = matrices(model)
+    assert found.keys() == expected.keys()
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-7, atol=1e-9)
+    is_kept = any(isinstance(module, QuantizedWeight) for module in model.modules())
+    assert is_kept == (storage == "quantised")
+
+
+def test_modules_without_scales_stay_as_they_are(tmp_path: Path) -> None:
+    folder, plain = write_tiny(tmp_path / "q", "llama"), write_tiny(tmp_path / "plain", "llama")
+    write_weights(plain, quantize(folder, "w4a16", skip="down_proj"))
+    found, expected = matrices(load(folder)), matrices(load(plain))
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-7, atol=1e-9)
+
+
+def test_static_input_scales_of_merged_parts_become_the_largest(storage: str, tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path, "llama")
+    quantize(folder, "fp8 tensor")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.self_attn.k_proj.input_scale"] = torch.tensor(2.0)
+    write_weights(folder, tensors)
+    weight = load(folder).layers[0].attention.qkv.weight
+    if storage == "quantised":
+        assert weight.input_scale.tolist() == [2.0]
+
+
+def test_plain_weights_are_quantised_to_fp8_at_load(storage: str, tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path, "llama")
+    expected, found = (
+        matrices(load(folder)),
+        matrices(load(folder, quantization=ONLINE_FP8)),
+    )
+    assert torch.equal(found.pop("head"), expected.pop("head"))
+    for name, weight in expected.items():
+        error = (found[name] - weight).abs()
+        assert error.max() > 0 and bool((error <= weight.abs().amax(1, keepdim=True) / 28).all()), name
+
+
+def test_dummy_weights_of_a_quantised_config(storage: str, tmp_path: Path) -> None:
+    """For benchmarks: random weights in the storage of the method."""
+    folder = write_tiny(tmp_path, "llama")
+    quantize(folder, "awq")
+    model = load(folder, load_format="dummy")
+    if storage == "quantised":
+        assert model.layers[0].mlp.down.weight.values.dtype is torch.uint8
+    assert all(bool(weight.isfinite().all() and weight.std() > 0.01) for weight in matrices(model).values())
+
+
+def _drop(folder: Path, name: str) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    del tensors[name]
+    write_weights(folder, tensors)
+
+
+def _configure(folder: Path, **changes: object) -> None:
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"] |= changes
+    path.write_text(json.dumps(config))
+
+
+def test_missing_scales_are_named(tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path, "llama")
+    quantize(folder, "fp8 tensor")
+    _drop(folder, "model.layers.1.mlp.down_proj.weight_scale")
+    with pytest.raises(BadCheckpoint, match="layers.1.mlp.down_proj.weight is FP8 and has no weight_scale"):
+        load(folder)
+    quantize(write_tiny(tmp_path, "llama"), "awq")
+    _drop(folder, "model.layers.1.self_attn.q_proj.scales")
+    with pytest.raises(BadCheckpoint, match="1 missing .layers.1.attention.qkv.q.scales"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("method", "changes", "error", "words"),
+    [
+        ("awq", {"group_size": 64}, BadCheckpoint, "down is 64 x 96, which does not divide into groups of 64"),
+        ("awq", {"group_size": 20}, BadCheckpoint, "group_size of quantization_config is 20"),
+        ("awq", {"bits": 3}, UnsupportedModel, "awq with 3 bits"),
+        ("awq", {"version": "gemv"}, UnsupportedModel, "version gemv"),
+        ("gptq 4", {"sym": True}, BadCheckpoint, "qzeros are not in the middle"),
+        ("gptq 4", {"bits": "four"}, BadCheckpoint, "wrong kind"),
+        ("gptq act-order", {"group_size": 16}, BadCheckpoint, "wrong shape"),
+        ("w8a8", {"format": "nvfp4-pack-quantized"}, UnsupportedModel, "format nvfp4-pack-quantized"),
+        ("fp8 tensor", {"quant_method": "awq"}, BadCheckpoint, "down_proj.weight is FP8 and has no qweight"),
+        ("fp8 tensor", {"quant_method": "modelopt"}, UnsupportedModel, "modelopt, .* not supported .supported: awq"),
+    ],
+)  # fmt: skip
+def test_bad_settings_are_one_clear_error(
+    method: str, changes: dict[str, object], error: type[Exception], words: str, tmp_path: Path
+) -> None:
+    folder = write_tiny(tmp_path, "llama")
+    quantize(folder, method)
+    _configure(folder, **changes)
+    with pytest.raises(error, match=words):
+        load(folder)
+
+
+def test_experts_are_refused_by_name(tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path, "mixtral")
+    with pytest.raises(UnsupportedModel, match="quantised experts are not supported"):
+        load(folder, quantization=ONLINE_FP8)
+    load(folder)

@@ -1,0 +1,174 @@
+"""Writes tiny quantised checkpoints from random numbers, and the weights that those numbers mean."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from tiny import write_weights
+
+Tensors = dict[str, torch.Tensor]
+Packer = Callable[[int, int, torch.Generator], tuple[Tensors, torch.Tensor]]
+"""Rows and columns to the tensors of a weight, by the last parts of their names, and the weight in float64."""
+
+GROUP = 32
+AWQ_PLACES = (0, 2, 4, 6, 1, 3, 5, 7)  # column of each nibble of an int32
+
+
+def quantize(folder: Path, method: str, skip: str = "no such module") -> Tensors:
+    """Rewrites a tiny checkpoint: the projections of all layers but those whose names contain `skip` become random
+    numbers of a method. Returns the weights they mean, by tensor name."""
+    config, pack = METHODS[method]
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | {"quantization_config": config}))
+    tensors = load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(7)
+    stored, meant = {}, {}
+    for name, tensor in tensors.items():
+        if "_proj.weight" in name and skip not in name:
+            parts, weight = pack(*tensor.shape, generator)
+            stem = name.removesuffix(".weight")
+            stored |= {f"{stem}.{kind}": part.contiguous() for kind, part in parts.items()}
+            meant[name] = weight
+        else:
+            stored[name] = meant[name] = tensor
+    write_weights(folder, stored)
+    return {name: tensor.double() for name, tensor in meant.items()}
+
+
+def _fp8(rows: int, columns: int, generator: torch.Generator, scale: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    values = (torch.randn(rows, columns, generator=generator) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return {"weight": values}, values.double() * scale.double()
+
+
+def fp8_tensor(rows: int, columns: int, generator: torch.Generator) -> tuple[Tensors, torch.Tensor]:
+    scale = torch.rand((), generator=generator) * 1e-3 + 1e-3
+    parts, weight = _fp8(rows, columns, generator, scale)
+    return parts | {"weight_scale": scale, "input_scale": torch.tensor(0.5)}, weight
+
+
+def fp8_channel(rows: int, columns: int, generator: torch.Generator) -> tuple[Tensors, torch.Tensor]:
+    scale = torch.rand(rows, 1, generator=generator) * 1e-3 + 1e-3
+    parts, weight = _fp8(rows, columns, generator, scale)
+    return parts | {"weight_scale": scale.bfloat16()}, parts["weight"].double() * scale.bfloat16().double()
+
+
+def fp8_block(rows: int, columns: int, generator: torch.Generator) -> tuple[Tensors, torch.Tensor]:
+    scale = torch.rand(-(-rows // GROUP), columns // GROUP, generator=generator) * 1e-3 + 1e-3
+    whole = scale.repeat_interleave(GROUP, 0)[:rows].repeat_interleave(GROUP, 1)
+    parts, weight = _fp8(rows, columns, generator, whole)
+    return parts | {"weight_scale_inv": scale}, weight
+
+
+def _integers(
+    rows: int, columns: int, bits: int, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Numbers [rows, columns], zeros and scales [rows, groups]."""
+    q = torch.randint(0, 2**bits, (rows, columns), generator=generator)
+    zeros = torch.randint(1, 2**bits - 1, (rows, columns // GROUP), generator=generator)
+    scale = (torch.rand(rows, columns // GROUP, generator=generator) * 1e-2 + 1e-2).half()
+    return q, zeros, scale
+
+
+def _meant(q: torch.Tensor, zeros: torch.Tensor | int, scale: torch.Tensor) -> torch.Tensor:
+    wide = scale.double().repeat_interleave(GROUP, 1)
+    return wide * (q - (zeros if isinstance(zeros, int) else zeros.repeat_interleave(GROUP, 1))).double()
+
+
+def _pack(numbers: torch.Tensor, bits: int, places: tuple[int, ...] | None = None) -> torch.Tensor:
+    """Along the last dimension, into int32."""
+    per_word = 32 // bits
+    grouped = numbers.long().unflatten(-1, (-1, per_word))
+    order = list(places or range(per_word))
+    words = sum(grouped[..., column] << (bits * nibble) for nibble, column in enumerate(order))
+    assert isinstance(words, torch.Tensor)
+    return (words - ((words >> 31) << 32)).to(torch.int32)
+
+
+def awq(rows: int, columns: int, generator: torch.Generator) -> tuple[Tensors, torch.Tensor]:
+    q, zeros, scale = _integers(rows, columns, 4, generator)
+    parts = {
+        "qweight": _pack(q.t(), 4, AWQ_PLACES),
+        "qzeros": _pack(zeros.t(), 4, AWQ_PLACES),
+        "scales": scale.t(),
+    }
+    return parts, _meant(q, zeros, scale)
+
+
+def gptq(bits: int, symmetric: bool, act_order: bool) -> Packer:
+    def pack(rows: int, columns: int, generator: torch.Generator) -> tuple[Tensors, torch.Tensor]:
+        q, zeros, scale = _integers(rows, columns, bits, generator)
+        if symmetric:
+            zeros = torch.full_like(zeros, 2 ** (bits - 1))
+        groups = torch.arange(columns) // GROUP
+        if act_order:
+            groups = groups[torch.randperm(columns, generator=generator)]
+        parts = {
+            "qweight": _pack(q, bits).t(),
+            "qzeros": _pack((zeros - 1).t(), bits),
+            "scales": scale.t(),
+            "g_idx": groups.int(),
+        }
+        return parts, scale.double()[:, groups] * (q - zeros[:, groups]).double()
+
+    return pack
+
+
+def packed(bits: int, symmetric: bool) -> Packer:
+    def pack(rows: int, columns: int, generator: torch.Generator) -> tuple[Tensors, torch.Tensor]:
+        q, zeros, scale = _integers(rows, columns, bits, generator)
+        parts = {
+            "weight_packed": _pack(q, bits),
+            "weight_scale": scale,
+            "weight_shape": torch.tensor([rows, columns]),
+        }
+        if symmetric:
+            return parts, _meant(q, 2 ** (bits - 1), scale)
+        return parts | {"weight_zero_point": _pack(zeros.t(), bits).t()}, _meant(q, zeros, scale)
+
+    return pack
+
+
+def int8_channel(rows: int, columns: int, generator: torch.Generator) -> tuple[Tensors, torch.Tensor]:
+    values = torch.randint(-128, 128, (rows, columns), generator=generator, dtype=torch.int8)
+    scale = (torch.rand(rows, 1, generator=generator) * 1e-3 + 1e-3).bfloat16()
+    return {"weight": values, "weight_scale": scale}, values.double() * scale.double()
+
+
+def compressed(format: str, inputs: dict[str, Any] | None = None, **weights: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    return {"quant_method": "compressed-tensors", "format": format, "config_groups": {"group_0": group}}
+
+
+_DYNAMIC = {"num_bits": 8, "type": "float", "dynamic": True, "strategy": "token"}
+_INT = {"type": "int", "symmetric": True}
+METHODS: dict[str, tuple[dict[str, Any], Packer]] = {
+    "fp8 tensor": ({"quant_method": "fp8", "activation_scheme": "static"}, fp8_tensor),
+    "fp8 block": (
+        {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [GROUP, GROUP]},
+        fp8_block,
+    ),
+    "fp8 channel": (
+        compressed("float-quantized", _DYNAMIC, num_bits=8, type="float", strategy="channel", symmetric=True),
+        fp8_channel,
+    ),
+    "awq": ({"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}, awq),
+    "gptq 4": ({"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": False}, gptq(4, False, False)),
+    "gptq 8 sym": ({"quant_method": "gptq", "bits": 8, "group_size": GROUP, "sym": True}, gptq(8, True, False)),
+    "gptq act-order": (
+        {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": True, "desc_act": True},
+        gptq(4, True, True),
+    ),
+    "w4a16": (compressed("pack-quantized", num_bits=4, strategy="group", group_size=GROUP, **_INT), packed(4, True)),
+    "w4a16 zeros": (
+        compressed("pack-quantized", num_bits=4, type="int", symmetric=False, strategy="group", group_size=GROUP),
+        packed(4, False),
+    ),
+    "w8a16": (compressed("pack-quantized", num_bits=8, strategy="group", group_size=GROUP, **_INT), packed(8, True)),
+    "w8a8": (compressed("int-quantized", _DYNAMIC, num_bits=8, strategy="channel", **_INT), int8_channel),
+}

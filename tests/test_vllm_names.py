@@ -17,7 +17,15 @@ from slipstream.frontend.vllm_methods import NOT_SUPPORTED
 LISTED = json.loads((Path(__file__).parent / "data" / "vllm_names.json").read_text())
 ENGINE_ARGS = [*LISTED["classes"]["EngineArgs"]["fields"], "enable_log_requests", "swap_space", "chat_template"]
 DEFAULTS = LISTED["classes"]["EngineArgs"]["defaults"]
-OF_LLM = ("max_logprobs", "reasoning_parser", "use_tqdm_on_load", "spec_method", "spec_tokens")  # not only options
+OF_LLM = (
+    "max_logprobs",
+    "reasoning_parser",
+    "use_tqdm_on_load",
+    "spec_method",
+    "spec_tokens",
+    "disable_log_stats",
+    "profiler_config",
+)  # not only options; fmt: skip
 KNOWN = set(Options.__struct_fields__)
 
 
@@ -74,6 +82,8 @@ TRANSLATIONS = {
     "hf_overrides": "the same, as an object; a function is refused",
     "max_logprobs": "the same; without it there is no limit",
     "quantization": "fp8 for an unquantised checkpoint; else only the checkpoint's own method",
+    "disable_log_stats": "False: for `LLM.get_metrics`; an `AsyncLLM` always has statistics",
+    "profiler_config": "for `LLM.start_profile`: `profiler` torch, `torch_profiler_dir` and three switches",
     "load_format": "auto, safetensors, gguf or dummy",
     "max_model_len": "the same; auto or -1: what fits the memory",
 }

@@ -15,7 +15,6 @@ from slipstream.config.options import options_of
 from slipstream.device.device import Device
 from slipstream.engine.chrome_trace import chrome_trace
 from slipstream.engine.core import EngineCore
-from slipstream.engine.gc_freeze import frozen_gc
 from slipstream.engine.progress import progress
 from slipstream.engine.record_folder import write_private
 from slipstream.engine.step_log import StepLog, stop
@@ -25,27 +24,16 @@ from slipstream.frontend.beam_search import BeamSearch, BeamSearchOutput, BeamSe
 from slipstream.frontend.front_end_args import FrontEndArgs
 from slipstream.frontend.in_process import build_served, configs
 from slipstream.frontend.inputs import InputProcessor, Message, Prompt
-from slipstream.frontend.pooling import calls as pooling_calls
-from slipstream.frontend.pooling.calls import OneOrMoreParams, OneOrMorePrompts, Texts
-from slipstream.frontend.pooling.inputs import PoolingPrompts
-from slipstream.frontend.pooling.results import (
-    ClassificationRequestOutput,
-    EmbeddingRequestOutput,
-    PoolingRequestOutput,
-    RerankResult,
-    ScoringRequestOutput,
-    as_plain,
-)
+from slipstream.frontend.pooling.llm_methods import PoolingMethods
 from slipstream.frontend.prompts import GenerationPrompts, as_batch, per_prompt
 from slipstream.frontend.replica_loop import ReplicaLoop
 from slipstream.frontend.results import RequestOutput
-from slipstream.frontend.served import POOLING_TASKS, SCORING, ServedModel, choose
+from slipstream.frontend.served import ServedModel, choose
 from slipstream.frontend.sync_loop import SyncLoop
 from slipstream.frontend.vllm_methods import VllmMethods
 from slipstream.frontend.vllm_names import check_unused
 from slipstream.lora_request import LoRARequest
 from slipstream.params import SamplingParams
-from slipstream.pooling_params import PoolingParams, Task
 from slipstream.text.tokenizer import Tokenizer
 from slipstream.transport.replica_start import num_replicas
 
@@ -54,7 +42,7 @@ OneOrMoreAdapters = LoRARequest | Sequence[LoRARequest | None] | None
 T = TypeVar("T")
 
 
-class LLM(VllmMethods):
+class LLM(PoolingMethods, VllmMethods):
     """An engine with one or more models, to call from Python.
 
         with LLM() as llm:
@@ -80,7 +68,7 @@ class LLM(VllmMethods):
         **options: Any,
     ) -> None:
         options.setdefault("max_itl", 0.0)  # offline calls have no inter-token latency to keep
-        front_end = FrontEndArgs.take(options)
+        self._front_end = front_end = FrontEndArgs.take(options)
         given = options_of(model, models, options)
         self._request_numbers = itertools.count()
         self._adapter_names = AdapterNames()
@@ -97,7 +85,7 @@ class LLM(VllmMethods):
         front_end.apply(self.models.values())
         self.cores = lanes.cores
         self._configs = {name: core.config for name, core in self.cores.items()}
-        self._sync_loop = SyncLoop(lanes)
+        self._sync_loop = SyncLoop(lanes, with_stats=front_end.disable_log_stats is False)
         self._free = weakref.finalize(self, lanes.close)
 
     @property
@@ -245,93 +233,6 @@ class LLM(VllmMethods):
         text = served.inputs.render_chat(messages, **template)
         return self._stream(served, text, sampling_params, lora_request, add_special_tokens=False)
 
-    def encode(
-        self,
-        prompts: OneOrMorePrompts,
-        pooling_params: OneOrMoreParams = None,
-        *,
-        pooling_task: Task | None = None,
-        use_tqdm: bool = True,
-        lora_request: LoRARequest | None = None,
-        model: str | None = None,
-        **how: Any,
-    ) -> list[PoolingRequestOutput[Any]]:
-        """Runs any pooling task for each prompt: embed, classify, token_embed, token_classify or sparse.
-
-        `outputs.data` is a torch tensor; for sparse, `outputs` has indices and weights.
-        A prompt is a text, token ids, an object with `prompt` or `prompt_token_ids`, or a pair of texts. `how`:
-        prompt_name or prompt (the text to put before each input) and truncate_prompt_tokens.
-        """
-        served = self._model(model, *([pooling_task] if pooling_task else POOLING_TASKS))
-        call = pooling_calls.encode(served.require_pooling(), prompts, pooling_params, pooling_task, **how)
-        return [as_plain(one) for one in self._pool(served, call, use_tqdm, lora_request)]
-
-    def embed(
-        self,
-        prompts: OneOrMorePrompts,
-        pooling_params: OneOrMoreParams = None,
-        *,
-        use_tqdm: bool = True,
-        lora_request: LoRARequest | None = None,
-        model: str | None = None,
-        **how: Any,
-    ) -> list[EmbeddingRequestOutput]:
-        """Embeds each prompt: `outputs.embedding` is a list, `outputs.data` an array. `how`: see `encode`."""
-        served = self._model(model, "embed")
-        call = pooling_calls.encode(served.require_pooling(), prompts, pooling_params, "embed", **how)
-        return self._pool(served, call, use_tqdm, lora_request)
-
-    def classify(
-        self,
-        prompts: OneOrMorePrompts,
-        pooling_params: OneOrMoreParams = None,
-        *,
-        use_tqdm: bool = True,
-        lora_request: LoRARequest | None = None,
-        model: str | None = None,
-        **how: Any,
-    ) -> list[ClassificationRequestOutput]:
-        """Classifies each prompt: `outputs.probs` by class, and `outputs.label` of the most likely class."""
-        served = self._model(model, "classify")
-        call = pooling_calls.encode(served.require_pooling(), prompts, pooling_params, "classify", **how)
-        return self._pool(served, call, use_tqdm, lora_request)
-
-    def score(
-        self,
-        data_1: Texts,
-        data_2: Texts,
-        pooling_params: PoolingParams | None = None,
-        *,
-        use_tqdm: bool = True,
-        lora_request: LoRARequest | None = None,
-        model: str | None = None,
-        **how: Any,
-    ) -> list[ScoringRequestOutput]:
-        """Scores pairs of texts as `outputs.score`: one with one, one with each of many, or the i-th with the i-th.
-
-        `how`: instruction (where the model takes one), prompt_name and truncate_prompt_tokens.
-        """
-        served = self._model(model, *SCORING)
-        call = pooling_calls.score(served.require_pooling(), data_1, data_2, pooling_params, **how)
-        return self._pool(served, call, use_tqdm, lora_request)
-
-    def rerank(
-        self,
-        query: str,
-        documents: Sequence[str],
-        top_n: int | None = None,
-        pooling_params: PoolingParams | None = None,
-        *,
-        use_tqdm: bool = True,
-        lora_request: LoRARequest | None = None,
-        model: str | None = None,
-        **how: Any,
-    ) -> list[RerankResult]:
-        """Returns the documents by descending relevance, with index, score and text. `how`: see `score`."""
-        served = self._model(model, *SCORING)
-        call = pooling_calls.rerank(served.require_pooling(), query, documents, pooling_params, top_n=top_n, **how)
-        return self._pool(served, call, use_tqdm, lora_request)
-
     def reset_prefix_cache(self) -> bool:
         """Forgets the cached prefixes of all models. Running requests keep their pages. Returns True."""
         self._sync_loop.reset_prefix_cache()
@@ -357,12 +258,6 @@ class LLM(VllmMethods):
             with loop.turn():
                 stop(self.cores)
             Path(path).write_bytes(chrome_trace(log.models, list(log.steps)))
-
-    def _own_loop(self) -> SyncLoop:
-        """The loop of an engine in this process. Raises where the engine has replicas in other processes."""
-        if not isinstance(self._sync_loop, SyncLoop):
-            raise InvalidOption("steps of replicas run in other processes; use one replica to record or trace them")
-        return self._sync_loop
 
     def close(self) -> None:
         """Frees the model, the cache and the device's thread. Waits for the call of another thread."""
@@ -409,34 +304,6 @@ class LLM(VllmMethods):
             late = self._sync_loop.may_be_late(served, source.drafts)
             states = self._sync_loop.run(served, submits, advance, late=late)
         return [state.result() for state in states]
-
-    def _pool(
-        self,
-        served: ServedModel,
-        call: pooling_calls.PoolingCall[T],
-        use_tqdm: bool,
-        lora_request: LoRARequest | None = None,
-    ) -> T:
-        """Runs a pooling call: its batches, until it returns."""
-        self._sync_loop.check_open()
-        try:
-            batches = next(call)
-            with progress(sum(batch.num_of_call for batch in batches), "prompts", use_tqdm) as advance:
-                while True:
-                    source = PoolingPrompts(
-                        served.require_pooling(),
-                        batches,
-                        self._new_id,
-                        as_lists=self._sync_loop.as_lists,
-                        lora_request=lora_request or served.lora,
-                    )
-                    with self._sync_loop.turn(), frozen_gc():
-                        states = self._sync_loop.run(served, source, advance, late=source.has_one_priority)
-                        results = source.in_order([state.result() for state in states])
-                    batches = call.send(results)
-        except StopIteration as end:
-            result: T = end.value
-            return result
 
     def _stream(
         self,

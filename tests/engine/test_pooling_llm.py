@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-import slipstream.llm
+import slipstream
 from slipstream import AsyncEngine
 from slipstream.errors import (
     InvalidOption,
@@ -18,6 +18,7 @@ from slipstream.errors import (
     RequestTooLarge,
     SlipstreamError,
 )
+from slipstream.frontend.pooling import llm_methods
 from slipstream.pooling_params import PoolingParams
 from tiny import write_tiny
 from tiny_encoder import write_modules, write_tiny_encoder
@@ -261,7 +262,7 @@ def test_late_interaction_is_the_sum_of_the_nearest(folders, monkeypatch):
 
             yield advance
 
-        monkeypatch.setattr(slipstream.llm, "progress", progress)
+        monkeypatch.setattr(llm_methods, "progress", progress)
         many = [one.outputs.score for one in llm.score(firsts, seconds)]
         assert bars == [[140, 140]]  # one for all parts of the call
         wanted = [float((made[a] @ made[b].T).max(1).sum()) for a, b in zip(firsts, seconds, strict=True)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gzip
 import json
 from pathlib import Path
 
@@ -20,8 +21,9 @@ from slipstream import (
     TextPrompt,
     TokensPrompt,
 )
-from slipstream.errors import EngineClosed, InvalidParams, InvalidPrompt
+from slipstream.errors import EngineClosed, InvalidOption, InvalidParams, InvalidPrompt
 from slipstream.frontend.vllm_methods import NOT_SUPPORTED
+from slipstream.metrics.reader import Counter, Gauge, Histogram, Vector
 from tiny import write_tiny
 
 SMALL = dict(max_model_len=64, num_pages=64, page_size=4, max_num_seqs=4, num_threads=1)
@@ -35,8 +37,10 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def llm(folder):
-    with LLM(folder, use_tqdm_on_load=False, **SMALL) as llm:
+def llm(folder, tmp_path_factory):
+    profiler = {"profiler": "torch", "torch_profiler_dir": str(tmp_path_factory.mktemp("profile") / "new")}
+    options = {"disable_log_stats": False, "profiler_config": profiler, "drafts": "ngram:2"}
+    with LLM(folder, use_tqdm_on_load=False, **SMALL, **options) as llm:
         yield llm
 
 
@@ -127,6 +131,71 @@ def test_an_engine_one_step_at_a_time(llm):
     assert engine.model_config.max_model_len == 64 and engine.model_config.get_vocab_size() > 0
 
 
+def test_metrics_are_objects_of_vllms_classes(llm):
+    def read():
+        found = {}
+        for metric in llm.get_metrics():
+            found.setdefault(metric.name, metric)
+        return found
+
+    before = read()
+    llm.generate([[1, 2, 1, 2, 1, 2], [3] * 5], TEN)
+    llm.embed("Hello")
+    after = read()
+
+    def grown(name):
+        return after[name].value - before[name].value
+
+    assert isinstance(after["vllm:generation_tokens"], Counter) and grown("vllm:generation_tokens") == 20
+    assert grown("vllm:prompt_tokens") == 11 + len(llm.get_tokenizer().encode("Hello"))
+    assert after["vllm:num_requests_running"] == Gauge(
+        "vllm:num_requests_running", {"model_name": llm.config.model.name, "engine": "0"}, 0
+    )
+    latency = after["vllm:e2e_request_latency_seconds"]
+    assert isinstance(latency, Histogram) and latency.count == latency.buckets["+Inf"] > 0 and latency.sum > 0
+    assert latency.count - before["vllm:e2e_request_latency_seconds"].count == 3
+    assert after["vllm:time_to_first_token_seconds"].count - before["vllm:time_to_first_token_seconds"].count == 2
+    assert grown("vllm:spec_decode_num_draft_tokens") > 0
+    by_position = after["vllm:spec_decode_num_accepted_tokens_per_pos"]
+    assert isinstance(by_position, Vector) and len(by_position.values) == 2
+    assert sum(by_position.values) == after["vllm:spec_decode_num_accepted_tokens"].value
+    assert all(metric.name.startswith("vllm:") for metric in llm.get_metrics())
+
+
+def test_a_profile_is_written(llm):
+    with pytest.raises(InvalidParams, match="no profile is being recorded"):
+        llm.stop_profile()
+    llm.start_profile("mine")
+    with pytest.raises(InvalidParams, match="stop_profile first"):
+        llm.start_profile()
+    llm.generate("Hello", TEN.with_changes(max_tokens=2))
+    llm.stop_profile()
+    (path,) = Path(llm._front_end.profiler_config.torch_profiler_dir).iterdir()
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    assert path.name.startswith("mine_") and any("aten::" in event.get("name", "") for event in events)
+
+
+def test_functions_of_the_worker(llm):
+    assert llm.collective_rpc(lambda worker, add: worker.rank + add, args=(2,)) == [2]
+    assert llm.collective_rpc("get_model") == [llm.core.executor.model]
+    (wanted,) = llm.generate("Hello", TEN)
+    assert llm.collective_rpc("reload_weights") == [None] and llm.collective_rpc("check_health") == [None]
+    assert llm.generate("Hello", TEN)[0].outputs == wanted.outputs
+    for wrong in ("_loop", "execute_model", 3):
+        with pytest.raises(InvalidParams, match="a worker has no method"):
+            llm.collective_rpc(wrong)
+    with pytest.raises(InvalidParams, match="timeout"):
+        llm.collective_rpc("get_model", timeout=1.0)
+
+
+def test_what_scripts_read_of_the_model_config(llm, folder):
+    config = llm.llm_engine.model_config
+    assert (config.model, config.dtype, config.architecture) == (folder, torch.float32, "LlamaForCausalLM")
+    assert (config.get_hidden_size(), config.get_head_size(), config.get_total_num_kv_heads()) == (64, 16, 2)
+    assert config.hf_config.num_hidden_layers == config.get_total_num_hidden_layers() == 2
+    assert (config.runner_type, config.is_multimodal_model, config.max_model_len) == ("generate", False, 64)
+
+
 def test_methods_of_vllm_exist_or_say_why_not(llm):
     ours = [name for name in LISTED["LLM"]["methods"] if name != "__init__" and hasattr(llm, name)]
     assert {"generate", "chat", "beam_search", "encode", "embed", "classify", "score", "apply_model"} <= set(ours)
@@ -164,6 +233,10 @@ def test_engine_args_are_a_dataclass(folder):
     with pytest.raises(TypeError, match="max_modellen"):
         EngineArgs(max_modellen=3)
     with LLM.from_engine_args(args) as llm:
+        with pytest.raises(InvalidOption, match="disable_log_stats=False"):
+            llm.get_metrics()
+        with pytest.raises(InvalidOption, match="profiler_config="):
+            llm.start_profile()
         assert llm.llm_engine.model_config.max_model_len == 32
 
 

@@ -9,7 +9,7 @@ import pytest
 from slipstream.metrics.board import Board
 from slipstream.metrics.lane import LaneStats
 from slipstream.metrics.prometheus import Metrics
-from slipstream.metrics.stats import FrontEnds, FrontStats, Histogram, ModelStats, added
+from slipstream.metrics.stats import BucketCounts, FrontEnds, FrontStats, ModelStats, added
 from slipstream.metrics.status import StatusLine
 
 
@@ -20,7 +20,7 @@ def front(route="/v1/models 200", tokens=3, seconds=0.3):
 
 
 def test_histograms_count_up_to_their_bounds():
-    histogram = Histogram((1.0, 2.0))
+    histogram = BucketCounts((1.0, 2.0))
     for value in (0.5, 1.0, 1.5, 2.0, 7.0):
         histogram.observe(value)
     assert histogram.counts == [2, 2, 1] and histogram.total == 12.0

@@ -26,7 +26,7 @@ _TRACES = "use slipstream serve --otlp-traces-endpoint, its /metrics, or slipstr
 _SCHEDULER = "the scheduler has no such setting"
 
 NO_EFFECT: dict[str, str] = {
-    **dict.fromkeys(("disable_log_stats", "aggregate_engine_logging", "enable_log_requests"),
+    **dict.fromkeys(("aggregate_engine_logging", "enable_log_requests"),
                     "LLM logs no statistics; the server has --status-interval"),
     "trust_remote_code": "code of a checkpoint is never run; an architecture that needs it is refused by name",
     "code_revision": "code of a checkpoint is never run",
@@ -141,7 +141,6 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "diffusion_config": (({},), "text is generated token by token"),
     "otlp_traces_endpoint": ((), _TRACES),
     "collect_detailed_traces": (([],), _TRACES),
-    "profiler_config": (({},), "use torch.profiler around the call"),
     **dict.fromkeys(("kv_cache_metrics", "cudagraph_metrics", "enable_layerwise_nvtx_tracing", "enable_mfu_metrics",
                      "enable_logging_iteration_details"), ((False,), _TRACES)),
     "additional_config": (({},), "there is no platform plugin"),

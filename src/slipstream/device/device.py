@@ -8,7 +8,7 @@ import math
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +18,9 @@ from slipstream.config.resolve import Machine
 from slipstream.device.memory_pool import MemoryPool
 from slipstream.device.streams import CudaStream, DeviceWork, InlineStream, Stream, ThreadedStream
 from slipstream.errors import InvalidOption
+
+if TYPE_CHECKING:
+    from slipstream.device.profiler import TorchProfiler
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 T = TypeVar("T")
@@ -85,6 +88,12 @@ class Device:
         """Undo `release`, at the same addresses."""
         assert self.pools is not None
         self.pools.by_tag(tag).map()
+
+    def profile(self, folder: Path, **how: Any) -> TorchProfiler:
+        """Start to record operations. `how`: arguments of torch.profiler.profile."""
+        from slipstream.device.profiler import TorchProfiler  # takes half a second to import
+
+        return TorchProfiler(self.run_and_wait, self.kind, folder, **how)
 
     def cache_zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Zeros for a KV cache or recurrent states."""

@@ -70,6 +70,7 @@ class AsyncEngine(RequestRouter):
         from slipstream.transport.thread_client import ThreadClient
 
         front_end = FrontEndArgs.take(options)
+        front_end.check_async()
         given = models if isinstance(models, list) else options_of(model, models, options)
         lanes, self.models = build_served(given, progress=use_tqdm_on_load)
         front_end.apply(self.models.values())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -12,14 +12,39 @@ from slipstream.frontend.served import ServedModel
 from slipstream.parsers.families import check_parsers
 
 
+class ProfilerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The part of vLLM's ProfilerConfig that is supported."""
+
+    profiler: Literal["torch"]
+    torch_profiler_dir: str
+    torch_profiler_with_stack: bool = True
+    torch_profiler_record_shapes: bool = False
+    torch_profiler_with_memory: bool = False
+
+
+def read_profiler_config(given: object) -> ProfilerConfig | None:
+    """From an object or its JSON; None for one that configures nothing."""
+    try:
+        if isinstance(given, str | bytes):
+            given = msgspec.json.decode(given)
+        return None if given == {} else msgspec.convert(given, ProfilerConfig)
+    except msgspec.MsgspecError as error:
+        fields = ", ".join(ProfilerConfig.__struct_fields__)
+        raise InvalidOption(f"profiler_config: {error}; give profiler torch and {fields}") from None
+
+
 class FrontEndArgs(msgspec.Struct, frozen=True):
     max_logprobs: int | None = None  # limit of logprobs and prompt_logprobs of a request; None or -1: none
+    disable_log_stats: bool | None = True  # no statistics of requests, for `LLM.get_metrics`; an AsyncEngine has them
+    profiler_config: ProfilerConfig | None = None  # for `LLM.start_profile`
     reasoning_parser: str | None = None  # how models mark reasoning, for thinking budgets; None: by the chat template
 
     @classmethod
     def take(cls, options: dict[str, Any]) -> FrontEndArgs:
         """Removes these arguments from the options, and checks them."""
         given = {name: options.pop(name) for name in cls.__struct_fields__ if name in options}
+        if given.get("profiler_config") is not None:
+            given["profiler_config"] = read_profiler_config(given["profiler_config"])
         found = cls(**given)
         limit = found.max_logprobs
         if limit is not None and (type(limit) is not int or limit < -1):
@@ -29,6 +54,11 @@ class FrontEndArgs(msgspec.Struct, frozen=True):
         if found.reasoning_parser:
             check_parsers(found.reasoning_parser, None)
         return found
+
+    def check_async(self) -> None:
+        """Raises for arguments that only `LLM` has."""
+        if self.profiler_config is not None:
+            raise InvalidOption("profiler_config is for LLM.start_profile; use torch.profiler around the engine")
 
     def apply(self, models: Iterable[ServedModel]) -> None:
         for model in models:

@@ -121,6 +121,13 @@ class RequestState:
         """Finishes the request with what has been computed so far."""
         self.finished = True
 
+    def count_begin(self, stats: ModelStats) -> None:
+        """Counts the prompt, and from now on the request, in these statistics."""
+        self.stats = stats
+        num_tokens = len(self.message.prompt_token_ids)
+        stats.prompt_tokens += num_tokens
+        stats.prompt_length.observe(num_tokens)
+
     def count_end(self) -> None:
         """Updates the statistics, when the request is finished or its reader is gone."""
         if (stats := self.stats) is not None:

@@ -144,12 +144,9 @@ class RequestRouter:
         state = self._outputs.open(message, text, streaming=stream.streaming, model=served)
         if (stats := self.stats.get(served.base_name)) is None:
             stats = self.stats[served.base_name] = ModelStats()
-        state.stats = stats
+        state.count_begin(stats)
         stream.states.append(state)
-        num_tokens = len(message.prompt_token_ids)
-        stats.prompt_tokens += num_tokens
-        stats.prompt_length.observe(num_tokens)
-        self.load.enter(message.model, num_tokens, message.caller)
+        self.load.enter(message.model, len(message.prompt_token_ids), message.caller)
         return message
 
     def end(self, stream: RequestStream[Any], *, failed: bool) -> None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-import msgspec
-
 from slipstream.errors import InvalidParams
 from slipstream.frontend.inputs import Prompt
+from slipstream.frontend.model_config_view import ModelConfigView
 from slipstream.frontend.request_state import RequestState
 from slipstream.frontend.results import RequestOutput
 from slipstream.frontend.served import ServedModel, choose
@@ -17,18 +16,6 @@ from slipstream.lora_request import LoRARequest
 from slipstream.messages import Abort
 from slipstream.params import SamplingParams, check_text
 from slipstream.text.tokenizer import Tokenizer
-
-
-class ModelConfigView(msgspec.Struct, frozen=True):
-    """What scripts read of vLLM's model_config."""
-
-    model: str
-    max_model_len: int
-    dtype: str
-    vocab_size: int
-
-    def get_vocab_size(self) -> int:
-        return self.vocab_size
 
 
 class StepEngine:
@@ -104,8 +91,8 @@ class StepEngine:
 
     @property
     def model_config(self) -> ModelConfigView:
-        description = next(iter(self.models.values())).description
-        return ModelConfigView(description.name, description.max_model_len, description.dtype, description.vocab_size)
+        """Of the first model."""
+        return ModelConfigView(next(iter(self._loop.lanes.cores.values())).config)
 
     def sleep(self, level: int = 1, mode: SleepMode = "abort") -> None:
         """See `LLM.sleep`."""

@@ -18,6 +18,7 @@ from slipstream.frontend.request_state import OutputProcessor, RequestState
 from slipstream.frontend.results import RequestOutput
 from slipstream.frontend.served import ServedModel
 from slipstream.messages import Abort, Output
+from slipstream.metrics.stats import ModelStats
 from slipstream.scheduler.admission_checks import admits_any_request
 from slipstream.scheduler.scheduler import Scheduler
 
@@ -27,8 +28,11 @@ SleepMode = Literal["abort", "wait", "keep"]
 class SyncLoop:
     as_lists = False  # prompts stay in this process
 
-    def __init__(self, lanes: Lanes) -> None:
+    def __init__(self, lanes: Lanes, *, with_stats: bool = False) -> None:
         self.lanes = lanes
+        self.stats: dict[str, ModelStats] | None = None  # by model; None: requests are not counted
+        if with_stats:
+            self.stats = {name: ModelStats() for name in lanes.cores}
         self.outputs = OutputProcessor()
         self.closed = False
         self.lock = threading.RLock()
@@ -83,6 +87,8 @@ class SyncLoop:
                             raise
                         break  # the queue empties as requests finish
                     state = open_state(message, text, streaming=False, model=served)
+                    if self.stats is not None:
+                        state.count_begin(self.stats[served.base_name])
                     if late:
                         state.submitted = start  # the request has waited since the call began
                     states.append(state)
@@ -156,6 +162,8 @@ class SyncLoop:
         message, text = prepared
         self.lanes.cores[served.base_name].submit_one(message)
         state: RequestState = self.outputs.open(message, text, streaming=streaming, model=served)
+        if self.stats is not None:
+            state.count_begin(self.stats[served.base_name])
         return state
 
     def step(self) -> list[RequestState]:
@@ -166,7 +174,13 @@ class SyncLoop:
             return self._process(self.lanes.step())
 
     def _process(self, outputs: list[Output]) -> list[RequestState]:
+        if self.stats is not None:
+            self.outputs.begin(self.lanes.take_begun())
         updated, aborts = self.outputs.process(outputs)
+        if self.stats is not None:
+            for state in updated:
+                if state.finished:
+                    state.count_end()
         for abort in aborts:
             self.lanes.abort(abort)
         return updated

@@ -13,7 +13,7 @@ from prometheus_client.exposition import choose_encoder
 
 from slipstream.metrics.lane import LaneStats, ReplicaStats
 from slipstream.metrics.process import read_process
-from slipstream.metrics.stats import FrontEnds, FrontStats, Histogram, ModelStats
+from slipstream.metrics.stats import BucketCounts, FrontEnds, FrontStats, ModelStats
 
 Families = Iterator[Any]
 
@@ -99,9 +99,14 @@ class Metrics:
         yield from _processes(front.pids)
         yield from _front_ends(self._front_ends() or FrontEnds(1, 1))
         yield from _of_replicas(self._replicas())
-        yield from _lanes(lanes)
-        yield from _models(front.models)
-        yield from _vllm_only(front.models, lanes)
+        yield from engine_families(front.models, lanes)
+
+
+def engine_families(models: dict[str, ModelStats], lanes: Sequence[LaneStats]) -> Families:
+    """The metrics of models and their cores."""
+    yield from _lanes(lanes)
+    yield from _models(models)
+    yield from _vllm_only(models, lanes)
 
 
 def _server(front: FrontStats, version: str) -> Families:
@@ -270,7 +275,7 @@ def _named(kind: str, name: str, doc: str) -> Iterator[tuple[Any, tuple[str, ...
         yield _KINDS[kind](f"vllm:{alias}", doc, labels=("model_name", "engine")), ("0",)
 
 
-def _put(family: Any, labels: tuple[str, ...], histogram: Histogram) -> None:
+def _put(family: Any, labels: tuple[str, ...], histogram: BucketCounts) -> None:
     buckets, below = [], 0
     for bound, count in zip((*histogram.bounds, float("inf")), histogram.counts, strict=True):
         below += count

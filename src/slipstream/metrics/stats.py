@@ -11,17 +11,17 @@ SECONDS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0,
     640.0, 2560.0,
 )  # fmt: skip
-"""Histogram bounds of latencies, in seconds."""
+"""BucketCounts bounds of latencies, in seconds."""
 GAPS = (
     0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5,
     5.0, 10.0, 20.0, 40.0, 80.0,
 )  # fmt: skip
-"""Histogram bounds of the time between two tokens, in seconds."""
+"""BucketCounts bounds of the time between two tokens, in seconds."""
 TOKENS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5)
-"""Histogram bounds of lengths, in tokens."""
+"""BucketCounts bounds of lengths, in tokens."""
 
 
-class Histogram(msgspec.Struct):
+class BucketCounts(msgspec.Struct):
     """Counts of values between bounds. Adding a value takes less than a microsecond."""
 
     bounds: tuple[float, ...]
@@ -44,16 +44,16 @@ class ModelStats(msgspec.Struct):
     generated_tokens: int = 0
     cached_tokens: int = 0
     finished: dict[str, int] = {}  # samples and pooled prompts, by finish reason
-    ttft: Histogram = msgspec.field(default_factory=lambda: Histogram(SECONDS))  # time to the first token
-    itl: Histogram = msgspec.field(default_factory=lambda: Histogram(GAPS))  # time between two tokens
-    e2e: Histogram = msgspec.field(default_factory=lambda: Histogram(SECONDS))  # time of a whole request
+    ttft: BucketCounts = msgspec.field(default_factory=lambda: BucketCounts(SECONDS))  # time to the first token
+    itl: BucketCounts = msgspec.field(default_factory=lambda: BucketCounts(GAPS))  # time between two tokens
+    e2e: BucketCounts = msgspec.field(default_factory=lambda: BucketCounts(SECONDS))  # time of a whole request
     # of generation requests: time in the queue, from there to the first token, from there to the last, and both
-    queue: Histogram = msgspec.field(default_factory=lambda: Histogram(SECONDS))
-    prefill: Histogram = msgspec.field(default_factory=lambda: Histogram(SECONDS))
-    decode: Histogram = msgspec.field(default_factory=lambda: Histogram(SECONDS))
-    inference: Histogram = msgspec.field(default_factory=lambda: Histogram(SECONDS))
-    prompt_length: Histogram = msgspec.field(default_factory=lambda: Histogram(TOKENS))
-    output_length: Histogram = msgspec.field(default_factory=lambda: Histogram(TOKENS))
+    queue: BucketCounts = msgspec.field(default_factory=lambda: BucketCounts(SECONDS))
+    prefill: BucketCounts = msgspec.field(default_factory=lambda: BucketCounts(SECONDS))
+    decode: BucketCounts = msgspec.field(default_factory=lambda: BucketCounts(SECONDS))
+    inference: BucketCounts = msgspec.field(default_factory=lambda: BucketCounts(SECONDS))
+    prompt_length: BucketCounts = msgspec.field(default_factory=lambda: BucketCounts(TOKENS))
+    output_length: BucketCounts = msgspec.field(default_factory=lambda: BucketCounts(TOKENS))
 
 
 class FrontStats(msgspec.Struct):

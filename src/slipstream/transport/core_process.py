@@ -15,19 +15,17 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from slipstream.config.locate import locate
 from slipstream.config.options import Options
 from slipstream.engine.child_process import die_with_parent
+from slipstream.engine.lane_stats import lane_stats
 from slipstream.engine.lanes import Lanes
 from slipstream.errors import EngineDead, SlipstreamError
 from slipstream.log import set_up_child_log
 from slipstream.messages import Abort, Output, Submit, SubmitAll
-from slipstream.metrics.lane import LaneStats
-from slipstream.scheduler.scheduler import Scheduler
 from slipstream.transport.abort_calls import AbortCalls
 from slipstream.transport.admission import submit
 from slipstream.transport.control import control
@@ -49,9 +47,6 @@ from slipstream.transport.frames import (
 )
 from slipstream.transport.inspection import Inspector
 from slipstream.transport.socket_server import Connection, SocketServer
-
-if TYPE_CHECKING:
-    from slipstream.engine.core import EngineCore
 
 log = logging.getLogger("slipstream.core")
 
@@ -177,38 +172,8 @@ class CoreProcess:
         self._inspector.drop_unread()
         if self._kept_queries:
             self._kept_queries = {name: own for name, own in self._kept_queries.items() if self.lanes.keeps_query(name)}
-        lanes = [_lane_stats(name, core) for name, core in self.lanes.cores.items()]
+        lanes = [lane_stats(name, core) for name, core in self.lanes.cores.items()]
         self.server.broadcast(Pulse(lanes, is_asleep=not self.lanes.sleeper.can_run))
-
-
-def _lane_stats(name: str, core: EngineCore) -> LaneStats:
-    scheduler, time = core.scheduler, core.timer.total
-    cache = getattr(scheduler, "cache", None)  # encoders have none
-    drafts = scheduler.drafts.counts if isinstance(scheduler, Scheduler) else None
-    pool = cache.groups[0].pool if cache is not None and cache.groups else None
-    return LaneStats(
-        name,
-        num_steps=core.num_steps,
-        num_running=scheduler.num_running,
-        num_waiting=scheduler.num_waiting,
-        num_preemptions=getattr(scheduler, "num_preemptions", 0),
-        num_free_pages=0 if pool is None else pool.num_free,
-        num_pages=0 if pool is None else pool.num_usable,
-        page_size=0 if cache is None else cache.page_size,
-        prefix_queries=0 if cache is None else cache.num_queries,
-        prefix_hits=0 if cache is None else cache.num_hits,
-        busy=time.busy,
-        turnaround=time.turnaround,
-        host_late=time.host_late,
-        output=time.output,
-        grammar=time.grammar,
-        no_requests=time.no_requests,
-        host=time.host,
-        num_drafted_rows=0 if drafts is None else drafts.num_rows,
-        num_drafts=0 if drafts is None else drafts.num_drafts,
-        num_accepted_drafts=0 if drafts is None else drafts.num_accepted,
-        accepted_at=() if drafts is None else tuple(drafts.accepted_at),
-    )
 
 
 def main(argv: list[str]) -> int:

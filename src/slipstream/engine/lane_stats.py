@@ -1,0 +1,37 @@
+"""The statistics of a core, for metrics."""
+
+from __future__ import annotations
+
+from slipstream.engine.core import EngineCore
+from slipstream.metrics.lane import LaneStats
+from slipstream.scheduler.scheduler import Scheduler
+
+
+def lane_stats(name: str, core: EngineCore) -> LaneStats:
+    scheduler, time = core.scheduler, core.timer.total
+    cache = getattr(scheduler, "cache", None)  # encoders have none
+    drafts = scheduler.drafts.counts if isinstance(scheduler, Scheduler) else None
+    pool = cache.groups[0].pool if cache is not None and cache.groups else None
+    return LaneStats(
+        name,
+        num_steps=core.num_steps,
+        num_running=scheduler.num_running,
+        num_waiting=scheduler.num_waiting,
+        num_preemptions=getattr(scheduler, "num_preemptions", 0),
+        num_free_pages=0 if pool is None else pool.num_free,
+        num_pages=0 if pool is None else pool.num_usable,
+        page_size=0 if cache is None else cache.page_size,
+        prefix_queries=0 if cache is None else cache.num_queries,
+        prefix_hits=0 if cache is None else cache.num_hits,
+        busy=time.busy,
+        turnaround=time.turnaround,
+        host_late=time.host_late,
+        output=time.output,
+        grammar=time.grammar,
+        no_requests=time.no_requests,
+        host=time.host,
+        num_drafted_rows=0 if drafts is None else drafts.num_rows,
+        num_drafts=0 if drafts is None else drafts.num_drafts,
+        num_accepted_drafts=0 if drafts is None else drafts.num_accepted,
+        accepted_at=() if drafts is None else tuple(drafts.accepted_at),
+    )

@@ -368,7 +368,7 @@ class ScriptedExecutor:
         )
 
     def _proposed(self, plan: StepPlan) -> np.ndarray | None:
-        if not plan.reports_drafts:
+        if not plan.returns_drafts:
             return None
         drafts = np.full((np.count_nonzero(plan.num_drawn), plan.num_proposed), -1, np.int32)
         for line, row in zip(drafts, plan.rows[plan.num_drawn > 0].tolist(), strict=True):
@@ -469,7 +469,7 @@ class Bench:
         max_waiting: int = 1000,
         chunked_prefill: bool = True,
         staged_ints: int = 4096,
-        max_reported: int = 2**20,
+        max_step_logprobs: int = 2**20,
         short_rope: int | None = None,
         num_drafts: int = 0,
         draft_seed: int = 0,
@@ -504,7 +504,7 @@ class Bench:
                 depth=depth,
                 seed=0,
                 staged_ints=staged_ints,
-                max_reported=max_reported,
+                max_step_logprobs=max_step_logprobs,
                 cached_tasks=("embed",),
                 short_rope=short_rope,
             ),

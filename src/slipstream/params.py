@@ -26,7 +26,7 @@ MAX_FACTOR = 1e6  # beyond it logits would leave the range of float32
 MAX_BIAS = 100.0
 MAX_BAD_WORD = 32  # tokens of one bad word
 MAX_BAD_WORDS = 2**15  # tokens of all bad words of a request
-MAX_PACKED_LOGPROBS = 32  # likeliest tokens that all rows share a report of; rows with more have another report
+MAX_PACKED_LOGPROBS = 32  # likeliest tokens in the array that all rows share; rows with more are in another array
 
 
 class CheckedNames(msgspec.StructMeta):
@@ -263,8 +263,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, tag=True, metaclass=Che
         return not (narrowed or self.needs_history or self.num_logprobs is not None)
 
     @property
-    def report_width(self) -> int:
-        """Values per token in the wide logprobs report; 0: the report that all rows share is enough."""
+    def wide_width(self) -> int:
+        """Values per token in the array of wide logprobs; 0: the array that all rows share is enough."""
         num = self.num_logprobs or 0
         return max(1 + num if num > MAX_PACKED_LOGPROBS else 0, len(self.requested_ids))
 

@@ -158,7 +158,7 @@ class StepPlan:
     states: StatePlan | None = None  # None: no checkpoint is restored or saved
     has_drafts: bool = False  # some row draws more than one token
     num_proposed: int = 0  # drafts that the device proposes for each row after its draw; 0: none
-    reports_drafts: bool = False  # the result has the proposed drafts: the host makes masks along them
+    returns_drafts: bool = False  # the result has the proposed drafts: the host makes masks along them
     adapters: AdapterPlan | None = None  # None: no row has an adapter, and none is loaded
 
     @property

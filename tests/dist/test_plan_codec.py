@@ -87,7 +87,7 @@ def test_a_plan_with_every_part():
         states=StatePlan(ints(1, 2).reshape(1, 2), NO_INTS.reshape(0, 3)),
         has_drafts=True,
         num_proposed=3,
-        reports_drafts=True,
+        returns_drafts=True,
         adapters=AdapterPlan(ints(0, -1), ((0, 3),)),
     )
     check_equal(decode_plan(encode_plan(plan)), plan)

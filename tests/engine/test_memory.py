@@ -164,7 +164,7 @@ WHOLE = [
 )
 @pytest.mark.parametrize("options", [dict(depth=0), dict(depth=1, dtype="float64")], ids=["float32", "float64"])
 def test_logprobs_of_whole_vocabularies_stay_within_the_plan(tmp_path, wanted, options, monkeypatch):
-    monkeypatch.setattr(slipstream.config.memory, "MAX_REPORTED_LOGPROBS", 4 * 2001)
+    monkeypatch.setattr(slipstream.config.memory, "MAX_STEP_LOGPROBS", 4 * 2001)
     folder = write_small(tmp_path, vocab_size=2000)
     options |= dict(model=folder, load_format="dummy", skip_tokenizer_init=True, num_threads=1)
     llm, memory = open_model(options | dict(max_model_len=32, max_num_seqs=16, max_num_batched_tokens=64, num_pages=64))
@@ -172,9 +172,9 @@ def test_logprobs_of_whole_vocabularies_stay_within_the_plan(tmp_path, wanted, o
     with llm, LiveBytes() as live:
         results = llm.generate([[i, 1, 2, 3] for i in range(16)], params, use_tqdm=False)
         buffers = llm.core.executor.results.buffers
-        assert num_bytes(buffer.on_device for buffer in buffers) <= memory.results + memory.reports
-        assert num_bytes(buffer.host_tensor for buffer in buffers) <= memory.results_host + memory.reports_host
-    assert live.peak <= memory.activations + memory.features + memory.reports
+        assert num_bytes(buffer.on_device for buffer in buffers) <= memory.results + memory.result_growth
+        assert num_bytes(buffer.host_tensor for buffer in buffers) <= memory.results_host + memory.result_growth_host
+    assert live.peak <= memory.activations + memory.features + memory.result_growth
     for result, asked in zip(results, params, strict=True):
         of_tokens, of_prompt = result.outputs[0].logprobs, result.prompt_logprobs
         if asked.logprobs is not None:
@@ -296,9 +296,9 @@ def test_pooling_stays_within_the_plan(tmp_path, kind, task, lengths, depth):
     with llm, LiveBytes() as live:
         assert len(llm.encode(prompts, pooling_task=task, use_tqdm=False)) == 60
         buffers = llm.core.executor.results.buffers
-        assert num_bytes(buffer.on_device for buffer in buffers) <= memory.results + memory.reports
-        assert num_bytes(buffer.host_tensor for buffer in buffers) <= memory.results_host + memory.reports_host
-    assert live.peak <= memory.activations + memory.reports + memory.reports_host
+        assert num_bytes(buffer.on_device for buffer in buffers) <= memory.results + memory.result_growth
+        assert num_bytes(buffer.host_tensor for buffer in buffers) <= memory.results_host + memory.result_growth_host
+    assert live.peak <= memory.activations + memory.result_growth + memory.result_growth_host
 
 
 @pytest.mark.parametrize("kind", ["encoder", "decoder"])
@@ -324,7 +324,7 @@ def test_results_of_tokens_are_made_by_a_few_at_a_time(tmp_path, kind, monkeypat
             found = llm.encode(prompts, pooling_task="token_embed", use_tqdm=False)
         estimates.append(memory.unread)
         results.append(np.concatenate([one.outputs.data for one in found]))
-        assert live.peak <= memory.activations + memory.reports + memory.reports_host
+        assert live.peak <= memory.activations + memory.result_growth + memory.result_growth_host
         assert sum(made) == sum(map(len, prompts)) and (max(made) <= 7) == (at_once == 7)
     assert estimates[1] < estimates[0]
     np.testing.assert_allclose(results[0], results[1], atol=1e-12)

@@ -10,7 +10,7 @@ import pytest
 from slipstream.messages import LOGPROB
 from slipstream.params import MAX_PACKED_LOGPROBS, SamplingParams
 from slipstream.request import Request
-from slipstream.scheduler.step_outputs import accepted_tokens, logprob_bytes, logprob_reports
+from slipstream.scheduler.step_outputs import accepted_tokens, logprob_bytes, packed_logprobs
 from slipstream.step import StepLogprobs, StepResult
 
 
@@ -47,21 +47,21 @@ def test_each_row_gets_the_logprobs_it_asked_for(wanted, dtype):
     short = max(k or 0 for i, k in enumerate(wanted) if i not in long) if len(long) < len(wanted) else 0
     apart = logprobs_of(len(long), max(wanted[i] for i in long), dtype) if long else None
     result = of(replace(logprobs_of(len(wanted), short, dtype), wide=apart))
-    reports = logprob_reports([request(logprobs=k) for k in wanted], result)
-    for i, (k, report) in enumerate(zip(wanted, reports, strict=True)):
+    packed = packed_logprobs([request(logprobs=k) for k in wanted], result)
+    for i, (k, values) in enumerate(zip(wanted, packed, strict=True)):
         if k is None:
-            assert report is None
+            assert values is None
             continue
         told, at = (apart, long.index(i)) if i in long else (result.logprobs, i)
         top = zip(told.top[at, :k].tolist(), told.top_ids[at, :k].tolist(), range(1, k + 1), strict=True)
         own = told.chosen[at].item(), result.tokens[i].item(), told.rank[at].item()
-        assert np.frombuffer(report, LOGPROB).tolist() == [own, *top]
+        assert np.frombuffer(values, LOGPROB).tolist() == [own, *top]
 
 
 def test_requested_ids_follow_without_a_rank():
     asked = [request(logprobs=1, logprob_token_ids=[7]), request(), request(logprob_token_ids=[9, 4, 11])]
     requested = -np.arange(6.0).reshape(2, 3)
-    with_top, silent, alone = logprob_reports(asked, step(3, 1, requested=requested))
+    with_top, silent, alone = packed_logprobs(asked, step(3, 1, requested=requested))
     assert silent is None
     assert np.frombuffer(with_top, LOGPROB).tolist()[2:] == [(0.0, 7, 0)]
     assert np.frombuffer(alone, LOGPROB).tolist()[1:] == [(-3.0, 9, 0), (-4.0, 4, 0), (-5.0, 11, 0)]
@@ -69,15 +69,15 @@ def test_requested_ids_follow_without_a_rank():
 
 def test_a_report_holds_no_reference_to_the_step():
     result = step(64, 5)
-    for report in logprob_reports([request(logprobs=5)] * 64, result):
-        assert type(report) is bytes and len(report) == 6 * LOGPROB.itemsize
+    for own in packed_logprobs([request(logprobs=5)] * 64, result):
+        assert type(own) is bytes and len(own) == 6 * LOGPROB.itemsize
 
 
 def test_only_accepted_tokens_are_reported():
     asked = [request(logprobs=1), request(), request(logprobs=2, logprob_token_ids=[4])]
     requested = -np.arange(3.0).reshape(3, 1)
     result = replace(step(7, 2, requested=requested), counts=np.array([2, 1, 2], np.int32))
-    first, silent, last = logprob_reports(asked, result, [3, 1, 3])
+    first, silent, last = packed_logprobs(asked, result, [3, 1, 3])
     assert silent is None
     assert np.frombuffer(first, LOGPROB)["token"].reshape(2, 2)[:, 0].tolist() == [7, 8]
     own = np.frombuffer(last, LOGPROB).reshape(2, 4)

@@ -66,7 +66,11 @@ class Counted(Bench):
 def test_no_step_reports_more_than_it_may(seed):
     rng = random.Random(seed)
     bench = Counted(
-        depth=seed % 3, num_pages=20, max_num_batched_tokens=rng.choice([5, 16, 64]), max_num_seqs=6, max_reported=MOST
+        depth=seed % 3,
+        num_pages=20,
+        max_num_batched_tokens=rng.choice([5, 16, 64]),
+        max_num_seqs=6,
+        max_step_logprobs=MOST,
     )
     for _ in range(25):
         bench.submit(
@@ -99,7 +103,7 @@ def test_no_step_reports_more_than_it_may(seed):
 
 
 def test_narrow_reports_are_admitted_at_once():
-    bench = Counted(max_reported=MOST, max_num_seqs=4)
+    bench = Counted(max_step_logprobs=MOST, max_num_seqs=4)
     bench.submit([1], logprobs=399)
     for _ in range(3):
         bench.submit([2], logprobs=MAX_PACKED_LOGPROBS)
@@ -107,7 +111,7 @@ def test_narrow_reports_are_admitted_at_once():
 
 
 def test_a_prompt_whose_report_never_fits_one_step_is_refused():
-    bench = Bench(chunked_prefill=False, max_reported=MOST)
+    bench = Bench(chunked_prefill=False, max_step_logprobs=MOST)
     bench.submit([1] * 5, prompt_logprobs=99)
     with pytest.raises(RequestTooLarge, match="500 values for 5 tokens.*enable_chunked_prefill"):
         bench.submit([1] * 6, prompt_logprobs=99)

@@ -51,7 +51,7 @@ def test_auto_shows_the_length_it_chose(model, capsys):
 def test_json_gives_bytes_that_add_up(model, capsys):
     memory = json.loads(plan(capsys, *model, "--json"))["memory"]
     parts = ("weights", "cache", "tables", "features", "activations")
-    rings = ("staging", "masks", "results", "reports")
+    rings = ("staging", "masks", "results", "result_growth")
     on_host = [f"{ring}_host" for ring in rings]
     assert memory["total"] == sum(memory[part] for part in (*parts, *rings, *on_host))
     assert memory["activations"] == max(memory["hidden"] + memory["attention"], memory["logits"]) + memory["unread"]

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from slipstream.serve.bench.online import Answer, histogram, report
+from slipstream.serve.bench.online import Answer, histogram, summarise
 from slipstream.serve.remote_chat import _text
 
 
@@ -46,7 +46,7 @@ def test_chat_passes_on_what_the_server_says(terminal, tiny_server, key):
 def test_bench_serve_counts_what_it_sent(terminal, tiny_server, key, how):
     argv = ("--num-prompts", "8", "--input-len", "5", "--output-len", "4", *how)
     code, out, _ = terminal.run("bench", "serve", "--url", tiny_server.url, *argv, "--json")
-    found = json.loads(out)["report"]
+    found = json.loads(out)["result"]
     assert code == 0 and found["statuses"] == {"200": 8} and found["output_tokens"] == 32
     assert found["ttft_ms"]["p50"] <= found["request_ms"]["p50"]
     code, out, _ = terminal.run("bench", "serve", "--url", tiny_server.url, *argv, "--plot")
@@ -74,7 +74,7 @@ def test_a_report_tells_refusals_and_broken_streams_apart():
         Answer(429, 0.0, [], 0.01),
         Answer(0, 0.0, [], 0.5, 0, "refused"),
     ]
-    found = report(answers, 4.0)
+    found = summarise(answers, 4.0)
     assert found.statuses == {"200": 2, "429": 1, "broken": 1} and found.num_failed == 1
     assert (found.requests_per_second, found.output_tokens) == (0.25, 2)
     assert found.refused_ms.p50 == pytest.approx(10) and found.itl_ms.mean == pytest.approx(500)

@@ -118,7 +118,7 @@ def test_health_tells_that_a_front_end_is_missing_and_serves_on(folder):
     async def scenario(door):
         assert (await door.get("/health")).json() == {"status": "ok", "stage": None}
         fd = Board.create(2)
-        door.state.report.board = Board(fd, 0, 2)
+        door.state.server_stats.board = Board(fd, 0, 2)
         Board(fd, 2, 2).write_front_ends(FrontEnds(2, 1, 3))
         found = await door.get("/health")
         wanted = {"status": "degraded", "stage": None, "front_ends": {"wanted": 2, "running": 1, "restarts": 3}}

@@ -13,7 +13,7 @@ from slipstream.config.pooling_info import PoolingInfo
 from slipstream.config.quantization import Quantization
 from slipstream.config.record_config import RecordConfig
 
-MAX_REPORTED_LOGPROBS = 2**20  # elements in the wide reports of one step, or in its prompt logprobs
+MAX_STEP_LOGPROBS = 2**20  # elements in the wide logprobs of one step, or in its prompt logprobs
 
 
 class ModelConfig(msgspec.Struct, frozen=True):
@@ -106,7 +106,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     depth: int
     seed: int
     staged_ints: int  # integers that the admissions of one step may upload: page-table entries, histories, ids
-    max_reported: int = MAX_REPORTED_LOGPROBS  # logprobs of one kind that one step may report, if some row wants many
+    max_step_logprobs: int = MAX_STEP_LOGPROBS  # logprobs of one kind that one step may return, if some row wants many
     is_encoder: bool = False  # prompts are computed in one step, and nothing is kept between steps
     max_itl: float | None = None  # bound of the seconds between two tokens that prefill may cause; None: no bound
     max_kept: int = 2**20  # tokens of queries that the device stores for late interaction

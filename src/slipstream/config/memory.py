@@ -14,7 +14,7 @@ import msgspec
 from slipstream.cache_spec import ITEMSIZE, STATE_CHUNK
 from slipstream.config.activation_size import PENALTY_BYTES, activation_bytes
 from slipstream.config.adapter_config import AdapterConfig
-from slipstream.config.config import MAX_REPORTED_LOGPROBS, EngineConfig
+from slipstream.config.config import MAX_STEP_LOGPROBS, EngineConfig
 from slipstream.config.model_info import ModelInfo
 from slipstream.config.pooling_info import PoolingInfo, reductions_of
 from slipstream.params import MAX_PACKED_LOGPROBS
@@ -61,8 +61,8 @@ class MemoryEstimate(msgspec.Struct, frozen=True, kw_only=True):
     masks_host: int
     results: int
     results_host: int
-    reports: int  # growth of the result buffers if a step reports the maximum number of logprobs
-    reports_host: int
+    result_growth: int  # growth of the result buffers if a step returns the maximum number of logprobs
+    result_growth_host: int
     hidden: int  # of the largest step, inside one block
     attention: int  # gathered keys and masks, inside one block
     logits: int  # from the LM head's GEMM to the drawn tokens, with every sampling feature; or to pooled results
@@ -76,7 +76,7 @@ class MemoryEstimate(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def of_device(self) -> int:
-        rings = self.staging + self.masks + self.results + self.reports
+        rings = self.staging + self.masks + self.results + self.result_growth
         kept = self.cache + self.states + self.checkpoints
         return (
             self.weights + self.adapters + kept + self.tables + self.features + rings + self.activations + self.graphs
@@ -85,7 +85,7 @@ class MemoryEstimate(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def later(self) -> int:
         """Device memory that is not allocated yet when weights are loaded and the largest usual step has run."""
-        return self.features + self.reports + self.graphs + self.unread
+        return self.features + self.result_growth + self.graphs + self.unread
 
     @property
     def total(self) -> int:
@@ -95,7 +95,7 @@ class MemoryEstimate(msgspec.Struct, frozen=True, kw_only=True):
             + self.staging_host
             + self.masks_host
             + self.results_host
-            + self.reports_host
+            + self.result_growth_host
         )
 
 
@@ -160,8 +160,8 @@ def estimate_memory(config: EngineConfig, weights: int) -> MemoryEstimate:
         masks_host=masks,  # one buffer
         results=num_buffers * results,
         results_host=num_buffers * results,
-        reports=num_buffers * report_bytes(config) + score_bytes(config) + list_bytes(config),
-        reports_host=num_buffers * report_bytes(config),
+        result_growth=num_buffers * result_growth_bytes(config) + score_bytes(config) + list_bytes(config),
+        result_growth_host=num_buffers * result_growth_bytes(config),
         hidden=hidden,
         attention=attention,
         logits=logits,
@@ -280,7 +280,7 @@ def unread_bytes(config: EngineConfig) -> int:
     all_hidden = tokens * config.hidden_width * size
     if config.model.generates:
         # prompt tokens are scored in groups of this size, however few rows there are: the product, its float32 copy,
-        # and the temporaries of the report
+        # and the temporaries of logprobs
         num_scored = max(0, min(SCORED_AT_ONCE, tokens) - scheduler.max_num_seqs)
         return all_hidden + num_scored * info.vocab_size * (size + 2 * real)
     vectors, width = _token_vectors(config)
@@ -346,19 +346,19 @@ def result_bytes(config: EngineConfig) -> int:
     return (config.scheduler.max_drawn + 1) * 24 * (MAX_PACKED_LOGPROBS + 2)
 
 
-def max_reported(info: ModelInfo) -> int:
-    """Elements of one kind in the reports of one step: a few whole vocabularies, or one large vocabulary."""
-    return max(MAX_REPORTED_LOGPROBS, 1 + info.vocab_size)
+def max_step_logprobs(info: ModelInfo) -> int:
+    """Logprobs of one kind in the results of one step: a few whole vocabularies, or one large vocabulary."""
+    return max(MAX_STEP_LOGPROBS, 1 + info.vocab_size)
 
 
-def report_bytes(config: EngineConfig) -> int:
-    """Maximum growth of one result buffer: wide reports, requested ids and scored prompts; vectors of all tokens."""
+def result_growth_bytes(config: EngineConfig) -> int:
+    """Maximum growth of one result buffer: wide logprobs, requested ids and scored prompts; vectors of all tokens."""
     real = max(ITEMSIZE[config.model.dtype], 4)
     if not config.model.generates:
         vectors, width = _token_vectors(config)
         return vectors * (width + 1) * real + ALIGNMENT if vectors else 0  # and a sum per vector
     # a logprob and an id each; of requested ids only the logprob
-    return _reported(config) * (8 + real + real) + score_bytes(config) // 2 + ALIGNMENT
+    return _step_logprobs(config) * (8 + real + real) + score_bytes(config) // 2 + ALIGNMENT
 
 
 def list_bytes(config: EngineConfig) -> int:
@@ -367,14 +367,14 @@ def list_bytes(config: EngineConfig) -> int:
     if not config.model.generates:
         return 0
     drafts = config.scheduler.drafts
-    tables = _reported(config) * 2 * (4 + 8) + config.scheduler.max_reported * 2 * 4
-    return tables + config.scheduler.max_reported * 40 * (1 if drafts is None else 1 + drafts.num_drafts)
+    tables = _step_logprobs(config) * 2 * (4 + 8) + config.scheduler.max_step_logprobs * 2 * 4
+    return tables + config.scheduler.max_step_logprobs * 40 * (1 if drafts is None else 1 + drafts.num_drafts)
 
 
-def _reported(config: EngineConfig) -> int:
-    """Maximum number of logprobs of one kind that the rows of a step report."""
+def _step_logprobs(config: EngineConfig) -> int:
+    """Maximum number of logprobs of one kind that a step returns for its rows."""
     scheduler = config.scheduler
-    return min(scheduler.max_reported, scheduler.max_num_seqs * (1 + config.model.info.vocab_size))
+    return min(scheduler.max_step_logprobs, scheduler.max_num_seqs * (1 + config.model.info.vocab_size))
 
 
 def score_bytes(config: EngineConfig) -> int:
@@ -382,7 +382,7 @@ def score_bytes(config: EngineConfig) -> int:
     if not config.model.generates:
         return 0
     scheduler, real = config.scheduler, max(ITEMSIZE[config.model.dtype], 4)
-    num = min(scheduler.max_reported, scheduler.max_num_batched_tokens * (1 + config.model.info.vocab_size))
+    num = min(scheduler.max_step_logprobs, scheduler.max_num_batched_tokens * (1 + config.model.info.vocab_size))
     return 2 * num * (8 + real)
 
 

@@ -21,7 +21,7 @@ from slipstream.config.config import (
     SchedulerConfig,
 )
 from slipstream.config.draft_config import read_draft_config
-from slipstream.config.memory import estimate_memory, id_bytes, max_kept, max_reported
+from slipstream.config.memory import estimate_memory, id_bytes, max_kept, max_step_logprobs
 from slipstream.config.model_info import ModelInfo
 from slipstream.config.model_sizes import ModelSizes
 from slipstream.config.options import Options
@@ -161,7 +161,7 @@ def resolve(
                 depth=depth,
                 seed=options.seed,
                 staged_ints=staged_ints(length, page_size, max_num_seqs, len(groups), info.vocab_size),
-                max_reported=max_reported(info),
+                max_step_logprobs=max_step_logprobs(info),
                 max_kept=max_kept(pooling),
                 is_encoder=is_encoder,
                 max_itl=_max_itl(options, machine),

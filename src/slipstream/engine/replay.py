@@ -22,7 +22,7 @@ from slipstream.step import Admission, Late, PoolAdmission, StepPlan, StepResult
 CLOSE = 1e-3  # relative difference of pooled values that counts as equal
 
 
-class ReplayReport(msgspec.Struct):
+class ReplayResult(msgspec.Struct):
     num_steps: int
     num_compared: int = 0  # results of rows: tokens of a step, or a pooled vector
     num_skipped: int = 0  # results of rows that began before the recording
@@ -33,20 +33,20 @@ class ReplayReport(msgspec.Struct):
 
 def replay(
     recording: Recording, executor: Executor | None = None, advance: Callable[[int], None] = lambda step: None
-) -> ReplayReport:
+) -> ReplayResult:
     """Stops at the first fault or difference. `advance` is called with the number of each step."""
     before: list[Admission | PoolAdmission] = [*recording.generated, *recording.pooled]
     checker = PlanChecker(recording.config, before)
-    report = ReplayReport(0)
+    outcome = ReplayResult(0)
     plans = _prepared(recording) if executor is not None else []
     for index, record in enumerate(recording.steps):
         advance(record.plan.step)
         try:
             complete = checker.run(record)
         except PlanFault as fault:
-            report.fault = str(fault)
-            return report
-        report.num_steps += 1
+            outcome.fault = str(fault)
+            return outcome
+        outcome.num_steps += 1
         if executor is None:
             continue
         late = record.late
@@ -55,34 +55,34 @@ def replay(
             given = None if late is None else Late(late.rows, late.bits, late.bias, offsets=late.offsets)
             result = executor.finish(given).wait()
         except Exception as error:
-            report.error = f"step {record.plan.step}: {type(error).__name__}: {error}"
-            return report
+            outcome.error = f"step {record.plan.step}: {type(error).__name__}: {error}"
+            return outcome
         if not recording.redacted and record.tokens is not None:
-            report.difference = _compare(record, result, complete, report)
-            if report.difference is not None:
-                return report
-    return report
+            outcome.difference = _compare(record, result, complete, outcome)
+            if outcome.difference is not None:
+                return outcome
+    return outcome
 
 
-def _compare(record: StepRecord, result: StepResult, complete: set[int], report: ReplayReport) -> str | None:
+def _compare(record: StepRecord, result: StepResult, complete: set[int], outcome: ReplayResult) -> str | None:
     """The first difference of a complete row, in words."""
     plan = record.plan
     again = StepRecord(plan, tokens=result.tokens, counts=result.counts)
     sampling = plan.rows[plan.num_drawn > 0].tolist()
     for row, old, new in zip(sampling, accepted_tokens(record), accepted_tokens(again), strict=True):
         if row not in complete:
-            report.num_skipped += 1
+            outcome.num_skipped += 1
             continue
-        report.num_compared += 1
+        outcome.num_compared += 1
         if old != new:
             return f"step {plan.step}: row {row} drew {new}, the recording has {old}"
     if record.pooled is not None and plan.pooling is not None and plan.pooling.ends is not None:
         ending = plan.rows[plan.pooling.ends].tolist()
         for row, old_values, pooled in zip(ending, record.pooled, result.pooled, strict=True):
             if row not in complete:
-                report.num_skipped += 1
+                outcome.num_skipped += 1
                 continue
-            report.num_compared += 1
+            outcome.num_compared += 1
             new_values = np.array(first_values(pooled), np.float32)
             if not np.allclose(old_values, new_values, rtol=CLOSE, atol=CLOSE, equal_nan=True):
                 return f"step {plan.step}: row {row} has {new_values.tolist()}, the recording {old_values.tolist()}"

@@ -34,7 +34,7 @@ _RESERVED = {
 }  # fmt: skip
 
 _PROMPT_FIELDS = ("prompt", "prompt_token_ids", "cache_salt")
-MAX_REPORTED = 2**24  # logprobs in one answer
+MAX_ANSWER_LOGPROBS = 2**24  # logprobs in one answer
 _UNCHECKED_LOGPROBS = 100  # up to this many per token, the total is not checked
 _BYTES_EACH = 250  # approximate size of one logprob in the answer: key, number, rank and text
 _MAX_ADDED = 16  # upper bound of the special tokens that a tokenizer adds to a text
@@ -359,11 +359,11 @@ class InputProcessor:
         of_prompt = params.prompt_logprobs or 0
         total = params.n * num_new * each if each > _UNCHECKED_LOGPROBS else 0
         total += num_prompt * of_prompt if of_prompt > _UNCHECKED_LOGPROBS else 0
-        if total > MAX_REPORTED:
+        if total > MAX_ANSWER_LOGPROBS:
             raise InvalidParams(
                 f"the answer could have {total:,} logprobs, about {total * _BYTES_EACH / 2**30:.1f} GiB: {each} for "
                 f"each of up to {params.n * num_new} new tokens, {of_prompt} for each of {num_prompt} prompt tokens; "
-                f"the limit is {MAX_REPORTED:,}; lower logprobs, prompt_logprobs, max_tokens or n",
+                f"the limit is {MAX_ANSWER_LOGPROBS:,}; lower logprobs, prompt_logprobs, max_tokens or n",
                 param="logprobs" if each > _UNCHECKED_LOGPROBS else "prompt_logprobs",
             )
 

@@ -15,8 +15,8 @@ from slipstream.config.memory import (
     estimate_memory,
     graph_output_bytes,
     pooled_bytes,
-    report_bytes,
     result_bytes,
+    result_growth_bytes,
 )
 from slipstream.config.resolve import fit_cache
 from slipstream.device.device import Device, default_threads, open_device
@@ -170,7 +170,7 @@ def _assemble(
     )
     info, pooling = config.model.info, config.model.pooling
     result_size = result_bytes(config) + pooled_bytes(config)
-    results = ResultRing(num_buffers, result_size, device, max_capacity=result_size + report_bytes(config))
+    results = ResultRing(num_buffers, result_size, device, max_capacity=result_size + result_growth_bytes(config))
     heads: list[HeadMaker] = []
     row_states: list[RowState] = [store] if states is None else [store, states]
     sampler = draft_runner = None
@@ -196,7 +196,7 @@ def _assemble(
                 info.vocab_size,
                 device,
                 logit_dtype,
-                scheduler.max_reported,
+                scheduler.max_step_logprobs,
                 max_drafts,
                 scheduler.max_step_drafts,
             )

@@ -103,7 +103,7 @@ class GenerateHead:
             None if scores is None else (len(scores.indices), scores.num_logprobs),
             None if sample is None or sample.wide is None else sample.wide.shape,
             drafts.offsets is not None and num_samples > 0,
-            drafts.num_reported if num_samples else 0,
+            drafts.num_returned if num_samples else 0,
         )
         out = self.results.open(shape, first=drafts.first if num_samples else None)
         num_rows = len(plan.rows)
@@ -123,7 +123,7 @@ class GenerateHead:
                     offsets = of_drafts[0] if of_drafts else None
                 draws = self._sample_batch(rows, positions, offsets, drafts)
                 drawn = sample(self._logits(hidden, tiles), draws, self.rows.accept)
-                results |= self._report(drawn, draws, hidden, drafts)
+                results |= self._compute_results(drawn, draws, hidden, drafts)
                 if drawn.requested is not None:
                     results["requested"] = drawn.requested
                 if drawn.wide is not None:
@@ -153,7 +153,7 @@ class GenerateHead:
         drafts = replace(drafts, max_length=self.max_length, num_rows=self.graphs.rows_for(drafts.num_rows) or num_rows)
         has_drafts = drafts.offsets is not None
         shape = result_shape(
-            num_rows, replayed.num_logprobs, self._numpy_dtype, has_drafts=has_drafts, num_proposed=drafts.num_reported
+            num_rows, replayed.num_logprobs, self._numpy_dtype, has_drafts=has_drafts, num_proposed=drafts.num_returned
         )
         out = self.results.open(shape, num_samples, drafts.first)
         span = None
@@ -165,7 +165,7 @@ class GenerateHead:
         key: tuple[Hashable, ...] = ("head", num_rows, span is not None, replayed.key)
         if has_drafts or drafts.num_proposed or self._always_drafts:
             key += (has_drafts, drafts.num_proposed)
-        if drafts.num_reported:
+        if drafts.num_returned:
             key += ("reported",)
         if self._always_drafts:
             key += (drafts.num_rows,)
@@ -187,16 +187,16 @@ class GenerateHead:
     def _drafts(self, plan: StepPlan) -> _Drafts:
         """Host: the drafts of the sampling rows of a step."""
         num_proposed = 0 if self.drafter is None else plan.num_proposed
-        num_reported = num_proposed if plan.reports_drafts else 0
+        num_returned = num_proposed if plan.returns_drafts else 0
         max_length = int(plan.lengths.max()) + 1 if num_proposed or self._always_drafts else 0
         if not isinstance(plan, DraftedPlan):
             num_rows = int(np.count_nonzero(plan.num_drawn))
-            return _Drafts(None, None, num_proposed, False, max_length, num_rows, num_reported)
+            return _Drafts(None, None, num_proposed, False, max_length, num_rows, num_returned)
         samples = plan.num_drawn > 0
         offsets = plan.offsets[samples].astype(np.int64)
         first = np.flatnonzero(offsets == 0)
         is_read = self.sampler.reads_output(plan)
-        return _Drafts(offsets, first, num_proposed, is_read, max_length, len(first), num_reported)
+        return _Drafts(offsets, first, num_proposed, is_read, max_length, len(first), num_returned)
 
     @property
     def _always_drafts(self) -> bool:
@@ -212,7 +212,7 @@ class GenerateHead:
         earlier = earlier_drafts(self.rows.next_tokens, rows, offsets) if drafts.are_read else None
         return SampleBatch(rows, positions, offsets, earlier)
 
-    def _report(
+    def _compute_results(
         self, drawn: SampleOutput, draws: SampleBatch, hidden: torch.Tensor, drafts: _Drafts
     ) -> dict[str, torch.Tensor]:
         """Device: store the drawn tokens and propose drafts after them. Returns the results of the draw."""
@@ -230,8 +230,8 @@ class GenerateHead:
             )
             self.drafter.propose(batch, drafts.num_proposed)
         results = {"tokens": drawn.tokens, "failed": drawn.failed}
-        if drafts.num_reported:
-            results[DRAFTS] = self.rows.next_tokens[:, 1 : 1 + drafts.num_reported].index_select(0, draws.rows)
+        if drafts.num_returned:
+            results[DRAFTS] = self.rows.next_tokens[:, 1 : 1 + drafts.num_returned].index_select(0, draws.rows)
         if drawn.kept is not None:
             results[KEPT] = drawn.kept
         return results if drawn.logprobs is None else results | _named("", drawn.logprobs)
@@ -246,7 +246,7 @@ class GenerateHead:
         wide = replayed.needs_sampling_dtype or self._batch_invariant
         logits = self._logits(hidden) if wide else self.model.logits(hidden)
         drawn = replayed.sample(logits, draws, self.rows.accept)
-        results = self._report(drawn, draws, hidden, drafts)
+        results = self._compute_results(drawn, draws, hidden, drafts)
         return pack(results, shape, self.graphs.results.room(shape.num_bytes))
 
     def _logits(self, hidden: torch.Tensor, tiles: Tiles | None = None) -> torch.Tensor:
@@ -277,7 +277,7 @@ class _Drafts:
     are_read: bool  # a stage depends on the drafts before a draw
     max_length: int  # at least the number of tokens of every row after the draw
     num_rows: int  # at least the number of rows, each counted once
-    num_reported: int  # proposed drafts of each row that the result has
+    num_returned: int  # proposed drafts of each row that the result has
 
 
 class _Picked:

@@ -51,7 +51,7 @@ def result_shape(
     logit_dtype: Any,  # a numpy dtype
     requested: tuple[int, int] | None = None,  # shape of the logprobs of requested ids
     scores: tuple[int, int] | None = None,  # number of scored prompt tokens, and likeliest tokens reported for each
-    wide: tuple[int, int] | None = None,  # number of rows with wide reports, and likeliest tokens reported for each
+    wide: tuple[int, int] | None = None,  # number of rows with wide logprobs, and likeliest tokens reported for each
     has_drafts: bool = False,
     num_proposed: int = 0,  # drafts of each row that are reported
 ) -> ResultShape:
@@ -91,7 +91,7 @@ DRAFTS = "drafts"
 PROMPT = "prompt_"
 """Prefix of the names of fields about prompt tokens."""
 WIDE = "wide_"
-"""Prefix of the names of fields about rows with wide reports."""
+"""Prefix of the names of fields about rows with wide logprobs."""
 
 
 def _logprob_fields(prefix: str, num: int, k: int, real: Any) -> list[tuple[str, tuple[int, ...], Any]]:
@@ -232,7 +232,7 @@ class ResultRing:
         self._opened: _Buffer | None = None  # the buffer of the step that is being prepared
 
     def open(self, shape: ResultShape, count: int | None = None, first: Indices | None = None) -> ResultSpan:
-        """Host: a span for one head's results. The buffer grows if the step reports more than any step before.
+        """Host: a span for one head's results. The buffer grows if the step returns more than any step before.
 
         `count`, `first`: as `StepHandle` takes them.
         """

@@ -36,7 +36,7 @@ def check_admissible(request: Request, config: SchedulerConfig, cache: CacheMana
             f"{cache.num_usable} in all; {hint} or give the cache more memory"
         )
     if request.next_scored != NEVER and not config.chunked_prefill:
-        _check_scores(request.num_prompt - 1, request.params.prompt_logprobs or 0, config.max_reported)
+        _check_scores(request.num_prompt - 1, request.params.prompt_logprobs or 0, config.max_step_logprobs)
 
 
 def admits_any_request(config: SchedulerConfig, cache: CacheManager) -> bool:

@@ -18,10 +18,10 @@ from slipstream.scheduler.step_outputs import (
     accepted_tokens,
     draw_failure,
     logprob_bytes,
-    logprob_reports,
+    packed_logprobs,
     pool_failure,
-    pooled_report,
-    prompt_reports,
+    pooled_output,
+    prompt_outputs,
 )
 from slipstream.scheduler.stopping import check_stop
 from slipstream.scheduler.waiting import WaitingQueue
@@ -57,10 +57,10 @@ class Committer:
         failed = result.failed.tolist() if np.count_nonzero(result.failed) else repeat(False, count)
         tops: Iterable[bytes | None] = repeat(None, count)
         if result.logprobs is not None:
-            tops = logprob_reports(requests, result, launched.drawn)
+            tops = packed_logprobs(requests, result, launched.drawn)
         outputs: list[Output] = []
         if result.prompt_logprobs is not None:
-            outputs += prompt_reports(launched.scored, result.prompt_logprobs)
+            outputs += prompt_outputs(launched.scored, result.prompt_logprobs)
         if launched.pooled:
             outputs += self._commit_pooled(launched.pooled, result)
         drafts: Iterable[list[int]] = repeat([]) if result.drafts is None else result.drafts.tolist()
@@ -114,4 +114,4 @@ class Committer:
                 self._cache.unpublish(request)
                 yield pool_failure(request.id)
             else:
-                yield pooled_report(request.id, pooled, request.num_cached)
+                yield pooled_output(request.id, pooled, request.num_cached)

@@ -99,6 +99,6 @@ class DraftCounts:
 
 def has_drafts(request: Request) -> bool:
     """Whether rows of this request may have drafts. A logits processor sees true tokens, so it can edit the next one
-    only; a slow grammar has a mask for the next token only; a large report is sized for one token per row."""
+    only; a slow grammar has a mask for the next token only; wide logprobs have room for one token per row."""
     is_slow = request.session is not None and request.session.is_slow
-    return request.processors is None and not is_slow and not request.params.report_width
+    return request.processors is None and not is_slow and not request.params.wide_width

@@ -25,7 +25,7 @@ from slipstream.scheduler.adapters import Adapters, check_adapter
 from slipstream.scheduler.admission_checks import check_length
 from slipstream.scheduler.fair_queueing import FairQueue
 from slipstream.scheduler.query_registry import QueryRegistry
-from slipstream.scheduler.step_outputs import lost_query, pool_failure, pooled_report, refusal
+from slipstream.scheduler.step_outputs import lost_query, pool_failure, pooled_output, refusal
 from slipstream.step import NO_INTS, AdapterPlan, Bools, Ints, PoolPlan, StepPlan, StepResult
 
 MIN_HALF_TOKENS = 512
@@ -290,7 +290,7 @@ class EncoderScheduler:
                 continue
             self._end(request)
             outputs.append(
-                pool_failure(request.id) if index in result.pool_failed else pooled_report(request.id, pooled)
+                pool_failure(request.id) if index in result.pool_failed else pooled_output(request.id, pooled)
             )
         return outputs
 

@@ -65,7 +65,7 @@ class PlanBuilder:
     def __init__(self, step: int, num_groups: int, sends_history: bool = False) -> None:
         """`sends_history`: rows that do not begin at position 0 upload their tokens, for drafts."""
         self.step = step
-        self.reports_drafts = False  # the result has the drafts that the plan proposes
+        self.returns_drafts = False  # the result has the drafts that the plan proposes
         self._sends_history = sends_history
         self.decodes: list[Request] = []
         self.chunks: list[Chunk] = []
@@ -129,7 +129,7 @@ class PlanBuilder:
             self._score_width = max(self._score_width, _score_width(chunk.request))
 
     def score_room(self, request: Request, max_elements: int) -> int:
-        """How many more prompt tokens of this request the step can score. All lines of the report are as wide as the
+        """How many more prompt tokens of this request the step can score. All rows of the result are as wide as the
         widest, and have `max_elements` elements together."""
         return max_elements // max(self._score_width, _score_width(request)) - self._num_scored
 
@@ -206,7 +206,7 @@ class PlanBuilder:
             states=None if copies is None else _state_plan(*copies, rows),
             has_drafts=self.drawn() is not None,
             num_proposed=num_proposed,
-            reports_drafts=self.reports_drafts and num_proposed > 0,
+            returns_drafts=self.returns_drafts and num_proposed > 0,
             adapters=None if adapters is None else adapters.plan(rows),
         )
 

@@ -9,11 +9,11 @@ from slipstream.scheduler.plan_builder import Chunk, PlanBuilder
 
 def num_chunk_tokens(request: Request, start: int, known: int, builder: PlanBuilder, config: SchedulerConfig) -> int:
     """Number of known tokens that are not computed yet. For a prompt with prompt_logprobs, limited by the room that is
-    left in the step's report; 0 if there is none."""
+    left in the step's result; 0 if there is none."""
     first = request.next_scored
     if first == NEVER:
         return known - start
-    room = builder.score_room(request, config.max_reported)
+    room = builder.score_room(request, config.max_step_logprobs)
     if min(known, request.num_prompt - 1) + 1 - first <= room:
         return known - start
     return max(0, room + first - 1 - start) if config.chunked_prefill else 0

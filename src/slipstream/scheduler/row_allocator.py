@@ -64,9 +64,9 @@ class RowAllocator:
         request.computed = request.committed = request.num_known = request.decode_limit = 0
 
     def can_share_tables(self, request: Request, max_elements: int) -> bool:
-        """Whether each report of a step, and each table of lists on the device, stays within `max_elements` elements if
-        this request is admitted. All lines of a table are as long as the longest. A single request is always
-        admitted."""
+        """Whether this request can be admitted: whether each array of logprobs of a step, and each table of lists on
+        the device, then has at most `max_elements` elements. All entries of a table are as long as the longest. A
+        single request is always admitted."""
         if request.list_sizes is None:
             return True
         for kind in _KINDS:

@@ -179,7 +179,7 @@ class Scheduler:
         drawn = builder.drawn()
         if constraints is not None and constraints.num_live:
             constraints.plan(sampling, drawn, self.drafts.num_proposed)
-            builder.reports_drafts = bool(constraints.drawing)
+            builder.returns_drafts = bool(constraints.drawing)
         num_logprobs = None
         if self._row_allocator.num_with_logprobs:
             asked = [
@@ -291,7 +291,7 @@ class Scheduler:
             request = self._waiting.first()
             if request is None and self.refill is not None and self.refill(1):
                 request = self._waiting.first()  # None if the new request waits for something else
-            if request is None or not self._row_allocator.can_share_tables(request, self.config.max_reported):
+            if request is None or not self._row_allocator.can_share_tables(request, self.config.max_step_logprobs):
                 return
             if self.adapters is not None and not self.adapters.can_admit(request):
                 self._waiting.hold(request, WaitFor.ADAPTER)  # requests behind it are admitted

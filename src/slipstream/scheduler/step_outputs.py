@@ -31,21 +31,21 @@ def accepted_tokens(result: StepResult, drawn: list[int] | None, count: int) -> 
     return [tokens[own] for own in _kept(drawn, result)]
 
 
-def logprob_reports(requests: list[Request], result: StepResult, drawn: list[int] | None = None) -> list[bytes | None]:
+def packed_logprobs(requests: list[Request], result: StepResult, drawn: list[int] | None = None) -> list[bytes | None]:
     """Packed logprobs of the accepted tokens of each request, as it asked for them; `drawn` as above."""
     logprobs = result.logprobs
     assert logprobs is not None
     owners = requests
     if drawn is not None:
         owners = [request for request, num in zip(requests, drawn, strict=True) for _ in range(num)]
-    reports = _reports([request.num_logprobs for request in owners], result.tokens, logprobs)
+    packed = _pack_all([request.num_logprobs for request in owners], result.tokens, logprobs)
     if logprobs.requested is not None:
         asking = (index for index, request in enumerate(owners) if request.params.requested_ids)
         for index, values in zip(asking, logprobs.requested, strict=True):
-            reports[index] = (reports[index] or b"") + _pack_requested(owners[index].params.requested_ids, values)
+            packed[index] = (packed[index] or b"") + _pack_requested(owners[index].params.requested_ids, values)
     if drawn is None:
-        return reports
-    parts = (reports[own] for own in _kept(drawn, result))
+        return packed
+    parts = (packed[own] for own in _kept(drawn, result))
     return [None if None in part else b"".join(part) for part in parts]  # type: ignore[arg-type]
 
 
@@ -57,23 +57,23 @@ def _kept(drawn: list[int], result: StepResult) -> Iterator[slice]:
 
 
 def logprob_bytes(request: Request) -> int:
-    """Bytes of the report of one token."""
+    """Bytes of the packed logprobs of one token."""
     own = 0 if request.num_logprobs is None else _size(request.num_logprobs)
     return own + len(request.params.requested_ids) * LOGPROB.itemsize
 
 
-def _reports(wanted: list[int | None], tokens: Ints, logprobs: StepLogprobs) -> list[bytes | None]:
+def _pack_all(wanted: list[int | None], tokens: Ints, logprobs: StepLogprobs) -> list[bytes | None]:
     """`wanted`: number of likeliest tokens per drawn token; None: no logprobs."""
     if len(set(wanted)) == 1 and wanted[0] is not None and wanted[0] <= MAX_PACKED_LOGPROBS:  # the usual case
         packed, size = _pack(tokens, logprobs, slice(None), wanted[0]), _size(wanted[0])
         return [packed[start : start + size] for start in range(0, len(packed), size)]
-    reports: list[bytes | None] = [None] * len(wanted)
-    kinds: dict[int, list[int]] = {}  # indices by width: all packed reports together, wide reports by their width
+    by_token: list[bytes | None] = [None] * len(wanted)
+    kinds: dict[int, list[int]] = {}  # indices by width: all packed rows together, wide rows by their width
     for index, k in enumerate(wanted):
         if k is not None:
             kinds.setdefault(max(k, MAX_PACKED_LOGPROBS), []).append(index)
     of_wide = (index for index, k in enumerate(wanted) if k is not None and k > MAX_PACKED_LOGPROBS)
-    entry_of = {index: entry for entry, index in enumerate(of_wide)}  # index among the wide reports, which are apart
+    entry_of = {index: entry for entry, index in enumerate(of_wide)}  # index among the wide rows, which are apart
     for kind, indices in kinds.items():
         k_max = max(wanted[index] or 0 for index in indices)
         source, entries = logprobs, indices
@@ -82,8 +82,8 @@ def _reports(wanted: list[int | None], tokens: Ints, logprobs: StepLogprobs) -> 
             source, entries = logprobs.wide, [entry_of[index] for index in indices]
         packed = _pack(tokens[indices], source, entries, k_max)
         for start, index in zip(range(0, len(packed), _size(k_max)), indices, strict=True):
-            reports[index] = packed[start : start + _size(wanted[index] or 0)]  # the likeliest come first
-    return reports
+            by_token[index] = packed[start : start + _size(wanted[index] or 0)]  # the likeliest come first
+    return by_token
 
 
 def _size(k: int) -> int:
@@ -107,7 +107,7 @@ def _pack_requested(ids: tuple[int, ...], logprobs: Floats) -> bytes:
     return packed.tobytes()
 
 
-def prompt_reports(scored: Sequence[tuple[Request, int, int]], logprobs: StepLogprobs) -> Iterator[Output]:
+def prompt_outputs(scored: Sequence[tuple[Request, int, int]], logprobs: StepLogprobs) -> Iterator[Output]:
     """Outputs with the logprobs of scored prompt tokens, for requests that have not ended."""
     start = 0
     for request, first, num in scored:
@@ -117,11 +117,11 @@ def prompt_reports(scored: Sequence[tuple[Request, int, int]], logprobs: StepLog
             continue
         k = request.params.prompt_logprobs or 0
         tokens = np.array(request.tokens[first : first + num], np.int32)
-        report = _pack(tokens, logprobs, own, k)
-        yield Output(request.id, request.sample, [], num_cached_tokens=request.num_cached, prompt_logprobs=report)
+        packed = _pack(tokens, logprobs, own, k)
+        yield Output(request.id, request.sample, [], num_cached_tokens=request.num_cached, prompt_logprobs=packed)
 
 
-def pooled_report(request_id: str, result: Floats, num_cached: int = 0) -> Output:
+def pooled_output(request_id: str, result: Floats, num_cached: int = 0) -> Output:
     # positional arguments: keywords take 1.5 times as long, and a step has many of these
     return Output(request_id, 0, [], None, _STOP, None, num_cached, None, None, Pooled.of(result))
 

@@ -33,11 +33,11 @@ def main(argv: list[str]) -> int:
             sys.stderr.write(f"{end.code}\n")
         return end.code if isinstance(end.code, int) else 0 if end.code is None else 1
     finally:  # also if the program fails or is interrupted
-        report(log)
+        print_waits(log)
     return 0
 
 
-def report(log: SyncLog) -> None:
+def print_waits(log: SyncLog) -> None:
     found = sorted(log.found, key=lambda sync: -sync.seconds)
     seconds = sum(sync.seconds for sync in found)
     times = sum(sync.count for sync in found)

@@ -26,10 +26,10 @@ class LogprobsWork:
     edited: bool  # whether a stage changes the logits before the draw
 
     def keep(self, logits: torch.Tensor) -> torch.Tensor:
-        """Device, before the stages: the logits that `report` needs."""
+        """Device, before the stages: the logits that `compute` needs."""
         return logits.clone() if self.edited else logits
 
-    def report(self, raw: torch.Tensor, tokens: torch.Tensor) -> TopLogprobs:
+    def compute(self, raw: torch.Tensor, tokens: torch.Tensor) -> TopLogprobs:
         """Device, after the draw."""
         return top_logprobs(raw, tokens, self.k)
 
@@ -39,7 +39,7 @@ class RequestedLogprobsWork:
     """Reports the logprobs of requested ids in one step."""
 
     shape: tuple[int, int]  # number of rows with requested ids, and the maximum number of ids
-    report: Callable[[torch.Tensor], torch.Tensor]  # device: raw logits [S, V] to logprobs of that shape
+    compute: Callable[[torch.Tensor], torch.Tensor]  # device: raw logits [S, V] to logprobs of that shape
 
 
 class RequestedLogprobs:
@@ -79,11 +79,11 @@ class RequestedLogprobs:
             return None
         table, width = self.ids, int(self.ids.sizes[users.rows].max())
 
-        def report(raw: torch.Tensor) -> torch.Tensor:
+        def compute(raw: torch.Tensor) -> torch.Tensor:
             ids = table.tensor[:, :width].index_select(0, upload.tensor(users.entries))
             return logprobs_of(raw.index_select(0, upload.tensor(users.index)), ids.long())
 
-        return RequestedLogprobsWork((len(users.rows), width), report)
+        return RequestedLogprobsWork((len(users.rows), width), compute)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class WideLogprobsWork:
     """Reports the wide rows of one step."""
 
     shape: tuple[int, int]  # number of wide rows, and the maximum number of likeliest tokens
-    report: Callable[[torch.Tensor, torch.Tensor], TopLogprobs]  # device: raw logits and tokens of all rows
+    compute: Callable[[torch.Tensor, torch.Tensor], TopLogprobs]  # device: raw logits and tokens of all rows
 
 
 class WideLogprobs:
@@ -122,11 +122,11 @@ class WideLogprobs:
         which = np.flatnonzero(wanted)
         span, width = upload.put(which), int(wanted.max())
 
-        def report(raw: torch.Tensor, tokens: torch.Tensor) -> TopLogprobs:
+        def compute(raw: torch.Tensor, tokens: torch.Tensor) -> TopLogprobs:
             index = upload.tensor(span)
             return top_logprobs(raw.index_select(0, index), tokens.index_select(0, index), width)
 
-        return WideLogprobsWork((len(which), width), report)
+        return WideLogprobsWork((len(which), width), compute)
 
 
 def prepare_scores(

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from slipstream.config.config import MAX_REPORTED_LOGPROBS
+from slipstream.config.config import MAX_STEP_LOGPROBS
 from slipstream.device.device import Device
 from slipstream.ops.drafts import Accepted, DrawnTokens
 from slipstream.ops.sample import TopLogprobs
@@ -87,9 +87,9 @@ class SamplingWork:
                 work.drawn(tokens, batch, kept)
         if self.logprobs is None:
             return SampleOutput(tokens, failed, None, None, None, kept)
-        requested = None if self.requested is None else self.requested.report(raw)
-        wide = None if self.wide is None else self.wide.report(raw, tokens)
-        return SampleOutput(tokens, failed, self.logprobs.report(raw, tokens), requested, wide, kept)
+        requested = None if self.requested is None else self.requested.compute(raw)
+        wide = None if self.wide is None else self.wide.compute(raw, tokens)
+        return SampleOutput(tokens, failed, self.logprobs.compute(raw, tokens), requested, wide, kept)
 
 
 class Sampler:
@@ -101,7 +101,7 @@ class Sampler:
         vocab_size: int,
         device: Device,
         logits_dtype: torch.dtype,
-        max_ids: int = MAX_REPORTED_LOGPROBS,
+        max_ids: int = MAX_STEP_LOGPROBS,
         max_drafts: int = 0,
         max_step_drafts: int = 0,
     ) -> None:

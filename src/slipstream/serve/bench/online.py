@@ -49,7 +49,7 @@ class Answer(msgspec.Struct):
     error: str | None = None  # in a stream that had started
 
 
-class BenchReport(msgspec.Struct, frozen=True, kw_only=True):
+class BenchResult(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     num_requests: int
     statuses: dict[str, int]
@@ -92,14 +92,14 @@ def run_online(
     rate: float | None,
     concurrency: int | None,
     advance: Callable[[int], None] = lambda tokens: None,
-) -> tuple[BenchReport, list[Answer]]:
+) -> tuple[BenchResult, list[Answer]]:
     """Runs with Poisson arrivals at `rate`, independent of the responses, or with `concurrency` concurrent requests."""
     if rate is not None and not 0 < rate < math.inf:
         raise InvalidOption(f"rate is {rate}; give requests per second, a finite number above 0")
     requests = [_request(target, item, params) for item in workload.items(len(VOCAB))]
     start = time.perf_counter()
     answers = asyncio.run(_run(target, requests, rate, concurrency, workload.seed, advance))
-    return report(answers, time.perf_counter() - start), answers
+    return summarise(answers, time.perf_counter() - start), answers
 
 
 async def _run(
@@ -186,12 +186,12 @@ async def _read(reader: asyncio.StreamReader, answer: Answer) -> None:
             answer.num_tokens = event["usage"]["completion_tokens"]
 
 
-def report(answers: Sequence[Answer], seconds: float) -> BenchReport:
+def summarise(answers: Sequence[Answer], seconds: float) -> BenchResult:
     good = [answer for answer in answers if answer.status == 200 and answer.error is None and answer.times]
     gaps = [b - a for answer in good for a, b in zip(answer.times, answer.times[1:], strict=False)]
     refused = [answer.end - answer.sent for answer in answers if answer.status == 429]
     tokens = sum(answer.num_tokens for answer in good)
-    return BenchReport(
+    return BenchResult(
         seconds=seconds,
         num_requests=len(answers),
         statuses=dict(Counter(str(answer.status or "broken") for answer in answers)),

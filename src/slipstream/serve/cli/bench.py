@@ -16,7 +16,7 @@ import msgspec
 from slipstream.engine.progress import progress
 from slipstream.errors import InvalidOption
 from slipstream.params import SamplingParams
-from slipstream.serve.bench import report
+from slipstream.serve.bench import tables
 from slipstream.serve.bench.machine import check_gpu, measure_gpu
 from slipstream.serve.bench.measure import Trial, measure
 from slipstream.serve.bench.shapes import SHAPES, Shape
@@ -176,10 +176,10 @@ class _Bench:
             trials = self._measure(shape)
             self._print(shape.workload.summary(), trials, "")
             return
-        self._print_header(report.COLUMNS)
+        self._print_header(tables.COLUMNS)
         found: dict[str, Any] = {}
         for name, best in self._each(shapes, found):
-            self._show(report.trial_line(name, best))
+            self._show(tables.trial_line(name, best))
             found[name] = shape_summary(shapes[name]) | best.summary()
         self._print_json({"shapes": found})
 
@@ -193,11 +193,11 @@ class _Bench:
                 shape.workload.summary() | {"rate": rate}, self._measure(shape, rate), f", {rate:.2f} requests/s"
             )
             return
-        self._print_header(report.COLUMNS)
+        self._print_header(tables.COLUMNS)
         found: dict[str, Any] = {}
         rates: dict[str, float] = {}
         for name, best in self._each(shapes, found, rates):
-            self._show(report.trial_line(name, best) + f"  at {rates[name]:.2f} requests/s")
+            self._show(tables.trial_line(name, best) + f"  at {rates[name]:.2f} requests/s")
             found[name] = shape_summary(shapes[name]) | {"rate": rates[name]} | best.summary()
         self._print_json({"shapes": found})
 
@@ -212,13 +212,13 @@ class _Bench:
         for name, best in self._each(shapes, found):
             trials[name] = best
             found[name] = shape_summary(shapes[name]) | best.summary()
-        self._print_header(report.long_table(trials))
+        self._print_header(tables.long_table(trials))
         self._print_json({"shapes": found})
 
     def step(self, shapes: dict[str, Shape]) -> None:
         found: dict[str, Any] = {}
         for name, best in self._each(shapes, found):
-            self._print_header(f"{name or report.shape_line(shapes[name].workload)}\n{report.step_table(best.device)}")
+            self._print_header(f"{name or tables.shape_line(shapes[name].workload)}\n{tables.step_table(best.device)}")
             found[name or "given"] = shape_summary(shapes[name]) | {"device": msgspec.to_builtins(best.device)}
         self._print_json({"shapes": found})
 
@@ -263,7 +263,7 @@ class _Bench:
                 detokenize=args.detokenize,
                 advance=advance,
             )
-        self.best[name or report.shape_line(shape.workload)] = trials[0]
+        self.best[name or tables.shape_line(shape.workload)] = trials[0]
         return trials
 
     def _print(self, workload: dict[str, Any], trials: list[Trial], note: str) -> None:
@@ -272,8 +272,8 @@ class _Bench:
         shown = {name: value for name, value in workload.items() if name != "rate"}
         best_of = f", best of {len(trials)}" if len(trials) > 1 else ""
         self._show(
-            f"{report.engine_line(self.llm.config)}: {report.shape_line(Workload(**shown))}{note}{best_of}\n"
-            + report.trial_table(trials[0], self.startup)
+            f"{tables.engine_line(self.llm.config)}: {tables.shape_line(Workload(**shown))}{note}{best_of}\n"
+            + tables.trial_table(trials[0], self.startup)
         )
         self._print_json({"workload": workload} | trials[0].summary() | {"trial_seconds": seconds})
 
@@ -281,17 +281,17 @@ class _Bench:
         """Draws the best trials, as text and as a picture."""
         if self.args.plot is None:
             return
-        charts = report.trial_charts(self.best)
+        charts = tables.trial_charts(self.best)
         for chart in charts:
             self._show("\n" + text_chart(chart))
         if isinstance(self.args.plot, str):
             Path(self.args.plot).write_text(svg_charts(charts), encoding="utf-8")
 
     def _print_header(self, columns: str) -> None:
-        self._show(f"{report.engine_line(self.llm.config)}, start-up {self.startup:.2f} s\n{columns}")
+        self._show(f"{tables.engine_line(self.llm.config)}, start-up {self.startup:.2f} s\n{columns}")
 
     def _show(self, text: str) -> None:
-        report.show(text, beside_json=self.args.json)
+        tables.show(text, beside_json=self.args.json)
 
     def _print_json(self, found: dict[str, Any]) -> None:
         if self.args.json:
@@ -304,7 +304,7 @@ def _run_startup(options: dict[str, Any], args: argparse.Namespace) -> int:
             print(text, file=sys.stderr)
 
     starts = measure_startup(options, notify)
-    report.show(report.startup_table(starts), beside_json=args.json)
+    tables.show(tables.startup_table(starts), beside_json=args.json)
     if args.json:
         print(json.dumps({"options": options, "starts": msgspec.to_builtins(starts)}))
     return 0

@@ -12,7 +12,7 @@ import msgspec
 
 from slipstream.engine.progress import progress
 from slipstream.errors import EngineDead, InvalidOption
-from slipstream.serve.bench.report import latency_chart, show
+from slipstream.serve.bench.tables import latency_chart, show
 from slipstream.serve.bench.workload import Workload
 from slipstream.serve.charts import svg_charts
 
@@ -36,22 +36,22 @@ def run_serve(args: argparse.Namespace, workload: Workload, changes: dict[str, A
     target = Target.parse(args.url, getattr(args, "model", None), key)
     params = {"temperature": 0.0, "ignore_eos": True} | changes
     with progress(workload.num_prompts, "requests") as advance:
-        report, answers = run_online(
+        result, answers = run_online(
             target, workload, params, rate=args.rate, concurrency=args.concurrency, advance=advance
         )
     how = f"{args.rate:g} requests/s" if args.rate else f"{args.concurrency or workload.num_prompts} concurrent"
     lines = [f"{args.url}: {workload.num_prompts} x {workload.input_len} -> {workload.output_len}, {how}"]
-    lines += report.lines()
+    lines += result.lines()
     if args.plot:
         done = [answer for answer in answers if answer.status == 200 and answer.times]
         lines += histogram([answer.times[0] - answer.sent for answer in done], "first token")
         lines += histogram([answer.end - answer.sent for answer in done], "whole request")
         if isinstance(args.plot, str):
-            charts = [latency_chart({"first token": report.ttft_ms, "whole request": report.request_ms})]
+            charts = [latency_chart({"first token": result.ttft_ms, "whole request": result.request_ms})]
             Path(args.plot).write_text(svg_charts(charts), encoding="utf-8")
     show("\n".join(lines), beside_json=args.json)
     if args.json:
-        print(json.dumps({"workload": workload.summary(), "report": msgspec.to_builtins(report)}))
-    if not report.statuses.get("200"):
-        raise EngineDead(f"no request succeeded: {next((a.error for a in answers if a.error), report.statuses)}")
+        print(json.dumps({"workload": workload.summary(), "result": msgspec.to_builtins(result)}))
+    if not result.statuses.get("200"):
+        raise EngineDead(f"no request succeeded: {next((a.error for a in answers if a.error), result.statuses)}")
     return 0

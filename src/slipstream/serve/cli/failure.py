@@ -15,7 +15,7 @@ from slipstream.serve.cli.wording import in_flags
 log = logging.getLogger("slipstream.status")
 
 
-def report_failure(error: BaseException, *, as_json: bool = False) -> int:
+def print_failure(error: BaseException, *, as_json: bool = False) -> int:
     """Writes the line and returns the exit code."""
     text = one_line(error)
     if as_json:

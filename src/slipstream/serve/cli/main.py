@@ -27,7 +27,7 @@ from slipstream.serve.cli import (
     top,
     version,
 )
-from slipstream.serve.cli.failure import report_failure
+from slipstream.serve.cli.failure import print_failure
 from slipstream.serve.cli.run import OpenLLM, open_llm
 from slipstream.serve.cli.standard import set_up_streams
 from slipstream.serve.cli.wording import Parser, asks_for_json
@@ -51,9 +51,9 @@ def main(argv: Sequence[str] | None = None, opener: OpenLLM = open_llm) -> int:
         return BROKEN_PIPE
     except OSError as error:  # for example a full disk
         _discard_stdout()
-        return report_failure(error, as_json=_logs_json(argv))
+        return print_failure(error, as_json=_logs_json(argv))
     except SlipstreamError as error:
-        return report_failure(error, as_json=_logs_json(argv))
+        return print_failure(error, as_json=_logs_json(argv))
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -115,7 +115,7 @@ def print_memory(config: EngineConfig, memory: MemoryEstimate) -> None:
         ),
         ("masks", memory.masks + memory.masks_host, "of structured output and processors: pinned buffers and copies"),
         ("results", memory.results + memory.results_host, f"{scheduler.depth + 2} buffers on host and device"),
-        ("reports", memory.reports + memory.reports_host, grown),
+        ("result growth", memory.result_growth + memory.result_growth_host, grown),
         ("activations", memory.activations, "of the largest step: the larger of layers and head, and tokens"),
         ("  body", body, f"{scheduler.max_num_batched_tokens} tokens; {_mib(memory.attention)} of it for attention"),
         ("  head", memory.logits, head),

@@ -14,7 +14,7 @@ from slipstream.serve.cli.run import OpenLLM
 
 if TYPE_CHECKING:
     from slipstream.engine.record_file import Recording
-    from slipstream.engine.replay import ReplayReport
+    from slipstream.engine.replay import ReplayResult
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -86,17 +86,17 @@ def _describe(recording: Recording) -> None:
         print(f"the engine failed: {recording.failure}")
 
 
-def _finish(args: argparse.Namespace, report: ReplayReport) -> int:
+def _finish(args: argparse.Namespace, result: ReplayResult) -> int:
     if args.json:
-        print(msgspec.json.encode(report).decode())
+        print(msgspec.json.encode(result).decode())
     else:
-        print(f"{report.num_steps} steps checked")
+        print(f"{result.num_steps} steps checked")
         if not args.check_only:
-            skipped = f", {report.num_skipped} of rows from before not compared" if report.num_skipped else ""
-            print(f"{report.num_compared} results compared{skipped}")
-        for what, fact in (("fault", report.fault), ("difference", report.difference), ("error", report.error)):
+            skipped = f", {result.num_skipped} of rows from before not compared" if result.num_skipped else ""
+            print(f"{result.num_compared} results compared{skipped}")
+        for what, fact in (("fault", result.fault), ("difference", result.difference), ("error", result.error)):
             if fact is not None:
                 print(f"{what}: {fact}")
-        if not (report.fault or report.difference or report.error):
+        if not (result.fault or result.difference or result.error):
             print("no difference")
-    return 1 if report.fault or report.difference or report.error else 0
+    return 1 if result.fault or result.difference or result.error else 0

@@ -15,7 +15,7 @@ from slipstream.config.options import Options, make_options, options_of
 from slipstream.errors import InvalidOption, ModelNotFound
 from slipstream.log import set_up_log
 from slipstream.metrics.traces import check_tracing
-from slipstream.serve.cli.failure import report_failure
+from slipstream.serve.cli.failure import print_failure
 from slipstream.serve.cli.flags import add_engine_flags, add_struct_flags
 from slipstream.serve.cli.paths import check_paths
 from slipstream.serve.cli.sources import Sources
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace, opener: OpenLLM) -> int:
     except Exception as error:
         if not as_json:
             raise
-        return report_failure(error, as_json=True)
+        return print_failure(error, as_json=True)
     return 0
 
 

@@ -6,8 +6,8 @@ import asyncio
 
 from slipstream.serve.http.auth import Headers
 from slipstream.serve.http.errors import HTTPException
-from slipstream.serve.http.report import Counters
 from slipstream.serve.http.response_writer import Receive
+from slipstream.serve.http.server_stats import Counters
 from slipstream.serve.http.settings import ServerSettings
 from slipstream.serve.http.watch import ClientDisconnect
 

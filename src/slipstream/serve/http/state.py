@@ -18,8 +18,8 @@ from slipstream.serve.http.batch.service import BatchService
 from slipstream.serve.http.body import Bodies
 from slipstream.serve.http.errors import HTTPException, bad_request
 from slipstream.serve.http.hosts import Hosts
-from slipstream.serve.http.report import Counters, FrontEndReport
 from slipstream.serve.http.responses.store import ResponseStore
+from slipstream.serve.http.server_stats import Counters, ServerStats
 from slipstream.serve.http.settings import ServerSettings
 
 T = TypeVar("T")
@@ -44,7 +44,7 @@ class State:
         self.started = int(time.time())
         self.draining = False
         self.stalled: str | None = None  # set by the watchdog
-        self.report = FrontEndReport(engine, self.counters, board, settings.status_interval)
+        self.server_stats = ServerStats(engine, self.counters, board, settings.status_interval)
         endpoint = settings.otlp_traces_endpoint
         self.traces = None if endpoint is None else Traces.to(endpoint)
         self.max_requests = -(-settings.max_queued_requests // settings.workers)  # in the queue of this front end

@@ -40,10 +40,10 @@ async def health(request: Request, body: None) -> Response:
     if state.stalled is not None:
         return json_response(Health(state.stalled), 503)
     stage = None if state.engine.is_ready else state.engine.stage
-    front_ends = state.report.front_ends()
+    front_ends = state.server_stats.front_ends()
     is_complete = front_ends is None or front_ends.running == front_ends.wanted
     if state.engine.is_ready:
-        is_complete = is_complete and all(replica.is_ready for replica in state.report.replicas())
+        is_complete = is_complete and all(replica.is_ready for replica in state.server_stats.replicas())
     counts = msgspec.UNSET if front_ends is None else front_ends
     return json_response(Health("ok" if is_complete else "degraded", stage, counts))
 
@@ -61,7 +61,7 @@ async def ready(request: Request, body: None) -> Response:
 
 
 async def load(request: Request, body: None) -> Response:
-    front, lanes = request.state.report.read()
+    front, lanes = request.state.server_stats.read()
     return json_response(
         Load(
             server_load=front.open_requests,
@@ -81,7 +81,7 @@ async def version(request: Request, body: None) -> Response:
 
 
 async def metrics(request: Request, body: None) -> Response:
-    text, kind = request.state.report.text(request.header(b"accept") or "")
+    text, kind = request.state.server_stats.text(request.header(b"accept") or "")
     return Response(text, media_type=kind.encode())
 
 

@@ -96,7 +96,7 @@ class _Worker:
             loop.add_signal_handler(AT_ONCE, self._end_at_once)
         helpers = [loop.create_task(self._announce()), loop.create_task(self._until_lost())]
         if self.board is not None or self.settings.status_interval > 0:
-            helpers.append(loop.create_task(self.state.report.run()))
+            helpers.append(loop.create_task(self.state.server_stats.run()))
         if self.settings.watchdog_timeout > 0:
             helpers.append(loop.create_task(Watchdog(self.state, self.settings.watchdog_timeout).run()))
         if self.runner is not None:

@@ -1,4 +1,4 @@
-"""FrontEndReport: the counters of all front ends of this server, for /metrics and for the status line in the log."""
+"""ServerStats: the counters of all front ends of this server, for /metrics and for the status line in the log."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Counters:
         self.refused: Counter[str] = Counter()  # by cause: queue_full, bodies_full, not_ready, draining
 
 
-class FrontEndReport:
+class ServerStats:
     """With several front ends, `run` publishes the counters of this one on the shared board."""
 
     def __init__(self, engine: AsyncEngine, counters: Counters, board: Board | None, status_interval: float) -> None:

@@ -80,15 +80,28 @@ AMBIGUOUS = {
     "place": "index, offset, column, path, or draw (a token that a step samples)",
     "places": "indices, offsets, or draws",
     "facts": "info, spec, fields, summary, or machine",
+    "report": "result, output, logprobs, stats, or print",
+    "reports": "results, outputs, logprobs, or stats",
 }
 HAVE_SLOTS = (
     "ops/ nn/ runner/ config/ scheduler/adapter.py scheduler/adapters.py scheduler/encoder_scheduler.py step.py"
 )
+HAVE_TEXT_LINES = (
+    "config/vocabulary.py device/device.py device/sync_check/ log.py metrics/ nn/models/transformers_probe.py "
+    "ops/native.py ops/linear/triton/epilogue.py parsers/ serve/ text/"
+)
+HAVE_PLANS = "dist/ engine/ runner/ scheduler/ serve/cli/ serve/http/cohere/ step.py"
 # Words with one meaning, which belongs to these files; other files use another word.
 LIMITED = {
+    "line": ("of text, or a cache line; else entry, vector, row", HAVE_TEXT_LINES),
+    "lines": ("of text, or cache lines; else entries, vectors, rows", HAVE_TEXT_LINES),
+    "plan": ("of a step, and the command of that name; else estimate, metadata", HAVE_PLANS),
+    "plans": ("of steps; else estimates, metadata", HAVE_PLANS),
+    "work": ("queued for the device; else requests, function, task, tile list", "device/ runner/"),
+    "works": ("queued for the device; else functions, tasks", "device/ runner/"),
     "body": ("of an HTTP request, or of a rule; else module, forward, payload", "serve/ scheduler/grammar/ text/"),
-    "slot": ("storage in a KV or state cache, or of an adapter; else target, line, buffer", HAVE_SLOTS),
-    "slots": ("storage in a KV or state cache, or of adapters; else targets, lines, buffers", HAVE_SLOTS),
+    "slot": ("storage in a KV or state cache, or of an adapter; else target, entry, buffer", HAVE_SLOTS),
+    "slots": ("storage in a KV or state cache, or of adapters; else targets, entries, buffers", HAVE_SLOTS),
 }
 FIELD_TERMS = {"in_place", "In_Place", "__slots__"}  # these contain such a word
 
@@ -122,5 +135,7 @@ def test_ambiguous_words_are_found_in_identifiers_only(tmp_path):
     (tmp_path / "serve/three.py").write_text(
         "body = 1\nring_slot = 2\n__slots__ = ()\n@dataclass(slots=True)\nclass A: ...\n"
     )
+    (tmp_path / "runner").mkdir()
+    (tmp_path / "runner/four.py").write_text("class StageWork: ...\nnum_lines = 1\nplans = []\nshow_report = 2\n")
     found = [line.split(": ")[1] for line in ambiguous_names(tmp_path)]
-    assert found == ["last_places", "ring_slot", "WorkPlace"]
+    assert found == ["last_places", "num_lines", "show_report", "ring_slot", "WorkPlace"]

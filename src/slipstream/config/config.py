@@ -29,6 +29,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
     deterministic: bool = False  # a row's results are the same bits whatever is in its batch
     sizes: ModelSizes = ModelSizes()  # of a step's activations; only the memory estimate reads it
     quantization: Quantization | None = None  # of the weights; None: they have `dtype`, or the file is GGUF
+    offload_bytes: int = 0  # of the device's memory that weights in host memory save; they are copied in every step
     num_ranks: int = 1  # processes that have a part of the model each (tensor parallelism)
     rank: int = 0  # of this process
 

@@ -128,6 +128,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             "0: no limit. Default: 50 on a GPU, no limit for LLM"
         ),
     ] = None
+    cpu_offload_gb: Annotated[
+        float, _doc("GiB of a GPU's memory to save by weights in host memory, which every step copies to the GPU")
+    ] = 0
     enforce_eager: Annotated[bool, _doc("launch kernels eagerly instead of replaying CUDA graphs")] = False
     enable_sleep_mode: Annotated[
         bool, _doc("allow sleep and wake_up, which release the device memory of weights and KV cache and take it back")

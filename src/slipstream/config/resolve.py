@@ -244,8 +244,17 @@ def model_config(
         deterministic=options.deterministic,
         sizes=source.sizes,
         quantization=choose_quantization(options.quantization, info.quantization, source.kind == "gguf"),
+        offload_bytes=_offload_bytes(options),
         num_ranks=options.tensor_parallel_size,
     )
+
+
+def _offload_bytes(options: Options) -> int:
+    if not 0 <= options.cpu_offload_gb < 2**20:
+        raise InvalidOption(
+            f"cpu_offload_gb is {options.cpu_offload_gb}; give the GiB of weights to keep in host memory"
+        )
+    return int(options.cpu_offload_gb * 2**30)
 
 
 def staged_ints(max_length: int, page_size: int, max_num_seqs: int, num_groups: int, vocab_size: int) -> int:

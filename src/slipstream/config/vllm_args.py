@@ -17,7 +17,7 @@ from slipstream.errors import InvalidOption
 
 _PARALLEL = "one device runs the whole model"
 _MEDIA = "models read text only"
-_OFFLOAD = "weights stay on the device"
+_OFFLOAD = "cpu_offload_gb chooses whole layers, the last ones, and prefetches one"
 _COMPILE = "there is no compiler to configure; enforce_eager=True turns graphs off"
 _KERNELS = "kernels are chosen by shape and device"
 _TRANSFER = "KV caches and weights are not transferred between engines"
@@ -108,7 +108,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "mm_encoder_only": ((False,), _MEDIA),
     "lora_dtype": (("auto",), "adapters have the model's dtype"),
     "lora_target_modules": ((), "every linear layer, the embedding and lm_head can have an adapter"),
-    **dict.fromkeys(("cpu_offload_gb", "offload_group_size"), ((0, 0.0), _OFFLOAD)),
+    "offload_group_size": ((0,), _OFFLOAD),
     "offload_backend": (("auto",), _OFFLOAD),
     **dict.fromkeys(("cpu_offload_params", "offload_params"), ((set(), []), _OFFLOAD)),
     "kv_offloading_size": ((0,), "pages that are dropped are computed again"),

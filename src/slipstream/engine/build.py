@@ -33,6 +33,7 @@ from slipstream.engine.draft_model import settle_draft
 from slipstream.engine.lanes import Lanes
 from slipstream.engine.model_description import ModelDescription
 from slipstream.engine.model_impl import for_backend, read_info
+from slipstream.engine.offload_options import check_offload
 from slipstream.engine.rank_options import check_one_model, check_rank_config, check_rank_options
 from slipstream.engine.recorder import Recorder
 from slipstream.engine.sleep_options import check_sleep_mode
@@ -42,6 +43,7 @@ from slipstream.logits_processor import LogitsProcessor
 from slipstream.nn.layers.sharded_linear import connect_ranks
 from slipstream.nn.models.adapter_layout import measure_adapter
 from slipstream.nn.models.draft_layout import draft_weight_bytes
+from slipstream.nn.models.encoder import EncoderShape
 from slipstream.nn.models.load import stays_low_bit
 from slipstream.nn.models.measure import weight_bytes
 from slipstream.nn.models.sharding import find_local_shape
@@ -199,6 +201,7 @@ def settle(options: Options, located: LocatedModel, info: ModelInfo) -> EngineCo
     dtype = resolve_dtype(options, info, machine)
     pooling, info = read_pooling(options, info, located.path)
     shape = find_local_shape(info, 0, options.tensor_parallel_size)  # the parts of all ranks have the same sizes
+    check_offload(options, info, machine.kind, is_encoder=isinstance(shape, EncoderShape))
     specs = shape.cache_specs(options.page_size, dtype)
     draft, draft_specs = settle_draft(options, located, info, specs, dtype, on_cpu=machine.kind == "cpu") or (None, [])
     groups = group_sites([*specs, *draft_specs])

@@ -25,6 +25,7 @@ from slipstream.nn.layers.rope import Rope
 from slipstream.nn.models.decoder_shape import DecoderShape
 from slipstream.nn.models.pooling_heads import Heads
 from slipstream.nn.shapes import LayerShape, tail_of
+from slipstream.nn.streamed_layers import StreamedLayers
 from slipstream.nn.weight_format import FormatOf, UnquantizedWeight, take_memory
 from slipstream.ops.embedding_lookup import lookup_embedding_and_rope
 from slipstream.ops.lora import LoraTiles, LoraWeights, add_lora
@@ -71,7 +72,12 @@ class Decoder(nn.Module):
         self.tail = tail_of(shape.layers)
         self.taps: tuple[int, ...] = ()
         self.implementations: tuple[Implementation, ...] = ()
+        self.streamed: StreamedLayers | None = None  # layers whose weights are in host memory
         self.eval()
+
+    def stream_layers(self, num_layers: int, device: torch.device) -> None:
+        """Keep the weights of the last layers in host memory. Before `materialize`."""
+        self.streamed = StreamedLayers(self.layers, num_layers, device)
 
     def materialize(self, device: torch.device) -> None:
         """Allocate memory on the device. Parameters are uninitialised."""
@@ -97,7 +103,9 @@ class Decoder(nn.Module):
         """Run these layers from now on, by the implementations that can."""
         self.layers = layers
         self.tail = tail_of([block.shape for block in layers])  # type: ignore[misc]
-        self.implementations = choose_implementations(list(layers), self.norm, self._tapped())  # type: ignore[arg-type]
+        self.implementations = ()
+        if self.streamed is None:
+            self.implementations = choose_implementations(list(layers), self.norm, self._tapped())  # type: ignore[arg-type]
 
     def forward(self, context: ForwardContext) -> torch.Tensor:
         batch = context.batch
@@ -128,7 +136,7 @@ class Decoder(nn.Module):
                 return found
         residual = last = None
         taps, inputs = self._tapped(), {}
-        for number, block in enumerate(self.layers):
+        for number, block in enumerate(self.layers) if self.streamed is None else self.streamed.in_turn(self.layers):
             if number in taps:
                 inputs[number] = x.clone() if residual is None else x + residual
             if context.only_last and number == self.tail:

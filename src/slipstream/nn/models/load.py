@@ -31,6 +31,7 @@ from slipstream.nn.models.sharding import find_local_shape
 from slipstream.nn.models.stored_head import EMBEDDING, find_named
 from slipstream.nn.quantized.layouts import marker
 from slipstream.nn.quantized.weight import Quantized, storage_dtype
+from slipstream.nn.streamed_layers import count_streamed, parameter_bytes
 from slipstream.nn.transposed_weight import Transposed, transposed_is_faster
 from slipstream.nn.weight_format import FormatOf, Unquantized, WeightFormat, WeightTarget, allocate_parameters
 from slipstream.nn.weights.dummy import DummySource
@@ -82,12 +83,25 @@ def open_model(
     try:
         if empty is not None:
             allocate_parameters(model, empty)
+        if num_streamed := num_streamed_layers(config, model):
+            model.stream_layers(num_streamed, device)
         model.materialize(device)
     except (MemoryError, RuntimeError) as error:
         raise NotEnoughMemory(
             f"{config.name} does not fit the memory of {device} in {config.dtype}; take a smaller dtype or model"
         ) from error
-    return model, lambda progress: fill_targets(tensors, targets, progress)
+
+    def fill(progress: bool) -> None:
+        fill_targets(tensors, targets, progress)
+        if isinstance(model, Decoder) and model.streamed is not None:
+            model.streamed.start()
+
+    return model, fill
+
+
+def num_streamed_layers(config: ModelConfig, model: Decoder | Encoder) -> int:
+    """Layers whose weights are in host memory."""
+    return count_streamed(parameter_bytes(model.layers), config.offload_bytes)
 
 
 def lay_out(config: ModelConfig, device: torch.device) -> Decoder | Encoder:

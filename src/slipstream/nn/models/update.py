@@ -47,6 +47,8 @@ class ModelWeights:
             raise UnsupportedModel(
                 "the weights of a transformers module cannot be exchanged; use an architecture that runs without it"
             )
+        if self._config.offload_bytes:
+            raise UnsupportedModel("weights in host memory cannot be exchanged in place; remove cpu_offload_gb")
         packed = [name for name, part in self._model.named_modules() if isinstance(part, Weight) and not part.refills]
         if packed:
             raise UnsupportedModel(

@@ -26,8 +26,10 @@ def load(
     dequantize: bool = True,
     shard: tuple[int, int] = (0, 1),
     quantization: Quantization | None = None,
+    by_expert: bool = False,
 ) -> Decoder:
-    """Loads a folder or a .gguf file, for contexts of up to `num_positions` tokens. `shard`: rank, number of ranks."""
+    """Loads a folder or a .gguf file, for contexts of up to `num_positions` tokens. `shard`: rank, number of ranks;
+    `by_expert`: ranks have whole experts."""
     is_file = path.suffix == ".gguf"
     info = gguf_model_info(GgufFile(path)) if is_file else read_model_info(path)
     load_format = load_format or ("gguf" if is_file else "safetensors")
@@ -46,5 +48,6 @@ def load(
         rank=shard[0],
         num_ranks=shard[1],
         quantization=quantization or info.quantization,
+        by_expert=by_expert,
     )
     return load_model(config, torch.device(device))

@@ -124,6 +124,27 @@ class AdapterPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class StepSizes:
+    """Sizes of a step, which engines that share experts exchange: of one engine, or the largest of all."""
+
+    tokens: int  # at least 1: an engine without a request computes one padding token
+    last_tokens: int  # tokens in layers that compute only the last token of each row
+    is_single: bool  # every row has one token
+    only_last: bool  # only the last token of each row is read, so `last_tokens` is the number of rows
+    can_replay: bool  # a CUDA graph of this size exists or can be captured
+
+    def joined(self, other: StepSizes) -> StepSizes:
+        """The sizes that a step of both engines needs."""
+        return StepSizes(
+            max(self.tokens, other.tokens),
+            max(self.last_tokens, other.last_tokens),
+            self.is_single and other.is_single,
+            self.only_last and other.only_last,
+            self.can_replay and other.can_replay,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """The work of one step, in this order: releases, admissions, page updates, page copies, restores of states, the
     forward, the heads."""
@@ -160,6 +181,7 @@ class StepPlan:
     num_proposed: int = 0  # drafts that the device proposes for each row after its draw; 0: none
     returns_drafts: bool = False  # the result has the proposed drafts: the host makes masks along them
     adapters: AdapterPlan | None = None  # None: no row has an adapter, and none is loaded
+    joint_sizes: StepSizes | None = None  # of all engines that share experts; None: the engine computes alone
 
     @property
     def all_admitted(self) -> tuple[Admission | PoolAdmission, ...]:

@@ -24,6 +24,7 @@ from slipstream.step import (
     PromptScores,
     StatePlan,
     StepPlan,
+    StepSizes,
 )
 
 
@@ -89,6 +90,7 @@ def test_a_plan_with_every_part():
         num_proposed=3,
         returns_drafts=True,
         adapters=AdapterPlan(ints(0, -1), ((0, 3),)),
+        joint_sizes=StepSizes(4, 2, False, True, True),
     )
     check_equal(decode_plan(encode_plan(plan)), plan)
     defaults = [each.name for each in dataclasses.fields(plan) if each.default is not dataclasses.MISSING]

@@ -19,7 +19,7 @@ from slipstream.frontend.async_engine import AsyncEngine
 from slipstream.messages import Submit
 from slipstream.transport import core_process
 from slipstream.transport.socket_client import SocketClient
-from slipstream.transport.spawn import spawn_core
+from slipstream.transport.spawn import CoreStart, spawn_core
 from tiny import write_tiny
 
 SMALL = dict(max_model_len=64, num_pages=64, page_size=4, max_num_seqs=4, num_threads=1)
@@ -173,7 +173,7 @@ def test_a_missing_model_is_reported_before_torch_is_loaded(tmp_path):
             self.stages.append(message.stage)
 
     with pytest.raises(ModelNotFound):
-        core_process._load([Options(model=str(tmp_path / "none"))], Told())
+        core_process._load(CoreStart([Options(model=str(tmp_path / "none"))]), Told())
     assert Told.stages == ["finding the model"]
 
 

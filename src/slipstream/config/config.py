@@ -32,6 +32,9 @@ class ModelConfig(msgspec.Struct, frozen=True):
     offload_bytes: int = 0  # of the device's memory that weights in host memory save; they are copied in every step
     num_ranks: int = 1  # processes that have a part of the model each (tensor parallelism)
     rank: int = 0  # of this process
+    by_expert: bool = False  # ranks have whole experts (expert parallelism), not a part of each
+    num_engines: int = 1  # engines that have a part of the experts each (data and expert parallelism)
+    engine: int = 0  # number of this engine among them
 
     @property
     def generates(self) -> bool:

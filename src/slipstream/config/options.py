@@ -157,6 +157,13 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         int,
         _doc("replicas of the whole engine, each with its own GPU or share of the CPU threads; see docs/scale.md"),
     ] = 1
+    enable_expert_parallel: Annotated[
+        bool,
+        _doc(
+            "divide the experts of a model among the engines of data_parallel_size, or whole experts among the ranks "
+            "of tensor_parallel_size; see docs/scale.md"
+        ),
+    ] = False
     seed: Annotated[int, _doc("seed of requests without their own, and of dummy weights")] = 0
     num_threads: Annotated[int | None, _doc("CPU threads of the model")] = None
     reasoning_config: Annotated[

@@ -246,6 +246,8 @@ def model_config(
         quantization=choose_quantization(options.quantization, info.quantization, source.kind == "gguf"),
         offload_bytes=_offload_bytes(options),
         num_ranks=options.tensor_parallel_size,
+        by_expert=options.enable_expert_parallel,
+        num_engines=options.data_parallel_size if options.enable_expert_parallel else 1,
     )
 
 

@@ -78,7 +78,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
                      "decode_context_parallel_size", "nnodes"), ((1,), f"{_PARALLEL}; use 1")),
     **dict.fromkeys(("node_rank", "data_parallel_rank", "data_parallel_start_rank"), ((0,), _PARALLEL)),
     **dict.fromkeys(("data_parallel_hybrid_lb", "data_parallel_external_lb", "data_parallel_multi_port_external_lb",
-                     "enable_expert_parallel", "enable_elastic_ep", "enable_dbo", "enable_eplb"),
+                     "enable_elastic_ep", "enable_dbo", "enable_eplb"),
                     ((False,), _PARALLEL)),
     "ubatch_size": ((0,), _PARALLEL),
     "distributed_executor_backend": (("uni", "mp"), f"{_PARALLEL}; leave it out"),

@@ -29,3 +29,16 @@ class Group:
         assert x.is_contiguous(), "a collective needs contiguous memory"
         self._group.allreduce([x]).wait()
         return x
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """x [n, ...] of all ranks, in the order of ranks: [size * n, ...]."""
+        out = x.new_empty(self.size * len(x), *x.shape[1:])
+        self._group._allgather_base(out, x.contiguous()).wait()
+        return out
+
+    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        """x [size * n, ...] has n rows for each rank. Returns the sum over all ranks of the rows for this one. The
+        ranks' parts are added in the order of ranks, so the bits do not depend on sizes."""
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        self._group.alltoall_base(out, x.contiguous(), [], []).wait()
+        return out.unflatten(0, (self.size, -1)).sum(0)

@@ -21,13 +21,19 @@ from slipstream.step import (
     PromptScores,
     StatePlan,
     StepPlan,
+    StepSizes,
 )
 
 _ARRAYS = ("released", "rows", "num_tokens", "lengths", "num_drawn", "num_host_tokens", "tokens", "following")
 _HEAD = 7  # integers before the lengths of the arrays
 _NONE = -1
 _Rest = tuple[
-    tuple[Admission, ...], PromptScores | None, PoolPlan | None, StatePlan | None, AdapterPlan | None
+    tuple[Admission, ...],
+    PromptScores | None,
+    PoolPlan | None,
+    StatePlan | None,
+    AdapterPlan | None,
+    StepSizes | None,
 ]
 _LateFields = tuple[Ints, Ints, LateBias | None, Ints | None]
 
@@ -55,7 +61,7 @@ def encode_plan(plan: StepPlan) -> bytes:
     for pages in plan.new_pages:
         arrays += (pages.rows, pages.entries, pages.pages)
     arrays.append(plan.copies.reshape(-1))
-    parts = (plan.scores, plan.pooling, plan.states, plan.adapters)
+    parts = (plan.scores, plan.pooling, plan.states, plan.adapters, plan.joint_sizes)
     has_rest = bool(plan.admitted) or any(part is not None for part in parts)
     rest = _encode((plan.admitted, *parts)) if has_rest else b""
     head = [
@@ -83,7 +89,7 @@ def decode_plan(data: bytes) -> StepPlan:
         start += 4 * size
     fixed: dict[str, Any] = dict(zip(_ARRAYS, arrays, strict=False))
     groups = arrays[len(_ARRAYS) : -1]
-    rest: Any = ((), None, None, None, None) if not head[6] else _decode_rest(memoryview(data)[start:])
+    rest: Any = ((), None, None, None, None, None) if not head[6] else _decode_rest(memoryview(data)[start:])
     return StepPlan(
         step=head[0] | head[1] << 31,
         **fixed,
@@ -98,6 +104,7 @@ def decode_plan(data: bytes) -> StepPlan:
         pooling=rest[2],
         states=rest[3],
         adapters=rest[4],
+        joint_sizes=rest[5],
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -30,6 +31,8 @@ from slipstream.config.weight_files import require_weights
 from slipstream.device.device import Device, detect_machine, open_device, seems_cuda
 from slipstream.engine.core import EngineCore
 from slipstream.engine.draft_model import settle_draft
+from slipstream.engine.executor import Executor
+from slipstream.engine.join_engines import join_engines
 from slipstream.engine.lanes import Lanes
 from slipstream.engine.model_description import ModelDescription
 from slipstream.engine.model_impl import for_backend, read_info
@@ -40,7 +43,7 @@ from slipstream.engine.sleep_options import check_sleep_mode
 from slipstream.engine.workers import RankProcesses, Workers
 from slipstream.errors import InvalidOption
 from slipstream.logits_processor import LogitsProcessor
-from slipstream.nn.layers.sharded_linear import connect_ranks
+from slipstream.nn.layers.connect_ranks import connect_ranks
 from slipstream.nn.models.adapter_layout import measure_adapter
 from slipstream.nn.models.draft_layout import draft_weight_bytes
 from slipstream.nn.models.encoder import EncoderShape
@@ -89,8 +92,10 @@ def open_model(options: Options) -> Opened:
     return Opened(config, description, processors, file)
 
 
-def build_core(opened: Opened, *, progress: bool = False, device: Device | None = None) -> EngineCore:
-    """Loads the weights."""
+def build_core(
+    opened: Opened, *, progress: bool = False, device: Device | None = None, folder: Path | None = None
+) -> EngineCore:
+    """Loads the weights. `folder`: of the engines that share the experts, see `join_engines`."""
     ranks = None if opened.config.model.num_ranks == 1 else RankProcesses(opened.config)
     try:
         runner, config = build_runner(opened.config, progress=progress, device=device)
@@ -100,25 +105,30 @@ def build_core(opened: Opened, *, progress: bool = False, device: Device | None 
         if ranks is not None:
             ranks.kill()
         raise
+    has_one_rank = ranks is None and config.model.num_engines == 1
     constraints = None
     if config.model.generates:
         grammars = Grammars(opened.description.load_tokenizer, config.model.info.vocab_size)
         engine = make_processors(
             opened.processors, config, runner.device.torch_device, is_pin_memory=runner.device.can_pin
         )
-        # masks for several ranks are sent, and not written to the pinned buffer of one
-        open_masks = None if runner.sampler is None or ranks is not None else runner.sampler.open_masks
+        # masks for several ranks are sent, or wait for other engines: they are not written to the buffer of a step
+        open_masks = runner.sampler.open_masks if runner.sampler is not None and has_one_rank else None
         constraints = Constraints(grammars, config.scheduler.max_num_seqs, engine, open_masks)
     adapters = None
     if config.adapters is not None and runner.adapters is not None:
         adapters = Adapters[Any](config.adapters, runner.adapters, config.scheduler.max_num_seqs)
-    executor = runner if ranks is None else Workers(runner, ranks)
+    executor: Executor = runner if ranks is None else Workers(runner, ranks)
+    peers = None
+    if config.model.num_engines > 1:
+        assert folder is not None, "engines that share experts are started together"
+        executor = peers = join_engines(runner, config, folder)
     recorder = Recorder(executor, config) if config.record.num_steps else None
     weights = None
-    if ranks is None:
+    if has_one_rank:
         model: Any = runner.model
         weights = ModelWeights(config.model, model, runner.device)
-    return EngineCore(config, executor, constraints, adapters, recorder, weights)
+    return EngineCore(config, executor, constraints, adapters, recorder, weights, peers)
 
 
 def build_lanes(
@@ -128,9 +138,10 @@ def build_lanes(
     progress: bool = False,
     device: Device | None = None,
     tell: Callable[[str], None] = lambda name: None,
+    folder: Path | None = None,
 ) -> tuple[Lanes, dict[str, Opened]]:
     """Models on one device, and their descriptions by name. `opened`: the result of `open_models` for the same options.
-    `tell` is called with the name of each model before it is loaded.
+    `tell` is called with the name of each model before it is loaded. `folder`: as for `build_core`.
 
     Models without a cache come first and take what they need. The others share evenly what is left of the GPU up to
     `gpu_memory_utilization`, except those whose options set the size of their cache.
@@ -157,7 +168,7 @@ def build_lanes(
                 own = msgspec.structs.replace(own, gpu_memory_utilization=share)
             # configured again: the models before it have taken their memory
             settled = opened[index] if len(opened) == 1 else open_model(own)
-            built[names[index]] = settled, build_core(settled, progress=progress, device=device)
+            built[names[index]] = settled, build_core(settled, progress=progress, device=device, folder=folder)
     except BaseException:
         device.close()
         raise
@@ -165,13 +176,21 @@ def build_lanes(
     return Lanes({name: built[name][1] for name in names}, asleep), {name: built[name][0] for name in names}
 
 
-def open_models(options: Sequence[Options]) -> list[Opened]:
+def open_models(options: Sequence[Options], engine: int = 0) -> list[Opened]:
+    """`engine`: number of this engine among those that share experts."""
     check_one_model(options)
     opened = [open_model(each) for each in options]
+    if engine:
+        opened = [_of_engine(each, engine) for each in opened]
     names = [each.description.name for each in opened]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise InvalidOption(f"two models are called {twice}; give one another name")
     return opened
+
+
+def _of_engine(opened: Opened, engine: int) -> Opened:
+    model = msgspec.structs.replace(opened.config.model, engine=engine)
+    return msgspec.structs.replace(opened, config=msgspec.structs.replace(opened.config, model=model))
 
 
 def _read(options: Options, located: LocatedModel) -> tuple[ModelInfo, GenerationDefaults]:
@@ -200,7 +219,13 @@ def settle(options: Options, located: LocatedModel, info: ModelInfo) -> EngineCo
     check_rank_options(options, machine.kind)
     dtype = resolve_dtype(options, info, machine)
     pooling, info = read_pooling(options, info, located.path)
-    shape = find_local_shape(info, 0, options.tensor_parallel_size)  # the parts of all ranks have the same sizes
+    shape = find_local_shape(  # the parts of all ranks have the same sizes
+        info,
+        0,
+        options.tensor_parallel_size,
+        by_expert=options.enable_expert_parallel,
+        num_engines=options.data_parallel_size if options.enable_expert_parallel else 1,
+    )
     check_offload(options, info, machine.kind, is_encoder=isinstance(shape, EncoderShape))
     specs = shape.cache_specs(options.page_size, dtype)
     draft, draft_specs = settle_draft(options, located, info, specs, dtype, on_cpu=machine.kind == "cpu") or (None, [])

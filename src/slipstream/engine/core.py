@@ -8,6 +8,7 @@ from typing import Any
 from slipstream.config.config import EngineConfig
 from slipstream.engine.device_timing import DeviceTimer, StepInterval
 from slipstream.engine.executor import Executor, Handle, WeightUpdate
+from slipstream.engine.lockstep import LockstepExecutor
 from slipstream.engine.make_requests import encoder_request, requests_of
 from slipstream.engine.pacing import Pacer
 from slipstream.engine.record_folder import save_failure
@@ -33,9 +34,11 @@ class EngineCore:
         adapters: Adapters[Any] | None = None,
         recorder: Recorder | None = None,
         weights: WeightUpdate | None = None,
+        peers: LockstepExecutor | None = None,
     ) -> None:
         """`constraints`: required for structured output and logits processors; `adapters`: for LoRA adapters;
-        `recorder`: plans pass through it; `weights`: exchanges the weights of the model."""
+        `recorder`: plans pass through it; `weights`: exchanges the weights of the model; `peers`: the executor, if
+        other engines share this engine's experts."""
         self.config = config
         self.constraints = constraints
         self.adapters = adapters
@@ -51,6 +54,7 @@ class EngineCore:
         self.executor = executor
         self.recorder = recorder
         self.weights = weights
+        self.peers = peers
         self.in_flight: deque[Handle] = deque()
         self.timer = DeviceTimer()
         self.pace = Pacer(config.scheduler.max_itl)
@@ -122,7 +126,10 @@ class EngineCore:
         return len(self.in_flight) + len(self._untimed)
 
     def has_requests(self) -> bool:
-        return bool(self.in_flight) or self.scheduler.has_requests()
+        """Whether `step` has something to do, for requests of this engine or for engines that share its experts."""
+        if self.in_flight or self.scheduler.has_requests():
+            return True
+        return self.peers is not None and self.peers.is_waited_for()
 
     def runs_far_ahead(self) -> bool:
         """Whether enough device time is in flight, so that another step is not due."""
@@ -156,6 +163,8 @@ class EngineCore:
         if isinstance(self.scheduler, Scheduler):
             self.scheduler.max_num_tokens = self.pace.max_num_tokens()
         plan = self.scheduler.plan()
+        if plan is None and self.peers is not None:
+            self.peers.follow()
         outputs = [] if plan is None else self._launch(plan)
         if self.in_flight and (plan is None or len(self.in_flight) > self.depth):
             return outputs + self._commit()

@@ -67,6 +67,12 @@ class Lanes:
         """Whether a step can run; False while the engine is asleep or has no weights."""
         return self.sleeper.can_run and any(lane.core.has_requests() for lane in self._lanes.values())
 
+    @property
+    def files(self) -> list[int]:
+        """File descriptors that become readable when `has_requests` may have become true without a message: those of
+        other engines that share experts."""
+        return [file for core in self.cores.values() if core.peers is not None for file in core.peers.files]
+
     def step(self) -> list[Output]:
         """One step of the lane that is next."""
         self._check_alive()

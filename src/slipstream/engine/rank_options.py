@@ -1,4 +1,5 @@
-"""Checks of `tensor_parallel_size` against the other options: what several ranks cannot run yet is refused by name."""
+"""Checks of `tensor_parallel_size` and `enable_expert_parallel` against the other options: what several ranks cannot
+run yet is refused by name."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ MAX_RANKS = 64
 
 def check_rank_options(options: Options, device_kind: str) -> None:
     """Before anything of the model is read."""
+    _check_expert_parallel(options, device_kind)
     count = options.tensor_parallel_size
     if not 1 <= count <= MAX_RANKS:
         raise InvalidOption(f"tensor_parallel_size is {count}; give 1 to {MAX_RANKS}")
@@ -32,11 +34,32 @@ def check_rank_options(options: Options, device_kind: str) -> None:
             raise InvalidOption(f"tensor_parallel_size is {count}, and {what}, or use tensor_parallel_size 1")
 
 
+def _check_expert_parallel(options: Options, device_kind: str) -> None:
+    count = options.data_parallel_size
+    if not options.enable_expert_parallel or count == 1:
+        return
+    for is_there, what in (
+        (device_kind != "cpu", f"the device is {device_kind}; engines share experts on the CPU only so far: use cpu"),
+        (options.tensor_parallel_size > 1, "tensor_parallel_size divides the engine as well: use 1"),
+        (options.deterministic, "deterministic is set; experts of other engines are not batch-invariant: leave it out"),
+        (options.speculative_config is not None or options.drafts is not None, "drafts run alone: leave them out"),
+        (options.enable_lora, "adapters run in whole copies only: leave enable_lora out"),
+    ):
+        if is_there:
+            raise InvalidOption(
+                f"enable_expert_parallel is set with data_parallel_size {count}, and {what}, or leave "
+                "enable_expert_parallel out to run whole copies"
+            )
+
+
 def check_rank_config(config: EngineConfig, *, is_low_bit: bool) -> None:
     """When the model is known."""
-    if config.model.num_ranks == 1:
+    model = config.model
+    if model.num_ranks == model.num_engines == 1:
         return
-    fact = f"tensor_parallel_size is {config.model.num_ranks}, and"
+    fact = f"tensor_parallel_size is {model.num_ranks}, and"
+    if model.num_engines > 1:
+        fact = f"enable_expert_parallel is set with data_parallel_size {model.num_engines}, and"
     if is_low_bit:
         raise InvalidOption(f"{fact} low-bit weights are not divided among ranks yet; use 1, or dequantize")
     if not config.model.generates:
@@ -47,3 +70,7 @@ def check_one_model(options: Sequence[Options]) -> None:
     """Several models of one engine run on one rank."""
     if len(options) > 1 and any(each.tensor_parallel_size > 1 for each in options):
         raise InvalidOption("tensor_parallel_size is given for one of several models; serve it alone, or use 1")
+    if len(options) > 1 and any(each.enable_expert_parallel and each.data_parallel_size > 1 for each in options):
+        raise InvalidOption(
+            "enable_expert_parallel is given for one of several models; serve it alone, or leave it out"
+        )

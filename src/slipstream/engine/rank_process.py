@@ -23,7 +23,7 @@ from slipstream.engine.child_process import die_with_parent
 from slipstream.engine.executor import Handle
 from slipstream.engine.workers import END, FINISH, FREE, LATE, PLAN, LocalRunner
 from slipstream.log import set_up_child_log
-from slipstream.nn.layers.sharded_linear import connect_ranks
+from slipstream.nn.layers.connect_ranks import connect_ranks
 from slipstream.runner.assemble import build_runner
 
 

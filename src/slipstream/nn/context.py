@@ -121,6 +121,10 @@ class ForwardContext:
     query_scale: torch.Tensor | None = None  # [T, 1, 1], a factor of each token's queries; set by the model
     # embeddings of distances [rows, hidden], and the row of each distance [2 n - 1] (DeBERTa); set by the model
     relative_positions: tuple[torch.Tensor, torch.Tensor] | None = None
+    # tokens per engine that layers with shared experts exchange, padded to the most that an engine has, and the same
+    # where only the last token of each row is computed; 0: this engine has all experts
+    exchanged_tokens: int = 0
+    exchanged_last_tokens: int = 0
 
     def with_rotary(self, rotary: tuple[torch.Tensor, ...]) -> ForwardContext:
         return ForwardContext(
@@ -135,6 +139,8 @@ class ForwardContext:
             self.recurrent,
             self.states,
             self.query_scale,
+            exchanged_tokens=self.exchanged_tokens,
+            exchanged_last_tokens=self.exchanged_last_tokens,
         )
 
     def last_indices(self) -> torch.Tensor:
@@ -160,7 +166,14 @@ class ForwardContext:
         )
         assert (batch.lora is None) == (batch.last_lora is None), "adapters of the last tokens were not uploaded"
         metadata = self.attention.make_metadata(alone, after=self.metadata)
-        context = ForwardContext(alone, self.attention, metadata, self.caches, self.group_of_site)
+        context = ForwardContext(
+            alone,
+            self.attention,
+            metadata,
+            self.caches,
+            self.group_of_site,
+            exchanged_tokens=self.exchanged_last_tokens,
+        )
         if with_rotary:
             context = context.with_rotary(tuple(rows.index_select(0, indices) for rows in self.rotary))
         if self.layer_inputs is not None:

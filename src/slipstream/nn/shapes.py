@@ -193,6 +193,26 @@ class MlpShape:
     shard: Shard | None = None  # the size is that of one rank; None: of the whole MLP
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertShard:
+    """The part of all experts that one rank has.
+
+    "inner": a part of each expert's inner size; "experts": some whole experts; the ranks have the same tokens.
+    "exchanged": some whole experts, and every rank has tokens of its own.
+    """
+
+    rank: int
+    size: int
+    kind: Literal["inner", "experts", "exchanged"]
+
+    def range_of(self, num_experts: int) -> tuple[int, int]:
+        """The first expert of this rank, and how many it has."""
+        if self.kind == "inner":
+            return 0, num_experts
+        count = num_experts // self.size
+        return self.rank * count, count
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertShape:
     """A feed of gated MLPs, of which a router chooses some for each token."""
@@ -207,6 +227,7 @@ class ExpertShape:
     correction_bias: bool = False  # the checkpoint has a bias that changes which experts are chosen
     shared: MlpShape | None = None  # an MLP that every token passes
     shared_gate: bool = False  # a sigmoid gate scales its output
+    shard: ExpertShard | None = None  # the part of the experts that this rank has; None: all. Sizes are of the whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -70,12 +70,13 @@ class GenerateHead:
         """
         num_samples, scores = len(plan.rows), plan.scores
         picked = pick = None
-        if plan.tokens.size:  # otherwise all rows decode and draw
+        is_mixed = size is not None and not size.is_single
+        if plan.tokens.size or is_mixed or not num_samples:  # otherwise all rows decode and draw
             which = np.flatnonzero(plan.num_drawn)
             num_samples = len(which)
             if not num_samples and scores is None:
                 return None
-            if num_samples < plan.total_tokens:
+            if num_samples < plan.total_tokens or is_mixed:
                 indices = which if only_last else np.cumsum(plan.num_tokens)[which] - 1
                 pick = np.stack([indices, which, plan.rows[which]]).astype(np.int64)
         drafts = self._drafts(plan)
@@ -83,7 +84,7 @@ class GenerateHead:
             pick = np.concatenate([pick, drafts.offsets[None]])
         adapters = self.adapters if self.adapters is not None and self.adapters.changes_head(plan) else None
         if scores is None and adapters is None and (pick is not None or (size is not None and size.is_single)):
-            replayed = self._prepare_replayed(plan, num_samples, pick, drafts, upload)
+            replayed = self._prepare_replayed(plan, num_samples, pick, size, drafts, upload)
             if replayed is not None:
                 return replayed
         if pick is not None:
@@ -137,6 +138,7 @@ class GenerateHead:
         plan: StepPlan,
         num_samples: int,
         pick: np.ndarray[Any, Any] | None,
+        size: Size | None,
         drafts: _Drafts,
         upload: Upload,
     ) -> Head | None:
@@ -146,7 +148,8 @@ class GenerateHead:
         with drafts the offsets. They are first copied to fixed addresses. None: all hidden states are sampled from,
         where the forward's graph left them.
         """
-        num_rows = self.graphs.rows_for(num_samples)
+        # without indices the head has the rows of the forward, which other engines may have made larger
+        num_rows = size.rows if pick is None and size is not None else self.graphs.rows_for(num_samples)
         if num_rows is None or (replayed := self.sampler.prepare_by_row(plan)) is None:
             return None
         # captured work is replayed for rows of any length

@@ -18,7 +18,7 @@ import torch
 from slipstream.config.memory import sizes_up_to
 from slipstream.device.device import Device
 from slipstream.runner.batch.input_batch import Size
-from slipstream.step import StepPlan
+from slipstream.step import StepPlan, StepSizes
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -53,6 +53,8 @@ class GraphPool:
 
     def size_for(self, plan: StepPlan) -> Size | None:
         """The size to pad a plan to; None: run it unpadded."""
+        if plan.joint_sizes is not None:
+            return self._joint_size(plan.joint_sizes, is_padding=not len(plan.rows))
         if not self.enabled:
             return None
         num_rows = len(plan.rows)
@@ -68,6 +70,17 @@ class GraphPool:
         ends = None if plan.pooling is None else plan.pooling.ends
         all_long = ends is not None and bool(plan.new_pages) and int(plan.num_tokens[0]) > 1
         return Size(self.token_sizes[at], self.max_rows, all_long)
+
+    def _joint_size(self, joint: StepSizes, *, is_padding: bool) -> Size | None:
+        """The size that all engines with shared experts pad a step to, so that their graphs exchange as many tokens.
+        Without graphs only a step without rows is padded, to one token."""
+        if not (self.enabled and joint.can_replay):
+            return Size(1, 1) if is_padding else None
+        if joint.is_single:
+            padded = self.rows_for(joint.tokens)
+            assert padded is not None, "an engine can replay steps that another one cannot"
+            return Size(padded, padded)
+        return Size(self.token_sizes[bisect.bisect_left(self.token_sizes, joint.tokens)], self.max_rows)
 
     def rows_for(self, num_rows: int) -> int | None:
         """The number of rows to pad a head to; None: run it unpadded."""

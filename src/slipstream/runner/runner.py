@@ -13,7 +13,7 @@ from slipstream.device.sync_check import HotPath
 from slipstream.nn.context import AttentionBackend, ForwardContext
 from slipstream.nn.models.base import CausalLM
 from slipstream.ops.recurrent_steps import RecurrentSteps
-from slipstream.runner.batch.input_batch import BatchInputs, Gathered
+from slipstream.runner.batch.input_batch import BatchInputs, Gathered, Size
 from slipstream.runner.batch.row_state import RowState
 from slipstream.runner.batch.staging import HostRing
 from slipstream.runner.drafts.expand import expand_drafts
@@ -28,7 +28,7 @@ from slipstream.runner.pooling.results import MixedHandle
 from slipstream.runner.results import NO_RESULTS, ResultRing, StepHandle
 from slipstream.runner.sampling.sampler import Sampler
 from slipstream.runner.state_store import StateStore
-from slipstream.step import Late, StepPlan
+from slipstream.step import Late, StepPlan, StepSizes
 
 
 class ModelRunner:
@@ -78,6 +78,17 @@ class ModelRunner:
         with self.hot_path():
             return self._finish(late)
 
+    def sizes_of(self, plan: StepPlan) -> StepSizes:
+        """Host: the sizes that other engines with the same experts have to know before they launch this step."""
+        total, only_last = max(1, plan.total_tokens), self._reads_only_last(plan)
+        return StepSizes(
+            tokens=total,
+            last_tokens=len(plan.rows) if only_last else total,
+            is_single=plan.total_tokens == len(plan.rows),
+            only_last=only_last,
+            can_replay=self.graphs.size_for(plan) is not None,
+        )
+
     def free_queries(self, queries: tuple[int, ...]) -> None:
         """Free stored queries without a step, after all launched steps."""
         for head in self.heads:
@@ -100,6 +111,8 @@ class ModelRunner:
         for state in self.row_states:
             state.flush(upload)
         only_last = self._reads_only_last(plan)
+        exchanged = _exchanged_tokens(plan.joint_sizes, size)
+        is_replayed = size is not None and (plan.joint_sizes is None or plan.joint_sizes.can_replay)
         prepared = [maker.prepare(plan, upload, size, only_last=only_last) for maker in self.heads]
         heads = [head for head in prepared if head is not None]
         upload.send(self.device.compute)
@@ -107,17 +120,18 @@ class ModelRunner:
 
         def forward() -> tuple[Gathered, torch.Tensor]:
             batch = gather() if adapt is None else adapt(gather())
-            hidden = self._forward(batch, only_last, None if make_steps is None else make_steps(batch), follow)
+            steps = None if make_steps is None else make_steps(batch)
+            hidden = self._forward(batch, only_last, steps, follow, exchanged)
             # steps of one token per row have few hidden states, which a graph may keep in its own memory
             return batch.for_heads(), hidden if size is None or size.is_single else self.graphs.hidden.put(hidden)
 
         def run_forward() -> None:
-            key: tuple[Hashable, ...] = ("forward", size, only_last)
+            key: tuple[Hashable, ...] = ("forward", size, only_last, exchanged)
             if follow is not None:
                 key += ("drafter",)
             if adapt is not None:
                 key += ("adapted",)
-            step.batch, step.hidden = forward() if size is None else self.graphs.run(key, forward)
+            step.batch, step.hidden = self.graphs.run(key, forward) if is_replayed else forward()
 
         self.device.compute.run(run_forward)
         if self.sampler is not None and self.sampler.needs_late(plan):
@@ -158,7 +172,12 @@ class ModelRunner:
         return not any(head.wants_all(plan) for head in self.heads)
 
     def _forward(
-        self, batch: Gathered, only_last: bool, steps: RecurrentSteps | None, follow: Follow | None
+        self,
+        batch: Gathered,
+        only_last: bool,
+        steps: RecurrentSteps | None,
+        follow: Follow | None,
+        exchanged: tuple[int, int],
     ) -> torch.Tensor:
         """Device: one forward over all tokens of the step, of the model and then of the drafter."""
         view, store = batch.view, self.store
@@ -172,6 +191,8 @@ class ModelRunner:
             only_last,
             recurrent=steps,
             states=() if self.states is None else self.states.sites,
+            exchanged_tokens=exchanged[0],
+            exchanged_last_tokens=exchanged[1],
         )
         hidden = self.model(context)
         if follow is not None:
@@ -192,6 +213,16 @@ class _Step:
 
     batch: Gathered
     hidden: torch.Tensor
+
+
+def _exchanged_tokens(joint: StepSizes | None, size: Size | None) -> tuple[int, int]:
+    """Tokens of each engine that layers with shared experts exchange, and those of layers that compute only the last
+    token of each row. All engines must agree, so only if all read only last tokens there are fewer of these."""
+    if joint is None:
+        return 0, 0
+    if size is not None and joint.can_replay:
+        return size.tokens, size.rows if joint.only_last else size.tokens
+    return joint.tokens, joint.last_tokens if joint.only_last else joint.tokens
 
 
 def _run_head(head: Head, step: _Step) -> None:

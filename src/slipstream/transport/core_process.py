@@ -1,8 +1,8 @@
 """The core process: `python -m slipstream.transport.core_process SUPERVISOR FD…`, one inherited socket per front end.
 
-SUPERVISOR is the socket of the process that restarts front ends, or -1. Standard input has the options of each model as
-JSON. The process exits when the last front end has disconnected, or after a failure, whose root cause is its last
-message. It opens no port, and decodes only msgpack of known types.
+SUPERVISOR is the socket of the process that restarts front ends, or -1. Standard input has a CoreStart as JSON. The
+process exits when the last front end has disconnected, or after a failure, whose root cause is its last message. It
+opens no port, and decodes only msgpack of known types.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import msgspec
 
 from slipstream.config.locate import locate
-from slipstream.config.options import Options
 from slipstream.engine.child_process import die_with_parent
 from slipstream.engine.lane_stats import lane_stats
 from slipstream.engine.lanes import Lanes
@@ -47,6 +47,7 @@ from slipstream.transport.frames import (
 )
 from slipstream.transport.inspection import Inspector
 from slipstream.transport.socket_server import Connection, SocketServer
+from slipstream.transport.spawn import CoreStart
 
 log = logging.getLogger("slipstream.core")
 
@@ -70,10 +71,14 @@ class CoreProcess:
 
     def run(self) -> None:
         """Runs until the last front end has disconnected."""
-        busy = False
+        busy = is_following = False
         self._pulse(busy)  # so that metrics start with zeros
+        for file in self.lanes.files:
+            self.server.watch(file)
         while self.server.connections:
             messages, gone = self.server.receive(wait=not busy)
+            # steps for other engines that share experts change nothing in the statistics
+            is_following = (is_following or not busy) and not messages and not gone
             for connection, message in messages:
                 self._handle(connection, message)
             for connection in gone:
@@ -82,15 +87,20 @@ class CoreProcess:
             if self.lanes.has_requests():
                 self._deliver(self.lanes.step(), self.lanes.take_begun())
             busy = self.lanes.has_requests()
-            self._pulse(busy)
+            if not is_following:
+                self._pulse(busy)
 
     def close(self) -> None:
         """Aborts the remaining requests, completes the steps in flight, and checks that nothing leaked."""
         for name in self._owners:
             self.lanes.abort(Abort(name))
-        while self.lanes.has_requests():
-            self.lanes.step()
-        self.lanes.check()
+        try:
+            while self.lanes.has_requests():
+                self.lanes.step()
+            self.lanes.check()
+        except EngineDead:
+            if not self.lanes.files:
+                raise  # else: an engine that shares the experts has closed first
         self.lanes.close()
 
     def _handle(self, connection: Connection, message: ToCore | Join) -> None:
@@ -187,8 +197,8 @@ def main(argv: list[str]) -> int:
     supervisor, *front_ends = (socket.socket(fileno=int(fd)) if int(fd) >= 0 else None for fd in argv)
     server = SocketServer(filter(None, front_ends), supervisor)
     try:
-        options = msgspec.json.decode(sys.stdin.buffer.read(), type=list[Options])
-        process = _load(options, server)
+        start = msgspec.json.decode(sys.stdin.buffer.read(), type=CoreStart)
+        process = _load(start, server)
         server.broadcast(Ready())
         process.run()
         process.close()
@@ -203,7 +213,8 @@ def main(argv: list[str]) -> int:
         server.close()
 
 
-def _load(options: list[Options], server: SocketServer) -> CoreProcess:
+def _load(start: CoreStart, server: SocketServer) -> CoreProcess:
+    options = start.options
     server.broadcast(Loading("finding the model"))
     for each in options:  # a wrong name fails before torch is imported
         locate(each.model, each.revision, each.task, each.download_dir)
@@ -211,10 +222,15 @@ def _load(options: list[Options], server: SocketServer) -> CoreProcess:
     from slipstream.engine.build import build_lanes, open_models  # imports torch
 
     server.broadcast(Loading("reading the model's files"))
-    opened = open_models(options)
+    opened = open_models(options, start.engine)
     opening = ModelDescriptions([each.description for each in opened], os.getpid())
     server.broadcast(opening)
-    lanes = build_lanes(options, opened, tell=lambda name: server.broadcast(Loading(f"loading {name}")))[0]
+    lanes, _ = build_lanes(
+        options,
+        opened,
+        tell=lambda name: server.broadcast(Loading(f"loading {name}")),
+        folder=None if start.folder is None else Path(start.folder),
+    )
     return CoreProcess(lanes, server, opening)
 
 

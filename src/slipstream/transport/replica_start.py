@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,17 +38,38 @@ class ReplicaProcesses:
         on_cpu = not self._environments[0]
         self._options = [_of_one_replica(each, self.count, on_cpu=on_cpu) for each in options]
         self._handles: dict[int, CoreHandle] = {}
+        self._shares_experts = self.count > 1 and any(each.enable_expert_parallel for each in options)
+        self._num_starts = [0] * self.count
+        # engines that share experts find each other in a folder per generation: all of them end when one ends
+        self._folder = tempfile.TemporaryDirectory(prefix="slipstream-") if self._shares_experts else None
 
     async def start(self, index: int) -> CoreClient:
-        handle, (sock,) = spawn_core(self._options, environment=self._environments[index])
+        folder = None
+        if self._folder is not None:
+            generation = Path(self._folder.name) / str(self._num_starts[index])
+            generation.mkdir(exist_ok=True)
+            folder = str(generation)
+            self._num_starts[index] += 1
+        handle, (sock,) = spawn_core(self._options, environment=self._environments[index], engine=index, folder=folder)
         self._handles[index] = handle
         return await SocketClient.connect(sock)
 
     async def ended(self, index: int) -> str | None:
-        return await asyncio.to_thread(self._handles[index].wait, _EXIT_SECONDS)
+        how = await asyncio.to_thread(self._handles[index].wait, _EXIT_SECONDS)
+        if self._shares_experts:
+            number = self._num_starts[index]
+            rest = [
+                handle
+                for other, handle in self._handles.items()
+                if self._num_starts[other] == number and other != index
+            ]
+            await asyncio.gather(*(asyncio.to_thread(handle.wait, _EXIT_SECONDS) for handle in rest))
+        return how
 
     async def close(self) -> None:
         await asyncio.gather(*(self.ended(index) for index in self._handles))
+        if self._folder is not None:
+            self._folder.cleanup()
 
 
 def num_replicas(options: Sequence[Options]) -> int:
@@ -74,7 +96,7 @@ def visible_gpus(devices: Path = Path("/dev"), environ: Mapping[str, str] = os.e
 
 def _of_one_replica(options: Options, count: int, *, on_cpu: bool) -> Options:
     """The options of one replica. On the CPU, the default threads and memory are divided by the number of replicas."""
-    changes: dict[str, Any] = {"data_parallel_size": 1}
+    changes: dict[str, Any] = {} if options.enable_expert_parallel else {"data_parallel_size": 1}
     if on_cpu and options.num_threads is None:
         changes["num_threads"] = max(1, num_cpus() // count)
     if on_cpu and options.gpu_memory_utilization is None:

@@ -64,13 +64,22 @@ class SocketServer:
         self._add(connection)
         return connection
 
+    def watch(self, file: int) -> None:
+        """`receive` also returns when this file descriptor is readable."""
+        self._selector.register(file, selectors.EVENT_READ, None)
+
     def receive(self, *, wait: bool) -> tuple[list[tuple[Connection, ToCore | Join]], list[Connection]]:
-        """Returns the received messages and the lost connections. With `wait` it blocks until there is one."""
+        """Returns the received messages and the lost connections. With `wait` it blocks until there is one, or
+        until a watched file is readable."""
         messages: list[tuple[Connection, ToCore | Join]] = []
         gone: list[Connection] = []
+        is_woken = False
         while self.connections:
             for key, events in self._selector.select(None if wait and not messages and not gone else 0):
-                connection: Connection = key.data
+                connection: Connection | None = key.data
+                if connection is None:
+                    is_woken = True
+                    continue
                 try:
                     if events & selectors.EVENT_WRITE:
                         self._send(connection, b"")
@@ -81,7 +90,7 @@ class SocketServer:
                 except (OSError, FrameError):
                     self._drop(connection)
                     gone.append(connection)
-            if messages or gone or not wait:
+            if messages or gone or is_woken or not wait:
                 break
         return messages, gone
 

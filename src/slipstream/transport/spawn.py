@@ -15,6 +15,14 @@ from slipstream.engine.child_process import child_environment, how_it_ended
 from slipstream.transport.frames import Join, frame
 
 
+class CoreStart(msgspec.Struct, frozen=True):
+    """What a core process reads from its standard input, as JSON."""
+
+    options: list[Options]  # of each model
+    engine: int = 0  # number of this engine among those that share experts
+    folder: str | None = None  # of these engines, to find each other; None: the engine is alone
+
+
 class CoreHandle:
     """A core process, for the process that started it."""
 
@@ -45,11 +53,13 @@ def spawn_core(
     num_front_ends: int = 1,
     supervisor: socket.socket | None = None,
     environment: Mapping[str, str] = MappingProxyType({}),
+    engine: int = 0,
+    folder: str | None = None,
 ) -> tuple[CoreHandle, list[socket.socket]]:
     """Starts a core for these models. Returns its handle, and one socket per front end.
 
     `supervisor`: the core's end of a socket over which more front ends can join (`join_core`). `environment`: variables
-    that the core gets besides ours.
+    that the core gets besides ours. `engine`, `folder`: as in CoreStart.
     """
     pairs = [socket.socketpair() for _ in range(num_front_ends)]
     theirs = [pair[1] for pair in pairs]
@@ -62,7 +72,7 @@ def spawn_core(
         env=child_environment(environment),
     )
     assert process.stdin is not None
-    process.stdin.write(msgspec.json.encode(options))
+    process.stdin.write(msgspec.json.encode(CoreStart(options, engine, folder)))
     process.stdin.close()
     for sock in theirs:
         sock.close()

@@ -11,7 +11,7 @@ import torch
 from hand_batch import HandRunner
 from hand_load import load
 from slipstream.errors import InvalidOption, UnsupportedModel
-from slipstream.nn.layers.sharded_linear import connect_ranks
+from slipstream.nn.layers.connect_ranks import connect_ranks
 from tiny import write_tiny
 
 STEPS = [{"a": [3, 1, 4, 1, 5, 9, 2], "b": [6, 5, 3, 5]}, {"a": [8], "b": [9]}, {"a": [7], "b": [9, 3, 2]}]
@@ -65,15 +65,26 @@ def logits_of(model):
         ("starcoder2", {}, 2),
         ("stablelm", {}, 2),
         ("hunyuan_v1_dense", {}, 2),
+        ("mixtral", {}, 2),
+        ("qwen2_moe", {}, 2),  # a shared expert with a gate
+        ("glm4_moe", {}, 2),  # dense layers, a bias of the choice
     ],
 )
 def test_ranks_compute_the_logits_of_the_whole_model(tmp_path, family, changes, num_ranks):
-    folder = write_tiny(tmp_path, family, **changes)
+    check_ranks(write_tiny(tmp_path, family, **changes), num_ranks)
+
+
+@pytest.mark.parametrize(("family", "num_ranks"), [("qwen3_moe", 2), ("mixtral", 2), ("glm4_moe", 4)])
+def test_ranks_with_whole_experts_compute_the_logits_of_the_whole_model(tmp_path, family, num_ranks):
+    check_ranks(write_tiny(tmp_path, family), num_ranks, by_expert=True)
+
+
+def check_ranks(folder, num_ranks, **options):
     wanted = logits_of(load(folder, torch.float64))
     group = ThreadGroup(num_ranks)
 
     def run(rank):
-        model = load(folder, torch.float64, shard=(rank, num_ranks))
+        model = load(folder, torch.float64, shard=(rank, num_ranks), **options)
         connect_ranks(model, group.of(rank))
         return logits_of(model)
 
@@ -86,7 +97,6 @@ def test_ranks_compute_the_logits_of_the_whole_model(tmp_path, family, changes, 
 @pytest.mark.parametrize(
     ("family", "words"),
     [
-        ("mixtral", "experts are not divided"),
         ("phi3", "q, k and v in one tensor are not divided"),
         ("olmo2", "norms over the queries of all heads are not divided"),
         ("gpt_oss", "sinks are not divided"),

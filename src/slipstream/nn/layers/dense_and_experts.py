@@ -51,7 +51,7 @@ class DenseAndExperts(Layer):
         ids, weights, has_padding = self.routed.choose(logits, context)
         known = ids.flatten().clamp(max=len(self.expert_scale) - 1)  # padding has no expert
         scales = self.expert_scale.index_select(0, known).view(ids.shape)
-        routed = self.routed.run(self.routed_norm(total)[0], Routing(ids, weights * scales, has_padding))
+        routed = self.routed.run(self.routed_norm(total)[0], Routing(ids, weights * scales, has_padding), context)
         return dense + self.routed_out_norm(routed)[0], total
 
     def products(self) -> None:

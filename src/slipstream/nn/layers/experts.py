@@ -7,14 +7,17 @@ from functools import partial
 
 import torch
 
+from slipstream.dist.group import Group
 from slipstream.errors import UnsupportedModel
 from slipstream.nn.context import ForwardContext, LastTokens, context_of
+from slipstream.nn.layers.expert_ranks import run_on_ranks
 from slipstream.nn.layers.layer import Layer, Layout
 from slipstream.nn.layers.linear import Linear
 from slipstream.nn.layers.mlp import Mlp, PlainMlp, of_last
 from slipstream.nn.layers.norm import Norm
+from slipstream.nn.layers.sharded_linear import even_range, sliced_target
 from slipstream.nn.quantized.weight import Quantized
-from slipstream.nn.shapes import ExpertShape
+from slipstream.nn.shapes import ExpertShape, Shard
 from slipstream.nn.weight_format import CheckpointTensor, Unquantized, WeightTarget, new_parameter
 from slipstream.ops.moe import ExpertBiases, Routing, SharedOutput, expert_mlp, route
 
@@ -23,8 +26,10 @@ class Experts(Layer):
     """sum of weight * down(gate and up of x, combined) over a token's experts, plus the shared expert if there is one.
 
     Weights of all experts are stacked: [experts, 2 * size, hidden] and [experts, hidden, size], in the model's dtype.
-    Experts without gates have half as many rows in the first.
+    Experts without gates have half as many rows in the first. With a shard, they are those of this rank.
     """
+
+    group: Group | None = None  # of the ranks that share the experts; set before the first forward
 
     def __init__(self, name: str, shape: ExpertShape, layout: Layout) -> None:
         super().__init__()
@@ -40,11 +45,15 @@ class Experts(Layer):
         self.router = Linear(hidden, {"": shape.num_experts}, shape.router_bias, plain, dtype)
         self.correction_bias = new_parameter(shape.num_experts, dtype=_wide(dtype)) if shape.correction_bias else None
         self.parts = ("up",) if shape.gate == "relu2" else ("gate", "up")
-        num_rows = len(self.parts) * shape.size
-        self.gate_up = new_parameter(shape.num_experts, num_rows, hidden, dtype=dtype)
-        self.down = new_parameter(shape.num_experts, hidden, shape.size, dtype=dtype)
-        self.gate_up_bias = new_parameter(shape.num_experts, num_rows, dtype=dtype) if shape.bias else None
-        self.down_bias = new_parameter(shape.num_experts, hidden, dtype=dtype) if shape.bias else None
+        self.first, count = (0, shape.num_experts) if shape.shard is None else shape.shard.range_of(shape.num_experts)
+        self.size = shape.size
+        if shape.shard is not None and shape.shard.kind == "inner":
+            self.size //= shape.shard.size
+        num_rows = len(self.parts) * self.size
+        self.gate_up = new_parameter(count, num_rows, hidden, dtype=dtype)
+        self.down = new_parameter(count, hidden, self.size, dtype=dtype)
+        self.gate_up_bias = new_parameter(count, num_rows, dtype=dtype) if shape.bias else None
+        self.down_bias = new_parameter(count, hidden, dtype=dtype) if shape.bias else None
         self.shared: Mlp | PlainMlp | None = None
         if shape.shared is not None:
             self.shared = (Mlp if shape.shared.gated else PlainMlp)(f"{name}.shared", shape.shared, layout)
@@ -52,7 +61,7 @@ class Experts(Layer):
 
     def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         routing = self.choose(self.router(x, context), context)
-        return self.run(x, routing, None if self.shared is None else partial(self._run_shared, x, context))
+        return self.run(x, routing, context, None if self.shared is None else partial(self._run_shared, x, context))
 
     def _run_shared(self, x: torch.Tensor, context: ForwardContext) -> SharedOutput:
         assert self.shared is not None
@@ -67,8 +76,26 @@ class Experts(Layer):
             slots, page_size = batch.slots[0], context.caches[0][0].shape[1]
         return route(logits, self.shape.router, self.correction_bias, slots, page_size)
 
-    def run(self, x: torch.Tensor, routing: Routing, shared: Callable[[], SharedOutput] | None = None) -> torch.Tensor:
+    def run(
+        self,
+        x: torch.Tensor,
+        routing: Routing,
+        context: ForwardContext,
+        shared: Callable[[], SharedOutput] | None = None,
+    ) -> torch.Tensor:
         """The routed experts, and the shared one if given."""
+        shard = self.shape.shard
+        if shard is None:
+            return self._compute(x, routing, shared)
+        assert self.group is not None, "the ranks are not connected"
+        num_experts, num_exchanged = self.shape.num_experts, context.exchanged_tokens
+        routed = run_on_ranks(x, routing, self._compute, shard, num_experts, self.group, num_exchanged)
+        return routed if shared is None else shared().added_to(routed)
+
+    def _compute(
+        self, x: torch.Tensor, routing: Routing, shared: Callable[[], SharedOutput] | None = None
+    ) -> torch.Tensor:
+        """The experts of this rank."""
         biases = None
         if self.gate_up_bias is not None and self.down_bias is not None:
             biases = ExpertBiases(self.gate_up_bias, self.down_bias)
@@ -95,26 +122,44 @@ class Experts(Layer):
         for expert in range(self.shape.num_experts):
             for kind, (gate_up, down) in kinds.items():
                 for index, part in enumerate(self.parts):
-                    first = index * self.shape.size
-                    yield f"experts.{expert}.{part}.{kind}", self._target(gate_up, expert, first, self.shape.size)
+                    first = index * self.size
+                    yield f"experts.{expert}.{part}.{kind}", self._target(gate_up, expert, first, self.size)
                 yield f"experts.{expert}.down.{kind}", self._target(down, expert)
         if self.correction_bias is not None:
             yield "correction_bias", WeightTarget((self.shape.num_experts,), self._fill_correction)
 
     def _target(self, name: str, expert: int, first: int = 0, num_rows: int | None = None) -> WeightTarget:
-        """Some rows, or all, of one expert's part of a stacked parameter."""
+        """Some rows, or all, of one expert's part of a stacked parameter. The tensors of experts of other ranks are not
+        read."""
         whole: torch.Tensor = getattr(self, name)
         shape = tuple(whole.shape[1:])
         rows = shape[0] if num_rows is None else num_rows
-        return WeightTarget((rows, *shape[1:]), partial(self._fill, name, expert, first, rows))
+        if not self.first <= expert < self.first + len(whole):
+            return WeightTarget((rows, *shape[1:]), _skip)
+        target = WeightTarget((rows, *shape[1:]), partial(self._fill, name, expert - self.first, first, rows))
+        shard = self.shape.shard
+        if shard is None or shard.kind != "inner":
+            return target
+        if name == "down_bias":  # added once, by the first rank
+            return target if shard.rank == 0 else WeightTarget(target.shape, partial(self._clear, name, expert))
+        inner = even_range(self.size, Shard(shard.rank, shard.size))
+        return sliced_target(target, 1 if name == "down" else 0, inner)
 
     def _fill(self, name: str, expert: int, first: int, num_rows: int, piece: CheckpointTensor) -> None:
         whole: torch.Tensor = getattr(self, name)  # read now: the parameter is replaced when it gets memory
         piece.write_to(whole[expert, first : first + num_rows])
 
+    def _clear(self, name: str, expert: int, piece: CheckpointTensor) -> None:
+        whole: torch.Tensor = getattr(self, name)
+        whole[expert].zero_()
+
     def _fill_correction(self, piece: CheckpointTensor) -> None:
         assert self.correction_bias is not None
         piece.write_to(self.correction_bias)
+
+
+def _skip(piece: CheckpointTensor) -> None:
+    """Of an expert that another rank has."""
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

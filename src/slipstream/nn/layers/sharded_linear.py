@@ -51,8 +51,7 @@ class ColumnParallelLinear(Linear):
         require_row_wise(self.weight, "tensor parallelism")
         for name, target in super().weight_targets():
             part = self._ranges[name.rpartition(".")[0]]
-            shape = (part.total, *target.shape[1:])
-            yield name, WeightTarget(shape, partial(_fill_slice, target, 0, part.first), target.num_bytes)
+            yield name, sliced_target(target, 0, part)
 
 
 class RowParallelLinear(Linear):
@@ -89,8 +88,7 @@ class RowParallelLinear(Linear):
             if name.rpartition(".")[2] == "bias":
                 yield name, target
                 continue
-            rows, _ = target.shape
-            yield name, WeightTarget((rows, columns.total), partial(_fill_slice, target, 1, columns.first))
+            yield name, sliced_target(target, 1, columns)
 
 
 def new_output(
@@ -102,11 +100,10 @@ def new_output(
     return RowParallelLinear(num_inputs, {"": num_outputs}, bias, format, dtype, shard)
 
 
-def connect_ranks(model: torch.nn.Module, group: Group) -> None:
-    """Lets the layers of a model sum over the ranks of this group."""
-    for module in model.modules():
-        if isinstance(module, RowParallelLinear):
-            module.group = group
+def sliced_target(target: WeightTarget, dim: int, part: OutputRange) -> WeightTarget:
+    """A target for the whole tensor of a checkpoint, of which only a part along one dimension is read."""
+    shape = (*target.shape[:dim], part.total, *target.shape[dim + 1 :])
+    return WeightTarget(shape, partial(_fill_slice, target, dim, part.first), target.num_bytes)
 
 
 def _fill_slice(target: WeightTarget, dim: int, first: int, piece: CheckpointTensor) -> None:

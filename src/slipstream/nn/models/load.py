@@ -112,7 +112,14 @@ def lay_out(config: ModelConfig, device: torch.device) -> Decoder | Encoder:
 
         backend: Any = lay_out_transformers(config)
         return backend  # type: ignore[no-any-return]
-    shape = find_local_shape(config.info, config.rank, config.num_ranks)
+    shape = find_local_shape(
+        config.info,
+        config.rank,
+        config.num_ranks,
+        by_expert=config.by_expert,
+        engine=config.engine,
+        num_engines=config.num_engines,
+    )
     formats = choose_formats(config, device, is_encoder=isinstance(shape, EncoderShape))
     model: Decoder | Encoder
     if isinstance(shape, EncoderShape):

@@ -24,6 +24,7 @@ class UnstackedSource:
     def __init__(self, source: WeightSource, transposed: bool = False) -> None:
         """`transposed`: the layout of gpt-oss."""
         self.source, self.transposed = source, transposed
+        self._loaded: list[_Stack] = []
 
     def __iter__(self) -> Iterator[SourceTensor]:
         for tensor in map(_renamed, self.source):
@@ -31,9 +32,9 @@ class UnstackedSource:
             if not tensor.name.removesuffix(_BIAS).endswith((_GATE_UP, _DOWN)):
                 yield tensor
             elif self.transposed and len(tensor.shape) == 3 - is_bias:
-                yield from _transposed_experts(tensor, is_bias)
+                yield from _transposed_experts(tensor, is_bias, self._loaded)
             elif len(tensor.shape) == 3 and not is_bias:
-                yield from _experts(tensor)
+                yield from _experts(tensor, self._loaded)
             else:
                 yield tensor
 
@@ -46,12 +47,12 @@ def _renamed(tensor: SourceTensor) -> SourceTensor:
     return tensor
 
 
-def _transposed_experts(tensor: SourceTensor, is_bias: bool) -> Iterator[SourceTensor]:
+def _transposed_experts(tensor: SourceTensor, is_bias: bool, loaded: list[_Stack]) -> Iterator[SourceTensor]:
     root, _, last = tensor.name.rpartition(".")
     names = ("gate", "up") if last.startswith("gate_up") else ("down",)
     num_experts, *inputs, num_rows = tensor.shape
     kind = "bias" if is_bias else "weight"
-    stack = _Stack(tensor, num_experts * len(names))
+    stack = _Stack(tensor, num_experts * len(names), loaded)
     for expert in range(num_experts):
         for part, name in enumerate(names):
             read = _Interleaved(stack, expert, part, len(names))
@@ -59,12 +60,12 @@ def _transposed_experts(tensor: SourceTensor, is_bias: bool) -> Iterator[SourceT
             yield SourceTensor(f"{root}.{expert}.{name}_proj.{kind}", shape, tensor.kind, read, make=read.write_to)
 
 
-def _experts(tensor: SourceTensor) -> Iterator[SourceTensor]:
+def _experts(tensor: SourceTensor, loaded: list[_Stack]) -> Iterator[SourceTensor]:
     root, _, _ = tensor.name.rpartition(".")
     num_experts, num_rows, num_columns = tensor.shape
     names = ("gate", "up") if tensor.name.endswith(_GATE_UP) else ("down",)
     size = num_rows // len(names)
-    stack = _Stack(tensor, num_experts * len(names))
+    stack = _Stack(tensor, num_experts * len(names), loaded)
     for expert in range(num_experts):
         for part, name in enumerate(names):
             read = _Part(stack, expert, part * size, size)
@@ -72,13 +73,20 @@ def _experts(tensor: SourceTensor) -> Iterator[SourceTensor]:
 
 
 class _Stack:
-    """A stacked tensor: read once, dropped after its last part was taken."""
+    """A stacked tensor: read once, dropped after its last part was taken, or when the next one is read: parts of other
+    ranks are not taken."""
 
-    def __init__(self, tensor: SourceTensor, num_parts: int) -> None:
+    def __init__(self, tensor: SourceTensor, num_parts: int, loaded: list[_Stack]) -> None:
+        """`loaded`: the stack of this source that was read last."""
         self.tensor, self.num_left = tensor, num_parts
         self.data: torch.Tensor | None = None
+        self._loaded = loaded
 
     def take(self) -> torch.Tensor:
+        if self.data is None:
+            for other in self._loaded:
+                other.data = None
+            self._loaded[:] = [self]
         data = self.tensor.read() if self.data is None else self.data
         self.num_left -= 1
         self.data = data if self.num_left > 0 else None

@@ -91,8 +91,11 @@ HAVE_TEXT_LINES = (
     "ops/native.py ops/linear/triton/epilogue.py parsers/ serve/ text/"
 )
 HAVE_PLANS = "dist/ engine/ runner/ scheduler/ serve/cli/ serve/http/cohere/ step.py"
+HAVE_HEADS = "cache_spec.py config/ engine/ frontend/model_config_view.py nn/ ops/ runner/ serve/cli/plan.py"
 # Words with one meaning, which belongs to these files; other files use another word.
 LIMITED = {
+    "head": ("of attention or of a model; else header", HAVE_HEADS),
+    "heads": ("of attention or of a model; else headers", HAVE_HEADS),
     "line": ("of text, or a cache line; else entry, vector, row", HAVE_TEXT_LINES),
     "lines": ("of text, or cache lines; else entries, vectors, rows", HAVE_TEXT_LINES),
     "plan": ("of a step, and the command of that name; else estimate, metadata", HAVE_PLANS),
@@ -133,9 +136,9 @@ def test_ambiguous_words_are_found_in_identifiers_only(tmp_path):
     (tmp_path / "two.py").write_text("class WorkPlace: ...\n'place'\nreplace = 3\n")
     (tmp_path / "serve").mkdir()
     (tmp_path / "serve/three.py").write_text(
-        "body = 1\nring_slot = 2\n__slots__ = ()\n@dataclass(slots=True)\nclass A: ...\n"
+        "body = 1\nring_slot = 2\nhead_end = 3\n__slots__ = ()\n@dataclass(slots=True)\nclass A: ...\n"
     )
     (tmp_path / "runner").mkdir()
     (tmp_path / "runner/four.py").write_text("class StageWork: ...\nnum_lines = 1\nplans = []\nshow_report = 2\n")
     found = [line.split(": ")[1] for line in ambiguous_names(tmp_path)]
-    assert found == ["last_places", "num_lines", "show_report", "ring_slot", "WorkPlace"]
+    assert found == ["last_places", "num_lines", "show_report", "ring_slot", "head_end", "WorkPlace"]

@@ -284,7 +284,7 @@ def test_waiting_for_prompts_does_not_count_as_host_time(depth):
         nonlocal ended
         handle, start = finish(), max(now, ended)
         ended = start + 0.01
-        handle.span = SimpleNamespace(started=point(start), ended=point(ended), late=None)
+        handle.interval = SimpleNamespace(started=point(start), ended=point(ended), late=None)
         return handle
 
     world.core.executor.launch, world.core.executor.finish = launched, timed

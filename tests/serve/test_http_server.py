@@ -187,7 +187,7 @@ def test_a_refused_connection_that_sends_nothing_more_is_closed(folder):
 @pytest.mark.parametrize("before", [b"", b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"])
 def test_a_head_that_comes_too_slowly_ends_its_connection(folder, monkeypatch, before):
     """The first of a connection, and any after it."""
-    monkeypatch.setattr("slipstream.serve.http.protocol._HEAD_SECONDS", 0.05)
+    monkeypatch.setattr("slipstream.serve.http.protocol._HEADER_SECONDS", 0.05)
 
     async def scenario(door):
         async with served(door, timeout_keep_alive=1000) as port:

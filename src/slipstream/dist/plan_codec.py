@@ -25,7 +25,7 @@ from slipstream.step import (
 )
 
 _ARRAYS = ("released", "rows", "num_tokens", "lengths", "num_drawn", "num_host_tokens", "tokens", "following")
-_HEAD = 7  # integers before the lengths of the arrays
+_HEADER = 7  # integers before the lengths of the arrays
 _NONE = -1
 _Rest = tuple[
     tuple[Admission, ...],
@@ -64,7 +64,7 @@ def encode_plan(plan: StepPlan) -> bytes:
     parts = (plan.scores, plan.pooling, plan.states, plan.adapters, plan.joint_sizes)
     has_rest = bool(plan.admitted) or any(part is not None for part in parts)
     rest = _encode((plan.admitted, *parts)) if has_rest else b""
-    head = [
+    header = [
         plan.step & 0x7FFFFFFF,
         plan.step >> 31,
         len(plan.new_pages),
@@ -74,31 +74,31 @@ def encode_plan(plan: StepPlan) -> bytes:
         len(rest),
         *map(len, arrays),
     ]
-    return np.concatenate([np.array(head, np.int32), *arrays], dtype=np.int32).tobytes() + rest
+    return np.concatenate([np.array(header, np.int32), *arrays], dtype=np.int32).tobytes() + rest
 
 
 def decode_plan(data: bytes) -> StepPlan:
     """The arrays are views of `data`."""
-    head = np.frombuffer(data, np.int32, _HEAD).tolist()
-    num_arrays = len(_ARRAYS) + 3 * head[2] + 1
-    sizes = np.frombuffer(data, np.int32, num_arrays, 4 * _HEAD).tolist()
-    start = 4 * (_HEAD + num_arrays)
+    header = np.frombuffer(data, np.int32, _HEADER).tolist()
+    num_arrays = len(_ARRAYS) + 3 * header[2] + 1
+    sizes = np.frombuffer(data, np.int32, num_arrays, 4 * _HEADER).tolist()
+    start = 4 * (_HEADER + num_arrays)
     arrays = []
     for size in sizes:
         arrays.append(np.frombuffer(data, np.int32, size, start))
         start += 4 * size
     fixed: dict[str, Any] = dict(zip(_ARRAYS, arrays, strict=False))
     groups = arrays[len(_ARRAYS) : -1]
-    rest: Any = ((), None, None, None, None, None) if not head[6] else _decode_rest(memoryview(data)[start:])
+    rest: Any = ((), None, None, None, None, None) if not header[6] else _decode_rest(memoryview(data)[start:])
     return StepPlan(
-        step=head[0] | head[1] << 31,
+        step=header[0] | header[1] << 31,
         **fixed,
         new_pages=tuple(PageUpdates(*groups[index : index + 3]) for index in range(0, len(groups), 3)),
         copies=arrays[-1].reshape(-1, 3),
-        num_logprobs=None if head[3] == _NONE else head[3],
-        has_drafts=bool(head[4] & 1),
-        returns_drafts=bool(head[4] & 2),
-        num_proposed=head[5],
+        num_logprobs=None if header[3] == _NONE else header[3],
+        has_drafts=bool(header[4] & 1),
+        returns_drafts=bool(header[4] & 2),
+        num_proposed=header[5],
         admitted=rest[0],
         scores=rest[1],
         pooling=rest[2],

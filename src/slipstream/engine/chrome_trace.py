@@ -40,16 +40,16 @@ def chrome_trace(models: Sequence[str], steps: Sequence[StepTimes]) -> bytes:
             "running": step.running,
             "waiting": step.waiting,
         }
-        events.append(_span(_HOST, f"launch {step.number}", step.launched - step.host, step.host, origin, args))
+        events.append(_slice(_HOST, f"launch {step.number}", step.launched - step.host, step.host, origin, args))
         name = "prefill" if step.prefill_tokens else "decode"
-        events.append(_span(_DEVICE, f"{name} {step.rows} rows", step.start, step.end - step.start, origin, args))
+        events.append(_slice(_DEVICE, f"{name} {step.rows} rows", step.start, step.end - step.start, origin, args))
         if step.gap > 0:
             begin = max(step.start - step.gap, last_end)  # the two clocks may differ a little
             details = {"cause": step.cause, "step": step.number, "seconds": step.gap}
-            events.append(_span(_IDLE, _TEXTS[step.cause], begin, step.start - begin, origin, details))
+            events.append(_slice(_IDLE, _TEXTS[step.cause], begin, step.start - begin, origin, details))
         if step.late > 0:
             details = {"cause": "grammar", "step": step.number, "seconds": step.late}
-            events.append(_span(_IDLE, "idle: late masks", step.end - step.late, step.late, origin, details))
+            events.append(_slice(_IDLE, "idle: late masks", step.end - step.late, step.late, origin, details))
         counts = {"running": step.running, "waiting": step.waiting}
         events.append({"ph": "C", "name": "requests", "pid": 1, "ts": _us(step.start - origin), "args": counts})
         if step.num_pages:
@@ -59,7 +59,7 @@ def chrome_trace(models: Sequence[str], steps: Sequence[StepTimes]) -> bytes:
     return msgspec.json.encode({"traceEvents": events, "displayTimeUnit": "ms"})
 
 
-def _span(tid: int, name: str, start: float, seconds: float, origin: float, args: dict[str, Any]) -> dict[str, Any]:
+def _slice(tid: int, name: str, start: float, seconds: float, origin: float, args: dict[str, Any]) -> dict[str, Any]:
     return {
         "ph": "X",
         "name": name,

@@ -207,7 +207,7 @@ class EngineCore:
             late = self.constraints.late()
         handle = self._launcher.finish(late)
         self.in_flight.append(handle)
-        self.timer.follow(_span(handle))
+        self.timer.follow(_interval(handle))
         self.pace.launched(plan, self.timer.host_seconds)
         if self.step_log is not None:
             self.step_log.launched(plan, self.timer.host_seconds)
@@ -241,7 +241,7 @@ class EngineCore:
 
     def _book(self) -> None:
         handle, cause = self._untimed.popleft()
-        busy = self.timer.record(_span(handle), cause)
+        busy = self.timer.record(_interval(handle), cause)
         self.pace.committed(busy)
         if self.step_log is not None:
             self.step_log.ended(busy, self.timer.gap, self.timer.late, cause)
@@ -266,7 +266,7 @@ class EngineCore:
             raise EngineDead(f"the engine has failed before: {cause}; start a new one") from self._failure
 
 
-def _span(handle: Handle) -> StepInterval | None:
+def _interval(handle: Handle) -> StepInterval | None:
     """The first and the last event of a step, for handles that have them."""
-    span: StepInterval | None = getattr(handle, "span", None)
-    return span
+    interval: StepInterval | None = getattr(handle, "interval", None)
+    return interval

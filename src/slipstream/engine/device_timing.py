@@ -118,27 +118,27 @@ class DeviceTimer:
         timeline.inside = timeline.outside = 0.0
         return cause
 
-    def follow(self, span: StepInterval | None) -> None:
-        """`span` is the step that was launched last."""
+    def follow(self, interval: StepInterval | None) -> None:
+        """`interval` is the step that was launched last."""
         self._before.append(self.timeline.last)
-        self.timeline.last = span
+        self.timeline.last = interval
 
-    def record(self, span: StepInterval | None, cause: str) -> float:
+    def record(self, interval: StepInterval | None, cause: str) -> float:
         """The oldest step has ended. Returns its busy seconds on the device."""
         before = self._before.popleft()
         self.gap = self.late = 0.0
-        if span is None:
+        if interval is None:
             return 0.0
-        total, busy = self.total, span.ended.since(span.started)
-        if span.late is not None:
-            self.late = max(0.0, span.late[1].since(span.late[0]))
+        total, busy = self.total, interval.ended.since(interval.started)
+        if interval.late is not None:
+            self.late = max(0.0, interval.late[1].since(interval.late[0]))
             total.grammar += self.late
             busy -= self.late
         total.num_steps += 1
         total.busy += busy
         if before is not None:
             # the resolution of the clock may make a gap negative
-            self.gap = max(0.0, span.started.since(before.ended))
+            self.gap = max(0.0, interval.started.since(before.ended))
             setattr(total, cause, getattr(total, cause) + self.gap)
         return busy
 

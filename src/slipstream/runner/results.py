@@ -103,7 +103,7 @@ def _logprob_fields(prefix: str, num: int, k: int, real: Any) -> list[tuple[str,
     ]
 
 
-class StepSpan(NamedTuple):
+class DeviceInterval(NamedTuple):
     """The first and the last timed event of a step on the compute stream."""
 
     started: Event
@@ -137,10 +137,10 @@ class StepHandle:
         self.late: tuple[Event, Event] | None = None
 
     @property
-    def span(self) -> StepSpan | None:
+    def interval(self) -> DeviceInterval | None:
         """The step's first and last event, if they were recorded."""
         started, ended = self.started, self.ended
-        return None if started is None or ended is None else StepSpan(started, ended, self.late)
+        return None if started is None or ended is None else DeviceInterval(started, ended, self.late)
 
     @property
     def has_no_result(self) -> bool:

@@ -67,6 +67,6 @@ def svg_charts(charts: Sequence[Chart], width: int = 720) -> str:
             y += height
         y += 30
     style = 'font-family="system-ui, sans-serif" font-size="13"'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{y}" viewBox="0 0 {width} {y}" {style}>'
+    opening = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{y}" viewBox="0 0 {width} {y}" {style}>'
     back = f'<rect width="{width}" height="{y}" fill="white"/>'
-    return "\n".join([head, back, *parts, "</svg>", ""])
+    return "\n".join([opening, back, *parts, "</svg>", ""])

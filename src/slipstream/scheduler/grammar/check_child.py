@@ -10,7 +10,7 @@ from __future__ import annotations
 import resource
 import sys
 
-HEAD = 4  # bytes of a message's length
+HEADER = 4  # bytes of a message's length
 MAX_MEMORY = 2**30  # bytes of address space beyond what the process has at its start
 
 
@@ -24,14 +24,14 @@ def main() -> None:
     limits = LLParserLimits(verbose_errors=False)
     source, target = sys.stdin.buffer, sys.stdout.buffer
     _send(target, b"")  # ready
-    while head := source.read(HEAD):
-        grammar = source.read(int.from_bytes(head, "little")).decode()
+    while header := source.read(HEADER):
+        grammar = source.read(int.from_bytes(header, "little")).decode()
         is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=limits)
         _send(target, messages[0].encode() if is_error else b"")
 
 
 def _send(target: object, data: bytes) -> None:
-    target.write(len(data).to_bytes(HEAD, "little") + data)  # type: ignore[attr-defined]
+    target.write(len(data).to_bytes(HEADER, "little") + data)  # type: ignore[attr-defined]
     target.flush()  # type: ignore[attr-defined]
 
 

@@ -35,7 +35,7 @@ class GrammarChecker:
         data = grammar.encode()
         assert child.stdin is not None
         try:
-            child.stdin.write(len(data).to_bytes(check_child.HEAD, "little") + data)
+            child.stdin.write(len(data).to_bytes(check_child.HEADER, "little") + data)
             child.stdin.flush()
             return self._read(child, self.max_seconds).decode(errors="replace")
         except (BrokenPipeError, TimeoutError, EOFError):
@@ -65,7 +65,7 @@ class GrammarChecker:
 
     def _read(self, child: subprocess.Popen[bytes], seconds: float) -> bytes:
         end = time.monotonic() + seconds
-        size = int.from_bytes(_read_exactly(child, check_child.HEAD, end), "little")
+        size = int.from_bytes(_read_exactly(child, check_child.HEADER, end), "little")
         return _read_exactly(child, size, end)
 
 

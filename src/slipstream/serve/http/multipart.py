@@ -12,7 +12,7 @@ from slipstream.serve.http.errors import HTTPException, bad_request
 from slipstream.serve.http.origins import check_origin
 
 _MAX_PARTS = 16
-_MAX_HEAD_BYTES = 4096
+_MAX_HEADER_BYTES = 4096
 _BOUNDARY = re.compile(rb'boundary=(?:"([^"]{1,70})"|([^\s;"]{1,70}))', re.I)
 _PARAM = re.compile(rb'\b(name|filename)="((?:[^"\\]|\\.)*)"')
 
@@ -57,16 +57,16 @@ def _split(body: bytes, boundary: bytes) -> dict[str, FormPart]:
     parts: dict[str, FormPart] = {}
     start = len(mark)
     while not body.startswith(b"--", start):
-        head_end = body.find(b"\r\n\r\n", start, start + _MAX_HEAD_BYTES)
-        end = -1 if head_end < 0 else body.find(b"\r\n" + mark, head_end + 2)
+        header_end = body.find(b"\r\n\r\n", start, start + _MAX_HEADER_BYTES)
+        end = -1 if header_end < 0 else body.find(b"\r\n" + mark, header_end + 2)
         if end < 0:
             raise bad_request("the form is cut off, or a part has no header; send multipart/form-data")
-        params = dict(_PARAM.findall(body[start:head_end]))
+        params = dict(_PARAM.findall(body[start:header_end]))
         name = params.get(b"name", b"").decode(errors="replace")
         if not name or name in parts or len(parts) == _MAX_PARTS:
             fact = "a part has no name" if not name else f"{name[:100]} is given twice, or there are too many parts"
             raise bad_request(f"the form is invalid: {fact}; send each field once", name[:100] or None)
         filename = params[b"filename"].decode(errors="replace") if b"filename" in params else None
-        parts[name] = FormPart(body[head_end + 4 : end], filename)
+        parts[name] = FormPart(body[header_end + 4 : end], filename)
         start = end + 2 + len(mark)
     return parts

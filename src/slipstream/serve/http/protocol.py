@@ -18,7 +18,7 @@ from slipstream.serve.http.auth import Headers
 from slipstream.serve.http.errors import HTTPException
 from slipstream.serve.http.request import Address
 
-_HEAD_SECONDS = 30.0
+_HEADER_SECONDS = 30.0
 _REST_SECONDS = 30.0  # for the rest of a body whose response was sent before the body was complete
 
 
@@ -44,8 +44,8 @@ def bounded_protocol(limit: int, admission: RequestAdmission) -> type[HttpToolsP
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
-            self.transport = _HeadJoiner(transport)  # type: ignore[assignment]
-            self._timer = self.loop.call_later(_HEAD_SECONDS, self._too_slow)
+            self.transport = _HeaderJoiner(transport)  # type: ignore[assignment]
+            self._timer = self.loop.call_later(_HEADER_SECONDS, self._too_slow)
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._stop_timer()
@@ -86,7 +86,7 @@ def bounded_protocol(limit: int, admission: RequestAdmission) -> type[HttpToolsP
             if self.transport.is_closing():
                 return
             if self._in_headers and self._header_bytes and self._timer is None:  # the next headers have begun
-                self._timer = self.loop.call_later(_HEAD_SECONDS, self._too_slow)
+                self._timer = self.loop.call_later(_HEADER_SECONDS, self._too_slow)
             if self._is_answered() and self.timeout_keep_alive_task is None:
                 # uvicorn stops this timer at any data, and restarts it only after a response
                 self.timeout_keep_alive_task = self.loop.call_later(
@@ -134,7 +134,7 @@ def bounded_protocol(limit: int, admission: RequestAdmission) -> type[HttpToolsP
     return BoundedProtocol
 
 
-class _HeadJoiner:
+class _HeaderJoiner:
     """A transport that holds the headers of a response back until the next write."""
 
     __slots__ = ("_transport", "_headers", "is_closing")

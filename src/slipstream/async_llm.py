@@ -16,7 +16,7 @@ from slipstream.frontend.vllm_names import EngineArgs, check_unused
 from slipstream.lora_request import LoRARequest
 from slipstream.params import SamplingParams
 from slipstream.pooling_params import PoolingParams
-from slipstream.text.tokenizer import Tokenizer
+from slipstream.text.script_tokenizer import ScriptTokenizer
 
 _UNUSED = (
     "tokenization_kwargs", "trace_headers", "data_parallel_rank", "reasoning_ended",
@@ -156,11 +156,11 @@ class AsyncLLM:
         return self.errored
 
     @property
-    def tokenizer(self) -> Tokenizer | None:
-        return self.engine.tokenizer
+    def tokenizer(self) -> ScriptTokenizer | None:
+        return self.engine.model().script_tokenizer
 
-    def get_tokenizer(self) -> Tokenizer | None:
-        return self.engine.tokenizer
+    def get_tokenizer(self) -> ScriptTokenizer | None:
+        return self.tokenizer
 
     async def close(self) -> None:
         await self.engine.close()

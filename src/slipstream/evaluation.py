@@ -67,7 +67,7 @@ class Evaluation:
 
 
 def token_ids(llm: LLM, text: str) -> list[int]:
-    tokenizer = llm.get_tokenizer()
+    tokenizer = llm.tokenizer
     if tokenizer is None:
         raise UserError("the model has no tokenizer, which a text needs; give --tokenizer")
     return tokenizer.encode(text)

@@ -64,11 +64,13 @@ def test_an_error_of_exclusive_work_does_not_end_the_device():
 @pytest.mark.cuda
 def test_memory_of_a_gpu_is_released_and_graphs_stay_valid():
     device = CudaDevice(1)
-    before = device.free_memory()
-    _use(device)
-    device.pools = None
-    gc.collect()
-    assert before - device.free_memory() < 200 * MIB
+    free = []
+    for _ in range(2):  # the first round loads libraries
+        _use(device)
+        device.pools = None
+        gc.collect()
+        free.append(device.free_memory())
+    assert free[0] - free[1] < 100 * MIB
 
 
 def _use(device: CudaDevice) -> None:

@@ -12,6 +12,7 @@ from slipstream.frontend.inputs import InputProcessor
 from slipstream.frontend.pooling.inputs import PoolingInputs
 from slipstream.lora_request import LoRARequest
 from slipstream.params import check_text
+from slipstream.text.script_tokenizer import ScriptTokenizer, script_tokenizer
 from slipstream.text.tokenizer import Tokenizer
 
 
@@ -32,6 +33,11 @@ class ServedModel(msgspec.Struct, frozen=True):
     def of(cls, description: ModelDescription, tokenizer: Tokenizer | None) -> ServedModel:
         pooling_inputs = None if description.pooling is None else PoolingInputs(description, tokenizer)
         return cls(description, tokenizer, InputProcessor(description, tokenizer), pooling_inputs)
+
+    @property
+    def script_tokenizer(self) -> ScriptTokenizer | None:
+        """The tokenizer with the methods of a transformers tokenizer."""
+        return None if self.tokenizer is None else script_tokenizer(self.tokenizer, self.description.tokenizer or "")
 
     @property
     def base_name(self) -> str:

@@ -15,7 +15,7 @@ from slipstream.frontend.vllm_names import refuse_unused
 from slipstream.lora_request import LoRARequest
 from slipstream.messages import Abort
 from slipstream.params import SamplingParams, check_text
-from slipstream.text.tokenizer import Tokenizer
+from slipstream.text.script_tokenizer import ScriptTokenizer
 
 
 class StepEngine:
@@ -83,10 +83,10 @@ class StepEngine:
         return len(self._states)
 
     @property
-    def tokenizer(self) -> Tokenizer | None:
-        return next(iter(self.models.values())).tokenizer
+    def tokenizer(self) -> ScriptTokenizer | None:
+        return next(iter(self.models.values())).script_tokenizer
 
-    def get_tokenizer(self) -> Tokenizer | None:
+    def get_tokenizer(self) -> ScriptTokenizer | None:
         return self.tokenizer
 
     @property

@@ -11,7 +11,7 @@ from slipstream.frontend.step_engine import StepEngine
 from slipstream.frontend.sync_loop import SyncLoop
 from slipstream.frontend.vllm_names import EngineArgs
 from slipstream.params import SamplingParams
-from slipstream.text.tokenizer import Tokenizer
+from slipstream.text.script_tokenizer import ScriptTokenizer
 
 _TRANSFER = "update_weights alone replaces weights, from a folder, tensors or received_weights"
 NOT_SUPPORTED = {
@@ -40,8 +40,9 @@ class VllmMethods(MaintenanceMethods):
         """The defaults of the model's generation_config.json."""
         return choose(self.models, None, "generate").inputs.default_params()
 
-    def get_tokenizer(self) -> Tokenizer | None:
-        return next(iter(self.models.values())).tokenizer
+    def get_tokenizer(self) -> ScriptTokenizer | None:
+        """The tokenizer of the first model, with the methods of a transformers tokenizer. `LLM.tokenizer` is ours."""
+        return next(iter(self.models.values())).script_tokenizer
 
     def get_world_size(self) -> int:
         return 1

@@ -25,7 +25,7 @@ from slipstream.text.token_bytes import token_bytes
 from slipstream.text.wordpiece import wordpiece_tokenizer
 
 _HINT = "pass tokenizer=... with a folder that has one, or skip_tokenizer_init=True and prompts as token ids"
-_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class Tokenizer:
@@ -41,6 +41,7 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self.backend = backend
+        self.settings: Mapping[str, Any] = {}  # tokenizer_config.json
         self.special_tokens = dict(special_tokens or {})  # by the names in templates: bos_token, eos_token ...
         self.chat_templates = dict(chat_templates or {})
         _make_special(backend, self.special_tokens.values())
@@ -77,7 +78,9 @@ class Tokenizer:
         else:
             raise BadTokenizer(f"{folder} has no tokenizer.json{_what_else(folder)}; {_HINT}")
         _declare_added(backend, config.get("added_tokens_decoder"))
-        return cls(backend, names, _chat_templates(folder, config))
+        found = cls(backend, names, _chat_templates(folder, config))
+        found.settings = config
+        return found
 
     @classmethod
     def from_file(cls, path: Path) -> Tokenizer:
@@ -206,7 +209,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 def _special_texts(config: Mapping[str, Any]) -> dict[str, str]:
     """Returns bos_token and the others; each is a text, or an object with the text as content."""
     texts = {}
-    for name in _NAMES:
+    for name in SPECIAL_NAMES:
         token = config.get(name)
         text = token.get("content") if isinstance(token, dict) else token
         if isinstance(text, str):

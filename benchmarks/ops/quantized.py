@@ -20,7 +20,8 @@ from slipstream.ops.activation import silu_and_mul
 from slipstream.ops.linear import gated_linear
 from slipstream.ops.quantized import QuantizedMatrix, dequantize, quantized_linear
 from slipstream.ops.quantized.triton.gemm import GemmTile, quantized_gemm
-from slipstream.ops.quantized.triton.gemv import quantized_gemv
+from slipstream.ops.quantized.triton.gemv import QuantizedGemvTile, quantized_gemv
+from slipstream.ops.quantized.triton.quantize import quantize_rows
 
 SHAPES = {  # name: (out, in, gate)
     "qkv": (6144, 4096, ""),
@@ -28,10 +29,12 @@ SHAPES = {  # name: (out, in, gate)
     "gate_up": (24576, 4096, "silu"),
     "down": (4096, 12288, ""),
 }
-GEMV_TILES = [(2, 2048, 4), (1, 2048, 4), (2, 4096, 8), (4, 1024, 4), (2, 1024, 4), (4, 2048, 8)]
+GEMV_TILES = [(4, 4096, 2), (4, 4096, 4), (2, 4096, 2), (8, 2048, 2), (4, 2048, 2)]
 SPLITS = (1, 2, 4, 8)
-MANY_TILES = [(128, 128, 64, 1, 8, 3), (128, 128, 64, 1, 8, 4), (128, 256, 64, 1, 8, 3), (64, 256, 64, 1, 8, 4)]
+MANY_TILES = [(128, 128, 64, 1, 8, 3), (128, 128, 64, 1, 8, 4), (128, 256, 64, 1, 8, 3)]
 GROUP = 128
+
+Gemm = Callable[[torch.Tensor, QuantizedMatrix], torch.Tensor]
 
 
 def make(kind: str, num_out: int, num_in: int) -> QuantizedMatrix:
@@ -45,7 +48,7 @@ def make(kind: str, num_out: int, num_in: int) -> QuantizedMatrix:
             torch.randint(-128, 128, (num_out, num_in), device="cuda", dtype=torch.int8), scale, None
         )
     values = torch.randint(0, 256, (num_out, num_in // 2), device="cuda", dtype=torch.uint8)
-    return QuantizedMatrix(values, scale, scale * 7)
+    return QuantizedMatrix(values, scale, torch.full_like(scale, 7))
 
 
 def time_us(gemm: Callable[[Any], Any], weights: list[Any]) -> float:
@@ -63,16 +66,39 @@ def time_us(gemm: Callable[[Any], Any], weights: list[Any]) -> float:
     return seconds * 1e6 / len(weights)
 
 
-def candidates(rows: int, gate: str) -> dict[str, Callable[[torch.Tensor, QuantizedMatrix], torch.Tensor]]:
+def candidates(rows: int, num_out: int, gate: str) -> dict[str, Gemm]:
+    """Kernels with other tiles, by their sizes."""
     if rows <= 2:
-        return {str(tile): lambda x, w, tile=tile: quantized_gemv(x, w, None, gate, tile) for tile in GEMV_TILES}
-    tiles = [GemmTile(*tile) for tile in MANY_TILES]
+        tiles = [QuantizedGemvTile(*tile) for tile in GEMV_TILES]
+        return {str(tuple(tile)): partial(_gemv, gate=gate, tile=tile) for tile in tiles}
+    many = [GemmTile(*tile) for tile in MANY_TILES]
     if rows <= 64:
         padded = max(16, rows)
-        tiles = [GemmTile(64, padded, 128, split, 4, stages) for split in SPLITS for stages in (3, 5)]
-        tiles += [GemmTile(128, padded, 128, split, 8, 4) for split in SPLITS]
-    own = gate if rows <= 64 else ""
-    return {str(tuple(tile)): lambda x, w, tile=tile: quantized_gemm(x, w, None, own, tile) for tile in tiles}
+        wanted = [split for split in SPLITS if 100 <= num_out // 64 * split <= 600]
+        many = [GemmTile(64, padded, width, split, 4, 4) for split in wanted for width in (128, 256)]
+        many += [GemmTile(128, padded, 128, 2 * split, 4, 4) for split in wanted]
+    return {str(tuple(tile)): partial(_gemm, gate=gate if rows <= 64 else "", tile=tile) for tile in many}
+
+
+def _gemv(x: torch.Tensor, weight: QuantizedMatrix, gate: str, tile: QuantizedGemvTile) -> torch.Tensor:
+    return quantized_gemv(x, weight, None, gate, tile)
+
+
+def _gemm(x: torch.Tensor, weight: QuantizedMatrix, gate: str, tile: GemmTile) -> torch.Tensor:
+    if weight.values.dtype is torch.float8_e4m3fn:
+        q, scales = quantize_rows(x)
+        return quantized_gemm(q, weight, None, gate, tile, scales, x.dtype)
+    return quantized_gemm(x, weight, None, gate, tile)
+
+
+def attempt(run: Callable[[], Any]) -> Any:
+    """None: the tile does not fit the machine."""
+    try:
+        return run()
+    except Exception as error:
+        if "out of resource" not in str(error):
+            raise
+        return None
 
 
 def main() -> None:
@@ -99,14 +125,15 @@ def main() -> None:
                 exact = x.double() @ dequantize(weights[0], torch.float64).t()
                 exact = activation(exact) if activation else exact
                 off = (run(weights[0]).double() - exact).norm() / exact.norm()
-                others = candidates(rows, gate) if args.tiles and (rows <= 64 or kind != "fp8") else {}
+                others = candidates(rows, num_out, gate) if args.tiles and (rows <= 64 or kind != "fp8") else {}
                 if args.compile:
                     for gemm in others.values():
-                        gemm(x, weights[0])
+                        attempt(partial(gemm, x, weights[0]))
                     continue
                 line += f" | {kind} {time_us(run, weights):7.1f} off {off:.4f}"
-                times = {tile: time_us(partial(gemm, x), weights) for tile, gemm in others.items()}
-                line += "".join(f" ; {tile} {time:.1f}" for tile, time in sorted(times.items(), key=lambda t: t[1])[:5])
+                times = {tile: attempt(partial(time_us, partial(gemm, x), weights)) for tile, gemm in others.items()}
+                fitting = sorted((time, tile) for tile, time in times.items() if time is not None)
+                line += "".join(f" ; {tile} {time:.1f}" for time, tile in fitting[:4])
             if not args.compile:
                 print(line, flush=True)
 

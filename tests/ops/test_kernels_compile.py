@@ -128,22 +128,25 @@ def products():
 
 def quantized():
     ops = "slipstream.ops.quantized.triton."
-    x = of(HALF, "x bias out") | of(FLOAT, "scale offset partials scales given") | {"arrived": INT}
+    x = of(HALF, "x bias out") | of(FLOAT, "scale zeros partials scales given x_scale") | {"arrived": INT}
     fp8 = x | {"values": "*fp8e4nv"}
-    rows = dict(BYTES=4096, GROUP=4096, GROUPS=1, HALF=0, ZERO=0, SCALED=False, offset=None)
-    blocks = rows | dict(GROUP=128, GROUPS=32, SCALED=True)
-    small = dict(BYTES=2048, GROUP=128, GROUPS=32, HALF=64, ZERO=0, SCALED=True)
-    one = dict(ROWS=1, PADDED=1, GATE=1, BLOCK_OUT=2, SEGMENTS=16, SEGMENT=128, DEPENDENT=True, bias=None)
+    rows = dict(BYTES=4096, GROUP=4096, GROUPS=1, HALF=0, ZERO=0, zeros=None)
+    blocks = rows | dict(GROUP=128, GROUPS=32)
+    small = dict(BYTES=2048, GROUP=128, GROUPS=32, HALF=64, ZERO=0)
+    one = dict(ROWS=1, PADDED=1, GATE=1, BLOCK_OUT=4, SEGMENTS=16, SEGMENT=128, STEPS=2, DEPENDENT=True, bias=None)
     build(ops + "gemv", "_gemv_kernel", fp8, **one, **rows)
     build(ops + "gemv", "_gemv_kernel", fp8, **one, **blocks)
     build(ops + "gemv", "_gemv_kernel", x | {"values": BYTE}, **one | dict(ROWS=2, PADDED=2, SEGMENT=64), **small)
     some = dict(GATE=1, SPLITS=2, ROWS=16, OUTPUTS=64, STEP=128, EVEN=True, DEPENDENT=True, bias=None)
-    build(ops + "gemm", "_gemm_kernel", fp8, **some, **rows)
+    build(ops + "gemm", "_gemm_kernel", fp8 | {"x": "*fp8e4nv"}, **some, **rows)
+    some |= dict(x_scale=None)
     many = dict(GATE=0, SPLITS=1, ROWS=128, OUTPUTS=128, STEP=64, EVEN=True, DEPENDENT=False)
     many |= dict(partials=None, arrived=None)
+    build(ops + "gemm", "_gemm_kernel", fp8 | {"x": "*fp8e4nv"}, **many, **blocks)
+    many |= dict(x_scale=None)
     build(ops + "gemm", "_gemm_kernel", fp8, **many, **blocks)
     build(ops + "gemm", "_gemm_kernel", x | {"values": BYTE}, **some | dict(STEP=64), **small)
-    sixteens = rows | dict(GROUP=16, GROUPS=256, SCALED=True)
+    sixteens = rows | dict(GROUP=16, GROUPS=256)
     build(ops + "gemm", "_gemm_kernel", x | {"values": "*i8"}, **many, **sixteens)
     build(ops + "quantize", "_quantize_kernel", x | {"out": "*fp8e4nv"}, SIZE=3000, BLOCK=4096, DEPENDENT=True)
     build(ops + "quantize", "_quantize_kernel", x | {"out": "*fp8e4nv"}, SIZE=64, BLOCK=64, DEPENDENT=True, given=None)

@@ -6,7 +6,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from slipstream.ops.quantized import QuantizedMatrix, dequantize, pack_4_bit, reference, unpack_4_bit
+from slipstream.ops.activation import silu_and_mul
+from slipstream.ops.quantized import (
+    QuantizedMatrix,
+    dequantize,
+    pack_4_bit,
+    quantized_linear,
+    reference,
+    unpack_4_bit,
+)
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -26,19 +34,19 @@ MATRICES = {
 }
 
 
-def make(kind: str, group: int, has_offset: bool, rows: int, columns: int, device: torch.device) -> QuantizedMatrix:
+def make(kind: str, group: int, has_zeros: bool, rows: int, columns: int, device: torch.device) -> QuantizedMatrix:
     torch.manual_seed(rows + columns)
     groups = columns // group if group else 1
     scale = torch.rand(rows, groups) * 0.02 + 0.01
-    zero = 8 if kind == "int4" and not has_offset else 0
+    zero = 8 if kind == "int4" and not has_zeros else 0
     if kind == "fp8":
         values = (torch.randn(rows, columns) * 20).to(torch.float8_e4m3fn)
     elif kind == "int8":
         values = torch.randint(-128, 128, (rows, columns), dtype=torch.int8)
     else:
         values = pack_4_bit(torch.randint(0, 16, (rows, columns), dtype=torch.uint8))
-    offset = scale * torch.randint(0, 16, scale.shape) if has_offset else None
-    return QuantizedMatrix(*(None if t is None else t.to(device) for t in (values, scale, offset)), zero)
+    zeros = torch.randint(0, 16, scale.shape).float() if has_zeros else None
+    return QuantizedMatrix(*(None if t is None else t.to(device) for t in (values, scale, zeros)), zero)
 
 
 def expect(x: torch.Tensor, weight: QuantizedMatrix, bias: torch.Tensor | None, gate: bool = False) -> torch.Tensor:
@@ -63,7 +71,7 @@ def test_dequantize_is_scale_times_number_less_zero() -> None:
     q = torch.arange(64, dtype=torch.uint8).remainder(16).view(1, 64)
     scale, zeros = torch.tensor([[0.5, 2.0]]), torch.tensor([[3.0, 1.0]])
     expected = torch.cat([0.5 * (q[:, :32].double() - 3), 2.0 * (q[:, 32:].double() - 1)], 1)
-    found = dequantize(QuantizedMatrix(pack_4_bit(q), scale, scale * zeros), torch.float64)
+    found = dequantize(QuantizedMatrix(pack_4_bit(q), scale, zeros), torch.float64)
     assert torch.equal(found, expected)
     symmetric = dequantize(QuantizedMatrix(pack_4_bit(q), scale, None, 8), torch.float64)
     assert torch.equal(symmetric[:, :32], 0.5 * (q[:, :32].double() - 8))
@@ -72,13 +80,13 @@ def test_dequantize_is_scale_times_number_less_zero() -> None:
 @pytest.mark.parametrize("name", MATRICES)
 @pytest.mark.parametrize("rows", [1, 2])
 def test_gemv(name: str, rows: int, kernel_device: torch.device) -> None:
-    from slipstream.ops.quantized.triton.gemv import quantized_gemv
+    from slipstream.ops.quantized.triton.gemv import QuantizedGemvTile, quantized_gemv
 
     weight = make(*MATRICES[name], 38, 384, kernel_device)
     x = torch.randn(rows, 387, device=kernel_device)[:, :384]
     bias = torch.randn(38, device=kernel_device)
-    check(quantized_gemv(x, weight, bias, tile=(16, 128, 4)), expect(x, weight, bias))
-    check(quantized_gemv(x, weight, None, "silu", (16, 256, 4)), expect(x, weight, None, gate=True))
+    check(quantized_gemv(x, weight, bias, tile=QuantizedGemvTile(16, 128, 4)), expect(x, weight, bias))
+    check(quantized_gemv(x, weight, None, "silu", QuantizedGemvTile(16, 256, 4)), expect(x, weight, None, gate=True))
 
 
 @pytest.mark.parametrize("name", MATRICES)
@@ -101,6 +109,30 @@ def test_gemm_of_many_rows(name: str, kernel_device: torch.device) -> None:
     weight = make(*MATRICES[name], 130, 192, kernel_device)
     x = torch.randn(131, 192, device=kernel_device)
     check(quantized_gemm(x, weight), expect(x, weight, None))
+
+
+@pytest.mark.parametrize("name", ["fp8 per row", "fp8 blocks"])
+def test_gemm_of_fp8_inputs(name: str, kernel_device: torch.device) -> None:
+    from slipstream.ops.quantized.triton.gemm import GemmTile, quantized_gemm
+
+    weight = make(*MATRICES[name], 70, 384, kernel_device)
+    q, scales = reference.quantize_rows(torch.randn(5, 384, device=kernel_device))
+    found = quantized_gemm(q, weight, None, "", GemmTile(64, 16, 64, 2, 4, 2), scales, torch.float32)
+    check(found, expect(q.double() * scales, weight, None))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", MATRICES)
+@pytest.mark.parametrize("rows", [1, 5, 40, 131])
+def test_kernels_in_bfloat16(name: str, rows: int, kernel_device: torch.device) -> None:
+    """4-bit numbers become bfloat16 by their bits, which the interpreter cannot subtract."""
+    weight = make(*MATRICES[name], 272, 1024, kernel_device)
+    x = torch.randn(rows, 1024, device=kernel_device).bfloat16()
+    expected = expect(x, weight, None)
+    assert (quantized_linear(x, weight).double() - expected).norm() < 5e-3 * expected.norm()
+    gated = quantized_linear(x, weight, None, silu_and_mul)
+    expected = expect(x, weight, None, gate=True)
+    assert (gated.double() - expected).norm() < 1e-2 * expected.norm()
 
 
 def test_rows_are_quantised_by_their_largest_number(kernel_device: torch.device) -> None:

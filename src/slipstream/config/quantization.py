@@ -29,7 +29,7 @@ class Quantization(msgspec.Struct, frozen=True, kw_only=True):
     symmetric: bool = True  # False: a scale has a zero point
     act_order: bool = False  # GPTQ: the groups are not runs of columns
     static_inputs: bool = False  # FP8: the checkpoint has scales of the inputs
-    quantizes_inputs: bool = False  # FP8: GEMMs of many rows quantise their inputs
+    quantizes_inputs: bool = False  # FP8: GEMMs of several rows quantise their inputs
     scale_name: str = "weight_scale"
 
 
@@ -100,7 +100,13 @@ def _read_fp8(method: str, given: Mapping[str, Any]) -> Quantization:
     if static:
         raise _unsupported(method, "activation_scheme static with weight_block_size")
     return Quantization(
-        method=method, layout="float8", bits=8, group=columns, block_rows=rows, scale_name="weight_scale_inv"
+        method=method,
+        layout="float8",
+        bits=8,
+        group=columns,
+        block_rows=rows,
+        quantizes_inputs=True,
+        scale_name="weight_scale_inv",
     )
 
 
@@ -153,7 +159,7 @@ def _read_compressed(method: str, given: Mapping[str, Any]) -> Quantization:
             group=group,
             block_rows=block_rows,
             static_inputs=inputs is not None and not inputs.get("dynamic", False),
-            quantizes_inputs=inputs is not None and not group,
+            quantizes_inputs=inputs is not None,
         )
     if scheme.get("type", "int") == "int" and kind in ("int-quantized", "naive-quantized") and bits == 8:
         return Quantization(

@@ -53,7 +53,7 @@ class QuantizedWeight(Weight):
         else:
             self.values = new_parameter(num_rows, num_columns, dtype=storage_dtype(q))
         self.scale = new_parameter(num_rows, groups, dtype=torch.float32)
-        self.offset = None if q.symmetric else new_parameter(num_rows, groups, dtype=torch.float32)
+        self.zeros = None if q.symmetric else new_parameter(num_rows, groups, dtype=torch.float32)
         # of static inputs: the largest of all parts
         self.input_scale = new_parameter(1, dtype=torch.float32) if "input_scale" in format.optional else None
         self._has_input_scale = False
@@ -69,9 +69,9 @@ class QuantizedWeight(Weight):
         rows = slice(first_row, first_row + len(part.values))
         self.values[rows].copy_(matrix.values)
         self.scale[rows].copy_(matrix.scale)
-        if self.offset is not None:
-            assert matrix.offset is not None
-            self.offset[rows].copy_(matrix.offset)
+        if self.zeros is not None:
+            assert matrix.zeros is not None
+            self.zeros[rows].copy_(matrix.zeros)
         if self.input_scale is not None and part.input_scale is not None:
             known = self.input_scale if self._has_input_scale else part.input_scale
             self.input_scale.copy_(torch.maximum(known, part.input_scale))
@@ -82,7 +82,7 @@ class QuantizedWeight(Weight):
 
     @property
     def matrix(self) -> QuantizedMatrix:
-        return QuantizedMatrix(self.values, self.scale, self.offset, zero_of(self.format.quantization))
+        return QuantizedMatrix(self.values, self.scale, self.zeros, zero_of(self.format.quantization))
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return self._multiply(x, bias, None)
@@ -126,11 +126,11 @@ class QuantizedWeight(Weight):
 
     def lookup(self, ids: torch.Tensor) -> torch.Tensor:
         assert not self._runs, "an embedding has no order of columns"
-        offset = None if self.offset is None else self.offset.index_select(0, ids)
+        zeros = None if self.zeros is None else self.zeros.index_select(0, ids)
         rows = QuantizedMatrix(
             self.values.view(torch.uint8).index_select(0, ids).view(self.values.dtype),
             self.scale.index_select(0, ids),
-            offset,
+            zeros,
             zero_of(self.format.quantization),
         )
         return dequantize(rows, self.format.dtype)
@@ -202,9 +202,8 @@ def to_matrix(part: QuantizedPart, q: Quantization) -> QuantizedMatrix:
     zeros = part.zeros
     if kind is torch.int8:
         values = (part.values ^ 128).view(torch.int8)
-        return QuantizedMatrix(values, part.scale, None if zeros is None else (zeros - 128) * part.scale)
-    offset = None if zeros is None else zeros * part.scale
-    return QuantizedMatrix(pack_4_bit(part.values.contiguous()), part.scale, offset, zero_of(q))
+        return QuantizedMatrix(values, part.scale, None if zeros is None else zeros - 128)
+    return QuantizedMatrix(pack_4_bit(part.values.contiguous()), part.scale, zeros, zero_of(q))
 
 
 def part_targets(

@@ -1,8 +1,8 @@
 """GEMM with quantised weights: x [rows, in] times the transpose of a `QuantizedMatrix` [out, in].
 
-On a GPU the kernel is chosen by the number of rows. Up to 64 rows the weight is read once and expanded in registers,
-and the inputs keep their dtype. With more rows, FP8 weights with one scale per row are multiplied by FP8 units, with
-inputs quantised per row, if the checkpoint's method quantises inputs; other weights are expanded in registers.
+On a GPU the kernel is chosen by the number of rows. For 1 or 2 rows the weight is expanded in registers, and the inputs
+keep their dtype. With more rows, FP8 weights are multiplied by FP8 units with inputs quantised per row, if the
+checkpoint's method quantises inputs; other weights are expanded in registers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 MAX_GEMV_ROWS = 2
-MAX_WEIGHT_ONLY_ROWS = 64
+MAX_FUSED_ROWS = 64  # with more rows torch's FP8 GEMM is faster, and activations are not fused
 
 
 def supports_kernels(device: torch.device, kind: torch.dtype, dtype: torch.dtype) -> bool:
@@ -46,8 +46,8 @@ def quantized_linear(
     quantizes_inputs: bool = False,
     batch_invariant: bool = False,
 ) -> torch.Tensor:
-    """activation(x @ weight.T + bias). `quantizes_inputs`: allows GEMMs of many rows in FP8; `input_scale`: the scale
-    of the inputs then, one number, else each row has its own; `batch_invariant`: one kernel for any number of rows."""
+    """activation(x @ weight.T + bias). `quantizes_inputs`: allows GEMMs of several rows in FP8; `input_scale`: scale
+    of the inputs then, else each row has its own; `batch_invariant`: one kernel for any number of rows."""
     if not x.is_cuda or x.dtype is torch.float64:
         return _activate(reference.quantized_linear(x, weight, bias), activation)
     from slipstream.ops.quantized.triton.gemm import BATCH_INVARIANT, quantized_gemm
@@ -56,38 +56,32 @@ def quantized_linear(
     rows = len(x)
     if batch_invariant:
         return _activate(quantized_gemm(x, weight, bias, tile=BATCH_INVARIANT), activation)
-    fused = activation in FUSED_ACTIVATIONS
-    gate = FUSED_ACTIVATIONS[activation] if fused else ""
-    if rows <= MAX_GEMV_ROWS and rows:
+    is_fused = activation in FUSED_ACTIVATIONS and rows <= MAX_FUSED_ROWS
+    gate = FUSED_ACTIVATIONS[activation] if is_fused else ""
+    if 0 < rows <= MAX_GEMV_ROWS:
         out = quantized_gemv(x, weight, bias, gate)
-    elif rows <= MAX_WEIGHT_ONLY_ROWS:
-        out = quantized_gemm(x, weight, bias, gate)
-    elif quantizes_inputs and _accepts_scaled_mm(x, weight):
-        return _activate(_scaled_mm(x, weight, bias, input_scale), activation)
+    elif quantizes_inputs and weight.values.dtype is torch.float8_e4m3fn:
+        from slipstream.ops.quantized.triton.quantize import quantize_rows
+
+        q, scales = quantize_rows(x, input_scale)
+        if rows > MAX_FUSED_ROWS and _accepts_scaled_mm(x, weight):
+            out = torch._scaled_mm(q, weight.values.t(), scales, weight.scale.t(), None, None, x.dtype, True)
+            out = out if bias is None else out.add_(bias)
+        else:
+            out = quantized_gemm(q, weight, bias, gate, x_scale=scales, dtype=x.dtype)
     else:
-        return _activate(quantized_gemm(x, weight, bias), activation)
-    return out if fused else _activate(out, activation)
+        out = quantized_gemm(x, weight, bias, gate)
+    return out if is_fused else _activate(out, activation)
 
 
 def _accepts_scaled_mm(x: torch.Tensor, weight: QuantizedMatrix) -> bool:
     values = weight.values
     return (
-        values.dtype is torch.float8_e4m3fn
-        and weight.scale.shape[1] == 1
+        weight.scale.shape[1] == 1
         and x.dtype is torch.bfloat16  # the only output dtype of scales per row
         and values.shape[0] % 16 == 0
         and values.shape[1] % 16 == 0
     )
-
-
-def _scaled_mm(
-    x: torch.Tensor, weight: QuantizedMatrix, bias: torch.Tensor | None, input_scale: torch.Tensor | None
-) -> torch.Tensor:
-    from slipstream.ops.quantized.triton.quantize import quantize_rows
-
-    q, scales = quantize_rows(x, input_scale)
-    out = torch._scaled_mm(q, weight.values.t(), scales, weight.scale.t(), out_dtype=x.dtype, use_fast_accum=True)
-    return out if bias is None else out.add_(bias)
 
 
 def _activate(out: torch.Tensor, activation: Activation | None) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """QuantizedMatrix: a weight [rows, columns] of 8 or 4 bits with a scale for each group of columns of a row.
 
-    weight = scale * (q - zero)               symmetric: `zero` is one number for the matrix
-    weight = scale * q - offset               otherwise, with an offset for each scale
+    weight = scale * (q - zero)        symmetric: `zero` is one number for the matrix
+    weight = scale * (q - zeros)       otherwise, with a zero for each scale
 
 q is an FP8 number (e4m3), a signed 8-bit integer or an unsigned 4-bit integer. Two 4-bit numbers share a byte: byte b
 of a segment of `half` bytes has column b of the segment in its low bits and column `half` + b in its high bits, so that
@@ -18,7 +18,7 @@ import torch
 class QuantizedMatrix(NamedTuple):
     values: torch.Tensor  # [rows, columns] float8_e4m3fn or int8, or [rows, columns / 2] uint8
     scale: torch.Tensor  # [rows, groups] float32
-    offset: torch.Tensor | None  # [rows, groups] float32
+    zeros: torch.Tensor | None  # [rows, groups] float32
     zero: int = 0
 
     @property
@@ -40,8 +40,9 @@ class QuantizedMatrix(NamedTuple):
         return half_of(self.num_columns) if self.is_4_bit else 0
 
     def rows(self, first: int, count: int) -> QuantizedMatrix:
-        offset = None if self.offset is None else self.offset[first : first + count]
-        return QuantizedMatrix(self.values[first : first + count], self.scale[first : first + count], offset, self.zero)
+        rows = slice(first, first + count)
+        zeros = None if self.zeros is None else self.zeros[rows]
+        return QuantizedMatrix(self.values[rows], self.scale[rows], zeros, self.zero)
 
 
 def half_of(num_columns: int) -> int:

@@ -17,9 +17,9 @@ def dequantize(weight: QuantizedMatrix, dtype: torch.dtype = torch.float32) -> t
     grouped = q.to(wide).unflatten(1, (-1, weight.group))
     if weight.zero:
         grouped -= weight.zero
+    if weight.zeros is not None:
+        grouped -= weight.zeros.to(wide).unsqueeze(-1)
     grouped *= weight.scale.to(wide).unsqueeze(-1)
-    if weight.offset is not None:
-        grouped -= weight.offset.to(wide).unsqueeze(-1)
     return grouped.flatten(1).to(dtype)
 
 

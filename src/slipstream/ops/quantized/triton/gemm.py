@@ -1,8 +1,9 @@
-"""GEMM with quantised weights on tensor cores, for 3 rows and more. Inputs are not quantised.
+"""GEMM with quantised weights on tensor cores, for 3 rows and more.
 
-A program computes outputs x rows: the weights are the left operand, which the tensor cores read from registers, where
-the numbers are expanded to the dtype of x. With few rows the weight is split along the inputs, so that enough programs
-read it. The shape alone fixes the order of every sum.
+A program computes outputs x rows, with the weights as the left operand. FP8 weights and FP8 inputs go from shared
+memory to the tensor cores as they are. Other numbers are expanded to the dtype of x in registers, as exact integers; a
+group's scale multiplies its sums. With few rows the weight is split along the inputs, so that enough programs read it.
+The shape alone fixes the order of every sum.
 """
 
 from __future__ import annotations
@@ -39,15 +40,16 @@ def quantized_gemm(
     bias: torch.Tensor | None = None,
     gate: str = "",
     tile: GemmTile | None = None,
+    x_scale: torch.Tensor | None = None,  # [rows, 1] of FP8 inputs
+    dtype: torch.dtype | None = None,  # of the output; default: that of x
 ) -> torch.Tensor:
-    rows, num_in = x.shape
-    num_bytes = weight.values.shape[1]
+    rows, num_bytes = len(x), weight.values.shape[1]
     num_out = len(weight.values) // 2 if gate else len(weight.values)
     assert x.stride(1) == 1, "rows of x must be contiguous"
-    out = torch.empty((rows, num_out), dtype=x.dtype, device=x.device)
+    out = torch.empty((rows, num_out), dtype=dtype or x.dtype, device=x.device)
     if not rows:
         return out
-    tile = tile or gemm_tile(rows, len(weight.values), num_bytes)
+    tile = tile or gemm_tile(rows, len(weight.values), num_bytes, is_4_bit=weight.is_4_bit, is_fp8=x_scale is not None)
     step = weight.half or tile.bytes
     steps = triton.cdiv(num_bytes, step)
     split_steps = triton.cdiv(steps, tile.splits)
@@ -60,9 +62,10 @@ def quantized_gemm(
         arrived = counters(weight.values)
     _gemm_kernel[(row_blocks, blocks, splits)](
         x,
+        x_scale,
         weight.values,
         weight.scale,
-        weight.offset,
+        weight.zeros,
         bias,
         out,
         partials,
@@ -77,7 +80,6 @@ def quantized_gemm(
         GROUPS=weight.scale.shape[1],
         HALF=weight.half,
         ZERO=weight.zero,
-        SCALED=weight.scale.shape[1] > 1 or weight.offset is not None,
         GATE=GATES[gate],
         SPLITS=splits,
         ROWS=tile.rows,
@@ -91,21 +93,24 @@ def quantized_gemm(
     return out
 
 
-def gemm_tile(rows: int, num_out: int, num_bytes: int) -> GemmTile:
+def gemm_tile(rows: int, num_out: int, num_bytes: int, *, is_4_bit: bool, is_fp8: bool = False) -> GemmTile:
+    """`is_fp8`: of inputs in FP8."""
     if rows > 64:
-        return GemmTile(128, 128, 64, 1, 8, 3)
-    blocks = triton.cdiv(num_out, 64)
-    splits = max(1, min(round(PROGRAMS / blocks), 8, num_bytes // 1024))
-    return GemmTile(64, max(16, triton.next_power_of_2(rows)), 128, splits, 4, 5 if rows <= 32 else 4)
+        return GemmTile(128, 128, 128 if is_fp8 else 64, 1, 8, 3)
+    outputs = 128 if is_4_bit and num_out >= 4096 else 64
+    blocks = triton.cdiv(num_out, outputs)
+    splits = max(1, min(round(PROGRAMS / blocks), 8, num_bytes // 512))
+    return GemmTile(outputs, max(16, triton.next_power_of_2(rows)), 128, splits, 4, 5 if rows <= 32 else 4)
 
 
 # grid: (blocks of rows, blocks of outputs, splits)
 @triton.jit(do_not_specialize=["num_rows"])
 def _gemm_kernel(
     x,
+    x_scale,
     values,
     scale,
-    offset,
+    zeros,
     bias,
     out,
     partials,
@@ -120,7 +125,6 @@ def _gemm_kernel(
     GROUPS: tl.constexpr,
     HALF: tl.constexpr,
     ZERO: tl.constexpr,
-    SCALED: tl.constexpr,
     GATE: tl.constexpr,
     SPLITS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -139,6 +143,7 @@ def _gemm_kernel(
     k = tl.arange(0, STEP)
     weights = values + source * BYTES + k[None, :]
     inputs = x + row.to(tl.int64)[None, :] * x_stride + k[:, None]
+    table = source * GROUPS
     begin = split * split_steps
     end = tl.minimum(begin + split_steps, steps)
     total = tl.zeros((OUTPUTS, ROWS), tl.float32)
@@ -153,22 +158,16 @@ def _gemm_kernel(
             column = 2 * first
             low = tl.load(inputs + column, mask=there, other=0.0)
             high = tl.load(inputs + column + HALF, mask=there, other=0.0)
-            w = _expand((q & 15).to(tl.float32), scale, offset, source, column, GROUP, GROUPS, ZERO, SCALED, STEP, x)
-            total = tl.dot(w, low, total, input_precision="ieee")
-            w = _expand(
-                (q >> 4).to(tl.float32), scale, offset, source, column + HALF, GROUP, GROUPS, ZERO, SCALED, STEP, x
-            )
-            total = tl.dot(w, high, total, input_precision="ieee")
+            group = table + column // GROUP
+            total = _add(total, q & 15, low, scale, zeros, group, True, ZERO, GROUP, GROUPS, STEP)
+            group = table + (column + HALF) // GROUP
+            total = _add(total, q >> 4, high, scale, zeros, group, True, ZERO, GROUP, GROUPS, STEP)
         else:
             if EVEN:
                 part = tl.load(inputs + first, mask=there, other=0.0)
             else:
                 part = tl.load(inputs + first, mask=there & ((first + k)[:, None] < BYTES), other=0.0)
-            if SCALED or ZERO:
-                w = _expand(q.to(tl.float32), scale, offset, source, first, GROUP, GROUPS, ZERO, SCALED, STEP, x)
-            else:
-                w = q.to(x.dtype.element_ty)
-            total = tl.dot(w, part, total, input_precision="ieee")
+            total = _add(total, q, part, scale, zeros, table + first // GROUP, False, ZERO, GROUP, GROUPS, STEP)
     is_last = True
     if SPLITS > 1:
         tile = tl.arange(0, OUTPUTS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
@@ -185,44 +184,62 @@ def _gemm_kernel(
                 total += tl.load(start + tile, cache_modifier=".cg")
             tl.store(arrived + block, 0)
     if is_last:
-        if not SCALED:  # one scale for each output
+        if GROUPS == 1:
             own, valid = weight_rows(block, num_out, GATE, OUTPUTS)
             total *= tl.load(scale + own, mask=valid, other=0.0)[:, None]
+        if x_scale is not None:
+            total *= tl.load(x_scale + row, mask=row < num_rows, other=0.0)[None, :]
         wide = row.to(tl.int64)
         store_epilogue(tl.trans(total), wide, row < num_rows, bias, out, block, num_out, GATE, ROWS, OUTPUTS)
 
 
 @triton.jit
-def _expand(
+def _add(
+    total,
     q,
+    x,
     scale,
-    offset,
-    source,
-    column,
+    zeros,
+    group,
+    IS_4_BIT: tl.constexpr,
+    ZERO: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
-    ZERO: tl.constexpr,
-    SCALED: tl.constexpr,
     STEP: tl.constexpr,
-    x,
 ):
-    """The weights of numbers q [outputs, STEP] from this column on, in the dtype of x."""
-    w = q - ZERO
-    if SCALED:
-        w *= _spread(scale, source, column, GROUP, GROUPS, STEP)
-        if offset is not None:
-            w -= _spread(offset, source, column, GROUP, GROUPS, STEP)
-    return w.to(x.dtype.element_ty)
+    """The sums after STEP columns of numbers q [outputs, STEP] and inputs x [STEP, rows]. `group`: the entry of the
+    first column in the tables of scales and zeros, [outputs, 1]."""
+    if GROUPS > 1 and GROUP < STEP:
+        w = (q.to(tl.float32) - _spread(zeros, ZERO, group, GROUP, STEP)) * _spread(scale, 1, group, GROUP, STEP)
+        return tl.dot(w.to(x.dtype), x, total, input_precision="ieee")
+    else:
+        if q.dtype == x.dtype:
+            w = q
+        elif IS_4_BIT and x.dtype == tl.bfloat16:
+            # 4 bits below those of 128: the bfloat16 128 + q, exact
+            w = (q.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True)
+            if zeros is not None:
+                w = w - (tl.load(zeros + group) + 128.0).to(tl.bfloat16)
+            else:
+                w = w - (ZERO + 128.0)
+        else:
+            w = q.to(x.dtype)
+            if zeros is not None:
+                w = w - tl.load(zeros + group).to(x.dtype)
+            elif ZERO:
+                w = w - ZERO
+        if GROUPS == 1:
+            return tl.dot(w.to(x.dtype), x, total, input_precision="ieee")
+        else:
+            return total + tl.dot(w.to(x.dtype), x, input_precision="ieee") * tl.load(scale + group)
 
 
 @triton.jit
-def _spread(table, source, column, GROUP: tl.constexpr, GROUPS: tl.constexpr, STEP: tl.constexpr):
-    """Scales or offsets of STEP columns, [outputs, 1] or [outputs, STEP]."""
-    first = column // GROUP
-    if GROUP >= STEP:
-        return tl.load(table + source * GROUPS + first)
+def _spread(table, DEFAULT: tl.constexpr, group, GROUP: tl.constexpr, STEP: tl.constexpr):
+    """Scales or zeros of STEP columns, [outputs, STEP], or the default."""
+    if table is None:
+        return DEFAULT
     else:
         NUM: tl.constexpr = STEP // GROUP
-        at = first + tl.arange(0, NUM)[None, :]
-        found = tl.load(table + source * GROUPS + at, mask=at < GROUPS, other=0.0)
+        found = tl.load(table + group + tl.arange(0, NUM)[None, :])
         return tl.reshape(tl.broadcast_to(found[:, :, None], (found.shape[0], NUM, GROUP)), (found.shape[0], STEP))

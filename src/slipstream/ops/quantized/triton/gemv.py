@@ -1,9 +1,12 @@
 """GEMV with quantised weights, for 1 or 2 rows: bandwidth-bound, so a program loads weights before its input is ready.
 
-Numbers are expanded to float32 in registers. The shape alone fixes the order of every sum.
+Numbers are expanded to float32 in registers. A thread loads 8 bytes of a weight row and the inputs for them, and sums
+their products before it applies a scale, so sums need few registers. The shape alone fixes the order of every sum.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -14,27 +17,31 @@ from slipstream.ops.pdl import dependent, release_next, wait_for_previous
 from slipstream.ops.quantized.matrix import QuantizedMatrix
 
 
+class QuantizedGemvTile(NamedTuple):
+    outputs: int  # weight rows per program
+    bytes: int  # of a weight row per load
+    warps: int
+
+
 def quantized_gemv(
     x: torch.Tensor,  # [rows, in]
     weight: QuantizedMatrix,  # [out, in]; gated: gate rows, then up rows, [2 * out, in]
     bias: torch.Tensor | None = None,
     gate: str = "",
-    tile: tuple[int, int, int] | None = None,
+    tile: QuantizedGemvTile | None = None,
 ) -> torch.Tensor:
-    """`tile`: outputs and bytes of a program's step, and its warps."""
-    rows, num_in = x.shape
-    num_rows = len(weight.values)
+    rows = len(x)
+    num_rows, num_bytes = weight.values.shape
     num_out = num_rows // 2 if gate else num_rows
     assert x.stride(1) == 1, "rows of x must be contiguous"
     out = torch.empty((rows, num_out), dtype=x.dtype, device=x.device)
-    num_bytes = weight.values.shape[1]
-    outputs, step, warps = tile or _tile(num_bytes, gate)
+    tile = tile or gemv_tile(num_bytes)
     segment = _segment(weight)
-    _gemv_kernel[(triton.cdiv(num_rows, outputs),)](
+    _gemv_kernel[(triton.cdiv(num_rows, tile.outputs),)](
         x,
         weight.values,
         weight.scale,
-        weight.offset,
+        weight.zeros,
         bias,
         out,
         num_out,
@@ -46,21 +53,23 @@ def quantized_gemv(
         GROUPS=weight.scale.shape[1],
         HALF=weight.half,
         ZERO=weight.zero,
-        SCALED=weight.scale.shape[1] > 1 or weight.offset is not None or weight.is_4_bit,
         GATE=GATES[gate],
-        BLOCK_OUT=outputs,
-        SEGMENTS=max(step // segment, 1),
+        BLOCK_OUT=tile.outputs,
+        SEGMENTS=max(tile.bytes // segment, 1),
         SEGMENT=segment,
-        num_warps=warps,
+        STEPS=triton.cdiv(num_bytes, max(tile.bytes // segment, 1) * segment),
+        num_warps=tile.warps,
         **dependent(x.device, rows),
     )
     return out
 
 
-def _tile(num_bytes: int, gate: str) -> tuple[int, int, int]:
-    if num_bytes <= 1024:
-        return 4, 1024, 4
-    return (2, 2048, 4) if num_bytes <= 8192 or gate else (1, 2048, 4)
+def gemv_tile(num_bytes: int) -> QuantizedGemvTile:
+    """Few warps, each with a long part of a row, so that few sums cross threads; a thread loads 128 bytes."""
+    width = min(triton.next_power_of_2(num_bytes), 4096)
+    if width > 1024 and num_bytes % width:
+        width //= 2
+    return QuantizedGemvTile(4, width, max(1, width // 1024))
 
 
 def _segment(weight: QuantizedMatrix) -> int:
@@ -76,7 +85,7 @@ def _gemv_kernel(
     x,
     values,
     scale,
-    offset,
+    zeros,
     bias,
     out,
     num_out,
@@ -88,72 +97,109 @@ def _gemv_kernel(
     GROUPS: tl.constexpr,
     HALF: tl.constexpr,
     ZERO: tl.constexpr,
-    SCALED: tl.constexpr,
     GATE: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     SEGMENTS: tl.constexpr,
     SEGMENT: tl.constexpr,
+    STEPS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     release_next(DEPENDENT)
     STEP: tl.constexpr = SEGMENTS * SEGMENT
-    # three dimensions: outputs, segments, bytes of a segment
+    CHUNK: tl.constexpr = 8
+    BASE: tl.constexpr = 128 if HALF else 0  # `_float_bits` adds it to 4-bit numbers
+    # four dimensions: outputs, segments, chunks of a segment, bytes of a chunk
     source, inside = weight_rows(tl.program_id(0), num_out, GATE, BLOCK_OUT)
-    source = source.to(tl.int64)[:, None, None]
-    inside = inside[:, None, None]
-    segment = tl.arange(0, SEGMENTS)[None, :, None]
-    at = segment * SEGMENT + tl.arange(0, SEGMENT)[None, None, :]
-    start = values + source * BYTES + at
-    # weights are loaded one block ahead, the first block before x is ready
-    q = tl.load(start, mask=inside & (at < BYTES), other=0.0, eviction_policy="evict_first")
+    source = source.to(tl.int64)
+    segment = tl.arange(0, SEGMENTS)
+    chunk = tl.arange(0, SEGMENT // CHUNK) * CHUNK
+    in_segment = chunk[None, None, :, None] + tl.arange(0, CHUNK)[None, None, None, :]
+    at = (segment * SEGMENT)[None, :, None, None] + in_segment
+    start = values + (source * BYTES)[:, None, None, None] + at
+    there = inside[:, None, None, None]
+    # the first weights are loaded before x is ready
+    q = tl.load(start, mask=there & (at < BYTES), other=0.0, eviction_policy="evict_first")
     wait_for_previous(DEPENDENT)
-    sums0 = tl.zeros((BLOCK_OUT, SEGMENTS, SEGMENT), tl.float32)
-    sums1 = tl.zeros((BLOCK_OUT, SEGMENTS, SEGMENT), tl.float32)
-    for first in range(0, BYTES, STEP):
-        following = q
-        if BYTES > STEP:
-            ahead = first + STEP
-            following = tl.load(
-                start + ahead, mask=inside & (ahead + at < BYTES), other=0.0, eviction_policy="evict_first"
-            )
-        there = first + at < BYTES
+    sums0 = tl.zeros((BLOCK_OUT, SEGMENTS, SEGMENT // CHUNK), tl.float32)
+    sums1 = tl.zeros((BLOCK_OUT, SEGMENTS, SEGMENT // CHUNK), tl.float32)
+    table = (source * GROUPS)[:, None]
+    # unrolled, not a loop that carries weights: a carried byte takes a whole register
+    for number in tl.static_range(STEPS):
+        first = number * STEP
         begin = first + segment * SEGMENT  # the first byte of a segment
+        mask = first + at < BYTES
+        held = inside[:, None] & (begin < BYTES)[None, :]
+        if number > 0:
+            q = tl.load(start + first, mask=there & mask, other=0.0, eviction_policy="evict_first")
         if HALF:
-            low_column = begin // HALF * (2 * HALF) + begin % HALF
-            low = (q & 15).to(tl.float32) - ZERO
-            high = (q >> 4).to(tl.float32) - ZERO
-            column = low_column + tl.arange(0, SEGMENT)[None, None, :]
-            low = _scaled(low, scale, offset, source, low_column // GROUP, inside & (begin < BYTES), GROUPS)
-            high = _scaled(high, scale, offset, source, (low_column + HALF) // GROUP, inside & (begin < BYTES), GROUPS)
-            sums0 += low * tl.load(x + column, mask=there, other=0.0).to(tl.float32)
-            sums0 += high * tl.load(x + column + HALF, mask=there, other=0.0).to(tl.float32)
-            if ROWS == 2:
-                sums1 += low * tl.load(x + x_stride + column, mask=there, other=0.0).to(tl.float32)
-                sums1 += high * tl.load(x + x_stride + column + HALF, mask=there, other=0.0).to(tl.float32)
+            low = begin // HALF * (2 * HALF) + begin % HALF  # column
+            column = low[None, :, None, None] + in_segment
+            of_low = _float_bits(q.to(tl.int32) << 16)
+            of_high = _float_bits(q.to(tl.int32) << 12)
+            group = table + (low // GROUP)[None, :]
+            high_group = group
+            if GROUP < 2 * HALF:
+                high_group = table + ((low + HALF) // GROUP)[None, :]
+            inputs = x + column
+            for row in tl.static_range(ROWS):
+                part, total = _products(of_low, inputs, mask)
+                other, other_total = _products(of_high, inputs + HALF, mask)
+                if GROUP < 2 * HALF:
+                    part = _scaled(part, total, scale, zeros, group, held, ZERO, BASE, GROUPS)
+                    part += _scaled(other, other_total, scale, zeros, high_group, held, ZERO, BASE, GROUPS)
+                else:
+                    part, total = part + other, total + other_total
+                    part = _scaled(part, total, scale, zeros, group, held, ZERO, BASE, GROUPS)
+                if row == 0:
+                    sums0 += part
+                else:
+                    sums1 += part
+                inputs += x_stride
         else:
-            w = q.to(tl.float32) - ZERO
-            if SCALED:
-                w = _scaled(w, scale, offset, source, begin // GROUP, inside & (begin < BYTES), GROUPS)
-            sums0 += w * tl.load(x + first + at, mask=there, other=0.0).to(tl.float32)
-            if ROWS == 2:
-                sums1 += w * tl.load(x + x_stride + first + at, mask=there, other=0.0).to(tl.float32)
-        q = following
-    result = tl.sum(tl.sum(sums0, 2), 1)[None, :]
+            w = q.to(tl.float32)
+            group = table + (begin // GROUP)[None, :]
+            inputs = x + first + at
+            for row in tl.static_range(ROWS):
+                part, total = _products(w, inputs, mask)
+                part = _scaled(part, total, scale, zeros, group, held, ZERO, BASE, GROUPS)
+                if row == 0:
+                    sums0 += part
+                else:
+                    sums1 += part
+                inputs += x_stride
+    # segments first: most of them belong to one thread
+    result = tl.sum(tl.sum(sums0, 1), 1)[None, :]
     row = tl.arange(0, PADDED)
     if ROWS == 2:
-        second = tl.sum(tl.sum(sums1, 2), 1)[None, :]
+        second = tl.sum(tl.sum(sums1, 1), 1)[None, :]
         result = tl.where(row[:, None] == 0, result, second)
-    if not SCALED:  # one scale for each output
+    if GROUPS == 1:
         own, valid = weight_rows(tl.program_id(0), num_out, GATE, BLOCK_OUT)
         result *= tl.load(scale + own, mask=valid, other=0.0)[None, :]
     store_epilogue(result, row, row < ROWS, bias, out, tl.program_id(0), num_out, GATE, PADDED, BLOCK_OUT)
 
 
 @triton.jit
-def _scaled(q, scale, offset, source, group, mask, GROUPS: tl.constexpr):
-    """q * scale - offset; `group` and `mask` have no bytes dimension."""
-    where = source * GROUPS + group
-    w = q * tl.load(scale + where, mask=mask, other=0.0)
-    if offset is not None:
-        w -= tl.load(offset + where, mask=mask, other=0.0)
-    return w
+def _products(w, inputs, mask):
+    """Sums of w * x and of x, by chunk."""
+    value = tl.load(inputs, mask=mask, other=0.0).to(tl.float32)
+    return tl.sum(w * value, 3), tl.sum(value, 3)
+
+
+@triton.jit
+def _scaled(part, total, scale, zeros, group, held, ZERO: tl.constexpr, BASE: tl.constexpr, GROUPS: tl.constexpr):
+    """scale * (part - zero * total), by chunk. `group`, `held`: [outputs, segments]."""
+    if zeros is not None:
+        part -= (tl.load(zeros + group, mask=held, other=0.0) + BASE)[:, :, None] * total
+    elif ZERO + BASE:
+        part -= (ZERO + BASE) * total
+    if GROUPS > 1:
+        part *= tl.load(scale + group, mask=held, other=0.0)[:, :, None]
+    return part
+
+
+@triton.jit
+def _float_bits(q):
+    """128 + the 4-bit number in bits 16 to 19, in float32: its bits below those of 128, which is exact and needs no
+    conversion."""
+    return (q & 0xF0000 | 0x43000000).to(tl.float32, bitcast=True)

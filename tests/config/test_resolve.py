@@ -124,6 +124,18 @@ def test_the_token_ids_that_drafts_are_found_in_fit_beside_the_cache():
         assert cache.num_bytes + cache.num_pages * page_size * 4 <= room < (cache.num_pages + 2) * PAGE_BYTES
 
 
+def test_a_step_has_as_many_drafts_as_their_logits_are_small():
+    def max_step_drafts(machine: Machine, vocab_size: int, num_seqs: int = 256) -> int:
+        info = msgspec.structs.replace(INFO, vocab_size=vocab_size)
+        config = settle(machine, info, max_num_seqs=num_seqs, drafts="ngram:4", max_num_batched_tokens=8192)
+        return config.scheduler.max_step_drafts
+
+    assert max_step_drafts(GPU, 32_000) == 256 * 4
+    assert 256 < max_step_drafts(GPU, 152_000) < 1024
+    assert max_step_drafts(GPU, 2_000_000) == max_step_drafts(CPU, 32_000) == 256
+    assert max_step_drafts(GPU, 152_000, num_seqs=16) == 64
+
+
 def test_a_cache_that_was_measured_keeps_windows_as_large_as_they_were_planned():
     """All requests of a step together add its tokens to a group with a window, however short each of them is."""
     groups = (*GROUPS, CacheGroup(make_spec(2, 16, window=32), (2, 3)))

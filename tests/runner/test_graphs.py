@@ -191,6 +191,14 @@ def test_a_plan_with_a_chunk_is_padded_by_tokens():
     assert not any(Size(n, 256).is_single for n in pool.token_sizes)
 
 
+def test_steps_with_few_rows_are_not_padded_to_the_tokens_of_all_drafts():
+    pool = GraphPool(Recorder(), 1280, 4096, eager=False, max_num_seqs=256)
+    assert pool.size_for(plan_of(1280)) == Size(1280, 1280)
+    assert pool.size_for(plan_of(3, chunk=100)) == Size(320, 256)
+    assert pool.size_for(plan_of(256, chunk=100)) == Size(384, 256)
+    assert pool.size_for(plan_of(257, chunk=100)) == Size(1536, 1280)  # with drafts
+
+
 def test_only_pooling_steps_set_all_long():
     """Other steps would be captured twice at each size: with decode rows and without."""
     pool = pool_on(Recorder())

@@ -8,7 +8,12 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from slipstream.scheduler.draft_length import DraftLength
+from scripted import make_config
+from slipstream.config.config import SchedulerConfig
+from slipstream.config.draft_config import DraftConfig
+from slipstream.scheduler.cache.manager import CacheManager
+from slipstream.scheduler.draft_length import MAX_PROBED, DraftLength
+from slipstream.scheduler.drafting import DraftPlanner
 
 
 class Simulation:
@@ -83,6 +88,23 @@ def test_some_drafts_where_later_ones_are_rarely_right() -> None:
     simulation = Simulation(8, 8, lambda positions: 1 + 0.03 * positions, 0.5)
     simulation.run(500)
     assert 0 < np.median(simulation.chosen[-200:]) < 5
+
+
+def test_a_trial_has_drafts_for_some_rows_only() -> None:
+    config = SchedulerConfig(
+        max_num_seqs=600, max_num_batched_tokens=8192, max_model_len=64, max_waiting=1, chunked_prefill=True, depth=1,
+        seed=0, staged_ints=0, drafts=DraftConfig("ngram", 4), drafts_per_step=4096,
+    )  # fmt: skip
+    planner = DraftPlanner(config, CacheManager(make_config(page_size=16, num_pages=9)))
+    length = planner.length
+    assert length is not None
+    length.measure(600, 1.0)
+    length.add([5] * 600, np.ones(600, np.int32))
+    num_drafts = set()
+    for _ in range(100):
+        planner.begin_plan(600)
+        num_drafts.add((bool(planner.num_drafts), planner._left))
+    assert num_drafts == {(False, 2400), (True, MAX_PROBED)}
 
 
 def test_a_text_that_becomes_predictable_is_noticed() -> None:

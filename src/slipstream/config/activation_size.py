@@ -21,7 +21,7 @@ def activation_bytes(
     info: ModelInfo, sizes: ModelSizes, dtype: str, *, on_cpu: bool, rows: int, tokens: int, length: int, groups: int
 ) -> tuple[int, int, int]:
     """Of the largest step: hidden states, attention's workspace, and logits."""
-    size, real = ITEMSIZE[dtype], max(ITEMSIZE[dtype], 4)  # logits are float32 at least
+    size, real = ITEMSIZE[dtype], max(ITEMSIZE[dtype], 4)
     stream = 4 * info.hidden_size  # x, its norm, the residual before and after
     hidden = tokens * (stream + sizes.widest + sizes.rotary) * size + tokens * 64 + sizes.per_step * real
     attention = rows * min(MAX_SPLITS, -(-length // SMALLEST_SPLIT)) * sizes.split_sums * 4
@@ -35,7 +35,12 @@ def activation_bytes(
         slots = groups * rows * length  # int64 slots of those keys, with and without the unseen ones
         attention = 2 * gathered * sizes.keys * size + masked * (size + 1) + 2 * slots * 8
         attention += 3 * sizes.scored_heads * max(tokens * length, gathered) * size
-    # the product, its copy in the logits' dtype, one kept for logprobs, one edited, noise, two sorted or masked
-    per_logit = size + 6 * real + SORTED_BYTES + PENALTY_BYTES
-    logits = min(rows, tokens) * (info.vocab_size * per_logit + info.hidden_size * size)
+    logits = min(rows, tokens) * (draw_bytes(info.vocab_size, dtype) + info.hidden_size * size)
     return hidden, attention, logits
+
+
+def draw_bytes(vocab_size: int, dtype: str) -> int:
+    """Bytes of the logits of one draw, with every sampling feature."""
+    size = ITEMSIZE[dtype]
+    # the product, its copy in the logits' dtype, one kept for logprobs, one edited, noise, two sorted or masked
+    return vocab_size * (size + 6 * max(size, 4) + SORTED_BYTES + PENALTY_BYTES)

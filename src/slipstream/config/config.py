@@ -117,13 +117,14 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     cached_tasks: tuple[str, ...] = ()  # pooling tasks that need the last position only, so that prefixes may be cached
     short_rope: int | None = None  # longest request with LongRoPE's short factors; None: one set of factors
     drafts: DraftConfig | None = None  # None: every row draws one token per step
+    drafts_per_step: int = DRAFTS_PER_STEP  # limit for all rows of one step: the device has a buffer for their logits
 
     @property
     def max_step_drafts(self) -> int:
         """Maximum number of drafts of all rows of one step."""
         if self.drafts is None:
             return 0
-        most = min(self.max_num_seqs * self.drafts.num_drafts, DRAFTS_PER_STEP)
+        most = min(self.max_num_seqs * self.drafts.num_drafts, self.drafts_per_step)
         return min(most, max(self.max_num_batched_tokens - self.max_num_seqs, 0))
 
     @property

@@ -15,7 +15,9 @@ MAX_DRAFTS = 16
 MAX_MATCH = 64
 """Maximum number of tokens that a match compares."""
 DRAFTS_PER_STEP = 256
-"""Drafts of all rows of one step; a device with more positions than that gains nothing from drafts."""
+"""Drafts of all rows of one step that every device has memory for."""
+DRAFTS_SHARE = 1 / 16
+"""Share of a GPU's memory that the logits of more drafts than that may take."""
 
 _MATCH = {"ngram": (2, 4), "suffix": (1, 24)}  # defaults of shortest and longest match
 _METHODS = {

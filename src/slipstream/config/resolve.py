@@ -10,6 +10,7 @@ import re
 import msgspec
 
 from slipstream.cache_spec import CacheGroup, StateSpec
+from slipstream.config.activation_size import draw_bytes
 from slipstream.config.adapter_config import AdapterConfig
 from slipstream.config.cache_size import CacheSize
 from slipstream.config.config import (
@@ -20,7 +21,7 @@ from slipstream.config.config import (
     ModelConfig,
     SchedulerConfig,
 )
-from slipstream.config.draft_config import read_draft_config
+from slipstream.config.draft_config import DRAFTS_PER_STEP, DRAFTS_SHARE, read_draft_config
 from slipstream.config.memory import estimate_memory, id_bytes, max_kept, max_step_logprobs
 from slipstream.config.model_info import ModelInfo
 from slipstream.config.model_sizes import ModelSizes
@@ -168,6 +169,7 @@ def resolve(
                 cached_tasks=("embed", "classify") if pooling is not None and pooling.methods == ("last",) else (),
                 short_rope=info.rope.short_length(length),
                 drafts=drafts,
+                drafts_per_step=_drafts_per_step(info.vocab_size, dtype, machine),
             ),
             device=DeviceConfig(
                 kind=machine.kind,
@@ -216,6 +218,14 @@ def resolve(
             "prompt must fit one step; raise the first, lower the second, or leave enable_chunked_prefill on"
         )
     return config
+
+
+def _drafts_per_step(vocab_size: int, dtype: str, machine: Machine) -> int:
+    """Maximum number of drafts of one step. On a GPU more if their logits are a small part of its memory: drafts that
+    are accepted pay off at any number of rows. A CPU computes many positions no faster than few."""
+    if machine.kind == "cpu":
+        return DRAFTS_PER_STEP
+    return max(DRAFTS_PER_STEP, int(machine.total_memory * DRAFTS_SHARE) // draw_bytes(vocab_size, dtype))
 
 
 def _refuses_drafts(is_encoder: bool, pooling: PoolingInfo | None) -> str:

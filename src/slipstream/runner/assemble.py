@@ -166,7 +166,12 @@ def _assemble(
     # a step has at most as many tokens as its rows can have
     max_tokens = min(scheduler.max_num_batched_tokens, scheduler.max_num_seqs * scheduler.max_model_len)
     graphs = GraphPool(
-        device, scheduler.max_drawn, max_tokens, eager=config.device.eager, output_bytes=graph_output_bytes(config)
+        device,
+        scheduler.max_drawn,
+        max_tokens,
+        eager=config.device.eager,
+        output_bytes=graph_output_bytes(config),
+        max_num_seqs=scheduler.max_num_seqs,
     )
     info, pooling = config.model.info, config.model.pooling
     result_size = result_bytes(config) + pooled_bytes(config)

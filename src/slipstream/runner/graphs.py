@@ -31,15 +31,26 @@ class GraphPool:
     """Captured graphs by key. Without graph support, or with `eager`, work is simply run."""
 
     def __init__(
-        self, device: Device, max_rows: int, max_tokens: int, *, eager: bool, output_bytes: tuple[int, int] = (0, 0)
+        self,
+        device: Device,
+        max_rows: int,
+        max_tokens: int,
+        *,
+        eager: bool,
+        output_bytes: tuple[int, int] = (0, 0),
+        max_num_seqs: int | None = None,
     ) -> None:
-        """`output_bytes`: maximum bytes of hidden states, and of results, that captured work leaves."""
+        """`max_rows`: with a row for each draft; `max_num_seqs`: without drafts, None: there are none. `output_bytes`:
+        maximum bytes of hidden states, and of results, that captured work leaves."""
         self.device = device
         self.enabled = device.can_graph and not eager
         self.max_rows = max_rows
         self.row_sizes = sizes_up_to(max_rows, first_steps=8) if self.enabled else []
-        # more tokens than rows, so that the sizes of mixed steps differ from those of decode steps
-        self.token_sizes = [n for n in sizes_up_to(max_tokens, first_steps=64) if n > max_rows] if self.enabled else []
+        # Mixed steps are padded to one of two numbers of rows, and to more tokens than that: so their sizes differ from
+        # those of decode steps, and without drafts a short prompt is not padded to the tokens of all drafts.
+        self._mixed_rows = (max_num_seqs or max_rows, max_rows)
+        sizes = sizes_up_to(max_tokens, first_steps=64) if self.enabled else []
+        self.token_sizes = [n for n in sizes if n > self._mixed_rows[0]]
         self._captured: dict[Hashable, tuple[Callable[[], None], Any] | None] = {}
         self._runs_first: int | None = 1  # eager runs before a key is captured; None: nothing is captured
         self._is_starting = False
@@ -62,14 +73,15 @@ class GraphPool:
         if total == num_rows:
             padded = self.rows_for(num_rows)
             return None if padded is None else Size(padded, padded, has_drafts=plan.has_drafts)
-        at = bisect.bisect_left(self.token_sizes, total)
+        rows = self._mixed_rows[num_rows > self._mixed_rows[0]]
+        at = bisect.bisect_left(self.token_sizes, max(total, rows + 1))
         if at == len(self.token_sizes):
             return None
         # Only in pooling steps with cache pages: each size may then be captured twice. Generation requests soon decode
         # beside the chunks of others.
         ends = None if plan.pooling is None else plan.pooling.ends
         all_long = ends is not None and bool(plan.new_pages) and int(plan.num_tokens[0]) > 1
-        return Size(self.token_sizes[at], self.max_rows, all_long)
+        return Size(self.token_sizes[at], rows, all_long)
 
     def _joint_size(self, joint: StepSizes, *, is_padding: bool) -> Size | None:
         """The size that all engines with shared experts pad a step to, so that their graphs exchange as many tokens.

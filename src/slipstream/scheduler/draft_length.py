@@ -20,6 +20,7 @@ MIN_GAIN = 1.02  # drafts must promise so much more than no drafts
 _DECAY = 0.97  # weight of older steps in the acceptance
 _PRIOR_ROWS, _PRIOR = 4.0, 0.6  # before any measurement: so many rows, whose first draft has this probability
 _PROBE_DRAFTS, _PROBE_STEPS = 3, 4  # of a trial while rows have no drafts
+MAX_PROBED = 256  # drafts of all rows in one step of a trial: more would cost time and tell little
 _FIRST_INTERVAL, _MAX_INTERVAL = 32, 1024  # plans between two trials
 _MAX_TRIES = 4  # more than plans in flight
 _REFRESH = 256  # plans with drafts after which the time without drafts is measured again
@@ -39,15 +40,17 @@ class DraftLength:
         self._num_plans = 0  # since the last trial, or since the time without drafts was measured
         self._interval = _FIRST_INTERVAL
         self._probing = 0  # plans left of a trial
+        self.is_trial = False  # whether the last choice belongs to a trial
 
     def choose(self, num_rows: int) -> tuple[int, int]:
         """The number of drafts per row of the next plan with `num_rows` decode rows, and the number to propose for the
         plan after it."""
         most = self.max_drafts
+        self.is_trial = bool(num_rows and self._probing)
         if not num_rows:
             return 0, most
         self._num_plans += 1
-        if self._probing:
+        if self.is_trial:
             self._probing -= 1
             return min(_PROBE_DRAFTS, most), most
         best = self._best(num_rows)

@@ -7,7 +7,7 @@ import numpy as np
 from slipstream.config.config import SchedulerConfig
 from slipstream.request import Request
 from slipstream.scheduler.cache.manager import CacheManager
-from slipstream.scheduler.draft_length import DraftLength
+from slipstream.scheduler.draft_length import MAX_PROBED, DraftLength
 from slipstream.scheduler.plan_builder import PlanBuilder
 from slipstream.step import Ints
 
@@ -29,10 +29,12 @@ class DraftPlanner:
 
     def begin_plan(self, num_rows: int) -> int:
         """Start a plan in which about `num_rows` rows decode. Returns the maximum number of drafts per row."""
+        self._left = 2**30 if self._max_step_drafts is None else self._max_step_drafts
         if self.length is not None:
             self.num_drafts, self.num_proposed = self.length.choose(num_rows)
+            if self.length.is_trial:
+                self._left = min(self._left, MAX_PROBED)
         self._keep_free = num_rows * (self._depth + 1)
-        self._left = 2**30 if self._max_step_drafts is None else self._max_step_drafts
         return self.num_drafts
 
     def num_positions(self, request: Request, room: int, builder: PlanBuilder) -> int:

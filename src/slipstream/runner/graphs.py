@@ -92,7 +92,8 @@ class GraphPool:
             padded = self.rows_for(joint.tokens)
             assert padded is not None, "an engine can replay steps that another one cannot"
             return Size(padded, padded)
-        return Size(self.token_sizes[bisect.bisect_left(self.token_sizes, joint.tokens)], self.max_rows)
+        at = bisect.bisect_left(self.token_sizes, max(joint.tokens, self.max_rows + 1))
+        return Size(self.token_sizes[at], self.max_rows)
 
     def rows_for(self, num_rows: int) -> int | None:
         """The number of rows to pad a head to; None: run it unpadded."""

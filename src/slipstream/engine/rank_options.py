@@ -62,6 +62,8 @@ def check_rank_config(config: EngineConfig, *, is_low_bit: bool) -> None:
         fact = f"enable_expert_parallel is set with data_parallel_size {model.num_engines}, and"
     if is_low_bit:
         raise InvalidOption(f"{fact} low-bit weights are not divided among ranks yet; use 1, or dequantize")
+    if model.quantization is not None:
+        raise InvalidOption(f"{fact} quantised weights are not divided among ranks yet; use 1, or another checkpoint")
     if not config.model.generates:
         raise InvalidOption(f"{fact} {config.model.name} only pools, which runs on one rank; use 1")
 

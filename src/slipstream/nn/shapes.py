@@ -137,6 +137,7 @@ class DeltaShape(MixerShape):
     conv_width: int
     name: str = "delta_net"
     interleaved: bool = False  # the checkpoint groups its projections by key head
+    shard: Shard | None = None  # the heads are those of one rank; None: all heads
 
     @property
     def key_size(self) -> int:

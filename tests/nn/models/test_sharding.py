@@ -68,6 +68,14 @@ def logits_of(model):
         ("mixtral", {}, 2),
         ("qwen2_moe", {}, 2),  # a shared expert with a gate
         ("glm4_moe", {}, 2),  # dense layers, a bias of the choice
+        ("gpt_oss", {}, 2),  # sinks; experts with biases, stored as one tensor
+        ("phi3", {}, 2),  # q, k and v in one tensor, gate and up too
+        ("glm", {}, 2),  # rotation in pairs
+        ("gpt_neox", {}, 2),  # q, k and v of a head are neighbours
+        ("deepseek_v2", {}, 2),  # latents (MLA)
+        ("deepseek_v3", {}, 4),
+        ("qwen3_next", {}, 2),  # delta nets, interleaved; gates of attention
+        ("qwen3_5", {}, 2),  # delta nets
     ],
 )
 def test_ranks_compute_the_logits_of_the_whole_model(tmp_path, family, changes, num_ranks):
@@ -97,11 +105,8 @@ def check_ranks(folder, num_ranks, **options):
 @pytest.mark.parametrize(
     ("family", "words"),
     [
-        ("phi3", "q, k and v in one tensor are not divided"),
         ("olmo2", "norms over the queries of all heads are not divided"),
-        ("gpt_oss", "sinks are not divided"),
-        ("deepseek_v2", "latents"),
-        ("qwen3_next", "recurrent mixers"),
+        ("mamba2", "state spaces and convolutions"),
         ("gemma3n", "inputs per layer"),
     ],
 )

@@ -63,6 +63,8 @@ class Piece:
 class _Rows:
     """In place of a product's weight: rows of another matrix with as many rows."""
 
+    is_row_wise = True
+
     def __init__(self, target: torch.Tensor) -> None:
         self._target = target
 

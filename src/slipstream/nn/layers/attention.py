@@ -16,8 +16,9 @@ from slipstream.nn.layers.norm import AllHeadsNorm, EachHeadLayerNorm, Norm, Per
 from slipstream.nn.layers.position_embedding import RelativeKeys
 from slipstream.nn.layers.products import Products
 from slipstream.nn.layers.reordered_linear import ReorderedLinear, pairs_as_halves, rows_of_heads
-from slipstream.nn.layers.sharded_linear import ColumnParallelLinear, OutputRange, even_range, new_output
+from slipstream.nn.layers.sharded_linear import new_output
 from slipstream.nn.shapes import AttentionShape, NormShape, Shard
+from slipstream.nn.stored_part import StoredPart, even_part, joined_part
 from slipstream.nn.weight_format import CheckpointTensor, WeightFormat, WeightTarget, new_parameter
 from slipstream.ops.cache_write import write_cache
 from slipstream.ops.rope import norm_rope, rope_and_write_cache
@@ -46,6 +47,10 @@ class Attention(Layer):
         queries = shape.num_heads * shape.head_dim
         format_of, dtype, hidden_size = layout.format_of, layout.dtype, layout.hidden_size
         self.qkv = _new_qkv(shape, num_inputs or hidden_size, format_of(f"{name}.qkv"), dtype)
+        self.stored_parts: dict[str, StoredPart] | None = None
+        if shape.shard is not None:
+            self.qkv.stored_parts = _stored_parts(shape, shape.shard)
+            self.stored_parts = {"sinks": even_part(shape.num_heads, shape.shard)}
         output_format = format_of(f"{name}.output")
         self.output = new_output(queries, hidden_size, shape.output_bias, output_format, dtype, shape.shard)
         self.norm = _qk_norm(shape, norm, dtype)
@@ -207,16 +212,21 @@ def _new_qkv(shape: AttentionShape, hidden_size: int, format: WeightFormat, dtyp
         heads = {"q": shape.num_heads, "k": shape.num_kv_heads}
         orders = {part: rows_of_heads(count, order) for part, count in heads.items()}
         return ReorderedLinear(hidden_size, parts, shape.qkv_bias, format, dtype, orders)
-    if shape.shard is not None:
-        return ColumnParallelLinear(hidden_size, parts, shape.qkv_bias, format, dtype, _ranges(shape, shape.shard))
     return Linear(hidden_size, parts, shape.qkv_bias, format, dtype)
 
 
-def _ranges(shape: AttentionShape, shard: Shard) -> dict[str, OutputRange]:
-    """Ranks with neighbouring query heads have the same key head where there are fewer key heads than ranks."""
+def _stored_parts(shape: AttentionShape, shard: Shard) -> dict[str, StoredPart]:
+    """Rows of the heads of a rank in the checkpoint's tensors. Ranks with neighbouring query heads have the same key
+    head where there are fewer key heads than ranks."""
     first = shard.rank * shape.num_kv_heads_of_all // shard.size
-    keys = OutputRange(first * shape.head_dim, shape.num_kv_heads_of_all * shape.head_dim)
-    return {"q": even_range(shape.num_heads * shape.head_dim, shard), "k": keys, "v": keys}
+    size, queries = shape.head_dim, shape.num_heads * shape.head_dim
+    keys = StoredPart(((first * size, shape.num_kv_heads * size),), shape.num_kv_heads_of_all * size)
+    if shape.by_head:
+        return {"": even_part(3 * queries, shard)}
+    if shape.fused:
+        values = [] if shape.key_is_value else [keys]
+        return {"": joined_part([even_part(queries, shard), keys, *values])}
+    return {"q": even_part(2 * queries if shape.gated else queries, shard), "k": keys, "v": keys}
 
 
 def _qk_norm(

@@ -50,7 +50,7 @@ class ConvMixer(Layer):
         mixed = self.mix(projected, context, last)
         return self.output(mixed, context_of(context, last)), total if last is None else last.of(total)
 
-    def products(self) -> Products:
+    def products(self) -> Products | None:
         return Products(self.shape, self.input, self.output, mix=self.mix)
 
     def mix(self, projected: torch.Tensor, context: ForwardContext, last: LastTokens | None = None) -> torch.Tensor:

@@ -10,7 +10,10 @@ from slipstream.nn.layers.interleaved_linear import InterleavedLinear, StoredRow
 from slipstream.nn.layers.layer import Layout
 from slipstream.nn.layers.linear import Linear
 from slipstream.nn.layers.norm import Norm
-from slipstream.nn.shapes import DeltaShape, NormShape
+from slipstream.nn.layers.products import Products
+from slipstream.nn.layers.sharded_linear import new_output
+from slipstream.nn.shapes import DeltaShape, NormShape, Shard
+from slipstream.nn.stored_part import StoredPart, even_part, joined_part
 from slipstream.nn.weight_format import UnquantizedWeight, new_parameter
 from slipstream.ops.conv1d import causal_conv1d
 from slipstream.ops.delta_rule import DeltaWeights, delta_decode, delta_gates, delta_replay_, gated_delta_rule
@@ -35,7 +38,11 @@ class DeltaNet(ConvMixer):
         keys, values, heads = shape.key_size, shape.value_size, shape.num_value_heads
         parts = {"q": keys, "k": keys, "v": values, "z": values, "b": heads, "a": heads}
         self.input = InterleavedLinear(hidden, parts, _stored(shape), False, format_of(f"{name}.input"), dtype)
-        self.output = Linear(values, {"": hidden}, False, format_of(f"{name}.output"), dtype)
+        self.output = new_output(values, hidden, False, format_of(f"{name}.output"), dtype, shape.shard)
+        self.stored_parts: dict[str, StoredPart] | None = None
+        if shape.shard is not None:
+            channels, of_heads = _shard_input(self.input, shape, shape.shard)
+            self.stored_parts = {"conv": channels, "a_log": of_heads, "dt_bias": of_heads}
         wide = torch.promote_types(dtype, torch.float32)
         self.a_log = new_parameter(heads, dtype=wide)
         self.dt_bias = new_parameter(heads, dtype=wide)
@@ -97,8 +104,24 @@ class DeltaNet(ConvMixer):
             out, z = last.of(out), last.of(z)
         return gated_rms_norm(out, z, self.norm, self.eps).flatten(1)
 
+    def products(self) -> Products | None:
+        return None if self.shape.shard is not None else super().products()
+
     def own(self) -> dict[str, str]:
         return {"a_log": "a_log", "dt_bias": "dt_bias", "norm.weight": "norm"}
+
+
+def _shard_input(linear: Linear, shape: DeltaShape, shard: Shard) -> tuple[StoredPart, StoredPart]:
+    """Sets the rows of a rank's heads in the tensors of the first product. Returns those of the channels of the
+    convolution, and of what has a number for each value head."""
+    keys, values, heads = (even_part(n, shard) for n in (shape.key_size, shape.value_size, shape.num_value_heads))
+    channels = joined_part([keys, keys, values])
+    if shape.interleaved:
+        qkvz = even_part(shape.num_channels + shape.value_size, shard)
+        linear.stored_parts = {"qkvz": qkvz, "ba": even_part(2 * shape.num_value_heads, shard)}
+    else:
+        linear.stored_parts = {"qkv": channels, "z": values, "b": heads, "a": heads}
+    return channels, heads
 
 
 def _stored(shape: DeltaShape) -> dict[str, StoredRows]:

@@ -15,9 +15,9 @@ from slipstream.nn.layers.layer import Layer, Layout
 from slipstream.nn.layers.linear import Linear
 from slipstream.nn.layers.mlp import Mlp, PlainMlp, of_last
 from slipstream.nn.layers.norm import Norm
-from slipstream.nn.layers.sharded_linear import even_range, sliced_target
 from slipstream.nn.quantized.weight import Quantized
 from slipstream.nn.shapes import ExpertShape, Shard
+from slipstream.nn.stored_part import even_part, sliced_target
 from slipstream.nn.weight_format import CheckpointTensor, Unquantized, WeightTarget, new_parameter
 from slipstream.ops.moe import ExpertBiases, Routing, SharedOutput, expert_mlp, route
 
@@ -142,7 +142,7 @@ class Experts(Layer):
             return target
         if name == "down_bias":  # added once, by the first rank
             return target if shard.rank == 0 else WeightTarget(target.shape, partial(self._clear, name, expert))
-        inner = even_range(self.size, Shard(shard.rank, shard.size))
+        inner = even_part(self.size, Shard(shard.rank, shard.size))
         return sliced_target(target, 1 if name == "down" else 0, inner)
 
     def _fill(self, name: str, expert: int, first: int, num_rows: int, piece: CheckpointTensor) -> None:

@@ -17,7 +17,9 @@ from slipstream.nn.layers.layer import Layer, Layout
 from slipstream.nn.layers.linear import Linear
 from slipstream.nn.layers.norm import Norm, RMSNorm
 from slipstream.nn.layers.reordered_linear import ReorderedLinear
+from slipstream.nn.layers.sharded_linear import new_output
 from slipstream.nn.shapes import AttentionShape
+from slipstream.nn.stored_part import StoredPart, even_part
 from slipstream.nn.weight_format import CheckpointTensor, WeightTarget, new_parameter
 from slipstream.ops.rope import norm_rope
 
@@ -50,9 +52,19 @@ class LatentAttention(Layer):
         self.kv_norm = RMSNorm(latent.kv_rank, _EPS, dtype)
         # per head, from the latent to the part of the key that is not turned, and to the value
         self.expand = new_parameter(num_heads, latent.nope_dim + latent.value_dim, latent.kv_rank, dtype=dtype)
-        self.output = Linear(
-            num_heads * latent.value_dim, {"": hidden}, shape.output_bias, format_of(f"{name}.output"), dtype
+        output_format = format_of(f"{name}.output")
+        self.output = new_output(
+            num_heads * latent.value_dim, hidden, shape.output_bias, output_format, dtype, shape.shard
         )
+        self.stored_parts: dict[str, StoredPart] | None = None
+        if shape.shard is not None:  # the latent of keys and values is whole on every rank, and so is that of queries
+            heads = even_part(queries, shape.shard)
+            if self.queries is None:
+                self.first.stored_parts = {"q": heads}
+            else:
+                self.queries.stored_parts = {"": heads}
+            expanded = num_heads * (latent.nope_dim + latent.value_dim)
+            self.stored_parts = {"expand": even_part(expanded, shape.shard)}
 
     def forward(self, x: torch.Tensor, context: ForwardContext, last: LastTokens | None = None) -> torch.Tensor:
         """x [T, hidden] to [T, hidden], or to [B, hidden] of the `last` tokens."""

@@ -14,6 +14,7 @@ from slipstream.device.parallel import execute_in_parallel
 from slipstream.nn.context import ForwardContext
 from slipstream.nn.layers.layer import Layer
 from slipstream.nn.layers.norm import Norm, RMSNorm
+from slipstream.nn.stored_part import StoredPart
 from slipstream.nn.weight_format import CheckpointTensor, WeightFormat, WeightTarget, new_parameter
 from slipstream.ops.linear import Activation
 from slipstream.ops.linear.unnormalized import Chain, Unnormalized
@@ -27,6 +28,7 @@ class Linear(Layer):
     A single unnamed projection is `{"": size}`.
     """
 
+    stored_parts: Mapping[str, StoredPart] | None = None  # of a rank that has some outputs; None: it has all
     lora: LoraWeights | None = None  # adapters by slot, set by `nn/models/adapter_layout.py`; None: it has none
 
     def __init__(

@@ -13,9 +13,10 @@ from slipstream.nn.layers.layer import Layer, Layout
 from slipstream.nn.layers.linear import Linear
 from slipstream.nn.layers.norm import Norm
 from slipstream.nn.layers.products import Products
-from slipstream.nn.layers.sharded_linear import ColumnParallelLinear, even_range, new_output
+from slipstream.nn.layers.sharded_linear import new_output
 from slipstream.nn.layers.xielu import Xielu
 from slipstream.nn.shapes import MlpShape
+from slipstream.nn.stored_part import even_part, joined_part
 from slipstream.nn.weight_format import CheckpointTensor, WeightFormat, WeightTarget, require_row_wise
 
 
@@ -107,11 +108,11 @@ def _new_input(
     hidden_size: int, outputs: dict[str, int], shape: MlpShape, format: WeightFormat, dtype: torch.dtype
 ) -> Linear:
     """The first product."""
+    linear = (_UpGate if shape.up_first else Linear)(hidden_size, outputs, shape.bias, format, dtype)
     if shape.shard is not None:
-        ranges = {part: even_range(size, shape.shard) for part, size in outputs.items()}
-        return ColumnParallelLinear(hidden_size, outputs, shape.bias, format, dtype, ranges)
-    kind = _UpGate if shape.up_first else Linear
-    return kind(hidden_size, outputs, shape.bias, format, dtype)
+        part = even_part(shape.size, shape.shard)
+        linear.stored_parts = {name: joined_part([part] * (size // shape.size)) for name, size in outputs.items()}
+    return linear
 
 
 class _UpGate(Linear):

@@ -17,6 +17,7 @@ from slipstream.nn.models.encoder import EncoderShape
 from slipstream.nn.models.registry import find_shape
 from slipstream.nn.shapes import (
     AttentionShape,
+    DeltaShape,
     DenseAndExpertsShape,
     ExpertShape,
     ExpertShard,
@@ -102,16 +103,16 @@ def _layer(layer: LayerShape, shard: Shard, by_expert: bool) -> LayerShape:
     return replace(layer, mixers=mixers, feed=feed)
 
 
-def _mixer(mixer: MixerShape, shard: Shard) -> AttentionShape:
+def _mixer(mixer: MixerShape, shard: Shard) -> MixerShape:
+    if isinstance(mixer, DeltaShape):
+        if mixer.num_key_heads % shard.size:
+            raise _indivisible(f"{mixer.num_key_heads} key heads of delta nets", shard)
+        keys, values = mixer.num_key_heads // shard.size, mixer.num_value_heads // shard.size
+        return replace(mixer, num_key_heads=keys, num_value_heads=values, shard=shard)
     if not isinstance(mixer, AttentionShape):
-        raise _unsupported("recurrent mixers (delta nets, state spaces, convolutions)", shard)
+        raise _unsupported("state spaces and convolutions", shard)
     for is_there, what in (
-        (mixer.latent is not None, "latents of attention (MLA)"),
-        (mixer.gated, "gates of attention"),
-        (mixer.fused or mixer.by_head, "checkpoints with q, k and v in one tensor"),
-        (mixer.rotary_pairs > 0, "checkpoints that rotate neighbouring elements"),
         (mixer.qk_norm not in ("none", "heads"), "norms over the queries of all heads"),
-        (mixer.sinks, "attention sinks"),
         (mixer.kv_source is not None, "layers that share keys and values"),
     ):
         if is_there:
@@ -119,6 +120,8 @@ def _mixer(mixer: MixerShape, shard: Shard) -> AttentionShape:
     heads, kv_heads = mixer.num_heads, mixer.num_kv_heads
     if heads % shard.size:
         raise _indivisible(f"{heads} attention heads", shard)
+    if mixer.latent is not None:  # one key head, which all query heads read
+        return replace(mixer, num_heads=heads // shard.size, shard=shard)
     if kv_heads % shard.size and shard.size % kv_heads:
         raise _indivisible(f"{kv_heads} key heads, which are neither a multiple nor a divisor of it", shard)
     return replace(
@@ -131,8 +134,6 @@ def _mixer(mixer: MixerShape, shard: Shard) -> AttentionShape:
 
 
 def _mlp(feed: MlpShape, shard: Shard) -> MlpShape:
-    if feed.fused or feed.up_first:
-        raise _unsupported("checkpoints with gate and up in one tensor", shard)
     if feed.sparsity:
         raise _unsupported("sparse gates (Gemma 3n)", shard)
     if feed.size % shard.size:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from slipstream.errors import BadCheckpoint
+from slipstream.nn.stored_part import sharded_targets
 from slipstream.nn.weight_format import WeightTarget
 from slipstream.nn.weights.rules import Rules
 from slipstream.nn.weights.source import SourceTensor, WeightSource
@@ -28,7 +29,8 @@ def find_targets(model: nn.Module) -> dict[str, WeightTarget]:
     targets: dict[str, WeightTarget] = {}
     for prefix, module in model.named_modules():
         if hasattr(module, "weight_targets"):
-            targets |= {f"{prefix}.{name}": target for name, target in module.weight_targets()}
+            own = sharded_targets(dict(module.weight_targets()), getattr(module, "stored_parts", None))
+            targets |= {f"{prefix}.{name}": target for name, target in own.items()}
     return targets
 
 

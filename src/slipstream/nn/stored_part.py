@@ -1,0 +1,82 @@
+"""StoredPart: the part of a checkpoint tensor that a rank reads.
+
+A sharded layer is built with the sizes of its rank, and its targets are those of a layer of that size. Its attribute
+`stored_parts` says, by name of a target or of its first part, which rows of the whole tensor they get; `find_targets`
+(`nn/weights/load.py`) applies it. So every layout of a checkpoint (q, k and v apart, fused or interleaved) is sharded
+by the same rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from slipstream.nn.shapes import Shard
+from slipstream.nn.weight_format import CheckpointTensor, WeightTarget
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPart:
+    ranges: tuple[tuple[int, int], ...]  # (first, size), in the order of the checkpoint
+    total: int  # size of the whole tensor along this dimension
+
+
+def even_part(size: int, shard: Shard) -> StoredPart:
+    """A tensor that is divided evenly; `size`: of one rank."""
+    return StoredPart(((shard.rank * size, size),), shard.size * size)
+
+
+def joined_part(parts: Sequence[StoredPart]) -> StoredPart:
+    """Parts of tensors that the checkpoint stores as one."""
+    ranges, first = [], 0
+    for part in parts:
+        ranges += [(first + begin, size) for begin, size in part.ranges]
+        first += part.total
+    return StoredPart(tuple(ranges), first)
+
+
+def sharded_targets(
+    targets: Mapping[str, WeightTarget], stored_parts: Mapping[str, StoredPart] | None
+) -> dict[str, WeightTarget]:
+    """Targets for the tensors of the whole layer."""
+    if stored_parts is None:
+        return dict(targets)
+    found = {}
+    for name, target in targets.items():
+        part = stored_parts.get(name, stored_parts.get(name.rpartition(".")[0]))
+        found[name] = target if part is None else sliced_target(target, 0, part)
+    return found
+
+
+def sliced_target(target: WeightTarget, dim: int, part: StoredPart) -> WeightTarget:
+    """A target for the whole tensor of a checkpoint, of which only a part along one dimension is read."""
+    size = sum(size for _, size in part.ranges)
+    assert size == target.shape[dim], f"a part of {size} for a target of {target.shape} along {dim}"
+    shape = (*target.shape[:dim], part.total, *target.shape[dim + 1 :])
+    return WeightTarget(shape, partial(_fill_part, target, dim, part), target.num_bytes)
+
+
+def _fill_part(target: WeightTarget, dim: int, part: StoredPart, piece: CheckpointTensor) -> None:
+    target.fill(_Sliced(piece, dim, part, target.shape[dim]))
+
+
+class _Sliced:
+    """Some rows or columns of a checkpoint tensor."""
+
+    blocks = None
+
+    def __init__(self, piece: CheckpointTensor, dim: int, part: StoredPart, size: int) -> None:
+        self.kind = piece.kind
+        self.shape = (*piece.shape[:dim], size, *piece.shape[dim + 1 :])
+        self._whole, self._dim, self._part = piece, dim, part
+
+    def read(self) -> torch.Tensor:
+        whole = self._whole.read()
+        pieces = [whole.narrow(self._dim, first, size) for first, size in self._part.ranges]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self._dim)
+
+    def write_to(self, target: torch.Tensor) -> None:
+        target.copy_(self.read())

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from slipstream import LLM, AsyncEngine, SamplingParams
+from slipstream import LLM, AsyncEngine, SamplingParams, StructuredOutputsParams
 from slipstream.device.sync_check import watch
 from tiny import write_tiny
 
@@ -14,6 +14,7 @@ pytestmark = pytest.mark.cuda
 
 PROMPTS = [[i + 3, *range(20, 20 + 7 * i), i + 5] for i in range(8)]
 OPTIONS = dict(use_tqdm_on_load=False, max_model_len=128, page_size=16, num_pages=96, max_num_seqs=8, dtype="float32")
+SHAPE = StructuredOutputsParams(regex="[a-f]{3,9}(, [0-9]{2}){2,5}")
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 FEATURES = {
     "greedy": GREEDY,
@@ -30,6 +31,9 @@ FEATURES = {
     "logprobs": SamplingParams(temperature=0, logprobs=4, prompt_logprobs=2, max_tokens=12),
     "lists": SamplingParams(temperature=0, logit_bias={5: 3.0}, bad_words=["a", "bc"], min_tokens=4, max_tokens=16),
     "samples": SamplingParams(n=3, temperature=1.0, seed=8, max_tokens=12),
+    # masks are copied inside the captured head
+    "grammar": SamplingParams(temperature=0, structured_outputs=SHAPE, max_tokens=30),
+    "grammar, drawn": SamplingParams(temperature=0.9, seed=5, top_p=0.9, structured_outputs=SHAPE, max_tokens=30),
     # no start compiles its kernels, and its head is captured when it first comes
     "rare": SamplingParams(temperature=0, logit_bias={5: 3.0}, min_tokens=4, max_tokens=16),
 }

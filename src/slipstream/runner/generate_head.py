@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -123,7 +124,8 @@ class GenerateHead:
                     positions = positions.index_select(0, indices)
                     offsets = of_drafts[0] if of_drafts else None
                 draws = self._sample_batch(rows, positions, offsets, drafts)
-                drawn = sample(self._logits(hidden, tiles), draws, self.rows.accept)
+                logits = sample.beside(functools.partial(self._logits, hidden, tiles), len(hidden))
+                drawn = sample(logits, draws, self.rows.accept)
                 results |= self._compute_results(drawn, draws, hidden, drafts)
                 if drawn.requested is not None:
                     results["requested"] = drawn.requested
@@ -247,7 +249,8 @@ class GenerateHead:
         # Batch-invariant logits always have it: the order of sums depends on the dtype, and must not depend on the
         # parameters of other rows.
         wide = replayed.needs_sampling_dtype or self._batch_invariant
-        logits = self._logits(hidden) if wide else self.model.logits(hidden)
+        compute = self._logits if wide else self.model.logits
+        logits = replayed.sample.beside(functools.partial(compute, hidden), len(hidden))
         drawn = replayed.sample(logits, draws, self.rows.accept)
         results = self._compute_results(drawn, draws, hidden, drafts)
         return pack(results, shape, self.graphs.results.room(shape.num_bytes))

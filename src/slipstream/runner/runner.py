@@ -150,6 +150,8 @@ class ModelRunner:
         for head in heads:
             compute.run(functools.partial(_run_head, head, step))
         sent = self.results.send()
+        if late is not None and self.sampler is not None:
+            self.sampler.guard(sent.ended)
         handles = [head.handle(sent) for head in heads if head.handle is not None]
         if not handles:
             handle = StepHandle(sent.copied, NO_RESULTS, None)

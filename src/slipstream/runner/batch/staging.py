@@ -73,6 +73,10 @@ class Upload:
         """Device: the array of this span. Valid for this step only."""
         return self._ring.arena[span.start : span.stop].view(span.dtype).view(span.shape)
 
+    def guard(self, event: Event) -> None:
+        """Host: work that ends before `event` copies the buffer, and not `send`."""
+        self._buffer.copied = event
+
     def send(self, stream: Stream) -> None:
         """Host: queue the copy, then all work added by `then`."""
         buffer, used, after, arena = self._buffer, self._used, self._after, self._ring.arena

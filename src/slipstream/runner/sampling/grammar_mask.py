@@ -1,8 +1,8 @@
 """GrammarMask: forbids tokens that the grammar or the logits processors of a row do not allow.
 
-The masks are made while the device computes the step's forward. They have a host buffer and a device buffer of their
-own and are copied on the copy stream; the compute stream waits for the copy before the step's head. One buffer is
-enough: the host makes masks only when all older steps are committed.
+The host writes the masks to a pinned buffer while the device computes the step's forward. The copy to the device is
+part of the head, so that it is captured and costs the host nothing; it runs beside the GEMM of the logits. One buffer
+is enough: the host makes masks only when all older steps are committed.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch
 
 from slipstream.config.memory import mask_bytes, mask_words
 from slipstream.device.device import Device
+from slipstream.device.streams import Event
 from slipstream.ops.sample import mask_bits_
 from slipstream.runner.batch.staging import HostRing, Upload
 from slipstream.runner.sampling.stage import ByRow, SampleBatch, Stage, StageWork
@@ -24,19 +25,20 @@ class GrammarMask(Stage):
         self, num_rows: int, vocab_size: int, device: Device, max_drafts: int = 0, max_step_drafts: int = 0
     ) -> None:
         """`num_rows`: with the padding row. `max_drafts`: of a row in one step; `max_step_drafts`: of all rows."""
-        self.device = device
+        self._can_capture = device.can_pin or not device.can_graph  # a graph cannot copy from pageable memory
         self.words = mask_words(vocab_size)
         self.ring = HostRing(1, mask_bytes(num_rows, vocab_size, max_drafts, max_step_drafts), device)
         self._width = 1 + max_drafts
         self._num_entries = num_rows * self._width
         # views of the arena, at fixed addresses for captured work
-        arena, start = self.ring.arena, -(-self._num_entries * 4 // 16) * 16
+        arena, self._start = self.ring.arena, -(-self._num_entries * 4 // 16) * 16
         # [rows * width] entry of each draw: row, then offset; -1: no mask
         self._entries = arena[: self._num_entries * 4].view(torch.int32)
         size = (num_rows - 1 + max_step_drafts) * self.words * 4
-        self._bits = arena[start : start + size].view(torch.int32).view(-1, self.words)
+        self._bits = arena[self._start : self._start + size].view(torch.int32).view(-1, self.words)
         self.rows = StageRows(num_rows, _is_masked)
         self._open: tuple[Upload, Ints, Ints] | None = None  # an upload with its entries and masks, not sent yet
+        self._upload: Upload | None = None  # sent, and not guarded yet
 
     def apply(self, plan: StepPlan) -> None:
         self.rows.apply(plan)
@@ -51,16 +53,21 @@ class GrammarMask(Stage):
         return self.by_row(rows).work if self.is_used_by(rows) else None
 
     def can_capture(self, rows: Ints) -> bool:
-        return True
+        return self._can_capture
 
     def by_row(self, rows: Ints) -> ByRow:
         entries, bits, width = self._entries, self._bits, self._width
+        arena, host, start = self.ring.arena, self.ring.buffers[0].tensor, self._start
+
+        def bring(num_draws: int) -> None:
+            size = start + min(num_draws, len(bits)) * bits.stride(0) * 4
+            arena[:size].copy_(host[:size], non_blocking=True)
 
         def edit(logits: torch.Tensor, batch: SampleBatch) -> None:
             draws = batch.rows * width
             mask_bits_(logits, bits, entries.index_select(0, draws if batch.offsets is None else draws + batch.offsets))
 
-        return ByRow("grammar", StageWork(edit))
+        return ByRow("grammar", StageWork(edit, bring=bring))
 
     def open(self, num_masks: int) -> Ints:
         """Host: where to write the masks of the step whose forward was launched last. `send` copies masks that are
@@ -72,17 +79,21 @@ class GrammarMask(Stage):
         return bits
 
     def send(self, late: Late) -> None:
-        """Host: copy the masks of the step whose forward was launched last."""
+        """Host: complete the buffer for the step whose forward was launched last. Its head is queued after this call,
+        and copies the buffer."""
         if self._open is None or self._open[2] is not late.bits:
             self.open(len(late.rows))[:] = late.bits
         assert self._open is not None
-        (upload, entries, _), self._open = self._open, None
+        (self._upload, entries, _), self._open = self._open, None
         entries.fill(-1)
         draws = late.rows * self._width + (0 if late.offsets is None else late.offsets)
         entries[draws] = np.arange(len(draws), dtype=np.int32)
-        upload.send(self.device.copy)
-        self.device.copy.flush()
-        self.device.compute.wait_for(upload.sent)
+
+    def guard(self, ended: Event) -> None:
+        """Host: `ended` is after the head that copies the buffer sent last."""
+        if self._upload is not None:
+            self._upload.guard(ended)
+            self._upload = None
 
 
 def _is_masked(admission: Admission) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,8 @@ import torch
 
 from slipstream.config.config import MAX_STEP_LOGPROBS
 from slipstream.device.device import Device
+from slipstream.device.parallel import execute_in_parallel
+from slipstream.device.streams import Event
 from slipstream.ops.drafts import Accepted, DrawnTokens
 from slipstream.ops.sample import TopLogprobs
 from slipstream.params import MAX_PACKED_LOGPROBS
@@ -69,6 +72,11 @@ class SamplingWork:
     logprobs: LogprobsWork | None
     requested: RequestedLogprobsWork | None = None
     wide: WideLogprobsWork | None = None
+
+    def beside(self, compute_logits: Callable[[], torch.Tensor], num_draws: int) -> torch.Tensor:
+        """Device: the logits; at the same time the inputs of stages are copied."""
+        brings = [functools.partial(work.bring, num_draws) for work in self.works if work.bring is not None]
+        return execute_in_parallel(compute_logits, *brings)[0]
 
     def __call__(self, logits: torch.Tensor, batch: SampleBatch, accept: Accept | None = None) -> SampleOutput:
         """Device: draw tokens from logits [S, vocabulary], which may be overwritten. `accept`: needed with drafts."""
@@ -167,6 +175,10 @@ class Sampler:
         """Host: what the step whose forward was launched last needs from the host for its draws."""
         for stage in (self._masks, self._biases, self._raw, self._scaled):
             stage.send(late)
+
+    def guard(self, ended: Event) -> None:
+        """Host: see `GrammarMask.guard`."""
+        self._masks.guard(ended)
 
     def reads_output(self, plan: StepPlan) -> bool:
         """Host: whether a stage of a sampling row depends on the tokens before, drafts included."""

@@ -32,6 +32,9 @@ class SampleBatch:
 Edit = Callable[[torch.Tensor, SampleBatch], None]
 """Device: edits the logits [S, vocabulary] in place."""
 
+Bring = Callable[[int], None]
+"""Device: copies what the edit needs for up to so many draws; runs beside the GEMM of the logits."""
+
 Drawn = Callable[[torch.Tensor, SampleBatch, torch.Tensor | None], None]
 """Device: receives the drawn tokens [S] int64, and which of them are accepted [S] bool; None: all."""
 
@@ -45,6 +48,7 @@ class StageWork:
 
     edit: Edit | None
     drawn: Drawn | None = None  # for stages that depend on the output
+    bring: Bring | None = None  # for stages whose inputs come late
 
 
 PenaltyOf = Callable[[SampleBatch], Penalty]

@@ -1,9 +1,10 @@
-"""Fused CPU kernels in C, compiled on the user's machine if it has a C compiler.
+"""Fused CPU kernels in C: compiled in the wheel, or on the user's machine if it has a C compiler.
 
-A `native.c` in an op's folder replaces many small torch calls by one. The first decode step starts the compilation in a
-background thread, so that no first token waits; until it ends, and without a compiler, the references run. Only low-bit
-weights wait for the kernels (`ops/low_bit/interleaved.py`), since no torch GEMM is as accurate. The library is kept in
-the user's cache folder under a hash of sources, flags and processor. Kernels take float32 on the CPU.
+A `native.c` in an op's folder replaces many small torch calls by one. Wheels have compiled kernels (`prebuilt.py`). In
+a checkout the first decode step starts the compilation in a background thread, so that no first token waits; until it
+ends, and without a compiler, the references run. Only low-bit weights wait for the kernels
+(`ops/low_bit/interleaved.py`), since no torch GEMM is as accurate. The library is kept in the user's cache folder under
+a hash of sources, flags and processor. Kernels take float32 on the CPU.
 
 SLIPSTREAM_NATIVE=0 in the environment disables the kernels.
 """
@@ -26,19 +27,17 @@ from typing import Any
 
 import torch
 
+from slipstream.ops import prebuilt
+
 log = logging.getLogger(__name__)
 
 POINTER, INT, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
-# No -ffast-math: linking with it disables subnormal numbers for the whole process. No contraction of multiply and add:
-# the source alone defines the bits of a result (native_math.h), so every copy of a loop gives the same ones.
-_FLAGS = (
-    "-O3", "-march=native", "-fPIC", "-std=gnu11", "-ffp-contract=off",
-    "-fno-math-errno", "-fno-trapping-math", "-fopenmp-simd",
-)  # fmt: skip
+_FLAGS = (*prebuilt.FLAGS, "-march=native")
 _COMPILE_LIMIT = 120.0  # seconds
 
 _library: ctypes.CDLL | None = None
+_library_path: Path | None = None  # of a library of the wheel
 _looked_up = _building = _failed = False
 _lock = threading.Lock()
 
@@ -71,7 +70,7 @@ def build_in_background() -> None:
 def state() -> str:
     """The state of the kernels in words, for `slipstream doctor` and warnings."""
     if library() is not None:
-        return "compiled"
+        return "compiled" if _library_path is None else f"compiled, of the wheel ({_library_path.stem})"
     if not _enabled():
         return "disabled by SLIPSTREAM_NATIVE=0"
     if _failed:
@@ -103,13 +102,34 @@ def _open_compiled() -> None:
     with _lock:
         if _looked_up:
             return
-        target = _target() if _enabled() else None
-        if target is not None and target.exists():
-            try:
-                _library = _load(target)
-            except OSError:
-                target.unlink(missing_ok=True)  # compiled for another machine, or truncated
+        if _enabled():
+            _library = _open_prebuilt() or _open_cached()
         _looked_up = True
+
+
+def _open_prebuilt() -> ctypes.CDLL | None:
+    path = prebuilt.find()
+    if path is None or _openmp() is None:
+        return None
+    global _library_path
+    try:
+        found = _load(path)
+        _library_path = path
+        return found
+    except OSError as error:  # for example an older C library
+        log.info("the CPU kernels of the wheel cannot be used: %s", error)
+        return None
+
+
+def _open_cached() -> ctypes.CDLL | None:
+    target = _target()
+    if target is None or not target.exists():
+        return None
+    try:
+        return _load(target)
+    except OSError:
+        target.unlink(missing_ok=True)  # compiled for another machine, or truncated
+        return None
 
 
 def _load(path: Path) -> ctypes.CDLL:

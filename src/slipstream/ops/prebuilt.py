@@ -1,0 +1,71 @@
+"""Compiled CPU kernels that a wheel brings along, so that a machine needs no C compiler.
+
+`scripts/wheel` compiles the sources of `ops/*/native.c` once for each level of an architecture, into `ops/prebuilt/`. A
+level is a set of instructions; the best one that the processor has is used. A checkout has no such files.
+"""
+
+from __future__ import annotations
+
+import functools
+import platform
+from collections.abc import Set
+from pathlib import Path
+from typing import NamedTuple
+
+# No -ffast-math: linking with it disables subnormal numbers for the whole process. No contraction of multiply and add:
+# the source alone defines the bits of a result (native_math.h), so every copy of a loop gives the same ones.
+FLAGS = (
+    "-O3", "-fPIC", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fopenmp-simd",
+)  # fmt: skip
+FOLDER = Path(__file__).parent / "prebuilt"
+
+
+class Level(NamedTuple):
+    name: str
+    flags: tuple[str, ...]  # of the compiler
+    needs: frozenset[str]  # names of processor features in /proc/cpuinfo
+
+
+def _level(name: str, flags: str, needs: str) -> Level:
+    return Level(name, tuple(flags.split()), frozenset(needs.split()))
+
+
+_AVX2 = "avx avx2 bmi1 bmi2 f16c fma movbe"
+LEVELS = {
+    "x86_64": (
+        _level(
+            "avx512vnni",
+            "-march=x86-64-v4 -mavx512vnni -mprefer-vector-width=512",
+            f"{_AVX2} avx512f avx512bw avx512cd avx512dq avx512vl avx512_vnni",
+        ),
+        _level("avx2", "-march=x86-64-v3", _AVX2),
+        _level("baseline", "-march=x86-64", ""),
+    ),
+    "aarch64": (
+        _level("dotprod", "-march=armv8.2-a+dotprod", "asimddp asimdrdm atomics"),
+        _level("baseline", "-march=armv8-a", ""),
+    ),
+}
+"""By architecture, the best first."""
+
+
+def find() -> Path | None:
+    """The library for this processor; None if there is none, as in a checkout."""
+    level = best_level(platform.machine(), processor_features())
+    path = None if level is None else FOLDER / f"{platform.machine()}-{level.name}.so"
+    return path if path is not None and path.exists() else None
+
+
+def best_level(machine: str, features: Set[str]) -> Level | None:
+    return next((level for level in LEVELS.get(machine, ()) if level.needs <= features), None)
+
+
+@functools.cache
+def processor_features() -> frozenset[str]:
+    """Of the first processor, as /proc/cpuinfo names them; empty on other systems."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+            found = next((text for text in file if text.lower().startswith(("flags", "features"))), "")
+    except OSError:
+        return frozenset()
+    return frozenset(found.partition(":")[2].split())

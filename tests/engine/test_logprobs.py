@@ -6,6 +6,7 @@ import copy
 import itertools
 import math
 import pickle
+import struct
 
 import msgspec
 import numpy as np
@@ -203,9 +204,35 @@ def test_logprobs_that_are_not_read_are_never_built(llm, made, monkeypatch):
 def test_texts_are_those_of_the_tokens_also_after_the_end(llm):
     (result,) = llm.generate("abc", ASKING, use_tqdm=False)
     told = [*result.outputs[0].logprobs, *result.prompt_logprobs[1:]]
-    assert all(p.decoded_token == llm.tokenizer.text_of(token) for entry in told for token, p in entry.items())
+    whole = [(token, p.decoded_token) for entry in told for token, p in entry.items() if token < 128]
+    assert whole and all(text == llm.tokenizer.text_of(token) for token, text in whole)
     tokens = result.outputs[0].token_ids + result.prompt_token_ids[1:]
     assert [next(iter(entry)) for entry in told] == tokens
+
+
+def split_store(tokens, others=()):
+    """Tokens are bytes; each entry also has the other tokens."""
+    store = LogprobStore(1 + len(others), lambda token: bytes([token]).decode(errors="replace"), lambda t: bytes([t]))
+    for token in tokens:
+        store.take(b"".join(struct.pack("<dii", -1.0, each, 1) for each in (token, *others)))
+    return store
+
+
+def texts_of_tokens(store):
+    return [[each.decoded_token for each in store.entry(index).values()] for index in range(len(store))]
+
+
+def test_the_token_that_completes_a_character_has_its_text():
+    tokens = [*"aé🙂b".encode(), 0x82, ord("c"), 0xE2]
+    texts = [own for (own,) in texts_of_tokens(split_store(tokens))]
+    assert texts == ["a", "", "é", "", "", "", "🙂", "b", "", "c", ""]
+    # of tokens that were not drawn: what they would have completed
+    assert texts_of_tokens(split_store("éa".encode(), others=[0xA8, 0xFF])) == [
+        ["", "", ""],
+        ["é", "è", ""],
+        ["a", "", ""],
+    ]
+    assert pickled(LogprobList(split_store(tokens), range(2, 7)))[4] == split_store(tokens).entry(6)
 
 
 def test_results_are_equal_and_survive_pickling(llm):

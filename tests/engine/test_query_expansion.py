@@ -104,7 +104,7 @@ MAKERS = {
     "newer other token": (newer, {"query_expansion": FIXED | {"token": "[PAD]", "attend": True}}),
     "newer not normed": (newer, {"normalize": False, "query_expansion": FIXED}),
     "stanford": (stanford, {}),
-    "stanford attends": (stanford, {"attend_to_mask_tokens": True, "mask_punctuation": False}),
+    "stanford attends": (stanford, {"attend_to_mask_tokens": True, "mask_punctuation": False, "dim": None}),
 }
 
 

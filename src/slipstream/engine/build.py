@@ -51,6 +51,7 @@ from slipstream.nn.models.load import stays_low_bit
 from slipstream.nn.models.measure import weight_bytes
 from slipstream.nn.models.sharding import find_local_shape
 from slipstream.nn.models.stored_head import as_stored
+from slipstream.nn.models.stored_tokens import with_stored_width
 from slipstream.nn.models.update import ModelWeights
 from slipstream.ops.compile_ahead import start_triton
 from slipstream.runner.assemble import build_runner
@@ -219,6 +220,8 @@ def settle(options: Options, located: LocatedModel, info: ModelInfo) -> EngineCo
     check_rank_options(options, machine.kind)
     dtype = resolve_dtype(options, info, machine)
     pooling, info = read_pooling(options, info, located.path)
+    if options.load_format != "dummy":
+        pooling = with_stored_width(pooling, info, Path(located.path))
     shape = find_local_shape(  # the parts of all ranks have the same sizes
         info,
         0,

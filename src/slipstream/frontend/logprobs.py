@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import struct
+from codecs import getincrementaldecoder
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, cast, overload
 
@@ -15,23 +16,28 @@ from slipstream.messages import LOGPROB
 from slipstream.text.tokenizer import Tokenizer
 
 TextOf = Callable[[int], str | None]
+BytesOf = Callable[[int], bytes]
 Entry = TypeVar("Entry", bound="dict[int, Logprob] | None")
 
 _ENTRY = struct.Struct("<dii")
 assert _ENTRY.size == LOGPROB.itemsize
+_BROKEN = "\ufffd"  # what decoding gives for a part of a character
+_LONGEST = 4  # bytes of a character
 
 
 class LogprobStore:
     """The logprobs of one sample or prompt so far, append-only."""
 
-    __slots__ = ("packed", "size", "text_of", "made", "_sum", "_num_summed")
+    __slots__ = ("packed", "size", "text_of", "bytes_of", "made", "_sum", "_num_summed")
 
-    def __init__(self, num_each: int, text_of: TextOf) -> None:
-        """`num_each`: LOGPROB entries per token, including that of the token itself."""
+    def __init__(self, num_each: int, text_of: TextOf, bytes_of: BytesOf = lambda token: b"") -> None:
+        """`num_each`: LOGPROB entries per token, including that of the token itself. `bytes_of`: for tokens that are a
+        part of a character."""
         self.size = num_each * LOGPROB.itemsize
         # LOGPROB entries by token. One growing array would be reallocated now and then, for all rows in the same step
         self.packed: list[bytes] = []
         self.text_of = text_of
+        self.bytes_of = bytes_of
         self.made: dict[int, dict[int, Logprob]] = {}  # by token index, those that were read
         self._sum = 0.0
         self._num_summed = 0
@@ -60,9 +66,34 @@ class LogprobStore:
             entry, text_of = {}, self.text_of
             for logprob, token, rank in _ENTRY.iter_unpack(self.packed[index]):
                 if token not in entry:
-                    entry[token] = Logprob(logprob, rank or None, text_of(token))
+                    text = text_of(token)
+                    if text is not None and text.endswith(_BROKEN):
+                        text = self._completed(index, token)
+                    entry[token] = Logprob(logprob, rank or None, text)
             self.made[index] = entry
         return entry
+
+    def splits_character(self, index: int) -> bool:
+        """Whether the text of some token of an entry depends on the tokens before it."""
+        texts = (self.text_of(token) for _, token, _ in _ENTRY.iter_unpack(self.packed[index]))
+        return any(text is not None and text.endswith(_BROKEN) for text in texts)
+
+    def _completed(self, index: int, token: int) -> str:
+        """The text of a token whose bytes end within a character: empty. The token that completes the character has
+        all of it, also the bytes of the tokens before."""
+        own = self.bytes_of(token)
+        before = b""
+        for previous in range(index - 1, max(index - _LONGEST, 0) - 1, -1):
+            before = self.bytes_of(_ENTRY.unpack_from(self.packed[previous])[1]) + before
+            if before and before[0] & 0xC0 != 0x80:
+                break  # it begins with a character
+        pending = getincrementaldecoder("utf-8")("replace")
+        pending.decode(before)
+        begun: bytes = pending.getstate()[0]
+        try:
+            return (begun + own).decode()
+        except UnicodeDecodeError:
+            return ""
 
     def cumulative(self) -> float:
         """The sum of the tokens' own logprobs, in the order of the tokens."""
@@ -160,7 +191,11 @@ class LogprobList(Sequence[Entry]):
         tokens = {token for own in packed for _, token, _ in _ENTRY.iter_unpack(own)}
         texts = {token: store.text_of(token) for token in tokens}
         own = range(indices.start - start, indices.stop - start, indices.step)
-        made = {index - start: entry for index, entry in store.made.items() if index in indices}
+        split = [index for index in range(start, stop) if store.splits_character(index)]
+        made = {index: store.entry(index) for index in split} | {
+            index: entry for index, entry in store.made.items() if index in indices
+        }
+        made = {index - start: entry for index, entry in made.items()}
         return _restored, (store.size // LOGPROB.itemsize, texts, packed, made, own)
 
 
@@ -176,8 +211,11 @@ def _restored(
     return LogprobList(store, indices)
 
 
-def texts_of(tokenizer: Tokenizer | None) -> TextOf:
-    return _no_text if tokenizer is None else tokenizer.text_of
+def new_store(num_each: int, tokenizer: Tokenizer | None) -> LogprobStore:
+    """`tokenizer`: None if no texts are wanted."""
+    if tokenizer is None:
+        return LogprobStore(num_each, _no_text)
+    return LogprobStore(num_each, tokenizer.text_of, tokenizer.bytes_of)
 
 
 def _no_text(token: int) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from slipstream.config.pooling_info import PoolingInfo
 from slipstream.errors import InvalidParams, UserError
-from slipstream.frontend.logprobs import LogprobList, LogprobStore, texts_of
+from slipstream.frontend.logprobs import LogprobList, LogprobStore, new_store
 from slipstream.frontend.pooling.results import PoolingRequestOutput, wrap
 from slipstream.frontend.results import CompletionOutput, Increment, Logprob, RequestMetrics, RequestOutput
 from slipstream.frontend.sample_state import SampleState
@@ -164,8 +164,7 @@ class GenerationRequestState(RequestState):
         self.unread = _FIRST_INCREMENT
         self._prompt_logprobs: LogprobStore | None = None  # of the second token and all after it
         if params.prompt_logprobs is not None:
-            texts = texts_of(tokenizer if params.detokenize else None)
-            self._prompt_logprobs = LogprobStore(1 + params.prompt_logprobs, texts)
+            self._prompt_logprobs = new_store(1 + params.prompt_logprobs, tokenizer if params.detokenize else None)
         self.metrics = RequestMetrics(message.arrival_time)
 
     def take(self, output: Output, now: float) -> bool:

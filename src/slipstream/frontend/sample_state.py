@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slipstream.frontend.logprobs import LogprobList, LogprobStore, texts_of
+from slipstream.frontend.logprobs import LogprobList, LogprobStore, new_store
 from slipstream.frontend.results import CompletionOutput, Increment, Logprob
 from slipstream.messages import Output
 from slipstream.params import SamplingParams
@@ -33,7 +33,7 @@ class SampleState:
         self.stop_reason: int | str | None = None
         self._logprobs: LogprobStore | None = None
         if params.num_logprobs is not None:
-            self._logprobs = LogprobStore(1 + params.num_logprobs + len(params.requested_ids), texts_of(tokenizer))
+            self._logprobs = new_store(1 + params.num_logprobs + len(params.requested_ids), tokenizer)
         self._own_stops = frozenset(params.stop_ids)
         # needed where text is read before the end, or differs from what `Tokenizer.decode` gives
         incremental = streaming or bool(params.stop_strings) or not params.spaces_between_special_tokens

@@ -1,4 +1,4 @@
-"""What a model stores between steps: keys and values at cache sites, recurrent states at state sites.
+"""Data that a model stores between steps: keys and values at cache sites, recurrent states at state sites.
 
 A cache site is one part of a model that writes to the paged cache, usually the attention of one layer; several mixers
 may read one site. The scheduler groups sites by spec and allocates pages; the runner allocates tensors. A state site is

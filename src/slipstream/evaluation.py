@@ -49,7 +49,7 @@ class DistributionReader:
 
 @dataclass(frozen=True, slots=True)
 class Differences:
-    """How a model's distributions differ from those of a reference."""
+    """Differences between a model's distributions and those of a reference."""
 
     kl_mean: float  # KL(reference || model) in nats
     kl_p99: float

@@ -234,7 +234,7 @@ class LLM(PoolingMethods, VllmMethods):
         return self._stream(served, text, sampling_params, lora_request, add_special_tokens=False)
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets the cached prefixes of all models. Running requests keep their pages. Returns True."""
+        """Clears the prefix caches of all models. Running requests keep their pages. Returns True."""
         self._sync_loop.reset_prefix_cache()
         return True
 

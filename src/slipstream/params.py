@@ -47,7 +47,7 @@ def check_names(params: Any, given: Iterable[str]) -> None:
 
 
 class RequestOutputKind(enum.IntEnum):
-    """What each result of a stream has."""
+    """The content of each result of a stream."""
 
     CUMULATIVE = 0  # everything so far
     DELTA = 1  # what is new
@@ -55,7 +55,7 @@ class RequestOutputKind(enum.IntEnum):
 
 
 class SamplingParams(msgspec.Struct, omit_defaults=True, tag=True, metaclass=CheckedNames):
-    """How the tokens of one request are sampled, and when generation stops. The order of the fields is vLLM's."""
+    """Parameters of sampling and stopping for one request. The order of the fields is vLLM's."""
 
     n: int = 1
     """Number of samples per prompt. They share the prompt's KV cache pages."""

@@ -24,7 +24,7 @@ MAX_QUERY_USES = 2**20
 
 
 class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=True, metaclass=CheckedNames):
-    """How the hidden states of one prompt are pooled to a result."""
+    """Parameters by which the hidden states of one prompt are pooled to a result."""
 
     task: Task | None = None
     """embed, classify, token_embed, token_classify or sparse; None is the model's first task."""

@@ -33,7 +33,7 @@ class Status(enum.Enum):
 
 
 class WaitFor(enum.IntFlag):
-    """What a request in the waiting queue waits for besides its turn. A new reason to wait is a new flag."""
+    """The event that a request in the waiting queue waits for besides its turn. A new reason to wait is a new flag."""
 
     NOTHING = 0
     PROMPT = enum.auto()  # the first sample of its prompt is computing the prompt
@@ -107,7 +107,7 @@ class Request:
         self.bad_words = bad_words  # token sequences
         self.thinking = thinking  # markers of reasoning, with a thinking budget
         self.seed = seed
-        self.lora = lora  # the adapter that it asks for
+        self.lora = lora  # the adapter of the request
         self.adapter: Adapter | None = None  # set by `Adapters`, from submission to the end
         self.tokens = list(prompt)  # all known tokens, prompt first
         self.num_prompt = len(prompt)
@@ -173,7 +173,7 @@ class Request:
 
     @property
     def cache_key(self) -> tuple[str, bool, bytes]:
-        """What its pages depend on besides tokens: the salt, the kind of rope factors, the digest of its adapter."""
+        """The parts of page hashes besides tokens: the salt, the kind of rope factors, the digest of the adapter."""
         return self.cache_salt, self.long_rope, b"" if self.adapter is None else self.adapter.digest
 
     @property

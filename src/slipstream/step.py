@@ -171,7 +171,7 @@ class StepPlan:
     # [planned] the token after each row's positions, if the host knows it, else 0; empty: no row has host tokens
     following: Ints = field(default_factory=lambda: NO_INTS)
     copies: Ints = field(default_factory=lambda: np.zeros((0, 3), np.int32))  # (group, source page, target page)
-    # likeliest tokens to report per drawn token, except for rows that want more than MAX_PACKED_LOGPROBS, which are
+    # likeliest tokens to report per drawn token, except for rows that request more than MAX_PACKED_LOGPROBS, which are
     # reported apart; None: no logprobs
     num_logprobs: int | None = None
     scores: PromptScores | None = None
@@ -228,7 +228,7 @@ class MaskSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Late:
-    """What a step's head needs and the host knows only when all older steps are committed: the tokens that rows with a
+    """Inputs of a step's head that the host knows only when all older steps are committed: the tokens that rows with a
     grammar may draw, and the edits of logits processors. The runner copies the arrays before it returns: the owner of
     `bits`, `bias` and `offsets` writes them again."""
 
@@ -252,7 +252,7 @@ class StepLogprobs:
     top: Floats  # [entries, k]
     # [asking, max ids] of drawn tokens of rows with logprob_token_ids, only these rows, in the plan's order
     requested: Floats | None = None
-    # of drawn tokens of rows that want more than MAX_PACKED_LOGPROBS, only these rows, in the plan's order
+    # of drawn tokens of rows that request more than MAX_PACKED_LOGPROBS, only these rows, in the plan's order
     wide: StepLogprobs | None = None
 
 

@@ -95,7 +95,7 @@ def rest():
     build("slipstream.ops.recurrent_steps.triton", "_bases_kernel", x, SINGLE=True, DRAWS=128)
     build("slipstream.ops.recurrent_steps.triton", "_bases_kernel", x, SINGLE=False, DRAWS=128, offsets=None)
     x = of(HALF, "embedding angles x rotary") | of(LONG, "ids positions") | {"scale": "fp32"}
-    shape = dict(SIZE=1000, TURNS=256, BLOCK=256, DEPENDENT=True)
+    shape = dict(SIZE=1000, ANGLE_SIZE=256, BLOCK=256, DEPENDENT=True)
     build("slipstream.ops.embedding_lookup.triton", "_look_up_kernel", x, SCALED=True, **shape)
 
 
@@ -122,7 +122,7 @@ def products():
     build(linear + "skinny_mma", "_skinny_mma_kernel", x, **split, **some)
     quantized()
     heads = of(HALF, "x value weight rotary out keys values") | {"slots": LONG}
-    shape = dict(TURNED=24, KV_HEADS=8, PAGE=16, DIM=80, ROTARY=64, BLOCK_T=2, BLOCK_HALF=32, BLOCK_REST=16)
+    shape = dict(ROTATED=24, KV_HEADS=8, PAGE=16, DIM=80, ROTARY=64, BLOCK_T=2, BLOCK_HALF=32, BLOCK_REST=16)
     build("slipstream.ops.rope.triton", "_turn_kernel", heads, BLOCK_H=4, DEPENDENT=True, **shape)
 
 

@@ -33,7 +33,7 @@ _CHANGES_BASE = ("pissa", "olora", "corda", "loftq")  # initialisations that als
 
 
 class AdapterSettings(msgspec.Struct, frozen=True):
-    """What the tensors of an adapter do not say themselves."""
+    """Settings of an adapter that its tensors do not contain."""
 
     alpha: float
     alpha_by_module: dict[str, float]  # by a regular expression that the end of a module's name matches

@@ -110,7 +110,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     depth: int
     seed: int
     staged_ints: int  # integers that the admissions of one step may upload: page-table entries, histories, ids
-    max_step_logprobs: int = MAX_STEP_LOGPROBS  # logprobs of one kind that one step may return, if some row wants many
+    max_step_logprobs: int = (
+        MAX_STEP_LOGPROBS  # logprobs of one kind that one step may return, if some row requests many
+    )
     is_encoder: bool = False  # prompts are computed in one step, and nothing is kept between steps
     max_itl: float | None = None  # bound of the seconds between two tokens that prefill may cause; None: no bound
     max_kept: int = 2**20  # tokens of queries that the device stores for late interaction

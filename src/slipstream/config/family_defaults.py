@@ -1,4 +1,4 @@
-"""What config.json files of a family may leave out: defaults of its config class that are not the usual ones."""
+"""Defaults for fields that the config.json of a family may omit, where its config class differs from the usual ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `config/gguf_info.py` needs to know of each architecture that GGUF files name."""
+"""Properties of each architecture that GGUF files name, for `config/gguf_info.py`."""
 
 from __future__ import annotations
 

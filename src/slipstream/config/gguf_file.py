@@ -88,7 +88,7 @@ _open_files: weakref.WeakValueDictionary[tuple[str, int, int], GgufFile] = weakr
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """How a tensor type is packed: `num_bytes` hold `block` weights."""
+    """Packing of a tensor type: `num_bytes` hold `block` weights."""
 
     name: str
     block: int

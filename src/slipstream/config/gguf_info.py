@@ -156,7 +156,7 @@ class _GgufFields:
         return window if isinstance(window, int) and 0 < window < self.count("context_length") else None
 
     def _family_fields(self, hidden: int, heads: int, head_dim: int) -> dict[str, Any]:
-        """What model families read from `ModelInfo.extra`, under its config.json name."""
+        """Fields that model families read from `ModelInfo.extra`, by their config.json names."""
         first = {name: f"blk.0.{tensor}" in self.file.tensors for name, tensor in self.family.tensors.items()}
         found = {name: self.get(key) for name, key in self.family.fields.items() if self.get(key) is not None}
         fields: dict[str, Any] = {**self.family.constants, **first, **found}

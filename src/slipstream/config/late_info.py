@@ -105,7 +105,7 @@ def _of_folder(path: Path, folder: SentenceFolder) -> dict[str, Any]:
 
 
 def _expansion(path: Path, folder: SentenceFolder, settings: dict[str, Any]) -> dict[str, Any] | None:
-    """How queries are padded; None: they are not. PyLate's own folders pad unless they say otherwise."""
+    """The padding of queries; None: no padding. PyLate's own folders pad unless they say otherwise."""
     found: Any = settings.get("query_expansion")
     by_pylate = "query_expansion" not in settings and any(key in folder.late_settings for key in _PYLATE)
     if by_pylate and settings.get("do_query_expansion") is not False:

@@ -34,7 +34,7 @@ TOKENS_AT_ONCE = 2048
 MAX_SCORES = 2**24
 """Scores of token vectors, and elements of token vectors on each side, that late interaction computes together."""
 KEPT, KEPT_OF_LATE = 2**24, 2**26
-"""Elements in stored queries; and for a model made for late interaction."""
+"""Elements in stored queries; and for a late-interaction model."""
 
 ALIGNMENT = 256  # bytes for the alignment of all fields of a result buffer
 FEW_ADAPTED, ADAPTED_INPUTS = 512, 512

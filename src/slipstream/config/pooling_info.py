@@ -70,7 +70,7 @@ ModuleInfo = DenseInfo | LayerNormInfo | UnitNormInfo
 
 
 class Role(msgspec.Struct, frozen=True, kw_only=True):
-    """How late interaction prepares the texts of one side (queries or documents)."""
+    """Preparation of the texts of one side (queries or documents) for late interaction."""
 
     token_id: int | None = None  # inserted as the second token
     length: int | None = None  # texts are truncated to this many tokens; None: as any text

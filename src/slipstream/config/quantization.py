@@ -37,7 +37,7 @@ ONLINE_FP8 = Quantization(method="fp8", layout="online", bits=8, quantizes_input
 
 
 def choose_quantization(option: str | None, stored: Quantization | None, is_gguf: bool) -> Quantization | None:
-    """What the loader does: the checkpoint's method, or the one that the option `quantization` asks for."""
+    """The method that the loader uses: the checkpoint's, or that of the option `quantization`."""
     if option is None or option == "none":
         return stored
     wanted = {"awq_marlin": "awq", "gptq_marlin": "gptq", "compressed_tensors": "compressed-tensors"}.get(

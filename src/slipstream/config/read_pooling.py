@@ -63,7 +63,7 @@ def read_pooling(options: Options, info: ModelInfo, path: Path) -> tuple[Pooling
             activation = "identity"
     if normalize is not None:
         changes["normalize"] = normalize
-        changes["cuts_normalized"] = False  # a user who asks for normalised vectors gets them
+        changes["cuts_normalized"] = False  # if the user requests normalised vectors
     if activation is not None:
         if not pooling.num_labels:
             raise InvalidOption(f"classify_activation is set, and {info.architecture} has no classes; leave it out")

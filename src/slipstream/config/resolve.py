@@ -43,7 +43,7 @@ LIBRARIES = 2**30  # bytes of GPU memory for workspaces and code of libraries
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """What resolve needs to know about the device; `detect_machine` fills it."""
+    """Properties of the device that `resolve` reads; filled by `detect_machine`."""
 
     kind: str
     free_memory: int
@@ -53,7 +53,7 @@ class Machine(msgspec.Struct, frozen=True):
 
 
 class Source(msgspec.Struct, frozen=True):
-    """Where the weights are, and what the model built from them takes."""
+    """The path of the weights, and the memory of the model built from them."""
 
     path: str
     kind: str  # folder or gguf
@@ -229,7 +229,7 @@ def _drafts_per_step(vocab_size: int, dtype: str, machine: Machine) -> int:
 
 
 def _refuses_drafts(is_encoder: bool, pooling: PoolingInfo | None) -> str:
-    """Why a model cannot have drafts; empty if it can."""
+    """The reason why a model cannot have drafts; empty if it can."""
     return "it generates no text" if is_encoder or (pooling is not None and not pooling.generates) else ""
 
 
@@ -334,7 +334,7 @@ def _keep_free(options: Options, machine: Machine) -> int | None:
 
 
 def fewer_rows(config: EngineConfig) -> str:
-    """What to tell the user if recurrent states are the reason for fewer rows than usual; else an empty text."""
+    """A notice for the user if recurrent states are the reason for fewer rows than usual; else an empty text."""
     rows, usual, states = config.scheduler.max_num_seqs, DEFAULT_ROWS[config.device.kind], config.cache.states
     if states is None or rows >= min(usual, config.scheduler.max_num_batched_tokens):
         return ""

@@ -32,7 +32,7 @@ class SentenceFolder(Modules, kw_only=True):
     max_active_dims: int | None = None
     max_seq_length: int | None = None
     lower_case: bool = False
-    gives_types: bool = True  # the tokenizer sends token types, which tell the two texts of a pair apart
+    gives_types: bool = True  # the tokenizer sends token types, which distinguish the two texts of a pair
 
 
 def read_sentence_folder(

@@ -1,4 +1,4 @@
-"""Plans as bytes: integers of all arrays in one block, then msgpack of what is rarely there. Never pickle.
+"""Plans as bytes: integers of all arrays in one block, then msgpack of the rare fields. Pickle is never used.
 
 A decode step has no admissions, scores, pooling or copies of states, so its plan is one concatenation.
 """

@@ -46,7 +46,7 @@ class PlanWriter:
 
     @property
     def files(self) -> list[ReaderFiles]:
-        """What each reader inherits. `close_inherited` closes them here."""
+        """The file descriptors that each reader inherits. `close_inherited` closes them here."""
         return [reader.files for reader in self._readers]
 
     def close_inherited(self) -> None:
@@ -144,7 +144,7 @@ class PlanReader:
         self._next = 0
 
     def ready(self) -> None:
-        """Tells the writer that this rank has started."""
+        """Notifies the writer that this rank has started."""
         os.write(self._acknowledgements, b"a")
 
     def read(self) -> tuple[bytes, bytes] | None:

@@ -76,7 +76,7 @@ class StepExchange:
         select.select([peer.link for peer in self._peers if not peer.sizes], [], [], seconds)
 
     def leave(self) -> None:
-        """Tells the others that this engine ends on purpose, and closes the connections."""
+        """Notifies the other engines that this engine ends on purpose, and closes the connections."""
         for peer in self._peers:
             peer.send(_MESSAGE.pack(self.num_posted, 0, 0, _LEAVES))
             peer.link.close()
@@ -87,7 +87,7 @@ class StepExchange:
 
 
 class _Peer:
-    """What another engine has posted."""
+    """Sizes that another engine has posted."""
 
     def __init__(self, rank: int, link: socket.socket) -> None:
         link.setblocking(False)

@@ -44,7 +44,7 @@ def chrome_trace(models: Sequence[str], steps: Sequence[StepTimes]) -> bytes:
         name = "prefill" if step.prefill_tokens else "decode"
         events.append(_slice(_DEVICE, f"{name} {step.rows} rows", step.start, step.end - step.start, origin, args))
         if step.gap > 0:
-            begin = max(step.start - step.gap, last_end)  # the two clocks may differ a little
+            begin = max(step.start - step.gap, last_end)  # the two clocks may differ slightly
             details = {"cause": step.cause, "step": step.number, "seconds": step.gap}
             events.append(_slice(_IDLE, _TEXTS[step.cause], begin, step.start - begin, origin, details))
         if step.late > 0:

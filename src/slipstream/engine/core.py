@@ -69,7 +69,7 @@ class EngineCore:
 
     @property
     def _launcher(self) -> Executor:
-        """What takes the plans."""
+        """The object that launches plans."""
         return self.executor if self.recorder is None else self.recorder
 
     def submit_one(self, message: Submit) -> None:

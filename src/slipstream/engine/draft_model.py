@@ -25,7 +25,7 @@ from slipstream.nn.models.stored_head import as_stored
 def settle_draft(
     options: Options, located: LocatedModel, info: ModelInfo, specs: list[CacheSpec], dtype: str, *, on_cpu: bool
 ) -> tuple[DraftModelConfig, list[CacheSpec]] | None:
-    """The model of the drafter that the options ask for, and its cache specs; None: drafts need no model. `located`,
+    """The model of the drafter in the options, and its cache specs; None: drafts need no model. `located`,
     `info` and `specs` are those of the engine's model. The length is the drafter's own until `resolve` sets it."""
     drafts = read_draft_config(options.speculative_config, options.drafts)
     if drafts is None or drafts.method not in WITH_MODEL:

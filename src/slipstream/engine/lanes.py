@@ -55,7 +55,7 @@ class Lanes:
         return sum(core.abort(message) for core in self.cores.values())
 
     def reset_prefix_cache(self) -> None:
-        """Forgets the cached prefixes of all models; encoders have none. Between two steps only."""
+        """Clears the prefix caches of all models; encoders have none. Between two steps only."""
         for core in self.cores.values():
             if (cache := getattr(core.scheduler, "cache", None)) is not None:
                 cache.reset()

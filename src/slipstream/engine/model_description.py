@@ -44,7 +44,7 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def known_ids(self) -> str:
-        """Its token ids, for error messages about other ids."""
+        """The token ids of the model, for error messages about other ids."""
         return f"{self.name} has 0 to {self.vocab_size - 1}"
 
     @property

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 def read_info(options: Options, folder: Path, changes: Mapping[str, Any]) -> ModelInfo:
-    """The facts of the model in a folder, for the code that `model_impl` asks for. `changes`: of config.json."""
+    """The ModelInfo of a folder, for the implementation that `model_impl` selects. `changes`: of config.json."""
     if options.model_impl == "transformers":
         return _backend_info(options, folder, changes)
     if options.model_impl == "auto" and not _has_own_family(folder):

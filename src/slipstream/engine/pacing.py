@@ -98,7 +98,7 @@ class Pacer:
         for known in [self._seconds, self._rested] if step.after_rest else [self._seconds]:
             before = known.get(step.kind, each)
             if is_exact or each < before:
-                # Shorter times are used at once: launching early delays new requests a little, launching late idles the
+                # Shorter times are used at once: launching early delays new requests slightly, launching late idles the
                 # device.
                 known[step.kind] = min(each, before + _NEWEST * (each - before))
         if step.has_chunks and step.num_tokens >= MIN_CHUNK:

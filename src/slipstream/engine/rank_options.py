@@ -53,7 +53,7 @@ def _check_expert_parallel(options: Options, device_kind: str) -> None:
 
 
 def check_rank_config(config: EngineConfig, *, is_low_bit: bool) -> None:
-    """When the model is known."""
+    """Checks the options of ranks once the model is known."""
     model = config.model
     if model.num_ranks == model.num_engines == 1:
         return

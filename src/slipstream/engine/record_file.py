@@ -1,4 +1,4 @@
-"""Recording: what the flight recorder writes to a file, and its format.
+"""Recording: the content and the format of a file of the flight recorder.
 
 A file is a magic line and zlib-compressed msgpack. Reading a file decodes known types only and runs no code.
 """
@@ -143,7 +143,7 @@ def _redacted_admission(admission: Admission) -> Admission:
 
 
 def fingerprint(config: EngineConfig) -> str:
-    """Tells two checkpoints apart: names and sizes of the weight files, and a hash of the start and end of each."""
+    """Identifies a checkpoint: names and sizes of the weight files, and a hash of the start and end of each."""
     if config.model.load_format == "dummy":
         return f"dummy, seed {config.model.seed}"
     path = Path(config.model.path)

@@ -12,7 +12,7 @@ from slipstream.step import Ints, MaskSource
 
 
 class MaskSources:
-    """How to compute the masks of one step again; see `Late.sources`."""
+    """Inputs from which the masks of one step can be computed again; see `Late.sources`."""
 
     __slots__ = ("entries", "num_words")
 

@@ -1,1 +1,1 @@
-"""What a front end does with prompts and results: strings in, tokens to the core, texts and arrays out. No torch."""
+"""The front end's part of a request: strings in, tokens to the core, texts and arrays out. No torch."""

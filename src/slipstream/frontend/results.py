@@ -63,7 +63,7 @@ class CompletionOutput(msgspec.Struct):
 
 
 class Increment(msgspec.Struct):
-    """What is new in one sample since its last increment. The increments together are its whole output."""
+    """The new part of one sample since its last increment. The increments together are its whole output."""
 
     index: int
     text: str

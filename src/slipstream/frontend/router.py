@@ -207,7 +207,7 @@ class RequestRouter:
         return aborted
 
     async def reset_prefix_cache(self) -> None:
-        """Forgets the cached prefixes of all models. Running requests are not affected."""
+        """Clears the prefix caches of all models. Running requests are not affected."""
         await self.call(ResetPrefixCache)
 
     async def call(self, message: Callable[[str], ToCore]) -> Any:

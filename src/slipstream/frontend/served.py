@@ -60,7 +60,7 @@ class ServedModel(msgspec.Struct, frozen=True):
 
     @property
     def tasks(self) -> list[str]:
-        """What the model does: generate, and pooling tasks."""
+        """Tasks of the model: generate, and pooling tasks."""
         pooling = self.description.pooling
         return [*(["generate"] if self.description.generates else []), *(() if pooling is None else pooling.tasks)]
 

@@ -105,6 +105,6 @@ class StepEngine:
         return self._loop.lanes.sleeper.is_asleep
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets the cached prefixes of all models. Running requests keep their pages. Returns True."""
+        """Clears the prefix caches of all models. Running requests keep their pages. Returns True."""
         self._loop.reset_prefix_cache()
         return True

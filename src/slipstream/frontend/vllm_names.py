@@ -56,7 +56,7 @@ _UNUSED = {
 
 
 def check_unused(given: Mapping[str, Any], *known: str) -> None:
-    """Raises for arguments of a method that are not among these, or that ask for something."""
+    """Raises for arguments of a method that are not in this list, or whose value is not None or empty."""
     for name in given:
         if name not in known:
             raise TypeError(f"unexpected argument {name!r}")
@@ -64,7 +64,7 @@ def check_unused(given: Mapping[str, Any], *known: str) -> None:
 
 
 def refuse_unused(**given: Any) -> None:
-    """Raises for an argument of vLLM that this engine has no use for; None and an empty value ask for nothing."""
+    """Raises for an argument of vLLM that this engine does not use, unless it is None or empty."""
     for name, value in given.items():
         if value not in (None, {}, [], False):
             raise InvalidParams(f"{name} is not supported: {_UNUSED[name]}", param=name)

@@ -46,7 +46,7 @@ class BatchView:
     max_queries: int = 1  # host: consecutive rows that may be positions of one drafted row, by their host_ids
     rope_rows: torch.Tensor | None = None  # [T] int64, each token's row in the rope table; None: its position
     query_starts: torch.Tensor | None = None  # [B + 1] int32, first token of each row; None: one token a row
-    token_types: torch.Tensor | None = None  # [T] int64, of encoders that tell two texts apart; None: all are 0
+    token_types: torch.Tensor | None = None  # [T] int64, of encoders that distinguish two texts; None: all are 0
     # Number of leading tokens of each row that are seen: the rest attend to the seen tokens, and no token attends to
     # the rest. None: all are seen.
     num_seen: torch.Tensor | None = None  # [B] int32

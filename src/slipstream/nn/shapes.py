@@ -38,7 +38,7 @@ class LatentShape:
     kv_rank: int  # of the latent that is cached
     q_rank: int  # of the latent of queries; 0: they are projected at once
     nope_dim: int  # of a head's queries and keys, without position
-    rope_dim: int  # of a head's queries and of the key that all heads share, turned by the position
+    rope_dim: int  # of a head's queries and of the key that all heads share, rotated by position
     value_dim: int  # of a head's values
     interleaved: bool  # the checkpoint rotates adjacent elements together, not those of two halves
 
@@ -53,7 +53,7 @@ class QueryScale:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixerShape:
-    """What every mixer declares. A new kind is a subclass and an entry in `MIXERS` of `nn/blocks/block.py`."""
+    """The declarations of every mixer. A new kind is a subclass and an entry in `MIXERS` of `nn/blocks/block.py`."""
 
     name: str  # of the module inside its block, which the checkpoint rules refer to
     causal: bool = True

@@ -74,7 +74,7 @@ class StreamedLayers:
 
     def in_turn(self, layers: nn.ModuleList) -> Iterator[tuple[int, nn.Module]]:
         """Device: number and layer, as `enumerate`. A streamed layer is on the device when it is yielded. The caller
-        launches it before it asks for the next."""
+        launches it before it takes the next."""
         if not self._is_started:
             yield from enumerate(layers)
             return

@@ -48,7 +48,7 @@ def _types(schema: object, root: Mapping[str, Any], depth: int = 0) -> frozenset
 
 
 def _target(reference: str, root: Mapping[str, Any]) -> object:
-    """What a reference within a schema points to; None for others."""
+    """The target of a reference within a schema; None for other references."""
     node: object = root
     for name in reference.removeprefix("#/").split("/") if reference.startswith("#/") else [reference]:
         node = node.get(name) if isinstance(node, Mapping) else None

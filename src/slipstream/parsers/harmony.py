@@ -50,7 +50,7 @@ class HarmonyFormat:
 
 
 def _message(header: str, out: EventSink) -> Sink:
-    """Where the body of a message goes."""
+    """The output that receives the body of a message."""
     recipient, channel = _RECIPIENT.search(header), _CHANNEL_NAME.search(header)
     if recipient is not None and "to=functions." in header:
         out.call(recipient[1])

@@ -12,7 +12,7 @@ from slipstream.parsers.reasoning import ReasoningFormat
 
 
 class ToolCallFormat(Protocol):
-    """How a family of models writes tool calls. `read` reads the output after the reasoning, to its end."""
+    """The format of a model family's tool calls. `read` reads the output after the reasoning, to its end."""
 
     def read(self, reader: TextReader, out: EventSink, functions: Functions) -> Parse[None]: ...
 

@@ -13,7 +13,7 @@ class ReasoningFormat:
     begin: tuple[str, ...] = ("<think>",)
     end: tuple[str, ...] = ("</think>",)
     implicit: bool = False  # the output begins with reasoning, also without the marker
-    stops: tuple[str, ...] = ()  # end the reasoning where the model forgets the marker, and are not part of it
+    stops: tuple[str, ...] = ()  # end the reasoning where the model omits the marker; not part of the reasoning
 
     def is_open(self, prompt: str, *, continues: bool = False) -> bool:
         """Whether the output continues reasoning: the end of the prompt begins it, as some templates do. `continues`:

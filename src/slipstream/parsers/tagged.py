@@ -89,7 +89,7 @@ class _Parameters:
             yield from reader.starts(("\n",))
         value: _TextValue | _AnyValue
         value = _TextValue(out, trims_line=how.trims_lines) if types == {"string"} else _AnyValue(out, types)
-        # a model that forgets the end of a value goes on with the next key or the end of the call
+        # a model that omits the end of a value continues with the next key or the end of the call
         last = how.function_end or how.end
         found = yield from reader.until((how.value[1],), value.add, keep=(how.key[0], last))
         value.finish(is_cut=found is None)

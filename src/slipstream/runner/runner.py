@@ -207,7 +207,7 @@ class ModelRunner:
 
 
 class _Step:
-    """What the forward leaves for the heads. Only device work accesses it, except for the events."""
+    """The results of the forward for the heads. Only device work accesses it, except for the events."""
 
     def __init__(self, started: Event) -> None:
         self.started = started

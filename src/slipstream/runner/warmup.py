@@ -37,7 +37,7 @@ LARGEST = SamplingParams(temperature=0.8, top_p=0.95, logprobs=5)  # the usual f
 
 
 class Start(Protocol):
-    """What happens before the first request, in this order; weights are loaded before the second."""
+    """The steps of a start before the first request, in this order; weights are loaded before the second step."""
 
     def dry_run(self) -> None:
         """Run one step of each kind that has kernels of its own, and the step that needs the most memory, with one

@@ -9,7 +9,7 @@ from slipstream.lora_request import LoRARequest
 
 
 class Adapter:
-    """An adapter that some request asks for, or that is still in host memory."""
+    """An adapter that some request uses, or that is still in host memory."""
 
     __slots__ = ("lora", "buffer", "slot", "digest", "is_read", "job", "num_live", "num_running", "waiting")
 

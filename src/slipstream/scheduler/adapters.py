@@ -233,7 +233,7 @@ class Adapters(Generic[R]):
         return True
 
     def release(self, request: R, row: int = -1) -> None:
-        """The request gives up its row: plans made from now on do not compute it."""
+        """The request's row is released: later plans do not compute it."""
         adapter = request.adapter
         if adapter is None:
             return

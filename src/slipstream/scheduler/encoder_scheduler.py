@@ -31,7 +31,7 @@ from slipstream.step import NO_INTS, AdapterPlan, Bools, Ints, PoolPlan, StepPla
 MIN_HALF_TOKENS = 512
 """Tokens from which a step is about as efficient per token as a larger one."""
 
-MAX_REFILL = 16  # requests to ask for at once; those that do not fit wait for the next step
+MAX_REFILL = 16  # requests that are fetched at once; requests that do not fit wait for the next step
 
 
 class EncoderRequest:
@@ -59,7 +59,7 @@ class EncoderRequest:
         self.type_start = type_start  # first position of token type 1; None: all types are 0
         self.num_seen = num_seen  # leading tokens that all tokens attend to; None: all
         self.caller = caller  # callers of one priority are served by fair queueing
-        self.lora = lora  # the adapter that it asks for
+        self.lora = lora  # the adapter of the request
         self.adapter: Adapter | None = None  # set by `Adapters`
         self.waits_for = WaitFor.NOTHING
         self.is_launched = False

@@ -47,7 +47,7 @@ class RequestLifecycle:
         self.release_siblings(request)
 
     def drain(self, request: Request) -> None:
-        """All positions of a pooling request are launched: give up its row and its pages."""
+        """All positions of a pooling request are launched: release its row and its pages."""
         self._free_row(request)
         request.status = Status.DRAINING
         self.num_draining += 1

@@ -85,7 +85,7 @@ class QueryRegistry(Generic[R]):
         return waiting
 
     def end(self, params: PoolingParams) -> None:
-        """This request has ended, for whatever reason."""
+        """Ends a request, whatever the reason."""
         if params.query_key:
             self._kept[params.query_key].live -= 1
             self._drop_if_unused(params.query_key)

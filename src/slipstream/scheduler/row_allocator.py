@@ -19,7 +19,7 @@ class RowAllocator:
     def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows
         self.running: list[Request] = []  # by priority, then number: the last is preempted first
-        self.num_with_logprobs = 0  # running requests that want logprobs
+        self.num_with_logprobs = 0  # running requests with logprobs
         # `list_sizes` of running requests that have them, each column in ascending order
         self._list_sizes: tuple[list[int], ...] = ([], [], [], [])
         self._free = list(range(num_rows - 1, -1, -1))

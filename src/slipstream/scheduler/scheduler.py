@@ -378,7 +378,7 @@ class Scheduler:
         self._lifecycle.requeue(request)
 
     def preempt_all(self) -> None:
-        """Between two steps: every running request gives up its row and its pages."""
+        """Between two steps: release the rows and pages of all running requests."""
         for request in reversed(list(self._row_allocator.running)):
             self._preempt(request)
 

@@ -159,7 +159,7 @@ def refusal(request_id: str, error: Exception, sample: int = 0) -> Output:
 
 
 def _why(request: Request) -> str:
-    """What may have forbidden every token, in an error message."""
+    """The possible causes of a row without an allowed token, for an error message."""
     error = "" if request.session is None else request.session.error
     return f" ({error})" if error else "" if request.processors is None else ", or its logits processors do"
 

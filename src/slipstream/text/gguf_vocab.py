@@ -141,7 +141,7 @@ def _add_marked_tokens(tokenizer: Tokenizer, tokens: list[str], types: list[int]
 
 
 def _add_ends(tokenizer: Tokenizer, fields: Mapping[str, Any], tokens: list[str]) -> None:
-    """Adds the bos and eos tokens around a text where the file asks for them."""
+    """Adds the bos and eos tokens around a text if the file enables them."""
     # the default of files without the field: SentencePiece models and some byte-level BPE models add bos
     kind, rule = fields.get("tokenizer.ggml.model"), SPLIT_RULES.get(str(fields.get("tokenizer.ggml.pre")))
     usual = kind == "llama" or (rule is not None and rule.adds_bos)

@@ -23,7 +23,7 @@ def grammar_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> LLTokenizer:
 
 
 class _Vocabulary:
-    """What llguidance reads: `tokens`, `special_token_ids`, `eos_token_id`, and a call that encodes a text."""
+    """The vocabulary for llguidance: `tokens`, `special_token_ids`, `eos_token_id`, and a call that encodes a text."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         num = min(tokenizer.vocab_size, vocab_size)

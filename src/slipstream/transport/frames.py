@@ -67,7 +67,7 @@ class AbortedAll(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """To the core: forget the cached prefixes of all models. The core sends the same message back when it is done."""
+    """To the core: clear the prefix caches of all models. The core sends the same message back when it is done."""
 
     call: str
 

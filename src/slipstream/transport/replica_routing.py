@@ -22,7 +22,7 @@ DECODE_COST = 32
 
 
 class ReplicaLoad:
-    """What was sent to one replica and has not finished, and the prefixes that its cache should have."""
+    """Requests that were sent to one replica and have not finished, and the prefixes that its cache should have."""
 
     def __init__(self) -> None:
         self.num_open = 0  # requests

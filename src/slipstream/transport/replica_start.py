@@ -73,7 +73,7 @@ class ReplicaProcesses:
 
 
 def num_replicas(options: Sequence[Options]) -> int:
-    """The number of replicas that the models ask for; all have to ask for the same."""
+    """The number of replicas in the options of the models, which has to be the same for all."""
     counts = {each.data_parallel_size for each in options}
     if len(counts) > 1:
         raise InvalidOption(

@@ -16,7 +16,7 @@ from slipstream.transport.frames import Join, frame
 
 
 class CoreStart(msgspec.Struct, frozen=True):
-    """What a core process reads from its standard input, as JSON."""
+    """The data that a core process reads from its standard input, as JSON."""
 
     options: list[Options]  # of each model
     engine: int = 0  # number of this engine among those that share experts

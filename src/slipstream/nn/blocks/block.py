@@ -40,7 +40,7 @@ from slipstream.nn.weight_format import CheckpointTensor, WeightTarget, new_para
 
 
 class SublayerModule(Protocol):
-    """What a sublayer computes between its norms."""
+    """The computation of a sublayer between its norms."""
 
     def after_norm(
         self,

@@ -26,8 +26,8 @@ class Implementation(Protocol):
 def choose_implementations(
     blocks: Sequence[DecoderBlock], norm: RMSNorm | ResidualLayerNorm, taps: Sequence[int] = ()
 ) -> tuple[Implementation, ...]:
-    """Those that can run these blocks, by the parts that the blocks declare. The blocks themselves, one by one, are the
-    reference and run every step that none of these takes. `taps`: blocks whose inputs are returned too."""
+    """The implementations that can run these blocks, by the parts that the blocks declare. The reference, which runs
+    the blocks one by one, takes every step that no implementation takes. `taps`: blocks whose inputs are returned."""
     if not isinstance(norm, RMSNorm):
         return ()
     weight = norm.weight

@@ -92,7 +92,7 @@ def _site(pair: Pair) -> int:
 
 
 def _sizes(pair: Pair) -> tuple[Any, ...]:
-    """What the C code has once for all layers."""
+    """Sizes that the C code has once for all layers."""
     attention, feed = pair[0].products.shape, pair[1].products.shape
     assert isinstance(attention, AttentionShape) and isinstance(feed, MlpShape)
     heads = (attention.num_heads, attention.num_kv_heads, attention.head_dim, attention.scale, attention.soft_cap)

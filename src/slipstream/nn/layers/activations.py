@@ -138,6 +138,6 @@ def torch_activation(name: str) -> Activation:
     """One of torch.nn's classes as it is without arguments. `config/torch_names.py` has the list of those that
     sentence-transformers' modules may name."""
     if name == "PReLU":
-        return partial(F.leaky_relu, negative_slope=0.25)  # what its weight is before it learns
+        return partial(F.leaky_relu, negative_slope=0.25)  # the initial value of its weight
     kind: type[nn.Module] = getattr(nn, name)
     return (kind(dim=-1) if name in OVER_LAST_DIM or name == HALVING else kind()).eval()

@@ -36,8 +36,8 @@ class LatentAttention(Layer):
         queries = num_heads * (latent.nope_dim + latent.rope_dim)
         self.num_first = latent.q_rank or queries  # outputs of the first product that are for queries
         parts = {"q": self.num_first, "kv": latent.kv_rank + latent.rope_dim}
-        kv_order = _turned_last(1, latent.kv_rank, latent.rope_dim)
-        q_order = _turned_last(num_heads, latent.nope_dim, latent.rope_dim)
+        kv_order = _rotated_last(1, latent.kv_rank, latent.rope_dim)
+        q_order = _rotated_last(num_heads, latent.nope_dim, latent.rope_dim)
         orders = {"kv": kv_order} | ({} if latent.q_rank else {"q": q_order})
         format = format_of(f"{name}.first")
         self.first = ReorderedLinear(hidden, parts, shape.qkv_bias, format, dtype, orders if latent.interleaved else {})
@@ -50,7 +50,7 @@ class LatentAttention(Layer):
                 latent.q_rank, {"": queries}, False, format_of(f"{name}.queries"), dtype, own
             )
         self.kv_norm = RMSNorm(latent.kv_rank, _EPS, dtype)
-        # per head, from the latent to the part of the key that is not turned, and to the value
+        # per head, from the latent to the part of the key that is not rotated, and to the value
         self.expand = new_parameter(num_heads, latent.nope_dim + latent.value_dim, latent.kv_rank, dtype=dtype)
         output_format = format_of(f"{name}.output")
         self.output = new_output(
@@ -96,10 +96,10 @@ class LatentAttention(Layer):
         if self.queries is not None and self.q_norm is not None:
             queries = self.queries(self.q_norm(queries.contiguous())[0], context)
         heads = queries.reshape(len(queries), num_heads, -1)
-        plain, turned = heads.split([latent.nope_dim, latent.rope_dim], 2)
+        plain, rotated = heads.split([latent.nope_dim, latent.rope_dim], 2)
         to_keys, to_values = self.expand.split([latent.nope_dim, latent.value_dim], 1)
         absorbed = torch.bmm(plain.transpose(0, 1), to_keys).transpose(0, 1)
-        query = torch.cat([absorbed, norm_rope(turned, None, 0.0, rotary)], 2)
+        query = torch.cat([absorbed, norm_rope(rotated, None, 0.0, rotary)], 2)
         value = None if key is None else key[..., : latent.kv_rank]
         mixed = context.attention.forward(query, key, value, self.site, self.shape.scale, context)
         out = torch.bmm(mixed.transpose(0, 1), to_values.transpose(1, 2)).transpose(0, 1)
@@ -108,9 +108,9 @@ class LatentAttention(Layer):
 
     def _store(self, compressed: torch.Tensor, rotary: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """The key of each token, [T, 1, kv rank + rope dim], which is also written to its slot."""
-        latent, turned = compressed.split([self.latent.kv_rank, self.latent.rope_dim], 1)
+        latent, rotated = compressed.split([self.latent.kv_rank, self.latent.rope_dim], 1)
         normed, _ = self.kv_norm(latent.contiguous())
-        key = torch.cat([normed, norm_rope(turned.unsqueeze(1), None, 0.0, rotary).squeeze(1)], 1).unsqueeze(1)
+        key = torch.cat([normed, norm_rope(rotated.unsqueeze(1), None, 0.0, rotary).squeeze(1)], 1).unsqueeze(1)
         keys, _ = context.caches[self.site]  # values are a part of them
         keys.flatten(0, 1).index_copy_(0, context.batch.slots[context.group_of_site[self.site]], key)
         return key
@@ -123,9 +123,9 @@ class LatentAttention(Layer):
         piece.write_to(self.expand.view(-1, self.expand.shape[2]))
 
 
-def _turned_last(num_heads: int, plain: int, turned: int) -> list[int]:
+def _rotated_last(num_heads: int, plain: int, rotated: int) -> list[int]:
     """Rows of a projection whose heads end in elements that are rotated in adjacent pairs, in the order in which our
-    rope turns them: the first of all pairs, then the second of all pairs."""
-    size = plain + turned
+    rope rotates them: the first of all pairs, then the second of all pairs."""
+    size = plain + rotated
     of_head = [*range(plain), *range(plain, size, 2), *range(plain + 1, size, 2)]
     return [head * size + row for head in range(num_heads) for row in of_head]

@@ -101,7 +101,7 @@ class Linear(Layer):
         return self.weight.multiply_unnormalized(x, self.bias, activation)
 
     def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
-        """Where the checkpoint's tensors go, by part and kind: "q.weight", "q.bias". The format names the kinds."""
+        """Targets of the checkpoint's tensors, by part and kind: "q.weight", "q.bias". The format names the kinds."""
         first = 0
         for part, size in self.outputs.items():
             prefix = f"{part}." if part else ""

@@ -1,4 +1,4 @@
-"""Rope: the angle by which each position turns each dimension, and the ways it is stretched for long contexts."""
+"""Rope: rotary position embeddings, with the frequency scaling of long-context models."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Rope(Layer):
         *,
         switches: bool = True,
     ) -> None:
-        """`max_positions` is what the model was made for, `num_positions` how many an engine runs; `switches`: the
-        batch says which of two sets of frequencies a token has."""
+        """`max_positions`: the context of the model. `num_positions`: the context of the engine. `switches`: the batch
+        selects one of two sets of frequencies for each token."""
         super().__init__()
         self.switches = switches
         lengths = [num_positions]
@@ -49,7 +49,7 @@ class Rope(Layer):
     table: torch.Tensor
 
     def fill(self) -> None:
-        """Compute the table, on the host, so that all devices turn by the same angles to the last bit."""
+        """Computes the table on the host, so that all devices rotate by the same angles to the last bit."""
         parts = [rope_table(frequencies, num, scale, self.table.dtype) for num, frequencies, scale in self.parts]
         self.table = torch.cat(parts).to(self.table.device)
 
@@ -57,7 +57,7 @@ class Rope(Layer):
         return self.table.index_select(0, rows)
 
 
-# radians per position [rotary dim / 2], and what cosines and sines are multiplied by
+# radians per position [rotary dim / 2], and the factor of cosines and sines
 Frequencies = tuple[torch.Tensor, float]
 
 
@@ -85,7 +85,7 @@ def rope_frequencies(info: RopeInfo, head_dim: int, max_positions: int, num_posi
 
 
 def _none(plain: torch.Tensor, info: RopeInfo, max_positions: int, num_positions: int) -> Frequencies:
-    """Nothing turns: attention without positions, in models whose other layers know the order of tokens."""
+    """No rotation: attention without positions, in models whose other layers encode the order of tokens."""
     return torch.zeros_like(plain), 1.0
 
 
@@ -94,25 +94,25 @@ def _default(plain: torch.Tensor, info: RopeInfo, max_positions: int, num_positi
 
 
 def _dynamic(plain: torch.Tensor, info: RopeInfo, max_positions: int, num_positions: int) -> Frequencies:
-    """The base grows with contexts longer than the model was made for. The engine runs none, so it never does."""
+    """Dynamic NTK raises the base for contexts beyond `max_positions`. The engine runs no such context."""
     assert num_positions <= max_positions, f"{num_positions} positions of a dynamic rope made for {max_positions}"
     return plain, 1.0
 
 
 def _linear(plain: torch.Tensor, info: RopeInfo, max_positions: int, num_positions: int) -> Frequencies:
-    """Positions squeezed together by one factor."""
+    """Linear interpolation: all frequencies are divided by one factor."""
     return plain / info.factors["factor"], 1.0
 
 
 def _proportional(plain: torch.Tensor, info: RopeInfo, max_positions: int, num_positions: int) -> Frequencies:
-    """A share of the frequencies of the whole head; dimensions beyond it do not turn."""
-    turning = int(float(info.factors.get("partial_rotary_factor", 1.0)) * len(plain))
-    kept = torch.where(torch.arange(len(plain)) < turning, plain, 0.0)
+    """Frequencies of the whole head, of which only the first part is used; the other dimensions are not rotated."""
+    num_rotated = int(float(info.factors.get("partial_rotary_factor", 1.0)) * len(plain))
+    kept = torch.where(torch.arange(len(plain)) < num_rotated, plain, 0.0)
     return kept / float(info.factors.get("factor", 1.0)), 1.0
 
 
 def _ntk(plain: torch.Tensor, info: RopeInfo, max_positions: int, num_positions: int) -> Frequencies:
-    """A larger base, and all turns a little slower: what GTE's checkpoints mean by it."""
+    """NTK scaling as in GTE's checkpoints: a larger base, then all frequencies are divided by one factor."""
     factors = info.factors
     if factors.get("mixed_b") is not None:
         raise UnsupportedModel("rope scaling of kind ntk with mixed_b is not built; without it is")
@@ -122,7 +122,8 @@ def _ntk(plain: torch.Tensor, info: RopeInfo, max_positions: int, num_positions:
 
 
 def _llama3(plain: torch.Tensor, info: RopeInfo, max_positions: int, num_positions: int) -> Frequencies:
-    """Slow turns are squeezed, fast ones kept, those between blended by how often they turn in the old context."""
+    """Llama 3: divides low frequencies by the factor and keeps high ones. Between, it blends by the number of rotations
+    in the original context."""
     factors = info.factors
     low, high = factors["low_freq_factor"], factors["high_freq_factor"]
     turns = _original_length(info, max_positions) * plain / (2 * math.pi)
@@ -131,14 +132,14 @@ def _llama3(plain: torch.Tensor, info: RopeInfo, max_positions: int, num_positio
 
 
 def _yarn(plain: torch.Tensor, info: RopeInfo, max_positions: int, num_positions: int) -> Frequencies:
-    """As llama3, with the blend linear in the dimension; attention is sharpened to make up for the longer context."""
+    """YaRN: as llama3, with a blend that is linear in the dimension, and a scale of cosines and sines."""
     factors = info.factors
     original = _original_length(info, max_positions)
     factor = factors.get("factor") or max_positions / original
     rotary_dim = 2 * len(plain)
 
     def dimension_of(turns: float) -> float:
-        """The dimension that turns this often in the original context."""
+        """The dimension with this many rotations in the original context."""
         return rotary_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(info.theta))
 
     first = dimension_of(factors.get("beta_fast") or 32)
@@ -146,12 +147,12 @@ def _yarn(plain: torch.Tensor, info: RopeInfo, max_positions: int, num_positions
     if factors.get("truncate", True):
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, rotary_dim - 1)
-    squeezed = ((torch.arange(len(plain), dtype=torch.float32) - first) / max(last - first, 0.001)).clamp(0, 1)
-    return squeezed * plain / factor + (1 - squeezed) * plain, _yarn_scale(factors, factor)
+    divided = ((torch.arange(len(plain), dtype=torch.float32) - first) / max(last - first, 0.001)).clamp(0, 1)
+    return divided * plain / factor + (1 - divided) * plain, _yarn_scale(factors, factor)
 
 
 def _longrope(plain: torch.Tensor, info: RopeInfo, max_positions: int, num_positions: int) -> Frequencies:
-    """Each frequency has its own divisor: one set for contexts within the first training length, one for longer."""
+    """LongRoPE: a divisor per frequency, from one set up to the original context and another set beyond it."""
     factors = info.factors
     original = _original_length(info, max_positions)
     divisors = torch.tensor(factors["long_factor" if num_positions > original else "short_factor"])
@@ -165,7 +166,7 @@ def _longrope(plain: torch.Tensor, info: RopeInfo, max_positions: int, num_posit
 
 
 def _original_length(info: RopeInfo, max_positions: int) -> float:
-    """Positions of the first training. Where the config leaves it out, transformers takes the longest context."""
+    """The context of pretraining. If the config omits it, it is `max_positions`, as in transformers."""
     original = info.factors.get("original_max_position_embeddings")
     return float(max_positions if original is None else original)
 
@@ -175,13 +176,13 @@ def _yarn_scale(factors: dict[str, Any], factor: float) -> float:
     if given is not None:
         return float(given)
 
-    def sharpening(strength: float) -> float:
+    def scale_of(strength: float) -> float:
         return 0.1 * strength * math.log(factor) + 1.0 if factor > 1 else 1.0
 
     strength, strength_all = factors.get("mscale"), factors.get("mscale_all_dim")
     if strength and strength_all:
-        return sharpening(strength) / sharpening(strength_all)
-    return sharpening(1.0)
+        return scale_of(strength) / scale_of(strength_all)
+    return scale_of(1.0)
 
 
 KINDS: dict[str, Callable[[torch.Tensor, RopeInfo, int, int], Frequencies]] = {

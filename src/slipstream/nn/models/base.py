@@ -19,7 +19,7 @@ class CausalLM(Protocol):
         """Hidden states [S, hidden] to [S, vocabulary], in the model's dtype. `tiles`: those with an adapter."""
 
     def cache_specs(self, page_size: int, dtype: str) -> list[CacheSpec]:
-        """What the model stores between steps, by cache site."""
+        """Specs of the data that the model stores between steps, by cache site."""
 
     def state_specs(self, dtype: str) -> list[StateSpec]:
         """The recurrent states of a row, by state site."""

@@ -56,7 +56,7 @@ def bert_heads(info: ModelInfo) -> HeadShape:
 
 
 def plain_heads(info: ModelInfo) -> HeadShape:
-    """What all families have but the way they classify a text: classes of tokens, words, projections of tokens."""
+    """The heads that all families share: classes of tokens, words, projections of tokens; text classifiers differ."""
     kind = info.architecture
     if kind.endswith("ForTokenClassification"):
         return HeadShape(classifier_bias=True)

@@ -69,7 +69,7 @@ def _shape(
         num_heads=info.num_heads,
         num_kv_heads=1,
         head_dim=latent.kv_rank + latent.rope_dim,
-        scale=(latent.nope_dim + latent.rope_dim) ** -0.5 * _sharpening(info) ** 2,
+        scale=(latent.nope_dim + latent.rope_dim) ** -0.5 * _yarn_scale(info) ** 2,
         qkv_bias=info.attention_bias,
         output_bias=info.attention_bias,
         latent=latent,
@@ -82,8 +82,8 @@ def _shape(
     return replace(shape, ropes=(RopeShape(info.rope, latent.rope_dim),))
 
 
-def _sharpening(info: ModelInfo) -> float:
-    """What YaRN multiplies queries and keys by, where the config asks for all dimensions and not only those turned."""
+def _yarn_scale(info: ModelInfo) -> float:
+    """YaRN's factor of queries and keys, where the config applies it to all dimensions and not only to rotated ones."""
     factors = info.rope.factors
     strength, factor = factors.get("mscale_all_dim"), float(factors.get("factor") or 1.0)
     if info.rope.kind == "default" or not strength or factor <= 1:

@@ -58,7 +58,7 @@ class DraftHead(nn.Module):
                 module.fill_buffers()
 
     def features(self, hidden: torch.Tensor) -> torch.Tensor:
-        """What the target returned for each token, to features [T, hidden]."""
+        """Converts the target's output for each token to features [T, hidden]."""
         return hidden
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
@@ -115,7 +115,7 @@ class MtpHead(DraftHead):
 
 @dataclass(frozen=True, slots=True)
 class MtpFamily:
-    """Where checkpoints of a family have their MTP layer."""
+    """The names of the MTP layer in checkpoints of a family."""
 
     count: str  # the field of config.json with the number of MTP layers
     root: Callable[[int], str]  # how tensor names begin, by the number of the target's layers

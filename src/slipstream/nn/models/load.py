@@ -177,7 +177,7 @@ BY_WORD, BY_TOKEN = "sparse_linear", "colbert_linear"
 
 
 def _beside(config: ModelConfig, heads: Heads | None) -> Iterator[tuple[WeightSource, Rules]]:
-    """What lies in files and folders beside the model's own weights."""
+    """Tensors in files and folders beside the model's own weights."""
     if heads is None or config.pooling is None:
         return
     folder = Path(config.path)

@@ -1,4 +1,4 @@
-"""How much memory a model's tensors take, from its layout alone: no weight is read, nothing is allocated."""
+"""Computes the memory of a model's tensors from its layout: no weight is read, nothing is allocated."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from slipstream.ops.segment_max import segment_max_into
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadShape:
-    """What the checkpoints of a family have behind the hidden states, by its own way of classifying."""
+    """The layers behind the hidden states in checkpoints of a family, with its own text classifier."""
 
     classifier_bias: bool | None = None  # None: no classifier
     transform: str = ""  # activation of a layer before the classifier, or before the vocabulary; "": there is none
@@ -91,7 +91,7 @@ class Heads(nn.Module):
 
     @property
     def sparse_by(self) -> Literal["token", "vocabulary"] | None:
-        """What `sparse` gives weights for: each token of the text, each word of the vocabulary, or nothing."""
+        """The items that get weights in `sparse`: each token of the text, each word of the vocabulary, or none."""
         if self.word is not None:
             return "token"
         return "vocabulary" if self.vocabulary_bias is not None else None

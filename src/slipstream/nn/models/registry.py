@@ -103,7 +103,7 @@ from slipstream.nn.weights.rules import Rules
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How the decoders of a family are built: shape and tensor rules."""
+    """The construction of a family's decoders: shape and tensor rules."""
 
     shape: Callable[[ModelInfo], DecoderShape]
     rules: Callable[[DecoderShape], Rules]
@@ -249,7 +249,7 @@ def find_family(info: ModelInfo) -> Family | EncoderFamily:
 
 
 def find_shape(info: ModelInfo) -> DecoderShape | EncoderShape:
-    """What a model is, by its family and by what its checkpoint is for."""
+    """The shape of a model, by its family and by the purpose of its checkpoint."""
     if info.backend_folder:
         from slipstream.nn.models.transformers_decoder import transformers_shape  # the library is optional
 
@@ -293,7 +293,7 @@ def _check_bidirectional(info: ModelInfo, shape: DecoderShape) -> None:
 
 
 def find_heads(info: ModelInfo) -> HeadShape:
-    """What a checkpoint has behind its hidden states."""
+    """The layers of a checkpoint behind its hidden states."""
     if info.backend_folder:
         return HeadShape()
     family = find_family(info)

@@ -37,7 +37,7 @@ from slipstream.ops.lora import LoraTiles
 
 
 def transformers_shape(info: ModelInfo) -> DecoderShape:
-    """As far as the cache and the memory estimate need it: a layer for each call of attention."""
+    """The shape as far as the cache and the memory estimate read it: a layer for each call of attention."""
     mlp = MlpShape(size=info.ffn_size, activation="silu")
     norm = NormShape(eps=info.norm_eps)
     return DecoderShape(
@@ -116,7 +116,7 @@ class TransformersDecoder(nn.Module):
         return out[..., :value_dim].unsqueeze(0)
 
     def logits(self, hidden: torch.Tensor, tiles: LoraTiles | None = None) -> torch.Tensor:
-        """By the library's own causal LM, with its scales and caps."""
+        """Computes logits by the library's own causal LM, with its scales and caps."""
         assert tiles is None, "modules of the transformers library have no adapters here"
         self.given.hidden = hidden.unsqueeze(0)
         ids = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
@@ -152,7 +152,7 @@ class _Given(nn.Module):
 
 
 class _Outputs:
-    """What a causal LM reads of its layers' results: hidden states, and None for everything else."""
+    """The result of the layers as a causal LM reads it: hidden states, and None for everything else."""
 
     def __init__(self, hidden: torch.Tensor) -> None:
         self.last_hidden_state = hidden
@@ -169,13 +169,13 @@ def _name_of(module: Any, base: Any) -> str:
 
 
 def lay_out_transformers(config: ModelConfig) -> TransformersDecoder:
-    """On the meta device, for its sizes."""
+    """Builds the module on the meta device, for its sizes."""
     module = new_module(load_config(config.info.backend_folder), getattr(torch, config.dtype))
     return TransformersDecoder(config.info, module)
 
 
 def load_transformers(config: ModelConfig, device: torch.device) -> TransformersDecoder:
-    """With its weights in place."""
+    """Loads the module with its weights."""
     if config.load_format != "safetensors":
         raise UnsupportedModel(
             f"{config.info.architecture} runs by transformers' module, which loads a folder with weights; "
@@ -206,7 +206,7 @@ def load_transformers(config: ModelConfig, device: torch.device) -> Transformers
 
 
 def transformers_info(folder: str) -> ModelInfo:
-    """The facts of a model that runs by the library's module. Raises UnsupportedModel."""
+    """The ModelInfo of a model that runs by the library's module. Raises UnsupportedModel."""
     config = load_config(folder)
     find_class(config)
     text = config.get_text_config()

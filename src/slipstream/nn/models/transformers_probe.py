@@ -1,4 +1,4 @@
-"""What attention layers a module of the transformers library has, found by running it without memory.
+"""Finds the attention layers of a module of the transformers library by running it without memory.
 
 The module is built on the meta device and computes a few tokens there. Its attention layers call the function that is
 registered in `AttentionInterface`; the probe records sizes, scales, windows, soft caps and sinks of each call. What the

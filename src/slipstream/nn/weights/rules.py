@@ -16,7 +16,7 @@ class Rules:
         self._rules = [(_pattern(theirs), ours) for theirs, ours in names.items()]
 
     def __or__(self, others: Rules) -> Rules:
-        """These rules first, then the others."""
+        """Rules that apply these rules first, then the others."""
         both = Rules({})
         both._rules = self._rules + others._rules
         return both

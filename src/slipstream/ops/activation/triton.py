@@ -83,7 +83,7 @@ def _gelu_tanh(x):
 
 
 def sparse_gelu_tanh_and_mul(gate_up: torch.Tensor, deviations: float) -> torch.Tensor:
-    """Gelu, tanh approximation, of what a gate exceeds the cutoff of its row by."""
+    """Gelu, tanh approximation, of the amount by which a gate exceeds the cutoff of its row."""
     size = gate_up.shape[-1] // 2
     if size > _MAX_SPARSE:
         return reference.sparse_gelu_tanh_and_mul(gate_up, deviations)

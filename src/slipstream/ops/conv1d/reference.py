@@ -51,7 +51,7 @@ def causal_conv1d(
     inputs = torch.cat((carried.flatten(0, 1), x))
 
     def find(rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        """Where in `inputs` the input lies that is `offsets` after the row's first token of the step."""
+        """The index in `inputs` of the input that is `offsets` after the row's first token of the step."""
         here = len(slots) * past + starts[rows] + offsets
         return torch.where(offsets >= 0, here, rows * past + past + offsets).clamp(0, len(inputs) - 1)
 

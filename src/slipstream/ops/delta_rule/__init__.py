@@ -1,4 +1,4 @@
-"""Gated delta rule: linear attention whose state forgets by a gate and corrects what a key recalls.
+"""Gated delta rule: linear attention whose state decays by a gate and is corrected by the error of each key's value.
 
 `gated_delta_rule` computes packed rows, in chunks where rows have several tokens. `delta_decode` is all that a layer
 does between its two projections, for steps of one token per row.

@@ -183,7 +183,7 @@ def _chunked(inputs: _Inputs, state: torch.Tensor, steps: RecurrentSteps, entrie
 
 
 class DeltaWeights(NamedTuple):
-    """What a layer applies between its projections."""
+    """Weights that a layer applies between its projections."""
 
     conv: torch.Tensor  # [2 * key size + value size, width]
     a_log: torch.Tensor  # [value heads], float32 or float64

@@ -69,7 +69,7 @@ def earlier_drafts(next_tokens: torch.Tensor, rows: torch.Tensor, offsets: torch
 
 
 class RowHistory(NamedTuple):
-    """Where the tokens of rows are: in pages, as keys and values are, and the token drawn last in `next_tokens`."""
+    """The tokens of rows: in pages, as keys and values are, and the token drawn last in `next_tokens`."""
 
     next_tokens: torch.Tensor  # [rows, 1 + drafts] int64
     computed: torch.Tensor  # [rows] int64, positions whose tokens are in pages

@@ -16,11 +16,11 @@ def lookup_embedding_and_rope(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Same arguments and result as the reference."""
     assert embedding.is_contiguous() and angles.is_contiguous() and len(ids) == len(positions)
-    (num_tokens,), size, turns = ids.shape, embedding.shape[1], angles[0].numel()
+    (num_tokens,), size, angle_size = ids.shape, embedding.shape[1], angles[0].numel()
     x = torch.empty((num_tokens, size), dtype=embedding.dtype, device=embedding.device)
     rotary = torch.empty((num_tokens, *angles.shape[1:]), dtype=angles.dtype, device=angles.device)
     if num_tokens:
-        _look_up_kernel[(num_tokens, triton.cdiv(size, _BLOCK) + triton.cdiv(turns, _BLOCK))](
+        _look_up_kernel[(num_tokens, triton.cdiv(size, _BLOCK) + triton.cdiv(angle_size, _BLOCK))](
             embedding,
             ids,
             angles,
@@ -29,7 +29,7 @@ def lookup_embedding_and_rope(
             rotary,
             scale,
             SIZE=size,
-            TURNS=turns,
+            ANGLE_SIZE=angle_size,
             SCALED=scale != 1.0,
             BLOCK=_BLOCK,
             num_warps=4,
@@ -49,7 +49,7 @@ def _look_up_kernel(
     rotary,
     scale,
     SIZE: tl.constexpr,
-    TURNS: tl.constexpr,
+    ANGLE_SIZE: tl.constexpr,
     SCALED: tl.constexpr,
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -67,5 +67,5 @@ def _look_up_kernel(
         tl.store(x + token * SIZE + column, value, mask=column < SIZE)
     else:
         column = (part - BLOCKS) * BLOCK + tl.arange(0, BLOCK)
-        value = tl.load(angles + tl.load(positions + token) * TURNS + column, mask=column < TURNS, other=0.0)
-        tl.store(rotary + token * TURNS + column, value, mask=column < TURNS)
+        value = tl.load(angles + tl.load(positions + token) * ANGLE_SIZE + column, mask=column < ANGLE_SIZE, other=0.0)
+        tl.store(rotary + token * ANGLE_SIZE + column, value, mask=column < ANGLE_SIZE)

@@ -18,7 +18,7 @@ CLAMP_ALPHA, CLAMP_LIMIT = 1.702, 7.0  # of gpt-oss
 
 @dataclass(frozen=True, slots=True)
 class RouterRule:
-    """How a router turns logits into experts and their weights."""
+    """The rule by which a router turns logits into experts and their weights."""
 
     top_k: int
     scores: Literal["softmax", "sigmoid"] = "softmax"
@@ -75,7 +75,7 @@ class ExpertBiases(NamedTuple):
 
 
 class SharedOutput(NamedTuple):
-    """What the shared expert adds to the sum: out, or sigmoid(gate) * out."""
+    """The shared expert's addend: out, or sigmoid(gate) * out."""
 
     out: torch.Tensor  # [tokens, hidden]
     gate: torch.Tensor | None = None  # [tokens, 1]

@@ -1,4 +1,4 @@
-"""What recurrent ops need to know of a step's rows: their state slots, chunks, drafts, and which states to save."""
+"""The rows of a step for recurrent ops: their state slots, chunks, drafts, and the states to save."""
 
 from slipstream.ops.dispatch import by_device
 from slipstream.ops.recurrent_steps import reference

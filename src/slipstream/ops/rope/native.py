@@ -41,8 +41,8 @@ def rope_and_write_cache(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Norm and RoPE of queries and keys; writes keys and values to their slots. Returns queries, and keys, or None for
     keys if attention reads them from the pages only."""
-    turned = norm_rope(query_key, weight, eps, rotary)
+    rotated = norm_rope(query_key, weight, eps, rotary)
     num_kv_heads = value.shape[1]
-    query, key = turned.split([turned.shape[1] - num_kv_heads, num_kv_heads], 1)
+    query, key = rotated.split([rotated.shape[1] - num_kv_heads, num_kv_heads], 1)
     write_cache(key, value, keys, values, slots)
     return query, key

@@ -21,8 +21,8 @@ def apply_rope(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """Rotates x [T, heads, dim] by the table rows [T, 2, rotary dim]. Dimensions past the rotary ones do not change."""
     num_tokens, num_heads, dim = x.shape
     rotary = rows.shape[-1]
-    turned = x if rotary == dim else x[..., :rotary]
-    halves = turned.unflatten(-1, (2, rotary // 2))
+    rotated = x if rotary == dim else x[..., :rotary]
+    halves = rotated.unflatten(-1, (2, rotary // 2))
     cos, sin = rows.view(num_tokens, 2, 1, 2, rotary // 2).unbind(1)
     out = (halves * cos).addcmul_(halves.flip(2), sin).view(num_tokens, num_heads, rotary)
     return out if rotary == dim else torch.cat((out, x[..., rotary:]), -1)

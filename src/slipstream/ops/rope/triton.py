@@ -43,14 +43,14 @@ def _launch(
     values: torch.Tensor | None,
     slots: torch.Tensor | None,
 ) -> torch.Tensor:
-    num_tokens, num_turned, dim = x.shape
+    num_tokens, num_rotated, dim = x.shape
     num_kv_heads = 0 if value is None else value.shape[1]
     assert x.stride(2) == 1 and rotary.is_contiguous() and (weight is None or weight.is_contiguous())
-    out = torch.empty((num_tokens, num_turned - num_kv_heads, dim), dtype=x.dtype, device=x.device)
-    turns = rotary.shape[-1]
-    half = triton.next_power_of_2(turns // 2)
-    block_tokens, block_heads, warps = _blocks(num_tokens, num_turned, half)
-    num_blocks = triton.cdiv(num_turned, block_heads) + triton.cdiv(num_kv_heads, block_heads)
+    out = torch.empty((num_tokens, num_rotated - num_kv_heads, dim), dtype=x.dtype, device=x.device)
+    rotary_dim = rotary.shape[-1]
+    half = triton.next_power_of_2(rotary_dim // 2)
+    block_tokens, block_heads, warps = _blocks(num_tokens, num_rotated, half)
+    num_blocks = triton.cdiv(num_rotated, block_heads) + triton.cdiv(num_kv_heads, block_heads)
     _turn_kernel[(triton.cdiv(num_tokens, block_tokens), num_blocks)](
         x,
         value,
@@ -69,15 +69,15 @@ def _launch(
         0 if keys is None else keys.stride(0),
         0 if keys is None else keys.stride(1),
         0 if keys is None else keys.stride(2),
-        TURNED=num_turned,
+        ROTATED=num_rotated,
         KV_HEADS=num_kv_heads,
         PAGE=0 if keys is None else keys.shape[1],
         DIM=dim,
-        ROTARY=turns,
+        ROTARY=rotary_dim,
         BLOCK_T=block_tokens,
         BLOCK_H=block_heads,
         BLOCK_HALF=half,
-        BLOCK_REST=triton.next_power_of_2(max(dim - turns, 1)),
+        BLOCK_REST=triton.next_power_of_2(max(dim - rotary_dim, 1)),
         num_warps=warps,
         **dependent(x.device, num_tokens),
     )
@@ -114,7 +114,7 @@ def _turn_kernel(
     page_stride,
     slot_stride,
     page_head,
-    TURNED: tl.constexpr,
+    ROTATED: tl.constexpr,
     KV_HEADS: tl.constexpr,
     PAGE: tl.constexpr,
     DIM: tl.constexpr,
@@ -127,8 +127,8 @@ def _turn_kernel(
 ):
     release_next(DEPENDENT)
     HALF: tl.constexpr = ROTARY // 2
-    TURNED_BLOCKS: tl.constexpr = (TURNED + BLOCK_H - 1) // BLOCK_H
-    QUERIES: tl.constexpr = TURNED - KV_HEADS
+    ROTATED_BLOCKS: tl.constexpr = (ROTATED + BLOCK_H - 1) // BLOCK_H
+    QUERIES: tl.constexpr = ROTATED - KV_HEADS
     part = tl.program_id(1)
     lane = tl.arange(0, BLOCK_T * BLOCK_H)
     token = tl.program_id(0).to(tl.int64) * BLOCK_T + lane // BLOCK_H
@@ -136,9 +136,9 @@ def _turn_kernel(
     # dimension i is rotated with i + half; dimensions past the rotary part do not change
     dim = tl.arange(0, BLOCK_HALF)[None, :]
     rest = ROTARY + tl.arange(0, BLOCK_REST)[None, :]
-    if part < TURNED_BLOCKS:
+    if part < ROTATED_BLOCKS:
         head = part * BLOCK_H + lane % BLOCK_H
-        mine = (there & (head < TURNED))[:, None]
+        mine = (there & (head < ROTATED))[:, None]
         mask = mine & (dim < HALF)
         rest_mask = mine & (rest < DIM)
         if weight is not None:
@@ -186,7 +186,7 @@ def _turn_kernel(
                     tl.store(target + rest, stay.to(out.dtype.element_ty), mask=rest_mask & key)
     elif keys is not None:
         wait_for_previous(DEPENDENT)
-        own = (part - TURNED_BLOCKS) * BLOCK_H + lane % BLOCK_H
+        own = (part - ROTATED_BLOCKS) * BLOCK_H + lane % BLOCK_H
         held = (there & (own < KV_HEADS))[:, None]
         given = value + (token * value_token + own * value_head)[:, None]
         taken = values + _slot_offset(slots, token, there, page_stride, slot_stride, PAGE)

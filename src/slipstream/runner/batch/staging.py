@@ -37,7 +37,7 @@ class UploadSpan(NamedTuple):
 
 
 class Upload:
-    """What one step sends to the device: filled on the host, then sent by one copy."""
+    """The data that one step sends to the device: filled on the host, then sent by one copy."""
 
     def __init__(self, ring: HostRing, buffer: _Buffer) -> None:
         self._ring = ring

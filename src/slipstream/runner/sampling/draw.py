@@ -50,7 +50,7 @@ class Draw:
         return bool(self._users) and bool(self.random[rows].any())
 
     def prepare(self, rows: Ints, upload: Upload) -> DrawWork:
-        """Host: the work that draws tokens [S] from logits [S, V]. Noise is made for sampling rows only."""
+        """Host: the work that draws tokens [S] from logits [S, V]. Only sampling rows get noise."""
         if not self.is_used_by(rows):
             return greedy
         random = self.random[rows]

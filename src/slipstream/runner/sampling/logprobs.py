@@ -95,7 +95,7 @@ class WideLogprobsWork:
 
 
 class WideLogprobs:
-    """Rows that want more than MAX_PACKED_LOGPROBS likeliest tokens. A RowState without device memory."""
+    """Rows that request more than MAX_PACKED_LOGPROBS likeliest tokens. A RowState without device memory."""
 
     def __init__(self, num_rows: int) -> None:
         self._wanted = np.zeros(num_rows, np.int64)

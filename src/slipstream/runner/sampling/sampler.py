@@ -52,7 +52,7 @@ Accept = Callable[[DrawnTokens], Accepted]
 
 @dataclass(frozen=True, slots=True)
 class SampleOutput:
-    """What a step drew, on the device."""
+    """The tokens that a step drew, on the device."""
 
     tokens: torch.Tensor  # [S] int64
     # [S] bool: the row's logits held NaN, or no token was left; its token is 0. With drafts, of reached draws only

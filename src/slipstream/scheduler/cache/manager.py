@@ -108,7 +108,7 @@ class CacheManager:
         return Hit(length, matching.pages, branch=branch if self.groups else 0, checkpoint=matching.checkpoint)
 
     def reset(self) -> None:
-        """Forgets all cached prefixes. Requests keep the pages that they hold. Between two plans only."""
+        """Clears the prefix cache. Requests keep the pages that they hold. Between two plans only."""
         for group in self.groups:
             group.pool.unpublish_all()
         if self.states is not None:
@@ -121,7 +121,7 @@ class CacheManager:
             matching.keep()
 
     def drop_match(self, request: Request) -> None:
-        """This request will not be matched again."""
+        """Drops the stored match of a request that will not be matched again."""
         if self._matching is not None and self._matching.request is request:
             self._drop_match()
 

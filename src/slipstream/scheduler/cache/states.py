@@ -74,7 +74,7 @@ class StateCache:
             self._restores.append((request, checkpoint))
 
     def save_positions(self, start: int, known: int, branch: int) -> list[int]:
-        """Where checkpoints of a prompt of `known` tokens are taken, if positions from `start` on are computed."""
+        """Positions of the checkpoints of a prompt of `known` tokens, if positions from `start` on are computed."""
         border = self.border
         end = known // border * border
         wanted = [end, branch // border * border, end - border]
@@ -165,7 +165,7 @@ class StateCache:
             self.pool.unpublish(page_hash)
 
     def take_copies(self) -> tuple[list[Restore], list[Save]] | None:
-        """What the plan under construction restores and saves; the plan is complete then. None: nothing. Requests with
+        """The restores and saves of the plan under construction, which is complete then. None: nothing. Requests with
         a late save need not be part of the plan."""
         for request in self._late_saves:
             if request.states is not None:

@@ -129,8 +129,8 @@ class Constraints:
     # Sessions
 
     def plan(self, sampling: Sequence[Request], drawn: Sequence[int] | None = None, num_proposed: int = 0) -> None:
-        """These requests draw in the plan that is being made. `drawn`: how many tokens; None: one each. `num_proposed`:
-        drafts that the plan proposes for the next one."""
+        """Records that these requests draw in the plan under construction. `drawn`: how many tokens; None: one each.
+        `num_proposed`: drafts that the plan proposes for the next plan."""
         numbers = itertools.repeat(1) if drawn is None else drawn
         self.drawing = []
         for request, num in zip(sampling, numbers, strict=False):

@@ -49,7 +49,7 @@ class Session:
 
     @property
     def error(self) -> str:
-        """Why no token is possible; empty if the state is fine."""
+        """The reason why no token is possible; empty if one is."""
         return self.matcher.get_error().replace("<non-verbose/>", "").strip()
 
     def catch_up(self) -> None:

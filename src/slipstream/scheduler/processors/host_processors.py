@@ -89,7 +89,7 @@ class HostProcessors:
     # Planning and committing
 
     def plan(self, sampling: Sequence[Request]) -> None:
-        """These requests draw in the plan that is being made."""
+        """Records that these requests draw in the plan under construction."""
         self.drawing = [(request, request.row) for request in sampling if request.processors is not None]
         self._is_alone = len(self.drawing) == len(sampling)
         for request, _ in self.drawing:
@@ -97,7 +97,7 @@ class HostProcessors:
                 request.hold()
 
     def advance(self, requests: Sequence[Request]) -> None:
-        """These requests drew tokens that are known now. Runs the processors of slow ones in the background."""
+        """Handles requests whose drawn tokens are known now: slow processors run in the background."""
         for request in requests:
             own = request.processors
             if own is None or not request.held or request.pending or request.status is not Status.RUNNING:

@@ -37,7 +37,7 @@ class RequestProcessors:
 
     @property
     def processed(self) -> Processed:
-        """What the device must prepare for."""
+        """The processing that the device must prepare for."""
         scaled = self.scaled or any(self.batches.values())
         raw = self.by_logits or not all(self.batches.values())
         return (
@@ -67,7 +67,7 @@ class RequestProcessors:
             )
 
     def token_edit(self, vocab_size: int) -> RowEdit:
-        """What the processors that see tokens make of the present ones. After an error no token is allowed."""
+        """The edit that processors make from the present tokens. After an error no token is allowed."""
         edit = RowEdit()
         for name, call in self.by_tokens:
             try:

@@ -29,7 +29,7 @@ class LineStatus(msgspec.Struct):
 
 
 class StoredResult(msgspec.Struct):
-    """What is read back of a result."""
+    """The part of a stored result that is read back."""
 
     response: LineStatus | None
 

@@ -1,4 +1,4 @@
-"""What `chat` and `generate` share: opening the model, and its sampling parameters."""
+"""Code that `chat` and `generate` share: opening the model, and its sampling parameters."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ async def abort_requests(request: Request, body: None) -> Response:
 
 
 async def reset_prefix_cache(request: Request, body: None) -> Response:
-    """Forgets cached prefixes, for example before a measurement. Running requests keep the pages that they hold."""
+    """Clears the prefix caches, for example before a measurement. Running requests keep the pages that they hold."""
     try:
         await asyncio.wait_for(request.state.engine.reset_prefix_cache(), _REPLY_SECONDS)
     except TimeoutError:

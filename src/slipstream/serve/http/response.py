@@ -23,7 +23,7 @@ class Response(msgspec.Struct, frozen=True):
 
 
 class StreamFormat(msgspec.Struct, frozen=True):
-    """How a stream is written."""
+    """The format of a stream."""
 
     media_type: bytes
     keep_alive: bytes | None  # sent to keep a silent stream open; None where the format has no comments

@@ -120,7 +120,7 @@ class Acceptor:
             task.add_done_callback(self._opening.discard)
 
     async def _open(self, connection: socket.socket) -> None:
-        with contextlib.suppress(OSError):  # the client has disconnected, or does not speak TLS
+        with contextlib.suppress(OSError):  # the client has disconnected, or does not use TLS
             transport, _ = await self._loop.connect_accepted_socket(self._make_protocol, connection, **self._tls)
             if self._closed:  # meanwhile: `shutdown` has not seen this connection
                 transport.close()

@@ -89,7 +89,7 @@ class Supervisor:
         return any(front_end.process is not None for front_end in self.front_ends) or not self._is_ending
 
     def _check(self, front_end: _FrontEnd) -> None:
-        """Restarts a front end that has exited, or gives up."""
+        """Restarts a front end that has exited, or ends the server."""
         if front_end.process is None:
             if not self._is_ending and time.monotonic() >= front_end.due:
                 self._restart(front_end)

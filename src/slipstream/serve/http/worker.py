@@ -38,7 +38,7 @@ _LOST_SECONDS = 1.0  # after the loss of the core, for open requests to fail and
 
 
 class WorkerEnd(NamedTuple):
-    """Why a front end ended without a signal."""
+    """The reason why a front end ended without a signal."""
 
     cause: str
     by_core: bool  # the core exited or its connection was lost; else this front end could not start

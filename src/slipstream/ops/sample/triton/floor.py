@@ -277,7 +277,7 @@ def _floor_kernel(
 
 @triton.jit
 def _reach_of_peaks(peak, best, by_count, count_goal, mass_goal, TILE: tl.constexpr):
-    """A value that at least as many peaks as the goal asks for reach, and few more; -inf if there is none."""
+    """A value that is reached by at least as many peaks as the goal, and by few more; -inf if there is none."""
     weight = tl.exp(peak - best)
     low = tl.min(tl.where(peak > float("-inf"), peak, float("inf")), 0)
     high = best

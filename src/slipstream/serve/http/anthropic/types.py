@@ -14,7 +14,7 @@ def _doc(text: str) -> msgspec.Meta:
 
 
 class CountTokensRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What the prompt is made of."""
+    """The fields that form the prompt."""
 
     model: str
     messages: Annotated[list[dict[str, Any]], _doc("the last may be the assistant's: its text is continued")]

@@ -1,4 +1,4 @@
-"""What the routes of files and batches share: the store, and the owner of a request."""
+"""Code that the routes of files and batches share: the store, and the owner of a request."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ class LineResponse(msgspec.Struct):
 
 
 class LineError(msgspec.Struct):
-    """Why a line has no response, such as `batch_expired`."""
+    """The reason why a line has no response, such as `batch_expired`."""
 
     code: str
     message: str

@@ -50,7 +50,7 @@ class ChatAnswer(msgspec.Struct):
 
 
 class ChatPart(msgspec.Struct):
-    """What is new in one sample of a stream."""
+    """The new part of one sample of a stream."""
 
     new: Increment
     events: list[ParserEvent]  # every ToolCallStart has an id
@@ -150,7 +150,7 @@ class ChatRun:
         return [kept for event in events if (kept := self._kept(event)) is not None]
 
     def _kept(self, event: ParserEvent) -> ParserEvent | None:
-        """The event with the id of a call; None if the request does not want it."""
+        """The event with the id of a call; None if the request excludes it."""
         match event:
             case ReasoningDelta() if not self._conversation.include_reasoning:
                 return None

@@ -1,4 +1,4 @@
-"""What the routes of chat APIs other than OpenAI's share: conversion of parameters, messages and tool calls."""
+"""Code that the routes of other chat APIs than OpenAI's share: conversion of parameters, messages and tool calls."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ def check_fields(
     known: Collection[str],
     neutral: Mapping[str, tuple[Any, ...]] | None = None,
 ) -> None:
-    """Raises for a field that the object `path` does not have. Null asks for nothing, under any name.
+    """Raises for a field that the object `path` does not have. Null is accepted under any name.
 
     `neutral`: fields of the API that are not supported, with the values that ask for nothing.
     """

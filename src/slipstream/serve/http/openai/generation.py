@@ -1,4 +1,4 @@
-"""What completions and chat share: admission, tokenising and sending of prompts, errors of samples, and usage."""
+"""Code that completions and chat share: admission, tokenising and sending of prompts, errors of samples, and usage."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ _TYPES = ("text", "json_object", "json_schema", "structural_tag")
 
 
 def structured_outputs(given: dict[str, Any], names: dict[str, str]) -> StructuredOutputsParams | None:
-    """The shape that the request asks for. `names` gets the name of the field, for later errors."""
+    """The required shape of the output. `names` gets the name of the field, for later errors."""
     pattern = given.get("guided_whitespace_pattern")
     asked = [name for name in FIELDS if name in given and given[name] != {"type": "text"}]
     if len(asked) > 1:

@@ -1,4 +1,4 @@
-"""What all pooling routes share: choice of a model, admission, running a pooling call, and errors of results."""
+"""Code that all pooling routes share: choice of a model, admission, running a pooling call, and errors of results."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Decode speed of the default model on the CPU, compared with other engines in the same run.
+"""Decode speed of the default model, or of a GGUF file, on the CPU, compared with other engines in the same run.
 
     python benchmarks/cpu_decode.py                     # all threads, batches of 1 and 8
     python benchmarks/cpu_decode.py --threads 1         # on a busy machine, use the CPU column of this
+    python benchmarks/cpu_decode.py --model FILE.gguf   # benchmarks/random_gguf.py makes one with K-quants
     python benchmarks/cpu_decode.py --json result.json
 
 Prompts of 32 tokens, 128 new tokens, greedy. A step samples one token for every row of the batch; reported is the
@@ -58,9 +59,15 @@ def prompts(batch: int) -> list[list[int]]:
 
 
 class Ours:
-    def __init__(self, dequantize: bool, threads: int) -> None:
+    def __init__(self, path: Path, dequantize: bool, threads: int) -> None:
         self.llm = LLM(
-            dequantize=dequantize, dtype="float32", num_threads=threads, max_model_len=256, use_tqdm_on_load=False
+            str(path),
+            dequantize=dequantize,
+            dtype="float32",
+            num_threads=threads,
+            max_model_len=256,
+            skip_tokenizer_init=True,
+            use_tqdm_on_load=False,
         )
 
     def run(self, batch: int) -> list[Step]:
@@ -80,7 +87,8 @@ class Ours:
         weights = [module.weight for module in model.modules() if hasattr(module, "num_inputs")]
         weights.append(model.embedding.weight)
         sizes = [module.num_inputs for module in model.modules() if hasattr(module, "num_inputs")]
-        inputs = [torch.randn(batch, size) for size in (*sizes, model.embedding.size)]
+        sizes.append(model.embedding(torch.zeros(1, dtype=torch.long)).shape[1])
+        inputs = [torch.randn(batch, size) for size in sizes]
         return lambda: [w.multiply(x, None) for w, x in zip(weights, inputs, strict=True)] and None
 
 
@@ -198,12 +206,11 @@ def middle(steps: list[Step]) -> Step:
     return statistics.median(wall), statistics.median(cpu)
 
 
-def measure(batches: list[int], threads: int, rounds: int) -> list[dict[str, Any]]:
+def measure(path: Path, batches: list[int], threads: int, rounds: int) -> list[dict[str, Any]]:
     native.build()  # an engine has them after its first second
-    path = locate(None, None).path
     engines: dict[str, Any] = {
-        "slipstream low-bit": Ours(False, threads),
-        "slipstream float32": Ours(True, threads),
+        "slipstream low-bit": Ours(path, False, threads),
+        "slipstream float32": Ours(path, True, threads),
         PEER: Transformers(path, threads),
     }
     results = []
@@ -255,12 +262,13 @@ def show(results: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="decode speed of the default model on the CPU, beside its peers")
+    parser.add_argument("--model", type=Path, help="a GGUF file of a llama model; default: the default model")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     args = parser.parse_args()
-    results = measure(args.batches, args.threads, args.rounds)
+    results = measure(args.model or locate(None, None).path, args.batches, args.threads, args.rounds)
     kernel = find_kernel()
     print(f"{args.threads} threads, torch {torch.__version__}, low-bit kernel: {kernel.name if kernel else 'none'}")
     show(results)

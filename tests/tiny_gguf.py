@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
+from gguf_blocks import quantize
 from tiny import tiny_weights
 from tiny_tokenizer import IM_END, SPECIAL_TOKENS, byte_tokenizer
 
@@ -33,6 +34,8 @@ THEIRS = {
 AROUND = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
 GEMMA = AROUND | {"pre_feedforward_layernorm": "ffn_norm"}
 PHI = {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"}
+# sizes for which K-quants, with blocks of 256 columns, exist
+K_SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
 OWN_THEIRS = {"gemma2": GEMMA, "gemma3": GEMMA, "olmo2": AROUND, "phi3": PHI}
 
 
@@ -80,7 +83,7 @@ def write_gguf(
             tensor = pairs_from_halves(tensor, heads[stem])
         array = tensor.numpy()
         as_kind = (others or {}).get(stem, kind) if array.ndim == 2 else gguf.GGMLQuantizationType.F32
-        writer.add_tensor(f"{block}{stem}.{suffix}", gguf.quants.quantize(array, as_kind), raw_dtype=as_kind)
+        writer.add_tensor(f"{block}{stem}.{suffix}", quantize(array, as_kind), raw_dtype=as_kind)
     for name, array in (extra or {}).items():
         writer.add_tensor(name, array)
     writer.write_header_to_file()

@@ -18,7 +18,7 @@ from slipstream.nn.blocks.fused_cpu import FusedCpu
 from slipstream.ops import native
 from slipstream.scheduler.plan_builder import PlanBuilder
 from tiny import write_tiny
-from tiny_gguf import write_gguf
+from tiny_gguf import K_SIZES, write_gguf
 
 KINDS = ["llama float32", "gemma2 float32", "llama Q4_1", "qwen3 Q4_0", "gemma2 Q8_0", "llama mixed"]
 TOLERANCE = 1e-4  # of logprobs in float32, where torch's sums differ between one token and many
@@ -40,12 +40,12 @@ def compiled() -> None:
 @pytest.fixture(scope="module", params=KINDS)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     family, kind = request.param.split()
-    folder = write_tiny(tmp_path_factory.mktemp("tiny"), family)
+    folder = write_tiny(tmp_path_factory.mktemp("tiny"), family, **(K_SIZES if kind == "mixed" else {}))
     if kind == "float32":
         return str(folder)
-    if kind == "mixed":
-        others = {"attn_v": Kind.Q8_0, "ffn_down": Kind.F16, "output": Kind.Q5_0}
-        return str(write_gguf(folder, Kind.Q4_1, others=others))
+    if kind == "mixed":  # every layout of the C kernels
+        others = {"attn_k": Kind.Q4_1, "attn_v": Kind.Q6_K, "attn_output": Kind.Q8_0, "ffn_up": Kind.Q5_K}
+        return str(write_gguf(folder, Kind.Q4_K, others=others | {"ffn_down": Kind.F16, "output": Kind.Q5_0}))
     return str(write_gguf(folder, Kind[kind]))
 
 

@@ -1,4 +1,4 @@
-"""Products with weights that stay at 4 bits, against the plain product of the dequantised ones."""
+"""GEMMs with low-bit weights, against the plain GEMM of the dequantised ones."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import gguf
 import pytest
 import torch
 
+from gguf_blocks import K_KINDS, quantize
 from slipstream.ops import dequant, native
 from slipstream.ops.low_bit import (
     DynamicQuant,
@@ -26,45 +27,76 @@ from slipstream.ops.low_bit import (
 KERNELS: list[Kernel] = [DynamicQuant(), Int4Pack(), Interleaved()]
 ERRORS = {"dynamic quant": 0.015, "int4 pack": 0.015, "interleaved": 1e-4}  # of the norm of a product
 SHAPES = [(1, 32), (5, 64), (16, 32), (33, 1536), (63, 96), (100, 576), (129, 64)]
+K_SHAPES = [(1, 256), (33, 1536), (63, 512), (130, 256)]
+BY_SHAPE = [(kind, shape) for kind in dequant.KINDS for shape in (K_SHAPES if kind in K_KINDS else SHAPES)]
 
 
 def raw_blocks(kind: str, num_rows: int, num_columns: int, seed: int = 0) -> torch.Tensor:
     weights = torch.randn(num_rows, num_columns, generator=torch.Generator().manual_seed(seed))
     # means that are not 0, so that minima and offsets matter
-    return torch.from_numpy(gguf.quants.quantize((weights + 0.5).numpy(), gguf.GGMLQuantizationType[kind]))
+    return torch.from_numpy(quantize((weights + 0.5).numpy(), gguf.GGMLQuantizationType[kind]))
 
 
-def usable(kernel: Kernel) -> None:
+def some_columns(kind: str, num_columns: int) -> int:
+    """At least so many, in whole blocks of the kind."""
+    return -(-num_columns // 256) * 256 if kind in K_KINDS else num_columns
+
+
+def usable(kernel: Kernel, kind: str = "Q4_1") -> None:
+    if kind not in kernel.kinds:
+        pytest.skip(f"{kernel.name} cannot pack {kind}")
     if isinstance(kernel, Interleaved) and not (native.build() and kernel.suits_machine()):
         pytest.skip("our own kernel needs a C compiler")
     if not is_correct(kernel):
         pytest.skip(f"torch has no {kernel.name} product on this machine")
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("kind", dequant.KINDS)
+@pytest.mark.parametrize(("kind", "shape"), BY_SHAPE)
 def test_dequantised_blocks_equal_the_librarys(kind: str, shape: tuple[int, int]) -> None:
     raw = raw_blocks(kind, *shape)
     expected = torch.from_numpy(gguf.quants.dequantize(raw.numpy(), gguf.GGMLQuantizationType[kind]))
     assert dequant.dequantize(raw, kind).equal(expected)
 
 
-@pytest.mark.parametrize("kind", dequant.KINDS)
+# of a block: bytes, and the places of its float16 scales
+HALVES = {
+    "Q4_0": (18, [0]), "Q4_1": (20, [0, 2]), "Q8_0": (34, [0]),
+    "Q4_K": (144, [0, 2]), "Q5_K": (176, [0, 2]), "Q6_K": (210, [208]),
+}  # fmt: skip
+
+
+def random_blocks(kind: str, num_rows: int) -> torch.Tensor:
+    """Three blocks per row with any bytes but for the float16 scales, which are finite."""
+    size, places = HALVES[kind]
+    raw = torch.randint(0, 256, (num_rows, 3, size), generator=torch.Generator().manual_seed(1)).to(torch.uint8)
+    for place, scale in zip(places, (-1.5, 0.25), strict=False):
+        raw[..., place : place + 2] = torch.tensor([scale], dtype=torch.float16).view(torch.uint8)
+    return raw.flatten(1)
+
+
+@pytest.mark.parametrize("kind", DynamicQuant.kinds)
 def test_every_byte_finds_its_way_into_the_planes(kind: str) -> None:
-    raw = torch.randint(0, 256, (256, dequant.KINDS[kind][1] * 3), generator=torch.Generator().manual_seed(1))
-    raw = raw.to(torch.uint8)
-    head = dequant.KINDS[kind][0]
-    raw.view(256, 3, -1)[..., :head].copy_(torch.linspace(-2, 2, head // 2).half().view(torch.uint8))
-    x = torch.randn(4, 96, dtype=torch.float32, generator=torch.Generator().manual_seed(2))
-    expected = x @ dequant.dequantize(raw, kind).t()
-    torch.testing.assert_close(multiply(x, make_planes(raw, kind)), expected, rtol=1e-4, atol=1e-3)
+    weight = dequant.dequantize(random_blocks(kind, 256), kind)
+    x = torch.randn(4, weight.shape[1], generator=torch.Generator().manual_seed(2))
+    found = multiply(x, make_planes(random_blocks(kind, 256), kind))
+    torch.testing.assert_close(found, x @ weight.t(), rtol=1e-4, atol=1e-3 * float(weight.abs().max()))
 
 
-@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", dequant.KINDS)
+def test_every_byte_is_multiplied(kind: str) -> None:
+    """All values of weights, scales and minima, also those that no quantiser writes."""
+    usable(Interleaved())
+    weight = dequant.dequantize(random_blocks(kind, 66), kind).double()
+    x = torch.randn(9, weight.shape[1], generator=torch.Generator().manual_seed(2))
+    expected = x.double() @ weight.t()
+    found = Interleaved().pack(random_blocks(kind, 66), kind).multiply(x)
+    assert (found - expected).norm() < 1e-4 * x.norm() * weight.norm() / 8
+
+
+@pytest.mark.parametrize(("kind", "shape"), BY_SHAPE)
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_product_is_near_the_dequantised_one(kernel: Kernel, kind: str, shape: tuple[int, int]) -> None:
-    usable(kernel)
+    usable(kernel, kind)
     raw = raw_blocks(kind, *shape)
     packed = kernel.pack(raw, kind)
     x = torch.randn(65, shape[1], generator=torch.Generator().manual_seed(3))
@@ -88,9 +120,9 @@ def test_rows_that_do_not_follow_one_another_are_read_right(kernel: Kernel) -> N
 @pytest.mark.parametrize("kernel", [DynamicQuant(), Interleaved()], ids=lambda kernel: kernel.name)
 def test_a_rows_product_does_not_depend_on_the_batch(kernel: Kernel, kind: str) -> None:
     """Activations are quantised row by row, so alone and batched differ by no more than the sums of the offsets."""
-    usable(kernel)
-    packed = kernel.pack(raw_blocks(kind, 96, 576), kind)
-    x = torch.randn(13, 576, generator=torch.Generator().manual_seed(5)) * torch.logspace(-3, 3, 13).unsqueeze(1)
+    usable(kernel, kind)
+    packed = kernel.pack(raw_blocks(kind, 96, columns := some_columns(kind, 576)), kind)
+    x = torch.randn(13, columns, generator=torch.Generator().manual_seed(5)) * torch.logspace(-3, 3, 13).unsqueeze(1)
     together = packed.multiply(x)
     for i in range(13):
         alone = packed.multiply(x[i : i + 1])[0]
@@ -103,8 +135,8 @@ def test_a_rows_product_does_not_depend_on_the_batch(kernel: Kernel, kind: str) 
 def test_any_number_of_tokens_gives_a_row_the_same_bits(kind: str) -> None:
     """Tiles of 8 tokens and less, and more tokens than are quantised at once."""
     usable(Interleaved())
-    packed = Interleaved().pack(raw_blocks(kind, 10, 64), kind)
-    x = torch.randn(600, 64, generator=torch.Generator().manual_seed(6))
+    packed = Interleaved().pack(raw_blocks(kind, 10, columns := some_columns(kind, 64)), kind)
+    x = torch.randn(600, columns, generator=torch.Generator().manual_seed(6))
     together = packed.multiply(x)
     for count in (1, 2, 3, 4, 5, 6, 7, 8, 9, 255, 256, 257):
         assert packed.multiply(x[:count]).equal(together[:count])
@@ -114,8 +146,8 @@ def test_any_number_of_tokens_gives_a_row_the_same_bits(kind: str) -> None:
 @pytest.mark.parametrize("kind", dequant.KINDS)
 def test_an_outlier_costs_its_neighbours_little(kind: str) -> None:
     usable(Interleaved())
-    raw = raw_blocks(kind, 64, 96)
-    x = torch.randn(4, 96, generator=torch.Generator().manual_seed(7))
+    raw = raw_blocks(kind, 64, columns := some_columns(kind, 96))
+    x = torch.randn(4, columns, generator=torch.Generator().manual_seed(7))
     x[:, 40] = 100.0
     expected = x.double() @ dequant.dequantize(raw, kind).double().t()
     found = Interleaved().pack(raw, kind).multiply(x)
@@ -123,7 +155,7 @@ def test_an_outlier_costs_its_neighbours_little(kind: str) -> None:
 
 
 def spoilt_rows(packed) -> torch.Tensor:
-    x = torch.randn(9, 64, generator=torch.Generator().manual_seed(8))
+    x = torch.randn(9, packed.num_columns, generator=torch.Generator().manual_seed(8))
     clean = packed.multiply(x)
     for row, value in ((1, torch.nan), (4, torch.inf), (8, -torch.inf)):
         x[row, 33] = value
@@ -138,7 +170,7 @@ def spoilt_rows(packed) -> torch.Tensor:
 def test_what_is_not_a_number_stays_so_in_its_own_row(kind: str) -> None:
     """So that the row is flagged, and no other."""
     usable(Interleaved())
-    found = spoilt_rows(Interleaved().pack(raw_blocks(kind, 10, 64), kind))
+    found = spoilt_rows(Interleaved().pack(raw_blocks(kind, 10, some_columns(kind, 64)), kind))
     assert not found[[1, 4, 8]].isfinite().any() and found[6].eq(0).all() and found[7].abs().max() < 1e-30
 
 
@@ -152,30 +184,41 @@ def test_plain_c_gives_what_the_vectors_give(tmp_path: Path, monkeypatch) -> Non
     subprocess.run([compiler, *native._FLAGS, "-DSLIP_PLAIN", "-shared", source, "-o", made], check=True)
     plain = ctypes.CDLL(str(made))
     plain.slip_low_bit.argtypes, plain.slip_low_bit.restype = native.SIGNATURES["slip_low_bit"], native.INT
-    x = torch.randn(11, 576, generator=torch.Generator().manual_seed(9))
     for kind in dequant.KINDS:
-        packed = Interleaved().pack(raw_blocks(kind, 30, 576), kind)
+        x = torch.randn(11, columns := some_columns(kind, 576), generator=torch.Generator().manual_seed(9))
+        packed = Interleaved().pack(raw_blocks(kind, 30, columns), kind)
         expected = packed.multiply(x)
         with monkeypatch.context() as patch:
             patch.setattr(native, "library", lambda: plain)
             found = packed.multiply(x)
             assert packed.multiply(x[3:4])[0].equal(found[3])
-            assert not spoilt_rows(Interleaved().pack(raw_blocks(kind, 10, 64), kind))[[1, 4, 8]].isfinite().any()
+            spoilt = spoilt_rows(Interleaved().pack(raw_blocks(kind, 10, some_columns(kind, 64)), kind))
+            assert not spoilt[[1, 4, 8]].isfinite().any()
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", dequant.KINDS)
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_memory_is_foreseen(kernel: Kernel, kind: str) -> None:
-    usable(kernel)
+    usable(kernel, kind)
     if not kernel.suits_machine():
         pytest.skip(f"{kernel.name} is never chosen on this processor")
-    packed = kernel.pack(raw_blocks(kind, 96, 576), kind)
+    packed = kernel.pack(raw_blocks(kind, 96, columns := some_columns(kind, 576)), kind)
     values = [getattr(packed, name) for name in packed.__slots__]
     while any(isinstance(value, tuple) for value in values):
         values = [v for value in values for v in (value if isinstance(value, tuple) else (value,))]
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    assert kernel.num_bytes(kind, 96, 576) == sum(t.numel() * t.element_size() for t in tensors)
+    assert kernel.num_bytes(kind, 96, columns) == sum(t.numel() * t.element_size() for t in tensors)
+
+
+@pytest.mark.parametrize("kind", K_KINDS)
+def test_a_large_weight_is_packed_in_chunks(kind: str, monkeypatch) -> None:
+    usable(Interleaved())
+    raw = raw_blocks(kind, 21, 512)
+    whole = Interleaved().pack(raw, kind)
+    monkeypatch.setattr(Interleaved, "_CHUNK", 8)
+    cut = Interleaved().pack(raw, kind)
+    assert cut.data.equal(whole.data) and cut.scale.equal(whole.scale) and cut.num_rows == 21
 
 
 def test_a_kernel_that_is_wrong_or_missing_is_not_taken() -> None:

@@ -16,7 +16,9 @@ import numpy as np
 import pytest
 import torch
 
+from gguf_blocks import K_KINDS, quantize
 from slipstream.ops import activation, native, norm, paged_attention, rope
+from slipstream.ops.dequant import KINDS
 from slipstream.ops.linear import native as linear_native
 from slipstream.ops.low_bit.interleaved import Interleaved
 
@@ -70,10 +72,11 @@ def run_products() -> list[torch.Tensor]:
 
 def run_low_bit() -> list[torch.Tensor]:
     found = []
-    for kind in ("Q4_0", "Q4_1", "Q8_0"):
-        raw = gguf.quants.quantize((random(30, 96) + 0.5).numpy(), gguf.GGMLQuantizationType[kind])
+    for kind in KINDS:
+        columns = 256 if kind in K_KINDS else 96
+        raw = quantize((random(30, columns) + 0.5).numpy(), gguf.GGMLQuantizationType[kind])
         packed = Interleaved().pack(torch.from_numpy(raw), kind)
-        found += [packed.multiply(random(tokens, 96, seed=2)) for tokens in (1, 2, 5, 11)]
+        found += [packed.multiply(random(tokens, columns, seed=2)) for tokens in (1, 2, 5, 11)]
     return found
 
 

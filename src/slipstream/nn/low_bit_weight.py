@@ -1,7 +1,7 @@
-"""LowBit: weights that a GGUF file stores as Q4_0, Q4_1 or Q8_0 stay packed.
+"""LowBit: weights of a GGUF file stay packed if the kernel of this machine can multiply their kind.
 
 A matrix may be merged from parts of different kinds. Adjacent parts of one kind are packed and multiplied together;
-parts of other kinds between them are float32.
+parts that cannot stay packed are float32.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from slipstream.nn.weight_format import CheckpointTensor, Weight, WeightTarget
 from slipstream.ops import native
-from slipstream.ops.dequant import KINDS, dequantize
+from slipstream.ops.dequant import dequantize
 from slipstream.ops.linear import linear
 from slipstream.ops.linear.native import skinny_gemm
 from slipstream.ops.low_bit import Kernel, Packed
@@ -25,7 +25,7 @@ from slipstream.ops.weight_rows import WeightRows, dense_rows
 
 @dataclass(slots=True)
 class LowBit:
-    """Keeps weights at 4 or 8 bits if their kind allows; activations are float32."""
+    """Keeps weights at 4 or 8 bits if the kernel has their kind; activations are float32."""
 
     kernel: Kernel
     is_used: bool = False  # whether some weight of the model is low-bit
@@ -54,7 +54,7 @@ class LowBitWeight(Weight):
         self._missing -= piece.shape[0]
         if self._missing == 0:
             pieces = [self._pieces[first] for first in sorted(self._pieces)]
-            self.runs = [self._pack(kind, list(run)) for kind, run in groupby(pieces, _packed_kind)]
+            self.runs = [self._pack(kind, list(run)) for kind, run in groupby(pieces, self._packed_kind)]
             self._pieces = {}
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -70,8 +70,12 @@ class LowBitWeight(Weight):
 
     def _num_bytes(self, piece: CheckpointTensor) -> int:
         num_rows, num_columns = piece.shape
-        kind = _packed_kind(piece)
+        kind = self._packed_kind(piece)
         return num_rows * num_columns * 4 if kind is None else self.format.kernel.num_bytes(kind, num_rows, num_columns)
+
+    def _packed_kind(self, piece: CheckpointTensor) -> str | None:
+        """The kind of a piece that stays packed, or None."""
+        return piece.kind if piece.kind in self.format.kernel.kinds and piece.blocks is not None else None
 
     def runs_for_kernels(self) -> list[WeightRows] | None:
         found = [run.for_kernels() for run in self.runs]
@@ -128,11 +132,6 @@ class _PlainRows:
 
     def for_kernels(self) -> WeightRows | None:
         return dense_rows(self.rows)
-
-
-def _packed_kind(piece: CheckpointTensor) -> str | None:
-    """The kind of a piece that stays packed, or None."""
-    return piece.kind if piece.kind in KINDS and piece.blocks is not None else None
 
 
 def _blocks(piece: CheckpointTensor) -> torch.Tensor:

@@ -3,6 +3,8 @@
 #include <immintrin.h>
 #include <math.h>
 
+#include "native_low_bit_x86.h"
+
 static void quantize_block(const float *x, SlipActivations *out) {
     const __m256 sign = _mm256_set1_ps(-0.0f);
     __m256 v[4], largest_lanes = _mm256_setzero_ps(), not_finite = _mm256_setzero_ps();
@@ -38,23 +40,23 @@ static void quantize_block(const float *x, SlipActivations *out) {
 }
 
 // 4 columns of x, repeated for each row of the lower half; the next 4 for the upper half
-static inline __attribute__((always_inline)) __m256i spread(const int8_t *x) {
+SLIP_INLINE __m256i spread(const int8_t *x) {
     const __m256i order = _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1);
     return _mm256_permutevar8x32_epi32(_mm256_castsi128_si256(_mm_loadl_epi64((const __m128i *)x)), order);
 }
 
-// 32 columns of 4-bit weights: the sum of two products fits 16 bits, and so does the sum of four such pairs
-static inline __attribute__((always_inline)) __m128i dot_4bit(const __m256i *w, const int8_t *x) {
+// 32 columns of weights from 0 to 31: the sum of two products fits 16 bits, and so does the sum of four such pairs
+SLIP_INLINE __m128i dot_unsigned(const __m256i *w, const int8_t *x) {
     __m256i total = _mm256_maddubs_epi16(w[0], spread(x));
     for (int c = 1; c < 4; c++) total = _mm256_add_epi16(total, _mm256_maddubs_epi16(w[c], spread(x + 8 * c)));
     total = _mm256_madd_epi16(total, _mm256_set1_epi16(1));
     return _mm_add_epi32(_mm256_castsi256_si128(total), _mm256_extracti128_si256(total, 1));
 }
 
-// 32 columns of signed 8-bit weights, extended to 16 bits
-static inline __attribute__((always_inline)) __m128i dot_8bit(const uint8_t *weights, const int8_t *x) {
+// `count` columns of signed 8-bit weights, extended to 16 bits
+SLIP_INLINE __m128i dot_signed(int count, const uint8_t *weights, const int8_t *x) {
     __m256i total = _mm256_setzero_si256();  // sums of column pairs: two per row
-    for (int c = 0; c < 8; c++) {
+    for (int c = 0; c < count / 4; c++) {
         __m256i w = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(weights + 16 * c)));
         int32_t four;
         memcpy(&four, x + 4 * c, 4);
@@ -63,39 +65,49 @@ static inline __attribute__((always_inline)) __m128i dot_8bit(const uint8_t *wei
     return _mm_hadd_epi32(_mm256_castsi256_si128(total), _mm256_extracti128_si256(total, 1));
 }
 
-static inline __attribute__((always_inline)) __m128 from_half(const uint16_t *halves) {
-    return _mm_cvtph_ps(_mm_loadl_epi64((const __m128i *)halves));
+// 256 * high + low
+SLIP_INLINE __m128 join_digits(__m128i high, __m128i low) {
+    return _mm_cvtepi32_ps(_mm_add_epi32(_mm_slli_epi32(high, 8), low));
 }
 
-// Four weight rows times each token of a tile. Callers pass constants for `bits` and `tokens`.
-static inline __attribute__((always_inline)) void multiply_tile(int bits, int tokens, const uint8_t *weights,
-                                                                const uint16_t *scales, const uint16_t *offsets,
-                                                                const SlipActivations *x, int64_t groups,
-                                                                float (*out)[4]) {
+// Four weight rows times each token of a tile. Callers pass constants for `layout` and `tokens`.
+SLIP_INLINE void multiply_tile(int layout, int tokens, const uint8_t *weights, const uint8_t *scales,
+                               const uint16_t *offsets, const SlipActivations *x, int64_t groups, float (*out)[4]) {
     __m128 total[TILE];
     for (int t = 0; t < tokens; t++) total[t] = _mm_setzero_ps();
     for (int64_t g = 0; g < groups; g++, x += tokens) {
+        const uint8_t *block = weights + g * slip_weight_bytes(layout);
         __m256i w[4];  // 8 columns of 4 rows each
-        if (bits == 4)
+        if (slip_has_pairs(layout))
             for (int c = 0; c < 2; c++) {
-                __m256i pairs = _mm256_loadu_si256((const __m256i *)(weights + g * 64 + 32 * c));
+                __m256i pairs = _mm256_loadu_si256((const __m256i *)(block + 32 * c));
                 w[c] = _mm256_and_si256(pairs, _mm256_set1_epi8(15));
                 w[c + 2] = _mm256_and_si256(_mm256_srli_epi16(pairs, 4), _mm256_set1_epi8(15));
             }
-        __m128 scale = from_half(scales + g * 4), offset = scale;
-        if (bits == 4) offset = from_half(offsets + g * 4);
+        else if (layout == SLIP_Q5_K)
+            for (int c = 0; c < 4; c++) w[c] = _mm256_loadu_si256((const __m256i *)(block + 32 * c));
+        __m128 s[2];
+        load_scales(layout, scales, offsets, g, s);
         for (int t = 0; t < tokens; t++) {
-            __m128i high, low;
-            if (bits == 4) {
-                high = dot_4bit(w, x[t].high);
-                low = dot_4bit(w, x[t].low);
-            } else {
-                high = dot_8bit(weights + g * 128, x[t].high);
-                low = dot_8bit(weights + g * 128, x[t].low);
+            __m128 x_scale = _mm_set1_ps(x[t].scale);
+            if (layout == SLIP_Q6_K) {
+                for (int half = 0; half < 2; half++) {
+                    __m128i high = dot_signed(16, block + 64 * half, x[t].high + 16 * half);
+                    __m128i low = dot_signed(16, block + 64 * half, x[t].low + 16 * half);
+                    total[t] = _mm_fmadd_ps(join_digits(high, low), _mm_mul_ps(s[half], x_scale), total[t]);
+                }
+                continue;
             }
-            __m128 sum = _mm_cvtepi32_ps(_mm_add_epi32(_mm_slli_epi32(high, 8), low));
-            total[t] = _mm_fmadd_ps(sum, _mm_mul_ps(scale, _mm_set1_ps(x[t].scale)), total[t]);
-            if (bits == 4) total[t] = _mm_fmadd_ps(offset, _mm_set1_ps(x[t].sum), total[t]);
+            __m128i high, low;
+            if (layout == SLIP_EIGHT_BITS) {
+                high = dot_signed(32, block, x[t].high);
+                low = dot_signed(32, block, x[t].low);
+            } else {
+                high = dot_unsigned(w, x[t].high);
+                low = dot_unsigned(w, x[t].low);
+            }
+            total[t] = _mm_fmadd_ps(join_digits(high, low), _mm_mul_ps(s[0], x_scale), total[t]);
+            if (slip_has_offset(layout)) total[t] = _mm_fmadd_ps(s[1], _mm_set1_ps(x[t].sum), total[t]);
         }
     }
     for (int t = 0; t < tokens; t++) _mm_storeu_ps(out[t], total[t]);

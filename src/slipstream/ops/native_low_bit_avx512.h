@@ -4,6 +4,8 @@
 #include <immintrin.h>
 #include <math.h>
 
+#include "native_low_bit_x86.h"
+
 static void quantize_block(const float *x, SlipActivations *out) {
     __m512 v[2] = {_mm512_loadu_ps(x), _mm512_loadu_ps(x + 16)};
     // NaN if a number is infinite or NaN
@@ -22,22 +24,19 @@ static void quantize_block(const float *x, SlipActivations *out) {
     out->sum = out->scale * (float)_mm512_reduce_add_epi32(total);
 }
 
-static inline __attribute__((always_inline)) __m512i load_digits(const int8_t *digits) {
+SLIP_INLINE __m512i load_digits(const int8_t *digits) {
     return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)digits));
 }
 
-// the float16 scale of each row, in the lanes of the row
-static inline __attribute__((always_inline)) __m512 spread_half(const uint16_t *halves) {
+// the value of each row, in the lanes of the row
+SLIP_INLINE __m512 spread(__m128 four) {
     const __m512i order = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 0, 0, 1, 1, 2, 2, 3, 3);
-    __m128 four = _mm_cvtph_ps(_mm_loadl_epi64((const __m128i *)halves));
     return _mm512_permutexvar_ps(order, _mm512_castps128_ps512(four));
 }
 
-// Four weight rows times each token of a tile. Callers pass constants for `bits` and `tokens`.
-static inline __attribute__((always_inline)) void multiply_tile(int bits, int tokens, const uint8_t *weights,
-                                                                const uint16_t *scales, const uint16_t *offsets,
-                                                                const SlipActivations *x, int64_t groups,
-                                                                float (*out)[4]) {
+// Four weight rows times each token of a tile. Callers pass constants for `layout` and `tokens`.
+SLIP_INLINE void multiply_tile(int layout, int tokens, const uint8_t *weights, const uint8_t *scales,
+                               const uint16_t *offsets, const SlipActivations *x, int64_t groups, float (*out)[4]) {
     // of 8 columns: the first 4 for each row, then the other 4
     const __m512i orders[4] = {_mm512_setr_epi64(0, 0, 0, 0, 1, 1, 1, 1), _mm512_setr_epi64(2, 2, 2, 2, 3, 3, 3, 3),
                                _mm512_setr_epi64(4, 4, 4, 4, 5, 5, 5, 5), _mm512_setr_epi64(6, 6, 6, 6, 7, 7, 7, 7)};
@@ -49,7 +48,7 @@ static inline __attribute__((always_inline)) void multiply_tile(int bits, int to
     }
     for (int64_t g = 0; g < groups; g++, x += tokens) {
         __m512i w[4];
-        if (bits == 4) {
+        if (slip_has_pairs(layout)) {
             for (int c = 0; c < 2; c++) {
                 __m256i pairs = _mm256_loadu_si256((const __m256i *)(weights + g * 64 + 32 * c));
                 __m256i low = _mm256_and_si256(pairs, _mm256_set1_epi8(15));
@@ -60,17 +59,23 @@ static inline __attribute__((always_inline)) void multiply_tile(int bits, int to
         } else {
             for (int c = 0; c < 4; c++) w[c] = load_digits((const int8_t *)weights + g * 128 + 32 * c);
         }
-        __m512 scale = spread_half(scales + g * 4);
-        __m128 offset = _mm_setzero_ps();
-        if (bits == 4) offset = _mm_cvtph_ps(_mm_loadl_epi64((const __m128i *)(offsets + g * 4)));
+        __m128 s[2];
+        load_scales(layout, scales, offsets, g, s);
+        __m512 scale = spread(s[0]), last_scale = layout == SLIP_Q6_K ? spread(s[1]) : scale;
         for (int t = 0; t < tokens; t++) {
             __m512i columns = _mm512_add_epi16(_mm512_slli_epi16(load_digits(x[t].high), 8), load_digits(x[t].low));
             __m512i sum = _mm512_setzero_si512();
-            for (int c = 0; c < 4; c++)
+            __m512 x_scale = _mm512_set1_ps(x[t].scale);
+            for (int c = 0; c < 4; c++) {
+                if (layout == SLIP_Q6_K && c == 2) {
+                    total[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), _mm512_mul_ps(scale, x_scale), total[t]);
+                    sum = _mm512_setzero_si512();
+                }
                 sum = _mm512_dpwssd_epi32(sum, w[c], _mm512_permutexvar_epi64(orders[c], columns));
-            __m512 factor = _mm512_mul_ps(scale, _mm512_set1_ps(x[t].scale));
-            total[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), factor, total[t]);
-            if (bits == 4) offset_total[t] = _mm_fmadd_ps(offset, _mm_set1_ps(x[t].sum), offset_total[t]);
+            }
+            total[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), _mm512_mul_ps(last_scale, x_scale), total[t]);
+            if (slip_has_offset(layout))
+                offset_total[t] = _mm_fmadd_ps(s[1], _mm_set1_ps(x[t].sum), offset_total[t]);
         }
     }
     for (int t = 0; t < tokens; t++) {

@@ -33,31 +33,55 @@ static void quantize_block(const float *x, SlipActivations *out) {
     out->sum = out->scale * (float)total;
 }
 
+// Scale and offset of block g of row r. Q6_K: scales of the first and of the last 16 columns.
+static inline void load_scales(int layout, const uint8_t *scales, const uint16_t *offsets, int64_t g, int r,
+                               float found[2]) {
+    if (layout == SLIP_Q4_K || layout == SLIP_Q5_K) {
+        const SlipScalesQ45 *s = (const SlipScalesQ45 *)scales + g / 8;
+        found[0] = from_half(s->d[r]) * s->blocks[g % 8].scale[r];
+        found[1] = from_half(s->dmin[r]) * s->blocks[g % 8].minimum[r];
+    } else if (layout == SLIP_Q6_K) {
+        const SlipScalesQ6 *s = (const SlipScalesQ6 *)scales + g / 8;
+        found[0] = from_half(s->d[r]) * s->blocks[g % 8].first[r];
+        found[1] = from_half(s->d[r]) * s->blocks[g % 8].last[r];
+    } else {
+        found[0] = from_half(((const uint16_t *)scales)[g * 4 + r]);
+        found[1] = layout == SLIP_FOUR_BITS ? from_half(offsets[g * 4 + r]) : 0;
+    }
+}
+
 // One token times four weight rows.
-static SLIP_PART void multiply_one(int bits, const uint8_t *weights, const uint16_t *scales, const uint16_t *offsets,
+static SLIP_PART void multiply_one(int layout, const uint8_t *weights, const uint8_t *scales, const uint16_t *offsets,
                          const SlipActivations *x, int64_t stride, int64_t groups, float *total) {
     for (int r = 0; r < 4; r++) total[r] = 0;
     for (int64_t g = 0; g < groups; g++, x += stride) {
-        int32_t high[4] = {0}, low[4] = {0};
+        int32_t high[2][4] = {0}, low[2][4] = {0};  // of the first and the last 16 columns
         for (int c = 0; c < 8; c++)
             for (int r = 0; r < 4; r++)
                 for (int i = 0; i < 4; i++) {
                     int at = c * 16 + r * 4 + i;
-                    int weight = bits == 8 ? (int8_t)weights[g * 128 + at]
-                                           : weights[g * 64 + at % 64] >> (c < 4 ? 0 : 4) & 15;
-                    high[r] += weight * x->high[c * 4 + i];
-                    low[r] += weight * x->low[c * 4 + i];
+                    int weight = slip_has_pairs(layout) ? weights[g * 64 + at % 64] >> (c < 4 ? 0 : 4) & 15
+                                                        : (int8_t)weights[g * 128 + at];
+                    high[c / 4][r] += weight * x->high[c * 4 + i];
+                    low[c / 4][r] += weight * x->low[c * 4 + i];
                 }
         for (int r = 0; r < 4; r++) {
-            float scale = from_half(scales[g * 4 + r]) * x->scale;
-            total[r] = slip_fma((float)(high[r] * 256 + low[r]), scale, total[r]);
-            if (bits == 4) total[r] = slip_fma(from_half(offsets[g * 4 + r]), x->sum, total[r]);
+            int32_t first = high[0][r] * 256 + low[0][r], last = high[1][r] * 256 + low[1][r];
+            float s[2];
+            load_scales(layout, scales, offsets, g, r, s);
+            if (layout == SLIP_Q6_K) {
+                total[r] = slip_fma((float)first, s[0] * x->scale, total[r]);
+                total[r] = slip_fma((float)last, s[1] * x->scale, total[r]);
+                continue;
+            }
+            total[r] = slip_fma((float)(first + last), s[0] * x->scale, total[r]);
+            if (slip_has_offset(layout)) total[r] = slip_fma(s[1], x->sum, total[r]);
         }
     }
 }
 
-static void multiply_tile(int bits, int tokens, const uint8_t *weights, const uint16_t *scales, const uint16_t *offsets,
+static void multiply_tile(int layout, int tokens, const uint8_t *weights, const uint8_t *scales, const uint16_t *offsets,
                           const SlipActivations *x, int64_t groups, float (*total)[4]) {
     for (int t = 0; t < tokens; t++)
-        multiply_one(bits, weights, scales, offsets, x + t, tokens, groups, total[t]);
+        multiply_one(layout, weights, scales, offsets, x + t, tokens, groups, total[t]);
 }

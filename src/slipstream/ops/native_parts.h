@@ -5,6 +5,8 @@
 
 #include <stdint.h>
 
+#include "native_low_bit_layout.h"
+
 #define SLIP_BLOCK 32  // weights per scale
 #define SLIP_PART __attribute__((noinline, noclone))
 
@@ -56,8 +58,8 @@ static inline SlipActivations *slip_activations_of(SlipActivations *all, int64_t
 SLIP_PART void slip_quantize(const float *x, SlipActivations *out, int64_t stride, int64_t groups);
 
 // weight rows [first, last) of a low-bit GEMM; first is a multiple of 4; out [tokens, out_stride]
-SLIP_PART void slip_low_bit_rows(const SlipActivations *x, const uint8_t *weights, const uint16_t *scales,
-                       const uint16_t *offsets, float *out, int64_t bits, int64_t num_tokens, int64_t num_rows,
+SLIP_PART void slip_low_bit_rows(const SlipActivations *x, const uint8_t *weights, const void *scales,
+                       const uint16_t *offsets, float *out, int64_t layout, int64_t num_tokens, int64_t num_rows,
                        int64_t groups, int64_t out_stride, int64_t first, int64_t last);
 
 // weight rows [first, last) of a float32 GEMM; out [tokens, out_stride]

@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import NamedTuple
 
 import torch
 
 
+class RowLayout(IntEnum):
+    """How rows are stored; mirrors the enum of native_low_bit_layout.h."""
+
+    FLOAT32 = 0
+    FOUR_BITS = 1
+    EIGHT_BITS = 2
+    Q4_K = 3
+    Q5_K = 4
+    Q6_K = 5
+
+
 class WeightRows(NamedTuple):
     data: torch.Tensor  # [rows, columns] float32, or interleaved blocks (ops/low_bit/interleaved.py)
     num_rows: int
-    bits: int = 32  # 4 or 8: low-bit
+    layout: RowLayout = RowLayout.FLOAT32
     scales: torch.Tensor | None = None  # low-bit only
-    offsets: torch.Tensor | None = None  # 4-bit only
+    offsets: torch.Tensor | None = None  # FOUR_BITS only
+
+    @property
+    def is_low_bit(self) -> bool:
+        return self.layout != RowLayout.FLOAT32
 
 
 def dense_rows(weight: torch.Tensor) -> WeightRows | None:

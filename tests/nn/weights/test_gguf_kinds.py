@@ -1,4 +1,4 @@
-"""Every quantisation the gguf library knows loads; Q4_0, Q4_1 and Q8_0 stay low-bit unless told otherwise."""
+"""Every quantisation the gguf library knows loads; some stay low-bit unless `dequantize` is set."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 from gguf.quants import _type_traits
 
+from gguf_blocks import K_KINDS, quantize
 from hand_batch import HandRunner
 from hand_load import load
 from slipstream.config.gguf_file import GgufFile, GgufTensor
@@ -18,11 +19,11 @@ from slipstream.nn.low_bit_weight import LowBit, LowBitWeight
 from slipstream.nn.weight_format import UnquantizedWeight, Weight
 from slipstream.nn.weights.gguf import read_values
 from slipstream.nn.weights.source import SourceTensor
-from slipstream.ops.dequant import dequantize
-from slipstream.ops.low_bit import find_kernel
+from slipstream.ops.dequant import KINDS, dequantize
+from slipstream.ops.low_bit import DynamicQuant, find_kernel
 from smollm2_oracle import PATH
 from tiny import write_tiny
-from tiny_gguf import write_gguf
+from tiny_gguf import K_SIZES, write_gguf
 
 KERNEL = find_kernel()
 needs_kernel = pytest.mark.skipif(KERNEL is None, reason="this machine has no low-bit product")
@@ -59,9 +60,13 @@ def test_other_kinds_become_plain_numbers(kind: str, tmp_path: Path) -> None:
 
 @needs_kernel
 @pytest.mark.parametrize("tied", [False, True], ids=["head", "tied"])
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_low_bit_model_is_near_the_dequantised_one(kind: str, tied: bool, tmp_path: Path) -> None:
-    folder = write_tiny(tmp_path, tie_word_embeddings=tied, attention_bias=True, mlp_bias=True)
+    assert KERNEL is not None
+    if kind not in KERNEL.kinds:
+        pytest.skip(f"{KERNEL.name} cannot pack {kind}")
+    sizes = K_SIZES if kind in K_KINDS else {}
+    folder = write_tiny(tmp_path, tie_word_embeddings=tied, attention_bias=True, mlp_bias=True, **sizes)
     path = write_gguf(folder, gguf.GGMLQuantizationType[kind])
     model = load(path, dequantize=False)
     assert all(run.kind == kind for weight in low_bit_weights(model) for run in weight.runs)
@@ -83,11 +88,18 @@ def fill(weight: Weight, first_row: int, one: SourceTensor) -> None:
     target.fill(one)
 
 
+MIXED = [
+    [("Q4_1", 5), ("Q4_1", 7), ("F32", 6), ("Q8_0", 9), ("Q4_0", 3)],
+    [("Q4_K", 5), ("Q4_K", 7), ("Q6_K", 6), ("Q8_0", 9), ("Q5_K", 3)],
+]
+
+
 @needs_kernel
-def test_parts_of_different_kinds_in_one_weight() -> None:
+@pytest.mark.parametrize("parts", MIXED, ids=["blocks", "K-quants"])
+def test_parts_of_different_kinds_in_one_weight(parts: list[tuple[str, int]]) -> None:
     assert KERNEL is not None
-    pieces = [piece("Q4_1", 5), piece("Q4_1", 7, 1), piece("F32", 6, 2), piece("Q8_0", 9, 3), piece("Q4_0", 3, 4)]
-    weight = LowBit(KERNEL).new_weight(30, 64)
+    pieces = [piece(kind, rows, seed) for seed, (kind, rows) in enumerate(parts)]
+    weight = LowBit(KERNEL).new_weight(30, 256)
     first = 0
     places = []
     for one in pieces:
@@ -96,16 +108,29 @@ def test_parts_of_different_kinds_in_one_weight() -> None:
     for place, one in reversed(list(zip(places, pieces, strict=True))):  # in any order
         fill(weight, place, one)
     assert isinstance(weight, LowBitWeight) and len(weight.runs) == 4
-    x, bias = torch.randn(4, 64, generator=torch.Generator().manual_seed(9)), torch.arange(30.0)
+    x, bias = torch.randn(4, 256, generator=torch.Generator().manual_seed(9)), torch.arange(30.0)
     expected = x @ torch.cat([one.read() for one in pieces]).t() + bias
     assert (weight.multiply(x, bias) - expected).norm() < 0.015 * expected.norm()
 
 
+def test_a_kind_that_the_kernel_lacks_is_float32() -> None:
+    """torch's kernels have no Q6_K, which a Q4_K_M file has beside Q4_K."""
+    weight = LowBit(DynamicQuant()).new_weight(6, 256)
+    assert isinstance(weight, LowBitWeight)
+    one = piece("Q6_K", 6)
+    ((_, target),) = weight.targets(0, 6)
+    assert target.num_bytes(one) == 6 * 256 * 4
+    target.fill(one)
+    x = torch.randn(4, 256, generator=torch.Generator().manual_seed(9))
+    torch.testing.assert_close(weight.multiply(x, None), x @ one.read().t())
+
+
 @needs_kernel
-def test_looked_up_rows_are_exact() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_looked_up_rows_are_exact(kind: str) -> None:
     assert KERNEL is not None
-    one = piece("Q8_0", 50)
-    weight = LowBit(KERNEL).new_weight(50, 64)
+    one = piece(kind, 50)
+    weight = LowBit(KERNEL).new_weight(50, 256)
     fill(weight, 0, one)
     ids = torch.tensor([49, 0, 7, 7])
     assert weight.lookup(ids).equal(one.read()[ids])
@@ -138,8 +163,8 @@ def low_bit_weights(model: torch.nn.Module) -> list[LowBitWeight]:
 
 
 def piece(kind: str, rows: int, seed: int = 0) -> SourceTensor:
-    weights = torch.randn(rows, 64, generator=torch.Generator().manual_seed(seed)) + 0.3
+    weights = torch.randn(rows, 256, generator=torch.Generator().manual_seed(seed)) + 0.3
     if kind == "F32":
-        return SourceTensor("w", (rows, 64), kind, lambda: weights)
-    raw = torch.from_numpy(gguf.quants.quantize(weights.numpy(), gguf.GGMLQuantizationType[kind]))
-    return SourceTensor("w", (rows, 64), kind, lambda: dequantize(raw, kind), lambda: raw)
+        return SourceTensor("w", (rows, 256), kind, lambda: weights)
+    raw = torch.from_numpy(quantize(weights.numpy(), gguf.GGMLQuantizationType[kind]))
+    return SourceTensor("w", (rows, 256), kind, lambda: dequantize(raw, kind), lambda: raw)

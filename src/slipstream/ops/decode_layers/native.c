@@ -21,7 +21,7 @@
 
 typedef struct {  // adjacent weight rows of one format
     const void *numbers, *scales, *offsets;
-    int64_t bits;  // 32: float32
+    int64_t layout;  // native_low_bit_layout.h
     int64_t num_rows;
 } Run;
 
@@ -108,11 +108,11 @@ static void multiply(const Step *step, const Product *product, const float *x, f
             int64_t first = (piece - first_piece) * PIECE;
             int64_t last = first + PIECE < run->num_rows ? first + PIECE : run->num_rows;
             float *o = out + first_row;
-            if (run->bits == 32)
+            if (run->layout == SLIP_FLOAT32)
                 slip_plain_rows(x, run->numbers, o, step->num_rows, size, stride, first, last);
             else
-                slip_low_bit_rows(s->activations, run->numbers, run->scales, run->offsets, o, run->bits, step->num_rows,
-                                  run->num_rows, size / SLIP_BLOCK, stride, first, last);
+                slip_low_bit_rows(s->activations, run->numbers, run->scales, run->offsets, o, run->layout,
+                                  step->num_rows, run->num_rows, size / SLIP_BLOCK, stride, first, last);
             if (product->bias)
                 for (int64_t t = 0; t < step->num_rows; t++)
                     for (int64_t n = first; n < last; n++) o[t * stride + n] += product->bias[first_row + n];

@@ -22,7 +22,7 @@ _ON_ARM = platform.machine().lower() in ("aarch64", "arm64")
 
 def max_rows(products: Sequence[ProductWeights]) -> int:
     """Rows up to which one call for all layers is faster than separate ops. With more rows torch's GEMMs are faster."""
-    is_low_bit = all(run.bits != 32 for product in products for run in product.runs)
+    is_low_bit = all(run.is_low_bit for product in products for run in product.runs)
     return 64 if is_low_bit else 32 if _ON_ARM else 4
 
 
@@ -69,7 +69,7 @@ class _Run(ctypes.Structure):
         ("data", native.POINTER),
         ("scales", native.POINTER),
         ("offsets", native.POINTER),
-        ("bits", native.INT),
+        ("layout", native.INT),
         ("num_rows", native.INT),
     ]
 
@@ -140,12 +140,12 @@ def build_layers(
     def product(weights: ProductWeights) -> _Product:
         runs = (_Run * len(weights.runs))(
             *(
-                _Run(address(run.data), address(run.scales), address(run.offsets), run.bits, run.num_rows)
+                _Run(address(run.data), address(run.scales), address(run.offsets), run.layout, run.num_rows)
                 for run in weights.runs
             )
         )
         kept.append(runs)
-        is_low_bit = any(run.bits != 32 for run in weights.runs)
+        is_low_bit = any(run.is_low_bit for run in weights.runs)
         sizes = (len(weights.runs), weights.num_rows, weights.num_columns, is_low_bit)
         return _Product(runs, address(weights.bias), *sizes)
 

@@ -1,4 +1,4 @@
-"""Dequantizes Q4_0, Q4_1 and Q8_0 blocks in plain torch.
+"""Dequantizes GGUF blocks of 32 weights in plain torch; K-quants are in `k_quants.py`.
 
     Q4_0  scale, 16 bytes            w = scale * (q - 8)
     Q4_1  scale, minimum, 16 bytes   w = scale * q + minimum
@@ -13,10 +13,13 @@ from dataclasses import dataclass
 
 import torch
 
+from slipstream.ops.dequant.k_quants import K_KINDS, dequantize_k
+
 BLOCK = 32
 
 # bytes before the weights of a block, bytes per block
-KINDS = {"Q4_0": (2, 18), "Q4_1": (4, 20), "Q8_0": (2, 34)}
+_BLOCK_KINDS = {"Q4_0": (2, 18), "Q4_1": (4, 20), "Q8_0": (2, 34)}
+KINDS = (*_BLOCK_KINDS, *K_KINDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +30,8 @@ class Blocks:
 
 
 def split(raw: torch.Tensor, kind: str) -> Blocks:
-    """Splits packed rows [rows, bytes per row] into scales, minima and weight bytes."""
-    head, size = KINDS[kind]
+    """Splits packed rows [rows, bytes per row] into scales, minima and weight bytes. K-quants: `split_k`."""
+    head, size = _BLOCK_KINDS[kind]
     blocks = raw.view(raw.shape[0], -1, size)
     head_values = blocks[..., :head].contiguous().view(torch.float16).float()
     # always copies: the copy is aligned, so that it can be viewed as a wider dtype
@@ -38,6 +41,8 @@ def split(raw: torch.Tensor, kind: str) -> Blocks:
 
 def dequantize(raw: torch.Tensor, kind: str) -> torch.Tensor:
     """Packed rows to float32 [rows, columns]."""
+    if kind in K_KINDS:
+        return dequantize_k(raw, kind)
     blocks = split(raw, kind)
     if kind == "Q8_0":
         values = blocks.bytes.view(torch.int8).float()

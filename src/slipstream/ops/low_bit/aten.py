@@ -20,6 +20,7 @@ class DynamicQuant:
 
     name = "dynamic quant"
     rounding = "8 bits"
+    kinds = tuple(PLANES)
 
     def suits_machine(self) -> bool:
         on_arm = platform.machine().lower() in ("aarch64", "arm64")
@@ -66,6 +67,7 @@ class Int4Pack:
 
     name = "int4 pack"
     rounding = "bfloat16"
+    kinds = tuple(PLANES)
     _CHUNK = 4096  # rows packed at a time; packing needs each weight as int32 first
     _ROWS = 16  # the kernel needs a multiple of this
 

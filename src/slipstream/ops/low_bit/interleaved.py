@@ -1,17 +1,36 @@
 """Low-bit GEMM with our C kernel, on machines with a C compiler.
 
-Weights keep the bits of the file; only their order changes: four rows are interleaved.
+Weights keep the values of the file; their order changes: four rows are interleaved. Q5_K and Q6_K take a byte per
+weight, which the kernel reads faster than 5 or 6 bits. `native_low_bit_layout.h` describes the layouts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from slipstream.ops import native
-from slipstream.ops.dequant import BLOCK, split
-from slipstream.ops.weight_rows import WeightRows
+from slipstream.ops.dequant import BLOCK, K_KINDS, KINDS, SUPERBLOCK, split, split_k
+from slipstream.ops.weight_rows import RowLayout, WeightRows
+
+_LAYOUTS = {
+    "Q4_0": RowLayout.FOUR_BITS,
+    "Q4_1": RowLayout.FOUR_BITS,
+    "Q8_0": RowLayout.EIGHT_BITS,
+    "Q4_K": RowLayout.Q4_K,
+    "Q5_K": RowLayout.Q5_K,
+    "Q6_K": RowLayout.Q6_K,
+}
+# bytes per 256 columns of a row: weights, scales and offsets
+_NUM_BYTES = {
+    RowLayout.FOUR_BITS: 128 + 16 + 16,
+    RowLayout.EIGHT_BITS: 256 + 16,
+    RowLayout.Q4_K: 128 + 20,
+    RowLayout.Q5_K: 256 + 20,
+    RowLayout.Q6_K: 256 + 18,
+}
 
 
 class Interleaved:
@@ -20,15 +39,20 @@ class Interleaved:
 
     name = "interleaved"
     rounding = ""
+    kinds = KINDS
     _ROWS = 4
+    _CHUNK = 4096  # rows packed at a time: K-quants need a byte per weight meanwhile
 
     def suits_machine(self) -> bool:
         """Compiles the kernels if necessary, so that the first run gives the same outputs as later ones."""
         return native.build()
 
     def pack(self, raw: torch.Tensor, kind: str) -> _InterleavedWeight:
+        if kind in K_KINDS:
+            data, scales = _packed_in_chunks(raw, self._CHUNK, lambda rows: _pack_k(rows, kind))
+            num_columns = raw.shape[1] // K_KINDS[kind] * SUPERBLOCK
+            return _InterleavedWeight(data, scales, None, _LAYOUTS[kind], num_columns, len(raw))
         blocks = split(raw, kind)
-        groups = blocks.scale.shape[1]
         offset = blocks.minimum
         if kind == "Q4_0":
             offset = blocks.scale * -8
@@ -37,20 +61,22 @@ class Interleaved:
             _interleave(blocks.bytes.view(torch.int32)),
             _interleave(blocks.scale.half()),
             None if offset is None else _interleave(offset.half()),
-            groups * BLOCK,
+            _LAYOUTS[kind],
+            blocks.scale.shape[1] * BLOCK,
             len(raw),
         )
 
     def num_bytes(self, kind: str, num_rows: int, num_columns: int) -> int:
-        of_group = {"Q4_0": 20, "Q4_1": 20, "Q8_0": 34}[kind]
-        return -(-num_rows // self._ROWS) * self._ROWS * (num_columns // BLOCK) * of_group
+        num_bytes = _NUM_BYTES[_LAYOUTS[kind]] * num_columns // SUPERBLOCK
+        return -(-num_rows // self._ROWS) * self._ROWS * num_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class _InterleavedWeight:
     data: torch.Tensor  # [rows / 4, groups, 4 or 8, 4] int32
-    scale: torch.Tensor  # [rows / 4, groups, 1, 4] float16
-    offset: torch.Tensor | None  # same shape; 4-bit weights only
+    scale: torch.Tensor  # [rows / 4, groups, 1, 4] float16; K-quants: [rows / 4, groups / 8, bytes] uint8
+    offset: torch.Tensor | None  # [rows / 4, groups, 1, 4] float16; Q4_0 and Q4_1 only
+    layout: RowLayout
     num_columns: int
     num_rows: int
 
@@ -67,7 +93,7 @@ class _InterleavedWeight:
             self.scale.data_ptr(),
             None if self.offset is None else self.offset.data_ptr(),
             out.data_ptr(),
-            4 if self.offset is not None else 8,
+            self.layout,
             x.shape[0],
             self.num_rows,
             self.num_columns // BLOCK,
@@ -77,8 +103,41 @@ class _InterleavedWeight:
         return out
 
     def run(self) -> WeightRows:
-        bits = 8 if self.offset is None else 4
-        return WeightRows(self.data, self.num_rows, bits, self.scale, self.offset)
+        return WeightRows(self.data, self.num_rows, self.layout, self.scale, self.offset)
+
+
+Pack = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+def _packed_in_chunks(raw: torch.Tensor, chunk: int, pack: Pack) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights and scales of all rows. `chunk` is a multiple of 4."""
+    first = pack(raw[:chunk])
+    if len(raw) <= chunk:
+        return first
+    data, scales = (part.new_empty(-(-len(raw) // 4), *part.shape[1:]) for part in first)
+    data[: len(first[0])], scales[: len(first[1])] = first
+    for row in range(chunk, len(raw), chunk):
+        more = pack(raw[row : row + chunk])
+        at = slice(row // 4, row // 4 + len(more[0]))
+        data[at], scales[at] = more
+    return data, scales
+
+
+def _pack_k(raw: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+    blocks = split_k(raw, kind)
+    values = blocks.values.flatten(1, 2)
+    if kind == "Q4_K":
+        values = values[..., :16] | values[..., 16:] << 4
+    data = _interleave(values.contiguous().view(torch.int32))
+    halves = [blocks.d]
+    # two bytes per block: scale and minimum, or the scales of the first and last 16 columns
+    pairs = blocks.scale.view(*blocks.scale.shape[:2], 8, -1)
+    if blocks.dmin is not None and blocks.minimum is not None:
+        halves.append(-blocks.dmin)
+        pairs = torch.stack((blocks.scale, blocks.minimum), -1)
+    scales = [_interleave(half).view(torch.uint8).flatten(2) for half in halves]
+    scales.append(_interleave(pairs.flatten(2)).view(torch.uint8).flatten(2))
+    return data, torch.cat(scales, -1)
 
 
 def _interleave(rows: torch.Tensor) -> torch.Tensor:

@@ -22,6 +22,7 @@ class Packed(Protocol):
 class Kernel(Protocol):
     name: str
     rounding: str  # the precision of rounded activations, if it changes results; else empty
+    kinds: tuple[str, ...]  # GGUF kinds that it can pack; others are dequantized
 
     def suits_machine(self) -> bool:
         """Whether the kernel is fast on this machine. `is_correct` checks that it works."""

@@ -33,25 +33,32 @@ void slip_quantize(const float *x, SlipActivations *out, int64_t stride, int64_t
     for (int64_t g = 0; g < groups; g++) quantize_block(x + g * BLOCK, out + g * stride);
 }
 
-#define CASE(bits, tokens)                                       \
-    case bits * 16 + tokens:                                     \
-        multiply_tile(bits, tokens, w, s, o, a, groups, total); \
+#define CASE(layout, tokens)                                       \
+    case layout * 16 + tokens:                                     \
+        multiply_tile(layout, tokens, w, s, o, a, groups, total); \
         break;
+#define CASES(layout)                                                           \
+    CASE(layout, 1) CASE(layout, 2) CASE(layout, 3) CASE(layout, 4)             \
+    CASE(layout, 5) CASE(layout, 6) CASE(layout, 7) CASE(layout, 8)
 
-void slip_low_bit_rows(const SlipActivations *x, const uint8_t *weights, const uint16_t *scales,
-                       const uint16_t *offsets, float *out, int64_t bits, int64_t num_tokens, int64_t num_rows,
-                       int64_t groups, int64_t out_stride, int64_t first, int64_t last) {
+void slip_low_bit_rows(const SlipActivations *x, const uint8_t *weights, const void *scales, const uint16_t *offsets,
+                       float *out, int64_t layout, int64_t num_tokens, int64_t num_rows, int64_t groups,
+                       int64_t out_stride, int64_t first, int64_t last) {
     for (int64_t t = 0; t < num_tokens; t += TILE) {
         int64_t tokens = num_tokens - t < TILE ? num_tokens - t : TILE;
         const SlipActivations *a = x + t * groups;
         for (int64_t n = first; n < last; n += 4) {
-            const uint8_t *w = weights + n / 4 * groups * BLOCK * bits / 2;
-            const uint16_t *s = scales + n * groups, *o = offsets + n * groups;
+            const uint8_t *w = weights + n / 4 * groups * slip_weight_bytes(layout);
+            const uint8_t *s = (const uint8_t *)scales + n / 4 * groups * slip_scale_bytes(layout);
+            const uint16_t *o = offsets + n * groups;
             int64_t count = num_rows - n < 4 ? num_rows - n : 4;
             float total[TILE][4];
-            switch (bits * 16 + tokens) {
-                CASE(4, 1) CASE(4, 2) CASE(4, 3) CASE(4, 4) CASE(4, 5) CASE(4, 6) CASE(4, 7) CASE(4, 8)
-                CASE(8, 1) CASE(8, 2) CASE(8, 3) CASE(8, 4) CASE(8, 5) CASE(8, 6) CASE(8, 7) CASE(8, 8)
+            switch (layout * 16 + tokens) {
+                CASES(SLIP_FOUR_BITS)
+                CASES(SLIP_EIGHT_BITS)
+                CASES(SLIP_Q4_K)
+                CASES(SLIP_Q5_K)
+                CASES(SLIP_Q6_K)
             }
             for (int64_t i = 0; i < tokens; i++)
                 memcpy(out + (t + i) * out_stride + n, total[i], count * sizeof(float));
@@ -59,10 +66,11 @@ void slip_low_bit_rows(const SlipActivations *x, const uint8_t *weights, const u
     }
 }
 
-// out [tokens, rows] = x [tokens, groups * 32] times the weights [rows / 4, groups, 4 rows * 32 columns], whose scales
-// and offsets are [rows / 4, groups, 4] float16; 8-bit weights have no offsets. Returns 0 if out of memory.
-int64_t slip_low_bit(const float *x, const uint8_t *weights, const uint16_t *scales, const uint16_t *offsets, float *out,
-                     int64_t bits, int64_t num_tokens, int64_t num_rows, int64_t groups) {
+// out [tokens, rows] = x [tokens, groups * 32] times the weights [rows / 4, groups, 4 rows * 32 columns]. `scales`:
+// [rows / 4, groups, 4] float16, or [rows / 4, groups / 8] structures of native_low_bit_layout.h. `offsets`: float16 as
+// scales, for SLIP_FOUR_BITS only. Returns 0 if out of memory.
+int64_t slip_low_bit(const float *x, const uint8_t *weights, const void *scales, const uint16_t *offsets, float *out,
+                     int64_t layout, int64_t num_tokens, int64_t num_rows, int64_t groups) {
     int64_t at_once = num_tokens < AT_ONCE ? num_tokens : AT_ONCE;
     SlipActivations *activations = malloc(at_once * groups * sizeof(SlipActivations));
     if (!activations) return 0;
@@ -78,8 +86,8 @@ int64_t slip_low_bit(const float *x, const uint8_t *weights, const uint16_t *sca
             }
 #pragma omp for
             for (int64_t n = 0; n < num_rows; n += PIECE)
-                slip_low_bit_rows(activations, weights, scales, offsets, out + first * num_rows, bits, tokens, num_rows,
-                                  groups, num_rows, n, n + PIECE < num_rows ? n + PIECE : num_rows);
+                slip_low_bit_rows(activations, weights, scales, offsets, out + first * num_rows, layout, tokens,
+                                  num_rows, groups, num_rows, n, n + PIECE < num_rows ? n + PIECE : num_rows);
         }
     }
     free(activations);

@@ -114,3 +114,30 @@ def test_a_trace_of_an_llm_has_host_and_device_lanes_and_gaps(tmp_path, depth):
 
 def test_a_trace_without_steps_is_valid():
     assert len(json.loads(chrome_trace(["m"], []))["traceEvents"]) == 4
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_accepted_drafts_are_logged(tmp_path, depth):
+    folder = write_small(tmp_path)
+    options = dict(load_format="dummy", skip_tokenizer_init=True, max_model_len=128, num_pages=64, max_num_seqs=4)
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, detokenize=False)
+    with LLM(folder, **options, depth=depth, num_threads=1, drafts="ngram:3", use_tqdm_on_load=False) as llm:
+        llm.core.scheduler.drafts.length = None  # as many drafts in every step, whatever they cost
+        before = llm.core.scheduler.drafts.counts
+        stream = llm.stream([1, 2, 3, 1, 2, 3], params)
+        next(stream)  # steps of it may be in flight when the log starts
+        start = (before.num_drafts, before.num_accepted)
+        with llm.trace(tmp_path / "trace.json"):
+            log = llm.core.step_log._log
+            list(stream)
+        after = llm.core.scheduler.drafts.counts
+        drafts, accepted = (sum(getattr(step, name) for step in log.steps) for name in ("drafts", "accepted"))
+    assert 0 < accepted <= drafts
+    assert drafts <= after.num_drafts - start[0] and accepted <= after.num_accepted - start[1]
+    if depth == 0:
+        assert (drafts, accepted) == (after.num_drafts - start[0], after.num_accepted - start[1])
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    told = [
+        event["args"]["accepted"] for event in events if event.get("tid") == 2 and "drafts" in event.get("args", {})
+    ]
+    assert sum(told) == accepted

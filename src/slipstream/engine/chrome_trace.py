@@ -39,6 +39,7 @@ def chrome_trace(models: Sequence[str], steps: Sequence[StepTimes]) -> bytes:
             "drawn": step.drawn,
             "running": step.running,
             "waiting": step.waiting,
+            **({"drafts": step.drafts, "accepted": step.accepted} if step.drafts else {}),
         }
         events.append(_slice(_HOST, f"launch {step.number}", step.launched - step.host, step.host, origin, args))
         name = "prefill" if step.prefill_tokens else "decode"

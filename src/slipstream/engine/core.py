@@ -222,6 +222,8 @@ class EngineCore:
         self.timer.waits()
         result = handle.wait()
         self.timer.waited()
+        if self.step_log is not None:
+            self.step_log.committed(result)
         if has_no_result:
             self._keep_room()
         # the step that was waited for has ended, and all before it

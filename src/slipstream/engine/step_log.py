@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sized
 from typing import Protocol
 
 import msgspec
+import numpy as np
 
 from slipstream.scheduler.encoder_scheduler import EncoderScheduler
 from slipstream.scheduler.scheduler import Scheduler
-from slipstream.step import StepPlan
+from slipstream.step import Ints, StepPlan, StepResult
 
 MAX_STEPS = 1 << 15
 CAUSES = ("turnaround", "host_late", "output", "grammar", "no_requests")
@@ -31,6 +32,8 @@ class LoggedCore(Protocol):
     def scheduler(self) -> Scheduler | EncoderScheduler: ...
     @property
     def num_untimed(self) -> int: ...
+    @property
+    def in_flight(self) -> Sized: ...
 
 
 class StepTimes(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -53,6 +56,8 @@ class StepTimes(msgspec.Struct, frozen=True, array_like=True, gc=False):
     waiting: int
     free_pages: int
     num_pages: int
+    drafts: int = 0  # drafted tokens
+    accepted: int = 0  # drafted tokens that were accepted
 
 
 class StepLog:
@@ -85,13 +90,29 @@ class LaneLog:
         self._pool = cache.groups[0].pool if cache is not None and cache.groups else None
         self._clock = clock
         self._pending: deque[tuple[float, float, int, int, int, int]] = deque()
+        self._drafts: deque[Ints | None] = deque()  # of steps without a result: drafts of each row that draws
+        self._accepted: deque[tuple[int, int]] = deque()  # of steps with a result: number of drafts, and accepted ones
         self._skipped = core.num_untimed  # steps in flight, of which the launch was not seen
+        self._skipped_results = len(core.in_flight)
 
     def launched(self, plan: StepPlan, host: float) -> None:
         rows, num_host = len(plan.rows), len(plan.tokens)
         drawn = int(plan.num_drawn.sum())
         tokens = plan.total_tokens if num_host or plan.has_drafts else rows
         self._pending.append((self._clock(), host, rows, tokens, num_host, drawn))
+        self._drafts.append(plan.num_drawn[plan.num_drawn > 0] - 1 if plan.has_drafts else None)
+
+    def committed(self, result: StepResult) -> None:
+        """The result of the oldest step without one."""
+        if self._skipped_results:
+            self._skipped_results -= 1
+            return
+        drafts = self._drafts.popleft()
+        if drafts is None or result.counts is None:
+            self._accepted.append((0, 0))
+        else:
+            accepted = np.minimum(drafts, np.maximum(result.counts - 1, 0))
+            self._accepted.append((int(drafts.sum()), int(accepted.sum())))
 
     def ended(self, busy: float, gap: float, late: float, cause: str) -> None:
         """The oldest step has ended. Its device times are zero on a device without a clock."""
@@ -100,6 +121,7 @@ class LaneLog:
             return
         log, pool, scheduler = self._log, self._pool, self._scheduler
         launched, host, rows, tokens, num_host, drawn = self._pending.popleft()
+        drafts, accepted = self._accepted.popleft() if self._accepted else (0, 0)
         # not before the launch began, and not so late that the step would still run
         latest = self._clock() - busy - late
         if log.device_end:
@@ -111,7 +133,7 @@ class LaneLog:
             StepTimes(
                 log.num_steps, self._index, launched, host, start, end, gap, cause, late, rows, tokens, num_host, drawn,
                 scheduler.num_running, scheduler.num_waiting,
-                0 if pool is None else pool.num_free, 0 if pool is None else pool.num_usable,
+                0 if pool is None else pool.num_free, 0 if pool is None else pool.num_usable, drafts, accepted,
             )
         )  # fmt: skip
         log.num_steps += 1

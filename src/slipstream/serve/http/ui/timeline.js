@@ -167,18 +167,21 @@ function sums(shown, first, last) {
   if (performance.now() - summed < 400 && !paused) return
   summed = performance.now()
   const seconds = { busy: 0, turnaround: 0, host_late: 0, output: 0, grammar: 0, no_requests: 0 }
-  let tokens = 0, prefill = 0
+  let tokens = 0, prefill = 0, drafts = 0, accepted = 0
   for (const step of shown) {
     seconds.busy += Math.max(0, Math.min(step.end, last) - Math.max(step.start, first)) - step.late
     seconds[step.cause] += Math.max(0, Math.min(step.start, last) - Math.max(step.start - step.gap, first))
     seconds.grammar += step.late
-    tokens += step.drawn
+    tokens += step.drawn - step.drafts + step.accepted
+    drafts += step.drafts
+    accepted += step.accepted
     prefill += step.prefill_tokens
   }
   const row = (name, text) => [make("span", {}, key(name === "busy" ? "decode" : name), text),
     Number((seconds[name] * 1000).toFixed(1)), Number((100 * seconds[name] / (last - first)).toFixed(1))]
   fillTable($("sums"), ["device", "ms", "%"], [row("busy", "busy"), ...Object.entries(CAUSES).map(([name, text]) => row(name, "idle: " + text)),
-    [`${shown.length} steps, ${(tokens / (last - first)).toFixed(0)} tokens/s drawn, ${(prefill / (last - first)).toFixed(0)} tokens/s prefill`, "", ""]])
+    [`${shown.length} steps, ${(tokens / (last - first)).toFixed(0)} tokens/s drawn, ${(prefill / (last - first)).toFixed(0)} tokens/s prefill`
+      + (drafts ? `, ${accepted} of ${drafts} drafts accepted` : ""), "", ""]])
 }
 
 function key(name) {
@@ -191,11 +194,11 @@ function hover(time, y) {
   hovered = steps.find(step => time >= step.start - (y >= LANES.idle ? step.gap : 0) && time <= step.end)
     ?? steps.find(step => time >= step.launched - step.host && time <= step.launched) ?? null
   if (!hovered) return
-  const { number, lane, rows, tokens, prefill_tokens, drawn, running, waiting, gap, cause, host } = hovered
+  const { number, lane, rows, tokens, prefill_tokens, drawn, running, waiting, gap, cause, host, drafts, accepted } = hovered
   const ms = seconds => (1000 * seconds).toFixed(2) + " ms"
   $("hover").textContent = `step ${number} (${models[lane]}): ${rows} rows, ${tokens} tokens, ${prefill_tokens} of prompts, `
     + `${drawn} drawn; device ${ms(hovered.end - hovered.start)}, host ${ms(host)}; idle before it ${ms(gap)}: ${CAUSES[cause]}; `
-    + `${running} running, ${waiting} waiting`
+    + `${running} running, ${waiting} waiting` + (drafts ? `; ${accepted} of ${drafts} drafts accepted` : "")
   if (paused) draw()
 }
 

@@ -1,4 +1,4 @@
-"""Tiny drafters beside the checkpoints of `tiny.py`: MTP layers, EAGLE-3 heads."""
+"""Tiny drafters beside the checkpoints of `tiny.py`: MTP layers, EAGLE and EAGLE-3 heads."""
 
 from __future__ import annotations
 
@@ -100,4 +100,36 @@ def write_eagle3(folder: Path, target: Path, draft_vocab: int | None = 60, **ove
         weights["lm_head.weight"], weights["d2t"] = head, tokens - torch.arange(draft_vocab)
         weights["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, tokens, True)
     write_weights(folder, weights)
+    return folder
+
+
+def write_eagle(folder: Path, target: Path, *, bias: bool = True, **overrides: Any) -> Path:
+    """An EAGLE head of version 1 in the layout of the hub: named as the model that it is for."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = json.loads((target / "config.json").read_text())
+    size = config["hidden_size"]
+    own = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1, "hidden_size": size,
+        "vocab_size": config["vocab_size"], "intermediate_size": 80, "num_attention_heads": 4,
+        "num_key_value_heads": 1, "head_dim": HEAD_DIM, "rms_norm_eps": 1e-5, "max_position_embeddings": 64,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(own | overrides))
+    generator = torch.Generator().manual_seed(11)
+
+    def random(*shape: int, spread: float = 0.15, middle: float = 0.0) -> torch.Tensor:
+        return torch.randn(shape, generator=generator) * spread + middle
+
+    weights = {
+        "embed_tokens.weight": load_file(target / "model.safetensors")["model.embed_tokens.weight"].clone(),
+        "fc.weight": random(size, 2 * size),
+        "layers.0.self_attn.q_proj.weight": random(4 * HEAD_DIM, size),
+        "layers.0.self_attn.k_proj.weight": random(HEAD_DIM, size),
+        "layers.0.self_attn.v_proj.weight": random(HEAD_DIM, size),
+        "layers.0.self_attn.o_proj.weight": random(size, 4 * HEAD_DIM),
+        "layers.0.mlp.gate_proj.weight": random(80, size),
+        "layers.0.mlp.up_proj.weight": random(80, size),
+        "layers.0.mlp.down_proj.weight": random(size, 80),
+        "layers.0.post_attention_layernorm.weight": random(size, middle=1.0),
+    }
+    write_weights(folder, weights | ({"fc.bias": random(size)} if bias else {}))
     return folder

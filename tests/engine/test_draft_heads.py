@@ -23,7 +23,7 @@ from slipstream.config.options import make_options
 from slipstream.engine.build import foresee
 from slipstream.errors import BadCheckpoint, InvalidOption
 from tiny import write_tiny, write_weights
-from tiny_drafters import HEAD_DIM, write_eagle3, write_few, write_mtp
+from tiny_drafters import HEAD_DIM, write_eagle, write_eagle3, write_few, write_mtp
 
 SAMPLED = [
     SamplingParams(temperature=0.8, seed=seed, max_tokens=20, ignore_eos=True, n=1 + (seed == 2)) for seed in range(6)
@@ -88,12 +88,21 @@ class PlainEagle3:
         norm_in_float64(self.whole)
         self.config = json.loads((folder / "config.json").read_text())
         self.own = {
-            name.removeprefix("midlayer."): tensor.double() if tensor.is_floating_point() else tensor
+            name.removeprefix("midlayer.").removeprefix("layers.0."): tensor.double()
+            if tensor.is_floating_point()
+            else tensor
             for name, tensor in load_file(folder / "model.safetensors").items()
         }
 
     def layer(self, embeds: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
-        own, num, dim = self.own, len(embeds), HEAD_DIM
+        own = self.own
+        normed = rms_norm(features, own["hidden_norm.weight"], 1e-5)
+        both = torch.cat([rms_norm(embeds, own["input_layernorm.weight"], 1e-5), normed], -1)
+        return self.after(both, normed if self.config.get("norm_before_residual") else features)
+
+    def after(self, inputs: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """Attention over the inputs, then the MLP."""
+        own, num, dim = self.own, len(inputs), HEAD_DIM
 
         def turned(heads: torch.Tensor) -> torch.Tensor:
             angles = torch.outer(torch.arange(num), 10_000.0 ** -(torch.arange(0, dim, 2) / dim)).double()[:, None]
@@ -101,14 +110,12 @@ class PlainEagle3:
             cos, sin = angles.cos(), angles.sin()
             return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
-        normed = rms_norm(features, own["hidden_norm.weight"], 1e-5)
-        both = torch.cat([rms_norm(embeds, own["input_layernorm.weight"], 1e-5), normed], -1)
-        queries, keys, values = (both @ own[f"self_attn.{part}_proj.weight"].T for part in "qkv")
+        queries, keys, values = (inputs @ own[f"self_attn.{part}_proj.weight"].T for part in "qkv")
         queries, keys = turned(queries.view(num, 4, dim)), turned(keys.view(num, 1, dim))
         scores = torch.einsum("qhd,kd->hqk", queries, keys[:, 0]) / dim**0.5
         scores = scores.masked_fill(torch.ones(num, num).triu(1).bool(), -torch.inf).softmax(-1)
         mixed = torch.einsum("hqk,kd->qhd", scores, values).reshape(num, -1)
-        x = (normed if self.config.get("norm_before_residual") else features) + mixed @ own["self_attn.o_proj.weight"].T
+        x = residual + mixed @ own["self_attn.o_proj.weight"].T
         inner = rms_norm(x, own["post_attention_layernorm.weight"], 1e-5)
         gate, up = (inner @ own[f"mlp.{part}_proj.weight"].T for part in ("gate", "up"))
         return x + (torch.nn.functional.silu(gate) * up) @ own["mlp.down_proj.weight"].T
@@ -125,6 +132,23 @@ class PlainEagle3:
                 head = self.own.get("lm_head.weight", self.whole.lm_head.weight)
                 best = int((head @ hidden).argmax())
                 drafts.append(best + int(self.own["d2t"][best]) if "d2t" in self.own else best)
+                ids = [*ids, drafts[-1]]
+                features = torch.cat([features, x[-1:]])
+        return drafts
+
+
+class PlainEagle(PlainEagle3):
+    """The same of version 1: from the last hidden state, without norms of the inputs and of the output."""
+
+    def propose(self, tokens: list[int], num_drafts: int) -> list[int]:
+        with exact_math(torch.float64):
+            features = self.whole.model(torch.tensor([tokens[:-1]])).last_hidden_state[0]
+            ids, drafts = tokens[1:], []
+            for _ in range(num_drafts):
+                both = torch.cat([self.whole.model.embed_tokens.weight[ids], features], -1)
+                inputs = both @ self.own["fc.weight"].T + self.own.get("fc.bias", 0.0)
+                x = self.after(inputs, inputs)
+                drafts.append(int((self.whole.lm_head.weight @ x[-1]).argmax()))
                 ids = [*ids, drafts[-1]]
                 features = torch.cat([features, x[-1:]])
         return drafts
@@ -257,6 +281,43 @@ def test_other_eagle3_heads(tmp_path):
     assert len(spy.proposals) > 10
     for tokens, drafts in spy.proposals[::3]:
         assert reference.propose(tokens, 2) == drafts
+
+
+def test_eagle_heads_of_version_1(tmp_path):
+    """After chunks, prefix hits, preemption and partly accepted drafts."""
+    model = write_few(tmp_path / "model")
+    head = write_eagle(tmp_path / "head", model)
+    reference = PlainEagle(head, model)
+    spec = {"method": "eagle", "model": str(head), "num_speculative_tokens": 3}
+    with make(str(model)) as plain, make(str(model), speculative_config=spec, **PAIRED[0]) as llm:
+        llm.core.scheduler.drafts.length = None
+        spy = DraftSpy(llm)
+        for params in (SAMPLED, GREEDY):
+            assert_same(llm.generate(PROMPTS, params), plain.generate(PROMPTS, params))
+        counts = llm.core.scheduler.drafts.counts
+        assert 0 < counts.num_accepted < counts.num_drafts
+    seen = {tuple(tokens): drafts for tokens, drafts in spy.proposals if len(tokens) + len(drafts) <= 96}
+    assert len(seen) > 50
+    for tokens, drafts in [*seen.items()][::9]:
+        assert reference.propose(list(tokens), len(drafts)) == drafts, f"after {len(tokens)} tokens"
+
+
+def test_eagle_heads_of_version_1_that_do_not_fit_are_refused(tmp_path):
+    model = write_few(tmp_path / "model")
+    for says, changed in (
+        ("a hidden size of 32, and the model has 64", dict(hidden_size=32)),
+        ("a vocabulary of 99, and the model has 304", dict(vocab_size=99)),
+        ("has 2 layers", dict(num_hidden_layers=2)),
+        ("add_para_norm", dict(add_para_norm=True)),
+        ("its method is eagle3, not eagle", dict(architectures=["LlamaForCausalLMEagle3"])),
+    ):
+        head = write_eagle(tmp_path / "head", model, **changed)
+        with pytest.raises(InvalidOption, match=says):
+            foresee(make_options(model=str(model), speculative_config={"method": "eagle", "model": str(head)}))
+    weights = load_file(write_eagle(tmp_path / "head", model) / "model.safetensors")
+    write_weights(tmp_path / "head", weights | {"odd.weight": torch.zeros(2)})
+    with pytest.raises(BadCheckpoint, match="which no EAGLE head has"):
+        foresee(make_options(model=str(model), speculative_config={"method": "eagle", "model": str(tmp_path / "head")}))
 
 
 def test_vectors_beside_a_drafter_with_taps(tmp_path):

@@ -44,7 +44,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
 class DraftModelConfig(msgspec.Struct, frozen=True):
     """The model of a drafter."""
 
-    method: str  # draft_model: a decoder; mtp: a layer inside the checkpoint of the engine's model; eagle3: a head
+    method: str  # draft_model: a decoder; mtp: a layer of the engine's checkpoint; eagle, eagle3: a head
     model: ModelConfig
     first_site: int  # its cache sites follow those of the engine's model
     page_bytes: int  # of one page, over all its sites

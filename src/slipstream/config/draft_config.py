@@ -22,22 +22,27 @@ DRAFTS_SHARE = 1 / 16
 _MATCH = {"ngram": (2, 4), "suffix": (1, 24)}  # defaults of shortest and longest match
 _METHODS = {
     "ngram": "ngram", "ngram_gpu": "ngram", "[ngram]": "ngram", "suffix": "suffix", "draft_model": "draft_model",
-    "eagle3": "eagle3",
+    "eagle": "eagle", "eagle3": "eagle3",
     "mtp": "mtp", "deepseek_mtp": "mtp", "qwen3_next_mtp": "mtp", "qwen3_5_mtp": "mtp", "glm4_moe_mtp": "mtp",
 }  # fmt: skip
-_WITH_FOLDER = ("draft_model", "eagle3")
+_WITH_FOLDER = ("draft_model", "eagle", "eagle3")
 """Methods that run a model of a folder of its own."""
 WITH_MODEL = (*_WITH_FOLDER, "mtp")
 """Methods that run a model."""
-_KNOWN = "ngram, ngram_gpu, suffix, draft_model, eagle3 and mtp"
-_NOT_BUILT = (
-    "eagle", "dflash", "dspark", "medusa", "mlp_speculator", "custom_class", "extract_hidden_states",
-)  # fmt: skip
+_KNOWN = "ngram, ngram_gpu, suffix, draft_model, eagle, eagle3 and mtp"
+_BLOCKS = (
+    "drafts all tokens of a block in one pass, whose attention sees later positions; drafters here see earlier ones"
+)
+_NOT_BUILT = {
+    "dflash": _BLOCKS, "dspark": _BLOCKS, "medusa": "has a head for each draft", "mlp_speculator": "has no attention",
+    "custom_class": "runs code of the user's", "extract_hidden_states": "drafts nothing",
+}  # fmt: skip
+"""Methods of vLLM that are not supported, and why."""
 _KEYS = ("method", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min", "model")
 
 
 class DraftConfig(msgspec.Struct, frozen=True):
-    method: str  # ngram, suffix, draft_model, eagle3 or mtp
+    method: str  # ngram, suffix, draft_model, eagle, eagle3 or mtp
     num_drafts: int  # maximum per row and step
     # of ngram and suffix
     min_match: int = 0  # tokens at the end of a row that must have occurred before
@@ -97,7 +102,7 @@ def _method(found: Mapping[str, Any]) -> str:
     if method is None:
         raise InvalidOption(f"speculative_config has no method; the methods are {_KNOWN}")
     if method in _NOT_BUILT:
-        raise InvalidOption(f"drafts by {method} are not supported; the methods are {_KNOWN}")
+        raise InvalidOption(f"drafts by {method} are not supported: it {_NOT_BUILT[method]}; the methods are {_KNOWN}")
     if method not in _METHODS:
         raise InvalidOption(f"there is no method {method!r} for drafts; the methods are {_KNOWN}")
     if _METHODS[method] in _WITH_FOLDER:

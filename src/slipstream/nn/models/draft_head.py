@@ -2,8 +2,8 @@
 
 The entry of position p in its cache is computed from the target's features of position p and from the token of position
 p + 1; its output predicts the token of position p + 2. For further drafts its own output takes the place of the
-target's features. `MtpHead` here, `Eagle3Head` in `eagle3.py`. Embedding and projection to tokens are the target's,
-unless the head has its own.
+target's features. `MtpHead` here, `EagleHead` in `eagle.py`, `Eagle3Head` in `eagle3.py`. Embedding and projection to
+tokens are the target's, unless the head has its own.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ class DraftHead(nn.Module):
                 Rope(rope.info, rope.head_dim, max(shape.max_positions, num_positions), num_positions, dtype)
                 for rope in shape.ropes
             )
-            self.norm = new_norm(shape.hidden_size, shape.norm, dtype)
 
     def attach(self, target: Decoder) -> None:
         self._targets = (target,)
@@ -98,6 +97,7 @@ class MtpHead(DraftHead):
         self.feeds_normed = feeds_normed
         size, layout = shape.hidden_size, Layout(shape.hidden_size, dtype, format_of)
         with torch.device("meta"):
+            self.norm = new_norm(size, shape.norm, dtype)
             self.embed_norm = new_norm(size, shape.norm, dtype)
             self.hidden_norm = new_norm(size, shape.norm, dtype)
             self.projection = Linear(2 * size, {"": size}, False, format_of("projection"), dtype)

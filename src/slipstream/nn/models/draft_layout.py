@@ -15,6 +15,7 @@ from slipstream.errors import BadCheckpoint, InvalidOption, NotEnoughMemory
 from slipstream.nn.models.decoder import Decoder
 from slipstream.nn.models.decoder_shape import DecoderShape
 from slipstream.nn.models.draft_head import MTP, DraftHead, HeadRules, MtpHead
+from slipstream.nn.models.eagle import EagleHead, EagleShape, eagle_rules, eagle_shape
 from slipstream.nn.models.eagle3 import Eagle3Head, Eagle3Shape, eagle3_rules, eagle3_shape
 from slipstream.nn.models.load import choose_formats, open_model
 from slipstream.nn.models.measure import weight_bytes
@@ -47,25 +48,35 @@ def mtp_shape(info: ModelInfo) -> DecoderShape:
 def eagle3_shape_of(model: ModelConfig, target: DecoderShape) -> Eagle3Shape:
     """The shape of an EAGLE-3 head, by its config and by which tensors it has. Raises InvalidOption if it cannot draft
     for the target, BadCheckpoint if it has a tensor that no such head has."""
-    stored = None
-    if model.load_format != "dummy":
-        stored = [tensor.name for tensor in open_folder(Path(model.path))]
     try:
-        return eagle3_shape(model.info, target, stored)
+        return eagle3_shape(model.info, target, _stored_names(model))
     except KeyError as name:
         raise BadCheckpoint(f"{model.path} has a tensor {name}, which no EAGLE-3 head has; give another head") from None
+
+
+def eagle_shape_of(model: ModelConfig, target: DecoderShape) -> EagleShape:
+    """The same for an EAGLE head of version 1 or 2."""
+    try:
+        return eagle_shape(model.info, target, _stored_names(model))
+    except KeyError as name:
+        raise BadCheckpoint(f"{model.path} has a tensor {name}, which no EAGLE head has; give another head") from None
+
+
+def _stored_names(model: ModelConfig) -> list[str] | None:
+    """The names of a head's tensors; None: they are random."""
+    return None if model.load_format == "dummy" else [tensor.name for tensor in open_folder(Path(model.path))]
 
 
 def lay_out_head(config: DraftModelConfig, target: DecoderShape, device: torch.device) -> DraftHead:
     """The head with every tensor's shape and dtype, and no memory yet."""
     model = config.model
-    if config.method == "eagle3":
-        formats = choose_formats(model, device, is_encoder=False)
-        shape3 = eagle3_shape_of(model, target)
-        return Eagle3Head(shape3, model.max_model_len, getattr(torch, model.dtype), formats)
-    family = MTP[family_name(model.info.architecture)]
     formats = choose_formats(model, device, is_encoder=False)
     dtype = getattr(torch, model.dtype)
+    if config.method == "eagle3":
+        return Eagle3Head(eagle3_shape_of(model, target), model.max_model_len, dtype, formats)
+    if config.method == "eagle":
+        return EagleHead(eagle_shape_of(model, target), model.max_model_len, dtype, formats)
+    family = MTP[family_name(model.info.architecture)]
     shape = mtp_shape(model.info)
     return MtpHead(shape, model.max_model_len, dtype, formats, feeds_normed=family.feeds_normed)
 
@@ -109,6 +120,8 @@ def _source(config: DraftModelConfig, head: DraftHead) -> tuple[WeightSource, Ru
     info, folder = config.model.info, open_folder(Path(config.model.path))
     if config.method == "eagle3":
         return folder, eagle3_rules()
+    if config.method == "eagle":
+        return folder, eagle_rules()
     source = UnstackedSource(folder, head.shape.transposed_experts)
     family = MTP[family_name(info.architecture)]
     return source, HeadRules(family.root(info.num_layers), family.layer, family.names, find_rules(info, head.shape))

@@ -49,6 +49,7 @@ class Eagle3Head(DraftHead):
         assert isinstance(attention, AttentionShape) and isinstance(mlp, MlpShape)
         layout = Layout(size, dtype, format_of)
         with torch.device("meta"):
+            self.norm = new_norm(size, shape.decoder.norm, dtype)
             self.fc = Linear(3 * size, {"": size}, False, format_of("fc"), dtype)
             self.input_norm, self.hidden_norm, self.mlp_norm = (new_norm(size, layer.norm, dtype) for _ in range(3))
             self.attention = Attention("attention", attention, layer.norm, 0, layout, num_inputs=2 * size)

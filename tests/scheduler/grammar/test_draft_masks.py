@@ -14,6 +14,7 @@ from test_constraints import SHAPES, core_of, prompts, run, with_grammar
 from letter_tokenizer import END, TOKENIZER, oracle_matcher
 from scripted import VOCAB
 from scripted_engine import submit, tokens_alone
+from slipstream.scheduler.grammar.compiled import CompiledGrammar
 from slipstream.scheduler.grammar.draft_masks import fill_along
 from slipstream.scheduler.grammar.session import Session
 from slipstream.structured_params import StructuredOutputsParams as Shape
@@ -90,7 +91,7 @@ def test_right_drafts_save_steps(core_of: Any) -> None:
 
 
 def test_masks_follow_drafts_until_one_is_forbidden() -> None:
-    session = Session(oracle_matcher(Shape(regex="a[bc](d|e[0-9])")), [], 0, [END], VOCAB)
+    session = Session(CompiledGrammar(lambda: oracle_matcher(Shape(regex="a[bc](d|e[0-9])"))), [], 0, [END], VOCAB)
     letter = {text: TOKENIZER.encode(text)[0] for text in "abcde5"}
     session.drafts = [letter["a"], letter["c"], letter["a"]]
     masks = np.zeros((4, (VOCAB + 32) // 32), np.uint32)

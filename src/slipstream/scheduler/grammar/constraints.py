@@ -4,9 +4,8 @@ This file has the grammars and the masks of their next tokens; `processors` has 
 
 The plan of a step is launched before the tokens of the step before it are known. The masks come later: between the
 launch of the step's forward and its head the core commits all older steps, which advances the sessions, and then asks
-for the masks (`late`) and fills them while the device computes the forward: one after another, or in threads if that
-takes long. A mask usually takes a few microseconds, less than it takes to wake a thread. The result of a step has the
-drafts of the row's next step, so a row with drafts has a mask for each of its draws (`draft_masks.py`).
+for the masks (`late`) and fills them while the device computes the forward (`mask_filler.py`). The result of a step has
+the drafts of the row's next step, so a row with drafts has a mask for each of its draws (`draft_masks.py`).
 
 A session whose masks take longer than the forward would delay the other rows. It is slow from then on: its request is
 planned only when its last token is known and a background thread has filled its mask, so it sits out some steps.
@@ -15,7 +14,6 @@ planned only when its last token is known and a background thread has filled its
 from __future__ import annotations
 
 import itertools
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -25,20 +23,18 @@ import numpy as np
 
 from slipstream.config.memory import mask_words
 from slipstream.request import Request, Status, WaitFor
+from slipstream.scheduler.grammar.compiled import CompiledGrammar
 from slipstream.scheduler.grammar.draft_masks import fill_along
 from slipstream.scheduler.grammar.grammars import Grammars
+from slipstream.scheduler.grammar.mask_filler import MaskFiller
 from slipstream.scheduler.grammar.session import Session, Words
 from slipstream.scheduler.processors.host_processors import HostProcessors
 from slipstream.step import Ints, Late, MaskSource
 
 if TYPE_CHECKING:
-    from llguidance import LLExecutor, LLMatcher
-
     from slipstream.logits_processor import LogitsProcessor
 
 MIN_BUDGET = 0.001  # seconds for the masks of a step, however short the step is
-_MAX_THREADS = 8
-_THREADS_PAY = 0.002  # seconds for the masks of a step, one after another; if they take longer, threads fill them
 _WAIT = 0.005  # seconds; then the caller runs: other requests may have arrived
 
 
@@ -58,13 +54,12 @@ class Constraints:
         self.budget = MIN_BUDGET  # seconds that the masks of the next step may take; set by the core
         # of the newest plan: requests with a grammar that draw, their rows, and how many tokens they draw
         self.drawing: list[tuple[Request, int, int]] = []
-        self._compiling: list[tuple[Sequence[Request], Future[LLMatcher]]] = []  # samples of waiting requests
+        self._compiling: list[tuple[Sequence[Request], Future[CompiledGrammar]]] = []  # samples of waiting requests
         self._resting: list[Request] = []  # slow: a background thread fills their masks
-        self._in_threads = False  # threads fill the masks of the next step
         self._end = grammars.vocab_size
         self._words = mask_words(grammars.vocab_size)
         self._open_masks = open_masks or _MaskArray(max_rows, self._words)
-        self._executor: LLExecutor | None = None
+        self._filler = MaskFiller(self._words, self._end, grammars.run)
 
     @property
     def is_drawing(self) -> bool:
@@ -120,7 +115,7 @@ class Constraints:
                 raise error
             yield live, error
 
-    def _open_sessions(self, requests: Sequence[Request], grammar: LLMatcher) -> None:
+    def _open_sessions(self, requests: Sequence[Request], grammar: CompiledGrammar) -> None:
         """Give each sample a session of its own."""
         for request in requests:
             stop_ids = [token for token in request.stop_ids if token < self._end]
@@ -215,7 +210,7 @@ class Constraints:
                 pending.append((session, index))
             index += num
         if pending:
-            self._fill(pending, bits)
+            self._filler.fill(pending, bits, self.budget)
         rows = np.array([row for _, row, _ in drawing], np.int32)
         late = Late(rows, masks, sources=sources)
         if len(bits) > len(drawing):
@@ -223,40 +218,10 @@ class Constraints:
             late = Late(np.repeat(rows, numbers), masks, offsets=offsets)
         return self.processors.add_to(late, self.budget) if self.processors.drawing else late
 
-    def _fill(self, pending: list[tuple[Session, int]], bits: Words) -> None:
-        start = before = time.perf_counter()
-        address, stride = bits.ctypes.data, self._words * 4
-        if self._in_threads and len(pending) > 1:
-            masks = [(session.matcher, index) for session, index in pending]
-            self._threads().unsafe_compute_mask_ptr(masks, address, stride, len(bits))
-            seconds = time.perf_counter() - start
-            # over the budget: the next masks are filled one by one, which finds the slow sessions
-            self._in_threads = _THREADS_PAY / _MAX_THREADS < seconds < self.budget
-        else:
-            budget = self.budget
-            for session, index in pending:
-                session.matcher.unsafe_compute_mask_ptr(address + index * stride, stride)
-                now = time.perf_counter()
-                session.is_slow = now - before > budget
-                before = now
-            self._in_threads = before - start > _THREADS_PAY
-        # as `Session.fill` does for one mask, with the end bits of all masks read at once
-        may_end = (bits[:, self._end >> 5] & np.uint32(1 << (self._end & 31))).tolist()
-        for session, index in pending:
-            if may_end[index]:
-                session.check_end(bits[index], session.matcher)
-
     def _fill_along(self, session: Session, masks: Words) -> None:
         start = time.perf_counter()
         fill_along(session, masks, self._end)
         session.is_slow = time.perf_counter() - start > self.budget
-
-    def _threads(self) -> LLExecutor:
-        if self._executor is None:
-            from llguidance import LLExecutor
-
-            self._executor = LLExecutor(num_threads=max(1, min(_MAX_THREADS, (os.cpu_count() or 2) - 1)))
-        return self._executor
 
     def close(self) -> None:
         self.grammars.close()

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from slipstream.errors import InvalidParams
 from slipstream.scheduler.grammar.checker import GrammarChecker, GrammarTooComplex
+from slipstream.scheduler.grammar.compiled import CompiledGrammar
 from slipstream.scheduler.grammar.translate import BadGrammar, translate
 from slipstream.structured_params import StructuredOutputsParams
 from slipstream.text.tokenizer import Tokenizer
@@ -32,7 +33,7 @@ class Grammars:
         self.vocab_size = vocab_size
         self.finished = threading.Event()  # set by every compilation that ends
         self._load_tokenizer = load_tokenizer
-        self._cached: OrderedDict[bytes, Future[LLMatcher]] = OrderedDict()
+        self._cached: OrderedDict[bytes, Future[CompiledGrammar]] = OrderedDict()
         self._pool: ThreadPoolExecutor | None = None
         self._local = threading.local()  # each thread has a checker
         self._checkers: list[GrammarChecker] = []
@@ -43,8 +44,8 @@ class Grammars:
         """Compile with a tokenizer that is loaded already."""
         self._load_tokenizer = lambda: tokenizer
 
-    def compile(self, params: StructuredOutputsParams) -> Future[LLMatcher]:
-        """The matcher in its first state, to be copied; or InvalidParams. Equal parameters share one future."""
+    def compile(self, params: StructuredOutputsParams) -> Future[CompiledGrammar]:
+        """The grammar, or InvalidParams. Equal parameters share one future."""
         key = params.key
         future = self._cached.get(key)
         if future is None:
@@ -70,7 +71,7 @@ class Grammars:
         for checker in self._checkers:
             checker.close()
 
-    def _compile(self, params: StructuredOutputsParams) -> LLMatcher:
+    def _compile(self, params: StructuredOutputsParams) -> CompiledGrammar:
         from llguidance import LLMatcher, LLParserLimits
 
         vocabulary, special_texts = self._open_vocabulary()
@@ -78,11 +79,17 @@ class Grammars:
             grammar = translate(params, special_texts)
             error = self._checker().check(grammar)
             if not error:
-                matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
-                if not matcher.is_error():
-                    matcher.compute_bitmask()  # the first one is the slowest; copies share what it has built
-                if not (error := matcher.get_error()):
+
+                def compile() -> LLMatcher:
+                    limits = LLParserLimits(verbose_errors=False)
+                    matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
+                    if not matcher.is_error():
+                        matcher.compute_bitmask()  # the first one is the slowest; copies share what it has built
                     return matcher
+
+                compiled = CompiledGrammar(compile)
+                if not (error := compiled.pick().get_error()):
+                    return compiled
         except (BadGrammar, GrammarTooComplex) as failure:
             error = str(failure)
         error = error.replace("<non-verbose/>", "").strip()

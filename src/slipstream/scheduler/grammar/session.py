@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from slipstream.scheduler.grammar.compiled import CompiledGrammar
 from slipstream.step import Ints
 
 if TYPE_CHECKING:
@@ -23,15 +24,17 @@ class Session:
 
     __slots__ = (
         "matcher", "tokens", "num_taken", "forced", "is_complete", "is_slow", "ready", "job", "drafts", "num_proposed",
-        "_grammar", "_num_prompt", "_stop_ids", "_stop_bits", "_end",
+        "grammar", "first", "_num_prompt", "_stop_ids", "_stop_bits", "_end",
     )  # fmt: skip
 
     def __init__(
-        self, grammar: LLMatcher, tokens: list[int], num_prompt: int, stop_ids: Iterable[int], end: int
+        self, grammar: CompiledGrammar, tokens: list[int], num_prompt: int, stop_ids: Iterable[int], end: int
     ) -> None:
-        """`grammar`: in its first state, shared. `tokens`: of the request, prompt included; the list grows. `end`: the
-        token that means the end of the grammar."""
-        self.matcher = grammar.deep_copy()
+        """`tokens`: of the request, prompt included; the list grows. `end`: the token that means the end of the
+        grammar."""
+        self.grammar = grammar
+        self.first = grammar.pick()  # in its first state; sessions with the same one share a lexer
+        self.matcher = self.first.deep_copy()
         self.tokens = tokens
         self.num_taken = num_prompt  # tokens of the request that the state has seen
         self.forced: list[int] = self.matcher.compute_ff_tokens()
@@ -41,7 +44,6 @@ class Session:
         self.job: Future[None] | None = None  # which fills it
         self.drafts: list[int] = []  # that the device has proposed for the row's next step; -1: none
         self.num_proposed = 0  # drafts that the row's newest plan proposes: the next one may have as many
-        self._grammar = grammar
         self._num_prompt = num_prompt
         self._stop_ids = tuple(stop_ids)
         self._stop_bits = [(token >> 5, np.uint32(1 << (token & 31))) for token in self._stop_ids]
@@ -118,7 +120,7 @@ class Session:
 
     def masks_at(self, lengths: Sequence[int], num_words: int) -> list[Ints]:
         """See `MaskSource`. The state of this session does not change."""
-        again = Session(self._grammar, self.tokens, self._num_prompt, self._stop_ids, self._end)
+        again = Session(self.grammar, self.tokens, self._num_prompt, self._stop_ids, self._end)
         masks: list[Ints] = []
         for length in lengths:
             again.take(self.tokens[again.num_taken : length])

@@ -184,3 +184,33 @@ def test_the_page_in_a_browser(server, browser, tmp_path):
     browser.screenshot(Path(tmp_path) / "phone.png")
     assert browser.errors == []
     assert all(url.startswith((server.url, "about:", "data:", "blob:")) for url in browser.urls)
+
+
+def find_axe() -> Path | None:
+    """axe-core as npm installs it: in this folder or for the machine. Its licence (MPL) differs from ours, so it is not
+    copied here."""
+    roots = [Path("node_modules")]
+    if shutil.which("npm") is not None:
+        found = subprocess.run(["npm", "root", "--global"], capture_output=True, text=True, timeout=60)
+        roots.append(Path(found.stdout.strip() or "."))
+    files = (root / "axe-core" / "axe.min.js" for root in roots)
+    return next((file for file in files if file.is_file()), None)
+
+
+@pytest.mark.browser
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
+def test_axe_finds_no_violation(server, browser):
+    axe = find_axe()
+    if axe is None:
+        pytest.skip("axe-core is not installed; npm install axe-core")
+    browser.open(server.url + "/")
+    browser.until("document.getElementById('key-dialog').open")
+    give_key(browser, "secret")
+    browser.until("document.getElementById('chat-model').value")
+    browser.run(axe.read_text(encoding="utf-8") + "; true")
+    for _ in range(2):  # light and dark
+        for tab in ("chat", "vectors", "timeline", "models", "requests"):
+            click(browser, f"tab-{tab}")
+            found = browser.run("axe.run().then(result => result.violations.map(each => [each.id, each.help]))")
+            assert found == [], (tab, found)
+        click(browser, "theme")

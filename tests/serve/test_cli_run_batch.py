@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import signal
@@ -18,12 +17,14 @@ from slipstream.errors import UserError
 from slipstream.serve.cli import run_batch
 from slipstream.serve.cli.batch_output import BatchOutput
 
+RUN_LINES = run_batch._run_lines
 
-def run_all_scripted(folder, log=None, dies_after=None):
-    """Returns a replacement of `_run_all`: the engine has a scripted core. `log` gets the prompts that were run.
+
+def run_lines_scripted(folder, log=None, dies_after=None):
+    """Returns a replacement of `_run_lines`: the engine has a scripted core. `log` gets the prompts that were run.
     The process kills itself after this many results, the last one written half."""
 
-    def run_all(engine, source, output, num_lines, concurrency, settings):
+    async def run_lines(engine, source, output, *rest):
         add = output.add
 
         def add_and_die(place, result):
@@ -34,18 +35,14 @@ def run_all_scripted(folder, log=None, dies_after=None):
                 os.kill(os.getpid(), signal.SIGKILL)
 
         output.add = add_and_die
+        engine, core = await ScriptedCore.open(facts(folder), facts(folder, "pool", pooling=EVERY_TASK))
+        try:
+            await RUN_LINES(engine, source, output, *rest)
+        finally:
+            if log is not None:
+                log.extend(bytes(i for i in each.prompt_token_ids if i < 256) for each in core.submits)
 
-        async def main():
-            engine, core = await ScriptedCore.open(facts(folder), facts(folder, "pool", pooling=EVERY_TASK))
-            try:
-                await run_batch._run_lines(engine, source, output, num_lines, concurrency, settings)
-            finally:
-                if log is not None:
-                    log.extend(bytes(i for i in each.prompt_token_ids if i < 256) for each in core.submits)
-
-        asyncio.run(main())
-
-    return run_all
+    return run_lines
 
 
 @pytest.fixture
@@ -56,7 +53,7 @@ def batch(tmp_path, folder, terminal, monkeypatch):
 
     def run(lines, *flags):
         log = []
-        monkeypatch.setattr(run_batch, "_run_all", run_all_scripted(folder, log))
+        monkeypatch.setattr(run_batch, "_run_lines", run_lines_scripted(folder, log))
         source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
         source.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
         code, _, err = terminal.run("run-batch", "tiny=model", "-i", str(source), "-o", str(target), *flags)
@@ -124,7 +121,7 @@ from serve import test_cli_run_batch as tests
 from slipstream.serve.cli import main, run_batch
 run_batch.open_engine = lambda options: None
 run_batch.check_paths = lambda options, look_up: None
-run_batch._run_all = tests.run_all_scripted(Path(sys.argv[1]), dies_after=4)
+run_batch._run_lines = tests.run_lines_scripted(Path(sys.argv[1]), dies_after=4)
 main.main(sys.argv[2:])
 """
 

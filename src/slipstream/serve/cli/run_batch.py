@@ -56,6 +56,8 @@ _UNBOUNDED = {"max_queued_requests": 2**24, "max_queued_tokens": 2**40}
 
 
 def run(args: argparse.Namespace, opener: OpenLLM) -> int:
+    import asyncio  # like hashlib below: --help does not need it
+
     if args.concurrency < 1:
         raise UserError(f"--concurrency is {args.concurrency}; give 1 or more")
     source, target = Path(args.input_file), Path(args.output_file)
@@ -70,7 +72,11 @@ def run(args: argparse.Namespace, opener: OpenLLM) -> int:
         if num_kept < num_lines:
             for each in options:
                 check_paths(each, look_up=True)
-            _run_all(open_engine(options), source, output, num_lines, args.concurrency, settings)
+            run_all = _run_lines(open_engine(options), source, output, num_lines, args.concurrency, settings)
+            try:
+                asyncio.run(run_all)
+            except EngineDead as error:
+                raise EngineDead(f"{error}; run the same command again to continue") from None
         num_failed = output.num_failed()
         output.finish()
     print(f"{num_lines} lines in {target}, {num_failed} with errors", file=sys.stderr)
@@ -80,7 +86,7 @@ def run(args: argparse.Namespace, opener: OpenLLM) -> int:
 def check_input(path: Path) -> tuple[int, str]:
     """Returns the number of lines and a digest of the file. Raises for a line that cannot be run, before the model is
     loaded."""
-    import hashlib  # like asyncio below: --help does not need it
+    import hashlib
 
     digest = hashlib.sha256()
     seen: dict[str, int] = {}
@@ -101,22 +107,6 @@ def open_engine(options: list[Options]) -> AsyncEngine:
     from slipstream.frontend.async_engine import AsyncEngine  # builds the engine: imports torch
 
     return AsyncEngine(models=options)
-
-
-def _run_all(
-    engine: AsyncEngine,
-    source: Path,
-    output: BatchOutput,
-    num_lines: int,
-    concurrency: int,
-    settings: ServerSettings,
-) -> None:
-    import asyncio
-
-    try:
-        asyncio.run(_run_lines(engine, source, output, num_lines, concurrency, settings))
-    except EngineDead as error:
-        raise EngineDead(f"{error}; run the same command again to continue") from None
 
 
 async def _run_lines(

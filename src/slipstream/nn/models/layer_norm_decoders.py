@@ -35,6 +35,11 @@ def _shape(
     return replace(shape, layers=tuple(replace(layer, parallel=parallel) for layer in shape.layers))
 
 
+def _biased_mlp(info: ModelInfo, bias: bool = True) -> MlpShape:
+    """An MLP without a gate; both of its products have a bias, or none has."""
+    return replace(llama_mlp(info), gated=False, bias=bias, down_bias=bias)
+
+
 def nemotron_shape(info: ModelInfo) -> DecoderShape:
     """An MLP without a gate, of squared relu; norms are stored as weight - 1."""
     return _shape(info, llama_attention(info), replace(llama_mlp(info), gated=False), offset=1.0)
@@ -73,8 +78,7 @@ def starcoder2_shape(info: ModelInfo) -> DecoderShape:
     """One switch turns all biases on; a window in every layer, if there is one."""
     bias = bool(info.extra.get("use_bias", True))
     attention = replace(llama_attention(info), qkv_bias=bias, output_bias=bias)
-    mlp = replace(llama_mlp(info), gated=False, bias=bias, down_bias=bias)
-    return _shape(info, attention, mlp, windows=mistral_windows(info))
+    return _shape(info, attention, _biased_mlp(info, bias), windows=mistral_windows(info))
 
 
 def starcoder2_rules(shape: DecoderShape) -> Rules:
@@ -90,8 +94,7 @@ def phi_shape(info: ModelInfo) -> DecoderShape:
     if info.extra.get("qk_layernorm"):
         raise UnsupportedModel(f"{info.architecture} with qk_layernorm is not supported; no published model has it")
     attention = replace(llama_attention(info), qkv_bias=True, output_bias=True)
-    mlp = replace(llama_mlp(info), gated=False, bias=True, down_bias=True)
-    return replace(_shape(info, attention, mlp, "one norm"), head_bias=not info.tied_embeddings)
+    return replace(_shape(info, attention, _biased_mlp(info), "one norm"), head_bias=not info.tied_embeddings)
 
 
 def phi_rules(shape: DecoderShape) -> Rules:
@@ -112,8 +115,8 @@ def gpt_neox_shape(info: ModelInfo) -> DecoderShape:
     """q, k and v of a head are neighbours in one tensor; mostly attention and MLP side by side, each with its norm."""
     by_head = bool(info.extra.get("qkv_by_head", True))  # not in a GGUF file
     attention = replace(llama_attention(info), by_head=by_head, fused=not by_head)
-    mlp = replace(llama_mlp(info), gated=False, bias=True, down_bias=True)
-    return _shape(info, attention, mlp, "two norms" if info.extra.get("use_parallel_residual", True) else "no")
+    parallel: Parallel = "two norms" if info.extra.get("use_parallel_residual", True) else "no"
+    return _shape(info, attention, _biased_mlp(info), parallel)
 
 
 def gpt_neox_rules(shape: DecoderShape) -> Rules:
@@ -143,9 +146,8 @@ def gpt2_shape(info: ModelInfo) -> DecoderShape:
     if extra.get("add_cross_attention"):
         raise UnsupportedModel(f"{info.architecture} with cross attention is not supported; a decoder alone is")
     attention = replace(llama_attention(info), fused=True, qkv_bias=True, output_bias=True)
-    mlp = replace(llama_mlp(info), gated=False, bias=True, down_bias=True)
     return replace(
-        _shape(info, attention, mlp),
+        _shape(info, attention, _biased_mlp(info)),
         ropes=(RopeShape(RopeInfo(kind="none"), info.head_dim, switches=False),),
         num_position_rows=info.max_positions,
         transposed=tuple(f"{name}.weight" for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")),

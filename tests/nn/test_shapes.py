@@ -60,3 +60,12 @@ def test_an_encoder_reports_scores_by_distance() -> None:
         found = find_shape(info).sizes(on_cpu=True)
         assert (found.relative_terms, found.relative_heads) == (terms, 4 if terms else 0)
         assert found.split_sums == 0
+
+
+@pytest.mark.parametrize(
+    "change", [{"norm_after": True}, {"norm_before": False}, {"branch_scale": 0.5}, {"feed": None}]
+)
+def test_a_parallel_layer_has_two_sublayers_and_no_other_form(change):
+    assert replace(LAYER, parallel="one norm").parallel == "one norm"
+    with pytest.raises(AssertionError, match="a parallel layer"):
+        replace(LAYER, parallel="one norm", **change)

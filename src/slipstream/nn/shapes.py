@@ -300,6 +300,10 @@ class LayerShape:
 
     def __post_init__(self) -> None:
         assert self.mixers or self.feed is not None, "a layer has a mixer or a feed"
+        if self.parallel != "no":
+            two = bool(self.mixers) and self.feed is not None and self.layer_input is None
+            plain = self.norm_before and not self.norm_after and self.branch_scale == 1.0
+            assert two and plain, "a parallel layer has a mixer and a feed, norms before them only and no branch scale"
 
 
 def tail_of(layers: Sequence[LayerShape]) -> int:

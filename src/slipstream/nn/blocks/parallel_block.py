@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from slipstream.nn.blocks.block import DecoderBlock, SublayerParts
 from slipstream.nn.context import ForwardContext, LastTokens
-from slipstream.nn.layers.layer import Layout
-from slipstream.nn.shapes import LayerShape
 
 
 class ParallelBlock(DecoderBlock):
     """x + mixer(norm(x)) + feed(norm(x)), where the feed has a norm of its own or shares the mixer's."""
-
-    def __init__(
-        self,
-        number: int,
-        shape: LayerShape,
-        sites: Sequence[int | None],
-        state_sites: Sequence[int | None],
-        layout: Layout,
-    ) -> None:
-        super().__init__(number, shape, sites, state_sites, layout)
-        assert len(self.sublayers) == 2 and shape.norm_before and not shape.norm_after and shape.branch_scale == 1.0
 
     def forward(
         self,

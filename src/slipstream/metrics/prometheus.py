@@ -169,15 +169,15 @@ def _of_replicas(replicas: Sequence[ReplicaStats]) -> Families:
 def _lanes(lanes: Sequence[LaneStats]) -> Families:
     """Of each model; where there are several replicas, of each model and replica."""
     several = any(lane.replica for lane in lanes)
-    ours, theirs = ("model", *(["replica"] if several else [])), ("model_name", "engine")
+    label_names, vllm_label_names = ("model", *(["replica"] if several else [])), ("model_name", "engine")
 
     def labels(lane: LaneStats, *, of_vllm: bool = False) -> tuple[str, ...]:
         return (lane.model, str(lane.replica)) if several or of_vllm else (lane.model,)
 
     def named(kind: str, name: str, doc: str) -> Iterator[tuple[Any, bool]]:
-        yield _KINDS[kind](f"slipstream_{name}", doc, labels=ours), False
+        yield _KINDS[kind](f"slipstream_{name}", doc, labels=label_names), False
         if alias := _ALIASES.get(name):
-            yield _KINDS[kind](f"vllm:{alias}", doc, labels=theirs), True
+            yield _KINDS[kind](f"vllm:{alias}", doc, labels=vllm_label_names), True
 
     for kind, name, doc, field in _OF_LANES:
         for family, of_vllm in named(kind, name, doc):
@@ -194,16 +194,18 @@ def _lanes(lanes: Sequence[LaneStats]) -> Families:
         ("vllm:spec_decode_num_accepted_tokens_per_pos", True),
     ):
         doc = "accepted drafts by their position in the row, from 0"
-        by_position = CounterMetricFamily(name, doc, labels=(*(theirs if of_vllm else ours), "position"))
+        by_position = CounterMetricFamily(
+            name, doc, labels=(*(vllm_label_names if of_vllm else label_names), "position")
+        )
         for lane in lanes:
             for position, count in enumerate(lane.accepted_at):
                 by_position.add_metric((*labels(lane, of_vllm=of_vllm), str(position)), count)
         yield by_position
     time = CounterMetricFamily(
-        "slipstream_device_seconds", "device time: busy, and idle by cause", labels=(*ours, "state")
+        "slipstream_device_seconds", "device time: busy, and idle by cause", labels=(*label_names, "state")
     )
     share = GaugeMetricFamily(
-        "slipstream_device_busy_ratio", "busy share of the time in which there were requests", labels=ours
+        "slipstream_device_busy_ratio", "busy share of the time in which there were requests", labels=label_names
     )
     for lane in lanes:
         for cause in _CAUSES:
@@ -234,7 +236,7 @@ def _models(models: dict[str, ModelStats]) -> Families:
 
 
 def _vllm_only(models: dict[str, ModelStats], lanes: Sequence[LaneStats]) -> Families:
-    """vLLM metrics that have another shape than ours."""
+    """vLLM metrics that have another shape than those of Slipstream."""
     success = CounterMetricFamily(
         "vllm:request_success", "samples that ended", labels=("model_name", "engine", "finished_reason")
     )

@@ -97,15 +97,15 @@ def _refuse(info: ModelInfo, name: str, value: object, known: tuple[object, ...]
 
 
 def deepseek_rules(shape: DecoderShape) -> Rules:
-    stored, ours = "model.layers.{n}.self_attn", "layers.{n}.attention"
+    stored, own = "model.layers.{n}.self_attn", "layers.{n}.attention"
     return Rules(
         {
-            f"{stored}.q_proj.{{kind}}": f"{ours}.first.q.{{kind}}",
-            f"{stored}.q_a_proj.{{kind}}": f"{ours}.first.q.{{kind}}",
-            f"{stored}.q_a_layernorm.weight": f"{ours}.q_norm.weight",
-            f"{stored}.q_b_proj.{{kind}}": f"{ours}.queries.{{kind}}",
-            f"{stored}.kv_a_proj_with_mqa.{{kind}}": f"{ours}.first.kv.{{kind}}",
-            f"{stored}.kv_a_layernorm.weight": f"{ours}.kv_norm.weight",
-            f"{stored}.kv_b_proj.weight": f"{ours}.expand.weight",
+            f"{stored}.q_proj.{{kind}}": f"{own}.first.q.{{kind}}",
+            f"{stored}.q_a_proj.{{kind}}": f"{own}.first.q.{{kind}}",
+            f"{stored}.q_a_layernorm.weight": f"{own}.q_norm.weight",
+            f"{stored}.q_b_proj.{{kind}}": f"{own}.queries.{{kind}}",
+            f"{stored}.kv_a_proj_with_mqa.{{kind}}": f"{own}.first.kv.{{kind}}",
+            f"{stored}.kv_a_layernorm.weight": f"{own}.kv_norm.weight",
+            f"{stored}.kv_b_proj.weight": f"{own}.expand.weight",
         }
     ) | moe_rules(shape)

@@ -126,8 +126,8 @@ def eagle3_shape(info: ModelInfo, target: DecoderShape, stored: Sequence[str] | 
     head cannot draft for the target."""
     _check(info, target)
     vocab = int(info.extra.get("draft_vocab_size") or info.vocab_size)
-    ours = {name if stored is None else eagle3_rules().rename(name) for name in stored or ()}
-    own_head = stored is None or "head.weight" in ours
+    own = {name if stored is None else eagle3_rules().rename(name) for name in stored or ()}
+    own_head = stored is None or "head.weight" in own
     if vocab != info.vocab_size and not own_head:
         raise InvalidOption(
             f"the EAGLE-3 head has a draft_vocab_size of {vocab} and no lm_head.weight of its own; download it again"
@@ -139,7 +139,7 @@ def eagle3_shape(info: ModelInfo, target: DecoderShape, stored: Sequence[str] | 
         decoder,
         vocab,
         norm_before_residual=bool(info.extra.get("norm_before_residual")),
-        own_embedding="embedding.weight" in ours,
+        own_embedding="embedding.weight" in own,
         own_head=own_head,
         maps_tokens=vocab != info.vocab_size,
     )
@@ -202,5 +202,5 @@ def eagle3_rules() -> Rules:
         "t2d": None,
     }
     for root in ("midlayer", "layers.0"):
-        names |= {f"{root}.{theirs}": ours for theirs, ours in layer.items()}
-    return Rules(names | {f"model.{theirs}": ours for theirs, ours in names.items()})
+        names |= {f"{root}.{stored}": name for stored, name in layer.items()}
+    return Rules(names | {f"model.{stored}": name for stored, name in names.items()})

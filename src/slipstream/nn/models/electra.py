@@ -56,7 +56,7 @@ def albert_heads(info: ModelInfo) -> HeadShape:
 
 _LAYER = "encoder.albert_layer_groups.0.albert_layers.0."
 _ALBERT: dict[str, str | None] = {
-    **{theirs: ours for theirs, ours in BERT_NAMES.items() if not theirs.startswith("encoder.")},
+    **{stored: name for stored, name in BERT_NAMES.items() if not stored.startswith("encoder.")},
     "encoder.embedding_hidden_mapping_in.{kind}": "projection.{kind}",
     f"{_LAYER}attention.query.{{kind}}": "layers.0.attention.qkv.q.{kind}",
     f"{_LAYER}attention.key.{{kind}}": "layers.0.attention.qkv.k.{kind}",

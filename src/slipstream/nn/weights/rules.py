@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 class Rules:
     def __init__(self, names: Mapping[str, str | None]) -> None:
-        self._rules = [(_pattern(theirs), ours) for theirs, ours in names.items()]
+        self._rules = [(_pattern(stored), target) for stored, target in names.items()]
 
     def __or__(self, others: Rules) -> Rules:
         """Rules that apply these rules first, then the others."""
@@ -23,9 +23,9 @@ class Rules:
 
     def rename(self, name: str) -> str | None:
         """The target of a tensor, or None if it is not needed. Raises KeyError if no rule matches."""
-        for pattern, ours in self._rules:
+        for pattern, target in self._rules:
             if match := pattern.fullmatch(name):
-                return None if ours is None else ours.format(**match.groupdict())
+                return None if target is None else target.format(**match.groupdict())
         raise KeyError(name)
 
 

@@ -40,9 +40,9 @@ class UnstackedSource:
 
 
 def _renamed(tensor: SourceTensor) -> SourceTensor:
-    for theirs, ours in _GRANITE.items():
-        if tensor.name.endswith(theirs):
-            name = f"{tensor.name.removesuffix(theirs)}.block_sparse_moe{ours}"
+    for stored, own in _GRANITE.items():
+        if tensor.name.endswith(stored):
+            name = f"{tensor.name.removesuffix(stored)}.block_sparse_moe{own}"
             return replace(tensor, name=name)
     return tensor
 

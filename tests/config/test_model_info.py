@@ -50,9 +50,9 @@ def test_old_and_new_ways_to_write_rope_mean_the_same() -> None:
         ({"architectures": "LlamaForCausalLM"}, BadCheckpoint, "architectures is 'LlamaForCausalLM', not a list"),
         ({"architectures": [5]}, BadCheckpoint, "not a list of names"),
         ({"architectures": None, "model_type": "whisper"}, UnsupportedModel, "model_type whisper .* bert, .* llama"),
-        ({"vocab_size": "many"}, BadCheckpoint, "wrong kind"),
-        ({"num_attention_heads": 0}, BadCheckpoint, "wrong kind"),
-        ({"rope_scaling": [8]}, BadCheckpoint, "wrong kind"),
+        ({"vocab_size": "many"}, BadCheckpoint, "wrong value"),
+        ({"num_attention_heads": 0}, BadCheckpoint, "wrong value"),
+        ({"rope_scaling": [8]}, BadCheckpoint, "wrong value"),
     ],
 )
 def test_wrong_values_are_named(changes: dict[str, Any], kind: type[ModelError], words: str) -> None:

@@ -99,7 +99,7 @@ def change(folder: Path, **facts) -> Path:
             "mxfp4.*copy of it in bfloat16",
         ),
         ("gpt_oss", {"swiglu_limit": 5.0}, UnsupportedModel, "swiglu_limit of 5.0"),
-        ("gpt_oss", {"is_causal": False}, UnsupportedModel, "sinks are built for causal attention only"),
+        ("gpt_oss", {"is_causal": False}, UnsupportedModel, "sinks are supported for causal attention only"),
         ("qwen3_moe", {"hidden_act": "gelu"}, UnsupportedModel, "only silu"),
         ("qwen3_moe", {"num_experts_per_tok": 9}, BadCheckpoint, "8 experts and takes 9"),
         ("qwen3_moe", {"moe_intermediate_size": None}, BadCheckpoint, "no moe_intermediate_size"),

@@ -148,11 +148,11 @@ def model_info_from_config(config: dict[str, Any]) -> ModelInfo:
         )
     except KeyError as missing:
         raise UnsupportedModel(
-            f"{architecture}: config.json lacks {missing}, so it is not a model we know; "
+            f"{architecture}: config.json lacks {missing}, so it is not a supported model; "
             "run a checkpoint that continues text, of Llama's style for example, or an encoder of BERT's"
         ) from None
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise BadCheckpoint(f"config.json of {architecture} holds a value of the wrong kind: {error}") from None
+        raise BadCheckpoint(f"config.json of {architecture} has a wrong value: {error}") from None
 
 
 def _sees_both_ways(architecture: str, config: dict[str, Any]) -> bool:

@@ -82,7 +82,7 @@ def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
     try:
         return reader(method, given)
     except (TypeError, ValueError, AttributeError) as error:
-        raise BadCheckpoint(f"{name} of config.json holds a value of the wrong kind: {error}") from None
+        raise BadCheckpoint(f"{name} of config.json has a wrong value: {error}") from None
 
 
 def _read_fp8(method: str, given: Mapping[str, Any]) -> Quantization:

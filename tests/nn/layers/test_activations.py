@@ -28,5 +28,8 @@ def test_plain_and_gated_equal_transformers(name: str) -> None:
 def test_an_unknown_name_lists_the_known_ones() -> None:
     assert set(NAMES) <= set(PLAIN)
     for find in (find_activation, find_gated):
-        with pytest.raises(UnsupportedModel, match="the activation prelu is not one we have: gelu, .*quick_gelu, relu"):
+        with pytest.raises(
+            UnsupportedModel,
+            match="the activation prelu is not supported; the supported ones are gelu, .*quick_gelu, relu",
+        ):
             find("prelu")

@@ -127,7 +127,7 @@ def test_windows_of_modernbert_as_its_first_releases_write_them() -> None:
 
 @pytest.mark.parametrize("buckets", [-1, 0, 3, "x"])
 def test_distances_of_mpnet_that_cannot_be_are_named(buckets: Any) -> None:
-    with pytest.raises(BadCheckpoint, match="relative_attention_num_buckets|wrong kind"):
+    with pytest.raises(BadCheckpoint, match="relative_attention_num_buckets|wrong value"):
         find_shape(info("MPNetModel", relative_attention_num_buckets=buckets))
 
 

@@ -129,7 +129,7 @@ def test_missing_scales_are_named(tmp_path: Path) -> None:
         ("awq", {"bits": 3}, UnsupportedModel, "awq with 3 bits"),
         ("awq", {"version": "gemv"}, UnsupportedModel, "version gemv"),
         ("gptq 4", {"sym": True}, BadCheckpoint, "qzeros are not in the middle"),
-        ("gptq 4", {"bits": "four"}, BadCheckpoint, "wrong kind"),
+        ("gptq 4", {"bits": "four"}, BadCheckpoint, "wrong value"),
         ("gptq act-order", {"group_size": 16}, BadCheckpoint, "wrong shape"),
         ("w8a8", {"format": "nvfp4-pack-quantized"}, UnsupportedModel, "format nvfp4-pack-quantized"),
         ("fp8 tensor", {"quant_method": "awq"}, BadCheckpoint, "down_proj.weight is FP8 and has no qweight"),

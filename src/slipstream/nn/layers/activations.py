@@ -88,7 +88,7 @@ _GATED: dict[str, Activation] = {
 def find_activation(name: str) -> Activation:
     """Of each number by itself. Raises UnsupportedModel."""
     if name not in PLAIN:
-        raise UnsupportedModel(f"the activation {name} is not one we have: {', '.join(PLAIN)}")
+        raise UnsupportedModel(f"the activation {name} is not supported; the supported ones are {', '.join(PLAIN)}")
     return PLAIN[name]
 
 

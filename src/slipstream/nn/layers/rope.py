@@ -40,7 +40,7 @@ class Rope(Layer):
         lengths = [num_positions]
         if (short := info.short_length(num_positions)) is not None:
             if not switches:
-                raise UnsupportedModel("rope scaling of kind longrope is built for full attention, not for windows")
+                raise UnsupportedModel("rope scaling of kind longrope is supported for full attention, not for windows")
             lengths.append(short)
         self.parts = [(length, *rope_frequencies(info, head_dim, max_positions, length)) for length in lengths]
         rotary_dim = 2 * len(self.parts[0][1])
@@ -63,7 +63,9 @@ Frequencies = tuple[torch.Tensor, float]
 
 def rope_frequencies(info: RopeInfo, head_dim: int, max_positions: int, num_positions: int) -> Frequencies:
     if info.kind not in KINDS:
-        raise UnsupportedModel(f"rope scaling of kind {info.kind} is not one we have: {', '.join(KINDS)}")
+        raise UnsupportedModel(
+            f"rope scaling of kind {info.kind} is not supported; the supported ones are {', '.join(KINDS)}"
+        )
     try:
         share = float(info.factors.get("partial_rotary_factor", 1.0))
         rotary_dim = head_dim if info.kind == "proportional" else int(head_dim * share)
@@ -76,12 +78,12 @@ def rope_frequencies(info: RopeInfo, head_dim: int, max_positions: int, num_posi
         with sync_allowed("frequencies lie on the host while a model is laid out"):
             are_numbers = all(map(math.isfinite, [scale, *frequencies.tolist()]))
         if not are_numbers:
-            raise BadCheckpoint(f"rope scaling of kind {info.kind} gives frequencies that are no numbers")
+            raise BadCheckpoint(f"rope scaling of kind {info.kind} gives frequencies that are not finite numbers")
         return frequencies, scale
     except KeyError as missing:
         raise BadCheckpoint(f"rope scaling of kind {info.kind} lacks {missing} in config.json") from None
     except (TypeError, ValueError, ArithmeticError) as error:
-        raise BadCheckpoint(f"rope scaling of kind {info.kind} holds a value of the wrong kind: {error}") from None
+        raise BadCheckpoint(f"rope scaling of kind {info.kind} has a wrong value: {error}") from None
 
 
 def _none(plain: torch.Tensor, info: RopeInfo, max_positions: int, num_positions: int) -> Frequencies:
@@ -115,7 +117,7 @@ def _ntk(plain: torch.Tensor, info: RopeInfo, max_positions: int, num_positions:
     """NTK scaling as in GTE's checkpoints: a larger base, then all frequencies are divided by one factor."""
     factors = info.factors
     if factors.get("mixed_b") is not None:
-        raise UnsupportedModel("rope scaling of kind ntk with mixed_b is not built; without it is")
+        raise UnsupportedModel("rope scaling of kind ntk with mixed_b is not supported; a checkpoint without it is")
     factor, rotary_dim = float(factors["factor"]), 2 * len(plain)
     shares = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
     return 1.0 / (info.theta * factor) ** shares / factor ** (2 / rotary_dim), 1.0

@@ -29,7 +29,7 @@ def bert_shape(info: ModelInfo) -> EncoderShape:
     if relative is None or (relative and family_name(info.architecture) not in _WITH_RELATIVE):
         known = [name for name, found in RELATIVE.items() if not found or relative is None]
         raise UnsupportedModel(
-            f"{info.architecture} with positions of kind {kind} is not built; {', '.join(known)} is what runs"
+            f"{info.architecture} with positions of kind {kind} is not supported; {', '.join(known)} is"
         )
     return EncoderShape(
         vocab_size=info.vocab_size,

@@ -74,7 +74,7 @@ class DecoderShape:
     def query_scale(self) -> QueryScale | None:
         """By which the queries of all layers are multiplied."""
         found = {mixer.query_scale for mixer in self.attentions}
-        assert len(found) <= 1, "layers with different query scales are not built"
+        assert len(found) <= 1, "layers with different query scales are not supported"
         return next(iter(found), None)
 
     def map_attention(self, change: Callable[[AttentionShape], AttentionShape]) -> DecoderShape:

@@ -64,7 +64,7 @@ def _shape(
         interleaved=interleaved,
     )
     if info.attention_bias and not latent.q_rank:
-        raise UnsupportedModel(f"{info.architecture} with attention_bias and no q_lora_rank is not built")
+        raise UnsupportedModel(f"{info.architecture} with attention_bias and no q_lora_rank is not supported")
     attention = AttentionShape(
         num_heads=info.num_heads,
         num_kv_heads=1,
@@ -93,7 +93,9 @@ def _yarn_scale(info: ModelInfo) -> float:
 
 def _refuse(info: ModelInfo, name: str, value: object, known: tuple[object, ...]) -> None:
     if value not in known:
-        raise UnsupportedModel(f"{info.architecture} with {name} {value} is not built; {', '.join(map(str, known))} is")
+        raise UnsupportedModel(
+            f"{info.architecture} with {name} {value} is not supported; {', '.join(map(str, known))} is"
+        )
 
 
 def deepseek_rules(shape: DecoderShape) -> Rules:

@@ -79,12 +79,12 @@ def _global_attention(info: ModelInfo, windows: Sequence[int]) -> AttentionShape
         ):
             raise UnsupportedModel(
                 "per_layer_config of config.json changes other layers than those without a window, "
-                "or not all of them alike, which is not built"
+                "or not all of them alike, which is not supported"
             )
         fields = listed[str(wide[0])]
     head_dim, num_kv_heads = int(fields["head_dim"]), int(fields.get("num_key_value_heads") or info.num_kv_heads)
     if set(fields) - {"head_dim", "num_key_value_heads"}:
-        raise UnsupportedModel(f"per_layer_config of config.json changes {sorted(fields)}; only heads are built")
+        raise UnsupportedModel(f"per_layer_config of config.json changes {sorted(fields)}; only heads are supported")
     return replace(
         llama_attention(info), head_dim=head_dim, num_kv_heads=num_kv_heads, scale=1.0, qk_norm="heads",
         value_norm=True, key_is_value=is_value,
@@ -95,7 +95,7 @@ def _feed(info: ModelInfo, mlp: MlpShape) -> FeedShape:
     if not info.extra.get("enable_moe_block"):
         return mlp
     if info.activation != "gelu_pytorch_tanh":
-        raise UnsupportedModel(f"Gemma 4 with experts of {info.activation} is not built; only gelu_pytorch_tanh is")
+        raise UnsupportedModel(f"Gemma 4 with experts of {info.activation} is not supported; only gelu_pytorch_tanh is")
     experts = ExpertShape(
         num_experts=needed_number(info, "num_experts"),
         size=needed_number(info, "moe_intermediate_size"),

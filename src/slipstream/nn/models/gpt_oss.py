@@ -18,7 +18,7 @@ def gpt_oss_shape(info: ModelInfo) -> DecoderShape:
     """The layers with a window are the first, the third and so on."""
     limit = float(info.extra.get("swiglu_limit") or CLAMP_LIMIT)
     if limit != CLAMP_LIMIT:
-        raise UnsupportedModel(f"gpt-oss with a swiglu_limit of {limit} is not built; only {CLAMP_LIMIT} is")
+        raise UnsupportedModel(f"gpt-oss with a swiglu_limit of {limit} is not supported; only {CLAMP_LIMIT} is")
     # a softmax over the chosen logits is the softmax over all of them, renormalized
     feed = expert_shape(info, info.ffn_size, RouterRule(needed_number(info, "num_experts_per_tok")))
     feed = replace(feed, gate="clamped_swiglu", bias=True, router_bias=True)

@@ -108,7 +108,9 @@ def read_kinds(info: ModelInfo, kinds: Any) -> list[str]:
         )
     found: list[str] = [_OLD_KINDS.get(kind) or str(kind) for kind in kinds]
     if unknown := {*found} - {RECURRENT, FULL}:
-        raise UnsupportedModel(f"{info.architecture} has layers of kind {', '.join(map(str, unknown))}, not built")
+        raise UnsupportedModel(
+            f"{info.architecture} has layers of kind {', '.join(map(str, unknown))}, which are not supported"
+        )
     return found
 
 

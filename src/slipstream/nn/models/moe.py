@@ -23,7 +23,7 @@ def mixtral_shape(info: ModelInfo) -> DecoderShape:
 
 def olmoe_shape(info: ModelInfo) -> DecoderShape:
     if info.extra.get("clip_qkv") is not None:
-        raise UnsupportedModel(f"{info.architecture} clips q, k and v (clip_qkv), which is not built")
+        raise UnsupportedModel(f"{info.architecture} clips q, k and v (clip_qkv), which is not supported")
     feed = expert_shape(info, info.ffn_size, _softmax_rule(info))
     attention = replace(llama_attention(info), qk_norm="whole")
     return with_feeds(llama_shape(info, attention), lambda layer: feed)

@@ -69,7 +69,7 @@ def _experts(info: ModelInfo, mlp: MlpShape) -> ExpertShape:
     if extra.get("moe_latent_size") is not None:
         raise UnsupportedModel(
             f"{info.architecture} has experts behind a projection to {extra['moe_latent_size']} values "
-            "(moe_latent_size), which are not built; run a model whose experts read the hidden state"
+            "(moe_latent_size), which are not supported; run a model whose experts read the hidden state"
         )
     if mlp.activation != "relu2":
         raise UnsupportedModel(f"{info.architecture} has experts with {mlp.activation}; only relu2 is built")

@@ -258,7 +258,7 @@ def find_shape(info: ModelInfo) -> DecoderShape | EncoderShape:
     try:
         shape = family.shape(info)
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise BadCheckpoint(f"config.json of {info.architecture} holds a value of the wrong kind: {error}") from None
+        raise BadCheckpoint(f"config.json of {info.architecture} has a wrong value: {error}") from None
     if isinstance(shape, EncoderShape):
         return shape
     continues = continues_text(info.architecture)
@@ -276,15 +276,15 @@ def _check_bidirectional(info: ModelInfo, shape: DecoderShape) -> None:
     """Raises UnsupportedModel for what bidirectional attention does not have."""
     if any(mixer.sinks for mixer in shape.attentions):
         raise UnsupportedModel(
-            f"{info.architecture} attends in both directions; sinks are built for causal attention only"
+            f"{info.architecture} attends in both directions; sinks are supported for causal attention only"
         )
     if any(mixer.latent is not None for mixer in shape.attentions):
         raise UnsupportedModel(
-            f"{info.architecture} attends in both directions; latent attention is built for causal attention only"
+            f"{info.architecture} attends in both directions; latent attention is supported for causal attention only"
         )
     if any(mixer.kv_source is not None for mixer in shape.attentions):
         raise UnsupportedModel(
-            f"{info.architecture} attends in both directions; shared KV caches are built for causal attention only"
+            f"{info.architecture} attends in both directions; shared KV caches are supported for causal attention only"
         )
     if any(mixer.state_fields("float32") for mixer in shape.mixers):
         raise UnsupportedModel(

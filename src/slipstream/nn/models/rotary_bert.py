@@ -43,9 +43,11 @@ def gte_shape(info: ModelInfo) -> EncoderShape:
     extra = info.extra
     for fact, built in (("position_embedding_type", "rope"), ("layer_norm_type", "layer_norm")):
         if extra.get(fact, built) != built:
-            raise UnsupportedModel(f"{info.architecture} with {fact} {extra[fact]} is not built; with {built} it is")
+            raise UnsupportedModel(f"{info.architecture} with {fact} {extra[fact]} is not supported; {built} is")
     if extra.get("logn_attention_scale"):
-        raise UnsupportedModel(f"{info.architecture} with logn_attention_scale is not built; without it is")
+        raise UnsupportedModel(
+            f"{info.architecture} with logn_attention_scale is not supported; a checkpoint without it is"
+        )
     plain = msgspec.structs.replace(info, extra=extra | {"position_embedding_type": "absolute"})
     return replace(
         bert_shape(plain),

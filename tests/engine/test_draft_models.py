@@ -115,6 +115,8 @@ def test_steps_without_drafts_keep_the_cache_complete(folders):
         drafts, number = llm.core.scheduler.drafts, 0
 
         class Alternating:
+            is_trial = False
+
             def choose(self, num_rows):
                 nonlocal number
                 number += 1

@@ -99,7 +99,9 @@ def test_sampling_defaults_come_from_the_source_that_is_named(tmp_path):
 
 def test_arguments_of_the_front_end():
     options = {"max_logprobs": 5, "reasoning_parser": "qwen3", "seed": 1}
-    assert FrontEndArgs.take(options) == FrontEndArgs(max_logprobs=5, reasoning_parser="qwen3") and options == {"seed": 1}
+    assert FrontEndArgs.take(options) == FrontEndArgs(max_logprobs=5, reasoning_parser="qwen3") and options == {
+        "seed": 1
+    }
     for wrong in ({"max_logprobs": -2}, {"reasoning_parser": "nonsense"}, {"max_logprobs": "all"}):
         with pytest.raises(InvalidOption, match=next(iter(wrong))):
             FrontEndArgs.take(wrong)

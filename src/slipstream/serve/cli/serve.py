@@ -66,9 +66,10 @@ def run(args: argparse.Namespace, opener: OpenLLM) -> int:
     given = Sources((ServerSettings, Options), ALIASES).gather(args, os.environ)
     as_json = given.get("log_format") == "json"
     try:
-        settings = server_settings(
-            {name: given.pop(name) for name in ServerSettings.__struct_fields__ if name in given}
-        )
+        of_server = {name: given.pop(name) for name in ServerSettings.__struct_fields__ if name in given}
+        settings = server_settings(dict(of_server))
+        if settings.replica_urls:
+            return _run_proxy(settings, [*of_server, *(name for name in given if given[name] != [])])
         options = model_options(given.pop("models", []), given)
         for each in options:
             check_paths(each)
@@ -80,6 +81,27 @@ def run(args: argparse.Namespace, opener: OpenLLM) -> int:
         if not as_json:
             raise
         return print_failure(error, as_json=True)
+    return 0
+
+
+# settings that apply to a server that only passes requests on
+_OF_PROXY = (
+    "replica_urls", "host", "port", "uds", "ssl_certfile", "ssl_keyfile", "log_level", "log_format", "max_body_bytes",
+    "max_header_bytes",
+)  # fmt: skip
+
+
+def _run_proxy(settings: ServerSettings, given: list[str]) -> int:
+    """Passes requests on to `replica_urls`. `given`: names of all options that were given."""
+    if wrong := next((name for name in given if name not in _OF_PROXY), None):
+        raise InvalidOption(
+            f"replica_urls and {wrong} are given; this server only passes requests on, so give {wrong} to the servers "
+            "themselves"
+        )
+    from slipstream.serve.http.launch import launch_proxy
+
+    set_up_log(settings.log_level, settings.log_format)
+    launch_proxy(settings)
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import signal
 import socket
@@ -31,6 +32,27 @@ def launch(settings: ServerSettings, options: list[Options]) -> None:
     claimed = claim(settings)
     try:
         _serve_at(claimed, settings, options)
+    finally:
+        claimed.close()
+
+
+def launch_proxy(settings: ServerSettings) -> None:
+    """Passes requests on to `replica_urls` until a signal ends it."""
+    from slipstream.serve.http.replica_proxy import ReplicaProxy, run_proxy
+    from slipstream.serve.http.tls import server_context
+    from slipstream.serve.http.url_replicas import UrlReplicas
+
+    raise_file_limit()
+    tls = server_context(settings) if settings.ssl_certfile else None
+    claimed = claim(settings)
+    try:
+        status.info("listening on %s", claimed.shown)
+
+        async def serve() -> None:
+            proxy = ReplicaProxy(UrlReplicas(settings.replica_urls), settings.max_header_bytes, settings.max_body_bytes)
+            await run_proxy(proxy, claimed.listener(), tls)
+
+        asyncio.run(serve())
     finally:
         claimed.close()
 

@@ -20,6 +20,13 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     workers: Annotated[
         int, _doc("front-end processes that share the port; more help when tokenising is the bottleneck")
     ] = 1
+    replica_urls: Annotated[
+        list[str],
+        _doc(
+            "base URL of a running server; requests are passed on to one of them, and no model is loaded here; "
+            "repeatable, see docs/scale.md"
+        ),
+    ] = []
     api_key: Annotated[list[str], _doc("API key that requests must send; repeatable")] = []
     admin_key: Annotated[str | None, _doc("key of the admin routes; without it they are disabled")] = None
 

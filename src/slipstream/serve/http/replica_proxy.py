@@ -1,0 +1,285 @@
+"""ReplicaProxy: a front door over servers on other machines (`--replica-urls`).
+
+A request is read whole, sent to one server (`url_replicas.py`), and the answer is passed on as it arrives. If the
+server dies before the first byte of its answer, the request runs once more on another one. If it dies later, a stream
+ends with an error event, and another answer with a broken connection. When the client disconnects, so does the proxy,
+and the server aborts the request. Every connection has one request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import ssl
+from http import HTTPStatus
+
+import httptools
+import msgspec
+
+from slipstream.serve.http.url_replicas import UrlReplica, UrlReplicas
+
+log = logging.getLogger("slipstream.proxy")
+
+MAX_RUNS = 2
+READY_SECONDS = 30.0  # that a request waits for a server
+_HOP = {b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"upgrade", b"transfer-encoding"}
+_PIECE = 2**16
+
+
+class BadRequest(Exception):
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+class _Lost(Exception):
+    """A server ended the connection before its answer was complete."""
+
+
+class ReplicaProxy:
+    def __init__(self, replicas: UrlReplicas, max_header_bytes: int = 2**16, max_body_bytes: int = 2**26) -> None:
+        self.replicas = replicas
+        self.max_header_bytes = max_header_bytes
+        self.max_body_bytes = max_body_bytes
+        self.num_requests = self.num_rerouted = self.num_lost = 0
+
+    async def serve(self, listener: socket.socket, tls: ssl.SSLContext | None = None) -> asyncio.Server:
+        return await asyncio.start_server(self._connected, sock=listener, ssl=tls)
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await self._answer(reader, writer)
+        except BadRequest as error:
+            _write_error(writer, error.code, str(error), "invalid_request_error")
+        except (ConnectionError, asyncio.IncompleteReadError):
+            pass  # the client has gone
+        finally:
+            writer.close()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        request = await self._read(reader, writer)
+        if request is None:
+            return
+        if request.path == b"/health" and request.method == b"GET":
+            self._write_health(writer)
+            return
+        self.num_requests += 1
+        passing = asyncio.ensure_future(self._pass_on(request, writer))
+        gone = asyncio.ensure_future(reader.read(1))
+        await asyncio.wait({passing, gone}, return_when=asyncio.FIRST_COMPLETED)
+        gone.cancel()
+        if not passing.done():  # the client has disconnected, or sends what it should not
+            passing.cancel()
+        await asyncio.gather(passing, gone, return_exceptions=True)
+        if passing.done() and not passing.cancelled() and (error := passing.exception()) is not None:
+            raise error
+
+    async def _read(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> _Request | None:
+        """The whole request; None: the client has sent none."""
+        request, num_bytes = _Request(), 0
+        parser = httptools.HttpRequestParser(request)
+        while not request.is_complete:
+            data = await reader.read(_PIECE)
+            if not data:
+                return None
+            num_bytes += len(data)
+            try:
+                parser.feed_data(data)
+            except httptools.HttpParserError as error:
+                raise BadRequest(400, f"the request is not HTTP: {error}") from None
+            if not request.has_headers and num_bytes > self.max_header_bytes:
+                raise BadRequest(431, f"headers have more than {self.max_header_bytes} bytes")
+            if len(request.body) > self.max_body_bytes:
+                raise BadRequest(413, f"the body has more than {self.max_body_bytes} bytes; send less")
+            if request.expects_continue and not request.is_complete:
+                request.expects_continue = False
+                writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        request.method = parser.get_method()
+        peer = writer.get_extra_info("peername")
+        request.client = str(peer[0]) if isinstance(peer, tuple) else "unix"
+        return request
+
+    async def _pass_on(self, request: _Request, writer: asyncio.StreamWriter) -> None:
+        tried: list[UrlReplica] = []
+        body = bytes(request.body)
+        while len(tried) < MAX_RUNS:
+            chosen = self.replicas.choose(body, tried)
+            if chosen is None:
+                if tried or not await self.replicas.until_ready(READY_SECONDS):
+                    break
+                continue
+            replica, hashes = chosen
+            tried.append(replica)
+            replica.begin(hashes, len(body))
+            answer = _Answer(writer, request.method == b"HEAD")
+            try:
+                await self._run_on(replica, request, body, answer)
+                return
+            except (_Lost, OSError, TimeoutError, httptools.HttpParserError) as error:
+                if writer.is_closing():
+                    return
+                replica.set_ready(False)
+                log.warning("replica %s was lost: %s", replica.url, error)
+                if answer.has_begun:
+                    self.num_lost += 1
+                    answer.break_off(f"replica {replica.url} died after it had sent a part of the result")
+                    return
+                self.num_rerouted += 1
+            finally:
+                replica.end(len(body))
+        self.num_lost += 1
+        text = f"{len(tried)} replicas died while they ran the request" if tried else "no replica is ready"
+        _write_error(writer, 503, f"{text}; send it again later", "replica_lost")
+
+    async def _run_on(self, replica: UrlReplica, request: _Request, body: bytes, answer: _Answer) -> None:
+        reader, upstream = await replica.connect()
+        try:
+            upstream.write(request.header(replica.authority, len(body)))
+            upstream.write(body)
+            while not answer.is_complete:
+                data = await reader.read(_PIECE)
+                if not data:
+                    if answer.ends_with_connection:
+                        answer.on_message_complete()
+                        break
+                    raise _Lost("the connection has ended")
+                answer.parser.feed_data(data)
+                await answer.writer.drain()
+        finally:
+            upstream.close()
+
+    def _write_health(self, writer: asyncio.StreamWriter) -> None:
+        ready = [replica.is_ready for replica in self.replicas.all]
+        state = "ok" if all(ready) else "degraded" if any(ready) else "no replica is ready"
+        found = {each.url: {"ready": each.is_ready, "open_requests": each.num_open} for each in self.replicas.all}
+        counts = {"requests": self.num_requests, "rerouted": self.num_rerouted, "lost": self.num_lost}
+        _write_json(writer, 200 if any(ready) else 503, {"status": state, "replicas": found, **counts})
+
+
+class _Request:
+    """Callbacks of the parser of a client's request."""
+
+    def __init__(self) -> None:
+        self.method, self.target, self.client = b"", b"", ""
+        self.headers: list[tuple[bytes, bytes]] = []
+        self.body = bytearray()
+        self.has_headers = self.is_complete = self.expects_continue = False
+
+    @property
+    def path(self) -> bytes:
+        return self.target.partition(b"?")[0]
+
+    def on_url(self, url: bytes) -> None:
+        self.target += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.headers.append((name, value))
+        self.expects_continue |= name.lower() == b"expect" and value.lower() == b"100-continue"
+
+    def on_headers_complete(self) -> None:
+        self.has_headers = True
+
+    def on_body(self, data: bytes) -> None:
+        self.body += data
+
+    def on_message_complete(self) -> None:
+        self.is_complete = True
+
+    def header(self, authority: str, size: int) -> bytes:
+        """Start line and headers for a server."""
+        dropped = _HOP | {b"host", b"content-length", b"expect"}
+        lines = [b"%s %s HTTP/1.1" % (self.method, self.target), b"Host: " + authority.encode()]
+        lines += [b"%s: %s" % each for each in self.headers if each[0].lower() not in dropped]
+        lines += [b"X-Forwarded-For: " + self.client.encode(), b"Content-Length: %d" % size, b"Connection: close"]
+        return b"\r\n".join(lines) + b"\r\n\r\n"
+
+
+class _Answer:
+    """Callbacks of the parser of a server's answer, which is written to the client as it arrives."""
+
+    def __init__(self, writer: asyncio.StreamWriter, has_no_body: bool) -> None:
+        """`has_no_body`: the answer to a HEAD request, which has no body."""
+        self.writer = writer
+        self.parser = httptools.HttpResponseParser(self)
+        self.has_begun = self.is_complete = False
+        self._has_no_body = has_no_body
+        self._reason = b""
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._has_length = self._is_stream = self._is_chunked = False
+
+    @property
+    def ends_with_connection(self) -> bool:
+        """Whether the answer has neither a length nor chunks, so that the end of the connection is its end."""
+        return self.has_begun and not self._has_length and not self._is_chunked
+
+    def on_status(self, reason: bytes) -> None:
+        self._reason += reason
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        lower = name.lower()
+        self._has_length |= lower == b"content-length"
+        self._is_chunked |= lower == b"transfer-encoding" and b"chunked" in value.lower()
+        self._is_stream |= lower == b"content-type" and value.startswith(b"text/event-stream")
+        if lower not in _HOP:
+            self._headers.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        code = self.parser.get_status_code()
+        if code < 200:  # 100 Continue: the answer follows
+            self._headers, self._reason = [], b""
+            return
+        self.has_begun = True
+        lines = [b"HTTP/1.1 %d %s" % (code, self._reason)]
+        lines += [b"%s: %s" % each for each in self._headers]
+        lines += [b"Transfer-Encoding: chunked"] if self._is_chunked else []
+        self.writer.write(b"\r\n".join([*lines, b"Connection: close"]) + b"\r\n\r\n")
+        self.is_complete = self._has_no_body
+
+    def on_body(self, data: bytes) -> None:
+        self.writer.write(b"%x\r\n%s\r\n" % (len(data), data) if self._is_chunked else data)
+
+    def on_message_complete(self) -> None:
+        if self.has_begun and not self.is_complete:
+            self.is_complete = True
+            if self._is_chunked:
+                self.writer.write(b"0\r\n\r\n")
+
+    def break_off(self, text: str) -> None:
+        """Ends an answer whose rest will not come: a stream with an error event, another one by a broken connection."""
+        if not self._is_stream:
+            self.writer.transport.abort()
+            return
+        event = (
+            b"data: " + msgspec.json.encode(_error(503, f"{text}; send the request again", "replica_lost")) + b"\n\n"
+        )
+        self.on_body(event)
+        self.on_message_complete()
+
+
+def _error(code: int, text: str, kind: str) -> dict[str, object]:
+    return {"error": {"message": text, "type": kind, "code": code}}
+
+
+def _write_error(writer: asyncio.StreamWriter, code: int, text: str, kind: str) -> None:
+    _write_json(writer, code, _error(code, text, kind))
+
+
+def _write_json(writer: asyncio.StreamWriter, code: int, value: object) -> None:
+    body = msgspec.json.encode(value)
+    header = (
+        f"HTTP/1.1 {code} {HTTPStatus(code).phrase}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    )
+    writer.write(f"{header}\r\nConnection: close\r\n\r\n".encode() + body)
+
+
+async def run_proxy(proxy: ReplicaProxy, listener: socket.socket, tls: ssl.SSLContext | None) -> None:
+    """Serves until SIGINT or SIGTERM."""
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, ended.set)
+    watching = asyncio.ensure_future(proxy.replicas.watch())
+    async with await proxy.serve(listener, tls):
+        await ended.wait()
+    watching.cancel()

@@ -1,0 +1,223 @@
+"""`--replica-urls`: requests are passed on to scripted servers; streams, deaths, health, routing, wrong options."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+
+import pytest
+
+from slipstream.errors import InvalidOption
+from slipstream.serve.cli.main import main
+from slipstream.serve.http.replica_proxy import ReplicaProxy
+from slipstream.serve.http.url_replicas import BLOCK, UrlReplicas, block_hashes
+
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: %s\r\n"
+JSON = HEAD % b"application/json"
+STREAM = HEAD % b"text/event-stream" + b"Transfer-Encoding: chunked\r\n\r\n"
+
+
+class Upstream:
+    """A server whose answers the test writes: `next` has the open requests."""
+
+    def __init__(self):
+        self.next = asyncio.Queue()
+        self.ready = b"200 OK"
+        self.bodies = []
+
+    async def start(self):
+        self.server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
+        self.port = self.server.sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    async def _connected(self, reader, writer):
+        head = await reader.readuntil(b"\r\n\r\n")
+        if head.startswith((b"GET /ready", b"GET /health")):
+            status = self.ready if head.startswith(b"GET /ready") else b"200 OK"
+            writer.write(b"HTTP/1.1 " + status + b"\r\nContent-Length: 0\r\n\r\n")
+            writer.close()
+            return
+        length = next(
+            (int(line[15:]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")), 0
+        )
+        body = await reader.readexactly(length)
+        self.bodies.append(body)
+        await self.next.put((head, reader, writer))
+
+
+def with_proxy(scenario, count=2):
+    async def run():
+        upstreams = [Upstream() for _ in range(count)]
+        for each in upstreams:
+            await each.start()
+        replicas = UrlReplicas([each.url for each in upstreams])
+        proxy = ReplicaProxy(replicas, max_body_bytes=5000)
+        listener = socket.create_server(("127.0.0.1", 0))
+        server = await proxy.serve(listener)
+        proxy.port = listener.getsockname()[1]
+        for replica in replicas.all:
+            await replica.check()
+        try:
+            await asyncio.wait_for(scenario(proxy, upstreams), 20)
+        finally:
+            server.close()
+            for each in upstreams:
+                each.server.close()
+
+    asyncio.run(run())
+
+
+async def send(proxy, body=b"{}", path="/v1/completions", method="POST"):
+    reader, writer = await asyncio.open_connection("127.0.0.1", proxy.port)
+    writer.write(f"{method} {path} HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer k\r\n".encode())
+    writer.write(b"Content-Length: %d\r\n\r\n%s" % (len(body), body))
+    reader.client = writer  # a writer without a reference closes its connection
+    return reader, writer
+
+
+async def first(*upstreams):
+    """The next request at any of the servers: its index, head, reader and writer."""
+    waiting = [asyncio.ensure_future(each.next.get()) for each in upstreams]
+    done, rest = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    for each in rest:
+        each.cancel()
+    (found,) = done
+    return waiting.index(found), *found.result()
+
+
+def test_an_answer_is_passed_on_with_its_headers():
+    async def scenario(proxy, upstreams):
+        reader, _ = await send(proxy, b'{"a": 1}')
+        index, head, _, writer = await first(*upstreams)
+        assert upstreams[index].bodies == [b'{"a": 1}']
+        assert b"Authorization: Bearer k" in head and b"Host: 127.0.0.1" in head and b"X-Forwarded-For: 127" in head
+        writer.write(JSON + b"X-Request-Id: r\r\nContent-Length: 2\r\n\r\n{}")
+        answer = await reader.read()
+        assert answer.startswith(b"HTTP/1.1 200 OK") and b"X-Request-Id: r" in answer and answer.endswith(b"\r\n\r\n{}")
+
+    with_proxy(scenario)
+
+
+def test_a_stream_is_passed_on_piece_by_piece():
+    async def scenario(proxy, upstreams):
+        reader, _ = await send(proxy)
+        _, _, _, writer = await first(*upstreams)
+        writer.write(STREAM + b"8\r\ndata: 1\n\r\n")
+        await reader.readuntil(b"data: 1\n")  # before the server goes on
+        writer.write(b"8\r\ndata: 2\n\r\n0\r\n\r\n")
+        assert (await reader.read()).endswith(b"data: 2\n\r\n0\r\n\r\n")
+
+    with_proxy(scenario)
+
+
+def test_a_request_without_an_answer_runs_on_another_server_and_the_dead_one_is_out():
+    async def scenario(proxy, upstreams):
+        reader, _ = await send(proxy, b"again")
+        index, _, _, writer = await first(*upstreams)
+        writer.transport.abort()
+        other, _, _, writer = await first(*upstreams)
+        assert other != index and upstreams[other].bodies == [b"again"]
+        writer.write(JSON + b"Content-Length: 2\r\n\r\n{}")
+        assert (await reader.read()).endswith(b"{}")
+        assert [replica.is_ready for replica in proxy.replicas.all] == [other == 0, other == 1]
+        assert proxy.num_rerouted == 1 and proxy.num_lost == 0
+        health = await (await send(proxy, path="/health", method="GET"))[0].read()
+        assert b'"status":"degraded"' in health
+        assert await proxy.replicas.all[index].check()  # it is in again
+        assert all(replica.num_open == replica.open_bytes == 0 for replica in proxy.replicas.all)
+
+    with_proxy(scenario)
+
+
+def test_a_server_that_dies_within_a_stream_ends_it_with_an_error_event():
+    async def scenario(proxy, upstreams):
+        reader, _ = await send(proxy)
+        _, _, _, writer = await first(*upstreams)
+        writer.write(STREAM + b"8\r\ndata: 1\n\r\n")
+        await reader.readuntil(b"data: 1\n")
+        writer.transport.abort()
+        rest = await reader.read()
+        event = json.loads(rest.split(b"data: ")[1].split(b"\n\n")[0])
+        assert event["error"]["type"] == "replica_lost" and rest.endswith(b"0\r\n\r\n")
+        assert proxy.num_lost == 1 and proxy.num_rerouted == 0
+
+    with_proxy(scenario)
+
+
+def test_a_cut_answer_is_not_a_complete_one():
+    async def scenario(proxy, upstreams):
+        reader, _ = await send(proxy)
+        _, _, _, writer = await first(*upstreams)
+        writer.write(JSON + b"Content-Length: 20\r\n\r\n{")
+        await reader.readuntil(b"{")
+        writer.transport.abort()
+        assert await reader.read() == b""  # the connection ends, with fewer bytes than the headers say
+        assert proxy.num_lost == 1
+
+    with_proxy(scenario)
+
+
+def test_all_servers_dying_is_a_503_after_two_runs():
+    async def scenario(proxy, upstreams):
+        reader, _ = await send(proxy)
+        for _ in range(2):
+            _, _, _, writer = await first(*upstreams)
+            writer.transport.abort()
+        answer = await reader.read()
+        assert answer.startswith(b"HTTP/1.1 503") and b"2 replicas died" in answer
+
+    with_proxy(scenario, count=3)
+
+
+def test_a_client_that_disconnects_ends_the_request_of_the_server():
+    async def scenario(proxy, upstreams):
+        _, client = await send(proxy)
+        _, _, reader, writer = await first(*upstreams)
+        writer.write(STREAM)
+        client.transport.abort()
+        assert await reader.read() == b""
+
+    with_proxy(scenario)
+
+
+def test_requests_go_to_the_server_with_fewest_bytes_and_to_their_prefix():
+    async def scenario(proxy, upstreams):
+        a, b = proxy.replicas.all
+        prompt = b"x" * (4 * BLOCK)
+        a.begin(block_hashes(prompt), len(prompt))
+        assert proxy.replicas.choose(b"y", ())[0] is b  # a is busy
+        a.end(len(prompt))
+        b.begin(block_hashes(b"z" * BLOCK), BLOCK)
+        b.end(BLOCK)
+        assert proxy.replicas.choose(prompt + b"more", ())[0] is a
+        assert proxy.replicas.choose(b"z" * BLOCK + b"more", ())[0] is b
+        upstreams[1].ready = b"404 Not Found"  # a server without /ready, and with /health
+        upstreams[0].ready = b"503 Service Unavailable"
+        assert await b.check() and not await a.check() and proxy.replicas.choose(prompt, ())[0] is b
+        assert await proxy.replicas.until_ready(1)
+
+    with_proxy(scenario)
+
+
+def test_a_body_that_is_too_large_is_refused():
+    async def scenario(proxy, upstreams):
+        reader, _ = await send(proxy, b"x" * 6000)
+        assert (await reader.read()).startswith(b"HTTP/1.1 413")
+        reader, writer = await asyncio.open_connection("127.0.0.1", proxy.port)
+        writer.write(b"what is this\r\n\r\n")
+        assert (await reader.read()).startswith(b"HTTP/1.1 400")
+
+    with_proxy(scenario, count=1)
+
+
+@pytest.mark.parametrize("urls", [["10.0.0.2:8000"], ["http://a/v1"], ["http://a:80", "http://a"]])
+def test_wrong_urls_are_refused(urls):
+    with pytest.raises(InvalidOption, match="replica URL"):
+        UrlReplicas(urls)
+
+
+def test_options_of_models_are_refused_with_replica_urls(capsys, monkeypatch):
+    monkeypatch.delenv("SLIPSTREAM_DEVICE", raising=False)
+    assert main(["serve", "--replica-urls", "http://127.0.0.1:1", "--max-model-len", "64"]) != 0
+    assert "--replica-urls and --max-model-len are given" in capsys.readouterr().err

@@ -81,6 +81,7 @@ TRANSLATIONS = {
     "spec_tokens": "`speculative_config`",
     "hf_overrides": "the same, as an object; a function is refused",
     "max_logprobs": "the same; without it there is no limit",
+    "kv_cache_dtype": "auto, fp8 or fp8_e4m3",
     "quantization": "fp8 for an unquantised checkpoint; else only the checkpoint's own method",
     "disable_log_stats": "False: for `LLM.get_metrics`; an `AsyncLLM` always has statistics",
     "profiler_config": "for `LLM.start_profile`: `profiler` torch, `torch_profiler_dir` and three switches",

@@ -12,8 +12,11 @@ import math
 
 import msgspec
 
-ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 """Bytes of one element, by dtype."""
+
+SCALE_BYTES = 4
+"""Bytes of the scale that each slot and head of an FP8 cache has for its keys, and for its values."""
 
 STATE_CHUNK = 64
 """Recurrent kernels cut the positions of a row at multiples of this. Checkpoints of states are taken only there."""
@@ -37,8 +40,8 @@ class PagedSpec(msgspec.Struct, frozen=True, kw_only=True, tag="paged"):
 
     @property
     def bytes_per_page(self) -> int:
-        each = self.head_dim if self.value_dim else 2 * self.head_dim
-        return self.num_kv_heads * each * ITEMSIZE[self.dtype] * self.page_size
+        of_head = self.head_dim * ITEMSIZE[self.dtype] + (SCALE_BYTES if self.dtype == "fp8" else 0)
+        return self.num_kv_heads * of_head * (1 if self.value_dim else 2) * self.page_size
 
     def max_pages(self, length: int, step_tokens: int) -> int:
         """Maximum number of pages that a request of this length holds. A step adds up to `step_tokens` positions."""

@@ -172,7 +172,7 @@ def test_unknown_option_names_a_near_one(folder):
     [
         (dict(tensor_parallel_size=3), "give a number that divides it"),
         (dict(quantization="awq"), "only fp8 quantises at load"),
-        (dict(kv_cache_dtype="fp8"), "auto"),
+        (dict(kv_cache_dtype="int4"), "fp8"),
         (dict(max_logprobs="all"), "max_logprobs"),
         (dict(dtype="int3"), "bfloat16"),
         (dict(max_num_seqs=0), "from 1 up"),

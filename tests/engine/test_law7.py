@@ -27,7 +27,17 @@ def window_model(request, tmp_path_factory):
     return str(write_tiny(tmp_path_factory.mktemp("tiny"), request.param))
 
 
-def make(model, *, depth=0, late=False, device=None, max_num_seqs=None, speculative_config=None, **cell):
+def make(
+    model,
+    *,
+    depth=0,
+    late=False,
+    device=None,
+    max_num_seqs=None,
+    speculative_config=None,
+    kv_cache_dtype="auto",
+    **cell,
+):
     """An LLM for one cell of the matrix."""
     rows = {} if max_num_seqs is None else {"max_num_seqs": max_num_seqs}
     return LLM(
@@ -36,6 +46,7 @@ def make(model, *, depth=0, late=False, device=None, max_num_seqs=None, speculat
         use_tqdm_on_load=False,
         max_model_len=MAX_LEN,
         speculative_config=speculative_config,
+        kv_cache_dtype=kv_cache_dtype,
         **options_of(few_pages=26, depth=depth, **cell) | rows,
         _device=DelayedDevice(depth) if late else device,
     )
@@ -213,6 +224,20 @@ def test_windows_change_no_tokens(window_model, feature):
             if cell["cached"] and not cell["preempted"] and feature == "greedy":
                 assert llm.core.scheduler.cache.num_hits > 100  # most of the second round
             llm.core.scheduler.cache.check()
+
+
+@pytest.fixture(scope="module")
+def of_fp8_cache(model):
+    with make(model, batched=False, kv_cache_dtype="fp8") as llm:
+        return llm.generate(PROMPTS, GREEDY)
+
+
+@pytest.mark.parametrize("cell", [PAIRED[0], PAIRED[1]], ids=str)
+def test_an_fp8_cache_changes_no_tokens_by_scheduling(model, wanted, of_fp8_cache, cell):
+    with make(model, **cell, kv_cache_dtype="fp8") as llm:
+        for _ in range(2):
+            assert_same(llm.generate(PROMPTS, GREEDY), of_fp8_cache)
+    assert logprobs(of_fp8_cache) != logprobs(wanted)  # the cache is rounded
 
 
 @pytest.mark.parametrize("depth", [1, 2])

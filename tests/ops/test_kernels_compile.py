@@ -123,7 +123,10 @@ def products():
     quantized()
     heads = of(HALF, "x value weight rotary out keys values") | {"slots": LONG}
     shape = dict(ROTATED=24, KV_HEADS=8, PAGE=16, DIM=80, ROTARY=64, BLOCK_T=2, BLOCK_HALF=32, BLOCK_REST=16)
-    build("slipstream.ops.rope.triton", "_turn_kernel", heads, BLOCK_H=4, DEPENDENT=True, **shape)
+    rope, block = "slipstream.ops.rope.triton", dict(BLOCK_H=4, DEPENDENT=True)
+    build(rope, "_turn_kernel", heads, key_scales=None, value_scales=None, **block, **shape)
+    fp8 = heads | of("*fp8e4nv", "keys values") | of(FLOAT, "key_scales value_scales")
+    build(rope, "_turn_kernel", fp8, **block, **shape)
 
 
 def quantized():
@@ -249,6 +252,10 @@ def attention():
     x |= of(INT, "singles_out shares_out tiles_out")
     shape = dict(KV_HEADS=8, GROUP=4, DIM=128, BLOCK_D=128, BLOCK_N=64, PAGE=16, WINDOW=0, SOFT_CAP=False)
     shape |= dict(REST=0, BLOCK_REST=0)
+    fp8 = x | of("*fp8e4nv", "keys values") | of(FLOAT, "key_scales value_scales")
+    build(ATTENTION + "triton.decode", "_split_kernel", fp8, sinks=None, TILE=16, QUERIES=1, DEPENDENT=True, **shape)
+    build(ATTENTION + "triton.varlen", "_tile_kernel", fp8, sinks=None, TILE=128, **shape)
+    shape |= dict(key_scales=None, value_scales=None)
     single = dict(TILE=16, QUERIES=1, DEPENDENT=True)
     drafted = dict(TILE=32, QUERIES=5, DEPENDENT=True)
     build(ATTENTION + "triton.decode", "_split_kernel", x, sinks=None, **shape, **drafted)

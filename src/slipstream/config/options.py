@@ -104,6 +104,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: Annotated[int | None, _doc("maximum tokens per step")] = None
     max_waiting: Annotated[int, _doc("maximum waiting requests; more are refused")] = 100_000
     kv_cache_memory: Annotated[int | str | None, _doc("size of the KV cache in bytes, as a number or like 2GiB")] = None
+    kv_cache_dtype: Annotated[
+        Literal["auto", "fp8", "fp8_e4m3"],
+        _doc("dtype of the KV cache; auto: the model's; fp8: half of bfloat16, with a scale per position and head"),
+    ] = "auto"
     gpu_memory_utilization: Annotated[
         float | None, _doc("fraction of the device's memory for the engine, if kv_cache_memory is not given")
     ] = None

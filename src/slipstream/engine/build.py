@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from slipstream.config.adapter_config import read_adapter_config
+from slipstream.config.cache_dtype import check_cache_dtype, resolve_cache_dtype
 from slipstream.config.check_info import check_info
 from slipstream.config.config import EngineConfig
 from slipstream.config.draft_config import read_draft_config
@@ -230,8 +231,12 @@ def settle(options: Options, located: LocatedModel, info: ModelInfo) -> EngineCo
         num_engines=options.data_parallel_size if options.enable_expert_parallel else 1,
     )
     check_offload(options, info, machine.kind, is_encoder=isinstance(shape, EncoderShape))
-    specs = shape.cache_specs(options.page_size, dtype)
-    draft, draft_specs = settle_draft(options, located, info, specs, dtype, on_cpu=machine.kind == "cpu") or (None, [])
+    cache_dtype = resolve_cache_dtype(options.kv_cache_dtype, dtype)
+    specs = shape.cache_specs(options.page_size, cache_dtype)
+    check_cache_dtype(cache_dtype, specs)
+    draft, draft_specs = settle_draft(
+        options, located, info, specs, dtype, cache_dtype, on_cpu=machine.kind == "cpu"
+    ) or (None, [])
     groups = group_sites([*specs, *draft_specs])
     sizes = shape.sizes(machine.kind == "cpu")
     source = Source(str(located.path), located.kind, located.name, 0, sizes)

@@ -23,7 +23,14 @@ from slipstream.nn.models.stored_head import as_stored
 
 
 def settle_draft(
-    options: Options, located: LocatedModel, info: ModelInfo, specs: list[CacheSpec], dtype: str, *, on_cpu: bool
+    options: Options,
+    located: LocatedModel,
+    info: ModelInfo,
+    specs: list[CacheSpec],
+    dtype: str,
+    cache_dtype: str,
+    *,
+    on_cpu: bool,
 ) -> tuple[DraftModelConfig, list[CacheSpec]] | None:
     """The model of the drafter in the options, and its cache specs; None: drafts need no model. `located`,
     `info` and `specs` are those of the engine's model. The length is the drafter's own until `resolve` sets it."""
@@ -51,7 +58,7 @@ def settle_draft(
     model = msgspec.structs.replace(model, sizes=shape.sizes(on_cpu))
     if drafts.method in ("eagle", "eagle3"):  # as long as the engine's model, whatever the head was trained with
         model = msgspec.structs.replace(model, info=msgspec.structs.replace(own, max_positions=info.max_positions))
-    found = shape.cache_specs(options.page_size, dtype)
+    found = shape.cache_specs(options.page_size, cache_dtype)
     page_bytes = sum(spec.bytes_per_page for spec in found)
     return DraftModelConfig(drafts.method, model, len(specs), page_bytes, taps), found
 

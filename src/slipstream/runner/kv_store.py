@@ -11,6 +11,7 @@ import torch
 from slipstream.cache_spec import CacheGroup
 from slipstream.device.device import Device
 from slipstream.errors import NotEnoughMemory
+from slipstream.ops.cache_write import new_fp8_cache, raw_pages
 from slipstream.runner.batch.staging import Upload, UploadSpan
 from slipstream.runner.drafts.history import TokenHistory
 from slipstream.step import StepPlan
@@ -31,7 +32,8 @@ class ScratchPages:
 
 class KVStore:
     """`caches[site]` is (keys, values), each [pages, page_size, kv heads, head dim], in the dtype of the site's spec.
-    Values of a spec with a `value_dim` are a view of the keys.
+    Values of a spec with a `value_dim` are a view of the keys. An FP8 cache has its scales in the same pages, see
+    `ops/cache_write/fp8.py`.
 
     Pages are never cleared and may hold NaN of earlier requests; padding is written to page 0. Attention reads only the
     slots that its rows have filled.
@@ -66,7 +68,6 @@ class KVStore:
             self.history.take_memory(group_pages)
         for number, group in enumerate(self.groups):
             spec = group.spec
-            dtype = getattr(torch, spec.dtype)
             for site in group.sites:
                 self.caches[site] = None  # type: ignore[call-overload]
                 num_pages = group_pages[number]
@@ -74,8 +75,8 @@ class KVStore:
                     num_pages += self.scratch.num_pages
                 shape = (num_pages, spec.page_size, spec.num_kv_heads, spec.head_dim)
                 try:
-                    keys = self.device.cache_zeros(shape, dtype)
-                    values = keys[..., : spec.value_dim] if spec.value_dim else self.device.cache_zeros(shape, dtype)
+                    keys = self._new_cache(shape, spec.dtype)
+                    values = keys[..., : spec.value_dim] if spec.value_dim else self._new_cache(shape, spec.dtype)
                     self.caches[site] = keys, values
                 except (RuntimeError, MemoryError):
                     need = sum(g.bytes_per_page * n for g, n in zip(self.groups, group_pages, strict=True))
@@ -83,6 +84,11 @@ class KVStore:
                         f"the cache takes {need / 2**20:.0f} MiB, more than the machine gives; "
                         "lower max_model_len, max_num_seqs or kv_cache_memory"
                     ) from None
+
+    def _new_cache(self, shape: tuple[int, int, int, int], dtype: str) -> torch.Tensor:
+        if dtype == "fp8":
+            return new_fp8_cache(*shape, self.device.cache_zeros)
+        return self.device.cache_zeros(shape, getattr(torch, dtype))
 
     def apply(self, plan: StepPlan) -> None:
         self._copies = plan.copies
@@ -103,4 +109,5 @@ class KVStore:
             self.history.copy_pages(number, from_pages, to_pages)
         for site in group.sites:
             for cache in self.caches[site][: 1 if group.spec.value_dim else 2]:
-                cache.index_copy_(0, to_pages, cache.index_select(0, from_pages))
+                pages = raw_pages(cache)
+                pages.index_copy_(0, to_pages, pages.index_select(0, from_pages))

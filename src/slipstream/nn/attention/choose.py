@@ -22,6 +22,13 @@ def choose_attention(
 ) -> AttentionBackend:
     """Our kernels on CUDA if Triton is installed, torch's attention otherwise. `dtype` is that of queries; `head_dims`
     are those of bidirectional attention."""
+    if device.type == "cuda" and any(group.spec.dtype == "fp8" for group in groups):
+        capability = torch.cuda.get_device_capability(device)
+        if capability < (8, 9):
+            raise InvalidOption(
+                f"kv_cache_dtype is fp8, which needs a GPU of compute capability 8.9 or more, and this one has "
+                f"{capability[0]}.{capability[1]}; use auto"
+            )
     if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
         from slipstream.nn.attention.triton import TritonAttention
 

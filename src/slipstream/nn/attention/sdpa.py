@@ -90,8 +90,8 @@ class SdpaMetadata:
 class SdpaAttention:
     def __init__(self, groups: Sequence[CacheGroup], dtype: torch.dtype) -> None:
         self.groups = tuple(groups)
-        # the C kernel takes keys and values of one size
-        self.in_place = not any(group.spec.value_dim for group in groups)
+        # the C kernel takes float32 keys and values of one size
+        self.in_place = not any(group.spec.value_dim or group.spec.dtype == "fp8" for group in groups)
         self.dtype = dtype  # of queries and masks, so that no layer converts masks
 
     def make_metadata(self, batch: BatchView, after: SdpaMetadata | None = None) -> SdpaMetadata:
@@ -130,7 +130,7 @@ class SdpaAttention:
         for row in range(single, len(widths)):
             num_tokens, length = int(batch.num_tokens[row]), int(batch.max_lengths[row])
             stop = start + num_tokens
-            if num_tokens == length and not (window and num_tokens > window) and not _is_stepwise(group):
+            if num_tokens == length and not (window and num_tokens > window) and not _reads_pages(group):
                 tokens = slice(start, stop)
                 parts.append(_Chunk(tokens, tokens, written[tokens], None, None, True))
             else:
@@ -227,9 +227,11 @@ class SdpaAttention:
         return attend_bidirectional(query, key, value, scale, metadata.bidirectional, reach, bias, of_queries, of_keys)
 
 
-def _is_stepwise(group: CacheGroup) -> bool:
-    """Whether attention is computed step by step: scores are needed, or values are a part of the keys."""
-    return bool(group.spec.soft_cap) or group.spec.sinks or group.spec.value_dim > 0
+def _reads_pages(group: CacheGroup) -> bool:
+    """Whether a whole prompt reads its keys from the pages: attention is computed step by step (scores are needed, or
+    values are a part of the keys), or the cache has rounded them."""
+    spec = group.spec
+    return bool(spec.soft_cap) or spec.sinks or spec.value_dim > 0 or spec.dtype == "fp8"
 
 
 def _touched(page_size: int, window: int, num_tokens: int) -> int:

@@ -97,7 +97,7 @@ class TritonAttention:
             max_queries = queries_at_once(dim, num_in_group, batch.max_queries, is_latent=bool(spec.value_dim))
         shares = num_split_programs(
             batch.lengths.device,
-            self.dtype,
+            torch.float8_e4m3fn if spec.dtype == "fp8" else self.dtype,
             spec.num_heads,
             num_kv_heads,
             dim,

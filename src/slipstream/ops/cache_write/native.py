@@ -6,11 +6,15 @@ import torch
 
 from slipstream.ops import native
 from slipstream.ops.cache_write import reference
+from slipstream.ops.cache_write.fp8 import FP8, write_fp8_cache
 
 
 def write_cache(
     key: torch.Tensor, value: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor
 ) -> None:
+    if keys.dtype is FP8:
+        write_fp8_cache(key, value, keys, values, slots)
+        return
     num_tokens, num_heads, dim = key.shape
     packed = key.stride()[1:] == value.stride()[1:] == (dim, 1) and keys.is_contiguous() and values.is_contiguous()
     if not packed or keys.dtype is not key.dtype or not native.serves(key):

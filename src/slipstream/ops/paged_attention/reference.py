@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from slipstream.ops.cache_write.fp8 import FP8, read_slots
+
 
 def attend_single(
     query: torch.Tensor,  # [B, heads, dim], one token per row
@@ -26,7 +28,7 @@ def attend_single(
     num_kv_heads = keys.shape[2]
     # the query heads of a KV head act as a query sequence: each key is read once, without repetition
     grouped = query.view(num_rows, num_kv_heads, num_heads // num_kv_heads, dim)
-    found, worth = _gather(keys, slots, num_rows), _gather(values, slots, num_rows)
+    found, worth = _gather(keys, slots, num_rows, query), _gather(values, slots, num_rows, query)
     if score_cap or sinks is not None:
         columns = None if sinks is None else sinks.view(num_kv_heads, -1, 1)
         out = _attend_stepwise(grouped, found, worth, mask, scale, score_cap, columns)
@@ -50,21 +52,21 @@ def attend_pages(
         # latent attention: all heads share the one head of keys, so they are queries of one sequence
         num_tokens, num_heads, dim = query.shape
         rows, masks = query.reshape(1, -1, dim), mask.repeat_interleave(num_heads, 0, output_size=len(mask) * num_heads)
-        found, worth = _gather(keys, slots, 1)[0], _gather(values, slots, 1)[0]
+        found, worth = _gather(keys, slots, 1, query)[0], _gather(values, slots, 1, query)[0]
         out = _attend_stepwise(rows, found, worth, masks, scale, score_cap, None)
         return out.view(num_tokens, num_heads, -1)
     if score_cap or sinks is not None:
         num_tokens, num_heads, dim = query.shape
         # the query heads of a KV head are one more dimension: [kv heads, group, T, dim]
         grouped = query.view(num_tokens, keys.shape[2], -1, dim).permute(1, 2, 0, 3)
-        found, worth = _gather(keys, slots, 1)[0].unsqueeze(1), _gather(values, slots, 1)[0].unsqueeze(1)
+        found, worth = _gather(keys, slots, 1, query)[0].unsqueeze(1), _gather(values, slots, 1, query)[0].unsqueeze(1)
         columns = None if sinks is None else sinks.view(keys.shape[2], -1, 1, 1)
         out = _attend_stepwise(grouped, found, worth, mask, scale, score_cap, columns)
         return out.permute(2, 0, 1, 3).reshape(num_tokens, num_heads, dim)
     out = F.scaled_dot_product_attention(
         query.transpose(0, 1).unsqueeze(0),
-        _gather(keys, slots, 1),
-        _gather(values, slots, 1),
+        _gather(keys, slots, 1, query),
+        _gather(values, slots, 1, query),
         attn_mask=mask,
         scale=scale,
         enable_gqa=True,
@@ -103,7 +105,9 @@ def _attend_stepwise(
     return (weights if sinks is None else weights[..., :-1]) @ value
 
 
-def _gather(cache: torch.Tensor, slots: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """[rows, kv heads, keys, dim], a view of the gathered slots."""
+def _gather(cache: torch.Tensor, slots: torch.Tensor, num_rows: int, query: torch.Tensor) -> torch.Tensor:
+    """[rows, kv heads, keys, dim], a view of the gathered slots; a cache in FP8 becomes the dtype of the query."""
     _, _, num_kv_heads, dim = cache.shape
+    if cache.dtype is FP8:
+        return read_slots(cache, slots, query.dtype).view(num_rows, -1, num_kv_heads, dim).transpose(1, 2)
     return cache.flatten(0, 1).index_select(0, slots).view(num_rows, -1, num_kv_heads, dim).transpose(1, 2)

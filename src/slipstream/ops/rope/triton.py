@@ -6,9 +6,11 @@ import torch
 import triton
 import triton.language as tl
 
+from slipstream.ops.cache_write.fp8 import FP8, MAX_FP8, scales_of
 from slipstream.ops.pdl import dependent, release_next, wait_for_previous
 
 _MAX_SMALL_STEP = 64  # tokens
+_MAX = tl.constexpr(MAX_FP8)
 
 
 def norm_rope(x: torch.Tensor, weight: torch.Tensor | None, eps: float, rows: torch.Tensor) -> torch.Tensor:
@@ -50,6 +52,9 @@ def _launch(
     rotary_dim = rotary.shape[-1]
     half = triton.next_power_of_2(rotary_dim // 2)
     block_tokens, block_heads, warps = _blocks(num_tokens, num_rotated, half)
+    key_scales = value_scales = None
+    if keys is not None and values is not None and keys.dtype is FP8:
+        key_scales, value_scales = scales_of(keys), scales_of(values)
     num_blocks = triton.cdiv(num_rotated, block_heads) + triton.cdiv(num_kv_heads, block_heads)
     _turn_kernel[(triton.cdiv(num_tokens, block_tokens), num_blocks)](
         x,
@@ -69,6 +74,9 @@ def _launch(
         0 if keys is None else keys.stride(0),
         0 if keys is None else keys.stride(1),
         0 if keys is None else keys.stride(2),
+        key_scales,
+        value_scales,
+        0 if key_scales is None else key_scales.stride(0),
         ROTATED=num_rotated,
         KV_HEADS=num_kv_heads,
         PAGE=0 if keys is None else keys.shape[1],
@@ -114,6 +122,9 @@ def _turn_kernel(
     page_stride,
     slot_stride,
     page_head,
+    key_scales,
+    value_scales,
+    scale_page,
     ROTATED: tl.constexpr,
     KV_HEADS: tl.constexpr,
     PAGE: tl.constexpr,
@@ -177,13 +188,28 @@ def _turn_kernel(
         if keys is not None:  # noqa: SIM102 - a compile-time condition; the next is not
             if (part + 1) * BLOCK_H > QUERIES:
                 kv_head = head - QUERIES
-                target = keys + _slot_offset(slots, token, there, page_stride, slot_stride, PAGE)
-                target = (target + kv_head * page_head)[:, None]
+                held_at = keys + _slot_offset(slots, token, there, page_stride, slot_stride, PAGE)
+                held_at = (held_at + kv_head * page_head)[:, None]
                 key = (kv_head >= 0)[:, None]
-                tl.store(target + dim, first, mask=mask & key)
-                tl.store(target + HALF + dim, second, mask=mask & key)
-                if ROTARY < DIM:
-                    tl.store(target + rest, stay.to(out.dtype.element_ty), mask=rest_mask & key)
+                if key_scales is not None:
+                    # the largest number of a head becomes that of FP8
+                    most = tl.maximum(_largest(first), _largest(second))
+                    if ROTARY < DIM:
+                        most = tl.maximum(most, _largest(stay.to(out.dtype.element_ty)))
+                    size = tl.maximum(most / _MAX, 1e-12)
+                    where = _slot_offset(slots, token, there, scale_page, KV_HEADS, PAGE) + kv_head
+                    tl.store(key_scales + where, size, mask=there & (kv_head >= 0) & (head < ROTATED))
+                    factor = (1 / size)[:, None]
+                    tl.store(held_at + dim, _to_fp8(first, factor), mask=mask & key)
+                    tl.store(held_at + HALF + dim, _to_fp8(second, factor), mask=mask & key)
+                    if ROTARY < DIM:
+                        last = _to_fp8(stay.to(out.dtype.element_ty), factor)
+                        tl.store(held_at + rest, last, mask=rest_mask & key)
+                else:
+                    tl.store(held_at + dim, first, mask=mask & key)
+                    tl.store(held_at + HALF + dim, second, mask=mask & key)
+                    if ROTARY < DIM:
+                        tl.store(held_at + rest, stay.to(out.dtype.element_ty), mask=rest_mask & key)
     elif keys is not None:
         wait_for_previous(DEPENDENT)
         own = (part - ROTATED_BLOCKS) * BLOCK_H + lane % BLOCK_H
@@ -192,11 +218,36 @@ def _turn_kernel(
         taken = values + _slot_offset(slots, token, there, page_stride, slot_stride, PAGE)
         taken = (taken + own * page_head)[:, None]
         half = held & (dim < HALF)
-        tl.store(taken + dim, tl.load(given + dim, mask=half), mask=half)
-        tl.store(taken + HALF + dim, tl.load(given + HALF + dim, mask=half), mask=half)
+        early = tl.load(given + dim, mask=half, other=0.0)
+        late = tl.load(given + HALF + dim, mask=half, other=0.0)
+        tail = held & (rest < DIM)
         if ROTARY < DIM:
-            tail = held & (rest < DIM)
-            tl.store(taken + rest, tl.load(given + rest, mask=tail), mask=tail)
+            last = tl.load(given + rest, mask=tail, other=0.0)
+        if value_scales is not None:
+            most = tl.maximum(_largest(early), _largest(late))
+            if ROTARY < DIM:
+                most = tl.maximum(most, _largest(last))
+            size = tl.maximum(most / _MAX, 1e-12)
+            where = _slot_offset(slots, token, there, scale_page, KV_HEADS, PAGE) + own
+            tl.store(value_scales + where, size, mask=there & (own < KV_HEADS))
+            factor = (1 / size)[:, None]
+            early, late = _to_fp8(early, factor), _to_fp8(late, factor)
+            if ROTARY < DIM:
+                last = _to_fp8(last, factor)
+        tl.store(taken + dim, early, mask=half)
+        tl.store(taken + HALF + dim, late, mask=half)
+        if ROTARY < DIM:
+            tl.store(taken + rest, last, mask=tail)
+
+
+@triton.jit
+def _largest(x):
+    return tl.max(tl.abs(x.to(tl.float32)), 1)
+
+
+@triton.jit
+def _to_fp8(x, factor):
+    return tl.minimum(tl.maximum(x.to(tl.float32) * factor, -_MAX), _MAX).to(tl.float8e4nv)
 
 
 @triton.jit

@@ -23,6 +23,7 @@ from slipstream.ops.paged_attention.triton.launch import (
     latent_rest,
     launch_strides,
     pad_dim,
+    scale_arguments,
 )
 from slipstream.ops.paged_attention.triton.online_softmax import LOG2E, attend_keys
 from slipstream.ops.paged_attention.triton.split_schedule import read_single, splits_of_program
@@ -91,6 +92,7 @@ def attend_splits(
         soft_cap,
         *launch_strides(out, query, page_table),
         *keys.stride()[:3],
+        *scale_arguments(keys, values),
         BLOCK_D=pad_dim(dim),
         QUERIES=tile_list.max_queries,
         TILE=max(16, triton.next_power_of_2(group * tile_list.max_queries)),
@@ -169,6 +171,9 @@ def _split_kernel(
     page_stride,
     slot_stride,
     head_stride,
+    key_scales,
+    value_scales,
+    scale_page,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
@@ -192,6 +197,10 @@ def _split_kernel(
     head = kv_head * GROUP + lane % GROUP
     k_base = keys + kv_head * head_stride
     v_base = values + kv_head * head_stride
+    if key_scales is not None:
+        scales = (key_scales + kv_head, value_scales + kv_head, scale_page, KV_HEADS)
+    else:
+        scales = (None, None, 0, 0)
     for single in range(first, end):
         row, token, begin, size, num_splits, first_partial, length, queries, split, stop = read_single(
             singles, single, first, first_split, last, last_split
@@ -224,7 +233,7 @@ def _split_kernel(
             if WINDOW:
                 key = tl.maximum(key, tl.maximum(length - queries + 1 - WINDOW, 0) // BLOCK_N * BLOCK_N)
             acc, top, total = attend_keys(
-                (acc, top, total), (q, q_rest, position, scale, soft_cap), pages, key, key_end,
+                (acc, top, total), (q, q_rest, position, scale, soft_cap), pages, scales, key, key_end,
                 DIM, BLOCK_D, REST, BLOCK_REST, BLOCK_N, PAGE, WINDOW, SOFT_CAP, True, WINDOW > 0 or QUERIES > 1,
             )  # fmt: skip
             if num_splits == 1:

@@ -8,6 +8,8 @@ from functools import cache
 import torch
 import triton
 
+from slipstream.ops.cache_write.fp8 import FP8, scales_of
+
 
 @dataclass(frozen=True, slots=True)
 class KernelShape:
@@ -48,6 +50,14 @@ def latent_rest(out: torch.Tensor, query: torch.Tensor) -> dict[str, int]:
     """Of latent attention (MLA): how many elements of a key do not belong to its value, and their padded number."""
     rest = query.shape[2] - out.shape[2]
     return {"REST": rest, "BLOCK_REST": pad_dim(rest) if rest else 0}
+
+
+def scale_arguments(keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, int]:
+    """Scales of keys and values of an FP8 cache, [pages, page_size, kv heads], and the stride of their pages."""
+    if keys.dtype is not FP8:
+        return None, None, 0
+    key_scales = scales_of(keys)
+    return key_scales, scales_of(values), key_scales.stride(0)
 
 
 def num_programs(device: torch.device, shape: KernelShape, most: int) -> int:

@@ -16,6 +16,7 @@ def attend_keys(
     sums,  # so far: weighted sum of values [TILE, BLOCK_D], highest score [TILE] times log2(e), sum of weights [TILE]
     queries,  # [TILE, BLOCK_D], the rest of them [TILE, BLOCK_REST], their positions [TILE], scale and soft cap
     pages,  # keys and values of the kv head, page table of the row, strides of a page and of a slot
+    scales,  # of keys and values in FP8: of the kv head, and their strides of a page and of a slot; else None
     begin,  # a multiple of BLOCK_N
     end,
     DIM: tl.constexpr,
@@ -34,6 +35,7 @@ def attend_keys(
     acc, top, total = sums
     q, q_rest, position, scale, soft_cap = queries
     keys, values, table, page_stride, slot_stride = pages
+    key_scales, value_scales, scale_page, scale_slot = scales
     PRECISION: tl.constexpr = "ieee" if q.dtype == tl.float32 else "tf32"
     dim = tl.arange(0, BLOCK_D)
     lane = tl.arange(0, BLOCK_N)
@@ -48,6 +50,7 @@ def attend_keys(
         key = start + lane
         slot = page * page_stride + key % PAGE * slot_stride
         offset = slot[:, None] + dim[None, :]
+        scale_at = page * scale_page + key % PAGE * scale_slot
         ahead = key + BLOCK_N
         page = tl.load(table + ahead // PAGE, mask=ahead < end, other=0)
         if MASKED:
@@ -69,7 +72,16 @@ def attend_keys(
             v = tl.load(values + offset)
         else:
             v = tl.load(values + offset, mask=(dim < DIM)[None, :], other=0.0)
+        if key_scales is not None:
+            held = key < end
+            if WINDOW:
+                held = held & (key > lowest - WINDOW)
+            k, v = k.to(q.dtype), v.to(q.dtype)
+            key_scale = tl.load(key_scales + scale_at, mask=held, other=0.0)
+            value_scale = tl.load(value_scales + scale_at, mask=held, other=0.0)
         score = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if key_scales is not None:
+            score *= key_scale[None, :]
         if REST:
             tail = tl.arange(0, BLOCK_REST)
             after = (key < end)[:, None] & (tail < REST)[None, :]
@@ -91,6 +103,8 @@ def attend_keys(
         fade = tl.exp2(top - base)
         total = total * fade + tl.sum(weight, 1)
         acc = acc * fade[:, None]
+        if value_scales is not None:
+            weight *= value_scale[None, :]
         acc = tl.dot(weight.to(v.dtype), v, acc, input_precision=PRECISION)
         top = higher
     return acc, top, total

@@ -20,6 +20,7 @@ from slipstream.ops.paged_attention.triton.launch import (
     launch_strides,
     num_programs,
     pad_dim,
+    scale_arguments,
 )
 from slipstream.ops.paged_attention.triton.online_softmax import LOG2E, attend_keys
 
@@ -63,6 +64,7 @@ def attend_tiles(
         soft_cap,
         *launch_strides(out, query, page_table),
         *keys.stride()[:3],
+        *scale_arguments(keys, values),
         BLOCK_D=pad_dim(dim),
         TILE=shape.tile,
         BLOCK_N=shape.keys,
@@ -121,6 +123,9 @@ def _tile_kernel(
     page_stride,
     slot_stride,
     head_stride,
+    key_scales,
+    value_scales,
+    scale_page,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
@@ -177,6 +182,10 @@ def _tile_kernel(
             queries = (q, q_rest, position, scale, soft_cap)
             k_base = keys + kv_head * head_stride
             v_base = values + kv_head * head_stride
+            if key_scales is not None:
+                scales = (key_scales + kv_head, value_scales + kv_head, scale_page, KV_HEADS)
+            else:
+                scales = (None, None, 0, 0)
             pages = (k_base, v_base, table + row * table_stride, page_stride, slot_stride)
             if WINDOW:
                 masked = tl.maximum(before + first // GROUP - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
@@ -185,11 +194,11 @@ def _tile_kernel(
                 masked = tl.maximum(before + first // GROUP + 1, 0) // BLOCK_N * BLOCK_N
                 seen = tl.minimum(masked, end)
                 sums = attend_keys(
-                    sums, queries, pages, 0, seen,
+                    sums, queries, pages, scales, 0, seen,
                     DIM, BLOCK_D, REST, BLOCK_REST, BLOCK_N, PAGE, WINDOW, SOFT_CAP, False, WINDOW > 0,
                 )  # fmt: skip
             acc, _, total = attend_keys(
-                sums, queries, pages, masked, end,
+                sums, queries, pages, scales, masked, end,
                 DIM, BLOCK_D, REST, BLOCK_REST, BLOCK_N, PAGE, WINDOW, SOFT_CAP, True, WINDOW > 0,
             )  # fmt: skip
             acc = acc / tl.where(total > 0, total, 1.0)[:, None]

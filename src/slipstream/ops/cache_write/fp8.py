@@ -1,0 +1,68 @@
+"""KV cache pages in FP8: e4m3 numbers with a float32 scale for each slot and head, computed when a slot is written.
+
+A page is one run of bytes, the numbers of all its slots and then their scales. The cache tensor that layers see,
+[pages, page_size, kv heads, head dim], is a view of the numbers; `scales_of` finds the scales of such a view. So scales
+are copied, shared and freed with their pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from slipstream.cache_spec import SCALE_BYTES
+
+FP8 = torch.float8_e4m3fn
+MAX_FP8 = 448.0  # the largest number of float8_e4m3fn
+
+
+def page_bytes(page_size: int, num_heads: int, dim: int) -> int:
+    return page_size * num_heads * (dim + SCALE_BYTES)
+
+
+Zeros = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
+
+
+def new_fp8_cache(num_pages: int, page_size: int, num_heads: int, dim: int, zeros: Zeros) -> torch.Tensor:
+    """The numbers of new pages, [pages, page_size, heads, dim]."""
+    raw = zeros((num_pages, page_bytes(page_size, num_heads, dim)), torch.uint8)
+    return raw[:, : page_size * num_heads * dim].view(FP8).unflatten(1, (page_size, num_heads, dim))
+
+
+def raw_pages(cache: torch.Tensor) -> torch.Tensor:
+    """All bytes of the pages, [pages, bytes] uint8; a cache of another dtype as it is."""
+    if cache.dtype is not FP8:
+        return cache
+    size = (len(cache), cache.stride(0))
+    return cache.view(torch.uint8).as_strided(size, (cache.stride(0), 1), cache.storage_offset())
+
+
+def scales_of(cache: torch.Tensor) -> torch.Tensor:
+    """The scales of a cache, [pages, page_size, heads] float32; a view."""
+    num_pages, page_size, num_heads, dim = cache.shape
+    entry = num_heads * SCALE_BYTES
+    first = cache.storage_offset() + page_size * num_heads * dim
+    raw = cache.view(torch.uint8).as_strided((num_pages, page_size, entry), (cache.stride(0), entry, 1), first)
+    return raw.view(torch.float32)
+
+
+def write_fp8_cache(
+    key: torch.Tensor, value: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor
+) -> None:
+    """As `reference.write_cache`, for caches in FP8."""
+    page, offset = slots // keys.shape[1], slots % keys.shape[1]
+    for new, cache in ((key, keys), (value, values)):
+        wide = new.float()
+        scale = (wide.abs().amax(-1) / MAX_FP8).clamp_min(1e-12)
+        # a multiplication by the reciprocal, as in the kernel
+        numbers = (wide * (1 / scale).unsqueeze(-1)).clamp(-MAX_FP8, MAX_FP8).to(FP8)
+        cache.view(torch.uint8)[page, offset] = numbers.view(torch.uint8)
+        scales_of(cache)[page, offset] = scale
+
+
+def read_slots(cache: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """[slots, heads, dim] in `dtype`, of a cache in FP8."""
+    page, offset = slots // cache.shape[1], slots % cache.shape[1]
+    numbers = cache.view(torch.uint8)[page, offset].view(FP8)
+    return numbers.to(dtype) * scales_of(cache)[page, offset].to(dtype).unsqueeze(-1)

@@ -57,7 +57,7 @@ def test_each_replica_sees_its_own_gpu(tmp_path, monkeypatch):
 
 
 def test_replicas_on_the_cpu_divide_threads_and_memory(monkeypatch):
-    monkeypatch.setattr("slipstream.transport.replica_start.num_cpus", lambda: 8)
+    monkeypatch.setattr("slipstream.transport.replica_start.num_cores", lambda: 8)
     (options,) = ReplicaProcesses([make_options(data_parallel_size=4, device="cpu")])._options
     assert (options.num_threads, options.gpu_memory_utilization) == (2, 0.05)
     (options,) = ReplicaProcesses([make_options(data_parallel_size=4, device="cpu", num_threads=5)])._options

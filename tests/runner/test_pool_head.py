@@ -53,7 +53,7 @@ def test_vectors_of_every_size_share_a_graph(tmp_path, normalize, monkeypatch):
 @pytest.mark.parametrize("num_bytes", [0, 1, home.LARGE - 1, home.LARGE, home.LARGE + 1, 2 * home.LARGE + 7])
 @pytest.mark.parametrize("num_cores", [1, 2, 8])
 def test_a_host_copy_is_independent_of_the_buffer(num_bytes, num_cores, monkeypatch):
-    monkeypatch.setattr(home, "default_threads", lambda: num_cores)
+    monkeypatch.setattr(home, "num_cpus", lambda: num_cores)
     buffer = np.random.default_rng(num_bytes).integers(0, 256, num_bytes, np.uint8)
     wanted = buffer.tobytes()
     own = home.host_copy(buffer)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 
+from slipstream.config.cpus import num_cores
 from slipstream.config.options import DEVICES, unknown_device
 from slipstream.config.resolve import Machine
 from slipstream.device.memory_pool import MemoryPool
@@ -239,10 +240,10 @@ def detect_machine(kind: str) -> Machine:
         )
     if kind == "cuda":
         free, total = torch.cuda.mem_get_info()
-        return Machine("cuda", free, total, default_threads(), ("bfloat16", "float16", "float32"))
+        return Machine("cuda", free, total, num_cores(), ("bfloat16", "float16", "float32"))
     # float32 even for bfloat16 checkpoints: our kernels are in float32. A CPU without bfloat16 instructions would be a
     # hundred times slower; one with AMX was slower too, in decode and in prefill (docs/performance.md)
-    return Machine("cpu", available_memory(), _total_memory(), default_threads(), ("float32",))
+    return Machine("cpu", available_memory(), _total_memory(), num_cores(), ("float32",))
 
 
 def seems_cuda(kind: str) -> bool:
@@ -275,10 +276,6 @@ def available_memory() -> int:
     except OSError:
         pass
     return max(free, 0)
-
-
-def default_threads() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def open_device(kind: str, depth: int, num_threads: int) -> Device:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import os
 import threading
 from array import array
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +15,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import numpy as np
+
+from slipstream.config.cpus import num_cpus
 
 T = TypeVar("T")
 
@@ -34,7 +35,7 @@ class Offload:
     """A thread pool that calls functions in the order of arrival."""
 
     def __init__(self, threads: int | None = None) -> None:
-        count = min(os.cpu_count() or 1, 8) if threads is None else threads
+        count = min(num_cpus(), 8) if threads is None else threads
         self._pool = ThreadPoolExecutor(count, "slipstream-long-texts")
         self._lock = threading.Lock()
         self.size = 0  # characters of calls that wait or run

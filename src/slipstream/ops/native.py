@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from slipstream.config.cpus import num_cpus
 from slipstream.ops import prebuilt
 
 log = logging.getLogger(__name__)
@@ -155,7 +156,7 @@ def _compile(target: Path, nice: int) -> None:
             subprocess.run, check=True, capture_output=True, timeout=_COMPILE_LIMIT, preexec_fn=slow_down
         )
         objects = {str(source): os.path.join(folder, f"{source.parent.name}.o") for source in _sources()}
-        with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        with ThreadPoolExecutor(num_cpus()) as pool:
             commands = [[compiler, *_flags(), "-c", source, "-o", made] for source, made in objects.items()]
             list(pool.map(run, commands))  # raises the first error
         result = os.path.join(folder, "all.so")

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from slipstream.config.config import EngineConfig
+from slipstream.config.cpus import num_cpus
 from slipstream.config.memory import (
     LOGITS_AT_ONCE,
     WORKSPACE,
@@ -19,7 +20,7 @@ from slipstream.config.memory import (
     result_growth_bytes,
 )
 from slipstream.config.resolve import fit_cache
-from slipstream.device.device import Device, default_threads, open_device
+from slipstream.device.device import Device, open_device
 from slipstream.nn.attention.choose import choose_attention
 from slipstream.nn.models.adapter_layout import AdapterLayout
 from slipstream.nn.models.decoder import Decoder
@@ -104,7 +105,7 @@ def build_runner(
 def _dry_running(warm_up: Start) -> Iterator[ForkedCompiler | None]:
     """Compile the kernels that the dry run uses, while the `with` block runs, where that is supported."""
     if can_compile_ahead():
-        with compiling_ahead(warm_up.dry_run, default_threads()) as compiler:
+        with compiling_ahead(warm_up.dry_run, num_cpus()) as compiler:
             yield compiler
     else:
         warm_up.dry_run()

@@ -11,14 +11,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from slipstream.device.device import Bytes, default_threads
+from slipstream.config.cpus import num_cpus
+from slipstream.device.device import Bytes
 
 LARGE = 4 * 2**20  # bytes from which several threads are faster
 MAX_THREADS = 8
 
 
 def host_copy(buffer: Bytes) -> Bytes:
-    num_threads = min(MAX_THREADS, default_threads() // 2) if buffer.nbytes >= LARGE else 1
+    num_threads = min(MAX_THREADS, num_cpus() // 2) if buffer.nbytes >= LARGE else 1
     if num_threads < 2:
         return buffer.copy()
     own = np.empty_like(buffer)

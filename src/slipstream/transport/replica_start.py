@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from slipstream.config.cpus import num_cores
 from slipstream.config.options import Options
 from slipstream.config.resolve import CPU_SHARE
 from slipstream.errors import InvalidOption
@@ -98,14 +99,10 @@ def _of_one_replica(options: Options, count: int, *, on_cpu: bool) -> Options:
     """The options of one replica. On the CPU, the default threads and memory are divided by the number of replicas."""
     changes: dict[str, Any] = {} if options.enable_expert_parallel else {"data_parallel_size": 1}
     if on_cpu and options.num_threads is None:
-        changes["num_threads"] = max(1, num_cpus() // count)
+        changes["num_threads"] = max(1, num_cores() // count)
     if on_cpu and options.gpu_memory_utilization is None:
         changes["gpu_memory_utilization"] = CPU_SHARE / count
     return msgspec.structs.replace(options, **changes)
-
-
-def num_cpus() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _environments(options: Sequence[Options], count: int, devices: Path) -> list[dict[str, str]]:

@@ -7,13 +7,13 @@ take long and their sessions share no lexer; the times of both ways are measured
 from __future__ import annotations
 
 import functools
-import os
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from slipstream.config.cpus import num_cpus
 from slipstream.scheduler.grammar.session import Session, Words
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class MaskFiller:
         self._num_words = num_words
         self._end = end
         self._run = run
-        cores = os.cpu_count() or 1
+        cores = num_cpus()
         self.num_threads = min(_MAX_THREADS, cores // 4) if cores >= _MIN_CORES else 1
         self._each = 0.0  # seconds of a mask when they were last filled one after another
         self._num_threaded = 0  # next steps with threads

@@ -122,6 +122,9 @@ def test_a_kept_request_continues_after_wake_up(llm, wanted):
     next(stream)
     llm.sleep(mode="keep")
     llm.wake_up()
+    for pair in llm.core.executor.store.caches:  # what the pages held is lost, and must not be read
+        for cache in pair:
+            cache.fill_(float("nan"))
     assert list(stream)[-1].outputs[0].token_ids == wanted[0]
 
 
@@ -250,7 +253,9 @@ def test_an_asynchronous_engine_sleeps_and_loads_weights(folders, wanted):
 
 @pytest.mark.cuda
 def test_graphs_on_a_gpu_stay_valid(folders):
-    options = {**SMALL, "num_threads": None, "device": "cuda", "dtype": "bfloat16", "enable_sleep_mode": True}
+    # float32: in bfloat16 the two likeliest tokens after the first are one step apart, and a prompt that is computed
+    # again as prefill instead of decode may draw the other one
+    options = {**SMALL, "num_threads": None, "device": "cuda", "dtype": "float32", "enable_sleep_mode": True}
     with LLM(folders[0], **options) as llm, LLM(folders[1], **options) as other:
         wanted, changed = tokens(llm), tokens(other)
         captured, before = llm.core.executor.graphs.num_captured, addresses(llm)

@@ -81,6 +81,8 @@ AMBIGUOUS = {
     "places": "indices, offsets, or draws",
     "facts": "info, spec, fields, summary, or machine",
     "report": "result, output, logprobs, stats, or print",
+    "way": "method, format, direction, or kernel",
+    "ways": "methods, formats, directions, or kernels",
     "reports": "results, outputs, logprobs, or stats",
 }
 HAVE_SLOTS = (
@@ -142,3 +144,31 @@ def test_ambiguous_words_are_found_in_identifiers_only(tmp_path):
     (tmp_path / "runner/four.py").write_text("class StageWork: ...\nnum_lines = 1\nplans = []\nshow_report = 2\n")
     found = [line.split(": ")[1] for line in ambiguous_names(tmp_path)]
     assert found == ["last_places", "num_lines", "show_report", "ring_slot", "head_end", "WorkPlace"]
+
+
+# Docstrings begin with a noun or a verb. "Whether ...", "How many ..." and "Which ..." name a result and are allowed.
+NOUN_CLAUSE = re.compile(r"(?:(?:Host|Device)\b[^:.]*: )?(?:What|Where|Who|Why|How)\b(?! (?:many|often|long)\b)")
+
+
+def clause_docstrings(src: Path) -> list[str]:
+    """Docstrings of modules, classes and functions that begin with a noun clause."""
+    found = []
+    for file in sorted(src.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                text = ast.get_docstring(node) or ""
+                if NOUN_CLAUSE.match(text):
+                    found.append(f"{file.relative_to(src).as_posix()}: {text.splitlines()[0]}")
+    return found
+
+
+def test_docstrings_name_their_subject():
+    assert clause_docstrings(SRC) == []
+
+
+def test_docstrings_that_begin_with_a_clause_are_found(tmp_path):
+    (tmp_path / "one.py").write_text('"""What a step needs."""\ndef f():\n    """Host: how it runs, and why."""\n')
+    (tmp_path / "two.py").write_text(
+        'class A:\n    """How a stream is written."""\n\n    def n(self):\n        """How many."""\n'
+    )
+    assert clause_docstrings(tmp_path) == ["one.py: What a step needs.", "two.py: How a stream is written."]

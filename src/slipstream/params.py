@@ -128,13 +128,13 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, tag=True, metaclass=Che
     """Prompts share cached pages only if they have the same salt."""
 
     def __post_init__(self) -> None:
-        check_whole("n", self.n, 1, 1024)
+        check_integer("n", self.n, 1, 1024)
         _real("temperature", self.temperature, 0.0, MAX_FACTOR)
         _real("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        check_whole("top_k", self.top_k, -1, MAX_COUNT)
+        check_integer("top_k", self.top_k, -1, MAX_COUNT)
         _real("min_p", self.min_p, 0.0, 1.0)
         if self.seed is not None:
-            check_whole("seed", self.seed, -(2**63), MAX_SEED)
+            check_integer("seed", self.seed, -(2**63), MAX_SEED)
             if self.seed == -1:
                 self._freeze("seed", None)
         for name in ("logprobs", "prompt_logprobs"):
@@ -144,10 +144,10 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, tag=True, metaclass=Che
         _real("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _real("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if self.max_tokens is not None:
-            check_whole("max_tokens", self.max_tokens, 1, MAX_COUNT)
-        check_whole("min_tokens", self.min_tokens, 0, MAX_COUNT)
+            check_integer("max_tokens", self.max_tokens, 1, MAX_COUNT)
+        check_integer("min_tokens", self.min_tokens, 0, MAX_COUNT)
         if self.thinking_token_budget is not None:
-            check_whole("thinking_token_budget", self.thinking_token_budget, -1, MAX_COUNT)
+            check_integer("thinking_token_budget", self.thinking_token_budget, -1, MAX_COUNT)
             if self.thinking_token_budget == -1:
                 self._freeze("thinking_token_budget", None)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -179,7 +179,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, tag=True, metaclass=Che
                 raise InvalidParams(f"{name} is {getattr(self, name)!r}; give True or False", param=name)
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                check_whole(name, getattr(self, name), -1, MAX_COUNT)
+                check_integer(name, getattr(self, name), -1, MAX_COUNT)
         if self.stop and not self.detokenize:
             raise InvalidParams(
                 f"stop is {list(self.stop)} and detokenize False: without text no string is found; "
@@ -187,7 +187,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, tag=True, metaclass=Che
                 param="stop",
             )
         if self.truncate_prompt_tokens is not None:
-            check_whole("truncate_prompt_tokens", self.truncate_prompt_tokens, -1, MAX_COUNT)
+            check_integer("truncate_prompt_tokens", self.truncate_prompt_tokens, -1, MAX_COUNT)
             if self.truncate_prompt_tokens == 0:
                 raise InvalidParams(
                     "truncate_prompt_tokens is 0, which leaves no prompt; give 1 or more, or -1",
@@ -292,7 +292,7 @@ def _real(
         raise InvalidParams(f"{name}{of} is {value}; give {_range(low, high, open_low)}", param=name)
 
 
-def check_whole(name: str, value: object, low: int | None, high: int | None) -> None:
+def check_integer(name: str, value: object, low: int | None, high: int | None) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise InvalidParams(f"{name} is {value!r}; give a whole number", param=name)
     if (low is not None and value < low) or (high is not None and value > high):
@@ -301,7 +301,7 @@ def check_whole(name: str, value: object, low: int | None, high: int | None) -> 
 
 def check_turn(priority: object, cache_salt: object) -> None:
     """Checks priority and cache_salt."""
-    check_whole("priority", priority, -(2**62), 2**62)
+    check_integer("priority", priority, -(2**62), 2**62)
     check_text("cache_salt", cache_salt)
 
 

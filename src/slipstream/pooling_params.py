@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 import msgspec
 
 from slipstream.errors import InvalidParams
-from slipstream.params import MAX_COUNT, CheckedNames, check_ids, check_turn, check_whole
+from slipstream.params import MAX_COUNT, CheckedNames, check_ids, check_integer, check_turn
 
 Task = Literal["embed", "classify", "token_embed", "token_classify", "sparse"]
 
@@ -61,7 +61,7 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         if self.task is not None and not (isinstance(self.task, str) and self.task in TASKS):
             raise InvalidParams(f"task is {self.task!r}; give one of {', '.join(TASKS)}, or None", param="task")
         if self.dimensions is not None:
-            check_whole("dimensions", self.dimensions, 1, MAX_COUNT)
+            check_integer("dimensions", self.dimensions, 1, MAX_COUNT)
         for name in ("normalize", "activation", "use_activation"):
             if not isinstance(getattr(self, name), bool | None):
                 raise InvalidParams(f"{name} is {getattr(self, name)!r}; give True, False or None", param=name)
@@ -75,7 +75,7 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         self._freeze("activation", either)
         self._freeze("use_activation", either)
         if self.truncate_prompt_tokens is not None:
-            check_whole("truncate_prompt_tokens", self.truncate_prompt_tokens, -1, MAX_COUNT)
+            check_integer("truncate_prompt_tokens", self.truncate_prompt_tokens, -1, MAX_COUNT)
             if self.truncate_prompt_tokens == 0:
                 raise InvalidParams(
                     "truncate_prompt_tokens is 0, which leaves no prompt; give 1 or more, or -1",
@@ -86,16 +86,16 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
                 f"truncation_side is {self.truncation_side!r}; give right, left or never", param="truncation_side"
             )
         if self.step_tag_id is not None:
-            check_whole("step_tag_id", self.step_tag_id, 0, MAX_COUNT)
+            check_integer("step_tag_id", self.step_tag_id, 0, MAX_COUNT)
         self._freeze("returned_token_ids", check_ids("returned_token_ids", self.returned_token_ids))
-        check_whole("skip_tokens", self.skip_tokens, 0, MAX_COUNT)
+        check_integer("skip_tokens", self.skip_tokens, 0, MAX_COUNT)
         if self.skip_tokens and self.task not in (None, "embed", "classify"):
             raise InvalidParams(
                 f"skip_tokens is {self.skip_tokens} and the task {self.task}, which pools no tokens; leave it out"
             )
         if not isinstance(self.query_key, str):
             raise InvalidParams(f"query_key is {self.query_key!r}; give a string")
-        check_whole("query_uses", self.query_uses, 0, MAX_QUERY_USES)
+        check_integer("query_uses", self.query_uses, 0, MAX_QUERY_USES)
         if self.query_uses and not self.query_key:
             raise InvalidParams(f"query_uses is {self.query_uses} and there is no query_key; name the query")
         if self.query_key and self.task not in (None, "token_embed"):

@@ -10,8 +10,8 @@ import torch
 from slipstream.device.device import Device
 from slipstream.params import SamplingParams
 from slipstream.runner.batch.staging import HostRing
-from slipstream.runner.sampling.sampler import SampleOutput, Sampler
-from slipstream.runner.sampling.stage import SampleBatch
+from slipstream.runner.sampling.sampler import DrawOutput, Sampler
+from slipstream.runner.sampling.stage import DrawBatch
 from slipstream.step import NO_INTS, Admission, StepPlan
 
 GREEDY = SamplingParams(temperature=0)
@@ -65,7 +65,7 @@ class Harness:
         self.ring = HostRing(num_slots, capacity, self.device)
 
     def launch(self, plan: StepPlan, positions, logits, deliver) -> None:
-        """Queue one step. `logits` is a tensor, or makes one from the SampleBatch on the device."""
+        """Queue one step. `logits` is a tensor, or makes one from the DrawBatch on the device."""
         self.sampler.apply(plan)
         upload = self.ring.open()
         self.sampler.flush(upload)
@@ -76,13 +76,13 @@ class Harness:
         self.staged = upload._used
 
         def run() -> None:
-            batch = SampleBatch(upload.tensor(rows_span).clone(), upload.tensor(positions_span).clone())
+            batch = DrawBatch(upload.tensor(rows_span).clone(), upload.tensor(positions_span).clone())
             deliver(sample(logits(batch) if callable(logits) else logits.clone(), batch))
 
         self.device.compute.run(run)
 
-    def step(self, rows, positions, logits, admitted=(), released=(), num_logprobs=None) -> SampleOutput:
-        outputs: list[SampleOutput] = []
+    def step(self, rows, positions, logits, admitted=(), released=(), num_logprobs=None) -> DrawOutput:
+        outputs: list[DrawOutput] = []
         plan = make_plan(rows, admitted, released, num_logprobs)
         logits = logits if callable(logits) else torch.as_tensor(np.array(logits)).to(self.dtype)
         self.launch(plan, positions, logits, outputs.append)

@@ -8,7 +8,7 @@ from sampling_harness import GREEDY, Harness, admission, make_plan, penalized, t
 from slipstream.params import SamplingParams
 from slipstream.runner.sampling.min_tokens import MinTokens
 from slipstream.runner.sampling.penalties import Penalties
-from slipstream.runner.sampling.stage import ByRow, SampleBatch, Stage, StageWork
+from slipstream.runner.sampling.stage import ByRow, DrawBatch, Stage, StageWork
 
 VOCABULARIES = [7, 100, 1000]
 NULL = 5  # the last of six rows
@@ -376,7 +376,7 @@ def test_a_stage_that_can_be_captured_needs_no_change_of_the_sampler():
     assert not plain.needs_sampling_dtype
     logits = torch.zeros(2, 20)
     logits[:, 7], logits[:, 3] = 2, 1
-    batch = SampleBatch(torch.tensor([0, 1]), torch.tensor([3, 3]))
+    batch = DrawBatch(torch.tensor([0, 1]), torch.tensor([3, 3]))
     assert plain.sample(logits.clone(), batch).tokens.tolist() == [7, 7]
     assert replayed.sample(logits.clone(), batch).tokens.tolist() == [3, 3]
     assert harness.sampler.prepare_by_row(make_plan([0, 2])).key == plain.key

@@ -140,7 +140,7 @@ def model_info_from_config(config: dict[str, Any]) -> ModelInfo:
             eos_token_ids=_ids(config.get("eos_token_id")),
             bos_token_id=next(iter(_ids(config.get("bos_token_id"))), None),
             dtype=config.get("dtype") or config.get("torch_dtype"),
-            is_causal=not is_encoder and not _sees_both_ways(architecture, config),
+            is_causal=not is_encoder and not _is_bidirectional(architecture, config),
             position_offset=offset,
             num_types=int(config["type_vocab_size"]) if usual.get("type_vocab_size") is not None else 0,
             quantization=quantization,
@@ -155,7 +155,7 @@ def model_info_from_config(config: dict[str, Any]) -> ModelInfo:
         raise BadCheckpoint(f"config.json of {architecture} has a wrong value: {error}") from None
 
 
-def _sees_both_ways(architecture: str, config: dict[str, Any]) -> bool:
+def _is_bidirectional(architecture: str, config: dict[str, Any]) -> bool:
     """Decoders that were trained further as embedders: their config or their name says so."""
     # "vision": tokens of an image see each other, those of a text do not (Gemma 4)
     both = config.get("is_causal") is False or config.get("use_bidirectional_attention") not in (None, False, "vision")

@@ -92,7 +92,7 @@ class InlineStream:
         pass
 
 
-class _Mark:
+class _ThreadedEvent:
     """An event of a threaded stream: the number of pieces of work before it."""
 
     __slots__ = ("stream", "count", "time")
@@ -107,7 +107,7 @@ class _Mark:
         self.time = time.perf_counter()
 
     def since(self, earlier: Event) -> float:
-        assert isinstance(earlier, _Mark)
+        assert isinstance(earlier, _ThreadedEvent)
         return self.time - earlier.time
 
     def wait(self) -> None:
@@ -153,13 +153,13 @@ class ThreadedStream:
 
     def record(self, *, timed: bool = False) -> Event:
         if not timed:
-            return _Mark(self, self._num_queued)
-        mark = _Mark(self, self._num_queued + 1)
-        self.run(mark.stamp)
-        return mark
+            return _ThreadedEvent(self, self._num_queued)
+        event = _ThreadedEvent(self, self._num_queued + 1)
+        self.run(event.stamp)
+        return event
 
     def wait_for(self, event: Event) -> None:
-        if not isinstance(event, _Mark):
+        if not isinstance(event, _ThreadedEvent):
             self.run(event.wait)
         elif event.stream is not self:  # an event of this stream comes first in any case
             event.stream.flush()

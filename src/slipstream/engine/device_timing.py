@@ -152,12 +152,12 @@ class Timeline:
         self.had_no_requests = True  # whether there was a time without requests since the last launch
         self.working: set[DeviceTimer] = set()  # timers of cores with requests
         self._clock = clock
-        self._mark = clock()
+        self._last_lap = clock()
 
     def lap(self) -> float:
         """Seconds since the last call."""
-        before, self._mark = self._mark, self._clock()
-        return self._mark - before
+        before, self._last_lap = self._last_lap, self._clock()
+        return self._last_lap - before
 
     def rest(self, timer: DeviceTimer) -> None:
         """The core of this timer has no requests."""

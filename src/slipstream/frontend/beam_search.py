@@ -16,7 +16,7 @@ import msgspec
 from slipstream.engine.model_description import ModelDescription
 from slipstream.errors import InvalidParams, PromptTooLong
 from slipstream.frontend.results import Logprob
-from slipstream.params import CheckedNames, SamplingParams, check_whole
+from slipstream.params import CheckedNames, SamplingParams, check_integer
 
 MAX_WIDTH = 128
 
@@ -36,8 +36,8 @@ class BeamSearchParams(msgspec.Struct, frozen=True, metaclass=CheckedNames):
     """Keep the end token of a complete sequence."""
 
     def __post_init__(self) -> None:
-        check_whole("beam_width", self.beam_width, 1, MAX_WIDTH)
-        check_whole("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        check_integer("beam_width", self.beam_width, 1, MAX_WIDTH)
+        check_integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
         if self.temperature != 0:
             fact = f"temperature is {self.temperature!r}; beam search ranks by the model's own probabilities"
             raise InvalidParams(f"{fact}, remove it", param="temperature")

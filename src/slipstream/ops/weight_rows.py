@@ -9,7 +9,7 @@ import torch
 
 
 class RowLayout(IntEnum):
-    """How rows are stored; mirrors the enum of native_low_bit_layout.h."""
+    """Storage formats of rows; mirrors the enum of native_low_bit_layout.h."""
 
     FLOAT32 = 0
     FOUR_BITS = 1

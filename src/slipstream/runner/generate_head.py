@@ -24,8 +24,8 @@ from slipstream.runner.head import Head
 from slipstream.runner.lora.store import AdapterStore, Tiles
 from slipstream.runner.results import DRAFTS, KEPT, PROMPT, WIDE, Indices, ResultRing, ResultShape, pack, result_shape
 from slipstream.runner.sampling.logprobs import prepare_scores
-from slipstream.runner.sampling.sampler import Replayed, SampleOutput, Sampler
-from slipstream.runner.sampling.stage import SampleBatch
+from slipstream.runner.sampling.sampler import DrawOutput, Replayed, Sampler
+from slipstream.runner.sampling.stage import DrawBatch
 from slipstream.step import StepPlan
 
 
@@ -69,15 +69,15 @@ class GenerateHead:
 
         `size`: what the forward is padded to; None: it is not padded.
         """
-        num_samples, scores = len(plan.rows), plan.scores
+        num_draws, scores = len(plan.rows), plan.scores
         picked = pick = None
         is_mixed = size is not None and not size.is_single
-        if plan.tokens.size or is_mixed or not num_samples:  # otherwise all rows decode and draw
+        if plan.tokens.size or is_mixed or not num_draws:  # otherwise all rows decode and draw
             which = np.flatnonzero(plan.num_drawn)
-            num_samples = len(which)
-            if not num_samples and scores is None:
+            num_draws = len(which)
+            if not num_draws and scores is None:
                 return None
-            if num_samples < plan.total_tokens or is_mixed:
+            if num_draws < plan.total_tokens or is_mixed:
                 indices = which if only_last else np.cumsum(plan.num_tokens)[which] - 1
                 pick = np.stack([indices, which, plan.rows[which]]).astype(np.int64)
         drafts = self._drafts(plan)
@@ -85,29 +85,29 @@ class GenerateHead:
             pick = np.concatenate([pick, drafts.offsets[None]])
         adapters = self.adapters if self.adapters is not None and self.adapters.changes_head(plan) else None
         if scores is None and adapters is None and (pick is not None or (size is not None and size.is_single)):
-            replayed = self._prepare_replayed(plan, num_samples, pick, size, drafts, upload)
+            replayed = self._prepare_replayed(plan, num_draws, pick, size, drafts, upload)
             if replayed is not None:
                 return replayed
         if pick is not None:
             picked = upload.put(pick)
-        sample = self.sampler.prepare(plan, upload) if num_samples else None
+        sample = self.sampler.prepare(plan, upload) if num_draws else None
         tiles = None
-        if adapters is not None and num_samples:
+        if adapters is not None and num_draws:
             slots = plan.adapter_slots
             assert slots is not None
             tiles = adapters.tiles(slots[plan.num_drawn > 0], upload)
         score = None if scores is None else prepare_scores(scores, self._score_logits(plan, adapters, upload), upload)
         shape = result_shape(
-            num_samples,
-            plan.num_logprobs if num_samples else None,
+            num_draws,
+            plan.num_logprobs if num_draws else None,
             self._numpy_dtype,
             None if sample is None or sample.requested is None else sample.requested.shape,
             None if scores is None else (len(scores.indices), scores.num_logprobs),
             None if sample is None or sample.wide is None else sample.wide.shape,
-            drafts.offsets is not None and num_samples > 0,
-            drafts.num_returned if num_samples else 0,
+            drafts.offsets is not None and num_draws > 0,
+            drafts.num_returned if num_draws else 0,
         )
-        out = self.results.open(shape, first=drafts.first if num_samples else None)
+        out = self.results.open(shape, first=drafts.first if num_draws else None)
         num_rows = len(plan.rows)
         is_padded = size is not None and size.is_single and picked is None  # every row draws
 
@@ -123,7 +123,7 @@ class GenerateHead:
                     hidden = hidden.index_select(0, own)
                     positions = positions.index_select(0, indices)
                     offsets = of_drafts[0] if of_drafts else None
-                draws = self._sample_batch(rows, positions, offsets, drafts)
+                draws = self._draw_batch(rows, positions, offsets, drafts)
                 logits = sample.beside(functools.partial(self._logits, hidden, tiles), len(hidden))
                 drawn = sample(logits, draws, self.rows.accept)
                 results |= self._compute_results(drawn, draws, hidden, drafts)
@@ -138,7 +138,7 @@ class GenerateHead:
     def _prepare_replayed(
         self,
         plan: StepPlan,
-        num_samples: int,
+        num_draws: int,
         pick: np.ndarray[Any, Any] | None,
         size: Size | None,
         drafts: _Drafts,
@@ -151,7 +151,7 @@ class GenerateHead:
         where the forward's graph left them.
         """
         # without indices the head has the rows of the forward, which other engines may have made larger
-        num_rows = size.rows if pick is None and size is not None else self.graphs.rows_for(num_samples)
+        num_rows = size.rows if pick is None and size is not None else self.graphs.rows_for(num_draws)
         if num_rows is None or (replayed := self.sampler.prepare_by_row(plan)) is None:
             return None
         # captured work is replayed for rows of any length
@@ -160,12 +160,12 @@ class GenerateHead:
         shape = result_shape(
             num_rows, replayed.num_logprobs, self._numpy_dtype, has_drafts=has_drafts, num_proposed=drafts.num_returned
         )
-        out = self.results.open(shape, num_samples, drafts.first)
+        out = self.results.open(shape, num_draws, drafts.first)
         span = None
         if pick is not None:
             padded = np.zeros((len(pick), num_rows), np.int64)
-            padded[2, num_samples:] = len(self.rows.computed) - 1  # the padding row
-            padded[:, :num_samples] = pick
+            padded[2, num_draws:] = len(self.rows.computed) - 1  # the padding row
+            padded[:, :num_draws] = pick
             span = upload.put(padded)
         key: tuple[Hashable, ...] = ("head", num_rows, span is not None, replayed.key)
         if has_drafts or drafts.num_proposed or self._always_drafts:
@@ -183,7 +183,7 @@ class GenerateHead:
                 hidden, positions, rows, offsets = self._picked.bring(hidden, positions, upload.tensor(span))
 
             def draw() -> torch.Tensor:
-                return self._draw(hidden, self._sample_batch(rows, positions, offsets, drafts), replayed, shape, drafts)
+                return self._draw(hidden, self._draw_batch(rows, positions, offsets, drafts), replayed, shape, drafts)
 
             out.write_packed(self.graphs.run(key, draw))
 
@@ -207,18 +207,18 @@ class GenerateHead:
     def _always_drafts(self) -> bool:
         return self.drafter is not None and self.drafter.always_runs
 
-    def _sample_batch(
+    def _draw_batch(
         self, rows: torch.Tensor, positions: torch.Tensor, offsets: torch.Tensor | None, drafts: _Drafts
-    ) -> SampleBatch:
+    ) -> DrawBatch:
         """Device: the draws of the step."""
         if drafts.offsets is None:
-            return SampleBatch(rows, positions)
+            return DrawBatch(rows, positions)
         assert offsets is not None, "the offsets of a step with drafts were not uploaded"
         earlier = earlier_drafts(self.rows.next_tokens, rows, offsets) if drafts.are_read else None
-        return SampleBatch(rows, positions, offsets, earlier)
+        return DrawBatch(rows, positions, offsets, earlier)
 
     def _compute_results(
-        self, drawn: SampleOutput, draws: SampleBatch, hidden: torch.Tensor, drafts: _Drafts
+        self, drawn: DrawOutput, draws: DrawBatch, hidden: torch.Tensor, drafts: _Drafts
     ) -> dict[str, torch.Tensor]:
         """Device: store the drawn tokens and propose drafts after them. Returns the results of the draw."""
         if draws.offsets is None:  # otherwise the sampler has stored the accepted tokens
@@ -242,7 +242,7 @@ class GenerateHead:
         return results if drawn.logprobs is None else results | _named("", drawn.logprobs)
 
     def _draw(
-        self, hidden: torch.Tensor, draws: SampleBatch, replayed: Replayed, shape: ResultShape, drafts: _Drafts
+        self, hidden: torch.Tensor, draws: DrawBatch, replayed: Replayed, shape: ResultShape, drafts: _Drafts
     ) -> torch.Tensor:
         """Device: draw a token for every row, padding included, and pack the results."""
         # Kernels convert what they read, so only logits that a stage computes with must have the sampling dtype.

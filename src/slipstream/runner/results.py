@@ -46,7 +46,7 @@ NO_RESULTS = ResultShape((), 0)
 
 @functools.lru_cache(4096)
 def result_shape(
-    num_samples: int,
+    num_draws: int,
     num_logprobs: int | None,
     logit_dtype: Any,  # a numpy dtype
     requested: tuple[int, int] | None = None,  # shape of the logprobs of requested ids
@@ -56,15 +56,15 @@ def result_shape(
     num_proposed: int = 0,  # drafts of each row that are reported
 ) -> ResultShape:
     wanted: list[tuple[str, tuple[int, ...], Any]] = [
-        ("tokens", (num_samples,), np.int64),
-        ("failed", (num_samples,), np.bool_),
+        ("tokens", (num_draws,), np.int64),
+        ("failed", (num_draws,), np.bool_),
     ]
     if has_drafts:
-        wanted.append((KEPT, (num_samples,), np.bool_))
+        wanted.append((KEPT, (num_draws,), np.bool_))
     if num_proposed:
-        wanted.append((DRAFTS, (num_samples, num_proposed), np.int64))
+        wanted.append((DRAFTS, (num_draws, num_proposed), np.int64))
     if num_logprobs is not None:
-        wanted += _logprob_fields("", num_samples, num_logprobs, logit_dtype)
+        wanted += _logprob_fields("", num_draws, num_logprobs, logit_dtype)
     if requested is not None:
         wanted.append(("requested", requested, logit_dtype))
     if scores is not None:

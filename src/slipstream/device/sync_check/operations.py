@@ -50,12 +50,12 @@ def copy_waits(source: torch.device, target: torch.device, non_blocking: bool, h
     asynchronously: torch copies through a pageable buffer."""
     if source.type == target.type or "meta" in (source.type, target.type):
         return None
-    way = f"copy from {source.type} to {target.type}"
+    direction = f"copy from {source.type} to {target.type}"
     if not non_blocking:
-        return f"{way} without non_blocking"
+        return f"{direction} without non_blocking"
     if host is None:
         return None
     side = "from" if source.type == "cpu" else "into"
     if not host.is_contiguous():
-        return f"{way} {side} strided memory"
-    return None if host.is_pinned() else f"{way} {side} memory that is not pinned"
+        return f"{direction} {side} strided memory"
+    return None if host.is_pinned() else f"{direction} {side} memory that is not pinned"

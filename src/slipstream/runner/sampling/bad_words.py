@@ -14,7 +14,7 @@ from slipstream.ops.sample import forbid_matched_, match_words
 from slipstream.runner.batch.staging import Upload
 from slipstream.runner.sampling.entry_allocator import EntryAllocator
 from slipstream.runner.sampling.entry_tables import ListTable
-from slipstream.runner.sampling.stage import SampleBatch, Stage, StageWork
+from slipstream.runner.sampling.stage import DrawBatch, Stage, StageWork
 from slipstream.step import Admission, Ints, StepPlan
 
 _NO_TOKEN = -1  # in a word: matches every token; in a tail: matches no token
@@ -73,14 +73,14 @@ class BadWords(Stage):
             return None
         words = self.words
 
-        def edit(logits: torch.Tensor, batch: SampleBatch) -> None:
+        def edit(logits: torch.Tensor, batch: DrawBatch) -> None:
             own, index = words.tensor.index_select(0, upload.tensor(users.entries)), upload.tensor(users.index)
             tails, own = own[:, 0], own[:, 1:]
             if batch.earlier is not None and batch.offsets is not None:
                 tails = _shifted(tails, batch.earlier.index_select(0, index), batch.offsets.index_select(0, index))
             forbid_matched_(logits, index, own[..., 0].long(), match_words(own, tails))
 
-        def drawn(tokens: torch.Tensor, batch: SampleBatch, kept: torch.Tensor | None) -> None:
+        def drawn(tokens: torch.Tensor, batch: DrawBatch, kept: torch.Tensor | None) -> None:
             entries, index, tails = upload.tensor(users.entries), upload.tensor(users.index), words.tensor[:, 0]
             newest = tokens.index_select(0, index)[:, None]
             if kept is None:

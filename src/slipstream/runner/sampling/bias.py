@@ -13,7 +13,7 @@ from slipstream.params import SamplingParams
 from slipstream.runner.batch.staging import Upload
 from slipstream.runner.sampling.entry_allocator import StagedEntries
 from slipstream.runner.sampling.entry_tables import EntryTable
-from slipstream.runner.sampling.stage import ByRow, SampleBatch, Stage, StageWork
+from slipstream.runner.sampling.stage import ByRow, DrawBatch, Stage, StageWork
 from slipstream.step import Ints, StepPlan
 
 
@@ -70,7 +70,7 @@ class LogitBias(Stage):
             return None
         table = self.table
 
-        def edit(logits: torch.Tensor, batch: SampleBatch) -> None:
+        def edit(logits: torch.Tensor, batch: DrawBatch) -> None:
             logits.index_add_(0, upload.tensor(users.index), table.tensor.index_select(0, upload.tensor(users.entries)))
 
         return StageWork(edit)
@@ -84,7 +84,7 @@ class LogitBias(Stage):
     def by_row(self, rows: Ints) -> ByRow:
         table, entries = self.table, self.entries.staged.device
 
-        def edit(logits: torch.Tensor, batch: SampleBatch) -> None:
+        def edit(logits: torch.Tensor, batch: DrawBatch) -> None:
             add_entries_(logits, table.tensor, entries.index_select(0, batch.rows))
 
         return ByRow(("bias", table.shape), StageWork(edit), needs_sampling_dtype=True)

@@ -11,10 +11,10 @@ from slipstream.device.device import Device
 from slipstream.ops.sample import DRAW, Choice, argmax_rows, draw, row_key, step_keys
 from slipstream.runner.batch.staging import StagedTensor, Upload
 from slipstream.runner.sampling.scale import Scale
-from slipstream.runner.sampling.stage import PenaltyOf, SampleBatch
+from slipstream.runner.sampling.stage import DrawBatch, PenaltyOf
 from slipstream.step import Ints, StepPlan
 
-DrawWork = Callable[[torch.Tensor, SampleBatch], Choice]
+DrawWork = Callable[[torch.Tensor, DrawBatch], Choice]
 """Device: logits [S, V] to tokens [S]."""
 
 
@@ -59,7 +59,7 @@ class Draw:
             return lambda logits, batch: draw(logits, _keys(keys, batch.rows, batch.positions))
         span = upload.put(np.flatnonzero(random))
 
-        def mixed(logits: torch.Tensor, batch: SampleBatch) -> Choice:
+        def mixed(logits: torch.Tensor, batch: DrawBatch) -> Choice:
             index = upload.tensor(span)
             own = _keys(keys, batch.rows.index_select(0, index), batch.positions.index_select(0, index))
             choice = argmax_rows(logits)
@@ -73,7 +73,7 @@ class Draw:
         are read. `limits`: [rows, 3] as `find_floor` takes them; None if no row truncates."""
         keys, random, temperatures = self.keys.device, self.is_random.device, scale.staged.device
 
-        def drawn(logits: torch.Tensor, batch: SampleBatch) -> Choice:
+        def drawn(logits: torch.Tensor, batch: DrawBatch) -> Choice:
             rows = batch.rows
             own = _keys(keys, rows, batch.positions)
             cuts = None if limits is None else limits.index_select(0, rows)
@@ -84,7 +84,7 @@ class Draw:
         return drawn
 
 
-def greedy(logits: torch.Tensor, batch: SampleBatch) -> Choice:
+def greedy(logits: torch.Tensor, batch: DrawBatch) -> Choice:
     return argmax_rows(logits)
 
 

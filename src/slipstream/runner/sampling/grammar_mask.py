@@ -15,7 +15,7 @@ from slipstream.device.device import Device
 from slipstream.device.streams import Event
 from slipstream.ops.sample import mask_bits_
 from slipstream.runner.batch.staging import HostRing, Upload
-from slipstream.runner.sampling.stage import ByRow, SampleBatch, Stage, StageWork
+from slipstream.runner.sampling.stage import ByRow, DrawBatch, Stage, StageWork
 from slipstream.runner.sampling.stage_rows import StageRows
 from slipstream.step import Admission, Ints, Late, Processed, StepPlan
 
@@ -63,7 +63,7 @@ class GrammarMask(Stage):
             size = start + min(num_draws, len(bits)) * bits.stride(0) * 4
             arena[:size].copy_(host[:size], non_blocking=True)
 
-        def edit(logits: torch.Tensor, batch: SampleBatch) -> None:
+        def edit(logits: torch.Tensor, batch: DrawBatch) -> None:
             draws = batch.rows * width
             mask_bits_(logits, bits, entries.index_select(0, draws if batch.offsets is None else draws + batch.offsets))
 

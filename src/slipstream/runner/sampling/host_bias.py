@@ -12,7 +12,7 @@ import torch
 from slipstream.config.memory import MAX_BIASED_IDS, bias_bytes
 from slipstream.device.device import Device
 from slipstream.runner.batch.staging import HostRing, Upload
-from slipstream.runner.sampling.stage import ByRow, SampleBatch, Stage, StageWork
+from slipstream.runner.sampling.stage import ByRow, DrawBatch, Stage, StageWork
 from slipstream.runner.sampling.stage_rows import StageRows
 from slipstream.step import Ints, Late, Processed, StepPlan
 
@@ -50,7 +50,7 @@ class HostBias(Stage):
     def by_row(self, rows: Ints) -> ByRow:
         entries, table = self._entries, self._table
 
-        def edit(logits: torch.Tensor, batch: SampleBatch) -> None:
+        def edit(logits: torch.Tensor, batch: DrawBatch) -> None:
             own = entries.index_select(0, batch.rows)
             found = table.index_select(0, own.clamp(min=0))
             values = found[:, 1].contiguous().view(torch.float32).to(logits.dtype)

@@ -11,7 +11,7 @@ import torch
 
 from slipstream.device.sync_check import sync_allowed
 from slipstream.runner.batch.staging import Upload
-from slipstream.runner.sampling.stage import SampleBatch, Stage, StageWork
+from slipstream.runner.sampling.stage import DrawBatch, Stage, StageWork
 from slipstream.runner.sampling.stage_rows import StageRows
 from slipstream.step import Ints, Late, LogitsEdit, Processed, StepPlan
 
@@ -39,7 +39,7 @@ class HostLogits(Stage):
         edits = self._newest = []  # a list of its own: the work of an older step may still have to run
         index_of = {row: index for index, row in enumerate(rows.tolist())}
 
-        def edit(logits: torch.Tensor, batch: SampleBatch) -> None:
+        def edit(logits: torch.Tensor, batch: DrawBatch) -> None:
             for each in edits:
                 _run(each, logits, [index_of[row] for row in each.rows if row >= 0])
 

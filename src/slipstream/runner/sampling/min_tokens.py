@@ -10,7 +10,7 @@ from slipstream.ops.sample import forbid_
 from slipstream.runner.batch.staging import StagedTensor, Upload
 from slipstream.runner.sampling.entry_allocator import StagedEntries
 from slipstream.runner.sampling.entry_tables import ListTable
-from slipstream.runner.sampling.stage import ByRow, SampleBatch, Stage, StageWork
+from slipstream.runner.sampling.stage import ByRow, DrawBatch, Stage, StageWork
 from slipstream.step import Ints, StepPlan
 
 
@@ -81,7 +81,7 @@ class MinTokens(Stage):
         index_span, entry_span = upload.put(index), upload.put(self.entries.of_row[users])
         limit_span = upload.put(self.limit[users])
 
-        def edit(logits: torch.Tensor, batch: SampleBatch) -> None:
+        def edit(logits: torch.Tensor, batch: DrawBatch) -> None:
             index = upload.tensor(index_span)
             too_early = batch.positions.index_select(0, index) < upload.tensor(limit_span)
             forbid_(logits, index, table.tensor.index_select(0, upload.tensor(entry_span)), too_early)
@@ -99,7 +99,7 @@ class MinTokens(Stage):
         self.missing[rows] -= self.missing[rows] > 0
         table, entries, limit = self.ids, self.entries.staged.device, self.staged_limit.device
 
-        def edit(logits: torch.Tensor, batch: SampleBatch) -> None:
+        def edit(logits: torch.Tensor, batch: DrawBatch) -> None:
             too_early = batch.positions < limit.index_select(0, batch.rows)
             held = entries.index_select(0, batch.rows).clamp_(min=0)
             forbid_(logits, None, table.tensor.index_select(0, held), too_early)

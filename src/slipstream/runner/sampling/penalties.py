@@ -12,7 +12,7 @@ from slipstream.ops.sample import IN_OUTPUT, IN_PROMPT, Penalty, count_, penaliz
 from slipstream.runner.batch.staging import StagedTensor, Upload
 from slipstream.runner.sampling.entry_allocator import StagedEntries
 from slipstream.runner.sampling.entry_tables import EntryTable
-from slipstream.runner.sampling.stage import ByRow, SampleBatch, Stage, StageWork
+from slipstream.runner.sampling.stage import ByRow, DrawBatch, Stage, StageWork
 from slipstream.step import Admission, Ints, StepPlan
 
 
@@ -73,13 +73,13 @@ class Penalties(Stage):
         index_span, entry_span = users.index, users.entries
         counts, seen, values = self.counts, self.seen, self.values.device
 
-        def edit(logits: torch.Tensor, batch: SampleBatch) -> None:
+        def edit(logits: torch.Tensor, batch: DrawBatch) -> None:
             index, entries = upload.tensor(index_span), upload.tensor(entry_span)
             own = values.index_select(0, batch.rows.index_select(0, index))
             earlier = None if batch.earlier is None else batch.earlier.index_select(0, index)
             penalize_(logits, index, counts.tensor, seen.tensor, entries, own, earlier)
 
-        def drawn(tokens: torch.Tensor, batch: SampleBatch, kept: torch.Tensor | None) -> None:
+        def drawn(tokens: torch.Tensor, batch: DrawBatch, kept: torch.Tensor | None) -> None:
             index, entries = upload.tensor(index_span), upload.tensor(entry_span)
             if kept is not None:
                 entries = torch.where(kept.index_select(0, index), entries, -1)
@@ -97,13 +97,13 @@ class Penalties(Stage):
         """Logits are not edited: the draw applies `penalty` as it reads them."""
         counts, seen, held = self.counts, self.seen, self.entries.staged.device
 
-        def drawn(tokens: torch.Tensor, batch: SampleBatch, kept: torch.Tensor | None) -> None:
+        def drawn(tokens: torch.Tensor, batch: DrawBatch, kept: torch.Tensor | None) -> None:
             entries = held.index_select(0, batch.rows)
             count_(counts.tensor, seen.tensor, entries if kept is None else torch.where(kept, entries, -1), tokens)
 
         return ByRow(("penalties", counts.shape), StageWork(None, drawn), penalty=self._penalty)
 
-    def _penalty(self, batch: SampleBatch) -> Penalty:
+    def _penalty(self, batch: DrawBatch) -> Penalty:
         """Device: the penalties of these rows, for the draw."""
         entries = self.entries.staged.device.index_select(0, batch.rows)
         values = self.values.device.index_select(0, batch.rows)

@@ -35,7 +35,7 @@ from slipstream.runner.sampling.logprobs import (
 from slipstream.runner.sampling.min_tokens import MinTokens
 from slipstream.runner.sampling.penalties import Penalties
 from slipstream.runner.sampling.scale import Scale
-from slipstream.runner.sampling.stage import SampleBatch, Stage, StageWork
+from slipstream.runner.sampling.stage import DrawBatch, Stage, StageWork
 from slipstream.runner.sampling.thinking_budget import ThinkingBudget
 from slipstream.runner.sampling.truncate import Truncate
 from slipstream.step import Ints, Late, StepPlan
@@ -51,7 +51,7 @@ Accept = Callable[[DrawnTokens], Accepted]
 
 
 @dataclass(frozen=True, slots=True)
-class SampleOutput:
+class DrawOutput:
     """The tokens that a step drew, on the device."""
 
     tokens: torch.Tensor  # [S] int64
@@ -78,7 +78,7 @@ class SamplingWork:
         brings = [functools.partial(work.bring, num_draws) for work in self.works if work.bring is not None]
         return execute_in_parallel(compute_logits, *brings)[0]
 
-    def __call__(self, logits: torch.Tensor, batch: SampleBatch, accept: Accept | None = None) -> SampleOutput:
+    def __call__(self, logits: torch.Tensor, batch: DrawBatch, accept: Accept | None = None) -> DrawOutput:
         """Device: draw tokens from logits [S, vocabulary], which may be overwritten. `accept`: needed with drafts."""
         raw = logits if self.logprobs is None else self.logprobs.keep(logits)
         for work in self.works:
@@ -94,10 +94,10 @@ class SamplingWork:
             if work.drawn is not None:
                 work.drawn(tokens, batch, kept)
         if self.logprobs is None:
-            return SampleOutput(tokens, failed, None, None, None, kept)
+            return DrawOutput(tokens, failed, None, None, None, kept)
         requested = None if self.requested is None else self.requested.compute(raw)
         wide = None if self.wide is None else self.wide.compute(raw, tokens)
-        return SampleOutput(tokens, failed, self.logprobs.compute(raw, tokens), requested, wide, kept)
+        return DrawOutput(tokens, failed, self.logprobs.compute(raw, tokens), requested, wide, kept)
 
 
 class Sampler:

@@ -9,7 +9,7 @@ import torch
 
 from slipstream.device.device import Device
 from slipstream.runner.batch.staging import StagedTensor, Upload
-from slipstream.runner.sampling.stage import ByRow, SampleBatch, Stage, StageWork
+from slipstream.runner.sampling.stage import ByRow, DrawBatch, Stage, StageWork
 from slipstream.step import Ints, StepPlan
 
 
@@ -40,7 +40,7 @@ class Scale(Stage):
             return None
         temperature = self.staged.device
 
-        def edit(logits: torch.Tensor, batch: SampleBatch) -> None:
+        def edit(logits: torch.Tensor, batch: DrawBatch) -> None:
             logits.div_(temperature.index_select(0, batch.rows)[:, None])
 
         return StageWork(edit)

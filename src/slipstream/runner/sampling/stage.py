@@ -18,7 +18,7 @@ from slipstream.step import Ints
 
 
 @dataclass(frozen=True, slots=True)
-class SampleBatch:
+class DrawBatch:
     """The sampling rows of a step on the device, in the plan's order, then padding rows, if any."""
 
     rows: torch.Tensor  # [S] int64
@@ -29,13 +29,13 @@ class SampleBatch:
     earlier: torch.Tensor | None = None
 
 
-Edit = Callable[[torch.Tensor, SampleBatch], None]
+Edit = Callable[[torch.Tensor, DrawBatch], None]
 """Device: edits the logits [S, vocabulary] in place."""
 
 Bring = Callable[[int], None]
 """Device: copies what the edit needs for up to so many draws; runs beside the GEMM of the logits."""
 
-Drawn = Callable[[torch.Tensor, SampleBatch, torch.Tensor | None], None]
+Drawn = Callable[[torch.Tensor, DrawBatch, torch.Tensor | None], None]
 """Device: receives the drawn tokens [S] int64, and which of them are accepted [S] bool; None: all."""
 
 
@@ -51,7 +51,7 @@ class StageWork:
     bring: Bring | None = None  # for stages whose inputs come late
 
 
-PenaltyOf = Callable[[SampleBatch], Penalty]
+PenaltyOf = Callable[[DrawBatch], Penalty]
 """Device: the penalties of the sampling rows."""
 
 

@@ -17,7 +17,7 @@ from slipstream.device.device import Device
 from slipstream.ops.drafts import last_kept
 from slipstream.ops.sample import mask_bits_
 from slipstream.runner.batch.staging import StagedTensor, Upload
-from slipstream.runner.sampling.stage import ByRow, SampleBatch, Stage, StageWork
+from slipstream.runner.sampling.stage import ByRow, DrawBatch, Stage, StageWork
 from slipstream.runner.sampling.stage_rows import StageRows
 from slipstream.step import Admission, Ints, StepPlan
 from slipstream.thinking_automaton import ThinkingAutomaton
@@ -139,7 +139,7 @@ class ThinkingBudget(Stage):
         # states, counts and budgets of the draws of this step
         before: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
 
-        def edit(logits: torch.Tensor, batch: SampleBatch) -> None:
+        def edit(logits: torch.Tensor, batch: DrawBatch) -> None:
             tables = self._tables
             assert tables is not None
             states, counts, budgets = (each.index_select(0, batch.rows) for each in staged)
@@ -152,7 +152,7 @@ class ThinkingBudget(Stage):
             is_forced = tables.is_forced(states, counts, budgets) & is_allowed
             mask_bits_(logits, tables.bits, torch.where(is_forced, tables.entries.index_select(0, states), -1))
 
-        def drawn(tokens: torch.Tensor, batch: SampleBatch, kept: torch.Tensor | None) -> None:
+        def drawn(tokens: torch.Tensor, batch: DrawBatch, kept: torch.Tensor | None) -> None:
             tables, target = self._tables, batch.rows
             assert tables is not None
             after = tables.advance(*before.pop(), tokens)

@@ -12,7 +12,7 @@ from slipstream.device.device import Device
 from slipstream.ops.sample import drop_below_, find_floor
 from slipstream.params import SamplingParams
 from slipstream.runner.batch.staging import StagedTensor, Upload
-from slipstream.runner.sampling.stage import ByRow, SampleBatch, Stage, StageWork
+from slipstream.runner.sampling.stage import ByRow, DrawBatch, Stage, StageWork
 from slipstream.step import Ints, StepPlan
 
 _NO_TOP_P = 2.0  # a sum of probabilities that rounding never reaches
@@ -78,7 +78,7 @@ class Truncate(Stage):
                 groups.append((upload.put(index), max_k))
         limits = self.limits.device
 
-        def edit(logits: torch.Tensor, batch: SampleBatch) -> None:
+        def edit(logits: torch.Tensor, batch: DrawBatch) -> None:
             order = [(upload.tensor(index), max_k) for index, max_k in groups]
             drop_below_(logits, find_floor(logits, limits.index_select(0, batch.rows), order))
 

@@ -297,7 +297,7 @@ def test_replayed_steps_give_the_same_tokens(model, depth, feature):
         for _ in range(2 if feature in REPLAYED else 1):  # those without a seed get another the second time
             assert_same(llm.generate(PROMPTS, params), wanted)
         captured = [key for key, entry in graphs._captured.items() if entry is not None]
-        assert ("forward", Size(4, 4), False) in captured
+        assert ("forward", Size(4, 4), False) in [key[:3] for key in captured]
         heads = [key for key in captured if key[0] == "head"]
         # those that decode, and those of a step that also computes a chunk
         assert feature == "everything among others" or {picked for _, _, picked, _ in heads} == {True, False}

@@ -20,7 +20,6 @@ from slipstream.ops.activation import silu_and_mul
 from slipstream.ops.linear import gated_linear
 from slipstream.ops.quantized import QuantizedMatrix, dequantize, quantized_linear
 from slipstream.ops.quantized.triton.gemm import GemmTile, quantized_gemm
-from slipstream.ops.quantized.triton.gemv import QuantizedGemvTile, quantized_gemv
 from slipstream.ops.quantized.triton.quantize import quantize_rows
 
 SHAPES = {  # name: (out, in, gate)
@@ -29,7 +28,6 @@ SHAPES = {  # name: (out, in, gate)
     "gate_up": (24576, 4096, "silu"),
     "down": (4096, 12288, ""),
 }
-GEMV_TILES = [(4, 4096, 2), (4, 4096, 4), (2, 4096, 2), (8, 2048, 2), (4, 2048, 2)]
 SPLITS = (1, 2, 4, 8)
 MANY_TILES = [(128, 128, 64, 1, 8, 3), (128, 128, 64, 1, 8, 4), (128, 256, 64, 1, 8, 3)]
 GROUP = 128
@@ -68,9 +66,6 @@ def time_us(gemm: Callable[[Any], Any], weights: list[Any]) -> float:
 
 def candidates(rows: int, num_out: int, gate: str) -> dict[str, Gemm]:
     """Kernels with other tiles, by their sizes."""
-    if rows <= 2:
-        tiles = [QuantizedGemvTile(*tile) for tile in GEMV_TILES]
-        return {str(tuple(tile)): partial(_gemv, gate=gate, tile=tile) for tile in tiles}
     many = [GemmTile(*tile) for tile in MANY_TILES]
     if rows <= 64:
         padded = max(16, rows)
@@ -78,10 +73,6 @@ def candidates(rows: int, num_out: int, gate: str) -> dict[str, Gemm]:
         many = [GemmTile(64, padded, width, split, 4, 4) for split in wanted for width in (128, 256)]
         many += [GemmTile(128, padded, 128, 2 * split, 4, 4) for split in wanted]
     return {str(tuple(tile)): partial(_gemm, gate=gate if rows <= 64 else "", tile=tile) for tile in many}
-
-
-def _gemv(x: torch.Tensor, weight: QuantizedMatrix, gate: str, tile: QuantizedGemvTile) -> torch.Tensor:
-    return quantized_gemv(x, weight, None, gate, tile)
 
 
 def _gemm(x: torch.Tensor, weight: QuantizedMatrix, gate: str, tile: GemmTile) -> torch.Tensor:

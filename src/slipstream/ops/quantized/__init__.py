@@ -1,8 +1,7 @@
 """GEMM with quantised weights: x [rows, in] times the transpose of a `QuantizedMatrix` [out, in].
 
-On a GPU the kernel is chosen by the number of rows. For 1 or 2 rows the weight is expanded in registers, and the inputs
-keep their dtype. With more rows, FP8 weights are multiplied by FP8 units with inputs quantised per row, if the
-checkpoint's method quantises inputs; other weights are expanded in registers.
+On a GPU FP8 weights are multiplied by FP8 units with inputs quantised per row, if the checkpoint's method quantises
+inputs; other weights are expanded in registers.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ __all__ = [
     "unpack_4_bit",
 ]
 
-MAX_GEMV_ROWS = 2
 MAX_FUSED_ROWS = 64  # with more rows torch's FP8 GEMM is faster, and activations are not fused
 
 
@@ -46,21 +44,18 @@ def quantized_linear(
     quantizes_inputs: bool = False,
     batch_invariant: bool = False,
 ) -> torch.Tensor:
-    """activation(x @ weight.T + bias). `quantizes_inputs`: allows GEMMs of several rows in FP8; `input_scale`: scale
+    """activation(x @ weight.T + bias). `quantizes_inputs`: allows GEMMs in FP8; `input_scale`: scale
     of the inputs then, else each row has its own; `batch_invariant`: one kernel for any number of rows."""
     if not x.is_cuda or x.dtype is torch.float64:
         return _activate(reference.quantized_linear(x, weight, bias), activation)
     from slipstream.ops.quantized.triton.gemm import BATCH_INVARIANT, quantized_gemm
-    from slipstream.ops.quantized.triton.gemv import quantized_gemv
 
     rows = len(x)
     if batch_invariant:
         return _activate(quantized_gemm(x, weight, bias, tile=BATCH_INVARIANT), activation)
     is_fused = activation in FUSED_ACTIVATIONS and rows <= MAX_FUSED_ROWS
     gate = FUSED_ACTIVATIONS[activation] if is_fused else ""
-    if 0 < rows <= MAX_GEMV_ROWS:
-        out = quantized_gemv(x, weight, bias, gate)
-    elif quantizes_inputs and weight.values.dtype is torch.float8_e4m3fn:
+    if quantizes_inputs and weight.values.dtype is torch.float8_e4m3fn:
         from slipstream.ops.quantized.triton.quantize import quantize_rows
 
         q, scales = quantize_rows(x, input_scale)

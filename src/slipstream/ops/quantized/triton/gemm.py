@@ -1,4 +1,4 @@
-"""GEMM with quantised weights on tensor cores, for 3 rows and more.
+"""GEMM with quantised weights on tensor cores, for any number of rows.
 
 A program computes outputs x rows, with the weights as the left operand. FP8 weights and FP8 inputs go from shared
 memory to the tensor cores as they are. Other numbers are expanded to the dtype of x in registers, as exact integers; a
@@ -158,16 +158,17 @@ def _gemm_kernel(
             column = 2 * first
             low = tl.load(inputs + column, mask=there, other=0.0)
             high = tl.load(inputs + column + HALF, mask=there, other=0.0)
-            group = table + column // GROUP
-            total = _add(total, q & 15, low, scale, zeros, group, True, ZERO, GROUP, GROUPS, STEP)
-            group = table + (column + HALF) // GROUP
-            total = _add(total, q >> 4, high, scale, zeros, group, True, ZERO, GROUP, GROUPS, STEP)
+            group, left = table + column // GROUP, GROUPS - column // GROUP
+            total = _add(total, q & 15, low, scale, zeros, group, left, True, ZERO, GROUP, GROUPS, STEP)
+            group, left = table + (column + HALF) // GROUP, GROUPS - (column + HALF) // GROUP
+            total = _add(total, q >> 4, high, scale, zeros, group, left, True, ZERO, GROUP, GROUPS, STEP)
         else:
             if EVEN:
                 part = tl.load(inputs + first, mask=there, other=0.0)
             else:
                 part = tl.load(inputs + first, mask=there & ((first + k)[:, None] < BYTES), other=0.0)
-            total = _add(total, q, part, scale, zeros, table + first // GROUP, False, ZERO, GROUP, GROUPS, STEP)
+            group, left = table + first // GROUP, GROUPS - first // GROUP
+            total = _add(total, q, part, scale, zeros, group, left, False, ZERO, GROUP, GROUPS, STEP)
     is_last = True
     if SPLITS > 1:
         tile = tl.arange(0, OUTPUTS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
@@ -201,6 +202,7 @@ def _add(
     scale,
     zeros,
     group,
+    left,
     IS_4_BIT: tl.constexpr,
     ZERO: tl.constexpr,
     GROUP: tl.constexpr,
@@ -208,9 +210,11 @@ def _add(
     STEP: tl.constexpr,
 ):
     """The sums after STEP columns of numbers q [outputs, STEP] and inputs x [STEP, rows]. `group`: the entry of the
-    first column in the tables of scales and zeros, [outputs, 1]."""
+    first column in the tables of scales and zeros, [outputs, 1]; `left`: entries of the row from there on."""
     if GROUPS > 1 and GROUP < STEP:
-        w = (q.to(tl.float32) - _spread(zeros, ZERO, group, GROUP, STEP)) * _spread(scale, 1, group, GROUP, STEP)
+        w = (q.to(tl.float32) - _spread(zeros, ZERO, group, left, GROUP, STEP)) * _spread(
+            scale, 1, group, left, GROUP, STEP
+        )
         return tl.dot(w.to(x.dtype), x, total, input_precision="ieee")
     else:
         if q.dtype == x.dtype:
@@ -235,11 +239,13 @@ def _add(
 
 
 @triton.jit
-def _spread(table, DEFAULT: tl.constexpr, group, GROUP: tl.constexpr, STEP: tl.constexpr):
+def _spread(table, DEFAULT: tl.constexpr, group, left, GROUP: tl.constexpr, STEP: tl.constexpr):
     """Scales or zeros of STEP columns, [outputs, STEP], or the default."""
     if table is None:
         return DEFAULT
     else:
         NUM: tl.constexpr = STEP // GROUP
-        found = tl.load(table + group + tl.arange(0, NUM)[None, :])
+        entry = tl.arange(0, NUM)[None, :]
+        # the last step of a row may reach past its groups, and past the table
+        found = tl.load(table + group + entry, mask=entry < left, other=0.0)
         return tl.reshape(tl.broadcast_to(found[:, :, None], (found.shape[0], NUM, GROUP)), (found.shape[0], STEP))

@@ -33,3 +33,13 @@ def test_growing_by_pieces_gives_the_same_hashes():
 def test_token_order_and_page_borders_matter():
     assert hashes([1, 2, 3, 4], 1) != hashes([2, 1, 3, 4], 1)
     assert hashes([1, 2, 3, 4], 1, page_size=4)[-1] != hashes([1, 2, 3, 4], 2, page_size=2)[-1]
+
+
+def test_a_hash_may_cover_the_token_after_its_page():
+    tokens = list(range(13))
+    made: list[bytes] = []
+    for num_pages in (1, 3):
+        extend_hashes(made, tokens, num_pages, 4, "", following=1)
+    other: list[bytes] = []
+    extend_hashes(other, [*range(8), 99, 9, 10, 11, 12], 3, 4, "", following=1)
+    assert len(made) == 3 and made[0] == other[0] and made[1] != other[1]

@@ -59,6 +59,21 @@ def test_a_drafter_that_reads_hidden_states_drops_the_last_page_of_a_hit():
     cache.check()
 
 
+def test_entries_of_a_draft_head_that_depend_on_the_next_token_are_not_shared_before_another():
+    """The last entry of a page is computed from the token after the page too."""
+    cache = CacheManager(msgspec.structs.replace(make_config(), drops_last_page=True))
+    first, second = request([*range(8), *range(50, 58)], "a"), request([*range(8), *range(60, 68)], "b")
+    admit(cache, first)
+    admit(cache, second)
+    again = request(second.tokens[:], "c")
+    assert admit(cache, again) == 8
+    assert again.pages[0][0] == first.pages[0][0]  # tokens 0 to 4 are those of both
+    assert again.pages[0][1] == second.pages[0][1] != first.pages[0][1]
+    cache.check()
+    cache.unpublish(second)
+    assert cache.match(request(second.tokens[:], "d")).length == 0
+
+
 def test_no_hits_across_salts_or_without_prefix_caching():
     cache = make()
     admit(cache, request(list(range(10)), "a", salt="x"))

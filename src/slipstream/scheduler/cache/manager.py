@@ -49,6 +49,8 @@ class CacheManager:
             )
         self.page_size = config.page_size
         self._drops_last_page = config.drops_last_page
+        # with recurrent states, checkpoints need the hash of a page before the token after it is known
+        self._following = int(config.drops_last_page and config.states is None)
         # without checkpoints a model with recurrent states cannot continue from cached pages
         self.has_states = config.states is not None
         self.border = 1 if config.states is None else config.states.border  # chunks of prompts end at multiples
@@ -100,7 +102,13 @@ class CacheManager:
         else:
             self._drop_match()
             self._matching = matching = Matching(
-                request, self.groups, self._match_order, self.page_size, self.states, self._drops_last_page
+                request,
+                self.groups,
+                self._match_order,
+                self.page_size,
+                self.states,
+                self._drops_last_page,
+                self._following,
             )
         if not matching.num_pages and not matching.branch:
             return self.no_hit
@@ -244,9 +252,9 @@ class CacheManager:
         """Make findable the pages all of whose positions are both known to the host and launched."""
         if not self.prefix_caching or (not self.groups and self.states is None):
             return
-        full = min(len(request.tokens), request.computed) // self.page_size
+        full = min(len(request.tokens) - self._following, request.computed) // self.page_size
         if full > request.num_published:
-            extend_hashes(request.hashes, request.tokens, full, self.page_size, *request.cache_key)
+            self._extend_hashes(request.hashes, request, full)
             for group in self.groups:
                 group.publish(request, slice(request.num_published, full))
             request.num_published = full
@@ -255,6 +263,9 @@ class CacheManager:
         if self.states is not None:
             self.states.publish(request)
         self._set_publish_after(request)
+
+    def _extend_hashes(self, hashes: list[bytes], request: Request, num_pages: int) -> None:
+        extend_hashes(hashes, request.tokens, num_pages, self.page_size, *request.cache_key, following=self._following)
 
     def publish_chunk(self, request: Request) -> None:
         """The plan under construction computes known tokens of the request, up to `computed`: publish their pages and
@@ -315,8 +326,7 @@ class CacheManager:
     def _check_hashes(self, request: Request, group: CacheKind) -> None:
         """Every published page of the request is found by the hash of the request's tokens, which are all known."""
         hashes: list[bytes] = []
-        full = len(request.tokens) // self.page_size
-        extend_hashes(hashes, request.tokens, full, self.page_size, *request.cache_key)
+        self._extend_hashes(hashes, request, (len(request.tokens) - self._following) // self.page_size)
         for entry, page in enumerate(request.pages[group.index]):
             if page != NULL_PAGE and (page_hash := group.pool.hash_of(page)) is not None:
                 assert entry < len(hashes), f"page {page} of {request} is published, and not all its tokens are known"

@@ -26,7 +26,7 @@ _HASH_AHEAD = 16  # pages: a long prompt that misses early is not hashed as a wh
 class Matching:
     __slots__ = (
         "request", "is_kept", "pages", "num_pages", "branch", "checkpoint", "_groups", "_order", "_page_size",
-        "_states", "_num_tokens", "_found", "_spare", "_version", "_drops_last",
+        "_states", "_num_tokens", "_found", "_spare", "_version", "_drops_last", "_following",
     )  # fmt: skip
 
     def __init__(
@@ -37,9 +37,10 @@ class Matching:
         page_size: int,
         states: StateCache | None = None,
         drops_last: bool = False,
+        following: int = 0,
     ) -> None:
         """`order`: the indices of the groups, those that need the most pages first; `drops_last`: the match is one page
-        shorter than what is cached."""
+        shorter than what is cached; `following`: as in `extend_hashes`."""
         self.request = request
         self.is_kept = False
         self.num_pages = 0  # length of the match
@@ -51,6 +52,7 @@ class Matching:
         self._order = order
         self._page_size = page_size
         self._drops_last = drops_last
+        self._following = following
         self._num_tokens = len(request.tokens)
         # per group: the limit of its first match, and what it found
         self._found: list[tuple[int, list[int]] | None] = [None] * len(groups)
@@ -106,7 +108,8 @@ class Matching:
         if len(request.tokens) != self._num_tokens:
             return
         kept = self.refresh()
-        fresh = Matching(request, self._groups, self._order, self._page_size, self._states, self._drops_last)
+        others = self._states, self._drops_last, self._following
+        fresh = Matching(request, self._groups, self._order, self._page_size, *others)
         assert list(kept) == list(fresh.pages), f"{request} keeps the match {kept}, and {fresh.pages} is in the cache"
         assert (self.num_pages, self.branch, self.checkpoint) == (fresh.num_pages, fresh.branch, fresh.checkpoint)
         for group, pages, spare in zip(self._groups, kept, self._spare, strict=True):
@@ -155,7 +158,7 @@ class Matching:
     def _hash_at(self, entry: int) -> bytes:
         request = self.request
         if entry >= len(request.hashes):
-            full = len(request.tokens) // self._page_size
-            num = min(full, entry + _HASH_AHEAD)
-            extend_hashes(request.hashes, request.tokens, num, self._page_size, *request.cache_key)
+            full = (len(request.tokens) - self._following) // self._page_size
+            num, key = min(full, entry + _HASH_AHEAD), request.cache_key
+            extend_hashes(request.hashes, request.tokens, num, self._page_size, *key, following=self._following)
         return request.hashes[entry]

@@ -129,7 +129,7 @@ def test_counters_are_a_weights_own_and_there_before_a_graph_is_captured(monkeyp
     assert second.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
     assert around.counters(weights[0]) is first and around.counters(weights[1]) is second
     assert (len(first), len(second)) == (8, 64)
-    assert second.data_ptr() - first.data_ptr() == 4 * around._LINE  # each has a line of its own
+    assert second.data_ptr() - first.data_ptr() == 4 * around._PER_CACHE_LINE  # each has a line of its own
     assert not first.any() and not second.any()
     huge = torch.empty(16 * 256, 1)
     own = around.counters(huge)  # no room: the graph's own, and the next one asks again

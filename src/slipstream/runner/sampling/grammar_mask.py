@@ -25,7 +25,8 @@ class GrammarMask(Stage):
         self, num_rows: int, vocab_size: int, device: Device, max_drafts: int = 0, max_step_drafts: int = 0
     ) -> None:
         """`num_rows`: with the padding row. `max_drafts`: of a row in one step; `max_step_drafts`: of all rows."""
-        self._can_capture = device.can_pin or not device.can_graph  # a graph cannot copy from pageable memory
+        # a CUDA graph cannot copy from pageable memory
+        self._can_capture = device.can_pin or device.torch_device.type == "cpu"
         self.words = mask_words(vocab_size)
         self.ring = HostRing(1, mask_bytes(num_rows, vocab_size, max_drafts, max_step_drafts), device)
         self._width = 1 + max_drafts

@@ -28,6 +28,7 @@ from slipstream.ops.linear.triton import Norm  # noqa: E402
 from slipstream.ops.lora.reference import LoraTiles, LoraWeights  # noqa: E402
 from slipstream.ops.moe import ExpertBiases, RouterRule, Routing  # noqa: E402
 from slipstream.ops.paged_attention import tile_list  # noqa: E402
+from slipstream.ops.quantized import QuantizedMatrix  # noqa: E402
 from slipstream.ops.recurrent_steps import DraftSteps  # noqa: E402
 from slipstream.ops.sample.reference import Penalty  # noqa: E402
 from slipstream.ops.ssm import SelectiveWeights, SsdWeights  # noqa: E402
@@ -140,6 +141,14 @@ def adapters() -> dict[str, Callable[[], Any]]:
         "shrink_lora": lambda: get("lora.triton.shrink_lora")(half(3, 16), weights, tiles),
         "expand_lora": lambda: get("lora.triton.expand_lora")(half(3, 24), half(3, 4), weights, tiles),
         "add_lora_embedding": lambda: get("lora.triton.add_lora_embedding")(half(3, 24), ints(3), weights, tiles, 1.0),
+    }
+
+
+def quantized() -> dict[str, Callable[[], Any]]:
+    matrix = QuantizedMatrix(half(32, 64).to(torch.float8_e4m3fn), torch.rand(32, 2), None)
+    return {
+        "quantised GEMM": lambda: get("quantized.triton.gemm.quantized_gemm")(half(ROWS, 64), matrix),
+        "rows to FP8": lambda: get("quantized.triton.quantize.quantize_rows")(half(ROWS, 64)),
     }
 
 
@@ -358,6 +367,7 @@ def launches(patch: pytest.MonkeyPatch) -> dict[str, Callable[[], Any]]:
         | drafts()
         | drafted_states()
         | adapters()
+        | quantized()
         | experts()
         | products()
         | attention(patch)

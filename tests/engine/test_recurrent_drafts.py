@@ -10,11 +10,12 @@ import pytest
 from test_recurrent_states import GREEDY, PROMPTS, SAMPLED, Model, alone, check, make
 
 from delayed_device import DelayedDevice
-from recurrent_model import write_recurrent
+from recurrent_model import DecayShape, write_recurrent
 from replay_device import ReplayDevice
 from replay_drafter import ReplayDrafter
 from slipstream import LLM
 from slipstream.config.memory import estimate_memory
+from slipstream.errors import UnsupportedModel
 from tiny import write_tiny
 
 LONG = GREEDY.with_changes(max_tokens=28)
@@ -137,3 +138,11 @@ def test_memory_is_what_the_plan_says(hybrid: Model) -> None:
         memory, states = estimate_memory(llm.core.config, 0), llm.core.executor.states
         assert memory.states + memory.checkpoints == states.num_bytes
         assert [tuple(site["replay"].shape) for site in states.sites] == [(6, 8, 48), (6, 8, 48), (6, 8, 32)]
+
+
+def test_a_mixer_that_cannot_undo_drafts_is_refused_with_them(hybrid, monkeypatch):
+    fields = DecayShape.state_fields
+    monkeypatch.setattr(DecayShape, "state_fields", lambda shape, dtype, num_drafts=0: fields(shape, dtype))
+    make(hybrid.folder).close()
+    with pytest.raises(UnsupportedModel, match="decay keeps no inputs to undo rejected drafts"):
+        make(hybrid.folder, drafts="ngram:3")

@@ -22,6 +22,8 @@ from slipstream.nn.shapes import (
     sizes_of,
 )
 
+_MANY_DRAFTS = 64  # rings of inputs are larger than without drafts; for few drafts they may have the same size
+
 
 @dataclass(frozen=True, slots=True)
 class RopeShape:
@@ -117,8 +119,14 @@ class DecoderShape:
 
     def state_specs(self, dtype: str, num_drafts: int = 0) -> list[StateSpec]:
         """By state site, for a model of this dtype and up to `num_drafts` drafts per row and step."""
-        fields = (mixer.state_fields(dtype, num_drafts) for mixer in self.mixers)
-        return [StateSpec(found) for found in fields if found]
+        for mixer in self.mixers if num_drafts else ():
+            plain = mixer.state_fields(dtype)
+            if plain and plain == mixer.state_fields(dtype, _MANY_DRAFTS):
+                raise UnsupportedModel(
+                    f"{mixer.name} keeps no inputs to undo rejected drafts; remove speculative_config"
+                )
+        found = (mixer.state_fields(dtype, num_drafts) for mixer in self.mixers)
+        return [StateSpec(fields) for fields in found if fields]
 
     def sizes(self, on_cpu: bool) -> ModelSizes:
         return sizes_of(self.layers, self.hidden_size, on_cpu)

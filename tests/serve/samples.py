@@ -1,4 +1,5 @@
-"""A valid body for each POST route, over two scripted models: `tiny` generates, `pool` does every pooling task."""
+"""A valid body for each POST route, over two scripted models: `tiny` generates, `pool` does every pooling task,
+with one class and without labels."""
 
 from __future__ import annotations
 

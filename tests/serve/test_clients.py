@@ -1,4 +1,4 @@
-"""Clients that people have, unmodified, against a real server."""
+"""Clients that people have, unmodified, against a real server that pools; of generation: test_openai_client.py."""
 
 from __future__ import annotations
 

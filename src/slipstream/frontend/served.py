@@ -50,7 +50,7 @@ class ServedModel(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, description=description, lora=lora, base=self.description.name)
 
     def can(self, task: str) -> bool:
-        """`task`: generate, score, or a pooling task."""
+        """`task`: generate, a pooling task, or score. Classify includes models with one class; score is for these."""
         pooling = self.description.pooling
         if pooling is None or task == "generate":
             return task == "generate" and self.description.generates

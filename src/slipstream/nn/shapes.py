@@ -70,7 +70,8 @@ class MixerShape:
         return ()
 
     def elements_per_token(self, on_cpu: bool) -> int:
-        """Upper bound of the elements that it allocates per token besides hidden states."""
+        """Upper bound of the elements that it allocates per token besides hidden states, in the model's dtype: a wider
+        element counts as several."""
         raise NotImplementedError
 
     def elements_per_step(self, on_cpu: bool) -> int:

@@ -106,7 +106,7 @@ def check_ranks(folder, num_ranks, **options):
     ("family", "words"),
     [
         ("olmo2", "norms over the queries of all heads are not divided"),
-        ("mamba2", "state spaces and convolutions"),
+        ("mamba2", "recurrent mixers other than delta nets"),
         ("gemma3n", "inputs per layer"),
     ],
 )

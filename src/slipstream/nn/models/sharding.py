@@ -110,7 +110,7 @@ def _mixer(mixer: MixerShape, shard: Shard) -> MixerShape:
         keys, values = mixer.num_key_heads // shard.size, mixer.num_value_heads // shard.size
         return replace(mixer, num_key_heads=keys, num_value_heads=values, shard=shard)
     if not isinstance(mixer, AttentionShape):
-        raise _unsupported("state spaces and convolutions", shard)
+        raise _unsupported("recurrent mixers other than delta nets", shard)
     for is_there, what in (
         (mixer.qk_norm not in ("none", "heads"), "norms over the queries of all heads"),
         (mixer.kv_source is not None, "layers that share keys and values"),

@@ -33,7 +33,7 @@ from typing import NamedTuple
 
 import torch
 
-# purposes: each has its own noise
+# purposes: each has its own noise. Only DRAW is used: a draft is accepted if the row draws it
 DRAW = 0
 ACCEPT = 1
 RESAMPLE = 2

@@ -68,7 +68,7 @@ class ByRow:
     work: StageWork = StageWork(None)
     needs_sampling_dtype: bool = False  # `work.edit` computes with logits; otherwise they may have the model's dtype
     penalty: PenaltyOf | None = None
-    limits: torch.Tensor | None = None  # [rows, 3] as `find_floor` takes them
+    limits: torch.Tensor | None = None  # [rows, 3] as `find_floor` takes them; of one stage: `Truncate`
 
 
 class Stage(RowState):

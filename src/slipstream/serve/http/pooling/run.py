@@ -36,7 +36,7 @@ class Chosen:
 
     @property
     def reads_pairs(self) -> bool:
-        """Whether it is a cross-encoder, which reads both texts of a pair in one prompt."""
+        """Whether it has a classifier, as cross-encoders have, so that both texts of a pair are one prompt."""
         return "classify" in self.inputs.pooling.tasks
 
 

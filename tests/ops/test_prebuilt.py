@@ -12,6 +12,7 @@ from pathlib import Path
 import gguf
 import pytest
 
+from child import child_env
 from slipstream.ops.prebuilt import LEVELS, best_level, processor_features
 from tiny import write_tiny
 from tiny_gguf import write_gguf
@@ -48,7 +49,7 @@ def test_a_wheel_answers_without_a_compiler(tmp_path):
     level = best_level(machine, processor_features())
     assert level is not None
     flags = ["--arch", machine, "--level", level.name, "--out", str(tmp_path)]
-    subprocess.run([sys.executable, ROOT / "scripts" / "wheel", *flags], check=True)
+    subprocess.run([sys.executable, ROOT / "scripts" / "wheel", *flags], check=True, env=child_env())
     (wheel,) = tmp_path.glob(f"slipstream-*-py3-none-manylinux_*_{machine}.whl")
     zipfile.ZipFile(wheel).extractall(tmp_path / "installed")
     code = (
@@ -60,18 +61,13 @@ def test_a_wheel_answers_without_a_compiler(tmp_path):
     )
     model = write_gguf(write_tiny(tmp_path / "model"), gguf.GGMLQuantizationType.Q4_0)
     code = code.replace("MODEL", repr(str(model)))
+    no_compiler, cache = str(tmp_path / "empty"), str(tmp_path / "cache")
     (tmp_path / "empty").mkdir()
-    environment = {"PATH": str(tmp_path / "empty"), "XDG_CACHE_HOME": str(tmp_path / "cache"), "HOME": str(tmp_path)}
     answers = [
-        subprocess.run(
-            [sys.executable, "-c", text], env=environment | more, capture_output=True, text=True, check=False
-        )
-        for text, more in (
-            (code, {"PYTHONPATH": str(tmp_path / "installed")}),
-            (
-                code.replace("assert ", "unused = ").replace(", native.state();", ";"),
-                {"PYTHONPATH": str(ROOT / "src"), "SLIPSTREAM_NATIVE": "0"},
-            ),
+        subprocess.run([sys.executable, "-c", text], env=env, capture_output=True, text=True, check=False)
+        for text, env in (
+            (code, child_env(PYTHONPATH=str(tmp_path / "installed"), PATH=no_compiler, XDG_CACHE_HOME=cache)),
+            (code.replace("assert ", "unused = ").replace(", native.state();", ";"), child_env(SLIPSTREAM_NATIVE="0")),
         )
     ]
     assert answers[0].returncode == 0, answers[0].stderr

@@ -32,6 +32,10 @@ class Quantization(msgspec.Struct, frozen=True, kw_only=True):
     quantizes_inputs: bool = False  # FP8: GEMMs of several rows quantise their inputs
     scale_name: str = "weight_scale"
 
+    @property
+    def is_4_bit(self) -> bool:
+        return self.bits == 4
+
 
 ONLINE_FP8 = Quantization(method="fp8", layout="online", bits=8, quantizes_inputs=True)
 

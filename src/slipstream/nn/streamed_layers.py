@@ -17,6 +17,7 @@ from itertools import accumulate
 import torch
 from torch import nn
 
+from slipstream.device.sync_check import sync_allowed
 from slipstream.errors import InvalidOption
 
 _ALIGN = 256  # bytes
@@ -157,4 +158,7 @@ class _HostPointer:
 
 
 def _seen_by(device: torch.device, host: torch.Tensor) -> torch.Tensor:
-    return host if device.type == "cpu" else torch.as_tensor(_HostPointer(host), device=device)
+    if device.type == "cpu":
+        return host
+    with sync_allowed("at start; it copies nothing"):
+        return torch.as_tensor(_HostPointer(host), device=device)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from slipstream.config.quantization import Quantization
+from slipstream.device.sync_check import sync_allowed
 from slipstream.errors import BadCheckpoint
 from slipstream.nn.weight_format import CheckpointTensor
 from slipstream.ops.quantized import MAX_FP8
@@ -123,7 +124,7 @@ def _read_rows(q: Quantization, name: str, read: Read, pieces: Mapping[str, Chec
     if q.block_rows == 0:
         scale = scale.reshape(1, 1).expand(rows, 1)
     elif q.block_rows > 1:
-        scale = scale.repeat_interleave(q.block_rows, 0)[:rows]
+        scale = scale.repeat_interleave(q.block_rows, 0, output_size=len(scale) * q.block_rows)[:rows]
     inputs = read("input_scale").float().reshape(1) if "input_scale" in pieces else None
     if q.layout == "float8":
         return QuantizedPart(values, scale, None, None, inputs)
@@ -164,7 +165,9 @@ def _read_gptq(q: Quantization, name: str, read: Read, has_order: bool) -> Quant
         stored = (stored + 1).remainder(2**q.bits)
     zeros: torch.Tensor | None = stored
     if q.symmetric:
-        if not bool((stored == 2 ** (q.bits - 1)).all()):
+        with sync_allowed("weights are loaded before steps run"):
+            is_middle = bool((stored == 2 ** (q.bits - 1)).all())
+        if not is_middle:
             raise BadCheckpoint(
                 f"{name}.qzeros are not in the middle of the range, and sym of the config says they are"
             )
@@ -176,12 +179,16 @@ def _read_gptq(q: Quantization, name: str, read: Read, has_order: bool) -> Quant
 def _order_of(q: Quantization, name: str, groups: torch.Tensor) -> torch.Tensor | None:
     """The columns sorted by group, from the group of each column; None if they are sorted."""
     sizes = torch.bincount(groups.long())
-    if not bool((sizes == (q.group or len(groups))).all()):
+    with sync_allowed("weights are loaded before steps run"):
+        is_even = bool((sizes == (q.group or len(groups))).all())
+    if not is_even:
         raise BadCheckpoint(
             f"the groups in g_idx of {name} do not all have {q.group} columns; download the model again"
         )
     order = torch.sort(groups.long(), stable=True).indices
-    return None if bool((order == torch.arange(len(order), device=order.device)).all()) else order
+    with sync_allowed("weights are loaded before steps run"):
+        is_sorted = bool((order == torch.arange(len(order), device=order.device)).all())
+    return None if is_sorted else order
 
 
 def _unpack(words: torch.Tensor, bits: int, dim: int) -> torch.Tensor:

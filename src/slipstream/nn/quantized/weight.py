@@ -31,7 +31,7 @@ class Quantized:
 
     def new_weight(self, num_rows: int, num_columns: int) -> Weight:
         q = self.quantization
-        if num_columns % (q.group or 1) or (q.bits == 4 and num_columns % 32) or (q.layout == "awq" and num_rows % 8):
+        if num_columns % (q.group or 1) or (q.is_4_bit and num_columns % 32) or (q.layout == "awq" and num_rows % 8):
             raise BadCheckpoint(
                 f"{self.name} is {num_rows} x {num_columns}, which does not divide into groups of {q.group or 'a row'} "
                 f"with {q.bits} bits; its quantization_config belongs to another model"
@@ -48,7 +48,7 @@ class QuantizedWeight(Weight):
         self.format, self.num_columns = format, num_columns
         self.is_row_wise = q.layout == "online"
         groups = num_columns // q.group if q.group else 1
-        if q.bits == 4:
+        if q.is_4_bit:
             self.values = new_parameter(num_rows, num_columns // 2, dtype=torch.uint8)
         else:
             self.values = new_parameter(num_rows, num_columns, dtype=storage_dtype(q))
@@ -185,14 +185,14 @@ class DequantizedWeight(UnquantizedWeight):
 
 def storage_dtype(q: Quantization) -> torch.dtype:
     """Of `QuantizedMatrix.values`."""
-    if q.bits == 4:
+    if q.is_4_bit:
         return torch.uint8
     return torch.float8_e4m3fn if q.layout == "float8" or (q.layout == "online" and q.method == "fp8") else torch.int8
 
 
 def zero_of(q: Quantization) -> int:
     """`QuantizedMatrix.zero`. Integers of 8 bits are stored around zero."""
-    return 8 if q.bits == 4 and q.symmetric else 0
+    return 8 if q.is_4_bit and q.symmetric else 0
 
 
 def to_matrix(part: QuantizedPart, q: Quantization) -> QuantizedMatrix:

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 class CompiledGrammar:
-    def __init__(self, compile: Callable[[], LLMatcher]) -> None:
-        self._compile = compile
-        self._matchers = [compile()]
+    def __init__(self, make_matcher: Callable[[], LLMatcher]) -> None:
+        self._make_matcher = make_matcher
+        self._matchers = [make_matcher()]
         self._next = 0
         self._lock = threading.Lock()
 
@@ -35,4 +35,4 @@ class CompiledGrammar:
         """Compile it until there are so many matchers. In a background thread."""
         with self._lock:
             while len(self._matchers) < num_matchers:
-                self._matchers.append(self._compile())
+                self._matchers.append(self._make_matcher())

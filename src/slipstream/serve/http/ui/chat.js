@@ -78,7 +78,7 @@ async function answer() {
     message.facts = facts(began, first, usage, finish)
     if (!message.content && !message.reasoning && !message.calls.length && $("chat-error").textContent) messages.pop()
     show()
-    $("prompt").focus()
+    if (!$("chat").hidden) $("prompt").focus()  // the user may be in another view
   }
 }
 

@@ -80,8 +80,9 @@ class Weight(nn.Module, ABC):
             normed, total = rms_norm(x, norm, eps), x
         else:
             normed, total = add_rms_norm(x, residual, norm, eps)
-        out = self.multiply(normed, bias)
-        return out if activation is None else activation(out), total
+        if activation is None:
+            return self.multiply(normed, bias), total
+        return self.multiply_activated(normed, bias, activation), total
 
     def multiply_activated(self, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation) -> torch.Tensor:
         """The GEMM, then an elementwise activation."""

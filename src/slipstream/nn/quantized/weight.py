@@ -14,7 +14,6 @@ from slipstream.errors import BadCheckpoint
 from slipstream.nn.quantized.layouts import QuantizedPart, read_part, tensor_shapes
 from slipstream.nn.weight_format import CheckpointTensor, UnquantizedWeight, Weight, WeightTarget, new_parameter
 from slipstream.ops.linear import Activation
-from slipstream.ops.norm import add_rms_norm, rms_norm
 from slipstream.ops.quantized import QuantizedMatrix, dequantize, pack_4_bit, quantized_linear
 
 
@@ -86,21 +85,6 @@ class QuantizedWeight(Weight):
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return self._multiply(x, bias, None)
-
-    def multiply_normed(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        norm: torch.Tensor,
-        eps: float,
-        bias: torch.Tensor | None,
-        activation: Activation | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if residual is None:
-            normed, total = rms_norm(x, norm, eps), x
-        else:
-            normed, total = add_rms_norm(x, residual, norm, eps)
-        return self._multiply(normed, bias, activation), total
 
     def multiply_activated(self, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation) -> torch.Tensor:
         return self._multiply(x, bias, activation)

@@ -60,7 +60,7 @@ def choose_quantization(option: str | None, stored: Quantization | None, is_gguf
     if wanted != "fp8":
         raise InvalidOption(
             f"quantization is {option!r}, and the checkpoint is not quantised; only fp8 quantises at load; for "
-            "other methods give a checkpoint of theirs, or a .gguf file"
+            "for other methods give a checkpoint that is quantised by them, or a .gguf file"
         )
     return ONLINE_FP8
 

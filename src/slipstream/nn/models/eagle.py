@@ -96,4 +96,4 @@ def eagle_rules() -> Rules:
         "embed_tokens.weight": None,
         "lm_head.weight": None,
     }
-    return Rules(names | {f"model.{theirs}": ours for theirs, ours in names.items()})
+    return Rules(names | {f"model.{stored}": target for stored, target in names.items()})

@@ -102,10 +102,11 @@ class Browser:
             self.run("new Promise(done => requestAnimationFrame(() => done(1)))")
         raise AssertionError(f"{script} did not become true; errors: {self.errors}")
 
-    def press(self, key: str) -> None:
+    def press(self, key: str, *, shift: bool = False) -> None:
         text = {"Enter": "\r", " ": " "}.get(key, key if len(key) == 1 else "")
-        self.send("Input.dispatchKeyEvent", type="keyDown", key=key, text=text)
-        self.send("Input.dispatchKeyEvent", type="keyUp", key=key)
+        modifiers = 8 if shift else 0
+        self.send("Input.dispatchKeyEvent", type="keyDown", key=key, text=text, modifiers=modifiers)
+        self.send("Input.dispatchKeyEvent", type="keyUp", key=key, modifiers=modifiers)
 
     def type(self, text: str) -> None:
         self.send("Input.insertText", text=text)

@@ -14,15 +14,19 @@ from slipstream.serve.http.routes import Route, get
 
 _HEADERS = ((b"content-security-policy", b"default-src 'self'; script-src 'unsafe-inline'; style-src 'unsafe-inline'"),)
 
-PAGE = b"""<!doctype html><meta charset="utf-8"><title>Slipstream</title>
+PAGE = b"""<!doctype html><html lang="en"><meta charset="utf-8"><title>Routes of Slipstream</title>
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<link rel="icon" href="ui/icon.svg" type="image/svg+xml">
 <style>
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em; color: #222 }
+:root { color-scheme: light dark }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em }
+body { overflow-wrap: anywhere }
 summary { cursor: pointer; padding: .3em 0 } code, pre { font: 13px/1.4 ui-monospace, monospace }
 table { border-collapse: collapse; width: 100% } td { border-top: 1px solid #ddd; padding: .2em .6em .2em 0 }
-b.m { display: inline-block; width: 3.5em }
+b.m { display: inline-block; width: 3.5em } h2 { font-size: 1em }
 </style>
-<h1>Slipstream</h1><p>Also as <a href="openapi.json">openapi.json</a>. <span id="key"></span></p>
-<div id="routes">loading...</div>
+<main><h1>Routes of Slipstream</h1><p>Also as <a href="openapi.json">openapi.json</a>. <span id="key"></span></p>
+<div id="routes">loading...</div></main>
 <script>
 const text = (tag, value) => { const e = document.createElement(tag); e.textContent = value; return e }
 const kind = s => s.$ref ? s.$ref.split("/").pop() : s.anyOf ? s.anyOf.map(kind).join(" | ")
@@ -45,8 +49,8 @@ fetch("openapi.json").then(r => r.json()).then(page => {
     head.append(name, text("code", path), " " + op.summary); block.append(head)
     const body = Object.values(op.requestBody?.content || {})[0]?.schema
     const answer = op.responses["200"].content?.["application/json"].schema
-    if (body) block.append(text("h4", "body: " + kind(body)), fields(page, body))
-    if (answer) block.append(text("h4", "response: " + kind(answer)), fields(page, answer))
+    if (body) block.append(text("h2", "body: " + kind(body)), fields(page, body))
+    if (answer) block.append(text("h2", "response: " + kind(answer)), fields(page, answer))
     list.append(block) } })
 </script>
 """

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 import slipstream
+from slipstream.metrics.lane import LaneStats
 from slipstream.metrics.stats import FrontEnds
 from slipstream.serve.http.request import Request
 from slipstream.serve.http.response import Response, json_response
@@ -17,6 +20,17 @@ class Health(msgspec.Struct):
     front_ends: FrontEnds | msgspec.UnsetType = msgspec.UNSET  # with several front ends
 
 
+class ModelLoad(msgspec.Struct):
+    """Load of one model, summed over its replicas."""
+
+    model: str
+    running: int = 0
+    waiting: int = 0
+    free_pages: int = 0
+    pages: int = 0
+    steps: int = 0
+
+
 class Load(msgspec.Struct):
     server_load: int  # open requests of all front ends; vLLM's name
     queued_requests: int  # prompts without a first output, in the front ends or the core; being tokenised included
@@ -26,6 +40,8 @@ class Load(msgspec.Struct):
     free_pages: int
     pages: int
     steps: int
+    is_asleep: bool  # the engine is asleep or has no weights: no request can run
+    models: list[ModelLoad]
 
 
 class Version(msgspec.Struct):
@@ -72,8 +88,22 @@ async def load(request: Request, body: None) -> Response:
             free_pages=sum(lane.num_free_pages for lane in lanes),
             pages=sum(lane.num_pages for lane in lanes),
             steps=sum(lane.num_steps for lane in lanes),
+            is_asleep=request.state.engine.pulse.is_asleep,
+            models=_by_model(lanes),
         )
     )
+
+
+def _by_model(lanes: Sequence[LaneStats]) -> list[ModelLoad]:
+    found: dict[str, ModelLoad] = {}
+    for lane in lanes:
+        load = found.setdefault(lane.model, ModelLoad(lane.model))
+        load.running += lane.num_running
+        load.waiting += lane.num_waiting
+        load.free_pages += lane.num_free_pages
+        load.pages += lane.num_pages
+        load.steps += lane.num_steps
+    return list(found.values())
 
 
 async def version(request: Request, body: None) -> Response:

@@ -1,21 +1,38 @@
-// Requests to this server. The API key stays in this tab. Every request is listed in `requests`.
+// Requests to this server. The API key stays in this tab. Every request is listed in `requests`, without its content.
 
-const KEY = "slipstream-key"
+const KEY = "slipstream-key", LOG = "slipstream-requests"
 const MAX_LISTED = 200
 
-export const requests = []
+export const requests = listed()  // {path, method, status, milliseconds, began}, the newest first
 export const changes = new EventTarget()  // "requests", "refused" (the key)
 
 export const getKey = () => sessionStorage.getItem(KEY) || ""
 export const setKey = key => key ? sessionStorage.setItem(KEY, key) : sessionStorage.removeItem(KEY)
+
+function listed() {
+  try { return JSON.parse(localStorage.getItem(LOG)) ?? [] } catch { return [] }
+}
+
+function list(entry) {
+  requests.splice(0, requests.length, entry, ...listed())  // another tab may have added some
+  requests.length = Math.min(requests.length, MAX_LISTED)
+  store()
+}
+
+export function clearRequests() { requests.length = 0; store() }
+
+function store() {
+  try { localStorage.setItem(LOG, JSON.stringify(requests)) } catch { /* full or forbidden: kept in this page only */ }
+  changes.dispatchEvent(new Event("requests"))
+}
 
 export class ApiError extends Error {
   constructor(status, message) { super(message); this.status = status }
 }
 
 // Returns a response with status 200. `body`: an object, sent as JSON.
-export async function call(path, { body, signal, listed = true } = {}) {
-  const entry = { path, method: body ? "POST" : "GET", status: "", milliseconds: 0, began: new Date() }
+export async function call(path, { body, signal, log = true } = {}) {
+  const entry = { path, method: body ? "POST" : "GET", status: "", milliseconds: 0, began: Date.now() }
   const start = performance.now()
   const headers = {}
   if (getKey()) headers.authorization = "Bearer " + getKey()
@@ -33,11 +50,7 @@ export async function call(path, { body, signal, listed = true } = {}) {
     throw error
   } finally {
     entry.milliseconds = Math.round(performance.now() - start)
-    if (listed) {
-      requests.unshift(entry)
-      requests.length = Math.min(requests.length, MAX_LISTED)
-      changes.dispatchEvent(new Event("requests"))
-    }
+    if (log) list(entry)
   }
 }
 

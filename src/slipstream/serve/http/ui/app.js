@@ -1,6 +1,6 @@
 // The page: views, API key, colours, and the state of the server.
 
-import { changes, getKey, json, requests, setKey } from "./api.js"
+import { changes, clearRequests, getKey, json, requests, setKey } from "./api.js"
 import { startChat } from "./chat.js"
 import { $, fillTable, make } from "./dom.js"
 import { showTimeline, startTimeline } from "./timeline.js"
@@ -23,7 +23,7 @@ function select(tab, focus = false) {
 const selected = () => tabs.find(tab => tab.getAttribute("aria-selected") === "true").getAttribute("aria-controls")
 const watch = () => {
   showTimeline(selected() === "timeline" && !document.hidden)
-  if (selected() === "models") showModels()
+  showModels()
 }
 
 tabs.forEach((tab, index) => {
@@ -68,10 +68,11 @@ function setTheme(name) {
 
 async function load() {
   try {
-    const { data } = await json("v1/models", { listed: false })
+    const { data } = await json("v1/models", { log: false })
     const can = task => data.filter(model => model.tasks.includes(task))
     fillSelect($("chat-model"), can("generate"))
     fillSelect($("embed-model"), can("embed"))
+    fillSelect($("rerank-model"), [...new Set(["score", "embed", "token_embed"].flatMap(can))])  // the best task first
     $("send").disabled = !can("generate").length
     $("status").textContent = data.map(model => model.id).join(", ")
     watch()
@@ -87,20 +88,32 @@ function fillSelect(element, models) {
   if (models.some(model => model.id === before)) element.value = before
 }
 
+let refresh = 0  // timer
 async function showModels() {
-  $("models-error").textContent = ""
+  clearTimeout(refresh)
+  if (selected() !== "models" || document.hidden) return
   try {
-    const [{ data }, load, { version }, health] = await Promise.all(["v1/models", "load", "version", "health"].map(path => json(path, { listed: false })))
-    fillTable($("model-table"), ["model", "tasks", "maximum tokens"], data.map(each => [each.id, each.tasks.join(", "), each.max_model_len]))
-    fillTable($("load-table"), ["gauge", "value"], [["version", version], ["health", health.status], ...Object.entries(load).map(([name, value]) => [name.replaceAll("_", " "), value])])
+    const [{ data }, load, { version }, health] = await Promise.all(["v1/models", "load", "version", "health"].map(path => json(path, { log: false })))
+    const { models, is_asleep, ...gauges } = load
+    const row = ({ id, parent, tasks, max_model_len }) => {
+      const own = models.find(each => each.model === (parent ?? id))
+      const pages = own?.pages ? `${own.pages - own.free_pages} of ${own.pages}` : ""
+      return [parent ? `${id} (adapter of ${parent})` : id, own ? (is_asleep ? "asleep" : "ready") : "", own?.running ?? "", own?.waiting ?? "", pages, tasks.join(", "), max_model_len]
+    }
+    fillTable($("model-table"), ["model", "state", "running", "waiting", "pages used", "tasks", "maximum tokens"], data.map(row))
+    fillTable($("load-table"), ["gauge", "value"], [["version", version], ["health", health.status], ...Object.entries(gauges).map(([name, value]) => [name.replaceAll("_", " "), value])])
+    $("models-error").textContent = ""
   } catch (error) { $("models-error").textContent = error.message }
+  clearTimeout(refresh)  // another call may have ended meanwhile
+  refresh = setTimeout(showModels, 2000)
 }
 
 function showRequests() {
   fillTable($("request-table"), ["time", "request", "status", "ms to the first byte"], requests.map(each =>
-    [each.began.toLocaleTimeString(), `${each.method} /${each.path}`, String(each.status), each.milliseconds]))
+    [new Date(each.began).toLocaleString(), `${each.method} /${each.path}`, String(each.status), each.milliseconds]))
 }
 changes.addEventListener("requests", showRequests)
+$("clear-requests").addEventListener("click", clearRequests)
 
 setTheme(localStorage.theme ?? "")
 showRequests()

@@ -3,7 +3,8 @@
 import { events } from "./api.js"
 import { $, make } from "./dom.js"
 
-const messages = []  // {role, content, reasoning, calls, tokens, facts}
+const messages = []  // {role, content, reasoning, calls, tokens, facts}; of a tool: {role, content, tool_call_id}
+const PROMPT = $("prompt").placeholder
 let running = null  // AbortController of the answer that is being written
 
 export function startChat() {
@@ -19,9 +20,17 @@ export function startChat() {
 function send() {
   const text = $("prompt").value.trim()
   if (!text || running) return
-  messages.push({ role: "user", content: text })
+  const call = openCall()
+  messages.push(call ? { role: "tool", content: text, tool_call_id: call.id } : { role: "user", content: text })
   $("prompt").value = ""
-  answer()
+  if (openCall()) show()
+  else if (!answer()) { messages.pop(); $("prompt").value = text; show() }
+}
+
+// The first tool call without a result: the next message is its result.
+function openCall() {
+  const answered = new Set(messages.map(message => message.tool_call_id))
+  return messages.flatMap(message => message.calls ?? []).find(call => call && !answered.has(call.id))
 }
 
 function number(id) { const text = $(id).value.trim(); return text === "" ? undefined : Number(text) }
@@ -35,7 +44,7 @@ function parsed(id, name) {
 function requestBody() {
   const schema = parsed("schema", "The JSON schema"), tools = parsed("tools", "The list of tools")
   const system = $("system").value.trim(), stop = $("stop-texts").value.split("\n").filter(line => line)
-  const sent = messages.map(({ role, content, calls }) => calls?.length ? { role, content, tool_calls: calls } : { role, content })
+  const sent = messages.map(({ role, content, calls, tool_call_id }) => calls?.length ? { role, content, tool_calls: calls } : { role, content, tool_call_id })
   return {
     model: $("chat-model").value || undefined,
     messages: system ? [{ role: "system", content: system }, ...sent] : sent,
@@ -48,10 +57,14 @@ function requestBody() {
   }
 }
 
-async function answer() {
+// Starts an answer. Returns false where a field is not valid.
+function answer() {
   $("chat-error").textContent = ""
-  let body
-  try { body = requestBody() } catch (error) { $("chat-error").textContent = error.message; show(); return }
+  try { stream(requestBody()) } catch (error) { $("chat-error").textContent = error.message; return false }
+  return true
+}
+
+async function stream(body) {
   const message = { role: "assistant", content: "", reasoning: "", calls: [], tokens: [], facts: "" }
   messages.push(message)
   show()
@@ -117,6 +130,8 @@ function show() {
     return element
   }))
   $("messages").scrollTop = $("messages").scrollHeight
+  const call = running ? null : openCall()
+  $("prompt").placeholder = call ? `Result of ${call.function.name}(${call.function.arguments})` : PROMPT
 }
 
 function fill(element, message) {
@@ -151,13 +166,13 @@ const percent = logprob => (100 * Math.exp(logprob)).toFixed(1) + " %"
 function actions(message, index) {
   const line = make("p", { className: "buttons" })
   const add = (text, onclick) => line.append(make("button", { text, onclick, type: "button" }), " ")
-  if (message.role === "user") add("Edit", () => {
+  if (message.role !== "assistant") add("Edit", () => {
     $("prompt").value = message.content
     messages.length = index
     show()
     $("prompt").focus()
   })
-  else add("Regenerate", () => { messages.length = index; answer() })
+  else add("Regenerate", () => { const later = messages.splice(index); if (!answer()) messages.push(...later) })
   add("Copy", () => navigator.clipboard?.writeText(message.content))
   return line
 }

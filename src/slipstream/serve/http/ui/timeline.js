@@ -85,11 +85,23 @@ function drag(down) {
 function keyed(event) {
   const actions = {
     " ": () => setPaused(!paused), "+": () => zoom(0.5), "=": () => zoom(0.5), "-": () => zoom(2),
-    ArrowLeft: () => { if (!paused) setPaused(true); end -= span / 10; draw() },
-    ArrowRight: () => { if (!paused) setPaused(true); end += span / 10; draw() },
+    ArrowLeft: () => move(-1, event.shiftKey), ArrowRight: () => move(1, event.shiftKey),
     Home: () => { end = null; setPaused(false) },
   }
   if (actions[event.key]) { event.preventDefault(); actions[event.key]() }
+}
+
+// Moves the window by a tenth, or chooses the step before or after the chosen one.
+function move(direction, choose) {
+  if (!paused) setPaused(true)
+  if (!choose) end += direction * span / 10
+  else if (steps.length) {
+    const index = steps.indexOf(hovered)
+    hovered = steps[index < 0 ? steps.length - 1 : Math.min(steps.length - 1, Math.max(0, index + direction))]
+    if (hovered.start < end - span || hovered.end > end) end = (hovered.start + hovered.end + span) / 2
+    tell()
+  }
+  draw()
 }
 
 function animate(own) {
@@ -132,7 +144,7 @@ function chart(ctx, shown, x, height, color, text) {
   const room = height - CHART - 8
   const lines = [["running", step => step.running, "decode"], ["waiting", step => step.waiting, "host_late"],
     ["pages", step => step.num_pages - step.free_pages, "prefill"]]
-  let label = 4
+  let label = 4, top = CHART
   for (const [name, value, hue] of lines) {
     const most = Math.max(1, ...shown.map(value))
     ctx.strokeStyle = color(hue)
@@ -140,9 +152,11 @@ function chart(ctx, shown, x, height, color, text) {
     shown.forEach((step, i) => ctx[i ? "lineTo" : "moveTo"](x(step.start), height - 4 - room * value(step) / most))
     ctx.stroke()
     const words = `${name} ${shown.length ? value(shown.at(-1)) : 0} (most ${most})`
-    ctx.fillStyle = color(hue); ctx.fillRect(label, CHART - 10, 8, 8)
-    ctx.fillStyle = text; ctx.fillText(words, label + 12, CHART - 2)
-    label += ctx.measureText(words).width + 28
+    const wide = ctx.measureText(words).width + 28
+    if (label + wide - 16 > ctx.canvas.clientWidth) { label = 4; top += 15 }  // a phone
+    ctx.fillStyle = color(hue); ctx.fillRect(label, top - 10, 8, 8)
+    ctx.fillStyle = text; ctx.fillText(words, label + 12, top - 2)
+    label += wide
   }
 }
 
@@ -194,11 +208,16 @@ function hover(time, y) {
   hovered = steps.find(step => time >= step.start - (y >= LANES.idle ? step.gap : 0) && time <= step.end)
     ?? steps.find(step => time >= step.launched - step.host && time <= step.launched) ?? null
   if (!hovered) return
-  const { number, lane, rows, tokens, prefill_tokens, drawn, running, waiting, gap, cause, host, drafts, accepted } = hovered
+  tell()
+}
+
+// The data of the chosen step.
+function tell() {
+  const { number, lane, rows, tokens, prefill_tokens, drawn, running, waiting, gap, cause, host, drafts, accepted, num_pages, free_pages } = hovered
   const ms = seconds => (1000 * seconds).toFixed(2) + " ms"
   $("hover").textContent = `step ${number} (${models[lane]}): ${rows} rows, ${tokens} tokens, ${prefill_tokens} of prompts, `
     + `${drawn} drawn; device ${ms(hovered.end - hovered.start)}, host ${ms(host)}; idle before it ${ms(gap)}: ${CAUSES[cause]}; `
-    + `${running} running, ${waiting} waiting` + (drafts ? `; ${accepted} of ${drafts} drafts accepted` : "")
+    + `${running} running, ${waiting} waiting` + (num_pages ? `, ${num_pages - free_pages} of ${num_pages} pages` : "") + (drafts ? `; ${accepted} of ${drafts} drafts accepted` : "")
   if (paused) draw()
 }
 

@@ -21,7 +21,7 @@ async function compare() {
   const vectors = data.sort((a, b) => a.index - b.index).map(each => each.embedding)
   const lengths = vectors.map(vector => Math.hypot(...vector))
   const table = make("table")
-  table.append(make("tr", {}, make("th"), ...input.map((_, i) => make("th", { text: i + 1, scope: "col" }))))
+  table.append(make("tr", {}, make("th", { text: "text", scope: "col" }), ...input.map((_, i) => make("th", { text: i + 1, scope: "col" }))))
   input.forEach((text, i) => table.append(make("tr", {}, make("th", { text: `${i + 1} ${text}`, scope: "row" }),
     ...input.map((_, j) => {
       const similarity = dot(vectors[i], vectors[j]) / (lengths[i] * lengths[j])
@@ -36,7 +36,7 @@ const dot = (a, b) => a.reduce((sum, value, i) => sum + value * b[i], 0)
 
 async function rank() {
   const documents = lines("documents")
-  const { results } = await json("v1/rerank", { body: { query: $("query").value, documents } })
+  const { results } = await json("v1/rerank", { body: { query: $("query").value, documents, model: $("rerank-model").value || undefined } })
   $("ranking").replaceChildren(...results.map(({ index, relevance_score }) =>
     make("li", { text: `${relevance_score.toFixed(4)}  ${documents[index]}` })))
 }

@@ -1,0 +1,240 @@
+"""The web page in a real browser, where one is installed: run these before every change of the page."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from browser import CHROMIUM, Browser
+from serve.server_process import ServerProcess
+from tiny import write_tiny
+
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed"),
+]
+TABS = ("chat", "vectors", "timeline", "models", "requests")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    folder = write_tiny(tmp_path_factory.mktemp("page"))
+    server = ServerProcess(str(folder), "--api-key", "secret", "--max-model-len", "512", "--num-pages", "64")
+    yield server
+    server.process.terminate()
+    server.process.wait(30)
+
+
+@pytest.fixture
+def browser():
+    browser = Browser()
+    yield browser
+    browser.close()
+
+
+def text(browser: Browser, id: str) -> str:
+    return browser.run(f"document.getElementById('{id}').textContent")
+
+
+def click(browser: Browser, id: str) -> None:
+    browser.run(f"document.getElementById('{id}').click()")
+
+
+def give_key(browser: Browser, key: str) -> None:
+    browser.run(f"document.getElementById('key').value = '{key}'")
+    browser.run("document.querySelector('#key-dialog button[value=save]').click()")
+
+
+def ask(browser: Browser, prompt: str, max_tokens: int) -> None:
+    browser.run(f"document.getElementById('max_tokens').value = {max_tokens}")
+    browser.run("document.getElementById('prompt').focus()")
+    browser.type(prompt)
+    browser.press("Enter")
+
+
+def test_the_page_in_a_browser(server, browser, tmp_path):
+    browser.open(server.url + "/")
+    browser.until("document.getElementById('key-dialog').open")
+    assert "needs an API key" in text(browser, "key-reason")
+    give_key(browser, "wrong")
+    browser.until("document.getElementById('key-reason').textContent.includes('refused')")
+    give_key(browser, "secret")
+    browser.until("document.getElementById('chat-model').value")
+    refused = [error for error in browser.errors if "401" not in error]
+    assert refused == []
+    browser.errors.clear()
+
+    # chat: streams, is stopped, edited and regenerated
+    click(browser, "logprobs")
+    ask(browser, "hello", 8)
+    browser.until("document.querySelector('.assistant .facts')")
+    assert browser.run("document.querySelectorAll('.assistant .token').length") > 0
+    browser.run("document.querySelector('.assistant button').click()")  # regenerate
+    browser.until("document.querySelectorAll('.assistant').length === 1 && !document.getElementById('send').disabled")
+    ask(browser, "more", 400)
+    browser.until("document.querySelectorAll('.assistant').length === 2")
+    browser.press("Escape")
+    browser.until("document.getElementById('stop').disabled")
+    browser.run("[...document.querySelectorAll('.user button')].at(-1).previousElementSibling.click()")  # edit
+    assert browser.run("document.getElementById('prompt').value") == "more"
+    assert browser.run("document.querySelectorAll('article').length") == 2
+
+    # text that is not JSON: the message is not lost
+    browser.run("document.getElementById('schema').value = '{'")
+    browser.press("Enter")
+    assert "The JSON schema is not JSON" in text(browser, "chat-error")
+    assert browser.run("document.getElementById('prompt').value") == "more"
+    browser.run("document.getElementById('schema').value = ''")
+
+    # the timeline moves while requests run, and steps are logged only while it is open
+    click(browser, "tab-timeline")
+    browser.run("document.getElementById('prompt').value = 'go'; document.getElementById('send').click()")
+    browser.until("+document.getElementById('lanes').dataset.steps > 3")
+    click(browser, "pause")
+    assert browser.run("document.getElementById('pause').getAttribute('aria-pressed')") == "true"
+    browser.until("document.querySelectorAll('#sums tr').length > 5")
+    browser.run("document.getElementById('lanes').focus()")
+    browser.press("ArrowLeft", shift=True)  # the last step, then the one before it
+    number = int(text(browser, "hover").split()[1])
+    browser.press("ArrowLeft", shift=True)
+    told = text(browser, "hover")
+    assert told.startswith(f"step {number - 1} ") and "rows" in told and "pages" in told and "idle before it" in told
+    click(browser, "tab-models")
+    browser.until("document.querySelector('#load-table td')")
+    assert "generate" in text(browser, "model-table") and "ready" in text(browser, "model-table")
+
+    # similarities and ranks
+    click(browser, "tab-vectors")
+    browser.run("document.getElementById('embed-form').requestSubmit()")
+    browser.run("document.getElementById('rerank-form').requestSubmit()")
+    browser.until("document.querySelectorAll('#matrix td').length === 9")
+    browser.until("document.querySelectorAll('#ranking li').length === 3")
+    assert browser.run("document.querySelector('#matrix td').textContent") == "1.000"
+
+    # the log of requests outlives the page, the key the page only in its tab
+    browser.open(server.url + "/#requests")
+    browser.run("location.reload()")
+    browser.until("document.getElementById('chat-model')?.value")
+    assert "/v1/chat/completions" in text(browser, "request-table") and "/v1/rerank" in text(browser, "request-table")
+    assert "secret" not in browser.run("JSON.stringify({...localStorage})")
+
+    # keyboard: arrows change views
+    browser.run("document.getElementById('tab-requests').focus()")
+    browser.press("ArrowRight")
+    assert browser.run("document.activeElement.id") == "tab-chat"
+
+    # phone width, and dark
+    browser.resize(360, 640)
+    click(browser, "theme")
+    for tab in TABS:
+        click(browser, f"tab-{tab}")
+        assert browser.run("document.documentElement.scrollWidth <= innerWidth"), f"{tab} is wider than the screen"
+    browser.screenshot(Path(tmp_path) / "phone.png")
+    assert browser.errors == []
+    assert all(url.startswith((server.url, "about:", "data:", "blob:")) for url in browser.urls)
+
+
+TOOL_STREAM = """
+window.sent = []
+const real = window.fetch
+window.fetch = (path, options) => {
+  if (path !== "v1/chat/completions") return real(path, options)
+  sent.push(JSON.parse(options.body))
+  const call = (index, id) => ({ index, id, type: "function", function: { name: "weather", arguments: '{"city":' } })
+  const rest = { index: 0, function: { arguments: '"Rome"}' } }
+  const parts = [call(0, "a"), rest, call(1, "b")].map(part => ({ tool_calls: [part] }))
+  const deltas = sent.length > 1 ? [{ content: "sunny" }] : parts
+  const events = deltas.map(delta => "data: " + JSON.stringify({ choices: [{ delta }] }) + "\\n\\n").join("")
+  return Promise.resolve(new Response(events + "data: [DONE]\\n\\n"))
+}
+"""
+
+
+def test_results_of_tools_are_sent_back(server, browser):
+    browser.open(server.url + "/")
+    browser.until("document.getElementById('key-dialog').open")
+    give_key(browser, "secret")
+    browser.until("document.getElementById('chat-model').value")
+    browser.run(TOOL_STREAM)
+    browser.run(
+        """document.getElementById('tools').value = '[{"type": "function", "function": {"name": "weather"}}]'"""
+    )
+    ask(browser, "is it warm?", 8)
+    browser.until("document.getElementById('prompt').placeholder.startsWith('Result of weather({\"city\":\"Rome\"})')")
+    ask(browser, "20 degrees", 8)
+    assert browser.run("sent.length") == 1, "the second call has no result yet"
+    ask(browser, "21 degrees", 8)
+    browser.until("document.querySelectorAll('.assistant').length === 2 && document.getElementById('stop').disabled")
+    messages = browser.run("sent[1].messages")
+    assert [message["role"] for message in messages] == ["user", "assistant", "tool", "tool"]
+    assert [message.get("tool_call_id") for message in messages[2:]] == ["a", "b"]
+    assert messages[1]["tool_calls"][0]["function"] == {"name": "weather", "arguments": '{"city":"Rome"}'}
+    assert browser.run("document.getElementById('prompt').placeholder").startswith("Message")
+
+
+def find_axe() -> Path | None:
+    """axe-core as npm installs it: in a folder of NODE_PATH, in this one, or for the machine. Its licence (MPL) differs
+    from ours, so it is not copied here."""
+    roots = [*map(Path, filter(None, os.environ.get("NODE_PATH", "").split(os.pathsep))), Path("node_modules")]
+    if shutil.which("npm") is not None:
+        found = subprocess.run(["npm", "root", "--global"], capture_output=True, text=True, timeout=60)
+        roots.append(Path(found.stdout.strip() or "."))
+    files = (root / "axe-core" / "axe.min.js" for root in roots)
+    return next((file for file in files if file.is_file()), None)
+
+
+VIOLATIONS = """axe.run().then(result => result.violations.map(each =>
+    [each.id, each.help, each.nodes.map(node => node.target.join(" "))]))"""
+
+
+def test_axe_finds_no_violation(server, browser):
+    axe = find_axe()
+    if axe is None:
+        pytest.skip("axe-core is not installed; npm install axe-core")
+    code = axe.read_text(encoding="utf-8") + "; true"
+
+    def check(*where: Any) -> None:
+        found = browser.run(VIOLATIONS)
+        assert found == [], (where, found)
+
+    browser.open(server.url + "/")
+    browser.run(code)
+    browser.until("document.getElementById('key-dialog').open")
+    check("key")
+    give_key(browser, "secret")
+    browser.until("document.getElementById('chat-model').value")
+    click(browser, "logprobs")
+    ask(browser, "hello", 20)
+    browser.until("document.querySelector('.assistant .facts')")
+    browser.run("document.getElementById('embed-form').requestSubmit()")
+    browser.run("document.getElementById('rerank-form').requestSubmit()")
+    browser.until("document.querySelector('#matrix td') && document.querySelector('#ranking li')")
+    for theme in ("light", "dark"):
+        browser.until(
+            f"document.getElementById('theme').click() ?? document.documentElement.dataset.theme === '{theme}'"
+        )
+        for width in (1100, 360):
+            browser.resize(width, 700)
+            for tab in TABS:
+                click(browser, f"tab-{tab}")
+                browser.until(f"document.querySelector('#{tab} :is(td, .facts)')")
+                check(theme, width, tab)
+        click(browser, "key-button")
+        check(theme, "key")
+        browser.run("document.getElementById('key-dialog').close()")
+        click(browser, "tab-chat")
+        browser.run("document.getElementById('schema').value = '{'")
+        ask(browser, "hello", 20)
+        browser.until("document.getElementById('chat-error').textContent")
+        check(theme, "error")
+        browser.run("document.getElementById('schema').value = document.getElementById('prompt').value = ''")
+    browser.open(server.url + "/docs")
+    browser.until("document.querySelector('summary')")
+    browser.run("document.querySelectorAll('details').forEach(each => { each.open = true })")
+    browser.run(code)
+    check("routes")

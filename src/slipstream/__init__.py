@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from slipstream.frontend.results import CompletionOutput as CompletionOutput
     from slipstream.frontend.results import RequestOutput as RequestOutput
     from slipstream.frontend.vllm_names import AsyncEngineArgs as AsyncEngineArgs
+    from slipstream.frontend.vllm_names import EmbedsPrompt as EmbedsPrompt
     from slipstream.frontend.vllm_names import EngineArgs as EngineArgs
     from slipstream.frontend.vllm_names import PromptType as PromptType
     from slipstream.frontend.vllm_names import TextPrompt as TextPrompt
@@ -75,6 +76,7 @@ _HOMES = {
     "ScoringRequestOutput": "slipstream.frontend.pooling.results",
     "StructuredOutputsParams": "slipstream.structured_params",
     "TextPrompt": "slipstream.frontend.vllm_names",
+    "EmbedsPrompt": "slipstream.frontend.vllm_names",
     "TokensPrompt": "slipstream.frontend.vllm_names",
     "received_weights": "slipstream.nn.models.update",
 }
@@ -110,6 +112,7 @@ __all__ = [
     "ScoringRequestOutput",
     "StructuredOutputsParams",
     "TextPrompt",
+    "EmbedsPrompt",
     "TokensPrompt",
     "received_weights",
     "__version__",

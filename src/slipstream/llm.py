@@ -18,7 +18,7 @@ from slipstream.engine.core import EngineCore
 from slipstream.engine.progress import progress
 from slipstream.engine.record_folder import write_private
 from slipstream.engine.step_log import StepLog, stop
-from slipstream.errors import InvalidOption, InvalidParams
+from slipstream.errors import InvalidOption, InvalidParams, InvalidPrompt
 from slipstream.frontend.adapter_names import AdapterNames
 from slipstream.frontend.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
 from slipstream.frontend.front_end_args import FrontEndArgs
@@ -195,6 +195,8 @@ class LLM(PoolingMethods, VllmMethods):
         served = self._model(model, "generate")
         step = params.of_step(served.description)
         drafts = [served.inputs.submit(self._new_id(), prompt, step)[0] for prompt in as_batch(prompts)]
+        if any(draft.prompt_embeds is not None for draft in drafts):
+            raise InvalidPrompt("beam_search extends token ids, and a prompt is prompt_embeds; use generate")
         searches = [BeamSearch(draft.prompt_token_ids, params, served.description) for draft in drafts]
         with progress(params.max_tokens, "steps", use_tqdm) as advance:
             while beams := [beam.tokens for search in searches for beam in search.beams]:

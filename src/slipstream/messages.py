@@ -5,7 +5,7 @@ Messages contain no cycles, so frequent ones are excluded from garbage collectio
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import msgspec
 import numpy as np
@@ -15,6 +15,35 @@ from slipstream.params import SamplingParams
 from slipstream.pooling_params import PoolingParams
 from slipstream.request import FinishReason
 from slipstream.thinking import Thinking
+
+_NAMES = {np.dtype(real): real.__name__ for real in (np.float16, np.float32, np.float64)}  # dtype.name takes 3 us
+
+
+class ArrayMessage(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A numpy array of floating-point values."""
+
+    shape: tuple[int, ...]
+    dtype: str  # numpy's name
+    data: memoryview  # bytes of the array
+
+    @classmethod
+    def of(cls, array: np.ndarray[Any, Any]) -> Self:
+        return cls(array.shape, _NAMES[array.dtype], array.data)
+
+    def array(self) -> np.ndarray[Any, Any]:
+        """Read-only if it came from another process; else the original array."""
+        whole = self.data.obj
+        if isinstance(whole, np.ndarray):
+            return whole
+        return np.frombuffer(self.data, self.dtype).reshape(self.shape)
+
+
+class Pooled(ArrayMessage, frozen=True, array_like=True, gc=False):
+    """The result of a pooling request: a vector, or a matrix with one row per token."""
+
+
+class PromptEmbeds(ArrayMessage, frozen=True, array_like=True, gc=False):
+    """Token embeddings of a prompt, [tokens, hidden size]: float64 for a model in float64, else float32."""
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
@@ -33,6 +62,8 @@ class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
     caller: str = ""  # fair queueing between callers within one priority; offline there is one caller
     thinking: Thinking | None = None  # markers of reasoning, with a thinking budget
     lora: LoRARequest | None = None  # the request's adapter
+    # Replace the embeddings of `prompt_token_ids`, which are zeros then; the hash of their values is in `cache_salt`.
+    prompt_embeds: PromptEmbeds | None = None
 
     @property
     def submits(self) -> list[Submit]:
@@ -59,28 +90,6 @@ class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
 LOGPROB = np.dtype([("logprob", "<f8"), ("token", "<i4"), ("rank", "<i4")])
 """Wire format of a logprob. Every token of a request has the same number of entries: its own logprob, the most likely
 tokens in order, then logprob_token_ids. Rank 1 is the most likely token; rank 0: not computed."""
-
-
-_NAMES = {np.dtype(real): real.__name__ for real in (np.float16, np.float32, np.float64)}  # dtype.name takes 3 us
-
-
-class Pooled(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The result of a pooling request: a vector, or a matrix with one row per token."""
-
-    shape: tuple[int, ...]
-    dtype: str  # numpy's name
-    data: memoryview  # bytes of the array
-
-    @classmethod
-    def of(cls, array: np.ndarray[Any, Any]) -> Pooled:
-        return cls(array.shape, _NAMES[array.dtype], array.data)
-
-    def array(self) -> np.ndarray[Any, Any]:
-        """Read-only if it came from another process; else the original array."""
-        whole = self.data.obj
-        if isinstance(whole, np.ndarray):
-            return whole
-        return np.frombuffer(self.data, self.dtype).reshape(self.shape)
 
 
 class Output(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from slipstream.lora_request import LoRARequest
 from slipstream.params import SamplingParams
@@ -74,7 +76,7 @@ class Request:
         "computed", "committed", "pending", "decode_limit", "num_cached", "num_preemptions", "known_launched_at",
         "leader", "siblings", "next_scored", "num_logprobs", "list_sizes", "num_staged_ids", "pages", "capacity",
         "hashes", "num_published", "publish_after", "states", "next_border", "long_rope", "short_limit",
-        "thinking", "session", "processors", "held", "lora", "adapter",
+        "thinking", "session", "processors", "held", "lora", "adapter", "embeds",
     )  # fmt: skip
 
     def __init__(
@@ -93,6 +95,7 @@ class Request:
         max_length: int,
         seed: int = 0,
         lora: LoRARequest | None = None,
+        embeds: np.ndarray[Any, Any] | None = None,
     ) -> None:
         self.id = id
         self.sample = sample
@@ -108,6 +111,7 @@ class Request:
         self.thinking = thinking  # markers of reasoning, with a thinking budget
         self.seed = seed
         self.lora = lora  # the adapter of the request
+        self.embeds = embeds  # [num_prompt, hidden] embeddings of the prompt, whose token ids are 0; None: by token id
         self.adapter: Adapter | None = None  # set by `Adapters`, from submission to the end
         self.tokens = list(prompt)  # all known tokens, prompt first
         self.num_prompt = len(prompt)

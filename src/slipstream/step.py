@@ -54,6 +54,12 @@ class Admission:
     long_rope: bool = False  # its positions are rotated by LongRoPE's long factors
     processed: Processed = Processed.NOTHING
     thinking: Thinking | None = None  # markers of reasoning, with a thinking budget
+    is_embedded: bool = False  # the prompt is embeddings: `history` has only the generated tokens
+
+    @property
+    def num_history_prompt(self) -> int:
+        """Leading tokens of `history` that are the prompt's."""
+        return 0 if self.is_embedded else self.num_prompt_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +130,14 @@ class AdapterPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class EmbedPlan:
+    """Tokens of a step whose embeddings the host gives, instead of the model's table."""
+
+    indices: Ints  # [embedded] among all tokens of the step
+    values: tuple[Floats, ...]  # the embeddings of these tokens, part after part: each [tokens, hidden size]
+
+
+@dataclass(frozen=True, slots=True)
 class StepSizes:
     """Sizes of a step, which engines that share experts exchange: of one engine, or the largest of all."""
 
@@ -181,6 +195,7 @@ class StepPlan:
     num_proposed: int = 0  # drafts that the device proposes for each row after its draw; 0: none
     returns_drafts: bool = False  # the result has the proposed drafts: the host makes masks along them
     adapters: AdapterPlan | None = None  # None: no row has an adapter, and none is loaded
+    embeds: EmbedPlan | None = None  # None: all embeddings come from the model's table
     joint_sizes: StepSizes | None = None  # of all engines that share experts; None: the engine computes alone
 
     @property

@@ -80,6 +80,7 @@ SPECIAL: dict[tuple[str, str], tuple[Any, dict[str, Any], tuple[str, ...]]] = {
     ("/v1/completions", "model"): ("pool", {}, ()),
     ("/v1/completions", "add_special_tokens"): (False, {}, ()),
     ("/v1/completions", "suffix"): ("there", {}, ()),
+    ("/v1/completions", "prompt_embeds"): ("AAAA", {}, ()),
     ("/v1/completions", "use_beam_search"): (True, {"n": 2}, ()),
     ("/v1/completions", "length_penalty"): (2.0, {"n": 2}, ()),
     ("/v1/chat/completions", "model"): ("pool", {}, ()),

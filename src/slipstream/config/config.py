@@ -119,6 +119,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     cached_tasks: tuple[str, ...] = ()  # pooling tasks that need the last position only, so that prefixes may be cached
     short_rope: int | None = None  # longest request with LongRoPE's short factors; None: one set of factors
     drafts: DraftConfig | None = None  # None: every row draws one token per step
+    prompt_embeds: bool = False  # requests may bring embeddings of their prompts
     drafts_per_step: int = DRAFTS_PER_STEP  # limit for all rows of one step: the device has a buffer for their logits
 
     @property

@@ -316,6 +316,8 @@ def arena_bytes(config: EngineConfig) -> int:
     if config.adapters is not None:  # tokens in the order of their adapters, and tiles of them; also of last tokens
         per_token += 2 * (4 + 3 * 4)
         new_pages += 2 * 3 * 4 * config.adapters.max_loras
+    if scheduler.prompt_embeds:  # an index and an embedding
+        per_token += 8 + config.model.info.hidden_size * (8 if config.model.dtype == "float64" else 4)
     per_row = 2048  # counts, picked rows, sampling parameters, copies
     wanted = tokens * per_token + new_pages + (scheduler.max_drawn + 1) * per_row + scheduler.staged_ints * 8 + 65536
     return -(-wanted // 16) * 16

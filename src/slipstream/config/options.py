@@ -139,6 +139,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     enable_sleep_mode: Annotated[
         bool, _doc("allow sleep and wake_up, which release the device memory of weights and KV cache and take it back")
     ] = False
+    enable_prompt_embeds: Annotated[
+        bool, _doc("accept prompt_embeds, the embeddings of a prompt's tokens, in place of a text or token ids")
+    ] = False
     deterministic: Annotated[
         bool,
         _doc("batch-invariant results on a GPU: the same bits alone or batched; slower, see docs/async.md"),

@@ -169,6 +169,7 @@ def resolve(
                 cached_tasks=("embed", "classify") if pooling is not None and pooling.methods == ("last",) else (),
                 short_rope=info.rope.short_length(length),
                 drafts=drafts,
+                prompt_embeds=options.enable_prompt_embeds,
                 drafts_per_step=_drafts_per_step(info.vocab_size, dtype, machine),
             ),
             device=DeviceConfig(

@@ -32,6 +32,7 @@ from slipstream.config.weight_files import require_weights
 from slipstream.device.device import Device, detect_machine, open_device, seems_cuda
 from slipstream.engine.core import EngineCore
 from slipstream.engine.draft_model import settle_draft
+from slipstream.engine.embeds_options import check_prompt_embeds
 from slipstream.engine.executor import Executor
 from slipstream.engine.join_engines import join_engines
 from slipstream.engine.lanes import Lanes
@@ -231,6 +232,7 @@ def settle(options: Options, located: LocatedModel, info: ModelInfo) -> EngineCo
         num_engines=options.data_parallel_size if options.enable_expert_parallel else 1,
     )
     check_offload(options, info, machine.kind, is_encoder=isinstance(shape, EncoderShape))
+    check_prompt_embeds(options, shape)
     cache_dtype = resolve_cache_dtype(options.kv_cache_dtype, dtype)
     specs = shape.cache_specs(options.page_size, cache_dtype)
     check_cache_dtype(cache_dtype, specs)

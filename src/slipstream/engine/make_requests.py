@@ -56,6 +56,7 @@ def _samples(message: Submit, params: SamplingParams, config: EngineConfig, numb
     seed = _mix(config.scheduler.seed, number) if params.seed is None else params.seed & (2**64 - 1)
     end_ids = () if params.ignore_eos else config.model.info.eos_token_ids
     bad_words = tuple(map(tuple, message.bad_words))
+    embeds = None if message.prompt_embeds is None else message.prompt_embeds.array()
     return [
         Request(
             message.request_id,
@@ -71,6 +72,7 @@ def _samples(message: Submit, params: SamplingParams, config: EngineConfig, numb
             max_length=max_length,
             seed=seed,
             lora=message.lora,
+            embeds=embeds,
         )
         for sample in range(params.n)
     ]

@@ -36,6 +36,7 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     has_processors: bool = False  # logits processors of the engine, for which requests may have arguments
     takes_adapters: bool = False  # requests may have LoRA adapters
     adapters: tuple[LoRARequest, ...] = ()  # adapters that requests may name as their model, at start
+    embed_size: int = 0  # values of an embedding in prompt_embeds; 0: prompts are texts or token ids
     max_kept: int | None = None  # tokens of queries that the core stores; None: unknown
 
     @property
@@ -72,6 +73,7 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
             dtype=config.model.dtype,
             max_batch_tokens=config.scheduler.max_num_batched_tokens,
             max_waiting=config.scheduler.max_waiting,
+            embed_size=info.hidden_size if config.scheduler.prompt_embeds else 0,
             max_kept=config.scheduler.max_kept,
             has_processors=has_processors,
             takes_adapters=config.adapters is not None,

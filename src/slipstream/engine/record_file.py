@@ -121,6 +121,9 @@ def _redacted_step(step: StepRecord) -> StepRecord:
         plan,
         admitted=tuple(_redacted_admission(each) for each in plan.admitted),
         tokens=np.zeros_like(plan.tokens),
+        embeds=None
+        if plan.embeds is None
+        else replace(plan.embeds, values=tuple(map(np.zeros_like, plan.embeds.values))),
         scores=None if plan.scores is None else replace(plan.scores, tokens=np.zeros_like(plan.scores.tokens)),
     )
     if late is not None:

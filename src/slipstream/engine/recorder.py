@@ -122,6 +122,8 @@ def first_values(array: np.ndarray[Any, Any]) -> list[float]:
 def _size(plan: StepPlan) -> int:
     """About the number of bytes that a plan and its result take."""
     size = 1024 + _PER_ROW * len(plan.rows) + plan.tokens.nbytes
+    if plan.embeds is not None:
+        size += sum(part.nbytes for part in plan.embeds.values)
     for admission in plan.admitted:
         size += 512 + (0 if admission.history is None else admission.history.nbytes)
     return size

@@ -14,6 +14,7 @@ import numpy as np
 
 from slipstream.engine.model_description import ModelDescription
 from slipstream.errors import BadTokenizer, InvalidParams, InvalidPrompt, PromptTooLong
+from slipstream.frontend.prompt_embeds import embedded_submit, has_embeds
 from slipstream.frontend.thinking_markers import ThinkingMarkers, check_forced
 from slipstream.lora_request import LoRARequest
 from slipstream.messages import Submit
@@ -33,7 +34,7 @@ _RESERVED = {
     "template", "messages", "add_generation_prompt", "continue_final_message", "tools", "special_tokens", "controls",
 }  # fmt: skip
 
-_PROMPT_FIELDS = ("prompt", "prompt_token_ids", "cache_salt")
+_PROMPT_FIELDS = ("prompt", "prompt_token_ids", "prompt_embeds", "cache_salt")
 MAX_ANSWER_LOGPROBS = 2**24  # logprobs in one answer
 _UNCHECKED_LOGPROBS = 100  # up to this many per token, the total is not checked
 _BYTES_EACH = 250  # approximate size of one logprob in the answer: key, number, rank and text
@@ -104,6 +105,8 @@ class InputProcessor:
         message = Submit(request_id, [], params, time.time(), params.priority, params.cache_salt, bad_words)
         if lora_request is not None:
             message = msgspec.structs.replace(message, lora=self.description.check_adapter(lora_request))
+        if isinstance(prompt, Mapping) and has_embeds(prompt):
+            return embedded_submit(message, prompt, self.description), text
         return (message if ids is None else self.complete(message, ids)), text
 
     def to_tokenise(self, message: Submit, text: str) -> str:
@@ -256,9 +259,11 @@ class InputProcessor:
                 if name not in _PROMPT_FIELDS and not _is_empty(value):
                     hint = f"it takes {', '.join(_PROMPT_FIELDS)}"
                     raise InvalidPrompt(f"a prompt object has no {name!r:.100}; {hint}", param=str(name)[:100])
-            if prompt.get("prompt_token_ids") is not None:
+            if prompt.get("prompt_token_ids") is not None and not has_embeds(prompt):
                 text = prompt.get("prompt")
                 return text, self._checked_ids(prompt["prompt_token_ids"])
+            if has_embeds(prompt):
+                return prompt.get("prompt"), None
             if "prompt" not in prompt:
                 raise InvalidPrompt(f"a prompt object has prompt or prompt_token_ids; this one has {sorted(prompt)}")
             prompt = prompt["prompt"]

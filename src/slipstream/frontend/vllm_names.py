@@ -43,7 +43,13 @@ class TokensPrompt(TypedDict, total=False):
     cache_salt: str
 
 
-PromptType = str | list[int] | TextPrompt | TokensPrompt
+class EmbedsPrompt(TypedDict, total=False):
+    prompt_embeds: Any  # a torch tensor or numpy array [tokens, hidden size]
+    prompt: str  # its text, for the result
+    cache_salt: str
+
+
+PromptType = str | list[int] | TextPrompt | TokensPrompt | EmbedsPrompt
 
 _UNUSED = {
     "tokenization_kwargs": "give truncate_prompt_tokens in the parameters",

@@ -20,6 +20,18 @@ from slipstream.ops.recurrent_steps import RecurrentSteps
 
 
 @dataclass(frozen=True, slots=True)
+class GivenEmbeddings:
+    """Embeddings of some tokens of a step, as requests bring them."""
+
+    indices: torch.Tensor  # [E] int64, among the tokens of the step
+    values: torch.Tensor  # [E, hidden], of the embedding layer with its scale
+
+    def write_to(self, x: torch.Tensor) -> None:
+        """x: embeddings of all tokens of the step, [T, hidden]."""
+        x.index_copy_(0, self.indices, self.values.to(x.dtype))
+
+
+@dataclass(frozen=True, slots=True)
 class BatchView:
     """The tokens of one step, packed one row after another, single-token rows first.
 
@@ -52,6 +64,7 @@ class BatchView:
     num_seen: torch.Tensor | None = None  # [B] int32
     host_seen: NDArray[np.int32] | None = None  # host [B], the same
     lora: LoraTiles | None = None  # tokens with an adapter; None: no token of the step has one
+    embeds: GivenEmbeddings | None = None  # None: all embeddings are looked up by token id
     last_lora: LoraTiles | None = None  # the same among the last tokens of all rows, if only those are returned
 
 

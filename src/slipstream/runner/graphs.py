@@ -66,7 +66,7 @@ class GraphPool:
         """The size to pad a plan to; None: run it unpadded."""
         if plan.joint_sizes is not None:
             return self._joint_size(plan.joint_sizes, is_padding=not len(plan.rows))
-        if not self.enabled:
+        if not self.enabled or plan.embeds is not None:
             return None
         num_rows = len(plan.rows)
         total = plan.total_tokens if len(plan.tokens) else num_rows

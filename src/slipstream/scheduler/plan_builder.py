@@ -16,6 +16,7 @@ from slipstream.step import (
     NO_INTS,
     NO_PAGES,
     Admission,
+    EmbedPlan,
     Ints,
     PageUpdates,
     PoolAdmission,
@@ -94,6 +95,7 @@ class PlanBuilder:
             )
             return
         params = request.params
+        skipped = 0 if request.embeds is None else request.num_prompt  # the token ids of an embedded prompt are unknown
         has_history = params.needs_history or (self._sends_history and request.computed)
         self.admitted.append(
             Admission(
@@ -106,7 +108,8 @@ class PlanBuilder:
                 seed=request.seed,
                 sample=request.sample,
                 stop_ids=tuple(request.stop_ids) if params.min_tokens > 0 else (),
-                history=np.array(request.tokens, np.int32) if has_history else None,
+                history=np.array(request.tokens[skipped:], np.int32) if has_history else None,
+                is_embedded=request.embeds is not None,
                 bad_words=request.bad_words,
                 long_rope=request.long_rope,
                 thinking=request.thinking,
@@ -208,6 +211,7 @@ class PlanBuilder:
             num_proposed=num_proposed,
             returns_drafts=self.returns_drafts and num_proposed > 0,
             adapters=None if adapters is None else adapters.plan(rows),
+            embeds=embed_plan(chunks, num_decodes) if chunks else None,
         )
 
     def pool_plan(
@@ -266,6 +270,23 @@ class DecodeArrays:
             self.rows = np.array([request.row for request in requests], np.int32)
             self.lengths = np.array([request.computed for request in requests], np.int32)
             self.is_stale = False
+
+
+def embed_plan(chunks: list[Chunk], first: int) -> EmbedPlan | None:
+    """The embeddings that requests bring for the tokens of their chunks. `first`: index of the first chunk's first
+    token among all tokens of the step."""
+    if all(chunk.request.embeds is None for chunk in chunks):
+        return None
+    indices: list[int] = []
+    values = []
+    for chunk in chunks:
+        embeds, start = chunk.request.embeds, chunk.start
+        # tokens that were generated before a preemption come after the embedded ones
+        if embeds is not None and not chunk.is_drafted and start < len(embeds):
+            values.append(embeds[start : start + chunk.num_tokens])
+            indices += range(first, first + len(values[-1]))
+        first += chunk.num_tokens
+    return EmbedPlan(_ints(indices), tuple(values)) if values else None
 
 
 def _score_width(request: Request) -> int:

@@ -120,6 +120,8 @@ class Decoder(nn.Module):
             x = self.embedding(batch.ids)
             x = x if scale == 1.0 else x * scale
         x = self.embedding.adapt(x, batch.ids, batch.lora, scale)
+        if batch.embeds is not None:
+            batch.embeds.write_to(x)
         rotary += tuple(rope(rope_rows if rope.switches else batch.positions) for rope in ropes)
         context = context.with_rotary(rotary)
         if self.positions is not None:

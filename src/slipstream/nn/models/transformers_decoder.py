@@ -16,7 +16,7 @@ from slipstream.cache_spec import CacheSpec, StateSpec
 from slipstream.config.config import ModelConfig
 from slipstream.config.model_info import ModelInfo
 from slipstream.errors import NotEnoughMemory, UnsupportedModel
-from slipstream.nn.context import ForwardContext
+from slipstream.nn.context import BatchView, ForwardContext
 from slipstream.nn.models.decoder_shape import DecoderShape
 from slipstream.nn.models.pooling_heads import Heads
 from slipstream.nn.models.transformers_probe import (
@@ -86,11 +86,19 @@ class TransformersDecoder(nn.Module):
         batch = context.batch
         self._context, self._site = context, 0
         try:
-            hidden = hidden_of(self.base, batch.ids.unsqueeze(0), batch.positions.unsqueeze(0))[0]
+            hidden = self._hidden(batch)
         finally:
             self._context = None
         assert self._site == len(self.scales), f"{self._site} calls of attention, {len(self.scales)} in the probe"
         return hidden.index_select(0, context.last_indices()) if context.only_last else hidden
+
+    def _hidden(self, batch: BatchView) -> torch.Tensor:
+        positions = batch.positions.unsqueeze(0)
+        if batch.embeds is None:
+            return hidden_of(self.base, positions, input_ids=batch.ids.unsqueeze(0))[0]
+        x = self.base.get_input_embeddings()(batch.ids)
+        batch.embeds.write_to(x)
+        return hidden_of(self.base, positions, inputs_embeds=x.unsqueeze(0))[0]
 
     def _attend(
         self,

@@ -124,7 +124,7 @@ def probe(folder: str) -> tuple[AttentionCall, ...]:
     with torch.device("meta"), torch.no_grad():
         ids, positions = torch.zeros(1, _NUM_TOKENS, dtype=torch.int64), torch.arange(_NUM_TOKENS).unsqueeze(0)
         try:
-            hidden_of(base_of(module), ids, positions)
+            hidden_of(base_of(module), positions, input_ids=ids)
         except UnsupportedModel:
             raise
         except Exception as error:  # whatever the library's code raises
@@ -138,9 +138,9 @@ def probe(folder: str) -> tuple[AttentionCall, ...]:
     return tuple(calls)
 
 
-def hidden_of(base: Any, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Hidden states of [1, T] tokens."""
-    found = base(input_ids=ids, position_ids=positions, use_cache=False, return_dict=True)
+def hidden_of(base: Any, positions: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
+    """Hidden states of tokens at `positions` [1, T]. `inputs`: input_ids [1, T] or inputs_embeds [1, T, hidden]."""
+    found = base(**inputs, position_ids=positions, use_cache=False, return_dict=True)
     hidden: torch.Tensor = found.last_hidden_state
     return hidden
 

@@ -16,6 +16,7 @@ import torch
 from slipstream.nn.context import BatchView
 from slipstream.ops.step_inputs import StepRows, gather_inputs
 from slipstream.runner.batch.page_tables import PageTables
+from slipstream.runner.batch.prompt_embeds import stage_embeds
 from slipstream.runner.batch.rope_rows import RopeRows
 from slipstream.runner.batch.rows import RowTable
 from slipstream.runner.batch.staging import Upload
@@ -52,7 +53,8 @@ class Gathered:
         """Without what only the layers read, so that its memory can be reused."""
         nothing = self.view.lengths[:0]
         by_token = dict(ids=nothing, positions=nothing, token_types=None, rope_rows=None, lora=None, last_lora=None)
-        return Gathered(replace(self.view, **by_token, slots=(), page_tables=()), self.rows, self.offsets)
+        view = replace(self.view, **by_token, embeds=None, slots=(), page_tables=())
+        return Gathered(view, self.rows, self.offsets)
 
 
 class BatchInputs(Protocol):
@@ -91,6 +93,7 @@ class InputBatch:
         assert spans[0] is not None and (size is None or spans[0].start == 0), "a padded batch comes first"
         table, pages, rope_rows, history = self.rows, self.page_tables, self.rope_rows, self.history
         is_drafted = isinstance(plan, DraftedPlan) and counts.starts is None
+        embeds = None if plan.embeds is None else stage_embeds(plan.embeds, upload)
 
         def gather() -> Gathered:
             rows, *others, starts = [None if span is None else upload.tensor(span) for span in spans]
@@ -114,6 +117,7 @@ class InputBatch:
                 max_queries=1 + table.max_drafts if is_drafted else 1,
                 rope_rows=None if rope_rows is None else rope_rows.of(inputs.positions, token_rows),
                 query_starts=starts,
+                embeds=None if embeds is None else embeds(),
             )
             return Gathered(view, rows, None if starts is not None else step.offsets)
 

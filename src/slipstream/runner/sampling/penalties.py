@@ -55,7 +55,7 @@ class Penalties(Stage):
     def _write(self, entry: int, admission: Admission, upload: Upload) -> None:
         assert admission.history is not None, f"row {admission.row} has penalties and came without its history"
         counts, seen = self.counts, self.seen
-        span, num_prompt = upload.put(admission.history), admission.num_prompt_tokens
+        span, num_prompt = upload.put(admission.history), admission.num_history_prompt
 
         def write() -> None:
             history = upload.tensor(span).long()

@@ -86,7 +86,7 @@ class ThinkingBudget(Stage):
             self._automaton, self._markers, self._is_new = ThinkingAutomaton(thinking), thinking.markers, True
         assert thinking.markers == self._markers, "requests of one model have other markers of reasoning"
         state = self._automaton.first_inside if thinking.is_open else 0
-        state, count = self._automaton.follow(state, 0, budget, history[admission.num_prompt_tokens :])
+        state, count = self._automaton.follow(state, 0, budget, history[admission.num_history_prompt :])
         row = admission.row
         self.states.write(row, state)
         self.counts.write(row, count)

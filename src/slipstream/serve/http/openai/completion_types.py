@@ -7,16 +7,20 @@ from typing import Annotated, Any
 import msgspec
 
 from slipstream.serve.http.errors import bad_request
-from slipstream.serve.http.openai.fields import GenerationFields, Refused
+from slipstream.serve.http.openai.fields import GenerationFields
 from slipstream.serve.http.openai.generation import Usage
 from slipstream.serve.http.openai.logprobs import CompletionLogprobs, PromptLogprob
 
 
 class CompletionRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
     prompt: Annotated[
-        str | list[str | int | list[int]],
-        msgspec.Meta(description="a text, a list of token ids, or a list of either"),
-    ]
+        str | list[str | int | list[int]] | None,
+        msgspec.Meta(description="a text, a list of token ids, or a list of either; required without prompt_embeds"),
+    ] = None
+    prompt_embeds: Annotated[
+        str | list[str] | None,
+        msgspec.Meta(description="base64 of a tensor [tokens, hidden size] by torch.save, or a list; before prompt"),
+    ] = None
     logprobs: int | None = None
     echo: bool | None = None
     suffix: Annotated[
@@ -28,7 +32,6 @@ class CompletionRequest(GenerationFields, kw_only=True, forbid_unknown_fields=Tr
     length_penalty: Annotated[
         float | None, msgspec.Meta(description="exponent of the length in scores of beam search; default 1")
     ] = None
-    prompt_embeds: Refused = None
 
 
 class CompletionChoice(msgspec.Struct):
@@ -51,8 +54,10 @@ class CompletionResponse(msgspec.Struct):
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
 
 
-def prompts_of(given: str | list[str | int | list[int]]) -> list[Any]:
+def prompts_of(given: str | list[str | int | list[int]] | None) -> list[Any]:
     """Returns a list of prompts, where one prompt or a list is given. A list of integers is one prompt."""
+    if given is None:
+        raise bad_request("prompt is missing; give a text, token ids or a list of them", "prompt")
     if isinstance(given, str):
         return [given]
     kinds = set(map(type, given))

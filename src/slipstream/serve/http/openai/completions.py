@@ -21,22 +21,19 @@ from slipstream.serve.http.openai.completion_types import (
     CompletionResponse,
     prompts_of,
 )
-from slipstream.serve.http.openai.fields import given_fields, refuse, sampling_params
+from slipstream.serve.http.openai.fields import given_fields, sampling_params
 from slipstream.serve.http.openai.generation import check_end, start, submits_for, usage_of
 from slipstream.serve.http.openai.logprobs import (
     TokenNames,
     completion_logprobs,
     prompt_logprobs,
 )
+from slipstream.serve.http.openai.prompt_embeds import decode_embeds, embeds_of
 from slipstream.serve.http.request import Request
 from slipstream.serve.http.response import DONE, Response, StreamingResponse, event, json_response
 from slipstream.serve.http.routes import post
 from slipstream.text.infill import can_infill, infill_ids, infill_stops
 from slipstream.text.token_starts import TokenStarts, prompt_starts
-
-_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "prompt_embeds": ((), "prompts are texts or token ids"),
-}
 
 
 async def create_completion(request: Request, body: CompletionRequest) -> Response | StreamingResponse:
@@ -45,7 +42,7 @@ async def create_completion(request: Request, body: CompletionRequest) -> Respon
     job = _Job(request, body)
     limit = None if job.scores_only else body.max_tokens
     request_stream = await start(
-        request, job.model, len(job.prompts), job.size, job.submits, stream=bool(body.stream), limit=limit
+        request, job.model, job.count, job.size, job.submits, stream=bool(body.stream), limit=limit
     )
     if body.stream:
         return StreamingResponse(job.events(request_stream))
@@ -60,17 +57,19 @@ class _Job:
         self.request = request
         self.body = body
         given = given_fields(body)
-        refuse(given, _REFUSED)
         request.set_input_field("prompt")
         settings, served = request.state.settings, request.choose_model(body.model, "generate")
         self.model = served.description.name
-        self.prompts = prompts_of(body.prompt)
-        request.check_count(len(self.prompts), "prompt")
+        self.description = served.description
+        self.embeds = embeds_of(body, served.description)
+        self.prompts = [] if self.embeds and body.prompt is None else prompts_of(body.prompt)
+        self.count = len(self.embeds) + len(self.prompts)
+        request.check_count(self.count, "prompt")
         self.inputs = served.inputs
         if body.suffix:
             self.check_suffix(served)
         texts = [prompt for prompt in self.prompts if isinstance(prompt, str)]
-        self.size = sum(map(len, texts)) + len(texts) * len(body.suffix or "")
+        self.size = sum(map(len, texts)) + len(texts) * len(body.suffix or "") + sum(map(len, self.embeds))
         self.scores_only = body.max_tokens == 0 and bool(body.echo)  # only the prompt's logprobs
         own: dict[str, Any] = {"logprobs": body.logprobs}
         if body.max_tokens is not None:
@@ -87,7 +86,7 @@ class _Job:
         if body.suffix and served.tokenizer is not None:
             own["stop_token_ids"] = [*(body.stop_token_ids or ()), *infill_stops(served.tokenizer)]
         self.params = sampling_params(given, served.inputs, settings, own, request.field_names)
-        request.check_samples(len(self.prompts), self.params.n)
+        request.check_samples(self.count, self.params.n)
         self.tokenizer = served.tokenizer
         self.names = TokenNames(served.tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
         self.envelope = (f"cmpl-{request.id}", "text_completion", int(time.time()), self.model)
@@ -109,6 +108,7 @@ class _Job:
         prompts: list[Any] = self.prompts
         if suffix := self.body.suffix:
             prompts = [self.infill(prompt, suffix) for prompt in prompts]
+        prompts = [{"prompt_embeds": decode_embeds(text, self.description)} for text in self.embeds] + prompts
         return submits_for(self.request, self.model, prompts, self.params, add_special_tokens=special)
 
     def infill(self, prompt: str, suffix: str) -> list[int]:

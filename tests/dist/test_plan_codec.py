@@ -16,6 +16,7 @@ from slipstream.step import (
     NO_PAGES,
     AdapterPlan,
     Admission,
+    EmbedPlan,
     Late,
     LateBias,
     PageUpdates,
@@ -91,6 +92,7 @@ def test_a_plan_with_every_part():
         returns_drafts=True,
         adapters=AdapterPlan(ints(0, -1), ((0, 3),)),
         joint_sizes=StepSizes(4, 2, False, True, True),
+        embeds=EmbedPlan(ints(1, 2), (np.array([[0.5], [2.0]], np.float32),)),
     )
     check_equal(decode_plan(encode_plan(plan)), plan)
     defaults = [each.name for each in dataclasses.fields(plan) if each.default is not dataclasses.MISSING]

@@ -83,7 +83,7 @@ def test_samples_and_logprobs(llm, table):
 
 
 def test_penalties_see_no_prompt_tokens(llm, table):
-    """Token 0, which stands for each position of the prompt, is not penalised, and neither are the prompt's tokens."""
+    """Neither token 0, the id of every position of the prompt, nor the tokens of the embeddings are penalised."""
     bias = {0: 60.0, 9: 50.0}
     params = SamplingParams(temperature=0, max_tokens=2, repetition_penalty=3.0, logit_bias=bias, ignore_eos=True)
     ids = [9, 11, 9]

@@ -58,7 +58,7 @@ class StoredTensor:
 
 
 def read_torch_zip(archive: zipfile.ZipFile) -> Any:
-    """What was saved, with a `StoredTensor` for each tensor. Raises NotPlain if it is something other than tensors,
+    """The saved value, with a `StoredTensor` for each tensor. Raises NotPlain if it is something other than tensors,
     lists and dictionaries, ValueError if the pickle is invalid, and what zipfile raises."""
     pickled = next((name for name in archive.namelist() if name.endswith("data.pkl")), None)
     if pickled is None:

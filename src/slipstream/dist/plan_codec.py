@@ -13,6 +13,7 @@ import numpy as np
 from slipstream.step import (
     AdapterPlan,
     Admission,
+    EmbedPlan,
     Ints,
     Late,
     LateBias,
@@ -34,6 +35,7 @@ _Rest = tuple[
     StatePlan | None,
     AdapterPlan | None,
     StepSizes | None,
+    EmbedPlan | None,
 ]
 _LateFields = tuple[Ints, Ints, LateBias | None, Ints | None]
 
@@ -57,12 +59,11 @@ _decode_late = msgspec.msgpack.Decoder(_LateFields, dec_hook=_from_bytes).decode
 
 
 def encode_plan(plan: StepPlan) -> bytes:
-    assert plan.embeds is None, "prompt_embeds are for one rank"
     arrays = [getattr(plan, name) for name in _ARRAYS]
     for pages in plan.new_pages:
         arrays += (pages.rows, pages.entries, pages.pages)
     arrays.append(plan.copies.reshape(-1))
-    parts = (plan.scores, plan.pooling, plan.states, plan.adapters, plan.joint_sizes)
+    parts = (plan.scores, plan.pooling, plan.states, plan.adapters, plan.joint_sizes, plan.embeds)
     has_rest = bool(plan.admitted) or any(part is not None for part in parts)
     rest = _encode((plan.admitted, *parts)) if has_rest else b""
     header = [
@@ -90,7 +91,7 @@ def decode_plan(data: bytes) -> StepPlan:
         start += 4 * size
     fixed: dict[str, Any] = dict(zip(_ARRAYS, arrays, strict=False))
     groups = arrays[len(_ARRAYS) : -1]
-    rest: Any = ((), None, None, None, None, None) if not header[6] else _decode_rest(memoryview(data)[start:])
+    rest: Any = ((), *[None] * 6) if not header[6] else _decode_rest(memoryview(data)[start:])
     return StepPlan(
         step=header[0] | header[1] << 31,
         **fixed,
@@ -106,6 +107,7 @@ def decode_plan(data: bytes) -> StepPlan:
         states=rest[3],
         adapters=rest[4],
         joint_sizes=rest[5],
+        embeds=rest[6],
     )
 
 

@@ -1,4 +1,4 @@
-"""Tiny drafters beside the checkpoints of `tiny.py`: MTP layers, EAGLE and EAGLE-3 heads."""
+"""Tiny drafters beside the checkpoints of `tiny.py`: MTP layers, EAGLE and EAGLE-3 heads, DFlash drafters."""
 
 from __future__ import annotations
 
@@ -132,4 +132,39 @@ def write_eagle(folder: Path, target: Path, *, bias: bool = True, **overrides: A
         "layers.0.post_attention_layernorm.weight": random(size, middle=1.0),
     }
     write_weights(folder, weights | ({"fc.bias": random(size)} if bias else {}))
+    return folder
+
+
+def write_dflash(folder: Path, target: Path, **overrides: Any) -> Path:
+    """A DFlash drafter of two layers in the layout of the hub, for a checkpoint with at least 3 layers."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = json.loads((target / "config.json").read_text())
+    size = config["hidden_size"]
+    own = {
+        "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "num_hidden_layers": 2, "hidden_size": size,
+        "vocab_size": config["vocab_size"], "intermediate_size": 80, "num_attention_heads": 4,
+        "num_key_value_heads": 1, "head_dim": HEAD_DIM, "rms_norm_eps": 1e-5, "max_position_embeddings": 64,
+        "block_size": 8, "dflash_config": {"mask_token_id": 300, "target_layer_ids": [0, 1]},
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(own | overrides))
+    generator = torch.Generator().manual_seed(13)
+
+    def random(*shape: int, spread: float = 0.15, middle: float = 0.0) -> torch.Tensor:
+        return torch.randn(shape, generator=generator) * spread + middle
+
+    weights = {"fc.weight": random(size, 2 * size), "hidden_norm.weight": random(size, middle=1.0)}
+    weights["norm.weight"] = random(size, middle=1.0)
+    for layer in range(2):
+        root = f"layers.{layer}."
+        for name, rows in (("q", 4 * HEAD_DIM), ("k", HEAD_DIM), ("v", HEAD_DIM)):
+            weights[f"{root}self_attn.{name}_proj.weight"] = random(rows, size)
+        weights[f"{root}self_attn.o_proj.weight"] = random(size, 4 * HEAD_DIM)
+        for name in ("q_norm", "k_norm"):
+            weights[f"{root}self_attn.{name}.weight"] = random(HEAD_DIM, middle=1.0)
+        for name in ("gate", "up"):
+            weights[f"{root}mlp.{name}_proj.weight"] = random(80, size)
+        weights[f"{root}mlp.down_proj.weight"] = random(size, 80)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            weights[f"{root}{name}.weight"] = random(size, middle=1.0)
+    write_weights(folder, weights)
     return folder

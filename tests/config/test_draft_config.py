@@ -36,7 +36,7 @@ def test_one_bound_alone_moves_the_other() -> None:
     ("given", "says"),
     [
         ({}, "has no method"),
-        ({"method": "dflash", "model": "x"}, "drafts by dflash are not supported: it drafts all tokens of a block"),
+        ({"method": "medusa", "model": "x"}, "drafts by medusa are not supported: it has a head for each draft"),
         ({"method": "eagle3"}, "drafts by eagle3 need a model"),
         ({"method": "draft_model"}, "drafts by draft_model need a model"),
         ({"model": "some/model", "prompt_lookup_max": 3}, "prompt_lookup_max, which draft_model does not use"),
@@ -57,7 +57,11 @@ def test_mistakes(given, says: str) -> None:
 
 
 def test_mistakes_of_the_short_form() -> None:
-    for short, says in (("ngram:x", "as ngram:4"), ("dflash:3", "not supported")):
+    for short, says in (
+        ("ngram:x", "as ngram:4"),
+        ("dflash:3", "drafts by dflash need a model"),
+        ("dspark:3", "not supported"),
+    ):
         with pytest.raises(InvalidOption, match=says):
             read_draft_config(None, short)
     with pytest.raises(InvalidOption, match="both given"):

@@ -7,7 +7,7 @@ import pytest
 from slipstream import LLM, SamplingParams
 from slipstream.device.sync_check import watch
 from tiny import write_tiny
-from tiny_drafters import write_eagle3, write_few, write_mtp
+from tiny_drafters import write_dflash, write_eagle3, write_few, write_mtp
 
 pytestmark = pytest.mark.cuda
 
@@ -80,12 +80,13 @@ def test_mtp(tmp_path_factory, options):
 
 
 @pytest.mark.parametrize("options", [dict(enforce_eager=True, depth=0), dict(depth=2, num_pages=24)])
-def test_eagle3(tmp_path_factory, options):
-    folder = tmp_path_factory.mktemp("eagle3")
+@pytest.mark.parametrize("method", ["eagle3", "dflash"])
+def test_drafters_with_taps(tmp_path_factory, options, method):
+    folder = tmp_path_factory.mktemp(method)
     model = write_few(folder / "model", head_dim=64)
-    head = write_eagle3(folder / "head", model)
+    head = (write_dflash if method == "dflash" else write_eagle3)(folder / "head", model)
     with LLM(str(model), **OPTIONS, device="cpu", num_threads=1) as llm:
         results = [tokens(llm.generate(PROMPTS, params)) for params in ASKED]
-    config = {"method": "eagle3", "model": str(head)}
+    config = {"method": method, "model": str(head)}
     num_drafts, num_accepted = run(str(model), config, results, options)
     assert 0 < num_accepted < num_drafts

@@ -16,7 +16,7 @@ from slipstream.engine.build import foresee
 from slipstream.errors import InvalidOption
 from slipstream.runner.batch.input_batch import Size
 from tiny import write_tiny
-from tiny_drafters import write_eagle3
+from tiny_drafters import write_dflash, write_eagle3
 from tiny_encoder import write_tiny_encoder
 
 # every sampling feature, in batches of one request for each prompt
@@ -87,12 +87,15 @@ def test_tokens_do_not_depend_on_drafts(model, wanted, cell):
         llm.core.scheduler.cache.check()
 
 
-@pytest.mark.parametrize("method", ["draft_model", "eagle3"])
+@pytest.mark.parametrize("method", ["draft_model", "eagle3", "dflash"])
 def test_tokens_do_not_depend_on_models_that_draft(model, wanted, method, tmp_path):
     """Features that depend on the output or report more than tokens; the cells are in the files of the drafters."""
     if method == "eagle3":
         taps = {"eagle_aux_hidden_state_layer_ids": [0, 1, 1]}
         folder = write_eagle3(tmp_path, Path(model), eagle_config=taps)
+    elif method == "dflash":
+        taps = {"mask_token_id": 300, "target_layer_ids": [0, 0]}
+        folder = write_dflash(tmp_path, Path(model), dflash_config=taps)
     else:
         folder = write_tiny(tmp_path, "mistral")  # the same weights, and a window
     spec = {"method": method, "model": str(folder), "num_speculative_tokens": 3}

@@ -44,7 +44,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
 class DraftModelConfig(msgspec.Struct, frozen=True):
     """The model of a drafter."""
 
-    method: str  # draft_model: a decoder; mtp: a layer of the engine's checkpoint; eagle, eagle3: a head
+    method: str  # draft_model: a decoder; mtp: a layer of the engine's checkpoint; eagle, eagle3: a head; dflash
     model: ModelConfig
     first_site: int  # its cache sites follow those of the engine's model
     page_bytes: int  # of one page, over all its sites
@@ -61,7 +61,21 @@ class DraftModelConfig(msgspec.Struct, frozen=True):
 
     def scratch_pages(self, num_drafts: int, page_size: int) -> int:
         """Pages of a row for the positions of its drafts, which have no page yet."""
-        return -(-num_drafts // page_size)
+        return -(-self.positions_of(num_drafts) // page_size)
+
+    @property
+    def drafts_in_blocks(self) -> bool:
+        """Whether one pass makes all drafts."""
+        return self.method == "dflash"
+
+    @property
+    def needs_next_token(self) -> bool:
+        """Whether the entry of a position in its cache depends on the token after it."""
+        return self.reads_hidden and not self.drafts_in_blocks
+
+    def positions_of(self, num_drafts: int) -> int:
+        """Positions of a row after the computed ones that its passes write. A block begins with the last token."""
+        return num_drafts + 1 if self.drafts_in_blocks else num_drafts
 
 
 class StateConfig(msgspec.Struct, frozen=True):

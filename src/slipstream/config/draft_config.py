@@ -22,19 +22,18 @@ DRAFTS_SHARE = 1 / 16
 _MATCH = {"ngram": (2, 4), "suffix": (1, 24)}  # defaults of shortest and longest match
 _METHODS = {
     "ngram": "ngram", "ngram_gpu": "ngram", "[ngram]": "ngram", "suffix": "suffix", "draft_model": "draft_model",
-    "eagle": "eagle", "eagle3": "eagle3",
+    "eagle": "eagle", "eagle3": "eagle3", "dflash": "dflash",
     "mtp": "mtp", "deepseek_mtp": "mtp", "qwen3_next_mtp": "mtp", "qwen3_5_mtp": "mtp", "glm4_moe_mtp": "mtp",
 }  # fmt: skip
-_WITH_FOLDER = ("draft_model", "eagle", "eagle3")
+_WITH_FOLDER = ("draft_model", "eagle", "eagle3", "dflash")
 """Methods that run a model of a folder of its own."""
 WITH_MODEL = (*_WITH_FOLDER, "mtp")
 """Methods that run a model."""
-_KNOWN = "ngram, ngram_gpu, suffix, draft_model, eagle, eagle3 and mtp"
-_BLOCKS = (
-    "drafts all tokens of a block in one pass, whose attention sees later positions; drafters here see earlier ones"
-)
+_KNOWN = "ngram, ngram_gpu, suffix, draft_model, eagle, eagle3, mtp and dflash"
+_DEFAULT_DRAFTS = {"suffix": 8, "dflash": 7}  # of the others: 4
 _NOT_BUILT = {
-    "dflash": _BLOCKS, "dspark": _BLOCKS, "medusa": "has a head for each draft", "mlp_speculator": "has no attention",
+    "dspark": "corrects the drafts of a block one after another",
+    "medusa": "has a head for each draft", "mlp_speculator": "has no attention",
     "custom_class": "runs code of the user's", "extract_hidden_states": "drafts nothing",
 }  # fmt: skip
 """Methods of vLLM that are not supported, and why."""
@@ -42,7 +41,7 @@ _KEYS = ("method", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup
 
 
 class DraftConfig(msgspec.Struct, frozen=True):
-    method: str  # ngram, suffix, draft_model, eagle, eagle3 or mtp
+    method: str  # ngram, suffix, draft_model, eagle, eagle3, mtp or dflash
     num_drafts: int  # maximum per row and step
     # of ngram and suffix
     min_match: int = 0  # tokens at the end of a row that must have occurred before
@@ -65,7 +64,7 @@ def read_draft_config(given: Mapping[str, Any] | str | None, short: str | None =
         return None
     found = _fields(given)
     method = _method(found)
-    num = _number(found, "num_speculative_tokens", 8 if method == "suffix" else 4, MAX_DRAFTS)
+    num = _number(found, "num_speculative_tokens", _DEFAULT_DRAFTS.get(method, 4), MAX_DRAFTS)
     if method not in _MATCH:
         if match := [name for name in found if name.startswith("prompt_lookup")]:
             raise InvalidOption(f"speculative_config has {match[0]}, which {method} does not use; remove it")

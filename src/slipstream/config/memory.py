@@ -186,11 +186,15 @@ def id_bytes(group_pages: Sequence[int], page_size: int) -> int:
 
 def draft_bytes(config: EngineConfig) -> tuple[int, int]:
     """Bytes of a drafter's model: in a step's forward, beside the hidden states of the target; and in its head, which
-    runs it over all draws and one more token of each row, while the target's logits exist."""
-    if config.draft is None:
+    runs it over all draws and one more token of each row, or over the blocks of all rows, while the target's logits
+    exist."""
+    if config.draft is None or config.scheduler.drafts is None:
         return 0, 0
     scheduler, model = config.scheduler, config.draft.model
-    tokens, rows = scheduler.max_num_batched_tokens, scheduler.max_drawn + scheduler.max_num_seqs
+    tokens, rows, drafts = scheduler.max_num_batched_tokens, scheduler.max_drawn + scheduler.max_num_seqs, 1
+    if config.draft.drafts_in_blocks:
+        drafts = config.scheduler.drafts.num_drafts
+        rows = scheduler.max_num_seqs * config.draft.positions_of(drafts)
 
     def of(num_rows: int, num_tokens: int) -> int:
         hidden, attention, _ = activation_bytes(
@@ -208,7 +212,7 @@ def draft_bytes(config: EngineConfig) -> tuple[int, int]:
     size = ITEMSIZE[model.dtype]
     target_hidden = 2 * tokens * config.hidden_width * size
     table = 4 * rows * len(config.cache.groups) * 8 * -(-scheduler.max_model_len // config.cache.page_size)
-    logits = scheduler.max_num_seqs * model.info.vocab_size * size
+    logits = scheduler.max_num_seqs * drafts * model.info.vocab_size * size
     return of(scheduler.max_drawn, tokens) + target_hidden, of(rows, rows) + table + logits
 
 

@@ -149,8 +149,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     speculative_config: Annotated[
         dict[str, Any] | str | None,
         _doc(
-            'speculative decoding, as JSON: {"method": "ngram", "suffix", "mtp", "draft_model", "eagle" or "eagle3", '
-            '"model": FOLDER of the last three, "num_speculative_tokens": K, "prompt_lookup_max": N, '
+            'speculative decoding, as JSON: {"method": "ngram", "suffix", "mtp", "draft_model", "eagle", "eagle3" or '
+            '"dflash", "model": FOLDER of the last four, "num_speculative_tokens": K, "prompt_lookup_max": N, '
             '"prompt_lookup_min": N}; tokens do not change'
         ),
     ] = None

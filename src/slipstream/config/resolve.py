@@ -151,7 +151,7 @@ def resolve(
                 group_pages=size.group_pages(num_pages),
                 step_tokens=step_tokens(length),
                 states=state_size.config(num_checkpoints),
-                drops_last_page=draft is not None and draft.reads_hidden,
+                drops_last_page=draft is not None and draft.needs_next_token,
             ),
             scheduler=SchedulerConfig(
                 max_num_seqs=max_num_seqs,

@@ -16,10 +16,14 @@ from slipstream.config.options import Options
 from slipstream.config.weight_files import require_weights
 from slipstream.errors import InvalidOption, ModelError
 from slipstream.nn.models.decoder_shape import DecoderShape
-from slipstream.nn.models.draft_layout import eagle3_shape_of, eagle_shape_of, mtp_shape
+from slipstream.nn.models.dflash import check_block, dflash_taps
+from slipstream.nn.models.draft_layout import dflash_shape_of, eagle3_shape_of, eagle_shape_of, mtp_shape
 from slipstream.nn.models.eagle3 import tapped_layers
 from slipstream.nn.models.registry import find_shape
 from slipstream.nn.models.stored_head import as_stored
+
+_HEADS = ("eagle", "eagle3", "dflash")
+"""Methods whose model is no language model by itself."""
 
 
 def settle_draft(
@@ -53,10 +57,12 @@ def settle_draft(
             quantization=own.quantization,
         )
         shape, taps = _find(drafts.method, model, info)
+        if drafts.method == "dflash":
+            check_block(own, drafts.num_drafts)
     except ModelError as error:
         raise type(error)(f"the draft model of speculative_config: {error}") from error
     model = msgspec.structs.replace(model, sizes=shape.sizes(on_cpu))
-    if drafts.method in ("eagle", "eagle3"):  # as long as the engine's model, whatever the head was trained with
+    if drafts.method in _HEADS:  # as long as the engine's model, whatever the head was trained with
         model = msgspec.structs.replace(model, info=msgspec.structs.replace(own, max_positions=info.max_positions))
     found = shape.cache_specs(options.page_size, cache_dtype)
     page_bytes = sum(spec.bytes_per_page for spec in found)
@@ -80,6 +86,8 @@ def _find(method: str, model: ModelConfig, info: ModelInfo) -> tuple[DecoderShap
         raise InvalidOption(f"drafts by {method} are for models that generate text")
     if method == "eagle":
         return eagle_shape_of(model, target).decoder, ()
+    if method == "dflash":
+        return dflash_shape_of(model, target).decoder, dflash_taps(model.info, len(target.layers))
     return eagle3_shape_of(model, target).decoder, tapped_layers(model.info, len(target.layers))
 
 
@@ -89,14 +97,13 @@ def _read(options: Options, located: LocatedModel, method: str) -> ModelInfo:
     if options.load_format != "dummy":
         require_weights(located.path)
     info = check_info(read_model_info(located.path))
-    is_eagle3, is_eagle = "Eagle3" in info.architecture, "Eagle" in info.architecture
+    names = {"DFlash": "dflash", "Eagle3": "eagle3", "Eagle": "eagle"}
+    known = next((own for name, own in names.items() if name in info.architecture), "")
     # hubs name EAGLE heads as the models that they are for
-    fits = {"eagle3": is_eagle3, "eagle": not is_eagle3, "draft_model": not is_eagle}
-    if not fits[method]:
-        known = "eagle3" if is_eagle3 else "eagle" if is_eagle else "draft_model, or eagle for a head"
+    if method != known and (known or method not in ("eagle", "draft_model")):
+        known = known or "draft_model, or eagle for a head"
         raise InvalidOption(f"{located.name} is {info.architecture}; its method is {known}, not {method}")
-    is_head = method in ("eagle", "eagle3")
-    return info if options.load_format == "dummy" or is_head else as_stored(info, located.path)
+    return info if options.load_format == "dummy" or method in _HEADS else as_stored(info, located.path)
 
 
 def _load_format(options: Options, located: LocatedModel) -> str:

@@ -2,8 +2,7 @@
 
 The entry of position p in its cache is computed from the target's features of position p and from the token of position
 p + 1; its output predicts the token of position p + 2. For further drafts its own output takes the place of the
-target's features. `MtpHead` here, `EagleHead` in `eagle.py`, `Eagle3Head` in `eagle3.py`. Embedding and projection to
-tokens are the target's, unless the head has its own.
+target's features. `MtpHead` here, `EagleHead` in `eagle.py`, `Eagle3Head` in `eagle3.py`.
 """
 
 from __future__ import annotations
@@ -19,43 +18,14 @@ from slipstream.nn.blocks.block import DecoderBlock
 from slipstream.nn.context import ForwardContext
 from slipstream.nn.layers.layer import Layout
 from slipstream.nn.layers.linear import Linear
-from slipstream.nn.layers.norm import UnweightedNorm, new_norm
-from slipstream.nn.layers.rope import Rope
-from slipstream.nn.models.decoder import Decoder
+from slipstream.nn.layers.norm import new_norm
+from slipstream.nn.models.attached_model import AttachedModel
 from slipstream.nn.models.decoder_shape import DecoderShape
-from slipstream.nn.weight_format import FormatOf, take_memory
+from slipstream.nn.weight_format import FormatOf
 from slipstream.nn.weights.rules import Rules
 
 
-class DraftHead(nn.Module):
-    """Built on the meta device, as `Decoder`. `attach` gives it the target before its first step."""
-
-    def __init__(self, shape: DecoderShape, num_positions: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.shape = shape
-        self._targets: tuple[Decoder, ...] = ()  # in a tuple, so that its weights are not part of this module
-        with torch.device("meta"):
-            # rope is computed for all positions of the engine, even if the head was trained with fewer
-            self.ropes = nn.ModuleList(
-                Rope(rope.info, rope.head_dim, max(shape.max_positions, num_positions), num_positions, dtype)
-                for rope in shape.ropes
-            )
-
-    def attach(self, target: Decoder) -> None:
-        self._targets = (target,)
-
-    @property
-    def target(self) -> Decoder:
-        return self._targets[0]
-
-    def materialize(self, device: torch.device) -> None:
-        take_memory(self, device)
-        for module in self.modules():
-            if isinstance(module, Rope):
-                module.fill()
-            elif isinstance(module, UnweightedNorm):
-                module.fill_buffers()
-
+class DraftHead(AttachedModel):
     def features(self, hidden: torch.Tensor) -> torch.Tensor:
         """Converts the target's output for each token to features [T, hidden]."""
         return hidden
@@ -79,10 +49,6 @@ class DraftHead(nn.Module):
         self, embeds: torch.Tensor, features: torch.Tensor, context: ForwardContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `forward`, from embeddings."""
-
-    def draft(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The token with the highest logit, by hidden state [n] int64."""
-        return self.target.logits(hidden).argmax(1)
 
 
 class MtpHead(DraftHead):

@@ -12,9 +12,11 @@ import torch
 from slipstream.config.config import DraftModelConfig, ModelConfig
 from slipstream.config.model_info import ModelInfo, family_name
 from slipstream.errors import BadCheckpoint, InvalidOption, NotEnoughMemory
+from slipstream.nn.models.attached_model import AttachedModel
 from slipstream.nn.models.decoder import Decoder
 from slipstream.nn.models.decoder_shape import DecoderShape
-from slipstream.nn.models.draft_head import MTP, DraftHead, HeadRules, MtpHead
+from slipstream.nn.models.dflash import DFlashModel, DFlashShape, dflash_rules, dflash_shape
+from slipstream.nn.models.draft_head import MTP, HeadRules, MtpHead
 from slipstream.nn.models.eagle import EagleHead, EagleShape, eagle_rules, eagle_shape
 from slipstream.nn.models.eagle3 import Eagle3Head, Eagle3Shape, eagle3_rules, eagle3_shape
 from slipstream.nn.models.load import choose_formats, open_model
@@ -62,13 +64,23 @@ def eagle_shape_of(model: ModelConfig, target: DecoderShape) -> EagleShape:
         raise BadCheckpoint(f"{model.path} has a tensor {name}, which no EAGLE head has; give another head") from None
 
 
+def dflash_shape_of(model: ModelConfig, target: DecoderShape) -> DFlashShape:
+    """The same for a DFlash drafter."""
+    try:
+        return dflash_shape(model.info, target, _stored_names(model))
+    except KeyError as name:
+        raise BadCheckpoint(
+            f"{model.path} has a tensor {name}, which no DFlash drafter has; give another drafter"
+        ) from None
+
+
 def _stored_names(model: ModelConfig) -> list[str] | None:
     """The names of a head's tensors; None: they are random."""
     return None if model.load_format == "dummy" else [tensor.name for tensor in open_folder(Path(model.path))]
 
 
-def lay_out_head(config: DraftModelConfig, target: DecoderShape, device: torch.device) -> DraftHead:
-    """The head with every tensor's shape and dtype, and no memory yet."""
+def lay_out_attached(config: DraftModelConfig, target: DecoderShape, device: torch.device) -> AttachedModel:
+    """The drafter's model with every tensor's shape and dtype, and no memory yet."""
     model = config.model
     formats = choose_formats(model, device, is_encoder=False)
     dtype = getattr(torch, model.dtype)
@@ -76,6 +88,8 @@ def lay_out_head(config: DraftModelConfig, target: DecoderShape, device: torch.d
         return Eagle3Head(eagle3_shape_of(model, target), model.max_model_len, dtype, formats)
     if config.method == "eagle":
         return EagleHead(eagle_shape_of(model, target), model.max_model_len, dtype, formats)
+    if config.method == "dflash":
+        return DFlashModel(dflash_shape_of(model, target), model.max_model_len, dtype, formats)
     family = MTP[family_name(model.info.architecture)]
     shape = mtp_shape(model.info)
     return MtpHead(shape, model.max_model_len, dtype, formats, feeds_normed=family.feeds_normed)
@@ -87,41 +101,43 @@ def draft_weight_bytes(config: DraftModelConfig, info: ModelInfo, device_kind: s
         return weight_bytes(config.model, device_kind)
     target = find_shape(info)
     assert isinstance(target, DecoderShape)
-    head = lay_out_head(config, target, torch.device(device_kind))
-    return sum(tensor.numel() * tensor.element_size() for tensor in chain(head.parameters(), head.buffers()))
+    model = lay_out_attached(config, target, torch.device(device_kind))
+    return sum(tensor.numel() * tensor.element_size() for tensor in chain(model.parameters(), model.buffers()))
 
 
 def open_draft(
     config: DraftModelConfig, target: Decoder, device: torch.device
-) -> tuple[Decoder | DraftHead, Callable[[bool], None]]:
+) -> tuple[Decoder | AttachedModel, Callable[[bool], None]]:
     """The model of the drafter with allocated, unfilled weights, and a function that reads them and takes whether to
     show progress."""
     if not config.reads_hidden:
         model, fill = open_model(config.model, device)
         assert isinstance(model, Decoder), "a model that drafts is a decoder"
         return model, fill
-    head = lay_out_head(config, target.shape, device)
-    targets = find_targets(head)
+    attached = lay_out_attached(config, target.shape, device)
+    targets = find_targets(attached)
     if config.model.load_format == "dummy":
         tensors, _ = match_targets(DummySource(targets, config.model.seed, device), None, targets)
     else:
-        tensors, _ = match_targets(*_source(config, head), targets)
+        tensors, _ = match_targets(*_source(config, attached), targets)
     try:
-        head.materialize(device)
+        attached.materialize(device)
     except (MemoryError, RuntimeError) as error:
         raise NotEnoughMemory(f"the drafter does not fit the memory of {device}; remove speculative_config") from error
-    head.attach(target)
+    attached.attach(target)
     if config.taps:
         target.tap(config.taps)
-    return head, lambda progress: fill_targets(tensors, targets, progress)
+    return attached, lambda progress: fill_targets(tensors, targets, progress)
 
 
-def _source(config: DraftModelConfig, head: DraftHead) -> tuple[WeightSource, Rules]:
+def _source(config: DraftModelConfig, attached: AttachedModel) -> tuple[WeightSource, Rules]:
     info, folder = config.model.info, open_folder(Path(config.model.path))
     if config.method == "eagle3":
         return folder, eagle3_rules()
     if config.method == "eagle":
         return folder, eagle_rules()
-    source = UnstackedSource(folder, head.shape.transposed_experts)
+    if config.method == "dflash":
+        return folder, dflash_rules()
+    source = UnstackedSource(folder, attached.shape.transposed_experts)
     family = MTP[family_name(info.architecture)]
-    return source, HeadRules(family.root(info.num_layers), family.layer, family.names, find_rules(info, head.shape))
+    return source, HeadRules(family.root(info.num_layers), family.layer, family.names, find_rules(info, attached.shape))

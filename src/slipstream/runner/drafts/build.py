@@ -10,11 +10,14 @@ from slipstream.config.config import EngineConfig
 from slipstream.device.device import Device
 from slipstream.errors import ModelError
 from slipstream.nn.attention.choose import choose_attention
+from slipstream.nn.models.attached_model import AttachedModel
 from slipstream.nn.models.decoder import Decoder
+from slipstream.nn.models.dflash import DFlashModel
 from slipstream.nn.models.draft_head import DraftHead
 from slipstream.nn.models.draft_layout import open_draft
 from slipstream.runner.batch.page_tables import PageTables
 from slipstream.runner.batch.rows import RowTable
+from slipstream.runner.drafts.block_drafter import BlockDrafter
 from slipstream.runner.drafts.draft_cache import DraftCache, own_groups
 from slipstream.runner.drafts.head_drafter import HeadDrafter
 from slipstream.runner.drafts.history import TokenHistory
@@ -27,7 +30,7 @@ Fill = Callable[[bool], None]
 
 def open_draft_model(
     config: EngineConfig, target: Decoder, device: Device, fill: Fill
-) -> tuple[Decoder | DraftHead | None, Fill]:
+) -> tuple[Decoder | AttachedModel | None, Fill]:
     """The model of the drafter with unfilled weights, None if there is none; and a function that calls `fill` and then
     reads these weights."""
     if config.draft is None:
@@ -54,12 +57,12 @@ def scratch_pages(config: EngineConfig) -> ScratchPages | None:
 
 def build_drafter(
     config: EngineConfig,
-    model: Decoder | DraftHead,
+    model: Decoder | AttachedModel,
     rows: RowTable,
     tables: PageTables,
     store: KVStore,
     history: TokenHistory,
-) -> ModelDrafter | HeadDrafter:
+) -> ModelDrafter | HeadDrafter | BlockDrafter:
     assert config.draft is not None
     attention = choose_attention(
         store.device.torch_device,
@@ -71,4 +74,7 @@ def build_drafter(
     draft_cache = DraftCache(store, tables, attention, config.scheduler.max_model_len)
     if isinstance(model, DraftHead):
         return HeadDrafter(model, rows, draft_cache)
+    if isinstance(model, DFlashModel):
+        return BlockDrafter(model, rows, draft_cache)
+    assert isinstance(model, Decoder), f"no drafter runs {type(model).__name__}"
     return ModelDrafter(model, rows, draft_cache, history)

@@ -28,6 +28,14 @@ class DraftRows:
     pages: tuple[torch.Tensor, ...]  # per group of the drafter: [n, width] int64
     max_length: int  # host: more than all positions
 
+    def repeated(self, count: int) -> DraftRows:
+        """Each row `count` times, at its position and the ones after it."""
+        after = torch.arange(count, device=self.rows.device)
+        positions = (self.positions.unsqueeze(1) + after).view(-1)
+        pages = tuple(table.repeat_interleave(count, 0) for table in self.pages)
+        rows = self.rows.repeat_interleave(count)
+        return replace(self, rows=rows, pages=pages).at(positions)
+
     def at(self, positions: torch.Tensor) -> DraftRows:
         """The same rows at other positions."""
         return replace(self, positions=positions.clamp(max=self.max_length - 1))
@@ -80,14 +88,22 @@ class DraftCache:
         )
         return self._context(view, only_last=batch.query_starts is not None)
 
-    def of_rows(self, ids: torch.Tensor, rows: DraftRows) -> ForwardContext:
-        """Device: the context in which the drafter computes one token of each row."""
+    def to_write(self, context: ForwardContext) -> ForwardContext:
+        """Device: the context in which the drafter stores entries of the tokens of the target's step and attends to
+        none."""
+        batch = context.batch
+        view = replace(batch, slots=tuple(batch.slots[number] for number in self._numbers), lora=None, last_lora=None)
+        return replace(context, batch=view, caches=self._own_caches(), group_of_site=self._group_of_site, metadata=None)
+
+    def of_rows(self, ids: torch.Tensor, rows: DraftRows, lengths: torch.Tensor | None = None) -> ForwardContext:
+        """Device: the context in which the drafter computes one token of each row. `lengths` [n]: the positions that
+        each token sees; None: those up to its own."""
         num, page_size = len(rows.rows), self._tables.page_size
         entries = (rows.positions // page_size).unsqueeze(1)
         view = BatchView(
             ids=ids,
             positions=rows.positions,
-            lengths=rows.positions + 1,
+            lengths=rows.positions + 1 if lengths is None else lengths,
             slots=tuple(
                 pages.gather(1, entries).squeeze(1) * page_size + rows.positions % page_size for pages in rows.pages
             ),
@@ -126,8 +142,11 @@ class DraftCache:
         return len(self._store.caches[site][0]) - self._scratch.num_pages
 
     def _context(self, view: BatchView, only_last: bool = False) -> ForwardContext:
+        metadata = self._attention.make_metadata(view)
+        return ForwardContext(view, self._attention, metadata, self._own_caches(), self._group_of_site, only_last)
+
+    def _own_caches(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         caches, first = self._store.caches, self._scratch.first_site
         if not self._caches or self._caches[0] is not caches[first]:  # the store has allocated its pages again
             self._caches = caches[first:]
-        metadata = self._attention.make_metadata(view)
-        return ForwardContext(view, self._attention, metadata, self._caches, self._group_of_site, only_last)
+        return self._caches

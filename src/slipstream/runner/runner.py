@@ -16,6 +16,7 @@ from slipstream.ops.recurrent_steps import RecurrentSteps
 from slipstream.runner.batch.input_batch import BatchInputs, Gathered, Size
 from slipstream.runner.batch.row_state import RowState
 from slipstream.runner.batch.staging import HostRing
+from slipstream.runner.drafts.block_drafter import BlockDrafter
 from slipstream.runner.drafts.expand import expand_drafts
 from slipstream.runner.drafts.head_drafter import HeadDrafter
 from slipstream.runner.drafts.model_drafter import Follow, ModelDrafter
@@ -48,7 +49,7 @@ class ModelRunner:
         graphs: GraphPool,
         states: StateStore | None = None,
         sampler: Sampler | None = None,
-        drafter: ModelDrafter | HeadDrafter | None = None,
+        drafter: ModelDrafter | HeadDrafter | BlockDrafter | None = None,
         adapters: AdapterStore | None = None,
     ) -> None:
         """`states`: only for a model with recurrent states; `sampler`: of a model that generates; `drafter`: one that

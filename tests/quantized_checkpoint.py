@@ -41,6 +41,29 @@ def quantize(folder: Path, method: str, skip: str = "no such module") -> Tensors
     return {name: tensor.double() for name, tensor in meant.items()}
 
 
+def quantize_mxfp4(folder: Path) -> Tensors:
+    """Rewrites a tiny gpt-oss: its experts become random MXFP4 numbers. Returns the weights that transformers makes of
+    them, by tensor name."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | {"quantization_config": {"quant_method": "mxfp4"}}))
+    generator = torch.Generator().manual_seed(7)
+    stored, meant = {}, {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            experts, inputs, outputs = tensor.shape
+            blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), generator=generator, dtype=torch.uint8)
+            scales = torch.randint(118, 124, blocks.shape[:3], generator=generator, dtype=torch.uint8)
+            stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+            meant[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+            assert meant[name].shape == tensor.shape
+        else:
+            stored[name] = meant[name] = tensor
+    write_weights(folder, stored)
+    return meant
+
+
 def _fp8(rows: int, columns: int, generator: torch.Generator, scale: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     values = (torch.randn(rows, columns, generator=generator) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
     return {"weight": values}, values.double() * scale.double()

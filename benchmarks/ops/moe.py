@@ -17,7 +17,7 @@ from timing import replay_seconds
 
 from slipstream.ops.moe import RouterRule, expert_mlp, route
 from slipstream.ops.moe.triton import gemm
-from slipstream.ops.moe.triton.gemm import GroupedTile
+from slipstream.ops.moe.triton.tiles import GroupedTile
 
 BANDWIDTH, FLOPS = 4.2e12, 750e12
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from quantized_checkpoint import quantize
+from quantized_checkpoint import quantize, quantize_mxfp4
 from slipstream import LLM, SamplingParams
 from slipstream.errors import InvalidOption
 from slipstream.ops.quantized import QuantizedMatrix, quantized_linear, reference
@@ -54,6 +54,29 @@ def test_a_gpu_keeps_weights_quantised(method: str, tmp_path: Path) -> None:
         # FP8 methods round the inputs of every GEMM as well, which `dequantize` does not
         bound = 0.6 if method.startswith("fp8") else 0.15
         assert all(abs(found[0][token].logprob - wanted[0][token].logprob) < bound for token in common)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("method", ["mxfp4", "awq", "fp8 block"])
+def test_a_gpu_keeps_experts_quantised(method: str, tmp_path: Path) -> None:
+    """Graphs and all; beside the dequantised checkpoint."""
+    if method == "mxfp4":
+        folder = write_tiny(tmp_path, "gpt_oss")
+        quantize_mxfp4(folder)
+    else:
+        folder = write_tiny(tmp_path, "qwen3_moe", moe_intermediate_size=64)
+        quantize(folder, method)
+    params = SamplingParams(max_tokens=1, logprobs=5, temperature=0)
+    found, expected = [], []
+    for dequantize, results in ((False, found), (True, expected)):
+        with LLM(str(folder), device="cuda", dtype="bfloat16", dequantize=dequantize, **SMALL) as llm:
+            results += [r.outputs[0].logprobs[0] for r in llm.generate(PROMPTS, params)]
+            assert all(len(r.outputs[0].token_ids) == 6 for r in llm.generate(PROMPTS, GREEDY))
+    for line, wanted in zip(found, expected, strict=True):
+        common = line.keys() & wanted.keys()
+        assert len(common) >= 3
+        bound = 0.6 if method.startswith("fp8") else 0.2
+        assert all(abs(line[token].logprob - wanted[token].logprob) < bound for token in common)
 
 
 @pytest.mark.cuda

@@ -28,7 +28,7 @@ from slipstream.ops.linear.triton import Norm  # noqa: E402
 from slipstream.ops.lora.reference import LoraTiles, LoraWeights  # noqa: E402
 from slipstream.ops.moe import ExpertBiases, RouterRule, Routing  # noqa: E402
 from slipstream.ops.paged_attention import tile_list  # noqa: E402
-from slipstream.ops.quantized import QuantizedMatrix  # noqa: E402
+from slipstream.ops.quantized import QuantizedExperts, QuantizedMatrix  # noqa: E402
 from slipstream.ops.recurrent_steps import DraftSteps  # noqa: E402
 from slipstream.ops.sample.reference import Penalty  # noqa: E402
 from slipstream.ops.ssm import SelectiveWeights, SsdWeights  # noqa: E402
@@ -234,6 +234,10 @@ def drafts() -> dict[str, Callable[[], Any]]:
 
 def experts() -> dict[str, Callable[[], Any]]:
     routing = Routing(ints(3, 2).int(), torch.rand(3, 2))
+    stacks = [
+        QuantizedExperts(QuantizedMatrix(half(*shape).to(torch.float8_e4m3fn), torch.rand(shape[0], 1), None), 8, True)
+        for shape in ((8 * 96, 32), (8 * 32, 48))
+    ]
     return {
         "predict_streams": lambda: get("altup.triton.predict_streams")(half(3, 4, 64), half(3, 16)),
         "correct_streams": lambda: get("altup.triton.correct_streams")(half(3, 4, 64), half(3, 64), half(3, 4), 0),
@@ -246,6 +250,7 @@ def experts() -> dict[str, Callable[[], Any]]:
         "expert_mlp of many tokens": lambda: get("moe.triton.expert_mlp")(
             half(2100, 32), Routing(ints(2100, 2).int(), torch.rand(2100, 2)), half(8, 96, 32), half(8, 32, 48)
         ),
+        "expert_mlp of quantised experts": lambda: get("moe.triton.expert_mlp")(half(3, 32), routing, *stacks),
         "expert_mlp with biases": lambda: get("moe.triton.expert_mlp")(
             half(3, 32), routing, half(8, 96, 32), half(8, 32, 48), False, ExpertBiases(half(8, 96), half(8, 32))
         ),

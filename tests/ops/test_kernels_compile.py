@@ -133,22 +133,56 @@ def quantized():
     ops = "slipstream.ops.quantized.triton."
     x = of(HALF, "x bias out") | of(FLOAT, "scale zeros partials scales given x_scale") | {"arrived": INT}
     fp8 = x | {"values": "*fp8e4nv"}
-    rows = dict(BYTES=4096, GROUP=4096, GROUPS=1, HALF=0, ZERO=0, zeros=None)
-    blocks = rows | dict(GROUP=128, GROUPS=32)
-    small = dict(BYTES=2048, GROUP=128, GROUPS=32, HALF=64, ZERO=0)
-    some = dict(GATE=1, SPLITS=2, ROWS=16, OUTPUTS=64, STEP=128, EVEN=True, DEPENDENT=True, bias=None)
-    build(ops + "gemm", "_gemm_kernel", fp8 | {"x": "*fp8e4nv"}, **some, **rows)
+    some = dict(GATE=1, SPLITS=2, ROWS=16, OUTPUTS=64, DEPENDENT=True, bias=None)
+    build(ops + "gemm", "_gemm_kernel", fp8 | {"x": "*fp8e4nv"}, **some, **rows(4096, 128))
     some |= dict(x_scale=None)
-    many = dict(GATE=0, SPLITS=1, ROWS=128, OUTPUTS=128, STEP=64, EVEN=True, DEPENDENT=False)
+    many = dict(GATE=0, SPLITS=1, ROWS=128, OUTPUTS=128, DEPENDENT=False)
     many |= dict(partials=None, arrived=None)
-    build(ops + "gemm", "_gemm_kernel", fp8 | {"x": "*fp8e4nv"}, **many, **blocks)
+    build(ops + "gemm", "_gemm_kernel", fp8 | {"x": "*fp8e4nv"}, **many, **blocks(4096, 128, 64))
     many |= dict(x_scale=None)
-    build(ops + "gemm", "_gemm_kernel", fp8, **many, **blocks)
-    build(ops + "gemm", "_gemm_kernel", x | {"values": BYTE}, **some | dict(STEP=64), **small)
-    sixteens = rows | dict(GROUP=16, GROUPS=256)
-    build(ops + "gemm", "_gemm_kernel", x | {"values": "*i8"}, **many, **sixteens)
+    build(ops + "gemm", "_gemm_kernel", fp8, **many, **blocks(4096, 128, 64))
+    build(ops + "gemm", "_gemm_kernel", x | {"values": BYTE}, **some, **blocks(2048, 128, 64, 64, "zeros"))
+    build(ops + "gemm", "_gemm_kernel", x | {"values": "*i8"}, **many, **blocks(4096, 16, 64))
     build(ops + "quantize", "_quantize_kernel", x | {"out": "*fp8e4nv"}, SIZE=3000, BLOCK=4096, DEPENDENT=True)
     build(ops + "quantize", "_quantize_kernel", x | {"out": "*fp8e4nv"}, SIZE=64, BLOCK=64, DEPENDENT=True, given=None)
+    gguf = x | {"values": BYTE} | of("*fp16", "scale minima")
+    build(ops + "gemm", "_gemm_kernel", gguf, **some, **blocks(2048, 32, 64, 64, "minima"))
+    coded = x | {"values": BYTE, "codebook": FLOAT}
+    build(ops + "gemm", "_gemm_kernel", coded, **some, **blocks(2048, 64, 64, 64, "codebook"))
+
+
+def rows(num_bytes, step):
+    table = dict(BYTES=num_bytes, GROUP=num_bytes, GROUPS=1, HALF=0, ZERO=0, STEP=step, RUN=step, SCALING=2, EVEN=True)
+    return table | dict(zeros=None, minima=None, codebook=None)
+
+
+def blocks(num_bytes, group, step, half=0, with_=""):
+    run = min(group, half or step)
+    scaling = int(run == step and with_ != "minima")
+    table = rows(num_bytes, step) | dict(GROUP=group, GROUPS=32, RUN=run, SCALING=scaling, EVEN=num_bytes % step == 0)
+    return {name: value for name, value in table.items() if name != with_} | dict(HALF=half)
+
+
+def quantized_experts():
+    moe = "slipstream.ops.moe.triton.quantized_gemm"
+    x = of(HALF, "x bias out") | of(FLOAT, "scale zeros x_scale pair_weights codebook") | of(INT, "order table")
+    tile = dict(PAIRS=16, OUTPUTS=64, DEPENDENT=True)
+    into = dict(TOP_K=8, INWARD=True, GATED=True, GATE=0, pair_weights=None, bias=None)
+    out = dict(TOP_K=8, INWARD=False, GATED=False, GATE=0)
+    fp8 = x | of("*fp8e4nv", "x values")
+    many = dict(PAIRS=128, OUTPUTS=128, DEPENDENT=False)
+    build(moe, "_quantized_grouped_kernel", fp8, **into, **tile, **blocks(2048, 128, 128))
+    build(moe, "_quantized_grouped_kernel", fp8, **into, **many, **blocks(2048, 128, 64))
+    plain = dict(x_scale=None)
+    build(moe, "_quantized_grouped_kernel", fp8 | {"x": HALF}, **out, **tile, **plain, **rows(768, 128))
+    four = x | {"values": BYTE}
+    mxfp4, awq = blocks(1440, 32, 64, 32, "codebook"), blocks(1024, 128, 64, 64, "zeros")
+    clamped = dict(TOP_K=4, INWARD=True, GATED=True, GATE=2, pair_weights=None)
+    build(moe, "_quantized_grouped_kernel", four, order=None, **clamped, **tile, **plain, **mxfp4)
+    build(moe, "_quantized_grouped_kernel", four, **clamped, **many, **plain, **mxfp4)
+    build(moe, "_quantized_grouped_kernel", four, **out, **tile, **plain, **awq)
+    into |= dict(GATED=False, GATE=3)
+    build(moe, "_quantized_grouped_kernel", x | {"values": "*i8"}, **into, **tile, **plain, **rows(768, 128))
 
 
 def experts():
@@ -356,6 +390,7 @@ rest()
 pool()
 products()
 experts()
+quantized_experts()
 recurrent()
 attention()
 encoders()

@@ -234,7 +234,7 @@ def test_no_tokens_are_no_rows():
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_tiles_of_both_products_fit_each_other_and_the_shared_memory(itemsize):
     kernels()
-    from slipstream.ops.moe.triton.gemm import grouped_tile
+    from slipstream.ops.moe.triton.tiles import grouped_tile
 
     for each in (0.1, 1, 8, 16, 40, 64, 65, 1000):
         tiles = [grouped_tile(each, inward, itemsize) for inward in (True, False)]

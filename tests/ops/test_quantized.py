@@ -31,6 +31,10 @@ MATRICES = {
     "int4 groups of 32": ("int4", 32, True),
     "int4 symmetric": ("int4", 64, False),
     "int4 per row": ("int4", 0, False),
+    "int4 with minima": ("int4 minima", 32, False),
+    "int8 with minima": ("int8 minima", 32, False),
+    "codebook": ("codebook", 32, False),
+    "codebook, a scale per segment": ("codebook", 64, False),
 }
 
 
@@ -38,7 +42,8 @@ def make(kind: str, group: int, has_zeros: bool, rows: int, columns: int, device
     torch.manual_seed(rows + columns)
     groups = columns // group if group else 1
     scale = torch.rand(rows, groups) * 0.02 + 0.01
-    zero = 8 if kind == "int4" and not has_zeros else 0
+    kind, _, extra = kind.partition(" ")
+    zero = 8 if kind == "int4" and not has_zeros and not extra else 0
     if kind == "fp8":
         values = (torch.randn(rows, columns) * 20).to(torch.float8_e4m3fn)
     elif kind == "int8":
@@ -46,7 +51,11 @@ def make(kind: str, group: int, has_zeros: bool, rows: int, columns: int, device
     else:
         values = pack_4_bit(torch.randint(0, 16, (rows, columns), dtype=torch.uint8))
     zeros = torch.randint(0, 16, scale.shape).float() if has_zeros else None
-    return QuantizedMatrix(*(None if t is None else t.to(device) for t in (values, scale, zeros)), zero)
+    minima = torch.randn(scale.shape).half() if extra else None
+    codebook = torch.randn(16) * 4 if kind == "codebook" else None
+    tables = (None if t is None else t.to(device) for t in (values, scale.half() if extra else scale, zeros))
+    others = (None if t is None else t.to(device) for t in (minima, codebook))
+    return QuantizedMatrix(*tables, zero, *others)
 
 
 def expect(x: torch.Tensor, weight: QuantizedMatrix, bias: torch.Tensor | None, gate: bool = False) -> torch.Tensor:
@@ -75,6 +84,11 @@ def test_dequantize_is_scale_times_number_less_zero() -> None:
     assert torch.equal(found, expected)
     symmetric = dequantize(QuantizedMatrix(pack_4_bit(q), scale, None, 8), torch.float64)
     assert torch.equal(symmetric[:, :32], 0.5 * (q[:, :32].double() - 8))
+    minima, codebook = torch.tensor([[-1.0, 0.25]]), torch.arange(16.0) ** 2
+    shifted = dequantize(QuantizedMatrix(pack_4_bit(q), scale, None, minima=minima), torch.float64)
+    assert torch.equal(shifted[:, 32:], 2.0 * q[:, 32:].double() + 0.25)
+    looked_up = dequantize(QuantizedMatrix(pack_4_bit(q), scale, None, codebook=codebook), torch.float64)
+    assert torch.equal(looked_up[:, :32], 0.5 * q[:, :32].double() ** 2)
 
 
 @pytest.mark.parametrize("name", MATRICES)
@@ -99,31 +113,34 @@ def test_gemm_of_many_rows(name: str, kernel_device: torch.device) -> None:
     check(quantized_gemm(x, weight), expect(x, weight, None))
 
 
-@pytest.mark.parametrize("kind", [("int8", 16, False), ("int8", 32, True), ("fp8", 32, False)])
+@pytest.mark.parametrize(
+    "kind", [("int8", 16, False), ("int8", 32, True), ("fp8", 32, False), ("int4 minima", 32, False)]
+)
 def test_scales_past_the_table_are_not_read(kind: tuple[str, int, bool], kernel_device: torch.device) -> None:
     """The step of the kernel is longer than a row: nothing after the last scale may enter the sums."""
     from slipstream.ops.quantized.triton.gemm import GemmTile, quantized_gemm
 
     weight = make(*kind, 17, 64, kernel_device)
     tables = []
-    for table in (weight.scale, weight.zeros):
+    for table in (weight.scale, weight.zeros, weight.minima):
         if table is not None:
-            behind = torch.full((2 * table.numel(),), torch.nan, device=kernel_device)
+            behind = torch.full((2 * table.numel(),), torch.nan, device=kernel_device, dtype=table.dtype)
             behind[: table.numel()] = table.flatten()
             table = behind[: table.numel()].view(table.shape)
         tables.append(table)
-    weight = weight._replace(scale=tables[0], zeros=tables[1])
+    weight = weight._replace(scale=tables[0], zeros=tables[1], minima=tables[2])
     x = torch.randn(3, 64, device=kernel_device)
     check(quantized_gemm(x, weight, tile=GemmTile(64, 16, 128, 1, 4, 2)), expect(x, weight, None))
 
 
 @pytest.mark.parametrize("name", ["fp8 per row", "fp8 blocks"])
 def test_gemm_of_fp8_inputs(name: str, kernel_device: torch.device) -> None:
+    """Also with a tile that is longer than a block: scales multiply sums, never FP8 numbers."""
     from slipstream.ops.quantized.triton.gemm import GemmTile, quantized_gemm
 
     weight = make(*MATRICES[name], 70, 384, kernel_device)
     q, scales = reference.quantize_rows(torch.randn(5, 384, device=kernel_device))
-    found = quantized_gemm(q, weight, None, "", GemmTile(64, 16, 64, 2, 4, 2), scales, torch.float32)
+    found = quantized_gemm(q, weight, None, "", GemmTile(64, 16, 128, 2, 4, 2), scales, torch.float32)
     check(found, expect(q.double() * scales, weight, None))
 
 

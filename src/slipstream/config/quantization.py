@@ -14,7 +14,7 @@ import msgspec
 
 from slipstream.errors import BadCheckpoint, InvalidOption, UnsupportedModel
 
-Layout = Literal["online", "float8", "int8", "packed", "awq", "gptq"]
+Layout = Literal["online", "float8", "int8", "packed", "awq", "gptq", "mxfp4", "bnb"]
 """The tensors of a weight: `nn/quantized/layouts.py`. online: an unquantised weight, which is quantised at load."""
 
 INSTEAD = "the unquantised checkpoint or a GGUF file"
@@ -31,6 +31,8 @@ class Quantization(msgspec.Struct, frozen=True, kw_only=True):
     static_inputs: bool = False  # FP8: the checkpoint has scales of the inputs
     quantizes_inputs: bool = False  # FP8: GEMMs of several rows quantise their inputs
     scale_name: str = "weight_scale"
+    has_codebook: bool = False  # 4-bit codes mean the numbers of a table
+    only_experts: bool = False  # layers without experts are not quantised
 
     @property
     def is_4_bit(self) -> bool:
@@ -78,10 +80,9 @@ def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
     method = str(given.get("quant_method", "an unnamed method"))
     reader = _READERS.get(method)
     if reader is None:
-        instead = "a copy of it in bfloat16" if method == "mxfp4" else INSTEAD
         supported = ", ".join(sorted(_READERS))
         raise UnsupportedModel(
-            f"the checkpoint is quantised by {method}, which is not supported (supported: {supported}); give {instead}"
+            f"the checkpoint is quantised by {method}, which is not supported (supported: {supported}); give {INSTEAD}"
         )
     try:
         return reader(method, given)
@@ -182,12 +183,18 @@ def _read_compressed(method: str, given: Mapping[str, Any]) -> Quantization:
     raise _unsupported(method, f"format {kind} with {scheme.get('type', 'int')} weights of {bits} bits")
 
 
+def _read_mxfp4(method: str, given: Mapping[str, Any]) -> Quantization:
+    """gpt-oss: blocks of 32 numbers of FP4 (e2m1) with a power of two as their scale, for experts only."""
+    return Quantization(method=method, layout="mxfp4", bits=4, group=32, has_codebook=True, only_experts=True)
+
+
 _READERS = {
     "fp8": _read_fp8,
     "fbgemm_fp8": _read_fbgemm,
     "awq": _read_awq,
     "gptq": _read_gptq,
     "compressed-tensors": _read_compressed,
+    "mxfp4": _read_mxfp4,
 }
 
 

@@ -144,10 +144,3 @@ def test_bad_settings_are_one_clear_error(
     _configure(folder, **changes)
     with pytest.raises(error, match=words):
         load(folder)
-
-
-def test_experts_are_refused_by_name(tmp_path: Path) -> None:
-    folder = write_tiny(tmp_path, "mixtral")
-    with pytest.raises(UnsupportedModel, match="quantised experts are not supported"):
-        load(folder, quantization=ONLINE_FP8)
-    load(folder)

@@ -6,26 +6,37 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
+from torch import nn
 
 from slipstream.dist.group import Group
 from slipstream.errors import UnsupportedModel
+from slipstream.nn.batch_invariant import BatchInvariant
 from slipstream.nn.context import ForwardContext, LastTokens, context_of
 from slipstream.nn.layers.expert_ranks import run_on_ranks
 from slipstream.nn.layers.layer import Layer, Layout
 from slipstream.nn.layers.linear import Linear
 from slipstream.nn.layers.mlp import Mlp, PlainMlp, of_last
 from slipstream.nn.layers.norm import Norm
+from slipstream.nn.quantized.experts import expert_matrices, new_expert_weight
 from slipstream.nn.quantized.weight import Quantized
 from slipstream.nn.shapes import ExpertShape, Shard
 from slipstream.nn.stored_part import even_part, sliced_target
-from slipstream.nn.weight_format import CheckpointTensor, Unquantized, WeightTarget, new_parameter
+from slipstream.nn.weight_format import (
+    CheckpointTensor,
+    Unquantized,
+    Weight,
+    WeightFormat,
+    WeightTarget,
+    new_parameter,
+)
 from slipstream.ops.moe import ExpertBiases, Routing, SharedOutput, expert_mlp, route
 
 
 class Experts(Layer):
     """sum of weight * down(gate and up of x, combined) over a token's experts, plus the shared expert if there is one.
 
-    Weights of all experts are stacked: [experts, 2 * size, hidden] and [experts, hidden, size], in the model's dtype.
+    Weights of all experts are stacked: [experts, 2 * size, hidden] and [experts, hidden, size], in the model's dtype or
+    quantised.
     Experts without gates have half as many rows in the first. With a shard, they are those of this rank.
     """
 
@@ -35,13 +46,9 @@ class Experts(Layer):
         super().__init__()
         self.shape = shape
         hidden, dtype = layout.hidden_size, layout.dtype
-        format = layout.format_of(name)
-        if isinstance(format, Quantized):
-            raise UnsupportedModel(
-                f"{name}: quantised experts are not supported; give the unquantised checkpoint, without quantization"
-            )
+        format = layout.format_of(f"{name}.experts")
         self.batch_invariant = format.batch_invariant
-        plain = format if self.batch_invariant else Unquantized(dtype)
+        plain: WeightFormat = BatchInvariant(dtype) if self.batch_invariant else Unquantized(dtype)
         self.router = Linear(hidden, {"": shape.num_experts}, shape.router_bias, plain, dtype)
         self.correction_bias = new_parameter(shape.num_experts, dtype=_wide(dtype)) if shape.correction_bias else None
         self.parts = ("up",) if shape.gate == "relu2" else ("gate", "up")
@@ -50,14 +57,25 @@ class Experts(Layer):
         if shape.shard is not None and shape.shard.kind == "inner":
             self.size //= shape.shard.size
         num_rows = len(self.parts) * self.size
-        self.gate_up = new_parameter(count, num_rows, hidden, dtype=dtype)
-        self.down = new_parameter(count, hidden, self.size, dtype=dtype)
+        self.gate_up = self._new_matrices(format, count, num_rows, hidden, dtype)
+        self.down = self._new_matrices(format, count, hidden, self.size, dtype)
         self.gate_up_bias = new_parameter(count, num_rows, dtype=dtype) if shape.bias else None
         self.down_bias = new_parameter(count, hidden, dtype=dtype) if shape.bias else None
         self.shared: Mlp | PlainMlp | None = None
         if shape.shared is not None:
             self.shared = (Mlp if shape.shared.gated else PlainMlp)(f"{name}.shared", shape.shared, layout)
         self.shared_gate = Linear(hidden, {"": 1}, False, plain, dtype) if shape.shared_gate else None
+
+    def _new_matrices(
+        self, format: WeightFormat, count: int, num_rows: int, num_columns: int, dtype: torch.dtype
+    ) -> nn.Parameter | Weight:
+        if not isinstance(format, Quantized):
+            return new_parameter(count, num_rows, num_columns, dtype=dtype)
+        if self.shape.shard is not None:
+            raise UnsupportedModel(
+                f"{format.name}: quantised experts are not divided among ranks; give the unquantised checkpoint"
+            )
+        return new_expert_weight(format, count, num_rows, num_columns)
 
     def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         routing = self.choose(self.router(x, context), context)
@@ -99,7 +117,11 @@ class Experts(Layer):
         biases = None
         if self.gate_up_bias is not None and self.down_bias is not None:
             biases = ExpertBiases(self.gate_up_bias, self.down_bias)
-        return expert_mlp(x, routing, self.gate_up, self.down, self.batch_invariant, biases, self.shape.gate, shared)
+        gate_up, down = (
+            expert_matrices(matrices, self.shape.num_experts) if isinstance(matrices, Weight) else matrices
+            for matrices in (self.gate_up, self.down)
+        )
+        return expert_mlp(x, routing, gate_up, down, self.batch_invariant, biases, self.shape.gate, shared)
 
     def after_norm(
         self,
@@ -117,8 +139,13 @@ class Experts(Layer):
         return None
 
     def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
-        """Per expert "experts.3.gate.weight", "experts.3.up.weight", "experts.3.down.weight", and biases likewise."""
-        kinds = {"weight": ("gate_up", "down")} | ({"bias": ("gate_up_bias", "down_bias")} if self.shape.bias else {})
+        """Per expert "experts.3.gate.weight", "experts.3.up.weight", "experts.3.down.weight", and biases likewise; or
+        the tensors of a quantised format ("experts.3.gate.scales")."""
+        kinds = {"bias": ("gate_up_bias", "down_bias")} if self.shape.bias else {}
+        if isinstance(self.gate_up, Weight) and isinstance(self.down, Weight):
+            yield from self._quantized_targets(self.gate_up, self.down)
+        else:
+            kinds["weight"] = ("gate_up", "down")
         for expert in range(self.shape.num_experts):
             for kind, (gate_up, down) in kinds.items():
                 for index, part in enumerate(self.parts):
@@ -127,6 +154,16 @@ class Experts(Layer):
                 yield f"experts.{expert}.down.{kind}", self._target(down, expert)
         if self.correction_bias is not None:
             yield "correction_bias", WeightTarget((self.shape.num_experts,), self._fill_correction)
+
+    def _quantized_targets(self, gate_up: Weight, down: Weight) -> Iterator[tuple[str, WeightTarget]]:
+        hidden, num_rows = self.router.num_inputs, len(self.parts) * self.size
+        for expert in range(self.shape.num_experts):
+            for index, part in enumerate(self.parts):
+                first = expert * num_rows + index * self.size
+                for kind, target in gate_up.targets(first, self.size):
+                    yield f"experts.{expert}.{part}.{kind}", target
+            for kind, target in down.targets(expert * hidden, hidden):
+                yield f"experts.{expert}.down.{kind}", target
 
     def _target(self, name: str, expert: int, first: int = 0, num_rows: int | None = None) -> WeightTarget:
         """Some rows, or all, of one expert's part of a stacked parameter. The tensors of experts of other ranks are not

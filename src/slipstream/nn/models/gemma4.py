@@ -38,7 +38,7 @@ _NAMES: dict[str, str | None] = {
     "model.layers.{n}.router.scale": "layers.{n}.mlp.router_norm.weight",
     "model.layers.{n}.router.per_expert_scale": "layers.{n}.mlp.expert_scale",
     "model.layers.{n}.router.proj.weight": "layers.{n}.mlp.routed.router.weight",
-    "model.layers.{n}.experts.{e}.{part}_proj.weight": "layers.{n}.mlp.routed.experts.{e}.{part}.weight",
+    "model.layers.{n}.experts.{e}.{part}_proj.{kind}": "layers.{n}.mlp.routed.experts.{e}.{part}.{kind}",
     "model.layers.{n}.post_feedforward_layernorm_1.weight": "layers.{n}.mlp.dense_out_norm.weight",
     "model.layers.{n}.post_feedforward_layernorm_2.weight": "layers.{n}.mlp.routed_out_norm.weight",
     "model.layers.{n}.pre_feedforward_layernorm_2.weight": "layers.{n}.mlp.routed_norm.weight",

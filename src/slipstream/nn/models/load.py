@@ -223,9 +223,11 @@ def _quantized_formats(config: ModelConfig, quantization: Quantization, device: 
     make = partial(Quantized, dtype=dtype, stays_quantized=stays, batch_invariant=config.deterministic)
     if quantization.layout == "online" or config.load_format == "dummy":
         quantization = msgspec.structs.replace(quantization, layout="online")
-        return lambda name: make(quantization, name) if name.startswith("layers.") else plain
+        last = ".experts" if quantization.only_experts else ""
+        is_part = lambda name: name.startswith("layers.") and name.endswith(last)  # noqa: E731
+        return lambda name: make(quantization, name) if is_part(name) else plain
     rules = find_rules(config.info, find_local_shape(config.info, config.rank, config.num_ranks))
-    found = find_quantized(open_folder(Path(config.path)), rules, quantization)
+    found = find_quantized(UnstackedSource(open_folder(Path(config.path))), rules, quantization)
     if not found:
         raise BadCheckpoint(
             f"config.json says that the weights are quantised by {quantization.method}, and none is: there is no "

@@ -173,7 +173,7 @@ def granite_hybrid_rules(shape: DecoderShape) -> Rules:
         f"{layer}.shared_mlp.output_linear.{{kind}}": f"{shared}.down.{{kind}}",
         f"{experts}.router.layer.weight": "layers.{n}.mlp.router.weight",
         f"{experts}.router.weight": "layers.{n}.mlp.router.weight",
-        f"{experts}.experts.{{e}}.{{part}}_proj.weight": "layers.{n}.mlp.experts.{e}.{part}.weight",
+        f"{experts}.experts.{{e}}.{{part}}_proj.{{kind}}": "layers.{n}.mlp.experts.{e}.{part}.{kind}",
     }
     return llama_rules(shape, _mixer_norms(shape) | mamba_names(f"{layer}.mamba") | names)
 
@@ -185,7 +185,7 @@ def hybrid_rules(shape: DecoderShape) -> Rules:
         "model.final_layernorm.weight": "norm.weight",
         f"{layer}.pre_ff_layernorm.weight": "layers.{n}.mlp_norm.weight",
         f"{feed}.router.weight": "layers.{n}.mlp.router.weight",
-        f"{feed}.experts.{{e}}.{{part}}_proj.weight": "layers.{n}.mlp.experts.{e}.{part}.weight",
+        f"{feed}.experts.{{e}}.{{part}}_proj.{{kind}}": "layers.{n}.mlp.experts.{e}.{part}.{kind}",
         f"{feed}.down_proj.{{kind}}": "layers.{n}.mlp.down.{kind}",
         f"{feed}.{{part}}_proj.{{kind}}": "layers.{n}.mlp.gate_up.{part}.{kind}",
         f"{layer}.mamba.mup_vector": None,  # computed from the config

@@ -78,7 +78,7 @@ def expert_names() -> dict[str, str | None]:
     return {
         f"{layer}.gate.weight": "layers.{n}.mlp.router.weight",
         f"{layer}.gate.e_score_correction_bias": "layers.{n}.mlp.correction_bias",
-        f"{layer}.experts.{{e}}.{{part}}_proj.weight": "layers.{n}.mlp.experts.{e}.{part}.weight",
+        f"{layer}.experts.{{e}}.{{part}}_proj.{{kind}}": "layers.{n}.mlp.experts.{e}.{part}.{kind}",
         f"{layer}.shared_expert_gate.weight": "layers.{n}.mlp.shared_gate.weight",
         f"{layer}.shared_expert.down_proj.{{kind}}": "layers.{n}.mlp.shared.down.{kind}",
         f"{layer}.shared_expert.{{part}}_proj.{{kind}}": "layers.{n}.mlp.shared.gate_up.{part}.{kind}",
@@ -91,10 +91,10 @@ def mixtral_rules(shape: DecoderShape) -> Rules:
     layer = "model.layers.{n}.block_sparse_moe"
     names = {"w1": "gate", "w2": "down", "w3": "up"}
     own: dict[str, str | None] = {
-        f"{layer}.experts.{{e}}.{theirs}.weight": f"layers.{{n}}.mlp.experts.{{e}}.{ours}.weight"
+        f"{layer}.experts.{{e}}.{theirs}.{{kind}}": f"layers.{{n}}.mlp.experts.{{e}}.{ours}.{{kind}}"
         for theirs, ours in names.items()
     }
-    stacked = {f"{layer}.experts.{{e}}.{{part}}_proj.weight": "layers.{n}.mlp.experts.{e}.{part}.weight"}
+    stacked = {f"{layer}.experts.{{e}}.{{part}}_proj.{{kind}}": "layers.{n}.mlp.experts.{e}.{part}.{kind}"}
     gate = {f"{layer}.gate.weight": "layers.{n}.mlp.router.weight"}
     return Rules({**own, **stacked, **gate}) | moe_rules(shape)
 

@@ -112,7 +112,7 @@ def nemotron_h_rules(shape: DecoderShape) -> Rules:
         f"{mixer}.o_proj.{{kind}}": "layers.{n}.attention.output.{kind}",
         f"{mixer}.gate.weight": "layers.{n}.mlp.router.weight",
         f"{mixer}.gate.e_score_correction_bias": "layers.{n}.mlp.correction_bias",
-        f"{mixer}.experts.{{e}}.{{part}}_proj.weight": "layers.{n}.mlp.experts.{e}.{part}.weight",
+        f"{mixer}.experts.{{e}}.{{part}}_proj.{{kind}}": "layers.{n}.mlp.experts.{e}.{part}.{kind}",
         f"{mixer}.shared_experts.{{part}}_proj.{{kind}}": "layers.{n}.mlp.shared.{part}.{kind}",
         f"{mixer}.up_proj.{{kind}}": "layers.{n}.mlp.up.{kind}",
         f"{mixer}.down_proj.{{kind}}": "layers.{n}.mlp.down.{kind}",

@@ -25,22 +25,26 @@ UNUSED = ("weight_shape", "input_scale_ub", "input_zero_point")
 Read = Callable[[str], torch.Tensor]
 """Reads a tensor by the last part of its name."""
 
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""FP4 numbers from 0 up; codes 8 to 15 are their negatives."""
+
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the place of each of 8 adjacent columns in an int32
 
 
 class QuantizedPart(NamedTuple):
-    """weight = scale * (values - zeros), a scale and a zero for each group of columns."""
+    """weight = scale * (values - zeros), or scale * codebook[values]; a scale and a zero for each group of columns."""
 
     values: torch.Tensor  # [rows, columns] float8_e4m3fn, or uint8
     scale: torch.Tensor  # [rows, groups] float32
     zeros: torch.Tensor | None  # [rows, groups] float32; None: FP8, or the middle of the range
     order: torch.Tensor | None  # [columns] the model's column for each column of `values`; None: the same
     input_scale: torch.Tensor | None  # [1] float32
+    codebook: torch.Tensor | None = None  # [16] float32
 
 
 def marker(q: Quantization) -> str:
     """The tensor that every quantised weight of a layout has."""
-    names = {"float8": q.scale_name, "int8": q.scale_name, "packed": "weight_packed"}
+    names = {"float8": q.scale_name, "int8": q.scale_name, "packed": "weight_packed", "mxfp4": "blocks"}
     return names.get(q.layout, "qweight")
 
 
@@ -52,6 +56,8 @@ def tensor_shapes(
     per_word = 32 // q.bits
     if q.layout == "online":
         return {"weight": (num_rows, num_columns)}
+    if q.layout == "mxfp4":
+        return {"blocks": (num_rows, groups, 16), "scales": (num_rows, groups)}
     if q.layout in ("awq", "gptq"):
         shapes: dict[str, tuple[int, ...]] = {"qzeros": (groups, num_rows // per_word), "scales": (groups, num_rows)}
         if q.layout == "awq":
@@ -86,6 +92,8 @@ def read_part(
         return quantize_part(q, read("weight"))
     if q.layout == "awq":
         return _read_awq(read)
+    if q.layout == "mxfp4":
+        return _read_mxfp4(read)
     if q.layout == "gptq":
         return _read_gptq(q, name, read, "g_idx" in pieces)
     if q.layout == "packed":
@@ -100,6 +108,8 @@ def quantize_part(q: Quantization, weight: torch.Tensor) -> QuantizedPart:
         scale = (grouped.abs().amax(-1) / MAX_FP8).clamp_min(1e-12)
         values = (grouped / scale.unsqueeze(-1)).clamp_(-MAX_FP8, MAX_FP8).to(torch.float8_e4m3fn)
         return QuantizedPart(values.flatten(1), scale, None, None, None)
+    if q.has_codebook:
+        return _to_fp4(grouped)
     largest = 2**q.bits - 1
     if q.symmetric:
         scale = (grouped.abs().amax(-1) / (largest // 2)).clamp_min(1e-12)
@@ -110,6 +120,30 @@ def quantize_part(q: Quantization, weight: torch.Tensor) -> QuantizedPart:
         zeros = (-low / scale).round()
     values = (grouped / scale.unsqueeze(-1) + zeros.unsqueeze(-1)).round().clamp_(0, largest).to(torch.uint8)
     return QuantizedPart(values.flatten(1), scale, None if q.symmetric else zeros, None, None)
+
+
+def _to_fp4(grouped: torch.Tensor) -> QuantizedPart:
+    """The nearest FP4 numbers, with a power of two for each group [rows, groups, columns] that its largest number
+    fits."""
+    codebook = _fp4_codebook(grouped.device)
+    scale = torch.exp2(torch.log2((grouped.abs().amax(-1) / E2M1[-1]).clamp_min(1e-12)).ceil())
+    numbers = (grouped / scale.unsqueeze(-1)).flatten(1)
+    middles = (codebook[1:8] + codebook[:7]) / 2
+    codes = torch.bucketize(numbers.abs(), middles).to(torch.uint8)
+    return QuantizedPart(codes | (numbers < 0).to(torch.uint8) << 3, scale, None, None, None, codebook)
+
+
+def _fp4_codebook(device: torch.device) -> torch.Tensor:
+    positive = torch.tensor(E2M1, device=device)
+    return torch.cat((positive, -positive))
+
+
+def _read_mxfp4(read: Read) -> QuantizedPart:
+    """16 bytes of a block hold 32 adjacent columns, even ones in the low bits. A scale is an exponent less 127."""
+    blocks, exponents = read("blocks"), read("scales")
+    values = torch.stack((blocks & 15, blocks >> 4), -1).flatten(1)
+    scale = torch.exp2(exponents.float() - 127)
+    return QuantizedPart(values, scale, None, None, None, _fp4_codebook(blocks.device))
 
 
 def _read_rows(q: Quantization, name: str, read: Read, pieces: Mapping[str, CheckpointTensor]) -> QuantizedPart:

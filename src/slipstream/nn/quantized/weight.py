@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from slipstream.config.quantization import Quantization
-from slipstream.errors import BadCheckpoint
+from slipstream.errors import BadCheckpoint, UnsupportedModel
 from slipstream.nn.quantized.layouts import QuantizedPart, read_part, tensor_shapes
 from slipstream.nn.weight_format import CheckpointTensor, UnquantizedWeight, Weight, WeightTarget, new_parameter
 from slipstream.ops.linear import Activation
@@ -53,6 +53,8 @@ class QuantizedWeight(Weight):
             self.values = new_parameter(num_rows, num_columns, dtype=storage_dtype(q))
         self.scale = new_parameter(num_rows, groups, dtype=torch.float32)
         self.zeros = None if q.symmetric else new_parameter(num_rows, groups, dtype=torch.float32)
+        self.codebook = new_parameter(16, dtype=torch.float32) if q.has_codebook else None
+        self.allows_order = True  # of columns
         # of static inputs: the largest of all parts
         self.input_scale = new_parameter(1, dtype=torch.float32) if "input_scale" in format.optional else None
         self._has_input_scale = False
@@ -64,6 +66,11 @@ class QuantizedWeight(Weight):
         yield from part_targets(self.format, num_rows, self.num_columns, lambda: self.values.device, fill)
 
     def _fill(self, first_row: int, part: QuantizedPart) -> None:
+        if part.order is not None and not self.allows_order:
+            raise UnsupportedModel(
+                f"{self.format.name}: experts of GPTQ with act-order (desc_act) are not supported; give a checkpoint "
+                "without act-order, or the unquantised one"
+            )
         matrix = to_matrix(part, self.format.quantization)
         rows = slice(first_row, first_row + len(part.values))
         self.values[rows].copy_(matrix.values)
@@ -71,6 +78,9 @@ class QuantizedWeight(Weight):
         if self.zeros is not None:
             assert matrix.zeros is not None
             self.zeros[rows].copy_(matrix.zeros)
+        if self.codebook is not None:
+            assert matrix.codebook is not None
+            self.codebook.copy_(matrix.codebook)
         if self.input_scale is not None and part.input_scale is not None:
             known = self.input_scale if self._has_input_scale else part.input_scale
             self.input_scale.copy_(torch.maximum(known, part.input_scale))
@@ -81,7 +91,8 @@ class QuantizedWeight(Weight):
 
     @property
     def matrix(self) -> QuantizedMatrix:
-        return QuantizedMatrix(self.values, self.scale, self.zeros, zero_of(self.format.quantization))
+        zero = zero_of(self.format.quantization)
+        return QuantizedMatrix(self.values, self.scale, self.zeros, zero, codebook=self.codebook)
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return self._multiply(x, bias, None)
@@ -110,14 +121,7 @@ class QuantizedWeight(Weight):
 
     def lookup(self, ids: torch.Tensor) -> torch.Tensor:
         assert not self._runs, "an embedding has no order of columns"
-        zeros = None if self.zeros is None else self.zeros.index_select(0, ids)
-        rows = QuantizedMatrix(
-            self.values.view(torch.uint8).index_select(0, ids).view(self.values.dtype),
-            self.scale.index_select(0, ids),
-            zeros,
-            zero_of(self.format.quantization),
-        )
-        return dequantize(rows, self.format.dtype)
+        return dequantize(self.matrix.select(lambda table: table.index_select(0, ids)), self.format.dtype)
 
 
 class _Run(NamedTuple):
@@ -176,7 +180,7 @@ def storage_dtype(q: Quantization) -> torch.dtype:
 
 def zero_of(q: Quantization) -> int:
     """`QuantizedMatrix.zero`. Integers of 8 bits are stored around zero."""
-    return 8 if q.is_4_bit and q.symmetric else 0
+    return 8 if q.is_4_bit and q.symmetric and not q.has_codebook else 0
 
 
 def to_matrix(part: QuantizedPart, q: Quantization) -> QuantizedMatrix:
@@ -187,7 +191,8 @@ def to_matrix(part: QuantizedPart, q: Quantization) -> QuantizedMatrix:
     if kind is torch.int8:
         values = (part.values ^ 128).view(torch.int8)
         return QuantizedMatrix(values, part.scale, None if zeros is None else zeros - 128)
-    return QuantizedMatrix(pack_4_bit(part.values.contiguous()), part.scale, zeros, zero_of(q))
+    packed = pack_4_bit(part.values.contiguous())
+    return QuantizedMatrix(packed, part.scale, zeros, zero_of(q), codebook=part.codebook)
 
 
 def part_targets(

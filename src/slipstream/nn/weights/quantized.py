@@ -81,6 +81,10 @@ def find_quantized(source: WeightSource, rules: Rules, quantization: Quantizatio
     weights: dict[str, frozenset[str]] = {}
     for part, kinds in quantized.items():
         optional = frozenset(kinds & set(OPTIONAL))
-        for name in (part, part.rpartition(".")[0]):  # a part of a merged weight, or the whole
+        # the weight is this part, or has it as one of several; all experts of a layer have one weight
+        names = [part, part.rpartition(".")[0]]
+        if ".experts." in part:
+            names.append(f"{part.rpartition('.experts.')[0]}.experts")
+        for name in names:
             weights[name] = weights.get(name, frozenset()) | optional
     return weights

@@ -2,7 +2,9 @@
 
 Hub checkpoints have `experts.3.gate_proj.weight`; transformers 5 can also save `experts.gate_up_proj`
 [experts, 2 * size, hidden] and `experts.down_proj` [experts, hidden, size]. gpt-oss stores the transposed matrices,
-[experts, hidden, 2 * size] with gate and up interleaved, and stacks the biases too (`experts.gate_up_proj_bias`).
+[experts, hidden, 2 * size] with gate and up interleaved, and stacks the biases too (`experts.gate_up_proj_bias`). Its
+MXFP4 tensors are not transposed: `experts.gate_up_proj_blocks` [experts, 2 * size, blocks, 16] and
+`experts.gate_up_proj_scales` [experts, 2 * size, blocks], with rows of gate and up interleaved.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ _GATE_UP, _DOWN = ".experts.gate_up_proj", ".experts.down_proj"
 # of Granite: the same tensors under other names
 _GRANITE = {".block_sparse_moe.input_linear.weight": _GATE_UP, ".block_sparse_moe.output_linear.weight": _DOWN}
 _BIAS = "_bias"
+_MXFP4 = {"_blocks": 4, "_scales": 3}  # dimensions by suffix
 
 
 class UnstackedSource:
@@ -28,6 +31,11 @@ class UnstackedSource:
 
     def __iter__(self) -> Iterator[SourceTensor]:
         for tensor in map(_renamed, self.source):
+            suffix = next((suffix for suffix in _MXFP4 if tensor.name.endswith(suffix)), "")
+            is_packed = bool(suffix) and tensor.name.removesuffix(suffix).endswith((_GATE_UP, _DOWN))
+            if is_packed and len(tensor.shape) == _MXFP4[suffix]:
+                yield from _packed_experts(tensor, suffix, self._loaded)
+                continue
             is_bias = tensor.name.endswith(_BIAS)
             if not tensor.name.removesuffix(_BIAS).endswith((_GATE_UP, _DOWN)):
                 yield tensor
@@ -45,6 +53,18 @@ def _renamed(tensor: SourceTensor) -> SourceTensor:
             name = f"{tensor.name.removesuffix(stored)}.block_sparse_moe{own}"
             return replace(tensor, name=name)
     return tensor
+
+
+def _packed_experts(tensor: SourceTensor, suffix: str, loaded: list[_Stack]) -> Iterator[SourceTensor]:
+    root, _, last = tensor.name.rpartition(".")
+    names = ("gate", "up") if last.startswith("gate_up") else ("down",)
+    num_experts, num_rows, *rest = tensor.shape
+    stack = _Stack(tensor, num_experts * len(names), loaded)
+    for expert in range(num_experts):
+        for part, name in enumerate(names):
+            read = _EveryRow(stack, expert, part, len(names))
+            kind, shape = suffix.removeprefix("_"), (num_rows // len(names), *rest)
+            yield SourceTensor(f"{root}.{expert}.{name}_proj.{kind}", shape, tensor.kind, read)
 
 
 def _transposed_experts(tensor: SourceTensor, is_bias: bool, loaded: list[_Stack]) -> Iterator[SourceTensor]:
@@ -102,6 +122,19 @@ class _Part:
 
     def __call__(self) -> torch.Tensor:
         return self.stack.take()[self.expert, self.first : self.first + self.size]
+
+
+@dataclass(frozen=True, slots=True)
+class _EveryRow:
+    """Every `step`th row of an expert."""
+
+    stack: _Stack
+    expert: int
+    first: int
+    step: int
+
+    def __call__(self) -> torch.Tensor:
+        return self.stack.take()[self.expert, self.first :: self.step]
 
 
 @dataclass(frozen=True, slots=True)

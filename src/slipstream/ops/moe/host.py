@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from slipstream.device.sync_check import sync_allowed
 from slipstream.ops.activation import gelu_tanh_and_mul, silu_and_mul
 from slipstream.ops.moe import reference
-from slipstream.ops.moe.reference import ExpertBiases, Gate, Routing, Shared
+from slipstream.ops.moe.reference import ExpertBiases, ExpertMatrices, Gate, Routing, Shared, count_experts, matrix_of
 
 _GATES = reference.GATES | {"silu": silu_and_mul, "gelu_tanh": gelu_tanh_and_mul}
 
@@ -16,8 +16,8 @@ _GATES = reference.GATES | {"silu": silu_and_mul, "gelu_tanh": gelu_tanh_and_mul
 def expert_mlp(
     x: torch.Tensor,
     routing: Routing,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
+    gate_up: ExpertMatrices,
+    down: ExpertMatrices,
     batch_invariant: bool = False,
     biases: ExpertBiases | None = None,
     gate: Gate = "silu",
@@ -30,7 +30,8 @@ def expert_mlp(
     flat = routing.ids.flatten().to(torch.int64)
     order = flat.argsort(stable=True)
     with sync_allowed("the counts lie on the CPU, as all tensors here"):
-        counts = torch.bincount(flat, minlength=len(gate_up)).numpy()[: len(gate_up)]  # without padding
+        num_experts = count_experts(gate_up)
+        counts = torch.bincount(flat, minlength=num_experts).numpy()[:num_experts]  # without padding
     rows = x.index_select(0, order // top_k)
     made = torch.zeros_like(rows) if routing.has_padding else torch.empty_like(rows)
     begin = 0
@@ -39,8 +40,8 @@ def expert_mlp(
             continue
         end = begin + count
         into_bias, out_bias = (None, None) if biases is None else (biases.gate_up[expert], biases.down[expert])
-        inner = _GATES[gate](F.linear(rows[begin:end], gate_up[expert], into_bias))
-        made[begin:end] = F.linear(inner, down[expert], out_bias)
+        inner = _GATES[gate](F.linear(rows[begin:end], matrix_of(gate_up, expert, x.dtype), into_bias))
+        made[begin:end] = F.linear(inner, matrix_of(down, expert, x.dtype), out_bias)
         begin = end
     by_choice = torch.empty_like(made).index_copy_(0, order, made).unflatten(0, (-1, top_k))
     routed = (by_choice * routing.weights.unsqueeze(-1)).sum(1).to(x.dtype)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
 
 from slipstream.ops.activation.reference import gelu_tanh_and_mul, relu2, silu_and_mul
+from slipstream.ops.quantized.matrix import QuantizedExperts
+from slipstream.ops.quantized.reference import dequantize
 
 Gate = Literal["silu", "gelu_tanh", "clamped_swiglu", "relu2"]
 """How an expert combines gate and up. "relu2": experts without gates, the squared ReLU of up."""
@@ -69,6 +71,21 @@ def route(
     return Routing(ids, routing.weights.masked_fill(is_padding, 0.0), has_padding=True)
 
 
+ExpertMatrices: TypeAlias = torch.Tensor | QuantizedExperts
+"""A matrix for each expert: [experts, rows, columns], or quantised."""
+
+
+def count_experts(matrices: ExpertMatrices) -> int:
+    return matrices.num_experts if isinstance(matrices, QuantizedExperts) else len(matrices)
+
+
+def matrix_of(matrices: ExpertMatrices, expert: int, dtype: torch.dtype) -> torch.Tensor:
+    """One expert's matrix, dequantised to `dtype`."""
+    if isinstance(matrices, QuantizedExperts):
+        return dequantize(matrices.expert(expert), dtype)
+    return matrices[expert]
+
+
 class ExpertBiases(NamedTuple):
     gate_up: torch.Tensor  # [experts, 2 * inner], gates first; [experts, inner] without gates
     down: torch.Tensor  # [experts, hidden]
@@ -101,8 +118,8 @@ GATES = {"silu": silu_and_mul, "gelu_tanh": gelu_tanh_and_mul, "clamped_swiglu":
 def expert_mlp(
     x: torch.Tensor,
     routing: Routing,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
+    gate_up: ExpertMatrices,
+    down: ExpertMatrices,
     batch_invariant: bool = False,
     biases: ExpertBiases | None = None,
     gate: Gate = "silu",
@@ -111,11 +128,13 @@ def expert_mlp(
     """Sum over a token's experts of weight * down(gate(gate and up of x)), plus the shared expert.
 
     x [tokens, hidden]; gate_up [experts, 2 * inner, hidden], gates first, or [experts, inner, hidden] without gates;
-    down [experts, hidden, inner]. Computes every expert for every token, so no shape depends on values.
+    down [experts, hidden, inner]. The inputs of quantised experts stay as they are, on CUDA they may be quantised.
+    Computes every expert for every token, so no shape depends on values.
     `batch_invariant`: kernels use one tile size for all batches.
     """
     total = torch.zeros(x.shape, dtype=routing.weights.dtype, device=x.device)
-    for expert, (into, out) in enumerate(zip(gate_up, down, strict=True)):
+    for expert in range(count_experts(gate_up)):
+        into, out = matrix_of(gate_up, expert, x.dtype), matrix_of(down, expert, x.dtype)
         weight = torch.where(routing.ids == expert, routing.weights, 0.0).sum(1, keepdim=True)
         into_bias, out_bias = (None, None) if biases is None else (biases.gate_up[expert], biases.down[expert])
         total += weight * F.linear(GATES[gate](F.linear(x, into, into_bias)), out, out_bias)

@@ -10,11 +10,12 @@ import torch
 
 from slipstream.ops.linear.dispatch import FUSED_ACTIVATIONS, HAS_TRITON, Activation
 from slipstream.ops.quantized import reference
-from slipstream.ops.quantized.matrix import QuantizedMatrix, half_of, pack_4_bit, unpack_4_bit
+from slipstream.ops.quantized.matrix import QuantizedExperts, QuantizedMatrix, half_of, pack_4_bit, unpack_4_bit
 from slipstream.ops.quantized.reference import MAX_FP8, dequantize
 
 __all__ = [
     "MAX_FP8",
+    "QuantizedExperts",
     "QuantizedMatrix",
     "dequantize",
     "half_of",
@@ -55,7 +56,7 @@ def quantized_linear(
         return _activate(quantized_gemm(x, weight, bias, tile=BATCH_INVARIANT), activation)
     is_fused = activation in FUSED_ACTIVATIONS and rows <= MAX_FUSED_ROWS
     gate = FUSED_ACTIVATIONS[activation] if is_fused else ""
-    if quantizes_inputs and weight.values.dtype is torch.float8_e4m3fn:
+    if quantizes_inputs and weight.takes_fp8_inputs:
         from slipstream.ops.quantized.triton.quantize import quantize_rows
 
         q, scales = quantize_rows(x, input_scale)

@@ -1,7 +1,9 @@
 """QuantizedMatrix: a weight [rows, columns] of 8 or 4 bits with a scale for each group of columns of a row.
 
     weight = scale * (q - zero)        symmetric: `zero` is one number for the matrix
-    weight = scale * (q - zeros)       otherwise, with a zero for each scale
+    weight = scale * (q - zeros)       a zero for each scale
+    weight = scale * q + minima        a minimum for each scale (GGUF)
+    weight = scale * codebook[q]       16 numbers, one for each 4-bit code (MXFP4, NF4)
 
 q is an FP8 number (e4m3), a signed 8-bit integer or an unsigned 4-bit integer. Two 4-bit numbers share a byte: byte b
 of a segment of `half` bytes has column b of the segment in its low bits and column `half` + b in its high bits, so that
@@ -10,6 +12,7 @@ a kernel needs no permutation of the inputs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -17,9 +20,11 @@ import torch
 
 class QuantizedMatrix(NamedTuple):
     values: torch.Tensor  # [rows, columns] float8_e4m3fn or int8, or [rows, columns / 2] uint8
-    scale: torch.Tensor  # [rows, groups] float32
+    scale: torch.Tensor  # [rows, groups] float32 or float16
     zeros: torch.Tensor | None  # [rows, groups] float32
     zero: int = 0
+    minima: torch.Tensor | None = None  # [rows, groups] float32 or float16
+    codebook: torch.Tensor | None = None  # [16] float32
 
     @property
     def is_4_bit(self) -> bool:
@@ -39,10 +44,37 @@ class QuantizedMatrix(NamedTuple):
         """Bytes of a segment; 0 if a byte has one number."""
         return half_of(self.num_columns) if self.is_4_bit else 0
 
+    @property
+    def takes_fp8_inputs(self) -> bool:
+        """Whether kernels multiply it with FP8 inputs; FP8 tensor cores sum over 32 columns at least."""
+        return self.values.dtype is torch.float8_e4m3fn and self.group >= 32
+
     def rows(self, first: int, count: int) -> QuantizedMatrix:
-        rows = slice(first, first + count)
-        zeros = None if self.zeros is None else self.zeros[rows]
-        return QuantizedMatrix(self.values[rows], self.scale[rows], zeros, self.zero)
+        return self.select(lambda table: table[first : first + count])
+
+    def select(self, choose: Callable[[torch.Tensor], torch.Tensor]) -> QuantizedMatrix:
+        """The rows that `choose` takes from each tensor."""
+        values = self.values
+        chosen = choose(values.view(torch.uint8)).view(values.dtype)  # torch indexes no FP8
+        zeros, minima = (None if table is None else choose(table) for table in (self.zeros, self.minima))
+        return self._replace(values=chosen, scale=choose(self.scale), zeros=zeros, minima=minima)
+
+
+class QuantizedExperts(NamedTuple):
+    """The matrices of several experts, one below the other."""
+
+    matrix: QuantizedMatrix  # [experts * rows, columns]
+    num_experts: int
+    quantizes_inputs: bool = False  # FP8: kernels quantise the inputs too
+    input_scale: torch.Tensor | None = None  # [1] float32; None: a scale for each row
+
+    @property
+    def num_rows(self) -> int:
+        """Of one expert."""
+        return len(self.matrix.values) // self.num_experts
+
+    def expert(self, index: int) -> QuantizedMatrix:
+        return self.matrix.rows(index * self.num_rows, self.num_rows)
 
 
 def half_of(num_columns: int) -> int:

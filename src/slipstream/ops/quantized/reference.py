@@ -14,12 +14,15 @@ def dequantize(weight: QuantizedMatrix, dtype: torch.dtype = torch.float32) -> t
     """[rows, columns], computed in float32 or float64, then rounded to `dtype`."""
     wide = torch.float64 if dtype is torch.float64 else torch.float32
     q = unpack_4_bit(weight.values) if weight.is_4_bit else weight.values
-    grouped = q.to(wide).unflatten(1, (-1, weight.group))
+    numbers = q.to(wide) if weight.codebook is None else weight.codebook.to(wide)[q.int()]
+    grouped = numbers.unflatten(1, (-1, weight.group))
     if weight.zero:
         grouped -= weight.zero
     if weight.zeros is not None:
         grouped -= weight.zeros.to(wide).unsqueeze(-1)
     grouped *= weight.scale.to(wide).unsqueeze(-1)
+    if weight.minima is not None:
+        grouped += weight.minima.to(wide).unsqueeze(-1)
     return grouped.flatten(1).to(dtype)
 
 

@@ -7,38 +7,28 @@ depends on the batch only through the tile size.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 
 from slipstream.device.parallel import execute_in_parallel
-from slipstream.ops.moe.reference import CLAMP_ALPHA, CLAMP_LIMIT, ExpertBiases, Gate, Routing, Shared
+from slipstream.ops.moe.reference import ExpertBiases, ExpertMatrices, Gate, Routing, Shared, count_experts
 from slipstream.ops.moe.triton.combine import combine
+from slipstream.ops.moe.triton.pairs import GATES, pairs_of, store_pairs
+from slipstream.ops.moe.triton.quantized_gemm import multiply_quantized
 from slipstream.ops.moe.triton.sort import ExpertTiles, sort_by_expert
+from slipstream.ops.moe.triton.tiles import BATCH_INVARIANT, GroupedTile, grouped_tile, quantized_tile
 from slipstream.ops.pdl import dependent, release_next, wait_for_previous
+from slipstream.ops.quantized.matrix import QuantizedExperts
 
-
-class GroupedTile(NamedTuple):
-    pairs: int
-    outputs: int
-    inputs: int
-    warps: int
-    stages: int
-
-
-BATCH_INVARIANT = GroupedTile(64, 64, 64, 4, 4)
 MAX_PARALLEL_TOKENS = 256  # up to which the shared expert runs on a stream of its own
-_GATES: tuple[Gate, ...] = ("silu", "gelu_tanh", "clamped_swiglu", "relu2")  # the kernel uses the index
-ALPHA, LIMIT = tl.constexpr(CLAMP_ALPHA), tl.constexpr(CLAMP_LIMIT)
 
 
 def expert_mlp(
     x: torch.Tensor,
     routing: Routing,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
+    gate_up: ExpertMatrices,
+    down: ExpertMatrices,
     batch_invariant: bool = False,
     biases: ExpertBiases | None = None,
     gate: Gate = "silu",
@@ -52,67 +42,64 @@ def expert_mlp(
         return _weighted_pairs(x, routing, gate_up, down, batch_invariant, biases, gate)
 
     if shared is None:
-        return combine(run_routed(), routing, len(gate_up), None)
+        return combine(run_routed(), routing, count_experts(gate_up), None)
     if len(x) <= MAX_PARALLEL_TOKENS:
         made, beside = execute_in_parallel(run_routed, shared)
     else:
         made, beside = run_routed(), shared()
-    return combine(made, routing, len(gate_up), beside)
+    return combine(made, routing, count_experts(gate_up), beside)
 
 
 def _weighted_pairs(
     x: torch.Tensor,
     routing: Routing,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
+    gate_up: ExpertMatrices,
+    down: ExpertMatrices,
     batch_invariant: bool,
     biases: ExpertBiases | None,
     gate: Gate,
 ) -> torch.Tensor:
     """[tokens * top_k, hidden]: outputs of the experts times their weights. Pairs of no expert have no values."""
     num_tokens, top_k = routing.ids.shape
-    each = num_tokens * top_k / len(gate_up)  # mean pairs per expert
-    inward, outward = (
-        BATCH_INVARIANT if batch_invariant else grouped_tile(each, is_inward, x.element_size())
-        for is_inward in (True, False)
-    )
+    num_experts = count_experts(gate_up)
+    each = num_tokens * top_k / num_experts  # mean pairs per expert
+
+    def choose_tile(weight: ExpertMatrices, is_inward: bool) -> GroupedTile:
+        if batch_invariant:
+            return BATCH_INVARIANT
+        if isinstance(weight, QuantizedExperts):
+            return quantized_tile(each, is_inward)
+        return grouped_tile(each, is_inward, x.element_size())
+
+    inward, outward = choose_tile(gate_up, True), choose_tile(down, False)
+    assert inward.pairs == outward.pairs, "both GEMMs use the same list of tiles"
     # the experts of one token differ, so that each pair is a tile
-    tiles = None if num_tokens == 1 else sort_by_expert(routing.ids, len(gate_up), inward.pairs)
-    hidden = torch.empty(num_tokens * top_k, down.shape[2], dtype=x.dtype, device=x.device)
+    tiles = None if num_tokens == 1 else sort_by_expert(routing.ids, num_experts, inward.pairs)
+    size = down.matrix.num_columns if isinstance(down, QuantizedExperts) else down.shape[2]
+    hidden = torch.empty(num_tokens * top_k, size, dtype=x.dtype, device=x.device)
     gate_up_bias, down_bias = (None, None) if biases is None else biases
-    _multiply(x, gate_up, gate_up_bias, hidden, routing, tiles, inward, gate)
+    _multiply(x, gate_up, gate_up_bias, hidden, routing, tiles, inward, gate, batch_invariant)
     made = torch.empty(num_tokens * top_k, x.shape[1], dtype=x.dtype, device=x.device)
-    _multiply(hidden, down, down_bias, made, routing, tiles, outward)
+    _multiply(hidden, down, down_bias, made, routing, tiles, outward, None, batch_invariant)
     return made
-
-
-def grouped_tile(each: float, inward: bool, itemsize: int = 2) -> GroupedTile:
-    """The tile for a mean number of tokens per expert, measured on the H200 at the sizes of Qwen3-30B-A3B. Tiles of
-    gate and up (`inward`) and of down have the same number of pairs."""
-    if each <= 0.25:
-        return GroupedTile(16, 32, 128, 2, 4) if inward else GroupedTile(16, 64, 256, 4, 3)
-    if each <= 8:
-        return GroupedTile(16, 64, 128, 4, 4)
-    if each <= 32:
-        return GroupedTile(32, 64, 128, 4, 3)
-    if each <= 64:
-        return GroupedTile(64, 64, 64, 4, 4)
-    # gate and up have two accumulators; float32 needs twice the shared memory
-    return GroupedTile(128, 128, 64, 8, 3) if inward or itemsize > 2 else GroupedTile(128, 256, 64, 8, 4)
 
 
 def _multiply(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: ExpertMatrices,
     bias: torch.Tensor | None,
     out: torch.Tensor,
     routing: Routing,
     tiles: ExpertTiles | None,
     tile: GroupedTile,
-    gate: Gate | None = None,
+    gate: Gate | None,
+    batch_invariant: bool,
 ) -> None:
     """With a gate: gate and up (or up), from tokens into sorted rows; else down, from sorted rows to pairs, weighted.
     `tiles` None: one token, whose pairs are not sorted."""
+    if isinstance(weight, QuantizedExperts):
+        multiply_quantized(x, weight, bias, out, routing, tiles, tile, gate, batch_invariant)
+        return
     num_out, num_in = out.shape[1], x.shape[1]
     assert weight.stride(2) == 1 and x.stride(1) == 1, "inputs must be contiguous"
     order, table = (None, routing.ids) if tiles is None else (tiles.order, tiles.table)
@@ -135,7 +122,7 @@ def _multiply(
         TOP_K=routing.ids.shape[1],
         INWARD=gate is not None,
         GATED=gate not in (None, "relu2"),
-        GATE=_GATES.index(gate or "silu"),
+        GATE=GATES.index(gate or "silu"),
         PAIRS=tile.pairs,
         OUTPUTS=tile.outputs,
         INPUTS=tile.inputs,
@@ -179,14 +166,7 @@ def _grouped_kernel(
     expert = tl.load(table + tile)
     if (expert < 0) | (expert >= num_experts):
         return
-    if order is None:
-        index = tile + tl.arange(0, PAIRS)
-        there = index == tile
-        pair = index
-    else:
-        index = tl.load(table + num_tiles + tile) + tl.arange(0, PAIRS)
-        there = index < tl.load(table + 2 * num_tiles + tile)
-        pair = tl.load(order + index, mask=there, other=0)
+    index, there, pair = pairs_of(tile, order, table, num_tiles, PAIRS)
     source = pair // TOP_K if INWARD else index
     output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     inside = output < num_out
@@ -211,32 +191,4 @@ def _grouped_kernel(
             else:
                 right = tl.load(below + first, mask=(first + k < num_in)[:, None], other=0.0)
             ups = tl.dot(left, right, ups, input_precision="ieee")
-    if bias is not None:
-        biases = bias + expert.to(tl.int64) * (2 * num_out if GATED else num_out) + output
-        total += tl.load(biases, mask=inside, other=0.0).to(tl.float32)[None, :]
-        if GATED:
-            ups += tl.load(biases + num_out, mask=inside, other=0.0).to(tl.float32)[None, :]
-    if GATED:
-        # rounded as the output of a separate GEMM would be
-        gate = total.to(out.dtype.element_ty).to(tl.float32)
-        up = ups.to(out.dtype.element_ty).to(tl.float32)
-        if GATE == 2:
-            gate = tl.minimum(gate, LIMIT)
-            up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT) + 1.0
-            gate = gate * tl.sigmoid(gate * ALPHA)
-        elif GATE == 1:
-            # 0.5 * (1 + tanh(y)) is sigmoid(2 y)
-            gate = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
-        else:
-            gate = gate * tl.sigmoid(gate)
-        total = gate.to(out.dtype.element_ty).to(tl.float32) * up
-        target = index
-    elif INWARD:
-        total = tl.maximum(total.to(out.dtype.element_ty).to(tl.float32), 0.0)
-        total *= total
-        target = index
-    else:
-        total *= tl.load(pair_weights + pair, mask=there, other=0.0)[:, None]
-        target = pair
-    where = out + target.to(tl.int64)[:, None] * num_out + output[None, :]
-    tl.store(where, total.to(out.dtype.element_ty), mask=there[:, None] & inside[None, :])
+    store_pairs(total, ups, bias, out, pair_weights, expert, index, there, pair, output, num_out, INWARD, GATED, GATE)

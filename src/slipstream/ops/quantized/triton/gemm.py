@@ -1,9 +1,9 @@
 """GEMM with quantised weights on tensor cores, for any number of rows.
 
 A program computes outputs x rows, with the weights as the left operand. FP8 weights and FP8 inputs go from shared
-memory to the tensor cores as they are. Other numbers are expanded to the dtype of x in registers, as exact integers; a
-group's scale multiplies its sums. With few rows the weight is split along the inputs, so that enough programs read it.
-The shape alone fixes the order of every sum.
+memory to the tensor cores as they are. Other numbers are expanded to the dtype of x in registers (`expand.py`). With
+few rows the weight is split along the inputs, so that enough programs read it. The shape alone fixes the order of every
+sum.
 """
 
 from __future__ import annotations
@@ -17,14 +17,24 @@ import triton.language as tl
 from slipstream.ops.linear.triton.epilogue import GATES, counters, store_epilogue, weight_rows
 from slipstream.ops.pdl import dependent, release_next, wait_for_previous
 from slipstream.ops.quantized.matrix import QuantizedMatrix
+from slipstream.ops.quantized.triton.expand import (
+    ROW_SUMS,
+    add_step,
+    constants_of,
+    first_columns,
+    load_inputs,
+    load_numbers,
+    step_of,
+)
 
+_ROW_SUMS = tl.constexpr(ROW_SUMS)
 PROGRAMS = 264  # two for each multiprocessor of an H200
 
 
 class GemmTile(NamedTuple):
     outputs: int
     rows: int
-    bytes: int  # of a weight row per step; 4-bit weights: a segment
+    bytes: int  # of a weight row per step; weights of 4 bits: `step_of`
     splits: int  # split-k
     warps: int
     stages: int
@@ -50,7 +60,7 @@ def quantized_gemm(
     if not rows:
         return out
     tile = tile or gemm_tile(rows, len(weight.values), num_bytes, is_4_bit=weight.is_4_bit, is_fp8=x_scale is not None)
-    step = weight.half or tile.bytes
+    step = step_of(weight, tile.bytes, x_scale is not None)
     steps = triton.cdiv(num_bytes, step)
     split_steps = triton.cdiv(steps, tile.splits)
     splits = triton.cdiv(steps, split_steps)
@@ -66,6 +76,8 @@ def quantized_gemm(
         weight.values,
         weight.scale,
         weight.zeros,
+        weight.minima,
+        weight.codebook,
         bias,
         out,
         partials,
@@ -75,17 +87,11 @@ def quantized_gemm(
         x.stride(0),
         steps,
         split_steps,
-        BYTES=num_bytes,
-        GROUP=weight.group,
-        GROUPS=weight.scale.shape[1],
-        HALF=weight.half,
-        ZERO=weight.zero,
         GATE=GATES[gate],
         SPLITS=splits,
         ROWS=tile.rows,
         OUTPUTS=tile.outputs,
-        STEP=step,
-        EVEN=num_bytes % step == 0,
+        **constants_of(weight, step),
         num_warps=tile.warps,
         num_stages=tile.stages,
         **dependent(x.device, rows),
@@ -111,6 +117,8 @@ def _gemm_kernel(
     values,
     scale,
     zeros,
+    minima,
+    codebook,
     bias,
     out,
     partials,
@@ -120,16 +128,18 @@ def _gemm_kernel(
     x_stride,
     steps,
     split_steps,
+    GATE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
     BYTES: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
     HALF: tl.constexpr,
     ZERO: tl.constexpr,
-    GATE: tl.constexpr,
-    SPLITS: tl.constexpr,
-    ROWS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
     STEP: tl.constexpr,
+    RUN: tl.constexpr,
+    SCALING: tl.constexpr,
     EVEN: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -140,9 +150,8 @@ def _gemm_kernel(
     there = (row < num_rows)[None, :]
     source, inside = weight_rows(block, num_out, GATE, OUTPUTS)
     source = tl.where(inside, source, 0).to(tl.int64)[:, None]
-    k = tl.arange(0, STEP)
-    weights = values + source * BYTES + k[None, :]
-    inputs = x + row.to(tl.int64)[None, :] * x_stride + k[:, None]
+    weights = values + source * BYTES + tl.arange(0, STEP)[None, :]
+    inputs = x + row.to(tl.int64)[None, :] * x_stride + first_columns(STEP, HALF)[:, None]
     table = source * GROUPS
     begin = split * split_steps
     end = tl.minimum(begin + split_steps, steps)
@@ -150,25 +159,25 @@ def _gemm_kernel(
     wait_for_previous(DEPENDENT)
     for step in range(begin, end):
         first = step * STEP
-        if EVEN:
-            q = tl.load(weights + first)
-        else:
-            q = tl.load(weights + first, mask=(first + k)[None, :] < BYTES, other=0.0)
+        q = load_numbers(weights, first, STEP, BYTES, EVEN)
         if HALF:
             column = 2 * first
-            low = tl.load(inputs + column, mask=there, other=0.0)
-            high = tl.load(inputs + column + HALF, mask=there, other=0.0)
-            group, left = table + column // GROUP, GROUPS - column // GROUP
-            total = _add(total, q & 15, low, scale, zeros, group, left, True, ZERO, GROUP, GROUPS, STEP)
-            group, left = table + (column + HALF) // GROUP, GROUPS - (column + HALF) // GROUP
-            total = _add(total, q >> 4, high, scale, zeros, group, left, True, ZERO, GROUP, GROUPS, STEP)
+            low = load_inputs(inputs, first, column, there, STEP, BYTES, EVEN)
+            high = load_inputs(inputs, first, column + HALF, there, STEP, BYTES, EVEN)
+            total = add_step(
+                total, q & 15, low, table, column, scale, zeros, minima, codebook,
+                True, ZERO, GROUP, GROUPS, HALF, RUN, STEP, SCALING,
+            )  # fmt: skip
+            total = add_step(
+                total, q >> 4, high, table, column + HALF, scale, zeros, minima, codebook,
+                True, ZERO, GROUP, GROUPS, HALF, RUN, STEP, SCALING,
+            )  # fmt: skip
         else:
-            if EVEN:
-                part = tl.load(inputs + first, mask=there, other=0.0)
-            else:
-                part = tl.load(inputs + first, mask=there & ((first + k)[:, None] < BYTES), other=0.0)
-            group, left = table + first // GROUP, GROUPS - first // GROUP
-            total = _add(total, q, part, scale, zeros, group, left, False, ZERO, GROUP, GROUPS, STEP)
+            part = load_inputs(inputs, first, first, there, STEP, BYTES, EVEN)
+            total = add_step(
+                total, q, part, table, first, scale, zeros, minima, codebook,
+                False, ZERO, GROUP, GROUPS, HALF, RUN, STEP, SCALING,
+            )  # fmt: skip
     is_last = True
     if SPLITS > 1:
         tile = tl.arange(0, OUTPUTS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
@@ -185,67 +194,10 @@ def _gemm_kernel(
                 total += tl.load(start + tile, cache_modifier=".cg")
             tl.store(arrived + block, 0)
     if is_last:
-        if GROUPS == 1:
+        if SCALING == _ROW_SUMS:
             own, valid = weight_rows(block, num_out, GATE, OUTPUTS)
-            total *= tl.load(scale + own, mask=valid, other=0.0)[:, None]
+            total *= tl.load(scale + own, mask=valid, other=0.0).to(tl.float32)[:, None]
         if x_scale is not None:
             total *= tl.load(x_scale + row, mask=row < num_rows, other=0.0)[None, :]
         wide = row.to(tl.int64)
         store_epilogue(tl.trans(total), wide, row < num_rows, bias, out, block, num_out, GATE, ROWS, OUTPUTS)
-
-
-@triton.jit
-def _add(
-    total,
-    q,
-    x,
-    scale,
-    zeros,
-    group,
-    left,
-    IS_4_BIT: tl.constexpr,
-    ZERO: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUPS: tl.constexpr,
-    STEP: tl.constexpr,
-):
-    """The sums after STEP columns of numbers q [outputs, STEP] and inputs x [STEP, rows]. `group`: the entry of the
-    first column in the tables of scales and zeros, [outputs, 1]; `left`: entries of the row from there on."""
-    if GROUPS > 1 and GROUP < STEP:
-        w = (q.to(tl.float32) - _spread(zeros, ZERO, group, left, GROUP, STEP)) * _spread(
-            scale, 1, group, left, GROUP, STEP
-        )
-        return tl.dot(w.to(x.dtype), x, total, input_precision="ieee")
-    else:
-        if q.dtype == x.dtype:
-            w = q
-        elif IS_4_BIT and x.dtype == tl.bfloat16:
-            # 4 bits below those of 128: the bfloat16 128 + q, exact
-            w = (q.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True)
-            if zeros is not None:
-                w = w - (tl.load(zeros + group) + 128.0).to(tl.bfloat16)
-            else:
-                w = w - (ZERO + 128.0)
-        else:
-            w = q.to(x.dtype)
-            if zeros is not None:
-                w = w - tl.load(zeros + group).to(x.dtype)
-            elif ZERO:
-                w = w - ZERO
-        if GROUPS == 1:
-            return tl.dot(w.to(x.dtype), x, total, input_precision="ieee")
-        else:
-            return total + tl.dot(w.to(x.dtype), x, input_precision="ieee") * tl.load(scale + group)
-
-
-@triton.jit
-def _spread(table, DEFAULT: tl.constexpr, group, left, GROUP: tl.constexpr, STEP: tl.constexpr):
-    """Scales or zeros of STEP columns, [outputs, STEP], or the default."""
-    if table is None:
-        return DEFAULT
-    else:
-        NUM: tl.constexpr = STEP // GROUP
-        entry = tl.arange(0, NUM)[None, :]
-        # the last step of a row may reach past its groups, and past the table
-        found = tl.load(table + group + entry, mask=entry < left, other=0.0)
-        return tl.reshape(tl.broadcast_to(found[:, :, None], (found.shape[0], NUM, GROUP)), (found.shape[0], STEP))

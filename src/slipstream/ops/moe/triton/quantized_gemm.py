@@ -1,0 +1,185 @@
+"""Grouped GEMMs of quantised experts on CUDA, over the tiles of `sort.py`.
+
+A tile streams the quantised weights of its expert only; they are expanded in registers, or multiplied as FP8 with FP8
+inputs. The weights are the left operand, as in `ops/quantized/triton/gemm.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from slipstream.ops.moe.reference import Gate, Routing
+from slipstream.ops.moe.triton.pairs import GATES, pairs_of, store_pairs
+from slipstream.ops.moe.triton.sort import ExpertTiles
+from slipstream.ops.moe.triton.tiles import GroupedTile
+from slipstream.ops.pdl import dependent, release_next, wait_for_previous
+from slipstream.ops.quantized.matrix import QuantizedExperts
+from slipstream.ops.quantized.triton.expand import (
+    ROW_SUMS,
+    add_step,
+    constants_of,
+    first_columns,
+    load_inputs,
+    load_numbers,
+    step_of,
+)
+from slipstream.ops.quantized.triton.quantize import quantize_rows
+
+_ROW_SUMS = tl.constexpr(ROW_SUMS)
+
+
+def multiply_quantized(
+    x: torch.Tensor,
+    experts: QuantizedExperts,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    routing: Routing,
+    tiles: ExpertTiles | None,
+    tile: GroupedTile,
+    gate: Gate | None,
+    batch_invariant: bool,
+) -> None:
+    """As `multiply` of `gemm.py`."""
+    weight, x_scale = experts.matrix, None
+    if experts.quantizes_inputs and weight.takes_fp8_inputs and not batch_invariant:
+        x, x_scale = quantize_rows(x, experts.input_scale)
+    num_out = out.shape[1]
+    assert x.stride(1) == 1 and x.shape[1] == weight.num_columns, "inputs do not fit the weights"
+    order, table = (None, routing.ids) if tiles is None else (tiles.order, tiles.table)
+    num_tiles = table.shape[1]
+    step = step_of(weight, tile.inputs, x_scale is not None)
+    _quantized_grouped_kernel[(num_tiles, triton.cdiv(num_out, tile.outputs))](
+        x,
+        x_scale,
+        weight.values,
+        weight.scale,
+        weight.zeros,
+        weight.minima,
+        weight.codebook,
+        bias,
+        out,
+        order,
+        table,
+        None if gate else routing.weights,
+        num_out,
+        num_tiles,
+        experts.num_experts,
+        x.stride(0),
+        TOP_K=routing.ids.shape[1],
+        INWARD=gate is not None,
+        GATED=gate not in (None, "relu2"),
+        GATE=GATES.index(gate or "silu"),
+        PAIRS=tile.pairs,
+        OUTPUTS=tile.outputs,
+        **constants_of(weight, step),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        **dependent(x.device, len(routing.ids)),
+    )
+
+
+# grid: (tiles, blocks of outputs)
+@triton.jit
+def _quantized_grouped_kernel(
+    x,
+    x_scale,
+    values,
+    scale,
+    zeros,
+    minima,
+    codebook,
+    bias,
+    out,
+    order,
+    table,
+    pair_weights,
+    num_out,
+    num_tiles,
+    num_experts,
+    x_stride,
+    TOP_K: tl.constexpr,
+    INWARD: tl.constexpr,
+    GATED: tl.constexpr,
+    GATE: tl.constexpr,
+    PAIRS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    BYTES: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    HALF: tl.constexpr,
+    ZERO: tl.constexpr,
+    STEP: tl.constexpr,
+    RUN: tl.constexpr,
+    SCALING: tl.constexpr,
+    EVEN: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    release_next(DEPENDENT)
+    tile = tl.program_id(0)
+    wait_for_previous(DEPENDENT)
+    expert = tl.load(table + tile)
+    if (expert < 0) | (expert >= num_experts):
+        return
+    index, there, pair = pairs_of(tile, order, table, num_tiles, PAIRS)
+    source = tl.where(there, pair // TOP_K if INWARD else index, 0)
+    output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    rows_per_expert = 2 * num_out if GATED else num_out
+    own = expert.to(tl.int64) * rows_per_expert + tl.where(output < num_out, output, 0)
+    below = num_out.to(tl.int64)  # from a gate row to its up row
+    weights = values + own[:, None] * BYTES + tl.arange(0, STEP)[None, :]
+    entry = own[:, None] * GROUPS
+    inputs = x + source.to(tl.int64)[None, :] * x_stride + first_columns(STEP, HALF)[:, None]
+    mask = there[None, :]
+    total = tl.zeros((OUTPUTS, PAIRS), tl.float32)
+    ups = tl.zeros((OUTPUTS, PAIRS), tl.float32)
+    for first in range(0, BYTES, STEP):
+        q = load_numbers(weights, first, STEP, BYTES, EVEN)
+        if HALF:
+            column = 2 * first
+            low = load_inputs(inputs, first, column, mask, STEP, BYTES, EVEN)
+            high = load_inputs(inputs, first, column + HALF, mask, STEP, BYTES, EVEN)
+            total = add_step(
+                total, q & 15, low, entry, column, scale, zeros, minima, codebook,
+                True, ZERO, GROUP, GROUPS, HALF, RUN, STEP, SCALING,
+            )  # fmt: skip
+            total = add_step(
+                total, q >> 4, high, entry, column + HALF, scale, zeros, minima, codebook,
+                True, ZERO, GROUP, GROUPS, HALF, RUN, STEP, SCALING,
+            )  # fmt: skip
+            if GATED:
+                q = load_numbers(weights + below * BYTES, first, STEP, BYTES, EVEN)
+                up_entry = entry + below * GROUPS
+                ups = add_step(
+                    ups, q & 15, low, up_entry, column, scale, zeros, minima, codebook,
+                    True, ZERO, GROUP, GROUPS, HALF, RUN, STEP, SCALING,
+                )  # fmt: skip
+                ups = add_step(
+                    ups, q >> 4, high, up_entry, column + HALF, scale, zeros, minima, codebook,
+                    True, ZERO, GROUP, GROUPS, HALF, RUN, STEP, SCALING,
+                )  # fmt: skip
+        else:
+            part = load_inputs(inputs, first, first, mask, STEP, BYTES, EVEN)
+            total = add_step(
+                total, q, part, entry, first, scale, zeros, minima, codebook,
+                False, ZERO, GROUP, GROUPS, HALF, RUN, STEP, SCALING,
+            )  # fmt: skip
+            if GATED:
+                q = load_numbers(weights + below * BYTES, first, STEP, BYTES, EVEN)
+                ups = add_step(
+                    ups, q, part, entry + below * GROUPS, first, scale, zeros, minima, codebook,
+                    False, ZERO, GROUP, GROUPS, HALF, RUN, STEP, SCALING,
+                )  # fmt: skip
+    if SCALING == _ROW_SUMS:
+        total *= tl.load(scale + own).to(tl.float32)[:, None]
+        if GATED:
+            ups *= tl.load(scale + own + below).to(tl.float32)[:, None]
+    if x_scale is not None:
+        factors = tl.load(x_scale + source)[None, :]
+        total *= factors
+        ups *= factors
+    store_pairs(
+        tl.trans(total), tl.trans(ups), bias, out, pair_weights, expert, index, there, pair, output, num_out,
+        INWARD, GATED, GATE,
+    )  # fmt: skip

@@ -33,6 +33,17 @@ class DelayedDevice(Device):
         self.depth = depth
         self.compute = LateStream("late-compute", seed, longest, self._enter_thread)
         self.copy = LateStream("late-copy", seed + 1, longest)
+        self._seed, self._longest = seed, longest
+        self._opened: list[LateStream] = []
+
+    def open_stream(self) -> LateStream:
+        self._opened.append(LateStream("late-opened", self._seed + 2, self._longest))
+        return self._opened[-1]
+
+    def close(self) -> None:
+        super().close()
+        for stream in self._opened:
+            stream.close()
 
     def before_reuse(self, buffer: Bytes) -> None:
         buffer[:] = POISON

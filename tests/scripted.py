@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 
 from hand_cache import make_spec
@@ -100,6 +101,9 @@ class ScriptedExecutor:
         self.num_switched = 0  # requests that came back with the long rope factors
         self.rows: dict[int, _Row] = {}
         self.slots: list[dict[tuple[int, int], tuple[int, int, bool]]] = [{} for _ in range(num_groups)]
+        # by group and slot of the second tier: what the slots of a page held, by offset
+        self.stored: dict[tuple[int, int], dict[int, tuple[int, int, bool]]] = {}
+        self.num_loaded = 0  # pages
         self.num_admissions = 0
         self.num_computed = 0
         self.num_given_back = 0  # pages, by running requests
@@ -171,11 +175,31 @@ class ScriptedExecutor:
                 else:
                     assert int(place) == len(table), "a page was put where one is, or left a gap"
                 table[int(place)] = int(page)
+        self._copy_tier(plan)
         for group, source, target in plan.copies.tolist():
             for offset in range(self.page_size):
                 content = self.slots[group].get((source, offset))
                 if content is not None:
                     self.slots[group][target, offset] = content
+
+    def _copy_tier(self, plan: StepPlan) -> None:
+        if plan.tier is None:
+            return
+        used = plan.tier.stores[:, ::2].tolist() + plan.tier.loads[:, :2].tolist()
+        stored = {tuple(each) for each in plan.tier.stores[:, ::2].tolist()}
+        assert len(stored) == len(plan.tier.stores), "two pages are stored to one slot"
+        assert all(tuple(each) not in stored for each in used[len(plan.tier.stores) :]), "a slot is loaded and stored"
+        targets = {tuple(each) for each in plan.tier.loads[:, ::2].tolist()}
+        assert len(targets) == len(plan.tier.loads), "a page is loaded twice"
+        for group, page, slot in plan.tier.stores.tolist():
+            content = {offset: self.slots[group].get((page, offset)) for offset in range(self.page_size)}
+            assert None not in content.values(), f"page {page} is stored and not full"
+            self.stored[group, slot] = content
+        for group, slot, page in plan.tier.loads.tolist():
+            assert (group, slot) in self.stored, f"slot {slot} is loaded and was never stored"
+            self.num_loaded += 1
+            for offset, one in self.stored[group, slot].items():
+                self.slots[group][page, offset] = one
 
     def _restore(self, plan: StepPlan) -> None:
         """Before the forward: rows that start from a checkpoint get its state."""
@@ -438,6 +462,7 @@ def make_config(
     num_checkpoints: int | None = None,  # of a model with recurrent states; None: it has none
     border: int = 0,
     spacing: int = 1 << 20,
+    tier: float = 0.0,  # size of the second tier, as a multiple of the device's cache
 ) -> CacheConfig:
     groups = tuple(
         CacheGroup(make_spec(1, 8 * (g + 1), page_size, window=w), (g,))
@@ -448,7 +473,8 @@ def make_config(
     if num_checkpoints is not None:
         spec = StateSpec((StateField("state", (8,), "float32"),))
         states = StateConfig((spec,), num_checkpoints, border or page_size, spacing)
-    return CacheConfig(page_size, num_pages, prefix_caching, groups, pages, step_tokens, states)
+    config = CacheConfig(page_size, num_pages, prefix_caching, groups, pages, step_tokens, states)
+    return msgspec.structs.replace(config, tier_bytes=int(tier * config.num_bytes))
 
 
 class Bench:
@@ -477,6 +503,7 @@ class Bench:
         border: int = 0,
         spacing: int = 1 << 20,
         adapters: Adapters[Request] | None = None,
+        tier: float = 0.0,
     ) -> None:
         self.depth = depth
         windows = windows or (0,) * num_groups
@@ -492,6 +519,7 @@ class Bench:
             num_checkpoints,
             border,
             spacing,
+            tier,
         )
         self.cache = CacheManager(config, num_drafts)
         self.scheduler = Scheduler(

@@ -86,7 +86,8 @@ AMBIGUOUS = {
     "reports": "results, outputs, logprobs, or stats",
 }
 HAVE_SLOTS = (
-    "ops/ nn/ runner/ config/ scheduler/adapter.py scheduler/adapters.py scheduler/encoder_scheduler.py step.py"
+    "ops/ nn/ runner/ config/ scheduler/adapter.py scheduler/adapters.py scheduler/encoder_scheduler.py step.py "
+    "scheduler/cache/tier.py engine/plan_checker.py"
 )
 HAVE_TEXT_LINES = (
     "config/vocabulary.py device/device.py device/sync_check/ log.py metrics/ nn/models/transformers_probe.py "

@@ -122,6 +122,14 @@ class StatePlan:
 
 
 @dataclass(frozen=True, slots=True)
+class TierPlan:
+    """Copies between pages and slots of the second cache tier. All stores come before all loads."""
+
+    stores: Ints  # [n, 3] (group, page, slot): the content that the page has before this step
+    loads: Ints  # [m, 3] (group, slot, page): copied before the forward reads or writes the page
+
+
+@dataclass(frozen=True, slots=True)
 class AdapterPlan:
     """The LoRA adapters of a step. A slot holds one adapter on the device; a host buffer holds one in host memory."""
 
@@ -160,8 +168,8 @@ class StepSizes:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """The work of one step, in this order: releases, admissions, page updates, page copies, restores of states, the
-    forward, the heads."""
+    """The work of one step, in this order: releases, admissions, page updates, copies to and from the second tier, page
+    copies, restores of states, the forward, the heads."""
 
     step: int
     released: Ints  # rows that are free again
@@ -196,6 +204,7 @@ class StepPlan:
     returns_drafts: bool = False  # the result has the proposed drafts: the host makes masks along them
     adapters: AdapterPlan | None = None  # None: no row has an adapter, and none is loaded
     embeds: EmbedPlan | None = None  # None: all embeddings come from the model's table
+    tier: TierPlan | None = None  # None: no page is copied to or from the second tier
     joint_sizes: StepSizes | None = None  # of all engines that share experts; None: the engine computes alone
 
     @property

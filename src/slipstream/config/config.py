@@ -108,6 +108,7 @@ class CacheConfig(msgspec.Struct, frozen=True):
     # A prefix hit ends a page earlier than what is cached: a drafter's last entry of a page depends on the token after
     # it, which the page's hash does not cover, and on a hidden state that only computing the position gives.
     drops_last_page: bool = False
+    tier_bytes: int = 0  # of host memory for pages that the device has no room for; 0: none
 
     @property
     def num_bytes(self) -> int:

@@ -17,6 +17,7 @@ from slipstream.config.adapter_config import AdapterConfig
 from slipstream.config.config import MAX_STEP_LOGPROBS, EngineConfig
 from slipstream.config.model_info import ModelInfo
 from slipstream.config.pooling_info import PoolingInfo, reductions_of
+from slipstream.config.tier_size import NUM_REGIONS, region_bytes
 from slipstream.params import MAX_PACKED_LOGPROBS
 
 SCORED_AT_ONCE = 64
@@ -51,6 +52,8 @@ class MemoryEstimate(msgspec.Struct, frozen=True, kw_only=True):
     adapters: int  # slots of LoRA adapters
     adapters_host: int  # LoRA adapters in host memory
     cache: int  # pages
+    tier: int  # buffers for pages on their way to and from the second tier
+    tier_host: int  # pages of the second tier, and their numbers
     states: int  # recurrent states of all rows and of the padding row
     checkpoints: int  # recurrent states kept for prefix caching
     tables: int  # page tables, lengths and sampling parameters of all rows; outputs of captured steps for their heads
@@ -77,7 +80,7 @@ class MemoryEstimate(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def of_device(self) -> int:
         rings = self.staging + self.masks + self.results + self.result_growth
-        kept = self.cache + self.states + self.checkpoints
+        kept = self.cache + self.tier + self.states + self.checkpoints
         return (
             self.weights + self.adapters + kept + self.tables + self.features + rings + self.activations + self.graphs
         )
@@ -92,6 +95,7 @@ class MemoryEstimate(msgspec.Struct, frozen=True, kw_only=True):
         return (
             self.of_device
             + self.adapters_host
+            + self.tier_host
             + self.staging_host
             + self.masks_host
             + self.results_host
@@ -149,6 +153,8 @@ def estimate_memory(config: EngineConfig, weights: int) -> MemoryEstimate:
         adapters=0 if adapters is None else adapters.max_loras * adapters.num_elements * size,
         adapters_host=0 if adapters is None else adapters.max_cpu_loras * adapters.num_elements * size,
         cache=cache.num_bytes,
+        tier=NUM_REGIONS * region_bytes(cache.groups) if cache.tier_bytes else 0,
+        tier_host=cache.tier_bytes,
         states=0 if cache.states is None else rows * cache.states.num_bytes,
         checkpoints=0 if cache.states is None else cache.states.num_checkpoints * cache.states.checkpoint_bytes,
         tables=tables + (sum(graph_output_bytes(config)) if captures else 0),

@@ -108,6 +108,12 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         Literal["auto", "fp8", "fp8_e4m3"],
         _doc("dtype of the KV cache; auto: the model's; fp8: half of bfloat16, with a scale per position and head"),
     ] = "auto"
+    kv_offloading_size: Annotated[
+        float | None,
+        _doc(
+            "GiB of host memory for KV cache pages that the device has no room for: a second tier of the prefix cache"
+        ),
+    ] = None
     gpu_memory_utilization: Annotated[
         float | None, _doc("fraction of the device's memory for the engine, if kv_cache_memory is not given")
     ] = None

@@ -152,6 +152,7 @@ def resolve(
                 step_tokens=step_tokens(length),
                 states=state_size.config(num_checkpoints),
                 drops_last_page=draft is not None and draft.needs_next_token,
+                tier_bytes=_tier_bytes(options),
             ),
             scheduler=SchedulerConfig(
                 max_num_seqs=max_num_seqs,
@@ -268,6 +269,13 @@ def _offload_bytes(options: Options) -> int:
             f"cpu_offload_gb is {options.cpu_offload_gb}; give the GiB of weights to keep in host memory"
         )
     return int(options.cpu_offload_gb * 2**30)
+
+
+def _tier_bytes(options: Options) -> int:
+    size = options.kv_offloading_size or 0
+    if not 0 <= size < 2**20:
+        raise InvalidOption(f"kv_offloading_size is {size}; give the GiB of host memory for KV cache pages")
+    return int(size * 2**30)
 
 
 def staged_ints(max_length: int, page_size: int, max_num_seqs: int, num_groups: int, vocab_size: int) -> int:

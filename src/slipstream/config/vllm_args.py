@@ -68,7 +68,6 @@ NO_EFFECT: dict[str, str] = {
     "show_hidden_metrics_for_version": "no metrics are hidden",
     "use_fp64_gumbel": "noise is drawn in float32 from (seed, sample, position), whatever the batch",
     "kv_cache_metrics_sample": "it is for kv_cache_metrics",
-    "kv_offloading_backend": "it is for kv_offloading_size",
     "mamba_cache_philox_rounds": "it is for enable_mamba_cache_stochastic_rounding",
     "hf_token": "downloads use the login of huggingface_hub (hf auth login) or HF_TOKEN",
 }  # fmt: skip
@@ -109,7 +108,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "offload_group_size": ((0,), _OFFLOAD),
     "offload_backend": (("auto",), _OFFLOAD),
     **dict.fromkeys(("cpu_offload_params", "offload_params"), ((set(), []), _OFFLOAD)),
-    "kv_offloading_size": ((0,), "pages that are dropped are computed again"),
+    "kv_offloading_backend": (("native",), "the engine copies the pages of kv_offloading_size itself; use native"),
     "compilation_config": ((0, {}), _COMPILE),
     "optimization_level": ((0, 1, 2, 3, "0", "1", "2", "3", "O0", "O1", "O2", "O3"), _COMPILE),
     **dict.fromkeys(("cudagraph_capture_sizes", "max_cudagraph_capture_size"), ((), _COMPILE)),

@@ -63,6 +63,10 @@ class Device:
         torch.set_num_threads(self.num_threads)
         torch.set_grad_enabled(False)
 
+    def open_stream(self) -> Stream:
+        """A stream for copies that results need not wait for. A CPU copies in its one stream."""
+        return self.copy
+
     def host_buffer(self, num_bytes: int) -> tuple[Bytes, torch.Tensor]:
         """Host memory for copies to and from the device, as a numpy array and as a tensor of the same memory."""
         array = np.zeros(num_bytes, np.uint8)
@@ -157,7 +161,18 @@ class CudaDevice(Device):
         torch.set_grad_enabled(False)
         self.compute: CudaStream = CudaStream(torch.cuda.Stream())
         self.copy: CudaStream = CudaStream(torch.cuda.Stream())
+        self._opened: list[CudaStream] = []
         self._graph_memory = torch.cuda.graph_pool_handle()  # shared: graphs of one stream never run at the same time
+
+    def open_stream(self) -> Stream:
+        stream = CudaStream(torch.cuda.Stream())
+        self._opened.append(stream)
+        return stream
+
+    def close(self) -> None:
+        super().close()
+        for stream in self._opened:
+            stream.close()
 
     def host_buffer(self, num_bytes: int) -> tuple[Bytes, torch.Tensor]:
         tensor = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=self.can_pin)

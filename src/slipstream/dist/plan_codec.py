@@ -59,6 +59,7 @@ _decode_late = msgspec.msgpack.Decoder(_LateFields, dec_hook=_from_bytes).decode
 
 
 def encode_plan(plan: StepPlan) -> bytes:
+    assert plan.tier is None, "the second cache tier belongs to one rank"
     arrays = [getattr(plan, name) for name in _ARRAYS]
     for pages in plan.new_pages:
         arrays += (pages.rows, pages.entries, pages.pages)

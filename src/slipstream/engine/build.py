@@ -42,6 +42,7 @@ from slipstream.engine.offload_options import check_offload
 from slipstream.engine.rank_options import check_one_model, check_rank_config, check_rank_options
 from slipstream.engine.recorder import Recorder
 from slipstream.engine.sleep_options import check_sleep_mode
+from slipstream.engine.tier_options import check_tier
 from slipstream.engine.workers import RankProcesses, Workers
 from slipstream.errors import InvalidOption
 from slipstream.logits_processor import LogitsProcessor
@@ -255,6 +256,7 @@ def settle(options: Options, located: LocatedModel, info: ModelInfo) -> EngineCo
         ),
     )
     config = resolve(options, info, source, groups, dtype, machine, pooling, states, draft, adapters)
+    check_tier(config)
     check_rank_config(config, is_low_bit=stays_low_bit(config.model, machine.kind))
     return config
 

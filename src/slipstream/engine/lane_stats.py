@@ -10,6 +10,7 @@ from slipstream.scheduler.scheduler import Scheduler
 def lane_stats(name: str, core: EngineCore) -> LaneStats:
     scheduler, time = core.scheduler, core.timer.total
     cache = getattr(scheduler, "cache", None)  # encoders have none
+    tier = None if cache is None else cache.tier
     drafts = scheduler.drafts.counts if isinstance(scheduler, Scheduler) else None
     pool = cache.groups[0].pool if cache is not None and cache.groups else None
     return LaneStats(
@@ -23,6 +24,9 @@ def lane_stats(name: str, core: EngineCore) -> LaneStats:
         page_size=0 if cache is None else cache.page_size,
         prefix_queries=0 if cache is None else cache.num_queries,
         prefix_hits=0 if cache is None else cache.num_hits,
+        tier_hits=0 if tier is None else tier.num_hits,
+        tier_bytes_stored=0 if tier is None else tier.bytes_stored,
+        tier_bytes_loaded=0 if tier is None else tier.bytes_loaded,
         busy=time.busy,
         turnaround=time.turnaround,
         host_late=time.host_late,

@@ -51,6 +51,8 @@ class PlanChecker:
         shapes = [(num, cache.page_size) for num in cache.group_pages]
         self._tokens = [np.full(shape, UNKNOWN, np.int64) for shape in shapes]
         self._positions = [np.full(shape, UNKNOWN, np.int64) for shape in shapes]
+        # by group and slot of the second tier: tokens and positions of a page
+        self._stored: dict[tuple[int, int], tuple[Longs, Longs]] = {}
         self._checkpoints: set[int] = set()  # saved by complete rows
         self._queries: set[int] = set()  # stored by steps of the recording
         self.rows: dict[int, _CheckedRow] = {
@@ -129,9 +131,21 @@ class PlanChecker:
                 self._need(0 <= page < num_pages, f"row {row} gets page {page} of {num_pages}")
                 self._need(page != NULL_PAGE or bool(self._windows[group]), f"row {row} loses page {entry}")
                 self.rows[row].tables[group][entry] = page
+        self._copy_tier(plan)
         for group, source, target in plan.copies.tolist():
             self._tokens[group][target] = self._tokens[group][source]
             self._positions[group][target] = self._positions[group][source]
+
+    def _copy_tier(self, plan: StepPlan) -> None:
+        """Copies between pages and slots of the second tier. A slot that was stored before the recording is unknown."""
+        if plan.tier is None:
+            return
+        for group, page, slot in plan.tier.stores.tolist():
+            self._stored[group, slot] = self._tokens[group][page].copy(), self._positions[group][page].copy()
+        for group, slot, page in plan.tier.loads.tolist():
+            stored = self._stored.get((group, slot))
+            self._need(stored is not None or not self._is_from_start, f"slot {slot} is loaded and was never stored")
+            self._tokens[group][page], self._positions[group][page] = stored or (UNKNOWN, UNKNOWN)
 
     def _restore(self, plan: StepPlan) -> None:
         for row, checkpoint in [] if plan.states is None else plan.states.restores.tolist():

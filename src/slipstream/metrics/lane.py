@@ -16,6 +16,9 @@ class LaneStats(msgspec.Struct, frozen=True, array_like=True):
     page_size: int = 0
     prefix_queries: int = 0  # prompt tokens looked up in the cache
     prefix_hits: int = 0  # prompt tokens found in the cache
+    tier_hits: int = 0  # of those, tokens whose pages came from the second tier
+    tier_bytes_stored: int = 0  # copied to the second tier
+    tier_bytes_loaded: int = 0  # copied from it
     # device seconds, by what the device did
     busy: float = 0.0
     turnaround: float = 0.0

@@ -48,6 +48,7 @@ from slipstream.runner.graphs import GraphPool
 from slipstream.runner.head import HeadMaker
 from slipstream.runner.kv_store import KVStore
 from slipstream.runner.lora.store import AdapterStore
+from slipstream.runner.page_tier import PageTier
 from slipstream.runner.pool_head import PoolHead
 from slipstream.runner.pool_warmup import PoolWarmUp
 from slipstream.runner.pooling.chunk_state import ChunkState
@@ -72,6 +73,8 @@ def build_runner(
     group_pages = (1,) * len(config.cache.groups) if measured else config.cache.group_pages
     runner = _assemble(config, device, model, group_pages, draft_model)
     if not warms_up:
+        if runner.tier is not None:
+            runner.tier.take_memory(config.cache)
         fill(progress)
         return runner, config
     warm_up = _warm_up(runner, config)
@@ -90,6 +93,8 @@ def build_runner(
             config = fit_cache(config, _room(config, device))
             runner.store.take_memory(config.cache.group_pages)
             device.wait_until_idle()
+        if runner.tier is not None:
+            runner.tier.take_memory(config.cache)
         if compiler is not None:
             # the last one is most likely attention for chunks, which decode steps do not need; if it is another kernel,
             # the capture that needs it compiles it
@@ -178,7 +183,10 @@ def _assemble(
     result_size = result_bytes(config) + pooled_bytes(config)
     results = ResultRing(num_buffers, result_size, device, max_capacity=result_size + result_growth_bytes(config))
     heads: list[HeadMaker] = []
-    row_states: list[RowState] = [store] if states is None else [store, states]
+    # copies of the second tier come before all other work of a step
+    tier = PageTier(store, cache, num_buffers, device) if cache.tier_bytes else None
+    row_states: list[RowState] = [] if tier is None else [tier]
+    row_states += [store] if states is None else [store, states]
     sampler = draft_runner = None
     input_batch: BatchInputs
     if scheduler.is_encoder:
@@ -254,4 +262,5 @@ def _assemble(
         sampler=sampler,
         drafter=draft_runner,
         adapters=adapters,
+        tier=tier,
     )

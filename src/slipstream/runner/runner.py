@@ -24,6 +24,7 @@ from slipstream.runner.graphs import GraphPool
 from slipstream.runner.head import Head, HeadMaker
 from slipstream.runner.kv_store import KVStore
 from slipstream.runner.lora.store import AdapterStore
+from slipstream.runner.page_tier import PageTier
 from slipstream.runner.pool_head import PoolHead
 from slipstream.runner.pooling.results import MixedHandle
 from slipstream.runner.results import NO_RESULTS, ResultRing, StepHandle
@@ -51,9 +52,11 @@ class ModelRunner:
         sampler: Sampler | None = None,
         drafter: ModelDrafter | HeadDrafter | BlockDrafter | None = None,
         adapters: AdapterStore | None = None,
+        tier: PageTier | None = None,
     ) -> None:
         """`states`: only for a model with recurrent states; `sampler`: of a model that generates; `drafter`: one that
-        computes the tokens of prompts too; `adapters`: if requests may have LoRA adapters."""
+        computes the tokens of prompts too; `adapters`: if requests may have LoRA adapters; `tier`: one of the row
+        states, if pages have a second tier."""
         self.model = model
         self.device = device
         self.attention = attention
@@ -68,6 +71,7 @@ class ModelRunner:
         self.sampler = sampler
         self.drafter = drafter
         self.adapters = adapters
+        self.tier = tier
         self.hot_path = HotPath(cpu=device.kind == "cpu")
         self._launched: tuple[_Step, list[Head]] | None = None
 

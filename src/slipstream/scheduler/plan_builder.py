@@ -11,6 +11,7 @@ from slipstream.pooling_params import PoolingParams
 from slipstream.request import Request
 from slipstream.scheduler.adapters import Adapters
 from slipstream.scheduler.cache.kind import Run
+from slipstream.scheduler.cache.manager import CacheManager
 from slipstream.scheduler.cache.states import Restore, Save
 from slipstream.step import (
     NO_INTS,
@@ -158,13 +159,15 @@ class PlanBuilder:
         released: list[int],
         num_logprobs: int | None,
         arrays: DecodeArrays,
+        cache: CacheManager,
         pooling: PoolPlan | None = None,
-        copies: tuple[list[Restore], list[Save]] | None = None,
         num_proposed: int = 0,
         adapters: Adapters[Request] | None = None,
     ) -> StepPlan:
         """The plan. Rows must be in order, `arrays` those of the previous plan, `pooling` what `pool_plan` returned;
-        `copies`: restored and saved states; `num_proposed`: drafts to propose for the next plan."""
+        `cache`: has the copies of states and of pages of the second tier; `num_proposed`: drafts to propose for the
+        next plan."""
+        copies = cache.take_copies()
         chunks, num_decodes = self.chunks, len(self.decodes)
         total = num_decodes + len(chunks)
         arrays.advance(self.decodes)
@@ -212,6 +215,7 @@ class PlanBuilder:
             returns_drafts=self.returns_drafts and num_proposed > 0,
             adapters=None if adapters is None else adapters.plan(rows),
             embeds=embed_plan(chunks, num_decodes) if chunks else None,
+            tier=cache.take_tier_plan(),
         )
 
     def pool_plan(

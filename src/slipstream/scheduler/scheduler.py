@@ -188,9 +188,9 @@ class Scheduler:
             num_logprobs = max(asked, default=None)
         pooled = builder.pooled()
         pooling = self._pool_plan(builder, pooled)
-        released, copies = self._row_allocator.take_released(), self.cache.take_copies()
+        released = self._row_allocator.take_released()
         plan = builder.build(
-            released, num_logprobs, self._arrays, pooling, copies, self.drafts.num_proposed, self.adapters
+            released, num_logprobs, self._arrays, self.cache, pooling, self.drafts.num_proposed, self.adapters
         )
         self._in_flight.launch(
             self._next_step,

@@ -19,6 +19,9 @@ from slipstream.scheduler.cache.pages import PagePool
 HashAt = Callable[[int], bytes]
 """The hash of a request's n-th full page, computed on first use."""
 
+Find = Callable[[bytes], int | None]
+"""Looks up the page with a hash."""
+
 Run = tuple[int, int, list[int]]
 """A change of consecutive entries of a request's page table: the group, the first entry, the pages."""
 
@@ -36,10 +39,11 @@ class CacheKind(Protocol):
     def first_needed(self, length: int) -> int:
         """The first entry whose page is read by position `length` or a later one."""
 
-    def match(self, hash_at: HashAt, limit: int, known: Sequence[int] = ()) -> list[int]:
+    def match(self, hash_at: HashAt, limit: int, known: Sequence[int] = (), find: Find | None = None) -> list[int]:
         """Pages of the longest cached prefix of at most `limit` pages from which a request can continue.
 
         `known`: results for the leading entries that are still valid. Only a kind that keeps all pages may use them.
+        `find`: instead of the pool's.
         """
 
     def share(self, request: Request, pages: list[int]) -> None:

@@ -19,8 +19,9 @@ from slipstream.scheduler.cache.kind import CacheKind, Run
 from slipstream.scheduler.cache.matching import Matching
 from slipstream.scheduler.cache.paged import PagedCache
 from slipstream.scheduler.cache.states import Restore, Save, StateCache
+from slipstream.scheduler.cache.tier import CacheTier
 from slipstream.scheduler.cache.window import WindowCache
-from slipstream.step import NULL_PAGE
+from slipstream.step import NULL_PAGE, TierPlan
 
 KINDS: dict[type[CacheSpec], Callable[..., CacheKind]] = {PagedSpec: PagedCache, WindowSpec: WindowCache}
 
@@ -68,6 +69,9 @@ class CacheManager:
         self.num_queries = 0  # tokens of requests, counted at their first admission
         self.num_hits = 0  # of those, tokens found in the cache
         self.no_hit = Hit(0, [[] for _ in self.groups])
+        self.tier: CacheTier | None = None  # None: pages that are reused for other content are lost
+        if config.tier_bytes and self.prefix_caching:
+            self.tier = CacheTier(config, self.groups, self._match_order)
         self._matching: Matching | None = None  # of the request that was matched last
         self._holders: set[Request] = set()
 
@@ -100,23 +104,33 @@ class CacheManager:
         if matching is not None and matching.is_of(request):
             matching.refresh()
         else:
-            self._drop_match()
-            self._matching = matching = Matching(
-                request,
-                self.groups,
-                self._match_order,
-                self.page_size,
-                self.states,
-                self._drops_last_page,
-                self._following,
-            )
+            matching = self._match_anew(request)
+        if self.tier is not None and not matching.is_fetched and self.tier.fetch(matching):
+            matching = self._match_anew(request)
+            matching.is_fetched = True
         if not matching.num_pages and not matching.branch:
             return self.no_hit
         length, branch = matching.num_pages * self.page_size, matching.branch * self.page_size
         return Hit(length, matching.pages, branch=branch if self.groups else 0, checkpoint=matching.checkpoint)
 
+    def _match_anew(self, request: Request) -> Matching:
+        self._drop_match()
+        self._matching = Matching(
+            request,
+            self.groups,
+            self._match_order,
+            self.page_size,
+            self.states,
+            self._drops_last_page,
+            self._following,
+        )
+        return self._matching
+
     def reset(self) -> None:
-        """Clears the prefix cache. Requests keep the pages that they hold. Between two plans only."""
+        """Clears the prefix cache and the second tier. Requests keep the pages that they hold. Between two plans
+        only."""
+        if self.tier is not None:
+            self.tier.reset()
         for group in self.groups:
             group.pool.unpublish_all()
         if self.states is not None:
@@ -279,6 +293,10 @@ class CacheManager:
         """Restored and saved states of the plan under construction, which is complete then."""
         return None if self.states is None else self.states.take_copies()
 
+    def take_tier_plan(self) -> TierPlan | None:
+        """Copies to and from the second tier of the plan under construction, which is complete then."""
+        return None if self.tier is None else self.tier.take_plan()
+
     def release(self, request: Request) -> None:
         """Publish what can be published, then give back all pages of the request."""
         self.publish(request)
@@ -294,6 +312,8 @@ class CacheManager:
 
     def unpublish(self, request: Request) -> None:
         """Make everything that the request has published unfindable, whether or not it still holds those pages."""
+        if self.tier is not None:
+            self.tier.forget(request.hashes)
         if self.states is not None:
             self.states.unpublish(request)
         for group in self.groups:
@@ -316,6 +336,8 @@ class CacheManager:
         """Assert every invariant. For tests: walks over all pages."""
         if self._matching is not None and self._matching.is_kept:
             self._matching.check()
+        if self.tier is not None:
+            self.tier.check()
         if self.states is not None:
             self.states.check(self._holders)
         for group in self.groups:

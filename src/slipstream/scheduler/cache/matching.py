@@ -25,8 +25,8 @@ _HASH_AHEAD = 16  # pages: a long prompt that misses early is not hashed as a wh
 
 class Matching:
     __slots__ = (
-        "request", "is_kept", "pages", "num_pages", "branch", "checkpoint", "_groups", "_order", "_page_size",
-        "_states", "_num_tokens", "_found", "_spare", "_version", "_drops_last", "_following",
+        "request", "is_kept", "is_fetched", "pages", "num_pages", "branch", "checkpoint", "_groups", "_order",
+        "_page_size", "_states", "_num_tokens", "_found", "_spare", "_version", "_drops_last", "_following",
     )  # fmt: skip
 
     def __init__(
@@ -43,6 +43,7 @@ class Matching:
         shorter than what is cached; `following`: as in `extend_hashes`."""
         self.request = request
         self.is_kept = False
+        self.is_fetched = False  # the second tier has no more pages for this request
         self.num_pages = 0  # length of the match
         self.branch = 0  # pages that all groups have, whether or not there is a checkpoint
         self.checkpoint = -1  # to continue from, if the model has recurrent states
@@ -128,7 +129,7 @@ class Matching:
                 if is_first:
                     found[index] = self._match_group(index, agreed, changed[index])
                 else:
-                    found[index] = self._groups[index].match(self._hash_at, agreed, found[index][:agreed])
+                    found[index] = self._groups[index].match(self.hash_at, agreed, found[index][:agreed])
                 agreed = len(found[index])
             if all(len(pages) == agreed for pages in found):
                 if drops_last and agreed:
@@ -138,7 +139,7 @@ class Matching:
                 if self._states is None or not agreed:
                     return found
                 self.branch = self.branch or agreed
-                limit, self.checkpoint = self._states.longest(self._hash_at, agreed)
+                limit, self.checkpoint = self._states.longest(self.hash_at, agreed)
                 if limit == agreed:
                     return found
                 agreed = limit
@@ -151,11 +152,12 @@ class Matching:
             # without a change, the longest match within a larger limit is also the longest within this one
             if changed == NEVER and len(known) <= limit <= last_limit:
                 return known
-        pages = self._groups[index].match(self._hash_at, limit, known[: min(changed, limit)])
+        pages = self._groups[index].match(self.hash_at, limit, known[: min(changed, limit)])
         self._found[index] = limit, pages
         return pages
 
-    def _hash_at(self, entry: int) -> bytes:
+    def hash_at(self, entry: int) -> bytes:
+        """The hash of the request's page of this entry, computed on first use."""
         request = self.request
         if entry >= len(request.hashes):
             full = (len(request.tokens) - self._following) // self._page_size

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from slipstream.cache_spec import PagedSpec
 from slipstream.request import Request
-from slipstream.scheduler.cache.kind import HashAt, Run
+from slipstream.scheduler.cache.kind import Find, HashAt, Run
 from slipstream.scheduler.cache.pages import PagePool
 from slipstream.step import NULL_PAGE
 
@@ -30,8 +30,8 @@ class PagedCache:
     def first_needed(self, length: int) -> int:
         return 0
 
-    def match(self, hash_at: HashAt, limit: int, known: Sequence[int] = ()) -> list[int]:
-        find = self.pool.find
+    def match(self, hash_at: HashAt, limit: int, known: Sequence[int] = (), find: Find | None = None) -> list[int]:
+        find = find or self.pool.find
         pages = list(known)
         for entry in range(len(pages), limit):
             page = find(hash_at(entry))

@@ -7,7 +7,7 @@ request can find it again until the page is taken for other content.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from slipstream.request import NEVER
 from slipstream.step import NULL_PAGE
@@ -27,6 +27,8 @@ class PagePool:
         self.num_freed = 0  # how often a page has become free so far
         self._watched: dict[bytes, int] = {}  # hashes and their indices
         self._first_changed = NEVER
+        # called with every page that becomes free and can be found, and with its hash
+        self.on_free: Callable[[int, bytes], None] | None = None
 
     @property
     def num_free(self) -> int:
@@ -71,8 +73,10 @@ class PagePool:
             if refs[page] == 0:
                 free[page] = None
                 self.num_freed += 1
-                if hash_of[page] is None:
+                if (page_hash := hash_of[page]) is None:
                     free.move_to_end(page, last=False)
+                elif self.on_free is not None and self._page_of.get(page_hash) == page:
+                    self.on_free(page, page_hash)
 
     def find(self, page_hash: bytes) -> int | None:
         return self._page_of.get(page_hash)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from slipstream.cache_spec import WindowSpec
-from slipstream.scheduler.cache.kind import HashAt
+from slipstream.scheduler.cache.kind import Find, HashAt
 from slipstream.scheduler.cache.paged import PagedCache
 from slipstream.step import NULL_PAGE
 
@@ -25,9 +25,9 @@ class WindowCache(PagedCache):
     def first_needed(self, length: int) -> int:
         return max(0, length - self.spec.window + 1) // self.page_size
 
-    def match(self, hash_at: HashAt, limit: int, known: Sequence[int] = ()) -> list[int]:
+    def match(self, hash_at: HashAt, limit: int, known: Sequence[int] = (), find: Find | None = None) -> list[int]:
         """Only the last window before the end of the prefix must be cached; entries before it get the null page."""
-        find = self.pool.find
+        find = find or self.pool.find
         found: list[int] = []  # pages of consecutive entries, last entry first
         end = limit
         for entry in range(limit - 1, -1, -1):

@@ -105,6 +105,7 @@ def print_memory(config: EngineConfig, memory: MemoryEstimate) -> None:
         ("weights", memory.weights, f"{_weight_kind(config)}, with the rope table"),
         *_adapter_rows(config, memory),
         ("cache", memory.cache, pages),
+        *_tier_rows(memory),
         *_state_rows(config, memory),
         ("tables", memory.tables, f"page tables and state of {scheduler.max_num_seqs} rows"),
         ("features", memory.features, features),
@@ -141,6 +142,12 @@ def _state_rows(config: EngineConfig, memory: MemoryEstimate) -> list[tuple[str,
         ("states", memory.states, f"recurrent states of {config.scheduler.max_num_seqs} rows and the padding row"),
         ("checkpoints", memory.checkpoints, f"{states.num_checkpoints} recurrent states, kept for prefix caching"),
     ]
+
+
+def _tier_rows(memory: MemoryEstimate) -> list[tuple[str, int, str]]:
+    if not memory.tier_host:
+        return []
+    return [("second tier", memory.tier + memory.tier_host, "pinned pages, and buffers on the device to copy them")]
 
 
 def _weight_kind(config: EngineConfig) -> str:

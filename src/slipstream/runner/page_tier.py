@@ -1,0 +1,190 @@
+"""PageTier: host memory for KV cache pages, and their copies to and from the device.
+
+A slot holds one page of a group, over all its sites: keys and values, the scales of an FP8 cache, and the token ids
+that drafts are found in. Pages are gathered and scattered on the compute stream, where they are read and written.
+Between the device and the slots they are copied on a stream of their own, through two device buffers (regions). Streams
+wait for each other's events; the host waits for none of them, so the copies overlap with steps that do not need them.
+
+All copies between regions and slots are in the order of the plans. So a slot can be loaded as soon as its store is
+planned, and overwritten as soon as its load is planned.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from slipstream.config.config import CacheConfig
+from slipstream.config.tier_size import NUM_REGIONS, region_bytes, region_pages, tier_slots
+from slipstream.device.device import Bytes, Device
+from slipstream.device.streams import PASSED, Event
+from slipstream.errors import InvalidOption, NotEnoughMemory
+from slipstream.ops.cache_write import raw_pages
+from slipstream.runner.batch.staging import HostRing, Upload, UploadSpan
+from slipstream.runner.kv_store import KVStore
+from slipstream.step import Ints, StepPlan, TierPlan
+
+
+class _Region:
+    """Device memory of pages that are being copied."""
+
+    def __init__(self, num_bytes: int, device: Device) -> None:
+        self.memory = device.zeros((num_bytes,), torch.uint8)
+        self.free: Event = PASSED  # after it the memory may be written again
+
+
+@dataclass(frozen=True, slots=True)
+class _GroupSlots:
+    """The slots of one group."""
+
+    parts: tuple[torch.Tensor, ...]  # device: each [pages, width] integers; a page is its rows one after another
+    page_bytes: int
+    max_pages: int  # that are copied at once
+    memory: Bytes  # host: [slots, page_bytes]
+    tensor: torch.Tensor  # of the same memory
+
+
+class PageTier:
+    """A `RowState`, but for its uploads: they are read by copies on another stream, so it has a ring of its own."""
+
+    def __init__(self, store: KVStore, config: CacheConfig, num_buffers: int, device: Device) -> None:
+        self._store = store
+        self._device = device
+        self._num_buffers = num_buffers
+        self._stream = device.open_stream()
+        self._regions = [_Region(region_bytes(config.groups), device) for _ in range(NUM_REGIONS)]
+        self._next_region = 0
+        self._groups: list[_GroupSlots] = []
+        self._ring: HostRing | None = None
+        self._plan: TierPlan | None = None
+
+    def take_memory(self, config: CacheConfig) -> None:
+        """Allocate the slots, once the device's cache has its size."""
+        slots = tier_slots(config.tier_bytes, config.groups, config.group_pages)
+        size = config.tier_bytes / 2**30
+        if not all(slots):
+            need = max(group.bytes_per_page for group in config.groups)
+            raise InvalidOption(
+                f"kv_offloading_size is {size:g} GiB, and a page takes {need} bytes; give room for a page of each group"
+            )
+        self._ring = HostRing(self._num_buffers, 2 * (8 * sum(config.group_pages) + 16 * len(slots)), self._device)
+        try:
+            self._groups = [self._open_group(number, num) for number, num in enumerate(slots)]
+        except (RuntimeError, MemoryError):
+            raise NotEnoughMemory(
+                f"kv_offloading_size is {size:g} GiB, more than the machine gives; lower it"
+            ) from None
+
+    def _open_group(self, number: int, num_slots: int) -> _GroupSlots:
+        store, group = self._store, self._store.groups[number]
+        caches = [cache for site in group.sites for cache in store.caches[site][: 1 if group.spec.value_dim else 2]]
+        parts = [raw_pages(cache).flatten(1).view(torch.uint8) for cache in caches]
+        if store.history is not None and store.history.group == number:
+            parts.append(store.history.tokens.view(torch.uint8))
+        for wide in (torch.int64, torch.int32, torch.int16):  # fewer elements to gather
+            if all(part.shape[1] % wide.itemsize == 0 for part in parts):
+                parts = [part.view(wide) for part in parts]
+                break
+        page_bytes = sum(part.shape[1] * part.itemsize for part in parts)
+        memory, tensor = self._device.host_buffer(num_slots * page_bytes)
+        shape = (num_slots, page_bytes)
+        return _GroupSlots(tuple(parts), page_bytes, region_pages(group), memory.reshape(shape), tensor.view(shape))
+
+    def apply(self, plan: StepPlan) -> None:
+        self._plan = plan.tier
+
+    def flush(self, upload: Upload) -> None:
+        """Queue the copies of the plan in front of the step, whose upload comes later on the compute stream."""
+        plan = self._plan
+        if plan is None:
+            return
+        assert self._ring is not None, "the slots have memory"
+        own, compute = self._ring.open(), self._device.compute
+        stores = [self._put(own, number, plan.stores, 1, 2) for number in range(len(self._groups))]
+        loads = [self._put(own, number, plan.loads, 2, 1) for number in range(len(self._groups))]
+        own.send(compute)
+        for group, (span, slots) in zip(self._groups, stores, strict=True):
+            for start in range(0, len(slots), group.max_pages):
+                self._store_pages(group, own, span, start, slots[start : start + group.max_pages])
+        for group, (span, slots) in zip(self._groups, loads, strict=True):
+            for start in range(0, len(slots), group.max_pages):
+                self._load_pages(group, own, span, start, slots[start : start + group.max_pages])
+        self._stream.flush()
+
+    def _put(self, upload: Upload, number: int, copies: Ints, page: int, slot: int) -> tuple[UploadSpan, list[int]]:
+        """Host: upload the pages of a group. Returns their span, and the slots. `page`, `slot`: columns."""
+        # neighbouring slots are copied at once
+        chosen = sorted((copy[slot], copy[page]) for copy in copies.tolist() if copy[0] == number)
+        return upload.put(np.array([page for _, page in chosen], np.int64)), [slot for slot, _ in chosen]
+
+    def _store_pages(self, group: _GroupSlots, own: Upload, span: UploadSpan, start: int, slots: Sequence[int]) -> None:
+        region, compute, stream = self._take_region(), self._device.compute, self._stream
+        compute.wait_for(region.free)
+        compute.run(functools.partial(_gather, group, region, own, span, start, len(slots)))
+        stream.wait_for(compute.record())
+        stream.run(functools.partial(_copy_out, group, region, slots))
+        region.free = stream.record()
+
+    def _load_pages(self, group: _GroupSlots, own: Upload, span: UploadSpan, start: int, slots: Sequence[int]) -> None:
+        region, compute, stream = self._take_region(), self._device.compute, self._stream
+        stream.wait_for(region.free)
+        stream.run(functools.partial(_copy_in, group, region, slots))
+        compute.wait_for(stream.record())
+        compute.run(functools.partial(_scatter, group, region, own, span, start, len(slots)))
+        region.free = compute.record()
+
+    def _take_region(self) -> _Region:
+        region = self._regions[self._next_region]
+        self._next_region = (self._next_region + 1) % len(self._regions)
+        return region
+
+
+def _gather(group: _GroupSlots, region: _Region, own: Upload, span: UploadSpan, start: int, num: int) -> None:
+    """Device: copy pages to a region."""
+    pages = own.tensor(span)[start : start + num]
+    for part, rows in zip(group.parts, _views(group, region, num), strict=True):
+        rows.copy_(part.index_select(0, pages))
+
+
+def _scatter(group: _GroupSlots, region: _Region, own: Upload, span: UploadSpan, start: int, num: int) -> None:
+    """Device: copy a region to pages."""
+    pages = own.tensor(span)[start : start + num]
+    for part, rows in zip(group.parts, _views(group, region, num), strict=True):
+        part.index_copy_(0, pages, rows)
+
+
+def _views(group: _GroupSlots, region: _Region, num: int) -> Iterator[torch.Tensor]:
+    """The parts of `num` pages in a region, each [num, width]."""
+    dtype = group.parts[0].dtype
+    whole = region.memory[: num * group.page_bytes].view(dtype).view(num, -1)
+    start = 0
+    for part in group.parts:
+        yield whole[:, start : start + part.shape[1]]
+        start += part.shape[1]
+
+
+def _copy_out(group: _GroupSlots, region: _Region, slots: Sequence[int]) -> None:
+    """Device: copy a region to slots, which ascend."""
+    pages = region.memory[: len(slots) * group.page_bytes].view(len(slots), -1)
+    for first, last in _runs(slots):
+        group.tensor[slots[first] : slots[first] + last - first].copy_(pages[first:last], non_blocking=True)
+
+
+def _copy_in(group: _GroupSlots, region: _Region, slots: Sequence[int]) -> None:
+    """Device: copy slots, which ascend, to a region."""
+    pages = region.memory[: len(slots) * group.page_bytes].view(len(slots), -1)
+    for first, last in _runs(slots):
+        pages[first:last].copy_(group.tensor[slots[first] : slots[first] + last - first], non_blocking=True)
+
+
+def _runs(slots: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """The first and the last index, exclusive, of each run of consecutive slots."""
+    first = 0
+    for index in range(1, len(slots) + 1):
+        if index == len(slots) or slots[index] != slots[index - 1] + 1:
+            yield first, index
+            first = index

@@ -1,0 +1,207 @@
+"""CacheTier: the index of a second place for pages, behind the prefix cache of the device.
+
+A page that becomes free and can be found by its hash is copied to a slot of the tier (a *store*). When a request's
+prefix is no longer on the device, its pages are copied from slots to free pages (a *load*), which are published under
+the same hashes, so the request is an ordinary prefix hit.
+
+Copies are part of a plan, and the device runs them in the order of the plans. So a slot may be loaded from the plan
+after its store, and overwritten from the plan after its load; the host waits for neither. A page without a slot is a
+miss: it is computed again.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import numpy as np
+
+from slipstream.config.config import CacheConfig
+from slipstream.config.tier_size import region_pages, tier_slots
+from slipstream.scheduler.cache.kind import CacheKind
+from slipstream.scheduler.cache.matching import Matching
+from slipstream.scheduler.cache.paged import held_pages
+from slipstream.scheduler.cache.pages import PagePool
+from slipstream.step import Ints, TierPlan
+
+_NO_COPIES: Ints = np.zeros((0, 3), np.int32)
+
+
+class CacheTier:
+    def __init__(self, config: CacheConfig, groups: Sequence[CacheKind], order: Sequence[int]) -> None:
+        """`order`: the indices of the groups, those that need the most pages first."""
+        self._groups = groups
+        self._order = order
+        self._page_size = config.page_size
+        slots = tier_slots(config.tier_bytes, config.groups, config.group_pages)
+        self._slots = [
+            _Slots(group.pool, num, region_pages(spec))
+            for group, num, spec in zip(groups, slots, config.groups, strict=True)
+        ]
+        self._page_bytes = [group.bytes_per_page for group in config.groups]
+        self.num_hits = 0  # prompt tokens whose pages were loaded
+        self.bytes_stored = 0
+        self.bytes_loaded = 0
+
+    def fetch(self, matching: Matching) -> bool:
+        """Plan loads of the pages behind the matched prefix of a request. Returns whether there are any: then the
+        request has to be matched again. Does nothing while the device has no room for the request."""
+        num_tokens = len(matching.request.tokens)
+        if any(group.pages_for(num_tokens) > group.pool.num_free for group in self._groups):
+            return False
+        matching.is_fetched = True
+        found = self._find_prefix(matching, (num_tokens - 1) // self._page_size)
+        num_loads = 0
+        for group, entries in zip(self._groups, found, strict=False):
+            held = [page for page in entries if page > 0]
+            num_missing = sum(1 for page in entries if page < 0)
+            if num_missing > group.pool.num_free - group.pool.num_idle(held):
+                matching.is_fetched = False
+                return False
+            num_loads += num_missing
+        if not num_loads:
+            return False
+        self.num_hits += (len(found[0]) - matching.num_pages) * self._page_size
+        for slots, entries in zip(self._slots, found, strict=True):
+            slots.load(entries, matching.request.hashes)
+        return True
+
+    def _find_prefix(self, matching: Matching, limit: int) -> list[list[int]]:
+        """Per group, the entries of the longest prefix that the device and the tier have together: a page, the null
+        page, or -1 - slot."""
+        found: list[list[int]] = [[] for _ in self._groups]
+        while limit:
+            agreed = limit
+            for index in self._order:
+                found[index] = self._groups[index].match(matching.hash_at, agreed, find=self._slots[index].find)
+                agreed = len(found[index])
+            if all(len(entries) == agreed for entries in found):
+                return found
+            limit = agreed
+        return []
+
+    def forget(self, hashes: Sequence[bytes]) -> None:
+        """Make the content under these hashes unfindable: it is wrong."""
+        for slots in self._slots:
+            for page_hash in hashes:
+                slots.forget(page_hash)
+
+    def reset(self) -> None:
+        """Make everything unfindable. Between two plans only."""
+        for slots in self._slots:
+            slots.reset()
+
+    def take_plan(self) -> TierPlan | None:
+        """The copies of the plan under construction, which is complete then."""
+        stores: list[tuple[int, int, int]] = []
+        loads: list[tuple[int, int, int]] = []
+        for index, slots in enumerate(self._slots):
+            if not slots.pending and not slots.loads:
+                continue
+            loaded = [(index, slot, page) for page, slot in slots.loads.items()]
+            stored = [(index, page, slot) for page, slot in slots.take_stores()]
+            self.bytes_loaded += len(loaded) * self._page_bytes[index]
+            self.bytes_stored += len(stored) * self._page_bytes[index]
+            loads += loaded
+            stores += stored
+        if not stores and not loads:
+            return None
+        return TierPlan(
+            np.array(stores, np.int32) if stores else _NO_COPIES, np.array(loads, np.int32) if loads else _NO_COPIES
+        )
+
+    def check(self) -> None:
+        """Assert the invariants. For tests."""
+        for slots in self._slots:
+            slots.check()
+
+
+class _Slots:
+    """The slots of one group."""
+
+    def __init__(self, pool: PagePool, num_slots: int, max_stores: int) -> None:
+        """`max_stores`: in one plan."""
+        self.pool = pool
+        self.loads: dict[int, int] = {}  # by page: the slot that the plan under construction loads it from
+        # free pages that have no slot yet, in the order in which they became free, and the number of plans at that time
+        self.pending: dict[bytes, tuple[int, int]] = {}
+        self._num_slots = num_slots
+        self._max_stores = max_stores
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._slot_of: OrderedDict[bytes, int] = OrderedDict()  # the least recently used first
+        self._num_plans = 0
+        pool.on_free = self._note_free
+
+    def find(self, page_hash: bytes) -> int | None:
+        page = self.pool.find(page_hash)
+        if page is not None:
+            return page
+        slot = self._slot_of.get(page_hash)
+        return None if slot is None else -1 - slot
+
+    def load(self, entries: Sequence[int], hashes: Sequence[bytes]) -> None:
+        """Take a page for each entry that is a slot, and publish it. `hashes`: of the entries."""
+        pool = self.pool
+        pool.share([page for page in entries if page > 0])  # so that none of them is taken
+        missing = [entry for entry, page in enumerate(entries) if page < 0]
+        pages = list(entries)
+        for entry, page in zip(missing, pool.take(len(missing)), strict=True):
+            pages[entry] = page
+            self.loads[page] = -1 - entries[entry]
+            self._slot_of.move_to_end(hashes[entry])
+        pool.publish([pages[entry] for entry in missing], [hashes[entry] for entry in missing])
+        pool.release(held_pages(pages))
+
+    def take_stores(self) -> list[tuple[int, int]]:
+        """Pages and the slots that they are copied to. Pages that became free since the last plan still have their
+        content, even if they were taken for other content: that is written by the plan under construction."""
+        stores: list[tuple[int, int]] = []
+        used = set(self.loads.values())
+        pending, self.pending, self.loads = self.pending, {}, {}
+        for page_hash, (page, num_plans) in pending.items():
+            if self._is_overwritten(page, page_hash, num_plans):
+                continue
+            if len(stores) == self._max_stores:
+                self.pending[page_hash] = page, num_plans
+            elif (slot := self._take_slot(used)) is not None:
+                stores.append((page, slot))
+                self._slot_of[page_hash] = slot
+        self._num_plans += 1
+        return stores
+
+    def _is_overwritten(self, page: int, page_hash: bytes, num_plans: int) -> bool:
+        """Whether an earlier plan has written other content to a page that became free after `num_plans` plans."""
+        return num_plans < self._num_plans and self.pool.hash_of(page) != page_hash
+
+    def _take_slot(self, used: set[int]) -> int | None:
+        """A slot to overwrite; `used`: slots that the same plan loads from."""
+        if self._free:
+            return self._free.pop()
+        if not self._slot_of or next(iter(self._slot_of.values())) in used:
+            return None
+        _, slot = self._slot_of.popitem(last=False)
+        return slot
+
+    def _note_free(self, page: int, page_hash: bytes) -> None:
+        if page_hash in self._slot_of:
+            self._slot_of.move_to_end(page_hash)
+        else:
+            self.pending.pop(page_hash, None)
+            self.pending[page_hash] = page, self._num_plans
+
+    def forget(self, page_hash: bytes) -> None:
+        slot = self._slot_of.pop(page_hash, None)
+        if slot is not None:
+            self._free.append(slot)
+        self.pending.pop(page_hash, None)
+
+    def reset(self) -> None:
+        self._free += self._slot_of.values()
+        self._slot_of.clear()
+        self.pending.clear()
+        self.loads.clear()
+
+    def check(self) -> None:
+        slots = [*self._free, *self._slot_of.values()]
+        assert sorted(slots) == list(range(self._num_slots)), f"a slot is lost or has two contents: {sorted(slots)}"
+        assert not self.pending.keys() & self._slot_of.keys(), "a page that has a slot waits for one"

@@ -26,6 +26,7 @@ from slipstream.step import (
     StatePlan,
     StepPlan,
     StepSizes,
+    TierPlan,
 )
 
 
@@ -93,6 +94,7 @@ def test_a_plan_with_every_part():
         adapters=AdapterPlan(ints(0, -1), ((0, 3),)),
         joint_sizes=StepSizes(4, 2, False, True, True),
         embeds=EmbedPlan(ints(1, 2), (np.array([[0.5], [2.0]], np.float32),)),
+        tier=TierPlan(ints(0, 3, 1).reshape(1, 3), NO_INTS.reshape(0, 3)),
     )
     check_equal(decode_plan(encode_plan(plan)), plan)
     defaults = [each.name for each in dataclasses.fields(plan) if each.default is not dataclasses.MISSING]

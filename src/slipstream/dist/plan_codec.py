@@ -23,6 +23,7 @@ from slipstream.step import (
     StatePlan,
     StepPlan,
     StepSizes,
+    TierPlan,
 )
 
 _ARRAYS = ("released", "rows", "num_tokens", "lengths", "num_drawn", "num_host_tokens", "tokens", "following")
@@ -36,6 +37,7 @@ _Rest = tuple[
     AdapterPlan | None,
     StepSizes | None,
     EmbedPlan | None,
+    TierPlan | None,
 ]
 _LateFields = tuple[Ints, Ints, LateBias | None, Ints | None]
 
@@ -59,12 +61,11 @@ _decode_late = msgspec.msgpack.Decoder(_LateFields, dec_hook=_from_bytes).decode
 
 
 def encode_plan(plan: StepPlan) -> bytes:
-    assert plan.tier is None, "the second cache tier belongs to one rank"
     arrays = [getattr(plan, name) for name in _ARRAYS]
     for pages in plan.new_pages:
         arrays += (pages.rows, pages.entries, pages.pages)
     arrays.append(plan.copies.reshape(-1))
-    parts = (plan.scores, plan.pooling, plan.states, plan.adapters, plan.joint_sizes, plan.embeds)
+    parts = (plan.scores, plan.pooling, plan.states, plan.adapters, plan.joint_sizes, plan.embeds, plan.tier)
     has_rest = bool(plan.admitted) or any(part is not None for part in parts)
     rest = _encode((plan.admitted, *parts)) if has_rest else b""
     header = [
@@ -92,7 +93,7 @@ def decode_plan(data: bytes) -> StepPlan:
         start += 4 * size
     fixed: dict[str, Any] = dict(zip(_ARRAYS, arrays, strict=False))
     groups = arrays[len(_ARRAYS) : -1]
-    rest: Any = ((), *[None] * 6) if not header[6] else _decode_rest(memoryview(data)[start:])
+    rest: Any = ((), *[None] * 7) if not header[6] else _decode_rest(memoryview(data)[start:])
     return StepPlan(
         step=header[0] | header[1] << 31,
         **fixed,
@@ -109,6 +110,7 @@ def decode_plan(data: bytes) -> StepPlan:
         adapters=rest[4],
         joint_sizes=rest[5],
         embeds=rest[6],
+        tier=rest[7],
     )
 
 

@@ -11,7 +11,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-SYS, PROC = Path("/sys"), Path("/proc")
+from slipstream.config.cgroups import PROC, SYS, cgroups_of, read_text
+
 _SLOW = 0.75  # cores below this share of the fastest core's capacity are efficiency cores
 
 
@@ -37,14 +38,14 @@ def _affinity() -> list[int]:
 
 def _siblings(cpu: int, sys: Path) -> str:
     """Names the core of a CPU: the list of its hardware threads."""
-    return _read(sys / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") or str(cpu)
+    return read_text(sys / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") or str(cpu)
 
 
 def _capacity(cpu: int, sys: Path) -> float:
     """Relative speed: the scheduler's capacity (ARM), or the highest clock; 1 if the system gives neither."""
     folder = sys / f"devices/system/cpu/cpu{cpu}"
     for name in ("cpu_capacity", "cpufreq/cpuinfo_max_freq"):
-        if (text := _read(folder / name)).isdecimal():
+        if (text := read_text(folder / name)).isdecimal():
             return float(text)
     return 1.0
 
@@ -54,27 +55,11 @@ def _within_quota(count: int, sys: Path, proc: Path) -> int:
 
 
 def _quotas(sys: Path, proc: Path) -> Iterator[float]:
-    """CPUs that the cgroups of this process allow, from its own cgroup up to the root."""
-    root = sys / "fs/cgroup"
-    for text in _read(proc / "self/cgroup").splitlines():
-        _, _, rest = text.partition(":")
-        controllers, _, path = rest.partition(":")
-        parts = Path(path.lstrip("/")).parts
-        for depth in range(len(parts), -1, -1):
-            folder = Path(*parts[:depth])
-            if not controllers:  # cgroup v2
-                quota, _, period = _read(root / folder / "cpu.max").partition(" ")
-            elif "cpu" in controllers.split(","):
-                quota = _read(root / "cpu" / folder / "cpu.cfs_quota_us")
-                period = _read(root / "cpu" / folder / "cpu.cfs_period_us")
-            else:
-                break
-            if quota.isdecimal() and period.isdecimal() and int(period):  # "max" and -1: no limit
-                yield int(quota) / int(period)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="ascii", errors="replace").strip()
-    except OSError:
-        return ""
+    """CPUs that each cgroup of this process allows."""
+    for cgroup in cgroups_of("cpu", sys, proc):
+        if cgroup.version == 2:
+            quota, _, period = cgroup.read("cpu.max").partition(" ")
+        else:
+            quota, period = cgroup.read("cpu.cfs_quota_us"), cgroup.read("cpu.cfs_period_us")
+        if quota.isdecimal() and period.isdecimal() and int(period):  # "max" and -1: no limit
+            yield int(quota) / int(period)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from slipstream.config.cpus import num_cores
+from slipstream.config.host_memory import available_memory, total_memory
 from slipstream.config.options import DEVICES, unknown_device
 from slipstream.config.resolve import Machine
 from slipstream.device.memory_pool import MemoryPool
@@ -258,7 +259,7 @@ def detect_machine(kind: str) -> Machine:
         return Machine("cuda", free, total, num_cores(), ("bfloat16", "float16", "float32"))
     # float32 even for bfloat16 checkpoints: our kernels are in float32. A CPU without bfloat16 instructions would be a
     # hundred times slower; one with AMX was slower too, in decode and in prefill (docs/performance.md)
-    return Machine("cpu", available_memory(), _total_memory(), num_cores(), ("float32",))
+    return Machine("cpu", available_memory(), total_memory(), num_cores(), ("float32",))
 
 
 def seems_cuda(kind: str) -> bool:
@@ -269,28 +270,6 @@ def seems_cuda(kind: str) -> bool:
         if kind == "auto":
             kind = "cuda" if is_there else "cpu"
     return kind == "cuda" and torch.version.cuda is not None
-
-
-def _total_memory() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def available_memory() -> int:
-    """Bytes of host memory that can be allocated without swapping, within cgroup limits."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        with open("/proc/meminfo", encoding="ascii", errors="replace") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    free = int(line.split()[1]) * 1024
-                    break
-        cgroup = Path("/sys/fs/cgroup")
-        limit = (cgroup / "memory.max").read_text(encoding="ascii").strip()
-        if limit != "max":
-            free = min(free, int(limit) - int((cgroup / "memory.current").read_text(encoding="ascii")))
-    except OSError:
-        pass
-    return max(free, 0)
 
 
 def open_device(kind: str, depth: int, num_threads: int) -> Device:

@@ -27,6 +27,7 @@ def load(
     shard: tuple[int, int] = (0, 1),
     quantization: Quantization | None = None,
     by_expert: bool = False,
+    keeps_bfloat16: bool = False,
 ) -> Decoder:
     """Loads a folder or a .gguf file, for contexts of up to `num_positions` tokens. `shard`: rank, number of ranks;
     `by_expert`: ranks have whole experts."""
@@ -49,5 +50,6 @@ def load(
         num_ranks=shard[1],
         quantization=quantization or info.quantization,
         by_expert=by_expert,
+        keeps_bfloat16=keeps_bfloat16,
     )
     return load_model(config, torch.device(device))

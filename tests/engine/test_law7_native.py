@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from gguf import GGMLQuantizationType as Kind
 
 from law7 import PAIRED, PROMPTS, options_of
@@ -20,7 +21,7 @@ from slipstream.scheduler.plan_builder import PlanBuilder
 from tiny import write_tiny
 from tiny_gguf import K_SIZES, write_gguf
 
-KINDS = ["llama float32", "gemma2 float32", "llama Q4_1", "qwen3 Q4_0", "gemma2 Q8_0", "llama mixed"]
+KINDS = ["llama float32", "gemma2 bfloat16", "llama Q4_1", "qwen3 Q4_0", "gemma2 Q8_0", "llama mixed"]
 TOLERANCE = 1e-4  # of logprobs in float32, where torch's sums differ between one token and many
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=3)
 Order = Callable[[list[Any]], None]
@@ -40,8 +41,9 @@ def compiled() -> None:
 @pytest.fixture(scope="module", params=KINDS)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     family, kind = request.param.split()
-    folder = write_tiny(tmp_path_factory.mktemp("tiny"), family, **(K_SIZES if kind == "mixed" else {}))
-    if kind == "float32":
+    dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
+    folder = write_tiny(tmp_path_factory.mktemp("tiny"), family, dtype, **(K_SIZES if kind == "mixed" else {}))
+    if kind in ("float32", "bfloat16"):
         return str(folder)
     if kind == "mixed":  # every layout of the C kernels
         others = {"attn_k": Kind.Q4_1, "attn_v": Kind.Q6_K, "attn_output": Kind.Q8_0, "ffn_up": Kind.Q5_K}
@@ -55,6 +57,7 @@ def num_fused(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     and on x86-64 it is 4 rows of plain weights: here the bound is that of low-bit weights, so that the path is
     taken with several rows on every machine."""
     monkeypatch.setattr("slipstream.nn.blocks.fused_cpu.max_rows", lambda products: 64)
+    monkeypatch.setattr("slipstream.nn.bfloat16_weight.bfloat16_is_faster", lambda: True)  # not what is measured here
     counts: list[int] = []
     run = FusedCpu.run
 
@@ -85,7 +88,7 @@ def reorder(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
 
 def make(model: str, threads: int = 1, budget: int | None = None, **cell: Any) -> LLM:
-    options = options_of(few_pages=26, **cell) | {"dtype": "float32", "num_threads": threads}
+    options = options_of(few_pages=26, **cell) | {"dtype": "auto", "num_threads": threads}
     if budget is not None:
         options |= {"max_num_batched_tokens": budget, "max_num_seqs": 4}
     return LLM(model, skip_tokenizer_init=True, use_tqdm_on_load=False, max_model_len=96, **options)

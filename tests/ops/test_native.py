@@ -14,7 +14,7 @@ from child import child_env
 from slipstream.ops import activation, cache_write, native, norm, paged_attention, rope
 from slipstream.ops.activation import reference as activation_reference
 from slipstream.ops.cache_write import reference as cache_reference
-from slipstream.ops.linear import linear
+from slipstream.ops.linear import bfloat16, linear
 from slipstream.ops.linear import native as linear_native
 from slipstream.ops.linear import reference as linear_reference
 from slipstream.ops.norm import reference as norm_reference
@@ -94,6 +94,23 @@ def test_products_of_few_tokens(native_kernels, tokens: int, rows: int, size: in
     found = linear_native.skinny_gemm(x, weight, bias)
     torch.testing.assert_close(found, linear_reference.linear(x, weight, bias), rtol=1e-5, atol=1e-5 * size**0.5)
     assert linear_native.skinny_gemm(x[-1:], weight, bias)[0].equal(found[-1]), "a row's result is its own"
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 4, 9])
+@pytest.mark.parametrize(("rows", "size"), [(1, 1), (5, 3), (63, 64), (100, 577)])
+def test_bfloat16_weights_give_the_bits_of_the_same_float32_weights(native_kernels, tokens, rows, size) -> None:
+    x, weight, bias = random(tokens, size), random(rows, size, seed=1).bfloat16(), random(rows, seed=2)
+    found = linear_native.skinny_gemm(x, weight, bias)
+    assert found.equal(linear_native.skinny_gemm(x, weight.float(), bias))
+
+
+def test_bfloat16_weights_times_many_tokens(native_kernels, monkeypatch) -> None:
+    monkeypatch.setattr(bfloat16, "_PART", 64 * 10)  # ten rows are widened at a time
+    x, weight, bias = random(70, 64), random(33, 64, seed=1).bfloat16(), random(33, seed=2)
+    expected = linear_reference.linear(x, weight.float(), bias)
+    for count in (1, 64, 65, 70):
+        torch.testing.assert_close(bfloat16.linear_bfloat16(x[:count], weight, bias), expected[:count])
+    torch.testing.assert_close(bfloat16.linear_bfloat16(x, weight[:10]), expected[:, :10] - bias[:10])
 
 
 def test_a_few_tokens_on_arm_go_through_the_kernel(native_kernels, monkeypatch) -> None:

@@ -41,6 +41,6 @@ _VERSION_1 = ("memory.usage_in_bytes", "total_inactive_file")
 
 
 def _value(text: str, name: str) -> int:
-    """The number behind a name, in a file with one name per line; 0 if it is not there."""
-    found = (line.split() for line in text.splitlines())
+    """The number after a name at the beginning of a row of text; 0 if it is not there."""
+    found = (row.split() for row in text.splitlines())
     return next((int(words[1]) for words in found if len(words) > 1 and words[0] == name), 0)

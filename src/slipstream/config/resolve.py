@@ -253,6 +253,7 @@ def model_config(
         max_model_len=max_model_len,
         seed=options.seed,
         pooling=pooling,
+        keeps_bfloat16=options.dtype == "auto",
         deterministic=options.deterministic,
         sizes=source.sizes,
         quantization=choose_quantization(options.quantization, info.quantization, source.kind == "gguf"),

@@ -53,6 +53,7 @@ def settle_draft(
             dequantize=options.dequantize,
             max_model_len=own.max_positions,
             seed=options.seed,
+            keeps_bfloat16=options.dtype == "auto",
             deterministic=options.deterministic,
             quantization=own.quantization,
         )

@@ -1,7 +1,7 @@
 """LowBit: weights of a GGUF file stay packed if the kernel of this machine can multiply their kind.
 
 A matrix may be merged from parts of different kinds. Adjacent parts of one kind are packed and multiplied together;
-parts that cannot stay packed are float32.
+bfloat16 parts stay bfloat16; other parts are float32.
 """
 
 from __future__ import annotations
@@ -18,9 +18,12 @@ from slipstream.nn.weight_format import CheckpointTensor, Weight, WeightTarget
 from slipstream.ops import native
 from slipstream.ops.dequant import dequantize
 from slipstream.ops.linear import linear
+from slipstream.ops.linear.bfloat16 import linear_bfloat16
 from slipstream.ops.linear.native import skinny_gemm
 from slipstream.ops.low_bit import Kernel, Packed
 from slipstream.ops.weight_rows import WeightRows, dense_rows
+
+BFLOAT16 = "BF16"  # as GGUF files name it
 
 
 @dataclass(slots=True)
@@ -28,6 +31,7 @@ class LowBit:
     """Keeps weights at 4 or 8 bits if the kernel has their kind; activations are float32."""
 
     kernel: Kernel
+    keeps_bfloat16: bool = False
     is_used: bool = False  # whether some weight of the model is low-bit
     batch_invariant: bool = False
 
@@ -54,7 +58,7 @@ class LowBitWeight(Weight):
         self._missing -= piece.shape[0]
         if self._missing == 0:
             pieces = [self._pieces[first] for first in sorted(self._pieces)]
-            self.runs = [self._pack(kind, list(run)) for kind, run in groupby(pieces, self._packed_kind)]
+            self.runs = [self._pack(kind, list(run)) for kind, run in groupby(pieces, self._kept_kind)]
             self._pieces = {}
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -70,11 +74,15 @@ class LowBitWeight(Weight):
 
     def _num_bytes(self, piece: CheckpointTensor) -> int:
         num_rows, num_columns = piece.shape
-        kind = self._packed_kind(piece)
-        return num_rows * num_columns * 4 if kind is None else self.format.kernel.num_bytes(kind, num_rows, num_columns)
+        kind = self._kept_kind(piece)
+        if kind is None or kind == BFLOAT16:
+            return num_rows * num_columns * (4 if kind is None else 2)
+        return self.format.kernel.num_bytes(kind, num_rows, num_columns)
 
-    def _packed_kind(self, piece: CheckpointTensor) -> str | None:
-        """The kind of a piece that stays packed, or None."""
+    def _kept_kind(self, piece: CheckpointTensor) -> str | None:
+        """The kind of a piece that stays as it is stored; None if it becomes float32."""
+        if piece.kind == BFLOAT16:
+            return BFLOAT16 if self.format.keeps_bfloat16 else None
         return piece.kind if piece.kind in self.format.kernel.kinds and piece.blocks is not None else None
 
     def runs_for_kernels(self) -> list[WeightRows] | None:
@@ -82,8 +90,9 @@ class LowBitWeight(Weight):
         return None if None in found else found  # type: ignore[return-value]
 
     def _pack(self, kind: str | None, pieces: list[CheckpointTensor]) -> _Run:
-        if kind is None:
-            return _PlainRows(_joined([piece.read().float() for piece in pieces]), self.format)
+        if kind is None or kind == BFLOAT16:
+            dtype = torch.float32 if kind is None else torch.bfloat16
+            return _PlainRows(_joined([piece.read().to(dtype) for piece in pieces]), self.format)
         self.format.is_used = True
         raw = _joined([_blocks(piece) for piece in pieces])
         packed = self.format.kernel.pack(raw, kind)
@@ -117,7 +126,7 @@ class _PackedRows:
 
 @dataclass(frozen=True, slots=True)
 class _PlainRows:
-    rows: torch.Tensor
+    rows: torch.Tensor  # float32 or bfloat16
     format: LowBit
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
@@ -125,10 +134,12 @@ class _PlainRows:
         # it
         if self.format.is_used and native.serves(x):
             return skinny_gemm(x, self.rows, None)
+        if self.rows.dtype is torch.bfloat16:
+            return linear_bfloat16(x, self.rows)
         return linear(x, self.rows)
 
     def lookup(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.rows.index_select(0, ids)
+        return self.rows.index_select(0, ids).float()
 
     def for_kernels(self) -> WeightRows | None:
         return dense_rows(self.rows)

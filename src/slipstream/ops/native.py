@@ -98,6 +98,21 @@ def build(nice: int = 0) -> bool:
     return True
 
 
+def cache_folder() -> Path:
+    """Of compiled libraries, and of what was measured with them."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(base) / "slipstream" / "native"
+
+
+def identity() -> str:
+    """Differs between versions of the kernels and between processors. Only if the kernels are available."""
+    path = _library_path or _target()
+    assert path is not None and library() is not None, "there are no kernels"
+    key = hashlib.sha256(path.read_bytes() if _library_path else path.name.encode())
+    key.update(_processor().encode())
+    return key.hexdigest()[:24]
+
+
 def _open_compiled() -> None:
     global _looked_up, _library
     with _lock:
@@ -181,8 +196,7 @@ def _target() -> Path | None:
         key.update(part.encode() + b"\0")
     for source in (*_sources(), *sorted(Path(__file__).parent.glob("*.h"))):
         key.update(source.read_bytes() + b"\0")
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(base) / "slipstream" / "native" / f"{key.hexdigest()[:24]}.so"
+    return cache_folder() / f"{key.hexdigest()[:24]}.so"
 
 
 @functools.cache
@@ -234,7 +248,7 @@ SIGNATURES: dict[str, list[Any]] = {
     "slip_gelu_tanh_and_mul": [POINTER, POINTER, INT, INT],
     "slip_write_cache": [POINTER, POINTER, POINTER, POINTER, POINTER, INT, INT, INT, INT],
     "slip_attend": [POINTER] * 8 + [FLOAT] * 2 + [INT] * 8,
-    "slip_skinny_gemm": [POINTER] * 3 + [INT] * 3,
+    "slip_skinny_gemm": [POINTER] * 3 + [INT] * 4,
     "slip_low_bit": [POINTER] * 5 + [INT] * 4,
     "slip_decode_layers": [POINTER] * 8 + [INT],
 }

@@ -1,10 +1,16 @@
-// Low-bit GEMM for x86 with AVX-512 and VNNI. Weights and activations are extended to 16 bits, so one dot product takes
-// both digits of an activation. A vector holds 8 columns of four weight rows: 4 columns of each row, then the next 4.
-// Sums stay spread over the 16 lanes until the end of a row.
+// Low-bit GEMM for x86 with AVX-512 and VNNI. A lane is a weight row: a vector holds 4 columns of 16 rows, and a dot
+// product instruction multiplies them by 4 columns of a token, which it broadcasts from memory. The two digits of an
+// activation have sums of their own.
+//
+// The instruction multiplies unsigned by signed bytes. Signed weights are stored as q and read as q + 128; the integer
+// sum then starts at -128 times the sum of the activations.
 #include <immintrin.h>
 #include <math.h>
 
 #include "native_low_bit_x86.h"
+
+#define TILE_ROWS 16
+#define BLOCKS 4  // of four rows
 
 static void quantize_block(const float *x, SlipActivations *out) {
     __m512 v[2] = {_mm512_loadu_ps(x), _mm512_loadu_ps(x + 16)};
@@ -19,68 +25,130 @@ static void quantize_block(const float *x, SlipActivations *out) {
         total = _mm512_add_epi32(total, number);
         _mm_storeu_si128((__m128i *)(out->low + 16 * i), _mm512_cvtepi32_epi8(number));
         _mm_storeu_si128((__m128i *)(out->high + 16 * i), _mm512_cvtepi32_epi8(high));
+        out->starts[i] = -128 * _mm512_reduce_add_epi32(number);
     }
     out->scale = (largest > LEAST ? largest / LIMIT : 0) + nan;
     out->sum = out->scale * (float)_mm512_reduce_add_epi32(total);
 }
 
-SLIP_INLINE __m512i load_digits(const int8_t *digits) {
-    return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)digits));
+SLIP_INLINE __m512i broadcast(const int8_t *four_columns) {
+    int32_t four;
+    memcpy(&four, four_columns, 4);
+    return _mm512_set1_epi32(four);
 }
 
-// the value of each row, in the lanes of the row
-SLIP_INLINE __m512 spread(__m128 four) {
-    const __m512i order = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 0, 0, 1, 1, 2, 2, 3, 3);
-    return _mm512_permutexvar_ps(order, _mm512_castps128_ps512(four));
+// 64 bytes of each block, [4 column groups][4 rows][4 columns], to a vector of 16 rows for each column group
+SLIP_INLINE void load_columns(const uint8_t *const *blocks, int64_t at, __m512i w[4]) {
+    __m512i b[BLOCKS];
+    for (int i = 0; i < BLOCKS; i++) b[i] = _mm512_loadu_si512(blocks[i] + at);
+    __m512i low_01 = _mm512_shuffle_i32x4(b[0], b[1], 0x44), high_01 = _mm512_shuffle_i32x4(b[0], b[1], 0xee);
+    __m512i low_23 = _mm512_shuffle_i32x4(b[2], b[3], 0x44), high_23 = _mm512_shuffle_i32x4(b[2], b[3], 0xee);
+    w[0] = _mm512_shuffle_i32x4(low_01, low_23, 0x88);
+    w[1] = _mm512_shuffle_i32x4(low_01, low_23, 0xdd);
+    w[2] = _mm512_shuffle_i32x4(high_01, high_23, 0x88);
+    w[3] = _mm512_shuffle_i32x4(high_01, high_23, 0xdd);
 }
 
-// Four weight rows times each token of a tile. Callers pass constants for `layout` and `tokens`.
-SLIP_INLINE void multiply_tile(int layout, int tokens, const uint8_t *weights, const uint8_t *scales,
-                               const uint16_t *offsets, const SlipActivations *x, int64_t groups, float (*out)[4]) {
-    // of 8 columns: the first 4 for each row, then the other 4
-    const __m512i orders[4] = {_mm512_setr_epi64(0, 0, 0, 0, 1, 1, 1, 1), _mm512_setr_epi64(2, 2, 2, 2, 3, 3, 3, 3),
-                               _mm512_setr_epi64(4, 4, 4, 4, 5, 5, 5, 5), _mm512_setr_epi64(6, 6, 6, 6, 7, 7, 7, 7)};
-    __m512 total[TILE];
-    __m128 offset_total[TILE];
-    for (int t = 0; t < tokens; t++) {
-        total[t] = _mm512_setzero_ps();
-        offset_total[t] = _mm_setzero_ps();
+// 8 bytes of each block: the first 4 of all blocks, and the last 4
+SLIP_INLINE void load_pairs(const uint8_t *const *blocks, int64_t at, __m128i *first, __m128i *last) {
+    __m128i b[BLOCKS];
+    for (int i = 0; i < BLOCKS; i++) b[i] = _mm_loadl_epi64((const __m128i *)(blocks[i] + at));
+    __m128i b01 = _mm_unpacklo_epi32(b[0], b[1]), b23 = _mm_unpacklo_epi32(b[2], b[3]);
+    *first = _mm_unpacklo_epi64(b01, b23);
+    *last = _mm_unpackhi_epi64(b01, b23);
+}
+
+// four float16 of each block
+SLIP_INLINE __m512 load_halves(const uint8_t *const *blocks, int64_t at) {
+    __m128i b[BLOCKS];
+    for (int i = 0; i < BLOCKS; i++) b[i] = _mm_loadl_epi64((const __m128i *)(blocks[i] + at));
+    return _mm512_cvtph_ps(_mm256_set_m128i(_mm_unpacklo_epi64(b[2], b[3]), _mm_unpacklo_epi64(b[0], b[1])));
+}
+
+// Scale and offset of group g, a lane per row. Q6_K: scales of the first and of the last 16 columns. `of_eight`: the
+// factors of K-quants, loaded with the first of 8 groups.
+SLIP_INLINE void load_tile_scales(int layout, const uint8_t *const *scales, const uint8_t *const *offsets, int64_t g,
+                                  __m512 of_eight[2], __m512 found[2]) {
+    __m128i first, last;
+    if (layout == SLIP_Q4_K || layout == SLIP_Q5_K) {
+        int64_t at = (g >> 3) * sizeof(SlipScalesQ45);
+        if ((g & 7) == 0) {
+            of_eight[0] = load_halves(scales, at);
+            of_eight[1] = load_halves(scales, at + 8);
+        }
+        load_pairs(scales, at + 16 + 8 * (g & 7), &first, &last);
+        found[0] = _mm512_mul_ps(of_eight[0], _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(first)));
+        found[1] = _mm512_mul_ps(of_eight[1], _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(last)));
+    } else if (layout == SLIP_Q6_K) {
+        int64_t at = (g >> 3) * sizeof(SlipScalesQ6);
+        if ((g & 7) == 0) of_eight[0] = load_halves(scales, at);
+        load_pairs(scales, at + 8 + 8 * (g & 7), &first, &last);
+        found[0] = _mm512_mul_ps(of_eight[0], _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(first)));
+        found[1] = _mm512_mul_ps(of_eight[0], _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(last)));
+    } else {
+        found[0] = found[1] = load_halves(scales, g * 8);
+        if (layout == SLIP_FOUR_BITS) found[1] = load_halves(offsets, g * 8);
     }
+}
+
+// `count` vectors of weights times 4 columns each; 256 * high + low, plus `start`
+SLIP_INLINE __m512i dot_columns(int count, const __m512i *w, const int8_t *high, const int8_t *low, __m512i start) {
+    __m512i h = _mm512_setzero_si512();
+    for (int c = 0; c < count; c++) {
+        h = _mm512_dpbusd_epi32(h, w[c], broadcast(high + 4 * c));
+        start = _mm512_dpbusd_epi32(start, w[c], broadcast(low + 4 * c));
+    }
+    return _mm512_add_epi32(_mm512_slli_epi32(h, 8), start);
+}
+
+// Up to 16 weight rows, in `num_blocks` blocks of four, times each token of a tile. Callers pass constants for `layout`
+// and `tokens`.
+SLIP_INLINE void multiply_tile(int layout, int tokens, const uint8_t *weights, const uint8_t *scales,
+                               const uint16_t *offsets, const SlipActivations *x, int64_t groups, int64_t num_blocks,
+                               float (*out)[TILE_ROWS]) {
+    const uint8_t *w_of[BLOCKS], *s_of[BLOCKS], *o_of[BLOCKS];
+    for (int i = 0; i < BLOCKS; i++) {
+        int64_t block = i < num_blocks ? i : num_blocks - 1;  // rows beyond the last block: computed, not used
+        w_of[i] = weights + block * groups * slip_weight_bytes(layout);
+        s_of[i] = scales + block * groups * slip_scale_bytes(layout);
+        o_of[i] = (const uint8_t *)(offsets + block * groups * 4);
+    }
+    const __m512i nibble = _mm512_set1_epi8(15), flip = _mm512_set1_epi8(-128);
+    int is_signed = layout == SLIP_EIGHT_BITS || layout == SLIP_Q6_K;
+    __m512 total[TILE], of_eight[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
+    for (int t = 0; t < tokens; t++) total[t] = _mm512_setzero_ps();
     for (int64_t g = 0; g < groups; g++, x += tokens) {
-        __m512i w[4];
+        __m512i w[8];
         if (slip_has_pairs(layout)) {
-            for (int c = 0; c < 2; c++) {
-                __m256i pairs = _mm256_loadu_si256((const __m256i *)(weights + g * 64 + 32 * c));
-                __m256i low = _mm256_and_si256(pairs, _mm256_set1_epi8(15));
-                __m256i high = _mm256_and_si256(_mm256_srli_epi16(pairs, 4), _mm256_set1_epi8(15));
-                w[c] = _mm512_cvtepu8_epi16(low);
-                w[c + 2] = _mm512_cvtepu8_epi16(high);
+            load_columns(w_of, g * 64, w);
+            for (int c = 0; c < 4; c++) {
+                w[c + 4] = _mm512_and_si512(_mm512_srli_epi16(w[c], 4), nibble);
+                w[c] = _mm512_and_si512(w[c], nibble);
             }
         } else {
-            for (int c = 0; c < 4; c++) w[c] = load_digits((const int8_t *)weights + g * 128 + 32 * c);
+            load_columns(w_of, g * 128, w);
+            load_columns(w_of, g * 128 + 64, w + 4);
+            if (is_signed)
+                for (int c = 0; c < 8; c++) w[c] = _mm512_xor_si512(w[c], flip);
         }
-        __m128 s[2];
-        load_scales(layout, scales, offsets, g, s);
-        __m512 scale = spread(s[0]), last_scale = layout == SLIP_Q6_K ? spread(s[1]) : scale;
+        __m512 s[2];
+        load_tile_scales(layout, s_of, o_of, g, of_eight, s);
         for (int t = 0; t < tokens; t++) {
-            __m512i columns = _mm512_add_epi16(_mm512_slli_epi16(load_digits(x[t].high), 8), load_digits(x[t].low));
-            __m512i sum = _mm512_setzero_si512();
             __m512 x_scale = _mm512_set1_ps(x[t].scale);
-            for (int c = 0; c < 4; c++) {
-                if (layout == SLIP_Q6_K && c == 2) {
-                    total[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), _mm512_mul_ps(scale, x_scale), total[t]);
-                    sum = _mm512_setzero_si512();
+            if (layout == SLIP_Q6_K) {
+                for (int half = 0; half < 2; half++) {
+                    __m512i sum = dot_columns(4, w + 4 * half, x[t].high + 16 * half, x[t].low + 16 * half,
+                                              _mm512_set1_epi32(x[t].starts[half]));
+                    total[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), _mm512_mul_ps(s[half], x_scale), total[t]);
                 }
-                sum = _mm512_dpwssd_epi32(sum, w[c], _mm512_permutexvar_epi64(orders[c], columns));
+                continue;
             }
-            total[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), _mm512_mul_ps(last_scale, x_scale), total[t]);
-            if (slip_has_offset(layout))
-                offset_total[t] = _mm_fmadd_ps(s[1], _mm_set1_ps(x[t].sum), offset_total[t]);
+            __m512i start = _mm512_setzero_si512();
+            if (is_signed) start = _mm512_set1_epi32(x[t].starts[0] + x[t].starts[1]);
+            __m512i sum = dot_columns(8, w, x[t].high, x[t].low, start);
+            total[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), _mm512_mul_ps(s[0], x_scale), total[t]);
+            if (slip_has_offset(layout)) total[t] = _mm512_fmadd_ps(s[1], _mm512_set1_ps(x[t].sum), total[t]);
         }
     }
-    for (int t = 0; t < tokens; t++) {
-        __m256 half = _mm256_add_ps(_mm512_castps512_ps256(total[t]), _mm512_extractf32x8_ps(total[t], 1));
-        __m128 rows = _mm_hadd_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
-        _mm_storeu_ps(out[t], _mm_add_ps(rows, offset_total[t]));
-    }
+    for (int t = 0; t < tokens; t++) _mm512_storeu_ps(out[t], total[t]);
 }

@@ -14,6 +14,7 @@ enum {
     SLIP_Q4_K,        // SlipScalesQ45, q of 4 bits
     SLIP_Q5_K,        // SlipScalesQ45, q of 5 bits in a byte
     SLIP_Q6_K,        // SlipScalesQ6, q signed in a byte
+    SLIP_BFLOAT16,    // not low-bit: the upper halves of float32
 };
 
 // 256 columns of four rows: weight = d * scale * q + dmin * minimum. The file has dmin with the other sign.

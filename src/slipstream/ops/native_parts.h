@@ -8,6 +8,13 @@
 #include "native_low_bit_layout.h"
 
 #define SLIP_BLOCK 32  // weights per scale
+#ifndef SLIP_LOW_BIT_PIECE  // weight rows per work item of a thread: whole tiles of the kernel
+#ifdef __AVX512VNNI__
+#define SLIP_LOW_BIT_PIECE 48
+#else
+#define SLIP_LOW_BIT_PIECE 24
+#endif
+#endif
 #define SLIP_PART __attribute__((noinline, noclone))
 
 // norm of x; with a residual, norm of x + residual, and the sum is stored in `sum`
@@ -42,7 +49,8 @@ SLIP_PART void slip_gelu_tanh_row(const float *gate, const float *up, float *out
 // 32 activations: scale * (256 * high + low). Aligned so that no vector load crosses a cache line.
 typedef struct {
     int8_t high[SLIP_BLOCK], low[SLIP_BLOCK];
-    float scale, sum;  // sum: of the 32 activations
+    float scale, sum;   // sum: of the 32 activations
+    int32_t starts[2];  // -128 times the sum of the first and of the last 16 integers; AVX-512 only
 } __attribute__((aligned(16))) SlipActivations;
 
 // Activations are stored in tiles of 8 tokens, the last one smaller: [tile][group][token]. Returns the first group of a
@@ -59,11 +67,11 @@ SLIP_PART void slip_quantize(const float *x, SlipActivations *out, int64_t strid
 
 // weight rows [first, last) of a low-bit GEMM; first is a multiple of 4; out [tokens, out_stride]
 SLIP_PART void slip_low_bit_rows(const SlipActivations *x, const uint8_t *weights, const void *scales,
-                       const uint16_t *offsets, float *out, int64_t layout, int64_t num_tokens, int64_t num_rows,
-                       int64_t groups, int64_t out_stride, int64_t first, int64_t last);
+                       const uint16_t *offsets, float *out, int64_t layout, int64_t num_tokens, int64_t groups,
+                       int64_t out_stride, int64_t first, int64_t last);
 
-// weight rows [first, last) of a float32 GEMM; out [tokens, out_stride]
-SLIP_PART void slip_plain_rows(const float *x, const float *weight, float *out, int64_t num_tokens, int64_t size,
-                     int64_t out_stride, int64_t first, int64_t last);
+// weight rows [first, last) of a GEMM with weights of SLIP_FLOAT32 or SLIP_BFLOAT16; out [tokens, out_stride]
+SLIP_PART void slip_plain_rows(const float *x, const void *weight, float *out, int64_t layout, int64_t num_tokens,
+                     int64_t size, int64_t out_stride, int64_t first, int64_t last);
 
 #endif

@@ -2,6 +2,7 @@
 #ifndef SLIP_NATIVE_VECTOR_H
 #define SLIP_NATIVE_VECTOR_H
 
+#include <stdint.h>
 #include <string.h>
 #if defined(__aarch64__)
 #include <arm_neon.h>
@@ -23,6 +24,23 @@ static inline SlipVector slip_load(const float *a) {
     SlipVector v;
     memcpy(&v, a, sizeof v);
     return v;
+}
+
+// the same number of bfloat16 values: the upper halves of float32 values
+static inline SlipVector slip_load_bfloat16(const uint16_t *a) {
+#if defined(__AVX512F__)
+    return (SlipVector)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)a)), 16);
+#elif defined(__AVX2__)
+    return (SlipVector)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)a)), 16);
+#elif defined(__aarch64__)
+    return (SlipVector)vshll_n_u16(vld1_u16(a), 16);
+#else
+    uint32_t bits[SLIP_WIDTH];
+    for (int n = 0; n < SLIP_WIDTH; n++) bits[n] = (uint32_t)a[n] << 16;
+    SlipVector v;
+    memcpy(&v, bits, sizeof v);
+    return v;
+#endif
 }
 
 static inline void slip_store(float *a, SlipVector v) { memcpy(a, &v, sizeof v); }

@@ -17,10 +17,11 @@ class RowLayout(IntEnum):
     Q4_K = 3
     Q5_K = 4
     Q6_K = 5
+    BFLOAT16 = 6
 
 
 class WeightRows(NamedTuple):
-    data: torch.Tensor  # [rows, columns] float32, or interleaved blocks (ops/low_bit/interleaved.py)
+    data: torch.Tensor  # [rows, columns] float32 or bfloat16, or interleaved blocks (ops/low_bit/interleaved.py)
     num_rows: int
     layout: RowLayout = RowLayout.FLOAT32
     scales: torch.Tensor | None = None  # low-bit only
@@ -28,11 +29,16 @@ class WeightRows(NamedTuple):
 
     @property
     def is_low_bit(self) -> bool:
-        return self.layout != RowLayout.FLOAT32
+        return self.layout not in (RowLayout.FLOAT32, RowLayout.BFLOAT16)
 
 
 def dense_rows(weight: torch.Tensor) -> WeightRows | None:
     """None if the C kernels cannot read this weight."""
-    if weight.dtype is not torch.float32 or not weight.is_cpu or not weight.is_contiguous():
+    layout = LAYOUTS.get(weight.dtype)
+    if layout is None or not weight.is_cpu or not weight.is_contiguous():
         return None
-    return WeightRows(weight, len(weight))
+    return WeightRows(weight, len(weight), layout)
+
+
+LAYOUTS = {torch.float32: RowLayout.FLOAT32, torch.bfloat16: RowLayout.BFLOAT16}
+"""Weights that are multiplied by float32 activations as they are."""

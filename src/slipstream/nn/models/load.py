@@ -21,6 +21,7 @@ from slipstream.config.pooling_info import UnitNormInfo
 from slipstream.config.quantization import Quantization
 from slipstream.errors import BadCheckpoint, NotEnoughMemory, UnsupportedModel
 from slipstream.nn.batch_invariant import BatchInvariant
+from slipstream.nn.bfloat16_weight import Bfloat16, stays_bfloat16
 from slipstream.nn.layers.vector_modules import module_names
 from slipstream.nn.low_bit_weight import LowBit
 from slipstream.nn.models.decoder import Decoder
@@ -43,6 +44,7 @@ from slipstream.nn.weights.safetensors import open_file, open_folder
 from slipstream.nn.weights.source import SourceTensor, WeightSource
 from slipstream.nn.weights.stacked import UnstackedSource
 from slipstream.nn.weights.transposed import TransposedSource
+from slipstream.ops.linear.measured import bfloat16_is_faster
 from slipstream.ops.low_bit import find_kernel
 from slipstream.ops.quantized import supports_kernels
 
@@ -208,7 +210,9 @@ def choose_formats(config: ModelConfig, device: torch.device, *, is_encoder: boo
     if config.deterministic:
         format = BatchInvariant(dtype)
     elif kernel is not None:
-        format = LowBit(kernel)
+        format = LowBit(kernel, keeps_bfloat16=bfloat16_is_faster())
+    elif not is_encoder and stays_bfloat16(config, device):
+        format = Bfloat16()
     if is_encoder and transposed_is_faster(device, dtype) and not config.deterministic:
         # GEMMs of an encoder have many tokens; the embedding is looked up by rows
         return lambda name: format if name == "embedding" else Transposed(dtype)

@@ -14,7 +14,7 @@
 
 #include "../native_parts.h"
 
-#define PIECE 24  // weight rows per work item: whole tiles of float32 and of low-bit weights
+#define PIECE 24  // float32 or bfloat16 weight rows per work item: whole tiles
 #define SPINS 4096
 
 // native.py mirrors these structures.
@@ -103,16 +103,18 @@ static void multiply(const Step *step, const Product *product, const float *x, f
     int64_t piece = take_item(step);
     for (int64_t r = 0; r < product->num_runs; r++) {
         const Run *run = &product->runs[r];
-        int64_t after = first_piece + (run->num_rows + PIECE - 1) / PIECE;
+        int is_plain = run->layout == SLIP_FLOAT32 || run->layout == SLIP_BFLOAT16;
+        int64_t size_of_piece = is_plain ? PIECE : SLIP_LOW_BIT_PIECE;
+        int64_t after = first_piece + (run->num_rows + size_of_piece - 1) / size_of_piece;
         for (; piece < after; piece = take_item(step)) {
-            int64_t first = (piece - first_piece) * PIECE;
-            int64_t last = first + PIECE < run->num_rows ? first + PIECE : run->num_rows;
+            int64_t first = (piece - first_piece) * size_of_piece;
+            int64_t last = first + size_of_piece < run->num_rows ? first + size_of_piece : run->num_rows;
             float *o = out + first_row;
-            if (run->layout == SLIP_FLOAT32)
-                slip_plain_rows(x, run->numbers, o, step->num_rows, size, stride, first, last);
+            if (is_plain)
+                slip_plain_rows(x, run->numbers, o, run->layout, step->num_rows, size, stride, first, last);
             else
                 slip_low_bit_rows(s->activations, run->numbers, run->scales, run->offsets, o, run->layout,
-                                  step->num_rows, run->num_rows, size / SLIP_BLOCK, stride, first, last);
+                                  step->num_rows, size / SLIP_BLOCK, stride, first, last);
             if (product->bias)
                 for (int64_t t = 0; t < step->num_rows; t++)
                     for (int64_t n = first; n < last; n++) o[t * stride + n] += product->bias[first_row + n];

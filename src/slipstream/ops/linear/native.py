@@ -7,6 +7,7 @@ import platform
 import torch
 
 from slipstream.ops import native
+from slipstream.ops.weight_rows import LAYOUTS
 
 _ON_ARM = platform.machine().lower() in ("aarch64", "arm64")
 MAX_TOKENS = 32
@@ -22,5 +23,6 @@ def skinny_gemm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     x = x.contiguous()
     num_tokens, size = x.shape
     out = torch.empty(num_tokens, len(weight))
-    library.slip_skinny_gemm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), num_tokens, len(weight), size)
+    layout = LAYOUTS[weight.dtype]
+    library.slip_skinny_gemm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), layout, num_tokens, len(weight), size)
     return out if bias is None else out.add_(bias)

@@ -15,7 +15,6 @@
 #define LIMIT 32512.0f  // the largest integer, 127 * 256: rounding cannot overflow the high digit
 #define LEAST 1e-30f    // if all 32 activations are smaller, they count as 0: the scale would be subnormal
 #define AT_ONCE 256     // tokens quantized at a time, to limit memory
-#define PIECE 24        // weight rows per work item of a thread
 
 #if defined(SLIP_PLAIN)
 #include "../native_low_bit_plain.h"
@@ -33,26 +32,33 @@ void slip_quantize(const float *x, SlipActivations *out, int64_t stride, int64_t
     for (int64_t g = 0; g < groups; g++) quantize_block(x + g * BLOCK, out + g * stride);
 }
 
-#define CASE(layout, tokens)                                       \
-    case layout * 16 + tokens:                                     \
-        multiply_tile(layout, tokens, w, s, o, a, groups, total); \
+#ifdef TILE_ROWS  // the kernel multiplies several blocks of four rows at a time
+#define MULTIPLY(layout, tokens) multiply_tile(layout, tokens, w, s, o, a, groups, (count + 3) / 4, total)
+#else
+#define TILE_ROWS 4
+#define MULTIPLY(layout, tokens) multiply_tile(layout, tokens, w, s, o, a, groups, total)
+#endif
+
+#define CASE(layout, tokens)      \
+    case layout * 16 + tokens:    \
+        MULTIPLY(layout, tokens); \
         break;
 #define CASES(layout)                                                           \
     CASE(layout, 1) CASE(layout, 2) CASE(layout, 3) CASE(layout, 4)             \
     CASE(layout, 5) CASE(layout, 6) CASE(layout, 7) CASE(layout, 8)
 
 void slip_low_bit_rows(const SlipActivations *x, const uint8_t *weights, const void *scales, const uint16_t *offsets,
-                       float *out, int64_t layout, int64_t num_tokens, int64_t num_rows, int64_t groups,
-                       int64_t out_stride, int64_t first, int64_t last) {
+                       float *out, int64_t layout, int64_t num_tokens, int64_t groups, int64_t out_stride,
+                       int64_t first, int64_t last) {
     for (int64_t t = 0; t < num_tokens; t += TILE) {
         int64_t tokens = num_tokens - t < TILE ? num_tokens - t : TILE;
         const SlipActivations *a = x + t * groups;
-        for (int64_t n = first; n < last; n += 4) {
+        for (int64_t n = first; n < last; n += TILE_ROWS) {
             const uint8_t *w = weights + n / 4 * groups * slip_weight_bytes(layout);
             const uint8_t *s = (const uint8_t *)scales + n / 4 * groups * slip_scale_bytes(layout);
             const uint16_t *o = offsets + n * groups;
-            int64_t count = num_rows - n < 4 ? num_rows - n : 4;
-            float total[TILE][4];
+            int64_t count = last - n < TILE_ROWS ? last - n : TILE_ROWS;
+            float total[TILE][TILE_ROWS];
             switch (layout * 16 + tokens) {
                 CASES(SLIP_FOUR_BITS)
                 CASES(SLIP_EIGHT_BITS)
@@ -85,9 +91,10 @@ int64_t slip_low_bit(const float *x, const uint8_t *weights, const void *scales,
                 slip_quantize(x + (first + t) * groups * BLOCK, target, stride, groups);
             }
 #pragma omp for
-            for (int64_t n = 0; n < num_rows; n += PIECE)
+            for (int64_t n = 0; n < num_rows; n += SLIP_LOW_BIT_PIECE)
                 slip_low_bit_rows(activations, weights, scales, offsets, out + first * num_rows, layout, tokens,
-                                  num_rows, groups, num_rows, n, n + PIECE < num_rows ? n + PIECE : num_rows);
+                                  groups, num_rows, n,
+                                  n + SLIP_LOW_BIT_PIECE < num_rows ? n + SLIP_LOW_BIT_PIECE : num_rows);
         }
     }
     free(activations);

@@ -144,10 +144,15 @@ def check_machine() -> Iterator[Finding]:
         yield Finding("device", f"cpu: {machine.num_threads} threads, {gib}")
     yield Finding("fast dtypes", ", ".join(machine.fast_dtypes))
     from slipstream.ops import native
+    from slipstream.ops.linear.measured import gemv_times
     from slipstream.ops.low_bit import find_kernel
 
+    kernel = find_kernel()  # compiles them
     yield Finding("C kernels", native.state())
-    kernel = find_kernel()
+    if times := gemv_times():
+        stays = "stay so on the CPU" if times.bfloat16_is_faster else "become float32 on the CPU"
+        measured = f"{times.bfloat16 * 1e3:.1f} ms a GEMV, float32 {times.float32 * 1e3:.1f}"
+        yield Finding("bfloat16 weights", f"{stays} ({measured})")
     yield Finding("low-bit GEMM", kernel.name if kernel else "none for this machine: quantised files run dequantised")
 
 

@@ -1,0 +1,65 @@
+"""Which dtype of weights is faster is measured once per machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from slipstream.ops import native
+from slipstream.ops.linear import measured
+from slipstream.ops.linear.measured import GemvTimes
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    if not native.build():
+        pytest.skip("no C compiler here, or the kernels are turned off")
+    monkeypatch.setattr(native, "cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setattr(measured, "gemv_times", measured.gemv_times.__wrapped__)  # without its cache in memory
+    return tmp_path / "cache"
+
+
+def times_of(monkeypatch: pytest.MonkeyPatch, *rounds: GemvTimes) -> list[GemvTimes]:
+    left = list(rounds)
+    monkeypatch.setattr(measured, "_measure", lambda: left.pop(0))
+    return left
+
+
+def test_it_is_measured_once_and_remembered(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = times_of(monkeypatch, GemvTimes(2.0, 1.0))
+    assert measured.bfloat16_is_faster() and not left
+    assert measured.gemv_times() == GemvTimes(2.0, 1.0)
+    assert len(list(folder.iterdir())) == 1
+
+
+def test_slower_bfloat16_is_not_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    times_of(monkeypatch, GemvTimes(1.0, 1.1))
+    assert not measured.bfloat16_is_faster()
+
+
+def test_other_kernels_and_damaged_files_are_measured_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = times_of(monkeypatch, GemvTimes(2.0, 1.0), GemvTimes(3.0, 1.0), GemvTimes(4.0, 1.0))
+    measured.gemv_times()
+    next(folder.iterdir()).write_text("{")
+    assert measured.gemv_times() == GemvTimes(3.0, 1.0)
+    monkeypatch.setattr(native, "identity", lambda: "other")
+    assert measured.gemv_times() == GemvTimes(4.0, 1.0) and not left
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder.write_text("a file in its place")
+    times_of(monkeypatch, GemvTimes(2.0, 1.0))
+    assert measured.bfloat16_is_faster()
+
+
+def test_without_kernels_weights_become_float32(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "build", lambda: False)
+    assert not measured.bfloat16_is_faster()
+
+
+def test_the_measurement_gives_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not native.build():
+        pytest.skip("no C compiler here, or the kernels are turned off")
+    monkeypatch.setattr(measured, "_ROWS", 8)
+    assert min(measured._measure()) > 0

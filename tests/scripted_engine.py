@@ -94,6 +94,7 @@ def scripted_core(
         model=SimpleNamespace(info=SimpleNamespace(eos_token_ids=())),
         cache=make_config(page_size, num_pages),
         scheduler=limits,
+        adapters=None,
     )
     return EngineCore(config, ScriptedDevice(page_size, max_num_seqs), constraints)
 

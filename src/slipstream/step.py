@@ -130,11 +130,23 @@ class TierPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterLoad:
+    """A copy of a LoRA adapter from a host buffer to a slot on the device, before the forward. A replay of the plan
+    reads the adapter by its path."""
+
+    slot: int
+    buffer: int
+    name: str
+    path: str
+    digest: bytes  # of its matrices
+
+
+@dataclass(frozen=True, slots=True)
 class AdapterPlan:
     """The LoRA adapters of a step. A slot holds one adapter on the device; a host buffer holds one in host memory."""
 
     slots: Ints | None  # [planned] slot of the row's adapter, -1: none; None: no row has an adapter
-    loads: tuple[tuple[int, int], ...] = ()  # (slot, host buffer): copied before the forward
+    loads: tuple[AdapterLoad, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from slipstream.pooling_params import PoolingParams
 from slipstream.step import (
     NO_INTS,
     NO_PAGES,
+    AdapterLoad,
     AdapterPlan,
     Admission,
     EmbedPlan,
@@ -91,7 +92,7 @@ def test_a_plan_with_every_part():
         has_drafts=True,
         num_proposed=3,
         returns_drafts=True,
-        adapters=AdapterPlan(ints(0, -1), ((0, 3),)),
+        adapters=AdapterPlan(ints(0, -1), (AdapterLoad(0, 3, "sql", "/sql", b"digest"),)),
         joint_sizes=StepSizes(4, 2, False, True, True),
         embeds=EmbedPlan(ints(1, 2), (np.array([[0.5], [2.0]], np.float32),)),
         tier=TierPlan(ints(0, 3, 1).reshape(1, 3), NO_INTS.reshape(0, 3)),

@@ -5,6 +5,7 @@ Engines run as threads of this process with the exchange and the collectives (gl
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
@@ -21,6 +22,7 @@ from slipstream.device.device import open_device
 from slipstream.engine.build import build_core, foresee, open_models
 from slipstream.errors import InvalidOption, ReplicaLost
 from slipstream.messages import LOGPROB, Submit
+from slipstream.serve.cli.main import main
 from slipstream.structured_params import StructuredOutputsParams
 from tiny import write_tiny
 
@@ -72,6 +74,7 @@ class Engines:
         self.lock = threading.Lock()
         self.ended, self.end = os.pipe()  # readable when all requests have finished
         self.cores = [None] * self.count
+        self.recordings = [None] * self.count
         self.closing = threading.Barrier(self.count)
         (folder / "shared").mkdir()
 
@@ -100,6 +103,7 @@ class Engines:
             core.executor.exchange.leave()  # as the end of a process does
             raise
         core.scheduler.check()
+        self.recordings[index] = core.recorder.take()
         self.closing.wait(60)
         core.close()
         return found
@@ -133,7 +137,7 @@ class Engines:
         ("qwen3_next", [range(6), range(6, 8)], 1, True),  # recurrent states, a shared expert
     ],
 )
-def test_engines_with_shared_experts_give_the_results_of_one(tmp_path, family, shares, depth, has_graphs):
+def test_engines_with_shared_experts_give_the_results_of_one(tmp_path, capsys, family, shares, depth, has_graphs):
     folder = write_tiny(tmp_path, family)
     wanted = run_alone(folder)
     engines = Engines(folder, shares, depth, has_graphs)
@@ -149,6 +153,10 @@ def test_engines_with_shared_experts_give_the_results_of_one(tmp_path, family, s
         assert all(core.executor.runner.device.num_replays > 5 for core in engines.cores)
     held = [sum(p.numel() for p in core.executor.runner.model.parameters()) for core in engines.cores]
     assert len(set(held)) == 1  # each has as many experts
+    (tmp_path / "record").write_bytes(engines.recordings[0].encode())
+    assert main(["replay", str(tmp_path / "record"), "--json"]) == 0  # on one engine with all experts
+    report = json.loads(capsys.readouterr().out)
+    assert report["num_compared"] >= sum(len(found[number].tokens) for number in shares[0])
 
 
 def test_engines_are_processes_and_end_with_a_clear_error_when_one_is_killed(tmp_path):

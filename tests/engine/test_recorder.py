@@ -5,6 +5,7 @@ from __future__ import annotations
 import stat
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import numpy as np
@@ -20,6 +21,7 @@ from slipstream.engine.record_file import MAGIC, Recording, decode
 from slipstream.engine.record_folder import MAX_FILES
 from slipstream.engine.recorder import Recorder
 from slipstream.engine.replay import replay
+from slipstream.engine.sleeping import Sleeper
 from slipstream.errors import EngineDead, InvalidOption, UserError
 from slipstream.runner.assemble import build_runner
 from slipstream.structured_params import StructuredOutputsParams as Shape
@@ -119,6 +121,24 @@ def test_rows_from_before_the_ring_are_checked_by_position_only():
     assert not complete[0] & before
 
 
+def test_steps_before_an_exchange_of_weights_are_dropped_with_their_rows():
+    core = scripted_core(1)
+    recorder = recorded(core)
+    for number, prompt in enumerate(PROMPTS[:2]):
+        core.submit(submit(f"r{number}", prompt, max_tokens=12))
+    for _ in range(5):
+        core.step()
+    core.weights = Mock(num_missing=0)
+    Sleeper({"m": core}).update_weights({"a": "tensor"})
+    assert recorder.take().steps == [] and len(recorder.take().generated) == 2 and recorder._num_bytes == 0
+    run(core)
+    recording = recorder.take()
+    assert recording.exchanged and recording.steps[0].plan.released.size == 2
+    assert replay(recording).fault is None
+    Sleeper({"m": core}).update_weights()  # from the model's files
+    assert not recorder.take().exchanged
+
+
 def test_the_ring_is_bounded_in_steps_and_bytes():
     core = scripted_core()
     recorder = recorded(core, 5)
@@ -192,6 +212,22 @@ def test_a_redacted_file_has_no_content_of_requests_and_can_still_be_checked(sma
             assert admission.stop_ids == () and not admission.params.stop_token_ids and not admission.params.logit_bias
 
 
+def test_files_are_written_by_size_while_the_engine_runs(small, tmp_path):
+    with LLM(small, depth=1, record_dir=str(tmp_path), record_every_mb=1, **OPTIONS) as llm:
+        writer = llm.core.recorder._writer
+        assert writer._num_bytes == 2**20
+        writer._num_bytes = 5000
+        for _ in range(MAX_FILES + 2):
+            llm.generate(PROMPTS[:2], SamplingParams(max_tokens=8))
+            writer._job.result(30)
+    files = sorted(tmp_path.iterdir())
+    assert len(files) == MAX_FILES and stat.S_IMODE(files[0].stat().st_mode) == 0o600
+    for file in files:
+        recording = decode(file.read_bytes(), file.name)
+        assert replay(recording).fault is None
+        assert all(step.tokens is not None for step in recording.steps), "steps in flight are left out"
+
+
 def test_a_failure_writes_a_private_file(small, tmp_path, caplog):
     folder = tmp_path / "records"
     folder.mkdir()
@@ -216,6 +252,8 @@ def test_what_is_not_a_recording_is_refused(small):
         decode(MAGIC + b"1234", "x")
     with pytest.raises(InvalidOption, match="record_steps"):
         LLM(small, record_steps=-1, **OPTIONS)
+    with pytest.raises(InvalidOption, match="record_every_mb is 5, set, and record_steps is 0"):
+        LLM(small, record_steps=0, record_every_mb=5, **OPTIONS)
 
 
 def test_without_steps_there_is_no_recorder(small):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 
@@ -11,6 +12,7 @@ from slipstream import LLM, SamplingParams
 from slipstream.config.options import make_options
 from slipstream.engine.build import foresee, open_models
 from slipstream.errors import EngineDead, InvalidOption
+from slipstream.serve.cli.main import main
 from slipstream.structured_params import StructuredOutputsParams
 from tiny import write_tiny
 
@@ -45,14 +47,19 @@ def check_equal(found, wanted):
                 assert logprob.logprob == pytest.approx(of_other[token].logprob, abs=1e-9)
 
 
-def test_two_ranks_give_the_results_of_one_until_one_is_killed(tmp_path):
+def test_two_ranks_give_the_results_of_one_until_one_is_killed(tmp_path, capfd):
     folder = str(write_tiny(tmp_path, "qwen3"))
     wanted = run(folder)
     with LLM(folder, **SMALL, tensor_parallel_size=2) as llm:
         check_equal(generate(llm), wanted)
+        llm.save_record(tmp_path / "record")
         os.kill(llm.core.executor._ranks._processes[0].pid, signal.SIGKILL)
         with pytest.raises(EngineDead, match="rank 1"):
             llm.generate(PROMPTS, PARAMS[0], use_tqdm=False)
+    assert main(["replay", str(tmp_path / "record"), "--json"]) == 0  # on two ranks
+    report = json.loads(capfd.readouterr().out)
+    num_tokens = sum(len(each.token_ids) for each in wanted)
+    assert report["difference"] is None and report["num_compared"] >= num_tokens and report["num_skipped"] == 0
 
 
 @pytest.mark.parametrize(

@@ -41,8 +41,9 @@ class Slots:
         self.bench, self.reader, self.slots = bench, reader, {}
 
     def check(self, plan):
-        for slot, buffer in plan.adapters.loads if plan.adapters is not None else ():
-            self.slots[slot] = self.reader.content[buffer]
+        for load in plan.adapters.loads if plan.adapters is not None else ():
+            assert self.reader.content[load.buffer] == load.path
+            self.slots[load.slot] = load.path
         slots = plan.adapter_slots
         slots = np.full(len(plan.rows), -1) if slots is None else slots
         owners = {request.row: request for request in self.bench.requests if request.row >= 0}
@@ -111,7 +112,9 @@ def test_at_most_max_loras_adapters_run_and_others_overtake():
     plan = bench.scheduler.plan()
     slots.check(plan)
     assert [request.row >= 0 for request in (first, second, third, plain)] == [True, False, True, True]
-    assert plan.adapter_slots.tolist() == [0, 0, -1] and plan.adapters.loads == ((0, 0),)
+    assert plan.adapter_slots.tolist() == [0, 0, -1] and [(load.slot, load.buffer) for load in plan.adapters.loads] == [
+        (0, 0)
+    ]
     bench.executor.launch(plan)
     bench.outputs += bench.scheduler.commit(bench.executor.wait())
     run(bench, slots)

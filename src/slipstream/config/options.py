@@ -205,7 +205,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     record_dir: Annotated[
         str | None, _doc("folder for recordings of failed engines; default: a folder of this user for temporary files")
     ] = None
-    record_redact: Annotated[bool, _doc("leave token ids and texts out of recordings of failed engines")] = False
+    record_redact: Annotated[bool, _doc("leave token ids and texts out of the recordings in record_dir")] = False
+    record_every_mb: Annotated[
+        int, _doc("also write the last steps to a file each time this many MB were recorded; 0: only after a failure")
+    ] = 0
     served_model_name: Annotated[str | None, _doc("name of the model in requests and responses")] = None
 
 

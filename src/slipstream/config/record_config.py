@@ -14,6 +14,7 @@ class RecordConfig(msgspec.Struct, frozen=True):
     num_steps: int = 256  # kept in memory; 0: nothing is recorded
     folder: str | None = None  # of the files written after a failure; None: a folder of this user for temporary files
     redact: bool = False  # files have no token ids and no text of requests
+    every_mb: int = 0  # a file is written each time so many megabytes were recorded; 0: only after a failure
 
 
 def resolve_record(options: Options) -> RecordConfig:
@@ -21,4 +22,8 @@ def resolve_record(options: Options) -> RecordConfig:
         raise InvalidOption(
             f"record_steps is {options.record_steps}; give a number from 0 (nothing is recorded) to {MAX_STEPS}"
         )
-    return RecordConfig(options.record_steps, options.record_dir, options.record_redact)
+    every = options.record_every_mb
+    if every < 0 or (every and not options.record_steps):
+        fact = "below 0" if every < 0 else "set, and record_steps is 0"
+        raise InvalidOption(f"record_every_mb is {every}, {fact}; give a number of megabytes, and record_steps above 0")
+    return RecordConfig(options.record_steps, options.record_dir, options.record_redact, every)

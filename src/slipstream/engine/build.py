@@ -30,10 +30,10 @@ from slipstream.config.read_pooling import read_pooling
 from slipstream.config.resolve import DEFAULT_SHARE, Source, fewer_rows, model_config, resolve, resolve_dtype
 from slipstream.config.weight_files import require_weights
 from slipstream.device.device import Device, detect_machine, open_device, seems_cuda
+from slipstream.engine.build_ranks import build_ranks
 from slipstream.engine.core import EngineCore
 from slipstream.engine.draft_model import settle_draft
 from slipstream.engine.embeds_options import check_prompt_embeds
-from slipstream.engine.executor import Executor
 from slipstream.engine.join_engines import join_engines
 from slipstream.engine.lanes import Lanes
 from slipstream.engine.model_description import ModelDescription
@@ -43,10 +43,8 @@ from slipstream.engine.rank_options import check_one_model, check_rank_config, c
 from slipstream.engine.recorder import Recorder
 from slipstream.engine.sleep_options import check_sleep_mode
 from slipstream.engine.tier_options import check_tier
-from slipstream.engine.workers import RankProcesses, Workers
 from slipstream.errors import InvalidOption
 from slipstream.logits_processor import LogitsProcessor
-from slipstream.nn.layers.connect_ranks import connect_ranks
 from slipstream.nn.models.adapter_layout import measure_adapter
 from slipstream.nn.models.draft_layout import draft_weight_bytes
 from slipstream.nn.models.encoder import EncoderShape
@@ -57,7 +55,6 @@ from slipstream.nn.models.stored_head import as_stored
 from slipstream.nn.models.stored_tokens import with_stored_width
 from slipstream.nn.models.update import ModelWeights
 from slipstream.ops.compile_ahead import start_triton
-from slipstream.runner.assemble import build_runner
 from slipstream.scheduler.adapters import Adapters
 from slipstream.scheduler.cache.layout import group_sites
 from slipstream.scheduler.grammar.constraints import Constraints
@@ -100,16 +97,8 @@ def build_core(
     opened: Opened, *, progress: bool = False, device: Device | None = None, folder: Path | None = None
 ) -> EngineCore:
     """Loads the weights. `folder`: of the engines that share the experts, see `join_engines`."""
-    ranks = None if opened.config.model.num_ranks == 1 else RankProcesses(opened.config)
-    try:
-        runner, config = build_runner(opened.config, progress=progress, device=device)
-        if ranks is not None:
-            connect_ranks(runner.model, ranks.connect())
-    except BaseException:
-        if ranks is not None:
-            ranks.kill()
-        raise
-    has_one_rank = ranks is None and config.model.num_engines == 1
+    executor, runner, config = build_ranks(opened.config, progress=progress, device=device)
+    has_one_rank = config.model.num_ranks == config.model.num_engines == 1
     constraints = None
     if config.model.generates:
         grammars = Grammars(opened.description.load_tokenizer, config.model.info.vocab_size)
@@ -122,7 +111,6 @@ def build_core(
     adapters = None
     if config.adapters is not None and runner.adapters is not None:
         adapters = Adapters[Any](config.adapters, runner.adapters, config.scheduler.max_num_seqs)
-    executor: Executor = runner if ranks is None else Workers(runner, ranks)
     peers = None
     if config.model.num_engines > 1:
         assert folder is not None, "engines that share experts are started together"

@@ -11,7 +11,7 @@ from slipstream.engine.executor import Executor, Handle, WeightUpdate
 from slipstream.engine.lockstep import LockstepExecutor
 from slipstream.engine.make_requests import encoder_request, requests_of
 from slipstream.engine.pacing import Pacer
-from slipstream.engine.record_folder import save_failure
+from slipstream.engine.record_failure import save_failure
 from slipstream.engine.recorder import Recorder
 from slipstream.engine.step_log import LaneLog
 from slipstream.errors import EngineDead, SlipstreamError

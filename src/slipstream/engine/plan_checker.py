@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from slipstream.config.config import EngineConfig
 from slipstream.engine.record_file import StepRecord
-from slipstream.step import NO_INTS, NULL_PAGE, Admission, Bools, PoolAdmission, Processed, StepPlan
+from slipstream.step import NO_INTS, NULL_PAGE, AdapterLoad, Admission, Bools, PoolAdmission, Processed, StepPlan
 
 Longs = NDArray[np.int64]
 
@@ -40,8 +40,13 @@ class _CheckedRow:
 
 
 class PlanChecker:
-    def __init__(self, config: EngineConfig, before: Iterable[Admission | PoolAdmission] = ()) -> None:
-        """`before`: admissions of the rows in use before the first plan."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        before: Iterable[Admission | PoolAdmission] = (),
+        adapters: Iterable[AdapterLoad] = (),
+    ) -> None:
+        """`before`: admissions of the rows in use before the first plan; `adapters`: in slots of the device by then."""
         cache = config.cache
         self._page_size = cache.page_size
         self._max_rows = config.scheduler.max_num_seqs
@@ -55,6 +60,8 @@ class PlanChecker:
         self._stored: dict[tuple[int, int], tuple[Longs, Longs]] = {}
         self._checkpoints: set[int] = set()  # saved by complete rows
         self._queries: set[int] = set()  # stored by steps of the recording
+        self._num_slots = 0 if config.adapters is None else config.adapters.max_loras
+        self._slots = {each.slot for each in adapters}  # with a LoRA adapter
         self.rows: dict[int, _CheckedRow] = {
             each.row: _CheckedRow(each, len(shapes), is_complete=False) for each in before
         }
@@ -68,6 +75,7 @@ class PlanChecker:
         if self._step is None:
             self._is_from_start = plan.step == 0
         self._step = plan.step
+        self._check_adapters(plan)
         if self._is_encoder:
             return self._run_encoder(plan)
         self._release_and_admit(plan)
@@ -79,16 +87,28 @@ class PlanChecker:
         self._save(plan, starts)
         self._draw(record)
         complete = {row for row in plan.rows.tolist() if self.rows[row].is_complete}
-        return complete - self._without_query(plan) - _adapted_rows(plan)
+        return complete - self._without_query(plan)
 
     def _need(self, holds: bool, fact: str) -> None:
         if not holds:
             raise PlanFault(f"step {self._step}: {fact}")
 
+    def _check_adapters(self, plan: StepPlan) -> None:
+        """Every slot that a row reads has an adapter."""
+        if plan.adapters is None:
+            return
+        for load in plan.adapters.loads:
+            known = 0 <= load.slot < self._num_slots
+            self._need(known, f"adapter {load.name} is loaded to slot {load.slot} of {self._num_slots}")
+            self._slots.add(load.slot)
+        slots = NO_INTS if plan.adapters.slots is None else plan.adapters.slots
+        for row, slot in zip(plan.rows.tolist(), slots.tolist(), strict=False):
+            self._need(slot < 0 or slot in self._slots, f"row {row} reads slot {slot}, which has no adapter")
+
     def _run_encoder(self, plan: StepPlan) -> set[int]:
         self._need(bool((plan.num_host_tokens == plan.num_tokens).all()), "an encoder's prompt is not whole")
         self._need(len(plan.tokens) == int(plan.num_tokens.sum()), "the number of tokens is wrong")
-        return set(plan.rows.tolist()) - self._without_query(plan) - _adapted_rows(plan)
+        return set(plan.rows.tolist()) - self._without_query(plan)
 
     def _without_query(self, plan: StepPlan) -> set[int]:
         """Rows that are scored against a query from before the recording."""
@@ -278,11 +298,6 @@ class PlanChecker:
             state.length = (state.length or 0) - num + max(len(tokens), 1)
             del state.tokens[state.length :]
             state.next_tokens = tokens[-1:]
-
-
-def _adapted_rows(plan: StepPlan) -> set[int]:
-    """All rows of a step with LoRA adapters, whose weights are not in the recording."""
-    return set() if plan.adapters is None else set(plan.rows.tolist())
 
 
 def accepted_tokens(record: StepRecord) -> list[list[int]]:

@@ -18,7 +18,7 @@ import numpy as np
 from slipstream.config.config import EngineConfig
 from slipstream.errors import UserError
 from slipstream.params import SamplingParams
-from slipstream.step import Admission, Bools, Floats, Ints, Late, LateBias, PoolAdmission, StepPlan
+from slipstream.step import AdapterLoad, Admission, Bools, Floats, Ints, Late, LateBias, PoolAdmission, StepPlan
 
 MAGIC = b"slipstream recording 1\n"
 MAX_CONTENT = 2**30  # bytes of a file after decompression
@@ -55,6 +55,8 @@ class Recording(msgspec.Struct):
     steps: list[StepRecord]
     failure: str | None = None
     redacted: bool = False
+    adapters: list[AdapterLoad] = []  # LoRA adapters in slots of the device before the first step
+    exchanged: bool = False  # the weights were exchanged while the engine ran: those of the files are others
 
     @classmethod
     def of(
@@ -63,6 +65,9 @@ class Recording(msgspec.Struct):
         before: list[Admission | PoolAdmission],
         steps: list[StepRecord],
         failure: str | None = None,
+        adapters: list[AdapterLoad] | None = None,
+        *,
+        exchanged: bool = False,
     ) -> Recording:
         return cls(
             slipstream=metadata.version("slipstream"),
@@ -73,7 +78,22 @@ class Recording(msgspec.Struct):
             pooled=[each for each in before if isinstance(each, PoolAdmission)],
             steps=steps,
             failure=failure,
+            adapters=adapters or [],
+            exchanged=exchanged,
         )
+
+    def adapters_read(self) -> list[AdapterLoad]:
+        """Adapters in slots before the first step that a step reads: the others may be gone from their folders."""
+        unused = {load.slot: load for load in self.adapters}
+        used = []
+        for plan in (step.plan.adapters for step in self.steps):
+            if plan is None:
+                continue
+            for load in plan.loads:
+                unused.pop(load.slot, None)
+            for slot in set() if plan.slots is None else unused.keys() & set(plan.slots.tolist()):
+                used.append(unused.pop(slot))
+        return used
 
     def encode(self, *, redact: bool = False) -> bytes:
         """The content of a file. `redact`: without token ids and texts of requests."""

@@ -1,37 +1,21 @@
-"""Writes the recording of a failed engine to a folder that only its user can read, and logs the path."""
+"""The folder and the files of the flight recorder, which only their user can read."""
 
 from __future__ import annotations
 
-import logging
 import os
 import stat
 import tempfile
-import time
 from pathlib import Path
-
-from slipstream.engine.recorder import Recorder
-
-log = logging.getLogger(__name__)
 
 SUFFIX = ".slipstream"
 MAX_FILES = 8  # recordings kept in the folder
 
 
-def save_failure(recorder: Recorder, error: BaseException) -> Path | None:
-    """Returns the file, or None where it could not be written: the failure of the engine matters more."""
-    try:
-        settings = recorder.config.record
-        data = recorder.take(f"{type(error).__name__}: {error}").encode(redact=settings.redact)
-        folder = _private_folder() if settings.folder is None else Path(settings.folder)
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        path = write_private(folder / f"failure-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}{SUFFIX}", data)
-        for old in sorted(folder.glob(f"failure-*{SUFFIX}"))[:-MAX_FILES]:
-            old.unlink(missing_ok=True)
-    except Exception:
-        log.exception("the last steps of the engine could not be written to a file")
-        return None
-    log.error("the last steps of the engine are in %s; `slipstream replay` checks them", path)
-    return path
+def open_folder(name: str | None) -> Path:
+    """The folder for recordings; None: a folder of this user among the temporary files."""
+    folder = _private_folder() if name is None else Path(name)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder
 
 
 def write_private(path: Path, data: bytes) -> Path:

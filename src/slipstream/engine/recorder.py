@@ -15,8 +15,9 @@ import numpy as np
 from slipstream.config.config import EngineConfig
 from slipstream.engine.executor import Executor, Handle
 from slipstream.engine.record_file import Recording, StepRecord, describe_late
+from slipstream.engine.record_writer import RecordWriter
 from slipstream.engine.recorded_masks import MaskSources, with_masks
-from slipstream.step import Admission, Late, PoolAdmission, StepPlan, StepResult
+from slipstream.step import AdapterLoad, Admission, Late, PoolAdmission, StepPlan, StepResult
 
 MAX_BYTES = 64 * 2**20  # of the plans and results in the ring
 _PER_ROW = 40  # bytes of a planned row in the arrays of a plan and of its result
@@ -36,6 +37,10 @@ class Recorder:
         self._in_flight: deque[StepRecord] = deque()
         self._num_bytes = 0
         self._before: dict[int, Admission | PoolAdmission] = {}  # rows in use at the start of the ring
+        self._adapters: dict[int, AdapterLoad] = {}  # by slot: LoRA adapters on the device at the start of the ring
+        self._exchanged = False
+        every = config.record.every_mb
+        self._writer = RecordWriter(every * 2**20) if every else None
         self._sources: dict[int, MaskSources] = {}  # by step: how to compute its masks again
 
     def launch(self, plan: StepPlan) -> None:
@@ -64,6 +69,8 @@ class Recorder:
         step.tokens, step.counts, step.failed = result.tokens, result.counts, result.failed
         if result.pooled:
             step.pooled = np.array([first_values(each) for each in result.pooled], np.float32)
+        if self._writer is not None and self._writer.is_due(step.size):
+            self._writer.write(self.take(committed=True))
 
     def free_queries(self, queries: tuple[int, ...]) -> None:
         self._executor.free_queries(queries)
@@ -73,38 +80,55 @@ class Recorder:
         self._executor.close()
 
     def clear(self) -> None:
-        """Drop all steps."""
+        """Drop all steps, and end the writer of files."""
+        if self._writer is not None:
+            self._writer.close()
         self._ring.clear()
         self._in_flight.clear()
         self._before.clear()
+        self._adapters.clear()
         self._sources.clear()
         self._num_bytes = 0
 
-    def take(self, failure: str | None = None) -> Recording:
+    def weights_changed(self, *, from_files: bool) -> None:
+        """The weights are exchanged, and no step is in flight: drop all steps, which ran with other weights.
+        `from_files`: the new ones are those of the model's files."""
+        assert not self._in_flight, f"weights were exchanged under {len(self._in_flight)} steps in flight"
+        while self._ring:
+            self._evict()
+        self._exchanged = not from_files
+
+    def take(self, failure: str | None = None, *, committed: bool = False) -> Recording:
         """The recording so far, with all masks. It has fewer steps than the ring if their masks would take more than
-        the bytes of the ring. `failure`: the error that ended the engine."""
-        steps, before = list(self._ring), self._before
+        the bytes of the ring. `failure`: the error that ended the engine; `committed`: without steps in flight."""
+        steps, before, adapters = list(self._ring), self._before, self._adapters
+        if committed:
+            steps = steps[: max(0, len(steps) - len(self._in_flight))]
         if self._sources:
             found = [self._sources.get(step.plan.step) for step in steps]
             sizes = [0 if own is None else own.num_bytes for own in found]
             num_bytes, first = self._num_bytes + sum(sizes), 0
-            before = before.copy()
+            before, adapters = before.copy(), adapters.copy()
             while num_bytes > self._max_bytes and first < len(steps) - 1:
                 num_bytes -= steps[first].size + sizes[first]
-                _pass(steps[first].plan, before)
+                _pass(steps[first].plan, before, adapters)
                 first += 1
             steps = with_masks(steps[first:], self._sources)
-        return Recording.of(self.config, list(before.values()), steps, failure)
+        return Recording.of(
+            self.config, list(before.values()), steps, failure, list(adapters.values()), exchanged=self._exchanged
+        )
 
     def _evict(self) -> None:
         step = self._ring.popleft()
         self._num_bytes -= step.size
         self._sources.pop(step.plan.step, None)
-        _pass(step.plan, self._before)
+        _pass(step.plan, self._before, self._adapters)
 
 
-def _pass(plan: StepPlan, before: dict[int, Admission | PoolAdmission]) -> None:
-    """Update the admissions of the rows in use by a plan that is not kept."""
+def _pass(plan: StepPlan, before: dict[int, Admission | PoolAdmission], adapters: dict[int, AdapterLoad]) -> None:
+    """Update the admissions of the rows in use, and the adapters in slots, by a plan that is not kept."""
+    if plan.adapters is not None:
+        adapters.update((load.slot, load) for load in plan.adapters.loads)
     if len(plan.released):
         for row in plan.released.tolist():
             before.pop(row, None)

@@ -1,8 +1,7 @@
 """Replay: runs the plans of a recording again, in the plan checker and, if there is one, in an executor.
 
 Rows that were admitted before the first recorded step read pages whose content is not in the recording. They are
-computed, since their tokens belong to the batch, and not compared. The same holds for steps with LoRA adapters,
-whose weights are not in the recording.
+computed, since their tokens belong to the batch, and not compared. LoRA adapters are read again from their folders.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from slipstream.engine.executor import Executor
 from slipstream.engine.plan_checker import PlanChecker, PlanFault, accepted_tokens
 from slipstream.engine.record_file import Recording, StepRecord
 from slipstream.engine.recorder import first_values
+from slipstream.engine.replayed_adapters import ReplayedAdapters
 from slipstream.step import Admission, Late, PoolAdmission, StepPlan, StepResult
 
 CLOSE = 1e-3  # relative difference of pooled values that counts as equal
@@ -32,12 +32,18 @@ class ReplayResult(msgspec.Struct):
 
 
 def replay(
-    recording: Recording, executor: Executor | None = None, advance: Callable[[int], None] = lambda step: None
+    recording: Recording,
+    executor: Executor | None = None,
+    adapters: ReplayedAdapters | None = None,
+    advance: Callable[[int], None] = lambda step: None,
 ) -> ReplayResult:
-    """Stops at the first fault or difference. `advance` is called with the number of each step."""
+    """Stops at the first fault or difference. `adapters`: required for an executor of an engine with adapters.
+    `advance` is called with the number of each step."""
     before: list[Admission | PoolAdmission] = [*recording.generated, *recording.pooled]
-    checker = PlanChecker(recording.config, before)
+    checker = PlanChecker(recording.config, before, recording.adapters)
     outcome = ReplayResult(0)
+    if adapters is not None:
+        adapters.start(recording)
     plans = _prepared(recording) if executor is not None else []
     for index, record in enumerate(recording.steps):
         advance(record.plan.step)
@@ -51,6 +57,8 @@ def replay(
             continue
         late = record.late
         try:
+            if adapters is not None:
+                adapters.prepare(plans[index])
             executor.launch(plans[index])
             given = None if late is None else Late(late.rows, late.bits, late.bias, offsets=late.offsets)
             result = executor.finish(given).wait()
@@ -96,8 +104,6 @@ def _prepared(recording: Recording) -> list[StepPlan]:
     missing = {each.row: each for each in before}
     prepared = []
     for plan in plans:
-        if plan.adapters is not None:
-            plan = replace(plan, adapters=None)
         added = []
         for index, row in enumerate(plan.rows.tolist()):
             each = missing.get(row)

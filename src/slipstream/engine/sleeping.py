@@ -99,6 +99,8 @@ class Sleeper:
         weights = self._weights_of(core)
         weights.check_can_update()
         outputs = [] if self._asleep - {SCHEDULING} else _pause(core)
+        if core.recorder is not None:
+            core.recorder.weights_changed(from_files=source is None)
         try:
             weights.update(source)
         finally:

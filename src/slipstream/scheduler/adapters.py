@@ -23,7 +23,7 @@ from slipstream.errors import UserError
 from slipstream.lora_request import LoRARequest
 from slipstream.request import WaitFor
 from slipstream.scheduler.adapter import Adapter
-from slipstream.step import AdapterPlan, Ints
+from slipstream.step import AdapterLoad, AdapterPlan, Ints
 
 _WAIT = 0.005  # seconds; then the caller runs: other requests may have arrived
 MAX_OVERTAKING = 256
@@ -64,7 +64,7 @@ class Adapters(Generic[R]):
         self._slots: OrderedDict[int, Adapter | None] = OrderedDict.fromkeys(range(config.max_loras))
         self._parked: dict[Adapter, None] = {}  # adapters with requests that wait for a slot, in order
         self._num_overtaking = 0  # requests admitted since the first of them waits
-        self._loads: list[tuple[int, int]] = []
+        self._loads: list[AdapterLoad] = []
         self._slot_of_row: Ints = np.full(num_rows, -1, np.int32)
         self._num_running = 0
         self._pool: ThreadPoolExecutor | None = None
@@ -222,7 +222,8 @@ class Adapters(Generic[R]):
             if (before := self._slots[slot]) is not None:
                 before.slot = -1
             self._slots[slot], adapter.slot = adapter, slot
-            self._loads.append((slot, adapter.buffer))
+            lora = adapter.lora
+            self._loads.append(AdapterLoad(slot, adapter.buffer, lora.lora_name, lora.lora_path, adapter.digest))
         elif self._parked:
             self._num_overtaking += 1
         self._slots.move_to_end(adapter.slot)

@@ -82,8 +82,8 @@ class AdapterStore:
         """
         if plan.adapters is None:
             return None
-        for slot, buffer in plan.adapters.loads:
-            self._load(slot, buffer)
+        for load in plan.adapters.loads:
+            self.load(load.slot, load.buffer)
         slots = plan.adapters.slots
         if slots is None:
             return None
@@ -106,7 +106,8 @@ class AdapterStore:
         """Host: upload which of the hidden states that a head reads have an adapter, by the slot of each."""
         return self._put(slots, np.ones_like(slots), len(slots), upload)
 
-    def _load(self, slot: int, buffer: int) -> None:
+    def load(self, slot: int, buffer: int) -> None:
+        """Host: queue the copy of a host buffer to a slot."""
         target, source = self._slots[slot], self._buffers[buffer][1].view(self._dtype)
         self._head_slots[slot] = self._changes_head[buffer]
 

@@ -13,6 +13,7 @@ from slipstream.errors import UserError
 from slipstream.serve.cli.run import OpenLLM
 
 if TYPE_CHECKING:
+    from slipstream.config.config import EngineConfig
     from slipstream.engine.record_file import Recording
     from slipstream.engine.replay import ReplayResult
 
@@ -28,6 +29,12 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     command.add_argument("file", metavar="FILE", help="a recording: from /debug/record, LLM.save_record or a failure")
     command.add_argument("--model", help="the model's folder, file or name on this machine; default: the recording's")
+    command.add_argument(
+        "--lora-modules",
+        action="append",
+        metavar="NAME=FOLDER",
+        help="where a LoRA adapter is on this machine, once per adapter; default: the recording's folders",
+    )
     command.add_argument("--check-only", action="store_true", help="check the plans only; needs no model")
     command.add_argument("--redact", metavar="OUT", help="write the recording without token ids and texts, and stop")
     command.add_argument("--json", action="store_true", help="print a JSON object")
@@ -35,9 +42,11 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def run(args: argparse.Namespace, opener: OpenLLM) -> int:
+    from slipstream.config.adapter_config import read_lora_modules
     from slipstream.engine.record_file import decode, fingerprint
     from slipstream.engine.record_folder import write_private
     from slipstream.engine.replay import replay
+    from slipstream.engine.replayed_adapters import ReplayedAdapters
 
     recording = decode(_read(args.file), args.file)
     if args.redact is not None:
@@ -47,22 +56,39 @@ def run(args: argparse.Namespace, opener: OpenLLM) -> int:
         _describe(recording)
     if args.check_only:
         return _finish(args, replay(recording))
-    config = recording.config
-    if args.model is not None:
-        path = str(locate(args.model, None, "auto").path)
-        config = msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, path=path))
+    folders = {each.lora_name: each.lora_path for each in read_lora_modules(args.lora_modules)}
+    config = _replay_config(recording, args.model)
+    if recording.exchanged:
+        raise UserError(
+            "the weights were exchanged before the first recorded step, and are in no file; use --check-only"
+        )
     if config.model.load_format != "dummy" and not Path(config.model.path).exists():
         raise UserError(f"the model {config.model.path} is not on this machine; give --model, or --check-only")
     if (found := fingerprint(config)) != recording.fingerprint:
         raise UserError(f"the weights in {config.model.path} are others ({found}, not {recording.fingerprint})")
-    from slipstream.runner.assemble import build_runner  # imports torch
+    from slipstream.engine.build_ranks import build_ranks  # imports torch
 
-    runner, config = build_runner(config)
+    executor, runner, _ = build_ranks(config)
     try:
-        recording.config = config
-        return _finish(args, replay(recording, runner))
+        adapters = None if runner.adapters is None else ReplayedAdapters(runner.adapters, folders)
+        return _finish(args, replay(recording, executor, adapters))
     finally:
-        runner.close()
+        executor.close()
+
+
+def _replay_config(recording: Recording, model: str | None) -> EngineConfig:
+    """The configuration of the recording, for this machine.
+
+    The cache has the recorded number of pages, whatever memory is free. Engines that share experts have a recording
+    each; its plans run on one engine with all experts.
+    """
+    config = recording.config
+    path = config.model.path if model is None else str(locate(model, None, "auto").path)
+    return msgspec.structs.replace(
+        config,
+        model=msgspec.structs.replace(config.model, path=path, num_engines=1, engine=0),
+        device=msgspec.structs.replace(config.device, keep_free=None),
+    )
 
 
 def _read(name: str) -> bytes:

@@ -502,6 +502,7 @@ class Bench:
         num_checkpoints: int | None = None,
         border: int = 0,
         spacing: int = 1 << 20,
+        drops_last_page: bool = False,
         adapters: Adapters[Request] | None = None,
         tier: float = 0.0,
     ) -> None:
@@ -521,6 +522,7 @@ class Bench:
             spacing,
             tier,
         )
+        config = msgspec.structs.replace(config, drops_last_page=drops_last_page)
         self.cache = CacheManager(config, num_drafts)
         self.scheduler = Scheduler(
             SchedulerConfig(

@@ -356,3 +356,42 @@ def test_eagle3_heads_that_do_not_fit_are_refused(tmp_path):
 
 def without(weights, name):
     return {other: tensor for other, tensor in weights.items() if other != name}
+
+
+def test_entries_of_another_continuation_are_not_reused_over_recurrent_states(tmp_path):
+    """The entry of position 63 depends on token 64, which is on another page. Requests with the same first 64 tokens
+    and different ones after them must not share the page that ends there."""
+    model = write_mtp(tmp_path, "qwen3_5")
+    shared = [(7 * i) % 251 for i in range(64)]
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    reference = PlainMtp(model)
+    spec = {"method": "mtp", "num_speculative_tokens": 3}
+    with make(str(model), speculative_config=spec, cached=True) as llm:
+        llm.core.scheduler.drafts.length = None
+        spy = DraftSpy(llm)
+        others = [[*shared, token, *range(20, 32)] for token in (40, 77, 150, 201, 9, 13)]
+        for prompt in (others[0], *others[1:], *others[1:]):  # the last ones continue from the second ones
+            llm.generate([prompt], params)
+        assert llm.core.scheduler.cache.num_hits >= 5 * 64
+        llm.core.scheduler.cache.check()
+    for tokens, drafts in spy.proposals:
+        assert reference.propose(tokens, 3) == drafts, f"after {tokens[60:]}"
+
+
+def test_a_prompt_that_ends_at_a_border_is_found_again(tmp_path):
+    """The hash of its last page covers the first generated token: the checkpoint is published once that is known."""
+    model = write_mtp(tmp_path, "qwen3_5")
+    prompt = [(11 * i) % 251 for i in range(64)]
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    spec = {"method": "mtp", "num_speculative_tokens": 3}
+    with make(str(model), speculative_config=spec, cached=True, depth=1) as llm:
+        llm.core.scheduler.drafts.length = None
+        [first] = llm.generate([prompt], params)
+        cache = llm.core.scheduler.cache
+        before = cache.num_hits
+        longer = [*prompt, *first.outputs[0].token_ids, 5]
+        [cached] = llm.generate([longer], params)
+        assert cache.num_hits - before == 64
+        cache.check()
+    with make(str(model)) as plain:
+        assert_same(plain.generate([longer], params), [cached])

@@ -44,6 +44,7 @@ class Day:
             short_rope=rng.choice([None, None, 6, 16]),
             num_drafts=(0, 4, 1)[seed % 3],
             draft_seed=seed,
+            drops_last_page=seed % 3 == 1 and seed % 2 == 0,  # as with a draft head, whose entries need the next token
             **(self.states(seed, page_size) if has_states else {}),
         )
         self.bench.depth = depth

@@ -50,15 +50,14 @@ class CacheManager:
             )
         self.page_size = config.page_size
         self._drops_last_page = config.drops_last_page
-        # with recurrent states, checkpoints need the hash of a page before the token after it is known
-        self._following = int(config.drops_last_page and config.states is None)
+        self._following = int(config.drops_last_page)
         # without checkpoints a model with recurrent states cannot continue from cached pages
         self.has_states = config.states is not None
         self.border = 1 if config.states is None else config.states.border  # chunks of prompts end at multiples
         self.prefix_caching = config.prefix_caching and (config.states is None or config.states.num_checkpoints > 0)
         self.states: StateCache | None = None
         if self.prefix_caching and config.states is not None:
-            self.states = StateCache(config.states, config.page_size, max_drafts)
+            self.states = StateCache(config.states, config.page_size, max_drafts, self._following)
         self.groups: tuple[CacheKind, ...] = tuple(
             KINDS[type(group.spec)](index, group.spec, num_pages, config.step_tokens)
             for index, (group, num_pages) in enumerate(zip(config.groups, config.group_pages, strict=True))

@@ -34,10 +34,11 @@ SERIES = 64  # distances from the end of a prompt start at one part in so many o
 
 
 class StateCache:
-    def __init__(self, config: StateConfig, page_size: int, max_drafts: int = 0) -> None:
-        """`max_drafts`: of a row in one step."""
+    def __init__(self, config: StateConfig, page_size: int, max_drafts: int = 0, following: int = 0) -> None:
+        """`max_drafts`: of a row in one step; `following`: as in `extend_hashes`."""
         assert config.border % page_size == 0, f"borders at {config.border} positions, pages of {page_size}"
         self.max_drafts = max_drafts
+        self._following = following
         self._num_late = max_drafts + 1 if max_drafts else 0
         self.border = config.border
         self.spacing = config.spacing
@@ -66,7 +67,8 @@ class StateCache:
     def admit(self, request: Request, start: int, branch: int, checkpoint: int) -> None:
         """A request begins at position `start`, from a checkpoint unless that is 0. `branch`: positions whose pages
         were found."""
-        known = len(request.tokens)
+        # where a hash covers the token after its page, a border at the end of the prompt is one of generated tokens
+        known = len(request.tokens) - self._following
         request.next_border = (known // self.border + 1) * self.border
         request.states = RequestStates(self.save_positions(start, known, branch)[::-1])
         if start:
@@ -74,7 +76,8 @@ class StateCache:
             self._restores.append((request, checkpoint))
 
     def save_positions(self, start: int, known: int, branch: int) -> list[int]:
-        """Positions of the checkpoints of a prompt of `known` tokens, if positions from `start` on are computed."""
+        """Positions of the checkpoints within the first `known` tokens of a prompt, if positions from `start` on are
+        computed."""
         border = self.border
         end = known // border * border
         wanted = [end, branch // border * border, end - border]

@@ -54,6 +54,8 @@ def test_a_wheel_answers_without_a_compiler(tmp_path):
     zipfile.ZipFile(wheel).extractall(tmp_path / "installed")
     code = (
         "from slipstream import LLM, SamplingParams; from slipstream.ops import native;"
+        "from slipstream.scheduler.grammar import pool_library;"
+        "assert pool_library.load() is not None;"
         f"assert native.state() == 'compiled, of the wheel ({machine}-{level.name})', native.state();"
         "llm = LLM(MODEL, skip_tokenizer_init=True, num_threads=1, use_tqdm_on_load=False);"
         "print(*llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=5, ignore_eos=True),"

@@ -66,7 +66,7 @@ class RequestLifecycle:
             self._cache.drop_match(request)
         request.status = Status.FINISHED
         if self._constraints is not None and request.is_constrained:
-            self._constraints.num_live -= 1
+            self._constraints.leave(request)
         if self._adapters is not None:
             self._adapters.leave(request)
         if request.pooling is not None:

@@ -387,9 +387,12 @@ class Scheduler:
     def commit(self, result: StepResult) -> list[Output]:
         """Process the result of the oldest plan in flight."""
         launched = self._in_flight.oldest()
+        advancer = self._advancer if self.constraints is not None and self.constraints.num_live else None
+        if advancer is not None:
+            advancer.begin(launched, result)
         outputs = self.take_failures() + self._committer.commit(launched, result)
-        if self._advancer is not None and self.constraints is not None and self.constraints.num_live:
-            outputs += self._advancer.advance(launched.requests)
+        if advancer is not None:
+            outputs += advancer.advance(launched.requests)
         return outputs
 
     def take_freed_queries(self) -> tuple[int, ...]:

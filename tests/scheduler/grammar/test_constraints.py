@@ -334,7 +334,7 @@ def test_unconstrained_engines_do_no_work_for_grammars(core_of):
     core = core_of(1)
     core.submit(submit("p", [50, 3], max_tokens=20))
     run(core)
-    assert core.constraints._filler._executor is None and core.constraints.grammars._pool is None
+    assert core.constraints._pool is None and core.constraints.grammars._pool is None
 
 
 def test_parameters_without_an_engine_for_them_are_refused():

@@ -91,7 +91,7 @@ def test_right_drafts_save_steps(core_of: Any) -> None:
 
 
 def test_masks_follow_drafts_until_one_is_forbidden() -> None:
-    session = Session(CompiledGrammar(lambda: oracle_matcher(Shape(regex="a[bc](d|e[0-9])"))), [], 0, [END], VOCAB)
+    session = Session(CompiledGrammar(oracle_matcher(Shape(regex="a[bc](d|e[0-9])"))), [], 0, [END], VOCAB)
     letter = {text: TOKENIZER.encode(text)[0] for text in "abcde5"}
     session.drafts = [letter["a"], letter["c"], letter["a"]]
     masks = np.zeros((4, (VOCAB + 32) // 32), np.uint32)

@@ -7,10 +7,12 @@ from collections.abc import Iterator, Sequence
 from slipstream.messages import Output
 from slipstream.request import FinishReason, Request, Status, WaitFor
 from slipstream.scheduler.grammar.constraints import Constraints
+from slipstream.scheduler.in_flight import Launched
 from slipstream.scheduler.lifecycle import RequestLifecycle
 from slipstream.scheduler.step_outputs import refusal
 from slipstream.scheduler.stopping import check_stop
 from slipstream.scheduler.waiting import WaitingQueue
+from slipstream.step import StepResult
 
 MIN_APPENDED = 3
 """Forced tokens that are appended at once. Appending fewer saves no step: the request sits one out."""
@@ -33,6 +35,10 @@ class GrammarAdvancer:
                     self._lifecycle.finish(request)
                     yield refusal(request.id, error, request.sample)
         self._constraints.wake()
+
+    def begin(self, launched: Launched, result: StepResult) -> None:
+        """The result is committed next: what threads can do meanwhile begins."""
+        self._constraints.begin(launched, result)
 
     def advance(self, requests: Sequence[Request]) -> Iterator[Output]:
         """`requests` drew tokens in the step that was just committed. Ends those whose grammar is complete, and appends

@@ -4,8 +4,10 @@ This file has the grammars and the masks of their next tokens; `processors` has 
 
 The plan of a step is launched before the tokens of the step before it are known. The masks come later: between the
 launch of the step's forward and its head the core commits all older steps, which advances the sessions, and then asks
-for the masks (`late`) and fills them while the device computes the forward (`mask_filler.py`). The result of a step has
-the drafts of the row's next step, so a row with drafts has a mask for each of its draws (`draft_masks.py`).
+for the masks (`late`), while the device computes the forward. When the tokens of a step arrive, threads advance the
+sessions and fill the masks (`begin`, `mask_pool.py`) while the scheduler commits the step; where they cannot,
+`advance` and `late` do the same one by one. The result of a step has the drafts of the row's next step, so a row with
+drafts has a mask for each of its draws (`draft_masks.py`).
 
 A session whose masks take longer than the forward would delay the other rows. It is slow from then on: its request is
 planned only when its last token is known and a background thread has filled its mask, so it sits out some steps.
@@ -26,10 +28,11 @@ from slipstream.request import Request, Status, WaitFor
 from slipstream.scheduler.grammar.compiled import CompiledGrammar
 from slipstream.scheduler.grammar.draft_masks import fill_along
 from slipstream.scheduler.grammar.grammars import Grammars
-from slipstream.scheduler.grammar.mask_filler import MaskFiller
+from slipstream.scheduler.grammar.mask_pool import MaskPool, PoolRow
 from slipstream.scheduler.grammar.session import Session, Words
+from slipstream.scheduler.in_flight import Launched
 from slipstream.scheduler.processors.host_processors import HostProcessors
-from slipstream.step import Ints, Late, MaskSource
+from slipstream.step import Ints, Late, MaskSource, StepResult
 
 if TYPE_CHECKING:
     from slipstream.logits_processor import LogitsProcessor
@@ -58,8 +61,11 @@ class Constraints:
         self._resting: list[Request] = []  # slow: a background thread fills their masks
         self._end = grammars.vocab_size
         self._words = mask_words(grammars.vocab_size)
+        self._max_rows = max_rows
         self._open_masks = open_masks or _MaskArray(max_rows, self._words)
-        self._filler = MaskFiller(self._words, self._end, grammars.run)
+        self._masks: Ints | None = None  # of the newest plan, if they are open
+        self._pool: MaskPool | None = None
+        self._ended: list[Session] = []  # of requests that have ended, not closed yet
 
     @property
     def is_drawing(self) -> bool:
@@ -117,9 +123,24 @@ class Constraints:
 
     def _open_sessions(self, requests: Sequence[Request], grammar: CompiledGrammar) -> None:
         """Give each sample a session of its own."""
+        self._close_ended()
         for request in requests:
             stop_ids = [token for token in request.stop_ids if token < self._end]
             request.session = Session(grammar, request.tokens, request.num_prompt, stop_ids, self._end)
+        if self._pool is None and self.grammars.threads is not None:
+            self._pool = MaskPool(self.grammars.threads, self._words, self._end, self._max_rows)
+
+    def leave(self, request: Request) -> None:
+        """The request has ended. Threads may still use its session."""
+        self.num_live -= 1
+        if request.session is not None:
+            self._ended.append(request.session)
+
+    def _close_ended(self) -> None:
+        for session in self._ended:
+            if session.job is None or session.job.done():
+                session.close()
+        self._ended.clear()
 
     # Sessions
 
@@ -128,11 +149,15 @@ class Constraints:
         `num_proposed`: drafts that the plan proposes for the next plan."""
         numbers = itertools.repeat(1) if drawn is None else drawn
         self.drawing = []
+        index = 0
         for request, num in zip(sampling, numbers, strict=False):
-            if request.session is not None:
+            session = request.session
+            if session is not None:
                 self.drawing.append((request, request.row, num))
-                request.session.num_proposed = num_proposed
-                if request.session.is_slow:
+                session.num_proposed = num_proposed
+                session.mask_index = index if num == 1 else -1
+                index += num
+                if session.is_slow:
                     request.hold()
         self.processors.plan(sampling)
 
@@ -147,9 +172,41 @@ class Constraints:
                 if request.status is Status.RUNNING:
                     request.release_hold()
 
+    def begin(self, launched: Launched, result: StepResult) -> None:
+        """The tokens of a step are known and will be committed now: threads begin to advance the sessions, and to fill
+        their masks for the newest plan. Rows with drafts, and tokens that end a request, are left to `advance`."""
+        if self._pool is None or launched.drawn is not None:
+            return
+        rows: list[PoolRow] = []
+        tokens, failed = result.tokens.tolist(), result.failed.any()
+        for index, (request, admission, token) in enumerate(
+            zip(launched.requests, launched.admissions, tokens, strict=True)
+        ):
+            session = request.session
+            if session is None or request.admission != admission or session.job is not None:
+                continue
+            if token in request.stop_ids or session.num_taken != len(request.tokens):
+                continue
+            if request.status is not Status.RUNNING or (failed and result.failed[index]):
+                continue
+            # the mask depends on all tokens before it: none but this one and the draw of the newest plan is pending
+            mask_index = session.mask_index if request.pending == 2 else -1
+            session.has_mask = mask_index >= 0
+            rows.append((session, token, mask_index))
+        if rows:
+            self._pool.start(rows, self._open_bits() if self.drawing else None)
+
+    def _open_bits(self) -> Words:
+        """The masks of the newest plan."""
+        if self._masks is None:
+            self._masks = self._open_masks(sum(num for _, _, num in self.drawing))
+        return self._masks.view(np.uint32)
+
     def advance(self, requests: Sequence[Request]) -> list[Request]:
         """Sessions take the tokens that their requests have got since. Returns the requests whose grammar is complete
         or forces the next tokens."""
+        if self._pool is not None:
+            self._pool.wait(None if self._masks is None else self._masks.view(np.uint32), self.budget)
         changed = []
         for request in requests:
             session = request.session
@@ -181,22 +238,27 @@ class Constraints:
 
     def late(self) -> Late:
         """Masks and edits of the newest plan's rows. All older steps are committed. The next call reuses the masks."""
+        bits = self._open_bits()
         drawing, self.drawing = self.drawing, []
-        numbers = [num for _, _, num in drawing]
-        masks = self._open_masks(sum(numbers))
-        bits = masks.view(np.uint32)
+        masks, self._masks = self._masks, None
+        assert masks is not None
         pending: list[tuple[Session, int]] = []
         sources: list[tuple[MaskSource, int] | None] = []
         index = 0
         for request, _, num in drawing:
             session = request.session
             assert session is not None
+            session.mask_index = -1
             if request.status is Status.FINISHED:
                 bits[index : index + num].fill(0xFFFFFFFF)  # its tokens will be dropped
                 sources.append(None)
                 index += num
                 continue
             sources.append((session, session.num_taken))
+            if session.has_mask:
+                session.has_mask = False
+                index += 1
+                continue
             if session.job is not None:
                 session.job.result()
             if num > 1:
@@ -210,7 +272,8 @@ class Constraints:
                 pending.append((session, index))
             index += num
         if pending:
-            self._filler.fill(pending, bits, self.budget)
+            self._fill(pending, bits)
+        numbers = [num for _, _, num in drawing]
         rows = np.array([row for _, row, _ in drawing], np.int32)
         late = Late(rows, masks, sources=sources)
         if len(bits) > len(drawing):
@@ -218,12 +281,27 @@ class Constraints:
             late = Late(np.repeat(rows, numbers), masks, offsets=offsets)
         return self.processors.add_to(late, self.budget) if self.processors.drawing else late
 
+    def _fill(self, pending: Sequence[tuple[Session, int]], bits: Words) -> None:
+        """Fill the masks with these indices. A session whose mask takes longer than the budget becomes slow."""
+        if self._pool is not None:
+            self._pool.start([(session, -1, index) for session, index in pending], bits)
+            self._pool.wait(bits, self.budget)
+            return
+        before = time.perf_counter()
+        for session, index in pending:
+            session.fill(bits[index])
+            now = time.perf_counter()
+            session.is_slow = now - before > self.budget
+            before = now
+
     def _fill_along(self, session: Session, masks: Words) -> None:
         start = time.perf_counter()
         fill_along(session, masks, self._end)
         session.is_slow = time.perf_counter() - start > self.budget
 
     def close(self) -> None:
+        if self._pool is not None:
+            self._pool.close()
         self.grammars.close()
         self.processors.close()
 

@@ -6,23 +6,28 @@ limits of time and memory, so that no schema can hold up a thread of the engine.
 
 from __future__ import annotations
 
+import ctypes
+import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING
 
+import numpy as np
+
+from slipstream.config.memory import mask_words
 from slipstream.errors import InvalidParams
+from slipstream.scheduler.grammar import pool_library
 from slipstream.scheduler.grammar.checker import GrammarChecker, GrammarTooComplex
-from slipstream.scheduler.grammar.compiled import CompiledGrammar
+from slipstream.scheduler.grammar.compiled import CompiledGrammar, Matcher
+from slipstream.scheduler.grammar.native_matcher import NativeVocabulary, llguidance_library
 from slipstream.scheduler.grammar.translate import BadGrammar, translate
 from slipstream.structured_params import StructuredOutputsParams
 from slipstream.text.tokenizer import Tokenizer
 
-if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
-
 MAX_CACHED = 256  # specifications
+MAX_SPARES = 64  # matchers of ended sessions that a grammar keeps
+_NUM_WITH_SPARES = 8  # grammars, those used last, that keep such matchers
 NUM_THREADS = 2
 _MAX_ERROR_CHARS = 500
 
@@ -37,7 +42,8 @@ class Grammars:
         self._pool: ThreadPoolExecutor | None = None
         self._local = threading.local()  # each thread has a checker
         self._checkers: list[GrammarChecker] = []
-        self._vocabulary: tuple[LLTokenizer, frozenset[str]] | None = None
+        self._vocabulary: tuple[Callable[[str], Matcher], frozenset[str]] | None = None
+        self.threads: ctypes.CDLL | None = None  # that can run the matchers; known after the first compilation
         self._lock = threading.Lock()
 
     def use(self, tokenizer: Tokenizer | None) -> None:
@@ -56,6 +62,9 @@ class Grammars:
             while len(self._cached) > MAX_CACHED and next(iter(self._cached.values())).done():
                 self._cached.popitem(last=False)
         self._cached.move_to_end(key)
+        for older in itertools.islice(reversed(self._cached.values()), _NUM_WITH_SPARES, _NUM_WITH_SPARES + 1):
+            if older.done() and not older.cancelled() and older.exception() is None:
+                older.result().drop_spares()
         return future
 
     def run(self, function: Callable[[], None]) -> Future[None]:
@@ -72,24 +81,16 @@ class Grammars:
             checker.close()
 
     def _compile(self, params: StructuredOutputsParams) -> CompiledGrammar:
-        from llguidance import LLMatcher, LLParserLimits
-
-        vocabulary, special_texts = self._open_vocabulary()
+        compile, special_texts = self._open_vocabulary()
         try:
             grammar = translate(params, special_texts)
             error = self._checker().check(grammar)
             if not error:
-
-                def compile() -> LLMatcher:
-                    limits = LLParserLimits(verbose_errors=False)
-                    matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
-                    if not matcher.is_error():
-                        matcher.compute_bitmask()  # the first one is the slowest; copies share what it has built
-                    return matcher
-
-                compiled = CompiledGrammar(compile)
-                if not (error := compiled.pick().get_error()):
-                    return compiled
+                matcher = compile(grammar)
+                if not (error := matcher.get_error()):
+                    mask = np.zeros(mask_words(self.vocab_size), np.uint32)
+                    matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)  # the first one is the slowest
+                    return CompiledGrammar(matcher, 0 if self.threads is None else MAX_SPARES)
         except (BadGrammar, GrammarTooComplex) as failure:
             error = str(failure)
         error = error.replace("<non-verbose/>", "").strip()
@@ -99,9 +100,8 @@ class Grammars:
             error = error[:_MAX_ERROR_CHARS] + " ..."
         raise InvalidParams(f"structured_outputs cannot be used: {error}", param="structured_outputs")
 
-    def _open_vocabulary(self) -> tuple[LLTokenizer, frozenset[str]]:
-        from slipstream.text.grammar_vocab import grammar_vocabulary
-
+    def _open_vocabulary(self) -> tuple[Callable[[str], Matcher], frozenset[str]]:
+        """A function that makes a matcher of a grammar, and the texts of the special tokens."""
         with self._lock:
             if self._vocabulary is None:
                 tokenizer = self._load_tokenizer()
@@ -111,8 +111,21 @@ class Grammars:
                         param="structured_outputs",
                     )
                 texts = frozenset(text for token in tokenizer.special_ids if (text := tokenizer.piece(token)))
-                self._vocabulary = grammar_vocabulary(tokenizer, self.vocab_size), texts
+                self._vocabulary = self._make_compiler(tokenizer), texts
             return self._vocabulary
+
+    def _make_compiler(self, tokenizer: Tokenizer) -> Callable[[str], Matcher]:
+        from llguidance import LLMatcher, LLParserLimits
+
+        from slipstream.text.grammar_vocab import GrammarVocabulary, grammar_vocabulary
+
+        threads = pool_library.load() if llguidance_library() is not None else None
+        if threads is not None:
+            native = NativeVocabulary(GrammarVocabulary(tokenizer, self.vocab_size))
+            self.threads = threads
+            return native.compile
+        vocabulary, limits = grammar_vocabulary(tokenizer, self.vocab_size), LLParserLimits(verbose_errors=False)
+        return lambda grammar: LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
 
     def _checker(self) -> GrammarChecker:
         checker: GrammarChecker | None = getattr(self._local, "checker", None)

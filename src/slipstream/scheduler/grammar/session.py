@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.scheduler.grammar.compiled import CompiledGrammar
+from slipstream.scheduler.grammar.compiled import CompiledGrammar, Matcher
 from slipstream.step import Ints
-
-if TYPE_CHECKING:
-    from llguidance import LLMatcher
 
 Words = NDArray[np.uint32]
 
@@ -24,7 +20,7 @@ class Session:
 
     __slots__ = (
         "matcher", "tokens", "num_taken", "forced", "is_complete", "is_slow", "ready", "job", "drafts", "num_proposed",
-        "grammar", "first", "_num_prompt", "_stop_ids", "_stop_bits", "_end",
+        "grammar", "mask_index", "has_mask", "_num_uses", "_num_prompt", "_stop_ids", "_stop_bits", "_end",
     )  # fmt: skip
 
     def __init__(
@@ -33,8 +29,8 @@ class Session:
         """`tokens`: of the request, prompt included; the list grows. `end`: the token that means the end of the
         grammar."""
         self.grammar = grammar
-        self.first = grammar.pick()  # in its first state; sessions with the same one share a lexer
-        self.matcher = self.first.deep_copy()
+        self.matcher: Matcher
+        self.matcher, self._num_uses = grammar.open()
         self.tokens = tokens
         self.num_taken = num_prompt  # tokens of the request that the state has seen
         self.forced: list[int] = self.matcher.compute_ff_tokens()
@@ -43,11 +39,19 @@ class Session:
         self.ready: Words | None = None  # the mask of the present state, if a background thread has filled it
         self.job: Future[None] | None = None  # which fills it
         self.drafts: list[int] = []  # that the device has proposed for the row's next step; -1: none
+        self.mask_index = -1  # of the row's draw in the newest plan; -1: none, or several
+        self.has_mask = False  # the mask with this index is filled
         self.num_proposed = 0  # drafts that the row's newest plan proposes: the next one may have as many
         self._num_prompt = num_prompt
         self._stop_ids = tuple(stop_ids)
         self._stop_bits = [(token >> 5, np.uint32(1 << (token & 31))) for token in self._stop_ids]
         self._end = end
+
+    def close(self) -> None:
+        """The request has ended: the grammar gets the matcher back. Nothing may use the session any more, except
+        `masks_at`."""
+        self.grammar.give_back(self.matcher, self._num_uses + 1)
+        del self.matcher
 
     @property
     def error(self) -> str:
@@ -92,14 +96,14 @@ class Session:
                 del tokens[index + 1 :]
                 return
 
-    def fill(self, mask: Words, matcher: LLMatcher | None = None) -> None:
+    def fill(self, mask: Words, matcher: Matcher | None = None) -> None:
         """Compute the mask [words] of a state without forced tokens: that of the session, or of a copy of its matcher
         that has taken drafts."""
         matcher = matcher or self.matcher
         matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         self.check_end(mask, matcher)
 
-    def check_end(self, mask: Words, matcher: LLMatcher) -> None:
+    def check_end(self, mask: Words, matcher: Matcher) -> None:
         """Finish a mask that the matcher has computed. The bit of the end is set if the grammar may end: then tokens
         that end the request are allowed. After an error only this bit is set: then no token is allowed."""
         if mask[self._end >> 5] & np.uint32(1 << (self._end & 31)):

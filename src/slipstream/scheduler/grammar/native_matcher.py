@@ -1,0 +1,187 @@
+"""Matchers of llguidance through its C functions, which threads can call without the interpreter lock.
+
+The shared library of the Python package exports them. A `NativeMatcher` has the methods of `llguidance.LLMatcher` that
+sessions use, and its masks and forced tokens are the same; `native.c` calls the C functions with its pointer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+from typing import Any
+
+import numpy as np
+
+from slipstream.text.grammar_vocab import GrammarVocabulary
+
+log = logging.getLogger(__name__)
+
+_POINTER, _SIZE = ctypes.c_void_p, ctypes.c_size_t
+_TOKENIZE = ctypes.CFUNCTYPE(_SIZE, _POINTER, _POINTER, _SIZE, _POINTER, _SIZE)
+_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
+    "llg_new_tokenizer_v2": (_POINTER, [_POINTER, ctypes.c_char_p, _SIZE]),
+    "llg_free_tokenizer": (None, [_POINTER]),
+    "llg_constraint_init_set_defaults": (None, [_POINTER, _POINTER]),
+    "llg_new_matcher": (_POINTER, [_POINTER, ctypes.c_char_p, ctypes.c_char_p]),
+    "llg_clone_matcher": (_POINTER, [_POINTER]),
+    "llg_matcher_reset": (ctypes.c_int32, [_POINTER]),
+    "llg_free_matcher": (None, [_POINTER]),
+    "llg_matcher_consume_token": (ctypes.c_int32, [_POINTER, ctypes.c_uint32]),
+    "llg_matcher_is_stopped": (ctypes.c_bool, [_POINTER]),
+    "llg_matcher_is_error": (ctypes.c_bool, [_POINTER]),
+    "llg_matcher_get_error": (ctypes.c_char_p, [_POINTER]),
+    "llg_matcher_compute_ff_tokens": (ctypes.c_int32, [_POINTER, _POINTER, _SIZE]),
+    "llg_matcher_compute_mask_into": (ctypes.c_int32, [_POINTER, _POINTER, _SIZE]),
+}
+_MAX_FORCED = 1 << 16  # tokens; more than the text that a grammar can force
+
+
+class _TokenizerInit(ctypes.Structure):
+    """LlgTokenizerInitV2: the library reads only the first `struct_size` bytes."""
+
+    _fields_ = [
+        ("struct_size", _SIZE),
+        ("vocab_size", ctypes.c_uint32),
+        ("tok_eos", ctypes.c_uint32),
+        ("token_lens", _POINTER),
+        ("token_bytes", ctypes.c_char_p),
+        ("tokenizer_json", ctypes.c_char_p),
+        ("tokenize_assumes_string", ctypes.c_bool),
+        ("tokenize_fn", _TOKENIZE),
+        ("use_approximate_greedy_tokenize_fn", ctypes.c_bool),
+        ("tokenize_user_data", _POINTER),
+        ("slices", _POINTER),
+        ("tok_eos_extra", _POINTER),
+        ("tok_eos_extra_count", ctypes.c_uint32),
+    ]
+
+
+class _MatcherInit(ctypes.Structure):
+    """LlgConstraintInit, with room for fields of later versions."""
+
+    _fields_ = [
+        ("tokenizer", _POINTER),
+        ("log_buffer_level", ctypes.c_uint32),
+        ("log_stderr_level", ctypes.c_uint32),
+        ("ff_tokens_ok", ctypes.c_bool),
+        ("backtrack_ok", ctypes.c_bool),
+        ("limits", ctypes.c_uint64 * 6),
+        ("precompute_large_lexemes", ctypes.c_bool),
+        ("verbose_errors", ctypes.c_bool),
+        ("later", ctypes.c_uint64 * 32),
+    ]
+
+
+@functools.cache
+def llguidance_library() -> ctypes.CDLL | None:
+    """The library of the llguidance package; None if it does not export the functions of this file."""
+    from llguidance import _lib
+
+    try:
+        library = ctypes.CDLL(str(_lib.__file__))
+        for name, (result, arguments) in _SIGNATURES.items():
+            function: Any = getattr(library, name)
+            function.restype, function.argtypes = result, arguments
+    except (OSError, AttributeError) as error:
+        log.info("llguidance is used without its C functions: %s", error)
+        return None
+    return library
+
+
+class NativeVocabulary:
+    """A tokenizer of llguidance's C functions."""
+
+    def __init__(self, source: GrammarVocabulary) -> None:
+        library = llguidance_library()
+        assert library is not None
+        self.library = library
+        special = frozenset(source.special_token_ids)
+        # llguidance marks special tokens by this byte
+        tokens = [b"\xff" + own if token in special else own for token, own in enumerate(source.tokens)]
+        lengths = np.array([len(own) for own in tokens], np.uint32)
+
+        def tokenize(_: int, text: int, size: int, output: int, room: int) -> int:
+            try:
+                ids = source(ctypes.string_at(text, size))
+            except Exception:  # cannot be raised through the caller; without tokens nothing is forced
+                log.exception("a text that a grammar forces cannot be tokenised")
+                return 0
+            written = np.array(ids[:room], np.uint32)
+            ctypes.memmove(output, written.ctypes.data, written.nbytes)
+            return len(ids)
+
+        self._tokenize = _TOKENIZE(tokenize)  # called as long as there are matchers
+        init = _TokenizerInit(
+            struct_size=ctypes.sizeof(_TokenizerInit),
+            vocab_size=len(tokens),
+            tok_eos=source.eos_token_id,
+            token_lens=lengths.ctypes.data,
+            token_bytes=b"".join(tokens),
+            tokenize_assumes_string=True,
+            tokenize_fn=self._tokenize,
+        )
+        message = ctypes.create_string_buffer(500)
+        self.pointer = library.llg_new_tokenizer_v2(ctypes.addressof(init), message, len(message))
+        if not self.pointer:
+            raise RuntimeError(f"llguidance refuses the vocabulary: {message.value.decode(errors='replace')}")
+
+    def __del__(self) -> None:
+        if getattr(self, "pointer", None):
+            self.library.llg_free_tokenizer(self.pointer)
+
+    def compile(self, grammar: str) -> NativeMatcher:
+        """A matcher in its first state. It may be in an error state."""
+        init = _MatcherInit()
+        self.library.llg_constraint_init_set_defaults(ctypes.addressof(init), self.pointer)
+        init.log_buffer_level = init.log_stderr_level = 0
+        init.verbose_errors = False
+        pointer = self.library.llg_new_matcher(ctypes.addressof(init), b"llguidance", grammar.encode())
+        return NativeMatcher(self, pointer)
+
+
+class NativeMatcher:
+    __slots__ = ("pointer", "_vocabulary", "_library")
+
+    def __init__(self, vocabulary: NativeVocabulary, pointer: int) -> None:
+        self.pointer = pointer
+        self._vocabulary = vocabulary
+        self._library = vocabulary.library
+
+    def __del__(self) -> None:
+        self._library.llg_free_matcher(self.pointer)
+
+    def deep_copy(self) -> NativeMatcher:
+        """A copy with a lexer of its own."""
+        return NativeMatcher(self._vocabulary, self._library.llg_clone_matcher(self.pointer))
+
+    def reset(self) -> bool:
+        """Return to the first state; impossible after an error."""
+        return bool(self._library.llg_matcher_reset(self.pointer) == 0)
+
+    def is_error(self) -> bool:
+        failed: bool = self._library.llg_matcher_is_error(self.pointer)
+        return failed
+
+    def is_stopped(self) -> bool:
+        stopped: bool = self._library.llg_matcher_is_stopped(self.pointer)
+        return stopped
+
+    def get_error(self) -> str:
+        message: bytes | None = self._library.llg_matcher_get_error(self.pointer)
+        return "" if message is None else message.decode(errors="replace")
+
+    def consume_token(self, token: int) -> bool:
+        return bool(self._library.llg_matcher_consume_token(self.pointer, token) == 0)
+
+    def compute_ff_tokens(self, room: int = 64) -> list[int]:
+        tokens = (ctypes.c_uint32 * room)()
+        num: int = self._library.llg_matcher_compute_ff_tokens(self.pointer, ctypes.addressof(tokens), room)
+        if num == room and room < _MAX_FORCED:
+            return self.compute_ff_tokens(_MAX_FORCED)
+        return list(tokens[: max(num, 0)])
+
+    def unsafe_compute_mask_ptr(self, trg_pointer: int, trg_byte_size: int) -> None:
+        """Write the mask of the present state; an empty one after an error."""
+        if self._library.llg_matcher_compute_mask_into(self.pointer, trg_pointer, trg_byte_size) != 0:
+            ctypes.memset(trg_pointer, 0, trg_byte_size)

@@ -1,0 +1,81 @@
+"""The compiled threads of `native.c`: of the wheel, or compiled on the user's machine if it has a C compiler.
+
+The host half cannot import `ops/native.py`, which needs torch. The library is small and compiles in under a second, in
+the background thread that compiles the first grammar. Without it, grammars run in Python, one row after another.
+
+SLIPSTREAM_NATIVE=0 in the environment disables it, as it disables the kernels of `ops`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+FLAGS = ("-O2", "-fPIC", "-std=gnu11", "-pthread", "-shared")
+SOURCE = Path(__file__).with_name("native.c")
+PREBUILT = Path(__file__).with_name("prebuilt")
+_COMPILE_LIMIT = 60.0  # seconds
+_POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
+_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
+    "slip_masks_open": (_POINTER, [_POINTER, _INT, _INT, _INT, _INT, _INT]),
+    "slip_masks_rows": (_POINTER, [_POINTER]),
+    "slip_masks_start": (None, [_POINTER, _INT]),
+    "slip_masks_wait": (None, [_POINTER]),
+    "slip_masks_close": (None, [_POINTER]),
+}
+
+
+@functools.cache
+def load() -> ctypes.CDLL | None:
+    """The library; None without a compiler. The first call may compile it."""
+    if os.environ.get("SLIPSTREAM_NATIVE") == "0":
+        return None
+    for path in (PREBUILT / f"{platform.machine()}.so", _compiled()):
+        if path is not None and path.exists():
+            try:
+                return _open(path)
+            except OSError as error:  # compiled for another C library
+                log.info("the threads for grammars cannot be loaded: %s", error)
+    return None
+
+
+def _open(path: Path) -> ctypes.CDLL:
+    library = ctypes.CDLL(str(path))
+    for name, (result, arguments) in _SIGNATURES.items():
+        function: Any = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library
+
+
+def _compiled() -> Path | None:
+    """The library in the user's cache folder, compiled now if it is not there."""
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    if compiler is None:
+        return None
+    key = hashlib.sha256(SOURCE.read_bytes() + " ".join((compiler, platform.machine(), *FLAGS)).encode())
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    target = Path(base) / "slipstream" / "native" / f"grammar-{key.hexdigest()[:24]}.so"
+    if target.exists():
+        return target
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+            made = os.path.join(folder, "grammar.so")
+            command = [compiler, *FLAGS, str(SOURCE), "-o", made]
+            subprocess.run(command, check=True, capture_output=True, timeout=_COMPILE_LIMIT)
+            os.replace(made, target)
+    except (OSError, subprocess.SubprocessError) as error:
+        log.info("the threads for grammars did not compile, masks are filled one after another: %s", error)
+        return None
+    return target

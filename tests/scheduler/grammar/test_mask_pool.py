@@ -1,0 +1,127 @@
+"""Threads advance grammars and fill masks as a matcher of llguidance does; matchers of ended requests are reused."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from test_constraints import SHAPES, core_of, prompts, run, with_grammar
+
+from letter_tokenizer import END, TOKENIZER, oracle_matcher
+from scripted import VOCAB
+from slipstream.scheduler.grammar import mask_pool, pool_library
+from slipstream.scheduler.grammar.compiled import MAX_USES, CompiledGrammar
+from slipstream.scheduler.grammar.mask_pool import MaskPool
+from slipstream.scheduler.grammar.native_matcher import NativeVocabulary
+from slipstream.scheduler.grammar.session import Session
+from slipstream.scheduler.grammar.translate import translate
+from slipstream.structured_params import StructuredOutputsParams as Shape
+from slipstream.text.grammar_vocab import GrammarVocabulary
+
+__all__ = ["core_of"]  # a fixture
+
+WORDS = (VOCAB + 32) // 32
+VOCABULARY = NativeVocabulary(GrammarVocabulary(TOKENIZER, VOCAB))  # type: ignore[arg-type]
+LONG = "x" * 100  # more forced tokens than a row of the pool has room for
+
+pytestmark = pytest.mark.skipif(pool_library.load() is None, reason="no C compiler")
+
+
+def compiled(shape: Shape, max_spares: int = 0) -> CompiledGrammar:
+    return CompiledGrammar(VOCABULARY.compile(translate(shape, frozenset({"<end>"}))), max_spares)
+
+
+@pytest.fixture(params=[0, 3])
+def pool(request):
+    pool = MaskPool(pool_library.load(), WORDS, VOCAB, 16, num_threads=request.param)
+    yield pool
+    pool.close()
+
+
+def oracle(session, matcher):
+    """The mask and the forced tokens of the session's state, by a matcher that has taken the same tokens."""
+    if session.is_complete or matcher.is_error():
+        return None
+    forced = matcher.compute_ff_tokens()
+    mask = np.frombuffer(matcher.compute_bitmask(), np.uint32).copy()
+    if mask[VOCAB >> 5] >> np.uint32(VOCAB & 31) & 1:
+        mask[END >> 5] |= np.uint32(1 << (END & 31))
+    return mask, forced
+
+
+def test_masks_and_forced_tokens_are_those_of_an_untouched_matcher(pool):
+    shapes = [*SHAPES, Shape(choice=[LONG, "y"]), Shape(regex="[a-c]*")] * 2
+    rng = random.Random(0)
+    sessions = [Session(compiled(shape), [], 0, [END], VOCAB) for shape in shapes]
+    matchers = [oracle_matcher(shape) for shape in shapes]
+    bits = np.zeros((len(shapes), WORDS), np.uint32)
+    tokens, num_checked = [-1] * len(shapes), 0
+    for _ in range(40):
+        work = [
+            (s, token, row) for row, (s, token) in enumerate(zip(sessions, tokens, strict=True)) if not s.is_complete
+        ]
+        pool.start(work, bits)
+        pool.wait(bits, 1.0)
+        for session, _, row in work:
+            wanted = oracle(session, matchers[row])
+            if wanted is None:
+                continue
+            mask, forced = wanted
+            assert session.forced == forced
+            if session.forced:
+                mask = np.zeros(WORDS, np.uint32)
+                mask[forced[0] >> 5] = np.uint32(1 << (forced[0] & 31))
+            assert np.array_equal(bits[row], mask), (shapes[row], session.num_taken)
+            num_checked += 1
+            allowed = np.flatnonzero(np.unpackbits(bits[row].view(np.uint8), bitorder="little"))
+            tokens[row] = int(rng.choice([each for each in allowed if each < VOCAB and each != END] or [0]))
+            matchers[row].consume_token(tokens[row])
+    assert num_checked > 150 and any(session.is_complete for session in sessions)
+
+
+def test_a_forbidden_token_gives_an_empty_mask(pool):
+    session = Session(compiled(Shape(regex="[0-9]+")), [], 0, [END], VOCAB)
+    bits = np.full((1, WORDS), 0xFFFFFFFF, np.uint32)
+    pool.start([(session, *TOKENIZER.encode("x"), 0)], bits)
+    pool.wait(bits, 1.0)
+    assert not bits.any() and not session.is_complete and session.error
+
+
+def test_a_mask_over_the_budget_makes_a_session_slow(pool):
+    session = Session(compiled(Shape(regex="[0-9]+")), [], 0, [END], VOCAB)
+    bits = np.zeros((1, WORDS), np.uint32)
+    for budget, is_slow in ((0.0, True), (10.0, False)):
+        pool.start([(session, -1, 0)], bits)
+        pool.wait(bits, budget)
+        assert session.is_slow is is_slow
+
+
+def test_the_matcher_of_an_ended_session_is_used_again_but_not_forever():
+    grammar = compiled(Shape(regex="[a-c]{2}x"), max_spares=1)
+    used = []
+    for _ in range(MAX_USES + 1):
+        session = Session(grammar, TOKENIZER.encode("ab"), 0, [END], VOCAB)
+        session.catch_up()
+        assert session.forced == TOKENIZER.encode("x")
+        used.append(session.matcher)
+        session.close()
+    assert all(matcher is used[0] for matcher in used[:-1]) and used[-1] is not used[0]
+    failed = Session(grammar, TOKENIZER.encode("zz"), 0, [END], VOCAB)
+    failed.catch_up()
+    failed.close()
+    assert not Session(grammar, [], 0, [END], VOCAB).error
+
+
+@pytest.mark.parametrize("kind", ["threads", "no library"])
+def test_tokens_do_not_depend_on_who_fills_the_masks(core_of, monkeypatch, kind):
+    if kind == "threads":
+        monkeypatch.setattr(mask_pool, "default_threads", lambda: 2)
+    else:
+        monkeypatch.setattr(pool_library, "load", lambda: None)
+    core, messages = core_of(1), prompts(SHAPES, n=2)
+    core.submit(*messages)
+    found = run(core)
+    assert (core.constraints._pool is None) == (kind == "no library")
+    for message in messages:
+        assert [found[message.request_id, sample][:2] for sample in range(2)] == with_grammar(message)

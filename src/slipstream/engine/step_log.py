@@ -1,4 +1,4 @@
-"""StepLog: times and sizes of every step while someone looks at them: host and device, and each idle gap's cause.
+"""StepLog: times and sizes of every step while a viewer reads them: host and device, and each idle gap's cause.
 
 It is off by default, and costs nothing then. Busy times and gaps are the device's own. Their sum gives the start of a
 step on the host's clock, corrected by what the host knows: the step started after its launch, and has ended now.
@@ -97,8 +97,9 @@ class LaneLog:
 
     def launched(self, plan: StepPlan, host: float) -> None:
         rows, num_host = len(plan.rows), len(plan.tokens)
-        drawn = int(plan.num_drawn.sum())
-        tokens = plan.total_tokens if num_host or plan.has_drafts else rows
+        tokens = drawn = rows  # of a decode step; sums of arrays take as long as the rest of the log
+        if num_host or plan.has_drafts:
+            tokens, drawn = plan.total_tokens, int(plan.num_drawn.sum())
         self._pending.append((self._clock(), host, rows, tokens, num_host, drawn))
         self._drafts.append(plan.num_drawn[plan.num_drawn > 0] - 1 if plan.has_drafts else None)
 

@@ -13,6 +13,7 @@ from slipstream import LLM, SamplingParams
 from slipstream.errors import InvalidOption
 from slipstream.ops.quantized import QuantizedMatrix, quantized_linear, reference
 from tiny import write_tiny, write_weights
+from tiny_gguf import K_SIZES, write_gguf
 
 SMALL: dict[str, Any] = dict(max_model_len=128, num_pages=32, max_num_seqs=4, use_tqdm_on_load=False)
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11]]
@@ -77,6 +78,25 @@ def test_a_gpu_keeps_experts_quantised(method: str, tmp_path: Path) -> None:
         assert len(common) >= 3
         bound = 0.6 if method.startswith("fp8") else 0.2
         assert all(abs(line[token].logprob - wanted[token].logprob) < bound for token in common)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K"])
+def test_a_gpu_keeps_gguf_weights_low_bit(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import gguf
+
+    monkeypatch.setattr("slipstream.nn.models.load.MIN_LOW_BIT_BYTES", 0)
+    path = write_gguf(write_tiny(tmp_path, **K_SIZES), gguf.GGMLQuantizationType[kind], pre="default")
+    params = SamplingParams(max_tokens=1, logprobs=5, temperature=0)
+    found, expected = [], []
+    for dequantize, results in ((False, found), (True, expected)):
+        with LLM(str(path), device="cuda", dtype="bfloat16", dequantize=dequantize, **SMALL) as llm:
+            results += [r.outputs[0].logprobs[0] for r in llm.generate(PROMPTS, params)]
+            assert all(len(r.outputs[0].token_ids) == 6 for r in llm.generate(PROMPTS, GREEDY))
+    for line, wanted in zip(found, expected, strict=True):
+        common = line.keys() & wanted.keys()
+        assert len(common) >= 3
+        assert all(abs(line[token].logprob - wanted[token].logprob) < 0.25 for token in common)
 
 
 @pytest.mark.cuda

@@ -31,6 +31,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
     sizes: ModelSizes = ModelSizes()  # of a step's activations; only the memory estimate reads it
     quantization: Quantization | None = None  # of the weights; None: they have `dtype`, or the file is GGUF
     offload_bytes: int = 0  # of the device's memory that weights in host memory save; they are copied in every step
+    sleep_mode: bool = False  # the memory of its weights can be released
     num_ranks: int = 1  # processes that have a part of the model each (tensor parallelism)
     rank: int = 0  # of this process
     by_expert: bool = False  # ranks have whole experts (expert parallelism), not a part of each

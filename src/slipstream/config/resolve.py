@@ -258,6 +258,7 @@ def model_config(
         sizes=source.sizes,
         quantization=choose_quantization(options.quantization, info.quantization, source.kind == "gguf"),
         offload_bytes=_offload_bytes(options),
+        sleep_mode=options.enable_sleep_mode,
         num_ranks=options.tensor_parallel_size,
         by_expert=options.enable_expert_parallel,
         num_engines=options.data_parallel_size if options.enable_expert_parallel else 1,

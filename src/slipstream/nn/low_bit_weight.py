@@ -6,6 +6,7 @@ bfloat16 parts stay bfloat16; other parts are float32.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -39,16 +40,27 @@ class LowBit:
         return LowBitWeight(num_rows, num_columns, self)
 
 
-class LowBitWeight(Weight):
-    """Reads its pieces when the last one has arrived, since the packing of a matrix depends on all its pieces."""
+class PackedWeight(Weight):
+    """A weight of runs of rows: adjacent parts of one kind. It reads its pieces when the last one has arrived, since
+    the packing of a matrix depends on all its pieces."""
 
-    def __init__(self, num_rows: int, num_columns: int, format: LowBit) -> None:
+    def __init__(self, num_rows: int, num_columns: int) -> None:
         super().__init__()
         self.num_columns = num_columns
-        self.format = format
-        self.runs: list[_Run] = []
+        self.runs: list[PackedRun] = []
         self._pieces: dict[int, CheckpointTensor] = {}
         self._missing = num_rows
+
+    @abstractmethod
+    def packed_kind(self, piece: CheckpointTensor) -> str | None:
+        """The kind of a piece that stays packed, or None."""
+
+    @abstractmethod
+    def packed_bytes(self, kind: str | None, num_rows: int, num_columns: int) -> int:
+        """Memory of such a run."""
+
+    @abstractmethod
+    def pack(self, kind: str | None, pieces: list[CheckpointTensor]) -> PackedRun: ...
 
     def targets(self, first_row: int, num_rows: int) -> Iterator[tuple[str, WeightTarget]]:
         yield "weight", WeightTarget((num_rows, self.num_columns), partial(self._fill, first_row), self._num_bytes)
@@ -58,8 +70,12 @@ class LowBitWeight(Weight):
         self._missing -= piece.shape[0]
         if self._missing == 0:
             pieces = [self._pieces[first] for first in sorted(self._pieces)]
-            self.runs = [self._pack(kind, list(run)) for kind, run in groupby(pieces, self._kept_kind)]
+            self.runs = [self.pack(kind, list(run)) for kind, run in groupby(pieces, self.packed_kind)]
             self._pieces = {}
+
+    def _num_bytes(self, piece: CheckpointTensor) -> int:
+        num_rows, num_columns = piece.shape
+        return self.packed_bytes(self.packed_kind(piece), num_rows, num_columns)
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if len(self.runs) == 1:
@@ -72,34 +88,37 @@ class LowBitWeight(Weight):
         assert len(self.runs) == 1, f"lookup needs one tensor, this weight has {len(self.runs)} of different kinds"
         return self.runs[0].lookup(ids)
 
-    def _num_bytes(self, piece: CheckpointTensor) -> int:
-        num_rows, num_columns = piece.shape
-        kind = self._kept_kind(piece)
-        if kind is None or kind == BFLOAT16:
-            return num_rows * num_columns * (4 if kind is None else 2)
-        return self.format.kernel.num_bytes(kind, num_rows, num_columns)
-
-    def _kept_kind(self, piece: CheckpointTensor) -> str | None:
-        """The kind of a piece that stays as it is stored; None if it becomes float32."""
-        if piece.kind == BFLOAT16:
-            return BFLOAT16 if self.format.keeps_bfloat16 else None
-        return piece.kind if piece.kind in self.format.kernel.kinds and piece.blocks is not None else None
-
     def runs_for_kernels(self) -> list[WeightRows] | None:
         found = [run.for_kernels() for run in self.runs]
         return None if None in found else found  # type: ignore[return-value]
 
-    def _pack(self, kind: str | None, pieces: list[CheckpointTensor]) -> _Run:
+
+class LowBitWeight(PackedWeight):
+    def __init__(self, num_rows: int, num_columns: int, format: LowBit) -> None:
+        super().__init__(num_rows, num_columns)
+        self.format = format
+
+    def packed_kind(self, piece: CheckpointTensor) -> str | None:
+        if piece.kind == BFLOAT16:
+            return BFLOAT16 if self.format.keeps_bfloat16 else None
+        return piece.kind if piece.kind in self.format.kernel.kinds and piece.blocks is not None else None
+
+    def packed_bytes(self, kind: str | None, num_rows: int, num_columns: int) -> int:
+        if kind is None or kind == BFLOAT16:
+            return num_rows * num_columns * (4 if kind is None else 2)
+        return self.format.kernel.num_bytes(kind, num_rows, num_columns)
+
+    def pack(self, kind: str | None, pieces: list[CheckpointTensor]) -> PackedRun:
         if kind is None or kind == BFLOAT16:
             dtype = torch.float32 if kind is None else torch.bfloat16
             return _PlainRows(_joined([piece.read().to(dtype) for piece in pieces]), self.format)
         self.format.is_used = True
-        raw = _joined([_blocks(piece) for piece in pieces])
+        raw = read_blocks(pieces)
         packed = self.format.kernel.pack(raw, kind)
         return _PackedRows(packed, kind, raw if len(pieces) == 1 else None)
 
 
-class _Run(Protocol):
+class PackedRun(Protocol):
     """Adjacent rows that are multiplied together."""
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor: ...
@@ -145,9 +164,13 @@ class _PlainRows:
         return dense_rows(self.rows)
 
 
-def _blocks(piece: CheckpointTensor) -> torch.Tensor:
-    assert piece.blocks is not None
-    return piece.blocks()
+def read_blocks(pieces: list[CheckpointTensor]) -> torch.Tensor:
+    """The packed bytes of several pieces, one below the other."""
+    found = []
+    for piece in pieces:
+        assert piece.blocks is not None
+        found.append(piece.blocks())
+    return _joined(found)
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:

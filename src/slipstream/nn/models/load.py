@@ -6,6 +6,7 @@ It is in this package because it imports all models; `nn/weights` imports none.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -30,6 +31,7 @@ from slipstream.nn.models.pooling_heads import Heads, HeadShape
 from slipstream.nn.models.registry import find_heads, find_rules
 from slipstream.nn.models.sharding import find_local_shape
 from slipstream.nn.models.stored_head import EMBEDDING, find_named
+from slipstream.nn.quantized.gguf_weight import GgufQuantized
 from slipstream.nn.quantized.layouts import marker
 from slipstream.nn.quantized.weight import Quantized, storage_dtype
 from slipstream.nn.streamed_layers import count_streamed, parameter_bytes
@@ -49,6 +51,10 @@ from slipstream.ops.low_bit import find_kernel
 from slipstream.ops.quantized import supports_kernels
 
 log = logging.getLogger(__name__)
+
+MIN_LOW_BIT_BYTES = 2**30
+"""GGUF files with fewer bytes of weights in the model's dtype are dequantised on a GPU: the fused kernels of layers are
+faster, and memory is not scarce."""
 
 Empty = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 """Allocates an uninitialised tensor."""
@@ -195,9 +201,20 @@ def _beside(config: ModelConfig, heads: Heads | None) -> Iterator[tuple[WeightSo
 
 
 def stays_low_bit(config: ModelConfig, device: str) -> bool:
-    """Whether 4-bit and 8-bit weights stay low-bit: low-bit GEMMs exist only on the CPU with float32 activations."""
-    wanted = config.load_format == "gguf" and not config.dequantize
-    return wanted and device == "cpu" and config.dtype == "float32" and find_kernel() is not None
+    """Whether weights of a GGUF file stay low-bit: on a CPU with float32 activations, and on a GPU for models that
+    generate, whose steps of few tokens are bound by the bytes of weights."""
+    if config.load_format != "gguf" or config.dequantize:
+        return False
+    if device == "cpu":
+        return config.dtype == "float32" and find_kernel() is not None
+    is_alone = config.num_ranks == config.num_engines == 1
+    # offloaded and sleeping weights are parameters, and batch-invariant ones have a format of their own
+    is_free = not (config.offload_bytes or config.sleep_mode or config.deterministic)
+    dtype = getattr(torch, config.dtype)
+    if not (config.generates and is_alone and is_free and supports_kernels(torch.device(device), torch.int8, dtype)):
+        return False
+    tensors = GgufFile.open(config.path).tensors.values()
+    return sum(math.prod(tensor.shape) for tensor in tensors) * dtype.itemsize >= MIN_LOW_BIT_BYTES
 
 
 def choose_formats(config: ModelConfig, device: torch.device, *, is_encoder: bool) -> FormatOf:
@@ -205,12 +222,15 @@ def choose_formats(config: ModelConfig, device: torch.device, *, is_encoder: boo
     dtype = getattr(torch, config.dtype)
     if config.quantization is not None:
         return _quantized_formats(config, config.quantization, device)
-    kernel = find_kernel() if stays_low_bit(config, device.type) else None
     format: WeightFormat = Unquantized(dtype)
     if config.deterministic:
         format = BatchInvariant(dtype)
-    elif kernel is not None:
-        format = LowBit(kernel, keeps_bfloat16=bfloat16_is_faster())
+    elif stays_low_bit(config, device.type):
+        kernel = find_kernel() if device.type == "cpu" else None
+        if kernel is None:
+            format = GgufQuantized(dtype, device)
+        else:
+            format = LowBit(kernel, keeps_bfloat16=bfloat16_is_faster())
     elif not is_encoder and stays_bfloat16(config, device):
         format = Bfloat16()
     if is_encoder and transposed_is_faster(device, dtype) and not config.deterministic:

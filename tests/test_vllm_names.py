@@ -25,6 +25,7 @@ OF_LLM = (
     "spec_tokens",
     "disable_log_stats",
     "profiler_config",
+    "structured_outputs_config",
 )  # not only options; fmt: skip
 KNOWN = set(Options.__struct_fields__)
 
@@ -85,6 +86,7 @@ TRANSLATIONS = {
     "quantization": "fp8 for an unquantised checkpoint; else only the checkpoint's own method",
     "disable_log_stats": "False: for `LLM.get_metrics`; an `AsyncLLM` always has statistics",
     "profiler_config": "for `LLM.start_profile`: `profiler` torch, `torch_profiler_dir` and three switches",
+    "structured_outputs_config": "the same; llguidance compiles grammars for any `backend`",
     "load_format": "auto, safetensors, gguf or dummy",
     "max_model_len": "the same; auto or -1: what fits the memory",
 }

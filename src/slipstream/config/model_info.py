@@ -46,6 +46,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     is_causal: bool = True  # False: every token attends to the whole text, so the model cannot generate
     position_offset: int = 0  # rows of the position table before that of position 0 (RoBERTa)
     num_types: int = 0  # token types, which mark the two texts of a pair
+    backend_waits: tuple[str, ...] = ()  # places at which that module waits for the device
     backend_folder: str = ""  # of a model that runs by the module of the transformers library; "": by ours
     quantization: Quantization | None = None  # of the checkpoint's weights
     extra: dict[str, Any] = {}  # all of config.json, for fields that only one family has

@@ -85,7 +85,7 @@ def _is_backbone_alone(options: Options, info: ModelInfo, folder: SentenceFolder
 
 def _of_model(options: Options, info: ModelInfo, path: Path, folder: SentenceFolder) -> PoolingInfo:
     name, config = info.architecture, info.extra
-    encoder = family_name(name) in ENCODERS
+    encoder = family_name(name) in ENCODERS or bool(info.backend_folder and not info.is_causal)
     common: dict[str, Any] = dict(
         is_causal=info.is_causal,
         modules=folder.modules,

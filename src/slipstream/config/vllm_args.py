@@ -18,7 +18,7 @@ from slipstream.errors import InvalidOption
 _PARALLEL = "one device runs the whole model"
 _MEDIA = "models read text only"
 _OFFLOAD = "cpu_offload_gb chooses whole layers, the last ones, and prefetches one"
-_COMPILE = "there is no compiler to configure; enforce_eager=True turns graphs off"
+_COMPILE = "there is no compiler, and graphs are captured by step size; enforce_eager=True turns them off"
 _KERNELS = "kernels are chosen by shape and device"
 _TRANSFER = "KV caches and weights are not transferred between engines"
 _MAMBA = "recurrent states have the dtype and kernels that their model needs"
@@ -53,6 +53,8 @@ NO_EFFECT: dict[str, str] = {
          "mm_encoder_fp8_scale_save_path", "mm_encoder_fp8_scale_save_margin", "skip_mm_profiling",
          "video_pruning_rate", "mm_tensor_ipc", "disable_chunked_mm_input", "enable_mm_processor_stats",
          "language_model_only", "limit_mm_per_prompt"), f"it is for images, audio and video; {_MEDIA}"),
+    **dict.fromkeys(("compilation_config", "optimization_level", "cudagraph_capture_sizes",
+                     "max_cudagraph_capture_size"), _COMPILE),
     "disable_cascade_attn": "there is no cascade attention",
     "prefix_caching_hash_algo": "page hashes are BLAKE2b digests",
     "disable_hybrid_kv_cache_manager": "each kind of layer has its own pages",
@@ -109,9 +111,6 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "offload_backend": (("auto",), _OFFLOAD),
     **dict.fromkeys(("cpu_offload_params", "offload_params"), ((set(), []), _OFFLOAD)),
     "kv_offloading_backend": (("native",), "the engine copies the pages of kv_offloading_size itself; use native"),
-    "compilation_config": ((0, {}), _COMPILE),
-    "optimization_level": ((0, 1, 2, 3, "0", "1", "2", "3", "O0", "O1", "O2", "O3"), _COMPILE),
-    **dict.fromkeys(("cudagraph_capture_sizes", "max_cudagraph_capture_size"), ((), _COMPILE)),
     "performance_mode": (("balanced",), "max_itl sets the balance of latency and throughput"),
     **dict.fromkeys(("moe_backend", "linear_backend"), (("auto",), _KERNELS)),
     **dict.fromkeys(("attention_backend", "gdn_prefill_backend"), ((), _KERNELS)),
@@ -131,7 +130,6 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "long_prefill_token_threshold": ((0,), f"{_SCHEDULER}; max_itl limits prefill beside decode"),
     "watermark": ((0, 0.0), _SCHEDULER),
     "stream_interval": ((1,), "use slipstream serve --stream-interval"),
-    "structured_outputs_config": (({},), "grammars are compiled by llguidance"),
     "reasoning_parser_plugin": (("",), "parsers are named; see docs/tools-and-reasoning.md"),
     "io_processor_plugin": ((), "prompts are texts or token ids"),
     "spec_model": ((), 'drafts come from the text: spec_method "ngram" or "suffix"'),

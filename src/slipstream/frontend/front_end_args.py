@@ -9,6 +9,7 @@ import msgspec
 
 from slipstream.errors import InvalidOption
 from slipstream.frontend.served import ServedModel
+from slipstream.frontend.structured_config import StructuredOutputsConfig, read_structured_config
 from slipstream.parsers.families import check_parsers
 
 
@@ -37,6 +38,7 @@ class FrontEndArgs(msgspec.Struct, frozen=True):
     max_logprobs: int | None = None  # limit of logprobs and prompt_logprobs of a request; None or -1: none
     disable_log_stats: bool | None = True  # no statistics of requests, for `LLM.get_metrics`; an AsyncEngine has them
     profiler_config: ProfilerConfig | None = None  # for `LLM.start_profile`
+    structured_outputs_config: StructuredOutputsConfig | None = None  # defaults of structured output
     reasoning_parser: str | None = None  # how models mark reasoning, for thinking budgets; None: by the chat template
 
     @classmethod
@@ -45,6 +47,9 @@ class FrontEndArgs(msgspec.Struct, frozen=True):
         given = {name: options.pop(name) for name in cls.__struct_fields__ if name in options}
         if given.get("profiler_config") is not None:
             given["profiler_config"] = read_profiler_config(given["profiler_config"])
+        if given.get("structured_outputs_config") is not None:
+            config = given["structured_outputs_config"] = read_structured_config(given["structured_outputs_config"])
+            given["reasoning_parser"] = given.get("reasoning_parser") or config.reasoning_parser
         found = cls(**given)
         limit = found.max_logprobs
         if limit is not None and (type(limit) is not int or limit < -1):
@@ -63,4 +68,5 @@ class FrontEndArgs(msgspec.Struct, frozen=True):
     def apply(self, models: Iterable[ServedModel]) -> None:
         for model in models:
             model.inputs.max_logprobs = None if self.max_logprobs == -1 else self.max_logprobs
+            model.inputs.structured_config = self.structured_outputs_config
             model.inputs.reasoning_parser = self.reasoning_parser or None

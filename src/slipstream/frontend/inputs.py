@@ -15,6 +15,7 @@ import numpy as np
 from slipstream.engine.model_description import ModelDescription
 from slipstream.errors import BadTokenizer, InvalidParams, InvalidPrompt, PromptTooLong
 from slipstream.frontend.prompt_embeds import embedded_submit, has_embeds
+from slipstream.frontend.structured_config import StructuredOutputsConfig
 from slipstream.frontend.thinking_markers import ThinkingMarkers, check_forced
 from slipstream.lora_request import LoRARequest
 from slipstream.messages import Submit
@@ -48,6 +49,7 @@ class InputProcessor:
         self._excerpts = None if tokenizer is None else Excerpts(tokenizer)
         self._controls_of: dict[str, ControlTokens] = {}  # by chat template
         self.reasoning_parser: str | None = None  # name, by FrontEndArgs or a server; None: by the chat template
+        self.structured_config: StructuredOutputsConfig | None = None  # defaults, by FrontEndArgs
         self.max_logprobs: int | None = None  # limit of a request, by FrontEndArgs
         self._thinking_markers: ThinkingMarkers | None = None
         self._resolved: tuple[SamplingParams | None, SamplingParams] | None = None  # the last ones: given, resolved
@@ -300,6 +302,8 @@ class InputProcessor:
         if last is None or last[0] != given:
             own = params = self.default_params() if given is None else _snapshot(given)
             self._check_params(params)
+            if self.structured_config is not None:
+                params = self.structured_config.with_defaults(params)
             unlimited = [name for name in ("logprobs", "prompt_logprobs") if getattr(params, name) == -1]
             if unlimited:
                 params = params.with_changes(**dict.fromkeys(unlimited, self.description.vocab_size))

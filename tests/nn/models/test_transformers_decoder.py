@@ -13,6 +13,7 @@ import transformers
 
 from causal_oracle import oracle
 from hand_batch import HandRunner
+from replay_device import ReplayDevice
 from slipstream import LLM, SamplingParams
 from slipstream.config.config import ModelConfig
 from slipstream.errors import InvalidOption, UnsupportedModel
@@ -112,6 +113,54 @@ def test_experts_give_the_tokens_of_our_own_family(tmp_path: Path) -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("kind", ["olmo", "opt"])
+def test_decode_steps_are_captured_and_replayed(kind: str, tmp_path: Path) -> None:
+    folder = write(tmp_path, kind, torch.float32)
+    prompts = [list(range(5, 60)), [7, 8, 9], list(range(5, 50))]
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    options: dict[str, Any] = dict(dtype="float32", num_threads=1, max_num_seqs=4, page_size=4)
+    with LLM(str(folder), **options) as llm:
+        wanted = [list(out.outputs[0].token_ids) for out in llm.generate(prompts, params, use_tqdm=False)]
+    device = ReplayDevice(1)
+    with LLM(str(folder), depth=1, _device=device, **options) as llm:
+        llm.core.executor.graphs.token_sizes = []  # the CPU's attention goes row by row through longer chunks
+        found = [list(out.outputs[0].token_ids) for out in llm.generate(prompts, params, use_tqdm=False)]
+        captured = {key[0] for key, entry in llm.core.executor.graphs._captured.items() if entry is not None}
+    assert found == wanted and {"forward", "head"} <= captured and device.num_replays > 10
+
+
+def test_a_module_that_waits_for_the_device_is_launched_eagerly_and_the_log_names_the_place(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write(tmp_path, "olmo", torch.float32)
+    norm = transformers.models.olmo.modeling_olmo.OlmoLayerNorm
+    plain = norm.forward
+
+    def waiting(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return plain(self, x) if x.abs().max() > 0 else x
+
+    monkeypatch.setattr(norm, "forward", waiting)
+    with caplog.at_level(logging.WARNING), LLM(str(folder), dtype="float32", num_threads=1) as llm:
+        assert llm.llm_engine.model_config.enforce_eager
+        llm.generate([[5, 6, 7]], SamplingParams(max_tokens=2), use_tqdm=False)
+    line = waiting.__code__.co_firstlineno + 1
+    assert f"waits for the device at {Path(__file__).name}:{line} (waiting)" in caplog.text
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("kind", ["olmo", "opt"])
+def test_a_gpu_replays_decode_steps(kind: str, tmp_path: Path) -> None:
+    folder, params = write(tmp_path, kind, torch.float32), SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    found = []
+    for eager in (True, False):
+        with LLM(str(folder), dtype="float32", device="cuda", max_num_seqs=4, enforce_eager=eager) as llm:
+            outputs = llm.generate([list(range(5, 60)), [7, 8, 9]], params, use_tqdm=False)
+            found.append([list(out.outputs[0].token_ids) for out in outputs])
+            graphs = llm.core.executor.graphs
+            assert not graphs.gave_up and bool(graphs.num_captured) != eager
+    assert found[0] == found[1]
+
+
 @pytest.mark.cuda
 def test_a_gpu_gives_the_tokens_of_the_cpu(tmp_path: Path) -> None:
     folder = write(tmp_path, "olmo", torch.float32, hidden_size=256)
@@ -139,7 +188,7 @@ def test_what_it_cannot_run_is_refused_by_name(tmp_path: Path) -> None:
         with pytest.raises(UnsupportedModel, match=words):
             LLM(str(changed), dtype="float32", num_threads=1, model_impl=impl)
 
-    refused("no decoder 'Nothing'", architectures=["Nothing"])
+    refused("no decoder or encoder 'Nothing'", architectures=["Nothing"])
     refused("Nothing is not an architecture.*no decoder", architectures=["Nothing"], impl="auto")
     refused("Nothing is not an architecture", architectures=["Nothing"], impl="slipstream")
     refused("rope of type dynamic", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})

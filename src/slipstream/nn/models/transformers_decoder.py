@@ -1,7 +1,8 @@
 """TransformersDecoder: a decoder of the transformers library with our paged attention, cache, batching and sampling.
 
 It serves architectures without a family of our own. All tokens of a step are one row of the library's module; positions
-are given, and attention finds the rows in the step's context. The module launches its own kernels; steps run eagerly.
+are given, and attention finds the rows in the step's context. The module launches its own kernels. Steps are captured
+in CUDA graphs unless the module waits for the device (`transformers_waits.py`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from slipstream.errors import NotEnoughMemory, UnsupportedModel
 from slipstream.nn.context import BatchView, ForwardContext
 from slipstream.nn.models.decoder_shape import DecoderShape
 from slipstream.nn.models.pooling_heads import Heads
+from slipstream.nn.models.transformers_encoder import TransformersEncoder
 from slipstream.nn.models.transformers_probe import (
     NAME,
     AttentionCall,
@@ -44,12 +46,13 @@ def transformers_shape(info: ModelInfo) -> DecoderShape:
         vocab_size=info.vocab_size,
         hidden_size=info.hidden_size,
         layers=tuple(
-            LayerShape(mixers=(_attention(call),), feed=mlp, norm=norm) for call in probe(info.backend_folder)
+            LayerShape(mixers=(_attention(call),), feed=mlp, norm=norm) for call in probe(info.backend_folder).calls
         ),
         ropes=(),
         norm=norm,
         max_positions=info.max_positions,
         tied=info.tied_embeddings,
+        headless=not info.is_causal,
     )
 
 
@@ -62,6 +65,7 @@ def _attention(call: AttentionCall) -> AttentionShape:
         window=call.window,
         soft_cap=call.soft_cap,
         sinks=call.sinks,
+        causal=call.causal,
     )
 
 
@@ -73,7 +77,7 @@ class TransformersDecoder(nn.Module):
         self.heads: Heads | None = None
         self.layers = nn.ModuleList()  # none that a start could run alone
         self.base = base_of(module)
-        self.scales = [call.scale for call in probe(info.backend_folder)]
+        self.scales = [call.scale for call in probe(info.backend_folder).calls]
         # the causal LM without its layers: it computes logits of the hidden states that `_Given` holds
         self.causal = module
         self.given = _Given()
@@ -176,13 +180,19 @@ def _name_of(module: Any, base: Any) -> str:
     return next(name for name, child in module.named_children() if child is base)
 
 
-def lay_out_transformers(config: ModelConfig) -> TransformersDecoder:
+def lay_out_transformers(config: ModelConfig) -> TransformersDecoder | TransformersEncoder:
     """Builds the module on the meta device, for its sizes."""
     module = new_module(load_config(config.info.backend_folder), getattr(torch, config.dtype))
-    return TransformersDecoder(config.info, module)
+    return _wrapped(config.info, module)
 
 
-def load_transformers(config: ModelConfig, device: torch.device) -> TransformersDecoder:
+def _wrapped(info: ModelInfo, module: Any) -> TransformersDecoder | TransformersEncoder:
+    if info.is_causal:
+        return TransformersDecoder(info, module)
+    return TransformersEncoder(info, transformers_shape(info), module)
+
+
+def load_transformers(config: ModelConfig, device: torch.device) -> TransformersDecoder | TransformersEncoder:
     """Loads the module with its weights."""
     if config.load_format != "safetensors":
         raise UnsupportedModel(
@@ -210,7 +220,7 @@ def load_transformers(config: ModelConfig, device: torch.device) -> Transformers
         raise NotEnoughMemory(
             f"{config.name} does not fit the memory of {device} in {config.dtype}; take a smaller dtype or model"
         ) from error
-    return TransformersDecoder(config.info, module.requires_grad_(False))
+    return _wrapped(config.info, module.requires_grad_(False))
 
 
 def transformers_info(folder: str) -> ModelInfo:
@@ -219,7 +229,8 @@ def transformers_info(folder: str) -> ModelInfo:
     find_class(config)
     text = config.get_text_config()
     hidden, heads = int(text.hidden_size), int(text.num_attention_heads)
-    calls = probe(folder)
+    found = probe(folder)
+    calls = found.calls
     ends = text.eos_token_id if text.eos_token_id is not None else config.eos_token_id
     dtype = getattr(config, "dtype", None) or getattr(text, "dtype", None)
     return ModelInfo(
@@ -239,6 +250,9 @@ def transformers_info(folder: str) -> ModelInfo:
         bos_token_id=text.bos_token_id if isinstance(text.bos_token_id, int) else None,
         dtype=None if dtype is None else str(dtype).removeprefix("torch."),
         backend_folder=folder,
+        backend_waits=found.waits,
+        is_causal=calls[0].causal,
+        num_types=_first_int(text, ("type_vocab_size",), 0),
         extra=config.to_dict(),
     )
 

@@ -8,13 +8,16 @@ paged attention of this package cannot do is refused here, by name.
 from __future__ import annotations
 
 import functools
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from slipstream.config.architecture import continues_text
 from slipstream.errors import UnsupportedModel
+from slipstream.nn.models.transformers_waits import WaitFinder
 
 NAME = "slipstream"
 """Of our function in the library's `AttentionInterface`."""
@@ -37,6 +40,13 @@ class AttentionCall:
     window: int
     soft_cap: float
     sinks: bool
+    causal: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    calls: tuple[AttentionCall, ...]
+    waits: tuple[str, ...]  # places in the library's code at which the host waits for the device
 
 
 def load_config(folder: str) -> Any:
@@ -54,13 +64,18 @@ def load_config(folder: str) -> Any:
 
 
 def find_class(config: Any) -> Any:
-    """The library's causal LM for a config. Raises UnsupportedModel."""
+    """The library's causal LM or encoder for a config. Raises UnsupportedModel."""
     import transformers
 
     name = (config.architectures or [""])[0]
     kind = getattr(transformers, name, None)
-    if kind is None or not hasattr(kind, "base_model_prefix") or not hasattr(kind, "generate"):
-        raise UnsupportedModel(f"the transformers library has no decoder {name!r}")
+    if kind is None or not hasattr(kind, "base_model_prefix"):
+        raise UnsupportedModel(f"the transformers library has no decoder or encoder {name!r}")
+    if continues_text(name) != hasattr(kind, "generate") or not (continues_text(name) or name.endswith("Model")):
+        raise UnsupportedModel(
+            f"{name} of the transformers library is neither a causal LM nor a model that ends with its hidden states, "
+            "which are what its modules are run for"
+        )
     if not getattr(kind, "_supports_attention_backend", False):
         raise UnsupportedModel(f"{name} of the transformers library does not support other attention functions")
     return kind
@@ -85,6 +100,8 @@ def new_module(config: Any, dtype: torch.dtype) -> Any:
 def base_of(module: Any) -> Any:
     """The part before the projection to tokens."""
     base = getattr(module, module.base_model_prefix, None) or getattr(module, "model", None)
+    if base is None and not continues_text(type(module).__name__):
+        base = module
     if not isinstance(base, nn.Module):
         raise UnsupportedModel(f"{type(module).__name__} does not separate its layers from the projection to tokens")
     return base
@@ -107,8 +124,8 @@ def _attend(module: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]
 
 
 @functools.lru_cache(maxsize=8)
-def probe(folder: str) -> tuple[AttentionCall, ...]:
-    """The attention calls of the model in a folder. Raises UnsupportedModel."""
+def probe(folder: str) -> Probe:
+    """Runs the model of a folder on the meta device. Raises UnsupportedModel."""
     config = load_config(folder)
     _check_config(config)
     module = new_module(config, torch.bfloat16)  # grouped GEMMs of experts take no float32 on the meta device
@@ -121,7 +138,9 @@ def probe(folder: str) -> tuple[AttentionCall, ...]:
         return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
 
     handle_attention(module, record)
-    with torch.device("meta"), torch.no_grad():
+    _check_positions(module)
+    finder = WaitFinder()
+    with torch.device("meta"), torch.no_grad(), finder:
         ids, positions = torch.zeros(1, _NUM_TOKENS, dtype=torch.int64), torch.arange(_NUM_TOKENS).unsqueeze(0)
         try:
             hidden_of(base_of(module), positions, input_ids=ids)
@@ -134,8 +153,27 @@ def probe(folder: str) -> tuple[AttentionCall, ...]:
             ) from None
     if not calls:
         raise UnsupportedModel(f"{type(module).__name__} has no attention that goes through the attention interface")
+    if len({call.causal for call in calls}) > 1:
+        raise UnsupportedModel(f"{type(module).__name__} has layers of both causal and bidirectional attention")
+    if not calls[0].causal and any(call.sinks or call.soft_cap or call.window for call in calls):
+        raise UnsupportedModel(f"{type(module).__name__} has bidirectional attention with windows, caps or sinks")
     _check_windows(config, calls)
-    return tuple(calls)
+    return Probe(tuple(calls), tuple(finder.places))
+
+
+def position_offset(base: Any) -> int:
+    """The position of a text's first token in the position table. Modules like RoBERTa's skip the rows up to that of
+    the padding token, if the caller gives no positions."""
+    embeddings: Any = getattr(base, "embeddings", None)
+    if not hasattr(embeddings, "create_position_ids_from_input_ids"):
+        return 0
+    return int(embeddings.padding_idx) + 1
+
+
+def _check_positions(module: Any) -> None:
+    """Raises where a module would number the tokens of a step itself, as if they were of one text."""
+    if "position_ids" not in inspect.signature(base_of(module).forward).parameters:
+        raise UnsupportedModel(f"{type(module).__name__} of the transformers library takes no position_ids")
 
 
 def hidden_of(base: Any, positions: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
@@ -150,8 +188,7 @@ def _read_call(
 ) -> AttentionCall:
     name = type(layer).__name__
     causal = kwargs.get("is_causal")
-    if causal is False or (causal is None and getattr(layer, "is_causal", True) is False):
-        raise UnsupportedModel(f"{name} attends in both directions; decoders are run")
+    causal = bool(getattr(layer, "is_causal", True) if causal is None else causal)
     others = [key_ for key_, given in kwargs.items() if torch.is_tensor(given) and key_ not in _POSITION_TENSORS]
     if others:
         raise UnsupportedModel(f"{name} gives attention a tensor {others[0]}, which paged attention does not read")
@@ -167,6 +204,7 @@ def _read_call(
         window=int(kwargs.get("sliding_window") or 0),
         soft_cap=float(kwargs.get("softcap") or 0.0),
         sinks=kwargs.get("s_aux") is not None,
+        causal=causal,
     )
 
 

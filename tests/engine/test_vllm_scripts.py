@@ -18,6 +18,7 @@ from slipstream import (
     EngineArgs,
     RequestOutputKind,
     SamplingParams,
+    StructuredOutputsParams,
     TextPrompt,
     TokensPrompt,
 )
@@ -277,3 +278,14 @@ def test_the_asynchronous_engine(folder, llm):
             await engine.check_health()
 
     asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def test_defaults_of_structured_output(folder):
+    config = {"backend": "xgrammar", "disable_any_whitespace": True}
+    with LLM(str(folder), structured_outputs_config=config, **SMALL) as llm:
+        wanted = StructuredOutputsParams(json={"type": "array", "items": {"type": "integer"}, "minItems": 4})
+        bias = {ord(" "): 100.0, ord(","): 90.0, ord("]"): 80.0}
+        params = SamplingParams(temperature=0, max_tokens=60, structured_outputs=wanted, logit_bias=bias)
+        assert " " not in llm.generate("x", params, use_tqdm=False)[0].outputs[0].text
+    with pytest.raises(InvalidOption, match="structured_outputs_config.*enable_in_reasoning"):
+        LLM(str(folder), structured_outputs_config={"enable_in_reasoning": True}, **SMALL)

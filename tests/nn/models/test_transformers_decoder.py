@@ -113,6 +113,10 @@ def test_experts_give_the_tokens_of_our_own_family(tmp_path: Path) -> None:
     assert found[0] == found[1]
 
 
+def test_the_padding_check_of_the_library_is_no_wait(tmp_path: Path) -> None:
+    assert transformers_info(str(write(tmp_path, "gpt2"))).backend_waits == ()
+
+
 @pytest.mark.parametrize("kind", ["olmo", "opt"])
 def test_decode_steps_are_captured_and_replayed(kind: str, tmp_path: Path) -> None:
     folder = write(tmp_path, kind, torch.float32)

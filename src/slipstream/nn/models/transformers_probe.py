@@ -22,6 +22,7 @@ from slipstream.nn.models.transformers_waits import WaitFinder
 NAME = "slipstream"
 """Of our function in the library's `AttentionInterface`."""
 _HANDLER = "_slipstream_attention"  # attribute of every module: what its attention calls go to
+_PADDING_CHECK = "warn_if_padding_and_no_attention_mask"
 _POSITION_TENSORS = ("position_ids", "cache_position", "s_aux")
 _KINDS = ("full_attention", "sliding_attention", "attention")
 _MOVING_ROPES = ("dynamic", "longrope")
@@ -114,9 +115,16 @@ def register() -> None:
 
 
 def handle_attention(module: nn.Module, handler: Any) -> None:
-    """Attention calls of all modules inside go to this function from now on."""
+    """Attention calls of all modules inside go to this function from now on. A check of the library that only warns,
+    and reads token ids on the host for it, is turned off: rows have no padding."""
     for inner in module.modules():
         inner.__dict__[_HANDLER] = handler
+        if hasattr(inner, _PADDING_CHECK):
+            inner.__dict__[_PADDING_CHECK] = _no_check
+
+
+def _no_check(*args: Any, **kwargs: Any) -> None:
+    """In place of the library's check for padding."""
 
 
 def _attend(module: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
@@ -158,7 +166,7 @@ def probe(folder: str) -> Probe:
     if not calls[0].causal and any(call.sinks or call.soft_cap or call.window for call in calls):
         raise UnsupportedModel(f"{type(module).__name__} has bidirectional attention with windows, caps or sinks")
     _check_windows(config, calls)
-    return Probe(tuple(calls), tuple(finder.places))
+    return Probe(tuple(calls), tuple(finder.locations))
 
 
 def position_offset(base: Any) -> int:

@@ -20,13 +20,13 @@ _aten = torch.ops.aten
 class WaitFinder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
-        self.places: dict[str, None] = {}  # in order, each once
+        self.locations: dict[str, None] = {}  # in order, each once
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         answer = _ANSWERS.get(func)
         if answer is None or not args[0].is_meta:
             return func(*args, **(kwargs or {}))
-        self.places[_place()] = None
+        self.locations[_location()] = None
         return answer(args[0])
 
 
@@ -47,7 +47,7 @@ _ANSWERS = {
 }
 
 
-def _place() -> str:
+def _location() -> str:
     """File, line and function of the innermost caller outside of torch and of this file."""
     frame = sys._getframe(2)
     while frame.f_back is not None and _is_torch(frame.f_code.co_filename):

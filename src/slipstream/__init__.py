@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from slipstream.version import __version__
+
 if TYPE_CHECKING:
     from slipstream.async_llm import AsyncLLM as AsyncLLM
     from slipstream.async_llm import AsyncLLMEngine as AsyncLLMEngine
@@ -42,8 +44,6 @@ if TYPE_CHECKING:
     from slipstream.params import SamplingParams as SamplingParams
     from slipstream.pooling_params import PoolingParams as PoolingParams
     from slipstream.structured_params import StructuredOutputsParams as StructuredOutputsParams
-
-__version__ = "0.1.0"
 
 _HOMES = {
     "AdapterLogitsProcessor": "slipstream.logits_processor",

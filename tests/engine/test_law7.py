@@ -13,7 +13,7 @@ from slipstream import LLM, SamplingParams
 from slipstream.runner.batch.input_batch import Size
 from tiny import write_tiny
 
-MAX_LEN = 96
+MAX_LEN = 80
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def make(
         max_model_len=MAX_LEN,
         speculative_config=speculative_config,
         kv_cache_dtype=kv_cache_dtype,
-        **options_of(few_pages=26, depth=depth, **cell) | rows,
+        **options_of(few_pages=21, depth=depth, **cell) | rows,
         _device=DelayedDevice(depth) if late else device,
     )
 
@@ -80,7 +80,7 @@ def assert_same(got, wanted):
         assert all(abs(a[token] - b[token]) < 1e-9 for token in a)
 
 
-GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=3)
+GREEDY = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True, logprobs=3)
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +94,7 @@ def wanted(model):
 @pytest.mark.parametrize(FACTORS, CELLS)
 def test_greedy_tokens_do_not_depend_on_scheduling(model, wanted, batched, chunked, cached, preempted, depth):
     with make(model, batched=batched, chunked=chunked, cached=cached, preempted=preempted, depth=depth) as llm:
-        for _ in range(2):  # the second time the cache is warm
+        for _ in range(2 if cached else 1):  # the second time the cache is warm
             assert_same(llm.generate(PROMPTS, GREEDY), wanted)
         if preempted and batched:
             assert llm.core.scheduler.num_preemptions > 0
@@ -112,8 +112,8 @@ EVERYTHING = dict(
     repetition_penalty=1.1,
     presence_penalty=0.2,
     frequency_penalty=0.3,
-    max_tokens=18,
-    min_tokens=6,
+    max_tokens=12,
+    min_tokens=4,
     stop=["qq"],
     stop_token_ids=[1, 2, 3, 4, 100, 101, 102],
     logprobs=3,
@@ -139,26 +139,26 @@ JSON = {
     "disable_any_whitespace": True,
 }
 FEATURES = {
-    "temperature": SamplingParams(temperature=0.9, max_tokens=20, logprobs=2),
-    "seed": SamplingParams(temperature=1.3, seed=1234, max_tokens=20),
-    "top_p": SamplingParams(top_p=0.7, max_tokens=20),
-    "top_k": SamplingParams(top_k=5, max_tokens=20),
-    "min_p": SamplingParams(min_p=0.2, max_tokens=20),
-    "all truncations": SamplingParams(temperature=1.5, top_p=0.9, top_k=20, min_p=0.01, max_tokens=20),
-    "n": SamplingParams(n=3, temperature=1.0, max_tokens=12, logprobs=0),
-    "repetition": SamplingParams(temperature=0, repetition_penalty=1.4, max_tokens=24, logprobs=1),
-    "presence": SamplingParams(temperature=0.7, presence_penalty=1.1, max_tokens=24),
-    "frequency": SamplingParams(temperature=0.7, frequency_penalty=0.8, max_tokens=24),
-    "min_tokens": SamplingParams(temperature=1.0, min_tokens=10, stop_token_ids=list(range(0, 256, 3)), max_tokens=20),
-    "stop ids": SamplingParams(temperature=1.0, stop_token_ids=list(range(0, 256, 9)), max_tokens=40),
-    "stop strings": SamplingParams(temperature=1.0, stop=["a", "e", "zz"], max_tokens=40),
-    "logit_bias": SamplingParams(temperature=0.8, logit_bias={65: 5.0, 66: 4.5, 300: -100.0, 0: 3.0}, max_tokens=20),
-    "allowed ids": SamplingParams(allowed_token_ids=list(range(0, 256, 7)), max_tokens=20, logprobs=1),
-    "bad words": SamplingParams(bad_words=WORDS, max_tokens=30),
-    "prompt logprobs": SamplingParams(temperature=0, prompt_logprobs=3, max_tokens=8),
-    "prompt logprobs of samples": SamplingParams(n=2, prompt_logprobs=0, max_tokens=8),
-    "json schema": SamplingParams(temperature=1.0, max_tokens=40, structured_outputs=JSON),
-    "json schema, drawn": SamplingParams(temperature=1.0, max_tokens=40, structured_outputs=JSON, logprobs=2),
+    "temperature": SamplingParams(temperature=0.9, max_tokens=12, logprobs=2),
+    "seed": SamplingParams(temperature=1.3, seed=1234, max_tokens=12),
+    "top_p": SamplingParams(top_p=0.7, max_tokens=12),
+    "top_k": SamplingParams(top_k=5, max_tokens=12),
+    "min_p": SamplingParams(min_p=0.2, max_tokens=12),
+    "all truncations": SamplingParams(temperature=1.5, top_p=0.9, top_k=20, min_p=0.01, max_tokens=12),
+    "n": SamplingParams(n=3, temperature=1.0, max_tokens=8, logprobs=0),
+    "repetition": SamplingParams(temperature=0, repetition_penalty=1.4, max_tokens=14, logprobs=1),
+    "presence": SamplingParams(temperature=0.7, presence_penalty=1.1, max_tokens=14),
+    "frequency": SamplingParams(temperature=0.7, frequency_penalty=0.8, max_tokens=14),
+    "min_tokens": SamplingParams(temperature=1.0, min_tokens=6, stop_token_ids=list(range(0, 256, 3)), max_tokens=12),
+    "stop ids": SamplingParams(temperature=1.0, stop_token_ids=list(range(0, 256, 9)), max_tokens=24),
+    "stop strings": SamplingParams(temperature=1.0, stop=["a", "e", "zz"], max_tokens=24),
+    "logit_bias": SamplingParams(temperature=0.8, logit_bias={65: 5.0, 66: 4.5, 300: -100.0, 0: 3.0}, max_tokens=12),
+    "allowed ids": SamplingParams(allowed_token_ids=list(range(0, 256, 7)), max_tokens=12, logprobs=1),
+    "bad words": SamplingParams(bad_words=WORDS, max_tokens=16),
+    "prompt logprobs": SamplingParams(temperature=0, prompt_logprobs=3, max_tokens=5),
+    "prompt logprobs of samples": SamplingParams(n=2, prompt_logprobs=0, max_tokens=5),
+    "json schema": SamplingParams(temperature=1.0, max_tokens=32, structured_outputs=JSON),
+    "json schema, drawn": SamplingParams(temperature=1.0, max_tokens=32, structured_outputs=JSON, logprobs=2),
     "given ids": SamplingParams(logprob_token_ids=[3, 250, 17], max_tokens=10),
     "whole vocabulary": SamplingParams(logprobs=-1, prompt_logprobs=-1, logprob_token_ids=[1], max_tokens=5),
     "shown special tokens": SamplingParams(
@@ -170,27 +170,27 @@ FEATURES = {
     "everything among others": [
         SamplingParams(**EVERYTHING),
         SamplingParams(temperature=0, prompt_logprobs=0, max_tokens=12),
-        SamplingParams(bad_words=["e", "a"], repetition_penalty=1.3, max_tokens=25, logprobs=2),
+        SamplingParams(bad_words=["e", "a"], repetition_penalty=1.3, max_tokens=14, logprobs=2),
         SamplingParams(n=2, allowed_token_ids=[5, 6, 7, 8], logit_bias={6: 2.0}, prompt_logprobs=1, max_tokens=9),
         SamplingParams(**EVERYTHING | dict(seed=3, logprobs=None, n=1)),
-        SamplingParams(temperature=0, logprob_token_ids=[9], max_tokens=20),
+        SamplingParams(temperature=0, logprob_token_ids=[9], max_tokens=12),
     ],
     "mixed": [
         SamplingParams(temperature=0, max_tokens=9),
-        SamplingParams(temperature=0.8, repetition_penalty=1.2, top_k=9, max_tokens=30, logprobs=5),
-        SamplingParams(n=2, seed=5, max_tokens=17),
-        SamplingParams(temperature=0, frequency_penalty=1.0, max_tokens=25),
-        SamplingParams(top_p=0.5, max_tokens=30, logprobs=1),
-        SamplingParams(min_tokens=8, stop_token_ids=list(range(256)), max_tokens=16),
+        SamplingParams(temperature=0.8, repetition_penalty=1.2, top_k=9, max_tokens=16, logprobs=5),
+        SamplingParams(n=2, seed=5, max_tokens=10),
+        SamplingParams(temperature=0, frequency_penalty=1.0, max_tokens=14),
+        SamplingParams(top_p=0.5, max_tokens=16, logprobs=1),
+        SamplingParams(min_tokens=5, stop_token_ids=list(range(256)), max_tokens=12),
     ],
 }
 
 FEATURES["grammars among others"] = [
     FEATURES["json schema"],
     FEATURES["temperature"],
-    SamplingParams(n=2, seed=5, max_tokens=20, structured_outputs={"regex": "[a-f]{4}-[0-9]{2,}"}),
+    SamplingParams(n=2, seed=5, max_tokens=12, structured_outputs={"regex": "[a-f]{4}-[0-9]{2,}"}),
     SamplingParams(
-        max_tokens=24,
+        max_tokens=16,
         repetition_penalty=1.3,
         presence_penalty=0.4,
         structured_outputs={"grammar": 'start: "<" /[a-z]{1,6}/ ("," /[a-z]{1,6}/)* ">"'},
@@ -219,7 +219,7 @@ def test_windows_change_no_tokens(window_model, feature):
     assert len({tuple(r.outputs[0].token_ids) for r in wanted}) == len(PROMPTS)
     for cell in PAIRED if feature == "greedy" else PAIRED[:3]:
         with make(window_model, **cell) as llm:
-            for _ in range(2 if feature == "greedy" else 1):  # the second time the cache is warm
+            for _ in range(2 if feature == "greedy" and cell["cached"] else 1):  # the second time the cache is warm
                 assert_same(llm.generate(PROMPTS, params), wanted)
             if cell["cached"] and not cell["preempted"] and feature == "greedy":
                 assert llm.core.scheduler.cache.num_hits > 100  # most of the second round
@@ -301,7 +301,7 @@ def test_replayed_steps_give_the_same_tokens(model, depth, feature):
         heads = [key for key in captured if key[0] == "head"]
         # those that decode, and those of a step that also computes a chunk
         assert feature == "everything among others" or {picked for _, _, picked, _ in heads} == {True, False}
-        assert device.num_replays > 20
+        assert device.num_replays > 10
 
 
 @pytest.mark.parametrize("depth", [0, 2])

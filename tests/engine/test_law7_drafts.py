@@ -27,12 +27,12 @@ BATCHES = {
         FEATURES["presence"],
         FEATURES["frequency"],
         FEATURES["min_tokens"],
-        SamplingParams(temperature=0.6, seed=2, repetition_penalty=1.2, frequency_penalty=0.7, max_tokens=24),
-        SamplingParams(temperature=0, repetition_penalty=1.3, logprobs=2, max_tokens=24),
+        SamplingParams(temperature=0.6, seed=2, repetition_penalty=1.2, frequency_penalty=0.7, max_tokens=14),
+        SamplingParams(temperature=0, repetition_penalty=1.3, logprobs=2, max_tokens=14),
     ],
     "words": [
         FEATURES["bad words"],
-        SamplingParams(temperature=0, bad_words=["e", "a", "th"], repetition_penalty=1.3, max_tokens=25, logprobs=2),
+        SamplingParams(temperature=0, bad_words=["e", "a", "th"], repetition_penalty=1.3, max_tokens=14, logprobs=2),
         FEATURES["logit_bias"],
         FEATURES["allowed ids"],
         FEATURES["all truncations"],
@@ -81,7 +81,7 @@ def test_tokens_do_not_depend_on_drafts(model, wanted, cell):
             draft(llm, cell["drafts"], wanted[name])
             assert_same(llm.generate(PROMPTS, params), wanted[name])
             if name == "greedy" and cell["drafts"] == "right":
-                assert counts.num_accepted == counts.num_drafts > 50, "a right draft was rejected"
+                assert counts.num_accepted == counts.num_drafts > 30, "a right draft was rejected"
         assert counts.num_drafts > 0
         assert (counts.num_accepted > 0) == (cell["drafts"] != "wrong")
         llm.core.scheduler.cache.check()

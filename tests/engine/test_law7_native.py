@@ -23,7 +23,7 @@ from tiny_gguf import K_SIZES, write_gguf
 
 KINDS = ["llama float32", "gemma2 bfloat16", "llama Q4_1", "qwen3 Q4_0", "gemma2 Q8_0", "llama mixed"]
 TOLERANCE = 1e-4  # of logprobs in float32, where torch's sums differ between one token and many
-GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=3)
+GREEDY = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True, logprobs=3)
 Order = Callable[[list[Any]], None]
 ORDERS: dict[str, Order] = {
     "planned": lambda rows: None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import stat
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
+import slipstream
 from letter_tokenizer import make_constraints
 from scripted_engine import scripted_core, submit
 from slipstream import LLM, SamplingParams
@@ -58,6 +60,16 @@ def scripted_recording(depth: int = 1, num_steps: int = 1000) -> Recording:
     assert core.scheduler.num_preemptions > 0, "the test is meant to preempt"
     assert core.scheduler.cache.num_hits > 0, "the test is meant to hit the prefix cache"
     return recorder.take()
+
+
+def test_a_package_without_installed_metadata_records_its_version(monkeypatch):
+    """As when it is run from its sources, with PYTHONPATH."""
+
+    def version(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert scripted_recording().slipstream == slipstream.__version__
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])

@@ -214,8 +214,9 @@ def test_wrong_calls_are_refused_by_name(llm, folders):
         assert plain.llm_engine.is_sleeping() is False
 
 
-def test_packed_weights_cannot_be_exchanged():
-    with LLM(max_model_len=64, num_pages=64, use_tqdm_on_load=False, enable_sleep_mode=True, num_threads=1) as llm:
+def test_packed_weights_cannot_be_exchanged(default_model):
+    options = dict(max_model_len=64, num_pages=64, use_tqdm_on_load=False, num_threads=1)
+    with LLM(str(default_model.path), enable_sleep_mode=True, **options) as llm:
         with pytest.raises(UnsupportedModel, match="packed"):
             llm.sleep(level=2)
         llm.sleep(level=1)

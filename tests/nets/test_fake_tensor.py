@@ -88,6 +88,16 @@ def folder(request, tmp_path_factory):
     return str(write_tiny(tmp_path_factory.mktemp("tiny"), request.param, **FAMILIES[request.param]))
 
 
+# The sampler does not depend on the family: all features one by one over one family, over the others those that
+# select other positions (prompt logprobs, samples), and all at once.
+FEATURES_OF = [
+    (family, feature)
+    for family in FAMILIES
+    for feature in (FEATURES if family == "llama" else ("greedy", "samples", "prompt logprobs", "everything"))
+]
+each_feature = pytest.mark.parametrize(("folder", "feature"), FEATURES_OF, indirect=["folder"])
+
+
 def drive(folder, params, *, num_pages=64, break_model=None, device=None, drafts=None) -> int:
     """Run an engine whose device has no values; the tokens are invented. Returns the number of steps."""
     options = dict(use_tqdm_on_load=False, max_model_len=64, page_size=4, max_num_seqs=4, max_num_batched_tokens=8)
@@ -125,12 +135,12 @@ def drive(folder, params, *, num_pages=64, break_model=None, device=None, drafts
         return steps
 
 
-@pytest.mark.parametrize("feature", FEATURES)
+@each_feature
 def test_no_step_looks_at_a_value(folder, feature):
     assert drive(folder, [FEATURES[feature]]) > 4
 
 
-@pytest.mark.parametrize("feature", FEATURES)
+@each_feature
 def test_no_captured_step_looks_at_a_value(folder, feature):
     """Padded, with what each row asks for read from tables on the device."""
     device = ReplayDevice(0)
@@ -170,6 +180,7 @@ PLANTED = {
 }
 
 
+@pytest.mark.parametrize("folder", ["llama"], indirect=True)
 @pytest.mark.parametrize("bug", PLANTED)
 def test_a_planted_look_at_a_value_is_caught(folder, bug):
     def plant(runner):

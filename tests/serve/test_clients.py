@@ -144,7 +144,7 @@ def test_nothing_that_the_openapi_page_allows_is_answered_by_a_5xx(server):
 
         @given(case=operation.as_strategy())
         @settings(
-            max_examples=6, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck),
+            max_examples=4, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck),
             database=None, derandomize=True,
         )  # fmt: skip
         def ask(case):

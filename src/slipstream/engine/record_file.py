@@ -9,7 +9,6 @@ import hashlib
 import platform
 import zlib
 from dataclasses import replace
-from importlib import metadata
 from pathlib import Path
 
 import msgspec
@@ -19,6 +18,7 @@ from slipstream.config.config import EngineConfig
 from slipstream.errors import UserError
 from slipstream.params import SamplingParams
 from slipstream.step import AdapterLoad, Admission, Bools, Floats, Ints, Late, LateBias, PoolAdmission, StepPlan
+from slipstream.version import __version__
 
 MAGIC = b"slipstream recording 1\n"
 MAX_CONTENT = 2**30  # bytes of a file after decompression
@@ -70,7 +70,7 @@ class Recording(msgspec.Struct):
         exchanged: bool = False,
     ) -> Recording:
         return cls(
-            slipstream=metadata.version("slipstream"),
+            slipstream=__version__,
             machine=f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
             config=config,
             fingerprint=fingerprint(config),

@@ -157,6 +157,31 @@ def packed(bits: int, symmetric: bool) -> Packer:
     return pack
 
 
+def bitsandbytes(double: bool) -> Packer:
+    """NF4 as bitsandbytes stores it; blocks of 64."""
+
+    def pack(rows: int, columns: int, generator: torch.Generator) -> tuple[Tensors, torch.Tensor]:
+        codes = torch.randint(0, 16, (rows * columns,), generator=generator)
+        table = torch.linspace(-1, 1, 16) ** 3
+        scale = torch.rand(rows * columns // 64, generator=generator) * 0.1
+        state = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [rows, columns]}
+        parts = {"weight": (codes[::2] << 4 | codes[1::2]).to(torch.uint8).unsqueeze(1), "weight.quant_map": table}
+        if double:
+            state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": 0.0625}
+            absmax = torch.randint(0, 256, scale.shape, generator=generator, dtype=torch.uint8)
+            numbers, outer = torch.rand(256, generator=generator), torch.rand(-(-len(scale) // 256)) * 0.1
+            places = torch.arange(len(scale)) // 256
+            scale = numbers[absmax.int()] * outer[places] + 0.0625
+            parts |= {"weight.nested_quant_map": numbers, "weight.nested_absmax": outer, "weight.absmax": absmax}
+        else:
+            parts["weight.absmax"] = scale
+        described = torch.frombuffer(bytearray(json.dumps(state).encode()), dtype=torch.uint8)
+        parts["weight.quant_state.bitsandbytes__nf4"] = described.clone()
+        return parts, (table[codes].double() * scale.double().repeat_interleave(64)).view(rows, columns)
+
+    return pack
+
+
 def int8_channel(rows: int, columns: int, generator: torch.Generator) -> tuple[Tensors, torch.Tensor]:
     values = torch.randint(-128, 128, (rows, columns), generator=generator, dtype=torch.int8)
     scale = (torch.rand(rows, 1, generator=generator) * 1e-3 + 1e-3).bfloat16()
@@ -193,5 +218,15 @@ METHODS: dict[str, tuple[dict[str, Any], Packer]] = {
         packed(4, False),
     ),
     "w8a16": (compressed("pack-quantized", num_bits=8, strategy="group", group_size=GROUP, **_INT), packed(8, True)),
+    "nf4": ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, bitsandbytes(False)),
+    "nf4 double": (
+        {
+            "quant_method": "bitsandbytes",
+            "load_in_4bit": True,
+            "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_use_double_quant": True,
+        },
+        bitsandbytes(True),
+    ),
     "w8a8": (compressed("int-quantized", _DYNAMIC, num_bits=8, strategy="channel", **_INT), int8_channel),
 }

@@ -39,9 +39,9 @@ def test_the_option_must_be_the_method_of_the_checkpoint(tmp_path: Path) -> None
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("method", ["awq", "gptq act-order", "fp8 block", "fp8 channel", "w8a16"])
+@pytest.mark.parametrize("method", ["awq", "gptq act-order", "fp8 block", "fp8 channel", "w8a16", "nf4 double"])
 def test_a_gpu_keeps_weights_quantised(method: str, tmp_path: Path) -> None:
-    folder = write_tiny(tmp_path, "llama")
+    folder = write_tiny(tmp_path, "llama", intermediate_size=128)
     quantize(folder, method)
     kept = tokens(folder, device="cuda", dtype="bfloat16")
     with LLM(str(folder), device="cuda", dtype="bfloat16", **SMALL) as llm:

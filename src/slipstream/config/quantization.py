@@ -32,6 +32,7 @@ class Quantization(msgspec.Struct, frozen=True, kw_only=True):
     quantizes_inputs: bool = False  # FP8: GEMMs of several rows quantise their inputs
     scale_name: str = "weight_scale"
     has_codebook: bool = False  # 4-bit codes mean the numbers of a table
+    double_scales: bool = False  # bitsandbytes: scales are quantised too
     only_experts: bool = False  # layers without experts are not quantised
 
     @property
@@ -188,6 +189,18 @@ def _read_mxfp4(method: str, given: Mapping[str, Any]) -> Quantization:
     return Quantization(method=method, layout="mxfp4", bits=4, group=32, has_codebook=True, only_experts=True)
 
 
+def _read_bitsandbytes(method: str, given: Mapping[str, Any]) -> Quantization:
+    """4-bit codes of a table (NF4 or FP4), a scale for each 64; a layer's own settings are in its `quant_state`."""
+    if not given.get("load_in_4bit", given.get("_load_in_4bit")):
+        raise _unsupported(method, "8 bits (load_in_8bit)")
+    if (kind := given.get("bnb_4bit_quant_type", "fp4")) not in ("nf4", "fp4"):
+        raise _unsupported(method, f"bnb_4bit_quant_type {kind}")
+    if (storage := str(given.get("bnb_4bit_quant_storage") or "uint8")) != "uint8":
+        raise _unsupported(method, f"bnb_4bit_quant_storage {storage}")
+    double = bool(given.get("bnb_4bit_use_double_quant", False))
+    return Quantization(method=method, layout="bnb", bits=4, group=64, has_codebook=True, double_scales=double)
+
+
 _READERS = {
     "fp8": _read_fp8,
     "fbgemm_fp8": _read_fbgemm,
@@ -195,6 +208,7 @@ _READERS = {
     "gptq": _read_gptq,
     "compressed-tensors": _read_compressed,
     "mxfp4": _read_mxfp4,
+    "bitsandbytes": _read_bitsandbytes,
 }
 
 

@@ -44,7 +44,7 @@ def storage(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_weights_are_those_of_the_numbers(method: str, storage: str, tmp_path: Path) -> None:
-    folder, plain = write_tiny(tmp_path / "q", "llama"), write_tiny(tmp_path / "plain", "llama")
+    folder, plain = (write_tiny(tmp_path / name, "llama", intermediate_size=128) for name in ("q", "plain"))
     write_weights(plain, quantize(folder, method))
     expected, model = matrices(load(plain)), load(folder)
     found = matrices(model)
@@ -133,6 +133,9 @@ def test_missing_scales_are_named(tmp_path: Path) -> None:
         ("gptq act-order", {"group_size": 16}, BadCheckpoint, "wrong shape"),
         ("w8a8", {"format": "nvfp4-pack-quantized"}, UnsupportedModel, "format nvfp4-pack-quantized"),
         ("fp8 tensor", {"quant_method": "awq"}, BadCheckpoint, "down_proj.weight is FP8 and has no qweight"),
+        ("nf4", {}, BadCheckpoint, "down is 64 x 96, which does not divide into groups of 64"),
+        ("nf4", {"load_in_4bit": False}, UnsupportedModel, "bitsandbytes with 8 bits"),
+        ("nf4", {"bnb_4bit_quant_type": "af4"}, UnsupportedModel, "bnb_4bit_quant_type af4"),
         ("fp8 tensor", {"quant_method": "modelopt"}, UnsupportedModel, "modelopt, .* not supported .supported: awq"),
     ],
 )  # fmt: skip
@@ -143,4 +146,20 @@ def test_bad_settings_are_one_clear_error(
     quantize(folder, method)
     _configure(folder, **changes)
     with pytest.raises(error, match=words):
+        load(folder)
+
+
+def test_bitsandbytes_blocks_of_another_size_are_refused(tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path, "llama", intermediate_size=128)
+    quantize(folder, "nf4")
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.down_proj.weight.quant_state.bitsandbytes__nf4"
+    state = json.loads(tensors[name].numpy().tobytes()) | {"blocksize": 128}
+    tensors[name] = torch.frombuffer(bytearray(json.dumps(state).encode()), dtype=torch.uint8).clone()
+    write_weights(folder, tensors)
+    with pytest.raises(BadCheckpoint, match="down_proj.weight.quant_state.* has blocks of 128 weights"):
+        load(folder)
+    del tensors[name]
+    write_weights(folder, tensors)
+    with pytest.raises(BadCheckpoint, match="missing .layers.1.mlp.down.quant_state"):
         load(folder)

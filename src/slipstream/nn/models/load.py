@@ -251,7 +251,8 @@ def _quantized_formats(config: ModelConfig, quantization: Quantization, device: 
         is_part = lambda name: name.startswith("layers.") and name.endswith(last)  # noqa: E731
         return lambda name: make(quantization, name) if is_part(name) else plain
     rules = find_rules(config.info, find_local_shape(config.info, config.rank, config.num_ranks))
-    found = find_quantized(UnstackedSource(open_folder(Path(config.path))), rules, quantization)
+    source = UnstackedSource(QuantizedSource(open_folder(Path(config.path)), quantization))
+    found = find_quantized(source, rules, quantization)
     if not found:
         raise BadCheckpoint(
             f"config.json says that the weights are quantised by {quantization.method}, and none is: there is no "

@@ -28,6 +28,9 @@ Read = Callable[[str], torch.Tensor]
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """FP4 numbers from 0 up; codes 8 to 15 are their negatives."""
 
+NESTED = 256
+"""bitsandbytes: scales that share a scale."""
+
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the place of each of 8 adjacent columns in an int32
 
 
@@ -44,7 +47,13 @@ class QuantizedPart(NamedTuple):
 
 def marker(q: Quantization) -> str:
     """The tensor that every quantised weight of a layout has."""
-    names = {"float8": q.scale_name, "int8": q.scale_name, "packed": "weight_packed", "mxfp4": "blocks"}
+    names = {
+        "float8": q.scale_name,
+        "int8": q.scale_name,
+        "packed": "weight_packed",
+        "mxfp4": "blocks",
+        "bnb": "absmax",
+    }
     return names.get(q.layout, "qweight")
 
 
@@ -58,6 +67,11 @@ def tensor_shapes(
         return {"weight": (num_rows, num_columns)}
     if q.layout == "mxfp4":
         return {"blocks": (num_rows, groups, 16), "scales": (num_rows, groups)}
+    if q.layout == "bnb":
+        flat: dict[str, tuple[int, ...]] = {"weight": (num_rows * num_columns // 2, 1), "quant_map": (16,)}
+        flat |= {"absmax": (num_rows * groups,), "quant_state": (1,)}
+        nested = {"nested_absmax": (-(-num_rows * groups // NESTED),), "nested_quant_map": (256,)}
+        return flat | (nested if q.double_scales else {})
     if q.layout in ("awq", "gptq"):
         shapes: dict[str, tuple[int, ...]] = {"qzeros": (groups, num_rows // per_word), "scales": (groups, num_rows)}
         if q.layout == "awq":
@@ -94,6 +108,8 @@ def read_part(
         return _read_awq(read)
     if q.layout == "mxfp4":
         return _read_mxfp4(read)
+    if q.layout == "bnb":
+        return _read_bitsandbytes(q, read, num_columns)
     if q.layout == "gptq":
         return _read_gptq(q, name, read, "g_idx" in pieces)
     if q.layout == "packed":
@@ -144,6 +160,18 @@ def _read_mxfp4(read: Read) -> QuantizedPart:
     values = torch.stack((blocks & 15, blocks >> 4), -1).flatten(1)
     scale = torch.exp2(exponents.float() - 127)
     return QuantizedPart(values, scale, None, None, None, _fp4_codebook(blocks.device))
+
+
+def _read_bitsandbytes(q: Quantization, read: Read, num_columns: int) -> QuantizedPart:
+    """The weight is flat, the first of two codes in the high bits. Scales that are quantised too: codes of a table of
+    256 numbers with a scale for each 256, plus an offset."""
+    packed, scale, offset = read("weight").flatten(), read("absmax"), read("quant_state")
+    values = torch.stack((packed >> 4, packed & 15), -1).view(-1, num_columns)
+    if q.double_scales:
+        outer = read("nested_absmax").float().repeat_interleave(NESTED)[: len(scale)]
+        scale = read("nested_quant_map").float()[scale.int()] * outer + offset
+    codebook = read("quant_map").float()
+    return QuantizedPart(values, scale.float().view(len(values), -1), None, None, None, codebook)
 
 
 def _read_rows(q: Quantization, name: str, read: Read, pieces: Mapping[str, CheckpointTensor]) -> QuantizedPart:

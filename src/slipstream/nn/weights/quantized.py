@@ -6,6 +6,7 @@ quantization_config say.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -13,7 +14,7 @@ import torch
 
 from slipstream.config.quantization import Quantization
 from slipstream.errors import BadCheckpoint
-from slipstream.nn.quantized.layouts import OPTIONAL, UNUSED, marker
+from slipstream.nn.quantized.layouts import NESTED, OPTIONAL, UNUSED, marker
 from slipstream.nn.weights.rules import Rules
 from slipstream.nn.weights.source import SourceTensor, WeightSource
 
@@ -28,7 +29,7 @@ class QuantizedSource:
 
     def __iter__(self) -> Iterator[SourceTensor]:
         q = self.quantization
-        for tensor in self.source:
+        for tensor in self.source if q.layout != "bnb" else map(_bitsandbytes, self.source):
             kind = tensor.name.rpartition(".")[2]
             if kind in UNUSED or (kind == "input_scale" and not q.static_inputs):
                 continue
@@ -45,6 +46,31 @@ def _reshaped(tensor: SourceTensor, shape: tuple[int, ...]) -> SourceTensor:
         return tensor.read().reshape(shape)
 
     return replace(tensor, shape=shape, read=read)
+
+
+def _bitsandbytes(tensor: SourceTensor) -> SourceTensor:
+    """`q_proj.weight.absmax` becomes `q_proj.absmax`. `q_proj.weight.quant_state.bitsandbytes__nf4`, a JSON object,
+    becomes `q_proj.quant_state`: the offset of the scales, after a check of what it says."""
+    module, middle, kind = tensor.name.rpartition(".weight.")
+    if not middle:
+        return tensor
+    if not kind.startswith("quant_state."):
+        return replace(tensor, name=f"{module}.{kind}")
+
+    def read() -> torch.Tensor:
+        try:
+            state = json.loads(tensor.read().numpy().tobytes())
+            found = int(state["blocksize"]), int(state.get("nested_blocksize", NESTED))
+            offset = float(state.get("nested_offset", 0.0))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise BadCheckpoint(f"{tensor.name} is not a description of a weight ({error!r})") from None
+        if found != (64, NESTED):
+            raise BadCheckpoint(
+                f"{tensor.name} has blocks of {found[0]} weights and {found[1]} scales; only 64 and 256 are supported"
+            )
+        return torch.tensor([offset])
+
+    return replace(tensor, name=f"{module}.quant_state", shape=(1,), read=read)
 
 
 def find_quantized(source: WeightSource, rules: Rules, quantization: Quantization) -> dict[str, frozenset[str]]:

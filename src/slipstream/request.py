@@ -42,6 +42,7 @@ class WaitFor(enum.IntFlag):
     QUERY = enum.auto()  # a document: the query that it is scored against is not launched yet
     TOKENS = enum.auto()  # a preempted request: tokens that it drew are still in flight
     GRAMMAR = enum.auto()  # the grammar of its output is being compiled
+    PAGES = enum.auto()  # pages of its prompt are being fetched from another engine
     ADAPTER = enum.auto()  # its LoRA adapter is being read, or all slots for adapters are in use
 
 

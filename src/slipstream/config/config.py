@@ -12,6 +12,7 @@ from slipstream.config.model_sizes import ModelSizes
 from slipstream.config.pooling_info import PoolingInfo
 from slipstream.config.quantization import Quantization
 from slipstream.config.record_config import RecordConfig
+from slipstream.config.transfer_config import TransferConfig
 
 MAX_STEP_LOGPROBS = 2**20  # elements in the wide logprobs of one step, or in its prompt logprobs
 
@@ -171,6 +172,7 @@ class EngineConfig(msgspec.Struct, frozen=True):
     draft: DraftModelConfig | None = None  # None: drafts need no model
     adapters: AdapterConfig | None = None  # None: requests have no LoRA adapters
     record: RecordConfig = RecordConfig()
+    transfer: TransferConfig | None = None  # None: no pages are exchanged with other engines
 
     @property
     def hidden_width(self) -> int:

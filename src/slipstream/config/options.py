@@ -114,6 +114,21 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             "GiB of host memory for KV cache pages that the device has no room for: a second tier of the prefix cache"
         ),
     ] = None
+    role: Annotated[
+        Literal["prefill", "decode", "both"] | None,
+        _doc(
+            "hand-off of KV cache pages: prefill serves pages of prompts to other engines, decode fetches them; "
+            "kv_transfer_config has the addresses"
+        ),
+    ] = None
+    kv_transfer_config: Annotated[
+        dict[str, Any] | str | None,
+        _doc(
+            'hand-off of KV cache pages between engines, as JSON: {"kv_role": "kv_producer", "kv_consumer" or '
+            '"kv_both", "kv_ip": HOST, "kv_port": PORT, "kv_peers": ["HOST:PORT"], "kv_buffer_size": BYTES, '
+            '"kv_timeout": SECONDS}; see docs/scale.md'
+        ),
+    ] = None
     gpu_memory_utilization: Annotated[
         float | None, _doc("fraction of the device's memory for the engine, if kv_cache_memory is not given")
     ] = None

@@ -30,6 +30,7 @@ from slipstream.config.pooling_info import PoolingInfo
 from slipstream.config.quantization import choose_quantization
 from slipstream.config.record_config import resolve_record
 from slipstream.config.state_size import StateSize
+from slipstream.config.transfer_config import TransferConfig, read_transfer_config
 from slipstream.errors import InvalidOption, NotEnoughMemory
 from slipstream.params import MAX_BAD_WORDS
 
@@ -140,6 +141,8 @@ def resolve(
 
     state_size = StateSize(states, groups, page_size, options.num_checkpoints, options.enable_prefix_caching)
 
+    transfer = read_transfer_config(options.kv_transfer_config, options.role)
+
     def settled(length: int, size: CacheSize, num_pages: int, num_checkpoints: int = 0) -> EngineConfig:
         return EngineConfig(
             model=model_config(options, info, source, dtype, length, pooling),
@@ -152,7 +155,7 @@ def resolve(
                 step_tokens=step_tokens(length),
                 states=state_size.config(num_checkpoints),
                 drops_last_page=draft is not None and draft.needs_next_token,
-                tier_bytes=_tier_bytes(options),
+                tier_bytes=_tier_bytes(options, transfer),
             ),
             scheduler=SchedulerConfig(
                 max_num_seqs=max_num_seqs,
@@ -185,6 +188,7 @@ def resolve(
             record=resolve_record(options),
             draft=None if draft is None else draft.of_length(length),
             adapters=adapters,
+            transfer=transfer,
         )
 
     def without_cache(num_checkpoints: int = 0) -> int:
@@ -273,8 +277,10 @@ def _offload_bytes(options: Options) -> int:
     return int(options.cpu_offload_gb * 2**30)
 
 
-def _tier_bytes(options: Options) -> int:
+def _tier_bytes(options: Options, transfer: TransferConfig | None) -> int:
     size = options.kv_offloading_size or 0
+    if not size and transfer is not None:
+        return transfer.buffer_bytes
     if not 0 <= size < 2**20:
         raise InvalidOption(f"kv_offloading_size is {size}; give the GiB of host memory for KV cache pages")
     return int(size * 2**30)

@@ -20,7 +20,7 @@ _MEDIA = "models read text only"
 _OFFLOAD = "cpu_offload_gb chooses whole layers, the last ones, and prefetches one"
 _COMPILE = "there is no compiler, and graphs are captured by step size; enforce_eager=True turns them off"
 _KERNELS = "kernels are chosen by shape and device"
-_TRANSFER = "KV caches and weights are not transferred between engines"
+_TRANSFER = "kv_transfer_config exchanges KV cache pages, and nothing else is exchanged between engines"
 _MAMBA = "recurrent states have the dtype and kernels that their model needs"
 _TRACES = "use slipstream serve --otlp-traces-endpoint, its /metrics, or slipstream bench"
 _SCHEDULER = "the scheduler has no such setting"
@@ -122,7 +122,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "mamba_cache_mode": (("none", "align", "auto"), "enable_prefix_caching and num_checkpoints decide"),
     "mamba_backend": (("triton", "TRITON"), _MAMBA),
     "enable_mamba_cache_stochastic_rounding": ((False,), _MAMBA),
-    **dict.fromkeys(("kv_transfer_config", "kv_events_config", "ec_transfer_config", "weight_transfer_config"),
+    **dict.fromkeys(("kv_events_config", "ec_transfer_config", "weight_transfer_config"),
                     (({},), _TRANSFER)),
     "kv_sharing_fast_prefill": ((False,), _SCHEDULER),
     **dict.fromkeys(("max_num_partial_prefills", "max_long_partial_prefills", "prefill_schedule_interval"),

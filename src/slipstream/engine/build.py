@@ -34,6 +34,7 @@ from slipstream.engine.build_ranks import build_ranks
 from slipstream.engine.core import EngineCore
 from slipstream.engine.draft_model import settle_draft
 from slipstream.engine.embeds_options import check_prompt_embeds
+from slipstream.engine.handoff import Handoff
 from slipstream.engine.join_engines import join_engines
 from slipstream.engine.lanes import Lanes
 from slipstream.engine.model_description import ModelDescription
@@ -60,6 +61,7 @@ from slipstream.scheduler.cache.layout import group_sites
 from slipstream.scheduler.grammar.constraints import Constraints
 from slipstream.scheduler.grammar.grammars import Grammars
 from slipstream.scheduler.processors.loading import find_classes, make_processors
+from slipstream.scheduler.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 
@@ -120,7 +122,11 @@ def build_core(
     if has_one_rank:
         model: Any = runner.model
         weights = ModelWeights(config.model, model, runner.device)
-    return EngineCore(config, executor, constraints, adapters, recorder, weights, peers)
+    core = EngineCore(config, executor, constraints, adapters, recorder, weights, peers, runner.tier)
+    if config.transfer is not None and runner.tier is not None and isinstance(core.scheduler, Scheduler):
+        assert core.scheduler.cache.tier is not None, "engines that exchange pages have a second tier"
+        core.join_handoff(Handoff(config, config.transfer, core.scheduler.cache.tier, runner.tier))
+    return core
 
 
 def build_lanes(

@@ -7,7 +7,8 @@ from typing import Any
 
 from slipstream.config.config import EngineConfig
 from slipstream.engine.device_timing import DeviceTimer, StepInterval
-from slipstream.engine.executor import Executor, Handle, WeightUpdate
+from slipstream.engine.executor import Background, Executor, Handle, TierCopier, WeightUpdate
+from slipstream.engine.handoff import Handoff
 from slipstream.engine.lockstep import LockstepExecutor
 from slipstream.engine.make_requests import encoder_request, requests_of
 from slipstream.engine.pacing import Pacer
@@ -35,14 +36,15 @@ class EngineCore:
         recorder: Recorder | None = None,
         weights: WeightUpdate | None = None,
         peers: LockstepExecutor | None = None,
+        tier: TierCopier | None = None,
     ) -> None:
         """`constraints`: required for structured output and logits processors; `adapters`: for LoRA adapters;
         `recorder`: plans pass through it; `weights`: exchanges the weights of the model; `peers`: the executor, if
-        other engines share this engine's experts."""
+        other engines share this engine's experts; `tier`: copies pages, if the cache has a second tier."""
         self.config = config
         self.constraints = constraints
         self.adapters = adapters
-        self._background = [each for each in (constraints, adapters) if each is not None]
+        self._background: list[Background] = [each for each in (constraints, adapters) if each is not None]
         self.depth = config.scheduler.depth
         self.scheduler: Scheduler | EncoderScheduler
         if config.scheduler.is_encoder:
@@ -55,6 +57,8 @@ class EngineCore:
         self.recorder = recorder
         self.weights = weights
         self.peers = peers
+        self.tier = tier
+        self.handoff: Handoff | None = None  # set if pages are exchanged with other engines
         self.in_flight: deque[Handle] = deque()
         self.timer = DeviceTimer()
         self.pace = Pacer(config.scheduler.max_itl)
@@ -142,6 +146,7 @@ class EngineCore:
         try:
             outputs = self._advance()
             self._free_queries_if_idle()
+            self._store_if_idle()
             return outputs
         except BaseException as error:
             self._failure = error  # scheduler and runner may now disagree about what was launched
@@ -187,7 +192,7 @@ class EngineCore:
         self.pace.nap()
         self.timer.waited()
 
-    def _wait_for(self, background: Constraints | Adapters[Any]) -> None:
+    def _wait_for(self, background: Background) -> None:
         """Wait until a background thread has finished something: no step can be planned before."""
         self.timer.waits()
         background.wait()
@@ -253,7 +258,22 @@ class EngineCore:
         if not self.has_requests() and (freed := self.scheduler.take_freed_queries()):
             self.executor.free_queries(freed)
 
+    def _store_if_idle(self) -> None:
+        """Stores free pages in the second tier, if no next plan will: there are no requests."""
+        if self.tier is not None and isinstance(self.scheduler, Scheduler) and not self.has_requests():
+            while (plan := self.scheduler.cache.take_tier_plan()) is not None:
+                self.tier.copy(plan)
+
+    def join_handoff(self, handoff: Handoff) -> None:
+        """From now on exchange pages with other engines."""
+        self.handoff = handoff
+        if handoff.imports is not None and isinstance(self.scheduler, Scheduler):
+            self.scheduler.cache.imports = handoff.imports
+            self._background.append(handoff.imports)
+
     def close(self) -> None:
+        if self.handoff is not None:
+            self.handoff.close()
         self.in_flight.clear()
         self._untimed.clear()
         for each in self._background:

@@ -1,10 +1,10 @@
-"""Executor and WeightUpdate: the interfaces between the core and a device half."""
+"""Executor, TierCopier and WeightUpdate: the interfaces between the core and a device half."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
-from slipstream.step import Late, StepPlan, StepResult
+from slipstream.step import Late, StepPlan, StepResult, TierPlan
 
 
 class Handle(Protocol):
@@ -25,6 +25,21 @@ class Executor(Protocol):
     def launch(self, plan: StepPlan) -> None: ...
     def finish(self, late: Late | None = None) -> Handle: ...
     def free_queries(self, queries: tuple[int, ...]) -> None: ...
+    def close(self) -> None: ...
+
+
+class TierCopier(Protocol):
+    """Copies pages to and from the second cache tier without a step. Implemented in `runner/page_tier.py`."""
+
+    def copy(self, plan: TierPlan) -> None: ...
+
+
+class Background(Protocol):
+    """Work of threads that requests wait for."""
+
+    @property
+    def is_waiting(self) -> bool: ...
+    def wait(self) -> None: ...
     def close(self) -> None: ...
 
 

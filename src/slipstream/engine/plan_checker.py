@@ -157,14 +157,16 @@ class PlanChecker:
             self._positions[group][target] = self._positions[group][source]
 
     def _copy_tier(self, plan: StepPlan) -> None:
-        """Copies between pages and slots of the second tier. A slot that was stored before the recording is unknown."""
+        """Copies between pages and slots of the second tier. The content of a slot is unknown if it was stored before
+        the recording, by an idle engine or by another engine."""
         if plan.tier is None:
             return
         for group, page, slot in plan.tier.stores.tolist():
             self._stored[group, slot] = self._tokens[group][page].copy(), self._positions[group][page].copy()
         for group, slot, page in plan.tier.loads.tolist():
             stored = self._stored.get((group, slot))
-            self._need(stored is not None or not self._is_from_start, f"slot {slot} is loaded and was never stored")
+            if stored is None:
+                self._is_from_start = False
             self._tokens[group][page], self._positions[group][page] = stored or (UNKNOWN, UNKNOWN)
 
     def _restore(self, plan: StepPlan) -> None:

@@ -117,6 +117,8 @@ class Sleeper:
         return self._device
 
     def _weights_of(self, core: EngineCore) -> WeightUpdate:
+        if core.handoff is not None:
+            raise InvalidOption("weights of engines that exchange pages stay as they are; start them again instead")
         if core.weights is None:
             raise InvalidOption("weights of several ranks cannot be exchanged; set tensor_parallel_size to 1")
         return core.weights

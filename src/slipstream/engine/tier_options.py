@@ -7,21 +7,27 @@ from slipstream.errors import InvalidOption
 
 
 def check_tier(config: EngineConfig) -> None:
-    """Raises InvalidOption if kv_offloading_size is set and the engine cannot use it."""
+    """Raises InvalidOption if kv_offloading_size or kv_transfer_config is set and the engine cannot use it."""
     cache, name = config.cache, config.model.name
     if not cache.tier_bytes:
         return
+    option = "kv_offloading_size" if config.transfer is None else "kv_transfer_config"
+    if config.transfer is not None and config.scheduler.short_rope is not None:
+        raise InvalidOption(
+            f"kv_transfer_config: {name} has two sets of rope factors, whose pages differ; remove it, or lower "
+            "max_model_len to the original length"
+        )
     if not cache.groups:
-        raise InvalidOption(f"kv_offloading_size is for models with a KV cache, and {name} has none; remove it")
+        raise InvalidOption(f"{option} is for models with a KV cache, and {name} has none; remove it")
     if cache.states is not None:
         raise InvalidOption(
-            f"kv_offloading_size: {name} has recurrent states, whose checkpoints stay on the device, and pages are of "
+            f"{option}: {name} has recurrent states, whose checkpoints stay on the device, and pages are of "
             "no use without them; remove it, or set num_checkpoints for more prefixes on the device"
         )
     if not cache.prefix_caching:
-        raise InvalidOption("kv_offloading_size needs the prefix cache; leave enable_prefix_caching on, or remove it")
+        raise InvalidOption(f"{option} needs the prefix cache; leave enable_prefix_caching on, or remove it")
     if config.model.num_ranks > 1 or config.model.num_engines > 1:
         raise InvalidOption(
-            "kv_offloading_size is for engines of one rank; set tensor_parallel_size to 1 and enable_expert_parallel "
+            f"{option} is for engines of one rank; set tensor_parallel_size to 1 and enable_expert_parallel "
             "to False, or remove it"
         )

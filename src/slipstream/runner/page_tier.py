@@ -46,6 +46,9 @@ class _GroupSlots:
     max_pages: int  # that are copied at once
     memory: Bytes  # host: [slots, page_bytes]
     tensor: torch.Tensor  # of the same memory
+    # host, by slot: how often a page was copied to it so far, and the end of the last copy
+    num_stores: list[int]
+    stored: list[Event]
 
 
 class PageTier:
@@ -92,16 +95,42 @@ class PageTier:
         page_bytes = sum(part.shape[1] * part.itemsize for part in parts)
         memory, tensor = self._device.host_buffer(num_slots * page_bytes)
         shape = (num_slots, page_bytes)
-        return _GroupSlots(tuple(parts), page_bytes, region_pages(group), memory.reshape(shape), tensor.view(shape))
+        return _GroupSlots(
+            tuple(parts),
+            page_bytes,
+            region_pages(group),
+            memory.reshape(shape),
+            tensor.view(shape),
+            [0] * num_slots,
+            [PASSED] * num_slots,
+        )
+
+    # For threads that send and receive pages
+
+    def mark(self) -> Event:
+        """Called by the core: after this event, all copies to and from slots that were planned so far are done."""
+        self._stream.flush()
+        return self._stream.record()
+
+    def is_stored(self, group: int, slot: int, num_stores: int) -> bool:
+        """In any thread: whether so many stores to a slot are done."""
+        slots = self._groups[group]
+        return slots.num_stores[slot] >= num_stores and slots.stored[slot].done()
+
+    def memory_of(self, group: int, slot: int) -> memoryview:
+        """In any thread: the bytes of a slot."""
+        return self._groups[group].memory[slot].data
 
     def apply(self, plan: StepPlan) -> None:
         self._plan = plan.tier
 
     def flush(self, upload: Upload) -> None:
         """Queue the copies of the plan in front of the step, whose upload comes later on the compute stream."""
-        plan = self._plan
-        if plan is None:
-            return
+        if self._plan is not None:
+            self.copy(self._plan)
+
+    def copy(self, plan: TierPlan) -> None:
+        """Queue copies, in front of the next step or without one."""
         assert self._ring is not None, "the slots have memory"
         own, compute = self._ring.open(), self._device.compute
         stores = [self._put(own, number, plan.stores, 1, 2) for number in range(len(self._groups))]
@@ -113,6 +142,7 @@ class PageTier:
         for group, (span, slots) in zip(self._groups, loads, strict=True):
             for start in range(0, len(slots), group.max_pages):
                 self._load_pages(group, own, span, start, slots[start : start + group.max_pages])
+        compute.flush()
         self._stream.flush()
 
     def _put(self, upload: Upload, number: int, copies: Ints, page: int, slot: int) -> tuple[UploadSpan, list[int]]:
@@ -128,6 +158,9 @@ class PageTier:
         stream.wait_for(compute.record())
         stream.run(functools.partial(_copy_out, group, region, slots))
         region.free = stream.record()
+        for slot in slots:
+            group.stored[slot] = region.free
+            group.num_stores[slot] += 1
 
     def _load_pages(self, group: _GroupSlots, own: Upload, span: UploadSpan, start: int, slots: Sequence[int]) -> None:
         region, compute, stream = self._take_region(), self._device.compute, self._stream

@@ -81,9 +81,14 @@ class RequestLifecycle:
         else:
             live.remove(request)
 
-    def take_adapted(self) -> Iterator[Output]:
-        """Make requests ready whose adapter is read, or has a slot now; refuse those whose adapter cannot be read."""
-        assert self._adapters is not None
+    def take_ready(self) -> Iterator[Output]:
+        """Make requests ready whose pages of other engines have arrived or will not, and whose adapter is read or has
+        a slot now; refuse those whose adapter cannot be read."""
+        if self._cache.imports is not None:
+            for request in self._cache.imports.take_done():
+                self._waiting.ready(request, WaitFor.PAGES)
+        if self._adapters is None:
+            return
         for requests, error in self._adapters.take_read():
             for request in requests:
                 if error is None:

@@ -129,6 +129,7 @@ class Scheduler:
             waits_for |= self._constrain(requests)
         if self.adapters is not None:
             waits_for |= self.adapters.enter(requests)
+        waits_for |= self.cache.import_pages(leader)
         number = self._next_number
         self._next_number += len(requests)
         self._lifecycle.live[leader.id] = list(requests)
@@ -165,8 +166,7 @@ class Scheduler:
         constraints = self.constraints
         if constraints is not None and self._advancer is not None and constraints.is_waiting:
             self._failures += self._advancer.take_compiled()
-        if self.adapters is not None:
-            self._failures += self._lifecycle.take_adapted()
+        self._failures += self._lifecycle.take_ready()
         builder = PlanBuilder(self._next_step, len(self.cache.groups), self.drafts.sends_history)
         budget = Budget(self.config, self._row_allocator.num_free)
         self._limit_prefill(budget)

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 from slipstream.cache_spec import CacheSpec, PagedSpec, WindowSpec
 from slipstream.config.config import CacheConfig
-from slipstream.request import NEVER, Request
+from slipstream.request import NEVER, Request, WaitFor
 from slipstream.scheduler.cache.hashing import extend_hashes
+from slipstream.scheduler.cache.imports import PageImports
 from slipstream.scheduler.cache.kind import CacheKind, Run
 from slipstream.scheduler.cache.matching import Matching
 from slipstream.scheduler.cache.paged import PagedCache
@@ -71,6 +72,7 @@ class CacheManager:
         self.tier: CacheTier | None = None  # None: pages that are reused for other content are lost
         if config.tier_bytes and self.prefix_caching:
             self.tier = CacheTier(config, self.groups, self._match_order)
+        self.imports: PageImports | None = None  # None: no other engine is asked for pages
         self._matching: Matching | None = None  # of the request that was matched last
         self._holders: set[Request] = set()
 
@@ -111,6 +113,12 @@ class CacheManager:
             return self.no_hit
         length, branch = matching.num_pages * self.page_size, matching.branch * self.page_size
         return Hit(length, matching.pages, branch=branch if self.groups else 0, checkpoint=matching.checkpoint)
+
+    def import_pages(self, request: Request) -> WaitFor:
+        """Ask other engines for pages of a new request. Returns what it must wait for."""
+        if self.imports is None:
+            return WaitFor.NOTHING
+        return self.imports.enter(request, lambda each, num: self._extend_hashes(each.hashes, each, num))
 
     def _match_anew(self, request: Request) -> Matching:
         self._drop_match()

@@ -11,8 +11,10 @@ miss: it is computed again.
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,12 +29,32 @@ from slipstream.step import Ints, TierPlan
 _NO_COPIES: Ints = np.zeros((0, 3), np.int32)
 
 
+class Reserved(NamedTuple):
+    """A slot that gets the content of a page from elsewhere."""
+
+    group: int
+    page_hash: bytes
+    slot: int
+
+
+class Stored(NamedTuple):
+    """A slot that must not be overwritten, until `unpin`."""
+
+    group: int
+    slot: int
+    num_stores: int  # stores to this slot that were planned so far, the one with its content among them
+
+
 class CacheTier:
+    """Threads that serve its pages to other engines call `pin`, `is_pending` and `unpin` only."""
+
     def __init__(self, config: CacheConfig, groups: Sequence[CacheKind], order: Sequence[int]) -> None:
         """`order`: the indices of the groups, those that need the most pages first."""
         self._groups = groups
         self._order = order
-        self._page_size = config.page_size
+        self.page_size = config.page_size
+        self.version = 0  # changes with `reset`
+        self._lock = threading.Lock()  # held while slots are overwritten or pinned
         slots = tier_slots(config.tier_bytes, config.groups, config.group_pages)
         self._slots = [
             _Slots(group.pool, num, region_pages(spec))
@@ -43,6 +65,10 @@ class CacheTier:
         self.bytes_stored = 0
         self.bytes_loaded = 0
 
+    @property
+    def num_groups(self) -> int:
+        return len(self._groups)
+
     def fetch(self, matching: Matching) -> bool:
         """Plan loads of the pages behind the matched prefix of a request. Returns whether there are any: then the
         request has to be matched again. Does nothing while the device has no room for the request."""
@@ -50,7 +76,7 @@ class CacheTier:
         if any(group.pages_for(num_tokens) > group.pool.num_free for group in self._groups):
             return False
         matching.is_fetched = True
-        found = self._find_prefix(matching, (num_tokens - 1) // self._page_size)
+        found = self._find_prefix(matching, (num_tokens - 1) // self.page_size)
         num_loads = 0
         for group, entries in zip(self._groups, found, strict=False):
             held = [page for page in entries if page > 0]
@@ -61,7 +87,7 @@ class CacheTier:
             num_loads += num_missing
         if not num_loads:
             return False
-        self.num_hits += (len(found[0]) - matching.num_pages) * self._page_size
+        self.num_hits += (len(found[0]) - matching.num_pages) * self.page_size
         for slots, entries in zip(self._slots, found, strict=True):
             slots.load(entries, matching.request.hashes)
         return True
@@ -82,24 +108,69 @@ class CacheTier:
 
     def forget(self, hashes: Sequence[bytes]) -> None:
         """Make the content under these hashes unfindable: it is wrong."""
-        for slots in self._slots:
-            for page_hash in hashes:
-                slots.forget(page_hash)
+        with self._lock:
+            for slots in self._slots:
+                for page_hash in hashes:
+                    slots.forget(page_hash)
 
     def reset(self) -> None:
         """Make everything unfindable. Between two plans only."""
-        for slots in self._slots:
-            slots.reset()
+        self.version += 1
+        with self._lock:
+            for slots in self._slots:
+                slots.reset()
+
+    # Pages from and for other engines
+
+    def reserve(self, hashes: Sequence[bytes]) -> list[Reserved]:
+        """Slots for the pages of a prompt that neither the device nor the tier has, of at most half the tier. Their
+        former content can no longer be found. `hashes`: of all its whole pages. `end_reservation` must follow."""
+        reserved: list[Reserved] = []
+        with self._lock:
+            for index, (group, slots) in enumerate(zip(self._groups, self._slots, strict=True)):
+                first = group.first_needed(len(hashes) * self.page_size)
+                missing = [page_hash for page_hash in hashes[first:] if slots.find(page_hash) is None]
+                taken = slots.reserve(len(missing))
+                reserved += [Reserved(index, *each) for each in zip(missing, taken, strict=False)]
+        return reserved
+
+    def end_reservation(self, pages: Sequence[Reserved], arrived: Sequence[bool], version: int) -> None:
+        """The slots of pages that arrived can be found, the others are free. `version`: when they were reserved."""
+        with self._lock:
+            for page, has_arrived in zip(pages, arrived, strict=True):
+                self._slots[page.group].end_reservation(page, has_arrived and version == self.version)
+
+    def pin(self, group: int, page_hash: bytes) -> Stored | None:
+        """In any thread: the slot with this page, which is not overwritten before `unpin`; None if there is none."""
+        with self._lock:
+            slots = self._slots[group]
+            slot = slots.slot_of.get(page_hash)
+            if slot is None:
+                return None
+            slots.pins[slot] = slots.pins.get(slot, 0) + 1
+            return Stored(group, slot, slots.num_stores[slot])
+
+    def unpin(self, stored: Stored) -> None:
+        with self._lock:
+            pins = self._slots[stored.group].pins
+            pins[stored.slot] -= 1
+            if not pins[stored.slot]:
+                del pins[stored.slot]
+
+    def is_pending(self, group: int, page_hash: bytes) -> bool:
+        """In any thread: whether a later plan will store this page."""
+        return page_hash in self._slots[group].pending
 
     def take_plan(self) -> TierPlan | None:
         """The copies of the plan under construction, which is complete then."""
+        if not any(slots.pending or slots.loads for slots in self._slots):
+            return None
         stores: list[tuple[int, int, int]] = []
         loads: list[tuple[int, int, int]] = []
         for index, slots in enumerate(self._slots):
-            if not slots.pending and not slots.loads:
-                continue
             loaded = [(index, slot, page) for page, slot in slots.loads.items()]
-            stored = [(index, page, slot) for page, slot in slots.take_stores()]
+            with self._lock:
+                stored = [(index, page, slot) for page, slot in slots.take_stores()]
             self.bytes_loaded += len(loaded) * self._page_bytes[index]
             self.bytes_stored += len(stored) * self._page_bytes[index]
             loads += loaded
@@ -125,10 +196,13 @@ class _Slots:
         self.loads: dict[int, int] = {}  # by page: the slot that the plan under construction loads it from
         # free pages that have no slot yet, in the order in which they became free, and the number of plans at that time
         self.pending: dict[bytes, tuple[int, int]] = {}
+        self.slot_of: OrderedDict[bytes, int] = OrderedDict()  # the least recently used first
+        self.pins: dict[int, int] = {}  # by slot: threads that read it
+        self.num_stores = [0] * num_slots  # planned so far, by slot
         self._num_slots = num_slots
         self._max_stores = max_stores
         self._free = list(range(num_slots - 1, -1, -1))
-        self._slot_of: OrderedDict[bytes, int] = OrderedDict()  # the least recently used first
+        self._reserved: set[int] = set()
         self._num_plans = 0
         pool.on_free = self._note_free
 
@@ -136,7 +210,7 @@ class _Slots:
         page = self.pool.find(page_hash)
         if page is not None:
             return page
-        slot = self._slot_of.get(page_hash)
+        slot = self.slot_of.get(page_hash)
         return None if slot is None else -1 - slot
 
     def load(self, entries: Sequence[int], hashes: Sequence[bytes]) -> None:
@@ -148,7 +222,7 @@ class _Slots:
         for entry, page in zip(missing, pool.take(len(missing)), strict=True):
             pages[entry] = page
             self.loads[page] = -1 - entries[entry]
-            self._slot_of.move_to_end(hashes[entry])
+            self.slot_of.move_to_end(hashes[entry])
         pool.publish([pages[entry] for entry in missing], [hashes[entry] for entry in missing])
         pool.release(held_pages(pages))
 
@@ -165,7 +239,8 @@ class _Slots:
                 self.pending[page_hash] = page, num_plans
             elif (slot := self._take_slot(used)) is not None:
                 stores.append((page, slot))
-                self._slot_of[page_hash] = slot
+                self.num_stores[slot] += 1
+                self.slot_of[page_hash] = slot
         self._num_plans += 1
         return stores
 
@@ -175,33 +250,55 @@ class _Slots:
 
     def _take_slot(self, used: set[int]) -> int | None:
         """A slot to overwrite; `used`: slots that the same plan loads from."""
-        if self._free:
-            return self._free.pop()
-        if not self._slot_of or next(iter(self._slot_of.values())) in used:
+        for index in range(len(self._free) - 1, -1, -1):
+            if self._free[index] not in self.pins:
+                return self._free.pop(index)
+        first = next(iter(self.slot_of.values()), None)
+        if first is None or first in used or first in self.pins:
             return None
-        _, slot = self._slot_of.popitem(last=False)
-        return slot
+        self.slot_of.popitem(last=False)
+        return first
+
+    def reserve(self, count: int) -> list[int]:
+        """Up to this many slots, and at most half of all."""
+        used = set(self.loads.values())
+        slots: list[int] = []
+        while len(slots) < count and len(self._reserved) < self._num_slots // 2:
+            slot = self._take_slot(used)
+            if slot is None:
+                break
+            self._reserved.add(slot)
+            slots.append(slot)
+        return slots
+
+    def end_reservation(self, page: Reserved, is_valid: bool) -> None:
+        self._reserved.remove(page.slot)
+        if is_valid and page.page_hash not in self.slot_of:
+            self.slot_of[page.page_hash] = page.slot
+            self.pending.pop(page.page_hash, None)
+        else:
+            self._free.append(page.slot)
 
     def _note_free(self, page: int, page_hash: bytes) -> None:
-        if page_hash in self._slot_of:
-            self._slot_of.move_to_end(page_hash)
+        if page_hash in self.slot_of:
+            self.slot_of.move_to_end(page_hash)
         else:
             self.pending.pop(page_hash, None)
             self.pending[page_hash] = page, self._num_plans
 
     def forget(self, page_hash: bytes) -> None:
-        slot = self._slot_of.pop(page_hash, None)
+        slot = self.slot_of.pop(page_hash, None)
         if slot is not None:
             self._free.append(slot)
         self.pending.pop(page_hash, None)
 
     def reset(self) -> None:
-        self._free += self._slot_of.values()
-        self._slot_of.clear()
+        self._free += self.slot_of.values()
+        self.slot_of.clear()
         self.pending.clear()
         self.loads.clear()
 
     def check(self) -> None:
-        slots = [*self._free, *self._slot_of.values()]
+        slots = [*self._free, *self.slot_of.values(), *self._reserved]
         assert sorted(slots) == list(range(self._num_slots)), f"a slot is lost or has two contents: {sorted(slots)}"
-        assert not self.pending.keys() & self._slot_of.keys(), "a page that has a slot waits for one"
+        assert not self.pending.keys() & self.slot_of.keys(), "a page that has a slot waits for one"

@@ -70,6 +70,8 @@ def run(args: argparse.Namespace, opener: OpenLLM) -> int:
         settings = server_settings(dict(of_server))
         if settings.replica_urls:
             return _run_proxy(settings, [*of_server, *(name for name in given if given[name] != [])])
+        if settings.prefill_urls:
+            raise InvalidOption("prefill_urls are for a server that passes requests on; give replica_urls too")
         options = model_options(given.pop("models", []), given)
         for each in options:
             check_paths(each)
@@ -86,8 +88,8 @@ def run(args: argparse.Namespace, opener: OpenLLM) -> int:
 
 # settings that apply to a server that only passes requests on
 _OF_PROXY = (
-    "replica_urls", "host", "port", "uds", "ssl_certfile", "ssl_keyfile", "log_level", "log_format", "max_body_bytes",
-    "max_header_bytes",
+    "replica_urls", "prefill_urls", "host", "port", "uds", "ssl_certfile", "ssl_keyfile", "log_level", "log_format",
+    "max_body_bytes", "max_header_bytes",
 )  # fmt: skip
 
 

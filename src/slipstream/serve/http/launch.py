@@ -38,6 +38,7 @@ def launch(settings: ServerSettings, options: list[Options]) -> None:
 
 def launch_proxy(settings: ServerSettings) -> None:
     """Passes requests on to `replica_urls` until a signal ends it."""
+    from slipstream.serve.http.prefill_first import PrefillFirst
     from slipstream.serve.http.replica_proxy import ReplicaProxy, run_proxy
     from slipstream.serve.http.tls import server_context
     from slipstream.serve.http.url_replicas import UrlReplicas
@@ -49,7 +50,9 @@ def launch_proxy(settings: ServerSettings) -> None:
         status.info("listening on %s", claimed.shown)
 
         async def serve() -> None:
-            proxy = ReplicaProxy(UrlReplicas(settings.replica_urls), settings.max_header_bytes, settings.max_body_bytes)
+            prefill = PrefillFirst(UrlReplicas(settings.prefill_urls)) if settings.prefill_urls else None
+            replicas = UrlReplicas(settings.replica_urls)
+            proxy = ReplicaProxy(replicas, settings.max_header_bytes, settings.max_body_bytes, prefill)
             await run_proxy(proxy, claimed.listener(), tls)
 
         asyncio.run(serve())

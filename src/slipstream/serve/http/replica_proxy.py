@@ -18,6 +18,7 @@ from http import HTTPStatus
 import httptools
 import msgspec
 
+from slipstream.serve.http.prefill_first import PrefillFirst
 from slipstream.serve.http.url_replicas import UrlReplica, UrlReplicas
 
 log = logging.getLogger("slipstream.proxy")
@@ -39,8 +40,16 @@ class _Lost(Exception):
 
 
 class ReplicaProxy:
-    def __init__(self, replicas: UrlReplicas, max_header_bytes: int = 2**16, max_body_bytes: int = 2**26) -> None:
+    def __init__(
+        self,
+        replicas: UrlReplicas,
+        max_header_bytes: int = 2**16,
+        max_body_bytes: int = 2**26,
+        prefill: PrefillFirst | None = None,
+    ) -> None:
+        """`prefill`: servers that compute prompts, whose pages the replicas fetch."""
         self.replicas = replicas
+        self.prefill = prefill
         self.max_header_bytes = max_header_bytes
         self.max_body_bytes = max_body_bytes
         self.num_requests = self.num_rerouted = self.num_lost = 0
@@ -104,6 +113,8 @@ class ReplicaProxy:
     async def _pass_on(self, request: _Request, writer: asyncio.StreamWriter) -> None:
         tried: list[UrlReplica] = []
         body = bytes(request.body)
+        if self.prefill is not None:
+            await self.prefill.run(request, body)
         while len(tried) < MAX_RUNS:
             chosen = self.replicas.choose(body, tried)
             if chosen is None:
@@ -153,8 +164,13 @@ class ReplicaProxy:
     def _write_health(self, writer: asyncio.StreamWriter) -> None:
         ready = [replica.is_ready for replica in self.replicas.all]
         state = "ok" if all(ready) else "degraded" if any(ready) else "no replica is ready"
-        found = {each.url: {"ready": each.is_ready, "open_requests": each.num_open} for each in self.replicas.all}
+        found: dict[str, dict[str, object]] = {
+            each.url: {"ready": each.is_ready, "open_requests": each.num_open} for each in self.replicas.all
+        }
         counts = {"requests": self.num_requests, "rerouted": self.num_rerouted, "lost": self.num_lost}
+        if self.prefill is not None:
+            found |= {each.url: {"ready": each.is_ready, "role": "prefill"} for each in self.prefill.replicas.all}
+            counts |= {"prefilled": self.prefill.num_prefilled, "not_prefilled": self.prefill.num_failed}
         _write_json(writer, 200 if any(ready) else 503, {"status": state, "replicas": found, **counts})
 
 
@@ -279,7 +295,10 @@ async def run_proxy(proxy: ReplicaProxy, listener: socket.socket, tls: ssl.SSLCo
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, ended.set)
-    watching = asyncio.ensure_future(proxy.replicas.watch())
+    watching = [asyncio.ensure_future(proxy.replicas.watch())]
+    if proxy.prefill is not None:
+        watching.append(asyncio.ensure_future(proxy.prefill.replicas.watch()))
     async with await proxy.serve(listener, tls):
         await ended.wait()
-    watching.cancel()
+    for each in watching:
+        each.cancel()

@@ -27,6 +27,13 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
             "repeatable, see docs/scale.md"
         ),
     ] = []
+    prefill_urls: Annotated[
+        list[str],
+        _doc(
+            "with replica_urls: base URL of a server with role prefill, which computes the prompts of the replicas; "
+            "repeatable, see docs/scale.md"
+        ),
+    ] = []
     api_key: Annotated[list[str], _doc("API key that requests must send; repeatable")] = []
     admin_key: Annotated[str | None, _doc("key of the admin routes; without it they are disabled")] = None
 

@@ -1,0 +1,29 @@
+"""Handoff: what one engine exchanges with others: it serves pages, fetches them, or both."""
+
+from __future__ import annotations
+
+from slipstream.config.config import EngineConfig
+from slipstream.config.transfer_config import TransferConfig
+from slipstream.engine.page_client import ClientMemory, PageClient
+from slipstream.engine.page_server import PageServer
+from slipstream.engine.page_wire import identity_of
+from slipstream.scheduler.cache.imports import PageImports
+from slipstream.scheduler.cache.tier import CacheTier
+
+
+class Handoff:
+    def __init__(self, config: EngineConfig, transfer: TransferConfig, tier: CacheTier, memory: ClientMemory) -> None:
+        identity = identity_of(config)
+        self.server = None if transfer.listen is None else PageServer(transfer.listen, identity, tier, memory)
+        self._client: PageClient | None = None
+        self.imports: PageImports | None = None
+        if transfer.peers:
+            self._client = PageClient(transfer.peers, identity, memory)
+            self.imports = PageImports(tier, self._client, transfer.timeout)
+
+    def close(self) -> None:
+        """`imports` is closed with the other background work of the core."""
+        if self.server is not None:
+            self.server.close()
+        if self._client is not None:
+            self._client.close()

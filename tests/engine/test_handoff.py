@@ -1,0 +1,170 @@
+"""Hand-off of KV cache pages between engines: the tokens of one engine, whatever happens to the transfer."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from slipstream import LLM, SamplingParams
+from slipstream.engine import page_server
+from slipstream.engine.page_server import PageServer
+from slipstream.errors import InvalidOption
+from slipstream.messages import Abort, Submit
+from slipstream.scheduler.cache.imports import PageImports
+from tiny import write_tiny
+
+PROMPTS = [list(range(first, first + 37)) for first in (20, 70, 120, 170)]
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+PREFILL = SamplingParams(temperature=0, max_tokens=1)
+
+
+def make(folder, role: str | None, **options) -> LLM:
+    transfer = None
+    if role is not None:
+        transfer = {"kv_role": role, "kv_buffer_size": 2**22}
+        transfer |= {
+            name: options.pop(name) for name in list(options) if name.startswith("kv_") and "cache" not in name
+        }
+    options = {"num_pages": 60, "dtype": "float64"} | options
+    return LLM(
+        str(folder),
+        use_tqdm_on_load=False,
+        max_model_len=72,
+        max_num_seqs=4,
+        page_size=4,
+        num_threads=1,
+        kv_transfer_config=transfer,
+        **options,
+    )
+
+
+def tokens(results) -> list[list[int]]:
+    return [result.outputs[0].token_ids for result in results]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_tiny(tmp_path_factory.mktemp("llama"), "llama")
+
+
+@pytest.fixture(scope="module")
+def wanted(folder):
+    with make(folder, None) as llm:
+        return tokens(llm.generate(PROMPTS, GREEDY))
+
+
+@pytest.fixture(scope="module")
+def producer(folder):
+    with make(folder, "kv_producer", kv_port=0) as llm:
+        llm.generate(PROMPTS, PREFILL)
+        yield llm
+
+
+@pytest.fixture
+def peer(producer) -> str:
+    return f"127.0.0.1:{producer.core.handoff.server.port}"
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_a_consumer_continues_from_the_pages_of_a_producer(folder, wanted, peer, depth):
+    with make(folder, "kv_consumer", kv_peers=[peer], depth=depth) as llm:
+        results = llm.generate(PROMPTS, GREEDY)
+        assert tokens(results) == wanted
+        assert [result.num_cached_tokens for result in results] == [36] * 4
+        imports = llm.core.scheduler.cache.imports
+        assert imports.num_arrived == imports.num_asked == 36
+        assert tokens(llm.generate(PROMPTS, GREEDY)) == wanted  # from its own cache: no page is asked for again
+        assert imports.num_asked == 36
+        llm.core.scheduler.check()
+
+
+def test_prompts_that_no_peer_has_are_computed(folder, peer):
+    others = [[token + 5 for token in prompt] for prompt in PROMPTS[:2]]
+    with make(folder, None) as llm:
+        alone = tokens(llm.generate(others, GREEDY))
+    with make(folder, "kv_consumer", kv_peers=[peer]) as llm:
+        results = llm.generate(others, GREEDY)
+        assert tokens(results) == alone and [result.num_cached_tokens for result in results] == [0, 0]
+
+
+def test_a_transfer_that_breaks_off_is_computed(folder, wanted, peer, monkeypatch):
+    right, sent = PageServer._send, []
+
+    def break_off(server, connection, stored, page_hash, deadline):
+        sent.append(page_hash)
+        if len(sent) == 4:
+            connection.sendall(b"\x00\x01")  # a part of a header
+            raise ConnectionError
+        right(server, connection, stored, page_hash, deadline)
+
+    monkeypatch.setattr(PageServer, "_send", break_off)
+    with make(folder, "kv_consumer", kv_peers=[peer]) as llm:
+        (first,) = llm.generate(PROMPTS[:1], GREEDY)
+        assert first.outputs[0].token_ids == wanted[0] and first.num_cached_tokens == 12  # three pages arrived
+        assert tokens(llm.generate(PROMPTS, GREEDY)) == wanted
+
+
+def test_a_page_with_a_wrong_checksum_is_computed(folder, wanted, peer, monkeypatch):
+    right, num = page_server.checksum, [0]
+
+    def wrong(page_hash, content):
+        num[0] += 1
+        return right(page_hash, content) ^ (num[0] % 9 == 3)  # the third page of each prompt
+
+    monkeypatch.setattr(page_server, "checksum", wrong)
+    with make(folder, "kv_consumer", kv_peers=[peer]) as llm:
+        results = llm.generate(PROMPTS[:1], GREEDY)
+        assert tokens(results) == wanted[:1] and results[0].num_cached_tokens == 8
+
+
+def test_a_late_peer_is_not_waited_for(folder, wanted):
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts, and never answers
+        peer = f"127.0.0.1:{silent.getsockname()[1]}"
+        with make(folder, "kv_consumer", kv_peers=[peer], kv_timeout=0.05) as llm:
+            results = llm.generate(PROMPTS, GREEDY)
+            assert tokens(results) == wanted and not any(result.num_cached_tokens for result in results)
+
+
+def test_a_peer_that_is_not_there_is_left_out(folder, wanted, peer):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        gone = f"127.0.0.1:{listener.getsockname()[1]}"
+    with make(folder, "kv_consumer", kv_peers=[gone, peer]) as llm:
+        results = llm.generate(PROMPTS, GREEDY)
+        assert tokens(results) == wanted and all(result.num_cached_tokens == 36 for result in results)
+
+
+def test_pages_of_another_model_are_refused(tmp_path, peer):
+    with make(write_tiny(tmp_path, "llama", seed=7), "kv_consumer", kv_peers=[peer]) as llm:
+        (result,) = llm.generate(PROMPTS[:1], GREEDY)
+        assert result.num_cached_tokens == 0 and llm.core.scheduler.cache.imports.num_arrived == 0
+
+
+def test_an_aborted_request_leaves_no_slot_behind(folder, peer, monkeypatch):
+    with make(folder, "kv_consumer", kv_peers=[peer]) as llm:
+        core = llm.core
+        monkeypatch.setattr(PageImports, "take_done", lambda imports: [])
+        engine = llm.core.scheduler
+        core.submit(Submit("a", PROMPTS[0], GREEDY, 0.0))
+        assert core.step() == [] and engine.num_waiting == 1
+        core.abort(Abort("a"))
+        monkeypatch.undo()
+        while engine.cache.imports.is_waiting:
+            engine.cache.imports.take_done()
+        engine.check()
+        assert engine.cache.tier.reserve([bytes([n]) * 16 for n in range(4)])
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"kv_role": "producer"}, "kv_producer, kv_consumer, kv_both"),
+        ({"kv_role": "kv_producer", "kv_connector": "NixlConnector"}, "remove it"),
+        ({"kv_role": "kv_consumer", "kv_peers": ["here"]}, "host:port"),
+        ({"kv_role": "kv_producer", "kv_rank": 0}, "no field 'kv_rank'"),
+        ("{", "not JSON"),
+    ],
+)
+def test_wrong_settings_are_named(folder, config, message):
+    with pytest.raises(InvalidOption, match=message):
+        LLM(str(folder), use_tqdm_on_load=False, kv_transfer_config=config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import dataclasses
 import gzip
@@ -289,3 +290,19 @@ def test_defaults_of_structured_output(folder):
         assert " " not in llm.generate("x", params, use_tqdm=False)[0].outputs[0].text
     with pytest.raises(InvalidOption, match="structured_outputs_config.*enable_in_reasoning"):
         LLM(str(folder), structured_outputs_config={"enable_in_reasoning": True}, **SMALL)
+
+
+def test_engine_args_as_flags_of_a_script(folder):
+    parser = EngineArgs.add_cli_args(argparse.ArgumentParser())
+    parser.set_defaults(model=folder)
+    parser.add_argument("--max-tokens", type=int)
+    flags = (
+        "--max-tokens 3 --max-model-len 64 --max_num_seqs 4 --enforce-eager --no-enable-prefix-caching --dtype float32"
+    )
+    given = parser.parse_args([*flags.split(), "--hf-overrides", '{"rope_theta": 5.0}', "--trust-remote-code"])
+    args = EngineArgs.from_cli_args(given)
+    wanted = dict(max_model_len=64, max_num_seqs=4, enforce_eager=True, enable_prefix_caching=False, dtype="float32")
+    assert args.given() == wanted | {"model": folder, "hf_overrides": {"rope_theta": 5.0}, "trust_remote_code": True}
+    del given.max_tokens
+    with LLM(**vars(given)) as llm:
+        assert llm.llm_engine.model_config.max_model_len == 64

@@ -1,0 +1,37 @@
+"""Command-line flags of EngineArgs, for scripts that make their own parser (`EngineArgs.add_cli_args`)."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable
+from typing import Any, get_args, get_type_hints
+
+from slipstream.config.options import Options
+
+
+def add_engine_flags(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
+    """Adds a flag for each argument; None is the default of each. A value is text or JSON, by the option's type."""
+    group = parser.add_argument_group("engine arguments")
+    kinds = {name: set(get_args(hint)) or {hint} for name, hint in get_type_hints(Options).items()}
+    for name in names:
+        flags, kind = _spellings(name), kinds.get(name, {Any})
+        if bool in kind and kind <= {bool, type(None)}:
+            group.add_argument(*flags, dest=name, action=argparse.BooleanOptionalAction, default=None)
+        elif kind <= {str, type(None)}:
+            group.add_argument(*flags, dest=name, default=None)
+        else:  # without a value it is a switch
+            group.add_argument(*flags, dest=name, nargs="?", const=True, type=_value, default=None)
+
+
+def _spellings(name: str) -> list[str]:
+    flag = f"--{name.replace('_', '-')}"
+    return [flag] if "_" not in name else [flag, f"--{name}"]
+
+
+def _value(text: str) -> Any:
+    """Numbers, booleans, objects and lists of JSON; anything else is text."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

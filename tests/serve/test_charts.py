@@ -10,7 +10,7 @@ from slipstream.serve.cli.top import view
 LOAD = {"running": 3, "waiting": 1, "server_load": 4, "pages": 100, "free_pages": 25}
 STEP = {
     "start": 10.0, "end": 10.5, "late": 0.125, "gap": 0.5, "cause": "host_late", "rows": 4, "drawn": 4,
-    "prefill_tokens": 6,
+    "prefill_tokens": 6, "drafts": 0, "accepted": 0,
 }  # fmt: skip
 
 
@@ -45,6 +45,8 @@ def test_top_shows_rates_cache_and_causes():
     assert "chat: 1 steps/s, 4.0 rows per step" in text
     assert "4 /s generated" in text and "6 /s prefill" in text and "3 running" in text and "1 waiting" in text
     assert "75%" in text and "host late" in text and "late masks" in text and "no requests" not in text
+    drafted = "\n".join(view(["chat"], LOAD, [STEP | {"drawn": 12, "drafts": 8, "accepted": 6}], 1.0))
+    assert "10 /s generated" in drafted and "75% accepted of 8 /s" in drafted
     busy = 2 * (0.5 - 0.125)
     assert f"{busy / (busy + 0.5 + 0.25):.0%}" in text
 

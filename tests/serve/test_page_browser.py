@@ -148,8 +148,10 @@ window.fetch = (path, options) => {
   const call = (index, id) => ({ index, id, type: "function", function: { name: "weather", arguments: '{"city":' } })
   const rest = { index: 0, function: { arguments: '"Rome"}' } }
   const parts = [call(0, "a"), rest, call(1, "b")].map(part => ({ tool_calls: [part] }))
+  const drawn = ["sun", "ny", "<|im_end|>"].map(token => ({ token, logprob: -1 }))
   const deltas = sent.length > 1 ? [{ content: "sunny" }] : parts
-  const events = deltas.map(delta => "data: " + JSON.stringify({ choices: [{ delta }] }) + "\\n\\n").join("")
+  const choices = deltas.map(delta => [{ delta, logprobs: delta.content && { content: drawn } }])
+  const events = choices.map(each => "data: " + JSON.stringify({ choices: each }) + "\\n\\n").join("")
   return Promise.resolve(new Response(events + "data: [DONE]\\n\\n"))
 }
 """
@@ -170,6 +172,7 @@ def test_results_of_tools_are_sent_back(server, browser):
     assert browser.run("sent.length") == 1, "the second call has no result yet"
     ask(browser, "21 degrees", 8)
     browser.until("document.querySelectorAll('.assistant').length === 2 && document.getElementById('stop').disabled")
+    assert browser.run("[...document.querySelectorAll('.assistant .content')].at(-1).textContent") == "sunny"
     messages = browser.run("sent[1].messages")
     assert [message["role"] for message in messages] == ["user", "assistant", "tool", "tool"]
     assert [message.get("tool_call_id") for message in messages[2:]] == ["a", "b"]

@@ -62,7 +62,9 @@ def run(args: argparse.Namespace, opener: OpenLLM) -> int:
 
 def view(models: Sequence[str], load: dict[str, Any], steps: Sequence[dict[str, Any]], seconds: float) -> list[str]:
     """The lines of one second."""
-    drawn, prefill = (sum(step[name] for step in steps) for name in ("drawn", "prefill_tokens"))
+    names = ("drawn", "prefill_tokens", "drafts", "accepted")
+    drawn, prefill, drafts, accepted = (sum(step[name] for step in steps) for name in names)
+    generated = drawn - drafts + accepted  # rejected drafts are among the drawn tokens
     rows = sum(step["rows"] for step in steps) / len(steps) if steps else 0.0
     used = load["pages"] - load["free_pages"]
     share = used / load["pages"] if load["pages"] else 0.0
@@ -77,11 +79,13 @@ def view(models: Sequence[str], load: dict[str, Any], steps: Sequence[dict[str, 
     total = max(busy + sum(times.values()), 1e-9)
     lines = [
         f"{', '.join(models)}: {len(steps) / seconds:.0f} steps/s, {rows:.1f} rows per step",
-        f"tokens    {drawn / seconds:>9.0f} /s generated {prefill / seconds:>9.0f} /s prefill",
+        f"tokens    {generated / seconds:>9.0f} /s generated {prefill / seconds:>9.0f} /s prefill",
         f"requests  {load['running']:>9} running     {load['waiting']:>9} waiting  {load['server_load']} open",
         f"cache     {share:>9.0%} {bar(share, _WIDTH)}",
         f"device    {busy / total:>9.0%} {bar(busy / total, _WIDTH)} busy",
     ]
+    if drafts:
+        lines.insert(2, f"drafts    {accepted / drafts:>9.0%} accepted of {drafts / seconds:.0f} /s")
     for name, text in _CAUSES.items():
         if times[name] > 0:
             lines.append(f"  idle    {times[name] / total:>9.1%} {bar(times[name] / total, _WIDTH)} {text}")

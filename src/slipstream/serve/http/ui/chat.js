@@ -152,7 +152,10 @@ function fill(element, message) {
 
 function shaded(message) {
   const box = make("div", { className: "content" })
+  let length = 0
   for (const token of message.tokens) {
+    if (length >= message.content.length && token.token.startsWith("<")) continue  // an end marker: not in the text
+    length += token.token.length
     const others = (token.top_logprobs ?? []).map(other => `${JSON.stringify(other.token)} ${percent(other.logprob)}`)
     const span = make("span", { className: "token", text: token.token, title: [percent(token.logprob), ...others].join("\n") })
     span.style.setProperty("--p", Math.exp(token.logprob))

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from slipstream.ops.conv1d.reference import Activation
 from slipstream.ops.recurrent_steps import RecurrentSteps
+from slipstream.ops.recurrent_steps.triton import empty_outputs
 
 _CHANNELS = 128  # of one program that writes rings
 
@@ -29,8 +30,7 @@ def causal_conv1d(
     width = weight.shape[1]
     ring = state.shape[2]
     assert x.stride(1) == 1 and weight.is_contiguous() and state.stride()[1:] == (ring, 1)
-    new = torch.empty if steps.covers(num_tokens) else torch.zeros
-    out = new((num_tokens, channels), dtype=x.dtype, device=x.device)
+    out = empty_outputs((num_tokens, channels), x, steps)
     if not num_tokens or not len(steps.slots):
         return out
     tile = choose_tile(channels, steps.is_single)

@@ -8,10 +8,44 @@ import triton.language as tl
 
 from slipstream.cache_spec import STATE_CHUNK
 from slipstream.ops.recurrent_steps.reference import Bases
+from slipstream.ops.recurrent_steps.steps import RecurrentSteps
 
 _ENTRIES = 32  # of one program
 _SAVES = 64  # of one turn
 _DRAWS = 128  # of one program
+_TOKENS = 8  # of one program
+
+
+def empty_outputs(shape: tuple[int, ...], like: torch.Tensor, steps: RecurrentSteps) -> torch.Tensor:
+    """Outputs [tokens, ...] without values, but zeros for the tokens of no row, which are the last."""
+    out = torch.empty(shape, dtype=like.dtype, device=like.device)
+    if shape[0] and not steps.covers(shape[0]):
+        _clear_kernel[(triton.cdiv(shape[0], _TOKENS),)](
+            out,
+            steps.starts,
+            shape[0],
+            len(steps.slots),
+            out[0].numel(),
+            TOKENS=_TOKENS,
+            BLOCK=1024,
+            num_warps=4,
+        )
+    return out
+
+
+# grid: (blocks of tokens,)
+@triton.jit(do_not_specialize=["num_tokens", "num_rows"], do_not_specialize_on_alignment=["starts"])
+def _clear_kernel(out, starts, num_tokens, num_rows, size, TOKENS: tl.constexpr, BLOCK: tl.constexpr):
+    end = tl.load(starts + num_rows)
+    first = tl.program_id(0) * TOKENS
+    if first + TOKENS <= end:
+        return
+    token = first + tl.arange(0, TOKENS)
+    for begin in range(0, size, BLOCK):
+        column = begin + tl.arange(0, BLOCK)
+        mask = ((token >= end) & (token < num_tokens))[:, None] & (column < size)[None, :]
+        zeros = tl.zeros((TOKENS, BLOCK), out.dtype.element_ty)
+        tl.store(out + token.to(tl.int64)[:, None] * size + column[None, :], zeros, mask=mask)
 
 
 def list_chunks(

@@ -18,6 +18,7 @@ from slipstream.cache_spec import STATE_CHUNK
 from slipstream.ops.delta_rule.reference import L2_EPS
 from slipstream.ops.delta_rule.triton.inverse import invert_unit_lower
 from slipstream.ops.recurrent_steps import RecurrentSteps
+from slipstream.ops.recurrent_steps.triton import empty_outputs
 
 _COLUMNS = (
     64  # value columns of a program: 510 us for 8 rows of 1,024 tokens at Qwen3-Next's sizes on the H200; 32: 574
@@ -41,8 +42,7 @@ def gated_delta_rule(
     key_heads, key_dim = q.shape[1:]
     assert q.stride() == k.stride() and q.stride()[1:] == (key_dim, 1) and v.stride()[1:] == (dim, 1)
     assert g.is_contiguous() and beta.is_contiguous() and state.stride()[1:] == (key_dim * dim, dim, 1)
-    new = torch.empty if steps.covers(num_tokens) else torch.zeros
-    out = new(v.shape, dtype=v.dtype, device=v.device)
+    out = empty_outputs(v.shape, v, steps)
     num_rows = len(steps.slots)
     if not num_tokens or not num_rows:
         return out

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from slipstream.ops.recurrent_steps import RecurrentSteps
+from slipstream.ops.recurrent_steps.triton import empty_outputs
 from slipstream.ops.ssm.reference import SsdWeights
 from slipstream.ops.ssm.triton.softplus import softplus
 from slipstream.ops.ssm.triton.ssd_chunked import scan_chunks
@@ -28,8 +29,7 @@ def ssd_scan(
     num_groups, state_size = b.shape[1:]
     assert x.stride()[1:] == (head_dim, 1) and b.stride()[1:] == c.stride()[1:] == (state_size, 1)
     assert dt.stride(1) == 1 and state[0].is_contiguous()
-    new = torch.empty if steps.covers(num_tokens) else torch.zeros
-    out = new(x.shape, dtype=x.dtype, device=x.device)
+    out = empty_outputs(x.shape, x, steps)
     if not num_tokens or not len(steps.slots):
         return out
     if replay is not None:

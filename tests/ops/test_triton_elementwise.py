@@ -210,6 +210,13 @@ def test_relu2(dtype: torch.dtype) -> None:
     torch.testing.assert_close(activation_kernels.relu2(few), activation.relu2(few), equal_nan=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sigmoid_gate(dtype: torch.dtype) -> None:
+    x, wide = torch.randn(5, 300, device=DEVICE).to(dtype), torch.randn(5, 700, device=DEVICE).to(dtype)
+    expected = activation.sigmoid_gate_(x.double(), wide[:, 400:].double())
+    check(activation_kernels.sigmoid_gate_(x, wide[:, 400:]), expected)
+
+
 @pytest.mark.parametrize("name", GATES)
 def test_gates_far_from_zero_stay_numbers(name: str) -> None:
     gate_up = torch.tensor([[-1e4, 1e4, -90.0, 90.0, 2.0, 2.0, 2.0, 2.0]], device=DEVICE)

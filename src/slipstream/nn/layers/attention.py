@@ -20,6 +20,7 @@ from slipstream.nn.layers.sharded_linear import new_output
 from slipstream.nn.shapes import AttentionShape, NormShape, Shard
 from slipstream.nn.stored_part import StoredPart, even_part, joined_part
 from slipstream.nn.weight_format import CheckpointTensor, WeightFormat, WeightTarget, new_parameter
+from slipstream.ops.activation import sigmoid_gate_
 from slipstream.ops.cache_write import write_cache
 from slipstream.ops.rope import norm_rope, rope_and_write_cache
 
@@ -104,8 +105,7 @@ class Attention(Layer):
             return self._attend(qkv, context, last, bias)
         num_gates = self.shape.num_heads * self.shape.head_dim
         qkv, gate = qkv.split([qkv.shape[1] - num_gates, num_gates], 1)
-        gate = torch.sigmoid(gate if last is None else last.of(gate))
-        return self._attend(qkv, context, last, bias).mul_(gate)
+        return sigmoid_gate_(self._attend(qkv, context, last, bias), gate if last is None else last.of(gate))
 
     def _attend(
         self, qkv: torch.Tensor, context: ForwardContext, last: LastTokens | None, bias: torch.Tensor | None

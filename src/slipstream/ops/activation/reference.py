@@ -45,3 +45,8 @@ def sparse_gelu_tanh_and_mul(gate_up: torch.Tensor, deviations: float) -> torch.
 def relu2(x: torch.Tensor) -> torch.Tensor:
     """The square of ReLU, of each number by itself."""
     return F.relu(x).square_()
+
+
+def sigmoid_gate_(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """x times sigmoid(gate), in place, both [rows, size]."""
+    return x.mul_(torch.sigmoid(gate))

@@ -146,3 +146,28 @@ def _relu2_kernel(x, out, size, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
     value = tl.load(x + offset, mask=mask, other=0.0).to(tl.float32)
     value = tl.maximum(value, 0.0, propagate_nan=tl.PropagateNan.ALL)
     tl.store(out + offset, (value * value).to(out.dtype.element_ty), mask=mask)
+
+
+def sigmoid_gate_(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """x times sigmoid(gate), in place, both [rows, size]."""
+    assert x.is_contiguous() and gate.stride(1) == 1
+    num_rows, size = x.shape
+    if num_rows:
+        block = min(_WIDE_BLOCK, triton.next_power_of_2(size))
+        _sigmoid_kernel[(triton.cdiv(size, block), num_rows)](
+            x, gate, gate.stride(0), size, BLOCK=block, **dependent(x.device, num_rows), num_warps=4
+        )
+    return x
+
+
+# grid: (blocks, rows)
+@triton.jit
+def _sigmoid_kernel(x, gate, stride, size, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
+    release_next(DEPENDENT)
+    wait_for_previous(DEPENDENT)
+    row = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < size
+    value = tl.load(x + row * size + column, mask=mask, other=0.0).to(tl.float32)
+    value *= tl.sigmoid(tl.load(gate + row * stride + column, mask=mask, other=0.0).to(tl.float32))
+    tl.store(x + row * size + column, value.to(x.dtype.element_ty), mask=mask)

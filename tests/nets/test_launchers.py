@@ -13,7 +13,8 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
-for module in ("slipstream.ops.linear.triton.streaming_hopper", "slipstream.ops.linear.triton.gated_gemm_hopper"):
+for module in ("linear.triton.streaming_hopper", "linear.triton.gated_gemm_hopper", "moe.triton.gemm_hopper"):
+    module = f"slipstream.ops.{module}"
     pytest.importorskip(module, reason="a triton without Gluon")
 
 from hand_cache import one_group  # noqa: E402
@@ -66,6 +67,9 @@ def delta_rule() -> dict[str, Callable[[], Any]]:
     at = "delta_rule.triton."
     return {
         "conv of chunks": lambda: get("conv1d.triton.causal_conv1d")(x, weight, None, conv, chunked, "silu"),
+        "conv with padding": lambda: get("conv1d.triton.causal_conv1d")(
+            half(80, 48), weight, None, conv, chunked, "silu"
+        ),
         "conv of tokens": lambda: get("conv1d.triton.causal_conv1d")(x[:2], weight, None, conv, single, "silu"),
         "gates": lambda: get(at + "delta_gates")(half(71, 2), half(71, 2), weights.a_log, weights.dt_bias),
         "gated norm of heads": lambda: get("gated_norm.triton.gated_rms_norm")(v, v, weights.norm, 1e-6),
@@ -199,6 +203,7 @@ def rows_and_norms() -> dict[str, Callable[[], Any]]:
         "gelu_tanh_and_mul": lambda: get("activation.triton.gelu_tanh_and_mul")(wide),
         "sparse_gelu_tanh_and_mul": lambda: get("activation.triton.sparse_gelu_tanh_and_mul")(wide, 1.5),
         "relu2": lambda: get("activation.triton.relu2")(wide),
+        "sigmoid_gate_": lambda: get("activation.triton.sigmoid_gate_")(wide.clone(), wide),
         "gelu_and_mul": lambda: get("activation.triton.gelu_and_mul")(wide),
         "lookup_embedding_and_rope": lambda: get("embedding_lookup.triton.lookup_embedding_and_rope")(
             half(9, 64), rows, 2.0, torch.rand(9, 2, 8), rows
@@ -249,6 +254,9 @@ def experts() -> dict[str, Callable[[], Any]]:
         ),
         "expert_mlp of many tokens": lambda: get("moe.triton.expert_mlp")(
             half(2100, 32), Routing(ints(2100, 2).int(), torch.rand(2100, 2)), half(8, 96, 32), half(8, 32, 48)
+        ),
+        "expert_mlp by wgmma": lambda: get("moe.triton.expert_mlp")(
+            half(600, 256), Routing(ints(600, 2).int(), torch.rand(600, 2)), half(4, 256, 256), half(4, 256, 128)
         ),
         "expert_mlp of quantised experts": lambda: get("moe.triton.expert_mlp")(half(3, 32), routing, *stacks),
         "expert_mlp with biases": lambda: get("moe.triton.expert_mlp")(
@@ -361,7 +369,9 @@ def kernels(monkeypatch):
     """All kernels and those launched. A device of some multiprocessors, on which the kernels for Hopper run."""
     found, launched = replace_kernels(monkeypatch)
     monkeypatch.setattr("slipstream.ops.linear.triton.gated_gemm_hopper._multiprocessors", lambda device: 8)
-    monkeypatch.setattr("slipstream.ops.linear.capability._has_hopper_kernels", lambda device: True)
+    monkeypatch.setattr("slipstream.ops.moe.triton.gemm_hopper._multiprocessors", lambda device: 8)
+    for module in ("linear.capability", "moe.triton.gemm"):
+        monkeypatch.setattr(f"slipstream.ops.{module}.has_hopper_kernels", lambda device: True)
     return found, launched
 
 

@@ -76,6 +76,7 @@ def rest():
     build("slipstream.ops.activation.triton", "_gate_kernel", x, KIND=2, BLOCK=256, DEPENDENT=True)
     build("slipstream.ops.activation.triton", "_sparse_kernel", x | {"deviations": "fp32"}, BLOCK=2048, DEPENDENT=False)
     build("slipstream.ops.activation.triton", "_relu2_kernel", x, BLOCK=4096, DEPENDENT=False)
+    build("slipstream.ops.activation.triton", "_sigmoid_kernel", x | {"gate": HALF}, BLOCK=4096, DEPENDENT=True)
     names = "computed next_tokens tables rows counts token_rows offsets host_ids ids positions lengths slots pages"
     x = of(LONG, names)
     blocks = dict(PAGE=16, TOKENS=128, PAGES=256, NEXT=5)
@@ -91,6 +92,7 @@ def rest():
     blocks = dict(CHUNK=64, ROWS=512, ENTRIES=32, SAVES=64)
     build("slipstream.ops.recurrent_steps.triton", "_list_kernel", x, **blocks)
     build("slipstream.ops.recurrent_steps.triton", "_list_kernel", x, saves=None, **blocks)
+    build("slipstream.ops.recurrent_steps.triton", "_clear_kernel", x | {"out": HALF}, TOKENS=8, BLOCK=1024)
     x |= of(INT, "table out") | of(LONG, "rows offsets")
     build("slipstream.ops.recurrent_steps.triton", "_bases_kernel", x, SINGLE=True, DRAWS=128)
     build("slipstream.ops.recurrent_steps.triton", "_bases_kernel", x, SINGLE=False, DRAWS=128, offsets=None)
@@ -188,14 +190,14 @@ def quantized_experts():
 def experts():
     moe = "slipstream.ops.moe.triton."
     x = of(HALF, "logits x weight out") | of(FLOAT, "bias weights pair_weights")
-    x |= {"scale": "fp32"} | of(HALF, "made shared gate") | of(INT, "ids order table counts totals offsets")
+    x |= {"scale": "fp32"} | of(HALF, "made shared gate") | of(INT, "ids order positions table counts totals offsets")
     rule = dict(TOP_K=6, PADDED_K=8, EXPERTS=64, RENORMALIZE=True, SIGMOID=True, GROUPS=8, KEPT_GROUPS=4, TOP2=True)
     build(moe + "route", "_route_kernel", x | of(FLOAT, "weights") | {"slots": LONG}, DEPENDENT=True, **rule)
     plain = dict(SIGMOID=False, GROUPS=1, KEPT_GROUPS=1, TOP2=False, bias=None, slots=None)
     build(moe + "route", "_route_kernel", x | of(FLOAT, "weights"), DEPENDENT=False, **rule | plain)
     build(moe + "sort", "_sort_kernel", x, BINS=256, SIZE=16, BLOCK=1024, DEPENDENT=True)
     build(moe + "sort", "_count_kernel", x, BINS=256, BLOCK=256)
-    build(moe + "sort", "_offset_kernel", x, BINS=256, SIZE=128, BLOCKS=256)
+    build(moe + "sort", "_offset_kernel", x, BINS=256, SIZE=128, BLOCKS=256, PADDED=True)
     build(moe + "sort", "_scatter_kernel", x, BLOCK=256)
     build(moe + "combine", "_combine_kernel", x, TOP_K=8, COLUMNS=1024, DEPENDENT=True)
     streams = of(HALF, "streams out weights made")
@@ -370,6 +372,23 @@ def hopper():
         triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": 4, "maxnreg": 168})
         print("_gate_kernel")
 
+    def build_experts(gate):
+        kernel = importlib.import_module("slipstream.ops.moe.triton.gemm_hopper")._grouped_kernel
+        boxes = {"x": [128, 64], "weight": [128, 64], "out": [64, 64]}
+        x = {
+            name: f"tensordesc<bf16{box},{gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16)!r}>"
+            for name, box in boxes.items()
+        }
+        x |= of(INT, "order table") | {"pair_weights": FLOAT} | ({"x": HALF} if gate else {})
+        constants = {"GATE": gate, "TOP_K": 8}
+        signature = {arg: "constexpr" if arg in constants else x.get(arg, "i32") for arg in kernel.arg_names}
+        aligned = [i for i, arg in enumerate(signature) if arg in ("x", "x_stride", "order", "table") and (gate or i)]
+        source = GluonASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
+        triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": 4, "maxnreg": 168})
+        print("_grouped_kernel")
+
+    build_experts(1)
+    build_experts(0)
     build_gate(1, 2)
     build_gate(2, 0)
     added = dict.fromkeys(["residual", "norm", "weighted", "made"])

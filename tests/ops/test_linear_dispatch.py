@@ -91,7 +91,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Sets the GPU. Triton is installed, and every GEMM of enough rows is tuned."""
 
     def set_gpu(name: str) -> None:
-        monkeypatch.setattr(capability, "_has_hopper_kernels", lambda device: name == "hopper")
+        monkeypatch.setattr(capability, "has_hopper_kernels", lambda device: name == "hopper")
 
     monkeypatch.setattr(dispatch, "HAS_TRITON", True)
     monkeypatch.setattr(cublaslt_tuned, "is_tuned", lambda x, weight: len(x) >= cublaslt_tuned.MIN_ROWS)

@@ -112,7 +112,7 @@ def test_sorting_lists_each_pair_once_and_tiles_of_one_expert(num_experts, shape
     torch.manual_seed(1)
     ids = torch.randint(0, num_experts, shape, dtype=torch.int32, device=DEVICE)
     ids[ids == 1] = 0  # an expert without tokens
-    order, table, _ = sort_by_expert(ids, num_experts, size)
+    order, table, *_ = sort_by_expert(ids, num_experts, size)
     flat = ids.flatten()
     assert order.tolist() == flat.argsort(stable=True).tolist()
     seen: list[int] = []
@@ -123,6 +123,26 @@ def test_sorting_lists_each_pair_once_and_tiles_of_one_expert(num_experts, shape
             assert places and {flat[order[place]].item() for place in places} == {expert}
             seen += places
     assert seen == list(range(len(flat)))
+
+
+@pytest.mark.parametrize(("num_experts", "shape"), [(8, (9, 2)), (60, (700, 4)), (13, (1501, 3))])
+def test_padded_sorting_starts_each_tile_at_a_multiple_of_its_size(num_experts, shape):
+    kernels()
+    from slipstream.ops.moe.triton.sort import sort_by_expert
+
+    ids = torch.randint(0, num_experts + 1, shape, dtype=torch.int32, device=DEVICE)  # some pairs of no expert
+    ids[ids == 1] = 0
+    order, table, _, positions = sort_by_expert(ids, num_experts, 16, padded=True)
+    experts, firsts, ends = table.tolist()
+    assert [first for expert, first in zip(experts, firsts, strict=True) if expert >= 0] == [
+        16 * tile for tile in range(sum(expert >= 0 for expert in experts))
+    ]
+    before = dict.fromkeys(range(num_experts), -1)
+    for pair, (expert, position) in enumerate(zip(ids.flatten().tolist(), positions.tolist(), strict=True)):
+        if expert < num_experts:
+            assert order[position] == pair and experts[position // 16] == expert and position < ends[position // 16]
+            assert before[expert] < position, "stable"
+            before[expert] = position
 
 
 def make(tokens: int, hidden: int, inner: int, num_experts: int, top_k: int, dtype=torch.float32, skewed=False):
@@ -248,11 +268,38 @@ def test_tiles_of_both_products_fit_each_other_and_the_shared_memory(itemsize):
 @pytest.mark.parametrize("tokens", [1, 16, 256, 2048])
 def test_bfloat16_products_are_captured_and_close(tokens):
     x, routing, gate_up, down = make(tokens, 512, 256, 32, 4, torch.bfloat16)
-    expected = by_hand(x[:64], Routing(routing.ids[:64], routing.weights[:64]), gate_up, down)
+    assert_captured_and_close(x, routing, gate_up, down)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("skewed", [False, True])
+@pytest.mark.parametrize("inner", [128, 640])
+@pytest.mark.parametrize("num_experts", [4, 30])
+def test_products_of_many_tokens_on_hopper(skewed, inner, num_experts, monkeypatch):
+    """Experts with no token, with all, and with a last tile of any size. Some tokens have no expert."""
+    from slipstream.ops.moe.triton import gemm_hopper
+
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("not Hopper")
+    calls = []
+    multiply = gemm_hopper.multiply_down
+    monkeypatch.setattr(gemm_hopper, "multiply_down", lambda *args: (calls.append(1), multiply(*args))[1])
+    x, routing, gate_up, down = make(num_experts * 131, 512, inner, num_experts, 2, torch.bfloat16, skewed)
+    routing.ids[5:9] = num_experts
+    routing = Routing(routing.ids, routing.weights, has_padding=True)
+    assert_captured_and_close(x.contiguous(), routing, gate_up, down)
+    assert calls
+
+
+def assert_captured_and_close(x, routing, gate_up, down):
     kernels().expert_mlp(x, routing, gate_up, down)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = kernels().expert_mlp(x, routing, gate_up, down)
     out.zero_()
     graph.replay()
-    torch.testing.assert_close(out[:64].double(), expected, rtol=3e-2, atol=3e-2)
+    for rows in (slice(0, 64), slice(-64, None)):
+        ids, weights = routing.ids[rows], routing.weights[rows]
+        real = ids[:, 0] < len(gate_up)
+        expected = by_hand(x[rows][real], Routing(ids[real], weights[real]), gate_up, down)
+        torch.testing.assert_close(out[rows][real].double(), expected, rtol=3e-2, atol=3e-2)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
+
+from slipstream.ops.hopper import has_hopper_kernels
 
 SMALL_WEIGHT = 8 << 20  # elements; tile sizes and the choice of a kernel change here
 
@@ -13,14 +13,4 @@ def supports_tma(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether the Hopper kernels run on this device and TMA can load both operands: rows start at multiples of 16
     bytes (the element size is 2), and the elements of a row are contiguous."""
     aligned = (x.stride(0) | weight.stride(0)) % 8 == 0 and (x.data_ptr() | weight.data_ptr()) % 16 == 0
-    return aligned and x.stride(1) == weight.stride(1) == 1 and _has_hopper_kernels(x.device)
-
-
-@cache
-def _has_hopper_kernels(device: torch.device) -> bool:
-    """Gluon is an experimental language, so only the Triton version that was tested is used."""
-    if device.type != "cuda":
-        return False
-    import triton
-
-    return triton.__version__.startswith("3.6.") and torch.cuda.get_device_capability(device) == (9, 0)
+    return aligned and x.stride(1) == weight.stride(1) == 1 and has_hopper_kernels(x.device)

@@ -12,8 +12,15 @@ from slipstream.ops.pdl import dependent, release_next, wait_for_previous
 _COLUMNS = 1024  # of one program
 
 
-def combine(made: torch.Tensor, routing: Routing, num_experts: int, shared: SharedOutput | None) -> torch.Tensor:
-    """made [tokens * top_k, hidden]: the weighted outputs of the pairs. Those of no expert may hold anything."""
+def combine(
+    made: torch.Tensor,
+    positions: torch.Tensor | None,
+    routing: Routing,
+    num_experts: int,
+    shared: SharedOutput | None,
+) -> torch.Tensor:
+    """made [.., hidden]: the weighted outputs of the pairs, at their `positions` [tokens * top_k] (None: in order).
+    Pairs of no expert may have any values."""
     num_tokens, top_k = routing.ids.shape
     hidden = made.shape[1]
     out = torch.empty(num_tokens, hidden, dtype=made.dtype, device=made.device)
@@ -22,6 +29,7 @@ def combine(made: torch.Tensor, routing: Routing, num_experts: int, shared: Shar
     assert beside is None or (beside.is_contiguous() and beside.shape == out.shape)
     _combine_kernel[(num_tokens, triton.cdiv(hidden, columns))](
         made,
+        positions,
         routing.ids if routing.has_padding else None,
         beside,
         gate,
@@ -41,6 +49,7 @@ def combine(made: torch.Tensor, routing: Routing, num_experts: int, shared: Shar
 @triton.jit
 def _combine_kernel(
     made,
+    positions,
     ids,
     shared,
     gate,
@@ -63,7 +72,8 @@ def _combine_kernel(
         mask = inside
         if ids is not None:
             mask = inside & (tl.load(ids + pair) < num_experts)
-        total += tl.load(made + pair * hidden + column, mask=mask, other=0.0).to(tl.float32)
+        row = pair if positions is None else tl.load(positions + pair).to(tl.int64)
+        total += tl.load(made + row * hidden + column, mask=mask, other=0.0).to(tl.float32)
     if shared is not None:
         beside = tl.load(shared + token * hidden + column, mask=inside, other=0.0).to(tl.float32)
         if gate is not None:

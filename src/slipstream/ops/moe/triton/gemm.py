@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from slipstream.device.parallel import execute_in_parallel
+from slipstream.ops.hopper import has_hopper_kernels
 from slipstream.ops.moe.reference import ExpertBiases, ExpertMatrices, Gate, Routing, Shared, count_experts
 from slipstream.ops.moe.triton.combine import combine
 from slipstream.ops.moe.triton.pairs import GATES, pairs_of, store_pairs
@@ -21,6 +22,7 @@ from slipstream.ops.moe.triton.tiles import BATCH_INVARIANT, GroupedTile, groupe
 from slipstream.ops.pdl import dependent, release_next, wait_for_previous
 from slipstream.ops.quantized.matrix import QuantizedExperts
 
+MIN_HOPPER_PAIRS = 256  # per expert, from which `gemm_hopper.py` is faster
 MAX_PARALLEL_TOKENS = 256  # up to which the shared expert runs on a stream of its own
 
 
@@ -38,16 +40,17 @@ def expert_mlp(
     if not len(x):
         return torch.empty_like(x)
 
-    def run_routed() -> torch.Tensor:
+    def run_routed() -> tuple[torch.Tensor, torch.Tensor | None]:
         return _weighted_pairs(x, routing, gate_up, down, batch_invariant, biases, gate)
 
+    beside = None
     if shared is None:
-        return combine(run_routed(), routing, count_experts(gate_up), None)
-    if len(x) <= MAX_PARALLEL_TOKENS:
-        made, beside = execute_in_parallel(run_routed, shared)
+        made, positions = run_routed()
+    elif len(x) <= MAX_PARALLEL_TOKENS:
+        (made, positions), beside = execute_in_parallel(run_routed, shared)
     else:
-        made, beside = run_routed(), shared()
-    return combine(made, routing, count_experts(gate_up), beside)
+        (made, positions), beside = run_routed(), shared()
+    return combine(made, positions, routing, count_experts(gate_up), beside)
 
 
 def _weighted_pairs(
@@ -58,11 +61,26 @@ def _weighted_pairs(
     batch_invariant: bool,
     biases: ExpertBiases | None,
     gate: Gate,
-) -> torch.Tensor:
-    """[tokens * top_k, hidden]: outputs of the experts times their weights. Pairs of no expert have no values."""
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Outputs of the experts times their weights, and the row of each pair (None: in order). Pairs of no expert have no
+    values."""
     num_tokens, top_k = routing.ids.shape
     num_experts = count_experts(gate_up)
     each = num_tokens * top_k / num_experts  # mean pairs per expert
+    if (
+        each >= MIN_HOPPER_PAIRS
+        and not batch_invariant
+        and biases is None
+        and isinstance(gate_up, torch.Tensor)
+        and isinstance(down, torch.Tensor)
+        and has_hopper_kernels(x.device)
+    ):
+        from slipstream.ops.moe.triton import gemm_hopper
+
+        if gemm_hopper.can_multiply(x, gate_up, down, gate):
+            whole = sort_by_expert(routing.ids, num_experts, gemm_hopper.PAIRS, padded=True)
+            hidden = gemm_hopper.multiply_gate_up(x, gate_up, routing, whole, gate)
+            return gemm_hopper.multiply_down(hidden, down, routing, whole), whole.positions
 
     def choose_tile(weight: ExpertMatrices, is_inward: bool) -> GroupedTile:
         if batch_invariant:
@@ -81,7 +99,7 @@ def _weighted_pairs(
     _multiply(x, gate_up, gate_up_bias, hidden, routing, tiles, inward, gate, batch_invariant)
     made = torch.empty(num_tokens * top_k, x.shape[1], dtype=x.dtype, device=x.device)
     _multiply(hidden, down, down_bias, made, routing, tiles, outward, None, batch_invariant)
-    return made
+    return made, None
 
 
 def _multiply(

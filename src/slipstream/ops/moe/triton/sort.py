@@ -22,21 +22,25 @@ class ExpertTiles(NamedTuple):
     order: torch.Tensor  # [pairs] pairs sorted by expert, stable
     table: torch.Tensor  # [3, max tiles] expert (-1: no tile), first index in `order`, end of the expert's range
     size: int  # pairs per tile
+    positions: torch.Tensor | None = None  # [pairs] index of each pair in a padded `order`
 
 
-def sort_by_expert(ids: torch.Tensor, num_experts: int, size: int) -> ExpertTiles:
-    """The tiles of ids [tokens, top_k]. The table size follows from shapes only."""
+def sort_by_expert(ids: torch.Tensor, num_experts: int, size: int, padded: bool = False) -> ExpertTiles:
+    """The tiles of ids [tokens, top_k]. The table size follows from shapes only. `padded`: tile t has the indices
+    from t * size on, and indices without a pair have no values."""
     num_pairs = ids.numel()
     max_tiles = triton.cdiv(num_pairs, size) + min(num_experts, num_pairs)
-    order = torch.empty(num_pairs, dtype=torch.int32, device=ids.device)
+    order = torch.empty(max_tiles * size if padded else num_pairs, dtype=torch.int32, device=ids.device)
     table = torch.empty(3, max_tiles, dtype=torch.int32, device=ids.device)
-    tiles = ExpertTiles(order, table, size)
+    positions = torch.empty(num_pairs, dtype=torch.int32, device=ids.device) if padded else None
+    tiles = ExpertTiles(order, table, size, positions)
     if num_pairs > _FEW_PAIRS:
         _sort_many(ids, num_experts, tiles)
         return tiles
     _sort_kernel[(num_experts,)](
         ids,
         order,
+        positions,
         table,
         num_pairs,
         max_tiles,
@@ -68,11 +72,12 @@ def _sort_many(ids: torch.Tensor, num_experts: int, tiles: ExpertTiles) -> None:
         num_experts,
         BINS=bins,
         SIZE=tiles.size,
+        PADDED=tiles.positions is not None,
         BLOCKS=min(1024, max(triton.next_power_of_2(num_blocks), 32)),
         num_warps=4,
     )
     _scatter_kernel[(num_blocks,)](
-        ids, counts, tiles.order, num_pairs, num_blocks, num_experts, BLOCK=_BLOCK, num_warps=8
+        ids, counts, tiles.order, tiles.positions, num_pairs, num_blocks, num_experts, BLOCK=_BLOCK, num_warps=8
     )
 
 
@@ -81,6 +86,7 @@ def _sort_many(ids: torch.Tensor, num_experts: int, tiles: ExpertTiles) -> None:
 def _sort_kernel(
     ids,
     order,
+    positions,
     table,
     num_pairs,
     max_tiles,
@@ -95,10 +101,13 @@ def _sort_kernel(
     pair = tl.arange(0, BLOCK)
     wait_for_previous(DEPENDENT)
     found = tl.load(ids + pair, mask=pair < num_pairs, other=num_experts)  # lanes past the end have a bin
-    start, count, tile = _range_of(expert, tl.histogram(found, BINS).to(tl.int32), BINS, SIZE)
+    counts = tl.histogram(found, BINS).to(tl.int32)
+    start, count, tile = _range_of(expert, counts, BINS, SIZE, positions is not None)
     mine = found == expert
-    rank = tl.cumsum(mine.to(tl.int32), 0)
-    tl.store(order + start + rank - 1, pair, mask=mine)
+    index = start + tl.cumsum(mine.to(tl.int32), 0) - 1
+    tl.store(order + index, pair, mask=mine)
+    if positions is not None:
+        tl.store(positions + pair, index, mask=mine)
     _list_tiles(table, expert, start, count, tile, max_tiles, num_experts, SIZE)
 
 
@@ -124,10 +133,11 @@ def _offset_kernel(
     num_experts,
     BINS: tl.constexpr,
     SIZE: tl.constexpr,
+    PADDED: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
     expert = tl.program_id(0)
-    start, count, tile = _range_of(expert, tl.load(totals + tl.arange(0, BINS)), BINS, SIZE)
+    start, count, tile = _range_of(expert, tl.load(totals + tl.arange(0, BINS)), BINS, SIZE, PADDED)
     offset = start
     for first in range(0, num_blocks, BLOCKS):
         block = first + tl.arange(0, BLOCKS)
@@ -139,7 +149,7 @@ def _offset_kernel(
 
 # grid: (blocks of pairs,): `offsets` are those of each expert's first pair in the block
 @triton.jit
-def _scatter_kernel(ids, offsets, order, num_pairs, num_blocks, num_experts, BLOCK: tl.constexpr):
+def _scatter_kernel(ids, offsets, order, positions, num_pairs, num_blocks, num_experts, BLOCK: tl.constexpr):
     block = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
     pair = block * BLOCK + lane
@@ -151,16 +161,18 @@ def _scatter_kernel(ids, offsets, order, num_pairs, num_blocks, num_experts, BLO
     rank = tl.sum(before.to(tl.int32), 1)
     offset = tl.load(offsets + found * num_blocks + block, mask=mine, other=0)
     tl.store(order + offset + rank, pair, mask=mine)
+    if positions is not None:
+        tl.store(positions + pair, offset + rank, mask=mine)
 
 
 @triton.jit
-def _range_of(expert, counts, BINS: tl.constexpr, SIZE: tl.constexpr):
+def _range_of(expert, counts, BINS: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr):
     """Offset of the first pair, number of pairs and first tile of an expert, from the counts of all."""
     bins = tl.arange(0, BINS)
     tiles = (counts + SIZE - 1) // SIZE
-    start = tl.sum(tl.where(bins < expert, counts, 0), 0)
-    count = tl.sum(tl.where(bins == expert, counts, 0), 0)
-    return start, count, tl.sum(tl.where(bins < expert, tiles, 0), 0)
+    tile = tl.sum(tl.where(bins < expert, tiles, 0), 0)
+    start = tile * SIZE if PADDED else tl.sum(tl.where(bins < expert, counts, 0), 0)
+    return start, tl.sum(tl.where(bins == expert, counts, 0), 0), tile
 
 
 @triton.jit

@@ -9,6 +9,7 @@ import torch
 import triton
 
 from slipstream.ops.cache_write.fp8 import FP8, scales_of
+from slipstream.ops.hopper import has_hopper_kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +67,9 @@ def num_programs(device: torch.device, shape: KernelShape, most: int) -> int:
 
 @cache
 def hopper_serves(device: torch.device, dtype: torch.dtype, head_dim: int, page_size: int) -> bool:
-    """Whether the Hopper kernels take such heads on this device. Gluon is experimental, so only the Triton version that
-    was tested is used."""
+    """Whether the Hopper kernels take such heads on this device."""
     return (
-        device.type == "cuda"
-        and torch.cuda.get_device_capability(device) == (9, 0)
-        and triton.__version__.startswith("3.6.")
+        has_hopper_kernels(device)
         and dtype in (torch.bfloat16, torch.float16)
         and head_dim in (64, 128)
         and 8 <= page_size <= 256

@@ -85,7 +85,6 @@ def _launch(
         BLOCK_T=block_tokens,
         BLOCK_H=block_heads,
         BLOCK_HALF=half,
-        BLOCK_REST=triton.next_power_of_2(max(dim - rotary_dim, 1)),
         num_warps=warps,
         **dependent(x.device, num_tokens),
     )
@@ -133,7 +132,6 @@ def _turn_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
-    BLOCK_REST: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     release_next(DEPENDENT)
@@ -144,20 +142,19 @@ def _turn_kernel(
     lane = tl.arange(0, BLOCK_T * BLOCK_H)
     token = tl.program_id(0).to(tl.int64) * BLOCK_T + lane // BLOCK_H
     there = token < num_tokens
-    # dimension i is rotated with i + half; dimensions past the rotary part do not change
+    # dimension i is rotated with i + half; dimensions past the rotary part do not change, and are handled in parts as
+    # large as a half: one large block of them needs another layout and more registers than there are
     dim = tl.arange(0, BLOCK_HALF)[None, :]
-    rest = ROTARY + tl.arange(0, BLOCK_REST)[None, :]
+    PARTS: tl.constexpr = (DIM - ROTARY + BLOCK_HALF - 1) // BLOCK_HALF
     if part < ROTATED_BLOCKS:
         head = part * BLOCK_H + lane % BLOCK_H
         mine = (there & (head < ROTATED))[:, None]
         mask = mine & (dim < HALF)
-        rest_mask = mine & (rest < DIM)
+        factors = None
         if weight is not None:
             factors = weight + (head * DIM)[:, None]
             low_factor = tl.load(factors + dim, mask=mask, other=0.0).to(tl.float32)
             high_factor = tl.load(factors + HALF + dim, mask=mask, other=0.0).to(tl.float32)
-            if ROTARY < DIM:
-                rest_factor = tl.load(factors + rest, mask=rest_mask, other=0.0).to(tl.float32)
         wait_for_previous(DEPENDENT)
         source = x + (token * token_stride + head * head_stride)[:, None]
         low = tl.load(source + dim, mask=mask, other=0.0).to(tl.float32)
@@ -168,23 +165,24 @@ def _turn_kernel(
         # explicit fma here and below: the compiler would contract differently for small and large steps, and the bits
         # of a token would depend on the batch
         square = tl.sum(tl.fma(low, low, high * high), 1)
-        if ROTARY < DIM:
-            stay = tl.load(source + rest, mask=rest_mask, other=0.0).to(tl.float32)
+        for number in tl.static_range(PARTS):
+            at = ROTARY + number * BLOCK_HALF + dim
+            stay = tl.load(source + at, mask=mine & (at < DIM), other=0.0).to(tl.float32)
             square += tl.sum(stay * stay, 1)
+        scale = tl.rsqrt(square / DIM + eps)[:, None]
         if weight is not None:
-            scale = tl.rsqrt(square / DIM + eps)[:, None]
             low *= scale * low_factor
             high *= scale * high_factor
-            if ROTARY < DIM:
-                stay *= scale * rest_factor
         first = tl.fma(low, cos, -(high * sin)).to(out.dtype.element_ty)
         second = tl.fma(high, cos, low * sin).to(out.dtype.element_ty)
         query = (head < QUERIES)[:, None]
         target = out + ((token * QUERIES + head) * DIM)[:, None]
         tl.store(target + dim, first, mask=mask & query)
         tl.store(target + HALF + dim, second, mask=mask & query)
-        if ROTARY < DIM:
-            tl.store(target + rest, stay.to(out.dtype.element_ty), mask=rest_mask & query)
+        for number in tl.static_range(PARTS):
+            at = ROTARY + number * BLOCK_HALF + dim
+            stay = _unrotated(source, factors, scale, at, mine & (at < DIM))
+            tl.store(target + at, stay, mask=mine & (at < DIM) & query)
         if keys is not None:  # noqa: SIM102 - a compile-time condition; the next is not
             if (part + 1) * BLOCK_H > QUERIES:
                 kv_head = head - QUERIES
@@ -194,22 +192,26 @@ def _turn_kernel(
                 if key_scales is not None:
                     # the largest number of a head becomes that of FP8
                     most = tl.maximum(_largest(first), _largest(second))
-                    if ROTARY < DIM:
-                        most = tl.maximum(most, _largest(stay.to(out.dtype.element_ty)))
+                    for number in tl.static_range(PARTS):
+                        at = ROTARY + number * BLOCK_HALF + dim
+                        most = tl.maximum(most, _largest(_unrotated(source, factors, scale, at, mine & (at < DIM))))
                     size = tl.maximum(most / _MAX, 1e-12)
                     where = _slot_offset(slots, token, there, scale_page, KV_HEADS, PAGE) + kv_head
                     tl.store(key_scales + where, size, mask=there & (kv_head >= 0) & (head < ROTATED))
                     factor = (1 / size)[:, None]
                     tl.store(held_at + dim, _to_fp8(first, factor), mask=mask & key)
                     tl.store(held_at + HALF + dim, _to_fp8(second, factor), mask=mask & key)
-                    if ROTARY < DIM:
-                        last = _to_fp8(stay.to(out.dtype.element_ty), factor)
-                        tl.store(held_at + rest, last, mask=rest_mask & key)
+                    for number in tl.static_range(PARTS):
+                        at = ROTARY + number * BLOCK_HALF + dim
+                        stay = _unrotated(source, factors, scale, at, mine & (at < DIM))
+                        tl.store(held_at + at, _to_fp8(stay, factor), mask=mine & (at < DIM) & key)
                 else:
                     tl.store(held_at + dim, first, mask=mask & key)
                     tl.store(held_at + HALF + dim, second, mask=mask & key)
-                    if ROTARY < DIM:
-                        tl.store(held_at + rest, stay.to(out.dtype.element_ty), mask=rest_mask & key)
+                    for number in tl.static_range(PARTS):
+                        at = ROTARY + number * BLOCK_HALF + dim
+                        stay = _unrotated(source, factors, scale, at, mine & (at < DIM))
+                        tl.store(held_at + at, stay, mask=mine & (at < DIM) & key)
     elif keys is not None:
         wait_for_previous(DEPENDENT)
         own = (part - ROTATED_BLOCKS) * BLOCK_H + lane % BLOCK_H
@@ -220,24 +222,34 @@ def _turn_kernel(
         half = held & (dim < HALF)
         early = tl.load(given + dim, mask=half, other=0.0)
         late = tl.load(given + HALF + dim, mask=half, other=0.0)
-        tail = held & (rest < DIM)
-        if ROTARY < DIM:
-            last = tl.load(given + rest, mask=tail, other=0.0)
         if value_scales is not None:
             most = tl.maximum(_largest(early), _largest(late))
-            if ROTARY < DIM:
-                most = tl.maximum(most, _largest(last))
+            for number in tl.static_range(PARTS):
+                at = ROTARY + number * BLOCK_HALF + dim
+                most = tl.maximum(most, _largest(tl.load(given + at, mask=held & (at < DIM), other=0.0)))
             size = tl.maximum(most / _MAX, 1e-12)
             where = _slot_offset(slots, token, there, scale_page, KV_HEADS, PAGE) + own
             tl.store(value_scales + where, size, mask=there & (own < KV_HEADS))
             factor = (1 / size)[:, None]
             early, late = _to_fp8(early, factor), _to_fp8(late, factor)
-            if ROTARY < DIM:
-                last = _to_fp8(last, factor)
         tl.store(taken + dim, early, mask=half)
         tl.store(taken + HALF + dim, late, mask=half)
-        if ROTARY < DIM:
-            tl.store(taken + rest, last, mask=tail)
+        for number in tl.static_range(PARTS):
+            at = ROTARY + number * BLOCK_HALF + dim
+            last = tl.load(given + at, mask=held & (at < DIM), other=0.0)
+            if value_scales is not None:
+                last = _to_fp8(last, factor)
+            tl.store(taken + at, last, mask=held & (at < DIM))
+
+
+@triton.jit
+def _unrotated(source, factors, scale, at, mask):
+    """Dimensions past the rotary part, normed if there are factors."""
+    value = tl.load(source + at, mask=mask, other=0.0)
+    if factors is not None:
+        factor = tl.load(factors + at, mask=mask, other=0.0).to(tl.float32)
+        value = (value.to(tl.float32) * (scale * factor)).to(value.dtype)
+    return value
 
 
 @triton.jit

@@ -98,6 +98,22 @@ def test_every_name_on_the_dashboard_is_on_the_page():
     assert len(names) > 15 and names <= known, names - known
 
 
+def test_adapters_have_vllms_metric():
+    from slipstream.metrics.prometheus import Metrics
+
+    def line(*lanes):
+        page = Metrics(lambda: (FrontStats(), lanes), "1").text("")[0].decode()
+        return next(line for line in page.splitlines() if line.startswith("vllm:lora_requests_info"))
+
+    own = LaneStats("m", max_loras=4, running_adapters=("law", "sql"), waiting_adapters=("tax",))
+    labels, value = line(LaneStats("other"), own).rsplit(" ", 1)
+    assert labels == (
+        'vllm:lora_requests_info{max_lora="4",running_lora_adapters="law,sql",waiting_lora_adapters="tax"}'
+    )
+    assert float(value) > 1e9, "seconds since 1970"
+    assert line(LaneStats("m")).endswith('{max_lora="0",running_lora_adapters="",waiting_lora_adapters=""} 0.0')
+
+
 def test_drafts_have_vllms_names_and_a_position():
     from slipstream.metrics.prometheus import Metrics
 

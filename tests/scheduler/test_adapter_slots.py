@@ -112,13 +112,13 @@ def test_at_most_max_loras_adapters_run_and_others_overtake():
     plan = bench.scheduler.plan()
     slots.check(plan)
     assert [request.row >= 0 for request in (first, second, third, plain)] == [True, False, True, True]
-    assert plan.adapter_slots.tolist() == [0, 0, -1] and [(load.slot, load.buffer) for load in plan.adapters.loads] == [
-        (0, 0)
-    ]
+    assert plan.adapter_slots.tolist() == [0, 0, -1]
+    assert [(load.slot, load.buffer) for load in plan.adapters.loads] == [(0, 0)]
+    assert bench.scheduler.adapters.names() == (("a",), ("b",))
     bench.executor.launch(plan)
     bench.outputs += bench.scheduler.commit(bench.executor.wait())
     run(bench, slots)
-    assert second.num_output == 8
+    assert second.num_output == 8 and bench.scheduler.adapters.names() == ((), ())
 
 
 def test_an_adapter_that_waits_for_a_slot_is_not_overtaken_for_ever(monkeypatch):

@@ -13,6 +13,8 @@ def lane_stats(name: str, core: EngineCore) -> LaneStats:
     tier = None if cache is None else cache.tier
     drafts = scheduler.drafts.counts if isinstance(scheduler, Scheduler) else None
     pool = cache.groups[0].pool if cache is not None and cache.groups else None
+    adapters = scheduler.adapters
+    running, waiting = ((), ()) if adapters is None else adapters.names()
     return LaneStats(
         name,
         num_steps=core.num_steps,
@@ -38,4 +40,7 @@ def lane_stats(name: str, core: EngineCore) -> LaneStats:
         num_drafts=0 if drafts is None else drafts.num_drafts,
         num_accepted_drafts=0 if drafts is None else drafts.num_accepted,
         accepted_at=() if drafts is None else tuple(drafts.accepted_at),
+        max_loras=0 if adapters is None else adapters.config.max_loras,
+        running_adapters=running,
+        waiting_adapters=waiting,
     )

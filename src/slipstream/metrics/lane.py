@@ -33,6 +33,10 @@ class LaneStats(msgspec.Struct, frozen=True, array_like=True):
     num_accepted_drafts: int = 0
     accepted_at: tuple[int, ...] = ()  # accepted drafts by their position in the row
     replica: int = 0  # index of the core, where several cores run the same models
+    # LoRA adapters
+    max_loras: int = 0  # in one step; 0: the engine takes none
+    running_adapters: tuple[str, ...] = ()  # names of adapters that running requests have
+    waiting_adapters: tuple[str, ...] = ()  # names of adapters that only or also waiting requests have
 
 
 class ReplicaStats(msgspec.Struct, frozen=True, array_like=True):

@@ -4,6 +4,7 @@ Kubernetes gateway use.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -249,12 +250,24 @@ def _vllm_only(models: dict[str, ModelStats], lanes: Sequence[LaneStats]) -> Fam
             success.add_metric((model, "0", reason), count)
     yield success
     yield from _cache_info(lanes)
-    lora = GaugeMetricFamily(
-        "vllm:lora_requests_info", "there are no adapters",
+    yield _lora_info(lanes)
+
+
+def _lora_info(lanes: Sequence[LaneStats]) -> GaugeMetricFamily:
+    """Adapters by name; the value is the time of the scrape, as in vLLM: the newest series is the current one."""
+    info = GaugeMetricFamily(
+        "vllm:lora_requests_info",
+        "LoRA adapters of running and of waiting requests",
         labels=("max_lora", "running_lora_adapters", "waiting_lora_adapters"),
-    )  # fmt: skip
-    lora.add_metric(("0", "", ""), 0)
-    yield lora
+    )
+    own = [lane for lane in lanes if lane.max_loras]
+    running, waiting = (
+        ",".join(sorted({name for lane in own for name in getattr(lane, field)}))
+        for field in ("running_adapters", "waiting_adapters")
+    )
+    most = max((lane.max_loras for lane in own), default=0)
+    info.add_metric((str(most), running, waiting), time.time() if own else 0)
+    return info
 
 
 def _cache_info(lanes: Iterable[LaneStats]) -> Families:

@@ -257,6 +257,13 @@ class Adapters(Generic[R]):
         has_adapters = bool((slots >= 0).any())
         return AdapterPlan(slots if has_adapters else None, loads) if has_adapters or loads else None
 
+    def names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Names of adapters with running requests, and of those with requests that wait."""
+        used = [adapter for adapter in self._known.values() if adapter.num_live]
+        running = {adapter.lora.lora_name for adapter in used if adapter.num_running}
+        waiting = {adapter.lora.lora_name for adapter in used if adapter.num_live > adapter.num_running}
+        return tuple(sorted(running)), tuple(sorted(waiting))
+
     def close(self) -> None:
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)

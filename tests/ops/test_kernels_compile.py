@@ -342,22 +342,23 @@ def hopper():
         triton.compile(source, GPUTarget("cuda", 90, 32), options)
         print(name)
 
-    def build_product(outputs, rows, gate, splits, **constants):
-        kernel = importlib.import_module("slipstream.ops.linear.triton.streaming_hopper")._streaming_kernel
+    def build_product(outputs, rows, gate, splits, more=0, groups=1, **constants):
+        kernel = importlib.import_module("slipstream.ops.linear.triton.streaming_kernel").streaming_kernel
         boxes = {"x": [rows, 64], "weight": [outputs // 2 if gate else outputs, 64]}
+        boxes |= {"more_x": [more, 64]} if more else {}
         x = {
             name: f"tensordesc<bf16{box},{gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16)!r}>"
             for name, box in boxes.items()
         }
         x |= of(HALF, "bias residual norm out weighted") | of(FLOAT, "squares made partials") | {"arrived": INT}
         x |= {"eps": "fp32"}
-        constants |= {"GATE": gate, "SPLITS": splits, "OUTPUTS": outputs, "ROWS": rows, "COPIES": 2, "STAGES": 3}
-        constants |= {"DEPENDENT": True}
+        constants |= {"GATE": gate, "SPLITS": splits, "OUTPUTS": outputs, "ROWS": rows, "COPIES": 2, "STAGES": 2}
+        constants |= {"DEPENDENT": True, "MORE_ROWS": more, "GROUPS": groups} | ({} if more else {"more_x": None})
         signature = {arg: "constexpr" if arg in constants else x.get(arg, "i32") for arg in kernel.arg_names}
         source = GluonASTSource(kernel, signature, constants, {})
-        options = {"num_warps": outputs // 16, "maxnreg": 96 if rows <= 64 else 168}
+        options = {"num_warps": outputs // 16, "maxnreg": 128 if groups == 3 else 96 if rows <= 64 else 168}
         triton.compile(source, GPUTarget("cuda", 90, 32), options)
-        print("_streaming_kernel")
+        print("streaming_kernel")
 
     def build_gate(gate, ahead):
         kernel = importlib.import_module("slipstream.ops.linear.triton.gated_gemm_hopper")._gate_kernel
@@ -396,6 +397,8 @@ def hopper():
     build_product(64, 16, 1, 1, PARTS=20, **added, **whole)
     build_product(64, 64, 0, 3, PARTS=0, squares=None, bias=None)
     build_product(128, 128, 2, 1, PARTS=0, squares=None, bias=None, **added, **whole)
+    build_product(64, 64, 1, 1, 16, 3, PARTS=64, bias=None, **added, **whole)
+    build_product(64, 64, 0, 6, 32, 3, PARTS=0, squares=None, bias=None)
     single = dict(PAGE=16, DEPENDENT=True)
     build("triton.hopper_decode", "_split_kernel", 64, 128, GROUP=3, DIM=128, QUERIES=5, STAGES=3, **single)
     build("triton.hopper_decode", "_split_kernel", 128, 168, GROUP=3, DIM=64, QUERIES=1, STAGES=6, **single)

@@ -12,12 +12,13 @@ from slipstream.ops.activation import gelu_and_mul, gelu_tanh_and_mul, silu_and_
 from slipstream.ops.linear import activated_linear, capability, cublaslt_tuned, dispatch, linear, norm_linear
 from slipstream.ops.linear.dispatch import GELU_GEMM_HOPPER, GemmCall, choose, choose_chain
 
-ROWS = (0, 1, 2, 3, 16, 17, 32, 33, 64, 65, 256, 257, 1023, 1024, 4096)
+ROWS = (0, 1, 2, 3, 16, 17, 32, 33, 64, 65, 96, 97, 256, 257, 1023, 1024, 4096)
 ACTIVATIONS = {"none": None, "silu": silu_and_mul, "gelu_tanh": gelu_tanh_and_mul, "gelu_erf": gelu_and_mul}
 
 # sizes of a weight [out, in]
 SMALL = (4096, 1024)  # up to 8 Mi elements
 LARGE = (16384, 1024)
+WIDE = (24576, 4096)  # 128 programs of 192 outputs for 132 multiprocessors
 SHORT_HEAD = (151_936, 1024)  # the LM head of a small model
 LONG_HEAD = (151_936, 4096)
 UNALIGNED = (1024, 1020)  # rows of 2040 bytes: no TMA
@@ -34,6 +35,9 @@ hopper bfloat16 SMALL       gelu_erf  -    | 0 library, 1024 cublaslt_tuned
 hopper bfloat16 SMALL       gelu_erf  bias | 0 library
 hopper bfloat16 LARGE       none      -    | 0 library, 1 gemv, 3 streaming_hopper, 33 library, 1024 cublaslt_tuned
 hopper bfloat16 LARGE       silu      -    | 0 library, 1 gemv, 3 streaming_hopper, 33 library, 1024 gated_gemm_hopper
+hopper bfloat16 WIDE        none      -    | 0 library, 1 gemv, 3 streaming_hopper, 33 library, 1024 cublaslt_tuned
+hopper bfloat16 WIDE        silu      -    | 0 library, 1 gemv, 3 streaming_hopper, 33 library, 65 streaming_hopper, \
+97 library, 1024 gated_gemm_hopper
 hopper bfloat16 SHORT_HEAD  none      -    | 0 library, 1 gemv, 3 library, 1024 cublaslt_tuned
 hopper bfloat16 SHORT_HEAD  silu      -    | 0 library, 1 gemv, 3 library, 1024 gated_gemm_hopper
 hopper bfloat16 LONG_HEAD   none      -    | 0 library, 1 gemv, 3 streaming_hopper, 33 library, 1024 cublaslt_tuned

@@ -100,19 +100,22 @@ def test_some_rows_equal_the_product(rows, num_in, num_out, gate, splits, kernel
         check(kernels.skinny_mma(x, weight, bias, gate, tile), expect(x, weight, bias, gate))
 
 
-@pytest.mark.parametrize("rows", [3, 16, 32, 33, 64, 65, 128, 129, 256])
+@pytest.mark.parametrize("rows", [3, 16, 32, 33, 64, 65, 96, 128, 129, 256])
 @pytest.mark.parametrize(
-    ("num_out", "num_in"), [(4096, 1024), (1024, 3072), (6144, 4096), (4096, 12288), (576, 1536), (16, 2048)]
+    ("num_out", "num_in"), [(4096, 1024), (1024, 3072), (24576, 4096), (4096, 12288), (576, 1536), (16, 2048)]
 )
 @pytest.mark.parametrize("gate", ["", "silu"])
 def test_tiles_for_hopper_fit(rows, num_out, num_in, gate):
     hopper = pytest.importorskip("slipstream.ops.linear.triton.streaming_hopper", reason="a triton without Gluon")
     tile = hopper.stream_tile(rows, num_out, num_in, gate)
-    of_program = tile.rows or max(16, 1 << (rows - 1).bit_length())
+    first, more = hopper.row_parts(tile, rows)
+    of_program, outputs = first + more, tile.outputs * tile.groups
     stages = hopper.stages_for(tile, of_program)
-    assert stages >= 2 and stages * (tile.outputs + of_program) * tile.copies * 128 <= 227 << 10
-    assert stages * tile.copies * 128 >= tile.outputs * 4  # sums lie where x was
-    blocks, row_blocks = -(-num_out // tile.outputs), -(-rows // of_program)
+    assert stages >= 2 and stages * (outputs + of_program) * tile.copies * 128 <= 227 << 10
+    # sums lie where x was, or where the weights of the block were
+    assert stages * tile.copies * 128 >= (tile.outputs if tile.groups == 1 else first) * 4
+    assert tile.groups == (3 if gate and num_out == 24576 and 64 < rows <= 96 else 1)
+    blocks, row_blocks = -(-num_out // outputs) * tile.groups, -(-rows // of_program)
     assert tile.splits * tile.copies * 64 <= num_in  # none has nothing to do
     assert tile.splits == 1 or blocks * row_blocks <= len(hopper.counters(torch.empty(num_out, 1)))
     assert tile.splits == 1 or blocks * row_blocks * tile.splits <= 2 * hopper.MULTIPROCESSORS
@@ -161,7 +164,7 @@ def test_real_sizes_in_bfloat16(rows, num_in, num_out):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("rows", [3, 33])
+@pytest.mark.parametrize("rows", [3, 33, 70, 95])
 @pytest.mark.parametrize("gate", ["", "silu", "gelu_tanh"])
 def test_odd_sizes_and_splits_on_hopper(rows, gate):
     half = {"device": "cuda", "dtype": torch.bfloat16}
@@ -171,15 +174,15 @@ def test_odd_sizes_and_splits_on_hopper(rows, gate):
         pytest.skip("made for another GPU")
     hopper = importlib.import_module("slipstream.ops.linear.triton.streaming_hopper")
     expected = expect(x, weight, bias, gate)
-    for tile in [(1,), (2,), (5,), (1, 128), (2, 128, 16, 1), (3, 64, 32, 1)]:
+    for tile in [(1,), (2,), (5,), (1, 128), (2, 128, 16, 1), (3, 64, 32, 1), (1, 64, 0, 1, 3), (2, 64, 0, 2, 3)]:
         for _ in range(2):  # the counters of splits are as they were
             found = hopper.streaming_gemm(x, weight, bias, gate, hopper.StreamTile(*tile))
             assert found.shape == expected.shape and (found.double() - expected).norm() / expected.norm() < 5e-3
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("rows", [3, 16, 33, 64, 100, 256])
-@pytest.mark.parametrize("sizes", [(2048, 1024, 3072), (520, 200, 136)])
+@pytest.mark.parametrize("rows", [3, 16, 33, 64, 80, 100, 256])
+@pytest.mark.parametrize("sizes", [(2048, 1024, 3072), (520, 200, 136), (1024, 1024, 12288)])
 def test_a_norm_between_two_products(rows, sizes):
     half = {"device": "cuda", "dtype": torch.bfloat16}
     num_in, size, num_out = sizes

@@ -174,7 +174,7 @@ def test_the_dry_run_uses_every_kernel_size_in_decodes_and_chunks(folder):
         WarmUp(runner, 130, 256, 64, 1).dry_run()
         singles = {len(plan.rows) for plan in seen if not len(plan.tokens)}
         chunks = [plan.total_tokens for plan in seen if len(plan.tokens) and len(plan.rows) < plan.total_tokens]
-        assert singles == {1, 2, 4, 8, 16, 24, 32, 64, 128, 130}
+        assert singles == {1, 2, 4, 8, 16, 24, 32, 64, 80, 96, 128, 130}
         for low, high in zip((0, *KERNEL_SIZES), KERNEL_SIZES, strict=False):
             assert any(low < total <= high for total in chunks), (low, high)
         assert all(plan.num_tokens.max() <= 63 for plan in seen)

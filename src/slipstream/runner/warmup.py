@@ -29,7 +29,7 @@ FEATURES = (
     SamplingParams(temperature=0.8, top_p=0.95, top_k=50),
     SamplingParams(temperature=0.0, logprobs=5),
 )
-KERNEL_SIZES = (2, 16, 32, 64, 128, 256)
+KERNEL_SIZES = (2, 16, 32, 64, 80, 96, 128, 256)
 """Rows or tokens up to which each kernel variant is used: a step of each size uses all variants."""
 ROW_SIZES = (1, 4, 8, 24, *KERNEL_SIZES)
 """The same for variants that are chosen by rows alone."""

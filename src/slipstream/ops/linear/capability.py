@@ -7,6 +7,20 @@ import torch
 from slipstream.ops.hopper import has_hopper_kernels
 
 SMALL_WEIGHT = 8 << 20  # elements; tile sizes and the choice of a kernel change here
+MULTIPROCESSORS = 132  # of an H100 or H200
+WIDE_OUTPUTS = 192  # of a program with three blocks
+MIN_WIDE_ROWS, MAX_WIDE_ROWS = 65, 96
+MIN_WIDE_INPUTS = 2048
+
+
+def fills_wide_programs(rows: int, num_out: int, num_in: int) -> bool:
+    """Whether programs of 192 outputs each keep at least 9 of 10 multiprocessors busy to the end, for a number of rows
+    at which they were measured to be faster than cuBLAS. With fewer outputs per program x would be read as often as the
+    weight."""
+    programs = -(-num_out // WIDE_OUTPUTS)
+    waves = -(-programs // MULTIPROCESSORS)
+    are_busy = num_in >= MIN_WIDE_INPUTS and 10 * programs >= 9 * waves * MULTIPROCESSORS
+    return are_busy and MIN_WIDE_ROWS <= rows <= MAX_WIDE_ROWS
 
 
 def supports_tma(x: torch.Tensor, weight: torch.Tensor) -> bool:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from slipstream.ops.activation import gelu_tanh_and_mul, silu_and_mul
 from slipstream.ops.linear import cublaslt_tuned, native, reference
-from slipstream.ops.linear.capability import SMALL_WEIGHT, supports_tma
+from slipstream.ops.linear.capability import SMALL_WEIGHT, fills_wide_programs, supports_tma
 from slipstream.ops.linear.unnormalized import Chain
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
@@ -85,6 +85,8 @@ def _accepts_gemv(call: GemmCall) -> bool:
 
 
 def _accepts_streaming_hopper(call: GemmCall) -> bool:
+    if call.activation is not None and fills_wide_programs(len(call.x), *call.weight.shape):
+        return _has_fused_epilogue(call) and supports_tma(call.x, call.weight)
     return (
         0 < len(call.x) <= MAX_STREAMED_ROWS
         and _has_fused_epilogue(call)

@@ -1,0 +1,378 @@
+"""The kernel of `streaming_hopper.py`, in Gluon: one warp loads weights and x by TMA, the others multiply.
+
+A program computes GROUPS blocks, 1 or 3, of OUTPUTS outputs for the same rows. Each block has consumer warps of its
+own (a warpgroup per 64 outputs), and all blocks read the same tiles of x: a program with three blocks loads a third of
+the x bytes per weight byte. The rows of a program are ROWS and, if not 0, MORE_ROWS: shapes in Gluon are powers of
+two, and 80 rows as 64 + 16 load no padding. Compiled by `tests/ops/test_kernels_compile.py`, run by `pytest -m cuda`.
+"""
+
+from __future__ import annotations
+
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from slipstream.ops.pdl import release_next, wait_for_previous
+
+WIDTH = gl.constexpr(64)  # inputs per TMA copy: 128 bytes
+FETCH_REGISTERS = gl.constexpr(24)
+GROUP_REGISTERS = gl.constexpr(152)  # per consumer thread of a program with three blocks
+
+
+# grid: (blocks of rows, groups of blocks of outputs, splits)
+@gluon.jit(do_not_specialize=["num_rows"])
+def streaming_kernel(
+    x,  # descriptor, boxes of ROWS x WIDTH
+    more_x,  # the same matrix, boxes of MORE_ROWS x WIDTH; None if there are no more rows
+    weight,
+    squares,
+    eps,
+    bias,
+    residual,
+    norm,
+    out,
+    weighted,
+    made,
+    partials,
+    arrived,
+    num_rows,
+    num_out,
+    num_in,
+    num_steps,
+    split_steps,
+    PARTS: gl.constexpr,
+    GATE: gl.constexpr,
+    SPLITS: gl.constexpr,
+    OUTPUTS: gl.constexpr,
+    GROUPS: gl.constexpr,
+    ROWS: gl.constexpr,
+    MORE_ROWS: gl.constexpr,
+    COPIES: gl.constexpr,
+    STAGES: gl.constexpr,
+    DEPENDENT: gl.constexpr,
+):
+    release_next(DEPENDENT)
+    SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([OUTPUTS, WIDTH], weight.dtype)
+    TILES: gl.constexpr = STAGES * COPIES
+    first = gl.allocate_shared_memory(weight.dtype, [TILES, OUTPUTS, WIDTH], SHARED)
+    second = first
+    third = first
+    if GROUPS == 3:
+        second = gl.allocate_shared_memory(weight.dtype, [TILES, OUTPUTS, WIDTH], SHARED)
+        third = gl.allocate_shared_memory(weight.dtype, [TILES, OUTPUTS, WIDTH], SHARED)
+    xs = gl.allocate_shared_memory(weight.dtype, [TILES, ROWS, WIDTH], SHARED)
+    more_xs = xs
+    if MORE_ROWS:
+        more_xs = gl.allocate_shared_memory(weight.dtype, [TILES, MORE_ROWS, WIDTH], SHARED)
+    there, used = _make_barriers(STAGES, 1), _make_barriers(STAGES, GROUPS)
+    fence_async_shared()
+    begin = gl.program_id(2) * split_steps
+    count = gl.minimum(split_steps, num_steps - begin)
+    inputs = (xs, more_xs, there, used)
+    given = (squares, eps, num_in, bias, residual, norm, num_rows, num_out)
+    results = (out, weighted, made, partials, arrived)
+    TILE: gl.constexpr = (OUTPUTS, GROUPS, ROWS, MORE_ROWS, COPIES, STAGES)
+    fetched = ((first, second, third), inputs, x, more_x, weight, num_out, begin, count, GATE, TILE, DEPENDENT)
+    if GROUPS == 1:
+        gl.warp_specialize(
+            [
+                (_compute, (first, 0, inputs, given, results, count, PARTS, GATE, SPLITS, TILE, DEPENDENT)),
+                (_fetch, fetched),
+            ],
+            [1],
+            [FETCH_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_compute, (first, 0, inputs, given, results, count, PARTS, GATE, SPLITS, TILE, DEPENDENT)),
+                (_compute, (second, 1, inputs, given, results, count, PARTS, GATE, SPLITS, TILE, DEPENDENT)),
+                (_compute, (third, 2, inputs, given, results, count, PARTS, GATE, SPLITS, TILE, DEPENDENT)),
+                (_fetch, fetched),
+            ],
+            [4, 4, 1],
+            [GROUP_REGISTERS, GROUP_REGISTERS, FETCH_REGISTERS],
+        )
+
+
+@gluon.jit
+def _make_barriers(STAGES: gl.constexpr, COUNT: gl.constexpr):
+    barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(barriers.index(stage), count=COUNT)
+    return barriers
+
+
+@gluon.jit
+def _fetch(
+    weights,
+    inputs,
+    x,
+    more_x,
+    weight,
+    num_out,
+    begin,
+    count,
+    GATE: gl.constexpr,
+    TILE: gl.constexpr,
+    DEPENDENT: gl.constexpr,
+):
+    """The producer warp: loads weights until the pipeline is full, then x when it is ready, then the rest of both."""
+    STAGES: gl.constexpr = TILE[5]
+    xs, more_xs, there, used = inputs
+    ready = gl.minimum(count, STAGES)
+    for step in range(ready):
+        _copy_weight(weight, weights, there, begin + step, step, num_out, GATE, TILE)
+    wait_for_previous(DEPENDENT)
+    for step in range(ready):
+        _copy_x(x, more_x, xs, more_xs, there, begin + step, step, TILE)
+    for step in range(ready, count):
+        stage = step % STAGES
+        mbarrier.wait(used.index(stage), (step // STAGES & 1) ^ 1)
+        _copy_weight(weight, weights, there, begin + step, stage, num_out, GATE, TILE)
+        _copy_x(x, more_x, xs, more_xs, there, begin + step, stage, TILE)
+
+
+@gluon.jit
+def _copy_weight(weight, weights, there, step, stage, num_out, GATE: gl.constexpr, TILE: gl.constexpr):
+    """Starts the weight copies of one stage. The barrier of the stage counts the bytes of x too."""
+    OUTPUTS: gl.constexpr = TILE[0]
+    GROUPS: gl.constexpr = TILE[1]
+    ALL_ROWS: gl.constexpr = TILE[2] + TILE[3]
+    COPIES: gl.constexpr = TILE[4]
+    HALF: gl.constexpr = OUTPUTS // 2
+    bar = there.index(stage)
+    mbarrier.expect(bar, COPIES * (GROUPS * OUTPUTS + ALL_ROWS) * WIDTH * 2)
+    for part in gl.static_range(COPIES):
+        k = (step * COPIES + part) * WIDTH
+        for group in gl.static_range(GROUPS):
+            block = gl.program_id(1) * GROUPS + group
+            target = weights[group].index(stage * COPIES + part)
+            if GATE:
+                # gate rows, and below them the up rows of the same outputs
+                tma.async_copy_global_to_shared(weight, [block * HALF, k], bar, target.slice(0, HALF))
+                tma.async_copy_global_to_shared(weight, [num_out + block * HALF, k], bar, target.slice(HALF, HALF))
+            else:
+                tma.async_copy_global_to_shared(weight, [block * OUTPUTS, k], bar, target)
+
+
+@gluon.jit
+def _copy_x(x, more_x, xs, more_xs, there, step, stage, TILE: gl.constexpr):
+    ROWS: gl.constexpr = TILE[2]
+    MORE_ROWS: gl.constexpr = TILE[3]
+    COPIES: gl.constexpr = TILE[4]
+    row = gl.program_id(0) * (ROWS + MORE_ROWS)
+    for part in gl.static_range(COPIES):
+        k = (step * COPIES + part) * WIDTH
+        tma.async_copy_global_to_shared(x, [row, k], there.index(stage), xs.index(stage * COPIES + part))
+        if MORE_ROWS:
+            target = more_xs.index(stage * COPIES + part)
+            tma.async_copy_global_to_shared(more_x, [row + ROWS, k], there.index(stage), target)
+
+
+@gluon.jit
+def _compute(
+    ws,
+    GROUP: gl.constexpr,
+    inputs,
+    given,
+    results,
+    count,
+    PARTS: gl.constexpr,
+    GATE: gl.constexpr,
+    SPLITS: gl.constexpr,
+    TILE: gl.constexpr,  # OUTPUTS, GROUPS, ROWS, MORE_ROWS, COPIES, STAGES
+    DEPENDENT: gl.constexpr,
+):
+    """The consumer warps of one block, one per 16 outputs: MMA and epilogue."""
+    OUTPUTS: gl.constexpr = TILE[0]
+    GROUPS: gl.constexpr = TILE[1]
+    ROWS: gl.constexpr = TILE[2]
+    MORE_ROWS: gl.constexpr = TILE[3]
+    COPIES: gl.constexpr = TILE[4]
+    STAGES: gl.constexpr = TILE[5]
+    xs, more_xs, there, used = inputs
+    partials, arrived = results[3], results[4]
+    WARPS: gl.constexpr = OUTPUTS // 16
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, ROWS, 16])
+    MORE_SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, MORE_ROWS or ROWS, 16])
+    block = gl.program_id(1) * GROUPS + GROUP
+    row = gl.program_id(0) * (ROWS + MORE_ROWS)
+    wait_for_previous(DEPENDENT)
+    if GROUPS == 1:  # loaded while x is; three blocks have no registers for them
+        operands = _load_operands(given, row, block, PARTS, GATE, OUTPUTS, ROWS)
+        if MORE_ROWS:
+            more_operands = _load_operands(given, row + ROWS, block, PARTS, GATE, OUTPUTS, MORE_ROWS)
+    acc = gl.zeros([OUTPUTS, ROWS], gl.float32, SUMS)
+    if MORE_ROWS:
+        more_acc = gl.zeros([OUTPUTS, MORE_ROWS], gl.float32, MORE_SUMS)
+    for step in range(count):
+        stage = step % STAGES
+        mbarrier.wait(there.index(stage), step // STAGES & 1)
+        for copy in gl.static_range(COPIES):
+            index = stage * COPIES + copy
+            acc = warpgroup_mma(ws.index(index), xs.index(index).permute((1, 0)), acc, is_async=True)
+            if MORE_ROWS:
+                more_acc = warpgroup_mma(ws.index(index), more_xs.index(index).permute((1, 0)), more_acc, is_async=True)
+        # the MMAs of this step are in flight, those of the previous step are complete
+        if MORE_ROWS:
+            acc, more_acc = warpgroup_mma_wait(2 * COPIES, deps=(acc, more_acc))
+        else:
+            acc = warpgroup_mma_wait(COPIES, deps=(acc,))
+        if (step > 0) & (step + STAGES <= count):  # the producer waits for this stage
+            mbarrier.arrive(used.index((step - 1) % STAGES), count=1)
+    if MORE_ROWS:
+        acc, more_acc = warpgroup_mma_wait(0, deps=(acc, more_acc))
+    else:
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+
+    gl.thread_barrier()  # all warps of the block have read: shared memory is reused for the sums
+    # x is shared by all blocks of the program, the weights are the block's own
+    free = xs if GROUPS == 1 else ws
+    if SPLITS > 1:
+        ALL: gl.constexpr = OUTPUTS * (ROWS + MORE_ROWS)
+        number = block * gl.num_programs(0) + gl.program_id(0)
+        numbers = gl.num_programs(0) * gl.num_programs(1) * GROUPS
+        where = partials + _offsets(OUTPUTS, ROWS, SUMS)
+        start = (gl.program_id(2) * numbers + number).to(gl.int64) * ALL
+        gl.store(where + start, acc)
+        if MORE_ROWS:
+            more_where = partials + OUTPUTS * ROWS + _offsets(OUTPUTS, MORE_ROWS, MORE_SUMS)
+            gl.store(more_where + start, more_acc)
+        # all threads store their partial sums before one increments the counter
+        gl.thread_barrier()
+        is_last = gl.atomic_add(arrived + number, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
+        gl.thread_barrier()
+        if is_last:
+            acc = gl.zeros([OUTPUTS, ROWS], gl.float32, SUMS)
+            for split in gl.static_range(SPLITS):
+                acc += gl.load(where + (split * numbers + number).to(gl.int64) * ALL, cache_modifier=".cg")
+            gl.store(arrived + number, 0)
+            if GROUPS > 1:
+                operands = _load_operands(given, row, block, PARTS, GATE, OUTPUTS, ROWS)
+            _finish(acc, operands, free, given, results, row, block, GATE, OUTPUTS, GROUPS, ROWS)
+            if MORE_ROWS:
+                more_acc = gl.zeros([OUTPUTS, MORE_ROWS], gl.float32, MORE_SUMS)
+                for split in gl.static_range(SPLITS):
+                    start = (split * numbers + number).to(gl.int64) * ALL
+                    more_acc += gl.load(more_where + start, cache_modifier=".cg")
+                if GROUPS > 1:
+                    more_operands = _load_operands(given, row + ROWS, block, PARTS, GATE, OUTPUTS, MORE_ROWS)
+                gl.thread_barrier()  # the sums of the first rows have been read
+                _finish(
+                    more_acc, more_operands, free, given, results, row + ROWS, block, GATE, OUTPUTS, GROUPS, MORE_ROWS
+                )
+    else:
+        if GROUPS > 1:
+            operands = _load_operands(given, row, block, PARTS, GATE, OUTPUTS, ROWS)
+        _finish(acc, operands, free, given, results, row, block, GATE, OUTPUTS, GROUPS, ROWS)
+        if MORE_ROWS:
+            if GROUPS > 1:
+                more_operands = _load_operands(given, row + ROWS, block, PARTS, GATE, OUTPUTS, MORE_ROWS)
+            gl.thread_barrier()  # the sums of the first rows have been read
+            _finish(more_acc, more_operands, free, given, results, row + ROWS, block, GATE, OUTPUTS, GROUPS, MORE_ROWS)
+
+
+@gluon.jit
+def _offsets(OUTPUTS: gl.constexpr, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Offsets of partial sums, adjacent outputs side by side."""
+    output = gl.expand_dims(gl.arange(0, OUTPUTS, gl.SliceLayout(1, LAYOUT)), 1)
+    return output + gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(0, LAYOUT)) * OUTPUTS, 0)
+
+
+@gluon.jit
+def _target(given, first_row, block, GATE: gl.constexpr, OUTPUTS: gl.constexpr, ROWS: gl.constexpr):
+    """Rows and outputs of a part of a block, offsets of its results, and their mask."""
+    num_rows, num_out = given[6], given[7]
+    SIZE: gl.constexpr = OUTPUTS // 2 if GATE else OUTPUTS
+    # adjacent lanes hold adjacent outputs, as out is laid out
+    BY_ROW: gl.constexpr = gl.BlockedLayout([2 if SIZE >= 64 else 1, 1], [32, 1], [1, OUTPUTS // 16], [0, 1])
+    row = first_row + gl.arange(0, ROWS, gl.SliceLayout(0, BY_ROW))
+    own = block * SIZE + gl.arange(0, SIZE, gl.SliceLayout(1, BY_ROW))
+    mask = gl.expand_dims(own < num_out, 1) & gl.expand_dims(row < num_rows, 0)
+    return row, own, gl.expand_dims(row * num_out, 0) + gl.expand_dims(own, 1), mask
+
+
+@gluon.jit
+def _load_operands(
+    given,
+    first_row,
+    block,
+    PARTS: gl.constexpr,
+    GATE: gl.constexpr,
+    OUTPUTS: gl.constexpr,
+    ROWS: gl.constexpr,
+):
+    """Loads the results of earlier kernels for the epilogue: partial sums of squares, and the residual."""
+    squares, residual, num_rows = given[0], given[4], given[6]
+    row, own, target, mask = _target(given, first_row, block, GATE, OUTPUTS, ROWS)
+    parts = row  # unused without squares
+    added = row  # unused without a residual
+    if squares is not None:
+        part = gl.expand_dims(gl.arange(0, triton.next_power_of_2(PARTS), gl.SliceLayout(1, mask.type.layout)), 1)
+        padded_row = gl.expand_dims(row, 0)
+        parts = gl.load(squares + padded_row * PARTS + part, mask=(part < PARTS) & (padded_row < num_rows), other=0.0)
+    if residual is not None:
+        added = gl.load(residual + target, mask=mask, other=0.0)
+    return parts, added
+
+
+@gluon.jit
+def _finish(
+    acc,
+    operands,
+    free,
+    given,
+    results,
+    first_row,
+    block,
+    GATE: gl.constexpr,
+    OUTPUTS: gl.constexpr,
+    GROUPS: gl.constexpr,
+    ROWS: gl.constexpr,
+):
+    """The epilogue of ROWS rows of a block, through the shared memory `free`: adjacent lanes store adjacent outputs."""
+    squares, eps, num_in, bias, residual, norm, num_rows, num_out = given
+    out, weighted, made, partials, arrived = results
+    parts, added = operands
+    row, own, target, mask = _target(given, first_row, block, GATE, OUTPUTS, ROWS)
+    BY_ROW: gl.constexpr = mask.type.layout
+    SIZE: gl.constexpr = OUTPUTS // 2 if GATE else OUTPUTS
+    inside = own < num_out
+    sums = free._reinterpret(gl.float32, [OUTPUTS, ROWS], gl.SwizzledSharedLayout(8, 2, 4, [0, 1]))
+    sums.store(acc)
+    gl.thread_barrier()
+    result = sums.slice(0, SIZE).load(BY_ROW)
+    if squares is not None:
+        scale = gl.expand_dims(gl.rsqrt(gl.sum(parts, 0) / num_in + eps), 0)
+        result *= scale
+    if bias is not None:
+        result += gl.expand_dims(gl.load(bias + own, mask=inside, other=0.0).to(gl.float32), 1)
+    if GATE:
+        up = sums.slice(SIZE, SIZE).load(BY_ROW)
+        if squares is not None:
+            up *= scale
+        if bias is not None:
+            up += gl.expand_dims(gl.load(bias + num_out + own, mask=inside, other=0.0).to(gl.float32), 1)
+        slope = result
+        if GATE == 2:
+            # (1 + tanh(z)) / 2 = sigmoid(2z), with z = sqrt(2 / pi) (x + 0.044715 x^3)
+            slope = 1.5957691216057308 * (result + 0.044715 * result * result * result)
+        result = result / (1.0 + gl.exp(-slope)) * up
+    if residual is not None:
+        result += added.to(gl.float32)
+    rounded = result.to(out.dtype.element_ty)
+    gl.store(out + target, rounded, mask=mask)
+    if norm is not None:
+        value = rounded.to(gl.float32)
+        factor = gl.expand_dims(gl.load(norm + own, mask=inside, other=0.0).to(gl.float32), 1)
+        gl.store(weighted + target, (value * factor).to(out.dtype.element_ty), mask=mask)
+        total = gl.sum(value * value, 0)
+        gl.store(made + row * (gl.num_programs(1) * GROUPS) + block, total, mask=row < num_rows)

@@ -155,6 +155,23 @@ def test_an_aborted_request_leaves_no_slot_behind(folder, peer, monkeypatch):
         assert engine.cache.tier.reserve([bytes([n]) * 16 for n in range(4)])
 
 
+def test_a_producer_that_was_started_again_is_asked_again(folder, wanted):
+    with make(folder, "kv_producer", kv_port=0) as llm:
+        llm.generate(PROMPTS[:1], PREFILL)
+        port = llm.core.handoff.server.port
+        consumer = make(folder, "kv_consumer", kv_peers=[f"127.0.0.1:{port}"])
+        consumer.generate(PROMPTS[:1], GREEDY)
+    with consumer, make(folder, "kv_producer", kv_port=port) as llm:
+        llm.generate(PROMPTS[1:2], PREFILL)
+        (result,) = consumer.generate(PROMPTS[1:2], GREEDY)
+        assert result.outputs[0].token_ids == wanted[1] and result.num_cached_tokens == 36
+
+
+def test_replicas_cannot_serve_pages_at_one_port(folder):
+    with pytest.raises(InvalidOption, match="2 replicas"):
+        make(folder, "kv_producer", kv_port=0, data_parallel_size=2)
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [

@@ -250,7 +250,7 @@ def settle(options: Options, located: LocatedModel, info: ModelInfo) -> EngineCo
         ),
     )
     config = resolve(options, info, source, groups, dtype, machine, pooling, states, draft, adapters)
-    check_tier(config)
+    check_tier(config, options.data_parallel_size)
     check_rank_config(config, is_low_bit=stays_low_bit(config.model, machine.kind))
     return config
 

@@ -110,12 +110,17 @@ class _Peer:
         self._idle: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
 
     def open(self) -> socket.socket:
-        try:
-            return self._idle.get_nowait()
-        except queue.Empty:
-            connection = socket.create_connection(self.address, _CONNECT_SECONDS)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            return connection
+        while True:
+            try:
+                connection = self._idle.get_nowait()
+            except queue.Empty:
+                break
+            if _is_alive(connection):
+                return connection
+            connection.close()  # the peer was started again
+        connection = socket.create_connection(self.address, _CONNECT_SECONDS)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return connection
 
     def keep(self, connection: socket.socket) -> None:
         self._idle.put(connection)
@@ -126,3 +131,15 @@ class _Peer:
                 self._idle.get_nowait().close()
             except queue.Empty:
                 return
+
+
+def _is_alive(connection: socket.socket) -> bool:
+    """Whether an idle connection can be used: the peer has sent nothing, not even its end."""
+    connection.settimeout(0)
+    try:
+        connection.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    return False

@@ -6,7 +6,7 @@ from slipstream.config.config import EngineConfig
 from slipstream.errors import InvalidOption
 
 
-def check_tier(config: EngineConfig) -> None:
+def check_tier(config: EngineConfig, num_replicas: int = 1) -> None:
     """Raises InvalidOption if kv_offloading_size or kv_transfer_config is set and the engine cannot use it."""
     cache, name = config.cache, config.model.name
     if not cache.tier_bytes:
@@ -16,6 +16,10 @@ def check_tier(config: EngineConfig) -> None:
         raise InvalidOption(
             f"kv_transfer_config: {name} has two sets of rope factors, whose pages differ; remove it, or lower "
             "max_model_len to the original length"
+        )
+    if config.transfer is not None and config.transfer.listen is not None and num_replicas > 1:
+        raise InvalidOption(
+            f"kv_transfer_config: {num_replicas} replicas would serve pages at one port; start a server for each"
         )
     if not cache.groups:
         raise InvalidOption(f"{option} is for models with a KV cache, and {name} has none; remove it")

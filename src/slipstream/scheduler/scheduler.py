@@ -286,7 +286,7 @@ class Scheduler:
         while budget.tokens and budget.rows:
             # every running row may need a page in each step that is launched before a result is committed
             watermark = self.num_running * (self.config.depth + 1)
-            if cache.num_free <= watermark:
+            if cache.num_free <= watermark or (builder and cache.has_enough_loads):
                 return
             request = self._waiting.first()
             if request is None and self.refill is not None and self.refill(1):

@@ -100,6 +100,20 @@ def test_stores_beyond_the_region_wait_for_a_later_plan(monkeypatch: pytest.Monk
     assert sum(stored) == 5 and max(stored) == 1
 
 
+def test_a_plan_with_many_loads_admits_no_more_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier_module, "MAX_LOAD_BYTES", 1)
+    bench = Bench(num_pages=20, tier=10.0)
+    run_all(bench, LONG)
+    requests = [bench.submit(prompt, max_tokens=2)[0] for prompt in LONG[:2]]
+    first, second = bench.plan(), bench.plan()
+    assert first is not None and second is not None
+    for plan in (first, second):
+        assert plan.tier is not None and len(plan.admitted) == 1 and len(plan.tier.loads) == 4
+    bench.run()
+    for request in requests:
+        bench.check_tokens(request)
+
+
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize("seed", range(6))
 def test_random_runs_with_few_pages_change_no_tokens(seed: int, depth: int) -> None:

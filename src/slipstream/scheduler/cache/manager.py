@@ -114,6 +114,11 @@ class CacheManager:
         length, branch = matching.num_pages * self.page_size, matching.branch * self.page_size
         return Hit(length, matching.pages, branch=branch if self.groups else 0, checkpoint=matching.checkpoint)
 
+    @property
+    def has_enough_loads(self) -> bool:
+        """Whether the plan under construction loads so many pages that no more requests should be admitted."""
+        return self.tier is not None and self.tier.has_enough_loads
+
     def import_pages(self, request: Request) -> WaitFor:
         """Ask other engines for pages of a new request. Returns what it must wait for."""
         if self.imports is None:

@@ -26,6 +26,9 @@ from slipstream.scheduler.cache.paged import held_pages
 from slipstream.scheduler.cache.pages import PagePool
 from slipstream.step import Ints, TierPlan
 
+MAX_LOAD_BYTES = 2**29
+"""Loads of one plan, after which no more requests are admitted: all rows of the step wait for them (about 10 ms)."""
+
 _NO_COPIES: Ints = np.zeros((0, 3), np.int32)
 
 
@@ -68,6 +71,12 @@ class CacheTier:
     @property
     def num_groups(self) -> int:
         return len(self._groups)
+
+    @property
+    def has_enough_loads(self) -> bool:
+        """Whether the plan under construction should load no more pages."""
+        loads = zip(self._slots, self._page_bytes, strict=True)
+        return sum(len(slots.loads) * size for slots, size in loads) >= MAX_LOAD_BYTES
 
     def fetch(self, matching: Matching) -> bool:
         """Plan loads of the pages behind the matched prefix of a request. Returns whether there are any: then the

@@ -155,14 +155,15 @@ def quantized():
 
 def rows(num_bytes, step):
     table = dict(BYTES=num_bytes, GROUP=num_bytes, GROUPS=1, HALF=0, ZERO=0, STEP=step, RUN=step, SCALING=2, EVEN=True)
-    return table | dict(zeros=None, minima=None, codebook=None)
+    return table | dict(zeros=None, minima=None, codebook=None, FP4=False, PTX=False)
 
 
 def blocks(num_bytes, group, step, half=0, with_=""):
     run = min(group, half or step)
     scaling = int(run == step and with_ != "minima")
     table = rows(num_bytes, step) | dict(GROUP=group, GROUPS=32, RUN=run, SCALING=scaling, EVEN=num_bytes % step == 0)
-    return {name: value for name, value in table.items() if name != with_} | dict(HALF=half)
+    others = dict(HALF=half, PTX=bool(half) and with_ != "codebook")
+    return {name: value for name, value in table.items() if name != with_} | others
 
 
 def quantized_experts():
@@ -178,7 +179,7 @@ def quantized_experts():
     plain = dict(x_scale=None)
     build(moe, "_quantized_grouped_kernel", fp8 | {"x": HALF}, **out, **tile, **plain, **rows(768, 128))
     four = x | {"values": BYTE}
-    mxfp4, awq = blocks(1440, 32, 64, 32, "codebook"), blocks(1024, 128, 64, 64, "zeros")
+    mxfp4, awq = blocks(1440, 32, 64, 32, "codebook") | dict(FP4=True), blocks(1024, 128, 64, 64, "zeros")
     clamped = dict(TOP_K=4, INWARD=True, GATED=True, GATE=2, pair_weights=None)
     build(moe, "_quantized_grouped_kernel", four, order=None, **clamped, **tile, **plain, **mxfp4)
     build(moe, "_quantized_grouped_kernel", four, **clamped, **many, **plain, **mxfp4)

@@ -36,7 +36,7 @@ def make_matrix(kind: str, rows: int, columns: int, device: torch.device) -> Qua
     elif kind == "mxfp4":
         scale, codebook = 2 ** torch.randint(-6, -3, scale.shape).float(), torch.cat([E2M1, -E2M1])
     tables = [None if t is None else t.to(device) for t in (values, scale, zeros, minima, codebook)]
-    return QuantizedMatrix(tables[0], tables[1], tables[2], 0, *tables[3:])
+    return QuantizedMatrix(tables[0], tables[1], tables[2], 0, *tables[3:], kind == "mxfp4")
 
 
 def make(kind: str, tokens: int, device: torch.device, hidden: int = 96, inner: int = 64, experts: int = 3):
@@ -88,6 +88,16 @@ def test_references_dequantise(version: str) -> None:
     given = make("int4 zeros", 6, torch.device("cpu"))
     module = reference if version == "reference" else host
     check(module.expert_mlp(*given), expect(*given))
+
+
+def test_any_codebook(kernel_device: torch.device) -> None:
+    """As NF4 has one: the same numbers as a table, in another order."""
+    from slipstream.ops.moe import triton
+
+    x, routing, *stacks = make("mxfp4", 3, kernel_device)
+    codebook = stacks[0].matrix.codebook.flip(0).contiguous()
+    stacks = [stack._replace(matrix=stack.matrix._replace(codebook=codebook, is_fp4=False)) for stack in stacks]
+    check(triton.expert_mlp(x, routing, *stacks), expect(x, routing, *stacks))
 
 
 def test_clamped_gates_and_biases(kernel_device: torch.device) -> None:

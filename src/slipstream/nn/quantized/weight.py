@@ -92,7 +92,8 @@ class QuantizedWeight(Weight):
     @property
     def matrix(self) -> QuantizedMatrix:
         zero = zero_of(self.format.quantization)
-        return QuantizedMatrix(self.values, self.scale, self.zeros, zero, codebook=self.codebook)
+        is_fp4 = self.format.quantization.method == "mxfp4"
+        return QuantizedMatrix(self.values, self.scale, self.zeros, zero, None, self.codebook, is_fp4)
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return self._multiply(x, bias, None)

@@ -25,6 +25,7 @@ class QuantizedMatrix(NamedTuple):
     zero: int = 0
     minima: torch.Tensor | None = None  # [rows, groups] float32 or float16
     codebook: torch.Tensor | None = None  # [16] float32
+    is_fp4: bool = False  # the codebook has the numbers of FP4 (e2m1)
 
     @property
     def is_4_bit(self) -> bool:

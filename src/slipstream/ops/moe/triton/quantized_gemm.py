@@ -18,9 +18,11 @@ from slipstream.ops.pdl import dependent, release_next, wait_for_previous
 from slipstream.ops.quantized.matrix import QuantizedExperts
 from slipstream.ops.quantized.triton.expand import (
     ROW_SUMS,
+    add_halves,
     add_step,
     constants_of,
     first_columns,
+    load_factor,
     load_inputs,
     load_numbers,
     step_of,
@@ -73,7 +75,7 @@ def multiply_quantized(
         GATE=GATES.index(gate or "silu"),
         PAIRS=tile.pairs,
         OUTPUTS=tile.outputs,
-        **constants_of(weight, step),
+        **constants_of(weight, step, x),
         num_warps=tile.warps,
         num_stages=tile.stages,
         **dependent(x.device, len(routing.ids)),
@@ -114,6 +116,8 @@ def _quantized_grouped_kernel(
     RUN: tl.constexpr,
     SCALING: tl.constexpr,
     EVEN: tl.constexpr,
+    FP4: tl.constexpr,
+    PTX: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     release_next(DEPENDENT)
@@ -134,42 +138,49 @@ def _quantized_grouped_kernel(
     mask = there[None, :]
     total = tl.zeros((OUTPUTS, PAIRS), tl.float32)
     ups = tl.zeros((OUTPUTS, PAIRS), tl.float32)
+    COLUMNS: tl.constexpr = 2 * STEP if HALF else STEP  # of a step
+    IS_SPLIT: tl.constexpr = HALF > 0 and GROUP < 2 * HALF  # the halves of a step have scales of their own
+    up_entry = entry + below * GROUPS
+    ahead = load_factor(scale, entry, 0, GROUP, GROUPS, SCALING)
+    ahead_high = load_factor(scale, entry, HALF, GROUP, GROUPS, SCALING) if IS_SPLIT else ahead
+    ahead_up = load_factor(scale, up_entry, 0, GROUP, GROUPS, SCALING) if GATED else ahead
+    ahead_up_high = load_factor(scale, up_entry, HALF, GROUP, GROUPS, SCALING) if GATED and IS_SPLIT else ahead_up
     for first in range(0, BYTES, STEP):
+        factor, factor_high, up_factor, up_factor_high = ahead, ahead_high, ahead_up, ahead_up_high
+        next_column = first // STEP * COLUMNS + COLUMNS
+        ahead = load_factor(scale, entry, next_column, GROUP, GROUPS, SCALING)
+        ahead_high = load_factor(scale, entry, next_column + HALF, GROUP, GROUPS, SCALING) if IS_SPLIT else ahead
+        if GATED:
+            ahead_up = load_factor(scale, up_entry, next_column, GROUP, GROUPS, SCALING)
+            ahead_up_high = (
+                load_factor(scale, up_entry, next_column + HALF, GROUP, GROUPS, SCALING) if IS_SPLIT else ahead_up
+            )
         q = load_numbers(weights, first, STEP, BYTES, EVEN)
         if HALF:
             column = 2 * first
             low = load_inputs(inputs, first, column, mask, STEP, BYTES, EVEN)
             high = load_inputs(inputs, first, column + HALF, mask, STEP, BYTES, EVEN)
-            total = add_step(
-                total, q & 15, low, entry, column, scale, zeros, minima, codebook,
-                True, ZERO, GROUP, GROUPS, HALF, RUN, STEP, SCALING,
-            )  # fmt: skip
-            total = add_step(
-                total, q >> 4, high, entry, column + HALF, scale, zeros, minima, codebook,
-                True, ZERO, GROUP, GROUPS, HALF, RUN, STEP, SCALING,
+            total = add_halves(
+                total, q, low, high, entry, column, factor, factor_high, scale, zeros, minima, codebook,
+                ZERO, GROUP, GROUPS, HALF, RUN, STEP, SCALING, FP4, PTX,
             )  # fmt: skip
             if GATED:
                 q = load_numbers(weights + below * BYTES, first, STEP, BYTES, EVEN)
-                up_entry = entry + below * GROUPS
-                ups = add_step(
-                    ups, q & 15, low, up_entry, column, scale, zeros, minima, codebook,
-                    True, ZERO, GROUP, GROUPS, HALF, RUN, STEP, SCALING,
-                )  # fmt: skip
-                ups = add_step(
-                    ups, q >> 4, high, up_entry, column + HALF, scale, zeros, minima, codebook,
-                    True, ZERO, GROUP, GROUPS, HALF, RUN, STEP, SCALING,
+                ups = add_halves(
+                    ups, q, low, high, up_entry, column, up_factor, up_factor_high, scale, zeros, minima, codebook,
+                    ZERO, GROUP, GROUPS, HALF, RUN, STEP, SCALING, FP4, PTX,
                 )  # fmt: skip
         else:
             part = load_inputs(inputs, first, first, mask, STEP, BYTES, EVEN)
             total = add_step(
-                total, q, part, entry, first, scale, zeros, minima, codebook,
-                False, ZERO, GROUP, GROUPS, HALF, RUN, STEP, SCALING,
+                total, q, part, entry, first, factor, scale, zeros, minima, codebook,
+                ZERO, GROUP, GROUPS, HALF, RUN, STEP, SCALING, FP4,
             )  # fmt: skip
             if GATED:
                 q = load_numbers(weights + below * BYTES, first, STEP, BYTES, EVEN)
                 ups = add_step(
-                    ups, q, part, entry + below * GROUPS, first, scale, zeros, minima, codebook,
-                    False, ZERO, GROUP, GROUPS, HALF, RUN, STEP, SCALING,
+                    ups, q, part, up_entry, first, up_factor, scale, zeros, minima, codebook,
+                    ZERO, GROUP, GROUPS, HALF, RUN, STEP, SCALING, FP4,
                 )  # fmt: skip
     if SCALING == _ROW_SUMS:
         total *= tl.load(scale + own).to(tl.float32)[:, None]

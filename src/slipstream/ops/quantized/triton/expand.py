@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 
@@ -15,6 +16,31 @@ from slipstream.ops.quantized.matrix import QuantizedMatrix
 
 EACH, GROUP_SUMS, ROW_SUMS = 0, 1, 2  # what a scale multiplies
 _EACH, _GROUP_SUMS, _ROW_SUMS = tl.constexpr(EACH), tl.constexpr(GROUP_SUMS), tl.constexpr(ROW_SUMS)
+
+# Four bytes of two 4-bit numbers each, and the bfloat16 -128 - zero of low and of high numbers, to 4 + 4 numbers
+# less their zeros. 4 bits below those of 128 are the bfloat16 128 + q; every step is exact.
+_BFLOAT16_OF_4_BITS = tl.constexpr("""{
+.reg .b32 a, b, c, d, one, mask, base;
+mov.b32 mask, 0x000f000f;
+mov.b32 base, 0x43004300;
+mov.b32 one, 0x3f803f80;
+prmt.b32 a, $4, 0, 0x4140;
+prmt.b32 b, $4, 0, 0x4342;
+shr.u32 c, a, 4;
+shr.u32 d, b, 4;
+lop3.b32 a, a, mask, base, 0xea;
+lop3.b32 b, b, mask, base, 0xea;
+lop3.b32 c, c, mask, base, 0xea;
+lop3.b32 d, d, mask, base, 0xea;
+fma.rn.bf16x2 a, a, one, $5;
+fma.rn.bf16x2 b, b, one, $6;
+fma.rn.bf16x2 c, c, one, $7;
+fma.rn.bf16x2 d, d, one, $8;
+mov.b32 $0, a;
+mov.b32 $1, b;
+mov.b32 $2, c;
+mov.b32 $3, d;
+}""")
 
 
 def step_of(weight: QuantizedMatrix, num_bytes: int, has_fp8_inputs: bool) -> int:
@@ -36,9 +62,10 @@ def scaling_of(weight: QuantizedMatrix, step: int) -> int:
     return GROUP_SUMS if min(weight.group, weight.half or step) == step else EACH
 
 
-def constants_of(weight: QuantizedMatrix, step: int) -> dict[str, Any]:
-    """Arguments of a kernel that calls `add_step`."""
+def constants_of(weight: QuantizedMatrix, step: int, x: torch.Tensor) -> dict[str, Any]:
+    """Arguments of a kernel that multiplies the weight with inputs x."""
     num_bytes = weight.values.shape[1]
+    is_integer = weight.is_4_bit and weight.codebook is None
     return dict(
         BYTES=num_bytes,
         GROUP=weight.group,
@@ -49,6 +76,9 @@ def constants_of(weight: QuantizedMatrix, step: int) -> dict[str, Any]:
         RUN=min(weight.group, weight.half or step),
         SCALING=scaling_of(weight, step),
         EVEN=num_bytes % step == 0,
+        FP4=weight.is_fp4,
+        # the interpreter has no PTX
+        PTX=is_integer and x.is_cuda and x.dtype is torch.bfloat16,
     )
 
 
@@ -81,17 +111,33 @@ def load_inputs(inputs, first, offset, there, STEP: tl.constexpr, BYTES: tl.cons
 
 
 @triton.jit
-def add_step(
+def load_factor(scale, row, column, GROUP: tl.constexpr, GROUPS: tl.constexpr, SCALING: tl.constexpr):
+    """The scales [outputs, 1] that multiply the sums of a step from `column` on; 1 if they multiply something else.
+
+    The compiler fetches ahead what a GEMM multiplies, and not these: a loop loads those of its next step, so that no
+    step waits for them.
+    """
+    if SCALING == _GROUP_SUMS:
+        entry = column // GROUP
+        return tl.load(scale + row + entry, mask=entry < GROUPS, other=0.0).to(tl.float32)
+    else:
+        return 1.0
+
+
+@triton.jit
+def add_halves(
     total,
     q,
-    x,
+    low,
+    high,
     row,
     column,
+    factor,
+    next_factor,
     scale,
     zeros,
     minima,
     codebook,
-    IS_4_BIT: tl.constexpr,
     ZERO: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -99,17 +145,75 @@ def add_step(
     RUN: tl.constexpr,
     STEP: tl.constexpr,
     SCALING: tl.constexpr,
+    FP4: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    """`add_step` for both halves of 4-bit numbers, with inputs `low` and `high`. `next_factor`: of the high half."""
+    if PTX and SCALING != _EACH:
+        entry, next_entry = row + column // GROUP, row + (column + HALF) // GROUP
+        if zeros is None:
+            first_zero = tl.full((q.shape[0], 1), -(ZERO + 128.0), tl.bfloat16)
+            next_zero = first_zero
+        else:
+            first_zero = (-128.0 - tl.load(zeros + entry)).to(tl.bfloat16)
+            next_zero = first_zero
+            if GROUP < 2 * HALF:
+                next_zero = (-128.0 - tl.load(zeros + next_entry)).to(tl.bfloat16)
+        first_zero, next_zero = tl.broadcast_to(first_zero, q.shape), tl.broadcast_to(next_zero, q.shape)
+        one, other = tl.inline_asm_elementwise(
+            _BFLOAT16_OF_4_BITS,
+            "=r,=r,=r,=r,r,r,r,r,r",
+            [q, first_zero, next_zero],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=4,
+        )
+        if SCALING == _ROW_SUMS:
+            return tl.dot(other, high, tl.dot(one, low, total))
+        elif GROUP >= 2 * HALF:
+            return total + tl.dot(other, high, tl.dot(one, low)) * factor
+        else:
+            total += tl.dot(one, low) * factor
+            return total + tl.dot(other, high) * next_factor
+    else:
+        total = add_step(
+            total, q & 15, low, row, column, factor, scale, zeros, minima, codebook,
+            ZERO, GROUP, GROUPS, HALF, RUN, STEP, SCALING, FP4,
+        )  # fmt: skip
+        return add_step(
+            total, q >> 4, high, row, column + HALF, next_factor, scale, zeros, minima, codebook,
+            ZERO, GROUP, GROUPS, HALF, RUN, STEP, SCALING, FP4,
+        )  # fmt: skip
+
+
+@triton.jit
+def add_step(
+    total,
+    q,
+    x,
+    row,
+    column,
+    factor,
+    scale,
+    zeros,
+    minima,
+    codebook,
+    ZERO: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    HALF: tl.constexpr,
+    RUN: tl.constexpr,
+    STEP: tl.constexpr,
+    SCALING: tl.constexpr,
+    FP4: tl.constexpr,
 ):
     """total [outputs, rows] after the numbers q [outputs, STEP] and inputs x [STEP, rows].
 
-    `row` [outputs, 1]: index of each output's first entry in the tables; `column`: of the first number; RUN: adjacent
-    columns of a step that share a scale.
+    `row` [outputs, 1]: index of each output's first entry in the tables; `column`: of the first number; `factor`: of
+    `load_factor`; RUN: adjacent columns of a step that share a scale.
     """
     if SCALING == _EACH:
-        if codebook is None:
-            w = q.to(tl.float32)
-        else:
-            w = tl.load(codebook + q)
+        w = q.to(tl.float32) if codebook is None else _look_up(codebook, q, FP4)
         if zeros is not None:
             w = w - _spread(zeros, row, column, GROUP, GROUPS, HALF, RUN, STEP)
         elif ZERO:
@@ -121,16 +225,9 @@ def add_step(
     else:
         entry = row + column // GROUP
         if codebook is not None:
-            w = tl.load(codebook + q)
+            w = _look_up(codebook, q, FP4)
         elif q.dtype == x.dtype:
             w = q
-        elif IS_4_BIT and x.dtype == tl.bfloat16:
-            # 4 bits below those of 128: the bfloat16 128 + q, exact
-            w = (q.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True)
-            if zeros is not None:
-                w = w - (tl.load(zeros + entry) + 128.0).to(tl.bfloat16)
-            else:
-                w = w - (ZERO + 128.0)
         else:
             w = q.to(x.dtype)
             if zeros is not None:
@@ -141,7 +238,29 @@ def add_step(
             return tl.dot(w.to(x.dtype), x, total, input_precision="ieee")
         else:
             sums = tl.dot(w.to(x.dtype), x, input_precision="ieee")
-            return total + sums * tl.load(scale + entry).to(tl.float32)
+            return total + sums * factor
+
+
+@triton.jit
+def _look_up(codebook, q, FP4: tl.constexpr):
+    """The numbers of 4-bit codes, in float32. Loads by code would go through shared memory, one number at a time."""
+    if FP4:
+        # exponent and mantissa bits in place of those of a float32, whose exponent is 126 less
+        bits = (q & 7).to(tl.int32) << 22 | (q & 8).to(tl.int32) << 28
+        return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2**126
+    else:
+        first, second, third = (q & 1) != 0, (q & 2) != 0, (q & 4) != 0
+        low = _choose_of_8(codebook, first, second, third)
+        return tl.where((q & 8) != 0, _choose_of_8(codebook + 8, first, second, third), low)
+
+
+@triton.jit
+def _choose_of_8(table, first, second, third):
+    a = tl.where(first, tl.load(table + 1), tl.load(table))
+    b = tl.where(first, tl.load(table + 3), tl.load(table + 2))
+    c = tl.where(first, tl.load(table + 5), tl.load(table + 4))
+    d = tl.where(first, tl.load(table + 7), tl.load(table + 6))
+    return tl.where(third, tl.where(second, d, c), tl.where(second, b, a))
 
 
 @triton.jit

@@ -108,14 +108,14 @@ def test_bfloat16_weights_times_many_tokens(native_kernels, monkeypatch) -> None
     monkeypatch.setattr(bfloat16, "_PART", 64 * 10)  # ten rows are widened at a time
     x, weight, bias = random(70, 64), random(33, 64, seed=1).bfloat16(), random(33, seed=2)
     expected = linear_reference.linear(x, weight.float(), bias)
-    for count in (1, 64, 65, 70):
+    for count in (1, bfloat16.MAX_TOKENS, bfloat16.MAX_TOKENS + 1, 70):
         torch.testing.assert_close(bfloat16.linear_bfloat16(x[:count], weight, bias), expected[:count])
     torch.testing.assert_close(bfloat16.linear_bfloat16(x, weight[:10]), expected[:, :10] - bias[:10])
 
 
 def test_a_few_tokens_on_arm_go_through_the_kernel(native_kernels, monkeypatch) -> None:
     calls = []
-    monkeypatch.setattr(linear_native, "_ON_ARM", True)
+    monkeypatch.setattr(linear_native, "ON_ARM", True)
     monkeypatch.setattr(linear_native, "skinny_gemm", lambda *args: calls.append(len(args[0])))
     for tokens in (1, 2, 32, 33):
         linear(random(tokens, 8), random(4, 8))

@@ -28,6 +28,7 @@ ICE_LAKE = HASWELL | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl",
     [
         ("x86_64", ICE_LAKE | {"amx_int8"}, "avx512vnni"),
         ("x86_64", ICE_LAKE - {"avx512_vnni"}, "avx2"),
+        ("x86_64", HASWELL | {"avx_vnni"}, "avxvnni"),
         ("x86_64", HASWELL, "avx2"),
         ("x86_64", HASWELL - {"fma"}, "baseline"),
         ("aarch64", frozenset({"asimd", "asimddp", "asimdrdm", "atomics"}), "dotprod"),

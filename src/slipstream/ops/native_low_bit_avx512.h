@@ -101,38 +101,55 @@ SLIP_INLINE __m512i dot_columns(int count, const __m512i *w, const int8_t *high,
     return _mm512_add_epi32(_mm512_slli_epi32(h, 8), start);
 }
 
+// the addresses of four blocks of four rows
+typedef struct {
+    const uint8_t *weights[BLOCKS], *scales[BLOCKS], *offsets[BLOCKS];
+} TileRows;
+
+SLIP_INLINE TileRows find_tile_rows(int layout, const uint8_t *weights, const uint8_t *scales, const uint16_t *offsets,
+                                    int64_t groups, int64_t num_blocks) {
+    TileRows rows;
+    for (int i = 0; i < BLOCKS; i++) {
+        int64_t block = i < num_blocks ? i : num_blocks - 1;  // rows beyond the last block: computed, not used
+        rows.weights[i] = weights + block * groups * slip_weight_bytes(layout);
+        rows.scales[i] = scales + block * groups * slip_scale_bytes(layout);
+        rows.offsets[i] = (const uint8_t *)(offsets + block * groups * 4);
+    }
+    return rows;
+}
+
+// group g of 16 rows: 4 columns in each vector
+SLIP_INLINE void load_weights(int layout, const uint8_t *const *blocks, int64_t g, __m512i w[8]) {
+    const __m512i nibble = _mm512_set1_epi8(15);
+    if (!slip_has_pairs(layout)) {
+        load_columns(blocks, g * 128, w);
+        load_columns(blocks, g * 128 + 64, w + 4);
+        return;
+    }
+    load_columns(blocks, g * 64, w);
+    for (int c = 0; c < 4; c++) {
+        w[c + 4] = _mm512_and_si512(_mm512_srli_epi16(w[c], 4), nibble);
+        w[c] = _mm512_and_si512(w[c], nibble);
+    }
+}
+
 // Up to 16 weight rows, in `num_blocks` blocks of four, times each token of a tile. Callers pass constants for `layout`
 // and `tokens`.
 SLIP_INLINE void multiply_tile(int layout, int tokens, const uint8_t *weights, const uint8_t *scales,
                                const uint16_t *offsets, const SlipActivations *x, int64_t groups, int64_t num_blocks,
                                float (*out)[TILE_ROWS]) {
-    const uint8_t *w_of[BLOCKS], *s_of[BLOCKS], *o_of[BLOCKS];
-    for (int i = 0; i < BLOCKS; i++) {
-        int64_t block = i < num_blocks ? i : num_blocks - 1;  // rows beyond the last block: computed, not used
-        w_of[i] = weights + block * groups * slip_weight_bytes(layout);
-        s_of[i] = scales + block * groups * slip_scale_bytes(layout);
-        o_of[i] = (const uint8_t *)(offsets + block * groups * 4);
-    }
-    const __m512i nibble = _mm512_set1_epi8(15), flip = _mm512_set1_epi8(-128);
+    const TileRows rows = find_tile_rows(layout, weights, scales, offsets, groups, num_blocks);
+    const __m512i flip = _mm512_set1_epi8(-128);
     int is_signed = layout == SLIP_EIGHT_BITS || layout == SLIP_Q6_K;
     __m512 total[TILE], of_eight[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
     for (int t = 0; t < tokens; t++) total[t] = _mm512_setzero_ps();
     for (int64_t g = 0; g < groups; g++, x += tokens) {
         __m512i w[8];
-        if (slip_has_pairs(layout)) {
-            load_columns(w_of, g * 64, w);
-            for (int c = 0; c < 4; c++) {
-                w[c + 4] = _mm512_and_si512(_mm512_srli_epi16(w[c], 4), nibble);
-                w[c] = _mm512_and_si512(w[c], nibble);
-            }
-        } else {
-            load_columns(w_of, g * 128, w);
-            load_columns(w_of, g * 128 + 64, w + 4);
-            if (is_signed)
-                for (int c = 0; c < 8; c++) w[c] = _mm512_xor_si512(w[c], flip);
-        }
+        load_weights(layout, rows.weights, g, w);
+        if (is_signed)
+            for (int c = 0; c < 8; c++) w[c] = _mm512_xor_si512(w[c], flip);
         __m512 s[2];
-        load_tile_scales(layout, s_of, o_of, g, of_eight, s);
+        load_tile_scales(layout, rows.scales, rows.offsets, g, of_eight, s);
         for (int t = 0; t < tokens; t++) {
             __m512 x_scale = _mm512_set1_ps(x[t].scale);
             if (layout == SLIP_Q6_K) {

@@ -50,7 +50,7 @@ SLIP_PART void slip_gelu_tanh_row(const float *gate, const float *up, float *out
 typedef struct {
     int8_t high[SLIP_BLOCK], low[SLIP_BLOCK];
     float scale, sum;   // sum: of the 32 activations
-    int32_t starts[2];  // -128 times the sum of the first and of the last 16 integers; AVX-512 only
+    int32_t starts[2];  // -128 times the sum of the first and of the last 16 integers; x86 only
 } __attribute__((aligned(16))) SlipActivations;
 
 // Activations are stored in tiles of 8 tokens, the last one smaller: [tile][group][token]. Returns the first group of a

@@ -60,11 +60,43 @@ static inline __attribute__((always_inline)) SlipVector slip_fma_vector(SlipVect
 #endif
 }
 
-// sum of the lanes, in order
+typedef float SlipFour __attribute__((vector_size(16)));
+
+// The sum of each of four vectors. The order of a sum is fixed: it does not depend on the other vectors.
+static inline __attribute__((always_inline)) SlipFour slip_sum_four(SlipVector a, SlipVector b, SlipVector c, SlipVector d) {
+#if defined(__aarch64__)
+    return vpaddq_f32(vpaddq_f32(a, b), vpaddq_f32(c, d));
+#elif defined(__AVX512F__) && defined(__AVX512DQ__)
+    __m512 v[4] = {(__m512)a, (__m512)b, (__m512)c, (__m512)d};
+    __m512d ab = _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(v[0], v[1]), _mm512_unpackhi_ps(v[0], v[1])));
+    __m512d cd = _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(v[2], v[3]), _mm512_unpackhi_ps(v[2], v[3])));
+    __m512 all = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(ab, cd)), _mm512_castpd_ps(_mm512_unpackhi_pd(ab, cd)));
+    __m256 half = _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
+    return (SlipFour)_mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+#elif defined(__AVX2__)
+    __m256 v[4] = {(__m256)a, (__m256)b, (__m256)c, (__m256)d};
+    __m256d ab = _mm256_castps_pd(_mm256_add_ps(_mm256_unpacklo_ps(v[0], v[1]), _mm256_unpackhi_ps(v[0], v[1])));
+    __m256d cd = _mm256_castps_pd(_mm256_add_ps(_mm256_unpacklo_ps(v[2], v[3]), _mm256_unpackhi_ps(v[2], v[3])));
+    __m256 all = _mm256_add_ps(_mm256_castpd_ps(_mm256_unpacklo_pd(ab, cd)), _mm256_castpd_ps(_mm256_unpackhi_pd(ab, cd)));
+    return (SlipFour)_mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1));
+#else
+    SlipVector v[4] = {a, b, c, d};
+    SlipFour sums = {0};
+    for (int j = 0; j < 4; j++)
+        for (int n = 0; n < SLIP_WIDTH; n += 4) sums[j] += (v[j][n] + v[j][n + 1]) + (v[j][n + 2] + v[j][n + 3]);
+    return sums;
+#endif
+}
+
+// The sum of one vector. On x86 in the order of slip_sum_four; elsewhere in order of the lanes.
 static inline float slip_sum_lanes(SlipVector v) {
+#ifdef __AVX2__
+    return slip_sum_four(v, v, v, v)[0];
+#else
     float sum = 0;
     for (int n = 0; n < SLIP_WIDTH; n++) sum += v[n];
     return sum;
+#endif
 }
 
 #endif

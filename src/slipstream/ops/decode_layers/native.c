@@ -3,6 +3,9 @@
 //
 // Threads take work items of a part until none is left. A thread that waits at a barrier yields its core after some
 // spins: when another program occupied a core, two threads spinning on the other core made a step five times as long.
+//
+// With one row the parts between the GEMMs are smaller than a barrier: every thread computes them for itself, in memory
+// of its own, and a layer has 5 barriers instead of 10.
 #include <sched.h>
 #include <stdatomic.h>
 #include <stdint.h>
@@ -15,7 +18,13 @@
 #include "../native_parts.h"
 
 #define PIECE 24  // float32 or bfloat16 weight rows per work item: whole tiles
+#if defined(__x86_64__)
+#define SPINS 256  // each with a pause of about 50 ns
+#define PAUSE() __builtin_ia32_pause()
+#else
 #define SPINS 4096
+#define PAUSE() ((void)0)
+#endif
 
 // native.py mirrors these structures.
 
@@ -49,8 +58,9 @@ typedef struct {
 } Model;
 
 typedef struct {  // intermediate results of a step
-    float *residual, *normed, *qkv, *attended, *gate_up, *active, *added;
-    SlipActivations *activations;  // for low-bit GEMMs
+    float *qkv, *attended, *gate_up, *added;
+    float *residual, *normed, *active;  // with one row those of a thread
+    SlipActivations *activations;       // for low-bit GEMMs; with one row those of a thread
 } Space;
 
 typedef struct {
@@ -69,6 +79,7 @@ typedef struct {
     const int64_t *table_strides;
     const int64_t *lengths;
     Space space;
+    int is_alone;  // one row: every thread has its own copy of this structure
 } Step;
 
 // quantizes `count` activations of a row, from column `first` of `size`
@@ -94,7 +105,10 @@ static void wait_for_team(const Step *step) {
         return;
     }
     for (int spins = 0; atomic_load_explicit(&m->round, memory_order_acquire) == round; spins++)
-        if (spins > SPINS) sched_yield();
+        if (spins > SPINS)
+            sched_yield();
+        else
+            PAUSE();
 }
 
 static void multiply(const Step *step, const Product *product, const float *x, float *out) {
@@ -126,73 +140,103 @@ static void multiply(const Step *step, const Product *product, const float *x, f
 }
 
 // adds the output of the previous part to the residual; the norm of the residual is the input of the next part
-static void add_and_norm(const Step *step, const float *out_norm, const float *norm, const Product *next, float *out) {
+static void add_and_norm_row(const Step *step, int64_t row, const float *out_norm, const float *norm, const Product *next,
+                             float *out) {
     const Space *s = &step->space;
     int64_t size = step->model->hidden;
-    float eps = step->model->eps;
-    for (int64_t row = take_item(step); row < step->num_rows; row = take_item(step)) {
-        float *added = s->added + row * size, *residual = s->residual + row * size, *o = out + row * size;
-        if (out_norm) slip_norm_row(added, 0, out_norm, 0, added, eps, size);
-        slip_norm_row(added, residual, norm, residual, o, eps, size);
-        if (next && next->is_low_bit) quantize(step, o, row, 0, size, size);
+    float eps = step->model->eps, *residual = s->residual + row * size, *o = out + row * size;
+    const float *added = s->added + row * size;
+    if (out_norm) {
+        slip_norm_row(added, 0, out_norm, 0, o, eps, size);
+        added = o;
     }
+    slip_norm_row(added, residual, norm, residual, o, eps, size);
+    if (next && next->is_low_bit) quantize(step, o, row, 0, size, size);
+}
+
+static void add_and_norm(const Step *step, const float *out_norm, const float *norm, const Product *next, float *out) {
+    if (step->is_alone && next) {
+        add_and_norm_row(step, 0, out_norm, norm, next, out);
+        return;
+    }
+    for (int64_t row = take_item(step); row < step->num_rows; row = take_item(step))
+        add_and_norm_row(step, row, out_norm, norm, next, out);
     wait_for_team(step);
 }
 
-// Norm and RoPE of the queries and keys of all rows; writes keys and values to the cache.
-static void write_cache(const Step *step, const Layer *layer) {
+// Norm and RoPE of the queries and of the key of one KV head; writes key and value to the cache.
+static void write_head(const Step *step, const Layer *layer, int64_t row, int64_t head) {
     const Model *m = step->model;
     int64_t dim = m->dim, heads = m->num_heads, kv_heads = m->num_kv_heads, group = heads / kv_heads;
-    for (int64_t piece = take_item(step); piece < step->num_rows * kv_heads; piece = take_item(step)) {
-        int64_t row = piece / kv_heads, head = piece % kv_heads;
-        float *of_row = step->space.qkv + row * (heads + 2 * kv_heads) * dim;
-        float *query = of_row + head * group * dim, *key = of_row + (heads + head) * dim;
-        const float *rope_row = step->ropes[layer->rope] + row * 2 * m->rotary;
-        for (int64_t g = 0; g <= group; g++) {
-            float *x = g < group ? query + g * dim : key;
-            int64_t number = g < group ? head * group + g : heads + head;
-            if (layer->head_norm) slip_norm_row(x, 0, layer->head_norm + number * dim, 0, x, m->eps, dim);
-            slip_rope_head(x, rope_row, x, dim, m->rotary);
-        }
-        int64_t slot = (step->slots[layer->group][row] * kv_heads + head) * dim;
-        memcpy(layer->keys + slot, key, dim * sizeof(float));
-        memcpy(layer->values + slot, of_row + (heads + kv_heads + head) * dim, dim * sizeof(float));
+    float *of_row = step->space.qkv + row * (heads + 2 * kv_heads) * dim;
+    float *query = of_row + head * group * dim, *key = of_row + (heads + head) * dim;
+    const float *rope_row = step->ropes[layer->rope] + row * 2 * m->rotary;
+    for (int64_t g = 0; g <= group; g++) {
+        float *x = g < group ? query + g * dim : key;
+        int64_t number = g < group ? head * group + g : heads + head;
+        if (layer->head_norm) slip_norm_row(x, 0, layer->head_norm + number * dim, 0, x, m->eps, dim);
+        slip_rope_head(x, rope_row, x, dim, m->rotary);
     }
-    wait_for_team(step);
+    int64_t slot = (step->slots[layer->group][row] * kv_heads + head) * dim;
+    memcpy(layer->keys + slot, key, dim * sizeof(float));
+    memcpy(layer->values + slot, of_row + (heads + kv_heads + head) * dim, dim * sizeof(float));
 }
 
-// Must not begin before `write_cache` is complete for all rows: a page that one row completes in this step is
-// published in the plan of this step, so another row may read it.
-static void attend(const Step *step, const Layer *layer) {
+static void attend_head(const Step *step, const Layer *layer, int64_t row, int64_t head) {
     const Model *m = step->model;
-    const Space *s = &step->space;
     int64_t dim = m->dim, heads = m->num_heads, kv_heads = m->num_kv_heads, group = heads / kv_heads;
     SlipHeads shape = {group, dim, 0, 0, layer->window, m->scale, m->cap, NULL};
-    for (int64_t piece = take_item(step); piece < step->num_rows * kv_heads; piece = take_item(step)) {
-        int64_t row = piece / kv_heads, head = piece % kv_heads;
-        SlipPages pages = {layer->keys + head * dim, layer->values + head * dim,
-                           step->tables[layer->group] + row * step->table_strides[layer->group], m->page_size,
-                           kv_heads * dim};
-        slip_attend_tokens(&shape, &pages, s->qkv + (row * (heads + 2 * kv_heads) + head * group) * dim,
-                           s->attended + (row * heads + head * group) * dim, step->lengths + row, 1);
+    SlipPages pages = {layer->keys + head * dim, layer->values + head * dim,
+                       step->tables[layer->group] + row * step->table_strides[layer->group], m->page_size,
+                       kv_heads * dim};
+    slip_attend_tokens(&shape, &pages, step->space.qkv + (row * (heads + 2 * kv_heads) + head * group) * dim,
+                       step->space.attended + (row * heads + head * group) * dim, step->lengths + row, 1);
+}
+
+// With several rows no row attends before all rows have written: a page that one row completes in this step is
+// published in the plan of this step, so another row may read it.
+static void attend(const Step *step, const Layer *layer) {
+    const Space *s = &step->space;
+    int64_t kv_heads = step->model->num_kv_heads, size = step->model->num_heads * step->model->dim;
+    int64_t pieces = step->num_rows * kv_heads;
+    for (int64_t piece = take_item(step); piece < pieces; piece = take_item(step)) {
+        write_head(step, layer, piece / kv_heads, piece % kv_heads);
+        if (step->is_alone) attend_head(step, layer, 0, piece);
     }
     wait_for_team(step);
-    if (layer->output.is_low_bit) {
-        for (int64_t row = take_item(step); row < step->num_rows; row = take_item(step))
-            quantize(step, s->attended + row * heads * dim, row, 0, heads * dim, heads * dim);
+    if (!step->is_alone) {
+        for (int64_t piece = take_item(step); piece < pieces; piece = take_item(step))
+            attend_head(step, layer, piece / kv_heads, piece % kv_heads);
         wait_for_team(step);
     }
+    if (!layer->output.is_low_bit) return;
+    if (step->is_alone) {
+        quantize(step, s->attended, 0, 0, size, size);
+        return;
+    }
+    for (int64_t row = take_item(step); row < step->num_rows; row = take_item(step))
+        quantize(step, s->attended + row * size, row, 0, size, size);
+    wait_for_team(step);
+}
+
+static void activate_piece(const Step *step, const Layer *layer, int64_t row, int64_t first, int64_t count) {
+    const Space *s = &step->space;
+    int64_t size = step->model->ffn;
+    const float *gate = s->gate_up + row * 2 * size + first;
+    float *out = s->active + row * size + first;
+    (step->model->is_gelu ? slip_gelu_tanh_row : slip_silu_row)(gate, gate + size, out, count);
+    if (layer->down.is_low_bit) quantize(step, out, row, first, count, size);
 }
 
 static void activate(const Step *step, const Layer *layer) {
-    const Space *s = &step->space;
     int64_t size = step->model->ffn, piece = 8 * SLIP_BLOCK, pieces = (size + piece - 1) / piece;
+    if (step->is_alone) {
+        activate_piece(step, layer, 0, 0, size);
+        return;
+    }
     for (int64_t at = take_item(step); at < step->num_rows * pieces; at = take_item(step)) {
-        int64_t row = at / pieces, first = at % pieces * piece, count = size - first < piece ? size - first : piece;
-        const float *gate = s->gate_up + row * 2 * size + first;
-        float *out = s->active + row * size + first;
-        (step->model->is_gelu ? slip_gelu_tanh_row : slip_silu_row)(gate, gate + size, out, count);
-        if (layer->down.is_low_bit) quantize(step, out, row, first, count, size);
+        int64_t first = at % pieces * piece;
+        activate_piece(step, layer, at / pieces, first, size - first < piece ? size - first : piece);
     }
     wait_for_team(step);
 }
@@ -205,7 +249,6 @@ static void run_layers(const Step *step, float *hidden) {
         const Layer *layer = &m->layers[i];
         add_and_norm(step, norm_before, layer->attention_norm, &layer->qkv, s->normed);
         multiply(step, &layer->qkv, s->normed, s->qkv);
-        write_cache(step, layer);
         attend(step, layer);
         multiply(step, &layer->output, s->attended, s->added);
         add_and_norm(step, layer->attention_out_norm, layer->mlp_norm, &layer->gate_up, s->normed);
@@ -219,6 +262,14 @@ static void run_layers(const Step *step, float *hidden) {
 
 static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
+static int team_size(void) {
+#ifdef _OPENMP
+    return omp_get_max_threads();
+#else
+    return 1;
+#endif
+}
+
 // x [rows, hidden]: embeddings; hidden [rows, hidden]: receives the output of the last norm. Returns 0 if out of
 // memory.
 int64_t slip_decode_layers(const Model *model, const float *x, float *hidden, const float *const *ropes,
@@ -227,26 +278,40 @@ int64_t slip_decode_layers(const Model *model, const float *x, float *hidden, co
     int64_t h = model->hidden, heads = model->num_heads * model->dim, kv = model->num_kv_heads * model->dim;
     int64_t widest = larger(h, larger(heads, model->ffn));
     int64_t groups = widest / SLIP_BLOCK + 1;
-    int64_t each = 3 * h + 2 * heads + 2 * kv + 3 * model->ffn;
-    SlipActivations *memory = malloc(num_rows * (each * sizeof(float) + groups * sizeof(SlipActivations)));
+    int is_alone = num_rows == 1;
+    // residual, normed, active and activations: once, or for each thread, on cache lines of its own
+    int64_t copies = is_alone ? team_size() : 1;
+    int64_t own = num_rows * (groups * sizeof(SlipActivations) + (2 * h + model->ffn) * sizeof(float));
+    own = (own + 127) / 128 * 128;
+    int64_t shared = num_rows * (h + 2 * heads + 2 * kv + 2 * model->ffn) * sizeof(float);
+    char *memory = aligned_alloc(128, (copies * own + shared + 127) / 128 * 128);
     if (!memory) return 0;
-    float *next = (float *)(memory + num_rows * groups);
+    float *next = (float *)(memory + copies * own);
 #define TAKE(count) (next += num_rows * (count), next - num_rows * (count))
-    Space space = {
-        .residual = TAKE(h), .normed = TAKE(h), .added = TAKE(h), .qkv = TAKE(heads + 2 * kv), .attended = TAKE(heads),
-        .gate_up = TAKE(2 * model->ffn), .active = TAKE(model->ffn), .activations = memory,
-    };
+    Space space = {.added = TAKE(h), .qkv = TAKE(heads + 2 * kv), .attended = TAKE(heads), .gate_up = TAKE(2 * model->ffn)};
     // the first norm adds the output of the previous part, which is zero here
-    memcpy(space.residual, x, num_rows * h * sizeof(float));
     memset(space.added, 0, num_rows * h * sizeof(float));
     Barrier barrier = {.team = 1};
-    Step step = {&barrier, model, num_rows, ropes, slots, tables, table_strides, lengths, space};
 #pragma omp parallel
     {
+        int64_t copy = 0;
 #ifdef _OPENMP
-#pragma omp single
-        barrier.team = omp_get_num_threads();
+        if (is_alone) copy = omp_get_thread_num();
 #endif
+        Step step = {&barrier, model, num_rows, ropes, slots, tables, table_strides, lengths, space, is_alone};
+        Space *s = &step.space;
+        s->activations = (SlipActivations *)(memory + copy * own);
+        s->residual = (float *)(s->activations + num_rows * groups);
+        s->normed = s->residual + num_rows * h;
+        s->active = s->normed + num_rows * h;
+#pragma omp single
+        {
+            if (!is_alone) memcpy(s->residual, x, num_rows * h * sizeof(float));
+#ifdef _OPENMP
+            barrier.team = omp_get_num_threads();
+#endif
+        }
+        if (is_alone) memcpy(s->residual, x, h * sizeof(float));
         run_layers(&step, hidden);
     }
     free(memory);

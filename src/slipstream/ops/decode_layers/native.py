@@ -7,7 +7,6 @@ At one row the nine calls of a layer cost as much host time as its GEMMs take. T
 from __future__ import annotations
 
 import ctypes
-import platform
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,15 +14,17 @@ from typing import Any
 import torch
 
 from slipstream.ops import native
-from slipstream.ops.weight_rows import WeightRows
-
-_ON_ARM = platform.machine().lower() in ("aarch64", "arm64")
+from slipstream.ops.linear.native import ON_ARM
+from slipstream.ops.weight_rows import RowLayout, WeightRows
 
 
 def max_rows(products: Sequence[ProductWeights]) -> int:
-    """Rows up to which one call for all layers is faster than separate ops. With more rows torch's GEMMs are faster."""
-    is_low_bit = all(run.is_low_bit for product in products for run in product.runs)
-    return 64 if is_low_bit else 32 if _ON_ARM else 4
+    """Rows up to which one call for all layers is faster than separate ops. With more rows torch's GEMMs are faster,
+    even if bfloat16 weights have to be widened for them."""
+    layouts = {run.layout for product in products for run in product.runs}
+    if not layouts & {RowLayout.FLOAT32, RowLayout.BFLOAT16}:
+        return 64
+    return 32 if ON_ARM or RowLayout.FLOAT32 not in layouts else 8
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,12 +9,12 @@ import torch
 from slipstream.ops import native
 from slipstream.ops.weight_rows import LAYOUTS
 
-_ON_ARM = platform.machine().lower() in ("aarch64", "arm64")
+ON_ARM = platform.machine().lower() in ("aarch64", "arm64")
 MAX_TOKENS = 32
 
 
 def accepts(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    return _ON_ARM and len(x) <= MAX_TOKENS and native.serves(x) and weight.dtype is x.dtype and weight.is_contiguous()
+    return ON_ARM and len(x) <= MAX_TOKENS and native.serves(x) and weight.dtype is x.dtype and weight.is_contiguous()
 
 
 def skinny_gemm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -24,7 +24,6 @@
 #define INLINE static inline __attribute__((always_inline))
 
 typedef SlipVector Vector;
-typedef float Four __attribute__((vector_size(16)));
 typedef struct {
     const float *query;
     float *out;
@@ -32,18 +31,6 @@ typedef struct {
     float sink;             // score of a column that has no value; -INFINITY: there is none
 } Query;
 typedef float Stretch[STRETCH];  // one value per key
-
-// the sum of each of four vectors
-INLINE Four sum_lanes(const Vector *v) {
-#ifdef __aarch64__
-    return vpaddq_f32(vpaddq_f32(v[0], v[1]), vpaddq_f32(v[2], v[3]));
-#else
-    Four sums = {0};
-    for (int j = 0; j < BLOCK; j++)
-        for (int n = 0; n < WIDTH; n += 4) sums[j] += (v[j][n] + v[j][n + 1]) + (v[j][n + 2] + v[j][n + 3]);
-    return sums;
-#endif
-}
 
 // Scores of some queries with four keys. Callers pass a constant for `rows`.
 INLINE void score(int rows, const Query *queries, const float *const *keys, int64_t dim, float scale,
@@ -58,9 +45,9 @@ INLINE void score(int rows, const Query *queries, const float *const *keys, int6
             for (int j = 0; j < BLOCK; j++) total[r][j] = slip_fma_vector(q, k[j], total[r][j]);
         }
     }
-    Four sums[ROWS];
+    SlipFour sums[ROWS];
 #pragma GCC unroll 4
-    for (int r = 0; r < rows; r++) sums[r] = sum_lanes(total[r]);
+    for (int r = 0; r < rows; r++) sums[r] = slip_sum_four(total[r][0], total[r][1], total[r][2], total[r][3]);
     for (int r = 0; r < rows; r++) {
         for (int64_t i = d; i < dim; i++)
             for (int j = 0; j < BLOCK; j++) sums[r][j] = slip_fma(queries[r].query[i], keys[j][i], sums[r][j]);

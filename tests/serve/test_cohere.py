@@ -49,6 +49,9 @@ def test_the_cohere_client(folder):
         result = {"role": "tool", "tool_call_id": call.id, "content": "Rain"}
         await client.chat(model="tiny", messages=[*MESSAGES, answer.message, result])
         assert "Rain" in door.core.prompts[-1] and "Oslo" in door.core.prompts[-1]
+        planned = {"role": "assistant", "tool_plan": "Look it up.", "content": "Wait."}
+        await client.chat(model="tiny", messages=[*MESSAGES, planned, *MESSAGES])
+        assert "Look it up.\nWait." in door.core.prompts[-1]
         shape = {"type": "json_object", "json_schema": {"type": "object"}}
         await client.chat(model="tiny", messages=MESSAGES, response_format=shape)
         assert door.core.submits[-1].params.structured_outputs.json == '{"type": "object"}'

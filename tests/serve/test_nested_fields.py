@@ -164,3 +164,25 @@ def test_an_unknown_field_inside_a_field_is_refused_by_name(send, route, place):
 def test_the_walk_finds_objects_of_every_depth():
     assert ("/v1/messages", ("messages", 2, "content", 0, "content", 0)) in CASES
     assert ("/v1/chat/completions", ("messages", 1, "tool_calls", 0, "function")) in CASES
+
+
+WRONG_PARTS = [
+    ("/v1/responses", {"role": "user", "content": [{"type": "input_text"}]}, "content[0].text"),
+    ("/v1/responses", {"role": "user", "content": [{"type": "input_text", "text": 5}]}, "content[0].text"),
+    ("/v1/responses", {"role": "assistant", "content": [{"type": "refusal", "text": "no"}]}, "content[0].refusal"),
+    ("/v1/responses", {"role": "user", "content": [{"type": "input_image", "image_url": "a"}]}, "content[0]"),
+    ("/v2/chat", {"role": "user", "content": [{"type": "text"}]}, "content[0].text"),
+    ("/v2/chat", {"role": "user", "content": [{"type": "document", "document": "a"}]}, "content[0].document"),
+    ("/v2/chat", {"role": "user", "content": [{"type": "document", "document": {}}]}, "content[0].document.data"),
+    ("/v2/chat", {"role": "user", "content": [{"type": "thinking", "thinking": "a"}]}, "content[0]"),
+    ("/v2/chat", {"role": "user"}, "content"),
+    ("/v2/chat", {"role": "tool", "tool_call_id": "call_abcd1"}, "content"),
+]
+
+
+@pytest.mark.parametrize(("route", "message", "place"), WRONG_PARTS, ids=str)
+def test_a_part_that_cannot_be_used_is_refused_by_its_place(send, route, message, place):
+    field = "input" if route == "/v1/responses" else "messages"
+    answer = send(route, {"model": "tiny", field: [{"role": "user", "content": "a"}, message]})
+    said = answer.json() if route == "/v2/chat" else answer.json()["error"]
+    assert answer.status == 400 and f"{field}[1].{place} " in said["message"], said

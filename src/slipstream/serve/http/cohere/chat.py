@@ -130,13 +130,16 @@ def _messages(served: ServedModel, given: list[dict[str, Any]]) -> list[dict[str
         role = message.get("role")
         known = _MESSAGE_FIELDS.get(role, ("role", "content")) if isinstance(role, str) else ("role", "content")
         check_fields(message, name, known, _NEUTRAL)
-        text, reasoning = _texts(message.get("content"), f"{name}.content")
+        content, kinds = message.get("content"), _PARTS if role == "assistant" else _PARTS[:2]
+        if content is None and role != "assistant":
+            raise bad_request(f"{name}.content is missing; give a text or a list of parts", f"{name}.content")
+        text, reasoning = _texts(content, f"{name}.content", kinds)
         if role == "assistant":
             calls = _calls(message.get("tool_calls") or [], f"{name}.tool_calls")
             plan = message.get("tool_plan") or ""
             if not isinstance(plan, str):
                 raise bad_request(f"{name}.tool_plan is no text; give a string", f"{name}.tool_plan")
-            messages.append(assistant_message(served, text or plan, reasoning, calls))
+            messages.append(assistant_message(served, "\n".join(filter(None, (plan, text))), reasoning, calls))
         elif role == "tool":
             messages.append({"role": role, "content": text, "tool_call_id": message.get("tool_call_id")})
         else:
@@ -144,10 +147,10 @@ def _messages(served: ServedModel, given: list[dict[str, Any]]) -> list[dict[str
     return messages
 
 
-_PART_FIELDS = ("text", "thinking", "document")  # each has its type as the name of its field
+_PARTS = ("text", "document", "thinking")  # each has its type as the name of its field; the last of assistants only
 
 
-def _texts(content: Any, name: str) -> tuple[str, str]:
+def _texts(content: Any, name: str, kinds: tuple[str, ...]) -> tuple[str, str]:
     """The text and the reasoning of a message's content."""
     if content is None or isinstance(content, str):
         return content or "", ""
@@ -156,20 +159,31 @@ def _texts(content: Any, name: str) -> tuple[str, str]:
     texts, reasoning = [], ""
     for index, part in enumerate(content):
         kind, path = part.get("type") if isinstance(part, dict) else None, f"{name}[{index}]"
-        if isinstance(kind, str) and kind in _PART_FIELDS:
-            check_fields(part, path, ("type", kind))
-        if kind == "text" and isinstance(part.get("text"), str):
-            texts.append(part["text"])
-        elif kind == "thinking" and isinstance(part.get("thinking"), str):
-            reasoning += part["thinking"]
-        elif kind == "document" and isinstance(document := part.get("document"), dict):
-            check_fields(document, f"{path}.document", ("data", "id"))
-            data = document.get("data")
-            texts.append(data if isinstance(data, str) else json.dumps(data, ensure_ascii=False))
-        else:
+        if kind not in kinds:
             fact = f"{path} is a part of type {kind!r:.50}, which is not supported here"
-            raise bad_request(f"{fact}; give text", path, "unsupported_content")
+            raise bad_request(f"{fact}; give {', '.join(kinds)}", path, "unsupported_content")
+        check_fields(part, path, ("type", kind))
+        value, path = part.get(kind), f"{path}.{kind}"
+        if kind == "document":
+            texts.append(_document(value, path))
+        elif not isinstance(value, str):
+            raise bad_request(f"{path} is missing or no text; give a string", path)
+        elif kind == "text":
+            texts.append(value)
+        else:
+            reasoning += value
     return "\n".join(texts), reasoning
+
+
+def _document(given: Any, path: str) -> str:
+    """The data of a document as text. Its id is for citations, which answers do not have."""
+    if not isinstance(given, dict):
+        raise bad_request(f'{path} is no document; give {{"data": ...}}', path)
+    check_fields(given, path, ("data", "id"))
+    data = given.get("data")
+    if not isinstance(data, str | dict):
+        raise bad_request(f"{path}.data is missing; give a text or an object", f"{path}.data")
+    return data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
 
 
 def _calls(given: Any, name: str) -> list[tuple[str, str, str]]:

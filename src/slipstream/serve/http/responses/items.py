@@ -113,12 +113,11 @@ def _texts(content: Any, where: str, kinds: tuple[str, ...]) -> str:
     texts = []
     for index, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
-        text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else None
-        if kind not in kinds or not isinstance(text, str):
+        if kind not in kinds:
             fact = f"{where}[{index}] is a part of type {kind!r:.50}, which is not supported here"
             raise bad_request(f"{fact}; give {kinds[0]}", f"{where}[{index}]", "unsupported_content")
+        texts.append(_string(part, "refusal" if kind == "refusal" else "text", f"{where}[{index}]"))
         check_fields(part, f"{where}[{index}]", ("type", *_PART_FIELDS[kind]), _NEUTRAL_PART)
-        texts.append(text)
     return "".join(texts)
 
 

@@ -58,12 +58,12 @@ def test_masks_and_forced_tokens_are_those_of_an_untouched_matcher(pool):
     bits = np.zeros((len(shapes), WORDS), np.uint32)
     tokens, num_checked = [-1] * len(shapes), 0
     for _ in range(40):
-        work = [
-            (s, token, row) for row, (s, token) in enumerate(zip(sessions, tokens, strict=True)) if not s.is_complete
-        ]
-        pool.start(work, bits)
+        rows = [row for row, session in enumerate(sessions) if not session.is_complete]
+        taken = [tokens[row] for row in rows] if tokens[0] >= 0 else None
+        pool.start([sessions[row] for row in rows], taken, rows, bits)
         pool.wait(bits, 1.0)
-        for session, _, row in work:
+        for row in rows:
+            session = sessions[row]
             wanted = oracle(session, matchers[row])
             if wanted is None:
                 continue
@@ -83,7 +83,7 @@ def test_masks_and_forced_tokens_are_those_of_an_untouched_matcher(pool):
 def test_a_forbidden_token_gives_an_empty_mask(pool):
     session = Session(compiled(Shape(regex="[0-9]+")), [], 0, [END], VOCAB)
     bits = np.full((1, WORDS), 0xFFFFFFFF, np.uint32)
-    pool.start([(session, *TOKENIZER.encode("x"), 0)], bits)
+    pool.start([session], TOKENIZER.encode("x"), [0], bits)
     pool.wait(bits, 1.0)
     assert not bits.any() and not session.is_complete and session.error
 
@@ -92,7 +92,7 @@ def test_a_mask_over_the_budget_makes_a_session_slow(pool):
     session = Session(compiled(Shape(regex="[0-9]+")), [], 0, [END], VOCAB)
     bits = np.zeros((1, WORDS), np.uint32)
     for budget, is_slow in ((0.0, True), (10.0, False)):
-        pool.start([(session, -1, 0)], bits)
+        pool.start([session], None, [0], bits)
         pool.wait(bits, budget)
         assert session.is_slow is is_slow
 

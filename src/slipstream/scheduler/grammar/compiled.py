@@ -31,6 +31,7 @@ class CompiledGrammar:
     def __init__(self, first: Matcher, max_spares: int = 0) -> None:
         """`max_spares`: matchers of ended sessions that are kept."""
         self.first = first
+        self.forced = first.compute_ff_tokens()  # in the first state
         self._max_spares = max_spares
         self._spares: list[tuple[Matcher, int]] = []  # with the number of uses
         self._lock = threading.Lock()

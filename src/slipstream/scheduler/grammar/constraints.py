@@ -28,7 +28,7 @@ from slipstream.request import Request, Status, WaitFor
 from slipstream.scheduler.grammar.compiled import CompiledGrammar
 from slipstream.scheduler.grammar.draft_masks import fill_along
 from slipstream.scheduler.grammar.grammars import Grammars
-from slipstream.scheduler.grammar.mask_pool import MaskPool, PoolRow
+from slipstream.scheduler.grammar.mask_pool import MaskPool
 from slipstream.scheduler.grammar.session import Session, Words
 from slipstream.scheduler.in_flight import Launched
 from slipstream.scheduler.processors.host_processors import HostProcessors
@@ -177,24 +177,26 @@ class Constraints:
         their masks for the newest plan. Rows with drafts, and tokens that end a request, are left to `advance`."""
         if self._pool is None or launched.drawn is not None:
             return
-        rows: list[PoolRow] = []
-        tokens, failed = result.tokens.tolist(), result.failed.any()
-        for index, (request, admission, token) in enumerate(
-            zip(launched.requests, launched.admissions, tokens, strict=True)
+        sessions: list[Session] = []
+        tokens: list[int] = []
+        indices: list[int] = []
+        failed = set(result.failed.nonzero()[0].tolist())
+        for number, (request, admission, token) in enumerate(
+            zip(launched.requests, launched.admissions, result.tokens.tolist(), strict=True)
         ):
             session = request.session
-            if session is None or request.admission != admission or session.job is not None:
+            if session is None or request.admission != admission or session.job is not None or number in failed:
                 continue
             if token in request.stop_ids or session.num_taken != len(request.tokens):
                 continue
-            if request.status is not Status.RUNNING or (failed and result.failed[index]):
-                continue
             # the mask depends on all tokens before it: none but this one and the draw of the newest plan is pending
-            mask_index = session.mask_index if request.pending == 2 else -1
-            session.has_mask = mask_index >= 0
-            rows.append((session, token, mask_index))
-        if rows:
-            self._pool.start(rows, self._open_bits() if self.drawing else None)
+            index = session.mask_index if request.pending == 2 else -1
+            session.has_mask = index >= 0
+            sessions.append(session)
+            tokens.append(token)
+            indices.append(index)
+        if sessions:
+            self._pool.start(sessions, tokens, indices, self._open_bits() if self.drawing else None)
 
     def _open_bits(self) -> Words:
         """The masks of the newest plan."""
@@ -284,7 +286,7 @@ class Constraints:
     def _fill(self, pending: Sequence[tuple[Session, int]], bits: Words) -> None:
         """Fill the masks with these indices. A session whose mask takes longer than the budget becomes slow."""
         if self._pool is not None:
-            self._pool.start([(session, -1, index) for session, index in pending], bits)
+            self._pool.start([session for session, _ in pending], None, [index for _, index in pending], bits)
             self._pool.wait(bits, self.budget)
             return
         before = time.perf_counter()

@@ -16,10 +16,7 @@ from slipstream.config.cpus import num_cpus
 from slipstream.scheduler.grammar.native_matcher import llguidance_library
 from slipstream.scheduler.grammar.session import Session, Words
 
-PoolRow = tuple[Session, int, int]
-"""A session, the token that it takes or -1, and the index of its mask or -1."""
-
-_MAX_THREADS = 4
+_MAX_THREADS = 8
 _MIN_CORES = 8  # with fewer cores the threads compete with the model
 _POLL_NS = 3_000_000
 _MAX_FORCED = 64  # this and the following as in native.c
@@ -39,7 +36,7 @@ _FUNCTIONS = (
 def default_threads() -> int:
     """0: the thread that waits processes the rows."""
     cores = num_cpus()
-    return min(_MAX_THREADS, cores // 4) if cores >= _MIN_CORES else 0
+    return min(_MAX_THREADS, cores // 2) if cores >= _MIN_CORES else 0
 
 
 class MaskPool:
@@ -60,57 +57,59 @@ class MaskPool:
         table: NDArray[Any] = np.frombuffer(memory, ROW)
         self._columns = {name: table[name] for name in ROW.names or ()}
         self._stride = num_words * 4
-        self._running: list[PoolRow] = []
+        self._running: list[Session] = []
+        self._takes = False  # whether they take tokens
+        self._had_slow = False  # the last batch
+        self._indices: list[int] = []
 
-    def start(self, rows: list[PoolRow], bits: Words | None) -> None:
-        """Begin to process these sessions. Their masks are in `bits` [masks, words]. Nothing else may use the sessions
-        before `wait` returns."""
-        assert not self._running, "the last rows were not waited for"
-        pointers, tokens, indices, forced = [], [], [], []
-        for session, token, index in rows:
-            pointers.append(session.matcher.pointer)  # type: ignore[attr-defined]
-            tokens.append(token)
-            indices.append(index)
-            forced.append(_next_forced(session.forced, token) if session.forced else -1)
-        columns, num = self._columns, len(rows)
-        columns["matcher"][:num] = pointers
-        columns["token"][:num] = tokens
-        columns["forced"][:num] = forced
-        if bits is None:
-            columns["mask"][:num] = 0
-        else:
+    def start(self, sessions: list[Session], tokens: list[int] | None, indices: list[int], bits: Words | None) -> None:
+        """Begin to process these sessions: each takes its token, if there are tokens, and then its mask in `bits`
+        [masks, words] is filled, if its index is not -1. Nothing else may use the sessions before `wait` returns."""
+        assert not self._running, "the last sessions were not waited for"
+        columns, num, skipped = self._columns, len(sessions), 0 if tokens is None else 1
+        columns["matcher"][:num] = [session.matcher.pointer for session in sessions]  # type: ignore[attr-defined]
+        columns["token"][:num] = -1 if tokens is None else tokens
+        # forced tokens that are known: the first one is the token that is taken now
+        columns["forced"][:num] = [
+            forced[skipped] if (forced := session.forced) and len(forced) > skipped else -1 for session in sessions
+        ]
+        columns["mask"][:num] = 0
+        if bits is not None:
             masks = np.array(indices)
             columns["mask"][:num] = np.where(masks < 0, 0, masks * self._stride + bits.ctypes.data)
-        self._running = rows
+        self._running, self._takes, self._indices = sessions, tokens is not None, indices
         self._library.slip_masks_start(self._pool, num)
 
     def wait(self, bits: Words | None, budget: float) -> None:
         """Wait until all are processed, and update the sessions. A session that took longer than `budget` seconds for a
         mask becomes slow."""
-        rows, self._running = self._running, []
-        if not rows:
+        sessions, self._running = self._running, []
+        if not sessions:
             return
         self._library.slip_masks_wait(self._pool)
-        num = len(rows)
-        flags: list[int] = self._columns["flags"][:num].tolist()
-        found: list[int] = self._columns["num_forced"][:num].tolist()
-        slow: list[bool] = (self._columns["seconds"][:num] > budget).tolist()
-        for number, ((session, token, index), flag, num_forced, is_slow) in enumerate(
-            zip(rows, flags, found, slow, strict=True)
-        ):
-            if token >= 0:
+        num, columns = len(sessions), self._columns
+        if self._takes:
+            for session in sessions:
                 session.num_taken += 1
                 if session.forced:
                     del session.forced[0]
+        flags, found = columns["flags"][:num], columns["num_forced"][:num]
+        for number in (flags | found).nonzero()[0].tolist():
+            session, flag = sessions[number], int(flags[number])
+            if self._takes:
                 if flag & _STOPPED:
                     session.is_complete = not flag & _ERROR
-                elif num_forced:
-                    session.forced = self._forced(session, number, num_forced)
-            if index >= 0:
-                session.is_slow = is_slow
-                if flag & _MAY_END:
-                    assert bits is not None
-                    session.allow_end(bits[index])
+                elif found[number]:
+                    session.forced = self._forced(session, number, int(found[number]))
+            if flag & _MAY_END:
+                assert bits is not None
+                session.allow_end(bits[self._indices[number]])
+        slow = columns["seconds"][:num] > budget
+        if slow.any() or self._had_slow:
+            self._had_slow = bool(slow.any())
+            for session, index, is_slow in zip(sessions, self._indices, slow.tolist(), strict=True):
+                if index >= 0:
+                    session.is_slow = is_slow
 
     def close(self) -> None:
         if self._pool:
@@ -123,9 +122,3 @@ class MaskPool:
             return session.matcher.compute_ff_tokens()
         tokens: list[int] = self._columns["tokens"][number, :num].tolist()
         return tokens
-
-
-def _next_forced(forced: list[int], token: int) -> int:
-    """The forced token after `token`, if it is known; -1 if not."""
-    index = 0 if token < 0 else 1
-    return forced[index] if len(forced) > index else -1

@@ -33,7 +33,7 @@ class Session:
         self.matcher, self._num_uses = grammar.open()
         self.tokens = tokens
         self.num_taken = num_prompt  # tokens of the request that the state has seen
-        self.forced: list[int] = self.matcher.compute_ff_tokens()
+        self.forced = list(grammar.forced)
         self.is_complete = False  # no further token is possible
         self.is_slow = False  # its masks take longer than a step: it is planned only when its mask is known
         self.ready: Words | None = None  # the mask of the present state, if a background thread has filled it

@@ -189,21 +189,25 @@ class LLM(PoolingMethods, VllmMethods):
         use_tqdm: bool = False,
         *,
         lora_request: LoRARequest | None = None,
+        concurrency_limit: int | None = None,
         model: str | None = None,
     ) -> list[BeamSearchOutput]:
-        """Searches for the likeliest continuations of each prompt."""
+        """Searches for the likeliest continuations of each prompt. `concurrency_limit`: prompts searched at once."""
         served = self._model(model, "generate")
         step = params.of_step(served.description)
         drafts = [served.inputs.submit(self._new_id(), prompt, step)[0] for prompt in as_batch(prompts)]
         if any(draft.prompt_embeds is not None for draft in drafts):
             raise InvalidPrompt("beam_search extends token ids, and a prompt is prompt_embeds; use generate")
         searches = [BeamSearch(draft.prompt_token_ids, params, served.description) for draft in drafts]
-        with progress(params.max_tokens, "steps", use_tqdm) as advance:
-            while beams := [beam.tokens for search in searches for beam in search.beams]:
-                outputs = iter(self.generate(beams, step, False, lora_request=lora_request, model=model))
-                for search in searches:
-                    search.take([next(outputs).outputs[0].logprobs[0] for _ in search.beams])  # type: ignore[index]
-                advance(len(beams))
+        at_once = len(searches) if concurrency_limit is None else max(concurrency_limit, 1)
+        parts = [searches[start : start + at_once] for start in range(0, len(searches), at_once)]
+        with progress(params.max_tokens * len(parts), "steps", use_tqdm) as advance:
+            for part in parts:
+                while beams := [beam.tokens for search in part for beam in search.beams]:
+                    outputs = iter(self.generate(beams, step, False, lora_request=lora_request, model=model))
+                    for search in part:
+                        search.take([next(outputs).outputs[0].logprobs[0] for _ in search.beams])  # type: ignore[index]
+                    advance(len(beams))
         results = [BeamSearchOutput(search.result()) for search in searches]
         if (tokenizer := served.tokenizer) is not None:
             for sequence in (each for result in results for each in result.sequences):

@@ -16,6 +16,7 @@ from slipstream import (
     LLM,
     AsyncEngineArgs,
     AsyncLLM,
+    BeamSearchParams,
     EngineArgs,
     RequestOutputKind,
     SamplingParams,
@@ -196,6 +197,21 @@ def test_what_scripts_read_of_the_model_config(llm, folder):
     assert (config.get_hidden_size(), config.get_head_size(), config.get_total_num_kv_heads()) == (64, 16, 2)
     assert config.hf_config.num_hidden_layers == config.get_total_num_hidden_layers() == 2
     assert (config.runner_type, config.is_multimodal_model, config.max_model_len) == ("generate", False, 64)
+
+
+def test_what_scripts_read_of_the_vllm_config(llm):
+    config = llm.llm_engine.vllm_config
+    assert config.model_config == llm.model_config and llm.model_config.embedding_size == 64
+    assert (config.cache_config.block_size, config.cache_config.num_gpu_blocks) == (4, 64)
+    assert config.cache_config.gpu_memory_utilization and config.cache_config.enable_prefix_caching
+    assert config.scheduler_config.max_num_seqs == 4 and config.scheduler_config.max_model_len == 64
+    assert config.parallel_config.tensor_parallel_size == config.parallel_config.world_size == 1
+
+
+def test_beam_search_of_a_few_prompts_at_once(llm):
+    params, prompts = BeamSearchParams(beam_width=2, max_tokens=3), ["a", "bc", "d"]
+    wanted = [output.sequences for output in llm.beam_search(prompts, params)]
+    assert [output.sequences for output in llm.beam_search(prompts, params, concurrency_limit=2)] == wanted
 
 
 def test_methods_of_vllm_exist_or_say_why_not(llm):

@@ -161,6 +161,7 @@ class DeviceConfig(msgspec.Struct, frozen=True):
     # Bytes of device memory that the engine leaves free: the cache gets what is left when everything else has been
     # measured. None: the cache size was set, or computed from the free memory.
     keep_free: int | None = None
+    gpu_memory_utilization: float = 0.9  # share of the device's memory that the engine may use
     sleep_mode: bool = False  # weights and caches are allocated so that their memory can be released
 
 

@@ -183,6 +183,7 @@ def resolve(
                 ),
                 eager=options.enforce_eager,
                 keep_free=_keep_free(options, machine),
+                gpu_memory_utilization=options.gpu_memory_utilization or (CPU_SHARE if on_cpu else DEFAULT_SHARE),
                 sleep_mode=options.enable_sleep_mode,
             ),
             record=resolve_record(options),

@@ -1,4 +1,4 @@
-"""ModelConfigView: the fields of vLLM's model_config that scripts read."""
+"""ModelConfigView and VllmConfigView: the fields of vLLM's model_config and vllm_config that scripts read."""
 
 from __future__ import annotations
 
@@ -82,6 +82,12 @@ class ModelConfigView(msgspec.Struct, frozen=True):
     def get_hidden_size(self) -> int:
         return self.config.model.info.hidden_size
 
+    @property
+    def embedding_size(self) -> int:
+        """Values of an embedding."""
+        pooling = self.config.model.pooling
+        return self.get_hidden_size() if pooling is None else pooling.embed_size
+
     def get_head_size(self) -> int:
         return self.config.model.info.head_dim
 
@@ -90,3 +96,52 @@ class ModelConfigView(msgspec.Struct, frozen=True):
 
     def get_total_num_hidden_layers(self) -> int:
         return self.config.model.info.num_layers
+
+
+class CacheConfigView(msgspec.Struct, frozen=True):
+    gpu_memory_utilization: float
+    enable_prefix_caching: bool
+    block_size: int  # positions of a page
+    num_gpu_blocks: int
+
+
+class SchedulerConfigView(msgspec.Struct, frozen=True):
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    enable_chunked_prefill: bool
+    async_scheduling: bool
+
+
+class ParallelConfigView(msgspec.Struct, frozen=True):
+    tensor_parallel_size: int
+    data_parallel_size: int = 1
+    data_parallel_rank: int = 0
+    pipeline_parallel_size: int = 1
+    world_size: int = 1
+
+
+class VllmConfigView(msgspec.Struct, frozen=True):
+    config: EngineConfig
+
+    @property
+    def model_config(self) -> ModelConfigView:
+        return ModelConfigView(self.config)
+
+    @property
+    def cache_config(self) -> CacheConfigView:
+        cache = self.config.cache
+        share = self.config.device.gpu_memory_utilization
+        pages = cache.num_pages - 1  # without the null page
+        return CacheConfigView(share, cache.prefix_caching, cache.page_size, pages)
+
+    @property
+    def scheduler_config(self) -> SchedulerConfigView:
+        own = self.config.scheduler
+        return SchedulerConfigView(
+            own.max_num_seqs, own.max_num_batched_tokens, own.max_model_len, own.chunked_prefill, own.depth > 0
+        )
+
+    @property
+    def parallel_config(self) -> ParallelConfigView:
+        return ParallelConfigView(self.config.model.num_ranks, world_size=self.config.model.num_ranks)

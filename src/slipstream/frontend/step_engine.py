@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from slipstream.errors import InvalidParams
 from slipstream.frontend.inputs import Prompt
-from slipstream.frontend.model_config_view import ModelConfigView
+from slipstream.frontend.model_config_view import ModelConfigView, VllmConfigView
 from slipstream.frontend.request_state import RequestState
 from slipstream.frontend.results import RequestOutput
 from slipstream.frontend.served import ServedModel, choose
@@ -93,6 +93,11 @@ class StepEngine:
     def model_config(self) -> ModelConfigView:
         """Of the first model."""
         return ModelConfigView(next(iter(self._loop.lanes.cores.values())).config)
+
+    @property
+    def vllm_config(self) -> VllmConfigView:
+        """Of the first model."""
+        return VllmConfigView(self.model_config.config)
 
     def sleep(self, level: int = 1, mode: SleepMode = "abort") -> None:
         """See `LLM.sleep`."""

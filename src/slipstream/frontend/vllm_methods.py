@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NoReturn, Self
 
 from slipstream.errors import InvalidOption
 from slipstream.frontend.maintenance_methods import MaintenanceMethods
+from slipstream.frontend.model_config_view import ModelConfigView
 from slipstream.frontend.served import ServedModel, choose
 from slipstream.frontend.step_engine import StepEngine
 from slipstream.frontend.sync_loop import SyncLoop
@@ -55,6 +56,11 @@ class VllmMethods(MaintenanceMethods):
         if self._llm_engine is None:
             self._llm_engine = StepEngine(self.models, self._sync_loop)
         return self._llm_engine
+
+    @property
+    def model_config(self) -> ModelConfigView:
+        """Of the first model."""
+        return self.llm_engine.model_config
 
     if not TYPE_CHECKING:
 

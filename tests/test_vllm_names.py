@@ -87,7 +87,7 @@ TRANSLATIONS = {
     "disable_log_stats": "False: for `LLM.get_metrics`; an `AsyncLLM` always has statistics",
     "profiler_config": "for `LLM.start_profile`: `profiler` torch, `torch_profiler_dir` and three switches",
     "structured_outputs_config": "the same; llguidance compiles grammars for any `backend`",
-    "load_format": "auto, safetensors, gguf or dummy",
+    "load_format": "auto, hf (the same), safetensors, gguf or dummy",
     "max_model_len": "the same; auto or -1: what fits the memory",
 }
 

@@ -11,7 +11,7 @@ from slipstream.frontend.async_engine import AsyncEngine
 from slipstream.frontend.control import control
 from slipstream.frontend.inputs import Prompt
 from slipstream.frontend.pooling.results import PoolingRequestOutput, as_plain
-from slipstream.frontend.results import RequestOutput
+from slipstream.frontend.results import CompletionOutput, RequestOutput
 from slipstream.frontend.vllm_names import EngineArgs, check_unused
 from slipstream.lora_request import LoRARequest
 from slipstream.params import SamplingParams
@@ -37,6 +37,9 @@ class AsyncLLM:
         self.engine = AsyncEngine(model, **options)
         self._resumed = asyncio.Event()
         self._resumed.set()
+        self._is_frozen = False  # paused with mode keep: no step runs
+        self._queued: set[str] = set()  # ids of requests that wait for `resume_generation`
+        self._aborted: set[str] = set()  # those of them that were aborted
         self._running: set[str] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -58,7 +61,10 @@ class AsyncLLM:
     ) -> AsyncIterator[RequestOutput]:
         """Breaking out of the loop aborts the request. While the engine is paused, the request waits."""
         check_unused(unused, *_UNUSED)
-        await self._resumed.wait()
+        if await self._wait_for_resume(request_id):
+            ended = CompletionOutput(0, "", [], finish_reason="abort")
+            yield RequestOutput(request_id, prompt if isinstance(prompt, str) else None, [], [ended], finished=True)
+            return
         self._begin(request_id)
         try:
             how: dict[str, Any] = {"priority": priority or None, "lora_request": lora_request}
@@ -87,20 +93,40 @@ class AsyncLLM:
         finally:
             self._end(request_id)
 
-    async def abort(self, request_id: str | Iterable[str]) -> None:
-        """Ends one request or several: their last result has the finish reason abort. Unknown ids are ignored."""
+    async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
+        """Ends one request or several: their last result has the finish reason abort. Unknown ids are ignored.
+        `internal` changes nothing: there is one kind of id."""
         for each in [request_id] if isinstance(request_id, str) else list(request_id):
+            if each in self._queued:
+                self._aborted.add(each)
             await self.engine.abort(each)
 
+    async def _wait_for_resume(self, request_id: str) -> bool:
+        """Waits while the engine is paused. Returns whether the request was aborted meanwhile."""
+        if self._resumed.is_set():
+            return False
+        self._queued.add(request_id)
+        try:
+            await self._resumed.wait()
+            return request_id in self._aborted
+        finally:
+            self._queued.discard(request_id)
+            self._aborted.discard(request_id)
+
     async def pause_generation(
-        self, *, mode: Literal["abort", "wait"] = "abort", clear_cache: bool = True, **unused: Any
+        self, *, mode: Literal["abort", "wait", "keep"] = "abort", clear_cache: bool = True, **unused: Any
     ) -> None:
-        """New requests wait until `resume_generation`. Running ones are aborted, or awaited."""
-        if mode not in ("abort", "wait") or unused:
+        """New requests wait until `resume_generation`. Running ones are aborted, awaited, or kept: they stop where they
+        are, with their pages, and go on after `resume_generation`. `clear_cache` is for the first two modes."""
+        if mode not in ("abort", "wait", "keep") or unused:
             raise InvalidParams(
-                f"pause_generation takes mode abort or wait, not {mode!r:.50} {unused or ''}", param="mode"
+                f"pause_generation takes mode abort, wait or keep, not {mode!r:.50} {unused or ''}", param="mode"
             )
         self._resumed.clear()
+        if mode == "keep":
+            self._is_frozen = True
+            await control(self.engine, "sleep", level=0)
+            return
         if mode == "abort":
             await self.engine.abort_all()
         await self._idle.wait()
@@ -108,6 +134,9 @@ class AsyncLLM:
             await self.engine.reset_prefix_cache()
 
     async def resume_generation(self) -> None:
+        if self._is_frozen:
+            self._is_frozen = False
+            await control(self.engine, "wake_up", tags=["scheduling"])
         self._resumed.set()
 
     async def is_paused(self) -> bool:

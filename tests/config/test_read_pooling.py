@@ -179,6 +179,8 @@ def test_a_cross_encoders_activation_is_never_looked_up(tmp_path: Path) -> None:
 
 def test_a_decoder_classifies_by_its_last_token(tmp_path: Path) -> None:
     assert read(tmp_path, QWEN3 | {"architectures": ["Qwen3ForSequenceClassification"]}).methods == ("last",)
+    each = read(tmp_path, QWEN3 | {"architectures": ["Qwen3ForSequenceClassification"]}, {"task": "token_classify"})
+    assert (each.tasks, each.methods) == (("token_classify",), ("all",))
 
 
 def test_modernbert_says_how_it_classifies(tmp_path: Path) -> None:

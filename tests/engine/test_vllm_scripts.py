@@ -286,6 +286,17 @@ def test_the_asynchronous_engine(folder, llm):
         assert not waiting.done()
         await engine.resume_generation()
         assert (await waiting).outputs[0].token_ids == wanted.outputs[0].token_ids
+        frozen = engine.generate("Hi", endless, "kept")
+        await anext(frozen)
+        await engine.pause_generation(mode="keep")
+        queued, goes_on = (asyncio.create_task(last(each)) for each in (engine.generate("Hello", TEN, "3"), frozen))
+        await asyncio.wait([goes_on], timeout=0.05)
+        assert not goes_on.done() and await engine.is_paused()
+        await engine.abort("3", internal=False)
+        await engine.resume_generation()
+        assert len((await goes_on).outputs[0].token_ids) == 60
+        aborted = await queued
+        assert aborted.finished and aborted.outputs[0].finish_reason == "abort" and not aborted.outputs[0].token_ids
         streams = [engine.generate("Hi", endless, f"abort{n}") for n in range(2)]
         firsts = [await anext(stream) for stream in streams]
         await engine.abort([first.request_id for first in firsts])

@@ -113,11 +113,13 @@ def _of_model(options: Options, info: ModelInfo, path: Path, folder: SentenceFol
             **_classes({**config, "num_labels": size}, folder),
             **common,
         )
-    if name.endswith("ForSequenceClassification"):
+    # the classifier of a decoder takes the hidden state of any token
+    by_token = name.endswith("ForSequenceClassification") and options.task == "token_classify" and not encoder
+    if name.endswith("ForSequenceClassification") and not by_token:
         return PoolingInfo(
             tasks=("classify",), methods=(_classify_method(config, encoder),), **_classes(config, folder), **common
         )
-    if name.endswith("ForTokenClassification"):
+    if name.endswith("ForTokenClassification") or by_token:
         return PoolingInfo(tasks=("token_classify",), methods=("all",), **_classes(config, folder), **common)
     if name.endswith("RewardModel"):
         is_step = "Process" in name

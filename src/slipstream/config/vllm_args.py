@@ -55,6 +55,7 @@ NO_EFFECT: dict[str, str] = {
          "language_model_only", "limit_mm_per_prompt"), f"it is for images, audio and video; {_MEDIA}"),
     **dict.fromkeys(("compilation_config", "optimization_level", "cudagraph_capture_sizes",
                      "max_cudagraph_capture_size"), _COMPILE),
+    **dict.fromkeys(("attention_backend", "attention_config", "enable_flashinfer_autotune"), _KERNELS),
     "disable_cascade_attn": "there is no cascade attention",
     "prefix_caching_hash_algo": "page hashes are BLAKE2b digests",
     "disable_hybrid_kv_cache_manager": "each kind of layer has its own pages",
@@ -113,9 +114,8 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "kv_offloading_backend": (("native",), "the engine copies the pages of kv_offloading_size itself; use native"),
     "performance_mode": (("balanced",), "max_itl sets the balance of latency and throughput"),
     **dict.fromkeys(("moe_backend", "linear_backend"), (("auto",), _KERNELS)),
-    **dict.fromkeys(("attention_backend", "gdn_prefill_backend"), ((), _KERNELS)),
-    **dict.fromkeys(("attention_config", "kernel_config", "ir_op_priority"), (({},), _KERNELS)),
-    "enable_flashinfer_autotune": ((False,), _KERNELS),
+    "gdn_prefill_backend": ((), _KERNELS),
+    **dict.fromkeys(("kernel_config", "ir_op_priority"), (({},), _KERNELS)),
     "mamba_config": (({},), _MAMBA),
     **dict.fromkeys(("mamba_cache_dtype", "mamba_ssm_cache_dtype"), (("auto",), _MAMBA)),
     "mamba_block_size": ((), "states are kept at multiples of 64 tokens; num_checkpoints sets how many"),
@@ -226,6 +226,7 @@ def _pooler_config(value: Any) -> dict[str, Any]:
 
 
 TRANSLATED: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "load_format": lambda value: {"load_format": "auto" if value == "hf" else value},
     "dtype": _dtype,
     "block_size": _renamed("page_size"),
     "kv_cache_memory_bytes": _renamed("kv_cache_memory"),

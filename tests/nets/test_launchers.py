@@ -368,8 +368,8 @@ def attention(patch: pytest.MonkeyPatch) -> dict[str, Callable[[], Any]]:
 def kernels(monkeypatch):
     """All kernels and those launched. A device of some multiprocessors, on which the kernels for Hopper run."""
     found, launched = replace_kernels(monkeypatch)
-    monkeypatch.setattr("slipstream.ops.linear.triton.gated_gemm_hopper._multiprocessors", lambda device: 8)
-    monkeypatch.setattr("slipstream.ops.moe.triton.gemm_hopper._multiprocessors", lambda device: 8)
+    for module in ("linear.triton.gated_gemm_hopper", "moe.triton.gemm_hopper"):
+        monkeypatch.setattr(f"slipstream.ops.{module}.multiprocessors", lambda device: 8)
     for module in ("linear.capability", "moe.triton.gemm"):
         monkeypatch.setattr(f"slipstream.ops.{module}.has_hopper_kernels", lambda device: True)
     return found, launched

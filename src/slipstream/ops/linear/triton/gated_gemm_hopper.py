@@ -9,7 +9,6 @@ the other. Written in Gluon, as `streaming_hopper.py`.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -20,17 +19,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from slipstream.ops.hopper_gemm import ROWS, SIZE, STAGES, WIDTH, halves, multiply_tile, multiprocessors
 from slipstream.ops.linear.triton.epilogue import GATES
 
-ROWS = gl.constexpr(64)  # per warpgroup
-SIZE = gl.constexpr(128)  # gate columns per tile, and up columns; or columns of each half
-WIDTH = gl.constexpr(64)  # inputs per step: 128 bytes
-STAGES = gl.constexpr(4)
+# SIZE is the number of gate columns per tile, and of up columns; or the columns of each half
 GROUP = gl.constexpr(16)  # row blocks whose tiles are computed together, so that the weight stays in the L2 cache
 LONG = 2048  # inputs from which the stagger of the warpgroups pays
 # One program per multiprocessor. An even split of the registers gives 168 per thread; the producer warp gives most of
@@ -66,7 +61,7 @@ def _launch(
 ) -> None:
     (rows, num_in), half = x.shape, len(weight) // 2
     row_blocks, blocks = triton.cdiv(rows, 2 * ROWS.value), triton.cdiv(half, SIZE.value)
-    _gate_kernel[(min(_multiprocessors(x.device), row_blocks * blocks),)](
+    _gate_kernel[(min(multiprocessors(x.device), row_blocks * blocks),)](
         _describe(x, [2 * ROWS.value, WIDTH.value]),
         _describe(weight, [SIZE.value, WIDTH.value]),
         _describe(out, [ROWS.value, SIZE.value]),
@@ -80,11 +75,6 @@ def _launch(
         num_warps=4,
         maxnreg=EVEN_REGISTERS,
     )
-
-
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def _describe(matrix: torch.Tensor, box: list[int]) -> Any:
@@ -156,33 +146,15 @@ def _compute(
     AHEAD: gl.constexpr,
 ):
     """A consumer warpgroup: MMA and epilogue of one half of the rows of each tile."""
-    ws, xs, there, used = tiles
     half, num_steps, row_blocks, blocks = shape
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * SIZE, 16])
     KEPT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SIZE, 16])
     if AHEAD > 0 and HALF == 1:
         mbarrier.wait(ahead, 0)
     done = 0
     for tile in range(gl.program_id(0), row_blocks * blocks, gl.num_programs(0)):
         row, block = _tile_blocks(tile, row_blocks, blocks)
-        acc = gl.zeros([ROWS, 2 * SIZE], gl.float32, SUMS)
-        for step in range(num_steps):
-            stage = done % STAGES
-            mbarrier.wait(there.index(stage), done // STAGES & 1)
-            part = xs.index(stage).slice(HALF * ROWS, ROWS)
-            acc = warpgroup_mma(part, ws.index(stage).permute((1, 0)), acc, is_async=True)
-            # the MMA of this step is in flight, that of the previous step is complete
-            acc = warpgroup_mma_wait(1, deps=(acc,))
-            if step > 0:
-                mbarrier.arrive(used.index((done - 1) % STAGES), count=1)
-            if AHEAD > 0 and HALF == 0:  # noqa: SIM102
-                if done == AHEAD:
-                    mbarrier.arrive(ahead, count=1)
-            done += 1
-        acc = warpgroup_mma_wait(0, deps=(acc,))
-        mbarrier.arrive(used.index((done - 1) % STAGES), count=1)
-
-        gate, up = gl.split(gl.permute(gl.reshape(acc, [ROWS, 2, SIZE]), (0, 2, 1)))
+        acc, done = multiply_tile(tiles, ahead, done, num_steps, HALF, AHEAD)
+        gate, up = halves(acc, SIZE)
         own_rows, column = (row * 2 + HALF) * ROWS, block * SIZE
         if GATE == GELU:
             _store_tile(_gelu(_biased(gate, bias, column, KEPT)), own_rows, column, result, out, KEPT)

@@ -8,7 +8,6 @@ cp.async; TMA loads everything else. A warpgroup without pairs in the last tile 
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -19,19 +18,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from slipstream.ops.hopper_gemm import ROWS, SIZE, STAGES, WIDTH, halves, multiply_tile, multiprocessors
 from slipstream.ops.moe.reference import Routing
 from slipstream.ops.moe.triton.sort import ExpertTiles
 
-ROWS = gl.constexpr(64)  # pairs per warpgroup
 PART = gl.constexpr(64)  # columns of one store
-SIZE = gl.constexpr(128)  # gate columns per tile, and up columns; or columns of each half
-WIDTH = gl.constexpr(64)  # inputs per step: 128 bytes
-STAGES = gl.constexpr(4)
 LAG = gl.constexpr(2)  # steps between the start of a gather and the wait for it
 PAIRS = 2 * ROWS.value  # per tile
 # One program per multiprocessor. An even split of the registers gives 168 per thread; the producer warps give most of
@@ -89,7 +83,7 @@ def _launch(
 ) -> None:
     """`half`: distance of the two halves of a block in the rows of a weight."""
     num_tiles = tiles.table.shape[1]
-    _grouped_kernel[(min(_multiprocessors(out.device), num_tiles * blocks),)](
+    _grouped_kernel[(min(multiprocessors(out.device), num_tiles * blocks),)](
         x,
         _describe(weight.flatten(0, 1), SIZE.value),
         TensorDescriptor.from_tensor(out, [ROWS.value, PART.value], _layout(ROWS.value, PART.value)),
@@ -107,11 +101,6 @@ def _launch(
         num_warps=4,
         maxnreg=EVEN_REGISTERS,
     )
-
-
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def _describe(matrix: torch.Tensor, rows: int) -> Any:
@@ -225,7 +214,6 @@ def _compute(tiles, results, out, sorted_pairs, shape, HALF: gl.constexpr, GATE:
     ws, xs, there, used = tiles
     order, table, pair_weights = sorted_pairs
     expert_rows, half, num_steps, num_tiles, blocks = shape
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * SIZE, 16])
     KEPT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
     done = 0
     for item in range(gl.program_id(0), num_tiles * blocks, gl.num_programs(0)):
@@ -234,31 +222,19 @@ def _compute(tiles, results, out, sorted_pairs, shape, HALF: gl.constexpr, GATE:
         end = gl.load(table + 2 * num_tiles + tile)
         if gl.load(table + tile) >= 0:
             if first < end:
-                acc = gl.zeros([ROWS, 2 * SIZE], gl.float32, SUMS)
-                for step in range(num_steps):
-                    stage = done % STAGES
-                    mbarrier.wait(there.index(stage), done // STAGES & 1)
-                    part = xs.index(stage).slice(HALF * ROWS, ROWS)
-                    acc = warpgroup_mma(part, ws.index(stage).permute((1, 0)), acc, is_async=True)
-                    # the MMA of this step is in flight, that of the previous step is complete
-                    acc = warpgroup_mma_wait(1, deps=(acc,))
-                    if step > 0:
-                        mbarrier.arrive(used.index((done - 1) % STAGES), count=1)
-                    done += 1
-                acc = warpgroup_mma_wait(0, deps=(acc,))
-                mbarrier.arrive(used.index((done - 1) % STAGES), count=1)
-                left, right = _halves(acc, SIZE)
+                acc, done = multiply_tile(tiles, None, done, num_steps, HALF, 0)
+                left, right = halves(acc, SIZE)
                 even, odd = results.index(2 * HALF), results.index(2 * HALF + 1)
                 if GATE > 0:
-                    one, two = _halves(_gated(left, right, out.dtype, GATE), PART)
+                    one, two = halves(_gated(left, right, out.dtype, GATE), PART)
                     _store(gl.convert_layout(one, KEPT), first, block * SIZE, even, out)
                     _store(gl.convert_layout(two, KEPT), first, block * SIZE + PART, odd, out)
                 else:
                     index = first + gl.arange(0, ROWS, gl.SliceLayout(1, KEPT))
                     pair = gl.load(order + index, mask=index < end, other=0)
                     scale = gl.expand_dims(gl.load(pair_weights + pair), 1)
-                    one, two = _halves(left, PART)
-                    three, four = _halves(right, PART)
+                    one, two = halves(left, PART)
+                    three, four = halves(right, PART)
                     column = block * (2 * SIZE)
                     _store(gl.convert_layout(one, KEPT) * scale, first, column, even, out)
                     _store(gl.convert_layout(two, KEPT) * scale, first, column + PART, odd, out)
@@ -281,12 +257,6 @@ def _gated(gate, up, dtype: gl.constexpr, GATE: gl.constexpr):
         # (1 + tanh(z)) / 2 = sigmoid(2z), with z = sqrt(2 / pi) (x + 0.044715 x^3)
         slope = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
     return (gate / (1.0 + gl.exp(-slope))).to(dtype).to(gl.float32) * up
-
-
-@gluon.jit
-def _halves(sums, COLUMNS: gl.constexpr):
-    """The first and the last columns of sums [ROWS, 2 * COLUMNS]."""
-    return gl.split(gl.permute(gl.reshape(sums, [ROWS, 2, COLUMNS]), (0, 2, 1)))
 
 
 @gluon.jit

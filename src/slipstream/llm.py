@@ -35,7 +35,7 @@ from slipstream.frontend.vllm_names import check_unused
 from slipstream.lora_request import LoRARequest
 from slipstream.params import SamplingParams
 from slipstream.text.tokenizer import Tokenizer
-from slipstream.transport.replica_start import num_replicas
+from slipstream.transport.replica_source import has_replicas
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 OneOrMoreAdapters = LoRARequest | Sequence[LoRARequest | None] | None
@@ -74,7 +74,7 @@ class LLM(PoolingMethods, VllmMethods):
         self._adapter_names = AdapterNames()
         self._sync_loop: SyncLoop | ReplicaLoop
         self.cores: dict[str, EngineCore] = {}  # empty with replicas, which run in other processes
-        if num_replicas(given) > 1:
+        if has_replicas(given):
             self._sync_loop = replicas = ReplicaLoop(given)
             self.models = replicas.engine.models
             front_end.apply(self.models.values())
@@ -93,7 +93,9 @@ class LLM(PoolingMethods, VllmMethods):
         """The core of the first model."""
         self._sync_loop.check_open()
         if not self.cores:
-            raise InvalidOption("the cores of replicas are in other processes; set data_parallel_size to 1")
+            raise InvalidOption(
+                "the cores of replicas are in other processes; set data_parallel_size to 1, without ray"
+            )
         return next(iter(self.cores.values()))
 
     @property

@@ -185,6 +185,13 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         int,
         _doc("replicas of the whole engine, each with its own GPU or share of the CPU threads; see docs/scale.md"),
     ] = 1
+    distributed_executor_backend: Annotated[
+        Literal["uni", "mp", "ray"] | None,
+        _doc(
+            "what starts ranks and replicas: ray places them on the nodes of a Ray cluster (needs slipstream[ray]); "
+            "uni, mp and None start processes of this machine as needed"
+        ),
+    ] = None
     enable_expert_parallel: Annotated[
         bool,
         _doc(

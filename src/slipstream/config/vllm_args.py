@@ -83,7 +83,6 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
                      "enable_elastic_ep", "enable_dbo", "enable_eplb"),
                     ((False,), _PARALLEL)),
     "ubatch_size": ((0,), _PARALLEL),
-    "distributed_executor_backend": (("uni", "mp"), f"{_PARALLEL}; leave it out"),
     "device_ids": (([0],), "CUDA_VISIBLE_DEVICES in the environment chooses the GPU"),
     **dict.fromkeys(("worker_cls",), (("auto",), "there are no workers to replace")),
     "worker_extension_cls": (("",), "there are no workers to extend; apply_model calls a function on the model"),

@@ -6,23 +6,24 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
-from torch.distributed import FileStore, ProcessGroupGloo
+from torch.distributed import FileStore, ProcessGroupGloo, Store
 
-_TIMEOUT = timedelta(minutes=10)  # of one collective; a rank that dies ends it at once
+TIMEOUT = timedelta(minutes=10)  # of one collective; a rank that dies ends it at once
 
 
 class Group:
     """The results of every collective have the same bits on all ranks, so that all ranks draw the same tokens."""
 
-    def __init__(self, rank: int, size: int, store: Path) -> None:
-        """`store`: a file that all ranks can write, for the exchange of addresses. Returns when all ranks have joined.
-        Connections are made over the loopback interface."""
+    def __init__(self, rank: int, size: int, store: Path | Store, address: str = "127.0.0.1") -> None:
+        """`store`: a file that all ranks can write, or a torch.distributed store, for the exchange of addresses.
+        `address`: of this rank, at which the others connect. Returns when all ranks have joined."""
         self.rank = rank
         self.size = size
         options = ProcessGroupGloo._Options()
-        options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        options._timeout = _TIMEOUT
-        self._group = ProcessGroupGloo(FileStore(str(store), size), rank, size, options)
+        options._devices = [ProcessGroupGloo.create_device(hostname=address)]
+        options._timeout = TIMEOUT
+        opened = FileStore(str(store), size) if isinstance(store, Path) else store
+        self._group = ProcessGroupGloo(opened, rank, size, options)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks, in the memory of x."""

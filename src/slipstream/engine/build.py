@@ -40,6 +40,7 @@ from slipstream.engine.lanes import Lanes
 from slipstream.engine.model_description import ModelDescription
 from slipstream.engine.model_impl import for_backend, read_info
 from slipstream.engine.offload_options import check_offload
+from slipstream.engine.rank_link import RankLink
 from slipstream.engine.rank_options import check_one_model, check_rank_config, check_rank_options
 from slipstream.engine.recorder import Recorder
 from slipstream.engine.sleep_options import check_sleep_mode
@@ -96,10 +97,16 @@ def open_model(options: Options) -> Opened:
 
 
 def build_core(
-    opened: Opened, *, progress: bool = False, device: Device | None = None, folder: Path | None = None
+    opened: Opened,
+    *,
+    progress: bool = False,
+    device: Device | None = None,
+    folder: Path | None = None,
+    link: RankLink | None = None,
 ) -> EngineCore:
-    """Loads the weights. `folder`: of the engines that share the experts, see `join_engines`."""
-    executor, runner, config = build_ranks(opened.config, progress=progress, device=device)
+    """Loads the weights. `folder`: of the engines that share the experts, see `join_engines`. `link`: where ranks of
+    other nodes connect; None: they are started here."""
+    executor, runner, config = build_ranks(opened.config, link, progress=progress, device=device)
     has_one_rank = config.model.num_ranks == config.model.num_engines == 1
     constraints = None
     if config.model.generates:
@@ -137,9 +144,10 @@ def build_lanes(
     device: Device | None = None,
     tell: Callable[[str], None] = lambda name: None,
     folder: Path | None = None,
+    link: RankLink | None = None,
 ) -> tuple[Lanes, dict[str, Opened]]:
     """Models on one device, and their descriptions by name. `opened`: the result of `open_models` for the same options.
-    `tell` is called with the name of each model before it is loaded. `folder`: as for `build_core`.
+    `tell` is called with the name of each model before it is loaded. `folder`, `link`: as for `build_core`.
 
     Models without a cache come first and take what they need. The others share evenly what is left of the GPU up to
     `gpu_memory_utilization`, except those whose options set the size of their cache.
@@ -166,7 +174,10 @@ def build_lanes(
                 own = msgspec.structs.replace(own, gpu_memory_utilization=share)
             # configured again: the models before it have taken their memory
             settled = opened[index] if len(opened) == 1 else open_model(own)
-            built[names[index]] = settled, build_core(settled, progress=progress, device=device, folder=folder)
+            built[names[index]] = (
+                settled,
+                build_core(settled, progress=progress, device=device, folder=folder, link=link),
+            )
     except BaseException:
         device.close()
         raise

@@ -5,18 +5,22 @@ from __future__ import annotations
 from slipstream.config.config import EngineConfig
 from slipstream.device.device import Device
 from slipstream.engine.executor import Executor
-from slipstream.engine.workers import RankProcesses, Workers
+from slipstream.engine.local_ranks import RankProcesses
+from slipstream.engine.rank_link import RankLink
+from slipstream.engine.ranks import Ranks
+from slipstream.engine.remote_ranks import RemoteRanks
+from slipstream.engine.workers import Workers
 from slipstream.nn.layers.connect_ranks import connect_ranks
 from slipstream.runner.assemble import build_runner
 from slipstream.runner.runner import ModelRunner
 
 
 def build_ranks(
-    config: EngineConfig, *, progress: bool = False, device: Device | None = None
+    config: EngineConfig, link: RankLink | None = None, *, progress: bool = False, device: Device | None = None
 ) -> tuple[Executor, ModelRunner, EngineConfig]:
     """The executor, which is the runner itself with one rank; the runner of rank 0; and the configuration with the size
-    of cache that was found to fit."""
-    ranks = None if config.model.num_ranks == 1 else RankProcesses(config)
+    of cache that was found to fit. `link`: where ranks of other nodes connect; None: they are started here."""
+    ranks = _open_ranks(config, link)
     try:
         runner, config = build_runner(config, progress=progress, device=device)
         if ranks is None:
@@ -27,3 +31,10 @@ def build_ranks(
             ranks.kill()
         raise
     return Workers(runner, ranks), runner, config
+
+
+def _open_ranks(config: EngineConfig, link: RankLink | None) -> Ranks | None:
+    """The ranks besides this one; None: there are no others."""
+    if config.model.num_ranks == 1:
+        return None
+    return RankProcesses(config) if link is None else RemoteRanks(config, link)

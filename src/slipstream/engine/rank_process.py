@@ -1,7 +1,10 @@
-"""One rank of a model: `python -m slipstream.engine.rank_process MEMORY MESSAGES ACKNOWLEDGEMENTS STORE`.
+"""One rank of a model, in two ways:
 
-Standard input has the EngineConfig as msgpack. The process runs the plans of the ring, in their order, until the ring
-says so or rank 0 has ended. It returns no results.
+* `python -m slipstream.engine.rank_process MEMORY MESSAGES ACKNOWLEDGEMENTS STORE` on the node of rank 0, with the
+  EngineConfig as msgpack in standard input;
+* `python -m slipstream.engine.rank_process SOCKET` on any node, with a connected socket over which a RankStart comes.
+
+The process runs the plans of rank 0, in their order, until these say so or rank 0 has ended. It returns no results.
 """
 
 from __future__ import annotations
@@ -9,19 +12,25 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
+import socket
 import sys
 from collections import deque
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
+from torch.distributed import TCPStore
 
 from slipstream.config.config import EngineConfig
-from slipstream.dist.group import Group
+from slipstream.dist.group import TIMEOUT, Group
 from slipstream.dist.plan_codec import decode_late, decode_plan
 from slipstream.dist.plan_ring import PlanReader
+from slipstream.dist.plan_socket import PlanSocketReader
 from slipstream.engine.child_process import die_with_parent
 from slipstream.engine.executor import Handle
-from slipstream.engine.workers import END, FINISH, FREE, LATE, PLAN, LocalRunner
+from slipstream.engine.rank_link import RankStart, receive_exactly
+from slipstream.engine.ranks import END, FINISH, FREE, LATE, PLAN
+from slipstream.engine.workers import LocalRunner
 from slipstream.log import set_up_child_log
 from slipstream.nn.layers.connect_ranks import connect_ranks
 from slipstream.runner.assemble import build_runner
@@ -33,19 +42,46 @@ def main(argv: list[str]) -> int:
         signal.signal(number, signal.SIG_IGN)  # rank 0 decides when this one exits
     set_up_child_log()
     faulthandler.enable()
+    return _run_remote(int(argv[0])) if len(argv) == 1 else _run_local(argv)
+
+
+def _run_local(argv: list[str]) -> int:
     config = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=EngineConfig)
-    ring = PlanReader(*map(int, argv[:3]))
+    plans = PlanReader(*map(int, argv[:3]))
     runner, _ = build_runner(config)
-    ring.ready()
+    plans.ready()
     connect_ranks(runner.model, Group(config.model.rank, config.model.num_ranks, Path(argv[3])))
-    run_plans(runner, ring, config.scheduler.depth)
+    run_plans(runner, plans, config.scheduler.depth)
     return 0
 
 
-def run_plans(runner: LocalRunner, ring: PlanReader, depth: int) -> None:
-    """Runs plans until the ring ends. At most `depth` steps are ahead of the oldest that has not ended."""
+def _run_remote(descriptor: int) -> int:
+    sock = socket.socket(fileno=descriptor)
+    header = receive_exactly(sock, 8)
+    data = None if header is None else receive_exactly(sock, int.from_bytes(header, "little"))
+    if data is None:
+        return 0  # rank 0 has ended
+    start = msgspec.msgpack.decode(data, type=RankStart)
+    config = start.config
+    plans = PlanSocketReader(sock, receive_exactly)
+    runner, _ = build_runner(config)
+    store = TCPStore(start.store_address, start.store_port, None, False, TIMEOUT, wait_for_workers=False)
+    plans.ready()
+    address = str(sock.getsockname()[0])
+    connect_ranks(runner.model, Group(config.model.rank, config.model.num_ranks, store, address))
+    run_plans(runner, plans, config.scheduler.depth)
+    return 0
+
+
+class PlanSource(Protocol):
+    def read(self) -> tuple[bytes, bytes] | None:
+        """The kind and the data of the next message; None: the writer has ended."""
+
+
+def run_plans(runner: LocalRunner, plans: PlanSource, depth: int) -> None:
+    """Runs plans until they end. At most `depth` steps are ahead of the oldest that has not ended."""
     in_flight: deque[Handle] = deque()
-    while (message := ring.read()) is not None:
+    while (message := plans.read()) is not None:
         kind, data = message
         if kind == PLAN:
             runner.launch(decode_plan(data))

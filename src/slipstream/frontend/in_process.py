@@ -11,17 +11,18 @@ from slipstream.engine.build import build_lanes, open_models
 from slipstream.engine.lanes import Lanes
 from slipstream.errors import InvalidOption
 from slipstream.frontend.served import ServedModel
-from slipstream.transport.replica_start import num_replicas
+from slipstream.transport.replica_source import has_replicas
 
 
 def build_served(
     options: Sequence[Options], *, progress: bool = False, device: Device | None = None
 ) -> tuple[Lanes, dict[str, ServedModel]]:
     """Returns the lanes of all models, and each model by name. Tokenizers load first, because weights take longer."""
-    if num_replicas(options) > 1:
+    if has_replicas(options):
         raise InvalidOption(
-            f"data_parallel_size is {options[0].data_parallel_size}, and this process builds one core; replicas are "
-            "started by LLM and by slipstream serve: use these, or 1"
+            f"data_parallel_size is {options[0].data_parallel_size} and distributed_executor_backend "
+            f"{options[0].distributed_executor_backend}, and this process builds one core; replicas are started by LLM "
+            "and by slipstream serve: use these, or 1 without ray"
         )
     opened = open_models(options)
     tokenizers = {each.description.name: each.description.load_tokenizer() for each in opened}

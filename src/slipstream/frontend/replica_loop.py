@@ -18,7 +18,7 @@ from slipstream.frontend.inputs import PreparedPrompt
 from slipstream.frontend.request_stream import RequestStream
 from slipstream.frontend.results import RequestOutput
 from slipstream.frontend.served import ServedModel
-from slipstream.transport.replica_start import ReplicaProcesses
+from slipstream.transport.replica_source import CountedSource, open_replicas
 from slipstream.transport.replicas import ReplicaClient
 
 T = TypeVar("T")
@@ -29,7 +29,7 @@ class ReplicaLoop:
 
     def __init__(self, options: Sequence[Options]) -> None:
         """Starts the replicas and waits until all are ready."""
-        source = ReplicaProcesses(options)
+        source = open_replicas(options)
         self.closed = False
         self.lock = threading.RLock()
         self._loop = asyncio.new_event_loop()
@@ -41,7 +41,7 @@ class ReplicaLoop:
             self._stop()
             raise
 
-    async def _open(self, source: ReplicaProcesses) -> AsyncEngine:
+    async def _open(self, source: CountedSource) -> AsyncEngine:
         engine = AsyncEngine(client=ReplicaClient(source, source.count))
         try:
             await engine.until_ready()

@@ -230,6 +230,7 @@ def _load(start: CoreStart, server: SocketServer) -> CoreProcess:
         opened,
         tell=lambda name: server.broadcast(Loading(f"loading {name}")),
         folder=None if start.folder is None else Path(start.folder),
+        link=start.ranks,
     )
     return CoreProcess(lanes, server, opening)
 

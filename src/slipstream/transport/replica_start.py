@@ -29,15 +29,11 @@ class ReplicaProcesses:
     def __init__(self, options: Sequence[Options], devices: Path = Path("/dev")) -> None:
         """`devices`: the folder of the device files of GPUs."""
         self.count = num_replicas(options)
-        for each in options:
-            if any(not isinstance(processor, str) for processor in each.logits_processors or ()):
-                raise InvalidOption(
-                    "logits_processors has classes, which cannot be sent to replicas in other processes; give their "
-                    "names as package.module:Class"
-                )
+        check_processors(options)
         self._environments = _environments(options, self.count, devices)
         on_cpu = not self._environments[0]
-        self._options = [_of_one_replica(each, self.count, on_cpu=on_cpu) for each in options]
+        threads = max(1, num_cores() // self.count)
+        self._options = [of_one_replica(each, self.count, on_cpu=on_cpu, num_threads=threads) for each in options]
         self._handles: dict[int, CoreHandle] = {}
         self._shares_experts = self.count > 1 and any(each.enable_expert_parallel for each in options)
         self._num_starts = [0] * self.count
@@ -73,6 +69,15 @@ class ReplicaProcesses:
             self._folder.cleanup()
 
 
+def check_processors(options: Sequence[Options]) -> None:
+    for each in options:
+        if any(not isinstance(processor, str) for processor in each.logits_processors or ()):
+            raise InvalidOption(
+                "logits_processors has classes, which cannot be sent to replicas in other processes; give their names "
+                "as package.module:Class"
+            )
+
+
 def num_replicas(options: Sequence[Options]) -> int:
     """The number of replicas in the options of the models, which has to be the same for all."""
     counts = {each.data_parallel_size for each in options}
@@ -95,11 +100,12 @@ def visible_gpus(devices: Path = Path("/dev"), environ: Mapping[str, str] = os.e
     return sorted((number for number in numbers if number.isdecimal()), key=int)
 
 
-def _of_one_replica(options: Options, count: int, *, on_cpu: bool) -> Options:
-    """The options of one replica. On the CPU, the default threads and memory are divided by the number of replicas."""
+def of_one_replica(options: Options, count: int, *, on_cpu: bool, num_threads: int) -> Options:
+    """The options of one replica. On the CPU, the default is this number of threads, and the default memory is divided
+    by the number of replicas."""
     changes: dict[str, Any] = {} if options.enable_expert_parallel else {"data_parallel_size": 1}
     if on_cpu and options.num_threads is None:
-        changes["num_threads"] = max(1, num_cores() // count)
+        changes["num_threads"] = num_threads
     if on_cpu and options.gpu_memory_utilization is None:
         changes["gpu_memory_utilization"] = CPU_SHARE / count
     return msgspec.structs.replace(options, **changes)

@@ -41,8 +41,10 @@ class SocketClient(asyncio.Protocol):
 
     @classmethod
     async def connect(cls, sock: socket.socket) -> SocketClient:
-        """Returns a client over one end of a socket pair; the core has the other."""
-        _, client = await asyncio.get_running_loop().create_unix_connection(cls, sock=sock)
+        """Returns a client over a connected socket: one end of a socket pair, or of TCP to a core of another node."""
+        loop = asyncio.get_running_loop()
+        connect = loop.create_unix_connection if sock.family == socket.AF_UNIX else loop.create_connection
+        _, client = await connect(cls, sock=sock)
         return client
 
     @property

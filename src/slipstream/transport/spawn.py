@@ -5,13 +5,14 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 import msgspec
 
 from slipstream.config.options import Options
 from slipstream.engine.child_process import child_environment, how_it_ended
+from slipstream.engine.rank_link import RankLink
 from slipstream.transport.frames import Join, frame
 
 
@@ -21,6 +22,7 @@ class CoreStart(msgspec.Struct, frozen=True):
     options: list[Options]  # of each model
     engine: int = 0  # number of this engine among those that share experts
     folder: str | None = None  # of these engines, to find each other; None: the engine is alone
+    ranks: RankLink | None = None  # where ranks of other nodes connect; None: the core starts all ranks itself
 
 
 class CoreHandle:
@@ -62,21 +64,32 @@ def spawn_core(
     that the core gets besides ours. `engine`, `folder`: as in CoreStart.
     """
     pairs = [socket.socketpair() for _ in range(num_front_ends)]
-    theirs = [pair[1] for pair in pairs]
-    fds = [-1 if supervisor is None else supervisor.fileno(), *(sock.fileno() for sock in theirs)]
+    start = CoreStart(options, engine, folder)
+    return start_core(start, [pair[1] for pair in pairs], supervisor, environment), [pair[0] for pair in pairs]
+
+
+def start_core(
+    start: CoreStart,
+    front_ends: Sequence[socket.socket],
+    supervisor: socket.socket | None = None,
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> CoreHandle:
+    """Starts a core process over connected sockets, which are closed here."""
+    fds = [-1 if supervisor is None else supervisor.fileno(), *(sock.fileno() for sock in front_ends)]
+    others = () if start.ranks is None else (start.ranks.listener,)
     process = subprocess.Popen(
         [sys.executable, "-m", "slipstream.transport.core_process", *map(str, fds)],
         stdin=subprocess.PIPE,
         stdout=sys.stderr.fileno(),  # keeps standard output free for the command's own output
-        pass_fds=[fd for fd in fds if fd >= 0],
+        pass_fds=[*(fd for fd in fds if fd >= 0), *others],
         env=child_environment(environment),
     )
     assert process.stdin is not None
-    process.stdin.write(msgspec.json.encode(CoreStart(options, engine, folder)))
+    process.stdin.write(msgspec.json.encode(start))
     process.stdin.close()
-    for sock in theirs:
+    for sock in front_ends:
         sock.close()
-    return CoreHandle(process), [pair[0] for pair in pairs]
+    return CoreHandle(process)
 
 
 def join_core(supervisor: socket.socket) -> socket.socket:

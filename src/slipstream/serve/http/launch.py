@@ -14,7 +14,7 @@ from slipstream.log import pass_on_log
 from slipstream.serve.http.listen import PortClaim, claim, raise_file_limit
 from slipstream.serve.http.listen_unix import UnixClaim
 from slipstream.serve.http.settings import ServerSettings
-from slipstream.transport.replica_start import ReplicaProcesses, num_replicas
+from slipstream.transport.replica_source import has_replicas, open_replicas
 from slipstream.transport.replicas import ReplicaClient
 from slipstream.transport.socket_client import SocketClient
 from slipstream.transport.spawn import spawn_core
@@ -61,7 +61,7 @@ def launch_proxy(settings: ServerSettings) -> None:
 
 
 def _serve_at(claimed: PortClaim | UnixClaim, settings: ServerSettings, options: list[Options]) -> None:
-    if num_replicas(options) > 1:
+    if has_replicas(options):
         _serve_replicas(claimed, settings, options)
         return
     ours, theirs = socket.socketpair() if settings.workers > 1 else (None, None)
@@ -90,12 +90,13 @@ def _serve_replicas(claimed: PortClaim | UnixClaim, settings: ServerSettings, op
     """Serves several replicas from one front end in this process, which starts and restarts them."""
     if settings.workers > 1:
         raise InvalidOption(
-            f"workers is {settings.workers} and data_parallel_size {options[0].data_parallel_size}; replicas have one "
-            "front end: use 1 worker, or one server per replica behind a load balancer"
+            f"workers is {settings.workers}, data_parallel_size {options[0].data_parallel_size} and "
+            f"distributed_executor_backend {options[0].distributed_executor_backend}; replicas have one front end: use "
+            "1 worker, or one server per replica behind a load balancer"
         )
     from slipstream.serve.http.worker import run_worker
 
-    replicas = ReplicaProcesses(options)
+    replicas = open_replicas(options)
     status.info("listening on %s", claimed.shown)
 
     async def connect() -> ReplicaClient:

@@ -1,0 +1,204 @@
+"""RayReplicas: the core and the ranks of each replica on the nodes of a Ray cluster.
+
+Every replica has a placement group with one bundle per rank, and in each bundle an actor that runs the process
+(`ray_node.py`). Cores connect to the front end over TCP. When a process or its node is lost, the connection of the
+core ends; ReplicaClient starts the replica again, in a new placement group, on nodes that are left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from slipstream.config.options import Options
+from slipstream.engine.rank_link import SECRET_BYTES, keep_alive
+from slipstream.errors import EngineDead, InvalidOption
+from slipstream.transport.client import CoreClient
+from slipstream.transport.ray_node import NodeProcess
+from slipstream.transport.replica_start import check_processors, num_replicas, of_one_replica
+from slipstream.transport.socket_client import SocketClient
+from slipstream.transport.spawn import CoreStart
+
+status = logging.getLogger("slipstream.status")
+
+_EXIT_SECONDS = 10.0  # for a core to exit when its connection is closed
+_LOST_SECONDS = 15.0  # for Ray to find out that a node is lost
+_HELLO_SECONDS = 10.0  # for a connection to send its secret
+_WAIT_TURN = 5.0  # seconds of one call that waits, which cannot be cancelled
+FIRST_WAIT_SECONDS = 120.0
+"""For the cluster to have room at the first start. A replica that is started again waits without a limit."""
+
+
+@dataclass
+class Reservation:
+    """The resources of a replica on the cluster, and its actors."""
+
+    group: Any  # ray.util.placement_group.PlacementGroup
+    actors: list[Any] = field(default_factory=list)  # of the core, then of the other ranks
+
+
+class RayReplicas:
+    """A ReplicaSource."""
+
+    def __init__(self, options: Sequence[Options]) -> None:
+        """Connects to the cluster: the one that this process uses already, that of RAY_ADDRESS or of this machine;
+        where there is none, Ray starts one on this machine."""
+        self.count = num_replicas(options)
+        check_processors(options)
+        if self.count > 1 and any(each.enable_expert_parallel for each in options):
+            raise InvalidOption(
+                "enable_expert_parallel is set with data_parallel_size and distributed_executor_backend ray; engines "
+                "that share experts run on one machine: leave one of them out"
+            )
+        self._ray = import_ray()
+        self._owns_ray = not self._ray.is_initialized()
+        if self._owns_ray:
+            self._ray.init(logging_level="warning")
+        self._num_ranks = max(each.tensor_parallel_size for each in options)
+        on_cpu = self._is_on_cpu(options)
+        given = [each.num_threads for each in options if each.num_threads is not None]
+        threads = max(given) if given else self._threads_of_a_rank()
+        self._bundle = {"CPU": float(threads)} if on_cpu else {"GPU": 1.0, "CPU": 1.0}
+        self._options = [
+            msgspec.structs.replace(
+                of_one_replica(each, self.count, on_cpu=on_cpu, num_threads=threads), distributed_executor_backend=None
+            )
+            for each in options
+        ]
+        self._environment = {name: value for name, value in os.environ.items() if name.startswith("SLIPSTREAM_")}
+        self._reserved: dict[int, Reservation] = {}
+        self._was_reserved: set[int] = set()
+
+    async def start(self, index: int) -> CoreClient:
+        reserved = await self._reserve(index)
+        secret = secrets.token_bytes(SECRET_BYTES)
+        with socket.create_server((self._ray.util.get_node_ip_address(), 0)) as listener:
+            listener.setblocking(False)
+            start = msgspec.json.encode(CoreStart(self._options))
+            ours = listener.getsockname()[:2]
+            try:
+                core, *others = reserved.actors
+                address = await self._result(
+                    core.start_core.remote(start, ours, secret, self._environment, self._num_ranks)
+                )
+                calls = [
+                    actor.start_rank.remote(address, secret, rank, self._environment)
+                    for rank, actor in enumerate(others, 1)
+                ]
+                await asyncio.gather(*map(self._result, calls))
+            except self._ray.exceptions.RayError as error:
+                raise EngineDead(f"replica {index} did not start on the Ray cluster: {error}") from None
+            return await SocketClient.connect(await _accept(listener, secret))
+
+    async def ended(self, index: int) -> str | None:
+        if (reserved := self._reserved.pop(index, None)) is None:
+            return None
+        try:
+            how = None
+            if reserved.actors:
+                ending = self._result(reserved.actors[0].wait.remote(_EXIT_SECONDS))
+                how = await asyncio.wait_for(ending, _EXIT_SECONDS + _LOST_SECONDS)
+            return how
+        except (self._ray.exceptions.RayError, TimeoutError):
+            return "its node or its Ray worker was lost"
+        finally:
+            await asyncio.to_thread(self._remove, reserved)
+
+    async def close(self) -> None:
+        await asyncio.gather(*(self.ended(index) for index in list(self._reserved)))
+        if self._owns_ray:
+            await asyncio.to_thread(self._ray.shutdown)
+
+    async def _reserve(self, index: int) -> Reservation:
+        """Reserves the resources of a replica and starts its actors, the core's first."""
+        from ray.util import placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        group = await asyncio.to_thread(placement_group, [self._bundle] * self._num_ranks, strategy="PACK")
+        reserved = self._reserved[index] = Reservation(group)
+        is_first = index not in self._was_reserved
+        turn = min(_WAIT_TURN, FIRST_WAIT_SECONDS)
+        turns = 0
+        while not await asyncio.to_thread(group.wait, turn):
+            turns += 1
+            if turns * turn < FIRST_WAIT_SECONDS:
+                continue
+            needed = f"{self._num_ranks} times {_resources(self._bundle)}"
+            there = _resources(await asyncio.to_thread(self._ray.cluster_resources))
+            fact = f"replica {index} needs {needed}, and the Ray cluster has no room for it ({there} in all)"
+            if is_first:
+                raise EngineDead(f"{fact}; add nodes, or lower data_parallel_size or num_threads")
+            status.warning("%s; it waits for a node", fact)
+            turns = 0
+        self._was_reserved.add(index)
+        actor = self._ray.remote(NodeProcess)
+        for rank in range(self._num_ranks):
+            where = PlacementGroupSchedulingStrategy(group, rank)
+            num = dict(num_cpus=self._bundle["CPU"], num_gpus=self._bundle.get("GPU", 0.0))
+            reserved.actors.append(actor.options(scheduling_strategy=where, max_restarts=0, **num).remote())
+        return reserved
+
+    def _remove(self, reserved: Reservation) -> None:
+        from ray.util import remove_placement_group
+
+        for actor in reserved.actors:
+            self._ray.kill(actor)
+        remove_placement_group(reserved.group)
+
+    def _result(self, ref: Any) -> asyncio.Future[Any]:
+        return asyncio.wrap_future(ref.future())
+
+    def _is_on_cpu(self, options: Sequence[Options]) -> bool:
+        usual = os.environ.get("SLIPSTREAM_DEVICE", "auto")
+        asked = {usual if each.device == "auto" else each.device for each in options}
+        return "cuda" not in asked and (asked == {"cpu"} or not self._ray.cluster_resources().get("GPU"))
+
+    def _threads_of_a_rank(self) -> int:
+        """The CPUs of the cluster, divided evenly; not more than the largest node can give to one rank."""
+        nodes = [node["Resources"].get("CPU", 0.0) for node in self._ray.nodes() if node["Alive"]]
+        share = sum(nodes) // (self.count * self._num_ranks)
+        return max(1, int(min(share, max(nodes, default=1.0))))
+
+
+def import_ray() -> Any:
+    try:
+        import ray
+    except ImportError:
+        raise InvalidOption(
+            "distributed_executor_backend is ray, and the package ray is not installed; install slipstream[ray], or "
+            "use mp for processes of this machine"
+        ) from None
+    return ray
+
+
+async def _accept(listener: socket.socket, secret: bytes) -> socket.socket:
+    """The connection of the core, which has begun with the secret; others are closed."""
+    loop = asyncio.get_running_loop()
+    while True:
+        sock, _ = await loop.sock_accept(listener)
+        hello = b""
+        try:
+            while len(hello) < SECRET_BYTES:
+                part = await asyncio.wait_for(loop.sock_recv(sock, SECRET_BYTES - len(hello)), _HELLO_SECONDS)
+                if not part:
+                    break
+                hello += part
+        except (OSError, TimeoutError):
+            pass
+        if hmac.compare_digest(hello, secret):
+            keep_alive(sock)
+            return sock
+        sock.close()
+
+
+def _resources(amounts: dict[str, float]) -> str:
+    return ", ".join(f"{amounts.get(name, 0.0):g} {name}" for name in ("GPU", "CPU") if amounts.get(name)) or "nothing"

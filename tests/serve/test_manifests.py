@@ -1,0 +1,135 @@
+"""deploy/compose.yaml and deploy/kubernetes.yaml: by schema, and their commands, ports and routes exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from slipstream.serve.cli.main import make_parser
+from slipstream.serve.cli.serve import ALIASES, Options, ServerSettings, Sources, server_settings
+from slipstream.serve.http.system import ROUTES
+
+jsonschema = pytest.importorskip("jsonschema", reason="needs jsonschema")
+DEPLOY = Path(__file__).parents[2] / "deploy"
+
+
+def fields(required: str = "", **known: Any) -> dict[str, Any]:
+    """A schema of an object without other fields."""
+    return {"type": "object", "properties": known, "required": required.split(), "additionalProperties": False}
+
+
+TEXT, NUMBER, FLAG = {"type": "string"}, {"type": "integer", "minimum": 0}, {"type": "boolean"}
+TEXTS, NAMED = {"type": "array", "items": TEXT, "minItems": 1}, {"type": "object", "additionalProperties": TEXT}
+AMOUNTS = {"type": "object", "additionalProperties": {"type": ["string", "integer"]}}
+
+# The fields that the files use, with the names and types of the compose specification and of Kubernetes 1.30.
+COMPOSE = {
+    "type": "object",
+    "required": ["services"],
+    "additionalProperties": False,
+    "patternProperties": {"^x-": {}},
+    "properties": {
+        "services": {
+            "type": "object",
+            "additionalProperties": fields(
+                "image", image=TEXT, build=fields("context", context=TEXT, dockerfile=TEXT), command=TEXTS,
+                volumes=TEXTS, ports=TEXTS, depends_on=TEXTS, stop_grace_period={"pattern": r"^\d+s$"},
+                restart={"enum": ["no", "always", "on-failure", "unless-stopped"]},
+            ),
+        }
+    },
+}  # fmt: skip
+PROBE = fields(
+    "httpGet", httpGet=fields("path port", path=TEXT, port=TEXT), periodSeconds=NUMBER, failureThreshold=NUMBER,
+    timeoutSeconds=NUMBER,
+)  # fmt: skip
+CONTAINER = fields(
+    "name image", name=TEXT, image=TEXT, args=TEXTS,
+    env={"type": "array", "items": fields(
+        "name", name=TEXT, valueFrom=fields(secretKeyRef=fields("name key", name=TEXT, key=TEXT)))},
+    ports={"type": "array", "items": fields("containerPort", name=TEXT, containerPort=NUMBER)},
+    resources=fields(requests=AMOUNTS, limits=AMOUNTS),
+    securityContext=fields(allowPrivilegeEscalation=FLAG, capabilities=fields(drop=TEXTS)),
+    startupProbe=PROBE, readinessProbe=PROBE, livenessProbe=PROBE,
+    volumeMounts={"type": "array", "items": fields("name mountPath", name=TEXT, mountPath=TEXT, readOnly=FLAG)},
+)  # fmt: skip
+POD = fields(
+    "containers", containers={"type": "array", "items": CONTAINER}, terminationGracePeriodSeconds=NUMBER,
+    securityContext=fields(runAsNonRoot=FLAG, runAsUser=NUMBER, seccompProfile=fields("type", type=TEXT)),
+    volumes={"type": "array", "items": fields(
+        "name", name=TEXT, persistentVolumeClaim=fields("claimName", claimName=TEXT, readOnly=FLAG))},
+)  # fmt: skip
+META = fields("name", name=TEXT, labels=NAMED)
+KINDS = {
+    "Secret": fields("stringData", metadata=META, type=TEXT, stringData=NAMED),
+    "Deployment": fields(
+        "spec", metadata=META,
+        spec=fields(
+            "selector template", replicas=NUMBER, selector=fields("matchLabels", matchLabels=NAMED),
+            template=fields("metadata spec", metadata=fields(labels=NAMED), spec=POD),
+        ),
+    ),
+    "Service": fields(
+        "spec", metadata=META,
+        spec=fields("selector ports", selector=NAMED, ports={
+            "type": "array", "items": fields("port", name=TEXT, port=NUMBER, targetPort=TEXT)}),
+    ),
+}  # fmt: skip
+VERSIONS = {"Secret": "v1", "Deployment": "apps/v1", "Service": "v1"}
+
+
+def settings_of(command: list[str]) -> ServerSettings:
+    """Fails for flags that do not exist."""
+    args = make_parser().parse_args(["serve", *command])
+    given = Sources((ServerSettings, Options), ALIASES).gather(args, {})
+    return server_settings({name: given[name] for name in ServerSettings.__struct_fields__ if name in given})
+
+
+def test_the_compose_file():
+    text = (DEPLOY / "compose.yaml").read_text()
+    found = yaml.safe_load(text)
+    jsonschema.validate(found, COMPOSE)
+    services = found["services"]
+    engines = [name for name, each in services.items() if "/models/" in each["command"][0]]
+    for name in engines:
+        each = services[name]
+        assert (DEPLOY / each["build"]["context"] / each["build"]["dockerfile"]).is_file()
+        settings = settings_of([re.sub(r"\$\{.*?\}", "x", part) for part in each["command"]])
+        assert float(each["stop_grace_period"].removesuffix("s")) > settings.drain_timeout
+    urls = settings_of(services["front"]["command"]).replica_urls
+    assert sorted(urls) == [f"http://{name}:8000" for name in engines] and services["front"]["depends_on"] == engines
+
+
+def test_the_kubernetes_manifests():
+    found = {each["kind"]: each for each in yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text())}
+    assert found.keys() == KINDS.keys()
+    for kind, schema in KINDS.items():
+        assert found[kind].pop("apiVersion") == VERSIONS[found[kind].pop("kind")]
+        jsonschema.validate(found[kind], schema)
+    spec = found["Deployment"]["spec"]
+    labels, pod = spec["template"]["metadata"]["labels"], spec["template"]["spec"]
+    assert spec["selector"]["matchLabels"] == found["Service"]["spec"]["selector"] == labels
+    (container,) = pod["containers"]
+    assert pod["terminationGracePeriodSeconds"] > settings_of(container["args"]).drain_timeout
+    (port,) = container["ports"]
+    assert port["containerPort"] == settings_of([]).port
+    assert found["Service"]["spec"]["ports"][0]["targetPort"] == port["name"]
+    paths = {route.path for route in ROUTES}
+    for name in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert container[name]["httpGet"]["path"] in paths and container[name]["httpGet"]["port"] == port["name"]
+    (variable,) = container["env"]
+    secret = variable["valueFrom"]["secretKeyRef"]
+    assert secret["name"] == found["Secret"]["metadata"]["name"] and secret["key"] in found["Secret"]["stringData"]
+    assert variable["name"] == "SLIPSTREAM_API_KEY" and "api_key" in ServerSettings.__struct_fields__
+    assert [each["name"] for each in container["volumeMounts"]] == [each["name"] for each in pod["volumes"]]
+
+
+def test_a_field_that_does_not_exist_is_found():
+    bad = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+    bad["services"]["front"]["port"] = ["1:1"]
+    with pytest.raises(jsonschema.ValidationError, match="'port' was unexpected"):
+        jsonschema.validate(bad, COMPOSE)

@@ -1,0 +1,104 @@
+"""Ranks and replicas on a local Ray cluster of CPU workers: results of one engine, and a lost node."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import sys
+import time
+
+import pytest
+
+from slipstream import LLM, SamplingParams
+from slipstream.config.options import make_options
+from slipstream.errors import EngineDead, InvalidOption, ReplicaLost
+from slipstream.transport import ray_replicas
+from slipstream.transport.ray_replicas import RayReplicas
+from slipstream.transport.replica_source import has_replicas, open_replicas
+from tiny import write_tiny
+
+needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs ray: slipstream[ray]")
+SMALL = dict(
+    max_model_len=64, num_pages=64, page_size=4, max_num_seqs=4, num_threads=1, dtype="float64", use_tqdm_on_load=False
+)
+NODE = dict(num_cpus=1, object_store_memory=80 * 2**20, include_dashboard=False)
+PARAMS = SamplingParams(temperature=0.9, seed=4, max_tokens=12, ignore_eos=True)
+PROMPTS = [[i, i + 1, i + 2] for i in range(1, 9)]
+
+
+@pytest.fixture
+def cluster(monkeypatch):
+    """Two nodes with one CPU each, as processes of this machine. A lost node is noticed at once."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    monkeypatch.setenv("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+    quick = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "health_check_failure_threshold": 4}
+    nodes = Cluster(initialize_head=True, head_node_args=NODE | dict(_system_config=quick))
+    nodes.second = nodes.add_node(**NODE)
+    ray.init(address=nodes.address, logging_level="error", log_to_driver=False)
+    yield nodes
+    ray.shutdown()
+    nodes.shutdown()
+
+
+def tokens(llm):
+    return [each.outputs[0].token_ids for each in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
+
+
+@needs_ray
+def test_ranks_on_two_nodes_come_back_after_one_node_is_lost(tmp_path, cluster, monkeypatch):
+    from ray.util import placement_group_table
+
+    folder = str(write_tiny(tmp_path, "llama"))
+    with LLM(folder, **SMALL) as llm:
+        wanted = tokens(llm)
+    with LLM(folder, **SMALL, tensor_parallel_size=2, distributed_executor_backend="ray") as llm:
+        assert tokens(llm) == wanted
+        (group,) = placement_group_table().values()
+        assert len(set(group["bundles_to_node_id"].values())) == len(group["bundles"]) == 2  # a bundle per rank
+        cluster.remove_node(cluster.second, allow_graceful=False)
+        cluster.add_node(**NODE)
+        (replica,) = llm._sync_loop.engine.client.replicas
+        deadline = time.monotonic() + 120
+        while not replica.num_restarts:
+            assert time.monotonic() < deadline, "the replica of the lost node did not come back"
+            with contextlib.suppress(ReplicaLost):  # a request that had sent tokens
+                assert tokens(llm) == wanted  # others wait for the restart
+        assert tokens(llm) == wanted and replica.num_restarts == 1
+    assert {each["state"] for each in placement_group_table().values()} == {"REMOVED"}
+    monkeypatch.setattr(ray_replicas, "FIRST_WAIT_SECONDS", 0.2)
+    with pytest.raises(EngineDead, match="replica 0 needs 1 times 3 CPU, and .* has no room for it .2 CPU in all"):
+        LLM(folder, **SMALL | {"num_threads": 3}, distributed_executor_backend="ray")
+
+
+def test_without_ray_the_error_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    asked = [make_options(distributed_executor_backend="ray")]
+    assert has_replicas(asked)
+    with pytest.raises(InvalidOption, match=r"install slipstream\[ray\]"):
+        open_replicas(asked)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (dict(data_parallel_size=2, enable_expert_parallel=True), "engines that share experts run on one machine"),
+        (dict(logits_processors=[int]), "cannot be sent to replicas"),
+        (dict(data_parallel_size=0), "1 to 256"),
+    ],
+)
+def test_what_a_cluster_cannot_run_is_refused_before_ray_is_used(options, words, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(InvalidOption, match=words):
+        RayReplicas([make_options(distributed_executor_backend="ray", **options)])
+
+
+def test_models_of_one_engine_have_one_backend():
+    with pytest.raises(InvalidOption, match="give all distributed_executor_backend ray"):
+        has_replicas([make_options(distributed_executor_backend="ray"), make_options()])
+
+
+def test_other_backends_are_refused():
+    with pytest.raises(InvalidOption, match="'uni' or 'mp' or 'ray'"):
+        make_options(distributed_executor_backend="external_launcher")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
+import mmap
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -72,6 +73,11 @@ class Device:
         """Host memory for copies to and from the device, as a numpy array and as a tensor of the same memory."""
         array = np.zeros(num_bytes, np.uint8)
         return array, torch.from_numpy(array)
+
+    def large_host_buffer(self, num_bytes: int) -> tuple[Bytes, torch.Tensor]:
+        """As `host_buffer`, of exactly this size: torch rounds pinned memory up to a power of two. Raises MemoryError
+        if there is less, or if it cannot be pinned."""
+        return self.host_buffer(num_bytes)
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Zeros whose memory is allocated page by page at the first write; torch.zeros would write all of it now."""
@@ -163,6 +169,7 @@ class CudaDevice(Device):
         self.compute: CudaStream = CudaStream(torch.cuda.Stream())
         self.copy: CudaStream = CudaStream(torch.cuda.Stream())
         self._opened: list[CudaStream] = []
+        self._registered: list[torch.Tensor] = []
         self._graph_memory = torch.cuda.graph_pool_handle()  # shared: graphs of one stream never run at the same time
 
     def open_stream(self) -> Stream:
@@ -174,6 +181,17 @@ class CudaDevice(Device):
         super().close()
         for stream in self._opened:
             stream.close()
+        for tensor in self._registered:
+            torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
+        self._registered.clear()
+
+    def large_host_buffer(self, num_bytes: int) -> tuple[Bytes, torch.Tensor]:
+        array: Bytes = np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8)  # whole pages of the system, and zeros
+        tensor = torch.from_numpy(array)
+        if int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), num_bytes, 0)):
+            raise MemoryError(f"{num_bytes} bytes of host memory cannot be pinned")
+        self._registered.append(tensor)
+        return array, tensor
 
     def host_buffer(self, num_bytes: int) -> tuple[Bytes, torch.Tensor]:
         tensor = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=self.can_pin)

@@ -79,13 +79,13 @@ class PageTier:
             self._groups = [self._open_group(number, num) for number, num in enumerate(slots)]
         except (RuntimeError, MemoryError):
             raise NotEnoughMemory(
-                f"kv_offloading_size is {size:g} GiB, more than the machine gives; lower it"
+                f"kv_offloading_size is {size:g} GiB, more than the machine gives, or can pin; lower it"
             ) from None
 
     def _open_group(self, number: int, num_slots: int) -> _GroupSlots:
         store, group = self._store, self._store.groups[number]
         caches = [cache for site in group.sites for cache in store.caches[site][: 1 if group.spec.value_dim else 2]]
-        parts = [raw_pages(cache).flatten(1).view(torch.uint8) for cache in caches]
+        parts = [raw_pages(cache).view(len(cache), -1).view(torch.uint8) for cache in caches]
         if store.history is not None and store.history.group == number:
             parts.append(store.history.tokens.view(torch.uint8))
         for wide in (torch.int64, torch.int32, torch.int16):  # fewer elements to gather
@@ -93,7 +93,7 @@ class PageTier:
                 parts = [part.view(wide) for part in parts]
                 break
         page_bytes = sum(part.shape[1] * part.itemsize for part in parts)
-        memory, tensor = self._device.host_buffer(num_slots * page_bytes)
+        memory, tensor = self._device.large_host_buffer(num_slots * page_bytes)
         shape = (num_slots, page_bytes)
         return _GroupSlots(
             tuple(parts),

@@ -152,6 +152,9 @@ def quantized() -> dict[str, Callable[[], Any]]:
     matrix = QuantizedMatrix(half(32, 64).to(torch.float8_e4m3fn), torch.rand(32, 2), None)
     return {
         "quantised GEMM": lambda: get("quantized.triton.gemm.quantized_gemm")(half(ROWS, 64), matrix),
+        "normed rows to FP8": lambda: get("quantized.triton.quantize.quantize_normed_rows")(
+            half(ROWS, 64), half(ROWS, 64), half(64), 1e-6
+        ),
         "rows to FP8": lambda: get("quantized.triton.quantize.quantize_rows")(half(ROWS, 64)),
     }
 

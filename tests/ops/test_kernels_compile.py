@@ -145,8 +145,10 @@ def quantized():
     build(ops + "gemm", "_gemm_kernel", fp8, **many, **blocks(4096, 128, 64))
     build(ops + "gemm", "_gemm_kernel", x | {"values": BYTE}, **some, **blocks(2048, 128, 64, 64, "zeros"))
     build(ops + "gemm", "_gemm_kernel", x | {"values": "*i8"}, **many, **blocks(4096, 16, 64))
-    build(ops + "quantize", "_quantize_kernel", x | {"out": "*fp8e4nv"}, SIZE=3000, BLOCK=4096, DEPENDENT=True)
-    build(ops + "quantize", "_quantize_kernel", x | {"out": "*fp8e4nv"}, SIZE=64, BLOCK=64, DEPENDENT=True, given=None)
+    eight = x | {"out": "*fp8e4nv"} | of(HALF, "residual norm total")
+    plain = dict.fromkeys(["residual", "norm", "total"])
+    build(ops + "quantize", "_quantize_kernel", eight, SIZE=3000, BLOCK=4096, DEPENDENT=True, **plain)
+    build(ops + "quantize", "_quantize_kernel", eight, SIZE=64, BLOCK=64, DEPENDENT=True, given=None)
     gguf = x | {"values": BYTE} | of("*fp16", "scale minima")
     build(ops + "gemm", "_gemm_kernel", gguf, **some, **blocks(2048, 32, 64, 64, "minima"))
     coded = x | {"values": BYTE, "codebook": FLOAT}

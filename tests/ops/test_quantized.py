@@ -7,9 +7,11 @@ import torch
 import torch.nn.functional as F
 
 from slipstream.ops.activation import silu_and_mul
+from slipstream.ops.norm import add_rms_norm
 from slipstream.ops.quantized import (
     QuantizedMatrix,
     dequantize,
+    norm_quantized_linear,
     pack_4_bit,
     quantized_linear,
     reference,
@@ -171,3 +173,33 @@ def test_rows_are_quantised_by_their_largest_number(kernel_device: torch.device)
         is_power = torch.frexp(expected.float())[0].abs() == 0.5
         assert torch.equal(q.float()[~is_power], expected.float()[~is_power])
         assert q.float()[:2].abs().amax(1).tolist() == [448.0, 448.0] and not q.float()[2].any()
+
+
+@pytest.mark.parametrize("has_residual", [False, True])
+def test_norm_and_quantisation_in_one_pass(has_residual: bool, kernel_device: torch.device) -> None:
+    from slipstream.ops.quantized.triton.quantize import quantize_normed_rows
+
+    x, residual = torch.randn(2, 3, 100, device=kernel_device)
+    norm = torch.rand(100, device=kernel_device) + 0.5
+    expected_total = x + residual if has_residual else x
+    normed = F.rms_norm(expected_total, (100,), norm, 1e-6)
+    q, scales, total = quantize_normed_rows(x, residual if has_residual else None, norm, 1e-6)
+    expected, expected_scales = reference.quantize_rows(normed)
+    assert torch.equal(total, expected_total)
+    torch.testing.assert_close(scales, expected_scales)
+    # up to rounding to the next number, and the interpreter's lost carries
+    is_power = torch.frexp(expected.float())[0].abs() == 0.5
+    torch.testing.assert_close(q.float()[~is_power], expected.float()[~is_power], rtol=0.13, atol=0.01)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("rows", [1, 7, 200])
+def test_normed_fp8_gemm_is_that_of_two_passes(rows: int, kernel_device: torch.device) -> None:
+    weight = make("fp8", 0, False, 272, 1024, kernel_device)
+    x, residual = torch.randn(2, rows, 1024, device=kernel_device).bfloat16()
+    norm = torch.rand(1024, device=kernel_device).bfloat16()
+    found, total = norm_quantized_linear(x, residual, norm, 1e-6, weight, None, silu_and_mul)
+    normed, expected_total = add_rms_norm(x, residual, norm, 1e-6)
+    expected = quantized_linear(normed, weight, None, silu_and_mul, quantizes_inputs=True)
+    assert torch.equal(total, expected_total)
+    assert (found - expected).float().norm() < 5e-3 * expected.float().norm()

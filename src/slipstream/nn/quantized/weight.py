@@ -14,7 +14,7 @@ from slipstream.errors import BadCheckpoint, UnsupportedModel
 from slipstream.nn.quantized.layouts import QuantizedPart, read_part, tensor_shapes
 from slipstream.nn.weight_format import CheckpointTensor, UnquantizedWeight, Weight, WeightTarget, new_parameter
 from slipstream.ops.linear import Activation
-from slipstream.ops.quantized import QuantizedMatrix, dequantize, pack_4_bit, quantized_linear
+from slipstream.ops.quantized import QuantizedMatrix, dequantize, norm_quantized_linear, pack_4_bit, quantized_linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +100,21 @@ class QuantizedWeight(Weight):
 
     def multiply_activated(self, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation) -> torch.Tensor:
         return self._multiply(x, bias, activation)
+
+    def multiply_normed(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        norm: torch.Tensor,
+        eps: float,
+        bias: torch.Tensor | None,
+        activation: Activation | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        q, matrix = self.format.quantization, self.matrix
+        is_fp8 = q.quantizes_inputs and matrix.takes_fp8_inputs and not self.format.batch_invariant
+        if x.is_cuda and is_fp8:
+            return norm_quantized_linear(x, residual, norm, eps, matrix, bias, activation, self.input_scale)
+        return super().multiply_normed(x, residual, norm, eps, bias, activation)
 
     def _multiply(self, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation | None) -> torch.Tensor:
         run = partial(

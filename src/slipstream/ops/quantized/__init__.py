@@ -19,6 +19,7 @@ __all__ = [
     "QuantizedMatrix",
     "dequantize",
     "half_of",
+    "norm_quantized_linear",
     "pack_4_bit",
     "quantized_linear",
     "supports_kernels",
@@ -51,30 +52,60 @@ def quantized_linear(
         return _activate(reference.quantized_linear(x, weight, bias), activation)
     from slipstream.ops.quantized.triton.gemm import BATCH_INVARIANT, quantized_gemm
 
-    rows = len(x)
     if batch_invariant:
         return _activate(quantized_gemm(x, weight, bias, tile=BATCH_INVARIANT), activation)
-    is_fused = activation in FUSED_ACTIVATIONS and rows <= MAX_FUSED_ROWS
-    gate = FUSED_ACTIVATIONS[activation] if is_fused else ""
     if quantizes_inputs and weight.takes_fp8_inputs:
         from slipstream.ops.quantized.triton.quantize import quantize_rows
 
-        q, scales = quantize_rows(x, input_scale)
-        if rows > MAX_FUSED_ROWS and _accepts_scaled_mm(x, weight):
-            out = torch._scaled_mm(q, weight.values.t(), scales, weight.scale.t(), None, None, x.dtype, True)
-            out = out if bias is None else out.add_(bias)
-        else:
-            out = quantized_gemm(q, weight, bias, gate, x_scale=scales, dtype=x.dtype)
-    else:
-        out = quantized_gemm(x, weight, bias, gate)
+        return _multiply_fp8(*quantize_rows(x, input_scale), x.dtype, weight, bias, activation)
+    is_fused = activation in FUSED_ACTIVATIONS and len(x) <= MAX_FUSED_ROWS
+    out = quantized_gemm(x, weight, bias, FUSED_ACTIVATIONS[activation] if is_fused else "")
     return out if is_fused else _activate(out, activation)
 
 
-def _accepts_scaled_mm(x: torch.Tensor, weight: QuantizedMatrix) -> bool:
+def norm_quantized_linear(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    norm: torch.Tensor,
+    eps: float,
+    weight: QuantizedMatrix,
+    bias: torch.Tensor | None = None,
+    activation: Activation | None = None,
+    input_scale: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """On a GPU, for weights that take FP8 inputs: `quantized_linear` of the RMS norm of x + residual, which one pass
+    computes and quantises; and the sum."""
+    from slipstream.ops.quantized.triton.quantize import quantize_normed_rows
+
+    q, scales, total = quantize_normed_rows(x, residual, norm, eps, input_scale)
+    return _multiply_fp8(q, scales, x.dtype, weight, bias, activation), total
+
+
+def _multiply_fp8(
+    q: torch.Tensor,
+    scales: torch.Tensor,
+    dtype: torch.dtype,
+    weight: QuantizedMatrix,
+    bias: torch.Tensor | None,
+    activation: Activation | None,
+) -> torch.Tensor:
+    """The product of FP8 inputs and FP8 weights, then the activation."""
+    from slipstream.ops.quantized.triton.gemm import quantized_gemm
+
+    if len(q) > MAX_FUSED_ROWS and _accepts_scaled_mm(dtype, weight):
+        out = torch._scaled_mm(q, weight.values.t(), scales, weight.scale.t(), None, None, dtype, True)
+        return _activate(out if bias is None else out.add_(bias), activation)
+    is_fused = activation in FUSED_ACTIVATIONS and len(q) <= MAX_FUSED_ROWS
+    gate = FUSED_ACTIVATIONS[activation] if is_fused else ""
+    out = quantized_gemm(q, weight, bias, gate, x_scale=scales, dtype=dtype)
+    return out if is_fused else _activate(out, activation)
+
+
+def _accepts_scaled_mm(dtype: torch.dtype, weight: QuantizedMatrix) -> bool:
     values = weight.values
     return (
         weight.scale.shape[1] == 1
-        and x.dtype is torch.bfloat16  # the only output dtype of scales per row
+        and dtype is torch.bfloat16  # the only output dtype of scales per row
         and values.shape[0] % 16 == 0
         and values.shape[1] % 16 == 0
     )

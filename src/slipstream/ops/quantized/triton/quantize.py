@@ -1,4 +1,4 @@
-"""Quantises rows of activations to FP8, with a scale for each row."""
+"""Quantises rows of activations to FP8, with a scale for each row; the RMS norm before it may be part of the pass."""
 
 from __future__ import annotations
 
@@ -14,27 +14,83 @@ _MAX = tl.constexpr(MAX_FP8)
 
 def quantize_rows(x: torch.Tensor, scale: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """As the reference."""
+    return _launch(x, None, None, None, 0.0, scale)
+
+
+def quantize_normed_rows(
+    x: torch.Tensor, residual: torch.Tensor | None, norm: torch.Tensor, eps: float, scale: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """FP8 and scales of the RMS norm of x + residual, and the sum. The norm is rounded to the dtype of x, as on its
+    way through memory."""
+    if residual is None:
+        return *_launch(x, None, norm, None, eps, scale), x
+    total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return *_launch(x, residual.contiguous(), norm, total, eps, scale), total
+
+
+def _launch(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    norm: torch.Tensor | None,
+    total: torch.Tensor | None,
+    eps: float,
+    scale: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     rows, size = x.shape
+    assert x.stride(1) == 1, "rows of x must be contiguous"
     out = torch.empty((rows, size), dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
     if rows:
         block = triton.next_power_of_2(size)
-        warps = 4 if block <= 4096 else 8
         _quantize_kernel[(rows,)](
-            x, scale, out, scales, x.stride(0), SIZE=size, BLOCK=block, num_warps=warps, **dependent(x.device, rows)
+            x,
+            residual,
+            norm,
+            scale,
+            out,
+            total,
+            scales,
+            eps,
+            x.stride(0),
+            SIZE=size,
+            BLOCK=block,
+            num_warps=4 if block <= 4096 else 8,
+            **dependent(x.device, rows),
         )
     return out, scales
 
 
 # grid: (rows,)
 @triton.jit
-def _quantize_kernel(x, given, out, scales, x_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
+def _quantize_kernel(
+    x,
+    residual,
+    norm,
+    given,
+    out,
+    total,
+    scales,
+    eps,
+    x_stride,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
     release_next(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < SIZE
     wait_for_previous(DEPENDENT)
     value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    if residual is not None:
+        value += tl.load(residual + row * SIZE + column, mask=inside, other=0.0).to(tl.float32)
+        rounded = value.to(total.dtype.element_ty)
+        tl.store(total + row * SIZE + column, rounded, mask=inside)
+        value = rounded.to(tl.float32)
+    if norm is not None:
+        factor = tl.load(norm + column, mask=inside, other=0.0).to(tl.float32)
+        value = value * tl.rsqrt(tl.sum(value * value, 0) / SIZE + eps) * factor
+        value = value.to(x.dtype.element_ty).to(tl.float32)
     if given is None:
         scale = tl.maximum(tl.max(tl.abs(value), 0) / _MAX, 1e-12)
     else:

@@ -395,3 +395,43 @@ def test_a_prompt_that_ends_at_a_border_is_found_again(tmp_path):
         cache.check()
     with make(str(model)) as plain:
         assert_same(plain.generate([longer], params), [cached])
+
+
+def test_steps_without_drafts_store_entries_only(tmp_path):
+    """They compute no attention and no feed-forward of the head, and the next proposals are right."""
+    model = write_few(tmp_path / "model")
+    head = write_eagle3(tmp_path / "head", model)
+    reference, num_plans = PlainEagle3(head, model), 0
+
+    class Alternating:
+        is_trial = False
+
+        def choose(self, num_rows):
+            nonlocal num_plans
+            num_plans += 1
+            return (3, 3) if num_plans % 7 > 3 else (0, 3 if num_plans % 7 == 3 else 0)
+
+        def add(self, drawn, counts):
+            pass
+
+    spec = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 3}
+    with make(str(model), speculative_config=spec, chunked=True, cached=True) as llm:
+        llm.core.scheduler.drafts.length = Alternating()
+        drafter = llm.core.executor.drafter
+        run, propose, passes = drafter.model.run, drafter.propose, []
+        drafter.model.run = lambda *args: (passes.append(1), run(*args))[1]
+        by_drafts: dict[int, int] = {}
+
+        def counted(batch, num_drafts):
+            before = len(passes)
+            propose(batch, num_drafts)
+            by_drafts[num_drafts] = by_drafts.get(num_drafts, 0) + len(passes) - before
+
+        drafter.propose = counted
+        spy = DraftSpy(llm)
+        llm.generate(PROMPTS, GREEDY)
+        assert by_drafts[0] == 0 and len(passes) == by_drafts[3] > 10, "prompt chunks and plain steps run no pass"
+    seen = {tuple(tokens): drafts for tokens, drafts in spy.proposals if len(tokens) + len(drafts) <= 96}
+    assert len(seen) > 10
+    for tokens, drafts in [*seen.items()][::5]:
+        assert reference.propose(list(tokens), 3) == drafts

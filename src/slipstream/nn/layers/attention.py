@@ -86,6 +86,13 @@ class Attention(Layer):
         mixed = self.mix(qkv, context, last)
         return self.output(mixed, context_of(context, last)), total if last is None else last.of(total)
 
+    def store(self, x: torch.Tensor, context: ForwardContext) -> None:
+        """Writes keys and values of x [T, hidden], and computes no attention."""
+        qkv = self.qkv(x, context)
+        if self.shape.gated:
+            qkv = qkv[:, : qkv.shape[1] - self.shape.num_heads * self.shape.head_dim]
+        self._write(*self._split(qkv), context)
+
     def products(self) -> Products | None:
         if self.shape.shard is not None:
             return None
@@ -113,13 +120,7 @@ class Attention(Layer):
         shape = self.shape
         if shape.kv_source is not None:
             return self._mix_shared(qkv, context, last)
-        num_heads, num_kv_heads = shape.num_heads, shape.num_kv_heads
-        heads = qkv.view(len(qkv), -1, shape.head_dim)
-        # norm and rope treat queries and keys alike, so one call takes both
-        query_key = heads.narrow(1, 0, num_heads + num_kv_heads)
-        value = heads.narrow(1, heads.shape[1] - num_kv_heads, num_kv_heads)
-        if self.value_norm is not None:
-            value = self.value_norm(value)
+        query_key, value = self._split(qkv)
         if self.site is not None:
             query, kept = self._write(query_key, value, context)
             query = query if context.query_scale is None else query * context.query_scale
@@ -128,11 +129,21 @@ class Attention(Layer):
             out = context.attention.forward(query, kept, value, self.site, shape.scale, context, self.sinks)
         else:
             query_key = self._norm_and_rotate(query_key, context.rotary[shape.rope] if context.rotary else None)
-            query, key = query_key.split([num_heads, num_kv_heads], 1)
+            query, key = query_key.split([shape.num_heads, shape.num_kv_heads], 1)
             query = query if context.query_scale is None else query * context.query_scale
             scores = None if self.relative is None else self.relative(query, key, partial(self._of_distances, context))
             out = context.attention.bidirectional(query, key, value, shape.scale, context, shape.window, bias, scores)
         return out.flatten(1)
+
+    def _split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries and keys side by side, and values, each [T, heads, head dim]. Norm and rope treat queries and keys
+        alike, so one call takes both."""
+        num_heads, num_kv_heads = self.shape.num_heads, self.shape.num_kv_heads
+        heads = qkv.view(len(qkv), -1, self.shape.head_dim)
+        value = heads.narrow(1, heads.shape[1] - num_kv_heads, num_kv_heads)
+        if self.value_norm is not None:
+            value = self.value_norm(value)
+        return heads.narrow(1, 0, num_heads + num_kv_heads), value
 
     def _of_distances(self, context: ForwardContext) -> torch.Tensor:
         """q, k and v of the embedding of each distance."""

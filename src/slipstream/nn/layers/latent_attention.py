@@ -82,6 +82,10 @@ class LatentAttention(Layer):
         made, total = self.first.after_norm(norm, x, residual, context)
         return self._attend(made, context, last), total if last is None else last.of(total)
 
+    def store(self, x: torch.Tensor, context: ForwardContext) -> None:
+        """Writes the latents of x [T, hidden], and computes no attention."""
+        self._store(self.first(x, context)[:, self.num_first :], context.rotary[self.shape.rope], context)
+
     def products(self) -> None:
         return None
 

@@ -16,6 +16,8 @@ from torch import nn
 
 from slipstream.nn.blocks.block import DecoderBlock
 from slipstream.nn.context import ForwardContext
+from slipstream.nn.layers.attention import Attention
+from slipstream.nn.layers.latent_attention import LatentAttention
 from slipstream.nn.layers.layer import Layout
 from slipstream.nn.layers.linear import Linear
 from slipstream.nn.layers.norm import new_norm
@@ -44,6 +46,16 @@ class DraftHead(AttachedModel):
         context = context.with_rotary(tuple(rope(rows) for rope in self.ropes))
         return self.run(self.embed(ids), features, context)
 
+    def store(self, ids: torch.Tensor, features: torch.Tensor, context: ForwardContext) -> None:
+        """As `forward`, but only stores the entries of the cache. They depend on the inputs of the one layer, so its
+        attention and its feed-forward are not computed."""
+        context = context.with_rotary(tuple(rope(context.batch.positions) for rope in self.ropes))
+        self.store_inputs(self.embed(ids), features, context)
+
+    @abstractmethod
+    def store_inputs(self, embeds: torch.Tensor, features: torch.Tensor, context: ForwardContext) -> None:
+        """As `store`, from embeddings."""
+
     @abstractmethod
     def run(
         self, embeds: torch.Tensor, features: torch.Tensor, context: ForwardContext
@@ -69,12 +81,23 @@ class MtpHead(DraftHead):
             self.projection = Linear(2 * size, {"": size}, False, format_of("projection"), dtype)
             self.layers = nn.ModuleList([DecoderBlock(0, shape.layers[0], shape.sites[0], (None,), layout)])
 
+    def store_inputs(self, embeds: torch.Tensor, features: torch.Tensor, context: ForwardContext) -> None:
+        block = self.layers[0]
+        assert isinstance(block, DecoderBlock)
+        attention = getattr(block, block.shape.mixers[0].name)
+        assert isinstance(attention, Attention | LatentAttention), "an MTP layer has attention"
+        attention.store(block.sublayers[0].norm(self._inputs(embeds, features, context))[0], context)
+
+    def _inputs(self, embeds: torch.Tensor, features: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        both = torch.cat([self.embed_norm(embeds)[0], self.hidden_norm(features)[0]], 1)
+        projected: torch.Tensor = self.projection(both, context)
+        return projected
+
     def run(
         self, embeds: torch.Tensor, features: torch.Tensor, context: ForwardContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        both = torch.cat([self.embed_norm(embeds)[0], self.hidden_norm(features)[0]], 1)
         last = context.last_tokens() if context.only_last else None
-        x, residual = self.layers[0](self.projection(both, context), None, context, last)
+        x, residual = self.layers[0](self._inputs(embeds, features, context), None, context, last)
         normed, total = self.norm(x, residual)
         return normed, normed if self.feeds_normed else total
 

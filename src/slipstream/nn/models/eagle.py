@@ -47,6 +47,9 @@ class EagleHead(DraftHead):
             self.mlp_norm = new_norm(size, layer.norm, dtype)
             self.mlp = Mlp("mlp", mlp, layout)
 
+    def store_inputs(self, embeds: torch.Tensor, features: torch.Tensor, context: ForwardContext) -> None:
+        self.attention.store(self.fc(torch.cat([embeds, features], 1), context), context)
+
     def run(
         self, embeds: torch.Tensor, features: torch.Tensor, context: ForwardContext
     ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -73,6 +73,10 @@ class Eagle3Head(DraftHead):
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         return super().embed(ids) if self.embedding is None else self.embedding(ids)
 
+    def store_inputs(self, embeds: torch.Tensor, features: torch.Tensor, context: ForwardContext) -> None:
+        both = torch.cat([self.input_norm(embeds)[0], self.hidden_norm(features)[0]], 1)
+        self.attention.store(both, context)
+
     def run(
         self, embeds: torch.Tensor, features: torch.Tensor, context: ForwardContext
     ) -> tuple[torch.Tensor, torch.Tensor]:

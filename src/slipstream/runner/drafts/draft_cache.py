@@ -95,9 +95,11 @@ class DraftCache:
         view = replace(batch, slots=tuple(batch.slots[number] for number in self._numbers), lora=None, last_lora=None)
         return replace(context, batch=view, caches=self._own_caches(), group_of_site=self._group_of_site, metadata=None)
 
-    def of_rows(self, ids: torch.Tensor, rows: DraftRows, lengths: torch.Tensor | None = None) -> ForwardContext:
+    def of_rows(
+        self, ids: torch.Tensor, rows: DraftRows, lengths: torch.Tensor | None = None, *, attends: bool = True
+    ) -> ForwardContext:
         """Device: the context in which the drafter computes one token of each row. `lengths` [n]: the positions that
-        each token sees; None: those up to its own."""
+        each token sees; None: those up to its own. Without `attends` it stores entries only."""
         num, page_size = len(rows.rows), self._tables.page_size
         entries = (rows.positions // page_size).unsqueeze(1)
         view = BatchView(
@@ -112,7 +114,7 @@ class DraftCache:
             max_lengths=np.full(num, rows.max_length, np.int32),
             num_single=num,
         )
-        return self._context(view)
+        return self._context(view, attends=attends)
 
     def computed_rows(self, rows: torch.Tensor, positions: torch.Tensor, max_length: int) -> DraftRows:
         """Device: rows at positions that have pages. `max_length`: more than all positions."""
@@ -141,8 +143,8 @@ class DraftCache:
         site = self._store.groups[group].sites[-1]
         return len(self._store.caches[site][0]) - self._scratch.num_pages
 
-    def _context(self, view: BatchView, only_last: bool = False) -> ForwardContext:
-        metadata = self._attention.make_metadata(view)
+    def _context(self, view: BatchView, only_last: bool = False, attends: bool = True) -> ForwardContext:
+        metadata = self._attention.make_metadata(view) if attends else None
         return ForwardContext(view, self._attention, metadata, self._own_caches(), self._group_of_site, only_last)
 
     def _own_caches(self) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -2,7 +2,9 @@
 
 The entry of a position needs the token after it. For prompt chunks the plan has that token (`StepPlan.following`); for
 positions that tokens were drawn from it is the drawn token, so the head of the step computes these. After a rejected
-draft the later entries are wrong; the next steps overwrite them with the positions that they compute.
+draft the later entries are wrong; the next steps overwrite them with the positions that they compute. Where nothing is
+drafted, in prompt chunks and while the number of drafts is 0, only the entries are computed: the projections to keys
+and values, not attention and feed-forward.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ class HeadDrafter:
             starts = context.batch.query_starts
             if starts is not None:
                 ids = context.batch.ids.roll(-1).index_copy_(0, starts[1:].long() - 1, ids)
-            self.model(ids, self.model.features(hidden), self._cache.of_step(context))
+            self.model.store(ids, self.model.features(hidden), self._cache.to_write(context))
 
         return follow
 
@@ -55,9 +57,11 @@ class HeadDrafter:
         max_length = min(batch.max_length + num_drafts, cache.max_length)
         draws = drawn_rows(batch, table, cache, max_length)
         features = self.model.features(batch.hidden)
-        hidden, features = self.model(batch.tokens, features, cache.of_rows(batch.tokens, draws))
+        context = cache.of_rows(batch.tokens, draws, attends=num_drafts > 0)
         if not num_drafts:
+            self.model.store(batch.tokens, features, context)
             return
+        hidden, features = self.model(batch.tokens, features, context)
         rows, first = batch.rows, first_draws(batch)
         if first is not None:
             rows = rows.index_select(0, first)

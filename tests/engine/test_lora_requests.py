@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
@@ -96,6 +98,16 @@ CELLS = [
     {"batched": True, "cached": True, "preempted": True, "depth": 1, "max_loras": 1},
     {"batched": True, "depth": 1, "max_loras": 3, "drafts": "ngram:2"},
 ]
+
+
+def test_a_step_waits_for_the_load_of_its_adapter(model, adapters, wanted):
+    device = DelayedDevice(2, longest=0.0)
+    with start(model, device, batched=True, depth=2, max_loras=1, max_cpu_loras=3) as llm:
+        llm.core.executor.adapters._stream.before = lambda: time.sleep(0.004)
+        loras = [*adapters, *adapters[:2]]
+        results = [llm.generate(PROMPTS[i], GREEDY, use_tqdm=False, lora_request=lora) for i, lora in enumerate(loras)]
+        for index, (lora, result) in enumerate(zip(loras, results, strict=True)):
+            assert flat(result)[0][0] == wanted[lora][index][0], f"prompt {index} with {lora}"
 
 
 @pytest.mark.parametrize("cell", CELLS)

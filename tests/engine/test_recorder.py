@@ -268,6 +268,13 @@ def test_what_is_not_a_recording_is_refused(small):
         LLM(small, record_steps=0, record_every_mb=5, **OPTIONS)
 
 
+def test_logprobs_do_not_stay_in_memory(small):
+    with LLM(small, depth=0, **OPTIONS) as llm:
+        llm.generate(PROMPTS[:2], SamplingParams(max_tokens=4, logprobs=50))
+        for step in llm.core.recorder._ring:
+            assert step.tokens.base is None and step.failed.base is None
+
+
 def test_without_steps_there_is_no_recorder(small):
     with LLM(small, record_steps=0, **OPTIONS) as llm:
         assert llm.core.recorder is None

@@ -180,6 +180,17 @@ def test_the_dry_run_uses_every_kernel_size_in_decodes_and_chunks(folder):
         assert all(plan.num_tokens.max() <= 63 for plan in seen)
 
 
+def test_the_dry_run_has_steps_with_adapters(folder):
+    with LLM(folder, enable_lora=True, max_loras=2, max_lora_rank=8, **(OPTIONS | dict(max_num_seqs=17))) as llm:
+        runner, seen = llm.core.executor, []
+        launch = runner.launch
+        runner.launch = lambda plan: (seen.append(plan), launch(plan))
+        WarmUp(runner, 17, 64, 64, 1).dry_run()
+        adapted = [plan for plan in seen if plan.adapters is not None]
+        assert {len(plan.rows) for plan in adapted if not len(plan.tokens)} == {1, 2, 4, 8, 16, 17}
+        assert any(len(plan.tokens) > 16 for plan in adapted) and len(adapted) < len(seen)
+
+
 @pytest.mark.parametrize(
     ("max_rows", "max_tokens", "sizes"),
     [

@@ -67,6 +67,9 @@ class Recorder:
         """The result of the oldest step without one."""
         step = self._in_flight.popleft()
         step.tokens, step.counts, step.failed = result.tokens, result.counts, result.failed
+        if result.logprobs is not None or result.prompt_logprobs is not None:
+            # views of one buffer with the logprobs, which would stay in memory
+            step.tokens, step.failed = result.tokens.copy(), result.failed.copy()
         if result.pooled:
             step.pooled = np.array([first_values(each) for each in result.pooled], np.float32)
         if self._writer is not None and self._writer.is_due(step.size):

@@ -18,7 +18,7 @@ from slipstream.ops.linear.cublaslt_tuned import MIN_ROWS
 from slipstream.params import SamplingParams
 from slipstream.runner.graphs import GraphPool
 from slipstream.runner.runner import ModelRunner
-from slipstream.step import NO_INTS, NO_PAGES, Admission, Ints, StepPlan
+from slipstream.step import NO_INTS, NO_PAGES, AdapterPlan, Admission, Ints, StepPlan
 
 GREEDY = SamplingParams(temperature=0.0)
 # the usual sampling features; kernels of rarer ones are compiled at their first use
@@ -72,6 +72,7 @@ class WarmUp:
         self._admitted_rows: Ints = NO_INTS
         self._row_length = 0  # positions of the first row
         self._num_steps = 0
+        self._has_adapters = False  # of rows in the next steps
 
     def dry_run(self) -> None:
         graphs = self.runner.graphs
@@ -90,7 +91,17 @@ class WarmUp:
                     self.chunks(num_rows, size // num_rows)
             for num_rows, num_tokens in chunk_rows(graphs, self.max_num_seqs, self.max_tokens, self.max_length):
                 self.chunks(num_rows, num_tokens)
+            if self.runner.adapters is not None:
+                self._with_adapters(sizes)
             self.release_rows()
+
+    def _with_adapters(self, sizes: Sequence[int]) -> None:
+        """Steps whose rows have a LoRA adapter (slot 0, zeros): decode steps of these sizes, and one chunk."""
+        self._has_adapters = True
+        for size in sizes:
+            self.decode(size, GREEDY)
+        self.chunks(1, min(KERNEL_SIZES[-1], self.max_tokens, self.max_length - 1))
+        self._has_adapters = False
 
     def run_largest(self) -> None:
         with self.runner.graphs.starting(capture=False), enough_memory():
@@ -202,6 +213,7 @@ class WarmUp:
             num_logprobs=num_logprobs,
             has_drafts=not host_tokens and bool((num_tokens > 1).any()),
             num_proposed=num_proposed,
+            adapters=AdapterPlan(np.zeros(len(rows), np.int32)) if self._has_adapters else None,
         )
         self._admitted_rows = np.array([admission.row for admission in admitted], np.int32)
         self._num_steps += 1

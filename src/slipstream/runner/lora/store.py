@@ -1,8 +1,9 @@
 """AdapterStore: LoRA adapters in host buffers and in slots on the device, and the tokens of a step that have one.
 
 A slot is one row of a device tensor, from which the layers of the model read. Loading copies one host buffer to one
-slot, on the compute stream, so a step in flight never sees a slot change. A host buffer is read into again only after
-the last copy from it. All memory is allocated at start.
+slot on a stream of its own: after the last step that read the slot, and before the step that needs the adapter. So the
+copy runs beside earlier steps that are still in flight. A host buffer is read into again only after the last copy from
+it. All memory is allocated at start.
 """
 
 from __future__ import annotations
@@ -51,6 +52,9 @@ class AdapterStore:
         num_bytes = config.num_elements * dtype.itemsize
         self._buffers = [device.host_buffer(num_bytes) for _ in range(config.max_cpu_loras)]
         self._copied: list[Event] = [PASSED] * config.max_cpu_loras  # the last copy from each buffer
+        self._stream = device.open_stream()
+        self._read: list[Event] = [PASSED] * config.max_loras  # the end of the last step that reads each slot
+        self._used: list[int] = []  # slots that the last plan with adapters reads: its end is not recorded yet
         self._changes_head = [False] * config.max_cpu_loras
         self._head_slots = np.zeros(config.max_loras, np.bool_)  # slots whose adapter changes the projection to tokens
         layout.attach(self._slots)
@@ -80,6 +84,8 @@ class AdapterStore:
 
         The spans follow those of `BatchInputs`, so that captured steps of one size find them at the same address.
         """
+        if self._used:
+            self._record_end()
         if plan.adapters is None:
             return None
         for load in plan.adapters.loads:
@@ -87,6 +93,7 @@ class AdapterStore:
         slots = plan.adapters.slots
         if slots is None:
             return None
+        self._used = np.unique(slots[slots >= 0]).tolist()
         is_single = plan.total_tokens == len(plan.rows)
         num_tokens, num_rows = (plan.total_tokens, len(slots)) if size is None else (size.tokens, size.rows)
         tokens = self._put(slots, plan.num_tokens, num_tokens, upload)
@@ -114,8 +121,21 @@ class AdapterStore:
         def copy() -> None:
             target.copy_(source, non_blocking=True)
 
-        self._device.compute.run(copy)
-        self._copied[buffer] = self._device.compute.record()
+        stream, compute = self._stream, self._device.compute
+        if stream is not compute:
+            stream.wait_for(self._read[slot])
+        stream.run(copy)
+        self._copied[buffer] = stream.record()
+        if stream is not compute:
+            stream.flush()
+            compute.wait_for(self._copied[buffer])
+
+    def _record_end(self) -> None:
+        """Records the end of the last step with adapters, which is queued by now."""
+        end = self._device.compute.record()
+        for slot in self._used:
+            self._read[slot] = end
+        self._used = []
 
     def _put(self, slots: Ints, counts: Ints, num_tokens: int, upload: Upload) -> Tiles:
         order, tiles = make_tiles(slots, counts, num_tokens, self._config.max_loras)

@@ -213,7 +213,8 @@ class Constraints:
         for request in requests:
             session = request.session
             assert session is not None
-            session.catch_up()
+            if session.num_taken != len(request.tokens):
+                session.catch_up()
             if session.forced or session.is_complete:
                 changed.append(request)
             if request.held and not request.pending:

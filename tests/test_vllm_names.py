@@ -113,3 +113,19 @@ def test_the_page_has_every_name_and_method():
         assert name == "__init__" or name in NOT_SUPPORTED or f"`LLM.{name}`" in page, name
     for name, reason in NOT_SUPPORTED.items():
         assert f"| `{name}` | refused: {reason} |" in page.splitlines()
+
+
+def test_the_page_has_every_field_and_method_that_is_not_here():
+    lines = PAGE.read_text().split("## Names that are not here")[1].split("##")[0].splitlines()
+    listed = {
+        row[1].strip(" `"): re.findall("`(.*?)`", row[2]) for row in (line.split("|") for line in lines) if row[2:]
+    }
+    missing = {}
+    for kind, members in LISTED["classes"].items():
+        names = dict.fromkeys([*members.get("fields", ()), *members.get("methods", ())])
+        known = {*dir(getattr(slipstream, kind)), *getattr(getattr(slipstream, kind), "__dataclass_fields__", ())}
+        missing[kind] = [name for name in names if not name.startswith("_") and name not in known]
+    del missing["LLM"]  # its methods are walked above
+    assert {kind: names for kind, names in missing.items() if names} == {
+        kind: names for kind, names in listed.items() if kind in LISTED["classes"]
+    }

@@ -269,6 +269,8 @@ def test_the_asynchronous_engine(folder, llm):
     async def scenario():
         engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=folder, enable_log_requests=False, **SMALL))
         await engine.check_health()
+        await engine.pause_generation()  # before any request
+        await engine.resume_generation()
         delta = TEN.with_changes(output_kind=RequestOutputKind.DELTA)
         parts = [result async for result in engine.generate("Hello", delta, "0", lora_request=None)]
         assert [token for part in parts for token in part.outputs[0].token_ids] == wanted.outputs[0].token_ids

@@ -213,6 +213,7 @@ class RequestRouter:
     async def call(self, message: Callable[[str], ToCore]) -> Any:
         """Sends a message, made from the id of the call, and waits for its reply."""
         self.check()
+        self.client.listen(self)  # the reply comes to this event loop, also before the first request
         call = self.new_id()
         waiter: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._calls[call] = waiter

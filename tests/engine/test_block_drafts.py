@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_law7 import GREEDY, assert_same, make
+from test_law7 import GREEDY, MAX_LEN, assert_same, make
 from transformers import AutoModelForCausalLM
 
 from causal_oracle import exact_math, norm_in_float64
@@ -109,7 +109,7 @@ def wanted(model):
 
 
 def check(spy: DraftSpy, reference: PlainDFlash, at_least: int = 50) -> None:
-    seen = {tuple(tokens): drafts for tokens, drafts in spy.proposals if len(tokens) + len(drafts) <= 96}
+    seen = {tuple(tokens): drafts for tokens, drafts in spy.proposals if len(tokens) + len(drafts) <= MAX_LEN}
     assert len(seen) > at_least
     for tokens, drafts in [*seen.items()][::7]:
         assert reference.propose(list(tokens), len(drafts)) == drafts, f"after {len(tokens)} tokens"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_law7 import GREEDY, assert_same, make
+from test_law7 import GREEDY, MAX_LEN, assert_same, make
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from causal_oracle import exact_math, norm_in_float64
@@ -197,7 +197,7 @@ def test_proposals_are_those_of_the_reference(method):
         assert llm.core.scheduler.cache.num_hits > 20
         counts = llm.core.scheduler.drafts.counts
         assert 0.05 < counts.num_accepted / counts.num_drafts < 0.95
-    seen = {tuple(tokens): drafts for tokens, drafts in spy.proposals if len(tokens) + len(drafts) <= 96}
+    seen = {tuple(tokens): drafts for tokens, drafts in spy.proposals if len(tokens) + len(drafts) <= MAX_LEN}
     assert len(seen) > 100
     for tokens, drafts in [*seen.items()][::9]:
         assert method.reference.propose(list(tokens), len(drafts)) == drafts, f"after {len(tokens)} tokens"
@@ -215,14 +215,14 @@ def test_captured_heads_give_the_same_tokens(method):
         assert any(key[0] == "head" and key[4:6] == (True, 3) for key in captured)
     assert len(spy.proposals) > 50
     for tokens, drafts in spy.proposals[::15]:
-        assert len(tokens) > 93 or method.reference.propose(tokens, 3) == drafts
+        assert len(tokens) > MAX_LEN - 3 or method.reference.propose(tokens, 3) == drafts
 
 
 def test_memory_of_the_head_is_planned_to_the_byte(method):
     options = dict(model=method.model, speculative_config=method.spec, dtype="float64", num_pages=40, max_num_seqs=5)
-    config, memory = foresee(make_options(**options, max_model_len=96))
-    assert config.cache.drops_last_page and config.draft.reads_hidden
     with method.open() as llm:
+        config, memory = foresee(make_options(**options, max_model_len=llm.config.scheduler.max_model_len))
+        assert config.cache.drops_last_page and config.draft.reads_hidden
         runner = llm.core.executor
         models = [runner.model, runner.drafter.model]
         tensors = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
@@ -245,7 +245,7 @@ def test_qwens_mtp_layer_over_recurrent_states(tmp_path):
         counts, hits = llm.core.scheduler.drafts.counts, llm.core.scheduler.cache.num_hits
         assert 0 < counts.num_accepted < counts.num_drafts and hits >= 64
     for tokens, drafts in spy.proposals[::4]:
-        assert len(tokens) > 93 or reference.propose(tokens, 3) == drafts, f"after {len(tokens)} tokens"
+        assert len(tokens) > MAX_LEN - 3 or reference.propose(tokens, 3) == drafts, f"after {len(tokens)} tokens"
 
 
 def test_models_without_an_mtp_layer_are_refused(tmp_path):
@@ -296,7 +296,7 @@ def test_eagle_heads_of_version_1(tmp_path):
             assert_same(llm.generate(PROMPTS, params), plain.generate(PROMPTS, params))
         counts = llm.core.scheduler.drafts.counts
         assert 0 < counts.num_accepted < counts.num_drafts
-    seen = {tuple(tokens): drafts for tokens, drafts in spy.proposals if len(tokens) + len(drafts) <= 96}
+    seen = {tuple(tokens): drafts for tokens, drafts in spy.proposals if len(tokens) + len(drafts) <= MAX_LEN}
     assert len(seen) > 50
     for tokens, drafts in [*seen.items()][::9]:
         assert reference.propose(list(tokens), len(drafts)) == drafts, f"after {len(tokens)} tokens"
@@ -431,7 +431,7 @@ def test_steps_without_drafts_store_entries_only(tmp_path):
         spy = DraftSpy(llm)
         llm.generate(PROMPTS, GREEDY)
         assert by_drafts[0] == 0 and len(passes) == by_drafts[3] > 10, "prompt chunks and plain steps run no pass"
-    seen = {tuple(tokens): drafts for tokens, drafts in spy.proposals if len(tokens) + len(drafts) <= 96}
+    seen = {tuple(tokens): drafts for tokens, drafts in spy.proposals if len(tokens) + len(drafts) <= MAX_LEN}
     assert len(seen) > 10
     for tokens, drafts in [*seen.items()][::5]:
         assert reference.propose(list(tokens), 3) == drafts

@@ -6,7 +6,7 @@ import json
 from itertools import chain
 
 import pytest
-from test_law7 import GREEDY, assert_same, make
+from test_law7 import GREEDY, MAX_LEN, assert_same, make
 
 from draft_spy import DraftSpy, argmax_after
 from law7 import PAIRED, PROMPTS
@@ -76,7 +76,7 @@ def test_proposals_are_those_of_the_whole_text(folders, options):
             llm.generate(PROMPTS, params)
         model, seen = llm.core.executor.drafter.model, {}
         for tokens, drafts in spy.proposals:
-            if len(tokens) + len(drafts) <= 96:  # further positions exist in no row
+            if len(tokens) + len(drafts) <= MAX_LEN:  # further positions exist in no row
                 seen[*tokens, *drafts] = drafts
         assert len(seen) > 100
         for tokens, drafts in [*seen.items()][::4]:
@@ -92,7 +92,7 @@ def test_partly_accepted_drafts_leave_no_gap(folders):
         assert 0 < counts.num_accepted < counts.num_drafts
         model = llm.core.executor.drafter.model
         for tokens, drafts in spy.proposals[::4]:
-            if len(tokens) + len(drafts) <= 96:
+            if len(tokens) + len(drafts) <= MAX_LEN:
                 assert argmax_after(plain_logits(model, [*tokens, *drafts[:-1]]), len(drafts)) == drafts
 
 

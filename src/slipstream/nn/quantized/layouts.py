@@ -168,7 +168,8 @@ def _read_bitsandbytes(q: Quantization, read: Read, num_columns: int) -> Quantiz
     packed, scale, offset = read("weight").flatten(), read("absmax"), read("quant_state")
     values = torch.stack((packed >> 4, packed & 15), -1).view(-1, num_columns)
     if q.double_scales:
-        outer = read("nested_absmax").float().repeat_interleave(NESTED)[: len(scale)]
+        outer = read("nested_absmax").float()
+        outer = outer.repeat_interleave(NESTED, output_size=NESTED * len(outer))[: len(scale)]
         scale = read("nested_quant_map").float()[scale.int()] * outer + offset
     codebook = read("quant_map").float()
     return QuantizedPart(values, scale.float().view(len(values), -1), None, None, None, codebook)

@@ -49,7 +49,7 @@ class BlockDrafter:
         ids = torch.full((len(rows), size), model.mask_token, device=rows.device)
         ids[:, 0] = table.next_tokens[:, 0].index_select(0, rows)
         ids = ids.view(-1)
-        ends = (computed + size).clamp_(max=max_length).repeat_interleave(size)
+        ends = (computed + size).clamp_(max=max_length).repeat_interleave(size, output_size=len(ids))
         causal = cache.of_rows(ids, tokens) if any(model.causal) else None
         hidden = model(cache.of_rows(ids, tokens, ends), causal)
         of_masks = hidden.view(len(rows), size, -1)[:, 1:].reshape(len(rows) * num_drafts, -1)

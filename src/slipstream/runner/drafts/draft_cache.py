@@ -32,8 +32,8 @@ class DraftRows:
         """Each row `count` times, at its position and the ones after it."""
         after = torch.arange(count, device=self.rows.device)
         positions = (self.positions.unsqueeze(1) + after).view(-1)
-        pages = tuple(table.repeat_interleave(count, 0) for table in self.pages)
-        rows = self.rows.repeat_interleave(count)
+        pages = tuple(table.repeat_interleave(count, 0, output_size=count * len(table)) for table in self.pages)
+        rows = self.rows.repeat_interleave(count, output_size=count * len(self.rows))
         return replace(self, rows=rows, pages=pages).at(positions)
 
     def at(self, positions: torch.Tensor) -> DraftRows:

@@ -81,12 +81,12 @@ class Grammars:
             checker.close()
 
     def _compile(self, params: StructuredOutputsParams) -> CompiledGrammar:
-        compile, special_texts = self._open_vocabulary()
+        new_matcher, special_texts = self._open_vocabulary()
         try:
             grammar = translate(params, special_texts)
             error = self._checker().check(grammar)
             if not error:
-                matcher = compile(grammar)
+                matcher = new_matcher(grammar)
                 if not (error := matcher.get_error()):
                     mask = np.zeros(mask_words(self.vocab_size), np.uint32)
                     matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)  # the first one is the slowest

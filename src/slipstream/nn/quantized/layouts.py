@@ -150,7 +150,8 @@ def _to_fp4(grouped: torch.Tensor) -> QuantizedPart:
 
 
 def _fp4_codebook(device: torch.device) -> torch.Tensor:
-    positive = torch.tensor(E2M1, device=device)
+    with sync_allowed("weights are loaded before steps run"):
+        positive = torch.tensor(E2M1, device=device)
     return torch.cat((positive, -positive))
 
 

@@ -66,7 +66,7 @@ def _measure() -> GemvTimes:
     multiply = functools.partial(native.skinny_gemm, x, bias=None)
     # in turns, so that other programs slow both down
     rounds = [(_seconds(multiply, weight), _seconds(multiply, narrow)) for _ in range(_ROUNDS)]
-    return GemvTimes(min(wide for wide, _ in rounds), min(narrow for _, narrow in rounds))
+    return GemvTimes(min(first for first, _ in rounds), min(second for _, second in rounds))
 
 
 def _seconds(multiply: Callable[..., torch.Tensor], weight: torch.Tensor) -> float:

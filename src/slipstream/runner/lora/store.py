@@ -93,7 +93,7 @@ class AdapterStore:
         slots = plan.adapters.slots
         if slots is None:
             return None
-        self._used = np.unique(slots[slots >= 0]).tolist()
+        self._used = [int(slot) for slot in np.unique(slots[slots >= 0])]
         is_single = plan.total_tokens == len(plan.rows)
         num_tokens, num_rows = (plan.total_tokens, len(slots)) if size is None else (size.tokens, size.rows)
         tokens = self._put(slots, plan.num_tokens, num_tokens, upload)

@@ -134,7 +134,8 @@ def test_what_is_wrong_is_refused(llm, folder, table):
 @pytest.mark.cuda
 def test_a_gpu_decodes_after_embeddings_with_graphs(folder, table):
     params = PARAMS.with_changes(temperature=0.0, max_tokens=16)
-    with make(folder, dtype="float32", device="cuda", max_num_batched_tokens=16) as llm:
+    given = dict(dtype="float32", max_model_len=96, enable_prompt_embeds=True, use_tqdm_on_load=False)
+    with LLM(str(folder), device="cuda", max_num_batched_tokens=16, **given) as llm:
         wanted = tokens_of(llm.generate(PROMPTS, params, use_tqdm=False))
         prompts = [{"prompt_embeds": table[ids].cuda()} if index % 2 else ids for index, ids in enumerate(PROMPTS)]
         for _ in range(2):

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from quantized_checkpoint import quantize, quantize_mxfp4
+from replay_device import ReplayDevice
 from slipstream import LLM, SamplingParams
 from slipstream.errors import InvalidOption
 from slipstream.ops.quantized import QuantizedMatrix, quantized_linear, reference
@@ -121,3 +122,34 @@ def test_batch_invariant_rows_have_the_same_bits() -> None:
     whole = quantized_linear(x, weight, batch_invariant=True)
     for count in (1, 3, 65):
         assert torch.equal(quantized_linear(x[:count], weight, batch_invariant=True), whole[:count])
+
+
+class WarmDevice(ReplayDevice):
+    """Starts as a GPU does: a dry run before the first request."""
+
+    warms_up = True
+
+
+class LookUp:
+    """A warm-up that looks up one token in the dry run."""
+
+    def __init__(self, runner: Any, config: Any) -> None:
+        self.model = runner.model
+
+    def dry_run(self) -> None:
+        assert self.model.embedding(torch.tensor([3])).any(), "the rows are read"
+
+    def capture(self) -> None: ...
+    def run_largest(self) -> None: ...
+
+
+def test_a_dry_run_has_the_weights_whose_layout_is_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tensors of a GGUF weight exist after its pieces are read; others are allocated before."""
+    import gguf
+
+    from slipstream.runner import assemble
+
+    monkeypatch.setattr(assemble, "can_compile_ahead", lambda: False)
+    monkeypatch.setattr(assemble, "_warm_up", LookUp)
+    path = write_gguf(write_tiny(tmp_path), gguf.GGMLQuantizationType.Q4_0, pre="default")
+    LLM(str(path), _device=WarmDevice(1), num_threads=1, **SMALL).close()

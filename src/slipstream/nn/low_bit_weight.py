@@ -44,6 +44,8 @@ class PackedWeight(Weight):
     """A weight of runs of rows: adjacent parts of one kind. It reads its pieces when the last one has arrived, since
     the packing of a matrix depends on all its pieces."""
 
+    allocates_when_filled = True
+
     def __init__(self, num_rows: int, num_columns: int) -> None:
         super().__init__()
         self.num_columns = num_columns

@@ -56,6 +56,7 @@ class Weight(nn.Module, ABC):
     """A matrix [rows, columns] in some format, filled from the tensors of a checkpoint."""
 
     refills = False  # whether its targets can be filled again at any time, in place
+    allocates_when_filled = False  # whether its tensors exist only after the last of its targets is filled
 
     @abstractmethod
     def targets(self, first_row: int, num_rows: int) -> Iterator[tuple[str, WeightTarget]]:

@@ -28,6 +28,7 @@ from slipstream.nn.models.draft_head import DraftHead
 from slipstream.nn.models.load import open_model
 from slipstream.nn.models.registry import find_rules
 from slipstream.nn.shapes import bidirectional_head_dims
+from slipstream.nn.weight_format import Weight
 from slipstream.ops.compile_ahead import ForkedCompiler, can_compile_ahead, compiling_ahead
 from slipstream.ops.linear import reserve_counters
 from slipstream.ops.linear.cublaslt_tuned import autotune_recorded, recording_gemms
@@ -77,6 +78,9 @@ def build_runner(
             runner.tier.take_memory(config.cache)
         fill(progress)
         return runner, config
+    if any(isinstance(part, Weight) and part.allocates_when_filled for part in model.modules()):
+        fill(progress)  # a dry run needs the tensors of the weights
+        fill = _do_nothing
     warm_up = _warm_up(runner, config)
     device.compute.run(lambda: reserve_counters(device.torch_device))
     if config.model.generates:
@@ -104,6 +108,10 @@ def build_runner(
         warm_up.capture()
     warm_up.run_largest()
     return runner, config
+
+
+def _do_nothing(progress: bool) -> None:
+    """The weights have been read."""
 
 
 @contextlib.contextmanager

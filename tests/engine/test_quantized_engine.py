@@ -83,10 +83,9 @@ def test_a_gpu_keeps_experts_quantised(method: str, tmp_path: Path) -> None:
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K"])
-def test_a_gpu_keeps_gguf_weights_low_bit(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_keeps_gguf_weights_low_bit(kind: str, tmp_path: Path) -> None:
     import gguf
 
-    monkeypatch.setattr("slipstream.nn.models.load.MIN_LOW_BIT_BYTES", 0)
     path = write_gguf(write_tiny(tmp_path, **K_SIZES), gguf.GGMLQuantizationType[kind], pre="default")
     params = SamplingParams(max_tokens=1, logprobs=5, temperature=0)
     found, expected = [], []

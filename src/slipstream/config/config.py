@@ -23,7 +23,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
     name: str  # the name in results
     load_format: str  # safetensors, gguf or dummy
     dtype: str  # a torch dtype's name
-    dequantize: bool
+    dequantize: bool | None  # None: GGUF files on a GPU
     max_model_len: int
     seed: int
     pooling: PoolingInfo | None = None  # how its hidden states become vectors and scores; None: it only generates

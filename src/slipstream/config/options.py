@@ -72,7 +72,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             "(awq, gptq, compressed-tensors, fp8) only checks that it is the checkpoint's; see docs/formats.md"
         ),
     ] = None
-    dequantize: Annotated[bool, _doc("dequantise a low-bit file to dtype at load")] = False
+    dequantize: Annotated[
+        bool | None, _doc("dequantise a low-bit file to dtype at load; default: only GGUF files on a GPU")
+    ] = None
     revision: Annotated[str | None, _doc("branch, tag or commit of a hub name")] = None
     download_dir: Annotated[str | None, _doc("folder for models of the hub; default: that of huggingface_hub")] = None
     hf_overrides: Annotated[

@@ -119,14 +119,13 @@ def test_what_stays_low_bit_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     info = gguf_model_info(GgufFile(path))
     monkeypatch.setattr(loading, "supports_kernels", lambda *args: True)
 
-    def stays(dequantize: bool = False, **fields: object) -> bool:
+    def stays(dequantize: bool | None = False, **fields: object) -> bool:
         config = ModelConfig(info, str(path), "tiny", "gguf", "bfloat16", dequantize, 256, 0, **fields)
         return loading.stays_low_bit(config, "cuda")
 
-    assert not stays()  # a small file
-    monkeypatch.setattr(loading, "MIN_LOW_BIT_BYTES", 0)
     assert stays()
     others: list[dict[str, object]] = [
-        {"num_ranks": 2}, {"offload_bytes": 8}, {"sleep_mode": True}, {"deterministic": True}, {"dequantize": True}
+        {"num_ranks": 2}, {"offload_bytes": 8}, {"sleep_mode": True}, {"deterministic": True},
+        {"dequantize": True}, {"dequantize": None},
     ]  # fmt: skip
     assert not any(stays(**fields) for fields in others)

@@ -6,7 +6,6 @@ It is in this package because it imports all models; `nn/weights` imports none.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -51,10 +50,6 @@ from slipstream.ops.low_bit import find_kernel
 from slipstream.ops.quantized import supports_kernels
 
 log = logging.getLogger(__name__)
-
-MIN_LOW_BIT_BYTES = 2**30
-"""GGUF files with fewer bytes of weights in the model's dtype are dequantised on a GPU: the fused kernels of layers are
-faster, and memory is not scarce."""
 
 Empty = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 """Allocates an uninitialised tensor."""
@@ -201,8 +196,8 @@ def _beside(config: ModelConfig, heads: Heads | None) -> Iterator[tuple[WeightSo
 
 
 def stays_low_bit(config: ModelConfig, device: str) -> bool:
-    """Whether weights of a GGUF file stay low-bit: on a CPU with float32 activations, and on a GPU for models that
-    generate, whose steps of few tokens are bound by the bytes of weights."""
+    """Whether weights of a GGUF file stay low-bit: on a CPU with float32 activations, and on a GPU if `dequantize` is
+    False, for models that generate, whose steps of few tokens are bound by the bytes of weights."""
     if config.load_format != "gguf" or config.dequantize:
         return False
     if device == "cpu":
@@ -210,11 +205,13 @@ def stays_low_bit(config: ModelConfig, device: str) -> bool:
     is_alone = config.num_ranks == config.num_engines == 1
     # offloaded and sleeping weights are parameters, and batch-invariant ones have a format of their own
     is_free = not (config.offload_bytes or config.sleep_mode or config.deterministic)
-    dtype = getattr(torch, config.dtype)
-    if not (config.generates and is_alone and is_free and supports_kernels(torch.device(device), torch.int8, dtype)):
-        return False
-    tensors = GgufFile.open(config.path).tensors.values()
-    return sum(math.prod(tensor.shape) for tensor in tensors) * dtype.itemsize >= MIN_LOW_BIT_BYTES
+    return (
+        config.dequantize is False
+        and config.generates
+        and is_alone
+        and is_free
+        and supports_kernels(torch.device(device), torch.int8, getattr(torch, config.dtype))
+    )
 
 
 def choose_formats(config: ModelConfig, device: torch.device, *, is_encoder: bool) -> FormatOf:

@@ -246,8 +246,9 @@ class ScriptedExecutor:
             bound = length >= end if self.drafter and not num_host_tokens else length == end
             assert num >= 1 and bound, f"row {row} is at {state.length}, planned to {length}"
             assert state.admission.long_rope or length <= self.short_rope, f"row {row} needs the long rope factors"
-            if state.has_grammar and num_host_tokens and end > state.num_known:  # tokens that the grammar forced
-                state.num_known = end + (not plan.num_drawn[list(plan.rows).index(row)])
+            # tokens that the grammar forced: in one chunk, or in several if a step has few tokens
+            if state.has_grammar and num_host_tokens and end >= state.num_known and end > state.admission.num_known:
+                state.num_known = end + (not num_drawn)
             for index, position in enumerate(range(state.length, end)):
                 known = index < num_host_tokens
                 assert known == (position < state.num_known), f"row {row}: who gives token {position}?"

@@ -345,3 +345,16 @@ def test_parameters_without_an_engine_for_them_are_refused():
 def test_shapes_may_be_given_as_objects():
     params = SamplingParams(structured_outputs={"regex": "a+"})
     assert params.structured_outputs == Shape(regex="a+")
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("budget", [8, 9, 12, 20])
+def test_forced_tokens_are_divided_by_the_budget_of_a_step(core_of, depth, budget):
+    """A chunk of forced tokens takes several steps if the other rows leave it few tokens."""
+    shape = Shape(grammar='start: "abcdefghijklmnopq" /[0-9]/ "rstuvwxyz" /[0-9]/')
+    core = core_of(depth, max_num_batched_tokens=budget, max_num_seqs=8, num_pages=400)
+    messages = prompts([shape, SHAPES[0]] * 8)
+    core.submit(*messages)
+    found = run(core)
+    for message in messages:
+        assert found[message.request_id, 0][:2] == with_grammar(message)[0]

@@ -118,8 +118,8 @@ def test_the_page_in_a_browser(server, browser, tmp_path):
 
     # the log of requests outlives the page, the key the page only in its tab
     browser.open(server.url + "/#requests")
-    browser.run("location.reload()")
-    browser.until("document.getElementById('chat-model')?.value")
+    browser.run("window.isOld = true; location.reload()")
+    browser.until("!window.isOld && document.getElementById('chat-model')?.value")
     assert "/v1/chat/completions" in text(browser, "request-table") and "/v1/rerank" in text(browser, "request-table")
     assert "secret" not in browser.run("JSON.stringify({...localStorage})")
 

@@ -10,7 +10,7 @@ from slipstream.engine.rank_link import RankLink
 from slipstream.engine.ranks import Ranks
 from slipstream.engine.remote_ranks import RemoteRanks
 from slipstream.engine.workers import Workers
-from slipstream.nn.layers.connect_ranks import connect_ranks
+from slipstream.nn.layers.ranked import connect_ranks
 from slipstream.runner.assemble import build_runner
 from slipstream.runner.runner import ModelRunner
 

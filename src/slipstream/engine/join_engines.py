@@ -8,7 +8,7 @@ from slipstream.config.config import EngineConfig
 from slipstream.dist.group import Group
 from slipstream.dist.step_exchange import connect_peers, listen_for_peers
 from slipstream.engine.lockstep import LockstepExecutor
-from slipstream.nn.layers.connect_ranks import connect_ranks
+from slipstream.nn.layers.ranked import connect_ranks
 from slipstream.runner.runner import ModelRunner
 
 

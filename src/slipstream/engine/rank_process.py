@@ -32,7 +32,7 @@ from slipstream.engine.rank_link import RankStart, receive_exactly
 from slipstream.engine.ranks import END, FINISH, FREE, LATE, PLAN
 from slipstream.engine.workers import LocalRunner
 from slipstream.log import set_up_child_log
-from slipstream.nn.layers.connect_ranks import connect_ranks
+from slipstream.nn.layers.ranked import connect_ranks
 from slipstream.runner.assemble import build_runner
 
 

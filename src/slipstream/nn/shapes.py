@@ -58,6 +58,7 @@ class MixerShape:
     name: str  # of the module inside its block, which the checkpoint rules refer to
     causal: bool = True
     output_scale: float = 1.0  # multiplies its output
+    shard: Shard | None = None  # the sizes are those of one rank; None: of the whole mixer
 
     @property
     def has_own_site(self) -> bool:
@@ -107,7 +108,6 @@ class AttentionShape(MixerShape):
     latent: LatentShape | None = None  # MLA: one kv head of kv_rank + rope_dim elements; None: usual heads
     kv_source: int | None = None  # the layer whose keys and values are read, from its first mixer; None: its own
     gated: bool = False  # a sigmoid gate scales each output; the checkpoint stores it with the query of its head
-    shard: Shard | None = None  # the heads are those of one rank; None: all heads
     num_kv_heads_of_all: int = 0  # with a shard: key heads of the whole model
 
     @property
@@ -138,7 +138,6 @@ class DeltaShape(MixerShape):
     conv_width: int
     name: str = "delta_net"
     interleaved: bool = False  # the checkpoint groups its projections by key head
-    shard: Shard | None = None  # the heads are those of one rank; None: all heads
 
     @property
     def key_size(self) -> int:
@@ -253,6 +252,7 @@ class LayerInputsShape:
     vocab_size: int
     num_layers: int
     size: int
+    shard: Shard | None = None  # the rank that has a part of the vocabulary; None: it is whole
     rounded: bool = False  # the factor 1 / sqrt(2) is rounded to the weights' dtype, as in training
 
 

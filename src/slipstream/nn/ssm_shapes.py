@@ -38,6 +38,8 @@ class Mamba2Shape(MixerShape):
     dt_max: float = float("inf")
     norm: Literal["gate_first", "norm_first", "none"] = "gate_first"  # whether the gate comes before or after the norm
     norm_groups: int = 1
+    num_groups_of_all: int = 0  # with a shard: groups of the whole mixer
+    num_wide_norm_groups: int = 0  # with a shard: norm groups of the whole mixer if each spans ranks; 0: none does
     part_scales: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)  # of gate, x, b, c and dt
 
     @property

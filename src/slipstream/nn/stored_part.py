@@ -23,6 +23,10 @@ class StoredPart:
     ranges: tuple[tuple[int, int], ...]  # (first, size), in the order of the checkpoint
     total: int  # size of the whole tensor along this dimension
 
+    def times(self, size: int) -> StoredPart:
+        """The same part of a tensor with `size` numbers in place of each."""
+        return StoredPart(tuple((first * size, count * size) for first, count in self.ranges), self.total * size)
+
 
 def even_part(size: int, shard: Shard) -> StoredPart:
     """A tensor that is divided evenly; `size`: of one rank."""

@@ -115,13 +115,18 @@ def _gate_scaled(activation: Activation, scale: float, gate_up: torch.Tensor) ->
 def sparse_gated(name: str, sparsity: float, dtype: torch.dtype) -> Activation:
     """As `find_gated`, of gates from which a cutoff was subtracted and negative ones removed. If a token's gates were
     spread normally, a share `sparsity` of them would be removed."""
-    # models are laid out on the meta device
-    with torch.device("cpu"), sync_allowed("a number of the model's shape, on the host, before weights are loaded"):
-        deviations = float((torch.erfinv(2 * torch.tensor(sparsity) - 1) * math.sqrt(2)).to(dtype))
+    deviations = sparse_deviations(sparsity, dtype)
     activation = find_activation(name)
     if activation is _GELU_TANH:
         return partial(_gelu_sparsely, deviations)
     return partial(_gate_sparsely, activation, deviations)
+
+
+def sparse_deviations(sparsity: float, dtype: torch.dtype) -> float:
+    """Standard deviations above the mean below which a share `sparsity` of normally spread numbers lies."""
+    # models are laid out on the meta device
+    with torch.device("cpu"), sync_allowed("a number of the model's shape, on the host, before weights are loaded"):
+        return float((torch.erfinv(2 * torch.tensor(sparsity) - 1) * math.sqrt(2)).to(dtype))
 
 
 def _gelu_sparsely(deviations: float, gate_up: torch.Tensor) -> torch.Tensor:

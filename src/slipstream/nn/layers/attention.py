@@ -17,6 +17,7 @@ from slipstream.nn.layers.position_embedding import RelativeKeys
 from slipstream.nn.layers.products import Products
 from slipstream.nn.layers.reordered_linear import ReorderedLinear, pairs_as_halves, rows_of_heads
 from slipstream.nn.layers.sharded_linear import new_output
+from slipstream.nn.layers.sharded_norm import ShardedHeadsNorm
 from slipstream.nn.shapes import AttentionShape, NormShape, Shard
 from slipstream.nn.stored_part import StoredPart, even_part, joined_part
 from slipstream.nn.weight_format import CheckpointTensor, WeightFormat, WeightTarget, new_parameter
@@ -226,12 +227,18 @@ def _new_qkv(shape: AttentionShape, hidden_size: int, format: WeightFormat, dtyp
     return Linear(hidden_size, parts, shape.qkv_bias, format, dtype)
 
 
-def _stored_parts(shape: AttentionShape, shard: Shard) -> dict[str, StoredPart]:
-    """Rows of the heads of a rank in the checkpoint's tensors. Ranks with neighbouring query heads have the same key
-    head where there are fewer key heads than ranks."""
+def _stored_heads(shape: AttentionShape, shard: Shard) -> dict[str, StoredPart]:
+    """The heads of a rank among those of all ranks. Ranks with neighbouring query heads have the same key head where
+    there are fewer key heads than ranks."""
     first = shard.rank * shape.num_kv_heads_of_all // shard.size
-    size, queries = shape.head_dim, shape.num_heads * shape.head_dim
-    keys = StoredPart(((first * size, shape.num_kv_heads * size),), shape.num_kv_heads_of_all * size)
+    keys = StoredPart(((first, shape.num_kv_heads),), shape.num_kv_heads_of_all)
+    return {"q": even_part(shape.num_heads, shard), "k": keys}
+
+
+def _stored_parts(shape: AttentionShape, shard: Shard) -> dict[str, StoredPart]:
+    """Rows of the heads of a rank in the checkpoint's tensors."""
+    queries = shape.num_heads * shape.head_dim
+    keys = _stored_heads(shape, shard)["k"].times(shape.head_dim)
     if shape.by_head:
         return {"": even_part(3 * queries, shard)}
     if shape.fused:
@@ -242,13 +249,18 @@ def _stored_parts(shape: AttentionShape, shard: Shard) -> dict[str, StoredPart]:
 
 def _qk_norm(
     shape: AttentionShape, norm: NormShape, dtype: torch.dtype
-) -> PerHeadNorm | AllHeadsNorm | EachHeadLayerNorm | None:
+) -> PerHeadNorm | AllHeadsNorm | ShardedHeadsNorm | EachHeadLayerNorm | None:
     if shape.qk_norm == "none":
         return None
     num_heads = {"q": shape.num_heads} | ({} if shape.kv_source is not None else {"k": shape.num_kv_heads})
+    heads = {} if shape.shard is None else _stored_heads(shape, shape.shard)
     if shape.qk_norm in ("each", "each apart"):
         order = pairs_as_halves(shape.head_dim, shape.rotary_pairs)
-        return EachHeadLayerNorm(num_heads, norm.eps, order, shape.qk_norm == "each apart", dtype)
+        return EachHeadLayerNorm(num_heads, norm.eps, order, shape.qk_norm == "each apart", dtype, heads)
+    if shape.qk_norm == "whole" and shape.shard is not None:
+        assert norm.kind == "rms" and norm.offset == 0.0, "decoders with norms over all heads have RMS norms"
+        parts = {kind: heads[kind].times(shape.head_dim) for kind in num_heads}
+        return ShardedHeadsNorm(num_heads, parts, norm.eps, dtype, shape.shard)
     if shape.qk_norm == "whole":
         return AllHeadsNorm(num_heads, shape.head_dim, norm, dtype)
     assert norm.kind == "rms", "a layer norm per head has weights for each head"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 
 import torch
@@ -13,6 +13,7 @@ from slipstream.nn.layers.linear import Linear
 from slipstream.nn.layers.norm import Norm
 from slipstream.nn.layers.products import Products
 from slipstream.nn.shapes import MixerShape
+from slipstream.nn.stored_part import StoredPart
 from slipstream.nn.weight_format import CheckpointTensor, WeightTarget, new_parameter
 
 
@@ -22,6 +23,7 @@ class ConvMixer(Layer):
     shape: MixerShape
     input: Linear
     output: Linear
+    stored_parts: Mapping[str, StoredPart] | None = None  # of a rank that has some channels; None: it has all
 
     def __init__(self, site: int | None, num_channels: int, width: int, bias: bool, dtype: torch.dtype) -> None:
         """`site`: the state site; the other arguments describe the convolution."""
@@ -51,7 +53,7 @@ class ConvMixer(Layer):
         return self.output(mixed, context_of(context, last)), total if last is None else last.of(total)
 
     def products(self) -> Products | None:
-        return Products(self.shape, self.input, self.output, mix=self.mix)
+        return None if self.shape.shard is not None else Products(self.shape, self.input, self.output, mix=self.mix)
 
     def mix(self, projected: torch.Tensor, context: ForwardContext, last: LastTokens | None = None) -> torch.Tensor:
         """The part between the two projections. All tokens change the state, `last` or not."""

@@ -10,7 +10,6 @@ from slipstream.nn.layers.interleaved_linear import InterleavedLinear, StoredRow
 from slipstream.nn.layers.layer import Layout
 from slipstream.nn.layers.linear import Linear
 from slipstream.nn.layers.norm import Norm
-from slipstream.nn.layers.products import Products
 from slipstream.nn.layers.sharded_linear import new_output
 from slipstream.nn.shapes import DeltaShape, NormShape, Shard
 from slipstream.nn.stored_part import StoredPart, even_part, joined_part
@@ -39,7 +38,6 @@ class DeltaNet(ConvMixer):
         parts = {"q": keys, "k": keys, "v": values, "z": values, "b": heads, "a": heads}
         self.input = InterleavedLinear(hidden, parts, _stored(shape), False, format_of(f"{name}.input"), dtype)
         self.output = new_output(values, hidden, False, format_of(f"{name}.output"), dtype, shape.shard)
-        self.stored_parts: dict[str, StoredPart] | None = None
         if shape.shard is not None:
             channels, of_heads = _shard_input(self.input, shape, shape.shard)
             self.stored_parts = {"conv": channels, "a_log": of_heads, "dt_bias": of_heads}
@@ -103,9 +101,6 @@ class DeltaNet(ConvMixer):
         if last is not None:
             out, z = last.of(out), last.of(z)
         return gated_rms_norm(out, z, self.norm, self.eps).flatten(1)
-
-    def products(self) -> Products | None:
-        return None if self.shape.shard is not None else super().products()
 
     def own(self) -> dict[str, str]:
         return {"a_log": "a_log", "dt_bias": "dt_bias", "norm.weight": "norm"}

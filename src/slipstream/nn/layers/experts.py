@@ -8,15 +8,15 @@ from functools import partial
 import torch
 from torch import nn
 
-from slipstream.dist.group import Group
 from slipstream.errors import UnsupportedModel
 from slipstream.nn.batch_invariant import BatchInvariant
 from slipstream.nn.context import ForwardContext, LastTokens, context_of
 from slipstream.nn.layers.expert_ranks import run_on_ranks
-from slipstream.nn.layers.layer import Layer, Layout
+from slipstream.nn.layers.layer import Layout
 from slipstream.nn.layers.linear import Linear
 from slipstream.nn.layers.mlp import Mlp, PlainMlp, of_last
 from slipstream.nn.layers.norm import Norm
+from slipstream.nn.layers.ranked import RankedLayer
 from slipstream.nn.quantized.experts import expert_matrices, new_expert_weight
 from slipstream.nn.quantized.weight import Quantized
 from slipstream.nn.shapes import ExpertShape, Shard
@@ -32,15 +32,13 @@ from slipstream.nn.weight_format import (
 from slipstream.ops.moe import ExpertBiases, Routing, SharedOutput, expert_mlp, route
 
 
-class Experts(Layer):
+class Experts(RankedLayer):
     """sum of weight * down(gate and up of x, combined) over a token's experts, plus the shared expert if there is one.
 
     Weights of all experts are stacked: [experts, 2 * size, hidden] and [experts, hidden, size], in the model's dtype or
     quantised.
     Experts without gates have half as many rows in the first. With a shard, they are those of this rank.
     """
-
-    group: Group | None = None  # of the ranks that share the experts; set before the first forward
 
     def __init__(self, name: str, shape: ExpertShape, layout: Layout) -> None:
         super().__init__()
@@ -105,9 +103,8 @@ class Experts(Layer):
         shard = self.shape.shard
         if shard is None:
             return self._compute(x, routing, shared)
-        assert self.group is not None, "the ranks are not connected"
         num_experts, num_exchanged = self.shape.num_experts, context.exchanged_tokens
-        routed = run_on_ranks(x, routing, self._compute, shard, num_experts, self.group, num_exchanged)
+        routed = run_on_ranks(x, routing, self._compute, shard, num_experts, self.ranks, num_exchanged)
         return routed if shared is None else shared().added_to(routed)
 
     def _compute(

@@ -10,11 +10,11 @@ import torch
 
 from slipstream.nn.context import ForwardContext, LastTokens, context_of
 from slipstream.nn.layers.activations import find_activation
-from slipstream.nn.layers.embedding import Embedding
 from slipstream.nn.layers.layer import Layer, Layout
 from slipstream.nn.layers.linear import Linear
 from slipstream.nn.layers.mlp import of_last
 from slipstream.nn.layers.norm import Norm, RMSNorm
+from slipstream.nn.layers.vocab_parallel import new_embedding
 from slipstream.nn.shapes import LayerInputShape, LayerInputsShape, NormShape
 
 
@@ -25,7 +25,7 @@ class LayerInputs(Layer):
         super().__init__()
         self.shape = shape
         size = shape.num_layers * shape.size
-        self.embedding = Embedding(shape.vocab_size, size, layout.format_of(f"{name}.embedding"))
+        self.embedding = new_embedding(shape.vocab_size, size, layout.format_of(f"{name}.embedding"), shape.shard)
         self.projection = Linear(
             layout.hidden_size, {"": size}, False, layout.format_of(f"{name}.projection"), layout.dtype
         )

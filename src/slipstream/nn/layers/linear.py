@@ -43,10 +43,14 @@ class Linear(Layer):
 
     def forward(self, x: torch.Tensor, context: ForwardContext | None = None) -> torch.Tensor:
         """x [T, inputs] to [T, outputs]. `context` is None for heads, which run outside the network."""
+        return self._multiply(x, self.bias, context)
+
+    def _multiply(self, x: torch.Tensor, bias: torch.Tensor | None, context: ForwardContext | None) -> torch.Tensor:
+        """The product with the adapters of the step."""
         tiles = self._tiles(context)
         if tiles is None or self.lora is None:
-            return self.weight.multiply(x, self.bias)
-        product, shrink = partial(self.weight.multiply, x, self.bias), partial(shrink_lora, x, self.lora, tiles)
+            return self.weight.multiply(x, bias)
+        product, shrink = partial(self.weight.multiply, x, bias), partial(shrink_lora, x, self.lora, tiles)
         # many tokens fill the device with either
         out, inner = execute_in_parallel(product, shrink) if len(x) <= FEW_TOKENS else (product(), shrink())
         return expand_lora(out, inner, self.lora, tiles)

@@ -14,6 +14,7 @@ from slipstream.nn.layers.linear import Linear
 from slipstream.nn.layers.norm import Norm
 from slipstream.nn.layers.products import Products
 from slipstream.nn.layers.sharded_linear import new_output
+from slipstream.nn.layers.sharded_norm import ShardedSparseGate
 from slipstream.nn.layers.xielu import Xielu
 from slipstream.nn.shapes import MlpShape
 from slipstream.nn.stored_part import even_part, joined_part
@@ -27,7 +28,9 @@ class Mlp(Layer):
         super().__init__()
         self.shape = shape
         self.activation = find_gated(shape.activation)
-        if shape.sparsity:
+        if shape.sparsity and shape.shard is not None:
+            self.activation = ShardedSparseGate(shape.activation, shape.sparsity, layout.dtype)
+        elif shape.sparsity:
             self.activation = sparse_gated(shape.activation, shape.sparsity, layout.dtype)
         if shape.gate_scale != 1.0:
             self.activation = scaled_gated(shape.activation, shape.gate_scale)

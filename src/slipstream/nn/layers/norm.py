@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from slipstream.nn.layers.layer import Layer
 from slipstream.nn.layers.layer_norm import LayerNorm
 from slipstream.nn.shapes import NormShape
+from slipstream.nn.stored_part import StoredPart
 from slipstream.nn.weight_format import CheckpointTensor, WeightTarget, new_parameter
 from slipstream.ops.norm import add_rms_norm, rms_norm
 
@@ -137,11 +138,20 @@ class EachHeadLayerNorm(Layer):
     """A layer norm of each head of queries and keys, with weights for each head."""
 
     def __init__(
-        self, num_heads: Mapping[str, int], eps: float, order: list[int], is_apart: bool, dtype: torch.dtype
+        self,
+        num_heads: Mapping[str, int],
+        eps: float,
+        order: list[int],
+        is_apart: bool,
+        dtype: torch.dtype,
+        stored: Mapping[str, StoredPart],
     ) -> None:
-        """`order`: of a head, the checkpoint's number for each number. `is_apart`: a checkpoint tensor per head."""
+        """`order`: of a head, the checkpoint's number for each number. `is_apart`: a checkpoint tensor per head.
+        `stored`: the heads of a rank that has some, by kind; empty: it has all."""
         super().__init__()
         self.num_heads, self.eps, self.order, self.is_apart = dict(num_heads), eps, order, is_apart
+        self.stored_parts = None if is_apart or not stored else dict(stored)
+        self._stored = dict(stored)
         self.weight = new_parameter(sum(self.num_heads.values()), len(order), dtype=dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -152,8 +162,12 @@ class EachHeadLayerNorm(Layer):
         first, size = 0, len(self.order)
         for kind, count in self.num_heads.items():
             if self.is_apart:
-                for head in range(count):
-                    yield f"{kind}.{head}.weight", WeightTarget((size,), partial(self._fill, first + head, 1))
+                part = self._stored.get(kind, StoredPart(((0, count),), count))
+                first_stored = part.ranges[0][0]
+                for head in range(part.total):
+                    own = head - first_stored
+                    fill = partial(self._fill, first + own, 1) if 0 <= own < count else _skip
+                    yield f"{kind}.{head}.weight", WeightTarget((size,), fill)
             else:
                 yield f"{kind}.weight", WeightTarget((count, size), partial(self._fill, first, count))
             first += count
@@ -176,6 +190,10 @@ class AllHeadsNorm(Layer):
         parts = x.split(list(self.num_heads.values()), 1)
         normed = [norm(part.flatten(1))[0] for norm, part in zip(self.children(), parts, strict=True)]
         return torch.cat(normed, 1).view(x.shape)
+
+
+def _skip(piece: CheckpointTensor) -> None:
+    """Of a head that another rank has."""
 
 
 def _shifted(piece: CheckpointTensor, offset: float) -> torch.Tensor:

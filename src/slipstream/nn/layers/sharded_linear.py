@@ -10,18 +10,16 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from slipstream.dist.group import Group
 from slipstream.nn.context import ForwardContext
 from slipstream.nn.layers.linear import Linear
+from slipstream.nn.layers.ranked import RankedLayer
 from slipstream.nn.shapes import Shard
 from slipstream.nn.stored_part import even_part, sliced_target
 from slipstream.nn.weight_format import WeightFormat, WeightTarget
 
 
-class RowParallelLinear(Linear):
+class RowParallelLinear(RankedLayer, Linear):
     """Each rank has some inputs; the outputs are summed over all ranks, and the bias is added once."""
-
-    group: Group | None = None  # set before the first forward
 
     def __init__(
         self,
@@ -37,8 +35,7 @@ class RowParallelLinear(Linear):
         self._shard = shard
 
     def forward(self, x: torch.Tensor, context: ForwardContext | None = None) -> torch.Tensor:
-        assert self.group is not None, "the ranks are not connected"
-        out = self.group.all_reduce(self.weight.multiply(x, None))
+        out = self.ranks.all_reduce(self._multiply(x, None, context))
         return out if self.bias is None else out + self.bias
 
     @property

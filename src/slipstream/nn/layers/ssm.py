@@ -9,8 +9,11 @@ from slipstream.nn.layers.conv_mixer import ConvMixer
 from slipstream.nn.layers.layer import Layout
 from slipstream.nn.layers.linear import Linear
 from slipstream.nn.layers.norm import RMSNorm
-from slipstream.nn.shapes import NormShape
+from slipstream.nn.layers.sharded_linear import new_output
+from slipstream.nn.layers.sharded_norm import ShardedGatedNorm
+from slipstream.nn.shapes import NormShape, Shard
 from slipstream.nn.ssm_shapes import Mamba1Shape, Mamba2Shape, ShortConvShape
+from slipstream.nn.stored_part import StoredPart, even_part, joined_part
 from slipstream.nn.weight_format import new_parameter
 from slipstream.ops.conv1d import causal_conv1d
 from slipstream.ops.gated_norm import gated_group_norm
@@ -31,10 +34,27 @@ class Mamba2(ConvMixer):
         self.eps = norm.eps
         num_outputs = shape.size + shape.num_channels + shape.num_heads
         self.input = Linear(hidden, {"": num_outputs}, shape.input_bias, format_of(f"{name}.input"), dtype)
-        self.output = Linear(shape.size, {"": hidden}, shape.output_bias, format_of(f"{name}.output"), dtype)
+        output_format = format_of(f"{name}.output")
+        self.output = new_output(shape.size, hidden, shape.output_bias, output_format, dtype, shape.shard)
         wide = torch.promote_types(dtype, torch.float32)
         self.a_log, self.dt_bias, self.d = (new_parameter(shape.num_heads, dtype=wide) for _ in range(3))
         self.norm = None if shape.norm == "none" else new_parameter(shape.size, dtype=dtype)
+        self.wide_norm: ShardedGatedNorm | None = None
+        if shape.shard is not None:
+            self._divide(shape.shard)
+
+    def _divide(self, shard: Shard) -> None:
+        """Sets the parts of the checkpoint's tensors that a rank has: its heads, and the groups that these read."""
+        shape = self.shape
+        first = shard.rank * shape.num_groups_of_all // shard.size
+        groups = StoredPart(((first, shape.num_groups),), shape.num_groups_of_all).times(shape.state_size)
+        size, heads = even_part(shape.size, shard), even_part(shape.num_heads, shard)
+        channels = joined_part([size, groups, groups])
+        self.input.stored_parts = {"": joined_part([size, channels, heads])}
+        self.stored_parts = {"conv": channels, "a_log": heads, "dt_bias": heads, "d": heads, "norm": size}
+        if shape.num_wide_norm_groups and self.norm is not None:
+            norm_first = shape.norm == "norm_first"
+            self.wide_norm = ShardedGatedNorm(shape.size, shape.num_wide_norm_groups, self.eps, norm_first, shard)
 
     def mix(self, projected: torch.Tensor, context: ForwardContext, last: LastTokens | None = None) -> torch.Tensor:
         shape, steps, state = self.shape, context.recurrent, context.states[self.site]
@@ -52,6 +72,9 @@ class Mamba2(ConvMixer):
         out = ssd_scan(x, dt, b, c, weights, state["ssm"], steps, state.get("replay")).flatten(1)
         if last is not None:
             out, gate = last.of(out), last.of(gate)
+        if self.wide_norm is not None:
+            normed: torch.Tensor = self.wide_norm(out, gate, self.norm)
+            return normed
         return gated_group_norm(out, gate, self.norm, self.eps, shape.norm_groups, shape.norm == "norm_first")
 
     def own(self) -> dict[str, str]:
@@ -72,8 +95,9 @@ class Mamba1(ConvMixer):
         self.shape = shape
         sizes = {"dt": shape.dt_rank, "b": shape.state_size, "c": shape.state_size}
         self.input = Linear(hidden, {"": 2 * shape.size}, shape.bias, format_of(f"{name}.input"), dtype)
-        self.output = Linear(shape.size, {"": hidden}, shape.bias, format_of(f"{name}.output"), dtype)
-        self.selected = Linear(shape.size, {"": sum(sizes.values())}, False, format_of(f"{name}.selected"), dtype)
+        self.output = new_output(shape.size, hidden, shape.bias, format_of(f"{name}.output"), dtype, shape.shard)
+        selected_format = format_of(f"{name}.selected")
+        self.selected = new_output(shape.size, sum(sizes.values()), False, selected_format, dtype, shape.shard)
         self.dt = Linear(shape.dt_rank, {"": shape.size}, False, format_of(f"{name}.dt"), dtype)
         wide = torch.promote_types(dtype, torch.float32)
         self.a_log = new_parameter(shape.size, shape.state_size, dtype=wide)
@@ -81,6 +105,11 @@ class Mamba1(ConvMixer):
         self.norms = torch.nn.ModuleDict(
             {part: RMSNorm(size, norm.eps, dtype) for part, size in sizes.items() if shape.norms}
         )
+        if shape.shard is not None:  # each rank has some channels; dt, b and c are sums over all of them
+            size_part = even_part(shape.size, shape.shard)
+            self.input.stored_parts = {"": joined_part([size_part, size_part])}
+            self.dt.stored_parts = {"": size_part}
+            self.stored_parts = dict.fromkeys(("conv", "a_log", "dt_bias", "d"), size_part)
 
     def mix(self, projected: torch.Tensor, context: ForwardContext, last: LastTokens | None = None) -> torch.Tensor:
         shape, steps, state = self.shape, context.recurrent, context.states[self.site]
@@ -110,7 +139,11 @@ class ShortConv(ConvMixer):
         super().__init__(site, shape.size, shape.conv_width, shape.bias, dtype)
         self.shape = shape
         self.input = Linear(hidden, {"": 3 * shape.size}, shape.bias, format_of(f"{name}.input"), dtype)
-        self.output = Linear(shape.size, {"": hidden}, shape.bias, format_of(f"{name}.output"), dtype)
+        self.output = new_output(shape.size, hidden, shape.bias, format_of(f"{name}.output"), dtype, shape.shard)
+        if shape.shard is not None:
+            part = even_part(shape.size, shape.shard)
+            self.input.stored_parts = {"": joined_part([part] * 3)}
+            self.stored_parts = {"conv": part}
 
     def mix(self, projected: torch.Tensor, context: ForwardContext, last: LastTokens | None = None) -> torch.Tensor:
         steps, state = context.recurrent, context.states[self.site]

@@ -14,7 +14,6 @@ from slipstream.nn.blocks.choose import Implementation, choose_implementations
 from slipstream.nn.blocks.parallel_block import ParallelBlock
 from slipstream.nn.context import ForwardContext, LastTokens
 from slipstream.nn.layers.altup import Streams
-from slipstream.nn.layers.embedding import Embedding
 from slipstream.nn.layers.layer import Layout
 from slipstream.nn.layers.layer_inputs import LayerInputs
 from slipstream.nn.layers.linear import Linear
@@ -22,6 +21,7 @@ from slipstream.nn.layers.norm import UnweightedNorm, new_norm
 from slipstream.nn.layers.position_embedding import Table
 from slipstream.nn.layers.query_scale import QueryScaleTable
 from slipstream.nn.layers.rope import Rope
+from slipstream.nn.layers.vocab_parallel import VocabParallelHead, new_embedding, new_token_head
 from slipstream.nn.models.decoder_shape import DecoderShape
 from slipstream.nn.models.pooling_heads import Heads
 from slipstream.nn.shapes import LayerShape, tail_of
@@ -44,7 +44,7 @@ class Decoder(nn.Module):
         self.embedding_scale = float(torch.tensor(shape.embedding_scale, dtype=dtype))
         layout = Layout(shape.hidden_size, dtype, format_of)
         with torch.device("meta"):
-            self.embedding = Embedding(shape.vocab_size, shape.hidden_size, format_of("embedding"))
+            self.embedding = new_embedding(shape.vocab_size, shape.hidden_size, format_of("embedding"), shape.shard)
             self.ropes = nn.ModuleList(
                 Rope(rope.info, rope.head_dim, shape.max_positions, num_positions, dtype, switches=rope.switches)
                 for rope in shape.ropes
@@ -68,7 +68,9 @@ class Decoder(nn.Module):
             self.norm = new_norm(shape.hidden_size, shape.norm, dtype)
             self.head: Linear | None = None
             if not shape.tied and not shape.headless:
-                self.head = Linear(shape.hidden_size, {"": shape.vocab_size}, shape.head_bias, format_of("head"), dtype)
+                self.head = new_token_head(
+                    shape.hidden_size, shape.vocab_size, shape.head_bias, format_of("head"), dtype, shape.shard
+                )
         self.tail = tail_of(shape.layers)
         self.taps: tuple[int, ...] = ()
         self.implementations: tuple[Implementation, ...] = ()
@@ -113,7 +115,7 @@ class Decoder(nn.Module):
         rope_rows = batch.positions if batch.rope_rows is None else batch.rope_rows
         ropes = list(self.ropes)
         rotary: tuple[torch.Tensor, ...] = ()
-        if ropes and type(weight) is UnquantizedWeight:
+        if ropes and type(weight) is UnquantizedWeight and self.shape.shard is None:
             x, found = lookup_embedding_and_rope(weight.data, batch.ids, scale, ropes.pop(0).table, rope_rows)
             rotary = (found,)
         else:
@@ -159,6 +161,8 @@ class Decoder(nn.Module):
 
     def lm_rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows of the projection to tokens, by token id."""
+        if isinstance(self.head, VocabParallelHead):
+            return self.head.rows(ids)
         rows: torch.Tensor = self.embedding(ids) if self.head is None else self.head.weight.lookup(ids)
         return rows
 

@@ -19,6 +19,7 @@ from slipstream.nn.shapes import (
     MixerShape,
     NormShape,
     QueryScale,
+    Shard,
     sizes_of,
 )
 
@@ -50,6 +51,7 @@ class DecoderShape:
     # endings of names of weights that the checkpoint stores as [inputs, outputs]
     transposed: tuple[str, ...] = ()
     transposed_experts: bool = False  # stacked experts of the checkpoint are [experts, inputs, outputs]
+    shard: Shard | None = None  # the rank that has a part of the vocabulary, whose size stays that of all ranks
     headless: bool = False  # the checkpoint has no projection to tokens: it gives vectors or scores
 
     @property

@@ -1,9 +1,9 @@
 """The part of a model's shape that one of several ranks has; refuses what is not sharded yet.
 
 Tensor parallel: attention is divided by query heads, with the keys and values that these heads read; a key head is on
-several ranks where there are fewer than ranks. MLPs and experts are divided by their inner size, or experts by their
-number (expert parallel). Embedding, norms and the projection to tokens are whole on every rank. Engines that share
-experts (data and expert parallel) have a part of the experts each, and all of the rest.
+several ranks where there are fewer than ranks. Recurrent mixers are divided by heads or channels, MLPs and experts by
+their inner size, or experts by their number (expert parallel), the vocabulary by tokens. Norms and routers are whole on
+every rank. Engines that share experts (data and expert parallel) have a part of the experts each, and all of the rest.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from slipstream.nn.shapes import (
     MlpShape,
     Shard,
 )
+from slipstream.nn.ssm_shapes import Mamba1Shape, Mamba2Shape, ShortConvShape
 
 
 def find_local_shape(
@@ -83,62 +84,84 @@ def shard_shape(shape: DecoderShape | EncoderShape, shard: Shard, *, by_expert: 
     """Raises UnsupportedModel for parts that are not sharded, InvalidOption for sizes that cannot be divided."""
     if isinstance(shape, EncoderShape) or not shape.causal:
         raise _unsupported("encoders", shard)
-    if shape.layer_inputs is not None:
-        raise _unsupported("inputs per layer (Gemma 3n, Gemma 4)", shard)
-    return replace(shape, layers=tuple(_layer(layer, shard, by_expert) for layer in shape.layers))
+    if shape.vocab_size < shard.size**2:  # every rank has some tokens of parts that are rounded up
+        raise _indivisible(f"{shape.vocab_size} tokens, too few for so many ranks", shard)
+    layer_inputs = None if shape.layer_inputs is None else replace(shape.layer_inputs, shard=shard)
+    layers = tuple(_layer(layer, shard, by_expert) for layer in shape.layers)
+    return replace(shape, layers=layers, layer_inputs=layer_inputs, shard=shard)
 
 
 def _layer(layer: LayerShape, shard: Shard, by_expert: bool) -> LayerShape:
-    if layer.altup is not None:
-        raise _unsupported("several streams of hidden states (Gemma 3n)", shard)
     mixers = tuple(_mixer(mixer, shard) for mixer in layer.mixers)
     feed = layer.feed
+    if isinstance(feed, DenseAndExpertsShape):
+        experts = _divided_experts(feed.experts, shard, by_expert)
+        return replace(layer, mixers=mixers, feed=replace(feed, mlp=_mlp(feed.mlp, shard), experts=experts))
     if isinstance(feed, ExpertShape):
-        experts = _experts(feed, ExpertShard(shard.rank, shard.size, "experts" if by_expert else "inner"))
-        feed = replace(experts, shared=None if feed.shared is None else _mlp(feed.shared, shard))
-    elif isinstance(feed, MlpShape):
-        feed = _mlp(feed, shard)
-    elif feed is not None:
-        raise _unsupported("an MLP beside experts (Gemma 4)", shard)
-    return replace(layer, mixers=mixers, feed=feed)
+        return replace(layer, mixers=mixers, feed=_divided_experts(feed, shard, by_expert))
+    return replace(layer, mixers=mixers, feed=None if feed is None else _mlp(feed, shard))
+
+
+def _divided_experts(feed: ExpertShape, shard: Shard, by_expert: bool) -> ExpertShape:
+    experts = _experts(feed, ExpertShard(shard.rank, shard.size, "experts" if by_expert else "inner"))
+    return replace(experts, shared=None if feed.shared is None else _mlp(feed.shared, shard))
 
 
 def _mixer(mixer: MixerShape, shard: Shard) -> MixerShape:
+    if isinstance(mixer, AttentionShape):
+        return _attention(mixer, shard)
     if isinstance(mixer, DeltaShape):
-        if mixer.num_key_heads % shard.size:
-            raise _indivisible(f"{mixer.num_key_heads} key heads of delta nets", shard)
-        keys, values = mixer.num_key_heads // shard.size, mixer.num_value_heads // shard.size
-        return replace(mixer, num_key_heads=keys, num_value_heads=values, shard=shard)
-    if not isinstance(mixer, AttentionShape):
-        raise _unsupported("recurrent mixers other than delta nets", shard)
-    for is_there, what in (
-        (mixer.qk_norm not in ("none", "heads"), "norms over the queries of all heads"),
-        (mixer.kv_source is not None, "layers that share keys and values"),
-    ):
-        if is_there:
-            raise _unsupported(what, shard)
-    heads, kv_heads = mixer.num_heads, mixer.num_kv_heads
-    if heads % shard.size:
-        raise _indivisible(f"{heads} attention heads", shard)
+        keys = _share(mixer.num_key_heads, "key heads of delta nets", shard)
+        return replace(mixer, num_key_heads=keys, num_value_heads=mixer.num_value_heads // shard.size, shard=shard)
+    if isinstance(mixer, Mamba2Shape):
+        return _mamba2(mixer, shard)
+    if isinstance(mixer, Mamba1Shape | ShortConvShape):
+        return replace(mixer, size=_share(mixer.size, f"channels of {mixer.name}", shard), shard=shard)
+    raise _unsupported(f"mixers of kind {type(mixer).__name__}", shard)
+
+
+def _attention(mixer: AttentionShape, shard: Shard) -> AttentionShape:
+    heads, kv_heads = _share(mixer.num_heads, "attention heads", shard), mixer.num_kv_heads
     if mixer.latent is not None:  # one key head, which all query heads read
-        return replace(mixer, num_heads=heads // shard.size, shard=shard)
-    if kv_heads % shard.size and shard.size % kv_heads:
-        raise _indivisible(f"{kv_heads} key heads, which are neither a multiple nor a divisor of it", shard)
+        return replace(mixer, num_heads=heads, shard=shard)
+    own_kv_heads = _share_or_copy(kv_heads, "key heads", shard)
+    return replace(mixer, num_heads=heads, num_kv_heads=own_kv_heads, num_kv_heads_of_all=kv_heads, shard=shard)
+
+
+def _mamba2(mixer: Mamba2Shape, shard: Shard) -> Mamba2Shape:
+    """Heads are divided. A group of b and c is on several ranks where there are fewer groups than ranks."""
+    groups, norm_groups = mixer.num_groups, mixer.norm_groups
+    _share_or_copy(norm_groups, "groups of the norm of Mamba-2", shard)
+    is_wide = mixer.norm != "none" and norm_groups % shard.size != 0
     return replace(
         mixer,
-        num_heads=heads // shard.size,
-        num_kv_heads=max(kv_heads // shard.size, 1),
-        num_kv_heads_of_all=kv_heads,
+        num_heads=_share(mixer.num_heads, "heads of Mamba-2", shard),
+        num_groups=_share_or_copy(groups, "groups of Mamba-2", shard),
+        num_groups_of_all=groups,
+        norm_groups=max(norm_groups // shard.size, 1),
+        num_wide_norm_groups=norm_groups if is_wide else 0,
         shard=shard,
     )
 
 
 def _mlp(feed: MlpShape, shard: Shard) -> MlpShape:
-    if feed.sparsity:
-        raise _unsupported("sparse gates (Gemma 3n)", shard)
     if feed.size % shard.size:
         raise _indivisible(f"an MLP of size {feed.size}", shard)
     return replace(feed, size=feed.size // shard.size, shard=shard)
+
+
+def _share(count: int, what: str, shard: Shard) -> int:
+    """The part of one rank."""
+    if count % shard.size:
+        raise _indivisible(f"{count} {what}", shard)
+    return count // shard.size
+
+
+def _share_or_copy(count: int, what: str, shard: Shard) -> int:
+    """The part of one rank, where several ranks may have the same one."""
+    if count % shard.size and shard.size % count:
+        raise _indivisible(f"{count} {what}, which are neither a multiple nor a divisor of it", shard)
+    return max(count // shard.size, 1)
 
 
 def _unsupported(what: str, shard: Shard) -> UnsupportedModel:

@@ -117,7 +117,9 @@ def drive(folder, params, *, num_pages=64, break_model=None, device=None, drafts
         with NoValues():
             while (plan := core.scheduler.plan()) is not None:
                 runner.launch(plan)
-                handle = runner.finish(core.constraints.late() if core.constraints.is_drawing else None)
+                is_drawing = core.constraints.is_drawing
+                core.constraints.launch()
+                handle = runner.finish(core.constraints.late() if is_drawing else None)
                 result = handle.wait()  # the buffer's memory, which nothing wrote
                 count = int(plan.num_drawn.sum())
                 # of a row with drafts the first token is accepted

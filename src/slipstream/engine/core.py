@@ -23,7 +23,7 @@ from slipstream.scheduler.cache.manager import CacheManager
 from slipstream.scheduler.encoder_scheduler import EncoderScheduler
 from slipstream.scheduler.grammar.constraints import MIN_BUDGET, Constraints
 from slipstream.scheduler.scheduler import Scheduler
-from slipstream.step import StepPlan
+from slipstream.step import Late, StepPlan
 
 
 class EngineCore:
@@ -60,6 +60,7 @@ class EngineCore:
         self.tier = tier
         self.handoff: Handoff | None = None  # set if pages are exchanged with other engines
         self.in_flight: deque[Handle] = deque()
+        self._headless: StepPlan | None = None  # its forward is launched; its head waits for masks
         self.timer = DeviceTimer()
         self.pace = Pacer(config.scheduler.max_itl)
         if isinstance(self.scheduler, Scheduler) and self.scheduler.drafts.length is not None:
@@ -125,13 +126,18 @@ class EngineCore:
         return self.scheduler.num_live > 0 or self.scheduler.refill is not None
 
     @property
+    def has_launched(self) -> bool:
+        """Whether a step is launched and not committed."""
+        return bool(self.in_flight) or self._headless is not None
+
+    @property
     def num_untimed(self) -> int:
         """Launched steps whose device time is not recorded yet."""
         return len(self.in_flight) + len(self._untimed)
 
     def has_requests(self) -> bool:
         """Whether `step` has something to do, for requests of this engine or for engines that share its experts."""
-        if self.in_flight or self.scheduler.has_requests():
+        if self.has_launched or self.scheduler.has_requests():
             return True
         return self.peers is not None and self.peers.is_waited_for()
 
@@ -165,12 +171,17 @@ class EngineCore:
                 return self._commit()
             self._nap()
             return self.scheduler.take_failures()
+        outputs: list[Output] = []
         if isinstance(self.scheduler, Scheduler):
+            outputs += self.scheduler.advance_grammars(wait=False)
             self.scheduler.max_num_tokens = self.pace.max_num_tokens()
         plan = self.scheduler.plan()
+        if self._headless is not None:
+            outputs += self._finish_headless()
         if plan is None and self.peers is not None:
             self.peers.follow()
-        outputs = [] if plan is None else self._launch(plan)
+        if plan is not None:
+            outputs += self._launch(plan)
         if self.in_flight and (plan is None or len(self.in_flight) > self.depth):
             return outputs + self._commit()
         if plan is None and (busy := next((each for each in self._background if each.is_waiting), None)) is not None:
@@ -179,7 +190,7 @@ class EngineCore:
 
     def drain(self) -> list[Output]:
         """Commit all steps in flight, and wait until the device has ended them."""
-        outputs: list[Output] = []
+        outputs = [] if self._headless is None else self._finish_headless()
         while self.in_flight:
             outputs += self._commit()
         while self._untimed:
@@ -203,13 +214,27 @@ class EngineCore:
         self._launcher.launch(plan)
         self._causes.append(self.timer.launched())
         outputs: list[Output] = []
-        late = None
-        if self.constraints is not None and self.constraints.is_drawing:
-            # they depend on the tokens of all older steps; the device is busy with this step's forward meanwhile
-            while self.in_flight:
-                outputs += self._commit()
-            self.constraints.budget = max(MIN_BUDGET, self.pace.expected(plan))
-            late = self.constraints.late()
+        if self.constraints is None or not self.constraints.is_drawing:
+            self._finish(plan, None)
+            return outputs
+        # masks depend on the tokens of all older steps; the device is busy with this step's forward meanwhile
+        while self.in_flight:
+            outputs += self._commit()
+        self.constraints.budget = max(MIN_BUDGET, self.pace.expected(plan))
+        self._headless = plan
+        if not self.constraints.launch():
+            outputs += self._finish_headless()
+        return outputs
+
+    def _finish_headless(self) -> list[Output]:
+        """Launch the head of the step that waits for masks."""
+        plan, self._headless = self._headless, None
+        assert plan is not None and self.constraints is not None and isinstance(self.scheduler, Scheduler)
+        outputs = self.scheduler.advance_grammars(wait=True)
+        self._finish(plan, self.constraints.late())
+        return outputs
+
+    def _finish(self, plan: StepPlan, late: Late | None) -> None:
         handle = self._launcher.finish(late)
         self.in_flight.append(handle)
         self.timer.follow(_interval(handle))
@@ -217,7 +242,6 @@ class EngineCore:
         if self.step_log is not None:
             self.step_log.launched(plan, self.timer.host_seconds)
         self.num_steps += 1
-        return outputs
 
     def _commit(self) -> list[Output]:
         """Process the oldest step's result. The host waits for the device only here and in `_keep_room`."""
@@ -275,6 +299,7 @@ class EngineCore:
         if self.handoff is not None:
             self.handoff.close()
         self.in_flight.clear()
+        self._headless = None
         self._untimed.clear()
         for each in self._background:
             each.close()

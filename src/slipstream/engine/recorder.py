@@ -36,6 +36,7 @@ class Recorder:
         self._ring: deque[StepRecord] = deque()
         self._in_flight: deque[StepRecord] = deque()
         self._num_bytes = 0
+        self._is_headless = False  # the head of the newest step is not launched
         self._before: dict[int, Admission | PoolAdmission] = {}  # rows in use at the start of the ring
         self._adapters: dict[int, AdapterLoad] = {}  # by slot: LoRA adapters on the device at the start of the ring
         self._exchanged = False
@@ -45,6 +46,7 @@ class Recorder:
 
     def launch(self, plan: StepPlan) -> None:
         ring, size = self._ring, _size(plan)
+        self._is_headless = True
         step = StepRecord(plan, None, None, None, None, None, size)
         ring.append(step)
         self._in_flight.append(step)
@@ -55,6 +57,7 @@ class Recorder:
 
     def finish(self, late: Late | None = None) -> Handle:
         step = self._ring[-1]
+        self._is_headless = False
         if late is not None:
             step.late = describe_late(late)
             if late.sources is not None:
@@ -102,11 +105,14 @@ class Recorder:
         self._exchanged = not from_files
 
     def take(self, failure: str | None = None, *, committed: bool = False) -> Recording:
-        """The recording so far, with all masks. It has fewer steps than the ring if their masks would take more than
-        the bytes of the ring. `failure`: the error that ended the engine; `committed`: without steps in flight."""
+        """The recording so far, with all masks, and without a step whose masks are not filled yet. It has fewer steps
+        than the ring if their masks would take more than the bytes of the ring. `failure`: the error that ended the
+        engine; `committed`: without steps in flight."""
         steps, before, adapters = list(self._ring), self._before, self._adapters
         if committed:
             steps = steps[: max(0, len(steps) - len(self._in_flight))]
+        elif self._is_headless and failure is None:
+            steps = steps[:-1]
         if self._sources:
             found = [self._sources.get(step.plan.step) for step in steps]
             sizes = [0 if own is None else own.num_bytes for own in found]

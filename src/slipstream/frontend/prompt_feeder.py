@@ -62,7 +62,7 @@ class PromptFeeder:
             return scheduler.config.max_waiting
         if not self._is_ready():
             return not core.has_requests()  # wait for the tokenizer only where there is nothing to compute
-        if not core.in_flight:
+        if not core.has_launched:
             return not scheduler.num_waiting  # the device is idle: one prompt, then a step
         if scheduler.num_waiting >= 2 * scheduler.config.max_num_seqs:
             return 0  # enough for the next steps

@@ -386,14 +386,20 @@ class Scheduler:
 
     def commit(self, result: StepResult) -> list[Output]:
         """Process the result of the oldest plan in flight."""
+        outputs = self.take_failures() + self.advance_grammars(wait=True)
         launched = self._in_flight.oldest()
         advancer = self._advancer if self.constraints is not None and self.constraints.num_live else None
         if advancer is not None:
             advancer.begin(launched, result)
-        outputs = self.take_failures() + self._committer.commit(launched, result)
+        outputs += self._committer.commit(launched, result)
         if advancer is not None:
             outputs += advancer.advance(launched.requests)
         return outputs
+
+    def advance_grammars(self, *, wait: bool) -> list[Output]:
+        """Outputs of grammars that threads have advanced since the last commit; none if they still run, unless `wait`
+        is set."""
+        return [] if self._advancer is None else self._advancer.advance_deferred(wait=wait)
 
     def take_freed_queries(self) -> tuple[int, ...]:
         """Stored queries that no request needs any more and that no plan has freed yet."""

@@ -132,6 +132,35 @@ def test_forced_tokens_are_one_chunk_and_the_same_tokens_as_without_the_shortcut
     assert appended["r0", 0][:2] == drawn["r0", 0][:2] == with_grammar(message)[0]
 
 
+@pytest.mark.parametrize("then", ["step", "drain", "abort", "submit"])
+def test_between_two_steps_a_head_may_wait_for_masks(core_of, then):
+    core, messages = core_of(1, num_pages=200), prompts(SHAPES)
+    core.submit(*messages)
+    found, num_waited = {}, 0
+    while core.has_requests():
+        outputs = core.step()
+        if core.has_launched and not core.in_flight:
+            num_waited += 1
+            if then == "drain":
+                outputs += core.drain()
+                assert not core.has_launched
+            if num_waited == 3 and then == "abort":
+                core.abort(Abort("r0"))
+            if num_waited == 3 and then == "submit":
+                messages += [submit("late", [4, 5], structured_outputs=SHAPES[1], stop_token_ids=[END], max_tokens=40)]
+                core.submit(messages[-1])
+        for output in outputs:
+            found.setdefault(output.request_id, []).extend(output.token_ids)
+        core.scheduler.check()
+    assert num_waited > 4
+    for message in messages:
+        wanted = with_grammar(message)[0][0]
+        if then == "abort" and message.request_id == "r0":
+            assert found["r0"] == wanted[: len(found["r0"])] and len(found["r0"]) < len(wanted)
+        else:
+            assert found[message.request_id] == wanted
+
+
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_a_stop_token_or_the_length_ends_inside_forced_tokens(core_of, depth):
     shape = Shape(grammar='start: /[0-9]/ "abcdefghij" /[0-9]/')

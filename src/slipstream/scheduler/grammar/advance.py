@@ -23,6 +23,7 @@ class GrammarAdvancer:
         self._constraints = constraints
         self._waiting = waiting
         self._lifecycle = lifecycle
+        self._deferred: list[Request] = []  # of the step committed last: threads still advance their grammars
 
     def take_compiled(self) -> Iterator[Output]:
         """Make requests ready whose grammar is compiled, refuse those whose grammar is wrong, and let requests run
@@ -42,10 +43,23 @@ class GrammarAdvancer:
 
     def advance(self, requests: Sequence[Request]) -> Iterator[Output]:
         """`requests` drew tokens in the step that was just committed. Ends those whose grammar is complete, and appends
-        forced tokens."""
-        own = [each for each in requests if each.session is not None and each.status is not Status.FINISHED]
-        changed = self._constraints.advance(own)
+        forced tokens. While threads fill masks, this is left to `advance_deferred`."""
         self._constraints.processors.advance(requests)
+        own = [each for each in requests if each.session is not None]
+        if self._constraints.is_filling:
+            self._deferred = own
+        else:
+            yield from self._advance(own)
+
+    def advance_deferred(self, *, wait: bool) -> list[Output]:
+        """The outputs of requests whose grammars threads have advanced. Without `wait`: none while the threads run."""
+        if not self._deferred or not (wait or self._constraints.is_filled):
+            return []
+        deferred, self._deferred = self._deferred, []
+        return list(self._advance(deferred))
+
+    def _advance(self, requests: Sequence[Request]) -> Iterator[Output]:
+        changed = self._constraints.advance([each for each in requests if each.status is not Status.FINISHED])
         for request in changed:
             session = request.session
             assert session is not None

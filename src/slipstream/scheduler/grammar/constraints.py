@@ -5,9 +5,9 @@ This file has the grammars and the masks of their next tokens; `processors` has 
 The plan of a step is launched before the tokens of the step before it are known. The masks come later: between the
 launch of the step's forward and its head the core commits all older steps, which advances the sessions, and then asks
 for the masks (`late`), while the device computes the forward. When the tokens of a step arrive, threads advance the
-sessions and fill the masks (`begin`, `mask_pool.py`) while the scheduler commits the step; where they cannot,
-`advance` and `late` do the same one by one. The result of a step has the drafts of the row's next step, so a row with
-drafts has a mask for each of its draws (`draft_masks.py`).
+sessions and fill the masks (`begin`, `mask_pool.py`), while the scheduler commits the step, its outputs are delivered
+and the next step is planned; where they cannot, `advance` and `late` do the same one by one. The result of a step has
+the drafts of the row's next step, so a row with drafts has a mask for each of its draws (`draft_masks.py`).
 
 A session whose masks take longer than the forward would delay the other rows. It is slow from then on: its request is
 planned only when its last token is known and a background thread has filled its mask, so it sits out some steps.
@@ -63,7 +63,11 @@ class Constraints:
         self._words = mask_words(grammars.vocab_size)
         self._max_rows = max_rows
         self._open_masks = open_masks or _MaskArray(max_rows, self._words)
-        self._masks: Ints | None = None  # of the newest plan, if they are open
+        # of the step whose head is launched next: `drawing`, and whether logits processors take part
+        self._awaited: list[tuple[Request, int, int]] = []
+        self._has_edits = False
+        self._indexed: list[Session] = []  # sessions with an index of a mask in the newest plan
+        self._masks: Ints | None = None  # of the newest launched plan, if they are open
         self._pool: MaskPool | None = None
         self._ended: list[Session] = []  # of requests that have ended, not closed yet
 
@@ -71,6 +75,16 @@ class Constraints:
     def is_drawing(self) -> bool:
         """Whether `late` is needed for the newest plan."""
         return bool(self.drawing or self.processors.drawing)
+
+    @property
+    def is_filling(self) -> bool:
+        """Whether threads fill masks of the newest plan since `begin`, which nothing has waited for yet."""
+        return self._masks is not None and self._pool is not None and self._pool.is_running
+
+    @property
+    def is_filled(self) -> bool:
+        """Whether `advance` would not wait for threads."""
+        return self._pool is None or self._pool.is_done()
 
     @property
     def is_waiting(self) -> bool:
@@ -137,6 +151,8 @@ class Constraints:
             self._ended.append(request.session)
 
     def _close_ended(self) -> None:
+        if self._pool is not None and self._pool.is_running:
+            return
         for session in self._ended:
             if session.job is None or session.job.done():
                 session.close()
@@ -149,17 +165,29 @@ class Constraints:
         `num_proposed`: drafts that the plan proposes for the next plan."""
         numbers = itertools.repeat(1) if drawn is None else drawn
         self.drawing = []
+        for before in self._indexed:
+            before.mask_index = -1
+        self._indexed = []
         index = 0
         for request, num in zip(sampling, numbers, strict=False):
             session = request.session
             if session is not None:
                 self.drawing.append((request, request.row, num))
                 session.num_proposed = num_proposed
-                session.mask_index = index if num == 1 else -1
+                if num == 1:
+                    session.mask_index = index
+                    self._indexed.append(session)
                 index += num
                 if session.is_slow:
                     request.hold()
         self.processors.plan(sampling)
+
+    def launch(self) -> bool:
+        """The forward of the newest plan is launched, and all older steps are committed. Returns whether its head
+        should wait: threads fill the masks."""
+        self._awaited, self.drawing = self.drawing, []
+        self._has_edits = bool(self.processors.drawing)
+        return self.is_filling and not self._has_edits
 
     def wake(self) -> None:
         """Let requests run whose masks are filled now, or whose processors have run."""
@@ -199,7 +227,7 @@ class Constraints:
             self._pool.start(sessions, tokens, indices, self._open_bits() if self.drawing else None)
 
     def _open_bits(self) -> Words:
-        """The masks of the newest plan."""
+        """The masks of the newest plan, whose forward is launched."""
         if self._masks is None:
             self._masks = self._open_masks(sum(num for _, _, num in self.drawing))
         return self._masks.view(np.uint32)
@@ -240,18 +268,19 @@ class Constraints:
     # Masks
 
     def late(self) -> Late:
-        """Masks and edits of the newest plan's rows. All older steps are committed. The next call reuses the masks."""
-        bits = self._open_bits()
-        drawing, self.drawing = self.drawing, []
+        """Masks and edits of the rows of the step of the last `launch`, whose sessions have taken all tokens. The next
+        call reuses the masks."""
+        drawing, self._awaited = self._awaited, []
+        if self._masks is None:
+            self._masks = self._open_masks(sum(num for _, _, num in drawing))
         masks, self._masks = self._masks, None
-        assert masks is not None
+        bits = masks.view(np.uint32)
         pending: list[tuple[Session, int]] = []
         sources: list[tuple[MaskSource, int] | None] = []
         index = 0
         for request, _, num in drawing:
             session = request.session
             assert session is not None
-            session.mask_index = -1
             if request.status is Status.FINISHED:
                 bits[index : index + num].fill(0xFFFFFFFF)  # its tokens will be dropped
                 sources.append(None)
@@ -282,7 +311,7 @@ class Constraints:
         if len(bits) > len(drawing):
             offsets = np.concatenate([np.arange(num, dtype=np.int32) for num in numbers])
             late = Late(np.repeat(rows, numbers), masks, offsets=offsets)
-        return self.processors.add_to(late, self.budget) if self.processors.drawing else late
+        return self.processors.add_to(late, self.budget) if self._has_edits else late
 
     def _fill(self, pending: Sequence[tuple[Session, int]], bits: Words) -> None:
         """Fill the masks with these indices. A session whose mask takes longer than the budget becomes slow."""

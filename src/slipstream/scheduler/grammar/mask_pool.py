@@ -80,6 +80,15 @@ class MaskPool:
         self._running, self._takes, self._indices = sessions, tokens is not None, indices
         self._library.slip_masks_start(self._pool, num)
 
+    @property
+    def is_running(self) -> bool:
+        """Whether sessions were started and not waited for."""
+        return bool(self._running)
+
+    def is_done(self) -> bool:
+        """Whether `wait` would return at once."""
+        return not self._running or not self._library.slip_masks_left(self._pool)
+
     def wait(self, bits: Words | None, budget: float) -> None:
         """Wait until all are processed, and update the sessions. A session that took longer than `budget` seconds for a
         mask becomes slow."""

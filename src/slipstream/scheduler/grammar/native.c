@@ -197,6 +197,9 @@ void slip_masks_start(Pool *pool, int64_t num_rows) {
     if (atomic_load(&pool->num_asleep)) wake_all(pool);
 }
 
+/* Rows of the batch that are not done. */
+int64_t slip_masks_left(Pool *pool) { return atomic_load(&pool->num_left); }
+
 void slip_masks_wait(Pool *pool) {
     process_rows(pool);
     while (atomic_load(&pool->num_left)) pause_briefly();

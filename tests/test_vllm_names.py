@@ -88,6 +88,7 @@ TRANSLATIONS = {
     "profiler_config": "for `LLM.start_profile`: `profiler` torch, `torch_profiler_dir` and three switches",
     "structured_outputs_config": "the same; llguidance compiles grammars for any `backend`",
     "load_format": "auto, hf (the same), safetensors, gguf or dummy",
+    "logprobs_mode": "the same; the processed modes sample without CUDA graphs in steps that report edited logits",
     "max_model_len": "the same; auto or -1: what fits the memory",
 }
 

@@ -90,6 +90,12 @@ def test_wrong_parameters_are_named(given, param):
     assert caught.value.param == param
 
 
+def test_a_search_by_logits_is_refused():
+    model = facts(Path(), vocab_size=VOCAB, logprobs_mode="raw_logits")
+    with pytest.raises(InvalidParams, match="raw_logits"):
+        BeamSearchParams(beam_width=1, max_tokens=5).of_step(model)
+
+
 def test_a_search_that_leaves_the_context_is_refused():
     with pytest.raises(PromptTooLong, match="lower max_tokens"):
         BeamSearch([0] * 60, BeamSearchParams(beam_width=1, max_tokens=5), MODEL)

@@ -57,11 +57,19 @@ class Harness:
     """Runs steps of a sampler as a runner does."""
 
     def __init__(
-        self, num_rows, vocab_size, dtype=torch.float64, device=None, num_slots=4, capacity=1 << 20, max_ids=1 << 20
+        self,
+        num_rows,
+        vocab_size,
+        dtype=torch.float64,
+        device=None,
+        num_slots=4,
+        capacity=1 << 20,
+        max_ids=1 << 20,
+        logprobs_mode="raw_logprobs",
     ) -> None:
         self.device = device or Device(0, 1)
         self.dtype = dtype
-        self.sampler = Sampler(num_rows, vocab_size, self.device, dtype, max_ids)
+        self.sampler = Sampler(num_rows, vocab_size, self.device, dtype, max_ids, logprobs_mode=logprobs_mode)
         self.ring = HostRing(num_slots, capacity, self.device)
 
     def launch(self, plan: StepPlan, positions, logits, deliver) -> None:

@@ -29,6 +29,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
     pooling: PoolingInfo | None = None  # how its hidden states become vectors and scores; None: it only generates
     keeps_bfloat16: bool = False  # bfloat16 weights may stay so in a float32 model: the user chose no dtype
     deterministic: bool = False  # a row's results are the same bits whatever is in its batch
+    logprobs_mode: str = "raw_logprobs"  # the values that logprobs of drawn tokens have
     sizes: ModelSizes = ModelSizes()  # of a step's activations; only the memory estimate reads it
     quantization: Quantization | None = None  # of the weights; None: they have `dtype`, or the file is GGUF
     offload_bytes: int = 0  # of the device's memory that weights in host memory save; they are copied in every step

@@ -212,6 +212,13 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             '"reasoning_end_str": "</think>"}; default: by the chat template'
         ),
     ] = None
+    logprobs_mode: Annotated[
+        Literal["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"],
+        _doc(
+            "values of logprobs of generated tokens: log-softmax or logits, of the model (raw) or after penalties, "
+            "masks, temperature and truncation (processed); prompt logprobs are always raw_logprobs"
+        ),
+    ] = "raw_logprobs"
     logits_processors: Annotated[
         list[Any] | None,
         _doc("classes of logits processors, in Python as classes or by name as package.module:Class; repeatable"),

@@ -260,6 +260,7 @@ def model_config(
         pooling=pooling,
         keeps_bfloat16=options.dtype == "auto",
         deterministic=options.deterministic,
+        logprobs_mode=options.logprobs_mode,
         sizes=source.sizes,
         quantization=choose_quantization(options.quantization, info.quantization, source.kind == "gguf"),
         offload_bytes=_offload_bytes(options),

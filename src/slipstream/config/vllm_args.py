@@ -102,7 +102,6 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "ignore_patterns": (("original/**/*", ["original/**/*"], []), "only the files that are read are downloaded"),
     "disable_sliding_window": ((False,), "the window is part of the model; lower max_model_len instead"),
     "enable_return_routed_experts": ((False,), "the experts of a token are not reported"),
-    "logprobs_mode": (("raw_logprobs",), "logprobs are those of the model's logits, before temperature and penalties"),
     **dict.fromkeys(("mm_processor_kwargs", "default_mm_loras"), (({},), _MEDIA)),
     "mm_encoder_only": ((False,), _MEDIA),
     "lora_dtype": (("auto",), "adapters have the model's dtype"),

@@ -37,6 +37,7 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     takes_adapters: bool = False  # requests may have LoRA adapters
     adapters: tuple[LoRARequest, ...] = ()  # adapters that requests may name as their model, at start
     embed_size: int = 0  # values of an embedding in prompt_embeds; 0: prompts are texts or token ids
+    logprobs_mode: str = "raw_logprobs"  # the values that logprobs of generated tokens have
     max_kept: int | None = None  # tokens of queries that the core stores; None: unknown
 
     @property
@@ -75,6 +76,7 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
             max_waiting=config.scheduler.max_waiting,
             embed_size=info.hidden_size if config.scheduler.prompt_embeds else 0,
             max_kept=config.scheduler.max_kept,
+            logprobs_mode=config.model.logprobs_mode,
             has_processors=has_processors,
             takes_adapters=config.adapters is not None,
             adapters=read_lora_modules(options.lora_modules),

@@ -48,6 +48,9 @@ class BeamSearchParams(msgspec.Struct, frozen=True, metaclass=CheckedNames):
 
     def of_step(self, model: ModelDescription) -> SamplingParams:
         """Parameters of the request that extends one beam."""
+        if model.logprobs_mode.endswith("logits"):
+            fact = f"beam search ranks by logprobs, and logprobs_mode of {model.name} is {model.logprobs_mode}"
+            raise InvalidParams(f"{fact}; start the engine with raw_logprobs, the default")
         num = min(2 * self.beam_width, model.vocab_size)
         return SamplingParams(max_tokens=1, temperature=0.0, logprobs=num, ignore_eos=True, detokenize=False)
 

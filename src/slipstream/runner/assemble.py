@@ -221,6 +221,7 @@ def _assemble(
                 scheduler.max_step_logprobs,
                 max_drafts,
                 scheduler.max_step_drafts,
+                config.model.logprobs_mode,
             )
             invariant = config.model.deterministic
             drafter: Drafter | None = None

@@ -1,4 +1,4 @@
-"""Logprobs of the raw logits, before any stage."""
+"""Logprobs of generated and prompt tokens. Reported are logprobs or logits, before all stages or after them (`logprobs_mode`)."""
 
 from __future__ import annotations
 
@@ -19,19 +19,47 @@ from slipstream.step import Ints, PromptScores, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
+class ReportedValues:
+    """The values of `logprobs_mode`. Prompt logprobs do not depend on it: they are always those of the raw logits."""
+
+    is_processed: bool = False  # of the logits after all stages, as the draw reads them; False: before any stage
+    are_logits: bool = False  # logits; False: their log-softmax
+
+    @classmethod
+    def of_mode(cls, mode: str) -> ReportedValues:
+        return cls(mode.startswith("processed"), mode.endswith("logits"))
+
+    def top(self, logits: torch.Tensor, tokens: torch.Tensor, k: int) -> TopLogprobs:
+        """Device: values of `tokens` [R] and of the k likeliest tokens of logits [R, V]."""
+        found = top_logprobs(logits, tokens, k)
+        if not self.are_logits:
+            return found
+        chosen, top = logits.gather(1, tokens[:, None]).squeeze(1), logits.gather(1, found.top_ids)
+        return found._replace(chosen=chosen.to(found.chosen.dtype), top=top.to(found.top.dtype))
+
+    def at(self, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Device: values of the ids [R, J] of logits [R, V]."""
+        if not self.are_logits:
+            return logprobs_of(logits, ids)
+        values = logits.gather(1, ids)
+        return values if values.dtype is torch.float64 else values.float()
+
+
+@dataclass(frozen=True, slots=True)
 class LogprobsWork:
     """Reports the drawn token's logprob and rank, and the k likeliest tokens."""
 
     k: int
     edited: bool  # whether a stage changes the logits before the draw
+    values: ReportedValues
 
     def keep(self, logits: torch.Tensor) -> torch.Tensor:
-        """Device, before the stages: the logits that `compute` needs."""
-        return logits.clone() if self.edited else logits
+        """Device, before the stages: the tensor that `compute` reads. Stages edit the processed logits in place."""
+        return logits.clone() if self.edited and not self.values.is_processed else logits
 
-    def compute(self, raw: torch.Tensor, tokens: torch.Tensor) -> TopLogprobs:
-        """Device, after the draw."""
-        return top_logprobs(raw, tokens, self.k)
+    def compute(self, logits: torch.Tensor, tokens: torch.Tensor) -> TopLogprobs:
+        """Device, after the draw. `logits`: those of `keep`."""
+        return self.values.top(logits, tokens, self.k)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +67,14 @@ class RequestedLogprobsWork:
     """Reports the logprobs of requested ids in one step."""
 
     shape: tuple[int, int]  # number of rows with requested ids, and the maximum number of ids
-    compute: Callable[[torch.Tensor], torch.Tensor]  # device: raw logits [S, V] to logprobs of that shape
+    compute: Callable[[torch.Tensor], torch.Tensor]  # device: logits [S, V] to values of that shape
 
 
 class RequestedLogprobs:
     """logprob_token_ids: keeps the requested ids of rows on the device. A RowState that edits no logits."""
 
-    def __init__(self, num_rows: int, device: Device, max_ids: int) -> None:
+    def __init__(self, num_rows: int, device: Device, max_ids: int, values: ReportedValues) -> None:
+        self.values = values
         self.entries = EntryAllocator(num_rows)
         self.ids = ListTable(self.entries, 1, torch.int32, device, max_ids, fill=0)
         self._new: list[tuple[int, tuple[int, ...]]] = []
@@ -77,11 +106,11 @@ class RequestedLogprobs:
         users = self.entries.users(rows, upload)
         if users is None:
             return None
-        table, width = self.ids, int(self.ids.sizes[users.rows].max())
+        table, width, values = self.ids, int(self.ids.sizes[users.rows].max()), self.values
 
-        def compute(raw: torch.Tensor) -> torch.Tensor:
+        def compute(logits: torch.Tensor) -> torch.Tensor:
             ids = table.tensor[:, :width].index_select(0, upload.tensor(users.entries))
-            return logprobs_of(raw.index_select(0, upload.tensor(users.index)), ids.long())
+            return values.at(logits.index_select(0, upload.tensor(users.index)), ids.long())
 
         return RequestedLogprobsWork((len(users.rows), width), compute)
 
@@ -91,13 +120,14 @@ class WideLogprobsWork:
     """Reports the wide rows of one step."""
 
     shape: tuple[int, int]  # number of wide rows, and the maximum number of likeliest tokens
-    compute: Callable[[torch.Tensor, torch.Tensor], TopLogprobs]  # device: raw logits and tokens of all rows
+    compute: Callable[[torch.Tensor, torch.Tensor], TopLogprobs]  # device: logits and tokens of all rows
 
 
 class WideLogprobs:
     """Rows that request more than MAX_PACKED_LOGPROBS likeliest tokens. A RowState without device memory."""
 
-    def __init__(self, num_rows: int) -> None:
+    def __init__(self, num_rows: int, values: ReportedValues) -> None:
+        self._values = values
         self._wanted = np.zeros(num_rows, np.int64)
         self._num = 0  # number of such rows
 
@@ -120,11 +150,11 @@ class WideLogprobs:
             return None
         wanted = self._wanted[rows]
         which = np.flatnonzero(wanted)
-        span, width = upload.put(which), int(wanted.max())
+        span, width, values = upload.put(which), int(wanted.max()), self._values
 
-        def compute(raw: torch.Tensor, tokens: torch.Tensor) -> TopLogprobs:
+        def compute(logits: torch.Tensor, tokens: torch.Tensor) -> TopLogprobs:
             index = upload.tensor(span)
-            return top_logprobs(raw.index_select(0, index), tokens.index_select(0, index), width)
+            return values.top(logits.index_select(0, index), tokens.index_select(0, index), width)
 
         return WideLogprobsWork((len(which), width), compute)
 

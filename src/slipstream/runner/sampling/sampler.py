@@ -27,6 +27,7 @@ from slipstream.runner.sampling.host_bias import HostBias
 from slipstream.runner.sampling.host_logits import HostLogits
 from slipstream.runner.sampling.logprobs import (
     LogprobsWork,
+    ReportedValues,
     RequestedLogprobs,
     RequestedLogprobsWork,
     WideLogprobs,
@@ -57,7 +58,7 @@ class DrawOutput:
     tokens: torch.Tensor  # [S] int64
     # [S] bool: the row's logits held NaN, or no token was left; its token is 0. With drafts, of reached draws only
     failed: torch.Tensor
-    logprobs: TopLogprobs | None  # of the raw logits
+    logprobs: TopLogprobs | None  # the values of `logprobs_mode`
     requested: torch.Tensor | None = None  # logprobs of requested ids, for rows that have them
     wide: TopLogprobs | None = None  # logprobs of wide rows
     kept: torch.Tensor | None = None  # [S] bool: accepted tokens; None: all
@@ -112,6 +113,7 @@ class Sampler:
         max_ids: int = MAX_STEP_LOGPROBS,
         max_drafts: int = 0,
         max_step_drafts: int = 0,
+        logprobs_mode: str = "raw_logprobs",
     ) -> None:
         """`num_rows` includes the padding row at the end, which is never admitted. `max_ids`: maximum size of each kind
         of list over all rows. `max_drafts`: of a row in one step; `max_step_drafts`: of all rows."""
@@ -142,8 +144,9 @@ class Sampler:
             Truncate(num_rows, vocab_size, device, dtype),
         ]
         self.draw = Draw(num_rows, device)
-        self.requested = RequestedLogprobs(num_rows, device, max_ids)
-        self.wide = WideLogprobs(num_rows)
+        self._values = ReportedValues.of_mode(logprobs_mode)
+        self.requested = RequestedLogprobs(num_rows, device, max_ids, self._values)
+        self.wide = WideLogprobs(num_rows, self._values)
         self._states: list[RowState] = [*self.stages, self.draw, self.requested, self.wide]
         self._changed = False  # whether this step admits or releases a generation request
         self._generating: set[int] = set()  # rows of generation requests
@@ -192,7 +195,7 @@ class Sampler:
         draw = self.draw.prepare(rows, upload)
         if num_logprobs is None:
             return SamplingWork(works, draw, None)
-        logprobs = LogprobsWork(num_logprobs, edited=bool(works))
+        logprobs = LogprobsWork(num_logprobs, bool(works), self._values)
         return SamplingWork(
             works, draw, logprobs, self.requested.prepare(rows, upload), self.wide.prepare(rows, upload)
         )
@@ -204,6 +207,8 @@ class Sampler:
         if num_logprobs is not None and (self.wide.is_used_by(rows) or self.requested.entries.is_used_by(rows)):
             return None
         used = [stage for stage in self.stages if stage.is_used_by(rows)]
+        if used and num_logprobs is not None and self._values.is_processed:
+            return None  # a captured draw applies temperature and limits as it reads the logits, which stay raw
         if not all(stage.can_capture(rows) for stage in used):
             return None
         parts = [stage.by_row(rows) for stage in used]
@@ -217,7 +222,7 @@ class Sampler:
             width = next(width for width in _WIDTHS if width >= num_logprobs)
             num_logprobs = min(width, self.vocab_size)
         edits = any(part.work.edit is not None for part in parts)
-        logprobs = None if num_logprobs is None else LogprobsWork(num_logprobs, edited=edits)
+        logprobs = None if num_logprobs is None else LogprobsWork(num_logprobs, edits, self._values)
         key = (is_random, num_logprobs, *(part.key for part in parts if part.key is not None))
         sample = SamplingWork([part.work for part in parts if part.key is not None], draw, logprobs)
         return Replayed(key, any(part.needs_sampling_dtype for part in parts), num_logprobs, sample)

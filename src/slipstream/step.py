@@ -280,7 +280,8 @@ class Late:
 
 @dataclass(frozen=True, slots=True)
 class StepLogprobs:
-    """Values of `logprobs_mode`, by default logprobs of the raw logits. Entry i belongs to the i-th drawn token, or to the i-th scored prompt token."""
+    """Values of `logprobs_mode`, by default logprobs of the raw logits. Entry i belongs to the i-th drawn token, or to
+    the i-th scored prompt token."""
 
     chosen: Floats  # [entries]
     rank: Ints  # [entries] 1 is the likeliest

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
 from sampling_harness import GREEDY, Harness, admission, make_plan, penalized, truncated
+
 from slipstream.params import SamplingParams
 
 VOCAB, K = 40, 6

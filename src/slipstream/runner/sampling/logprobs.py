@@ -1,4 +1,7 @@
-"""Logprobs of generated and prompt tokens. Reported are logprobs or logits, before all stages or after them (`logprobs_mode`)."""
+"""Logprobs of generated and prompt tokens.
+
+`logprobs_mode` chooses what is reported: logprobs or logits, before all stages or after them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Accuracy of weight and cache formats on real text: perplexity, KL and next-token agreement against unquantised weights.
+"""Accuracy of weight and cache formats on real text: perplexity, KL and agreement with unquantised weights.
 
     python benchmarks/format_accuracy.py                                     # CPU, float32 activations
     python benchmarks/format_accuracy.py --device cuda --dtype bfloat16      # GPU: the formats' own kernels

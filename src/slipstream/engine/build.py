@@ -50,7 +50,6 @@ from slipstream.logits_processor import LogitsProcessor
 from slipstream.nn.models.adapter_layout import measure_adapter
 from slipstream.nn.models.draft_layout import draft_weight_bytes
 from slipstream.nn.models.encoder import EncoderShape
-from slipstream.nn.models.load import stays_low_bit
 from slipstream.nn.models.measure import weight_bytes
 from slipstream.nn.models.sharding import find_local_shape
 from slipstream.nn.models.stored_head import as_stored
@@ -262,7 +261,7 @@ def settle(options: Options, located: LocatedModel, info: ModelInfo) -> EngineCo
     )
     config = resolve(options, info, source, groups, dtype, machine, pooling, states, draft, adapters)
     check_tier(config, options.data_parallel_size)
-    check_rank_config(config, is_low_bit=stays_low_bit(config.model, machine.kind))
+    check_rank_config(config)
     return config
 
 

@@ -52,7 +52,7 @@ def _check_expert_parallel(options: Options, device_kind: str) -> None:
             )
 
 
-def check_rank_config(config: EngineConfig, *, is_low_bit: bool) -> None:
+def check_rank_config(config: EngineConfig) -> None:
     """Checks the options of ranks once the model is known."""
     model = config.model
     if model.num_ranks == model.num_engines == 1:
@@ -60,10 +60,6 @@ def check_rank_config(config: EngineConfig, *, is_low_bit: bool) -> None:
     fact = f"tensor_parallel_size is {model.num_ranks}, and"
     if model.num_engines > 1:
         fact = f"enable_expert_parallel is set with data_parallel_size {model.num_engines}, and"
-    if is_low_bit:
-        raise InvalidOption(f"{fact} low-bit weights are not divided among ranks yet; use 1, or dequantize")
-    if model.quantization is not None:
-        raise InvalidOption(f"{fact} quantised weights are not divided among ranks yet; use 1, or another checkpoint")
     if not config.model.generates:
         raise InvalidOption(f"{fact} {config.model.name} only pools, which runs on one rank; use 1")
 

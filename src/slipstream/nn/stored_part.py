@@ -1,4 +1,4 @@
-"""StoredPart: the part of a checkpoint tensor that a rank reads.
+"""The part of a checkpoint tensor that a rank reads (`StoredPart`).
 
 A sharded layer is built with the sizes of its rank, and its targets are those of a layer of that size. Its attribute
 `stored_parts` says, by name of a target or of its first part, which rows of the whole tensor they get; `find_targets`
@@ -8,24 +8,14 @@ by the same rule.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
 
 from slipstream.nn.shapes import Shard
-from slipstream.nn.weight_format import CheckpointTensor, WeightTarget
-
-
-@dataclass(frozen=True, slots=True)
-class StoredPart:
-    ranges: tuple[tuple[int, int], ...]  # (first, size), in the order of the checkpoint
-    total: int  # size of the whole tensor along this dimension
-
-    def times(self, size: int) -> StoredPart:
-        """The same part of a tensor with `size` numbers in place of each."""
-        return StoredPart(tuple((first * size, count * size) for first, count in self.ranges), self.total * size)
+from slipstream.nn.weight_format import CheckpointTensor, StoredPart, WeightTarget
+from slipstream.ops.dequant import BLOCK, K_KINDS, SUPERBLOCK
 
 
 def even_part(size: int, shard: Shard) -> StoredPart:
@@ -57,20 +47,29 @@ def sharded_targets(
 
 def sliced_target(target: WeightTarget, dim: int, part: StoredPart) -> WeightTarget:
     """A target for the whole tensor of a checkpoint, of which only a part along one dimension is read."""
+    if target.divide is not None:
+        return target.divide(dim, part)
     size = sum(size for _, size in part.ranges)
     assert size == target.shape[dim], f"a part of {size} for a target of {target.shape} along {dim}"
     shape = (*target.shape[:dim], part.total, *target.shape[dim + 1 :])
-    return WeightTarget(shape, partial(_fill_part, target, dim, part), target.num_bytes)
+    return WeightTarget(shape, partial(_fill_part, target, dim, part), partial(_part_bytes, target, dim, part))
 
 
 def _fill_part(target: WeightTarget, dim: int, part: StoredPart, piece: CheckpointTensor) -> None:
     target.fill(_Sliced(piece, dim, part, target.shape[dim]))
 
 
+def _part_bytes(target: WeightTarget, dim: int, part: StoredPart, piece: CheckpointTensor) -> int:
+    return target.num_bytes(_Sliced(piece, dim, part, target.shape[dim]))
+
+
+def sliced(whole: torch.Tensor, dim: int, part: StoredPart) -> torch.Tensor:
+    pieces = [whole.narrow(dim, first, size) for first, size in part.ranges]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+
+
 class _Sliced:
     """Some rows or columns of a checkpoint tensor."""
-
-    blocks = None
 
     def __init__(self, piece: CheckpointTensor, dim: int, part: StoredPart, size: int) -> None:
         self.kind = piece.kind
@@ -78,9 +77,24 @@ class _Sliced:
         self._whole, self._dim, self._part = piece, dim, part
 
     def read(self) -> torch.Tensor:
-        whole = self._whole.read()
-        pieces = [whole.narrow(self._dim, first, size) for first, size in self._part.ranges]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self._dim)
+        return sliced(self._whole.read(), self._dim, self._part)
+
+    @property
+    def blocks(self) -> Callable[[], torch.Tensor] | None:
+        """None also for columns that are not whole blocks."""
+        packed, part = self._whole.blocks, self._part
+        if packed is None or self._dim == 0:
+            return None if packed is None else lambda: sliced(packed(), 0, part)
+        size = SUPERBLOCK if self.kind in K_KINDS else BLOCK  # columns of a block
+        if any(first % size or count % size for first, count in part.ranges):
+            return None
+        blocks = StoredPart(tuple((first // size, count // size) for first, count in part.ranges), part.total // size)
+
+        def read() -> torch.Tensor:
+            rows = packed()
+            return sliced(rows, 1, blocks.times(rows.shape[1] // blocks.total)).contiguous()
+
+        return read
 
     def write_to(self, target: torch.Tensor) -> None:
         target.copy_(self.read())

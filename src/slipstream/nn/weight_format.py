@@ -137,6 +137,18 @@ FormatOf = Callable[[str], WeightFormat]
 
 
 @dataclass(frozen=True, slots=True)
+class StoredPart:
+    """The part of a tensor along one dimension that a rank reads, see `nn/stored_part.py`."""
+
+    ranges: tuple[tuple[int, int], ...]  # (first, size), in the order of the checkpoint
+    total: int  # size of the whole tensor along this dimension
+
+    def times(self, size: int) -> StoredPart:
+        """The same part of a tensor with `size` numbers in place of each."""
+        return StoredPart(tuple((first * size, count * size) for first, count in self.ranges), self.total * size)
+
+
+@dataclass(frozen=True, slots=True)
 class WeightTarget:
     """The target of one checkpoint tensor: a whole parameter, or some rows of a merged one."""
 
@@ -144,6 +156,9 @@ class WeightTarget:
     fill: Callable[[CheckpointTensor], None]
     # memory that filling allocates for this tensor, beyond the parameters that exist already
     num_bytes: Callable[[CheckpointTensor], int] = lambda piece: 0
+    # of a tensor that is not divided like the weight (packed numbers, scales): the target for the whole tensor of a
+    # weight of which some rows (0) or columns (1) are read; None: the tensor itself has these rows or columns
+    divide: Callable[[int, StoredPart], WeightTarget] | None = None
 
 
 @dataclass(frozen=True, slots=True)

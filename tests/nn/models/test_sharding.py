@@ -5,14 +5,19 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import gguf
 import pytest
 import torch
 
 from hand_batch import HandRunner
 from hand_load import load
-from slipstream.errors import InvalidOption
+from quantized_checkpoint import METHODS, quantize
+from slipstream.config.quantization import ONLINE_FP8
+from slipstream.errors import InvalidOption, UnsupportedModel
 from slipstream.nn.layers.ranked import connect_ranks
+from slipstream.nn.models import load as loading
 from tiny import write_tiny
+from tiny_gguf import K_SIZES, write_gguf
 
 STEPS = [{"a": [3, 1, 4, 1, 5, 9, 2], "b": [6, 5, 3, 5]}, {"a": [8], "b": [9]}, {"a": [7], "b": [9, 3, 2]}]
 
@@ -48,7 +53,7 @@ class ThreadRank:
 
 
 def logits_of(model):
-    runner = HandRunner(model, torch.float64)
+    runner = HandRunner(model, model.norm.weight.dtype)
     with torch.no_grad():
         return torch.cat([logits for step in STEPS for logits in runner.run(step).values()])
 
@@ -113,19 +118,56 @@ def test_ranks_with_whole_experts_compute_the_logits_of_the_whole_model(tmp_path
     check_ranks(write_tiny(tmp_path, family), num_ranks, by_expert=True)
 
 
-def check_ranks(folder, num_ranks, **options):
-    wanted = logits_of(load(folder, torch.float64))
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("storage", ["dequantised", "quantised"])
+def test_ranks_divide_quantised_weights(tmp_path, monkeypatch, method, storage):
+    if storage == "quantised":  # in the form that a GPU has, multiplied by the reference
+        monkeypatch.setattr(loading, "supports_kernels", lambda *args: True)
+    folder = write_tiny(tmp_path, "llama", intermediate_size=128, head_dim=32)
+    quantize(folder, method)
+    if storage == "quantised" and "act-order" in method:
+        with pytest.raises(UnsupportedModel, match="act-order"):
+            load(folder, torch.float64, shard=(0, 2), dequantize=False)
+        return
+    check_ranks(folder, 2, dequantize=False)
+
+
+@pytest.mark.parametrize("by_expert", [False, True])
+def test_ranks_divide_quantised_experts(tmp_path, monkeypatch, by_expert):
+    monkeypatch.setattr(loading, "supports_kernels", lambda *args: True)
+    folder = write_tiny(tmp_path, "mixtral", intermediate_size=128)
+    check_ranks(folder, 2, dequantize=False, by_expert=by_expert, quantization=ONLINE_FP8)
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q4_K", "Q6_K"])
+def test_ranks_divide_low_bit_weights_of_gguf_files(tmp_path, kind):
+    """Packed blocks stay packed where a rank has whole blocks. Kernels compute in float32."""
+    folder = write_tiny(tmp_path, "llama", **K_SIZES | {"intermediate_size": 512, "num_attention_heads": 8})
+    path = write_gguf(folder, getattr(gguf.GGMLQuantizationType, kind))
+    check_ranks(path, 2, torch.float32, 2e-3, dequantize=False)
+
+
+def test_groups_that_ranks_would_cut_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(loading, "supports_kernels", lambda *args: True)
+    folder = write_tiny(tmp_path, "llama", intermediate_size=96)
+    quantize(folder, "w4a16")
+    with pytest.raises(InvalidOption, match="whole groups of 32"):
+        load(folder, torch.float64, shard=(0, 2), dequantize=False)
+
+
+def check_ranks(folder, num_ranks, dtype=torch.float64, tolerance=1e-9, by_expert=False, **options):
+    wanted = logits_of(load(folder, dtype, **options))
     group = ThreadGroup(num_ranks)
 
     def run(rank):
-        model = load(folder, torch.float64, shard=(rank, num_ranks), **options)
+        model = load(folder, dtype, shard=(rank, num_ranks), by_expert=by_expert, **options)
         connect_ranks(model, group.of(rank))
         return logits_of(model)
 
     with ThreadPoolExecutor(num_ranks) as pool:
         found = list(pool.map(run, range(num_ranks)))
     for logits in found:
-        torch.testing.assert_close(logits, wanted, atol=1e-9, rtol=0)
+        torch.testing.assert_close(logits, wanted, atol=tolerance, rtol=0)
 
 
 def test_sizes_that_cannot_be_divided_are_refused(tmp_path):

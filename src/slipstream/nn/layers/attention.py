@@ -19,8 +19,8 @@ from slipstream.nn.layers.reordered_linear import ReorderedLinear, pairs_as_halv
 from slipstream.nn.layers.sharded_linear import new_output
 from slipstream.nn.layers.sharded_norm import ShardedHeadsNorm
 from slipstream.nn.shapes import AttentionShape, NormShape, Shard
-from slipstream.nn.stored_part import StoredPart, even_part, joined_part
-from slipstream.nn.weight_format import CheckpointTensor, WeightFormat, WeightTarget, new_parameter
+from slipstream.nn.stored_part import even_part, joined_part
+from slipstream.nn.weight_format import CheckpointTensor, StoredPart, WeightFormat, WeightTarget, new_parameter
 from slipstream.ops.activation import sigmoid_gate_
 from slipstream.ops.cache_write import write_cache
 from slipstream.ops.rope import norm_rope, rope_and_write_cache

@@ -13,8 +13,7 @@ from slipstream.nn.layers.linear import Linear
 from slipstream.nn.layers.norm import Norm
 from slipstream.nn.layers.products import Products
 from slipstream.nn.shapes import MixerShape
-from slipstream.nn.stored_part import StoredPart
-from slipstream.nn.weight_format import CheckpointTensor, WeightTarget, new_parameter
+from slipstream.nn.weight_format import CheckpointTensor, StoredPart, WeightTarget, new_parameter
 
 
 class ConvMixer(Layer):

@@ -12,8 +12,8 @@ from slipstream.nn.layers.linear import Linear
 from slipstream.nn.layers.norm import Norm
 from slipstream.nn.layers.sharded_linear import new_output
 from slipstream.nn.shapes import DeltaShape, NormShape, Shard
-from slipstream.nn.stored_part import StoredPart, even_part, joined_part
-from slipstream.nn.weight_format import UnquantizedWeight, new_parameter
+from slipstream.nn.stored_part import even_part, joined_part
+from slipstream.nn.weight_format import StoredPart, UnquantizedWeight, new_parameter
 from slipstream.ops.conv1d import causal_conv1d
 from slipstream.ops.delta_rule import DeltaWeights, delta_decode, delta_gates, delta_replay_, gated_delta_rule
 from slipstream.ops.delta_rule.projections import project_on_two_streams, takes_two_streams

@@ -8,7 +8,6 @@ from functools import partial
 import torch
 from torch import nn
 
-from slipstream.errors import UnsupportedModel
 from slipstream.nn.batch_invariant import BatchInvariant
 from slipstream.nn.context import ForwardContext, LastTokens, context_of
 from slipstream.nn.layers.expert_ranks import run_on_ranks
@@ -51,6 +50,7 @@ class Experts(RankedLayer):
         self.correction_bias = new_parameter(shape.num_experts, dtype=_wide(dtype)) if shape.correction_bias else None
         self.parts = ("up",) if shape.gate == "relu2" else ("gate", "up")
         self.first, count = (0, shape.num_experts) if shape.shard is None else shape.shard.range_of(shape.num_experts)
+        self.num_own = count
         self.size = shape.size
         if shape.shard is not None and shape.shard.kind == "inner":
             self.size //= shape.shard.size
@@ -69,10 +69,6 @@ class Experts(RankedLayer):
     ) -> nn.Parameter | Weight:
         if not isinstance(format, Quantized):
             return new_parameter(count, num_rows, num_columns, dtype=dtype)
-        if self.shape.shard is not None:
-            raise UnsupportedModel(
-                f"{format.name}: quantised experts are not divided among ranks; give the unquantised checkpoint"
-            )
         return new_expert_weight(format, count, num_rows, num_columns)
 
     def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
@@ -115,7 +111,7 @@ class Experts(RankedLayer):
         if self.gate_up_bias is not None and self.down_bias is not None:
             biases = ExpertBiases(self.gate_up_bias, self.down_bias)
         gate_up, down = (
-            expert_matrices(matrices, self.shape.num_experts) if isinstance(matrices, Weight) else matrices
+            expert_matrices(matrices, self.num_own) if isinstance(matrices, Weight) else matrices
             for matrices in (self.gate_up, self.down)
         )
         return expert_mlp(x, routing, gate_up, down, self.batch_invariant, biases, self.shape.gate, shared)
@@ -155,12 +151,21 @@ class Experts(RankedLayer):
     def _quantized_targets(self, gate_up: Weight, down: Weight) -> Iterator[tuple[str, WeightTarget]]:
         hidden, num_rows = self.router.num_inputs, len(self.parts) * self.size
         for expert in range(self.shape.num_experts):
+            own = expert - self.first
             for index, part in enumerate(self.parts):
-                first = expert * num_rows + index * self.size
-                for kind, target in gate_up.targets(first, self.size):
-                    yield f"experts.{expert}.{part}.{kind}", target
-            for kind, target in down.targets(expert * hidden, hidden):
-                yield f"experts.{expert}.down.{kind}", target
+                for kind, target in gate_up.targets(own * num_rows + index * self.size, self.size):
+                    yield f"experts.{expert}.{part}.{kind}", self._divided(target, own, 0)
+            for kind, target in down.targets(own * hidden, hidden):
+                yield f"experts.{expert}.down.{kind}", self._divided(target, own, 1)
+
+    def _divided(self, target: WeightTarget, own: int, dim: int) -> WeightTarget:
+        """The target of a quantised expert's tensor; `own`: its number on this rank."""
+        shard = self.shape.shard
+        if not 0 <= own < self.num_own:
+            return WeightTarget(target.shape, _skip)
+        if shard is None or shard.kind != "inner":
+            return target
+        return sliced_target(target, dim, even_part(self.size, Shard(shard.rank, shard.size)))
 
     def _target(self, name: str, expert: int, first: int = 0, num_rows: int | None = None) -> WeightTarget:
         """Some rows, or all, of one expert's part of a stacked parameter. The tensors of experts of other ranks are not

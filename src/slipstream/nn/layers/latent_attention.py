@@ -19,8 +19,8 @@ from slipstream.nn.layers.norm import Norm, RMSNorm
 from slipstream.nn.layers.reordered_linear import ReorderedLinear
 from slipstream.nn.layers.sharded_linear import new_output
 from slipstream.nn.shapes import AttentionShape
-from slipstream.nn.stored_part import StoredPart, even_part
-from slipstream.nn.weight_format import CheckpointTensor, WeightTarget, new_parameter
+from slipstream.nn.stored_part import even_part
+from slipstream.nn.weight_format import CheckpointTensor, StoredPart, WeightTarget, new_parameter
 from slipstream.ops.rope import norm_rope
 
 _EPS = 1e-6  # of the norms of latents, whatever the model's

@@ -14,8 +14,7 @@ from slipstream.device.parallel import execute_in_parallel
 from slipstream.nn.context import ForwardContext
 from slipstream.nn.layers.layer import Layer
 from slipstream.nn.layers.norm import Norm, RMSNorm
-from slipstream.nn.stored_part import StoredPart
-from slipstream.nn.weight_format import CheckpointTensor, WeightFormat, WeightTarget, new_parameter
+from slipstream.nn.weight_format import CheckpointTensor, StoredPart, WeightFormat, WeightTarget, new_parameter
 from slipstream.ops.linear import Activation
 from slipstream.ops.linear.unnormalized import Chain, Unnormalized
 from slipstream.ops.lora import LoraTiles, LoraWeights, expand_lora, shrink_lora

@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from slipstream.nn.layers.layer import Layer
 from slipstream.nn.layers.layer_norm import LayerNorm
 from slipstream.nn.shapes import NormShape
-from slipstream.nn.stored_part import StoredPart
-from slipstream.nn.weight_format import CheckpointTensor, WeightTarget, new_parameter
+from slipstream.nn.weight_format import CheckpointTensor, StoredPart, WeightTarget, new_parameter
 from slipstream.ops.norm import add_rms_norm, rms_norm
 
 

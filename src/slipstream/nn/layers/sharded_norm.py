@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from slipstream.nn.layers.activations import Activation, find_activation, sparse_deviations
 from slipstream.nn.layers.ranked import RankedLayer
 from slipstream.nn.shapes import Shard
-from slipstream.nn.stored_part import StoredPart
-from slipstream.nn.weight_format import CheckpointTensor, WeightTarget, new_parameter
+from slipstream.nn.weight_format import CheckpointTensor, StoredPart, WeightTarget, new_parameter
 
 
 class ShardedGatedNorm(RankedLayer):

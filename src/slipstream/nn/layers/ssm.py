@@ -13,8 +13,8 @@ from slipstream.nn.layers.sharded_linear import new_output
 from slipstream.nn.layers.sharded_norm import ShardedGatedNorm
 from slipstream.nn.shapes import NormShape, Shard
 from slipstream.nn.ssm_shapes import Mamba1Shape, Mamba2Shape, ShortConvShape
-from slipstream.nn.stored_part import StoredPart, even_part, joined_part
-from slipstream.nn.weight_format import new_parameter
+from slipstream.nn.stored_part import even_part, joined_part
+from slipstream.nn.weight_format import StoredPart, new_parameter
 from slipstream.ops.conv1d import causal_conv1d
 from slipstream.ops.gated_norm import gated_group_norm
 from slipstream.ops.ssm import SelectiveWeights, SsdWeights, selective_scan, ssd_scan

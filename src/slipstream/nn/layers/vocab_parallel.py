@@ -17,8 +17,7 @@ from slipstream.nn.layers.embedding import Embedding
 from slipstream.nn.layers.linear import Linear
 from slipstream.nn.layers.ranked import RankedLayer
 from slipstream.nn.shapes import Shard
-from slipstream.nn.stored_part import StoredPart
-from slipstream.nn.weight_format import Weight, WeightFormat
+from slipstream.nn.weight_format import StoredPart, Weight, WeightFormat
 
 
 @dataclass(frozen=True, slots=True)

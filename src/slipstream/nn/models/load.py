@@ -241,7 +241,13 @@ def _quantized_formats(config: ModelConfig, quantization: Quantization, device: 
     dtype = getattr(torch, config.dtype)
     plain: WeightFormat = BatchInvariant(dtype) if config.deterministic else Unquantized(dtype)
     stays = supports_kernels(device, storage_dtype(quantization), dtype) and not config.dequantize
-    make = partial(Quantized, dtype=dtype, stays_quantized=stays, batch_invariant=config.deterministic)
+    make = partial(
+        Quantized,
+        dtype=dtype,
+        stays_quantized=stays,
+        batch_invariant=config.deterministic,
+        num_ranks=config.num_ranks,
+    )
     if quantization.layout == "online" or config.load_format == "dummy":
         quantization = msgspec.structs.replace(quantization, layout="online")
         last = ".experts" if quantization.only_experts else ""

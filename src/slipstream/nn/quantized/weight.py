@@ -10,9 +10,10 @@ from typing import NamedTuple
 import torch
 
 from slipstream.config.quantization import Quantization
-from slipstream.errors import BadCheckpoint, UnsupportedModel
-from slipstream.nn.quantized.layouts import QuantizedPart, read_part, tensor_shapes
-from slipstream.nn.weight_format import CheckpointTensor, UnquantizedWeight, Weight, WeightTarget, new_parameter
+from slipstream.errors import BadCheckpoint, InvalidOption, UnsupportedModel
+from slipstream.nn.quantized.layouts import QuantizedPart
+from slipstream.nn.quantized.part_reader import PartReader
+from slipstream.nn.weight_format import UnquantizedWeight, Weight, WeightTarget, new_parameter
 from slipstream.ops.linear import Activation
 from slipstream.ops.quantized import QuantizedMatrix, dequantize, norm_quantized_linear, pack_4_bit, quantized_linear
 
@@ -27,10 +28,17 @@ class Quantized:
     optional: frozenset[str] = frozenset()  # tensors of `layouts.OPTIONAL` that the checkpoint has for this weight
     stays_quantized: bool = True
     batch_invariant: bool = False
+    num_ranks: int = 1  # that have a part of the weight each
 
     def new_weight(self, num_rows: int, num_columns: int) -> Weight:
         q = self.quantization
-        if num_columns % (q.group or 1) or (q.is_4_bit and num_columns % 32) or (q.layout == "awq" and num_rows % 8):
+        is_odd = num_columns % (q.group or 1) or (q.is_4_bit and num_columns % 32)
+        if self.num_ranks > 1 and is_odd and self.stays_quantized:
+            raise InvalidOption(
+                f"tensor_parallel_size is {self.num_ranks}, and a rank has {num_columns} columns of {self.name}, "
+                f"which are not whole groups of {q.group or 32}; give a smaller number"
+            )
+        if self.num_ranks == 1 and (is_odd or (q.layout == "awq" and num_rows % 8)):
             raise BadCheckpoint(
                 f"{self.name} is {num_rows} x {num_columns}, which does not divide into groups of {q.group or 'a row'} "
                 f"with {q.bits} bits; its quantization_config belongs to another model"
@@ -63,9 +71,10 @@ class QuantizedWeight(Weight):
 
     def targets(self, first_row: int, num_rows: int) -> Iterator[tuple[str, WeightTarget]]:
         fill = partial(self._fill, first_row)
-        yield from part_targets(self.format, num_rows, self.num_columns, lambda: self.values.device, fill)
+        yield from _new_reader(self.format, (num_rows, self.num_columns), lambda: self.values.device, fill).targets()
 
-    def _fill(self, first_row: int, part: QuantizedPart) -> None:
+    def _fill(self, first_row: int, part: QuantizedPart, reader: PartReader) -> None:
+        part = reader.kept_part(part)
         if part.order is not None and not self.allows_order:
             raise UnsupportedModel(
                 f"{self.format.name}: experts of GPTQ with act-order (desc_act) are not supported; give a checkpoint "
@@ -176,15 +185,15 @@ class DequantizedWeight(UnquantizedWeight):
 
     def targets(self, first_row: int, num_rows: int) -> Iterator[tuple[str, WeightTarget]]:
         fill = partial(self._fill_part, first_row)
-        yield from part_targets(self.format, num_rows, self.data.shape[1], lambda: self.data.device, fill)
+        yield from _new_reader(self.format, (num_rows, self.data.shape[1]), lambda: self.data.device, fill).targets()
 
-    def _fill_part(self, first_row: int, part: QuantizedPart) -> None:
-        rows = self.data[first_row : first_row + len(part.values)]
+    def _fill_part(self, first_row: int, part: QuantizedPart, reader: PartReader) -> None:
         weight = dequantize(to_matrix(part, self.format.quantization), self.data.dtype)
-        if part.order is None:
-            rows.copy_(weight)
-        else:
-            rows[:, part.order] = weight
+        if part.order is not None:
+            ordered, weight = weight, torch.empty_like(weight)
+            weight[:, part.order] = ordered
+        weight = reader.kept(weight)
+        self.data[first_row : first_row + len(weight)].copy_(weight)
 
 
 def storage_dtype(q: Quantization) -> torch.dtype:
@@ -211,23 +220,10 @@ def to_matrix(part: QuantizedPart, q: Quantization) -> QuantizedMatrix:
     return QuantizedMatrix(packed, part.scale, zeros, zero_of(q), codebook=part.codebook)
 
 
-def part_targets(
+def _new_reader(
     format: Quantized,
-    num_rows: int,
-    num_columns: int,
+    size: tuple[int, int],
     device: Callable[[], torch.device],
-    fill: Callable[[QuantizedPart], None],
-) -> Iterator[tuple[str, WeightTarget]]:
-    """The targets of a part, which is read when its last tensor has arrived."""
-    q = format.quantization
-    shapes = tensor_shapes(q, num_rows, num_columns, format.optional)
-    pieces: dict[str, CheckpointTensor] = {}
-
-    def arrive(kind: str, piece: CheckpointTensor) -> None:
-        pieces[kind] = piece
-        if len(pieces) == len(shapes):
-            fill(read_part(q, format.name, pieces, num_columns, device()))
-            pieces.clear()
-
-    for kind, shape in shapes.items():
-        yield kind, WeightTarget(shape, partial(arrive, kind))
+    fill: Callable[[QuantizedPart, PartReader], None],
+) -> PartReader:
+    return PartReader(format.quantization, format.name, format.optional, size, device, fill)

@@ -2,7 +2,8 @@
 // float32, so a result has the bits that float32 weights of the same values give. With up to three tokens memory
 // bandwidth is the limit: ARM reads one weight row from end to end (two rows at a time reach two thirds of the
 // bandwidth), x86 four rows, whose sums are then reduced together. With more tokens arithmetic is the limit: the
-// register tile is 3 weight rows x 4 tokens. The order of each sum does not depend on the number of tokens.
+// register tile is 3 weight rows x 4 tokens, with AVX-512 x 8 tokens, so that 8 tokens read the weights once. The order
+// of each sum does not depend on the number of tokens.
 #include <stdint.h>
 
 #include "../native_math.h"
@@ -12,12 +13,23 @@
 #define WIDTH SLIP_WIDTH
 #define PIECE 24   // weight rows per work item of a thread
 #define TOKENS 32  // tokens per pass over a piece: both stay in the L2 cache
-#define LANES 2    // independent accumulators per sum, to hide the latency of an FMA
 
+#ifdef __x86_64__
+#define LANES 1  // accumulators per sum: 12 sums of a tile hide the latency of an FMA, 24 fill AVX-512's registers
+#define PREFETCH(address) __builtin_prefetch(address, 0, 2)  // into L2
+#else
+#define LANES 2
+#define PREFETCH(address) ((void)0)
+#endif
 #ifdef __AVX2__
 #define MAX_ROWS 4
 #else
 #define MAX_ROWS 3  // the compiler would spill sums of the larger array
+#endif
+#ifdef __AVX512F__
+#define MAX_TOKENS 8
+#else
+#define MAX_TOKENS 4
 #endif
 
 typedef SlipVector Vector;

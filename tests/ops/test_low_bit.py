@@ -93,6 +93,18 @@ def test_every_byte_is_multiplied(kind: str) -> None:
     assert (found - expected).norm() < 1e-4 * x.norm() * weight.norm() / 8
 
 
+@pytest.mark.parametrize("kind", dequant.KINDS)
+def test_a_lookup_has_the_bits_of_the_dequantised_rows(kind: str) -> None:
+    usable(Interleaved(), kind)
+    raw = torch.cat((raw_blocks(kind, 7, 768), random_blocks(kind, 7))) if kind in K_KINDS else raw_blocks(kind, 14, 96)
+    packed = Interleaved().pack(raw, kind)
+    ids = torch.tensor([13, 0, 6, 6, 3])
+    found = packed.lookup(ids)
+    assert found is not None and found.equal(dequant.dequantize(raw, kind)[ids])
+    with pytest.raises(IndexError, match="14 rows"):
+        packed.lookup(torch.tensor([14]))
+
+
 @pytest.mark.parametrize(("kind", "shape"), BY_SHAPE)
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_product_is_near_the_dequantised_one(kernel: Kernel, kind: str, shape: tuple[int, int]) -> None:

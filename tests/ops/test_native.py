@@ -19,6 +19,8 @@ from slipstream.ops.linear import native as linear_native
 from slipstream.ops.linear import reference as linear_reference
 from slipstream.ops.norm import reference as norm_reference
 from slipstream.ops.rope import reference as rope_reference
+from slipstream.ops.sample import native as sample_native
+from slipstream.ops.sample import reference as sample_reference
 
 SIZES = [1, 3, 63, 64, 100, 576]
 
@@ -120,6 +122,20 @@ def test_a_few_tokens_on_arm_go_through_the_kernel(native_kernels, monkeypatch) 
     for tokens in (1, 2, 32, 33):
         linear(random(tokens, 8), random(4, 8))
     assert calls == [1, 2, 32]
+
+
+@pytest.mark.parametrize("size", [1, 15, 64, 2047, 5000])
+def test_the_likeliest_token(native_kernels, size: int) -> None:
+    logits = random(8, size)
+    logits[1] = logits[1].round()  # equal maxima: the first counts
+    logits[2, size // 2] = torch.nan
+    logits[3] = -torch.inf
+    logits[4, :-1] = -torch.inf
+    logits[5, 0] = torch.inf
+    logits[6, -1] = torch.nan
+    logits[7] = -0.0
+    found, expected = sample_native.argmax_rows(logits), sample_reference.argmax_rows(logits)
+    assert found.tokens.equal(expected.tokens) and found.failed.equal(expected.failed)
 
 
 def test_cache_write(native_kernels) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.ops.step_inputs import StepInputs, StepRows, reference
+from slipstream.ops import native as c_kernels
+from slipstream.ops.step_inputs import StepInputs, StepRows, native, reference
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -29,7 +30,15 @@ def kernel_gather(*args: Any, **kwargs: Any) -> StepInputs:
     return gather_inputs(*args, **kwargs)
 
 
-GATHERS = pytest.mark.parametrize("gather", [reference.gather_inputs, kernel_gather], ids=["reference", "kernel"])
+def native_gather(*args: Any, **kwargs: Any) -> StepInputs:
+    if CUDA or not c_kernels.build():
+        pytest.skip("the C kernel needs tensors on the CPU, and a C compiler")
+    return native.gather_inputs(*args, **kwargs)
+
+
+GATHERS = pytest.mark.parametrize(
+    "gather", [reference.gather_inputs, native_gather, kernel_gather], ids=["reference", "native", "kernel"]
+)
 
 
 def tables(groups: int = 2, num_rows: int = 9) -> tuple[torch.Tensor, ...]:

@@ -138,6 +138,9 @@ class _PackedRows:
         return self.packed.multiply(x)
 
     def lookup(self, ids: torch.Tensor) -> torch.Tensor:
+        found = self.packed.lookup(ids)
+        if found is not None:
+            return found
         assert self.raw is not None, "lookup needs one tensor, this weight is merged from several"
         return dequantize(self.raw.index_select(0, ids), self.kind)
 

@@ -141,11 +141,15 @@ SLIP_INLINE void multiply_tile(int layout, int tokens, const uint8_t *weights, c
     const TileRows rows = find_tile_rows(layout, weights, scales, offsets, groups, num_blocks);
     const __m512i flip = _mm512_set1_epi8(-128);
     int is_signed = layout == SLIP_EIGHT_BITS || layout == SLIP_Q6_K;
+    int64_t bytes = slip_weight_bytes(layout);
     __m512 total[TILE], of_eight[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
     for (int t = 0; t < tokens; t++) total[t] = _mm512_setzero_ps();
     for (int64_t g = 0; g < groups; g++, x += tokens) {
         __m512i w[8];
         load_weights(layout, rows.weights, g, w);
+        for (int i = 0; i < BLOCKS; i++)  // the next 16 rows
+            for (int line = 0; line < bytes; line += 64)
+                _mm_prefetch(rows.weights[i] + BLOCKS * groups * bytes + g * bytes + line, _MM_HINT_T1);
         if (is_signed)
             for (int c = 0; c < 8; c++) w[c] = _mm512_xor_si512(w[c], flip);
         __m512 s[2];

@@ -1,17 +1,8 @@
 // Low-bit GEMM in plain C, for processors without the instructions of the other headers.
 #include <math.h>
 
+#include "native_low_bit_scales.h"
 #include "native_math.h"
-
-static inline float from_half(uint16_t half) {
-    uint32_t sign = (uint32_t)(half & 0x8000) << 16, exponent = half >> 10 & 31, mantissa = half & 0x3ff;
-    uint32_t bits = sign | (exponent + 112) << 23 | mantissa << 13;
-    if (exponent == 31) bits = sign | 0x7f800000 | mantissa << 13;
-    float value;
-    memcpy(&value, &bits, 4);
-    if (exponent == 0) value = (sign ? -1.0f : 1.0f) * (float)mantissa * 0x1p-24f;
-    return value;
-}
 
 static void quantize_block(const float *x, SlipActivations *out) {
     float largest = 0, not_finite = 0;
@@ -33,23 +24,6 @@ static void quantize_block(const float *x, SlipActivations *out) {
     out->sum = out->scale * (float)total;
 }
 
-// Scale and offset of block g of row r. Q6_K: scales of the first and of the last 16 columns.
-static inline void load_scales(int layout, const uint8_t *scales, const uint16_t *offsets, int64_t g, int r,
-                               float found[2]) {
-    if (layout == SLIP_Q4_K || layout == SLIP_Q5_K) {
-        const SlipScalesQ45 *s = (const SlipScalesQ45 *)scales + g / 8;
-        found[0] = from_half(s->d[r]) * s->blocks[g % 8].scale[r];
-        found[1] = from_half(s->dmin[r]) * s->blocks[g % 8].minimum[r];
-    } else if (layout == SLIP_Q6_K) {
-        const SlipScalesQ6 *s = (const SlipScalesQ6 *)scales + g / 8;
-        found[0] = from_half(s->d[r]) * s->blocks[g % 8].first[r];
-        found[1] = from_half(s->d[r]) * s->blocks[g % 8].last[r];
-    } else {
-        found[0] = from_half(((const uint16_t *)scales)[g * 4 + r]);
-        found[1] = layout == SLIP_FOUR_BITS ? from_half(offsets[g * 4 + r]) : 0;
-    }
-}
-
 // One token times four weight rows.
 static SLIP_PART void multiply_one(int layout, const uint8_t *weights, const uint8_t *scales, const uint16_t *offsets,
                          const SlipActivations *x, int64_t stride, int64_t groups, float *total) {
@@ -68,7 +42,7 @@ static SLIP_PART void multiply_one(int layout, const uint8_t *weights, const uin
         for (int r = 0; r < 4; r++) {
             int32_t first = high[0][r] * 256 + low[0][r], last = high[1][r] * 256 + low[1][r];
             float s[2];
-            load_scales(layout, scales, offsets, g, r, s);
+            slip_load_scales(layout, scales, offsets, g, r, s);
             if (layout == SLIP_Q6_K) {
                 total[r] = slip_fma((float)first, s[0] * x->scale, total[r]);
                 total[r] = slip_fma((float)last, s[1] * x->scale, total[r]);

@@ -71,7 +71,7 @@ void slip_plain_rows(const float *x, const void *weight, float *out, int64_t lay
 // out [tokens, rows] = x [tokens, size] times the transpose of weight [rows, size]
 void slip_skinny_gemm(const float *x, const void *weight, float *out, int64_t layout, int64_t num_tokens,
                       int64_t num_rows, int64_t size) {
-#pragma omp parallel for if (num_rows * size > 16384)
+#pragma omp parallel for schedule(dynamic, 4) if (num_rows * size > 16384)
     for (int64_t n = 0; n < num_rows; n += PIECE)
         for (int64_t t = 0; t < num_tokens; t += TOKENS)
             slip_plain_rows(x + t * size, weight, out + t * num_rows, layout,

@@ -58,6 +58,9 @@ class _DynamicQuantWeight:
             out.add_(matmul(x, plane, BLOCK, self.num_columns, self.num_rows))
         return out if self.offset is None else add_group_sums(out, x, self.offset)
 
+    def lookup(self, ids: torch.Tensor) -> None:
+        return None
+
     def run(self) -> None:
         return None
 
@@ -110,6 +113,9 @@ class _Int4PackWeight:
         for weight, scales in self.planes[1:]:
             out.add_(matmul(x, weight, BLOCK, scales))
         return out if out.shape[1] == self.num_rows else out[:, : self.num_rows].contiguous()
+
+    def lookup(self, ids: torch.Tensor) -> None:
+        return None
 
     def run(self) -> None:
         return None

@@ -102,6 +102,27 @@ class _InterleavedWeight:
             raise MemoryError("out of memory for the quantized activations of a low-bit GEMM")
         return out
 
+    def lookup(self, ids: torch.Tensor) -> torch.Tensor | None:
+        library = native.library()
+        assert library is not None
+        if type(ids) is not torch.Tensor or not ids.is_contiguous():
+            return None
+        out = torch.empty(len(ids), self.num_columns)
+        found = library.slip_low_bit_lookup(
+            ids.data_ptr(),
+            self.data.data_ptr(),
+            self.scale.data_ptr(),
+            None if self.offset is None else self.offset.data_ptr(),
+            out.data_ptr(),
+            self.layout,
+            len(ids),
+            self.num_rows,
+            self.num_columns // BLOCK,
+        )
+        if not found:
+            raise IndexError(f"a token id is not in the embedding of {self.num_rows} rows")
+        return out
+
     def run(self) -> WeightRows:
         return WeightRows(self.data, self.num_rows, self.layout, self.scale, self.offset)
 

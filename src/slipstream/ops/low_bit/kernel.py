@@ -15,6 +15,9 @@ class Packed(Protocol):
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, columns] float32 to [T, rows]."""
 
+    def lookup(self, ids: torch.Tensor) -> torch.Tensor | None:
+        """Rows `ids` [T] in float32, [T, columns], with the bits of `dequantize`; None if only the file has them."""
+
     def run(self) -> WeightRows | None:
         """The rows in the form that the fused C kernels read; None if they cannot read this layout."""
 

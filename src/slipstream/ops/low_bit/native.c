@@ -8,6 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "../native_low_bit_scales.h"
 #include "../native_parts.h"
 
 #define BLOCK SLIP_BLOCK
@@ -90,7 +91,7 @@ int64_t slip_low_bit(const float *x, const uint8_t *weights, const void *scales,
                 SlipActivations *target = slip_activations_of(activations, t, tokens, groups, &stride);
                 slip_quantize(x + (first + t) * groups * BLOCK, target, stride, groups);
             }
-#pragma omp for
+#pragma omp for schedule(dynamic, 4)
             for (int64_t n = 0; n < num_rows; n += SLIP_LOW_BIT_PIECE)
                 slip_low_bit_rows(activations, weights, scales, offsets, out + first * num_rows, layout, tokens,
                                   groups, num_rows, n,
@@ -98,5 +99,30 @@ int64_t slip_low_bit(const float *x, const uint8_t *weights, const void *scales,
         }
     }
     free(activations);
+    return 1;
+}
+
+// out [tokens, groups * 32]: the weight rows `ids` in float32, rounded as the reference rounds. Other arguments as above.
+// Returns 0 if there is no such row.
+int64_t slip_low_bit_lookup(const int64_t *ids, const uint8_t *weights, const void *scales, const uint16_t *offsets,
+                            float *out, int64_t layout, int64_t num_tokens, int64_t num_rows, int64_t groups) {
+    for (int64_t t = 0; t < num_tokens; t++) {
+        if (ids[t] < 0 || ids[t] >= num_rows) return 0;
+        int64_t block = ids[t] / 4;
+        int row = ids[t] % 4;
+        const uint8_t *w = weights + block * groups * slip_weight_bytes(layout) + row * 4;
+        const uint8_t *s = (const uint8_t *)scales + block * groups * slip_scale_bytes(layout);
+        for (int64_t g = 0; g < groups; g++, out += BLOCK) {
+            float of_row[2];
+            slip_load_scales(layout, s, offsets + block * groups * 4, g, row, of_row);
+            for (int i = 0; i < BLOCK; i++) {
+                if (slip_has_pairs(layout))
+                    out[i] = of_row[0] * (float)(w[g * 64 + i % 16 / 4 * 16 + i % 4] >> (i < 16 ? 0 : 4) & 15);
+                else
+                    out[i] = of_row[layout == SLIP_Q6_K && i >= 16] * (float)(int8_t)w[g * 128 + i / 4 * 16 + i % 4];
+                if (slip_has_offset(layout)) out[i] += of_row[1];
+            }
+        }
+    }
     return 1;
 }

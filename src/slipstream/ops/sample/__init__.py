@@ -1,7 +1,7 @@
 """Sampling on the device: noise, truncation, penalties, logprobs. No function here reads a value on the host."""
 
 from slipstream.ops.dispatch import by_device
-from slipstream.ops.sample import reference
+from slipstream.ops.sample import native, reference
 from slipstream.ops.sample.reference import (
     ACCEPT,
     DRAFT,
@@ -26,7 +26,7 @@ drop_below_ = by_device(reference.drop_below_, _KERNELS)
 find_floor = by_device(reference.find_floor, _KERNELS)
 forbid_ = by_device(reference.forbid_, _KERNELS)
 forbid_matched_ = by_device(reference.forbid_matched_, _KERNELS)
-argmax_rows = by_device(reference.argmax_rows, _KERNELS)
+argmax_rows = by_device(native.argmax_rows, _KERNELS)
 mask_bits_ = by_device(reference.mask_bits_, _KERNELS)
 logprobs_of = by_device(reference.logprobs_of, _KERNELS)
 noise_bits = by_device(reference.noise_bits, _KERNELS)

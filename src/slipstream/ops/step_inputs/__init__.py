@@ -1,9 +1,9 @@
 """Builds the inputs of a step from row tables: token ids, positions, lengths, cache slots and page tables."""
 
 from slipstream.ops.dispatch import by_device
-from slipstream.ops.step_inputs import reference
+from slipstream.ops.step_inputs import native
 from slipstream.ops.step_inputs.reference import StepInputs, StepRows
 
-gather_inputs = by_device(reference.gather_inputs, "slipstream.ops.step_inputs.triton")
+gather_inputs = by_device(native.gather_inputs, "slipstream.ops.step_inputs.triton")
 
 __all__ = ["StepInputs", "StepRows", "gather_inputs"]

@@ -1,0 +1,73 @@
+"""Step inputs with the C kernel, one call instead of a dozen small torch operations; else with the reference."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from slipstream.ops import native
+from slipstream.ops.step_inputs import reference
+from slipstream.ops.step_inputs.reference import StepInputs, StepRows
+
+
+class _Inputs(ctypes.Structure):
+    """Mirrors `Inputs` of native.c."""
+
+    _fields_ = [
+        *((name, native.POINTER) for name in ("computed", "next_tokens", "tables")),
+        *((name, native.POINTER) for name in ("rows", "counts", "token_rows", "offsets", "host_ids")),
+        *((name, native.POINTER) for name in ("ids", "positions", "lengths", "slots", "pages")),
+        *((name, native.INT) for name in ("num_tokens", "num_rows", "num_groups", "num_table_rows")),
+        *((name, native.INT) for name in ("next_stride", "pages_per_row", "page_size", "width")),
+    ]
+
+
+def gather_inputs(
+    computed: torch.Tensor,
+    next_tokens: torch.Tensor,
+    tables: torch.Tensor,
+    page_size: int,
+    width: int,
+    step: StepRows,
+    out: StepInputs | None = None,
+) -> StepInputs:
+    """Same arguments and result as the reference."""
+    library = native.library()
+    if library is None or out is not None or type(computed) is not torch.Tensor or not computed.is_cpu:
+        return reference.gather_inputs(computed, next_tokens, tables, page_size, width, step, out)
+    rows, counts, token_rows, offsets, host_ids = step
+    num_groups, num_table_rows, pages_per_row = tables.shape
+    num_rows = rows.shape[0]
+    num_tokens = num_rows if token_rows is None else token_rows.shape[0]
+    assert computed.is_contiguous() and next_tokens.is_contiguous() and tables.is_contiguous()
+    made = torch.empty(2 * num_tokens + num_rows + num_groups * (num_tokens + num_rows * width), dtype=torch.int64)
+    ids, positions, lengths, slots, pages = made.split_with_sizes(
+        (num_tokens, num_tokens, num_rows, num_groups * num_tokens, num_groups * num_rows * width)
+    )
+    inputs = _Inputs(
+        computed.data_ptr(),
+        next_tokens.data_ptr(),
+        tables.data_ptr(),
+        *(_address(part) for part in (rows, counts, token_rows, offsets, host_ids)),
+        *(part.data_ptr() for part in (ids, positions, lengths, slots, pages)),
+        num_tokens,
+        num_rows,
+        num_groups,
+        num_table_rows,
+        next_tokens.shape[1],
+        pages_per_row,
+        page_size,
+        width,
+    )
+    library.slip_gather_inputs(ctypes.addressof(inputs))
+    return StepInputs(
+        ids, positions, lengths, slots.view(num_groups, num_tokens), pages.view(num_groups, num_rows, width)
+    )
+
+
+def _address(part: torch.Tensor | None) -> int | None:
+    if part is None:
+        return None
+    assert part.is_contiguous(), "the kernel reads contiguous tensors"
+    return part.data_ptr()

@@ -83,8 +83,13 @@ class SdpaMetadata:
     @property
     def is_decode(self) -> bool:
         """Whether all rows have one token and the kernel reads their pages in place."""
-        parts = [part for parts in self.groups for part in parts]
-        return self.bidirectional is None and all(isinstance(part, _InPlace) and part.tiles is None for part in parts)
+        if self.bidirectional is not None:
+            return False
+        for parts in self.groups:
+            for part in parts:
+                if not isinstance(part, _InPlace) or part.tiles is not None:
+                    return False
+        return True
 
 
 class SdpaAttention:
@@ -105,9 +110,10 @@ class SdpaAttention:
         return SdpaMetadata(tuple(self._group_metadata(batch, *group) for group in groups), None)
 
     def _in_place_metadata(self, batch: BatchView) -> tuple[Parts, ...]:
-        num_tokens = int(batch.num_tokens.sum())
+        num_tokens = len(batch.num_tokens)
         lengths, tiles = batch.lengths, None
-        if batch.num_single < len(batch.num_tokens):
+        if batch.num_single < num_tokens:
+            num_tokens = int(batch.num_tokens.sum())
             lengths, tiles = batch.positions + 1, cut_tiles(batch.num_tokens)
         tokens = slice(0, num_tokens)
         groups = zip(batch.page_tables, self.groups, strict=True)

@@ -41,9 +41,10 @@ def gather_inputs(
     num_rows = rows.shape[0]
     num_tokens = num_rows if token_rows is None else token_rows.shape[0]
     assert computed.is_contiguous() and next_tokens.is_contiguous() and tables.is_contiguous()
-    made = torch.empty(2 * num_tokens + num_rows + num_groups * (num_tokens + num_rows * width), dtype=torch.int64)
-    ids, positions, lengths, slots, pages = made.split_with_sizes(
-        (num_tokens, num_tokens, num_rows, num_groups * num_tokens, num_groups * num_rows * width)
+    lengths = torch.empty(num_rows, dtype=torch.int64)  # memory of its own: it is kept longer than the others
+    made = torch.empty(2 * num_tokens + num_groups * (num_tokens + num_rows * width), dtype=torch.int64)
+    ids, positions, slots, pages = made.split_with_sizes(
+        (num_tokens, num_tokens, num_groups * num_tokens, num_groups * num_rows * width)
     )
     inputs = _Inputs(
         computed.data_ptr(),

@@ -7,7 +7,7 @@ and that the host does not know yet, becomes an input of this step.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -51,9 +51,25 @@ class Gathered:
 
     def for_heads(self) -> Gathered:
         """Without what only the layers read, so that its memory can be reused."""
-        nothing = self.view.lengths[:0]
-        by_token = dict(ids=nothing, positions=nothing, token_types=None, rope_rows=None, lora=None, last_lora=None)
-        view = replace(self.view, **by_token, embeds=None, slots=(), page_tables=())
+        old = self.view
+        nothing = old.lengths[:0]
+        # in every step: `replace` takes ten times as long
+        view = BatchView(
+            ids=nothing,
+            positions=nothing,
+            lengths=old.lengths,
+            slots=(),
+            page_tables=(),
+            num_tokens=old.num_tokens,
+            max_lengths=old.max_lengths,
+            num_single=old.num_single,
+            all_long=old.all_long,
+            host_ids=old.host_ids,
+            max_queries=old.max_queries,
+            query_starts=old.query_starts,
+            num_seen=old.num_seen,
+            host_seen=old.host_seen,
+        )
         return Gathered(view, self.rows, self.offsets)
 
 

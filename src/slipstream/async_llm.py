@@ -12,7 +12,7 @@ from slipstream.frontend.control import control
 from slipstream.frontend.inputs import Prompt
 from slipstream.frontend.pooling.results import PoolingRequestOutput, as_plain
 from slipstream.frontend.results import CompletionOutput, RequestOutput
-from slipstream.frontend.vllm_names import EngineArgs, check_unused
+from slipstream.frontend.vllm_names import EngineArgs, check_unused, refuse_running_reset, refuse_unused
 from slipstream.lora_request import LoRARequest
 from slipstream.params import SamplingParams
 from slipstream.pooling_params import PoolingParams
@@ -146,7 +146,11 @@ class AsyncLLM:
         """Raises where the engine is closed or has failed."""
         self.engine.check()
 
-    async def reset_prefix_cache(self) -> bool:
+    async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Running requests keep their pages."""
+        refuse_unused(reset_connector=reset_connector)
+        if reset_running_requests:
+            refuse_running_reset()
         await self.engine.reset_prefix_cache()
         return True
 

@@ -31,7 +31,7 @@ from slipstream.frontend.results import RequestOutput
 from slipstream.frontend.served import ServedModel, choose
 from slipstream.frontend.sync_loop import SyncLoop
 from slipstream.frontend.vllm_methods import VllmMethods
-from slipstream.frontend.vllm_names import check_unused
+from slipstream.frontend.vllm_names import check_unused, refuse_unused
 from slipstream.lora_request import LoRARequest
 from slipstream.params import SamplingParams
 from slipstream.text.tokenizer import Tokenizer
@@ -241,9 +241,13 @@ class LLM(PoolingMethods, VllmMethods):
         text = served.inputs.render_chat(messages, **template)
         return self._stream(served, text, sampling_params, lora_request, add_special_tokens=False)
 
-    def reset_prefix_cache(self) -> bool:
-        """Clears the prefix caches of all models. Running requests keep their pages. Returns True."""
-        self._sync_loop.reset_prefix_cache()
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Clears the prefix caches of all models. Returns True.
+
+        Running requests keep their pages; with `reset_running_requests` they are computed again from their tokens.
+        """
+        refuse_unused(reset_connector=reset_connector)
+        self._sync_loop.reset_prefix_cache(reset_running_requests=reset_running_requests)
         return True
 
     def save_record(self, path: str | Path, *, model: str | None = None, redact: bool = False) -> None:

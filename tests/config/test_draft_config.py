@@ -20,6 +20,13 @@ def test_the_fields_have_vllms_names() -> None:
     assert read_draft_config({"model": "some/model", "num_speculative_tokens": 3}) == by_model
 
 
+def test_fields_of_vllm_that_change_nothing() -> None:
+    given = {"method": "suffix", "max_model_len": 64, "draft_tensor_parallel_size": 1, "enforce_eager": True}
+    assert read_draft_config(given) == read_draft_config({"method": "suffix"})
+    by_model = {"model": "[ngram]", "num_speculative_tokens": 5, "prompt_lookup_max": 5, "prompt_lookup_min": 1}
+    assert read_draft_config(by_model) == read_draft_config({**by_model, "model": None, "method": "ngram"})
+
+
 def test_the_short_form() -> None:
     assert read_draft_config(None, "ngram:3") == read_draft_config({"method": "ngram", "num_speculative_tokens": 3})
     assert read_draft_config(None, "suffix") == read_draft_config({"method": "suffix"})

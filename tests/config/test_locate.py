@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from slipstream.config import locate as locate_module
-from slipstream.config.locate import LocatedModel, locate
+from slipstream.config.locate import LocatedModel, locate, locate_tokenizer
 from slipstream.errors import ModelNotFound
 
 
@@ -119,6 +119,14 @@ def test_a_hub_name_is_fetched_without_what_we_do_not_read(tmp_path: Path, hub: 
     assert (found.path, found.kind, found.name) == (tmp_path, "folder", "org/Some-Model.1")
     assert (hub.asked["name"], hub.asked["revision"]) == ("org/Some-Model.1", "v2")
     assert "*.safetensors" in hub.asked["allow_patterns"] and "*.bin" not in hub.asked["allow_patterns"]
+
+
+def test_a_tokenizer_of_the_hub_is_fetched_without_weights(tmp_path: Path, hub: FakeHub) -> None:
+    hub.answer = tmp_path
+    assert locate_tokenizer("org/Its-Tokenizer", "kept") == str(tmp_path)
+    assert (hub.asked["name"], hub.asked["cache_dir"]) == ("org/Its-Tokenizer", "kept")
+    assert "tokenizer*" in hub.asked["allow_patterns"] and "*.safetensors" not in hub.asked["allow_patterns"]
+    assert locate_tokenizer(str(tmp_path)) == str(tmp_path)
 
 
 def test_older_weights_are_fetched_only_where_there_are_no_others(tmp_path: Path, hub: FakeHub) -> None:

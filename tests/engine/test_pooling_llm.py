@@ -307,6 +307,29 @@ def test_a_text_is_cut_as_the_folder_says_and_tokens_never_are(embedder):
     assert embedder.embed([[5] * 128])[0].num_prompt_tokens == 128  # exactly the model's length
 
 
+def test_truncation_by_tokenization_kwargs(embedder):
+    (cut,) = embedder.embed("a b a b a b", tokenization_kwargs={"truncate_prompt_tokens": 4})
+    assert len(cut.prompt_token_ids) == 4
+    with pytest.raises(InvalidParams, match="give at most that"):
+        embedder.embed("a b", tokenization_kwargs={"truncate_prompt_tokens": 10**6})
+    with pytest.raises(InvalidParams, match="padding"):
+        embedder.embed("a b", tokenization_kwargs={"padding": True})
+
+
+def test_a_template_makes_the_prompt_of_a_pair(cross, embedder):
+    template = (
+        "{{ instruction | default('none') }} {% for message in messages %}"
+        "{{ message.role[0] }} {{ message.content }} {% endfor %}"
+    )
+    (scored,) = cross.score("a b", "b c", chat_template=template, instruction="b")
+    (written,) = cross.encode("b q a b d b c ", pooling_task="classify")
+    assert scored.prompt_token_ids == written.prompt_token_ids
+    assert scored.outputs.score == pytest.approx(float(written.outputs.data[0]))
+    assert cross.rerank("a b", ["b c"], chat_template=template, instruction="b")[0].score == scored.outputs.score
+    with pytest.raises(InvalidParams, match="cross-encoders"):
+        embedder.score("a", "b", chat_template=template)
+
+
 def test_a_long_pair_is_an_error_or_cut(cross):
     with pytest.raises(PromptTooLong, match="set truncate_prompt_tokens"):
         cross.score("q", "x" * 500)

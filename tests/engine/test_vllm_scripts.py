@@ -134,6 +134,23 @@ def test_an_engine_one_step_at_a_time(llm):
     assert engine.model_config.max_model_len == 64 and engine.model_config.get_vocab_size() > 0
 
 
+def test_running_requests_are_computed_again(llm):
+    (whole,) = llm.generate("Hello again", TEN)
+    engine = llm.llm_engine
+    engine.add_request("again", "Hello again", TEN)
+    for _ in range(4):
+        engine.step()
+    preempted = llm.core.scheduler.num_preemptions
+    assert engine.reset_prefix_cache(reset_running_requests=True)
+    assert llm.core.scheduler.num_preemptions == preempted + 1
+    done = []
+    while engine.has_unfinished_requests():
+        done += [output for output in engine.step() if output.finished]
+    assert [output.outputs[0].token_ids for output in done] == [whole.outputs[0].token_ids]
+    with pytest.raises(InvalidParams, match="reset_connector"):
+        llm.reset_prefix_cache(reset_connector=True)
+
+
 def test_metrics_are_objects_of_vllms_classes(llm):
     def read():
         found = {}

@@ -38,6 +38,12 @@ _NOT_BUILT = {
 }  # fmt: skip
 """Methods of vLLM that are not supported, and why."""
 _KEYS = ("method", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min", "model")
+_NO_EFFECT = (
+    "max_model_len", "draft_tensor_parallel_size", "tensor_parallel_size", "enforce_eager", "attention_backend",
+    "moe_backend", "code_revision", "disable_padded_drafter_batch", "use_local_argmax_reduction",
+    "suffix_decoding_max_cached_requests",
+)  # fmt: skip
+"""Fields of vLLM that change nothing here: a drafter has the length, device and kernels of its engine."""
 
 
 class DraftConfig(msgspec.Struct, frozen=True):
@@ -89,15 +95,17 @@ def _fields(given: Mapping[str, Any] | str) -> dict[str, Any]:
                 '{"method": "ngram", "num_speculative_tokens": 4}'
             ) from None
     for name in given:
-        if name not in _KEYS:
+        if name not in _KEYS and name not in _NO_EFFECT:
             near = difflib.get_close_matches(str(name), _KEYS, n=1)
             hint = f"did you mean {near[0]}?" if near else "it takes " + ", ".join(_KEYS)
             raise InvalidOption(f"speculative_config has no field {name!r}; {hint}")
-    return {name: value for name, value in given.items() if value is not None}
+    return {name: value for name, value in given.items() if value is not None and name in _KEYS}
 
 
 def _method(found: Mapping[str, Any]) -> str:
-    method, model = found.get("method", "draft_model" if "model" in found else None), found.get("model")
+    method, model = found.get("method"), found.get("model")
+    if method is None and model is not None:
+        method = model if model in ("ngram", "[ngram]") else "draft_model"
     if method is None:
         raise InvalidOption(f"speculative_config has no method; the methods are {_KNOWN}")
     if method in _NOT_BUILT:

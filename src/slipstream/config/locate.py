@@ -24,6 +24,7 @@ _WANTED = [
     "*.json", "*.safetensors", "*.jinja", "*.model", "tokenizer*", "vocab.txt", "merges.txt",
     "artifact.metadata", "*_linear.pt", "[0-9]_*/pytorch_model.bin",  # files of pooling modules
 ]  # fmt: skip
+_TOKENIZER = ["tokenizer*", "*.jinja", "special_tokens_map.json", "vocab.*", "merges.txt"]
 _OLDER = ["pytorch_model*.bin"]  # weights of repositories without safetensors
 _NOT_DOWNLOADED = ["original/*", "consolidated*"]
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -61,6 +62,11 @@ def check_model(model: str | None, task: str = "auto") -> None:
     """Like `locate`, but a hub name is assumed to exist, without a look at the hub."""
     if model is None or not _is_hub_name(model):
         locate(model, task=task)
+
+
+def locate_tokenizer(given: str, download_dir: str | None = None) -> str:
+    """Returns the path of a tokenizer: `given` itself, or the downloaded files of a hub name."""
+    return str(_download(given, None, download_dir, only_tokenizer=True)) if _is_hub_name(given) else given
 
 
 def _is_hub_name(model: str) -> bool:
@@ -105,7 +111,7 @@ def _in_folder(folder: Path, name: str) -> LocatedModel:
 
 
 @lru_cache(maxsize=16)  # called before torch is imported, to check that the model exists, and again to open it
-def _download(name: str, revision: str | None, folder: str | None) -> Path:
+def _download(name: str, revision: str | None, folder: str | None, *, only_tokenizer: bool = False) -> Path:
     try:
         from huggingface_hub import errors, snapshot_download  # optional, and slow to import
     except ImportError:
@@ -115,6 +121,8 @@ def _download(name: str, revision: str | None, folder: str | None) -> Path:
     asked = name if revision is None else f"{name} at {revision}"
     try:
         settings: dict[str, Any] = {"revision": revision, "ignore_patterns": _NOT_DOWNLOADED, "cache_dir": folder}
+        if only_tokenizer:
+            return Path(snapshot_download(name, allow_patterns=_TOKENIZER, **settings))
         path = Path(snapshot_download(name, allow_patterns=_WANTED, **settings))
         if not any(path.glob("*.safetensors")) and not any(path.glob("*.gguf")):
             path = Path(snapshot_download(name, allow_patterns=[*_WANTED, *_OLDER], **settings))

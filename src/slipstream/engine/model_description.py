@@ -7,6 +7,7 @@ import msgspec
 from slipstream.config.adapter_config import read_lora_modules
 from slipstream.config.config import EngineConfig
 from slipstream.config.generation import GenerationDefaults
+from slipstream.config.locate import locate_tokenizer
 from slipstream.config.options import Options
 from slipstream.config.pooling_info import PoolingInfo
 from slipstream.config.reasoning_config import ReasoningConfig, read_reasoning_config
@@ -60,9 +61,12 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
         cls, options: Options, config: EngineConfig, defaults: GenerationDefaults, *, has_processors: bool = False
     ) -> ModelDescription:
         info = config.model.info
+        tokenizer = config.model.path
+        if options.tokenizer is not None:
+            tokenizer = locate_tokenizer(options.tokenizer, options.download_dir)
         return cls(
             name=config.model.name,
-            tokenizer=None if options.skip_tokenizer_init else (options.tokenizer or config.model.path),
+            tokenizer=None if options.skip_tokenizer_init else tokenizer,
             chat_template=options.chat_template,
             allow_control_tokens=options.allow_control_tokens,
             defaults=defaults,

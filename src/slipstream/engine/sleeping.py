@@ -107,6 +107,11 @@ class Sleeper:
             self._count_missing()
         return outputs
 
+    def preempt_all(self) -> list[Output]:
+        """Releases the pages of all running requests, which are computed again from their tokens, and resets the prefix
+        caches."""
+        return [output for core in self._cores.values() for output in _pause(core)]
+
     def _count_missing(self) -> None:
         counts = {name: self._weights_of(core).num_missing for name, core in self._cores.items()}
         self._missing = {name: count for name, count in counts.items() if count}

@@ -133,7 +133,8 @@ class VllmConfigView(msgspec.Struct, frozen=True):
         cache = self.config.cache
         share = self.config.device.gpu_memory_utilization
         pages = cache.num_pages - 1  # without the null page
-        return CacheConfigView(share, cache.prefix_caching, cache.page_size, pages)
+        is_cached = cache.prefix_caching and not self.config.scheduler.is_encoder
+        return CacheConfigView(share, is_cached, cache.page_size, pages)
 
     @property
     def scheduler_config(self) -> SchedulerConfigView:

@@ -18,6 +18,7 @@ from slipstream.frontend.inputs import PreparedPrompt
 from slipstream.frontend.request_stream import RequestStream
 from slipstream.frontend.results import RequestOutput
 from slipstream.frontend.served import ServedModel
+from slipstream.frontend.vllm_names import refuse_running_reset
 from slipstream.transport.replica_source import CountedSource, open_replicas
 from slipstream.transport.replicas import ReplicaClient
 
@@ -100,7 +101,9 @@ class ReplicaLoop:
             if not self.closed:
                 self._loop.call_soon_threadsafe(lambda: self.engine.end(stream, failed=False))
 
-    def reset_prefix_cache(self) -> None:
+    def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> None:
+        if reset_running_requests:
+            refuse_running_reset()
         self.check_open()
         self._call(self.engine.reset_prefix_cache())
 

@@ -109,7 +109,8 @@ class StepEngine:
     def is_sleeping(self) -> bool:
         return self._loop.lanes.sleeper.is_asleep
 
-    def reset_prefix_cache(self) -> bool:
-        """Clears the prefix caches of all models. Running requests keep their pages. Returns True."""
-        self._loop.reset_prefix_cache()
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """See `LLM.reset_prefix_cache`."""
+        refuse_unused(reset_connector=reset_connector)
+        self._loop.reset_prefix_cache(reset_running_requests=reset_running_requests)
         return True

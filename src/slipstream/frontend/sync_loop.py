@@ -208,9 +208,12 @@ class SyncLoop:
         with self.turn(), held_back():
             self._process(self.lanes.sleeper.update_weights(source, model))
 
-    def reset_prefix_cache(self) -> None:
-        with self.turn():
-            self.lanes.reset_prefix_cache()
+    def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> None:
+        with self.turn(), held_back():
+            if reset_running_requests:
+                self._process(self.lanes.sleeper.preempt_all())
+            else:
+                self.lanes.reset_prefix_cache()
 
     def close(self) -> None:
         """Steps and streams raise from now on. Drops the references to the engine."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Self, TypedDict
+from typing import Any, NoReturn, Self, TypedDict
 
 from slipstream.config.options import Options
 from slipstream.config.vllm_args import NO_EFFECT, REFUSED, TRANSLATED
@@ -70,6 +70,7 @@ _UNUSED = {
     "trace_headers": "traces are those of slipstream serve",
     "data_parallel_rank": "one device runs the whole model",
     "reasoning_ended": "a thinking budget follows the text of the prompt",
+    "reset_connector": "cached pages of other engines are copied when they are used",
     "reasoning_parser_kwargs": "parsers have no arguments",
 }
 
@@ -87,3 +88,11 @@ def refuse_unused(**given: Any) -> None:
     for name, value in given.items():
         if value not in (None, {}, [], False):
             raise InvalidParams(f"{name} is not supported: {_UNUSED[name]}", param=name)
+
+
+def refuse_running_reset() -> NoReturn:
+    """Raises for `reset_running_requests` of engines that run in another thread or process."""
+    raise InvalidParams(
+        "reset_running_requests is for LLM and LLMEngine with one replica; use pause_generation(mode='wait') first",
+        param="reset_running_requests",
+    )

@@ -7,7 +7,8 @@ threads nor on an event loop. embed and classify are encode with a fixed task.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -47,9 +48,11 @@ def encode(
     prompt_name: str | None = None,
     prompt: str | None = None,
     truncate_prompt_tokens: int | None = None,
+    tokenization_kwargs: Mapping[str, Any] | None = None,
 ) -> PoolingCall[Results]:
     batch = as_batch(prompts)
-    resolved = _resolve_each(inputs, params, task, len(batch), truncate_prompt_tokens)
+    truncation = _truncation(inputs, truncate_prompt_tokens, tokenization_kwargs)
+    resolved = _resolve_each(inputs, params, task, len(batch), truncation)
     return (yield [PoolingBatch(batch, resolved, inputs.prefix(prompt_name, prompt), inputs.role(prompt_name))])
 
 
@@ -62,23 +65,33 @@ def score(
     instruction: str | None = None,
     prompt_name: str | None = None,
     truncate_prompt_tokens: int | None = None,
+    tokenization_kwargs: Mapping[str, Any] | None = None,
+    chat_template: str | None = None,
     roles: bool = False,
 ) -> PoolingCall[list[ScoringRequestOutput]]:
     """Scores pairs of texts: one with one, one with each of many, or the i-th with the i-th.
 
     A cross-encoder reads both texts in one prompt; the vectors of an embedder are compared by its similarity function,
     those of a late-interaction model token by token. With `roles` the first texts are queries and the second documents,
-    and the model's prompts for these are used.
+    and the model's prompts for these are used. `chat_template`: a Jinja template for the prompt of a cross-encoder, with
+    the texts as messages of the roles query and document.
     """
+    truncation = _truncation(inputs, truncate_prompt_tokens, tokenization_kwargs)
     left, right = _texts("first", first), _texts("second", second)
     if len(left) not in (1, len(right)):
         raise InvalidParams(
             f"there are {len(left)} first texts and {len(right)} second ones; give one first text, or as many of both"
         )
     if "classify" in inputs.pooling.tasks:
-        resolved = _resolve(inputs, params, "classify", truncate_prompt_tokens)
+        resolved = _resolve(inputs, params, "classify", truncation)
         prefix, instruction = inputs.pair_prompt(prompt_name, instruction)
-        return (yield from _score_by_cross_encoder(inputs, left, right, resolved, instruction, prefix))
+        make_pair = partial(inputs.pair, instruction=instruction, chat_template=chat_template)
+        return (yield from _score_by_cross_encoder(inputs, left, right, resolved, make_pair, prefix))
+    if chat_template is not None:
+        raise InvalidParams(
+            f"{inputs.description.name} compares vectors, and chat_template is for cross-encoders; remove it",
+            param="chat_template",
+        )
     if instruction is not None:
         raise InvalidParams(
             f"{inputs.description.name} compares vectors and takes no instruction; remove it", param="instruction"
@@ -86,10 +99,10 @@ def score(
     names = (_prompt_name(inputs, "query"), _prompt_name(inputs, "document", "passage")) if roles else (None, None)
     prefixes = [inputs.prefix(prompt_name or name) for name in names]
     if "embed" in inputs.pooling.tasks:
-        resolved = _resolve(inputs, params, "embed", truncate_prompt_tokens)
+        resolved = _resolve(inputs, params, "embed", truncation)
         return (yield from _score_by_vectors(inputs, left, right, resolved, prefixes))
     if "token_embed" in inputs.pooling.tasks:
-        resolved = _resolve(inputs, params, "token_embed", truncate_prompt_tokens)
+        resolved = _resolve(inputs, params, "token_embed", truncation)
         if not roles:  # late interaction always has a query and a document
             prefixes = [
                 inputs.prefix(prompt_name or _prompt_name(inputs, *role))
@@ -113,6 +126,8 @@ def rerank(
     instruction: str | None = None,
     prompt_name: str | None = None,
     truncate_prompt_tokens: int | None = None,
+    tokenization_kwargs: Mapping[str, Any] | None = None,
+    chat_template: str | None = None,
 ) -> PoolingCall[list[RerankResult]]:
     """Returns the documents by descending score, equal scores in the order of the documents."""
     if top_n is not None and (type(top_n) is not int or top_n < 1):
@@ -133,6 +148,8 @@ def rerank(
         instruction=instruction,
         prompt_name=prompt_name,
         truncate_prompt_tokens=truncate_prompt_tokens,
+        tokenization_kwargs=tokenization_kwargs,
+        chat_template=chat_template,
         roles=True,
     )
     for index, one in enumerate(scored):
@@ -148,7 +165,7 @@ def _score_by_cross_encoder(
     left: Sequence[str],
     right: Sequence[str],
     params: PoolingParams,
-    instruction: str | None,
+    make_pair: Callable[[str, str], PoolingPrompt],
     prefix: str,
 ) -> PoolingCall[list[ScoringRequestOutput]]:
     if inputs.pooling.num_labels != 1:
@@ -160,7 +177,7 @@ def _score_by_cross_encoder(
     pairs: list[PoolingPrompt] = []
     for index, document in enumerate(right):
         try:
-            pairs.append(inputs.pair(left[index if len(left) > 1 else 0], document, instruction))
+            pairs.append(make_pair(left[index if len(left) > 1 else 0], document))
         except UserError as error:
             if len(right) == 1:
                 raise
@@ -255,17 +272,43 @@ def _prompt_name(inputs: PoolingInputs, *names: str) -> str | None:
     return next((name for name in names if name in inputs.pooling.prompts), None)
 
 
+Truncation = Mapping[str, Any]
+"""The fields truncate_prompt_tokens and truncation_side of PoolingParams that a call sets for all its prompts."""
+
+
+def _truncation(inputs: PoolingInputs, tokens: int | None, tokenization_kwargs: Mapping[str, Any] | None) -> Truncation:
+    """From the arguments of a call. `tokenization_kwargs` are vLLM's; of these only truncation is supported."""
+    found = {} if tokens is None else {"truncate_prompt_tokens": tokens}
+    for name, value in (tokenization_kwargs or {}).items():
+        if value is None:
+            continue
+        if name not in ("truncate_prompt_tokens", "truncation_side"):
+            raise InvalidParams(
+                f"tokenization_kwargs has {name}; it takes truncate_prompt_tokens and truncation_side",
+                param="tokenization_kwargs",
+            )
+        limit = inputs.description.max_model_len
+        if name == "truncate_prompt_tokens" and isinstance(value, int) and value > limit:
+            raise InvalidParams(
+                f"truncate_prompt_tokens of tokenization_kwargs is {value}, and {inputs.description.name} takes "
+                f"{limit} tokens; give at most that, or -1 for it",
+                param="tokenization_kwargs",
+            )
+        found[name] = value
+    return found
+
+
 def _resolve(
-    inputs: PoolingInputs, params: PoolingParams | None, task: Task | None, truncate: int | None
+    inputs: PoolingInputs, params: PoolingParams | None, task: Task | None, truncation: Truncation
 ) -> PoolingParams:
-    if truncate is not None:
-        params = (params or PoolingParams()).with_changes(truncate_prompt_tokens=truncate)
+    if truncation:
+        params = (params or PoolingParams()).with_changes(**truncation)
     return inputs.resolve(params, task)
 
 
 def _resolve_each(
-    inputs: PoolingInputs, params: OneOrMoreParams, task: Task | None, count: int, truncate: int | None
+    inputs: PoolingInputs, params: OneOrMoreParams, task: Task | None, count: int, truncation: Truncation
 ) -> PoolingParams | list[PoolingParams]:
     if not isinstance(params, list | tuple):
-        return _resolve(inputs, params, task, truncate)  # type: ignore[arg-type]
-    return [_resolve(inputs, one, task, truncate) for one in per_prompt("pooling_params", params, count)]
+        return _resolve(inputs, params, task, truncation)  # type: ignore[arg-type]
+    return [_resolve(inputs, one, task, truncation) for one in per_prompt("pooling_params", params, count)]

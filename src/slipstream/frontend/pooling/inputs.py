@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from slipstream.config.pooling_info import Role
-from slipstream.errors import InvalidParams, InvalidPrompt
+from slipstream.errors import BadTokenizer, InvalidParams, InvalidPrompt
 from slipstream.frontend.inputs import PreparedPrompt
 from slipstream.frontend.pooling.params import resolve_params
 from slipstream.frontend.pooling.prompts import (
@@ -30,6 +30,7 @@ from slipstream.frontend.prompts import Lookahead
 from slipstream.lora_request import LoRARequest
 from slipstream.messages import Submit
 from slipstream.pooling_params import PoolingParams, Task
+from slipstream.text.chat import render_chat
 from slipstream.text.control_tokens import ControlTokens
 
 _FIRST_PART, _MAX_PART = 64, 1024  # prompts tokenised at a time: few at first, so that the first step starts early
@@ -88,14 +89,18 @@ class PoolingInputs(PoolingPromptReader):
             raise InvalidParams("instruction and prompt_name are both given; remove one of them", param="prompt_name")
         return "", self.prefix(prompt_name)
 
-    def pair(self, query: str, document: str, instruction: str | None) -> PoolingPrompt:
-        """Returns two texts as one prompt, in the format of the model's training.
+    def pair(
+        self, query: str, document: str, instruction: str | None, chat_template: str | None = None
+    ) -> PoolingPrompt:
+        """Returns two texts as one prompt, in the format of the model's training, or by a Jinja template.
 
         Control tokens in the texts are encoded as plain text, unless the engine's option allows them.
         """
         for text in (query, document):
             if not isinstance(text, str):
                 raise InvalidPrompt(f"score compares texts, and one is {type(text).__name__}; give texts")
+        if chat_template is not None:
+            return self._templated_pair(query, document, instruction, chat_template)
         template = self.pooling.pair_template
         if template is None:
             if instruction is not None:
@@ -114,6 +119,21 @@ class PoolingInputs(PoolingPromptReader):
             text += rest[:offset] + (parts[name] if name else "")
             rest = rest[offset + len(name) :]
         return text if controls is None else controls.unmask(text)
+
+    def _templated_pair(self, query: str, document: str, instruction: str | None, template: str) -> str:
+        if self.tokenizer is None:
+            raise BadTokenizer("the prompt is text and skip_tokenizer_init is set; give token ids or unset it")
+        controls = None if self.description.allow_control_tokens else ControlTokens(self.tokenizer, template)
+        messages = [{"role": "query", "content": query}, {"role": "document", "content": document}]
+        variables: dict[str, Any] = {} if instruction is None else {"instruction": instruction}
+        return render_chat(
+            template,
+            messages,
+            add_generation_prompt=False,
+            special_tokens=self.tokenizer.special_tokens,
+            controls=controls,
+            **variables,
+        )
 
     def _controls(self) -> ControlTokens | None:
         """The control tokens that the pair template may contain and the texts may not; None allows all in both."""

@@ -50,7 +50,8 @@ class PoolingMethods:
 
         `outputs.data` is a torch tensor; for sparse, `outputs` has indices and weights.
         A prompt is a text, token ids, an object with `prompt` or `prompt_token_ids`, or a pair of texts. `how`:
-        prompt_name or prompt (the text to put before each input) and truncate_prompt_tokens.
+        prompt_name or prompt (the text to put before each input), truncate_prompt_tokens, and tokenization_kwargs with
+        truncate_prompt_tokens and truncation_side.
         """
         served = self._model(model, *([pooling_task] if pooling_task else POOLING_TASKS))
         call = pooling_calls.encode(served.require_pooling(), prompts, pooling_params, pooling_task, **how)
@@ -99,7 +100,9 @@ class PoolingMethods:
     ) -> list[ScoringRequestOutput]:
         """Scores pairs of texts as `outputs.score`: one with one, one with each of many, or the i-th with the i-th.
 
-        `how`: instruction (where the model takes one), prompt_name and truncate_prompt_tokens.
+        `how`: instruction (where the model takes one), prompt_name, truncate_prompt_tokens, tokenization_kwargs (see
+        `encode`), and chat_template: a Jinja template for the prompt of a cross-encoder, with the texts as messages of
+        the roles query and document.
         """
         served = self._model(model, *SCORING)
         call = pooling_calls.score(served.require_pooling(), data_1, data_2, pooling_params, **how)

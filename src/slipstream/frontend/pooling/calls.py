@@ -73,8 +73,8 @@ def score(
 
     A cross-encoder reads both texts in one prompt; the vectors of an embedder are compared by its similarity function,
     those of a late-interaction model token by token. With `roles` the first texts are queries and the second documents,
-    and the model's prompts for these are used. `chat_template`: a Jinja template for the prompt of a cross-encoder, with
-    the texts as messages of the roles query and document.
+    and the model's prompts for these are used. `chat_template`: a Jinja template for the prompt of a cross-encoder,
+    with the texts as messages of the roles query and document.
     """
     truncation = _truncation(inputs, truncate_prompt_tokens, tokenization_kwargs)
     left, right = _texts("first", first), _texts("second", second)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -78,6 +79,16 @@ def assert_same(got, wanted):
     for a, b in zip(ours, theirs, strict=True):
         assert a.keys() == b.keys()
         assert all(abs(a[token] - b[token]) < 1e-9 for token in a)
+
+
+def test_the_selection_has_every_pair_of_values():
+    """Preemption counts in batches only; the baseline is the run that all cells are compared with."""
+    found, baseline = set(), dict.fromkeys(FACTORS, False) | {"depth": 0}
+    for cell in (baseline, *PAIRED):
+        assert cell["batched"] or not cell["preempted"]
+        found |= set(itertools.combinations(cell.items(), 2))
+    every = {pair for cell in CELLS for pair in itertools.combinations(zip(FACTORS, cell, strict=True), 2)}
+    assert every - found == {(("batched", False), ("preempted", True))}
 
 
 GREEDY = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True, logprobs=3)

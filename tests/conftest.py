@@ -80,6 +80,8 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 
 def pytest_collection_finish() -> None:
+    # The modules stay: a full collection that traverses them takes 0.5 s, 4 % of the whole suite.
+    gc.freeze()
     gc.enable()
 
 

@@ -16,7 +16,7 @@ from slipstream.device.device import Device
 from tiny import write_tiny
 
 FAMILIES = ["qwen3_next", "qwen3_5", "mamba2", "falcon_h1"]
-GREEDY = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True, logprobs=1)
+GREEDY = SamplingParams(temperature=0, max_tokens=11, ignore_eos=True, logprobs=1)
 SAMPLED = SamplingParams(n=2, temperature=1.0, seed=3, max_tokens=6, logprobs=0, ignore_eos=True)
 TEXT = random.Random(0).choices(range(300), k=230)
 # prompts with common prefixes; some answers cross a border of a chunk
@@ -74,7 +74,7 @@ CELLS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("cell", CELLS)
 def test_tokens_do_not_depend_on_scheduling(hybrid: Hybrid, cell: str) -> None:
     with make(hybrid.folder, **CELLS[cell]) as llm:
-        for _ in range(2):  # the second time the cache is warm
+        for _ in range(2 if llm.config.cache.prefix_caching else 1):  # the second time the cache is warm
             check(llm, hybrid.greedy)
         scheduler = llm.core.scheduler
         has_pages = bool(llm.core.executor.model.cache_specs(16, "float64"))  # without them nothing runs out

@@ -16,6 +16,7 @@ from law7 import PAIRED, PROMPTS, options_of
 from replay_device import ReplayDevice
 from slipstream import LLM, AdapterLogitsProcessor, LogitsProcessor, SamplingParams
 from slipstream.errors import InvalidOption, InvalidParams
+from slipstream.scheduler.processors.loading import installed
 from tiny import write_tiny
 
 VOCAB = 304
@@ -270,8 +271,12 @@ def test_installed_packages_add_processors(model, monkeypatch):
     entry = importlib.metadata.EntryPoint("mark", "some_plugin:Watermark", group)
     found = {group: [entry]}
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda *, group: found.get(group, []))
-    with make(model) as llm:
-        marked, plain = llm.generate([[1, 2]] * 2, [MIXED[0], MIXED[-1]], use_tqdm=False)
+    installed.cache_clear()
+    try:
+        with make(model) as llm:
+            marked, plain = llm.generate([[1, 2]] * 2, [MIXED[0], MIXED[-1]], use_tqdm=False)
+    finally:
+        installed.cache_clear()
     assert marked.outputs[0].token_ids != plain.outputs[0].token_ids
 
 

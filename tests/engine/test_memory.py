@@ -118,7 +118,7 @@ FEATURES = {
 }
 
 
-def peak_of_run(folder, params, max_tokens=16, **options):
+def peak_of_run(folder, params, max_tokens=6, **options):
     """The most bytes alive in a run beyond what was there before it, and what was foretold. The rows end at the longest
     length, and the first prompts fill whole steps: fewer drawn tokens repeat fewer steps of one size."""
     options |= dict(model=folder, load_format="dummy", skip_tokenizer_init=True, num_threads=1)

@@ -71,6 +71,7 @@ FEATURES = {
 
 OF_TOKENS = SamplingParams(logits_processors=[_Tokens()], max_tokens=6)
 OF_LOGITS = SamplingParams(logits_processors=[_edit], max_tokens=6)
+LONG = [SamplingParams(temperature=0, max_tokens=12)] * 3  # few pages do not hold them
 THINKING = SamplingParams(thinking_token_budget=2, max_tokens=6)
 
 
@@ -90,17 +91,15 @@ def folder(request, tmp_path_factory):
 
 # The sampler does not depend on the family: all features one by one over one family, over the others those that
 # select other positions (prompt logprobs, samples), and all at once.
-FEATURES_OF = [
-    (family, feature)
-    for family in FAMILIES
-    for feature in (FEATURES if family == "llama" else ("greedy", "samples", "prompt logprobs", "everything"))
-]
+OF_A_FAMILY = ("greedy", "samples", "prompt logprobs", "everything")
+FEATURES_OF = [(family, feature) for family in FAMILIES for feature in (FEATURES if family == "llama" else OF_A_FAMILY)]
 each_feature = pytest.mark.parametrize(("folder", "feature"), FEATURES_OF, indirect=["folder"])
 
 
-def drive(folder, params, *, num_pages=64, break_model=None, device=None, drafts=None) -> int:
+def drive(folder, params, *, num_pages=64, preempts=False, break_model=None, device=None, drafts=None) -> int:
     """Run an engine whose device has no values; the tokens are invented. Returns the number of steps."""
-    options = dict(use_tqdm_on_load=False, max_model_len=64, page_size=4, max_num_seqs=4, max_num_batched_tokens=8)
+    options = dict(use_tqdm_on_load=False, page_size=4, max_num_seqs=4, max_num_batched_tokens=8)
+    options["max_model_len"] = min(64, 4 * num_pages)
     options["reasoning_config"] = {"reasoning_start_str": "<a>", "reasoning_end_str": "</a>"}
     with LLM(folder, **options, num_pages=num_pages, num_threads=1, _device=device, drafts=drafts) as llm:
         core, runner = llm.core, llm.core.executor
@@ -131,7 +130,7 @@ def drive(folder, params, *, num_pages=64, break_model=None, device=None, drafts
                     else StepResult(result.tokens, result.failed, None, result.prompt_logprobs)
                 )
                 steps += 1
-        assert not core.scheduler.has_requests()
+        assert not core.scheduler.has_requests() and (core.scheduler.num_preemptions > 0) == preempts
         # an exception on the way to a processor ends its request only
         assert not [sample.processors.error for sample in submitted if sample.processors and sample.processors.error]
         return steps
@@ -150,8 +149,14 @@ def test_no_captured_step_looks_at_a_value(folder, feature):
     assert device.num_replays > 1  # the first is the capture
 
 
+@pytest.mark.parametrize("folder", ["llama"], indirect=True)
 def test_all_features_together_with_preemption(folder):
-    assert drive(folder, list(FEATURES.values()), num_pages=16) > 20
+    assert drive(folder, [*LONG, *FEATURES.values()], num_pages=10, preempts=True) > 20
+
+
+@pytest.mark.parametrize("folder", ["gemma2", "qwen3_5"], indirect=True)
+def test_windows_and_states_with_preemption(folder):
+    assert drive(folder, [*LONG, FEATURES["everything"]], num_pages=10, preempts=True) > 20
 
 
 @pytest.mark.parametrize("device", [None, ReplayDevice(0)], ids=["eager", "captured"])

@@ -12,7 +12,13 @@ from contextlib import contextmanager
 
 @contextmanager
 def frozen_gc() -> Iterator[None]:
-    """Exclude all present objects from garbage collection until the block ends. Both ends cost almost nothing."""
+    """Exclude all present objects from garbage collection until the block ends. Both ends cost almost nothing.
+
+    Does nothing if the process has frozen objects already: the end of the block would return those to the collector.
+    """
+    if gc.get_freeze_count():
+        yield
+        return
     gc.freeze()
     try:
         yield

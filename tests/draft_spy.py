@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
+from functools import partial
+
 import torch
 
 from slipstream.device.sync_check import sync_allowed
+from slipstream.request import NEVER
 from slipstream.runner.drafts.drafter import DraftBatch
 
 
@@ -18,16 +22,28 @@ class DraftSpy:
         self.history = runner.store.history
         self.table = self.history.table
         self.always_runs, self.reads_hidden = self.inner.always_runs, self.inner.reads_hidden
+        self.behind: deque[set[int]] = deque()  # by step in flight: rows that a draft model has not computed yet
+        if (lag := llm.core.scheduler.drafts.lag) is not None:
+            lag.plan = partial(self._plan, lag.plan)
         self.proposals: list[tuple[list[int], list[int]]] = []
         head.drafter = self
 
     def propose(self, batch: DraftBatch, num_drafts: int) -> None:
         self.inner.propose(batch, num_drafts)
         with sync_allowed("a spy of the tests"):
-            for row in sorted(set(batch.rows.tolist()) - {len(self.rows.computed) - 1}) if num_drafts else ():
+            # no plan uses the proposals for rows that the draft model has not computed yet
+            unused = {len(self.rows.computed) - 1} | (self.behind.popleft() if self.behind else set())
+            for row in sorted(set(batch.rows.tolist()) - unused) if num_drafts else ():
                 tokens = self.history.tokens[self.table[row]].view(-1)[: int(self.rows.computed[row])].tolist()
                 last, *drafts = self.rows.next_tokens[row, : 1 + num_drafts].tolist()
                 self.proposals.append(([*tokens, last], drafts))
+
+    def _plan(self, plan, builder, *, is_trial):
+        planned = plan(builder, is_trial=is_trial)
+        drawing = builder.decodes + [chunk.request for chunk in builder.chunks if chunk.num_drawn]
+        if drawing:
+            self.behind.append({request.row for request in drawing if request.drafted != NEVER})
+        return planned
 
 
 def argmax_after(logits: torch.Tensor, num_drafts: int) -> list[int]:

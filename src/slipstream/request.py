@@ -77,7 +77,7 @@ class Request:
         "computed", "committed", "pending", "decode_limit", "num_cached", "num_preemptions", "known_launched_at",
         "leader", "siblings", "next_scored", "num_logprobs", "list_sizes", "num_staged_ids", "pages", "capacity",
         "hashes", "num_published", "publish_after", "states", "next_border", "long_rope", "short_limit",
-        "thinking", "session", "processors", "held", "lora", "adapter", "embeds",
+        "thinking", "session", "processors", "held", "lora", "adapter", "embeds", "drafted",
     )  # fmt: skip
 
     def __init__(
@@ -162,6 +162,9 @@ class Request:
         self.session: Session | None = None  # once the grammar is compiled
         self.processors: RequestProcessors | None = None
         self.held = False  # a running request that the next plans leave out; see `hold`
+
+        # leading positions with entries of a draft model; NEVER: all, or no draft model falls behind (`DraftLag`)
+        self.drafted = NEVER
 
         # LongRoPE, set at admission: whether the long factors are used, and the maximum length for the short ones
         self.long_rope = False

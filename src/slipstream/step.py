@@ -214,10 +214,18 @@ class StepPlan:
     has_drafts: bool = False  # some row draws more than one token
     num_proposed: int = 0  # drafts that the device proposes for each row after its draw; 0: none
     returns_drafts: bool = False  # the result has the proposed drafts: the host makes masks along them
+    # [n, 3] (row, first position, number): positions that a draft model computes before it proposes. It then runs in
+    # plans that propose drafts only. None: it follows every step
+    catch_up: Ints | None = None
     adapters: AdapterPlan | None = None  # None: no row has an adapter, and none is loaded
     embeds: EmbedPlan | None = None  # None: all embeddings come from the model's table
     tier: TierPlan | None = None  # None: no page is copied to or from the second tier
     joint_sizes: StepSizes | None = None  # of all engines that share experts; None: the engine computes alone
+
+    @property
+    def catches_up(self) -> bool:
+        """Whether a draft model computes positions of earlier steps."""
+        return self.catch_up is not None and len(self.catch_up) > 0
 
     @property
     def all_admitted(self) -> tuple[Admission | PoolAdmission, ...]:

@@ -96,10 +96,12 @@ def test_a_plan_with_every_part():
         joint_sizes=StepSizes(4, 2, False, True, True),
         embeds=EmbedPlan(ints(1, 2), (np.array([[0.5], [2.0]], np.float32),)),
         tier=TierPlan(ints(0, 3, 1).reshape(1, 3), NO_INTS.reshape(0, 3)),
+        catch_up=ints(1, 0, 2).reshape(1, 3),
     )
     check_equal(decode_plan(encode_plan(plan)), plan)
     defaults = [each.name for each in dataclasses.fields(plan) if each.default is not dataclasses.MISSING]
-    assert all(getattr(plan, name) not in (None, False) for name in defaults)  # a new field belongs into this plan
+    # a new field belongs into this plan
+    assert not any(getattr(plan, name) is None or getattr(plan, name) is False for name in defaults)
 
 
 @pytest.mark.parametrize("bias", [None, LateBias(ints(1), ints(2, 3).reshape(1, 2), np.ones((1, 2), np.float32))])

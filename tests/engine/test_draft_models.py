@@ -6,6 +6,7 @@ import json
 from itertools import chain
 
 import pytest
+from msgspec import structs
 from test_law7 import GREEDY, MAX_LEN, assert_same, make
 
 from draft_spy import DraftSpy, argmax_after
@@ -109,25 +110,72 @@ def test_captured_heads_draft_the_same(folders, wanted):
         assert any(key[0] == "head" and key[4:6] == (True, 3) for key in captured)
 
 
-def test_steps_without_drafts_keep_the_cache_complete(folders):
-    """The number of drafts adapts: after steps that proposed nothing, the next proposals are right."""
+class Alternating:
+    """Replaces `DraftLength`: of `period` plans, some neither have nor propose drafts."""
+
+    def __init__(self, period, num_without, *, is_resting=False):
+        self.period, self.num_without, self.is_trial, self.is_resting = period, num_without, False, is_resting
+        self.number = 0
+
+    def choose(self, num_rows):
+        self.number += 1
+        phase = self.number % self.period
+        return (3, 3) if phase > self.num_without else (0, 3 if phase == self.num_without else 0)
+
+    def add(self, drawn, counts):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("name", "period", "options"),
+    [
+        ("target", (7, 3), dict(depth=1)),
+        ("target", (9, 5), dict(chunked=True, cached=True, preempted=True, depth=2)),
+        ("window", (7, 3), dict(depth=1)),  # it follows every step
+    ],
+)
+def test_a_draft_model_catches_up_after_steps_without_drafts(folders, name, period, options):
+    """Also with chunks, prefix hits, preemption and copied pages whose entries are missing."""
+    params = [structs.replace(GREEDY, n=1 + (index == 2)) for index in range(len(PROMPTS))]
+    with open_llm(folders[name], folders[name], **options) as llm:
+        drafts = llm.core.scheduler.drafts
+        assert (drafts.lag is None) == (name == "window")
+        drafts.length = Alternating(*period)
+        for _ in range(3):
+            llm.generate(PROMPTS, params)
+        assert drafts.counts.num_accepted == drafts.counts.num_drafts > 50
+        llm.core.scheduler.cache.check()
+
+
+def test_a_draft_model_computes_at_most_one_step_of_tokens_to_catch_up(folders):
+    """What is left waits for the next steps, and the request has no drafts meanwhile."""
     with open_llm(folders["target"], folders["target"]) as llm:
-        drafts, number = llm.core.scheduler.drafts, 0
-
-        class Alternating:
-            is_trial = False
-
-            def choose(self, num_rows):
-                nonlocal number
-                number += 1
-                return (3, 3) if number % 7 > 3 else (0, 3 if number % 7 == 3 else 0)
-
-            def add(self, drawn, counts):
-                pass
-
-        drafts.length = Alternating()
+        drafts, spy = llm.core.scheduler.drafts, DraftSpy(llm)
+        drafts.length = Alternating(12, 3)
+        drafts.lag.max_tokens = 5
         llm.generate(PROMPTS, GREEDY)
-        assert drafts.counts.num_accepted == drafts.counts.num_drafts > 20
+        assert drafts.counts.num_accepted == drafts.counts.num_drafts > 10
+        assert any(len(tokens) > 12 for tokens, _ in spy.proposals)
+
+
+def test_a_draft_model_does_not_run_while_there_are_no_drafts(folders, monkeypatch):
+    with open_llm(folders["target"], folders["target"]) as llm:
+        drafts, model, seen = llm.core.scheduler.drafts, llm.core.executor.drafter.model, []
+        forward = type(model).forward
+        monkeypatch.setattr(
+            type(model),
+            "forward",
+            lambda self, context: (
+                seen.append(len(context.batch.ids)) if self is model else None,
+                forward(self, context),
+            )[1],
+        )
+        drafts.length = Alternating(1000, 999)
+        llm.generate(PROMPTS, GREEDY)
+        assert not seen and not drafts.counts.num_drafts
+        drafts.length = Alternating(6, 2)
+        llm.generate(PROMPTS, GREEDY)
+        assert seen and drafts.counts.num_drafts > 10
 
 
 def test_memory_is_planned_to_the_byte(folders):

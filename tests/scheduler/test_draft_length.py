@@ -24,6 +24,7 @@ class Simulation:
         self.rng = random.Random(1)
         self.tokens, self.time, self.proposed = 0, 0.0, 0
         self.chosen: list[int] = []
+        self.late: dict[int, float] = {}  # by positions of a row: what its first step takes longer
 
     def run(self, steps: int) -> float:
         """Returns tokens per second of these steps, relative to steps without drafts."""
@@ -39,7 +40,8 @@ class Simulation:
                 counts.append(1 + accepted)
             self.proposed = proposed
             took = self.seconds(self.num_rows * (1 + num))
-            self.length.measure(self.num_rows * (1 + num), took)
+            if num or not proposed:  # as the pacer does
+                self.length.measure(self.num_rows * (1 + num), took + self.late.pop(1 + num, 0.0))
             if num:
                 self.length.add([1 + num] * self.num_rows, np.array(counts, np.int32))
             tokens, time = tokens + sum(counts), time + took
@@ -81,7 +83,7 @@ def test_a_large_batch_loses_nothing_and_a_small_one_gains(accepts: float) -> No
 
 def test_drafts_on_a_device_whose_times_are_not_known() -> None:
     length = DraftLength(4)
-    assert [length.choose(2)[0] for _ in range(8)][-1] == 4
+    assert [length.choose(2)[0] for _ in range(12)][-1] == 4
 
 
 def test_some_drafts_where_later_ones_are_rarely_right() -> None:
@@ -105,6 +107,27 @@ def test_a_trial_has_drafts_for_some_rows_only() -> None:
         planner.begin_plan(600)
         num_drafts.add((bool(planner.num_drafts), planner._left))
     assert num_drafts == {(False, 2400), (True, MAX_PROBED)}
+
+
+def test_the_first_step_of_a_size_may_take_long() -> None:
+    """The host captures it, and the device waits."""
+    simulation = Simulation(1, 4, memory_bound, 0.8)
+    simulation.late = dict.fromkeys(range(2, 6), 100.0)
+    assert simulation.run(40) > 1.8
+
+
+def test_proposals_are_no_part_of_a_step_without_drafts() -> None:
+    """A draft model takes several passes to propose: a step that proposes says nothing about one without drafts."""
+    length = DraftLength(4)
+    plain = [length.choose(2) for _ in range(2)]
+    assert plain == [(0, 0), (0, 0)]
+
+
+def test_prompts_alone_are_not_drafted_while_drafts_do_not_pay() -> None:
+    simulation = Simulation(4, 4, memory_bound, 0.0)
+    assert simulation.length.choose(0) == (0, 4)
+    simulation.run(300)
+    assert simulation.length.choose(0) == (0, 0)
 
 
 def test_a_text_that_becomes_predictable_is_noticed() -> None:

@@ -38,6 +38,7 @@ _Rest = tuple[
     StepSizes | None,
     EmbedPlan | None,
     TierPlan | None,
+    Ints | None,
 ]
 _LateFields = tuple[Ints, Ints, LateBias | None, Ints | None]
 
@@ -65,7 +66,8 @@ def encode_plan(plan: StepPlan) -> bytes:
     for pages in plan.new_pages:
         arrays += (pages.rows, pages.entries, pages.pages)
     arrays.append(plan.copies.reshape(-1))
-    parts = (plan.scores, plan.pooling, plan.states, plan.adapters, plan.joint_sizes, plan.embeds, plan.tier)
+    shared = plan.adapters, plan.joint_sizes, plan.embeds, plan.tier, plan.catch_up
+    parts = (plan.scores, plan.pooling, plan.states, *shared)
     has_rest = bool(plan.admitted) or any(part is not None for part in parts)
     rest = _encode((plan.admitted, *parts)) if has_rest else b""
     header = [
@@ -93,7 +95,7 @@ def decode_plan(data: bytes) -> StepPlan:
         start += 4 * size
     fixed: dict[str, Any] = dict(zip(_ARRAYS, arrays, strict=False))
     groups = arrays[len(_ARRAYS) : -1]
-    rest: Any = ((), *[None] * 7) if not header[6] else _decode_rest(memoryview(data)[start:])
+    rest: Any = ((), *[None] * 8) if not header[6] else _decode_rest(memoryview(data)[start:])
     return StepPlan(
         step=header[0] | header[1] << 31,
         **fixed,
@@ -111,6 +113,7 @@ def decode_plan(data: bytes) -> StepPlan:
         joint_sizes=rest[5],
         embeds=rest[6],
         tier=rest[7],
+        catch_up=rest[8],
     )
 
 

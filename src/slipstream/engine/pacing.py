@@ -25,6 +25,7 @@ class _Step:
     kind: int
     num_tokens: int
     has_chunks: bool
+    is_measured: bool  # its time is that of its positions: `on_decode`
     after_rest: bool
     launched: float
     host: float
@@ -39,7 +40,8 @@ class Pacer:
     ) -> None:
         """`max_itl` in seconds; None: no bound."""
         self.max_itl = max_itl
-        # called with positions and device seconds of each step without prefill
+        # Called with positions and device seconds of steps without prefill. Not of a step that proposes drafts and
+        # has none itself: its time is neither that of a step without drafts nor that of one with drafts
         self.on_decode: Callable[[int, float], None] | None = None
         self._clock = clock
         self._sleep = sleep
@@ -82,7 +84,8 @@ class Pacer:
         """A plan was launched; `host`: host seconds for planning and launching it."""
         kind, num_tokens, has_chunks = _kind(plan)
         self._host += _NEWEST * (host - self._host)
-        self._steps.append(_Step(kind, num_tokens, has_chunks, not self._steps, self._clock(), host))
+        is_measured = not has_chunks and (plan.has_drafts or not plan.num_proposed) and not plan.catches_up
+        self._steps.append(_Step(kind, num_tokens, has_chunks, is_measured, not self._steps, self._clock(), host))
 
     def committed(self, busy: float) -> None:
         """The oldest step is committed, after `busy` seconds on the device; 0: unknown."""
@@ -90,7 +93,7 @@ class Pacer:
         self._freed = self._clock()
         if busy <= 0:
             return
-        if self.on_decode is not None and not step.has_chunks:
+        if self.on_decode is not None and step.is_measured:
             self.on_decode(step.num_tokens, busy)
         each = busy / step.num_tokens
         # otherwise the step probably waited for the host, as during a capture: `busy` is an upper bound

@@ -168,11 +168,11 @@ class GenerateHead:
             padded[:, :num_draws] = pick
             span = upload.put(padded)
         key: tuple[Hashable, ...] = ("head", num_rows, span is not None, replayed.key)
-        if has_drafts or drafts.num_proposed or self._always_drafts:
+        if has_drafts or drafts.run_drafter:
             key += (has_drafts, drafts.num_proposed)
         if drafts.num_returned:
             key += ("reported",)
-        if self._always_drafts:
+        if drafts.run_drafter and self.drafter is not None and self.drafter.always_runs:
             key += (drafts.num_rows,)
         if span is None and plan.adapter_slots is not None:  # another graph left the hidden states
             key += ("adapted",)
@@ -193,19 +193,17 @@ class GenerateHead:
         """Host: the drafts of the sampling rows of a step."""
         num_proposed = 0 if self.drafter is None else plan.num_proposed
         num_returned = num_proposed if plan.returns_drafts else 0
-        max_length = int(plan.lengths.max()) + 1 if num_proposed or self._always_drafts else 0
+        follows = self.drafter is not None and self.drafter.always_runs and plan.catch_up is None
+        run_drafter = num_proposed > 0 or follows
+        max_length = int(plan.lengths.max()) + 1 if run_drafter else 0
         if not isinstance(plan, DraftedPlan):
             num_rows = int(np.count_nonzero(plan.num_drawn))
-            return _Drafts(None, None, num_proposed, False, max_length, num_rows, num_returned)
+            return _Drafts(None, None, num_proposed, run_drafter, False, max_length, num_rows, num_returned)
         samples = plan.num_drawn > 0
         offsets = plan.offsets[samples].astype(np.int64)
         first = np.flatnonzero(offsets == 0)
         is_read = self.sampler.reads_output(plan)
-        return _Drafts(offsets, first, num_proposed, is_read, max_length, len(first), num_returned)
-
-    @property
-    def _always_drafts(self) -> bool:
-        return self.drafter is not None and self.drafter.always_runs
+        return _Drafts(offsets, first, num_proposed, run_drafter, is_read, max_length, len(first), num_returned)
 
     def _draw_batch(
         self, rows: torch.Tensor, positions: torch.Tensor, offsets: torch.Tensor | None, drafts: _Drafts
@@ -223,7 +221,7 @@ class GenerateHead:
         """Device: store the drawn tokens and propose drafts after them. Returns the results of the draw."""
         if draws.offsets is None:  # otherwise the sampler has stored the accepted tokens
             self.rows.draw(draws.rows, drawn.tokens)
-        if self.drafter is not None and (drafts.num_proposed or self.drafter.always_runs):
+        if self.drafter is not None and drafts.run_drafter:
             batch = DraftBatch(
                 draws.rows,
                 draws.offsets,
@@ -280,6 +278,7 @@ class _Drafts:
     offsets: Indices | None  # [sampling] index among the draws of one drafted row; None: no row has drafts
     first: Indices | None  # indices of the first draw of each row among all draws
     num_proposed: int  # drafts to propose for the next step
+    run_drafter: bool  # also true if the drafter only stores what later steps read
     are_read: bool  # a stage depends on the drafts before a draw
     max_length: int  # at least the number of tokens of every row after the draw
     num_rows: int  # at least the number of rows, each counted once

@@ -110,6 +110,7 @@ class ModelRunner:
         gather = self.input_batch.prepare(plan, upload, size)
         make_steps = None if self.states is None else self.states.prepare(plan, upload, size)
         follow = None if self.drafter is None else self.drafter.prepare(plan, upload, size)
+        catch_up = self.drafter.prepare_catch_up(plan, upload) if isinstance(self.drafter, ModelDrafter) else None
         adapt = None if self.adapters is None else self.adapters.prepare(plan, upload, size)
         for state in self.row_states:
             state.apply(plan)
@@ -139,6 +140,8 @@ class ModelRunner:
             step.batch, step.hidden = self.graphs.run(key, forward) if is_replayed else forward()
 
         self.device.compute.run(run_forward)
+        if catch_up is not None:
+            self.device.compute.run(catch_up)
         if self.sampler is not None and self.sampler.needs_late(plan):
             step.computed = self.device.compute.record(timed=True)
         self.device.compute.flush()

@@ -22,7 +22,8 @@ _PRIOR_ROWS, _PRIOR = 4.0, 0.6  # before any measurement: so many rows, whose fi
 _PROBE_DRAFTS, _PROBE_STEPS = 3, 4  # of a trial while rows have no drafts
 MAX_PROBED = 256  # drafts of all rows in one step of a trial: more would cost time and add little accuracy
 _FIRST_INTERVAL, _MAX_INTERVAL = 32, 1024  # plans between two trials
-_MAX_TRIES = 4  # more than plans in flight
+_MIN_MEASURED = 3  # steps of a size after which its time is known: the shortest of them
+_MAX_TRIES = 6  # more than these and the plans in flight
 _REFRESH = 256  # plans with drafts after which the time without drafts is measured again
 _SIZES = sizes_up_to(4096, first_steps=8)
 
@@ -36,33 +37,46 @@ class DraftLength:
         self._accepted = np.zeros(max_drafts)
         self._reached[0], self._accepted[0] = _PRIOR_ROWS, _PRIOR_ROWS * _PRIOR
         self._seconds: dict[int, float] = {}  # by number of positions, rounded up to a size
+        self._num_measured: dict[int, int] = {}  # of the sizes that were measured less than _MIN_MEASURED times
         self._num_tries: dict[int, int] = {}  # plans without drafts to measure a size; a device may have no clock
         self._num_plans = 0  # since the last trial, or since the time without drafts was measured
         self._interval = _FIRST_INTERVAL
         self._probing = 0  # plans left of a trial
+        self._has_proposed = True  # whether the last plan proposed drafts, or is the first one
         self.is_trial = False  # whether the last choice belongs to a trial
+        self.is_resting = False  # no number of drafts was better than none
 
     def choose(self, num_rows: int) -> tuple[int, int]:
         """The number of drafts per row of the next plan with `num_rows` decode rows, and the number to propose for the
         plan after it."""
-        most = self.max_drafts
         self.is_trial = bool(num_rows and self._probing)
-        if not num_rows:
-            return 0, most
+        if num_rows:
+            num, num_proposed = self._choose(num_rows)
+        else:
+            num, num_proposed = 0, 0 if self.is_resting else self.max_drafts
+        if not self._has_proposed:
+            num = 0  # the plan before proposed nothing
+        self._has_proposed = num_proposed > 0
+        return num, num_proposed
+
+    def _choose(self, num_rows: int) -> tuple[int, int]:
+        most = self.max_drafts
         self._num_plans += 1
         if self.is_trial:
             self._probing -= 1
             return min(_PROBE_DRAFTS, most), most
         best = self._best(num_rows)
+        self.is_resting = not best
         if best:
             self._interval = _FIRST_INTERVAL
             size = _size(num_rows)
+            # the time without drafts is that of plans which propose nothing either: a proposal may cost several passes
             if self._num_plans >= _REFRESH:
                 self._num_plans = 0
-                return 0, most  # to measure the time without drafts
-            if size not in self._seconds and self._num_tries.get(size, 0) < _MAX_TRIES:
+                return 0, 0
+            if not self._is_known(size) and self._num_tries.get(size, 0) < _MAX_TRIES:
                 self._num_tries[size] = self._num_tries.get(size, 0) + 1
-                return 0, most
+                return 0, 0
             return best, most
         if self._num_plans < self._interval:
             return 0, 0
@@ -94,12 +108,16 @@ class DraftLength:
         """Seconds of a step with so many positions. Not measured: those of the next smaller or larger size, which tries
         the step."""
         size, known = _size(num_positions), self._seconds
-        if size in known:
+        if self._is_known(size):
             return known[size]
-        smaller = max((each for each in known if each < size), default=None)
-        larger = min((each for each in known if each > size), default=None)
+        smaller = max((each for each in known if each < size and self._is_known(each)), default=None)
+        larger = min((each for each in known if each > size and self._is_known(each)), default=None)
         near = smaller if smaller is not None else larger
-        return 1.0 if near is None else known[near]
+        return known.get(size, 1.0) if near is None else min(known[near], known.get(size, known[near]))
+
+    def _is_known(self, size: int) -> bool:
+        """The first step of a size may have waited for the host, which compiled or captured it."""
+        return size in self._seconds and size not in self._num_measured
 
     def add(self, drawn: list[int], counts: Ints) -> None:
         """A step was committed: how many tokens each row drew, and how many it accepted."""
@@ -117,7 +135,12 @@ class DraftLength:
         contain a wait for the host."""
         size = _size(num_positions)
         before = self._seconds.get(size, seconds)
-        if seconds < 4 * before:
+        if not self._is_known(size):
+            num = self._num_measured[size] = self._num_measured.get(size, 0) + 1
+            self._seconds[size] = min(before, seconds)
+            if num == _MIN_MEASURED:
+                del self._num_measured[size]
+        elif seconds < 4 * before:
             self._seconds[size] = before + (0.5 if seconds < before else 0.05) * (seconds - before)
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from slipstream.config.config import SchedulerConfig
-from slipstream.request import Request
+from slipstream.request import NEVER, Request
 from slipstream.scheduler.cache.manager import CacheManager
+from slipstream.scheduler.draft_lag import DraftLag
 from slipstream.scheduler.draft_length import MAX_PROBED, DraftLength
 from slipstream.scheduler.plan_builder import PlanBuilder
 from slipstream.step import Ints
@@ -26,6 +27,7 @@ class DraftPlanner:
         self._depth = config.depth
         self._keep_free = 0  # pages that drafts leave: every row may need one in each step before the next commit
         self.counts = DraftCounts(self)
+        self.lag = DraftLag.of(config.drafts, cache, config.max_num_batched_tokens)
 
     def begin_plan(self, num_rows: int) -> int:
         """Start a plan in which about `num_rows` rows decode. Returns the maximum number of drafts per row."""
@@ -58,8 +60,19 @@ class DraftPlanner:
         return positions
 
     def end_plan(self, builder: PlanBuilder) -> None:
-        """The plan has all its rows. Recurrent layers compute drafts only in steps of one token per row and draw: if
-        there is a longer chunk, no row has drafts."""
+        """The plan has all its rows."""
+        self._take_drafts_back(builder)
+        if self.lag is None:
+            return
+        if self.num_proposed:
+            is_trial = self.length is not None and self.length.is_resting
+            builder.catch_up = self.lag.plan(builder, is_trial=is_trial)
+        else:
+            builder.catch_up = self.lag.skip(builder)
+
+    def _take_drafts_back(self, builder: PlanBuilder) -> None:
+        """Recurrent layers compute drafts only in steps of one token per row and draw: if there is a longer chunk, no
+        row has drafts."""
         if not self._cache.has_states or not any(chunk.is_drafted for chunk in builder.chunks):
             return
         if all(chunk.is_drafted or chunk.num_tokens == 1 for chunk in builder.chunks):
@@ -101,6 +114,8 @@ class DraftCounts:
 
 def has_drafts(request: Request) -> bool:
     """Whether rows of this request may have drafts. A logits processor sees true tokens, so it can edit the next one
-    only; a slow grammar has a mask for the next token only; wide logprobs have room for one token per row."""
+    only; a slow grammar has a mask for the next token only; wide logprobs have room for one token per row; a draft
+    model that has not computed the whole request drafts nothing useful."""
     is_slow = request.session is not None and request.session.is_slow
-    return request.processors is None and not is_slow and not request.params.wide_width
+    is_complete = request.drafted == NEVER
+    return request.processors is None and not is_slow and not request.params.wide_width and is_complete

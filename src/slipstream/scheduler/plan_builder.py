@@ -68,6 +68,7 @@ class PlanBuilder:
         """`sends_history`: rows that do not begin at position 0 upload their tokens, for drafts."""
         self.step = step
         self.returns_drafts = False  # the result has the drafts that the plan proposes
+        self.catch_up: Ints | None = None  # of a draft model that may fall behind
         self._sends_history = sends_history
         self.decodes: list[Request] = []
         self.chunks: list[Chunk] = []
@@ -213,6 +214,7 @@ class PlanBuilder:
             has_drafts=self.drawn() is not None,
             num_proposed=num_proposed,
             returns_drafts=self.returns_drafts and num_proposed > 0,
+            catch_up=self.catch_up,
             adapters=None if adapters is None else adapters.plan(rows),
             embeds=embed_plan(chunks, num_decodes) if chunks else None,
             tier=cache.take_tier_plan(),

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from slipstream.cache_spec import CacheGroup
 from slipstream.nn.context import AttentionBackend, BatchView, ForwardContext
@@ -44,6 +45,18 @@ class DraftRows:
         pages = tuple(torch.cat(pair) for pair in zip(self.pages, others.pages, strict=True))
         rows = torch.cat([self.rows, others.rows])
         return DraftRows(rows, torch.cat([self.positions, others.positions]), pages, self.max_length)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftChunks:
+    """Consecutive positions of rows, on the device, row after row. All of them have pages."""
+
+    token_rows: torch.Tensor  # [T] int64
+    positions: torch.Tensor  # [T] int64
+    lengths: torch.Tensor  # [B] int64, positions of each row up to the last of its chunk
+    query_starts: torch.Tensor  # [B + 1] int32, first token of each row
+    pages: tuple[torch.Tensor, ...]  # per group of the drafter: [B, width] int64
+    max_length: int  # host: at least all lengths
 
 
 def own_groups(groups: Sequence[CacheGroup], first_site: int) -> dict[int, CacheGroup]:
@@ -115,6 +128,39 @@ class DraftCache:
             num_single=num,
         )
         return self._context(view, attends=attends)
+
+    def chunks(
+        self, rows: torch.Tensor, starts: torch.Tensor, numbers: torch.Tensor, total: int, max_length: int
+    ) -> DraftChunks:
+        """Device: `numbers` positions of each row from `starts` on, all [B]. `total`: host, the sum of the numbers."""
+        index = torch.arange(len(rows), device=rows.device).repeat_interleave(numbers, output_size=total)
+        ends = numbers.cumsum(0)
+        offsets = torch.arange(total, device=rows.device) - (ends - numbers).index_select(0, index)
+        query_starts = torch.cat([torch.zeros_like(ends[:1]), ends]).to(torch.int32)
+        pages = self.computed_rows(rows, starts, max_length).pages
+        token_rows, positions = rows.index_select(0, index), starts.index_select(0, index) + offsets
+        return DraftChunks(token_rows, positions, starts + numbers, query_starts, pages, max_length)
+
+    def of_chunks(self, ids: torch.Tensor, chunks: DraftChunks, num_tokens: NDArray[np.int32]) -> ForwardContext:
+        """Device: the context in which the drafter computes chunks; those of one token come first. `num_tokens`: host,
+        of each row."""
+        page_size, tables = self._tables.page_size, self._tables.tables
+        at = chunks.token_rows * self._tables.width + chunks.positions // page_size
+        view = BatchView(
+            ids=ids,
+            positions=chunks.positions,
+            lengths=chunks.lengths,
+            slots=tuple(
+                tables[number].view(-1).index_select(0, at) * page_size + chunks.positions % page_size
+                for number in self._numbers
+            ),
+            page_tables=chunks.pages,
+            num_tokens=num_tokens,
+            max_lengths=np.full(len(num_tokens), chunks.max_length, np.int32),
+            num_single=int(np.count_nonzero(num_tokens == 1)),
+            query_starts=chunks.query_starts,
+        )
+        return self._context(view, only_last=True)
 
     def computed_rows(self, rows: torch.Tensor, positions: torch.Tensor, max_length: int) -> DraftRows:
         """Device: rows at positions that have pages. `max_length`: more than all positions."""

@@ -24,7 +24,9 @@ class DraftBatch:
 class Drafter(Protocol):
     """The last part of a step's head. Drafts never change tokens: a draft counts only if the row then draws it."""
 
-    always_runs: bool  # also runs in steps that need no drafts, with `num_drafts` 0: to store what later steps read
+    # Also runs in steps that need no drafts, with `num_drafts` 0, to store what later steps read; unless plans let it
+    # catch up later.
+    always_runs: bool
     reads_hidden: bool  # reads the hidden states of all tokens of a step
 
     def propose(self, batch: DraftBatch, num_drafts: int) -> None:

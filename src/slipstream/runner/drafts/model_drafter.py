@@ -1,16 +1,18 @@
 """ModelDrafter: proposes the tokens that a second, smaller model gives the highest logits.
 
-After each step the drafter's cache has keys and values of every position that the target has computed. A step with
-prompt chunks runs the drafter over all its tokens, after the target (`prepare`). The head of every step runs it over
-the positions that tokens were drawn from, also if no drafts are needed. Then each further draft takes one pass over one
-token per row. Positions, pages and tokens are read from device tables, so nothing waits and the passes can be captured
-with the rest of the head.
+The head of a step that proposes drafts runs the drafter over the positions that tokens were drawn from; then each
+further draft takes one pass over one token per row. Positions, pages and tokens are read from device tables, so nothing
+waits and the passes can be captured with the rest of the head. Positions of other steps and of prompts are computed
+before, in one prefill pass that the plan asks for (`prepare_catch_up`). If the plan cannot ask for it, the drafter
+follows every step: after the target it computes all tokens of a step with prompt chunks (`prepare`), and the head
+computes the positions that tokens were drawn from, also if no drafts are needed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
 from slipstream.nn.context import ForwardContext
@@ -26,6 +28,9 @@ from slipstream.step import StepPlan
 Follow = Callable[[ForwardContext, torch.Tensor], None]
 """Device: the drafter's pass over the tokens of a step. Takes the target's context and its hidden states."""
 
+CatchUp = Callable[[], None]
+"""Device: the drafter's pass over tokens of earlier steps, after the target's forward."""
+
 
 class ModelDrafter:
     always_runs = True
@@ -38,8 +43,29 @@ class ModelDrafter:
         self._history = history
 
     def prepare(self, plan: StepPlan, upload: Upload, size: Size | None) -> Follow | None:
-        """Host: the drafter's part of a step's forward; None if every token of the step is drawn from."""
-        return self._follow if needs_follow(plan) else None
+        """Host: the drafter's part of a step's forward; None if every token of the step is drawn from, or if plans let
+        the drafter catch up."""
+        return self._follow if plan.catch_up is None and needs_follow(plan) else None
+
+    def prepare_catch_up(self, plan: StepPlan, upload: Upload) -> CatchUp | None:
+        """Host: the drafter's pass over positions of earlier steps and of prompts; None if there are none."""
+        planned = plan.catch_up
+        if planned is None or not len(planned):
+            return None
+        # rows of one token come first in a batch
+        planned = planned[np.argsort(planned[:, 2] > 1, kind="stable")].astype(np.int64)
+        counts = planned[:, 2]
+        rows = upload.put(np.ascontiguousarray(planned[:, 0]))
+        spans = upload.put(np.ascontiguousarray(planned[:, 1:]))
+        total, max_length = int(counts.sum()), int((planned[:, 1] + counts).max())
+
+        def catch_up() -> None:
+            starts, numbers = upload.tensor(spans).unbind(1)
+            chunks = self._cache.chunks(upload.tensor(rows), starts, numbers, total, max_length)
+            ids = self._history.at(chunks.token_rows, chunks.positions, self._cache.tables)
+            self.model(self._cache.of_chunks(ids, chunks, counts.astype(np.int32)))
+
+        return catch_up
 
     def _follow(self, context: ForwardContext, hidden: torch.Tensor) -> None:
         self.model(self._cache.of_step(context))

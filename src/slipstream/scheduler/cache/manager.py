@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from slipstream.cache_spec import CacheSpec, PagedSpec, WindowSpec
 from slipstream.config.config import CacheConfig
 from slipstream.request import NEVER, Request, WaitFor
+from slipstream.scheduler.cache.draft_gaps import DraftGaps
 from slipstream.scheduler.cache.hashing import extend_hashes
 from slipstream.scheduler.cache.imports import PageImports
 from slipstream.scheduler.cache.kind import CacheKind, Run
@@ -73,6 +74,7 @@ class CacheManager:
         if config.tier_bytes and self.prefix_caching:
             self.tier = CacheTier(config, self.groups, self._match_order)
         self.imports: PageImports | None = None  # None: no other engine is asked for pages
+        self.draft_gaps: DraftGaps | None = None  # None: no draft model falls behind
         self._matching: Matching | None = None  # of the request that was matched last
         self._holders: set[Request] = set()
 
@@ -182,6 +184,8 @@ class CacheManager:
             if NULL_PAGE in held[first : whole + bool(rest)]:
                 return None
             pages.append([NULL_PAGE] * first + held[first:whole])
+        if self.draft_gaps is not None:
+            self.draft_gaps.share(leader, 0, whole + bool(rest))
         request.hashes = leader.hashes[:whole]  # the same tokens
         return Hit(length, pages, [held[whole] for held in leader.pages] if rest else ())
 
@@ -205,6 +209,8 @@ class CacheManager:
             group.reserve(request, num_entries)
             changed.append((group.index, 0, request.pages[group.index][:]))
         self._holders.add(request)
+        if self.draft_gaps is not None:
+            self.draft_gaps.admit(request, hit.length, hit.pages, hit.partial)
         request.num_published = len(hit.pages[0]) if self.groups else 0
         request.capacity = num_entries * self.page_size if self.groups else NEVER
         if self.states is not None:
@@ -281,6 +287,8 @@ class CacheManager:
         full = min(len(request.tokens) - self._following, request.computed) // self.page_size
         if full > request.num_published:
             self._extend_hashes(request.hashes, request, full)
+            if self.draft_gaps is not None:
+                self.draft_gaps.share(request, request.num_published, full)
             for group in self.groups:
                 group.publish(request, slice(request.num_published, full))
             request.num_published = full

@@ -8,16 +8,25 @@ import signal
 
 import pytest
 
-from slipstream import LLM, SamplingParams
+from slipstream import LLM, LoRARequest, SamplingParams
 from slipstream.config.options import make_options
 from slipstream.engine.build import foresee, open_models
 from slipstream.errors import EngineDead, InvalidOption
 from slipstream.serve.cli.main import main
 from slipstream.structured_params import StructuredOutputsParams
 from tiny import write_tiny
+from tiny_adapter import write_adapter
 
 SMALL = dict(
-    max_model_len=64, num_pages=64, page_size=4, max_num_seqs=4, num_threads=1, dtype="float64", use_tqdm_on_load=False
+    max_model_len=64,
+    num_pages=64,
+    page_size=4,
+    max_num_seqs=4,
+    num_threads=1,
+    dtype="float64",
+    use_tqdm_on_load=False,
+    enable_lora=True,
+    max_lora_rank=8,
 )
 PROMPTS = [[i, i + 1, i + 2] * (1 + i % 5) for i in range(1, 9)]
 PARAMS = [
@@ -27,15 +36,17 @@ PARAMS = [
 ]
 
 
-def run(folder):
+def run(folder, adapter):
     with LLM(folder, **SMALL) as llm:
-        return generate(llm)
+        return generate(llm, adapter)
 
 
-def generate(llm):
+def generate(llm, adapter):
     outputs = llm.generate(PROMPTS, [PARAMS[i % 3] for i in range(len(PROMPTS))], use_tqdm=False)
     again = llm.generate(PROMPTS[:2], PARAMS[0], use_tqdm=False)  # cached prefixes
-    return [each.outputs[0] for each in (*outputs, *again)]
+    adapted = llm.generate(PROMPTS[:2], PARAMS[0], use_tqdm=False, lora_request=LoRARequest("a", 1, str(adapter)))
+    assert [each.outputs[0].token_ids for each in adapted] != [each.outputs[0].token_ids for each in again]
+    return [each.outputs[0] for each in (*outputs, *again, *adapted)]
 
 
 def check_equal(found, wanted):
@@ -49,9 +60,11 @@ def check_equal(found, wanted):
 
 def test_two_ranks_give_the_results_of_one_until_one_is_killed(tmp_path, capfd):
     folder = str(write_tiny(tmp_path, "qwen3_next"))  # attention, recurrent states, experts
-    wanted = run(folder)
+    attention = [f"model.layers.1.self_attn.{part}_proj" for part in "qkvo"]
+    adapter = write_adapter(tmp_path / "adapter", tmp_path, attention, spread=0.5)
+    wanted = run(folder, adapter)
     with LLM(folder, **SMALL, tensor_parallel_size=2) as llm:
-        check_equal(generate(llm), wanted)
+        check_equal(generate(llm, adapter), wanted)
         llm.save_record(tmp_path / "record")
         os.kill(llm.core.executor._ranks._processes[0].pid, signal.SIGKILL)
         with pytest.raises(EngineDead, match="rank 1"):

@@ -30,7 +30,7 @@ from slipstream.config.read_pooling import read_pooling
 from slipstream.config.resolve import DEFAULT_SHARE, Source, fewer_rows, model_config, resolve, resolve_dtype
 from slipstream.config.weight_files import require_weights
 from slipstream.device.device import Device, detect_machine, open_device, seems_cuda
-from slipstream.engine.build_ranks import build_ranks
+from slipstream.engine.build_ranks import adapter_memory, build_ranks
 from slipstream.engine.core import EngineCore
 from slipstream.engine.draft_model import settle_draft
 from slipstream.engine.embeds_options import check_prompt_embeds
@@ -117,8 +117,8 @@ def build_core(
         open_masks = runner.sampler.open_masks if runner.sampler is not None and has_one_rank else None
         constraints = Constraints(grammars, config.scheduler.max_num_seqs, engine, open_masks)
     adapters = None
-    if config.adapters is not None and runner.adapters is not None:
-        adapters = Adapters[Any](config.adapters, runner.adapters, config.scheduler.max_num_seqs)
+    if config.adapters is not None and (memory := adapter_memory(executor, runner)) is not None:
+        adapters = Adapters[Any](config.adapters, memory, config.scheduler.max_num_seqs)
     peers = None
     if config.model.num_engines > 1:
         assert folder is not None, "engines that share experts are started together"

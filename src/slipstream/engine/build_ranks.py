@@ -6,6 +6,7 @@ from slipstream.config.config import EngineConfig
 from slipstream.device.device import Device
 from slipstream.engine.executor import Executor
 from slipstream.engine.local_ranks import RankProcesses
+from slipstream.engine.rank_adapters import AdapterMemory, RankAdapters
 from slipstream.engine.rank_link import RankLink
 from slipstream.engine.ranks import Ranks
 from slipstream.engine.remote_ranks import RemoteRanks
@@ -30,7 +31,13 @@ def build_ranks(
         if ranks is not None:
             ranks.kill()
         raise
-    return Workers(runner, ranks), runner, config
+    adapters = None if runner.adapters is None else RankAdapters(runner.adapters)
+    return Workers(runner, ranks, adapters), runner, config
+
+
+def adapter_memory(executor: Executor, runner: ModelRunner) -> AdapterMemory | None:
+    """Where adapters are read to, on all ranks; None: the engine has no adapters."""
+    return executor.adapters if isinstance(executor, Workers) else runner.adapters
 
 
 def _open_ranks(config: EngineConfig, link: RankLink | None) -> Ranks | None:

@@ -27,7 +27,6 @@ def check_rank_options(options: Options, device_kind: str) -> None:
             options.speculative_config is not None or options.drafts is not None,
             "drafts run on one rank: leave them out",
         ),
-        (options.enable_lora, "adapters are not divided among ranks yet: leave enable_lora out"),
         (bool(options.logits_processors), "logits_processors run in one process: leave them out"),
     ):
         if is_there:

@@ -28,8 +28,9 @@ from slipstream.dist.plan_ring import PlanReader
 from slipstream.dist.plan_socket import PlanSocketReader
 from slipstream.engine.child_process import die_with_parent
 from slipstream.engine.executor import Handle
+from slipstream.engine.rank_adapters import AdapterMemory, RankReads
 from slipstream.engine.rank_link import RankStart, receive_exactly
-from slipstream.engine.ranks import END, FINISH, FREE, LATE, PLAN
+from slipstream.engine.ranks import ADAPTER, END, FINISH, FREE, LATE, PLAN
 from slipstream.engine.workers import LocalRunner
 from slipstream.log import set_up_child_log
 from slipstream.nn.layers.ranked import connect_ranks
@@ -51,7 +52,7 @@ def _run_local(argv: list[str]) -> int:
     runner, _ = build_runner(config)
     plans.ready()
     connect_ranks(runner.model, Group(config.model.rank, config.model.num_ranks, Path(argv[3])))
-    run_plans(runner, plans, config.scheduler.depth)
+    run_plans(runner, plans, config.scheduler.depth, runner.adapters)
     return 0
 
 
@@ -69,7 +70,7 @@ def _run_remote(descriptor: int) -> int:
     plans.ready()
     address = str(sock.getsockname()[0])
     connect_ranks(runner.model, Group(config.model.rank, config.model.num_ranks, store, address))
-    run_plans(runner, plans, config.scheduler.depth)
+    run_plans(runner, plans, config.scheduler.depth, runner.adapters)
     return 0
 
 
@@ -78,19 +79,26 @@ class PlanSource(Protocol):
         """The kind and the data of the next message; None: the writer has ended."""
 
 
-def run_plans(runner: LocalRunner, plans: PlanSource, depth: int) -> None:
+def run_plans(runner: LocalRunner, plans: PlanSource, depth: int, memory: AdapterMemory | None = None) -> None:
     """Runs plans until they end. At most `depth` steps are ahead of the oldest that has not ended."""
     in_flight: deque[Handle] = deque()
+    adapters = None if memory is None else RankReads(memory)
     while (message := plans.read()) is not None:
         kind, data = message
         if kind == PLAN:
-            runner.launch(decode_plan(data))
+            plan = decode_plan(data)
+            if adapters is not None:
+                adapters.prepare(plan)
+            runner.launch(plan)
         elif kind in (FINISH, LATE):
             in_flight.append(runner.finish(decode_late(data) if kind == LATE else None))
             while len(in_flight) > depth:
                 in_flight.popleft().wait_until_ended()
         elif kind == FREE:
             runner.free_queries(msgspec.msgpack.decode(data, type=tuple[int, ...]))
+        elif kind == ADAPTER:
+            assert adapters is not None, "the engine has no adapters"
+            adapters.run(data)
         elif kind == END:
             return
 

@@ -14,7 +14,8 @@ import msgspec
 
 from slipstream.dist.plan_codec import encode_late, encode_plan
 from slipstream.engine.executor import Handle
-from slipstream.engine.ranks import FINISH, FREE, LATE, PLAN, Ranks
+from slipstream.engine.rank_adapters import RankAdapters
+from slipstream.engine.ranks import ADAPTER, FINISH, FREE, LATE, PLAN, Ranks
 from slipstream.step import Late, StepPlan, StepResult
 
 
@@ -30,13 +31,16 @@ class LocalRunner(Protocol):
 class Workers:
     """Rank 0 and the processes of the others."""
 
-    def __init__(self, runner: LocalRunner, ranks: Ranks) -> None:
+    def __init__(self, runner: LocalRunner, ranks: Ranks, adapters: RankAdapters | None = None) -> None:
         self.runner = runner
+        self.adapters = adapters
         self._ranks = ranks
         self._is_closed = False
 
     def launch(self, plan: StepPlan) -> None:
         def launch() -> None:
+            for message in () if self.adapters is None else self.adapters.take_messages():
+                self._ranks.plans.write(ADAPTER, message)
             self._ranks.plans.write(PLAN, encode_plan(plan))
             self.runner.launch(plan)
 

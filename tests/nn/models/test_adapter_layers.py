@@ -18,11 +18,13 @@ from slipstream.config.model_info import read_model_info
 from slipstream.errors import InvalidAdapter
 from slipstream.nn.attention.sdpa import SdpaAttention
 from slipstream.nn.context import ForwardContext
+from slipstream.nn.layers.ranked import connect_ranks
 from slipstream.nn.models.adapter_layout import AdapterLayout
 from slipstream.nn.models.read_adapter import _find_layer, read_adapter
 from slipstream.nn.models.registry import find_rules
 from slipstream.ops.lora import LoraTiles
 from slipstream.ops.lora.tiles import make_tiles, tile_size
+from thread_ranks import run_ranks
 from tiny import write_tiny
 from tiny_adapter import LLAMA_MODULES, merge, write_adapter
 from tiny_encoder import write_tiny_encoder
@@ -96,6 +98,17 @@ def test_an_adapter_equals_merged_weights(family, tmp_path):
             wanted = plain if slot < 0 else merged
             torch.testing.assert_close(found[index], wanted[index], rtol=1e-9, atol=1e-9)
     assert not torch.allclose(plain[0], merged[0], atol=1e-3)
+
+    @torch.no_grad()
+    def run_rank(rank, group):
+        model = adapted(folder, load(folder, torch.float64, shard=(rank, 2)), adapter)
+        connect_ranks(model, group)
+        return run(model, with_adapter=True)
+
+    for of_rank in run_ranks(2, run_rank):
+        for index, slot in enumerate(SLOTS):
+            wanted = plain if slot < 0 else merged
+            torch.testing.assert_close(of_rank[index], wanted[index], rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("family", ["bert", "modernbert", "distilbert"])

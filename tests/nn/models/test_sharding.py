@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
-
 import gguf
 import pytest
 import torch
@@ -16,40 +13,11 @@ from slipstream.config.quantization import ONLINE_FP8
 from slipstream.errors import InvalidOption, UnsupportedModel
 from slipstream.nn.layers.ranked import connect_ranks
 from slipstream.nn.models import load as loading
+from thread_ranks import run_ranks
 from tiny import write_tiny
 from tiny_gguf import K_SIZES, write_gguf
 
 STEPS = [{"a": [3, 1, 4, 1, 5, 9, 2], "b": [6, 5, 3, 5]}, {"a": [8], "b": [9]}, {"a": [7], "b": [9, 3, 2]}]
-
-
-class ThreadGroup:
-    """The collectives of ranks in threads of this process."""
-
-    def __init__(self, size: int) -> None:
-        self.parts: list[torch.Tensor] = [torch.empty(0)] * size
-        self.barrier = threading.Barrier(size, timeout=20)
-
-    def of(self, rank: int) -> ThreadRank:
-        return ThreadRank(self, rank)
-
-
-class ThreadRank:
-    def __init__(self, group: ThreadGroup, rank: int) -> None:
-        self.group, self.rank = group, rank
-
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        self.group.parts[self.rank] = x.clone()
-        self.group.barrier.wait()
-        total = torch.stack(self.group.parts).sum(0)
-        self.group.barrier.wait()
-        return total
-
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        self.group.parts[self.rank] = x.clone()
-        self.group.barrier.wait()
-        gathered = torch.cat(self.group.parts)
-        self.group.barrier.wait()
-        return gathered
 
 
 def logits_of(model):
@@ -157,15 +125,13 @@ def test_groups_that_ranks_would_cut_are_refused(tmp_path, monkeypatch):
 
 def check_ranks(folder, num_ranks, dtype=torch.float64, tolerance=1e-9, by_expert=False, **options):
     wanted = logits_of(load(folder, dtype, **options))
-    group = ThreadGroup(num_ranks)
 
-    def run(rank):
+    def run(rank, group):
         model = load(folder, dtype, shard=(rank, num_ranks), by_expert=by_expert, **options)
-        connect_ranks(model, group.of(rank))
+        connect_ranks(model, group)
         return logits_of(model)
 
-    with ThreadPoolExecutor(num_ranks) as pool:
-        found = list(pool.map(run, range(num_ranks)))
+    found = run_ranks(num_ranks, run)
     for logits in found:
         torch.testing.assert_close(logits, wanted, atol=tolerance, rtol=0)
 

@@ -1,7 +1,8 @@
 """AdaptedRows: how the rows of adapter matrices B follow the rows of a product's weight.
 
 A product may store its outputs in another order than the checkpoint, or join tensors of the checkpoint. Its
-`weight_targets` place the rows of each tensor; here the same targets place the rows of B.
+`weight_targets` place the rows of each tensor; here the same targets place the rows of B. A rank that has some rows of
+the product has the same rows of B.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 
 from slipstream.device.sync_check import sync_allowed
 from slipstream.nn.layers.linear import Linear
+from slipstream.nn.stored_part import sharded_targets
 from slipstream.nn.weight_format import CheckpointTensor, WeightTarget
 
 
@@ -23,7 +25,8 @@ class AdaptedRows:
     def __init__(self, linear: Linear) -> None:
         self._linear = linear
         targets = dict(_targets(linear, torch.empty(linear.num_outputs, 1)))
-        self.num_rows = {name: own.shape[0] for name, own in targets.items()}  # by tensor: "q", or "" for a single one
+        # by tensor: "q", or "" for a single one; of all ranks
+        self.num_rows = {name: own.shape[0] for name, own in targets.items()}
         self.index = {name: index for index, name in enumerate(targets)}
         self.runs = self._runs()
 
@@ -82,5 +85,7 @@ def _targets(linear: Linear, target: torch.Tensor) -> Iterator[tuple[str, Weight
     shadow.__dict__["_parameters"] = {}
     shadow.__dict__["weight"] = _Rows(target)
     shadow.__dict__["bias"] = None
-    for name, own in shadow.weight_targets():
+    # rows of the whole product, also if the inputs are divided among ranks
+    targets = Linear.weight_targets(shadow) if linear.input_part is not None else shadow.weight_targets()
+    for name, own in sharded_targets(dict(targets), linear.stored_parts).items():
         yield name.removesuffix("weight").removesuffix("."), own

@@ -28,6 +28,7 @@ class Linear(Layer):
     """
 
     stored_parts: Mapping[str, StoredPart] | None = None  # of a rank that has some outputs; None: it has all
+    input_part: StoredPart | None = None  # of a rank that has some inputs; None: it has all
     lora: LoraWeights | None = None  # adapters by slot, set by `nn/models/adapter_layout.py`; None: it has none
 
     def __init__(

@@ -32,7 +32,7 @@ class RowParallelLinear(RankedLayer, Linear):
     ) -> None:
         """`num_inputs`: of this rank."""
         super().__init__(num_inputs, outputs, bias, format, dtype)
-        self._shard = shard
+        self.input_part = even_part(num_inputs, shard)
 
     def forward(self, x: torch.Tensor, context: ForwardContext | None = None) -> torch.Tensor:
         out = self.ranks.all_reduce(self._multiply(x, None, context))
@@ -43,7 +43,8 @@ class RowParallelLinear(RankedLayer, Linear):
         return False
 
     def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
-        columns = even_part(self.num_inputs, self._shard)
+        columns = self.input_part
+        assert columns is not None
         for name, target in super().weight_targets():
             is_bias = name.rpartition(".")[2] == "bias"
             yield name, target if is_bias else sliced_target(target, 1, columns)

@@ -2,7 +2,9 @@
 
 All adapters of an engine have the same layout: every product of every layer, the embedding and the projection to
 tokens, with a common rank. So a slot for an adapter is one row of a matrix, and loading an adapter is one copy.
-Matrices that an adapter does not have are zeros.
+Matrices that an adapter does not have are zeros. A rank that has some outputs of a product has these rows of B and all
+of A; one that has some inputs has these columns of A and all of B. Adapters of the embedding and of the projection to
+tokens are whole on every rank, and are applied after their collectives.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from slipstream.nn.layers.linear import Linear
 from slipstream.nn.models.decoder import Decoder
 from slipstream.nn.models.encoder import Encoder
 from slipstream.nn.models.load import lay_out
+from slipstream.nn.weight_format import StoredPart
 from slipstream.ops.lora import LoraWeights
 from slipstream.ops.lora.tiles import make_blocks, num_counters
 
@@ -41,6 +44,7 @@ class AdaptedLayer:
     b_shape: tuple[int, int]  # [outputs, rank]
     rows: AdaptedRows | None  # None: one tensor, whose rows are in the checkpoint's order
     first: int  # element of A in the flat buffer
+    columns: StoredPart | None = None  # of A, if the inputs are divided among ranks; None: all
 
     @property
     def first_b(self) -> int:
@@ -76,7 +80,8 @@ class AdapterLayout:
             self._add(HEAD, (self.padded_rank, hidden_size), vocab_size, None)
         for path, linear in self._linears():
             rows = AdaptedRows(linear)
-            self._add(path, (len(rows.index) * self.padded_rank, linear.num_inputs), linear.num_outputs, rows)
+            a_shape = (len(rows.index) * self.padded_rank, linear.num_inputs)
+            self._add(path, a_shape, linear.num_outputs, rows, linear.input_part)
 
     def _linears(self) -> Iterator[tuple[str, Linear]]:
         """Products of the layers. Those outside, of pooling heads for example, have no adapters."""
@@ -84,8 +89,15 @@ class AdapterLayout:
             if isinstance(module, Linear):
                 yield path, module
 
-    def _add(self, path: str, a_shape: tuple[int, int], num_outputs: int, rows: AdaptedRows | None) -> None:
-        layer = AdaptedLayer(path, a_shape, (num_outputs, self.padded_rank), rows, self.num_elements)
+    def _add(
+        self,
+        path: str,
+        a_shape: tuple[int, int],
+        num_outputs: int,
+        rows: AdaptedRows | None,
+        columns: StoredPart | None = None,
+    ) -> None:
+        layer = AdaptedLayer(path, a_shape, (num_outputs, self.padded_rank), rows, self.num_elements, columns)
         self.layers[path] = layer
         self.num_elements = layer.end
 

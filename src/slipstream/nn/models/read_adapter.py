@@ -12,6 +12,7 @@ from slipstream.config.adapter_folder import WEIGHTS, AdapterSettings, read_adap
 from slipstream.device.sync_check import sync_allowed
 from slipstream.errors import BadCheckpoint, InvalidAdapter
 from slipstream.nn.models.adapter_layout import EMBEDDING, HEAD, AdaptedLayer, AdapterLayout
+from slipstream.nn.stored_part import sliced
 from slipstream.nn.weights.load import few
 from slipstream.nn.weights.rules import Rules
 from slipstream.nn.weights.safetensors import open_file
@@ -113,6 +114,8 @@ def _check(folder: Path, pair: _Pair, layout: AdapterLayout) -> None:
         raise InvalidAdapter(f"{folder}: {pair.module} has no matrix {missing}; download the adapter again")
     num_outputs = layer.b_shape[0] if layer.rows is None else layer.rows.num_rows[pair.part]
     num_inputs = layer.a_shape[0] if pair.is_embedding else layer.a_shape[1]
+    if layer.columns is not None:
+        num_inputs = layer.columns.total
     rank = a.shape[0] if a.shape else 0
     if a.shape != (rank, num_inputs) or b.shape != (num_outputs, rank):
         raise InvalidAdapter(
@@ -148,5 +151,5 @@ def _fill(folder: Path, pair: _Pair, settings: AdapterSettings, layout: AdapterL
         own_b[:, :rank] = b
     else:
         first = layer.rows.index[pair.part] * layout.padded_rank
-        own_a[first : first + rank] = a
+        own_a[first : first + rank] = a if layer.columns is None else sliced(a, 1, layer.columns)
         layer.rows.fill(own_b[:, :rank], pair.part, b)

@@ -66,11 +66,12 @@ def run(args: argparse.Namespace, opener: OpenLLM) -> int:
         raise UserError(f"the model {config.model.path} is not on this machine; give --model, or --check-only")
     if (found := fingerprint(config)) != recording.fingerprint:
         raise UserError(f"the weights in {config.model.path} are others ({found}, not {recording.fingerprint})")
-    from slipstream.engine.build_ranks import build_ranks  # imports torch
+    from slipstream.engine.build_ranks import adapter_memory, build_ranks  # imports torch
 
     executor, runner, _ = build_ranks(config)
     try:
-        adapters = None if runner.adapters is None else ReplayedAdapters(runner.adapters, folders)
+        memory = adapter_memory(executor, runner)
+        adapters = None if memory is None else ReplayedAdapters(memory, folders)
         return _finish(args, replay(recording, executor, adapters))
     finally:
         executor.close()

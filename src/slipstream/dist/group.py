@@ -1,9 +1,13 @@
-"""Group: collectives between the ranks of one model, by torch.distributed's gloo on CPUs."""
+"""Group: collectives between the ranks of one model, by torch.distributed: gloo on CPUs, NCCL on GPUs.
+
+The current stream waits for collectives of NCCL, so they can be captured in a CUDA graph.
+"""
 
 from __future__ import annotations
 
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed import FileStore, ProcessGroupGloo, Store
@@ -14,15 +18,28 @@ TIMEOUT = timedelta(minutes=10)  # of one collective; a rank that dies ends it a
 class Group:
     """The results of every collective have the same bits on all ranks, so that all ranks draw the same tokens."""
 
-    def __init__(self, rank: int, size: int, store: Path | Store, address: str = "127.0.0.1") -> None:
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        store: Path | Store,
+        address: str = "127.0.0.1",
+        device: torch.device | None = None,
+    ) -> None:
         """`store`: a file that all ranks can write, or a torch.distributed store, for the exchange of addresses.
-        `address`: of this rank, at which the others connect. Returns when all ranks have joined."""
+        `address`: of this rank, at which the others connect. `device`: a GPU; None: the CPU. Returns when all ranks have
+        joined."""
         self.rank = rank
         self.size = size
+        opened = FileStore(str(store), size) if isinstance(store, Path) else store
+        self._group: Any
+        if device is not None and device.type == "cuda":
+            self._group = _new_nccl(opened, rank, size)
+            self.all_reduce(torch.zeros(1, device=device))  # connects: a captured collective must not
+            return
         options = ProcessGroupGloo._Options()
         options._devices = [ProcessGroupGloo.create_device(hostname=address)]
         options._timeout = TIMEOUT
-        opened = FileStore(str(store), size) if isinstance(store, Path) else store
         self._group = ProcessGroupGloo(opened, rank, size, options)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
@@ -43,3 +60,11 @@ class Group:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         self._group.alltoall_base(out, x.contiguous(), [], []).wait()
         return out.unflatten(0, (self.size, -1)).sum(0)
+
+
+def _new_nccl(store: Store, rank: int, size: int) -> Any:
+    from torch.distributed import ProcessGroupNCCL  # not in builds of torch without CUDA
+
+    options = ProcessGroupNCCL.Options()
+    options._timeout = TIMEOUT
+    return ProcessGroupNCCL(store, rank, size, options)

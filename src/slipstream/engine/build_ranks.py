@@ -36,7 +36,7 @@ def build_ranks(
 
 
 def adapter_memory(executor: Executor, runner: ModelRunner) -> AdapterMemory | None:
-    """Where adapters are read to, on all ranks; None: the engine has no adapters."""
+    """The memory to which adapters are read, on all ranks; None: the engine has no adapters."""
     return executor.adapters if isinstance(executor, Workers) else runner.adapters
 
 

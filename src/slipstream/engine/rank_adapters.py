@@ -1,8 +1,8 @@
 """LoRA adapters of a model that several ranks share: every rank reads its part of an adapter from the same folder.
 
-Rank 0 reads first, in the thread that reads adapters, so that an adapter that cannot be used is refused before another
-rank hears of it. The other ranks are told in order with the plans: each reads in a thread of its own, and a plan that
-copies the adapter to the device waits for that.
+Rank 0 reads first, in the thread that reads adapters, so an adapter that cannot be used is refused before other ranks
+read it. The other ranks get messages in order with the plans: each reads in a thread of its own, and a plan that copies
+the adapter to the device waits for that.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from slipstream.ops import native
-from slipstream.ops.linear.native import ON_ARM
+from slipstream.ops.linear.native import MAX_TOKENS, ON_ARM
 from slipstream.ops.weight_rows import RowLayout, WeightRows
 
 
@@ -24,7 +24,7 @@ def max_rows(products: Sequence[ProductWeights]) -> int:
     layouts = {run.layout for product in products for run in product.runs}
     if not layouts & {RowLayout.FLOAT32, RowLayout.BFLOAT16}:
         return 64
-    return 32 if ON_ARM or RowLayout.FLOAT32 not in layouts else 8
+    return 32 if ON_ARM or RowLayout.FLOAT32 not in layouts else max(8, MAX_TOKENS)
 
 
 @dataclass(frozen=True, slots=True)

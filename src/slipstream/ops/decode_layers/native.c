@@ -1,12 +1,12 @@
 // All layers of a decoder for one token per row: one call, one team of threads, a barrier between the parts of a layer.
 // The parts are those of the other ops, so a row's result does not depend on the other rows.
 //
-// Threads take work items of a part until none is left. A thread that waits at a barrier spins, then yields its core,
-// then sleeps: the scheduler of the system moves a thread that other programs keep from running only to a core that is
-// idle. If threads wait for a large part of a step, the next steps use fewer threads.
+// Threads take work items of a part until none is left. A thread that waits at a barrier yields its core after some
+// spins: when another program occupied a core, two threads spinning on the other core made a step five times as long.
 //
 // With one row the parts between the GEMMs are smaller than a barrier: every thread computes them for itself, in memory
 // of its own, and a layer has 5 barriers instead of 10.
+#include <sched.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -15,10 +15,16 @@
 #include <omp.h>
 #endif
 
-#include "../native_barrier.h"
 #include "../native_parts.h"
 
 #define PIECE 24  // float32 or bfloat16 weight rows per work item: whole tiles
+#if defined(__x86_64__)
+#define SPINS 256  // each with a pause of about 50 ns
+#define PAUSE() __builtin_ia32_pause()
+#else
+#define SPINS 4096
+#define PAUSE() ((void)0)
+#endif
 
 // native.py mirrors these structures.
 
@@ -58,8 +64,13 @@ typedef struct {  // intermediate results of a step
 } Space;
 
 typedef struct {
-    SlipBarrier *barrier;
-    int team;  // number of threads
+    int team;
+    atomic_int arrived, round;
+    atomic_llong next;  // next work item of the current part
+} Barrier;
+
+typedef struct {
+    Barrier *barrier;
     const Model *model;
     int64_t num_rows;
     const float *const *ropes;       // [rows, 2, rotary]
@@ -84,7 +95,21 @@ static int64_t take_item(const Step *step) {
     return atomic_fetch_add_explicit(&step->barrier->next, 1, memory_order_relaxed);
 }
 
-static void wait_for_team(const Step *step) { slip_wait_for_team(step->barrier, step->team); }
+static void wait_for_team(const Step *step) {
+    Barrier *m = step->barrier;
+    int round = atomic_load_explicit(&m->round, memory_order_relaxed);
+    if (atomic_fetch_add_explicit(&m->arrived, 1, memory_order_acq_rel) + 1 == m->team) {
+        atomic_store_explicit(&m->arrived, 0, memory_order_relaxed);
+        atomic_store_explicit(&m->next, 0, memory_order_relaxed);
+        atomic_store_explicit(&m->round, round + 1, memory_order_release);
+        return;
+    }
+    for (int spins = 0; atomic_load_explicit(&m->round, memory_order_acquire) == round; spins++)
+        if (spins > SPINS)
+            sched_yield();
+        else
+            PAUSE();
+}
 
 static void multiply(const Step *step, const Product *product, const float *x, float *out) {
     const Space *s = &step->space;
@@ -237,7 +262,7 @@ static void run_layers(const Step *step, float *hidden) {
 
 static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
-static int num_threads(void) {
+static int team_size(void) {
 #ifdef _OPENMP
     return omp_get_max_threads();
 #else
@@ -255,8 +280,7 @@ int64_t slip_decode_layers(const Model *model, const float *x, float *hidden, co
     int64_t groups = widest / SLIP_BLOCK + 1;
     int is_alone = num_rows == 1;
     // residual, normed, active and activations: once, or for each thread, on cache lines of its own
-    int team = slip_team_size(num_threads());
-    int64_t copies = is_alone ? team : 1;
+    int64_t copies = is_alone ? team_size() : 1;
     int64_t own = num_rows * (groups * sizeof(SlipActivations) + (2 * h + model->ffn) * sizeof(float));
     own = (own + 127) / 128 * 128;
     int64_t shared = num_rows * (h + 2 * heads + 2 * kv + 2 * model->ffn) * sizeof(float);
@@ -267,31 +291,29 @@ int64_t slip_decode_layers(const Model *model, const float *x, float *hidden, co
     Space space = {.added = TAKE(h), .qkv = TAKE(heads + 2 * kv), .attended = TAKE(heads), .gate_up = TAKE(2 * model->ffn)};
     // the first norm adds the output of the previous part, which is zero here
     memset(space.added, 0, num_rows * h * sizeof(float));
-    if (!is_alone) memcpy(memory + num_rows * groups * sizeof(SlipActivations), x, num_rows * h * sizeof(float));
-    SlipBarrier barrier = {0};
-    int used = 1;
-    int64_t start = slip_nanoseconds();
+    Barrier barrier = {.team = 1};
 #pragma omp parallel
     {
-        int thread = 0, threads = 1;
+        int64_t copy = 0;
 #ifdef _OPENMP
-        thread = omp_get_thread_num(), threads = omp_get_num_threads();
+        if (is_alone) copy = omp_get_thread_num();
 #endif
-        if (threads > team) threads = team;
-        if (thread == 0) used = threads;
-        if (thread < threads) {
-            char *memory_of_thread = memory + (is_alone ? thread : 0) * own;
-            Step step = {&barrier, threads, model, num_rows, ropes, slots, tables, table_strides, lengths, space, is_alone};
-            Space *s = &step.space;
-            s->activations = (SlipActivations *)memory_of_thread;
-            s->residual = (float *)(s->activations + num_rows * groups);
-            s->normed = s->residual + num_rows * h;
-            s->active = s->normed + num_rows * h;
-            if (is_alone) memcpy(s->residual, x, h * sizeof(float));
-            run_layers(&step, hidden);
+        Step step = {&barrier, model, num_rows, ropes, slots, tables, table_strides, lengths, space, is_alone};
+        Space *s = &step.space;
+        s->activations = (SlipActivations *)(memory + copy * own);
+        s->residual = (float *)(s->activations + num_rows * groups);
+        s->normed = s->residual + num_rows * h;
+        s->active = s->normed + num_rows * h;
+#pragma omp single
+        {
+            if (!is_alone) memcpy(s->residual, x, num_rows * h * sizeof(float));
+#ifdef _OPENMP
+            barrier.team = omp_get_num_threads();
+#endif
         }
+        if (is_alone) memcpy(s->residual, x, h * sizeof(float));
+        run_layers(&step, hidden);
     }
-    slip_adapt_team(&barrier, used, slip_nanoseconds() - start);
     free(memory);
     return 1;
 }

@@ -15,7 +15,7 @@ from slipstream.nn.layers.layer import Layout
 from slipstream.nn.layers.linear import Linear
 from slipstream.nn.layers.mlp import Mlp, PlainMlp, of_last
 from slipstream.nn.layers.norm import Norm, RMSNorm
-from slipstream.nn.layers.one_token_experts import one_token_experts
+from slipstream.nn.layers.one_token_experts import ExpertLayers, one_token_experts
 from slipstream.nn.layers.ranked import RankedLayer
 from slipstream.nn.quantized.experts import expert_matrices, new_expert_weight
 from slipstream.nn.quantized.weight import Quantized
@@ -142,11 +142,16 @@ class Experts(RankedLayer):
         x, residual = of_last(x, residual, last)
         context = context_of(context, last)
         if isinstance(norm, RMSNorm) and len(x) == 1 and x.is_cuda and context.batch.lora is None:
-            single = one_token_experts(self, *self._padding_slots(1, context))
-            if single is not None:
+            single = one_token_experts(self.parts_of_layer(), *self._padding_slots(1, context))
+            if single is not None and not self.batch_invariant:
                 return single(x, residual, norm.weight, norm.eps)
         normed, total = norm(x, residual)
         return self(normed, context), total
+
+    def parts_of_layer(self) -> ExpertLayers:
+        return ExpertLayers(
+            self.shape, self.router, self.correction_bias, self.gate_up, self.down, self.shared, self.shared_gate
+        )
 
     def products(self) -> None:
         return None

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from slipstream.ops.moe.triton.one_token import SharedExpert
 
 OneToken = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]]
-"""From x [1, hidden], the residual or None, weights and eps of the norm: the experts' output for norm(x + residual), and
-x + residual."""
+"""From x [1, hidden], the residual or None, weights and eps of the norm to the experts' output for norm(x + residual),
+and x + residual."""
 
 
 class ExpertLayers(NamedTuple):

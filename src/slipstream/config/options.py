@@ -48,7 +48,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         Literal["softmax", "sigmoid", "identity"] | None,
         _doc("activation of a classifier's scores; default: the model's setting"),
     ] = None
-    tokenizer: Annotated[str | None, _doc("a folder, file or hub name of a tokenizer, not the model's tokenizer")] = (
+    tokenizer: Annotated[str | None, _doc("folder, tokenizer.json or hub name, instead of the model's own")] = (
         None
     )
     skip_tokenizer_init: Annotated[bool, _doc("load no tokenizer; prompts must be lists of token ids")] = False

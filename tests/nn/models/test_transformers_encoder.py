@@ -48,9 +48,33 @@ def test_vectors_equal_the_library(family: str, tmp_path: Path) -> None:
     assert np.std(found[0].outputs.data) > 0.05
 
 
+@pytest.mark.parametrize("family", ["Ernie", "Data2VecText", "OPT"])  # a pooler, a head of two layers, a decoder
+def test_classes_equal_the_library(family: str, tmp_path: Path) -> None:
+    own = {"ffn_dim": 80, "word_embed_proj_dim": 48} if family == "OPT" else {}
+    folder = write(tmp_path, family, "ForSequenceClassification", num_labels=3, **own)
+    with LLM(str(folder), dtype="float64", num_threads=1, max_model_len=64) as llm:
+        found = llm.classify(TEXTS, use_tqdm=False)
+    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float64).eval()
+    for output in found:
+        with torch.no_grad():
+            wanted = theirs(input_ids=torch.tensor([output.prompt_token_ids])).logits[0].softmax(-1)
+        np.testing.assert_allclose(output.outputs.probs, wanted.numpy(), atol=1e-5)
+    assert np.std([output.outputs.probs for output in found], axis=0).max() > 1e-3
+
+
+def test_classes_of_tokens_equal_the_library(tmp_path: Path) -> None:
+    folder = write(tmp_path, "Ernie", "ForTokenClassification", num_labels=3)
+    with LLM(str(folder), dtype="float64", num_threads=1, max_model_len=64) as llm:
+        (output,) = llm.encode(TEXTS[1], pooling_task="token_classify", use_tqdm=False)
+    theirs = transformers.AutoModelForTokenClassification.from_pretrained(folder, dtype=torch.float64).eval()
+    with torch.no_grad():
+        wanted = theirs(input_ids=torch.tensor([output.prompt_token_ids])).logits[0].softmax(-1)
+    np.testing.assert_allclose(output.outputs.array, wanted.numpy(), atol=1e-5)
+
+
 def test_what_it_cannot_run_is_refused_by_name(tmp_path: Path) -> None:
-    folder = write(tmp_path / "head", "Ernie", "ForSequenceClassification")
-    with pytest.raises(UnsupportedModel, match="ErnieForSequenceClassification.*ends with its hidden states"):
+    folder = write(tmp_path / "head", "Ernie", "ForQuestionAnswering")
+    with pytest.raises(UnsupportedModel, match="ErnieForQuestionAnswering.*ends with its hidden states"):
         LLM(str(folder), num_threads=1)
     folder = write(tmp_path / "attention", "MegatronBert")
     with pytest.raises(UnsupportedModel, match="does not support other attention"):

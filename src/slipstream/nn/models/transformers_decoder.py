@@ -14,13 +14,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from slipstream.cache_spec import CacheSpec, StateSpec
+from slipstream.config.architecture import continues_text
 from slipstream.config.config import ModelConfig
 from slipstream.config.model_info import ModelInfo
 from slipstream.errors import NotEnoughMemory, UnsupportedModel
 from slipstream.nn.context import BatchView, ForwardContext
 from slipstream.nn.models.decoder_shape import DecoderShape
-from slipstream.nn.models.pooling_heads import Heads
 from slipstream.nn.models.transformers_encoder import TransformersEncoder
+from slipstream.nn.models.transformers_heads import GivenStates, LibraryHeads, replace_layers
 from slipstream.nn.models.transformers_probe import (
     NAME,
     AttentionCall,
@@ -28,6 +29,7 @@ from slipstream.nn.models.transformers_probe import (
     find_class,
     handle_attention,
     hidden_of,
+    is_classifier,
     load_config,
     new_module,
     probe,
@@ -52,7 +54,7 @@ def transformers_shape(info: ModelInfo) -> DecoderShape:
         norm=norm,
         max_positions=info.max_positions,
         tied=info.tied_embeddings,
-        headless=not info.is_causal,
+        headless=not info.is_causal or not continues_text(info.architecture),
     )
 
 
@@ -71,17 +73,19 @@ def _attention(call: AttentionCall) -> AttentionShape:
 
 class TransformersDecoder(nn.Module):
     def __init__(self, info: ModelInfo, module: Any) -> None:
-        """`module`: the library's causal LM."""
+        """`module`: the library's causal LM, or its classifier over a decoder."""
         super().__init__()
         self.shape = transformers_shape(info)
-        self.heads: Heads | None = None
+        self.heads: LibraryHeads | None = None
         self.layers = nn.ModuleList()  # none that a start could run alone
         self.base = base_of(module)
         self.scales = [call.scale for call in probe(info.backend_folder).calls]
-        # the causal LM without its layers: it computes logits of the hidden states that `_Given` holds
+        # without its layers it computes logits or classes of given hidden states
         self.causal = module
-        self.given = _Given()
-        setattr(module, _name_of(module, self.base), self.given)
+        self.given = GivenStates()
+        replace_layers(module, self.base, self.given)
+        if is_classifier(info.architecture):
+            self.heads = LibraryHeads(module, self.given)
         handle_attention(self.base, self._attend)
         self._context: ForwardContext | None = None
         self._site = 0
@@ -148,36 +152,6 @@ class TransformersDecoder(nn.Module):
 
     def state_specs(self, dtype: str) -> list[StateSpec]:
         return []
-
-
-class _Given(nn.Module):
-    """In place of the layers of a causal LM: returns hidden states that were computed before."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.hidden: torch.Tensor | None = None
-        self.__dict__["decoder"] = self  # some causal LMs call this part of their layers
-
-    def forward(self, *args: Any, **kwargs: Any) -> _Outputs:
-        assert self.hidden is not None
-        return _Outputs(self.hidden)
-
-
-class _Outputs:
-    """The result of the layers as a causal LM reads it: hidden states, and None for everything else."""
-
-    def __init__(self, hidden: torch.Tensor) -> None:
-        self.last_hidden_state = hidden
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return (self.last_hidden_state,)[index]
-
-    def __getattr__(self, name: str) -> None:
-        return None
-
-
-def _name_of(module: Any, base: Any) -> str:
-    return next(name for name, child in module.named_children() if child is base)
 
 
 def lay_out_transformers(config: ModelConfig) -> TransformersDecoder | TransformersEncoder:

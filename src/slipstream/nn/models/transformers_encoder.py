@@ -15,21 +15,32 @@ from slipstream.cache_spec import CacheSpec, StateSpec
 from slipstream.config.model_info import ModelInfo
 from slipstream.nn.context import ForwardContext
 from slipstream.nn.models.decoder_shape import DecoderShape
-from slipstream.nn.models.pooling_heads import Heads
-from slipstream.nn.models.transformers_probe import base_of, handle_attention, hidden_of, position_offset, probe
+from slipstream.nn.models.transformers_heads import GivenStates, LibraryHeads, replace_layers
+from slipstream.nn.models.transformers_probe import (
+    base_of,
+    handle_attention,
+    hidden_of,
+    is_classifier,
+    position_offset,
+    probe,
+)
 
 
 class TransformersEncoder(nn.Module):
     def __init__(self, info: ModelInfo, shape: DecoderShape, module: Any) -> None:
         super().__init__()
         self.shape = shape
-        self.heads: Heads | None = None
+        self.heads: LibraryHeads | None = None
         self.layers = nn.ModuleList()  # none that a start could run alone
         self.base = base_of(module)
         self.scales = [call.scale for call in probe(info.backend_folder).calls]
         self.position_offset = position_offset(self.base)
         self.has_types = info.num_types > 0
         handle_attention(self.base, self._attend)
+        if is_classifier(info.architecture):
+            given = GivenStates(getattr(self.base, "pooler", None))
+            replace_layers(module, self.base, given)
+            self.heads = LibraryHeads(module, given)
         self._context: ForwardContext | None = None
         self._site = 0
 

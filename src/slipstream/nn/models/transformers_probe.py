@@ -72,14 +72,20 @@ def find_class(config: Any) -> Any:
     kind = getattr(transformers, name, None)
     if kind is None or not hasattr(kind, "base_model_prefix"):
         raise UnsupportedModel(f"the transformers library has no decoder or encoder {name!r}")
-    if continues_text(name) != hasattr(kind, "generate") or not (continues_text(name) or name.endswith("Model")):
+    is_known = continues_text(name) or is_classifier(name) or name.endswith("Model")
+    if continues_text(name) != hasattr(kind, "generate") or not is_known:
         raise UnsupportedModel(
-            f"{name} of the transformers library is neither a causal LM nor a model that ends with its hidden states, "
-            "which are what its modules are run for"
+            f"{name} of the transformers library is neither a causal LM nor a classifier of texts or tokens nor a "
+            "model that ends with its hidden states, which are what its modules are run for"
         )
     if not getattr(kind, "_supports_attention_backend", False):
         raise UnsupportedModel(f"{name} of the transformers library does not support other attention functions")
     return kind
+
+
+def is_classifier(architecture: str) -> bool:
+    """Whether the model has scores of classes behind its hidden states."""
+    return architecture.endswith(("ForSequenceClassification", "ForTokenClassification"))
 
 
 def new_module(config: Any, dtype: torch.dtype) -> Any:

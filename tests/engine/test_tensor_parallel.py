@@ -59,12 +59,13 @@ def check_equal(found, wanted):
 
 
 def test_two_ranks_give_the_results_of_one_until_one_is_killed(tmp_path, capfd):
-    folder = str(write_tiny(tmp_path, "qwen3_next"))  # attention, recurrent states, experts
+    folder = str(write_tiny(tmp_path, "qwen3"))
     attention = [f"model.layers.1.self_attn.{part}_proj" for part in "qkvo"]
     adapter = write_adapter(tmp_path / "adapter", tmp_path, attention, spread=0.5)
     wanted = run(folder, adapter)
-    with LLM(folder, **SMALL, tensor_parallel_size=2) as llm:
+    with LLM(folder, **SMALL | {"num_pages": 18}, tensor_parallel_size=2, kv_offloading_size=2**-8) as llm:
         check_equal(generate(llm, adapter), wanted)
+        assert llm.core.scheduler.cache.tier.bytes_loaded  # each rank copies its part of the pages
         llm.save_record(tmp_path / "record")
         os.kill(llm.core.executor._ranks._processes[0].pid, signal.SIGKILL)
         with pytest.raises(EngineDead, match="rank 1"):

@@ -280,12 +280,13 @@ def _offload_bytes(options: Options) -> int:
 
 
 def _tier_bytes(options: Options, transfer: TransferConfig | None) -> int:
+    """Of one rank."""
     size = options.kv_offloading_size or 0
     if not size and transfer is not None:
         return transfer.buffer_bytes
     if not 0 <= size < 2**20:
         raise InvalidOption(f"kv_offloading_size is {size}; give the GiB of host memory for KV cache pages")
-    return int(size * 2**30)
+    return int(size * 2**30) // max(options.tensor_parallel_size, 1)
 
 
 def staged_ints(max_length: int, page_size: int, max_num_seqs: int, num_groups: int, vocab_size: int) -> int:

@@ -117,6 +117,13 @@ def decode_plan(data: bytes) -> StepPlan:
     )
 
 
+def encode_tier(plan: TierPlan) -> bytes:
+    return _encode(plan)
+
+
+decode_tier = msgspec.msgpack.Decoder(TierPlan, dec_hook=_from_bytes).decode
+
+
 def encode_late(late: Late) -> bytes:
     assert not late.edits, "code that edits logits runs in one process only"
     return _encode((late.rows, late.bits, late.bias, late.offsets))

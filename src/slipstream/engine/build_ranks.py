@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from slipstream.config.config import EngineConfig
 from slipstream.device.device import Device
-from slipstream.engine.executor import Executor
+from slipstream.engine.executor import Executor, TierCopier
 from slipstream.engine.local_ranks import RankProcesses
 from slipstream.engine.rank_adapters import AdapterMemory, RankAdapters
 from slipstream.engine.rank_link import RankLink
@@ -32,7 +32,12 @@ def build_ranks(
             ranks.kill()
         raise
     adapters = None if runner.adapters is None else RankAdapters(runner.adapters)
-    return Workers(runner, ranks, adapters), runner, config
+    return Workers(runner, ranks, adapters, runner.tier), runner, config
+
+
+def tier_copier(executor: Executor, runner: ModelRunner) -> TierCopier | None:
+    """Copies pages on all ranks; None: the cache has no second tier."""
+    return executor if isinstance(executor, Workers) and runner.tier is not None else runner.tier
 
 
 def adapter_memory(executor: Executor, runner: ModelRunner) -> AdapterMemory | None:

@@ -23,14 +23,14 @@ from torch.distributed import TCPStore
 
 from slipstream.config.config import EngineConfig
 from slipstream.dist.group import TIMEOUT, Group
-from slipstream.dist.plan_codec import decode_late, decode_plan
+from slipstream.dist.plan_codec import decode_late, decode_plan, decode_tier
 from slipstream.dist.plan_ring import PlanReader
 from slipstream.dist.plan_socket import PlanSocketReader
 from slipstream.engine.child_process import die_with_parent
-from slipstream.engine.executor import Handle
+from slipstream.engine.executor import Handle, TierCopier
 from slipstream.engine.rank_adapters import AdapterMemory, RankReads
 from slipstream.engine.rank_link import RankStart, receive_exactly
-from slipstream.engine.ranks import ADAPTER, END, FINISH, FREE, LATE, PLAN
+from slipstream.engine.ranks import ADAPTER, END, FINISH, FREE, LATE, PLAN, TIER
 from slipstream.engine.workers import LocalRunner
 from slipstream.log import set_up_child_log
 from slipstream.nn.layers.ranked import connect_ranks
@@ -52,7 +52,7 @@ def _run_local(argv: list[str]) -> int:
     runner, _ = build_runner(config)
     plans.ready()
     connect_ranks(runner.model, Group(config.model.rank, config.model.num_ranks, Path(argv[3])))
-    run_plans(runner, plans, config.scheduler.depth, runner.adapters)
+    run_plans(runner, plans, config.scheduler.depth, runner.adapters, runner.tier)
     return 0
 
 
@@ -70,7 +70,7 @@ def _run_remote(descriptor: int) -> int:
     plans.ready()
     address = str(sock.getsockname()[0])
     connect_ranks(runner.model, Group(config.model.rank, config.model.num_ranks, store, address))
-    run_plans(runner, plans, config.scheduler.depth, runner.adapters)
+    run_plans(runner, plans, config.scheduler.depth, runner.adapters, runner.tier)
     return 0
 
 
@@ -79,7 +79,13 @@ class PlanSource(Protocol):
         """The kind and the data of the next message; None: the writer has ended."""
 
 
-def run_plans(runner: LocalRunner, plans: PlanSource, depth: int, memory: AdapterMemory | None = None) -> None:
+def run_plans(
+    runner: LocalRunner,
+    plans: PlanSource,
+    depth: int,
+    memory: AdapterMemory | None = None,
+    tier: TierCopier | None = None,
+) -> None:
     """Runs plans until they end. At most `depth` steps are ahead of the oldest that has not ended."""
     in_flight: deque[Handle] = deque()
     adapters = None if memory is None else RankReads(memory)
@@ -99,6 +105,9 @@ def run_plans(runner: LocalRunner, plans: PlanSource, depth: int, memory: Adapte
         elif kind == ADAPTER:
             assert adapters is not None, "the engine has no adapters"
             adapters.run(data)
+        elif kind == TIER:
+            assert tier is not None, "the cache has no second tier"
+            tier.copy(decode_tier(data))
         elif kind == END:
             return
 

@@ -30,8 +30,11 @@ def check_tier(config: EngineConfig, num_replicas: int = 1) -> None:
         )
     if not cache.prefix_caching:
         raise InvalidOption(f"{option} needs the prefix cache; leave enable_prefix_caching on, or remove it")
-    if config.model.num_ranks > 1 or config.model.num_engines > 1:
+    if config.model.num_engines > 1:
         raise InvalidOption(
-            f"{option} is for engines of one rank; set tensor_parallel_size to 1 and enable_expert_parallel "
-            "to False, or remove it"
+            f"{option} is for engines that share no experts; set enable_expert_parallel to False, or remove it"
+        )
+    if config.model.num_ranks > 1 and config.transfer is not None:
+        raise InvalidOption(
+            "kv_transfer_config is for engines of one rank; set tensor_parallel_size to 1, or remove it"
         )

@@ -12,11 +12,11 @@ from typing import Any, Protocol
 
 import msgspec
 
-from slipstream.dist.plan_codec import encode_late, encode_plan
-from slipstream.engine.executor import Handle
+from slipstream.dist.plan_codec import encode_late, encode_plan, encode_tier
+from slipstream.engine.executor import Handle, TierCopier
 from slipstream.engine.rank_adapters import RankAdapters
-from slipstream.engine.ranks import ADAPTER, FINISH, FREE, LATE, PLAN, Ranks
-from slipstream.step import Late, StepPlan, StepResult
+from slipstream.engine.ranks import ADAPTER, FINISH, FREE, LATE, PLAN, TIER, Ranks
+from slipstream.step import Late, StepPlan, StepResult, TierPlan
 
 
 class LocalRunner(Protocol):
@@ -31,9 +31,17 @@ class LocalRunner(Protocol):
 class Workers:
     """Rank 0 and the processes of the others."""
 
-    def __init__(self, runner: LocalRunner, ranks: Ranks, adapters: RankAdapters | None = None) -> None:
+    def __init__(
+        self,
+        runner: LocalRunner,
+        ranks: Ranks,
+        adapters: RankAdapters | None = None,
+        tier: TierCopier | None = None,
+    ) -> None:
+        """`adapters`, `tier`: of rank 0; None: the engine has none."""
         self.runner = runner
         self.adapters = adapters
+        self._tier = tier
         self._ranks = ranks
         self._is_closed = False
 
@@ -56,6 +64,12 @@ class Workers:
     def free_queries(self, queries: tuple[int, ...]) -> None:
         self._ranks.plans.write(FREE, msgspec.msgpack.encode(queries))
         self.runner.free_queries(queries)
+
+    def copy(self, plan: TierPlan) -> None:
+        """As `TierCopier`: every rank copies its part of the pages."""
+        assert self._tier is not None, "the cache has no second tier"
+        self._ranks.plans.write(TIER, encode_tier(plan))
+        self._tier.copy(plan)
 
     def close(self) -> None:
         if not self._is_closed:

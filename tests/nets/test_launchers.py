@@ -295,6 +295,9 @@ def products() -> dict[str, Callable[[], Any]]:
         "streaming_gemm split": lambda: get(at + "streaming_hopper.streaming_gemm")(
             half(16, 512), half(64, 512), None, "", get(at + "streaming_hopper.StreamTile")(2)
         ),
+        "streaming_gemm_parts": lambda: get(at + "streaming_hopper.streaming_gemm_parts")(
+            half(70, 512), half(64, 512), get(at + "streaming_hopper.StreamTile")(2)
+        ),
         "a chain of products": chained,
         "gated_gemm": lambda: get(at + "gated_gemm_hopper.gated_gemm")(half(300, 128), gated, "silu"),
         "gelu_gemm": lambda: get(at + "gated_gemm_hopper.gelu_gemm")(half(300, 128), half(512, 128), half(512)),

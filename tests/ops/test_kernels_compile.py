@@ -71,8 +71,11 @@ def sample():
 def rest():
     x = of(HALF, "x residual weight out total gate_up")
     whole = dict(SIZE=1000, ROWS=1, BLOCK=256, DEPENDENT=True)
+    build("slipstream.ops.norm.triton", "_norm_kernel", x | {"x": FLOAT}, HEADS=1, PARTS=2, PER_HEAD=False, **whole)
+    whole["PARTS"] = 1
     build("slipstream.ops.norm.triton", "_norm_kernel", x, HEADS=1, PER_HEAD=False, **whole)
     build("slipstream.ops.norm.triton", "_norm_kernel", x, HEADS=3, PER_HEAD=True, residual=None, total=None, **whole)
+    del whole["PARTS"]
     build("slipstream.ops.activation.triton", "_gate_kernel", x, KIND=2, BLOCK=256, DEPENDENT=True)
     build("slipstream.ops.activation.triton", "_sparse_kernel", x | {"deviations": "fp32"}, BLOCK=2048, DEPENDENT=False)
     build("slipstream.ops.activation.triton", "_relu2_kernel", x, BLOCK=4096, DEPENDENT=False)
@@ -410,6 +413,7 @@ def hopper():
     build_product(128, 128, 2, 1, PARTS=0, squares=None, bias=None, **added, **whole)
     build_product(64, 64, 1, 1, 16, 3, PARTS=64, bias=None, **added, **whole)
     build_product(64, 64, 0, 6, 32, 3, PARTS=0, squares=None, bias=None)
+    build_product(64, 64, 0, 2, 16, PARTS=0, squares=None, bias=None, **added, **whole)  # partial sums, not added
     single = dict(PAGE=16, DEPENDENT=True)
     build("triton.hopper_decode", "_split_kernel", 64, 128, GROUP=3, DIM=128, QUERIES=5, STAGES=3, **single)
     build("triton.hopper_decode", "_split_kernel", 128, 168, GROUP=3, DIM=64, QUERIES=1, STAGES=6, **single)

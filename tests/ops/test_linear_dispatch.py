@@ -12,13 +12,14 @@ from slipstream.ops.activation import gelu_and_mul, gelu_tanh_and_mul, silu_and_
 from slipstream.ops.linear import activated_linear, capability, cublaslt_tuned, dispatch, linear, norm_linear
 from slipstream.ops.linear.dispatch import GELU_GEMM_HOPPER, GemmCall, choose, choose_chain
 
-ROWS = (0, 1, 2, 3, 16, 17, 32, 33, 64, 65, 96, 97, 256, 257, 1023, 1024, 4096)
+ROWS = (0, 1, 2, 3, 16, 17, 32, 33, 64, 65, 80, 81, 96, 97, 256, 257, 1023, 1024, 4096)
 ACTIVATIONS = {"none": None, "silu": silu_and_mul, "gelu_tanh": gelu_tanh_and_mul, "gelu_erf": gelu_and_mul}
 
 # sizes of a weight [out, in]
 SMALL = (4096, 1024)  # up to 8 Mi elements
 LARGE = (16384, 1024)
 WIDE = (24576, 4096)  # 128 programs of 192 outputs for 132 multiprocessors
+NARROW = (6144, 4096)  # 96 programs of 64 outputs
 SHORT_HEAD = (151_936, 1024)  # the LM head of a small model
 LONG_HEAD = (151_936, 4096)
 UNALIGNED = (1024, 1020)  # rows of 2040 bytes: no TMA
@@ -37,7 +38,10 @@ hopper bfloat16 LARGE       none      -    | 0 library, 1 gemv, 3 streaming_hopp
 hopper bfloat16 LARGE       silu      -    | 0 library, 1 gemv, 3 streaming_hopper, 33 library, 1024 gated_gemm_hopper
 hopper bfloat16 WIDE        none      -    | 0 library, 1 gemv, 3 streaming_hopper, 33 library, 1024 cublaslt_tuned
 hopper bfloat16 WIDE        silu      -    | 0 library, 1 gemv, 3 streaming_hopper, 33 library, 65 streaming_hopper, \
-97 library, 1024 gated_gemm_hopper
+256 library, 1024 gated_gemm_hopper
+hopper bfloat16 NARROW      none      -    | 0 library, 1 gemv, 3 streaming_hopper, 33 library, 65 streaming_hopper, \
+81 library, 1024 cublaslt_tuned
+hopper bfloat16 NARROW      silu      -    | 0 library, 1 gemv, 3 streaming_hopper, 33 library, 1024 gated_gemm_hopper
 hopper bfloat16 SHORT_HEAD  none      -    | 0 library, 1 gemv, 3 library, 1024 cublaslt_tuned
 hopper bfloat16 SHORT_HEAD  silu      -    | 0 library, 1 gemv, 3 library, 1024 gated_gemm_hopper
 hopper bfloat16 LONG_HEAD   none      -    | 0 library, 1 gemv, 3 streaming_hopper, 33 library, 1024 cublaslt_tuned
@@ -179,6 +183,19 @@ def test_gemv_computes_the_norm_of_short_rows(weight, dtype, activation, accepte
     assert [
         rows for rows in ROWS if dispatch.accepts_norm(make_call(rows, weight, dtype, activation, True))
     ] == accepted
+
+
+def test_partial_sums_are_left_to_the_norm_where_that_was_measured(gpu: Any) -> None:
+    def accepts(rows: int, weight: tuple[int, int], dtype: torch.dtype = torch.bfloat16) -> bool:
+        return dispatch.accepts_parts(*make_call(rows, weight, dtype, None, False)[:2])
+
+    gpu("hopper")
+    assert [rows for rows in ROWS if accepts(rows, (4096, 12288))] == [65, 80]
+    assert accepts(72, (4096, 4096)) and not accepts(72, (4096, 2048))
+    assert not any(accepts(72, (num_out, 4096)) for num_out in (1024, 2560, 5120, 6144, 8192))
+    assert not accepts(72, (4096, 4096), torch.float16)
+    gpu("other")
+    assert not accepts(72, (4096, 4096))
 
 
 @pytest.mark.parametrize(

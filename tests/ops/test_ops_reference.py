@@ -9,7 +9,7 @@ import torch
 
 from slipstream.ops.activation import gelu_tanh_and_mul, silu_and_mul
 from slipstream.ops.cache_write import write_cache
-from slipstream.ops.norm import add_rms_norm, rms_norm
+from slipstream.ops.norm import add_rms_norm, rms_norm, sum_rms_norm
 from slipstream.ops.paged_attention import attend_chunk, attend_pages, attend_single
 from slipstream.ops.rope import apply_rope, rope_table
 
@@ -147,3 +147,12 @@ def test_chunk_from_the_start_is_causal() -> None:
     for t in range(7):
         expected = attention_by_hand(query[t], key[: t + 1], value[: t + 1], 0.3)
         torch.testing.assert_close(out[t], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_sum_rms_norm_is_the_norm_of_all_parts_and_the_residual():
+    parts, residual, weight = torch.randn(3, 4, 100), torch.randn(4, 100), torch.randn(100)
+    out, total = sum_rms_norm(parts, residual, weight, 1e-5)
+    expected, sums = add_rms_norm(parts[0] + parts[1] + parts[2], residual, weight, 1e-5)
+    torch.testing.assert_close(total, sums)
+    torch.testing.assert_close(out, expected)
+    assert sum_rms_norm(parts, residual.bfloat16(), weight.bfloat16(), 1e-5)[1].dtype is torch.bfloat16

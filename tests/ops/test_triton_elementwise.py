@@ -64,6 +64,15 @@ def test_add_rms_norm_norms_the_sum_it_stores(rows: int, size: int, dtype: torch
     assert x.equal(before[0]) and residual.equal(before[1])
 
 
+@pytest.mark.parametrize(("num_parts", "rows", "size"), [(2, 3, 100), (4, 1, 129), (1, 2, 64)])
+def test_sum_rms_norm_adds_the_parts_first(num_parts: int, rows: int, size: int) -> None:
+    parts, residual, weight = randn(num_parts, rows, size), randn(rows, size), randn(size)
+    out, total = norm_kernels.sum_rms_norm(parts, residual, weight, 1e-6)
+    expected = norm.sum_rms_norm(parts.double(), residual.double(), weight.double(), 1e-6)
+    check(out, expected[0])
+    check(total, expected[1])
+
+
 def rows_where_eps_counts(eps: float, size: int, dtype: torch.dtype) -> torch.Tensor:
     """Rows whose root mean square is about sqrt(eps), far below it and far above it, and a row of zeros."""
     row = torch.randn(size)

@@ -204,6 +204,25 @@ def test_a_norm_between_two_products(rows, sizes):
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("rows", [64, 65, 72, 80, 81])
+def test_products_of_a_verify_step(rows):
+    """One that adds to a residual, whose partial sums the norm adds from 65 to 80 rows; and one after the norm."""
+    half = {"device": "cuda", "dtype": torch.bfloat16}
+    x, residual = torch.randn(rows, 12288, **half), torch.randn(rows, 4096, **half) * 4
+    first, second = torch.randn(4096, 12288, **half) * 0.02, torch.randn(6144, 4096, **half) * 0.02
+    factor = torch.rand(4096, **half) + 0.5
+    if not supports_tma(x, first):
+        pytest.skip("made for another GPU")
+    total = expect(x, first, None) + residual.double()
+    sums = ops.linear_add("library", x, first, residual, factor, 1e-6)
+    assert (sums.normed is not None) == (65 <= rows <= 80)
+    assert (sums.total.double() - total).norm() / total.norm() < 3e-3
+    found = ops.linear_unnormalized(sums, second, None)
+    expected = expect(sums.total, second, None, "", kernels.Norm(factor, 1e-6, None, None))
+    assert (found.double() - expected).norm() / expected.norm() < 5e-3
+
+
+@pytest.mark.cuda
 @pytest.mark.parametrize("factor", [0.0, 0.3, 1.0, 3.0])
 def test_eps_of_a_norm_between_two_products_is_under_the_root(factor):
     """Sums with a root mean square around sqrt(eps), and sums of zeros."""

@@ -111,7 +111,7 @@ class Weight(nn.Module, ABC):
         """The GEMM of the RMS norm of x, then the activation if given. x must have no `squares`: only the `add_to` of a
         "streamed" chain makes them, and this weight offers no such chain."""
         assert x.squares is None, "a streamed chain contains a weight that does not support it"
-        out = self.multiply(rms_norm(x.total, x.norm, x.eps), bias)
+        out = self.multiply(rms_norm(x.total, x.norm, x.eps) if x.normed is None else x.normed, bias)
         return out if activation is None else activation(out)
 
     @abstractmethod

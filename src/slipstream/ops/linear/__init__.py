@@ -10,7 +10,7 @@ import torch
 from slipstream.ops.linear import cublaslt_tuned, dispatch
 from slipstream.ops.linear.dispatch import FUSED_ACTIVATIONS, GELU_GEMM_HOPPER, Activation, GemmCall
 from slipstream.ops.linear.unnormalized import Chain, Unnormalized
-from slipstream.ops.norm import add_rms_norm, rms_norm
+from slipstream.ops.norm import add_rms_norm, rms_norm, sum_rms_norm
 
 __all__ = [
     "Activation",
@@ -87,6 +87,11 @@ def linear_add(
     chain: Chain, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, norm: torch.Tensor, eps: float
 ) -> Unnormalized:
     """residual + the GEMM, before its RMS norm. The memory of the residual may be overwritten with the sum."""
+    if chain != "streamed" and dispatch.accepts_parts(x, weight):
+        from slipstream.ops.linear.triton.streaming_hopper import streaming_gemm_parts
+
+        normed, total = sum_rms_norm(streaming_gemm_parts(x, weight), residual, norm, eps)
+        return Unnormalized(total, norm, eps, normed=normed)
     if chain != "streamed":
         if not cublaslt_tuned.add_to(residual, x, weight):
             residual.addmm_(x, weight.t())
@@ -101,7 +106,8 @@ def linear_unnormalized(
 ) -> torch.Tensor:
     """The GEMM of the RMS norm of x, then a gated activation if one is given."""
     if x.squares is None:
-        return gated_linear(rms_norm(x.total, x.norm, x.eps), weight, bias, activation)
+        normed = rms_norm(x.total, x.norm, x.eps) if x.normed is None else x.normed
+        return gated_linear(normed, weight, bias, activation)
     from slipstream.ops.linear.triton.streaming_hopper import streaming_gemm
 
     out = streaming_gemm(x, weight, bias, FUSED_ACTIVATIONS.get(activation, ""))

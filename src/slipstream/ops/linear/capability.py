@@ -9,8 +9,12 @@ from slipstream.ops.hopper import has_hopper_kernels
 SMALL_WEIGHT = 8 << 20  # elements; tile sizes and the choice of a kernel change here
 MULTIPROCESSORS = 132  # of an H100 or H200
 WIDE_OUTPUTS = 192  # of a program with three blocks
-MIN_WIDE_ROWS, MAX_WIDE_ROWS = 65, 96
+MIN_WIDE_ROWS, MAX_WIDE_ROWS = 65, 128
 MIN_WIDE_INPUTS = 2048
+NARROW_OUTPUTS = 64  # of a program with one block
+MIN_NARROW_ROWS, MAX_NARROW_ROWS = 65, 80  # as 64 + 16; other numbers were not measured
+MIN_NARROW_PROGRAMS = 96
+MIN_NARROW_INPUTS = 4096
 
 
 def fills_wide_programs(rows: int, num_out: int, num_in: int) -> bool:
@@ -21,6 +25,15 @@ def fills_wide_programs(rows: int, num_out: int, num_in: int) -> bool:
     waves = -(-programs // MULTIPROCESSORS)
     are_busy = num_in >= MIN_WIDE_INPUTS and 10 * programs >= 9 * waves * MULTIPROCESSORS
     return are_busy and MIN_WIDE_ROWS <= rows <= MAX_WIDE_ROWS
+
+
+def narrow_splits(rows: int, num_out: int, num_in: int) -> int:
+    """Split-k of programs with 64 outputs each: 1 or 2 if one wave of programs keeps most multiprocessors busy, for a
+    number of rows at which they were measured to be faster than cuBLAS between our other kernels; else 0."""
+    if not MIN_NARROW_ROWS <= rows <= MAX_NARROW_ROWS or num_in < MIN_NARROW_INPUTS:
+        return 0
+    blocks = -(-num_out // NARROW_OUTPUTS)
+    return next((num for num in (1, 2) if MIN_NARROW_PROGRAMS <= num * blocks <= MULTIPROCESSORS), 0)
 
 
 def supports_tma(x: torch.Tensor, weight: torch.Tensor) -> bool:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from slipstream.ops.activation import gelu_tanh_and_mul, silu_and_mul
 from slipstream.ops.linear import cublaslt_tuned, native, reference
-from slipstream.ops.linear.capability import SMALL_WEIGHT, fills_wide_programs, supports_tma
+from slipstream.ops.linear.capability import SMALL_WEIGHT, fills_wide_programs, narrow_splits, supports_tma
 from slipstream.ops.linear.unnormalized import Chain
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
@@ -80,12 +80,25 @@ def choose_chain(x: torch.Tensor, weight: torch.Tensor) -> Chain:
     return "library" if rows > MAX_STREAMED_ROWS else ""
 
 
+def accepts_parts(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether a GEMM that adds to a residual leaves partial sums to the norm after it."""
+    return (
+        HAS_TRITON
+        and x.is_cuda
+        and x.dtype is torch.bfloat16
+        and narrow_splits(len(x), *weight.shape) > 1
+        and supports_tma(x, weight)
+    )
+
+
 def _accepts_gemv(call: GemmCall) -> bool:
     return 0 < len(call.x) <= MAX_GEMV_ROWS and _has_fused_epilogue(call)
 
 
 def _accepts_streaming_hopper(call: GemmCall) -> bool:
     if call.activation is not None and fills_wide_programs(len(call.x), *call.weight.shape):
+        return _has_fused_epilogue(call) and supports_tma(call.x, call.weight)
+    if call.activation is None and narrow_splits(len(call.x), *call.weight.shape) == 1:
         return _has_fused_epilogue(call) and supports_tma(call.x, call.weight)
     return (
         0 < len(call.x) <= MAX_STREAMED_ROWS

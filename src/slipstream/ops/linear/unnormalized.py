@@ -3,7 +3,8 @@
 The first GEMM adds the residual in its epilogue and returns the sum before its norm, as an `Unnormalized`. An RMS norm
 divides a row by one number, so the division can follow the next GEMM. In a "streamed" chain
 (`triton/streaming_hopper.py`) the first GEMM also multiplies by the norm's weights and stores sums of squares, one per
-row and block of outputs; the second GEMM adds these up and divides. The norm then has no kernel of its own.
+row and block of outputs; the second GEMM adds these up and divides. The norm then has no kernel of its own. In a
+"library" chain the norm has its own kernel, which may also add the partial sums of a split GEMM.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ Chain = Literal["streamed", "library", ""]
 
 
 class Unnormalized(NamedTuple):
-    """Rows before their RMS norm, which the next GEMM finishes (with `squares`) or computes (without)."""
+    """Rows before their RMS norm. The next GEMM finishes the norm (with `squares`), computes it, or takes `normed`."""
 
     total: torch.Tensor  # [rows, size] the sum with the residual; also the next residual
     norm: torch.Tensor  # [size] weights
     eps: float
     weighted: torch.Tensor | None = None  # [rows, size] total times the norm's weights
     squares: torch.Tensor | None = None  # [rows, blocks] float32, sums of squares of each block of `total`
+    normed: torch.Tensor | None = None  # [rows, size] the norm, if it is computed already

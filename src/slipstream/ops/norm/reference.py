@@ -19,3 +19,12 @@ def add_rms_norm(
     """The norm of x + residual, and the sum, which is the next residual."""
     residual = x + residual
     return rms_norm(residual, weight, eps), residual
+
+
+def sum_rms_norm(
+    parts: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The norm of residual [rows, size] + the sum of parts [num, rows, size], and the sum, which is the next residual.
+    Parts may have a wider dtype than the residual."""
+    total = (parts.sum(0) + residual).to(residual.dtype)
+    return rms_norm(total, weight, eps), total

@@ -28,6 +28,18 @@ def add_rms_norm(
     return out, total
 
 
+def sum_rms_norm(
+    parts: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The norm of residual [rows, size] + the sum of parts [num, rows, size], and the sum, which is the next residual.
+    Parts are added in their order."""
+    num_parts, num_rows, size = parts.shape
+    assert parts.is_contiguous() and residual.is_contiguous() and residual.shape == (num_rows, size)
+    out, total = (torch.empty(residual.shape, dtype=residual.dtype, device=residual.device) for _ in range(2))
+    _launch(parts[0], residual, weight, out, total, eps, num_parts)
+    return out, total
+
+
 def _launch(
     x: torch.Tensor,
     residual: torch.Tensor | None,
@@ -35,7 +47,9 @@ def _launch(
     out: torch.Tensor,
     total: torch.Tensor | None,
     eps: float,
+    num_parts: int = 1,
 ) -> None:
+    """`num_parts`: x is the first of so many tensors, one behind the other, that are added first."""
     size = x.shape[-1]
     if x.dim() != 3 or x.stride(2) != 1:
         assert weight.dim() == 1, f"a weight [heads, size] needs x [tokens, heads, size], got {tuple(x.shape)}"
@@ -58,6 +72,7 @@ def _launch(
         x.stride(1),
         HEADS=heads,
         SIZE=size,
+        PARTS=num_parts,
         PER_HEAD=weight.dim() == 2,
         ROWS=rows,
         BLOCK=block,
@@ -80,6 +95,7 @@ def _norm_kernel(
     head_stride,
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,
+    PARTS: tl.constexpr,  # tensors at x, one behind the other, that are added first
     PER_HEAD: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -93,7 +109,10 @@ def _norm_kernel(
     head = row % HEADS
     source = (row // HEADS) * token_stride + head * head_stride
     target = row[:, None] * SIZE + column[None, :]
-    value = tl.load(x + source[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    source_offset = source[:, None] + column[None, :]
+    value = tl.load(x + source_offset, mask=mask, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        value += tl.load(x + source_offset + num_rows.to(tl.int64) * (SIZE * part), mask=mask, other=0.0).to(tl.float32)
     if residual is not None:
         value += tl.load(residual + target, mask=mask, other=0.0).to(tl.float32)
         rounded = value.to(total.dtype.element_ty)

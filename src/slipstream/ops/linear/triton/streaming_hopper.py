@@ -15,7 +15,13 @@ import triton
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from slipstream.ops.linear.capability import MULTIPROCESSORS, SMALL_WEIGHT, WIDE_OUTPUTS, fills_wide_programs
+from slipstream.ops.linear.capability import (
+    MULTIPROCESSORS,
+    SMALL_WEIGHT,
+    WIDE_OUTPUTS,
+    fills_wide_programs,
+    narrow_splits,
+)
 from slipstream.ops.linear.triton import streaming_kernel
 from slipstream.ops.linear.triton.epilogue import GATES, counters
 from slipstream.ops.linear.triton.streaming_kernel import WIDTH
@@ -67,6 +73,16 @@ def streaming_gemm_add(
     return made
 
 
+def streaming_gemm_parts(x: torch.Tensor, weight: torch.Tensor, tile: StreamTile | None = None) -> torch.Tensor:
+    """The GEMM of x [rows, in] as partial sums [splits, rows, out] in float32, which the next kernel adds: no program
+    waits for the others or reads what they have stored."""
+    tile = tile or StreamTile(narrow_splits(len(x), *weight.shape))
+    assert tile.splits > 1, f"{tuple(weight.shape)} with {len(x)} rows is not split"
+    parts = torch.empty((tile.splits, len(x), len(weight)), dtype=torch.float32, device=x.device)
+    _launch(x, weight, None, "", parts, tile)
+    return parts
+
+
 def _launch(
     x: torch.Tensor | Unnormalized,
     weight: torch.Tensor,
@@ -88,7 +104,7 @@ def _launch(
     steps = triton.cdiv(num_in, WIDTH.value * tile.copies)
     split_steps = triton.cdiv(steps, tile.splits)
     partials = arrived = None
-    if tile.splits > 1:
+    if tile.splits > 1 and out.dim() == 2:
         num_blocks = blocks * groups * row_blocks
         shape = (tile.splits, num_blocks, outputs * (per_program + more))
         partials = torch.empty(shape, dtype=torch.float32, device=x.device)
@@ -109,7 +125,7 @@ def _launch(
         partials,
         arrived,
         rows,
-        out.shape[1],
+        out.shape[-1],
         num_in,
         steps,
         split_steps,
@@ -133,6 +149,8 @@ def stream_tile(rows: int, num_out: int, num_in: int, gate: str) -> StreamTile:
     program's part so small that all its weights are in flight at once."""
     if gate and fills_wide_programs(rows, num_out, num_in):
         return StreamTile(1, WIDE_OUTPUTS // 3, copies=1, groups=3)
+    if not gate and narrow_splits(rows, num_out, num_in) == 1:
+        return StreamTile(1)
     blocks = triton.cdiv(num_out, 64)
     is_small = num_out * num_in <= SMALL_WEIGHT
     if rows <= 32 or (rows <= 64 and is_small and not gate):

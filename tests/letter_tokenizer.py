@@ -38,7 +38,10 @@ _VOCABULARY = grammar_vocabulary(TOKENIZER, VOCAB)  # type: ignore[arg-type]
 
 
 def make_constraints(max_rows: int = 8) -> Constraints:
-    return Constraints(Grammars(lambda: TOKENIZER, VOCAB), max_rows)  # type: ignore[arg-type,return-value]
+    """Without a limit for masks: on a busy machine any thread may be late."""
+    constraints = Constraints(Grammars(lambda: TOKENIZER, VOCAB), max_rows)  # type: ignore[arg-type,return-value]
+    constraints.min_budget = 60.0
+    return constraints
 
 
 def oracle_matcher(params: StructuredOutputsParams) -> LLMatcher:

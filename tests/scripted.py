@@ -70,6 +70,7 @@ class _Row:
         # tokens that the stored state has seen, after and before the present step: with drafts it may be older than
         # the row, whose accepted tokens the next step replays
         self.base = self.base_before = admission.num_cached
+        self.sat_at = -1  # the last position that the row computed in a step that it sat out
         self.planned = 0  # the length after the present step, by the plan: an upper bound while drafts are in flight
 
 
@@ -93,6 +94,7 @@ class ScriptedExecutor:
         self.num_restored = self.num_saved = 0
         self.drafter = drafter
         self.num_accepted = self.num_rejected = 0  # drafts
+        self.num_sat_out = 0  # rows, over all steps
         self.page_size = page_size
         self.windows = windows
         self.num_groups = num_groups = len(windows)
@@ -243,7 +245,8 @@ class ScriptedExecutor:
             if state.state is not None:
                 state.state = state.state[: state.length]  # without rejected drafts
             end = state.length + int(num)
-            bound = length >= end if self.drafter and not num_host_tokens else length == end
+            is_bound = (self.drafter and not num_host_tokens) or state.sat_at >= 0
+            bound = length >= end if is_bound else length == end
             assert num >= 1 and bound, f"row {row} is at {state.length}, planned to {length}"
             assert state.admission.long_rope or length <= self.short_rope, f"row {row} needs the long rope factors"
             # tokens that the grammar forced: in one chunk, or in several if a step has few tokens
@@ -251,7 +254,9 @@ class ScriptedExecutor:
                 state.num_known = end + (not num_drawn)
             for index, position in enumerate(range(state.length, end)):
                 known = index < num_host_tokens
-                assert known == (position < state.num_known), f"row {row}: who gives token {position}?"
+                assert position == state.sat_at or known == (position < state.num_known), (
+                    f"row {row}: who gives token {position}?"
+                )
                 assert known or index - num_host_tokens < len(state.next_tokens), (
                     f"row {row} reads a token it has not drawn"
                 )
@@ -262,9 +267,10 @@ class ScriptedExecutor:
                     assert table[place] != NULL_PAGE
                     assert (group, slot) not in written, f"two rows write slot {slot}"
                     written.add((group, slot))
-                    if not known:
+                    content = token, position, state.admission.long_rope
+                    if not known and (position != state.sat_at or self.slots[group][slot] != content):
                         self._drawn.add((group, slot))
-                    self.slots[group][slot] = token, position, state.admission.long_rope
+                    self.slots[group][slot] = content
                 if self.has_states:
                     assert state.state is not None and len(state.state) == position, f"row {row} has no such state"
                     state.state = (*state.state, token)
@@ -302,6 +308,16 @@ class ScriptedExecutor:
         elif failed:
             state.next_tokens = [0]  # as on a real device; the host drops what is drawn from it
         return drawn + [VOCAB] * (num_drawn - count), count, failed
+
+    def _sit_out(self, row: int, state: _Row) -> None:
+        """Take back what a row that sits out this step has computed and drawn."""
+        late = self._late.get(self._last_step)
+        if late is not None and late.sit_out is not None and row in late.sit_out.rows:
+            index = late.sit_out.rows.tolist().index(row)
+            assert state.start <= int(late.sit_out.computed[index]), f"row {row} goes back before this step"
+            state.length = state.sat_at = int(late.sit_out.computed[index])
+            state.next_tokens = [int(late.sit_out.tokens[index])]
+            self.num_sat_out += 1
 
     def _pick(self, wanted: int, admission: Admission, offset: int = 0) -> int | None:
         """The first token from the wanted one on, unless the step's late data say otherwise; None: all are
@@ -366,6 +382,7 @@ class ScriptedExecutor:
             if state.admission.history is not None and state.length == state.admission.num_known:
                 assert state.admission.history.tolist()[-len(seen) :] == seen
             drawn, count, fails = self._draw(state, num_drawn)
+            self._sit_out(row, state)
             tokens += drawn
             counts.append(count)
             failed.append(fails)

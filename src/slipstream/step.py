@@ -263,6 +263,16 @@ class LogitsEdit:
     is_batched: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class SitOut:
+    """Rows that draw nothing in a step, because their masks are late. The forward of the step has computed their last
+    position; a later step computes it again, so the row goes back to the state before."""
+
+    rows: Ints  # [sitting]
+    computed: Ints  # [sitting] positions before the row's last token
+    tokens: Ints  # [sitting] the row's last token
+
+
 class MaskSource(Protocol):
     """Computes the masks of one request again."""
 
@@ -284,6 +294,7 @@ class Late:
     # [masked] how to compute each mask again: its source and the number of tokens before the draw; an entry None: all
     # tokens are allowed. None: the masks cannot be computed again
     sources: Sequence[tuple[MaskSource, int] | None] | None = None
+    sit_out: SitOut | None = None  # None: all rows of the plan draw
 
 
 @dataclass(frozen=True, slots=True)

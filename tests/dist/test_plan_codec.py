@@ -24,6 +24,7 @@ from slipstream.step import (
     PoolAdmission,
     PoolPlan,
     PromptScores,
+    SitOut,
     StatePlan,
     StepPlan,
     StepSizes,
@@ -107,4 +108,6 @@ def test_a_plan_with_every_part():
 @pytest.mark.parametrize("bias", [None, LateBias(ints(1), ints(2, 3).reshape(1, 2), np.ones((1, 2), np.float32))])
 def test_masks(bias):
     late = Late(ints(1, 3), ints(*range(8)).reshape(2, 4), bias, offsets=None if bias is None else ints(0, 1))
+    if bias is not None:
+        late = dataclasses.replace(late, sit_out=SitOut(ints(3), ints(17), ints(5)))
     check_equal(decode_late(encode_late(late)), late)

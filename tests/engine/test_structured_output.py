@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 
 import jsonschema_rs
 import pytest
 
+from mask_gate import MaskGate
 from slipstream import LLM, SamplingParams, StructuredOutputsParams
 from slipstream.errors import InvalidParams
+from slipstream.scheduler.grammar import pool_library
 from tiny import write_tiny
 
 SCHEMA = {
@@ -53,6 +56,46 @@ def test_json_is_valid_under_its_schema(llm, params):
         assert sample.finish_reason == "stop", sample
         jsonschema_rs.validate(SCHEMA, json.loads(sample.text))
         assert "bad_words" not in params or "red" not in sample.text
+
+
+@pytest.mark.skipif(pool_library.load() is None, reason="no C compiler")
+def test_rows_whose_masks_are_late_sit_out_steps_and_draw_the_same_tokens(llm, monkeypatch):
+    check_late_masks(llm, monkeypatch)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(pool_library.load() is None, reason="no C compiler")
+def test_rows_sit_out_steps_on_a_gpu(model, monkeypatch):
+    options = dict(device="cuda", dtype="float32", deterministic=True, max_model_len=256)
+    with LLM(model, **options, use_tqdm_on_load=False) as llm:
+        check_late_masks(llm, monkeypatch)
+
+
+def check_late_masks(llm, monkeypatch):
+    shape = StructuredOutputsParams(json=SCHEMA, disable_any_whitespace=True)
+    asked = dict(seed=3, repetition_penalty=1.3, frequency_penalty=0.5, logprobs=1)
+    wanted = generate(llm, shape, **asked)
+    dice, core, sat = random.Random(0), llm.core, []
+    gate = MaskGate(monkeypatch, lambda matcher: dice.random() < 0.2)
+    core.constraints._pool.close()
+    core.constraints._pool = None  # the next one has the gate
+    step, sit_out = core.step, core.scheduler.sit_out
+
+    def step_and_pass():
+        monkeypatch.setattr(core.constraints, "min_budget", dice.choice([0.0, 0.01]))  # a late row is not slow for ever
+        outputs = step()
+        gate.let_pass()
+        return outputs
+
+    monkeypatch.setattr(core, "step", step_and_pass)
+    monkeypatch.setattr(core.scheduler, "sit_out", lambda *given: sat.append(given) or sit_out(*given))
+    found = generate(llm, shape, **asked)
+    assert len(sat) > 3
+    assert [each.token_ids for each in found] == [each.token_ids for each in wanted]
+    for one, other in zip(found, wanted, strict=True):
+        assert one.cumulative_logprob == pytest.approx(other.cumulative_logprob, rel=1e-4)
+    core.constraints._pool.close()
+    core.constraints._pool = None
 
 
 def test_waiting_for_masks_is_counted_as_such(llm):

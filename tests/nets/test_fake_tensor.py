@@ -103,7 +103,7 @@ def drive(folder, params, *, num_pages=64, preempts=False, break_model=None, dev
     options["reasoning_config"] = {"reasoning_start_str": "<a>", "reasoning_end_str": "</a>"}
     with LLM(folder, **options, num_pages=num_pages, num_threads=1, _device=device, drafts=drafts) as llm:
         core, runner = llm.core, llm.core.executor
-        core.constraints.budget = 60.0  # no mask and no processor is slow
+        core.constraints.min_budget = 60.0  # no mask and no processor is slow
         runner.graphs.token_sizes = []  # the CPU's attention goes row by row through longer chunks
         if break_model is not None:
             break_model(runner)
@@ -117,7 +117,7 @@ def drive(folder, params, *, num_pages=64, preempts=False, break_model=None, dev
             while (plan := core.scheduler.plan()) is not None:
                 runner.launch(plan)
                 is_drawing = core.constraints.is_drawing
-                core.constraints.launch()
+                core.constraints.launch(0.0)
                 handle = runner.finish(core.constraints.late() if is_drawing else None)
                 result = handle.wait()  # the buffer's memory, which nothing wrote
                 count = int(plan.num_drawn.sum())

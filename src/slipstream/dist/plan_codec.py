@@ -20,6 +20,7 @@ from slipstream.step import (
     PageUpdates,
     PoolPlan,
     PromptScores,
+    SitOut,
     StatePlan,
     StepPlan,
     StepSizes,
@@ -40,7 +41,7 @@ _Rest = tuple[
     TierPlan | None,
     Ints | None,
 ]
-_LateFields = tuple[Ints, Ints, LateBias | None, Ints | None]
+_LateFields = tuple[Ints, Ints, LateBias | None, Ints | None, SitOut | None]
 
 
 def _as_bytes(value: Any) -> Any:
@@ -126,9 +127,9 @@ decode_tier = msgspec.msgpack.Decoder(TierPlan, dec_hook=_from_bytes).decode
 
 def encode_late(late: Late) -> bytes:
     assert not late.edits, "code that edits logits runs in one process only"
-    return _encode((late.rows, late.bits, late.bias, late.offsets))
+    return _encode((late.rows, late.bits, late.bias, late.offsets, late.sit_out))
 
 
 def decode_late(data: bytes) -> Late:
-    rows, bits, bias, offsets = _decode_late(data)
-    return Late(rows, bits, bias, offsets=offsets)
+    rows, bits, bias, offsets, sit_out = _decode_late(data)
+    return Late(rows, bits, bias, offsets=offsets, sit_out=sit_out)

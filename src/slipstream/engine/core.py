@@ -21,7 +21,7 @@ from slipstream.params import SamplingParams
 from slipstream.scheduler.adapters import Adapters
 from slipstream.scheduler.cache.manager import CacheManager
 from slipstream.scheduler.encoder_scheduler import EncoderScheduler
-from slipstream.scheduler.grammar.constraints import MIN_BUDGET, Constraints
+from slipstream.scheduler.grammar.constraints import Constraints
 from slipstream.scheduler.scheduler import Scheduler
 from slipstream.step import Late, StepPlan
 
@@ -220,9 +220,8 @@ class EngineCore:
         # masks depend on the tokens of all older steps; the device is busy with this step's forward meanwhile
         while self.in_flight:
             outputs += self._commit()
-        self.constraints.budget = max(MIN_BUDGET, self.pace.expected(plan))
         self._headless = plan
-        if not self.constraints.launch():
+        if not self.constraints.launch(self.pace.expected(plan)):
             outputs += self._finish_headless()
         return outputs
 
@@ -231,7 +230,10 @@ class EngineCore:
         plan, self._headless = self._headless, None
         assert plan is not None and self.constraints is not None and isinstance(self.scheduler, Scheduler)
         outputs = self.scheduler.advance_grammars(wait=True)
-        self._finish(plan, self.constraints.late())
+        late = self.constraints.late()
+        if late.sit_out is not None:
+            self.scheduler.sit_out(plan.step, self.constraints.sitting)
+        self._finish(plan, late)
         return outputs
 
     def _finish(self, plan: StepPlan, late: Late | None) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 from slipstream.config.config import EngineConfig
 from slipstream.errors import UserError
 from slipstream.params import SamplingParams
-from slipstream.step import AdapterLoad, Admission, Bools, Floats, Ints, Late, LateBias, PoolAdmission, StepPlan
+from slipstream.step import AdapterLoad, Admission, Bools, Floats, Ints, Late, LateBias, PoolAdmission, SitOut, StepPlan
 from slipstream.version import __version__
 
 MAGIC = b"slipstream recording 1\n"
@@ -33,6 +33,7 @@ class LateRecord(msgspec.Struct, array_like=True):
     bias: LateBias | None
     num_edits: int  # pieces of code that edited logits; they are not in the file
     offsets: Ints | None = None
+    sit_out: SitOut | None = None
 
 
 class StepRecord(msgspec.Struct, array_like=True):
@@ -122,7 +123,7 @@ def describe_late(late: Late) -> LateRecord:
         bias = LateBias(bias.rows.copy(), bias.ids.copy(), bias.values.copy())
     offsets = None if late.offsets is None else late.offsets.copy()
     bits = late.bits.copy() if late.sources is None else late.bits[:0].copy()
-    return LateRecord(late.rows, bits, bias, len(late.edits), offsets)
+    return LateRecord(late.rows, bits, bias, len(late.edits), offsets, late.sit_out)
 
 
 def redacted(recording: Recording) -> Recording:
@@ -147,7 +148,10 @@ def _redacted_step(step: StepRecord) -> StepRecord:
         scores=None if plan.scores is None else replace(plan.scores, tokens=np.zeros_like(plan.scores.tokens)),
     )
     if late is not None:
-        late = LateRecord(late.rows, np.full_like(late.bits, -1), None, late.num_edits, late.offsets)
+        sit_out = late.sit_out
+        if sit_out is not None:
+            sit_out = replace(sit_out, tokens=np.zeros_like(sit_out.tokens))
+        late = LateRecord(late.rows, np.full_like(late.bits, -1), None, late.num_edits, late.offsets, sit_out)
     tokens = None if step.tokens is None else np.zeros_like(step.tokens)
     return msgspec.structs.replace(step, plan=plan, late=late, tokens=tokens, pooled=None)
 

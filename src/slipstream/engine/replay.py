@@ -60,7 +60,11 @@ def replay(
             if adapters is not None:
                 adapters.prepare(plans[index])
             executor.launch(plans[index])
-            given = None if late is None else Late(late.rows, late.bits, late.bias, offsets=late.offsets)
+            given = (
+                None
+                if late is None
+                else Late(late.rows, late.bits, late.bias, offsets=late.offsets, sit_out=late.sit_out)
+            )
             result = executor.finish(given).wait()
         except Exception as error:
             outcome.error = f"step {record.plan.step}: {type(error).__name__}: {error}"

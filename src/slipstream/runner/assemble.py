@@ -39,6 +39,7 @@ from slipstream.runner.batch.page_tables import PageTables
 from slipstream.runner.batch.rope_rows import RopeRows
 from slipstream.runner.batch.row_state import RowState
 from slipstream.runner.batch.rows import RowTable
+from slipstream.runner.batch.sit_out import SittingRows
 from slipstream.runner.batch.staging import HostRing
 from slipstream.runner.drafts.build import build_drafter, open_draft_model, scratch_pages
 from slipstream.runner.drafts.drafter import Drafter
@@ -195,7 +196,7 @@ def _assemble(
     tier = PageTier(store, cache, num_buffers, device) if cache.tier_bytes else None
     row_states: list[RowState] = [] if tier is None else [tier]
     row_states += [store] if states is None else [store, states]
-    sampler = draft_runner = None
+    sampler = draft_runner = sitting = None
     input_batch: BatchInputs
     if scheduler.is_encoder:
         assert pooling is not None, "a model without a cache is for pooling"
@@ -244,6 +245,7 @@ def _assemble(
                 )
             )
             row_states.append(sampler)
+            sitting = SittingRows(rows, num_buffers, device) if states is None else None
     if pooling is not None:
         chunks = ChunkState(pooling.methods, 0 if scheduler.is_encoder else num_rows, info.hidden_size, dtype, device)
         own_size = None if config.hidden_width == info.hidden_size else info.hidden_size
@@ -272,4 +274,5 @@ def _assemble(
         drafter=draft_runner,
         adapters=adapters,
         tier=tier,
+        sitting=sitting,
     )

@@ -16,6 +16,7 @@ from slipstream.ops.drafts import earlier_drafts
 from slipstream.ops.sample import TopLogprobs
 from slipstream.runner.batch.input_batch import Gathered, Size
 from slipstream.runner.batch.rows import RowTable
+from slipstream.runner.batch.sit_out import leave_out_
 from slipstream.runner.batch.staging import Upload
 from slipstream.runner.drafts.drafter import DraftBatch, Drafter
 from slipstream.runner.drafts.expand import DraftedPlan
@@ -112,6 +113,7 @@ class GenerateHead:
         is_padded = size is not None and size.is_single and picked is None  # every row draws
 
         def run(batch: Gathered, hidden: torch.Tensor) -> None:
+            self._leave_out(batch, None if picked is None else upload.tensor(picked))
             results = _named(PROMPT, score(hidden)) if score is not None else {}
             if sample is not None:
                 rows, positions, offsets = batch.rows, batch.view.lengths, batch.offsets
@@ -178,6 +180,7 @@ class GenerateHead:
             key += ("adapted",)
 
         def run(batch: Gathered, hidden: torch.Tensor) -> None:
+            self._leave_out(batch, None if span is None else upload.tensor(span))
             rows, positions, offsets = batch.rows, batch.view.lengths, batch.offsets
             if span is not None:
                 hidden, positions, rows, offsets = self._picked.bring(hidden, positions, upload.tensor(span))
@@ -188,6 +191,10 @@ class GenerateHead:
             out.write_packed(self.graphs.run(key, draw))
 
         return Head(run, out.handle)
+
+    def _leave_out(self, batch: Gathered, pick: torch.Tensor | None) -> None:
+        """Device: rows that sit out this step draw for the padding row. `pick`: the uploaded indices of the draws."""
+        leave_out_(batch.rows if pick is None else pick[2], batch.sitting, len(self.rows.computed) - 1)
 
     def _drafts(self, plan: StepPlan) -> _Drafts:
         """Host: the drafts of the sampling rows of a step."""

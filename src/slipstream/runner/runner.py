@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -15,6 +16,7 @@ from slipstream.nn.models.base import CausalLM
 from slipstream.ops.recurrent_steps import RecurrentSteps
 from slipstream.runner.batch.input_batch import BatchInputs, Gathered, Size
 from slipstream.runner.batch.row_state import RowState
+from slipstream.runner.batch.sit_out import SittingRows
 from slipstream.runner.batch.staging import HostRing
 from slipstream.runner.drafts.block_drafter import BlockDrafter
 from slipstream.runner.drafts.expand import expand_drafts
@@ -53,10 +55,11 @@ class ModelRunner:
         drafter: ModelDrafter | HeadDrafter | BlockDrafter | None = None,
         adapters: AdapterStore | None = None,
         tier: PageTier | None = None,
+        sitting: SittingRows | None = None,
     ) -> None:
         """`states`: only for a model with recurrent states; `sampler`: of a model that generates; `drafter`: one that
         computes the tokens of prompts too; `adapters`: if requests may have LoRA adapters; `tier`: one of the row
-        states, if pages have a second tier."""
+        states, if pages have a second tier; `sitting`: for rows that sit out a step."""
         self.model = model
         self.device = device
         self.attention = attention
@@ -72,6 +75,7 @@ class ModelRunner:
         self.drafter = drafter
         self.adapters = adapters
         self.tier = tier
+        self.sitting = sitting
         self.hot_path = HotPath(cpu=device.kind == "cpu")
         self._launched: tuple[_Step, list[Head]] | None = None
 
@@ -154,6 +158,10 @@ class ModelRunner:
         if late is not None:
             assert self.sampler is not None, "a model that only pools draws nothing"
             self.sampler.send(late)
+            if late.sit_out is not None:
+                assert self.sitting is not None, "a row with recurrent states cannot sit out a step"
+                take_back = self.sitting.send(late.sit_out, compute)
+                compute.run(functools.partial(_sit_out, step, take_back))
         arrived = None if step.computed is None else compute.record(timed=True)
         for head in heads:
             compute.run(functools.partial(_run_head, head, step))
@@ -233,6 +241,10 @@ def _exchanged_tokens(joint: StepSizes | None, size: Size | None) -> tuple[int, 
     if size is not None and joint.can_replay:
         return size.tokens, size.rows if joint.only_last else size.tokens
     return joint.tokens, joint.last_tokens if joint.only_last else joint.tokens
+
+
+def _sit_out(step: _Step, take_back: Callable[[], torch.Tensor]) -> None:
+    step.batch = replace(step.batch, sitting=take_back())
 
 
 def _run_head(head: Head, step: _Step) -> None:

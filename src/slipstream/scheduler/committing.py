@@ -50,14 +50,15 @@ class Committer:
                 request.committed = length
         requests = launched.requests
         count = len(requests)
-        drawn = launched.drawn or repeat(1, count)
-        accepted = accepted_tokens(result, launched.drawn, count)
-        if launched.drawn is not None and result.counts is not None:
-            self._drafts.add(launched.drawn, result.counts)
+        num_drawn, result = launched.without_sitting(result)
+        drawn = num_drawn or repeat(1, count)
+        accepted = accepted_tokens(result, num_drawn, count)
+        if num_drawn is not None and result.counts is not None:
+            self._drafts.add(num_drawn, result.counts)
         failed = result.failed.tolist() if np.count_nonzero(result.failed) else repeat(False, count)
         tops: Iterable[bytes | None] = repeat(None, count)
         if result.logprobs is not None:
-            tops = packed_logprobs(requests, result, launched.drawn)
+            tops = packed_logprobs(requests, result, num_drawn)
         outputs: list[Output] = []
         if result.prompt_logprobs is not None:
             outputs += prompt_outputs(launched.scored, result.prompt_logprobs)

@@ -7,10 +7,13 @@ in it, with their admission numbers, and the requests that are pooled in it. Res
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
 
 from slipstream.request import Request, Status
+from slipstream.step import StepResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +27,21 @@ class Launched:
     scored: list[tuple[Request, int, int]]  # requests with scored prompt tokens, the first of them, how many
     chunks: list[tuple[Request, int, int]]  # requests that draw nothing, their admissions and lengths
     pooled: list[Request]  # requests whose pooled result is part of the result, in the plan's order
+    sitting: list[Request] = field(default_factory=list)  # requests whose draws are dropped: see `SitOut`
+
+    def without_sitting(self, result: StepResult) -> tuple[list[int] | None, StepResult]:
+        """`drawn`, and a result in which the requests that sit out have accepted nothing."""
+        if not self.sitting:
+            return self.drawn, result
+        counts = np.ones(len(self.requests), np.int32) if result.counts is None else result.counts.copy()
+        failed = result.failed.copy()
+        sitting = {id(request) for request in self.sitting}
+        for index, request in enumerate(self.requests):
+            if id(request) in sitting:
+                counts[index], failed[index] = 0, False
+            elif result.counts is None and failed[index]:
+                counts[index] = 0
+        return self.drawn or [1] * len(self.requests), replace(result, counts=counts, failed=failed)
 
 
 class InFlight:
@@ -50,6 +68,10 @@ class InFlight:
         """Remove and return the plan whose result arrives next."""
         assert self._steps, "a result came back while no plan is in flight"
         return self._steps.popleft()
+
+    def sit_out(self, step: int, requests: Sequence[Request]) -> None:
+        """These requests draw nothing in this step, which is launched."""
+        next(launched for launched in self._steps if launched.step == step).sitting.extend(requests)
 
     def check(self, requests: Iterable[Request]) -> None:
         """Assert that each request's `pending` equals the number of its tokens in flight."""

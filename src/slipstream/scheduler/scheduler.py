@@ -234,6 +234,8 @@ class Scheduler:
                 break
             start = request.computed
             if start >= request.decode_limit:
+                if request.held:
+                    continue
                 if start < request.num_known:
                     if num_waiting < 0:
                         num_waiting = self._count_decodes() - len(decodes)
@@ -250,8 +252,6 @@ class Scheduler:
                     continue
                 if start + 1 >= request.max_length:
                     continue  # its last token is in flight
-                if request.held:
-                    continue
                 if start >= request.short_limit:
                     continue  # its next position needs the long rope factors: see `commit`
                 if not self._make_room(request, start + 1, builder):
@@ -400,6 +400,10 @@ class Scheduler:
         """Outputs of grammars that threads have advanced since the last commit; none if they still run, unless `wait`
         is set."""
         return [] if self._advancer is None else self._advancer.advance_deferred(wait=wait)
+
+    def sit_out(self, step: int, requests: Sequence[Request]) -> None:
+        """These requests draw nothing in a launched step: their masks were late."""
+        self._in_flight.sit_out(step, requests)
 
     def take_freed_queries(self) -> tuple[int, ...]:
         """Stored queries that no request needs any more and that no plan has freed yet."""

@@ -154,7 +154,7 @@ def test_between_two_steps_a_head_may_wait_for_masks(core_of, then):
         for output in outputs:
             found.setdefault(output.request_id, []).extend(output.token_ids)
         core.scheduler.check()
-    assert num_waited > 3
+    assert num_waited >= 2
     for message in messages:
         wanted = with_grammar(message)[0][0]
         if then == "abort" and message.request_id == "r0":
@@ -273,9 +273,8 @@ def test_a_cancelled_compilation_of_an_aborted_request_is_dropped(core_of, monke
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_slow_masks_let_their_request_sit_out_and_change_no_token(core_of, depth, monkeypatch):
     """Every mask takes longer than the budget: each request waits for a background thread before it is planned."""
-    monkeypatch.setattr(constraints_module, "MIN_BUDGET", 0.0)
-    monkeypatch.setattr("slipstream.engine.core.MIN_BUDGET", 0.0)
     core = core_of(depth, num_pages=40)
+    core.constraints.min_budget = 0.0
     messages = prompts(SHAPES)
     core.submit(*messages, submit("p", [50, 3], max_tokens=40))
     rests = []
@@ -290,8 +289,8 @@ def test_slow_masks_let_their_request_sit_out_and_change_no_token(core_of, depth
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_a_session_is_not_touched_while_a_thread_fills_its_mask(core_of, depth, monkeypatch):
     """llguidance raises an error if two threads use one matcher. Here jobs last until the next plan."""
-    monkeypatch.setattr("slipstream.engine.core.MIN_BUDGET", 0.0)
     core = core_of(depth)
+    core.constraints.min_budget = 0.0
     constraints, jobs = core.constraints, []
     rest, wake = constraints._rest, constraints.wake
 
@@ -307,7 +306,7 @@ def test_a_session_is_not_touched_while_a_thread_fills_its_mask(core_of, depth, 
             session.matcher = session.real
             work()
             job.set_result(None)
-        wake()
+        return wake()
 
     class Roomy(Session):  # with room for the matcher while it is away
         pass

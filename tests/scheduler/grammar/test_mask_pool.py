@@ -9,7 +9,10 @@ import pytest
 from test_constraints import SHAPES, core_of, prompts, run, with_grammar
 
 from letter_tokenizer import END, TOKENIZER, oracle_matcher
+from mask_gate import MaskGate
 from scripted import VOCAB
+from scripted_engine import submit, tokens_alone
+from slipstream.messages import Abort
 from slipstream.scheduler.grammar import mask_pool, pool_library
 from slipstream.scheduler.grammar.compiled import MAX_USES, CompiledGrammar
 from slipstream.scheduler.grammar.mask_pool import MaskPool
@@ -32,7 +35,7 @@ def compiled(shape: Shape, max_spares: int = 0) -> CompiledGrammar:
     return CompiledGrammar(VOCABULARY.compile(translate(shape, frozenset({"<end>"}))), max_spares)
 
 
-@pytest.fixture(params=[0, 3])
+@pytest.fixture(params=[1, 3])
 def pool(request):
     pool = MaskPool(pool_library.load(), WORDS, VOCAB, 16, num_threads=request.param)
     yield pool
@@ -95,6 +98,66 @@ def test_a_mask_over_the_budget_makes_a_session_slow(pool):
         pool.start([session], None, [0], bits)
         pool.wait(bits, budget)
         assert session.is_slow is is_slow
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("ends", ["drawn", "aborted", "preempted"])
+def test_a_late_mask_delays_no_other_row_and_changes_no_token(core_of, monkeypatch, depth, ends):
+    gate = MaskGate(monkeypatch)
+    core, messages = core_of(depth, num_pages=200), prompts(SHAPES)
+    for message in messages:
+        core.constraints.grammars.compile(message.params.structured_outputs).result()
+    core.constraints.min_budget = 0.02
+    core.submit(*messages, submit("p", [50, 3], max_tokens=30))
+    (slow,) = core.scheduler._lifecycle.live["r1"]
+    gate.matcher = slow.session.matcher.pointer
+    found = {}
+
+    def take(outputs):
+        for output in outputs:
+            found.setdefault(output.request_id, []).extend(output.token_ids)
+        core.scheduler.check()
+
+    while set(core.scheduler._lifecycle.live) != {"r1"}:  # all others end
+        take(core.step())
+    assert gate.num_stopped == 1 and slow.session.is_busy
+    assert found["p"] == tokens_alone(submit("p", [50, 3], max_tokens=30), 0)[0]
+    if ends == "aborted":
+        core.abort(Abort("r1"))
+    elif ends == "preempted":
+        take(core.drain())
+        core.scheduler.preempt_all()
+    gate.is_open.set()
+    while core.has_requests():
+        take(core.step())
+    executor = core.executor.executor
+    assert executor.num_sat_out >= 1
+    for message in messages:
+        wanted = with_grammar(message)[0][0]
+        if ends == "aborted" and message.request_id == "r1":
+            wanted = wanted[: len(found.get("r1", []))]
+            found.setdefault("r1", [])
+        assert found[message.request_id] == wanted
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_masks_are_late_by_chance_and_no_token_changes(core_of, monkeypatch, depth):
+    """Rows sit out steps after prompts, decodes and forced tokens, some of them several in a row."""
+    dice = random.Random(depth)
+    gate = MaskGate(monkeypatch, lambda matcher: dice.random() < 0.2)
+    core, messages = core_of(depth, num_pages=40), prompts(SHAPES * 2, n=2)
+    core.constraints.min_budget = 0.0
+    core.submit(*messages, submit("p", [50, 3], max_tokens=40))
+    found = {}
+    while core.has_requests():
+        for output in core.step():
+            found.setdefault((output.request_id, output.sample), []).extend(output.token_ids)
+        core.scheduler.check()
+        if dice.random() < 0.5:
+            gate.let_pass()
+    assert core.executor.executor.num_sat_out > 5
+    for message in messages:
+        assert [found[message.request_id, sample] for sample in range(2)] == [own for own, _ in with_grammar(message)]
 
 
 def test_the_matcher_of_an_ended_session_is_used_again_but_not_forever():

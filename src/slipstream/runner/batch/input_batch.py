@@ -48,6 +48,7 @@ class Gathered:
     rows: torch.Tensor  # [B] int64; empty if rows last for one step only
     # [B] int64, index of the row among those of its drafted row; None: no row has drafts, or some have several tokens
     offsets: torch.Tensor | None = None
+    sitting: torch.Tensor | None = None  # [sitting] int64, rows that draw nothing; None: all draw
 
     def for_heads(self) -> Gathered:
         """Without what only the layers read, so that its memory can be reused."""

@@ -35,7 +35,7 @@ class GrammarAdvancer:
                 else:
                     self._lifecycle.finish(request)
                     yield refusal(request.id, error, request.sample)
-        self._constraints.wake()
+        yield from self._apply(self._constraints.settle(self._constraints.wake()))
 
     def begin(self, launched: Launched, result: StepResult) -> None:
         """The result is committed next: what threads can do meanwhile begins."""
@@ -59,7 +59,12 @@ class GrammarAdvancer:
         return list(self._advance(deferred))
 
     def _advance(self, requests: Sequence[Request]) -> Iterator[Output]:
-        changed = self._constraints.advance([each for each in requests if each.status is not Status.FINISHED])
+        yield from self._apply(
+            self._constraints.advance([each for each in requests if each.status is not Status.FINISHED])
+        )
+
+    def _apply(self, changed: Sequence[Request]) -> Iterator[Output]:
+        """`changed`: requests whose grammar is complete or forces tokens."""
         for request in changed:
             session = request.session
             assert session is not None

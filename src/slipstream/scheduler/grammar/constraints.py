@@ -9,8 +9,9 @@ sessions and fill the masks (`begin`, `mask_pool.py`), while the scheduler commi
 and the next step is planned; where they cannot, `advance` and `late` do the same one by one. The result of a step has
 the drafts of the row's next step, so a row with drafts has a mask for each of its draws (`draft_masks.py`).
 
-A session whose masks take longer than the forward would delay the other rows. It is slow from then on: its request is
-planned only when its last token is known and a background thread has filled its mask, so it sits out some steps.
+A mask that is not filled when the forward should have ended delays no other row: its row sits out the step (`SitOut` in
+step.py), and computes the same position again in a later one. A session whose masks take longer than the forward is
+slow from then on: its request is planned only when its last token is known and a background thread has filled its mask.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -32,12 +34,13 @@ from slipstream.scheduler.grammar.mask_pool import MaskPool
 from slipstream.scheduler.grammar.session import Session, Words
 from slipstream.scheduler.in_flight import Launched
 from slipstream.scheduler.processors.host_processors import HostProcessors
-from slipstream.step import Ints, Late, MaskSource, StepResult
+from slipstream.step import Ints, Late, MaskSource, SitOut, StepResult
 
 if TYPE_CHECKING:
     from slipstream.logits_processor import LogitsProcessor
 
 MIN_BUDGET = 0.001  # seconds for the masks of a step, however short the step is
+_ALL = 0xFFFFFFFF
 _WAIT = 0.005  # seconds; then the caller runs: other requests may have arrived
 
 
@@ -48,13 +51,19 @@ class Constraints:
         max_rows: int,
         engine: Sequence[LogitsProcessor] = (),
         open_masks: Callable[[int], Ints] | None = None,
+        *,
+        can_sit_out: bool = True,
     ) -> None:
         """`engine`: the logits processors of all requests. `open_masks`: gives an array for so many masks, which the
-        runner sends to the device without copying it first."""
+        runner sends to the device without copying it first. `can_sit_out`: a position can be computed twice, which
+        is not so with recurrent states; then a late mask delays its step."""
         self.grammars = grammars
         self.processors = HostProcessors(grammars.vocab_size, engine, grammars.finished)
         self.num_live = 0  # requests with a grammar or processors that have not ended
-        self.budget = MIN_BUDGET  # seconds that the masks of the next step may take; set by the core
+        self.min_budget = MIN_BUDGET
+        self.budget = MIN_BUDGET  # seconds that the masks of the next step may take
+        self._can_sit_out = can_sit_out
+        self._deadline: float | None = None  # when the forward of the newest launched plan should have ended
         # of the newest plan: requests with a grammar that draw, their rows, and how many tokens they draw
         self.drawing: list[tuple[Request, int, int]] = []
         self._compiling: list[tuple[Sequence[Request], Future[CompiledGrammar]]] = []  # samples of waiting requests
@@ -66,6 +75,7 @@ class Constraints:
         # of the step whose head is launched next: `drawing`, and whether logits processors take part
         self._awaited: list[tuple[Request, int, int]] = []
         self._has_edits = False
+        self.sitting: list[Request] = []  # requests that sit out the step of the last `late`
         self._indexed: list[Session] = []  # sessions with an index of a mask in the newest plan
         self._masks: Ints | None = None  # of the newest launched plan, if they are open
         self._pool: MaskPool | None = None
@@ -182,23 +192,28 @@ class Constraints:
                     request.hold()
         self.processors.plan(sampling)
 
-    def launch(self) -> bool:
-        """The forward of the newest plan is launched, and all older steps are committed. Returns whether its head
-        should wait: threads fill the masks."""
+    def launch(self, expected: float) -> bool:
+        """The forward of the newest plan is launched, takes about `expected` seconds, and all older steps are
+        committed. Returns whether its head should wait: threads fill the masks."""
+        self.budget = max(self.min_budget, expected)
+        self._deadline = time.perf_counter() + self.budget
         self._awaited, self.drawing = self.drawing, []
         self._has_edits = bool(self.processors.drawing)
         return self.is_filling and not self._has_edits
 
-    def wake(self) -> None:
-        """Let requests run whose masks are filled now, or whose processors have run."""
+    def wake(self) -> list[Request]:
+        """Let requests run whose processors have run. Returns those whose masks are filled now: `settle` comes next."""
         self.processors.wake()
+        woken = []
         for request in self._resting[:]:
             session = request.session
             assert session is not None
-            if session.job is None or session.job.done() or request.status is not Status.RUNNING:
-                self._resting.remove(request)
-                if request.status is Status.RUNNING:
-                    request.release_hold()
+            if session.is_busy and request.status is Status.RUNNING:
+                continue
+            self._resting.remove(request)
+            if request.status is not Status.FINISHED and not session.is_busy:
+                woken.append(request)
+        return woken
 
     def begin(self, launched: Launched, result: StepResult) -> None:
         """The tokens of a step are known and will be committed now: threads begin to advance the sessions, and to fill
@@ -236,21 +251,44 @@ class Constraints:
         """Sessions take the tokens that their requests have got since. Returns the requests whose grammar is complete
         or forces the next tokens."""
         if self._pool is not None:
-            self._pool.wait(None if self._masks is None else self._masks.view(np.uint32), self.budget)
+            bits = None if self._masks is None else self._masks.view(np.uint32)
+            self._pool.wait(bits, self.budget, None if bits is None else self._time_left())
+        return self.settle(requests)
+
+    def settle(self, requests: Sequence[Request]) -> list[Request]:
+        """As `advance`, for sessions that no thread uses, or that have a late mask."""
         changed = []
         for request in requests:
             session = request.session
             assert session is not None
+            if session.job is not None:
+                if session.is_busy:
+                    self._await(request)
+                    continue
+                session.job.result()
             if session.num_taken != len(request.tokens):
                 session.catch_up()
             if session.forced or session.is_complete:
                 changed.append(request)
             if request.held and not request.pending:
-                if session.is_slow and not session.forced:
+                if session.is_slow and not session.forced and session.ready is None:
                     self._rest(request, session)
                 else:
                     request.release_hold()
         return changed
+
+    def _time_left(self) -> float | None:
+        """Seconds to wait for masks of the step whose forward was launched last; None: no limit."""
+        if self._deadline is None or not self._can_sit_out:
+            return None
+        return max(0.0, self._deadline - time.perf_counter())
+
+    def _await(self, request: Request) -> None:
+        """The mask of this request is late: leave it out of plans until it is filled."""
+        if request.status is Status.RUNNING:
+            request.hold()
+            if request not in self._resting:
+                self._resting.append(request)
 
     def _rest(self, request: Request, session: Session) -> None:
         """Fill the mask of a slow session in the background."""
@@ -277,47 +315,61 @@ class Constraints:
         bits = masks.view(np.uint32)
         pending: list[tuple[Session, int]] = []
         sources: list[tuple[MaskSource, int] | None] = []
+        late_ones: list[tuple[int, int]] = []  # of rows that may sit out: numbers in `drawing`, first masks
         index = 0
-        for request, _, num in drawing:
+        for number, (request, _, num) in enumerate(drawing):
             session = request.session
             assert session is not None
             if request.status is Status.FINISHED:
-                bits[index : index + num].fill(0xFFFFFFFF)  # its tokens will be dropped
+                bits[index : index + num].fill(_ALL)  # its tokens will be dropped
                 sources.append(None)
                 index += num
                 continue
-            sources.append((session, session.num_taken))
-            if session.has_mask:
-                session.has_mask = False
-                index += 1
-                continue
-            if session.job is not None:
+            if session.job is not None and (request.processors is not None or not session.is_busy):
                 session.job.result()
-            if num > 1:
+            sources.append((session, session.num_taken))
+            if session.is_busy:
+                late_ones.append((number, index))
+            elif session.has_mask and session.job is None:
+                pass
+            elif num > 1:
                 self._fill_along(session, bits[index : index + num])
             elif session.forced:
                 session.write_forced(bits[index], session.forced[0])
-            elif session.job is not None:
-                assert session.ready is not None
+            elif session.ready is not None:
                 bits[index] = session.ready
             else:
                 pending.append((session, index))
+                if request.processors is None:
+                    late_ones.append((number, index))
+            session.has_mask = False
             index += num
         if pending:
             self._fill(pending, bits)
+        self.sitting = []
+        for number, index in late_ones:
+            request, _, num = drawing[number]
+            assert request.session is not None
+            if request.session.job is not None:
+                bits[index : index + num].fill(_ALL)  # its draw will be dropped
+                sources[number] = None
+                self.sitting.append(request)
+                self._await(request)
         numbers = [num for _, _, num in drawing]
         rows = np.array([row for _, row, _ in drawing], np.int32)
         late = Late(rows, masks, sources=sources)
         if len(bits) > len(drawing):
             offsets = np.concatenate([np.arange(num, dtype=np.int32) for num in numbers])
             late = Late(np.repeat(rows, numbers), masks, offsets=offsets)
+        if self.sitting:
+            late = replace(late, sit_out=_sit_out(drawing, self.sitting))
         return self.processors.add_to(late, self.budget) if self._has_edits else late
 
     def _fill(self, pending: Sequence[tuple[Session, int]], bits: Words) -> None:
         """Fill the masks with these indices. A session whose mask takes longer than the budget becomes slow."""
         if self._pool is not None:
             self._pool.start([session for session, _ in pending], None, [index for _, index in pending], bits)
-            self._pool.wait(bits, self.budget)
+            self._pool.wait(bits, self.budget, None if self._has_edits else self._time_left())
             return
         before = time.perf_counter()
         for session, index in pending:
@@ -336,6 +388,16 @@ class Constraints:
             self._pool.close()
         self.grammars.close()
         self.processors.close()
+
+
+def _sit_out(drawing: Sequence[tuple[Request, int, int]], sitting: Sequence[Request]) -> SitOut:
+    """The rows of these requests, and the state in which the device computes their last position again."""
+    row_of = {id(request): row for request, row, _ in drawing}
+    return SitOut(
+        np.array([row_of[id(request)] for request in sitting], np.int32),
+        np.array([len(request.tokens) - 1 for request in sitting], np.int32),
+        np.array([request.tokens[-1] for request in sitting], np.int32),
+    )
 
 
 class _MaskArray:

@@ -1,8 +1,11 @@
 /* Threads that advance grammars and fill their masks, without the interpreter lock.
 
-   `slip_masks_start` publishes a batch of rows and returns; `slip_masks_wait` takes part in the work and returns when all
-   rows are done. There is one batch at a time. Threads poll for the next batch for a short time before they sleep,
+   `slip_masks_start` publishes a batch of rows and returns; `slip_masks_wait` returns when all rows are done, or when its
+   time is over. One batch is published at a time. Threads poll for the next batch for a short time before they sleep,
    because waking a thread takes longer than the masks of a step.
+
+   A row that is not done in time can be abandoned: its thread goes on, and writes the mask to the row's spare buffer, so
+   that the buffer of the step can be used. The entry of such a row is not part of a batch until its thread has ended.
 
    Matchers are those of llguidance; its functions are passed as pointers, so this file needs no header of it. The C
    function that copies a matcher copies its lexer too, so no two rows share anything. */
@@ -19,9 +22,14 @@
 
 #define MAX_FORCED 64 /* forced tokens of a row; as in mask_pool.py */
 
-#define MAX_ROWS ((uint64_t)1 << 20) /* of a batch */
+#define MAX_ROWS ((uint64_t)1 << 20) /* entries */
+
+#define SPIN_NS 20000       /* then a caller that waits sleeps between two looks, on a machine with few cores */
+#define LONG_SPIN_NS 300000 /* where threads poll too */
 
 enum { STOPPED = 1, ERROR = 2, MAY_END = 4 };
+
+enum { RUNNING, WRITING, DONE, ABANDONED, ENDED }; /* states of a row; an abandoned one becomes ENDED */
 
 typedef struct {
     int32_t (*consume)(void *matcher, uint32_t token);
@@ -33,33 +41,43 @@ typedef struct {
 
 typedef struct { /* as ROW in mask_pool.py */
     void *matcher;
-    uint32_t *mask; /* NULL: no mask is wanted */
+    uint32_t *mask;  /* NULL: no mask is wanted */
+    uint32_t *spare; /* of an abandoned row */
     int32_t token;  /* to take first; -1: none */
     int32_t forced; /* the token that must follow, if it is known; -1: not known */
     /* results */
     int32_t flags;
     int32_t num_forced; /* tokens that must follow, found after `token` */
     float seconds;
+    atomic_int state;
     uint32_t tokens[MAX_FORCED];
-    uint32_t unused;
 } Row;
 
+typedef struct Pool Pool;
+
 typedef struct {
+    Pool *pool;
+    uint32_t *scratch; /* a mask */
+    pthread_t thread;
+} Worker;
+
+struct Pool {
     Functions functions;
     int32_t end_token; /* bit of a mask: the grammar may end */
     int32_t mask_words;
-    int32_t num_threads;
+    int32_t num_threads, max_threads;
     int64_t poll_ns; /* how long a thread polls before it sleeps */
     Row *rows;
-    atomic_ulong ticket; /* of the next row that is not claimed: number of rows, index */
-    atomic_int num_left; /* rows that are not done */
+    atomic_ulong ticket; /* of the next entry that is not claimed: end of the batch, entry */
     atomic_ulong batch;  /* number of the batch */
     atomic_bool is_closed;
     atomic_int num_asleep;
     pthread_mutex_t mutex;
     pthread_cond_t wake;
-    pthread_t *threads;
-} Pool;
+    Worker *workers;
+    int32_t *leftover; /* abandoned entries that no thread had claimed when the next batch began; under the mutex */
+    atomic_int num_leftover;
+};
 
 static int64_t now_ns(void) {
     struct timespec time;
@@ -75,22 +93,23 @@ static inline void pause_briefly(void) {
 #endif
 }
 
-static void fill_mask(const Pool *pool, Row *row) {
+static void fill_mask(const Pool *pool, Row *row, uint32_t *mask) {
     const size_t bytes = (size_t)pool->mask_words * 4;
     if (row->forced >= 0) {
-        memset(row->mask, 0, bytes);
-        row->mask[row->forced >> 5] = (uint32_t)1 << (row->forced & 31);
-    } else if ((row->flags & ERROR) || pool->functions.mask(row->matcher, row->mask, bytes) != 0 ||
+        memset(mask, 0, bytes);
+        mask[row->forced >> 5] = (uint32_t)1 << (row->forced & 31);
+    } else if ((row->flags & ERROR) || pool->functions.mask(row->matcher, mask, bytes) != 0 ||
                pool->functions.is_error(row->matcher)) {
         row->flags |= ERROR;
-        memset(row->mask, 0, bytes); /* no token is possible */
-    } else if (row->mask[pool->end_token >> 5] >> (pool->end_token & 31) & 1) {
+        memset(mask, 0, bytes); /* no token is possible */
+    } else if (mask[pool->end_token >> 5] >> (pool->end_token & 31) & 1) {
         row->flags |= MAY_END;
     }
 }
 
-static void process_row(const Pool *pool, Row *row) {
+static void process_row(const Pool *pool, Row *row, uint32_t *scratch) {
     const Functions *functions = &pool->functions;
+    const size_t bytes = (size_t)pool->mask_words * 4;
     const int64_t begin = now_ns();
     row->flags = row->num_forced = 0;
     if (row->token >= 0) {
@@ -105,24 +124,44 @@ static void process_row(const Pool *pool, Row *row) {
             }
         }
     }
-    if (row->mask != NULL && row->flags != STOPPED) fill_mask(pool, row);
+    const bool has_mask = row->mask != NULL && row->flags != STOPPED;
+    if (has_mask) fill_mask(pool, row, scratch);
     row->seconds = (float)(now_ns() - begin) * 1e-9f;
+    int expected = RUNNING;
+    if (atomic_compare_exchange_strong(&row->state, &expected, WRITING)) {
+        if (has_mask) memcpy(row->mask, scratch, bytes);
+        atomic_store(&row->state, DONE);
+    } else {
+        if (has_mask) memcpy(row->spare, scratch, bytes);
+        atomic_store(&row->state, ENDED);
+    }
 }
 
-/* A ticket has the number of rows too: a thread that is late finds that its batch has no row left, or claims a row of
-   the next batch, which is complete when its first ticket appears. */
-static void process_rows(Pool *pool) {
+/* A ticket has the end of its batch too: a thread that is late finds that its batch has no entry left, or claims an entry
+   of the next batch, which is complete when its first ticket appears. */
+static void process_rows(Pool *pool, uint32_t *scratch) {
     while (true) {
         const uint64_t ticket = atomic_fetch_add(&pool->ticket, 1);
-        const uint64_t index = ticket % MAX_ROWS, num_rows = ticket / MAX_ROWS;
-        if (index >= num_rows) return;
-        process_row(pool, &pool->rows[index]);
-        atomic_fetch_sub(&pool->num_left, 1);
+        const uint64_t entry = ticket % MAX_ROWS, end = ticket / MAX_ROWS;
+        if (entry >= end) break;
+        process_row(pool, &pool->rows[entry], scratch);
+    }
+    while (atomic_load(&pool->num_leftover)) {
+        Row *row = NULL;
+        pthread_mutex_lock(&pool->mutex);
+        const int count = atomic_load(&pool->num_leftover);
+        if (count) {
+            row = &pool->rows[pool->leftover[count - 1]];
+            atomic_store(&pool->num_leftover, count - 1);
+        }
+        pthread_mutex_unlock(&pool->mutex);
+        if (row != NULL) process_row(pool, row, scratch);
     }
 }
 
 static void *run_worker(void *argument) {
-    Pool *pool = argument;
+    Worker *worker = argument;
+    Pool *pool = worker->pool;
     unsigned long seen = 0;
     while (true) {
         const int64_t limit = now_ns() + pool->poll_ns;
@@ -139,7 +178,7 @@ static void *run_worker(void *argument) {
         }
         if (atomic_load(&pool->is_closed)) return NULL;
         seen = atomic_load(&pool->batch);
-        process_rows(pool);
+        process_rows(pool, worker->scratch);
     }
 }
 
@@ -152,33 +191,40 @@ static void wake_all(Pool *pool) {
 void slip_masks_close(Pool *pool) {
     atomic_store(&pool->is_closed, true);
     wake_all(pool);
-    for (int32_t index = 0; index < pool->num_threads; index++) pthread_join(pool->threads[index], NULL);
+    for (int32_t index = 0; index < pool->num_threads; index++) pthread_join(pool->workers[index].thread, NULL);
     pthread_mutex_destroy(&pool->mutex);
     pthread_cond_destroy(&pool->wake);
+    for (int32_t index = 0; index < pool->max_threads && pool->workers; index++) free(pool->workers[index].scratch);
     free(pool->rows);
-    free(pool->threads);
+    free(pool->leftover);
+    free(pool->workers);
     free(pool);
 }
 
-/* Returns NULL if out of memory or threads. With `num_threads` 0 the caller of `slip_masks_wait` does all the work. */
+/* Returns NULL if out of memory or threads. */
 Pool *slip_masks_open(const Functions *functions, int64_t end_token, int64_t mask_words, int64_t num_threads,
-                      int64_t max_rows, int64_t poll_ns) {
+                      int64_t num_entries, int64_t poll_ns) {
     Pool *pool = calloc(1, sizeof(Pool));
     if (pool == NULL) return NULL;
     pool->functions = *functions;
     pool->end_token = (int32_t)end_token;
     pool->mask_words = (int32_t)mask_words;
+    pool->max_threads = (int32_t)num_threads;
     pool->poll_ns = poll_ns;
     pthread_mutex_init(&pool->mutex, NULL);
     pthread_cond_init(&pool->wake, NULL);
-    pool->rows = calloc((size_t)max_rows, sizeof(Row));
-    pool->threads = calloc((size_t)num_threads + 1, sizeof(pthread_t));
+    pool->rows = calloc((size_t)num_entries, sizeof(Row));
+    pool->leftover = calloc((size_t)num_entries, sizeof(int32_t));
+    pool->workers = calloc((size_t)num_threads, sizeof(Worker));
     sigset_t all, before; /* signals are for the interpreter's threads */
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
-    bool failed = !pool->rows || !pool->threads;
+    bool failed = !pool->rows || !pool->leftover || !pool->workers;
     while (!failed && pool->num_threads < num_threads) {
-        failed = pthread_create(&pool->threads[pool->num_threads], NULL, run_worker, pool) != 0;
+        Worker *worker = &pool->workers[pool->num_threads];
+        worker->pool = pool;
+        worker->scratch = calloc((size_t)mask_words, 4);
+        failed = !worker->scratch || pthread_create(&worker->thread, NULL, run_worker, worker) != 0;
         if (!failed) pool->num_threads++;
     }
     pthread_sigmask(SIG_SETMASK, &before, NULL);
@@ -187,20 +233,58 @@ Pool *slip_masks_open(const Functions *functions, int64_t end_token, int64_t mas
     return NULL;
 }
 
-/* Where the caller writes the rows of the next batch, and reads their results. */
+/* The entries: where the caller writes the rows of the next batch, and reads their results. */
 Row *slip_masks_rows(Pool *pool) { return pool->rows; }
 
-void slip_masks_start(Pool *pool, int64_t num_rows) {
-    atomic_store(&pool->num_left, (int)num_rows);
-    atomic_store(&pool->ticket, (uint64_t)num_rows * MAX_ROWS);
+/* Publish the entries from `first` on. No thread uses them. */
+void slip_masks_start(Pool *pool, int64_t first, int64_t num_rows) {
+    for (int64_t entry = first; entry < first + num_rows; entry++) atomic_store(&pool->rows[entry].state, RUNNING);
+    const uint64_t next = (uint64_t)(first + num_rows) * MAX_ROWS + (uint64_t)first;
+    const uint64_t old = atomic_exchange(&pool->ticket, next);
+    if (old % MAX_ROWS < old / MAX_ROWS) { /* all of them are abandoned */
+        pthread_mutex_lock(&pool->mutex);
+        int count = atomic_load(&pool->num_leftover);
+        for (uint64_t entry = old % MAX_ROWS; entry < old / MAX_ROWS; entry++) pool->leftover[count++] = (int32_t)entry;
+        atomic_store(&pool->num_leftover, count);
+        pthread_mutex_unlock(&pool->mutex);
+    }
     atomic_fetch_add(&pool->batch, 1);
     if (atomic_load(&pool->num_asleep)) wake_all(pool);
 }
 
-/* Rows of the batch that are not done. */
-int64_t slip_masks_left(Pool *pool) { return atomic_load(&pool->num_left); }
+static bool is_over(Row *row) {
+    const int state = atomic_load(&row->state);
+    return state == DONE || state == ENDED;
+}
 
-void slip_masks_wait(Pool *pool) {
-    process_rows(pool);
-    while (atomic_load(&pool->num_left)) pause_briefly();
+/* Waits for the entries from `first` on, for so many nanoseconds; negative: without a limit. Returns how many are not
+   done. */
+int64_t slip_masks_wait(Pool *pool, int64_t first, int64_t num_rows, int64_t limit_ns) {
+    const int64_t begin = now_ns(), end = first + num_rows;
+    const int64_t spin_ns = pool->poll_ns ? LONG_SPIN_NS : SPIN_NS;
+    int64_t entry = first;
+    while (true) {
+        while (entry < end && is_over(&pool->rows[entry])) entry++;
+        if (entry == end) return 0;
+        const int64_t waited = now_ns() - begin;
+        if (limit_ns >= 0 && waited >= limit_ns) break;
+        if (waited < spin_ns) {
+            pause_briefly();
+        } else {
+            const struct timespec nap = {0, 20000};
+            nanosleep(&nap, NULL);
+        }
+    }
+    int64_t num_left = 0;
+    for (; entry < end; entry++) num_left += !is_over(&pool->rows[entry]);
+    return num_left;
+}
+
+/* Whether the row is abandoned: its thread will write the mask to the spare buffer. Otherwise it is done. */
+int64_t slip_masks_abandon(Pool *pool, int64_t entry) {
+    Row *row = &pool->rows[entry];
+    int expected = RUNNING;
+    if (atomic_compare_exchange_strong(&row->state, &expected, ABANDONED)) return 1;
+    while (!is_over(row)) pause_briefly();
+    return 0;
 }

@@ -30,9 +30,9 @@ _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "slip_masks_open": (_POINTER, [_POINTER, _INT, _INT, _INT, _INT, _INT]),
     "slip_masks_rows": (_POINTER, [_POINTER]),
-    "slip_masks_start": (None, [_POINTER, _INT]),
-    "slip_masks_left": (_INT, [_POINTER]),
-    "slip_masks_wait": (None, [_POINTER]),
+    "slip_masks_start": (None, [_POINTER, _INT, _INT]),
+    "slip_masks_wait": (_INT, [_POINTER, _INT, _INT, _INT]),
+    "slip_masks_abandon": (_INT, [_POINTER, _INT]),
     "slip_masks_close": (None, [_POINTER]),
 }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
-from concurrent.futures import Future
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +12,13 @@ from slipstream.scheduler.grammar.compiled import CompiledGrammar, Matcher
 from slipstream.step import Ints
 
 Words = NDArray[np.uint32]
+
+
+class MaskJob(Protocol):
+    """Fills a mask in the background. Until it is done, nothing else uses the matcher of the session."""
+
+    def done(self) -> bool: ...
+    def result(self) -> None: ...
 
 
 class Session:
@@ -37,7 +44,7 @@ class Session:
         self.is_complete = False  # no further token is possible
         self.is_slow = False  # its masks take longer than a step: it is planned only when its mask is known
         self.ready: Words | None = None  # the mask of the present state, if a background thread has filled it
-        self.job: Future[None] | None = None  # which fills it
+        self.job: MaskJob | None = None  # which fills it
         self.drafts: list[int] = []  # that the device has proposed for the row's next step; -1: none
         self.mask_index = -1  # of the row's draw in the newest plan; -1: none, or several
         self.has_mask = False  # the mask with this index is filled
@@ -57,6 +64,11 @@ class Session:
     def error(self) -> str:
         """The reason why no token is possible; empty if one is."""
         return self.matcher.get_error().replace("<non-verbose/>", "").strip()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a thread uses the matcher."""
+        return self.job is not None and not self.job.done()
 
     def catch_up(self) -> None:
         """Take the tokens that the request has got since the last call."""

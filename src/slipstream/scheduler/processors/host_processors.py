@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -142,7 +143,8 @@ class HostProcessors:
         offsets, sources = late.offsets, None if masks else late.sources
         if offsets is not None and len(rows) > len(offsets):  # rows with processors have no drafts
             offsets = np.concatenate([offsets, np.zeros(len(rows) - len(offsets), np.int32)])
-        return Late(rows, bits, _late_bias(bias) if bias else None, tuple(edits), offsets, sources)
+        own_bias = _late_bias(bias) if bias else None
+        return replace(late, rows=rows, bits=bits, bias=own_bias, edits=tuple(edits), offsets=offsets, sources=sources)
 
     def _token_edits(self, live: list[tuple[Request, int]]) -> tuple[dict[int, Words], dict[int, dict[int, float]]]:
         """Masks and biases by row, of processors that see tokens."""

@@ -20,6 +20,7 @@ from slipstream.engine.record_folder import write_private
 from slipstream.engine.step_log import StepLog, stop
 from slipstream.errors import InvalidOption, InvalidParams, InvalidPrompt
 from slipstream.frontend.adapter_names import AdapterNames
+from slipstream.frontend.beam_grammar import BeamGrammar, allowed_entries
 from slipstream.frontend.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
 from slipstream.frontend.front_end_args import FrontEndArgs
 from slipstream.frontend.in_process import build_served, configs
@@ -34,6 +35,7 @@ from slipstream.frontend.vllm_methods import VllmMethods
 from slipstream.frontend.vllm_names import check_unused, refuse_unused
 from slipstream.lora_request import LoRARequest
 from slipstream.params import SamplingParams
+from slipstream.structured_params import StructuredOutputsParams
 from slipstream.text.tokenizer import Tokenizer
 from slipstream.transport.replica_source import has_replicas
 
@@ -201,20 +203,39 @@ class LLM(PoolingMethods, VllmMethods):
         if any(draft.prompt_embeds is not None for draft in drafts):
             raise InvalidPrompt("beam_search extends token ids, and a prompt is prompt_embeds; use generate")
         searches = [BeamSearch(draft.prompt_token_ids, params, served.description) for draft in drafts]
+        grammar = None if params.structured_outputs is None else self._beam_grammar(served, params)
         at_once = len(searches) if concurrency_limit is None else max(concurrency_limit, 1)
         parts = [searches[start : start + at_once] for start in range(0, len(searches), at_once)]
         with progress(params.max_tokens * len(parts), "steps", use_tqdm) as advance:
             for part in parts:
                 while beams := [beam.tokens for search in part for beam in search.beams]:
-                    outputs = iter(self.generate(beams, step, False, lora_request=lora_request, model=model))
+                    steps = [step] * len(beams)
+                    if grammar is not None:
+                        starts = [search.num_prompt for search in part for _ in search.beams]
+                        steps = [grammar.step(step, beam[start:]) for beam, start in zip(beams, starts, strict=True)]
+                    outputs = self.generate(beams, steps, False, lora_request=lora_request, model=model)
+                    entries = iter(
+                        allowed_entries(own, output.outputs[0].logprobs[0])  # type: ignore[index]
+                        for own, output in zip(steps, outputs, strict=True)
+                    )
                     for search in part:
-                        search.take([next(outputs).outputs[0].logprobs[0] for _ in search.beams])  # type: ignore[index]
+                        search.take([next(entries) for _ in search.beams])
                     advance(len(beams))
         results = [BeamSearchOutput(search.result()) for search in searches]
         if (tokenizer := served.tokenizer) is not None:
             for sequence in (each for result in results for each in result.sequences):
                 sequence.text = tokenizer.decode(sequence.tokens)
         return results
+
+    def _beam_grammar(self, served: ServedModel, params: BeamSearchParams) -> BeamGrammar:
+        constraints = self._own_loop().lanes.cores[served.base_name].constraints
+        assert constraints is not None, "models that generate take structured output"
+        wanted = SamplingParams(structured_outputs=params.structured_outputs)
+        if served.inputs.structured_config is not None:
+            wanted = served.inputs.structured_config.with_defaults(wanted)
+        ends = () if params.ignore_eos else served.description.eos_token_ids
+        assert isinstance(wanted.structured_outputs, StructuredOutputsParams)
+        return BeamGrammar(constraints.grammars, wanted.structured_outputs, ends)
 
     def stream(
         self,

@@ -8,10 +8,11 @@ import random
 import tracemalloc
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from scripted_core import facts
-from slipstream import LLM
+from slipstream import LLM, SamplingParams
 from slipstream.errors import InvalidParams, PromptTooLong
 from slipstream.frontend.beam_search import BeamSearch, BeamSearchParams
 from slipstream.frontend.results import Logprob
@@ -136,3 +137,22 @@ def test_transformers_finds_the_same(tmp_path):
         (greedy,) = llm.beam_search([prompt], BeamSearchParams(beam_width=1, max_tokens=6, ignore_eos=True))
         reference = oracle.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False, eos_token_id=-1)
         assert greedy.sequences[0].tokens == reference[0].tolist()
+
+
+def test_structured_output(tmp_path):
+    """Against a search over all choices, by the logprobs of their tokens."""
+    folder = str(write_tiny(tmp_path, "llama"))
+    with LLM(folder, use_tqdm_on_load=False, dtype="float64", num_threads=1, max_model_len=64) as llm:
+        tokenizer, end = llm.get_tokenizer(), llm.get_tokenizer().eos_token_id
+        choices, prompt = ["ab", "ba", "abba"], [5, 77, 130]
+        params = BeamSearchParams(beam_width=4, max_tokens=6, structured_outputs={"choice": choices})
+        (found,) = llm.beam_search([prompt], params)
+        texts = {tokenizer.decode(sequence.tokens[3:]): sequence for sequence in found.sequences}
+        assert set(texts) == set(choices) and {one.finish_reason for one in found.sequences} == {"stop"}
+        best = found.sequences[0]
+        scored = [*best.tokens, end]
+        (output,) = llm.generate([scored], SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)
+        total = sum(entry[token].logprob for entry, token in zip(output.prompt_logprobs[3:], scored[3:], strict=True))
+        assert best.cum_logprob == pytest.approx(total)
+        with pytest.raises(InvalidParams, match="end token"):
+            llm.beam_search([prompt], msgspec.structs.replace(params, ignore_eos=True))

@@ -17,6 +17,7 @@ from slipstream.engine.model_description import ModelDescription
 from slipstream.errors import InvalidParams, PromptTooLong
 from slipstream.frontend.results import Logprob
 from slipstream.params import CheckedNames, SamplingParams, check_integer
+from slipstream.structured_params import StructuredOutputsParams, as_params
 
 MAX_WIDTH = 128
 
@@ -34,10 +35,13 @@ class BeamSearchParams(msgspec.Struct, frozen=True, metaclass=CheckedNames):
     """Exponent of the length in scores: over 0 favours longer sequences."""
     include_stop_str_in_output: bool = False
     """Keep the end token of a complete sequence."""
+    structured_outputs: StructuredOutputsParams | None = None
+    """The structure of every sequence that ends before `max_tokens`."""
 
     def __post_init__(self) -> None:
         check_integer("beam_width", self.beam_width, 1, MAX_WIDTH)
         check_integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        msgspec.structs.force_setattr(self, "structured_outputs", as_params(self.structured_outputs))
         if self.temperature != 0:
             fact = f"temperature is {self.temperature!r}; beam search ranks by the model's own probabilities"
             raise InvalidParams(f"{fact}, remove it", param="temperature")

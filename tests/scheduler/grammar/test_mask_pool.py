@@ -25,7 +25,7 @@ from slipstream.text.grammar_vocab import GrammarVocabulary
 __all__ = ["core_of"]  # a fixture
 
 WORDS = (VOCAB + 32) // 32
-VOCABULARY = NativeVocabulary(GrammarVocabulary(TOKENIZER, VOCAB))  # type: ignore[arg-type]
+VOCABULARY = NativeVocabulary(GrammarVocabulary(TOKENIZER, VOCAB), pool_library.load())  # type: ignore[arg-type]
 LONG = "x" * 100  # more forced tokens than a row of the pool has room for
 
 pytestmark = pytest.mark.skipif(pool_library.load() is None, reason="no C compiler")
@@ -81,6 +81,19 @@ def test_masks_and_forced_tokens_are_those_of_an_untouched_matcher(pool):
             tokens[row] = int(rng.choice([each for each in allowed if each < VOCAB and each != END] or [0]))
             matchers[row].consume_token(tokens[row])
     assert num_checked > 150 and any(session.is_complete for session in sessions)
+
+
+def test_a_forced_text_is_tokenised_by_python_once(monkeypatch):
+    source, calls = GrammarVocabulary(TOKENIZER, VOCAB), []
+    monkeypatch.setattr(GrammarVocabulary, "__call__", lambda self, text: calls.append(text) or self._encode(text))
+    vocabulary = NativeVocabulary(source, pool_library.load())
+    matcher = vocabulary.compile(translate(Shape(regex="[ab]hello[ab]hello"), frozenset()))
+    for _ in range(3):
+        for letter in "ab":
+            copy = matcher.deep_copy()
+            assert copy.consume_token(*TOKENIZER.encode(letter))
+            assert copy.compute_ff_tokens() == TOKENIZER.encode("hello")
+    assert sorted(calls) == [b"ahello", b"bhello"]  # with the text of the token before
 
 
 def test_a_forbidden_token_gives_an_empty_mask(pool):

@@ -121,7 +121,7 @@ class Grammars:
 
         threads = pool_library.load() if llguidance_library() is not None else None
         if threads is not None:
-            native = NativeVocabulary(GrammarVocabulary(tokenizer, self.vocab_size))
+            native = NativeVocabulary(GrammarVocabulary(tokenizer, self.vocab_size), threads)
             self.threads = threads
             return native.compile
         vocabulary, limits = grammar_vocabulary(tokenizer, self.vocab_size), LLParserLimits(verbose_errors=False)

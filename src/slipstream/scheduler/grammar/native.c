@@ -18,6 +18,9 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#if defined(__linux__)
+#include <sys/prctl.h>
+#endif
 #include <time.h>
 
 #define MAX_FORCED 64 /* forced tokens of a row; as in mask_pool.py */
@@ -26,6 +29,7 @@
 
 #define SPIN_NS 20000       /* then a caller that waits sleeps between two looks, on a machine with few cores */
 #define LONG_SPIN_NS 300000 /* where threads poll too */
+#define MIN_SLEEP_NS 100000
 
 enum { STOPPED = 1, ERROR = 2, MAY_END = 4 };
 
@@ -70,6 +74,8 @@ struct Pool {
     Row *rows;
     atomic_ulong ticket; /* of the next entry that is not claimed: end of the batch, entry */
     atomic_ulong batch;  /* number of the batch */
+    atomic_llong started;  /* when it was published, in nanoseconds */
+    atomic_llong period;   /* time between two batches, a moving mean; 0: not known, or too long to wait for */
     atomic_bool is_closed;
     atomic_int num_asleep;
     pthread_mutex_t mutex;
@@ -159,11 +165,25 @@ static void process_rows(Pool *pool, uint32_t *scratch) {
     }
 }
 
+/* A thread that polls takes time from the other thread of its core, so it sleeps for most of a step. */
+static void sleep_until_due(Pool *pool) {
+    const int64_t period = atomic_load(&pool->period);
+    if (!period || !pool->poll_ns) return;
+    const int64_t due = atomic_load(&pool->started) + period * 3 / 4;
+    if (due - now_ns() < MIN_SLEEP_NS) return;
+    const struct timespec time = {due / 1000000000, due % 1000000000};
+    (void)!clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &time, NULL);
+}
+
 static void *run_worker(void *argument) {
     Worker *worker = argument;
     Pool *pool = worker->pool;
     unsigned long seen = 0;
+#if defined(__linux__)
+    prctl(PR_SET_TIMERSLACK, 1);
+#endif
     while (true) {
+        sleep_until_due(pool);
         const int64_t limit = now_ns() + pool->poll_ns;
         while (atomic_load(&pool->batch) == seen && !atomic_load(&pool->is_closed) && now_ns() < limit) {
             for (int count = 0; count < 16; count++) pause_briefly();
@@ -239,6 +259,9 @@ Row *slip_masks_rows(Pool *pool) { return pool->rows; }
 /* Publish the entries from `first` on. No thread uses them. */
 void slip_masks_start(Pool *pool, int64_t first, int64_t num_rows) {
     for (int64_t entry = first; entry < first + num_rows; entry++) atomic_store(&pool->rows[entry].state, RUNNING);
+    const int64_t now = now_ns(), since = now - atomic_exchange(&pool->started, now);
+    const int64_t before = atomic_load(&pool->period);
+    atomic_store(&pool->period, since > pool->poll_ns ? 0 : !before || since < before ? since : before + (since - before) / 8);
     const uint64_t next = (uint64_t)(first + num_rows) * MAX_ROWS + (uint64_t)first;
     const uint64_t old = atomic_exchange(&pool->ticket, next);
     if (old % MAX_ROWS < old / MAX_ROWS) { /* all of them are abandoned */
@@ -287,4 +310,83 @@ int64_t slip_masks_abandon(Pool *pool, int64_t entry) {
     if (atomic_compare_exchange_strong(&row->state, &expected, ABANDONED)) return 1;
     while (!is_over(row)) pause_briefly();
     return 0;
+}
+
+/* The tokens of texts that grammars force. The tokenizer is a Python function, which needs the interpreter lock; the
+   texts repeat, so their tokens are kept here. */
+
+#define NUM_TEXTS 4096
+
+typedef size_t (*Tokenize)(const void *user, const uint8_t *text, size_t size, uint32_t *tokens, size_t room);
+
+typedef struct {
+    uint8_t *text;
+    size_t size;
+    uint32_t *tokens;
+    size_t num_tokens;
+} Text;
+
+typedef struct {
+    Tokenize tokenize;
+    pthread_mutex_t mutex;
+    Text texts[NUM_TEXTS]; /* by hash */
+} Texts;
+
+/* Returns NULL if out of memory. */
+Texts *slip_texts_open(Tokenize tokenize) {
+    Texts *texts = calloc(1, sizeof(Texts));
+    if (texts == NULL) return NULL;
+    texts->tokenize = tokenize;
+    pthread_mutex_init(&texts->mutex, NULL);
+    return texts;
+}
+
+static void clear_text(Text *text) {
+    free(text->text);
+    free(text->tokens);
+    memset(text, 0, sizeof(Text));
+}
+
+void slip_texts_close(Texts *texts) {
+    for (size_t index = 0; index < NUM_TEXTS; index++) clear_text(&texts->texts[index]);
+    pthread_mutex_destroy(&texts->mutex);
+    free(texts);
+}
+
+static size_t copy_tokens(const uint32_t *from, size_t num, uint32_t *tokens, size_t room) {
+    memcpy(tokens, from, (num < room ? num : room) * sizeof(uint32_t));
+    return num;
+}
+
+/* As `Tokenize`, with the texts as user data. */
+size_t slip_texts_tokenize(const void *user, const uint8_t *text, size_t size, uint32_t *tokens, size_t room) {
+    Texts *texts = (Texts *)user;
+    uint64_t hash = 14695981039346656037u;
+    for (size_t index = 0; index < size; index++) hash = (hash ^ text[index]) * 1099511628211u;
+    Text *own = &texts->texts[hash % NUM_TEXTS];
+    pthread_mutex_lock(&texts->mutex);
+    if (own->text != NULL && own->size == size && memcmp(own->text, text, size) == 0) {
+        const size_t num = copy_tokens(own->tokens, own->num_tokens, tokens, room);
+        pthread_mutex_unlock(&texts->mutex);
+        return num;
+    }
+    pthread_mutex_unlock(&texts->mutex);
+    Text made = {malloc(size), size, malloc(size * sizeof(uint32_t)), 0}; /* a token has at least one byte */
+    if (size == 0 || made.text == NULL || made.tokens == NULL) {
+        clear_text(&made);
+        return size == 0 ? 0 : texts->tokenize(NULL, text, size, tokens, room);
+    }
+    memcpy(made.text, text, size);
+    made.num_tokens = texts->tokenize(NULL, text, size, made.tokens, size);
+    const size_t num = copy_tokens(made.tokens, made.num_tokens, tokens, room);
+    if (num == 0) { /* it failed */
+        clear_text(&made);
+        return 0;
+    }
+    pthread_mutex_lock(&texts->mutex);
+    Text old = *own;
+    *own = made;
+    pthread_mutex_unlock(&texts->mutex);
+    clear_text(&old);
+    return num;
 }

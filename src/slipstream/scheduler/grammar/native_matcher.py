@@ -92,10 +92,12 @@ def llguidance_library() -> ctypes.CDLL | None:
 class NativeVocabulary:
     """A tokenizer of llguidance's C functions."""
 
-    def __init__(self, source: GrammarVocabulary) -> None:
+    def __init__(self, source: GrammarVocabulary, texts: ctypes.CDLL | None = None) -> None:
+        """`texts`: the compiled native.c, which keeps the tokens of texts; None: each text takes a call into Python."""
         library = llguidance_library()
         assert library is not None
         self.library = library
+        self._texts_library = texts
         special = frozenset(source.special_token_ids)
         # llguidance marks special tokens by this byte
         tokens = [b"\xff" + own if token in special else own for token, own in enumerate(source.tokens)]
@@ -112,6 +114,10 @@ class NativeVocabulary:
             return len(ids)
 
         self._tokenize = _TOKENIZE(tokenize)  # called as long as there are matchers
+        self._texts = None if texts is None else texts.slip_texts_open(ctypes.cast(self._tokenize, _POINTER))
+        call = self._tokenize
+        if texts is not None and self._texts is not None:
+            call = _TOKENIZE(("slip_texts_tokenize", texts))
         init = _TokenizerInit(
             struct_size=ctypes.sizeof(_TokenizerInit),
             vocab_size=len(tokens),
@@ -119,7 +125,8 @@ class NativeVocabulary:
             token_lens=lengths.ctypes.data,
             token_bytes=b"".join(tokens),
             tokenize_assumes_string=True,
-            tokenize_fn=self._tokenize,
+            tokenize_fn=call,
+            tokenize_user_data=self._texts,
         )
         message = ctypes.create_string_buffer(500)
         self.pointer = library.llg_new_tokenizer_v2(ctypes.addressof(init), message, len(message))
@@ -129,6 +136,8 @@ class NativeVocabulary:
     def __del__(self) -> None:
         if getattr(self, "pointer", None):
             self.library.llg_free_tokenizer(self.pointer)
+        if self._texts_library is not None and self._texts is not None:
+            self._texts_library.slip_texts_close(self._texts)
 
     def compile(self, grammar: str) -> NativeMatcher:
         """A matcher in its first state. It may be in an error state."""

@@ -34,6 +34,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "slip_masks_wait": (_INT, [_POINTER, _INT, _INT, _INT]),
     "slip_masks_abandon": (_INT, [_POINTER, _INT]),
     "slip_masks_close": (None, [_POINTER]),
+    "slip_texts_open": (_POINTER, [_POINTER]),
+    "slip_texts_close": (None, [_POINTER]),
 }
 
 

@@ -18,9 +18,10 @@ from timing import replay_seconds
 
 from slipstream.ops.activation import silu_and_mul
 from slipstream.ops.linear import gated_linear
-from slipstream.ops.quantized import QuantizedMatrix, dequantize, quantized_linear
+from slipstream.ops.quantized import QuantizedMatrix, dequantize, quantized_linear, streams, words_of
 from slipstream.ops.quantized.triton.gemm import GemmTile, quantized_gemm
 from slipstream.ops.quantized.triton.quantize import quantize_rows
+from slipstream.ops.quantized.triton.stream import SliceTile, stream_gemm
 
 SHAPES = {  # name: (out, in, gate)
     "qkv": (6144, 4096, ""),
@@ -46,7 +47,8 @@ def make(kind: str, num_out: int, num_in: int) -> QuantizedMatrix:
             torch.randint(-128, 128, (num_out, num_in), device="cuda", dtype=torch.int8), scale, None
         )
     values = torch.randint(0, 256, (num_out, num_in // 2), device="cuda", dtype=torch.uint8)
-    return QuantizedMatrix(values, scale, torch.full_like(scale, 7))
+    zeros = torch.full_like(scale, 7)
+    return QuantizedMatrix(values, scale, zeros, words=words_of(scale, zeros))
 
 
 def time_us(gemm: Callable[[Any], Any], weights: list[Any]) -> float:
@@ -64,8 +66,13 @@ def time_us(gemm: Callable[[Any], Any], weights: list[Any]) -> float:
     return seconds * 1e6 / len(weights)
 
 
-def candidates(rows: int, num_out: int, gate: str) -> dict[str, Gemm]:
+SLICES = [SliceTile(splits, 64, 4, programs) for splits in (1, 2, 4) for programs in (2, 3, 4)]
+
+
+def candidates(rows: int, num_out: int, gate: str, is_streamed: bool) -> dict[str, Gemm]:
     """Kernels with other tiles, by their sizes."""
+    if is_streamed:
+        return {str(tuple(tile)): partial(stream_gemm, bias=None, gate=gate, tile=tile) for tile in SLICES}
     many = [GemmTile(*tile) for tile in MANY_TILES]
     if rows <= 64:
         padded = max(16, rows)
@@ -112,11 +119,14 @@ def main() -> None:
             if not args.compile:
                 line += f" | bf16 {time_us(lambda w: gated_linear(x, w, None, activation), plain):7.1f}"  # noqa: B023
             for kind, weights in matrices.items():
-                run = partial(quantized_linear, x, activation=activation, quantizes_inputs=kind == "fp8")
+                is_fp8 = kind in ("fp8", "block")
+                run = partial(quantized_linear, x, activation=activation, quantizes_inputs=is_fp8)
                 exact = x.double() @ dequantize(weights[0], torch.float64).t()
                 exact = activation(exact) if activation else exact
                 off = (run(weights[0]).double() - exact).norm() / exact.norm()
-                others = candidates(rows, num_out, gate) if args.tiles and (rows <= 64 or kind != "fp8") else {}
+                others = {}
+                if args.tiles and (rows <= 64 or kind != "fp8"):
+                    others = candidates(rows, num_out, gate, not is_fp8 and streams(x, weights[0]))
                 if args.compile:
                     for gemm in others.values():
                         attempt(partial(gemm, x, weights[0]))

@@ -402,6 +402,20 @@ def hopper():
         triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": 4, "maxnreg": 168})
         print("_grouped_kernel")
 
+    def build_slices(gate, splits, rows, is_4_bit, **constants):
+        kernel = importlib.import_module("slipstream.ops.quantized.triton.stream_kernel").stream_kernel
+        describe = lambda kind, box, layout: f"tensordesc<{kind}{box},{layout!r}>"
+        inputs = describe("bf16", [4, rows, 64], gl.NVMMASharedLayout(128, 16, 3))
+        box = [4, 2, 32, 64] if gate else [4, 1, 64, 64]
+        x = of(inputs, "x high_x") | {"weight": describe("u8", box, gl.NVMMASharedLayout(64, 8, 4))}
+        x |= of(HALF, "bias out") | {"partials": FLOAT, "arrived": INT, "scale": INT if is_4_bit else FLOAT}
+        constants |= {"GATE": gate, "SPLITS": splits, "OUTPUTS": 64, "ROWS": rows, "WARPS": 4, "STAGES": 2}
+        constants |= {"DEPENDENT": True} | ({} if is_4_bit else {"high_x": None})
+        signature = {arg: "constexpr" if arg in constants else x.get(arg, "i32") for arg in kernel.arg_names}
+        source = GluonASTSource(kernel, signature, constants, {})
+        triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": 4, "maxnreg": 128})
+        print("stream_kernel")
+
     build_experts(1)
     build_experts(0)
     build_gate(1, 2)
@@ -414,6 +428,8 @@ def hopper():
     build_product(64, 64, 1, 1, 16, 3, PARTS=64, bias=None, **added, **whole)
     build_product(64, 64, 0, 6, 32, 3, PARTS=0, squares=None, bias=None)
     build_product(64, 64, 0, 2, 16, PARTS=0, squares=None, bias=None, **added, **whole)  # partial sums, not added
+    build_slices(0, 2, 16, False, bias=None)
+    build_slices(1, 1, 8, True, **whole)
     single = dict(PAGE=16, DEPENDENT=True)
     build("triton.hopper_decode", "_split_kernel", 64, 128, GROUP=3, DIM=128, QUERIES=5, STAGES=3, **single)
     build("triton.hopper_decode", "_split_kernel", 128, 168, GROUP=3, DIM=64, QUERIES=1, STAGES=6, **single)

@@ -12,6 +12,7 @@ def new_expert_weight(format: Quantized, num_experts: int, num_rows: int, num_co
     """`num_rows`: of one expert."""
     weight = format.new_weight(num_experts * num_rows, num_columns)
     if isinstance(weight, QuantizedWeight):
+        weight.words = None  # kernels of experts read scales by rows
         weight.allows_order = False  # each expert would need inputs in an order of its own
     return weight
 

@@ -15,7 +15,14 @@ from slipstream.nn.quantized.layouts import QuantizedPart
 from slipstream.nn.quantized.part_reader import PartReader
 from slipstream.nn.weight_format import UnquantizedWeight, Weight, WeightTarget, new_parameter
 from slipstream.ops.linear import Activation
-from slipstream.ops.quantized import QuantizedMatrix, dequantize, norm_quantized_linear, pack_4_bit, quantized_linear
+from slipstream.ops.quantized import (
+    QuantizedMatrix,
+    dequantize,
+    norm_quantized_linear,
+    pack_4_bit,
+    quantized_linear,
+    words_of,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +68,8 @@ class QuantizedWeight(Weight):
             self.values = new_parameter(num_rows, num_columns, dtype=storage_dtype(q))
         self.scale = new_parameter(num_rows, groups, dtype=torch.float32)
         self.zeros = None if q.symmetric else new_parameter(num_rows, groups, dtype=torch.float32)
+        has_words = q.is_4_bit and not q.has_codebook and q.group == 128  # see `QuantizedMatrix`
+        self.words = new_parameter(groups, num_rows, dtype=torch.int32) if has_words else None
         self.codebook = new_parameter(16, dtype=torch.float32) if q.has_codebook else None
         self.allows_order = True  # of columns
         # of static inputs: the largest of all parts
@@ -87,6 +96,8 @@ class QuantizedWeight(Weight):
         if self.zeros is not None:
             assert matrix.zeros is not None
             self.zeros[rows].copy_(matrix.zeros)
+        if self.words is not None:
+            self.words[:, rows].copy_(words_of(matrix.scale, matrix.zero if matrix.zeros is None else matrix.zeros))
         if self.codebook is not None:
             assert matrix.codebook is not None
             self.codebook.copy_(matrix.codebook)
@@ -102,7 +113,7 @@ class QuantizedWeight(Weight):
     def matrix(self) -> QuantizedMatrix:
         zero = zero_of(self.format.quantization)
         is_fp4 = self.format.quantization.method == "mxfp4"
-        return QuantizedMatrix(self.values, self.scale, self.zeros, zero, None, self.codebook, is_fp4)
+        return QuantizedMatrix(self.values, self.scale, self.zeros, zero, None, self.codebook, is_fp4, self.words)
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return self._multiply(x, bias, None)

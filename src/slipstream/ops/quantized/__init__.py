@@ -1,16 +1,24 @@
 """GEMM with quantised weights: x [rows, in] times the transpose of a `QuantizedMatrix` [out, in].
 
 On a GPU FP8 weights are multiplied by FP8 units with inputs quantised per row, if the checkpoint's method quantises
-inputs; other weights are expanded in registers.
+inputs; other weights are expanded in registers. With up to 16 rows Hopper streams them (`triton/stream.py`).
 """
 
 from __future__ import annotations
 
 import torch
 
+from slipstream.ops.hopper import has_hopper_kernels
 from slipstream.ops.linear.dispatch import FUSED_ACTIVATIONS, HAS_TRITON, Activation
 from slipstream.ops.quantized import reference
-from slipstream.ops.quantized.matrix import QuantizedExperts, QuantizedMatrix, half_of, pack_4_bit, unpack_4_bit
+from slipstream.ops.quantized.matrix import (
+    QuantizedExperts,
+    QuantizedMatrix,
+    half_of,
+    pack_4_bit,
+    unpack_4_bit,
+    words_of,
+)
 from slipstream.ops.quantized.reference import MAX_FP8, dequantize
 
 __all__ = [
@@ -22,10 +30,13 @@ __all__ = [
     "norm_quantized_linear",
     "pack_4_bit",
     "quantized_linear",
+    "streams",
     "supports_kernels",
     "unpack_4_bit",
+    "words_of",
 ]
 
+MAX_STREAMED_ROWS = 16
 MAX_FUSED_ROWS = 64  # with more rows torch's FP8 GEMM is faster, and activations are not fused
 
 
@@ -35,6 +46,14 @@ def supports_kernels(device: torch.device, kind: torch.dtype, dtype: torch.dtype
         return False
     needed = (8, 9) if kind is torch.float8_e4m3fn else (8, 0)
     return torch.cuda.get_device_capability(device) >= needed
+
+
+def streams(x: torch.Tensor, weight: QuantizedMatrix) -> bool:
+    """Whether the kernel that streams weights takes x and the weight."""
+    if not (x.is_cuda and x.dtype is torch.bfloat16 and 0 < len(x) <= MAX_STREAMED_ROWS and weight.has_slices):
+        return False
+    is_aligned = x.stride(1) == 1 and x.stride(0) % 8 == 0 and (x.data_ptr() | weight.values.data_ptr()) % 16 == 0
+    return is_aligned and weight.values.is_contiguous() and HAS_TRITON and has_hopper_kernels(x.device)
 
 
 def quantized_linear(
@@ -58,6 +77,11 @@ def quantized_linear(
         from slipstream.ops.quantized.triton.quantize import quantize_rows
 
         return _multiply_fp8(*quantize_rows(x, input_scale), x.dtype, weight, bias, activation)
+    if streams(x, weight):
+        from slipstream.ops.quantized.triton.stream import stream_gemm
+
+        out = stream_gemm(x, weight, bias, FUSED_ACTIVATIONS.get(activation, ""))
+        return out if activation in FUSED_ACTIVATIONS else _activate(out, activation)
     is_fused = activation in FUSED_ACTIVATIONS and len(x) <= MAX_FUSED_ROWS
     out = quantized_gemm(x, weight, bias, FUSED_ACTIVATIONS[activation] if is_fused else "")
     return out if is_fused else _activate(out, activation)

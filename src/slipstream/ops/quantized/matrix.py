@@ -26,6 +26,7 @@ class QuantizedMatrix(NamedTuple):
     minima: torch.Tensor | None = None  # [rows, groups] float32 or float16
     codebook: torch.Tensor | None = None  # [16] float32
     is_fp4: bool = False  # the codebook has the numbers of FP4 (e2m1)
+    words: torch.Tensor | None = None  # [groups, rows] int32 of `words_of`: scales and zeros again, by groups
 
     @property
     def is_4_bit(self) -> bool:
@@ -50,6 +51,13 @@ class QuantizedMatrix(NamedTuple):
         """Whether kernels multiply it with FP8 inputs; FP8 tensor cores sum over 32 columns at least."""
         return self.values.dtype is torch.float8_e4m3fn and self.group >= 32
 
+    @property
+    def has_slices(self) -> bool:
+        """Whether `triton/stream.py` can divide it: into slices of 64 bytes of a row, each with one scale."""
+        if self.is_4_bit:
+            return self.words is not None and self.group == 128 == 2 * self.half
+        return self.values.dtype is torch.float8_e4m3fn and self.scale.shape[1] == 1 and self.num_columns % 64 == 0
+
     def rows(self, first: int, count: int) -> QuantizedMatrix:
         return self.select(lambda table: table[first : first + count])
 
@@ -58,7 +66,8 @@ class QuantizedMatrix(NamedTuple):
         values = self.values
         chosen = choose(values.view(torch.uint8)).view(values.dtype)  # torch indexes no FP8
         zeros, minima = (None if table is None else choose(table) for table in (self.zeros, self.minima))
-        return self._replace(values=chosen, scale=choose(self.scale), zeros=zeros, minima=minima)
+        words = None if self.words is None else choose(self.words.t()).t()
+        return self._replace(values=chosen, scale=choose(self.scale), zeros=zeros, minima=minima, words=words)
 
 
 class QuantizedExperts(NamedTuple):
@@ -76,6 +85,14 @@ class QuantizedExperts(NamedTuple):
 
     def expert(self, index: int) -> QuantizedMatrix:
         return self.matrix.rows(index * self.num_rows, self.num_rows)
+
+
+def words_of(scale: torch.Tensor, zeros: torch.Tensor | int) -> torch.Tensor:
+    """[groups, rows] int32: the first 24 bits of a float32 scale, then its zero, an integer below 128. Scales that were
+    float16 or bfloat16 are exact, others are rounded."""
+    bits = scale.t().float().contiguous().view(torch.int32)
+    codes = zeros.t().to(torch.int32) if isinstance(zeros, torch.Tensor) else zeros
+    return (bits + 128 & -256) | codes
 
 
 def half_of(num_columns: int) -> int:

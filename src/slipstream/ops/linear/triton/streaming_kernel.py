@@ -8,7 +8,6 @@ two, and 80 rows as 64 + 16 load no padding. Compiled by `tests/ops/test_kernels
 
 from __future__ import annotations
 
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -19,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from slipstream.ops.linear.triton.streaming_epilogue import load_operands, store_results, target_of
 from slipstream.ops.pdl import release_next, wait_for_previous
 
 WIDTH = gl.constexpr(64)  # inputs per TMA copy: 128 bytes
@@ -71,7 +71,7 @@ def streaming_kernel(
     more_xs = xs
     if MORE_ROWS:
         more_xs = gl.allocate_shared_memory(weight.dtype, [TILES, MORE_ROWS, WIDTH], SHARED)
-    there, used = _make_barriers(STAGES, 1), _make_barriers(STAGES, GROUPS)
+    there, used = make_barriers(STAGES, 1), make_barriers(STAGES, GROUPS)
     fence_async_shared()
     begin = gl.program_id(2) * split_steps
     count = gl.minimum(split_steps, num_steps - begin)
@@ -103,7 +103,7 @@ def streaming_kernel(
 
 
 @gluon.jit
-def _make_barriers(STAGES: gl.constexpr, COUNT: gl.constexpr):
+def make_barriers(STAGES: gl.constexpr, COUNT: gl.constexpr):
     barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(barriers.index(stage), count=COUNT)
@@ -207,9 +207,9 @@ def _compute(
     row = gl.program_id(0) * (ROWS + MORE_ROWS)
     wait_for_previous(DEPENDENT)
     if GROUPS == 1:  # loaded while x is; three blocks have no registers for them
-        operands = _load_operands(given, row, block, PARTS, GATE, OUTPUTS, ROWS)
+        operands = load_operands(given, row, block, PARTS, GATE, OUTPUTS, ROWS)
         if MORE_ROWS:
-            more_operands = _load_operands(given, row + ROWS, block, PARTS, GATE, OUTPUTS, MORE_ROWS)
+            more_operands = load_operands(given, row + ROWS, block, PARTS, GATE, OUTPUTS, MORE_ROWS)
     acc = gl.zeros([OUTPUTS, ROWS], gl.float32, SUMS)
     if MORE_ROWS:
         more_acc = gl.zeros([OUTPUTS, MORE_ROWS], gl.float32, MORE_SUMS)
@@ -263,7 +263,7 @@ def _compute(
                 acc += gl.load(where + (split * numbers + number).to(gl.int64) * ALL, cache_modifier=".cg")
             gl.store(arrived + number, 0)
             if GROUPS > 1:
-                operands = _load_operands(given, row, block, PARTS, GATE, OUTPUTS, ROWS)
+                operands = load_operands(given, row, block, PARTS, GATE, OUTPUTS, ROWS)
             _finish(acc, operands, free, given, results, row, block, GATE, OUTPUTS, GROUPS, ROWS)
             if MORE_ROWS:
                 more_acc = gl.zeros([OUTPUTS, MORE_ROWS], gl.float32, MORE_SUMS)
@@ -271,18 +271,18 @@ def _compute(
                     start = (split * numbers + number).to(gl.int64) * ALL
                     more_acc += gl.load(more_where + start, cache_modifier=".cg")
                 if GROUPS > 1:
-                    more_operands = _load_operands(given, row + ROWS, block, PARTS, GATE, OUTPUTS, MORE_ROWS)
+                    more_operands = load_operands(given, row + ROWS, block, PARTS, GATE, OUTPUTS, MORE_ROWS)
                 gl.thread_barrier()  # the sums of the first rows have been read
                 _finish(
                     more_acc, more_operands, free, given, results, row + ROWS, block, GATE, OUTPUTS, GROUPS, MORE_ROWS
                 )
     else:
         if GROUPS > 1:
-            operands = _load_operands(given, row, block, PARTS, GATE, OUTPUTS, ROWS)
+            operands = load_operands(given, row, block, PARTS, GATE, OUTPUTS, ROWS)
         _finish(acc, operands, free, given, results, row, block, GATE, OUTPUTS, GROUPS, ROWS)
         if MORE_ROWS:
             if GROUPS > 1:
-                more_operands = _load_operands(given, row + ROWS, block, PARTS, GATE, OUTPUTS, MORE_ROWS)
+                more_operands = load_operands(given, row + ROWS, block, PARTS, GATE, OUTPUTS, MORE_ROWS)
             gl.thread_barrier()  # the sums of the first rows have been read
             _finish(more_acc, more_operands, free, given, results, row + ROWS, block, GATE, OUTPUTS, GROUPS, MORE_ROWS)
 
@@ -292,43 +292,6 @@ def _offsets(OUTPUTS: gl.constexpr, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
     """Offsets of partial sums, adjacent outputs side by side."""
     output = gl.expand_dims(gl.arange(0, OUTPUTS, gl.SliceLayout(1, LAYOUT)), 1)
     return output + gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(0, LAYOUT)) * OUTPUTS, 0)
-
-
-@gluon.jit
-def _target(given, first_row, block, GATE: gl.constexpr, OUTPUTS: gl.constexpr, ROWS: gl.constexpr):
-    """Rows and outputs of a part of a block, offsets of its results, and their mask."""
-    num_rows, num_out = given[6], given[7]
-    SIZE: gl.constexpr = OUTPUTS // 2 if GATE else OUTPUTS
-    # adjacent lanes hold adjacent outputs, as out is laid out
-    BY_ROW: gl.constexpr = gl.BlockedLayout([2 if SIZE >= 64 else 1, 1], [32, 1], [1, OUTPUTS // 16], [0, 1])
-    row = first_row + gl.arange(0, ROWS, gl.SliceLayout(0, BY_ROW))
-    own = block * SIZE + gl.arange(0, SIZE, gl.SliceLayout(1, BY_ROW))
-    mask = gl.expand_dims(own < num_out, 1) & gl.expand_dims(row < num_rows, 0)
-    return row, own, gl.expand_dims(row * num_out, 0) + gl.expand_dims(own, 1), mask
-
-
-@gluon.jit
-def _load_operands(
-    given,
-    first_row,
-    block,
-    PARTS: gl.constexpr,
-    GATE: gl.constexpr,
-    OUTPUTS: gl.constexpr,
-    ROWS: gl.constexpr,
-):
-    """Loads the results of earlier kernels for the epilogue: partial sums of squares, and the residual."""
-    squares, residual, num_rows = given[0], given[4], given[6]
-    row, own, target, mask = _target(given, first_row, block, GATE, OUTPUTS, ROWS)
-    parts = row  # unused without squares
-    added = row  # unused without a residual
-    if squares is not None:
-        part = gl.expand_dims(gl.arange(0, triton.next_power_of_2(PARTS), gl.SliceLayout(1, mask.type.layout)), 1)
-        padded_row = gl.expand_dims(row, 0)
-        parts = gl.load(squares + padded_row * PARTS + part, mask=(part < PARTS) & (padded_row < num_rows), other=0.0)
-    if residual is not None:
-        added = gl.load(residual + target, mask=mask, other=0.0)
-    return parts, added
 
 
 @gluon.jit
@@ -346,40 +309,14 @@ def _finish(
     ROWS: gl.constexpr,
 ):
     """The epilogue of ROWS rows of a block, through the shared memory `free`: adjacent lanes store adjacent outputs."""
-    squares, eps, num_in, bias, residual, norm, num_rows, num_out = given
-    out, weighted, made, partials, arrived = results
-    parts, added = operands
-    row, own, target, mask = _target(given, first_row, block, GATE, OUTPUTS, ROWS)
+    row, own, target, mask = target_of(given, first_row, block, GATE, OUTPUTS, ROWS)
     BY_ROW: gl.constexpr = mask.type.layout
     SIZE: gl.constexpr = OUTPUTS // 2 if GATE else OUTPUTS
-    inside = own < num_out
     sums = free._reinterpret(gl.float32, [OUTPUTS, ROWS], gl.SwizzledSharedLayout(8, 2, 4, [0, 1]))
     sums.store(acc)
     gl.thread_barrier()
     result = sums.slice(0, SIZE).load(BY_ROW)
-    if squares is not None:
-        scale = gl.expand_dims(gl.rsqrt(gl.sum(parts, 0) / num_in + eps), 0)
-        result *= scale
-    if bias is not None:
-        result += gl.expand_dims(gl.load(bias + own, mask=inside, other=0.0).to(gl.float32), 1)
+    up = result  # unused without a gate
     if GATE:
         up = sums.slice(SIZE, SIZE).load(BY_ROW)
-        if squares is not None:
-            up *= scale
-        if bias is not None:
-            up += gl.expand_dims(gl.load(bias + num_out + own, mask=inside, other=0.0).to(gl.float32), 1)
-        slope = result
-        if GATE == 2:
-            # (1 + tanh(z)) / 2 = sigmoid(2z), with z = sqrt(2 / pi) (x + 0.044715 x^3)
-            slope = 1.5957691216057308 * (result + 0.044715 * result * result * result)
-        result = result / (1.0 + gl.exp(-slope)) * up
-    if residual is not None:
-        result += added.to(gl.float32)
-    rounded = result.to(out.dtype.element_ty)
-    gl.store(out + target, rounded, mask=mask)
-    if norm is not None:
-        value = rounded.to(gl.float32)
-        factor = gl.expand_dims(gl.load(norm + own, mask=inside, other=0.0).to(gl.float32), 1)
-        gl.store(weighted + target, (value * factor).to(out.dtype.element_ty), mask=mask)
-        total = gl.sum(value * value, 0)
-        gl.store(made + row * (gl.num_programs(1) * GROUPS) + block, total, mask=row < num_rows)
+    store_results(result, up, operands, given, results, first_row, block, GATE, OUTPUTS, GROUPS, ROWS)

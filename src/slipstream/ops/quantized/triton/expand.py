@@ -19,7 +19,7 @@ _EACH, _GROUP_SUMS, _ROW_SUMS = tl.constexpr(EACH), tl.constexpr(GROUP_SUMS), tl
 
 # Four bytes of two 4-bit numbers each, and the bfloat16 -128 - zero of low and of high numbers, to 4 + 4 numbers
 # less their zeros. 4 bits below those of 128 are the bfloat16 128 + q; every step is exact.
-_BFLOAT16_OF_4_BITS = tl.constexpr("""{
+BFLOAT16_OF_4_BITS = tl.constexpr("""{
 .reg .b32 a, b, c, d, one, mask, base;
 mov.b32 mask, 0x000f000f;
 mov.b32 base, 0x43004300;
@@ -40,6 +40,23 @@ mov.b32 $0, a;
 mov.b32 $1, b;
 mov.b32 $2, c;
 mov.b32 $3, d;
+}""")
+
+
+# Four FP8 numbers (e4m3) to four bfloat16. The bits of an e4m3 number, shifted, are those of a bfloat16 whose exponent
+# is 120 less; the multiplication by 2**120, with the sign, is exact, also for subnormal numbers. NaN becomes 480.
+BFLOAT16_OF_FP8 = tl.constexpr("""{
+.reg .b32 a, b, c, d, s, t;
+prmt.b32 a, $2, 0, 0x1404;
+prmt.b32 b, $2, 0, 0x3424;
+shr.u32 c, a, 4;
+shr.u32 d, b, 4;
+and.b32 c, c, 0x07f007f0;
+and.b32 d, d, 0x07f007f0;
+lop3.b32 s, a, 0x80008000, 0x7b807b80, 0xea;
+lop3.b32 t, b, 0x80008000, 0x7b807b80, 0xea;
+mul.rn.bf16x2 $0, c, s;
+mul.rn.bf16x2 $1, d, t;
 }""")
 
 
@@ -161,7 +178,7 @@ def add_halves(
                 next_zero = (-128.0 - tl.load(zeros + next_entry)).to(tl.bfloat16)
         first_zero, next_zero = tl.broadcast_to(first_zero, q.shape), tl.broadcast_to(next_zero, q.shape)
         one, other = tl.inline_asm_elementwise(
-            _BFLOAT16_OF_4_BITS,
+            BFLOAT16_OF_4_BITS,
             "=r,=r,=r,=r,r,r,r,r,r",
             [q, first_zero, next_zero],
             dtype=(tl.bfloat16, tl.bfloat16),

@@ -1,0 +1,96 @@
+"""Epilogue of the Gluon kernels that stream weights: norm before, bias, gated activation or residual, norm after.
+
+Sums have a layout in which adjacent lanes hold adjacent outputs (`target_of`). The operands of the epilogue are results
+of earlier kernels; a kernel loads them before its sums are complete.
+"""
+
+from __future__ import annotations
+
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.jit
+def target_of(given, first_row, block, GATE: gl.constexpr, OUTPUTS: gl.constexpr, ROWS: gl.constexpr):
+    """Rows and outputs of a part of a block, offsets of its results, and their mask."""
+    num_rows, num_out = given[6], given[7]
+    SIZE: gl.constexpr = OUTPUTS // 2 if GATE else OUTPUTS
+    # adjacent lanes hold adjacent outputs, as out is laid out
+    BY_ROW: gl.constexpr = gl.BlockedLayout([2 if SIZE >= 64 else 1, 1], [32, 1], [1, gl.num_warps()], [0, 1])
+    row = first_row + gl.arange(0, ROWS, gl.SliceLayout(0, BY_ROW))
+    own = block * SIZE + gl.arange(0, SIZE, gl.SliceLayout(1, BY_ROW))
+    mask = gl.expand_dims(own < num_out, 1) & gl.expand_dims(row < num_rows, 0)
+    return row, own, gl.expand_dims(row * num_out, 0) + gl.expand_dims(own, 1), mask
+
+
+@gluon.jit
+def load_operands(
+    given,
+    first_row,
+    block,
+    PARTS: gl.constexpr,
+    GATE: gl.constexpr,
+    OUTPUTS: gl.constexpr,
+    ROWS: gl.constexpr,
+):
+    """Loads the results of earlier kernels for the epilogue: partial sums of squares, and the residual."""
+    squares, residual, num_rows = given[0], given[4], given[6]
+    row, own, target, mask = target_of(given, first_row, block, GATE, OUTPUTS, ROWS)
+    parts = row  # unused without squares
+    added = row  # unused without a residual
+    if squares is not None:
+        part = gl.expand_dims(gl.arange(0, triton.next_power_of_2(PARTS), gl.SliceLayout(1, mask.type.layout)), 1)
+        padded_row = gl.expand_dims(row, 0)
+        parts = gl.load(squares + padded_row * PARTS + part, mask=(part < PARTS) & (padded_row < num_rows), other=0.0)
+    if residual is not None:
+        added = gl.load(residual + target, mask=mask, other=0.0)
+    return parts, added
+
+
+@gluon.jit
+def store_results(
+    result,
+    up,
+    operands,
+    given,
+    results,
+    first_row,
+    block,
+    GATE: gl.constexpr,
+    OUTPUTS: gl.constexpr,
+    GROUPS: gl.constexpr,
+    ROWS: gl.constexpr,
+):
+    """The epilogue of the sums of ROWS rows of a block, in the layout of `target_of`. Gated: `result` has the sums of
+    the gate rows, `up` those of the up rows."""
+    squares, eps, num_in, bias, residual, norm, num_rows, num_out = given
+    out, weighted, made, partials, arrived = results
+    parts, added = operands
+    row, own, target, mask = target_of(given, first_row, block, GATE, OUTPUTS, ROWS)
+    inside = own < num_out
+    if squares is not None:
+        scale = gl.expand_dims(gl.rsqrt(gl.sum(parts, 0) / num_in + eps), 0)
+        result *= scale
+    if bias is not None:
+        result += gl.expand_dims(gl.load(bias + own, mask=inside, other=0.0).to(gl.float32), 1)
+    if GATE:
+        if squares is not None:
+            up *= scale
+        if bias is not None:
+            up += gl.expand_dims(gl.load(bias + num_out + own, mask=inside, other=0.0).to(gl.float32), 1)
+        slope = result
+        if GATE == 2:
+            # (1 + tanh(z)) / 2 = sigmoid(2z), with z = sqrt(2 / pi) (x + 0.044715 x^3)
+            slope = 1.5957691216057308 * (result + 0.044715 * result * result * result)
+        result = result / (1.0 + gl.exp(-slope)) * up
+    if residual is not None:
+        result += added.to(gl.float32)
+    rounded = result.to(out.dtype.element_ty)
+    gl.store(out + target, rounded, mask=mask)
+    if norm is not None:
+        value = rounded.to(gl.float32)
+        factor = gl.expand_dims(gl.load(norm + own, mask=inside, other=0.0).to(gl.float32), 1)
+        gl.store(weighted + target, (value * factor).to(out.dtype.element_ty), mask=mask)
+        total = gl.sum(value * value, 0)
+        gl.store(made + row * (gl.num_programs(1) * GROUPS) + block, total, mask=row < num_rows)

@@ -1,0 +1,274 @@
+"""The kernel of `stream.py`, in Gluon: one warp loads FP8 or 4-bit weights and x by TMA, the others multiply.
+
+A program computes OUTPUTS outputs. A step loads WARPS slices of 64 bytes of each weight row, and each consumer warp
+multiplies one slice for all outputs: a fragment of x serves many weights, and 8 adjacent bytes of a thread are 8
+adjacent inputs. Weights become bfloat16 in registers. The sums of the warps are added in shared memory at the end.
+Compiled by `tests/ops/test_kernels_compile.py`, run by `pytest -m cuda`.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from slipstream.ops.linear.triton.streaming_epilogue import load_operands, store_results, target_of
+from slipstream.ops.linear.triton.streaming_kernel import FETCH_REGISTERS, make_barriers
+from slipstream.ops.pdl import release_next, wait_for_previous
+from slipstream.ops.quantized.triton.expand import BFLOAT16_OF_4_BITS, BFLOAT16_OF_FP8
+
+SLICE = gl.constexpr(64)  # bytes of a weight row that a warp multiplies in a step
+
+
+# grid: (blocks of rows, blocks of outputs, splits)
+@gluon.jit(do_not_specialize=["num_rows", "num_steps", "split_steps", "num_words"])
+def stream_kernel(
+    x,  # descriptor [slices, rows, 64], boxes of WARPS x ROWS x 64; 4 bits: the inputs of low bits
+    high_x,  # 4 bits: the inputs of high bits; else None
+    weight,  # descriptor [slices, gate and up, out, 64 bytes]
+    scale,  # FP8: [out] float32; 4 bits: the words [groups, out] of `matrix.py`, a group for each slice
+    bias,
+    out,
+    partials,
+    arrived,
+    num_rows,
+    num_out,
+    num_steps,
+    split_steps,
+    num_words,  # groups; 0 for FP8
+    words_stride,
+    GATE: gl.constexpr,
+    SPLITS: gl.constexpr,
+    OUTPUTS: gl.constexpr,
+    ROWS: gl.constexpr,
+    WARPS: gl.constexpr,
+    STAGES: gl.constexpr,
+    DEPENDENT: gl.constexpr,
+):
+    release_next(DEPENDENT)
+    IS_4_BIT: gl.constexpr = high_x is not None
+    BYTES: gl.constexpr = gl.NVMMASharedLayout(64, 8, 3)
+    INPUTS: gl.constexpr = gl.NVMMASharedLayout(128, 16, 3)
+    ws = gl.allocate_shared_memory(gl.uint8, [STAGES, WARPS, OUTPUTS, SLICE], BYTES)
+    xs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, WARPS, ROWS, 64], INPUTS)
+    high_xs = xs
+    if IS_4_BIT:
+        high_xs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, WARPS, ROWS, 64], INPUTS)
+    there, used = make_barriers(STAGES, 1), make_barriers(STAGES, 1)
+    fence_async_shared()
+    begin = gl.program_id(2) * split_steps
+    count = gl.minimum(split_steps, num_steps - begin)
+    memory = (ws, xs, high_xs, there, used)
+    # no norm before or after, and no residual
+    given = (None, 0.0, 0, bias, None, None, num_rows, num_out)
+    results = (out, None, None, partials, arrived)
+    table = (scale, num_words, words_stride)
+    TILE: gl.constexpr = (OUTPUTS, ROWS, WARPS, STAGES)
+    gl.warp_specialize(
+        [
+            (_compute, (memory, table, given, results, begin, count, GATE, SPLITS, IS_4_BIT, TILE, DEPENDENT)),
+            (_fetch, (memory, x, high_x, weight, begin, count, GATE, IS_4_BIT, TILE, DEPENDENT)),
+        ],
+        [1],
+        [FETCH_REGISTERS],
+    )
+
+
+@gluon.jit
+def _fetch(
+    memory,
+    x,
+    high_x,
+    weight,
+    begin,
+    count,
+    GATE: gl.constexpr,
+    IS_4_BIT: gl.constexpr,
+    TILE: gl.constexpr,
+    DEPENDENT: gl.constexpr,
+):
+    """The producer warp: loads weights until the pipeline is full, then x when it is ready, then the rest of both."""
+    STAGES: gl.constexpr = TILE[3]
+    used = memory[4]
+    ready = gl.minimum(count, STAGES)
+    for step in range(ready):
+        _copy_weight(memory, weight, begin + step, step, GATE, IS_4_BIT, TILE)
+    wait_for_previous(DEPENDENT)
+    for step in range(ready):
+        _copy_x(memory, x, high_x, begin + step, step, IS_4_BIT, TILE)
+    for step in range(ready, count):
+        stage = step % STAGES
+        mbarrier.wait(used.index(stage), (step // STAGES & 1) ^ 1)
+        _copy_weight(memory, weight, begin + step, stage, GATE, IS_4_BIT, TILE)
+        _copy_x(memory, x, high_x, begin + step, stage, IS_4_BIT, TILE)
+
+
+@gluon.jit
+def _copy_weight(memory, weight, step, stage, GATE: gl.constexpr, IS_4_BIT: gl.constexpr, TILE: gl.constexpr):
+    """Starts the weight copy of one stage. The barrier of the stage counts the bytes of x too."""
+    OUTPUTS: gl.constexpr = TILE[0]
+    ROWS: gl.constexpr = TILE[1]
+    WARPS: gl.constexpr = TILE[2]
+    PARTS: gl.constexpr = 2 if GATE else 1  # gate rows, and below them the up rows of the same outputs
+    SIZE: gl.constexpr = OUTPUTS // PARTS
+    BOX: gl.constexpr = gl.NVMMASharedLayout(64, 8, 4)
+    bar = memory[3].index(stage)
+    mbarrier.expect(bar, WARPS * (OUTPUTS * SLICE + ROWS * 128 * (2 if IS_4_BIT else 1)))
+    target = memory[0].index(stage)._reinterpret(gl.uint8, [WARPS, PARTS, SIZE, SLICE], BOX)
+    tma.async_copy_global_to_shared(weight, [step * WARPS, 0, gl.program_id(1) * SIZE, 0], bar, target)
+
+
+@gluon.jit
+def _copy_x(memory, x, high_x, step, stage, IS_4_BIT: gl.constexpr, TILE: gl.constexpr):
+    ws, xs, high_xs, there, used = memory
+    ROWS: gl.constexpr = TILE[1]
+    WARPS: gl.constexpr = TILE[2]
+    row, bar = gl.program_id(0) * ROWS, there.index(stage)
+    tma.async_copy_global_to_shared(x, [step * WARPS, row, 0], bar, xs.index(stage))
+    if IS_4_BIT:
+        tma.async_copy_global_to_shared(high_x, [step * WARPS, row, 0], bar, high_xs.index(stage))
+
+
+@gluon.jit
+def _compute(
+    memory,
+    table,
+    given,
+    results,
+    begin,
+    count,
+    GATE: gl.constexpr,
+    SPLITS: gl.constexpr,
+    IS_4_BIT: gl.constexpr,
+    TILE: gl.constexpr,  # OUTPUTS, ROWS, WARPS, STAGES
+    DEPENDENT: gl.constexpr,
+):
+    """The consumer warps: conversion, MMA and epilogue."""
+    OUTPUTS: gl.constexpr = TILE[0]
+    ROWS: gl.constexpr = TILE[1]
+    WARPS: gl.constexpr = TILE[2]
+    STAGES: gl.constexpr = TILE[3]
+    ws, xs, high_xs, there, used = memory
+    scale = table[0]
+    partials, arrived = results[3], results[4]
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 8)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, SUMS, 8)
+    block = gl.program_id(1)
+    row = gl.program_id(0) * ROWS
+    if IS_4_BIT:
+        words = _load_words(table, given, begin, block, GATE, LEFT, TILE)
+    wait_for_previous(DEPENDENT)
+    operands = load_operands(given, row, block, 0, GATE, OUTPUTS, ROWS)
+    acc = gl.zeros([WARPS, OUTPUTS, ROWS], gl.float32, SUMS)
+    for step in range(count):
+        stage = step % STAGES
+        if IS_4_BIT:
+            own_words = words
+            words = _load_words(table, given, begin + step + 1, block, GATE, LEFT, TILE)
+        mbarrier.wait(there.index(stage), step // STAGES & 1)
+        q = ws.index(stage).load(LEFT)
+        right = xs.index(stage).permute((0, 2, 1)).load(RIGHT)
+        if IS_4_BIT:
+            high_right = high_xs.index(stage).permute((0, 2, 1)).load(RIGHT)
+        if step + STAGES < count:  # the producer waits for this stage
+            gl.thread_barrier()  # all warps have read
+            mbarrier.arrive(used.index(stage), count=1)
+        if IS_4_BIT:
+            factor = (own_words & -256).to(gl.float32, bitcast=True)
+            factor = gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(2, SUMS)), 2)
+            low, high = _expand_4_bits(q, own_words)
+            part = mma_v2(low, right, gl.zeros([WARPS, OUTPUTS, ROWS], gl.float32, SUMS))
+            acc += mma_v2(high, high_right, part) * factor
+        else:
+            acc = mma_v2(_expand_fp8(q), right, acc)
+    gl.thread_barrier()  # all warps have read: shared memory is reused for the sums
+    # the same memory with and without the dimension of the warps
+    SHAPE: gl.constexpr = [WARPS, OUTPUTS, ROWS]
+    ws._reinterpret(gl.float32, SHAPE, gl.SwizzledSharedLayout(8, 2, 4, [1, 2, 0])).store(acc)
+    sums = ws._reinterpret(gl.float32, SHAPE, gl.SwizzledSharedLayout(8, 2, 4, [0, 1]))
+    gl.thread_barrier()
+    rows, own, target, mask = target_of(given, row, block, GATE, OUTPUTS, ROWS)
+    BY_ROW: gl.constexpr = mask.type.layout
+    SIZE: gl.constexpr = OUTPUTS // 2 if GATE else OUTPUTS
+    result = sums.index(0).slice(0, SIZE).load(BY_ROW)
+    up = result  # unused without a gate
+    if GATE:
+        up = sums.index(0).slice(SIZE, SIZE).load(BY_ROW)
+    for warp in gl.static_range(1, WARPS):
+        result += sums.index(warp).slice(0, SIZE).load(BY_ROW)
+        if GATE:
+            up += sums.index(warp).slice(SIZE, SIZE).load(BY_ROW)
+    is_last = True
+    if SPLITS > 1:
+        number = block * gl.num_programs(0) + gl.program_id(0)
+        numbers = gl.num_programs(0) * gl.num_programs(1)
+        lane = gl.expand_dims(gl.arange(0, SIZE, gl.SliceLayout(1, BY_ROW)), 1)
+        where = partials + lane + gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(0, BY_ROW)) * OUTPUTS, 0)
+        start = (gl.program_id(2) * numbers + number).to(gl.int64) * (OUTPUTS * ROWS)
+        gl.store(where + start, result)
+        if GATE:
+            gl.store(where + start + SIZE, up)
+        # all threads store their partial sums before one increments the counter
+        gl.thread_barrier()
+        is_last = gl.atomic_add(arrived + number, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
+        gl.thread_barrier()
+        if is_last:
+            result = gl.zeros([SIZE, ROWS], gl.float32, BY_ROW)
+            if GATE:
+                up = gl.zeros([SIZE, ROWS], gl.float32, BY_ROW)
+            for split in gl.static_range(SPLITS):
+                start = (split * numbers + number).to(gl.int64) * (OUTPUTS * ROWS)
+                result += gl.load(where + start, cache_modifier=".cg")
+                if GATE:
+                    up += gl.load(where + start + SIZE, cache_modifier=".cg")
+            gl.store(arrived + number, 0)
+    if is_last:
+        if not IS_4_BIT:
+            num_out = given[7]
+            result *= gl.expand_dims(gl.load(scale + own, mask=own < num_out, other=0.0), 1)
+            if GATE:
+                up *= gl.expand_dims(gl.load(scale + num_out + own, mask=own < num_out, other=0.0), 1)
+        store_results(result, up, operands, given, results, row, block, GATE, OUTPUTS, 1, ROWS)
+
+
+@gluon.jit
+def _load_words(table, given, step, block, GATE: gl.constexpr, LEFT: gl.constexpr, TILE: gl.constexpr):
+    """The words [WARPS, OUTPUTS] of a step: a scale, and its zero, for each slice and output; 0 after the last."""
+    words, num_words, stride = table
+    OUTPUTS: gl.constexpr = TILE[0]
+    WARPS: gl.constexpr = TILE[2]
+    BY_SLICE: gl.constexpr = gl.SliceLayout(2, LEFT)
+    num_out = given[7]
+    lane = gl.arange(0, OUTPUTS, gl.SliceLayout(0, BY_SLICE))
+    if GATE:
+        SIZE: gl.constexpr = OUTPUTS // 2
+        own = block * SIZE + lane % SIZE
+        source = own + lane // SIZE * num_out
+    else:
+        own = block * OUTPUTS + lane
+        source = own
+    entry = step * WARPS + gl.arange(0, WARPS, gl.SliceLayout(1, BY_SLICE))
+    mask = gl.expand_dims(entry < num_words, 1) & gl.expand_dims(own < num_out, 0)
+    return gl.load(words + gl.expand_dims(entry * stride, 1) + gl.expand_dims(source, 0), mask=mask, other=0)
+
+
+@gluon.jit
+def _expand_fp8(q):
+    return gl.inline_asm_elementwise(BFLOAT16_OF_FP8, "=r,=r,r", [q], dtype=gl.bfloat16, is_pure=True, pack=4)
+
+
+@gluon.jit
+def _expand_4_bits(q, words):
+    """The numbers of low and of high bits, less the zeros of their words."""
+    zero = ((words & 255) | 0xC300).to(gl.int16).to(gl.bfloat16, bitcast=True)  # -128 - zero
+    zeros = gl.expand_dims(zero, 2).broadcast_to(q.shape)
+    return gl.inline_asm_elementwise(
+        BFLOAT16_OF_4_BITS,
+        "=r,=r,=r,=r,r,r,r,r,r",
+        [q, zeros, zeros],
+        dtype=(gl.bfloat16, gl.bfloat16),
+        is_pure=True,
+        pack=4,
+    )

@@ -1,0 +1,76 @@
+"""The kernel that streams 4-bit and FP8 weights, against float64; and the words that it reads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from slipstream.ops.activation import silu_and_mul
+from slipstream.ops.quantized import QuantizedMatrix, dequantize, pack_4_bit, quantized_linear, streams, words_of
+
+KINDS = ["fp8", "int4", "int4 symmetric"]
+
+
+def make(kind: str, rows: int, columns: int, device: str = "cpu") -> QuantizedMatrix:
+    torch.manual_seed(rows + columns)
+    group = columns if kind == "fp8" else 128
+    scale = torch.rand(rows, columns // group).mul(0.02).add(0.005).bfloat16().float()
+    if kind == "fp8":
+        values = (torch.randn(rows, columns) * 20).to(torch.float8_e4m3fn).to(device)
+        return QuantizedMatrix(values, scale.to(device), None)
+    zeros = None if kind == "int4 symmetric" else torch.randint(0, 17, scale.shape).float()
+    words = words_of(scale, 8 if zeros is None else zeros).to(device)
+    values = pack_4_bit(torch.randint(0, 16, (rows, columns), dtype=torch.uint8)).to(device)
+    zero = 8 if zeros is None else 0
+    return QuantizedMatrix(values, scale.to(device), None if zeros is None else zeros.to(device), zero, words=words)
+
+
+def off(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.double() - expected).norm() / expected.norm())
+
+
+def test_words_hold_scales_and_zeros() -> None:
+    weight = make("int4", 3, 256)
+    assert weight.words is not None and weight.zeros is not None
+    assert weight.words.shape == (2, 3)
+    assert torch.equal((weight.words & -256).view(torch.float32), weight.scale.t())
+    assert torch.equal((weight.words & 255).float(), weight.zeros.t())
+    scale = torch.rand(5, 4) + 0.1
+    rounded = (words_of(scale, 8) & -256).view(torch.float32)
+    assert ((rounded - scale.t()).abs() <= scale.t() * 2**-16).all()
+    part = weight.rows(1, 2)
+    assert part.words is not None and torch.equal(part.words, weight.words[:, 1:3])
+
+
+def test_slices_lie_within_groups() -> None:
+    assert all(make(kind, 16, 512).has_slices for kind in KINDS)
+    weight = make("int4", 16, 512)
+    assert not weight._replace(words=None).has_slices
+    assert not weight._replace(scale=torch.ones(16, 8)).has_slices  # groups of 64
+    weight = make("fp8", 16, 512)
+    assert not weight._replace(scale=torch.ones(16, 4)).has_slices  # blocks
+    assert not make("fp8", 16, 480).has_slices
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows", [1, 5, 16])
+def test_streamed_weights(kind: str, rows: int) -> None:
+    """Odd numbers of outputs and of slices, whole and split sums, with bias, gate and alone."""
+    from slipstream.ops.quantized.triton.stream import SliceTile, stream_gemm
+
+    weight = make(kind, 208, 1408, "cuda")  # 11 or 22 slices
+    x = torch.randn(rows, 1408, device="cuda").bfloat16()
+    if not streams(x, weight):
+        pytest.skip("made for another GPU")
+    bias = torch.randn(208, device="cuda").bfloat16()
+    exact = F.linear(x.double(), dequantize(weight, torch.float64), bias.double())
+    assert off(quantized_linear(x, weight, bias), exact) < 4e-3
+    gated = F.linear(x.double(), dequantize(weight, torch.float64))
+    assert off(quantized_linear(x, weight, None, silu_and_mul), silu_and_mul(gated)) < 8e-3
+    for tile in (SliceTile(1), SliceTile(3)):
+        for _ in range(2):  # the counters of the first run are back at zero
+            assert off(stream_gemm(x, weight, bias, "", tile), exact) < 4e-3
+    if rows <= 8:  # the same tile: a row alone has the same bits
+        assert torch.equal(quantized_linear(x, weight, bias)[:1], quantized_linear(x[:1], weight, bias))

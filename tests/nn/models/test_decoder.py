@@ -141,6 +141,26 @@ def test_most_of_the_last_layer_is_for_last_tokens_alone(tmp_path: Path) -> None
     assert rows == [[[40]] * 4, [[40]] * 4, [[40], [3], [3], [3]]]
 
 
+def test_layers_that_share_caches_make_their_inputs_for_last_tokens_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load(write_tiny(tmp_path, "gemma3n"))
+    shape, tail = model.shape.layer_inputs, model.tail
+    assert 0 < tail < len(model.layers)
+    made: list[tuple[int, ...]] = []
+    norm = type(model.layer_inputs.norm).__call__
+
+    def count(self: Any, x: torch.Tensor, *args: Any) -> Any:
+        if self is model.layer_inputs.norm:
+            made.append(tuple(x.shape))
+        return norm(self, x, *args)
+
+    monkeypatch.setattr(type(model.layer_inputs.norm), "__call__", count)
+    runner = HandRunner(model)
+    model(runner.context(runner.batch({"a": [5], "b": [6] * 9}), only_last=True))
+    assert made == [(10, tail, shape.size), (2, shape.num_layers, shape.size)]
+
+
 def count_rows(product: Linear) -> list[int]:
     """How many rows each call of a product had, from now on."""
     rows: list[int] = []

@@ -10,12 +10,15 @@ import torch
 
 from slipstream.nn.context import ForwardContext, LastTokens, context_of
 from slipstream.nn.layers.activations import find_activation
+from slipstream.nn.layers.embedding import Embedding
 from slipstream.nn.layers.layer import Layer, Layout
 from slipstream.nn.layers.linear import Linear
 from slipstream.nn.layers.mlp import of_last
 from slipstream.nn.layers.norm import Norm, RMSNorm
 from slipstream.nn.layers.vocab_parallel import new_embedding
 from slipstream.nn.shapes import LayerInputShape, LayerInputsShape, NormShape
+from slipstream.nn.weight_format import UnquantizedWeight
+from slipstream.ops.linear import linear
 
 
 class LayerInputs(Layer):
@@ -35,16 +38,38 @@ class LayerInputs(Layer):
             self.embedding_scale = float(torch.tensor(shape.size**0.5, dtype=layout.dtype))
             self.scale = float(torch.tensor(2.0, dtype=layout.dtype).rsqrt()) if shape.rounded else 2**-0.5
         self.projection_scale = layout.hidden_size**-0.5
+        self._parts: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def forward(self, ids: torch.Tensor, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+    def forward(
+        self, ids: torch.Tensor, x: torch.Tensor, context: ForwardContext, num_layers: int | None = None
+    ) -> torch.Tensor:
         """ids [T] and their scaled embeddings [T, hidden] to [T, layers, size]. Ids beyond this vocabulary, those of
-        other modalities, have the vector of id 0."""
-        by_layer = (self.shape.num_layers, self.shape.size)
-        projected = self.projection(x, context).mul_(self.projection_scale).unflatten(1, by_layer)
+        other modalities, have the vector of id 0. `num_layers`: the first layers are enough; there may be more."""
         known = torch.where(ids < self.shape.vocab_size, ids, 0)
-        embedded = self.embedding(known).unflatten(1, by_layer) * self.embedding_scale
-        made: torch.Tensor = (self.norm(projected)[0] + embedded) * self.scale
+        parts = None if context.batch.lora is not None else self._parts_of(num_layers)
+        if parts is None:
+            projected, embedded = self.projection(x, context), self.embedding(known)
+        else:
+            projected, embedded = linear(x, parts[0]), parts[1].index_select(0, known)
+        by_layer = (-1, self.shape.size)
+        projected = projected.mul_(self.projection_scale).unflatten(1, by_layer)
+        embedded = embedded.mul_(self.embedding_scale).unflatten(1, by_layer)
+        made: torch.Tensor = self.norm(projected)[0].add_(embedded).mul_(self.scale)
         return made
+
+    def _parts_of(self, num_layers: int | None) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The rows of the projection and the columns of the embedding for the first layers; None: all are used."""
+        weight, table = self.projection.weight, self.embedding.weight
+        if (
+            num_layers is None
+            or type(self.embedding) is not Embedding
+            or not (type(weight) is UnquantizedWeight and type(table) is UnquantizedWeight)
+        ):
+            return None
+        size = num_layers * self.shape.size
+        if self._parts is None or len(self._parts[0]) != size or self._parts[0].data_ptr() != weight.data.data_ptr():
+            self._parts = weight.data[:size], table.data[:, :size]  # kept: kernels have counters by weight
+        return self._parts
 
 
 class LayerInput(Layer):

@@ -131,7 +131,8 @@ class Decoder(nn.Module):
         if self.query_scale is not None:
             context = replace(context, query_scale=self.query_scale(batch.positions))
         if self.layer_inputs is not None:
-            context = replace(context, layer_inputs=self.layer_inputs(batch.ids, x, context))
+            given = self.layer_inputs(batch.ids, x, context, self._num_input_layers(context))
+            context, embedded = replace(context, layer_inputs=given), x
         if self.streams is not None:
             x = self.streams.split(x, context)
         for implementation in self.implementations:
@@ -147,6 +148,9 @@ class Decoder(nn.Module):
                 # from here on no layer stores keys or values of the other tokens
                 chosen = context.last_tokens(with_rotary=True)
                 x, residual, context = chosen.of(x), _of(chosen, residual), chosen.context
+                if self.layer_inputs is not None:
+                    given = self.layer_inputs(chosen.of(batch.ids), chosen.of(embedded), context)
+                    context = replace(context, layer_inputs=given)
             elif context.only_last and number == len(self.layers) - 1:
                 last = context.last_tokens()
             x, residual = block(x, residual, context, last)
@@ -154,6 +158,11 @@ class Decoder(nn.Module):
             x = self.streams.join(x, context)
         hidden: torch.Tensor = self.norm(x, residual)[0]
         return torch.cat([hidden, *(inputs[number] for number in taps)], 1) if taps else hidden
+
+    def _num_input_layers(self, context: ForwardContext) -> int | None:
+        """How many layers need per-layer inputs of all tokens; None: all. The others need those of the last tokens."""
+        is_whole = len(self.layers) == len(self.shape.layers)  # a warm-up runs fewer
+        return self.tail if context.only_last and is_whole and self.tail < len(self.layers) else None
 
     def _tapped(self) -> tuple[int, ...]:
         """The tapped layers; during a warm-up with fewer layers the last one instead of those that are missing."""

@@ -211,14 +211,42 @@ FEATURES["grammars among others"] = [
 ]
 
 
+@pytest.fixture(scope="module")
+def alone(model):
+    """Results of requests that run one after another, computed once for equal parameters."""
+    known = {}
+
+    def generate(params):
+        key = repr(params)
+        if key not in known:
+            with make(model, batched=False) as llm:
+                known[key] = llm.generate(PROMPTS, params)
+        return known[key]
+
+    return generate
+
+
+# The feature is one more factor of the pairwise selection: in each half of PAIRED, with the baseline, each factor has
+# all its values. Batches of several features, which have every parameter, run in all cells.
+CELLS_OF = {
+    feature: PAIRED if isinstance(params, list) or feature == "everything" else PAIRED[number % 2 * 3 :][:3]
+    for number, (feature, params) in enumerate(FEATURES.items())
+}
+
+
+def test_each_feature_meets_every_value_of_each_factor():
+    for cells in CELLS_OF.values():
+        for place, factor in enumerate(FACTORS):
+            found = {cell[factor] for cell in cells} | {False}  # of the baseline; its depth is 0
+            assert found == {cell[place] for cell in CELLS}
+
+
 @pytest.mark.parametrize("feature", FEATURES)
-def test_sampled_tokens_do_not_depend_on_scheduling(model, feature):
-    params = FEATURES[feature]
-    with make(model, batched=False) as llm:
-        wanted = llm.generate(PROMPTS, params)
-    for cell in PAIRED:
+def test_sampled_tokens_do_not_depend_on_scheduling(model, alone, feature):
+    wanted = alone(FEATURES[feature])
+    for cell in CELLS_OF[feature]:
         with make(model, **cell) as llm:
-            assert_same(llm.generate(PROMPTS, params), wanted)
+            assert_same(llm.generate(PROMPTS, FEATURES[feature]), wanted)
 
 
 @pytest.mark.parametrize("feature", ["greedy", "n"])
@@ -260,10 +288,9 @@ def test_a_late_device_changes_no_window_tokens(window_model, depth):
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_late_device_changes_nothing(model, depth):
+def test_a_late_device_changes_nothing(model, alone, depth):
     for params in (GREEDY, FEATURES["mixed"], FEATURES["everything among others"], FEATURES["grammars among others"]):
-        with make(model, batched=False) as llm:
-            wanted = llm.generate(PROMPTS, params)
+        wanted = alone(params)
         with make(model, chunked=True, cached=True, preempted=True, depth=depth, late=True) as llm:
             assert_same(llm.generate(PROMPTS, params), wanted)
 
@@ -283,10 +310,9 @@ REPLAYED = {
 
 
 @pytest.mark.parametrize("depth", [0, 2])
-def test_replayed_masks_give_the_same_tokens(model, depth):
+def test_replayed_masks_give_the_same_tokens(model, alone, depth):
     params = FEATURES["grammars among others"]
-    with make(model, batched=False) as llm:
-        wanted = llm.generate(PROMPTS, params)
+    wanted = alone(params)
     with make(model, cached=True, preempted=True, depth=depth, device=ReplayDevice(depth)) as llm:
         graphs = llm.core.executor.graphs
         graphs.token_sizes = []  # the CPU's attention goes row by row through longer chunks
@@ -296,11 +322,10 @@ def test_replayed_masks_give_the_same_tokens(model, depth):
 
 @pytest.mark.parametrize("depth", [0, 2])
 @pytest.mark.parametrize("feature", [*REPLAYED, "all of them", "mixed", "everything among others"])
-def test_replayed_steps_give_the_same_tokens(model, depth, feature):
+def test_replayed_steps_give_the_same_tokens(model, alone, depth, feature):
     """Bodies of single tokens and heads of all steps are padded, captured and replayed, as on a GPU."""
     params = REPLAYED.get(feature) or FEATURES.get(feature) or [*REPLAYED.values()][-len(PROMPTS) :]
-    with make(model, batched=False) as llm:
-        wanted = llm.generate(PROMPTS, params)
+    wanted = alone(params)
     device = ReplayDevice(depth)
     with make(model, chunked=True, cached=True, preempted=True, depth=depth, device=device) as llm:
         graphs = llm.core.executor.graphs

@@ -58,7 +58,7 @@ def caches_of(bench):
     return [cache for pair in bench.core.executor.store.caches for cache in pair]
 
 
-@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("depth", [0, 2])
 @pytest.mark.parametrize("max_tokens", [8, 256], ids=["chunked", "whole"])
 def test_a_cache_full_of_nan_is_as_good_as_new(folder, dtype, depth, max_tokens):
     """The null page too: tables point at it where a row has no page, or no longer one."""
@@ -73,7 +73,7 @@ def test_a_cache_full_of_nan_is_as_good_as_new(folder, dtype, depth, max_tokens)
         assert_same(poisoned, clean, 1e-4 if dtype == "float32" else 1e-9)
 
 
-@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("depth", [0, 2])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_requests_that_reuse_pages_of_a_failed_request_do_not_fail(folder, dtype, depth, rows):
     """Pooling rows leave with their last launch: others have their pages before the host knows."""
@@ -93,7 +93,7 @@ def test_requests_that_reuse_pages_of_a_failed_request_do_not_fail(folder, dtype
             assert not cache[NULL_PAGE].count_nonzero()
 
 
-@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("depth", [0, 2])
 def test_requests_that_reuse_pages_of_an_aborted_request_do_not_fail(folder, dtype, depth):
     """The host never read its values, so it could not know that they were NaN."""
     with make_bench(folder, dtype=dtype, depth=depth) as bench:
@@ -109,7 +109,7 @@ def test_requests_that_reuse_pages_of_an_aborted_request_do_not_fail(folder, dty
                 assert_same([bench.results[good]], [vector], 1e-4 if dtype == "float32" else 1e-9)
 
 
-@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("depth", [0, 2])
 def test_samples_of_a_prompt_do_not_feel_what_lies_behind_it_in_its_page(folder, dtype, depth):
     """The page in which they part is copied whole."""
     params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, n=2)

@@ -284,8 +284,9 @@ POOLING = [
 
 
 @pytest.mark.parametrize(("kind", "task"), POOLING)
-@pytest.mark.parametrize("lengths", [(1,), (60,), (3, 60, 17)], ids=["short", "long", "mixed"])
-@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize(
+    ("lengths", "depth"), [((1,), 0), ((60,), 1), ((3, 60, 17), 1)], ids=["short", "long", "mixed"]
+)
 def test_pooling_stays_within_the_plan(tmp_path, kind, task, lengths, depth):
     if kind == "decoder":
         path = rewrite(write_tiny(tmp_path, "llama"), {"architectures": ["LlamaModel"]}, {})

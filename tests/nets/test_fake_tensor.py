@@ -89,9 +89,9 @@ def folder(request, tmp_path_factory):
     return str(write_tiny(tmp_path_factory.mktemp("tiny"), request.param, **FAMILIES[request.param]))
 
 
-# The sampler does not depend on the family: all features one by one over one family, over the others those that
-# select other positions (prompt logprobs, samples), and all at once.
-OF_A_FAMILY = ("greedy", "samples", "prompt logprobs", "everything")
+# The sampler does not depend on the family: all features one by one over one family, over the others samples, whose
+# states and pages are copied, and all features at once, with positions of the prompt.
+OF_A_FAMILY = ("samples", "everything")
 FEATURES_OF = [(family, feature) for family in FAMILIES for feature in (FEATURES if family == "llama" else OF_A_FAMILY)]
 each_feature = pytest.mark.parametrize(("folder", "feature"), FEATURES_OF, indirect=["folder"])
 

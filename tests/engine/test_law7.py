@@ -234,7 +234,7 @@ CELLS_OF = {
 }
 
 
-def test_each_feature_meets_every_value_of_each_factor():
+def test_each_feature_runs_with_every_value_of_each_factor():
     for cells in CELLS_OF.values():
         for place, factor in enumerate(FACTORS):
             found = {cell[factor] for cell in cells} | {False}  # of the baseline; its depth is 0

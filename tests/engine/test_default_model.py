@@ -1,6 +1,8 @@
-"""The default model end to end: greedy text equals what transformers would say, for long answers side by side."""
+"""The default model end to end: greedy text equals that of transformers, in a batch with a long answer."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -24,16 +26,24 @@ PROMPTS = [
 ]
 
 
-def test_greedy_tokens_equal_transformers_for_256_tokens() -> None:
-    """transformers reads prompt and answer in one pass; at every place its likeliest token must be the one we drew.
+@pytest.fixture(scope="module")
+def dequantised() -> Iterator[LLM]:
+    with LLM(dequantize=True, dtype="float32", use_tqdm_on_load=False, max_model_len=512) as llm:
+        yield llm
 
-    By induction that is its own greedy text. One answer is long: it is transformers that takes the time.
+
+def test_greedy_tokens_equal_transformers(dequantised: LLM) -> None:
+    """transformers reads prompt and answer in one pass; at each position its most likely token must be ours.
+
+    By induction that is its own greedy text. One answer is longer and ends at position 256: its prompt has all others.
     """
-    lengths = [256] + [32] * (len(PROMPTS) - 1)
+    prompts = ["\n".join(["The following are beginnings of texts."] * 12 + PROMPTS[1:]), *PROMPTS[1:]]
+    long = 256 - len(dequantised.get_tokenizer().encode(prompts[0]))
+    assert 64 <= long <= 128
+    lengths = [long] + [32] * (len(PROMPTS) - 1)
     params = [SamplingParams(temperature=0, max_tokens=length, ignore_eos=True) for length in lengths]
     assert PATH is not None
-    with LLM(dequantize=True, dtype="float32", use_tqdm_on_load=False, max_model_len=512) as llm:
-        results = llm.generate(PROMPTS, params)
+    results = dequantised.generate(prompts, params)
     reference = oracle(GgufFile(PATH))
     for result, length in zip(results, lengths, strict=True):
         drawn = result.outputs[0].token_ids
@@ -43,10 +53,11 @@ def test_greedy_tokens_equal_transformers_for_256_tokens() -> None:
         assert logits[len(result.prompt_token_ids) - 1 :].argmax(-1).tolist() == drawn
 
 
-def test_it_answers_a_question() -> None:
+def test_it_answers_a_question_and_has_its_own_sampling_defaults() -> None:
     with LLM(use_tqdm_on_load=False, max_model_len=256) as llm:
         question = [{"role": "user", "content": "How many days are in a week?"}]
         answer = llm.chat(question, SamplingParams(temperature=0, max_tokens=24))[0].outputs[0]
+        assert llm.get_default_sampling_params() == SamplingParams(temperature=0.2, top_p=0.9)
     assert "7" in answer.text
     assert answer.finish_reason == "stop"
 
@@ -59,15 +70,13 @@ QUESTIONS = [
 ]
 
 
-def test_low_bit_answers_are_those_of_the_dequantised_weights_and_repeat_to_the_bit() -> None:
+def test_low_bit_answers_are_those_of_the_dequantised_weights_and_repeat_to_the_bit(dequantised: LLM) -> None:
     if not native.build():
         pytest.skip("no C compiler here, or the kernels are turned off")
     chats = [[{"role": "user", "content": text}] for text in QUESTIONS]
     params = SamplingParams(temperature=0, max_tokens=24, logprobs=2)
-    options = dict(dtype="float32", use_tqdm_on_load=False, max_model_len=128)
-    with LLM(dequantize=True, **options) as llm:
-        expected = llm.chat(chats, params)
-    with LLM(**options) as llm:
+    expected = dequantised.chat(chats, params)
+    with LLM(dtype="float32", use_tqdm_on_load=False, max_model_len=128) as llm:
         first, again = llm.chat(chats, params), llm.chat(chats, params)
     assert again[0].num_cached_tokens > 0, "the second time prompts come from the prefix cache"
     for plain, low_bit, repeated in zip(expected, first, again, strict=True):
@@ -76,8 +85,6 @@ def test_low_bit_answers_are_those_of_the_dequantised_weights_and_repeat_to_the_
         assert repeated.outputs[0].logprobs == low_bit.outputs[0].logprobs
 
 
-def test_the_default_model_has_its_own_sampling_defaults() -> None:
-    with LLM(use_tqdm_on_load=False, max_model_len=64, num_pages=8) as llm:
-        assert llm.get_default_sampling_params() == SamplingParams(temperature=0.2, top_p=0.9)
+def test_the_same_file_by_its_path_has_the_usual_sampling_defaults() -> None:
     with LLM(str(PATH), use_tqdm_on_load=False, max_model_len=64, num_pages=8) as llm:
         assert llm.get_default_sampling_params() == SamplingParams()

@@ -87,7 +87,7 @@ AMBIGUOUS = {
 }
 HAVE_SLOTS = (
     "ops/ nn/ runner/ config/ scheduler/adapter.py scheduler/adapters.py scheduler/encoder_scheduler.py step.py "
-    "scheduler/cache/tier.py engine/plan_checker.py engine/recorder.py engine/record_file.py "
+    "scheduler/cache/ engine/plan_checker.py engine/recorder.py engine/record_file.py "
     "engine/replayed_adapters.py engine/rank_adapters.py engine/page_client.py engine/page_server.py"
 )
 HAVE_TEXT_LINES = (

@@ -26,11 +26,10 @@ def make(folder, role: str | None, **options) -> LLM:
         transfer |= {
             name: options.pop(name) for name in list(options) if name.startswith("kv_") and "cache" not in name
         }
-    options = {"num_pages": 60, "dtype": "float64"} | options
+    options = {"num_pages": 60, "dtype": "float64", "max_model_len": 72} | options
     return LLM(
         str(folder),
         use_tqdm_on_load=False,
-        max_model_len=72,
         max_num_seqs=4,
         page_size=4,
         num_threads=1,
@@ -77,6 +76,25 @@ def test_a_consumer_continues_from_the_pages_of_a_producer(folder, wanted, peer,
         assert tokens(llm.generate(PROMPTS, GREEDY)) == wanted  # from its own cache: no page is asked for again
         assert imports.num_asked == 36
         llm.core.scheduler.check()
+
+
+def test_checkpoints_of_recurrent_states_travel_with_the_pages(tmp_path, monkeypatch):
+    folder = write_tiny(tmp_path, "qwen3_next")
+    prompts = [[first + n % 11 for n in range(150)] for first in (20, 70)]
+    options = dict(max_model_len=200, num_pages=200, num_checkpoints=8)
+    with make(folder, "kv_producer", kv_port=0, **options) as producer:
+        wanted = tokens(producer.generate(prompts, GREEDY))
+        peer = f"127.0.0.1:{producer.core.handoff.server.port}"
+        with make(folder, "kv_consumer", kv_peers=[peer], **options) as llm:
+            results = llm.generate(prompts, GREEDY)
+            assert tokens(results) == wanted and [result.num_cached_tokens for result in results] == [128, 128]
+            llm.core.scheduler.check()
+            llm.reset_prefix_cache()
+            right, size = page_server.checksum, llm.core.config.cache.states.checkpoint_bytes
+            is_state = lambda content: len(content) == size  # noqa: E731
+            monkeypatch.setattr(page_server, "checksum", lambda name, each: right(name, each) ^ is_state(each))
+            results = llm.generate(prompts, GREEDY)  # states arrive damaged: computed
+            assert tokens(results) == wanted and [result.num_cached_tokens for result in results] == [0, 0]
 
 
 def test_prompts_that_no_peer_has_are_computed(folder, peer):

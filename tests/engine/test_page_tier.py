@@ -17,11 +17,10 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 
 def make(folder, *, tier: float | None = 2**-14, device=None, **options) -> LLM:
     """24 pages of 4 positions: two prompts fit at once. 2**-14 GiB are 64 KiB."""
-    options = {"num_pages": 25, "max_num_seqs": 4, "dtype": "float64"} | options
+    options = {"num_pages": 25, "max_num_seqs": 4, "dtype": "float64", "max_model_len": 72} | options
     return LLM(
         str(folder),
         use_tqdm_on_load=False,
-        max_model_len=72,
         page_size=4,
         num_threads=1,
         kv_offloading_size=tier,
@@ -99,6 +98,24 @@ def test_a_tier_that_cannot_work_is_refused(folders, options, message):
         make(folders["llama"], **options)
 
 
-def test_recurrent_states_are_refused(tmp_path):
-    with pytest.raises(InvalidOption, match="recurrent states"):
-        make(write_tiny(tmp_path, "qwen3_next"))
+def test_checkpoints_of_recurrent_states_are_stored_and_loaded(tmp_path):
+    """Four checkpoints of prompts with three borders each: the first prompts lose theirs, and get them back."""
+    folder = write_tiny(tmp_path, "qwen3_next")
+    prompts = [[first + n % 9 for n in range(200 + first)] for first in range(3, 9)]
+    options = dict(max_model_len=240, max_num_seqs=2, num_checkpoints=4, max_num_batched_tokens=80)
+    short = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+    def tokens(llm):
+        return [one.outputs[0].token_ids for one in llm.generate(prompts, short)]
+
+    with make(folder, tier=None, num_pages=400, enable_prefix_caching=False, **options) as llm:
+        wanted = tokens(llm)
+    with make(folder, tier=2**-6, num_pages=130, depth=2, **options) as llm:
+        tier = llm.core.scheduler.cache.tier
+        assert tokens(llm) == wanted
+        before = tier.num_hits
+        assert tokens(llm) == wanted
+        llm.core.scheduler.check()
+        assert tier.num_hits - before >= 4 * 192  # positions before the last borders of most prompts
+    with pytest.raises(InvalidOption, match="raise num_checkpoints"):
+        make(folder, num_pages=400, **options | {"num_checkpoints": 0})

@@ -153,7 +153,7 @@ def estimate_memory(config: EngineConfig, weights: int) -> MemoryEstimate:
         adapters=0 if adapters is None else adapters.max_loras * adapters.num_elements * size,
         adapters_host=0 if adapters is None else adapters.max_cpu_loras * adapters.num_elements * size,
         cache=cache.num_bytes,
-        tier=NUM_REGIONS * region_bytes(cache.groups) if cache.tier_bytes else 0,
+        tier=NUM_REGIONS * region_bytes(cache.groups, cache.states) if cache.tier_bytes else 0,
         tier_host=cache.tier_bytes,
         states=0 if cache.states is None else rows * cache.states.num_bytes,
         checkpoints=0 if cache.states is None else cache.states.num_checkpoints * cache.states.checkpoint_bytes,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from slipstream.cache_spec import CacheGroup
+from slipstream.config.config import CacheConfig, StateConfig
 
 NUM_REGIONS = 2
 """Device buffers for pages on their way: one is filled while the other is emptied."""
@@ -16,10 +17,14 @@ HISTORY_BYTES = 4
 """Bytes per position of token ids, which drafts are found in and which travel with the pages of a group."""
 
 
-def tier_slots(tier_bytes: int, groups: Sequence[CacheGroup], group_pages: Sequence[int]) -> tuple[int, ...]:
-    """Slots of each group: the tier is divided among the groups as the device's cache is."""
-    device_bytes = sum(group.bytes_per_page * num for group, num in zip(groups, group_pages, strict=True))
-    return tuple(tier_bytes * num // device_bytes for num in group_pages)
+def tier_slots(config: CacheConfig) -> tuple[int, ...]:
+    """Slots of each group, and last those of checkpoints of recurrent states, if there are any: the tier is divided as
+    the device's cache is."""
+    sizes = [(group.bytes_per_page, num) for group, num in zip(config.groups, config.group_pages, strict=True)]
+    if config.states is not None:
+        sizes.append((config.states.checkpoint_bytes, config.states.num_checkpoints))
+    device_bytes = sum(size * num for size, num in sizes)
+    return tuple(config.tier_bytes * num // device_bytes for _, num in sizes)
 
 
 def region_pages(group: CacheGroup) -> int:
@@ -27,6 +32,12 @@ def region_pages(group: CacheGroup) -> int:
     return max(1, REGION_BYTES // group.bytes_per_page)
 
 
-def region_bytes(groups: Sequence[CacheGroup]) -> int:
-    """Device bytes of one region: it takes pages of any group, with their token ids."""
-    return max(region_pages(group) * (group.bytes_per_page + HISTORY_BYTES * group.spec.page_size) for group in groups)
+def region_checkpoints(states: StateConfig) -> int:
+    """Checkpoints that are copied at once."""
+    return max(1, REGION_BYTES // states.checkpoint_bytes)
+
+
+def region_bytes(groups: Sequence[CacheGroup], states: StateConfig | None = None) -> int:
+    """Device bytes of one region: it takes pages of any group, with their token ids, or checkpoints."""
+    pages = [region_pages(group) * (group.bytes_per_page + HISTORY_BYTES * group.spec.page_size) for group in groups]
+    return max([*pages, *([] if states is None else [region_checkpoints(states) * states.checkpoint_bytes])])

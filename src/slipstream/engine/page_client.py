@@ -15,7 +15,7 @@ from typing import Protocol
 
 from slipstream.engine.page_server import PageMemory
 from slipstream.engine.page_wire import HEADER, LENGTH, SAME, Question, checksum, encode_question, receive, receive_into
-from slipstream.scheduler.cache.tier import Reserved
+from slipstream.scheduler.cache.tier_slots import Reserved
 
 log = logging.getLogger(__name__)
 

@@ -50,6 +50,7 @@ def identity_of(config: EngineConfig) -> str:
         cache.page_size,
         cache.groups,
         cache.drops_last_page,
+        None if cache.states is None else (cache.states.specs, cache.states.border),
         config.scheduler.drafts is None,
         None if config.draft is None else (config.draft.method, config.draft.model.path),
     )

@@ -56,6 +56,7 @@ class PlanChecker:
         shapes = [(num, cache.page_size) for num in cache.group_pages]
         self._tokens = [np.full(shape, UNKNOWN, np.int64) for shape in shapes]
         self._positions = [np.full(shape, UNKNOWN, np.int64) for shape in shapes]
+        self._stored_states: set[int] = set()  # slots of the second tier with a known state
         # by group and slot of the second tier: tokens and positions of a page
         self._stored: dict[tuple[int, int], tuple[Longs, Longs]] = {}
         self._checkpoints: set[int] = set()  # saved by complete rows
@@ -161,9 +162,16 @@ class PlanChecker:
         the recording, by an idle engine or by another engine."""
         if plan.tier is None:
             return
+        num_groups = len(self._tokens)
         for group, page, slot in plan.tier.stores.tolist():
+            if group == num_groups:  # a checkpoint of states
+                (self._stored_states.add if page in self._checkpoints else self._stored_states.discard)(slot)
+                continue
             self._stored[group, slot] = self._tokens[group][page].copy(), self._positions[group][page].copy()
         for group, slot, page in plan.tier.loads.tolist():
+            if group == num_groups:
+                (self._checkpoints.add if slot in self._stored_states else self._checkpoints.discard)(page)
+                continue
             stored = self._stored.get((group, slot))
             if stored is None:
                 self._is_from_start = False

@@ -23,10 +23,10 @@ def check_tier(config: EngineConfig, num_replicas: int = 1) -> None:
         )
     if not cache.groups:
         raise InvalidOption(f"{option} is for models with a KV cache, and {name} has none; remove it")
-    if cache.states is not None:
+    if cache.states is not None and not cache.states.num_checkpoints:
         raise InvalidOption(
-            f"{option}: {name} has recurrent states, whose checkpoints stay on the device, and pages are of "
-            "no use without them; remove it, or set num_checkpoints for more prefixes on the device"
+            f"{option}: {name} has recurrent states, and pages are of no use without checkpoints; raise "
+            "num_checkpoints, or remove it"
         )
     if not cache.prefix_caching:
         raise InvalidOption(f"{option} needs the prefix cache; leave enable_prefix_caching on, or remove it")

@@ -1,9 +1,10 @@
 """PageTier: host memory for KV cache pages, and their copies to and from the device.
 
 A slot holds one page of a group, over all its sites: keys and values, the scales of an FP8 cache, and the token ids
-that drafts are found in. Pages are gathered and scattered on the compute stream, where they are read and written.
-Between the device and the slots they are copied on a stream of their own, through two device buffers (regions). Streams
-wait for each other's events; the host waits for none of them, so the copies overlap with steps that do not need them.
+that drafts are found in. Checkpoints of recurrent states are pages of one more group, the last. Pages are gathered and
+scattered on the compute stream, where they are read and written. Between the device and the slots they are copied on a
+stream of their own, through two device buffers (regions). Streams wait for each other's events; the host waits for none
+of them, so the copies overlap with steps that do not need them.
 
 All copies between regions and slots are in the order of the plans. So a slot can be loaded as soon as its store is
 planned, and overwritten as soon as its load is planned.
@@ -19,13 +20,14 @@ import numpy as np
 import torch
 
 from slipstream.config.config import CacheConfig
-from slipstream.config.tier_size import NUM_REGIONS, region_bytes, region_pages, tier_slots
+from slipstream.config.tier_size import NUM_REGIONS, region_bytes, region_checkpoints, region_pages, tier_slots
 from slipstream.device.device import Bytes, Device
 from slipstream.device.streams import PASSED, Event
 from slipstream.errors import InvalidOption, NotEnoughMemory
 from slipstream.ops.cache_write import raw_pages
 from slipstream.runner.batch.staging import HostRing, Upload, UploadSpan
 from slipstream.runner.kv_store import KVStore
+from slipstream.runner.state_store import StateStore
 from slipstream.step import Ints, StepPlan, TierPlan
 
 
@@ -54,12 +56,15 @@ class _GroupSlots:
 class PageTier:
     """A `RowState`, but for its uploads: they are read by copies on another stream, so it has a ring of its own."""
 
-    def __init__(self, store: KVStore, config: CacheConfig, num_buffers: int, device: Device) -> None:
+    def __init__(
+        self, store: KVStore, config: CacheConfig, num_buffers: int, device: Device, states: StateStore | None = None
+    ) -> None:
         self._store = store
+        self._states = states
         self._device = device
         self._num_buffers = num_buffers
         self._stream = device.open_stream()
-        self._regions = [_Region(region_bytes(config.groups), device) for _ in range(NUM_REGIONS)]
+        self._regions = [_Region(region_bytes(config.groups, config.states), device) for _ in range(NUM_REGIONS)]
         self._next_region = 0
         self._groups: list[_GroupSlots] = []
         self._ring: HostRing | None = None
@@ -67,16 +72,23 @@ class PageTier:
 
     def take_memory(self, config: CacheConfig) -> None:
         """Allocate the slots, once the device's cache has its size."""
-        slots = tier_slots(config.tier_bytes, config.groups, config.group_pages)
+        slots = tier_slots(config)
         size = config.tier_bytes / 2**30
         if not all(slots):
             need = max(group.bytes_per_page for group in config.groups)
+            if config.states is not None:
+                need = max(need, config.states.checkpoint_bytes)
             raise InvalidOption(
-                f"kv_offloading_size is {size:g} GiB, and a page takes {need} bytes; give room for a page of each group"
+                f"kv_offloading_size is {size:g} GiB, and a page or checkpoint takes {need} bytes; give room for "
+                "a page of each group and a checkpoint"
             )
-        self._ring = HostRing(self._num_buffers, 2 * (8 * sum(config.group_pages) + 16 * len(slots)), self._device)
+        num_copies = sum(config.group_pages) + (0 if config.states is None else config.states.num_checkpoints)
+        self._ring = HostRing(self._num_buffers, 2 * (8 * num_copies + 16 * len(slots)), self._device)
         try:
-            self._groups = [self._open_group(number, num) for number, num in enumerate(slots)]
+            self._groups = [self._open_group(number, num) for number, num in enumerate(slots[: len(config.groups)])]
+            if self._states is not None and config.states is not None:
+                parts = self._states.checkpoints()
+                self._groups.append(self._open_slots(parts, slots[-1], region_checkpoints(config.states)))
         except (RuntimeError, MemoryError):
             raise NotEnoughMemory(
                 f"kv_offloading_size is {size:g} GiB, more than the machine gives, or can pin; lower it"
@@ -88,6 +100,10 @@ class PageTier:
         parts = [raw_pages(cache).view(len(cache), -1).view(torch.uint8) for cache in caches]
         if store.history is not None and store.history.group == number:
             parts.append(store.history.tokens.view(torch.uint8))
+        return self._open_slots(parts, num_slots, region_pages(group))
+
+    def _open_slots(self, parts: list[torch.Tensor], num_slots: int, max_pages: int) -> _GroupSlots:
+        """`parts`: device: each [pages, bytes]."""
         for wide in (torch.int64, torch.int32, torch.int16):  # fewer elements to gather
             if all(part.shape[1] % wide.itemsize == 0 for part in parts):
                 parts = [part.view(wide) for part in parts]
@@ -98,7 +114,7 @@ class PageTier:
         return _GroupSlots(
             tuple(parts),
             page_bytes,
-            region_pages(group),
+            max_pages,
             memory.reshape(shape),
             tensor.view(shape),
             [0] * num_slots,

@@ -50,6 +50,11 @@ class StateStore:
     def num_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
+    def checkpoints(self) -> list[torch.Tensor]:
+        """Views of all parts of checkpoints, each [checkpoints, bytes]."""
+        saved = [tensor for tensor in self.tensors.values() if len(tensor) == self.num_slots]
+        return [tensor[self.num_rows :].flatten(1).view(torch.uint8) for tensor in saved]
+
     def apply(self, plan: StepPlan) -> None:
         self._restores = [] if plan.states is None else plan.states.restores.tolist()
         if self._bases is not None:

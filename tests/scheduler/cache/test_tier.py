@@ -10,6 +10,7 @@ import pytest
 from scripted import VOCAB, Bench
 from slipstream.scheduler.cache import tier as tier_module
 from slipstream.scheduler.cache.tier import CacheTier
+from slipstream.scheduler.cache.tier_slots import TierSlots
 
 LONG = [list(range(10 * n, 10 * n + 20)) for n in range(5)]
 
@@ -173,7 +174,7 @@ def test_the_random_runs_find_planted_bugs(bug: str, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(CacheTier, "take_plan", wrong)
     else:
         monkeypatch.setattr(tier_module, "region_pages", lambda group: 1)
-        monkeypatch.setattr(tier_module._Slots, "_is_overwritten", lambda slots, page, page_hash, num_plans: False)
+        monkeypatch.setattr(TierSlots, "_is_overwritten", lambda slots, page, page_hash, num_plans: False)
     with pytest.raises(AssertionError):
         for seed in range(6):
             random_run(seed, 1)

@@ -8,6 +8,7 @@ recently used first.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable, Container
 
 
 class CheckpointPool:
@@ -26,6 +27,8 @@ class CheckpointPool:
         self._generated: OrderedDict[int, None] = OrderedDict()
         self._num_held = 0  # taken for generated tokens whose values are not known yet
         self._new: set[int] = set()  # saved by the plan under construction
+        self._restored: set[int] = set()  # by the plan under construction
+        self.on_keep: Callable[[int, bytes], None] | None = None  # called with states worth a slot of the second tier
 
     def find(self, page_hash: bytes) -> int | None:
         """The checkpoint with this hash. One that the plan under construction saves does not count: a plan restores
@@ -45,6 +48,30 @@ class CheckpointPool:
         """A request restores this checkpoint, so others may: it becomes the most recently used."""
         self._order.move_to_end(checkpoint)
         self._generated.pop(checkpoint, None)
+        self._restored.add(checkpoint)
+
+    def hash_of(self, checkpoint: int) -> bytes | None:
+        return self._hash_of[checkpoint]
+
+    def keep(self, page_hash: bytes) -> None:
+        """A request that saved the state under this hash will save no newer one: it may go to the second tier."""
+        checkpoint = self._checkpoint_of.get(page_hash)
+        if checkpoint is not None and self.on_keep is not None:
+            self.on_keep(checkpoint, page_hash)
+
+    def take_for_load(self, loaded: Container[int], page_hash: bytes) -> int | None:
+        """A checkpoint that the plan under construction loads from the second tier, before it restores and saves
+        states; it can be found at once. None: the least recently used one is restored, saved or loaded by this plan.
+        `loaded`: those that it loads already."""
+        checkpoint = next(iter(self._order), None)
+        if checkpoint is None or page_hash in self._checkpoint_of:  # saved by this plan
+            return None
+        if checkpoint in self._new or checkpoint in self._restored or checkpoint in loaded:
+            return None
+        self._forget(checkpoint)
+        del self._order[checkpoint]
+        self.publish(checkpoint, page_hash)
+        return checkpoint
 
     def take(self, *, generated: bool = False) -> int | None:
         """A checkpoint for the plan under construction to save to; its former state can no longer be found. None if
@@ -99,6 +126,7 @@ class CheckpointPool:
 
     def end_plan(self) -> None:
         """The plan under construction is complete: later plans may restore what it saves."""
+        self._restored.clear()
         if self._new:
             self._new.clear()
             self.version += 1

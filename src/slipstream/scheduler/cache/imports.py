@@ -14,7 +14,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple, Protocol
 
 from slipstream.request import NEVER, Request, WaitFor
-from slipstream.scheduler.cache.tier import CacheTier, Reserved
+from slipstream.scheduler.cache.tier import CacheTier
+from slipstream.scheduler.cache.tier_slots import Reserved
 
 _WAIT = 0.005  # seconds; then the caller runs: other requests may have arrived
 _NUM_THREADS = 4

@@ -72,7 +72,7 @@ class CacheManager:
         self.no_hit = Hit(0, [[] for _ in self.groups])
         self.tier: CacheTier | None = None  # None: pages that are reused for other content are lost
         if config.tier_bytes and self.prefix_caching:
-            self.tier = CacheTier(config, self.groups, self._match_order)
+            self.tier = CacheTier(config, self.groups, self._match_order, self.states)
         self.imports: PageImports | None = None  # None: no other engine is asked for pages
         self.draft_gaps: DraftGaps | None = None  # None: no draft model falls behind
         self._matching: Matching | None = None  # of the request that was matched last

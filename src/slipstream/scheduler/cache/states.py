@@ -107,6 +107,7 @@ class StateCache:
             if checkpoint is not None:
                 self._saves.append((request, position, checkpoint))
                 self.pool.publish(checkpoint, page_hash)
+                self.pool.keep(page_hash)
 
     def save_generated(self, request: Request, length: int) -> None:
         """The plan under construction computes positions up to `length`, an upper bound with drafts, whose tokens may
@@ -158,6 +159,8 @@ class StateCache:
         assert states is not None
         for _, checkpoint in states.held:
             self.pool.drop(checkpoint)
+        if states.latest is not None:
+            self.pool.keep(states.latest)
         self._late_saves.discard(request)
         request.states = None
         request.next_border = NEVER

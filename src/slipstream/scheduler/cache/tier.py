@@ -12,32 +12,23 @@ miss: it is computed again.
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from slipstream.config.config import CacheConfig
-from slipstream.config.tier_size import region_pages, tier_slots
+from slipstream.config.tier_size import region_checkpoints, region_pages, tier_slots
 from slipstream.scheduler.cache.kind import CacheKind
 from slipstream.scheduler.cache.matching import Matching
-from slipstream.scheduler.cache.paged import held_pages
-from slipstream.scheduler.cache.pages import PagePool
+from slipstream.scheduler.cache.states import StateCache
+from slipstream.scheduler.cache.tier_slots import Reserved, StateSlots, TierSlots
 from slipstream.step import Ints, TierPlan
 
 MAX_LOAD_BYTES = 2**29
 """Loads of one plan, after which no more requests are admitted: all rows of the step wait for them (about 10 ms)."""
 
 _NO_COPIES: Ints = np.zeros((0, 3), np.int32)
-
-
-class Reserved(NamedTuple):
-    """A slot that gets the content of a page from elsewhere."""
-
-    group: int
-    page_hash: bytes
-    slot: int
 
 
 class Stored(NamedTuple):
@@ -51,26 +42,37 @@ class Stored(NamedTuple):
 class CacheTier:
     """Threads that serve its pages to other engines call `pin`, `is_pending` and `unpin` only."""
 
-    def __init__(self, config: CacheConfig, groups: Sequence[CacheKind], order: Sequence[int]) -> None:
-        """`order`: the indices of the groups, those that need the most pages first."""
+    def __init__(
+        self, config: CacheConfig, groups: Sequence[CacheKind], order: Sequence[int], states: StateCache | None = None
+    ) -> None:
+        """`order`: the indices of the groups, those that need the most pages first. Checkpoints of `states` have slots
+        of one more group, the last."""
         self._groups = groups
         self._order = order
         self.page_size = config.page_size
         self.version = 0  # changes with `reset`
         self._lock = threading.Lock()  # held while slots are overwritten or pinned
-        slots = tier_slots(config.tier_bytes, config.groups, config.group_pages)
+        slots = tier_slots(config)
         self._slots = [
-            _Slots(group.pool, num, region_pages(spec))
-            for group, num, spec in zip(groups, slots, config.groups, strict=True)
+            TierSlots(group.pool, num, region_pages(spec))
+            for group, num, spec in zip(groups, slots, config.groups, strict=False)
         ]
         self._page_bytes = [group.bytes_per_page for group in config.groups]
+        self._state_slots: StateSlots | None = None
+        self._border = 0  # pages between two checkpoints
+        self._num_dropped = int(config.drops_last_page)  # pages of a match that are computed again
+        if states is not None and config.states is not None:
+            self._state_slots = StateSlots(states.pool, slots[-1], region_checkpoints(config.states))
+            self._slots.append(self._state_slots)
+            self._page_bytes.append(config.states.checkpoint_bytes)
+            self._border = states.border // config.page_size
         self.num_hits = 0  # prompt tokens whose pages were loaded
         self.bytes_stored = 0
         self.bytes_loaded = 0
 
     @property
     def num_groups(self) -> int:
-        return len(self._groups)
+        return len(self._slots)
 
     @property
     def has_enough_loads(self) -> bool:
@@ -86,7 +88,10 @@ class CacheTier:
             return False
         matching.is_fetched = True
         found = self._find_prefix(matching, (num_tokens - 1) // self.page_size)
-        num_loads = 0
+        state = 0  # a checkpoint on the device, or none
+        if self._state_slots is not None and found:
+            found, state = self._end_at_checkpoint(matching, found)
+        num_loads = int(state < 0)
         for group, entries in zip(self._groups, found, strict=False):
             held = [page for page in entries if page > 0]
             num_missing = sum(1 for page in entries if page < 0)
@@ -96,10 +101,28 @@ class CacheTier:
             num_loads += num_missing
         if not num_loads:
             return False
-        self.num_hits += (len(found[0]) - matching.num_pages) * self.page_size
-        for slots, entries in zip(self._slots, found, strict=True):
-            slots.load(entries, matching.request.hashes)
+        hashes = matching.request.hashes
+        length = len(found[0]) - (self._num_dropped if self._state_slots is not None else 0)
+        if state < 0:
+            assert self._state_slots is not None
+            if not self._state_slots.load_checkpoint(state, hashes[length - 1]):
+                matching.is_fetched = False
+                return False
+        self.num_hits += (length - matching.num_pages) * self.page_size
+        for slots, entries in zip(self._slots, found, strict=False):
+            slots.load(entries, hashes)
         return True
+
+    def _end_at_checkpoint(self, matching: Matching, found: list[list[int]]) -> tuple[list[list[int]], int]:
+        """The part of a prefix that a model with recurrent states can continue from, and the checkpoint at its end, or
+        -1 - slot; no entries if the device has as much."""
+        assert self._state_slots is not None
+        last = (len(found[0]) - self._num_dropped) // self._border * self._border
+        for num_pages in range(last, matching.num_pages, -self._border):
+            state = self._state_slots.find(matching.hash_at(num_pages - 1))
+            if state is not None:
+                return self._find_prefix(matching, num_pages + self._num_dropped), state
+        return [], 0
 
     def _find_prefix(self, matching: Matching, limit: int) -> list[list[int]]:
         """Per group, the entries of the longest prefix that the device and the tier have together: a page, the null
@@ -136,12 +159,19 @@ class CacheTier:
         former content can no longer be found. `hashes`: of all its whole pages. `end_reservation` must follow."""
         reserved: list[Reserved] = []
         with self._lock:
-            for index, (group, slots) in enumerate(zip(self._groups, self._slots, strict=True)):
-                first = group.first_needed(len(hashes) * self.page_size)
-                missing = [page_hash for page_hash in hashes[first:] if slots.find(page_hash) is None]
+            for index, slots in enumerate(self._slots):
+                missing = [page_hash for page_hash in self._needed(index, hashes) if slots.find(page_hash) is None]
                 taken = slots.reserve(len(missing))
                 reserved += [Reserved(index, *each) for each in zip(missing, taken, strict=False)]
         return reserved
+
+    def _needed(self, index: int, hashes: Sequence[bytes]) -> Sequence[bytes]:
+        """The hashes of a prompt's pages under which a group has something of use to continue after them. Engines take
+        checkpoints at the last two borders of every prompt."""
+        if index < len(self._groups):
+            return hashes[self._groups[index].first_needed(len(hashes) * self.page_size) :]
+        last = len(hashes) // self._border * self._border
+        return [hashes[end - 1] for end in (last, last - self._border) if end > 0]
 
     def end_reservation(self, pages: Sequence[Reserved], arrived: Sequence[bool], version: int) -> None:
         """The slots of pages that arrived can be found, the others are free. `version`: when they were reserved."""
@@ -194,120 +224,3 @@ class CacheTier:
         """Assert the invariants. For tests."""
         for slots in self._slots:
             slots.check()
-
-
-class _Slots:
-    """The slots of one group."""
-
-    def __init__(self, pool: PagePool, num_slots: int, max_stores: int) -> None:
-        """`max_stores`: in one plan."""
-        self.pool = pool
-        self.loads: dict[int, int] = {}  # by page: the slot that the plan under construction loads it from
-        # free pages that have no slot yet, in the order in which they became free, and the number of plans at that time
-        self.pending: dict[bytes, tuple[int, int]] = {}
-        self.slot_of: OrderedDict[bytes, int] = OrderedDict()  # the least recently used first
-        self.pins: dict[int, int] = {}  # by slot: threads that read it
-        self.num_stores = [0] * num_slots  # planned so far, by slot
-        self._num_slots = num_slots
-        self._max_stores = max_stores
-        self._free = list(range(num_slots - 1, -1, -1))
-        self._reserved: set[int] = set()
-        self._num_plans = 0
-        pool.on_free = self._note_free
-
-    def find(self, page_hash: bytes) -> int | None:
-        page = self.pool.find(page_hash)
-        if page is not None:
-            return page
-        slot = self.slot_of.get(page_hash)
-        return None if slot is None else -1 - slot
-
-    def load(self, entries: Sequence[int], hashes: Sequence[bytes]) -> None:
-        """Take a page for each entry that is a slot, and publish it. `hashes`: of the entries."""
-        pool = self.pool
-        pool.share([page for page in entries if page > 0])  # so that none of them is taken
-        missing = [entry for entry, page in enumerate(entries) if page < 0]
-        pages = list(entries)
-        for entry, page in zip(missing, pool.take(len(missing)), strict=True):
-            pages[entry] = page
-            self.loads[page] = -1 - entries[entry]
-            self.slot_of.move_to_end(hashes[entry])
-        pool.publish([pages[entry] for entry in missing], [hashes[entry] for entry in missing])
-        pool.release(held_pages(pages))
-
-    def take_stores(self) -> list[tuple[int, int]]:
-        """Pages and the slots that they are copied to. Pages that became free since the last plan still have their
-        content, even if they were taken for other content: that is written by the plan under construction."""
-        stores: list[tuple[int, int]] = []
-        used = set(self.loads.values())
-        pending, self.pending, self.loads = self.pending, {}, {}
-        for page_hash, (page, num_plans) in pending.items():
-            if self._is_overwritten(page, page_hash, num_plans):
-                continue
-            if len(stores) == self._max_stores:
-                self.pending[page_hash] = page, num_plans
-            elif (slot := self._take_slot(used)) is not None:
-                stores.append((page, slot))
-                self.num_stores[slot] += 1
-                self.slot_of[page_hash] = slot
-        self._num_plans += 1
-        return stores
-
-    def _is_overwritten(self, page: int, page_hash: bytes, num_plans: int) -> bool:
-        """Whether an earlier plan has written other content to a page that became free after `num_plans` plans."""
-        return num_plans < self._num_plans and self.pool.hash_of(page) != page_hash
-
-    def _take_slot(self, used: set[int]) -> int | None:
-        """A slot to overwrite; `used`: slots that the same plan loads from."""
-        for index in range(len(self._free) - 1, -1, -1):
-            if self._free[index] not in self.pins:
-                return self._free.pop(index)
-        first = next(iter(self.slot_of.values()), None)
-        if first is None or first in used or first in self.pins:
-            return None
-        self.slot_of.popitem(last=False)
-        return first
-
-    def reserve(self, count: int) -> list[int]:
-        """Up to this many slots, and at most half of all."""
-        used = set(self.loads.values())
-        slots: list[int] = []
-        while len(slots) < count and len(self._reserved) < self._num_slots // 2:
-            slot = self._take_slot(used)
-            if slot is None:
-                break
-            self._reserved.add(slot)
-            slots.append(slot)
-        return slots
-
-    def end_reservation(self, page: Reserved, is_valid: bool) -> None:
-        self._reserved.remove(page.slot)
-        if is_valid and page.page_hash not in self.slot_of:
-            self.slot_of[page.page_hash] = page.slot
-            self.pending.pop(page.page_hash, None)
-        else:
-            self._free.append(page.slot)
-
-    def _note_free(self, page: int, page_hash: bytes) -> None:
-        if page_hash in self.slot_of:
-            self.slot_of.move_to_end(page_hash)
-        else:
-            self.pending.pop(page_hash, None)
-            self.pending[page_hash] = page, self._num_plans
-
-    def forget(self, page_hash: bytes) -> None:
-        slot = self.slot_of.pop(page_hash, None)
-        if slot is not None:
-            self._free.append(slot)
-        self.pending.pop(page_hash, None)
-
-    def reset(self) -> None:
-        self._free += self.slot_of.values()
-        self.slot_of.clear()
-        self.pending.clear()
-        self.loads.clear()
-
-    def check(self) -> None:
-        slots = [*self._free, *self.slot_of.values(), *self._reserved]
-        assert sorted(slots) == list(range(self._num_slots)), f"a slot is lost or has two contents: {sorted(slots)}"
-        assert not self.pending.keys() & self.slot_of.keys(), "a page that has a slot waits for one"

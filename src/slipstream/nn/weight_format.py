@@ -86,7 +86,7 @@ class Weight(nn.Module, ABC):
         return self.multiply_activated(normed, bias, activation), total
 
     def multiply_activated(self, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation) -> torch.Tensor:
-        """The GEMM, then an elementwise or gated activation."""
+        """The GEMM, then an elementwise activation."""
         return activation(self.multiply(x, bias))
 
     is_row_wise = True

@@ -14,8 +14,7 @@ from slipstream.nn.layers.expert_ranks import run_on_ranks
 from slipstream.nn.layers.layer import Layout
 from slipstream.nn.layers.linear import Linear
 from slipstream.nn.layers.mlp import Mlp, PlainMlp, of_last
-from slipstream.nn.layers.norm import Norm, RMSNorm
-from slipstream.nn.layers.one_token_experts import ExpertLayers, one_token_experts
+from slipstream.nn.layers.norm import Norm
 from slipstream.nn.layers.ranked import RankedLayer
 from slipstream.nn.quantized.experts import expert_matrices, new_expert_weight
 from slipstream.nn.quantized.weight import Quantized
@@ -29,7 +28,7 @@ from slipstream.nn.weight_format import (
     WeightTarget,
     new_parameter,
 )
-from slipstream.ops.moe import ExpertBiases, Route, Routing, SharedOutput, expert_mlp, route
+from slipstream.ops.moe import ExpertBiases, Routing, SharedOutput, expert_mlp, route
 
 
 class Experts(RankedLayer):
@@ -73,13 +72,8 @@ class Experts(RankedLayer):
         return new_expert_weight(format, count, num_rows, num_columns)
 
     def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        if self.shared is None:
-            return self.run(x, self._route(x, context), context)
-        # the shared expert runs beside the router and the routed experts
-        return self.run(x, partial(self._route, x, context), context, partial(self._run_shared, x, context))
-
-    def _route(self, x: torch.Tensor, context: ForwardContext) -> Routing:
-        return self.choose(self.router(x, context), context)
+        routing = self.choose(self.router(x, context), context)
+        return self.run(x, routing, context, None if self.shared is None else partial(self._run_shared, x, context))
 
     def _run_shared(self, x: torch.Tensor, context: ForwardContext) -> SharedOutput:
         assert self.shared is not None
@@ -89,21 +83,15 @@ class Experts(RankedLayer):
     def choose(self, logits: torch.Tensor, context: ForwardContext) -> Routing:
         """Experts of each token from router logits [T, experts]. In steps of one token per row, which may be padded to
         the size of a graph, padding has none: it would have weights read for nothing."""
-        slots, page_size = self._padding_slots(len(logits), context)
+        batch, slots, page_size = context.batch, None, 0
+        if batch.slots and context.caches and batch.num_single == len(logits):
+            slots, page_size = batch.slots[0], context.caches[0][0].shape[1]
         return route(logits, self.shape.router, self.correction_bias, slots, page_size)
-
-    @staticmethod
-    def _padding_slots(num_tokens: int, context: ForwardContext) -> tuple[torch.Tensor | None, int]:
-        """Cache slots, by which `route` finds padding, and the page size; None if the step has no padding."""
-        batch = context.batch
-        if batch.slots and context.caches and batch.num_single == num_tokens:
-            return batch.slots[0], context.caches[0][0].shape[1]
-        return None, 0
 
     def run(
         self,
         x: torch.Tensor,
-        routing: Route,
+        routing: Routing,
         context: ForwardContext,
         shared: Callable[[], SharedOutput] | None = None,
     ) -> torch.Tensor:
@@ -112,13 +100,11 @@ class Experts(RankedLayer):
         if shard is None:
             return self._compute(x, routing, shared)
         num_experts, num_exchanged = self.shape.num_experts, context.exchanged_tokens
-        if not isinstance(routing, Routing):
-            routing = routing()
         routed = run_on_ranks(x, routing, self._compute, shard, num_experts, self.ranks, num_exchanged)
         return routed if shared is None else shared().added_to(routed)
 
     def _compute(
-        self, x: torch.Tensor, routing: Route, shared: Callable[[], SharedOutput] | None = None
+        self, x: torch.Tensor, routing: Routing, shared: Callable[[], SharedOutput] | None = None
     ) -> torch.Tensor:
         """The experts of this rank."""
         biases = None
@@ -139,19 +125,8 @@ class Experts(RankedLayer):
         last: LastTokens | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `SublayerModule.after_norm`."""
-        x, residual = of_last(x, residual, last)
-        context = context_of(context, last)
-        if isinstance(norm, RMSNorm) and len(x) == 1 and x.is_cuda and context.batch.lora is None:
-            single = one_token_experts(self.parts_of_layer(), *self._padding_slots(1, context))
-            if single is not None and not self.batch_invariant:
-                return single(x, residual, norm.weight, norm.eps)
-        normed, total = norm(x, residual)
-        return self(normed, context), total
-
-    def parts_of_layer(self) -> ExpertLayers:
-        return ExpertLayers(
-            self.shape, self.router, self.correction_bias, self.gate_up, self.down, self.shared, self.shared_gate
-        )
+        normed, total = norm(*of_last(x, residual, last))
+        return self(normed, context_of(context, last)), total
 
     def products(self) -> None:
         return None

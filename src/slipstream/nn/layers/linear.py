@@ -60,7 +60,7 @@ class Linear(Layer):
         return None if context is None or self.lora is None else context.batch.lora
 
     def activated(self, x: torch.Tensor, activation: Activation, context: ForwardContext | None = None) -> torch.Tensor:
-        """activation(product), elementwise or gated."""
+        """activation(product), elementwise."""
         if self._tiles(context) is not None:
             return activation(self.forward(x, context))
         return self.weight.multiply_activated(x, self.bias, activation)

@@ -41,7 +41,7 @@ class Mlp(Layer):
         self.down = new_output(shape.size, hidden_size, shape.down_bias, down_format, dtype, shape.shard)
 
     def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        hidden: torch.Tensor = self.down(self.gate_up.activated(x, self.activation, context), context)
+        hidden: torch.Tensor = self.down(self.activation(self.gate_up(x, context)), context)
         return hidden
 
     def after_norm(

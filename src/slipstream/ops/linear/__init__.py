@@ -51,9 +51,7 @@ def gated_linear(
 def activated_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation
 ) -> torch.Tensor:
-    """The GEMM, then an elementwise or gated activation."""
-    if activation in FUSED_ACTIVATIONS:
-        return gated_linear(x, weight, bias, activation)
+    """The GEMM, then an elementwise activation."""
     call = GemmCall(x, weight, bias, activation)
     if GELU_GEMM_HOPPER.accepts(call):
         return GELU_GEMM_HOPPER.launch(call)

@@ -8,23 +8,14 @@ import torch.nn.functional as F
 from slipstream.device.sync_check import sync_allowed
 from slipstream.ops.activation import gelu_tanh_and_mul, silu_and_mul
 from slipstream.ops.moe import reference
-from slipstream.ops.moe.reference import (
-    ExpertBiases,
-    ExpertMatrices,
-    Gate,
-    Route,
-    Shared,
-    count_experts,
-    matrix_of,
-    routing_of,
-)
+from slipstream.ops.moe.reference import ExpertBiases, ExpertMatrices, Gate, Routing, Shared, count_experts, matrix_of
 
 _GATES = reference.GATES | {"silu": silu_and_mul, "gelu_tanh": gelu_tanh_and_mul}
 
 
 def expert_mlp(
     x: torch.Tensor,
-    routing: Route,
+    routing: Routing,
     gate_up: ExpertMatrices,
     down: ExpertMatrices,
     batch_invariant: bool = False,
@@ -35,7 +26,6 @@ def expert_mlp(
     """As the reference. A token's experts are added by descending score, so the sum does not depend on the batch."""
     if x.is_cuda:  # float64 on CUDA: reading counts would synchronize
         return reference.expert_mlp(x, routing, gate_up, down, batch_invariant, biases, gate, shared)
-    routing = routing_of(routing)
     top_k = routing.ids.shape[1]
     flat = routing.ids.flatten().to(torch.int64)
     order = flat.argsort(stable=True)

@@ -71,14 +71,6 @@ def route(
     return Routing(ids, routing.weights.masked_fill(is_padding, 0.0), has_padding=True)
 
 
-Route: TypeAlias = Routing | Callable[[], Routing]
-"""A routing, or a function that computes it, which may run beside the shared expert."""
-
-
-def routing_of(given: Route) -> Routing:
-    return given if isinstance(given, Routing) else given()
-
-
 ExpertMatrices: TypeAlias = torch.Tensor | QuantizedExperts
 """A matrix for each expert: [experts, rows, columns], or quantised."""
 
@@ -125,7 +117,7 @@ GATES = {"silu": silu_and_mul, "gelu_tanh": gelu_tanh_and_mul, "clamped_swiglu":
 
 def expert_mlp(
     x: torch.Tensor,
-    routing: Route,
+    routing: Routing,
     gate_up: ExpertMatrices,
     down: ExpertMatrices,
     batch_invariant: bool = False,
@@ -140,7 +132,6 @@ def expert_mlp(
     Computes every expert for every token, so no shape depends on values.
     `batch_invariant`: kernels use one tile size for all batches.
     """
-    routing = routing_of(routing)
     total = torch.zeros(x.shape, dtype=routing.weights.dtype, device=x.device)
     for expert in range(count_experts(gate_up)):
         into, out = matrix_of(gate_up, expert, x.dtype), matrix_of(down, expert, x.dtype)

@@ -13,16 +13,7 @@ import triton.language as tl
 
 from slipstream.device.parallel import execute_in_parallel
 from slipstream.ops.hopper import has_hopper_kernels
-from slipstream.ops.moe.reference import (
-    ExpertBiases,
-    ExpertMatrices,
-    Gate,
-    Route,
-    Routing,
-    Shared,
-    count_experts,
-    routing_of,
-)
+from slipstream.ops.moe.reference import ExpertBiases, ExpertMatrices, Gate, Routing, Shared, count_experts
 from slipstream.ops.moe.triton.combine import combine
 from slipstream.ops.moe.triton.pairs import GATES, pairs_of, store_pairs
 from slipstream.ops.moe.triton.quantized_gemm import multiply_quantized
@@ -37,7 +28,7 @@ MAX_PARALLEL_TOKENS = 256  # up to which the shared expert runs on a stream of i
 
 def expert_mlp(
     x: torch.Tensor,
-    routing: Route,
+    routing: Routing,
     gate_up: ExpertMatrices,
     down: ExpertMatrices,
     batch_invariant: bool = False,
@@ -49,18 +40,17 @@ def expert_mlp(
     if not len(x):
         return torch.empty_like(x)
 
-    def run_routed() -> tuple[torch.Tensor, torch.Tensor | None, Routing]:
-        chosen = routing_of(routing)
-        return *_weighted_pairs(x, chosen, gate_up, down, batch_invariant, biases, gate), chosen
+    def run_routed() -> tuple[torch.Tensor, torch.Tensor | None]:
+        return _weighted_pairs(x, routing, gate_up, down, batch_invariant, biases, gate)
 
     beside = None
     if shared is None:
-        made, positions, chosen = run_routed()
+        made, positions = run_routed()
     elif len(x) <= MAX_PARALLEL_TOKENS:
-        (made, positions, chosen), beside = execute_in_parallel(run_routed, shared)
+        (made, positions), beside = execute_in_parallel(run_routed, shared)
     else:
-        (made, positions, chosen), beside = run_routed(), shared()
-    return combine(made, positions, chosen, count_experts(gate_up), beside)
+        (made, positions), beside = run_routed(), shared()
+    return combine(made, positions, routing, count_experts(gate_up), beside)
 
 
 def _weighted_pairs(

@@ -79,40 +79,6 @@ def _route_kernel(
     inside = expert < num_experts
     wait_for_previous(DEPENDENT)
     value = tl.load(logits + token * stride + expert, mask=inside, other=-float("inf")).to(tl.float32)
-    scores, choice = score_experts(value, bias, expert, inside, EXPERTS, SIGMOID, GROUPS, KEPT_GROUPS, TOP2)
-    rank = tl.arange(0, PADDED_K)
-    chosen_ids = tl.zeros((PADDED_K,), tl.int32)
-    chosen_weights = tl.zeros((PADDED_K,), tl.float32)
-    for k in tl.static_range(TOP_K):
-        top = tl.argmax(choice, 0)
-        weight = tl.sum(tl.where(expert == top, scores, 0.0), 0)
-        chosen_ids = tl.where(rank == k, top, chosen_ids)
-        chosen_weights = tl.where(rank == k, weight, chosen_weights)
-        choice = tl.where(expert == top, -float("inf"), choice)
-    if RENORMALIZE:
-        chosen_weights = chosen_weights / (tl.sum(chosen_weights, 0) + 1e-20)
-    if slots is not None:
-        is_padding = tl.load(slots + token) < page_size
-        chosen_ids = tl.where(is_padding, num_experts, chosen_ids)
-        chosen_weights = tl.where(is_padding, 0.0, chosen_weights)
-    tl.store(ids + token * TOP_K + rank, chosen_ids, mask=rank < TOP_K)
-    tl.store(weights + token * TOP_K + rank, chosen_weights * scale, mask=rank < TOP_K)
-
-
-@triton.jit
-def score_experts(
-    value,
-    bias,
-    expert,
-    inside,
-    EXPERTS: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    GROUPS: tl.constexpr,
-    KEPT_GROUPS: tl.constexpr,
-    TOP2: tl.constexpr,
-):
-    """Scores of a token's experts from its logits, and the values by which they are chosen: with the bias, and -inf for
-    experts of groups that are not kept."""
     if SIGMOID:
         scores = tl.sigmoid(value)
     else:
@@ -138,4 +104,20 @@ def score_experts(
             best = tl.where(group == chosen, -float("inf"), best)
         grouped = tl.where(kept[:, None] != 0, grouped, -float("inf"))
         choice = tl.reshape(grouped, (EXPERTS,))
-    return scores, choice
+    rank = tl.arange(0, PADDED_K)
+    chosen_ids = tl.zeros((PADDED_K,), tl.int32)
+    chosen_weights = tl.zeros((PADDED_K,), tl.float32)
+    for k in tl.static_range(TOP_K):
+        top = tl.argmax(choice, 0)
+        weight = tl.sum(tl.where(expert == top, scores, 0.0), 0)
+        chosen_ids = tl.where(rank == k, top, chosen_ids)
+        chosen_weights = tl.where(rank == k, weight, chosen_weights)
+        choice = tl.where(expert == top, -float("inf"), choice)
+    if RENORMALIZE:
+        chosen_weights = chosen_weights / (tl.sum(chosen_weights, 0) + 1e-20)
+    if slots is not None:
+        is_padding = tl.load(slots + token) < page_size
+        chosen_ids = tl.where(is_padding, num_experts, chosen_ids)
+        chosen_weights = tl.where(is_padding, 0.0, chosen_weights)
+    tl.store(ids + token * TOP_K + rank, chosen_ids, mask=rank < TOP_K)
+    tl.store(weights + token * TOP_K + rank, chosen_weights * scale, mask=rank < TOP_K)

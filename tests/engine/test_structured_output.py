@@ -11,8 +11,10 @@ import pytest
 
 from mask_gate import MaskGate
 from slipstream import LLM, SamplingParams, StructuredOutputsParams
+from slipstream.engine.record_file import decode
 from slipstream.errors import InvalidParams
 from slipstream.scheduler.grammar import pool_library
+from slipstream.serve.cli.main import main
 from tiny import write_tiny
 
 SCHEMA = {
@@ -59,8 +61,12 @@ def test_json_is_valid_under_its_schema(llm, params):
 
 
 @pytest.mark.skipif(pool_library.load() is None, reason="no C compiler")
-def test_rows_whose_masks_are_late_sit_out_steps_and_draw_the_same_tokens(llm, monkeypatch):
+def test_rows_whose_masks_are_late_sit_out_steps_and_draw_the_same_tokens(llm, monkeypatch, tmp_path):
     check_late_masks(llm, monkeypatch)
+    llm.save_record(tmp_path / "record")
+    recording = decode((tmp_path / "record").read_bytes(), "record")
+    assert any(step.late is not None and step.late.sit_out is not None for step in recording.steps)
+    assert main(["replay", str(tmp_path / "record"), "--json"]) == 0
 
 
 @pytest.mark.cuda

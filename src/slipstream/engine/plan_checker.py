@@ -27,7 +27,7 @@ class PlanFault(Exception):
 
 
 class _CheckedRow:
-    __slots__ = ("num_known", "length", "tables", "tokens", "is_complete", "pools", "next_tokens")
+    __slots__ = ("num_known", "length", "tables", "tokens", "is_complete", "pools", "next_tokens", "has_sat_out")
 
     def __init__(self, admission: Admission | PoolAdmission, num_groups: int, *, is_complete: bool) -> None:
         self.pools = isinstance(admission, PoolAdmission)
@@ -37,6 +37,7 @@ class _CheckedRow:
         self.tokens = [UNKNOWN] * admission.num_cached  # by position, of a complete row
         self.is_complete = is_complete
         self.next_tokens: list[int] | None = None  # drawn by the last step that drew for this row
+        self.has_sat_out = False  # then lengths of plans are upper bounds, as with drafts
 
 
 class PlanChecker:
@@ -87,6 +88,7 @@ class PlanChecker:
         self._read(plan)
         self._save(plan, starts)
         self._draw(record)
+        self._sit_out(record)
         complete = {row for row in plan.rows.tolist() if self.rows[row].is_complete}
         return complete - self._without_query(plan)
 
@@ -236,7 +238,7 @@ class PlanChecker:
                 state.length = length - num
             start, end = state.length, state.length + num
             self._need(num >= 1, f"row {row} computes nothing")
-            bound = length >= end if self._has_drafts else length == end
+            bound = length >= end if self._has_drafts or state.has_sat_out else length == end
             self._need(bound, f"row {row} is at {start}, planned to {length}")
             given = host[used : used + num_host]
             used += num_host
@@ -308,6 +310,20 @@ class PlanChecker:
             state.length = (state.length or 0) - num + max(len(tokens), 1)
             del state.tokens[state.length :]
             state.next_tokens = tokens[-1:]
+
+    def _sit_out(self, record: StepRecord) -> None:
+        """Rows that sat out the step compute their last position again."""
+        sit_out = None if record.late is None else record.late.sit_out
+        if sit_out is None:
+            return
+        for row, computed, token in zip(
+            sit_out.rows.tolist(), sit_out.computed.tolist(), sit_out.tokens.tolist(), strict=True
+        ):
+            self._need(row in self.rows, f"row {row} sits out and has no owner")
+            state = self.rows[row]
+            self._need(0 <= computed < (state.length or 0), f"row {row} is at {state.length}, sits out at {computed}")
+            state.length, state.next_tokens, state.has_sat_out = computed, [token], True
+            del state.tokens[computed:]
 
 
 def accepted_tokens(record: StepRecord) -> list[list[int]]:

@@ -81,7 +81,11 @@ def _compare(record: StepRecord, result: StepResult, complete: set[int], outcome
     plan = record.plan
     again = StepRecord(plan, tokens=result.tokens, counts=result.counts)
     sampling = plan.rows[plan.num_drawn > 0].tolist()
+    sit_out = None if record.late is None else record.late.sit_out
+    sitting = set() if sit_out is None else set(sit_out.rows.tolist())
     for row, old, new in zip(sampling, accepted_tokens(record), accepted_tokens(again), strict=True):
+        if row in sitting:
+            continue  # its draw is dropped
         if row not in complete:
             outcome.num_skipped += 1
             continue

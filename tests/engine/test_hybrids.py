@@ -16,7 +16,7 @@ from slipstream.device.device import Device
 from tiny import write_tiny
 
 FAMILIES = ["qwen3_next", "qwen3_5", "mamba2", "falcon_h1"]
-GREEDY = SamplingParams(temperature=0, max_tokens=11, ignore_eos=True, logprobs=1)
+GREEDY = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True, logprobs=1)
 SAMPLED = SamplingParams(n=2, temperature=1.0, seed=3, max_tokens=6, logprobs=0, ignore_eos=True)
 TEXT = random.Random(0).choices(range(300), k=230)
 # prompts with common prefixes; some answers cross a border of a chunk

@@ -13,7 +13,12 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
-for module in ("linear.triton.streaming_hopper", "linear.triton.gated_gemm_hopper", "moe.triton.gemm_hopper"):
+for module in (
+    "linear.triton.streaming_hopper",
+    "linear.triton.gated_gemm_hopper",
+    "moe.triton.gemm_hopper",
+    "quantized.triton.stream",
+):
     module = f"slipstream.ops.{module}"
     pytest.importorskip(module, reason="a triton without Gluon")
 
@@ -150,7 +155,13 @@ def adapters() -> dict[str, Callable[[], Any]]:
 
 def quantized() -> dict[str, Callable[[], Any]]:
     matrix = QuantizedMatrix(half(32, 64).to(torch.float8_e4m3fn), torch.rand(32, 2), None)
+    rows = QuantizedMatrix(half(64, 512).to(torch.float8_e4m3fn), torch.rand(64, 1), None)
+    tile = get("quantized.triton.stream.SliceTile")(2)
     return {
+        "streamed quantised GEMM": lambda: get("quantized.triton.stream.stream_gemm")(half(ROWS, 512), rows, half(64)),
+        "streamed quantised GEMM split": lambda: get("quantized.triton.stream.stream_gemm")(
+            half(ROWS, 512), rows, None, "silu", tile
+        ),
         "quantised GEMM": lambda: get("quantized.triton.gemm.quantized_gemm")(half(ROWS, 64), matrix),
         "normed rows to FP8": lambda: get("quantized.triton.quantize.quantize_normed_rows")(
             half(ROWS, 64), half(ROWS, 64), half(64), 1e-6

@@ -114,7 +114,7 @@ def test_tiles_for_hopper_fit(rows, num_out, num_in, gate):
     assert stages >= 2 and stages * (outputs + of_program) * tile.copies * 128 <= 227 << 10
     # sums lie where x was, or where the weights of the block were
     assert stages * tile.copies * 128 >= (tile.outputs if tile.groups == 1 else first) * 4
-    assert tile.groups == (3 if gate and num_out == 24576 and 64 < rows <= 96 else 1)
+    assert tile.groups == (3 if gate and num_out == 24576 and 64 < rows <= 128 else 1)
     blocks, row_blocks = -(-num_out // outputs) * tile.groups, -(-rows // of_program)
     assert tile.splits * tile.copies * 64 <= num_in  # none has nothing to do
     assert tile.splits == 1 or blocks * row_blocks <= len(hopper.counters(torch.empty(num_out, 1)))

@@ -27,7 +27,7 @@ class GrammarMask(Stage):
         """`num_rows`: with the padding row. `max_drafts`: of a row in one step; `max_step_drafts`: of all rows."""
         # a CUDA graph cannot copy from pageable memory
         self._can_capture = device.can_pin or device.torch_device.type == "cpu"
-        self.words = mask_words(vocab_size)
+        self.words = words = mask_words(vocab_size)
         self.ring = HostRing(1, mask_bytes(num_rows, vocab_size, max_drafts, max_step_drafts), device)
         self._width = 1 + max_drafts
         self._num_entries = num_rows * self._width
@@ -35,8 +35,8 @@ class GrammarMask(Stage):
         arena, self._start = self.ring.arena, -(-self._num_entries * 4 // 16) * 16
         # [rows * width] entry of each draw: row, then offset; -1: no mask
         self._entries = arena[: self._num_entries * 4].view(torch.int32)
-        size = (num_rows - 1 + max_step_drafts) * self.words * 4
-        self._bits = arena[self._start : self._start + size].view(torch.int32).view(-1, self.words)
+        size = (num_rows - 1 + max_step_drafts) * words * 4
+        self._bits = arena[self._start : self._start + size].view(torch.int32).view(-1, words)
         self.rows = StageRows(num_rows, _is_masked)
         self._open: tuple[Upload, Ints, Ints] | None = None  # an upload with its entries and masks, not sent yet
         self._upload: Upload | None = None  # sent, and not guarded yet

@@ -34,11 +34,7 @@ def gather_inputs(
 ) -> StepInputs:
     """Same arguments and result as the reference."""
     library = native.library()
-    # memory of its own: it is kept longer than the others
-    lengths = torch.empty(step.rows.shape[0], dtype=torch.int64)
-    # under FakeTensorMode the engine's state is real and new tensors have no memory
-    is_plain = type(computed) is torch.Tensor and type(lengths) is torch.Tensor
-    if library is None or out is not None or not is_plain or not computed.is_cpu:
+    if library is None or out is not None or type(computed) is not torch.Tensor or not computed.is_cpu:
         return reference.gather_inputs(computed, next_tokens, tables, page_size, width, step, out)
     rows, counts, token_rows, offsets, host_ids = step
     num_groups, num_table_rows, pages_per_row = tables.shape
@@ -46,8 +42,9 @@ def gather_inputs(
     num_tokens = num_rows if token_rows is None else token_rows.shape[0]
     assert computed.is_contiguous() and next_tokens.is_contiguous() and tables.is_contiguous()
     made = torch.empty(2 * num_tokens + num_groups * (num_tokens + num_rows * width), dtype=torch.int64)
-    if type(made) is not torch.Tensor:  # without memory: tests run steps with tensors that have no values
+    if type(made) is not torch.Tensor:  # under FakeTensorMode new tensors have no memory, and the engine's state has
         return reference.gather_inputs(computed, next_tokens, tables, page_size, width, step, out)
+    lengths = torch.empty(num_rows, dtype=torch.int64)  # memory of its own: it is kept longer than the others
     ids, positions, slots, pages = made.split_with_sizes(
         (num_tokens, num_tokens, num_groups * num_tokens, num_groups * num_rows * width)
     )

@@ -25,7 +25,7 @@ from low_bit_accuracy import ROOT, TEXTS
 from safetensors.torch import load_file, save_file
 
 from slipstream import LLM
-from slipstream.evaluation import DistributionReader, compare, cut_windows, summarize, token_ids
+from slipstream.evaluation import DistributionReader, Likelihood, compare, cut_windows, summarize, token_ids
 
 Tensors = dict[str, torch.Tensor]
 GROUP = 64  # columns that share a scale: the largest power of two that divides the 576 columns of SmolLM2-135M
@@ -138,11 +138,11 @@ def compressed(format: str, inputs: dict[str, Any] | None = None, **weights: Any
     return {"quant_method": "compressed-tensors", "format": format, "config_groups": {"group_0": group}}
 
 
-_GROUPS = {"type": "int", "strategy": "group", "group_size": GROUP}
-_DYNAMIC_INT = {"num_bits": 8, "type": "int", "dynamic": True, "strategy": "token"}
+_GROUPS: dict[str, Any] = {"type": "int", "strategy": "group", "group_size": GROUP}
+_DYNAMIC_INT: dict[str, Any] = {"num_bits": 8, "type": "int", "dynamic": True, "strategy": "token"}
 _DYNAMIC_FP8 = _DYNAMIC_INT | {"type": "float"}
-_FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
-_NF4_CONFIG = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+_FP8: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+_NF4_CONFIG: dict[str, Any] = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 CHECKPOINTS: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], Tensors]]] = {
     "fp8-tensor": (_FP8, fp8_tensor),
     "fp8-row": (compressed("float-quantized", _DYNAMIC_FP8, num_bits=8, type="float", strategy="channel"), fp8_row),
@@ -306,11 +306,10 @@ def measure(args: argparse.Namespace, work: Path) -> Iterator[dict[str, Any]]:
 
 
 def perplexity(tables: list[torch.Tensor], windows: list[Any]) -> float:
-    total, count = 0.0, 0
+    likelihood = Likelihood()
     for table, ids in zip(tables, windows, strict=True):
-        total += float(table[:-1].double().gather(1, torch.tensor(ids[1:])[:, None]).sum())
-        count += len(ids) - 1
-    return float(torch.tensor(-total / count).exp())
+        likelihood.add(table.double(), ids)
+    return likelihood.perplexity
 
 
 def default_model() -> Path:

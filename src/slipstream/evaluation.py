@@ -86,7 +86,7 @@ def evaluate(
     model: DistributionReader, windows: Iterable[Sequence[int]], reference: DistributionReader | None = None
 ) -> Evaluation:
     """Runs each window as one prompt. Its first token has no context and does not count in perplexities."""
-    own, others = _Likelihood(), _Likelihood()
+    own, others = Likelihood(), Likelihood()
     parts: list[torch.Tensor] = []
     positions = 0
     for ids in windows:
@@ -122,7 +122,9 @@ def summarize(parts: Sequence[torch.Tensor]) -> Differences:
     )
 
 
-class _Likelihood:
+class Likelihood:
+    """Perplexity of texts, added window by window."""
+
     def __init__(self) -> None:
         self.total, self.count = 0.0, 0
 

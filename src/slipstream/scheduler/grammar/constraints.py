@@ -30,6 +30,7 @@ from slipstream.request import Request, Status, WaitFor
 from slipstream.scheduler.grammar.compiled import CompiledGrammar
 from slipstream.scheduler.grammar.draft_masks import fill_along
 from slipstream.scheduler.grammar.grammars import Grammars
+from slipstream.scheduler.grammar.mask_array import MaskArray
 from slipstream.scheduler.grammar.mask_pool import MaskPool
 from slipstream.scheduler.grammar.session import Session, Words
 from slipstream.scheduler.in_flight import Launched
@@ -71,7 +72,7 @@ class Constraints:
         self._end = grammars.vocab_size
         self._words = mask_words(grammars.vocab_size)
         self._max_rows = max_rows
-        self._open_masks = open_masks or _MaskArray(max_rows, self._words)
+        self._open_masks = open_masks or MaskArray(max_rows, self._words)
         # of the step whose head is launched next: `drawing`, and whether logits processors take part
         self._awaited: list[tuple[Request, int, int]] = []
         self._has_edits = False
@@ -346,14 +347,15 @@ class Constraints:
             index += num
         if pending:
             self._fill(pending, bits)
-        self.sitting = []
+        self.sitting, sitting_rows = [], []
         for number, index in late_ones:
-            request, _, num = drawing[number]
+            request, row, num = drawing[number]
             assert request.session is not None
             if request.session.job is not None:
                 bits[index : index + num].fill(_ALL)  # its draw will be dropped
                 sources[number] = None
                 self.sitting.append(request)
+                sitting_rows.append(row)
                 self._await(request)
         numbers = [num for _, _, num in drawing]
         rows = np.array([row for _, row, _ in drawing], np.int32)
@@ -362,7 +364,7 @@ class Constraints:
             offsets = np.concatenate([np.arange(num, dtype=np.int32) for num in numbers])
             late = Late(np.repeat(rows, numbers), masks, offsets=offsets)
         if self.sitting:
-            late = replace(late, sit_out=_sit_out(drawing, self.sitting))
+            late = replace(late, sit_out=_sit_out(sitting_rows, self.sitting))
         return self.processors.add_to(late, self.budget) if self._has_edits else late
 
     def _fill(self, pending: Sequence[tuple[Session, int]], bits: Words) -> None:
@@ -390,25 +392,10 @@ class Constraints:
         self.processors.close()
 
 
-def _sit_out(drawing: Sequence[tuple[Request, int, int]], sitting: Sequence[Request]) -> SitOut:
+def _sit_out(rows: list[int], requests: Sequence[Request]) -> SitOut:
     """The rows of these requests, and the state in which the device computes their last position again."""
-    row_of = {id(request): row for request, row, _ in drawing}
     return SitOut(
-        np.array([row_of[id(request)] for request in sitting], np.int32),
-        np.array([len(request.tokens) - 1 for request in sitting], np.int32),
-        np.array([request.tokens[-1] for request in sitting], np.int32),
+        np.array(rows, np.int32),
+        np.array([len(request.tokens) - 1 for request in requests], np.int32),
+        np.array([request.tokens[-1] for request in requests], np.int32),
     )
-
-
-class _MaskArray:
-    """Memory for masks that the next call reuses."""
-
-    def __init__(self, max_rows: int, num_words: int) -> None:
-        self._max_rows = max_rows
-        self._masks: Ints = np.zeros((0, num_words), np.int32)
-
-    def __call__(self, num_masks: int) -> Ints:
-        if num_masks > len(self._masks):
-            most = max(num_masks, min(self._max_rows, 2 * num_masks))
-            self._masks = np.zeros((most, self._masks.shape[1]), np.int32)
-        return self._masks[:num_masks]

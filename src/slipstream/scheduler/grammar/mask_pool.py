@@ -20,7 +20,7 @@ from slipstream.scheduler.grammar.session import Session, Words
 _MAX_THREADS = 8
 _MIN_CORES = 8  # with fewer cores several threads compete with the model
 _POLL_NS = 3_000_000
-_NUM_PARTS = 4  # of the entries: a batch uses one part, and late masks keep theirs
+_NUM_PARTS = 4  # of the entries: a batch takes one that no late mask of an earlier batch uses
 _MAX_FORCED = 64  # this and the following as in native.c
 _STOPPED, _ERROR, _MAY_END = 1, 2, 4
 _DONE, _ENDED = 2, 4

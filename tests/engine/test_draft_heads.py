@@ -309,7 +309,6 @@ def test_eagle_heads_of_version_1_that_do_not_fit_are_refused(tmp_path):
         ("a vocabulary of 99, and the model has 304", dict(vocab_size=99)),
         ("has 2 layers", dict(num_hidden_layers=2)),
         ("add_para_norm", dict(add_para_norm=True)),
-        ("its method is eagle3, not eagle", dict(architectures=["LlamaForCausalLMEagle3"])),
     ):
         head = write_eagle(tmp_path / "head", model, **changed)
         with pytest.raises(InvalidOption, match=says):
@@ -318,6 +317,28 @@ def test_eagle_heads_of_version_1_that_do_not_fit_are_refused(tmp_path):
     write_weights(tmp_path / "head", weights | {"odd.weight": torch.zeros(2)})
     with pytest.raises(BadCheckpoint, match="which no EAGLE head has"):
         foresee(make_options(model=str(model), speculative_config={"method": "eagle", "model": str(tmp_path / "head")}))
+
+
+def test_the_method_of_a_head_is_found_by_its_config(tmp_path):
+    model = write_few(tmp_path / "model")
+    eagle3, eagle = write_eagle3(tmp_path / "x-eagle3-y", model), write_eagle(tmp_path / "EAGLE-x", model)
+    as_llama = write_eagle3(tmp_path / "head", model, architectures=["LlamaForCausalLM"])
+    for head, given, found in (
+        (eagle3, "eagle", "eagle3"),
+        (eagle3, None, "eagle3"),
+        (as_llama, "eagle3", "eagle3"),
+        (as_llama, "eagle", "eagle3"),
+        (as_llama, None, "eagle3"),
+        (eagle, "eagle", "eagle"),
+        (eagle, None, "eagle"),
+        (model, None, "draft_model"),
+    ):
+        spec = {"model": str(head)} | ({"method": given} if given else {})
+        config = foresee(make_options(model=str(model), speculative_config=spec))[0]
+        assert config.draft.method == config.scheduler.drafts.method == found, f"{head.name} by {given}"
+    spec = {"method": "eagle", "model": str(as_llama)}
+    with make(str(model)) as plain, make(str(model), speculative_config=spec) as llm:
+        assert_same(llm.generate(PROMPTS, GREEDY), plain.generate(PROMPTS, GREEDY))
 
 
 def test_vectors_beside_a_drafter_with_taps(tmp_path):

@@ -54,6 +54,7 @@ class DraftConfig(msgspec.Struct, frozen=True):
     max_match: int = 0  # tokens that are compared: a longer match is preferred
     drafts_per_match: float | None = None  # maximum drafts per matching token; None: no limit
     model: str | None = None  # folder or hub name of the model that drafts; None: the method needs none
+    is_given: bool = True  # False: only the model was given, and its files tell the method
 
 
 def read_draft_config(given: Mapping[str, Any] | str | None, short: str | None = None) -> DraftConfig | None:
@@ -74,7 +75,7 @@ def read_draft_config(given: Mapping[str, Any] | str | None, short: str | None =
     if method not in _MATCH:
         if match := [name for name in found if name.startswith("prompt_lookup")]:
             raise InvalidOption(f"speculative_config has {match[0]}, which {method} does not use; remove it")
-        return DraftConfig(method, num, model=found.get("model"))
+        return DraftConfig(method, num, model=found.get("model"), is_given="method" in found)
     shortest, longest = _MATCH[method]
     max_match = _number(found, "prompt_lookup_max", max(longest, found.get("prompt_lookup_min") or 0), MAX_MATCH)
     min_match = _number(found, "prompt_lookup_min", min(shortest, max_match), MAX_MATCH)

@@ -105,6 +105,8 @@ def resolve(
     drafts = read_draft_config(options.speculative_config, options.drafts)
     if drafts is not None and (refused := _refuses_drafts(is_encoder, pooling)):
         raise InvalidOption(f"drafts are not supported for {source.name}: {refused}; remove speculative_config")
+    if drafts is not None and draft is not None:
+        drafts = msgspec.structs.replace(drafts, method=draft.method)  # as the files of the drafter tell
 
     fit_length = options.max_model_len in ("auto", -1)
     if fit_length or options.max_model_len is None:

@@ -7,7 +7,7 @@ import msgspec
 from slipstream.cache_spec import CacheSpec
 from slipstream.config.check_info import check_info
 from slipstream.config.config import DraftModelConfig, ModelConfig
-from slipstream.config.draft_config import WITH_MODEL, read_draft_config
+from slipstream.config.draft_config import WITH_MODEL, DraftConfig, read_draft_config
 from slipstream.config.gguf_file import GgufFile
 from slipstream.config.gguf_info import gguf_model_info
 from slipstream.config.locate import LocatedModel, locate
@@ -24,6 +24,11 @@ from slipstream.nn.models.stored_head import as_stored
 
 _HEADS = ("eagle", "eagle3", "dflash")
 """Methods whose model is no language model by itself."""
+_ARCHITECTURES = {"DFlash": "dflash", "Eagle3": "eagle3", "Eagle": "eagle"}
+_OF_EAGLE3 = ("draft_vocab_size", "eagle_config", "eagle_aux_hidden_state_layer_ids")
+"""Fields of config.json that only EAGLE-3 heads have."""
+_NAMES = {"eagle3": "eagle3", "eagle-": "eagle", "dflash": "dflash"}
+"""Parts of names by which vLLM finds the method of a model that was given without one."""
 
 
 def settle_draft(
@@ -43,7 +48,12 @@ def settle_draft(
         return None
     try:
         located = located if drafts.model is None else locate(drafts.model)
-        own = info if drafts.method == "mtp" else _read(options, located, drafts.method)
+        method, own = drafts.method, info
+        if method != "mtp":
+            own = _read(options, located)
+            method = _find_method(drafts, own, located.name)
+        if method == "draft_model" and options.load_format != "dummy" and located.kind != "gguf":
+            own = as_stored(own, located.path)
         model = ModelConfig(
             info=own,
             path=str(located.path),
@@ -57,17 +67,17 @@ def settle_draft(
             deterministic=options.deterministic,
             quantization=own.quantization,
         )
-        shape, taps = _find(drafts.method, model, info)
-        if drafts.method == "dflash":
+        shape, taps = _find(method, model, info)
+        if method == "dflash":
             check_block(own, drafts.num_drafts)
     except ModelError as error:
         raise type(error)(f"the draft model of speculative_config: {error}") from error
     model = msgspec.structs.replace(model, sizes=shape.sizes(on_cpu))
-    if drafts.method in _HEADS:  # as long as the engine's model, whatever the head was trained with
+    if method in _HEADS:  # as long as the engine's model, whatever the head was trained with
         model = msgspec.structs.replace(model, info=msgspec.structs.replace(own, max_positions=info.max_positions))
     found = shape.cache_specs(options.page_size, cache_dtype)
     page_bytes = sum(spec.bytes_per_page for spec in found)
-    return DraftModelConfig(drafts.method, model, len(specs), page_bytes, taps), found
+    return DraftModelConfig(method, model, len(specs), page_bytes, taps), found
 
 
 def _find(method: str, model: ModelConfig, info: ModelInfo) -> tuple[DecoderShape, tuple[int, ...]]:
@@ -92,19 +102,29 @@ def _find(method: str, model: ModelConfig, info: ModelInfo) -> tuple[DecoderShap
     return eagle3_shape_of(model, target).decoder, tapped_layers(model.info, len(target.layers))
 
 
-def _read(options: Options, located: LocatedModel, method: str) -> ModelInfo:
+def _read(options: Options, located: LocatedModel) -> ModelInfo:
     if located.kind == "gguf":
         return check_info(gguf_model_info(GgufFile.open(located.path)))
     if options.load_format != "dummy":
         require_weights(located.path)
-    info = check_info(read_model_info(located.path))
-    names = {"DFlash": "dflash", "Eagle3": "eagle3", "Eagle": "eagle"}
-    known = next((own for name, own in names.items() if name in info.architecture), "")
-    # hubs name EAGLE heads as the models that they are for
+    return check_info(read_model_info(located.path))
+
+
+def _find_method(drafts: DraftConfig, info: ModelInfo, name: str) -> str:
+    """The given method, if the model is made for it. EAGLE-3 heads are found by their config, as in vLLM: many have
+    the architecture of the model that they are for, as those of EAGLE 1 and 2 have."""
+    method = drafts.method
+    known = next((own for part, own in _ARCHITECTURES.items() if part in info.architecture), "")
+    if not known and any(info.extra.get(field) for field in _OF_EAGLE3):
+        known = "eagle3"
+    if not drafts.is_given:
+        return known or next((own for part, own in _NAMES.items() if part in name.lower()), method)
+    if method == "eagle" and known == "eagle3":
+        return known
     if method != known and (known or method not in ("eagle", "draft_model")):
         known = known or "draft_model, or eagle for a head"
-        raise InvalidOption(f"{located.name} is {info.architecture}; its method is {known}, not {method}")
-    return info if options.load_format == "dummy" or method in _HEADS else as_stored(info, located.path)
+        raise InvalidOption(f"{name} is {info.architecture}; its method is {known}, not {method}")
+    return method
 
 
 def _load_format(options: Options, located: LocatedModel) -> str:

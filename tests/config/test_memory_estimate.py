@@ -7,11 +7,13 @@ import pytest
 
 from hand_cache import one_group
 from slipstream.config.activation_size import activation_bytes
+from slipstream.config.cache_room import LIBRARIES, fit_cache
+from slipstream.config.machine import Machine
 from slipstream.config.memory import estimate_memory
 from slipstream.config.model_info import ModelInfo, model_info_from_config
 from slipstream.config.options import make_options
 from slipstream.config.pooling_info import PoolingInfo
-from slipstream.config.resolve import LIBRARIES, Machine, Source, fit_cache, resolve
+from slipstream.config.resolve import Source, resolve
 from slipstream.errors import NotEnoughMemory
 from slipstream.nn.models.registry import find_shape
 from small_model import CONFIG

@@ -7,10 +7,13 @@ import pytest
 
 from hand_cache import make_spec
 from slipstream.cache_spec import CacheGroup
+from slipstream.config.cache_room import fit_cache
+from slipstream.config.machine import Machine
 from slipstream.config.model_info import ModelInfo
 from slipstream.config.model_sizes import ModelSizes
+from slipstream.config.option_values import parse_bytes
 from slipstream.config.options import Options, make_options
-from slipstream.config.resolve import Machine, Source, fit_cache, parse_bytes, resolve, resolve_dtype
+from slipstream.config.resolve import Source, resolve, resolve_dtype
 from slipstream.errors import InvalidOption, NotEnoughMemory
 
 INFO = ModelInfo(

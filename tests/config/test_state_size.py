@@ -6,11 +6,13 @@ import pytest
 
 from hand_cache import one_group
 from slipstream.cache_spec import STATE_CHUNK, CacheGroup, StateField, StateSpec
+from slipstream.config.cache_room import LIBRARIES
 from slipstream.config.config import EngineConfig
+from slipstream.config.machine import Machine
 from slipstream.config.memory import estimate_memory
 from slipstream.config.model_info import ModelInfo, model_info_from_config
 from slipstream.config.options import make_options
-from slipstream.config.resolve import LIBRARIES, Machine, Source, fewer_rows, resolve
+from slipstream.config.resolve import Source, fewer_rows, resolve
 from slipstream.errors import InvalidOption
 from slipstream.nn.models.registry import find_shape
 from small_model import CONFIG

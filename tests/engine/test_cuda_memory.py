@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from slipstream import LLM, PoolingParams, SamplingParams
+from slipstream.config.cache_room import LIBRARIES
 from slipstream.config.memory import MemoryEstimate, estimate_memory
 from slipstream.config.options import make_options
-from slipstream.config.resolve import LIBRARIES
 from slipstream.engine.build import foresee
 from slipstream.nn.models.measure import weight_bytes
 from small_model import write_small

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-import slipstream.config.memory
+import slipstream.config.buffer_size
+import slipstream.config.pooling_size
 import slipstream.runner.pool_head
 from child import child_env
 from live_bytes import LiveBytes
@@ -165,7 +166,7 @@ WHOLE = [
 )
 @pytest.mark.parametrize("options", [dict(depth=0), dict(depth=1, dtype="float64")], ids=["float32", "float64"])
 def test_logprobs_of_whole_vocabularies_stay_within_the_plan(tmp_path, wanted, options, monkeypatch):
-    monkeypatch.setattr(slipstream.config.memory, "MAX_STEP_LOGPROBS", 4 * 2001)
+    monkeypatch.setattr(slipstream.config.buffer_size, "MAX_STEP_LOGPROBS", 4 * 2001)
     folder = write_small(tmp_path, vocab_size=2000)
     options |= dict(model=folder, load_format="dummy", skip_tokenizer_init=True, num_threads=1)
     llm, memory = open_model(options | dict(max_model_len=32, max_num_seqs=16, max_num_batched_tokens=64, num_pages=64))
@@ -317,7 +318,7 @@ def test_results_of_tokens_are_made_by_a_few_at_a_time(tmp_path, kind, monkeypat
         slipstream.runner.pool_head, "finish", lambda x, setting: made.append(len(x)) or finish(x, setting)
     )
     for at_once in (1000, 7):
-        monkeypatch.setattr(slipstream.config.memory, "TOKENS_AT_ONCE", at_once)
+        monkeypatch.setattr(slipstream.config.pooling_size, "TOKENS_AT_ONCE", at_once)
         monkeypatch.setattr(slipstream.runner.pool_head, "TOKENS_AT_ONCE", at_once)
         llm, memory = open_model(options | dict(model=str(path)))
         prompts = [[i % 200] * (90 + i) for i in range(8)]  # of the decoder's some take two steps

@@ -9,9 +9,10 @@ import gguf
 import pytest
 
 from child import child_env
+from slipstream.config.machine import Machine
 from slipstream.config.model_info import read_model_info
 from slipstream.config.options import make_options
-from slipstream.config.resolve import Machine, resolve_dtype
+from slipstream.config.resolve import resolve_dtype
 from tiny import write_tiny
 from tiny_gguf import write_gguf
 

@@ -118,7 +118,7 @@ def test_the_cache_of_a_model_that_only_pools_is_measured_too(tmp_path, monkeypa
     from slipstream.config import resolve
     from slipstream.runner import assemble
 
-    monkeypatch.setattr(resolve, "_keep_free", lambda options, machine: 1000)
+    monkeypatch.setattr(resolve, "keep_free", lambda options, machine: 1000)
     monkeypatch.setattr(assemble, "_room", lambda config, device: device.free_memory() - config.device.keep_free)
     folder = write_decoder(tmp_path, "lasttoken")
     with PoolBench(folder, **OPTIONS, device=Gpu(0)) as bench:

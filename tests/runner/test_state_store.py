@@ -8,8 +8,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from slipstream.cache_spec import StateField, StateSpec
+from slipstream.config.buffer_size import max_saves
 from slipstream.config.config import StateConfig
-from slipstream.config.memory import max_saves
 from slipstream.device.device import Device
 from slipstream.nn.context import BatchView
 from slipstream.ops.recurrent_steps import RecurrentSteps

@@ -254,7 +254,7 @@ def test_the_cache_gets_the_measured_free_memory(folder, wanted, monkeypatch):
     from slipstream.config import resolve
     from slipstream.runner import assemble
 
-    monkeypatch.setattr(resolve, "_keep_free", lambda options, machine: 1000)
+    monkeypatch.setattr(resolve, "keep_free", lambda options, machine: 1000)
     monkeypatch.setattr(assemble, "_room", lambda config, device: device.free_memory() - config.device.keep_free)
     monkeypatch.setattr(Device, "can_graph", False)
     monkeypatch.setattr(ReplayDevice, "can_graph", False)  # the CPU's attention takes no padded chunks
@@ -315,7 +315,7 @@ def test_steps_run_after_writes_on_other_streams(folder, monkeypatch):
 
         monkeypatch.setattr(owner, name, call)
 
-    monkeypatch.setattr(resolve, "_keep_free", lambda options, machine: 1000)
+    monkeypatch.setattr(resolve, "keep_free", lambda options, machine: 1000)
     monkeypatch.setattr(assemble, "_room", lambda config, device: device.free_memory() - config.device.keep_free)
     monkeypatch.setattr(assemble, "can_compile_ahead", lambda: True)
     monkeypatch.setattr(assemble, "compiling_ahead", compiling_ahead)

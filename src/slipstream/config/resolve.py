@@ -5,13 +5,20 @@ One pure function holds every default. All its inputs are arguments.
 
 from __future__ import annotations
 
-import re
-
 import msgspec
 
 from slipstream.cache_spec import CacheGroup, StateSpec
 from slipstream.config.activation_size import draw_bytes
 from slipstream.config.adapter_config import AdapterConfig
+from slipstream.config.buffer_size import max_step_logprobs, staged_ints
+from slipstream.config.cache_room import (
+    CPU_SHARE,
+    DEFAULT_SHARE,
+    cache_room,
+    choose_num_checkpoints,
+    choose_num_pages,
+    keep_free,
+)
 from slipstream.config.cache_size import CacheSize
 from slipstream.config.config import (
     CacheConfig,
@@ -22,35 +29,24 @@ from slipstream.config.config import (
     SchedulerConfig,
 )
 from slipstream.config.draft_config import DRAFTS_PER_STEP, DRAFTS_SHARE, read_draft_config
-from slipstream.config.memory import estimate_memory, id_bytes, max_kept, max_step_logprobs
+from slipstream.config.machine import Machine
+from slipstream.config.memory import estimate_memory
 from slipstream.config.model_info import ModelInfo
 from slipstream.config.model_sizes import ModelSizes
+from slipstream.config.option_values import positive
 from slipstream.config.options import Options
 from slipstream.config.pooling_info import PoolingInfo
+from slipstream.config.pooling_size import max_kept
 from slipstream.config.quantization import choose_quantization
 from slipstream.config.record_config import resolve_record
 from slipstream.config.state_size import StateSize
 from slipstream.config.transfer_config import TransferConfig, read_transfer_config
 from slipstream.errors import InvalidOption, NotEnoughMemory
-from slipstream.params import MAX_BAD_WORDS
 
 DEFAULT_MAX_ITL = 50  # milliseconds
-DEFAULT_SHARE = 0.9  # of a GPU's memory
-CPU_SHARE = 0.2  # of the free memory of a machine without a GPU, which runs other programs too
 DEFAULT_ROWS = {"cpu": 64, "cuda": 256}  # of one step
 DEFAULT_TOKENS = {"cpu": 512, "cuda": 8192}
 SMALL = 512  # hidden size of encoders that a GPU computes faster than the host prepares steps
-LIBRARIES = 2**30  # bytes of GPU memory for workspaces and code of libraries
-
-
-class Machine(msgspec.Struct, frozen=True):
-    """Properties of the device that `resolve` reads; filled by `detect_machine`."""
-
-    kind: str
-    free_memory: int
-    total_memory: int
-    num_threads: int
-    fast_dtypes: tuple[str, ...]
 
 
 class Source(msgspec.Struct, frozen=True):
@@ -89,10 +85,10 @@ def resolve(
 ) -> EngineConfig:
     """`groups`: of cache sites; `states`: by state site; `draft`: the model of a drafter, at any length."""
     on_cpu = machine.kind == "cpu"
-    page_size = _positive("page_size", options.page_size)
+    page_size = positive("page_size", options.page_size)
     is_encoder = not groups and not states  # nothing is kept between steps, so a prompt is computed in one step
     larger = 2 if is_encoder and not on_cpu and info.hidden_size <= SMALL else 1
-    max_num_seqs = _positive("max_num_seqs", options.max_num_seqs, larger * DEFAULT_ROWS[machine.kind])
+    max_num_seqs = positive("max_num_seqs", options.max_num_seqs, larger * DEFAULT_ROWS[machine.kind])
     depth = options.depth if options.depth is not None else (0 if on_cpu else 1)
     if not 0 <= depth <= 8:
         raise InvalidOption(f"depth is {depth}; give 0 to 8, where 0 is synchronous and 1 or 2 hide the host's work")
@@ -112,7 +108,7 @@ def resolve(
     if fit_length or options.max_model_len is None:
         wanted = info.max_positions if draft is None else min(info.max_positions, draft.model.info.max_positions)
     else:
-        wanted = _positive("max_model_len", options.max_model_len)
+        wanted = positive("max_model_len", options.max_model_len)
         if wanted < 2:
             raise InvalidOption("max_model_len is 1; a prompt and its answer have at least 2 tokens")
         if wanted > info.max_positions:
@@ -128,7 +124,7 @@ def resolve(
     chunked = options.enable_chunked_prefill and not is_encoder
     given = options.max_num_batched_tokens
     if given is not None:
-        _positive("max_num_batched_tokens", given)
+        positive("max_num_batched_tokens", given)
         if max(given, wanted if is_encoder else 0) < max_num_seqs:  # every running row needs a token per step
             if options.max_num_seqs is not None:
                 raise InvalidOption(
@@ -163,7 +159,7 @@ def resolve(
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=step_tokens(length),
                 max_model_len=length,
-                max_waiting=_positive("max_waiting", options.max_waiting),
+                max_waiting=positive("max_waiting", options.max_waiting),
                 chunked_prefill=chunked,
                 depth=depth,
                 seed=options.seed,
@@ -180,11 +176,11 @@ def resolve(
             ),
             device=DeviceConfig(
                 kind=machine.kind,
-                num_threads=_positive(
+                num_threads=positive(
                     "num_threads", options.num_threads, max(1, machine.num_threads // options.tensor_parallel_size)
                 ),
                 eager=options.enforce_eager,
-                keep_free=_keep_free(options, machine),
+                keep_free=keep_free(options, machine),
                 gpu_memory_utilization=options.gpu_memory_utilization or (CPU_SHARE if on_cpu else DEFAULT_SHARE),
                 sleep_mode=options.enable_sleep_mode,
             ),
@@ -204,10 +200,10 @@ def resolve(
     if states:
         if options.max_num_seqs is None:
             stateless = without_cache() - (max_num_seqs + 1) * state_size.num_bytes
-            max_num_seqs = state_size.affordable_rows(max_num_seqs, _room(options, stateless, machine))
+            max_num_seqs = state_size.affordable_rows(max_num_seqs, cache_room(options, stateless, machine))
             size = CacheSize(groups, wanted, max_num_seqs, step_tokens(wanted), options.enable_prefix_caching)
-        num_checkpoints = _num_checkpoints(options, state_size, size, without_cache(), max_num_seqs, machine)
-    num_pages = _num_pages(options, size, state_size, num_checkpoints, without_cache(num_checkpoints), machine)
+        num_checkpoints = choose_num_checkpoints(options, state_size, size, without_cache(), max_num_seqs, machine)
+    num_pages = choose_num_pages(options, size, state_size, num_checkpoints, without_cache(num_checkpoints), machine)
     length = size.longest(num_pages)
     if length < 2:
         raise NotEnoughMemory(
@@ -291,53 +287,6 @@ def _tier_bytes(options: Options, transfer: TransferConfig | None) -> int:
     return int(size * 2**30) // max(options.tensor_parallel_size, 1)
 
 
-def staged_ints(max_length: int, page_size: int, max_num_seqs: int, num_groups: int, vocab_size: int) -> int:
-    """Integers that the admissions of one step may upload: at least those of the largest single request."""
-    alone = max_length + 3 * num_groups * -(-max_length // page_size)
-    # a list of ids is never longer than the vocabulary; see Request.num_staged_ids
-    ids = (1 + 1 + 3 + 1) * vocab_size + 2 * MAX_BAD_WORDS
-    return 2 * alone + 16 * max_num_seqs + ids
-
-
-def _room(options: Options, other_bytes: int, machine: Machine) -> int:
-    """Bytes for the cache, if everything else takes `other_bytes`."""
-    share = options.gpu_memory_utilization
-    if share is not None and not 0 < share <= 1:
-        raise InvalidOption(f"gpu_memory_utilization is {share}; give a share above 0 and up to 1")
-    if machine.kind == "cuda":
-        taken = machine.total_memory - machine.free_memory
-        return int(machine.total_memory * (share or DEFAULT_SHARE)) - taken - other_bytes - LIBRARIES
-    return int((machine.free_memory - other_bytes) * (share or CPU_SHARE) / options.tensor_parallel_size)
-
-
-def _num_checkpoints(
-    options: Options, states: StateSize, size: CacheSize, other_bytes: int, max_num_seqs: int, machine: Machine
-) -> int:
-    """Checkpoints of recurrent states. `other_bytes`: all memory except pages and checkpoints."""
-    if options.num_pages is not None:
-        pages = size.num_bytes(_positive("num_pages", options.num_pages) + 1)
-        return states.num_checkpoints(max_num_seqs, beside=pages)
-    if options.kv_cache_memory is not None:
-        return states.num_checkpoints(max_num_seqs, within=parse_bytes(options.kv_cache_memory))
-    return states.num_checkpoints(max_num_seqs, within=_room(options, other_bytes, machine))
-
-
-def _num_pages(
-    options: Options, size: CacheSize, states: StateSize, num_checkpoints: int, other_bytes: int, machine: Machine
-) -> int:
-    """`other_bytes`: all memory except pages."""
-    if options.num_pages is not None:
-        return _positive("num_pages", options.num_pages) + 1  # plus the null page
-    if options.kv_cache_memory is not None:
-        given = parse_bytes(options.kv_cache_memory) - num_checkpoints * states.checkpoint_bytes
-        return max(size.pages_in(max(given, 0)), 1)
-    pages = min(size.enough, size.pages_in(max(_room(options, other_bytes, machine), 0)))
-    affordable = size.num_bytes(size.least) <= machine.free_memory - other_bytes
-    if pages < size.least and options.max_model_len is None and affordable:
-        pages = size.least  # the model's own length, which no option set: use the minimum that fits
-    return max(pages, 1)
-
-
 def _max_itl(options: Options, machine: Machine) -> float | None:
     """In seconds. No bound on a CPU, where prefill is hardly faster per token than decode: small chunks would be
     slow."""
@@ -347,12 +296,6 @@ def _max_itl(options: Options, machine: Machine) -> float | None:
     if given < 0:
         raise InvalidOption(f"max_itl is {given}; give milliseconds, or 0 for no bound")
     return given / 1000 if given else None
-
-
-def _keep_free(options: Options, machine: Machine) -> int | None:
-    if machine.kind == "cpu" or options.num_pages is not None or options.kv_cache_memory is not None:
-        return None
-    return machine.total_memory - int(machine.total_memory * (options.gpu_memory_utilization or DEFAULT_SHARE))
 
 
 def fewer_rows(config: EngineConfig) -> str:
@@ -367,32 +310,6 @@ def fewer_rows(config: EngineConfig) -> str:
     )
 
 
-def fit_cache(config: EngineConfig, room: int) -> EngineConfig:
-    """The configuration with a cache, and token ids for drafts, of at most `room` bytes, which were measured to be
-    free."""
-    cache, scheduler = config.cache, config.scheduler
-    size = CacheSize(
-        cache.groups,
-        scheduler.max_model_len,
-        scheduler.max_num_seqs,
-        cache.step_tokens,
-        cache.prefix_caching,
-    )
-    num_pages = min(size.enough, size.pages_in(max(room, 0)))
-    if scheduler.drafts is not None:  # fewer pages have fewer ids
-        room -= id_bytes(size.group_pages(num_pages), cache.page_size)
-        num_pages = min(num_pages, size.pages_in(max(room, 0)))
-    if size.longest(num_pages) < scheduler.max_model_len:
-        need = size.num_bytes(size.least)
-        raise NotEnoughMemory(
-            f"weights and the largest step leave {max(room, 0) / 2**20:.0f} MiB for the cache, and one request of "
-            f"max_model_len {scheduler.max_model_len} takes {need / 2**20:.0f}; lower max_model_len, "
-            "max_num_batched_tokens or max_num_seqs, or raise gpu_memory_utilization"
-        )
-    fitted = msgspec.structs.replace(cache, num_pages=num_pages, group_pages=size.group_pages(num_pages))
-    return msgspec.structs.replace(config, cache=fitted)
-
-
 def _load_format(options: Options, source: Source) -> str:
     if options.load_format == "auto":
         return "gguf" if source.kind == "gguf" else "safetensors"
@@ -401,28 +318,3 @@ def _load_format(options: Options, source: Source) -> str:
     if options.load_format == "safetensors" and source.kind == "gguf":
         raise InvalidOption(f"load_format is safetensors and {source.path} is a .gguf file; give the folder")
     return options.load_format
-
-
-_MAX = {"num_threads": 1024, "max_num_seqs": 65_536}
-
-
-def _positive(name: str, value: int | str | None, default: int | None = None) -> int:
-    if value is None and default is not None:
-        return default
-    limit = _MAX.get(name)
-    if limit is not None and isinstance(value, int) and value > limit:
-        raise InvalidOption(f"{name} is {value}; give at most {limit}")
-    if not isinstance(value, int) or value < 1:
-        raise InvalidOption(f"{name} is {value!r}; give a whole number from 1 up")
-    return value
-
-
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
-
-
-def parse_bytes(value: int | str) -> int:
-    """A number of bytes, or a text such as 512MiB or 2GB."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]?I?)B?\s*", str(value).upper())
-    if match is None or match[2] == "I" or (size := int(float(match[1]) * _UNITS[match[2]])) < 1:
-        raise InvalidOption(f"{value!r} is not a size; give bytes, or a text like 512MiB or 2GiB")
-    return size

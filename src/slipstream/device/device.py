@@ -16,8 +16,8 @@ import torch
 
 from slipstream.config.cpus import num_cores
 from slipstream.config.host_memory import available_memory, total_memory
+from slipstream.config.machine import Machine
 from slipstream.config.options import DEVICES, unknown_device
-from slipstream.config.resolve import Machine
 from slipstream.device.memory_pool import MemoryPool
 from slipstream.device.streams import CudaStream, DeviceWork, InlineStream, Stream, ThreadedStream
 from slipstream.errors import InvalidOption

@@ -11,6 +11,7 @@ import msgspec
 
 from slipstream.config.adapter_config import read_adapter_config
 from slipstream.config.cache_dtype import check_cache_dtype, resolve_cache_dtype
+from slipstream.config.cache_room import DEFAULT_SHARE
 from slipstream.config.check_info import check_info
 from slipstream.config.config import EngineConfig
 from slipstream.config.draft_config import read_draft_config
@@ -27,7 +28,7 @@ from slipstream.config.memory import MemoryEstimate, estimate_memory
 from slipstream.config.model_info import ModelInfo
 from slipstream.config.options import Options
 from slipstream.config.read_pooling import read_pooling
-from slipstream.config.resolve import DEFAULT_SHARE, Source, fewer_rows, model_config, resolve, resolve_dtype
+from slipstream.config.resolve import Source, fewer_rows, model_config, resolve, resolve_dtype
 from slipstream.config.weight_files import require_weights
 from slipstream.device.device import Device, detect_machine, open_device, seems_cuda
 from slipstream.engine.build_ranks import adapter_memory, build_ranks, tier_copier

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from slipstream.config.memory import mask_words
+from slipstream.config.buffer_size import mask_words
 from slipstream.errors import InvalidParams
 from slipstream.frontend.results import Logprob
 from slipstream.params import SamplingParams

@@ -7,19 +7,12 @@ from collections.abc import Iterator
 
 import torch
 
+from slipstream.config.buffer_size import arena_bytes, result_bytes, result_growth_bytes
+from slipstream.config.cache_room import fit_cache
 from slipstream.config.config import EngineConfig
 from slipstream.config.cpus import num_cpus
-from slipstream.config.memory import (
-    LOGITS_AT_ONCE,
-    WORKSPACE,
-    arena_bytes,
-    estimate_memory,
-    graph_output_bytes,
-    pooled_bytes,
-    result_bytes,
-    result_growth_bytes,
-)
-from slipstream.config.resolve import fit_cache
+from slipstream.config.memory import LOGITS_AT_ONCE, WORKSPACE, estimate_memory, graph_output_bytes
+from slipstream.config.pooling_size import pooled_bytes
 from slipstream.device.device import Device, open_device
 from slipstream.nn.attention.choose import choose_attention
 from slipstream.nn.models.adapter_layout import AdapterLayout

@@ -9,8 +9,8 @@ from itertools import groupby
 import numpy as np
 import torch
 
-from slipstream.config.memory import TOKENS_AT_ONCE
 from slipstream.config.pooling_info import PoolingInfo
+from slipstream.config.pooling_size import TOKENS_AT_ONCE
 from slipstream.nn.context import BatchView
 from slipstream.nn.models.pooling_heads import Heads
 from slipstream.pooling_params import PoolingParams

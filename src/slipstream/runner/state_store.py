@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from slipstream.cache_spec import StateSpec
+from slipstream.config.buffer_size import max_saves
 from slipstream.config.config import StateConfig
-from slipstream.config.memory import max_saves
 from slipstream.device.device import Device
 from slipstream.errors import NotEnoughMemory
 from slipstream.ops.recurrent_steps import DraftSteps, RecurrentSteps, advance_bases_, list_chunks, max_chunks

@@ -11,9 +11,9 @@ from typing import Any
 
 import msgspec
 
+from slipstream.config.cache_room import CPU_SHARE
 from slipstream.config.cpus import num_cores
 from slipstream.config.options import Options
-from slipstream.config.resolve import CPU_SHARE
 from slipstream.errors import InvalidOption
 from slipstream.transport.client import CoreClient
 from slipstream.transport.socket_client import SocketClient

@@ -1,7 +1,7 @@
 """Uploads the embeddings that requests bring for tokens of their prompts.
 
-They are part of the step's one upload: `config/memory.py` sizes the buffers for a step whose tokens are all embedded.
-Such a step runs eagerly (`GraphPool.size_for`), since the number of embedded tokens differs from step to step.
+They are part of the step's one upload: `config/buffer_size.py` sizes the buffers for a step whose tokens are all
+embedded. Such a step runs eagerly (`GraphPool.size_for`), since the number of embedded tokens differs between steps.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from slipstream.config.memory import mask_bytes, mask_words
+from slipstream.config.buffer_size import mask_bytes, mask_words
 from slipstream.device.device import Device
 from slipstream.device.streams import Event
 from slipstream.ops.sample import mask_bits_

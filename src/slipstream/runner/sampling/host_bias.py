@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from slipstream.config.memory import MAX_BIASED_IDS, bias_bytes
+from slipstream.config.buffer_size import MAX_BIASED_IDS, bias_bytes
 from slipstream.device.device import Device
 from slipstream.runner.batch.staging import HostRing, Upload
 from slipstream.runner.sampling.stage import ByRow, DrawBatch, Stage, StageWork

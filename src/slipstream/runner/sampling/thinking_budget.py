@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from slipstream.config.memory import mask_words
+from slipstream.config.buffer_size import mask_words
 from slipstream.device.device import Device
 from slipstream.ops.drafts import last_kept
 from slipstream.ops.sample import mask_bits_

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from slipstream.config.memory import mask_words
+from slipstream.config.buffer_size import mask_words
 from slipstream.request import Request, Status, WaitFor
 from slipstream.scheduler.grammar.compiled import CompiledGrammar
 from slipstream.scheduler.grammar.draft_masks import fill_along

@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
-from slipstream.config.memory import mask_words
+from slipstream.config.buffer_size import mask_words
 from slipstream.errors import InvalidParams
 from slipstream.scheduler.grammar import pool_library
 from slipstream.scheduler.grammar.checker import GrammarChecker, GrammarTooComplex

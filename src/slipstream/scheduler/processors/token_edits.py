@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.config.memory import MAX_BIASED_IDS, mask_words
+from slipstream.config.buffer_size import MAX_BIASED_IDS, mask_words
 
 Words = NDArray[np.uint32]
 MAX_BIAS = 1e30  # sums with logits stay within float32

@@ -1,0 +1,116 @@
+"""Computes the sizes of the buffers between host and device: what a step uploads, and what its results take.
+
+Host buffers are pinned and allocated once, at the start, so each size is an upper bound.
+"""
+
+from __future__ import annotations
+
+from slipstream.cache_spec import ITEMSIZE, STATE_CHUNK
+from slipstream.config.config import MAX_STEP_LOGPROBS, EngineConfig
+from slipstream.config.model_info import ModelInfo
+from slipstream.config.pooling_size import token_vectors
+from slipstream.params import MAX_BAD_WORDS, MAX_PACKED_LOGPROBS
+
+MAX_BIASED_IDS = 1024  # tokens whose logits the logits processors of one row may add to, if they see tokens only
+ALIGNMENT = 256  # bytes for the alignment of all fields of a result buffer
+
+
+def arena_bytes(config: EngineConfig) -> int:
+    """Upper bound of the bytes that one step uploads, so that nothing is allocated while serving."""
+    scheduler = config.scheduler
+    tokens = scheduler.max_num_batched_tokens
+    per_token = 5 * 8  # row, offset, host token id; index and token of a scored prompt
+    cache = config.cache
+    new_pages = (tokens // cache.page_size + scheduler.max_num_seqs) * len(cache.groups) * 2 * 8
+    # pages that windows give back, in the worst case all of them in one step
+    new_pages += sum(num * 2 * 8 for group, num in zip(cache.groups, cache.group_pages, strict=True) if group.window)
+    if cache.states is not None:  # row, position and checkpoint of each save, or a checkpoint for each row
+        new_pages += max_saves(tokens, scheduler.max_num_seqs) * 3 * 4 + scheduler.max_num_seqs * 4
+        new_pages += scheduler.max_drawn * 2 * 4 if scheduler.drafts is not None else 0
+    if config.adapters is not None:  # tokens in the order of their adapters, and tiles of them; also of last tokens
+        per_token += 2 * (4 + 3 * 4)
+        new_pages += 2 * 3 * 4 * config.adapters.max_loras
+    if scheduler.prompt_embeds:  # an index and an embedding
+        per_token += 8 + config.model.info.hidden_size * (8 if config.model.dtype == "float64" else 4)
+    per_row = 2048  # counts, picked rows, sampling parameters, copies
+    wanted = tokens * per_token + new_pages + (scheduler.max_drawn + 1) * per_row + scheduler.staged_ints * 8 + 65536
+    return -(-wanted // 16) * 16
+
+
+def max_saves(tokens: int, rows: int) -> int:
+    """Maximum number of checkpoints that a step of so many tokens and rows saves: a row that begins anywhere crosses at
+    most one border more than its tokens fill chunks."""
+    return min(tokens, tokens // STATE_CHUNK + rows)
+
+
+def staged_ints(max_length: int, page_size: int, max_num_seqs: int, num_groups: int, vocab_size: int) -> int:
+    """Integers that the admissions of one step may upload: at least those of the largest single request."""
+    alone = max_length + 3 * num_groups * -(-max_length // page_size)
+    # a list of ids is never longer than the vocabulary; see Request.num_staged_ids
+    ids = (1 + 1 + 3 + 1) * vocab_size + 2 * MAX_BAD_WORDS
+    return 2 * alone + 16 * max_num_seqs + ids
+
+
+def mask_words(vocab_size: int) -> int:
+    """Words of 32 bits of a mask: a bit per token, and one for the end of the grammar."""
+    return (vocab_size + 32) // 32
+
+
+def mask_bytes(rows: int, vocab_size: int, max_drafts: int = 0, max_step_drafts: int = 0) -> int:
+    """Bytes of the masks of one step: the entry of each draw, and a mask for each row but the padding row and for each
+    draft. `max_drafts`: of a row; `max_step_drafts`: of all rows."""
+    entries = -(-rows * (1 + max_drafts) * 4 // 16) * 16
+    return -(-(entries + (rows - 1 + max_step_drafts) * mask_words(vocab_size) * 4) // 16) * 16
+
+
+def bias_bytes(rows: int) -> int:
+    """Bytes of the biases of one step: the entry of each row, and ids and values for each row but the padding row."""
+    return -(-rows * 4 // 16) * 16 + (rows - 1) * 2 * MAX_BIASED_IDS * 4
+
+
+def result_bytes(config: EngineConfig) -> int:
+    """Bytes of one result buffer: token, flags, logprob, rank and MAX_PACKED_LOGPROBS likeliest tokens per drawn
+    token."""
+    if not config.model.generates:
+        return 0
+    return (config.scheduler.max_drawn + 1) * 24 * (MAX_PACKED_LOGPROBS + 2)
+
+
+def max_step_logprobs(info: ModelInfo) -> int:
+    """Logprobs of one kind in the results of one step: a few whole vocabularies, or one large vocabulary."""
+    return max(MAX_STEP_LOGPROBS, 1 + info.vocab_size)
+
+
+def result_growth_bytes(config: EngineConfig) -> int:
+    """Maximum growth of one result buffer: wide logprobs, requested ids and scored prompts; vectors of all tokens."""
+    real = max(ITEMSIZE[config.model.dtype], 4)
+    if not config.model.generates:
+        vectors, width = token_vectors(config)
+        return vectors * (width + 1) * real + ALIGNMENT if vectors else 0  # and a sum per vector
+    # a logprob and an id each; of requested ids only the logprob
+    return _step_logprobs(config) * (8 + real + real) + score_bytes(config) // 2 + ALIGNMENT
+
+
+def list_bytes(config: EngineConfig) -> int:
+    """Bytes of requested ids, stop ids and bad words: their tables, two of each while one is replaced, and temporaries
+    of one table."""
+    if not config.model.generates:
+        return 0
+    drafts = config.scheduler.drafts
+    tables = _step_logprobs(config) * 2 * (4 + 8) + config.scheduler.max_step_logprobs * 2 * 4
+    return tables + config.scheduler.max_step_logprobs * 40 * (1 if drafts is None else 1 + drafts.num_drafts)
+
+
+def score_bytes(config: EngineConfig) -> int:
+    """Bytes of the logprobs of prompt tokens, in parts and as a whole, before they are in the result buffer."""
+    if not config.model.generates:
+        return 0
+    scheduler, real = config.scheduler, max(ITEMSIZE[config.model.dtype], 4)
+    num = min(scheduler.max_step_logprobs, scheduler.max_num_batched_tokens * (1 + config.model.info.vocab_size))
+    return 2 * num * (8 + real)
+
+
+def _step_logprobs(config: EngineConfig) -> int:
+    """Maximum number of logprobs of one kind that a step returns for its rows."""
+    scheduler = config.scheduler
+    return min(scheduler.max_step_logprobs, scheduler.max_num_seqs * (1 + config.model.info.vocab_size))

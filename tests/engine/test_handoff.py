@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 import socket
 
 import pytest
 
 from slipstream import LLM, SamplingParams
-from slipstream.engine import page_server
-from slipstream.engine.page_server import PageServer
+from slipstream.config.options import make_options
+from slipstream.engine import page_listener, page_peer
+from slipstream.engine.build import foresee
+from slipstream.engine.page_listener import PageListener
+from slipstream.engine.shared_pages import MappedMemory
 from slipstream.errors import InvalidOption
 from slipstream.messages import Abort, Submit
 from slipstream.scheduler.cache.imports import PageImports
@@ -38,6 +43,10 @@ def make(folder, role: str | None, **options) -> LLM:
     )
 
 
+def raise_os_error(name: str) -> None:
+    raise OSError("another host")
+
+
 def tokens(results) -> list[list[int]]:
     return [result.outputs[0].token_ids for result in results]
 
@@ -65,14 +74,20 @@ def peer(producer) -> str:
     return f"127.0.0.1:{producer.core.handoff.server.port}"
 
 
-@pytest.mark.parametrize("depth", [0, 2])
-def test_a_consumer_continues_from_the_pages_of_a_producer(folder, wanted, peer, depth):
+@pytest.mark.parametrize(("depth", "way"), [(0, "shared memory"), (2, "shared memory"), (2, "TCP")])
+def test_a_consumer_continues_from_the_pages_of_a_producer(folder, wanted, peer, depth, way, monkeypatch):
+    received = []
+    if way == "TCP":
+        monkeypatch.setattr(page_peer, "MappedMemory", raise_os_error)
+    right = page_peer.receive_into
+    monkeypatch.setattr(page_peer, "receive_into", lambda *args: received.append(right(*args)))
     with make(folder, "kv_consumer", kv_peers=[peer], depth=depth) as llm:
         results = llm.generate(PROMPTS, GREEDY)
         assert tokens(results) == wanted
         assert [result.num_cached_tokens for result in results] == [36] * 4
         imports = llm.core.scheduler.cache.imports
         assert imports.num_arrived == imports.num_asked == 36
+        assert len(received) == (36 if way == "TCP" else 0)
         assert tokens(llm.generate(PROMPTS, GREEDY)) == wanted  # from its own cache: no page is asked for again
         assert imports.num_asked == 36
         llm.core.scheduler.check()
@@ -90,9 +105,9 @@ def test_checkpoints_of_recurrent_states_travel_with_the_pages(tmp_path, monkeyp
             assert tokens(results) == wanted and [result.num_cached_tokens for result in results] == [128, 128]
             llm.core.scheduler.check()
             llm.reset_prefix_cache()
-            right, size = page_server.checksum, llm.core.config.cache.states.checkpoint_bytes
+            right, size = page_listener.checksum, llm.core.config.cache.states.checkpoint_bytes
             is_state = lambda content: len(content) == size  # noqa: E731
-            monkeypatch.setattr(page_server, "checksum", lambda name, each: right(name, each) ^ is_state(each))
+            monkeypatch.setattr(page_listener, "checksum", lambda name, each: right(name, each) ^ is_state(each))
             results = llm.generate(prompts, GREEDY)  # states arrive damaged: computed
             assert tokens(results) == wanted and [result.num_cached_tokens for result in results] == [0, 0]
 
@@ -107,16 +122,16 @@ def test_prompts_that_no_peer_has_are_computed(folder, peer):
 
 
 def test_a_transfer_that_breaks_off_is_computed(folder, wanted, peer, monkeypatch):
-    right, sent = PageServer._send, []
+    right, sent = PageListener.send, []
 
-    def break_off(server, connection, stored, page_hash, deadline):
-        sent.append(page_hash)
+    def break_off(server, connection, page, deadline, is_mapped):
+        sent.append(page)
         if len(sent) == 4:
             connection.sendall(b"\x00\x01")  # a part of a header
             raise ConnectionError
-        right(server, connection, stored, page_hash, deadline)
+        right(server, connection, page, deadline, is_mapped=is_mapped)
 
-    monkeypatch.setattr(PageServer, "_send", break_off)
+    monkeypatch.setattr(PageListener, "send", break_off)
     with make(folder, "kv_consumer", kv_peers=[peer]) as llm:
         (first,) = llm.generate(PROMPTS[:1], GREEDY)
         assert first.outputs[0].token_ids == wanted[0] and first.num_cached_tokens == 12  # three pages arrived
@@ -124,13 +139,13 @@ def test_a_transfer_that_breaks_off_is_computed(folder, wanted, peer, monkeypatc
 
 
 def test_a_page_with_a_wrong_checksum_is_computed(folder, wanted, peer, monkeypatch):
-    right, num = page_server.checksum, [0]
+    right, num = page_listener.checksum, [0]
 
     def wrong(page_hash, content):
         num[0] += 1
         return right(page_hash, content) ^ (num[0] % 9 == 3)  # the third page of each prompt
 
-    monkeypatch.setattr(page_server, "checksum", wrong)
+    monkeypatch.setattr(page_listener, "checksum", wrong)
     with make(folder, "kv_consumer", kv_peers=[peer]) as llm:
         results = llm.generate(PROMPTS[:1], GREEDY)
         assert tokens(results) == wanted[:1] and results[0].num_cached_tokens == 8
@@ -187,7 +202,21 @@ def test_a_producer_that_was_started_again_is_asked_again(folder, wanted):
 
 def test_replicas_cannot_serve_pages_at_one_port(folder):
     with pytest.raises(InvalidOption, match="2 replicas"):
-        make(folder, "kv_producer", kv_port=0, data_parallel_size=2)
+        foresee(make_options(model=str(folder), device="cpu", role="prefill", data_parallel_size=2))
+
+
+def test_shared_memory_can_be_read_by_processes_of_the_same_user_only(producer, monkeypatch):
+    name = producer.core.handoff.server._shared.name
+    mapped = MappedMemory(name)
+    assert mapped.page(0, 0) == producer.core.tier.memory_of(0, 0)
+    with pytest.raises(TypeError, match="read-only"):
+        mapped.page(0, 0)[0] = 1
+    with pytest.raises(PermissionError):  # not even where a process maps the file itself
+        mmap.mmap(producer.core.tier.shared_files()[0][0], 0)
+    user = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: user + 1)
+    with pytest.raises(ConnectionError, match="not shared"):
+        MappedMemory(name)
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,6 @@ def test_the_memory_of_slots_is_planned(folders):
         ({"tier": -1.0}, "GiB of host memory"),
         ({"tier": 2**-30}, "room for a page"),
         ({"kv_offloading_backend": "lmcache"}, "use native"),
-        ({"tensor_parallel_size": 2, "kv_transfer_config": {"kv_role": "kv_consumer"}}, "engines of one rank"),
     ],
 )
 def test_a_tier_that_cannot_work_is_refused(folders, options, message):

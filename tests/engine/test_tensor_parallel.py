@@ -58,15 +58,32 @@ def check_equal(found, wanted):
                 assert logprob.logprob == pytest.approx(of_other[token].logprob, abs=1e-9)
 
 
-def test_two_ranks_give_the_results_of_one_until_one_is_killed(tmp_path, capfd):
+def check_handoff(folder, port, wanted, caplog):
+    """Ranks of another engine fetch their parts of the pages; an engine of one rank has other pages."""
+    transfer = {"kv_role": "kv_consumer", "kv_peers": [f"127.0.0.1:{port}"], "kv_buffer_size": 2**22}
+    params = [PARAMS[i % 3] for i in range(len(PROMPTS))]
+    options = SMALL | {"kv_transfer_config": transfer}
+    with LLM(folder, **options, tensor_parallel_size=2) as llm:
+        outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+        check_equal([each.outputs[0] for each in outputs], wanted[: len(PROMPTS)])
+        assert [each.num_cached_tokens for each in outputs] == [(len(each) - 1) // 4 * 4 for each in PROMPTS]
+        llm.core.scheduler.check()
+    with LLM(folder, **options) as llm:
+        assert not llm.generate(PROMPTS[:1], params[0], use_tqdm=False)[0].num_cached_tokens
+    assert "tensor_parallel_size is 2 there and 1 here" in caplog.text
+
+
+def test_two_ranks_give_the_results_of_one_until_one_is_killed(tmp_path, capfd, caplog):
     folder = str(write_tiny(tmp_path, "qwen3"))
     attention = [f"model.layers.1.self_attn.{part}_proj" for part in "qkvo"]
     adapter = write_adapter(tmp_path / "adapter", tmp_path, attention, spread=0.5)
     wanted = run(folder, adapter)
-    with LLM(folder, **SMALL | {"num_pages": 18}, tensor_parallel_size=2, kv_offloading_size=2**-8) as llm:
+    transfer = {"kv_role": "kv_producer", "kv_port": 0, "kv_buffer_size": 2**22}
+    with LLM(folder, **SMALL | {"num_pages": 18}, tensor_parallel_size=2, kv_transfer_config=transfer) as llm:
         check_equal(generate(llm, adapter), wanted)
         assert llm.core.scheduler.cache.tier.bytes_loaded  # each rank copies its part of the pages
         llm.save_record(tmp_path / "record")
+        check_handoff(folder, llm.core.handoff.server.port, wanted, caplog)
         os.kill(llm.core.executor._ranks._processes[0].pid, signal.SIGKILL)
         with pytest.raises(EngineDead, match="rank 1"):
             llm.generate(PROMPTS, PARAMS[0], use_tqdm=False)

@@ -74,10 +74,14 @@ class Device:
         array = np.zeros(num_bytes, np.uint8)
         return array, torch.from_numpy(array)
 
-    def large_host_buffer(self, num_bytes: int) -> tuple[Bytes, torch.Tensor]:
-        """As `host_buffer`, of exactly this size: torch rounds pinned memory up to a power of two. Raises MemoryError
-        if there is less, or if it cannot be pinned."""
-        return self.host_buffer(num_bytes)
+    def large_host_buffer(self, num_bytes: int, file: int | None = None) -> tuple[Bytes, torch.Tensor]:
+        """As `host_buffer`, of exactly this size: torch rounds pinned memory up to a power of two. `file`: the
+        descriptor of the memory, if other processes share it. Raises MemoryError if there is less, or if it cannot be
+        pinned."""
+        if file is None:
+            return self.host_buffer(num_bytes)
+        array: Bytes = np.frombuffer(mmap.mmap(file, num_bytes), np.uint8)
+        return array, torch.from_numpy(array)
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Zeros whose memory is allocated page by page at the first write; torch.zeros would write all of it now."""
@@ -185,8 +189,8 @@ class CudaDevice(Device):
             torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
         self._registered.clear()
 
-    def large_host_buffer(self, num_bytes: int) -> tuple[Bytes, torch.Tensor]:
-        array: Bytes = np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8)  # whole pages of the system, and zeros
+    def large_host_buffer(self, num_bytes: int, file: int | None = None) -> tuple[Bytes, torch.Tensor]:
+        array: Bytes = np.frombuffer(mmap.mmap(-1 if file is None else file, num_bytes), np.uint8)
         tensor = torch.from_numpy(array)
         if int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), num_bytes, 0)):
             raise MemoryError(f"{num_bytes} bytes of host memory cannot be pinned")

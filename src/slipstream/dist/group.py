@@ -31,16 +31,17 @@ class Group:
         joined."""
         self.rank = rank
         self.size = size
-        opened = FileStore(str(store), size) if isinstance(store, Path) else store
+        self.address = address
+        self.store: Store = FileStore(str(store), size) if isinstance(store, Path) else store
         self._group: Any
         if device is not None and device.type == "cuda":
-            self._group = _new_nccl(opened, rank, size)
+            self._group = _new_nccl(self.store, rank, size)
             self.all_reduce(torch.zeros(1, device=device))  # connects: a captured collective must not
             return
         options = ProcessGroupGloo._Options()
         options._devices = [ProcessGroupGloo.create_device(hostname=address)]
         options._timeout = TIMEOUT
-        self._group = ProcessGroupGloo(opened, rank, size, options)
+        self._group = ProcessGroupGloo(self.store, rank, size, options)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks, in the memory of x."""

@@ -31,7 +31,7 @@ from slipstream.config.read_pooling import read_pooling
 from slipstream.config.resolve import Source, fewer_rows, model_config, resolve, resolve_dtype
 from slipstream.config.weight_files import require_weights
 from slipstream.device.device import Device, detect_machine, open_device, seems_cuda
-from slipstream.engine.build_ranks import adapter_memory, build_ranks, tier_copier
+from slipstream.engine.build_ranks import adapter_memory, build_ranks, rank_pages, tier_copier
 from slipstream.engine.core import EngineCore
 from slipstream.engine.draft_model import settle_draft
 from slipstream.engine.embeds_options import check_prompt_embeds
@@ -139,7 +139,8 @@ def build_core(
     core = EngineCore(config, executor, constraints, adapters, recorder, weights, peers, copier)
     if config.transfer is not None and runner.tier is not None and isinstance(core.scheduler, Scheduler):
         assert core.scheduler.cache.tier is not None, "engines that exchange pages have a second tier"
-        core.join_handoff(Handoff(config, config.transfer, core.scheduler.cache.tier, runner.tier))
+        tier, pages = core.scheduler.cache.tier, rank_pages(executor)
+        core.join_handoff(Handoff(config, config.transfer, tier, runner.tier, pages))
     return core
 
 

@@ -8,6 +8,7 @@ from slipstream.engine.executor import Executor, TierCopier
 from slipstream.engine.local_ranks import RankProcesses
 from slipstream.engine.rank_adapters import AdapterMemory, RankAdapters
 from slipstream.engine.rank_link import RankLink
+from slipstream.engine.rank_pages import RankPages
 from slipstream.engine.ranks import Ranks
 from slipstream.engine.remote_ranks import RemoteRanks
 from slipstream.engine.workers import Workers
@@ -26,13 +27,22 @@ def build_ranks(
         runner, config = build_runner(config, progress=progress, device=device)
         if ranks is None:
             return runner, runner, config
-        connect_ranks(runner.model, ranks.connect())
+        group = ranks.connect()
+        connect_ranks(runner.model, group)
     except BaseException:
         if ranks is not None:
             ranks.kill()
         raise
     adapters = None if runner.adapters is None else RankAdapters(runner.adapters)
-    return Workers(runner, ranks, adapters, runner.tier), runner, config
+    workers = Workers(runner, ranks, adapters, runner.tier)
+    if config.transfer is not None:
+        workers.pages = RankPages(group, workers.write_mark)
+    return workers, runner, config
+
+
+def rank_pages(executor: Executor) -> RankPages | None:
+    """The other ranks as far as they exchange pages with other engines; None: there are none."""
+    return executor.pages if isinstance(executor, Workers) else None
 
 
 def tier_copier(executor: Executor, runner: ModelRunner) -> TierCopier | None:

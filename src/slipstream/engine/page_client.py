@@ -1,25 +1,36 @@
-"""PageClient: fetches pages from other engines over TCP, into slots of the second cache tier.
+"""PageClient: fetches pages from other engines, into slots of the second cache tier.
 
-Peers are asked one after another for the pages that are still missing. Bytes are received into the pinned memory of
-their slots. A page counts as arrived if its checksum is right; whatever else happens is a miss.
+Peers are asked one after another for the pages that are still missing. Bytes are received over TCP into the pinned
+memory of their slots, or copied there from the memory of an engine of this host. A page counts as arrived if its
+checksum is right, on all ranks; whatever else happens is a miss.
 """
 
 from __future__ import annotations
 
 import logging
-import queue
-import socket
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from slipstream.engine.page_server import PageMemory
-from slipstream.engine.page_wire import HEADER, LENGTH, SAME, Question, checksum, encode_question, receive, receive_into
+import msgspec
+
+from slipstream.engine.page_listener import PageMemory
+from slipstream.engine.page_peer import Peer, PeerConnection, receive_pages
+from slipstream.engine.page_wire import (
+    DONE,
+    OTHER_RANKS,
+    SAME,
+    Lease,
+    Leased,
+    Question,
+    receive,
+    receive_message,
+    send_message,
+)
 from slipstream.scheduler.cache.tier_slots import Reserved
 
 log = logging.getLogger(__name__)
 
-_CONNECT_SECONDS = 1.0
 _REST_SECONDS = 5.0  # that a peer which failed is not asked
 _POLL = 0.0005
 
@@ -34,15 +45,45 @@ class ClientMemory(PageMemory, Protocol):
     def mark(self) -> Copies: ...
 
 
+class RankTransfers(Protocol):
+    """Transfers of the other ranks that were started."""
+
+    def wait(self) -> list[bool]:
+        """Which pages arrived on all of them. They end at the deadline at the latest, and use no slot afterwards."""
+
+
+class RankClients(Protocol):
+    """The other ranks, each of which fetches its part of the pages."""
+
+    num_ranks: int
+
+    def mark(self) -> None:
+        """Called by the core when slots are reserved."""
+
+    def start(self, host: str, lease: Lease, slots: Sequence[int], deadline: float) -> RankTransfers:
+        """Fetch leased pages of the same ranks of a peer at `host` into slots."""
+
+
 class PageClient:
     """A `PageSource`."""
 
-    def __init__(self, peers: Sequence[tuple[str, int]], identity: str, memory: ClientMemory) -> None:
-        self._peers = [_Peer(address) for address in peers]
+    def __init__(
+        self,
+        peers: Sequence[tuple[str, int]],
+        identity: str,
+        memory: ClientMemory,
+        ranks: RankClients | None = None,
+    ) -> None:
+        """`ranks`: None where one rank has the whole model."""
+        self._peers = [Peer(address) for address in peers]
         self._identity = identity
         self._memory = memory
+        self._ranks = ranks
+        self._num_ranks = 1 if ranks is None else ranks.num_ranks
 
     def prepare(self) -> Callable[[], bool]:
+        if self._ranks is not None:
+            self._ranks.mark()
         return self._memory.mark().done
 
     def fetch(self, pages: Sequence[Reserved], is_free: Callable[[], bool], deadline: float) -> list[bool]:
@@ -59,87 +100,65 @@ class PageClient:
                 continue
             try:
                 self._ask(peer, pages, missing, arrived, deadline)
-            except OSError as error:
+            except (OSError, msgspec.MsgspecError) as error:
                 peer.rests_until = time.monotonic() + _REST_SECONDS
                 log.warning("pages of %s:%d did not arrive, so prompts are computed: %s", *peer.address, error)
         return arrived
 
     def _ask(
-        self, peer: _Peer, pages: Sequence[Reserved], missing: Sequence[int], arrived: list[bool], deadline: float
+        self, peer: Peer, pages: Sequence[Reserved], missing: Sequence[int], arrived: list[bool], deadline: float
     ) -> None:
-        """Set `arrived` for pages that this peer sends. Raises OSError."""
-        connection = peer.open()
+        """Set `arrived` for pages that this peer sends. Raises OSError or MsgspecError."""
+        connection = peer.open(deadline)
         try:
-            wanted = [(pages[index].group, pages[index].page_hash) for index in missing]
-            question = encode_question(Question(self._identity, max(deadline - time.monotonic(), 0.0), wanted))
-            connection.settimeout(max(deadline - time.monotonic(), _POLL))
-            connection.sendall(LENGTH.pack(len(question)) + question)
-            if receive(connection, 1, deadline) != SAME:
-                raise ConnectionError("it has another model, dtype or layout of pages")
-            for index in missing:
-                arrived[index] = self._receive_page(connection, pages[index], deadline)
+            lease = self._take_lease(connection, [pages[index] for index in missing], deadline)
+            own = [False] * len(lease.pages)
+            slots = [pages[missing[index]].slot for index in lease.indices]
+            others = None if self._ranks is None else self._ranks.start(peer.address[0], lease, slots, deadline)
+            try:
+                receive_pages(connection, lease.pages, slots, self._memory, own, deadline)
+            finally:
+                if others is not None:
+                    own = [here and there for here, there in zip(own, others.wait(), strict=True)]
+                for index, has_arrived in zip(lease.indices, own, strict=True):
+                    arrived[missing[index]] = has_arrived
+            if self._ranks is not None or connection.memory is not None:
+                connection.socket.sendall(DONE)
         except BaseException:
-            connection.close()
+            connection.socket.close()
             raise
         peer.keep(connection)
 
-    def _receive_page(self, connection: socket.socket, page: Reserved, deadline: float) -> bool:
-        size, expected = HEADER.unpack(receive(connection, HEADER.size, deadline))
-        if not size:
-            return False
-        memory = self._memory.memory_of(page.group, page.slot)
-        if size != len(memory):
-            raise ConnectionError(f"a page has {size} bytes, and {len(memory)} here")
-        receive_into(connection, memory, deadline)
-        if checksum(page.page_hash, memory) == expected:
-            return True
-        log.warning("a page arrived with a wrong checksum, so it is computed")
-        return False
+    def _take_lease(self, connection: PeerConnection, pages: Sequence[Reserved], deadline: float) -> Lease:
+        wanted = [(page.group, page.page_hash) for page in pages]
+        left = max(deadline - time.monotonic(), 0.0)
+        connection.socket.settimeout(max(left, _POLL))
+        is_mapped = connection.memory is not None
+        send_message(connection.socket, Question(self._identity, self._num_ranks, left, wanted, is_mapped))
+        answer = receive(connection.socket, 1, deadline)
+        if answer == OTHER_RANKS:
+            (count,) = receive(connection.socket, 1, deadline)
+            raise ConnectionError(f"tensor_parallel_size is {count} there and {self._num_ranks} here; use the same")
+        if answer != SAME:
+            raise ConnectionError("it has another model, dtype or layout of pages")
+        lease = receive_message(connection.socket, Lease, deadline)
+        if not _is_answer(lease, pages, self._num_ranks):
+            raise ConnectionError("its answer is for other pages")
+        return lease
 
     def close(self) -> None:
         for peer in self._peers:
             peer.close()
 
 
-class _Peer:
-    """Connections to one engine. Threads take one each."""
-
-    def __init__(self, address: tuple[str, int]) -> None:
-        self.address = address
-        self.rests_until = 0.0
-        self._idle: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
-
-    def open(self) -> socket.socket:
-        while True:
-            try:
-                connection = self._idle.get_nowait()
-            except queue.Empty:
-                break
-            if _is_alive(connection):
-                return connection
-            connection.close()  # the peer was started again
-        connection = socket.create_connection(self.address, _CONNECT_SECONDS)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return connection
-
-    def keep(self, connection: socket.socket) -> None:
-        self._idle.put(connection)
-
-    def close(self) -> None:
-        while True:
-            try:
-                self._idle.get_nowait().close()
-            except queue.Empty:
-                return
+def _is_answer(lease: Lease, pages: Sequence[Reserved], num_ranks: int) -> bool:
+    """Whether a lease is for some of these pages, in their order, on all ranks."""
+    if len(lease.indices) != len(lease.pages) or len(lease.ranks) != num_ranks - 1:
+        return False
+    if any(not 0 <= index < len(pages) for index in lease.indices):
+        return False
+    return all(_is_same(leased, pages[index]) for index, leased in zip(lease.indices, lease.pages, strict=True))
 
 
-def _is_alive(connection: socket.socket) -> bool:
-    """Whether an idle connection can be used: the peer has sent nothing, not even its end."""
-    connection.settimeout(0)
-    try:
-        connection.recv(1, socket.MSG_PEEK)
-    except BlockingIOError:
-        return True
-    except OSError:
-        pass
-    return False
+def _is_same(leased: Leased, page: Reserved) -> bool:
+    return leased.group == page.group and leased.page_hash == page.page_hash

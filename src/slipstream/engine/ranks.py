@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 from slipstream.dist.group import Group
 from slipstream.errors import EngineDead
 
-PLAN, FINISH, LATE, FREE, ADAPTER, TIER, END = b"p", b"f", b"l", b"q", b"a", b"t", b"e"
+PLAN, FINISH, LATE, FREE, ADAPTER, TIER, MARK, END = b"p", b"f", b"l", b"q", b"a", b"t", b"m", b"e"
 """Kinds of messages to the other ranks."""
 
 T = TypeVar("T")

@@ -34,7 +34,3 @@ def check_tier(config: EngineConfig, num_replicas: int = 1) -> None:
         raise InvalidOption(
             f"{option} is for engines that share no experts; set enable_expert_parallel to False, or remove it"
         )
-    if config.model.num_ranks > 1 and config.transfer is not None:
-        raise InvalidOption(
-            "kv_transfer_config is for engines of one rank; set tensor_parallel_size to 1, or remove it"
-        )

@@ -15,7 +15,8 @@ import msgspec
 from slipstream.dist.plan_codec import encode_late, encode_plan, encode_tier
 from slipstream.engine.executor import Handle, TierCopier
 from slipstream.engine.rank_adapters import RankAdapters
-from slipstream.engine.ranks import ADAPTER, FINISH, FREE, LATE, PLAN, TIER, Ranks
+from slipstream.engine.rank_pages import RankPages
+from slipstream.engine.ranks import ADAPTER, FINISH, FREE, LATE, MARK, PLAN, TIER, Ranks
 from slipstream.step import Late, StepPlan, StepResult, TierPlan
 
 
@@ -43,6 +44,7 @@ class Workers:
         self.adapters = adapters
         self._tier = tier
         self._ranks = ranks
+        self.pages: RankPages | None = None  # set if pages are exchanged with other engines
         self._is_closed = False
 
     def launch(self, plan: StepPlan) -> None:
@@ -70,6 +72,10 @@ class Workers:
         assert self._tier is not None, "the cache has no second tier"
         self._ranks.plans.write(TIER, encode_tier(plan))
         self._tier.copy(plan)
+
+    def write_mark(self) -> None:
+        """Tells the other ranks that slots of the second tier are reserved after the plans so far."""
+        self._ranks.plans.write(MARK)
 
     def close(self) -> None:
         if not self._is_closed:

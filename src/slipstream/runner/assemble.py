@@ -186,7 +186,10 @@ def _assemble(
     results = ResultRing(num_buffers, result_size, device, max_capacity=result_size + result_growth_bytes(config))
     heads: list[HeadMaker] = []
     # copies of the second tier come before all other work of a step
-    tier = PageTier(store, cache, num_buffers, device, states) if cache.tier_bytes else None
+    tier = None
+    if cache.tier_bytes:
+        serves_pages = config.transfer is not None and config.transfer.listen is not None
+        tier = PageTier(store, cache, num_buffers, device, states, is_shared=serves_pages)
     row_states: list[RowState] = [] if tier is None else [tier]
     row_states += [store] if states is None else [store, states]
     sampler = draft_runner = sitting = None

@@ -12,7 +12,10 @@ planned, and overwritten as soon as its load is planned.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import functools
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -29,6 +32,8 @@ from slipstream.runner.batch.staging import HostRing, Upload, UploadSpan
 from slipstream.runner.kv_store import KVStore
 from slipstream.runner.state_store import StateStore
 from slipstream.step import Ints, StepPlan, TierPlan
+
+_SEAL_FUTURE_WRITE = 0x10  # of fcntl.h: what is mapped stays writable, and no process can map it so again
 
 
 class _Region:
@@ -47,6 +52,7 @@ class _GroupSlots:
     page_bytes: int
     max_pages: int  # that are copied at once
     memory: Bytes  # host: [slots, page_bytes]
+    file: int | None  # descriptor of the same memory, if other processes may read it
     tensor: torch.Tensor  # of the same memory
     # host, by slot: how often a page was copied to it so far, and the end of the last copy
     num_stores: list[int]
@@ -57,12 +63,21 @@ class PageTier:
     """A `RowState`, but for its uploads: they are read by copies on another stream, so it has a ring of its own."""
 
     def __init__(
-        self, store: KVStore, config: CacheConfig, num_buffers: int, device: Device, states: StateStore | None = None
+        self,
+        store: KVStore,
+        config: CacheConfig,
+        num_buffers: int,
+        device: Device,
+        states: StateStore | None = None,
+        *,
+        is_shared: bool = False,
     ) -> None:
+        """`is_shared`: other processes may read the slots."""
         self._store = store
         self._states = states
         self._device = device
         self._num_buffers = num_buffers
+        self._is_shared = is_shared
         self._stream = device.open_stream()
         self._regions = [_Region(region_bytes(config.groups, config.states), device) for _ in range(NUM_REGIONS)]
         self._next_region = 0
@@ -109,19 +124,35 @@ class PageTier:
                 parts = [part.view(wide) for part in parts]
                 break
         page_bytes = sum(part.shape[1] * part.itemsize for part in parts)
-        memory, tensor = self._device.large_host_buffer(num_slots * page_bytes)
+        memory, tensor, file = self._open_memory(num_slots * page_bytes)
         shape = (num_slots, page_bytes)
         return _GroupSlots(
             tuple(parts),
             page_bytes,
             max_pages,
             memory.reshape(shape),
+            file,
             tensor.view(shape),
             [0] * num_slots,
             [PASSED] * num_slots,
         )
 
+    def _open_memory(self, num_bytes: int) -> tuple[Bytes, torch.Tensor, int | None]:
+        """Host memory, as an array, as a tensor, and as a file if other processes may read it."""
+        if not self._is_shared:
+            return *self._device.large_host_buffer(num_bytes), None
+        file = os.memfd_create("slipstream-pages", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(file, num_bytes)
+        memory, tensor = self._device.large_host_buffer(num_bytes, file)
+        with contextlib.suppress(OSError):  # old systems: other processes of the same user could write
+            fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | _SEAL_FUTURE_WRITE)
+        return memory, tensor, file
+
     # For threads that send and receive pages
+
+    def shared_files(self) -> list[tuple[int, int]]:
+        """Per group the descriptor of its memory and the bytes of a page, if other processes may read it."""
+        return [(group.file, group.page_bytes) for group in self._groups if group.file is not None]
 
     def mark(self) -> Event:
         """Called by the core: after this event, all copies to and from slots that were planned so far are done."""
@@ -136,6 +167,12 @@ class PageTier:
     def memory_of(self, group: int, slot: int) -> memoryview:
         """In any thread: the bytes of a slot."""
         return self._groups[group].memory[slot].data
+
+    def close(self) -> None:
+        """Other processes that have mapped the slots keep their content as it is."""
+        for group in self._groups:
+            if group.file is not None:
+                os.close(group.file)
 
     def apply(self, plan: StepPlan) -> None:
         self._plan = plan.tier

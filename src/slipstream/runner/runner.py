@@ -220,6 +220,8 @@ class ModelRunner:
 
     def close(self) -> None:
         self.device.close()
+        if self.tier is not None:
+            self.tier.close()
 
 
 class _Step:

@@ -18,7 +18,10 @@ from slipstream.scheduler.cache.tier import CacheTier
 from slipstream.scheduler.cache.tier_slots import Reserved
 
 _WAIT = 0.005  # seconds; then the caller runs: other requests may have arrived
-_NUM_THREADS = 4
+NUM_THREADS = 4
+"""Transfers at the same time. The pages of one prompt are divided among them: copies and checksums take longest."""
+
+_MIN_PAGES = 16  # of a transfer
 
 
 class PageSource(Protocol):
@@ -37,7 +40,7 @@ class _Import(NamedTuple):
     request: Request
     pages: list[Reserved]
     version: int  # of the tier when the slots were reserved
-    job: Future[list[bool]]
+    jobs: list[Future[list[bool]]]  # which pages arrived, of consecutive parts of them
 
 
 class PageImports:
@@ -47,7 +50,7 @@ class PageImports:
         self._source = source
         self._timeout = timeout
         self._running: list[_Import] = []
-        self._pool = ThreadPoolExecutor(_NUM_THREADS, "slipstream-imports")
+        self._pool = ThreadPoolExecutor(NUM_THREADS, "slipstream-imports")
         self._finished = threading.Event()
         self.num_asked = 0  # pages
         self.num_arrived = 0
@@ -65,8 +68,11 @@ class PageImports:
             return WaitFor.NOTHING
         self.num_asked += len(pages)
         deadline = time.monotonic() + self._timeout
-        job = self._pool.submit(self._fetch, pages, self._source.prepare(), deadline)
-        self._running.append(_Import(request, pages, self._tier.version, job))
+        is_free = self._source.prepare()
+        size = max(_MIN_PAGES, -(-len(pages) // NUM_THREADS))
+        parts = [pages[first : first + size] for first in range(0, len(pages), size)]
+        jobs = [self._pool.submit(self._fetch, part, is_free, deadline) for part in parts]
+        self._running.append(_Import(request, pages, self._tier.version, jobs))
         return WaitFor.PAGES
 
     def _fetch(self, pages: list[Reserved], is_free: Callable[[], bool], deadline: float) -> list[bool]:
@@ -82,10 +88,10 @@ class PageImports:
         running, self._running = self._running, []
         done = []
         for each in running:
-            if not each.job.done():
+            if not all(job.done() for job in each.jobs):
                 self._running.append(each)
                 continue
-            arrived = each.job.result()
+            arrived = [has_arrived for job in each.jobs for has_arrived in job.result()]
             self.num_arrived += sum(arrived)
             self._tier.end_reservation(each.pages, arrived, each.version)
             done.append(each.request)

@@ -80,8 +80,8 @@ def run(args: argparse.Namespace, opener: OpenLLM) -> int:
 def _replay_config(recording: Recording, model: str | None) -> EngineConfig:
     """The configuration of the recording, for this machine.
 
-    The cache has the recorded number of pages, whatever memory is free. Engines that share experts have a recording
-    each; its plans run on one engine with all experts.
+    The cache has the recorded number of pages, whatever memory is free. No pages are exchanged. Engines that share
+    experts have a recording each; its plans run on one engine with all experts.
     """
     config = recording.config
     path = config.model.path if model is None else str(locate(model, None, "auto").path)
@@ -89,6 +89,7 @@ def _replay_config(recording: Recording, model: str | None) -> EngineConfig:
         config,
         model=msgspec.structs.replace(config.model, path=path, num_engines=1, engine=0),
         device=msgspec.structs.replace(config.device, keep_free=None),
+        transfer=None,
     )
 
 

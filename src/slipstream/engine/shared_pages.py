@@ -1,0 +1,88 @@
+"""Pages of one engine that another engine of the same host and user reads from shared memory.
+
+The slots of the second cache tier are files in memory. MemoryServer gives these files to processes that connect to its
+Unix socket, whose random name is in the greeting of the TCP server: a connection succeeds on the same host (strictly:
+in the same network namespace) only. MappedMemory is the other side. The files can be read there, not written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import secrets
+import socket
+import struct
+import threading
+from collections.abc import Sequence
+
+import msgspec
+
+_CONNECT_SECONDS = 1.0
+_CREDENTIALS = struct.Struct("3i")  # process, user, group
+_MAX_FILES = 128
+
+
+class MemoryServer:
+    def __init__(self, files: Sequence[tuple[int, int]]) -> None:
+        """`files`: by group of pages, a descriptor and the bytes of a page."""
+        self.name = f"slipstream-pages-{secrets.token_hex(16)}"
+        self._files = files
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(_address(self.name))
+        self._listener.listen(16)
+        self._thread = threading.Thread(target=self._serve, name="slipstream-page-files", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def open(cls, files: Sequence[tuple[int, int]]) -> MemoryServer | None:
+        """None: there are no such files."""
+        return cls(files) if 0 < len(files) <= _MAX_FILES else None
+
+    def _serve(self) -> None:
+        data = msgspec.msgpack.encode([page_bytes for _, page_bytes in self._files])
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            with connection, contextlib.suppress(OSError):
+                connection.settimeout(_CONNECT_SECONDS)
+                credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+                if _CREDENTIALS.unpack(credentials)[1] == os.getuid():
+                    socket.send_fds(connection, [data], [file for file, _ in self._files])
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._thread.join()
+
+
+class MappedMemory:
+    """The slots of an engine of this host."""
+
+    def __init__(self, name: str) -> None:
+        """`name`: of its MemoryServer. Raises OSError if it is on another host, or of another user."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(_CONNECT_SECONDS)
+            connection.connect(_address(name))
+            data, files, _, _ = socket.recv_fds(connection, 2**12, _MAX_FILES)
+        if not data or not files:
+            raise ConnectionError("the memory of pages is not shared with this process")
+        self._page_bytes: list[int] = msgspec.msgpack.decode(data, type=list[int])
+        self._maps = []
+        for file in files:
+            self._maps.append(memoryview(mmap.mmap(file, 0, prot=mmap.PROT_READ)))
+            os.close(file)
+
+    def page(self, group: int, slot: int) -> memoryview:
+        size = self._page_bytes[group]
+        page = self._maps[group][slot * size : (slot + 1) * size]
+        if len(page) != size:
+            raise ConnectionError(f"slot {slot} is not in the memory of the peer")
+        return page
+
+
+def _address(name: str) -> str:
+    return f"\0{name}"  # an abstract address: it has no file and ends with its socket

@@ -339,7 +339,7 @@ def hopper():
             for box in ([rows, constants["DIM"]] for rows in boxes)
         )
         x = of(HALF, "out query") | of(copy, "keys values") | {"table": LONG, "scale": "fp32", "queries": copy_queries}
-        x |= of(INT, "tile_records totals arrived singles shares") | of(FLOAT, "sums stats")
+        x |= of(INT, "tile_records totals arrived singles shares") | of(FLOAT, "sums stats") | {"sinks": HALF}
         constants |= {"KV_HEADS": 2, "BLOCK_N": block_keys}
         signature = {arg: "constexpr" if arg in constants else x.get(arg, "i32") for arg in kernel.arg_names}
         attributes = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind[0] == "*"}
@@ -423,11 +423,14 @@ def hopper():
     build_slices(0, 2, 16, False, bias=None)
     build_slices(1, 1, 8, True, **whole)
     single = dict(PAGE=16, DEPENDENT=True)
-    build("triton.hopper_decode", "_split_kernel", 64, 128, GROUP=3, DIM=128, QUERIES=5, STAGES=3, **single)
-    build("triton.hopper_decode", "_split_kernel", 128, 168, GROUP=3, DIM=64, QUERIES=1, STAGES=6, **single)
-    build("triton.hopper_varlen", "_tile_kernel", 128, 168, GROUP=4, DIM=64, PAGE=64, TILE=128, STAGES=2)
-    tile = dict(GROUP=3, DIM=128, PAGE=16, TILE=128, STAGES=2, queries=None)
-    build("triton.hopper_varlen", "_tile_kernel", 128, 168, **tile)
+    plain = dict(WINDOW=0, sinks=None)
+    build("triton.hopper_decode", "_split_kernel", 64, 128, GROUP=3, DIM=128, QUERIES=5, STAGES=3, **plain, **single)
+    build("triton.hopper_decode", "_split_kernel", 128, 168, GROUP=8, DIM=64, QUERIES=1, STAGES=6, WINDOW=128, **single)
+    build("triton.hopper_decode", "_split_kernel", 64, 168, GROUP=8, DIM=256, QUERIES=1, STAGES=3, **plain, **single)
+    tile = dict(TILE=128, STAGES=2)
+    build("triton.hopper_varlen", "_tile_kernel", 128, 168, GROUP=8, DIM=64, PAGE=64, WINDOW=128, **tile)
+    build("triton.hopper_varlen", "_tile_kernel", 64, 168, GROUP=8, DIM=256, PAGE=16, **tile, **plain)
+    build("triton.hopper_varlen", "_tile_kernel", 128, 168, GROUP=3, DIM=128, PAGE=16, queries=None, **tile, **plain)
 
 
 sample()

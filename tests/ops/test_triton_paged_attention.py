@@ -591,7 +591,7 @@ def test_mixed_rows_at_real_size(dim):
 )
 def test_any_group_of_heads_and_any_page(heads, page_size):
     lengths, counts = [*ragged(30, 3000), 128, 129, 2500, 127, 64], [1] * 30 + [128, 129, 900, 2, 64]
-    for dim, dtype in ((128, torch.bfloat16), (64, torch.float16)):
+    for dim, dtype in ((128, torch.bfloat16), (64, torch.float16), (256, torch.bfloat16)):
         Case(lengths, counts, *heads, dim=dim, page_size=page_size, dtype=dtype, loose=2, slack=100).check()
 
 
@@ -615,17 +615,19 @@ def test_sinks_at_the_size_of_gpt_oss(window):
 def test_drafted_rows_are_bit_equal_to_rows_of_one_token_at_real_size(heads, rows):
     counts = [1 + (4 + row) % 5 for row in range(rows)]
     lengths = [max(length, 8) for length in ragged(rows, 9000)]
-    for dim, dtype in ((128, torch.bfloat16), (64, torch.float16)):
+    for dim, dtype in ((128, torch.bfloat16), (64, torch.float16), (256, torch.bfloat16)):
         case = Case(lengths, counts, *heads, dim=dim, dtype=dtype, slack=100)
         check_drafted(case, bits=hopper_serves(DEVICE, dtype, dim, 16))
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("facts", [{"window": 300}, {"soft_cap": 30.0}, {"has_sinks": True, "window": 128}], ids=str)
-def test_drafted_rows_of_the_portable_kernel_at_real_size(facts):
-    counts = [1 + row % 5 for row in range(30)]
-    lengths = [max(length, 8) for length in ragged(30, 5000)]
-    check_drafted(Case(lengths, counts, 32, 8, 128, dtype=torch.bfloat16, **facts))
+@pytest.mark.parametrize("rows", [2, 30])
+def test_drafted_rows_with_windows_caps_and_sinks_at_real_size(facts, rows):
+    counts = [1 + row % 5 for row in range(rows)]
+    lengths = [max(length, 8) for length in ragged(rows, 5000)]
+    bits = "soft_cap" not in facts and hopper_serves(DEVICE, torch.bfloat16, 128, 16)
+    check_drafted(Case(lengths, counts, 32, 8, 128, dtype=torch.bfloat16, **facts), bits=bits)
 
 
 @pytest.mark.cuda

@@ -103,7 +103,7 @@ class TritonAttention:
             dim,
             spec.page_size,
             num_distinct(num_rows, max_queries),
-            is_plain=not group.window and not spec.soft_cap and not spec.sinks and not spec.value_dim,
+            is_plain=not spec.soft_cap and not spec.value_dim,
         )
         tile = query_tile(dim, self.dtype.itemsize)
         tile_list = build_tile_list(

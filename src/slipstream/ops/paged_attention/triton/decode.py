@@ -67,12 +67,12 @@ def attend_splits(
     page_size, num_kv_heads = keys.shape[1:3]
     check_layout(out, query, keys, values)
     group = num_heads // num_kv_heads
-    is_plain = not window and not soft_cap and sinks is None and dim == query.shape[2]
+    is_plain = not soft_cap and dim == query.shape[2]
     if shape is None and is_plain and _uses_hopper(out.device, keys.dtype, group, dim, page_size):
         from slipstream.ops.paged_attention.triton import hopper_decode
 
         hopper_decode.attend_splits(
-            out, query, keys, values, page_table, tile_list, partials.sums, partials.stats, scale
+            out, query, keys, values, page_table, tile_list, partials.sums, partials.stats, scale, window, sinks
         )
         return
     shape = shape or decode_shape(dim, keys.element_size())
@@ -118,12 +118,14 @@ def num_split_programs(
     is_plain: bool = True,
 ) -> int:
     """The number of shares for the splits of a step: the number of programs that run at once. `num_rows`: each counted
-    once for all its positions. `is_plain`: without a window, a soft cap and sinks, and not of latents."""
+    once for all its positions. `is_plain`: without a soft cap, and not of latents."""
     if is_plain and _uses_hopper(device, dtype, num_heads // num_kv_heads, head_dim, page_size):
-        programs_per_sm = 1 if num_rows <= FEW_ROWS else 2  # with few rows each program has larger blocks
+        from slipstream.ops.paged_attention.triton import hopper_decode
+
+        programs = hopper_decode.programs_per_sm(head_dim, num_rows <= FEW_ROWS)
     else:
-        programs_per_sm = decode_shape(head_dim, dtype.itemsize).programs_per_sm
-    return max(1, programs_per_sm * device_limits(device)[0] // num_kv_heads)
+        programs = decode_shape(head_dim, dtype.itemsize).programs_per_sm
+    return max(1, programs * device_limits(device)[0] // num_kv_heads)
 
 
 def queries_at_once(head_dim: int, group: int, wanted: int, *, is_latent: bool) -> int:

@@ -33,10 +33,16 @@ from slipstream.ops.paged_attention.triton.split_schedule import read_single, sp
 from slipstream.ops.pdl import dependent, release_next, wait_for_previous
 
 # A block has a fixed cost, large or small, which matters most with few rows: then blocks are larger and a
-# multiprocessor runs one program. Otherwise it runs two, each with half the registers.
+# multiprocessor runs one program. Otherwise it runs two, each with half the registers. Blocks of heads of 256 take all
+# of the shared memory: one program, and small blocks.
 BLOCK_KEYS, FEW_BLOCK_KEYS = gl.constexpr(64), 128
 EVEN_REGISTERS, FEW_EVEN_REGISTERS = 128, 168  # per thread
 FETCH_REGISTERS, FEW_FETCH_REGISTERS = gl.constexpr(24), gl.constexpr(40)
+WIDE_HEAD = gl.constexpr(256)
+
+
+def programs_per_sm(head_dim: int, has_few_rows: bool) -> int:
+    return 1 if has_few_rows or head_dim >= WIDE_HEAD.value else 2
 
 
 def attend_splits(
@@ -49,9 +55,12 @@ def attend_splits(
     sums: torch.Tensor,  # [splits, heads, dim] float32
     stats: torch.Tensor,  # [splits, heads, 2] float32
     scale: float,
+    window: int = 0,
+    sinks: torch.Tensor | None = None,  # [heads]
 ) -> None:
-    few = tile_list.has_few_rows
-    block = FEW_BLOCK_KEYS if few else BLOCK_KEYS.value
+    dim = query.shape[2]
+    is_alone = programs_per_sm(dim, tile_list.has_few_rows) == 1
+    block = FEW_BLOCK_KEYS if is_alone and dim < WIDE_HEAD.value else BLOCK_KEYS.value
     _split_kernel[((len(tile_list.shares) - 1) * keys.shape[2],)](
         out,
         query,
@@ -63,13 +72,15 @@ def attend_splits(
         tile_list.arrived,
         sums,
         stats,
+        sinks,
         scale,
         *launch_strides(out, query, page_table),
         QUERIES=tile_list.max_queries,
         BLOCK_N=block,
-        STAGES=3 if query.shape[2] > 64 else 6,
+        STAGES=3 if dim > 64 else 6,
+        WINDOW=window,
         num_warps=4,
-        maxnreg=FEW_EVEN_REGISTERS if few else EVEN_REGISTERS,
+        maxnreg=FEW_EVEN_REGISTERS if is_alone else EVEN_REGISTERS,
         **head_shape(out, keys),
         **dependent(out.device, len(query)),
     )
@@ -88,6 +99,7 @@ def _split_kernel(
     arrived,
     sums,
     stats,
+    sinks,
     scale,
     table_stride,
     query_token,
@@ -101,6 +113,7 @@ def _split_kernel(
     BLOCK_N: gl.constexpr,
     PAGE: gl.constexpr,
     STAGES: gl.constexpr,
+    WINDOW: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):
     release_next(DEPENDENT)
@@ -114,18 +127,32 @@ def _split_kernel(
     weights = gl.allocate_shared_memory(DTYPE, [LANES, BLOCK_N], SHARED)
     blocks = (k, v, make_barriers(STAGES, 1), make_barriers(STAGES, 1))
     fence_async_shared()
-    tensors = (out, query, singles, shares, arrived, sums, stats, scale, query_token, query_head, out_token, out_head)
+    tensors = (out, query, singles, shares, arrived, sums, stats, sinks, scale)
+    strides = (query_token, query_head, out_token, out_head)
     sources = (keys, values, table, table_stride, singles, shares)
     gl.warp_specialize(
         [
             (
                 _compute,
-                (tensors, blocks, (queries, weights), KV_HEADS, GROUP, DIM, QUERIES, BLOCK_N, STAGES, DEPENDENT),
+                (
+                    tensors,
+                    strides,
+                    blocks,
+                    (queries, weights),
+                    KV_HEADS,
+                    GROUP,
+                    DIM,
+                    QUERIES,
+                    BLOCK_N,
+                    STAGES,
+                    WINDOW,
+                    DEPENDENT,
+                ),
             ),
-            (_fetch, (sources, blocks, KV_HEADS, DIM, BLOCK_N, PAGE, STAGES, DEPENDENT)),
+            (_fetch, (sources, blocks, KV_HEADS, DIM, QUERIES, BLOCK_N, PAGE, STAGES, WINDOW, DEPENDENT)),
         ],
         [1],
-        [FETCH_REGISTERS if BLOCK_N == BLOCK_KEYS else FEW_FETCH_REGISTERS],
+        [FETCH_REGISTERS if BLOCK_N == BLOCK_KEYS and DIM < WIDE_HEAD else FEW_FETCH_REGISTERS],
     )
 
 
@@ -135,9 +162,11 @@ def _fetch(
     blocks,
     KV_HEADS: gl.constexpr,
     DIM: gl.constexpr,
+    QUERIES: gl.constexpr,
     BLOCK_N: gl.constexpr,
     PAGE: gl.constexpr,
     STAGES: gl.constexpr,
+    WINDOW: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):
     """The producer warp: loads keys and values of this program's share, in order."""
@@ -151,7 +180,8 @@ def _fetch(
         )
         pages = table + row * table_stride
         settled = gl.load(singles + gl.cast(single, gl.int64) * SINGLE_RECORD + 7)
-        for start in range(begin + split * size, gl.minimum(begin + stop * size, length), BLOCK_N):
+        first_key = _first_key(begin + split * size, length, count, QUERIES, BLOCK_N, WINDOW)
+        for start in range(first_key, gl.minimum(begin + stop * size, length), BLOCK_N):
             # page lookup before the wait for a free stage
             starts = find_starts(pages, start, length, BLOCK_N, PAGE)
             if start + BLOCK_N > settled:
@@ -166,8 +196,19 @@ def _fetch(
 
 
 @gluon.jit
+def _first_key(key, length, count, QUERIES: gl.constexpr, BLOCK_N: gl.constexpr, WINDOW: gl.constexpr):
+    """The first block from `key` on that a query sees."""
+    if WINDOW:
+        if QUERIES == 1:
+            count = 1
+        key = gl.maximum(key, gl.maximum(length - count + 1 - WINDOW, 0) // BLOCK_N * BLOCK_N)
+    return key
+
+
+@gluon.jit
 def _compute(
     tensors,
+    strides,
     blocks,
     own,
     KV_HEADS: gl.constexpr,
@@ -176,10 +217,12 @@ def _compute(
     QUERIES: gl.constexpr,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
+    WINDOW: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):
     """The consumer warps: the sums of this program's share, and the output of rows whose last split is in it."""
-    out, query, singles, shares, arrived, sums, stats, scale, query_token, query_head, out_token, out_head = tensors
+    out, query, singles, shares, arrived, sums, stats, sinks, scale = tensors
+    query_token, query_head, out_token, out_head = strides
     k, v, there, used = blocks
     queries, weights = own
     DTYPE: gl.constexpr = query.dtype.element_ty
@@ -218,21 +261,28 @@ def _compute(
         for index in range(split, stop):
             # columns past the last query have weight 0
             top = gl.where(is_query, float("-inf"), 1e30)
+            if sinks is not None:
+                # the first split of a row counts the sink, which has no value
+                sink = gl.load(sinks + head, mask=is_query, other=0.0).to(gl.float32) * LOG2E
+                top = gl.where(is_query & (index == 0), sink, top)
             totals = gl.zeros([BLOCK_N, LANES], gl.float32, SUMS)
             acc = gl.zeros([DIM, LANES], gl.float32, SUMS)
             begin_keys = begin + index * size
-            for start in range(begin_keys, gl.minimum(begin_keys + size, length), BLOCK_N):
+            first_key = _first_key(begin_keys, length, count, QUERIES, BLOCK_N, WINDOW)
+            for start in range(first_key, gl.minimum(begin_keys + size, length), BLOCK_N):
                 stage = done % STAGES
                 mbarrier.wait(there.index(stage), done // STAGES & 1)
                 nothing = gl.zeros([BLOCK_N, LANES], gl.float32, SUMS)
                 score = warpgroup_mma(k.index(stage), queries.permute((1, 0)), nothing, use_acc=False, is_async=True)
                 score = warpgroup_mma_wait(0, deps=(score,))
                 visible = gl.expand_dims(start + key, 1) < gl.expand_dims(seen, 0)
+                if WINDOW:
+                    visible = visible & (gl.expand_dims(start + key, 1) >= gl.expand_dims(seen - WINDOW, 0))
                 score = gl.where(visible, score * factor, float("-inf"))
                 higher = gl.maximum(top, gl.max(score, 0))
                 base = higher
                 if QUERIES > 1:
-                    # the first of several queries may see no key of the last blocks
+                    # the first of several queries may see no key of the last blocks, the last one none of the first
                     base = gl.where(higher == float("-inf"), 0.0, higher)
                 weight = gl.exp2(score - gl.expand_dims(base, 0))
                 fade = gl.expand_dims(gl.exp2(top - base), 0)
@@ -250,6 +300,8 @@ def _compute(
                 done += 1
 
             total = gl.sum(totals, 0)
+            if sinks is not None:
+                total += gl.where(index == 0, gl.exp2(sink - top), 0.0)
             if num_splits == 1:
                 result = acc / gl.expand_dims(gl.where(total > 0, total, 1.0), 0)
                 where = out + gl.expand_dims((token + query_index) * out_token + head * out_head, 0) + dim

@@ -27,7 +27,7 @@ from slipstream.ops.paged_attention.triton.launch import head_shape, launch_stri
 from slipstream.ops.paged_attention.triton.online_softmax import LOG2E
 
 TILE = 128
-BLOCK_KEYS = 128
+BLOCK_KEYS, WIDE_BLOCK_KEYS = 128, 64  # heads of 256 have twice the sums
 STAGES = 2
 # One program per multiprocessor. An even split of the registers gives 168 per thread; producer warps give most of
 # theirs to the consumers.
@@ -45,21 +45,26 @@ def attend_tiles(
     tile_list: TileList,  # built with tiles of TILE
     scale: float,
     num_programs: int,
+    window: int = 0,
+    sinks: torch.Tensor | None = None,  # [heads]
 ) -> None:
+    block = BLOCK_KEYS if query.shape[2] <= 128 else WIDE_BLOCK_KEYS
     _tile_kernel[(num_programs,)](
         out,
         query,
         _describe_queries(query, query.shape[1] // keys.shape[2]),
-        describe(keys, BLOCK_KEYS),
-        describe(values, BLOCK_KEYS),
+        describe(keys, block),
+        describe(values, block),
         page_table,
         tile_list.tiles,
         tile_list.totals,
+        sinks,
         scale,
         *launch_strides(out, query, page_table),
         TILE=TILE,
-        BLOCK_N=BLOCK_KEYS,
+        BLOCK_N=block,
         STAGES=STAGES,
+        WINDOW=window,
         num_warps=4,
         maxnreg=EVEN_REGISTERS,
         **head_shape(out, keys),
@@ -87,6 +92,7 @@ def _tile_kernel(
     table,
     tile_records,
     totals,
+    sinks,
     scale,
     table_stride,
     query_token,
@@ -100,6 +106,7 @@ def _tile_kernel(
     BLOCK_N: gl.constexpr,
     PAGE: gl.constexpr,
     STAGES: gl.constexpr,
+    WINDOW: gl.constexpr,
 ):
     DTYPE: gl.constexpr = query.dtype.element_ty
     SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, DIM], DTYPE)
@@ -112,17 +119,17 @@ def _tile_kernel(
     q_there, q_used = make_barriers(2, 1), make_barriers(2, 1)
     fence_async_shared()
     COPIED: gl.constexpr = queries is not None  # else the consumers load them
-    tensors = (out, query, tile_records, totals, scale, query_token, query_head, out_token, out_head)
+    tensors = (out, query, tile_records, totals, sinks, scale, query_token, query_head, out_token, out_head)
     shared = (q, k, v, q_there, q_used, k_there, k_used, v_there, v_used)
     pages = (table, table_stride, tile_records, totals)
     asked = (queries, q, q_there, q_used)
     of_keys, of_values = (keys, k, k_there, k_used), (values, v, v_there, v_used)
     gl.warp_specialize(
         [
-            (_compute, (tensors, shared, 0, KV_HEADS, GROUP, DIM, TILE, BLOCK_N, STAGES, COPIED)),
-            (_compute, (tensors, shared, 1, KV_HEADS, GROUP, DIM, TILE, BLOCK_N, STAGES, COPIED)),
-            (_fetch, (of_keys, asked, pages, KV_HEADS, GROUP, DIM, TILE, BLOCK_N, PAGE, STAGES, False)),
-            (_fetch, (of_values, asked, pages, KV_HEADS, GROUP, DIM, TILE, BLOCK_N, PAGE, STAGES, COPIED)),
+            (_compute, (tensors, shared, 0, KV_HEADS, GROUP, DIM, TILE, BLOCK_N, STAGES, WINDOW, COPIED)),
+            (_compute, (tensors, shared, 1, KV_HEADS, GROUP, DIM, TILE, BLOCK_N, STAGES, WINDOW, COPIED)),
+            (_fetch, (of_keys, asked, pages, KV_HEADS, GROUP, DIM, TILE, BLOCK_N, PAGE, STAGES, WINDOW, False)),
+            (_fetch, (of_values, asked, pages, KV_HEADS, GROUP, DIM, TILE, BLOCK_N, PAGE, STAGES, WINDOW, COPIED)),
         ],
         [4, 1, 1],
         [COMPUTE_REGISTERS, FETCH_REGISTERS, FETCH_REGISTERS],
@@ -141,6 +148,7 @@ def _fetch(
     BLOCK_N: gl.constexpr,
     PAGE: gl.constexpr,
     STAGES: gl.constexpr,
+    WINDOW: gl.constexpr,
     COPIED: gl.constexpr,
 ):
     """A producer warp: loads keys or values of all tiles of this program, in order; one of the two also loads
@@ -167,7 +175,7 @@ def _fetch(
                         origin = [token + half * TOKENS, (item % KV_HEADS * GROUP + head) * DIM]
                         part = q.index(half).slice(head * TOKENS, TOKENS)
                         tma.async_copy_global_to_shared(queries, origin, q_there.index(half), part)
-            for start in range(0, end, BLOCK_N):
+            for start in range(_first_key(count, first, length, GROUP, BLOCK_N, WINDOW), end, BLOCK_N):
                 stage = done % STAGES
                 bar = there.index(stage)
                 mbarrier.wait(used.index(stage), (done // STAGES & 1) ^ 1)
@@ -189,10 +197,11 @@ def _compute(
     TILE: gl.constexpr,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
+    WINDOW: gl.constexpr,
     COPIED: gl.constexpr,
 ):
     """A consumer warpgroup: one half of each tile of this program."""
-    out, query, tile_records, totals, scale, query_token, query_head, out_token, out_head = tensors
+    out, query, tile_records, totals, sinks, scale, query_token, query_head, out_token, out_head = tensors
     q_halves, k, v, q_there, q_used, k_there, k_used, v_there, v_used = shared
     DTYPE: gl.constexpr = query.dtype.element_ty
     ROWS: gl.constexpr = TILE // 2
@@ -226,24 +235,33 @@ def _compute(
                 q.store(gl.load(query + where, mask=mask, other=0.0))
                 fence_async_shared()
 
-            own, _ = _lanes(first + HALF * ROWS, gl.arange(0, ROWS, gl.SliceLayout(1, SCORES)), GROUP, ROWS, COPIED)
+            own, own_head = _lanes(
+                first + HALF * ROWS, gl.arange(0, ROWS, gl.SliceLayout(1, SCORES)), GROUP, ROWS, COPIED
+            )
             position = before + gl.minimum(own, count - 1)
             top = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
             total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, SCORES))
+            if sinks is not None:
+                # sums begin with the sink, which has no value
+                top = gl.load(sinks + item % KV_HEADS * GROUP + own_head).to(gl.float32) * LOG2E
+                total += 1.0
             acc = gl.zeros([ROWS, DIM], gl.float32, SUMS)
             if end > 0:
                 score = _score(q, k, k_there, done, SCORES, STAGES)
                 score = warpgroup_mma_wait(0, deps=(score,))
                 mbarrier.arrive(k_used.index(done % STAGES), count=1)
-                weight, top, total, fade = _weigh(_mask(score, 0, position, SCORES), top, total, factor)
+                start = _first_key(count, first, length, GROUP, BLOCK_N, WINDOW)
+                score = _mask(score, start, position, SCORES, WINDOW)
+                weight, top, total, fade = _weigh(score, top, total, factor, WINDOW)
                 weight = gl.convert_layout(weight.to(DTYPE), WEIGHTS)
                 done += 1
                 # keys visible to every query of the tile need no mask
                 masked = gl.maximum((before + first // GROUP + 1) // BLOCK_N, 1) * BLOCK_N
-                for start in range(BLOCK_N, end, BLOCK_N):
+                for next_start in range(start + BLOCK_N, end, BLOCK_N):
                     acc, weight, top, total, fade = _turn(
-                        blocks, (acc, weight, top, total), factor, start, position, done, masked, SCORES, STAGES
-                    )
+                        blocks, (acc, weight, top, total), factor, next_start, position, done, masked,
+                        SCORES, STAGES, WINDOW,
+                    )  # fmt: skip
                     acc = acc * gl.expand_dims(gl.convert_layout(fade, gl.SliceLayout(1, SUMS)), 1)
                     weight = gl.convert_layout(weight.to(DTYPE), WEIGHTS)
                     done += 1
@@ -286,6 +304,7 @@ def _turn(
     masked,
     SCORES: gl.constexpr,
     STAGES: gl.constexpr,
+    WINDOW: gl.constexpr,
 ):
     """Scores and weights of block `done`, while the MMA with the values of the previous block is in flight."""
     q, k, v, k_there, k_used, v_there, v_used = blocks
@@ -297,9 +316,11 @@ def _turn(
     acc = warpgroup_mma(weight, v.index(last), acc, is_async=True)
     score = warpgroup_mma_wait(1, deps=(score,))
     mbarrier.arrive(k_used.index(done % STAGES), count=1)
-    if start >= masked:
-        score = _mask(score, start, position, SCORES)
-    weight, top, total, fade = _weigh(score, top, total, factor)
+    if WINDOW:  # noqa: SIM114 - known when compiled
+        score = _mask(score, start, position, SCORES, WINDOW)
+    elif start >= masked:
+        score = _mask(score, start, position, SCORES, WINDOW)
+    weight, top, total, fade = _weigh(score, top, total, factor, WINDOW)
     # already complete: the branch keeps the assembler from moving the exponentials behind the wait for the MMA
     mbarrier.wait(v_there.index(last), phase)
     acc, weight = warpgroup_mma_wait(0, deps=(acc, weight))
@@ -318,18 +339,25 @@ def _score(q, k, k_there, done, SCORES: gl.constexpr, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _mask(score, start, position, SCORES: gl.constexpr):
+def _mask(score, start, position, SCORES: gl.constexpr, WINDOW: gl.constexpr):
     BLOCK_N: gl.constexpr = score.shape[1]
-    key = start + gl.arange(0, BLOCK_N, gl.SliceLayout(0, SCORES))
-    return gl.where(gl.expand_dims(key, 0) <= gl.expand_dims(position, 1), score, float("-inf"))
+    key = gl.expand_dims(start + gl.arange(0, BLOCK_N, gl.SliceLayout(0, SCORES)), 0)
+    visible = key <= gl.expand_dims(position, 1)
+    if WINDOW:
+        visible = visible & (key > gl.expand_dims(position - WINDOW, 1))
+    return gl.where(visible, score, float("-inf"))
 
 
 @gluon.jit
-def _weigh(score, top, total, factor):
-    """Weights of a block. The first key of the first block is visible to every query, so `top` is finite."""
+def _weigh(score, top, total, factor, WINDOW: gl.constexpr):
+    """Weights of a block. Without a window the first key of the first block is visible to every query, so `top` is
+    finite."""
     higher = gl.maximum(top, gl.max(score, 1) * factor)
-    weight = gl.exp2(score * factor - gl.expand_dims(higher, 1))
-    fade = gl.exp2(top - higher)
+    base = higher
+    if WINDOW:
+        base = gl.where(higher == float("-inf"), 0.0, higher)
+    weight = gl.exp2(score * factor - gl.expand_dims(base, 1))
+    fade = gl.exp2(top - base)
     return weight, higher, total * fade + gl.sum(weight, 1), fade
 
 
@@ -340,6 +368,15 @@ def _extent(record, GROUP: gl.constexpr, TILE: gl.constexpr):
     first = gl.load(record + 3)
     length = gl.load(record + 4)
     return count, first, length, gl.minimum(length, length - count + (first + TILE - 1) // GROUP + 1)
+
+
+@gluon.jit
+def _first_key(count, first, length, GROUP: gl.constexpr, BLOCK_N: gl.constexpr, WINDOW: gl.constexpr):
+    """Start of the first block that a query of the tile sees."""
+    if WINDOW:
+        return gl.maximum(length - count + first // GROUP + 1 - WINDOW, 0) // BLOCK_N * BLOCK_N
+    else:
+        return first * 0
 
 
 @gluon.jit

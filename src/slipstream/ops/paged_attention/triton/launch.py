@@ -71,7 +71,7 @@ def hopper_serves(device: torch.device, dtype: torch.dtype, head_dim: int, page_
     return (
         has_hopper_kernels(device)
         and dtype in (torch.bfloat16, torch.float16)
-        and head_dim in (64, 128)
+        and head_dim in (64, 128, 256)
         and 8 <= page_size <= 256
         and page_size.bit_count() == 1
     )

@@ -43,12 +43,12 @@ def attend_tiles(
     dim = out.shape[2]
     page_size, num_kv_heads = keys.shape[1:3]
     check_layout(out, query, keys, values)
-    plain = not window and not soft_cap and sinks is None and dim == query.shape[2]
-    if shape is None and plain and hopper_serves(out.device, keys.dtype, dim, page_size):
+    is_plain = not soft_cap and dim == query.shape[2]
+    if shape is None and is_plain and hopper_serves(out.device, keys.dtype, dim, page_size):
         from slipstream.ops.paged_attention.triton import hopper_varlen
 
         programs = min(device_limits(out.device)[0], len(tile_list.tiles) * num_kv_heads)
-        hopper_varlen.attend_tiles(out, query, keys, values, page_table, tile_list, scale, programs)
+        hopper_varlen.attend_tiles(out, query, keys, values, page_table, tile_list, scale, programs, window, sinks)
         return
     shape = shape or varlen_shape(dim, keys.element_size(), device_limits(out.device)[1])
     _tile_kernel[(num_programs(out.device, shape, len(tile_list.tiles) * num_kv_heads),)](

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from slipstream.config.config import SchedulerConfig
 from slipstream.request import NEVER, Request
+from slipstream.scheduler.cache.manager import CacheManager
 from slipstream.scheduler.plan_builder import Chunk, PlanBuilder
 
 
@@ -27,7 +28,7 @@ def fit_chunk(start: int, wanted: int, room: int, border: int) -> int:
     return (start + room) // border * border - start if (start + room) // border > start // border else room
 
 
-def add_chunk(request: Request, num: int, builder: PlanBuilder) -> None:
+def add_chunk(request: Request, num: int, builder: PlanBuilder, cache: CacheManager) -> None:
     """Plan `num` known tokens. After the last known token, draw a token or pool the prompt."""
     start = request.computed
     request.computed = start + num
@@ -43,6 +44,7 @@ def add_chunk(request: Request, num: int, builder: PlanBuilder) -> None:
         num_scored = max(0, min(request.computed, request.num_prompt - 1) + 1 - first)
         request.next_scored = first + num_scored if first + num_scored < request.num_prompt else NEVER
     builder.add(Chunk(request, start, num, num_drawn, is_last and not num_drawn, first, num_scored))
+    cache.publish_chunk(request)  # within a step, writes come before reads: others may use its pages at once
 
 
 def add_drafted(request: Request, num: int, builder: PlanBuilder) -> None:

@@ -23,11 +23,12 @@ from slipstream.config.config import SchedulerConfig
 from slipstream.errors import UserError
 from slipstream.messages import Output
 from slipstream.params import MAX_PACKED_LOGPROBS
-from slipstream.request import NEVER, Request, Status, WaitFor
+from slipstream.request import Request, Status, WaitFor
 from slipstream.scheduler.adapters import Adapters, check_adapter
 from slipstream.scheduler.admission_checks import check_admissible
+from slipstream.scheduler.admitting import Admitter
 from slipstream.scheduler.budget import Budget
-from slipstream.scheduler.cache.manager import CacheManager, Hit
+from slipstream.scheduler.cache.manager import CacheManager
 from slipstream.scheduler.committing import Committer
 from slipstream.scheduler.drafting import DraftPlanner
 from slipstream.scheduler.grammar.advance import GrammarAdvancer
@@ -38,7 +39,7 @@ from slipstream.scheduler.plan_builder import DecodeArrays, PlanBuilder
 from slipstream.scheduler.prefill_chunks import add_chunk, add_drafted, fit_chunk, num_chunk_tokens
 from slipstream.scheduler.query_registry import QueryRegistry
 from slipstream.scheduler.row_allocator import RowAllocator
-from slipstream.scheduler.sibling_samples import detach_from_leader, join_samples, leader_to_fork
+from slipstream.scheduler.sibling_samples import join_samples
 from slipstream.scheduler.step_outputs import lost_query
 from slipstream.scheduler.waiting import WaitingQueue
 from slipstream.step import PoolPlan, StepPlan, StepResult
@@ -73,10 +74,17 @@ class Scheduler:
         self._lifecycle = RequestLifecycle(
             cache, self._waiting, self._row_allocator, self._queries, constraints, adapters
         )
+        self._admitter = Admitter(
+            config,
+            cache,
+            self._waiting,
+            self._row_allocator,
+            adapters,
+            sends_history=self.drafts.sends_history,
+        )
         self._committer = Committer(cache, self._waiting, self._lifecycle, self._arrays, self.drafts.counts)
         self._advancer = None if constraints is None else GrammarAdvancer(constraints, self._waiting, self._lifecycle)
         self._failures: list[Output] = []
-        self._begun: list[str] = []  # generation requests that the last plan admitted for the first time
         self._next_number = 0
         self._next_step = 0
 
@@ -162,7 +170,7 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """The next step; None if there is nothing to compute before another result is committed."""
-        self._begun.clear()
+        self._admitter.begun.clear()
         constraints = self.constraints
         if constraints is not None and self._advancer is not None and constraints.is_waiting:
             self._failures += self._advancer.take_compiled()
@@ -171,7 +179,7 @@ class Scheduler:
         budget = Budget(self.config, self._row_allocator.num_free)
         self._limit_prefill(budget)
         if self._plan_running(builder, budget):
-            self._plan_waiting(builder, budget)
+            self._admitter.admit_waiting(builder, budget, self.refill)
         if not builder:
             return None  # rows released meanwhile are part of the next plan
         self.drafts.end_plan(builder)
@@ -247,7 +255,7 @@ class Scheduler:
                         num = 1  # the first running request always makes progress
                     if start + num > request.capacity and not self._make_room(request, start + num, builder):
                         return False
-                    self._plan_chunk(request, num, builder)
+                    add_chunk(request, num, builder, self.cache)
                     left -= num
                     continue
                 if start + 1 >= request.max_length:
@@ -279,83 +287,6 @@ class Scheduler:
     def _count_decodes(self) -> int:
         """Running requests whose known tokens are all launched."""
         return sum(1 for request in self._row_allocator.running if request.computed >= request.num_known)
-
-    def _plan_waiting(self, builder: PlanBuilder, budget: Budget) -> None:
-        """Admit waiting requests in the queue's order. A smaller request does not overtake the first one."""
-        cache = self.cache
-        while budget.tokens and budget.rows:
-            # every running row may need a page in each step that is launched before a result is committed
-            watermark = self.num_running * (self.config.depth + 1)
-            if cache.num_free <= watermark or (builder and cache.has_enough_loads):
-                return
-            request = self._waiting.first()
-            if request is None and self.refill is not None and self.refill(1):
-                request = self._waiting.first()  # None if the new request waits for something else
-            if request is None or not self._row_allocator.can_share_tables(request, self.config.max_step_logprobs):
-                return
-            if self.adapters is not None and not self.adapters.can_admit(request):
-                self._waiting.hold(request, WaitFor.ADAPTER)  # requests behind it are admitted
-                continue
-            if not self._admit(request, watermark, builder, budget):
-                cache.keep_match(request)
-                return
-
-    def _admit(self, request: Request, watermark: int, builder: PlanBuilder, budget: Budget) -> bool:
-        """Admit a request and plan its first chunk. Returns False and changes nothing if there is no room for it."""
-        cache, known = self.cache, len(request.tokens)
-        if self.config.short_rope is not None:
-            request.choose_rope(self.config.short_rope)
-        hit = self._hit(request)
-        num = num_chunk_tokens(request, hit.length, known, builder, self.config)
-        if not num or (num > budget.tokens and not self.config.chunked_prefill):
-            return False
-        num = fit_chunk(hit.length, num, budget.tokens, cache.border)
-        length = hit.length + num
-        entries = cache.num_table_entries(length)
-        has_history = request.params.needs_history or (self.drafts.sends_history and hit.length)
-        num_ints = request.num_staged_ids + (known if has_history else 0)
-        if not budget.can_stage(entries, num_ints):
-            return False
-        changed = cache.admit(request, length, hit, keep_free=watermark, known=known)
-        if changed is None:
-            return False
-        budget.admit(num, entries, num_ints)
-        if not request.num_preemptions:  # recomputing after a preemption is not charged to the caller
-            self._waiting.charge(request, known - hit.length)
-        self._waiting.remove(request)
-        self._assign_row(request, hit, builder)
-        builder.change_pages(request.row, changed)
-        self._plan_chunk(request, num, builder)
-        return True
-
-    def _hit(self, request: Request) -> Hit:
-        """The prefix of a waiting request that need not be computed."""
-        if request.next_scored != NEVER or (request.pooling and request.pooling.task not in self.config.cached_tasks):
-            return self.cache.no_hit  # its results are made of hidden states, which are not cached
-        leader = leader_to_fork(request, self._next_step)
-        fork = None if leader is None else self.cache.fork(request, leader)
-        if fork is not None:
-            return fork
-        return self.cache.no_hit if request.params.skip_reading_prefix_cache else self.cache.match(request)
-
-    def _assign_row(self, request: Request, hit: Hit, builder: PlanBuilder) -> None:
-        """Assign a row to a request whose pages are reserved."""
-        for group, page in enumerate(hit.partial):
-            builder.copies.append((group, page, request.pages[group][len(hit.pages[group])]))
-        if not request.num_preemptions:
-            request.num_cached = hit.length
-            if not request.sample and request.pooling is None:
-                self._begun.append(request.id)
-        if request.leader is not None:
-            detach_from_leader(request)
-        self._row_allocator.assign(request, hit.length)
-        if self.adapters is not None:
-            self.adapters.admit(request, request.row)
-        builder.admit(request)
-
-    def _plan_chunk(self, request: Request, num: int, builder: PlanBuilder) -> None:
-        add_chunk(request, num, builder)
-        self.cache.publish_chunk(request)  # within a step, writes come before reads: others may use its pages at once
 
     def _make_room(self, request: Request, length: int, builder: PlanBuilder) -> bool:
         """Reserve pages, preempting requests from the end of the list; False if the request itself came up there.
@@ -411,7 +342,7 @@ class Scheduler:
 
     def take_begun(self) -> list[str]:
         """Generation requests that the last plan admitted for the first time. Each id is returned once."""
-        begun, self._begun = self._begun, []
+        begun, self._admitter.begun = self._admitter.begun, []
         return begun
 
     def take_failures(self) -> list[Output]:

@@ -3,7 +3,6 @@
 import gc
 import importlib.metadata
 import importlib.util
-import inspect
 import logging
 import os
 import signal
@@ -54,29 +53,12 @@ def _patch_interpreter() -> None:
     interpreter._patch_lang_tensor = patch_with_index
 
 
-def _remember_builtins() -> None:
-    """Makes the interpreter of Triton faster. It replaces the builtins of `triton.language` at each launch and at each
-    call of one jitted function by another, and looks for them among all members of the modules each time."""
-    from triton.language.core import is_builtin
-    from triton.runtime import interpreter
-
-    known: dict[Any, list[str]] = {}
-
-    def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
-        if package not in known:
-            known[package] = [name for name, member in inspect.getmembers(package) if is_builtin(member)]
-        for name in known[package]:
-            member = getattr(package, name)
-            if is_builtin(member):  # not replaced yet
-                interpreter._patch_attr(package, name, member, builder, scope)
-
-    interpreter._patch_builtin = patch_builtin
-
-
 if os.environ.get("TRITON_INTERPRET") == "1":
     if _version("triton") == (3, 6):
         _patch_interpreter()
-    _remember_builtins()
+    from fast_interpreter import speed_up_interpreter
+
+    speed_up_interpreter()
 
 
 def pytest_collection_finish() -> None:

@@ -79,11 +79,11 @@ class ShardQuestion(msgspec.Struct, array_like=True):
 
 def checksum(page_hash: bytes, content: memoryview | bytes) -> int:
     """Of a page under this hash: bytes of another page have another checksum. It is the CRC of sums over blocks: five
-    times as fast as the CRC of all bytes, and blind only to blocks of 2 kB in another order."""
+    times as fast as the CRC of all bytes. It misses blocks in another order, and differences that cancel in a sum."""
     blocks = np.frombuffer(content, np.uint8)
     whole = len(blocks) // _BLOCK * _BLOCK
     sums = np.add.reduce(blocks[:whole].view(np.uint64).reshape(-1, _BLOCK // 8), axis=0)
-    return zlib.crc32(sums, zlib.crc32(blocks[whole:], zlib.crc32(page_hash)))
+    return zlib.crc32(sums.data, zlib.crc32(blocks[whole:].data, zlib.crc32(page_hash)))
 
 
 def identity_of(config: EngineConfig) -> str:

@@ -13,6 +13,7 @@ from slipstream.config.memory import estimate_memory
 from slipstream.config.model_info import ModelInfo, model_info_from_config
 from slipstream.config.options import make_options
 from slipstream.config.pooling_info import PoolingInfo
+from slipstream.config.quantization import ONLINE_FP8, Quantization
 from slipstream.config.resolve import Source, resolve
 from slipstream.errors import NotEnoughMemory
 from slipstream.nn.models.registry import find_shape
@@ -46,6 +47,19 @@ def test_everything_is_counted_once():
     assert memory.staging_host == 4 * memory.staging  # depth + 2 buffers
     assert memory.results == memory.results_host
     assert memory.total > memory.weights + memory.cache + memory.activations
+
+
+def test_a_step_has_room_for_a_dequantised_weight():
+    """On a GPU, unless inputs are quantised too: those GEMMs take quantised weights for any number of rows."""
+    config = settle(Machine("cuda", 79 * GIB, 80 * GIB, 8, ("bfloat16",)))
+
+    def hidden(quantization):
+        model = msgspec.structs.replace(config.model, quantization=quantization)
+        return estimate_memory(msgspec.structs.replace(config, model=model), 0).hidden
+
+    int4 = Quantization(method="awq", layout="awq", bits=4, group=128)
+    assert hidden(int4) - hidden(None) == INFO.hidden_size * SIZES.widest * 2
+    assert hidden(ONLINE_FP8) == hidden(None)
 
 
 @pytest.mark.parametrize("more", ["rows", "tokens", "length"])

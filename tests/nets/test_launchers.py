@@ -157,12 +157,21 @@ def quantized() -> dict[str, Callable[[], Any]]:
     matrix = QuantizedMatrix(half(32, 64).to(torch.float8_e4m3fn), torch.rand(32, 2), None)
     rows = QuantizedMatrix(half(64, 512).to(torch.float8_e4m3fn), torch.rand(64, 1), None)
     tile = get("quantized.triton.stream.SliceTile")(2)
+    scales = get("linear.triton.streaming_hopper.Scales")(rows.scale, torch.rand(ROWS, 1))
     return {
         "streamed quantised GEMM": lambda: get("quantized.triton.stream.stream_gemm")(half(ROWS, 512), rows, half(64)),
         "streamed quantised GEMM split": lambda: get("quantized.triton.stream.stream_gemm")(
             half(ROWS, 512), rows, None, "silu", tile
         ),
+        "streamed quantised GEMM added": lambda: get("quantized.triton.stream.stream_gemm_add")(
+            half(ROWS, 512), rows, half(ROWS, 64), half(64), 1e-6
+        ),
+        "streamed FP8 GEMM": lambda: get("linear.triton.streaming_hopper.streaming_gemm")(
+            rows.values[:ROWS], rows.values, None, "silu", scales=scales
+        ),
         "quantised GEMM": lambda: get("quantized.triton.gemm.quantized_gemm")(half(ROWS, 64), matrix),
+        "dequantised weight": lambda: get("quantized.triton.dequantize.dequantize")(matrix, torch.bfloat16),
+        "gated rows to FP8": lambda: get("quantized.triton.quantize.quantize_gated_rows")(half(ROWS, 64), "silu"),
         "normed rows to FP8": lambda: get("quantized.triton.quantize.quantize_normed_rows")(
             half(ROWS, 64), half(ROWS, 64), half(64), 1e-6
         ),

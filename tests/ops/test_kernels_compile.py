@@ -150,10 +150,13 @@ def quantized():
     build(ops + "gemm", "_gemm_kernel", x | {"values": "*i8"}, **many, **blocks(4096, 16, 64))
     eight = x | {"out": "*fp8e4nv"} | of(HALF, "residual norm total")
     plain = dict.fromkeys(["residual", "norm", "total"])
-    build(ops + "quantize", "_quantize_kernel", eight, SIZE=3000, BLOCK=4096, DEPENDENT=True, **plain)
-    build(ops + "quantize", "_quantize_kernel", eight, SIZE=64, BLOCK=64, DEPENDENT=True, given=None)
+    build(ops + "quantize", "_quantize_kernel", eight, GATE=2, SIZE=3000, BLOCK=4096, DEPENDENT=True, **plain)
+    build(ops + "quantize", "_quantize_kernel", eight, GATE=0, SIZE=64, BLOCK=64, DEPENDENT=True, given=None)
     gguf = x | {"values": BYTE} | of("*fp16", "scale minima")
     build(ops + "gemm", "_gemm_kernel", gguf, **some, **blocks(2048, 32, 64, 64, "minima"))
+    unused = ("SCALING", "PTX")
+    four = {name: value for name, value in blocks(2048, 128, 128, 64, "zeros").items() if name not in unused}
+    build(ops + "dequantize", "_dequantize_kernel", x | {"values": BYTE}, ROWS=32, **four | dict(RUN=64))
     coded = x | {"values": BYTE, "codebook": FLOAT}
     build(ops + "gemm", "_gemm_kernel", coded, **some, **blocks(2048, 64, 64, 64, "codebook"))
 
@@ -348,16 +351,18 @@ def hopper():
         triton.compile(source, GPUTarget("cuda", 90, 32), options)
         print(name)
 
-    def build_product(outputs, rows, gate, splits, more=0, groups=1, **constants):
+    def build_product(outputs, rows, gate, splits, more=0, groups=1, kind=gl.bfloat16, **constants):
         kernel = importlib.import_module("slipstream.ops.linear.triton.streaming_kernel").streaming_kernel
-        boxes = {"x": [rows, 64], "weight": [outputs // 2 if gate else outputs, 64]}
-        boxes |= {"more_x": [more, 64]} if more else {}
+        width = 1024 // kind.primitive_bitwidth
+        boxes = {"x": [rows, width], "weight": [outputs // 2 if gate else outputs, width]}
+        boxes |= {"more_x": [more, width]} if more else {}
         x = {
-            name: f"tensordesc<bf16{box},{gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16)!r}>"
+            name: f"tensordesc<{kind}{box},{gl.NVMMASharedLayout.get_default_for(box, kind)!r}>"
             for name, box in boxes.items()
         }
         x |= of(HALF, "bias residual norm out weighted") | of(FLOAT, "squares made partials") | {"arrived": INT}
-        x |= {"eps": "fp32"}
+        x |= of(FLOAT, "scale x_scale") | {"eps": "fp32"}
+        constants |= {} if kind is gl.float8e4nv else {"scale": None, "x_scale": None}
         constants |= {"GATE": gate, "SPLITS": splits, "OUTPUTS": outputs, "ROWS": rows, "COPIES": 2, "STAGES": 2}
         constants |= {"DEPENDENT": True, "MORE_ROWS": more, "GROUPS": groups} | ({} if more else {"more_x": None})
         signature = {arg: "constexpr" if arg in constants else x.get(arg, "i32") for arg in kernel.arg_names}
@@ -400,7 +405,8 @@ def hopper():
         inputs = describe("bf16", [4, rows, 64], gl.NVMMASharedLayout(128, 16, 3))
         box = [4, 2, 32, 64] if gate else [4, 1, 64, 64]
         x = of(inputs, "x high_x") | {"weight": describe("u8", box, gl.NVMMASharedLayout(64, 8, 4))}
-        x |= of(HALF, "bias out") | {"partials": FLOAT, "arrived": INT, "scale": INT if is_4_bit else FLOAT}
+        x |= of(HALF, "bias out residual norm weighted") | of(FLOAT, "partials squares made")
+        x |= {"arrived": INT, "scale": INT if is_4_bit else FLOAT, "eps": "fp32"}
         constants |= {"GATE": gate, "SPLITS": splits, "OUTPUTS": 64, "ROWS": rows, "WARPS": 4, "STAGES": 2}
         constants |= {"DEPENDENT": True} | ({} if is_4_bit else {"high_x": None})
         signature = {arg: "constexpr" if arg in constants else x.get(arg, "i32") for arg in kernel.arg_names}
@@ -420,8 +426,12 @@ def hopper():
     build_product(64, 64, 1, 1, 16, 3, PARTS=64, bias=None, **added, **whole)
     build_product(64, 64, 0, 6, 32, 3, PARTS=0, squares=None, bias=None)
     build_product(64, 64, 0, 2, 16, PARTS=0, squares=None, bias=None, **added, **whole)  # partial sums, not added
-    build_slices(0, 2, 16, False, bias=None)
-    build_slices(1, 1, 8, True, **whole)
+    fp8 = dict(PARTS=0, squares=None, bias=None, kind=gl.float8e4nv)
+    build_product(64, 16, 1, 1, **fp8, **added, **whole)
+    build_product(64, 32, 0, 2, **fp8, **added)
+    build_slices(0, 2, 16, False, PARTS=0, squares=None, bias=None, **added)
+    build_slices(1, 1, 8, True, PARTS=64, **added, **whole)
+    build_slices(0, 4, 16, True, PARTS=0, squares=None, bias=None)
     single = dict(PAGE=16, DEPENDENT=True)
     plain = dict(WINDOW=0, sinks=None)
     build("triton.hopper_decode", "_split_kernel", 64, 128, GROUP=3, DIM=128, QUERIES=5, STAGES=3, **plain, **single)

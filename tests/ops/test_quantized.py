@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from slipstream.ops.activation import silu_and_mul
+from slipstream.ops.activation import gelu_tanh_and_mul, silu_and_mul
+from slipstream.ops.linear.dispatch import FUSED_ACTIVATIONS
 from slipstream.ops.norm import add_rms_norm
 from slipstream.ops.quantized import (
     QuantizedMatrix,
     dequantize,
+    gated_quantized_linear,
     norm_quantized_linear,
     pack_4_bit,
     quantized_linear,
+    quantizes_gated,
     reference,
     unpack_4_bit,
 )
@@ -94,6 +99,18 @@ def test_dequantize_is_scale_times_number_less_zero() -> None:
 
 
 @pytest.mark.parametrize("name", MATRICES)
+def test_whole_weight_dequantised_by_the_kernel(name: str, kernel_device: torch.device) -> None:
+    from slipstream.ops.quantized.triton.dequantize import dequantize as dequantize_by_kernel
+
+    weight = make(*MATRICES[name], 35, 320 if "128" not in name else 384, kernel_device)
+    for dtype in (torch.float32, torch.bfloat16):
+        found = dequantize_by_kernel(weight, dtype)
+        # the compiler may fuse the product and the addition of minima
+        tolerance = dict(rtol=8e-3, atol=2e-3) if dtype is torch.bfloat16 else dict(rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(found, dequantize(weight, dtype), **tolerance)
+
+
+@pytest.mark.parametrize("name", MATRICES)
 def test_gemm_with_split_inputs(name: str, kernel_device: torch.device) -> None:
     from slipstream.ops.quantized.triton.gemm import GemmTile, quantized_gemm
 
@@ -148,7 +165,7 @@ def test_gemm_of_fp8_inputs(name: str, kernel_device: torch.device) -> None:
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("name", MATRICES)
-@pytest.mark.parametrize("rows", [1, 5, 40, 131])
+@pytest.mark.parametrize("rows", [1, 5, 40, 131, 520])
 def test_kernels_in_bfloat16(name: str, rows: int, kernel_device: torch.device) -> None:
     """4-bit numbers become bfloat16 by their bits, which the interpreter cannot subtract."""
     weight = make(*MATRICES[name], 272, 1024, kernel_device)
@@ -190,6 +207,30 @@ def test_norm_and_quantisation_in_one_pass(has_residual: bool, kernel_device: to
     # up to rounding to the next number, and the interpreter's lost carries
     is_power = torch.frexp(expected.float())[0].abs() == 0.5
     torch.testing.assert_close(q.float()[~is_power], expected.float()[~is_power], rtol=0.13, atol=0.01)
+
+
+@pytest.mark.parametrize("activation", [silu_and_mul, gelu_tanh_and_mul])
+def test_gated_activation_and_quantisation_in_one_pass(
+    activation: Callable[[torch.Tensor], torch.Tensor], kernel_device: torch.device
+) -> None:
+    from slipstream.ops.quantized.triton.quantize import quantize_gated_rows
+
+    gate_up = torch.randn(3, 200, device=kernel_device)
+    q, scales = quantize_gated_rows(gate_up, FUSED_ACTIVATIONS[activation])
+    expected, expected_scales = reference.quantize_rows(activation(gate_up))
+    torch.testing.assert_close(scales, expected_scales)
+    is_power = torch.frexp(expected.float())[0].abs() == 0.5
+    torch.testing.assert_close(q.float()[~is_power], expected.float()[~is_power], rtol=0.13, atol=0.01)
+
+
+@pytest.mark.cuda
+def test_gated_fp8_gemm_is_that_of_two_passes(kernel_device: torch.device) -> None:
+    weight = make("fp8", 0, False, 272, 1024, kernel_device)
+    gate_up = torch.randn(200, 2048, device=kernel_device).bfloat16()
+    assert quantizes_gated(gate_up, silu_and_mul, weight) and not quantizes_gated(gate_up[:64], silu_and_mul, weight)
+    found = gated_quantized_linear(gate_up, silu_and_mul, weight)
+    expected = quantized_linear(silu_and_mul(gate_up), weight, quantizes_inputs=True)
+    assert (found - expected).float().norm() < 5e-3 * expected.float().norm()
 
 
 @pytest.mark.cuda

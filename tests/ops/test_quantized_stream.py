@@ -74,3 +74,44 @@ def test_streamed_weights(kind: str, rows: int) -> None:
             assert off(stream_gemm(x, weight, bias, "", tile), exact) < 4e-3
     if rows <= 8:  # the same tile: a row alone has the same bits
         assert torch.equal(quantized_linear(x, weight, bias)[:1], quantized_linear(x[:1], weight, bias))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("rows", [1, 16, 40, 64])
+def test_streamed_fp8_weights_and_inputs(rows: int) -> None:
+    from slipstream.ops.linear.triton.streaming_hopper import Scales, StreamTile, streaming_gemm
+    from slipstream.ops.quantized import reference
+
+    weight = make("fp8", 208, 1424, "cuda")  # a part of a step at the end
+    x = torch.randn(rows, 1424, device="cuda").bfloat16()
+    if not streams(x[:1], weight._replace(values=weight.values[:, :1408].contiguous())):
+        pytest.skip("made for another GPU")
+    bias = torch.randn(208, device="cuda").bfloat16()
+    exact = reference.scaled_linear(x.double(), weight, bias.double())
+    assert off(quantized_linear(x, weight, bias, quantizes_inputs=True), exact) < 8e-3
+    gated = silu_and_mul(reference.scaled_linear(x.double(), weight))
+    assert off(quantized_linear(x, weight, None, silu_and_mul, quantizes_inputs=True), gated) < 1.6e-2
+    q, scales = reference.quantize_rows(x)
+    for _ in range(2):  # the counters of the first run are back at zero
+        found = streaming_gemm(q, weight.values, bias, "", StreamTile(3), Scales(weight.scale, scales))
+        assert off(found, exact) < 8e-3
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("rows", [1, 11])
+def test_streamed_weights_with_residual_and_norm(rows: int) -> None:
+    from slipstream.ops.quantized import quantized_linear_add, quantized_linear_unnormalized
+
+    first, second = make("int4", 256, 1408, "cuda"), make("int4", 96, 256, "cuda")
+    x, residual = torch.randn(rows, 1408, device="cuda").bfloat16(), torch.randn(rows, 256, device="cuda").bfloat16()
+    if not streams(x, first):
+        pytest.skip("made for another GPU")
+    norm = torch.rand(256, device="cuda").bfloat16()
+    total = F.linear(x.double(), dequantize(first, torch.float64)) + residual.double()
+    found = quantized_linear_add(x, first, residual, norm, 1e-6)
+    assert off(found.total, total) < 4e-3
+    normed = F.rms_norm(total, (256,), norm.double(), 1e-6)
+    exact = F.linear(normed, dequantize(second, torch.float64))
+    assert off(quantized_linear_unnormalized(found, second, None, None), exact) < 8e-3
+    gated = quantized_linear_unnormalized(found, second, None, silu_and_mul)
+    assert off(gated, silu_and_mul(exact)) < 1.6e-2

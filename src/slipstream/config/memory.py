@@ -23,7 +23,7 @@ from slipstream.config.buffer_size import (
     result_growth_bytes,
     score_bytes,
 )
-from slipstream.config.config import EngineConfig
+from slipstream.config.config import EngineConfig, ModelConfig
 from slipstream.config.model_info import ModelInfo
 from slipstream.config.pooling_info import reductions_of
 from slipstream.config.pooling_size import (
@@ -136,6 +136,8 @@ def estimate_memory(config: EngineConfig, weights: int) -> MemoryEstimate:
     size, adapters = ITEMSIZE[config.model.dtype], config.adapters
     if adapters is not None:
         hidden += adapted_bytes(config, adapters)
+    if not on_cpu:
+        hidden += dequantized_bytes(config.model)
     captures = not on_cpu and not config.device.eager
     num_drafts = 0 if scheduler.drafts is None else scheduler.drafts.num_drafts
     masks = 0
@@ -185,6 +187,14 @@ def adapted_bytes(config: EngineConfig, adapters: AdapterConfig) -> int:
     largest = max(info.hidden_size, config.model.sizes.widest)
     inner = max(tokens, min(tokens, FEW_ADAPTED) * -(-largest // ADAPTED_INPUTS)) * adapters.widest * 4
     return inner + tokens * (info.hidden_size + 2 * largest) * size
+
+
+def dequantized_bytes(model: ModelConfig) -> int:
+    """Upper bound of one dequantised weight, which steps of many tokens on a GPU multiply with (`ops/quantized`)."""
+    quantization = model.quantization
+    stays = model.dequantize is False if quantization is None else not quantization.quantizes_inputs
+    # no product has more outputs than a token has elements inside a sublayer
+    return model.info.hidden_size * model.sizes.widest * ITEMSIZE[model.dtype] if stays else 0
 
 
 def id_bytes(group_pages: Sequence[int], page_size: int) -> int:

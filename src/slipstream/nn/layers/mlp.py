@@ -55,6 +55,9 @@ class Mlp(Layer):
         """As `SublayerModule.after_norm`."""
         x, residual = of_last(x, residual, last)
         context = context_of(context, last)
+        if self.down.takes_gated(x, self.activation, context):
+            gate_up, total = self.gate_up.after_norm(norm, x, residual, context)
+            return self.down.after_gate(gate_up, self.activation), total
         hidden, total = self.gate_up.after_norm(norm, x, residual, context, self.activation)
         return self.down(hidden, context), total
 

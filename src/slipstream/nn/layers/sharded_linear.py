@@ -16,6 +16,7 @@ from slipstream.nn.layers.ranked import RankedLayer
 from slipstream.nn.shapes import Shard
 from slipstream.nn.stored_part import even_part, sliced_target
 from slipstream.nn.weight_format import WeightFormat, WeightTarget
+from slipstream.ops.linear import Activation
 
 
 class RowParallelLinear(RankedLayer, Linear):
@@ -36,6 +37,10 @@ class RowParallelLinear(RankedLayer, Linear):
 
     def forward(self, x: torch.Tensor, context: ForwardContext | None = None) -> torch.Tensor:
         out = self.ranks.all_reduce(self._multiply(x, None, context))
+        return out if self.bias is None else out + self.bias
+
+    def after_gate(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+        out = self.ranks.all_reduce(self.weight.multiply_gated(gate_up, activation, None))
         return out if self.bias is None else out + self.bias
 
     @property

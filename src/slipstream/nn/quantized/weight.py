@@ -15,12 +15,18 @@ from slipstream.nn.quantized.layouts import QuantizedPart
 from slipstream.nn.quantized.part_reader import PartReader
 from slipstream.nn.weight_format import UnquantizedWeight, Weight, WeightTarget, new_parameter
 from slipstream.ops.linear import Activation
+from slipstream.ops.linear.unnormalized import Chain, Unnormalized
 from slipstream.ops.quantized import (
     QuantizedMatrix,
     dequantize,
+    gated_quantized_linear,
     norm_quantized_linear,
     pack_4_bit,
     quantized_linear,
+    quantized_linear_add,
+    quantized_linear_unnormalized,
+    quantizes_gated,
+    streams,
     words_of,
 )
 
@@ -130,11 +136,40 @@ class QuantizedWeight(Weight):
         bias: torch.Tensor | None,
         activation: Activation | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        q, matrix = self.format.quantization, self.matrix
-        is_fp8 = q.quantizes_inputs and matrix.takes_fp8_inputs and not self.format.batch_invariant
-        if x.is_cuda and is_fp8:
-            return norm_quantized_linear(x, residual, norm, eps, matrix, bias, activation, self.input_scale)
+        if x.is_cuda and self._quantizes_inputs and self.matrix.takes_fp8_inputs:
+            return norm_quantized_linear(x, residual, norm, eps, self.matrix, bias, activation, self.input_scale)
         return super().multiply_normed(x, residual, norm, eps, bias, activation)
+
+    def takes_gated(self, x: torch.Tensor, activation: Activation) -> bool:
+        return self._quantizes_inputs and quantizes_gated(x, activation, self.matrix)
+
+    def multiply_gated(self, gate_up: torch.Tensor, activation: Activation, bias: torch.Tensor | None) -> torch.Tensor:
+        return gated_quantized_linear(gate_up, activation, self.matrix, bias, self.input_scale)
+
+    @property
+    def _quantizes_inputs(self) -> bool:
+        return self.format.quantization.quantizes_inputs and not self.format.batch_invariant
+
+    @property
+    def can_chain(self) -> bool:  # type: ignore[override]
+        return self.words is not None and not self.format.batch_invariant
+
+    def chain_for(self, x: torch.Tensor) -> Chain:
+        return "streamed" if not self._runs and streams(x, self.matrix) else ""
+
+    def add_to(
+        self, residual: torch.Tensor, x: torch.Tensor, norm: torch.Tensor, eps: float, chain: Chain
+    ) -> Unnormalized:
+        if chain == "streamed":
+            return quantized_linear_add(x, self.matrix, residual, norm, eps)
+        return super().add_to(residual, x, norm, eps, chain)
+
+    def multiply_unnormalized(
+        self, x: Unnormalized, bias: torch.Tensor | None, activation: Activation | None
+    ) -> torch.Tensor:
+        if x.squares is not None:
+            return quantized_linear_unnormalized(x, self.matrix, bias, activation)
+        return super().multiply_unnormalized(x, bias, activation)
 
     def _multiply(self, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation | None) -> torch.Tensor:
         run = partial(

@@ -1,7 +1,8 @@
 """GEMM with quantised weights: x [rows, in] times the transpose of a `QuantizedMatrix` [out, in].
 
 On a GPU FP8 weights are multiplied by FP8 units with inputs quantised per row, if the checkpoint's method quantises
-inputs; other weights are expanded in registers. With up to 16 rows Hopper streams them (`triton/stream.py`).
+inputs; other weights are expanded in registers, or in memory for many rows. With few rows Hopper streams them
+(`triton/stream.py`; FP8 inputs: `ops/linear/triton/streaming_hopper.py`).
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 import torch
 
 from slipstream.ops.hopper import has_hopper_kernels
+from slipstream.ops.linear import gated_linear
 from slipstream.ops.linear.dispatch import FUSED_ACTIVATIONS, HAS_TRITON, Activation
+from slipstream.ops.linear.unnormalized import Unnormalized
 from slipstream.ops.quantized import reference
 from slipstream.ops.quantized.matrix import (
     QuantizedExperts,
@@ -26,10 +29,14 @@ __all__ = [
     "QuantizedExperts",
     "QuantizedMatrix",
     "dequantize",
+    "gated_quantized_linear",
     "half_of",
     "norm_quantized_linear",
     "pack_4_bit",
+    "quantizes_gated",
     "quantized_linear",
+    "quantized_linear_add",
+    "quantized_linear_unnormalized",
     "streams",
     "supports_kernels",
     "unpack_4_bit",
@@ -38,6 +45,7 @@ __all__ = [
 
 MAX_STREAMED_ROWS = 16
 MAX_FUSED_ROWS = 64  # with more rows torch's FP8 GEMM is faster, and activations are not fused
+MIN_DEQUANTIZED_ROWS = 512  # with as many rows a GEMM takes longer than writing and reading the dequantised weight
 
 
 def supports_kernels(device: torch.device, kind: torch.dtype, dtype: torch.dtype) -> bool:
@@ -82,9 +90,35 @@ def quantized_linear(
 
         out = stream_gemm(x, weight, bias, FUSED_ACTIVATIONS.get(activation, ""))
         return out if activation in FUSED_ACTIVATIONS else _activate(out, activation)
+    if len(x) >= MIN_DEQUANTIZED_ROWS:
+        from slipstream.ops.quantized.triton.dequantize import dequantize as dequantize_on_gpu
+
+        dense = dequantize_on_gpu(weight, x.dtype)
+        if activation in FUSED_ACTIVATIONS:
+            return gated_linear(x, dense, bias, activation)
+        return _activate(gated_linear(x, dense, bias, None), activation)
     is_fused = activation in FUSED_ACTIVATIONS and len(x) <= MAX_FUSED_ROWS
     out = quantized_gemm(x, weight, bias, FUSED_ACTIVATIONS[activation] if is_fused else "")
     return out if is_fused else _activate(out, activation)
+
+
+def quantized_linear_add(
+    x: torch.Tensor, weight: QuantizedMatrix, residual: torch.Tensor, norm: torch.Tensor, eps: float
+) -> Unnormalized:
+    """residual + x @ weight.T before its RMS norm, for an x that `streams` accepts."""
+    from slipstream.ops.quantized.triton.stream import stream_gemm_add
+
+    return stream_gemm_add(x, weight, residual, norm, eps)
+
+
+def quantized_linear_unnormalized(
+    x: Unnormalized, weight: QuantizedMatrix, bias: torch.Tensor | None, activation: Activation | None
+) -> torch.Tensor:
+    """activation(norm of x @ weight.T + bias), for an x that `streams` accepts."""
+    from slipstream.ops.quantized.triton.stream import stream_gemm
+
+    out = stream_gemm(x, weight, bias, FUSED_ACTIVATIONS.get(activation, ""))
+    return out if activation in FUSED_ACTIVATIONS else _activate(out, activation)
 
 
 def norm_quantized_linear(
@@ -105,6 +139,28 @@ def norm_quantized_linear(
     return _multiply_fp8(q, scales, x.dtype, weight, bias, activation), total
 
 
+def quantizes_gated(x: torch.Tensor, activation: Activation, weight: QuantizedMatrix) -> bool:
+    """Whether `gated_quantized_linear` takes x and is faster than an activation in the GEMM before: with more rows than
+    that GEMM fuses one."""
+    is_fused = bool(FUSED_ACTIVATIONS.get(activation)) and len(x) > MAX_FUSED_ROWS
+    return is_fused and x.is_cuda and x.dtype is not torch.float64 and weight.takes_fp8_inputs
+
+
+def gated_quantized_linear(
+    gate_up: torch.Tensor,
+    activation: Activation,
+    weight: QuantizedMatrix,
+    bias: torch.Tensor | None = None,
+    input_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """On a GPU, for weights that take FP8 inputs: `quantized_linear` of the gated activation, which one pass computes
+    and quantises."""
+    from slipstream.ops.quantized.triton.quantize import quantize_gated_rows
+
+    q, scales = quantize_gated_rows(gate_up, FUSED_ACTIVATIONS[activation], input_scale)
+    return _multiply_fp8(q, scales, gate_up.dtype, weight, bias, None)
+
+
 def _multiply_fp8(
     q: torch.Tensor,
     scales: torch.Tensor,
@@ -114,6 +170,12 @@ def _multiply_fp8(
     activation: Activation | None,
 ) -> torch.Tensor:
     """The product of FP8 inputs and FP8 weights, then the activation."""
+    if 0 < len(q) <= MAX_FUSED_ROWS and _accepts_streaming(q, dtype, weight):
+        from slipstream.ops.linear.triton.streaming_hopper import Scales, streaming_gemm
+
+        gate = FUSED_ACTIVATIONS.get(activation, "")
+        out = streaming_gemm(q, weight.values, bias, gate, scales=Scales(weight.scale, scales))
+        return out if activation in FUSED_ACTIVATIONS else _activate(out, activation)
     from slipstream.ops.quantized.triton.gemm import quantized_gemm
 
     if len(q) > MAX_FUSED_ROWS and _accepts_scaled_mm(dtype, weight):
@@ -123,6 +185,19 @@ def _multiply_fp8(
     gate = FUSED_ACTIVATIONS[activation] if is_fused else ""
     out = quantized_gemm(q, weight, bias, gate, x_scale=scales, dtype=dtype)
     return out if is_fused else _activate(out, activation)
+
+
+def _accepts_streaming(q: torch.Tensor, dtype: torch.dtype, weight: QuantizedMatrix) -> bool:
+    """Whether Hopper streams FP8 weights with a scale per row: TMA loads rows of a multiple of 16 bytes."""
+    return (
+        dtype is torch.bfloat16
+        and weight.scale.shape[1] == 1
+        and weight.scale.is_contiguous()
+        and weight.num_columns % 16 == 0
+        and weight.values.is_contiguous()
+        and (q.data_ptr() | weight.values.data_ptr()) % 16 == 0
+        and has_hopper_kernels(q.device)
+    )
 
 
 def _accepts_scaled_mm(dtype: torch.dtype, weight: QuantizedMatrix) -> bool:

@@ -34,18 +34,26 @@ def load_operands(
     OUTPUTS: gl.constexpr,
     ROWS: gl.constexpr,
 ):
-    """Loads the results of earlier kernels for the epilogue: partial sums of squares, and the residual."""
-    squares, residual, num_rows = given[0], given[4], given[6]
+    """Loads what the epilogue needs of earlier kernels: partial sums of squares, the residual, and the scales of FP8
+    rows; and the scales of the weight rows (of the up rows too)."""
+    squares, residual, num_rows, num_out, scale, x_scale = given[0], given[4], given[6], given[7], given[8], given[9]
     row, own, target, mask = target_of(given, first_row, block, GATE, OUTPUTS, ROWS)
     parts = row  # unused without squares
     added = row  # unused without a residual
+    of_x, of_weight, of_up = row, row, row  # unused without scales
     if squares is not None:
         part = gl.expand_dims(gl.arange(0, triton.next_power_of_2(PARTS), gl.SliceLayout(1, mask.type.layout)), 1)
         padded_row = gl.expand_dims(row, 0)
         parts = gl.load(squares + padded_row * PARTS + part, mask=(part < PARTS) & (padded_row < num_rows), other=0.0)
     if residual is not None:
         added = gl.load(residual + target, mask=mask, other=0.0)
-    return parts, added
+    if scale is not None:
+        of_weight = gl.load(scale + own, mask=own < num_out, other=0.0)
+        if GATE:
+            of_up = gl.load(scale + num_out + own, mask=own < num_out, other=0.0)
+    if x_scale is not None:
+        of_x = gl.load(x_scale + row, mask=row < num_rows, other=0.0)
+    return parts, added, of_x, of_weight, of_up
 
 
 @gluon.jit
@@ -64,19 +72,27 @@ def store_results(
 ):
     """The epilogue of the sums of ROWS rows of a block, in the layout of `target_of`. Gated: `result` has the sums of
     the gate rows, `up` those of the up rows."""
-    squares, eps, num_in, bias, residual, norm, num_rows, num_out = given
+    squares, eps, num_in, bias, residual, norm, num_rows, num_out, scale, x_scale = given
     out, weighted, made, partials, arrived = results
-    parts, added = operands
+    parts, added, of_x, of_weight, of_up = operands
     row, own, target, mask = target_of(given, first_row, block, GATE, OUTPUTS, ROWS)
     inside = own < num_out
+    if scale is not None:
+        result *= gl.expand_dims(of_weight, 1)
+        if GATE:
+            up *= gl.expand_dims(of_up, 1)
+    if x_scale is not None:
+        result *= gl.expand_dims(of_x, 0)
+        if GATE:
+            up *= gl.expand_dims(of_x, 0)
     if squares is not None:
-        scale = gl.expand_dims(gl.rsqrt(gl.sum(parts, 0) / num_in + eps), 0)
-        result *= scale
+        divided = gl.expand_dims(gl.rsqrt(gl.sum(parts, 0) / num_in + eps), 0)
+        result *= divided
     if bias is not None:
         result += gl.expand_dims(gl.load(bias + own, mask=inside, other=0.0).to(gl.float32), 1)
     if GATE:
         if squares is not None:
-            up *= scale
+            up *= divided
         if bias is not None:
             up += gl.expand_dims(gl.load(bias + num_out + own, mask=inside, other=0.0).to(gl.float32), 1)
         slope = result

@@ -24,11 +24,11 @@ from slipstream.ops.linear.capability import (
 )
 from slipstream.ops.linear.triton import streaming_kernel
 from slipstream.ops.linear.triton.epilogue import GATES, counters
-from slipstream.ops.linear.triton.streaming_kernel import WIDTH
+from slipstream.ops.linear.triton.streaming_kernel import BYTES
 from slipstream.ops.linear.unnormalized import Unnormalized
 from slipstream.ops.pdl import dependent
 
-MEMORY = 195 << 10  # bytes of shared memory for the pipeline of one program; one program per multiprocessor
+MEMORY = 195 << 10  # bytes of shared memory for the pipelines of all programs on a multiprocessor
 
 
 class StreamTile(NamedTuple):
@@ -37,6 +37,14 @@ class StreamTile(NamedTuple):
     rows: int = 0  # per program; 0: all
     copies: int = 2  # TMA copies of the weight per pipeline stage
     groups: int = 1  # blocks of outputs per program, 1 or 3
+    programs: int = 1  # per multiprocessor
+
+
+class Scales(NamedTuple):
+    """Of FP8 operands, in float32."""
+
+    weight: torch.Tensor  # [out, 1]
+    x: torch.Tensor  # [rows, 1]
 
 
 def streaming_gemm(
@@ -45,12 +53,14 @@ def streaming_gemm(
     bias: torch.Tensor | None,
     gate: str,
     tile: StreamTile | None = None,
+    scales: Scales | None = None,  # if x and weight are FP8
 ) -> torch.Tensor:
-    """The GEMM of x, or of the norm of an `Unnormalized` x."""
+    """The GEMM of x, or of the norm of an `Unnormalized` x, in bfloat16."""
     rows = len(x) if isinstance(x, torch.Tensor) else len(x.total)
     num_out = len(weight) // 2 if gate else len(weight)
-    out = torch.empty((rows, num_out), dtype=weight.dtype, device=weight.device)
-    _launch(x, weight, bias, gate, out, tile or stream_tile(rows, len(weight), weight.shape[1], gate))
+    out = torch.empty((rows, num_out), dtype=torch.bfloat16, device=weight.device)
+    tile = tile or stream_tile(rows, len(weight), weight.shape[1] * weight.element_size() // 2, gate)
+    _launch(x, weight, bias, gate, out, tile, scales=scales)
     return out
 
 
@@ -92,6 +102,7 @@ def _launch(
     tile: StreamTile,
     residual: torch.Tensor | None = None,
     made: Unnormalized | None = None,
+    scales: Scales | None = None,
 ) -> None:
     squares, eps = None, 0.0
     if isinstance(x, Unnormalized):
@@ -101,7 +112,7 @@ def _launch(
     outputs, groups = tile.outputs, tile.groups
     per_program, more = row_parts(tile, rows)
     blocks, row_blocks = triton.cdiv(len(weight), outputs * groups), triton.cdiv(rows, per_program + more)
-    steps = triton.cdiv(num_in, WIDTH.value * tile.copies)
+    steps = triton.cdiv(num_in * weight.element_size(), BYTES.value * tile.copies)
     split_steps = triton.cdiv(steps, tile.splits)
     partials = arrived = None
     if tile.splits > 1 and out.dim() == 2:
@@ -124,6 +135,8 @@ def _launch(
         None if made is None else made.squares,
         partials,
         arrived,
+        None if scales is None else scales.weight,
+        None if scales is None else scales.x,
         rows,
         out.shape[-1],
         num_in,
@@ -167,7 +180,7 @@ def stream_tile(rows: int, num_out: int, num_in: int, gate: str) -> StreamTile:
 
 
 def stages_for(tile: StreamTile, rows: int) -> int:
-    return MEMORY // ((tile.outputs * tile.groups + rows) * WIDTH.value * tile.copies * 2)
+    return MEMORY // tile.programs // ((tile.outputs * tile.groups + rows) * BYTES.value * tile.copies)
 
 
 def registers_for(tile: StreamTile, rows: int) -> int:
@@ -190,5 +203,6 @@ def _padded(rows: int) -> int:
 
 
 def _describe(matrix: torch.Tensor, num_rows: int) -> Any:
-    box = [num_rows, WIDTH.value]
-    return TensorDescriptor.from_tensor(matrix, box, gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16))
+    box = [num_rows, BYTES.value // matrix.element_size()]
+    dtype = gl.bfloat16 if matrix.element_size() == 2 else gl.float8e4nv
+    return TensorDescriptor.from_tensor(matrix, box, gl.NVMMASharedLayout.get_default_for(box, dtype))

@@ -3,7 +3,8 @@
 A program computes GROUPS blocks, 1 or 3, of OUTPUTS outputs for the same rows. Each block has consumer warps of its
 own (a warpgroup per 64 outputs), and all blocks read the same tiles of x: a program with three blocks loads a third of
 the x bytes per weight byte. The rows of a program are ROWS and, if not 0, MORE_ROWS: shapes in Gluon are powers of
-two, and 80 rows as 64 + 16 load no padding. Compiled by `tests/ops/test_kernels_compile.py`, run by `pytest -m cuda`.
+two, and 80 rows as 64 + 16 load no padding. With FP8 weights x is FP8 too, and the epilogue multiplies by the scales of
+both. Compiled by `tests/ops/test_kernels_compile.py`, run by `pytest -m cuda`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from slipstream.ops.linear.triton.streaming_epilogue import load_operands, store_results, target_of
 from slipstream.ops.pdl import release_next, wait_for_previous
 
-WIDTH = gl.constexpr(64)  # inputs per TMA copy: 128 bytes
+BYTES = gl.constexpr(128)  # of a weight row per TMA copy
 FETCH_REGISTERS = gl.constexpr(24)
 GROUP_REGISTERS = gl.constexpr(152)  # per consumer thread of a program with three blocks
 
@@ -42,6 +43,8 @@ def streaming_kernel(
     made,
     partials,
     arrived,
+    scale,  # of weight rows [out] and of rows of x, float32; None unless both are FP8
+    x_scale,
     num_rows,
     num_out,
     num_in,
@@ -59,6 +62,7 @@ def streaming_kernel(
     DEPENDENT: gl.constexpr,
 ):
     release_next(DEPENDENT)
+    WIDTH: gl.constexpr = width_of(weight.dtype)
     SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([OUTPUTS, WIDTH], weight.dtype)
     TILES: gl.constexpr = STAGES * COPIES
     first = gl.allocate_shared_memory(weight.dtype, [TILES, OUTPUTS, WIDTH], SHARED)
@@ -76,7 +80,7 @@ def streaming_kernel(
     begin = gl.program_id(2) * split_steps
     count = gl.minimum(split_steps, num_steps - begin)
     inputs = (xs, more_xs, there, used)
-    given = (squares, eps, num_in, bias, residual, norm, num_rows, num_out)
+    given = (squares, eps, num_in, bias, residual, norm, num_rows, num_out, scale, x_scale)
     results = (out, weighted, made, partials, arrived)
     TILE: gl.constexpr = (OUTPUTS, GROUPS, ROWS, MORE_ROWS, COPIES, STAGES)
     fetched = ((first, second, third), inputs, x, more_x, weight, num_out, begin, count, GATE, TILE, DEPENDENT)
@@ -100,6 +104,12 @@ def streaming_kernel(
             [4, 4, 1],
             [GROUP_REGISTERS, GROUP_REGISTERS, FETCH_REGISTERS],
         )
+
+
+@gluon.constexpr_function
+def width_of(dtype):
+    """Inputs per TMA copy."""
+    return BYTES.value * 8 // dtype.primitive_bitwidth
 
 
 @gluon.jit
@@ -148,8 +158,9 @@ def _copy_weight(weight, weights, there, step, stage, num_out, GATE: gl.constexp
     ALL_ROWS: gl.constexpr = TILE[2] + TILE[3]
     COPIES: gl.constexpr = TILE[4]
     HALF: gl.constexpr = OUTPUTS // 2
+    WIDTH: gl.constexpr = width_of(weight.dtype)
     bar = there.index(stage)
-    mbarrier.expect(bar, COPIES * (GROUPS * OUTPUTS + ALL_ROWS) * WIDTH * 2)
+    mbarrier.expect(bar, COPIES * (GROUPS * OUTPUTS + ALL_ROWS) * BYTES)
     for part in gl.static_range(COPIES):
         k = (step * COPIES + part) * WIDTH
         for group in gl.static_range(GROUPS):
@@ -168,6 +179,7 @@ def _copy_x(x, more_x, xs, more_xs, there, step, stage, TILE: gl.constexpr):
     ROWS: gl.constexpr = TILE[2]
     MORE_ROWS: gl.constexpr = TILE[3]
     COPIES: gl.constexpr = TILE[4]
+    WIDTH: gl.constexpr = width_of(x.dtype)
     row = gl.program_id(0) * (ROWS + MORE_ROWS)
     for part in gl.static_range(COPIES):
         k = (step * COPIES + part) * WIDTH
@@ -201,8 +213,9 @@ def _compute(
     xs, more_xs, there, used = inputs
     partials, arrived = results[3], results[4]
     WARPS: gl.constexpr = OUTPUTS // 16
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, ROWS, 16])
-    MORE_SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, MORE_ROWS or ROWS, 16])
+    DEPTH: gl.constexpr = width_of(ws.dtype) // 4  # inputs of an MMA instruction
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, ROWS, DEPTH])
+    MORE_SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, MORE_ROWS or ROWS, DEPTH])
     block = gl.program_id(1) * GROUPS + GROUP
     row = gl.program_id(0) * (ROWS + MORE_ROWS)
     wait_for_previous(DEPENDENT)
@@ -239,10 +252,22 @@ def _compute(
     if SPLITS > 1 and arrived is None:
         # the next kernel adds the partial sums: `out` is [SPLITS, rows, outputs] in float32, and nothing is fused
         stored = (results[0] + gl.program_id(2).to(gl.int64) * (given[6] * given[7]), None, None, None, None)
-        _finish(acc, (row, row), free, given, stored, row, block, GATE, OUTPUTS, GROUPS, ROWS)
+        _finish(acc, (row, row, row, row, row), free, given, stored, row, block, GATE, OUTPUTS, GROUPS, ROWS)
         if MORE_ROWS:
             gl.thread_barrier()  # the sums of the first rows have been read
-            _finish(more_acc, (row, row), free, given, stored, row + ROWS, block, GATE, OUTPUTS, GROUPS, MORE_ROWS)
+            _finish(
+                more_acc,
+                (row, row, row, row, row),
+                free,
+                given,
+                stored,
+                row + ROWS,
+                block,
+                GATE,
+                OUTPUTS,
+                GROUPS,
+                MORE_ROWS,
+            )
     elif SPLITS > 1:
         ALL: gl.constexpr = OUTPUTS * (ROWS + MORE_ROWS)
         number = block * gl.num_programs(0) + gl.program_id(0)

@@ -230,14 +230,7 @@ def add_step(
     `load_factor`; RUN: adjacent columns of a step that share a scale.
     """
     if SCALING == _EACH:
-        w = q.to(tl.float32) if codebook is None else _look_up(codebook, q, FP4)
-        if zeros is not None:
-            w = w - _spread(zeros, row, column, GROUP, GROUPS, HALF, RUN, STEP)
-        elif ZERO:
-            w = w - ZERO
-        w = w * _spread(scale, row, column, GROUP, GROUPS, HALF, RUN, STEP)
-        if minima is not None:
-            w = w + _spread(minima, row, column, GROUP, GROUPS, HALF, RUN, STEP)
+        w = number_of(q, row, column, scale, zeros, minima, codebook, ZERO, GROUP, GROUPS, HALF, RUN, STEP, FP4)
         return tl.dot(w.to(x.dtype), x, total, input_precision="ieee")
     else:
         entry = row + column // GROUP
@@ -256,6 +249,35 @@ def add_step(
         else:
             sums = tl.dot(w.to(x.dtype), x, input_precision="ieee")
             return total + sums * factor
+
+
+@triton.jit
+def number_of(
+    q,
+    row,
+    column,
+    scale,
+    zeros,
+    minima,
+    codebook,
+    ZERO: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    HALF: tl.constexpr,
+    RUN: tl.constexpr,
+    STEP: tl.constexpr,
+    FP4: tl.constexpr,
+):
+    """The weights of numbers q [outputs, STEP], in float32; other arguments as in `add_step`."""
+    w = q.to(tl.float32) if codebook is None else _look_up(codebook, q, FP4)
+    if zeros is not None:
+        w = w - _spread(zeros, row, column, GROUP, GROUPS, HALF, RUN, STEP)
+    elif ZERO:
+        w = w - ZERO
+    w = w * _spread(scale, row, column, GROUP, GROUPS, HALF, RUN, STEP)
+    if minima is not None:
+        w = w + _spread(minima, row, column, GROUP, GROUPS, HALF, RUN, STEP)
+    return w
 
 
 @triton.jit

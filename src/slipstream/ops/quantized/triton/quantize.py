@@ -1,4 +1,8 @@
-"""Quantises rows of activations to FP8, with a scale for each row; the RMS norm before it may be part of the pass."""
+"""Quantises rows of activations to FP8, with a scale for each row.
+
+The RMS norm or the gated activation before may be part of the pass; its result is rounded to the dtype of x, as on its
+way through memory.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from slipstream.ops.linear.triton.epilogue import GATES
 from slipstream.ops.pdl import dependent, release_next, wait_for_previous
 from slipstream.ops.quantized.reference import MAX_FP8
 
@@ -20,12 +25,18 @@ def quantize_rows(x: torch.Tensor, scale: torch.Tensor | None = None) -> tuple[t
 def quantize_normed_rows(
     x: torch.Tensor, residual: torch.Tensor | None, norm: torch.Tensor, eps: float, scale: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """FP8 and scales of the RMS norm of x + residual, and the sum. The norm is rounded to the dtype of x, as on its
-    way through memory."""
+    """FP8 and scales of the RMS norm of x + residual, and the sum."""
     if residual is None:
         return *_launch(x, None, norm, None, eps, scale), x
     total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     return *_launch(x, residual.contiguous(), norm, total, eps, scale), total
+
+
+def quantize_gated_rows(
+    gate_up: torch.Tensor, gate: str, scale: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """FP8 and scales of the gated activation of rows of gate columns, then up columns."""
+    return _launch(gate_up, None, None, None, 0.0, scale, gate)
 
 
 def _launch(
@@ -35,8 +46,9 @@ def _launch(
     total: torch.Tensor | None,
     eps: float,
     scale: torch.Tensor | None,
+    gate: str = "",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    rows, size = x.shape
+    rows, size = len(x), x.shape[1] // (2 if gate else 1)
     assert x.stride(1) == 1, "rows of x must be contiguous"
     out = torch.empty((rows, size), dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
@@ -52,6 +64,7 @@ def _launch(
             scales,
             eps,
             x.stride(0),
+            GATE=GATES[gate],
             SIZE=size,
             BLOCK=block,
             num_warps=4 if block <= 4096 else 8,
@@ -72,6 +85,7 @@ def _quantize_kernel(
     scales,
     eps,
     x_stride,
+    GATE: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -82,6 +96,13 @@ def _quantize_kernel(
     inside = column < SIZE
     wait_for_previous(DEPENDENT)
     value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    if GATE:
+        up = tl.load(x + row * x_stride + SIZE + column, mask=inside, other=0.0).to(tl.float32)
+        slope = value
+        if GATE == 2:
+            # (1 + tanh(z)) / 2 = sigmoid(2z), with z = sqrt(2 / pi) (x + 0.044715 x^3)
+            slope = 1.5957691216057308 * (value + 0.044715 * value * value * value)
+        value = (value * tl.sigmoid(slope) * up).to(x.dtype.element_ty).to(tl.float32)
     if residual is not None:
         value += tl.load(residual + row * SIZE + column, mask=inside, other=0.0).to(tl.float32)
         rounded = value.to(total.dtype.element_ty)

@@ -15,6 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from slipstream.ops.linear.triton.epilogue import GATES, counters
+from slipstream.ops.linear.unnormalized import Unnormalized
 from slipstream.ops.pdl import dependent
 from slipstream.ops.quantized.matrix import QuantizedMatrix
 from slipstream.ops.quantized.triton import stream_kernel
@@ -26,27 +27,69 @@ MEMORY = 195 << 10  # bytes of shared memory for the pipelines of all programs o
 
 class SliceTile(NamedTuple):
     splits: int  # split-k
-    outputs: int = 64  # per program, gate and up rows together
-    warps: int = 4  # each multiplies a slice of 64 bytes of all weight rows
+    outputs: int = 64  # per program, gate and up rows together; a warp multiplies 64
+    slices: int = 4  # of 64 bytes of a weight row per step
     programs: int = 2  # per multiprocessor
+
+    @property
+    def warps(self) -> int:
+        return self.slices * self.outputs // 64
 
 
 def stream_gemm(
-    x: torch.Tensor,  # [rows, in]
+    x: torch.Tensor | Unnormalized,  # [rows, in]
     weight: QuantizedMatrix,  # [out, in]; gated: gate rows, then up rows, [2 * out, in]
     bias: torch.Tensor | None = None,
     gate: str = "",
     tile: SliceTile | None = None,
 ) -> torch.Tensor:
-    rows, num_in = x.shape
+    """The GEMM of x, or of the norm of an `Unnormalized` x."""
+    rows = len(x) if isinstance(x, torch.Tensor) else len(x.total)
     num_out = len(weight.values) // 2 if gate else len(weight.values)
-    out = torch.empty((rows, num_out), dtype=x.dtype, device=x.device)
-    tile = tile or slice_tile(weight)
-    outputs, warps = tile.outputs, tile.warps
+    out = torch.empty((rows, num_out), dtype=torch.bfloat16, device=weight.values.device)
+    _launch(x, weight, bias, gate, out, tile or slice_tile(weight, rows))
+    return out
+
+
+def stream_gemm_add(
+    x: torch.Tensor,  # [rows, in]
+    weight: QuantizedMatrix,  # [out, in]
+    residual: torch.Tensor,  # [rows, out]
+    norm: torch.Tensor,  # [out]
+    eps: float,
+    tile: SliceTile | None = None,
+) -> Unnormalized:
+    """residual + the GEMM, with what the next GEMM needs to finish the norm of the sum."""
+    tile = tile or slice_tile(weight, len(x))
+    num_out = len(weight.values)
+    assert residual.is_contiguous() and residual.shape == (len(x), num_out), f"{residual.shape}"
+    total, weighted = (torch.empty(residual.shape, dtype=x.dtype, device=x.device) for _ in range(2))
+    squares = torch.empty(len(x), triton.cdiv(num_out, tile.outputs), dtype=torch.float32, device=x.device)
+    made = Unnormalized(total, norm, eps, weighted, squares)
+    _launch(x, weight, None, "", total, tile, residual, made)
+    return made
+
+
+def _launch(
+    x: torch.Tensor | Unnormalized,
+    weight: QuantizedMatrix,
+    bias: torch.Tensor | None,
+    gate: str,
+    out: torch.Tensor,
+    tile: SliceTile,
+    residual: torch.Tensor | None = None,
+    made: Unnormalized | None = None,
+) -> None:
+    squares, eps = None, 0.0
+    if isinstance(x, Unnormalized):
+        assert x.weighted is not None and x.squares is not None
+        x, squares, eps = x.weighted, x.squares, x.eps
+    rows, num_in = x.shape
+    outputs, slices = tile.outputs, tile.slices
     padded = 8 if rows <= 8 else 16
     blocks, row_blocks = triton.cdiv(len(weight.values), outputs), triton.cdiv(rows, padded)
     columns = SLICE.value * (2 if weight.is_4_bit else 1)  # of a slice
-    steps = triton.cdiv(num_in // columns, warps)
+    steps = triton.cdiv(num_in // columns, slices)
     split_steps = triton.cdiv(steps, tile.splits)
     splits = triton.cdiv(steps, split_steps)
     partials = arrived = None
@@ -57,42 +100,51 @@ def stream_gemm(
         assert num_blocks <= len(arrived), f"{num_blocks} blocks, but {len(arrived)} counters"
     words = weight.words
     stream_kernel.stream_kernel[(row_blocks, blocks, splits)](
-        _describe_inputs(x, columns, warps, padded),
-        _describe_inputs(x[:, SLICE.value :], columns, warps, padded) if weight.is_4_bit else None,
-        _describe_weight(weight, 2 if gate else 1, outputs, warps),
+        _describe_inputs(x, columns, slices, padded),
+        _describe_inputs(x[:, SLICE.value :], columns, slices, padded) if weight.is_4_bit else None,
+        _describe_weight(weight, 2 if gate else 1, outputs, slices),
         weight.scale if words is None else words,
+        squares,
+        eps,
         bias,
+        residual,
+        None if made is None else made.norm,
         out,
+        None if made is None else made.weighted,
+        None if made is None else made.squares,
         partials,
         arrived,
         rows,
-        num_out,
+        out.shape[1],
+        num_in,
         steps,
         split_steps,
         0 if words is None else len(words),
         0 if words is None else words.stride(0),
+        PARTS=0 if squares is None else squares.shape[1],
         GATE=GATES[gate],
         SPLITS=splits,
         OUTPUTS=outputs,
         ROWS=padded,
-        WARPS=warps,
+        WARPS=slices,
         STAGES=slice_stages(tile, padded, weight.is_4_bit),
-        num_warps=warps,
+        num_warps=tile.warps,
         maxnreg=slice_registers(tile),
         **dependent(x.device, rows),
     )
-    return out
 
 
-def slice_tile(weight: QuantizedMatrix) -> SliceTile:
+def slice_tile(weight: QuantizedMatrix, rows: int) -> SliceTile:
     """Measured on an H200 at the shapes of Qwen3-8B with 1 and 16 rows (`benchmarks/ops/quantized.py`): two programs on
-    a multiprocessor, and split-k up to about 264 programs."""
+    a multiprocessor, and split-k up to about 264 programs. Three programs on a multiprocessor where this makes one wave
+    of two, if their registers suffice."""
     blocks = triton.cdiv(len(weight.values), 64)
-    return SliceTile(max(1, min(4, PROGRAMS // blocks)))
+    programs = 3 if PROGRAMS < blocks <= PROGRAMS * 3 // 2 and rows <= 8 and weight.is_4_bit else 2
+    return SliceTile(max(1, min(4, PROGRAMS // blocks)), programs=programs)
 
 
 def slice_stages(tile: SliceTile, rows: int, is_4_bit: bool) -> int:
-    stage = tile.warps * (tile.outputs * SLICE.value + rows * 128 * (2 if is_4_bit else 1))
+    stage = tile.slices * (tile.outputs * SLICE.value + rows * 128 * (2 if is_4_bit else 1))
     return max(1, MEMORY // tile.programs // stage)
 
 
@@ -101,18 +153,18 @@ def slice_registers(tile: SliceTile) -> int:
     return min(240, 65536 // (tile.programs * (tile.warps + 4) * 32) // 8 * 8)
 
 
-def _describe_inputs(x: torch.Tensor, columns: int, warps: int, rows: int) -> Any:
+def _describe_inputs(x: torch.Tensor, columns: int, slices: int, rows: int) -> Any:
     """64 inputs of each slice: [slices, rows, 64]."""
     num_slices = triton.cdiv(x.shape[1], columns)
     shape, strides = [num_slices, len(x), 64], [columns, x.stride(0), 1]
-    return TensorDescriptor(x, shape, strides, [warps, rows, 64], gl.NVMMASharedLayout(128, 16, 3))
+    return TensorDescriptor(x, shape, strides, [slices, rows, 64], gl.NVMMASharedLayout(128, 16, 3))
 
 
-def _describe_weight(weight: QuantizedMatrix, parts: int, outputs: int, warps: int) -> Any:
+def _describe_weight(weight: QuantizedMatrix, parts: int, outputs: int, slices: int) -> Any:
     """[slices, gate and up, outputs of each, 64 bytes]"""
     values = weight.values.view(torch.uint8)
     rows, num_bytes = values.shape
     shape, strides = [num_bytes // SLICE.value, parts, rows // parts, SLICE.value], [SLICE.value, 0, num_bytes, 1]
     strides[1] = rows // parts * num_bytes
-    box = [warps, parts, outputs // parts, SLICE.value]
+    box = [slices, parts, outputs // parts, SLICE.value]
     return TensorDescriptor(values, shape, strides, box, gl.NVMMASharedLayout(64, 8, 4))

@@ -1,8 +1,12 @@
 """The kernel of `stream.py`, in Gluon: one warp loads FP8 or 4-bit weights and x by TMA, the others multiply.
 
-A program computes OUTPUTS outputs. A step loads WARPS slices of 64 bytes of each weight row, and each consumer warp
-multiplies one slice for all outputs: a fragment of x serves many weights, and 8 adjacent bytes of a thread are 8
-adjacent inputs. Weights become bfloat16 in registers. The sums of the warps are added in shared memory at the end.
+A program computes OUTPUTS outputs. A step loads WARPS slices of 64 bytes of each weight row. A consumer warp multiplies
+one slice for 64 outputs: a fragment of x serves many weights, and 8 adjacent bytes of a thread are 8 adjacent inputs.
+Weights become bfloat16 in registers. The sums of the slices are added in shared memory at the end. The steps around the
+GEMM are fused as in `ops/linear/triton/streaming_hopper.py`.
+
+4 bits q are the bfloat16 128 + q, by two instructions for two numbers. What this adds to a sum, and the zero, is the
+sum of x over the group times (128 + zero): an MMA with a matrix of ones computes these sums.
 Compiled by `tests/ops/test_kernels_compile.py`, run by `pytest -m cuda`.
 """
 
@@ -16,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from slipstream.ops.linear.triton.streaming_epilogue import load_operands, store_results, target_of
 from slipstream.ops.linear.triton.streaming_kernel import FETCH_REGISTERS, make_barriers
 from slipstream.ops.pdl import release_next, wait_for_previous
-from slipstream.ops.quantized.triton.expand import BFLOAT16_OF_4_BITS, BFLOAT16_OF_FP8
+from slipstream.ops.quantized.triton.expand import BFLOAT16_OF_FP8
 
 SLICE = gl.constexpr(64)  # bytes of a weight row that a warp multiplies in a step
 
@@ -28,16 +32,24 @@ def stream_kernel(
     high_x,  # 4 bits: the inputs of high bits; else None
     weight,  # descriptor [slices, gate and up, out, 64 bytes]
     scale,  # FP8: [out] float32; 4 bits: the words [groups, out] of `matrix.py`, a group for each slice
+    squares,
+    eps,
     bias,
+    residual,
+    norm,
     out,
+    weighted,
+    made,
     partials,
     arrived,
     num_rows,
     num_out,
+    num_in,
     num_steps,
     split_steps,
     num_words,  # groups; 0 for FP8
     words_stride,
+    PARTS: gl.constexpr,
     GATE: gl.constexpr,
     SPLITS: gl.constexpr,
     OUTPUTS: gl.constexpr,
@@ -60,14 +72,16 @@ def stream_kernel(
     begin = gl.program_id(2) * split_steps
     count = gl.minimum(split_steps, num_steps - begin)
     memory = (ws, xs, high_xs, there, used)
-    # no norm before or after, and no residual
-    given = (None, 0.0, 0, bias, None, None, num_rows, num_out)
-    results = (out, None, None, partials, arrived)
+    if IS_4_BIT:
+        given = (squares, eps, num_in, bias, residual, norm, num_rows, num_out, None, None)
+    else:
+        given = (squares, eps, num_in, bias, residual, norm, num_rows, num_out, scale, None)
+    results = (out, weighted, made, partials, arrived)
     table = (scale, num_words, words_stride)
     TILE: gl.constexpr = (OUTPUTS, ROWS, WARPS, STAGES)
     gl.warp_specialize(
         [
-            (_compute, (memory, table, given, results, begin, count, GATE, SPLITS, IS_4_BIT, TILE, DEPENDENT)),
+            (_compute, (memory, table, given, results, begin, count, PARTS, GATE, SPLITS, IS_4_BIT, TILE, DEPENDENT)),
             (_fetch, (memory, x, high_x, weight, begin, count, GATE, IS_4_BIT, TILE, DEPENDENT)),
         ],
         [1],
@@ -138,6 +152,7 @@ def _compute(
     results,
     begin,
     count,
+    PARTS: gl.constexpr,
     GATE: gl.constexpr,
     SPLITS: gl.constexpr,
     IS_4_BIT: gl.constexpr,
@@ -150,9 +165,8 @@ def _compute(
     WARPS: gl.constexpr = TILE[2]
     STAGES: gl.constexpr = TILE[3]
     ws, xs, high_xs, there, used = memory
-    scale = table[0]
     partials, arrived = results[3], results[4]
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, gl.num_warps() // WARPS, 1], [1, 16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 8)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, SUMS, 8)
     block = gl.program_id(1)
@@ -160,7 +174,7 @@ def _compute(
     if IS_4_BIT:
         words = _load_words(table, given, begin, block, GATE, LEFT, TILE)
     wait_for_previous(DEPENDENT)
-    operands = load_operands(given, row, block, 0, GATE, OUTPUTS, ROWS)
+    operands = load_operands(given, row, block, PARTS, GATE, OUTPUTS, ROWS)
     acc = gl.zeros([WARPS, OUTPUTS, ROWS], gl.float32, SUMS)
     for step in range(count):
         stage = step % STAGES
@@ -176,11 +190,15 @@ def _compute(
             gl.thread_barrier()  # all warps have read
             mbarrier.arrive(used.index(stage), count=1)
         if IS_4_BIT:
-            factor = (own_words & -256).to(gl.float32, bitcast=True)
-            factor = gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(2, SUMS)), 2)
-            low, high = _expand_4_bits(q, own_words)
-            part = mma_v2(low, right, gl.zeros([WARPS, OUTPUTS, ROWS], gl.float32, SUMS))
-            acc += mma_v2(high, high_right, part) * factor
+            factor = _by_output((own_words & -256).to(gl.float32, bitcast=True), SUMS)
+            more = _by_output(((own_words & 255) << 16 | 0x43000000).to(gl.float32, bitcast=True), SUMS)  # 128 + zero
+            right, high_right = _as_bytes_lie(right), _as_bytes_lie(high_right)
+            # a sixteenth of the sum in each of 16 rows
+            shares = gl.full([WARPS, 16, SLICE], 0.0625, gl.bfloat16, LEFT)
+            total = mma_v2(shares, right, gl.zeros([WARPS, 16, ROWS], gl.float32, SUMS))
+            total = gl.expand_dims(gl.sum(mma_v2(shares, high_right, total), 1), 1)
+            low, high = _expand_4_bits(q)
+            acc += mma_v2(high, high_right, mma_v2(low, right, -more * total)) * factor
         else:
             acc = mma_v2(_expand_fp8(q), right, acc)
     gl.thread_barrier()  # all warps have read: shared memory is reused for the sums
@@ -225,11 +243,6 @@ def _compute(
                     up += gl.load(where + start + SIZE, cache_modifier=".cg")
             gl.store(arrived + number, 0)
     if is_last:
-        if not IS_4_BIT:
-            num_out = given[7]
-            result *= gl.expand_dims(gl.load(scale + own, mask=own < num_out, other=0.0), 1)
-            if GATE:
-                up *= gl.expand_dims(gl.load(scale + num_out + own, mask=own < num_out, other=0.0), 1)
         store_results(result, up, operands, given, results, row, block, GATE, OUTPUTS, 1, ROWS)
 
 
@@ -260,15 +273,44 @@ def _expand_fp8(q):
 
 
 @gluon.jit
-def _expand_4_bits(q, words):
-    """The numbers of low and of high bits, less the zeros of their words."""
-    zero = ((words & 255) | 0xC300).to(gl.int16).to(gl.bfloat16, bitcast=True)  # -128 - zero
-    zeros = gl.expand_dims(zero, 2).broadcast_to(q.shape)
+def _by_output(value, SUMS: gl.constexpr):
+    """[WARPS, OUTPUTS] as a factor of sums."""
+    return gl.expand_dims(gl.convert_layout(value, gl.SliceLayout(2, SUMS)), 2)
+
+
+@gluon.jit
+def _expand_4_bits(q):
+    """128 + q of low and of high bits; the second and the third of four adjacent numbers change places."""
     return gl.inline_asm_elementwise(
-        BFLOAT16_OF_4_BITS,
-        "=r,=r,=r,=r,r,r,r,r,r",
-        [q, zeros, zeros],
+        """{
+        .reg .b32 b, c, d;
+        shr.u32 b, $4, 8;
+        shr.u32 c, $4, 4;
+        shr.u32 d, $4, 12;
+        lop3.b32 $0, $4, 0x000f000f, 0x43004300, 0xea;
+        lop3.b32 $1, b, 0x000f000f, 0x43004300, 0xea;
+        lop3.b32 $2, c, 0x000f000f, 0x43004300, 0xea;
+        lop3.b32 $3, d, 0x000f000f, 0x43004300, 0xea;
+        }""",
+        "=&r,=&r,=&r,=&r,r",
+        [q],
         dtype=(gl.bfloat16, gl.bfloat16),
+        is_pure=True,
+        pack=4,
+    )
+
+
+@gluon.jit
+def _as_bytes_lie(x):
+    """The second and the third of four adjacent inputs change places, as in `_expand_4_bits`."""
+    return gl.inline_asm_elementwise(
+        """{
+        prmt.b32 $0, $2, $3, 0x5410;
+        prmt.b32 $1, $2, $3, 0x7632;
+        }""",
+        "=&r,=&r,r,r",
+        [x],
+        dtype=gl.bfloat16,
         is_pure=True,
         pack=4,
     )

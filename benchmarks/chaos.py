@@ -66,14 +66,14 @@ class Chaos(ReplicaClient):
         if replica.index in self.killed:
             self.seconds.append(time.monotonic() - self.killed.pop(replica.index))
 
-    def kill_one(self, draw: random.Random) -> str | None:
-        """Kills a process of a replica that has requests."""
+    def kill_one(self, draw: random.Random, *, only_ranks: bool = False) -> str | None:
+        """Kills a process of a replica that has requests. `only_ranks`: not its core."""
         ready = [each for each in self.replicas if each.is_ready and each.requests and each.pid is not None]
         if not ready:
             return None
         replica = draw.choice(ready)
         assert replica.pid is not None
-        processes = [replica.pid, *children(replica.pid)]
+        processes = children(replica.pid) if only_ranks else [replica.pid, *children(replica.pid)]
         victim = draw.choice(processes)
         self.killed.setdefault(replica.index, time.monotonic())
         os.kill(victim, signal.SIGKILL)
@@ -87,7 +87,8 @@ def children(pid: int) -> list[int]:
         return []
 
 
-async def run(args: argparse.Namespace) -> None:
+async def run(args: argparse.Namespace) -> tuple[collections.Counter[str], collections.Counter[str]]:
+    """Returns how many requests ended how, and how many processes of which kind were killed."""
     options = make_options(
         model=args.model,
         data_parallel_size=args.replicas,
@@ -129,7 +130,7 @@ async def run(args: argparse.Namespace) -> None:
     for _ in range(args.kills):
         for _ in range(args.requests // (args.kills + 1)):
             await done.acquire()
-        if (what := client.kill_one(draw)) is not None:
+        if (what := client.kill_one(draw, only_ranks=args.only_ranks)) is not None:
             kills[what.split(" of ")[0]] += 1
     await asyncio.gather(*tasks)
     twice = {name: count for name, count in client.endings.counts.items() if count != 1}
@@ -145,9 +146,10 @@ async def run(args: argparse.Namespace) -> None:
     left = [pid for pid in children(os.getpid()) if Path(f"/proc/{pid}/cmdline").read_bytes()]
     print(f"processes left: {len(left)}")
     assert not twice and ends.total() == args.requests and not left
+    return ends, kills
 
 
-if __name__ == "__main__":
+def read_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="a folder; take a tiny model")
     parser.add_argument("--requests", type=int, default=5000)
@@ -157,5 +159,10 @@ if __name__ == "__main__":
     parser.add_argument("--share-experts", action="store_true", help="enable_expert_parallel")
     parser.add_argument("--in-flight", type=int, default=64)
     parser.add_argument("--max-tokens", type=int, default=12)
+    parser.add_argument("--only-ranks", action="store_true", help="kill no cores, only their other ranks")
     parser.add_argument("--seed", type=int, default=0)
-    asyncio.run(run(parser.parse_args()))
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    asyncio.run(run(read_args()))

@@ -93,8 +93,9 @@ def test_a_consumer_continues_from_the_pages_of_a_producer(folder, wanted, peer,
         llm.core.scheduler.check()
 
 
-def test_checkpoints_of_recurrent_states_travel_with_the_pages(tmp_path, monkeypatch):
-    folder = write_tiny(tmp_path, "qwen3_next")
+@pytest.mark.parametrize("family", ["qwen3_next", "mamba2"])  # the second one has no pages
+def test_checkpoints_of_recurrent_states_travel_with_the_pages(tmp_path, monkeypatch, family):
+    folder = write_tiny(tmp_path, family)
     prompts = [[first + n % 11 for n in range(150)] for first in (20, 70)]
     options = dict(max_model_len=200, num_pages=200, num_checkpoints=8)
     with make(folder, "kv_producer", kv_port=0, **options) as producer:

@@ -210,14 +210,16 @@ def test_a_language_model_generates_and_embeds(folders):
         np.testing.assert_allclose(vector, (last / last.norm()).numpy(), atol=1e-5)
 
 
-def test_yes_and_no_of_a_reranker(tmp_path):
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_yes_and_no_of_a_reranker(tmp_path, num_ranks):
     write_tiny(tmp_path, "qwen3")
     tokens = json.loads((tmp_path / "tokenizer.json").read_text())
     vocabulary = tokens["model"]["vocab"]
     free = list(range(300, 304))
     vocabulary["yes"], vocabulary["no"] = free[0], free[1]
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokens))
-    with LLM(str(tmp_path), task="rerank", use_tqdm_on_load=False, num_pages=128, max_model_len=1024) as llm:
+    options = dict(use_tqdm_on_load=False, num_pages=128, max_model_len=1024, num_threads=1)
+    with LLM(str(tmp_path), task="rerank", tensor_parallel_size=num_ranks, **options) as llm:
         (found,) = llm.score("what?", "that", instruction="look")
         template = llm.config.model.pooling.pair_template
         text = template.format(instruction="look", query="what?", document="that")

@@ -54,13 +54,11 @@ def _check_expert_parallel(options: Options, device_kind: str) -> None:
 def check_rank_config(config: EngineConfig) -> None:
     """Checks the options of ranks once the model is known."""
     model = config.model
-    if model.num_ranks == model.num_engines == 1:
-        return
-    fact = f"tensor_parallel_size is {model.num_ranks}, and"
-    if model.num_engines > 1:
-        fact = f"enable_expert_parallel is set with data_parallel_size {model.num_engines}, and"
-    if not config.model.generates:
-        raise InvalidOption(f"{fact} {config.model.name} only pools, which runs on one rank; use 1")
+    if model.num_engines > 1 and not model.generates:
+        raise InvalidOption(
+            f"enable_expert_parallel is set with data_parallel_size {model.num_engines}, and {model.name} only pools; "
+            "leave enable_expert_parallel out to run whole copies"
+        )
 
 
 def check_one_model(options: Sequence[Options]) -> None:

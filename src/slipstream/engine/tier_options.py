@@ -21,8 +21,8 @@ def check_tier(config: EngineConfig, num_replicas: int = 1) -> None:
         raise InvalidOption(
             f"kv_transfer_config: {num_replicas} replicas would serve pages at one port; start a server for each"
         )
-    if not cache.groups:
-        raise InvalidOption(f"{option} is for models with a KV cache, and {name} has none; remove it")
+    if not cache.groups and cache.states is None:
+        raise InvalidOption(f"{option} is for models with a cache, and {name} has none; remove it")
     if cache.states is not None and not cache.states.num_checkpoints:
         raise InvalidOption(
             f"{option}: {name} has recurrent states, and pages are of no use without checkpoints; raise "

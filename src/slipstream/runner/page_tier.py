@@ -90,7 +90,7 @@ class PageTier:
         slots = tier_slots(config)
         size = config.tier_bytes / 2**30
         if not all(slots):
-            need = max(group.bytes_per_page for group in config.groups)
+            need = max((group.bytes_per_page for group in config.groups), default=0)
             if config.states is not None:
                 need = max(need, config.states.checkpoint_bytes)
             raise InvalidOption(

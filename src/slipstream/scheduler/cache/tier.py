@@ -39,6 +39,11 @@ class Stored(NamedTuple):
     num_stores: int  # stores to this slot that were planned so far, the one with its content among them
 
 
+class _Prefix(NamedTuple):
+    num_pages: int
+    entries: list[list[int]]  # per group, and then per page: a page, the null page, or -1 - slot
+
+
 class CacheTier:
     """Threads that serve its pages to other engines call `pin`, `is_pending` and `unpin` only."""
 
@@ -48,6 +53,7 @@ class CacheTier:
         """`order`: the indices of the groups, those that need the most pages first. Checkpoints of `states` have slots
         of one more group, the last."""
         self._groups = groups
+        self._no_prefix = _Prefix(0, [[] for _ in groups])
         self._order = order
         self.page_size = config.page_size
         self.version = 0  # changes with `reset`
@@ -87,12 +93,12 @@ class CacheTier:
         if any(group.pages_for(num_tokens) > group.pool.num_free for group in self._groups):
             return False
         matching.is_fetched = True
-        found = self._find_prefix(matching, (num_tokens - 1) // self.page_size)
+        prefix = self._find_prefix(matching, (num_tokens - 1) // self.page_size)
         state = 0  # a checkpoint on the device, or none
-        if self._state_slots is not None and found:
-            found, state = self._end_at_checkpoint(matching, found)
+        if self._state_slots is not None:
+            prefix, state = self._end_at_checkpoint(matching, prefix.num_pages)
         num_loads = int(state < 0)
-        for group, entries in zip(self._groups, found, strict=False):
+        for group, entries in zip(self._groups, prefix.entries, strict=True):
             held = [page for page in entries if page > 0]
             num_missing = sum(1 for page in entries if page < 0)
             if num_missing > group.pool.num_free - group.pool.num_idle(held):
@@ -102,31 +108,31 @@ class CacheTier:
         if not num_loads:
             return False
         hashes = matching.request.hashes
-        length = len(found[0]) - (self._num_dropped if self._state_slots is not None else 0)
+        length = prefix.num_pages - (self._num_dropped if self._state_slots is not None else 0)
         if state < 0:
             assert self._state_slots is not None
             if not self._state_slots.load_checkpoint(state, hashes[length - 1]):
                 matching.is_fetched = False
                 return False
         self.num_hits += (length - matching.num_pages) * self.page_size
-        for slots, entries in zip(self._slots, found, strict=False):
+        for slots, entries in zip(self._slots, prefix.entries, strict=False):
             slots.load(entries, hashes)
         return True
 
-    def _end_at_checkpoint(self, matching: Matching, found: list[list[int]]) -> tuple[list[list[int]], int]:
-        """The part of a prefix that a model with recurrent states can continue from, and the checkpoint at its end, or
-        -1 - slot; no entries if the device has as much."""
+    def _end_at_checkpoint(self, matching: Matching, num_pages: int) -> tuple[_Prefix, int]:
+        """The part of a prefix of `num_pages` pages that a model with recurrent states can continue from, and the
+        checkpoint at its end, or -1 - slot; no pages if the device has as much."""
         assert self._state_slots is not None
-        last = (len(found[0]) - self._num_dropped) // self._border * self._border
-        for num_pages in range(last, matching.num_pages, -self._border):
-            state = self._state_slots.find(matching.hash_at(num_pages - 1))
+        last = (num_pages - self._num_dropped) // self._border * self._border
+        for end in range(last, matching.num_pages, -self._border):
+            state = self._state_slots.find(matching.hash_at(end - 1))
             if state is not None:
-                return self._find_prefix(matching, num_pages + self._num_dropped), state
-        return [], 0
+                return self._find_prefix(matching, end + self._num_dropped), state
+        return self._no_prefix, 0
 
-    def _find_prefix(self, matching: Matching, limit: int) -> list[list[int]]:
-        """Per group, the entries of the longest prefix that the device and the tier have together: a page, the null
-        page, or -1 - slot."""
+    def _find_prefix(self, matching: Matching, limit: int) -> _Prefix:
+        """The longest prefix that the device and the tier have together. Without groups it has `limit` pages: only
+        checkpoints count."""
         found: list[list[int]] = [[] for _ in self._groups]
         while limit:
             agreed = limit
@@ -134,9 +140,9 @@ class CacheTier:
                 found[index] = self._groups[index].match(matching.hash_at, agreed, find=self._slots[index].find)
                 agreed = len(found[index])
             if all(len(entries) == agreed for entries in found):
-                return found
+                return _Prefix(agreed, found)
             limit = agreed
-        return []
+        return self._no_prefix
 
     def forget(self, hashes: Sequence[bytes]) -> None:
         """Make the content under these hashes unfindable: it is wrong."""

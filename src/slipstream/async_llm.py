@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Collection, Iterable
 from typing import Any, Literal
 
-from slipstream.errors import InvalidParams
+from slipstream.errors import EngineDead, InvalidParams
 from slipstream.frontend.async_engine import AsyncEngine
 from slipstream.frontend.control import control
 from slipstream.frontend.inputs import Prompt
@@ -22,6 +22,19 @@ _UNUSED = (
     "tokenization_kwargs", "trace_headers", "data_parallel_rank", "reasoning_ended",
     "reasoning_parser_kwargs",
 )  # fmt: skip
+
+
+class UnfinishedRequests:
+    """Requests of an engine that have not finished, under the names of vLLM's output processor."""
+
+    def __init__(self, running: Collection[str]) -> None:
+        self._running = running
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self._running)
+
+    def get_num_unfinished_requests(self) -> int:
+        return len(self._running)
 
 
 class AsyncLLM:
@@ -143,8 +156,14 @@ class AsyncLLM:
         return not self._resumed.is_set()
 
     async def check_health(self) -> None:
-        """Raises where the engine is closed or has failed."""
+        """Raises EngineDead where the engine has failed, EngineClosed where it is closed."""
         self.engine.check()
+        if self.errored:
+            raise EngineDead("the engine has failed; start another one")
+
+    @property
+    def output_processor(self) -> UnfinishedRequests:
+        return UnfinishedRequests(self._running)
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Running requests keep their pages."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from slipstream.params import SamplingParams
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from slipstream.config.config import EngineConfig
 
+State = TypeVar("State")
 Needs = Literal["tokens", "logits"]
 
 TokenEdit = Mapping[int, float] | Iterable[int] | None
@@ -44,6 +45,36 @@ class BatchUpdate:
     removed: Sequence[int]  # indices
     added: Sequence[tuple[int, SamplingParams, list[int] | None, list[int]]]  # index, parameters, prompt, output tokens
     moved: Sequence[tuple[int, int, MoveDirectionality]]  # from, to
+
+
+def process_dict_updates(
+    entries: dict[int, State],
+    batch_update: BatchUpdate | None,
+    new_state: Callable[[SamplingParams, list[int] | None, list[int]], State | None],
+) -> bool:
+    """Applies the changes of a batch to a processor's state by index, for `update_state`. `new_state` returns the state
+    of an added request from its parameters, prompt and output tokens; None: it has none. Returns whether `entries`
+    changed."""
+    if batch_update is None:
+        return False
+    before = dict(entries)
+    for index in batch_update.removed:
+        entries.pop(index, None)
+    for index, params, prompt, output in batch_update.added:
+        _put(entries, index, new_state(params, prompt, output))
+    for start, end, direction in batch_update.moved:
+        moved, replaced = entries.pop(start, None), entries.pop(end, None)
+        _put(entries, end, moved)
+        if direction is MoveDirectionality.SWAP:
+            _put(entries, start, replaced)
+    return entries != before
+
+
+def _put(entries: dict[int, State], index: int, state: State | None) -> None:
+    if state is None:
+        entries.pop(index, None)
+    else:
+        entries[index] = state
 
 
 class LogitsProcessor:

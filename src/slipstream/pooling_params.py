@@ -6,7 +6,7 @@ which a vector may be truncated) are in `frontend/pooling/params.py`, which also
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import msgspec
@@ -21,6 +21,7 @@ TOKEN_TASKS: frozenset[str] = frozenset(("token_embed", "token_classify"))
 """Tasks whose results are matrices, one line per token."""
 
 MAX_QUERY_USES = 2**20
+TEXT_LIMITS = ("max_tokens_per_query", "max_tokens_per_doc")
 
 
 class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=True, metaclass=CheckedNames):
@@ -44,6 +45,8 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """Of token scores return only the lines of this token: one per reasoning step."""
     returned_token_ids: Sequence[int] | None = None
     """Of token scores return only these columns."""
+    extra_kwargs: Mapping[str, int] | None = None
+    """For score and rerank: `max_tokens_per_query` and `max_tokens_per_doc`, how many tokens of each text are read."""
     skip_tokens: int = 0
     """For vectors and classes: compute the first tokens of the prompt, this many, but do not pool them. Set for texts
     of a folder with `include_prompt: false`."""
@@ -88,6 +91,7 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         if self.step_tag_id is not None:
             check_integer("step_tag_id", self.step_tag_id, 0, MAX_COUNT)
         self._freeze("returned_token_ids", check_ids("returned_token_ids", self.returned_token_ids))
+        self._check_text_limits()
         check_integer("skip_tokens", self.skip_tokens, 0, MAX_COUNT)
         if self.skip_tokens and self.task not in (None, "embed", "classify"):
             raise InvalidParams(
@@ -104,6 +108,17 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
                 "so use token_embed"
             )
         check_turn(self.priority, self.cache_salt)
+
+    def _check_text_limits(self) -> None:
+        if not isinstance(self.extra_kwargs, Mapping | None):
+            raise InvalidParams(f"extra_kwargs is {self.extra_kwargs!r:.100}; give an object", param="extra_kwargs")
+        for name, limit in (self.extra_kwargs or {}).items():
+            if name not in TEXT_LIMITS:
+                raise InvalidParams(
+                    f"extra_kwargs has {name!r:.100}; it takes {' and '.join(TEXT_LIMITS)}", param="extra_kwargs"
+                )
+            check_integer(name, limit, 1, MAX_COUNT)
+        self._freeze("extra_kwargs", dict(self.extra_kwargs) if self.extra_kwargs else None)
 
     def _freeze(self, name: str, value: object) -> None:
         msgspec.structs.force_setattr(self, name, value)

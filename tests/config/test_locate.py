@@ -10,7 +10,7 @@ import pytest
 
 from slipstream.config import locate as locate_module
 from slipstream.config.locate import LocatedModel, locate, locate_tokenizer
-from slipstream.errors import ModelNotFound
+from slipstream.errors import InvalidOption, ModelNotFound
 
 
 class FakeHub:
@@ -126,7 +126,11 @@ def test_a_tokenizer_of_the_hub_is_fetched_without_weights(tmp_path: Path, hub: 
     assert locate_tokenizer("org/Its-Tokenizer", "kept") == str(tmp_path)
     assert (hub.asked["name"], hub.asked["cache_dir"]) == ("org/Its-Tokenizer", "kept")
     assert "tokenizer*" in hub.asked["allow_patterns"] and "*.safetensors" not in hub.asked["allow_patterns"]
+    locate_tokenizer("org/Its-Tokenizer", revision="v2")
+    assert hub.asked["revision"] == "v2"
     assert locate_tokenizer(str(tmp_path)) == str(tmp_path)
+    with pytest.raises(InvalidOption, match="tokenizer_revision is 'v2'"):
+        locate_tokenizer(str(tmp_path), revision="v2")
 
 
 def test_older_weights_are_fetched_only_where_there_are_no_others(tmp_path: Path, hub: FakeHub) -> None:

@@ -52,8 +52,8 @@ def changed(folder, tmp_path, **config):
     [
         ([1] * 64, PromptTooLong, "64 tokens"),
         ([1] * 5000, PromptTooLong, "5000 tokens"),
-        ("", InvalidPrompt, "no tokens"),
-        ([[]], InvalidPrompt, "no tokens"),
+        ("", InvalidPrompt, "cannot be empty"),
+        ([[]], InvalidPrompt, "cannot be empty"),
         ([1, 99999], InvalidPrompt, "99999"),
         ([1, -1], InvalidPrompt, "-1"),
         ([[1, "x"]], InvalidPrompt, "'x'"),
@@ -212,7 +212,7 @@ def test_auto_length_fits_the_memory(folder):
     for auto in ("auto", -1):
         with LLM(str(folder), use_tqdm_on_load=False, num_pages=3, page_size=4, max_model_len=auto) as llm:
             assert llm.config.scheduler.max_model_len == llm.inputs.description.max_model_len == 12
-            with pytest.raises(PromptTooLong, match="takes 12"):
+            with pytest.raises(PromptTooLong, match="length is 12"):
                 llm.generate([1] * 12)
             assert (
                 len(llm.generate([1] * 8, SamplingParams(max_tokens=99, ignore_eos=True))[0].outputs[0].token_ids) == 4

@@ -221,9 +221,13 @@ def test_a_clone_is_made_for_each_sample(llm):
     assert Stateful.made == 6
 
 
-def test_an_engine_without_processors_refuses_extra_args(model):
-    with make(model) as llm, pytest.raises(InvalidParams, match="extra_args are for logits processors"):
-        llm.generate([[1]], SamplingParams(extra_args={"a": 1}), use_tqdm=False)
+def test_an_engine_without_processors_takes_extra_args(model):
+    with make(model) as llm:
+        plain, given = (
+            llm.generate([[1]], SamplingParams(seed=3, max_tokens=4, extra_args=args), use_tqdm=False)
+            for args in (None, {"a": 1})
+        )
+    assert plain[0].outputs[0].token_ids == given[0].outputs[0].token_ids
 
 
 class NoApply(LogitsProcessor):

@@ -277,6 +277,20 @@ def test_late_interaction_is_the_sum_of_the_nearest(folders, monkeypatch):
         assert not llm.core.scheduler._queries and not llm.core.has_requests()  # the query is not kept for ever
 
 
+def test_score_reads_as_many_tokens_of_a_text_as_extra_kwargs_say(cross):
+    limits = PoolingParams(extra_kwargs={"max_tokens_per_query": 2, "max_tokens_per_doc": 3})
+    found = cross.score("abcdef", ["ghijkl", "mn"], pooling_params=limits)
+    wanted = cross.score("ab", ["ghi", "mn"])
+    assert [one.outputs.score for one in found] == [one.outputs.score for one in wanted]
+    assert [one.prompt_token_ids for one in found] == [one.prompt_token_ids for one in wanted]
+    with pytest.raises(InvalidParams, match="extra_kwargs are for score and rerank"):
+        cross.classify("a", pooling_params=limits)
+    with pytest.raises(InvalidParams, match="it takes max_tokens_per_query and max_tokens_per_doc"):
+        PoolingParams(extra_kwargs={"max_tokens": 3})
+    with pytest.raises(InvalidParams, match="max_tokens_per_doc"):
+        PoolingParams(extra_kwargs={"max_tokens_per_doc": 0})
+
+
 # What cannot be
 
 

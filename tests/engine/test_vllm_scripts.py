@@ -24,7 +24,7 @@ from slipstream import (
     TextPrompt,
     TokensPrompt,
 )
-from slipstream.errors import EngineClosed, InvalidOption, InvalidParams, InvalidPrompt
+from slipstream.errors import EngineClosed, EngineDead, InvalidOption, InvalidParams, InvalidPrompt
 from slipstream.frontend.vllm_methods import NOT_SUPPORTED
 from slipstream.metrics.reader import Counter, Gauge, Histogram, Vector
 from tiny import write_tiny
@@ -275,7 +275,7 @@ def test_engine_args_are_a_dataclass(folder):
         assert llm.llm_engine.model_config.max_model_len == 32
 
 
-def test_the_asynchronous_engine(folder, llm):
+def test_the_asynchronous_engine(folder, llm, monkeypatch):
     (wanted,) = llm.generate("Hello", TEN)
 
     async def last(results):
@@ -286,6 +286,9 @@ def test_the_asynchronous_engine(folder, llm):
     async def scenario():
         engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=folder, enable_log_requests=False, **SMALL))
         await engine.check_health()
+        with monkeypatch.context() as patch, pytest.raises(EngineDead):
+            patch.setattr(AsyncLLM, "errored", True)
+            await engine.check_health()
         await engine.pause_generation()  # before any request
         await engine.resume_generation()
         delta = TEN.with_changes(output_kind=RequestOutputKind.DELTA)
@@ -296,8 +299,10 @@ def test_the_asynchronous_engine(folder, llm):
         endless = SamplingParams(max_tokens=60, ignore_eos=True, temperature=0)
         streams = [engine.generate("Hi", endless, f"long{n}") for n in range(2)]
         assert [len((await anext(stream)).outputs) for stream in streams] == [1, 1]
+        assert engine.output_processor.get_num_unfinished_requests() == 2
         running = [asyncio.create_task(last(stream)) for stream in streams]
         await engine.pause_generation(mode="wait")
+        assert not engine.output_processor.has_unfinished_requests()
         assert await engine.is_paused() and not engine.engine.load.num_not_started
         assert [len((await task).outputs[0].token_ids) for task in running] == [60, 60]
         waiting = asyncio.create_task(last(engine.generate("Hello", TEN, "2")))

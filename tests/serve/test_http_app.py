@@ -129,7 +129,7 @@ def test_admin_routes_want_the_admin_key(folder, settings, key, status):
         ("POST", "/v1/completions", {"prompt": ["x", 1]}, 400, "mixes"),
         ("POST", "/v1/completions", {"prompt": ["x", [1]]}, 400, "mixes"),
         ("POST", "/v1/completions", {"prompt": ["ok", ""]}, 400, "prompt 2 of 2"),
-        ("POST", "/v1/completions", {"prompt": [999]}, 400, "999 is unknown"),
+        ("POST", "/v1/completions", {"prompt": [999]}, 400, "999 is out of vocabulary"),
         ("POST", "/v1/completions", {"prompt": "x" * 64}, 400, "64 tokens"),
         ("POST", "/v1/completions", {"prompt": "x", "model": "other"}, 404, "no model 'other'"),
         ("POST", "/v1/completions", {"prompt": "x", "n": 129}, 400, "this server takes 128"),

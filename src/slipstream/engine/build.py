@@ -89,10 +89,11 @@ def open_model(options: Options) -> Opened:
         log.warning(note)
     if options.logits_processors and not config.model.generates:
         raise InvalidOption(
-            f"logits_processors is given, and {config.model.name} does not generate; give it to a model that does"
+            f"Pooling models do not support custom logits processors. {config.model.name} does not generate; leave "
+            "logits_processors out"
         )
     processors = find_classes(options.logits_processors or ()) if config.model.generates else ()
-    description = ModelDescription.of(options, config, defaults, has_processors=bool(processors))
+    description = ModelDescription.of(options, config, defaults)
     return Opened(config, description, processors, file)
 
 

@@ -34,7 +34,6 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     max_batch_tokens: int = 0  # of a step
     max_waiting: int | None = None  # prompts that may wait in the core; None: unknown
     reasoning_config: ReasoningConfig | None = None  # None: by the chat template
-    has_processors: bool = False  # logits processors of the engine, for which requests may have arguments
     takes_adapters: bool = False  # requests may have LoRA adapters
     adapters: tuple[LoRARequest, ...] = ()  # adapters that requests may name as their model, at start
     embed_size: int = 0  # values of an embedding in prompt_embeds; 0: prompts are texts or token ids
@@ -54,16 +53,15 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     def too_long_hint(self) -> str:
         """For error messages about prompts that are too long."""
         raise_it = ", or raise max_model_len" if self.max_model_len < self.max_positions else ""
-        return f"shorten it or set truncate_prompt_tokens{raise_it}"
+        return f"Please reduce the length of the prompt or set truncate_prompt_tokens{raise_it}"
 
     @classmethod
-    def of(
-        cls, options: Options, config: EngineConfig, defaults: GenerationDefaults, *, has_processors: bool = False
-    ) -> ModelDescription:
+    def of(cls, options: Options, config: EngineConfig, defaults: GenerationDefaults) -> ModelDescription:
         info = config.model.info
         tokenizer = config.model.path
-        if options.tokenizer is not None:
-            tokenizer = locate_tokenizer(options.tokenizer, options.download_dir)
+        if options.tokenizer is not None or options.tokenizer_revision is not None:
+            given = options.tokenizer or options.model or tokenizer
+            tokenizer = locate_tokenizer(given, options.download_dir, options.tokenizer_revision)
         return cls(
             name=config.model.name,
             tokenizer=None if options.skip_tokenizer_init else tokenizer,
@@ -81,7 +79,6 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
             embed_size=info.hidden_size if config.scheduler.prompt_embeds else 0,
             max_kept=config.scheduler.max_kept,
             logprobs_mode=config.model.logprobs_mode,
-            has_processors=has_processors,
             takes_adapters=config.adapters is not None,
             adapters=read_lora_modules(options.lora_modules),
             reasoning_config=read_reasoning_config(options.reasoning_config),

@@ -131,8 +131,8 @@ class InputProcessor:
         excerpts, limit = self._excerpts, self.description.max_model_len
         if excerpts is not None and not excerpts.is_short(text, limit) and excerpts.exceeds(text, limit):
             name = self.description.name
-            fact = f"the prompt has {len(text)} characters and more than {limit} tokens, {name} takes {limit}"
-            raise PromptTooLong(f"{fact} including at least one generated token; {self.description.too_long_hint}")
+            fact = f"the prompt has {len(text)} characters and more than {limit} tokens, and {name}'s maximum context"
+            raise PromptTooLong(f"{fact} length is {limit} with one generated token. {self.description.too_long_hint}")
 
     def complete(self, message: Submit, ids: list[int]) -> Submit:
         """Returns the message with the prompt's token ids, truncated and checked."""
@@ -141,12 +141,11 @@ class InputProcessor:
         if (keep := params.truncate_prompt_tokens) is not None:
             ids = ids[-(keep if keep > 0 else limit - 1) :]
         if not ids:
-            raise InvalidPrompt("the prompt has no tokens; give at least one")
+            raise InvalidPrompt("the decoder prompt cannot be empty; give at least one token")
         if len(ids) >= limit:
             raise PromptTooLong(
-                f"the prompt has {len(ids)} tokens, {self.description.name} takes {limit} "
-                "including at least one generated "
-                f"token; {self.description.too_long_hint}"
+                f"the prompt has {len(ids)} tokens, and {self.description.name}'s maximum context length is {limit} "
+                f"with one generated token. {self.description.too_long_hint}"
             )
         if self._has_extra_tokens and (token := max(ids)) >= self.description.vocab_size:
             assert self.tokenizer is not None
@@ -165,7 +164,7 @@ class InputProcessor:
         if self._thinking_markers is None:
             if self.tokenizer is None:
                 raise InvalidParams(
-                    "thinking_token_budget needs a tokenizer, and skip_tokenizer_init is set; unset it",
+                    "thinking_token_budget needs a tokenizer, and `skip_tokenizer_init=True` is set; unset it",
                     param="thinking_token_budget",
                 )
             config = self.description.reasoning_config
@@ -291,7 +290,7 @@ class InputProcessor:
                 raise InvalidPrompt(f"token id {token!r} is not an integer")
             token = token.__index__()
             if not 0 <= token < self.description.vocab_size:
-                raise InvalidPrompt(f"token id {token} is unknown; {self.description.known_ids}")
+                raise InvalidPrompt(f"token id {token} is out of vocabulary; {self.description.known_ids}")
             checked.append(token)
         return checked
 
@@ -340,22 +339,16 @@ class InputProcessor:
             )
         if params.stop_strings and self.tokenizer is None:
             raise InvalidParams(
-                "stop strings need a tokenizer, and skip_tokenizer_init is set; use stop_token_ids", param="stop"
+                "stop strings need a tokenizer, and `skip_tokenizer_init=True` is set; use stop_token_ids", param="stop"
             )
         if params.structured_outputs is not None and self.tokenizer is None:
             raise InvalidParams(
-                "structured_outputs need a tokenizer, and skip_tokenizer_init is set; unset it",
+                "structured_outputs need a tokenizer, and `skip_tokenizer_init=True` is set; unset it",
                 param="structured_outputs",
-            )
-        if params.extra_args is not None and not self.description.has_processors:
-            raise InvalidParams(
-                "extra_args are for logits processors of the engine, and it has none; remove extra_args, or start it "
-                "with logits_processors",
-                param="extra_args",
             )
         if params.bad_words and self.tokenizer is None:
             raise InvalidParams(
-                "bad_words need a tokenizer, and skip_tokenizer_init is set; use logit_bias to exclude tokens",
+                "bad_words need a tokenizer, and `skip_tokenizer_init=True` is set; use logit_bias to exclude tokens",
                 param="bad_words",
             )
 
@@ -410,7 +403,9 @@ class InputProcessor:
 
     def _need_tokenizer(self, what: str = "text") -> Tokenizer:
         if self.tokenizer is None:
-            raise BadTokenizer(f"the prompt is {what} and skip_tokenizer_init is set; give token ids or unset it")
+            raise BadTokenizer(
+                f"the prompt is {what} and `skip_tokenizer_init=True` is set; give token ids or unset it"
+            )
         return self.tokenizer
 
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 from tokenizers import Tokenizer as Backend
 
-from slipstream.errors import InvalidParams
+from slipstream.errors import BadTokenizer, InvalidParams
 from slipstream.text.chat import render_chat
 from slipstream.text.padding import NO_LENGTH, make_tensor, pad_lists
 from slipstream.text.tokenizer import SPECIAL_NAMES, Tokenizer
@@ -78,7 +79,9 @@ class ScriptTokenizer:
     ) -> Tokenized:
         for name, value in unknown.items():
             if value not in (None, False, 0) and not (name == "verbose" and value is True):
-                raise InvalidParams(f"the tokenizer has no argument {name}; load one by transformers", param=name)
+                raise InvalidParams(
+                    f"the tokenizer has no argument {name}; to_transformers() gives one with it", param=name
+                )
         is_batch = not isinstance(text, str)
         texts: list[Any] = [tuple(each) if isinstance(each, list) else each for each in text] if is_batch else [text]
         if text_pair is not None:
@@ -253,11 +256,26 @@ class ScriptTokenizer:
     def chat_template(self, template: str) -> None:
         self.tokenizer.chat_templates = {"default": template}
 
+    def to_transformers(self) -> Any:
+        """Returns the tokenizer of the transformers library from the same files, for methods that are not here."""
+        try:
+            import transformers
+        except ImportError:
+            raise BadTokenizer(
+                "the tokenizer of the transformers library needs it installed: pip install 'slipstream[transformers]'"
+            ) from None
+        path = Path(self.name_or_path)
+        if path.suffix == ".json":
+            return transformers.PreTrainedTokenizerFast(tokenizer_file=str(path))
+        if path.suffix == ".gguf":
+            return transformers.AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+        return transformers.AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+
     def __getattr__(self, name: str) -> Any:
         """Special tokens and their ids; None for those that the tokenizer does not have."""
         base = name.removesuffix("_id")
         if base not in SPECIAL_NAMES:
-            raise AttributeError(f"the tokenizer has no attribute {name!r}; load one by transformers for more")
+            raise AttributeError(f"the tokenizer has no attribute {name!r}; to_transformers() gives one with it")
         text = self._special.get(base)
         return text if name == base or text is None else self.tokenizer.backend.token_to_id(text)
 

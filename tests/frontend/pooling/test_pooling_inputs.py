@@ -91,7 +91,7 @@ def test_shorter_ones_are_sent_first_and_results_come_in_order():
     ("prompt", "error", "words"),
     [
         ([], InvalidPrompt, "no tokens"),
-        ([1, 304], InvalidPrompt, "token id 304 is unknown; tiny has 0 to 303"),
+        ([1, 304], InvalidPrompt, "token id 304 is out of vocabulary; tiny has 0 to 303"),
         ([1, -1], InvalidPrompt, "token id -1"),
         ([1, 2.5], InvalidPrompt, "not a list of integers"),
         ([2**40], InvalidPrompt, "a number above 2\\*\\*31"),
@@ -107,7 +107,7 @@ def test_shorter_ones_are_sent_first_and_results_come_in_order():
         ({"prompt_token_ids": [1, 2], "token_type_ids": 1}, InvalidPrompt, "must be 2 numbers"),
         (("a", 5), InvalidPrompt, "a pair has two texts, and one of these is int"),
         ((5, "a"), InvalidPrompt, "a pair has two texts, and one of these is int"),
-        ([1] * 65, PromptTooLong, "the prompt has 65 tokens, tiny takes 64; shorten it or set truncate_prompt_tokens"),
+        ([1] * 65, PromptTooLong, "65 tokens, and tiny's maximum context length is 64. Please reduce the length of"),
         ("a" * 63, PromptTooLong, "the prompt has 65 tokens"),
     ],
 )
@@ -429,7 +429,7 @@ def test_the_end_that_is_cut_may_be_chosen_or_none_at_all():
     never = EMBED.with_changes(truncation_side="never")
     with pytest.raises(PromptTooLong, match="has 10 tokens, tiny reads 6 of a text"):
         prepared(inputs(max_seq_length=6), [text], never)
-    with pytest.raises(PromptTooLong, match="takes 6"):
+    with pytest.raises(PromptTooLong, match="length is 6"):
         prepared(inputs(length=6), [text], never)
 
 

@@ -24,7 +24,7 @@ from slipstream.frontend.pooling.results import (
     similarities,
 )
 from slipstream.frontend.prompts import as_batch, per_prompt
-from slipstream.pooling_params import PoolingParams, Task
+from slipstream.pooling_params import TEXT_LIMITS, PoolingParams, Task
 
 PAIRS_TOGETHER = 128
 """Upper bound of the late-interaction queries sent together, where each query has its own document."""
@@ -78,6 +78,13 @@ def score(
     """
     truncation = _truncation(inputs, truncate_prompt_tokens, tokenization_kwargs)
     left, right = _texts("first", first), _texts("second", second)
+    if isinstance(params, PoolingParams) and params.extra_kwargs is not None:
+        limits = [params.extra_kwargs.get(name) for name in TEXT_LIMITS]
+        left, right = (
+            texts if limit is None else inputs.beginnings(list(texts), limit)
+            for texts, limit in zip((left, right), limits, strict=True)
+        )
+        params = params.with_changes(extra_kwargs=None)
     if len(left) not in (1, len(right)):
         raise InvalidParams(
             f"there are {len(left)} first texts and {len(right)} second ones; give one first text, or as many of both"
@@ -110,9 +117,9 @@ def score(
             ]
         return (yield from _score_by_late_interaction(inputs, left, right, resolved, prefixes))
     raise InvalidParams(
-        f"{inputs.description.name} does {', '.join(inputs.pooling.tasks)}, and score needs classify, embed "
-        "or token_embed; "
-        "use encode, or another model"
+        f"This model does not support the Scoring API. {inputs.description.name} does "
+        f"{', '.join(inputs.pooling.tasks)}, and score needs classify, embed or token_embed; use encode, or another "
+        "model"
     )
 
 
@@ -170,8 +177,8 @@ def _score_by_cross_encoder(
 ) -> PoolingCall[list[ScoringRequestOutput]]:
     if inputs.pooling.num_labels != 1:
         raise InvalidParams(
-            f"{inputs.description.name} has {inputs.pooling.num_labels} classes, and score needs a model with one; "
-            "use classify",
+            f"Scoring API is only enabled for num_labels == 1. {inputs.description.name} has "
+            f"{inputs.pooling.num_labels} classes; use classify",
             param="model",
         )
     pairs: list[PoolingPrompt] = []

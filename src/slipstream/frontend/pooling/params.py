@@ -5,7 +5,7 @@ from __future__ import annotations
 from slipstream.config.pooling_info import PoolingInfo
 from slipstream.engine.model_description import ModelDescription
 from slipstream.errors import InvalidParams
-from slipstream.pooling_params import PoolingParams, Task
+from slipstream.pooling_params import TASKS, PoolingParams, Task
 
 VECTOR_TASKS = ("embed", "token_embed")
 
@@ -25,7 +25,8 @@ def resolve_params(
     task = task or params.task or pooling.tasks[0]
     if task not in pooling.tasks:
         can = (*pooling.tasks, "generate") if pooling.generates else pooling.tasks
-        raise InvalidParams(f"{model_name} does not do {task}; it does {', '.join(can)}", param="task")
+        fact = f"{model_name} does not do {task}; it does {', '.join(can)}"
+        raise InvalidParams(f"{_why_not(task, pooling)} {fact}", param="task")
     if params.dimensions is not None:
         _check_dimensions(params.dimensions, task, pooling, model_name)
     if params.normalize is not None and task not in VECTOR_TASKS:
@@ -43,6 +44,8 @@ def resolve_params(
             f"returned_token_ids has {max(params.columns)}; {model_name} has labels 0 to {pooling.num_labels - 1}",
             param="returned_token_ids",
         )
+    if params.extra_kwargs is not None:
+        raise InvalidParams("extra_kwargs are for score and rerank; remove them", param="extra_kwargs")
     if (keep := params.truncate_prompt_tokens) is not None and keep > description.max_model_len:
         raise InvalidParams(
             f"truncate_prompt_tokens is {keep}, {model_name} takes {description.max_model_len}; "
@@ -50,6 +53,16 @@ def resolve_params(
             param="truncate_prompt_tokens",
         )
     return params if params.task == task else params.with_changes(task=task)
+
+
+def _why_not(task: str, pooling: PoolingInfo) -> str:
+    """The first words of an error are vLLM's: programs recognise them."""
+    if task not in TASKS:
+        return "No IOProcessor plugin installed." if task == "plugin" else f"{task!r:.50} is no pooling task."
+    if {task, *pooling.tasks} == {"classify", "token_classify"}:
+        return f"Try switching the model's pooling_task via the argument task={task!r} of LLM:"
+    api = "Classification" if task in ("classify", "token_classify") else "Embedding"
+    return f"{api} API is not supported by this model:"
 
 
 def _check_dimensions(dimensions: int, task: Task, pooling: PoolingInfo, model_name: str) -> None:

@@ -151,7 +151,7 @@ class PoolingPromptReader:
         if not 0 < len(ids) <= self.description.max_model_len:
             self._raise_for_length(len(ids))
         if max(ids) >= self.description.vocab_size:
-            raise InvalidPrompt(f"token id {max(ids)} is unknown; {self.description.known_ids}")
+            raise InvalidPrompt(f"token id {max(ids)} is out of vocabulary; {self.description.known_ids}")
         return ids
 
     def prefix_length(self, prefix: str) -> int:
@@ -278,12 +278,15 @@ class PoolingPromptReader:
                     raise PromptTooLong(
                         f"{fact}, {self.description.name} reads {max_seq_length} of a text; {_TRUNCATE}"
                     )
-                raise PromptTooLong(f"{fact}, {self.description.name} takes {limit}; {self.description.too_long_hint}")
+                limits = f"{self.description.name}'s maximum context length is {limit}"
+                raise PromptTooLong(f"{fact}, and {limits}. {self.description.too_long_hint}")
 
     def _encoder(self) -> Pieces:
         if self._pieces is None:
             if self.tokenizer is None:
-                raise BadTokenizer("the prompt is text and skip_tokenizer_init is set; give token ids or unset it")
+                raise BadTokenizer(
+                    "the prompt is text and `skip_tokenizer_init=True` is set; give token ids or unset it"
+                )
             self._pieces = Pieces(self.tokenizer)
         return self._pieces
 
@@ -295,8 +298,8 @@ class PoolingPromptReader:
                 "least one token or a word"
             )
         raise PromptTooLong(
-            f"the prompt has {length} tokens, {self.description.name} takes {self.description.max_model_len}; "
-            f"{self.description.too_long_hint}"
+            f"the prompt has {length} tokens, and {self.description.name}'s maximum context length is "
+            f"{self.description.max_model_len}. {self.description.too_long_hint}"
         )
 
     def _check_range(self, prepared: list[EncodedPrompt]) -> None:
@@ -306,7 +309,7 @@ class PoolingPromptReader:
             for one in prepared:
                 for token in one.ids:
                     if not 0 <= token < self.description.vocab_size:
-                        raise InvalidPrompt(f"token id {token} is unknown; {self.description.known_ids}")
+                        raise InvalidPrompt(f"token id {token} is out of vocabulary; {self.description.known_ids}")
 
 
 @functools.lru_cache(64)

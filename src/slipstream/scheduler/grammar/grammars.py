@@ -107,7 +107,7 @@ class Grammars:
                 tokenizer = self._load_tokenizer()
                 if tokenizer is None:
                     raise InvalidParams(
-                        "structured_outputs need a tokenizer, and skip_tokenizer_init is set; unset it",
+                        "structured_outputs need a tokenizer, and `skip_tokenizer_init=True` is set; unset it",
                         param="structured_outputs",
                     )
                 texts = frozenset(text for token in tokenizer.special_ids if (text := tokenizer.piece(token)))

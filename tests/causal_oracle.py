@@ -62,16 +62,16 @@ def norm_in_float64(model: nn.Module) -> None:
     for module in model.modules():
         # those of Gemma 3n and 4 compute in the dtype that Tensor.float gives, which `oracle` changes
         if type(module).__name__.endswith("RMSNorm") and not type(module).__name__.startswith(("Gemma3n", "Gemma4")):
+            module.forward = _float64_norm(module)
 
-            def forward(x: torch.Tensor, norm: nn.Module = module) -> torch.Tensor:
-                # Gemma and Qwen3-Next store weight - 1, and call their epsilon eps
-                less_one = hasattr(norm, "eps")
-                if getattr(norm, "weight", None) is None:
-                    return x / (x.square().mean(-1, keepdim=True) + norm.eps).sqrt()
-                weight, eps = (1 + norm.weight, norm.eps) if less_one else (norm.weight, norm.variance_epsilon)
-                return weight * x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
 
-            module.forward = forward
+def _float64_norm(norm: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    eps, scale = getattr(norm, "eps", None) or norm.variance_epsilon, 1.0
+    if getattr(norm, "weight", None) is not None:
+        with torch.no_grad():  # Gemma and Qwen3-Next store weight - 1
+            added = (norm(torch.ones_like(norm.weight)) - norm.weight).mean().round()
+        scale = added + norm.weight
+    return lambda x: scale * x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
 
 
 def continue_greedily(folder: Path, prompt: list[int], count: int) -> tuple[list[int], list[float]]:

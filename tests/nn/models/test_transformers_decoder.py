@@ -39,7 +39,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "vaultgemma": {"head_dim": 16, **WINDOWS, "query_pre_attn_scalar": 16},
     "cwm": {"head_dim": 16, **WINDOWS, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
     "modernbert-decoder": {"local_attention": 8, "layer_types": WINDOWS["layer_types"]},
-    "minicpm3": LATENT | {"v_head_dim": 12, "q_lora_rank": 16}, "granite_swa": {}, "youtu": LATENT,
+    "minicpm3": LATENT | {"v_head_dim": 12, "q_lora_rank": 16}, "granite_swa": {}, "youtu": LATENT, "moshi": {},
     "llama": {}, "mistral": {"sliding_window": 9}, "qwen2": {}, "qwen3": {"head_dim": 16}, "phi": {},
     "gemma": {"head_dim": 16}, "gemma2": {"head_dim": 16, **WINDOWS, "query_pre_attn_scalar": 16},
     "glm": {"head_dim": 16},

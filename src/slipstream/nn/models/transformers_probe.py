@@ -27,7 +27,6 @@ _POSITION_TENSORS = ("position_ids", "cache_position", "s_aux")
 _KINDS = ("full_attention", "sliding_attention", "attention")
 _MOVING_ROPES = ("dynamic", "longrope")
 _NUM_TOKENS = 5
-_NOT_EQUAL = ("MoshiForCausalLM",)  # by the generated test of all decoders; the cause was not examined
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +78,6 @@ def find_class(config: Any) -> Any:
             f"{name} of the transformers library is neither a causal LM nor a classifier of texts or tokens nor a "
             "model that ends with its hidden states, which are what its modules are run for"
         )
-    if name in _NOT_EQUAL:
-        raise UnsupportedModel(f"{name} of the transformers library has other logits on packed tokens than alone")
     if not getattr(kind, "_supports_attention_backend", False):
         raise UnsupportedModel(f"{name} of the transformers library does not support other attention functions")
     return kind

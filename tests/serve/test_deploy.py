@@ -78,7 +78,8 @@ def test_the_entry_point_serves_and_the_health_check_agrees(dockerfile, tiny_fol
     server = ServerProcess(tiny_folder, "--dtype", "float32", wait=False)  # serve is the entry point's command
     check = json.loads(re.search(r"CMD (\[.*\])", only(dockerfile, "HEALTHCHECK"))[1])
     check = [sys.executable, *(part.replace(":8000/", f":{server.port}/") for part in check[1:])]
-    assert subprocess.run(check, timeout=30).returncode == 0
+    # three failures in a row make a container unhealthy
+    assert any(subprocess.run(check, timeout=30).returncode == 0 for _ in range(3))
     server.until("ready: serving")
     server.process.send_signal(getattr(__import__("signal"), only(dockerfile, "STOPSIGNAL")))
     assert server.end() == 0

@@ -120,14 +120,16 @@ def test_a_second_signal_ends_at_once(folder):
 
 
 def test_a_core_killed_mid_stream_ends_streams_and_server_with_the_cause(folder):
-    server = ServerProcess(folder)
+    """Also in a log of JSON, whose last line is JSON too."""
+    server = ServerProcess(folder, "--log-format", "json")
     streams = [Stream(server, ENDLESS) for _ in range(4)]
     os.kill(core_pid(server), signal.SIGKILL)
     for stream in streams:
         *_, last, done = stream.end()
         assert done == "[DONE]" and json.loads(last)["error"]["code"] == "engine_dead"
     assert server.end() == 1
-    assert "SIGKILL" in server.lines[-1] and server.lines[-1].startswith("slipstream: ")
+    said = [json.loads(line) for line in server.lines]
+    assert said[-1]["level"] == "critical" and "SIGKILL" in said[-1]["message"]
 
 
 def broken(folder, tmp_path):
@@ -135,14 +137,6 @@ def broken(folder, tmp_path):
     copy = shutil.copytree(folder, tmp_path / "broken")
     (copy / "config.json").write_text("{")
     return str(copy)
-
-
-def test_the_last_line_is_json_too_where_the_log_is(folder):
-    server = ServerProcess(folder, "--log-format", "json")
-    os.kill(core_pid(server), signal.SIGKILL)
-    assert server.end() == 1
-    said = [json.loads(line) for line in server.lines]
-    assert said[-1]["level"] == "critical" and "SIGKILL" in said[-1]["message"]
 
 
 def test_a_core_that_fails_by_itself_tells_why_in_json(folder, tmp_path):
@@ -203,4 +197,4 @@ def test_several_front_ends_end_with_the_cores_cause(folder):
     server.until("ready: serving")
     os.kill(core_pid(server), signal.SIGKILL)
     assert server.end() == 1
-    assert "SIGKILL" in server.lines[-1]
+    assert "SIGKILL" in server.lines[-1] and server.lines[-1].startswith("slipstream: ")

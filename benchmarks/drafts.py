@@ -61,6 +61,7 @@ def main() -> int:
     parser.add_argument("--input-len", type=int, default=512, metavar="N", help="(default: 512)")
     parser.add_argument("--output-len", type=int, default=256, metavar="N", help="(default: 256)")
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="runs per kind (default: 3)")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="(default: all)")
     parser.add_argument("--history", type=int, metavar="N", help="measure the n-gram search over so many tokens")
     add_engine_flags(parser, leave_out=("drafts", "speculative_config"))
     args = parser.parse_args()
@@ -86,7 +87,7 @@ def generate(llm: LLM, num_rows: int, args: argparse.Namespace) -> None:
     params = SamplingParams(temperature=1000.0, seed=1, max_tokens=args.output_len, ignore_eos=True)
     ngram, adaptive = head.drafter, planner.length
     texts = None
-    for kind in KINDS:
+    for kind in args.kinds:
         planner.length = adaptive if kind == "adaptive" else None
         planner.num_drafts = planner.num_proposed = 0 if kind == "none" else args.num_drafts
         if texts is not None and kind in ("right", "wrong"):

@@ -441,7 +441,7 @@ def test_work_covers_every_key_and_query_once(num_split_programs):
         TileListRows(given, starts, table, 310, 20_000), TileListHeads(6, 2, 16, 64), TileListSplits(num_split_programs)
     )
     num_singles, num_tiles = tile_list.totals.tolist()
-    sizes, num_splits, before = [256, 256, 256, 1024], [1, 1, 2, 20], [0, 1, 2, 4]
+    sizes, num_splits, before = [256, 256, 256, 640], [1, 1, 2, 32], [0, 1, 2, 4]
     assert [record[:7] for record in tile_list.singles[:num_singles].tolist()] == [
         [row, row, 0, sizes[row], num_splits[row], before[row], lengths[row]] for row in range(4)
     ]
@@ -488,6 +488,16 @@ def test_shares_are_about_equal(lengths):
     # no further from an equal part than the largest piece
     limit = sum(costs.values()) / 6 + max(costs.values())
     assert max(sum(costs[split] for split in share) for share in shares) <= limit
+
+
+def test_the_splits_of_a_row_are_about_equal_and_shared_out_one_by_one():
+    """A short last split would leave its program idle while others have two splits."""
+    lengths = torch.full((16,), 640, device=DEVICE)
+    table = torch.ones(16, 400, dtype=torch.int64, device=DEVICE)
+    rows, heads = TileListRows(lengths, None, table, 16, 6000), TileListHeads(2, 2, 16, 64)
+    tile_list = build_tile_list(rows, heads, TileListSplits(33))
+    assert tile_list.singles[:16, 3:5].tolist() == [[320, 2]] * 16
+    assert max(map(len, shares_of(tile_list))) == 1
 
 
 @pytest.mark.parametrize(

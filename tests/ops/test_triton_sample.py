@@ -88,6 +88,15 @@ def test_draw_takes_the_references_token(rows: int, size: int) -> None:
     assert kernels.draw(logits, keys).tokens.equal(reference.draw(logits, keys).tokens)
 
 
+@pytest.mark.parametrize("scale", [0.0, 1e-3, 30.0, 1e5])
+def test_draw_takes_the_references_token_at_any_scale(scale: float) -> None:
+    """One token, several or all may win a chunk before their noise is known; rounding makes equals of large scores."""
+    logits, keys = randn(4, 4200) * scale, keys_of(4)
+    logits[1] = logits[1].round()
+    logits[2, 1:] = -math.inf
+    assert kernels.draw(logits, keys).tokens.equal(reference.draw(logits, keys).tokens)
+
+
 @pytest.mark.parametrize("size", [100, 4200])  # of one chunk and of several, the last one short
 def test_draw_scales_and_cuts_as_it_goes(size: int) -> None:
     """Large and small logits in all parts of a row; rows that are greedy, not cut, without a token, not numbers."""

@@ -24,11 +24,12 @@ import triton.language as tl
 from slipstream.config.activation_size import MAX_SPLITS, SMALLEST_SPLIT
 from slipstream.ops.paged_attention.tile_rows import ALIGN, continues, cut_keys, read_rows
 
-# Keys per split of a row of one token, doubled until a row has at most MAX_SPLITS splits. Few rows need many splits to
-# keep the device busy; with many rows a split should amortize its fixed cost.
+# Maximum keys per split of a row of one token, more for rows that would have more than MAX_SPLITS splits. Few rows need
+# many splits to keep the device busy; with many rows a split should amortize its fixed cost.
 FEW_ROWS, SPLIT_OF_FEW = 8, SMALLEST_SPLIT
 SOME_ROWS, SPLIT_OF_SOME = 128, 512
 SPLIT_OF_MANY = 1024
+KEY_BLOCK, FEW_KEY_BLOCK = 64, 128  # keys per split are a multiple of the key block of every kernel
 SPLIT_COST = tl.constexpr(64)  # fixed cost of a split, in keys
 
 # Tiles are sorted longest first, so that equal shares of them take equal time. Rows with many tiles are sorted only
@@ -142,6 +143,7 @@ def build_tile_list(rows: TileListRows, heads: TileListHeads, cuts: TileListSpli
         TILE=heads.tile,
         MIN_SPLIT=min_split,
         MAX_SPLITS=cuts.max_splits,
+        STEP=KEY_BLOCK if num_distinct(num_rows, rows.max_queries) > FEW_ROWS else FEW_KEY_BLOCK,
         TOGETHER=cuts.keys_together,
         CUT_SINGLES=cuts.cut_singles,
         QUERIES=rows.max_queries,
@@ -204,6 +206,7 @@ def _list_tiles_kernel(
     TILE: tl.constexpr,
     MIN_SPLIT: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
+    STEP: tl.constexpr,
     TOGETHER: tl.constexpr,
     CUT_SINGLES: tl.constexpr,
     QUERIES: tl.constexpr,
@@ -225,10 +228,21 @@ def _list_tiles_kernel(
         )
         if QUERIES > 1:
             following = continues(
-                rows + 1, lengths, host_ids, table, table_stride, num_rows, PAGE, WINDOW, MIN_SPLIT, MAX_SPLITS, QUERIES
+                rows + 1,
+                lengths,
+                host_ids,
+                table,
+                table_stride,
+                num_rows,
+                PAGE,
+                WINDOW,
+                MIN_SPLIT,
+                MAX_SPLITS,
+                STEP,
+                QUERIES,
             )
             count = tl.where(following, 0, count)  # the last position of a row lists all of them
-        begin, size, splits = cut_keys(length, WINDOW, MIN_SPLIT, MAX_SPLITS)
+        begin, size, splits = cut_keys(length, WINDOW, MIN_SPLIT, MAX_SPLITS, STEP)
         single = (count == 1) & CUT_SINGLES
         cost = tl.where((rows <= num_rows) & single, length - begin + splits * SPLIT_COST, 0).to(tl.int64)
         cost_of_all += tl.sum(cost)
@@ -246,13 +260,24 @@ def _list_tiles_kernel(
     queries = 1
     if QUERIES > 1:
         following = continues(
-            row + 1, lengths, host_ids, table, table_stride, num_rows, PAGE, WINDOW, MIN_SPLIT, MAX_SPLITS, QUERIES
+            row + 1,
+            lengths,
+            host_ids,
+            table,
+            table_stride,
+            num_rows,
+            PAGE,
+            WINDOW,
+            MIN_SPLIT,
+            MAX_SPLITS,
+            STEP,
+            QUERIES,
         )
         count = tl.where(following, 0, count)
         back = tl.arange(0, triton.next_power_of_2(QUERIES))
         is_same = continues(
             tl.maximum(row - back, 0),
-            lengths, host_ids, table, table_stride, num_rows, PAGE, WINDOW, MIN_SPLIT, MAX_SPLITS, QUERIES,
+            lengths, host_ids, table, table_stride, num_rows, PAGE, WINDOW, MIN_SPLIT, MAX_SPLITS, STEP, QUERIES,
         )  # fmt: skip
         queries = 1 + tl.min(tl.where(is_same, QUERIES - 1, back))
         splits_before = (row - queries + 1) * row_splits
@@ -260,7 +285,7 @@ def _list_tiles_kernel(
     if host_ids is not None:
         fresh = -tl.load(host_ids + row, mask=row < num_rows, other=-1).to(tl.int32)
     if (count == 1) & CUT_SINGLES:
-        begin, size, splits = cut_keys(length, WINDOW, MIN_SPLIT, MAX_SPLITS)
+        begin, size, splits = cut_keys(length, WINDOW, MIN_SPLIT, MAX_SPLITS, STEP)
         record = singles_out + tl.cast(singles_before, tl.int64) * SINGLE_RECORD
         tl.store(record, row - queries + 1)
         tl.store(record + 1, start - queries + 1)
@@ -280,9 +305,12 @@ def _list_tiles_kernel(
             share = first + lanes
             mask = share < share_end
             offset = share * cost_of_all // num_split_programs - cost_before
-            nearest = (2 * offset + size + SPLIT_COST) // (2 * (size + SPLIT_COST))
+            nearest = tl.minimum((2 * offset + size + SPLIT_COST) // (2 * (size + SPLIT_COST)), splits - 1)
+            # the last split may be short: its end may be nearer than its start
+            last_start = (splits - 1) * (size + SPLIT_COST)
+            nearest = tl.where(2 * offset < last_start + cost_after - cost_before, nearest, splits)
             tl.store(shares_out + share * 2, singles_before, mask=mask)
-            tl.store(shares_out + share * 2 + 1, tl.minimum(nearest, splits).to(tl.int32), mask=mask)
+            tl.store(shares_out + share * 2 + 1, nearest.to(tl.int32), mask=mask)
         singles_before += 1
     else:
         tiles = tl.cdiv(count * GROUP, TILE)

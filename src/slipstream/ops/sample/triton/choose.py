@@ -8,10 +8,11 @@ import triton.language as tl
 
 from slipstream.ops.sample.reference import Choice, Penalty
 from slipstream.ops.sample.triton.floor import SPAN, find_floor_and_peaks
-from slipstream.ops.sample.triton.noise import exponential_at, halves
+from slipstream.ops.sample.triton.noise import exponential_at, halves, uniform_at
 from slipstream.ops.sample.triton.penalty import num_earlier, penalized
 
 _CHUNK = 4096
+_DRAW_CHUNK = 2048  # noise takes more registers per token
 # with top-k, top-p or min-p most parts of a chunk hold no candidate
 _CUT_CHUNK = 1024
 _PART = 256
@@ -43,7 +44,8 @@ def _choose(
     num_rows, size = logits.shape
     assert logits.stride(1) == 1, "logits must be contiguous along the vocabulary"
     floor = peaks = None
-    chunk, part, num_warps = _CHUNK, _CHUNK, 4
+    chunk = part = _CHUNK if keys is None else _DRAW_CHUNK
+    num_warps = 4
     if limits is not None:
         floor, peaks = find_floor_and_peaks(logits, limits, temperature, penalty)
         chunk, part, num_warps = _CUT_CHUNK, _PART, 1
@@ -148,17 +150,46 @@ def _chunk_kernel(
                 score = tl.div_rn(score, tl.zeros_like(score) + scale)
             if floor is not None:
                 score = tl.where(score < limit, float("-inf"), score)
-            if keys is not None:  # noqa: SIM102
+            if keys is not None:
                 # noise is expensive, and a part may hold no candidate
-                if noisy & (tl.max(score, 0) > float("-inf")):
-                    low, high = halves(tl.load(keys + row))
-                    score = score - tl.log(exponential_at(index, low, high))
+                highest = tl.max(score, 0)
+                if noisy & (highest > float("-inf")):
+                    if floor is None:
+                        score = _add_noise(score, highest, start, tl.load(keys + row), PART)
+                    else:  # a part has few tokens left
+                        low, high = halves(tl.load(keys + row))
+                        score = score - tl.log(exponential_at(index, low, high))
             top, at = tl.max(score, 0, return_indices=True, return_indices_tie_break_left=True)
             found = tl.where(top > best, start + at, found)
             best = tl.maximum(best, top)
     out = row * tl.num_programs(0) + chunk
     tl.store(tops + out, tl.where(has_nan > 0, float("nan"), best))
     tl.store(chunk_ids + out, found)
+
+
+@triton.jit
+def _add_noise(score, peak, start, key, PART: tl.constexpr):
+    """score - log(E) with an exponential E for each token; -inf for tokens that cannot have the largest one.
+
+    The largest score - log(E) has the smallest E * exp(-score); u <= E, and E <= u + u**2 for u < 0.6. So most parts
+    have a single candidate, and only its logarithms are computed. `peak`: the largest score.
+    """
+    low, high = halves(key)
+    offset = tl.arange(0, PART)
+    u = uniform_at(start + offset, low, high)
+    least = u * tl.exp(peak - score)
+    # more than the rounding of the two, and of the scores with noise
+    limit = tl.min(tl.where(u < 0.6, least + least * u, float("inf")), 0) * tl.exp(0.001 + tl.abs(peak) * 1e-6)
+    is_candidate = least <= limit
+    # the number of candidates and the offset of a single one
+    coded = tl.sum(tl.where(is_candidate, 2 * PART + offset, 0), 0)
+    if (coded >= 2 * PART) & (coded < 4 * PART) & (peak < float("inf")):
+        only = tl.max(tl.where(is_candidate, score, float("-inf")), 0)
+        only = only - tl.log(exponential_at(start + coded - 2 * PART, low, high))
+        score = tl.where(is_candidate, only, float("-inf"))
+    else:
+        score = score - tl.log(exponential_at(start + offset, low, high))
+    return score
 
 
 # grid: (rows,)

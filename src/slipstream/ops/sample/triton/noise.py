@@ -28,10 +28,16 @@ def halves(key):
 
 
 @triton.jit
+def uniform_at(index, low, high):
+    """The noise at an index as a number between 0 and 1, neither of them included."""
+    u = (noise_at(index, low, high).to(tl.float32) + 0.5) * 2.3283064365386963e-10  # 2**-32
+    return tl.minimum(u, 0.99999994)  # the largest float32 below 1
+
+
+@triton.jit
 def exponential_at(index, low, high):
     """-log1p(-u) of the noise at an index."""
-    u = (noise_at(index, low, high).to(tl.float32) + 0.5) * 2.3283064365386963e-10  # 2**-32
-    u = tl.minimum(u, 0.99999994)  # the largest float32 below 1
+    u = uniform_at(index, low, high)
     # log1p by log: the quotient corrects the rounding of 1 - u
     w = 1.0 - u
     return tl.where(w == 1.0, u, tl.log(w) * (u / (w - 1.0)))

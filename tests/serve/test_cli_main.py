@@ -43,6 +43,10 @@ def test_version_needs_no_model(terminal, monkeypatch):
             "slipstream chat: error: there is no flag --page-sise; did you mean --page-size?",
         ),
         (["chat", "hi", "--page-sise=3"], "did you mean --page-size?"),
+        (
+            ["serve", "--pipeline-parallel-size", "2"],
+            "there is no flag --pipeline-parallel-size: tensor_parallel_size divides",
+        ),
         (["bench", "--xyzzy"], "there is no flag --xyzzy; slipstream bench --help lists the flags"),
         (["version", "now"], "unrecognized arguments: now"),
         (["chat", "hi", "--page-size", "big"], "it takes a whole number"),

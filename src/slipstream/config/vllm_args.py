@@ -15,7 +15,9 @@ from typing import Any
 from slipstream.config.pooler_config import as_pooler_config
 from slipstream.errors import InvalidOption
 
-_PARALLEL = "one device runs the whole model"
+_PARALLEL = (
+    "tensor_parallel_size divides a model among ranks, data_parallel_size runs copies, and there is no other division"
+)
 _MEDIA = "models read text only"
 _OFFLOAD = "cpu_offload_gb chooses whole layers, the last ones, and prefetches one"
 _COMPILE = "there is no compiler, and graphs are captured by step size; enforce_eager=True turns them off"

@@ -9,6 +9,8 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+import numpy as np
+
 from slipstream.engine.page_wire import HEADER, Greeting, Leased, checksum, receive, receive_into, receive_message
 from slipstream.engine.shared_pages import MappedMemory
 
@@ -97,7 +99,10 @@ def receive_pages(
         if connection.memory is None:
             receive_into(connection.socket, target, deadline)
         else:
-            target[:] = connection.memory.page(page.group, page.slot)
+            # numpy copies without the interpreter lock, memoryview with it
+            np.copyto(
+                np.frombuffer(target, np.uint8), np.frombuffer(connection.memory.page(page.group, page.slot), np.uint8)
+            )
         arrived[index] = checksum(page.page_hash, target) == expected
         if not arrived[index]:
             log.warning("a page arrived with a wrong checksum, so it is computed")

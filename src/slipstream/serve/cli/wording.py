@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from slipstream.config.options import Options
+from slipstream.config.vllm_args import REFUSED
 from slipstream.errors import InvalidOption
 from slipstream.log import FORMAT
 from slipstream.serve.cli.flags import SAMPLING_HELP
@@ -18,7 +19,8 @@ from slipstream.serve.wording import Flags
 
 
 class Parser(argparse.ArgumentParser):
-    """Suggests the nearest flag for an unknown one, in the subcommand where it was given."""
+    """Suggests the nearest flag for an unknown one, in the subcommand where it was given; says why options of vLLM are
+    not there."""
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         self._given = list(sys.argv[1:] if args is None else args)
@@ -36,6 +38,8 @@ class Parser(argparse.ArgumentParser):
         first = unknown[0].split("=")[0]
         if not first.startswith("-"):
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        if (refused := REFUSED.get(first.lstrip("-").replace("-", "_"))) is not None:
+            self.error(f"there is no flag {first}: {refused[1]}")
         near = difflib.get_close_matches(first, self._option_string_actions, n=1)
         hint = f"did you mean {near[0]}?" if near else f"{self.prog} --help lists the flags"
         self.error(f"there is no flag {first}; {hint}")

@@ -16,6 +16,9 @@ from slipstream.step import StepResult
 
 MIN_APPENDED = 3
 """Forced tokens that are appended at once. Appending fewer saves no step: the request sits one out."""
+ROWS_PER_SAVED_STEP = 8
+"""A step with a chunk takes longer for all of its rows. So for so many rows, one more of the request's steps must be
+saved."""
 
 
 class GrammarAdvancer:
@@ -23,6 +26,7 @@ class GrammarAdvancer:
         self._constraints = constraints
         self._waiting = waiting
         self._lifecycle = lifecycle
+        self._num_rows = 0  # that drew in the step committed last
         self._deferred: list[Request] = []  # of the step committed last: threads still advance their grammars
 
     def take_compiled(self) -> Iterator[Output]:
@@ -39,6 +43,7 @@ class GrammarAdvancer:
 
     def begin(self, launched: Launched, result: StepResult) -> None:
         """The result is committed next: what threads can do meanwhile begins."""
+        self._num_rows = len(launched.requests)
         self._constraints.begin(launched, result)
 
     def advance(self, requests: Sequence[Request]) -> Iterator[Output]:
@@ -72,9 +77,11 @@ class GrammarAdvancer:
                 self._lifecycle.finish(request)
                 yield Output(request.id, request.sample, [], None, FinishReason.STOP, None, request.num_cached)
             elif session.forced and _can_append(request):
+                num_saved, num_wanted = len(session.forced), self._num_rows // ROWS_PER_SAVED_STEP
                 if not request.pending:
-                    yield self._append(request, session.forced)
-                elif len(session.forced) >= MIN_APPENDED:
+                    if num_saved >= num_wanted:
+                        yield self._append(request, session.forced)
+                elif num_saved > max(MIN_APPENDED - 1, num_wanted + 1):
                     request.hold()  # the first of them is being drawn; the others are appended when it is committed
 
     def _append(self, request: Request, forced: list[int]) -> Output:

@@ -21,6 +21,7 @@ from slipstream.scheduler.grammar import pool_library
 from slipstream.scheduler.grammar.checker import GrammarChecker, GrammarTooComplex
 from slipstream.scheduler.grammar.compiled import CompiledGrammar, Matcher
 from slipstream.scheduler.grammar.native_matcher import NativeVocabulary, llguidance_library
+from slipstream.scheduler.grammar.schema_nodes import SchemaNodes, schema_nodes
 from slipstream.scheduler.grammar.translate import BadGrammar, translate
 from slipstream.structured_params import StructuredOutputsParams
 from slipstream.text.tokenizer import Tokenizer
@@ -42,7 +43,7 @@ class Grammars:
         self._pool: ThreadPoolExecutor | None = None
         self._local = threading.local()  # each thread has a checker
         self._checkers: list[GrammarChecker] = []
-        self._vocabulary: tuple[Callable[[str], Matcher], frozenset[str]] | None = None
+        self._vocabulary: tuple[Callable[[str, SchemaNodes | None], Matcher], frozenset[str]] | None = None
         self.threads: ctypes.CDLL | None = None  # that can run the matchers; known after the first compilation
         self._lock = threading.Lock()
 
@@ -86,7 +87,7 @@ class Grammars:
             grammar = translate(params, special_texts)
             error = self._checker().check(grammar)
             if not error:
-                matcher = new_matcher(grammar)
+                matcher = new_matcher(grammar, schema_nodes(params, grammar))
                 if not (error := matcher.get_error()):
                     mask = np.zeros(mask_words(self.vocab_size), np.uint32)
                     matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)  # the first one is the slowest
@@ -100,7 +101,7 @@ class Grammars:
             error = error[:_MAX_ERROR_CHARS] + " ..."
         raise InvalidParams(f"structured_outputs cannot be used: {error}", param="structured_outputs")
 
-    def _open_vocabulary(self) -> tuple[Callable[[str], Matcher], frozenset[str]]:
+    def _open_vocabulary(self) -> tuple[Callable[[str, SchemaNodes | None], Matcher], frozenset[str]]:
         """A function that makes a matcher of a grammar, and the texts of the special tokens."""
         with self._lock:
             if self._vocabulary is None:
@@ -114,7 +115,7 @@ class Grammars:
                 self._vocabulary = self._make_compiler(tokenizer), texts
             return self._vocabulary
 
-    def _make_compiler(self, tokenizer: Tokenizer) -> Callable[[str], Matcher]:
+    def _make_compiler(self, tokenizer: Tokenizer) -> Callable[[str, SchemaNodes | None], Matcher]:
         from llguidance import LLMatcher, LLParserLimits
 
         from slipstream.text.grammar_vocab import GrammarVocabulary, grammar_vocabulary
@@ -125,7 +126,7 @@ class Grammars:
             self.threads = threads
             return native.compile
         vocabulary, limits = grammar_vocabulary(tokenizer, self.vocab_size), LLParserLimits(verbose_errors=False)
-        return lambda grammar: LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
+        return lambda grammar, _: LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
 
     def _checker(self) -> GrammarChecker:
         checker: GrammarChecker | None = getattr(self._local, "checker", None)

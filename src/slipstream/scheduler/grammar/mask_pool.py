@@ -26,9 +26,9 @@ _STOPPED, _ERROR, _MAY_END = 1, 2, 4
 _DONE, _ENDED = 2, 4
 ROW = np.dtype(
     [
-        ("matcher", np.uint64), ("mask", np.uint64), ("spare", np.uint64), ("token", np.int32), ("forced", np.int32),
-        ("flags", np.int32), ("num_forced", np.int32), ("seconds", np.float32), ("state", np.int32),
-        ("tokens", np.uint32, _MAX_FORCED),
+        ("matcher", np.uint64), ("walker", np.uint64), ("mask", np.uint64), ("spare", np.uint64), ("token", np.int32),
+        ("forced", np.int32), ("flags", np.int32), ("num_forced", np.int32), ("seconds", np.float32),
+        ("state", np.int32), ("tokens", np.uint32, _MAX_FORCED),
     ]
 )  # fmt: skip
 _FUNCTIONS = (
@@ -83,6 +83,7 @@ class MaskPool:
         own = slice(first, first + len(sessions))
         columns = self._columns
         columns["matcher"][own] = [session.matcher.pointer for session in sessions]  # type: ignore[attr-defined]
+        columns["walker"][own] = [session.matcher.walker_pointer for session in sessions]  # type: ignore[attr-defined]
         columns["token"][own] = tokens
         # forced tokens that are known: the first one is the token that is taken now
         columns["forced"][own] = [
@@ -158,6 +159,12 @@ class MaskPool:
                 return self._free_part()
             return next(part for part in range(_NUM_PARTS) if part not in used) * self._max_rows
         return 0
+
+    @property
+    def num_found(self) -> int:
+        """Masks that were copied from states seen before."""
+        num: int = self._library.slip_masks_num_found(self._pool)
+        return num
 
     def has_ended(self, entry: int, *, wait: bool) -> bool:
         """Whether the thread of an abandoned row has ended."""

@@ -7,8 +7,12 @@
    A row that is not done in time can be abandoned: its thread goes on, and writes the mask to the row's spare buffer, so
    that the buffer of the step can be used. The entry of such a row is not part of a batch until its thread has ended.
 
+   The mask of a state of a JSON text that was seen before is copied (json_state.c, mask_memory.c).
+
    Matchers are those of llguidance; its functions are passed as pointers, so this file needs no header of it. The C
    function that copies a matcher copies its lexer too, so no two rows share anything. */
+
+#include "mask_memory.h"
 
 #include <pthread.h>
 #include <signal.h>
@@ -45,6 +49,7 @@ typedef struct {
 
 typedef struct { /* as ROW in mask_pool.py */
     void *matcher;
+    Walker *walker;  /* of a JSON text; NULL: none */
     uint32_t *mask;  /* NULL: no mask is wanted */
     uint32_t *spare; /* of an abandoned row */
     int32_t token;  /* to take first; -1: none */
@@ -72,6 +77,8 @@ struct Pool {
     int32_t num_threads, max_threads;
     int64_t poll_ns; /* how long a thread polls before it sleeps */
     Row *rows;
+    Memory *memory;
+    atomic_ulong num_found; /* masks that were kept from before */
     atomic_ulong ticket; /* of the next entry that is not claimed: end of the batch, entry */
     atomic_ulong batch;  /* number of the batch */
     atomic_llong started;  /* when it was published, in nanoseconds */
@@ -99,7 +106,28 @@ static inline void pause_briefly(void) {
 #endif
 }
 
-static void fill_mask(const Pool *pool, Row *row, uint32_t *mask) {
+static bool may_end(const Pool *pool, const uint32_t *mask) {
+    return mask[pool->end_token >> 5] >> (pool->end_token & 31) & 1;
+}
+
+/* Whether the state was seen before. Then no token must follow; the mask is written, if one is wanted. */
+static bool recall(Pool *pool, Row *row, uint32_t *mask) {
+    Key key;
+    if (row->walker == NULL || row->forced >= 0 || !slip_walker_key(row->walker, &key)) return false;
+    if (!slip_memory_find(pool->memory, &key, mask)) return false;
+    if (mask != NULL && may_end(pool, mask)) row->flags |= MAY_END;
+    atomic_fetch_add(&pool->num_found, 1);
+    return true;
+}
+
+static void keep_mask(Pool *pool, Row *row, const uint32_t *mask) {
+    Key key;
+    if (row->walker != NULL && slip_walker_key(row->walker, &key) && slip_memory_wants(pool->memory, &key) &&
+        slip_walker_is_free(row->walker, mask, pool->mask_words))
+        slip_memory_keep(pool->memory, &key, mask);
+}
+
+static void fill_mask(Pool *pool, Row *row, uint32_t *mask) {
     const size_t bytes = (size_t)pool->mask_words * 4;
     if (row->forced >= 0) {
         memset(mask, 0, bytes);
@@ -108,21 +136,27 @@ static void fill_mask(const Pool *pool, Row *row, uint32_t *mask) {
                pool->functions.is_error(row->matcher)) {
         row->flags |= ERROR;
         memset(mask, 0, bytes); /* no token is possible */
-    } else if (mask[pool->end_token >> 5] >> (pool->end_token & 31) & 1) {
-        row->flags |= MAY_END;
+    } else {
+        if (may_end(pool, mask)) row->flags |= MAY_END;
+        keep_mask(pool, row, mask);
     }
 }
 
-static void process_row(const Pool *pool, Row *row, uint32_t *scratch) {
+static void process_row(Pool *pool, Row *row, uint32_t *scratch) {
     const Functions *functions = &pool->functions;
     const size_t bytes = (size_t)pool->mask_words * 4;
     const int64_t begin = now_ns();
+    const bool wants_mask = row->mask != NULL;
+    bool is_known = false;
     row->flags = row->num_forced = 0;
-    if (row->token >= 0) {
+    if (row->token < 0) {
+        is_known = wants_mask && recall(pool, row, scratch);
+    } else {
         (void)!functions->consume(row->matcher, (uint32_t)row->token);
+        if (row->walker != NULL) slip_walker_take(row->walker, row->token);
         if (functions->is_stopped(row->matcher)) {
             row->flags = functions->is_error(row->matcher) ? STOPPED | ERROR : STOPPED;
-        } else if (row->forced < 0) {
+        } else if (!(is_known = recall(pool, row, wants_mask ? scratch : NULL)) && row->forced < 0) {
             const int32_t found = functions->forced(row->matcher, row->tokens, MAX_FORCED);
             if (found > 0) {
                 row->num_forced = found;
@@ -130,8 +164,8 @@ static void process_row(const Pool *pool, Row *row, uint32_t *scratch) {
             }
         }
     }
-    const bool has_mask = row->mask != NULL && row->flags != STOPPED;
-    if (has_mask) fill_mask(pool, row, scratch);
+    const bool has_mask = wants_mask && row->flags != STOPPED;
+    if (has_mask && !is_known) fill_mask(pool, row, scratch);
     row->seconds = (float)(now_ns() - begin) * 1e-9f;
     int expected = RUNNING;
     if (atomic_compare_exchange_strong(&row->state, &expected, WRITING)) {
@@ -215,6 +249,7 @@ void slip_masks_close(Pool *pool) {
     pthread_mutex_destroy(&pool->mutex);
     pthread_cond_destroy(&pool->wake);
     for (int32_t index = 0; index < pool->max_threads && pool->workers; index++) free(pool->workers[index].scratch);
+    if (pool->memory) slip_memory_close(pool->memory);
     free(pool->rows);
     free(pool->leftover);
     free(pool->workers);
@@ -234,12 +269,13 @@ Pool *slip_masks_open(const Functions *functions, int64_t end_token, int64_t mas
     pthread_mutex_init(&pool->mutex, NULL);
     pthread_cond_init(&pool->wake, NULL);
     pool->rows = calloc((size_t)num_entries, sizeof(Row));
+    pool->memory = slip_memory_open(mask_words);
     pool->leftover = calloc((size_t)num_entries, sizeof(int32_t));
     pool->workers = calloc((size_t)num_threads, sizeof(Worker));
     sigset_t all, before; /* signals are for the interpreter's threads */
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
-    bool failed = !pool->rows || !pool->leftover || !pool->workers;
+    bool failed = !pool->rows || !pool->memory || !pool->leftover || !pool->workers;
     while (!failed && pool->num_threads < num_threads) {
         Worker *worker = &pool->workers[pool->num_threads];
         worker->pool = pool;
@@ -255,6 +291,9 @@ Pool *slip_masks_open(const Functions *functions, int64_t end_token, int64_t mas
 
 /* The entries: where the caller writes the rows of the next batch, and reads their results. */
 Row *slip_masks_rows(Pool *pool) { return pool->rows; }
+
+/* Masks that were copied from states seen before. */
+int64_t slip_masks_num_found(Pool *pool) { return (int64_t)atomic_load(&pool->num_found); }
 
 /* Publish the entries from `first` on. No thread uses them. */
 void slip_masks_start(Pool *pool, int64_t first, int64_t num_rows) {

@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from slipstream.scheduler.grammar.schema_nodes import SchemaNodes
+from slipstream.scheduler.grammar.walker import Walker
 from slipstream.text.grammar_vocab import GrammarVocabulary
 
 log = logging.getLogger(__name__)
@@ -99,6 +101,9 @@ class NativeVocabulary:
         self.library = library
         self._texts_library = texts
         special = frozenset(source.special_token_ids)
+        plain = [b"" if token in special else own for token, own in enumerate(source.tokens)]
+        self.bytes = np.frombuffer(b"".join(plain) or b"\0", np.uint8)
+        self.starts = np.cumsum([0, *map(len, plain)], dtype=np.uint32)  # [tokens + 1]
         # llguidance marks special tokens by this byte
         tokens = [b"\xff" + own if token in special else own for token, own in enumerate(source.tokens)]
         lengths = np.array([len(own) for own in tokens], np.uint32)
@@ -139,33 +144,45 @@ class NativeVocabulary:
         if self._texts_library is not None and self._texts is not None:
             self._texts_library.slip_texts_close(self._texts)
 
-    def compile(self, grammar: str) -> NativeMatcher:
-        """A matcher in its first state. It may be in an error state."""
+    def compile(self, grammar: str, nodes: SchemaNodes | None = None) -> NativeMatcher:
+        """A matcher in its first state. It may be in an error state. `nodes`: of the schema, if its texts are JSON."""
         init = _MatcherInit()
         self.library.llg_constraint_init_set_defaults(ctypes.addressof(init), self.pointer)
         init.log_buffer_level = init.log_stderr_level = 0
         init.verbose_errors = False
         pointer = self.library.llg_new_matcher(ctypes.addressof(init), b"llguidance", grammar.encode())
-        return NativeMatcher(self, pointer)
+        walker = None
+        if nodes is not None and self._texts_library is not None:
+            walker = Walker.of(nodes, self, self._texts_library)
+        return NativeMatcher(self, pointer, walker)
 
 
 class NativeMatcher:
-    __slots__ = ("pointer", "_vocabulary", "_library")
+    __slots__ = ("pointer", "walker", "_vocabulary", "_library")
 
-    def __init__(self, vocabulary: NativeVocabulary, pointer: int) -> None:
+    def __init__(self, vocabulary: NativeVocabulary, pointer: int, walker: Walker | None = None) -> None:
         self.pointer = pointer
+        self.walker = walker  # takes the same tokens
         self._vocabulary = vocabulary
         self._library = vocabulary.library
 
     def __del__(self) -> None:
         self._library.llg_free_matcher(self.pointer)
 
+    @property
+    def walker_pointer(self) -> int:
+        """For the threads of native.c; 0: none."""
+        return 0 if self.walker is None else self.walker.pointer
+
     def deep_copy(self) -> NativeMatcher:
         """A copy with a lexer of its own."""
-        return NativeMatcher(self._vocabulary, self._library.llg_clone_matcher(self.pointer))
+        walker = None if self.walker is None else self.walker.copy()
+        return NativeMatcher(self._vocabulary, self._library.llg_clone_matcher(self.pointer), walker)
 
     def reset(self) -> bool:
         """Return to the first state; impossible after an error."""
+        if self.walker is not None:
+            self.walker.reset()
         return bool(self._library.llg_matcher_reset(self.pointer) == 0)
 
     def is_error(self) -> bool:
@@ -181,6 +198,8 @@ class NativeMatcher:
         return "" if message is None else message.decode(errors="replace")
 
     def consume_token(self, token: int) -> bool:
+        if self.walker is not None:
+            self.walker.take(token)
         return bool(self._library.llg_matcher_consume_token(self.pointer, token) == 0)
 
     def compute_ff_tokens(self, room: int = 64) -> list[int]:

@@ -23,7 +23,8 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 FLAGS = ("-O2", "-fPIC", "-std=gnu11", "-pthread", "-shared")
-SOURCE = Path(__file__).with_name("native.c")
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("native.c", "json_state.c", "mask_memory.c"))
+HEADERS = tuple(Path(__file__).with_name(name) for name in ("json_state.h", "mask_memory.h"))
 PREBUILT = Path(__file__).with_name("prebuilt")
 _COMPILE_LIMIT = 60.0  # seconds
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
@@ -36,6 +37,17 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "slip_masks_close": (None, [_POINTER]),
     "slip_texts_open": (_POINTER, [_POINTER]),
     "slip_texts_close": (None, [_POINTER]),
+    "slip_masks_num_found": (_INT, [_POINTER]),
+    "slip_schema_open": (
+        _POINTER,
+        [_POINTER, _INT, _POINTER, _POINTER, _POINTER, _INT, _POINTER, _POINTER, _POINTER, _INT],
+    ),
+    "slip_schema_close": (None, [_POINTER]),
+    "slip_walker_open": (_POINTER, [_POINTER]),
+    "slip_walker_copy": (_POINTER, [_POINTER]),
+    "slip_walker_reset": (None, [_POINTER]),
+    "slip_walker_take": (None, [_POINTER, _INT]),
+    "slip_walker_close": (None, [_POINTER]),
 }
 
 
@@ -66,7 +78,10 @@ def _compiled() -> Path | None:
     compiler = shutil.which("gcc") or shutil.which("cc")
     if compiler is None:
         return None
-    key = hashlib.sha256(SOURCE.read_bytes() + " ".join((compiler, platform.machine(), *FLAGS)).encode())
+    key = hashlib.sha256(
+        b"".join(path.read_bytes() for path in (*SOURCES, *HEADERS))
+        + " ".join((compiler, platform.machine(), *FLAGS)).encode()
+    )
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     target = Path(base) / "slipstream" / "native" / f"grammar-{key.hexdigest()[:24]}.so"
     if target.exists():
@@ -75,7 +90,7 @@ def _compiled() -> Path | None:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
             made = os.path.join(folder, "grammar.so")
-            command = [compiler, *FLAGS, str(SOURCE), "-o", made]
+            command = [compiler, *FLAGS, *map(str, SOURCES), "-o", made]
             subprocess.run(command, check=True, capture_output=True, timeout=_COMPILE_LIMIT)
             os.replace(made, target)
     except (OSError, subprocess.SubprocessError) as error:

@@ -37,7 +37,7 @@ def translate(params: StructuredOutputsParams, special_texts: frozenset[str]) ->
         return LLMatcher.grammar_from_lark("start: " + _choices(params.choice))
     if params.grammar is not None or params.structural_tag is not None:
         return LLMatcher.grammar_from_lark(_lark(params, special_texts))
-    return LLMatcher.grammar_from_json_schema(json.dumps(_json_schema(params)), overrides=_json_options(params))
+    return LLMatcher.grammar_from_json_schema(json.dumps(json_schema(params)), overrides=_json_options(params))
 
 
 def _rule_body(params: StructuredOutputsParams, special_texts: frozenset[str]) -> str:
@@ -49,7 +49,7 @@ def _rule_body(params: StructuredOutputsParams, special_texts: frozenset[str]) -
         return _choices(params.choice)
     if params.grammar is not None or params.structural_tag is not None:
         return _nested(_lark(params, special_texts))
-    return "%json " + json.dumps({**_json_schema(params), "x-guidance": _json_options(params)})
+    return "%json " + json.dumps({**json_schema(params), "x-guidance": _json_options(params)})
 
 
 def _nested(grammar: str) -> str:
@@ -75,7 +75,8 @@ def _lark(params: StructuredOutputsParams, special_texts: frozenset[str]) -> str
     return _tag_grammar(tag, special_texts)
 
 
-def _json_schema(params: StructuredOutputsParams) -> dict[str, Any]:
+def json_schema(params: StructuredOutputsParams) -> dict[str, Any]:
+    """The schema of the output, which is JSON."""
     schema: object = {"type": "object"} if params.json is None else _read(params.json)
     if schema is False:
         raise BadGrammar("no JSON matches the schema false")

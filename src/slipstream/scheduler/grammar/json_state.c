@@ -1,0 +1,431 @@
+/* The state of a JSON text under a schema, as a key of 128 bits. Texts with equal keys have the same mask.
+
+   A walker follows the text of one output by bytes. Its key has: the containers that are open, with the names or the
+   number of the values in them; whether a name, a value or a comma comes next; and the bytes of an unfinished value. A
+   value that is finished is forgotten, because what follows depends only on its container. Inside of a string that the
+   schema does not restrict, or only in length, the key has the number of characters instead of the text; inside of such a
+   number, where in a number the text is.
+
+   Keys are for masks: what a token cannot reach is left out. An array far from its limits is like any other such array.
+
+   Nodes are the parts of a schema that `schema_nodes.py` understands. A value of any other part (EXACT) is read to its end,
+   and its whole text is part of the key meanwhile. A text that is not as expected has no key from then on. */
+
+#include "json_state.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#define MAX_DEPTH 24
+#define ROOT 2 /* node */
+
+enum { EXACT, SCALAR, STRING, OBJECT, ARRAY, ANY }; /* kinds of nodes; as in schema_nodes.py */
+
+enum { AT_VALUE, IN_PLAIN, IN_SCALAR, IN_EXACT, AT_NAME, IN_NAME, AT_COLON, AFTER_VALUE, AT_END }; /* places */
+
+typedef struct { /* as NODE in schema_nodes.py */
+    int32_t kind;
+    int32_t min, max;   /* items of an array, characters of a string; of a scalar: 0: a number without limits; -1: none */
+    int32_t child;      /* node of the items, or of other properties */
+    int32_t first, num; /* properties */
+} Node;
+
+typedef struct {
+    Key name;
+    int32_t node;
+} Property;
+
+typedef struct {
+    Node *nodes;
+    Property *properties;
+    Key root;
+    const uint8_t *bytes;   /* of all tokens */
+    const uint32_t *starts; /* [tokens + 1]; special tokens have no bytes */
+    int64_t num_tokens;
+    int32_t max_commas; /* in a token */
+} Schema;
+
+typedef struct {
+    Key base; /* of the containers around this one */
+    Key names;
+    int32_t node, count;
+} Frame;
+
+struct Walker {
+    const Schema *schema;
+    bool is_lost; /* the text was not as expected */
+    bool is_first; /* the container has no value yet */
+    bool in_string, is_escaped, had_escape;
+    uint8_t place;
+    uint8_t num_left; /* bytes of an unfinished character or escape that are missing */
+    uint8_t number;   /* where in a number */
+    uint32_t begun;   /* bytes of an unfinished character or escape */
+    int32_t num_spaces; /* before the next value, name or comma */
+    int32_t depth; /* open containers */
+    int32_t nested; /* containers within a value of kind EXACT */
+    int32_t node;   /* of the value */
+    int32_t num_chars;
+    Key part; /* bytes of the unfinished value or name */
+    Frame frames[MAX_DEPTH];
+};
+
+static const Key EMPTY = {0x243F6A8885A308D3u, 0x13198A2E03707344u};
+
+static inline void mix(Key *key, uint64_t value) {
+    key->first = (key->first ^ value) * 0x9E3779B97F4A7C15u;
+    key->first ^= key->first >> 29;
+    key->second = (key->second + value) * 0xC2B2AE3D27D4EB4Fu;
+    key->second ^= key->second >> 31;
+}
+
+static inline void mix_key(Key *key, const Key *other) {
+    mix(key, other->first);
+    mix(key, other->second);
+}
+
+static Key key_of(const uint8_t *text, size_t size) {
+    Key key = EMPTY;
+    for (size_t index = 0; index < size; index++) mix(&key, text[index]);
+    return key;
+}
+
+/* `names` and `lengths`: of all properties. Returns NULL if out of memory. */
+Schema *slip_schema_open(const Node *nodes, int64_t num_nodes, const uint8_t *names, const int32_t *lengths,
+                         const int32_t *targets, int64_t num_properties, const Key *root, const uint8_t *bytes,
+                         const uint32_t *starts, int64_t num_tokens) {
+    Schema *schema = calloc(1, sizeof(Schema));
+    if (schema == NULL) return NULL;
+    schema->nodes = malloc((size_t)num_nodes * sizeof(Node));
+    schema->properties = malloc((size_t)(num_properties + 1) * sizeof(Property));
+    if (schema->nodes == NULL || schema->properties == NULL) {
+        free(schema->nodes);
+        free(schema->properties);
+        free(schema);
+        return NULL;
+    }
+    memcpy(schema->nodes, nodes, (size_t)num_nodes * sizeof(Node));
+    for (int64_t index = 0; index < num_properties; index++) {
+        schema->properties[index] = (Property){key_of(names, (size_t)lengths[index]), targets[index]};
+        names += lengths[index];
+    }
+    schema->root = *root;
+    schema->bytes = bytes;
+    schema->starts = starts;
+    schema->num_tokens = num_tokens;
+    for (int64_t token = 0; token < num_tokens; token++) {
+        int32_t num = 0;
+        for (uint32_t index = starts[token]; index < starts[token + 1]; index++) num += bytes[index] == ',';
+        if (num > schema->max_commas) schema->max_commas = num;
+    }
+    return schema;
+}
+
+void slip_schema_close(Schema *schema) {
+    free(schema->nodes);
+    free(schema->properties);
+    free(schema);
+}
+
+/* To the state of an empty text. */
+void slip_walker_reset(Walker *walker) {
+    const Schema *schema = walker->schema;
+    memset(walker, 0, sizeof(Walker));
+    walker->schema = schema;
+    walker->node = ROOT;
+}
+
+Walker *slip_walker_open(const Schema *schema) {
+    Walker *walker = malloc(sizeof(Walker));
+    if (walker == NULL) return NULL;
+    walker->schema = schema;
+    slip_walker_reset(walker);
+    return walker;
+}
+
+Walker *slip_walker_copy(const Walker *walker) {
+    Walker *copy = malloc(sizeof(Walker));
+    if (copy != NULL) memcpy(copy, walker, sizeof(Walker));
+    return copy;
+}
+
+void slip_walker_close(Walker *walker) { free(walker); }
+
+/* The number of items as far as a token can tell: it ends at most `reach` of them. */
+static uint32_t count_of(const Walker *walker, const Frame *frame) {
+    const Node *node = &walker->schema->nodes[frame->node];
+    const int32_t reach = walker->schema->max_commas + 2;
+    if (frame->count < 0 || node->kind != ARRAY) return (uint32_t)frame->count;
+    const bool is_far_from_min = frame->count >= node->min || node->min - frame->count > reach;
+    const bool is_far_from_max = node->max < 0 || node->max - frame->count > reach;
+    if (!is_far_from_min || !is_far_from_max || !frame->count) return (uint32_t)frame->count;
+    return frame->count >= node->min ? 1u << 30 : 1u << 31;
+}
+
+static inline Frame *top(Walker *walker) { return &walker->frames[walker->depth - 1]; }
+
+static bool is_object(const Walker *walker) { return walker->frames[walker->depth - 1].count < 0; }
+
+static void end_value(Walker *walker) {
+    walker->place = walker->depth ? AFTER_VALUE : AT_END;
+    walker->num_spaces = 0;
+    walker->is_first = false;
+    if (!walker->depth || is_object(walker)) return;
+    Frame *frame = top(walker);
+    const Node *node = &walker->schema->nodes[frame->node];
+    const int32_t most = node->kind != ARRAY ? 1 : node->max >= 0 ? INT32_MAX : node->min > 1 ? node->min : 1;
+    if (frame->count < most) frame->count++;
+}
+
+/* A container's frame has `count` -1 for an object. */
+static void open_container(Walker *walker, bool opens_object) {
+    if (walker->depth == MAX_DEPTH) {
+        walker->is_lost = true;
+        return;
+    }
+    Key base = walker->schema->root;
+    if (walker->depth) {
+        const Frame *outer = top(walker);
+        base = outer->base;
+        mix_key(&base, &outer->names);
+        mix(&base, count_of(walker, outer));
+    }
+    mix(&base, (uint64_t)(uint32_t)walker->node << 1 | opens_object);
+    walker->depth++;
+    *top(walker) = (Frame){base, EMPTY, walker->node, opens_object ? -1 : 0};
+    walker->is_first = true;
+    walker->place = opens_object ? AT_NAME : AT_VALUE;
+    const Node *node = &walker->schema->nodes[walker->node];
+    if (!opens_object && node->kind == ARRAY) walker->node = node->child;
+}
+
+static void close_container(Walker *walker) {
+    walker->depth--;
+    end_value(walker);
+}
+
+enum { NO_NUMBER, BEFORE, MINUS, ZERO, DIGITS, POINT, FRACTION, EXPONENT, SIGN, POWER }; /* in a number */
+
+static uint8_t step_number(uint8_t number, uint8_t byte) {
+    const bool is_digit = byte >= '0' && byte <= '9';
+    switch (number) {
+    case BEFORE:
+        if (byte == '-') return MINUS; /* fall through */
+    case MINUS:
+        return byte == '0' ? ZERO : is_digit ? DIGITS : NO_NUMBER;
+    case DIGITS:
+        if (is_digit) return DIGITS; /* fall through */
+    case ZERO:
+        return byte == '.' ? POINT : byte == 'e' || byte == 'E' ? EXPONENT : NO_NUMBER;
+    case FRACTION:
+        if (byte == 'e' || byte == 'E') return EXPONENT; /* fall through */
+    case POINT:
+        return is_digit ? FRACTION : NO_NUMBER;
+    case EXPONENT:
+        if (byte == '+' || byte == '-') return SIGN; /* fall through */
+    case SIGN:
+    case POWER:
+        return is_digit ? POWER : NO_NUMBER;
+    default:
+        return NO_NUMBER;
+    }
+}
+
+static void begin_value(Walker *walker, uint8_t byte) {
+    const int32_t kind = walker->schema->nodes[walker->node].kind;
+    walker->part = EMPTY;
+    mix(&walker->part, byte);
+    walker->in_string = walker->is_escaped = walker->had_escape = false;
+    walker->nested = walker->num_chars = 0;
+    walker->num_left = 0;
+    walker->begun = 0;
+    if (byte == '"') {
+        walker->in_string = true;
+        walker->place = kind == STRING || kind == ANY ? IN_PLAIN : IN_EXACT;
+    } else if (byte == '{' || byte == '[') {
+        if (kind == ANY || kind == (byte == '{' ? OBJECT : ARRAY)) {
+            open_container(walker, byte == '{');
+        } else {
+            walker->nested = 1;
+            walker->place = IN_EXACT;
+        }
+    } else {
+        walker->place = IN_SCALAR;
+        walker->number = step_number(BEFORE, byte);
+    }
+}
+
+/* The end of a name: the node of its value. */
+static void end_name(Walker *walker) {
+    Frame *frame = top(walker);
+    const Schema *schema = walker->schema;
+    const Node *node = &schema->nodes[frame->node];
+    mix_key(&frame->names, &walker->part);
+    walker->place = AT_COLON;
+    walker->num_spaces = 0;
+    if (node->kind == ANY) {
+        walker->node = frame->node;
+        return;
+    }
+    walker->node = node->child;
+    for (int32_t index = node->first; index < node->first + node->num; index++) {
+        const Property *own = &schema->properties[index];
+        if (own->name.first == walker->part.first && own->name.second == walker->part.second) walker->node = own->node;
+    }
+    if (walker->had_escape) walker->node = 0; /* EXACT */
+}
+
+static void take_exact(Walker *walker, uint8_t byte) {
+    mix(&walker->part, byte);
+    if (walker->in_string) {
+        if (walker->is_escaped) {
+            walker->is_escaped = false;
+        } else if (byte == '\\') {
+            walker->is_escaped = true;
+        } else if (byte == '"') {
+            walker->in_string = false;
+        }
+    } else if (byte == '"') {
+        walker->in_string = true;
+    } else if (byte == '{' || byte == '[') {
+        walker->nested++;
+    } else if (byte == '}' || byte == ']') {
+        walker->nested--;
+    }
+    if (!walker->in_string && !walker->nested) end_value(walker);
+}
+
+static void take_plain(Walker *walker, uint8_t byte) {
+    mix(&walker->part, byte);
+    if (walker->is_escaped) { /* the byte after a backslash */
+        walker->is_escaped = false;
+        walker->num_left = byte == 'u' ? 4 : 0;
+        walker->begun = byte == 'u' ? 'u' : 0;
+    } else if (walker->num_left) {
+        if (walker->begun == 'u' && (byte == 'd' || byte == 'D')) walker->had_escape = true; /* half of a character */
+        walker->begun = --walker->num_left ? walker->begun << 8 | byte : 0;
+    } else if (byte == '"') {
+        end_value(walker);
+    } else {
+        walker->num_chars++;
+        walker->is_escaped = byte == '\\';
+        walker->num_left = byte < 0xC0 ? 0 : byte < 0xE0 ? 1 : byte < 0xF0 ? 2 : 3;
+        walker->begun = walker->num_left ? byte : 0;
+    }
+}
+
+static bool is_space(uint8_t byte) { return byte == ' ' || byte == '\n' || byte == '\r' || byte == '\t'; }
+
+static void take_byte(Walker *walker, uint8_t byte) {
+    if (walker->place == IN_SCALAR) {
+        if (!is_space(byte) && byte != ',' && byte != ']' && byte != '}') {
+            mix(&walker->part, byte);
+            walker->number = step_number(walker->number, byte);
+            return;
+        }
+        end_value(walker);
+    }
+    switch (walker->place) {
+    case IN_PLAIN:
+        take_plain(walker, byte);
+        return;
+    case IN_EXACT:
+        take_exact(walker, byte);
+        return;
+    case IN_NAME:
+        if (walker->is_escaped) {
+            walker->is_escaped = false;
+        } else if (byte == '\\') {
+            walker->is_escaped = walker->had_escape = true;
+        } else if (byte == '"') {
+            end_name(walker);
+            return;
+        }
+        mix(&walker->part, byte);
+        return;
+    default:
+        break;
+    }
+    if (is_space(byte)) {
+        walker->num_spaces++;
+        return;
+    }
+    walker->num_spaces = 0;
+    if (walker->place == AT_VALUE && !(byte == ']' && walker->is_first)) {
+        begin_value(walker, byte);
+    } else if (walker->place == AT_NAME && byte == '"') {
+        walker->place = IN_NAME;
+        walker->part = EMPTY;
+        walker->is_escaped = walker->had_escape = false;
+    } else if (walker->place == AT_COLON && byte == ':') {
+        walker->place = AT_VALUE;
+        walker->is_first = false;
+    } else if (walker->place == AFTER_VALUE && byte == ',') {
+        const Frame *frame = top(walker);
+        const Node *node = &walker->schema->nodes[frame->node];
+        walker->place = is_object(walker) ? AT_NAME : AT_VALUE;
+        walker->node = node->kind == ARRAY ? node->child : frame->node; /* of an object: set by the name */
+        walker->is_first = false;
+    } else if ((walker->place == AFTER_VALUE || walker->is_first) && walker->depth && byte == (is_object(walker) ? '}' : ']')) {
+        close_container(walker);
+    } else {
+        walker->is_lost = true;
+    }
+}
+
+void slip_walker_take(Walker *walker, int64_t token) {
+    const Schema *schema = walker->schema;
+    if (token < 0 || token >= schema->num_tokens || schema->starts[token] == schema->starts[token + 1]) walker->is_lost = true;
+    if (walker->is_lost) return;
+    for (uint32_t index = schema->starts[token]; index < schema->starts[token + 1] && !walker->is_lost; index++)
+        take_byte(walker, schema->bytes[index]);
+}
+
+bool slip_walker_key(const Walker *walker, Key *key) {
+    if (walker->is_lost) return false;
+    const Node *node = &walker->schema->nodes[walker->node];
+    *key = walker->schema->root;
+    if (walker->depth) {
+        const Frame *frame = &walker->frames[walker->depth - 1];
+        *key = frame->base;
+        mix_key(key, &frame->names);
+        mix(key, count_of(walker, frame));
+    }
+    mix(key, walker->place | (uint64_t)walker->is_first << 8);
+    switch (walker->place) {
+    case IN_PLAIN:
+        if (walker->had_escape) {
+            mix_key(key, &walker->part);
+        } else {
+            mix(key, (uint64_t)walker->begun << 4 | (uint64_t)walker->num_left << 1 | walker->is_escaped);
+            mix(key, node->kind == STRING && (node->min > 0 || node->max >= 0) ? (uint32_t)walker->num_chars + 1 : 0);
+        }
+        break;
+    case IN_SCALAR:
+        if (walker->number && (node->kind == ANY || (node->kind == SCALAR && node->min == 0))) {
+            mix(key, walker->number);
+            break;
+        } /* fall through */
+    case IN_EXACT:
+    case IN_NAME:
+        mix_key(key, &walker->part);
+        break;
+    default:
+        mix(key, (uint32_t)walker->num_spaces);
+    }
+    return true;
+}
+
+bool slip_walker_is_free(const Walker *walker, const uint32_t *mask, int64_t num_words) {
+    const Schema *schema = walker->schema;
+    int found = -1;
+    for (int64_t word = 0; word < num_words; word++) {
+        for (uint32_t bits = mask[word]; bits; bits &= bits - 1) {
+            const int64_t token = word * 32 + __builtin_ctz(bits);
+            if (token >= schema->num_tokens || schema->starts[token] == schema->starts[token + 1]) return true; /* the end */
+            const int byte = schema->bytes[schema->starts[token]];
+            if (found >= 0 && byte != found) return true;
+            found = byte;
+        }
+    }
+    return false;
+}

@@ -1,0 +1,146 @@
+"""SchemaNodes: the parts of a JSON schema that decide which texts have the same mask, for `json_state.c`.
+
+Only keywords whose effect on the text is known are read. A part of a schema with any other keyword is EXACT: two texts
+inside of a value of that part have the same key only if they are equal.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from slipstream.scheduler.grammar.translate import json_schema
+from slipstream.structured_params import StructuredOutputsParams
+
+EXACT, SCALAR, STRING, OBJECT, ARRAY, ANY = range(6)  # as in json_state.c
+NODE = np.dtype([(name, np.int32) for name in ("kind", "min", "max", "child", "first", "num")])
+_SALT = hashlib.sha256(np.random.default_rng().bytes(16)).digest()
+_MAX_NODES = 4096
+_ANNOTATIONS = {
+    "title",
+    "description",
+    "default",
+    "examples",
+    "$schema",
+    "$comment",
+    "$defs",
+    "definitions",
+    "deprecated",
+}
+_KEYWORDS = {
+    "string": {"minLength", "maxLength"},
+    "object": {"properties", "required", "additionalProperties"},
+    "array": {"items", "minItems", "maxItems"},
+    "boolean": set(),
+    "null": set(),
+    "integer": {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"},
+    "number": {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"},
+}
+
+
+@dataclass
+class SchemaNodes:
+    root: bytes  # 16 bytes, of the grammar
+    nodes: list[tuple[int, int, int, int, int, int]] = field(default_factory=list)
+    names: list[bytes] = field(default_factory=list)  # of properties, as in the text
+    targets: list[int] = field(default_factory=list)  # their nodes
+
+    def array(self) -> np.ndarray[Any, Any]:
+        return np.array(self.nodes, NODE)
+
+
+def schema_nodes(params: StructuredOutputsParams, grammar: str) -> SchemaNodes | None:
+    """The nodes of a JSON schema, the root last; None if the output is not JSON alone. `grammar`: its translation."""
+    if params.prefix is not None or params.whitespace_pattern is not None:
+        return None
+    if params.json is None and not params.json_object:
+        return None
+    reader = _Reader(json_schema(params), SchemaNodes(hashlib.sha256(_SALT + grammar.encode()).digest()[:16]))
+    return reader.read_root()
+
+
+class _Reader:
+    def __init__(self, schema: dict[str, Any], found: SchemaNodes) -> None:
+        self.schema = schema
+        self.found = found
+        self._by_id: dict[int, int] = {}  # nodes of schemas that are read or being read
+
+    def read_root(self) -> SchemaNodes | None:
+        """Node 0 is EXACT, node 1 ANY, node 2 the root."""
+        self.found.nodes += [(EXACT, -1, -1, 0, 0, 0), (ANY, -1, -1, 1, 0, 0)]
+        root = self._read(self.schema)
+        if root == 1:
+            self.found.nodes.append(self.found.nodes[1])
+        elif root != 2 or len(self.found.nodes) > _MAX_NODES:
+            return None  # nothing is known about it
+        return self.found
+
+    def _read(self, schema: object) -> int:
+        """The node of this part of the schema."""
+        if schema is True:
+            return 1
+        if not isinstance(schema, dict):
+            return 0
+        known = self._by_id.get(id(schema))
+        if known is not None:
+            return known
+        used = schema.keys() - _ANNOTATIONS
+        if not used:
+            return 1
+        if used == {"$ref"}:
+            return self._read_ref(schema["$ref"])
+        kind = schema.get("type")
+        if not isinstance(kind, str) or used - {"type"} - _KEYWORDS.get(kind, {"type"}) or kind not in _KEYWORDS:
+            return 0
+        nodes = self.found.nodes
+        if len(nodes) > _MAX_NODES:
+            return 0
+        number = self._by_id[id(schema)] = len(nodes)
+        nodes.append((EXACT, -1, -1, 0, 0, 0))  # until it is read
+        if kind == "string":
+            nodes[number] = (STRING, _count(schema, "minLength"), _count(schema, "maxLength"), 0, 0, 0)
+        elif kind == "array":
+            items = self._read(schema.get("items", True))
+            nodes[number] = (ARRAY, _count(schema, "minItems"), _count(schema, "maxItems"), items, 0, 0)
+        elif kind == "object":
+            self._read_object(schema, number)
+        else:
+            is_plain_number = kind in ("integer", "number") and used == {"type"}
+            nodes[number] = (SCALAR, 0 if is_plain_number else -1, -1, 0, 0, 0)
+        return number
+
+    def _read_object(self, schema: dict[str, Any], number: int) -> None:
+        properties = schema.get("properties", {})
+        if not isinstance(properties, dict):
+            return
+        targets = [self._read(each) for each in properties.values()]
+        others = self._read(schema.get("additionalProperties", True))
+        first = len(self.found.names)
+        # the text between the quotes
+        self.found.names += [json.dumps(name, ensure_ascii=False)[1:-1].encode() for name in properties]
+        self.found.targets += targets
+        self.found.nodes[number] = (OBJECT, -1, -1, others, first, len(properties))
+
+    def _read_ref(self, ref: object) -> int:
+        """A reference to a part of the same schema by a plain path."""
+        if not isinstance(ref, str) or not ref.startswith("#/") or set(ref) & {"~", "%"}:
+            return 0
+        if self.schema.keys() & {"$id", "id"}:
+            return 0
+        part: object = self.schema
+        for name in ref[2:].split("/"):
+            if not isinstance(part, dict) or name not in part:
+                return 0
+            part = part[name]
+        if isinstance(part, dict) and part.keys() - _ANNOTATIONS == {"$ref"}:
+            return 0  # a chain may be endless
+        return self._read(part)
+
+
+def _count(schema: dict[str, Any], name: str) -> int:
+    value = schema.get(name, -1)
+    return value if isinstance(value, int) and 0 <= value < 1 << 30 else -1

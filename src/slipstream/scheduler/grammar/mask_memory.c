@@ -83,8 +83,8 @@ void slip_memory_keep(Memory *memory, const Key *key, const uint32_t *mask) {
         if (tag == 0 && chosen == NULL) chosen = slot;
     }
     if (chosen == NULL) chosen = set + atomic_fetch_add(&memory->victim, 1) % NUM_WAYS;
-    int nobody = 0;
-    if (!atomic_compare_exchange_strong(&chosen->num_readers, &nobody, -1)) return;
+    int expected = 0; /* readers */
+    if (!atomic_compare_exchange_strong(&chosen->num_readers, &expected, -1)) return;
     if (chosen->mask == NULL) chosen->mask = malloc((size_t)memory->mask_words * 4);
     if (chosen->mask != NULL) {
         memcpy(chosen->mask, mask, (size_t)memory->mask_words * 4);

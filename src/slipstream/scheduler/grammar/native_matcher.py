@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from slipstream.scheduler.grammar.schema_nodes import SchemaNodes
-from slipstream.scheduler.grammar.walker import Walker
+from slipstream.scheduler.grammar.walker import TokenBytes, Walker
 from slipstream.text.grammar_vocab import GrammarVocabulary
 
 log = logging.getLogger(__name__)
@@ -102,8 +102,8 @@ class NativeVocabulary:
         self._texts_library = texts
         special = frozenset(source.special_token_ids)
         plain = [b"" if token in special else own for token, own in enumerate(source.tokens)]
-        self.bytes = np.frombuffer(b"".join(plain) or b"\0", np.uint8)
-        self.starts = np.cumsum([0, *map(len, plain)], dtype=np.uint32)  # [tokens + 1]
+        starts = np.cumsum([0, *map(len, plain)], dtype=np.uint32)
+        self.token_bytes = TokenBytes(np.frombuffer(b"".join(plain) or b"\0", np.uint8), starts)
         # llguidance marks special tokens by this byte
         tokens = [b"\xff" + own if token in special else own for token, own in enumerate(source.tokens)]
         lengths = np.array([len(own) for own in tokens], np.uint32)
@@ -153,7 +153,7 @@ class NativeVocabulary:
         pointer = self.library.llg_new_matcher(ctypes.addressof(init), b"llguidance", grammar.encode())
         walker = None
         if nodes is not None and self._texts_library is not None:
-            walker = Walker.of(nodes, self, self._texts_library)
+            walker = Walker.of(nodes, self.token_bytes, self._texts_library)
         return NativeMatcher(self, pointer, walker)
 
 

@@ -82,7 +82,7 @@ def check_late_masks(llm, monkeypatch):
     asked = dict(seed=3, repetition_penalty=1.3, frequency_penalty=0.5, logprobs=1)
     wanted = generate(llm, shape, **asked)
     dice, core, sat = random.Random(0), llm.core, []
-    gate = MaskGate(monkeypatch, lambda matcher: dice.random() < 0.2)
+    gate = MaskGate(monkeypatch, lambda matcher: dice.random() < 0.5)  # of masks that are not remembered
     core.constraints._pool.close()
     core.constraints._pool = None  # the next one has the gate
     step, sit_out = core.step, core.scheduler.sit_out
@@ -96,7 +96,7 @@ def check_late_masks(llm, monkeypatch):
     monkeypatch.setattr(core, "step", step_and_pass)
     monkeypatch.setattr(core.scheduler, "sit_out", lambda *given: sat.append(given) or sit_out(*given))
     found = generate(llm, shape, **asked)
-    assert len(sat) > 3
+    assert len(sat) > 2
     assert [each.token_ids for each in found] == [each.token_ids for each in wanted]
     for one, other in zip(found, wanted, strict=True):
         assert one.cumulative_logprob == pytest.approx(other.cumulative_logprob, rel=1e-4)

@@ -289,7 +289,7 @@ def test_missing_tokenizer(folder, tmp_path):
         LLM(str(copy), **SMALL)
     with LLM(str(copy), skip_tokenizer_init=True, **SMALL) as llm:
         assert len(llm.generate([3, 4], SamplingParams(max_tokens=2, ignore_eos=True))[0].outputs[0].token_ids) == 2
-        with pytest.raises(BadTokenizer, match="token ids"):
+        with pytest.raises(InvalidPrompt, match="token ids"):
             llm.generate("text")
         with pytest.raises(InvalidParams, match="stop_token_ids"):
             llm.generate([1], SamplingParams(stop="x"))

@@ -12,7 +12,7 @@ import pytest
 
 from scripted_core import facts
 from slipstream import SamplingParams
-from slipstream.errors import BadTokenizer, InvalidPrompt, PromptTooLong
+from slipstream.errors import InvalidPrompt, PromptTooLong
 from slipstream.frontend import prompts as module
 from slipstream.frontend.inputs import InputProcessor
 from slipstream.frontend.offload import size_of
@@ -141,7 +141,7 @@ def test_a_text_is_refused_when_it_is_encoded_and_named_by_its_place():
         assert not prompts.is_sure
         with pytest.raises(error, match="prompt 5 of 6: "):
             list(prompts)
-    with pytest.raises(BadTokenizer):
+    with pytest.raises(InvalidPrompt):
         made(inputs(tokenizer=False), ["a"])
 
 

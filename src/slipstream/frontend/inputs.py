@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from slipstream.engine.model_description import ModelDescription
-from slipstream.errors import BadTokenizer, InvalidParams, InvalidPrompt, PromptTooLong
+from slipstream.errors import InvalidParams, InvalidPrompt, PromptTooLong
 from slipstream.frontend.prompt_embeds import embedded_submit, has_embeds
 from slipstream.frontend.structured_config import StructuredOutputsConfig
 from slipstream.frontend.thinking_markers import ThinkingMarkers, check_forced
@@ -403,7 +403,7 @@ class InputProcessor:
 
     def _need_tokenizer(self, what: str = "text") -> Tokenizer:
         if self.tokenizer is None:
-            raise BadTokenizer(
+            raise InvalidPrompt(
                 f"the prompt is {what} and `skip_tokenizer_init=True` is set; give token ids or unset it"
             )
         return self.tokenizer

@@ -11,7 +11,7 @@ import torch
 
 from scripted_core import facts
 from slipstream.config.pooling_info import PoolingInfo, Role
-from slipstream.errors import BadTokenizer, InvalidParams, InvalidPrompt, PromptTooLong, SlipstreamError
+from slipstream.errors import InvalidParams, InvalidPrompt, PromptTooLong, SlipstreamError
 from slipstream.frontend.pooling.calls import encode, rerank, score
 from slipstream.frontend.pooling.inputs import PoolingInputs, PoolingPrompts
 from slipstream.frontend.pooling.prompts import PoolingBatch
@@ -167,7 +167,7 @@ def test_exactly_the_models_length_is_taken():
 
 
 def test_texts_without_a_tokenizer():
-    with pytest.raises(BadTokenizer, match="skip_tokenizer_init"):
+    with pytest.raises(InvalidPrompt, match="skip_tokenizer_init"):
         prepared(inputs(tokenizer=False), ["a"])
     assert list(prepared(inputs(tokenizer=False), [[1, 2]])[0].ids) == [1, 2]
 

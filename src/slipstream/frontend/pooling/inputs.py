@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from slipstream.config.pooling_info import Role
-from slipstream.errors import BadTokenizer, InvalidParams, InvalidPrompt
+from slipstream.errors import InvalidParams, InvalidPrompt
 from slipstream.frontend.inputs import PreparedPrompt
 from slipstream.frontend.pooling.params import resolve_params
 from slipstream.frontend.pooling.prompts import (
@@ -122,7 +122,7 @@ class PoolingInputs(PoolingPromptReader):
 
     def _templated_pair(self, query: str, document: str, instruction: str | None, template: str) -> str:
         if self.tokenizer is None:
-            raise BadTokenizer("the prompt is text and `skip_tokenizer_init=True` is set; give token ids or unset it")
+            raise InvalidPrompt("the prompt is text and `skip_tokenizer_init=True` is set; give token ids or unset it")
         controls = None if self.description.allow_control_tokens else ControlTokens(self.tokenizer, template)
         messages = [{"role": "query", "content": query}, {"role": "document", "content": document}]
         variables: dict[str, Any] = {} if instruction is None else {"instruction": instruction}

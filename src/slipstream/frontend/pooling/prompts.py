@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from slipstream.config.pooling_info import Role
 from slipstream.engine.model_description import ModelDescription
-from slipstream.errors import BadTokenizer, InvalidPrompt, PromptTooLong, UserError
+from slipstream.errors import InvalidPrompt, PromptTooLong, UserError
 from slipstream.pooling_params import PoolingParams
 from slipstream.text.guarded import Guarded, plain
 from slipstream.text.pieces import Pieces
@@ -284,7 +284,7 @@ class PoolingPromptReader:
     def _encoder(self) -> Pieces:
         if self._pieces is None:
             if self.tokenizer is None:
-                raise BadTokenizer(
+                raise InvalidPrompt(
                     "the prompt is text and `skip_tokenizer_init=True` is set; give token ids or unset it"
                 )
             self._pieces = Pieces(self.tokenizer)

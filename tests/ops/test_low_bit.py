@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from gguf_blocks import K_KINDS, quantize
-from slipstream.ops import dequant, native
+from slipstream.ops import dequant, native, prebuilt
 from slipstream.ops.low_bit import (
     DynamicQuant,
     Int4Pack,
@@ -214,6 +214,28 @@ def test_plain_c_gives_what_the_vectors_give(tmp_path: Path, monkeypatch) -> Non
             spoilt = spoilt_rows(Interleaved().pack(raw_blocks(kind, 10, some_columns(kind, 64)), kind))
             assert not spoilt[[1, 4, 8]].isfinite().any()
         assert ((found - expected).abs() <= 2**-23 * magnitudes).all()
+
+
+def test_tiles_give_the_bits_of_vectors(tmp_path: Path, monkeypatch) -> None:
+    """AMX, emulated where the processor lacks it: one tile of 8 tokens and a rest, rows that do not fill a tile."""
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    usable(Interleaved())
+    if "avx512_vnni" not in prebuilt.processor_features():
+        pytest.skip("the kernel with tiles is compiled for processors with AVX512-VNNI")
+    assert compiler is not None
+    source = Path(native.__file__).parent / "low_bit" / "native.c"
+    made = tmp_path / "tiles.so"
+    subprocess.run([compiler, *native._FLAGS, "-DSLIP_AMX_EMULATED", "-shared", source, "-o", made], check=True)
+    tiles = ctypes.CDLL(str(made))
+    tiles.slip_low_bit.argtypes, tiles.slip_low_bit.restype = native.SIGNATURES["slip_low_bit"], native.INT
+    for kind in dequant.KINDS:
+        x = torch.randn(19, columns := some_columns(kind, 1600), generator=torch.Generator().manual_seed(9))
+        packed = Interleaved().pack(raw_blocks(kind, 30, columns), kind)
+        alone = torch.cat([packed.multiply(row) for row in x.split(1)])  # a single token is never in a tile
+        assert packed.multiply(x).equal(alone)
+        with monkeypatch.context() as patch:
+            patch.setattr(native, "library", lambda: tiles)
+            assert packed.multiply(x).equal(alone)
 
 
 @pytest.mark.parametrize("kind", dequant.KINDS)

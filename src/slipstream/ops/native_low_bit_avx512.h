@@ -88,6 +88,7 @@ SLIP_INLINE void load_tile_scales(int layout, const uint8_t *const *scales, cons
     } else {
         found[0] = found[1] = load_halves(scales, g * 8);
         if (layout == SLIP_FOUR_BITS) found[1] = load_halves(offsets, g * 8);
+        if (layout == SLIP_Q4_0) found[1] = _mm512_mul_ps(found[0], _mm512_set1_ps(-8));
     }
 }
 

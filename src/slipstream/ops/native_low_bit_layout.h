@@ -15,6 +15,7 @@ enum {
     SLIP_Q5_K,        // SlipScalesQ45, q of 5 bits in a byte
     SLIP_Q6_K,        // SlipScalesQ6, q signed in a byte
     SLIP_BFLOAT16,    // not low-bit: the upper halves of float32
+    SLIP_Q4_0,        // scale * (q - 8), float16, per 32 columns
 };
 
 // 256 columns of four rows: weight = d * scale * q + dmin * minimum. The file has dmin with the other sign.
@@ -36,7 +37,9 @@ typedef struct {
 #define SLIP_INLINE static inline __attribute__((always_inline))
 
 // two weights per byte
-SLIP_INLINE int slip_has_pairs(int64_t layout) { return layout == SLIP_FOUR_BITS || layout == SLIP_Q4_K; }
+SLIP_INLINE int slip_has_pairs(int64_t layout) {
+    return layout == SLIP_FOUR_BITS || layout == SLIP_Q4_K || layout == SLIP_Q4_0;
+}
 
 SLIP_INLINE int slip_has_offset(int64_t layout) { return layout == SLIP_Q5_K || slip_has_pairs(layout); }
 

@@ -79,6 +79,7 @@ SLIP_INLINE float32x4x2_t load_scales(int layout, float32x4x2_t heads, const uin
     } else {
         found.val[0] = found.val[1] = from_half((const uint16_t *)scales + g * 4);
         if (layout == SLIP_FOUR_BITS) found.val[1] = from_half(offsets + g * 4);
+        if (layout == SLIP_Q4_0) found.val[1] = vmulq_n_f32(found.val[0], -8);
     }
     return found;
 }
@@ -111,7 +112,7 @@ SLIP_INLINE void multiply_tile(int layout, int tokens, const uint8_t *weights, c
                                const uint16_t *offsets, const SlipActivations *x, int64_t groups, float (*out)[4]) {
     float32x4_t total[TILE];
     for (int t = 0; t < tokens; t++) total[t] = vdupq_n_f32(0);
-    const int is_k = layout >= SLIP_Q4_K;
+    const int is_k = layout == SLIP_Q4_K || layout == SLIP_Q5_K || layout == SLIP_Q6_K;
     float32x4x2_t heads = {{vdupq_n_f32(0), vdupq_n_f32(0)}};
     for (int64_t g = 0; g < groups; g++, x += tokens) {
         if (is_k && (g & 7) == 0) heads = load_heads(layout, scales, g);

@@ -30,7 +30,7 @@ static inline void slip_load_scales(int layout, const uint8_t *scales, const uin
         found[1] = slip_from_half(s->d[r]) * s->blocks[g % 8].last[r];
     } else {
         found[0] = slip_from_half(((const uint16_t *)scales)[g * 4 + r]);
-        found[1] = layout == SLIP_FOUR_BITS ? slip_from_half(offsets[g * 4 + r]) : 0;
+        found[1] = layout == SLIP_FOUR_BITS ? slip_from_half(offsets[g * 4 + r]) : -8 * found[0];
     }
 }
 

@@ -25,6 +25,7 @@ SLIP_INLINE void load_scales(int layout, const uint8_t *scales, const uint16_t *
     } else {
         found[0] = found[1] = from_half((const uint16_t *)scales + g * 4);
         if (layout == SLIP_FOUR_BITS) found[1] = from_half(offsets + g * 4);
+        if (layout == SLIP_Q4_0) found[1] = _mm_mul_ps(found[0], _mm_set1_ps(-8));
     }
 }
 

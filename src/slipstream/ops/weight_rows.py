@@ -18,6 +18,7 @@ class RowLayout(IntEnum):
     Q5_K = 4
     Q6_K = 5
     BFLOAT16 = 6
+    Q4_0 = 7
 
 
 class WeightRows(NamedTuple):

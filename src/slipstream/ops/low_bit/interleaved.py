@@ -16,7 +16,7 @@ from slipstream.ops.dequant import BLOCK, K_KINDS, KINDS, SUPERBLOCK, split, spl
 from slipstream.ops.weight_rows import RowLayout, WeightRows
 
 _LAYOUTS = {
-    "Q4_0": RowLayout.FOUR_BITS,
+    "Q4_0": RowLayout.Q4_0,
     "Q4_1": RowLayout.FOUR_BITS,
     "Q8_0": RowLayout.EIGHT_BITS,
     "Q4_K": RowLayout.Q4_K,
@@ -25,6 +25,7 @@ _LAYOUTS = {
 }
 # bytes per 256 columns of a row: weights, scales and offsets
 _NUM_BYTES = {
+    RowLayout.Q4_0: 128 + 16,
     RowLayout.FOUR_BITS: 128 + 16 + 16,
     RowLayout.EIGHT_BITS: 256 + 16,
     RowLayout.Q4_K: 128 + 20,
@@ -54,8 +55,6 @@ class Interleaved:
             return _InterleavedWeight(data, scales, None, _LAYOUTS[kind], num_columns, len(raw))
         blocks = split(raw, kind)
         offset = blocks.minimum
-        if kind == "Q4_0":
-            offset = blocks.scale * -8
         return _InterleavedWeight(
             # 4 columns of a row are one int32
             _interleave(blocks.bytes.view(torch.int32)),
@@ -75,7 +74,7 @@ class Interleaved:
 class _InterleavedWeight:
     data: torch.Tensor  # [rows / 4, groups, 4 or 8, 4] int32
     scale: torch.Tensor  # [rows / 4, groups, 1, 4] float16; K-quants: [rows / 4, groups / 8, bytes] uint8
-    offset: torch.Tensor | None  # [rows / 4, groups, 1, 4] float16; Q4_0 and Q4_1 only
+    offset: torch.Tensor | None  # [rows / 4, groups, 1, 4] float16; Q4_1 only
     layout: RowLayout
     num_columns: int
     num_rows: int

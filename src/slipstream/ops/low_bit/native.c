@@ -23,6 +23,10 @@
 #include "../native_low_bit_neon.h"
 #elif defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
 #include "../native_low_bit_avx512.h"
+#if defined(__AMX_INT8__) || defined(SLIP_AMX_EMULATED)
+#define USES_TILES
+#include "../native_low_bit_amx.h"
+#endif
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #include "../native_low_bit_avx2.h"
 #else
@@ -51,7 +55,12 @@ void slip_quantize(const float *x, SlipActivations *out, int64_t stride, int64_t
 void slip_low_bit_rows(const SlipActivations *x, const uint8_t *weights, const void *scales, const uint16_t *offsets,
                        float *out, int64_t layout, int64_t num_tokens, int64_t groups, int64_t out_stride,
                        int64_t first, int64_t last) {
-    for (int64_t t = 0; t < num_tokens; t += TILE) {
+    int64_t first_token = 0;
+#ifdef USES_TILES
+    first_token = multiply_rows_by_tiles(x, weights, scales, offsets, out, layout, num_tokens, groups, out_stride, first,
+                                         last);
+#endif
+    for (int64_t t = first_token; t < num_tokens; t += TILE) {
         int64_t tokens = num_tokens - t < TILE ? num_tokens - t : TILE;
         const SlipActivations *a = x + t * groups;
         for (int64_t n = first; n < last; n += TILE_ROWS) {
@@ -62,6 +71,7 @@ void slip_low_bit_rows(const SlipActivations *x, const uint8_t *weights, const v
             float total[TILE][TILE_ROWS];
             switch (layout * 16 + tokens) {
                 CASES(SLIP_FOUR_BITS)
+                CASES(SLIP_Q4_0)
                 CASES(SLIP_EIGHT_BITS)
                 CASES(SLIP_Q4_K)
                 CASES(SLIP_Q5_K)

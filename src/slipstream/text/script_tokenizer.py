@@ -266,7 +266,8 @@ class ScriptTokenizer:
             ) from None
         path = Path(self.name_or_path)
         if path.suffix == ".json":
-            return transformers.PreTrainedTokenizerFast(tokenizer_file=str(path))
+            tokenizer_class: Any = transformers.PreTrainedTokenizerFast  # its constructor has no types
+            return tokenizer_class(tokenizer_file=str(path))
         if path.suffix == ".gguf":
             return transformers.AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
         return transformers.AutoTokenizer.from_pretrained(str(path), local_files_only=True)

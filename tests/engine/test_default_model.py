@@ -28,7 +28,7 @@ PROMPTS = [
 
 @pytest.fixture(scope="module")
 def dequantised() -> Iterator[LLM]:
-    with LLM(dequantize=True, dtype="float32", use_tqdm_on_load=False, max_model_len=512) as llm:
+    with LLM(dequantize=True, dtype="float32", use_tqdm_on_load=False, num_threads=1, max_model_len=512) as llm:
         yield llm
 
 
@@ -54,7 +54,7 @@ def test_greedy_tokens_equal_transformers(dequantised: LLM) -> None:
 
 
 def test_it_answers_a_question_and_has_its_own_sampling_defaults() -> None:
-    with LLM(use_tqdm_on_load=False, max_model_len=256) as llm:
+    with LLM(use_tqdm_on_load=False, num_threads=1, max_model_len=256) as llm:
         question = [{"role": "user", "content": "How many days are in a week?"}]
         answer = llm.chat(question, SamplingParams(temperature=0, max_tokens=24))[0].outputs[0]
         assert llm.get_default_sampling_params() == SamplingParams(temperature=0.2, top_p=0.9)
@@ -76,7 +76,7 @@ def test_low_bit_answers_are_those_of_the_dequantised_weights_and_repeat_to_the_
     chats = [[{"role": "user", "content": text}] for text in QUESTIONS]
     params = SamplingParams(temperature=0, max_tokens=24, logprobs=2)
     expected = dequantised.chat(chats, params)
-    with LLM(dtype="float32", use_tqdm_on_load=False, max_model_len=128) as llm:
+    with LLM(dtype="float32", use_tqdm_on_load=False, num_threads=1, max_model_len=128) as llm:
         first, again = llm.chat(chats, params), llm.chat(chats, params)
     assert again[0].num_cached_tokens > 0, "the second time prompts come from the prefix cache"
     for plain, low_bit, repeated in zip(expected, first, again, strict=True):
@@ -86,5 +86,5 @@ def test_low_bit_answers_are_those_of_the_dequantised_weights_and_repeat_to_the_
 
 
 def test_the_same_file_by_its_path_has_the_usual_sampling_defaults() -> None:
-    with LLM(str(PATH), use_tqdm_on_load=False, max_model_len=64, num_pages=8) as llm:
+    with LLM(str(PATH), use_tqdm_on_load=False, num_threads=1, max_model_len=64, num_pages=8) as llm:
         assert llm.get_default_sampling_params() == SamplingParams()

@@ -14,7 +14,7 @@ import pytest
 from slipstream import LLM, SamplingParams
 from slipstream.errors import EngineClosed, EngineDead, InvalidParams, InvalidPrompt, PromptTooLong
 from slipstream.frontend import prompts as prompts_module
-from slipstream.scheduler.scheduler import Scheduler
+from slipstream.scheduler.admitting import Admitter
 from tiny import write_tiny
 from tiny_tokenizer import IM_END, IM_START
 
@@ -325,14 +325,14 @@ def test_a_stream_that_is_dropped_inside_a_step_ends_after_it(folder, depth, mon
         wanted = llm.generate([[1, 2, 3], [4, 5]], params)
         stream = llm.stream([1, 2, 3], params)
         next(stream)
-        plan_waiting, num = Scheduler._plan_waiting, itertools.count(1)
+        admit_waiting, num = Admitter.admit_waiting, itertools.count(1)
 
         def dropping(self, *args):
             if next(num) == 2:
                 stream.close()
-            return plan_waiting(self, *args)
+            return admit_waiting(self, *args)
 
-        monkeypatch.setattr(Scheduler, "_plan_waiting", dropping)
+        monkeypatch.setattr(Admitter, "admit_waiting", dropping)
         found = llm.generate([[1, 2, 3], [4, 5]], params)
         assert [r.outputs[0].token_ids for r in found] == [r.outputs[0].token_ids for r in wanted]
         assert not llm._sync_loop.outputs.states and not llm.core.scheduler.num_live

@@ -192,7 +192,7 @@ def door(runner, tmp_path_factory):
 
     async def open_door():
         engine, core = await ScriptedCore.open(
-            facts(folder, has_processors=True),
+            facts(folder),
             facts(folder, "pool", pooling=POOL),
             facts(folder, "vectors", pooling=VECTORS),
         )

@@ -80,7 +80,7 @@ def test_bad_embedding_requests_say_what_is_wrong(ask):
     assert "classes does classify, and this route needs embed" in error(input="x", model="classes")["message"]
     assert error(input="x", cache_salt="s" * 1000)["param"] == "cache_salt"
     assert "prompt 2 of 2" in error(input=[[5], []])["message"]
-    assert "unknown" in error(input=[[5], [9999]])["message"]
+    assert "out of vocabulary" in error(input=[[5], [9999]])["message"]
 
 
 def test_an_empty_text_among_many_has_a_vector_too(ask, llms):

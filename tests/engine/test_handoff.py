@@ -214,6 +214,8 @@ def test_shared_memory_can_be_read_by_processes_of_the_same_user_only(producer, 
         mapped.page(0, 0)[0] = 1
     with pytest.raises(PermissionError):  # not even where a process maps the file itself
         mmap.mmap(producer.core.tier.shared_files()[0][0], 0)
+    with pytest.raises(ConnectionError, match="group 9 is not"):
+        mapped.page(9, 0)
     user = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: user + 1)
     with pytest.raises(ConnectionError, match="not shared"):

@@ -77,6 +77,9 @@ class MappedMemory:
             os.close(file)
 
     def page(self, group: int, slot: int) -> memoryview:
+        """Raises ConnectionError if the peer shares no such page."""
+        if group >= min(len(self._page_bytes), len(self._maps)):
+            raise ConnectionError(f"group {group} is not in the memory of the peer")
         size = self._page_bytes[group]
         page = self._maps[group][slot * size : (slot + 1) * size]
         if len(page) != size:

@@ -7,8 +7,8 @@ order a header (size and checksum, 0 for a page that is late) and the bytes of t
 questions.
 
 Where several ranks share a model, every rank has a part of each page. The question goes to rank 0, which has the index;
-each rank of the consumer sends the lease to the same rank of the producer, and gets its part of the pages. Rank 0 sends
-DONE when all ranks have theirs.
+each rank of the consumer sends the lease to the same rank of the producer, and gets its part of the pages. Rank 0 of
+the consumer sends DONE when all its ranks have received their parts.
 
 A consumer that has mapped the producer's memory (`shared_pages.py`) asks for headers alone, and also sends DONE.
 """

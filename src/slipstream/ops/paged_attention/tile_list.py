@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 
 from slipstream.config.activation_size import MAX_SPLITS, SMALLEST_SPLIT
+from slipstream.ops.paged_attention.tile_order import KEYS_TOGETHER, held_keys, last_key, sorting_group, tiles_ahead
 from slipstream.ops.paged_attention.tile_rows import ALIGN, continues, cut_keys, read_rows
 
 # Maximum keys per split of a row of one token, more for rows that would have more than MAX_SPLITS splits. Few rows need
@@ -31,13 +32,6 @@ SOME_ROWS, SPLIT_OF_SOME = 128, 512
 SPLIT_OF_MANY = 1024
 KEY_BLOCK, FEW_KEY_BLOCK = 64, 128  # keys per split are a multiple of the key block of every kernel
 SPLIT_COST = tl.constexpr(64)  # fixed cost of a split, in keys
-
-# Tiles are sorted longest first, so that equal shares of them take equal time. Rows with many tiles are sorted only
-# within groups of adjacent rows with up to KEYS_TOGETHER keys in total, so that the keys of a group stay in the L2
-# cache. A row with more than half as many keys is a group of its own. Rows with fewer than FEW_TILES tiles reuse few
-# keys and come first.
-KEYS_TOGETHER = 12288
-FEW_TILES = tl.constexpr(8)
 
 RECORD = tl.constexpr(8)  # int32s per tile
 SINGLE_RECORD = tl.constexpr(9)  # int32s per single
@@ -251,7 +245,7 @@ def _list_tiles_kernel(
         splits_before += tl.sum(tl.where((rows < row) & single, splits, 0))
         tiles = tl.where((rows < row) & ~single, tl.cdiv(count * GROUP, TILE), 0)
         tiles_before += tl.sum(tiles)
-        keys_before += tl.sum(_held(tiles, length, TOGETHER))
+        keys_before += tl.sum(held_keys(tiles, length, TOGETHER))
         if host_ids is not None:
             given = tl.load(host_ids + rows, mask=rows < num_rows, other=-1)
             has_others = tl.maximum(has_others, tl.max(tl.where(given < 0, -1, 0).to(tl.int64)))
@@ -319,10 +313,10 @@ def _list_tiles_kernel(
             index = first + tile_lanes
             mask = index < tiles
             query = (tiles - 1 - index) * TILE
-            target = index + _tiles_ahead(
+            target = index + tiles_ahead(
                 row,
-                _last_key(query, count, length, GROUP, TILE),
-                _company(tiles, keys_before, _held(tiles, length, TOGETHER), TOGETHER),
+                last_key(query, count, length, GROUP, TILE),
+                sorting_group(tiles, keys_before, held_keys(tiles, length, TOGETHER), TOGETHER),
                 lengths,
                 starts,
                 table,
@@ -355,70 +349,3 @@ def _list_tiles_kernel(
     else:
         for head in tl.static_range(KV_HEADS):
             tl.store(arrived + row * KV_HEADS + head, 0)
-
-
-@triton.jit
-def _last_key(query, count, length, GROUP: tl.constexpr, TILE: tl.constexpr):
-    """Number of keys up to the last one visible to a tile that starts with this query."""
-    seen = length - count + (query + TILE - 1) // GROUP + 1
-    return tl.where(length > 0, tl.minimum(length, seen), 0)
-
-
-@triton.jit
-def _held(tiles, length, TOGETHER: tl.constexpr):
-    """Keys of a row that count towards the limit of its sorting group."""
-    whole = tl.cdiv(length, TOGETHER) * TOGETHER
-    return tl.where(tiles < FEW_TILES, 0, tl.where(2 * length > TOGETHER, whole, length)).to(tl.int64)
-
-
-@triton.jit
-def _company(tiles, before, held, TOGETHER: tl.constexpr):
-    """Index of the sorting group of a row, from the running number of its last key; 0: rows with few tiles."""
-    return tl.where(tiles < FEW_TILES, 0, 1 + (before + tl.maximum(held, 1) - 1) // TOGETHER)
-
-
-@triton.jit
-def _tiles_ahead(
-    row,
-    keys,  # [TILES] visible to a tile of this row
-    neighbours,  # sorting group of this row
-    lengths,
-    starts,
-    table,
-    table_stride,
-    num_rows,
-    num_tokens,
-    HAS_STARTS: tl.constexpr,
-    PAGE: tl.constexpr,
-    GROUP: tl.constexpr,
-    TILE: tl.constexpr,
-    TOGETHER: tl.constexpr,
-    CUT_SINGLES: tl.constexpr,
-):
-    """How many tiles of other rows come before each of these: all tiles of earlier groups, tiles of the same group with
-    more keys, and tiles of earlier rows with equally many."""
-    ROWS: tl.constexpr = 64
-    lanes = tl.arange(0, ROWS)
-    ahead = keys * 0
-    keys_before = tl.cast(0, tl.int64)
-    for first in range(0, num_rows + 1, ROWS):
-        rows = first + lanes
-        start, count, length = read_rows(
-            rows, lengths, starts, table, table_stride, num_rows, num_tokens, HAS_STARTS, PAGE
-        )
-        single = (count == 1) & CUT_SINGLES
-        tiles = tl.where((rows <= num_rows) & ~single, tl.cdiv(count * GROUP, TILE), 0)
-        held = _held(tiles, length, TOGETHER)
-        if tl.sum(tiles) > 0:
-            company = _company(tiles, keys_before + tl.cumsum(held, 0) - held, held, TOGETHER)
-            tiles = tl.where(rows == row, 0, tiles)
-            # visible keys increase with the tiles of a row: the tiles with more than some number are a suffix
-            limit = keys[None, :] - tl.where(rows < row, 1, 0)[:, None]
-            past = limit - tl.where(length > 0, length - count, 0)[:, None]
-            fewer = tl.minimum(tl.maximum(past, 0) * GROUP // TILE, tiles[:, None])
-            more = tl.where(length[:, None] > limit, tiles[:, None] - fewer, 0)
-            mine = tl.where((company == neighbours)[:, None], more, 0)
-            mine = tl.where((company < neighbours)[:, None], tiles[:, None], mine)
-            ahead += tl.sum(mine, 0)
-        keys_before += tl.sum(held)
-    return ahead

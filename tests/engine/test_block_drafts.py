@@ -145,14 +145,17 @@ def test_steps_without_drafts_keep_the_context_complete(model, drafter):
         number = 0
 
         class Alternating:
-            is_trial = False
+            probed = ()
 
-            def choose(self, num_rows):
+            def skip(self):
+                return False
+
+            def choose(self, counts):
                 nonlocal number
                 number += 1
-                return (3, 3) if number % 7 > 3 else (0, 3 if number % 7 == 3 else 0)
+                return (3,) * 3 if number % 7 > 3 else (0,) * 3, 3 if number % 7 >= 3 else 0
 
-            def add(self, drawn, counts):
+            def add(self, seen):
                 pass
 
         llm.core.scheduler.drafts.length = Alternating()

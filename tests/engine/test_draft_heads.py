@@ -425,14 +425,17 @@ def test_steps_without_drafts_store_entries_only(tmp_path):
     reference, num_plans = PlainEagle3(head, model), 0
 
     class Alternating:
-        is_trial = False
+        probed = ()
 
-        def choose(self, num_rows):
+        def skip(self):
+            return False
+
+        def choose(self, counts):
             nonlocal num_plans
             num_plans += 1
-            return (3, 3) if num_plans % 7 > 3 else (0, 3 if num_plans % 7 == 3 else 0)
+            return (3,) * 3 if num_plans % 7 > 3 else (0,) * 3, 3 if num_plans % 7 >= 3 else 0
 
-        def add(self, drawn, counts):
+        def add(self, seen):
             pass
 
     spec = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 3}

@@ -114,15 +114,18 @@ class Alternating:
     """Replaces `DraftLength`: of `period` plans, some neither have nor propose drafts."""
 
     def __init__(self, period, num_without, *, is_resting=False):
-        self.period, self.num_without, self.is_trial, self.is_resting = period, num_without, False, is_resting
+        self.period, self.num_without, self.probed, self.is_resting = period, num_without, (), is_resting
         self.number = 0
 
-    def choose(self, num_rows):
+    def skip(self):
+        return False
+
+    def choose(self, counts):
         self.number += 1
         phase = self.number % self.period
-        return (3, 3) if phase > self.num_without else (0, 3 if phase == self.num_without else 0)
+        return (3,) * 3 if phase > self.num_without else (0,) * 3, 3 if phase >= self.num_without else 0
 
-    def add(self, drawn, counts):
+    def add(self, seen):
         pass
 
 

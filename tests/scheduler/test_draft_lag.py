@@ -14,6 +14,7 @@ from scripted import Bench, ScriptedExecutor
 from slipstream.request import NEVER
 from slipstream.scheduler import draft_lag
 from slipstream.scheduler.cache.draft_gaps import DraftGaps
+from slipstream.scheduler.draft_classes import NUM_CLASSES
 from slipstream.scheduler.draft_lag import DraftLag
 from slipstream.step import StepPlan, StepResult
 
@@ -74,20 +75,24 @@ class DraftedExecutor(ScriptedExecutor):
 class Switched:
     """Replaces `DraftLength`: drafts are on or off for some plans in turn."""
 
-    is_trial = False
+    probed = ()
 
     def __init__(self, rng: random.Random, num_drafts: int, *, is_resting: bool) -> None:
         self.rng, self.num_drafts, self.is_resting = rng, num_drafts, is_resting
         self.left, self.proposes = 0, True
 
-    def choose(self, num_rows: int) -> tuple[int, int]:
+    def skip(self) -> bool:
+        return False
+
+    def choose(self, counts: object) -> tuple[tuple[int, ...], int]:
         had_proposed = self.proposes
         if not self.left:
             self.left, self.proposes = self.rng.randint(1, 6), not self.proposes
         self.left -= 1
-        return self.num_drafts if had_proposed and self.proposes else 0, self.num_drafts if self.proposes else 0
+        number = self.num_drafts if had_proposed and self.proposes else 0
+        return (number,) * NUM_CLASSES, self.num_drafts if self.proposes else 0
 
-    def add(self, drawn: object, counts: object) -> None:
+    def add(self, seen: object) -> None:
         pass
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import random
+from collections import Counter
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,40 +14,60 @@ from scripted import make_config
 from slipstream.config.config import SchedulerConfig
 from slipstream.config.draft_config import DraftConfig
 from slipstream.scheduler.cache.manager import CacheManager
+from slipstream.scheduler.draft_classes import ClassCounts, DraftClasses
 from slipstream.scheduler.draft_length import MAX_PROBED, DraftLength
 from slipstream.scheduler.drafting import DraftPlanner
 
 
 class Simulation:
-    """Rows whose drafts are accepted with some probability each, on a device with some seconds per step."""
+    """Rows whose drafts are accepted with some probability each, on a device with some seconds per step. With several
+    probabilities the rows have them in turn."""
 
-    def __init__(self, num_rows: int, max_drafts: int, seconds: Callable[[int], float], accepts: float) -> None:
-        self.length, self.num_rows, self.seconds, self.accepts = DraftLength(max_drafts), num_rows, seconds, accepts
-        self.rng = random.Random(1)
+    def __init__(self, num_rows: int, max_drafts: int, seconds: Callable[[int], float], *accepts: float) -> None:
+        self.length, self.classes, self.seconds = DraftLength(max_drafts), DraftClasses(num_rows), seconds
+        self.rows: list[Any] = [SimpleNamespace(row=row, admission=row) for row in range(num_rows)]
+        self.num_rows, self.accepts = num_rows, accepts
+        self.counted: list[Any] = []
+        self.rng = np.random.default_rng(1)
         self.tokens, self.time, self.proposed = 0, 0.0, 0
-        self.chosen: list[int] = []
+        self.chosen: list[float] = []  # mean of all rows
+        self.by_row = np.zeros(num_rows)  # drafts of all steps
         self.late: dict[int, float] = {}  # by positions of a row: what its first step takes longer
 
     def run(self, steps: int) -> float:
         """Returns tokens per second of these steps, relative to steps without drafts."""
         tokens = time = 0.0
         for _ in range(steps):
-            num, proposed = self.length.choose(self.num_rows)
-            self.chosen.append(num)
-            counts = []
-            for _ in range(self.num_rows):
-                accepted = 0
-                while accepted < min(num, self.proposed) and self.rng.random() < self.accepts:
-                    accepted += 1
-                counts.append(1 + accepted)
+            rests = self.rows == self.counted and self.length.skip()  # as the planner does
+            self.counted = list(self.rows)
+            numbers, proposed = ((0, 0, 0), 0) if rests else self.length.choose(self.classes.count(self.rows))
+            num = np.array([numbers[self.classes.of(row)] for row in self.rows], np.int32)
+            if self.length.probed:
+                rows = self.classes.least_tried(self.rows, self.length.probed, self.length.num_probed)
+                left_out = [self.classes.of(row) in self.length.probed and row.row not in rows for row in self.rows]
+                num[left_out] = 0
+            self.chosen.append(float(num.mean()))
+            self.by_row += num
+            drafts = np.arange(self.length.max_drafts) < np.minimum(num, self.proposed)[:, None]
+            right = self.rng.random(drafts.shape) < np.resize(self.accepts, self.num_rows)[:, None]
+            accepted = np.cumprod(drafts & right, 1, dtype=np.int32).sum(1)
             self.proposed = proposed
-            took = self.seconds(self.num_rows * (1 + num))
-            if num or not proposed:  # as the pacer does
-                self.length.measure(self.num_rows * (1 + num), took + self.late.pop(1 + num, 0.0))
-            if num:
-                self.length.add([1 + num] * self.num_rows, np.array(counts, np.int32))
-            tokens, time = tokens + sum(counts), time + took
+            positions = self.num_rows + int(num.sum())
+            took = self.seconds(positions)
+            if num.any() or not proposed:  # as the pacer does
+                self.length.measure(positions, took + self.late.pop(positions // self.num_rows, 0.0))
+            if num.any():
+                drawn, counts = (1 + num).tolist(), (1 + accepted).tolist()
+                classes = self.classes.add(self.rows, drawn, counts)
+                seen = Counter(zip(classes, num.tolist(), accepted.tolist(), strict=True))
+                self.length.add({key: rows for key, rows in seen.items() if key[1]})
+            tokens, time = tokens + self.num_rows + accepted.sum(), time + took
         return tokens / time * self.seconds(self.num_rows) / self.num_rows
+
+
+def plain(num_rows: int) -> ClassCounts:
+    """Rows before any measurement."""
+    return ClassCounts((0, 0, num_rows), (0, 0, num_rows), (0.6, 0.6, 0.6))
 
 
 def memory_bound(positions: int) -> float:
@@ -54,6 +76,10 @@ def memory_bound(positions: int) -> float:
 
 def compute_bound(positions: int) -> float:
     return 0.1 + 0.01 * positions
+
+
+def between(positions: int) -> float:
+    return 1.0 + 0.01 * positions
 
 
 def test_right_drafts_on_an_idle_device_are_as_long_as_allowed() -> None:
@@ -83,7 +109,7 @@ def test_a_large_batch_loses_nothing_and_a_small_one_gains(accepts: float) -> No
 
 def test_drafts_on_a_device_whose_times_are_not_known() -> None:
     length = DraftLength(4)
-    assert [length.choose(2)[0] for _ in range(12)][-1] == 4
+    assert [length.choose(plain(2))[0] for _ in range(12)][-1][2] == 4
 
 
 def test_some_drafts_where_later_ones_are_rarely_right() -> None:
@@ -101,12 +127,18 @@ def test_a_trial_has_drafts_for_some_rows_only() -> None:
     length = planner.length
     assert length is not None
     length.measure(600, 1.0)
-    length.add([5] * 600, np.ones(600, np.int32))
-    num_drafts = set()
+    rows: list[Any] = [SimpleNamespace(row=row, admission=row) for row in range(600)]
+    planner.begin_plan(rows)
+    planner.counts.add(rows, [5] * 600, np.ones(600, np.int32))
+    tried: list[set[int]] = []
     for _ in range(100):
-        planner.begin_plan(600)
-        num_drafts.add((bool(planner.num_drafts), planner._left))
-    assert num_drafts == {(False, 2400), (True, MAX_PROBED)}
+        if planner.begin_plan(rows):
+            tried.append({request.row for request in rows if planner._wanted(request)})
+            drawn = [1 + planner._wanted(request) for request in rows]
+            assert 600 < sum(drawn) <= 600 + MAX_PROBED
+            planner.counts.add(rows, drawn, np.ones(600, np.int32))
+    assert len(tried) == 8
+    assert len(set.union(*tried)) == 600, "rows that were tried least are next"
 
 
 def test_the_first_step_of_a_size_may_take_long() -> None:
@@ -119,21 +151,67 @@ def test_the_first_step_of_a_size_may_take_long() -> None:
 def test_proposals_are_no_part_of_a_step_without_drafts() -> None:
     """A draft model takes several passes to propose: a step that proposes says nothing about one without drafts."""
     length = DraftLength(4)
-    plain = [length.choose(2) for _ in range(2)]
-    assert plain == [(0, 0), (0, 0)]
+    assert [length.choose(plain(2)) for _ in range(2)] == [((0, 0, 0), 0)] * 2
 
 
 def test_prompts_alone_are_not_drafted_while_drafts_do_not_pay() -> None:
     simulation = Simulation(4, 4, memory_bound, 0.0)
-    assert simulation.length.choose(0) == (0, 4)
+    assert simulation.length.choose(plain(0)) == ((0, 0, 0), 4)
     simulation.run(300)
-    assert simulation.length.choose(0) == (0, 0)
+    assert simulation.length.choose(plain(0)) == ((0, 0, 0), 0)
 
 
 def test_a_text_that_becomes_predictable_is_noticed() -> None:
     simulation = Simulation(4, 4, memory_bound, 0.0)
     simulation.run(2000)
     assert max(simulation.chosen[-20:]) == 0 or simulation.chosen[-200:].count(0) > 150
-    simulation.accepts = 0.9
+    simulation.accepts = (0.9,)
     simulation.run(1500)
     assert np.mean(simulation.chosen[-100:]) > 3
+
+
+def test_rows_that_accept_drafts_have_them_beside_rows_that_do_not() -> None:
+    """Drafts for all rows would not pay."""
+    simulation = Simulation(64, 4, between, 0.0, 0.0, 0.0, 0.9)
+    simulation.run(1000)
+    before = simulation.by_row.copy()
+    assert simulation.run(1000) > 1.15
+    drafts = (simulation.by_row - before).reshape(-1, 4).sum(0)
+    assert drafts[3] > 16 * 3500 and drafts[:3].max() < 16 * 200
+
+
+def test_a_row_that_becomes_predictable_is_noticed_among_others() -> None:
+    simulation = Simulation(64, 4, between, 0.0, 0.0, 0.0, 0.9)
+    simulation.run(500)
+    simulation.accepts = (0.0, 0.9, 0.0, 0.9)
+    simulation.run(2500)
+    assert simulation.run(500) > 1.3
+
+
+def test_a_new_request_does_not_inherit_the_class_of_its_row() -> None:
+    simulation = Simulation(8, 4, memory_bound, 0.0, 1.0)
+    simulation.run(200)
+    classes = simulation.classes
+    assert [classes.of(row) for row in simulation.rows] == [0, 2] * 4
+    simulation.rows[0] = SimpleNamespace(row=0, admission=100)
+    assert sum(classes.count(simulation.rows).num_new) == 1
+    assert classes.of(simulation.rows[0]) > 0, "it begins with the mean of all rows"
+
+
+def test_a_new_request_is_tried_soon() -> None:
+    """Trials have become rare, and the request has another kind of text."""
+    simulation = Simulation(1, 4, memory_bound, 0.0)
+    simulation.run(3000)
+    simulation.rows[0] = SimpleNamespace(row=0, admission=100)
+    simulation.accepts = (0.9,)
+    assert simulation.run(60) > 2.5
+
+
+def test_requests_of_one_text_after_another_cost_less_than_three_percent() -> None:
+    simulation = Simulation(4, 4, between, 0.0)
+    simulation.run(200)
+    total = 0.0
+    for number in range(100):
+        simulation.rows[number % 4] = SimpleNamespace(row=number % 4, admission=10 + number)
+        total += simulation.run(10)
+    assert total > 97.0

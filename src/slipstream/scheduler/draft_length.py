@@ -2,103 +2,145 @@
 
 A step with drafts takes longer and gives more tokens. The choice maximises expected tokens per device second: the
 expected tokens of a row are 1 plus the measured probabilities that its first, second and further drafts are accepted,
-and the time is that of steps with as many positions. Where no number of drafts is better than none, rows have none, and
-a few steps with drafts in ever longer intervals find out whether the text has changed. Verification is by drawing, so
-the number may change in every step without changing a token.
+and the time is that of steps with as many positions. Each class of rows (`draft_classes.py`) has a number of its own.
+Where no number of drafts is better than none, rows have none, and a few steps with drafts in ever longer intervals find
+out whether the text has changed. Verification is by drawing, so the number may change in every step without changing a
+token.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-
-import numpy as np
+from collections.abc import Mapping
 
 from slipstream.config.memory import sizes_up_to
-from slipstream.step import Ints
+from slipstream.scheduler.draft_classes import NUM_CLASSES, ClassCounts
 
 MIN_GAIN = 1.02  # drafts must promise so much more than no drafts
 _DECAY = 0.97  # weight of older steps in the acceptance
-_PRIOR_ROWS, _PRIOR = 4.0, 0.6  # before any measurement: so many rows, whose first draft has this probability
 _PROBE_DRAFTS, _PROBE_STEPS = 3, 4  # of a trial while rows have no drafts
 MAX_PROBED = 256  # drafts of all rows in one step of a trial: more would cost time and add little accuracy
 _FIRST_INTERVAL, _MAX_INTERVAL = 32, 1024  # plans between two trials
+_TRIAL_SHARE = 0.01  # of the time that trials of new rows may take
+_MAX_CREDIT = 2.0  # of this time that is saved up, in steps without drafts
+_REST_PLANS = 8  # plans without drafts before the choice is made again, if no request comes or goes
 _MIN_MEASURED = 3  # steps of a size after which its time is known: the shortest of them
 _MAX_TRIES = 6  # more than these and the plans in flight
 _REFRESH = 256  # plans with drafts after which the time without drafts is measured again
 _SIZES = sizes_up_to(4096, first_steps=8)
+_NONE = (0,) * NUM_CLASSES
 
 
 class DraftLength:
     def __init__(self, max_drafts: int) -> None:
         self.max_drafts = max_drafts
         self._candidates = [num for num in (0, 1, 2, 3, 4, 6, 8, 12) if num < max_drafts] + [max_drafts]
-        # by position of the draft: rows that had such a draft and accepted all before it, and those that accepted it
-        self._reached = np.zeros(max_drafts)
-        self._accepted = np.zeros(max_drafts)
-        self._reached[0], self._accepted[0] = _PRIOR_ROWS, _PRIOR_ROWS * _PRIOR
+        # by class and position of the draft: rows that had such a draft and accepted all before it, and those that
+        # accepted it
+        self._reached = [[0.0] * max_drafts for _ in range(NUM_CLASSES)]
+        self._accepted = [[0.0] * max_drafts for _ in range(NUM_CLASSES)]
         self._seconds: dict[int, float] = {}  # by number of positions, rounded up to a size
         self._num_measured: dict[int, int] = {}  # of the sizes that were measured less than _MIN_MEASURED times
         self._num_tries: dict[int, int] = {}  # plans without drafts to measure a size; a device may have no clock
-        self._num_plans = 0  # since the last trial, or since the time without drafts was measured
+        self._since_trial = 0  # plans
+        self._since_plain = 0  # plans since the time without drafts was measured
         self._interval = _FIRST_INTERVAL
         self._probing = 0  # plans left of a trial
+        self._credit = _MAX_CREDIT  # time for trials of new rows, in steps without drafts
         self._has_proposed = True  # whether the last plan proposed drafts, or is the first one
-        self.is_trial = False  # whether the last choice belongs to a trial
+        self.probed: tuple[int, ...] = ()  # classes that have drafts as a trial only in the last choice
+        self.num_probed = 0  # rows of these classes that have drafts
         self.is_resting = False  # no number of drafts was better than none
+        self._rest = 0  # plans left until the choice is made again
 
-    def choose(self, num_rows: int) -> tuple[int, int]:
-        """The number of drafts per row of the next plan with `num_rows` decode rows, and the number to propose for the
-        plan after it."""
-        self.is_trial = bool(num_rows and self._probing)
-        if num_rows:
-            num, num_proposed = self._choose(num_rows)
+    def skip(self) -> bool:
+        """Whether the next plan has no drafts and proposes none, as the last one, if it has the same rows."""
+        if not self._rest:
+            return False
+        self._rest -= 1
+        self._since_trial += 1
+        self._credit = min(_MAX_CREDIT, self._credit + _TRIAL_SHARE)
+        return True
+
+    def choose(self, counts: ClassCounts) -> tuple[tuple[int, ...], int]:
+        """The number of drafts per row of the next plan with so many decode rows, by class, and the number to propose
+        for the plan after it."""
+        self.probed, self._rest = (), 0
+        if any(counts.num_rows):
+            numbers, num_proposed = self._choose(counts)
         else:
-            num, num_proposed = 0, 0 if self.is_resting else self.max_drafts
+            numbers, num_proposed = _NONE, 0 if self.is_resting else self.max_drafts
         if not self._has_proposed:
-            num = 0  # the plan before proposed nothing
+            numbers = _NONE  # the plan before proposed nothing
         self._has_proposed = num_proposed > 0
-        return num, num_proposed
+        return numbers, num_proposed
 
-    def _choose(self, num_rows: int) -> tuple[int, int]:
-        most = self.max_drafts
-        self._num_plans += 1
-        if self.is_trial:
+    def _choose(self, counts: ClassCounts) -> tuple[tuple[int, ...], int]:
+        most, best = self.max_drafts, self._best(counts)
+        rests = tuple(each for each, num in enumerate(best) if not num and counts.num_rows[each])
+        self._since_trial += 1
+        self._since_plain += 1
+        if self._probing:
             self._probing -= 1
-            return min(_PROBE_DRAFTS, most), most
-        best = self._best(num_rows)
-        self.is_resting = not best
-        if best:
-            self._interval = _FIRST_INTERVAL
-            size = _size(num_rows)
-            # the time without drafts is that of plans which propose nothing either: a proposal may cost several passes
-            if self._num_plans >= _REFRESH:
-                self._num_plans = 0
-                return 0, 0
-            if not self._is_known(size) and self._num_tries.get(size, 0) < _MAX_TRIES:
-                self._num_tries[size] = self._num_tries.get(size, 0) + 1
-                return 0, 0
-            return best, most
-        if self._num_plans < self._interval:
-            return 0, 0
-        self._num_plans, self._interval = 0, min(2 * self._interval, _MAX_INTERVAL)
-        self._probing = _PROBE_STEPS
-        return 0, most
+            self.probed = rests
+            return tuple(num or min(_PROBE_DRAFTS, most) for num in best), most
+        self.is_resting = not any(best)
+        if not rests:
+            self._since_trial, self._interval = 0, _FIRST_INTERVAL
+        elif self._since_trial >= self._interval:
+            self._since_trial, self._interval = 0, min(2 * self._interval, _MAX_INTERVAL)
+            self._probing, self.num_probed = _PROBE_STEPS, MAX_PROBED // _PROBE_DRAFTS
+        elif num_new := self._num_new_tried(sum(counts.num_rows), sum(counts.num_new[each] for each in rests)):
+            self._probing, self.num_probed = _PROBE_STEPS, num_new
+        if self.is_resting:
+            self._since_plain = 0
+            self._rest = 0 if self._probing else max(0, min(_REST_PLANS, self._interval - self._since_trial - 1))
+            return _NONE, most if self._probing else 0
+        # the time without drafts is that of plans which propose nothing either: a proposal may cost several passes
+        if self._since_plain >= _REFRESH:
+            self._since_plain = 0
+            return _NONE, 0
+        size = _size(sum(counts.num_rows))
+        if not self._is_known(size) and self._num_tries.get(size, 0) < _MAX_TRIES:
+            self._num_tries[size] = self._num_tries.get(size, 0) + 1
+            return _NONE, 0
+        return best, most
 
-    def _best(self, num_rows: int) -> int:
-        """The number of drafts with the most expected tokens per second."""
-        tokens = self._expected()
-        best, best_rate = 0, MIN_GAIN / self._time(num_rows)
-        for num in self._candidates[1:]:
-            rate = tokens[num] / self._time(num_rows * (1 + num))
-            if rate > best_rate:
-                best, best_rate = num, rate
+    def _num_new_tried(self, num_rows: int, num_new: int) -> int:
+        """How many rows that had no drafts yet are tried now: a new request may have another kind of text."""
+        self._credit = min(_MAX_CREDIT, self._credit + _TRIAL_SHARE)
+        num_new = min(num_new, MAX_PROBED // _PROBE_DRAFTS)
+        cost = _PROBE_STEPS * (self._time(num_rows + _PROBE_DRAFTS * num_new) / self._time(num_rows) - 1)
+        if not num_new or cost > self._credit:
+            return 0
+        self._credit -= max(cost, 0.0)
+        return num_new
+
+    def _best(self, counts: ClassCounts) -> tuple[int, ...]:
+        """The numbers of drafts by class with the most expected tokens per second. Drafts are added in the order of
+        their probability, those of all rows of a class together."""
+        steps = []  # drafts: gain of a row per draft, class, the number before them, the number with them
+        for each, num_rows in enumerate(counts.num_rows):
+            if num_rows:
+                tokens = self._expected(each, counts.accepts[each])
+                for low, high in zip(self._candidates, self._candidates[1:], strict=False):
+                    steps.append(((tokens[high] - tokens[low]) / (high - low), each, low, high))
+        positions = sum(counts.num_rows)
+        gained, numbers = float(positions), list(_NONE)
+        best, best_rate = _NONE, MIN_GAIN * positions / self._time(positions)
+        for gain, each, low, high in sorted(steps, key=lambda step: (-step[0], step[3])):
+            numbers[each] = high
+            positions += counts.num_rows[each] * (high - low)
+            gained += counts.num_rows[each] * (high - low) * gain
+            if gained / self._time(positions) > best_rate:
+                best, best_rate = tuple(numbers), gained / self._time(positions)
         return best
 
-    def _expected(self) -> list[float]:
-        """Expected tokens of a row by its number of drafts. A position that was rarely reached is accepted about as
-        often as the one before it."""
-        tokens, all_before, chance = [1.0], 1.0, _PRIOR
-        for reached, accepted in zip(self._reached.tolist(), self._accepted.tolist(), strict=True):
+    def _expected(self, number: int, chance: float) -> list[float]:
+        """Expected tokens of a row of a class by its number of drafts. `chance`: that of the first draft. A position
+        that was rarely reached is accepted about as often as the one before it."""
+        tokens, all_before = [1.0, 1.0 + chance], chance
+        for reached, accepted in zip(self._reached[number][1:], self._accepted[number][1:], strict=True):
             chance = (accepted + chance) / (reached + 1)
             all_before *= chance
             tokens.append(tokens[-1] + all_before)
@@ -119,16 +161,16 @@ class DraftLength:
         """The first step of a size may have waited for the host, which compiled or captured it."""
         return size in self._seconds and size not in self._num_measured
 
-    def add(self, drawn: list[int], counts: Ints) -> None:
-        """A step was committed: how many tokens each row drew, and how many it accepted."""
-        num = np.array(drawn, np.int32) - 1
-        accepted = (np.asarray(counts) - 1)[num > 0]
-        num = num[num > 0]
-        if not len(num):
-            return
-        indices = np.arange(self.max_drafts)[:, None]
-        self._reached = _DECAY * self._reached + ((num > indices) & (accepted >= indices)).sum(1)
-        self._accepted = _DECAY * self._accepted + (accepted > indices).sum(1)
+    def add(self, seen: Mapping[tuple[int, int, int], int]) -> None:
+        """A step was committed: the number of rows by class, number of drafts, and number of accepted drafts."""
+        for each in {own for own, _, _ in seen}:
+            self._reached[each] = [_DECAY * num for num in self._reached[each]]
+            self._accepted[each] = [_DECAY * num for num in self._accepted[each]]
+        for (own, num, accepted), rows in seen.items():
+            for position in range(min(num, accepted + 1)):
+                self._reached[own][position] += rows
+            for position in range(accepted):
+                self._accepted[own][position] += rows
 
     def measure(self, num_positions: int, seconds: float) -> None:
         """A step without prefill took so many seconds on the device. Shorter times count at once: a longer time may

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import numpy as np
+from collections import Counter
+from collections.abc import Sequence
 
 from slipstream.config.config import SchedulerConfig
 from slipstream.request import NEVER, Request
 from slipstream.scheduler.cache.manager import CacheManager
+from slipstream.scheduler.draft_classes import DraftClasses
 from slipstream.scheduler.draft_lag import DraftLag
-from slipstream.scheduler.draft_length import MAX_PROBED, DraftLength
+from slipstream.scheduler.draft_length import DraftLength
 from slipstream.scheduler.plan_builder import PlanBuilder
 from slipstream.step import Ints
 
@@ -24,27 +26,47 @@ class DraftPlanner:
         # the buffers of the device are sized for it; without a drafter only tests plan drafts
         self._max_step_drafts = None if config.drafts is None else config.max_step_drafts
         self._left = 0  # drafts that the present plan may still have
+        # with an adaptive length
+        self.classes = DraftClasses(config.max_num_seqs)
+        self._rows = 0, -1  # number of running requests in the last plan, and the last of their admissions
+        self._numbers: tuple[int, ...] = ()  # drafts per row of this plan, by class
+        self._probed_rows: set[int] = set()  # rows of `DraftLength.probed` classes that have drafts in this plan
         self._depth = config.depth
         self._keep_free = 0  # pages that drafts leave: every row may need one in each step before the next commit
         self.counts = DraftCounts(self)
         self.lag = DraftLag.of(config.drafts, cache, config.max_num_batched_tokens)
 
-    def begin_plan(self, num_rows: int) -> int:
-        """Start a plan in which about `num_rows` rows decode. Returns the maximum number of drafts per row."""
+    def begin_plan(self, running: Sequence[Request]) -> int:
+        """Start a plan in which about these rows decode. Returns the maximum number of drafts per row."""
         self._left = 2**30 if self._max_step_drafts is None else self._max_step_drafts
         if self.length is not None:
-            self.num_drafts, self.num_proposed = self.length.choose(num_rows)
-            if self.length.is_trial:
-                self._left = min(self._left, MAX_PROBED)
-        self._keep_free = num_rows * (self._depth + 1)
+            self._choose(self.length, running)
+        self._keep_free = len(running) * (self._depth + 1)
         return self.num_drafts
+
+    def _choose(self, length: DraftLength, running: Sequence[Request]) -> None:
+        rows = len(running), running[-1].admission if running else -1  # a new request is nearly always the last
+        if rows == self._rows and length.skip():
+            return  # no drafts, as before
+        self._rows, self._probed_rows = rows, set()
+        self._numbers, self.num_proposed = length.choose(self.classes.count(running))
+        self.num_drafts = max(self._numbers)
+        if self.num_drafts and length.probed:
+            self._probed_rows = self.classes.least_tried(running, length.probed, length.num_probed)
+
+    def _wanted(self, request: Request) -> int:
+        """Drafts of this row in this plan."""
+        if self.length is None:
+            return self.num_drafts
+        own = self.classes.of(request)
+        return 0 if own in self.length.probed and request.row not in self._probed_rows else self._numbers[own]
 
     def num_positions(self, request: Request, room: int, builder: PlanBuilder) -> int:
         """Number of positions of a decode row: one, and drafts, of which there is `room` for so many tokens. Drafts
         take only pages that no row needs soon, so that no request is preempted for them."""
         if not has_drafts(request):
             return 1
-        num = min(self.num_drafts, self._left, room)
+        num = min(self._wanted(request), self._left, room)
         if request.session is not None:
             num = min(num, request.session.num_proposed)  # masks are made along drafts that the host knows
         last = min(request.computed + 1 + num, request.last_computed)
@@ -95,21 +117,25 @@ class DraftCounts:
         self.num_accepted = 0
         self.accepted_at: list[int] = []  # number of accepted drafts by their position, the first draft first
 
-    def add(self, drawn: list[int], counts: Ints) -> None:
-        """Add a step: how many tokens each row drew, and how many it accepted."""
-        num = np.array(drawn, np.int32) - 1
-        accepted = np.minimum(num, np.maximum(counts - 1, 0))[num > 0]
-        if not len(accepted):
-            return
-        if self._planner.length is not None:
-            self._planner.length.add(drawn, counts)
-        self.num_rows += len(accepted)
-        self.num_drafts += int(num.sum())
-        self.num_accepted += int(accepted.sum())
-        longest = int(num.max())
+    def add(self, requests: Sequence[Request], drawn: list[int], counts: Ints) -> None:
+        """Add a step: how many tokens each request drew, and how many it accepted; 0: none, as it sat out or failed."""
+        length, kept, classes = self._planner.length, counts.tolist(), [0] * len(drawn)
+        if length is not None:
+            classes = self._planner.classes.add(requests, drawn, kept)
+        seen = Counter(zip(classes, drawn, kept, strict=True))
+        if length is not None:
+            tried = {(own, num - 1, count - 1): rows for (own, num, count), rows in seen.items() if num > 1 and count}
+            length.add(tried)
+        longest = max(drawn, default=1) - 1
         self.accepted_at += [0] * (longest - len(self.accepted_at))
-        for index in range(longest):
-            self.accepted_at[index] += int(np.count_nonzero(accepted > index))
+        for (_, num, count), rows in seen.items():
+            if num > 1:
+                accepted = max(count - 1, 0)
+                self.num_rows += rows
+                self.num_drafts += rows * (num - 1)
+                self.num_accepted += rows * accepted
+                for index in range(accepted):
+                    self.accepted_at[index] += rows
 
 
 def has_drafts(request: Request) -> bool:

@@ -234,7 +234,7 @@ class Scheduler:
         """Plan the running requests. False if a request was preempted: then no waiting request is admitted."""
         running, decodes = self._row_allocator.running, builder.decodes
         num_preemptions = self.num_preemptions
-        left, num_drafts = budget.tokens, self.drafts.begin_plan(len(running))
+        left, num_drafts = budget.tokens, self.drafts.begin_plan(running)
         num_waiting = -1  # decodes that are not planned yet: chunks and drafts must leave one token for each
         # A request that lacks pages preempts requests from the end of this list, which are not planned yet.
         for request in running:

@@ -60,8 +60,9 @@ def test_the_status_line_gives_rates_and_has_no_result_at_rest():
     assert text == (
         "1.0 requests/s, prompt 50 tok/s, generated 100 tok/s, running 3, waiting 0, cache 50%, prefix hits 25%"
     )
-    drafts = lanes(num_running=1, num_drafted_rows=10, num_drafts=40, num_accepted_drafts=15)
-    assert line.look(3.0, front(tokens=100), drafts).endswith(", drafts 38% accepted, 2.50 tok/row")
+    drafts = lanes(num_running=1, num_drafted_rows=10, num_drafts=40, num_accepted_drafts=15, accepted_at=(8, 4, 3, 0))
+    found = line.look(3.0, front(tokens=100), drafts)
+    assert found.endswith(", drafts 38% accepted (80% 40% 30% 0%), 2.50 tok/row")
     assert "generated 0 tok/s" in line.look(4.0, front(tokens=100), lanes())  # once, to say that it is over
     assert line.look(6.0, front(tokens=100), lanes()) is None
 

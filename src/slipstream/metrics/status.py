@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from itertools import zip_longest
 
 from slipstream.metrics.lane import LaneStats
 from slipstream.metrics.stats import FrontStats
@@ -44,5 +45,8 @@ class StatusLine:
             parts.append(f"prefix hits {sum(lane.prefix_hits for lane in lanes) / queries:.0%}")
         if rows := sum(lane.num_drafted_rows for lane in lanes):
             accepted, drafted = (sum(getattr(lane, name) for lane in lanes) for name in _DRAFTS)
-            parts.append(f"drafts {accepted / drafted:.0%} accepted, {1 + accepted / rows:.2f} tok/row")
+            at = [sum(counts) for counts in zip_longest(*(lane.accepted_at for lane in lanes), fillvalue=0)]
+            # the share of rows with drafts that accepted the first one, the second ...
+            by_position = " ".join(f"{count / rows:.0%}" for count in at)
+            parts.append(f"drafts {accepted / drafted:.0%} accepted ({by_position}), {1 + accepted / rows:.2f} tok/row")
         return ", ".join(parts)

@@ -93,6 +93,27 @@ def test_a_consumer_continues_from_the_pages_of_a_producer(folder, wanted, peer,
         llm.core.scheduler.check()
 
 
+@pytest.mark.parametrize("options", [{"kv_cache_dtype": "fp8"}, {"drafts": "ngram:3"}], ids=str)
+def test_scales_of_an_fp8_cache_and_tokens_for_drafts_travel_with_the_pages(folder, options):
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=2)
+    prompts = [prompt[:13] * 3 for prompt in PROMPTS]  # repeated, so that there are drafts
+    with make(folder, "kv_producer", kv_port=0, **options) as producer:
+        wanted = producer.generate(prompts, params)
+        peer = f"127.0.0.1:{producer.core.handoff.server.port}"
+        with make(folder, "kv_consumer", kv_peers=[peer], **options) as llm:
+            results = llm.generate(prompts, params)
+            assert [result.num_cached_tokens for result in results] == [36] * 4
+            assert tokens(results) == tokens(wanted)
+            for result, own in zip(results, wanted, strict=True):
+                for found, given in zip(result.outputs[0].logprobs, own.outputs[0].logprobs, strict=True):
+                    assert {name: each.logprob for name, each in found.items()} == pytest.approx(
+                        {name: each.logprob for name, each in given.items()}, abs=1e-9
+                    )
+            if "drafts" in options:
+                assert llm.core.scheduler.drafts.counts.num_drafts
+            llm.core.scheduler.check()
+
+
 @pytest.mark.parametrize("family", ["qwen3_next", "mamba2"])  # the second one has no pages
 def test_checkpoints_of_recurrent_states_travel_with_the_pages(tmp_path, monkeypatch, family):
     folder = write_tiny(tmp_path, family)

@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import os
+import signal
 from pathlib import Path
 
+import pytest
+
+from slipstream import AsyncEngine, SamplingParams
+from slipstream.config.options import make_options
+from slipstream.errors import EngineDead
+from slipstream.transport.replica_start import ReplicaProcesses
+from slipstream.transport.replicas import Replica, ReplicaClient
 from tiny import write_tiny
 
+SMALL = dict(device="cpu", num_threads=1, max_model_len=64, num_pages=64, page_size=4, max_num_seqs=4)
 CHAOS = Path(__file__).parents[2] / "benchmarks" / "chaos.py"
 
 
@@ -20,3 +30,50 @@ def test_requests_end_once_when_a_rank_is_killed(tmp_path):
     ends, kills = asyncio.run(chaos.run(chaos.read_args(["--model", folder, *sizes])))
     assert kills == {"rank": 1}
     assert set(ends) <= {"answered", "lost"} and ends["answered"] >= 44  # at most those in flight had sent tokens
+
+
+class Watched(ReplicaClient):
+    """Keeps the errors with which replicas end."""
+
+    def __init__(self, options):
+        super().__init__(ReplicaProcesses([options]), 1)
+        self.errors: list[BaseException] = []
+
+    def lose(self, replica: Replica, error: BaseException) -> None:
+        self.errors.append(error)
+        super().lose(replica, error)
+
+
+def test_an_idle_replica_notices_that_a_rank_was_killed(tmp_path):
+    options = make_options(model=str(write_tiny(tmp_path, "llama")), tensor_parallel_size=2, **SMALL)
+
+    async def run():
+        client = Watched(options)
+        engine = AsyncEngine(client=client)
+        await engine.until_ready()
+        pid = client.replicas[0].pid
+        (rank,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        os.kill(int(rank), signal.SIGKILL)
+        while not client.errors:  # without any request
+            await asyncio.sleep(0.01)
+        assert "rank 1 has ended: killed by SIGKILL" in str(client.errors[0])
+        await engine.close()
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_an_idle_engine_in_a_thread_notices_that_a_rank_was_killed(tmp_path):
+    async def run():
+        engine = AsyncEngine(model=str(write_tiny(tmp_path, "llama")), tensor_parallel_size=2, **SMALL)
+        async for _ in engine.generate([1, 2, 3], SamplingParams(max_tokens=4)):
+            pass
+        (core,) = engine.client.core.cores.values()
+        os.kill(core.executor._ranks._processes[0].pid, signal.SIGKILL)
+        while engine.client.thread.is_alive():
+            await asyncio.sleep(0.01)
+        with pytest.raises(EngineDead, match="rank 1 has ended: killed by SIGKILL"):
+            async for _ in engine.generate([1, 2, 3], SamplingParams(max_tokens=4)):
+                pass
+        await engine.close()
+
+    asyncio.run(asyncio.wait_for(run(), 60))

@@ -8,9 +8,10 @@ import signal
 import pytest
 
 from slipstream import LLM, SamplingParams
+from slipstream.config.gpus import rank_environment, visible_gpus
 from slipstream.config.options import make_options
 from slipstream.errors import EngineClosed, InvalidOption
-from slipstream.transport.replica_start import ReplicaProcesses, num_replicas, visible_gpus
+from slipstream.transport.replica_start import ReplicaProcesses, num_replicas
 from tiny import write_tiny
 
 SMALL = dict(max_model_len=64, num_pages=64, page_size=4, max_num_seqs=4, num_threads=1, use_tqdm_on_load=False)
@@ -47,13 +48,23 @@ def test_each_replica_sees_its_own_gpu(tmp_path, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     for name in ("nvidia0", "nvidia10", "nvidia2", "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()
-    assert visible_gpus(tmp_path, {}) == ["0", "2", "10"]
+    assert visible_gpus(tmp_path, {}) == ["0", "1", "2"]  # CUDA counts the GPUs of a container from 0
     assert visible_gpus(tmp_path, {"CUDA_VISIBLE_DEVICES": "3, 5"}) == ["3", "5"]
     source = ReplicaProcesses([make_options(data_parallel_size=2, device="cuda")], tmp_path)
-    assert [each["CUDA_VISIBLE_DEVICES"] for each in source._environments] == ["0", "2"]
+    assert [each["CUDA_VISIBLE_DEVICES"] for each in source._environments] == ["0", "1"]
     assert source._options[0].data_parallel_size == 1 and source._options[0].num_threads is None
     with pytest.raises(InvalidOption, match="3 GPUs are visible"):
         ReplicaProcesses([make_options(data_parallel_size=4)], tmp_path)
+
+
+def test_each_rank_of_a_replica_sees_its_own_gpu(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,3,5,7,8")
+    source = ReplicaProcesses([make_options(data_parallel_size=2, tensor_parallel_size=2, device="cuda")])
+    assert [each["CUDA_VISIBLE_DEVICES"] for each in source._environments] == ["1,3", "5,7"]
+    gpus = visible_gpus(environ=source._environments[1])
+    assert [rank_environment(rank, gpus)["CUDA_VISIBLE_DEVICES"] for rank in (0, 1)] == ["5", "7"]
+    with pytest.raises(InvalidOption, match="data_parallel_size is 3 and tensor_parallel_size 2, and 5 GPUs"):
+        ReplicaProcesses([make_options(data_parallel_size=3, tensor_parallel_size=2, device="cuda")])
 
 
 def test_replicas_on_the_cpu_divide_threads_and_memory(monkeypatch):

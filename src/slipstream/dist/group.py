@@ -1,10 +1,16 @@
 """Group: collectives between the ranks of one model, by torch.distributed: gloo on CPUs, NCCL on GPUs.
 
-The current stream waits for collectives of NCCL, so they can be captured in a CUDA graph.
+The current stream waits for collectives of NCCL, so they can be captured in a CUDA graph. What hosts tell each other at
+start travels through the store in which the ranks find each other.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -12,7 +18,13 @@ from typing import Any
 import torch
 from torch.distributed import FileStore, ProcessGroupGloo, Store
 
+from slipstream.config.gpus import ranks_share_gpu
+from slipstream.errors import EngineDead
+
 TIMEOUT = timedelta(minutes=10)  # of one collective; a rank that dies ends it at once
+_START_SECONDS = 3600.0  # for all ranks to arrive at the same point of their start
+_POLL_SECONDS = 0.005
+_ENDED = "slipstream/ended"  # key in the store: how a rank has ended
 
 
 class Group:
@@ -33,10 +45,15 @@ class Group:
         self.size = size
         self.address = address
         self.store: Store = FileStore(str(store), size) if isinstance(store, Path) else store
+        self.share("joins", rank)  # a library that connects would wait for a rank that has ended
         self._group: Any
-        if device is not None and device.type == "cuda":
-            self._group = _new_nccl(self.store, rank, size)
-            self.all_reduce(torch.zeros(1, device=device))  # connects: a captured collective must not
+        self._is_aborted = False
+        self._is_nccl = device is not None and device.type == "cuda"
+        if self._is_nccl:
+            with _variables(_nccl_variables(rank)):
+                self._group = _new_nccl(self.store, rank, size)
+                self.all_reduce(torch.zeros(1, device=device))  # connects: a captured collective must not
+            torch.cuda.current_stream(device).synchronize()
             return
         options = ProcessGroupGloo._Options()
         options._devices = [ProcessGroupGloo.create_device(hostname=address)]
@@ -62,6 +79,58 @@ class Group:
         self._group.alltoall_base(out, x.contiguous(), [], []).wait()
         return out.unflatten(0, (self.size, -1)).sum(0)
 
+    def share(self, name: str, value: int) -> list[int]:
+        """The values of all ranks, in their order. Between hosts, at start; each `name` once. Raises EngineDead where a
+        rank has ended."""
+        self.send(f"{name}/{self.rank}", str(value).encode())
+        return [int(self.receive(f"{name}/{rank}")) for rank in range(self.size)]
+
+    def send(self, name: str, data: bytes) -> None:
+        """Makes `data` available to `receive` of all ranks."""
+        self.store.set(name, data.hex())  # a store may end values at a zero byte
+
+    def receive(self, name: str) -> bytes:
+        deadline = time.monotonic() + _START_SECONDS
+        while not self.store.check([name]):
+            if self.store.check([_ENDED]):
+                raise EngineDead(self.store.get(_ENDED).decode())
+            if time.monotonic() > deadline:
+                raise EngineDead(f"a rank did not arrive at {name} of its start within {_START_SECONDS:g} s")
+            time.sleep(_POLL_SECONDS)
+        return bytes.fromhex(self.store.get(name).decode())
+
+    def abort(self) -> None:
+        """Ends the collectives that wait for other ranks. Their results are wrong, and no other can follow. From any
+        thread. Connections of gloo end with the rank at their other end."""
+        if self._is_nccl and not self._is_aborted:
+            self._is_aborted = True
+            # kernels end at once, but NCCL's function returns when no graph with its collectives is left
+            threading.Thread(target=self._group.abort, name="slipstream-abort", daemon=True).start()
+
+
+class DryGroup(Group):
+    """Collectives of a dry run: results of the right shapes, without other ranks."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        assert x.is_contiguous(), "a collective needs contiguous memory"
+        return x
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        out = x.new_empty(self.size * len(x), *x.shape[1:])
+        out[: len(x)] = x
+        return out
+
+    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        return x.unflatten(0, (self.size, -1)).sum(0)
+
+
+def announce_end(store: Path | Store, size: int, how: str) -> None:
+    """Ends the waits of `receive` on all ranks. `how`: the rank that has ended, and how."""
+    (FileStore(str(store), size) if isinstance(store, Path) else store).set(_ENDED, how)
+
 
 def _new_nccl(store: Store, rank: int, size: int) -> Any:
     from torch.distributed import ProcessGroupNCCL  # not in builds of torch without CUDA
@@ -69,3 +138,26 @@ def _new_nccl(store: Store, rank: int, size: int) -> Any:
     options = ProcessGroupNCCL.Options()
     options._timeout = TIMEOUT
     return ProcessGroupNCCL(store, rank, size, options)
+
+
+def _nccl_variables(rank: int) -> dict[str, str]:
+    # by default torch ends the whole process, which may be the user's, when a communicator was aborted
+    variables = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+    if ranks_share_gpu():  # NCCL refuses two ranks on one GPU of one host, so each claims to be a host of its own
+        variables |= {"NCCL_HOSTID": f"slipstream-rank-{rank}", "NCCL_SOCKET_IFNAME": "lo"}
+    return variables
+
+
+@contextlib.contextmanager
+def _variables(values: Mapping[str, str]) -> Iterator[None]:
+    """Sets environment variables for a library that reads them inside the block."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

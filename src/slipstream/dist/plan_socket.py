@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import select
 import socket
 from collections.abc import Callable, Sequence
@@ -39,6 +40,17 @@ class PlanSockets:
         """A rank whose connection has ended; waits up to `seconds` for one. Ranks send nothing once they are ready."""
         readable, _, _ = select.select(self._socks, [], [], seconds)
         return self._socks.index(readable[0]) + 1 if readable else None
+
+    @property
+    def files(self) -> list[int]:
+        """File descriptors that become readable when a connection ends."""
+        return [sock.fileno() for sock in self._socks]
+
+    def hang_up(self) -> None:
+        """Ends the connections. `close` releases them."""
+        for sock in self._socks:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         for sock in self._socks:

@@ -75,6 +75,12 @@ class StepExchange:
                 peer.check()
         select.select([peer.link for peer in self._peers if not peer.sizes], [], [], seconds)
 
+    def check(self) -> None:
+        """Raises EngineDead where another engine has ended or left."""
+        for peer in self._peers:
+            peer.receive()
+            peer.check()
+
     def leave(self) -> None:
         """Notifies the other engines that this engine ends on purpose, and closes the connections."""
         for peer in self._peers:

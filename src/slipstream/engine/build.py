@@ -35,9 +35,10 @@ from slipstream.engine.build_ranks import adapter_memory, build_ranks, rank_page
 from slipstream.engine.core import EngineCore
 from slipstream.engine.draft_model import settle_draft
 from slipstream.engine.embeds_options import check_prompt_embeds
+from slipstream.engine.executor import Peers
 from slipstream.engine.handoff import Handoff
-from slipstream.engine.join_engines import join_engines
 from slipstream.engine.lanes import Lanes
+from slipstream.engine.lockstep import LockstepExecutor
 from slipstream.engine.model_description import ModelDescription
 from slipstream.engine.model_impl import for_backend, read_info
 from slipstream.engine.offload_options import check_offload
@@ -46,6 +47,7 @@ from slipstream.engine.rank_options import check_one_model, check_rank_config, c
 from slipstream.engine.recorder import Recorder
 from slipstream.engine.sleep_options import check_sleep_mode
 from slipstream.engine.tier_options import check_tier
+from slipstream.engine.workers import Workers
 from slipstream.errors import InvalidOption
 from slipstream.logits_processor import LogitsProcessor
 from slipstream.nn.models.adapter_layout import measure_adapter
@@ -105,9 +107,9 @@ def build_core(
     folder: Path | None = None,
     link: RankLink | None = None,
 ) -> EngineCore:
-    """Loads the weights. `folder`: of the engines that share the experts, see `join_engines`. `link`: where ranks of
+    """Loads the weights. `folder`: of the engines that share the experts, see `SharedExperts`. `link`: where ranks of
     other nodes connect; None: they are started here."""
-    executor, runner, config = build_ranks(opened.config, link, progress=progress, device=device)
+    executor, runner, config = build_ranks(opened.config, link, progress=progress, device=device, folder=folder)
     has_one_rank = config.model.num_ranks == config.model.num_engines == 1
     constraints = None
     if config.model.generates:
@@ -127,10 +129,7 @@ def build_core(
     adapters = None
     if config.adapters is not None and (memory := adapter_memory(executor, runner)) is not None:
         adapters = Adapters[Any](config.adapters, memory, config.scheduler.max_num_seqs)
-    peers = None
-    if config.model.num_engines > 1:
-        assert folder is not None, "engines that share experts are started together"
-        executor = peers = join_engines(runner, config, folder)
+    peers: Peers | None = executor if isinstance(executor, Workers | LockstepExecutor) else None
     recorder = Recorder(executor, config) if config.record.num_steps else None
     weights = None
     if has_one_rank:

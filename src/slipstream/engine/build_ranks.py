@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from slipstream.config.config import EngineConfig
 from slipstream.device.device import Device
 from slipstream.engine.executor import Executor, TierCopier
+from slipstream.engine.join_engines import SharedExperts
 from slipstream.engine.local_ranks import RankProcesses
 from slipstream.engine.rank_adapters import AdapterMemory, RankAdapters
 from slipstream.engine.rank_link import RankLink
@@ -12,31 +15,43 @@ from slipstream.engine.rank_pages import RankPages
 from slipstream.engine.ranks import Ranks
 from slipstream.engine.remote_ranks import RemoteRanks
 from slipstream.engine.workers import Workers
-from slipstream.nn.layers.ranked import connect_ranks
 from slipstream.runner.assemble import build_runner
 from slipstream.runner.runner import ModelRunner
 
 
 def build_ranks(
-    config: EngineConfig, link: RankLink | None = None, *, progress: bool = False, device: Device | None = None
+    config: EngineConfig,
+    link: RankLink | None = None,
+    *,
+    progress: bool = False,
+    device: Device | None = None,
+    folder: Path | None = None,
 ) -> tuple[Executor, ModelRunner, EngineConfig]:
     """The executor, which is the runner itself with one rank; the runner of rank 0; and the configuration with the size
-    of cache that was found to fit. `link`: where ranks of other nodes connect; None: they are started here."""
+    of cache that was found to fit. `link`: where ranks of other nodes connect; None: they are started here. `folder`:
+    of the engines that share the experts, see `SharedExperts`."""
+    if config.model.num_engines > 1:
+        assert folder is not None, "engines that share experts are started together"
+        experts = SharedExperts(config, folder)
+        runner, config = build_runner(config, progress=progress, device=device, join=experts.join)
+        return experts.executor(runner), runner, config
     ranks = _open_ranks(config, link)
-    try:
+    if ranks is None:
         runner, config = build_runner(config, progress=progress, device=device)
-        if ranks is None:
-            return runner, runner, config
-        group = ranks.connect()
-        connect_ranks(runner.model, group)
+        return runner, runner, config
+    try:
+        runner, config = ranks.explained(
+            lambda: build_runner(config, progress=progress, device=device, join=ranks.join)
+        )
+        adapters = None if runner.adapters is None else RankAdapters(runner.adapters)
+        workers = Workers(runner, ranks, adapters, runner.tier)
+        if config.transfer is not None:
+            assert ranks.group is not None
+            workers.pages = RankPages(ranks.group, workers.write_mark)
+        ranks.explained(ranks.started)
     except BaseException:
-        if ranks is not None:
-            ranks.kill()
+        ranks.kill()
         raise
-    adapters = None if runner.adapters is None else RankAdapters(runner.adapters)
-    workers = Workers(runner, ranks, adapters, runner.tier)
-    if config.transfer is not None:
-        workers.pages = RankPages(group, workers.write_mark)
     return workers, runner, config
 
 

@@ -7,9 +7,8 @@ from typing import Any
 
 from slipstream.config.config import EngineConfig
 from slipstream.engine.device_timing import DeviceTimer, StepInterval
-from slipstream.engine.executor import Background, Executor, Handle, TierCopier, WeightUpdate
+from slipstream.engine.executor import Background, Executor, Handle, Peers, TierCopier, WeightUpdate
 from slipstream.engine.handoff import Handoff
-from slipstream.engine.lockstep import LockstepExecutor
 from slipstream.engine.make_requests import encoder_request, requests_of
 from slipstream.engine.pacing import Pacer
 from slipstream.engine.record_failure import save_failure
@@ -35,12 +34,12 @@ class EngineCore:
         adapters: Adapters[Any] | None = None,
         recorder: Recorder | None = None,
         weights: WeightUpdate | None = None,
-        peers: LockstepExecutor | None = None,
+        peers: Peers | None = None,
         tier: TierCopier | None = None,
     ) -> None:
         """`constraints`: required for structured output and logits processors; `adapters`: for LoRA adapters;
         `recorder`: plans pass through it; `weights`: exchanges the weights of the model; `peers`: the executor, if
-        other engines share this engine's experts; `tier`: copies pages, if the cache has a second tier."""
+        other processes take part in its steps; `tier`: copies pages, if the cache has a second tier."""
         self.config = config
         self.constraints = constraints
         self.adapters = adapters
@@ -136,7 +135,7 @@ class EngineCore:
         return len(self.in_flight) + len(self._untimed)
 
     def has_requests(self) -> bool:
-        """Whether `step` has something to do, for requests of this engine or for engines that share its experts."""
+        """Whether `step` has something to do, for requests of this engine or for processes that share its model."""
         if self.has_launched or self.scheduler.has_requests():
             return True
         return self.peers is not None and self.peers.is_waited_for()

@@ -28,6 +28,20 @@ class Executor(Protocol):
     def close(self) -> None: ...
 
 
+class Peers(Protocol):
+    """Other processes that take part in steps. The loop of a core without requests waits for them too."""
+
+    @property
+    def files(self) -> list[int]:
+        """File descriptors that become readable when `is_waited_for` may have become true."""
+
+    def is_waited_for(self) -> bool:
+        """Whether `follow` has something to do. Called in every turn of the loop."""
+
+    def follow(self) -> None:
+        """Does what the other processes wait for. Raises EngineDead where one has ended."""
+
+
 class TierCopier(Protocol):
     """Copies pages to and from the second cache tier without a step. Implemented in `runner/page_tier.py`."""
 

@@ -70,7 +70,7 @@ class Lanes:
     @property
     def files(self) -> list[int]:
         """File descriptors that become readable when `has_requests` may have become true without a message: those of
-        other engines that share experts."""
+        other processes that share a model."""
         return [file for core in self.cores.values() if core.peers is not None for file in core.peers.files]
 
     def step(self) -> list[Output]:

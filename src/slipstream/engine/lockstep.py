@@ -11,9 +11,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Protocol
 
+from slipstream.dist.group import Group
 from slipstream.dist.step_exchange import StepExchange
 from slipstream.engine.device_timing import Point, StepInterval
 from slipstream.engine.executor import Handle
+from slipstream.engine.rank_watch import CLOSED_BY_PEER, RankWatch, wait_for_step
 from slipstream.step import NO_INTS, NO_PAGES, Late, LateBias, StepPlan, StepResult, StepSizes
 
 _POLL_SECONDS = 0.001  # while the host waits for the device and sizes of the next step are missing
@@ -30,10 +32,16 @@ class SizedRunner(Protocol):
 
 
 class LockstepExecutor:
-    def __init__(self, runner: SizedRunner, exchange: StepExchange, num_groups: int) -> None:
-        """`num_groups`: cache groups of a plan."""
+    def __init__(
+        self, runner: SizedRunner, exchange: StepExchange, num_groups: int, group: Group | None = None
+    ) -> None:
+        """`num_groups`: cache groups of a plan. `group`: its collectives are ended when an engine ends."""
         self.runner = runner
         self.exchange = exchange
+        self.group = group
+        self.is_broken = False  # set by the thread that waits for the end of another engine
+        self._watch = RankWatch(exchange.files, self._break, CLOSED_BY_PEER)
+        self._last: Handle | None = None  # the newest step that was launched
         self.num_padding_steps = 0
         self._padding = padding_plan(num_groups)
         self._next: LockstepHandle | None = None  # posted; launched and finished by `advance`
@@ -56,8 +64,22 @@ class LockstepExecutor:
         self.runner.free_queries(queries)
 
     def close(self) -> None:
+        wait_for_step(self._last)
+        self._watch.stop()
         self.exchange.leave()
+        if self.group is not None:
+            self.group.abort()
         self.runner.close()
+
+    def check(self) -> None:
+        """Raises EngineDead where an engine has ended: results that it did not take part in are wrong."""
+        if self.is_broken:
+            self.exchange.check()
+
+    def _break(self) -> None:
+        self.is_broken = True
+        if self.group is not None:
+            self.group.abort()
 
     # Of an engine that has nothing to launch
 
@@ -91,7 +113,7 @@ class LockstepExecutor:
             self.runner.launch(dataclasses.replace(handle.plan, joint_sizes=sizes))
         if handle.is_launched and handle.is_ready:
             self._next = None
-            handle.step = self.runner.finish(handle.late_data)
+            handle.step = self._last = self.runner.finish(handle.late_data)
 
     def wait_for_device(self, step: Handle) -> None:
         """Returns when `step` has ended, or when nothing more can be launched meanwhile."""
@@ -123,7 +145,9 @@ class LockstepHandle:
     def wait(self) -> StepResult:
         step = self._launched()
         self.owner.wait_for_device(step)
-        return step.wait()
+        result = step.wait()
+        self.owner.check()
+        return result
 
     def done(self) -> bool:
         self.owner.advance()
@@ -133,6 +157,7 @@ class LockstepHandle:
         step = self._launched()
         self.owner.wait_for_device(step)
         step.wait_until_ended()
+        self.owner.check()
 
     @property
     def has_no_result(self) -> bool:

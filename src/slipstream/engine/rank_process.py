@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Protocol
 
 import msgspec
-from torch.distributed import TCPStore
+import torch
+from torch.distributed import Store, TCPStore
 
 from slipstream.config.config import EngineConfig
 from slipstream.dist.group import TIMEOUT, Group
@@ -31,12 +32,10 @@ from slipstream.engine.executor import Handle, TierCopier
 from slipstream.engine.rank_adapters import AdapterMemory, RankReads
 from slipstream.engine.rank_link import RankStart, receive_exactly
 from slipstream.engine.rank_pages import ShardPages
-from slipstream.engine.ranks import ADAPTER, END, FINISH, FREE, LATE, MARK, PLAN, TIER
+from slipstream.engine.ranks import ADAPTER, END, FINISH, FREE, LATE, MARK, PLAN, STARTED, TIER
 from slipstream.engine.workers import LocalRunner
 from slipstream.log import set_up_child_log
-from slipstream.nn.layers.ranked import connect_ranks
 from slipstream.runner.assemble import build_runner
-from slipstream.runner.runner import ModelRunner
 
 
 def main(argv: list[str]) -> int:
@@ -50,10 +49,7 @@ def main(argv: list[str]) -> int:
 
 def _run_local(argv: list[str]) -> int:
     config = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=EngineConfig)
-    plans = PlanReader(*map(int, argv[:3]))
-    runner, _ = build_runner(config)
-    plans.ready()
-    _run(config, runner, plans, Group(config.model.rank, config.model.num_ranks, Path(argv[3])))
+    _run(config, PlanReader(*map(int, argv[:3])), Path(argv[3]))
     return 0
 
 
@@ -64,25 +60,33 @@ def _run_remote(descriptor: int) -> int:
     if data is None:
         return 0  # rank 0 has ended
     start = msgspec.msgpack.decode(data, type=RankStart)
-    config = start.config
-    plans = PlanSocketReader(sock, receive_exactly)
-    runner, _ = build_runner(config)
     store = TCPStore(start.store_address, start.store_port, None, False, TIMEOUT, wait_for_workers=False)
-    plans.ready()
-    address = str(sock.getsockname()[0])
-    _run(config, runner, plans, Group(config.model.rank, config.model.num_ranks, store, address))
+    _run(start.config, PlanSocketReader(sock, receive_exactly), store, str(sock.getsockname()[0]))
     return 0
 
 
-def _run(config: EngineConfig, runner: ModelRunner, plans: PlanSource, group: Group) -> None:
-    connect_ranks(runner.model, group)
+def _run(config: EngineConfig, plans: PlanSource, store: Path | Store, address: str = "127.0.0.1") -> None:
+    """`store`, `address`: as for Group."""
+
+    joined: list[Group] = []
+
+    def join(device: torch.device) -> Group:
+        plans.ready()
+        joined.append(Group(config.model.rank, config.model.num_ranks, store, address, device))
+        return joined[0]
+
+    runner, _ = build_runner(config, join=join)
     pages = None
     if config.transfer is not None and runner.tier is not None:
-        pages = ShardPages(config, group, runner.tier)
+        pages = ShardPages(config, joined[0], runner.tier)
+    joined[0].send(STARTED.format(config.model.rank), b"")
     run_plans(runner, plans, config.scheduler.depth, runner.adapters, runner.tier, pages)
 
 
 class PlanSource(Protocol):
+    def ready(self) -> None:
+        """Notifies rank 0 that this rank has loaded its part."""
+
     def read(self) -> tuple[bytes, bytes] | None:
         """The kind and the data of the next message; None: the writer has ended."""
 
@@ -122,6 +126,8 @@ def run_plans(
             assert pages is not None, "no pages are exchanged"
             pages.mark()
         elif kind == END:
+            for handle in in_flight:  # other ranks may still read this one's memory
+                handle.wait_until_ended()
             return
 
 

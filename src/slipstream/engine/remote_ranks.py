@@ -5,10 +5,11 @@ from __future__ import annotations
 import socket
 
 import msgspec
+import torch
 from torch.distributed import TCPStore
 
 from slipstream.config.config import EngineConfig
-from slipstream.dist.group import TIMEOUT, Group
+from slipstream.dist.group import TIMEOUT, Group, announce_end
 from slipstream.dist.plan_socket import PlanSockets
 from slipstream.engine.rank_link import RankLink, RankStart, accept_rank
 from slipstream.engine.ranks import END, Ranks
@@ -23,6 +24,7 @@ class RemoteRanks(Ranks):
     def __init__(self, config: EngineConfig, link: RankLink) -> None:
         """Waits until all ranks have connected, and sends each its part of the configuration; they load it
         meanwhile."""
+        super().__init__()
         self.num_ranks = config.model.num_ranks
         found: dict[int, socket.socket] = {}
         with socket.socket(fileno=link.listener) as listener:
@@ -43,21 +45,36 @@ class RemoteRanks(Ranks):
             data = msgspec.msgpack.encode(start)
             sock.sendall(len(data).to_bytes(8, "little") + data)
 
-    def connect(self) -> Group:
+    def wait_until_loaded(self) -> None:
         if (rank := self.plans.wait_until_ready()) is not None:
             raise EngineDead(f"rank {rank} did not start; see its last lines in the log of its node")
-        return Group(0, self.num_ranks, self._store, self._address)
+
+    def open_group(self, device: torch.device) -> Group:
+        return Group(0, self.num_ranks, self._store, self._address, device)
+
+    def end_files(self) -> list[int]:
+        return self.plans.files
 
     def dead_rank(self, seconds: float = 0.0) -> str | None:
         rank = self.plans.ended(seconds)
         return None if rank is None else f"rank {rank} has ended: its node or its process was lost"
 
+    def end_others(self, how: str) -> None:
+        announce_end(self._store, self.num_ranks, how)
+        self.plans.hang_up()  # a rank exits when its connection ends
+
     def close(self) -> None:
+        self._stop_watching()
         try:
             self.plans.write(END)
         except EngineDead:
             pass
+        if self.group is not None:
+            self.group.abort()
         self.plans.close()
+        self._close_files()
 
     def kill(self) -> None:
+        self._stop_watching()
         self.plans.close()  # a rank exits when its connection ends
+        self._close_files()

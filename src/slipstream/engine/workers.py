@@ -2,7 +2,7 @@
 
 Rank 0 runs in the core's process, the others in processes of their own (`rank_process.py`), which are started here
 (`local_ranks.py`) or on other nodes (`remote_ranks.py`). Every plan is written once and launched by all ranks; only
-rank 0 returns results. A rank that ends, ends the engine: its connection breaks the next collective, and the error
+rank 0 returns results. A rank that ends, ends the engine: the collectives that wait for it are ended, and the error
 names the rank.
 """
 
@@ -16,6 +16,7 @@ from slipstream.dist.plan_codec import encode_late, encode_plan, encode_tier
 from slipstream.engine.executor import Handle, TierCopier
 from slipstream.engine.rank_adapters import RankAdapters
 from slipstream.engine.rank_pages import RankPages
+from slipstream.engine.rank_watch import wait_for_step
 from slipstream.engine.ranks import ADAPTER, FINISH, FREE, LATE, MARK, PLAN, TIER, Ranks
 from slipstream.step import Late, StepPlan, StepResult, TierPlan
 
@@ -45,6 +46,7 @@ class Workers:
         self._tier = tier
         self._ranks = ranks
         self.pages: RankPages | None = None  # set if pages are exchanged with other engines
+        self._last: Handle | None = None  # the newest step
         self._is_closed = False
 
     def launch(self, plan: StepPlan) -> None:
@@ -61,7 +63,8 @@ class Workers:
             self._ranks.plans.write(*((FINISH, b"") if late is None else (LATE, encode_late(late))))
             return self.runner.finish(late)
 
-        return WorkerHandle(self._ranks.explained(finish), self._ranks)
+        self._last = handle = WorkerHandle(self._ranks.explained(finish), self._ranks)
+        return handle
 
     def free_queries(self, queries: tuple[int, ...]) -> None:
         self._ranks.plans.write(FREE, msgspec.msgpack.encode(queries))
@@ -77,9 +80,25 @@ class Workers:
         """Tells the other ranks that slots of the second tier are reserved after the plans so far."""
         self._ranks.plans.write(MARK)
 
+    # For the loop of the core, which may have nothing to launch
+
+    @property
+    def files(self) -> list[int]:
+        """File descriptors that become readable when `is_waited_for` may have become true."""
+        return [self._ranks.file]
+
+    def is_waited_for(self) -> bool:
+        """Whether `follow` would raise an error."""
+        return self._ranks.death is not None
+
+    def follow(self) -> None:
+        """Raises EngineDead where a rank has ended."""
+        self._ranks.check()
+
     def close(self) -> None:
         if not self._is_closed:
             self._is_closed = True
+            wait_for_step(self._last)
             self._ranks.close()
             self.runner.close()
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+import msgspec
 import torch
 
 from slipstream.config.buffer_size import arena_bytes, result_bytes, result_growth_bytes
@@ -14,7 +15,9 @@ from slipstream.config.cpus import num_cpus
 from slipstream.config.memory import LOGITS_AT_ONCE, WORKSPACE, estimate_memory, graph_output_bytes
 from slipstream.config.pooling_size import pooled_bytes
 from slipstream.device.device import Device, open_device
+from slipstream.dist.group import DryGroup, Group
 from slipstream.nn.attention.choose import choose_attention
+from slipstream.nn.layers.ranked import connect_ranks
 from slipstream.nn.models.adapter_layout import AdapterLayout
 from slipstream.nn.models.decoder import Decoder
 from slipstream.nn.models.draft_head import DraftHead
@@ -24,7 +27,7 @@ from slipstream.nn.shapes import bidirectional_head_dims
 from slipstream.nn.weight_format import Weight
 from slipstream.ops.compile_ahead import ForkedCompiler, can_compile_ahead, compiling_ahead
 from slipstream.ops.linear import reserve_counters
-from slipstream.ops.linear.cublaslt_tuned import autotune_recorded, recording_gemms
+from slipstream.ops.linear.cublaslt_tuned import Choices, RecordedGemms, autotune_recorded, recording_gemms
 from slipstream.pooling_params import PoolingParams
 from slipstream.runner.batch.encoder_batch import EncoderBatch
 from slipstream.runner.batch.input_batch import BatchInputs, InputBatch
@@ -53,11 +56,15 @@ from slipstream.runner.sampling.sampler import Sampler
 from slipstream.runner.state_store import StateStore
 from slipstream.runner.warmup import Start, WarmUp, enough_memory
 
+Join = Callable[[torch.device], Group]
+"""Waits until all ranks of a model have loaded, and returns their group."""
+
 
 def build_runner(
-    config: EngineConfig, *, progress: bool = False, device: Device | None = None
+    config: EngineConfig, *, progress: bool = False, device: Device | None = None, join: Join | None = None
 ) -> tuple[ModelRunner, EngineConfig]:
-    """The runner, ready to run, and the configuration with the size of cache that was found to fit."""
+    """The runner, ready to run, and the configuration with the size of cache that was found to fit. `join`: for a model
+    with several ranks."""
     if device is None:
         device = open_device(config.device.kind, config.scheduler.depth, config.device.num_threads)
     pools = device.enable_sleep() if config.device.sleep_mode else None
@@ -71,7 +78,11 @@ def build_runner(
         if runner.tier is not None:
             runner.tier.take_memory(config.cache)
         fill(progress)
+        if join is not None:
+            connect_ranks(model, join(device.torch_device))
         return runner, config
+    if join is not None:
+        connect_ranks(model, DryGroup(config.model.num_ranks * config.model.num_engines))
     if any(isinstance(part, Weight) and part.allocates_when_filled for part in model.modules()):
         fill(progress)  # a dry run needs the tensors of the weights
         fill = _do_nothing
@@ -85,10 +96,16 @@ def build_runner(
     with recording_gemms() as products, _dry_running(warm_up) as compiler:
         fill(progress)
         device.wait_until_idle()
+        group = None if join is None else join(device.torch_device)  # after all forks
+        if group is not None:
+            connect_ranks(model, group)
         with enough_memory():
-            device.compute.run(lambda: autotune_recorded(products))
+            device.compute.run(lambda: _autotune(products, group))
         if measured:  # the dry run has allocated what the largest step needs
-            config = fit_cache(config, _room(config, device))
+            room = _room(config, device)
+            if group is not None and config.model.num_ranks > 1:  # engines that share experts have caches of their own
+                room = min(group.share("room", room))
+            config = fit_cache(config, room)
             runner.store.take_memory(config.cache.group_pages)
             device.wait_until_idle()
         if runner.tier is not None:
@@ -102,6 +119,18 @@ def build_runner(
         warm_up.capture()
     warm_up.run_largest()
     return runner, config
+
+
+def _autotune(products: RecordedGemms, group: Group | None) -> None:
+    """Device: time the algorithms of GEMMs. Ranks take the choices of rank 0: products that every rank computes whole
+    must have the same bits on all of them."""
+    name = "gemms"
+    if group is None or group.rank == 0:
+        chosen = autotune_recorded(products)
+        if group is not None:
+            group.send(name, msgspec.msgpack.encode(chosen))
+    else:
+        autotune_recorded(products, msgspec.msgpack.decode(group.receive(name), type=Choices))
 
 
 def _do_nothing(progress: bool) -> None:
@@ -136,6 +165,7 @@ def _warm_up(runner: ModelRunner, config: EngineConfig) -> Start:
             scheduler.max_model_len,
             num_groups,
             scheduler.drafts.num_drafts if scheduler.drafts is not None else 0,
+            joint=config.model.num_engines > 1,
         )
     assert pooling is not None, "a model generates or pools"
     return PoolWarmUp(runner, scheduler, PoolingParams(task=pooling.tasks[0]), num_groups)

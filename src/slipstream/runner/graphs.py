@@ -132,6 +132,11 @@ class GraphPool:
         if self.enabled:
             self._taken = self._capture(take)  # dropped, but the graphs' memory pool keeps it while this graph exists
 
+    def clear(self) -> None:
+        """Drops all graphs. No work may follow."""
+        self._captured.clear()
+        self._taken = None
+
     def _capture(self, work: Callable[[], T]) -> tuple[Callable[[], None], T] | None:
         """None if the capture fails. Then nothing more is captured: later work of the step would read outputs that were
         never captured. Existing graphs are still replayed."""

@@ -220,6 +220,7 @@ class ModelRunner:
 
     def close(self) -> None:
         self.device.close()
+        self.graphs.clear()
         if self.tier is not None:
             self.tier.close()
 

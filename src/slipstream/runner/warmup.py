@@ -7,6 +7,7 @@ have no pages, so they write to the null page, which no row reads.
 from __future__ import annotations
 
 import bisect
+import dataclasses
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -61,13 +62,16 @@ class WarmUp:
         max_length: int,
         num_groups: int,
         num_drafts: int = 0,
+        *,
+        joint: bool = False,
     ) -> None:
-        """`num_drafts`: maximum number of drafts per row."""
+        """`num_drafts`: maximum number of drafts per row. `joint`: engines that share experts warm up together."""
         self.runner = runner
         self.max_num_seqs = max_num_seqs
         self.max_tokens = max_tokens
         self.max_length = max_length
         self.num_drafts = max(0, min(num_drafts, max_length - 2))
+        self.joint = joint
         self._no_pages = (NO_PAGES,) * num_groups
         self._admitted_rows: Ints = NO_INTS
         self._row_length = 0  # positions of the first row
@@ -217,6 +221,8 @@ class WarmUp:
         )
         self._admitted_rows = np.array([admission.row for admission in admitted], np.int32)
         self._num_steps += 1
+        if self.joint:  # all have the same plan
+            plan = dataclasses.replace(plan, joint_sizes=self.runner.sizes_of(plan))
         run_plan(self.runner, plan)
 
 

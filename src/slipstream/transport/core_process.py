@@ -100,7 +100,7 @@ class CoreProcess:
             self.lanes.check()
         except EngineDead:
             if not self.lanes.files:
-                raise  # else: an engine that shares the experts has closed first
+                raise  # else: a process that shares the model has ended first
         self.lanes.close()
 
     def _handle(self, connection: Connection, message: ToCore | Join) -> None:

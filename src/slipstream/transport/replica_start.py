@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import msgspec
 
 from slipstream.config.cache_room import CPU_SHARE
 from slipstream.config.cpus import num_cores
+from slipstream.config.gpus import ranks_share_gpu, visible_gpus
 from slipstream.config.options import Options
 from slipstream.errors import InvalidOption
 from slipstream.transport.client import CoreClient
@@ -92,14 +92,6 @@ def num_replicas(options: Sequence[Options]) -> int:
     return count
 
 
-def visible_gpus(devices: Path = Path("/dev"), environ: Mapping[str, str] = os.environ) -> list[str]:
-    """The GPUs of this process as entries of CUDA_VISIBLE_DEVICES, without loading torch."""
-    if (listed := environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return [entry.strip() for entry in listed.split(",") if entry.strip() not in ("", "-1")]
-    numbers = (path.name.removeprefix("nvidia") for path in devices.glob("nvidia*"))
-    return sorted((number for number in numbers if number.isdecimal()), key=int)
-
-
 def of_one_replica(options: Options, count: int, *, on_cpu: bool, num_threads: int) -> Options:
     """The options of one replica. On the CPU, the default is this number of threads, and the default memory is divided
     by the number of replicas."""
@@ -112,15 +104,20 @@ def of_one_replica(options: Options, count: int, *, on_cpu: bool, num_threads: i
 
 
 def _environments(options: Sequence[Options], count: int, devices: Path) -> list[dict[str, str]]:
-    """The environment of each replica: it sees its own GPU only."""
+    """The environment of each replica: it sees its own GPUs only, one for each of its ranks."""
     if all(each.device == "cpu" for each in options):
         return [{} for _ in range(count)]
     gpus = visible_gpus(devices)
     if not gpus and all(each.device == "auto" for each in options):
         return [{} for _ in range(count)]
-    if len(gpus) < count:
+    num_ranks = max(each.tensor_parallel_size for each in options)
+    if gpus and ranks_share_gpu():
+        gpus = (gpus * (count * num_ranks))[: count * num_ranks]
+    if len(gpus) < count * num_ranks:
+        ranks = "" if num_ranks == 1 else f" and tensor_parallel_size {num_ranks}"
         raise InvalidOption(
-            f"data_parallel_size is {count}, and {len(gpus)} GPUs are visible; each replica needs its own: lower "
-            "data_parallel_size, or run on the CPU with device cpu"
+            f"data_parallel_size is {count}{ranks}, and {len(gpus)} GPUs are visible; each replica needs its own: "
+            "lower data_parallel_size, or run on the CPU with device cpu"
         )
-    return [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in gpus[:count]]
+    shares = [gpus[first : first + num_ranks] for first in range(0, count * num_ranks, num_ranks)]
+    return [{"CUDA_VISIBLE_DEVICES": ",".join(dict.fromkeys(share))} for share in shares]

@@ -23,6 +23,8 @@ from slipstream.transport.frames import (
 )
 from slipstream.transport.inspection import Inspector
 
+_LOOK_SECONDS = 1.0  # between two looks of an idle core at other processes that share its model
+
 
 class ThreadClient:
     """The thread steps the core while it has requests, and blocks on the inbox while it has none."""
@@ -64,8 +66,12 @@ class ThreadClient:
 
     def _receive(self) -> bool:
         """Handles the messages of the inbox; blocks for one where the core has no requests. False ends the loop."""
+        seconds = _LOOK_SECONDS if self.core.files else None
         while not (self.inbox.empty() and self.core.has_requests()):
-            message = self.inbox.get()
+            try:
+                message = self.inbox.get(timeout=seconds)
+            except queue.Empty:
+                continue
             if message is None:
                 return False
             if isinstance(message, Submit | SubmitAll):

@@ -46,6 +46,8 @@ _SPLIT_ROWS = range(113, 161)  # split-k is faster for these rows if in > out
 _Shape = tuple[torch.device, torch.dtype, int, int, int]  # rows, outputs, inputs
 RecordedGemms = dict[_Shape, torch.Tensor]
 """A weight of each shape."""
+Choices = tuple[tuple[str, int, int, int, int], ...]
+"""dtype, rows, outputs, inputs; then the algorithm, 0: the one that torch takes."""
 _tuned: dict[_Shape, LtGemm | None] = {}
 _unsplit: dict[_Shape, LtGemm | None] = {}  # for UNSPLIT_ADD_ROWS; filled at the first use of a shape
 _thread = threading.local()  # `recorded`: per thread, since another engine of this process may be serving
@@ -122,15 +124,27 @@ def recording_gemms() -> Iterator[RecordedGemms]:
         _thread.recorded = before
 
 
-def autotune_recorded(recorded: RecordedGemms) -> None:
-    """Tunes every recorded shape and empties the record. Runs on the current stream; the host waits for the timings."""
+def autotune_recorded(recorded: RecordedGemms, chosen: Choices = ()) -> Choices:
+    """Tunes every recorded shape and empties the record. Runs on the current stream; the host waits for the timings.
+    `chosen`: what another rank found for the same shapes, on a GPU of the same kind. Returns all choices so far."""
+    known = {(name, *sizes): best for name, *sizes, best in chosen}
     while recorded:
         shape, weight = recorded.popitem()
-        device, dtype, num_rows, _, num_in = shape
+        device, dtype, num_rows, num_out, num_in = shape
         # random numbers: the equal rows of a dry run take less power than real inputs
         x = torch.empty(num_rows, num_in, dtype=dtype, device=device)
         x.normal_(generator=torch.Generator(device).manual_seed(0))
-        _tuned[shape] = choose(x, weight)
+        best = known.get((str(dtype), num_rows, num_out, num_in))
+        _tuned[shape] = choose(x, weight) if best is None else _with_algorithm(x, weight, best)
+    return tuple((str(shape[1]), *shape[2:], gemm.best if gemm is not None else 0) for shape, gemm in _tuned.items())
+
+
+def _with_algorithm(x: torch.Tensor, weight: torch.Tensor, algorithm: int) -> LtGemm | None:
+    gemm = _list_algorithms(x, weight) if algorithm else None
+    if gemm is None or algorithm >= gemm.num_algorithms:
+        return None
+    gemm.best = algorithm
+    return gemm
 
 
 def choose(x: torch.Tensor, weight: torch.Tensor) -> LtGemm | None:

@@ -1,0 +1,76 @@
+"""An engine whose model is divided among ranks, of which there is one: every collective runs, over NCCL on a GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from slipstream.dist.group import Group
+from slipstream.engine import build_ranks
+from slipstream.engine.ranks import Ranks
+from slipstream.nn.models import load
+from slipstream.nn.models.registry import find_shape
+from slipstream.nn.models.sharding import shard_shape
+from slipstream.nn.shapes import Shard
+
+
+class CountedGroup(Group):
+    num_calls = 0
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        return super().all_reduce(x)
+
+
+class NoReaders:
+    def write(self, kind: bytes, data: bytes = b"") -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class OneRank(Ranks):
+    num_ranks = 1
+    plans = NoReaders()
+
+    def __init__(self, store: Path) -> None:
+        super().__init__()
+        self.store = store
+
+    def wait_until_loaded(self) -> None:
+        pass
+
+    def open_group(self, device: torch.device) -> Group:
+        return CountedGroup(0, 1, self.store, device=device)
+
+    def end_files(self) -> list[int]:
+        return []
+
+    def dead_rank(self, seconds: float = 0.0) -> str | None:
+        return None
+
+    def end_others(self, how: str) -> None:
+        pass
+
+    def close(self) -> None:
+        self._stop_watching()
+        if self.group is not None:
+            self.group.abort()
+        self._close_files()
+
+    def kill(self) -> None:
+        self.close()
+
+
+def divide_among_one(monkeypatch: pytest.MonkeyPatch, store: Path) -> None:
+    """Engines that are built from now on have one rank with a group. `store`: a file for each engine."""
+    stores = iter(range(10**6))
+
+    def open_ranks(config: object, link: object) -> Ranks:
+        return OneRank(store.with_suffix(f".{next(stores)}"))
+
+    monkeypatch.setattr(build_ranks, "_open_ranks", open_ranks)
+    monkeypatch.setattr(load, "find_local_shape", lambda info, *args, **kw: shard_shape(find_shape(info), Shard(0, 1)))

@@ -1,0 +1,53 @@
+"""The front end of several replicas is killed under load: all cores and ranks end, and nothing is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+
+from serve.server_process import ServerProcess
+from serve.test_server_ends import ENDLESS, Stream
+from tiny import write_tiny
+
+
+def test_nothing_is_left_when_the_router_is_killed_under_load(tmp_path, monkeypatch):
+    folder = str(write_tiny(tmp_path / "model", "llama", max_position_embeddings=131072))
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    memory = set(Path("/dev/shm").glob("*slipstream*"))
+    server = ServerProcess(folder, "--replicas", "2", "--tensor-parallel-size", "2", "--num-pages", "16384")
+    streams = [Stream(server, ENDLESS | {"max_tokens": 60_000}) for _ in range(4)]
+    family = descendants(server.process.pid)
+    assert len(family) >= 4  # two cores, each with another rank
+    os.kill(server.process.pid, signal.SIGKILL)
+    server.process.wait()
+    for stream in streams:
+        stream.thread.join(60)
+        assert not stream.thread.is_alive()
+    deadline = time.monotonic() + 60
+    while left := [pid for pid in family if is_alive(pid)]:
+        assert time.monotonic() < deadline, f"{len(left)} processes are left"
+        time.sleep(0.05)
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # closed connections may linger
+        listener.bind(("127.0.0.1", server.port))
+        listener.listen()
+    assert not list((tmp_path / "temporary").iterdir())
+    assert set(Path("/dev/shm").glob("*slipstream*")) <= memory
+
+
+def descendants(pid: int) -> list[int]:
+    found = [int(name) for name in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        found += [int(name) for name in (task / "children").read_text().split() if int(name) not in found]
+    return found + [each for child in found for each in descendants(child)]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

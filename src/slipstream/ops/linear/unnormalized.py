@@ -26,3 +26,18 @@ class Unnormalized(NamedTuple):
     weighted: torch.Tensor | None = None  # [rows, size] total times the norm's weights
     squares: torch.Tensor | None = None  # [rows, blocks] float32, sums of squares of each block of `total`
     normed: torch.Tensor | None = None  # [rows, size] the norm, if it is computed already
+
+
+class StreamedRows(NamedTuple):
+    """The input of a GEMM that streams its weight."""
+
+    x: torch.Tensor  # [rows, in]
+    squares: torch.Tensor | None = None  # if the GEMM finishes the norm of x
+    eps: float = 0.0
+
+    @classmethod
+    def of(cls, x: torch.Tensor | Unnormalized) -> StreamedRows:
+        if isinstance(x, torch.Tensor):
+            return cls(x)
+        assert x.weighted is not None and x.squares is not None, "the GEMM before did not stream its weight"
+        return cls(x.weighted, x.squares, x.eps)

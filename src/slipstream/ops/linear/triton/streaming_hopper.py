@@ -25,7 +25,7 @@ from slipstream.ops.linear.capability import (
 from slipstream.ops.linear.triton import streaming_kernel
 from slipstream.ops.linear.triton.epilogue import GATES, counters
 from slipstream.ops.linear.triton.streaming_kernel import BYTES
-from slipstream.ops.linear.unnormalized import Unnormalized
+from slipstream.ops.linear.unnormalized import StreamedRows, Unnormalized
 from slipstream.ops.pdl import dependent
 
 MEMORY = 195 << 10  # bytes of shared memory for the pipelines of all programs on a multiprocessor
@@ -94,7 +94,7 @@ def streaming_gemm_parts(x: torch.Tensor, weight: torch.Tensor, tile: StreamTile
 
 
 def _launch(
-    x: torch.Tensor | Unnormalized,
+    inputs: torch.Tensor | Unnormalized,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     gate: str,
@@ -104,10 +104,7 @@ def _launch(
     made: Unnormalized | None = None,
     scales: Scales | None = None,
 ) -> None:
-    squares, eps = None, 0.0
-    if isinstance(x, Unnormalized):
-        assert x.weighted is not None and x.squares is not None
-        x, squares, eps = x.weighted, x.squares, x.eps
+    x, squares, eps = StreamedRows.of(inputs)
     rows, num_in = x.shape
     outputs, groups = tile.outputs, tile.groups
     per_program, more = row_parts(tile, rows)

@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from slipstream.ops.linear.triton.epilogue import GATES, counters
-from slipstream.ops.linear.unnormalized import Unnormalized
+from slipstream.ops.linear.unnormalized import StreamedRows, Unnormalized
 from slipstream.ops.pdl import dependent
 from slipstream.ops.quantized.matrix import QuantizedMatrix
 from slipstream.ops.quantized.triton import stream_kernel
@@ -71,7 +71,7 @@ def stream_gemm_add(
 
 
 def _launch(
-    x: torch.Tensor | Unnormalized,
+    inputs: torch.Tensor | Unnormalized,
     weight: QuantizedMatrix,
     bias: torch.Tensor | None,
     gate: str,
@@ -80,10 +80,7 @@ def _launch(
     residual: torch.Tensor | None = None,
     made: Unnormalized | None = None,
 ) -> None:
-    squares, eps = None, 0.0
-    if isinstance(x, Unnormalized):
-        assert x.weighted is not None and x.squares is not None
-        x, squares, eps = x.weighted, x.squares, x.eps
+    x, squares, eps = StreamedRows.of(inputs)
     rows, num_in = x.shape
     outputs, slices = tile.outputs, tile.slices
     padded = 8 if rows <= 8 else 16

@@ -98,6 +98,23 @@ def test_streamed_fp8_weights_and_inputs(rows: int) -> None:
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("rows", [65, 200, 256])
+def test_long_sums_of_fp8_inputs_are_split(rows: int) -> None:
+    from slipstream.ops import quantized
+    from slipstream.ops.quantized import reference
+
+    weight = make("fp8", 208, 8208, "cuda")  # a part of a step at the end
+    x = torch.randn(rows, 8208, device="cuda").bfloat16()
+    if not quantized._accepts_streaming(x, x.dtype, weight):
+        pytest.skip("made for another GPU")
+    assert quantized._gains_by_split_k(rows, weight) and not quantized._gains_by_split_k(257, weight)
+    bias = torch.randn(208, device="cuda").bfloat16()
+    exact = reference.scaled_linear(x.double(), weight, bias.double())
+    for _ in range(2):  # the counters of the first run are back at zero
+        assert off(quantized_linear(x, weight, bias, quantizes_inputs=True), exact) < 8e-3
+
+
+@pytest.mark.cuda
 @pytest.mark.parametrize("rows", [1, 11])
 def test_streamed_weights_with_residual_and_norm(rows: int) -> None:
     from slipstream.ops.quantized import quantized_linear_add, quantized_linear_unnormalized

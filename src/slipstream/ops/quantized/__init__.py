@@ -11,6 +11,7 @@ import torch
 
 from slipstream.ops.hopper import has_hopper_kernels
 from slipstream.ops.linear import gated_linear
+from slipstream.ops.linear.capability import MULTIPROCESSORS
 from slipstream.ops.linear.dispatch import FUSED_ACTIVATIONS, HAS_TRITON, Activation
 from slipstream.ops.linear.unnormalized import Unnormalized
 from slipstream.ops.quantized import reference
@@ -44,7 +45,8 @@ __all__ = [
 ]
 
 MAX_STREAMED_ROWS = 16
-MAX_FUSED_ROWS = 64  # with more rows torch's FP8 GEMM is faster, and activations are not fused
+MAX_FUSED_ROWS = 64  # with more rows torch's FP8 GEMM is faster for most weights, and activations are not fused
+MAX_SPLIT_ROWS, MIN_SPLIT_INPUTS = 256, 8192  # of FP8 GEMMs with few outputs, which split-k makes faster than torch's
 MIN_DEQUANTIZED_ROWS = 512  # with as many rows a GEMM takes longer than writing and reading the dequantised weight
 
 
@@ -176,6 +178,11 @@ def _multiply_fp8(
         gate = FUSED_ACTIVATIONS.get(activation, "")
         out = streaming_gemm(q, weight.values, bias, gate, scales=Scales(weight.scale, scales))
         return out if activation in FUSED_ACTIVATIONS else _activate(out, activation)
+    if len(q) > MAX_FUSED_ROWS and _gains_by_split_k(len(q), weight) and _accepts_streaming(q, dtype, weight):
+        from slipstream.ops.linear.triton.streaming_hopper import SPLIT_TILE, Scales, streaming_gemm
+
+        out = streaming_gemm(q, weight.values, bias, "", SPLIT_TILE, Scales(weight.scale, scales))
+        return _activate(out, activation)
     from slipstream.ops.quantized.triton.gemm import quantized_gemm
 
     if len(q) > MAX_FUSED_ROWS and _accepts_scaled_mm(dtype, weight):
@@ -185,6 +192,12 @@ def _multiply_fp8(
     gate = FUSED_ACTIVATIONS[activation] if is_fused else ""
     out = quantized_gemm(q, weight, bias, gate, x_scale=scales, dtype=dtype)
     return out if is_fused else _activate(out, activation)
+
+
+def _gains_by_split_k(rows: int, weight: QuantizedMatrix) -> bool:
+    """Whether tiles of 128 x 128 results leave half of the multiprocessors idle, and sums are long enough to divide."""
+    tiles = -(-len(weight.values) // 128) * -(-rows // 128)
+    return rows <= MAX_SPLIT_ROWS and weight.num_columns >= MIN_SPLIT_INPUTS and 2 * tiles <= MULTIPROCESSORS
 
 
 def _accepts_streaming(q: torch.Tensor, dtype: torch.dtype, weight: QuantizedMatrix) -> bool:

@@ -40,6 +40,9 @@ class StreamTile(NamedTuple):
     programs: int = 1  # per multiprocessor
 
 
+SPLIT_TILE = StreamTile(2, 128, 128, 1)  # of 65 and more rows, if there are few outputs
+
+
 class Scales(NamedTuple):
     """Of FP8 operands, in float32."""
 

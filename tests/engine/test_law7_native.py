@@ -133,6 +133,15 @@ def test_greedy_tokens_do_not_depend_on_scheduling(model, wanted, cell, threads,
     assert len(num_fused) > 20 and (max(num_fused) > 1) == cell["batched"]
 
 
+@pytest.mark.parametrize("batched", [False, True])
+def test_late_threads_change_nothing(model, wanted, batched, num_fused):
+    """With more threads than cores some of them arrive when the others are parts ahead, and have to catch up."""
+    with make(model, threads=9, batched=batched) as llm:
+        num_fused.clear()
+        assert_same(model, llm.generate(PROMPTS, GREEDY), wanted)
+    assert len(num_fused) > 10
+
+
 @pytest.mark.parametrize(("threads", "order"), [*itertools.product((1, 2), ("planned", "reversed"))])
 def test_a_page_completed_in_a_step_is_read_in_that_step(model, threads, order, reorder, num_fused):
     """The budget leaves the last token of a prompt to the second step, where a longer prompt finds its pages."""

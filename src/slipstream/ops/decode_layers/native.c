@@ -1,11 +1,14 @@
-// All layers of a decoder for one token per row: one call, one team of threads, a barrier between the parts of a layer.
-// The parts are those of the other ops, so a row's result does not depend on the other rows.
+// All layers of a decoder for one token per row: one call and one team of threads. The parts of a layer are those of the
+// other ops, so a row's result does not depend on the other rows.
 //
-// Threads take work items of a part until none is left. A thread that waits at a barrier yields its core after some
-// spins: when another program occupied a core, two threads spinning on the other core made a step five times as long.
+// Threads take work items of a part until none is left, and go on when all items are done. They wait for items, not for
+// threads: a thread whose core another program occupies delays the others only if it has an unfinished item. When it
+// runs again, it passes the parts that are done. A thread that waits yields its core after some spins.
 //
-// With one row the parts between the GEMMs are smaller than a barrier: every thread computes them for itself, in memory
-// of its own, and a layer has 5 barriers instead of 10.
+// With one row the parts between the GEMMs are smaller than the wait: every thread computes them for itself, in memory
+// of its own, and a layer has 5 waits instead of 10. A late thread may then read inputs of a part while others already
+// overwrite them. Its results are not used, since no item of that part is left for it; only the sums of the residual
+// have to be right, so with one row the outputs that are added to it all have memory of their own.
 #include <sched.h>
 #include <stdatomic.h>
 #include <stdint.h>
@@ -64,13 +67,14 @@ typedef struct {  // intermediate results of a step
 } Space;
 
 typedef struct {
-    int team;
-    atomic_int arrived, round;
-    atomic_llong next;  // next work item of the current part
-} Barrier;
+    _Alignas(64) atomic_llong next;  // work item
+    atomic_llong done;               // number of items
+} Part;
+
+#define PARTS_OF_LAYER 10  // at most; one more follows the layers
 
 typedef struct {
-    Barrier *barrier;
+    Part *part;  // the current one; each thread has its own copy of this structure
     const Model *model;
     int64_t num_rows;
     const float *const *ropes;       // [rows, 2, rotary]
@@ -79,7 +83,7 @@ typedef struct {
     const int64_t *table_strides;
     const int64_t *lengths;
     Space space;
-    int is_alone;  // one row: every thread has its own copy of this structure
+    int is_alone;  // one row
 } Step;
 
 // quantizes `count` activations of a row, from column `first` of `size`
@@ -89,54 +93,61 @@ static void quantize(const Step *step, const float *x, int64_t row, int64_t firs
     slip_quantize(x, target + first / SLIP_BLOCK * stride, stride, count / SLIP_BLOCK);
 }
 
-// Every thread of the team calls the functions below; each function ends with a barrier.
+// Every thread of the team calls the functions below.
 
-static int64_t take_item(const Step *step) {
-    return atomic_fetch_add_explicit(&step->barrier->next, 1, memory_order_relaxed);
+// Whether an item of the current part is left for this thread
+static int take_item(const Step *step, int64_t count, int64_t *item) {
+    *item = atomic_fetch_add_explicit(&step->part->next, 1, memory_order_relaxed);
+    return *item < count;
 }
 
-static void wait_for_team(const Step *step) {
-    Barrier *m = step->barrier;
-    int round = atomic_load_explicit(&m->round, memory_order_relaxed);
-    if (atomic_fetch_add_explicit(&m->arrived, 1, memory_order_acq_rel) + 1 == m->team) {
-        atomic_store_explicit(&m->arrived, 0, memory_order_relaxed);
-        atomic_store_explicit(&m->next, 0, memory_order_relaxed);
-        atomic_store_explicit(&m->round, round + 1, memory_order_release);
-        return;
-    }
-    for (int spins = 0; atomic_load_explicit(&m->round, memory_order_acquire) == round; spins++)
+// Ends the current part: this thread has computed `mine` of `count` items, and waits until the others are done.
+static void finish_part(Step *step, int64_t mine, int64_t count) {
+    Part *part = step->part++;
+    if (mine) atomic_fetch_add_explicit(&part->done, mine, memory_order_acq_rel);
+    for (int spins = 0; atomic_load_explicit(&part->done, memory_order_acquire) < count; spins++)
         if (spins > SPINS)
             sched_yield();
         else
             PAUSE();
 }
 
-static void multiply(const Step *step, const Product *product, const float *x, float *out) {
-    const Space *s = &step->space;
-    int64_t first_row = 0, first_piece = 0, stride = product->num_rows, size = product->num_columns;
-    int64_t piece = take_item(step);
-    for (int64_t r = 0; r < product->num_runs; r++) {
-        const Run *run = &product->runs[r];
-        int is_plain = run->layout == SLIP_FLOAT32 || run->layout == SLIP_BFLOAT16;
-        int64_t size_of_piece = is_plain ? PIECE : SLIP_LOW_BIT_PIECE;
-        int64_t after = first_piece + (run->num_rows + size_of_piece - 1) / size_of_piece;
-        for (; piece < after; piece = take_item(step)) {
-            int64_t first = (piece - first_piece) * size_of_piece;
-            int64_t last = first + size_of_piece < run->num_rows ? first + size_of_piece : run->num_rows;
-            float *o = out + first_row;
-            if (is_plain)
-                slip_plain_rows(x, run->numbers, o, run->layout, step->num_rows, size, stride, first, last);
-            else
-                slip_low_bit_rows(s->activations, run->numbers, run->scales, run->offsets, o, run->layout,
-                                  step->num_rows, size / SLIP_BLOCK, stride, first, last);
-            if (product->bias)
-                for (int64_t t = 0; t < step->num_rows; t++)
-                    for (int64_t n = first; n < last; n++) o[t * stride + n] += product->bias[first_row + n];
+static int64_t rows_of_item(const Run *run) {
+    return run->layout == SLIP_FLOAT32 || run->layout == SLIP_BFLOAT16 ? PIECE : SLIP_LOW_BIT_PIECE;
+}
+
+// weight rows [first, last) of a run; out, bias: of its first row
+static void multiply_rows(const Step *step, const Product *product, const Run *run, const float *x, const float *bias,
+                          float *out, int64_t first, int64_t last) {
+    int64_t stride = product->num_rows, size = product->num_columns;
+    if (run->layout == SLIP_FLOAT32 || run->layout == SLIP_BFLOAT16)
+        slip_plain_rows(x, run->numbers, out, run->layout, step->num_rows, size, stride, first, last);
+    else
+        slip_low_bit_rows(step->space.activations, run->numbers, run->scales, run->offsets, out, run->layout,
+                          step->num_rows, size / SLIP_BLOCK, stride, first, last);
+    if (bias)
+        for (int64_t t = 0; t < step->num_rows; t++)
+            for (int64_t n = first; n < last; n++) out[t * stride + n] += bias[n];
+}
+
+static void multiply(Step *step, const Product *product, const float *x, float *out) {
+    int64_t count = 0, mine = 0, item;
+    for (int64_t r = 0; r < product->num_runs; r++)
+        count += (product->runs[r].num_rows + rows_of_item(&product->runs[r]) - 1) / rows_of_item(&product->runs[r]);
+    const Run *run = product->runs;
+    int64_t first_row = 0, first_item = 0;
+    for (; take_item(step, count, &item); mine++) {
+        int64_t size = rows_of_item(run);
+        while ((item - first_item) * size >= run->num_rows) {
+            first_item += (run->num_rows + size - 1) / size;
+            first_row += run->num_rows;
+            size = rows_of_item(++run);
         }
-        first_row += run->num_rows;
-        first_piece = after;
+        int64_t first = (item - first_item) * size;
+        multiply_rows(step, product, run, x, product->bias ? product->bias + first_row : 0, out + first_row, first,
+                      first + size < run->num_rows ? first + size : run->num_rows);
     }
-    wait_for_team(step);
+    finish_part(step, mine, count);
 }
 
 // adds the output of the previous part to the residual; the norm of the residual is the input of the next part
@@ -154,14 +165,14 @@ static void add_and_norm_row(const Step *step, int64_t row, const float *out_nor
     if (next && next->is_low_bit) quantize(step, o, row, 0, size, size);
 }
 
-static void add_and_norm(const Step *step, const float *out_norm, const float *norm, const Product *next, float *out) {
+static void add_and_norm(Step *step, const float *out_norm, const float *norm, const Product *next, float *out) {
+    int64_t mine = 0, row;
     if (step->is_alone && next) {
         add_and_norm_row(step, 0, out_norm, norm, next, out);
         return;
     }
-    for (int64_t row = take_item(step); row < step->num_rows; row = take_item(step))
-        add_and_norm_row(step, row, out_norm, norm, next, out);
-    wait_for_team(step);
+    for (; take_item(step, step->num_rows, &row); mine++) add_and_norm_row(step, row, out_norm, norm, next, out);
+    finish_part(step, mine, step->num_rows);
 }
 
 // Norm and RoPE of the queries and of the key of one KV head; writes key and value to the cache.
@@ -195,28 +206,27 @@ static void attend_head(const Step *step, const Layer *layer, int64_t row, int64
 
 // With several rows no row attends before all rows have written: a page that one row completes in this step is
 // published in the plan of this step, so another row may read it.
-static void attend(const Step *step, const Layer *layer) {
+static void attend(Step *step, const Layer *layer) {
     const Space *s = &step->space;
     int64_t kv_heads = step->model->num_kv_heads, size = step->model->num_heads * step->model->dim;
-    int64_t pieces = step->num_rows * kv_heads;
-    for (int64_t piece = take_item(step); piece < pieces; piece = take_item(step)) {
-        write_head(step, layer, piece / kv_heads, piece % kv_heads);
-        if (step->is_alone) attend_head(step, layer, 0, piece);
+    int64_t count = step->num_rows * kv_heads, mine = 0, item;
+    for (; take_item(step, count, &item); mine++) {
+        write_head(step, layer, item / kv_heads, item % kv_heads);
+        if (step->is_alone) attend_head(step, layer, 0, item);
     }
-    wait_for_team(step);
+    finish_part(step, mine, count);
     if (!step->is_alone) {
-        for (int64_t piece = take_item(step); piece < pieces; piece = take_item(step))
-            attend_head(step, layer, piece / kv_heads, piece % kv_heads);
-        wait_for_team(step);
+        for (mine = 0; take_item(step, count, &item); mine++) attend_head(step, layer, item / kv_heads, item % kv_heads);
+        finish_part(step, mine, count);
     }
     if (!layer->output.is_low_bit) return;
     if (step->is_alone) {
         quantize(step, s->attended, 0, 0, size, size);
         return;
     }
-    for (int64_t row = take_item(step); row < step->num_rows; row = take_item(step))
-        quantize(step, s->attended + row * size, row, 0, size, size);
-    wait_for_team(step);
+    for (mine = 0; take_item(step, step->num_rows, &item); mine++)
+        quantize(step, s->attended + item * size, item, 0, size, size);
+    finish_part(step, mine, step->num_rows);
 }
 
 static void activate_piece(const Step *step, const Layer *layer, int64_t row, int64_t first, int64_t count) {
@@ -228,33 +238,35 @@ static void activate_piece(const Step *step, const Layer *layer, int64_t row, in
     if (layer->down.is_low_bit) quantize(step, out, row, first, count, size);
 }
 
-static void activate(const Step *step, const Layer *layer) {
+static void activate(Step *step, const Layer *layer) {
     int64_t size = step->model->ffn, piece = 8 * SLIP_BLOCK, pieces = (size + piece - 1) / piece;
     if (step->is_alone) {
         activate_piece(step, layer, 0, 0, size);
         return;
     }
-    for (int64_t at = take_item(step); at < step->num_rows * pieces; at = take_item(step)) {
-        int64_t first = at % pieces * piece;
-        activate_piece(step, layer, at / pieces, first, size - first < piece ? size - first : piece);
+    int64_t mine = 0, item;
+    for (; take_item(step, step->num_rows * pieces, &item); mine++) {
+        int64_t first = item % pieces * piece;
+        activate_piece(step, layer, item / pieces, first, size - first < piece ? size - first : piece);
     }
-    wait_for_team(step);
+    finish_part(step, mine, step->num_rows * pieces);
 }
 
-static void run_layers(const Step *step, float *hidden) {
+static void run_layers(Step *step, float *hidden) {
     const Model *m = step->model;
-    const Space *s = &step->space;
+    Space *s = &step->space;
+    int64_t kept = step->is_alone ? m->hidden : 0;  // memory of the output before
     const float *norm_before = 0;
     for (int64_t i = 0; i < m->num_layers; i++) {
         const Layer *layer = &m->layers[i];
         add_and_norm(step, norm_before, layer->attention_norm, &layer->qkv, s->normed);
         multiply(step, &layer->qkv, s->normed, s->qkv);
         attend(step, layer);
-        multiply(step, &layer->output, s->attended, s->added);
+        multiply(step, &layer->output, s->attended, s->added += kept);
         add_and_norm(step, layer->attention_out_norm, layer->mlp_norm, &layer->gate_up, s->normed);
         multiply(step, &layer->gate_up, s->normed, s->gate_up);
         activate(step, layer);
-        multiply(step, &layer->down, s->active, s->added);
+        multiply(step, &layer->down, s->active, s->added += kept);
         norm_before = layer->mlp_out_norm;
     }
     add_and_norm(step, norm_before, m->norm, 0, hidden);
@@ -270,6 +282,15 @@ static int team_size(void) {
 #endif
 }
 
+// `space` with the memory of a thread
+static Space space_of(Space space, char *memory, int64_t num_rows, int64_t groups, int64_t hidden) {
+    space.activations = (SlipActivations *)memory;
+    space.residual = (float *)(space.activations + num_rows * groups);
+    space.normed = space.residual + num_rows * hidden;
+    space.active = space.normed + num_rows * hidden;
+    return space;
+}
+
 // x [rows, hidden]: embeddings; hidden [rows, hidden]: receives the output of the last norm. Returns 0 if out of
 // memory.
 int64_t slip_decode_layers(const Model *model, const float *x, float *hidden, const float *const *ropes,
@@ -283,35 +304,30 @@ int64_t slip_decode_layers(const Model *model, const float *x, float *hidden, co
     int64_t copies = is_alone ? team_size() : 1;
     int64_t own = num_rows * (groups * sizeof(SlipActivations) + (2 * h + model->ffn) * sizeof(float));
     own = (own + 127) / 128 * 128;
-    int64_t shared = num_rows * (h + 2 * heads + 2 * kv + 2 * model->ffn) * sizeof(float);
-    char *memory = aligned_alloc(128, (copies * own + shared + 127) / 128 * 128);
+    int64_t outputs = is_alone ? 2 * model->num_layers + 1 : 1;
+    int64_t parts = (model->num_layers * PARTS_OF_LAYER + 1) * sizeof(Part);
+    int64_t shared = num_rows * (outputs * h + 2 * heads + 2 * kv + 2 * model->ffn) * sizeof(float);
+    char *memory = aligned_alloc(128, (parts + 127 + copies * own + shared + 127) / 128 * 128);
     if (!memory) return 0;
-    float *next = (float *)(memory + copies * own);
+    Part *first_part = (Part *)memory;
+    memset(first_part, 0, parts);
+    char *of_threads = memory + (parts + 127) / 128 * 128;
+    float *next = (float *)(of_threads + copies * own);
 #define TAKE(count) (next += num_rows * (count), next - num_rows * (count))
-    Space space = {.added = TAKE(h), .qkv = TAKE(heads + 2 * kv), .attended = TAKE(heads), .gate_up = TAKE(2 * model->ffn)};
+    Space space = {.added = TAKE(outputs * h), .qkv = TAKE(heads + 2 * kv), .attended = TAKE(heads), .gate_up = TAKE(2 * model->ffn)};
     // the first norm adds the output of the previous part, which is zero here
     memset(space.added, 0, num_rows * h * sizeof(float));
-    Barrier barrier = {.team = 1};
+    Space of_step = space_of(space, of_threads, num_rows, groups, h);
+    if (!is_alone) memcpy(of_step.residual, x, num_rows * h * sizeof(float));
 #pragma omp parallel
     {
         int64_t copy = 0;
 #ifdef _OPENMP
         if (is_alone) copy = omp_get_thread_num();
 #endif
-        Step step = {&barrier, model, num_rows, ropes, slots, tables, table_strides, lengths, space, is_alone};
-        Space *s = &step.space;
-        s->activations = (SlipActivations *)(memory + copy * own);
-        s->residual = (float *)(s->activations + num_rows * groups);
-        s->normed = s->residual + num_rows * h;
-        s->active = s->normed + num_rows * h;
-#pragma omp single
-        {
-            if (!is_alone) memcpy(s->residual, x, num_rows * h * sizeof(float));
-#ifdef _OPENMP
-            barrier.team = omp_get_num_threads();
-#endif
-        }
-        if (is_alone) memcpy(s->residual, x, h * sizeof(float));
+        Step step = {first_part, model, num_rows, ropes, slots, tables, table_strides, lengths,
+                     space_of(space, of_threads + copy * own, num_rows, groups, h), is_alone};
+        if (is_alone) memcpy(step.space.residual, x, h * sizeof(float));
         run_layers(&step, hidden);
     }
     free(memory);

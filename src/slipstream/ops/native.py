@@ -250,6 +250,7 @@ SIGNATURES: dict[str, list[Any]] = {
     "slip_attend": [POINTER] * 8 + [FLOAT] * 2 + [INT] * 8,
     "slip_skinny_gemm": [POINTER] * 3 + [INT] * 4,
     "slip_low_bit": [POINTER] * 5 + [INT] * 4,
+    "slip_low_bit_pack": [POINTER] * 4 + [INT] * 4,
     "slip_low_bit_lookup": [POINTER] * 5 + [INT] * 4,
     "slip_gather_inputs": [POINTER],
     "slip_argmax": [POINTER] * 3 + [INT] * 2,

@@ -17,9 +17,9 @@ from slipstream.ops.dequant.k_quants import K_KINDS, dequantize_k
 
 BLOCK = 32
 
-# bytes before the weights of a block, bytes per block
-_BLOCK_KINDS = {"Q4_0": (2, 18), "Q4_1": (4, 20), "Q8_0": (2, 34)}
-KINDS = (*_BLOCK_KINDS, *K_KINDS)
+BLOCK_KINDS = {"Q4_0": (2, 18), "Q4_1": (4, 20), "Q8_0": (2, 34)}
+"""Bytes before the weights of a block, and bytes per block."""
+KINDS = (*BLOCK_KINDS, *K_KINDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Blocks:
 
 def split(raw: torch.Tensor, kind: str) -> Blocks:
     """Splits packed rows [rows, bytes per row] into scales, minima and weight bytes. K-quants: `split_k`."""
-    head, size = _BLOCK_KINDS[kind]
+    head, size = BLOCK_KINDS[kind]
     blocks = raw.view(raw.shape[0], -1, size)
     head_values = blocks[..., :head].contiguous().view(torch.float16).float()
     # always copies: the copy is aligned, so that it can be viewed as a wider dtype

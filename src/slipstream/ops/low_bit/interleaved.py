@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from slipstream.ops import native
-from slipstream.ops.dequant import BLOCK, K_KINDS, KINDS, SUPERBLOCK, split, split_k
+from slipstream.ops.dequant import BLOCK, BLOCK_KINDS, K_KINDS, KINDS, SUPERBLOCK, split_k
 from slipstream.ops.weight_rows import RowLayout, WeightRows
 
 _LAYOUTS = {
@@ -53,17 +53,17 @@ class Interleaved:
             data, scales = _packed_in_chunks(raw, self._CHUNK, lambda rows: _pack_k(rows, kind))
             num_columns = raw.shape[1] // K_KINDS[kind] * SUPERBLOCK
             return _InterleavedWeight(data, scales, None, _LAYOUTS[kind], num_columns, len(raw))
-        blocks = split(raw, kind)
-        offset = blocks.minimum
-        return _InterleavedWeight(
-            # 4 columns of a row are one int32
-            _interleave(blocks.bytes.view(torch.int32)),
-            _interleave(blocks.scale.half()),
-            None if offset is None else _interleave(offset.half()),
-            _LAYOUTS[kind],
-            blocks.scale.shape[1] * BLOCK,
-            len(raw),
-        )
+        library = native.library()
+        assert library is not None
+        head, size = BLOCK_KINDS[kind]
+        raw, groups = raw.contiguous(), raw.shape[1] // size
+        num_blocks = -(-len(raw) // self._ROWS)
+        data = torch.empty(num_blocks, groups, (size - head) // 4, 4, dtype=torch.int32)
+        scale = torch.empty(num_blocks, groups, 1, 4, dtype=torch.half)
+        offset = torch.empty_like(scale) if head == 4 else None
+        out = [None if part is None else part.data_ptr() for part in (data, scale, offset)]
+        library.slip_low_bit_pack(raw.data_ptr(), *out, head, size - head, len(raw), groups)
+        return _InterleavedWeight(data, scale, offset, _LAYOUTS[kind], groups * BLOCK, len(raw))
 
     def num_bytes(self, kind: str, num_rows: int, num_columns: int) -> int:
         num_bytes = _NUM_BYTES[_LAYOUTS[kind]] * num_columns // SUPERBLOCK

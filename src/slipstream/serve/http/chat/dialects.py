@@ -83,7 +83,8 @@ def think_variables(served: ServedModel, think: bool | str | None, field: str) -
             return thinking_variables(served, None, think)
         return thinking_variables(served, think, None)
     except HTTPException as error:
-        text = error.message.replace("reasoning_effort", field).replace("enable_thinking", field)
+        text = error.message.replace("use enable_thinking", "remove it, or give none to switch reasoning off")
+        text = text.replace("reasoning_effort", field).replace("enable_thinking", field)
         raise bad_request(text, field, error.code) from None
 
 

@@ -16,6 +16,7 @@ MAX_DEPTH = 64  # nested objects and arrays of a schema
 MAX_CHOICES = 4096
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+BACKENDS = ("auto", "guidance", "xgrammar", "outlines", "lm-format-enforcer")
 _JSON_OPTIONS = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern", "lenient")
 
 
@@ -44,6 +45,8 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """Schema keywords that are not supported have no effect, instead of an error."""
     prefix: str | None = None
     """A grammar in Lark's syntax of text before the structure, such as reasoning."""
+    backend: str | None = None
+    """One of vLLM's compilers of grammars. llguidance does the work of each, so that it changes nothing."""
 
     def __post_init__(self) -> None:
         given = [name for name in KINDS if getattr(self, name) not in (None, False)]
@@ -62,6 +65,10 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, omit_defaults=True):
             _check_text("whitespace_pattern", self.whitespace_pattern, MAX_REGEX_CHARS)
         if self.prefix is not None:
             _check_text("prefix", self.prefix, MAX_CHARS)
+        if self.backend is not None:
+            if self.backend not in BACKENDS:
+                raise _invalid(f"backend is {self.backend!r}; give one of {', '.join(BACKENDS)}, or leave it out")
+            self._freeze("backend", None)  # so that equal structures are compiled once
         self._check_kind(given[0])
 
     def _check_kind(self, kind: str) -> None:

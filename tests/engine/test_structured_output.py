@@ -15,6 +15,7 @@ from slipstream.engine.record_file import decode
 from slipstream.errors import InvalidParams
 from slipstream.scheduler.grammar import pool_library
 from slipstream.serve.cli.main import main
+from slipstream.structured_params import BACKENDS
 from tiny import write_tiny
 
 SCHEMA = {
@@ -200,12 +201,19 @@ def test_an_engine_without_a_tokenizer_refuses(model):
         ({"regex": "a", "disable_any_whitespace": True}, "json and json_object only"),
         ({"json_object": 1}, "give True"),
         ({"jsn": {}}, "there is no jsn"),
+        ({"regex": "a", "backend": "magic"}, "give one of auto, guidance"),
+        ({"regex": "a", "backend": ["auto"]}, "give one of auto, guidance"),
     ],
 )
 def test_wrong_parameters_fail_where_they_are_built(given, words):
     with pytest.raises(InvalidParams, match=re.escape(words)) as caught:
         SamplingParams(structured_outputs=given)
     assert caught.value.param == "structured_outputs"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_backend_of_vllm_changes_nothing(backend):
+    assert StructuredOutputsParams(regex="a", backend=backend) == StructuredOutputsParams(regex="a")
 
 
 def test_deep_schemas_fail_where_they_are_built():

@@ -231,8 +231,8 @@ class LLM(PoolingMethods, VllmMethods):
         constraints = self._own_loop().lanes.cores[served.base_name].constraints
         assert constraints is not None, "models that generate take structured output"
         wanted = SamplingParams(structured_outputs=params.structured_outputs)
-        if served.inputs.structured_config is not None:
-            wanted = served.inputs.structured_config.with_defaults(wanted)
+        if served.inputs.checks.structured_config is not None:
+            wanted = served.inputs.checks.structured_config.with_defaults(wanted)
         ends = () if params.ignore_eos else served.description.eos_token_ids
         assert isinstance(wanted.structured_outputs, StructuredOutputsParams)
         return BeamGrammar(constraints.grammars, wanted.structured_outputs, ends)

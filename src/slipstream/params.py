@@ -2,7 +2,7 @@
 
 The constructor and assignments raise for a bad value, so that no step fails on it. The engine takes a copy, so later
 assignments change later requests only. Checks that need the model (ids against the vocabulary) are in
-`frontend/inputs.py`, which also replaces -1 by the vocabulary size and tokenises bad words.
+`frontend/param_checks.py`, which also replaces -1 by the vocabulary size and tokenises bad words.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ def test_arguments_of_the_front_end():
 
 def test_max_logprobs_limits_requests(tmp_path):
     inputs = InputProcessor(facts(tmp_path), None)
-    inputs.max_logprobs = 5
+    inputs.checks.max_logprobs = 5
     inputs.submit("a", [1], SamplingParams(logprobs=5, prompt_logprobs=5))
     for wrong in ({"logprobs": 6}, {"prompt_logprobs": 6}, {"logprobs": -1}):
         with pytest.raises(InvalidParams, match="raise max_logprobs"):

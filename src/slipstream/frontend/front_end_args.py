@@ -67,6 +67,6 @@ class FrontEndArgs(msgspec.Struct, frozen=True):
 
     def apply(self, models: Iterable[ServedModel]) -> None:
         for model in models:
-            model.inputs.max_logprobs = None if self.max_logprobs == -1 else self.max_logprobs
-            model.inputs.structured_config = self.structured_outputs_config
+            model.inputs.checks.max_logprobs = None if self.max_logprobs == -1 else self.max_logprobs
+            model.inputs.checks.structured_config = self.structured_outputs_config
             model.inputs.reasoning_parser = self.reasoning_parser or None

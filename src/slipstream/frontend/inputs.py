@@ -14,12 +14,12 @@ import numpy as np
 
 from slipstream.engine.model_description import ModelDescription
 from slipstream.errors import InvalidParams, InvalidPrompt, PromptTooLong
+from slipstream.frontend.param_checks import ParamChecks, has_few_logprobs
 from slipstream.frontend.prompt_embeds import embedded_submit, has_embeds
-from slipstream.frontend.structured_config import StructuredOutputsConfig
 from slipstream.frontend.thinking_markers import ThinkingMarkers, check_forced
 from slipstream.lora_request import LoRARequest
 from slipstream.messages import Submit
-from slipstream.params import MAX_BAD_WORD, MAX_BAD_WORDS, SamplingParams
+from slipstream.params import SamplingParams
 from slipstream.text.chat import load_chat_template, render_chat
 from slipstream.text.control_tokens import ControlTokens
 from slipstream.text.excerpt import Excerpts
@@ -36,9 +36,6 @@ _RESERVED = {
 }  # fmt: skip
 
 _PROMPT_FIELDS = ("prompt", "prompt_token_ids", "prompt_embeds", "cache_salt")
-MAX_ANSWER_LOGPROBS = 2**24  # logprobs in one answer
-_UNCHECKED_LOGPROBS = 100  # up to this many per token, the total is not checked
-_BYTES_EACH = 250  # approximate size of one logprob in the answer: key, number, rank and text
 _MAX_ADDED = 16  # upper bound of the special tokens that a tokenizer adds to a text
 
 
@@ -46,20 +43,18 @@ class InputProcessor:
     def __init__(self, description: ModelDescription, tokenizer: Tokenizer | None) -> None:
         self.description = description
         self.tokenizer = tokenizer
+        self.checks = ParamChecks(description, tokenizer)
         self._excerpts = None if tokenizer is None else Excerpts(tokenizer)
         self._controls_of: dict[str, ControlTokens] = {}  # by chat template
         self.reasoning_parser: str | None = None  # name, by FrontEndArgs or a server; None: by the chat template
-        self.structured_config: StructuredOutputsConfig | None = None  # defaults, by FrontEndArgs
-        self.max_logprobs: int | None = None  # limit of a request, by FrontEndArgs
         self._thinking_markers: ThinkingMarkers | None = None
-        self._resolved: tuple[SamplingParams | None, SamplingParams] | None = None  # the last ones: given, resolved
         # a tokenizer may have tokens that the model has no embedding for
         self._has_extra_tokens = tokenizer is not None and tokenizer.vocab_size > description.vocab_size
         self._ids_type = list[Annotated[int, msgspec.Meta(ge=0, lt=description.vocab_size)]]
 
     def default_params(self) -> SamplingParams:
         """The parameters of the model's generation_config.json, and our own defaults for the others."""
-        return SamplingParams(**self.description.defaults.params)
+        return self.checks.defaults()
 
     def submit(
         self,
@@ -96,14 +91,14 @@ class InputProcessor:
     ) -> PreparedPrompt:
         """Like `submit`, but does not tokenise: the message of a text has no token ids until `complete` adds them."""
         self._check_generates()
-        params = self._resolve(params)
+        params = self.checks.resolve(params)
         if cache_salt is None and isinstance(prompt, Mapping):
             cache_salt = prompt.get("cache_salt")
         if priority is not None or cache_salt is not None:
             changes = {"priority": priority, "cache_salt": cache_salt}
             params = params.with_changes(**{name: value for name, value in changes.items() if value is not None})
         text, ids = self._read(prompt)
-        bad_words = self._bad_words(params)
+        bad_words = self.checks.bad_words(params)
         message = Submit(request_id, [], params, time.time(), params.priority, params.cache_salt, bad_words)
         if lora_request is not None:
             message = msgspec.structs.replace(message, lora=self.description.check_adapter(lora_request))
@@ -153,7 +148,7 @@ class InputProcessor:
                 f"the prompt has {self.tokenizer.piece(token)!r}, token id {token} of the tokenizer; "
                 f"{self.description.known_ids}, remove it"
             )
-        self._check_num_logprobs(params, len(ids))
+        self.checks.check_num_logprobs(params, len(ids))
         thinking = None
         if params.thinking_token_budget is not None:
             thinking = self._thinking().of(ids, params)
@@ -180,7 +175,7 @@ class InputProcessor:
         assert isinstance(params, SamplingParams)
         if params.thinking_token_budget is not None:
             return False
-        if self._has_extra_tokens or _num_logprobs(params) > _UNCHECKED_LOGPROBS or not text or text.isspace():
+        if self._has_extra_tokens or not has_few_logprobs(params) or not text or text.isspace():
             return False
         try:
             size = len(text) if text.isascii() else len(text.encode())
@@ -294,130 +289,12 @@ class InputProcessor:
             checked.append(token)
         return checked
 
-    def _resolve(self, given: SamplingParams | None) -> SamplingParams:
-        """Returns a copy of the parameters, checked against the model, with the vocabulary size for -1. The last result
-        is cached, since the prompts of a call usually share one object."""
-        last = self._resolved
-        if last is None or last[0] != given:
-            own = params = self.default_params() if given is None else _snapshot(given)
-            self._check_params(params)
-            if self.structured_config is not None:
-                params = self.structured_config.with_defaults(params)
-            unlimited = [name for name in ("logprobs", "prompt_logprobs") if getattr(params, name) == -1]
-            if unlimited:
-                params = params.with_changes(**dict.fromkeys(unlimited, self.description.vocab_size))
-            self._resolved = last = None if given is None else own, params
-        return last[1]
-
-    def _check_params(self, params: SamplingParams) -> None:
-        for name in ("stop_token_ids", "logprob_token_ids", "allowed_token_ids", "logit_bias"):
-            # only the largest needs a check: SamplingParams has checked that none is negative
-            if (ids := getattr(params, name)) and (token := max(ids)) >= self.description.vocab_size:
-                raise InvalidParams(f"{name} has {token}; {self.description.known_ids}", param=name)
-        for name in ("logprobs", "prompt_logprobs"):
-            asked = self.description.vocab_size if getattr(params, name) == -1 else getattr(params, name) or 0
-            if self.max_logprobs is not None and asked > self.max_logprobs:
-                raise InvalidParams(
-                    f"{name} is {getattr(params, name)}, the limit is {self.max_logprobs}; lower it, or raise "
-                    "max_logprobs of the engine",
-                    param=name,
-                )
-            if (getattr(params, name) or 0) > self.description.vocab_size:
-                raise InvalidParams(
-                    f"{name} is {getattr(params, name)}; the vocabulary has {self.description.vocab_size} tokens, "
-                    "lower it, "
-                    "or use -1 for the whole vocabulary",
-                    param=name,
-                )
-        if params.min_tokens >= (limit := self.description.max_model_len):
-            raise InvalidParams(
-                f"min_tokens is {params.min_tokens}, the model length {limit}; lower it", param="min_tokens"
-            )
-        if (room := self.description.max_waiting) is not None and params.n > room:
-            raise InvalidParams(
-                f"n is {params.n}, and the queue holds {room} samples; lower n or raise max_waiting", param="n"
-            )
-        if params.stop_strings and self.tokenizer is None:
-            raise InvalidParams(
-                "stop strings need a tokenizer, and `skip_tokenizer_init=True` is set; use stop_token_ids", param="stop"
-            )
-        if params.structured_outputs is not None and self.tokenizer is None:
-            raise InvalidParams(
-                "structured_outputs need a tokenizer, and `skip_tokenizer_init=True` is set; unset it",
-                param="structured_outputs",
-            )
-        if params.bad_words and self.tokenizer is None:
-            raise InvalidParams(
-                "bad_words need a tokenizer, and `skip_tokenizer_init=True` is set; use logit_bias to exclude tokens",
-                param="bad_words",
-            )
-
-    def _check_num_logprobs(self, params: SamplingParams, num_prompt: int) -> None:
-        """Raises where the logprobs of one answer would fill the memory, before anything runs."""
-        each = (params.logprobs or 0) + len(params.requested_ids)
-        num_new = self.description.max_model_len - num_prompt
-        if params.max_tokens is not None:
-            num_new = min(num_new, params.max_tokens)
-        of_prompt = params.prompt_logprobs or 0
-        total = params.n * num_new * each if each > _UNCHECKED_LOGPROBS else 0
-        total += num_prompt * of_prompt if of_prompt > _UNCHECKED_LOGPROBS else 0
-        if total > MAX_ANSWER_LOGPROBS:
-            raise InvalidParams(
-                f"the answer could have {total:,} logprobs, about {total * _BYTES_EACH / 2**30:.1f} GiB: {each} for "
-                f"each of up to {params.n * num_new} new tokens, {of_prompt} for each of {num_prompt} prompt tokens; "
-                f"the limit is {MAX_ANSWER_LOGPROBS:,}; lower logprobs, prompt_logprobs, max_tokens or n",
-                param="logprobs" if each > _UNCHECKED_LOGPROBS else "prompt_logprobs",
-            )
-
-    def _bad_words(self, params: SamplingParams) -> list[list[int]]:
-        """Returns the token ids of each word, in both spellings: at the start of a text, and after a space."""
-        if not params.bad_words:
-            return []
-        assert self.tokenizer is not None
-        bare = [word.lstrip() for word in params.bad_words]
-        plain = self.tokenizer.encode_batch(bare, add_special_tokens=False)
-        spaced = self.tokenizer.encode_batch([" " + word for word in bare], add_special_tokens=False)
-        found: dict[tuple[int, ...], None] = {}
-        for alone, after_space in zip(plain, spaced, strict=True):
-            found[tuple(alone)] = None
-            # where the space is a token of its own, the word without it is already listed
-            if after_space[-len(alone) :] != alone:
-                found[tuple(after_space)] = None
-        words = [list(word) for word in found if word]
-        for word in words:
-            if max(word) >= self.description.vocab_size:
-                raise InvalidParams(
-                    f"bad_words has token id {max(word)}; {self.description.known_ids}, remove it", param="bad_words"
-                )
-            if len(word) > MAX_BAD_WORD:
-                text = self.tokenizer.decode(word)
-                raise InvalidParams(
-                    f"bad_words: {text!r} has {len(word)} tokens, the limit is {MAX_BAD_WORD}; give a part of it",
-                    param="bad_words",
-                )
-        if (total := sum(map(len, words))) > MAX_BAD_WORDS:
-            raise InvalidParams(
-                f"bad_words have {total} tokens together, the limit is {MAX_BAD_WORDS}; remove some", param="bad_words"
-            )
-        return words
-
     def _need_tokenizer(self, what: str = "text") -> Tokenizer:
         if self.tokenizer is None:
             raise InvalidPrompt(
                 f"the prompt is {what} and `skip_tokenizer_init=True` is set; give token ids or unset it"
             )
         return self.tokenizer
-
-
-def _snapshot(given: object) -> SamplingParams:
-    if not isinstance(given, SamplingParams):
-        raise InvalidParams(f"sampling_params is {type(given).__name__}; give SamplingParams or a list of them")
-    return given.snapshot()
-
-
-def _num_logprobs(params: SamplingParams) -> int:
-    """The largest number of logprobs that one token of the answer or of the prompt has."""
-    return max((params.logprobs or 0) + len(params.requested_ids), params.prompt_logprobs or 0)
 
 
 def _is_empty(value: object) -> bool:

@@ -17,6 +17,7 @@ import msgspec
 
 from slipstream.errors import EngineClosed, RequestTooLarge, UserError
 from slipstream.frontend.adapter_names import AdapterNames
+from slipstream.frontend.core_calls import CoreCalls, Reply
 from slipstream.frontend.inputs import PreparedPrompt
 from slipstream.frontend.pooling.results import check_result_size
 from slipstream.frontend.queue_load import QueueLoad
@@ -31,9 +32,7 @@ from slipstream.transport.frames import (
     AbortAll,
     AbortedAll,
     Begun,
-    Controlled,
     FromCore,
-    Inspected,
     Loading,
     ModelDescriptions,
     Pulse,
@@ -69,7 +68,7 @@ class RequestRouter:
         self._outputs = OutputProcessor()
         self._mailboxes: dict[str, Mailbox] = {}  # by request id
         self._preparing: dict[str, bool] = {}  # by request id, prompts being tokenised: whether they were aborted
-        self._calls: dict[str, asyncio.Future[Any]] = {}  # calls that wait for a reply, by id
+        self._calls = CoreCalls()
         self._request_numbers = itertools.count()
         self._prefix = secrets.token_hex(4)
 
@@ -214,14 +213,7 @@ class RequestRouter:
         """Sends a message, made from the id of the call, and waits for its reply."""
         self.check()
         self.client.listen(self)  # the reply comes to this event loop, also before the first request
-        call = self.new_id()
-        waiter: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._calls[call] = waiter
-        try:
-            self.client.send(message(call))
-            return await waiter
-        finally:
-            del self._calls[call]
+        return await self._calls.ask(self.client, self.new_id(), message)
 
     async def close(self) -> None:
         if self._opening is not None:
@@ -263,10 +255,8 @@ class RequestRouter:
             self._wake_if_ready()
         elif isinstance(message, AbortAll):
             self.client.send(AbortedAll(message.call, self._abort_own()))
-        elif isinstance(message, AbortedAll | ResetPrefixCache | Inspected | Controlled):
-            waiter = self._calls.get(message.call)
-            if waiter is not None and not waiter.done():
-                waiter.set_result(message.count if isinstance(message, AbortedAll) else message)
+        elif isinstance(message, Reply):
+            self._calls.answer(message)
 
     def fail(self, error: BaseException) -> None:
         """The core is lost: every stream and every waiting call raises `error`."""
@@ -274,9 +264,7 @@ class RequestRouter:
             self.failure = error
         for mailbox in self._mailboxes.values():
             mailbox.fail(self.failure)
-        for waiter in self._calls.values():
-            if not waiter.done():
-                waiter.set_exception(self.failure)
+        self._calls.fail(self.failure)
         _wake(self._state_waiters)
         _wake(self._queue_waiters)
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from slipstream.config.pooler_config import PoolerConfig as PoolerConfig
     from slipstream.frontend.async_engine import AsyncEngine as AsyncEngine
     from slipstream.frontend.beam_search import BeamSearchParams as BeamSearchParams
+    from slipstream.frontend.logprobs import FlatLogprobs as FlatLogprobs
     from slipstream.frontend.pooling.results import ClassificationOutput as ClassificationOutput
     from slipstream.frontend.pooling.results import ClassificationRequestOutput as ClassificationRequestOutput
     from slipstream.frontend.pooling.results import EmbeddingOutput as EmbeddingOutput
@@ -25,7 +26,9 @@ if TYPE_CHECKING:
     from slipstream.frontend.pooling.results import ScoringOutput as ScoringOutput
     from slipstream.frontend.pooling.results import ScoringRequestOutput as ScoringRequestOutput
     from slipstream.frontend.results import CompletionOutput as CompletionOutput
+    from slipstream.frontend.results import Logprob as Logprob
     from slipstream.frontend.results import RequestOutput as RequestOutput
+    from slipstream.frontend.stat_loggers import StatLoggerBase as StatLoggerBase
     from slipstream.frontend.vllm_names import AsyncEngineArgs as AsyncEngineArgs
     from slipstream.frontend.vllm_names import EmbedsPrompt as EmbedsPrompt
     from slipstream.frontend.vllm_names import EngineArgs as EngineArgs
@@ -59,9 +62,11 @@ _HOMES = {
     "EmbeddingOutput": "slipstream.frontend.pooling.results",
     "EmbeddingRequestOutput": "slipstream.frontend.pooling.results",
     "EngineArgs": "slipstream.frontend.vllm_names",
+    "FlatLogprobs": "slipstream.frontend.logprobs",
     "LLM": "slipstream.llm",
     "LLMEngine": "slipstream.llm_engine",
     "LogitsProcessor": "slipstream.logits_processor",
+    "Logprob": "slipstream.frontend.results",
     "MoveDirectionality": "slipstream.logits_processor",
     "PoolerConfig": "slipstream.config.pooler_config",
     "PoolingOutput": "slipstream.frontend.pooling.results",
@@ -74,6 +79,7 @@ _HOMES = {
     "SamplingParams": "slipstream.params",
     "ScoringOutput": "slipstream.frontend.pooling.results",
     "ScoringRequestOutput": "slipstream.frontend.pooling.results",
+    "StatLoggerBase": "slipstream.frontend.stat_loggers",
     "StructuredOutputsParams": "slipstream.structured_params",
     "TextPrompt": "slipstream.frontend.vllm_names",
     "EmbedsPrompt": "slipstream.frontend.vllm_names",
@@ -95,10 +101,12 @@ __all__ = [
     "EmbeddingOutput",
     "EmbeddingRequestOutput",
     "EngineArgs",
+    "FlatLogprobs",
     "LLM",
     "LLMEngine",
     "LoRARequest",
     "LogitsProcessor",
+    "Logprob",
     "MoveDirectionality",
     "PoolerConfig",
     "PoolingOutput",
@@ -110,6 +118,7 @@ __all__ = [
     "SamplingParams",
     "ScoringOutput",
     "ScoringRequestOutput",
+    "StatLoggerBase",
     "StructuredOutputsParams",
     "TextPrompt",
     "EmbedsPrompt",

@@ -10,8 +10,10 @@ from slipstream.errors import EngineDead, InvalidParams
 from slipstream.frontend.async_engine import AsyncEngine
 from slipstream.frontend.control import control
 from slipstream.frontend.inputs import Prompt
+from slipstream.frontend.model_config_view import ModelConfigView, VllmConfigView
 from slipstream.frontend.pooling.results import PoolingRequestOutput, as_plain
 from slipstream.frontend.results import CompletionOutput, RequestOutput
+from slipstream.frontend.stat_loggers import StatLoggerFactory, StatLoggers
 from slipstream.frontend.vllm_names import EngineArgs, check_unused, refuse_running_reset, refuse_unused
 from slipstream.lora_request import LoRARequest
 from slipstream.params import SamplingParams
@@ -46,8 +48,13 @@ class AsyncLLM:
     await engine.close()
     """
 
-    def __init__(self, model: str | None = None, **options: Any) -> None:
+    def __init__(
+        self, model: str | None = None, *, stat_loggers: Iterable[StatLoggerFactory] | None = None, **options: Any
+    ) -> None:
+        """`stat_loggers`: classes like `StatLoggerBase`, or functions that make such an object."""
         self.engine = AsyncEngine(model, **options)
+        core = next(iter(self.engine.cores.values()))
+        self._stat_loggers = StatLoggers(stat_loggers or (), core, self.engine.stats)
         self._resumed = asyncio.Event()
         self._resumed.set()
         self._is_frozen = False  # paused with mode keep: no step runs
@@ -59,8 +66,17 @@ class AsyncLLM:
         self._closing: asyncio.Task[None] | None = None
 
     @classmethod
-    def from_engine_args(cls, engine_args: EngineArgs) -> AsyncLLM:
-        return cls(**engine_args.given())
+    def from_engine_args(
+        cls,
+        engine_args: EngineArgs,
+        start_engine_loop: bool = True,
+        usage_context: object = None,
+        stat_loggers: Iterable[StatLoggerFactory] | None = None,
+    ) -> AsyncLLM:
+        """`usage_context` changes nothing: no usage is reported."""
+        if not start_engine_loop:
+            raise InvalidParams("start_engine_loop=False is not supported: the engine runs when it is made")
+        return cls(stat_loggers=stat_loggers, **engine_args.given())
 
     async def generate(
         self,
@@ -76,12 +92,13 @@ class AsyncLLM:
         check_unused(unused, *_UNUSED)
         if await self._wait_for_resume(request_id):
             ended = CompletionOutput(0, "", [], finish_reason="abort")
-            yield RequestOutput(request_id, prompt if isinstance(prompt, str) else None, [], [ended], finished=True)
+            yield RequestOutput(request_id, prompt if isinstance(prompt, str) else None, [], None, [ended], True)
             return
         self._begin(request_id)
         try:
             how: dict[str, Any] = {"priority": priority or None, "lora_request": lora_request}
             async for result in self.engine.generate(prompt, sampling_params, request_id, **how):
+                self._stat_loggers.record()
                 yield result
         finally:
             self._end(request_id)
@@ -160,6 +177,23 @@ class AsyncLLM:
         self.engine.check()
         if self.errored:
             raise EngineDead("the engine has failed; start another one")
+
+    async def do_log_stats(self) -> None:
+        """Lets the loggers of `stat_loggers` log."""
+        self._stat_loggers.log()
+
+    async def is_tracing_enabled(self) -> bool:
+        return False  # traces are those of the server
+
+    @property
+    def model_config(self) -> ModelConfigView:
+        """Of the first model."""
+        return ModelConfigView(self.engine.config)
+
+    @property
+    def vllm_config(self) -> VllmConfigView:
+        """Of the first model."""
+        return VllmConfigView(self.engine.config)
 
     @property
     def output_processor(self) -> UnfinishedRequests:

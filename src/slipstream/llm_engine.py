@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
 from slipstream.frontend.step_engine import StepEngine
 from slipstream.frontend.vllm_names import EngineArgs
 from slipstream.llm import LLM
+
+if TYPE_CHECKING:
+    from slipstream.metrics.reader import Metric
+
+T = TypeVar("T")
 
 
 class LLMEngine(StepEngine):
@@ -24,3 +32,26 @@ class LLMEngine(StepEngine):
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> LLMEngine:
         return cls(LLM.from_engine_args(engine_args))
+
+    # methods of `LLM`
+
+    def get_metrics(self) -> list[Metric]:
+        return self.llm.get_metrics()
+
+    def start_profile(self, profile_prefix: str | None = None) -> None:
+        self.llm.start_profile(profile_prefix)
+
+    def stop_profile(self) -> None:
+        self.llm.stop_profile()
+
+    def apply_model(self, func: Callable[[Any], T]) -> list[T]:
+        return self.llm.apply_model(func)
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        return self.llm.collective_rpc(method, timeout, args, kwargs)

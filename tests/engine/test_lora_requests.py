@@ -120,6 +120,7 @@ def test_a_mixed_batch_gives_what_merged_weights_give(model, adapters, wanted, c
         again = llm.generate(PROMPTS * 2, GREEDY, use_tqdm=False, lora_request=loras[::-1])
         plain = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
         llm.core.scheduler.check()
+    assert [result.lora_request for result in results] == loras
     check(results, loras, wanted)
     check(again, loras[::-1], wanted)
     check(plain, [None] * len(PROMPTS), wanted)

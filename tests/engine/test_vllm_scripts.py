@@ -18,6 +18,8 @@ from slipstream import (
     AsyncLLM,
     BeamSearchParams,
     EngineArgs,
+    FlatLogprobs,
+    RequestOutput,
     RequestOutputKind,
     SamplingParams,
     StructuredOutputsParams,
@@ -97,9 +99,20 @@ def test_outputs_have_the_fields_of_vllm(llm):
     for name in LISTED["CompletionOutput"]["fields"]:
         assert hasattr(sample, name), name
     plain = dataclasses.asdict(sample)
+    assert isinstance(sample.logprobs, list) and isinstance(sample.logprobs, FlatLogprobs)
+    assert type(plain["logprobs"]) is list
     assert plain["text"] == sample.text and plain["token_ids"] == sample.token_ids and len(plain["logprobs"]) == 10
     assert found.request_id.isdigit() and found.metrics.num_generation_tokens == 10
     assert found.metrics.queued_ts <= found.metrics.first_token_ts <= found.metrics.last_token_ts
+
+
+def test_a_result_made_by_a_script_takes_vllms_arguments(caplog):
+    given = ("7", "Hello", [1, 2], [None, {}], [], True, None, None, None, None, 2)
+    found = RequestOutput(*given, kv_transfer_params={"block": 3}, of_a_later_version=1)
+    names = LISTED["RequestOutput"]["methods"]["__init__"][: len(given)]
+    assert [getattr(found, name) for name in names] == list(given) and found.kv_transfer_params == {"block": 3}
+    assert "no of_a_later_version" in caplog.text
+    assert found == RequestOutput(*given, kv_transfer_params={"block": 3}) != RequestOutput(*given)
 
 
 def test_pooling_outputs_have_tensors(llm):
@@ -206,6 +219,18 @@ def test_functions_of_the_worker(llm):
             llm.collective_rpc(wrong)
     with pytest.raises(InvalidParams, match="timeout"):
         llm.collective_rpc("get_model", timeout=1.0)
+
+
+def test_dummy_weights_are_replaced_by_those_of_the_files(llm, folder):
+    (wanted,) = llm.generate("Hello", TEN)
+    with LLM(folder, load_format="dummy", use_tqdm_on_load=False, **SMALL) as dummy:
+        (before,) = dummy.generate("Hello", TEN)
+        dummy.collective_rpc("update_config", args=({"load_config": {"load_format": "auto"}},))
+        dummy.collective_rpc("reload_weights")
+        (found,) = dummy.generate("Hello", TEN)
+        with pytest.raises(InvalidParams, match="takes load_config"):
+            dummy.collective_rpc("update_config", args=({"model_config": {"max_model_len": 3}},))
+    assert found.outputs[0].token_ids == wanted.outputs[0].token_ids != before.outputs[0].token_ids
 
 
 def test_what_scripts_read_of_the_model_config(llm, folder):

@@ -57,4 +57,4 @@ class FakeLLM:
     def _output(self, prompt: str | None, params: SamplingParams) -> RequestOutput:
         texts = [f"echo: {prompt}" + "!" * sample for sample in range(params.n)]
         samples = [CompletionOutput(i, text, [1, 2, 3 + i], finish_reason="stop") for i, text in enumerate(texts)]
-        return RequestOutput("request-0", prompt, [9, 9], samples, finished=True)
+        return RequestOutput("request-0", prompt, [9, 9], None, samples, finished=True)

@@ -74,6 +74,7 @@ class AsyncEngine(RequestRouter):
         given = models if isinstance(models, list) else options_of(model, models, options)
         lanes, self.models = build_served(given, progress=use_tqdm_on_load)
         front_end.apply(self.models.values())
+        self.cores = lanes.cores
         self.config = next(iter(lanes.cores.values())).config
         self.client = ThreadClient(lanes)
         self._ready = True

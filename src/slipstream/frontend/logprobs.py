@@ -104,13 +104,22 @@ class LogprobStore:
 
 
 class LogprobList(Sequence[Entry]):
-    """A view of a LogprobStore with the interface of a list of dicts. `+` gives a list; a slice shares the store."""
+    """A view of a LogprobStore with the interface of a list of dicts, and of vLLM's FlatLogprobs. `+` gives a list; a
+    slice shares the store."""
 
     __slots__ = ("_store", "_indices")
+
+    def __new__(cls, store: LogprobStore | Iterator[Entry], indices: range | None = None) -> Any:
+        """A plain list of entries without `indices`: `dataclasses.asdict` makes its copies of lists so."""
+        return list(cast(Iterator[Entry], store)) if indices is None else super().__new__(cls)
 
     def __init__(self, store: LogprobStore, indices: range) -> None:
         self._store = store
         self._indices = indices
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return list  # for isinstance in scripts
 
     def __len__(self) -> int:
         return len(self._indices)
@@ -197,6 +206,9 @@ class LogprobList(Sequence[Entry]):
         }
         made = {index - start: entry for index, entry in made.items()}
         return _restored, (store.size // LOGPROB.itemsize, texts, packed, made, own)
+
+
+FlatLogprobs = LogprobList  # vLLM's name
 
 
 def _restored(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from slipstream.errors import InvalidParams
@@ -16,7 +16,7 @@ class WorkerRunner(NamedTuple):
 
 
 class RankWorker:
-    METHODS = ("get_model", "load_weights", "reload_weights", "sleep", "wake_up", "check_health")
+    METHODS = ("get_model", "load_weights", "reload_weights", "update_config", "sleep", "wake_up", "check_health")
     rank = local_rank = 0
 
     def __init__(self, runner: Any, loop: SyncLoop) -> None:
@@ -42,6 +42,15 @@ class RankWorker:
         if not is_checkpoint_format:
             raise InvalidParams("weights must have the names of the checkpoint", param="is_checkpoint_format")
         self._loop.update_weights(weights_path if weights_iterator is None else weights_iterator, None)
+
+    def update_config(self, overrides: Mapping[str, Any]) -> None:
+        """Accepts a `load_format` of the model's files, as scripts set it before `reload_weights`, which reads them."""
+        accepted = [{"load_config": {"load_format": each}} for each in ("auto", "hf", "safetensors")]
+        if dict(overrides) not in accepted:
+            raise InvalidParams(
+                f"update_config takes load_config with load_format auto, hf or safetensors, not {overrides!r:.100}",
+                param="overrides",
+            )
 
     def sleep(self, level: int = 1) -> None:
         self._loop.sleep(level, "abort")

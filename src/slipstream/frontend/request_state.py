@@ -257,11 +257,12 @@ class GenerationRequestState(RequestState):
             request_id=self.id,
             prompt=self.prompt,
             prompt_token_ids=self.message.prompt_token_ids,
+            prompt_logprobs=self.prompt_logprobs,
             outputs=outputs,
             finished=self.finished,
-            prompt_logprobs=self.prompt_logprobs,
-            num_cached_tokens=self.num_cached,
             metrics=metrics,
+            lora_request=self.message.lora,
+            num_cached_tokens=self.num_cached,
         )
 
 

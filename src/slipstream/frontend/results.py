@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import msgspec
+
+from slipstream.lora_request import LoRARequest
+
+log = logging.getLogger("slipstream.front")
 
 
 class Logprob(msgspec.Struct, frozen=True):
@@ -73,20 +78,55 @@ class Increment(msgspec.Struct):
     stop_reason: int | str | None
 
 
-class RequestOutput(msgspec.Struct):
-    """All samples of one prompt."""
+@dataclasses.dataclass(init=False, slots=True)
+class RequestOutput:
+    """All samples of one prompt. The arguments are vLLM's, in its order; those of a later version are ignored with a
+    warning."""
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
+    prompt_logprobs: Sequence[dict[int, Logprob] | None] | None  # by prompt token; None for the first
     outputs: list[CompletionOutput]
     finished: bool
-    prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None  # by prompt token; None for the first
-    num_cached_tokens: int = 0
-    metrics: RequestMetrics | None = None
+    metrics: RequestMetrics | None
+    num_cached_tokens: int
 
-    # fields of vLLM for what this engine does not have
-    lora_request: ClassVar[None] = None
-    encoder_prompt: ClassVar[None] = None
-    encoder_prompt_token_ids: ClassVar[None] = None
-    kv_transfer_params: ClassVar[None] = None
+    lora_request: LoRARequest | None
+
+    # of vLLM; None but where a script sets them
+    encoder_prompt: str | None
+    encoder_prompt_token_ids: list[int] | None
+    kv_transfer_params: dict[str, Any] | None
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: str | None,
+        prompt_token_ids: list[int],
+        prompt_logprobs: Sequence[dict[int, Logprob] | None] | None,
+        outputs: list[CompletionOutput],
+        finished: bool,
+        metrics: RequestMetrics | None = None,
+        lora_request: LoRARequest | None = None,
+        encoder_prompt: str | None = None,
+        encoder_prompt_token_ids: list[int] | None = None,
+        num_cached_tokens: int = 0,
+        *,
+        kv_transfer_params: dict[str, Any] | None = None,
+        **later: Any,
+    ) -> None:
+        if later:
+            log.warning("RequestOutput has no %s; they are ignored", ", ".join(later))
+        self.request_id = request_id
+        self.prompt = prompt
+        self.prompt_token_ids = prompt_token_ids
+        self.prompt_logprobs = prompt_logprobs
+        self.outputs = outputs
+        self.finished = finished
+        self.metrics = metrics
+        self.num_cached_tokens = num_cached_tokens
+        self.lora_request = lora_request
+        self.encoder_prompt = encoder_prompt
+        self.encoder_prompt_token_ids = encoder_prompt_token_ids
+        self.kv_transfer_params = kv_transfer_params

@@ -40,7 +40,7 @@ class RemoteChat:
         kind = http.client.HTTPSConnection if self._encrypted else http.client.HTTPConnection
         connection = kind(self._host, self._port)
         answer = CompletionOutput(0, "", [])
-        result = RequestOutput("remote", None, [], [answer], False)
+        result = RequestOutput("remote", None, [], None, [answer], False)
         try:
             connection.request("POST", self._path, json.dumps({**self._body, "messages": messages}), self._headers)
             for event in _events(connection.getresponse()):

@@ -69,7 +69,7 @@ class ModelWeights:
         """
         targets = find_targets(self._model)
         if source is None or isinstance(source, str | Path):
-            config = self._config if source is None else self._of_folder(Path(source))
+            config = self._own_files() if source is None else self._of_folder(Path(source))
             found, _ = find_tensors(config, self._model, targets, self._device.torch_device)
             self._device.run_and_wait(lambda: fill_targets(found, targets))
             self._missing.clear()
@@ -82,6 +82,13 @@ class ModelWeights:
             raise InvalidParams(
                 f"weights are {type(source).__name__}; give a folder, or tensors by name", param="weights"
             )
+
+    def _own_files(self) -> ModelConfig:
+        """Dummy weights are replaced by those of the model's folder, where it has some."""
+        folder = Path(self._config.path)
+        if self._config.load_format == "dummy" and any(folder.glob("*.safetensors")):
+            return self._of_folder(folder)
+        return self._config
 
     def _of_folder(self, folder: Path) -> ModelConfig:
         if self._config.load_format == "gguf":

@@ -20,7 +20,8 @@ def oracle(
     """`kind`: the class of transformers that loads the folder."""
     # the sdpa attention of transformers ignores soft caps and sinks; models without attention refuse it
     config = (folder / "config.json").read_text()
-    eager = ('"attn_logit_softcapping"', '"gpt_oss"', '"granite_swa"', '"mamba"', '"mamba2"')
+    sinks = ('"gpt_oss"', '"granite_swa"', '"granitemoe_swa"', '"mimo_v2_flash"')
+    eager = ('"attn_logit_softcapping"', *sinks, '"mamba"', '"mamba2"')
     how = "eager" if any(word in config for word in eager) else "sdpa"
     model = kind.from_pretrained(folder, dtype=dtype, attn_implementation=how).eval()
     if dtype is torch.float64:

@@ -46,6 +46,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3_text": {"head_dim": 16, **WINDOWS, "query_pre_attn_scalar": 16}, "cohere": {}, "cohere2": WINDOWS,
     "olmo2": {}, "olmo3": WINDOWS, "nemotron": {}, "gpt_neox": {},
     "ernie4_5": {"head_dim": 16}, "exaone4": WINDOWS,
+    # experts
+    "axk1": LATENT | {"q_lora_rank": 16, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+                      "n_group": 2, "topk_group": 1},
+    "granitemoe_swa": {"sliding_window": 8, "layer_types": WINDOWS["layer_types"], "num_local_experts": 4},
+    "mimo_v2_flash": {"head_dim": 16, "v_head_dim": 12, "n_routed_experts": 8, "num_experts_per_tok": 2,
+                      "moe_intermediate_size": 32, **WINDOWS},
 }  # fmt: skip
 NAMES: dict[str, Any] = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 STRIDE = int(os.environ.get("SLIPSTREAM_ARCHITECTURE_STRIDE", 8))  # 1: every model type of the library

@@ -238,6 +238,7 @@ def test_what_scripts_read_of_the_model_config(llm, folder):
     assert (config.model, config.dtype, config.architecture) == (folder, torch.float32, "LlamaForCausalLM")
     assert (config.get_hidden_size(), config.get_head_size(), config.get_total_num_kv_heads()) == (64, 16, 2)
     assert config.hf_config.num_hidden_layers == config.get_total_num_hidden_layers() == 2
+    assert config.head_dtype is config.dtype  # of the projection to tokens
     assert (config.runner_type, config.is_multimodal_model, config.max_model_len) == ("generate", False, 64)
 
 

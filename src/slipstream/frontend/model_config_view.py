@@ -48,6 +48,13 @@ class ModelConfigView(msgspec.Struct, frozen=True):
         return getattr(sys.modules["torch"], self.config.model.dtype)
 
     @property
+    def head_dtype(self) -> Any:
+        """A torch dtype: scores behind a pooling are computed in float32 at least."""
+        torch = sys.modules["torch"]
+        pools = not self.config.model.generates
+        return torch.promote_types(self.dtype, torch.float32) if pools else self.dtype
+
+    @property
     def architecture(self) -> str:
         return self.config.model.info.architecture
 
@@ -69,8 +76,12 @@ class ModelConfigView(msgspec.Struct, frozen=True):
 
     @property
     def hf_config(self) -> SimpleNamespace:
-        """The fields of config.json. A GGUF file has none: see the methods."""
-        return SimpleNamespace(**self.config.model.info.extra)
+        """The fields of config.json; `id2label` has numbers as keys, as in transformers. A GGUF file has none: see the
+        methods."""
+        fields = dict(self.config.model.info.extra)
+        if isinstance(labels := fields.get("id2label"), dict):
+            fields["id2label"] = {int(key): label for key, label in labels.items()}
+        return SimpleNamespace(**fields)
 
     @property
     def hf_text_config(self) -> SimpleNamespace:

@@ -10,7 +10,7 @@ from llguidance import LLMatcher
 
 from slipstream.scheduler.grammar import pool_library
 from slipstream.scheduler.grammar.compiled import CompiledGrammar
-from slipstream.scheduler.grammar.mask_pool import MaskPool
+from slipstream.scheduler.grammar.mask_pool import MaskBatch, MaskPool
 from slipstream.scheduler.grammar.native_matcher import NativeVocabulary
 from slipstream.scheduler.grammar.schema_nodes import schema_nodes
 from slipstream.scheduler.grammar.session import Session
@@ -135,7 +135,10 @@ def walk(rng, pool, sessions, matchers):
         rows = [row for row, session in enumerate(sessions) if not session.is_complete]
         if not rows:
             return
-        pool.start([sessions[row] for row in rows], [tokens[row] for row in rows], rows, bits)
+        batch = MaskBatch()
+        for row in rows:
+            batch.add(sessions[row], tokens[row], row)
+        pool.start(batch, bits)
         pool.wait(bits, 60.0)
         for row in rows:
             session, matcher = sessions[row], matchers[row]

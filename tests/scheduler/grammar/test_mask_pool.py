@@ -15,7 +15,7 @@ from scripted_engine import submit, tokens_alone
 from slipstream.messages import Abort
 from slipstream.scheduler.grammar import mask_pool, pool_library
 from slipstream.scheduler.grammar.compiled import MAX_USES, CompiledGrammar
-from slipstream.scheduler.grammar.mask_pool import MaskPool
+from slipstream.scheduler.grammar.mask_pool import MaskBatch, MaskPool
 from slipstream.scheduler.grammar.native_matcher import NativeVocabulary
 from slipstream.scheduler.grammar.session import Session
 from slipstream.scheduler.grammar.translate import translate
@@ -42,6 +42,14 @@ def pool(request):
     pool.close()
 
 
+def batch_of(rows):
+    """Of sessions, their tokens and the indices of their masks."""
+    batch = MaskBatch()
+    for row in rows:
+        batch.add(*row)
+    return batch
+
+
 def oracle(session, matcher):
     """The mask and the forced tokens of the session's state, by a matcher that has taken the same tokens."""
     if session.is_complete or matcher.is_error():
@@ -62,8 +70,7 @@ def test_masks_and_forced_tokens_are_those_of_an_untouched_matcher(pool):
     tokens, num_checked = [-1] * len(shapes), 0
     for _ in range(40):
         rows = [row for row, session in enumerate(sessions) if not session.is_complete]
-        taken = [tokens[row] for row in rows] if tokens[0] >= 0 else None
-        pool.start([sessions[row] for row in rows], taken, rows, bits)
+        pool.start(batch_of((sessions[row], tokens[row], row) for row in rows), bits)
         pool.wait(bits, 1.0)
         for row in rows:
             session = sessions[row]
@@ -99,7 +106,7 @@ def test_a_forced_text_is_tokenised_by_python_once(monkeypatch):
 def test_a_forbidden_token_gives_an_empty_mask(pool):
     session = Session(compiled(Shape(regex="[0-9]+")), [], 0, [END], VOCAB)
     bits = np.full((1, WORDS), 0xFFFFFFFF, np.uint32)
-    pool.start([session], TOKENIZER.encode("x"), [0], bits)
+    pool.start(batch_of([(session, *TOKENIZER.encode("x"), 0)]), bits)
     pool.wait(bits, 1.0)
     assert not bits.any() and not session.is_complete and session.error
 
@@ -108,7 +115,7 @@ def test_a_mask_over_the_budget_makes_a_session_slow(pool):
     session = Session(compiled(Shape(regex="[0-9]+")), [], 0, [END], VOCAB)
     bits = np.zeros((1, WORDS), np.uint32)
     for budget, is_slow in ((0.0, True), (10.0, False)):
-        pool.start([session], None, [0], bits)
+        pool.start(batch_of([(session, -1, 0)]), bits)
         pool.wait(bits, budget)
         assert session.is_slow is is_slow
 

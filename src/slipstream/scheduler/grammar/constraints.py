@@ -1,6 +1,4 @@
-"""Constraints: the requests whose draws the host takes part in, by a grammar or by logits processors.
-
-This file has the grammars and the masks of their next tokens; `processors` has the edits of logits processors.
+"""Constraints: the requests whose draws the host takes part in, by a grammar or by logits processors (`processors`).
 
 The plan of a step is launched before the tokens of the step before it are known. The masks come later: between the
 launch of the step's forward and its head the core commits all older steps, which advances the sessions, and then asks
@@ -19,7 +17,6 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -31,8 +28,9 @@ from slipstream.scheduler.grammar.compiled import CompiledGrammar
 from slipstream.scheduler.grammar.draft_masks import fill_along
 from slipstream.scheduler.grammar.grammars import Grammars
 from slipstream.scheduler.grammar.mask_array import MaskArray
-from slipstream.scheduler.grammar.mask_pool import MaskPool
+from slipstream.scheduler.grammar.mask_pool import MaskBatch, MaskPool
 from slipstream.scheduler.grammar.session import Session, Words
+from slipstream.scheduler.grammar.waiting_grammars import WaitingGrammars
 from slipstream.scheduler.in_flight import Launched
 from slipstream.scheduler.processors.host_processors import HostProcessors
 from slipstream.step import Ints, Late, MaskSource, SitOut, StepResult
@@ -67,7 +65,7 @@ class Constraints:
         self._deadline: float | None = None  # when the forward of the newest launched plan should have ended
         # of the newest plan: requests with a grammar that draw, their rows, and how many tokens they draw
         self.drawing: list[tuple[Request, int, int]] = []
-        self._compiling: list[tuple[Sequence[Request], Future[CompiledGrammar]]] = []  # samples of waiting requests
+        self._compiling = WaitingGrammars(grammars)
         self._resting: list[Request] = []  # slow: a background thread fills their masks
         self._end = grammars.vocab_size
         self._words = mask_words(grammars.vocab_size)
@@ -115,36 +113,22 @@ class Constraints:
         self.processors.open(requests)
         waits_for = WaitFor.NOTHING
         if requests[0].params.structured_outputs is not None:
-            waits_for = self._compile(requests)
+            grammar = self._compiling.compile(requests)
+            if grammar is None:
+                waits_for = WaitFor.GRAMMAR
+            else:
+                self._open_sessions(requests, grammar)
         self.num_live += sum(request.is_constrained for request in requests)
         return waits_for
 
-    def _compile(self, requests: Sequence[Request]) -> WaitFor:
-        spec = requests[0].params.structured_outputs
-        assert spec is not None
-        future = self.grammars.compile(spec)
-        if future.done():
-            self._open_sessions(requests, future.result())
-            return WaitFor.NOTHING
-        self._compiling.append((requests, future))
-        return WaitFor.GRAMMAR
-
     def take_compiled(self) -> Iterator[tuple[list[Request], Exception | None]]:
         """Samples whose grammar is compiled, and have a session now, or is wrong."""
-        compiling, self._compiling = self._compiling, []
-        for requests, future in compiling:
-            if not future.done():
-                self._compiling.append((requests, future))
-                continue
-            live = [request for request in requests if request.status is not Status.FINISHED]
-            if not live:
-                continue  # aborted meanwhile; `close` may have cancelled the future
-            error = future.exception()
-            if error is None:
-                self._open_sessions(live, future.result())
-            elif not isinstance(error, Exception):
-                raise error
-            yield live, error
+        for requests, found in self._compiling.take():
+            if isinstance(found, Exception):
+                yield requests, found
+            else:
+                self._open_sessions(requests, found)
+                yield requests, None
 
     def _open_sessions(self, requests: Sequence[Request], grammar: CompiledGrammar) -> None:
         """Give each sample a session of its own."""
@@ -221,32 +205,27 @@ class Constraints:
         their masks for the newest plan. Rows with drafts, and tokens that end a request, are left to `advance`."""
         if self._pool is None or launched.drawn is not None:
             return
-        sessions: list[Session] = []
-        tokens: list[int] = []
-        indices: list[int] = []
-        failed = set(result.failed.nonzero()[0].tolist())
-        for number, (request, admission, token) in enumerate(
-            zip(launched.requests, launched.admissions, result.tokens.tolist(), strict=True)
+        batch, has_masks = MaskBatch(), bool(self.drawing)
+        for request, admission, token, has_failed in zip(
+            launched.requests, launched.admissions, result.tokens.tolist(), result.failed.tolist(), strict=True
         ):
             session = request.session
-            if session is None or request.admission != admission or session.job is not None or number in failed:
+            if session is None or session.job is not None or has_failed or request.admission != admission:
                 continue
-            if token in request.stop_ids or session.num_taken != len(request.tokens):
+            if token in request.stop_ids or session.num_taken != len(session.tokens):
                 continue
             # the mask depends on all tokens before it: none but this one and the draw of the newest plan is pending
-            index = session.mask_index if request.pending == 2 else -1
+            index = session.mask_index if has_masks and request.pending == 2 else -1
             session.has_mask = index >= 0
-            sessions.append(session)
-            tokens.append(token)
-            indices.append(index)
-        if sessions:
-            self._pool.start(sessions, tokens, indices, self._open_bits() if self.drawing else None)
+            batch.add(session, token, index)
+        if batch.sessions:
+            self._pool.start(batch, self._open(self.drawing).view(np.uint32) if has_masks else None)
 
-    def _open_bits(self) -> Words:
-        """The masks of the newest plan, whose forward is launched."""
+    def _open(self, drawing: Sequence[tuple[Request, int, int]]) -> Ints:
+        """The masks of the plan whose forward was launched last."""
         if self._masks is None:
-            self._masks = self._open_masks(sum(num for _, _, num in self.drawing))
-        return self._masks.view(np.uint32)
+            self._masks = self._open_masks(sum(num for _, _, num in drawing))
+        return self._masks
 
     def advance(self, requests: Sequence[Request]) -> list[Request]:
         """Sessions take the tokens that their requests have got since. Returns the requests whose grammar is complete
@@ -310,9 +289,7 @@ class Constraints:
         """Masks and edits of the rows of the step of the last `launch`, whose sessions have taken all tokens. The next
         call reuses the masks."""
         drawing, self._awaited = self._awaited, []
-        if self._masks is None:
-            self._masks = self._open_masks(sum(num for _, _, num in drawing))
-        masks, self._masks = self._masks, None
+        masks, self._masks = self._open(drawing), None
         bits = masks.view(np.uint32)
         pending: list[tuple[Session, int]] = []
         sources: list[tuple[MaskSource, int] | None] = []
@@ -321,6 +298,11 @@ class Constraints:
         for number, (request, _, num) in enumerate(drawing):
             session = request.session
             assert session is not None
+            if session.has_mask and session.job is None and request.status is not Status.FINISHED:
+                session.has_mask = False
+                sources.append((session, session.num_taken))
+                index += num
+                continue
             if request.status is Status.FINISHED:
                 bits[index : index + num].fill(_ALL)  # its tokens will be dropped
                 sources.append(None)
@@ -331,8 +313,6 @@ class Constraints:
             sources.append((session, session.num_taken))
             if session.is_busy:
                 late_ones.append((number, index))
-            elif session.has_mask and session.job is None:
-                pass
             elif num > 1:
                 self._fill_along(session, bits[index : index + num])
             elif session.forced:
@@ -350,17 +330,16 @@ class Constraints:
         self.sitting, sitting_rows = [], []
         for number, index in late_ones:
             request, row, num = drawing[number]
-            assert request.session is not None
-            if request.session.job is not None:
+            if request.session is not None and request.session.job is not None:
                 bits[index : index + num].fill(_ALL)  # its draw will be dropped
                 sources[number] = None
                 self.sitting.append(request)
                 sitting_rows.append(row)
                 self._await(request)
-        numbers = [num for _, _, num in drawing]
         rows = np.array([row for _, row, _ in drawing], np.int32)
         late = Late(rows, masks, sources=sources)
         if len(bits) > len(drawing):
+            numbers = [num for _, _, num in drawing]
             offsets = np.concatenate([np.arange(num, dtype=np.int32) for num in numbers])
             late = Late(np.repeat(rows, numbers), masks, offsets=offsets)
         if self.sitting:
@@ -370,7 +349,10 @@ class Constraints:
     def _fill(self, pending: Sequence[tuple[Session, int]], bits: Words) -> None:
         """Fill the masks with these indices. A session whose mask takes longer than the budget becomes slow."""
         if self._pool is not None:
-            self._pool.start([session for session, _ in pending], None, [index for _, index in pending], bits)
+            batch = MaskBatch()
+            for session, index in pending:
+                batch.add(session, -1, index)
+            self._pool.start(batch, bits)
             self._pool.wait(bits, self.budget, None if self._has_edits else self._time_left())
             return
         before = time.perf_counter()

@@ -6,44 +6,19 @@
    schema does not restrict, or only in length, the key has the number of characters instead of the text; inside of such a
    number, where in a number the text is.
 
-   Keys are for masks: what a token cannot reach is left out. An array far from its limits is like any other such array.
+   Keys are for masks: what a token cannot reach is left out. An array far from its limits is like any other such array. Of
+   the room for spaces or characters, the key has the largest number of them that a token takes (`spaces`, `chars`).
 
    Nodes are the parts of a schema that `schema_nodes.py` understands. A value of any other part (EXACT) is read to its end,
    and its whole text is part of the key meanwhile. A text that is not as expected has no key from then on. */
 
-#include "json_state.h"
+#include "json_schema.h"
 
 #include <stdlib.h>
 #include <string.h>
 
 #define MAX_DEPTH 24
-#define ROOT 2 /* node */
-
-enum { EXACT, SCALAR, STRING, OBJECT, ARRAY, ANY }; /* kinds of nodes; as in schema_nodes.py */
-
 enum { AT_VALUE, IN_PLAIN, IN_SCALAR, IN_EXACT, AT_NAME, IN_NAME, AT_COLON, AFTER_VALUE, AT_END }; /* places */
-
-typedef struct { /* as NODE in schema_nodes.py */
-    int32_t kind;
-    int32_t min, max;   /* items of an array, characters of a string; of a scalar: 0: a number without limits; -1: none */
-    int32_t child;      /* node of the items, or of other properties */
-    int32_t first, num; /* properties */
-} Node;
-
-typedef struct {
-    Key name;
-    int32_t node;
-} Property;
-
-typedef struct {
-    Node *nodes;
-    Property *properties;
-    Key root;
-    const uint8_t *bytes;   /* of all tokens */
-    const uint32_t *starts; /* [tokens + 1]; special tokens have no bytes */
-    int64_t num_tokens;
-    int32_t max_commas; /* in a token */
-} Schema;
 
 typedef struct {
     Key base; /* of the containers around this one */
@@ -68,63 +43,6 @@ struct Walker {
     Key part; /* bytes of the unfinished value or name */
     Frame frames[MAX_DEPTH];
 };
-
-static const Key EMPTY = {0x243F6A8885A308D3u, 0x13198A2E03707344u};
-
-static inline void mix(Key *key, uint64_t value) {
-    key->first = (key->first ^ value) * 0x9E3779B97F4A7C15u;
-    key->first ^= key->first >> 29;
-    key->second = (key->second + value) * 0xC2B2AE3D27D4EB4Fu;
-    key->second ^= key->second >> 31;
-}
-
-static inline void mix_key(Key *key, const Key *other) {
-    mix(key, other->first);
-    mix(key, other->second);
-}
-
-static Key key_of(const uint8_t *text, size_t size) {
-    Key key = EMPTY;
-    for (size_t index = 0; index < size; index++) mix(&key, text[index]);
-    return key;
-}
-
-/* `names` and `lengths`: of all properties. Returns NULL if out of memory. */
-Schema *slip_schema_open(const Node *nodes, int64_t num_nodes, const uint8_t *names, const int32_t *lengths,
-                         const int32_t *targets, int64_t num_properties, const Key *root, const uint8_t *bytes,
-                         const uint32_t *starts, int64_t num_tokens) {
-    Schema *schema = calloc(1, sizeof(Schema));
-    if (schema == NULL) return NULL;
-    schema->nodes = malloc((size_t)num_nodes * sizeof(Node));
-    schema->properties = malloc((size_t)(num_properties + 1) * sizeof(Property));
-    if (schema->nodes == NULL || schema->properties == NULL) {
-        free(schema->nodes);
-        free(schema->properties);
-        free(schema);
-        return NULL;
-    }
-    memcpy(schema->nodes, nodes, (size_t)num_nodes * sizeof(Node));
-    for (int64_t index = 0; index < num_properties; index++) {
-        schema->properties[index] = (Property){key_of(names, (size_t)lengths[index]), targets[index]};
-        names += lengths[index];
-    }
-    schema->root = *root;
-    schema->bytes = bytes;
-    schema->starts = starts;
-    schema->num_tokens = num_tokens;
-    for (int64_t token = 0; token < num_tokens; token++) {
-        int32_t num = 0;
-        for (uint32_t index = starts[token]; index < starts[token + 1]; index++) num += bytes[index] == ',';
-        if (num > schema->max_commas) schema->max_commas = num;
-    }
-    return schema;
-}
-
-void slip_schema_close(Schema *schema) {
-    free(schema->nodes);
-    free(schema->properties);
-    free(schema);
-}
 
 /* To the state of an empty text. */
 void slip_walker_reset(Walker *walker) {
@@ -313,8 +231,6 @@ static void take_plain(Walker *walker, uint8_t byte) {
     }
 }
 
-static bool is_space(uint8_t byte) { return byte == ' ' || byte == '\n' || byte == '\r' || byte == '\t'; }
-
 static void take_byte(Walker *walker, uint8_t byte) {
     if (walker->place == IN_SCALAR) {
         if (!is_space(byte) && byte != ',' && byte != ']' && byte != '}') {
@@ -380,7 +296,25 @@ void slip_walker_take(Walker *walker, int64_t token) {
         take_byte(walker, schema->bytes[index]);
 }
 
-bool slip_walker_key(const Walker *walker, Key *key) {
+/* The length of a string as far as a token can tell: the characters that are missing, and those that there is room for. */
+static uint64_t chars_left(const Walker *walker, const Node *node) {
+    const int32_t num = walker->num_chars, room = node->max - num;
+    const uint64_t missing = node->min > num ? (uint64_t)(node->min - num) : 0;
+    if (node->max < 0) return missing << 32;
+    if (walker->is_escaped || walker->num_left || room < 0 || room > MAX_CHARS) return missing << 32 | (1u << 30 | (uint32_t)num);
+    return missing << 32 | (1u << 29 | (uint32_t)walker->schema->chars[room]);
+}
+
+/* The spaces before the next value, name or comma, as far as a token can tell. */
+static uint32_t spaces_left(const Walker *walker) {
+    const int32_t num = walker->num_spaces;
+    if (num == 0 || num > MAX_SPACES) return (uint32_t)num;
+    return 1u << 30 | walker->schema->spaces[MAX_SPACES - num];
+}
+
+#define ANY_ROOM ((uint64_t)1 << 28)
+
+static bool find_key(const Walker *walker, Key *key, bool with_any_room) {
     if (walker->is_lost) return false;
     const Node *node = &walker->schema->nodes[walker->node];
     *key = walker->schema->root;
@@ -397,7 +331,7 @@ bool slip_walker_key(const Walker *walker, Key *key) {
             mix_key(key, &walker->part);
         } else {
             mix(key, (uint64_t)walker->begun << 4 | (uint64_t)walker->num_left << 1 | walker->is_escaped);
-            mix(key, node->kind == STRING && (node->min > 0 || node->max >= 0) ? (uint32_t)walker->num_chars + 1 : 0);
+            mix(key, with_any_room ? ANY_ROOM : node->kind == STRING ? chars_left(walker, node) : 0);
         }
         break;
     case IN_SCALAR:
@@ -410,9 +344,43 @@ bool slip_walker_key(const Walker *walker, Key *key) {
         mix_key(key, &walker->part);
         break;
     default:
-        mix(key, (uint32_t)walker->num_spaces);
+        mix(key, with_any_room ? ANY_ROOM : spaces_left(walker));
     }
     return true;
+}
+
+bool slip_walker_key(const Walker *walker, Key *key) { return find_key(walker, key, false); }
+
+int32_t slip_walker_room(const Walker *walker, Key *key) {
+    const Node *node = &walker->schema->nodes[walker->node];
+    int32_t room = -1;
+    switch (walker->place) {
+    case IN_PLAIN:
+        if (node->kind != STRING || node->max < 0 || node->min > walker->num_chars || walker->had_escape) return -1;
+        if (walker->is_escaped || walker->num_left || node->max - walker->num_chars > MAX_CHARS) return -1;
+        room = node->max - walker->num_chars;
+        break;
+    case IN_SCALAR:
+    case IN_EXACT:
+    case IN_NAME:
+        return -1;
+    default:
+        if (walker->num_spaces == 0) return -1;
+        room = MAX_SPACES - walker->num_spaces;
+    }
+    return room >= 0 && find_key(walker, key, true) ? room : -1;
+}
+
+void slip_walker_limit(const Walker *walker, uint32_t *mask, int64_t num_words, int32_t room) {
+    const Schema *schema = walker->schema;
+    const uint8_t *taken = walker->place == IN_PLAIN ? schema->chars_of : schema->spaces_of;
+    for (int64_t word = 0; word < num_words && word * 32 < schema->num_tokens; word++) {
+        if (!mask[word]) continue;
+        const int64_t end = schema->num_tokens - word * 32 < 32 ? schema->num_tokens - word * 32 : 32;
+        uint32_t allowed = ~(uint32_t)0;
+        for (int64_t bit = 0; bit < end; bit++) allowed &= ~((uint32_t)(taken[word * 32 + bit] > room) << bit);
+        mask[word] &= allowed;
+    }
 }
 
 bool slip_walker_is_free(const Walker *walker, const uint32_t *mask, int64_t num_words) {

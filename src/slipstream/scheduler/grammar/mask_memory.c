@@ -19,7 +19,8 @@ typedef struct {
     atomic_int num_readers; /* -1: it is written */
     atomic_ulong tag;       /* first half of the key */
     Key key;
-    uint32_t *mask; /* NULL: empty */
+    int32_t room;        /* of the state, if the key is for states with any room */
+    uint32_t *mask;      /* NULL: empty */
 } Slot;
 
 struct Memory {
@@ -59,11 +60,12 @@ static bool begin_reading(Slot *slot) {
     return false;
 }
 
-bool slip_memory_find(Memory *memory, const Key *key, uint32_t *mask) {
+bool slip_memory_find(Memory *memory, const Key *key, int32_t room, uint32_t *mask) {
     Slot *slot = set_of(memory, key);
     for (const Slot *end = slot + NUM_WAYS; slot < end; slot++) {
         if (atomic_load(&slot->tag) != key->first || !begin_reading(slot)) continue;
-        const bool is_it = slot->mask != NULL && slot->key.first == key->first && slot->key.second == key->second;
+        const bool is_it = slot->mask != NULL && slot->key.first == key->first && slot->key.second == key->second &&
+                           slot->room >= room;
         if (is_it && mask != NULL) memcpy(mask, slot->mask, (size_t)memory->mask_words * 4);
         atomic_fetch_sub(&slot->num_readers, 1);
         if (is_it) return true;
@@ -75,11 +77,15 @@ bool slip_memory_wants(Memory *memory, const Key *key) {
     return atomic_exchange(&memory->seen[key->second % NUM_SEEN], key->first) == key->first;
 }
 
-void slip_memory_keep(Memory *memory, const Key *key, const uint32_t *mask) {
+void slip_memory_keep(Memory *memory, const Key *key, int32_t room, const uint32_t *mask) {
     Slot *set = set_of(memory, key), *chosen = NULL;
     for (Slot *slot = set; slot < set + NUM_WAYS; slot++) {
         const uint64_t tag = atomic_load(&slot->tag);
-        if (tag == key->first) return; /* another thread has kept it */
+        if (tag == key->first) { /* another thread has kept it, or it was kept with less room */
+            if (slot->room >= room) return;
+            chosen = slot;
+            break;
+        }
         if (tag == 0 && chosen == NULL) chosen = slot;
     }
     if (chosen == NULL) chosen = set + atomic_fetch_add(&memory->victim, 1) % NUM_WAYS;
@@ -89,6 +95,7 @@ void slip_memory_keep(Memory *memory, const Key *key, const uint32_t *mask) {
     if (chosen->mask != NULL) {
         memcpy(chosen->mask, mask, (size_t)memory->mask_words * 4);
         chosen->key = *key;
+        chosen->room = room;
         atomic_store(&chosen->tag, key->first);
     }
     atomic_store(&chosen->num_readers, 0);

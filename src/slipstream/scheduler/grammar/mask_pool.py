@@ -8,6 +8,7 @@ in time becomes a `LateMask`: its thread goes on, and writes to memory of its ow
 from __future__ import annotations
 
 import ctypes
+from array import array
 from typing import Any
 
 import numpy as np
@@ -26,9 +27,9 @@ _STOPPED, _ERROR, _MAY_END = 1, 2, 4
 _DONE, _ENDED = 2, 4
 ROW = np.dtype(
     [
-        ("matcher", np.uint64), ("walker", np.uint64), ("mask", np.uint64), ("spare", np.uint64), ("token", np.int32),
+        ("matcher", np.uint64), ("walker", np.uint64), ("spare", np.uint64), ("index", np.int32), ("token", np.int32),
         ("forced", np.int32), ("flags", np.int32), ("num_forced", np.int32), ("seconds", np.float32),
-        ("state", np.int32), ("tokens", np.uint32, _MAX_FORCED),
+        ("state", np.int32), ("tokens", np.uint32, _MAX_FORCED), ("padding", np.int32),
     ]
 )  # fmt: skip
 _FUNCTIONS = (
@@ -47,6 +48,32 @@ def function_addresses() -> list[int | None]:
     own = llguidance_library()
     assert own is not None
     return [ctypes.cast(getattr(own, name), ctypes.c_void_p).value for name in _FUNCTIONS]
+
+
+class MaskBatch:
+    """Sessions that threads process together."""
+
+    __slots__ = ("sessions", "inputs")
+
+    def __init__(self) -> None:
+        self.sessions: list[Session] = []
+        self.inputs: list[int] = []  # as `slip_masks_start` takes them
+
+    def add(self, session: Session, token: int, index: int) -> None:
+        """The session takes this token, -1: none, and then the mask with this index is filled, -1: none."""
+        forced = session.forced
+        if token >= 0:
+            session.num_taken += 1
+            if forced:
+                del forced[0]
+        self.sessions.append(session)
+        self.inputs += (*session.pointers, token, forced[0] if forced else -1, index)
+
+    def index_of(self, number: int) -> int:
+        return self.inputs[5 * number + 4]
+
+
+_NO_BATCH = MaskBatch()
 
 
 class MaskPool:
@@ -69,85 +96,67 @@ class MaskPool:
         self._num_words = num_words
         self._first = 0  # entry of the batch
         self._late: list[LateMask] = []  # that use an entry
-        self._running: list[Session] = []
-        self._tokens: list[int] = []  # that they take; -1: none
-        self._indices: list[int] = []
+        self._batch = _NO_BATCH  # that runs
+        self._changed = np.zeros(max_rows, np.int32)
         self._had_slow = False  # the last batch
 
-    def start(self, sessions: list[Session], tokens: list[int] | None, indices: list[int], bits: Words | None) -> None:
-        """Begin to process these sessions: each takes its token, if it has one (-1: none), and then its mask in `bits`
-        [masks, words] is filled, if its index is not -1. Nothing else may use the sessions before `wait` returns."""
-        assert not self._running, "the last sessions were not waited for"
-        tokens = [-1] * len(sessions) if tokens is None else tokens
+    def start(self, batch: MaskBatch, bits: Words | None) -> None:
+        """Begin to process a batch; masks are written to `bits` [masks, words]. Nothing else may use the sessions
+        before `wait` returns."""
+        assert not self._batch.sessions, "the last sessions were not waited for"
         self._first = first = self._free_part()
-        own = slice(first, first + len(sessions))
-        columns = self._columns
-        columns["matcher"][own] = [session.matcher.pointer for session in sessions]  # type: ignore[attr-defined]
-        columns["walker"][own] = [session.matcher.walker_pointer for session in sessions]  # type: ignore[attr-defined]
-        columns["token"][own] = tokens
-        # forced tokens that are known: the first one is the token that is taken now
-        columns["forced"][own] = [
-            forced[token >= 0] if (forced := session.forced) and len(forced) > (token >= 0) else -1
-            for session, token in zip(sessions, tokens, strict=True)
-        ]
-        columns["mask"][own] = 0
-        if bits is not None:
-            masks = np.array(indices)
-            columns["mask"][own] = np.where(masks < 0, 0, masks * (self._num_words * 4) + bits.ctypes.data)
-        self._running, self._tokens, self._indices = sessions, tokens, indices
-        self._library.slip_masks_start(self._pool, first, len(sessions))
+        self._batch = batch
+        inputs = array("q", batch.inputs)
+        masks = None if bits is None else bits.ctypes.data
+        self._library.slip_masks_start(self._pool, first, len(batch.sessions), masks, inputs.buffer_info()[0])
 
     @property
     def is_running(self) -> bool:
         """Whether sessions were started and not waited for."""
-        return bool(self._running)
+        return bool(self._batch.sessions)
 
     def is_done(self) -> bool:
         """Whether `wait` would return at once."""
-        num = len(self._running)
+        num = len(self._batch.sessions)
         return not num or not self._library.slip_masks_wait(self._pool, self._first, num, 0)
 
     def wait(self, bits: Words | None, budget: float, limit: float | None = None) -> None:
         """Wait until all are processed, and update the sessions. A session that took longer than `budget` seconds for a
         mask becomes slow. `limit`: seconds to wait; then the other sessions get a `LateMask` as their job."""
-        sessions, self._running = self._running, []
+        batch, self._batch = self._batch, _NO_BATCH
+        sessions, first = batch.sessions, self._first
         if not sessions:
             return
-        num, first, columns = len(sessions), self._first, self._columns
         limit_ns = -1 if limit is None else max(0, int(limit * 1e9))
-        if self._library.slip_masks_wait(self._pool, first, num, limit_ns):
-            sessions = self._abandon(sessions)
-        own = slice(first, first + num)
-        for session, token in zip(sessions, self._tokens, strict=True):
-            if token >= 0 and session.job is None:
-                session.num_taken += 1
-                if session.forced:
-                    del session.forced[0]
-        flags, found = columns["flags"][own], columns["num_forced"][own]
-        for number in (flags | found).nonzero()[0].tolist():
+        if self._library.slip_masks_wait(self._pool, first, len(sessions), limit_ns):
+            self._abandon(batch)
+        if self._had_slow:
+            for number, session in enumerate(sessions):
+                if batch.index_of(number) >= 0 and session.job is None:
+                    session.is_slow = False
+            self._had_slow = False
+        numbers = self._changed
+        num = self._library.slip_masks_changed(self._pool, first, len(sessions), budget, numbers.ctypes.data)
+        for number in numbers[:num].tolist():
             session = sessions[number]
-            if session.job is None:
-                index = self._indices[number]
-                _update(session, *self.read(first + number), None if bits is None or index < 0 else bits[index])
-        slow = columns["seconds"][own] > budget
-        if slow.any() or self._had_slow:
-            self._had_slow = bool(slow.any())
-            for session, index, is_slow in zip(sessions, self._indices, slow.tolist(), strict=True):
-                if index >= 0 and session.job is None:
-                    session.is_slow = is_slow
+            if session.job is not None:
+                continue
+            entry, index = first + number, batch.index_of(number)
+            _update(session, *self.read(entry), None if bits is None or index < 0 else bits[index])
+            if index >= 0 and self._columns["seconds"][entry] > budget:
+                session.is_slow = self._had_slow = True
 
-    def _abandon(self, sessions: list[Session]) -> list[Session]:
+    def _abandon(self, batch: MaskBatch) -> None:
         """Give sessions whose mask is not filled a `LateMask`."""
         columns, first = self._columns, self._first
-        for number in (columns["state"][first : first + len(sessions)] != _DONE).nonzero()[0].tolist():
-            entry, session = first + number, sessions[number]
-            mask = np.zeros(self._num_words, np.uint32) if self._indices[number] >= 0 else None
+        for number in (columns["state"][first : first + len(batch.sessions)] != _DONE).nonzero()[0].tolist():
+            entry, session = first + number, batch.sessions[number]
+            mask = np.zeros(self._num_words, np.uint32) if batch.index_of(number) >= 0 else None
             columns["spare"][entry] = 0 if mask is None else mask.ctypes.data
             if self._library.slip_masks_abandon(self._pool, entry):
-                session.job = LateMask(self, entry, session, self._tokens[number] >= 0, mask)
+                session.job = LateMask(self, entry, session, mask)
                 session.is_slow = True
                 self._late.append(session.job)
-        return sessions
 
     def _free_part(self) -> int:
         """The first entry of a part that no late mask uses."""
@@ -183,18 +192,16 @@ class MaskPool:
             for late in self._late:
                 late.result()
             self._library.slip_masks_close(self._pool)
-            self._pool, self._running, self._late = None, [], []
+            self._pool, self._batch, self._late = None, _NO_BATCH, []
 
 
 class LateMask:
     """The job of a session whose mask was not filled in time. Until it is done, only its thread uses the matcher."""
 
-    def __init__(self, pool: MaskPool, entry: int, session: Session, takes: bool, mask: Words | None) -> None:
-        """`takes`: whether the session takes a token."""
+    def __init__(self, pool: MaskPool, entry: int, session: Session, mask: Words | None) -> None:
         self.entry = entry
         self._pool = pool
         self._session = session
-        self._takes = takes
         self._mask = mask
         self._found: tuple[int, list[int]] | None = None  # what the thread has found
         self._is_applied = False
@@ -213,10 +220,6 @@ class LateMask:
         if self._is_applied or session.job is not self:
             return
         self._is_applied = True
-        if self._takes:
-            session.num_taken += 1
-            if session.forced:
-                del session.forced[0]
         _update(session, *self._found, self._mask)
         session.ready = self._mask
 

@@ -12,7 +12,7 @@
    Matchers are those of llguidance; its functions are passed as pointers, so this file needs no header of it. The C
    function that copies a matcher copies its lexer too, so no two rows share anything. */
 
-#include "mask_memory.h"
+#include "mask_row.h"
 
 #include <pthread.h>
 #include <signal.h>
@@ -27,40 +27,11 @@
 #endif
 #include <time.h>
 
-#define MAX_FORCED 64 /* forced tokens of a row; as in mask_pool.py */
-
 #define MAX_ROWS ((uint64_t)1 << 20) /* entries */
 
 #define SPIN_NS 20000       /* then a caller that waits sleeps between two looks, on a machine with few cores */
 #define LONG_SPIN_NS 300000 /* where threads poll too */
 #define MIN_SLEEP_NS 100000
-
-enum { STOPPED = 1, ERROR = 2, MAY_END = 4 };
-
-enum { RUNNING, WRITING, DONE, ABANDONED, ENDED }; /* states of a row; an abandoned one becomes ENDED */
-
-typedef struct {
-    int32_t (*consume)(void *matcher, uint32_t token);
-    bool (*is_stopped)(const void *matcher);
-    bool (*is_error)(const void *matcher);
-    int32_t (*forced)(void *matcher, uint32_t *tokens, size_t length);
-    int32_t (*mask)(void *matcher, uint32_t *mask, size_t bytes);
-} Functions;
-
-typedef struct { /* as ROW in mask_pool.py */
-    void *matcher;
-    Walker *walker;  /* of a JSON text; NULL: none */
-    uint32_t *mask;  /* NULL: no mask is wanted */
-    uint32_t *spare; /* of an abandoned row */
-    int32_t token;  /* to take first; -1: none */
-    int32_t forced; /* the token that must follow, if it is known; -1: not known */
-    /* results */
-    int32_t flags;
-    int32_t num_forced; /* tokens that must follow, found after `token` */
-    float seconds;
-    atomic_int state;
-    uint32_t tokens[MAX_FORCED];
-} Row;
 
 typedef struct Pool Pool;
 
@@ -71,14 +42,10 @@ typedef struct {
 } Worker;
 
 struct Pool {
-    Functions functions;
-    int32_t end_token; /* bit of a mask: the grammar may end */
-    int32_t mask_words;
+    Filling filling;
     int32_t num_threads, max_threads;
     int64_t poll_ns; /* how long a thread polls before it sleeps */
     Row *rows;
-    Memory *memory;
-    atomic_ulong num_found; /* masks that were kept from before */
     atomic_ulong ticket; /* of the next entry that is not claimed: end of the batch, entry */
     atomic_ulong batch;  /* number of the batch */
     atomic_llong started;  /* when it was published, in nanoseconds */
@@ -92,89 +59,12 @@ struct Pool {
     atomic_int num_leftover;
 };
 
-static int64_t now_ns(void) {
-    struct timespec time;
-    clock_gettime(CLOCK_MONOTONIC, &time);
-    return (int64_t)time.tv_sec * 1000000000 + time.tv_nsec;
-}
-
 static inline void pause_briefly(void) {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
 #elif defined(__aarch64__)
     __asm__ volatile("yield");
 #endif
-}
-
-static bool may_end(const Pool *pool, const uint32_t *mask) {
-    return mask[pool->end_token >> 5] >> (pool->end_token & 31) & 1;
-}
-
-/* Whether the state was seen before. Then no token must follow; the mask is written, if one is wanted. */
-static bool recall(Pool *pool, Row *row, uint32_t *mask) {
-    Key key;
-    if (row->walker == NULL || row->forced >= 0 || !slip_walker_key(row->walker, &key)) return false;
-    if (!slip_memory_find(pool->memory, &key, mask)) return false;
-    if (mask != NULL && may_end(pool, mask)) row->flags |= MAY_END;
-    atomic_fetch_add(&pool->num_found, 1);
-    return true;
-}
-
-static void keep_mask(Pool *pool, Row *row, const uint32_t *mask) {
-    Key key;
-    if (row->walker != NULL && slip_walker_key(row->walker, &key) && slip_memory_wants(pool->memory, &key) &&
-        slip_walker_is_free(row->walker, mask, pool->mask_words))
-        slip_memory_keep(pool->memory, &key, mask);
-}
-
-static void fill_mask(Pool *pool, Row *row, uint32_t *mask) {
-    const size_t bytes = (size_t)pool->mask_words * 4;
-    if (row->forced >= 0) {
-        memset(mask, 0, bytes);
-        mask[row->forced >> 5] = (uint32_t)1 << (row->forced & 31);
-    } else if ((row->flags & ERROR) || pool->functions.mask(row->matcher, mask, bytes) != 0 ||
-               pool->functions.is_error(row->matcher)) {
-        row->flags |= ERROR;
-        memset(mask, 0, bytes); /* no token is possible */
-    } else {
-        if (may_end(pool, mask)) row->flags |= MAY_END;
-        keep_mask(pool, row, mask);
-    }
-}
-
-static void process_row(Pool *pool, Row *row, uint32_t *scratch) {
-    const Functions *functions = &pool->functions;
-    const size_t bytes = (size_t)pool->mask_words * 4;
-    const int64_t begin = now_ns();
-    const bool wants_mask = row->mask != NULL;
-    bool is_known = false;
-    row->flags = row->num_forced = 0;
-    if (row->token < 0) {
-        is_known = wants_mask && recall(pool, row, scratch);
-    } else {
-        (void)!functions->consume(row->matcher, (uint32_t)row->token);
-        if (row->walker != NULL) slip_walker_take(row->walker, row->token);
-        if (functions->is_stopped(row->matcher)) {
-            row->flags = functions->is_error(row->matcher) ? STOPPED | ERROR : STOPPED;
-        } else if (!(is_known = recall(pool, row, wants_mask ? scratch : NULL)) && row->forced < 0) {
-            const int32_t found = functions->forced(row->matcher, row->tokens, MAX_FORCED);
-            if (found > 0) {
-                row->num_forced = found;
-                row->forced = (int32_t)row->tokens[0];
-            }
-        }
-    }
-    const bool has_mask = wants_mask && row->flags != STOPPED;
-    if (has_mask && !is_known) fill_mask(pool, row, scratch);
-    row->seconds = (float)(now_ns() - begin) * 1e-9f;
-    int expected = RUNNING;
-    if (atomic_compare_exchange_strong(&row->state, &expected, WRITING)) {
-        if (has_mask) memcpy(row->mask, scratch, bytes);
-        atomic_store(&row->state, DONE);
-    } else {
-        if (has_mask) memcpy(row->spare, scratch, bytes);
-        atomic_store(&row->state, ENDED);
-    }
 }
 
 /* A ticket has the end of its batch too: a thread that is late finds that its batch has no entry left, or claims an entry
@@ -184,7 +74,7 @@ static void process_rows(Pool *pool, uint32_t *scratch) {
         const uint64_t ticket = atomic_fetch_add(&pool->ticket, 1);
         const uint64_t entry = ticket % MAX_ROWS, end = ticket / MAX_ROWS;
         if (entry >= end) break;
-        process_row(pool, &pool->rows[entry], scratch);
+        slip_process_row(&pool->filling, &pool->rows[entry], scratch);
     }
     while (atomic_load(&pool->num_leftover)) {
         Row *row = NULL;
@@ -195,7 +85,7 @@ static void process_rows(Pool *pool, uint32_t *scratch) {
             atomic_store(&pool->num_leftover, count - 1);
         }
         pthread_mutex_unlock(&pool->mutex);
-        if (row != NULL) process_row(pool, row, scratch);
+        if (row != NULL) slip_process_row(&pool->filling, row, scratch);
     }
 }
 
@@ -249,7 +139,7 @@ void slip_masks_close(Pool *pool) {
     pthread_mutex_destroy(&pool->mutex);
     pthread_cond_destroy(&pool->wake);
     for (int32_t index = 0; index < pool->max_threads && pool->workers; index++) free(pool->workers[index].scratch);
-    if (pool->memory) slip_memory_close(pool->memory);
+    if (pool->filling.memory) slip_memory_close(pool->filling.memory);
     free(pool->rows);
     free(pool->leftover);
     free(pool->workers);
@@ -261,21 +151,21 @@ Pool *slip_masks_open(const Functions *functions, int64_t end_token, int64_t mas
                       int64_t num_entries, int64_t poll_ns) {
     Pool *pool = calloc(1, sizeof(Pool));
     if (pool == NULL) return NULL;
-    pool->functions = *functions;
-    pool->end_token = (int32_t)end_token;
-    pool->mask_words = (int32_t)mask_words;
+    pool->filling.functions = *functions;
+    pool->filling.end_token = (int32_t)end_token;
+    pool->filling.mask_words = (int32_t)mask_words;
     pool->max_threads = (int32_t)num_threads;
     pool->poll_ns = poll_ns;
     pthread_mutex_init(&pool->mutex, NULL);
     pthread_cond_init(&pool->wake, NULL);
     pool->rows = calloc((size_t)num_entries, sizeof(Row));
-    pool->memory = slip_memory_open(mask_words);
+    pool->filling.memory = slip_memory_open(mask_words);
     pool->leftover = calloc((size_t)num_entries, sizeof(int32_t));
     pool->workers = calloc((size_t)num_threads, sizeof(Worker));
     sigset_t all, before; /* signals are for the interpreter's threads */
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
-    bool failed = !pool->rows || !pool->memory || !pool->leftover || !pool->workers;
+    bool failed = !pool->rows || !pool->filling.memory || !pool->leftover || !pool->workers;
     while (!failed && pool->num_threads < num_threads) {
         Worker *worker = &pool->workers[pool->num_threads];
         worker->pool = pool;
@@ -293,11 +183,21 @@ Pool *slip_masks_open(const Functions *functions, int64_t end_token, int64_t mas
 Row *slip_masks_rows(Pool *pool) { return pool->rows; }
 
 /* Masks that were copied from states seen before. */
-int64_t slip_masks_num_found(Pool *pool) { return (int64_t)atomic_load(&pool->num_found); }
+int64_t slip_masks_num_found(Pool *pool) { return (int64_t)atomic_load(&pool->filling.num_found); }
 
-/* Publish the entries from `first` on. No thread uses them. */
-void slip_masks_start(Pool *pool, int64_t first, int64_t num_rows) {
-    for (int64_t entry = first; entry < first + num_rows; entry++) atomic_store(&pool->rows[entry].state, RUNNING);
+/* Publish the entries from `first` on, whose masks are written to `masks`. No thread uses them. `inputs`: of each row
+   matcher, walker, token, forced and index. */
+void slip_masks_start(Pool *pool, int64_t first, int64_t num_rows, uint32_t *masks, const int64_t *inputs) {
+    pool->filling.masks = masks;
+    for (int64_t entry = first; entry < first + num_rows; entry++, inputs += 5) {
+        Row *row = &pool->rows[entry];
+        row->matcher = (void *)inputs[0];
+        row->walker = (Walker *)inputs[1];
+        row->token = (int32_t)inputs[2];
+        row->forced = (int32_t)inputs[3];
+        row->index = (int32_t)inputs[4];
+        atomic_store(&row->state, RUNNING);
+    }
     const int64_t now = now_ns(), since = now - atomic_exchange(&pool->started, now);
     const int64_t before = atomic_load(&pool->period);
     atomic_store(&pool->period, since > pool->poll_ns ? 0 : !before || since < before ? since : before + (since - before) / 8);
@@ -342,6 +242,17 @@ int64_t slip_masks_wait(Pool *pool, int64_t first, int64_t num_rows, int64_t lim
     return num_left;
 }
 
+/* Writes the numbers of the rows, counted from `first`, that have flags or forced tokens, or took longer. Returns how
+   many. */
+int64_t slip_masks_changed(Pool *pool, int64_t first, int64_t num_rows, float seconds, int32_t *numbers) {
+    int64_t count = 0;
+    for (int64_t number = 0; number < num_rows; number++) {
+        const Row *row = &pool->rows[first + number];
+        if (row->flags || row->num_forced || row->seconds > seconds) numbers[count++] = (int32_t)number;
+    }
+    return count;
+}
+
 /* Whether the row is abandoned: its thread will write the mask to the spare buffer. Otherwise it is done. */
 int64_t slip_masks_abandon(Pool *pool, int64_t entry) {
     Row *row = &pool->rows[entry];
@@ -349,83 +260,4 @@ int64_t slip_masks_abandon(Pool *pool, int64_t entry) {
     if (atomic_compare_exchange_strong(&row->state, &expected, ABANDONED)) return 1;
     while (!is_over(row)) pause_briefly();
     return 0;
-}
-
-/* The tokens of texts that grammars force. The tokenizer is a Python function, which needs the interpreter lock; the
-   texts repeat, so their tokens are kept here. */
-
-#define NUM_TEXTS 4096
-
-typedef size_t (*Tokenize)(const void *user, const uint8_t *text, size_t size, uint32_t *tokens, size_t room);
-
-typedef struct {
-    uint8_t *text;
-    size_t size;
-    uint32_t *tokens;
-    size_t num_tokens;
-} Text;
-
-typedef struct {
-    Tokenize tokenize;
-    pthread_mutex_t mutex;
-    Text texts[NUM_TEXTS]; /* by hash */
-} Texts;
-
-/* Returns NULL if out of memory. */
-Texts *slip_texts_open(Tokenize tokenize) {
-    Texts *texts = calloc(1, sizeof(Texts));
-    if (texts == NULL) return NULL;
-    texts->tokenize = tokenize;
-    pthread_mutex_init(&texts->mutex, NULL);
-    return texts;
-}
-
-static void clear_text(Text *text) {
-    free(text->text);
-    free(text->tokens);
-    memset(text, 0, sizeof(Text));
-}
-
-void slip_texts_close(Texts *texts) {
-    for (size_t index = 0; index < NUM_TEXTS; index++) clear_text(&texts->texts[index]);
-    pthread_mutex_destroy(&texts->mutex);
-    free(texts);
-}
-
-static size_t copy_tokens(const uint32_t *from, size_t num, uint32_t *tokens, size_t room) {
-    memcpy(tokens, from, (num < room ? num : room) * sizeof(uint32_t));
-    return num;
-}
-
-/* As `Tokenize`, with the texts as user data. */
-size_t slip_texts_tokenize(const void *user, const uint8_t *text, size_t size, uint32_t *tokens, size_t room) {
-    Texts *texts = (Texts *)user;
-    uint64_t hash = 14695981039346656037u;
-    for (size_t index = 0; index < size; index++) hash = (hash ^ text[index]) * 1099511628211u;
-    Text *own = &texts->texts[hash % NUM_TEXTS];
-    pthread_mutex_lock(&texts->mutex);
-    if (own->text != NULL && own->size == size && memcmp(own->text, text, size) == 0) {
-        const size_t num = copy_tokens(own->tokens, own->num_tokens, tokens, room);
-        pthread_mutex_unlock(&texts->mutex);
-        return num;
-    }
-    pthread_mutex_unlock(&texts->mutex);
-    Text made = {malloc(size), size, malloc(size * sizeof(uint32_t)), 0}; /* a token has at least one byte */
-    if (size == 0 || made.text == NULL || made.tokens == NULL) {
-        clear_text(&made);
-        return size == 0 ? 0 : texts->tokenize(NULL, text, size, tokens, room);
-    }
-    memcpy(made.text, text, size);
-    made.num_tokens = texts->tokenize(NULL, text, size, made.tokens, size);
-    const size_t num = copy_tokens(made.tokens, made.num_tokens, tokens, room);
-    if (num == 0) { /* it failed */
-        clear_text(&made);
-        return 0;
-    }
-    pthread_mutex_lock(&texts->mutex);
-    Text old = *own;
-    *own = made;
-    pthread_mutex_unlock(&texts->mutex);
-    clear_text(&old);
-    return num;
 }

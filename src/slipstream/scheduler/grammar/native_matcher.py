@@ -170,9 +170,9 @@ class NativeMatcher:
         self._library.llg_free_matcher(self.pointer)
 
     @property
-    def walker_pointer(self) -> int:
-        """For the threads of native.c; 0: none."""
-        return 0 if self.walker is None else self.walker.pointer
+    def pointers(self) -> tuple[int, int]:
+        """To the matcher and its walker, for the threads of native.c; 0: none."""
+        return self.pointer, 0 if self.walker is None else self.walker.pointer
 
     def deep_copy(self) -> NativeMatcher:
         """A copy with a lexer of its own."""

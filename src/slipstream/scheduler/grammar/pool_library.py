@@ -23,15 +23,17 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 FLAGS = ("-O2", "-fPIC", "-std=gnu11", "-pthread", "-shared")
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("native.c", "json_state.c", "mask_memory.c"))
-HEADERS = tuple(Path(__file__).with_name(name) for name in ("json_state.h", "mask_memory.h"))
+_NAMES = ("native", "mask_row", "mask_memory", "json_schema", "json_state", "forced_texts")
+SOURCES = tuple(Path(__file__).with_name(f"{name}.c") for name in _NAMES)
+HEADERS = tuple(Path(__file__).with_name(f"{name}.h") for name in _NAMES[1:-1])
 PREBUILT = Path(__file__).with_name("prebuilt")
 _COMPILE_LIMIT = 60.0  # seconds
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "slip_masks_open": (_POINTER, [_POINTER, _INT, _INT, _INT, _INT, _INT]),
     "slip_masks_rows": (_POINTER, [_POINTER]),
-    "slip_masks_start": (None, [_POINTER, _INT, _INT]),
+    "slip_masks_start": (None, [_POINTER, _INT, _INT, _POINTER, _POINTER]),
+    "slip_masks_changed": (_INT, [_POINTER, _INT, _INT, ctypes.c_float, _POINTER]),
     "slip_masks_wait": (_INT, [_POINTER, _INT, _INT, _INT]),
     "slip_masks_abandon": (_INT, [_POINTER, _INT]),
     "slip_masks_close": (None, [_POINTER]),

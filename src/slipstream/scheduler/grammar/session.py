@@ -27,7 +27,7 @@ class Session:
 
     __slots__ = (
         "matcher", "tokens", "num_taken", "forced", "is_complete", "is_slow", "ready", "job", "drafts", "num_proposed",
-        "grammar", "mask_index", "has_mask", "_num_uses", "_num_prompt", "_stop_ids", "_stop_bits", "_end",
+        "grammar", "pointers", "mask_index", "has_mask", "_num_uses", "_num_prompt", "_stop_ids", "_stop_bits", "_end",
     )  # fmt: skip
 
     def __init__(
@@ -38,6 +38,7 @@ class Session:
         self.grammar = grammar
         self.matcher: Matcher
         self.matcher, self._num_uses = grammar.open()
+        self.pointers = getattr(self.matcher, "pointers", (0, 0))  # for the threads of native.c
         self.tokens = tokens
         self.num_taken = num_prompt  # tokens of the request that the state has seen
         self.forced = list(grammar.forced)

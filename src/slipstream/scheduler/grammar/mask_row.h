@@ -1,0 +1,54 @@
+/* One row of the threads of native.c: its grammar takes a token, and its mask is filled. */
+
+#pragma once
+
+#include "mask_memory.h"
+
+#include <stdatomic.h>
+#include <stddef.h>
+#include <time.h>
+
+#define MAX_FORCED 64 /* forced tokens of a row; as in mask_pool.py */
+
+enum { RUNNING, WRITING, DONE, ABANDONED, ENDED }; /* states of a row; an abandoned one becomes ENDED */
+
+typedef struct {
+    int32_t (*consume)(void *matcher, uint32_t token);
+    bool (*is_stopped)(const void *matcher);
+    bool (*is_error)(const void *matcher);
+    int32_t (*forced)(void *matcher, uint32_t *tokens, size_t length);
+    int32_t (*mask)(void *matcher, uint32_t *mask, size_t bytes);
+} Functions;
+
+typedef struct { /* as ROW in mask_pool.py */
+    void *matcher;
+    Walker *walker;  /* of a JSON text; NULL: none */
+    uint32_t *spare; /* of an abandoned row */
+    int32_t index;   /* of its mask among those of the step; -1: no mask is wanted */
+    int32_t token;   /* to take first; -1: none */
+    int32_t forced;  /* the token that must follow, if it is known; -1: not known */
+    /* results */
+    int32_t flags;
+    int32_t num_forced; /* tokens that must follow, found after `token` */
+    float seconds;
+    atomic_int state;
+    uint32_t tokens[MAX_FORCED];
+} Row;
+
+typedef struct { /* what all rows use */
+    Functions functions;
+    int32_t end_token; /* bit of a mask: the grammar may end */
+    int32_t mask_words;
+    uint32_t *masks; /* [masks, words] of the batch */
+    Memory *memory;
+    atomic_ulong num_found; /* masks that were kept from before */
+} Filling;
+
+static inline int64_t now_ns(void) {
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return (int64_t)time.tv_sec * 1000000000 + time.tv_nsec;
+}
+
+/* `scratch`: a mask. */
+void slip_process_row(Filling *filling, Row *row, uint32_t *scratch);

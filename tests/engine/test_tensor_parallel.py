@@ -11,6 +11,7 @@ import pytest
 from slipstream import LLM, LoRARequest, SamplingParams
 from slipstream.config.options import make_options
 from slipstream.engine.build import foresee, open_models
+from slipstream.engine.rank_options import check_rank_options
 from slipstream.errors import EngineDead, InvalidOption
 from slipstream.serve.cli.main import main
 from slipstream.structured_params import StructuredOutputsParams
@@ -106,6 +107,16 @@ def test_options_of_one_rank_are_refused_by_name(tmp_path, options, words):
     folder = str(write_tiny(tmp_path, "llama"))
     with pytest.raises(InvalidOption, match=words):
         foresee(make_options(**{"model": folder, "device": "cpu", "tensor_parallel_size": 2, **options}))
+
+
+def test_ranks_on_gpus_are_for_tests(monkeypatch):
+    monkeypatch.delenv("SLIPSTREAM_RANKS_SHARE_GPU", raising=False)
+    with pytest.raises(InvalidOption, match="ranks run on the CPU only so far"):
+        check_rank_options(make_options(tensor_parallel_size=2, num_pages=9), "cuda")
+    monkeypatch.setenv("SLIPSTREAM_RANKS_SHARE_GPU", "1")
+    with pytest.raises(InvalidOption, match="give num_pages"):
+        check_rank_options(make_options(tensor_parallel_size=2), "cuda")
+    check_rank_options(make_options(tensor_parallel_size=2, num_pages=9), "cuda")
 
 
 def test_several_models_are_refused(tmp_path):

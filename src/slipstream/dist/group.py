@@ -48,8 +48,8 @@ class Group:
         self.share("joins", rank)  # a library that connects would wait for a rank that has ended
         self._group: Any
         self._is_aborted = False
-        self._is_nccl = device is not None and device.type == "cuda"
-        if self._is_nccl:
+        self.is_nccl = device is not None and device.type == "cuda"
+        if self.is_nccl:
             with _variables(_nccl_variables(rank)):
                 self._group = _new_nccl(self.store, rank, size)
                 self.all_reduce(torch.zeros(1, device=device))  # connects: a captured collective must not
@@ -102,7 +102,7 @@ class Group:
     def abort(self) -> None:
         """Ends the collectives that wait for other ranks. Their results are wrong, and no other can follow. From any
         thread. Connections of gloo end with the rank at their other end."""
-        if self._is_nccl and not self._is_aborted:
+        if self.is_nccl and not self._is_aborted:
             self._is_aborted = True
             # kernels end at once, but NCCL's function returns when no graph with its collectives is left
             threading.Thread(target=self._group.abort, name="slipstream-abort", daemon=True).start()
@@ -141,8 +141,9 @@ def _new_nccl(store: Store, rank: int, size: int) -> Any:
 
 
 def _nccl_variables(rank: int) -> dict[str, str]:
-    # by default torch ends the whole process, which may be the user's, when a communicator was aborted
-    variables = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+    # by default torch ends the whole process, which may be the user's, when a communicator was aborted or its watchdog
+    # hangs, and a thread of it reads the store
+    variables = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
     if ranks_share_gpu():  # NCCL refuses two ranks on one GPU of one host, so each claims to be a host of its own
         variables |= {"NCCL_HOSTID": f"slipstream-rank-{rank}", "NCCL_SOCKET_IFNAME": "lo"}
     return variables

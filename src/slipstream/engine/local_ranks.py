@@ -72,7 +72,8 @@ class RankProcesses(Ranks):
 
     def started(self) -> None:
         super().started()
-        self._remove_store()  # now, since nothing removes it where all ranks are killed
+        if self.group is not None and not self.group.is_nccl:  # which may read it at any time
+            self._remove_store()  # now, since nothing removes it where all ranks are killed
 
     def close(self) -> None:
         self._stop_watching()

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from slipstream.config.config import EngineConfig
+from slipstream.config.gpus import SHARE_VARIABLE, ranks_share_gpu
 from slipstream.config.options import Options
 from slipstream.errors import InvalidOption
 
@@ -21,7 +22,14 @@ def check_rank_options(options: Options, device_kind: str) -> None:
     if count == 1:
         return
     for is_there, what in (
-        (device_kind != "cpu", f"the device is {device_kind}; ranks run on the CPU only so far: use device cpu"),
+        (
+            device_kind != "cpu" and not ranks_share_gpu(),
+            f"the device is {device_kind}; ranks run on the CPU only so far: use device cpu",
+        ),
+        (
+            device_kind != "cpu" and options.num_pages is None and options.kv_cache_memory is None,
+            f"{SHARE_VARIABLE} is set; ranks do not share the memory that is left: give num_pages",
+        ),
         (options.deterministic, "deterministic is set; the order of sums over ranks depends on the step: leave it out"),
         (
             options.speculative_config is not None or options.drafts is not None,

@@ -1,0 +1,103 @@
+"""Two ranks on one GPU: tokens of one rank, over NCCL with captured collectives, and a rank that is killed.
+
+Both ranks share the only GPU of a test machine (SLIPSTREAM_RANKS_SHARE_GPU), so NCCL passes data through sockets.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from slipstream import LLM, LoRARequest, SamplingParams
+from slipstream.errors import EngineDead
+from slipstream.structured_params import StructuredOutputsParams
+from tiny import write_tiny
+from tiny_adapter import write_adapter
+
+pytestmark = pytest.mark.cuda
+
+OPTIONS = dict(
+    use_tqdm_on_load=False,
+    max_model_len=128,
+    page_size=16,
+    num_pages=64,
+    max_num_seqs=4,
+    dtype="float32",
+    device="cuda",
+    max_num_batched_tokens=64,
+)
+PROMPTS = [[i + 3, *range(20, 30 + 7 * i), i + 5] for i in range(4)]
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=2),
+    SamplingParams(temperature=0.9, top_p=0.9, seed=3, max_tokens=8, ignore_eos=True, repetition_penalty=1.2),
+    SamplingParams(temperature=0, max_tokens=8, structured_outputs=StructuredOutputsParams(regex="[a-c]{2,9}")),
+]
+
+
+@pytest.fixture(autouse=True)
+def share(monkeypatch):
+    monkeypatch.setenv("SLIPSTREAM_RANKS_SHARE_GPU", "1")
+
+
+def run(llm):
+    outputs = llm.generate(PROMPTS, [PARAMS[i % 3] for i in range(len(PROMPTS))], use_tqdm=False)
+    again = llm.generate(PROMPTS[-2:], PARAMS[0], use_tqdm=False)  # cached prefixes
+    return [each.outputs[0].token_ids for each in (*outputs, *again)]
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("qwen3", {"enforce_eager": True, "depth": 0}),
+        ("qwen3", {"depth": 2}),
+        ("qwen3_moe", {"depth": 1}),
+        ("qwen3_next", {"depth": 1}),
+    ],
+    ids=str,
+)
+def test_two_ranks_give_the_tokens_of_one_until_one_is_killed(tmp_path, family, options):
+    folder = str(write_tiny(tmp_path, family, head_dim=64))
+    with LLM(folder, **OPTIONS | options) as llm:
+        wanted = run(llm)
+    with LLM(folder, **OPTIONS | options, tensor_parallel_size=2) as llm:
+        assert run(llm) == wanted
+        graphs = llm.core.executor.runner.graphs
+        assert not graphs.gave_up and (options.get("enforce_eager") or graphs.num_captured > 4)
+        llm.core.scheduler.check()
+        if family == "qwen3":
+            check_killed_rank(llm, is_busy=options["depth"] == 2)
+
+
+def check_killed_rank(llm, is_busy):
+    """The engine ends with an error that names the rank; NCCL would wait for it for ever."""
+    victim = llm.core.executor._ranks._processes[0]
+    if is_busy:
+        os.kill(victim.pid, signal.SIGSTOP)  # the collectives of the next step wait for it
+        threading.Timer(1.5, os.kill, (victim.pid, signal.SIGKILL)).start()
+    else:
+        os.kill(victim.pid, signal.SIGKILL)
+        while not llm.core.has_requests():  # an idle engine has a turn of its loop to report it
+            time.sleep(0.01)
+    with pytest.raises(EngineDead, match="rank 1 has ended: killed by SIGKILL"):
+        llm.generate(PROMPTS, PARAMS[0], use_tqdm=False)
+
+
+def test_experts_adapters_and_a_second_tier_of_two_ranks(tmp_path):
+    folder = str(write_tiny(tmp_path, "qwen3_moe", head_dim=64))
+    attention = [f"model.layers.1.self_attn.{part}_proj" for part in "qkvo"]
+    adapter = LoRARequest("a", 1, str(write_adapter(tmp_path / "adapter", tmp_path, attention, spread=0.5)))
+    options = OPTIONS | {"enable_lora": True, "max_lora_rank": 8, "num_pages": 16}
+    with LLM(folder, **options) as llm:
+        wanted = (
+            run(llm),
+            [each.outputs[0].token_ids for each in llm.generate(PROMPTS, PARAMS[0], lora_request=adapter)],
+        )
+    more = dict(tensor_parallel_size=2, enable_expert_parallel=True, kv_offloading_size=0.01)
+    with LLM(folder, **options, **more) as llm:
+        adapted = [each.outputs[0].token_ids for each in llm.generate(PROMPTS, PARAMS[0], lora_request=adapter)]
+        assert (run(llm), adapted) == wanted
+        assert run(llm) == wanted[0] and llm.core.scheduler.cache.tier.bytes_loaded

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from slipstream.ops import quantized
 from slipstream.ops.activation import gelu_tanh_and_mul, silu_and_mul
 from slipstream.ops.linear.dispatch import FUSED_ACTIVATIONS
 from slipstream.ops.norm import add_rms_norm
@@ -244,3 +245,15 @@ def test_normed_fp8_gemm_is_that_of_two_passes(rows: int, kernel_device: torch.d
     expected = quantized_linear(normed, weight, None, silu_and_mul, quantizes_inputs=True)
     assert torch.equal(total, expected_total)
     assert (found - expected).float().norm() < 5e-3 * expected.float().norm()
+
+
+@pytest.mark.cuda
+def test_large_weights_are_dequantised_in_parts(kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = make("int4", 128, False, 272, 1024, kernel_device)
+    x = torch.randn(600, 1024, device=kernel_device).bfloat16()
+    bias = torch.randn(272, device=kernel_device).bfloat16()
+    whole = [quantized_linear(x, weight, bias), quantized_linear(x, weight, bias, silu_and_mul)]
+    monkeypatch.setattr(quantized, "MAX_DEQUANTIZED", 100 * 1024)  # 100, 100 and 72 rows
+    parts = [quantized_linear(x, weight, bias), quantized_linear(x, weight, bias, silu_and_mul)]
+    for found, expected in zip(parts, whole, strict=True):
+        assert (found - expected).float().norm() < 1e-2 * expected.float().norm()

@@ -44,6 +44,9 @@ LOGITS_AT_ONCE = 5
 FEW_ADAPTED, ADAPTED_INPUTS = 512, 512
 """Tokens up to which products with adapters split their inputs, and inputs of one part."""
 
+MAX_DEQUANTIZED = 128 << 20
+"""Elements of a quantised weight that a GPU dequantises at a time."""
+
 WORKSPACE = 256 * 2**20  # bytes that libraries and the driver allocate for graphs
 
 
@@ -190,11 +193,13 @@ def adapted_bytes(config: EngineConfig, adapters: AdapterConfig) -> int:
 
 
 def dequantized_bytes(model: ModelConfig) -> int:
-    """Upper bound of one dequantised weight, which steps of many tokens on a GPU multiply with (`ops/quantized`)."""
+    """Upper bound of the part of a weight that steps of many tokens on a GPU dequantise at once (`ops/quantized`). The
+    projection to tokens may be quantised too."""
     quantization = model.quantization
     stays = model.dequantize is False if quantization is None else not quantization.quantizes_inputs
-    # no product has more outputs than a token has elements inside a sublayer
-    return model.info.hidden_size * model.sizes.widest * ITEMSIZE[model.dtype] if stays else 0
+    # no product of a layer has more outputs than a token has elements inside a sublayer
+    largest = model.info.hidden_size * max(model.sizes.widest, model.info.vocab_size)
+    return min(largest, MAX_DEQUANTIZED) * ITEMSIZE[model.dtype] if stays else 0
 
 
 def id_bytes(group_pages: Sequence[int], page_size: int) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+from slipstream.config.memory import MAX_DEQUANTIZED
 from slipstream.ops.hopper import has_hopper_kernels
 from slipstream.ops.linear import gated_linear
 from slipstream.ops.linear.capability import MULTIPROCESSORS
@@ -93,15 +94,30 @@ def quantized_linear(
         out = stream_gemm(x, weight, bias, FUSED_ACTIVATIONS.get(activation, ""))
         return out if activation in FUSED_ACTIVATIONS else _activate(out, activation)
     if len(x) >= MIN_DEQUANTIZED_ROWS:
-        from slipstream.ops.quantized.triton.dequantize import dequantize as dequantize_on_gpu
+        return _multiply_dequantized(x, weight, bias, activation)
+    is_fused = activation in FUSED_ACTIVATIONS and len(x) <= MAX_FUSED_ROWS
+    out = quantized_gemm(x, weight, bias, FUSED_ACTIVATIONS[activation] if is_fused else "")
+    return out if is_fused else _activate(out, activation)
 
+
+def _multiply_dequantized(
+    x: torch.Tensor, weight: QuantizedMatrix, bias: torch.Tensor | None, activation: Activation | None
+) -> torch.Tensor:
+    """The product with the weight in the dtype of x; of a large weight with some rows at a time."""
+    from slipstream.ops.quantized.triton.dequantize import dequantize as dequantize_on_gpu
+
+    num_out, size = len(weight.values), max(1, MAX_DEQUANTIZED // weight.num_columns)
+    if num_out <= size:
         dense = dequantize_on_gpu(weight, x.dtype)
         if activation in FUSED_ACTIVATIONS:
             return gated_linear(x, dense, bias, activation)
         return _activate(gated_linear(x, dense, bias, None), activation)
-    is_fused = activation in FUSED_ACTIVATIONS and len(x) <= MAX_FUSED_ROWS
-    out = quantized_gemm(x, weight, bias, FUSED_ACTIVATIONS[activation] if is_fused else "")
-    return out if is_fused else _activate(out, activation)
+    out = torch.empty(len(x), num_out, dtype=x.dtype, device=x.device)
+    for first in range(0, num_out, size):
+        rows = slice(first, first + size)
+        dense = dequantize_on_gpu(weight.rows(first, size), x.dtype)
+        out[:, rows] = gated_linear(x, dense, None if bias is None else bias[rows], None)
+    return _activate(out, activation)
 
 
 def quantized_linear_add(

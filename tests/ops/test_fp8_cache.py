@@ -117,3 +117,58 @@ def test_attention_reads_the_numbers_of_the_pages(window: int, soft_cap: float, 
         context = ForwardContext(batch, backend, backend.make_metadata(batch), [(keys, values)], (0,))
         outs.append(backend.forward(query, None, None, 0, dim**-0.5, context))
     torch.testing.assert_close(outs[0], outs[1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(("dim", "heads", "kv_heads", "page_size"), [(128, 4, 2, 16), (64, 8, 1, 32), (128, 8, 8, 128)])
+@pytest.mark.parametrize(("window", "sinks"), [(0, False), (100, True)])
+def test_single_tokens_on_hopper(dim: int, heads: int, kv_heads: int, page_size: int, window: int, sinks: bool) -> None:
+    """Rows of one token in bfloat16, of odd lengths and in few and many splits, against float32 over the same pages."""
+    from slipstream.ops.paged_attention.triton import decode
+
+    device = torch.device("cuda")
+    if not decode._uses_hopper(device, torch.float8_e4m3fn, heads // kv_heads, dim, page_size):
+        pytest.skip("made for another GPU")
+    for lengths in ([1, 63, 64, 65, 700, 2049], [5 + 13 * row for row in range(70)]):
+        torch.manual_seed(dim + len(lengths))
+        width = -(-max(lengths) // page_size)
+        pages = 1 + torch.randperm(width * len(lengths), device=device)
+        table = pages.view(len(lengths), width)
+        keys, values = (new_cache(len(pages) + 1, page_size, kv_heads, dim, device) for _ in range(2))
+        slots = []
+        for row, length in enumerate(lengths):
+            place = torch.arange(length, device=device)
+            slots.append(table[row][place // page_size] * page_size + place % page_size)
+        new = torch.randn(2, sum(lengths), kv_heads, dim, device=device) * torch.rand(sum(lengths), 1, 1, device=device)
+        write_cache(new[0], new[1], keys, values, torch.cat(slots))
+        batch = BatchView(
+            ids=torch.zeros(len(lengths), dtype=torch.int64, device=device),
+            positions=torch.tensor(lengths, device=device) - 1,
+            lengths=torch.tensor(lengths, device=device),
+            slots=(torch.stack([own[-1] for own in slots]),),
+            page_tables=(table,),
+            num_tokens=np.ones(len(lengths), np.int32),
+            max_lengths=np.array(lengths, np.int32),
+            num_single=len(lengths),
+            query_starts=torch.arange(len(lengths) + 1, dtype=torch.int32, device=device),
+        )
+        facts = dict(page_size=page_size, num_heads=heads, dtype="fp8", window=window, sinks=sinks)
+        group = one_group(kv_heads, dim, **facts)
+        query = torch.randn(len(lengths), heads, dim, device=device).bfloat16()
+        sink = torch.randn(heads, device=device).bfloat16() if sinks else None
+        found, expected = (
+            backend.forward(
+                query.to(dtype),
+                None,
+                None,
+                0,
+                dim**-0.5,
+                ForwardContext(batch, backend, backend.make_metadata(batch), [(keys, values)], (0,)),
+                None if sink is None else sink.to(dtype),
+            )
+            for dtype, backend in (
+                (torch.bfloat16, triton_attention.TritonAttention(group, torch.bfloat16)),
+                (torch.float32, SdpaAttention(group, torch.float32)),
+            )
+        )
+        torch.testing.assert_close(found.float(), expected, rtol=2e-2, atol=5e-3)

@@ -334,7 +334,7 @@ def hopper():
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    def build(module, name, block_keys, registers, **constants):
+    def build(module, name, block_keys, registers, is_fp8=False, **constants):
         kernel = getattr(importlib.import_module(ATTENTION + module), name)
         boxes = min(constants["PAGE"], block_keys), 64 // constants["GROUP"]
         copy, copy_queries = (
@@ -343,6 +343,13 @@ def hopper():
         )
         x = of(HALF, "out query") | of(copy, "keys values") | {"table": LONG, "scale": "fp32", "queries": copy_queries}
         x |= of(INT, "tile_records totals arrived singles shares") | of(FLOAT, "sums stats") | {"sinks": HALF}
+        if is_fp8:
+            box = [1, boxes[0], constants["DIM"]]
+            copy = f"tensordesc<fp8e4nv{box},{gl.NVMMASharedLayout(min(constants['DIM'], 128), 8, 3)!r}>"
+            copy_scales = f"tensordesc<fp32{[1, max(32, boxes[0])]},{gl.NVMMASharedLayout(0, 32, 2)!r}>"
+            x |= of(copy, "keys values") | of(copy_scales, "key_scales value_scales")
+        else:
+            constants |= {"key_scales": None, "value_scales": None}
         constants |= {"KV_HEADS": 2, "BLOCK_N": block_keys}
         signature = {arg: "constexpr" if arg in constants else x.get(arg, "i32") for arg in kernel.arg_names}
         attributes = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind[0] == "*"}
@@ -437,6 +444,9 @@ def hopper():
     build("triton.hopper_decode", "_split_kernel", 64, 128, GROUP=3, DIM=128, QUERIES=5, STAGES=3, **plain, **single)
     build("triton.hopper_decode", "_split_kernel", 128, 168, GROUP=8, DIM=64, QUERIES=1, STAGES=6, WINDOW=128, **single)
     build("triton.hopper_decode", "_split_kernel", 64, 168, GROUP=8, DIM=256, QUERIES=1, STAGES=3, **plain, **single)
+    fp8 = dict(is_fp8=True, GROUP=2, QUERIES=1, STAGES=4)
+    build("triton.hopper_decode", "_split_kernel", 64, 128, DIM=128, **fp8, **plain, **single)
+    build("triton.hopper_decode", "_split_kernel", 128, 168, DIM=64, **(fp8 | {"QUERIES": 5}), **plain, **single)
     tile = dict(TILE=128, STAGES=2)
     build("triton.hopper_varlen", "_tile_kernel", 128, 168, GROUP=8, DIM=64, PAGE=64, WINDOW=128, **tile)
     build("triton.hopper_varlen", "_tile_kernel", 64, 168, GROUP=8, DIM=256, PAGE=16, **tile, **plain)

@@ -1,8 +1,8 @@
 """KV cache pages in FP8: e4m3 numbers with a float32 scale for each slot and head, computed when a slot is written.
 
-A page is one run of bytes, the numbers of all its slots and then their scales. The cache tensor that layers see,
-[pages, page_size, kv heads, head dim], is a view of the numbers; `scales_of` finds the scales of such a view. So scales
-are copied, shared and freed with their pages.
+A page is one run of bytes, the numbers of all its slots and then their scales, those of a head side by side. The cache
+tensor that layers see, [pages, page_size, kv heads, head dim], is a view of the numbers; `scales_of` finds the scales
+of such a view. So scales are copied, shared and freed with their pages.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ def raw_pages(cache: torch.Tensor) -> torch.Tensor:
 def scales_of(cache: torch.Tensor) -> torch.Tensor:
     """The scales of a cache, [pages, page_size, heads] float32; a view."""
     num_pages, page_size, num_heads, dim = cache.shape
-    entry = num_heads * SCALE_BYTES
+    size = (num_pages, num_heads * page_size * SCALE_BYTES)
     first = cache.storage_offset() + page_size * num_heads * dim
-    raw = cache.view(torch.uint8).as_strided((num_pages, page_size, entry), (cache.stride(0), entry, 1), first)
-    return raw.view(torch.float32)
+    raw = cache.view(torch.uint8).as_strided(size, (cache.stride(0), 1), first)
+    return raw.view(torch.float32).unflatten(1, (num_heads, page_size)).transpose(1, 2)
 
 
 def write_fp8_cache(

@@ -196,7 +196,7 @@ def _turn_kernel(
                         at = ROTARY + number * BLOCK_HALF + dim
                         most = tl.maximum(most, _largest(_unrotated(source, factors, scale, at, mine & (at < DIM))))
                     size = tl.maximum(most / _MAX, 1e-12)
-                    where = _slot_offset(slots, token, there, scale_page, KV_HEADS, PAGE) + kv_head
+                    where = _slot_offset(slots, token, there, scale_page, 1, PAGE) + kv_head * PAGE
                     tl.store(key_scales + where, size, mask=there & (kv_head >= 0) & (head < ROTATED))
                     factor = (1 / size)[:, None]
                     tl.store(held_at + dim, _to_fp8(first, factor), mask=mask & key)
@@ -228,7 +228,7 @@ def _turn_kernel(
                 at = ROTARY + number * BLOCK_HALF + dim
                 most = tl.maximum(most, _largest(tl.load(given + at, mask=held & (at < DIM), other=0.0)))
             size = tl.maximum(most / _MAX, 1e-12)
-            where = _slot_offset(slots, token, there, scale_page, KV_HEADS, PAGE) + own
+            where = _slot_offset(slots, token, there, scale_page, 1, PAGE) + own * PAGE
             tl.store(value_scales + where, size, mask=there & (own < KV_HEADS))
             factor = (1 / size)[:, None]
             early, late = _to_fp8(early, factor), _to_fp8(late, factor)

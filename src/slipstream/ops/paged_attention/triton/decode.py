@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from slipstream.ops.cache_write.fp8 import FP8
 from slipstream.ops.paged_attention.tile_list import FEW_ROWS, TileList
 from slipstream.ops.paged_attention.triton.launch import (
     KernelShape,
@@ -29,6 +30,7 @@ from slipstream.ops.paged_attention.triton.online_softmax import LOG2E, attend_k
 from slipstream.ops.paged_attention.triton.split_schedule import read_single, splits_of_program
 from slipstream.ops.pdl import dependent, release_next, wait_for_previous
 
+HOPPER_FP8_HEADS = 16
 HOPPER_HEADS = 32  # rows of a tile, which are query heads per KV head times queries; more need too many registers
 
 
@@ -68,7 +70,8 @@ def attend_splits(
     check_layout(out, query, keys, values)
     group = num_heads // num_kv_heads
     is_plain = not soft_cap and dim == query.shape[2]
-    if shape is None and is_plain and _uses_hopper(out.device, keys.dtype, group, dim, page_size):
+    fits = keys.dtype is not FP8 or out.element_size() == 2
+    if shape is None and is_plain and fits and _uses_hopper(out.device, keys.dtype, group, dim, page_size):
         from slipstream.ops.paged_attention.triton import hopper_decode
 
         hopper_decode.attend_splits(
@@ -136,6 +139,8 @@ def queries_at_once(head_dim: int, group: int, wanted: int, *, is_latent: bool) 
 
 
 def _uses_hopper(device: torch.device, dtype: torch.dtype, group: int, dim: int, page_size: int) -> bool:
+    if dtype is FP8:
+        return group <= HOPPER_FP8_HEADS and dim in (64, 128) and hopper_serves(device, torch.bfloat16, dim, page_size)
     return group <= HOPPER_HEADS and hopper_serves(device, dtype, dim, page_size)
 
 
@@ -200,9 +205,9 @@ def _split_kernel(
     k_base = keys + kv_head * head_stride
     v_base = values + kv_head * head_stride
     if key_scales is not None:
-        scales = (key_scales + kv_head, value_scales + kv_head, scale_page, KV_HEADS)
+        scales = (key_scales + kv_head * PAGE, value_scales + kv_head * PAGE, scale_page)
     else:
-        scales = (None, None, 0, 0)
+        scales = (None, None, 0)
     for single in range(first, end):
         row, token, begin, size, num_splits, first_partial, length, queries, split, stop = read_single(
             singles, single, first, first_split, last, last_split

@@ -3,7 +3,7 @@
 Splits are those of `decode.py`. Memory is not idle between rows: while the sums of one row are stored and merged,
 the keys of the next are in flight. Keys are the left operand of the MMAs, since tensor cores take 64 rows at a time and
 a group has few query heads: padding would cost time and power. Keys that existed before the step are loaded while the
-previous kernels still compute the newest ones.
+previous kernels still compute the newest ones. Blocks of an FP8 cache are converted to 16 bits (`hopper_fp8.py`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from slipstream.ops.cache_write.fp8 import FP8
 from slipstream.ops.paged_attention.tile_list import SINGLE_RECORD, TileList
 from slipstream.ops.paged_attention.triton.hopper import (
     clear_past_end,
@@ -27,6 +28,16 @@ from slipstream.ops.paged_attention.triton.hopper import (
     find_starts,
     make_barriers,
 )
+from slipstream.ops.paged_attention.triton.hopper_fp8 import (
+    MAX_FLOAT16,
+    MIN_SCALES,
+    copy_fp8_block,
+    describe_numbers,
+    describe_scales,
+    load_scales,
+    widen_block,
+)
+from slipstream.ops.paged_attention.triton.hopper_join import join_splits
 from slipstream.ops.paged_attention.triton.launch import head_shape, launch_strides
 from slipstream.ops.paged_attention.triton.online_softmax import LOG2E
 from slipstream.ops.paged_attention.triton.split_schedule import read_single, splits_of_program
@@ -61,11 +72,15 @@ def attend_splits(
     dim = query.shape[2]
     is_alone = programs_per_sm(dim, tile_list.has_few_rows) == 1
     block = FEW_BLOCK_KEYS if is_alone and dim < WIDE_HEAD.value else BLOCK_KEYS.value
+    is_fp8 = keys.dtype is FP8
+    number = describe_numbers if is_fp8 else describe
     _split_kernel[((len(tile_list.shares) - 1) * keys.shape[2],)](
         out,
         query,
-        describe(keys, block),
-        describe(values, block),
+        number(keys, block),
+        number(values, block),
+        describe_scales(keys, block) if is_fp8 else None,
+        describe_scales(values, block) if is_fp8 else None,
         page_table,
         tile_list.singles,
         tile_list.shares,
@@ -77,7 +92,7 @@ def attend_splits(
         *launch_strides(out, query, page_table),
         QUERIES=tile_list.max_queries,
         BLOCK_N=block,
-        STAGES=3 if dim > 64 else 6,
+        STAGES=(3 if dim > 64 else 6) + is_fp8,
         WINDOW=window,
         num_warps=4,
         maxnreg=FEW_EVEN_REGISTERS if is_alone else EVEN_REGISTERS,
@@ -93,6 +108,8 @@ def _split_kernel(
     query,
     keys,
     values,
+    key_scales,  # descriptors; None unless keys and values are FP8
+    value_scales,
     table,
     singles,
     shares,
@@ -119,17 +136,29 @@ def _split_kernel(
     release_next(DEPENDENT)
     DTYPE: gl.constexpr = query.dtype.element_ty
     SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, DIM], DTYPE)
-    k = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_N, DIM], SHARED)
-    v = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_N, DIM], SHARED)
+    IS_FP8: gl.constexpr = key_scales is not None
+    STORED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, DIM], keys.dtype)
+    k = gl.allocate_shared_memory(keys.dtype, [STAGES, BLOCK_N, DIM], STORED)
+    v = gl.allocate_shared_memory(keys.dtype, [STAGES, BLOCK_N, DIM], STORED)
     # the right operands of the MMAs
     LANES: gl.constexpr = max(8, triton.next_power_of_2(GROUP * QUERIES))
-    queries = gl.allocate_shared_memory(DTYPE, [LANES, DIM], SHARED)
-    weights = gl.allocate_shared_memory(DTYPE, [LANES, BLOCK_N], SHARED)
-    blocks = (k, v, make_barriers(STAGES, 1), make_barriers(STAGES, 1))
+    queries = gl.allocate_shared_memory(gl.float16 if IS_FP8 else DTYPE, [LANES, DIM], SHARED)
+    weights = gl.allocate_shared_memory(gl.bfloat16 if IS_FP8 else DTYPE, [LANES, BLOCK_N], SHARED)
+    own = (queries, weights, queries, weights)
+    scales = k
+    if IS_FP8:
+        PARTS: gl.constexpr = 2 * BLOCK_N // (BLOCK_N if PAGE > BLOCK_N else PAGE)
+        WIDTH: gl.constexpr = max(MIN_SCALES, 2 * BLOCK_N // PARTS)
+        scales = gl.allocate_shared_memory(gl.float32, [STAGES * PARTS, 1, WIDTH], gl.NVMMASharedLayout(0, 32, 2))
+        # a block in 16 bits
+        wide_k = gl.allocate_shared_memory(gl.float16, [BLOCK_N, DIM], SHARED)
+        wide_v = gl.allocate_shared_memory(gl.bfloat16, [BLOCK_N, DIM], SHARED)
+        own = (queries, weights, wide_k, wide_v)
+    blocks = (k, v, make_barriers(STAGES, 1), make_barriers(STAGES, 1), scales)
     fence_async_shared()
     tensors = (out, query, singles, shares, arrived, sums, stats, sinks, scale)
     strides = (query_token, query_head, out_token, out_head)
-    sources = (keys, values, table, table_stride, singles, shares)
+    sources = (keys, values, key_scales, value_scales, table, table_stride, singles, shares)
     gl.warp_specialize(
         [
             (
@@ -138,12 +167,13 @@ def _split_kernel(
                     tensors,
                     strides,
                     blocks,
-                    (queries, weights),
+                    own,
                     KV_HEADS,
                     GROUP,
                     DIM,
                     QUERIES,
                     BLOCK_N,
+                    PAGE,
                     STAGES,
                     WINDOW,
                     DEPENDENT,
@@ -170,8 +200,8 @@ def _fetch(
     DEPENDENT: gl.constexpr,
 ):
     """The producer warp: loads keys and values of this program's share, in order."""
-    keys, values, table, table_stride, singles, shares = sources
-    k, v, there, used = blocks
+    keys, values, key_scales, value_scales, table, table_stride, singles, shares = sources
+    k, v, there, used, scales = blocks
     kv_head, first, first_split, last, last_split, end = splits_of_program(shares, KV_HEADS)
     done = 0
     for single in range(first, end):
@@ -189,9 +219,13 @@ def _fetch(
             stage = done % STAGES
             bar = there.index(stage)
             mbarrier.wait(used.index(stage), (done // STAGES & 1) ^ 1)
-            mbarrier.expect(bar, 2 * BLOCK_N * DIM * 2)
-            copy_parts(keys, starts, kv_head, bar, k.index(stage), DIM, BLOCK_N, PAGE)
-            copy_parts(values, starts, kv_head, bar, v.index(stage), DIM, BLOCK_N, PAGE)
+            if key_scales is not None:
+                to = (k.index(stage), v.index(stage), scales)
+                copy_fp8_block(sources, starts, kv_head, bar, to, stage, KV_HEADS, DIM, BLOCK_N, PAGE, STAGES)
+            else:
+                mbarrier.expect(bar, 2 * BLOCK_N * DIM * 2)
+                copy_parts(keys, starts, kv_head, bar, k.index(stage), DIM, BLOCK_N, PAGE)
+                copy_parts(values, starts, kv_head, bar, v.index(stage), DIM, BLOCK_N, PAGE)
             done += 1
 
 
@@ -216,6 +250,7 @@ def _compute(
     DIM: gl.constexpr,
     QUERIES: gl.constexpr,
     BLOCK_N: gl.constexpr,
+    PAGE: gl.constexpr,
     STAGES: gl.constexpr,
     WINDOW: gl.constexpr,
     DEPENDENT: gl.constexpr,
@@ -223,9 +258,13 @@ def _compute(
     """The consumer warps: the sums of this program's share, and the output of rows whose last split is in it."""
     out, query, singles, shares, arrived, sums, stats, sinks, scale = tensors
     query_token, query_head, out_token, out_head = strides
-    k, v, there, used = blocks
-    queries, weights = own
+    k, v, there, used, scales = blocks
+    queries, weights = own[0], own[1]
     DTYPE: gl.constexpr = query.dtype.element_ty
+    IS_FP8: gl.constexpr = k.dtype == gl.float8e4nv
+    if IS_FP8:
+        SCALES: gl.constexpr = [2 * STAGES, scales.shape[0] // (2 * STAGES), scales.shape[2]]
+        scales = scales._reinterpret(gl.float32, SCALES, gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     LANES: gl.constexpr = queries.shape[0]
     # [keys or dimensions, heads]: a head of one query is a column
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, LANES, 16])
@@ -255,7 +294,9 @@ def _compute(
         q_offset = q_token * query_token + q_head * query_head + q_dim
         q = gl.load(query + q_offset, mask=(q_lane < GROUP * count) & (q_dim < DIM), other=0.0)
         gl.thread_barrier()  # all warps have finished with the queries of the previous row
-        queries.store(q)
+        if IS_FP8:
+            q = gl.minimum(gl.maximum(q.to(gl.float32), -MAX_FLOAT16), MAX_FLOAT16)
+        queries.store(q.to(queries.dtype))
         fence_async_shared()
         gl.thread_barrier()
         for index in range(split, stop):
@@ -272,9 +313,22 @@ def _compute(
             for start in range(first_key, gl.minimum(begin_keys + size, length), BLOCK_N):
                 stage = done % STAGES
                 mbarrier.wait(there.index(stage), done // STAGES & 1)
+                left_k, left_v = k.index(stage), v.index(stage)
+                if IS_FP8:
+                    left_k, left_v = own[2], own[3]
+                    widen_block(k.index(stage), left_k, length - start, DIM, BLOCK_N)
+                    widen_block(v.index(stage), left_v, length - start, DIM, BLOCK_N)
+                    key_scale = load_scales(scales, 2 * stage, gl.SliceLayout(1, SUMS), BLOCK_N, PAGE)
+                    value_scale = load_scales(scales, 2 * stage + 1, gl.SliceLayout(1, SUMS), BLOCK_N, PAGE)
+                    value_scale = gl.where(start + key < length, value_scale, 0.0)
+                    fence_async_shared()
+                    gl.thread_barrier()
+                    mbarrier.arrive(used.index(stage), count=1)
                 nothing = gl.zeros([BLOCK_N, LANES], gl.float32, SUMS)
-                score = warpgroup_mma(k.index(stage), queries.permute((1, 0)), nothing, use_acc=False, is_async=True)
+                score = warpgroup_mma(left_k, queries.permute((1, 0)), nothing, use_acc=False, is_async=True)
                 score = warpgroup_mma_wait(0, deps=(score,))
+                if IS_FP8:
+                    score *= gl.expand_dims(key_scale, 1)
                 visible = gl.expand_dims(start + key, 1) < gl.expand_dims(seen, 0)
                 if WINDOW:
                     visible = visible & (gl.expand_dims(start + key, 1) >= gl.expand_dims(seen - WINDOW, 0))
@@ -289,14 +343,20 @@ def _compute(
                 totals = totals * fade + weight
                 top = higher
                 acc = acc * fade
-                weights.store(gl.permute(weight.to(DTYPE), (1, 0)))
+                if IS_FP8:
+                    weight *= gl.expand_dims(value_scale, 1)
+                weights.store(gl.permute(weight.to(weights.dtype), (1, 0)))
                 fence_async_shared()
-                if start + BLOCK_N > length:
-                    clear_past_end(v.index(stage), length - start, BY_ROW, BLOCK_N)
+                if not IS_FP8:  # noqa: SIM102 - a compile-time condition; the next is not
+                    if start + BLOCK_N > length:
+                        clear_past_end(left_v, length - start, BY_ROW, BLOCK_N)
                 gl.thread_barrier()
-                acc = warpgroup_mma(v.index(stage).permute((1, 0)), weights.permute((1, 0)), acc, is_async=True)
+                acc = warpgroup_mma(left_v.permute((1, 0)), weights.permute((1, 0)), acc, is_async=True)
                 acc = warpgroup_mma_wait(0, deps=(acc,))
-                mbarrier.arrive(used.index(stage), count=1)
+                if IS_FP8:
+                    gl.thread_barrier()  # the next block takes the place of this one
+                else:
+                    mbarrier.arrive(used.index(stage), count=1)
                 done += 1
 
             total = gl.sum(totals, 0)
@@ -319,7 +379,7 @@ def _compute(
             gl.thread_barrier()
             if before + stop - split == num_splits:
                 for each in range(count):
-                    _join(
+                    join_splits(
                         out + (token + each) * out_token,
                         sums,
                         stats,
@@ -332,54 +392,3 @@ def _compute(
                         DIM,
                     )
                 gl.store(counter, 0)
-
-
-@gluon.jit
-def _join(
-    out,
-    sums,
-    stats,
-    first,
-    num_splits,
-    kv_head,
-    out_head,
-    KV_HEADS: gl.constexpr,
-    GROUP: gl.constexpr,
-    DIM: gl.constexpr,
-):
-    """Merges all splits of a query and kv head into its output, a few at a time, in key order."""
-    LANES: gl.constexpr = triton.next_power_of_2(GROUP)
-    SPLITS: gl.constexpr = triton.next_power_of_2(triton.cdiv(32, LANES))
-    # warps are spread over the heads if there are enough, so that each warp sums all splits of its heads
-    WARPS: gl.constexpr = [1, 4, 1] if LANES >= 4 else [4, 1, 1]
-    PARTS: gl.constexpr = gl.BlockedLayout([1, 1, DIM // 32], [1, 1, 32], WARPS, [2, 1, 0])
-    EACH: gl.constexpr = gl.SliceLayout(2, PARTS)  # [SPLITS, LANES]
-    WHOLE: gl.constexpr = gl.SliceLayout(0, PARTS)  # [LANES, DIM]
-    split = gl.expand_dims(gl.arange(0, SPLITS, gl.SliceLayout(1, EACH)), 1)
-    lane = gl.expand_dims(gl.arange(0, LANES, gl.SliceLayout(0, EACH)), 0)
-    dim = gl.arange(0, DIM, gl.SliceLayout(0, WHOLE))
-    head = kv_head * GROUP + lane
-    top = gl.full([LANES], float("-inf"), gl.float32, gl.SliceLayout(0, EACH))
-    total = gl.zeros([LANES], gl.float32, gl.SliceLayout(0, EACH))
-    acc = gl.zeros([LANES, DIM], gl.float32, WHOLE)
-    for start in range(0, num_splits, SPLITS):
-        partial = (first + start + split) * (KV_HEADS * GROUP) + head
-        mask = (start + split < num_splits) & (lane < GROUP)
-        # bypass L1: other multiprocessors wrote these
-        tops = gl.load(stats + partial * 2, mask=mask, other=float("-inf"), cache_modifier=".cg")
-        totals = gl.load(stats + partial * 2 + 1, mask=mask, other=0.0, cache_modifier=".cg")
-        where = sums + gl.expand_dims(partial * DIM, 2) + gl.expand_dims(gl.expand_dims(dim, 0), 0)
-        part = gl.load(where, mask=gl.expand_dims(mask, 2), other=0.0, cache_modifier=".cg")
-        higher = gl.maximum(top, gl.max(tops, 0))
-        # lanes past the group have no maximum
-        base = gl.where(higher == float("-inf"), 0.0, higher)
-        fade = gl.exp2(top - base)
-        weight = gl.exp2(tops - gl.expand_dims(base, 0))
-        total = total * fade + gl.sum(totals * weight, 0)
-        fade = gl.convert_layout(fade, gl.SliceLayout(1, WHOLE))
-        acc = acc * gl.expand_dims(fade, 1) + gl.sum(part * gl.expand_dims(weight, 2), 0)
-        top = higher
-    total = gl.convert_layout(gl.where(total > 0, total, 1.0), gl.SliceLayout(1, WHOLE))
-    lane = gl.arange(0, LANES, gl.SliceLayout(1, WHOLE))
-    where = out + gl.expand_dims((kv_head * GROUP + lane) * out_head, 1) + gl.expand_dims(dim, 0)
-    gl.store(where, (acc / gl.expand_dims(total, 1)).to(out.dtype.element_ty), mask=gl.expand_dims(lane < GROUP, 1))

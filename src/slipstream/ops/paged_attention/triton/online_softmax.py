@@ -35,7 +35,7 @@ def attend_keys(
     acc, top, total = sums
     q, q_rest, position, scale, soft_cap = queries
     keys, values, table, page_stride, slot_stride = pages
-    key_scales, value_scales, scale_page, scale_slot = scales
+    key_scales, value_scales, scale_page = scales
     PRECISION: tl.constexpr = "ieee" if q.dtype == tl.float32 else "tf32"
     dim = tl.arange(0, BLOCK_D)
     lane = tl.arange(0, BLOCK_N)
@@ -50,7 +50,7 @@ def attend_keys(
         key = start + lane
         slot = page * page_stride + key % PAGE * slot_stride
         offset = slot[:, None] + dim[None, :]
-        scale_at = page * scale_page + key % PAGE * scale_slot
+        scale_at = page * scale_page + key % PAGE
         ahead = key + BLOCK_N
         page = tl.load(table + ahead // PAGE, mask=ahead < end, other=0)
         if MASKED:

@@ -183,9 +183,9 @@ def _tile_kernel(
             k_base = keys + kv_head * head_stride
             v_base = values + kv_head * head_stride
             if key_scales is not None:
-                scales = (key_scales + kv_head, value_scales + kv_head, scale_page, KV_HEADS)
+                scales = (key_scales + kv_head * PAGE, value_scales + kv_head * PAGE, scale_page)
             else:
-                scales = (None, None, 0, 0)
+                scales = (None, None, 0)
             pages = (k_base, v_base, table + row * table_stride, page_stride, slot_stride)
             if WINDOW:
                 masked = tl.maximum(before + first // GROUP - WINDOW + 1, 0) // BLOCK_N * BLOCK_N

@@ -1,0 +1,120 @@
+"""FP8 pages for decode attention on Hopper: TMA copies of numbers and scales, and conversion to 16 bits.
+
+MMAs of FP8 numbers need FP8 queries and weights, so the consumer warps convert a block in shared memory. Keys become
+float16, which holds every number of e4m3 and takes one instruction for two; queries are float16 too, clamped to
+65,504. Values become bfloat16: a weight times the scale of its value may be too small for float16.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from slipstream.ops.cache_write.fp8 import FP8, scales_of
+
+MAX_FLOAT16 = gl.constexpr(65504.0)
+MIN_SCALES = gl.constexpr(32)  # per copy: 128 bytes
+
+
+def describe_numbers(cache: torch.Tensor, block_keys: int) -> Any:
+    """TMA descriptor of keys or values, for copies of a page (or of a block of a larger page) of one head."""
+    num_pages, page_size, num_kv_heads, dim = cache.shape
+    assert cache.dtype is FP8 and cache.stride()[1:] == (num_kv_heads * dim, dim, 1), f"{cache.stride()}"
+    shape, strides = [num_pages, page_size, num_kv_heads * dim], [cache.stride(0), num_kv_heads * dim, 1]
+    box = [1, min(page_size, block_keys), dim]
+    return TensorDescriptor(cache, shape, strides, box, gl.NVMMASharedLayout(min(dim, 128), 8, 3))
+
+
+def describe_scales(cache: torch.Tensor, block_keys: int) -> Any:
+    """TMA descriptor of the scales of keys or values: a row for each page and head, and between pages rows that are
+    numbers. Copies go to multiples of 128 bytes; behind the scales of a small page TMA writes zeros."""
+    num_pages, page_size, num_kv_heads, dim = cache.shape
+    scales, rows_per_page = scales_of(cache), num_kv_heads * (dim // 4 + 1)
+    assert num_pages == 1 or scales.stride(0) == rows_per_page * page_size, f"{scales.stride()}"
+    rows = (num_pages - 1) * rows_per_page + num_kv_heads
+    box = [1, max(MIN_SCALES.value, min(page_size, block_keys))]
+    return TensorDescriptor(scales, [rows, page_size], [page_size, 1], box, gl.NVMMASharedLayout(0, 32, 2))
+
+
+@gluon.jit
+def copy_fp8_block(
+    sources,  # descriptors of keys and values, and of their scales
+    starts,
+    kv_head,
+    there,
+    to,
+    stage,
+    KV_HEADS: gl.constexpr,
+    DIM: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    PAGE: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Starts the copies of a block of keys and values from these slots; the barrier `there` counts their bytes."""
+    keys, values, key_scales, value_scales = sources[0], sources[1], sources[2], sources[3]
+    block_k, block_v, scales = to
+    PARTS: gl.constexpr = scales.shape[0] // STAGES
+    mbarrier.expect(there, 2 * BLOCK_N * DIM + PARTS * scales.shape[2] * 4)
+    _copy_numbers(keys, starts, kv_head, there, block_k, DIM, BLOCK_N, PAGE)
+    _copy_numbers(values, starts, kv_head, there, block_v, DIM, BLOCK_N, PAGE)
+    first = stage * PARTS
+    _copy_scales(key_scales, starts, kv_head, there, scales, first, KV_HEADS, DIM, BLOCK_N, PAGE)
+    _copy_scales(value_scales, starts, kv_head, there, scales, first + PARTS // 2, KV_HEADS, DIM, BLOCK_N, PAGE)
+
+
+@gluon.jit
+def _copy_numbers(source, starts, kv_head, there, block, DIM: gl.constexpr, BLOCK_N: gl.constexpr, PAGE: gl.constexpr):
+    """Starts the copies of one block of keys or values [BLOCK_N, DIM] from these slots."""
+    SIZE: gl.constexpr = BLOCK_N if PAGE > BLOCK_N else PAGE
+    for part in gl.static_range(BLOCK_N // SIZE):
+        where = [starts[part] // PAGE, starts[part] % PAGE, kv_head * DIM]
+        target = block.slice(part * SIZE, SIZE)._reinterpret(source.dtype, [1, SIZE, DIM], source.layout)
+        tma.async_copy_global_to_shared(source, where, there, target)
+
+
+@gluon.jit
+def _copy_scales(
+    source,
+    starts,
+    kv_head,
+    there,
+    scales,  # [parts, 1, MIN_SCALES or more]
+    first,
+    KV_HEADS: gl.constexpr,
+    DIM: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    PAGE: gl.constexpr,
+):
+    """Starts the copies of the scales of a block to the parts from `first` on."""
+    SIZE: gl.constexpr = BLOCK_N if PAGE > BLOCK_N else PAGE
+    for part in gl.static_range(BLOCK_N // SIZE):
+        row = starts[part] // PAGE * (KV_HEADS * (DIM // 4 + 1)) + kv_head
+        tma.async_copy_global_to_shared(source, [row, starts[part] % PAGE], there, scales.index(first + part))
+
+
+@gluon.jit
+def load_scales(scales, index, LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr, PAGE: gl.constexpr):
+    """The scales [BLOCK_N] of a block, of all parts [blocks, pages, MIN_SCALES or more]."""
+    SIZE: gl.constexpr = BLOCK_N if PAGE > BLOCK_N else PAGE
+    LANES: gl.constexpr = 32 if SIZE > 32 else SIZE
+    BY_PAGE: gl.constexpr = gl.BlockedLayout([1, 1], [32 // LANES, LANES], [4, 1], [1, 0])
+    found = scales.index(index).slice(0, SIZE, 1).load(BY_PAGE)
+    return gl.convert_layout(gl.reshape(found, [BLOCK_N]), LAYOUT)
+
+
+@gluon.jit
+def widen_block(block, target, num_valid, DIM: gl.constexpr, BLOCK_N: gl.constexpr):
+    """The numbers of `block` [BLOCK_N, DIM] in the dtype of `target`; zeros from `num_valid` on, since a page may hold
+    NaN of earlier rows."""
+    PIECE: gl.constexpr = 32  # rows at a time: registers
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 16], [512 // DIM, DIM // 16], [4, 1], [1, 0])
+    for first in gl.static_range(0, BLOCK_N, PIECE):
+        numbers = block.slice(first, PIECE).load(LAYOUT).to(target.dtype)
+        valid = first + gl.arange(0, PIECE, gl.SliceLayout(1, LAYOUT)) < num_valid
+        numbers = gl.where(gl.expand_dims(valid, 1), numbers, gl.zeros_like(numbers))
+        target.slice(first, PIECE).store(numbers)

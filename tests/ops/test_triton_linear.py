@@ -181,6 +181,17 @@ def test_odd_sizes_and_splits_on_hopper(rows, gate):
 
 
 @pytest.mark.cuda
+def test_float16_stays_float16_on_hopper():
+    half = {"device": "cuda", "dtype": torch.float16}
+    x, weight = torch.randn(16, 520, **half), torch.randn(200, 520, **half) * 0.1
+    if not supports_tma(x, weight):
+        pytest.skip("made for another GPU")
+    hopper = importlib.import_module("slipstream.ops.linear.triton.streaming_hopper")
+    found, expected = hopper.streaming_gemm(x, weight, None, ""), expect(x, weight, None, "")
+    assert found.dtype is torch.float16 and (found.double() - expected).norm() / expected.norm() < 5e-3
+
+
+@pytest.mark.cuda
 @pytest.mark.parametrize("rows", [3, 16, 33, 64, 80, 100, 256])
 @pytest.mark.parametrize("sizes", [(2048, 1024, 3072), (520, 200, 136), (1024, 1024, 12288)])
 def test_a_norm_between_two_products(rows, sizes):

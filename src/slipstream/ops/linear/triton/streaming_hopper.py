@@ -58,10 +58,11 @@ def streaming_gemm(
     tile: StreamTile | None = None,
     scales: Scales | None = None,  # if x and weight are FP8
 ) -> torch.Tensor:
-    """The GEMM of x, or of the norm of an `Unnormalized` x, in bfloat16."""
+    """The GEMM of x, or of the norm of an `Unnormalized` x, in its dtype; in bfloat16 if the weight is FP8."""
     rows = len(x) if isinstance(x, torch.Tensor) else len(x.total)
     num_out = len(weight) // 2 if gate else len(weight)
-    out = torch.empty((rows, num_out), dtype=torch.bfloat16, device=weight.device)
+    dtype = torch.bfloat16 if scales is not None else weight.dtype
+    out = torch.empty((rows, num_out), dtype=dtype, device=weight.device)
     tile = tile or stream_tile(rows, len(weight), weight.shape[1] * weight.element_size() // 2, gate)
     _launch(x, weight, bias, gate, out, tile, scales=scales)
     return out

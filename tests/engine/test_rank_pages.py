@@ -94,6 +94,9 @@ def engines(tmp_path, monkeypatch):
     client = PageClient([("127.0.0.1", server.port)], "same", consumer.memories[0], consumer.ranks)
     yield SimpleNamespace(producer=producer, consumer=consumer, client=client, tier=tier)
     client.close()
+    limit = time.monotonic() + 10
+    while tier.num_pinned and time.monotonic() < limit:  # the server's thread sees the end of the connection
+        time.sleep(0.01)
     server.close()
     assert tier.num_pinned == 0
     for shard in producer.shards:

@@ -10,15 +10,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from scripted_core import EVERY_TASK, ScriptedCore, facts
-from serve.asgi import Door, add_batch_store, check_error
+from serve.asgi import check_error
+from serve.fuzzed_door import fuzzed_door
 from serve.samples import SAMPLES
-from slipstream.serve.http.app import App
 from slipstream.serve.http.pooling.tei import EmbedRequest
-from slipstream.serve.http.settings import ServerSettings
-from slipstream.serve.http.state import State
 from slipstream.serve.http.table import all_routes
-from tiny_tokenizer import write_byte_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -29,19 +25,8 @@ def runner():
 
 @pytest.fixture(scope="module")
 def door(runner, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tokenizer")
-    write_byte_tokenizer(folder)
-
-    async def open_door():
-        engine, core = await ScriptedCore.open(facts(folder), facts(folder, "pool", pooling=EVERY_TASK))
-        return Door(App(State(ServerSettings(), engine), all_routes()), core)
-
-    door = runner.run(open_door())
-    add_batch_store(door, folder)
-    yield door
-    load = door.state.engine.load
-    assert (load.num_open, load.num_queued, load.queued_tokens) == (0, 0, 0)
-    runner.run(door.state.engine.close())
+    with fuzzed_door(runner, tmp_path_factory.mktemp("tokenizer")) as door:
+        yield door
 
 
 ROUTES = [route for route in all_routes() if route.body is not None and route.access != "admin"]

@@ -9,15 +9,12 @@ import json
 
 import pytest
 
-from scripted_core import EVERY_TASK, ScriptedCore, facts
-from serve.asgi import Door, add_batch_store, check_error
+from serve.asgi import check_error
+from serve.fuzzed_door import fuzzed_door
 from serve.samples import SAMPLES
-from slipstream.serve.http.app import App
 from slipstream.serve.http.settings import ServerSettings
-from slipstream.serve.http.state import State
 from slipstream.serve.http.table import all_routes
 from text.chat_templates import THINKING
-from tiny_tokenizer import write_byte_tokenizer
 
 SCHEMA = {
     "type": "object",
@@ -125,21 +122,10 @@ def runner():
 
 @pytest.fixture(scope="module")
 def door(runner, tmp_path_factory):
+    settings = ServerSettings(enable_auto_tool_choice=True, tool_call_parser="hermes")
     folder = tmp_path_factory.mktemp("tokenizer")
-    write_byte_tokenizer(folder)
-
-    async def open_door():
-        model = facts(folder, chat_template=THINKING, max_model_len=4096)
-        engine, core = await ScriptedCore.open(model, facts(folder, "pool", pooling=EVERY_TASK))
-        settings = ServerSettings(enable_auto_tool_choice=True, tool_call_parser="hermes")
-        return Door(App(State(settings, engine), all_routes()), core)
-
-    door = runner.run(open_door())
-    add_batch_store(door, folder)
-    yield door
-    load = door.state.engine.load
-    assert (load.num_open, load.num_queued, load.queued_tokens) == (0, 0, 0)
-    runner.run(door.state.engine.close())
+    with fuzzed_door(runner, folder, settings, chat_template=THINKING, max_model_len=4096) as door:
+        yield door
 
 
 def places(part, path=()):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from count_calls import count_calls
 from parsers.conversations import EXAMPLES, FUNCTIONS, OSLO, parse
 from slipstream.parsers.families import REASONING_FORMATS, TOOL_CALL_FORMATS
 from slipstream.parsers.output_parser import OutputParser
@@ -103,20 +103,11 @@ def test_the_cost_is_linear(family):
         text += "< a [" * 50 * times
         reasoning, tools = REASONING_FORMATS.get(family[0]), TOOL_CALL_FORMATS.get(family[1])
         parser = OutputParser(reasoning, tools, functions=FUNCTIONS)
-        count = 0
-
-        def called(*_):
-            nonlocal count
-            count += 1
-
-        sys.setprofile(called)
-        try:
+        with count_calls() as calls:
             for place in range(0, len(text), size):
                 parser.feed(text[place : place + size])
             parser.finish()
-        finally:
-            sys.setprofile(None)
-        return count
+        return calls.number
 
     for size in (2, 1000):
         assert cost(6, size) < 2.3 * cost(3, size) + 500

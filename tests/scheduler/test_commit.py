@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import gc
-import sys
 from typing import Any
 
 import numpy as np
 import pytest
 
+from count_calls import count_calls
 from scripted import Bench, alone, make_config
 from slipstream.config.config import SchedulerConfig
 from slipstream.params import SamplingParams
@@ -190,24 +189,15 @@ def count_operations(num_output: int) -> int:
         scheduler.commit(result)
         scheduler.plan()
     tape.touched = 0
-    calls = 0
-
-    def count(frame: Any, event: str, arg: Any) -> None:
-        nonlocal calls
-        calls += event in ("call", "c_call")
-
-    gc.disable()  # a collection would count the finalizers of other tests' garbage
-    try:
-        for _ in range(64):
-            sys.setprofile(count)
+    num_calls = 0
+    for _ in range(64):
+        with count_calls() as calls:
             scheduler.commit(result)
-            sys.setprofile(None)
-            scheduler.plan()
-    finally:
-        gc.enable()
+        num_calls += calls.number
+        scheduler.plan()
     assert request.num_output == num_output + 128
-    assert calls > 64
-    return calls + int(tape.touched)
+    assert num_calls > 64
+    return num_calls + int(tape.touched)
 
 
 def test_committing_costs_the_same_after_sixty_thousand_tokens():

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from count_calls import count_calls
 from letter_tokenizer import TOKENIZER, make_constraints
 from scripted import VOCAB, choose, draw
 from scripted_engine import scripted_core, submit, tokens_alone
@@ -448,19 +448,12 @@ def operations(num_output, rows=128):
     for _ in range(6):
         core.step()
     assert all(request.status is Status.RUNNING for request in requests)
-    calls = 0
-
-    def count(frame, event, value):
-        nonlocal calls
-        calls += event in ("call", "c_call")
-
     Counted.num_read = 0
-    sys.setprofile(count)
-    core.step()
-    sys.setprofile(None)
+    with count_calls() as calls:
+        core.step()
     assert len(core.executor.late.edits) == rows
     core.close()
-    return calls, Counted.num_read
+    return calls.number, Counted.num_read
 
 
 def test_a_step_costs_the_same_after_any_number_of_tokens(monkeypatch):

@@ -25,16 +25,16 @@ def find_unknown_in(*roots: Path) -> list[str]:
 
 
 def find_unknown(source: str, path: str = "<snippet>") -> list[str]:
-    tree = ast.parse(source)
-    modules = dict(_bindings(tree))
-    for name in _bound_otherwise(tree):  # a name that is also a variable may mean something else where it is used
+    nodes = list(ast.walk(ast.parse(source)))  # once: the walk takes most of the time
+    modules = dict(_bindings(nodes))
+    for name in _bound_otherwise(nodes):  # a name that is also a variable may mean something else where it is used
         modules.pop(name, None)
-    return [f"{path}:{line}: there is no {name}" for line, name in _uses(tree, modules) if not _exists(name)]
+    return [f"{path}:{line}: there is no {name}" for line, name in _uses(nodes, modules) if not _exists(name)]
 
 
-def _bindings(tree: ast.AST) -> Iterator[tuple[str, str]]:
+def _bindings(nodes: list[ast.AST]) -> Iterator[tuple[str, str]]:
     """Local names of slipstream modules."""
-    for node in ast.walk(tree):
+    for node in nodes:
         match node:
             case ast.Import(names=names):
                 yield from ((each.asname, each.name) for each in names if each.asname and _is_module(each.name))
@@ -46,8 +46,8 @@ def _bindings(tree: ast.AST) -> Iterator[tuple[str, str]]:
                     yield local, name
 
 
-def _bound_otherwise(tree: ast.AST) -> Iterator[str]:
-    for node in ast.walk(tree):
+def _bound_otherwise(nodes: list[ast.AST]) -> Iterator[str]:
+    for node in nodes:
         match node:
             case ast.arg(arg=name):
                 yield name
@@ -57,9 +57,9 @@ def _bound_otherwise(tree: ast.AST) -> Iterator[str]:
                 yield from (each.id for each in ast.walk(target) if isinstance(each, ast.Name))
 
 
-def _uses(tree: ast.AST, modules: dict[str, str]) -> Iterator[tuple[int, str]]:
+def _uses(nodes: list[ast.AST], modules: dict[str, str]) -> Iterator[tuple[int, str]]:
     """Lines and full names: attributes of modules, imports, and strings that monkeypatch or importlib looks up."""
-    for node in ast.walk(tree):
+    for node in nodes:
         match node:
             case ast.Attribute(attr=attr, lineno=line) if module := _module_of(node.value, modules):
                 yield line, f"{module}.{attr}"

@@ -36,7 +36,10 @@ def test_nothing_is_left_when_the_router_is_killed_under_load(tmp_path, monkeypa
         listener.bind(("127.0.0.1", server.port))
         listener.listen()
     assert not list((tmp_path / "temporary").iterdir())
-    assert set(Path("/dev/shm").glob("*slipstream*")) <= memory
+    deadline = time.monotonic() + 60
+    while more := set(Path("/dev/shm").glob("*slipstream*")) - memory:  # those of tests that run beside this one go
+        assert time.monotonic() < deadline, f"{more} are left"
+        time.sleep(0.05)
 
 
 def descendants(pid: int) -> list[int]:

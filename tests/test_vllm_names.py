@@ -80,14 +80,16 @@ TRANSLATIONS = {
     "pooler_config": "`pooling_type`, `use_activation` and `task`; the other fields are in `PoolingParams`",
     "spec_method": "`speculative_config`",
     "spec_tokens": "`speculative_config`",
-    "hf_overrides": "the same, as an object; a function is refused",
+    "hf_overrides": "the same, as an object; a function is refused; `head_dtype` must be that of the head: the model's "
+    "for tokens, float32 behind a pooling; `classifier_from_token` is for Qwen3-Reranker",
     "max_logprobs": "the same; without it there is no limit",
     "kv_cache_dtype": "auto, fp8 or fp8_e4m3",
     "quantization": "fp8 for an unquantised checkpoint; else only the checkpoint's own method",
     "disable_log_stats": "False: for `LLM.get_metrics`; an `AsyncLLM` always has statistics",
     "profiler_config": "for `LLM.start_profile`: `profiler` torch, `torch_profiler_dir` and three switches",
-    "structured_outputs_config": "the same; llguidance compiles grammars for any `backend`",
-    "load_format": "auto, hf (the same), safetensors, gguf or dummy",
+    "structured_outputs_config": "the same; llguidance compiles grammars for any `backend`, with the whitespace of "
+    "outlines for outlines",
+    "load_format": "auto, hf and mistral (the same), safetensors, gguf or dummy",
     "logprobs_mode": "the same; the processed modes sample without CUDA graphs in steps that report edited logits",
     "max_model_len": "the same; auto or -1: what fits the memory",
 }

@@ -294,6 +294,16 @@ def test_qwen3_reranker_by_name_task_or_module(tmp_path: Path) -> None:
     assert named.pair_template is not None and "{document}" in named.pair_template
     assert read(tmp_path / "plain", QWEN3).yes_no is None
     assert read(tmp_path / "plain", QWEN3, {"task": "score"}).yes_no == (7, 3)
+    overrides = {"architectures": ["Qwen3ForSequenceClassification"], "classifier_from_token": ["no", "yes"]}
+    as_in_vllm = read(tmp_path / "plain", QWEN3 | overrides | {"is_original_qwen3_reranker": True})
+    assert as_in_vllm.yes_no == (7, 3) and as_in_vllm.tasks == ("classify",)
+    swapped = {"classifier_from_token": ["yes", "no"], "method": "from_2_way_softmax"}
+    assert read(tmp_path / "plain", QWEN3 | overrides | swapped).yes_no == (3, 7)
+    for wrong in ({"method": "no_post_processing"}, {"architectures": ["Qwen2ForSequenceClassification"]}):
+        with pytest.raises(UnsupportedModel, match="classifier_from_token"):
+            read(tmp_path / "plain", QWEN3 | overrides | swapped | wrong)
+    with pytest.raises(InvalidOption, match="classifier_from_token.*maybe"):
+        read(tmp_path / "plain", QWEN3 | overrides | swapped | {"classifier_from_token": ["no", "maybe"]})
     listed = {
         "modules": modules("Transformer", "LogitScore"),
         "1_LogitScore__config": {"true_token_id": 9, "false_token_id": 4},

@@ -13,7 +13,7 @@ from slipstream import PoolerConfig, SamplingParams
 from slipstream.config.generation import read_generation_defaults
 from slipstream.config.options import make_options
 from slipstream.engine.build import foresee
-from slipstream.errors import InvalidOption, InvalidParams
+from slipstream.errors import InvalidOption, InvalidParams, ModelNotFound
 from slipstream.frontend.front_end_args import FrontEndArgs
 from slipstream.frontend.inputs import InputProcessor
 from tiny import write_tiny
@@ -42,6 +42,7 @@ from tiny import write_tiny
         ({"seed": None}, "seed", 0),
         ({"tokenizer": Path("a/b")}, "tokenizer", "a/b"),
         ({"trust_remote_code": True, "swap_space": 4, "disable_custom_all_reduce": True}, "model", None),
+        ({"config_format": "mistral", "tokenizer_mode": "mistral", "load_format": "mistral"}, "load_format", "auto"),
     ],
 )  # fmt: skip
 def test_an_argument_sets_the_option_with_its_meaning(given, option, value):
@@ -80,6 +81,32 @@ def test_hf_overrides_replace_fields_of_the_config(tmp_path):
     assert foresee(make_options(**small, hf_overrides=text))[0].scheduler.max_model_len == 32
     with pytest.raises(InvalidOption, match="hf_overrides"):
         foresee(make_options(**small, hf_overrides="[1]"))
+
+
+def test_a_head_dtype_is_the_one_that_heads_have_or_is_refused(tmp_path):
+    scores = str(write_tiny(tmp_path / "scores", "qwen3", architectures=["Qwen3ForSequenceClassification"]))
+    texts = str(write_tiny(tmp_path / "texts", "llama"))
+    small = dict(load_format="dummy", max_num_seqs=2, device="cpu")
+
+    def given(model, dtype, head):
+        foresee(make_options(model=model, dtype=dtype, hf_overrides={"head_dtype": head}, **small))
+
+    for head in ("float32", torch.float32):
+        given(scores, "bfloat16", head)
+    given(scores, "float32", "model")
+    given(texts, "bfloat16", "model")
+    with pytest.raises(InvalidOption, match="head_dtype.*float32"):
+        given(scores, "bfloat16", "model")
+    with pytest.raises(InvalidOption, match="head_dtype.*bfloat16"):
+        given(texts, "bfloat16", "float32")
+    with pytest.raises(InvalidOption, match="head_dtype"):
+        given(texts, "float32", "float31")
+
+
+def test_a_folder_in_the_layout_of_mistral_alone_is_refused_by_name(tmp_path):
+    (tmp_path / "params.json").write_text("{}")
+    with pytest.raises(ModelNotFound, match=r"params\.json.*Hugging Face layout"):
+        foresee(make_options(model=str(tmp_path), config_format="mistral"))
 
 
 def test_sampling_defaults_come_from_the_source_that_is_named(tmp_path):

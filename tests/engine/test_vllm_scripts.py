@@ -27,6 +27,7 @@ from slipstream import (
     TokensPrompt,
 )
 from slipstream.errors import EngineClosed, EngineDead, InvalidOption, InvalidParams, InvalidPrompt
+from slipstream.frontend.structured_config import StructuredOutputsConfig
 from slipstream.frontend.vllm_methods import NOT_SUPPORTED
 from slipstream.metrics.reader import Counter, Gauge, Histogram, Vector
 from tiny import write_tiny
@@ -358,15 +359,20 @@ def test_the_asynchronous_engine(folder, llm, monkeypatch):
     asyncio.run(asyncio.wait_for(scenario(), 60))
 
 
-def test_defaults_of_structured_output(folder):
-    config = {"backend": "xgrammar", "disable_any_whitespace": True}
+@pytest.mark.parametrize("kind", [dict, StructuredOutputsConfig])
+def test_defaults_of_structured_output(folder, kind):
+    config = kind(backend="xgrammar", disable_any_whitespace=True)
     with LLM(str(folder), structured_outputs_config=config, **SMALL) as llm:
         wanted = StructuredOutputsParams(json={"type": "array", "items": {"type": "integer"}, "minItems": 4})
         bias = {ord(" "): 100.0, ord(","): 90.0, ord("]"): 80.0}
         params = SamplingParams(temperature=0, max_tokens=60, structured_outputs=wanted, logit_bias=bias)
         assert " " not in llm.generate("x", params, use_tqdm=False)[0].outputs[0].text
+    with LLM(str(folder), structured_outputs_config=kind(backend="outlines"), **SMALL) as llm:
+        params.logit_bias = {ord("\n"): 100.0} | bias
+        text = llm.generate("x", params, use_tqdm=False)[0].outputs[0].text
+        assert "\n" not in text and " " in text and "  " not in text  # at most one space, as of outlines
     with pytest.raises(InvalidOption, match="structured_outputs_config.*enable_in_reasoning"):
-        LLM(str(folder), structured_outputs_config={"enable_in_reasoning": True}, **SMALL)
+        LLM(str(folder), structured_outputs_config=kind(enable_in_reasoning=True), **SMALL)
 
 
 def test_engine_args_as_flags_of_a_script(folder):
@@ -383,3 +389,8 @@ def test_engine_args_as_flags_of_a_script(folder):
     del given.max_tokens
     with LLM(**vars(given)) as llm:
         assert llm.llm_engine.model_config.max_model_len == 64
+    short = EngineArgs.from_cli_args(
+        parser.parse_args(["-tp", "2", "-dp", "1", "-pp", "1", "-q", "fp8", "-ep", "-dpn", "0"])
+    )
+    sizes = dict(tensor_parallel_size=2, data_parallel_size=1, pipeline_parallel_size=1, data_parallel_rank=0)
+    assert short.given() == sizes | dict(model=folder, quantization="fp8", enable_expert_parallel=True)

@@ -50,6 +50,12 @@ def decoder(family: str = "llama", *, bos: bool = False, eos: bool = False, **ov
     return write
 
 
+def reranker(folder: Path, trained: str) -> None:
+    """A causal LM that answers yes or no."""
+    decoder("qwen3")(folder, trained)
+    tokenizers.write_text(folder, trained, words=("yes", "no"))
+
+
 def opt(folder: Path, trained: str) -> None:
     """Tests expect that greedy texts do not end: the end-of-text token has logit 0."""
     _library(folder, "OPT", "ForCausalLM", ffn_dim=96, num_hidden_layers=2, max_position_embeddings=2048,
@@ -137,6 +143,31 @@ def colbert(folder: Path, trained: str) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | {"architectures": ["HF_ColBERT"]}))
 
 
+def closing(family: str, favourite: str | None = None) -> Recipe:
+    """A decoder that soon ends what a grammar leaves open: tokens that end strings, objects, lists and texts are
+    likely, and `favourite` most of all. For tests that need a whole text of a grammar, whatever it says."""
+
+    def write(folder: Path, trained: str) -> None:
+        decoder(family, tie_word_embeddings=False)(folder, trained)
+        vocab = json.loads(trained)["model"]["vocab"]
+        weights = load_file(folder / "model.safetensors")
+        for name, weight in weights.items():  # the first value of the hidden state is the same in every layer
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                weight[0] = 0
+        weights["model.embed_tokens.weight"][:, 0] = 400.0
+        weights["model.norm.weight"][0] = 1.0
+        likely = {IM_END: 1.0, vocab["1"]: 0.5, vocab['"']: 1.4}
+        likely |= {index: 1.2 for text, index in vocab.items() if set(text) <= set("}]")}
+        likely |= {index: 0.8 for text, index in vocab.items() if set(text) <= set(",@.")}
+        if favourite is not None:
+            likely[tokenizers.SIZE + tokenizers.SPECIAL.index(favourite)] = 2.0
+        weights["lm_head.weight"][:, 0] = 0.0
+        weights["lm_head.weight"][list(likely), 0] = torch.tensor(list(likely.values()))
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+    return write
+
+
 def real_text(folder: Path, trained: str) -> None:
     """SmolLM2-135M-Instruct, from its GGUF file."""
     from slipstream.config.locate import locate
@@ -183,15 +214,15 @@ MODELS: dict[str, Recipe] = {
     "BAAI/bge-multilingual-gemma2": embedder("gemma2"),
     "BAAI/bge-reranker-v2-m3": encoder("xlm-roberta", "ForSequenceClassification", num_labels=1),
     "JackFram/llama-160m": decoder("llama", bos=True, max_position_embeddings=2048),
-    "Qwen/Qwen2.5-1.5B-Instruct": real_text,
+    "Qwen/Qwen2.5-1.5B-Instruct": closing("qwen2"),
     "Qwen/Qwen2.5-3B-Instruct": real_text,
     "Qwen/Qwen2.5-7B-Instruct-1M": decoder("qwen2", max_position_embeddings=32768),
     "Qwen/Qwen3-0.6B": decoder("qwen3", max_position_embeddings=40960),
-    "Qwen/Qwen3-1.7B": decoder("qwen3", max_position_embeddings=40960),
+    "Qwen/Qwen3-1.7B": closing("qwen3", "</think>"),
     "Qwen/Qwen3-4B": decoder("qwen3"),
     "Qwen/Qwen3-8B": decoder("qwen3"),
     "Qwen/Qwen3-Embedding-0.6B": embedder("qwen3"),
-    "Qwen/Qwen3-Reranker-0.6B": decoder("qwen3"),
+    "Qwen/Qwen3-Reranker-0.6B": reranker,
     "Rami/multi-label-class-classification-on-github-issues": encoder(
         "roberta", "ForSequenceClassification", num_labels=4, problem_type="multi_label_classification"
     ),
@@ -222,7 +253,7 @@ MODELS: dict[str, Recipe] = {
     "meta-llama/Llama-3.2-1B-Instruct": decoder("llama", bos=True, seed=1, num_hidden_layers=3),
     "meta-llama/Llama-3.2-3B-Instruct": LLAMA,
     "meta-llama/Meta-Llama-3.1-8B-Instruct": real_text,
-    "mistralai/Ministral-8B-Instruct-2410": real_text,
+    "mistralai/Ministral-8B-Instruct-2410": closing("mistral"),
     "mistralai/Mistral-7B-Instruct-v0.1": decoder("mistral", bos=True),
     "mistralai/Mistral-7B-Instruct-v0.3": decoder("mistral", bos=True),
     "nie3e/sentiment-polish-gpt2-small": scorer("GPT2", 3),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +40,12 @@ def train(text: str) -> Tokenizer:
     return tokenizer
 
 
-def write_text(folder: Path, trained: str, *, bos: bool = False, eos: bool = False, **settings: Any) -> None:
-    """`trained`: of `train`, as JSON. `bos`, `eos`: whether every text gets them."""
+def write_text(
+    folder: Path, trained: str, *, bos: bool = False, eos: bool = False, words: Sequence[str] = (), **settings: Any
+) -> None:
+    """`trained`: of `train`, as JSON. `bos`, `eos`: whether every text gets them. `words`: further tokens."""
     tokenizer = Tokenizer.from_str(trained)
+    tokenizer.add_tokens(list(words))
     if bos or eos:
         single = ("<s> " if bos else "") + "$A" + (" </s>" if eos else "")
         tokenizer.post_processor = processors.TemplateProcessing(
@@ -107,7 +111,9 @@ def write_merged(folder: Path, words: dict[str, int], trained: str, **settings: 
             vocab[left + right] = free
             free += 1
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    # digit by digit, as the library's tokenizer of Qwen2
+    parts = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(parts)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken("<|endoftext|>", special=True, normalized=False)])
     assert tokenizer.token_to_id("<|endoftext|>") == MERGED_PAD and free < 9000

@@ -83,11 +83,16 @@ def continues_text(architecture: str) -> bool:
     return architecture.endswith(("ForCausalLM", "ForConditionalGeneration", "LMHeadModel"))
 
 
+_CLASSIFIER = "ForSequenceClassification"
+
+
 def find_architecture(config: dict[str, Any]) -> str:
     """Raises BadCheckpoint if config.json names neither, UnsupportedModel for a model_type that is not supported."""
     named = config.get("architectures")
     if isinstance(named, list) and named and isinstance(named[0], str):
-        return named[0]
+        # a classifier that is made of rows of the LM head: the checkpoint is that of a causal LM
+        by_tokens = bool(config.get("classifier_from_token")) and named[0].endswith(_CLASSIFIER)
+        return named[0].removesuffix(_CLASSIFIER) + "ForCausalLM" if by_tokens else named[0]
     if named:
         raise BadCheckpoint(
             f'config.json: architectures is {named!r}, not a list of names; for example ["LlamaForCausalLM"]'

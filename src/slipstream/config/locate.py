@@ -111,7 +111,10 @@ def _in_folder(folder: Path, name: str) -> LocatedModel:
             f"{folder} has its model in {inside[0].parent.name}, as sentence-transformers did before 2.0; load and "
             "save it with a newer version, which puts it beside modules.json"
         )
-    raise ModelNotFound(f"{folder} holds neither config.json nor a .gguf file; give a folder in Hugging Face layout")
+    layout = " (its params.json is of Mistral's own layout)" if (folder / "params.json").is_file() else ""
+    raise ModelNotFound(
+        f"{folder} holds neither config.json nor a .gguf file{layout}; give a folder in Hugging Face layout"
+    )
 
 
 @lru_cache(maxsize=16)  # called before torch is imported, to check that the model exists, and again to open it

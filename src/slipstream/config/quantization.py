@@ -62,7 +62,7 @@ def choose_quantization(option: str | None, stored: Quantization | None, is_gguf
         return stored
     if wanted != "fp8":
         raise InvalidOption(
-            f"quantization is {option!r}, and the checkpoint is not quantised; only fp8 quantises at load; for "
+            f"quantization is {option!r}, and the checkpoint is not quantised; only fp8 quantises at load; "
             "for other methods give a checkpoint that is quantised by them, or a .gguf file"
         )
     return ONLINE_FP8

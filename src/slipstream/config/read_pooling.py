@@ -307,20 +307,31 @@ def _has_weight(path: Path, name: str) -> bool:
 
 
 def _yes_no(options: Options, info: ModelInfo, path: Path) -> tuple[int, int] | None:
-    """Qwen3-Reranker is published as a plain Qwen3ForCausalLM; its name or the task identifies it."""
+    """Qwen3-Reranker is published as a plain Qwen3ForCausalLM; its name, the task or vLLM's fields identify it."""
+    words = info.extra.get("classifier_from_token")
+    is_known = info.architecture == "Qwen3ForCausalLM" and info.extra.get("method") in (None, "from_2_way_softmax")
+    if words and not (is_known and isinstance(words, list) and len(words) == 2):
+        raise UnsupportedModel(
+            f"classifier_from_token {words!r:.100} of {info.architecture}: it is for Qwen3-Reranker, with two tokens "
+            "and the method from_2_way_softmax; give a checkpoint that was converted to a classifier"
+        )
     if info.architecture != "Qwen3ForCausalLM" or not path.is_dir():
         return None
     named = (
         "reranker" in path.resolve().as_posix().lower().rsplit("/", 1)[-1]
         or "reranker" in (options.model or "").lower()
     )
-    is_one = named or info.extra.get("is_original_qwen3_reranker")
+    is_one = named or words or info.extra.get("is_original_qwen3_reranker")
     if is_one and not info.has_lm_head:
         raise BadCheckpoint(f"{path} is a Qwen3-Reranker, and its weights have no lm_head.weight; download them again")
     asked = options.task in _CLASSIFY_TASKS and info.has_lm_head
     if not (is_one or asked):
         return None
     vocabulary = read_vocabulary(path)
+    if words:
+        if missing := [word for word in words if word not in vocabulary]:
+            raise InvalidOption(f"classifier_from_token: {missing[0]!r} is no token of {path}; give tokens that are")
+        return vocabulary[words[1]], vocabulary[words[0]]
     if "yes" not in vocabulary or "no" not in vocabulary:
         raise BadCheckpoint(f"{path} has no tokens for yes and no, so it is no Qwen3-Reranker; leave out the task")
     return vocabulary["yes"], vocabulary["no"]

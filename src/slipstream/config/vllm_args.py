@@ -96,7 +96,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "calculate_kv_scales": ((False,), "scales of an FP8 cache are computed when a position is written"),
     "override_attention_dtype": ((), "attention has the model's dtype"),
     "tokenizer_mode": (("auto", "hf", "mistral"), "the tokenizer is that of tokenizer.json or of the GGUF file"),
-    "config_format": (("auto", "hf"), "give a folder in Hugging Face layout or a .gguf file"),
+    "config_format": (("auto", "hf", "mistral"), "a folder is read in Hugging Face layout, also one of Mistral's"),
     "hf_config_path": ((), "the model's folder has its config.json; use hf_overrides for changes"),
     "model_weights": (("",), "give the folder of the weights as model"),
     "model_loader_extra_config": (({},), "weights are read as they are"),
@@ -181,9 +181,20 @@ def _renamed(ours: str) -> Callable[[Any], dict[str, Any]]:
 
 
 def _dtype(value: Any) -> dict[str, Any]:
-    if type(value).__module__ == "torch" and type(value).__name__ == "dtype":
-        value = str(value).removeprefix("torch.")
+    value = _dtype_name(value)
     return {"dtype": _DTYPES.get(value, value) if isinstance(value, str) else value}
+
+
+def _dtype_name(value: Any) -> Any:
+    """A torch dtype as text; other values as they are."""
+    is_dtype = type(value).__module__ == "torch" and type(value).__name__ == "dtype"
+    return str(value).removeprefix("torch.") if is_dtype else value
+
+
+def _hf_overrides(value: Any) -> dict[str, Any]:
+    if isinstance(value, Mapping):
+        value = {name: _dtype_name(one) for name, one in value.items()}
+    return {"hf_overrides": value}
 
 
 def _runner(value: Any) -> dict[str, Any]:
@@ -225,7 +236,8 @@ def _pooler_config(value: Any) -> dict[str, Any]:
 
 
 TRANSLATED: dict[str, Callable[[Any], dict[str, Any]]] = {
-    "load_format": lambda value: {"load_format": "auto" if value == "hf" else value},
+    "load_format": lambda value: {"load_format": "auto" if value in ("hf", "mistral") else value},
+    "hf_overrides": _hf_overrides,
     "dtype": _dtype,
     "block_size": _renamed("page_size"),
     "kv_cache_memory_bytes": _renamed("kv_cache_memory"),

@@ -9,6 +9,17 @@ from typing import Any, get_args, get_type_hints
 
 from slipstream.config.options import Options
 
+SHORT = {
+    "tensor_parallel_size": "-tp", "pipeline_parallel_size": "-pp", "data_parallel_size": "-dp",
+    "enable_expert_parallel": "-ep", "decode_context_parallel_size": "-dcp", "prefill_context_parallel_size": "-pcp",
+    "data_parallel_rank": "-dpn", "data_parallel_start_rank": "-dpr", "data_parallel_size_local": "-dpl",
+    "data_parallel_address": "-dpa", "data_parallel_rpc_port": "-dpp", "data_parallel_backend": "-dpb",
+    "data_parallel_hybrid_lb": "-dph", "data_parallel_external_lb": "-dpe",
+    "data_parallel_multi_port_external_lb": "-dpm", "nnodes": "-n", "node_rank": "-r", "quantization": "-q",
+    "speculative_config": "-sc", "diffusion_config": "-dc", "compilation_config": "-cc", "attention_config": "-ac",
+}  # fmt: skip
+"""Short flags of vLLM, by argument."""
+
 
 def add_engine_flags(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
     """Adds a flag for each argument; None is the default of each. A value is text or JSON, by the option's type."""
@@ -25,8 +36,9 @@ def add_engine_flags(parser: argparse.ArgumentParser, names: Iterable[str]) -> N
 
 
 def _spellings(name: str) -> list[str]:
-    flag = f"--{name.replace('_', '-')}"
-    return [flag] if "_" not in name else [flag, f"--{name}"]
+    flags = [f"--{name.replace('_', '-')}"]
+    flags += [f"--{name}"] if "_" in name else []
+    return [*flags, SHORT[name]] if name in SHORT else flags
 
 
 def _value(text: str) -> Any:

@@ -24,9 +24,13 @@ class StructuredOutputsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields
         """The parameters of a request, with these defaults for its JSON schema."""
         wanted = params.structured_outputs
         names = [name for name in ("disable_any_whitespace", "disable_additional_properties") if getattr(self, name)]
-        if wanted is None or not names or not (wanted.json or wanted.json_object):
+        if wanted is None or not (wanted.json or wanted.json_object):
             return params
         changes: dict[str, Any] = dict.fromkeys(names, True)
+        if self.backend == "outlines" and not self.disable_any_whitespace and wanted.whitespace_pattern is None:
+            changes["whitespace_pattern"] = "[ ]?"  # of outlines: no line breaks
+        if not changes:
+            return params
         return params.with_changes(structured_outputs=msgspec.structs.replace(wanted, **changes))
 
 
@@ -35,6 +39,8 @@ def read_structured_config(given: object) -> StructuredOutputsConfig:
     try:
         if isinstance(given, str | bytes):
             given = msgspec.json.decode(given)
+        elif isinstance(given, StructuredOutputsConfig):
+            given = msgspec.structs.asdict(given)  # and check the values
         fields: Any = given if isinstance(given, Mapping) else vars(given)
         return msgspec.convert(dict(fields), StructuredOutputsConfig)
     except (msgspec.MsgspecError, TypeError) as error:

@@ -29,7 +29,7 @@ NAMES = {
 def write_jina_bert(folder: Path, **overrides: Any) -> Path:
     config = CONFIG | overrides
     generator = torch.Generator().manual_seed(0)
-    size, ffn, norms_queries = 48, 80, "auto_map" in config
+    size, ffn, norms_queries = config["hidden_size"], config["intermediate_size"], "auto_map" in config
 
     def random(*shape: int, middle: float = 0.0) -> torch.Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64) * 0.15 + middle
@@ -44,7 +44,7 @@ def write_jina_bert(folder: Path, **overrides: Any) -> Path:
         up, down, *own_norms = (layer + name for name in NAMES[norms_queries])
         norms += own_norms
         if norms_queries:
-            norms += [f"{layer}attention.self.layer_norm_{part}" for part in "qk"]
+            norms += [f"{layer}attention.self.layer_norm_{part}" for part in "qk"] + [f"{layer}layer_norm_1"]
         weights[f"{up}.weight"] = random(2 * ffn, size)
         biased |= {f"{layer}attention.self.{name}": (size, size) for name in ("query", "key", "value")}
         biased |= {f"{layer}attention.output.dense": (size, size), down: (size, ffn)}
@@ -84,7 +84,8 @@ def jina_bert(folder: Path, ids: list[int]) -> torch.Tensor:
         query, key, value = (part.view(len(ids), 3, 16).transpose(0, 1) for part in (query, key, value))
         scores = (query @ key.transpose(1, 2) / 4 - penalty).softmax(-1)
         mixed = (scores @ value).transpose(0, 1).flatten(1)
-        x = norm(norm_1, product(f"{layer}attention.output.dense", mixed) + x)
+        summed = norm(norm_1, product(f"{layer}attention.output.dense", mixed) + x)
+        x = norm(f"{layer}layer_norm_1", x + summed) if norms_queries else summed
         first, second = product(up, x).chunk(2, -1)
         gate, other = (second, first) if norms_queries else (first, second)
         x = norm(norm_2, product(down, F.gelu(gate) * other) + x)

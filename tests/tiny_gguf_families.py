@@ -17,9 +17,10 @@ ARCHITECTURES = {
     "gemma": "gemma", "olmo3": "olmo2", "smollm3": "smollm3", "granite": "granite", "seed_oss": "seed_oss",
     "arcee": "arcee", "ernie4_5": "ernie4_5", "hunyuan_v1_dense": "hunyuan-dense", "exaone4": "exaone4", "glm4": "glm4",
     "cohere": "command-r", "cohere2": "cohere2", "nemotron": "nemotron", "stablelm": "stablelm",
-    "starcoder2": "starcoder2", "phi": "phi2", "gpt2": "gpt2", "gpt_neox": "gptneox",
+    "starcoder2": "starcoder2", "phi": "phi2", "gpt2": "gpt2", "gpt_neox": "gptneox", "apertus": "apertus",
+    "ministral3": "mistral3",
 }  # fmt: skip
-PAIRED = ("llama", "arcee", "smollm3", "granite")
+PAIRED = ("llama", "arcee", "smollm3", "granite", "mistral3")
 
 
 def write_family_gguf(folder: Path) -> Path:
@@ -32,7 +33,12 @@ def write_family_gguf(folder: Path) -> Path:
     writer = gguf.GGUFWriter(folder / "model.gguf", arch)
     add_facts(writer, arch, config)
     heads = {"attn_q": config_of(config, "heads"), "attn_k": config_of(config, "kv_heads")}
-    for name, tensor in converted(arch, config, load_file(folder / "model.safetensors")).items():
+    weights = converted(arch, config, load_file(folder / "model.safetensors"))
+    if arch == "apertus":  # numbers of its activation are fields
+        numbers = {name: weights.pop(name) for name in list(weights) if ".act_fn." in name}
+        for which, add in {"p": writer.add_xielu_alpha_p, "n": writer.add_xielu_alpha_n}.items():
+            add([float(value) for name, value in sorted(numbers.items()) if name.endswith(f"alpha_{which}")])
+    for name, tensor in weights.items():
         theirs = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert theirs is not None, name
         stem = theirs.split(".")[-2]
@@ -50,16 +56,18 @@ def write_family_gguf(folder: Path) -> Path:
 
 def config_of(config: dict[str, Any], fact: str) -> int:
     names = {
-        "layers": ("num_hidden_layers", "n_layer"), "heads": ("num_attention_heads", "n_head"),
-        "kv_heads": ("num_key_value_heads", "num_attention_heads", "n_head"), "hidden": ("hidden_size", "n_embd"),
-        "ffn": ("n_inner", "intermediate_size"), "positions": ("max_position_embeddings", "n_positions"),
+        "layers": ("num_hidden_layers", "n_layer", "num_layers"),
+        "heads": ("num_attention_heads", "n_head", "num_heads"),
+        "kv_heads": ("num_key_value_heads", "num_attention_heads", "n_head", "num_heads"),
+        "hidden": ("hidden_size", "n_embd", "d_model"), "ffn": ("n_inner", "intermediate_size", "d_ff"),
+        "positions": ("max_position_embeddings", "n_positions"),
     }  # fmt: skip
     return next(config[name] for name in names[fact] if config.get(name) is not None)
 
 
 def add_facts(writer: gguf.GGUFWriter, arch: str, config: dict[str, Any]) -> None:
     hidden, heads = config_of(config, "hidden"), config_of(config, "heads")
-    head_dim = config.get("head_dim") or hidden // heads
+    head_dim = config.get("head_dim") or config.get("d_kv") or hidden // heads
     writer.add_block_count(config_of(config, "layers"))
     writer.add_context_length(config_of(config, "positions"))
     writer.add_embedding_length(hidden)
@@ -78,6 +86,11 @@ def add_facts(writer: gguf.GGUFWriter, arch: str, config: dict[str, Any]) -> Non
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(rope["factor"])
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        if arch == "mistral3":
+            writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
+            writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
+            writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+            writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
     eps = next(config[n] for n in ("rms_norm_eps", "layer_norm_eps", "norm_eps", "norm_epsilon", "layer_norm_epsilon")
                if n in config)  # fmt: skip
     writer.add_layer_norm_rms_eps(eps)

@@ -103,7 +103,7 @@ def test_control_tokens_are_special_and_user_defined_ones_are_not() -> None:
 @pytest.mark.parametrize(
     "given, words",
     [
-        (dict(model="t5"), ["'t5'", "tokenizer=..."]),
+        (dict(model="rwkv"), ["'rwkv'", "tokenizer=..."]),
         (dict(pre="klingon"), ["'klingon'", "smollm", "tokenizer=..."]),
         (dict(merges=["he"]), ["'he'", "not two tokens"]),
         (dict(merges=["h zz"]), ["broken"]),

@@ -14,6 +14,8 @@ class GgufFamily:
     activation: str = "silu"
     layer_norm: bool = False  # eps is that of layer norms
     partial_rope: bool = False  # a part of a head may rotate
+    bidirectional: bool = False  # every token sees the whole text
+    encoder: bool = False  # with layers of BERT's kind, not those of a decoder
     # config.json name -> the file's field without the architecture
     fields: Mapping[str, str] = field(default_factory=dict)
     # config.json name -> the tensor of the first layer whose presence it states
@@ -46,6 +48,8 @@ FAMILIES: dict[str, GgufFamily] = {
     ),
     "seed_oss": GgufFamily(architecture="SeedOssForCausalLM", tensors={"attention_out_bias": "attn_output.bias"}),
     "arcee": GgufFamily(architecture="ArceeForCausalLM", activation="relu2"),
+    "apertus": GgufFamily(architecture="ApertusForCausalLM", activation="xielu"),
+    "mistral3": GgufFamily(architecture="Ministral3ForCausalLM"),
     "ernie4_5": GgufFamily(architecture="Ernie4_5ForCausalLM", tensors={"use_bias": "attn_q.bias"}),
     "hunyuan-dense": GgufFamily(architecture="HunYuanDenseV1ForCausalLM"),
     "exaone4": GgufFamily(architecture="Exaone4ForCausalLM"),
@@ -82,7 +86,22 @@ FAMILIES: dict[str, GgufFamily] = {
         fields={"use_parallel_residual": "use_parallel_residual"},
         constants={"qkv_by_head": False},  # the converter puts all queries first, then all keys
     ),
-    "bert": GgufFamily(architecture="BertModel", activation="gelu", layer_norm=True),
+    "eurobert": GgufFamily(architecture="EuroBertModel", bidirectional=True),
+    "bert": GgufFamily(architecture="BertModel", activation="gelu", layer_norm=True, bidirectional=True, encoder=True),
+    "jina-bert-v2": GgufFamily(
+        architecture="JinaBertModel",
+        activation="gelu",
+        layer_norm=True,
+        bidirectional=True,
+        encoder=True,
+        tensors={"qk_post_norm": "attn_q_norm.weight", "gate_apart": "ffn_gate.weight"},
+    ),
+    "t5encoder": GgufFamily(
+        architecture="T5EncoderModel",
+        bidirectional=True,
+        encoder=True,
+        fields={"relative_attention_num_buckets": "attention.relative_buckets_count"},
+    ),
 }
 """By general.architecture."""
 

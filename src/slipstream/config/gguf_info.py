@@ -45,7 +45,7 @@ class _GgufFields:
         hidden = self.count("embedding_length")
         head_dim = self.count("attention.key_length", hidden // heads)
         vocab_size = self._vocab_size(hidden)
-        if self.architecture == "bert":
+        if self.family.encoder:
             return self._encoder_info(hidden, heads, head_dim, vocab_size)
         rotated = self.count("rope.dimension_count", head_dim)
         if rotated != head_dim and not self.family.partial_rope:
@@ -57,7 +57,6 @@ class _GgufFields:
         architecture = self.family.architecture
         if "sliding_window" in extra:  # families whose files have the name of another
             architecture = _WITH_WINDOW.get(str(self.architecture), architecture)
-        eps = "attention.layer_norm_epsilon" if self.family.layer_norm else "attention.layer_norm_rms_epsilon"
         rope = self._rope(head_dim, rotated)
         return ModelInfo(
             architecture=architecture,
@@ -69,9 +68,10 @@ class _GgufFields:
             head_dim=head_dim,
             ffn_size=self.count("feed_forward_length"),
             max_positions=self.count("context_length"),
-            norm_eps=self.real(eps, 1e-5 if self.family.layer_norm else 1e-6),
+            norm_eps=self._norm_eps(1e-5),
             activation=self.family.activation,
             tied_embeddings="output.weight" not in tensors,
+            is_causal=not self.family.bidirectional,
             attention_bias="blk.0.attn_q.bias" in tensors or "blk.0.attn_qkv.bias" in tensors,
             mlp_bias="blk.0.ffn_up.bias" in tensors,
             rope=rope,
@@ -83,7 +83,7 @@ class _GgufFields:
 
     def _encoder_info(self, hidden: int, heads: int, head_dim: int, vocab_size: int) -> ModelInfo:
         """Tensor shapes give the numbers of positions and token types; rerankers are refused with their pooling."""
-        positions = self._rows("position_embd.weight")
+        positions = self._rows("position_embd.weight") if self.architecture == "bert" else self.count("context_length")
         return ModelInfo(
             architecture=self.family.architecture,
             vocab_size=vocab_size,
@@ -94,13 +94,19 @@ class _GgufFields:
             head_dim=head_dim,
             ffn_size=self.count("feed_forward_length"),
             max_positions=min(positions, self.count("context_length", positions)),
-            norm_eps=self.real("attention.layer_norm_epsilon", 1e-12),
-            activation="gelu",
+            norm_eps=self._norm_eps(1e-12),
+            activation=self.family.activation,
             tied_embeddings=True,
             is_causal=False,
             num_types=self._rows("token_types.weight") if "token_types.weight" in self.file.tensors else 0,
-            extra=self._scalars(),
+            extra=self._scalars() | self._family_fields(hidden, heads, head_dim),
         )
+
+    def _norm_eps(self, of_layer_norms: float) -> float:
+        """With the default of files of layer norms that do not say it."""
+        if self.family.layer_norm:
+            return self.real("attention.layer_norm_epsilon", of_layer_norms)
+        return self.real("attention.layer_norm_rms_epsilon", 1e-6)
 
     def _rows(self, name: str) -> int:
         tensor = self.file.tensors.get(name)
@@ -140,7 +146,7 @@ class _GgufFields:
             raise UnsupportedModel(
                 f"{self.name} is a mixture of {self.get('expert_count')} experts; we run dense models"
             )
-        if self.get("attention.causal") is False and self.architecture != "bert":
+        if self.get("attention.causal") is False and not self.family.bidirectional:
             raise UnsupportedModel(
                 f"{self.name} lets every token see the whole text, which runs here from a folder with safetensors"
             )
@@ -160,6 +166,9 @@ class _GgufFields:
         first = {name: f"blk.0.{tensor}" in self.file.tensors for name, tensor in self.family.tensors.items()}
         found = {name: self.get(key) for name, key in self.family.fields.items() if self.get(key) is not None}
         fields: dict[str, Any] = {**self.family.constants, **first, **found}
+        if self.architecture == "t5encoder":  # the file does not name the activation
+            gated = "enc.blk.0.ffn_gate.weight" in self.file.tensors
+            fields["feed_forward_proj"] = "gated-gelu" if gated else "relu"
         if (window := self._window()) is not None:
             fields["sliding_window"] = window
         if self.architecture in BY_LAYER and self.get("attention.sliding_window") is not None:
@@ -251,6 +260,13 @@ class _GgufFields:
         for ours, theirs in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
             if self.get(f"rope.scaling.{theirs}") is not None:
                 factors[ours] = self.real(f"rope.scaling.{theirs}", 1.0)
+        if self.architecture == "mistral3":
+            if self.get("rope.scaling.yarn_log_multiplier"):  # its two strengths are one number, and cancel
+                factors |= dict.fromkeys(
+                    ("mscale", "mscale_all_dim"), self.real("rope.scaling.yarn_log_multiplier", 1.0)
+                )
+            if self.get("attention.temperature_scale") is not None:
+                factors["llama_4_scaling_beta"] = self.real("attention.temperature_scale", 1.0)
         return factors
 
     def _llama3_factors(self, theta: float, head_dim: int) -> dict[str, Any]:

@@ -111,6 +111,7 @@ _WIDE_SPACES = "".join(rf"|\s{{{2**n}}}(?!\S)" for n in range(9, 1, -1))
 
 _RULES: list[tuple[str, SplitRule]] = [
     ("default gpt-2 phi-2 gigachat a.x-4.0 mellum mpt olmo jais exaone4 trillion", SplitRule((_gpt2,))),
+    ("roberta-bpe jina-v1-en jina-v2-code jina-v2-de jina-v2-es jina-de jina-es", SplitRule((_gpt2,))),
     ("smollm starcoder refact codeshell exaone minerva-7b mellum2", SplitRule((_digits, _gpt2))),
     ("command-r", SplitRule((_digits, _gpt2), composes=True)),
     (

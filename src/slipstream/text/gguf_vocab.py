@@ -1,8 +1,8 @@
 """Builds a `tokenizers.Tokenizer` from the vocabulary and merges of a GGUF file.
 
-Three kinds are supported: "gpt2", byte-level BPE with merges; "llama", SentencePiece pieces with scores and byte
-fallback; and "bert", WordPiece. `tokenizer.ggml.pre` names the pre-tokenizer; an unknown name is an error, because a
-wrong split would silently give wrong tokens.
+Four kinds are supported: "gpt2", byte-level BPE with merges; "llama", SentencePiece pieces with scores and byte
+fallback; "bert", WordPiece; and "t5", Unigram. `tokenizer.ggml.pre` names the pre-tokenizer of "gpt2"; an unknown name
+is an error, because a wrong split would silently give wrong tokens.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from slipstream.errors import BadTokenizer
 from slipstream.text.gguf_splits import SPLIT_RULES
@@ -18,16 +18,17 @@ from slipstream.text.gguf_splits import SPLIT_RULES
 _HINT = "pass tokenizer=... with the folder or tokenizer.json of the same model, or skip_tokenizer_init=True"
 
 # tokenizer.ggml.token_type
-_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
+_UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 2, 3, 4, 5, 6
 
 
 def gguf_tokenizer(fields: Mapping[str, Any]) -> Tokenizer:
     """Builds a tokenizer from the fields `tokenizer.ggml.*`. It recognises special tokens in a text."""
     kind = fields.get("tokenizer.ggml.model")
-    build = {"gpt2": _byte_level, "llama": _sentence_piece, "bert": _word_piece}.get(str(kind))
+    builders = {"gpt2": _byte_level, "llama": _sentence_piece, "bert": _word_piece, "t5": _unigram}
+    build = builders.get(str(kind))
     if build is None:
         raise BadTokenizer(
-            f"the GGUF's vocabulary is of kind {kind!r}; supported are 'gpt2', 'llama' and 'bert'; {_HINT}"
+            f"the GGUF's vocabulary is of kind {kind!r}; supported are {', '.join(map(repr, builders))}; {_HINT}"
         )
     tokens = _list(fields, "tokens", str)
     types = _list(fields, "token_type", int) if "tokenizer.ggml.token_type" in fields else [1] * len(tokens)
@@ -70,10 +71,7 @@ def _byte_level(fields: Mapping[str, Any], tokens: list[str], types: list[int]) 
 
 def _sentence_piece(fields: Mapping[str, Any], tokens: list[str], types: list[int]) -> Tokenizer:
     """Merges neighbours into the piece with the best score; characters without a piece become bytes."""
-    scores = _list(fields, "scores", float)
-    if len(scores) != len(tokens):
-        raise _broken(f"{len(tokens)} tokens have {len(scores)} scores")
-    vocab = _numbered(tokens)
+    scores, vocab = _scores(fields, tokens), _numbered(tokens)
     normal = [
         i for i, kind in enumerate(types) if kind not in (_UNKNOWN, _CONTROL, _USER_DEFINED) and len(tokens[i]) > 1
     ]
@@ -82,9 +80,7 @@ def _sentence_piece(fields: Mapping[str, Any], tokens: list[str], types: list[in
         token = tokens[i]
         halves = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
         merges.extend((left, right) for left, right in halves if left in vocab and right in vocab)
-    unknown = special_token(fields, "unknown") or next(
-        ((tokens[i], i) for i, kind in enumerate(types) if kind == _UNKNOWN), None
-    )
+    unknown = _unknown_token(fields, tokens, types)
     model = models.BPE(
         vocab=vocab, merges=merges, unk_token=unknown[0] if unknown else None, fuse_unk=True, byte_fallback=True
     )
@@ -98,6 +94,28 @@ def _sentence_piece(fields: Mapping[str, Any], tokens: list[str], types: list[in
     else:
         tokenizer.normalizer = spaces_to_marks
     tokenizer.decoder = decoders.Sequence(steps)
+    return tokenizer
+
+
+def _unigram(fields: Mapping[str, Any], tokens: list[str], types: list[int]) -> Tokenizer:
+    """The pieces with the best sum of scores (XLM-RoBERTa, T5). Rows of the embedding behind the last piece have
+    invented names in a file, and scores so low that they would change that of unknown characters: they are left out."""
+    scores, unknown = _scores(fields, tokens), _unknown_token(fields, tokens, types)
+    _numbered(tokens)
+    if unknown is None:
+        raise _broken("there is no unknown token")
+    count = next((i + 1 for i in reversed(range(len(types))) if types[i] != _UNUSED), 0)
+    pieces = list(zip(tokens[:count], scores, strict=False))
+    tokenizer = Tokenizer(models.Unigram(pieces, unknown[1], byte_fallback=_BYTE in types))
+    steps: list[normalizers.Normalizer] = []
+    if charsmap := fields.get("tokenizer.ggml.precompiled_charsmap"):
+        steps.append(normalizers.Precompiled(bytes(value % 256 for value in charsmap)))  # some files have signed bytes
+    if fields.get("tokenizer.ggml.remove_extra_whitespaces", True):
+        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+    tokenizer.normalizer = normalizers.Sequence(steps)
+    scheme = "always" if fields.get("tokenizer.ggml.add_space_prefix", True) else "never"
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme=scheme)
     return tokenizer
 
 
@@ -142,17 +160,29 @@ def _add_marked_tokens(tokenizer: Tokenizer, tokens: list[str], types: list[int]
 
 def _add_ends(tokenizer: Tokenizer, fields: Mapping[str, Any], tokens: list[str]) -> None:
     """Adds the bos and eos tokens around a text if the file enables them."""
-    # the default of files without the field: SentencePiece models and some byte-level BPE models add bos
+    # the default of files without the field: SentencePiece models and some byte-level BPE models add bos, Unigram eos
     kind, rule = fields.get("tokenizer.ggml.model"), SPLIT_RULES.get(str(fields.get("tokenizer.ggml.pre")))
     usual = kind == "llama" or (rule is not None and rule.adds_bos)
     begins = fields.get("tokenizer.ggml.add_bos_token", usual)
     bos = special_token(fields, "bos") if begins else None
-    eos = special_token(fields, "eos") if fields.get("tokenizer.ggml.add_eos_token", False) else None
+    eos = special_token(fields, "eos") if fields.get("tokenizer.ggml.add_eos_token", kind == "t5") else None
     if bos is None and eos is None:
         return
     template = [*([bos[0]] if bos else []), "$A", *([eos[0]] if eos else [])]
     named = [pair for pair in (bos, eos) if pair is not None]
     tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=named)
+
+
+def _unknown_token(fields: Mapping[str, Any], tokens: list[str], types: list[int]) -> tuple[str, int] | None:
+    of_type = ((tokens[i], i) for i, kind in enumerate(types) if kind == _UNKNOWN)
+    return special_token(fields, "unknown") or next(of_type, None)
+
+
+def _scores(fields: Mapping[str, Any], tokens: list[str]) -> list[float]:
+    scores = _list(fields, "scores", float)
+    if len(scores) != len(tokens):
+        raise _broken(f"{len(tokens)} tokens have {len(scores)} scores")
+    return scores
 
 
 def _numbered(tokens: list[str]) -> dict[str, int]:

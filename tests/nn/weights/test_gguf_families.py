@@ -12,12 +12,14 @@ from hand_batch import HandRunner
 from hand_load import load
 from slipstream.config.gguf_families import FAMILIES
 from tiny import write_tiny
+from tiny_gguf_encoders import ARCHITECTURES as ENCODERS
 from tiny_gguf_families import ARCHITECTURES, write_family_gguf
 
 YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 8.0, "original_max_position_embeddings": 16}
 CHANGES: dict[str, dict[str, Any]] = {
     # llama.cpp's script knows every fourth layer without rope; the local rope of OLMo-3 has the same base
     "smollm3": {"num_hidden_layers": 4, "no_rope_layers": None},
+    "apertus": {"rope_parameters": {"rope_type": "default", "rope_theta": 1000.0}},  # without rope_freqs
     "olmo3": {
         "rope_parameters": {
             "full_attention": YARN,
@@ -45,5 +47,5 @@ def test_a_file_gives_the_same_logits_as_its_folder(variant: str, tmp_path: Path
 
 
 def test_every_architecture_of_gguf_files_is_tested() -> None:
-    of_other_tests = {"llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "bert", "qwen2vl", "qwen3vl"}
-    assert {*FAMILIES} == {*ARCHITECTURES.values()} | of_other_tests
+    of_other_tests = {"llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "qwen2vl", "qwen3vl"}
+    assert {*FAMILIES} == {*ARCHITECTURES.values(), *ENCODERS.values()} | of_other_tests

@@ -65,6 +65,7 @@ class EncoderShape:
     norm_kind: Literal["layer", "rms"] = "layer"
     scale: float | None = None  # of attention scores; None: by the head size
     qk_norm: bool = False  # queries and keys are normed over all heads
+    sums_twice: bool = False  # the input of attention is added to the normed sum again, with another norm (JinaBERT)
     fused: bool = False  # the checkpoint stores q, k and v as one tensor
     gate: Literal["none", "parts", "fused", "up first"] = "none"  # of the feed-forward: how the checkpoint stores it
     qkv_bias: bool = True
@@ -118,7 +119,7 @@ class EncoderShape:
         """Each text is computed in one step, so nothing is cached."""
         return []
 
-    def state_specs(self, dtype: str, num_drafts: int = 0) -> list[StateSpec]:
+    def state_specs(self, dtype: str, num_drafts: int = 0, on_cpu: bool = True) -> list[StateSpec]:
         return []
 
 
@@ -260,6 +261,7 @@ class EncoderBlock(Layer):
         assert isinstance(mixer, AttentionShape)
         self.attention = Attention(f"{name}.{mixer.name}", mixer, layer.norm, None, layout, relative)
         self.attention_norm = self._norm(number, shape, layout.dtype)
+        self.second_norm = _new_norm(shape, layout.dtype) if shape.sums_twice else None
         assert layer.feed is not None
         self.mlp = new_feed(name, layer.feed, layout)
         self.mlp_norm = _new_norm(shape, layout.dtype)
@@ -275,7 +277,8 @@ class EncoderBlock(Layer):
         context: ForwardContext,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         assert self.attention_norm is not None
-        x = self.attention_norm(self.attention(x, context, None, bias), x)
+        mixed = self.attention_norm(self.attention(x, context, None, bias), x)
+        x = mixed if self.second_norm is None else self.second_norm(mixed, x)
         return self.mlp_norm(self.mlp(x, context), x), None
 
 

@@ -1,11 +1,12 @@
 """JinaBERT v2 (jina-embeddings-v2): BERT without positions, scores that decrease with the distance, gated MLPs.
 
-The models of German, Spanish, Chinese and code (jina-bert-v2-qk-post-norm) also norm queries and keys.
+The model of code (jina-bert-v2-qk-post-norm) also norms queries and keys, and the sum of attention and its input twice.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 import msgspec
 
@@ -29,6 +30,7 @@ def jina_bert_shape(info: ModelInfo) -> EncoderShape:
             f"{info.architecture} with feed_forward_type {feed} is not supported; {', '.join(_ACTIVATIONS)} are"
         )
     norms_queries = _norms_queries(info)
+    stored: Literal["fused", "up first"] = "up first" if norms_queries else "fused"
     plain = msgspec.structs.replace(info, extra=extra | {"position_embedding_type": "absolute"})
     return replace(
         bert_shape(plain),
@@ -36,14 +38,15 @@ def jina_bert_shape(info: ModelInfo) -> EncoderShape:
         position_offset=None,
         alibi=True,
         qk_norm=norms_queries,
-        gate="up first" if norms_queries else "fused",
+        sums_twice=norms_queries,
+        gate="parts" if extra.get("gate_apart") else stored,
         mlp_bias=False,
     )
 
 
 def _norms_queries(info: ModelInfo) -> bool:
-    """config.json names the code that the model was published with."""
-    return "qk-post-norm" in str(info.extra.get("auto_map"))
+    """config.json names the code that the model was published with; a GGUF file has the tensors of the norms."""
+    return bool(info.extra.get("qk_post_norm")) or "qk-post-norm" in str(info.extra.get("auto_map"))
 
 
 def jina_bert_rules(info: ModelInfo) -> Rules:
@@ -55,6 +58,12 @@ def jina_bert_rules(info: ModelInfo) -> Rules:
         f"{layer}mlp.down_layer.{{kind}}": f"{ours}mlp.down.{{kind}}",
         f"{layer}mlp.layernorm.{{kind}}": f"{ours}mlp_norm.{{kind}}",
         f"{layer}attention.self.layer_norm_{{part}}.{{kind}}": f"{ours}attention.norm.{{part}}.{{kind}}",
+        f"{layer}layer_norm_1.{{kind}}": f"{ours}second_norm.{{kind}}",
         f"{layer}layer_norm_2.{{kind}}": f"{ours}mlp_norm.{{kind}}",
     }
+    if info.extra.get("gate_apart"):  # older GGUF files
+        names |= {
+            f"{layer}mlp.gated_layers.weight": f"{ours}mlp.gate_up.up.weight",
+            f"{layer}mlp.gate.weight": f"{ours}mlp.gate_up.gate.weight",
+        }
     return encoder_rules(names, ("bert",), pooled_names(info) | BERT_WORDS)

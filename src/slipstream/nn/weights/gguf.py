@@ -57,12 +57,38 @@ _BERT: dict[str, str | None] = {
     "blk.{n}.ffn_down.{kind}": "encoder.layer.{n}.output.dense.{kind}",
     "blk.{n}.layer_output_norm.{kind}": "encoder.layer.{n}.output.LayerNorm.{kind}",
 }
+_JINA_BERT: dict[str, str | None] = {
+    **_BERT,
+    "blk.{n}.attn_q_norm.{kind}": "encoder.layer.{n}.attention.self.layer_norm_q.{kind}",
+    "blk.{n}.attn_k_norm.{kind}": "encoder.layer.{n}.attention.self.layer_norm_k.{kind}",
+    "blk.{n}.attn_norm_2.{kind}": "encoder.layer.{n}.layer_norm_1.{kind}",
+    "blk.{n}.ffn_up.{kind}": "encoder.layer.{n}.mlp.gated_layers.{kind}",  # with the gate, but for older files
+    "blk.{n}.ffn_gate.weight": "encoder.layer.{n}.mlp.gate.weight",
+    "blk.{n}.ffn_down.{kind}": "encoder.layer.{n}.mlp.wo.{kind}",
+    "blk.{n}.layer_output_norm.{kind}": "encoder.layer.{n}.mlp.layernorm.{kind}",
+}
+_T5: dict[str, str | None] = {
+    "token_embd.weight": "shared.weight",
+    "output.weight": None,  # of the decoder
+    "enc.output_norm.weight": "encoder.final_layer_norm.weight",
+    "enc.blk.{n}.attn_norm.weight": "encoder.block.{n}.layer.0.layer_norm.weight",
+    "enc.blk.{n}.attn_rel_b.weight": "encoder.block.{n}.layer.0.SelfAttention.relative_attention_bias.weight",
+    "enc.blk.{n}.attn_{part}.weight": "encoder.block.{n}.layer.0.SelfAttention.{part}.weight",
+    "enc.blk.{n}.ffn_norm.weight": "encoder.block.{n}.layer.1.layer_norm.weight",
+    "enc.blk.{n}.ffn_down.weight": "encoder.block.{n}.layer.1.DenseReluDense.wo.weight",
+}
+_T5_GATED = _T5 | {
+    "enc.blk.{n}.ffn_gate.weight": "encoder.block.{n}.layer.1.DenseReluDense.wi_0.weight",
+    "enc.blk.{n}.ffn_up.weight": "encoder.block.{n}.layer.1.DenseReluDense.wi_1.weight",
+}
+_T5_PLAIN = _T5 | {"enc.blk.{n}.ffn_up.weight": "encoder.block.{n}.layer.1.DenseReluDense.wi.weight"}
 # by general.architecture: names with another meaning in these files
 _OWN_NAMES: dict[str, dict[str, str | None]] = {
     "gemma2": _NORMS_AROUND,
     "gemma3": _NORMS_AROUND,
     "olmo2": _NORMS_AROUND,
     "bert": _BERT,
+    "jina-bert-v2": _JINA_BERT,
     "phi3": {
         "rope_factors_{which}.weight": None,  # read into ModelInfo.rope
         "blk.{n}.attn_qkv.weight": "model.layers.{n}.self_attn.qkv_proj.weight",
@@ -74,6 +100,10 @@ _OWN_NAMES: dict[str, dict[str, str | None]] = {
 _OWN_NAMES |= {
     "seed_oss": {"blk.{n}.post_attention_norm.weight": "model.layers.{n}.post_attention_layernorm.weight"},
     "exaone4": _NORMS_AROUND,
+    "apertus": {
+        "blk.{n}.attn_norm.weight": "model.layers.{n}.attention_layernorm.weight",
+        "blk.{n}.ffn_norm.weight": "model.layers.{n}.feedforward_layernorm.weight",
+    },
     "hunyuan-dense": {
         "blk.{n}.attn_q_norm.weight": "model.layers.{n}.self_attn.query_layernorm.weight",
         "blk.{n}.attn_k_norm.weight": "model.layers.{n}.self_attn.key_layernorm.weight",
@@ -126,7 +156,9 @@ _OWN_NAMES |= {
     },
 }
 # converted by llama's rule: rows of q and k are interleaved by rotary pairs
-_PAIRED = ("llama", "arcee", "smollm3", "granite")
+_PAIRED = ("llama", "arcee", "smollm3", "granite", "mistral3")
+# fields with a number for each layer that checkpoints have as tensors
+_NUMBERS = {f"xielu.alpha_{which}": f"model.layers.{{n}}.mlp.act_fn.alpha_{which}" for which in ("p", "n")}
 # files store 1 + weight of a norm, checkpoints store weight
 _SHIFTED = ("gemma", "gemma2", "gemma3", "nemotron")
 
@@ -135,7 +167,10 @@ class GgufSource:
     def __init__(self, file: GgufFile, num_heads: int, num_kv_heads: int) -> None:
         self.file = file
         architecture = str(file.fields.get("general.architecture"))
-        self.names = Rules(_OWN_NAMES.get(architecture, {})) | NAMES
+        own = _OWN_NAMES.get(architecture, {})
+        if architecture == "t5encoder":
+            own = _T5_GATED if "enc.blk.0.ffn_gate.weight" in file.tensors else _T5_PLAIN
+        self.names = Rules(own) | NAMES
         self.paired_heads = {"attn_q": num_heads, "attn_k": num_kv_heads} if architecture in _PAIRED else {}
         self.norm_offset = 1.0 if architecture in _SHIFTED else 0.0
 
@@ -148,6 +183,11 @@ class GgufSource:
             if name is not None:
                 blocks = partial(self._blocks, tensor) if tensor.kind in KINDS else None
                 yield SourceTensor(name, tensor.shape, tensor.kind, partial(self._read, tensor), blocks)
+
+        for field, name in _NUMBERS.items():
+            values = self.file.fields.get(field)
+            for layer, value in enumerate(values if isinstance(values, list) else ()):
+                yield SourceTensor(name.format(n=layer), (1,), "F32", partial(torch.tensor, [value]))
 
     def _read(self, tensor: GgufTensor) -> torch.Tensor:
         values = self._in_our_order(tensor, read_values(tensor))

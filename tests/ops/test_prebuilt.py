@@ -26,7 +26,7 @@ ICE_LAKE = HASWELL | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl",
 @pytest.mark.parametrize(
     ("machine", "features", "level"),
     [
-        ("x86_64", ICE_LAKE | {"amx_tile", "amx_int8"}, "amx"),
+        ("x86_64", ICE_LAKE | {"amx_tile", "amx_int8", "amx_bf16"}, "amx"),
         ("x86_64", ICE_LAKE | {"amx_tile"}, "avx512vnni"),
         ("x86_64", ICE_LAKE - {"avx512_vnni"}, "avx2"),
         ("x86_64", HASWELL | {"avx_vnni"}, "avxvnni"),

@@ -249,6 +249,8 @@ SIGNATURES: dict[str, list[Any]] = {
     "slip_write_cache": [POINTER, POINTER, POINTER, POINTER, POINTER, INT, INT, INT, INT],
     "slip_attend": [POINTER] * 8 + [FLOAT] * 2 + [INT] * 8,
     "slip_skinny_gemm": [POINTER] * 3 + [INT] * 4,
+    "slip_has_gemm": [],
+    "slip_gemm": [POINTER] * 3 + [INT] * 4,
     "slip_low_bit": [POINTER] * 5 + [INT] * 4,
     "slip_low_bit_pack": [POINTER] * 4 + [INT] * 4,
     "slip_low_bit_lookup": [POINTER] * 5 + [INT] * 4,
@@ -256,4 +258,5 @@ SIGNATURES: dict[str, list[Any]] = {
     "slip_argmax": [POINTER] * 3 + [INT] * 2,
     "slip_decode_layers": [POINTER] * 8 + [INT],
 }
-_RETURNING = {"slip_low_bit", "slip_low_bit_lookup", "slip_decode_layers"}  # return 0 if they fail
+# return 0 if they fail
+_RETURNING = {"slip_has_gemm", "slip_gemm", "slip_low_bit", "slip_low_bit_lookup", "slip_decode_layers"}

@@ -4,8 +4,8 @@
 //
 // A tile instruction multiplies 8 tokens by 16 weight rows, 32 columns at a time. Weights are unpacked once for all
 // tokens.
-//
-// SLIP_AMX_EMULATED: tiles in plain C, for tests on processors without AMX.
+#include "native_amx.h"
+
 #ifdef SLIP_AMX_EMULATED
 
 static __thread struct {
@@ -13,7 +13,6 @@ static __thread struct {
     int32_t sums[2][8][16];
 } emulated;
 
-SLIP_INLINE int has_tiles(void) { return 1; }
 SLIP_INLINE void open_tiles(void) {}
 SLIP_INLINE void close_tiles(void) {}
 SLIP_INLINE void load_weight_tile(const uint8_t *from) { memcpy(emulated.weights, from, sizeof emulated.weights); }
@@ -32,11 +31,6 @@ SLIP_INLINE void multiply_tokens(int is_signed, const SlipActivations *x, int32_
 }
 
 #else
-#include <sys/syscall.h>
-#include <unistd.h>
-
-// What is stored before is in memory afterwards: gcc's tile loads do not say that they read memory.
-#define STORE_ALL() __asm__ volatile("" ::: "memory")
 
 // Tile registers. The intrinsics take the text of a number: constants of an enum would not do.
 #define WEIGHTS 0
@@ -45,25 +39,10 @@ SLIP_INLINE void multiply_tokens(int is_signed, const SlipActivations *x, int32_
 #define HIGH_SUMS 3
 #define LOW_SUMS 4
 
-// Whether the system lets this process use tiles: it has to be asked once.
-static int has_tiles(void) {
-    static int state;  // 0: not asked, 1: yes, 2: no. Threads that ask at once get the same answer
-    int known = __atomic_load_n(&state, __ATOMIC_RELAXED);
-    if (!known) {
-        known = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* tile data */) == 0 ? 1 : 2;
-        __atomic_store_n(&state, known, __ATOMIC_RELAXED);
-    }
-    return known == 1;
-}
-
 SLIP_INLINE void open_tiles(void) {
-    struct {
-        uint8_t palette, start_row, reserved[14];
-        uint16_t row_bytes[16];
-        uint8_t rows[16];
-    } shapes = {.palette = 1,
-                .row_bytes = {[WEIGHTS] = 64, [HIGH] = 32, [LOW] = 32, [HIGH_SUMS] = 64, [LOW_SUMS] = 64},
-                .rows = {[WEIGHTS] = 8, [HIGH] = 8, [LOW] = 8, [HIGH_SUMS] = 8, [LOW_SUMS] = 8}};
+    TileShapes shapes = {.palette = 1,
+                         .row_bytes = {[WEIGHTS] = 64, [HIGH] = 32, [LOW] = 32, [HIGH_SUMS] = 64, [LOW_SUMS] = 64},
+                         .rows = {[WEIGHTS] = 8, [HIGH] = 8, [LOW] = 8, [HIGH_SUMS] = 8, [LOW_SUMS] = 8}};
     __asm__ volatile("" : : "r"(&shapes) : "memory");
     _tile_loadconfig(&shapes);
 }

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from slipstream.ops.activation import gelu_tanh_and_mul, silu_and_mul
-from slipstream.ops.linear import cublaslt_tuned, native, reference
+from slipstream.ops.linear import cublaslt_tuned, native, reference, tiles
 from slipstream.ops.linear.capability import SMALL_WEIGHT, fills_wide_programs, narrow_splits, supports_tma
 from slipstream.ops.linear.unnormalized import Chain
 
@@ -199,6 +199,10 @@ def _native(call: GemmCall) -> torch.Tensor:
     return _activate(native.skinny_gemm(call.x, call.weight, call.bias), call.activation)
 
 
+def _tiles(call: GemmCall) -> torch.Tensor:
+    return _activate(tiles.tile_gemm(call.x, call.weight, call.bias), call.activation)
+
+
 def _library(call: GemmCall) -> torch.Tensor:
     return _activate(reference.linear(call.x, call.weight, call.bias), call.activation)
 
@@ -219,6 +223,7 @@ CUDA_KERNELS = (
 )
 CPU_KERNELS = (
     GemmKernel("native", lambda call: native.accepts(call.x, call.weight), _native),
+    GemmKernel("tiles", lambda call: tiles.accepts(call.x, call.weight), _tiles),
     LIBRARY,
 )
 GELU_GEMM_HOPPER = GemmKernel("gelu_gemm_hopper", _accepts_gelu_gemm_hopper, _gelu_gemm_hopper)

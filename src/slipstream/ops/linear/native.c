@@ -5,9 +5,11 @@
 // register tile is 3 weight rows x 4 tokens, with AVX-512 x 8 tokens, so that 8 tokens read the weights once. The order
 // of each sum does not depend on the number of tokens.
 #include <stdint.h>
+#include <stdlib.h>
 
 #include "../native_math.h"
 #include "../native_parts.h"
+#include "../native_team.h"
 #include "../native_vector.h"
 
 #define WIDTH SLIP_WIDTH
@@ -68,10 +70,35 @@ void slip_plain_rows(const float *x, const void *weight, float *out, int64_t lay
         multiply_float32_rows(x, weight, out, num_tokens, size, out_stride, first, last);
 }
 
+#if defined(__AVX512BW__) && defined(__AVX512DQ__) && (defined(__AMX_BF16__) || defined(SLIP_AMX_EMULATED))
+#define USES_TILES
+#include "../native_gemm_amx.h"
+#endif
+
+// Whether slip_gemm can run: the processor and the system have tiles.
+int64_t slip_has_gemm(void) {
+#ifdef USES_TILES
+    return has_tiles();
+#else
+    return 0;
+#endif
+}
+
+// out [tokens, rows] = x [tokens, size] times the transpose of weight [rows, size], for many tokens. Returns 0 if there
+// is no such kernel for this processor, or no memory.
+int64_t slip_gemm(const float *x, const void *weight, float *out, int64_t layout, int64_t num_tokens, int64_t num_rows,
+                  int64_t size) {
+#ifdef USES_TILES
+    return gemm_by_amx(x, weight, out, layout, num_tokens, num_rows, size);
+#else
+    return 0;
+#endif
+}
+
 // out [tokens, rows] = x [tokens, size] times the transpose of weight [rows, size]
 void slip_skinny_gemm(const float *x, const void *weight, float *out, int64_t layout, int64_t num_tokens,
                       int64_t num_rows, int64_t size) {
-#pragma omp parallel for schedule(dynamic, 4) if (num_rows * size > 16384)
+#pragma omp parallel for schedule(dynamic, 4) if (num_rows * size > 16384) num_threads(slip_team_size())
     for (int64_t n = 0; n < num_rows; n += PIECE)
         for (int64_t t = 0; t < num_tokens; t += TOKENS)
             slip_plain_rows(x + t * size, weight, out + t * num_rows, layout,

@@ -18,6 +18,7 @@ from slipstream.config.cpus import num_cores
 from slipstream.config.host_memory import available_memory, total_memory
 from slipstream.config.machine import Machine
 from slipstream.config.options import DEVICES, unknown_device
+from slipstream.device.freed_memory import keep_freed_memory
 from slipstream.device.memory_pool import MemoryPool
 from slipstream.device.streams import CudaStream, DeviceWork, InlineStream, Stream, ThreadedStream
 from slipstream.errors import InvalidOption
@@ -48,6 +49,7 @@ class Device:
     warms_up = False  # whether kernels are compiled and steps captured before the first request
 
     def __init__(self, depth: int, num_threads: int) -> None:
+        keep_freed_memory()
         self.torch_device = torch.device("cpu")
         self.pools: Pools | None = None
         self.depth = depth

@@ -19,6 +19,7 @@
 #endif
 
 #include "../native_parts.h"
+#include "../native_team.h"
 
 #define PIECE 24  // float32 or bfloat16 weight rows per work item: whole tiles
 #if defined(__x86_64__)
@@ -84,6 +85,8 @@ typedef struct {
     const int64_t *lengths;
     Space space;
     int is_alone;  // one row
+    int saw_late;  // whether this thread waited for a late one
+    double since;  // time at which this thread began the current part
 } Step;
 
 // quantizes `count` activations of a row, from column `first` of `size`
@@ -105,11 +108,19 @@ static int take_item(const Step *step, int64_t count, int64_t *item) {
 static void finish_part(Step *step, int64_t mine, int64_t count) {
     Part *part = step->part++;
     if (mine) atomic_fetch_add_explicit(&part->done, mine, memory_order_acq_rel);
-    for (int spins = 0; atomic_load_explicit(&part->done, memory_order_acquire) < count; spins++)
-        if (spins > SPINS)
-            sched_yield();
-        else
+    double start = 0;
+    for (int spins = 0; atomic_load_explicit(&part->done, memory_order_acquire) < count; spins++) {
+        if (spins < SPINS) {
             PAUSE();
+            continue;
+        }
+        if (spins == SPINS) start = slip_now();
+        sched_yield();
+    }
+    double now = slip_now();
+    // items of large batches take long too, but then this thread has computed some
+    if (start && now - start > LATE && now - start > start - step->since) step->saw_late = 1;
+    step->since = now;
 }
 
 static int64_t rows_of_item(const Run *run) {
@@ -274,14 +285,6 @@ static void run_layers(Step *step, float *hidden) {
 
 static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
-static int team_size(void) {
-#ifdef _OPENMP
-    return omp_get_max_threads();
-#else
-    return 1;
-#endif
-}
-
 // `space` with the memory of a thread
 static Space space_of(Space space, char *memory, int64_t num_rows, int64_t groups, int64_t hidden) {
     space.activations = (SlipActivations *)memory;
@@ -301,7 +304,7 @@ int64_t slip_decode_layers(const Model *model, const float *x, float *hidden, co
     int64_t groups = widest / SLIP_BLOCK + 1;
     int is_alone = num_rows == 1;
     // residual, normed, active and activations: once, or for each thread, on cache lines of its own
-    int64_t copies = is_alone ? team_size() : 1;
+    int64_t team = slip_team_size(), copies = is_alone ? team : 1;
     int64_t own = num_rows * (groups * sizeof(SlipActivations) + (2 * h + model->ffn) * sizeof(float));
     own = (own + 127) / 128 * 128;
     int64_t outputs = is_alone ? 2 * model->num_layers + 1 : 1;
@@ -319,17 +322,24 @@ int64_t slip_decode_layers(const Model *model, const float *x, float *hidden, co
     memset(space.added, 0, num_rows * h * sizeof(float));
     Space of_step = space_of(space, of_threads, num_rows, groups, h);
     if (!is_alone) memcpy(of_step.residual, x, num_rows * h * sizeof(float));
-#pragma omp parallel
+    double start = slip_now(), end = start;  // end: of this thread, which then waits for the others
+    int late = 0;
+#pragma omp parallel num_threads(team) reduction(|| : late)
     {
         int64_t copy = 0;
 #ifdef _OPENMP
         if (is_alone) copy = omp_get_thread_num();
 #endif
         Step step = {first_part, model, num_rows, ropes, slots, tables, table_strides, lengths,
-                     space_of(space, of_threads + copy * own, num_rows, groups, h), is_alone};
+                     space_of(space, of_threads + copy * own, num_rows, groups, h), is_alone, 0, slip_now()};
         if (is_alone) memcpy(step.space.residual, x, h * sizeof(float));
         run_layers(&step, hidden);
+        late = step.saw_late;
+#pragma omp master
+        end = slip_now();
     }
+    double now = slip_now();
+    slip_team_add(&slip_team, num_rows, now - start, late || now - end > LATE, now);
     free(memory);
     return 1;
 }

@@ -1,0 +1,109 @@
+"""Number of threads of decode steps beside other programs, on scripted machines."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from slipstream.ops import native
+
+SOURCE = """
+#include "{folder}/native_team.h"
+void start(SlipTeam *team, int64_t most) {{
+    *team = (SlipTeam){{.most = most, .size = most, .best = most, .wait = TEAM_WAIT}};
+}}
+int64_t add(SlipTeam *team, int64_t rows, double seconds, int64_t late, double now) {{
+    slip_team_add(team, rows, seconds, (int)late, now);
+    return team->size;
+}}
+"""
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    compiler = native._compiler()
+    if compiler is None:
+        pytest.skip("no C compiler here")
+    folder = tmp_path_factory.mktemp("team")
+    source, made = folder / "team.c", folder / "team.so"
+    source.write_text(SOURCE.format(folder=Path(native.__file__).parent))
+    subprocess.run([compiler, "-O1", "-fPIC", "-shared", source, "-o", made], check=True)
+    found = ctypes.CDLL(str(made))
+    found.add.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_double, ctypes.c_int64, ctypes.c_double]
+    found.add.restype = ctypes.c_int64
+    return found
+
+
+class Machine:
+    """`cores` cores. A program that spins on a core of a thread makes each step wait for it."""
+
+    def __init__(self, library, cores, num_threads):
+        self.library, self.cores, self.others, self.now = library, cores, 0, 0.0
+        self.team = ctypes.create_string_buffer(256)
+        library.start(self.team, ctypes.c_int64(num_threads))
+        self.size = num_threads
+
+    def step_seconds(self):
+        shared = max(0, self.size + self.others - self.cores)  # threads that share their core
+        work = 0.016 / self.size
+        if not shared:
+            return work
+        return 0.016 + 0.004 * shared if self.size > 1 else 0.032  # four waits of 4 ms, or half of a core
+
+    def run(self, seconds, rows=1):
+        """Returns the mean time of a step."""
+        end, first, steps = self.now + seconds, self.now, 0
+        while self.now < end:
+            took = self.step_seconds()
+            late = self.size > 1 and self.size + self.others > self.cores
+            self.now += took
+            self.size = self.library.add(self.team, rows, took, late, self.now)
+            steps += 1
+        return (self.now - first) / steps
+
+
+def test_all_threads_run_while_no_thread_is_late(library):
+    machine = Machine(library, 4, 4)
+    assert machine.run(10) == pytest.approx(0.004) and machine.size == 4
+
+
+@pytest.mark.parametrize("others", [1, 2, 3])
+def test_programs_that_spin_get_cores_and_threads_come_back(library, others):
+    machine = Machine(library, 4, 4)
+    machine.run(2)
+    machine.others = others
+    machine.run(2.8)
+    assert machine.size == 4 - others
+    assert machine.run(60) < 1.1 * 0.016 / (4 - others)  # trials of more threads are rare
+    machine.others = 0
+    machine.run(70)
+    assert machine.size == 4 and machine.run(5) == pytest.approx(0.004)
+
+
+def test_the_fastest_number_stays_where_every_core_is_shared(library):
+    machine = Machine(library, 4, 4)
+    machine.others = 4
+    machine.run(3)
+    assert machine.size == 2  # 24 ms; 4 threads: 32, 3: 28, 1: 32
+    assert machine.run(60) < 1.1 * 0.024
+
+
+def test_times_of_other_numbers_of_rows_are_not_compared(library):
+    machine = Machine(library, 4, 4)
+    machine.others = 1
+    while machine.size == 4:
+        machine.run(0.03)
+    machine.run(0.001, rows=2)  # in the middle of a search
+    assert machine.size == 4
+    machine.run(3, rows=2)
+    assert machine.size == 3
+
+
+def test_one_thread_stays_one(library):
+    machine = Machine(library, 1, 1)
+    machine.others = 3
+    machine.run(5)
+    assert machine.size == 1

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 from llguidance import LLMatcher
 
+from mask_table import OpenMasks
 from scripted import VOCAB
+from slipstream.config.buffer_size import mask_words
 from slipstream.scheduler.grammar.constraints import Constraints
 from slipstream.scheduler.grammar.grammars import Grammars
 from slipstream.scheduler.grammar.translate import translate
@@ -39,7 +41,8 @@ _VOCABULARY = grammar_vocabulary(TOKENIZER, VOCAB)  # type: ignore[arg-type]
 
 def make_constraints(max_rows: int = 8) -> Constraints:
     """Without a limit for masks: on a busy machine any thread may be late."""
-    constraints = Constraints(Grammars(lambda: TOKENIZER, VOCAB), max_rows)  # type: ignore[arg-type,return-value]
+    grammars = Grammars(lambda: TOKENIZER, VOCAB)  # type: ignore[arg-type,return-value]
+    constraints = Constraints(grammars, max_rows, open_masks=OpenMasks(mask_words(VOCAB)))
     constraints.min_budget = 60.0
     return constraints
 

@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 
 from hand_cache import make_spec
+from mask_table import MaskTable
 from slipstream.cache_spec import CacheGroup, StateField, StateSpec
 from slipstream.config.config import CacheConfig, SchedulerConfig, StateConfig
 from slipstream.lora_request import LoRARequest
@@ -113,6 +114,7 @@ class ScriptedExecutor:
         self.fail: Callable[[Admission, int], bool] = lambda admission, length: False
         self._queue: deque[StepPlan] = deque()
         self._late: dict[int, Late] = {}  # by step
+        self.masks = MaskTable()
         self._last_step = -1
         self._drawn: set[tuple[int, tuple[int, int]]] = set()  # slots, by group, of tokens that the last step drew
 
@@ -122,7 +124,7 @@ class ScriptedExecutor:
     def finish(self, late: Late | None) -> None:
         """The masks and edits of the plan launched last."""
         if late is not None:
-            self._late[self._queue[-1].step] = replace(late, bits=late.bits.copy())
+            self._late[self._queue[-1].step] = self.masks.resolved(late)
 
     def wait(self) -> StepResult:
         """Run the oldest plan."""

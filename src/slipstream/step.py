@@ -281,6 +281,19 @@ class MaskSource(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class StepMasks:
+    """Memory for the masks of one step. The device has a table: the masks of the step, then masks that it keeps
+    for later steps, because the states of texts repeat."""
+
+    bits: Ints  # [masks, words]
+    # [masks] each mask in the table: `i` for bits[i], which is the default, `first_kept + k` for a kept one; -1: all
+    # tokens are allowed; -2 - t: only token t is. None: the device has no table
+    entries: Ints | None = None
+    targets: Ints | None = None  # [masks] where in the table bits[i] is stored, by default `i`; -1: it is not sent
+    first_kept: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Late:
     """Inputs of a step's head that the host knows only when all older steps are committed: the tokens that rows with a
     grammar may draw, and the edits of logits processors. The runner copies the arrays before it returns: the owner of
@@ -291,10 +304,14 @@ class Late:
     bias: LateBias | None = None
     edits: tuple[LogitsEdit, ...] = ()  # in the order in which they run
     offsets: Ints | None = None  # [masked] index of the draw within its row; None: no masked row has drafts
-    # [masked] how to compute each mask again: its source and the number of tokens before the draw; an entry None: all
-    # tokens are allowed. None: the masks cannot be computed again
-    sources: Sequence[tuple[MaskSource, int] | None] | None = None
+    # [masked] how to compute each mask again: its source, None: all tokens are allowed. None: the masks cannot be
+    # computed again. Steps may share the list.
+    sources: Sequence[MaskSource | None] | None = None
+    lengths: Sequence[int] | None = None  # [masked] the number of tokens before the draw, with `sources`
     sit_out: SitOut | None = None  # None: all rows of the plan draw
+    # [masked] see `StepMasks`; None: the mask of each draw is in `bits`
+    entries: Ints | None = None
+    targets: Ints | None = None
 
 
 @dataclass(frozen=True, slots=True)

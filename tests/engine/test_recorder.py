@@ -14,6 +14,7 @@ import pytest
 
 import slipstream
 from letter_tokenizer import make_constraints
+from mask_table import MaskTable
 from scripted_engine import scripted_core, submit
 from slipstream import LLM, SamplingParams
 from slipstream.config.record_config import RecordConfig
@@ -284,12 +285,12 @@ def test_without_steps_there_is_no_recorder(small):
 def test_masks_of_grammars_are_not_copied_and_are_in_the_recording(depth):
     constraints = make_constraints()
     core = scripted_core(depth, num_pages=14, max_num_seqs=4, max_num_batched_tokens=16, constraints=constraints)
-    recorder, sent = recorded(core), {}
+    recorder, sent, table = recorded(core), {}, MaskTable()
     finish = core.executor.finish
 
     def watched(late=None):
         if late is not None:
-            sent[recorder._ring[-1].plan.step] = late.rows.copy(), late.bits.copy()
+            sent[recorder._ring[-1].plan.step] = late.rows.copy(), table.resolved(late).bits
         return finish(late)
 
     core.executor.finish = watched

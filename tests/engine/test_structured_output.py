@@ -78,14 +78,11 @@ def test_rows_sit_out_steps_on_a_gpu(model, monkeypatch):
         check_late_masks(llm, monkeypatch)
 
 
-def check_late_masks(llm, monkeypatch):
-    shape = StructuredOutputsParams(json=SCHEMA, disable_any_whitespace=True)
-    asked = dict(seed=3, repetition_penalty=1.3, frequency_penalty=0.5, logprobs=1)
-    wanted = generate(llm, shape, **asked)
-    dice, core, sat = random.Random(0), llm.core, []
-    gate = MaskGate(monkeypatch, lambda matcher: dice.random() < 0.5)  # of masks that are not remembered
-    core.constraints._pool.close()
-    core.constraints._pool = None  # the next one has the gate
+def make_masks_late(core, monkeypatch, seed=0):
+    """Many masks that are not remembered come late, by chance. Returns a list of the rows that sit out, which grows."""
+    dice, sat = random.Random(seed), []
+    gate = MaskGate(monkeypatch, lambda matcher: dice.random() < 0.5)
+    close_pool(core)  # the next one has the gate
     step, sit_out = core.step, core.scheduler.sit_out
 
     def step_and_pass():
@@ -96,13 +93,54 @@ def check_late_masks(llm, monkeypatch):
 
     monkeypatch.setattr(core, "step", step_and_pass)
     monkeypatch.setattr(core.scheduler, "sit_out", lambda *given: sat.append(given) or sit_out(*given))
+    return sat
+
+
+def close_pool(core):
+    if core.constraints._pool is not None:
+        core.constraints._pool.close()
+        core.constraints._pool = None
+
+
+def check_late_masks(llm, monkeypatch):
+    shape = StructuredOutputsParams(json=SCHEMA, disable_any_whitespace=True)
+    asked = dict(seed=3, repetition_penalty=1.3, frequency_penalty=0.5, logprobs=1)
+    wanted = generate(llm, shape, **asked)
+    sat = make_masks_late(llm.core, monkeypatch)
     found = generate(llm, shape, **asked)
     assert len(sat) > 2
     assert [each.token_ids for each in found] == [each.token_ids for each in wanted]
     for one, other in zip(found, wanted, strict=True):
         assert one.cumulative_logprob == pytest.approx(other.cumulative_logprob, rel=1e-4)
-    core.constraints._pool.close()
-    core.constraints._pool = None
+    close_pool(llm.core)
+
+
+@pytest.mark.skipif(pool_library.load() is None, reason="no C compiler")
+def test_a_row_that_sits_out_has_no_drafts_of_before(tmp_path, monkeypatch):
+    """Their masks were those along the drafts of the padding row, so a forbidden token was drawn."""
+    prompts = [[i + 3, *range(20, 20 + 7 * i), i + 5] for i in range(8)]
+    shape = StructuredOutputsParams(regex="[a-f]{3,9}(, [0-9]{2}){2,5}")
+    asked = SamplingParams(temperature=0, structured_outputs=shape, max_tokens=30)
+    options = dict(use_tqdm_on_load=False, max_model_len=128, num_threads=1, depth=0)
+    model = str(write_tiny(tmp_path, "qwen3", head_dim=64))
+
+    def tokens(llm):
+        both = [asked, asked.with_changes(temperature=0.9, seed=5, top_p=0.9)]
+        return [each.outputs[0].token_ids for one in both for each in llm.generate(prompts, one, use_tqdm=False)]
+
+    with LLM(model, **options) as llm:
+        wanted = tokens(llm)
+    with LLM(model, **options, drafts="ngram:3") as llm:
+        llm.core.scheduler.drafts.length = None  # all plans have drafts, whatever they cost
+        assert tokens(llm) == wanted
+        num_sat = 0
+        for seed in range(3):
+            with monkeypatch.context() as patched:
+                sat = make_masks_late(llm.core, patched, seed)
+                assert tokens(llm) == wanted
+                num_sat += len(sat)
+                close_pool(llm.core)
+        assert num_sat and llm.core.scheduler.drafts.counts.num_accepted
 
 
 def test_waiting_for_masks_is_counted_as_such(llm):

@@ -97,6 +97,17 @@ def test_draw_takes_the_references_token_at_any_scale(scale: float) -> None:
     assert kernels.draw(logits, keys).tokens.equal(reference.draw(logits, keys).tokens)
 
 
+@pytest.mark.parametrize("low", [0.0, -300.0, 200.0])
+def test_draw_finds_the_token_wherever_the_scores_are(low: float) -> None:
+    """The first block of a part, which estimates are relative to, may have no token, or far lower scores."""
+    logits = randn(6, 4097, seed=3)
+    logits[:, :1024] = torch.tensor([float("-inf"), -250.0, 0.0] * 2, device=DEVICE)[:, None]
+    logits[:, 1024:] += low
+    logits[3:, 1500:] = float("-inf")
+    keys = keys_of(6)
+    assert kernels.draw(logits, keys).tokens.equal(reference.draw(logits, keys).tokens)
+
+
 @pytest.mark.parametrize("size", [100, 4200])  # of one chunk and of several, the last one short
 def test_draw_scales_and_cuts_as_it_goes(size: int) -> None:
     """Large and small logits in all parts of a row; rows that are greedy, not cut, without a token, not numbers."""

@@ -12,6 +12,9 @@ from slipstream.config.pooling_size import token_vectors
 from slipstream.params import MAX_BAD_WORDS, MAX_PACKED_LOGPROBS
 
 MAX_BIASED_IDS = 1024  # tokens whose logits the logits processors of one row may add to, if they see tokens only
+MAX_KEPT_MASKS = 16384
+MAX_KEPT_MASK_BYTES = 32 << 20
+_MASKS_PER_SET = 4  # NUM_WAYS in scheduler/grammar/mask_memory.c
 ALIGNMENT = 256  # bytes for the alignment of all fields of a result buffer
 
 
@@ -57,10 +60,26 @@ def mask_words(vocab_size: int) -> int:
 
 
 def mask_bytes(rows: int, vocab_size: int, max_drafts: int = 0, max_step_drafts: int = 0) -> int:
-    """Bytes of the masks of one step: the entry of each draw, and a mask for each row but the padding row and for each
-    draft. `max_drafts`: of a row; `max_step_drafts`: of all rows."""
-    entries = -(-rows * (1 + max_drafts) * 4 // 16) * 16
-    return -(-(entries + (rows - 1 + max_step_drafts) * mask_words(vocab_size) * 4) // 16) * 16
+    """Bytes of the masks of one step: the entry of each draw, and a mask with its target for each row but the padding
+    row and for each draft. `max_drafts`: of a row; `max_step_drafts`: of all rows."""
+    num_masks = rows - 1 + max_step_drafts
+    small = _aligned(rows * (1 + max_drafts) * 4) + _aligned(num_masks * 4)
+    return _aligned(small + num_masks * mask_words(vocab_size) * 4)
+
+
+def num_kept_masks(vocab_size: int) -> int:
+    """Masks of grammars that host and device keep, because states of texts repeat."""
+    most = min(MAX_KEPT_MASKS, MAX_KEPT_MASK_BYTES // (mask_words(vocab_size) * 4))
+    return max(most // _MASKS_PER_SET, 1) * _MASKS_PER_SET
+
+
+def kept_mask_bytes(vocab_size: int) -> int:
+    """Bytes of the masks that the device keeps."""
+    return _aligned(num_kept_masks(vocab_size) * mask_words(vocab_size) * 4)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // 16) * 16
 
 
 def bias_bytes(rows: int) -> int:

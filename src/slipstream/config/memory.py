@@ -17,6 +17,7 @@ from slipstream.config.adapter_config import AdapterConfig
 from slipstream.config.buffer_size import (
     arena_bytes,
     bias_bytes,
+    kept_mask_bytes,
     list_bytes,
     mask_bytes,
     result_bytes,
@@ -143,8 +144,9 @@ def estimate_memory(config: EngineConfig, weights: int) -> MemoryEstimate:
         hidden += dequantized_bytes(config.model)
     captures = not on_cpu and not config.device.eager
     num_drafts = 0 if scheduler.drafts is None else scheduler.drafts.num_drafts
-    masks = 0
+    masks = kept_masks = 0
     if generates:
+        kept_masks = kept_mask_bytes(info.vocab_size)
         masks = mask_bytes(rows, info.vocab_size, num_drafts, scheduler.max_step_drafts) + bias_bytes(rows)
     tables = rows * (len(cache.groups) * 8 * -(-scheduler.max_model_len // cache.page_size) + 256 + kept)
     if scheduler.drafts is not None:  # token ids of all positions, and drafts of each row
@@ -169,7 +171,7 @@ def estimate_memory(config: EngineConfig, weights: int) -> MemoryEstimate:
         + (feature_bytes(info, config.model.dtype, scheduler.max_num_seqs) if generates else 0),
         staging=staging,
         staging_host=num_buffers * staging,
-        masks=masks,
+        masks=masks + kept_masks,
         masks_host=masks,  # one buffer
         results=num_buffers * results,
         results_host=num_buffers * results,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -14,16 +14,20 @@ from slipstream.step import Ints, MaskSource
 class MaskSources:
     """Inputs from which the masks of one step can be computed again; see `Late.sources`."""
 
-    __slots__ = ("entries", "num_words")
+    __slots__ = ("sources", "lengths", "num_words")
 
-    def __init__(self, entries: Sequence[tuple[MaskSource, int] | None], num_words: int) -> None:
-        self.entries = entries
+    def __init__(self, sources: Sequence[MaskSource | None], lengths: Sequence[int], num_words: int) -> None:
+        self.sources = sources
+        self.lengths = lengths
         self.num_words = num_words  # of a mask
 
     @property
     def num_bytes(self) -> int:
         """Of the masks."""
-        return 4 * self.num_words * len(self.entries)
+        return 4 * self.num_words * len(self.sources)
+
+    def __iter__(self) -> Iterator[tuple[MaskSource | None, int]]:
+        return zip(self.sources, self.lengths, strict=True)
 
 
 def with_masks(steps: Sequence[StepRecord], sources: Mapping[int, MaskSources]) -> list[StepRecord]:
@@ -34,7 +38,9 @@ def with_masks(steps: Sequence[StepRecord], sources: Mapping[int, MaskSources]) 
     wanted: dict[int, tuple[MaskSource, list[int]]] = {}  # by identity of the source: numbers of tokens, ascending
     for step in steps:
         own = sources.get(step.plan.step)
-        for source, length in [] if own is None else [entry for entry in own.entries if entry is not None]:
+        for source, length in () if own is None else own:
+            if source is None:
+                continue
             _, lengths = wanted.setdefault(id(source), (source, []))
             if not lengths or lengths[-1] != length:
                 lengths.append(length)
@@ -45,14 +51,14 @@ def with_masks(steps: Sequence[StepRecord], sources: Mapping[int, MaskSources]) 
             masks[id(source), length] = mask
     everything = np.full(num_words, -1, np.int32)
 
-    def mask_of(entry: tuple[MaskSource, int] | None) -> Ints:
-        return everything if entry is None else masks[id(entry[0]), entry[1]]
+    def mask_of(source: MaskSource | None, length: int) -> Ints:
+        return everything if source is None else masks[id(source), length]
 
     filled = []
     for step in steps:
         own, late = sources.get(step.plan.step), step.late
         if own is not None and late is not None:
-            bits = np.array([mask_of(entry) for entry in own.entries], np.int32).reshape(-1, num_words)
+            bits = np.array([mask_of(*each) for each in own], np.int32).reshape(-1, num_words)
             step = msgspec.structs.replace(step, late=msgspec.structs.replace(late, bits=bits))
         filled.append(step)
     return filled

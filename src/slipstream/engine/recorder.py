@@ -60,8 +60,8 @@ class Recorder:
         self._is_headless = False
         if late is not None:
             step.late = describe_late(late)
-            if late.sources is not None:
-                self._sources[step.plan.step] = MaskSources(late.sources, late.bits.shape[1])
+            if late.sources is not None and late.lengths is not None:
+                self._sources[step.plan.step] = MaskSources(late.sources, late.lengths, late.bits.shape[1])
             step.size += (size := step.late.bits.nbytes)
             self._num_bytes += size
         return self._executor.finish(late)

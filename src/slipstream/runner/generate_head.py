@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -126,8 +125,7 @@ class GenerateHead:
                     positions = positions.index_select(0, indices)
                     offsets = of_drafts[0] if of_drafts else None
                 draws = self._draw_batch(rows, positions, offsets, drafts)
-                logits = sample.beside(functools.partial(self._logits, hidden, tiles), len(hidden))
-                drawn = sample(logits, draws, self.rows.accept)
+                drawn = sample(self._logits(hidden, tiles), draws, self.rows.accept)
                 results |= self._compute_results(drawn, draws, hidden, drafts)
                 if drawn.requested is not None:
                     results["requested"] = drawn.requested
@@ -255,8 +253,7 @@ class GenerateHead:
         # parameters of other rows.
         wide = replayed.needs_sampling_dtype or self._batch_invariant
         compute = self._logits if wide else self.model.logits
-        logits = replayed.sample.beside(functools.partial(compute, hidden), len(hidden))
-        drawn = replayed.sample(logits, draws, self.rows.accept)
+        drawn = replayed.sample(compute(hidden), draws, self.rows.accept)
         results = self._compute_results(drawn, draws, hidden, drafts)
         return pack(results, shape, self.graphs.results.room(shape.num_bytes))
 

@@ -157,7 +157,7 @@ class ModelRunner:
         compute = self.device.compute
         if late is not None:
             assert self.sampler is not None, "a model that only pools draws nothing"
-            self.sampler.send(late)
+            self.sampler.send(late, self.graphs)
             if late.sit_out is not None:
                 assert self.sitting is not None, "a row with recurrent states cannot sit out a step"
                 take_back = self.sitting.send(late.sit_out, compute)
@@ -166,8 +166,6 @@ class ModelRunner:
         for head in heads:
             compute.run(functools.partial(_run_head, head, step))
         sent = self.results.send()
-        if late is not None and self.sampler is not None:
-            self.sampler.guard(sent.ended)
         handles = [head.handle(sent) for head in heads if head.handle is not None]
         if not handles:
             handle = StepHandle(sent.copied, NO_RESULTS, None)

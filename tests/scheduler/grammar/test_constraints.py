@@ -203,12 +203,13 @@ def test_a_request_without_an_allowed_token_fails_alone(core_of, depth, monkeypa
     late, forbidden = core.constraints.late, []
 
     def forbid_all():
-        drawing = [request for request, *_ in core.constraints.drawing]
+        drawing = [request for request, *_ in core.constraints._awaited]
         found = late()
         for index, request in enumerate(drawing):
             if not forbidden and request.num_output == 2 and request.status is Status.RUNNING:
                 forbidden.append(request.id)
                 found.bits[index] = 0
+                found.entries[index] = found.targets[index] = index  # none that the device has
         return found
 
     monkeypatch.setattr(core.constraints, "late", forbid_all)
@@ -277,9 +278,9 @@ def test_slow_masks_let_their_request_sit_out_and_change_no_token(core_of, depth
     core.constraints.min_budget = 0.0
     messages = prompts(SHAPES)
     core.submit(*messages, submit("p", [50, 3], max_tokens=40))
-    rests = []
-    rest = core.constraints._rest
-    monkeypatch.setattr(core.constraints, "_rest", lambda *given: rests.append(given) or rest(*given))
+    rests, resting = [], core.constraints._resting
+    fill = resting.fill
+    monkeypatch.setattr(resting, "fill", lambda *given: rests.append(given) or fill(*given))
     found = run(core)
     assert rests
     for message in messages:
@@ -292,12 +293,13 @@ def test_a_session_is_not_touched_while_a_thread_fills_its_mask(core_of, depth, 
     core = core_of(depth)
     core.constraints.min_budget = 0.0
     constraints, jobs = core.constraints, []
-    rest, wake = constraints._rest, constraints.wake
+    resting, wake = constraints._resting, constraints.wake
+    fill = resting.fill
 
-    def start_later(request, session):
+    def start_later(request, session, budget):
         job = Future()
         monkeypatch.setattr(constraints.grammars, "run", lambda work: jobs.append((session, work, job)) or job)
-        rest(request, session)
+        fill(request, session, budget)
         session.real, session.matcher = session.matcher, None
 
     def finish_and_wake():
@@ -312,7 +314,7 @@ def test_a_session_is_not_touched_while_a_thread_fills_its_mask(core_of, depth, 
         pass
 
     monkeypatch.setattr(constraints_module, "Session", Roomy)
-    monkeypatch.setattr(constraints, "_rest", start_later)
+    monkeypatch.setattr(resting, "fill", start_later)
     monkeypatch.setattr(constraints, "wake", finish_and_wake)
     messages = prompts(SHAPES)
     core.submit(*messages)

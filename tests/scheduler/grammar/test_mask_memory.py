@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher
 
+from mask_table import MaskTable, OpenMasks
 from slipstream.scheduler.grammar import pool_library
 from slipstream.scheduler.grammar.compiled import CompiledGrammar
 from slipstream.scheduler.grammar.mask_pool import MaskBatch, MaskPool
@@ -112,34 +113,43 @@ SIZE = TOKENIZER.vocab_size
 WORDS = (SIZE + 32) // 32
 
 
-def test_masks_of_states_seen_before_are_those_of_an_untouched_matcher():
-    rng = random.Random(0)
+@pytest.mark.parametrize("max_masks", [0, 8], ids=["much room", "little room"])
+@pytest.mark.parametrize("keeps", [False, True], ids=["written", "kept by the device"])
+def test_masks_of_states_seen_before_are_those_of_an_untouched_matcher(keeps, max_masks):
+    rng, table = random.Random(0), MaskTable()
     vocabulary = NativeVocabulary(GrammarVocabulary(TOKENIZER, SIZE), pool_library.load())  # type: ignore[arg-type]
     oracle = grammar_vocabulary(TOKENIZER, SIZE)  # type: ignore[arg-type]
-    pool = MaskPool(pool_library.load(), WORDS, SIZE, 16, num_threads=2)
+    pool = MaskPool(pool_library.load(), WORDS, SIZE, 16, num_threads=2, max_masks=max_masks)
     for shape in SHAPES:
         grammar = translate(shape, frozenset())
         compiled = CompiledGrammar(vocabulary.compile(grammar, schema_nodes(shape, grammar)))
         num_found = pool.num_found
         for _ in range(2):
             sessions = [Session(compiled, [], 0, [], SIZE) for _ in range(12)]
-            walk(rng, pool, sessions, [LLMatcher(oracle, grammar) for _ in sessions])
-        assert pool.num_found > num_found + 20, shape
+            walk(rng, pool, sessions, [LLMatcher(oracle, grammar) for _ in sessions], table, keeps)
+        assert pool.num_found > num_found + (1 if max_masks else 20), shape
+    if keeps:
+        assert table.num_sent < (0.98 if max_masks else 0.8) * table.num_masks
     pool.close()
 
 
-def walk(rng, pool, sessions, matchers):
+def walk(rng, pool, sessions, matchers, table, keeps):
     """Take random tokens that are allowed, and compare each mask."""
-    bits, tokens = np.zeros((len(sessions), WORDS), np.uint32), [-1] * len(sessions)
+    tokens, open_masks = [-1] * len(sessions), OpenMasks(WORDS)
     for _ in range(30):
         rows = [row for row, session in enumerate(sessions) if not session.is_complete]
         if not rows:
             return
+        masks = open_masks(len(sessions))
+        for row in set(range(len(sessions))) - set(rows):
+            masks.entries[row] = masks.targets[row] = -1
         batch = MaskBatch()
         for row in rows:
             batch.add(sessions[row], tokens[row], row)
-        pool.start(batch, bits)
-        pool.wait(bits, 60.0)
+        pool.start(batch, masks, keeps=keeps)
+        pool.wait(masks.bits.view(np.uint32), 60.0)
+        pool.send(masks if keeps else None)
+        bits = (table.bits_of(masks) if keeps else masks.bits).view(np.uint32)
         for row in rows:
             session, matcher = sessions[row], matchers[row]
             if session.is_complete:

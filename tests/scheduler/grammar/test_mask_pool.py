@@ -17,8 +17,9 @@ from slipstream.scheduler.grammar import mask_pool, pool_library
 from slipstream.scheduler.grammar.compiled import MAX_USES, CompiledGrammar
 from slipstream.scheduler.grammar.mask_pool import MaskBatch, MaskPool
 from slipstream.scheduler.grammar.native_matcher import NativeVocabulary
-from slipstream.scheduler.grammar.session import Session
+from slipstream.scheduler.grammar.session import SLOW_SPAN, Session
 from slipstream.scheduler.grammar.translate import translate
+from slipstream.step import StepMasks
 from slipstream.structured_params import StructuredOutputsParams as Shape
 from slipstream.text.grammar_vocab import GrammarVocabulary
 
@@ -70,7 +71,7 @@ def test_masks_and_forced_tokens_are_those_of_an_untouched_matcher(pool):
     tokens, num_checked = [-1] * len(shapes), 0
     for _ in range(40):
         rows = [row for row, session in enumerate(sessions) if not session.is_complete]
-        pool.start(batch_of((sessions[row], tokens[row], row) for row in rows), bits)
+        pool.start(batch_of((sessions[row], tokens[row], row) for row in rows), StepMasks(bits.view(np.int32)))
         pool.wait(bits, 1.0)
         for row in rows:
             session = sessions[row]
@@ -106,16 +107,17 @@ def test_a_forced_text_is_tokenised_by_python_once(monkeypatch):
 def test_a_forbidden_token_gives_an_empty_mask(pool):
     session = Session(compiled(Shape(regex="[0-9]+")), [], 0, [END], VOCAB)
     bits = np.full((1, WORDS), 0xFFFFFFFF, np.uint32)
-    pool.start(batch_of([(session, *TOKENIZER.encode("x"), 0)]), bits)
+    pool.start(batch_of([(session, *TOKENIZER.encode("x"), 0)]), StepMasks(bits.view(np.int32)))
     pool.wait(bits, 1.0)
     assert not bits.any() and not session.is_complete and session.error
 
 
-def test_a_mask_over_the_budget_makes_a_session_slow(pool):
+def test_a_second_mask_over_the_budget_makes_a_session_slow_until_one_is_in_time(pool):
     session = Session(compiled(Shape(regex="[0-9]+")), [], 0, [END], VOCAB)
     bits = np.zeros((1, WORDS), np.uint32)
-    for budget, is_slow in ((0.0, True), (10.0, False)):
-        pool.start(batch_of([(session, -1, 0)]), bits)
+    for num_tokens, budget, is_slow in ((1, 0.0, False), (SLOW_SPAN, 0.0, True), (1, 10.0, False), (20, 0.0, False)):
+        session.num_taken += num_tokens
+        pool.start(batch_of([(session, -1, 0)]), StepMasks(bits.view(np.int32)))
         pool.wait(bits, budget)
         assert session.is_slow is is_slow
 

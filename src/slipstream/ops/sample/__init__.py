@@ -11,6 +11,7 @@ from slipstream.ops.sample.reference import (
     RESAMPLE,
     Choice,
     Penalty,
+    TokenMask,
     TopLogprobs,
     match_words,
     row_key,
@@ -23,6 +24,7 @@ add_entries_ = by_device(reference.add_entries_, _KERNELS)
 count_ = by_device(reference.count_, _KERNELS)
 draw = by_device(reference.draw, _KERNELS)
 drop_below_ = by_device(reference.drop_below_, _KERNELS)
+fetch_masks_ = by_device(reference.fetch_masks_, _KERNELS)
 find_floor = by_device(reference.find_floor, _KERNELS)
 forbid_ = by_device(reference.forbid_, _KERNELS)
 forbid_matched_ = by_device(reference.forbid_matched_, _KERNELS)
@@ -43,11 +45,13 @@ __all__ = [
     "RESAMPLE",
     "Choice",
     "Penalty",
+    "TokenMask",
     "TopLogprobs",
     "add_entries_",
     "count_",
     "draw",
     "drop_below_",
+    "fetch_masks_",
     "find_floor",
     "forbid_",
     "forbid_matched_",

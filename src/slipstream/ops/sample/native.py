@@ -6,10 +6,12 @@ import torch
 
 from slipstream.ops import native
 from slipstream.ops.sample import reference
-from slipstream.ops.sample.reference import Choice, Penalty
+from slipstream.ops.sample.reference import Choice, Penalty, TokenMask
 
 
-def argmax_rows(logits: torch.Tensor, penalty: Penalty | None = None) -> Choice:
+def argmax_rows(logits: torch.Tensor, penalty: Penalty | None = None, mask: TokenMask | None = None) -> Choice:
+    if mask is not None:
+        logits = reference.masked(logits, mask)
     if penalty is not None or not native.serves(logits) or not logits.is_contiguous():
         return reference.argmax_rows(logits, penalty)
     library = native.library()

@@ -119,6 +119,14 @@ class Penalty(NamedTuple):
     earlier: torch.Tensor | None = None  # [R, K] int64 further tokens of the output, -1: none; None: no row has any
 
 
+class TokenMask(NamedTuple):
+    """The tokens that each row may draw, for ops that apply masks while they read logits."""
+
+    bits: torch.Tensor  # [masks, words] int32: bit t % 32 of word t // 32 is token t
+    entries: torch.Tensor  # [N] int32, as `mask_bits_` takes them
+    index: torch.Tensor  # [R] int64, the index of each row in `entries`
+
+
 class Choice(NamedTuple):
     tokens: torch.Tensor  # [R] int64, 0 where failed
     failed: torch.Tensor  # [R] bool: the row holds NaN, or only -inf
@@ -131,8 +139,11 @@ def draw(
     temperature: torch.Tensor | None = None,  # [R], above 0; None: the logits are already scaled
     limits: torch.Tensor | None = None,  # [R, 3] as in `find_floor`; None: dropped tokens are already -inf
     penalty: Penalty | None = None,
+    mask: TokenMask | None = None,
 ) -> Choice:
     """Samples one token per row from the softmax of [R, V] logits. A token at -inf is never sampled."""
+    if mask is not None:
+        logits = masked(logits, mask)
     if penalty is not None:
         logits = _penalized(logits, penalty)
     if temperature is not None:
@@ -146,9 +157,11 @@ def draw(
     return argmax_rows(gumbel.add_(logits))
 
 
-def argmax_rows(logits: torch.Tensor, penalty: Penalty | None = None) -> Choice:
+def argmax_rows(logits: torch.Tensor, penalty: Penalty | None = None, mask: TokenMask | None = None) -> Choice:
     """[R, V] to [R] tokens: the first of equal maxima. `max` gives the same token as `argmax` and is faster on the
     CPU."""
+    if mask is not None:
+        logits = masked(logits, mask)
     if penalty is not None:
         logits = _penalized(logits, penalty)
     best, tokens = logits.max(-1)
@@ -233,13 +246,40 @@ def add_entries_(logits: torch.Tensor, table: torch.Tensor, entries: torch.Tenso
 
 
 def mask_bits_(logits: torch.Tensor, bits: torch.Tensor, entries: torch.Tensor) -> None:
-    """Put -inf at the tokens whose bit is not set. bits [entries, words] int32: bit t % 32 of word t // 32 is token t.
-    entries [R]: the entry of each row; negative: the row stays as it is."""
-    size = logits.shape[1]
+    """Put -inf at the tokens whose bit is not set. bits [masks, words] int32: bit t % 32 of word t // 32 is token t.
+    entries [R]: the mask of each row; -1: the row stays as it is; -2 - t: only token t stays."""
+    logits.masked_fill_(_forbidden(bits, entries, logits.shape[1]), -torch.inf)
+
+
+def masked(logits: torch.Tensor, mask: TokenMask) -> torch.Tensor:
+    """A copy of the logits with -inf at forbidden tokens."""
+    forbidden = _forbidden(mask.bits, mask.entries.index_select(0, mask.index), logits.shape[1])
+    return logits.masked_fill(forbidden, -torch.inf)
+
+
+def _forbidden(bits: torch.Tensor, entries: torch.Tensor, size: int) -> torch.Tensor:
+    """[R, size] bool, see `mask_bits_`."""
     shifts = torch.arange(32, dtype=torch.int32, device=bits.device)
     own = bits.index_select(0, entries.clamp(min=0))
-    allowed = ((own[:, :, None] >> shifts) & 1).flatten(1)[:, :size] != 0
-    logits.masked_fill_(~(allowed | (entries < 0)[:, None]), -torch.inf)
+    forbidden = ((own[:, :, None] >> shifts) & 1).flatten(1)[:, :size] == 0
+    only = -2 - entries[:, None]
+    other = (only != torch.arange(size, device=bits.device)) & (only >= 0)
+    return torch.where(entries[:, None] < 0, other, forbidden)
+
+
+def fetch_masks_(
+    table: torch.Tensor,  # [entries, words] int32
+    bits: torch.Tensor,  # [N, words] int32, in host memory
+    targets: torch.Tensor,  # [N] int32, in host memory
+    entries: torch.Tensor,  # [E] int32
+    host_entries: torch.Tensor,  # [E] int32, in host memory
+) -> None:
+    """Copies each mask to its target in the table. A mask without a target, -1, is not needed: it may be copied to its
+    own number. Equal targets have equal masks. Copies the entries, too."""
+    entries.copy_(host_entries)
+    targets = targets.to(table.device)
+    own = torch.arange(len(targets), device=table.device)
+    table.index_copy_(0, torch.where(targets < 0, own, targets), bits.to(table.device))
 
 
 def find_floor(

@@ -108,12 +108,13 @@ class _Buffer:
 class HostRing:
     """`depth + 2` host buffers, pinned if the device supports it. No other pinned memory is used for uploads."""
 
-    def __init__(self, num_buffers: int, capacity: int, device: Device) -> None:
+    def __init__(self, num_buffers: int, capacity: int, device: Device, *, num_more: int = 0) -> None:
+        """`num_more`: bytes of the arena after those that are uploaded."""
         self.capacity = -(-capacity // _ALIGN) * _ALIGN
         self.device = device
         self.buffers = [_Buffer(self.capacity, device) for _ in range(num_buffers)]
         # one device arena is enough: the device runs steps in order
-        self.arena = torch.zeros(self.capacity, dtype=torch.uint8, device=device.torch_device)
+        self.arena = device.zeros((self.capacity + num_more,), torch.uint8)
         self._next = 0
 
     def open(self) -> Upload:

@@ -11,7 +11,7 @@ from slipstream.device.device import Device
 from slipstream.ops.sample import DRAW, Choice, argmax_rows, draw, row_key, step_keys
 from slipstream.runner.batch.staging import StagedTensor, Upload
 from slipstream.runner.sampling.scale import Scale
-from slipstream.runner.sampling.stage import DrawBatch, PenaltyOf
+from slipstream.runner.sampling.stage import DrawBatch, MaskOf, PenaltyOf
 from slipstream.step import Ints, StepPlan
 
 DrawWork = Callable[[torch.Tensor, DrawBatch], Choice]
@@ -68,9 +68,11 @@ class Draw:
 
         return mixed
 
-    def by_row(self, scale: Scale, limits: torch.Tensor | None, penalty_of: PenaltyOf | None) -> DrawWork:
-        """Host: work that is the same for any rows. Penalties, temperature and then limits are applied as the logits
-        are read. `limits`: [rows, 3] as `find_floor` takes them; None if no row truncates."""
+    def by_row(
+        self, scale: Scale, limits: torch.Tensor | None, penalty_of: PenaltyOf | None, mask_of: MaskOf | None = None
+    ) -> DrawWork:
+        """Host: work that is the same for any rows. Masks, penalties, temperature and then limits are applied as the
+        logits are read. `limits`: [rows, 3] as `find_floor` takes them; None if no row truncates."""
         keys, random, temperatures = self.keys.device, self.is_random.device, scale.staged.device
 
         def drawn(logits: torch.Tensor, batch: DrawBatch) -> Choice:
@@ -79,7 +81,8 @@ class Draw:
             cuts = None if limits is None else limits.index_select(0, rows)
             scales = temperatures.index_select(0, rows)
             penalty = None if penalty_of is None else penalty_of(batch)
-            return draw(logits, own, random.index_select(0, rows), scales, cuts, penalty)
+            mask = None if mask_of is None else mask_of(batch)
+            return draw(logits, own, random.index_select(0, rows), scales, cuts, penalty, mask)
 
         return drawn
 
@@ -88,11 +91,16 @@ def greedy(logits: torch.Tensor, batch: DrawBatch) -> Choice:
     return argmax_rows(logits)
 
 
-def greedy_by_row(penalty_of: PenaltyOf | None) -> DrawWork:
+def greedy_by_row(penalty_of: PenaltyOf | None, mask_of: MaskOf | None = None) -> DrawWork:
     """Host: the captured draw of greedy rows."""
-    if penalty_of is None:
+    if penalty_of is None and mask_of is None:
         return greedy
-    return lambda logits, batch: argmax_rows(logits, penalty_of(batch))
+
+    def drawn(logits: torch.Tensor, batch: DrawBatch) -> Choice:
+        penalty = None if penalty_of is None else penalty_of(batch)
+        return argmax_rows(logits, penalty, None if mask_of is None else mask_of(batch))
+
+    return drawn
 
 
 def _keys(keys: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

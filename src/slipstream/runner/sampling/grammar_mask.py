@@ -1,23 +1,27 @@
 """GrammarMask: forbids tokens that the grammar or the logits processors of a row do not allow.
 
-The host writes the masks to a pinned buffer while the device computes the step's forward. The copy to the device is
-part of the head, so that it is captured and costs the host nothing; it runs beside the GEMM of the logits. One buffer
-is enough: the host makes masks only when all older steps are committed.
+The host writes the masks to a pinned buffer while the device computes the step's forward. The device fetches them on
+the copy stream, beside the forward; the head waits for that. One buffer is enough, and the table of masks can be
+written at once: the host makes masks only when all older steps are committed.
+
+The device keeps masks that the host expects again (`StepMasks`), and fetches only those that it does not have.
 """
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import torch
 
-from slipstream.config.buffer_size import mask_bytes, mask_words
+from slipstream.config.buffer_size import kept_mask_bytes, mask_bytes, mask_words, num_kept_masks
 from slipstream.device.device import Device
-from slipstream.device.streams import Event
-from slipstream.ops.sample import mask_bits_
+from slipstream.ops.sample import TokenMask, fetch_masks_
 from slipstream.runner.batch.staging import HostRing, Upload
+from slipstream.runner.graphs import GraphPool
 from slipstream.runner.sampling.stage import ByRow, DrawBatch, Stage, StageWork
 from slipstream.runner.sampling.stage_rows import StageRows
-from slipstream.step import Admission, Ints, Late, Processed, StepPlan
+from slipstream.step import Admission, Ints, Late, Processed, StepMasks, StepPlan
 
 
 class GrammarMask(Stage):
@@ -25,21 +29,30 @@ class GrammarMask(Stage):
         self, num_rows: int, vocab_size: int, device: Device, max_drafts: int = 0, max_step_drafts: int = 0
     ) -> None:
         """`num_rows`: with the padding row. `max_drafts`: of a row in one step; `max_step_drafts`: of all rows."""
-        # a CUDA graph cannot copy from pageable memory
-        self._can_capture = device.can_pin or device.torch_device.type == "cpu"
+        self.device = device
         self.words = words = mask_words(vocab_size)
-        self.ring = HostRing(1, mask_bytes(num_rows, vocab_size, max_drafts, max_step_drafts), device)
+        num_bytes, num_kept = mask_bytes(num_rows, vocab_size, max_drafts, max_step_drafts), num_kept_masks(vocab_size)
+        self.ring = HostRing(1, num_bytes, device, num_more=kept_mask_bytes(vocab_size))
         self._width = 1 + max_drafts
-        self._num_entries = num_rows * self._width
-        # views of the arena, at fixed addresses for captured work
-        arena, self._start = self.ring.arena, -(-self._num_entries * 4 // 16) * 16
-        # [rows * width] entry of each draw: row, then offset; -1: no mask
-        self._entries = arena[: self._num_entries * 4].view(torch.int32)
-        size = (num_rows - 1 + max_step_drafts) * words * 4
-        self._bits = arena[self._start : self._start + size].view(torch.int32).view(-1, words)
+        self._max_masks = max_masks = num_rows - 1 + max_step_drafts
+        # [rows * width] the mask of each draw: row, then offset; see `StepMasks`
+        num_entries = num_rows * self._width
+        # views at fixed addresses: of the host's buffer as arrays and, for captured work, as tensors
+        host, arena = self.ring.buffers[0].tensor, self.ring.arena
+        first, second = -(-num_entries * 4 // 16) * 16, -(-max_masks * 4 // 16) * 16
+        self._entries, self._host_entries = (each[: num_entries * 4].view(torch.int32) for each in (arena, host))
+        self._host_targets = host[first : first + max_masks * 4].view(torch.int32)
+        start, size = first + second, words * 4
+        self._host_bits = host[start : start + max_masks * size].view(torch.int32).view(-1, words)
+        self._table = arena[start : start + (max_masks + num_kept) * size].view(torch.int32).view(-1, words)
+        array = self.ring.buffers[0].array
+        self._draws = array[: num_entries * 4].view(np.int32)
+        self._targets = array[first : first + max_masks * 4].view(np.int32)
+        self._bits = array[start : start + max_masks * size].view(np.int32).reshape(-1, words)
         self.rows = StageRows(num_rows, _is_masked)
-        self._open: tuple[Upload, Ints, Ints] | None = None  # an upload with its entries and masks, not sent yet
-        self._upload: Upload | None = None  # sent, and not guarded yet
+        self._numbers = np.arange(max_masks, dtype=np.int32)
+        self._default_entries = self._numbers.copy()
+        self._open: tuple[Upload, StepMasks] | None = None  # not sent yet
 
     def apply(self, plan: StepPlan) -> None:
         self.rows.apply(plan)
@@ -51,50 +64,64 @@ class GrammarMask(Stage):
         return self.rows.is_used_by(rows)
 
     def prepare(self, rows: Ints, upload: Upload) -> StageWork | None:
-        return self.by_row(rows).work if self.is_used_by(rows) else None
+        return self.by_row(rows).with_masked_logits().work if self.is_used_by(rows) else None
 
     def can_capture(self, rows: Ints) -> bool:
-        return self._can_capture
+        return True
 
     def by_row(self, rows: Ints) -> ByRow:
-        entries, bits, width = self._entries, self._bits, self._width
-        arena, host, start = self.ring.arena, self.ring.buffers[0].tensor, self._start
+        """Logits are not edited: the draw applies the mask as it reads them."""
+        return ByRow("grammar", mask=self._mask)
 
-        def bring(num_draws: int) -> None:
-            size = start + min(num_draws, len(bits)) * bits.stride(0) * 4
-            arena[:size].copy_(host[:size], non_blocking=True)
+    def _fetch(self, num_masks: int) -> None:
+        """Device: fetch masks, and the entries of all draws."""
+        bits, targets = self._host_bits[:num_masks], self._host_targets[:num_masks]
+        fetch_masks_(self._table, bits, targets, self._entries, self._host_entries)
 
-        def edit(logits: torch.Tensor, batch: DrawBatch) -> None:
-            draws = batch.rows * width
-            mask_bits_(logits, bits, entries.index_select(0, draws if batch.offsets is None else draws + batch.offsets))
+    def _mask(self, batch: DrawBatch) -> TokenMask:
+        """Device: the masks of these draws."""
+        index = batch.rows
+        if self._width > 1:
+            index = index * self._width if batch.offsets is None else index * self._width + batch.offsets
+        return TokenMask(self._table, self._entries, index)
 
-        return ByRow("grammar", StageWork(edit, bring=bring))
-
-    def open(self, num_masks: int) -> Ints:
+    def open(self, num_masks: int) -> StepMasks:
         """Host: where to write the masks of the step whose forward was launched last. `send` copies masks that are
         elsewhere."""
         upload = self.ring.open()
-        _, entries = upload.room(np.int32, (self._num_entries,))
-        _, bits = upload.room(np.int32, (num_masks, self.words))
-        self._open = upload, entries, bits
-        return bits
+        entries, targets = self._default_entries[:num_masks], self._targets[:num_masks]
+        entries[:] = targets[:] = self._numbers[:num_masks]
+        masks = StepMasks(self._bits[:num_masks], entries, targets, self._max_masks)
+        self._open = upload, masks
+        return masks
 
-    def send(self, late: Late) -> None:
-        """Host: complete the buffer for the step whose forward was launched last. Its head is queued after this call,
-        and copies the buffer."""
-        if self._open is None or self._open[2] is not late.bits:
-            self.open(len(late.rows))[:] = late.bits
+    def send(self, late: Late, graphs: GraphPool | None = None) -> None:
+        """Host: complete the buffer for the step whose forward was launched last, and fetch it. The head of the step is
+        queued after this call. `graphs`: for the work of the device, whose launch costs more than its replay."""
+        num = len(late.rows)
+        if self._open is None or self._open[1].bits is not late.bits:
+            masks = self.open(num)
+            masks.bits[:] = late.bits
+            assert late.entries is None, "masks that the device keeps are written where `open` tells"
         assert self._open is not None
-        (self._upload, entries, _), self._open = self._open, None
-        entries.fill(-1)
-        draws = late.rows * self._width + (0 if late.offsets is None else late.offsets)
-        entries[draws] = np.arange(len(draws), dtype=np.int32)
-
-    def guard(self, ended: Event) -> None:
-        """Host: `ended` is after the head that copies the buffer sent last."""
-        if self._upload is not None:
-            self._upload.guard(ended)
-            self._upload = None
+        (upload, masks), self._open = self._open, None
+        entries = late.entries
+        if entries is None:
+            assert masks.targets is not None
+            entries = masks.targets[:] = self._numbers[:num]
+        self._draws.fill(-1)
+        self._draws[late.rows * self._width + (0 if late.offsets is None else late.offsets)] = entries
+        size = num if graphs is None else min(graphs.rows_for(num) or num, self._max_masks)
+        self._targets[num:size] = -1
+        fetch = functools.partial(self._fetch, size)
+        if graphs is not None and self.device.can_pin:
+            fetch = functools.partial(graphs.run, ("fetch", size), fetch)
+        copy = self.device.copy
+        copy.run(fetch)
+        fetched = copy.record()
+        upload.guard(fetched)
+        copy.flush()
+        self.device.compute.wait_for(fetched)
 
 
 def _is_masked(admission: Admission) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
@@ -12,13 +11,12 @@ import torch
 
 from slipstream.config.config import MAX_STEP_LOGPROBS
 from slipstream.device.device import Device
-from slipstream.device.parallel import execute_in_parallel
-from slipstream.device.streams import Event
 from slipstream.ops.drafts import Accepted, DrawnTokens
 from slipstream.ops.sample import TopLogprobs
 from slipstream.params import MAX_PACKED_LOGPROBS
 from slipstream.runner.batch.row_state import RowState
 from slipstream.runner.batch.staging import Upload
+from slipstream.runner.graphs import GraphPool
 from slipstream.runner.sampling.bad_words import BadWords
 from slipstream.runner.sampling.bias import LogitBias
 from slipstream.runner.sampling.draw import Draw, DrawWork, greedy_by_row
@@ -39,7 +37,7 @@ from slipstream.runner.sampling.scale import Scale
 from slipstream.runner.sampling.stage import DrawBatch, Stage, StageWork
 from slipstream.runner.sampling.thinking_budget import ThinkingBudget
 from slipstream.runner.sampling.truncate import Truncate
-from slipstream.step import Ints, Late, StepPlan
+from slipstream.step import Ints, Late, StepMasks, StepPlan
 
 _NUMPY: dict[torch.dtype, np.dtype[Any]] = {torch.float32: np.dtype(np.float32), torch.float64: np.dtype(np.float64)}
 
@@ -73,11 +71,6 @@ class SamplingWork:
     logprobs: LogprobsWork | None
     requested: RequestedLogprobsWork | None = None
     wide: WideLogprobsWork | None = None
-
-    def beside(self, compute_logits: Callable[[], torch.Tensor], num_draws: int) -> torch.Tensor:
-        """Device: the logits; at the same time the inputs of stages are copied."""
-        brings = [functools.partial(work.bring, num_draws) for work in self.works if work.bring is not None]
-        return execute_in_parallel(compute_logits, *brings)[0]
 
     def __call__(self, logits: torch.Tensor, batch: DrawBatch, accept: Accept | None = None) -> DrawOutput:
         """Device: draw tokens from logits [S, vocabulary], which may be overwritten. `accept`: needed with drafts."""
@@ -125,6 +118,7 @@ class Sampler:
         self._raw = HostLogits(num_rows, is_scaled=False)
         self._scaled = HostLogits(num_rows, is_scaled=True)
         self._scale = Scale(num_rows, device, dtype)
+        self._min_tokens = MinTokens(num_rows, vocab_size, device, max_ids)
         thinking = ThinkingBudget(num_rows, vocab_size, device)
         self._of_output: list[Stage] = [  # stages that depend on the tokens before
             thinking,
@@ -136,7 +130,7 @@ class Sampler:
             thinking,
             self._biases,
             LogitBias(num_rows, vocab_size, device, dtype, logits_dtype),
-            MinTokens(num_rows, vocab_size, device, max_ids),
+            self._min_tokens,
             self._raw,
             *self._of_output[1:],
             self._scale,
@@ -149,12 +143,16 @@ class Sampler:
         self.wide = WideLogprobs(num_rows, self._values)
         self._states: list[RowState] = [*self.stages, self.draw, self.requested, self.wide]
         self._changed = False  # whether this step admits or releases a generation request
+        # what was found for these sampling rows, which plans share as long as the same rows decode
+        self._late_rows: tuple[Ints, bool] | None = None
+        self._kept: tuple[Ints, int | None, Replayed | None] | None = None
         self._generating: set[int] = set()  # rows of generation requests
 
     def apply(self, plan: StepPlan) -> None:
         released = plan.released.tolist()
         self._changed = bool(plan.admitted) or not self._generating.isdisjoint(released)
         if self._changed:
+            self._late_rows = self._kept = None
             for state in self._states:
                 state.apply(plan)
             self._generating.difference_update(released)
@@ -168,20 +166,20 @@ class Sampler:
     def needs_late(self, plan: StepPlan) -> bool:
         """Host: whether a sampling row of this step needs data that come with `send`."""
         rows = _sampling_rows(plan)
-        return any(stage.is_used_by(rows) for stage in (self._masks, self._biases, self._raw, self._scaled))
+        if self._late_rows is None or self._late_rows[0] is not rows:
+            stages = (self._masks, self._biases, self._raw, self._scaled)
+            self._late_rows = rows, any(stage.is_used_by(rows) for stage in stages)
+        return self._late_rows[1]
 
-    def open_masks(self, num_masks: int) -> Ints:
+    def open_masks(self, num_masks: int) -> StepMasks:
         """Host: see `GrammarMask.open`."""
         return self._masks.open(num_masks)
 
-    def send(self, late: Late) -> None:
+    def send(self, late: Late, graphs: GraphPool | None = None) -> None:
         """Host: what the step whose forward was launched last needs from the host for its draws."""
-        for stage in (self._masks, self._biases, self._raw, self._scaled):
+        self._masks.send(late, graphs)
+        for stage in (self._biases, self._raw, self._scaled):
             stage.send(late)
-
-    def guard(self, ended: Event) -> None:
-        """Host: see `GrammarMask.guard`."""
-        self._masks.guard(ended)
 
     def reads_output(self, plan: StepPlan) -> bool:
         """Host: whether a stage of a sampling row depends on the tokens before, drafts included."""
@@ -204,6 +202,14 @@ class Sampler:
         """Host: like `prepare`, as work that uploads nothing and can be captured; None if a feature of a row cannot be
         captured."""
         rows, num_logprobs = _sampling_rows(plan), plan.num_logprobs
+        if self._kept is not None and self._kept[0] is rows and self._kept[1] == num_logprobs:
+            return self._kept[2]
+        counts = self._min_tokens.is_used_by(rows)  # the steps that still need it
+        replayed = self._make_by_row(rows, num_logprobs)
+        self._kept = None if counts else (rows, num_logprobs, replayed)
+        return replayed
+
+    def _make_by_row(self, rows: Ints, num_logprobs: int | None) -> Replayed | None:
         if num_logprobs is not None and (self.wide.is_used_by(rows) or self.requested.entries.is_used_by(rows)):
             return None
         used = [stage for stage in self.stages if stage.is_used_by(rows)]
@@ -213,11 +219,14 @@ class Sampler:
             return None
         parts = [stage.by_row(rows) for stage in used]
         penalty_of = next((part.penalty for part in parts if part.penalty is not None), None)
+        mask_of = next((part.mask for part in parts if part.mask is not None), None)
         if is_random := self.draw.is_used_by(rows):
             limits = next((part.limits for part in parts if part.limits is not None), None)
-            draw = self.draw.by_row(self._scale, limits, penalty_of)
+            if limits is not None and mask_of is not None:  # limits are found in several passes over the logits
+                parts, mask_of = [part.with_masked_logits() for part in parts], None
+            draw = self.draw.by_row(self._scale, limits, penalty_of, mask_of)
         else:
-            draw = greedy_by_row(penalty_of)
+            draw = greedy_by_row(penalty_of, mask_of)
         if num_logprobs is not None:
             width = next(width for width in _WIDTHS if width >= num_logprobs)
             num_logprobs = min(width, self.vocab_size)

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from slipstream.ops.sample import Penalty
+from slipstream.ops.sample import Penalty, TokenMask, mask_bits_
 from slipstream.runner.batch.row_state import RowState
 from slipstream.runner.batch.staging import Upload
 from slipstream.step import Ints
@@ -32,9 +32,6 @@ class DrawBatch:
 Edit = Callable[[torch.Tensor, DrawBatch], None]
 """Device: edits the logits [S, vocabulary] in place."""
 
-Bring = Callable[[int], None]
-"""Device: copies what the edit needs for up to so many draws; runs beside the GEMM of the logits."""
-
 Drawn = Callable[[torch.Tensor, DrawBatch, torch.Tensor | None], None]
 """Device: receives the drawn tokens [S] int64, and which of them are accepted [S] bool; None: all."""
 
@@ -48,11 +45,13 @@ class StageWork:
 
     edit: Edit | None
     drawn: Drawn | None = None  # for stages that depend on the output
-    bring: Bring | None = None  # for stages whose inputs come late
 
 
 PenaltyOf = Callable[[DrawBatch], Penalty]
 """Device: the penalties of the sampling rows."""
+
+MaskOf = Callable[[DrawBatch], TokenMask]
+"""Device: the tokens that the draws may choose."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,15 +59,28 @@ class ByRow:
     """Work that is the same from step to step: it reads each row's parameters from tables on the device, and does not
     change rows that do not use the stage. So it can be captured, and replayed for any rows under the same key.
 
-    Penalties, temperature and limits are not edits of the logits here: the captured draw applies them in this order as
-    it reads the logits, so no edited copy is written. `work.edit` therefore sees logits before all three.
+    Masks, penalties, temperature and limits are not edits of the logits here: the captured draw applies them in this
+    order as it reads the logits, so no edited copy is written. `work.edit` therefore sees logits before all four.
     """
 
     key: Hashable | None  # differs for other work, for example on a table of another size; None: adds no work
     work: StageWork = StageWork(None)
     needs_sampling_dtype: bool = False  # `work.edit` computes with logits; otherwise they may have the model's dtype
+    mask: MaskOf | None = None  # of one stage: `GrammarMask`
     penalty: PenaltyOf | None = None
     limits: torch.Tensor | None = None  # [rows, 3] as `find_floor` takes them; of one stage: `Truncate`
+
+    def with_masked_logits(self) -> ByRow:
+        """The same with a mask that edits the logits."""
+        mask_of = self.mask
+        if mask_of is None:
+            return self
+
+        def edit(logits: torch.Tensor, batch: DrawBatch) -> None:
+            own = mask_of(batch)
+            mask_bits_(logits, own.bits, own.entries.index_select(0, own.index))
+
+        return replace(self, work=replace(self.work, edit=edit), mask=None)
 
 
 class Stage(RowState):

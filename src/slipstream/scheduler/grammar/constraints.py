@@ -8,8 +8,8 @@ and the next step is planned; where they cannot, `advance` and `late` do the sam
 the drafts of the row's next step, so a row with drafts has a mask for each of its draws (`draft_masks.py`).
 
 A mask that is not filled when the forward should have ended delays no other row: its row sits out the step (`SitOut` in
-step.py), and computes the same position again in a later one. A session whose masks take longer than the forward is
-slow from then on: its request is planned only when its last token is known and a background thread has filled its mask.
+step.py), and computes the same position again in a later one. A session whose masks often take longer than the forward
+is slow: its request is planned only when its last token is known and a background thread has filled its mask.
 """
 
 from __future__ import annotations
@@ -22,24 +22,25 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from slipstream.config.buffer_size import mask_words
+from slipstream.config.buffer_size import mask_words, num_kept_masks
 from slipstream.request import Request, Status, WaitFor
 from slipstream.scheduler.grammar.compiled import CompiledGrammar
-from slipstream.scheduler.grammar.draft_masks import fill_along
+from slipstream.scheduler.grammar.draft_masks import fill_in_time
+from slipstream.scheduler.grammar.draw_group import DrawGroup
 from slipstream.scheduler.grammar.grammars import Grammars
 from slipstream.scheduler.grammar.mask_array import MaskArray
 from slipstream.scheduler.grammar.mask_pool import MaskBatch, MaskPool
-from slipstream.scheduler.grammar.session import Session, Words
+from slipstream.scheduler.grammar.resting import RestingRequests
+from slipstream.scheduler.grammar.session import Session
 from slipstream.scheduler.grammar.waiting_grammars import WaitingGrammars
 from slipstream.scheduler.in_flight import Launched
 from slipstream.scheduler.processors.host_processors import HostProcessors
-from slipstream.step import Ints, Late, MaskSource, SitOut, StepResult
+from slipstream.step import Ints, Late, SitOut, StepMasks, StepResult
 
 if TYPE_CHECKING:
     from slipstream.logits_processor import LogitsProcessor
 
 MIN_BUDGET = 0.001  # seconds for the masks of a step, however short the step is
-_ALL = 0xFFFFFFFF
 _WAIT = 0.005  # seconds; then the caller runs: other requests may have arrived
 
 
@@ -49,12 +50,12 @@ class Constraints:
         grammars: Grammars,
         max_rows: int,
         engine: Sequence[LogitsProcessor] = (),
-        open_masks: Callable[[int], Ints] | None = None,
+        open_masks: Callable[[int], StepMasks] | None = None,
         *,
         can_sit_out: bool = True,
     ) -> None:
-        """`engine`: the logits processors of all requests. `open_masks`: gives an array for so many masks, which the
-        runner sends to the device without copying it first. `can_sit_out`: a position can be computed twice, which
+        """`engine`: the logits processors of all requests. `open_masks`: gives memory for so many masks, which the
+        device reads without a copy in between. `can_sit_out`: a position can be computed twice, which
         is not so with recurrent states; then a late mask delays its step."""
         self.grammars = grammars
         self.processors = HostProcessors(grammars.vocab_size, engine, grammars.finished)
@@ -66,7 +67,7 @@ class Constraints:
         # of the newest plan: requests with a grammar that draw, their rows, and how many tokens they draw
         self.drawing: list[tuple[Request, int, int]] = []
         self._compiling = WaitingGrammars(grammars)
-        self._resting: list[Request] = []  # slow: a background thread fills their masks
+        self._resting = RestingRequests(grammars)
         self._end = grammars.vocab_size
         self._words = mask_words(grammars.vocab_size)
         self._max_rows = max_rows
@@ -76,7 +77,11 @@ class Constraints:
         self._has_edits = False
         self.sitting: list[Request] = []  # requests that sit out the step of the last `late`
         self._indexed: list[Session] = []  # sessions with an index of a mask in the newest plan
-        self._masks: Ints | None = None  # of the newest launched plan, if they are open
+        self._group: DrawGroup | None = None  # of the newest plan, if it has the rows of the plan before it
+        self._begun: DrawGroup | None = None  # whose masks for the newest plan `begin` has begun
+        self._planned: tuple[list[Request], list[int]] = [], []  # of the newest plan: requests that draw, admissions
+        self._masks: StepMasks | None = None  # of the newest launched plan, if they are open
+        self._keeps = False  # masks of this plan that the device keeps are not written
         self._pool: MaskPool | None = None
         self._ended: list[Session] = []  # of requests that have ended, not closed yet
 
@@ -137,7 +142,8 @@ class Constraints:
             stop_ids = [token for token in request.stop_ids if token < self._end]
             request.session = Session(grammar, request.tokens, request.num_prompt, stop_ids, self._end)
         if self._pool is None and self.grammars.threads is not None:
-            self._pool = MaskPool(self.grammars.threads, self._words, self._end, self._max_rows)
+            num_kept = num_kept_masks(self._end)
+            self._pool = MaskPool(self.grammars.threads, self._words, self._end, self._max_rows, max_masks=num_kept)
 
     def leave(self, request: Request) -> None:
         """The request has ended. Threads may still use its session."""
@@ -155,19 +161,31 @@ class Constraints:
 
     # Sessions
 
-    def plan(self, sampling: Sequence[Request], drawn: Sequence[int] | None = None, num_proposed: int = 0) -> None:
+    def plan(self, sampling: list[Request], drawn: Sequence[int] | None = None, num_proposed: int = 0) -> None:
         """Records that these requests draw in the plan under construction. `drawn`: how many tokens; None: one each.
         `num_proposed`: drafts that the plan proposes for the next plan."""
-        numbers = itertools.repeat(1) if drawn is None else drawn
-        self.drawing = []
+        self.processors.plan(sampling)
+        group = None
+        if drawn is None and not num_proposed and self._pool is not None:
+            same = sampling, [request.admission for request in sampling]
+            if self._group is not None and self._group.is_of(*same):
+                self.drawing = self._group.drawing
+                self._group.hold_slow()
+                return
+            if same == self._planned:
+                group = DrawGroup(*same)
+            self._planned = same
+        self._group = group
+        self.drawing = [] if group is None else group.drawing
         for before in self._indexed:
             before.mask_index = -1
         self._indexed = []
         index = 0
-        for request, num in zip(sampling, numbers, strict=False):
+        for request, num in zip(sampling, itertools.repeat(1) if drawn is None else drawn, strict=False):
             session = request.session
             if session is not None:
-                self.drawing.append((request, request.row, num))
+                if group is None:
+                    self.drawing.append((request, request.row, num))
                 session.num_proposed = num_proposed
                 if num == 1:
                     session.mask_index = index
@@ -175,7 +193,6 @@ class Constraints:
                 index += num
                 if session.is_slow:
                     request.hold()
-        self.processors.plan(sampling)
 
     def launch(self, expected: float) -> bool:
         """The forward of the newest plan is launched, takes about `expected` seconds, and all older steps are
@@ -189,23 +206,20 @@ class Constraints:
     def wake(self) -> list[Request]:
         """Let requests run whose processors have run. Returns those whose masks are filled now: `settle` comes next."""
         self.processors.wake()
-        woken = []
-        for request in self._resting[:]:
-            session = request.session
-            assert session is not None
-            if session.is_busy and request.status is Status.RUNNING:
-                continue
-            self._resting.remove(request)
-            if request.status is not Status.FINISHED and not session.is_busy:
-                woken.append(request)
-        return woken
+        return self._resting.wake()
 
     def begin(self, launched: Launched, result: StepResult) -> None:
         """The tokens of a step are known and will be committed now: threads begin to advance the sessions, and to fill
         their masks for the newest plan. Rows with drafts, and tokens that end a request, are left to `advance`."""
         if self._pool is None or launched.drawn is not None:
             return
-        batch, has_masks = MaskBatch(), bool(self.drawing)
+        has_masks, group = bool(self.drawing), self._group
+        if has_masks and group is not None and self.drawing is group.drawing and group.take(launched, result):
+            self._begun = group
+            masks = self._open(self.drawing, bool(self.processors.drawing))
+            self._pool.start(group, masks, keeps=self._keeps)
+            return
+        batch = MaskBatch()
         for request, admission, token, has_failed in zip(
             launched.requests, launched.admissions, result.tokens.tolist(), result.failed.tolist(), strict=True
         ):
@@ -219,19 +233,23 @@ class Constraints:
             session.has_mask = index >= 0
             batch.add(session, token, index)
         if batch.sessions:
-            self._pool.start(batch, self._open(self.drawing).view(np.uint32) if has_masks else None)
+            own = self._open(self.drawing, bool(self.processors.drawing)) if has_masks else None
+            self._pool.start(batch, own, keeps=self._keeps)
 
-    def _open(self, drawing: Sequence[tuple[Request, int, int]]) -> Ints:
+    def _open(self, drawing: Sequence[tuple[Request, int, int]], has_edits: bool) -> StepMasks:
         """The masks of the plan whose forward was launched last."""
         if self._masks is None:
-            self._masks = self._open_masks(sum(num for _, _, num in drawing))
+            num = sum(num for _, _, num in drawing)
+            self._masks = self._open_masks(num)
+            # processors change masks, and those along drafts are recorded
+            self._keeps = self._masks.entries is not None and num == len(drawing) and not has_edits
         return self._masks
 
     def advance(self, requests: Sequence[Request]) -> list[Request]:
         """Sessions take the tokens that their requests have got since. Returns the requests whose grammar is complete
         or forces the next tokens."""
         if self._pool is not None:
-            bits = None if self._masks is None else self._masks.view(np.uint32)
+            bits = None if self._masks is None else self._masks.bits.view(np.uint32)
             self._pool.wait(bits, self.budget, None if bits is None else self._time_left())
         return self.settle(requests)
 
@@ -243,7 +261,7 @@ class Constraints:
             assert session is not None
             if session.job is not None:
                 if session.is_busy:
-                    self._await(request)
+                    self._resting.wait_for_late(request)
                     continue
                 session.job.result()
             if session.num_taken != len(request.tokens):
@@ -252,7 +270,7 @@ class Constraints:
                 changed.append(request)
             if request.held and not request.pending:
                 if session.is_slow and not session.forced and session.ready is None:
-                    self._rest(request, session)
+                    self._resting.fill(request, session, self.budget)
                 else:
                     request.release_hold()
         return changed
@@ -263,58 +281,44 @@ class Constraints:
             return None
         return max(0.0, self._deadline - time.perf_counter())
 
-    def _await(self, request: Request) -> None:
-        """The mask of this request is late: leave it out of plans until it is filled."""
-        if request.status is Status.RUNNING:
-            request.hold()
-            if request not in self._resting:
-                self._resting.append(request)
-
-    def _rest(self, request: Request, session: Session) -> None:
-        """Fill the mask of a slow session in the background."""
-        mask = np.zeros(self._words, np.uint32)
-
-        def fill() -> None:
-            start = time.perf_counter()
-            session.fill(mask)
-            session.ready = mask
-            session.is_slow = time.perf_counter() - start > self.budget / 2
-
-        session.job = self.grammars.run(fill)
-        self._resting.append(request)
-
     # Masks
 
     def late(self) -> Late:
         """Masks and edits of the rows of the step of the last `launch`, whose sessions have taken all tokens. The next
         call reuses the masks."""
         drawing, self._awaited = self._awaited, []
-        masks, self._masks = self._open(drawing), None
-        bits = masks.view(np.uint32)
+        masks, self._masks = self._open(drawing, self._has_edits), None
+        group, self._begun = self._begun, None
+        self.sitting = []
+        if group is not None:
+            if group.drawing is drawing and not self._has_edits and group.is_filled():
+                return self._late(masks, group.rows, group.sessions, group.lengths())
+            for each in group.sessions:
+                each.has_mask = True
+        bits = masks.bits.view(np.uint32)
         pending: list[tuple[Session, int]] = []
-        sources: list[tuple[MaskSource, int] | None] = []
+        sources: list[Session | None] = []  # None: all tokens are allowed
         late_ones: list[tuple[int, int]] = []  # of rows that may sit out: numbers in `drawing`, first masks
         index = 0
         for number, (request, _, num) in enumerate(drawing):
             session = request.session
             assert session is not None
-            if session.has_mask and session.job is None and request.status is not Status.FINISHED:
-                session.has_mask = False
-                sources.append((session, session.num_taken))
+            if request.status is Status.FINISHED:
+                self._allow_all(masks, index, index + num)  # its tokens will be dropped
+                sources.append(None)
                 index += num
                 continue
-            if request.status is Status.FINISHED:
-                bits[index : index + num].fill(_ALL)  # its tokens will be dropped
-                sources.append(None)
+            sources.append(session)
+            if session.has_mask and session.job is None:
+                session.has_mask = False
                 index += num
                 continue
             if session.job is not None and (request.processors is not None or not session.is_busy):
                 session.job.result()
-            sources.append((session, session.num_taken))
             if session.is_busy:
                 late_ones.append((number, index))
             elif num > 1:
-                self._fill_along(session, bits[index : index + num])
+                fill_in_time(session, bits[index : index + num], self._end, self.budget)
             elif session.forced:
                 session.write_forced(bits[index], session.forced[0])
             elif session.ready is not None:
@@ -325,34 +329,52 @@ class Constraints:
                     late_ones.append((number, index))
             session.has_mask = False
             index += num
+        lengths = [0 if each is None else each.num_taken for each in sources]
         if pending:
-            self._fill(pending, bits)
-        self.sitting, sitting_rows = [], []
+            self._fill(pending, masks)
+        sitting_rows = []
         for number, index in late_ones:
             request, row, num = drawing[number]
             if request.session is not None and request.session.job is not None:
-                bits[index : index + num].fill(_ALL)  # its draw will be dropped
+                self._allow_all(masks, index, index + num)  # its draw will be dropped
                 sources[number] = None
                 self.sitting.append(request)
                 sitting_rows.append(row)
-                self._await(request)
+                self._resting.wait_for_late(request)
         rows = np.array([row for _, row, _ in drawing], np.int32)
-        late = Late(rows, masks, sources=sources)
-        if len(bits) > len(drawing):
+        if len(bits) == len(drawing):
+            late = self._late(masks, rows, sources, lengths)
+        else:
             numbers = [num for _, _, num in drawing]
             offsets = np.concatenate([np.arange(num, dtype=np.int32) for num in numbers])
-            late = Late(np.repeat(rows, numbers), masks, offsets=offsets)
+            late = replace(self._late(masks, np.repeat(rows, numbers)), offsets=offsets)
         if self.sitting:
             late = replace(late, sit_out=_sit_out(sitting_rows, self.sitting))
         return self.processors.add_to(late, self.budget) if self._has_edits else late
 
-    def _fill(self, pending: Sequence[tuple[Session, int]], bits: Words) -> None:
+    def _late(
+        self, masks: StepMasks, rows: Ints, sources: Sequence[Session | None] = (), lengths: Sequence[int] = ()
+    ) -> Late:
+        if self._pool is not None:
+            self._pool.send(masks if self._keeps else None)
+        if not self._keeps:
+            return Late(rows, masks.bits, sources=sources or None, lengths=lengths)
+        return Late(rows, masks.bits, sources=sources, lengths=lengths, entries=masks.entries, targets=masks.targets)
+
+    def _allow_all(self, masks: StepMasks, start: int, stop: int) -> None:
+        if self._keeps and masks.entries is not None:
+            masks.entries[start:stop] = -1  # bits that the device keeps are still sent
+        else:
+            masks.bits[start:stop].fill(-1)
+
+    def _fill(self, pending: Sequence[tuple[Session, int]], masks: StepMasks) -> None:
         """Fill the masks with these indices. A session whose mask takes longer than the budget becomes slow."""
+        bits = masks.bits.view(np.uint32)
         if self._pool is not None:
             batch = MaskBatch()
             for session, index in pending:
                 batch.add(session, -1, index)
-            self._pool.start(batch, bits)
+            self._pool.start(batch, masks, keeps=self._keeps)
             self._pool.wait(bits, self.budget, None if self._has_edits else self._time_left())
             return
         before = time.perf_counter()
@@ -361,11 +383,6 @@ class Constraints:
             now = time.perf_counter()
             session.is_slow = now - before > self.budget
             before = now
-
-    def _fill_along(self, session: Session, masks: Words) -> None:
-        start = time.perf_counter()
-        fill_along(session, masks, self._end)
-        session.is_slow = time.perf_counter() - start > self.budget
 
     def close(self) -> None:
         if self._pool is not None:

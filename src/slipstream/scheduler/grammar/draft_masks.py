@@ -6,11 +6,20 @@ so it is not accepted, and the masks after it do not matter.
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 
 from slipstream.scheduler.grammar.session import Session, Words
 
 _ALL = 0xFFFFFFFF
+
+
+def fill_in_time(session: Session, masks: Words, end: int, budget: float) -> None:
+    """As `fill_along`. A session whose masks take longer than `budget` seconds becomes slow."""
+    start = time.perf_counter()
+    fill_along(session, masks, end)
+    session.is_slow = time.perf_counter() - start > budget
 
 
 def fill_along(session: Session, masks: Words, end: int) -> None:

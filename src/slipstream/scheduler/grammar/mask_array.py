@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from slipstream.step import Ints
+from slipstream.step import Ints, StepMasks
 
 
 class MaskArray:
@@ -14,8 +14,8 @@ class MaskArray:
         self._max_rows = max_rows
         self._masks: Ints = np.zeros((0, num_words), np.int32)
 
-    def __call__(self, num_masks: int) -> Ints:
+    def __call__(self, num_masks: int) -> StepMasks:
         if num_masks > len(self._masks):
             most = max(num_masks, min(self._max_rows, 2 * num_masks))
             self._masks = np.zeros((most, self._masks.shape[1]), np.int32)
-        return self._masks[:num_masks]
+        return StepMasks(self._masks[:num_masks])

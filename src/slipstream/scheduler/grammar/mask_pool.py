@@ -15,8 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.config.cpus import num_cpus
+from slipstream.scheduler.grammar.draw_group import DrawGroup
 from slipstream.scheduler.grammar.native_matcher import llguidance_library
 from slipstream.scheduler.grammar.session import Session, Words
+from slipstream.step import StepMasks
 
 _MAX_THREADS = 8
 _MIN_CORES = 8  # with fewer cores several threads compete with the model
@@ -70,7 +72,13 @@ class MaskBatch:
         self.inputs += (*session.pointers, token, forced[0] if forced else -1, index)
 
     def index_of(self, number: int) -> int:
+        """Of the mask of this row; -1: none."""
         return self.inputs[5 * number + 4]
+
+    def packed(self) -> tuple[int, object]:
+        """The address of the inputs, and what must live while it is read."""
+        packed = array("q", self.inputs)
+        return packed.buffer_info()[0], packed
 
 
 _NO_BATCH = MaskBatch()
@@ -78,15 +86,25 @@ _NO_BATCH = MaskBatch()
 
 class MaskPool:
     def __init__(
-        self, library: ctypes.CDLL, num_words: int, end: int, max_rows: int, num_threads: int | None = None
+        self,
+        library: ctypes.CDLL,
+        num_words: int,
+        end: int,
+        max_rows: int,
+        num_threads: int | None = None,
+        max_masks: int = 0,
     ) -> None:
-        """`library`: the compiled native.c. `num_words` of a mask. `end`: the bit for the end of the grammar."""
+        """`library`: the compiled native.c. `num_words` of a mask. `end`: the bit for the end of the grammar.
+        `max_masks`: that are kept for later steps; 0: by their size."""
         addresses = function_addresses()
         functions = (ctypes.c_void_p * len(addresses))(*addresses)
         threads = default_threads() if num_threads is None else num_threads
         num_entries, poll = _NUM_PARTS * max_rows, _POLL_NS if threads > 1 else 0
         self._library = library
-        self._pool = library.slip_masks_open(ctypes.addressof(functions), end, num_words, threads, num_entries, poll)
+        self._pool = library.slip_masks_open(
+            ctypes.addressof(functions), end, num_words, threads, num_entries, poll, max_masks
+        )
+        self._masks = _Masks()
         if not self._pool:
             raise MemoryError("no memory or no threads for the masks of grammars")
         memory: Any = (ctypes.c_char * (num_entries * ROW.itemsize)).from_address(library.slip_masks_rows(self._pool))
@@ -96,19 +114,28 @@ class MaskPool:
         self._num_words = num_words
         self._first = 0  # entry of the batch
         self._late: list[LateMask] = []  # that use an entry
-        self._batch = _NO_BATCH  # that runs
+        self._batch: MaskBatch | DrawGroup = _NO_BATCH  # that runs
         self._changed = np.zeros(max_rows, np.int32)
         self._had_slow = False  # the last batch
 
-    def start(self, batch: MaskBatch, bits: Words | None) -> None:
-        """Begin to process a batch; masks are written to `bits` [masks, words]. Nothing else may use the sessions
-        before `wait` returns."""
+    def start(self, batch: MaskBatch | DrawGroup, masks: StepMasks | None, *, keeps: bool = False) -> None:
+        """Begin to process a batch; masks are written to `masks`. `keeps`: the device has a table, so that masks that
+        it has need not be written. Nothing else may use the sessions before `wait` returns."""
         assert not self._batch.sessions, "the last sessions were not waited for"
         self._first = first = self._free_part()
+        if masks is not None:
+            self._masks.point_to(masks, keeps=keeps)
         self._batch = batch
-        inputs = array("q", batch.inputs)
-        masks = None if bits is None else bits.ctypes.data
-        self._library.slip_masks_start(self._pool, first, len(batch.sessions), masks, inputs.buffer_info()[0])
+        address, _owner = batch.packed()
+        self._library.slip_masks_start(self._pool, first, len(batch.sessions), ctypes.addressof(self._masks), address)
+
+    def send(self, masks: StepMasks | None) -> None:
+        """The masks of the step are complete. `masks`: if the device keeps some of them."""
+        if masks is None or masks.targets is None:
+            self._library.slip_masks_send(self._pool, None, 0, 0)
+        else:
+            targets = masks.targets
+            self._library.slip_masks_send(self._pool, targets.ctypes.data, len(targets), masks.first_kept)
 
     @property
     def is_running(self) -> bool:
@@ -121,8 +148,8 @@ class MaskPool:
         return not num or not self._library.slip_masks_wait(self._pool, self._first, num, 0)
 
     def wait(self, bits: Words | None, budget: float, limit: float | None = None) -> None:
-        """Wait until all are processed, and update the sessions. A session that took longer than `budget` seconds for a
-        mask becomes slow. `limit`: seconds to wait; then the other sessions get a `LateMask` as their job."""
+        """Wait until all are processed, and update the sessions. A session that took longer than `budget` seconds for
+        masks becomes slow. `limit`: seconds to wait; then the other sessions get a `LateMask` as their job."""
         batch, self._batch = self._batch, _NO_BATCH
         sessions, first = batch.sessions, self._first
         if not sessions:
@@ -144,9 +171,10 @@ class MaskPool:
             entry, index = first + number, batch.index_of(number)
             _update(session, *self.read(entry), None if bits is None or index < 0 else bits[index])
             if index >= 0 and self._columns["seconds"][entry] > budget:
-                session.is_slow = self._had_slow = True
+                session.note_slow()
+                self._had_slow |= session.is_slow
 
-    def _abandon(self, batch: MaskBatch) -> None:
+    def _abandon(self, batch: MaskBatch | DrawGroup) -> None:
         """Give sessions whose mask is not filled a `LateMask`."""
         columns, first = self._columns, self._first
         for number in (columns["state"][first : first + len(batch.sessions)] != _DONE).nonzero()[0].tolist():
@@ -155,7 +183,7 @@ class MaskPool:
             columns["spare"][entry] = 0 if mask is None else mask.ctypes.data
             if self._library.slip_masks_abandon(self._pool, entry):
                 session.job = LateMask(self, entry, session, mask)
-                session.is_slow = True
+                session.note_slow()
                 self._late.append(session.job)
 
     def _free_part(self) -> int:
@@ -193,6 +221,19 @@ class MaskPool:
                 late.result()
             self._library.slip_masks_close(self._pool)
             self._pool, self._batch, self._late = None, _NO_BATCH, []
+
+
+class _Masks(ctypes.Structure):
+    """As `Masks` in native.c."""
+
+    _fields_ = [(name, ctypes.c_void_p) for name in ("bits", "entries", "targets")] + [("first", ctypes.c_int64)]
+
+    def point_to(self, masks: StepMasks, *, keeps: bool) -> None:
+        self.bits = masks.bits.ctypes.data
+        self.entries = self.targets = None
+        if keeps and masks.entries is not None and masks.targets is not None:
+            self.entries, self.targets = masks.entries.ctypes.data, masks.targets.ctypes.data
+            self.first = masks.first_kept
 
 
 class LateMask:

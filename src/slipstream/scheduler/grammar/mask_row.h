@@ -35,11 +35,18 @@ typedef struct { /* as ROW in mask_pool.py */
     uint32_t tokens[MAX_FORCED];
 } Row;
 
+typedef struct { /* the masks of a step */
+    uint32_t *bits; /* [masks, words] */
+    /* of the device, see `StepMasks` in step.py; NULL: all masks are written to `bits` */
+    int32_t *entries, *targets;
+    int64_t first; /* entry of the first kept mask */
+} Masks;
+
 typedef struct { /* what all rows use */
     Functions functions;
     int32_t end_token; /* bit of a mask: the grammar may end */
     int32_t mask_words;
-    uint32_t *masks; /* [masks, words] of the batch */
+    Masks masks; /* of the batch */
     Memory *memory;
     atomic_ulong num_found; /* masks that were kept from before */
 } Filling;

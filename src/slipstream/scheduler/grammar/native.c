@@ -7,7 +7,8 @@
    A row that is not done in time can be abandoned: its thread goes on, and writes the mask to the row's spare buffer, so
    that the buffer of the step can be used. The entry of such a row is not part of a batch until its thread has ended.
 
-   The mask of a state of a JSON text that was seen before is copied (json_state.c, mask_memory.c).
+   The mask of a state of a JSON text that was seen before is copied (json_state.c, mask_memory.c). If the device has a table
+   of such masks, its number is written instead.
 
    Matchers are those of llguidance; its functions are passed as pointers, so this file needs no header of it. The C
    function that copies a matcher copies its lexer too, so no two rows share anything. */
@@ -148,7 +149,7 @@ void slip_masks_close(Pool *pool) {
 
 /* Returns NULL if out of memory or threads. */
 Pool *slip_masks_open(const Functions *functions, int64_t end_token, int64_t mask_words, int64_t num_threads,
-                      int64_t num_entries, int64_t poll_ns) {
+                      int64_t num_entries, int64_t poll_ns, int64_t max_masks) {
     Pool *pool = calloc(1, sizeof(Pool));
     if (pool == NULL) return NULL;
     pool->filling.functions = *functions;
@@ -159,7 +160,7 @@ Pool *slip_masks_open(const Functions *functions, int64_t end_token, int64_t mas
     pthread_mutex_init(&pool->mutex, NULL);
     pthread_cond_init(&pool->wake, NULL);
     pool->rows = calloc((size_t)num_entries, sizeof(Row));
-    pool->filling.memory = slip_memory_open(mask_words);
+    pool->filling.memory = slip_memory_open(mask_words, max_masks);
     pool->leftover = calloc((size_t)num_entries, sizeof(int32_t));
     pool->workers = calloc((size_t)num_threads, sizeof(Worker));
     sigset_t all, before; /* signals are for the interpreter's threads */
@@ -187,8 +188,8 @@ int64_t slip_masks_num_found(Pool *pool) { return (int64_t)atomic_load(&pool->fi
 
 /* Publish the entries from `first` on, whose masks are written to `masks`. No thread uses them. `inputs`: of each row
    matcher, walker, token, forced and index. */
-void slip_masks_start(Pool *pool, int64_t first, int64_t num_rows, uint32_t *masks, const int64_t *inputs) {
-    pool->filling.masks = masks;
+void slip_masks_start(Pool *pool, int64_t first, int64_t num_rows, const Masks *masks, const int64_t *inputs) {
+    pool->filling.masks = *masks;
     for (int64_t entry = first; entry < first + num_rows; entry++, inputs += 5) {
         Row *row = &pool->rows[entry];
         row->matcher = (void *)inputs[0];
@@ -196,7 +197,7 @@ void slip_masks_start(Pool *pool, int64_t first, int64_t num_rows, uint32_t *mas
         row->token = (int32_t)inputs[2];
         row->forced = (int32_t)inputs[3];
         row->index = (int32_t)inputs[4];
-        atomic_store(&row->state, RUNNING);
+        atomic_store_explicit(&row->state, RUNNING, memory_order_relaxed); /* the ticket publishes it */
     }
     const int64_t now = now_ns(), since = now - atomic_exchange(&pool->started, now);
     const int64_t before = atomic_load(&pool->period);
@@ -212,6 +213,11 @@ void slip_masks_start(Pool *pool, int64_t first, int64_t num_rows, uint32_t *mas
     }
     atomic_fetch_add(&pool->batch, 1);
     if (atomic_load(&pool->num_asleep)) wake_all(pool);
+}
+
+/* The masks of the step are complete: the device gets those with these targets, and keeps them. */
+void slip_masks_send(Pool *pool, const int32_t *targets, int64_t num, int64_t first) {
+    slip_memory_send(pool->filling.memory, targets, num, first);
 }
 
 static bool is_over(Row *row) {

@@ -30,10 +30,11 @@ PREBUILT = Path(__file__).with_name("prebuilt")
 _COMPILE_LIMIT = 60.0  # seconds
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
-    "slip_masks_open": (_POINTER, [_POINTER, _INT, _INT, _INT, _INT, _INT]),
+    "slip_masks_open": (_POINTER, [_POINTER, _INT, _INT, _INT, _INT, _INT, _INT]),
     "slip_masks_rows": (_POINTER, [_POINTER]),
     "slip_masks_start": (None, [_POINTER, _INT, _INT, _POINTER, _POINTER]),
     "slip_masks_changed": (_INT, [_POINTER, _INT, _INT, ctypes.c_float, _POINTER]),
+    "slip_masks_send": (None, [_POINTER, _POINTER, _INT, _INT]),
     "slip_masks_wait": (_INT, [_POINTER, _INT, _INT, _INT]),
     "slip_masks_abandon": (_INT, [_POINTER, _INT]),
     "slip_masks_close": (None, [_POINTER]),

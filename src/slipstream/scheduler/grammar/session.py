@@ -12,6 +12,7 @@ from slipstream.scheduler.grammar.compiled import CompiledGrammar, Matcher
 from slipstream.step import Ints
 
 Words = NDArray[np.uint32]
+SLOW_SPAN = 8  # tokens
 
 
 class MaskJob(Protocol):
@@ -27,7 +28,8 @@ class Session:
 
     __slots__ = (
         "matcher", "tokens", "num_taken", "forced", "is_complete", "is_slow", "ready", "job", "drafts", "num_proposed",
-        "grammar", "pointers", "mask_index", "has_mask", "_num_uses", "_num_prompt", "_stop_ids", "_stop_bits", "_end",
+        "grammar", "pointers", "mask_index", "has_mask", "_slow_at", "_num_uses", "_num_prompt", "_stop_ids",
+        "_stop_bits", "_end",
     )  # fmt: skip
 
     def __init__(
@@ -44,6 +46,7 @@ class Session:
         self.forced = list(grammar.forced)
         self.is_complete = False  # no further token is possible
         self.is_slow = False  # its masks take longer than a step: it is planned only when its mask is known
+        self._slow_at = -SLOW_SPAN - 1  # tokens taken when a mask last took longer than a step
         self.ready: Words | None = None  # the mask of the present state, if a background thread has filled it
         self.job: MaskJob | None = None  # which fills it
         self.drafts: list[int] = []  # that the device has proposed for the row's next step; -1: none
@@ -65,6 +68,12 @@ class Session:
     def error(self) -> str:
         """The reason why no token is possible; empty if one is."""
         return self.matcher.get_error().replace("<non-verbose/>", "").strip()
+
+    def note_slow(self) -> None:
+        """A mask took longer than a step. Most are the first of their kind, so a session is slow if this happens again
+        soon."""
+        self.is_slow = self.num_taken - self._slow_at <= SLOW_SPAN
+        self._slow_at = self.num_taken
 
     @property
     def is_busy(self) -> bool:

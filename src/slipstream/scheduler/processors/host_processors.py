@@ -49,6 +49,7 @@ class HostProcessors:
         self._finished = finished or threading.Event()
         self._pool: ThreadPoolExecutor | None = None
         self._budget = 0.0  # seconds
+        self._is_used = bool(engine)  # a request may have processors
         self._is_alone = False  # whether all requests that draw in the newest plan have processors
 
     # Submitting
@@ -58,6 +59,7 @@ class HostProcessors:
         params = requests[0].params
         if not self._engine and not params.logits_processors:
             return
+        self._is_used = True
         for request in requests:
             own = self._open_one(request, params)
             if own:
@@ -91,6 +93,8 @@ class HostProcessors:
 
     def plan(self, sampling: Sequence[Request]) -> None:
         """Records that these requests draw in the plan under construction."""
+        if not self._is_used:
+            return
         self.drawing = [(request, request.row) for request in sampling if request.processors is not None]
         self._is_alone = len(self.drawing) == len(sampling)
         for request, _ in self.drawing:
@@ -99,7 +103,7 @@ class HostProcessors:
 
     def advance(self, requests: Sequence[Request]) -> None:
         """Handles requests whose drawn tokens are known now: slow processors run in the background."""
-        for request in requests:
+        for request in requests if self._is_used else ():
             own = request.processors
             if own is None or not request.held or request.pending or request.status is not Status.RUNNING:
                 continue

@@ -10,11 +10,11 @@ from slipstream.ops.sample.triton.edit import (
     drop_below_,
     forbid_,
     forbid_matched_,
-    mask_bits_,
     penalize_,
 )
 from slipstream.ops.sample.triton.floor import find_floor
 from slipstream.ops.sample.triton.logprobs import logprobs_of, top_logprobs
+from slipstream.ops.sample.triton.mask import fetch_masks_, mask_bits_
 from slipstream.ops.sample.triton.noise import noise_bits, step_keys
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "count_",
     "draw",
     "drop_below_",
+    "fetch_masks_",
     "find_floor",
     "forbid_",
     "forbid_matched_",

@@ -1,4 +1,5 @@
-"""Argmax and sampling: one kernel finds the best token per chunk of a row, a second one the best chunk."""
+"""Argmax, and sampling with limits: one kernel finds the best token per chunk of a row, a second one the best chunk.
+`gumbel_max.py` samples without limits."""
 
 from __future__ import annotations
 
@@ -6,9 +7,12 @@ import torch
 import triton
 import triton.language as tl
 
-from slipstream.ops.sample.reference import Choice, Penalty
+from slipstream.ops.sample.reference import Choice, Penalty, TokenMask
+from slipstream.ops.sample.triton.best_part import best_parts
 from slipstream.ops.sample.triton.floor import SPAN, find_floor_and_peaks
-from slipstream.ops.sample.triton.noise import exponential_at, halves, uniform_at
+from slipstream.ops.sample.triton.gumbel_max import draw_unlimited
+from slipstream.ops.sample.triton.mask import allows_any, is_allowed, mask_bits_
+from slipstream.ops.sample.triton.noise import exponential_at, halves
 from slipstream.ops.sample.triton.penalty import num_earlier, penalized
 
 _CHUNK = 4096
@@ -18,8 +22,8 @@ _CUT_CHUNK = 1024
 _PART = 256
 
 
-def argmax_rows(logits: torch.Tensor, penalty: Penalty | None = None) -> Choice:
-    return _choose(logits, None, None, None, None, penalty)
+def argmax_rows(logits: torch.Tensor, penalty: Penalty | None = None, mask: TokenMask | None = None) -> Choice:
+    return _choose(logits, None, None, None, None, penalty, mask)
 
 
 def draw(
@@ -29,8 +33,11 @@ def draw(
     temperature: torch.Tensor | None = None,  # [R]
     limits: torch.Tensor | None = None,  # [R, 3]
     penalty: Penalty | None = None,
+    mask: TokenMask | None = None,
 ) -> Choice:
-    return _choose(logits, keys, random, temperature, limits, penalty)
+    if limits is None:
+        return draw_unlimited(logits, keys, random, temperature, penalty, mask)
+    return _choose(logits, keys, random, temperature, limits, penalty, mask)
 
 
 def _choose(
@@ -40,6 +47,7 @@ def _choose(
     temperature: torch.Tensor | None,
     limits: torch.Tensor | None,
     penalty: Penalty | None,
+    mask: TokenMask | None,
 ) -> Choice:
     num_rows, size = logits.shape
     assert logits.stride(1) == 1, "logits must be contiguous along the vocabulary"
@@ -47,13 +55,15 @@ def _choose(
     chunk = part = _CHUNK if keys is None else _DRAW_CHUNK
     num_warps = 4
     if limits is not None:
+        if mask is not None:  # the floor is found in several passes
+            logits = logits.clone()
+            mask_bits_(logits, mask.bits, mask.entries.index_select(0, mask.index))
+            mask = None
         floor, peaks = find_floor_and_peaks(logits, limits, temperature, penalty)
         chunk, part, num_warps = _CUT_CHUNK, _PART, 1
     num_chunks = triton.cdiv(size, chunk)
     tops = torch.empty(num_rows, num_chunks, dtype=torch.float32, device=logits.device)
     chunk_ids = torch.empty(num_rows, num_chunks, dtype=torch.int32, device=logits.device)
-    tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
-    failed = torch.empty(num_rows, dtype=torch.bool, device=logits.device)
     _chunk_kernel[(num_chunks, num_rows)](
         logits,
         keys,
@@ -62,26 +72,19 @@ def _choose(
         floor,
         peaks,
         *(penalty or (None,) * 5),
+        *(mask or (None,) * 3),
         tops,
         chunk_ids,
         logits.stride(0),
         size,
+        0 if mask is None else mask.bits.shape[1],
         EARLIER=num_earlier(penalty),
         CHUNK=chunk,
         PART=part,
         SPAN=SPAN,
         num_warps=num_warps,
     )
-    _row_kernel[(num_rows,)](
-        tops,
-        chunk_ids,
-        tokens,
-        failed.view(torch.uint8),
-        num_chunks,
-        CHUNKS=triton.next_power_of_2(num_chunks),
-        num_warps=1,
-    )
-    return Choice(tokens, failed)
+    return best_parts(tops, chunk_ids, num_chunks)
 
 
 # grid: (chunks, rows)
@@ -98,10 +101,14 @@ def _chunk_kernel(
     entries,
     values,
     earlier,
+    bits,
+    mask_entries,
+    mask_index,
     tops,
     chunk_ids,
     stride,
     size,
+    num_words,
     EARLIER: tl.constexpr,
     CHUNK: tl.constexpr,
     PART: tl.constexpr,
@@ -120,6 +127,10 @@ def _chunk_kernel(
         values += row * 3
         if earlier is not None:
             earlier += row * EARLIER
+    mask_entry: tl.constexpr = None
+    if bits is not None:
+        mask_entry = tl.load(mask_entries + tl.load(mask_index + row)).to(tl.int64)
+        bits += tl.maximum(mask_entry, 0) * num_words
     if temperature is not None:
         scale = tl.load(temperature + row)
     if floor is not None:
@@ -138,9 +149,13 @@ def _chunk_kernel(
                 span = start // SPAN + tl.arange(0, PART // SPAN)
                 peak = tl.load(peaks + span, mask=span * SPAN < size, other=float("-inf"))
                 stays = tl.max(peak, 0) >= limit
+        if bits is not None:
+            stays = allows_any(bits, mask_entry, start, num_words, PART)
         if stays:
             index = start + tl.arange(0, PART)
             score = tl.load(logits + row * stride + index, mask=index < size, other=float("-inf")).to(tl.float32)
+            if bits is not None:
+                score = tl.where(is_allowed(bits, mask_entry, index, size), score, float("-inf"))
             if entries is not None:  # noqa: SIM102
                 if entry >= 0:
                     score = penalized(score, index, index < size, counts, seen, values, earlier, EARLIER)
@@ -154,55 +169,11 @@ def _chunk_kernel(
                 # noise is expensive, and a part may hold no candidate
                 highest = tl.max(score, 0)
                 if noisy & (highest > float("-inf")):
-                    if floor is None:
-                        score = _add_noise(score, highest, start, tl.load(keys + row), PART)
-                    else:  # a part has few tokens left
-                        low, high = halves(tl.load(keys + row))
-                        score = score - tl.log(exponential_at(index, low, high))
+                    low, high = halves(tl.load(keys + row))
+                    score = score - tl.log(exponential_at(index, low, high))
             top, at = tl.max(score, 0, return_indices=True, return_indices_tie_break_left=True)
             found = tl.where(top > best, start + at, found)
             best = tl.maximum(best, top)
     out = row * tl.num_programs(0) + chunk
     tl.store(tops + out, tl.where(has_nan > 0, float("nan"), best))
     tl.store(chunk_ids + out, found)
-
-
-@triton.jit
-def _add_noise(score, peak, start, key, PART: tl.constexpr):
-    """score - log(E) with an exponential E for each token; -inf for tokens that cannot have the largest one.
-
-    The largest score - log(E) has the smallest E * exp(-score); u <= E, and E <= u + u**2 for u < 0.6. So most parts
-    have a single candidate, and only its logarithms are computed. `peak`: the largest score.
-    """
-    low, high = halves(key)
-    offset = tl.arange(0, PART)
-    u = uniform_at(start + offset, low, high)
-    least = u * tl.exp(peak - score)
-    # more than the rounding of the two, and of the scores with noise
-    limit = tl.min(tl.where(u < 0.6, least + least * u, float("inf")), 0) * tl.exp(0.001 + tl.abs(peak) * 1e-6)
-    is_candidate = least <= limit
-    # the number of candidates and the offset of a single one
-    coded = tl.sum(tl.where(is_candidate, 2 * PART + offset, 0), 0)
-    if (coded >= 2 * PART) & (coded < 4 * PART) & (peak < float("inf")):
-        only = tl.max(tl.where(is_candidate, score, float("-inf")), 0)
-        only = only - tl.log(exponential_at(start + coded - 2 * PART, low, high))
-        score = tl.where(is_candidate, only, float("-inf"))
-    else:
-        score = score - tl.log(exponential_at(start + offset, low, high))
-    return score
-
-
-# grid: (rows,)
-@triton.jit(do_not_specialize=["num_chunks"])
-def _row_kernel(tops, chunk_ids, tokens, failed, num_chunks, CHUNKS: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    chunk = tl.arange(0, CHUNKS)
-    top = tl.load(tops + row * num_chunks + chunk, mask=chunk < num_chunks, other=float("-inf"))
-    has_nan = tl.max((top != top).to(tl.int32), 0) > 0
-    best, winner = tl.max(
-        tl.where(top == top, top, float("-inf")), 0, return_indices=True, return_indices_tie_break_left=True
-    )
-    no_token = has_nan | (best == float("-inf"))
-    token = tl.load(chunk_ids + row * num_chunks + winner).to(tl.int64)
-    tl.store(tokens + row, tl.where(no_token, 0, token))
-    tl.store(failed + row, no_token.to(tl.uint8))

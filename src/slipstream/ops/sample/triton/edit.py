@@ -1,4 +1,4 @@
-"""In-place edits of logits: penalties, bias rows, forbidden tokens, floors."""
+"""In-place edits of logits: penalties, bias rows, forbidden tokens, floors. `mask.py` has masks."""
 
 from __future__ import annotations
 
@@ -187,32 +187,3 @@ def _drop_kernel(logits, floor, stride, size, BLOCK: tl.constexpr):
         where = logits + row * stride + token
         x = tl.load(where, mask=token < size, other=float("inf")).to(tl.float32)
         tl.store(where, float("-inf"), mask=x < lowest)
-
-
-def mask_bits_(logits: torch.Tensor, bits: torch.Tensor, entries: torch.Tensor) -> None:
-    size = logits.shape[1]
-    assert logits.stride(1) == 1 and bits.is_contiguous() and bits.dtype == torch.int32 and bits.shape[1] * 32 >= size
-    grid = (triton.cdiv(size, _BLOCK), len(entries))
-    _mask_bits_kernel[grid](logits, bits, entries, logits.stride(0), bits.shape[1], size, BLOCK=_BLOCK)
-
-
-# grid: (blocks, rows)
-@triton.jit
-def _mask_bits_kernel(logits, bits, entries, stride, num_words, size, BLOCK: tl.constexpr):
-    """Blocks without a forbidden token are skipped, and blocks without an allowed one are not read. The others are read
-    and written as a whole: vector stores are faster than single ones under a mask."""
-    row = tl.program_id(1).to(tl.int64)
-    entry = tl.load(entries + row).to(tl.int64)
-    if entry >= 0:
-        first = tl.program_id(0) * (BLOCK // 32)
-        index = first + tl.arange(0, BLOCK // 32)
-        words = tl.load(bits + entry * num_words + index, mask=index < num_words, other=-1)
-        if tl.max((words != -1).to(tl.int32), 0) > 0:
-            bit = tl.arange(0, 32)
-            token = index[:, None] * 32 + bit[None, :]
-            where = logits + row * stride + token
-            x = tl.full([BLOCK // 32, 32], float("-inf"), logits.dtype.element_ty)
-            if tl.max((words != 0).to(tl.int32), 0) > 0:
-                x = tl.load(where, mask=token < size, other=0.0)
-                x = tl.where(((words[:, None] >> bit[None, :]) & 1) != 0, x, float("-inf"))
-            tl.store(where, x, mask=token < size)

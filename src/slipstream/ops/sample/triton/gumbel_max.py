@@ -1,0 +1,195 @@
+"""Sampling without limits: one token per row, the largest score - log(E) with an exponential E for each token.
+
+A program finds the best token of a part of a row, a second kernel the best part. Each lane scans its tokens with an
+estimate of E * exp(-score), which takes no logarithm and no division, and keeps its best token and the second-best
+estimate. Exact values are computed for tokens that may be the best one, nearly always a single token. If the
+second-best token of a lane may be it, which is rare, the program scans its part again with exact values.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from slipstream.ops.sample.reference import Choice, Penalty, TokenMask
+from slipstream.ops.sample.triton.best_part import best_parts
+from slipstream.ops.sample.triton.mask import allows_any, is_allowed
+from slipstream.ops.sample.triton.noise import exponential_at, halves, uniform_at
+from slipstream.ops.sample.triton.penalty import num_earlier, penalized
+
+_BLOCK = 1024
+_MAX_BLOCKS = 32  # of a part
+_NUM_PROGRAMS = 1024  # that fill the device
+
+
+def draw_unlimited(
+    logits: torch.Tensor,
+    keys: torch.Tensor,
+    random: torch.Tensor | None,
+    temperature: torch.Tensor | None,
+    penalty: Penalty | None,
+    mask: TokenMask | None = None,
+) -> Choice:
+    """As `choose.draw` without limits. Parts do not change a token, so they may depend on the number of rows."""
+    num_rows, size = logits.shape
+    assert logits.stride(1) == 1, "logits must be contiguous along the vocabulary"
+    num_blocks = triton.cdiv(size, _BLOCK)
+    each = max(1, min(_MAX_BLOCKS, num_blocks * num_rows // _NUM_PROGRAMS))
+    num_parts = triton.cdiv(num_blocks, each)
+    tops = torch.empty(num_rows, num_parts, dtype=torch.float32, device=logits.device)
+    ids = torch.empty(num_rows, num_parts, dtype=torch.int32, device=logits.device)
+    _draw_kernel[(num_parts, num_rows)](
+        logits,
+        keys,
+        None if random is None else random.view(torch.uint8),
+        temperature,
+        *(penalty or (None,) * 5),
+        *(mask or (None,) * 3),
+        tops,
+        ids,
+        logits.stride(0),
+        size,
+        0 if mask is None else mask.bits.shape[1],
+        each,
+        EARLIER=num_earlier(penalty),
+        BLOCK=_BLOCK,
+        num_warps=4,
+    )
+    return best_parts(tops, ids, num_blocks)
+
+
+# grid: (parts, rows)
+@triton.jit(do_not_specialize=["each"], do_not_specialize_on_alignment=["entries"])
+def _draw_kernel(
+    logits,
+    keys,
+    random,
+    temperature,
+    counts,
+    seen,
+    entries,
+    values,
+    earlier,
+    bits,
+    mask_entries,
+    mask_index,
+    tops,
+    ids,
+    stride,
+    size,
+    num_words,
+    each,
+    EARLIER: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    part = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    logits += row * stride
+    low, high = halves(tl.load(keys + row))
+    scale = tl.full([], 1.0, tl.float32)
+    entry = tl.full([], -1, tl.int64)
+    noisy = tl.full([], 1, tl.int1)
+    if temperature is not None:
+        scale = tl.load(temperature + row).to(tl.float32)
+    if random is not None:
+        noisy = tl.load(random + row) != 0
+    if entries is not None:
+        entry = tl.load(entries + row).to(tl.int64)
+        counts += entry * size
+        seen += entry * size
+        values += row * 3
+        if earlier is not None:
+            earlier += row * EARLIER
+    mask_entry = tl.full([], -1, tl.int64)
+    if bits is not None:
+        mask_entry = tl.load(mask_entries + tl.load(mask_index + row)).to(tl.int64)
+        bits += tl.maximum(mask_entry, 0) * num_words
+    first = part * each * BLOCK
+    last = tl.minimum(first + each * BLOCK, size)
+    lane = tl.arange(0, BLOCK)
+    top = tl.full([], float("-inf"), tl.float32)
+    found = first
+    peak = tl.full([BLOCK], float("-inf"), tl.float32)  # NaN if the lane has one
+    scan = noisy == 0
+    if noisy:
+        factor = tl.div_rn(1.4426950408889634, scale)
+        # of a token u * exp(base - score), where u <= E; base is the largest score of the first block
+        block = tl.load(logits + first + lane, mask=first + lane < size, other=float("-inf")).to(tl.float32)
+        base = tl.max(tl.where(tl.abs(block) < float("inf"), block * factor, float("-inf")), 0)
+        base = tl.where(base > float("-inf"), base, 0.0)
+        best = tl.full([BLOCK], float("inf"), tl.float32)
+        second = tl.full([BLOCK], float("inf"), tl.float32)
+        at = tl.zeros([BLOCK], tl.int32) + first
+        for start in range(first, last, BLOCK):
+            stays = True
+            if bits is not None:
+                stays = allows_any(bits, mask_entry, start, num_words, BLOCK)
+            if stays:
+                index = start + lane
+                score = tl.load(logits + index, mask=index < size, other=float("-inf")).to(tl.float32)
+                if bits is not None:
+                    score = tl.where(is_allowed(bits, mask_entry, index, size), score, float("-inf"))
+                if entries is not None:  # noqa: SIM102 (a compile-time condition)
+                    if entry >= 0:
+                        score = penalized(score, index, index < size, counts, seen, values, earlier, EARLIER)
+                peak = tl.maximum(peak, score, propagate_nan=tl.PropagateNan.ALL)
+                least = uniform_at(index, low, high) * tl.exp2(base - score * factor)
+                is_less = least < best
+                second = tl.minimum(second, tl.maximum(best, least))
+                at = tl.where(is_less, index, at)
+                best = tl.minimum(best, least)
+        u = uniform_at(at, low, high)
+        # E <= u + u**2 for u < 0.6
+        limit = tl.min(tl.where(u < 0.6, best + best * u, float("inf")), 0)
+        highest = tl.max(tl.where(peak == peak, peak, float("-inf")), 0) * factor
+        # more than the rounding of estimates and values
+        limit *= tl.exp2(0.002 + 2e-6 * (tl.abs(base) + tl.abs(highest)))
+        is_candidate = best <= limit
+        num_candidates = tl.sum(is_candidate.to(tl.int32), 0)
+        # estimates far above or below the base are 0 or infinite
+        is_open = (tl.min(second, 0) <= limit) | (highest > base + 64.0) | (tl.min(best, 0) == float("inf"))
+        scan = is_open & (highest > float("-inf"))
+        if num_candidates == 1:
+            found = tl.max(tl.where(is_candidate, at, 0), 0)
+            score = tl.load(logits + found).to(tl.float32)
+            if entries is not None:  # noqa: SIM102
+                if entry >= 0:
+                    score = penalized(score, found, found < size, counts, seen, values, earlier, EARLIER)
+            if temperature is not None:
+                score = tl.div_rn(score, scale)
+            top = score - tl.log(exponential_at(found, low, high))
+        elif is_open == 0:
+            score = tl.load(logits + at).to(tl.float32)
+            if entries is not None:  # noqa: SIM102
+                if entry >= 0:
+                    score = penalized(score, at, at < size, counts, seen, values, earlier, EARLIER)
+            if temperature is not None:
+                score = tl.div_rn(score, tl.zeros_like(score) + scale)
+            score = tl.where(is_candidate, score - tl.log(exponential_at(at, low, high)), float("-inf"))
+            top = tl.max(score, 0)
+            found = tl.min(tl.where(score == top, at, 2147483647), 0)
+    if scan:
+        exact = tl.full([BLOCK], float("-inf"), tl.float32)
+        at = tl.zeros([BLOCK], tl.int32) + first
+        for start in range(first, last, BLOCK):
+            index = start + lane
+            score = tl.load(logits + index, mask=index < size, other=float("-inf")).to(tl.float32)
+            if bits is not None:
+                score = tl.where(is_allowed(bits, mask_entry, index, size), score, float("-inf"))
+            if entries is not None:  # noqa: SIM102
+                if entry >= 0:
+                    score = penalized(score, index, index < size, counts, seen, values, earlier, EARLIER)
+            peak = tl.maximum(peak, score, propagate_nan=tl.PropagateNan.ALL)
+            if temperature is not None:
+                score = tl.div_rn(score, tl.zeros_like(score) + scale)
+            if noisy:
+                score = score - tl.log(exponential_at(index, low, high))
+            at = tl.where(score > exact, index, at)
+            exact = tl.where(score > exact, score, exact)
+        top = tl.max(exact, 0)
+        found = tl.min(tl.where(exact == top, at, 2147483647), 0)
+    has_nan = tl.max((peak != peak).to(tl.int32), 0) > 0
+    out = row * tl.num_programs(0) + part
+    tl.store(tops + out, tl.where(has_nan, float("nan"), top))
+    tl.store(ids + out, found)

@@ -192,3 +192,13 @@ def test_decodes_say_nothing_of_prompts():
     world = World(max_itl=0.05)
     world.run(plan(256), busy=0.01)
     assert world.pace.max_num_tokens() is None
+
+
+def test_steps_are_measured_with_the_time_in_which_the_device_waited_for_the_host():
+    world, seen = World(), []
+    world.pace.on_decode = lambda num_positions, seconds: seen.append((num_positions, seconds))
+    for idle in (0.0, 0.002):
+        world.pace.launched(plan(8), 0.001)
+        world.pace.committed(0.003, idle)
+    assert seen == [(8, 0.003), (8, 0.005)]
+    assert world.pace.expected(plan(8)) == pytest.approx(0.003)  # how long the device is busy

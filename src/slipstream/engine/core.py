@@ -274,7 +274,7 @@ class EngineCore:
     def _book(self) -> None:
         handle, cause = self._untimed.popleft()
         busy = self.timer.record(_interval(handle), cause)
-        self.pace.committed(busy)
+        self.pace.committed(busy, 0.0 if cause == "no_requests" else self.timer.gap)
         if self.step_log is not None:
             self.step_log.ended(busy, self.timer.gap, self.timer.late, cause)
 

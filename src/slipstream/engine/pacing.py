@@ -40,8 +40,9 @@ class Pacer:
     ) -> None:
         """`max_itl` in seconds; None: no bound."""
         self.max_itl = max_itl
-        # Called with positions and device seconds of steps without prefill. Not of a step that proposes drafts and
-        # has none itself: its time is neither that of a step without drafts nor that of one with drafts
+        # Called with positions and seconds of steps without prefill: on the device, and idle before because the host
+        # was late. Not of a step that proposes drafts and has none itself: its time is neither that of a step without
+        # drafts nor that of one with drafts
         self.on_decode: Callable[[int, float], None] | None = None
         self._clock = clock
         self._sleep = sleep
@@ -87,14 +88,15 @@ class Pacer:
         is_measured = not has_chunks and (plan.has_drafts or not plan.num_proposed) and not plan.catches_up
         self._steps.append(_Step(kind, num_tokens, has_chunks, is_measured, not self._steps, self._clock(), host))
 
-    def committed(self, busy: float) -> None:
-        """The oldest step is committed, after `busy` seconds on the device; 0: unknown."""
+    def committed(self, busy: float, idle: float = 0.0) -> None:
+        """The oldest step is committed, after `busy` seconds on the device; 0: unknown. `idle`: seconds before it in
+        which the device waited for the host."""
         step = self._steps.popleft()
         self._freed = self._clock()
         if busy <= 0:
             return
         if self.on_decode is not None and step.is_measured:
-            self.on_decode(step.num_tokens, busy)
+            self.on_decode(step.num_tokens, busy + idle)
         each = busy / step.num_tokens
         # otherwise the step probably waited for the host, as during a capture: `busy` is an upper bound
         is_exact = busy > 2 * step.host

@@ -75,7 +75,7 @@ class Committer:
             if request.admission != admission and request.status is Status.FINISHED:
                 continue  # this step was launched before the end of the request was known
             if request.session is not None:
-                request.session.drafts = proposed
+                request.session.drafts = proposed if new else []  # a row that sits out has none
                 if len(new) > 1:
                     request.session.take_accepted(new, request.stop_ids)
                     top = None if top is None else top[: logprob_bytes(request) * len(new)]

@@ -1,11 +1,11 @@
 """DraftLength: chooses the number of drafts per row for each plan, from measured acceptance and step times.
 
-A step with drafts takes longer and gives more tokens. The choice maximises expected tokens per device second: the
-expected tokens of a row are 1 plus the measured probabilities that its first, second and further drafts are accepted,
-and the time is that of steps with as many positions. Each class of rows (`draft_classes.py`) has a number of its own.
-Where no number of drafts is better than none, rows have none, and a few steps with drafts in ever longer intervals find
-out whether the text has changed. Verification is by drawing, so the number may change in every step without changing a
-token.
+A step with drafts takes longer and gives more tokens. The choice maximises expected tokens per second. The expected
+tokens of a row are 1 plus the measured probabilities that its first, second and further drafts are accepted, and the
+time is that of steps with as many positions, with the time before them in which the device waited for the host. Each
+class of rows (`draft_classes.py`) has a number of its own. Where no number of drafts is better than none, rows have
+none, and a few steps with drafts in ever longer intervals find out whether the text has changed. Verification is by
+drawing, so the number may change in every step without changing a token.
 """
 
 from __future__ import annotations
@@ -173,8 +173,8 @@ class DraftLength:
                 self._accepted[own][position] += rows
 
     def measure(self, num_positions: int, seconds: float) -> None:
-        """A step without prefill took so many seconds on the device. Shorter times count at once: a longer time may
-        contain a wait for the host."""
+        """A step without prefill took so many seconds, with the device's wait for the host before it. Shorter times
+        count at once: a longer time may contain a rare wait."""
         size = _size(num_positions)
         before = self._seconds.get(size, seconds)
         if not self._is_known(size):

@@ -1,8 +1,8 @@
 """Rows that sit out a step: their masks were late, so they draw nothing and compute their last position again later.
 
-The forward of the step is queued already. Before its head the row table gets back the row's length and its last token,
-and the head draws for the padding row in its place, so no stage, no drafter and no table sees the draw. Such steps are
-rare: this work is not captured.
+The forward of the step is queued already. Before its head the row table gets back the row's length and its last token
+without drafts, and the head draws for the padding row in its place, so no stage, no drafter and no table sees the draw.
+Such steps are rare: this work is not captured.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ class SittingRows:
             rows, computed, tokens = upload.tensor(span).unbind(0)
             table.computed.index_copy_(0, rows, computed)
             table.next_tokens[:, 0].index_copy_(0, rows, tokens)
+            table.next_tokens[:, 1:].index_fill_(0, rows, -1)  # no masks are made along its drafts
             return rows
 
         return take_back

@@ -15,6 +15,7 @@ from slipstream.config.options import options_of
 from slipstream.device.device import Device
 from slipstream.engine.chrome_trace import chrome_trace
 from slipstream.engine.core import EngineCore
+from slipstream.engine.gc_freeze import frozen_gc
 from slipstream.engine.progress import progress
 from slipstream.engine.record_folder import write_private
 from slipstream.engine.step_log import StepLog, stop
@@ -308,6 +309,7 @@ class LLM(PoolingMethods, VllmMethods):
     ) -> None:
         self.close()
 
+    @frozen_gc()  # results are objects too
     def _run(
         self,
         served: ServedModel,

@@ -1,8 +1,11 @@
 import gc
+from types import SimpleNamespace
 
 import pytest
 
+from slipstream import LLM
 from slipstream.engine.gc_freeze import frozen_gc
+from slipstream.errors import EngineClosed
 
 
 @pytest.fixture(autouse=True)
@@ -30,3 +33,16 @@ def test_objects_that_the_process_froze_stay_frozen():
     with frozen_gc():
         assert gc.get_freeze_count() > 1000
     assert gc.get_freeze_count() > 1000  # not the same number: a frozen object may be deleted
+
+
+def test_generate_excludes_older_objects_from_its_first_line_on():
+    seen = []
+
+    def check_open():
+        seen.append(gc.get_freeze_count())
+        raise EngineClosed("as it is called first")
+
+    llm = SimpleNamespace(_sync_loop=SimpleNamespace(check_open=check_open))
+    with pytest.raises(EngineClosed):
+        LLM._run(llm, None, [], None, False, None, None, None, add_special_tokens=True)
+    assert seen[0] > 1000 and gc.get_freeze_count() == 0

@@ -53,6 +53,11 @@ def host_waits(what: str) -> Iterator[None]:
         log.add(what, time.perf_counter() - start)
 
 
+def is_watched() -> bool:
+    """Whether waits of this thread are recorded."""
+    return getattr(_watching, "log", None) is not None
+
+
 _watching = threading.local()
 
 

@@ -21,6 +21,10 @@ SCALE_BYTES = 4
 STATE_CHUNK = 64
 """Recurrent kernels cut the positions of a row at multiples of this. Checkpoints of states are taken only there."""
 
+DEFER_PERIOD = 4
+"""Kernels that defer stores write a state at every multiple of this position, which must divide STATE_CHUNK. Between
+them they keep the updates of the row's last tokens."""
+
 
 class PagedSpec(msgspec.Struct, frozen=True, kw_only=True, tag="paged"):
     """Keys and values of every position, in pages of `page_size` positions.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
 )
 
 from hand_steps import StepRow, hand_steps
+from slipstream.cache_spec import DEFER_PERIOD
+from slipstream.ops.conv1d.reference import causal_conv1d
 from slipstream.ops.delta_rule import DeltaWeights, reference
 
 CUDA = torch.cuda.is_available()
@@ -154,12 +157,13 @@ def test_gates(version):
     torch.testing.assert_close(beta, b.sigmoid())
 
 
-@pytest.mark.parametrize(("dim", "key_heads", "splits"), [(64, 1, 4), (80, 1, 1), (24, 2, 1)])
+@pytest.mark.parametrize(("dim", "key_heads", "splits"), [(64, 1, 4), (64, 1, 2), (80, 1, 1), (24, 2, 1)])
 def test_the_decode_kernel_is_the_parts_one_by_one(dim, key_heads, splits, monkeypatch):
     torch.manual_seed(0)
     ops("kernel")
     decode = importlib.import_module("slipstream.ops.delta_rule.triton.decode")
     assert decode.num_splits(2, 64) == 4 and decode.num_splits(2, 32) == 2 and decode.num_splits(1000, 64) == 1
+    assert decode.num_splits(512, 128) == 2 and decode.num_splits(513, 128) == 1
     monkeypatch.setattr(decode, "num_splits", lambda num_heads, block: splits)
     heads, key_size, value_size = 2, key_heads * KEY_DIM, 2 * dim
     channels = 2 * key_size + value_size
@@ -192,3 +196,67 @@ def test_the_decode_kernel_is_the_parts_one_by_one(dim, key_heads, splits, monke
         for found, expected in zip(*states, strict=True):
             torch.testing.assert_close(found[slot], expected[slot], rtol=1e-4, atol=1e-4, equal_nan=True)
     assert not states[0][1][8].isnan().any(), "slot 8 has a save"
+
+
+STEPS = [
+    {3: (0, 1), 4: (0, 1)},  # a row that begins with one token keeps its update
+    {3: (1, 1), 4: (1, 1), 6: (0, 1)},
+    {3: (2, 1), 4: (2, 5), 6: (1, 1), 5: (0, 61)},  # kept updates enter the states of a step of several tokens
+    {3: (3, 1), 4: (7, 1), 6: (2, 1), 5: (61, 1)},
+    {3: (4, 1), 4: (8, 1), 6: (3, 1), 5: (62, 1)},
+    {3: (5, 1), 4: (9, 1), 6: (4, 1), 5: (63, 1)},  # the state of row 5 is saved
+    {3: (6, 1), 4: (10, 2), 6: (5, 1), 5: (64, 1)},
+    {3: (7, 1), 4: (12, 1), 6: (6, 1), 5: (65, 1)},
+    {3: (8, 1), 4: (13, 1), 6: (0, 1), 5: (66, 1)},  # another request has row 6
+    {3: (9, 1), 4: (14, 1), 6: (1, 1), 5: (67, 1)},
+]
+
+
+@pytest.mark.parametrize(
+    ("dim", "key_heads", "splits", "period"), [(64, 1, 4, DEFER_PERIOD), (80, 1, 1, 8), (24, 2, 1, 2)]
+)
+def test_deferred_stores_change_no_result(dim, key_heads, splits, period, monkeypatch):
+    """Steps of one and of several tokens with kernels that defer stores, against the reference."""
+    torch.manual_seed(0)
+    kernels = ops("kernel")
+    decode = importlib.import_module("slipstream.ops.delta_rule.triton.decode")
+    monkeypatch.setattr(decode, "num_splits", lambda num_heads, block: splits)
+    heads, key_size, value_size = 2, key_heads * KEY_DIM, 2 * dim
+    channels = 2 * key_size + value_size
+
+    def rand(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=DEVICE)
+
+    def unset(*shape: int) -> torch.Tensor:
+        return torch.full(shape, torch.nan, device=DEVICE)
+
+    weights = DeltaWeights(rand(channels, 4), rand(heads), rand(heads), rand(dim), 1e-3)
+    states = [(unset(SLOTS, channels, 4), unset(SLOTS, heads, KEY_DIM, dim)) for _ in range(2)]
+    deferred = unset(SLOTS, heads, period - 1, KEY_DIM + dim + 4)
+    stored = torch.zeros(SLOTS, dtype=torch.int32, device=DEVICE)
+
+    def mix(version, steps, parts, conv, state, kept):
+        if steps.is_single:
+            return version.delta_decode(*parts, weights, conv, state, steps, None, kept)
+        mixed = causal_conv1d(parts[0], weights.conv, None, conv, steps, "silu")
+        q, k, v = reference._heads(mixed, state)
+        g, beta = reference.delta_gates(parts[3], parts[2], weights.a_log, weights.dt_bias)
+        return version.gated_delta_rule(q, k, v, g, beta, state, steps, KEY_DIM**-0.5, deferred=kept).flatten(1)
+
+    for spans in STEPS:
+        for slot, (first, _) in spans.items():
+            if first == 0:
+                stored[slot] = 0  # as at an admission
+        saves = {5: {64: 8}} if spans.get(5) == (63, 1) else {}
+        rows = [StepRow(slot, *span, saves.get(slot, {})) for slot, span in spans.items()]
+        steps = replace(hand_steps(rows, padding=1, device=DEVICE), stored_positions=stored.clone())
+        if not steps.is_single:
+            for slot, (first, count) in spans.items():
+                stored[slot] = first + count
+        total = int(steps.starts[-1])
+        parts = rand(total, channels + value_size + 2 * heads).split([channels, value_size, heads, heads], 1)
+        found = mix(kernels, steps, parts, *states[0], deferred)
+        expected = mix(reference, replace(steps, stored_positions=None), parts, *states[1], None)
+        num = sum(count for _, count in spans.values())
+        torch.testing.assert_close(found[:num], expected[:num], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(states[0][1][8], states[1][1][8], rtol=1e-4, atol=1e-4)

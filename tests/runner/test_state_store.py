@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -128,3 +132,35 @@ def test_padded_steps_upload_arrays_of_one_size(store: StateStore, device: Devic
         store.prepare(plan([1, 70, 3], [128, 134, 3], states), upload, Size(100, 4))
         ends.append(upload.put(np.zeros(1, np.int32)).start)
     assert len(set(ends)) == 1
+
+
+def test_kernels_that_defer_stores_learn_where_each_row_last_had_several_tokens(device: Device) -> None:
+    field = StateField("deferred", (3, 8), "float32", is_saved=False)
+    spec = StateSpec((*SPECS[0].fields, field))
+    store = StateStore(StateConfig((spec,), NUM_CHECKPOINTS, 64, 1024), NUM_ROWS, device)
+    assert len(store.sites[0]["deferred"]) == NUM_ROWS
+    ring = HostRing(2, 1 << 14, device)
+
+    def admit(row: int, num_cached: int) -> None:
+        upload = ring.open()
+        admission: Any = SimpleNamespace(row=row, num_cached=num_cached)
+        store.apply(replace(plan([1], [1]), admitted=(admission,)))
+        store.flush(upload)
+        upload.send(device.compute)
+
+    def stored(num_tokens: list[int], lengths: list[int], size: Size | None = None) -> list[int]:
+        steps = steps_of(store, device, plan(num_tokens, lengths), size)
+        assert steps.stored_positions is not None
+        return steps.stored_positions.tolist()
+
+    admit(3, 64)
+    admit(0, 0)
+    assert stored([70, 5], [134, 5])[:4] == [0, 0, 0, 64]  # before the step
+    assert stored([1, 1], [135, 6])[:4] == [5, 0, 0, 134]
+    assert stored([1, 1], [136, 7], Size(4, 4))[:4] == [5, 0, 0, 134]  # steps of one token change nothing
+    assert stored([1, 2], [137, 9], Size(8, 4))[:4] == [5, 0, 0, 134]
+    assert stored([1, 1], [138, 10])[:4] == [9, 0, 0, 137]
+    admit(0, 128)
+    assert stored([1, 1], [139, 129])[:4] == [128, 0, 0, 137]
+    plain = StateStore(StateConfig(SPECS, NUM_CHECKPOINTS, 64, 1024), NUM_ROWS, device)
+    assert steps_of(plain, device, plan([1], [1])).stored_positions is None

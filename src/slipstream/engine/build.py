@@ -23,6 +23,7 @@ from slipstream.config.generation import (
 )
 from slipstream.config.gguf_file import GgufFile
 from slipstream.config.gguf_info import gguf_model_info
+from slipstream.config.head_dtype import check_head_dtype
 from slipstream.config.locate import LocatedModel, locate
 from slipstream.config.memory import MemoryEstimate, estimate_memory
 from slipstream.config.model_info import ModelInfo
@@ -236,6 +237,7 @@ def settle(options: Options, located: LocatedModel, info: ModelInfo) -> EngineCo
     check_rank_options(options, machine.kind)
     dtype = resolve_dtype(options, info, machine)
     pooling, info = read_pooling(options, info, located.path)
+    check_head_dtype(info, pooling, dtype)
     if options.load_format != "dummy":
         pooling = with_stored_width(pooling, info, Path(located.path))
     shape = find_local_shape(  # the parts of all ranks have the same sizes
@@ -261,7 +263,8 @@ def settle(options: Options, located: LocatedModel, info: ModelInfo) -> EngineCo
     num_bytes += 0 if draft is None else draft_weight_bytes(draft, info, machine.kind)
     source = msgspec.structs.replace(source, num_bytes=num_bytes)
     drafts = read_draft_config(options.speculative_config, options.drafts)
-    states = tuple(shape.state_specs(dtype, 0 if drafts is None else drafts.num_drafts))
+    num_drafts = 0 if drafts is None else drafts.num_drafts
+    states = tuple(shape.state_specs(dtype, num_drafts, on_cpu=machine.kind == "cpu"))
     adapters = read_adapter_config(
         options,
         lambda rank: measure_adapter(

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from slipstream.cache_spec import STATE_CHUNK, StateField, replay_columns, ring_columns
+from slipstream.cache_spec import DEFER_PERIOD, STATE_CHUNK, StateField, replay_columns, ring_columns
 from slipstream.config.model_sizes import ModelSizes
 from slipstream.ops.moe.reference import Gate, RouterRule
 
@@ -68,6 +68,11 @@ class MixerShape:
     def state_fields(self, dtype: str, num_drafts: int = 0) -> tuple[StateField, ...]:
         """The recurrent state of one row, for a model of this dtype and up to `num_drafts` drafts per row and step;
         empty if it has none."""
+        return ()
+
+    def deferred_fields(self, dtype: str) -> tuple[StateField, ...]:
+        """Fields for the last tokens of a row: with them kernels need not store the state in every step. Not used on
+        the CPU, nor with drafts."""
         return ()
 
     def elements_per_token(self, on_cpu: bool) -> int:
@@ -161,6 +166,12 @@ class DeltaShape(MixerShape):
         )
         gates = (replay_columns(num_drafts), 2 * self.num_value_heads)
         return (*fields, StateField("replay", gates, dtype, is_saved=False)) if num_drafts else fields
+
+    def deferred_fields(self, dtype: str) -> tuple[StateField, ...]:
+        """A token's update of a head: key, correction, sum of log decays, and padding to 16 bytes."""
+        wide = "float64" if dtype == "float64" else "float32"
+        entries = (self.num_value_heads, DEFER_PERIOD - 1, self.key_dim + self.value_dim + 4)
+        return (StateField("deferred", entries, wide, is_saved=False),)
 
     def elements_per_token(self, on_cpu: bool) -> int:
         """Projections, the convolution's output, factors of chunks, and the output before and after its norm."""

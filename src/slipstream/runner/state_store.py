@@ -4,7 +4,8 @@ Slots 0 to num_rows - 1 are the states of rows (the last one of the padding row)
 Slots are never cleared and may hold NaN of earlier requests: a row whose first position is 0 starts from zeros.
 
 With drafts the store also has the position up to which each row's state has seen its tokens (`RecurrentSteps` describes
-the scheme); the host knows an upper bound of the tokens that a row has to replay.
+the scheme); the host knows an upper bound of the tokens that a row has to replay. Kernels that defer stores need the
+position of each row after its last step of several tokens.
 """
 
 from __future__ import annotations
@@ -40,6 +41,9 @@ class StateStore:
         self.sites = _views(config.specs, self.tensors)
         # [num_rows] positions that the state of each row has seen
         self._bases = StagedTensor((num_rows,), np.int32, device) if max_drafts else None
+        # [num_rows] positions after each row's last step of several tokens, or at its admission
+        defers = any(field.name == "deferred" for spec in config.specs for field in spec.fields)
+        self._stored = StagedTensor((num_rows,), np.int32, device) if defers else None
         self._replays = np.zeros(num_rows, np.int32)  # host: upper bound of the tokens that each row has to replay
         # first token of each row in steps of one token per row and draw
         max_draws = num_rows * (1 + max_drafts)
@@ -57,15 +61,17 @@ class StateStore:
 
     def apply(self, plan: StepPlan) -> None:
         self._restores = [] if plan.states is None else plan.states.restores.tolist()
-        if self._bases is not None:
-            for admission in plan.all_admitted:
-                self._bases.write(admission.row, admission.num_cached)
+        for positions in (self._bases, self._stored):
+            if positions is not None:
+                for admission in plan.all_admitted:
+                    positions.write(admission.row, admission.num_cached)
 
     def flush(self, upload: Upload) -> None:
         """Queue the copies from checkpoints to rows. Each is one copy per field, without a temporary: a state is large,
         and few requests begin in a step."""
-        if self._bases is not None:
-            self._bases.flush(upload)
+        for positions in (self._bases, self._stored):
+            if positions is not None:
+                positions.flush(upload)
         for row, checkpoint in self._restores:
             upload.then(functools.partial(self._restore, row, self.num_rows + checkpoint))
 
@@ -83,6 +89,7 @@ class StateStore:
         """
         is_single = plan.total_tokens == len(plan.rows) if size is None else size.is_single
         drafts = None if self._bases is None else self._prepare_drafts(plan, upload, size, is_single)
+        stored = None if self._stored is None else self._stored.device
         span = None
         if not is_single:
             span = upload.put(self._saves(plan, size))
@@ -98,14 +105,31 @@ class StateStore:
                 of_drafts = None if drafts is None else drafts(batch, starts, first)
                 uploaded = uploaded if of_drafts is None else of_drafts.save_slots
                 return RecurrentSteps(
-                    slots, starts, first, view.num_tokens, True, save_slots=uploaded, drafts=of_drafts
+                    slots,
+                    starts,
+                    first,
+                    view.num_tokens,
+                    True,
+                    save_slots=uploaded,
+                    drafts=of_drafts,
+                    stored_positions=stored,
                 )
             assert view.query_starts is not None
             starts = view.query_starts
             first = view.lengths.to(torch.int32) - starts.diff()
             of_drafts = None if drafts is None else drafts(batch, starts, first)
             chunks, chunk_starts = list_chunks(starts, first, uploaded, max_chunks(len(view.positions), num_rows))
-            return RecurrentSteps(slots, starts, first, view.num_tokens, False, chunks, chunk_starts, drafts=of_drafts)
+            return RecurrentSteps(
+                slots,
+                starts,
+                first,
+                view.num_tokens,
+                False,
+                chunks,
+                chunk_starts,
+                drafts=of_drafts,
+                stored_positions=None if stored is None else _replace(stored, batch.rows, view.lengths),
+            )
 
         return make
 
@@ -161,6 +185,13 @@ class StateStore:
             array[:num_saves] = saves
             array[:num_saves, 2] += self.num_rows
         return array
+
+
+def _replace(table: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Writes the values of some rows to the table; returns what it was before."""
+    before = table.clone()
+    table.index_copy_(0, rows.long(), values.to(table.dtype))
+    return before
 
 
 def _allocate(

@@ -87,8 +87,10 @@ class DeltaNet(ConvMixer):
         qkv, z = qkvz.split([shape.num_channels, shape.value_size], 1)
         b, a = gates.split(shape.num_value_heads, 1)
         weights = DeltaWeights(self.conv, self.a_log, self.dt_bias, self.norm, self.eps)
+        deferred = state.get("deferred")
         if steps.is_single:
-            out = delta_decode(qkv, z, b, a, weights, state["conv"], state["delta"], steps, state.get("replay"))
+            replay = state.get("replay")
+            out = delta_decode(qkv, z, b, a, weights, state["conv"], state["delta"], steps, replay, deferred)
             return out if last is None else last.of(out)
         if steps.drafts is not None:
             delta_replay_(state["delta"], state["conv"], state["replay"], weights, steps)
@@ -97,7 +99,7 @@ class DeltaNet(ConvMixer):
         q, k = (part.unflatten(1, (-1, shape.key_dim)) for part in (q, k))
         v, z = (part.unflatten(1, (-1, shape.value_dim)) for part in (v, z))
         g, beta = delta_gates(a, b, self.a_log, self.dt_bias)
-        out = gated_delta_rule(q, k, v, g, beta, state["delta"], steps, shape.key_dim**-0.5)
+        out = gated_delta_rule(q, k, v, g, beta, state["delta"], steps, shape.key_dim**-0.5, deferred=deferred)
         if last is not None:
             out, z = last.of(out), last.of(z)
         return gated_rms_norm(out, z, self.norm, self.eps).flatten(1)

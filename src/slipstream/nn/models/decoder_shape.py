@@ -119,7 +119,7 @@ class DecoderShape:
             for layer in self.layers
         )
 
-    def state_specs(self, dtype: str, num_drafts: int = 0) -> list[StateSpec]:
+    def state_specs(self, dtype: str, num_drafts: int = 0, on_cpu: bool = True) -> list[StateSpec]:
         """By state site, for a model of this dtype and up to `num_drafts` drafts per row and step."""
         for mixer in self.mixers if num_drafts else ():
             plain = mixer.state_fields(dtype)
@@ -127,8 +127,13 @@ class DecoderShape:
                 raise UnsupportedModel(
                     f"{mixer.name} keeps no inputs to undo rejected drafts; remove speculative_config"
                 )
-        found = (mixer.state_fields(dtype, num_drafts) for mixer in self.mixers)
-        return [StateSpec(fields) for fields in found if fields]
+        defers = not on_cpu and not num_drafts
+        found = ((mixer, mixer.state_fields(dtype, num_drafts)) for mixer in self.mixers)
+        return [
+            StateSpec((*fields, *mixer.deferred_fields(dtype)) if defers else fields)
+            for mixer, fields in found
+            if fields
+        ]
 
     def sizes(self, on_cpu: bool) -> ModelSizes:
         return sizes_of(self.layers, self.hidden_size, on_cpu)

@@ -47,12 +47,14 @@ def gated_delta_rule(
     steps: RecurrentSteps,
     scale: float,
     l2_norm_qk: bool = True,
+    deferred: torch.Tensor | None = None,  # of kernels: updates that states have not seen, see `delta_decode`
 ) -> torch.Tensor:
     """[T, value heads, value dim]. Each key head serves value heads / key heads neighbours.
 
     A row that begins at position 0 starts from zeros, whatever its slot holds. The new states go to the rows' slots,
     and the states at the ends of chunks with a save to the save slots. Tokens of no row get zeros.
     """
+    assert deferred is None, "only kernels defer stores"
     inputs = _widen(q, k, v, g, beta, state.dtype, scale, l2_norm_qk)
     out = torch.zeros(v.shape, dtype=state.dtype, device=v.device)
     num_single = _num_single(steps, len(v))
@@ -202,8 +204,12 @@ def delta_decode(
     state: torch.Tensor,  # [slots, value heads, key dim, value dim]
     steps: RecurrentSteps,
     replay: torch.Tensor | None = None,  # [rows, columns, 2 * value heads], with drafts: b and a by position
+    # of kernels [rows, value heads, period - 1, numbers]: by position % period the update of a token, its key,
+    # correction and sum of log decays. States are stored at the last position of each period only.
+    deferred: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Convolution, gates, gated delta rule and gated norm of one token per row: [B, value heads * value dim]."""
+    assert deferred is None, "only kernels defer stores"
     mixed = causal_conv1d(qkv, weights.conv, None, conv_state, steps, "silu")
     if replay is not None and steps.is_verified:
         recurrence, inputs = _recurrence(weights, conv_state, state, replay, mixed, b, a)

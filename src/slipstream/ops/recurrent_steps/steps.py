@@ -68,6 +68,10 @@ class RecurrentSteps:
     save_slots: torch.Tensor | None = None
     drafts: DraftSteps | None = None  # None: the engine has no drafts
 
+    # [rows] int32: positions of each row after its last step of several tokens before this one, or at its admission.
+    # Kernels that defer stores keep no update of tokens before. None: no state defers its stores.
+    stored_positions: torch.Tensor | None = None
+
     def covers(self, num_tokens: int) -> bool:
         """Host: whether each of the step's tokens belongs to a row, and the counts are exact. False if the step is
         padded with tokens of no row."""

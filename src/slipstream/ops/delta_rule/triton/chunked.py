@@ -16,6 +16,7 @@ import triton.language as tl
 
 from slipstream.cache_spec import STATE_CHUNK
 from slipstream.ops.delta_rule.reference import L2_EPS
+from slipstream.ops.delta_rule.triton.elementwise import num_kept
 from slipstream.ops.delta_rule.triton.inverse import invert_unit_lower
 from slipstream.ops.recurrent_steps import RecurrentSteps
 from slipstream.ops.recurrent_steps.triton import empty_outputs
@@ -36,6 +37,7 @@ def gated_delta_rule(
     steps: RecurrentSteps,
     scale: float,
     l2_norm_qk: bool = True,
+    deferred: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As the reference, which describes the arguments."""
     num_tokens, heads, dim = v.shape
@@ -101,11 +103,16 @@ def gated_delta_rule(
         steps.chunks,
         steps.chunk_starts,
         steps.save_slots,
+        deferred,
+        steps.stored_positions,
         scale,
         q.stride(0),
         v.stride(0),
         state.stride(0),
+        0 if deferred is None else deferred.stride(0),
         BLOCK=columns,
+        PERIOD=1 if deferred is None else deferred.shape[2] + 1,
+        ENTRY=0 if deferred is None else deferred.shape[3],
         **sizes,
         num_warps=4,
         num_stages=2,
@@ -213,10 +220,13 @@ def _pass_kernel(
     chunks,
     chunk_starts,
     save_slots,
+    deferred,
+    stored_positions,
     scale,
     key_stride,
     value_stride,
     slot_stride,
+    deferred_stride,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     KEY_DIM: tl.constexpr,
@@ -226,6 +236,8 @@ def _pass_kernel(
     CHUNK: tl.constexpr,
     L2_EPS: tl.constexpr,
     NORM: tl.constexpr,
+    PERIOD: tl.constexpr,
+    ENTRY: tl.constexpr,
 ):
     row = tl.program_id(0)
     head = tl.program_id(1)
@@ -239,9 +251,22 @@ def _pass_kernel(
     is_column = column < DIM
     is_inside = is_dim[:, None] & is_column[None, :]
     matrix = state + head * (KEY_DIM * DIM) + dim[:, None] * DIM + column[None, :]
-    own = tl.load(slots + row).to(tl.int64) * slot_stride
-    begins = tl.load(first_positions + row) == 0
-    held = tl.load(matrix + own, mask=is_inside & (begins == 0), other=0.0)
+    slot = tl.load(slots + row).to(tl.int64)
+    own = slot * slot_stride
+    position = tl.load(first_positions + row)
+    kept = position * 0
+    if deferred is not None:
+        kept = num_kept(position, tl.load(stored_positions + slot), PERIOD)
+    held = tl.load(matrix + own, mask=is_inside & (position > kept), other=0.0)
+    if deferred is not None:
+        before = 0.0
+        for index in range(position % PERIOD - kept, position % PERIOD):
+            entry = deferred + slot * deferred_stride + (head * (PERIOD - 1) + index) * ENTRY
+            decay = tl.load(entry + KEY_DIM + DIM)
+            old = tl.load(entry + dim, mask=is_dim, other=0.0)
+            correction = tl.load(entry + KEY_DIM + column, mask=is_column, other=0.0)
+            held = held * tl.exp(decay - before) + old[:, None] * correction[None, :]
+            before = decay
     key_head = (head // GROUP) * KEY_DIM
 
     if num_tokens == 1:

@@ -4,7 +4,13 @@ A program computes a value head, or with few rows some of its columns. Programs 
 its output: the one that finishes last reads what the others have made. The convolution's ring is written in the same
 launch: the column of the new input is read by no program.
 
-The states and the ring are those of an earlier step and are read before the kernel waits for the one before it.
+The states and the ring are those of an earlier step and are read before the kernel waits for the one before it, except
+by programs that compute a whole head, half of its columns after the other.
+
+With `deferred`, a state is stored at the last of every PERIOD positions only. The other steps read it, and keep their
+token's update: key, correction and the sum of log decays. With S the stored state, F its decay since then, and c_j the
+decay since update j, the present state is F S + sum of c_j k_j d_j^T. A step needs its products with k and q only,
+which are sums over S and products of the kept vectors; so most steps do not write states, half of the bytes.
 """
 
 from __future__ import annotations
@@ -14,13 +20,14 @@ import triton
 import triton.language as tl
 
 from slipstream.ops.delta_rule.reference import L2_EPS, DeltaWeights
-from slipstream.ops.delta_rule.triton.elementwise import log_decay
+from slipstream.ops.delta_rule.triton.elementwise import log_decay, num_kept
 from slipstream.ops.delta_rule.triton.verify import delta_verify
 from slipstream.ops.linear.triton.epilogue import counters
 from slipstream.ops.pdl import dependent, release_next, wait_for_previous
 from slipstream.ops.recurrent_steps import RecurrentSteps
 
-_MANY_PROGRAMS = 264  # two for each SM of an H200
+_MAX_PROGRAMS = {4: 264, 2: 1024}  # by the number of parts of a head, measured on an H200
+_COLUMNS = 64  # of the state at once, in programs with a whole head; more spill registers
 
 
 def delta_decode(
@@ -33,6 +40,7 @@ def delta_decode(
     state: torch.Tensor,
     steps: RecurrentSteps,
     replay: torch.Tensor | None = None,
+    deferred: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As the reference, which describes the arguments."""
     if replay is not None:
@@ -44,6 +52,8 @@ def delta_decode(
     assert qkv.stride(1) == z.stride(1) == a.stride(1) == b.stride(1) == 1 and a.stride(0) == b.stride(0)
     assert weights.conv.is_contiguous() and conv_state.stride()[1:] == (width, 1)
     assert state.stride()[1:] == (key_dim * dim, dim, 1)
+    period, entry = (1, 0) if deferred is None else (deferred.shape[2] + 1, deferred.shape[3])
+    assert deferred is None or (steps.stored_positions is not None and deferred[0].is_contiguous())
     out = torch.empty((num_rows, heads * dim), dtype=z.dtype, device=z.device)
     block = max(16, triton.next_power_of_2(dim))
     splits = num_splits(num_rows * heads, block)
@@ -51,10 +61,9 @@ def delta_decode(
     if splits > 1:
         arrived = counters(weights.conv)
         splits = splits if num_rows * heads <= len(arrived) else 1
-    if splits > 1:
+    columns = min(block, _COLUMNS) if splits == 1 else block // splits
+    if columns < block:
         made = torch.empty((num_rows, heads, dim), dtype=torch.float32, device=z.device)
-    # more columns at once spill registers
-    halves = 2 if splits == 1 and block > 64 else 1
     _decode_kernel[(num_rows, heads, splits)](
         qkv,
         z,
@@ -66,6 +75,8 @@ def delta_decode(
         out,
         made,
         arrived,
+        deferred,
+        steps.stored_positions,
         steps.slots,
         steps.first_positions,
         steps.save_slots,
@@ -75,6 +86,7 @@ def delta_decode(
         a.stride(0),
         conv_state.stride(0),
         state.stride(0),
+        0 if deferred is None else deferred.stride(0),
         HEADS=heads,
         GROUP=heads // (key_size // key_dim),
         KEY_SIZE=key_size,
@@ -84,10 +96,11 @@ def delta_decode(
         SCALE=key_dim**-0.5,
         L2_EPS=L2_EPS,
         KEY_BLOCK=triton.next_power_of_2(key_dim),
-        BLOCK=block // splits // halves,
+        BLOCK=columns,
         WHOLE=block,
         SPLITS=splits,
-        HALVES=halves,
+        PERIOD=period,
+        ENTRY=entry,
         num_warps=2,
         **dependent(z.device, num_rows),
     )
@@ -96,7 +109,8 @@ def delta_decode(
 
 def num_splits(num_heads: int, block: int) -> int:
     """Programs that share a head. `num_heads`: of all rows."""
-    return next(n for n in (4, 2, 1) if n == 1 or (num_heads * n <= _MANY_PROGRAMS and block // n >= 16))
+    fits = (n for n, most in _MAX_PROGRAMS.items() if num_heads * n <= most and block // n >= 16)
+    return next(fits, 1)
 
 
 # grid: (rows, value heads, parts of the value columns)
@@ -115,6 +129,8 @@ def _decode_kernel(
     out,
     made,
     arrived,
+    deferred,
+    stored_positions,
     slots,
     first_positions,
     save_slots,
@@ -124,6 +140,7 @@ def _decode_kernel(
     gate_stride,
     ring_stride,
     slot_stride,
+    deferred_stride,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     KEY_SIZE: tl.constexpr,
@@ -136,7 +153,8 @@ def _decode_kernel(
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
     SPLITS: tl.constexpr,
-    HALVES: tl.constexpr,
+    PERIOD: tl.constexpr,
+    ENTRY: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     release_next(DEPENDENT)
@@ -154,7 +172,16 @@ def _decode_kernel(
         saved = slot * 0 - 1
     matrix = state + slot * slot_stride + head * (KEY_DIM * DIM)
     save_matrix = state + tl.maximum(saved, 0) * slot_stride + head * (KEY_DIM * DIM)
-    held = _read_state(matrix, dim, column, position, KEY_DIM, DIM)
+    kept = position * 0
+    updates = state
+    if deferred is not None:
+        kept = num_kept(position, tl.load(stored_positions + slot), PERIOD)
+        updates = deferred + slot * deferred_stride + head * ((PERIOD - 1) * ENTRY)
+    IS_WHOLE: tl.constexpr = SPLITS == 1 and BLOCK < WHOLE
+    if not IS_WHOLE:
+        held = _read_state(matrix, dim, column, position - kept, KEY_DIM, DIM)
+        corrections = _read_corrections(updates, column, position, kept, KEY_DIM, DIM, PERIOD, ENTRY)
+    keys, decays = _read_kept(updates, dim, position, kept, KEY_DIM, DIM, PERIOD, ENTRY)
     ring = conv_state + slot * ring_stride
     save_ring = conv_state + tl.maximum(saved, 0) * ring_stride
     query_channel = (head // GROUP) * KEY_DIM + dim
@@ -162,7 +189,8 @@ def _decode_kernel(
     value_channel = 2 * KEY_SIZE + head * DIM
     query = _past(conv, ring, query_channel, is_dim, position, WIDTH)
     key = _past(conv, ring, key_channel, is_dim, position, WIDTH)
-    value = _past(conv, ring, value_channel + column, column < DIM, position, WIDTH)
+    if not IS_WHOLE:
+        value = _past(conv, ring, value_channel + column, column < DIM, position, WIDTH)
     rate = tl.load(a_log + head)
     bias = tl.load(dt_bias + head)
 
@@ -174,73 +202,160 @@ def _decode_kernel(
     key = _present(key, given, conv, ring, save_ring, key_channel, is_dim, first, position, saved, WIDTH)
     query *= tl.rsqrt(tl.sum(query * query, 0) + L2_EPS) * SCALE
     key *= tl.rsqrt(tl.sum(key * key, 0) + L2_EPS)
-    decay = tl.exp(log_decay(tl.load(a + row * gate_stride + head).to(tl.float32), rate, bias))
+    decay = log_decay(tl.load(a + row * gate_stride + head).to(tl.float32), rate, bias)
     strength = tl.sigmoid(tl.load(b + row * gate_stride + head).to(tl.float32))
-    channel = value_channel + column
-    value = _present(value, given, conv, ring, save_ring, channel, column < DIM, True, position, saved, WIDTH)
-    result = _advance(held, key, query, value, decay, strength, matrix, save_matrix, saved, dim, column, KEY_DIM, DIM)
+    # decays of the stored state and of kept updates up to this token, and the products of kept keys
+    before = tl.sum(tl.where(tl.arange(0, PERIOD) == position % PERIOD - 1, decays, 0.0), 0)
+    since = tl.exp(before - decays)
+    by_key = since * tl.sum(keys * key[None, :], 1)
+    by_query = since * tl.sum(keys * query[None, :], 1)
+    overlap = tl.sum(query * key, 0)
+    if PERIOD > 1 and (part == 0) & (position % PERIOD < PERIOD - 1):
+        entry = updates + (position % PERIOD) * ENTRY
+        tl.store(entry + dim, key, mask=is_dim)
+        tl.store(entry + KEY_DIM + DIM, before + decay)
 
     at = row * HEADS + head
     gate = z + row * z_stride + head * DIM
     target = out + at * DIM
-    if SPLITS > 1:
-        tl.store(made + at * DIM + column, result, mask=column < DIM)
-        # every thread's stores are made before one of them reports
-        tl.debug_barrier()
-        before = tl.atomic_add(arrived + at, 1, sem="acq_rel", scope="gpu")
-        tl.debug_barrier()
-        if before == SPLITS - 1:
-            every = tl.arange(0, WHOLE)
-            joined = tl.load(made + at * DIM + every, mask=every < DIM, other=0.0, cache_modifier=".cg")
-            _finish(joined, tl.rsqrt(tl.sum(joined * joined, 0) / DIM + eps), every, gate, norm, target, DIM)
-            tl.store(arrived + at, 0)
-    elif HALVES == 2:
-        other = column + BLOCK
-        held = _read_state(matrix, dim, other, position, KEY_DIM, DIM)
-        channel = value_channel + other
-        value = _past(conv, ring, channel, other < DIM, position, WIDTH)
-        value = _present(value, given, conv, ring, save_ring, channel, other < DIM, True, position, saved, WIDTH)
-        rest = _advance(held, key, query, value, decay, strength, matrix, save_matrix, saved, dim, other, KEY_DIM, DIM)
-        scale = tl.rsqrt((tl.sum(result * result, 0) + tl.sum(rest * rest, 0)) / DIM + eps)
-        _finish(result, scale, column, gate, norm, target, DIM)
-        _finish(rest, scale, other, gate, norm, target, DIM)
+    if IS_WHOLE:
+        squares = 0.0
+        for begin in range(0, WHOLE, BLOCK):
+            column = begin + tl.arange(0, BLOCK)
+            held = _read_state(matrix, dim, column, position - kept, KEY_DIM, DIM)
+            corrections = _read_corrections(updates, column, position, kept, KEY_DIM, DIM, PERIOD, ENTRY)
+            channel = value_channel + column
+            value = _past(conv, ring, channel, column < DIM, position, WIDTH)
+            value = _present(value, given, conv, ring, save_ring, channel, column < DIM, True, position, saved, WIDTH)
+            result = _advance(
+                held, corrections, by_key, by_query, overlap, key, query, value, before, decay, strength, matrix,
+                save_matrix, saved, updates, position, kept, dim, column, KEY_DIM, DIM, PERIOD, ENTRY,
+            )  # fmt: skip
+            squares += tl.sum(result * result, 0)
+            tl.store(made + at * DIM + column, result, mask=column < DIM)
+        tl.debug_barrier()  # other threads of the program have made some of the columns
+        every = tl.arange(0, WHOLE)
+        whole = tl.load(made + at * DIM + every, mask=every < DIM, other=0.0)
+        _finish(whole, tl.rsqrt(squares / DIM + eps), every, gate, norm, target, DIM)
     else:
-        _finish(result, tl.rsqrt(tl.sum(result * result, 0) / DIM + eps), column, gate, norm, target, DIM)
+        channel = value_channel + column
+        value = _present(value, given, conv, ring, save_ring, channel, column < DIM, True, position, saved, WIDTH)
+        result = _advance(
+            held, corrections, by_key, by_query, overlap, key, query, value, before, decay, strength, matrix,
+            save_matrix, saved, updates, position, kept, dim, column, KEY_DIM, DIM, PERIOD, ENTRY,
+        )  # fmt: skip
+        if SPLITS > 1:
+            tl.store(made + at * DIM + column, result, mask=column < DIM)
+            # every thread's stores are made before one of them reports
+            tl.debug_barrier()
+            arrivals = tl.atomic_add(arrived + at, 1, sem="acq_rel", scope="gpu")
+            tl.debug_barrier()
+            if arrivals == SPLITS - 1:
+                every = tl.arange(0, WHOLE)
+                joined = tl.load(made + at * DIM + every, mask=every < DIM, other=0.0, cache_modifier=".cg")
+                _finish(joined, tl.rsqrt(tl.sum(joined * joined, 0) / DIM + eps), every, gate, norm, target, DIM)
+                tl.store(arrived + at, 0)
+        else:
+            _finish(result, tl.rsqrt(tl.sum(result * result, 0) / DIM + eps), column, gate, norm, target, DIM)
 
 
 @triton.jit
-def _read_state(matrix, dim, column, position, KEY_DIM: tl.constexpr, DIM: tl.constexpr):
-    """Some columns of the state; zeros at position 0."""
-    mask = (dim < KEY_DIM)[:, None] & (column < DIM)[None, :] & (position > 0)
+def _read_state(matrix, dim, column, num_seen, KEY_DIM: tl.constexpr, DIM: tl.constexpr):
+    """Some columns of the state; zeros if it has seen no token."""
+    mask = (dim < KEY_DIM)[:, None] & (column < DIM)[None, :] & (num_seen > 0)
     return tl.load(matrix + dim[:, None] * DIM + column[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _read_kept(
+    updates,
+    dim,
+    position,
+    kept,
+    KEY_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    PERIOD: tl.constexpr,
+    ENTRY: tl.constexpr,
+):
+    """Of the last `kept` tokens: keys [PERIOD, key dim], and sums of log decays since the state was stored [PERIOD].
+    Others are 0."""
+    index = tl.arange(0, PERIOD)
+    last = position % PERIOD
+    is_kept = (index < last) & (index >= last - kept)
+    entry = updates + index * ENTRY
+    keys = tl.load(entry[:, None] + dim[None, :], mask=is_kept[:, None] & (dim < KEY_DIM)[None, :], other=0.0)
+    return keys, tl.load(entry + KEY_DIM + DIM, mask=is_kept, other=0.0)
+
+
+@triton.jit
+def _read_corrections(
+    updates,
+    column,
+    position,
+    kept,
+    KEY_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    PERIOD: tl.constexpr,
+    ENTRY: tl.constexpr,
+):
+    """Some columns of the corrections of the last `kept` tokens, [PERIOD, columns]; others are 0."""
+    index = tl.arange(0, PERIOD)
+    last = position % PERIOD
+    mask = ((index < last) & (index >= last - kept))[:, None] & (column < DIM)[None, :]
+    return tl.load(updates + index[:, None] * ENTRY + KEY_DIM + column[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
 def _advance(
     held,
+    corrections,
+    by_key,
+    by_query,
+    overlap,
     key,
     query,
     value,
+    before,
     decay,
     strength,
     matrix,
     save_matrix,
     saved,
+    updates,
+    position,
+    kept,
     dim,
     column,
     KEY_DIM: tl.constexpr,
     DIM: tl.constexpr,
+    PERIOD: tl.constexpr,
+    ENTRY: tl.constexpr,
 ):
-    """The recurrence on some columns: stores the new state, returns the output. It is 0 in columns past the last."""
-    held *= decay
-    delta = strength * (value - tl.sum(held * key[:, None], 0))
-    held += key[:, None] * delta[None, :]
-    mask = (dim < KEY_DIM)[:, None] & (column < DIM)[None, :]
-    offset = dim[:, None] * DIM + column[None, :]
-    tl.store(matrix + offset, held, mask=mask)
-    if saved >= 0:
-        tl.store(save_matrix + offset, held, mask=mask)
-    return tl.sum(held * query[:, None], 0)
+    """The recurrence on some columns, from the stored state and the kept updates: stores the new state or the
+    correction, returns the output. It is 0 in columns past the last. `before`, `decay`: logarithms of the state's decay
+    before this token and of the token's own."""
+    last = position % PERIOD
+    of_state, now = tl.exp(before), tl.exp(decay)
+    found = of_state * tl.sum(held * key[:, None], 0) + tl.sum(by_key[:, None] * corrections, 0)
+    read = of_state * tl.sum(held * query[:, None], 0) + tl.sum(by_query[:, None] * corrections, 0)
+    delta = strength * (value - now * found)
+    is_dim, is_column = dim < KEY_DIM, column < DIM
+    if last == PERIOD - 1:
+        held *= now * of_state
+        for index in range(last - kept, last):  # loaded again: registers are short
+            entry = updates + index * ENTRY
+            factor = now * tl.exp(before - tl.load(entry + KEY_DIM + DIM))
+            old = tl.load(entry + dim, mask=is_dim, other=0.0) * factor
+            held += old[:, None] * tl.load(entry + KEY_DIM + column, mask=is_column, other=0.0)[None, :]
+        held += key[:, None] * delta[None, :]
+        mask = is_dim[:, None] & is_column[None, :]
+        offset = dim[:, None] * DIM + column[None, :]
+        tl.store(matrix + offset, held, mask=mask)
+        if saved >= 0:
+            tl.store(save_matrix + offset, held, mask=mask)
+    else:
+        tl.store(updates + last * ENTRY + KEY_DIM + column, delta, mask=is_column)
+    return now * read + overlap * delta
 
 
 @triton.jit

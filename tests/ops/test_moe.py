@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import os
 
 import pytest
 import torch
 
-from slipstream.ops.moe import ExpertBiases, Gate, RouterRule, Routing, SharedOutput, host, reference
+from slipstream.ops.moe import (
+    ExpertBiases,
+    Gate,
+    RouterRule,
+    Routing,
+    SharedMatrices,
+    SharedOutput,
+    host,
+    reference,
+)
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -99,6 +109,18 @@ def test_routing_keeps_float64():
 def test_of_equal_scores_the_kernel_takes_the_lower_expert():
     logits = torch.zeros(2, 8, device=DEVICE)
     assert kernels().route(logits, RouterRule(3)).ids.tolist() == [[0, 1, 2]] * 2
+
+
+def test_the_kernel_orders_negative_scores():
+    bias = torch.tensor([-2.0, -5.0, -1.5, -3.0, 0.0, -0.25, -4.0, -9.0], device=DEVICE)
+    routing = kernels().route(torch.zeros(1, 8, device=DEVICE), RouterRule(6, scores="sigmoid"), bias)
+    assert routing.ids.tolist() == [[4, 5, 2, 0, 3, 6]]
+
+
+def test_the_kernel_chooses_different_experts_among_numbers_that_are_none():
+    ids = kernels().route(torch.full((2, 8), math.nan, device=DEVICE), RouterRule(3)).ids
+    assert ids.ge(0).all() and ids.lt(8).all()
+    assert all(len(set(row)) == 3 for row in ids.tolist())
 
 
 @pytest.mark.parametrize("size", [1, 16])
@@ -193,6 +215,46 @@ def test_the_shared_expert_is_added(tokens, gated, version):
     found = module.expert_mlp(x, *rest, shared=lambda: SharedOutput(out, logit))
     expected = by_hand(x, *rest) + out.double() * (1 / (1 + torch.exp(-logit.double())) if gated else 1)
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 37])
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_shared_expert_like_the_others_joins_their_products(tokens, gated):
+    x, routing, gate_up, down = make(tokens, 40, 24, 5, 2)
+    ids, weights = routing.ids.clone(), routing.weights.clone()
+    if tokens > 1:  # padding: no routed expert; or none in the whole step, as in a capture
+        padding = slice(1, 2) if tokens > 5 else slice(None)
+        ids[padding], weights[padding] = 4, 0.0
+    routing = Routing(ids, weights, has_padding=True)
+    gate = torch.randn(1, 40, device=DEVICE) if gated else None
+    found = kernels().expert_mlp(
+        x, routing, gate_up[:4], down[:4], shared=None, shared_matrices=SharedMatrices(gate_up[4], down[4], gate)
+    )
+    everyone = Routing(torch.full_like(ids[:, :1], 4), torch.ones_like(weights[:, :1]))
+    own = by_hand(x, everyone, gate_up, down)
+    if gate is not None:
+        own *= torch.sigmoid(x.double() @ gate.double().T)
+    zero = torch.zeros_like(down)
+    zero[:4] = down[:4]
+    torch.testing.assert_close(found.double(), by_hand(x, routing, gate_up, zero) + own, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_one_token_with_more_inputs_than_a_load_has(gated, is_shared, monkeypatch):
+    kernels()
+    monkeypatch.setattr(importlib.import_module("slipstream.ops.moe.triton.gemv"), "_MAX_INPUTS", 16)
+    x, routing, gate_up, down = make(1, 40, 24, 5, 2)
+    gate: Gate = "silu" if gated else "relu2"
+    if not gated:
+        gate_up = gate_up[:, :24].contiguous()
+    shared = SharedMatrices(gate_up[4], down[4], None) if is_shared else None
+    found = kernels().expert_mlp(x, routing, gate_up[:5], down[:5], gate=gate, shared_matrices=shared)
+    expected = reference.expert_mlp(x, routing, gate_up, down, gate=gate)
+    if is_shared:
+        everyone = Routing(torch.full_like(routing.ids[:, :1], 4), torch.ones_like(routing.weights[:, :1]))
+        expected += reference.expert_mlp(x, everyone, gate_up, down, gate=gate)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def gated_by_hand(gate: float, up: float, kind: Gate) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -18,17 +19,18 @@ from slipstream.nn.layers.norm import Norm
 from slipstream.nn.layers.ranked import RankedLayer
 from slipstream.nn.quantized.experts import expert_matrices, new_expert_weight
 from slipstream.nn.quantized.weight import Quantized
-from slipstream.nn.shapes import ExpertShape, Shard
+from slipstream.nn.shapes import ExpertShape, MlpShape, Shard
 from slipstream.nn.stored_part import even_part, sliced_target
 from slipstream.nn.weight_format import (
     CheckpointTensor,
     Unquantized,
+    UnquantizedWeight,
     Weight,
     WeightFormat,
     WeightTarget,
     new_parameter,
 )
-from slipstream.ops.moe import ExpertBiases, Routing, SharedOutput, expert_mlp, route
+from slipstream.ops.moe import ExpertBiases, Routing, SharedMatrices, SharedOutput, expert_mlp, route
 
 
 class Experts(RankedLayer):
@@ -75,6 +77,19 @@ class Experts(RankedLayer):
         routing = self.choose(self.router(x, context), context)
         return self.run(x, routing, context, None if self.shared is None else partial(self._run_shared, x, context))
 
+    def _shared_matrices(self, context: ForwardContext) -> SharedMatrices | None:
+        """The weights of the shared expert; None if it is unlike the routed ones."""
+        shape, shared, gate = self.shape, self.shared, self.shared_gate
+        if not isinstance(shared, Mlp) or shape.shared is None or context.batch.lora is not None:
+            return None
+        plain = MlpShape(size=self.size, activation=shape.gate, name="")
+        if replace(shape.shared, name="", fused=False, up_first=False) != plain:
+            return None
+        weights = [linear.weight for linear in (shared.gate_up, shared.down, *(() if gate is None else (gate,)))]
+        if any(type(weight) is not UnquantizedWeight for weight in weights):
+            return None
+        return SharedMatrices(weights[0].data, weights[1].data, None if gate is None else weights[2].data)
+
     def _run_shared(self, x: torch.Tensor, context: ForwardContext) -> SharedOutput:
         assert self.shared is not None
         gate = None if self.shared_gate is None else self.shared_gate(x, context)
@@ -98,13 +113,17 @@ class Experts(RankedLayer):
         """The routed experts, and the shared one if given."""
         shard = self.shape.shard
         if shard is None:
-            return self._compute(x, routing, shared)
+            return self._compute(x, routing, shared, None if shared is None else self._shared_matrices(context))
         num_experts, num_exchanged = self.shape.num_experts, context.exchanged_tokens
         routed = run_on_ranks(x, routing, self._compute, shard, num_experts, self.ranks, num_exchanged)
         return routed if shared is None else shared().added_to(routed)
 
     def _compute(
-        self, x: torch.Tensor, routing: Routing, shared: Callable[[], SharedOutput] | None = None
+        self,
+        x: torch.Tensor,
+        routing: Routing,
+        shared: Callable[[], SharedOutput] | None = None,
+        shared_matrices: SharedMatrices | None = None,
     ) -> torch.Tensor:
         """The experts of this rank."""
         biases = None
@@ -114,7 +133,9 @@ class Experts(RankedLayer):
             expert_matrices(matrices, self.num_own) if isinstance(matrices, Weight) else matrices
             for matrices in (self.gate_up, self.down)
         )
-        return expert_mlp(x, routing, gate_up, down, self.batch_invariant, biases, self.shape.gate, shared)
+        return expert_mlp(
+            x, routing, gate_up, down, self.batch_invariant, biases, self.shape.gate, shared, shared_matrices
+        )
 
     def after_norm(
         self,

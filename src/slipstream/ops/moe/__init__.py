@@ -6,9 +6,27 @@ experts can be captured like any other.
 
 from slipstream.ops.dispatch import by_device
 from slipstream.ops.moe import host, reference
-from slipstream.ops.moe.reference import ExpertBiases, ExpertMatrices, Gate, RouterRule, Routing, SharedOutput
+from slipstream.ops.moe.reference import (
+    ExpertBiases,
+    ExpertMatrices,
+    Gate,
+    RouterRule,
+    Routing,
+    SharedMatrices,
+    SharedOutput,
+)
 
 route = by_device(reference.route, "slipstream.ops.moe.triton")
 expert_mlp = by_device(host.expert_mlp, "slipstream.ops.moe.triton")
 
-__all__ = ["ExpertBiases", "ExpertMatrices", "Gate", "RouterRule", "Routing", "SharedOutput", "expert_mlp", "route"]
+__all__ = [
+    "ExpertBiases",
+    "ExpertMatrices",
+    "Gate",
+    "RouterRule",
+    "Routing",
+    "SharedMatrices",
+    "SharedOutput",
+    "expert_mlp",
+    "route",
+]

@@ -8,7 +8,16 @@ import torch.nn.functional as F
 from slipstream.device.sync_check import sync_allowed
 from slipstream.ops.activation import gelu_tanh_and_mul, silu_and_mul
 from slipstream.ops.moe import reference
-from slipstream.ops.moe.reference import ExpertBiases, ExpertMatrices, Gate, Routing, Shared, count_experts, matrix_of
+from slipstream.ops.moe.reference import (
+    ExpertBiases,
+    ExpertMatrices,
+    Gate,
+    Routing,
+    Shared,
+    SharedMatrices,
+    count_experts,
+    matrix_of,
+)
 
 _GATES = reference.GATES | {"silu": silu_and_mul, "gelu_tanh": gelu_tanh_and_mul}
 
@@ -22,6 +31,7 @@ def expert_mlp(
     biases: ExpertBiases | None = None,
     gate: Gate = "silu",
     shared: Shared | None = None,
+    shared_matrices: SharedMatrices | None = None,
 ) -> torch.Tensor:
     """As the reference. A token's experts are added by descending score, so the sum does not depend on the batch."""
     if x.is_cuda:  # float64 on CUDA: reading counts would synchronize

@@ -105,6 +105,14 @@ Shared = Callable[[], SharedOutput]
 """Computes the shared expert. It may run beside the routed experts, on a stream of its own."""
 
 
+class SharedMatrices(NamedTuple):
+    """The weights of a shared expert that is like the routed ones, so that kernels may compute it with them."""
+
+    gate_up: torch.Tensor  # [2 * inner, hidden]
+    down: torch.Tensor  # [hidden, inner]
+    gate: torch.Tensor | None  # [1, hidden]: its output is multiplied by sigmoid(gate of x); None: by 1
+
+
 def clamped_swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     """(up + 1) * gate * sigmoid(alpha * gate), with gate and up clamped first: gpt-oss."""
     gate, up = gate_up.chunk(2, -1)
@@ -124,8 +132,10 @@ def expert_mlp(
     biases: ExpertBiases | None = None,
     gate: Gate = "silu",
     shared: Shared | None = None,
+    shared_matrices: SharedMatrices | None = None,
 ) -> torch.Tensor:
-    """Sum over a token's experts of weight * down(gate(gate and up of x)), plus the shared expert.
+    """Sum over a token's experts of weight * down(gate(gate and up of x)), plus the shared expert: by `shared`, or by
+    its matrices where kernels prefer that.
 
     x [tokens, hidden]; gate_up [experts, 2 * inner, hidden], gates first, or [experts, inner, hidden] without gates;
     down [experts, hidden, inner]. The inputs of quantised experts stay as they are, on CUDA they may be quantised.

@@ -18,27 +18,35 @@ def combine(
     routing: Routing,
     num_experts: int,
     shared: SharedOutput | None,
+    x: torch.Tensor | None = None,
+    gate_weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """made [.., hidden]: the weighted outputs of the pairs, at their `positions` [tokens * top_k] (None: in order).
-    Pairs of no expert may have any values."""
+    Pairs of no expert may have any values. `gate_weight` [1, hidden]: the gate of the shared expert is computed from x
+    [tokens, hidden] here."""
     num_tokens, top_k = routing.ids.shape
     hidden = made.shape[1]
     out = torch.empty(num_tokens, hidden, dtype=made.dtype, device=made.device)
     columns = min(_COLUMNS, triton.next_power_of_2(hidden))
     beside, gate = (None, None) if shared is None else shared
     assert beside is None or (beside.is_contiguous() and beside.shape == out.shape)
+    assert gate_weight is None or (x is not None and x.stride(1) == gate_weight.stride(1) == 1)
     _combine_kernel[(num_tokens, triton.cdiv(hidden, columns))](
         made,
         positions,
         routing.ids if routing.has_padding else None,
         beside,
         gate,
+        None if gate_weight is None else x,
+        gate_weight,
         out,
         num_experts,
         hidden,
         0 if gate is None else gate.stride(0),
+        0 if x is None else x.stride(0),
         TOP_K=top_k,
         COLUMNS=columns,
+        HIDDEN=triton.next_power_of_2(hidden),
         num_warps=4,
         **dependent(made.device, num_tokens),
     )
@@ -53,18 +61,25 @@ def _combine_kernel(
     ids,
     shared,
     gate,
+    x,
+    gate_weight,
     out,
     num_experts,
     hidden,
     gate_stride,
+    x_stride,
     TOP_K: tl.constexpr,
     COLUMNS: tl.constexpr,
+    HIDDEN: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     release_next(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < hidden
+    every = tl.arange(0, HIDDEN)
+    if gate_weight is not None:
+        factors = tl.load(gate_weight + every, mask=every < hidden, other=0.0).to(tl.float32)
     wait_for_previous(DEPENDENT)
     total = tl.zeros((COLUMNS,), tl.float32)
     for choice in tl.static_range(TOP_K):
@@ -78,5 +93,8 @@ def _combine_kernel(
         beside = tl.load(shared + token * hidden + column, mask=inside, other=0.0).to(tl.float32)
         if gate is not None:
             beside *= tl.sigmoid(tl.load(gate + token * gate_stride).to(tl.float32))
+        if gate_weight is not None:
+            row = tl.load(x + token * x_stride + every, mask=every < hidden, other=0.0).to(tl.float32)
+            beside *= tl.sigmoid(tl.sum(row * factors, 0).to(out.dtype.element_ty).to(tl.float32))
         total += beside
     tl.store(out + token * hidden + column, total.to(out.dtype.element_ty), mask=inside)

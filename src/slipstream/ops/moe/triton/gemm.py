@@ -3,6 +3,10 @@
 A tile reads only the weights of its expert, so a step of few tokens streams only the experts that have tokens. Sums run
 over the inputs in one order, and a second pass adds a token's experts in routing order, without atomics: a result
 depends on the batch only through the tile size.
+
+In steps of few tokens a shared expert like the routed ones is one more expert of the same launches: its tiles come
+first, and its pairs (one for each token) follow the routed ones. So a captured step is one chain of kernels, which
+starts sooner than a graph with branches.
 """
 
 from __future__ import annotations
@@ -13,8 +17,18 @@ import triton.language as tl
 
 from slipstream.device.parallel import execute_in_parallel
 from slipstream.ops.hopper import has_hopper_kernels
-from slipstream.ops.moe.reference import ExpertBiases, ExpertMatrices, Gate, Routing, Shared, count_experts
+from slipstream.ops.moe.reference import (
+    ExpertBiases,
+    ExpertMatrices,
+    Gate,
+    Routing,
+    Shared,
+    SharedMatrices,
+    SharedOutput,
+    count_experts,
+)
 from slipstream.ops.moe.triton.combine import combine
+from slipstream.ops.moe.triton.gemv import multiply_one_token
 from slipstream.ops.moe.triton.pairs import GATES, pairs_of, store_pairs
 from slipstream.ops.moe.triton.quantized_gemm import multiply_quantized
 from slipstream.ops.moe.triton.sort import ExpertTiles, sort_by_expert
@@ -24,6 +38,7 @@ from slipstream.ops.quantized.matrix import QuantizedExperts
 
 MIN_HOPPER_PAIRS = 256  # per expert, from which `gemm_hopper.py` is faster
 MAX_PARALLEL_TOKENS = 256  # up to which the shared expert runs on a stream of its own
+MAX_JOINED_TOKENS = 64  # up to which the shared expert is one more expert of the grouped GEMMs
 
 
 def expert_mlp(
@@ -35,6 +50,7 @@ def expert_mlp(
     biases: ExpertBiases | None = None,
     gate: Gate = "silu",
     shared: Shared | None = None,
+    shared_matrices: SharedMatrices | None = None,
 ) -> torch.Tensor:
     """As the reference."""
     if not len(x):
@@ -44,6 +60,17 @@ def expert_mlp(
         return _weighted_pairs(x, routing, gate_up, down, batch_invariant, biases, gate)
 
     beside = None
+    if (
+        shared_matrices is not None
+        and len(x) <= MAX_JOINED_TOKENS
+        and biases is None
+        and not batch_invariant
+        and isinstance(gate_up, torch.Tensor)
+        and isinstance(down, torch.Tensor)
+    ):
+        made, _ = _weighted_pairs(x, routing, gate_up, down, False, None, gate, shared_matrices)
+        made, own = made.split([routing.ids.numel(), len(x)])
+        return combine(made, None, routing, len(gate_up), SharedOutput(own), x, shared_matrices.gate)
     if shared is None:
         made, positions = run_routed()
     elif len(x) <= MAX_PARALLEL_TOKENS:
@@ -61,14 +88,16 @@ def _weighted_pairs(
     batch_invariant: bool,
     biases: ExpertBiases | None,
     gate: Gate,
+    shared: SharedMatrices | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Outputs of the experts times their weights, and the row of each pair (None: in order). Pairs of no expert have no
-    values."""
+    values. After them those of the shared expert, if it is given."""
     num_tokens, top_k = routing.ids.shape
     num_experts = count_experts(gate_up)
     each = num_tokens * top_k / num_experts  # mean pairs per expert
     if (
         each >= MIN_HOPPER_PAIRS
+        and shared is None
         and not batch_invariant
         and biases is None
         and isinstance(gate_up, torch.Tensor)
@@ -82,6 +111,15 @@ def _weighted_pairs(
             hidden = gemm_hopper.multiply_gate_up(x, gate_up, routing, whole, gate)
             return gemm_hopper.multiply_down(hidden, down, routing, whole), whole.positions
 
+    if (
+        num_tokens == 1
+        and not batch_invariant
+        and biases is None
+        and isinstance(gate_up, torch.Tensor)
+        and isinstance(down, torch.Tensor)
+    ):
+        return multiply_one_token(x, routing, gate_up, down, gate, shared), None
+
     def choose_tile(weight: ExpertMatrices, is_inward: bool) -> GroupedTile:
         if batch_invariant:
             return BATCH_INVARIANT
@@ -94,11 +132,13 @@ def _weighted_pairs(
     # the experts of one token differ, so that each pair is a tile
     tiles = None if num_tokens == 1 else sort_by_expert(routing.ids, num_experts, inward.pairs)
     size = down.matrix.num_columns if isinstance(down, QuantizedExperts) else down.shape[2]
-    hidden = torch.empty(num_tokens * top_k, size, dtype=x.dtype, device=x.device)
+    num_pairs = num_tokens * (top_k if shared is None else top_k + 1)
+    hidden = torch.empty(num_pairs, size, dtype=x.dtype, device=x.device)
     gate_up_bias, down_bias = (None, None) if biases is None else biases
-    _multiply(x, gate_up, gate_up_bias, hidden, routing, tiles, inward, gate, batch_invariant)
-    made = torch.empty(num_tokens * top_k, x.shape[1], dtype=x.dtype, device=x.device)
-    _multiply(hidden, down, down_bias, made, routing, tiles, outward, None, batch_invariant)
+    own = (None, None) if shared is None else (shared.gate_up, shared.down)
+    _multiply(x, gate_up, gate_up_bias, hidden, routing, tiles, inward, gate, batch_invariant, own[0])
+    made = torch.empty(num_pairs, x.shape[1], dtype=x.dtype, device=x.device)
+    _multiply(hidden, down, down_bias, made, routing, tiles, outward, None, batch_invariant, own[1])
     return made, None
 
 
@@ -112,9 +152,10 @@ def _multiply(
     tile: GroupedTile,
     gate: Gate | None,
     batch_invariant: bool,
+    shared: torch.Tensor | None = None,
 ) -> None:
     """With a gate: gate and up (or up), from tokens into sorted rows; else down, from sorted rows to pairs, weighted.
-    `tiles` None: one token, whose pairs are not sorted."""
+    `tiles` None: one token, whose pairs are not sorted. `shared`: the matrix of the shared expert."""
     if isinstance(weight, QuantizedExperts):
         multiply_quantized(x, weight, bias, out, routing, tiles, tile, gate, batch_invariant)
         return
@@ -122,9 +163,12 @@ def _multiply(
     assert weight.stride(2) == 1 and x.stride(1) == 1, "inputs must be contiguous"
     order, table = (None, routing.ids) if tiles is None else (tiles.order, tiles.table)
     num_tiles = table.shape[1]
-    _grouped_kernel[(num_tiles, triton.cdiv(num_out, tile.outputs))](
+    num_shared = 0 if shared is None else triton.cdiv(len(routing.ids), tile.pairs)
+    assert shared is None or shared.stride() == weight.stride()[1:]
+    _grouped_kernel[(num_shared + num_tiles, triton.cdiv(num_out, tile.outputs))](
         x,
         weight,
+        shared,
         bias,
         out,
         order,
@@ -133,6 +177,8 @@ def _multiply(
         num_out,
         num_in,
         num_tiles,
+        num_shared,
+        len(routing.ids),
         len(weight),
         x.stride(0),
         weight.stride(0),
@@ -156,6 +202,7 @@ def _multiply(
 def _grouped_kernel(
     x,
     weight,
+    shared,
     bias,
     out,
     order,
@@ -164,6 +211,8 @@ def _grouped_kernel(
     num_out,
     num_in,
     num_tiles,
+    num_shared,
+    num_tokens,
     num_experts,
     x_stride,
     expert_stride,
@@ -179,18 +228,28 @@ def _grouped_kernel(
     DEPENDENT: tl.constexpr,
 ):
     release_next(DEPENDENT)
-    tile = tl.program_id(0)
+    tile = tl.program_id(0) - num_shared
     wait_for_previous(DEPENDENT)
-    expert = tl.load(table + tile)
+    expert = tl.load(table + tile, mask=tile >= 0, other=0)
     if (expert < 0) | (expert >= num_experts):
         return
     index, there, pair = pairs_of(tile, order, table, num_tiles, PAIRS)
     source = pair // TOP_K if INWARD else index
+    num_routed = num_tokens * TOP_K
+    if shared is not None:
+        token = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
+        is_own = tile < 0
+        there = tl.where(is_own, token < num_tokens, there)
+        index = tl.where(is_own, num_routed + token, index)
+        pair = tl.where(is_own, num_routed + token, pair)
+        source = tl.where(is_own, token if INWARD else num_routed + token, source)
     output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     inside = output < num_out
     k = tl.arange(0, INPUTS)
     rows = x + tl.where(there, source, 0).to(tl.int64)[:, None] * x_stride + k[None, :]
     matrix = weight + expert.to(tl.int64) * expert_stride
+    if shared is not None:
+        matrix = tl.where(tile < 0, shared, matrix)
     columns = matrix + tl.where(inside, output, 0).to(tl.int64)[None, :] * weight_stride + k[:, None]
     total = tl.zeros((PAIRS, OUTPUTS), tl.float32)
     ups = tl.zeros((PAIRS, OUTPUTS), tl.float32)
@@ -209,4 +268,20 @@ def _grouped_kernel(
             else:
                 right = tl.load(below + first, mask=(first + k < num_in)[:, None], other=0.0)
             ups = tl.dot(left, right, ups, input_precision="ieee")
-    store_pairs(total, ups, bias, out, pair_weights, expert, index, there, pair, output, num_out, INWARD, GATED, GATE)
+    store_pairs(
+        total,
+        ups,
+        bias,
+        out,
+        pair_weights,
+        expert,
+        index,
+        there,
+        pair,
+        output,
+        num_out,
+        INWARD,
+        GATED,
+        GATE,
+        num_routed,
+    )

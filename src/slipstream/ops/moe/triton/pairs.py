@@ -14,13 +14,14 @@ ALPHA, LIMIT = tl.constexpr(CLAMP_ALPHA), tl.constexpr(CLAMP_LIMIT)
 @triton.jit
 def pairs_of(tile, order, table, num_tiles, PAIRS: tl.constexpr):
     """Sorted indices of a tile's pairs, whether each exists, and the pairs. `order` None: one token, whose pairs are
-    not sorted."""
+    not sorted. A tile below 0 has none."""
     if order is None:
         index = tile + tl.arange(0, PAIRS)
         return index, index == tile, index
     else:
-        index = tl.load(table + num_tiles + tile) + tl.arange(0, PAIRS)
-        there = index < tl.load(table + 2 * num_tiles + tile)
+        is_listed = tile >= 0
+        index = tl.load(table + num_tiles + tile, mask=is_listed, other=0) + tl.arange(0, PAIRS)
+        there = index < tl.load(table + 2 * num_tiles + tile, mask=is_listed, other=0)
         return index, there, tl.load(order + index, mask=there, other=0)
 
 
@@ -40,8 +41,10 @@ def store_pairs(
     INWARD: tl.constexpr,
     GATED: tl.constexpr,
     GATE: tl.constexpr,
+    num_weighted=None,
 ):
-    """The epilogue. INWARD: gate and up into sorted rows; else down into pairs, times their weights."""
+    """The epilogue. INWARD: gate and up into sorted rows; else down into pairs, times their weights; of pairs from
+    `num_weighted` on the weight is 1."""
     inside = output < num_out
     if bias is not None:
         biases = bias + expert.to(tl.int64) * (2 * num_out if GATED else num_out) + output
@@ -68,7 +71,10 @@ def store_pairs(
         total *= total
         target = index
     else:
-        total *= tl.load(pair_weights + pair, mask=there, other=0.0)[:, None]
+        is_weighted = there
+        if num_weighted is not None:
+            is_weighted = there & (pair < num_weighted)
+        total *= tl.load(pair_weights + pair, mask=is_weighted, other=1.0)[:, None]
         target = pair
     where = out + target.to(tl.int64)[:, None] * num_out + output[None, :]
     tl.store(where, total.to(out.dtype.element_ty), mask=there[:, None] & inside[None, :])

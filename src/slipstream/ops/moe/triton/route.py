@@ -10,6 +10,8 @@ from slipstream.ops.moe import reference
 from slipstream.ops.moe.reference import RouterRule, Routing
 from slipstream.ops.pdl import dependent, release_next, wait_for_previous
 
+_LEAST = tl.constexpr(-(2**31))
+
 
 def route(
     logits: torch.Tensor,
@@ -107,12 +109,18 @@ def _route_kernel(
     rank = tl.arange(0, PADDED_K)
     chosen_ids = tl.zeros((PADDED_K,), tl.int32)
     chosen_weights = tl.zeros((PADDED_K,), tl.float32)
+    # integers in the order of the scores: a maximum of 32-bit integers is one instruction per warp
+    keys = choice.to(tl.int32, bitcast=True)
+    keys = tl.where(keys < 0, keys ^ 0x7FFFFFFF, keys)
+    bits = scores.to(tl.int32, bitcast=True)
     for k in tl.static_range(TOP_K):
-        top = tl.argmax(choice, 0)
-        weight = tl.sum(tl.where(expert == top, scores, 0.0), 0)
+        largest = tl.max(keys, 0)
+        top = tl.min(tl.where(keys == largest, expert, EXPERTS), 0)
+        if (bias is not None) or GROUPS > 1:
+            largest = tl.max(tl.where(expert == top, bits, _LEAST), 0)
         chosen_ids = tl.where(rank == k, top, chosen_ids)
-        chosen_weights = tl.where(rank == k, weight, chosen_weights)
-        choice = tl.where(expert == top, -float("inf"), choice)
+        chosen_weights = tl.where(rank == k, largest.to(tl.float32, bitcast=True), chosen_weights)
+        keys = tl.where(expert == top, _LEAST, keys)
     if RENORMALIZE:
         chosen_weights = chosen_weights / (tl.sum(chosen_weights, 0) + 1e-20)
     if slots is not None:

@@ -54,3 +54,15 @@ def test_corrections_are_the_definition(name, active):
     )
     found = version(name).correct_streams(predicted, made, weights, active)
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["reference", "kernel"])
+@pytest.mark.parametrize(("tokens", "num", "hidden", "outputs"), [(3, 4, 33, 16), (5, 3, 600, 3), (0, 2, 16, 2)])
+def test_routed_weights_are_the_definition(name, tokens, num, hidden, outputs):
+    x, norm = make(tokens, num, hidden)[:, 1], make(hidden)
+    router, coefficients = make(num, hidden), make(outputs, num)
+    wide = x.double()
+    normed = wide / (wide.square().mean(1, keepdim=True) + 1e-3).sqrt() * norm.double() * 0.2
+    expected = torch.tanh(normed @ router.double().T) @ coefficients.double().T
+    found = version(name).route_streams(x, norm, 1e-3, 0.2, router, coefficients)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)

@@ -15,8 +15,8 @@ from slipstream.nn.layers.layer import Layer, Layout
 from slipstream.nn.layers.linear import Linear
 from slipstream.nn.layers.norm import RMSNorm
 from slipstream.nn.shapes import AltUpShape, NormShape
-from slipstream.nn.weight_format import CheckpointTensor, WeightTarget, new_parameter
-from slipstream.ops.altup import correct_streams, predict_streams
+from slipstream.nn.weight_format import CheckpointTensor, UnquantizedWeight, WeightTarget, new_parameter
+from slipstream.ops.altup import correct_streams, predict_streams, route_streams
 
 
 class AltUp(Layer):
@@ -34,23 +34,26 @@ class AltUp(Layer):
         self.router_scale = 1.0 / hidden
 
     def predict(self, streams: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        weights = self.prediction(self._route(streams[:, self.shape.active].contiguous(), context), context)
-        return predict_streams(streams, weights)
+        return predict_streams(streams, self._route(streams[:, self.shape.active], self.prediction, context))
 
     def correct(self, predicted: torch.Tensor, made: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """`made` [T, hidden] is what the layer computed."""
-        weights = self.correction(self._route(made, context), context)
-        return correct_streams(predicted, made, weights, self.shape.active)
+        return correct_streams(predicted, made, self._route(made, self.correction, context), self.shape.active)
 
     def scaled(self, corrected: torch.Tensor) -> torch.Tensor:
         """The active stream, [T, hidden], as per-layer inputs see it."""
         active = corrected[:, self.shape.active]
         return active * self.output_scale if self.shape.scaled else active.contiguous()
 
-    def _route(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """[T, streams] between -1 and 1."""
-        routed = self.router(self.norm(x)[0] * self.router_scale, context)
-        return torch.tanh(routed.to(torch.promote_types(x.dtype, torch.float32))).to(x.dtype)
+    def _route(self, x: torch.Tensor, coefficients: Linear, context: ForwardContext) -> torch.Tensor:
+        """The weights of predictions or corrections from a stream [T, hidden]."""
+        router, last = self.router.weight, coefficients.weight
+        if type(router) is type(last) is UnquantizedWeight and context.batch.lora is None:
+            return route_streams(x, self.norm.weight, self.norm.eps, self.router_scale, router.data, last.data)
+        routed = self.router(self.norm(x.contiguous())[0] * self.router_scale, context)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        made: torch.Tensor = coefficients(torch.tanh(routed.to(wide)).to(x.dtype), context)
+        return made
 
     def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
         yield "output_scale", WeightTarget(tuple(self.output_scale.shape), self._fill)

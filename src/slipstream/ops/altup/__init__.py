@@ -4,6 +4,7 @@ from slipstream.ops.altup import reference
 from slipstream.ops.dispatch import by_device
 
 predict_streams = by_device(reference.predict_streams, "slipstream.ops.altup.triton")
+route_streams = by_device(reference.route_streams, "slipstream.ops.altup.triton")
 correct_streams = by_device(reference.correct_streams, "slipstream.ops.altup.triton")
 
-__all__ = ["correct_streams", "predict_streams"]
+__all__ = ["correct_streams", "predict_streams", "route_streams"]

@@ -4,6 +4,23 @@ from __future__ import annotations
 
 import torch
 
+from slipstream.ops.linear import linear
+from slipstream.ops.norm import rms_norm
+
+
+def route_streams(
+    x: torch.Tensor,  # [T, hidden]
+    norm: torch.Tensor,  # [hidden]
+    eps: float,
+    scale: float,
+    router: torch.Tensor,  # [S, hidden]
+    coefficients: torch.Tensor,  # [outputs, S]
+) -> torch.Tensor:
+    """coefficients times tanh(router times scale * the RMS norm of x): the weights of predictions or corrections,
+    [T, outputs]."""
+    routed = linear(rms_norm(x.contiguous(), norm, eps) * scale, router, None)
+    return linear(torch.tanh(routed.to(torch.promote_types(x.dtype, torch.float32))).to(x.dtype), coefficients, None)
+
 
 def predict_streams(streams: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """streams [T, S, hidden] plus, for each, their sum with its weights: [T, S * S], S for each stream."""

@@ -9,6 +9,38 @@ import triton.language as tl
 _COLUMNS = 512  # of one program
 
 
+def route_streams(
+    x: torch.Tensor,
+    norm: torch.Tensor,
+    eps: float,
+    scale: float,
+    router: torch.Tensor,
+    coefficients: torch.Tensor,
+) -> torch.Tensor:
+    """As the reference, which describes the arguments."""
+    (num_tokens, hidden), num_out = x.shape, len(coefficients)
+    assert x.stride(1) == 1 and router.is_contiguous() and coefficients.is_contiguous()
+    out = torch.empty(num_tokens, num_out, dtype=x.dtype, device=x.device)
+    if num_tokens:
+        _route_kernel[(num_tokens,)](
+            x,
+            norm,
+            router,
+            coefficients,
+            out,
+            eps,
+            scale,
+            hidden,
+            num_out,
+            x.stride(0),
+            STREAMS=len(router),
+            COLUMNS=triton.next_power_of_2(hidden),
+            OUTPUTS=triton.next_power_of_2(num_out),
+            num_warps=4,
+        )
+    return out
+
+
 def predict_streams(streams: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """As the reference."""
     out = torch.empty_like(streams, memory_format=torch.contiguous_format)
@@ -32,6 +64,40 @@ def _launch(kernel, streams: torch.Tensor, out: torch.Tensor, *tensors: torch.Te
     columns = min(_COLUMNS, triton.next_power_of_2(hidden))
     grid = (num_tokens, triton.cdiv(hidden, columns))
     kernel[grid](streams, out, *tensors, hidden, STREAMS=num, COLUMNS=columns, **constants, num_warps=2)
+
+
+# grid: (tokens,)
+@triton.jit
+def _route_kernel(
+    x,
+    norm,
+    router,
+    coefficients,
+    out,
+    eps,
+    scale,
+    hidden,
+    num_out,
+    stride,
+    STREAMS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, COLUMNS)
+    inside = column < hidden
+    output = tl.arange(0, OUTPUTS)
+    value = tl.load(x + token * stride + column, mask=inside, other=0.0).to(tl.float32)
+    factor = scale * tl.rsqrt(tl.sum(value * value, 0) / hidden + eps)
+    value *= tl.load(norm + column, mask=inside, other=0.0).to(tl.float32)
+    total = tl.zeros((OUTPUTS,), tl.float32)
+    for stream in tl.static_range(STREAMS):
+        weight = tl.load(router + stream * hidden + column, mask=inside, other=0.0).to(tl.float32)
+        routed = 2.0 * tl.sigmoid(2.0 * factor * tl.sum(value * weight, 0)) - 1.0  # tanh
+        total += routed * tl.load(coefficients + output * STREAMS + stream, mask=output < num_out, other=0.0).to(
+            tl.float32
+        )
+    tl.store(out + token * num_out + output, total.to(out.dtype.element_ty), mask=output < num_out)
 
 
 # grid: (tokens, blocks of columns)

@@ -32,11 +32,11 @@ from slipstream.ops.delta_rule import DeltaWeights  # noqa: E402
 from slipstream.ops.drafts import DrawnTokens, MatchRule, RowHistory  # noqa: E402
 from slipstream.ops.linear.triton import Norm  # noqa: E402
 from slipstream.ops.lora.reference import LoraTiles, LoraWeights  # noqa: E402
-from slipstream.ops.moe import ExpertBiases, RouterRule, Routing  # noqa: E402
+from slipstream.ops.moe import ExpertBiases, RouterRule, Routing, SharedMatrices  # noqa: E402
 from slipstream.ops.paged_attention import tile_list  # noqa: E402
 from slipstream.ops.quantized import QuantizedExperts, QuantizedMatrix  # noqa: E402
 from slipstream.ops.recurrent_steps import DraftSteps  # noqa: E402
-from slipstream.ops.sample.reference import Penalty  # noqa: E402
+from slipstream.ops.sample.reference import Penalty, TokenMask  # noqa: E402
 from slipstream.ops.ssm import SelectiveWeights, SsdWeights  # noqa: E402
 from slipstream.ops.step_inputs import StepRows  # noqa: E402
 
@@ -69,6 +69,8 @@ def delta_rule() -> dict[str, Callable[[], Any]]:
     conv, state, gates = half(4, 48, 4), torch.randn(4, 2, 16, 8), torch.randn(71, 2)
     x, weight, qk, v = half(71, 48), half(48, 4), half(71, 1, 16), half(71, 2, 8)
     weights = DeltaWeights(weight, torch.randn(2), torch.randn(2), half(8), 1e-6)
+    deferred, stored = torch.randn(4, 2, 3, 28), torch.tensor([0, 0, 1, 0])
+    chunked_later, single_later = (replace(steps, stored_positions=stored) for steps in (chunked, single))
     at = "delta_rule.triton."
     return {
         "conv of chunks": lambda: get("conv1d.triton.causal_conv1d")(x, weight, None, conv, chunked, "silu"),
@@ -82,6 +84,12 @@ def delta_rule() -> dict[str, Callable[[], Any]]:
         "delta rule of chunks": lambda: get(at + "gated_delta_rule")(qk, qk, v, gates, gates, state, chunked, 0.25),
         "delta decode": lambda: get(at + "delta_decode")(
             x[:2], half(2, 16), half(2, 2), half(2, 2), weights, conv, state, single
+        ),
+        "delta rule after deferred stores": lambda: get(at + "gated_delta_rule")(
+            qk, qk, v, gates, gates, state, chunked_later, 0.25, deferred=deferred
+        ),
+        "delta decode with deferred stores": lambda: get(at + "delta_decode")(
+            x[:2], half(2, 16), half(2, 2), half(2, 2), weights, conv, state, single_later, None, deferred
         ),
     }
 
@@ -158,6 +166,11 @@ def quantized() -> dict[str, Callable[[], Any]]:
     rows = QuantizedMatrix(half(64, 512).to(torch.float8_e4m3fn), torch.rand(64, 1), None)
     tile = get("quantized.triton.stream.SliceTile")(2)
     scales = get("linear.triton.streaming_hopper.Scales")(rows.scale, torch.rand(ROWS, 1))
+
+    def fp8_chain() -> None:
+        sums = get("quantized.fp8_linear_add")(half(1, 512), rows, half(1, 64), half(64), 1e-6)
+        get("quantized.fp8_linear_unnormalized")(sums, matrix._replace(scale=torch.rand(32, 1)), None, None)
+
     return {
         "streamed quantised GEMM": lambda: get("quantized.triton.stream.stream_gemm")(half(ROWS, 512), rows, half(64)),
         "streamed quantised GEMM split": lambda: get("quantized.triton.stream.stream_gemm")(
@@ -169,6 +182,7 @@ def quantized() -> dict[str, Callable[[], Any]]:
         "streamed FP8 GEMM": lambda: get("linear.triton.streaming_hopper.streaming_gemm")(
             rows.values[:ROWS], rows.values, None, "silu", scales=scales
         ),
+        "FP8 chain": fp8_chain,
         "quantised GEMM": lambda: get("quantized.triton.gemm.quantized_gemm")(half(ROWS, 64), matrix),
         "dequantised weight": lambda: get("quantized.triton.dequantize.dequantize")(matrix, torch.bfloat16),
         "gated rows to FP8": lambda: get("quantized.triton.quantize.quantize_gated_rows")(half(ROWS, 64), "silu"),
@@ -185,17 +199,23 @@ def sampling() -> dict[str, Callable[[], Any]]:
     warm, random = torch.rand(ROWS), torch.tensor([True, False, True])
     counts, seen, _, values, _ = penalty()
     after = penalty()._replace(earlier=ints(ROWS, 4))
+    mask = TokenMask(ints(2, VOCAB // 32 + 1).int(), entries.int(), ints(ROWS))
     at = "sample.triton."
     return {
         "argmax_rows": lambda: get(at + "choose.argmax_rows")(logits, penalty()),
         "draw": lambda: get(at + "choose.draw")(logits, keys, random, warm, limits, penalty()),
         "draw after drafts": lambda: get(at + "choose.draw")(logits, keys, random, warm, limits, after),
+        "masked argmax_rows": lambda: get(at + "choose.argmax_rows")(logits, penalty(), mask),
+        "masked draw": lambda: get(at + "choose.draw")(logits, keys, random, warm, None, None, mask),
+        "fetch_masks_": lambda: get(at + "mask.fetch_masks_")(
+            ints(4, 8).int(), ints(2, 8).int(), ints(2).int(), ints(5).int(), ints(5).int()
+        ),
         "draw plain": lambda: get(at + "choose.draw")(logits, keys),
         "find_floor": lambda: get(at + "floor.find_floor")(logits, limits, (), warm, penalty()),
         "penalize_": lambda: get(at + "edit.penalize_")(logits, None, counts, seen, entries, values),
         "count_": lambda: get(at + "edit.count_")(counts, seen, entries, keys),
         "add_entries_": lambda: get(at + "edit.add_entries_")(logits, torch.rand(2, VOCAB), entries),
-        "mask_bits_": lambda: get(at + "edit.mask_bits_")(logits, ints(2, VOCAB // 32 + 1).int(), entries),
+        "mask_bits_": lambda: get(at + "mask.mask_bits_")(logits, ints(2, VOCAB // 32 + 1).int(), entries),
         "forbid_": lambda: get(at + "edit.forbid_")(logits, None, ints(ROWS, 2), random),
         "forbid_matched_": lambda: get(at + "edit.forbid_matched_")(logits, keys, ints(ROWS, 2), ints(ROWS, 2) > 1),
         "drop_below_": lambda: get(at + "edit.drop_below_")(logits, warm),
@@ -267,6 +287,9 @@ def experts() -> dict[str, Callable[[], Any]]:
         for shape in ((8 * 96, 32), (8 * 32, 48))
     ]
     return {
+        "route_streams": lambda: get("altup.triton.route_streams")(
+            half(3, 4, 64)[:, 1], half(64), 1e-6, 0.1, half(4, 64), half(16, 4)
+        ),
         "predict_streams": lambda: get("altup.triton.predict_streams")(half(3, 4, 64), half(3, 16)),
         "correct_streams": lambda: get("altup.triton.correct_streams")(half(3, 4, 64), half(3, 64), half(3, 4), 0),
         "route": lambda: get("moe.triton.route")(half(3, 8), RouterRule(2), None),
@@ -280,6 +303,13 @@ def experts() -> dict[str, Callable[[], Any]]:
         ),
         "expert_mlp by wgmma": lambda: get("moe.triton.expert_mlp")(
             half(600, 256), Routing(ints(600, 2).int(), torch.rand(600, 2)), half(4, 256, 256), half(4, 256, 128)
+        ),
+        "expert_mlp with a shared expert": lambda: get("moe.triton.expert_mlp")(
+            half(3, 32),
+            routing,
+            half(8, 96, 32),
+            half(8, 32, 48),
+            shared_matrices=SharedMatrices(half(96, 32), half(32, 48), half(1, 32)),
         ),
         "expert_mlp of quantised experts": lambda: get("moe.triton.expert_mlp")(half(3, 32), routing, *stacks),
         "expert_mlp with biases": lambda: get("moe.triton.expert_mlp")(

@@ -16,6 +16,7 @@ import torch
 
 from child import child_env
 from slipstream.ops import dispatch
+from slipstream.ops.linear.unnormalized import Unnormalized
 
 
 def double(x: Any, times: int = 2) -> Any:
@@ -108,12 +109,14 @@ assert "triton" not in sys.modules and not any(name.endswith(".triton") for name
 
 
 def test_the_first_argument_of_every_dispatched_op_is_a_tensor() -> None:
-    """Its device chooses the implementation. In a torch without CUDA nothing else would notice another argument."""
+    """Its device and dtype choose the implementation. In a torch without CUDA nothing else would notice another
+    argument. `Unnormalized` has both, as a tensor."""
+    assert {"is_cuda", "dtype"} <= set(dir(Unnormalized))
     found = []
     for path in sorted(Path(dispatch.__file__).parent.glob("*/__init__.py")):
         for name in re.findall(r"by_device\((?:reference|host)\.(\w+)", path.read_text(encoding="utf-8")):
             module = importlib.import_module(f"slipstream.ops.{path.parent.name}")
             first = next(iter(inspect.signature(getattr(module, name)).parameters.values()))
             found.append(name)
-            assert str(first.annotation) == "torch.Tensor", f"{name}({first}, ...)"
+            assert str(first.annotation) in ("torch.Tensor", "torch.Tensor | Unnormalized"), f"{name}({first}, ...)"
     assert len(found) > 20 and "propose_from_history_" in found

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from slipstream.ops.linear.unnormalized import Unnormalized
 from slipstream.ops.lora import LoraTiles, LoraWeights, reference
 from slipstream.ops.lora.tiles import make_blocks, make_tiles, num_counters, num_tiles, tile_size
 
@@ -55,25 +56,24 @@ STEPS = [
 
 
 @pytest.mark.parametrize(("slots", "counts"), STEPS)
-def test_tiles_hold_each_token_with_an_adapter_once(slots, counts):
+def test_tiles_hold_each_token_once(slots, counts):
     total = sum(counts)
     order, tiles = make_tiles(np.array(slots, np.int32), np.array(counts, np.int32), total + 7, 4)
     assert len(tiles) == num_tiles(total + 7, 4)
     found = {}
     for slot, first, end in tiles.tolist():
-        if slot >= 0:
-            assert 0 < end - first <= tile_size(total + 7)
+        if first >= 0:
+            assert 0 < end - first <= tile_size(total + 7) and not found.keys() & order[first:end].tolist()
             found |= dict.fromkeys(order[first:end].tolist(), slot)
-    by_token = np.repeat(slots, counts)
-    assert found == {token: slot for token, slot in enumerate(by_token.tolist()) if slot >= 0}
+    assert [found[token] for token in range(total + 7)] == [*np.repeat(slots, counts).tolist(), *[-1] * 7]
 
 
-RUNS = {1: ((0, 70, 0),), 3: ((0, 130, 0), (130, 160, 1), (160, 193, 2))}
+RUNS = {1: ((0, 70, 0),), 3: ((0, 130, 0), (130, 160, 1), (160, 193, 2)), 2: ((0, 72, 0), (72, 216, 1))}
 
 
 @pytest.mark.parametrize("name", ["reference", "kernel"])
 @pytest.mark.parametrize(("slots", "counts"), STEPS[:3])
-@pytest.mark.parametrize(("rank", "num_matrices"), [(16, 3), (128, 1)])
+@pytest.mark.parametrize(("rank", "num_matrices"), [(16, 3), (128, 1), (16, 2)])
 def test_products_are_the_definition(name, slots, counts, rank, num_matrices):
     device = torch.device("cpu") if name == "reference" else DEVICE
     runs, inputs, total = RUNS[num_matrices], 600, sum(counts)
@@ -88,9 +88,31 @@ def test_products_are_the_definition(name, slots, counts, rank, num_matrices):
                 expected[token, first:end] += b[slot, first:end].double() @ inner
     weights = weights_of(a, b, runs, device)
     tiles, ops = tiles_of(slots, counts, device), version(name)
-    found = ops.expand_lora(out.to(device), ops.shrink_lora(x.to(device), weights, tiles), weights, tiles)
+    found = ops.expand_lora(out.clone().to(device), ops.shrink_lora(x.to(device), weights, tiles), weights, tiles)
     torch.testing.assert_close(found.cpu().double(), expected, rtol=2e-5, atol=2e-4)
     assert not weights.arrived.any(), "counters are 0 between launches"
+    alone = ops.lora_delta(ops.shrink_lora(x.to(device), weights, tiles), weights, tiles)
+    torch.testing.assert_close(alone.cpu().double(), expected - out.double(), rtol=2e-5, atol=2e-4)
+
+
+@pytest.mark.parametrize("name", ["reference", "kernel"])
+@pytest.mark.parametrize("num_tokens", [5, 65])
+def test_inputs_before_their_norm(name, num_tokens):
+    """The norm of a chain: rows times its weights, and sums of squares by blocks."""
+    device = torch.device("cpu") if name == "reference" else DEVICE
+    slots, counts = [1, -1, 0, 3], [num_tokens - 3, 1, 1, 1]
+    total, norm = make(num_tokens, 600), make(600).abs()
+    squares = total.view(num_tokens, 5, 120).square().sum(2)
+    rows = Unnormalized(
+        *(part.to(device) for part in (total, norm)), 1e-6, (total * norm).to(device), squares.to(device)
+    )
+    weights = weights_of(make(4, 16, 600), make(4, 70, 16), RUNS[1], device)
+    tiles, ops = tiles_of(slots, counts, device), version(name)
+    found = ops.shrink_lora(rows, weights, tiles)
+    normed = torch.nn.functional.rms_norm(total, (600,), norm, 1e-6)
+    expected = ops.shrink_lora(normed.to(device), weights, tiles)
+    used = num_tokens - 1  # with an adapter
+    torch.testing.assert_close(found[:used], expected[:used], rtol=2e-5, atol=2e-4)
 
 
 @pytest.mark.parametrize("name", ["reference", "kernel"])

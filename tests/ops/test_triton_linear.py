@@ -102,7 +102,8 @@ def test_some_rows_equal_the_product(rows, num_in, num_out, gate, splits, kernel
 
 @pytest.mark.parametrize("rows", [3, 16, 32, 33, 64, 65, 96, 128, 129, 256])
 @pytest.mark.parametrize(
-    ("num_out", "num_in"), [(4096, 1024), (1024, 3072), (24576, 4096), (4096, 12288), (576, 1536), (16, 2048)]
+    ("num_out", "num_in"),
+    [(4096, 1024), (1024, 3072), (24576, 4096), (4096, 12288), (576, 1536), (16, 2048), (12352, 2048)],
 )
 @pytest.mark.parametrize("gate", ["", "silu"])
 def test_tiles_for_hopper_fit(rows, num_out, num_in, gate):
@@ -111,10 +112,11 @@ def test_tiles_for_hopper_fit(rows, num_out, num_in, gate):
     first, more = hopper.row_parts(tile, rows)
     of_program, outputs = first + more, tile.outputs * tile.groups
     stages = hopper.stages_for(tile, of_program)
-    assert stages >= 2 and stages * (outputs + of_program) * tile.copies * 128 <= 227 << 10
+    assert stages >= 2 and stages * (outputs + of_program) * tile.copies * 128 * tile.programs <= 227 << 10
     # sums lie where x was, or where the weights of the block were
     assert stages * tile.copies * 128 >= (tile.outputs if tile.groups == 1 else first) * 4
     assert tile.groups == (3 if gate and num_out == 24576 and 64 < rows <= 128 else 1)
+    assert tile.programs == (2 if not gate and num_out == 12352 and rows <= 32 else 1)
     blocks, row_blocks = -(-num_out // outputs) * tile.groups, -(-rows // of_program)
     assert tile.splits * tile.copies * 64 <= num_in  # none has nothing to do
     assert tile.splits == 1 or blocks * row_blocks <= len(hopper.counters(torch.empty(num_out, 1)))

@@ -114,12 +114,18 @@ class Weight(nn.Module, ABC):
         return Unnormalized(residual.add_(self.multiply(x, None)), norm, eps)
 
     def multiply_unnormalized(
-        self, x: Unnormalized, bias: torch.Tensor | None, activation: Activation | None
+        self,
+        x: Unnormalized,
+        bias: torch.Tensor | None,
+        activation: Activation | None,
+        added: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The GEMM of the RMS norm of x, then the activation if given. x must have no `squares`: only the `add_to` of a
-        "streamed" chain makes them, and this weight offers no such chain."""
+        """The GEMM of the RMS norm of x, plus `added` [T, rows] if given, then the activation if given. x must have no
+        `squares`: only the `add_to` of a "streamed" chain makes them, and this weight offers no such chain."""
         assert x.squares is None, "a streamed chain contains a weight that does not support it"
         out = self.multiply(rms_norm(x.total, x.norm, x.eps) if x.normed is None else x.normed, bias)
+        if added is not None:
+            out += added
         return out if activation is None else activation(out)
 
     @abstractmethod
@@ -221,9 +227,13 @@ class UnquantizedWeight(Weight):
         return linear_add(chain, x, self.data, residual, norm, eps)
 
     def multiply_unnormalized(
-        self, x: Unnormalized, bias: torch.Tensor | None, activation: Activation | None
+        self,
+        x: Unnormalized,
+        bias: torch.Tensor | None,
+        activation: Activation | None,
+        added: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return linear_unnormalized(x, self.data, bias, activation)
+        return linear_unnormalized(x, self.data, bias, activation, added)
 
     def lookup(self, ids: torch.Tensor) -> torch.Tensor:
         return self.data.index_select(0, ids)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,11 +19,17 @@ from slipstream.config.rope_info import RopeInfo
 from slipstream.nn.batch_invariant import BatchInvariant
 from slipstream.nn.blocks.cuda_chain import CudaChain
 from slipstream.nn.context import BatchView, ForwardContext
+from slipstream.nn.layers.linear import Linear
+from slipstream.nn.layers.norm import RMSNorm
 from slipstream.nn.models.decoder import Decoder
 from slipstream.nn.models.decoder_shape import DecoderShape, RopeShape
 from slipstream.nn.shapes import AttentionShape, LayerShape, MlpShape, NormShape
 from slipstream.nn.weight_format import Unquantized
+from slipstream.ops.activation import silu_and_mul
 from slipstream.ops.linear import chain_for
+from slipstream.ops.linear.unnormalized import Unnormalized
+from slipstream.ops.lora import LoraTiles, LoraWeights
+from slipstream.ops.lora.tiles import make_blocks, make_tiles, num_counters, tile_size
 from tiny import write_tiny
 
 PROMPTS = {"a": [5, 9, 33, 2, 71], "b": list(range(3, 40)), "c": [8]}
@@ -75,6 +83,29 @@ def test_a_chain_returns_the_inputs_of_tapped_layers(calls: list[bool], tmp_path
     theirs = HandRunner(one_by_one(model), torch.float64).run({"a": PROMPTS["b"]})["a"]
     assert mine.shape[-1] == 4 * model.shape.hidden_size
     torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
+
+
+def test_products_of_a_chain_have_the_adapters_of_their_tokens() -> None:
+    linear = Linear(32, {"gate": 12, "up": 12}, True, Unquantized(torch.float64), torch.float64)
+    torch.manual_seed(0)
+    for parameter in linear.parameters():
+        parameter.normal_()
+    a, b = torch.randn(2, 32, 32, dtype=torch.float64), torch.randn(2, 24, 16, dtype=torch.float64)
+    linear.lora = LoraWeights(a, b, ((0, 12, 0), (12, 24, 1)))
+    order, tiles = make_tiles(np.array([1, -1, 0], np.int32), np.array([1, 2, 2], np.int32), 5, 2)
+    lora = LoraTiles(torch.from_numpy(order), torch.from_numpy(tiles), 16)
+    context: Any = SimpleNamespace(batch=SimpleNamespace(lora=lora))
+    norm = RMSNorm(32, 1e-6, torch.float64)
+    norm.weight.normal_()
+    total = torch.randn(5, 32, dtype=torch.float64)
+    found = linear.after_unnormalized(Unnormalized(total, norm.weight, norm.eps), context, silu_and_mul)
+    torch.testing.assert_close(found, silu_and_mul(linear(norm(total)[0], context)), rtol=1e-9, atol=1e-9)
+    linear.bias = None
+    residual, x = torch.randn(5, 24, dtype=torch.float64), torch.randn(5, 32, dtype=torch.float64)
+    expected = residual + linear(x, context)
+    after = RMSNorm(24, 1e-6, torch.float64)
+    found = linear.add_to(residual, x, after, "library", context).total
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "phi3"])
@@ -161,6 +192,54 @@ def test_a_chain_on_the_gpu_is_as_close_as_the_layers_one_by_one(rows: int) -> N
     assert chain or rows <= 64  # on Hopper all are
     assert off["chain"] < 1.3 * off["one by one"] < 0.05
     assert chain != "streamed" or not results["chain"].equal(results["one by one"])
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("rows", [5, 64, 100, 300])
+def test_a_chain_on_the_gpu_with_adapters(rows: int) -> None:
+    torch.manual_seed(rows)
+    exact, decoder = (make_decoder(dtype) for dtype in (torch.float32, torch.bfloat16))
+    for mine, theirs in zip(exact.parameters(), decoder.parameters(), strict=True):
+        theirs.copy_(mine.normal_(1.0 if mine.dim() == 1 else 0.0, 0.05).copy_(mine.bfloat16()))
+    slots = np.arange(rows, dtype=np.int32) % 4 - 1
+    order, tiles = make_tiles(slots, np.ones(rows, np.int32), rows, 3)
+    lora = LoraTiles(torch.from_numpy(order).cuda(), torch.from_numpy(tiles).cuda(), tile_size(rows))
+    results = {}
+    for name, model, implementations in (
+        ("exact", exact, ()),
+        ("chain", decoder, decoder.implementations),
+        ("one by one", decoder, ()),
+        ("without", decoder, decoder.implementations),
+    ):
+        model.implementations = implementations
+        add_adapters(model)
+        context = make_context(model, rows)
+        if name != "without":
+            context = replace(context, batch=replace(context.batch, lora=lora))
+        with torch.no_grad():
+            results[name] = model(context).double()
+    off = {name: (out - results["exact"]).norm() / results["exact"].norm() for name, out in results.items()}
+    assert off["chain"] < 1.3 * off["one by one"] < 0.05
+    assert off["without"] > 0.2, "the adapters change nothing"
+    x = torch.ones(rows, 512, device="cuda", dtype=torch.bfloat16)
+    if chain_for(x, decoder.layers[0].mlp.down.weight.data) == "streamed":
+        assert not results["chain"].equal(results["one by one"])
+        plain = torch.from_numpy(slots < 0).cuda()
+        torch.testing.assert_close(results["chain"][plain], results["without"][plain], rtol=0.03, atol=0.03)
+
+
+def add_adapters(model: Decoder) -> None:
+    """Three adapters of rank 16 of every product of the layers, the same for models of any dtype."""
+    generator = torch.Generator().manual_seed(3)
+    for linear in (part for part in model.layers.modules() if isinstance(part, Linear)):
+        ends = np.cumsum(list(linear.outputs.values())).tolist()
+        runs = tuple((first, end, index) for index, (first, end) in enumerate(pairwise([0, *ends])))
+        a = torch.randn(3, 16 * len(runs), linear.num_inputs, generator=generator).bfloat16() / 16
+        b = torch.randn(3, linear.num_outputs, 16, generator=generator).bfloat16() / 16
+        dtype = model.embedding.weight.data.dtype
+        blocks = torch.from_numpy(make_blocks(runs)).cuda()
+        arrived = torch.zeros(num_counters(a.shape[1], 3), dtype=torch.int32, device="cuda")
+        linear.lora = LoraWeights(a.to("cuda", dtype), b.to("cuda", dtype), runs, blocks, arrived)
 
 
 @pytest.mark.cuda

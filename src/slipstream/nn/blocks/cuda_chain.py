@@ -1,7 +1,7 @@
 """CudaChain: the layers of a decoder as a chain of products that add the residual themselves, on CUDA.
 
 In small steps on Hopper the norms have no kernel of their own either: see `ops/linear/unnormalized.py`. Steps for which
-no chain is faster run by the reference.
+no chain is faster, and large steps with adapters, run by the reference.
 """
 
 from __future__ import annotations
@@ -42,10 +42,11 @@ class CudaChain:
         return cls(found, norm, tail_of([block.shape for block in blocks]) < len(blocks), taps)
 
     def run(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor | None:
-        """x [T, hidden], which is overwritten, to the normed hidden states; None: the reference is faster, or the step
-        has adapters."""
-        chain = self.choose(x) if context.batch.lora is None else ""
-        if not chain or (chain == "library" and context.only_last and self.has_tail):
+        """x [T, hidden], which is overwritten, to the normed hidden states; None: the reference is faster."""
+        chain = self.choose(x)
+        if not chain or (
+            chain == "library" and (context.batch.lora is not None or context.only_last and self.has_tail)
+        ):
             return None
         last = None
         part = self.parts[0]

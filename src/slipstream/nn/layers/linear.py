@@ -17,7 +17,7 @@ from slipstream.nn.layers.norm import Norm, RMSNorm
 from slipstream.nn.weight_format import CheckpointTensor, StoredPart, WeightFormat, WeightTarget, new_parameter
 from slipstream.ops.linear import Activation
 from slipstream.ops.linear.unnormalized import Chain, Unnormalized
-from slipstream.ops.lora import LoraTiles, LoraWeights, expand_lora, shrink_lora
+from slipstream.ops.lora import LoraTiles, LoraWeights, expand_lora, lora_delta, shrink_lora
 from slipstream.ops.lora.tiles import FEW_TOKENS
 
 
@@ -100,17 +100,23 @@ class Linear(Layer):
     def add_to(
         self, residual: torch.Tensor, x: torch.Tensor, norm: RMSNorm, chain: Chain, context: ForwardContext
     ) -> Unnormalized:
-        """residual + product, in the residual's memory, on its way through the norm. Not for a product with a bias,
-        and not for steps with adapters."""
-        assert self._tiles(context) is None, "chains do not run steps with adapters"
+        """residual + product, in the residual's memory, on its way through the norm. Not for a product with a bias."""
+        tiles = self._tiles(context)
+        if tiles is not None and self.lora is not None:
+            # before the product, whose kernel computes the norm too; its weight is loaded meanwhile
+            residual = expand_lora(residual, shrink_lora(x, self.lora, tiles), self.lora, tiles)
         return self.weight.add_to(residual, x, norm.weight, norm.eps, chain)
 
     def after_unnormalized(
         self, x: Unnormalized, context: ForwardContext, activation: Activation | None = None
     ) -> torch.Tensor:
-        """The GEMM with the normed x; the norm is not applied to x yet. Not for steps with adapters."""
-        assert self._tiles(context) is None, "chains do not run steps with adapters"
-        return self.weight.multiply_unnormalized(x, self.bias, activation)
+        """The GEMM with the normed x; the norm is not applied to x yet."""
+        tiles = self._tiles(context)
+        added = None
+        if tiles is not None and self.lora is not None:
+            # before the product, which adds it before the activation; its weight is loaded meanwhile
+            added = lora_delta(shrink_lora(x, self.lora, tiles), self.lora, tiles)
+        return self.weight.multiply_unnormalized(x, self.bias, activation, added)
 
     def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
         """Targets of the checkpoint's tensors, by part and kind: "q.weight", "q.bias". The format names the kinds."""

@@ -18,7 +18,10 @@ from slipstream.ops.linear import Activation
 from slipstream.ops.linear.unnormalized import Chain, Unnormalized
 from slipstream.ops.quantized import (
     QuantizedMatrix,
+    chains_fp8,
     dequantize,
+    fp8_linear_add,
+    fp8_linear_unnormalized,
     gated_quantized_linear,
     norm_quantized_linear,
     pack_4_bit,
@@ -152,24 +155,39 @@ class QuantizedWeight(Weight):
 
     @property
     def can_chain(self) -> bool:  # type: ignore[override]
-        return self.words is not None and not self.format.batch_invariant
+        return (self.words is not None or self._chains_fp8) and not self.format.batch_invariant
+
+    @property
+    def _chains_fp8(self) -> bool:
+        """Whether chains quantise inputs. A static scale is that of normed inputs, which chains do not have."""
+        return self._quantizes_inputs and self.matrix.takes_fp8_inputs and self.input_scale is None
 
     def chain_for(self, x: torch.Tensor) -> Chain:
-        return "streamed" if not self._runs and streams(x, self.matrix) else ""
+        streamed = chains_fp8(x, self.matrix) if self._chains_fp8 else streams(x, self.matrix)
+        return "streamed" if streamed and not self._runs else ""
 
     def add_to(
         self, residual: torch.Tensor, x: torch.Tensor, norm: torch.Tensor, eps: float, chain: Chain
     ) -> Unnormalized:
         if chain == "streamed":
-            return quantized_linear_add(x, self.matrix, residual, norm, eps)
+            add = fp8_linear_add if self._chains_fp8 else quantized_linear_add
+            return add(x, self.matrix, residual, norm, eps)
         return super().add_to(residual, x, norm, eps, chain)
 
     def multiply_unnormalized(
-        self, x: Unnormalized, bias: torch.Tensor | None, activation: Activation | None
+        self,
+        x: Unnormalized,
+        bias: torch.Tensor | None,
+        activation: Activation | None,
+        added: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        if x.squares is not None:
-            return quantized_linear_unnormalized(x, self.matrix, bias, activation)
-        return super().multiply_unnormalized(x, bias, activation)
+        if x.squares is None:
+            return super().multiply_unnormalized(x, bias, activation, added)
+        multiply = fp8_linear_unnormalized if self._chains_fp8 else quantized_linear_unnormalized
+        if added is None:
+            return multiply(x, self.matrix, bias, activation)
+        out = multiply(x, self.matrix, bias, None).add_(added)
+        return out if activation is None else activation(out)
 
     def _multiply(self, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation | None) -> torch.Tensor:
         run = partial(

@@ -100,13 +100,20 @@ def linear_add(
 
 
 def linear_unnormalized(
-    x: Unnormalized, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation | None = None
+    x: Unnormalized,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: Activation | None = None,
+    added: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The GEMM of the RMS norm of x, then a gated activation if one is given."""
+    """The GEMM of the RMS norm of x, plus `added` [rows, out] if given, then a gated activation if one is given."""
     if x.squares is None:
         normed = rms_norm(x.total, x.norm, x.eps) if x.normed is None else x.normed
-        return gated_linear(normed, weight, bias, activation)
+        if added is None:
+            return gated_linear(normed, weight, bias, activation)
+        out = linear(normed, weight, bias).add_(added)
+        return out if activation is None else activation(out)
     from slipstream.ops.linear.triton.streaming_hopper import streaming_gemm
 
-    out = streaming_gemm(x, weight, bias, FUSED_ACTIVATIONS.get(activation, ""))
+    out = streaming_gemm(x, weight, bias, FUSED_ACTIVATIONS.get(activation, ""), added=added)
     return out if activation in FUSED_ACTIVATIONS or activation is None else activation(out)

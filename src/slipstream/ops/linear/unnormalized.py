@@ -27,6 +27,15 @@ class Unnormalized(NamedTuple):
     squares: torch.Tensor | None = None  # [rows, blocks] float32, sums of squares of each block of `total`
     normed: torch.Tensor | None = None  # [rows, size] the norm, if it is computed already
 
+    @property
+    def is_cuda(self) -> bool:
+        """With `dtype`, so that ops choose their implementation for these rows as for a tensor."""
+        return self.total.is_cuda
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.total.dtype
+
 
 class StreamedRows(NamedTuple):
     """The input of a GEMM that streams its weight."""

@@ -8,17 +8,20 @@ import torch
 import torch.nn.functional as F
 
 from slipstream.device.sync_check import sync_allowed
+from slipstream.ops.linear.unnormalized import Unnormalized
+from slipstream.ops.norm import rms_norm
 
 
 @dataclass(frozen=True, slots=True)
 class LoraTiles:
-    """The tokens of a step that have an adapter, sorted by adapter and cut into tiles of one adapter each.
+    """The tokens of a step, sorted by adapter and cut into tiles of one adapter each; tokens without come last.
 
     Made on the host by `ops/lora/tiles.py`. Shapes depend on the size of the step only, so captured work can read them.
     """
 
     order: torch.Tensor  # [T] int32, indices of tokens; those with an adapter come first, sorted by slot
-    tiles: torch.Tensor  # [N, 3] int32: slot, first and end of the tile's tokens in `order`; slot -1: an unused tile
+    # [N, 3] int32: slot, first and end of the tile's tokens in `order`; slot -1: tokens without an adapter, or none
+    tiles: torch.Tensor
     size: int  # maximum number of tokens of a tile
 
 
@@ -42,8 +45,9 @@ class LoraWeights:
         return self.b.shape[2]
 
 
-def shrink_lora(x: torch.Tensor, weights: LoraWeights, tiles: LoraTiles) -> torch.Tensor:
-    """A x of the adapter of each token, in the order of `tiles.order`. x [T, inputs]."""
+def shrink_lora(inputs: torch.Tensor | Unnormalized, weights: LoraWeights, tiles: LoraTiles) -> torch.Tensor:
+    """A x of the adapter of each token, in the order of `tiles.order`. x [T, inputs]: the inputs, or their RMS norm."""
+    x = inputs if isinstance(inputs, torch.Tensor) else rms_norm(inputs.total, inputs.norm, inputs.eps)
     inner = x.new_empty(len(x), weights.a.shape[1])
     for slot, first, end in _by_slot(tiles):
         inner[first:end] = F.linear(x.index_select(0, _tokens(tiles, first, end)), weights.a[slot])
@@ -61,6 +65,11 @@ def expand_lora(out: torch.Tensor, inner: torch.Tensor, weights: LoraWeights, ti
         ]
         out.index_add_(0, _tokens(tiles, first_token, end_token), torch.cat(parts, 1))
     return out
+
+
+def lora_delta(inner: torch.Tensor, weights: LoraWeights, tiles: LoraTiles) -> torch.Tensor:
+    """B inner of the adapter of each token [T, outputs], 0 for tokens without one. `inner`: of `shrink_lora`."""
+    return expand_lora(inner.new_zeros(len(inner), weights.b.shape[1]), inner, weights, tiles)
 
 
 def add_lora_embedding(

@@ -25,8 +25,8 @@ def tile_size(num_tokens: int) -> int:
 
 
 def num_tiles(num_tokens: int, num_slots: int) -> int:
-    """Maximum number of tiles of a step: each slot may have one that is not full."""
-    return min(num_tokens, num_tokens // tile_size(num_tokens) + num_slots)
+    """Maximum number of tiles of a step: each slot, and the tokens without one, may have one that is not full."""
+    return min(num_tokens, num_tokens // tile_size(num_tokens) + num_slots + 1)
 
 
 def num_counters(num_columns: int, num_slots: int) -> int:
@@ -39,16 +39,12 @@ def make_tiles(slots: Ints, counts: Ints, num_tokens: int, num_slots: int) -> tu
     row, which lie row after row. `num_tokens`: of the step, padding included."""
     size = tile_size(num_tokens)
     tiles = np.full((num_tiles(num_tokens, num_slots), 3), -1, np.int32)
-    order = np.zeros(num_tokens, np.int32)
-    rows = np.argsort(slots, kind="stable")[np.count_nonzero(slots < 0) :]
-    if not len(rows):
-        return order, tiles
-    starts = np.cumsum(counts) - counts
-    of_rows = counts[rows]
-    ends = np.cumsum(of_rows)
-    order[: ends[-1]] = np.repeat(starts[rows] - ends + of_rows, of_rows) + np.arange(ends[-1])
-    by_token = np.repeat(slots[rows], of_rows)
-    firsts: Ints = np.flatnonzero(np.diff(by_token, prepend=-1)).astype(np.int32)
+    by_token = np.full(num_tokens, -1, np.int16)  # padding has no adapter
+    by_token[: counts.sum()] = np.repeat(slots, counts)
+    # without an adapter last: -1 is the largest unsigned number; 16 bits are sorted by radix
+    order = np.argsort(by_token.view(np.uint16), kind="stable").astype(np.int32)
+    by_token = by_token[order]
+    firsts: Ints = np.flatnonzero(np.diff(by_token, prepend=-2)).astype(np.int32)
     borders = [*firsts.tolist(), len(by_token)]
     used = 0
     for first, end in zip(borders[:-1], borders[1:], strict=True):

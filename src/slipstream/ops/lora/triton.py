@@ -13,23 +13,26 @@ import triton
 import triton.language as tl
 
 from slipstream.config.memory import ADAPTED_INPUTS
+from slipstream.ops.linear.unnormalized import StreamedRows, Unnormalized
 from slipstream.ops.lora.reference import LoraTiles, LoraWeights
 from slipstream.ops.lora.tiles import BLOCK, FEW_TOKENS, MAX_COLUMNS
 from slipstream.ops.pdl import dependent, release_next, wait_for_previous
 
 _INPUTS = 128  # inputs of one product
+_FIRST_NUMBERS = 8192  # of A that a program loads before x is there
 
 
-def shrink_lora(x: torch.Tensor, weights: LoraWeights, tiles: LoraTiles) -> torch.Tensor:
+def shrink_lora(inputs: torch.Tensor | Unnormalized, weights: LoraWeights, tiles: LoraTiles) -> torch.Tensor:
     """As the reference."""
+    x, squares, eps = StreamedRows.of(inputs)
     num_tokens, num_inputs = x.shape
     num_columns = weights.a.shape[1]
     inner = torch.empty(num_tokens, num_columns, dtype=weights.b.dtype, device=x.device)
     if not num_tokens:
         return inner
     columns = min(triton.next_power_of_2(num_columns), MAX_COLUMNS)
-    split = ADAPTED_INPUTS if num_tokens <= FEW_TOKENS else triton.cdiv(num_inputs, _INPUTS) * _INPUTS
-    splits = triton.cdiv(num_inputs, split)
+    is_split = num_tokens <= FEW_TOKENS
+    splits = triton.cdiv(num_inputs, ADAPTED_INPUTS) if is_split else 1
     sums = None
     if splits > 1:
         assert weights.arrived is not None
@@ -38,22 +41,25 @@ def shrink_lora(x: torch.Tensor, weights: LoraWeights, tiles: LoraTiles) -> torc
     _shrink_kernel[(len(tiles.tiles), triton.cdiv(num_columns, columns), splits)](
         x,
         weights.a,
+        squares,
         inner,
         sums,
         weights.arrived,
         tiles.order,
         tiles.tiles,
+        eps,
         num_tokens,
         num_inputs,
         num_columns,
-        split,
         x.stride(0),
         weights.a.stride(0),
         weights.a.stride(1),
+        PARTS=0 if squares is None else squares.shape[1],
         SPLITS=splits,
         TOKENS=tiles.size,
         COLUMNS=columns,
-        INPUTS=_INPUTS,
+        INPUTS=min(ADAPTED_INPUTS, _FIRST_NUMBERS // columns) if is_split else _INPUTS,
+        PART=ADAPTED_INPUTS if is_split else 0,
         num_warps=4,
         **dependent(x.device, num_tokens),
     )
@@ -88,9 +94,22 @@ def add_lora_embedding(
 
 def expand_lora(out: torch.Tensor, inner: torch.Tensor, weights: LoraWeights, tiles: LoraTiles) -> torch.Tensor:
     """As the reference."""
-    num_tokens, num_columns = inner.shape
-    if not num_tokens:
+    if not len(inner):
         return out
+    _expand(out, inner, weights, tiles, adds=True)
+    return out
+
+
+def lora_delta(inner: torch.Tensor, weights: LoraWeights, tiles: LoraTiles) -> torch.Tensor:
+    """As the reference."""
+    out = torch.empty(len(inner), weights.b.shape[1], dtype=inner.dtype, device=inner.device)
+    if len(inner):
+        _expand(out, inner, weights, tiles, adds=False)
+    return out
+
+
+def _expand(out: torch.Tensor, inner: torch.Tensor, weights: LoraWeights, tiles: LoraTiles, *, adds: bool) -> None:
+    num_tokens, num_columns = inner.shape
     assert weights.blocks is not None and weights.b.stride(2) == 1 and out.stride(1) == 1
     _expand_kernel[(len(tiles.tiles), len(weights.blocks))](
         out,
@@ -107,10 +126,11 @@ def expand_lora(out: torch.Tensor, inner: torch.Tensor, weights: LoraWeights, ti
         TOKENS=tiles.size,
         OUTPUTS=BLOCK,
         RANK=min(weights.inner_size, MAX_COLUMNS),
-        num_warps=4,
+        ADDS=adds,
+        ALIGNED=all((first | end) % 8 == 0 for first, end, _ in weights.runs),
+        num_warps=4 if num_tokens <= FEW_TOKENS else 8,  # the sums of a large tile take many registers
         **dependent(out.device, num_tokens),
     )
-    return out
 
 
 # grid: (tiles, blocks of columns of A, splits of the inputs)
@@ -118,41 +138,56 @@ def expand_lora(out: torch.Tensor, inner: torch.Tensor, weights: LoraWeights, ti
 def _shrink_kernel(
     x,
     a,
+    squares,  # [tokens, PARTS] if x is to be divided by its root mean square, see `Unnormalized`; else None
     inner,
     sums,
     arrived,
     order,
     tiles,
+    eps,
     num_tokens,
     num_inputs,
     num_columns,
-    split,
     x_stride,
     slot_stride,
     row_stride,
+    PARTS: tl.constexpr,
     SPLITS: tl.constexpr,
     TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
     INPUTS: tl.constexpr,
+    PART: tl.constexpr,  # inputs of a split; 0: a program sums all inputs
     DEPENDENT: tl.constexpr,
 ):
     release_next(DEPENDENT)
     slot, position, there, token = _read_tile(tiles, order, TOKENS)
-    wait_for_previous(DEPENDENT)
-    if slot < 0:
-        return
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < num_columns
     k = tl.arange(0, INPUTS)
     rows = x + token.to(tl.int64)[:, None] * x_stride
-    columns = a + slot.to(tl.int64) * slot_stride + column.to(tl.int64)[None, :] * row_stride
-    begin = tl.program_id(2) * split
+    columns = a + tl.maximum(slot, 0).to(tl.int64) * slot_stride + column.to(tl.int64)[None, :] * row_stride
     total = tl.zeros((TOKENS, COLUMNS), tl.float32)
-    for first in range(begin, tl.minimum(begin + split, num_inputs), INPUTS):
-        own = first + k
-        left = tl.load(rows + own[None, :], mask=there[:, None] & (own < num_inputs)[None, :], other=0.0)
+    if PART:
+        own = tl.program_id(2) * PART + k
         right = tl.load(columns + own[:, None], mask=(own < num_inputs)[:, None] & inside[None, :], other=0.0)
-        total = tl.dot(left, right, total, input_precision="ieee")
+        wait_for_previous(DEPENDENT)  # programs of unused tiles too: the next kernel relies on it
+        if slot < 0:
+            return
+        for first in tl.static_range(0, PART, INPUTS):
+            own = tl.program_id(2) * PART + first + k
+            if first > 0:
+                right = tl.load(columns + own[:, None], mask=(own < num_inputs)[:, None] & inside[None, :], other=0.0)
+            left = tl.load(rows + own[None, :], mask=there[:, None] & (own < num_inputs)[None, :], other=0.0)
+            total = tl.dot(left, right, total, input_precision="ieee")
+    else:
+        wait_for_previous(DEPENDENT)
+        if slot < 0:
+            return
+        for first in range(0, num_inputs, INPUTS):
+            own = first + k
+            left = tl.load(rows + own[None, :], mask=there[:, None] & (own < num_inputs)[None, :], other=0.0)
+            right = tl.load(columns + own[:, None], mask=(own < num_inputs)[:, None] & inside[None, :], other=0.0)
+            total = tl.dot(left, right, total, input_precision="ieee")
     mask = there[:, None] & inside[None, :]
     target = position.to(tl.int64)[:, None] * num_columns + column[None, :]
     if SPLITS > 1:
@@ -169,6 +204,11 @@ def _shrink_kernel(
         total = tl.zeros((TOKENS, COLUMNS), tl.float32)
         for part in tl.static_range(SPLITS):
             total += tl.load(sums + part * size + target, mask=mask, other=0.0, cache_modifier=".cg")
+    if squares is not None:
+        part = tl.arange(0, triton.next_power_of_2(PARTS))
+        own = squares + token.to(tl.int64)[:, None] * PARTS + part[None, :]
+        found = tl.load(own, mask=there[:, None] & (part < PARTS)[None, :], other=0.0)
+        total *= tl.rsqrt(tl.sum(found, 1) / num_inputs + eps)[:, None]
     tl.store(inner + target, total.to(inner.dtype.element_ty), mask=mask)
 
 
@@ -217,13 +257,18 @@ def _expand_kernel(
     TOKENS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     RANK: tl.constexpr,
+    ADDS: tl.constexpr,  # to `out`; else `out` is written, with zeros for tokens without an adapter
+    ALIGNED: tl.constexpr,  # all blocks begin and end at multiples of 8 outputs
     DEPENDENT: tl.constexpr,
 ):
     release_next(DEPENDENT)
     slot, position, there, token = _read_tile(tiles, order, TOKENS)
     block = blocks + 3 * tl.program_id(1)
-    output = tl.load(block) + tl.arange(0, OUTPUTS)
-    inside = output < tl.load(block + 1)
+    begin, end = tl.load(block), tl.load(block + 1)
+    if ALIGNED:  # several outputs per load and store
+        begin, end = tl.multiple_of(begin, 8), tl.multiple_of(end, 8)
+    output = begin + tl.arange(0, OUTPUTS)
+    inside = output < end
     matrix = tl.load(block + 2)
     rank = tl.arange(0, RANK)
     columns = (
@@ -231,8 +276,14 @@ def _expand_kernel(
     )
     right = tl.load(columns, mask=inside[None, :] & (slot >= 0), other=0.0)
     wait_for_previous(DEPENDENT)  # programs of unused tiles too: the next kernel relies on it
+    target = out + token.to(tl.int64)[:, None] * out_stride + output[None, :]
+    mask = there[:, None] & inside[None, :]
     if slot < 0:
+        if not ADDS:
+            tl.store(target, tl.zeros((TOKENS, OUTPUTS), out.dtype.element_ty), mask=mask)
         return
+    if ADDS:
+        before = tl.load(target, mask=mask, other=0.0)
     source = inner + position.to(tl.int64)[:, None] * num_columns + matrix * ALL_RANKS + rank[None, :]
     total = tl.zeros((TOKENS, OUTPUTS), tl.float32)
     for first in tl.static_range(0, ALL_RANKS, RANK):
@@ -240,18 +291,17 @@ def _expand_kernel(
             right = tl.load(columns + first, mask=inside[None, :], other=0.0)
         left = tl.load(source + first, mask=there[:, None], other=0.0)
         total = tl.dot(left, right, total, input_precision="ieee")
-    target = out + token.to(tl.int64)[:, None] * out_stride + output[None, :]
-    mask = there[:, None] & inside[None, :]
-    total += tl.load(target, mask=mask, other=0.0).to(tl.float32)
+    if ADDS:
+        total += before.to(tl.float32)
     tl.store(target, total.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _read_tile(tiles, order, TOKENS: tl.constexpr):
-    """Of this program's tile: the adapter's slot, -1 for an unused tile; positions in `order`, which of them exist, and
-    their tokens."""
+    """Of this program's tile: the adapter's slot, -1 for none; positions in `order`, which of them exist, and their
+    tokens."""
     tile = tiles + 3 * tl.program_id(0)
     slot = tl.load(tile)
     position = tl.load(tile + 1) + tl.arange(0, TOKENS)
-    there = (position < tl.load(tile + 2)) & (slot >= 0)
+    there = position < tl.load(tile + 2)  # none of an unused tile
     return slot, position, there, tl.load(order + position, mask=there, other=0)

@@ -30,7 +30,10 @@ __all__ = [
     "MAX_FP8",
     "QuantizedExperts",
     "QuantizedMatrix",
+    "chains_fp8",
     "dequantize",
+    "fp8_linear_add",
+    "fp8_linear_unnormalized",
     "gated_quantized_linear",
     "half_of",
     "norm_quantized_linear",
@@ -136,6 +139,32 @@ def quantized_linear_unnormalized(
     from slipstream.ops.quantized.triton.stream import stream_gemm
 
     out = stream_gemm(x, weight, bias, FUSED_ACTIVATIONS.get(activation, ""))
+    return out if activation in FUSED_ACTIVATIONS else _activate(out, activation)
+
+
+def chains_fp8(x: torch.Tensor, weight: QuantizedMatrix) -> bool:
+    """Whether `fp8_linear_add` and `fp8_linear_unnormalized` take x and the weight: a single row, which every program
+    of the GEMM quantises."""
+    return x.is_cuda and len(x) == 1 and x.stride(1) == 1 and _accepts_streaming(x, x.dtype, weight)
+
+
+def fp8_linear_add(
+    x: torch.Tensor, weight: QuantizedMatrix, residual: torch.Tensor, norm: torch.Tensor, eps: float
+) -> Unnormalized:
+    """residual + x @ weight.T with x quantised to FP8, before its RMS norm, for an x that `chains_fp8` accepts."""
+    from slipstream.ops.linear.triton.streaming_hopper import Scales, streaming_gemm_add
+
+    return streaming_gemm_add(x, weight.values, residual, norm, eps, scales=Scales(weight.scale))
+
+
+def fp8_linear_unnormalized(
+    x: Unnormalized, weight: QuantizedMatrix, bias: torch.Tensor | None, activation: Activation | None
+) -> torch.Tensor:
+    """activation(norm of x @ weight.T + bias) with x quantised to FP8, for an x of `fp8_linear_add`."""
+    from slipstream.ops.linear.triton.streaming_hopper import Scales, streaming_gemm
+
+    gate = FUSED_ACTIVATIONS.get(activation, "")
+    out = streaming_gemm(x, weight.values, bias, gate, scales=Scales(weight.scale))
     return out if activation in FUSED_ACTIVATIONS else _activate(out, activation)
 
 

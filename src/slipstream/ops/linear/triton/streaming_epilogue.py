@@ -33,27 +33,35 @@ def load_operands(
     GATE: gl.constexpr,
     OUTPUTS: gl.constexpr,
     ROWS: gl.constexpr,
+    PLAIN: gl.constexpr = False,  # the scale of x is a number
 ):
-    """Loads what the epilogue needs of earlier kernels: partial sums of squares, the residual, and the scales of FP8
-    rows; and the scales of the weight rows (of the up rows too)."""
+    """Loads what the epilogue needs of earlier kernels: partial sums of squares, the residual (gated: for the gate
+    rows, then the up rows), and the scales of FP8 rows; and the scales of the weight rows (of the up rows too)."""
     squares, residual, num_rows, num_out, scale, x_scale = given[0], given[4], given[6], given[7], given[8], given[9]
     row, own, target, mask = target_of(given, first_row, block, GATE, OUTPUTS, ROWS)
     parts = row  # unused without squares
-    added = row  # unused without a residual
+    added, added_up = row, row  # unused without a residual
     of_x, of_weight, of_up = row, row, row  # unused without scales
     if squares is not None:
         part = gl.expand_dims(gl.arange(0, triton.next_power_of_2(PARTS), gl.SliceLayout(1, mask.type.layout)), 1)
         padded_row = gl.expand_dims(row, 0)
         parts = gl.load(squares + padded_row * PARTS + part, mask=(part < PARTS) & (padded_row < num_rows), other=0.0)
     if residual is not None:
+        if GATE:
+            target += gl.expand_dims(row * num_out, 0)
+            added_up = gl.load(residual + num_out + target, mask=mask, other=0.0)
         added = gl.load(residual + target, mask=mask, other=0.0)
     if scale is not None:
         of_weight = gl.load(scale + own, mask=own < num_out, other=0.0)
         if GATE:
             of_up = gl.load(scale + num_out + own, mask=own < num_out, other=0.0)
     if x_scale is not None:
-        of_x = gl.load(x_scale + row, mask=row < num_rows, other=0.0)
-    return parts, added, of_x, of_weight, of_up
+        if PLAIN:
+            BY_ROW: gl.constexpr = row.type.layout
+            of_x = gl.zeros([ROWS], gl.float32, BY_ROW) + x_scale
+        else:
+            of_x = gl.load(x_scale + row, mask=row < num_rows, other=0.0)
+    return parts, added, added_up, of_x, of_weight, of_up
 
 
 @gluon.jit
@@ -74,7 +82,7 @@ def store_results(
     the gate rows, `up` those of the up rows."""
     squares, eps, num_in, bias, residual, norm, num_rows, num_out, scale, x_scale = given
     out, weighted, made, partials, arrived = results
-    parts, added, of_x, of_weight, of_up = operands
+    parts, added, added_up, of_x, of_weight, of_up = operands
     row, own, target, mask = target_of(given, first_row, block, GATE, OUTPUTS, ROWS)
     inside = own < num_out
     if scale is not None:
@@ -90,18 +98,20 @@ def store_results(
         result *= divided
     if bias is not None:
         result += gl.expand_dims(gl.load(bias + own, mask=inside, other=0.0).to(gl.float32), 1)
+    if residual is not None:
+        result += added.to(gl.float32)
     if GATE:
         if squares is not None:
             up *= divided
         if bias is not None:
             up += gl.expand_dims(gl.load(bias + num_out + own, mask=inside, other=0.0).to(gl.float32), 1)
+        if residual is not None:
+            up += added_up.to(gl.float32)
         slope = result
         if GATE == 2:
             # (1 + tanh(z)) / 2 = sigmoid(2z), with z = sqrt(2 / pi) (x + 0.044715 x^3)
             slope = 1.5957691216057308 * (result + 0.044715 * result * result * result)
         result = result / (1.0 + gl.exp(-slope)) * up
-    if residual is not None:
-        result += added.to(gl.float32)
     rounded = result.to(out.dtype.element_ty)
     gl.store(out + target, rounded, mask=mask)
     if norm is not None:

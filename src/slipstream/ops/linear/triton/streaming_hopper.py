@@ -24,6 +24,7 @@ from slipstream.ops.linear.capability import (
 )
 from slipstream.ops.linear.triton import streaming_kernel
 from slipstream.ops.linear.triton.epilogue import GATES, counters
+from slipstream.ops.linear.triton.streaming_inputs import CHUNK
 from slipstream.ops.linear.triton.streaming_kernel import BYTES
 from slipstream.ops.linear.unnormalized import StreamedRows, Unnormalized
 from slipstream.ops.pdl import dependent
@@ -47,7 +48,7 @@ class Scales(NamedTuple):
     """Of FP8 operands, in float32."""
 
     weight: torch.Tensor  # [out, 1]
-    x: torch.Tensor  # [rows, 1]
+    x: torch.Tensor | None = None  # [rows, 1]; None: x is one row of bfloat16, which the kernel quantises
 
 
 def streaming_gemm(
@@ -57,14 +58,17 @@ def streaming_gemm(
     gate: str,
     tile: StreamTile | None = None,
     scales: Scales | None = None,  # if x and weight are FP8
+    added: torch.Tensor | None = None,  # [rows, len(weight)]
 ) -> torch.Tensor:
-    """The GEMM of x, or of the norm of an `Unnormalized` x, in its dtype; in bfloat16 if the weight is FP8."""
+    """The GEMM of x, or of the norm of an `Unnormalized` x, in its dtype; in bfloat16 if the weight is FP8. `added` is
+    added before the gate."""
+    assert added is None or added.is_contiguous()
     rows = len(x) if isinstance(x, torch.Tensor) else len(x.total)
     num_out = len(weight) // 2 if gate else len(weight)
     dtype = torch.bfloat16 if scales is not None else weight.dtype
     out = torch.empty((rows, num_out), dtype=dtype, device=weight.device)
     tile = tile or stream_tile(rows, len(weight), weight.shape[1] * weight.element_size() // 2, gate)
-    _launch(x, weight, bias, gate, out, tile, scales=scales)
+    _launch(x, weight, bias, gate, out, tile, added, scales=scales)
     return out
 
 
@@ -75,15 +79,16 @@ def streaming_gemm_add(
     norm: torch.Tensor,  # [out]
     eps: float,
     tile: StreamTile | None = None,
+    scales: Scales | None = None,  # if the weight is FP8
 ) -> Unnormalized:
     """residual + the GEMM, with what the next GEMM needs to finish the norm of the sum."""
-    tile = tile or stream_tile(len(x), len(weight), weight.shape[1], "")
+    tile = tile or stream_tile(len(x), len(weight), weight.shape[1] * weight.element_size() // 2, "")
     assert residual.is_contiguous() and residual.shape == (len(x), len(weight)), f"{residual.shape}"
     total, weighted = (torch.empty(residual.shape, dtype=x.dtype, device=x.device) for _ in range(2))
     num_blocks = triton.cdiv(len(weight), tile.outputs * tile.groups) * tile.groups
     squares = torch.empty(len(x), num_blocks, dtype=torch.float32, device=x.device)
     made = Unnormalized(total, norm, eps, weighted, squares)
-    _launch(x, weight, None, "", total, tile, residual, made)
+    _launch(x, weight, None, "", total, tile, residual, made, scales)
     return made
 
 
@@ -111,7 +116,9 @@ def _launch(
     x, squares, eps = StreamedRows.of(inputs)
     rows, num_in = x.shape
     outputs, groups = tile.outputs, tile.groups
-    per_program, more = row_parts(tile, rows)
+    quantizes = x.dtype != weight.dtype
+    assert not quantizes or rows == 1, f"{rows} rows of {x.dtype} for a weight of {weight.dtype}"
+    per_program, more = (8, 0) if quantizes else row_parts(tile, rows)
     blocks, row_blocks = triton.cdiv(len(weight), outputs * groups), triton.cdiv(rows, per_program + more)
     steps = triton.cdiv(num_in * weight.element_size(), BYTES.value * tile.copies)
     split_steps = triton.cdiv(steps, tile.splits)
@@ -123,7 +130,7 @@ def _launch(
         arrived = counters(weight)
         assert num_blocks <= len(arrived), f"{num_blocks} blocks, but {len(arrived)} counters"
     streaming_kernel.streaming_kernel[(row_blocks, blocks, tile.splits)](
-        _describe(x, per_program),
+        None if quantizes else _describe(x, per_program),
         _describe(x, more) if more else None,
         _describe(weight, outputs // 2 if gate else outputs),
         squares,
@@ -138,12 +145,15 @@ def _launch(
         arrived,
         None if scales is None else scales.weight,
         None if scales is None else scales.x,
+        x if quantizes else None,
         rows,
         out.shape[-1],
         num_in,
         steps,
         split_steps,
         PARTS=0 if squares is None else squares.shape[1],
+        CHUNKS=chunks_of(steps * tile.copies) if quantizes else 0,
+        OWN_CHUNKS=chunks_of(split_steps * tile.copies) if quantizes else 0,
         GATE=GATES[gate],
         SPLITS=tile.splits,
         OUTPUTS=outputs,
@@ -151,7 +161,7 @@ def _launch(
         ROWS=per_program,
         MORE_ROWS=more,
         COPIES=tile.copies,
-        STAGES=stages_for(tile, per_program + more),
+        STAGES=row_stages(tile, split_steps) if quantizes else stages_for(tile, per_program + more),
         num_warps=outputs // 16,
         maxnreg=registers_for(tile, per_program + more),
         **dependent(x.device, rows),
@@ -170,7 +180,10 @@ def stream_tile(rows: int, num_out: int, num_in: int, gate: str) -> StreamTile:
     if rows <= 32 or (rows <= 64 and is_small and not gate):
         max_splits = MULTIPROCESSORS // blocks
         splits = max(1, min(triton.cdiv(num_in, 1024), max_splits)) if blocks <= 64 else 1
-        return StreamTile(splits, rows=min(32, _padded(rows)), copies=4 if splits == 1 and max_splits else 2)
+        copies = 4 if splits == 1 and max_splits else 2
+        # more blocks than multiprocessors: a second wave of few programs would leave most of them idle
+        programs = 2 if not gate and MULTIPROCESSORS < blocks <= 2 * MULTIPROCESSORS else 1
+        return StreamTile(splits, rows=min(32, _padded(rows)), copies=copies, programs=programs)
     if rows <= 64 and not is_small:
         return StreamTile(max(1, min(triton.cdiv(num_in, 6144), MULTIPROCESSORS // blocks)))
     if gate:
@@ -182,6 +195,16 @@ def stream_tile(rows: int, num_out: int, num_in: int, gate: str) -> StreamTile:
 
 def stages_for(tile: StreamTile, rows: int) -> int:
     return MEMORY // tile.programs // ((tile.outputs * tile.groups + rows) * BYTES.value * tile.copies)
+
+
+def row_stages(tile: StreamTile, split_steps: int) -> int:
+    """Of a row that is quantised: 8 rows of FP8 for all of its inputs, and stages of the weight alone."""
+    free = MEMORY // tile.programs - chunks_of(split_steps * tile.copies) * CHUNK.value * 8 * BYTES.value
+    return min(split_steps, free // (tile.outputs * BYTES.value * tile.copies))
+
+
+def chunks_of(num_tiles: int) -> int:
+    return triton.cdiv(num_tiles, CHUNK.value)
 
 
 def registers_for(tile: StreamTile, rows: int) -> int:

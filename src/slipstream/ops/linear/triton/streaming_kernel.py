@@ -3,8 +3,9 @@
 A program computes GROUPS blocks, 1 or 3, of OUTPUTS outputs for the same rows. Each block has consumer warps of its
 own (a warpgroup per 64 outputs), and all blocks read the same tiles of x: a program with three blocks loads a third of
 the x bytes per weight byte. The rows of a program are ROWS and, if not 0, MORE_ROWS: shapes in Gluon are powers of
-two, and 80 rows as 64 + 16 load no padding. With FP8 weights x is FP8 too, and the epilogue multiplies by the scales of
-both. Compiled by `tests/ops/test_kernels_compile.py`, run by `pytest -m cuda`.
+two, and 80 rows as 64 + 16 load no padding. With FP8 weights x is FP8 too, or a row of bfloat16 that the program
+quantises (`streaming_inputs.py`), and the epilogue multiplies by the scales of both.
+Compiled by `tests/ops/test_kernels_compile.py`, run by `pytest -m cuda`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from slipstream.ops.linear.triton.streaming_epilogue import load_operands, store_results, target_of
+from slipstream.ops.linear.triton.streaming_inputs import CHUNK, quantize_row
 from slipstream.ops.pdl import release_next, wait_for_previous
 
 BYTES = gl.constexpr(128)  # of a weight row per TMA copy
@@ -45,12 +47,15 @@ def streaming_kernel(
     arrived,
     scale,  # of weight rows [out] and of rows of x, float32; None unless both are FP8
     x_scale,
+    row_x,  # instead of x: a row of bfloat16; else None
     num_rows,
     num_out,
     num_in,
     num_steps,
     split_steps,
     PARTS: gl.constexpr,
+    CHUNKS: gl.constexpr,  # of `row_x`; else 0
+    OWN_CHUNKS: gl.constexpr,  # of a split
     GATE: gl.constexpr,
     SPLITS: gl.constexpr,
     OUTPUTS: gl.constexpr,
@@ -71,7 +76,8 @@ def streaming_kernel(
     if GROUPS == 3:
         second = gl.allocate_shared_memory(weight.dtype, [TILES, OUTPUTS, WIDTH], SHARED)
         third = gl.allocate_shared_memory(weight.dtype, [TILES, OUTPUTS, WIDTH], SHARED)
-    xs = gl.allocate_shared_memory(weight.dtype, [TILES, ROWS, WIDTH], SHARED)
+    X_TILES: gl.constexpr = TILES if row_x is None else OWN_CHUNKS * CHUNK
+    xs = gl.allocate_shared_memory(weight.dtype, [X_TILES, ROWS, WIDTH], SHARED)
     more_xs = xs
     if MORE_ROWS:
         more_xs = gl.allocate_shared_memory(weight.dtype, [TILES, MORE_ROWS, WIDTH], SHARED)
@@ -83,11 +89,16 @@ def streaming_kernel(
     given = (squares, eps, num_in, bias, residual, norm, num_rows, num_out, scale, x_scale)
     results = (out, weighted, made, partials, arrived)
     TILE: gl.constexpr = (OUTPUTS, GROUPS, ROWS, MORE_ROWS, COPIES, STAGES)
+    row = (row_x, begin)
+    COUNTS: gl.constexpr = (PARTS, CHUNKS, OWN_CHUNKS)
     fetched = ((first, second, third), inputs, x, more_x, weight, num_out, begin, count, GATE, TILE, DEPENDENT)
     if GROUPS == 1:
         gl.warp_specialize(
             [
-                (_compute, (first, 0, inputs, given, results, count, PARTS, GATE, SPLITS, TILE, DEPENDENT)),
+                (
+                    _compute,
+                    (first, 0, inputs, row, given, results, count, COUNTS, GATE, SPLITS, TILE, DEPENDENT),
+                ),
                 (_fetch, fetched),
             ],
             [1],
@@ -96,9 +107,18 @@ def streaming_kernel(
     else:
         gl.warp_specialize(
             [
-                (_compute, (first, 0, inputs, given, results, count, PARTS, GATE, SPLITS, TILE, DEPENDENT)),
-                (_compute, (second, 1, inputs, given, results, count, PARTS, GATE, SPLITS, TILE, DEPENDENT)),
-                (_compute, (third, 2, inputs, given, results, count, PARTS, GATE, SPLITS, TILE, DEPENDENT)),
+                (
+                    _compute,
+                    (first, 0, inputs, row, given, results, count, COUNTS, GATE, SPLITS, TILE, DEPENDENT),
+                ),
+                (
+                    _compute,
+                    (second, 1, inputs, row, given, results, count, COUNTS, GATE, SPLITS, TILE, DEPENDENT),
+                ),
+                (
+                    _compute,
+                    (third, 2, inputs, row, given, results, count, COUNTS, GATE, SPLITS, TILE, DEPENDENT),
+                ),
                 (_fetch, fetched),
             ],
             [4, 4, 1],
@@ -139,23 +159,27 @@ def _fetch(
     xs, more_xs, there, used = inputs
     ready = gl.minimum(count, STAGES)
     for step in range(ready):
-        _copy_weight(weight, weights, there, begin + step, step, num_out, GATE, TILE)
+        _copy_weight(weight, weights, there, begin + step, step, num_out, GATE, TILE, x is not None)
     wait_for_previous(DEPENDENT)
-    for step in range(ready):
-        _copy_x(x, more_x, xs, more_xs, there, begin + step, step, TILE)
+    if x is not None:
+        for step in range(ready):
+            _copy_x(x, more_x, xs, more_xs, there, begin + step, step, TILE)
     for step in range(ready, count):
         stage = step % STAGES
         mbarrier.wait(used.index(stage), (step // STAGES & 1) ^ 1)
-        _copy_weight(weight, weights, there, begin + step, stage, num_out, GATE, TILE)
-        _copy_x(x, more_x, xs, more_xs, there, begin + step, stage, TILE)
+        _copy_weight(weight, weights, there, begin + step, stage, num_out, GATE, TILE, x is not None)
+        if x is not None:
+            _copy_x(x, more_x, xs, more_xs, there, begin + step, stage, TILE)
 
 
 @gluon.jit
-def _copy_weight(weight, weights, there, step, stage, num_out, GATE: gl.constexpr, TILE: gl.constexpr):
-    """Starts the weight copies of one stage. The barrier of the stage counts the bytes of x too."""
+def _copy_weight(
+    weight, weights, there, step, stage, num_out, GATE: gl.constexpr, TILE: gl.constexpr, HAS_X: gl.constexpr
+):
+    """Starts the weight copies of one stage. The barrier of the stage counts the bytes of x too, if TMA loads it."""
     OUTPUTS: gl.constexpr = TILE[0]
     GROUPS: gl.constexpr = TILE[1]
-    ALL_ROWS: gl.constexpr = TILE[2] + TILE[3]
+    ALL_ROWS: gl.constexpr = TILE[2] + TILE[3] if HAS_X else 0
     COPIES: gl.constexpr = TILE[4]
     HALF: gl.constexpr = OUTPUTS // 2
     WIDTH: gl.constexpr = width_of(weight.dtype)
@@ -194,10 +218,11 @@ def _compute(
     ws,
     GROUP: gl.constexpr,
     inputs,
+    row_of_x,
     given,
     results,
     count,
-    PARTS: gl.constexpr,
+    COUNTS: gl.constexpr,  # PARTS, CHUNKS, OWN_CHUNKS
     GATE: gl.constexpr,
     SPLITS: gl.constexpr,
     TILE: gl.constexpr,  # OUTPUTS, GROUPS, ROWS, MORE_ROWS, COPIES, STAGES
@@ -209,6 +234,7 @@ def _compute(
     ROWS: gl.constexpr = TILE[2]
     MORE_ROWS: gl.constexpr = TILE[3]
     COPIES: gl.constexpr = TILE[4]
+    PARTS: gl.constexpr = COUNTS[0]
     STAGES: gl.constexpr = TILE[5]
     xs, more_xs, there, used = inputs
     partials, arrived = results[3], results[4]
@@ -219,8 +245,15 @@ def _compute(
     block = gl.program_id(1) * GROUPS + GROUP
     row = gl.program_id(0) * (ROWS + MORE_ROWS)
     wait_for_previous(DEPENDENT)
+    row_x, begin = row_of_x
+    if row_x is not None:
+        x_scale = quantize_row(row_x, xs, begin * COPIES, given[2], COUNTS[1], COUNTS[2], ROWS, WARPS)
+        fence_async_shared()
+        gl.thread_barrier()
+        squares, eps, num_in, bias, residual, norm, num_rows, num_out, scale, no_scale = given
+        given = (squares, eps, num_in, bias, residual, norm, num_rows, num_out, scale, x_scale)
     if GROUPS == 1:  # loaded while x is; three blocks have no registers for them
-        operands = load_operands(given, row, block, PARTS, GATE, OUTPUTS, ROWS)
+        operands = load_operands(given, row, block, PARTS, GATE, OUTPUTS, ROWS, row_x is not None)
         if MORE_ROWS:
             more_operands = load_operands(given, row + ROWS, block, PARTS, GATE, OUTPUTS, MORE_ROWS)
     acc = gl.zeros([OUTPUTS, ROWS], gl.float32, SUMS)
@@ -229,9 +262,11 @@ def _compute(
     for step in range(count):
         stage = step % STAGES
         mbarrier.wait(there.index(stage), step // STAGES & 1)
+        x_stage = stage if row_x is None else step  # all tiles of a row that was quantised are there
         for copy in gl.static_range(COPIES):
             index = stage * COPIES + copy
-            acc = warpgroup_mma(ws.index(index), xs.index(index).permute((1, 0)), acc, is_async=True)
+            x_tile = xs.index(x_stage * COPIES + copy)
+            acc = warpgroup_mma(ws.index(index), x_tile.permute((1, 0)), acc, is_async=True)
             if MORE_ROWS:
                 more_acc = warpgroup_mma(ws.index(index), more_xs.index(index).permute((1, 0)), more_acc, is_async=True)
         # the MMAs of this step are in flight, those of the previous step are complete
@@ -252,12 +287,12 @@ def _compute(
     if SPLITS > 1 and arrived is None:
         # the next kernel adds the partial sums: `out` is [SPLITS, rows, outputs] in float32, and nothing is fused
         stored = (results[0] + gl.program_id(2).to(gl.int64) * (given[6] * given[7]), None, None, None, None)
-        _finish(acc, (row, row, row, row, row), free, given, stored, row, block, GATE, OUTPUTS, GROUPS, ROWS)
+        _finish(acc, (row, row, row, row, row, row), free, given, stored, row, block, GATE, OUTPUTS, GROUPS, ROWS)
         if MORE_ROWS:
             gl.thread_barrier()  # the sums of the first rows have been read
             _finish(
                 more_acc,
-                (row, row, row, row, row),
+                (row, row, row, row, row, row),
                 free,
                 given,
                 stored,

@@ -125,7 +125,7 @@ def num_split_programs(
     if is_plain and _uses_hopper(device, dtype, num_heads // num_kv_heads, head_dim, page_size):
         from slipstream.ops.paged_attention.triton import hopper_decode
 
-        programs = hopper_decode.programs_per_sm(head_dim, num_rows <= FEW_ROWS)
+        programs = hopper_decode.programs_per_sm(head_dim, num_rows <= FEW_ROWS, dtype is FP8)
     else:
         programs = decode_shape(head_dim, dtype.itemsize).programs_per_sm
     return max(1, programs * device_limits(device)[0] // num_kv_heads)

@@ -3,7 +3,7 @@
 Splits are those of `decode.py`. Memory is not idle between rows: while the sums of one row are stored and merged,
 the keys of the next are in flight. Keys are the left operand of the MMAs, since tensor cores take 64 rows at a time and
 a group has few query heads: padding would cost time and power. Keys that existed before the step are loaded while the
-previous kernels still compute the newest ones. Blocks of an FP8 cache are converted to 16 bits (`hopper_fp8.py`).
+previous kernels still compute the newest ones. Of an FP8 cache, values are widened to 16 bits (`hopper_fp8.py`).
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ from slipstream.ops.paged_attention.triton.hopper import (
     make_barriers,
 )
 from slipstream.ops.paged_attention.triton.hopper_fp8 import (
-    MAX_FLOAT16,
+    HALF_RANGE,
     MIN_SCALES,
     copy_fp8_block,
     describe_numbers,
     describe_scales,
     load_scales,
-    widen_block,
+    split_queries,
+    widen_values,
 )
 from slipstream.ops.paged_attention.triton.hopper_join import join_splits
 from slipstream.ops.paged_attention.triton.launch import head_shape, launch_strides
@@ -45,15 +46,18 @@ from slipstream.ops.pdl import dependent, release_next, wait_for_previous
 
 # A block has a fixed cost, large or small, which matters most with few rows: then blocks are larger and a
 # multiprocessor runs one program. Otherwise it runs two, each with half the registers. Blocks of heads of 256 take all
-# of the shared memory: one program, and small blocks.
+# of the shared memory: one program, and small blocks. Blocks of FP8 have half of the bytes: three programs.
 BLOCK_KEYS, FEW_BLOCK_KEYS = gl.constexpr(64), 128
 EVEN_REGISTERS, FEW_EVEN_REGISTERS = 128, 168  # per thread
 FETCH_REGISTERS, FEW_FETCH_REGISTERS = gl.constexpr(24), gl.constexpr(40)
 WIDE_HEAD = gl.constexpr(256)
+FP8_PROGRAMS, FP8_REGISTERS, FP8_STAGES = 3, 80, 2
 
 
-def programs_per_sm(head_dim: int, has_few_rows: bool) -> int:
-    return 1 if has_few_rows or head_dim >= WIDE_HEAD.value else 2
+def programs_per_sm(head_dim: int, has_few_rows: bool, is_fp8: bool = False) -> int:
+    if has_few_rows or head_dim >= WIDE_HEAD.value:
+        return 1
+    return FP8_PROGRAMS if is_fp8 else 2
 
 
 def attend_splits(
@@ -70,9 +74,12 @@ def attend_splits(
     sinks: torch.Tensor | None = None,  # [heads]
 ) -> None:
     dim = query.shape[2]
-    is_alone = programs_per_sm(dim, tile_list.has_few_rows) == 1
-    block = FEW_BLOCK_KEYS if is_alone and dim < WIDE_HEAD.value else BLOCK_KEYS.value
     is_fp8 = keys.dtype is FP8
+    is_alone = programs_per_sm(dim, tile_list.has_few_rows, is_fp8) == 1
+    block = FEW_BLOCK_KEYS if is_alone and dim < WIDE_HEAD.value else BLOCK_KEYS.value
+    registers, stages = (FP8_REGISTERS, FP8_STAGES) if is_fp8 else (EVEN_REGISTERS, 3)
+    if is_alone:
+        registers, stages = FEW_EVEN_REGISTERS, 3 + is_fp8
     number = describe_numbers if is_fp8 else describe
     _split_kernel[((len(tile_list.shares) - 1) * keys.shape[2],)](
         out,
@@ -92,10 +99,10 @@ def attend_splits(
         *launch_strides(out, query, page_table),
         QUERIES=tile_list.max_queries,
         BLOCK_N=block,
-        STAGES=(3 if dim > 64 else 6) + is_fp8,
+        STAGES=stages if dim > 64 else 2 * stages,
         WINDOW=window,
         num_warps=4,
-        maxnreg=FEW_EVEN_REGISTERS if is_alone else EVEN_REGISTERS,
+        maxnreg=registers,
         **head_shape(out, keys),
         **dependent(out.device, len(query)),
     )
@@ -142,18 +149,21 @@ def _split_kernel(
     v = gl.allocate_shared_memory(keys.dtype, [STAGES, BLOCK_N, DIM], STORED)
     # the right operands of the MMAs
     LANES: gl.constexpr = max(8, triton.next_power_of_2(GROUP * QUERIES))
-    queries = gl.allocate_shared_memory(gl.float16 if IS_FP8 else DTYPE, [LANES, DIM], SHARED)
-    weights = gl.allocate_shared_memory(gl.bfloat16 if IS_FP8 else DTYPE, [LANES, BLOCK_N], SHARED)
-    own = (queries, weights, queries, weights)
     scales = k
     if IS_FP8:
         PARTS: gl.constexpr = 2 * BLOCK_N // (BLOCK_N if PAGE > BLOCK_N else PAGE)
         WIDTH: gl.constexpr = max(MIN_SCALES, 2 * BLOCK_N // PARTS)
         scales = gl.allocate_shared_memory(gl.float32, [STAGES * PARTS, 1, WIDTH], gl.NVMMASharedLayout(0, 32, 2))
-        # a block in 16 bits
-        wide_k = gl.allocate_shared_memory(gl.float16, [BLOCK_N, DIM], SHARED)
-        wide_v = gl.allocate_shared_memory(gl.bfloat16, [BLOCK_N, DIM], SHARED)
-        own = (queries, weights, wide_k, wide_v)
+        high = gl.allocate_shared_memory(keys.dtype, [LANES, DIM], STORED)
+        low = gl.allocate_shared_memory(keys.dtype, [LANES, DIM], STORED)
+        # of this block and the one before
+        weights = gl.allocate_shared_memory(gl.bfloat16, [2, LANES, BLOCK_N], SHARED)
+        wide_v = gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK_N, DIM], SHARED)
+        own = (high, weights, low, wide_v)
+    else:
+        queries = gl.allocate_shared_memory(DTYPE, [LANES, DIM], SHARED)
+        weights = gl.allocate_shared_memory(DTYPE, [LANES, BLOCK_N], SHARED)
+        own = (queries, weights, queries, weights)
     blocks = (k, v, make_barriers(STAGES, 1), make_barriers(STAGES, 1), scales)
     fence_async_shared()
     tensors = (out, query, singles, shares, arrived, sums, stats, sinks, scale)
@@ -182,7 +192,7 @@ def _split_kernel(
             (_fetch, (sources, blocks, KV_HEADS, DIM, QUERIES, BLOCK_N, PAGE, STAGES, WINDOW, DEPENDENT)),
         ],
         [1],
-        [FETCH_REGISTERS if BLOCK_N == BLOCK_KEYS and DIM < WIDE_HEAD else FEW_FETCH_REGISTERS],
+        [FETCH_REGISTERS if BLOCK_N == BLOCK_KEYS and DIM < WIDE_HEAD and not IS_FP8 else FEW_FETCH_REGISTERS],
     )
 
 
@@ -211,9 +221,15 @@ def _fetch(
         pages = table + row * table_stride
         settled = gl.load(singles + gl.cast(single, gl.int64) * SINGLE_RECORD + 7)
         first_key = _first_key(begin + split * size, length, count, QUERIES, BLOCK_N, WINDOW)
+        if key_scales is not None:
+            following = find_starts(pages, first_key, length, BLOCK_N, PAGE)
         for start in range(first_key, gl.minimum(begin + stop * size, length), BLOCK_N):
-            # page lookup before the wait for a free stage
-            starts = find_starts(pages, start, length, BLOCK_N, PAGE)
+            # page lookup before the wait for a free stage; for FP8, whose blocks are smaller, a block before
+            if key_scales is not None:
+                starts = following
+                following = find_starts(pages, start + BLOCK_N, length, BLOCK_N, PAGE)
+            else:
+                starts = find_starts(pages, start, length, BLOCK_N, PAGE)
             if start + BLOCK_N > settled:
                 wait_for_previous(DEPENDENT)
             stage = done % STAGES
@@ -268,6 +284,7 @@ def _compute(
     LANES: gl.constexpr = queries.shape[0]
     # [keys or dimensions, heads]: a head of one query is a column
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, LANES, 16])
+    FP8_SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, LANES, 32])
     BY_ROW: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // DIM, DIM // 8], [4, 1], [1, 0])
     factor = scale * LOG2E
     q_lane = gl.expand_dims(gl.arange(0, LANES, gl.SliceLayout(1, BY_ROW)), 1)
@@ -295,8 +312,12 @@ def _compute(
         q = gl.load(query + q_offset, mask=(q_lane < GROUP * count) & (q_dim < DIM), other=0.0)
         gl.thread_barrier()  # all warps have finished with the queries of the previous row
         if IS_FP8:
-            q = gl.minimum(gl.maximum(q.to(gl.float32), -MAX_FLOAT16), MAX_FLOAT16)
-        queries.store(q.to(queries.dtype))
+            q_high, q_low, unit = split_queries(q)
+            queries.store(q_high)
+            own[2].store(q_low)
+            factors = gl.expand_dims(gl.convert_layout(unit, gl.SliceLayout(0, SUMS)) * factor, 0)
+        else:
+            queries.store(q)
         fence_async_shared()
         gl.thread_barrier()
         for index in range(split, stop):
@@ -313,26 +334,29 @@ def _compute(
             for start in range(first_key, gl.minimum(begin_keys + size, length), BLOCK_N):
                 stage = done % STAGES
                 mbarrier.wait(there.index(stage), done // STAGES & 1)
-                left_k, left_v = k.index(stage), v.index(stage)
+                left_v, right = v.index(stage), weights
                 if IS_FP8:
-                    left_k, left_v = own[2], own[3]
-                    widen_block(k.index(stage), left_k, length - start, DIM, BLOCK_N)
-                    widen_block(v.index(stage), left_v, length - start, DIM, BLOCK_N)
+                    nothing = gl.zeros([BLOCK_N, LANES], gl.float32, FP8_SUMS)
+                    high = warpgroup_mma(k.index(stage), queries.permute((1, 0)), nothing, use_acc=False, is_async=True)
+                    low = warpgroup_mma(k.index(stage), own[2].permute((1, 0)), nothing, use_acc=False, is_async=True)
+                    left_v, right = own[3].index(done & 1), weights.index(done & 1)
+                    widen_values(v.index(stage), left_v, DIM, BLOCK_N)
                     key_scale = load_scales(scales, 2 * stage, gl.SliceLayout(1, SUMS), BLOCK_N, PAGE)
                     value_scale = load_scales(scales, 2 * stage + 1, gl.SliceLayout(1, SUMS), BLOCK_N, PAGE)
-                    value_scale = gl.where(start + key < length, value_scale, 0.0)
-                    fence_async_shared()
-                    gl.thread_barrier()
-                    mbarrier.arrive(used.index(stage), count=1)
-                nothing = gl.zeros([BLOCK_N, LANES], gl.float32, SUMS)
-                score = warpgroup_mma(left_k, queries.permute((1, 0)), nothing, use_acc=False, is_async=True)
-                score = warpgroup_mma_wait(0, deps=(score,))
-                if IS_FP8:
-                    score *= gl.expand_dims(key_scale, 1)
+                    value_scale = gl.where(start + key < length, value_scale * HALF_RANGE, 0.0)
+                    high, low = warpgroup_mma_wait(0, deps=(high, low))
+                    score = gl.convert_layout(high + low * 0.0625, SUMS) * gl.expand_dims(key_scale, 1)
+                else:
+                    nothing = gl.zeros([BLOCK_N, LANES], gl.float32, SUMS)
+                    score = warpgroup_mma(
+                        k.index(stage), queries.permute((1, 0)), nothing, use_acc=False, is_async=True
+                    )
+                    score = warpgroup_mma_wait(0, deps=(score,))
+                    factors = factor
                 visible = gl.expand_dims(start + key, 1) < gl.expand_dims(seen, 0)
                 if WINDOW:
                     visible = visible & (gl.expand_dims(start + key, 1) >= gl.expand_dims(seen - WINDOW, 0))
-                score = gl.where(visible, score * factor, float("-inf"))
+                score = gl.where(visible, score * factors, float("-inf"))
                 higher = gl.maximum(top, gl.max(score, 0))
                 base = higher
                 if QUERIES > 1:
@@ -345,20 +369,22 @@ def _compute(
                 acc = acc * fade
                 if IS_FP8:
                     weight *= gl.expand_dims(value_scale, 1)
-                weights.store(gl.permute(weight.to(weights.dtype), (1, 0)))
+                right.store(gl.permute(weight.to(right.dtype), (1, 0)))
                 fence_async_shared()
                 if not IS_FP8:  # noqa: SIM102 - a compile-time condition; the next is not
                     if start + BLOCK_N > length:
                         clear_past_end(left_v, length - start, BY_ROW, BLOCK_N)
                 gl.thread_barrier()
-                acc = warpgroup_mma(left_v.permute((1, 0)), weights.permute((1, 0)), acc, is_async=True)
-                acc = warpgroup_mma_wait(0, deps=(acc,))
                 if IS_FP8:
-                    gl.thread_barrier()  # the next block takes the place of this one
-                else:
+                    mbarrier.arrive(used.index(stage), count=1)
+                acc = warpgroup_mma(left_v.permute((1, 0)), right.permute((1, 0)), acc, is_async=True)
+                acc = warpgroup_mma_wait(0, deps=(acc,))
+                if not IS_FP8:
                     mbarrier.arrive(used.index(stage), count=1)
                 done += 1
 
+            if IS_FP8:
+                acc *= HALF_RANGE
             total = gl.sum(totals, 0)
             if sinks is not None:
                 total += gl.where(index == 0, gl.exp2(sink - top), 0.0)

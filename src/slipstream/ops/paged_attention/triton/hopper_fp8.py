@@ -1,8 +1,7 @@
-"""FP8 pages for decode attention on Hopper: TMA copies of numbers and scales, and conversion to 16 bits.
+"""FP8 pages for decode attention on Hopper: TMA copies of numbers and scales, FP8 queries, values in 16 bits.
 
-MMAs of FP8 numbers need FP8 queries and weights, so the consumer warps convert a block in shared memory. Keys become
-float16, which holds every number of e4m3 and takes one instruction for two; queries are float16 too, clamped to
-65,504. Values become bfloat16: a weight times the scale of its value may be too small for float16.
+Keys are multiplied as they lie, by two FP8 matrices whose sum is the queries. MMAs of FP8 sum along rows only, and
+values are summed over keys, so the consumer warps widen them to bfloat16 in shared memory.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from slipstream.ops.cache_write.fp8 import FP8, scales_of
 
-MAX_FLOAT16 = gl.constexpr(65504.0)
+HALF_RANGE = gl.constexpr(2.0**60)  # twice: what `widen_values` divides by
 MIN_SCALES = gl.constexpr(32)  # per copy: 128 bytes
 
 
@@ -108,13 +107,43 @@ def load_scales(scales, index, LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr, PAGE
 
 
 @gluon.jit
-def widen_block(block, target, num_valid, DIM: gl.constexpr, BLOCK_N: gl.constexpr):
-    """The numbers of `block` [BLOCK_N, DIM] in the dtype of `target`; zeros from `num_valid` on, since a page may hold
-    NaN of earlier rows."""
+def split_queries(q):
+    """Queries [lanes, dim] as unit * (high + low / 16), with FP8 `high` and `low` and a power of two `unit` for each
+    lane. Exact for bfloat16, but for numbers below 2 ** -13 of the lane's largest: an error below 2 ** -16 of it."""
+    numbers = q.to(gl.float32)
+    largest = gl.max(gl.abs(numbers), 1).to(gl.int32, bitcast=True)
+    exponent = gl.minimum(gl.maximum(largest >> 23, 8), 254)
+    unit = ((exponent - 7) << 23).to(gl.float32, bitcast=True)  # the largest is 128 to 256 of them
+    numbers *= gl.expand_dims(((261 - exponent) << 23).to(gl.float32, bitcast=True), 1)
+    # rounded to four bits as integers: ptxas 12.8 reads a stale register where FP8 numbers are converted back
+    high = ((numbers.to(gl.int32, bitcast=True) + 0x80000) & -0x100000).to(gl.float32, bitcast=True)
+    return high.to(gl.float8e4nv), ((numbers - high) * 16).to(gl.float8e4nv), unit
+
+
+@gluon.jit
+def widen_values(block, target, DIM: gl.constexpr, BLOCK_N: gl.constexpr):
+    """The numbers of `block` [BLOCK_N, DIM] times 2 ** -120 as bfloat16: its exponent begins with four bits that e4m3
+    does not have. Every byte becomes a finite number, also those of earlier rows that are NaN."""
     PIECE: gl.constexpr = 32  # rows at a time: registers
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 16], [512 // DIM, DIM // 16], [4, 1], [1, 0])
     for first in gl.static_range(0, BLOCK_N, PIECE):
-        numbers = block.slice(first, PIECE).load(LAYOUT).to(target.dtype)
-        valid = first + gl.arange(0, PIECE, gl.SliceLayout(1, LAYOUT)) < num_valid
-        numbers = gl.where(gl.expand_dims(valid, 1), numbers, gl.zeros_like(numbers))
-        target.slice(first, PIECE).store(numbers)
+        numbers = block.slice(first, PIECE).load(LAYOUT).to(gl.uint8, bitcast=True)
+        wide = gl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b, c, d;
+            prmt.b32 a, $2, 0, 0x1404;
+            prmt.b32 b, $2, 0, 0x3424;
+            and.b32 c, a, 0x80008000;
+            and.b32 d, b, 0x80008000;
+            shr.u32 a, a, 4;
+            shr.u32 b, b, 4;
+            lop3.b32 $0, a, 0x07f007f0, c, 0xea;
+            lop3.b32 $1, b, 0x07f007f0, d, 0xea;
+            }""",
+            "=&r,=&r,r",
+            [numbers],
+            dtype=gl.bfloat16,
+            is_pure=True,
+            pack=4,
+        )
+        target.slice(first, PIECE).store(wide)

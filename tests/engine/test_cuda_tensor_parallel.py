@@ -13,7 +13,9 @@ import time
 import pytest
 
 from slipstream import LLM, LoRARequest, SamplingParams
-from slipstream.errors import EngineDead
+from slipstream.config.options import make_options
+from slipstream.engine.build import foresee
+from slipstream.errors import EngineDead, InvalidOption, ReplicaLost
 from slipstream.structured_params import StructuredOutputsParams
 from tiny import write_tiny
 from tiny_adapter import write_adapter
@@ -100,4 +102,27 @@ def test_experts_adapters_and_a_second_tier_of_two_ranks(tmp_path):
     with LLM(folder, **options, **more) as llm:
         adapted = [each.outputs[0].token_ids for each in llm.generate(PROMPTS, PARAMS[0], lora_request=adapter)]
         assert (run(llm), adapted) == wanted
+        llm.generate([[200 + i, *range(90, 190)] for i in range(4)], PARAMS[0], use_tqdm=False)  # takes all pages
         assert run(llm) == wanted[0] and llm.core.scheduler.cache.tier.bytes_loaded
+
+
+def test_engines_that_share_experts_give_the_tokens_of_one_until_one_is_killed(tmp_path):
+    folder = str(write_tiny(tmp_path, "qwen3_moe", head_dim=64))
+    with LLM(folder, **OPTIONS) as llm:
+        wanted = run(llm)
+    with LLM(folder, **OPTIONS, data_parallel_size=2, enable_expert_parallel=True) as llm:
+        assert run(llm) == wanted
+        stream = llm.stream(PROMPTS[0], SamplingParams(temperature=0, max_tokens=100, ignore_eos=True))
+        next(stream)
+        replicas = llm._sync_loop.engine.client.replicas
+        idle = next(each for each in replicas if not each.requests)
+        os.kill(idle.pid, signal.SIGKILL)  # it has no request, but a part of the experts
+        with pytest.raises(ReplicaLost, match="died after it had sent a part"):
+            list(stream)
+
+
+def test_fewer_gpus_than_ranks_are_refused(tmp_path, monkeypatch):
+    monkeypatch.delenv("SLIPSTREAM_RANKS_SHARE_GPU")
+    folder = str(write_tiny(tmp_path, "qwen3"))
+    with pytest.raises(InvalidOption, match="tensor_parallel_size is 4, and [0-3] GPUs are visible"):
+        foresee(make_options(model=folder, device="cuda", tensor_parallel_size=4))

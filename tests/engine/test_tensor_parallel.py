@@ -109,14 +109,17 @@ def test_options_of_one_rank_are_refused_by_name(tmp_path, options, words):
         foresee(make_options(**{"model": folder, "device": "cpu", "tensor_parallel_size": 2, **options}))
 
 
-def test_ranks_on_gpus_are_for_tests(monkeypatch):
-    monkeypatch.delenv("SLIPSTREAM_RANKS_SHARE_GPU", raising=False)
-    with pytest.raises(InvalidOption, match="ranks run on the CPU only so far"):
-        check_rank_options(make_options(tensor_parallel_size=2, num_pages=9), "cuda")
+def test_fewer_gpus_than_ranks_are_refused(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2,3")
+    options = make_options(tensor_parallel_size=4)
+    with pytest.raises(InvalidOption, match="tensor_parallel_size is 4, and 3 GPUs are visible"):
+        check_rank_options(options, "cuda")
+    check_rank_options(make_options(tensor_parallel_size=3), "cuda")
+    check_rank_options(options, "cpu")
     monkeypatch.setenv("SLIPSTREAM_RANKS_SHARE_GPU", "1")
     with pytest.raises(InvalidOption, match="give num_pages"):
-        check_rank_options(make_options(tensor_parallel_size=2), "cuda")
-    check_rank_options(make_options(tensor_parallel_size=2, num_pages=9), "cuda")
+        check_rank_options(options, "cuda")
+    check_rank_options(make_options(tensor_parallel_size=4, num_pages=9), "cuda")
 
 
 def test_several_models_are_refused(tmp_path):

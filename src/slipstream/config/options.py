@@ -182,7 +182,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         str | None, _doc("short form of speculative_config: a method, or a method and K, as ngram or suffix:8")
     ] = None
     tensor_parallel_size: Annotated[
-        int, _doc("processes that share one model, each with a part of its heads and MLPs; on the CPU only so far")
+        int,
+        _doc("processes that share one model, each with a part of its heads and MLPs, and a GPU; see docs/scale.md"),
     ] = 1
     data_parallel_size: Annotated[
         int,

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from slipstream.config.config import EngineConfig
-from slipstream.config.gpus import SHARE_VARIABLE, ranks_share_gpu
+from slipstream.config.gpus import SHARE_VARIABLE, ranks_share_gpu, visible_gpus
 from slipstream.config.options import Options
 from slipstream.errors import InvalidOption
 
@@ -22,14 +22,6 @@ def check_rank_options(options: Options, device_kind: str) -> None:
     if count == 1:
         return
     for is_there, what in (
-        (
-            device_kind != "cpu" and not ranks_share_gpu(),
-            f"the device is {device_kind}; ranks run on the CPU only so far: use device cpu",
-        ),
-        (
-            device_kind != "cpu" and options.num_pages is None and options.kv_cache_memory is None,
-            f"{SHARE_VARIABLE} is set; ranks do not share the memory that is left: give num_pages",
-        ),
         (options.deterministic, "deterministic is set; the order of sums over ranks depends on the step: leave it out"),
         (
             options.speculative_config is not None or options.drafts is not None,
@@ -39,14 +31,33 @@ def check_rank_options(options: Options, device_kind: str) -> None:
     ):
         if is_there:
             raise InvalidOption(f"tensor_parallel_size is {count}, and {what}, or use tensor_parallel_size 1")
+    if device_kind == "cuda":
+        _check_gpus(options, len(visible_gpus()))
+
+
+def _check_gpus(options: Options, num_gpus: int) -> None:
+    count = options.tensor_parallel_size
+    if not ranks_share_gpu():
+        if num_gpus < count:
+            raise InvalidOption(
+                f"tensor_parallel_size is {count}, and {num_gpus} GPUs are visible; each rank needs its own: lower "
+                "tensor_parallel_size, or run on the CPU with device cpu"
+            )
+    else:
+        _check_cache_size(options)
+
+
+def _check_cache_size(options: Options) -> None:
+    if options.num_pages is None and options.kv_cache_memory is None:
+        raise InvalidOption(f"{SHARE_VARIABLE} is set, and ranks do not share the memory that is left; give num_pages")
 
 
 def _check_expert_parallel(options: Options, device_kind: str) -> None:
+    """The number of GPUs is checked by ReplicaProcesses."""
     count = options.data_parallel_size
     if not options.enable_expert_parallel or count == 1:
         return
     for is_there, what in (
-        (device_kind != "cpu", f"the device is {device_kind}; engines share experts on the CPU only so far: use cpu"),
         (options.tensor_parallel_size > 1, "tensor_parallel_size divides the engine as well: use 1"),
         (options.deterministic, "deterministic is set; experts of other engines are not batch-invariant: leave it out"),
         (options.speculative_config is not None or options.drafts is not None, "drafts run alone: leave them out"),
@@ -57,6 +68,8 @@ def _check_expert_parallel(options: Options, device_kind: str) -> None:
                 f"enable_expert_parallel is set with data_parallel_size {count}, and {what}, or leave "
                 "enable_expert_parallel out to run whole copies"
             )
+    if device_kind == "cuda" and ranks_share_gpu():
+        _check_cache_size(options)
 
 
 def check_rank_config(config: EngineConfig) -> None:

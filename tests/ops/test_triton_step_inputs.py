@@ -82,6 +82,15 @@ def check(out: StepInputs, state: tuple[torch.Tensor, ...], rows: list[int], cou
     assert len(out.ids) == token
 
 
+@pytest.mark.parametrize("width", [16, 17])
+def test_several_programs_copy_the_pages_of_a_row(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel_gather(*tables(1), PAGE, 1, StepRows(torch.tensor([5], device=DEVICE)))  # skips where there is no kernel
+    monkeypatch.setattr("slipstream.ops.step_inputs.triton._PAGES", 8)
+    state, rows = tables(2), [5, 0, 3]
+    out = kernel_gather(*state, PAGE, width, StepRows(torch.tensor(rows, device=DEVICE)))
+    check(out, state, rows, [1] * 3, None)
+
+
 @GATHERS
 @pytest.mark.parametrize("groups", [1, 2])
 def test_rows_of_one_token(gather: Any, groups: int) -> None:

@@ -9,7 +9,7 @@ import triton.language as tl
 from slipstream.ops.step_inputs.reference import StepInputs, StepRows
 
 _TOKENS = 128  # per program
-_PAGES = 2048  # per loop iteration
+_PAGES = 2048  # of a row per program
 
 
 def gather_inputs(
@@ -34,7 +34,8 @@ def gather_inputs(
     assert out.slots.is_contiguous() and out.pages.is_contiguous() and out.slots.shape == (num_groups, num_tokens)
     assert len(out.ids) == num_tokens and out.pages.shape[1] == len(out.lengths) == num_rows
     num_blocks = triton.cdiv(num_tokens, _TOKENS)
-    _gather_kernel[(num_blocks + num_rows,)](
+    num_parts = max(1, triton.cdiv(width, _PAGES))
+    _gather_kernel[(num_blocks + num_rows * num_parts,)](
         computed,
         next_tokens,
         tables,
@@ -47,6 +48,7 @@ def gather_inputs(
         num_tokens,
         num_rows,
         num_blocks,
+        num_parts,
         width,
         tables.shape[1],
         tables.shape[2],
@@ -61,12 +63,13 @@ def gather_inputs(
     return out
 
 
-# grid: (blocks of tokens + rows,)
+# grid: (blocks of tokens + rows * parts of their pages,)
 @triton.jit(
     do_not_specialize=[
         "num_tokens",
         "num_rows",
         "num_blocks",
+        "num_parts",
         "width",
         "table_rows",
         "table_width",
@@ -91,6 +94,7 @@ def _gather_kernel(
     num_tokens,
     num_rows,
     num_blocks,
+    num_parts,
     width,
     table_rows,
     table_width,
@@ -123,17 +127,18 @@ def _gather_kernel(
             where = slots + tl.cast(group, tl.int64) * num_tokens + token
             tl.store(where, held * PAGE + position % PAGE, mask=mask)
     else:
-        entry = program - num_blocks
+        entry = (program - num_blocks) // num_parts
+        part = (program - num_blocks) % num_parts
         own = tl.load(rows + entry)
-        length = tl.load(computed + own)
-        if counts is not None:
-            length += tl.load(counts + entry)
-        else:
-            length += 1
-        tl.store(lengths + entry, length)
+        if part == 0:
+            length = tl.load(computed + own)
+            if counts is not None:
+                length += tl.load(counts + entry)
+            else:
+                length += 1
+            tl.store(lengths + entry, length)
+        page = part * PAGES + tl.arange(0, PAGES)
         for group in range(GROUPS):
             source = tables + group * table_size + own * table_width
             target = pages + (tl.cast(group, tl.int64) * num_rows + entry) * out_width
-            for start in range(0, width, PAGES):
-                page = start + tl.arange(0, PAGES)
-                tl.store(target + page, tl.load(source + page, mask=page < width), mask=page < width)
+            tl.store(target + page, tl.load(source + page, mask=page < width), mask=page < width)

@@ -51,6 +51,7 @@ def test_results_are_those_of_resident_layers(num_layers, num_streamed):
     streamed.start()
     for _ in range(2):
         assert torch.equal(run(streamed, layers, x), expected)
+    assert streamed.num_bytes == sum(parameter_bytes(layers)[-num_streamed:])
     addresses = {layer.inner.weight.data_ptr() for layer in list(layers)[-num_streamed:]}
     assert len(addresses) == min(num_streamed, 2), "two buffers take turns"
 

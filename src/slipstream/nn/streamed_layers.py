@@ -67,6 +67,11 @@ class StreamedLayers:
         if device.type == "cuda":
             weakref.finalize(self, _unpin, self._hosts)
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that a step copies to the device."""
+        return sum(map(len, self._hosts))
+
     def start(self) -> None:
         """The weights are loaded: from now on layers run on the buffers. No step may be running."""
         for number, layer in enumerate(self._streamed):

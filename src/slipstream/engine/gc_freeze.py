@@ -10,17 +10,36 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-@contextmanager
-def frozen_gc() -> Iterator[None]:
-    """Exclude all present objects from garbage collection until the block ends. Both ends cost almost nothing.
+class FrozenGc:
+    """Excludes present objects from garbage collection, in one block at a time.
 
-    Does nothing if the process has frozen objects already: the end of the block would return those to the collector.
+    Python counts frozen objects by visiting each of them, 80 ms for a million. The count is taken until it is not zero
+    once: a process that has frozen its objects keeps them so.
     """
-    if gc.get_freeze_count():
-        yield
-        return
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
+
+    def __init__(self) -> None:
+        self._is_open = False
+        self._is_left_to_process = False
+
+    @contextmanager
+    def block(self) -> Iterator[None]:
+        """Exclude all present objects from garbage collection until the block ends. Both ends cost almost nothing.
+
+        Does nothing inside another block, or if the process has frozen objects: the end of the block would return those
+        to the collector.
+        """
+        if not (self._is_open or self._is_left_to_process):
+            self._is_left_to_process = gc.get_freeze_count() > 0
+        if self._is_open or self._is_left_to_process:
+            yield
+            return
+        self._is_open = True
+        gc.freeze()
+        try:
+            yield
+        finally:
+            gc.unfreeze()
+            self._is_open = False
+
+
+frozen_gc = FrozenGc().block

@@ -19,6 +19,7 @@ from slipstream.params import SamplingParams
 from slipstream.serve.bench.workload import Item, Workload
 
 if TYPE_CHECKING:
+    from slipstream.config.config import EngineConfig
     from slipstream.engine.core import EngineCore
     from slipstream.frontend.request_state import RequestState
     from slipstream.llm import LLM
@@ -113,7 +114,7 @@ def measure(
     detokenize: bool = False,
     advance: Advance = lambda tokens: None,
 ) -> list[Trial]:
-    """Returns `repeats` trials, fastest first. The warm-up is one short request, which takes the first-use costs.
+    """Returns `repeats` trials in the order in which they ran. A warm-up before them takes the first-use costs.
 
     `rate`: mean arrivals per second of a Poisson process; without it all requests arrive at the start.
     """
@@ -125,11 +126,11 @@ def measure(
         )
     vocab_size = llm.config.model.info.vocab_size
     if warmup:
-        first = workload.items(vocab_size, -1)[0]
-        _run(llm, [Item(first.prompt, min(first.output_len, 4))], params, None, None, detokenize, lambda tokens: None)
+        first = _warm_up_items(llm.config, workload, concurrency)
+        _run(llm, first, params, concurrency, None, detokenize, lambda tokens: None)
     # trials at a rate have other prompts than those before, which measured the possible rate: no prefix cache hits
     trial_numbers = range(repeats) if rate is None else range(repeats, 2 * repeats)
-    trials = [
+    return [
         _run(
             llm,
             workload.items(vocab_size, trial),
@@ -141,7 +142,22 @@ def measure(
         )
         for trial in trial_numbers
     ]
-    return sorted(trials, key=lambda trial: trial.seconds)
+
+
+def best_of(trials: Sequence[Trial]) -> Trial:
+    return min(trials, key=lambda trial: trial.seconds)
+
+
+def _warm_up_items(config: EngineConfig, workload: Workload, concurrency: int | None) -> list[Item]:
+    """The requests of the warm-up. A CPU needs one short request. A GPU captures every size of step at its first use,
+    so the warm-up has the steps of a trial: all rows, with outputs that last until the last prompt is computed."""
+    items = workload.items(config.model.info.vocab_size, -1)
+    scheduler, num_rows, num_steps = config.scheduler, 1, 1
+    if config.device.kind != "cpu":
+        num_rows = min(concurrency or len(items), scheduler.max_num_seqs)
+        each = max(1, scheduler.max_num_batched_tokens - num_rows)  # prompt tokens of a step beside decoding rows
+        num_steps = -(-sum(len(item.prompt) for item in items[:num_rows]) // each)
+    return [Item(item.prompt, min(item.output_len, num_steps + 3)) for item in items[:num_rows]]
 
 
 def _run(

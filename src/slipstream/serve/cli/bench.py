@@ -18,7 +18,7 @@ from slipstream.errors import InvalidOption
 from slipstream.params import SamplingParams
 from slipstream.serve.bench import tables
 from slipstream.serve.bench.machine import check_gpu, measure_gpu
-from slipstream.serve.bench.measure import Trial, measure
+from slipstream.serve.bench.measure import Trial, best_of, measure
 from slipstream.serve.bench.shapes import SHAPES, Shape
 from slipstream.serve.bench.startup import measure_startup
 from slipstream.serve.bench.workload import Workload
@@ -231,7 +231,7 @@ class _Bench:
         for name, shape in shapes.items():
             try:
                 rate = None if rates is None else self._rate(shape)
-                best = self._measure(shape, rate, name)[0]
+                best = best_of(self._measure(shape, rate, name))
             except InvalidOption as error:
                 refused = error
                 found[name] = {"error": str(error)}
@@ -247,7 +247,7 @@ class _Bench:
         """The request rate for latency: --rate, or --load of the measured throughput."""
         if self.args.rate is not None:
             return float(self.args.rate)
-        return float(self.args.load * self._measure(shape)[0].requests_per_second)
+        return float(self.args.load * best_of(self._measure(shape)).requests_per_second)
 
     def _measure(self, shape: Shape, rate: float | None = None, name: str = "") -> list[Trial]:
         args = self.args
@@ -263,19 +263,19 @@ class _Bench:
                 detokenize=args.detokenize,
                 advance=advance,
             )
-        self.best[name or tables.shape_line(shape.workload)] = trials[0]
+        self.best[name or tables.shape_line(shape.workload)] = best_of(trials)
         return trials
 
     def _print(self, workload: dict[str, Any], trials: list[Trial], note: str) -> None:
         """Prints the table of one workload."""
-        seconds = [trial.seconds for trial in trials]
+        best, seconds = best_of(trials), [trial.seconds for trial in trials]
         shown = {name: value for name, value in workload.items() if name != "rate"}
-        best_of = f", best of {len(trials)}" if len(trials) > 1 else ""
+        repeats = f", best of {len(trials)}" if len(trials) > 1 else ""
         self._show(
-            f"{tables.engine_line(self.llm.config)}: {tables.shape_line(Workload(**shown))}{note}{best_of}\n"
-            + tables.trial_table(trials[0], self.startup)
+            f"{tables.engine_line(self.llm.config)}: {tables.shape_line(Workload(**shown))}{note}{repeats}\n"
+            + tables.trial_table(best, self.startup)
         )
-        self._print_json({"workload": workload} | trials[0].summary() | {"trial_seconds": seconds})
+        self._print_json({"workload": workload} | best.summary() | {"trial_seconds": seconds})
 
     def plot(self) -> None:
         """Draws the best trials, as text and as a picture."""

@@ -37,6 +37,7 @@ def make(
     max_num_seqs=None,
     speculative_config=None,
     kv_cache_dtype="auto",
+    tensor_parallel_size=1,
     **cell,
 ):
     """An LLM for one cell of the matrix."""
@@ -48,6 +49,7 @@ def make(
         max_model_len=MAX_LEN,
         speculative_config=speculative_config,
         kv_cache_dtype=kv_cache_dtype,
+        tensor_parallel_size=tensor_parallel_size,
         **options_of(few_pages=21, depth=depth, **cell) | rows,
         _device=DelayedDevice(depth) if late else device,
     )

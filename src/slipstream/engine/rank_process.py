@@ -36,6 +36,7 @@ from slipstream.engine.ranks import ADAPTER, END, FINISH, FREE, LATE, MARK, PLAN
 from slipstream.engine.workers import LocalRunner
 from slipstream.log import set_up_child_log
 from slipstream.runner.assemble import build_runner
+from slipstream.runner.runner import ModelRunner
 
 
 def main(argv: list[str]) -> int:
@@ -49,7 +50,7 @@ def main(argv: list[str]) -> int:
 
 def _run_local(argv: list[str]) -> int:
     config = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=EngineConfig)
-    _run(config, PlanReader(*map(int, argv[:3])), Path(argv[3]))
+    run_rank(config, PlanReader(*map(int, argv[:3])), Path(argv[3]))
     return 0
 
 
@@ -61,12 +62,12 @@ def _run_remote(descriptor: int) -> int:
         return 0  # rank 0 has ended
     start = msgspec.msgpack.decode(data, type=RankStart)
     store = TCPStore(start.store_address, start.store_port, None, False, TIMEOUT, wait_for_workers=False)
-    _run(start.config, PlanSocketReader(sock, receive_exactly), store, str(sock.getsockname()[0]))
+    run_rank(start.config, PlanSocketReader(sock, receive_exactly), store, str(sock.getsockname()[0]))
     return 0
 
 
-def _run(config: EngineConfig, plans: PlanSource, store: Path | Store, address: str = "127.0.0.1") -> None:
-    """`store`, `address`: as for Group."""
+def run_rank(config: EngineConfig, plans: PlanSource, store: Path | Store, address: str = "127.0.0.1") -> ModelRunner:
+    """Builds the runner of a rank, runs all plans, and returns it. `store`, `address`: as for Group."""
 
     joined: list[Group] = []
 
@@ -81,6 +82,7 @@ def _run(config: EngineConfig, plans: PlanSource, store: Path | Store, address: 
         pages = ShardPages(config, joined[0], runner.tier)
     joined[0].send(STARTED.format(config.model.rank), b"")
     run_plans(runner, plans, config.scheduler.depth, runner.adapters, runner.tier, pages)
+    return runner
 
 
 class PlanSource(Protocol):

@@ -1,0 +1,98 @@
+"""Ranks of `tensor_parallel_size` as threads of this process: the code of a rank's process, with plans through a ring
+in shared memory and collectives by gloo, without the seconds that a process takes to start."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from slipstream.config.config import EngineConfig
+from slipstream.dist.group import Group, announce_end
+from slipstream.dist.plan_ring import PlanReader, PlanWriter
+from slipstream.engine import build_ranks
+from slipstream.engine.rank_link import RankLink
+from slipstream.engine.rank_process import run_rank
+from slipstream.engine.ranks import END, Ranks
+
+
+class RankThreads(Ranks):
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__()
+        self.num_ranks = config.model.num_ranks
+        self.plans = PlanWriter(self.num_ranks - 1)
+        self._folder = tempfile.TemporaryDirectory(prefix="slipstream-ranks-")
+        self.store = Path(self._folder.name) / "store"
+        self.errors: list[BaseException] = []
+        self._ends = [os.pipe() for _ in range(1, self.num_ranks)]
+        self._threads = [
+            threading.Thread(target=self._run, args=(config, rank), name=f"rank {rank}", daemon=True)
+            for rank in range(1, self.num_ranks)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self, config: EngineConfig, rank: int) -> None:
+        files = self.plans.files[rank - 1]
+        try:
+            own = msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, rank=rank))
+            sent = msgspec.msgpack.decode(msgspec.msgpack.encode(own), type=EngineConfig)  # as to a process
+            run_rank(sent, PlanReader(*files), self.store).close()
+        except BaseException as error:
+            self.errors.append(error)
+            raise
+        finally:
+            os.close(files.messages)
+            os.close(files.acknowledgements)
+            os.close(self._ends[rank - 1][1])
+
+    def wait_until_loaded(self) -> None:
+        rank = self.plans.wait_until_ready()
+        assert rank is None, f"rank {rank} did not start: {self.errors}"
+
+    def open_group(self, device: torch.device) -> Group:
+        return Group(0, self.num_ranks, self.store, device=device)
+
+    def end_files(self) -> list[int]:
+        return [reads for reads, _ in self._ends]
+
+    def dead_rank(self, seconds: float = 0.0) -> str | None:
+        for thread in self._threads:
+            thread.join(seconds)
+            if not thread.is_alive():
+                return f"{thread.name} has ended: {self.errors}"
+        return None
+
+    def end_others(self, how: str) -> None:
+        announce_end(self.store, self.num_ranks, how)
+
+    def close(self) -> None:
+        self._stop_watching()
+        self.plans.write(END)
+        for thread in self._threads:
+            thread.join(20)
+            assert not thread.is_alive(), f"{thread.name} does not end"
+        self.plans.close()
+        self._folder.cleanup()
+        for reads, _ in self._ends:
+            os.close(reads)
+        self._close_files()
+        assert not self.errors
+
+    def kill(self) -> None:
+        """Threads end with the process."""
+        self._stop_watching()
+
+
+def run_ranks_as_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines that are built from now on have their ranks in threads."""
+
+    def open_ranks(config: EngineConfig, link: RankLink | None) -> Ranks | None:
+        return None if config.model.num_ranks == 1 else RankThreads(config)
+
+    monkeypatch.setattr(build_ranks, "_open_ranks", open_ranks)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -49,13 +50,22 @@ def add_struct_flags(
 ) -> None:
     """Adds a flag for every field, from its annotation. `aliases`: names of some of them in other programs."""
     group = parser.add_argument_group(title)
+    for name, kind, text, default in _described_fields(struct):
+        if name not in leave_out:
+            _add_flag(group, name, kind, text, default, aliases.get(name))
+
+
+@cache  # most subcommands have the engine's flags, and Python evaluates each annotation anew
+def _described_fields(struct: type[msgspec.Struct]) -> list[tuple[str, Any, str, Any]]:
+    """Returns name, type, description and default of every field."""
     hints = get_type_hints(struct, include_extras=True)
+    found = []
     for field in msgspec.structs.fields(struct):
         hint = hints[field.name]
         assert get_origin(hint) is Annotated, f"{struct.__name__}.{field.name} has no description"
         kind, meta = get_args(hint)
-        if field.name not in leave_out:
-            _add_flag(group, field.name, kind, meta.description, field.default, aliases.get(field.name))
+        found.append((field.name, kind, meta.description, field.default))
+    return found
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -68,7 +78,7 @@ def add_sampling_flags(
 ) -> None:
     """Adds flags for these fields. Without `max_tokens` there is no default for it."""
     group = parser.add_argument_group("sampling", "Defaults are those of the model's generation_config.json.")
-    hints = get_type_hints(SamplingParams)
+    hints = _sampling_types()
     for name in names:
         text = SAMPLING_HELP[name]
         if name == "stop":
@@ -77,6 +87,11 @@ def add_sampling_flags(
             _add_flag(group, name, hints[name], text, max_tokens if name == "max_tokens" else None)
     if max_tokens is not None:
         parser.set_defaults(max_tokens=max_tokens)
+
+
+@cache
+def _sampling_types() -> dict[str, Any]:
+    return get_type_hints(SamplingParams)
 
 
 def sampling_changes(args: argparse.Namespace) -> dict[str, Any]:

@@ -39,7 +39,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "vaultgemma": {"head_dim": 16, **WINDOWS, "query_pre_attn_scalar": 16},
     "cwm": {"head_dim": 16, **WINDOWS, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
     "modernbert-decoder": {"local_attention": 8, "layer_types": WINDOWS["layer_types"]},
-    "minicpm3": LATENT | {"v_head_dim": 12, "q_lora_rank": 16}, "granite_swa": {}, "youtu": LATENT, "moshi": {},
+    "minicpm3": LATENT | {"v_head_dim": 12, "q_lora_rank": 16}, "granite_swa": {},
+    "youtu": LATENT | {"q_lora_rank": 16}, "moshi": {"ffn_dim": 96},
     "llama": {}, "mistral": {"sliding_window": 9}, "qwen2": {}, "qwen3": {"head_dim": 16}, "phi": {},
     "gemma": {"head_dim": 16}, "gemma2": {"head_dim": 16, **WINDOWS, "query_pre_attn_scalar": 16},
     "glm": {"head_dim": 16},
@@ -52,6 +53,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granitemoe_swa": {"sliding_window": 8, "layer_types": WINDOWS["layer_types"], "num_local_experts": 4},
     "mimo_v2_flash": {"head_dim": 16, "v_head_dim": 12, "n_routed_experts": 8, "num_experts_per_tok": 2,
                       "moe_intermediate_size": 32, **WINDOWS},
+}  # fmt: skip
+# of others: those whose default sizes are of many megabytes
+SIZES: dict[str, dict[str, Any]] = {
+    "gemma4_text": {"vocab_size_per_layer_input": 304, "hidden_size_per_layer_input": 16},
+    "glm4_moe_lite": LATENT | {"q_lora_rank": 16, "n_routed_experts": 8, "moe_intermediate_size": 32},
+    "afmoe": {"num_experts": 8, "moe_intermediate_size": 32},
+    "ernie4_5_moe": {"moe_num_experts": 8, "moe_intermediate_size": 32},
 }  # fmt: skip
 NAMES: dict[str, Any] = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 STRIDE = int(os.environ.get("SLIPSTREAM_ARCHITECTURE_STRIDE", 8))  # 1: every model type of the library
@@ -82,7 +90,7 @@ REASONS = ("layers of type", "does not support other attention", "does not run o
 
 
 def write_config(folder: Path, kind: str, dtype: torch.dtype = torch.float64, **changes: Any) -> Any:
-    config = transformers.CONFIG_MAPPING[kind](**TINY | FAMILIES.get(kind, {}) | changes)
+    config = transformers.CONFIG_MAPPING[kind](**TINY | FAMILIES.get(kind, SIZES.get(kind, {})) | changes)
     config.architectures = [NAMES[kind] if isinstance(NAMES[kind], str) else NAMES[kind][0]]
     config.dtype = str(dtype).removeprefix("torch.")
     config.save_pretrained(folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from functools import cache
 
 import msgspec
 import pytest
@@ -50,20 +51,31 @@ messages = st.lists(
     ),
     max_size=3,
 )
+texts = likely | st.text(max_size=10) | st.lists(st.text(max_size=10), max_size=3)
+usual = dict.fromkeys(("prompt", "tokens", "input", "inputs", "query", "documents", "texts", "text_1"), texts)
+usual |= {"messages": messages, "text_2": texts}
+
+
+@cache  # a strategy is validated once, which takes longer than a draw
+def some_fields(names):
+    return st.dictionaries(st.sampled_from(names), likely | anything, max_size=5)
+
+
+@cache
+def required_fields(body):
+    return [field.encode_name for field in msgspec.structs.fields(body) if field.required]
 
 
 @st.composite
 def bodies(draw, route):
-    names = list(getattr(route.body, "__struct_fields__", TEI_FIELDS))
-    body = draw(st.dictionaries(st.sampled_from(names), likely | anything, max_size=5))
-    texts = likely | st.text(max_size=10) | st.lists(st.text(max_size=10), max_size=3)
-    usual = dict.fromkeys(("prompt", "tokens", "input", "inputs", "query", "documents", "texts", "text_1"), texts)
-    for name, value in {**usual, "messages": messages, "text_2": texts}.items():
+    names = tuple(getattr(route.body, "__struct_fields__", TEI_FIELDS))
+    body = draw(some_fields(names))
+    for name, value in usual.items():
         if name in names and draw(st.integers(0, 9)):
             body[name] = draw(value)
-    for field in msgspec.structs.fields(route.body) if route.path != "/" else ():
-        if field.required and field.encode_name not in body and draw(st.integers(0, 9)):
-            body[field.encode_name] = SAMPLES[route.path][field.encode_name]
+    for name in required_fields(route.body) if route.path != "/" else ():
+        if name not in body and draw(st.integers(0, 9)):
+            body[name] = SAMPLES[route.path][name]
     return body
 
 

@@ -20,6 +20,7 @@ from slipstream.step import (
     EmbedPlan,
     Late,
     LateBias,
+    LogitsEdit,
     PageUpdates,
     PoolAdmission,
     PoolPlan,
@@ -111,3 +112,21 @@ def test_masks(bias):
     if bias is not None:
         late = dataclasses.replace(late, sit_out=SitOut(ints(3), ints(17), ints(5)))
     check_equal(decode_late(encode_late(late)), late)
+
+
+def test_edits_of_logits_travel_without_their_code():
+    edits = (LogitsEdit((3,), abs, print, is_scaled=True), LogitsEdit((2, -1, 4), abs, print, is_batched=True))
+    found = decode_late(encode_late(Late(NO_INTS, NO_INTS.reshape(0, 4), edits=edits))).edits
+    assert [(each.rows, each.is_scaled, each.is_batched) for each in found] == [
+        ((3,), True, False),
+        ((2, -1, 4), False, True),
+    ]
+    with pytest.raises(AssertionError, match="rank 0 only"):
+        found[0].run(None)
+
+
+def test_numbers_of_numpy():
+    params = SamplingParams(temperature=np.float64(0.5))
+    admitted = (Admission(1, 2, 3, 3, 0, params, 1, 0, (), None),)
+    plan = StepPlan(0, NO_INTS, admitted, *(NO_INTS,) * 6, new_pages=())
+    assert decode_plan(encode_plan(plan)).admitted[0].params.temperature == 0.5

@@ -27,8 +27,8 @@ def model(tmp_path_factory):
     return str(write_tiny(tmp_path_factory.mktemp("tiny"), "llama"))
 
 
-def make(model, *, engine=None, few_pages=26, device=None, **cell):
-    options = options_of(few_pages=few_pages, **cell)
+def make(model, *, engine=None, few_pages=26, device=None, tensor_parallel_size=1, **cell):
+    options = options_of(few_pages=few_pages, **cell) | {"tensor_parallel_size": tensor_parallel_size}
     return LLM(model, use_tqdm_on_load=False, max_model_len=96, logits_processors=engine, _device=device, **options)
 
 

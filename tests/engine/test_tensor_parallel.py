@@ -31,9 +31,19 @@ SMALL = dict(
 )
 DRAFTS = {"drafts": "suffix:2"}  # of engines with two ranks
 PROMPTS = [[i, i + 1, i + 2] * (1 + i % 5) for i in range(1, 9)]
+
+
+def prefer(output_ids):
+    return {len(output_ids) % 7: 2.0, 9: -float("inf")}
+
+
+prefer.needs = "tokens"
+
 PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True, logprobs=3),
-    SamplingParams(temperature=0.9, seed=4, max_tokens=12, ignore_eos=True, repetition_penalty=1.2),
+    SamplingParams(
+        temperature=0.9, seed=4, max_tokens=12, ignore_eos=True, repetition_penalty=1.2, logits_processors=[prefer]
+    ),
     SamplingParams(max_tokens=8, structured_outputs=StructuredOutputsParams(regex="[a-c]{2,6}")),  # masks
 ]
 
@@ -104,7 +114,6 @@ def test_two_ranks_give_the_results_of_one_until_one_is_killed(tmp_path, capfd, 
         ({"tensor_parallel_size": 3}, "4 attention heads; give a number that divides it"),
         ({"tensor_parallel_size": 0}, "1 to 64"),
         ({"drafts": "mtp"}, "drafts by mtp need a second model, which one rank runs: use ngram or suffix"),
-        ({"logits_processors": ["a:B"]}, "logits_processors run in one process"),
     ],
 )
 def test_options_of_one_rank_are_refused_by_name(tmp_path, options, words):

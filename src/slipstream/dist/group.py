@@ -72,6 +72,12 @@ class Group:
         self._group._allgather_base(out, x.contiguous()).wait()
         return out
 
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        """The values of rank 0, in the memory of x."""
+        assert x.is_contiguous(), "a collective needs contiguous memory"
+        self._group.broadcast(x, 0).wait()
+        return x
+
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
         """x [size * n, ...] has n rows for each rank. Returns the sum over all ranks of the rows for this one. The
         ranks' parts are added in the order of ranks, so the bits do not depend on sizes."""
@@ -122,6 +128,10 @@ class DryGroup(Group):
         out = x.new_empty(self.size * len(x), *x.shape[1:])
         out[: len(x)] = x
         return out
+
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        assert x.is_contiguous(), "a collective needs contiguous memory"
+        return x
 
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
         return x.unflatten(0, (self.size, -1)).sum(0)

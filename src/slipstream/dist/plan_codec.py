@@ -17,6 +17,7 @@ from slipstream.step import (
     Ints,
     Late,
     LateBias,
+    LogitsEdit,
     PageUpdates,
     PoolPlan,
     PromptScores,
@@ -41,14 +42,15 @@ _Rest = tuple[
     TierPlan | None,
     Ints | None,
 ]
-_LateFields = tuple[Ints, Ints, LateBias | None, Ints | None, SitOut | None]
+_EditedRows = tuple[tuple[int, ...], bool, bool]  # rows, is_scaled and is_batched of a LogitsEdit
+_LateFields = tuple[Ints, Ints, LateBias | None, Ints | None, SitOut | None, tuple[_EditedRows, ...]]
 
 
 def _as_bytes(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return value.dtype.str, value.shape, np.ascontiguousarray(value).tobytes()
-    if isinstance(value, np.integer):
-        return int(value)
+    if isinstance(value, np.generic):
+        return value.item()
     raise TypeError(f"{type(value).__name__} cannot be sent to other ranks")
 
 
@@ -126,10 +128,17 @@ decode_tier = msgspec.msgpack.Decoder(TierPlan, dec_hook=_from_bytes).decode
 
 
 def encode_late(late: Late) -> bytes:
-    assert not late.edits, "code that edits logits runs in one process only"
-    return _encode((late.rows, late.bits, late.bias, late.offsets, late.sit_out))
+    edits = [(edit.rows, edit.is_scaled, edit.is_batched) for edit in late.edits]  # the code stays here
+    return _encode((late.rows, late.bits, late.bias, late.offsets, late.sit_out, edits))
 
 
 def decode_late(data: bytes) -> Late:
-    rows, bits, bias, offsets, sit_out = _decode_late(data)
-    return Late(rows, bits, bias, offsets=offsets, sit_out=sit_out)
+    rows, bits, bias, offsets, sit_out, edited = _decode_late(data)
+    edits = tuple(
+        LogitsEdit(rows_of, _not_here, _not_here, is_scaled, is_batched) for rows_of, is_scaled, is_batched in edited
+    )
+    return Late(rows, bits, bias, edits, offsets, sit_out=sit_out)
+
+
+def _not_here(value: object) -> Any:
+    raise AssertionError("code that edits logits runs on rank 0 only")

@@ -28,7 +28,6 @@ def check_rank_options(options: Options, device_kind: str) -> None:
         (options.deterministic, "deterministic is set; the order of sums over ranks depends on the step: leave it out"),
         (method in WITH_MODEL, f"drafts by {method} need a second model, which one rank runs: use ngram or suffix"),
         (method and device_kind == "cuda", "drafts of several ranks were not run on GPUs yet: leave them out"),
-        (bool(options.logits_processors), "logits_processors run in one process: leave them out"),
     ):
         if is_there:
             raise InvalidOption(f"tensor_parallel_size is {count}, and {what}, or use tensor_parallel_size 1")
@@ -81,6 +80,24 @@ def check_rank_config(config: EngineConfig) -> None:
             f"enable_expert_parallel is set with data_parallel_size {model.num_engines}, and {model.name} only pools; "
             "leave enable_expert_parallel out to run whole copies"
         )
+
+
+NO_PROCESSORS = "logits processors of several ranks were not run on GPUs yet"
+
+
+def check_rank_processors(config: EngineConfig, processors: Sequence[type]) -> None:
+    """`processors`: of the option and of installed packages."""
+    if processors and not can_process(config):
+        names = ", ".join(each.__name__ for each in processors)
+        raise InvalidOption(
+            f"tensor_parallel_size is {config.model.num_ranks}, and the engine has {names}; {NO_PROCESSORS}: leave "
+            "them out, or use tensor_parallel_size 1"
+        )
+
+
+def can_process(config: EngineConfig) -> bool:
+    """Whether requests may have logits processors."""
+    return config.model.num_ranks == 1 or config.device.kind == "cpu"
 
 
 def check_one_model(options: Sequence[Options]) -> None:

@@ -79,7 +79,7 @@ def build_runner(
             runner.tier.take_memory(config.cache)
         fill(progress)
         if join is not None:
-            connect_ranks(model, join(device.torch_device))
+            _connect(runner, config, join(device.torch_device))
         return runner, config
     if join is not None:
         connect_ranks(model, DryGroup(config.model.num_ranks * config.model.num_engines))
@@ -98,7 +98,7 @@ def build_runner(
         device.wait_until_idle()
         group = None if join is None else join(device.torch_device)  # after all forks
         if group is not None:
-            connect_ranks(model, group)
+            _connect(runner, config, group)
         with enough_memory():
             device.compute.run(lambda: _autotune(products, group))
         if measured:  # the dry run has allocated what the largest step needs
@@ -119,6 +119,12 @@ def build_runner(
         warm_up.capture()
     warm_up.run_largest()
     return runner, config
+
+
+def _connect(runner: ModelRunner, config: EngineConfig, group: Group) -> None:
+    connect_ranks(runner.model, group)
+    if runner.sampler is not None and config.model.num_ranks > 1:  # engines that share experts draw for themselves
+        runner.sampler.connect_ranks(group)
 
 
 def _autotune(products: RecordedGemms, group: Group | None) -> None:

@@ -97,6 +97,8 @@ class PlanBuilder:
             )
             return
         params = request.params
+        if params.logits_processors or params.extra_args:  # code and its arguments, which stay with the request
+            params = params.with_changes(logits_processors=None, extra_args=None)
         skipped = 0 if request.embeds is None else request.num_prompt  # the token ids of an embedded prompt are unknown
         has_history = params.needs_history or (self._sends_history and request.computed)
         self.admitted.append(

@@ -3,6 +3,8 @@
 The processor gets a copy of its row on the device, so its torch operations run on the compute stream. The cost: the
 head of the step is not captured, and what the code does on the host delays the head of all rows of the step. A token
 that was forbidden before (-inf) stays forbidden.
+
+With several ranks the code runs on rank 0, which has its state, and the other ranks get the edited rows from there.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import torch
 
 from slipstream.device.sync_check import sync_allowed
+from slipstream.dist.group import Group
 from slipstream.runner.batch.staging import Upload
 from slipstream.runner.sampling.stage import DrawBatch, Stage, StageWork
 from slipstream.runner.sampling.stage_rows import StageRows
@@ -21,6 +24,7 @@ class HostLogits(Stage):
         """`is_scaled`: the stage is after the temperature, for processors that do not change the likeliest token."""
         kind = Processed.SCALED if is_scaled else Processed.LOGITS
         self.rows = StageRows(num_rows, lambda admission: bool(admission.processed & kind))
+        self.group: Group | None = None  # of the ranks that share the model; None: there is one
         self._is_scaled = is_scaled
         self._newest: list[LogitsEdit] = []  # of the step prepared last; filled by `send`
 
@@ -40,8 +44,14 @@ class HostLogits(Stage):
         index_of = {row: index for index, row in enumerate(rows.tolist())}
 
         def edit(logits: torch.Tensor, batch: DrawBatch) -> None:
+            edited: dict[int, None] = {}
             for each in edits:
-                _run(each, logits, [index_of[row] for row in each.rows if row >= 0])
+                indices = [index_of[row] for row in each.rows if row >= 0]
+                edited |= dict.fromkeys(indices)
+                if self.group is None or self.group.rank == 0:
+                    _run(each, logits, indices)
+            if self.group is not None and edited:
+                _copy_from_first(self.group, logits, list(edited))
 
         return StageWork(edit)
 
@@ -49,6 +59,13 @@ class HostLogits(Stage):
         """Host: the edits of the step whose forward was launched last."""
         self._newest += [edit for edit in late.edits if edit.is_scaled == self._is_scaled]
         self._newest = []
+
+
+def _copy_from_first(group: Group, logits: torch.Tensor, indices: list[int]) -> None:
+    """Device: these rows have the values of rank 0 on all ranks."""
+    rows = group.broadcast(torch.stack([logits[index] for index in indices]))
+    for row, index in zip(rows, indices, strict=True):
+        logits[index].copy_(row)
 
 
 def _run(edit: LogitsEdit, logits: torch.Tensor, indices: list[int]) -> None:

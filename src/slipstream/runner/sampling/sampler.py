@@ -11,6 +11,7 @@ import torch
 
 from slipstream.config.config import MAX_STEP_LOGPROBS
 from slipstream.device.device import Device
+from slipstream.dist.group import Group
 from slipstream.ops.drafts import Accepted, DrawnTokens
 from slipstream.ops.sample import TopLogprobs
 from slipstream.params import MAX_PACKED_LOGPROBS
@@ -147,6 +148,10 @@ class Sampler:
         self._late_rows: tuple[Ints, bool] | None = None
         self._kept: tuple[Ints, int | None, Replayed | None] | None = None
         self._generating: set[int] = set()  # rows of generation requests
+
+    def connect_ranks(self, group: Group) -> None:
+        """With several ranks: the group over which edits of logits processors are sent."""
+        self._raw.group = self._scaled.group = group
 
     def apply(self, plan: StepPlan) -> None:
         released = plan.released.tolist()

@@ -11,6 +11,7 @@ import pytest
 from scripted_core import EVERY_TASK, ScriptedCore, facts
 from slipstream.errors import EngineDead, ReplicaLost
 from slipstream.frontend.async_engine import AsyncEngine
+from slipstream.lora_request import LoRARequest
 from slipstream.messages import Submit
 from slipstream.metrics.lane import LaneStats
 from slipstream.params import SamplingParams
@@ -18,6 +19,7 @@ from slipstream.pooling_params import PoolingParams
 from slipstream.request import FinishReason
 from slipstream.transport.backoff import Backoff
 from slipstream.transport.frames import ModelDescriptions, Pulse, Ready
+from slipstream.transport.replica_routing import ReplicaLoad, choose_replica
 from slipstream.transport.replicas import ReplicaClient
 from slipstream.transport.socket_client import SocketClient
 from tiny_tokenizer import write_byte_tokenizer
@@ -28,10 +30,11 @@ PARAMS = SamplingParams(max_tokens=3, ignore_eos=True)
 class ScriptedReplicas:
     """A ReplicaSource of scripted cores. `started` has every core in the order of its start."""
 
-    def __init__(self, folder, *, answers=True, pages=64, **more):
+    def __init__(self, folder, *, answers=True, pages=64, max_loras=0, **more):
         self.models = [facts(folder, **more)]
         self.answers = answers
         self.pages = pages
+        self.max_loras = max_loras
         self.started: list[tuple[int, ScriptedCore]] = []
         self.changed = asyncio.Event()
 
@@ -40,7 +43,7 @@ class ScriptedReplicas:
         loop = asyncio.get_running_loop()
         _, core = await loop.create_unix_connection(lambda: ScriptedCore(answers=self.answers), sock=theirs)
         client = await SocketClient.connect(ours)
-        core.say(Pulse([LaneStats("tiny", num_pages=self.pages, page_size=4)]))
+        core.say(Pulse([LaneStats("tiny", num_pages=self.pages, page_size=4, max_loras=self.max_loras)]))
         core.say(ModelDescriptions(self.models, os.getpid()), Ready())
         self.started.append((index, core))
         self.changed.set()
@@ -149,6 +152,53 @@ def test_a_long_queue_outweighs_a_cached_prefix(folder):
             task.cancel()
 
     with_replicas(folder, scenario, answers=False)
+
+
+SQL, CHAT = LoRARequest("sql", 1, "/sql"), LoRARequest("chat", 2, "/chat")
+
+
+def test_requests_go_where_their_adapter_is_loaded(folder):
+    async def finish(engine, source, index, count, adapter):
+        task = asyncio.ensure_future(last(engine.generate([count] * 3, PARAMS, lora_request=adapter)))
+        source.core(index).token(await until_submitted(source.core(index), count), 1, end=FinishReason.LENGTH)
+        await task
+
+    async def scenario(engine, source):
+        await finish(engine, source, 0, 1, SQL)
+        await finish(engine, source, 1, 1, CHAT)  # replica 0 would drop the adapter that it has
+        await finish(engine, source, 1, 2, CHAT)
+        busy = begin(engine, [9] * 40)
+        await until_submitted(source.core(0), 2)
+        await finish(engine, source, 0, 3, SQL)  # a few tokens of other requests are soon computed
+        busy.cancel()
+        source.core(0).transport.abort()
+        await source.until_started(3)
+        while not engine.client.replicas[0].is_ready:
+            await asyncio.sleep(0)
+        busy = begin(engine, [9] * 40)
+        await until_submitted(source.core(0), 1)
+        await finish(engine, source, 1, 3, SQL)  # a replica that was started again has no adapter
+
+    with_replicas(folder, scenario, answers=False, max_loras=1, takes_adapters=True)
+
+
+def test_an_adapter_is_loaded_again_where_it_was_dropped_or_the_queue_is_long():
+    loads = [ReplicaLoad(), ReplicaLoad()]
+
+    def route(adapter, *, num_tokens=8, ends=True):
+        chosen, (cost,) = choose_replica(loads, [Submit("a", [1] * num_tokens, PARAMS, 0.0, lora=adapter)], 0, 0, 1)
+        if ends:
+            cost.end()
+        return chosen
+
+    assert [route(adapter) for adapter in (SQL, CHAT, SQL, CHAT)] == [0, 1, 0, 1]
+    assert route(None, num_tokens=400, ends=False) == 0
+    assert route(None, num_tokens=300, ends=False) == 1
+    assert route(SQL) == 0
+    assert route(None, num_tokens=700, ends=False) == 1
+    assert route(CHAT) == 0  # instead of SQL, which has been dropped now
+    assert route(CHAT) == 0
+    assert loads[0].has_adapter(CHAT) and not loads[0].has_adapter(SQL)
 
 
 def test_documents_follow_their_query(folder):

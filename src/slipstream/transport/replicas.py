@@ -174,7 +174,8 @@ class ReplicaClient:
             self._held += requests
             return
         lane = next((lane for lane in ready[0].lanes if submits[0].model in ("", lane.model)), LaneStats(""))
-        chosen, costs = choose_replica([each.load for each in ready], submits, lane.page_size, lane.num_pages)
+        loads, limits = [each.load for each in ready], (lane.page_size, lane.num_pages, lane.max_loras)
+        chosen, costs = choose_replica(loads, submits, *limits)
         replica = ready[chosen]
         for request, cost in zip(requests, costs, strict=True):
             request.cost = cost

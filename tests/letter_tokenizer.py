@@ -49,4 +49,4 @@ def make_constraints(max_rows: int = 8) -> Constraints:
 
 def oracle_matcher(params: StructuredOutputsParams) -> LLMatcher:
     """A matcher that nothing of ours has touched."""
-    return LLMatcher(_VOCABULARY, translate(params, frozenset({"<end>"})))
+    return LLMatcher(_VOCABULARY, translate(params, {"<end>": END}))

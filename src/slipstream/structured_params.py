@@ -34,7 +34,8 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, omit_defaults=True):
     json_object: bool | None = None
     """The output is any JSON object."""
     structural_tag: str | dict[str, Any] | None = None
-    """Free text in which some tags enclose JSON: structures (begin, schema, end) and triggers, as object or as text."""
+    """Text of several parts, by a format of vLLM and xgrammar: an object with `format`, or its text. The older form has
+    structures (begin, schema, end) and triggers."""
     disable_any_whitespace: bool = False
     """JSON has no whitespace between its tokens."""
     disable_additional_properties: bool = False

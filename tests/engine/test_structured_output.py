@@ -188,13 +188,22 @@ def test_structural_tags_bind_only_what_is_inside(llm):
             assert inside == "a>7"
 
 
+def test_structural_tags_as_formats(llm):
+    call = {"begin": "<f=a>", "content": {"type": "json_schema", "json_schema": {"const": 7}}, "end": "</f>"}
+    form = {"type": "triggered_tags", "triggers": ["<f="], "tags": [call], "at_least_one": True}
+    form = {"type": "sequence", "elements": [{"type": "regex", "pattern": "[a-c]{2}"}, form]}
+    for sample in generate(llm, {"structural_tag": {"type": "structural_tag", "format": form}}, max_tokens=40):
+        assert re.match("[a-c]{2}<f=a>7</f>", sample.text)
+
+
 def test_wrong_shapes_raise_and_the_engine_goes_on(llm):
     for shape, words in (
         ({"regex": "("}, "unclosed group"),
         ({"json": {"type": "strin"}}, "Invalid type"),
         ({"grammar": "start: (("}, "Expected"),
         ({"json": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
-        ({"structural_tag": {"format": {}}}, "structures"),
+        ({"structural_tag": {"format": {}}}, "type of a format"),
+        ({"structural_tag": {"format": {"type": "any_tokens"}}}, "any_tokens is not supported; use any_text"),
     ):
         for _ in range(2):  # compiled, then from the cache
             with pytest.raises(InvalidParams, match=re.escape(words)) as caught:

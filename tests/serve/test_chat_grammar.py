@@ -29,7 +29,7 @@ def tokenizer(folder):
 def accepts(tokenizer):
     """Whether a text is a whole output; special tokens in it count as such."""
     vocabulary = grammar_vocabulary(tokenizer, tokenizer.vocab_size)
-    special = frozenset(tokenizer.piece(token) for token in tokenizer.special_ids)
+    special = {tokenizer.piece(token): token for token in tokenizer.special_ids}
 
     def check(params: StructuredOutputsParams, text: str) -> bool:
         matcher = llguidance.LLMatcher(vocabulary, translate(params, special), log_level=0)
@@ -49,6 +49,8 @@ SHAPES = [
     ({"grammar": 'start: "{" x\nx: /[}"]/'}, '{"', "{"),
     ({"structural_tag": {"structures": [{"begin": "<f>", "schema": {"const": 5}, "end": "</f>"}], "triggers": ["<f>"]}},
      "a<f>5</f>", "a<f>6</f>"),
+    ({"structural_tag": {"format": {"type": "tag", "begin": "<f>", "content": {"type": "any_text"}, "end": "</f>"}}},
+     "<f>a</f>", "<f>a"),
 ]  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 
 import pytest
@@ -326,6 +327,21 @@ def test_response_format_gives_json_of_the_schema(client, stream):
         text = choice.message.content
     found = json.loads(text)
     assert found["animal"] in ("cat", "dog") and 0 <= found["legs"] <= 8
+
+
+def test_response_format_takes_structural_tags(client):
+    tags = [{"begin": f"<{name}>", "content": {"type": "regex", "pattern": "[0-9]{2}"}, "end": "</f>"} for name in "ab"]
+    form = {"type": "tags_with_separator", "tags": tags, "separator": ",", "at_least_one": True}
+    form = {"type": "structural_tag", "format": form}
+    args = dict(model="tiny", messages=MESSAGES, temperature=1, max_tokens=60)
+    text = client.chat.completions.create(**args, response_format=form).choices[0].message.content
+    assert re.match("<[ab]>[0-9]{2}</f>", text)
+    old = {"type": "structural_tag", "triggers": ["<"], "structures": [{"begin": "<a>", "schema": {}, "end": "</a>"}]}
+    client.chat.completions.create(**args, response_format=old)
+    for wrong, words in (({**form, "strict": True}, "no field 'strict'"), ({**form, "format": {"type": "x"}}, "'x'")):
+        with pytest.raises(openai.BadRequestError, match=words) as caught:
+            client.chat.completions.create(**args, response_format=wrong)
+        assert caught.value.param == "response_format"
 
 
 def test_shapes_of_vllm_and_of_older_clients(client):

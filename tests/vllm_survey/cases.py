@@ -139,8 +139,10 @@ _KNOWN = [
     (r"test_head_dtype", FLOAT32),
     (r"test_regression.py::test_gc$", DEVICE),
     (r"concurrency_limit", "minutes on these CPUs"),
-    (r"beam_search_structured_output|batched_with_non_structured|Meta-Llama.*speculative_config9", TEXT),
-    (r"with_structural_tag", "structural tags in the form of xgrammar's `format` are refused"),
+    (
+        r"beam_search_structured_output|with_structural_tag|batched_with_non_structured|Meta-Llama.*speculative_config9",
+        TEXT,
+    ),
     (r"using_template_offline", NETWORK),
     (r"chat_with_tools_offline", TEXT),
     (r"lora_with_quantization", "bitsandbytes quantises at load"),

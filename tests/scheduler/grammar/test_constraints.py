@@ -29,11 +29,21 @@ SCHEMA = {
     "required": ["name", "ok"],
     "additionalProperties": False,
 }
+TAG = {
+    "type": "tag",
+    "begin": "<f>",
+    "content": {
+        "type": "or",
+        "elements": [{"type": "json_schema", "json_schema": {"enum": [1, "a"]}}, {"type": "any_text"}],
+    },
+    "end": "</f>",
+}
 SHAPES = [
     Shape(json=SCHEMA, disable_any_whitespace=True),
     Shape(regex="[0-9]{2,9}"),
     Shape(choice=["yes", "no", "not known"]),
     Shape(grammar='start: "(" item ("," item)* ")"\nitem: /[a-z]{1,3}/'),
+    Shape(structural_tag={"format": {"type": "sequence", "elements": [TAG, {"type": "optional", "content": TAG}]}}),
 ]
 
 

@@ -10,7 +10,7 @@ import ctypes
 import itertools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -20,9 +20,10 @@ from slipstream.errors import InvalidParams
 from slipstream.scheduler.grammar import pool_library
 from slipstream.scheduler.grammar.checker import GrammarChecker, GrammarTooComplex
 from slipstream.scheduler.grammar.compiled import CompiledGrammar, Matcher
+from slipstream.scheduler.grammar.lark_nodes import BadGrammar
 from slipstream.scheduler.grammar.native_matcher import NativeVocabulary, llguidance_library
 from slipstream.scheduler.grammar.schema_nodes import SchemaNodes, schema_nodes
-from slipstream.scheduler.grammar.translate import BadGrammar, translate
+from slipstream.scheduler.grammar.translate import translate
 from slipstream.structured_params import StructuredOutputsParams
 from slipstream.text.tokenizer import Tokenizer
 
@@ -43,7 +44,7 @@ class Grammars:
         self._pool: ThreadPoolExecutor | None = None
         self._local = threading.local()  # each thread has a checker
         self._checkers: list[GrammarChecker] = []
-        self._vocabulary: tuple[Callable[[str, SchemaNodes | None], Matcher], frozenset[str]] | None = None
+        self._vocabulary: tuple[Callable[[str, SchemaNodes | None], Matcher], Mapping[str, int]] | None = None
         self.threads: ctypes.CDLL | None = None  # that can run the matchers; known after the first compilation
         self._lock = threading.Lock()
 
@@ -82,9 +83,9 @@ class Grammars:
             checker.close()
 
     def _compile(self, params: StructuredOutputsParams) -> CompiledGrammar:
-        new_matcher, special_texts = self._open_vocabulary()
+        new_matcher, special_tokens = self._open_vocabulary()
         try:
-            grammar = translate(params, special_texts)
+            grammar = translate(params, special_tokens)
             error = self._checker().check(grammar)
             if not error:
                 matcher = new_matcher(grammar, schema_nodes(params, grammar))
@@ -101,8 +102,8 @@ class Grammars:
             error = error[:_MAX_ERROR_CHARS] + " ..."
         raise InvalidParams(f"structured_outputs cannot be used: {error}", param="structured_outputs")
 
-    def _open_vocabulary(self) -> tuple[Callable[[str, SchemaNodes | None], Matcher], frozenset[str]]:
-        """A function that makes a matcher of a grammar, and the texts of the special tokens."""
+    def _open_vocabulary(self) -> tuple[Callable[[str, SchemaNodes | None], Matcher], Mapping[str, int]]:
+        """A function that makes a matcher of a grammar, and the ids of special tokens by their text."""
         with self._lock:
             if self._vocabulary is None:
                 tokenizer = self._load_tokenizer()
@@ -111,7 +112,7 @@ class Grammars:
                         "structured_outputs need a tokenizer, and `skip_tokenizer_init=True` is set; unset it",
                         param="structured_outputs",
                     )
-                texts = frozenset(text for token in tokenizer.special_ids if (text := tokenizer.piece(token)))
+                texts = {text: token for token in tokenizer.special_ids if (text := tokenizer.piece(token))}
                 self._vocabulary = self._make_compiler(tokenizer), texts
             return self._vocabulary
 

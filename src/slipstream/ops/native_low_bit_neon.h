@@ -128,6 +128,18 @@ SLIP_INLINE void multiply_tile(int layout, int tokens, const uint8_t *weights, c
         }
         float32x4x2_t s = load_scales(layout, heads, scales, offsets, g);
         int t = 0;
+        // a shift waits for the dots of its sum: those of the other four tokens come between
+        if (tokens == TILE && layout != SLIP_Q6_K) {
+            int32x4_t sums[TILE] = {0};
+            for (int first = 0; first < TILE; first += 4)
+                for (int half = 0; half < 2; half++) dot_high(sums + first, w, x + first, half);
+            for (int first = 0; first < TILE; first += 4) {
+                for (int i = first; i < first + 4; i++) sums[i] = vshlq_n_s32(sums[i], 8);
+                for (int half = 0; half < 2; half++) dot_low(sums + first, w, x + first, half);
+            }
+            for (int i = 0; i < TILE; i++) total[i] = add_block(layout, total[i], sums[i], s, x + i);
+            continue;
+        }
 #pragma GCC unroll 2
         for (; t + 4 <= tokens; t += 4) {
             int32x4_t sums[4] = {0};

@@ -13,7 +13,7 @@ from slipstream.ops import native
 SOURCE = """
 #include "{folder}/native_team.h"
 void start(SlipTeam *team, int64_t most) {{
-    *team = (SlipTeam){{.most = most, .size = most, .best = most, .wait = TEAM_WAIT}};
+    *team = (SlipTeam){{.most = most, .size = most, .wait = TEAM_WAIT}};
 }}
 int64_t add(SlipTeam *team, int64_t rows, double seconds, int64_t late, double now) {{
     slip_team_add(team, rows, seconds, (int)late, now);
@@ -42,6 +42,8 @@ class Machine:
 
     def __init__(self, library, cores, num_threads):
         self.library, self.cores, self.others, self.now = library, cores, 0, 0.0
+        self.pauses = 0.0  # seconds that a thread is late in every second step
+        self.steps = 0
         self.team = ctypes.create_string_buffer(256)
         library.start(self.team, ctypes.c_int64(num_threads))
         self.size = num_threads
@@ -50,16 +52,20 @@ class Machine:
         shared = max(0, self.size + self.others - self.cores)  # threads that share their core
         work = 0.016 / self.size
         if not shared:
-            return work
+            return work + (self.pauses if self.is_late() else 0)
         return 0.016 + 0.004 * shared if self.size > 1 else 0.032  # four waits of 4 ms, or half of a core
+
+    def is_late(self):
+        return self.size > 1 and (self.size + self.others > self.cores or (self.pauses > 0 and self.steps % 2 == 0))
 
     def run(self, seconds, rows=1):
         """Returns the mean time of a step."""
         end, first, steps = self.now + seconds, self.now, 0
         while self.now < end:
             took = self.step_seconds()
-            late = self.size > 1 and self.size + self.others > self.cores
+            late = self.is_late()
             self.now += took
+            self.steps += 1
             self.size = self.library.add(self.team, rows, took, late, self.now)
             steps += 1
         return (self.now - first) / steps
@@ -89,6 +95,32 @@ def test_the_fastest_number_stays_where_every_core_is_shared(library):
     machine.run(3)
     assert machine.size == 2  # 24 ms; 4 threads: 32, 3: 28, 1: 32
     assert machine.run(60) < 1.1 * 0.024
+
+
+def test_threads_that_are_late_now_and_then_stay(library):
+    machine = Machine(library, 2, 2)
+    machine.pauses = 0.003  # 9.5 ms with two threads, 16 with one
+    assert machine.run(60) < 1.02 * 0.0095 and machine.size == 2
+
+
+def test_threads_come_back_though_they_are_late_now_and_then(library):
+    machine = Machine(library, 2, 2)
+    machine.others = 1
+    machine.run(5)
+    assert machine.size == 1
+    machine.others, machine.pauses = 0, 0.003
+    machine.run(8.5)
+    assert machine.size == 2 and machine.run(60) < 1.02 * 0.0095
+
+
+def test_a_program_that_spins_after_refused_trials_is_noticed_at_once(library):
+    machine = Machine(library, 4, 4)
+    machine.pauses = 0.0005
+    machine.run(60)
+    assert machine.size == 4
+    machine.others = 1
+    machine.run(0.5)
+    assert machine.size == 3
 
 
 def test_times_of_other_numbers_of_rows_are_not_compared(library):

@@ -1,10 +1,10 @@
 // Number of threads of a decode step on a machine that other programs use too.
 //
 // A step waits for its threads several times. A thread whose core another program holds comes back after milliseconds,
-// so one such program can make a step ten times as long; with one thread fewer it has a core to itself. Steps are
-// measured in windows, which end early if threads are late: then a search starts. The next windows run with fewer and fewer
-// threads, until no thread is late, and the fastest number stays. Later, after waits that double, one window tries more
-// threads again.
+// so one such program can make a step ten times as long; with one thread fewer it has a core to itself. While threads are
+// late, fewer are tried, and with fewer threads than the engine has, more are tried again. A trial is a window of steps.
+// The number is kept if its steps take less time than the last ones with the number before; a trial that is lost ends at
+// once. After each refused trial the next one waits twice as long, unless steps have become much slower meanwhile.
 //
 // Results do not depend on the number of threads.
 #ifndef SLIP_NATIVE_TEAM_H
@@ -17,20 +17,26 @@
 #endif
 
 #define TEAM_WINDOW 8       // steps, at most
-#define TEAM_LATE 2         // of them with late threads: they end the window
-#define TEAM_WAIT 1.0       // seconds from a search to the next one, or to a trial of more threads, at first
-#define TEAM_MAX_WAIT 60.0
+#define TEAM_LATE 2         // steps of a window with late threads that let it end
+#define TEAM_SKIPPED 2      // steps at the start of a trial that do not count: threads move to other cores
+#define TEAM_USUAL 16       // steps whose mean time is compared with that of a trial
+#define TEAM_WAIT 1.0       // seconds from a refused trial to the next one, at first
+#define TEAM_MAX_WAIT 8.0
+#define TEAM_SLOWER 1.5     // times the step when fewer threads were refused: they are tried at once
+#define TEAM_MAX_ROWS 64    // calls with more tokens are prefill: they take longer than other programs hold a core
 #define LATE 1e-3           // seconds: a thread that others wait for longer is late
 
-enum { TEAM_SETTLED, TEAM_SEARCHING, TEAM_RAISED };
-
 typedef struct {
-    int64_t most, size;              // threads: of the engine, and of the next step
-    int64_t state, steps, late, rows;  // steps of the window, those with late threads, and the rows of each
-    double seconds;                  // of the window; when it ends, of a step of it
-    int64_t best;                    // number of threads to return to
-    double best_seconds;             // of a step with it
-    double wait, next;               // next: time of the next search or trial
+    int64_t most, size;         // threads: of the engine, and of the next step
+    int64_t rows, steps, late;  // steps of the window, the rows of each, and how many had late threads
+    double seconds;             // of the window
+    double usual;               // seconds of a step with this number of threads and rows
+    int64_t counted;            // steps in `usual`
+    int64_t before;             // during a trial: the number to return to; otherwise 0
+    double before_usual;        // with that number
+    int64_t refused;            // the last refused trial: -1 of fewer threads, 1 of more, 0 none
+    double refused_usual;       // of a step when fewer threads were refused
+    double wait, next;          // next: time from which trials are allowed
 } SlipTeam;
 
 __attribute__((weak)) __thread SlipTeam slip_team;  // of the thread that runs steps; the sources share it
@@ -41,68 +47,94 @@ static inline double slip_now(void) {
     return t.tv_sec + 1e-9 * t.tv_nsec;
 }
 
-static inline int64_t slip_team_step(int64_t size) { return size < 16 ? 1 : size / 8; }
-
-static inline void slip_team_settle(SlipTeam *team, int64_t size, double now) {
-    team->state = TEAM_SETTLED;
-    team->size = size;
-    team->next = now + team->wait;
-    team->wait = team->wait * 2 < TEAM_MAX_WAIT ? team->wait * 2 : TEAM_MAX_WAIT;
-}
-
-static inline void slip_team_close_window(SlipTeam *team, double now) {
-    int is_late = team->late >= TEAM_LATE, is_best = team->state == TEAM_SETTLED || team->seconds < team->best_seconds;
-    if (team->state == TEAM_RAISED) {
-        if (!is_late && is_best) {
-            team->wait = TEAM_WAIT;
-            team->best = team->size;
-        }
-        slip_team_settle(team, team->best, now);
-    } else if (team->state == TEAM_SEARCHING || (is_late && now >= team->next)) {
-        if (is_best) {
-            team->best = team->size;
-            team->best_seconds = team->seconds;
-        }
-        if (is_late && team->size > 1) {
-            team->state = TEAM_SEARCHING;
-            team->size -= slip_team_step(team->size);
-        } else {
-            slip_team_settle(team, team->best, now);
-        }
-    } else if (team->size < team->most && now >= team->next) {
-        team->best = team->size;
-        team->best_seconds = team->seconds;
-        team->state = TEAM_RAISED;
-        team->size += slip_team_step(team->size);
-        if (team->size > team->most) team->size = team->most;
-    }
-}
-
-// After a step of `rows` rows. `late`: whether a thread was late. Windows have steps with the same number of rows, since
-// their times are compared.
-static inline void slip_team_add(SlipTeam *team, int64_t rows, double seconds, int late, double now) {
-    if (team->most < 2) return;
-    if (rows != team->rows) {
-        team->rows = rows;
-        team->steps = team->late = 0;
-        team->seconds = 0;
-        if (team->state != TEAM_SETTLED) slip_team_settle(team, team->best, now);
-    }
-    team->seconds += seconds;
-    team->late += late;
-    if (++team->steps < TEAM_WINDOW && team->late < TEAM_LATE) return;
-    team->seconds /= team->steps;
-    slip_team_close_window(team, now);
+static inline void slip_team_open_window(SlipTeam *team) {
     team->steps = team->late = 0;
     team->seconds = 0;
 }
 
-// Number of threads of the next step
-static inline int slip_team_size(void) {
+// direction: -1 for fewer threads, 1 for more
+static inline void slip_team_try(SlipTeam *team, int direction) {
+    int64_t change = team->size < 16 ? 1 : team->size / 8, size = team->size + direction * change;
+    team->before = team->size;
+    team->before_usual = team->usual;
+    team->size = size > team->most ? team->most : size;
+    team->counted = 0;
+    slip_team_open_window(team);
+    team->steps = -TEAM_SKIPPED;
+}
+
+static inline void slip_team_return(SlipTeam *team) {
+    team->size = team->before;
+    team->usual = team->before_usual;
+    team->counted = TEAM_USUAL;
+    team->before = 0;
+    slip_team_open_window(team);
+}
+
+static inline void slip_team_end_trial(SlipTeam *team, double now) {
+    int fewer = team->size < team->before;
+    if (team->seconds < team->before_usual * team->steps) {
+        team->before = team->refused = 0;
+        team->wait = TEAM_WAIT;
+        team->next = now + team->wait;
+        if (fewer && team->late >= TEAM_LATE && team->size > 1)
+            slip_team_try(team, -1);
+        else
+            slip_team_open_window(team);
+        return;
+    }
+    slip_team_return(team);
+    team->refused = fewer ? -1 : 1;
+    if (fewer) team->refused_usual = team->usual;
+    team->next = now + team->wait;
+    team->wait = team->wait * 2 < TEAM_MAX_WAIT ? team->wait * 2 : TEAM_MAX_WAIT;
+}
+
+static inline void slip_team_end_window(SlipTeam *team, double now) {
+    int fewer = team->late >= TEAM_LATE && team->size > 1, more = team->size < team->most;
+    int is_slower = team->refused == -1 && team->usual > TEAM_SLOWER * team->refused_usual;
+    if (fewer && is_slower)
+        slip_team_try(team, -1);
+    else if (now < team->next || (!fewer && !more))
+        slip_team_open_window(team);
+    else if (fewer && more)
+        slip_team_try(team, team->refused == -1 ? 1 : -1);  // in turns
+    else
+        slip_team_try(team, fewer ? -1 : 1);
+}
+
+// After a step of `rows` rows. `late`: whether a thread was late. Only times of steps with the same number of rows are
+// compared.
+static inline void slip_team_add(SlipTeam *team, int64_t rows, double seconds, int late, double now) {
+    if (team->most < 2) return;
+    if (rows != team->rows) {
+        team->rows = rows;
+        if (team->before) slip_team_return(team);
+        slip_team_open_window(team);
+        team->counted = team->refused = 0;
+    }
+    if (team->steps < 0) {
+        team->steps++;
+        return;
+    }
+    if (team->counted < TEAM_USUAL) team->counted++;
+    team->usual = team->counted == 1 ? seconds : team->usual + (seconds - team->usual) / team->counted;
+    team->seconds += seconds;
+    team->late += late;
+    team->steps++;
+    if (team->before) {
+        if (team->steps == TEAM_WINDOW || team->seconds > team->before_usual * TEAM_WINDOW) slip_team_end_trial(team, now);
+    } else if (team->steps == TEAM_WINDOW || team->late >= TEAM_LATE) {
+        slip_team_end_window(team, now);
+    }
+}
+
+// Number of threads of the next call, with `rows` tokens
+static inline int slip_team_size(int64_t rows) {
 #ifdef _OPENMP
     int most = omp_get_max_threads();
-    if (slip_team.most != most) slip_team = (SlipTeam){.most = most, .size = most, .best = most, .wait = TEAM_WAIT};
-    return (int)slip_team.size;
+    if (slip_team.most != most) slip_team = (SlipTeam){.most = most, .size = most, .wait = TEAM_WAIT};
+    return rows > TEAM_MAX_ROWS ? most : (int)slip_team.size;
 #else
     return 1;
 #endif

@@ -304,7 +304,7 @@ int64_t slip_decode_layers(const Model *model, const float *x, float *hidden, co
     int64_t groups = widest / SLIP_BLOCK + 1;
     int is_alone = num_rows == 1;
     // residual, normed, active and activations: once, or for each thread, on cache lines of its own
-    int64_t team = slip_team_size(), copies = is_alone ? team : 1;
+    int64_t team = slip_team_size(num_rows), copies = is_alone ? team : 1;
     int64_t own = num_rows * (groups * sizeof(SlipActivations) + (2 * h + model->ffn) * sizeof(float));
     own = (own + 127) / 128 * 128;
     int64_t outputs = is_alone ? 2 * model->num_layers + 1 : 1;

@@ -98,7 +98,7 @@ int64_t slip_gemm(const float *x, const void *weight, float *out, int64_t layout
 // out [tokens, rows] = x [tokens, size] times the transpose of weight [rows, size]
 void slip_skinny_gemm(const float *x, const void *weight, float *out, int64_t layout, int64_t num_tokens,
                       int64_t num_rows, int64_t size) {
-#pragma omp parallel for schedule(dynamic, 4) if (num_rows * size > 16384) num_threads(slip_team_size())
+#pragma omp parallel for schedule(dynamic, 4) if (num_rows * size > 16384) num_threads(slip_team_size(num_tokens))
     for (int64_t n = 0; n < num_rows; n += PIECE)
         for (int64_t t = 0; t < num_tokens; t += TOKENS)
             slip_plain_rows(x + t * size, weight, out + t * num_rows, layout,

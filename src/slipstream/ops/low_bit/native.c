@@ -94,7 +94,7 @@ int64_t slip_low_bit(const float *x, const uint8_t *weights, const void *scales,
     if (!activations) return 0;
     for (int64_t first = 0; first < num_tokens; first += AT_ONCE) {
         int64_t tokens = num_tokens - first < AT_ONCE ? num_tokens - first : AT_ONCE;
-#pragma omp parallel if (num_rows * groups > 2048) num_threads(slip_team_size())
+#pragma omp parallel if (num_rows * groups > 2048) num_threads(slip_team_size(num_tokens))
         {
 #pragma omp for
             for (int64_t t = 0; t < tokens; t++) {

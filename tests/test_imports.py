@@ -9,6 +9,7 @@ import pytest
 
 from child import child_env
 from import_graph import import_cycles, import_graph
+from slipstream.serve.cli.main import MODULES
 
 SRC = Path(__file__).parents[1] / "src"
 
@@ -96,6 +97,12 @@ def test_the_command_line_answers_without_anything_heavy(argv):
     code = f"from slipstream.serve.cli.main import main\nmain({argv!r})"
     loaded = load(code, ("torch", "numpy", "rich", "jinja2", "tokenizers", "gguf", "safetensors"))
     assert len(loaded) < 200, len(loaded)
+
+
+def test_a_command_loads_no_other_command():
+    loaded = load("from slipstream.serve.cli.main import main\nmain(['chat', '--help'])")
+    commands = {f"slipstream.serve.cli.{name}" for name in MODULES.values()}
+    assert commands.intersection(loaded) == {"slipstream.serve.cli.chat", "slipstream.serve.cli.version"}
 
 
 def test_no_module_imports_itself_through_others():

@@ -1,4 +1,5 @@
 import os
+import re
 import subprocess
 import sys
 
@@ -8,13 +9,19 @@ import slipstream
 from child import child_env
 from slipstream.errors import BadCheckpoint, EngineDead, NotEnoughMemory
 from slipstream.serve.cli import version
+from slipstream.serve.cli.main import MODULES
 
 
 def test_help_lists_the_commands(terminal):
     code, out, _ = terminal.run("--help")
     assert code == 0
-    for command in ("chat", "generate", "bench", "plan", "doctor", "version"):
-        assert f"\n    {command} " in out
+    assert [line.split()[0] for line in out.splitlines() if re.match("    [a-z]", line)] == list(MODULES)
+
+
+@pytest.mark.parametrize("command", MODULES)
+def test_a_command_is_found_without_the_others(terminal, command):
+    code, out, _ = terminal.run(command, "--help")
+    assert code == 0 and out.startswith(f"usage: slipstream {command} ")
 
 
 @pytest.mark.parametrize("command", ["chat", "generate"])

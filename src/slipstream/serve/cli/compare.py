@@ -23,7 +23,7 @@ _SOURCES = 'arguments, from --file, or from standard input: one per line, or JSO
 _MODELS = "with an embedder, such as all-MiniLM-L6-v2 (the default), vectors are compared."
 
 
-def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     rerank = _add(
         commands, "rerank", "sort documents by relevance to a query",
         f"Sorts documents by relevance to a query, best first, and prints score, index and text. Documents are "

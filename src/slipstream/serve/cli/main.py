@@ -1,37 +1,30 @@
 """The `slipstream` command: its subcommands, and the reporting of errors.
 
 An error is one line on stderr: exit code 2 for a user error, 1 for a failure of the engine. Slow imports such as torch
-happen only where a subcommand needs them, so that --help is fast.
+happen only where a subcommand needs them, so that --help is fast; only the subcommand that is given is imported.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 from collections.abc import Sequence
 
 from slipstream.errors import SlipstreamError
-from slipstream.serve.cli import (
-    bench,
-    chat,
-    compare,
-    doctor,
-    embed,
-    evaluate,
-    generate,
-    plan,
-    replay,
-    run_batch,
-    serve,
-    top,
-    version,
-)
+from slipstream.serve.cli import version
 from slipstream.serve.cli.failure import print_failure
 from slipstream.serve.cli.run import OpenLLM, open_llm
 from slipstream.serve.cli.standard import set_up_streams
 from slipstream.serve.cli.wording import Parser, asks_for_json
 
+# the module of each subcommand, in the order of --help
+MODULES = {
+    "chat": "chat", "generate": "generate", "serve": "serve", "top": "top", "run-batch": "run_batch", "embed": "embed",
+    "rerank": "compare", "score": "compare", "bench": "bench", "eval": "evaluate", "plan": "plan", "replay": "replay",
+    "doctor": "doctor", "version": "version",
+}  # fmt: skip
 INTERRUPTED = 130  # a shell's exit code for SIGINT
 BROKEN_PIPE = 141  # and for SIGPIPE
 
@@ -56,7 +49,8 @@ def main(argv: Sequence[str] | None = None, opener: OpenLLM = open_llm) -> int:
         return print_failure(error, as_json=_logs_json(argv))
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """`argv`: what it will parse. If it begins with a subcommand, the parser has no other."""
     parser = Parser(
         prog="slipstream",
         description="Runs language models. `slipstream COMMAND --help` describes a command.",
@@ -67,25 +61,15 @@ def make_parser() -> argparse.ArgumentParser:
     commands: argparse._SubParsersAction[argparse.ArgumentParser] = parser.add_subparsers(
         title="commands", metavar="COMMAND", parser_class=Parser
     )
-    chat.add_command(commands)
-    generate.add_command(commands)
-    serve.add_command(commands)
-    top.add_command(commands)
-    run_batch.add_command(commands)
-    embed.add_command(commands)
-    compare.add_commands(commands)
-    bench.add_command(commands)
-    evaluate.add_command(commands)
-    plan.add_command(commands)
-    replay.add_command(commands)
-    doctor.add_command(commands)
-    version.add_command(commands)
+    given = MODULES.get(argv[0]) if argv else None
+    for name in dict.fromkeys(MODULES.values() if given is None else [given]):
+        importlib.import_module(f"slipstream.serve.cli.{name}").add_command(commands)
     return parser
 
 
 def _run(argv: Sequence[str] | None, opener: OpenLLM) -> int:
     try:
-        args = make_parser().parse_args(argv)
+        args = make_parser(sys.argv[1:] if argv is None else argv).parse_args(argv)
     except SystemExit as end:  # argparse has printed the help or an error
         return int(end.code or 0)
     code: int = args.run(args, opener)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from slipstream.config.options import make_options
@@ -22,9 +25,24 @@ class OpenLLM(Protocol):
 
 def open_llm(**options: Any) -> LLM:
     check_paths(make_options(**options), look_up=True)
-    from slipstream.llm import LLM  # imports torch, which --help and errors do not need
+    with loading():
+        from slipstream.llm import LLM  # imports torch, which --help and errors do not need
 
-    return LLM(**options)
+        return LLM(**options)
+
+
+@contextmanager
+def loading() -> Iterator[None]:
+    """No garbage collection while modules and a model are loaded: the objects are permanent, and every full collection
+    would traverse all of them, as later ones would."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+        gc.freeze()
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def open_with(args: argparse.Namespace, opener: OpenLLM) -> tuple[LLM, SamplingParams]:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from slipstream.config.pooler_config import PoolerConfig as PoolerConfig
     from slipstream.frontend.async_engine import AsyncEngine as AsyncEngine
     from slipstream.frontend.beam_search import BeamSearchParams as BeamSearchParams
+    from slipstream.frontend.engine_args import AsyncEngineArgs as AsyncEngineArgs
+    from slipstream.frontend.engine_args import EngineArgs as EngineArgs
     from slipstream.frontend.logprobs import FlatLogprobs as FlatLogprobs
     from slipstream.frontend.pooling.results import ClassificationOutput as ClassificationOutput
     from slipstream.frontend.pooling.results import ClassificationRequestOutput as ClassificationRequestOutput
@@ -29,9 +31,7 @@ if TYPE_CHECKING:
     from slipstream.frontend.results import Logprob as Logprob
     from slipstream.frontend.results import RequestOutput as RequestOutput
     from slipstream.frontend.stat_loggers import StatLoggerBase as StatLoggerBase
-    from slipstream.frontend.vllm_names import AsyncEngineArgs as AsyncEngineArgs
     from slipstream.frontend.vllm_names import EmbedsPrompt as EmbedsPrompt
-    from slipstream.frontend.vllm_names import EngineArgs as EngineArgs
     from slipstream.frontend.vllm_names import PromptType as PromptType
     from slipstream.frontend.vllm_names import TextPrompt as TextPrompt
     from slipstream.frontend.vllm_names import TokensPrompt as TokensPrompt
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "AdapterLogitsProcessor": "slipstream.logits_processor",
     "AsyncEngine": "slipstream.frontend.async_engine",
-    "AsyncEngineArgs": "slipstream.frontend.vllm_names",
+    "AsyncEngineArgs": "slipstream.frontend.engine_args",
     "AsyncLLM": "slipstream.async_llm",
     "AsyncLLMEngine": "slipstream.async_llm",
     "BatchUpdate": "slipstream.logits_processor",
@@ -61,7 +61,7 @@ _HOMES = {
     "CompletionOutput": "slipstream.frontend.results",
     "EmbeddingOutput": "slipstream.frontend.pooling.results",
     "EmbeddingRequestOutput": "slipstream.frontend.pooling.results",
-    "EngineArgs": "slipstream.frontend.vllm_names",
+    "EngineArgs": "slipstream.frontend.engine_args",
     "FlatLogprobs": "slipstream.frontend.logprobs",
     "LLM": "slipstream.llm",
     "LLMEngine": "slipstream.llm_engine",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Collection, Iterable
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from slipstream.errors import EngineDead, InvalidParams
 from slipstream.frontend.async_engine import AsyncEngine
@@ -14,11 +14,14 @@ from slipstream.frontend.model_config_view import ModelConfigView, VllmConfigVie
 from slipstream.frontend.pooling.results import PoolingRequestOutput, as_plain
 from slipstream.frontend.results import CompletionOutput, RequestOutput
 from slipstream.frontend.stat_loggers import StatLoggerFactory, StatLoggers
-from slipstream.frontend.vllm_names import EngineArgs, check_unused, refuse_running_reset, refuse_unused
+from slipstream.frontend.vllm_names import check_unused, refuse_running_reset, refuse_unused
 from slipstream.lora_request import LoRARequest
 from slipstream.params import SamplingParams
 from slipstream.pooling_params import PoolingParams
 from slipstream.text.script_tokenizer import ScriptTokenizer
+
+if TYPE_CHECKING:
+    from slipstream.frontend.engine_args import EngineArgs
 
 _UNUSED = (
     "tokenization_kwargs", "trace_headers", "data_parallel_rank", "reasoning_ended",

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from slipstream.frontend.step_engine import StepEngine
-from slipstream.frontend.vllm_names import EngineArgs
 from slipstream.llm import LLM
 
 if TYPE_CHECKING:
+    from slipstream.frontend.engine_args import EngineArgs
     from slipstream.metrics.reader import Metric
 
 T = TypeVar("T")

@@ -10,9 +10,11 @@ from slipstream.frontend.model_config_view import ModelConfigView
 from slipstream.frontend.served import ServedModel, choose
 from slipstream.frontend.step_engine import StepEngine
 from slipstream.frontend.sync_loop import SyncLoop
-from slipstream.frontend.vllm_names import EngineArgs
 from slipstream.params import SamplingParams
 from slipstream.text.script_tokenizer import ScriptTokenizer
+
+if TYPE_CHECKING:
+    from slipstream.frontend.engine_args import EngineArgs
 
 _TRANSFER = "update_weights alone replaces weights, from a folder, tensors or received_weights"
 NOT_SUPPORTED = {

@@ -377,7 +377,7 @@ def hopper():
             copy = f"tensordesc<fp8e4nv{box},{gl.NVMMASharedLayout(min(constants['DIM'], 128), 8, 3)!r}>"
             copy_scales = f"tensordesc<fp32{[1, max(32, boxes[0])]},{gl.NVMMASharedLayout(0, 32, 2)!r}>"
             x |= of(copy, "keys values") | of(copy_scales, "key_scales value_scales")
-        else:
+        elif "key_scales" in kernel.arg_names:
             constants |= {"key_scales": None, "value_scales": None}
         constants |= {"KV_HEADS": 2, "BLOCK_N": block_keys}
         signature = {arg: "constexpr" if arg in constants else x.get(arg, "i32") for arg in kernel.arg_names}

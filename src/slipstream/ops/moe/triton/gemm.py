@@ -268,20 +268,5 @@ def _grouped_kernel(
             else:
                 right = tl.load(below + first, mask=(first + k < num_in)[:, None], other=0.0)
             ups = tl.dot(left, right, ups, input_precision="ieee")
-    store_pairs(
-        total,
-        ups,
-        bias,
-        out,
-        pair_weights,
-        expert,
-        index,
-        there,
-        pair,
-        output,
-        num_out,
-        INWARD,
-        GATED,
-        GATE,
-        num_routed,
-    )
+    sums, pairs, weights = (total, ups), (index, there, pair), (pair_weights, num_routed)
+    store_pairs(sums, pairs, output, expert, bias, weights, out, num_out, INWARD, GATED, GATE)

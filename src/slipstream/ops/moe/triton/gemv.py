@@ -157,8 +157,8 @@ def _expert_gemv_kernel(
     if INWARD:
         index = pair + tl.arange(0, 1)
         there = (index >= 0) & is_used
-        total, ups = total[None, :], ups[None, :]
-        store_pairs(total, ups, None, out, None, expert, index, there, index, output, num_out, True, GATED, GATE)
+        sums, pairs = (total[None, :], ups[None, :]), (index, there, index)
+        store_pairs(sums, pairs, output, expert, None, (None, None), out, num_out, True, GATED, GATE)
     else:
         result = (total * factor).to(out.dtype.element_ty)
         tl.store(out + pair * num_out + output, result, mask=(output < num_out) & is_used)

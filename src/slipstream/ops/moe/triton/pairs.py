@@ -27,24 +27,22 @@ def pairs_of(tile, order, table, num_tiles, PAIRS: tl.constexpr):
 
 @triton.jit
 def store_pairs(
-    total,  # [PAIRS, OUTPUTS] float32
-    ups,  # the same, of up rows
-    bias,
-    out,
-    pair_weights,
-    expert,
-    index,
-    there,
-    pair,
+    sums,  # [PAIRS, OUTPUTS] float32, and the same of up rows
+    pairs,  # as `pairs_of` returns them
     output,
+    expert,
+    bias,
+    weights,  # of pairs, and of how many; of further pairs the weight is 1, None: there are none
+    out,
     num_out,
     INWARD: tl.constexpr,
     GATED: tl.constexpr,
     GATE: tl.constexpr,
-    num_weighted=None,
 ):
-    """The epilogue. INWARD: gate and up into sorted rows; else down into pairs, times their weights; of pairs from
-    `num_weighted` on the weight is 1."""
+    """The epilogue. INWARD: gate and up into sorted rows; else down into pairs, times their weights."""
+    total, ups = sums
+    index, there, pair = pairs
+    pair_weights, num_weighted = weights
     inside = output < num_out
     if bias is not None:
         biases = bias + expert.to(tl.int64) * (2 * num_out if GATED else num_out) + output

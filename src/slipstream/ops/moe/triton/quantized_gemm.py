@@ -190,7 +190,5 @@ def _quantized_grouped_kernel(
         factors = tl.load(x_scale + source)[None, :]
         total *= factors
         ups *= factors
-    store_pairs(
-        tl.trans(total), tl.trans(ups), bias, out, pair_weights, expert, index, there, pair, output, num_out,
-        INWARD, GATED, GATE,
-    )  # fmt: skip
+    sums, pairs = (tl.trans(total), tl.trans(ups)), (index, there, pair)
+    store_pairs(sums, pairs, output, expert, bias, (pair_weights, None), out, num_out, INWARD, GATED, GATE)

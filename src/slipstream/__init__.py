@@ -6,9 +6,14 @@ Names are loaded when first used, so that importing the package costs nothing an
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 from slipstream.version import __version__
+
+# Torch's wheels for ARM have an allocator of their own (mimalloc), which reads this when torch is loaded: milliseconds
+# until freed memory goes back to the system. With its default, 10, every step faults in its pages again.
+os.environ.setdefault("MIMALLOC_PURGE_DELAY", "1000")
 
 if TYPE_CHECKING:
     from slipstream.async_llm import AsyncLLM as AsyncLLM

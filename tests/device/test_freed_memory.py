@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import resource
+import subprocess
 import sys
 
 import pytest
 import torch
 
+from child import child_env
 from slipstream.device.device import open_device
 
 NUM_TENSORS, PAGES = 8, 1024  # of 4 KiB, in a tensor
@@ -28,3 +30,28 @@ def test_freed_tensors_leave_their_pages_for_the_next_ones():
     device.run_and_wait(lambda: found.extend(faults() for _ in range(12)))
     device.close()
     assert min(found[6:]) < NUM_TENSORS * PAGES // 8, found
+
+
+PROBE = """
+import os, sys
+
+class AtTorch:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            print(os.environ.get("MIMALLOC_PURGE_DELAY"))
+            sys.exit()
+
+sys.meta_path.insert(0, AtTorch())
+import slipstream.{module}
+"""
+
+
+@pytest.mark.parametrize("module", ["llm", "engine.build", "engine.rank_process", "evaluation"])
+@pytest.mark.parametrize("given", [None, "7"])
+def test_the_allocator_of_torch_keeps_freed_memory_unless_the_user_has_set_it(module, given):
+    env = {name: value for name, value in child_env().items() if name != "MIMALLOC_PURGE_DELAY"}
+    if given is not None:
+        env["MIMALLOC_PURGE_DELAY"] = given
+    code = PROBE.format(module=module)
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [given or "1000"]

@@ -1,4 +1,7 @@
-"""Freed host memory stays with the process, so that steps on a CPU do not fault in the same pages again and again."""
+"""Freed host memory stays with the process, so that steps on a CPU do not fault in the same pages again and again.
+
+For torch on the GNU C library's allocator; `slipstream/__init__.py` sets the option of the allocator in ARM wheels.
+"""
 
 from __future__ import annotations
 

@@ -104,7 +104,11 @@ def wanted(model):
     return results
 
 
-@pytest.mark.parametrize(FACTORS, CELLS)
+# A request that runs alone and without a prefix cache never lacks a page: few pages are then no cell of their own.
+GREEDY_CELLS = [cell for cell in CELLS if cell[0] or cell[2] or not cell[3]]
+
+
+@pytest.mark.parametrize(FACTORS, GREEDY_CELLS)
 def test_greedy_tokens_do_not_depend_on_scheduling(model, wanted, batched, chunked, cached, preempted, depth):
     with make(model, batched=batched, chunked=chunked, cached=cached, preempted=preempted, depth=depth) as llm:
         for _ in range(2 if cached else 1):  # the second time the cache is warm

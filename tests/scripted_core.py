@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from patience import PATIENCE
 from slipstream.config.generation import GenerationDefaults
 from slipstream.config.pooling_info import PoolingInfo
 from slipstream.engine.model_description import ModelDescription
@@ -103,7 +104,7 @@ class ScriptedCore(asyncio.Protocol):
     async def until(self, condition: Any) -> None:
         while not condition():
             self.changed.clear()
-            await asyncio.wait_for(self.changed.wait(), 10)
+            await asyncio.wait_for(self.changed.wait(), PATIENCE)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport: Any = transport

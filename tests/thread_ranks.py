@@ -9,14 +9,24 @@ from typing import TypeVar
 
 import torch
 
+from patience import PATIENCE
+
 T = TypeVar("T")
 
 
 def run_ranks(num_ranks: int, run: Callable[[int, ThreadRank], T]) -> list[T]:
     """Calls `run` with each rank and its group, at once. Returns the results by rank."""
     group = ThreadGroup(num_ranks)
+
+    def run_one(rank: int) -> T:
+        try:
+            return run(rank, group.of(rank))
+        except BaseException:
+            group.barrier.abort()  # the others wait for this rank
+            raise
+
     with ThreadPoolExecutor(num_ranks) as pool:
-        return list(pool.map(lambda rank: run(rank, group.of(rank)), range(num_ranks)))
+        return list(pool.map(run_one, range(num_ranks)))
 
 
 class ThreadGroup:
@@ -24,7 +34,7 @@ class ThreadGroup:
 
     def __init__(self, size: int) -> None:
         self.parts: list[torch.Tensor] = [torch.empty(0)] * size
-        self.barrier = threading.Barrier(size, timeout=20)
+        self.barrier = threading.Barrier(size, timeout=PATIENCE)
 
     def of(self, rank: int) -> ThreadRank:
         return ThreadRank(self, rank)

@@ -1,6 +1,7 @@
 """PlanRing: every reader gets every message in order, a full ring waits, and the end of either side is noticed."""
 
 from __future__ import annotations
+from patience import PATIENCE
 
 import os
 import random
@@ -38,7 +39,7 @@ def test_readers_get_all_messages_while_the_ring_is_reused():
         writer.write(kind, data)
     writer.close()
     for thread in threads:
-        thread.join(20)
+        thread.join(PATIENCE)
     assert found == [sent, sent]
 
 

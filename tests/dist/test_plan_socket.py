@@ -1,6 +1,7 @@
 """Plans over sockets: every rank gets every message, either side notices the end of the other, secrets are checked."""
 
 from __future__ import annotations
+from patience import PATIENCE
 
 import random
 import socket
@@ -38,7 +39,7 @@ def test_readers_get_all_messages_until_the_writer_ends():
     assert writer.ended(0.0) is None
     writer.close()
     for thread in threads:
-        thread.join(20)
+        thread.join(PATIENCE)
     assert found == [sent, sent]
 
 

@@ -11,6 +11,7 @@ import weakref
 
 import pytest
 
+from patience import PATIENCE
 from slipstream import LLM, SamplingParams
 from slipstream.errors import EngineClosed, EngineDead, InvalidParams, InvalidPrompt, PromptTooLong
 from slipstream.frontend import prompts as prompts_module
@@ -296,7 +297,7 @@ def test_dropping_a_stream_does_not_wait_for_a_step(folder, depth, by_reader):
         def waiting(plan):
             if not left_in_time:
                 entered.set()
-                left_in_time.append(leave.wait(10))
+                left_in_time.append(leave.wait(PATIENCE))
             launch(plan)
 
         def drop():
@@ -306,7 +307,7 @@ def test_dropping_a_stream_does_not_wait_for_a_step(folder, depth, by_reader):
         llm.core.executor.launch = waiting
         running = threading.Thread(target=llm.generate, args=([[3], [4]], FOUR))
         running.start()
-        assert entered.wait(10)
+        assert entered.wait(PATIENCE)
         if by_reader:
             drop()
         else:

@@ -12,6 +12,7 @@ import fractions
 import numpy as np
 import pytest
 
+from patience import PATIENCE
 from scripted_core import EVERY_TASK, TEXT, ScriptedCore, facts
 from slipstream import PoolingParams, SamplingParams
 from slipstream.errors import EngineDead, SlipstreamError
@@ -61,7 +62,7 @@ def test_no_value_of_a_field_keeps_later_requests_from_being_served(folder, kind
             for field in fields:
                 for value in ODD:
                     try:
-                        await asyncio.wait_for(ask(engine, field, value), 10)
+                        await asyncio.wait_for(ask(engine, field, value), PATIENCE)
                         num_served += 1
                     except EngineDead:
                         raise

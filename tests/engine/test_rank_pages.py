@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from torch.distributed import FileStore
 
+from patience import PATIENCE
 from slipstream.engine import rank_pages
 from slipstream.engine.page_client import PageClient
 from slipstream.engine.page_server import PageServer
@@ -94,7 +95,7 @@ def engines(tmp_path, monkeypatch):
     client = PageClient([("127.0.0.1", server.port)], "same", consumer.memories[0], consumer.ranks)
     yield SimpleNamespace(producer=producer, consumer=consumer, client=client, tier=tier)
     client.close()
-    limit = time.monotonic() + 10
+    limit = time.monotonic() + PATIENCE
     while tier.num_pinned and time.monotonic() < limit:  # the server's thread sees the end of the connection
         time.sleep(0.01)
     server.close()

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from patience import PATIENCE
 from scripted_engine import scripted_core, submit, tokens_alone
 from slipstream.engine.device_timing import DeviceTimer
 from slipstream.engine.lanes import Lanes
@@ -377,7 +378,7 @@ def test_a_stream_dropped_in_another_thread_ends_with_the_next_call():
     next(stream)
     other = threading.Thread(target=stream.close)
     other.start()
-    other.join(10)
+    other.join(PATIENCE)
     assert world.core.scheduler.num_live == 1
     with world.drive.turn():
         assert world.may_be_late(list(mixed(3)))

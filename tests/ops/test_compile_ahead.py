@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from child import child_env
+from patience import PATIENCE
 from slipstream.ops import compile_ahead
 from slipstream.ops.compile_ahead import ForkedCompiler, _kind, _ZeroFilled
 
@@ -56,7 +57,7 @@ def test_every_task_is_made_elsewhere_and_read_here(tmp_path):
 def test_a_task_does_not_wait_for_those_that_come_after_it(tmp_path):
     compiler = ForkedCompiler(1)
     compiler.submit(Note(tmp_path))
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + PATIENCE
     while not notes(tmp_path, "made") and time.monotonic() < deadline:
         time.sleep(0.001)
     assert notes(tmp_path, "made"), "nothing was done before the start"

@@ -8,6 +8,7 @@ import threading
 import numpy as np
 import pytest
 
+from patience import PATIENCE
 from scripted import Bench
 from slipstream.config.adapter_config import AdapterConfig, read_lora_modules
 from slipstream.errors import InvalidAdapter, InvalidOption
@@ -26,7 +27,7 @@ class Reader:
 
     def read(self, buffer, path):
         if path in self.blocked:
-            assert self.blocked[path].wait(10)
+            assert self.blocked[path].wait(PATIENCE)
         self.reads.append(path)
         if path == "bad":
             raise InvalidAdapter("no such adapter", param="lora_request")

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from patience import PATIENCE
 from scripted_core import ScriptedCore, facts
 from slipstream.serve.http.app import App
 from slipstream.serve.http.batch.service import BatchService
@@ -60,10 +61,10 @@ class Exchange:
     async def until(self, text: bytes) -> None:
         while text not in self.body:
             self.got.clear()
-            await asyncio.wait_for(self.got.wait(), 10)
+            await asyncio.wait_for(self.got.wait(), PATIENCE)
 
     async def end(self) -> Exchange:
-        await asyncio.wait_for(self.task, 10)
+        await asyncio.wait_for(self.task, PATIENCE)
         return self
 
     def json(self) -> Any:

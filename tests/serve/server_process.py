@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from child import child_env
+from patience import PATIENCE
 from slipstream.engine.child_process import die_with_parent
 
 COMMAND = (sys.executable, "-m", "slipstream.serve.cli.main")
@@ -50,7 +51,7 @@ class ServerProcess:
             preexec_fn=_before,
         )
         self.lines: list[str] = []
-        self._news: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._news: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # None: the log has ended
         threading.Thread(target=self._read, daemon=True).start()
         found = self.until(r"listening on (?:unix:\S+|(https?)://[\d.]+:(\d+))")
         if port is not None:
@@ -59,16 +60,22 @@ class ServerProcess:
         if wait:
             self.until("ready: serving")
 
-    def until(self, pattern: str, seconds: float = 60) -> re.Match[str]:
+    def until(self, pattern: str, seconds: float = PATIENCE) -> re.Match[str]:
         """Wait for a line of the log."""
         deadline = time.monotonic() + seconds
         while True:
-            line = self._news.get(timeout=max(0.01, deadline - time.monotonic()))
+            try:
+                line = self._news.get(timeout=max(0.01, deadline - time.monotonic()))
+            except queue.Empty:
+                raise AssertionError(f"no line {pattern!r} in {seconds:.0f} s; the last: {self.lines[-5:]}") from None
+            if line is None:
+                self._news.put(None)
+                raise AssertionError(f"the server ended without a line {pattern!r}; the last: {self.lines[-5:]}")
             if found := re.search(pattern, line):
                 return found
 
     def call(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)
         data = None if body is None else json.dumps(body)
         known = {} if body is None else {"content-type": "application/json"}
         connection.request(method, path, data, known | headers)
@@ -77,10 +84,10 @@ class ServerProcess:
         connection.close()
         return response.status, json.loads(content) if content[:1] in b"{[" else content
 
-    def end(self, seconds: float = 60) -> int:
+    def end(self, seconds: float = PATIENCE) -> int:
         """Wait for its end."""
         code = self.process.wait(seconds)
-        self._reader_done.wait(10)
+        self._reader_done.wait(PATIENCE)
         return code
 
     def stop(self) -> int:
@@ -93,4 +100,5 @@ class ServerProcess:
         for line in self.process.stderr:
             self.lines.append(line.rstrip("\n"))
             self._news.put(line)
+        self._news.put(None)
         self._reader_done.set()

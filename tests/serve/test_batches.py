@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from child import child_env
+from patience import PATIENCE
 from scripted_core import ScriptedCore, facts
 from serve.asgi import Door
 from serve.samples import MESSAGES
@@ -141,7 +142,7 @@ def test_the_runner_ends_when_it_is_cancelled_as_a_batch_ends(folder, tmp_path):
                 door.state.batches.changed.set()
                 await asyncio.sleep(0)  # the event's waiter is done, the runner has not run yet
                 task.cancel()
-                done, _ = await asyncio.wait([task], timeout=10)
+                done, _ = await asyncio.wait([task], timeout=PATIENCE)
                 task.cancel()
                 assert done, "the cancellation was lost"
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from patience import PATIENCE
 from serve.asgi import at_door, check_error
 from serve.fuzzed_door import fuzzed_door
 from serve.samples import MESSAGES, SAMPLES
@@ -181,7 +182,7 @@ def test_any_bytes_on_the_socket_leave_the_server_working(tmp_path, caplog):
                 reader, writer = await asyncio.open_connection("127.0.0.1", port)
                 writer.write(data)
                 writer.write_eof()
-                answer = await asyncio.wait_for(reader.read(), 10)
+                answer = await asyncio.wait_for(reader.read(), PATIENCE)
                 writer.close()
                 assert not answer or answer.startswith(b"HTTP/1.1 "), (data, answer)
                 assert b"HTTP/1.1 5" not in answer, (data, answer)

@@ -12,6 +12,7 @@ import pytest
 import uvicorn
 import uvloop
 
+from patience import PATIENCE
 from serve.asgi import at_door
 from slipstream.request import FinishReason
 from slipstream.serve.http.listen import raise_file_limit
@@ -62,7 +63,7 @@ def head(path, length, *more):
 
 
 async def answer(reader):
-    text = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
+    text = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), PATIENCE)
     status, *lines = text.decode().split("\r\n")
     headers = dict(line.split(": ", 1) for line in lines if line)
     body = await reader.readexactly(int(headers["content-length"]))
@@ -147,7 +148,7 @@ def test_an_answer_without_a_body_leaves_at_once_and_the_connection_goes_on(fold
         async with served(door) as port:
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(b"HEAD /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
-            assert (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)).startswith(b"HTTP/1.1 200")
+            assert (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), PATIENCE)).startswith(b"HTTP/1.1 200")
             writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
             assert (await answer(reader))[0] == 200
             writer.close()
@@ -241,7 +242,7 @@ def test_a_connection_that_is_being_taken_when_the_server_ends_is_closed():
             acceptor.close()
             await acceptor.wait_closed()
             client.setblocking(False)
-            assert await asyncio.wait_for(asyncio.get_running_loop().sock_recv(client, 1), 10) == b""
+            assert await asyncio.wait_for(asyncio.get_running_loop().sock_recv(client, 1), PATIENCE) == b""
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(scenario())

@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from patience import PATIENCE
 from slipstream import LLM, BeamSearchParams, SamplingParams
 
 openai = pytest.importorskip("openai", reason="the openai client is not installed")
@@ -287,7 +288,7 @@ def test_hostile_bytes_leave_the_server_standing(server):
         b"POST /v1/completions HTTP/1.1\r\nauthorization: Bearer key\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
     ]
     for attack in attacks:
-        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as sock:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE) as sock:
             try:
                 sock.sendall(attack)
                 answer = sock.recv(65536)

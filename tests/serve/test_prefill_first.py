@@ -8,6 +8,7 @@ import socket
 
 import pytest
 
+from patience import PATIENCE
 from slipstream.errors import InvalidOption
 from slipstream.serve.cli.main import main
 from slipstream.serve.http.prefill_first import PrefillFirst, shortened
@@ -66,7 +67,7 @@ def ask(path: str, fields: dict, *, fails: bool = False) -> tuple[bytes, list, P
         body = json.dumps(fields).encode()
         head = f"POST {path} HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer k\r\nContent-Length: {len(body)}\r\n\r\n"
         writer.write(head.encode() + body)
-        answer = await asyncio.wait_for(reader.read(), 10)
+        answer = await asyncio.wait_for(reader.read(), PATIENCE)
         writer.close()
         for each in (server, prefill.server, decode.server):
             each.close()

@@ -8,6 +8,7 @@ import socket
 import time
 from pathlib import Path
 
+from patience import PATIENCE
 from serve.server_process import ServerProcess
 from serve.test_server_ends import ENDLESS, Stream
 from tiny import write_tiny
@@ -25,9 +26,9 @@ def test_nothing_is_left_when_the_router_is_killed_under_load(tmp_path, monkeypa
     os.kill(server.process.pid, signal.SIGKILL)
     server.process.wait()
     for stream in streams:
-        stream.thread.join(60)
+        stream.thread.join(PATIENCE)
         assert not stream.thread.is_alive()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE
     while left := [pid for pid in family if is_alive(pid)]:
         assert time.monotonic() < deadline, f"{len(left)} processes are left"
         time.sleep(0.05)
@@ -36,7 +37,7 @@ def test_nothing_is_left_when_the_router_is_killed_under_load(tmp_path, monkeypa
         listener.bind(("127.0.0.1", server.port))
         listener.listen()
     assert not list((tmp_path / "temporary").iterdir())
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE
     while more := set(Path("/dev/shm").glob("*slipstream*")) - memory:  # those of tests that run beside this one go
         assert time.monotonic() < deadline, f"{more} are left"
         time.sleep(0.05)

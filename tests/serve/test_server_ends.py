@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from child import child_env
+from patience import PATIENCE
 from serve.server_process import COMMAND, ServerProcess
 from tiny import write_tiny
 
@@ -35,7 +36,7 @@ class Stream:
     """A completion that is read in the background."""
 
     def __init__(self, server: ServerProcess, body: dict) -> None:
-        self.connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+        self.connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE)
         self.connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
         self.response = self.connection.getresponse()
         self.front_end = front_end_of(self.response)
@@ -51,7 +52,7 @@ class Stream:
             self.error = error
 
     def end(self) -> list[str]:
-        self.thread.join(60)
+        self.thread.join(PATIENCE)
         return [part.removeprefix("data: ") for part in self.data.decode().split("\n\n")][:-1]
 
 
@@ -175,7 +176,7 @@ def test_several_front_ends_share_a_port_and_end_together(folder):
     server.until("ready: serving")  # the other one
     ids = set()
     for _ in range(40):
-        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE)
         connection.request("GET", "/health")
         ids.add(front_end_of(connection.getresponse()))
         connection.close()

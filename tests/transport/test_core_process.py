@@ -12,6 +12,7 @@ import time
 import pytest
 
 from child import child_env
+from patience import PATIENCE
 from slipstream import LLM, SamplingParams
 from slipstream.config.options import Options, make_options
 from slipstream.errors import EngineDead, ModelNotFound, QueueFull
@@ -40,12 +41,12 @@ def with_core(scenario, *options, front_ends=1):
         engines = [AsyncEngine(client=await SocketClient.connect(sock)) for sock in socks]
         try:
             for engine in engines:
-                await asyncio.wait_for(engine.until_ready(), 60)
-            return await asyncio.wait_for(scenario(core, *engines), 60)
+                await asyncio.wait_for(engine.until_ready(), PATIENCE)
+            return await asyncio.wait_for(scenario(core, *engines), PATIENCE)
         finally:
             for engine in engines:
                 await engine.close()
-            ended = core.wait(20)
+            ended = core.wait(PATIENCE)
             main.ended = ended
 
     result = asyncio.run(main())
@@ -149,9 +150,9 @@ def failed_start(*options):
         core, (sock,) = spawn_core([make_options(**each) for each in options])
         engine = AsyncEngine(client=await SocketClient.connect(sock))
         with pytest.raises(EngineDead) as told:
-            await asyncio.wait_for(engine.until_ready(), 60)
+            await asyncio.wait_for(engine.until_ready(), PATIENCE)
         await engine.close()
-        return str(told.value), core.wait(20)
+        return str(told.value), core.wait(PATIENCE)
 
     return asyncio.run(main())
 
@@ -181,7 +182,7 @@ def test_a_core_killed_in_the_middle_ends_every_stream(folder):
     async def scenario():
         core, (sock,) = spawn_core([make_options(model=folder, **SMALL)])
         engine = AsyncEngine(client=await SocketClient.connect(sock))
-        await asyncio.wait_for(engine.until_ready(), 60)
+        await asyncio.wait_for(engine.until_ready(), PATIENCE)
         seen = 0
         with pytest.raises(EngineDead):
             async for _ in engine.generate([1, 2], LONG):
@@ -192,7 +193,7 @@ def test_a_core_killed_in_the_middle_ends_every_stream(folder):
             await last(engine.generate([1], PARAMS))
         assert engine.load.num_open == 0
         await engine.close()
-        return core.wait(10)
+        return core.wait(PATIENCE)
 
     assert "SIGKILL" in asyncio.run(scenario())
 

@@ -8,6 +8,7 @@ import socket
 
 import pytest
 
+from patience import PATIENCE
 from scripted_core import EVERY_TASK, ScriptedCore, facts
 from slipstream.errors import EngineDead, ReplicaLost
 from slipstream.frontend.async_engine import AsyncEngine
@@ -63,7 +64,7 @@ class ScriptedReplicas:
     async def until_started(self, count):
         while len(self.started) < count:
             self.changed.clear()
-            await asyncio.wait_for(self.changed.wait(), 10)
+            await asyncio.wait_for(self.changed.wait(), PATIENCE)
 
 
 @pytest.fixture(scope="module")
@@ -79,8 +80,8 @@ def with_replicas(folder, scenario, count=2, backoff=lambda: Backoff(first=0.0),
         client = ReplicaClient(source, count, backoff)
         engine = AsyncEngine(client=client)
         try:
-            await asyncio.wait_for(engine.until_ready(), 10)
-            return await asyncio.wait_for(scenario(engine, source), 20)
+            await asyncio.wait_for(engine.until_ready(), PATIENCE)
+            return await asyncio.wait_for(scenario(engine, source), PATIENCE)
         finally:
             await engine.close()
 

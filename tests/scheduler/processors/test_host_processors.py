@@ -10,6 +10,7 @@ import pytest
 
 from count_calls import count_calls
 from letter_tokenizer import TOKENIZER, make_constraints
+from patience import PATIENCE
 from scripted import VOCAB, choose, draw
 from scripted_engine import scripted_core, submit, tokens_alone
 from slipstream.errors import InvalidParams
@@ -237,7 +238,7 @@ def test_a_slow_processor_sits_out_steps_and_the_others_run_on(core_of, depth, m
     def slow(prompt, output):
         if threading.current_thread() is not threading.main_thread():
             background.append(len(output))
-            assert progress.acquire(timeout=20), "the others wait for the slow one"
+            assert progress.acquire(timeout=PATIENCE), "the others wait for the slow one"
         return green(prompt + output)
 
     slow.needs = "tokens"

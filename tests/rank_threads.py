@@ -40,8 +40,7 @@ class RankThreads(Ranks):
     def _run(self, config: EngineConfig, rank: int) -> None:
         files = self.plans.files[rank - 1]
         try:
-            own = msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, rank=rank))
-            sent = msgspec.msgpack.decode(msgspec.msgpack.encode(own), type=EngineConfig)  # as to a process
+            sent = msgspec.msgpack.decode(msgspec.msgpack.encode(config.of_rank(rank)), type=EngineConfig)
             run_rank(sent, PlanReader(*files), self.store).close()
         except BaseException as error:
             self.errors.append(error)

@@ -4,13 +4,18 @@
 from __future__ import annotations
 
 import pytest
-from test_law7 import assert_same, make
+from safetensors.torch import load_file
+from test_law7 import GREEDY, assert_same, make
 from test_law7_drafts import BATCHES
 
 from law7 import PAIRED, PROMPTS, options_of
 from rank_threads import run_ranks_as_threads
 from slipstream import LLM, SamplingParams
-from tiny import write_tiny
+from slipstream.config.options import make_options
+from slipstream.engine.build import foresee
+from slipstream.errors import InvalidOption
+from tiny import write_tiny, write_weights
+from tiny_drafters import write_dflash, write_eagle, write_eagle3, write_few, write_mtp
 
 CELLS = [cell | {"drafts": ("ngram", "suffix")[number % 2]} for number, cell in enumerate(PAIRED)]
 
@@ -73,3 +78,61 @@ def test_windows_and_recurrent_states(tmp_path, family, options, monkeypatch):
         assert 0 < counts.num_accepted < counts.num_drafts
         assert llm.core.scheduler.cache.num_hits > 64
         llm.core.scheduler.check()
+
+
+def write_method(folder, method):
+    """A model, and its speculative_config."""
+    if method.startswith("mtp"):
+        return write_mtp(folder, method.removeprefix("mtp of ")), {"method": "mtp"}
+    model = write_few(folder / "model")
+    if method == "draft_model":
+        drafter = write_few(folder / "drafter", seed=1, num_key_value_heads=1)  # whose key head both ranks have
+    elif method == "eagle3 with its own embedding":
+        drafter = write_eagle3(folder / "drafter", model, None)
+        weights = load_file(drafter / "model.safetensors")
+        embedding = load_file(model / "model.safetensors")["model.embed_tokens.weight"]
+        write_weights(drafter, weights | {"embed_tokens.weight": embedding.clone()})
+    else:
+        drafter = {"eagle": write_eagle, "eagle3": write_eagle3, "dflash": write_dflash}[method](
+            folder / "drafter", model
+        )
+    return model, {"method": method.split()[0], "model": str(drafter)}
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "draft_model",
+        "eagle",
+        "eagle3",
+        "eagle3 with its own embedding",
+        "dflash",
+        "mtp of deepseek_v3",
+        "mtp of qwen3_5",
+    ],
+)
+def test_models_that_draft_are_divided_too(tmp_path, method, monkeypatch):
+    """Tokens are those without drafts, and as many drafts are right as on one rank."""
+    run_ranks_as_threads(monkeypatch)
+    model, spec = write_method(tmp_path, method)
+    asked = [GREEDY, [SamplingParams(temperature=0.6, seed=seed, max_tokens=16, ignore_eos=True) for seed in range(6)]]
+    with make(str(model), batched=False) as llm:
+        wanted = [llm.generate(PROMPTS, params) for params in asked]
+    counts = []
+    cells = [(1, PAIRED[2]), (2, PAIRED[2]), (2, PAIRED[0])]
+    for num_ranks, cell in cells if method in ("draft_model", "eagle3", "mtp of deepseek_v3") else cells[:2]:
+        options = cell | {"speculative_config": spec | {"num_speculative_tokens": 3}}
+        with make(str(model), tensor_parallel_size=num_ranks, **options) as llm:
+            llm.core.scheduler.drafts.length = None
+            for params, results in zip(asked, wanted, strict=True):
+                assert_same(llm.generate(PROMPTS, params), results)
+            counts.append((llm.core.scheduler.drafts.counts.num_drafts, llm.core.scheduler.drafts.counts.num_accepted))
+            llm.core.scheduler.check()
+    assert counts[0] == counts[1] and 0 < counts[0][1] < counts[0][0]
+
+
+def test_a_drafter_that_cannot_be_divided_is_refused_by_name(tmp_path, model):
+    odd = write_tiny(tmp_path, "llama", num_attention_heads=1, num_key_value_heads=1)
+    spec = {"method": "draft_model", "model": str(odd)}
+    with pytest.raises(InvalidOption, match="the draft model of .* is 2, and the model has 1 attention heads"):
+        foresee(make_options(model=model, device="cpu", tensor_parallel_size=2, speculative_config=spec))

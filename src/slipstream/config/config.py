@@ -176,6 +176,13 @@ class EngineConfig(msgspec.Struct, frozen=True):
     record: RecordConfig = RecordConfig()
     transfer: TransferConfig | None = None  # None: no pages are exchanged with other engines
 
+    def of_rank(self, rank: int) -> EngineConfig:
+        """The same for another rank of the model."""
+        draft = self.draft
+        if draft is not None:
+            draft = msgspec.structs.replace(draft, model=msgspec.structs.replace(draft.model, rank=rank))
+        return msgspec.structs.replace(self, model=msgspec.structs.replace(self.model, rank=rank), draft=draft)
+
     @property
     def hidden_width(self) -> int:
         """Elements that a forward returns per token: its hidden state, and what a drafter reads beside it."""

@@ -17,7 +17,13 @@ from slipstream.config.weight_files import require_weights
 from slipstream.errors import InvalidOption, ModelError
 from slipstream.nn.models.decoder_shape import DecoderShape
 from slipstream.nn.models.dflash import check_block, dflash_taps
-from slipstream.nn.models.draft_layout import dflash_shape_of, eagle3_shape_of, eagle_shape_of, mtp_shape
+from slipstream.nn.models.draft_layout import (
+    dflash_shape_of,
+    eagle3_shape_of,
+    eagle_shape_of,
+    local_draft_shape,
+    mtp_shape,
+)
 from slipstream.nn.models.eagle3 import tapped_layers
 from slipstream.nn.models.registry import find_shape
 from slipstream.nn.models.stored_head import as_stored
@@ -66,8 +72,11 @@ def settle_draft(
             keeps_bfloat16=options.dtype == "auto",
             deterministic=options.deterministic,
             quantization=own.quantization,
+            num_ranks=options.tensor_parallel_size,
+            by_expert=options.enable_expert_parallel,
         )
-        shape, taps = _find(method, model, info)
+        whole, taps = _find(method, model, info)
+        shape = _divided(model, whole)
         if method == "dflash":
             check_block(own, drafts.num_drafts)
     except ModelError as error:
@@ -78,6 +87,14 @@ def settle_draft(
     found = shape.cache_specs(options.page_size, cache_dtype)
     page_bytes = sum(spec.bytes_per_page for spec in found)
     return DraftModelConfig(method, model, len(specs), page_bytes, taps), found
+
+
+def _divided(model: ModelConfig, shape: DecoderShape) -> DecoderShape:
+    """The part of one rank."""
+    try:
+        return local_draft_shape(model, shape)
+    except InvalidOption as error:
+        raise InvalidOption(f"the draft model of speculative_config: {error}") from error
 
 
 def _find(method: str, model: ModelConfig, info: ModelInfo) -> tuple[DecoderShape, tuple[int, ...]]:

@@ -111,7 +111,6 @@ class RankProcesses(Ranks):
 
     def _spawn(self, config: EngineConfig, rank: int, gpus: list[str]) -> subprocess.Popen[bytes]:
         files = list(self.plans.files[rank - 1])
-        model = msgspec.structs.replace(config.model, rank=rank)
         process = subprocess.Popen(
             [sys.executable, "-m", "slipstream.engine.rank_process", *map(str, files), str(self.store)],
             stdin=subprocess.PIPE,
@@ -120,7 +119,7 @@ class RankProcesses(Ranks):
             env=child_environment(rank_environment(rank, gpus) if gpus else {}),
         )
         assert process.stdin is not None
-        process.stdin.write(msgspec.msgpack.encode(msgspec.structs.replace(config, model=model)))
+        process.stdin.write(msgspec.msgpack.encode(config.of_rank(rank)))
         process.stdin.close()
         return process
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from slipstream.config.config import EngineConfig
-from slipstream.config.draft_config import WITH_MODEL, read_draft_config
 from slipstream.config.gpus import SHARE_VARIABLE, ranks_share_gpu, visible_gpus
 from slipstream.config.options import Options
 from slipstream.errors import InvalidOption
@@ -22,12 +21,10 @@ def check_rank_options(options: Options, device_kind: str) -> None:
         raise InvalidOption(f"tensor_parallel_size is {count}; give 1 to {MAX_RANKS}")
     if count == 1:
         return
-    drafts = read_draft_config(options.speculative_config, options.drafts)
-    method = "" if drafts is None else drafts.method
+    has_drafts = options.speculative_config is not None or options.drafts is not None
     for is_there, what in (
         (options.deterministic, "deterministic is set; the order of sums over ranks depends on the step: leave it out"),
-        (method in WITH_MODEL, f"drafts by {method} need a second model, which one rank runs: use ngram or suffix"),
-        (method and device_kind == "cuda", "drafts of several ranks were not run on GPUs yet: leave them out"),
+        (has_drafts and device_kind == "cuda", "drafts of several ranks were not run on GPUs yet: leave them out"),
     ):
         if is_there:
             raise InvalidOption(f"tensor_parallel_size is {count}, and {what}, or use tensor_parallel_size 1")

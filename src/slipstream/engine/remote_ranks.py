@@ -40,8 +40,7 @@ class RemoteRanks(Ranks):
         self.plans = PlanSockets([found[rank] for rank in sorted(found)])
         self._store = TCPStore(self._address, 0, None, True, TIMEOUT, wait_for_workers=False)
         for rank, sock in found.items():
-            model = msgspec.structs.replace(config.model, rank=rank)
-            start = RankStart(msgspec.structs.replace(config, model=model), self._address, self._store.port)
+            start = RankStart(config.of_rank(rank), self._address, self._store.port)
             data = msgspec.msgpack.encode(start)
             sock.sendall(len(data).to_bytes(8, "little") + data)
 

@@ -79,10 +79,10 @@ def build_runner(
             runner.tier.take_memory(config.cache)
         fill(progress)
         if join is not None:
-            _connect(runner, config, join(device.torch_device))
+            _connect(runner, config, draft_model, join(device.torch_device))
         return runner, config
     if join is not None:
-        connect_ranks(model, DryGroup(config.model.num_ranks * config.model.num_engines))
+        _connect(runner, config, draft_model, DryGroup(config.model.num_ranks * config.model.num_engines))
     if any(isinstance(part, Weight) and part.allocates_when_filled for part in model.modules()):
         fill(progress)  # a dry run needs the tensors of the weights
         fill = _do_nothing
@@ -98,7 +98,7 @@ def build_runner(
         device.wait_until_idle()
         group = None if join is None else join(device.torch_device)  # after all forks
         if group is not None:
-            _connect(runner, config, group)
+            _connect(runner, config, draft_model, group)
         with enough_memory():
             device.compute.run(lambda: _autotune(products, group))
         if measured:  # the dry run has allocated what the largest step needs
@@ -121,8 +121,10 @@ def build_runner(
     return runner, config
 
 
-def _connect(runner: ModelRunner, config: EngineConfig, group: Group) -> None:
+def _connect(runner: ModelRunner, config: EngineConfig, draft_model: torch.nn.Module | None, group: Group) -> None:
     connect_ranks(runner.model, group)
+    if draft_model is not None:
+        connect_ranks(draft_model, group)
     if runner.sampler is not None and config.model.num_ranks > 1:  # engines that share experts draw for themselves
         runner.sampler.connect_ranks(group)
 

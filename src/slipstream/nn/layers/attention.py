@@ -51,7 +51,7 @@ class Attention(Layer):
         self.qkv = _new_qkv(shape, num_inputs or hidden_size, format_of(f"{name}.qkv"), dtype)
         self.stored_parts: dict[str, StoredPart] | None = None
         if shape.shard is not None:
-            self.qkv.stored_parts = _stored_parts(shape, shape.shard)
+            self.qkv.stored_parts = stored_parts_of_heads(shape, shape.shard)
             self.stored_parts = {"sinks": even_part(shape.num_heads, shape.shard)}
         output_format = format_of(f"{name}.output")
         self.output = new_output(queries, hidden_size, shape.output_bias, output_format, dtype, shape.shard)
@@ -235,7 +235,7 @@ def _stored_heads(shape: AttentionShape, shard: Shard) -> dict[str, StoredPart]:
     return {"q": even_part(shape.num_heads, shard), "k": keys}
 
 
-def _stored_parts(shape: AttentionShape, shard: Shard) -> dict[str, StoredPart]:
+def stored_parts_of_heads(shape: AttentionShape, shard: Shard) -> dict[str, StoredPart]:
     """Rows of the heads of a rank in the checkpoint's tensors."""
     queries = shape.num_heads * shape.head_dim
     keys = _stored_heads(shape, shard)["k"].times(shape.head_dim)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 
 from slipstream.nn.context import ForwardContext
+from slipstream.nn.layers.attention import stored_parts_of_heads
 from slipstream.nn.layers.layer import Layer, Layout
 from slipstream.nn.layers.linear import Linear
 from slipstream.nn.layers.norm import PerHeadNorm
+from slipstream.nn.layers.sharded_linear import new_output
 from slipstream.nn.shapes import AttentionShape, NormShape
 from slipstream.ops.cache_write import write_cache
 from slipstream.ops.rope import norm_rope, rope_and_write_cache
@@ -26,7 +28,11 @@ class BlockAttention(Layer):
         queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         self.query = Linear(size, {"": queries}, shape.qkv_bias, format_of(f"{name}.query"), dtype)
         self.kv = Linear(size, {"k": keys, "v": keys}, shape.qkv_bias, format_of(f"{name}.kv"), dtype)
-        self.output = Linear(queries, {"": size}, shape.output_bias, format_of(f"{name}.output"), dtype)
+        if shape.shard is not None:
+            parts = stored_parts_of_heads(shape, shape.shard)
+            self.query.stored_parts = {"": parts["q"]}
+            self.kv.stored_parts = {"k": parts["k"], "v": parts["v"]}
+        self.output = new_output(queries, size, shape.output_bias, format_of(f"{name}.output"), dtype, shape.shard)
         num_heads = {"q": shape.num_heads, "k": shape.num_kv_heads}
         self.norm = PerHeadNorm(num_heads, shape.head_dim, norm.eps, dtype, norm.offset)
 

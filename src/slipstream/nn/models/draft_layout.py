@@ -22,13 +22,21 @@ from slipstream.nn.models.eagle3 import Eagle3Head, Eagle3Shape, eagle3_rules, e
 from slipstream.nn.models.load import choose_formats, open_model
 from slipstream.nn.models.measure import weight_bytes
 from slipstream.nn.models.registry import find_rules, find_shape
-from slipstream.nn.shapes import AttentionShape
+from slipstream.nn.models.sharding import shard_shape
+from slipstream.nn.shapes import AttentionShape, Shard
 from slipstream.nn.weights.dummy import DummySource
 from slipstream.nn.weights.load import fill_targets, find_targets, match_targets
 from slipstream.nn.weights.rules import Rules
 from slipstream.nn.weights.safetensors import open_folder
 from slipstream.nn.weights.source import WeightSource
 from slipstream.nn.weights.stacked import UnstackedSource
+
+
+def local_draft_shape(model: ModelConfig, shape: DecoderShape) -> DecoderShape:
+    """The part of a drafter's shape that one rank has. Raises InvalidOption for sizes that cannot be divided."""
+    if model.num_ranks == 1:
+        return shape
+    return shard_shape(shape, Shard(model.rank, model.num_ranks), by_expert=model.by_expert)
 
 
 def mtp_shape(info: ModelInfo) -> DecoderShape:
@@ -85,13 +93,19 @@ def lay_out_attached(config: DraftModelConfig, target: DecoderShape, device: tor
     formats = choose_formats(model, device, is_encoder=False)
     dtype = getattr(torch, model.dtype)
     if config.method == "eagle3":
-        return Eagle3Head(eagle3_shape_of(model, target), model.max_model_len, dtype, formats)
+        eagle3 = eagle3_shape_of(model, target)
+        eagle3 = replace(eagle3, decoder=local_draft_shape(model, eagle3.decoder))
+        return Eagle3Head(eagle3, model.max_model_len, dtype, formats)
     if config.method == "eagle":
-        return EagleHead(eagle_shape_of(model, target), model.max_model_len, dtype, formats)
+        eagle = eagle_shape_of(model, target)
+        eagle = replace(eagle, decoder=local_draft_shape(model, eagle.decoder))
+        return EagleHead(eagle, model.max_model_len, dtype, formats)
     if config.method == "dflash":
-        return DFlashModel(dflash_shape_of(model, target), model.max_model_len, dtype, formats)
+        dflash = dflash_shape_of(model, target)
+        dflash = replace(dflash, decoder=local_draft_shape(model, dflash.decoder))
+        return DFlashModel(dflash, model.max_model_len, dtype, formats)
     family = MTP[family_name(model.info.architecture)]
-    shape = mtp_shape(model.info)
+    shape = local_draft_shape(model, mtp_shape(model.info))
     return MtpHead(shape, model.max_model_len, dtype, formats, feeds_normed=family.feeds_normed)
 
 

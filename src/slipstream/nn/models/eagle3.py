@@ -22,6 +22,7 @@ from slipstream.nn.layers.layer import Layer, Layout
 from slipstream.nn.layers.linear import Linear
 from slipstream.nn.layers.mlp import Mlp
 from slipstream.nn.layers.norm import new_norm
+from slipstream.nn.layers.vocab_parallel import new_embedding, new_token_head
 from slipstream.nn.models.decoder_shape import DecoderShape
 from slipstream.nn.models.draft_head import DraftHead
 from slipstream.nn.models.llama import llama_shape
@@ -55,10 +56,14 @@ class Eagle3Head(DraftHead):
             self.attention = Attention("attention", attention, layer.norm, 0, layout, num_inputs=2 * size)
             self.mlp = Mlp("mlp", mlp, layout)
             vocab = shape.decoder.vocab_size
-            self.embedding = Embedding(vocab, size, format_of("embedding")) if shape.own_embedding else None
-            self.head = (
-                Linear(size, {"": shape.draft_vocab}, False, format_of("head"), dtype) if shape.own_head else None
-            )
+            self.embedding: Embedding | None = None
+            if shape.own_embedding:
+                self.embedding = new_embedding(vocab, size, format_of("embedding"), shape.decoder.shard)
+            self.head: Linear | None = None
+            if shape.own_head:
+                self.head = new_token_head(
+                    size, shape.draft_vocab, False, format_of("head"), dtype, shape.decoder.shard
+                )
             self.tokens = TokenMap(shape.draft_vocab, vocab) if shape.maps_tokens else None
 
     def materialize(self, device: torch.device) -> None:

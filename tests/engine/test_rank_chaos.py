@@ -6,12 +6,14 @@ import asyncio
 import importlib.util
 import os
 import signal
+import tempfile
 from pathlib import Path
 
 import pytest
 
-from slipstream import AsyncEngine, SamplingParams
+from slipstream import LLM, AsyncEngine, SamplingParams
 from slipstream.config.options import make_options
+from slipstream.engine.local_ranks import RankProcesses
 from slipstream.errors import EngineDead
 from slipstream.transport.replica_start import ReplicaProcesses
 from slipstream.transport.replicas import Replica, ReplicaClient
@@ -30,6 +32,32 @@ def test_requests_end_once_when_a_rank_is_killed(tmp_path):
     ends, kills = asyncio.run(chaos.run(chaos.read_args(["--model", folder, *sizes])))
     assert kills == {"rank": 1}
     assert set(ends) <= {"answered", "lost"} and ends["answered"] >= 44  # at most those in flight had sent tokens
+
+
+@pytest.mark.parametrize("moment", ["_spawn", "wait_until_loaded", "open_group"])
+def test_a_rank_that_is_killed_while_the_engine_starts_is_named(tmp_path, moment, monkeypatch):
+    """While it is started, when it has loaded, and when it has joined: the start ends, or the first step where the rank
+    had nothing left to do for the start. Nothing is left."""
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    started, before = [], getattr(RankProcesses, moment)
+
+    def then_kill(ranks: RankProcesses, *given):
+        found = before(ranks, *given)
+        started.append(found if moment == "_spawn" else ranks._processes[0])
+        os.kill(started[0].pid, signal.SIGKILL)
+        return found
+
+    monkeypatch.setattr(RankProcesses, moment, then_kill)
+    folder = str(write_tiny(tmp_path, "llama"))
+    with (
+        pytest.raises(EngineDead, match="rank 1 .*killed by SIGKILL"),
+        LLM(folder, tensor_parallel_size=2, use_tqdm_on_load=False, **SMALL) as llm,
+    ):
+        assert moment == "open_group"
+        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4), use_tqdm=False)
+    assert started[0].poll() == -signal.SIGKILL
+    assert not list((tmp_path / "temporary").glob("slipstream-ranks*"))
 
 
 class Watched(ReplicaClient):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import threading
 
-from slipstream.scheduler.grammar import mask_pool
+from slipstream.scheduler.grammar import draft_filler, mask_pool
+from slipstream.scheduler.grammar.draft_masks import fill_along
 
 
 class MaskGate:
@@ -34,5 +35,26 @@ class MaskGate:
 
     def let_pass(self):
         """Masks that wait are computed; later ones may wait again."""
+        self.is_open.set()
+        self.is_open = threading.Event()
+
+
+class DraftGate:
+    """Masks along drafts of some sessions are filled only once the gate is open."""
+
+    def __init__(self, monkeypatch, stops):
+        self.is_open, self.num_stopped = threading.Event(), 0
+
+        def gated(session, *args):
+            is_open = self.is_open
+            if stops(session) and not is_open.is_set():
+                self.num_stopped += 1
+                is_open.wait(60)
+            fill_along(session, *args)
+
+        monkeypatch.setattr(draft_filler, "fill_along", gated)
+
+    def let_pass(self):
+        """Masks that wait are filled; later ones may wait again."""
         self.is_open.set()
         self.is_open = threading.Event()

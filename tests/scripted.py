@@ -318,7 +318,7 @@ class ScriptedExecutor:
             index = late.sit_out.rows.tolist().index(row)
             assert state.start <= int(late.sit_out.computed[index]), f"row {row} goes back before this step"
             state.length = state.sat_at = int(late.sit_out.computed[index])
-            state.next_tokens = [int(late.sit_out.tokens[index])]
+            state.next_tokens = [int(late.sit_out.tokens[index]), *[-1] * (8 if self.drafter else 0)]
             self.num_sat_out += 1
 
     def _pick(self, wanted: int, admission: Admission, offset: int = 0) -> int | None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
 from test_law7 import FEATURES, GREEDY, REPLAYED, assert_same, make
 
 from law7 import DRAFTED, PROMPTS
+from mask_gate import DraftGate
 from replay_device import ReplayDevice
 from replay_drafter import ReplayDrafter
 from slipstream import SamplingParams
@@ -87,9 +89,7 @@ def test_tokens_do_not_depend_on_drafts(model, wanted, cell):
         llm.core.scheduler.cache.check()
 
 
-@pytest.mark.parametrize("method", ["draft_model", "eagle3", "dflash"])
-def test_tokens_do_not_depend_on_models_that_draft(model, wanted, method, tmp_path):
-    """Features that depend on the output or report more than tokens; the cells are in the files of the drafters."""
+def spec_of(method, model, tmp_path):
     if method == "eagle3":
         taps = {"eagle_aux_hidden_state_layer_ids": [0, 1, 1]}
         folder = write_eagle3(tmp_path, Path(model), eagle_config=taps)
@@ -98,8 +98,40 @@ def test_tokens_do_not_depend_on_models_that_draft(model, wanted, method, tmp_pa
         folder = write_dflash(tmp_path, Path(model), dflash_config=taps)
     else:
         folder = write_tiny(tmp_path, "mistral")  # the same weights, and a window
-    spec = {"method": method, "model": str(folder), "num_speculative_tokens": 3}
-    with make(model, speculative_config=spec, cached=True, depth=1) as llm:
+    return {"method": method, "model": str(folder), "num_speculative_tokens": 3}
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("method", ["random", "draft_model", "eagle3", "dflash"])
+def test_rows_with_drafts_sit_out_while_their_masks_are_late(model, method, depth, tmp_path, monkeypatch):
+    asked = [params.with_changes(seed=7) for params in BATCHES["grammars"]]
+    with make(model) as llm:
+        results = llm.generate(PROMPTS, asked)
+    dice = random.Random(depth)
+    gate = DraftGate(monkeypatch, lambda _: dice.random() < 0.5)
+    drafter = {"drafts": method} if method == "random" else {"speculative_config": spec_of(method, model, tmp_path)}
+    with make(model, cached=True, preempted=True, depth=depth, **drafter) as llm:
+        core, sat = llm.core, []
+        draft(llm, method, results)
+        step, sit_out = core.step, core.scheduler.sit_out
+
+        def step_and_pass():
+            core.constraints.min_budget = dice.choice([0.0, 0.01])  # a late row is not slow for ever
+            outputs = step()
+            gate.let_pass()
+            return outputs
+
+        monkeypatch.setattr(core, "step", step_and_pass)
+        monkeypatch.setattr(core.scheduler, "sit_out", lambda *given: sat.append(given) or sit_out(*given))
+        assert_same(llm.generate(PROMPTS, asked), results)
+        assert sat and gate.num_stopped
+        core.scheduler.cache.check()
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle3", "dflash"])
+def test_tokens_do_not_depend_on_models_that_draft(model, wanted, method, tmp_path):
+    """Features that depend on the output or report more than tokens; the cells are in the files of the drafters."""
+    with make(model, speculative_config=spec_of(method, model, tmp_path), cached=True, depth=1) as llm:
         llm.core.scheduler.drafts.length = None
         for name in (
             "greedy",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import threading
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,13 @@ import pytest
 from test_constraints import SHAPES, core_of, prompts, run, with_grammar
 
 from letter_tokenizer import END, TOKENIZER, oracle_matcher
+from mask_gate import DraftGate
 from scripted import VOCAB
 from scripted_engine import submit, tokens_alone
+from slipstream.messages import Abort
+from slipstream.scheduler.grammar import draft_filler
 from slipstream.scheduler.grammar.compiled import CompiledGrammar
+from slipstream.scheduler.grammar.draft_filler import DraftFiller, DraftRow
 from slipstream.scheduler.grammar.draft_masks import fill_along
 from slipstream.scheduler.grammar.session import Session
 from slipstream.structured_params import StructuredOutputsParams as Shape
@@ -75,6 +80,101 @@ def test_tokens_are_those_without_drafts(core_of: Any, depth: int, kind: str) ->
     device = core.executor.executor
     assert (device.num_accepted > 15) == (kind != "wrong") and (kind == "right" or device.num_rejected > 15)
     assert (core.scheduler.num_preemptions > 3) == (kind == "random")
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("ends", ["drawn", "aborted", "preempted"])
+def test_a_late_mask_along_drafts_delays_no_other_row(core_of: Any, monkeypatch: Any, depth: int, ends: str) -> None:
+    core, messages = core_of(depth, num_pages=200), prompts(SHAPES, logprobs=1)
+    texts = [message.prompt_token_ids + with_grammar(message)[0][0] for message in messages]
+    drafting(core, texts, "right")
+    for message in messages:
+        core.constraints.grammars.compile(message.params.structured_outputs).result()
+    core.submit(*messages, submit("p", [50, 3], max_tokens=30))
+    (slow,) = core.scheduler._lifecycle.live["r3"]
+    gate = DraftGate(monkeypatch, lambda session: session is slow.session)
+    found: dict[str, list[int]] = {}
+
+    def take(outputs: Any) -> None:
+        for output in outputs:
+            found.setdefault(output.request_id, []).extend(output.token_ids)
+        core.scheduler.check()
+
+    while not gate.num_stopped:
+        core.constraints.min_budget = 0.02
+        take(core.step())
+    while set(core.scheduler._lifecycle.live) != {"r3"}:  # all others end
+        take(core.step())
+    assert slow.session.is_busy and core.executor.executor.num_sat_out >= 1
+    if ends == "aborted":
+        core.abort(Abort("r3"))
+    elif ends == "preempted":
+        take(core.drain())
+        core.scheduler.preempt_all()
+    gate.is_open.set()
+    while core.has_requests():
+        take(core.step())
+    for message, text in zip(messages, texts, strict=True):
+        wanted = text[len(message.prompt_token_ids) :]
+        own = found.get(message.request_id, [])
+        assert own == (wanted[: len(own)] if ends == "aborted" and message.request_id == "r3" else wanted)
+    assert found["p"] == tokens_alone(submit("p", [50, 3], max_tokens=30), 0)[0]
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_masks_along_drafts_are_late_by_chance_and_no_token_changes(core_of: Any, monkeypatch: Any, depth: int) -> None:
+    dice = random.Random(depth)
+    gate = DraftGate(monkeypatch, lambda _: dice.random() < 0.2)
+    core, messages = core_of(depth, num_pages=60), prompts(SHAPES * 2, n=2)
+    texts = [m.prompt_token_ids + tokens for m in messages for tokens, _ in with_grammar(m)]
+    drafting(core, texts, "random")
+    preempting(core)
+    core.constraints.min_budget = 0.0
+    core.submit(*messages, submit("p", [50, 3], max_tokens=40))
+    found: dict[Any, list[int]] = {}
+    while core.has_requests():
+        for output in core.step():
+            found.setdefault((output.request_id, output.sample), []).extend(output.token_ids)
+        core.scheduler.check()
+        if dice.random() < 0.5:
+            gate.let_pass()
+    assert core.executor.executor.num_sat_out > 5 and core.scheduler.num_preemptions > 3
+    for message in messages:
+        assert [found[message.request_id, sample] for sample in range(2)] == [own for own, _ in with_grammar(message)]
+
+
+def test_rows_behind_late_ones_sit_out_and_are_filled_later() -> None:
+    finished = threading.Event()
+    filler = DraftFiller(VOCAB, finished)
+    grammar = CompiledGrammar(oracle_matcher(Shape(regex="[ab]{9}")))
+    sessions = [Session(grammar, [1], 1, [END], VOCAB) for _ in range(4)]
+    opened, real = threading.Event(), draft_filler.fill_along
+    words = (VOCAB + 32) // 32
+    rows = [DraftRow(session, np.zeros((2, words), np.uint32)) for session in sessions]
+    masks = [row._masks for row in rows]
+
+    def gated(session: Session, *args: Any) -> None:
+        if session is not sessions[0]:
+            assert opened.wait(60)
+        real(session, *args)
+
+    draft_filler.fill_along = gated
+    try:
+        filler.fill(rows, 0.01, 0.0)
+        assert [row.is_late for row in rows] == [False, True, True, True]
+        assert [session.is_busy for session in sessions] == [False, True, True, False]  # there are two threads
+        opened.set()
+        for session in sessions[1:3]:
+            assert session.job is not None
+            session.job.result()
+            assert session.ready is not None and (session.ready == masks[0][0]).all()
+        assert masks[0][0].any() and not masks[1].any()  # the memory of a step that has gone on is not written
+        again = DraftRow(sessions[3], np.zeros((2, words), np.uint32))
+        filler.fill([again], 60.0, 0.0)
+        assert not again.is_late and finished.is_set()
+    finally:
+        draft_filler.fill_along = real
+        filler.close()
 
 
 def test_right_drafts_save_steps(core_of: Any) -> None:

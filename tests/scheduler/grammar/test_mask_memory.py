@@ -121,7 +121,7 @@ def test_masks_of_states_seen_before_are_those_of_an_untouched_matcher(keeps, ma
     oracle = grammar_vocabulary(TOKENIZER, SIZE)  # type: ignore[arg-type]
     pool = MaskPool(pool_library.load(), WORDS, SIZE, 16, num_threads=2, max_masks=max_masks)
     for shape in SHAPES:
-        grammar = translate(shape, frozenset())
+        grammar = translate(shape, {})
         compiled = CompiledGrammar(vocabulary.compile(grammar, schema_nodes(shape, grammar)))
         num_found = pool.num_found
         for _ in range(2):

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.skipif(pool_library.load() is None, reason="no C compil
 
 
 def compiled(shape: Shape, max_spares: int = 0) -> CompiledGrammar:
-    return CompiledGrammar(VOCABULARY.compile(translate(shape, frozenset({"<end>"}))), max_spares)
+    return CompiledGrammar(VOCABULARY.compile(translate(shape, {"<end>": END})), max_spares)
 
 
 @pytest.fixture(params=[1, 3])
@@ -95,7 +95,7 @@ def test_a_forced_text_is_tokenised_by_python_once(monkeypatch):
     source, calls = GrammarVocabulary(TOKENIZER, VOCAB), []
     monkeypatch.setattr(GrammarVocabulary, "__call__", lambda self, text: calls.append(text) or self._encode(text))
     vocabulary = NativeVocabulary(source, pool_library.load())
-    matcher = vocabulary.compile(translate(Shape(regex="[ab]hello[ab]hello"), frozenset()))
+    matcher = vocabulary.compile(translate(Shape(regex="[ab]hello[ab]hello"), {}))
     for _ in range(3):
         for letter in "ab":
             copy = matcher.deep_copy()
@@ -162,12 +162,30 @@ def test_a_late_mask_delays_no_other_row_and_changes_no_token(core_of, monkeypat
         assert found[message.request_id] == wanted
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-def test_masks_are_late_by_chance_and_no_token_changes(core_of, monkeypatch, depth):
-    """Rows sit out steps after prompts, decodes and forced tokens, some of them several in a row."""
+class Counting:
+    """A processor that allows all tokens, and records the number of output tokens at each call."""
+
+    needs = "tokens"
+
+    def __init__(self):
+        self.calls = []
+
+    def __call__(self, output):
+        self.calls.append(len(output))
+        return {}
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("has_processors", [False, True])
+def test_masks_are_late_by_chance_and_no_token_changes(core_of, monkeypatch, depth, has_processors):
+    """Rows sit out steps after prompts, decodes and forced tokens, some of them several in a row. The processors of a
+    row that sits out do not run."""
     dice = random.Random(depth)
     gate = MaskGate(monkeypatch, lambda matcher: dice.random() < 0.2)
-    core, messages = core_of(depth, num_pages=40), prompts(SHAPES * 2, n=2)
+    core, messages = core_of(depth, num_pages=40), prompts(SHAPES * 2, n=1 if has_processors else 2)
+    if has_processors:
+        for message in messages:
+            message.params.logits_processors = [Counting()]
     core.constraints.min_budget = 0.0
     core.submit(*messages, submit("p", [50, 3], max_tokens=40))
     found = {}
@@ -179,7 +197,11 @@ def test_masks_are_late_by_chance_and_no_token_changes(core_of, monkeypatch, dep
             gate.let_pass()
     assert core.executor.executor.num_sat_out > 5
     for message in messages:
-        assert [found[message.request_id, sample] for sample in range(2)] == [own for own, _ in with_grammar(message)]
+        wanted = [tokens for tokens, _ in with_grammar(message)]
+        assert [found[message.request_id, sample] for sample in range(len(wanted))] == wanted
+        if has_processors:
+            calls = message.params.logits_processors[0].calls
+            assert calls == sorted(calls) and set(range(len(wanted[0]))) <= set(calls)
 
 
 def test_the_matcher_of_an_ended_session_is_used_again_but_not_forever():

@@ -5,7 +5,8 @@ launch of the step's forward and its head the core commits all older steps, whic
 for the masks (`late`), while the device computes the forward. When the tokens of a step arrive, threads advance the
 sessions and fill the masks (`begin`, `mask_pool.py`), while the scheduler commits the step, its outputs are delivered
 and the next step is planned; where they cannot, `advance` and `late` do the same one by one. The result of a step has
-the drafts of the row's next step, so a row with drafts has a mask for each of its draws (`draft_masks.py`).
+the drafts of the row's next step, so a row with drafts has a mask for each of its draws (`draft_masks.py`), which
+threads fill too (`draft_filler.py`).
 
 A mask that is not filled when the forward should have ended delays no other row: its row sits out the step (`SitOut` in
 step.py), and computes the same position again in a later one. A session whose masks often take longer than the forward
@@ -25,7 +26,7 @@ import numpy as np
 from slipstream.config.buffer_size import mask_words, num_kept_masks
 from slipstream.request import Request, Status, WaitFor
 from slipstream.scheduler.grammar.compiled import CompiledGrammar
-from slipstream.scheduler.grammar.draft_masks import fill_in_time
+from slipstream.scheduler.grammar.draft_filler import DraftFiller, DraftRow
 from slipstream.scheduler.grammar.draw_group import DrawGroup
 from slipstream.scheduler.grammar.grammars import Grammars
 from slipstream.scheduler.grammar.mask_array import MaskArray
@@ -85,6 +86,7 @@ class Constraints:
         self._masks: StepMasks | None = None  # of the newest launched plan, if they are open
         self._keeps = False  # masks of this plan that the device keeps are not written
         self._pool: MaskPool | None = None
+        self._draft_filler = DraftFiller(self._end, grammars.finished)
         self._ended: list[Session] = []  # of requests that have ended, not closed yet
 
     @property
@@ -299,6 +301,7 @@ class Constraints:
                 each.has_mask = True
         bits = masks.bits.view(np.uint32)
         pending: list[tuple[Session, int]] = []
+        along: list[tuple[int, int, DraftRow]] = []  # rows with drafts: numbers in `drawing`, first masks
         sources: list[Session | None] = []  # None: all tokens are allowed
         late_ones: list[tuple[int, int]] = []  # of rows that may sit out: numbers in `drawing`, first masks
         index = 0
@@ -315,34 +318,35 @@ class Constraints:
                 session.has_mask = False
                 index += num
                 continue
-            if session.job is not None and (request.processors is not None or not session.is_busy):
+            if session.job is not None and not session.is_busy:
                 session.job.result()
             if session.is_busy:
                 late_ones.append((number, index))
             elif num > 1:
-                fill_in_time(session, bits[index : index + num], self._end, self.budget)
+                along.append((number, index, DraftRow(session, bits[index : index + num])))
             elif session.forced:
                 session.write_forced(bits[index], session.forced[0])
             elif session.ready is not None:
                 bits[index] = session.ready
             else:
                 pending.append((session, index))
-                if request.processors is None:
-                    late_ones.append((number, index))
+                late_ones.append((number, index))
             session.has_mask = False
             index += num
         lengths = [0 if each is None else each.num_taken for each in sources]
         if pending:
             self._fill(pending, masks)
+        late_ones = [each for each in late_ones if (own := sources[each[0]]) is not None and own.job is not None]
+        if along:
+            late_ones += self._fill_along(along)
         sitting_rows = []
         for number, index in late_ones:
             request, row, num = drawing[number]
-            if request.session is not None and request.session.job is not None:
-                self._allow_all(masks, index, index + num)  # its draw will be dropped
-                sources[number] = None
-                self.sitting.append(request)
-                sitting_rows.append(row)
-                self._resting.wait_for_late(request)
+            self._allow_all(masks, index, index + num)  # its draw will be dropped
+            sources[number] = None
+            self.sitting.append(request)
+            sitting_rows.append(row)
+            self._resting.wait_for_late(request)
         rows = np.array([row for _, row, _ in drawing], np.int32)
         if len(bits) == len(drawing):
             late = self._late(masks, rows, sources, lengths)
@@ -352,7 +356,7 @@ class Constraints:
             late = replace(self._late(masks, np.repeat(rows, numbers)), offsets=offsets)
         if self.sitting:
             late = replace(late, sit_out=_sit_out(sitting_rows, self.sitting))
-        return self.processors.add_to(late, self.budget) if self._has_edits else late
+        return self.processors.add_to(late, self.budget, self.sitting) if self._has_edits else late
 
     def _late(
         self, masks: StepMasks, rows: Ints, sources: Sequence[Session | None] = (), lengths: Sequence[int] = ()
@@ -377,7 +381,7 @@ class Constraints:
             for session, index in pending:
                 batch.add(session, -1, index)
             self._pool.start(batch, masks, keeps=self._keeps)
-            self._pool.wait(bits, self.budget, None if self._has_edits else self._time_left())
+            self._pool.wait(bits, self.budget, self._time_left())
             return
         before = time.perf_counter()
         for session, index in pending:
@@ -386,7 +390,24 @@ class Constraints:
             session.is_slow = now - before > self.budget
             before = now
 
+    def _fill_along(self, along: Sequence[tuple[int, int, DraftRow]]) -> list[tuple[int, int]]:
+        """Fill the masks of rows with drafts. Returns the late ones, as `late_ones` of `late`."""
+        rows = [row for _, _, row in along]
+        if self._deadline is None or not self._can_sit_out:
+            for row in rows:
+                row.run(self._end)
+                row.result()
+        else:
+            self._draft_filler.fill(rows, self.budget, self._deadline)
+        for row in rows:
+            if row.is_late or row.seconds > self.budget:
+                row.session.note_slow()
+            else:
+                row.session.is_slow = False
+        return [(number, index) for number, index, row in along if row.is_late]
+
     def close(self) -> None:
+        self._draft_filler.close()
         if self._pool is not None:
             self._pool.close()
         self.grammars.close()

@@ -6,7 +6,7 @@ so it is not accepted, and the masks after it do not matter.
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable
 
 import numpy as np
 
@@ -15,15 +15,9 @@ from slipstream.scheduler.grammar.session import Session, Words
 _ALL = 0xFFFFFFFF
 
 
-def fill_in_time(session: Session, masks: Words, end: int, budget: float) -> None:
-    """As `fill_along`. A session whose masks take longer than `budget` seconds becomes slow."""
-    start = time.perf_counter()
-    fill_along(session, masks, end)
-    session.is_slow = time.perf_counter() - start > budget
-
-
-def fill_along(session: Session, masks: Words, end: int) -> None:
-    """Fill the masks [draws, words] of a session's next draws. `end`: bit for the end of the grammar."""
+def fill_along(session: Session, masks: Words, end: int, is_late: Callable[[], bool] | None = None) -> None:
+    """Fill the masks [draws, words] of a session's next draws. `end`: bit for the end of the grammar. `is_late`: then
+    only the first mask is needed."""
     matcher = session.matcher.deep_copy()
     forced = session.forced
     for index, mask in enumerate(masks):
@@ -35,6 +29,8 @@ def fill_along(session: Session, masks: Words, end: int) -> None:
             session.fill(mask, matcher)
         draft = session.drafts[index] if index < len(session.drafts) else -1
         is_allowed = 0 <= draft < end and bool(mask[draft >> 5] >> np.uint32(draft & 31) & np.uint32(1))
+        if is_late is not None and is_late():
+            return
         if index + 1 == len(masks) or not is_allowed or not matcher.consume_token(draft) or matcher.is_stopped():
             masks[index + 1 :].fill(_ALL)
             return

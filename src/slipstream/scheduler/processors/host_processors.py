@@ -134,12 +134,17 @@ class HostProcessors:
 
     # Edits
 
-    def add_to(self, late: Late, budget: float) -> Late:
+    def add_to(self, late: Late, budget: float, sitting: Sequence[Request] = ()) -> Late:
         """The edits of the newest plan's rows, added to the masks of grammars. All older steps are committed.
-        `budget`: seconds that processors may take without delaying the step."""
+        `budget`: seconds that processors may take without delaying the step. `sitting`: requests that sit it out."""
         drawing, self.drawing = self.drawing, []
         self._budget = budget
-        live = [(request, row) for request, row in drawing if request.status is not Status.FINISHED]
+        left_out = {id(request) for request in sitting}
+        live = [
+            (request, row)
+            for request, row in drawing
+            if request.status is not Status.FINISHED and id(request) not in left_out
+        ]
         edits: list[LogitsEdit] = []
         batched: dict[int, list[tuple[Request, int]]] = {}
         for request, row in live:

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -55,6 +56,16 @@ def test_openai_embeddings(server, vectors):
             return await asyncio.gather(*(client.embeddings.create(model="vectors", input=text) for text in TEXTS * 8))
 
     near([answer.data[0].embedding for answer in asyncio.run(many())], vectors * 8)
+
+
+def test_clients_of_every_run_are_installed():
+    """Tests of a missing client are skipped; these are packages of `scripts/setup --dev`, so none of them is."""
+    missing = [name for name in ("openai", "anthropic", "ollama", "langchain_openai", "cohere") if not has(name)]
+    assert not missing and (Path(sys.prefix) / "litellm" / "litellm").is_dir(), f"scripts/setup --dev: {missing}"
+
+
+def has(name):
+    return importlib.util.find_spec(name) is not None
 
 
 def test_langchain(server, vectors):

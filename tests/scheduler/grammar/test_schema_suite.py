@@ -1,15 +1,18 @@
 """JSON schemas of the public test suite, drafts 4, 6, 7 and 2020-12 (tests/data/json_schema_suite.json): refused for a
-listed reason, or every output that ends is valid, whatever the model wants, at depth 0, 1 and 2."""
+listed reason, or every output that ends is valid, whatever the model wants, at depth 0, 1 and 2, also with drafts,
+several samples and preemption."""
 
 from __future__ import annotations
 
 import json
+import random
 import re
 import zlib
 from pathlib import Path
 
 import jsonschema_rs
 import pytest
+from test_draft_masks import preempting
 
 import scripted
 from letter_tokenizer import END, TOKENIZER, make_constraints
@@ -72,20 +75,28 @@ def test_most_schemas_compile_and_the_others_are_refused_for_known_reasons(compi
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
-def test_every_output_that_ends_is_valid(compiled, depth, monkeypatch):
+@pytest.mark.parametrize("is_mixed", [False, True], ids=["plain", "drafts, samples and preemption"])
+def test_every_output_that_ends_is_valid(compiled, depth, is_mixed, monkeypatch):
     monkeypatch.setattr(scripted, "draw", lazy)
     core = scripted_core(
         depth, max_num_seqs=16, max_model_len=96, num_pages=300, max_waiting=10**4, constraints=make_constraints(16)
     )
+    if is_mixed:
+        device = core.executor.executor
+        device.drafter = random.Random(depth)
+        device._guess = lambda state, last: device.drafter.choices([*_WANTED, -1], k=8)
+        core.scheduler.drafts.num_drafts = core.scheduler.drafts.num_proposed = 2
+        preempting(core)
     for index, entry in enumerate(compiled):
-        params = dict(structured_outputs=shape_of(entry), stop_token_ids=[END], max_tokens=64)
+        params = dict(structured_outputs=shape_of(entry), stop_token_ids=[END], max_tokens=64, n=1 + is_mixed)
         core.submit(submit(f"{index}", [1 + index % 90, index // 90], **params))
     texts, wrong, num_valid = {}, [], 0
     while core.has_requests():
         for output in core.step():
-            texts[output.request_id] = texts.get(output.request_id, []) + output.token_ids
+            key = output.request_id, output.sample
+            texts[key] = texts.get(key, []) + output.token_ids
             if output.finish_reason is FinishReason.STOP:
-                entry, text = compiled[int(output.request_id)], TOKENIZER.decode(texts[output.request_id])
+                entry, text = compiled[int(output.request_id)], TOKENIZER.decode(texts[key])
                 if is_valid(entry, json.loads(text)):
                     num_valid += 1
                 else:
@@ -94,7 +105,9 @@ def test_every_output_that_ends_is_valid(compiled, depth, monkeypatch):
                 assert output.finish_reason in (None, FinishReason.LENGTH), output
     core.close()
     assert [each for each in wrong if not any(name in json.dumps(each[2]) for name in NOT_ENFORCED)] == []
-    assert num_valid >= 300
+    assert num_valid >= 300 * (1 + is_mixed)
+    if is_mixed:
+        assert device.num_accepted > 100 and device.num_rejected > 100 and core.scheduler.num_preemptions > 40
 
 
 def is_valid(entry, instance):

@@ -267,6 +267,14 @@ def _read_state(matrix, dim, column, num_seen, KEY_DIM: tl.constexpr, DIM: tl.co
 
 
 @triton.jit
+def _kept_indices(position, kept, PERIOD: tl.constexpr):
+    """[PERIOD] indices of updates, and whether each is of one of the last `kept` tokens."""
+    index = tl.arange(0, PERIOD)
+    last = position % PERIOD
+    return index, (index < last) & (index >= last - kept)
+
+
+@triton.jit
 def _read_kept(
     updates,
     dim,
@@ -279,9 +287,7 @@ def _read_kept(
 ):
     """Of the last `kept` tokens: keys [PERIOD, key dim], and sums of log decays since the state was stored [PERIOD].
     Others are 0."""
-    index = tl.arange(0, PERIOD)
-    last = position % PERIOD
-    is_kept = (index < last) & (index >= last - kept)
+    index, is_kept = _kept_indices(position, kept, PERIOD)
     entry = updates + index * ENTRY
     keys = tl.load(entry[:, None] + dim[None, :], mask=is_kept[:, None] & (dim < KEY_DIM)[None, :], other=0.0)
     return keys, tl.load(entry + KEY_DIM + DIM, mask=is_kept, other=0.0)
@@ -299,9 +305,8 @@ def _read_corrections(
     ENTRY: tl.constexpr,
 ):
     """Some columns of the corrections of the last `kept` tokens, [PERIOD, columns]; others are 0."""
-    index = tl.arange(0, PERIOD)
-    last = position % PERIOD
-    mask = ((index < last) & (index >= last - kept))[:, None] & (column < DIM)[None, :]
+    index, is_kept = _kept_indices(position, kept, PERIOD)
+    mask = is_kept[:, None] & (column < DIM)[None, :]
     return tl.load(updates + index[:, None] * ENTRY + KEY_DIM + column[None, :], mask=mask, other=0.0)
 
 

@@ -2,8 +2,8 @@
 
 Splits are those of `decode.py`. Memory is not idle between rows: while the sums of one row are stored and merged,
 the keys of the next are in flight. Keys are the left operand of the MMAs, since tensor cores take 64 rows at a time and
-a group has few query heads: padding would cost time and power. Keys that existed before the step are loaded while the
-previous kernels still compute the newest ones. Of an FP8 cache, values are widened to 16 bits (`hopper_fp8.py`).
+a group has few query heads: padding would cost time and power. The producer warp is in `hopper_fetch.py`. Of an FP8
+cache, values are widened to 16 bits (`hopper_fp8.py`).
 """
 
 from __future__ import annotations
@@ -20,18 +20,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from slipstream.ops.cache_write.fp8 import FP8
-from slipstream.ops.paged_attention.tile_list import SINGLE_RECORD, TileList
-from slipstream.ops.paged_attention.triton.hopper import (
-    clear_past_end,
-    copy_parts,
-    describe,
-    find_starts,
-    make_barriers,
-)
+from slipstream.ops.paged_attention.tile_list import TileList
+from slipstream.ops.paged_attention.triton.hopper import clear_past_end, describe, make_barriers
+from slipstream.ops.paged_attention.triton.hopper_fetch import fetch_blocks, first_block
 from slipstream.ops.paged_attention.triton.hopper_fp8 import (
     HALF_RANGE,
     MIN_SCALES,
-    copy_fp8_block,
     describe_numbers,
     describe_scales,
     load_scales,
@@ -189,70 +183,11 @@ def _split_kernel(
                     DEPENDENT,
                 ),
             ),
-            (_fetch, (sources, blocks, KV_HEADS, DIM, QUERIES, BLOCK_N, PAGE, STAGES, WINDOW, DEPENDENT)),
+            (fetch_blocks, (sources, blocks, KV_HEADS, DIM, QUERIES, BLOCK_N, PAGE, STAGES, WINDOW, DEPENDENT)),
         ],
         [1],
         [FETCH_REGISTERS if BLOCK_N == BLOCK_KEYS and DIM < WIDE_HEAD and not IS_FP8 else FEW_FETCH_REGISTERS],
     )
-
-
-@gluon.jit
-def _fetch(
-    sources,
-    blocks,
-    KV_HEADS: gl.constexpr,
-    DIM: gl.constexpr,
-    QUERIES: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    PAGE: gl.constexpr,
-    STAGES: gl.constexpr,
-    WINDOW: gl.constexpr,
-    DEPENDENT: gl.constexpr,
-):
-    """The producer warp: loads keys and values of this program's share, in order."""
-    keys, values, key_scales, value_scales, table, table_stride, singles, shares = sources
-    k, v, there, used, scales = blocks
-    kv_head, first, first_split, last, last_split, end = splits_of_program(shares, KV_HEADS)
-    done = 0
-    for single in range(first, end):
-        row, token, begin, size, num_splits, first_partial, length, count, split, stop = read_single(
-            singles, single, first, first_split, last, last_split
-        )
-        pages = table + row * table_stride
-        settled = gl.load(singles + gl.cast(single, gl.int64) * SINGLE_RECORD + 7)
-        first_key = _first_key(begin + split * size, length, count, QUERIES, BLOCK_N, WINDOW)
-        if key_scales is not None:
-            following = find_starts(pages, first_key, length, BLOCK_N, PAGE)
-        for start in range(first_key, gl.minimum(begin + stop * size, length), BLOCK_N):
-            # page lookup before the wait for a free stage; for FP8, whose blocks are smaller, a block before
-            if key_scales is not None:
-                starts = following
-                following = find_starts(pages, start + BLOCK_N, length, BLOCK_N, PAGE)
-            else:
-                starts = find_starts(pages, start, length, BLOCK_N, PAGE)
-            if start + BLOCK_N > settled:
-                wait_for_previous(DEPENDENT)
-            stage = done % STAGES
-            bar = there.index(stage)
-            mbarrier.wait(used.index(stage), (done // STAGES & 1) ^ 1)
-            if key_scales is not None:
-                to = (k.index(stage), v.index(stage), scales)
-                copy_fp8_block(sources, starts, kv_head, bar, to, stage, KV_HEADS, DIM, BLOCK_N, PAGE, STAGES)
-            else:
-                mbarrier.expect(bar, 2 * BLOCK_N * DIM * 2)
-                copy_parts(keys, starts, kv_head, bar, k.index(stage), DIM, BLOCK_N, PAGE)
-                copy_parts(values, starts, kv_head, bar, v.index(stage), DIM, BLOCK_N, PAGE)
-            done += 1
-
-
-@gluon.jit
-def _first_key(key, length, count, QUERIES: gl.constexpr, BLOCK_N: gl.constexpr, WINDOW: gl.constexpr):
-    """The first block from `key` on that a query sees."""
-    if WINDOW:
-        if QUERIES == 1:
-            count = 1
-        key = gl.maximum(key, gl.maximum(length - count + 1 - WINDOW, 0) // BLOCK_N * BLOCK_N)
-    return key
 
 
 @gluon.jit
@@ -330,7 +265,7 @@ def _compute(
             totals = gl.zeros([BLOCK_N, LANES], gl.float32, SUMS)
             acc = gl.zeros([DIM, LANES], gl.float32, SUMS)
             begin_keys = begin + index * size
-            first_key = _first_key(begin_keys, length, count, QUERIES, BLOCK_N, WINDOW)
+            first_key = first_block(begin_keys, length, count, QUERIES, BLOCK_N, WINDOW)
             for start in range(first_key, gl.minimum(begin_keys + size, length), BLOCK_N):
                 stage = done % STAGES
                 mbarrier.wait(there.index(stage), done // STAGES & 1)

@@ -11,9 +11,9 @@ from slipstream.ops.sample.reference import Choice, Penalty, TokenMask
 from slipstream.ops.sample.triton.best_part import best_parts
 from slipstream.ops.sample.triton.floor import SPAN, find_floor_and_peaks
 from slipstream.ops.sample.triton.gumbel_max import draw_unlimited
-from slipstream.ops.sample.triton.mask import allows_any, is_allowed, mask_bits_
+from slipstream.ops.sample.triton.mask import allows_any, find_mask, is_allowed, mask_bits_
 from slipstream.ops.sample.triton.noise import exponential_at, halves
-from slipstream.ops.sample.triton.penalty import num_earlier, penalized
+from slipstream.ops.sample.triton.penalty import find_penalty, num_earlier, with_penalty
 
 _CHUNK = 4096
 _DRAW_CHUNK = 2048  # noise takes more registers per token
@@ -116,21 +116,15 @@ def _chunk_kernel(
 ):
     chunk = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
-    entry: tl.constexpr = None
     scale: tl.constexpr = None
     limit: tl.constexpr = None
     noisy = True
+    penalty: tl.constexpr = None
     if entries is not None:
-        entry = tl.load(entries + row).to(tl.int64)
-        counts += entry * size
-        seen += entry * size
-        values += row * 3
-        if earlier is not None:
-            earlier += row * EARLIER
+        penalty = find_penalty(row, size, counts, seen, entries, values, earlier, EARLIER)
     mask_entry: tl.constexpr = None
     if bits is not None:
-        mask_entry = tl.load(mask_entries + tl.load(mask_index + row)).to(tl.int64)
-        bits += tl.maximum(mask_entry, 0) * num_words
+        mask_entry, bits = find_mask(row, bits, mask_entries, mask_index, num_words)
     if temperature is not None:
         scale = tl.load(temperature + row)
     if floor is not None:
@@ -156,9 +150,7 @@ def _chunk_kernel(
             score = tl.load(logits + row * stride + index, mask=index < size, other=float("-inf")).to(tl.float32)
             if bits is not None:
                 score = tl.where(is_allowed(bits, mask_entry, index, size), score, float("-inf"))
-            if entries is not None:  # noqa: SIM102
-                if entry >= 0:
-                    score = penalized(score, index, index < size, counts, seen, values, earlier, EARLIER)
+            score = with_penalty(score, index, True, size, penalty, EARLIER)
             has_nan = tl.maximum(has_nan, tl.max((score != score).to(tl.int32), 0))
             score = tl.where(score == score, score, float("-inf"))
             if temperature is not None:

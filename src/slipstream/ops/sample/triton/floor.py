@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from slipstream.ops.sample.reference import Penalty
-from slipstream.ops.sample.triton.penalty import num_earlier, penalized
+from slipstream.ops.sample.triton.penalty import find_penalty, num_earlier, with_penalty
 
 SPAN = 128  # logits per peak
 _SPANS = 32  # per chunk
@@ -103,17 +103,14 @@ def _load_limits(limits, row, size):
 
 @triton.jit
 def _load_logits(
-    row_args,  # of a row: logits, vocabulary size, temperature, penalty entry, counts, flags, values, drafts, how many
+    row_args,  # of a row: logits, vocabulary size, temperature, penalty, number of further tokens
     offset,
     mask,
 ):
     """Logits after penalties and temperature."""
-    own, size, temperature, entry, counts, seen, values, earlier, EARLIER = row_args
-    mask = mask & (offset < size)
-    x = tl.load(own + offset, mask=mask, other=float("-inf")).to(tl.float32)
-    if entry is not None:  # noqa: SIM102 (a compile-time condition)
-        if entry >= 0:
-            x = penalized(x, offset, mask, counts, seen, values, earlier, EARLIER)
+    own, size, temperature, penalty, EARLIER = row_args
+    x = tl.load(own + offset, mask=mask & (offset < size), other=float("-inf")).to(tl.float32)
+    x = with_penalty(x, offset, mask, size, penalty, EARLIER)
     if temperature is not None:
         x = tl.div_rn(x, tl.zeros_like(x) + temperature)
     return x
@@ -147,15 +144,10 @@ def _survey_kernel(
     if has_min | has_k | has_p:
         span = chunk * SPANS + tl.arange(0, SPANS)
         offset = span[:, None] * SPAN + tl.arange(0, SPAN)[None, :]
-        entry: tl.constexpr = None
+        penalty: tl.constexpr = None
         if entries is not None:
-            entry = tl.load(entries + row).to(tl.int64)
-            counts += entry * size
-            seen += entry * size
-            values += row * 3
-            if earlier is not None:
-                earlier += row * EARLIER
-        row_args = (logits + row * stride, size, None, entry, counts, seen, values, earlier, EARLIER)
+            penalty = find_penalty(row, size, counts, seen, entries, values, earlier, EARLIER)
+        row_args = (logits + row * stride, size, None, penalty, EARLIER)
         x = _load_logits(row_args, offset, True)
         has_nan = tl.max(tl.max((x != x).to(tl.int32), 1), 0) > 0
         x = tl.where(x == x, x, float("-inf"))
@@ -244,17 +236,12 @@ def _floor_kernel(
 
             own = logits + row * stride
             scale: tl.constexpr = None
-            entry: tl.constexpr = None
             if temperature is not None:
                 scale = tl.load(temperature + row)
+            penalty: tl.constexpr = None
             if entries is not None:
-                entry = tl.load(entries + row).to(tl.int64)
-                counts += entry * size
-                seen += entry * size
-                values += row * 3
-                if earlier is not None:
-                    earlier += row * EARLIER
-            row_args = (own, size, scale, entry, counts, seen, values, earlier, EARLIER)
+                penalty = find_penalty(row, size, counts, seen, entries, values, earlier, EARLIER)
+            row_args = (own, size, scale, penalty, EARLIER)
             # the first spans stay in registers; mostly there are no others
             held = _load_spans(row_args, spans, 0, num_active, SPAN, TILE)
             count, mass = _measure(row_args, spans, num_active, held, best, bottom, SPAN, TILE)

@@ -14,9 +14,9 @@ import triton.language as tl
 
 from slipstream.ops.sample.reference import Choice, Penalty, TokenMask
 from slipstream.ops.sample.triton.best_part import best_parts
-from slipstream.ops.sample.triton.mask import allows_any, is_allowed
+from slipstream.ops.sample.triton.mask import allows_any, find_mask, is_allowed
 from slipstream.ops.sample.triton.noise import exponential_at, halves, uniform_at
-from slipstream.ops.sample.triton.penalty import num_earlier, penalized
+from slipstream.ops.sample.triton.penalty import find_penalty, num_earlier, with_penalty
 
 _BLOCK = 1024
 _MAX_BLOCKS = 32  # of a part
@@ -88,23 +88,17 @@ def _draw_kernel(
     logits += row * stride
     low, high = halves(tl.load(keys + row))
     scale = tl.full([], 1.0, tl.float32)
-    entry = tl.full([], -1, tl.int64)
     noisy = tl.full([], 1, tl.int1)
     if temperature is not None:
         scale = tl.load(temperature + row).to(tl.float32)
     if random is not None:
         noisy = tl.load(random + row) != 0
+    penalty: tl.constexpr = None
     if entries is not None:
-        entry = tl.load(entries + row).to(tl.int64)
-        counts += entry * size
-        seen += entry * size
-        values += row * 3
-        if earlier is not None:
-            earlier += row * EARLIER
-    mask_entry = tl.full([], -1, tl.int64)
+        penalty = find_penalty(row, size, counts, seen, entries, values, earlier, EARLIER)
+    mask_entry: tl.constexpr = None
     if bits is not None:
-        mask_entry = tl.load(mask_entries + tl.load(mask_index + row)).to(tl.int64)
-        bits += tl.maximum(mask_entry, 0) * num_words
+        mask_entry, bits = find_mask(row, bits, mask_entries, mask_index, num_words)
     first = part * each * BLOCK
     last = tl.minimum(first + each * BLOCK, size)
     lane = tl.arange(0, BLOCK)
@@ -130,9 +124,7 @@ def _draw_kernel(
                 score = tl.load(logits + index, mask=index < size, other=float("-inf")).to(tl.float32)
                 if bits is not None:
                     score = tl.where(is_allowed(bits, mask_entry, index, size), score, float("-inf"))
-                if entries is not None:  # noqa: SIM102 (a compile-time condition)
-                    if entry >= 0:
-                        score = penalized(score, index, index < size, counts, seen, values, earlier, EARLIER)
+                score = with_penalty(score, index, True, size, penalty, EARLIER)
                 peak = tl.maximum(peak, score, propagate_nan=tl.PropagateNan.ALL)
                 least = uniform_at(index, low, high) * tl.exp2(base - score * factor)
                 is_less = least < best
@@ -153,17 +145,13 @@ def _draw_kernel(
         if num_candidates == 1:
             found = tl.max(tl.where(is_candidate, at, 0), 0)
             score = tl.load(logits + found).to(tl.float32)
-            if entries is not None:  # noqa: SIM102
-                if entry >= 0:
-                    score = penalized(score, found, found < size, counts, seen, values, earlier, EARLIER)
+            score = with_penalty(score, found, True, size, penalty, EARLIER)
             if temperature is not None:
                 score = tl.div_rn(score, scale)
             top = score - tl.log(exponential_at(found, low, high))
         elif is_open == 0:
             score = tl.load(logits + at).to(tl.float32)
-            if entries is not None:  # noqa: SIM102
-                if entry >= 0:
-                    score = penalized(score, at, at < size, counts, seen, values, earlier, EARLIER)
+            score = with_penalty(score, at, True, size, penalty, EARLIER)
             if temperature is not None:
                 score = tl.div_rn(score, tl.zeros_like(score) + scale)
             score = tl.where(is_candidate, score - tl.log(exponential_at(at, low, high)), float("-inf"))
@@ -177,9 +165,7 @@ def _draw_kernel(
             score = tl.load(logits + index, mask=index < size, other=float("-inf")).to(tl.float32)
             if bits is not None:
                 score = tl.where(is_allowed(bits, mask_entry, index, size), score, float("-inf"))
-            if entries is not None:  # noqa: SIM102
-                if entry >= 0:
-                    score = penalized(score, index, index < size, counts, seen, values, earlier, EARLIER)
+            score = with_penalty(score, index, True, size, penalty, EARLIER)
             peak = tl.maximum(peak, score, propagate_nan=tl.PropagateNan.ALL)
             if temperature is not None:
                 score = tl.div_rn(score, tl.zeros_like(score) + scale)

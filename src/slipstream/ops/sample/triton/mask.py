@@ -42,6 +42,13 @@ def _mask_bits_kernel(logits, bits, entries, stride, num_words, size, BLOCK: tl.
 
 
 @triton.jit
+def find_mask(row, bits, mask_entries, mask_index, num_words):
+    """The entry of a row's mask, and its bits."""
+    entry = tl.load(mask_entries + tl.load(mask_index + row)).to(tl.int64)
+    return entry, bits + tl.maximum(entry, 0) * num_words
+
+
+@triton.jit
 def allows_any(bits, entry, start, num_words, PART: tl.constexpr):
     """Whether a mask allows one of the tokens [start, start + PART). `bits`: of the mask, if `entry` >= 0."""
     word = start // 32 + tl.arange(0, PART // 32)

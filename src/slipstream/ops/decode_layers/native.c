@@ -85,6 +85,7 @@ typedef struct {
     const int64_t *lengths;
     Space space;
     int is_alone;  // one row
+    int64_t low_bit_piece;  // weight rows per work item
     int saw_late;  // whether this thread waited for a late one
     double since;  // time at which this thread began the current part
 } Step;
@@ -123,8 +124,18 @@ static void finish_part(Step *step, int64_t mine, int64_t count) {
     step->since = now;
 }
 
-static int64_t rows_of_item(const Run *run) {
-    return run->layout == SLIP_FLOAT32 || run->layout == SLIP_BFLOAT16 ? PIECE : SLIP_LOW_BIT_PIECE;
+static int64_t rows_of_item(const Step *step, const Run *run) {
+    return run->layout == SLIP_FLOAT32 || run->layout == SLIP_BFLOAT16 ? PIECE : step->low_bit_piece;
+}
+
+// Weight rows per work item of low-bit GEMMs. On Neoverse-N1 two threads that take items of 24 rows wait for each other's
+// counter as long as for the weights; few threads need few items to be busy.
+static int64_t low_bit_piece(int64_t team) {
+#ifdef __aarch64__
+    return SLIP_LOW_BIT_PIECE * (team <= 2 ? 4 : team <= 4 ? 2 : 1);
+#else
+    return SLIP_LOW_BIT_PIECE;
+#endif
 }
 
 // weight rows [first, last) of a run; out, bias: of its first row
@@ -144,15 +155,15 @@ static void multiply_rows(const Step *step, const Product *product, const Run *r
 static void multiply(Step *step, const Product *product, const float *x, float *out) {
     int64_t count = 0, mine = 0, item;
     for (int64_t r = 0; r < product->num_runs; r++)
-        count += (product->runs[r].num_rows + rows_of_item(&product->runs[r]) - 1) / rows_of_item(&product->runs[r]);
+        count += (product->runs[r].num_rows + rows_of_item(step, &product->runs[r]) - 1) / rows_of_item(step, &product->runs[r]);
     const Run *run = product->runs;
     int64_t first_row = 0, first_item = 0;
     for (; take_item(step, count, &item); mine++) {
-        int64_t size = rows_of_item(run);
+        int64_t size = rows_of_item(step, run);
         while ((item - first_item) * size >= run->num_rows) {
             first_item += (run->num_rows + size - 1) / size;
             first_row += run->num_rows;
-            size = rows_of_item(++run);
+            size = rows_of_item(step, ++run);
         }
         int64_t first = (item - first_item) * size;
         multiply_rows(step, product, run, x, product->bias ? product->bias + first_row : 0, out + first_row, first,
@@ -331,7 +342,7 @@ int64_t slip_decode_layers(const Model *model, const float *x, float *hidden, co
         if (is_alone) copy = omp_get_thread_num();
 #endif
         Step step = {first_part, model, num_rows, ropes, slots, tables, table_strides, lengths,
-                     space_of(space, of_threads + copy * own, num_rows, groups, h), is_alone, 0, slip_now()};
+                     space_of(space, of_threads + copy * own, num_rows, groups, h), is_alone, low_bit_piece(team), 0, slip_now()};
         if (is_alone) memcpy(step.space.residual, x, h * sizeof(float));
         run_layers(&step, hidden);
         late = step.saw_late;

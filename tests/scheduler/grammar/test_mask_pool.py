@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
+import threading
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from mask_gate import MaskGate
 from scripted import VOCAB
 from scripted_engine import submit, tokens_alone
 from slipstream.messages import Abort
+from slipstream.request import FinishReason
 from slipstream.scheduler.grammar import mask_pool, pool_library
 from slipstream.scheduler.grammar.compiled import MAX_USES, CompiledGrammar
 from slipstream.scheduler.grammar.mask_pool import MaskBatch, MaskPool
@@ -160,6 +163,40 @@ def test_a_late_mask_delays_no_other_row_and_changes_no_token(core_of, monkeypat
             wanted = wanted[: len(found.get("r1", []))]
             found.setdefault("r1", [])
         assert found[message.request_id] == wanted
+
+
+def test_a_grammar_that_ends_between_the_wait_and_the_masks_ends_its_request(core_of, monkeypatch):
+    """The step of the next draw is launched when the thread takes the last token: that draw has no token to choose."""
+    addresses, is_open = mask_pool.function_addresses(), threading.Event()
+    consume = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_uint32)
+    real = consume(addresses[0])
+    gated = consume(lambda matcher, token: is_open.wait(60) and real(matcher, token))
+    addresses[0] = ctypes.cast(gated, ctypes.c_void_p).value
+    monkeypatch.setattr(mask_pool, "function_addresses", lambda: addresses)
+    core, message = core_of(2, num_pages=40), submit("r", [5], structured_outputs=Shape(regex="[ab]"), max_tokens=9)
+    core.constraints.grammars.compile(message.params.structured_outputs).result()
+    core.submit(message, submit("p", [50, 3], max_tokens=12))
+    (request,) = core.scheduler._lifecycle.live["r"]
+    settle, were_late = core.constraints.settle, []
+    # no wait for a mask but the first
+    monkeypatch.setattr(core.constraints, "_time_left", lambda: None if request.session.num_taken == 1 else 0.0)
+
+    def settle_and_open(requests):
+        changed = settle(requests)
+        if request in requests and request.session.is_busy:
+            were_late.append(len(request.tokens))
+            is_open.set()
+            request.session.job.result()
+        return changed
+
+    monkeypatch.setattr(core.constraints, "settle", settle_and_open)
+    ends = {}
+    while core.has_requests():
+        for output in core.step():
+            ends[output.request_id] = output.finish_reason
+        core.scheduler.check()
+    assert were_late and ends == {"r": FinishReason.STOP, "p": FinishReason.LENGTH}
+    assert TOKENIZER.decode(request.tokens[1:]) in ("a", "b")
 
 
 class Counting:

@@ -320,7 +320,7 @@ class Constraints:
                 continue
             if session.job is not None and not session.is_busy:
                 session.job.result()
-            if session.is_busy:
+            if session.is_busy or session.is_complete:  # complete since `advance`: the next step ends the request
                 late_ones.append((number, index))
             elif num > 1:
                 along.append((number, index, DraftRow(session, bits[index : index + num])))

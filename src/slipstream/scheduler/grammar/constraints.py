@@ -31,12 +31,12 @@ from slipstream.scheduler.grammar.draw_group import DrawGroup
 from slipstream.scheduler.grammar.grammars import Grammars
 from slipstream.scheduler.grammar.mask_array import MaskArray
 from slipstream.scheduler.grammar.mask_pool import MaskBatch, MaskPool
-from slipstream.scheduler.grammar.resting import RestingRequests
+from slipstream.scheduler.grammar.resting import RestingRequests, sit_out
 from slipstream.scheduler.grammar.session import Session
 from slipstream.scheduler.grammar.waiting_grammars import WaitingGrammars
 from slipstream.scheduler.in_flight import Launched
 from slipstream.scheduler.processors.host_processors import HostProcessors
-from slipstream.step import Ints, Late, SitOut, StepMasks, StepResult
+from slipstream.step import Ints, Late, StepMasks, StepResult
 
 if TYPE_CHECKING:
     from slipstream.logits_processor import LogitsProcessor
@@ -338,7 +338,9 @@ class Constraints:
             self._fill(pending, masks)
         late_ones = [each for each in late_ones if (own := sources[each[0]]) is not None and own.job is not None]
         if along:
-            late_ones += self._fill_along(along)
+            deadline = self._deadline if self._can_sit_out else None
+            self._draft_filler.fill([row for _, _, row in along], self.budget, deadline)
+            late_ones += [(number, index) for number, index, row in along if row.is_late]
         sitting_rows = []
         for number, index in late_ones:
             request, row, num = drawing[number]
@@ -355,7 +357,7 @@ class Constraints:
             offsets = np.concatenate([np.arange(num, dtype=np.int32) for num in numbers])
             late = replace(self._late(masks, np.repeat(rows, numbers)), offsets=offsets)
         if self.sitting:
-            late = replace(late, sit_out=_sit_out(sitting_rows, self.sitting))
+            late = replace(late, sit_out=sit_out(sitting_rows, self.sitting))
         return self.processors.add_to(late, self.budget, self.sitting) if self._has_edits else late
 
     def _late(
@@ -390,34 +392,9 @@ class Constraints:
             session.is_slow = now - before > self.budget
             before = now
 
-    def _fill_along(self, along: Sequence[tuple[int, int, DraftRow]]) -> list[tuple[int, int]]:
-        """Fill the masks of rows with drafts. Returns the late ones, as `late_ones` of `late`."""
-        rows = [row for _, _, row in along]
-        if self._deadline is None or not self._can_sit_out:
-            for row in rows:
-                row.run(self._end)
-                row.result()
-        else:
-            self._draft_filler.fill(rows, self.budget, self._deadline)
-        for row in rows:
-            if row.is_late or row.seconds > self.budget:
-                row.session.note_slow()
-            else:
-                row.session.is_slow = False
-        return [(number, index) for number, index, row in along if row.is_late]
-
     def close(self) -> None:
         self._draft_filler.close()
         if self._pool is not None:
             self._pool.close()
         self.grammars.close()
         self.processors.close()
-
-
-def _sit_out(rows: list[int], requests: Sequence[Request]) -> SitOut:
-    """The rows of these requests, and the state in which the device computes their last position again."""
-    return SitOut(
-        np.array(rows, np.int32),
-        np.array([len(request.tokens) - 1 for request in requests], np.int32),
-        np.array([request.tokens[-1] for request in requests], np.int32),
-    )

@@ -83,9 +83,23 @@ class DraftFiller:
         self._pool: ThreadPoolExecutor | None = None
         self._running: list[Future[None]] = []  # of this step, and late ones
 
-    def fill(self, rows: Sequence[DraftRow], budget: float, deadline: float) -> None:
+    def fill(self, rows: Sequence[DraftRow], budget: float, deadline: float | None) -> None:
         """Fill the masks of these rows. Rows that take longer than `budget` seconds and are not filled at the deadline
-        are late then."""
+        are late then; None: no row may be late. A session that took longer than the budget becomes slow."""
+        if deadline is None:
+            for row in rows:
+                row.run(self._end)
+        else:
+            self._fill_in_threads(rows, budget, deadline)
+        for row in rows:
+            if not row.is_late:
+                row.result()
+            if row.is_late or row.seconds > budget:
+                row.session.note_slow()
+            else:
+                row.session.is_slow = False
+
+    def _fill_in_threads(self, rows: Sequence[DraftRow], budget: float, deadline: float) -> None:
         if self._pool is None:
             self._pool = ThreadPoolExecutor(_MAX_THREADS, "slipstream-drafts")
         self._running = [each for each in self._running if not each.done()]
@@ -97,8 +111,6 @@ class DraftFiller:
                 row.ended.wait(limit)
         for row in rows:
             row.leave()
-            if not row.is_late:
-                row.result()
 
     def _fill_next(self, waiting: deque[DraftRow]) -> None:
         while waiting:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -10,6 +11,7 @@ from slipstream.config.buffer_size import mask_words
 from slipstream.request import Request, Status
 from slipstream.scheduler.grammar.grammars import Grammars
 from slipstream.scheduler.grammar.session import Session
+from slipstream.step import SitOut
 
 
 class RestingRequests:
@@ -53,3 +55,12 @@ class RestingRequests:
             if request.status is not Status.FINISHED and not session.is_busy:
                 woken.append(request)
         return woken
+
+
+def sit_out(rows: list[int], requests: Sequence[Request]) -> SitOut:
+    """The rows of these requests, and the state in which the device computes their last position again."""
+    return SitOut(
+        np.array(rows, np.int32),
+        np.array([len(request.tokens) - 1 for request in requests], np.int32),
+        np.array([request.tokens[-1] for request in requests], np.int32),
+    )

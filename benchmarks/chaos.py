@@ -89,6 +89,7 @@ def children(pid: int) -> list[int]:
 
 async def run(args: argparse.Namespace) -> tuple[collections.Counter[str], collections.Counter[str]]:
     """Returns how many requests ended how, and how many processes of which kind were killed."""
+    others = children(os.getpid())  # started by the caller
     options = make_options(
         model=args.model,
         data_parallel_size=args.replicas,
@@ -143,7 +144,8 @@ async def run(args: argparse.Namespace) -> tuple[collections.Counter[str], colle
             f"of {len(client.seconds)}; slowest request {slowest:.1f} s, with the wait for {restarts} restarts"
         )
     await engine.close()
-    left = [pid for pid in children(os.getpid()) if Path(f"/proc/{pid}/cmdline").read_bytes()]
+    own = [pid for pid in children(os.getpid()) if pid not in others]
+    left = [pid for pid in own if Path(f"/proc/{pid}/cmdline").read_bytes()]
     print(f"processes left: {len(left)}")
     assert not twice and ends.total() == args.requests and not left
     return ends, kills

@@ -114,7 +114,9 @@ class Engines:
         found = {number: Found() for number in numbers}
         while True:
             if not core.has_requests():
-                ready, _, _ = select.select([self.ended, *core.peers.files], [], [])
+                # a padding step that waits for sizes of other engines is still to be launched: they compute it too
+                is_idle = core.executor._next is None
+                ready, _, _ = select.select([*core.peers.files, *([self.ended] if is_idle else [])], [], [])
                 if self.ended in ready and not core.has_requests():
                     return found
                 continue

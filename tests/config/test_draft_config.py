@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from slipstream.config.draft_config import MAX_DRAFTS, DraftConfig, read_draft_config
+from slipstream.config.draft_config import MAX_DRAFTS, DraftConfig, check_draft_ranks, read_draft_config
 from slipstream.errors import InvalidOption
 
 
@@ -23,10 +23,25 @@ def test_the_fields_have_vllms_names() -> None:
 
 
 def test_fields_of_vllm_that_change_nothing() -> None:
-    given = {"method": "suffix", "max_model_len": 64, "draft_tensor_parallel_size": 1, "enforce_eager": True}
+    given = {"method": "suffix", "max_model_len": 64, "enforce_eager": True}
     assert read_draft_config(given) == read_draft_config({"method": "suffix"})
     by_model = {"model": "[ngram]", "num_speculative_tokens": 5, "prompt_lookup_max": 5, "prompt_lookup_min": 1}
     assert read_draft_config(by_model) == read_draft_config({**by_model, "model": None, "method": "ngram"})
+
+
+def test_a_drafter_runs_on_all_ranks_of_its_model() -> None:
+    given = {"method": "draft_model", "model": "some/model", "draft_tensor_parallel_size": 2}
+    assert read_draft_config(given) == DraftConfig("draft_model", 4, model="some/model")
+    check_draft_ranks(given, 2)
+    check_draft_ranks('{"method": "ngram", "draft_tensor_parallel_size": 1}', 1)
+    for absent in (None, {"method": "ngram"}, {"method": "ngram", "draft_tensor_parallel_size": None}):
+        check_draft_ranks(absent, 4)
+    for num_ranks in (1, 4):
+        with pytest.raises(InvalidOption, match=f"is 2, and tensor_parallel_size is {num_ranks}; .* the same number"):
+            check_draft_ranks(given, num_ranks)
+    for odd in (True, "1", [1], 1.5):
+        with pytest.raises(InvalidOption, match="draft_tensor_parallel_size of speculative_config is"):
+            check_draft_ranks({"method": "ngram", "draft_tensor_parallel_size": odd}, 1)
 
 
 def test_the_short_form() -> None:
@@ -56,6 +71,7 @@ def test_one_bound_alone_moves_the_other() -> None:
         ({"method": "ngram", "num_speculative_tokens": 0}, f"from 1 to {MAX_DRAFTS}"),
         ({"method": "ngram", "num_speculative_tokens": True}, "give a whole number"),
         ({"method": "ngram", "prompt_lookup_max": 2, "prompt_lookup_min": 3}, "prompt_lookup_min is 3"),
+        ({"method": "ngram", "tensor_parallel_size": 2}, "did you mean draft_tensor_parallel_size"),
         ("ngram", "give a JSON object"),
         ("[1]", "give a JSON object"),
     ],

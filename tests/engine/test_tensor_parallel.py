@@ -113,6 +113,7 @@ def test_two_ranks_give_the_results_of_one_until_one_is_killed(tmp_path, capfd, 
     [
         ({"tensor_parallel_size": 3}, "4 attention heads; give a number that divides it"),
         ({"tensor_parallel_size": 0}, "1 to 64"),
+        ({"speculative_config": {"method": "ngram", "draft_tensor_parallel_size": 1}}, "give the same number"),
     ],
 )
 def test_options_of_one_rank_are_refused_by_name(tmp_path, options, words):

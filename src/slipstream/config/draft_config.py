@@ -37,11 +37,12 @@ _NOT_BUILT = {
     "custom_class": "runs code of the user's", "extract_hidden_states": "drafts nothing",
 }  # fmt: skip
 """Methods of vLLM that are not supported, and why."""
-_KEYS = ("method", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min", "model")
+_KEYS = (
+    "method", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min", "model", "draft_tensor_parallel_size",
+)  # fmt: skip
 _NO_EFFECT = (
-    "max_model_len", "draft_tensor_parallel_size", "tensor_parallel_size", "enforce_eager", "attention_backend",
-    "moe_backend", "code_revision", "disable_padded_drafter_batch", "use_local_argmax_reduction",
-    "suffix_decoding_max_cached_requests",
+    "max_model_len", "enforce_eager", "attention_backend", "moe_backend", "code_revision",
+    "disable_padded_drafter_batch", "use_local_argmax_reduction", "suffix_decoding_max_cached_requests",
 )  # fmt: skip
 """Fields of vLLM that change nothing here: a drafter has the length, device and kernels of its engine."""
 
@@ -84,6 +85,16 @@ def read_draft_config(given: Mapping[str, Any] | str | None, short: str | None =
             f"prompt_lookup_min is {min_match} and prompt_lookup_max {max_match}; raise the second or lower the first"
         )
     return DraftConfig(method, num, min_match, max_match, 1.0 if method == "suffix" else None)
+
+
+def check_draft_ranks(given: Mapping[str, Any] | str | None, num_ranks: int) -> None:
+    """Checks `draft_tensor_parallel_size`. `num_ranks`: those of the model; a drafter is divided like its model."""
+    count = None if given is None else _fields(given).get("draft_tensor_parallel_size")
+    if count is not None and (isinstance(count, bool) or count != num_ranks):
+        raise InvalidOption(
+            f"draft_tensor_parallel_size of speculative_config is {count!r}, and tensor_parallel_size is {num_ranks}; "
+            "a drafter runs on all ranks of its model: give the same number, or remove it"
+        )
 
 
 def _fields(given: Mapping[str, Any] | str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from slipstream.config.config import EngineConfig
+from slipstream.config.draft_config import check_draft_ranks
 from slipstream.config.gpus import SHARE_VARIABLE, ranks_share_gpu, visible_gpus
 from slipstream.config.options import Options
 from slipstream.errors import InvalidOption
@@ -19,6 +20,7 @@ def check_rank_options(options: Options, device_kind: str) -> None:
     count = options.tensor_parallel_size
     if not 1 <= count <= MAX_RANKS:
         raise InvalidOption(f"tensor_parallel_size is {count}; give 1 to {MAX_RANKS}")
+    check_draft_ranks(options.speculative_config, count)
     if count == 1:
         return
     has_drafts = options.speculative_config is not None or options.drafts is not None

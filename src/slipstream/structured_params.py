@@ -46,6 +46,8 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """Schema keywords that are not supported have no effect, instead of an error."""
     prefix: str | None = None
     """A grammar in Lark's syntax of text before the structure, such as reasoning."""
+    alternative: str | None = None
+    """A grammar in Lark's syntax of another output, such as tool calls: it takes the place of prefix and structure."""
     backend: str | None = None
     """One of vLLM's compilers of grammars. llguidance does the work of each, so that it changes nothing."""
 
@@ -64,8 +66,9 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, omit_defaults=True):
             raise _invalid(f"{', '.join(others)} is for json and json_object only; remove it")
         if self.whitespace_pattern is not None:
             _check_text("whitespace_pattern", self.whitespace_pattern, MAX_REGEX_CHARS)
-        if self.prefix is not None:
-            _check_text("prefix", self.prefix, MAX_CHARS)
+        for name in ("prefix", "alternative"):
+            if getattr(self, name) is not None:
+                _check_text(name, getattr(self, name), MAX_CHARS)
         if self.backend is not None:
             if self.backend not in BACKENDS:
                 raise _invalid(f"backend is {self.backend!r}; give one of {', '.join(BACKENDS)}, or leave it out")

@@ -9,8 +9,11 @@ import pytest
 from slipstream.parsers.families import reasoning_format, tool_call_format
 from slipstream.parsers.reasoning import ReasoningFormat
 from slipstream.scheduler.grammar.translate import translate
+from slipstream.serve.http.chat.forced import _calls_alone
+from slipstream.serve.http.chat.formats import ChatFormats
 from slipstream.serve.http.chat.grammar import harmony_calls, reasoning_prefix
 from slipstream.serve.http.chat.strict import calls_grammar
+from slipstream.serve.http.chat.tools import Tools
 from slipstream.structured_params import StructuredOutputsParams
 from slipstream.text.grammar_vocab import grammar_vocabulary
 from slipstream.text.tokenizer import Tokenizer
@@ -105,6 +108,7 @@ INNER = {
     "additionalProperties": False,
     "$defs": {"Days": {"type": "integer"}},
 }
+AUTO = ("auto", None)  # tool_choice, parallel_tool_calls
 STRICT = {"weather": INNER, "now": {"type": "object"}}
 GOOD = '{"city": "Oslo", "days": 2, "unit": "C"}'
 BAD = '{"city": "Oslo", "unit": "K"}'
@@ -162,6 +166,44 @@ def test_strict_calls_without_a_marker(tokenizer, accepts):
         assert accepts(params, begin + call % GOOD) and not accepts(params, begin + call % BAD)
     assert accepts(params, "It rains. {}") and not accepts(params, "{}")
     assert calls_grammar(tool_call_format("pythonic"), tokenizer, STRICT) is None
+
+
+FUNCTIONS = ({"name": "weather", "parameters": INNER, "strict": True}, {"name": "now", "parameters": STRICT["now"]})
+ALONE = {
+    **{name: text.removeprefix("I look.\n").removeprefix("x") for name, text in CALLS.items()},
+    "llama3_json": '{"name": "weather", "parameters": %s}',
+    "glm45": "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Oslo</arg_value>\n<arg_key>unit</arg_key>\n"
+    "<arg_value>C</arg_value>\n</tool_call>",
+    "openai": "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>%s",
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_calls_take_the_place_of_a_shape(tokenizer, accepts, name):
+    is_harmony = name == "openai"
+    format = reasoning_format("openai_gptoss" if is_harmony else "qwen3")
+    prefix = reasoning_prefix(format, tokenizer, "assistant\n", continues=False)
+    tools = Tools.check([{"type": "function", "function": function} for function in FUNCTIONS], *AUTO)
+    formats = ChatFormats(format, tool_call_format(name))
+    calls = _calls_alone(tools, formats, tokenizer, prefix, "response_format")
+    params = StructuredOutputsParams(json=CITY, prefix=prefix, alternative=calls)
+    thought = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant" if is_harmony else "<think>hm</think>\n\n"
+    answer = ("<|channel|>final<|message|>" if is_harmony else "") + '{"city": "Oslo"}'
+    call = ALONE[name] % GOOD if "%s" in ALONE[name] else ALONE[name]
+    for before in ("", thought):
+        assert accepts(params, before + answer) and accepts(params, before + call)
+        assert not accepts(params, before + call.replace("weather", "other"))
+        assert not accepts(params, before + answer + call) and not accepts(params, before + call + answer)
+        assert not accepts(params, before + answer.replace("city", "town")) and not accepts(params, before + "text")
+
+
+def test_calls_take_the_place_of_a_shape_without_reasoning(tokenizer, accepts):
+    tools = Tools.check([{"type": "function", "function": {"name": "now"}}], *AUTO)
+    calls = _calls_alone(tools, ChatFormats(None, tool_call_format("hermes")), tokenizer, None, "response_format")
+    params = StructuredOutputsParams(json_object=True, alternative=calls)
+    call = '<tool_call>\n{"name": "now", "arguments": {"x": 1}}\n</tool_call>'  # not strict: any object
+    assert accepts(params, call) and accepts(params, f"{call}\n{call}") and accepts(params, "{}")
+    assert not accepts(params, "[]") and not accepts(params, "")
 
 
 def test_strict_messages_of_gpt_oss(tokenizer, accepts):

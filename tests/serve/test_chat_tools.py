@@ -214,7 +214,7 @@ def test_samples_have_calls_of_their_own(folder):
         ({"tool_choice": "required"}, "tool_choice", "no tools"),
         ({"parallel_tool_calls": False}, "parallel_tool_calls", "needs tools"),
         (
-            {"tools": [NOW], "tool_choice": "required", "response_format": {"type": "json_object"}},
+            {"tools": [NOW], "tool_choice": "required", "structured_outputs": {"json_object": True}},
             "tool_choice",
             "remove one",
         ),
@@ -239,6 +239,30 @@ def test_a_structured_answer_may_follow_reasoning(folder):
     answer = ask(folder, text, tools=[NOW], tool_choice="required")
     assert answer.message["reasoning"] == "hm" and answer.message["tool_calls"][0]["function"]["name"] == "now"
     assert answer.submit.params.structured_outputs.prefix == shape.prefix
+
+
+FORM = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+
+
+def test_a_shape_of_the_content_leaves_calls_alone(folder):
+    """As in OpenAI's API, which agents rely on: an answer calls a tool, or has content in the shape."""
+    answer = ask(folder, CALLS, tools=[WEATHER, NOW], response_format=FORM)
+    shape = answer.submit.params.structured_outputs
+    assert json.loads(shape.json) == SCHEMA and '"now"' in shape.alternative and '"</think>"' in shape.alternative
+    assert len(answer.message["tool_calls"]) == 2
+    answer = ask(folder, "{}", tools=[WEATHER], response_format=FORM, tool_choice="none")
+    assert answer.submit.params.structured_outputs.alternative is None
+    answer = ask(folder, "{}", tools=[WEATHER], structured_outputs={"json": SCHEMA})  # of the output, as in vLLM
+    assert answer.submit.params.structured_outputs.alternative is None
+    answer = ask(folder, "x", tools=[WEATHER], response_format=FORM, settings={"tool_call_parser": "pythonic"})
+    assert answer.status == 400 and "tool_choice to none" in answer.error, answer.body
+
+
+def test_a_demanded_call_has_no_content_and_so_no_shape_of_it(folder):
+    for choice in ("required", {"type": "function", "function": {"name": "now"}}):
+        wanted = ask(folder, "{}", tools=[NOW], tool_choice=choice).submit.params.structured_outputs
+        answer = ask(folder, "{}", tools=[NOW], tool_choice=choice, response_format=FORM)
+        assert answer.submit.params.structured_outputs == wanted
 
 
 def test_strict_functions_have_a_grammar_while_the_model_decides(folder):

@@ -55,7 +55,7 @@ class SchemaNodes:
 
 def schema_nodes(params: StructuredOutputsParams, grammar: str) -> SchemaNodes | None:
     """The nodes of a JSON schema, the root last; None if the output is not JSON alone. `grammar`: its translation."""
-    if params.prefix is not None or params.whitespace_pattern is not None:
+    if (params.prefix, params.alternative, params.whitespace_pattern) != (None, None, None):
         return None
     if params.json is None and not params.json_object:
         return None

@@ -25,9 +25,8 @@ def translate(params: StructuredOutputsParams, special_tokens: Mapping[str, int]
     """A grammar for llguidance's matcher. `special_tokens`: ids by text."""
     from llguidance import LLMatcher
 
-    if params.prefix is not None:
-        body = _rule_body(params, special_tokens)
-        return LLMatcher.grammar_from_lark(f"start: before body\nbefore: {_nested(params.prefix)}\nbody: {body}\n")
+    if params.prefix is not None or params.alternative is not None:
+        return LLMatcher.grammar_from_lark(_with_context(params, _rule_body(params, special_tokens)))
     if params.regex is not None:
         return LLMatcher.grammar_from_regex(params.regex)
     if params.choice is not None:
@@ -35,6 +34,19 @@ def translate(params: StructuredOutputsParams, special_tokens: Mapping[str, int]
     if params.grammar is not None or params.structural_tag is not None:
         return LLMatcher.grammar_from_lark(_lark(params, special_tokens))
     return LLMatcher.grammar_from_json_schema(json.dumps(json_schema(params)), overrides=_json_options(params))
+
+
+def _with_context(params: StructuredOutputsParams, body: str) -> str:
+    """A grammar in Lark's syntax: the prefix and the body, or the alternative."""
+    rules = [f"body: {body}"]
+    start = "body"
+    if params.prefix is not None:
+        start = "before body"
+        rules.append(f"before: {_nested(params.prefix)}")
+    if params.alternative is not None:
+        start += " | other"
+        rules.append(f"other: {_nested(params.alternative)}")
+    return "\n".join([f"start: {start}", *rules, ""])
 
 
 def _rule_body(params: StructuredOutputsParams, special_tokens: Mapping[str, int]) -> str:

@@ -90,9 +90,10 @@ class ChatRun:
         with_tools = bool(conversation.tools.shown)
         if conversation.skip_special_tokens is None and formats.uses_special_tokens(tokenizer, with_tools=with_tools):
             params = params.with_changes(skip_special_tokens=False)
+        names = self._request.field_names
+        shape = structured_outputs(conversation, formats, text, names.get("structured_outputs", "structured_outputs"))
         if conversation.tools.are_forced or (conversation.tools.strict and params.structured_outputs is None):
-            self._request.field_names["structured_outputs"] = "tools"
-        shape = structured_outputs(conversation, formats, text)
+            names["structured_outputs"] = "tools"
         if shape is not params.structured_outputs:
             params = params.with_changes(structured_outputs=shape)
         name = conversation.model.description.name

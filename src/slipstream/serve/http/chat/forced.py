@@ -2,6 +2,10 @@
 
 As in vLLM, the output is JSON: a list of objects with name and parameters (tool_choice required), or the parameters of
 the function that the request names. A grammar makes it so, after the reasoning.
+
+A shape of the content (`response_format`, and its names in other APIs) leaves calls alone, as in OpenAI's API: an
+answer with a demanded call has no content, and where the model decides it either calls or answers in the shape. A shape
+of the output (vLLM's `structured_outputs`, structural tags) has no calls besides.
 """
 
 from __future__ import annotations
@@ -20,18 +24,21 @@ from slipstream.serve.http.chat.grammar import harmony_calls, reasoning_prefix
 from slipstream.serve.http.chat.strict import calls_grammar
 from slipstream.serve.http.chat.tools import Tools
 from slipstream.serve.http.errors import bad_request
+from slipstream.serve.http.openai.structured import OUTPUT_FIELDS
 from slipstream.structured_params import StructuredOutputsParams
 from slipstream.text.tokenizer import Tokenizer
 
 
 def structured_outputs(
-    conversation: ChatConversation, formats: ChatFormats, prompt: str
+    conversation: ChatConversation, formats: ChatFormats, prompt: str, field: str
 ) -> StructuredOutputsParams | None:
-    """The shape of the output, that of the request or one that demands calls, after any reasoning."""
+    """The shape of the output, that of the request or one that demands calls, after any reasoning. `field`: the field
+    with the shape."""
     given, tools, tokenizer = conversation.params.structured_outputs, conversation.tools, conversation.model.tokenizer
     assert tokenizer is not None, "a chat template needs a tokenizer"
+    of_content = given is not None and given.structural_tag is None and field not in OUTPUT_FIELDS
     if tools.are_forced:
-        if given is not None:
+        if given is not None and not of_content:
             fact = "tool_choice demands a call, and another field a structured output"
             raise bad_request(f"{fact}; remove one", "tool_choice")
         if formats.is_harmony:
@@ -45,14 +52,35 @@ def structured_outputs(
     if given is None or given.prefix is not None:
         return given
     prefix = reasoning_prefix(formats.reasoning, tokenizer, prompt, continues=conversation.continue_final_message)
-    return given if prefix is None else msgspec.structs.replace(given, prefix=prefix)
+    calls = None
+    if of_content and not tools.are_forced and tools.shown:
+        calls = _calls_alone(tools, formats, tokenizer, prefix, field)
+    if prefix is None and calls is None:
+        return given
+    return msgspec.structs.replace(given, prefix=prefix, alternative=calls)
+
+
+def _calls_alone(tools: Tools, formats: ChatFormats, tokenizer: Tokenizer, prefix: str | None, field: str) -> str:
+    """The grammar of calls instead of content, after any reasoning."""
+    grammar = _grammar(tools, formats, tokenizer, alone=True)
+    if grammar is None:
+        fact = f"{field} and tools that the model may call are not supported together with this model's format of calls"
+        raise bad_request(f"{fact}; set tool_choice to none or required, or remove one", field)
+    if prefix is None or formats.is_harmony:
+        return grammar
+    return f"start: before calls\nbefore: %lark {{\n{prefix}\n}}\ncalls: %lark {{\n{grammar}\n}}"
+
+
+def _grammar(tools: Tools, formats: ChatFormats, tokenizer: Tokenizer, *, alone: bool) -> str | None:
+    strict = tools.strict
+    schemas = {name: schema if name in strict else _ANY_OBJECT for name, schema in _schemas(tools).items()}
+    format = HarmonyFormat() if formats.is_harmony else formats.tools
+    return calls_grammar(format, tokenizer, schemas, alone=alone)
 
 
 def _strict(tools: Tools, formats: ChatFormats, tokenizer: Tokenizer) -> StructuredOutputsParams:
     """Free text in which calls of strict functions match their schema."""
-    strict = tools.strict
-    schemas = {name: schema if name in strict else _ANY_OBJECT for name, schema in _schemas(tools).items()}
-    grammar = calls_grammar(HarmonyFormat() if formats.is_harmony else formats.tools, tokenizer, schemas)
+    grammar = _grammar(tools, formats, tokenizer, alone=False)
     if grammar is None:
         index = next(index for index, tool in enumerate(tools.listed) if tool["function"].get("strict"))
         name = f"tools[{index}].function.strict"

@@ -1,4 +1,5 @@
-"""Strict tools while the model decides about calls: a grammar of free text with calls in the model's own format.
+"""Grammars of calls in the model's own format, for tools that the model may call: of free text with calls, where a tool
+is strict, and of calls alone, where the content has a shape (`response_format`).
 
 Arguments of functions with `strict` match their schema; those of other functions are any JSON object.
 """
@@ -15,17 +16,20 @@ from slipstream.parsers.harmony import HarmonyFormat
 from slipstream.parsers.named import MistralFormat, NamedFormat
 from slipstream.parsers.output_parser import ToolCallFormat
 from slipstream.parsers.tagged import TaggedFormat
-from slipstream.serve.http.chat.grammar import TERMINALS, harmony_messages, quoted, symbol
+from slipstream.serve.http.chat.grammar import TERMINALS, harmony_calls, harmony_messages, quoted, symbol
 from slipstream.text.tokenizer import Tokenizer
 
 Schemas = Mapping[str, Mapping[str, Any]]
 """The parameters of each function."""
 
 
-def calls_grammar(format: ToolCallFormat | None, tokenizer: Tokenizer, schemas: Schemas) -> str | None:
-    """The grammar in Lark's syntax; None for a format that it cannot describe."""
+def calls_grammar(
+    format: ToolCallFormat | None, tokenizer: Tokenizer, schemas: Schemas, *, alone: bool = False
+) -> str | None:
+    """The grammar in Lark's syntax; None for a format that it cannot describe. `alone`: at least one call, and no text
+    beside the calls, but for the reasoning of gpt-oss."""
     if isinstance(format, HarmonyFormat):
-        return harmony_messages(tokenizer, schemas)
+        return harmony_calls(tokenizer, schemas) if alone else harmony_messages(tokenizer, schemas)
     if isinstance(format, EnvelopeFormat):
         rules, begin = _envelope(format, tokenizer, schemas), format.begin
     elif isinstance(format, MistralFormat):
@@ -38,10 +42,14 @@ def calls_grammar(format: ToolCallFormat | None, tokenizer: Tokenizer, schemas: 
         return None
     marks = [symbol(tokenizer, marker) for marker in begin]
     if isinstance(format, EnvelopeFormat) and format.bare:  # an answer that begins with a bracket is a call
+        if alone:
+            return "\n".join([f"start: ({marks[0]})? SPACE? calls", *rules, TERMINALS])
         other = "{ \\n" if marks[0].startswith("<[") else "{ \\n<"
         return "\n".join(
             [f"start: ({marks[0]})? SPACE? calls | last", f"last: /[^{other}](.|\\n)*/", *rules, TERMINALS]
         )
+    if alone:
+        return "\n".join(["start: (SPACE? mark calls)+ SPACE?", f"mark: {' | '.join(marks)}", *rules, TERMINALS])
     triggers = [
         f"trigger{index}{'' if mark.startswith('<[') else '[lazy]'}: TEXT {mark}" for index, mark in enumerate(marks)
     ]

@@ -13,7 +13,9 @@ _GUIDED = {
     "guided_choice": "choice",
     "guided_grammar": "grammar",
 }
-FIELDS = ("response_format", "structured_outputs", *_GUIDED)
+OUTPUT_FIELDS = ("structured_outputs", *_GUIDED)
+"""Fields with the shape of the whole output; that of `response_format` is for the content."""
+FIELDS = ("response_format", *OUTPUT_FIELDS)
 _TYPES = ("text", "json_object", "json_schema", "structural_tag")
 
 

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+from patience import PATIENCE
 from scripted_core import EVERY_TASK, ScriptedCore, facts
 from serve.asgi import Door
 from serve.test_http_server import served
@@ -57,7 +58,7 @@ def with_server(folder: Path, scenario: Callable[[Door, str], Awaitable[Any]], *
         door = Door(App(State(ServerSettings(**settings), engine), all_routes()), core)
         try:
             async with served(door) as port:
-                return await asyncio.wait_for(scenario(door, f"http://127.0.0.1:{port}"), 30)
+                return await asyncio.wait_for(scenario(door, f"http://127.0.0.1:{port}"), PATIENCE)
         finally:
             await engine.close()
 

@@ -16,6 +16,7 @@ import pytest
 
 from slipstream import LLM
 
+PREFIX = Path(sys.prefix)
 TEXTS = ["The host never waits.", "A step is a trip.", "Rows are seats."]
 
 
@@ -61,7 +62,10 @@ def test_openai_embeddings(server, vectors):
 def test_clients_of_every_run_are_installed():
     """Tests of a missing client are skipped; these are packages of `scripts/setup --dev`, so none of them is."""
     missing = [name for name in ("openai", "anthropic", "ollama", "langchain_openai", "cohere") if not has(name)]
-    assert not missing and (Path(sys.prefix) / "litellm" / "litellm").is_dir(), f"scripts/setup --dev: {missing}"
+    missing += [
+        name for name in ("litellm/litellm", "agents/instructor", "agents/pydantic_ai") if not (PREFIX / name).is_dir()
+    ]
+    assert not missing, f"scripts/setup --dev installs {missing}"
 
 
 def has(name):

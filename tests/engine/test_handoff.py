@@ -212,6 +212,23 @@ def test_an_aborted_request_leaves_no_slot_behind(folder, peer, monkeypatch):
         assert engine.cache.tier.reserve([bytes([n]) * 16 for n in range(4)])
 
 
+def test_all_samples_of_a_prompt_continue_from_its_pages(folder, peer):
+    params = SamplingParams(temperature=1, seed=3, max_tokens=6, ignore_eos=True, n=3)
+    with make(folder, None) as llm:
+        wanted = [sample.token_ids for sample in llm.generate(PROMPTS[0], params)[0].outputs]
+    with make(folder, "kv_consumer", kv_peers=[peer]) as llm:
+        core = llm.core
+        core.submit(Submit("a", PROMPTS[0], params, 0.0))
+        found: dict[int, list[int]] = {sample: [] for sample in range(3)}
+        num_steps = 0
+        while num_steps < 20:  # with the pages; a sample that nothing wakes would wait forever
+            num_steps += not core.scheduler.cache.imports.is_waiting
+            for output in core.step():
+                found[output.sample] += output.token_ids
+        core.scheduler.check()
+        assert list(found.values()) == wanted and not core.scheduler.num_waiting
+
+
 def test_a_producer_that_was_started_again_is_asked_again(folder, wanted):
     with make(folder, "kv_producer", kv_port=0) as llm:
         llm.generate(PROMPTS[:1], PREFILL)

@@ -137,13 +137,12 @@ class Scheduler:
             waits_for |= self._constrain(requests)
         if self.adapters is not None:
             waits_for |= self.adapters.enter(requests)
-        waits_for |= self.cache.import_pages(leader)
         number = self._next_number
         self._next_number += len(requests)
         self._lifecycle.live[leader.id] = list(requests)
         for offset, request in enumerate(requests):
             request.number = number + offset
-        self._waiting.push(leader, waits_for)
+        self._waiting.push(leader, waits_for | self.cache.import_pages(leader))
         for sibling in join_samples(requests):
             self._waiting.push(sibling, waits_for | WaitFor.PROMPT)
 

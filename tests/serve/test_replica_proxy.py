@@ -11,7 +11,7 @@ import pytest
 from slipstream.errors import InvalidOption
 from slipstream.serve.cli.main import main
 from slipstream.serve.http.replica_proxy import ReplicaProxy
-from slipstream.serve.http.url_replicas import BLOCK, UrlReplicas, block_hashes
+from slipstream.serve.http.url_replicas import ADAPTER_BYTES, BLOCK, UrlReplicas, block_hashes
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: %s\r\n"
 JSON = HEAD % b"application/json"
@@ -25,6 +25,8 @@ class Upstream:
         self.next = asyncio.Queue()
         self.ready = b"200 OK"
         self.bodies = []
+        self.models = None  # base models and adapters: those have a parent; None: the route is not there
+        self.num_lists = 0
 
     async def start(self):
         self.server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
@@ -36,6 +38,14 @@ class Upstream:
         if head.startswith((b"GET /ready", b"GET /health")):
             status = self.ready if head.startswith(b"GET /ready") else b"200 OK"
             writer.write(b"HTTP/1.1 " + status + b"\r\nContent-Length: 0\r\n\r\n")
+            writer.close()
+            return
+        if head.startswith(b"GET /v1/models"):
+            self.num_lists += 1
+            cards = [{"id": name, "parent": parent} for name, parent in (self.models or {}).items()]
+            status = b"401 No" if b"Bearer k" not in head else b"404 No" if self.models is None else b"200 OK"
+            body = json.dumps({"object": "list", "data": cards}).encode()
+            writer.write(b"HTTP/1.1 %s\r\nContent-Length: %d\r\n\r\n%s" % (status, len(body), body))
             writer.close()
             return
         length = next(
@@ -196,6 +206,54 @@ def test_requests_go_to_the_server_with_fewest_bytes_and_to_their_prefix():
         upstreams[0].ready = b"503 Service Unavailable"
         assert await b.check() and not await a.check() and proxy.replicas.choose(prompt, ())[0] is b
         assert await proxy.replicas.until_ready(1)
+
+    with_proxy(scenario)
+
+
+def test_requests_go_to_a_server_that_lists_their_model_and_has_their_adapter():
+    async def scenario(proxy, upstreams):
+        async def place(model, path="/v1/completions", key="model"):
+            """The server that gets a request for this model."""
+            reader, _ = await send(proxy, json.dumps({key: model, "prompt": "x"}).encode(), path)
+            index, _, _, writer = await first(*upstreams)
+            writer.write(JSON + b"Content-Length: 2\r\n\r\n{}")
+            assert (await reader.read()).startswith(b"HTTP/1.1 200")
+            return index
+
+        upstreams[0].models = {"base": None, "sql": "base", "law": "base", "only0": "base"}
+        upstreams[1].models = {"base": None, "sql": "base", "law": "base", "only1": "base"}
+        assert await place("only1") == 1 and await place("only0") == 0
+        assert [await place("sql"), await place("law")] == [0, 1]  # adapters are spread over the servers
+        assert [await place(name) for name in ("sql", "law", "sql", "law")] == [0, 1, 0, 1]
+        proxy.replicas.all[0].begin([], 4 * ADAPTER_BYTES)
+        assert await place("sql") == 1  # the other one has much less to do
+        proxy.replicas.all[0].end(4 * ADAPTER_BYTES)
+        assert [each.num_lists for each in upstreams] == [1, 1]
+
+        upstreams[1].models["new"] = "base"
+        assert await place("new", "/v1/load_lora_adapter", "lora_name") == 0  # any; now the list counts as changed
+        proxy.replicas.all[1].models.expire()
+        assert await place("new") == 1
+        assert await place("new", "/v1/unload_lora_adapter", "lora_name") == 1
+        del upstreams[1].models["new"]
+        assert await place("new") == 0 and "new" not in proxy.replicas.all[1].models
+
+    with_proxy(scenario)
+
+
+def test_servers_without_a_list_get_requests_as_before():
+    async def scenario(proxy, upstreams):
+        upstreams[1].models, clients = {"base": None}, []
+        for body in (b'{"model": "tiny"}', b'{"model": 5}', b"\xff", b"[]"):
+            for _ in range(2):  # a list that was not sent is not asked for again at once
+                clients.append(await send(proxy, body))
+                await first(*upstreams)
+        assert [each.num_lists for each in upstreams] == [1, 1]
+        a, b = proxy.replicas.all
+        await b.read_models(b"")  # without a key, the list that is known stays
+        assert "base" in b.models and "base" not in a.models
+        b.set_ready(False)
+        assert "base" not in b.models
 
     with_proxy(scenario)
 

@@ -19,6 +19,7 @@ import httptools
 import msgspec
 
 from slipstream.serve.http.prefill_first import PrefillFirst
+from slipstream.serve.http.url_models import LIST_CHANGES, key_lines, named_model
 from slipstream.serve.http.url_replicas import UrlReplica, UrlReplicas
 
 log = logging.getLogger("slipstream.proxy")
@@ -113,17 +114,20 @@ class ReplicaProxy:
     async def _pass_on(self, request: _Request, writer: asyncio.StreamWriter) -> None:
         tried: list[UrlReplica] = []
         body = bytes(request.body)
+        model = named_model(body) if request.method == b"POST" and len(self.replicas.all) > 1 else None
         if self.prefill is not None:
             await self.prefill.run(request, body)
         while len(tried) < MAX_RUNS:
-            chosen = self.replicas.choose(body, tried)
+            if model is not None:
+                await self.replicas.find_model(model, key_lines(request.headers))
+            chosen = self.replicas.choose(body, tried, model)
             if chosen is None:
                 if tried or not await self.replicas.until_ready(READY_SECONDS):
                     break
                 continue
             replica, hashes = chosen
             tried.append(replica)
-            replica.begin(hashes, len(body))
+            replica.begin(hashes, len(body), model)
             answer = _Answer(writer, request.method == b"HEAD")
             try:
                 await self._run_on(replica, request, body, answer)
@@ -140,6 +144,8 @@ class ReplicaProxy:
                 self.num_rerouted += 1
             finally:
                 replica.end(len(body))
+                if request.path in LIST_CHANGES:
+                    replica.models.expire()
         self.num_lost += 1
         text = f"{len(tried)} replicas died while they ran the request" if tried else "no replica is ready"
         _write_error(writer, 503, f"{text}; send it again later", "replica_lost")

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,22 @@ def test_a_rank_that_is_killed_while_the_engine_starts_is_named(tmp_path, moment
         llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4), use_tqdm=False)
     assert started[0].poll() == -signal.SIGKILL
     assert not list((tmp_path / "temporary").glob("slipstream-ranks*"))
+
+
+def test_a_rank_that_is_killed_between_its_address_and_its_connection_is_named(tmp_path, monkeypatch):
+    """gloo would wait for it for ten minutes."""
+    before = RankProcesses.open_group
+
+    def kill_then_open(ranks: RankProcesses, device):
+        while not (ranks.store.exists() and b"joins/1" in ranks.store.read_bytes()):
+            time.sleep(0.01)
+        os.kill(ranks._processes[0].pid, signal.SIGKILL)
+        return before(ranks, device)
+
+    monkeypatch.setattr(RankProcesses, "open_group", kill_then_open)
+    folder = str(write_tiny(tmp_path, "llama"))
+    with pytest.raises(EngineDead, match="rank 1 has ended: killed by SIGKILL"):
+        LLM(folder, tensor_parallel_size=2, use_tqdm_on_load=False, **SMALL)
 
 
 class Watched(ReplicaClient):

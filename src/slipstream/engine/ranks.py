@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
 from typing import Protocol, TypeVar
 
 import torch
@@ -40,6 +43,7 @@ class Ranks(ABC):
         self.group: Group | None = None  # set by `join`
         self.death: str | None = None  # the first rank that ended, and how
         self._watch: RankWatch | None = None
+        self._joining: Future[Group] = Future()
         self._woken, self._wakes = os.pipe()
 
     @property
@@ -51,9 +55,10 @@ class Ranks(ABC):
         """Waits until all ranks have loaded, and joins them."""
         self.wait_until_loaded()
         self._watch = RankWatch(self.end_files(), self._find_death)
-        self.group = self.open_group(device)
+        threading.Thread(target=self._open_group, args=(device,), name="slipstream-join", daemon=True).start()
+        self.group = self._joining.result()
         if self.death is not None:
-            self.group.abort()  # the thread came before this group
+            self.group.abort()  # the thread of the watch came before this group
         return self.group
 
     def started(self) -> None:
@@ -106,9 +111,22 @@ class Ranks(ABC):
         self.check()
         return result
 
+    def _open_group(self, device: torch.device) -> None:
+        """In a thread: a library that connects to a rank that has just ended waits for it for minutes."""
+        try:
+            result = self.open_group(device)
+        except BaseException as error:
+            with contextlib.suppress(InvalidStateError):  # a rank has ended
+                self._joining.set_exception(error)
+        else:
+            with contextlib.suppress(InvalidStateError):
+                self._joining.set_result(result)
+
     def _find_death(self) -> None:
         """In the thread of the watch."""
         self.death = self.dead_rank(1.0) or "a rank has ended"
+        with contextlib.suppress(InvalidStateError):  # all have joined
+            self._joining.set_exception(EngineDead(self.death))
         self.end_others(self.death)
         if self.group is not None:
             self.group.abort()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 
+from patience import PATIENCE
 from slipstream.scheduler.grammar import draft_filler, mask_pool
 from slipstream.scheduler.grammar.draft_masks import fill_along
 
@@ -49,7 +50,7 @@ class DraftGate:
             is_open = self.is_open
             if stops(session) and not is_open.is_set():
                 self.num_stopped += 1
-                is_open.wait(60)
+                is_open.wait(PATIENCE)
             fill_along(session, *args)
 
         monkeypatch.setattr(draft_filler, "fill_along", gated)

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 import torch
 
+from patience import PATIENCE
 from slipstream.config.config import EngineConfig
 from slipstream.dist.group import Group, announce_end
 from slipstream.dist.plan_ring import PlanReader, PlanWriter
@@ -74,7 +75,7 @@ class RankThreads(Ranks):
         self._stop_watching()
         self.plans.write(END)
         for thread in self._threads:
-            thread.join(20)
+            thread.join(PATIENCE)
             assert not thread.is_alive(), f"{thread.name} does not end"
         self.plans.close()
         self._folder.cleanup()

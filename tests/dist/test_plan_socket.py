@@ -57,7 +57,7 @@ def test_a_rank_that_ends_is_named():
 def test_a_connection_without_the_secret_is_closed_and_the_next_one_accepted():
     secret = bytes(range(SECRET_BYTES))
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        listener.settimeout(20)
+        listener.settimeout(PATIENCE)
         address = listener.getsockname()[:2]
         wrong = join_rank(address, bytes(SECRET_BYTES), 1)
         short = socket.create_connection(address)

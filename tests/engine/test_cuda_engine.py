@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from patience import PATIENCE
 from slipstream import LLM, AsyncEngine, SamplingParams, StructuredOutputsParams
 from slipstream.device.sync_check import watch
 from tiny import write_tiny
@@ -108,7 +109,7 @@ def test_a_core_in_another_thread_gives_the_same_tokens(folder, wanted):
         finally:
             await engine.close()
 
-    assert tokens(asyncio.run(asyncio.wait_for(main(), 120))) == wanted["greedy"]
+    assert tokens(asyncio.run(asyncio.wait_for(main(), PATIENCE))) == wanted["greedy"]
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from patience import PATIENCE
 from replay_device import ReplayDevice
 from slipstream import LLM, SamplingParams
 from slipstream.config.options import make_options
@@ -101,10 +102,11 @@ class Engines:
             found = self._serve(core, self.shares[index])
         except BaseException:
             core.executor.exchange.leave()  # as the end of a process does
+            self.closing.abort()
             raise
         core.scheduler.check()
         self.recordings[index] = core.recorder.take()
-        self.closing.wait(60)
+        self.closing.wait(PATIENCE)
         core.close()
         return found
 

@@ -280,7 +280,7 @@ def test_threads_that_share_it_take_turns(folder, depth):
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join(PATIENCE)
     assert found == found[:1] * 5
 
 
@@ -312,7 +312,7 @@ def test_dropping_a_stream_does_not_wait_for_a_step(folder, depth, by_reader):
             drop()
         else:
             threading.Thread(target=drop).start()
-        running.join(60)
+        running.join(PATIENCE)
         assert left_in_time == [True]
         assert not llm._sync_loop.outputs.states and not llm.core.scheduler.num_live
         llm.core.scheduler.check()

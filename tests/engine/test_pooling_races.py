@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from delayed_device import DelayedDevice
+from patience import PATIENCE
 from pool_bench import PoolBench, assert_same
 from slipstream.device.streams import PASSED, ThreadedStream
 from slipstream.params import SamplingParams
@@ -34,7 +35,7 @@ class HeldStream(ThreadedStream):
         super().__init__("held-copy", None)
 
     def before(self) -> None:
-        assert self.gate.wait(60), "the test did not release the copies"
+        assert self.gate.wait(PATIENCE), "the test did not release the copies"
 
 
 class HeldDevice(DelayedDevice):

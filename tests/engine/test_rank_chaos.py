@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from patience import PATIENCE
 from slipstream import LLM, AsyncEngine, SamplingParams
 from slipstream.config.options import make_options
 from slipstream.engine.local_ranks import RankProcesses
@@ -106,7 +107,7 @@ def test_an_idle_replica_notices_that_a_rank_was_killed(tmp_path):
         assert "rank 1 has ended: killed by SIGKILL" in str(client.errors[0])
         await engine.close()
 
-    asyncio.run(asyncio.wait_for(run(), 60))
+    asyncio.run(asyncio.wait_for(run(), PATIENCE))
 
 
 def test_an_idle_engine_in_a_thread_notices_that_a_rank_was_killed(tmp_path):
@@ -123,4 +124,4 @@ def test_an_idle_engine_in_a_thread_notices_that_a_rank_was_killed(tmp_path):
                 pass
         await engine.close()
 
-    asyncio.run(asyncio.wait_for(run(), 60))
+    asyncio.run(asyncio.wait_for(run(), PATIENCE))

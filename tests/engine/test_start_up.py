@@ -9,6 +9,7 @@ import gguf
 import pytest
 
 from child import child_env
+from patience import PATIENCE
 from slipstream.config.machine import Machine
 from slipstream.config.model_info import read_model_info
 from slipstream.config.options import make_options
@@ -33,7 +34,7 @@ def test_a_first_token_imports_nothing_heavy_beside_torch(tmp_path) -> None:
         env=child_env(SLIPSTREAM_NATIVE="0"),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
     )
     assert done.returncode == 0, done.stderr
 

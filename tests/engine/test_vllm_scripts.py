@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from patience import PATIENCE
 from slipstream import (
     LLM,
     AsyncEngineArgs,
@@ -356,7 +357,7 @@ def test_the_asynchronous_engine(folder, llm, monkeypatch):
         with pytest.raises(EngineClosed):
             await engine.check_health()
 
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+    asyncio.run(asyncio.wait_for(scenario(), PATIENCE))
 
 
 @pytest.mark.parametrize("kind", [dict, StructuredOutputsConfig])

@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+from patience import PATIENCE
 from slipstream import LLM, AsyncEngine, PoolingParams, SamplingParams
 from slipstream.errors import EngineClosed, EngineDead, PromptTooLong, QueueFull, RequestTooLarge, UserError
 from slipstream.text.tokenizer import Tokenizer
@@ -29,7 +30,7 @@ def run(folder, scenario, **options):
     async def main():
         engine = AsyncEngine(folder, **(SMALL | options))
         try:
-            return await asyncio.wait_for(scenario(engine), 60)
+            return await asyncio.wait_for(scenario(engine), PATIENCE)
         finally:
             await engine.close()
 
@@ -122,7 +123,7 @@ def test_an_abort_while_a_text_is_encoded_is_not_lost(folder, verb, everyone, mo
 
     def slow(self, texts, *how, **more):
         started.set()
-        assert goes_on.wait(30)
+        assert goes_on.wait(PATIENCE)
         return encode(self, texts, *how, **more)
 
     async def scenario(engine):

@@ -8,6 +8,7 @@ import threading
 import msgspec
 import pytest
 
+from patience import PATIENCE
 from scripted_core import EVERY_TASK, facts
 from slipstream import SamplingParams
 from slipstream.errors import InvalidPrompt, PromptTooLong
@@ -116,7 +117,7 @@ def test_no_more_texts_are_read_at_once_than_there_are_threads_and_all_are_read(
         with lock:
             running += 1
             most = max(most, running)
-        assert go_on.wait(30)
+        assert go_on.wait(PATIENCE)
         with lock:
             running -= 1
         return "done"
@@ -139,7 +140,7 @@ def test_cancelled_work_is_not_started():
     begun = []
 
     def hold():
-        assert go_on.wait(30)
+        assert go_on.wait(PATIENCE)
 
     async def main():
         pool = Offload(threads=1)

@@ -10,6 +10,7 @@ from array import array
 import numpy as np
 import pytest
 
+from patience import PATIENCE
 from scripted_core import facts
 from slipstream import SamplingParams
 from slipstream.errors import InvalidPrompt, PromptTooLong
@@ -39,7 +40,7 @@ def test_parts_are_computed_in_order_and_one_ahead():
     def make(part):
         begun.append(part.start)
         if part.start:
-            assert go_on.wait(30)
+            assert go_on.wait(PATIENCE)
         return list(range(part.start, part.stop))
 
     numbers = Lookahead(make, SIXTEEN)
@@ -82,7 +83,7 @@ def test_texts_and_threads_are_gone_with_their_call(bad):
         assert gone() is None
         for thread in threading.enumerate():
             if thread.name.startswith("slipstream-texts"):
-                thread.join(30)
+                thread.join(PATIENCE)
                 assert not thread.is_alive()
     finally:
         gc.enable()

@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from patience import PATIENCE
 from scripted_core import EVERY_TASK, ScriptedCore, facts
 from slipstream.errors import EngineDead, InvalidParams, RequestTooLarge
 from slipstream.frontend.pooling.results import num_result_values
@@ -33,7 +34,7 @@ def at_desk(folder, scenario, **more):
     async def main():
         engine, core = await ScriptedCore.open(facts(folder, max_waiting=100, **more), answers=False)
         try:
-            result = await asyncio.wait_for(scenario(engine, core), 30)
+            result = await asyncio.wait_for(scenario(engine, core), PATIENCE)
             assert (engine.load.num_open, engine.load.num_queued, engine.load.queued_tokens) == (0, 0, 0)
             assert not engine._mailboxes and not engine._outputs.states
             return result

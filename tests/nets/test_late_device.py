@@ -8,6 +8,7 @@ import threading
 import pytest
 
 from delayed_device import POISON, DelayedDevice
+from patience import PATIENCE
 from slipstream import LLM, SamplingParams
 from slipstream.device.streams import PASSED
 from slipstream.errors import EngineDead
@@ -81,7 +82,7 @@ class HeldDevice(DelayedDevice):
     def __init__(self, depth):
         super().__init__(depth, longest=0.0)
         self.gate = threading.Event()
-        self.copy.before = lambda: self.gate.wait(60)
+        self.copy.before = lambda: self.gate.wait(PATIENCE)
 
 
 def tokens_with_held_copies(folder, depth=2):

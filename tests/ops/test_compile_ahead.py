@@ -376,7 +376,7 @@ def test_a_walk_compiles_each_variant_once_and_launches_nothing(tmp_path):
     env = child_env(TRITON_CACHE_DIR=str(tmp_path / "cache"))
     env.pop("TRITON_INTERPRET", None)
     done = subprocess.run(
-        [sys.executable, str(program), str(launchers)], env=env, capture_output=True, text=True, timeout=120
+        [sys.executable, str(program), str(launchers)], env=env, capture_output=True, text=True, timeout=PATIENCE
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.split() == ["loading", "ready", "again", "interrupted", "told", "both"]

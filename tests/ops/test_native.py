@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from child import child_env
+from patience import PATIENCE
 from slipstream.ops import activation, cache_write, native, norm, paged_attention, rope
 from slipstream.ops.activation import reference as activation_reference
 from slipstream.ops.cache_write import reference as cache_reference
@@ -243,7 +244,7 @@ def run_elsewhere(program: str, **environment: str) -> None:
         env=child_env(**environment),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
     )
     assert done.returncode == 0, done.stderr
 

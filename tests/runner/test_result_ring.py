@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from patience import PATIENCE
 from slipstream.device.device import Device
 from slipstream.device.streams import ThreadedStream
 from slipstream.runner.results import ResultRing, lay_out, result_shape
@@ -66,7 +67,7 @@ class Held(ThreadedStream):
         super().__init__("held-copies")
 
     def before(self) -> None:
-        assert self.gate.wait(60), "nothing waits for the copies"
+        assert self.gate.wait(PATIENCE), "nothing waits for the copies"
         self.left.append(float(self.source[0]))
 
 

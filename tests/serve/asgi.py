@@ -170,7 +170,7 @@ def at_door(
         engine, core = await ScriptedCore.open(known, ready=ready, answers=answers)
         door = Door(App(State(ServerSettings(**settings), engine), all_routes()), core)
         try:
-            result = await asyncio.wait_for(scenario(door), 30)
+            result = await asyncio.wait_for(scenario(door), PATIENCE)
             assert (engine.load.num_open, engine.load.num_queued, engine.load.queued_tokens) == (0, 0, 0)
             return result
         finally:

@@ -17,6 +17,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from patience import PATIENCE
+
 
 async def run_chaos(port: int, num: int, clients: int, seed: int) -> Counter[str]:
     """How each request ended, counted. Raises if one ended twice, or not at all."""
@@ -27,7 +29,7 @@ async def run_chaos(port: int, num: int, clients: int, seed: int) -> Counter[str
 
     async def client() -> None:
         for _ in todo:
-            end = await asyncio.wait_for(_one(port, draw, abort_weight), 300)
+            end = await asyncio.wait_for(_one(port, draw, abort_weight), PATIENCE)
             ends[end] += 1
             if end.endswith("429"):
                 await asyncio.sleep(0.05)  # a polite crowd, for all its manners

@@ -430,7 +430,7 @@ asyncio.run(main())
 
 def test_a_killed_server_continues_without_a_line_twice_or_lost(folder, tmp_path):
     command = [sys.executable, "-c", _CHILD, str(folder), str(tmp_path)]
-    killed = subprocess.run(command, env=child_env(), timeout=60)
+    killed = subprocess.run(command, env=child_env(), timeout=PATIENCE)
     assert killed.returncode == -signal.SIGKILL
 
     async def main():

@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from child import child_env
+from patience import PATIENCE
 from scripted_core import EVERY_TASK, ScriptedCore, facts
 from serve.samples import MESSAGES
 from slipstream.errors import UserError
@@ -131,7 +132,7 @@ def test_a_killed_run_continues_without_a_line_twice_or_lost(batch, folder, tmp_
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("\n".join(map(json.dumps, lines)))
     argv = ["run-batch", "tiny=model", "-i", str(source), "-o", str(target), "--concurrency", "3"]
-    killed = subprocess.run([sys.executable, "-c", _CHILD, str(folder), *argv], env=child_env(), timeout=60)
+    killed = subprocess.run([sys.executable, "-c", _CHILD, str(folder), *argv], env=child_env(), timeout=PATIENCE)
     assert killed.returncode == -signal.SIGKILL and not target.exists()
     part = (tmp_path / "out.jsonl.part").read_text().splitlines()
     kept = {json.loads(entry.partition("\t")[2])["custom_id"] for entry in part[1:5]}

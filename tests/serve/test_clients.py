@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from patience import PATIENCE
 from slipstream import LLM
 
 PREFIX = Path(sys.prefix)
@@ -110,7 +111,7 @@ def test_llama_index(server, vectors):
     if python is None:
         pytest.skip("needs llama-index-llms-openai-like and -embeddings-openai-like, here or in LLAMA_INDEX_PYTHON")
     command = [python, "-c", _LLAMA_INDEX, f"{server.url}/v1", json.dumps(TEXTS)]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert ran.returncode == 0, ran.stderr
     whole, streamed, chat, found = json.loads(ran.stdout.splitlines()[-1])
     assert whole and whole == streamed and chat
@@ -132,7 +133,7 @@ def test_cohere_rerank(server, ranking):
 
 def test_huggingface_hub_as_to_tei(server, vectors):
     hub = pytest.importorskip("huggingface_hub", reason="needs huggingface_hub")
-    client = hub.InferenceClient(model=f"{server.url}/embed", timeout=60)
+    client = hub.InferenceClient(model=f"{server.url}/embed", timeout=PATIENCE)
     found = client.feature_extraction(TEXTS[0], normalize=True, truncate=True, truncation_direction="right")
     near(found[0], vectors[0])
     alike = hub.InferenceClient(model=f"{server.url}/similarity").sentence_similarity(TEXTS[0], other_sentences=TEXTS)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from patience import PATIENCE
 from serve.server_process import COMMAND, ServerProcess
 from slipstream.serve.cli.main import make_parser
 from slipstream.serve.cli.serve import ALIASES, Options, ServerSettings, Sources, server_settings
@@ -79,12 +80,12 @@ def test_the_entry_point_serves_and_the_health_check_agrees(dockerfile, tiny_fol
     check = json.loads(re.search(r"CMD (\[.*\])", only(dockerfile, "HEALTHCHECK"))[1])
     check = [sys.executable, *(part.replace(":8000/", f":{server.port}/") for part in check[1:])]
     # three failures in a row make a container unhealthy
-    assert any(subprocess.run(check, timeout=30).returncode == 0 for _ in range(3))
+    assert any(subprocess.run(check, timeout=PATIENCE).returncode == 0 for _ in range(3))
     server.until("ready: serving")
     server.process.send_signal(getattr(__import__("signal"), only(dockerfile, "STOPSIGNAL")))
     assert server.end() == 0
     assert all(json.loads(line) for line in server.lines)
-    assert subprocess.run(check, stderr=subprocess.DEVNULL, timeout=30).returncode != 0  # gone
+    assert subprocess.run(check, stderr=subprocess.DEVNULL, timeout=PATIENCE).returncode != 0  # gone
 
 
 def _can_unshare():

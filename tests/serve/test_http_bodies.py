@@ -8,6 +8,7 @@ import logging
 
 import pytest
 
+from patience import PATIENCE
 from serve.asgi import at_door
 from serve.test_http_server import ASK, answer, head, served
 from slipstream.request import FinishReason
@@ -23,7 +24,7 @@ async def connect(port, *data):
 
 
 async def ended(reader):
-    assert await asyncio.wait_for(reader.read(), 10) == b""
+    assert await asyncio.wait_for(reader.read(), PATIENCE) == b""
 
 
 ROUTES = ["/v1/completions", "/v1/embeddings", "/embed", "/tokenize", "/abort_requests"]

@@ -118,7 +118,7 @@ def test_a_refused_connection_that_is_to_close_closes_when_all_is_read(folder):
             status, headers, _ = await answer(reader)
             assert (status, headers["connection"]) == (429, "close")
             writer.write(b"x" * 50)
-            assert await asyncio.wait_for(reader.read(), 10) == b""
+            assert await asyncio.wait_for(reader.read(), PATIENCE) == b""
             writer.close()
 
     at_door(folder, scenario, answers=False, max_queued_requests=1, api_key=["key"])
@@ -165,7 +165,7 @@ def test_a_refused_request_that_expects_100_continue_ends_its_connection(folder)
             writer.write(head("/v1/completions", 100, KEY, "expect: 100-continue"))
             status, headers, _ = await answer(reader)
             assert (status, headers["connection"]) == (429, "close")
-            assert await asyncio.wait_for(reader.read(), 10) == b""
+            assert await asyncio.wait_for(reader.read(), PATIENCE) == b""
             writer.close()
 
     at_door(folder, scenario, answers=False, max_queued_requests=1, api_key=["key"])
@@ -179,7 +179,7 @@ def test_a_refused_connection_that_sends_nothing_more_is_closed(folder):
                 writer.write(head("/v1/completions", 100, KEY))
                 assert (await answer(reader))[0] == 429
                 writer.write(rest)
-                assert await asyncio.wait_for(reader.read(), 10) == b""
+                assert await asyncio.wait_for(reader.read(), PATIENCE) == b""
                 writer.close()
 
     at_door(folder, scenario, answers=False, max_queued_requests=1, api_key=["key"])
@@ -197,7 +197,7 @@ def test_a_head_that_comes_too_slowly_ends_its_connection(folder, monkeypatch, b
                 writer.write(before)
                 assert (await answer(reader))[0] == 200
             writer.write(b"GET /hea")
-            assert await asyncio.wait_for(reader.read(), 10) == b""
+            assert await asyncio.wait_for(reader.read(), PATIENCE) == b""
             writer.close()
 
     at_door(folder, scenario)
@@ -285,5 +285,5 @@ def test_a_system_without_room_is_asked_again_later(monkeypatch, caplog):
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
-        asyncio.run(asyncio.wait_for(scenario(), 10))
+        asyncio.run(asyncio.wait_for(scenario(), PATIENCE))
     assert "Too many open files" in caplog.text

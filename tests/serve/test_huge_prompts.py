@@ -15,6 +15,7 @@ import msgspec
 import pytest
 from tokenizers import AddedToken
 
+from patience import PATIENCE
 from scripted_core import EVERY_TASK
 from serve.asgi import at_door
 from serve.server_process import ServerProcess
@@ -33,7 +34,7 @@ def held(monkeypatch):
     encode = Tokenizer.encodings
 
     def waiting(self, texts, *args, **how):
-        assert max(map(len, texts)) < 100 or go_on.wait(30)
+        assert max(map(len, texts)) < 100 or go_on.wait(PATIENCE)
         return encode(self, texts, *args, **how)
 
     monkeypatch.setattr(Tokenizer, "encodings", waiting)
@@ -182,7 +183,7 @@ def test_a_front_end_that_was_sent_huge_chats_is_no_larger_than_before(tmp_path,
     before, statuses = resident(server, "front_end_0"), []
 
     def ask():
-        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=120)
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE)
         connection.request("POST", "/v1/chat/completions", body, {"content-type": "application/json"})
         response = connection.getresponse()
         statuses.append((response.status, json.loads(response.read())["error"]["code"]))

@@ -9,6 +9,7 @@ from html.parser import HTMLParser
 
 import pytest
 
+from patience import PATIENCE
 from serve.asgi import at_door
 from slipstream.serve.http.page import page_files
 
@@ -82,4 +83,4 @@ def test_ids_are_unique_and_every_control_has_a_name():
 def test_modules_parse(name, tmp_path):
     file = tmp_path / (name.removesuffix(".js") + ".mjs")
     file.write_bytes(page_files()[name])
-    subprocess.run(["node", "--check", str(file)], check=True, timeout=60)
+    subprocess.run(["node", "--check", str(file)], check=True, timeout=PATIENCE)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from browser import CHROMIUM, Browser
+from patience import PATIENCE
 from serve.server_process import ServerProcess
 from tiny import write_tiny
 
@@ -27,7 +28,7 @@ def server(tmp_path_factory):
     server = ServerProcess(str(folder), "--api-key", "secret", "--max-model-len", "512", "--num-pages", "64")
     yield server
     server.process.terminate()
-    server.process.wait(30)
+    server.process.wait(PATIENCE)
 
 
 @pytest.fixture
@@ -185,7 +186,7 @@ def find_axe() -> Path | None:
     from ours, so it is not copied here."""
     roots = [*map(Path, filter(None, os.environ.get("NODE_PATH", "").split(os.pathsep))), Path("node_modules")]
     if shutil.which("npm") is not None:
-        found = subprocess.run(["npm", "root", "--global"], capture_output=True, text=True, timeout=60)
+        found = subprocess.run(["npm", "root", "--global"], capture_output=True, text=True, timeout=PATIENCE)
         roots.append(Path(found.stdout.strip() or "."))
     files = (root / "axe-core" / "axe.min.js" for root in roots)
     return next((file for file in files if file.is_file()), None)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from patience import PATIENCE
 from serve.asgi import at_door
 from serve.server_process import ServerProcess
 from slipstream.errors import InvalidOption
@@ -27,7 +28,7 @@ class Local(http.client.HTTPConnection):
     """Over a unix socket."""
 
     def __init__(self, path: str) -> None:
-        super().__init__("localhost", timeout=60)
+        super().__init__("localhost", timeout=PATIENCE)
         self.path = path
 
     def connect(self) -> None:
@@ -42,7 +43,9 @@ def asked(connection, method, path, body=None):
 
 
 def encrypted(port):
-    return http.client.HTTPSConnection("localhost", port, context=ssl.create_default_context(cafile=CERT), timeout=60)
+    return http.client.HTTPSConnection(
+        "localhost", port, context=ssl.create_default_context(cafile=CERT), timeout=PATIENCE
+    )
 
 
 def test_a_server_with_a_certificate_accepts_https_only(tiny_folder, monkeypatch):
@@ -55,7 +58,7 @@ def test_a_server_with_a_certificate_accepts_https_only(tiny_folder, monkeypatch
         assert asked(connection, "GET", "/v1/models")[0] == 200  # the connection goes on
     with socket.create_connection(("127.0.0.1", server.port), 10) as plain:
         plain.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
-        plain.settimeout(20)
+        plain.settimeout(PATIENCE)
         answer = b""
         try:
             while part := plain.recv(1000):
@@ -64,7 +67,7 @@ def test_a_server_with_a_certificate_accepts_https_only(tiny_folder, monkeypatch
             pass
         assert b"HTTP/" not in answer
     with pytest.raises(ssl.SSLError):  # a client without the certificate
-        http.client.HTTPSConnection("localhost", server.port, timeout=60).request("GET", "/health")
+        http.client.HTTPSConnection("localhost", server.port, timeout=PATIENCE).request("GET", "/health")
     monkeypatch.setenv("SSL_CERT_FILE", CERT)
     from slipstream.serve.cli.main import main
 
@@ -109,7 +112,7 @@ def test_a_handshake_that_never_ends_does_not_delay_others(folder):
             client = ssl.create_default_context(cafile=CERT)
             reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=client, server_hostname="localhost")
             writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
-            assert (await asyncio.wait_for(reader.read(), 10)).startswith(b"HTTP/1.1 200")
+            assert (await asyncio.wait_for(reader.read(), PATIENCE)).startswith(b"HTTP/1.1 200")
             for _, each in (*silent, (reader, writer)):
                 each.close()
 

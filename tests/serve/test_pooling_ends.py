@@ -7,6 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 
+from patience import PATIENCE
 from scripted_core import EVERY_TASK, ScriptedCore, facts
 from serve.asgi import Door
 from slipstream.config.pooling_info import PoolingInfo
@@ -36,7 +37,7 @@ def at_door(folder, scenario, pooling=EVERY_TASK, **settings):
     async def main():
         engine, core = await ScriptedCore.open(facts(folder, pooling=pooling, max_kept=100), answers=False)
         door = Door(App(State(ServerSettings(**settings), engine), all_routes()), core)
-        await asyncio.wait_for(scenario(door), 30)
+        await asyncio.wait_for(scenario(door), PATIENCE)
         assert (engine.load.num_open, engine.load.num_queued, engine.load.queued_tokens) == (0, 0, 0)
         await engine.close()
         return engine

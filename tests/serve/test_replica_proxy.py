@@ -8,6 +8,7 @@ import socket
 
 import pytest
 
+from patience import PATIENCE
 from slipstream.errors import InvalidOption
 from slipstream.serve.cli.main import main
 from slipstream.serve.http.replica_proxy import ReplicaProxy
@@ -69,7 +70,7 @@ def with_proxy(scenario, count=2):
         for replica in replicas.all:
             await replica.check()
         try:
-            await asyncio.wait_for(scenario(proxy, upstreams), 20)
+            await asyncio.wait_for(scenario(proxy, upstreams), PATIENCE)
         finally:
             server.close()
             for each in upstreams:

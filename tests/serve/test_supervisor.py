@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from patience import PATIENCE
 from serve.asgi import at_door
 from serve.server_process import ServerProcess
 from serve.test_server_ends import ENDLESS, Stream, core_pid, front_end_of
@@ -180,7 +181,7 @@ def test_a_front_end_that_dies_is_started_again_while_the_other_serves_on(folder
 
 def request_id(server: ServerProcess) -> str:
     """The part of a request's id that tells front ends apart."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE)
     connection.request("GET", "/health")
     found = front_end_of(connection.getresponse())
     connection.close()

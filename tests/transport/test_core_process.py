@@ -139,7 +139,7 @@ def test_a_front_end_exits_while_its_core_does_not_read(folder):
         for _ in range(100):
             client.send(Submit("a", [1] * 10_000, PARAMS, 0.0))
         await asyncio.sleep(0)  # until it is written, as far as it goes
-        await asyncio.wait_for(client.close(), 20)
+        await asyncio.wait_for(client.close(), PATIENCE)
         theirs.close()
 
     asyncio.run(scenario())

@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+from patience import PATIENCE
 from slipstream.messages import Abort, Output
 from slipstream.request import FinishReason
 from slipstream.transport.frames import Failed, Join, frame, from_core_frames
@@ -132,7 +133,7 @@ def test_what_a_full_socket_did_not_take_is_sent_before_the_end(line, how):
     thread = threading.Thread(target=read)
     thread.start()
     hub.close()
-    thread.join(30)
+    thread.join(PATIENCE)
     assert not thread.is_alive() and got == sent
 
 

@@ -59,7 +59,7 @@ class RemoteRanks(Ranks):
         return None if rank is None else f"rank {rank} has ended: its node or its process was lost"
 
     def end_others(self, how: str) -> None:
-        announce_end(self._store.clone(), self.num_ranks, how)  # an operation that waits has the connection of the other
+        announce_end(self._store.clone(), self.num_ranks, how)  # the other may wait for an answer
         self.plans.hang_up()  # a rank exits when its connection ends
 
     def close(self) -> None:

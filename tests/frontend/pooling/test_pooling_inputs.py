@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from patience import PATIENCE
 from scripted_core import facts
 from slipstream.config.pooling_info import PoolingInfo, Role
 from slipstream.errors import InvalidParams, InvalidPrompt, PromptTooLong, SlipstreamError
@@ -294,7 +295,7 @@ def test_between_a_query_and_its_documents_it_is_ready_when_they_are(num):
 
     def slow(texts, *how):
         if len(texts) > 1 and num > 64:
-            assert go_on.wait(30)
+            assert go_on.wait(PATIENCE)
         return encode_texts(texts, *how)
 
     given._encode = slow

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from letter_tokenizer import END, TOKENIZER, make_constraints, oracle_matcher
+from patience import PATIENCE
 from scripted import VOCAB, choose, draw
 from scripted_engine import scripted_core, submit, tokens_alone
 from slipstream.errors import InvalidParams
@@ -248,7 +249,9 @@ def test_a_wrong_grammar_refuses_its_request_and_no_other(core_of):
 def test_a_request_waits_for_its_grammar_and_the_others_do_not(core_of, monkeypatch):
     core = core_of(1)
     compiled, compile_now = threading.Event(), core.constraints.grammars._compile
-    monkeypatch.setattr(core.constraints.grammars, "_compile", lambda spec: compiled.wait(60) and compile_now(spec))
+    monkeypatch.setattr(
+        core.constraints.grammars, "_compile", lambda spec: compiled.wait(PATIENCE) and compile_now(spec)
+    )
     (message,) = prompts(SHAPES[1:2], n=2)
     core.submit(message, submit("p", [50, 3], max_tokens=10))
     outputs = [output for _ in range(30) for output in core.step()]

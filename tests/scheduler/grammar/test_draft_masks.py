@@ -14,6 +14,7 @@ from test_constraints import SHAPES, core_of, prompts, run, with_grammar
 
 from letter_tokenizer import END, TOKENIZER, oracle_matcher
 from mask_gate import DraftGate
+from patience import PATIENCE
 from scripted import VOCAB
 from scripted_engine import submit, tokens_alone
 from slipstream.messages import Abort
@@ -155,7 +156,7 @@ def test_rows_behind_late_ones_sit_out_and_are_filled_later() -> None:
 
     def gated(session: Session, *args: Any) -> None:
         if session is not sessions[0]:
-            assert opened.wait(60)
+            assert opened.wait(PATIENCE)
         real(session, *args)
 
     draft_filler.fill_along = gated

@@ -12,6 +12,7 @@ from test_constraints import SHAPES, core_of, prompts, run, with_grammar
 
 from letter_tokenizer import END, TOKENIZER, oracle_matcher
 from mask_gate import MaskGate
+from patience import PATIENCE
 from scripted import VOCAB
 from scripted_engine import submit, tokens_alone
 from slipstream.messages import Abort
@@ -170,7 +171,7 @@ def test_a_grammar_that_ends_between_the_wait_and_the_masks_ends_its_request(cor
     addresses, is_open = mask_pool.function_addresses(), threading.Event()
     consume = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_uint32)
     real = consume(addresses[0])
-    gated = consume(lambda matcher, token: is_open.wait(60) and real(matcher, token))
+    gated = consume(lambda matcher, token: is_open.wait(PATIENCE) and real(matcher, token))
     addresses[0] = ctypes.cast(gated, ctypes.c_void_p).value
     monkeypatch.setattr(mask_pool, "function_addresses", lambda: addresses)
     core, message = core_of(2, num_pages=40), submit("r", [5], structured_outputs=Shape(regex="[ab]"), max_tokens=9)

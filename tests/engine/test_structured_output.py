@@ -102,9 +102,21 @@ def close_pool(core):
         core.constraints._pool = None
 
 
-def check_late_masks(llm, monkeypatch):
-    shape = StructuredOutputsParams(json=SCHEMA, disable_any_whitespace=True)
-    asked = dict(seed=3, repetition_penalty=1.3, frequency_penalty=0.5, logprobs=1)
+@pytest.mark.skipif(pool_library.load() is None, reason="no C compiler")
+@pytest.mark.parametrize("drafts", [None, "ngram:3"])
+@pytest.mark.parametrize(
+    "asked", [dict(frequency_penalty=1.5), dict(bad_words=["ab", "bc", "cd", "de", "ea"])], ids=str
+)
+def test_tokens_of_rows_that_sit_out_are_counted_once_where_heads_are_not_captured(model, monkeypatch, asked, drafts):
+    options = dict(max_model_len=256, num_threads=1, use_tqdm_on_load=False)
+    asked = dict(logprob_token_ids=[5], **asked)  # which no captured head reports
+    with LLM(model, **options, drafts=drafts) as llm:
+        check_late_masks(llm, monkeypatch, StructuredOutputsParams(regex="[a-e]{60}"), **asked)
+
+
+def check_late_masks(llm, monkeypatch, shape=None, **more):
+    shape = shape or StructuredOutputsParams(json=SCHEMA, disable_any_whitespace=True)
+    asked = (more or dict(repetition_penalty=1.3, frequency_penalty=0.5)) | dict(seed=3, logprobs=1)
     wanted = generate(llm, shape, **asked)
     sat = make_masks_late(llm.core, monkeypatch)
     found = generate(llm, shape, **asked)

@@ -71,7 +71,7 @@ class BadWords(Stage):
         users = self.entries.users(rows, upload)
         if users is None:
             return None
-        words = self.words
+        words, padding = self.words, len(self.entries.of_row) - 1
 
         def edit(logits: torch.Tensor, batch: DrawBatch) -> None:
             own, index = words.tensor.index_select(0, upload.tensor(users.entries)), upload.tensor(users.index)
@@ -82,16 +82,18 @@ class BadWords(Stage):
 
         def drawn(tokens: torch.Tensor, batch: DrawBatch, kept: torch.Tensor | None) -> None:
             entries, index, tails = upload.tensor(users.entries), upload.tensor(users.index), words.tensor[:, 0]
-            newest = tokens.index_select(0, index)[:, None]
+            rows = batch.rows.index_select(0, index)
+            has_drawn = rows != padding  # a row that sits out the step keeps its tail
             if kept is None:
-                tails.index_copy_(0, entries, _shifted(tails.index_select(0, entries), newest, 1))
+                newest = tokens.index_select(0, index)[:, None]
+                tails.index_copy_(0, entries, _shifted(tails.index_select(0, entries), newest, has_drawn.long()))
                 return
             # Each row's accepted tokens, from its first draw on. Every draw of a row writes the same tail.
             assert batch.offsets is not None and batch.earlier is not None
             first = index - batch.offsets.index_select(0, index)
             indices = first[:, None] + torch.arange(1 + batch.earlier.shape[1], device=first.device)
             indices.clamp_(max=len(tokens) - 1)
-            is_own = kept[indices] & (batch.rows[indices] == batch.rows.index_select(0, index)[:, None])
+            is_own = kept[indices] & (batch.rows[indices] == rows[:, None]) & has_drawn[:, None]
             tails.index_copy_(0, entries, _shifted(tails.index_select(0, entries), tokens[indices], is_own.sum(1)))
 
         return StageWork(edit, drawn)
@@ -100,9 +102,8 @@ class BadWords(Stage):
         return self.entries.is_used_by(rows)
 
 
-def _shifted(tails: torch.Tensor, new: torch.Tensor, num: torch.Tensor | int) -> torch.Tensor:
+def _shifted(tails: torch.Tensor, new: torch.Tensor, num: torch.Tensor) -> torch.Tensor:
     """Device: tails [R, L], the newest token first, after the first num[r] tokens of new [R, K], the oldest first."""
-    num = torch.full_like(new[:, 0], num) if isinstance(num, int) else num
     # column i is the (num - i)-th new token, or the old column i - num
     both = torch.cat([new.to(tails.dtype), tails], 1)
     columns = torch.arange(tails.shape[1], device=tails.device)

@@ -79,13 +79,7 @@ class Penalties(Stage):
             earlier = None if batch.earlier is None else batch.earlier.index_select(0, index)
             penalize_(logits, index, counts.tensor, seen.tensor, entries, own, earlier)
 
-        def drawn(tokens: torch.Tensor, batch: DrawBatch, kept: torch.Tensor | None) -> None:
-            index, entries = upload.tensor(index_span), upload.tensor(entry_span)
-            if kept is not None:
-                entries = torch.where(kept.index_select(0, index), entries, -1)
-            count_(counts.tensor, seen.tensor, entries, tokens.index_select(0, index))
-
-        return StageWork(edit, drawn)
+        return StageWork(edit, self._count)
 
     def is_used_by(self, rows: Ints) -> bool:
         return self.entries.is_used_by(rows)
@@ -95,13 +89,13 @@ class Penalties(Stage):
 
     def by_row(self, rows: Ints) -> ByRow:
         """Logits are not edited: the draw applies `penalty` as it reads them."""
-        counts, seen, held = self.counts, self.seen, self.entries.staged.device
+        return ByRow(("penalties", self.counts.shape), StageWork(None, self._count), penalty=self._penalty)
 
-        def drawn(tokens: torch.Tensor, batch: DrawBatch, kept: torch.Tensor | None) -> None:
-            entries = held.index_select(0, batch.rows)
-            count_(counts.tensor, seen.tensor, entries if kept is None else torch.where(kept, entries, -1), tokens)
-
-        return ByRow(("penalties", counts.shape), StageWork(None, drawn), penalty=self._penalty)
+    def _count(self, tokens: torch.Tensor, batch: DrawBatch, kept: torch.Tensor | None) -> None:
+        """Device: count the accepted tokens of rows with an entry. A row that sits out the step is not in the batch."""
+        entries = self.entries.staged.device.index_select(0, batch.rows)
+        entries = entries if kept is None else torch.where(kept, entries, -1)
+        count_(self.counts.tensor, self.seen.tensor, entries, tokens)
 
     def _penalty(self, batch: DrawBatch) -> Penalty:
         """Device: the penalties of these rows, for the draw."""

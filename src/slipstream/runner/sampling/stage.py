@@ -19,7 +19,8 @@ from slipstream.step import Ints
 
 @dataclass(frozen=True, slots=True)
 class DrawBatch:
-    """The sampling rows of a step on the device, in the plan's order, then padding rows, if any."""
+    """The sampling rows of a step on the device, in the plan's order, then padding rows, if any. A row that sits out
+    the step (its mask was late) is the padding row here: stages must not take its token as drawn."""
 
     rows: torch.Tensor  # [S] int64
     positions: torch.Tensor  # [S] int64, of the token to draw; the first token after a prompt of n tokens has n

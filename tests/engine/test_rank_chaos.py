@@ -7,12 +7,14 @@ import importlib.util
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
 
 import pytest
 
+from child import child_env
 from patience import PATIENCE
 from slipstream import LLM, AsyncEngine, SamplingParams
 from slipstream.config.options import make_options
@@ -78,6 +80,27 @@ def test_a_rank_that_is_killed_between_its_address_and_its_connection_is_named(t
     folder = str(write_tiny(tmp_path, "llama"))
     with pytest.raises(EngineDead, match="rank 1 has ended: killed by SIGKILL"):
         LLM(folder, tensor_parallel_size=2, use_tqdm_on_load=False, **SMALL)
+
+
+_KILLED = """
+import os, signal, sys
+from slipstream import LLM
+from slipstream.engine.local_ranks import RankProcesses
+RankProcesses.wait_until_loaded = lambda ranks: os.kill(os.getpid(), signal.SIGKILL)
+LLM(sys.argv[1], tensor_parallel_size=2, device="cpu", num_threads=1, max_model_len=64, num_pages=64)
+"""
+
+
+def test_what_an_engine_left_that_was_killed_while_it_started_goes_with_the_next_start(tmp_path, monkeypatch):
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    folder = str(write_tiny(tmp_path, "llama"))
+    command = [sys.executable, "-c", _KILLED, folder]
+    killed = subprocess.run(command, env=child_env(TMPDIR=tempfile.tempdir), timeout=PATIENCE, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert [path.name[:17] for path in (tmp_path / "temporary").iterdir()] == ["slipstream-ranks-"]
+    with LLM(folder, tensor_parallel_size=2, use_tqdm_on_load=False, **SMALL):
+        assert not list((tmp_path / "temporary").iterdir())
 
 
 class Watched(ReplicaClient):

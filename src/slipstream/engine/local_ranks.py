@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from pathlib import Path
 
 import msgspec
 import torch
@@ -18,6 +16,7 @@ from slipstream.config.gpus import rank_environment, visible_gpus
 from slipstream.dist.group import Group, announce_end
 from slipstream.dist.plan_ring import PlanWriter
 from slipstream.engine.child_process import child_environment, how_it_ended
+from slipstream.engine.owned_folder import OwnedFolder
 from slipstream.engine.ranks import END, Ranks
 from slipstream.errors import EngineDead
 
@@ -36,8 +35,8 @@ class RankProcesses(Ranks):
         super().__init__()
         self.num_ranks = config.model.num_ranks
         self.plans = PlanWriter(self.num_ranks - 1)
-        self._folder: tempfile.TemporaryDirectory[str] | None = tempfile.TemporaryDirectory(prefix="slipstream-ranks-")
-        self.store = Path(self._folder.name) / "store"
+        self._folder: OwnedFolder | None = OwnedFolder("ranks")
+        self.store = self._folder.path / "store"
         gpus = visible_gpus() if config.device.kind == "cuda" else []
         self._processes = [self._spawn(config, rank, gpus) for rank in range(1, self.num_ranks)]
         self.plans.close_inherited()

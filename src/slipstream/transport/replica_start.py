@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from slipstream.config.cache_room import CPU_SHARE
 from slipstream.config.cpus import num_cores
 from slipstream.config.gpus import ranks_share_gpu, visible_gpus
 from slipstream.config.options import Options
+from slipstream.engine.owned_folder import OwnedFolder
 from slipstream.errors import InvalidOption
 from slipstream.transport.client import CoreClient
 from slipstream.transport.socket_client import SocketClient
@@ -38,12 +38,12 @@ class ReplicaProcesses:
         self._shares_experts = self.count > 1 and any(each.enable_expert_parallel for each in options)
         self._num_starts = [0] * self.count
         # engines that share experts find each other in a folder per generation: all of them end when one ends
-        self._folder = tempfile.TemporaryDirectory(prefix="slipstream-") if self._shares_experts else None
+        self._folder = OwnedFolder("engines") if self._shares_experts else None
 
     async def start(self, index: int) -> CoreClient:
         folder = None
         if self._folder is not None:
-            generation = Path(self._folder.name) / str(self._num_starts[index])
+            generation = self._folder.path / str(self._num_starts[index])
             generation.mkdir(exist_ok=True)
             folder = str(generation)
             self._num_starts[index] += 1

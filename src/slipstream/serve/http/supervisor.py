@@ -8,12 +8,12 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 
 import msgspec
 
 from slipstream.engine.child_process import child_environment
+from slipstream.engine.owned_folder import OwnedFolder
 from slipstream.errors import InvalidOption
 from slipstream.metrics.board import Board
 from slipstream.metrics.stats import FrontEnds
@@ -53,7 +53,7 @@ class Supervisor:
         self._board = Board.create(settings.workers)
         self._own_board = Board(self._board, settings.workers, settings.workers)
         shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # conversations are not written to a disk
-        self._folder = tempfile.TemporaryDirectory(prefix="slipstream-", dir=shared)
+        self._folder = OwnedFolder("front-ends", shared)
         self._num_restarts = 0
         self._num_signals = 0
         self._core_is_lost = False
@@ -127,7 +127,7 @@ class Supervisor:
     def _start(self, front_end: _FrontEnd, listener: socket.socket, sock: socket.socket) -> None:
         with listener, sock:
             fds = [listener.fileno(), sock.fileno(), self._board]
-            given = [*map(str, fds), str(front_end.number), f"{self._folder.name}/responses.sqlite"]
+            given = [*map(str, fds), str(front_end.number), f"{self._folder.path}/responses.sqlite"]
             command = [sys.executable, "-m", "slipstream.serve.http.worker_main", *given]
             worker = subprocess.Popen(
                 command, stdin=subprocess.PIPE, pass_fds=fds, start_new_session=True, env=child_environment()

@@ -33,6 +33,7 @@ PARAMS = [
     SamplingParams(temperature=0.9, seed=4, max_tokens=14, ignore_eos=True, logprobs=2),
     SamplingParams(max_tokens=8, seed=1, structured_outputs=StructuredOutputsParams(regex="[a-c]{2,6}")),  # masks
 ]
+FEW = [params.with_changes(allowed_token_ids=[1, 2, 3]) for params in PARAMS[:2]] + PARAMS[2:]  # tokens that repeat
 PROMPTS = [[i, i + 1, i + 2] * (1 + i % 5) for i in range(1, 9)]
 
 
@@ -68,8 +69,9 @@ def run_alone(folder):
 class Engines:
     """Engines that share experts, each in a thread. `shares`: numbers of the requests of each."""
 
-    def __init__(self, folder, shares, depth, has_graphs):
+    def __init__(self, folder, shares, depth, has_graphs, drafts=None):
         self.folder, self.shares, self.depth, self.has_graphs = folder, shares, depth, has_graphs
+        self.drafts = drafts
         self.count = len(shares)
         self.num_unfinished = sum(map(len, shares))
         self.lock = threading.Lock()
@@ -85,19 +87,23 @@ class Engines:
         return {number: found for part in parts for number, found in part.items()}
 
     def _run_one(self, index):
-        # as few tokens as rows: the CPU's attention cannot pad other steps, which run eagerly on all engines
-        limits = {"max_num_batched_tokens": 4} if self.has_graphs else {}
+        # as few tokens as rows, with one for each draft: the CPU's attention cannot pad other steps, which run eagerly
+        # on all engines
+        limits = {"max_num_batched_tokens": 4 if self.drafts is None else 12} if self.has_graphs else {}
         options = make_options(
             **limits,
             model=str(self.folder),
             data_parallel_size=self.count,
             enable_expert_parallel=True,
             depth=self.depth,
+            drafts=self.drafts,
             **SMALL,
         )
         (opened,) = open_models([options], index)
         device = ReplayDevice(self.depth) if self.has_graphs else open_device("cpu", self.depth, 1)
         self.cores[index] = core = build_core(opened, device=device, folder=self.folder / "shared")
+        if self.drafts is not None:
+            core.scheduler.drafts.length = None  # all plans have drafts, whatever they cost
         try:
             found = self._serve(core, self.shares[index])
         except BaseException:
@@ -163,6 +169,34 @@ def test_engines_with_shared_experts_give_the_results_of_one(tmp_path, capsys, f
     assert report["num_compared"] >= sum(len(found[number].tokens) for number in shares[0])
 
 
+@pytest.mark.parametrize(
+    ("family", "shares", "depth", "has_graphs", "drafts"),
+    [
+        ("mixtral", [range(8), []], 1, False, "ngram:3"),
+        ("qwen3_moe", [[0, 4], [1, 5, 6, 7], [2], [3]], 2, False, "suffix:4"),
+        ("qwen3_moe", [range(5), range(5, 8)], 1, True, "ngram:2"),
+        ("deepseek_v3", [range(4), range(4, 8)], 0, False, "ngram:3"),
+        ("qwen3_next", [range(6), range(6, 8)], 1, True, "ngram:3"),
+    ],
+)
+def test_drafts_of_engines_with_shared_experts_change_no_token(
+    tmp_path, monkeypatch, family, shares, depth, has_graphs, drafts
+):
+    """Of one engine without drafts."""
+    monkeypatch.setitem(globals(), "PARAMS", FEW)
+    folder = write_tiny(tmp_path, family)
+    wanted = run_alone(folder)
+    engines = Engines(folder, shares, depth, has_graphs, drafts)
+    found = engines.run()
+    assert {number: each.tokens for number, each in found.items()} == {n: each.tokens for n, each in wanted.items()}
+    for number, each in found.items():
+        np.testing.assert_allclose(each.logprobs, wanted[number].logprobs, atol=1e-9, rtol=0)
+    counts = [core.scheduler.drafts.counts for core in engines.cores]
+    assert 0 < sum(each.num_accepted for each in counts) < sum(each.num_drafts for each in counts)
+    if has_graphs:
+        assert all(core.executor.runner.device.num_replays > 5 for core in engines.cores)
+
+
 def test_engines_are_processes_and_end_with_a_clear_error_when_one_is_killed(tmp_path):
     folder = str(write_tiny(tmp_path, "qwen3_moe"))
     params = PARAMS[1].with_changes(max_tokens=48)
@@ -185,7 +219,7 @@ def test_engines_are_processes_and_end_with_a_clear_error_when_one_is_killed(tmp
     [
         ("llama", {}, "the model has no experts; leave it out"),
         ("mixtral", {"data_parallel_size": 4}, "data_parallel_size is 4, and the model has 6 experts"),
-        ("mixtral", {"drafts": "ngram"}, "drafts run alone"),
+        ("mixtral", {"speculative_config": {"method": "draft_model", "model": "x"}}, "use drafts by ngram or suffix"),
         ("mixtral", {"tensor_parallel_size": 2}, "tensor_parallel_size divides the engine as well"),
         ("mixtral", {"enable_lora": True}, "leave enable_lora out"),
     ],

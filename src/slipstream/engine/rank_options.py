@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from slipstream.config.config import EngineConfig
-from slipstream.config.draft_config import check_draft_ranks
+from slipstream.config.draft_config import WITH_MODEL, check_draft_ranks, read_draft_config
 from slipstream.config.gpus import SHARE_VARIABLE, ranks_share_gpu, visible_gpus
 from slipstream.config.options import Options
 from slipstream.errors import InvalidOption
@@ -56,10 +56,13 @@ def _check_expert_parallel(options: Options, device_kind: str) -> None:
     count = options.data_parallel_size
     if not options.enable_expert_parallel or count == 1:
         return
+    drafts = read_draft_config(options.speculative_config, options.drafts)
+    by_model = drafts is not None and drafts.method in WITH_MODEL
     for is_there, what in (
         (options.tensor_parallel_size > 1, "tensor_parallel_size divides the engine as well: use 1"),
         (options.deterministic, "deterministic is set; experts of other engines are not batch-invariant: leave it out"),
-        (options.speculative_config is not None or options.drafts is not None, "drafts run alone: leave them out"),
+        (by_model, "its engines draft without a model: use drafts by ngram or suffix"),
+        (drafts is not None and device_kind == "cuda", "drafts there were not run on GPUs yet: leave them out"),
         (options.enable_lora, "adapters run in whole copies only: leave enable_lora out"),
     ):
         if is_there:

@@ -65,7 +65,7 @@ class GraphPool:
     def size_for(self, plan: StepPlan) -> Size | None:
         """The size to pad a plan to; None: run it unpadded."""
         if plan.joint_sizes is not None:
-            return self._joint_size(plan.joint_sizes, is_padding=not len(plan.rows))
+            return self._joint_size(plan.joint_sizes, is_padding=not len(plan.rows), has_drafts=plan.has_drafts)
         if not self.enabled or plan.embeds is not None:
             return None
         num_rows = len(plan.rows)
@@ -83,7 +83,13 @@ class GraphPool:
         all_long = ends is not None and bool(plan.new_pages) and int(plan.num_tokens[0]) > 1
         return Size(self.token_sizes[at], rows, all_long)
 
-    def _joint_size(self, joint: StepSizes, *, is_padding: bool) -> Size | None:
+    def can_replay_jointly(self, plan: StepPlan) -> bool:
+        """Whether a graph fits this plan beside any plan of an engine with shared experts, which may have all rows."""
+        if self.size_for(plan) is None:
+            return False
+        return plan.total_tokens == len(plan.rows) or self.token_sizes[-1] > self.max_rows
+
+    def _joint_size(self, joint: StepSizes, *, is_padding: bool, has_drafts: bool) -> Size | None:
         """The size that all engines with shared experts pad a step to, so that their graphs exchange as many tokens.
         Without graphs only a step without rows is padded, to one token."""
         if not (self.enabled and joint.can_replay):
@@ -91,7 +97,7 @@ class GraphPool:
         if joint.is_single:
             padded = self.rows_for(joint.tokens)
             assert padded is not None, "an engine can replay steps that another one cannot"
-            return Size(padded, padded)
+            return Size(padded, padded, has_drafts=has_drafts)
         at = bisect.bisect_left(self.token_sizes, max(joint.tokens, self.max_rows + 1))
         return Size(self.token_sizes[at], self.max_rows)
 

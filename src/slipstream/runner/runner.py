@@ -88,14 +88,17 @@ class ModelRunner:
             return self._finish(late)
 
     def sizes_of(self, plan: StepPlan) -> StepSizes:
-        """Host: the sizes that other engines with the same experts have to know before they launch this step."""
+        """Host: the sizes that other engines with the same experts have to know before they launch this step. Drafts
+        count whether or not they will be accepted."""
+        if plan.has_drafts:
+            plan = expand_drafts(plan)
         total, only_last = max(1, plan.total_tokens), self._reads_only_last(plan)
         return StepSizes(
             tokens=total,
             last_tokens=len(plan.rows) if only_last else total,
             is_single=plan.total_tokens == len(plan.rows),
             only_last=only_last,
-            can_replay=self.graphs.size_for(plan) is not None,
+            can_replay=self.graphs.can_replay_jointly(plan),
         )
 
     def free_queries(self, queries: tuple[int, ...]) -> None:

@@ -58,6 +58,7 @@ def test_flags_without_a_model_are_the_chat_models_but_for_those_about_the_machi
     assert (chat.max_model_len, chat.served_model_name, chat.dtype, chat.num_threads) == (512, "mine", "float32", 1)
     assert embedder == Options(task="embed", dtype="float32", num_threads=1)
     assert told("--task", "embed")[1] == [Options(task="embed")]
+    assert all(each.enable_sleep_mode for each in told("--enable-sleep-mode")[1])  # models of a server sleep together
 
     monkeypatch.setattr(locate, "EMBEDDER_PACKAGE", "no_such_package")
     assert told()[1] == [Options()]

@@ -174,7 +174,7 @@ def model_options(models: list[str] | dict[str, Any], given: dict[str, Any]) -> 
 # options that apply to both default models; the others are for the chat model
 _SHARED_OPTIONS = (
     "device", "dtype", "num_threads", "depth", "max_itl", "enforce_eager", "deterministic", "max_waiting", "seed",
-    "data_parallel_size", "distributed_executor_backend",
+    "data_parallel_size", "distributed_executor_backend", "enable_sleep_mode",
 )  # fmt: skip
 
 

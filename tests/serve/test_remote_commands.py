@@ -42,6 +42,16 @@ def test_chat_passes_on_what_the_server_says(terminal, tiny_server, key):
     assert code == 2 and "404" in err and "other" in err
 
 
+def test_chat_takes_what_remains_of_a_short_context(terminal, tiny_server, key):
+    """The default of --max-tokens is more than the server's model takes."""
+    code, out, err = terminal.run("chat", "Hello", "--url", tiny_server.url, "--temperature", "0")
+    body = {"messages": [{"role": "user", "content": "Hello"}], "temperature": 0}
+    wanted = tiny_server.call("POST", "/v1/chat/completions", body, authorization="Bearer key")[1]
+    assert code == 0 and out == wanted["choices"][0]["message"]["content"] + "\n", err
+    code, _, err = terminal.run("chat", "Hello " * 300, "--url", tiny_server.url)
+    assert code == 2 and "the server said 400: the prompt has" in err
+
+
 @pytest.mark.parametrize("how", [("--concurrency", "3"), ("--rate", "200")])
 def test_bench_serve_counts_what_it_sent(terminal, tiny_server, key, how):
     argv = ("--num-prompts", "8", "--input-len", "5", "--output-len", "4", *how)

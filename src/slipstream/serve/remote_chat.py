@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 _THINK, _END_THINK = "<think>\n", "\n</think>\n\n"
 
 
+class _LimitTooLarge(UserError):
+    """Prompt and max_tokens do not fit the context together."""
+
+
 class RemoteChat:
     def __init__(self, url: str, *, model: str | None, api_key: str | None, changes: dict[str, Any]) -> None:
         """`changes`: what was said about sampling; the server's model decides on the rest."""
@@ -41,9 +45,14 @@ class RemoteChat:
         connection = kind(self._host, self._port)
         answer = CompletionOutput(0, "", [])
         result = RequestOutput("remote", None, [], None, [answer], False)
+        body = {**self._body, "messages": messages}
         try:
-            connection.request("POST", self._path, json.dumps({**self._body, "messages": messages}), self._headers)
-            for event in _events(connection.getresponse()):
+            try:
+                response = self._send(connection, body)
+            except _LimitTooLarge:
+                body.pop("max_tokens", None)  # then the limit is the rest of the context, as it is for an LLM
+                response = self._send(connection, body)
+            for event in _events(response):
                 for choice in event["choices"]:
                     answer.text += _text(choice["delta"], answer.text)
                     answer.finish_reason = choice["finish_reason"]
@@ -53,6 +62,13 @@ class RemoteChat:
             raise EngineDead(f"the server cannot be reached: {error or type(error).__name__}") from None
         finally:
             connection.close()
+
+    def _send(self, connection: http.client.HTTPConnection, body: dict[str, Any]) -> http.client.HTTPResponse:
+        connection.request("POST", self._path, json.dumps(body), self._headers)
+        response = connection.getresponse()
+        if response.status != 200:
+            raise _error(response.status, response.read())
+        return response
 
     def close(self) -> None:
         """Connections end with their answers."""
@@ -70,8 +86,6 @@ def _text(delta: dict[str, Any], before: str) -> str:
 
 
 def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
-    if response.status != 200:
-        raise _error(response.status, response.read())
     for line in response:
         if line.startswith(b"data: ") and not line.startswith(b"data: [DONE]"):
             event = json.loads(line[6:])
@@ -82,7 +96,10 @@ def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
 
 def _error(status: int, body: bytes) -> Exception:
     try:
-        text = json.loads(body)["error"]["message"]
-    except (ValueError, KeyError, TypeError):
+        error = json.loads(body)["error"]
+        text = error["message"]
+        if error.get("code") == "context_length_exceeded" and error.get("param") == "max_tokens":
+            return _LimitTooLarge(f"the server said {status}: {text}")
+    except (ValueError, KeyError, TypeError, AttributeError):
         text = body[:200].decode(errors="replace")
     return (UserError if status < 500 else EngineDead)(f"the server said {status}: {text}")

@@ -52,6 +52,14 @@ def test_a_file_may_hold_json_lines(terminal, tmp_path):
     assert json.loads(out.splitlines()[1])["prompt"] is None
 
 
+@pytest.mark.parametrize("text", ['{"prompt": "a"}\n{"prompt": "b"}\n', "a\nb\n"])
+def test_a_byte_order_mark_is_no_part_of_a_file(terminal, tmp_path, text):
+    path = tmp_path / "prompts"
+    path.write_text(text, encoding="utf-8-sig")
+    terminal.run("generate", "--file", str(path))
+    assert terminal.llm.prompts == [{"prompt": "a"}, {"prompt": "b"}]
+
+
 @pytest.mark.parametrize("argv", [["generate"], ["generate", "--file", "-"]])
 def test_standard_input_is_read_like_a_file(terminal, argv):
     assert terminal.run(*argv, stdin="a\nb\n")[1] == "echo: a\n\necho: b\n"

@@ -90,6 +90,11 @@ def test_each_line_gets_the_answer_of_its_route(batch):
     assert answers["bad"]["status_code"] == 400 and answers["bad"]["body"]["error"]["param"] == "best_of"
 
 
+def test_a_byte_order_mark_is_no_part_of_the_first_line(batch):
+    code, results, err, _ = batch(["\ufeff" + json.dumps(line("a")), line("b")])
+    assert code == 0 and [each["response"]["status_code"] for each in results] == [200, 200], err
+
+
 @pytest.mark.parametrize(
     ("lines", "words"),
     [

@@ -33,6 +33,8 @@ def run(monkeypatch, *argv: str, stdin: io.TextIOWrapper, stdout: io.TextIOWrapp
 def test_pipes_carry_utf_8_whatever_the_locale(monkeypatch, command, encoding):
     code, out = run(monkeypatch, command, stdin=stream("日本 é".encode(), encoding), stdout=stream(encoding=encoding))
     assert code == 0 and "日本 é" in out.decode()
+    marked = stream("日本 é".encode("utf-8-sig"), encoding)
+    assert run(monkeypatch, command, stdin=marked, stdout=stream(encoding=encoding)) == (0, out)
 
 
 def test_a_terminal_shows_escapes_for_what_it_lacks(monkeypatch):

@@ -90,6 +90,6 @@ def describe(result: Evaluation) -> str:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")  # without a byte order mark
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read as UTF-8 text: {error}") from error

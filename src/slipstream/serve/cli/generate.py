@@ -159,7 +159,7 @@ def _json_or_none(line: str) -> Any:
 
 def _read(path: Path, what: str = "prompts") -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")  # without a byte order mark
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise UserError(f"cannot read {what} from {path}: {reason}") from None

@@ -42,7 +42,7 @@ def read_stdin(*, of_terminal: bool = False) -> str | None:
     if source.isatty():
         return source.read() if of_terminal else None
     if isinstance(source, io.TextIOWrapper):
-        source.reconfigure(encoding="utf-8", errors="strict")
+        source.reconfigure(encoding="utf-8-sig", errors="strict")  # without a byte order mark
     try:
         return source.read()
     except UnicodeDecodeError as error:

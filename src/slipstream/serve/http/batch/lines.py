@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from codecs import BOM_UTF8
 from typing import NamedTuple
 
 import msgspec
@@ -57,7 +58,7 @@ _decoder = msgspec.json.Decoder(_Request)
 def read_line(text: bytes, endpoint: str | None = None) -> BatchLine:
     """Raises InvalidLine. `endpoint`: the url that all lines of a batch must have."""
     try:
-        given = _decoder.decode(text)
+        given = _decoder.decode(text.removeprefix(BOM_UTF8))
         body = bytes(given.body)
         stream = msgspec.json.decode(body, type=_Stream).stream
     except msgspec.ValidationError as error:

@@ -135,6 +135,30 @@ def test_strict_arguments_match_their_schema(tokenizer, accepts, name):
     assert accepts(params, CALLS[name] % GOOD + " and more")
 
 
+DAYS = {"type": "integer", "oneOf": [{"const": 1}, {"const": 2}]}
+ONE_OF = {"type": "object", "properties": {"days": DAYS}, "required": ["days"]}
+
+
+@pytest.mark.parametrize("name", [*CALLS, "llama3_json", "qwen3_coder", "openai"])
+def test_arguments_are_json_as_elsewhere(tokenizer, accepts, name):
+    """Whitespace is bounded, and oneOf is read as anyOf."""
+    calls = {
+        "llama3_json": '{"name": "weather", "parameters": %s}',
+        "openai": "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>%s",
+        "qwen3_coder": "<tool_call><function=weather><parameter=days>\n%s\n</parameter></function></tool_call>",
+    }
+    grammar = calls_grammar(tool_call_format(name), tokenizer, {"weather": ONE_OF, "now": {"type": "object"}})
+    params, call = StructuredOutputsParams(grammar=grammar), calls.get(name) or CALLS[name]
+    if name == "qwen3_coder":
+        assert accepts(params, call % 2) and not accepts(params, call % 3)
+        return
+    good = '{"days": 2}'
+    assert accepts(params, call % good) and not accepts(params, call % good.replace("2", "3"))
+    assert not accepts(params, call % good.replace(" ", " " * 65)) and accepts(
+        params, call % good.replace(" ", " " * 64)
+    )
+
+
 @pytest.mark.parametrize(
     ("name", "call"),
     [

@@ -8,6 +8,7 @@ from typing import Any
 
 from slipstream.parsers.harmony import HarmonyFormat
 from slipstream.parsers.reasoning import ReasoningFormat
+from slipstream.scheduler.grammar.translate import WHITESPACE
 from slipstream.text.tokenizer import Tokenizer
 
 TERMINALS = "TEXT: /(.|\\n)*/\nSPACE: /[ \\n]{1,8}/"
@@ -21,6 +22,12 @@ def symbol(tokenizer: Tokenizer, text: str) -> str:
 
 def quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
+
+
+def json_rule(schema: Mapping[str, Any]) -> str:
+    """JSON in a grammar, read with the options of other structured output."""
+    options = {"coerce_one_of": True, "whitespace_pattern": WHITESPACE}
+    return "%json " + json.dumps({**schema, "x-guidance": options})
 
 
 def reasoning_prefix(
@@ -73,7 +80,7 @@ def _harmony_rules(tokenizer: Tokenizer, schemas: Mapping[str, Any]) -> tuple[st
     """The alternatives of calls, and their rules."""
     constrain = symbol(tokenizer, "<|constrain|>") + ' "json"'
     headers = {name: _header(tokenizer, f"commentary to=functions.{name} ", constrain) for name in schemas}
-    bodies = [f"{headers[name]} %json {json.dumps(schema)}" for name, schema in schemas.items()]
+    bodies = [f"{headers[name]} {json_rule(schema)}" for name, schema in schemas.items()]
     rules = [f"call{index}: {body}" for index, body in enumerate(bodies)]
     return " | ".join(f"call{index}" for index in range(len(rules))), rules
 

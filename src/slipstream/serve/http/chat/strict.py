@@ -16,7 +16,7 @@ from slipstream.parsers.harmony import HarmonyFormat
 from slipstream.parsers.named import MistralFormat, NamedFormat
 from slipstream.parsers.output_parser import ToolCallFormat
 from slipstream.parsers.tagged import TaggedFormat
-from slipstream.serve.http.chat.grammar import TERMINALS, harmony_calls, harmony_messages, quoted, symbol
+from slipstream.serve.http.chat.grammar import TERMINALS, harmony_calls, harmony_messages, json_rule, quoted, symbol
 from slipstream.text.tokenizer import Tokenizer
 
 Schemas = Mapping[str, Mapping[str, Any]]
@@ -59,8 +59,7 @@ def calls_grammar(
 
 def _objects(schemas: Schemas, key: str = "arguments") -> list[str]:
     return [
-        f"call{index}: %json {json.dumps(_object(name, key, schema))}"
-        for index, (name, schema) in enumerate(schemas.items())
+        f"call{index}: {json_rule(_object(name, key, schema))}" for index, (name, schema) in enumerate(schemas.items())
     ]
 
 
@@ -79,7 +78,7 @@ def _mistral(format: MistralFormat, tokenizer: Tokenizer, schemas: Schemas) -> l
     rules = _objects(schemas)
     mark = symbol(tokenizer, "[ARGS]")
     named = [
-        f"named{index}: {quoted(name)} {mark}? %json {json.dumps(schema)}"
+        f"named{index}: {quoted(name)} {mark}? {json_rule(schema)}"
         for index, (name, schema) in enumerate(schemas.items())
     ]
     any_named = " | ".join(f"named{index}" for index in range(len(named)))
@@ -94,7 +93,7 @@ def _named(format: NamedFormat, tokenizer: Tokenizer, schemas: Schemas) -> list[
     rules = []
     for index, (name, schema) in enumerate(schemas.items()):
         shown = f"{quoted(f'functions.{name}:')} /[0-9]{{1,4}}/" if format.name_is_id else quoted(name)
-        rules.append(f"call{index}: {shown} {separator} %json {json.dumps(schema)}{after} {end}")
+        rules.append(f"call{index}: {shown} {separator} {json_rule(schema)}{after} {end}")
     section = symbol(tokenizer, format.section[1])
     return [f"calls: (SPACE? {begin} {before}({_any(len(rules))}))+ SPACE? {section}", *rules]
 
@@ -132,7 +131,7 @@ def _value(
     if is_text:
         return f"{rule}: {begin}{rule}_text\n{rule}_text[lazy]: TEXT {end}"
     definitions = {name: root[name] for name in ("$defs", "definitions") if name in root}
-    return f"{rule}: {begin}%json {json.dumps({**schema, **definitions})} {end}"
+    return f"{rule}: {begin}{json_rule({**schema, **definitions})} {end}"
 
 
 def _any(count: int) -> str:

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from count_calls import count_calls
 from parsers.conversations import EXAMPLES, FUNCTIONS, OSLO, parse
+from slipstream.parsers.envelope import EnvelopeFormat
+from slipstream.parsers.events import ContentDelta, ToolCallStart
 from slipstream.parsers.families import REASONING_FORMATS, TOOL_CALL_FORMATS
 from slipstream.parsers.output_parser import OutputParser
 
@@ -170,3 +172,15 @@ def test_arguments_arrive_before_they_are_complete():
         place = text.index("Oslo") + 2
         reasoning = "openai_gptoss" if name == "openai" else None
         assert parse((reasoning, name), text[:place] + "\0").calls == [("get_weather", '{"city": "Os\0')], name
+
+
+def test_a_demanded_call_that_is_cut_off_is_no_content():
+    """A grammar demands calls, and max_tokens ends the output anywhere."""
+    text = '[{"name": "get_weather", "parameters": {"city": "Oslo"}}, {"name": "now", "parameters": {}}]'
+    names = set()
+    for length in range(len(text) + 1):
+        parser = OutputParser(None, EnvelopeFormat(bare=True, only_calls=True), functions=FUNCTIONS)
+        events = [*parser.feed(text[:length]), *parser.finish()]
+        assert not any(isinstance(event, ContentDelta) for event in events), text[:length]
+        names.add(tuple(event.name for event in events if isinstance(event, ToolCallStart)))
+    assert names == {(), ("get_weather",), ("get_weather", "now")}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from slipstream.parsers.events import EventSink
 from slipstream.parsers.functions import Functions
 from slipstream.parsers.json_text import as_text, read_value
-from slipstream.parsers.reader import Parse, TextReader
+from slipstream.parsers.reader import Parse, TextReader, drop
 
 _ARGUMENTS = ("arguments", "parameters")
 
@@ -19,6 +19,7 @@ class EnvelopeFormat:
     begin: tuple[str, ...] = ()
     end: str = ""
     bare: bool = False  # also without a marker, at the start of the output, if the name is a function of the request
+    only_calls: bool = False  # a grammar demands calls, so text besides is a call that was cut off, and is dropped
 
     def read(self, reader: TextReader, out: EventSink, functions: Functions) -> Parse[None]:
         if self.bare:
@@ -30,7 +31,7 @@ class EnvelopeFormat:
             if found is None:
                 return
             found = yield from self.read_after(found, reader, out)
-        yield from reader.rest(out.content)
+        yield from reader.rest(drop if self.only_calls else out.content)
 
     def read_after(self, begin: str, reader: TextReader, out: EventSink) -> Parse[str | None]:
         """Reads the calls after a marker. Returns the marker of the next ones where they follow at once, None at the
@@ -50,19 +51,27 @@ class EnvelopeFormat:
 
 
 def _read_bare(reader: TextReader, out: EventSink, functions: Functions, how: EnvelopeFormat) -> Parse[None]:
-    reading = _Envelope(reader, out, how.end, [], functions)
+    reading = _Envelope(reader, out, how.end, [], functions, only_calls=how.only_calls)
     if not (yield from reading.read_all()):
-        out.content("".join(reading.raw))
+        reading.content("".join(reading.raw))
 
 
 class _Envelope:
     """`raw`: the text since the last call, which is content if no call follows."""
 
     def __init__(
-        self, reader: TextReader, out: EventSink, end: str, raw: list[str], functions: Functions | None = None
+        self,
+        reader: TextReader,
+        out: EventSink,
+        end: str,
+        raw: list[str],
+        functions: Functions | None = None,
+        *,
+        only_calls: bool = False,
     ) -> None:
         self.reader = reader
         self.out = out
+        self.content = drop if only_calls else out.content
         self.end = end
         self.raw = raw
         self.functions = functions  # the only names that count, if given
@@ -138,7 +147,7 @@ class _Envelope:
         ended = character == "}"
         if begun:
             if not ended:
-                out.content("".join(raw))
+                self.content("".join(raw))
             return True
         if name is None or not ended or (self.functions is not None and arguments is None):
             return False

@@ -90,7 +90,7 @@ def _strict(tools: Tools, formats: ChatFormats, tokenizer: Tokenizer) -> Structu
 
 
 def forced_format(tools: Tools) -> ToolCallFormat:
-    return EnvelopeFormat(bare=True) if tools.function is None else FixedCallFormat(tools.function)
+    return EnvelopeFormat(bare=True, only_calls=True) if tools.function is None else FixedCallFormat(tools.function)
 
 
 def _schemas(tools: Tools) -> dict[str, dict[str, Any]]:

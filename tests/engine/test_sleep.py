@@ -155,6 +155,7 @@ def test_wrong_weights_change_nothing(llm, wanted, folders, tmp_path):
     for wrong, text in (
         ({**whole, "model.nonsense": torch.zeros(1)}, "no tensor model.nonsense"),
         ({**whole, name: torch.zeros(2, 2)}, r"\[2, 2\], and its place in the model is"),
+        ({**whole, name: whole[name].long()}, f"{name} is torch.int64; give a floating-point type"),
         (str(write_tiny(tmp_path / "other", "llama", intermediate_size=64)), "do not match the model"),
     ):
         with pytest.raises(BadCheckpoint, match=text):

@@ -297,8 +297,9 @@ def test_an_adapter_chooses_its_requests(core_of, depth):
     marked = submit("m", [3, 4], max_tokens=9, extra_args={"level": 2})
     plain = submit("p", [3, 5], max_tokens=9)
     core.submit(marked, plain)
-    with pytest.raises(InvalidParams, match="Picky refuses the request: ValueError: level is at most 3"):
+    with pytest.raises(InvalidParams, match="Picky refuses the request: ValueError: level is at most 3") as refused:
         core.submit(submit("x", [3, 4], extra_args={"level": 4}))
+    assert refused.value.param == "extra_args"
     found = run(core)
     assert found["m", 0][0] == alone(marked) and found["p", 0][:2] == tokens_alone(plain, 0)
     assert core.constraints.num_live == 0

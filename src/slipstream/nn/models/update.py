@@ -25,6 +25,7 @@ from slipstream.nn.weight_format import Weight, WeightTarget
 from slipstream.nn.weights.load import fill_targets, find_targets
 from slipstream.nn.weights.source import SourceTensor
 
+_INTEGERS = {str(dtype) for dtype in (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)}
 NamedTensors = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 
 
@@ -118,6 +119,8 @@ class ModelWeights:
             if name not in targets or tensor.shape != targets[name].shape:
                 what = "unknown" if name not in targets else f"{list(targets[name].shape)}"
                 raise BadCheckpoint(f"{tensor.name:.200} is {list(tensor.shape)}, and its place in the model is {what}")
+            if tensor.kind in _INTEGERS:
+                raise BadCheckpoint(f"{tensor.name:.200} is {tensor.kind}; give a floating-point type")
             yield name, tensor
 
 

@@ -77,7 +77,7 @@ class HostProcessors:
         own = RequestProcessors(request.tokens[: request.num_prompt])
         for number, each in enumerate(self._engine):
             name = type(each).__name__
-            with _Refusing(name):
+            with _Refusing(name, "extra_args"):  # what a request has for processors of the engine
                 each.validate_params(params)
                 if isinstance(each, AdapterLogitsProcessor):
                     is_scaled = each.needs == "logits" and bool(each.is_argmax_invariant())
@@ -90,7 +90,7 @@ class HostProcessors:
                         own.batches[number] = is_invariant
         for call in params.logits_processors or ():
             name = getattr(call, "__qualname__", type(call).__name__)
-            with _Refusing(name):
+            with _Refusing(name, "logits_processors"):
                 clone: Callable[[], Any] | None = getattr(call, "clone", None)
                 own.add(
                     name, call if clone is None else clone(), needs=getattr(call, "needs", "logits"), is_scaled=False
@@ -211,8 +211,10 @@ class HostProcessors:
 class _Refusing:
     """Turns an exception of a processor at submission into a refusal of the request."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, param: str) -> None:
+        """`param`: the parameter at fault."""
         self._name = name
+        self._param = param
 
     def __enter__(self) -> None:
         pass
@@ -221,7 +223,7 @@ class _Refusing:
         if isinstance(error, Exception) and not isinstance(error, SlipstreamError):
             raise InvalidParams(
                 f"the logits processor {self._name} refuses the request: {type(error).__name__}: {error}",
-                param="logits_processors",
+                param=self._param,
             ) from error
 
 

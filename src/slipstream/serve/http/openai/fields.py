@@ -156,8 +156,9 @@ def sampling_params(
     values = {**inputs.description.defaults.params, **requested, **own}
     if "thinking_token_budget" in given:
         inputs.reasoning_parser = settings.reasoning_parser
+    names["extra_args"] = "vllm_xargs"
     if given.get("vllm_xargs"):
-        values["extra_args"], names["extra_args"] = given["vllm_xargs"], "vllm_xargs"
+        values["extra_args"] = given["vllm_xargs"]
     if (structured := structured_outputs(given, names)) is not None:
         values["structured_outputs"] = structured
     if values.get("truncate_prompt_tokens") == -1 and values.get("max_tokens"):

@@ -17,8 +17,10 @@ from slipstream import LLM, SamplingParams
 from slipstream.config.options import Options, make_options
 from slipstream.errors import EngineDead, ModelNotFound, QueueFull
 from slipstream.frontend.async_engine import AsyncEngine
+from slipstream.frontend.router import RequestRouter
 from slipstream.messages import Submit
 from slipstream.transport import core_process
+from slipstream.transport.frames import Pulse, Ready
 from slipstream.transport.socket_client import SocketClient
 from slipstream.transport.spawn import CoreStart, spawn_core
 from tiny import write_tiny
@@ -73,6 +75,19 @@ def test_two_front_ends_get_what_the_script_api_gives(folder):
     with LLM(folder, use_tqdm_on_load=False, **SMALL) as llm:
         wanted = [(r.outputs[0].token_ids, r.outputs[0].text) for r in llm.generate(prompts, PARAMS)]
     assert got == wanted and streamed == wanted[0][1]
+
+
+def test_statistics_come_before_the_core_is_ready(folder, monkeypatch):
+    """So that /metrics of a server that is ready has all names."""
+    kinds, handle = [], RequestRouter._handle
+
+    def note(router, message):
+        kinds.append(type(message))
+        handle(router, message)
+
+    monkeypatch.setattr(RequestRouter, "_handle", note)
+    with_core(lambda core, engine: engine.abort_all(), {"model": folder})
+    assert kinds.index(Pulse) < kinds.index(Ready)
 
 
 def test_requests_choose_models_by_name(folder, tmp_path):

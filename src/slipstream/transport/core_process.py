@@ -70,9 +70,10 @@ class CoreProcess:
         self._last_pulse = 0.0
 
     def run(self) -> None:
-        """Runs until the last front end has disconnected."""
+        """Notifies the front ends that the core is ready, and runs until the last one has disconnected."""
         busy = is_following = False
-        self._pulse(busy)  # so that metrics start with zeros
+        self._pulse(busy)  # before Ready: metrics start with zeros
+        self.server.broadcast(Ready())
         for file in self.lanes.files:
             self.server.watch(file)
         while self.server.connections:
@@ -126,7 +127,7 @@ class CoreProcess:
             self._deliver(outputs)
             self.server.send(connection, [answer])
         elif (joined := self.server.join(connection)) is not None and self._opening is not None:
-            self.server.send(joined, [self._opening, Ready()])
+            self.server.send(joined, [self._opening, self._statistics(), Ready()])
 
     def _abort(self, connection: Connection, message: Abort) -> None:
         name = message.request_id
@@ -182,8 +183,11 @@ class CoreProcess:
         self._inspector.drop_unread()
         if self._kept_queries:
             self._kept_queries = {name: own for name, own in self._kept_queries.items() if self.lanes.keeps_query(name)}
+        self.server.broadcast(self._statistics())
+
+    def _statistics(self) -> Pulse:
         lanes = [lane_stats(name, core) for name, core in self.lanes.cores.items()]
-        self.server.broadcast(Pulse(lanes, is_asleep=not self.lanes.sleeper.can_run))
+        return Pulse(lanes, is_asleep=not self.lanes.sleeper.can_run)
 
 
 def main(argv: list[str]) -> int:
@@ -199,7 +203,6 @@ def main(argv: list[str]) -> int:
     try:
         start = msgspec.json.decode(sys.stdin.buffer.read(), type=CoreStart)
         process = _load(start, server)
-        server.broadcast(Ready())
         process.run()
         process.close()
         return 0

@@ -131,7 +131,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Pulse(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Statistics of the core: sent at an interval while it has requests, and when they have ended."""
+    """Statistics of the core: sent before Ready, at an interval while it has requests, and when they have ended."""
 
     lanes: list[LaneStats] = []  # one per model and replica
     replicas: list[ReplicaStats] = []  # empty where there is one core only

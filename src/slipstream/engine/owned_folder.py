@@ -6,12 +6,13 @@ its process runs, and a folder without a lock is removed when another of its kin
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import tempfile
 import weakref
 from pathlib import Path
+
+from slipstream.file_lock import try_lock
 
 
 class OwnedFolder:
@@ -21,7 +22,7 @@ class OwnedFolder:
         _remove_abandoned(above, kind)
         made = Path(tempfile.mkdtemp(prefix="slipstream-", dir=above))
         lock = os.open(made, os.O_RDONLY | os.O_DIRECTORY)
-        _lock(lock)
+        try_lock(lock)
         # renamed when it is locked, so that no other process sees it abandoned
         self.path = made.rename(above / made.name.replace("slipstream-", f"slipstream-{kind}-", 1))
         self._end = weakref.finalize(self, _remove, self.path, lock)
@@ -43,16 +44,7 @@ def _remove_abandoned(above: Path, kind: str) -> None:
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         except OSError:  # it was removed, or belongs to another user
             continue
-        if os.fstat(lock).st_uid == os.getuid() and _lock(lock):
+        if os.fstat(lock).st_uid == os.getuid() and try_lock(lock):
             _remove(path, lock)
         else:
             os.close(lock)
-
-
-def _lock(folder: int) -> bool:
-    """False: another process has it, or the file system has no locks."""
-    try:
-        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True

@@ -8,7 +8,6 @@ lines. The first line of OUTPUT.part identifies the input and the models.
 
 from __future__ import annotations
 
-import fcntl
 import os
 from pathlib import Path
 from typing import IO
@@ -16,6 +15,7 @@ from typing import IO
 import msgspec
 
 from slipstream.errors import UserError
+from slipstream.file_lock import try_lock
 
 
 class _FileHeader(msgspec.Struct):
@@ -55,11 +55,9 @@ class BatchOutput:
             self._file: IO[bytes] = self.part.open("a+b")
         except OSError as error:
             raise UserError(f"cannot write {self.part}: {error.strerror}") from None
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        if not try_lock(self._file.fileno()):
             self._file.close()
-            raise UserError(f"{self.part} is in use by another run; wait for it, or give another output") from None
+            raise UserError(f"{self.part} is in use by another run; wait for it, or give another output")
         try:
             self._read(header, overwrite)
         except BaseException:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import logging
 import re
 import time
@@ -16,6 +15,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 
 from slipstream.errors import EngineDead
+from slipstream.file_lock import try_lock
 from slipstream.serve.http.app import App
 from slipstream.serve.http.batch.lines import BatchLine, BatchLineError, InvalidLine, LineError, LineResult, read_line
 from slipstream.serve.http.batch.objects import BatchErrors, BatchObject
@@ -46,7 +46,7 @@ class BatchRunner:
         """Runs batches until it is cancelled."""
         await self.app.state.engine.until_ready()
         with open(self.store.folder / "runner.lock", "wb") as file:
-            while not _lock(file.fileno()):
+            while not try_lock(file.fileno()):
                 await asyncio.sleep(_POLL_SECONDS)
             next_clean = 0.0
             try:
@@ -238,11 +238,3 @@ def _failed(*errors: BatchLineError) -> Callable[[BatchObject], None]:
         batch.errors = BatchErrors(list(errors))
 
     return change
-
-
-def _lock(file: int) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True

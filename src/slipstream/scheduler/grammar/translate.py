@@ -42,10 +42,10 @@ def _with_context(params: StructuredOutputsParams, body: str) -> str:
     start = "body"
     if params.prefix is not None:
         start = "before body"
-        rules.append(f"before: {_nested(params.prefix)}")
+        rules.append(f"before: {nested(params.prefix)}")
     if params.alternative is not None:
         start += " | other"
-        rules.append(f"other: {_nested(params.alternative)}")
+        rules.append(f"other: {nested(params.alternative)}")
     return "\n".join([f"start: {start}", *rules, ""])
 
 
@@ -56,11 +56,12 @@ def _rule_body(params: StructuredOutputsParams, special_tokens: Mapping[str, int
     if params.choice is not None:
         return _choices(params.choice)
     if params.grammar is not None or params.structural_tag is not None:
-        return _nested(_lark(params, special_tokens))
+        return nested(_lark(params, special_tokens))
     return _json_rule(_json_options(params), json_schema(params))
 
 
-def _nested(grammar: str) -> str:
+def nested(grammar: str) -> str:
+    """A grammar as the body of a rule of another one."""
     return f"%lark {{\n{grammar}\n}}"
 
 
@@ -126,7 +127,12 @@ def _closed(schema: object) -> object:
     return closed
 
 
-def _json_rule(options: JsonCompileOptions, schema: dict[str, Any], whitespace: str | None = None) -> str:
+def json_rule(schema: Mapping[str, Any]) -> str:
+    """The body of a rule of JSON with the options of a request that gives none."""
+    return _json_rule(_json_options(StructuredOutputsParams(json_object=True)), schema)
+
+
+def _json_rule(options: JsonCompileOptions, schema: Mapping[str, Any], whitespace: str | None = None) -> str:
     """The body of a rule of JSON. `whitespace`: a pattern for it instead of that of the options."""
     own = options if whitespace is None else {**options, "whitespace_pattern": whitespace}
     return "%json " + json.dumps({**schema, "x-guidance": own})

@@ -18,6 +18,7 @@ from slipstream.parsers.envelope import EnvelopeFormat
 from slipstream.parsers.fixed_call import FixedCallFormat
 from slipstream.parsers.harmony import HarmonyFormat
 from slipstream.parsers.output_parser import ToolCallFormat
+from slipstream.scheduler.grammar.translate import nested
 from slipstream.serve.http.chat.conversation import ChatConversation
 from slipstream.serve.http.chat.formats import ChatFormats
 from slipstream.serve.http.chat.grammar import harmony_calls, reasoning_prefix
@@ -68,7 +69,7 @@ def _calls_alone(tools: Tools, formats: ChatFormats, tokenizer: Tokenizer, prefi
         raise bad_request(f"{fact}; set tool_choice to none or required, or remove one", field)
     if prefix is None or formats.is_harmony:
         return grammar
-    return f"start: before calls\nbefore: %lark {{\n{prefix}\n}}\ncalls: %lark {{\n{grammar}\n}}"
+    return f"start: before calls\nbefore: {nested(prefix)}\ncalls: {nested(grammar)}"
 
 
 def _grammar(tools: Tools, formats: ChatFormats, tokenizer: Tokenizer, *, alone: bool) -> str | None:

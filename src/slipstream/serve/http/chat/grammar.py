@@ -8,7 +8,7 @@ from typing import Any
 
 from slipstream.parsers.harmony import HarmonyFormat
 from slipstream.parsers.reasoning import ReasoningFormat
-from slipstream.scheduler.grammar.translate import WHITESPACE
+from slipstream.scheduler.grammar.translate import json_rule
 from slipstream.text.tokenizer import Tokenizer
 
 TERMINALS = "TEXT: /(.|\\n)*/\nSPACE: /[ \\n]{1,8}/"
@@ -22,12 +22,6 @@ def symbol(tokenizer: Tokenizer, text: str) -> str:
 
 def quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
-
-
-def json_rule(schema: Mapping[str, Any]) -> str:
-    """JSON in a grammar, read with the options of other structured output."""
-    options = {"coerce_one_of": True, "whitespace_pattern": WHITESPACE}
-    return "%json " + json.dumps({**schema, "x-guidance": options})
 
 
 def reasoning_prefix(

@@ -16,7 +16,8 @@ from slipstream.parsers.harmony import HarmonyFormat
 from slipstream.parsers.named import MistralFormat, NamedFormat
 from slipstream.parsers.output_parser import ToolCallFormat
 from slipstream.parsers.tagged import TaggedFormat
-from slipstream.serve.http.chat.grammar import TERMINALS, harmony_calls, harmony_messages, json_rule, quoted, symbol
+from slipstream.scheduler.grammar.translate import json_rule
+from slipstream.serve.http.chat.grammar import TERMINALS, harmony_calls, harmony_messages, quoted, symbol
 from slipstream.text.tokenizer import Tokenizer
 
 Schemas = Mapping[str, Mapping[str, Any]]

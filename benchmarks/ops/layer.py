@@ -1,39 +1,54 @@
 """Time of a decoder layer on the GPU in decode steps, at the shapes of two models.
 
     python benchmarks/ops/layer.py [--model 0.6B] [--rows 16 256] [--keys 1024] [--drafts 4] [--kernels]
+                                   [--weights fp8] [--adapters 8] [--only-fused]
 
 Calls alternate between the weights of all layers, so that none is in the L2 cache. Times are medians of replayed
 graphs: as the engine runs the step, and with unfused layers. With --drafts every row has so many drafts beside its last
-token. --kernels lists the kernels of the fused step: their time, and the time from the end of the kernel before, which
-is negative if they overlap.
+token; with --adapters the rows take turns with so many adapters of rank 16. Bytes are those of weights, cache and
+adapters, their share that of 4.8 TB/s, the data sheet's bandwidth of an H200. --kernels lists the kernels of the fused
+step: their time, and the time from the end of the kernel before, which is negative if they overlap.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections import defaultdict
+from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import torch
 from timing import replay_seconds
 
 from slipstream.config.model_info import RopeInfo
+from slipstream.config.quantization import ONLINE_FP8, Quantization
 from slipstream.nn.attention.triton import TritonAttention
 from slipstream.nn.context import BatchView, ForwardContext
+from slipstream.nn.layers.linear import Linear
 from slipstream.nn.models.decoder import Decoder
 from slipstream.nn.models.decoder_shape import DecoderShape, RopeShape
+from slipstream.nn.quantized.weight import Quantized, QuantizedWeight
 from slipstream.nn.shapes import AttentionShape, LayerShape, MlpShape, NormShape
-from slipstream.nn.weight_format import Unquantized
+from slipstream.nn.weight_format import Unquantized, WeightFormat
+from slipstream.ops.lora import LoraTiles, LoraWeights
+from slipstream.ops.lora.tiles import make_blocks, make_tiles, num_counters, tile_size
+from slipstream.ops.quantized import words_of
 from slipstream.scheduler.cache.layout import group_sites
 
-PAGE = 16
+PAGE, RANK, BANDWIDTH = 16, 16, 4.8e12
+METHODS = {
+    "bfloat16": None,
+    "fp8": ONLINE_FP8,
+    "awq": Quantization(method="awq", layout="awq", bits=4, group=128, symmetric=False),
+}
 MODELS = {  # hidden size, heads, kv heads, feed-forward size, layers
     "0.6B": (1024, 16, 8, 3072, 28),
     "8B": (4096, 32, 8, 12288, 8),
 }
 
 
-def make_decoder(name: str) -> Decoder:
+def make_decoder(name: str, method: Quantization | None = None) -> Decoder:
     hidden, heads, kv_heads, ffn, layers = MODELS[name]
     norm = NormShape(eps=1e-6)
     attention = AttentionShape(num_heads=heads, num_kv_heads=kv_heads, head_dim=128, scale=128**-0.5, qk_norm="heads")
@@ -47,11 +62,67 @@ def make_decoder(name: str) -> Decoder:
         max_positions=40960,
         tied=True,
     )
-    decoder = Decoder(shape, 8192, torch.bfloat16, lambda name: Unquantized(torch.bfloat16))
+
+    def format_of(name: str) -> WeightFormat:
+        if method is None or name == "embedding":
+            return Unquantized(torch.bfloat16)
+        return Quantized(method, name, torch.bfloat16)
+
+    decoder = Decoder(shape, 8192, torch.bfloat16, format_of)
     decoder.materialize(torch.device("cuda"))
     for parameter in decoder.parameters():
-        parameter.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.02)
+        if parameter.dtype is torch.bfloat16:
+            parameter.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.02)
+    for weight in (part for part in decoder.modules() if isinstance(part, QuantizedWeight)):
+        fill(weight)
     return decoder
+
+
+def fill(weight: QuantizedWeight) -> None:
+    """Random numbers."""
+    values = weight.values
+    if values.dtype is torch.uint8:
+        values.random_(0, 256)
+    else:
+        values.copy_(torch.randn(values.shape, device="cuda").to(values.dtype))
+    weight.scale.fill_(0.003 if values.dtype is torch.uint8 else 0.02)
+    if weight.zeros is not None:
+        weight.zeros.fill_(7.0)
+    if weight.words is not None:
+        weight.words.copy_(words_of(weight.scale, 8 if weight.zeros is None else weight.zeros))
+
+
+def add_adapters(decoder: Decoder, num: int) -> None:
+    """Adapters of every product of the layers, those of a slot in one row of a matrix as in the engine's store."""
+    for linear in (part for part in decoder.layers.modules() if isinstance(part, Linear)):
+        ends = np.cumsum(list(linear.outputs.values())).tolist()
+        runs = tuple((first, end, index) for index, (first, end) in enumerate(pairwise([0, *ends])))
+        shapes = (RANK * len(runs), linear.num_inputs), (linear.num_outputs, RANK)
+        sizes = [rows * columns for rows, columns in shapes]
+        store = torch.randn(num, sum(sizes), device="cuda", dtype=torch.bfloat16) * 0.02
+        a, b = (part.unflatten(1, shape) for part, shape in zip(store.split(sizes, 1), shapes, strict=True))
+        blocks = torch.from_numpy(make_blocks(runs)).cuda()
+        arrived = torch.zeros(num_counters(a.shape[1], num), dtype=torch.int32, device="cuda")
+        linear.lora = LoraWeights(a, b, runs, blocks, arrived)
+
+
+def with_adapters(context: ForwardContext, num: int) -> ForwardContext:
+    """Row i has adapter i % num."""
+    rows = len(context.batch.ids)
+    order, tiles = make_tiles(np.arange(rows, dtype=np.int32) % num, np.ones(rows, np.int32), rows, num)
+    lora = LoraTiles(torch.from_numpy(order).cuda(), torch.from_numpy(tiles).cuda(), tile_size(rows))
+    return replace(context, batch=replace(context.batch, lora=lora, last_lora=lora))
+
+
+def bytes_per_layer(decoder: Decoder, rows: int, keys: int) -> int:
+    """Of weights, keys, values and adapters, each read once."""
+    weights = sum(part.numel() * part.element_size() for part in decoder.layers.parameters())
+    for part in decoder.layers.modules():
+        if isinstance(part, QuantizedWeight) and part.words is not None:  # which kernels of few rows read instead
+            weights -= 4 * part.scale.numel() * (1 if part.zeros is None else 2)
+    loras = [part.lora for part in decoder.layers.modules() if isinstance(part, Linear) and part.lora is not None]
+    adapters = sum(2 * (lora.a.numel() + lora.b.numel()) for lora in loras)
+    return (weights + adapters) // len(decoder.layers) + rows * keys * decoder.shape.mixers[0].num_kv_heads * 512
 
 
 def make_context(decoder: Decoder, rows: int, keys: int, num_drafts: int = 0) -> ForwardContext:
@@ -125,21 +196,35 @@ def main() -> None:
     parser.add_argument("--model", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 32, 64, 128, 256])
     parser.add_argument("--keys", type=int, default=384)
+    parser.add_argument("--weights", nargs="+", choices=METHODS, default=["bfloat16"])
+    parser.add_argument("--adapters", type=int, default=0, metavar="N", help="adapters of rank 16 (default: 0)")
     parser.add_argument("--drafts", type=int, default=0, metavar="K", help="drafts of each row (default: 0)")
+    parser.add_argument("--only-fused", action="store_true", help="leave out the unfused layers")
     parser.add_argument("--kernels", action="store_true", help="list the kernels")
     args = parser.parse_args()
-    for name in args.model:
-        decoder = make_decoder(name)
+    for name, weights in ((name, weights) for name in args.model for weights in args.weights):
+        decoder = make_decoder(name, METHODS[weights])
+        if args.adapters:
+            add_adapters(decoder, args.adapters)
         implementations = decoder.implementations
         for rows in args.rows:
             context = make_context(decoder, rows, args.keys, args.drafts)
+            if args.adapters:
+                context = with_adapters(context, args.adapters)
             together = time_us(decoder, context, args.kernels)
-            decoder.implementations = ()
-            apart = time_us(decoder, context)
-            decoder.implementations = implementations
+            unfused = ""
+            if not args.only_fused:
+                decoder.implementations = ()
+                unfused = f", unfused {time_us(decoder, context):.2f}"
+                decoder.implementations = implementations
             drafts = f" and {args.drafts} drafts" if args.drafts else ""
+            drafts += f" and {args.adapters} adapters" if args.adapters else ""
+            num_bytes = bytes_per_layer(decoder, rows, args.keys)
+            share = num_bytes / (together * 1e-6) / BANDWIDTH
             print(
-                f"{name} {rows:>3} rows{drafts} x {args.keys} keys: {together:.2f} us, unfused {apart:.2f}", flush=True
+                f"{name} {weights} {rows:>3} rows{drafts} x {args.keys} keys: {together:.2f} us{unfused}; "
+                f"{num_bytes / 1e6:.1f} MB, {share:.0%} of 4.8 TB/s",
+                flush=True,
             )
             del context
 

@@ -21,10 +21,14 @@ def fills_wide_programs(rows: int, num_out: int, num_in: int) -> bool:
     """Whether programs of 192 outputs each keep at least 9 of 10 multiprocessors busy to the end, for a number of rows
     at which they were measured to be faster than cuBLAS. With fewer outputs per program x would be read as often as the
     weight."""
+    are_busy = num_in >= MIN_WIDE_INPUTS and keeps_wide_programs_busy(num_out)
+    return are_busy and MIN_WIDE_ROWS <= rows <= MAX_WIDE_ROWS
+
+
+def keeps_wide_programs_busy(num_out: int) -> bool:
     programs = -(-num_out // WIDE_OUTPUTS)
     waves = -(-programs // MULTIPROCESSORS)
-    are_busy = num_in >= MIN_WIDE_INPUTS and 10 * programs >= 9 * waves * MULTIPROCESSORS
-    return are_busy and MIN_WIDE_ROWS <= rows <= MAX_WIDE_ROWS
+    return 10 * programs >= 9 * waves * MULTIPROCESSORS
 
 
 def narrow_splits(rows: int, num_out: int, num_in: int) -> int:

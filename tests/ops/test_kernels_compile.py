@@ -254,6 +254,11 @@ def experts():
     tile = dict(ALL_RANKS=128, TOKENS=64, OUTPUTS=128, RANK=64, DEPENDENT=False)
     build(lora, "_expand_kernel", x, ADDS=True, ALIGNED=True, **tile)
     build(lora, "_expand_kernel", x, ADDS=False, ALIGNED=False, **tile)
+    x |= of(HALF, "sums residual norm weighted")
+    tile = dict(ALL_RANKS=16, TOKENS=16, OUTPUTS=128, RANK=16, ALIGNED=True, DEPENDENT=True)
+    after, plain = "slipstream.ops.lora.after_gemm", dict.fromkeys(["residual", "norm", "weighted", "squares"])
+    build(after, "_finish_kernel", x, GATE=0, **tile)
+    build(after, "_finish_kernel", x, GATE=1, **tile, **plain)
 
 
 def recurrent():
@@ -388,11 +393,14 @@ def hopper():
         triton.compile(source, GPUTarget("cuda", 90, 32), options)
         print(name)
 
-    def build_product(outputs, rows, gate, splits, more=0, groups=1, kind=gl.bfloat16, chunks=None, **constants):
+    def build_product(
+        outputs, rows, gate, splits, more=0, groups=1, kind=gl.bfloat16, chunks=None, adapted=False, **constants
+    ):
         kernel = importlib.import_module("slipstream.ops.linear.triton.streaming_kernel").streaming_kernel
         width = 1024 // kind.primitive_bitwidth
         boxes = {"x": [rows, width], "weight": [outputs // 2 if gate else outputs, width]}
         boxes |= {"more_x": [more, width]} if more else {}
+        boxes |= {"adapters": [1, 16, width]} if adapted else {}
         x = {
             name: f"tensordesc<{kind}{box},{gl.NVMMASharedLayout.get_default_for(box, kind)!r}>"
             for name, box in boxes.items()
@@ -402,6 +410,7 @@ def hopper():
         constants |= {} if kind is gl.float8e4nv else {"scale": None, "x_scale": None}
         constants |= dict(zip(("CHUNKS", "OWN_CHUNKS"), chunks or (0, 0)))
         constants |= {"x": None, "x_scale": None} if chunks else {"row_x": None}
+        constants |= {} if adapted else {"adapters": None}
         constants |= {"GATE": gate, "SPLITS": splits, "OUTPUTS": outputs, "ROWS": rows, "COPIES": 2, "STAGES": 2}
         constants |= {"DEPENDENT": True, "MORE_ROWS": more, "GROUPS": groups} | ({} if more else {"more_x": None})
         signature = {arg: "constexpr" if arg in constants else x.get(arg, "i32") for arg in kernel.arg_names}
@@ -462,6 +471,8 @@ def hopper():
     build_product(64, 16, 1, 1, PARTS=20, **added, **whole)
     of_adapters = dict.fromkeys(["norm", "weighted", "made"])
     build_product(64, 64, 1, 1, PARTS=64, bias=None, **of_adapters, **whole)
+    build_product(64, 64, 0, 1, adapted=True, PARTS=64, bias=None, **added, **whole)
+    build_product(64, 64, 0, 2, adapted=True, PARTS=0, squares=None, bias=None, **added)
     build_product(64, 64, 0, 3, PARTS=0, squares=None, bias=None)
     build_product(128, 128, 2, 1, PARTS=0, squares=None, bias=None, **added, **whole)
     build_product(64, 64, 1, 1, 16, 3, PARTS=64, bias=None, **added, **whole)

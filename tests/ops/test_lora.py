@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from slipstream.ops.activation import silu_and_mul
 from slipstream.ops.linear.unnormalized import Unnormalized
 from slipstream.ops.lora import LoraTiles, LoraWeights, reference
 from slipstream.ops.lora.tiles import make_blocks, make_tiles, num_counters, num_tiles, tile_size
@@ -155,3 +156,70 @@ def test_many_tokens_of_a_large_model_on_a_gpu():
         tiles = tiles_of(slots[step], counts[step], DEVICE, num_slots=8)
         found = add_lora(torch.zeros_like(out[:rows]), x[:rows].contiguous(), weights, tiles)
         torch.testing.assert_close(found.cpu().double(), expected[:rows], rtol=2e-2, atol=5e-2)
+
+
+def sums_of(x, weight, a):
+    """The product and A x of all slots, as `streaming_gemm` computes both at once."""
+    return torch.cat([x @ weight.t(), x @ a.flatten(0, 1).t()], 1)
+
+
+@pytest.mark.parametrize("name", ["reference", "kernel"])
+@pytest.mark.parametrize(("slots", "counts"), STEPS[:3])
+@pytest.mark.parametrize(("rank", "num_matrices"), [(16, 3), (128, 1), (16, 2)])
+def test_a_product_that_has_multiplied_with_a_is_finished(name, slots, counts, rank, num_matrices):
+    """As products whose A x is computed apart: alone, with a gate, and with a residual and a norm."""
+    device = torch.device("cpu") if name == "reference" else DEVICE
+    runs, total = {**RUNS, 2: ((0, 136, 0), (136, 272, 1))}[num_matrices], sum(counts)
+    outputs = runs[-1][1]
+    x, weight = make(total, 200), make(outputs, 200) / 16
+    a, b = make(4, num_matrices * rank, 200) / 16, make(4, outputs, rank)
+    sums = sums_of(x, weight, a)
+    for slot in set(range(4)) - set(slots):  # adapters that no token has are not read
+        columns = num_matrices * rank
+        sums[:, outputs + slot * columns : outputs + (slot + 1) * columns] = torch.nan
+    weights, after = weights_of(a, b, runs, device), version(name)
+    if name == "kernel":
+        import slipstream.ops.lora.after_gemm as after
+    tiles = tiles_of(slots, counts, device)
+    whole = reference.expand_lora(
+        x @ weight.t(),
+        reference.shrink_lora(x, weights_of(a, b, runs, "cpu"), tiles_of(slots, counts, "cpu")),
+        weights_of(a, b, runs, "cpu"),
+        tiles_of(slots, counts, "cpu"),
+    )
+    found = after.finish_lora(sums.to(device), weights, tiles)
+    torch.testing.assert_close(found.cpu(), whole, rtol=2e-5, atol=2e-4)
+    if num_matrices == 2:
+        found = after.finish_lora(sums.to(device), weights, tiles, "silu")
+        torch.testing.assert_close(found.cpu(), silu_and_mul(whole), rtol=2e-5, atol=5e-4)
+    residual, norm = make(total, outputs), make(outputs)
+    rows = after.finish_lora_add(sums.to(device), weights, tiles, residual.to(device), norm.to(device), 1e-6)
+    torch.testing.assert_close(rows.total.cpu(), whole + residual, rtol=2e-5, atol=2e-4)
+    torch.testing.assert_close(rows.weighted.cpu(), (whole + residual) * norm, rtol=2e-5, atol=5e-4)
+    torch.testing.assert_close(rows.squares.sum(1).cpu(), (whole + residual).square().sum(1), rtol=1e-4, atol=1e-2)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("num_tokens", [5, 40, 64])
+@pytest.mark.parametrize(("outputs", "inputs"), [(6144, 4096), (4096, 12288), (1024, 2048)])
+def test_a_streamed_gemm_multiplies_with_all_matrices_a(num_tokens, outputs, inputs):
+    """Slots lie apart, as in the store of adapters; the last block of 64 rows is not full."""
+    from slipstream.ops.linear import can_append_adapters, linear_with_adapters
+
+    x = make(num_tokens, inputs).to(DEVICE, torch.bfloat16)
+    weight = (make(outputs, inputs) / 64).to(DEVICE, torch.bfloat16)
+    store = torch.full((3, 16 * inputs + 64), torch.nan, device=DEVICE, dtype=torch.bfloat16)
+    a = store[:, : 16 * inputs].unflatten(1, (16, inputs))
+    a.copy_(make(3, 16, inputs) / 64)
+    if not can_append_adapters(x, weight, a):
+        pytest.skip("made for another GPU")
+    exact = sums_of(x.double(), weight.double(), a.double())
+    for _ in range(2):  # the counters of the first run are back at zero
+        found = linear_with_adapters(x, weight, a)
+        assert float((found.double() - exact).norm() / exact.norm()) < 4e-3
+        assert float((found[:, outputs:].double() - exact[:, outputs:]).norm() / exact[:, outputs:].norm()) < 4e-3
+    norm, squares = torch.ones(inputs, device=DEVICE), x.float().view(num_tokens, -1, 64).square().sum(2)
+    rows = Unnormalized(x, norm, 1e-6, x, squares)
+    exact /= x.double().square().mean(1, keepdim=True).add(1e-6).sqrt()
+    found = linear_with_adapters(rows, weight, a)
+    assert float((found.double() - exact).norm() / exact.norm()) < 4e-3

@@ -20,10 +20,12 @@ from slipstream.errors import UnsupportedModel
 from slipstream.ops.linear import (
     Activation,
     activated_linear,
+    can_append_adapters,
     chain_for,
     linear,
     linear_add,
     linear_unnormalized,
+    linear_with_adapters,
     norm_linear,
 )
 from slipstream.ops.linear.unnormalized import Chain, Unnormalized
@@ -127,6 +129,15 @@ class Weight(nn.Module, ABC):
         if added is not None:
             out += added
         return out if activation is None else activation(out)
+
+    def can_append_adapters(self, x: torch.Tensor | Unnormalized, adapters: torch.Tensor) -> bool:
+        """Whether `multiply_with_adapters` takes an x of a "streamed" chain, and is faster than products apart."""
+        return False
+
+    def multiply_with_adapters(self, x: torch.Tensor | Unnormalized, adapters: torch.Tensor) -> torch.Tensor:
+        """[T, rows, then products with adapters [slots, rows, columns], slot after slot]: the GEMM of x, or of its RMS
+        norm."""
+        raise NotImplementedError(f"{type(self).__name__} appends no adapters")
 
     @abstractmethod
     def lookup(self, ids: torch.Tensor) -> torch.Tensor:
@@ -234,6 +245,12 @@ class UnquantizedWeight(Weight):
         added: torch.Tensor | None = None,
     ) -> torch.Tensor:
         return linear_unnormalized(x, self.data, bias, activation, added)
+
+    def can_append_adapters(self, x: torch.Tensor | Unnormalized, adapters: torch.Tensor) -> bool:
+        return can_append_adapters(x, self.data, adapters)
+
+    def multiply_with_adapters(self, x: torch.Tensor | Unnormalized, adapters: torch.Tensor) -> torch.Tensor:
+        return linear_with_adapters(x, self.data, adapters)
 
     def lookup(self, ids: torch.Tensor) -> torch.Tensor:
         return self.data.index_select(0, ids)

@@ -16,9 +16,18 @@ from slipstream.nn.layers.layer import Layer
 from slipstream.nn.layers.norm import Norm, RMSNorm
 from slipstream.nn.weight_format import CheckpointTensor, StoredPart, WeightFormat, WeightTarget, new_parameter
 from slipstream.ops.linear import Activation
+from slipstream.ops.linear.dispatch import FUSED_ACTIVATIONS
 from slipstream.ops.linear.unnormalized import Chain, Unnormalized
-from slipstream.ops.lora import LoraTiles, LoraWeights, expand_lora, lora_delta, shrink_lora
-from slipstream.ops.lora.tiles import FEW_TOKENS
+from slipstream.ops.lora import (
+    LoraTiles,
+    LoraWeights,
+    expand_lora,
+    finish_lora,
+    finish_lora_add,
+    lora_delta,
+    shrink_lora,
+)
+from slipstream.ops.lora.tiles import FEW_TOKENS, has_paired_blocks
 
 
 class Linear(Layer):
@@ -103,9 +112,16 @@ class Linear(Layer):
         """residual + product, in the residual's memory, on its way through the norm. Not for a product with a bias."""
         tiles = self._tiles(context)
         if tiles is not None and self.lora is not None:
+            if chain == "streamed" and self._appends(x, self.lora):
+                sums = self.weight.multiply_with_adapters(x, self.lora.a)
+                return finish_lora_add(sums, self.lora, tiles, residual, norm.weight, norm.eps)
             # before the product, whose kernel computes the norm too; its weight is loaded meanwhile
             residual = expand_lora(residual, shrink_lora(x, self.lora, tiles), self.lora, tiles)
         return self.weight.add_to(residual, x, norm.weight, norm.eps, chain)
+
+    def _appends(self, x: torch.Tensor | Unnormalized, lora: LoraWeights) -> bool:
+        """Whether one GEMM multiplies x with the weight and with all matrices A."""
+        return self.weight.can_append_adapters(x, lora.a)
 
     def after_unnormalized(
         self, x: Unnormalized, context: ForwardContext, activation: Activation | None = None
@@ -114,9 +130,18 @@ class Linear(Layer):
         tiles = self._tiles(context)
         added = None
         if tiles is not None and self.lora is not None:
+            if x.squares is not None and self._finishes(activation) and self._appends(x, self.lora):
+                sums = self.weight.multiply_with_adapters(x, self.lora.a)
+                return finish_lora(sums, self.lora, tiles, FUSED_ACTIVATIONS[activation])
             # before the product, which adds it before the activation; its weight is loaded meanwhile
             added = lora_delta(shrink_lora(x, self.lora, tiles), self.lora, tiles)
         return self.weight.multiply_unnormalized(x, self.bias, activation, added)
+
+    def _finishes(self, activation: Activation | None) -> bool:
+        """Whether `finish_lora` computes what follows the product."""
+        assert self.lora is not None
+        is_plain = self.bias is None and activation in FUSED_ACTIVATIONS
+        return is_plain and (activation is None or has_paired_blocks(self.lora.runs))
 
     def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
         """Targets of the checkpoint's tensors, by part and kind: "q.weight", "q.bias". The format names the kinds."""

@@ -15,16 +15,20 @@ from slipstream.ops.norm import add_rms_norm, rms_norm, sum_rms_norm
 __all__ = [
     "Activation",
     "activated_linear",
+    "can_append_adapters",
     "chain_for",
     "gated_linear",
     "linear",
     "linear_add",
     "linear_unnormalized",
+    "linear_with_adapters",
     "norm_linear",
     "reserve_counters",
 ]
 
 chain_for = dispatch.choose_chain
+
+MIN_ROWS_PER_ADAPTER_ROW = 8  # of a weight; with fewer, products with A apart read less
 
 
 def reserve_counters(device: torch.device) -> None:
@@ -117,3 +121,24 @@ def linear_unnormalized(
 
     out = streaming_gemm(x, weight, bias, FUSED_ACTIVATIONS.get(activation, ""), added=added)
     return out if activation in FUSED_ACTIVATIONS or activation is None else activation(out)
+
+
+def can_append_adapters(x: torch.Tensor | Unnormalized, weight: torch.Tensor, adapters: torch.Tensor) -> bool:
+    """Whether `linear_with_adapters` takes inputs of a streamed chain, a weight and adapters [slots, rows, in]. They
+    count as rows of the weight, so there may be few of them."""
+    rows = x if isinstance(x, torch.Tensor) else x.weighted
+    if rows is None or MIN_ROWS_PER_ADAPTER_ROW * adapters.shape[0] * adapters.shape[1] > len(weight):
+        return False
+    if dispatch.choose_chain(rows, weight) != "streamed":
+        return False
+    from slipstream.ops.linear.triton.streaming_hopper import can_append, stream_tile
+
+    num_out, num_in = weight.shape
+    return can_append(stream_tile(len(rows), num_out, num_in, ""), weight, adapters)
+
+
+def linear_with_adapters(x: torch.Tensor | Unnormalized, weight: torch.Tensor, adapters: torch.Tensor) -> torch.Tensor:
+    """[rows, out + slots * rows of a slot]: the GEMM of x, or of its RMS norm, then the products with all adapters."""
+    from slipstream.ops.linear.triton.streaming_hopper import streaming_gemm
+
+    return streaming_gemm(x, weight, None, "", adapters=adapters)

@@ -9,6 +9,8 @@ from slipstream.ops.lora.reference import LoraTiles, LoraWeights
 shrink_lora = by_device(reference.shrink_lora, "slipstream.ops.lora.triton")
 expand_lora = by_device(reference.expand_lora, "slipstream.ops.lora.triton")
 lora_delta = by_device(reference.lora_delta, "slipstream.ops.lora.triton")
+finish_lora = by_device(reference.finish_lora, "slipstream.ops.lora.after_gemm")
+finish_lora_add = by_device(reference.finish_lora_add, "slipstream.ops.lora.after_gemm")
 add_lora_embedding = by_device(reference.add_lora_embedding, "slipstream.ops.lora.triton")
 
 
@@ -17,4 +19,14 @@ def add_lora(out: torch.Tensor, x: torch.Tensor, weights: LoraWeights, tiles: Lo
     return expand_lora(out, shrink_lora(x, weights, tiles), weights, tiles)
 
 
-__all__ = ["LoraTiles", "LoraWeights", "add_lora", "add_lora_embedding", "expand_lora", "lora_delta", "shrink_lora"]
+__all__ = [
+    "LoraTiles",
+    "LoraWeights",
+    "add_lora",
+    "add_lora_embedding",
+    "expand_lora",
+    "finish_lora",
+    "finish_lora_add",
+    "lora_delta",
+    "shrink_lora",
+]

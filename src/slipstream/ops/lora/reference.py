@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from slipstream.device.sync_check import sync_allowed
+from slipstream.ops.activation import gelu_tanh_and_mul, silu_and_mul
 from slipstream.ops.linear.unnormalized import Unnormalized
 from slipstream.ops.norm import rms_norm
 
@@ -70,6 +71,39 @@ def expand_lora(out: torch.Tensor, inner: torch.Tensor, weights: LoraWeights, ti
 def lora_delta(inner: torch.Tensor, weights: LoraWeights, tiles: LoraTiles) -> torch.Tensor:
     """B inner of the adapter of each token [T, outputs], 0 for tokens without one. `inner`: of `shrink_lora`."""
     return expand_lora(inner.new_zeros(len(inner), weights.b.shape[1]), inner, weights, tiles)
+
+
+def finish_lora(sums: torch.Tensor, weights: LoraWeights, tiles: LoraTiles, gate: str = "") -> torch.Tensor:
+    """Adds B A x to a product and applies its gated activation, if it has one. `sums` [T, outputs + slots * columns]:
+    the product, then A x of all slots, of which each token uses its own."""
+    num_outputs, columns = weights.b.shape[1], weights.a.shape[1]
+    out = sums[:, :num_outputs].clone()
+    for slot, first, end in _by_slot(tiles):
+        tokens = _tokens(tiles, first, end)
+        own = sums.index_select(0, tokens)[:, num_outputs + slot * columns :][:, :columns]
+        parts = [
+            F.linear(own[:, matrix * weights.inner_size :][:, : weights.inner_size], weights.b[slot, begin:stop])
+            for begin, stop, matrix in weights.runs
+        ]
+        out.index_add_(0, tokens, torch.cat(parts, 1))
+    return {"": lambda x: x, "silu": silu_and_mul, "gelu_tanh": gelu_tanh_and_mul}[gate](out)
+
+
+def finish_lora_add(
+    sums: torch.Tensor,
+    weights: LoraWeights,
+    tiles: LoraTiles,
+    residual: torch.Tensor,
+    norm: torch.Tensor,
+    eps: float,
+) -> Unnormalized:
+    """residual + the product with B A x, and what the next product needs to finish its norm. `sums`: as above."""
+    total = finish_lora(sums, weights, tiles) + residual
+    assert weights.blocks is not None
+    with sync_allowed("the blocks lie on the CPU, as all tensors here"):
+        blocks = weights.blocks.tolist()
+    squares = torch.stack([total[:, first:end].float().square().sum(1) for first, end, _ in blocks], 1)
+    return Unnormalized(total, norm, eps, total * norm, squares)
 
 
 def add_lora_embedding(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -59,3 +60,12 @@ def make_blocks(runs: Sequence[tuple[int, int, int]]) -> Ints:
     """Runs of outputs cut into blocks of at most BLOCK: (first output, end, index of the matrix A)."""
     blocks = [(at, min(at + BLOCK, end), matrix) for first, end, matrix in runs for at in range(first, end, BLOCK)]
     return np.array(blocks, np.int32)
+
+
+@cache
+def has_paired_blocks(runs: tuple[tuple[int, int, int], ...]) -> bool:
+    """Whether the second half of the blocks has the outputs that follow those of the first half in the same order, as
+    the up rows of a gated product follow the gate rows."""
+    bounds = make_blocks(runs)[:, :2]
+    half, rest = len(bounds) // 2, len(bounds) % 2
+    return not rest and bool((bounds[half:] == bounds[:half] + runs[-1][1] // 2).all())

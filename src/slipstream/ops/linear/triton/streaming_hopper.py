@@ -59,16 +59,20 @@ def streaming_gemm(
     tile: StreamTile | None = None,
     scales: Scales | None = None,  # if x and weight are FP8
     added: torch.Tensor | None = None,  # [rows, len(weight)]
+    adapters: torch.Tensor | None = None,  # [slots, rows, in], if there is neither a bias nor a gate
 ) -> torch.Tensor:
     """The GEMM of x, or of the norm of an `Unnormalized` x, in its dtype; in bfloat16 if the weight is FP8. `added` is
-    added before the gate."""
+    added before the gate. The rows of `adapters` count as rows of the weight after its own: their results follow in
+    each row of the output, slot after slot."""
     assert added is None or added.is_contiguous()
     rows = len(x) if isinstance(x, torch.Tensor) else len(x.total)
     num_out = len(weight) // 2 if gate else len(weight)
+    if adapters is not None:
+        num_out += adapters.shape[0] * adapters.shape[1]
     dtype = torch.bfloat16 if scales is not None else weight.dtype
     out = torch.empty((rows, num_out), dtype=dtype, device=weight.device)
     tile = tile or stream_tile(rows, len(weight), weight.shape[1] * weight.element_size() // 2, gate)
-    _launch(x, weight, bias, gate, out, tile, added, scales=scales)
+    _launch(x, weight, bias, gate, out, tile, added, scales=scales, adapters=adapters)
     return out
 
 
@@ -112,6 +116,7 @@ def _launch(
     residual: torch.Tensor | None = None,
     made: Unnormalized | None = None,
     scales: Scales | None = None,
+    adapters: torch.Tensor | None = None,
 ) -> None:
     x, squares, eps = StreamedRows.of(inputs)
     rows, num_in = x.shape
@@ -120,6 +125,10 @@ def _launch(
     assert not quantizes or rows == 1, f"{rows} rows of {x.dtype} for a weight of {weight.dtype}"
     per_program, more = (8, 0) if quantizes else row_parts(tile, rows)
     blocks, row_blocks = triton.cdiv(len(weight), outputs * groups), triton.cdiv(rows, per_program + more)
+    weight_blocks = blocks
+    if adapters is not None:
+        assert can_append(tile, weight, adapters) and bias is None and not gate
+        blocks += triton.cdiv(adapters.shape[0] * adapters.shape[1], outputs)
     steps = triton.cdiv(num_in * weight.element_size(), BYTES.value * tile.copies)
     split_steps = triton.cdiv(steps, tile.splits)
     partials = arrived = None
@@ -133,6 +142,7 @@ def _launch(
         None if quantizes else _describe(x, per_program),
         _describe(x, more) if more else None,
         _describe(weight, outputs // 2 if gate else outputs),
+        None if adapters is None else _describe_adapters(adapters),
         squares,
         eps,
         bias,
@@ -151,6 +161,8 @@ def _launch(
         num_in,
         steps,
         split_steps,
+        weight_blocks,
+        0 if adapters is None else adapters.shape[1] // 16,
         PARTS=0 if squares is None else squares.shape[1],
         CHUNKS=chunks_of(steps * tile.copies) if quantizes else 0,
         OWN_CHUNKS=chunks_of(split_steps * tile.copies) if quantizes else 0,
@@ -193,6 +205,15 @@ def stream_tile(rows: int, num_out: int, num_in: int, gate: str) -> StreamTile:
     return StreamTile(1, 64, 64 if rows > 128 and num_in <= 2048 else 32)
 
 
+def can_append(tile: StreamTile, weight: torch.Tensor, adapters: torch.Tensor) -> bool:
+    """Whether programs of this tile can have rows of adapters [slots, rows, in] instead of rows of the weight: no
+    program has both, and TMA copies 16 rows of a slot at a time."""
+    is_aligned = (adapters.stride(0) | adapters.stride(1)) % 8 == 0 and adapters.data_ptr() % 16 == 0
+    are_alike = adapters.dtype is weight.dtype and adapters.stride(2) == 1 and weight.element_size() == 2
+    is_divided = len(weight) % tile.outputs == 0 and adapters.shape[1] % 16 == 0
+    return tile.groups == 1 and is_aligned and are_alike and is_divided
+
+
 def stages_for(tile: StreamTile, rows: int) -> int:
     return MEMORY // tile.programs // ((tile.outputs * tile.groups + rows) * BYTES.value * tile.copies)
 
@@ -230,3 +251,10 @@ def _describe(matrix: torch.Tensor, num_rows: int) -> Any:
     box = [num_rows, BYTES.value // matrix.element_size()]
     dtype = gl.bfloat16 if matrix.element_size() == 2 else gl.float8e4nv
     return TensorDescriptor.from_tensor(matrix, box, gl.NVMMASharedLayout.get_default_for(box, dtype))
+
+
+def _describe_adapters(adapters: torch.Tensor) -> Any:
+    """16 rows of a slot at a time."""
+    box = [1, 16, BYTES.value // adapters.element_size()]
+    layout = gl.NVMMASharedLayout(BYTES.value, 16, 3)
+    return TensorDescriptor(adapters, list(adapters.shape), list(adapters.stride()), box, layout)

@@ -4,7 +4,8 @@ A program computes GROUPS blocks, 1 or 3, of OUTPUTS outputs for the same rows. 
 own (a warpgroup per 64 outputs), and all blocks read the same tiles of x: a program with three blocks loads a third of
 the x bytes per weight byte. The rows of a program are ROWS and, if not 0, MORE_ROWS: shapes in Gluon are powers of
 two, and 80 rows as 64 + 16 load no padding. With FP8 weights x is FP8 too, or a row of bfloat16 that the program
-quantises (`streaming_inputs.py`), and the epilogue multiplies by the scales of both.
+quantises (`streaming_inputs.py`), and the epilogue multiplies by the scales of both. With adapters the blocks after
+those of the weight have rows of their matrices A.
 Compiled by `tests/ops/test_kernels_compile.py`, run by `pytest -m cuda`.
 """
 
@@ -30,11 +31,12 @@ GROUP_REGISTERS = gl.constexpr(152)  # per consumer thread of a program with thr
 
 
 # grid: (blocks of rows, groups of blocks of outputs, splits)
-@gluon.jit(do_not_specialize=["num_rows"])
+@gluon.jit(do_not_specialize=["num_rows", "weight_blocks", "slot_units"])
 def streaming_kernel(
     x,  # descriptor, boxes of ROWS x WIDTH
     more_x,  # the same matrix, boxes of MORE_ROWS x WIDTH; None if there are no more rows
     weight,
+    adapters,  # descriptor [slots, rows of A, in], boxes of 1 x 16 x WIDTH; None without adapters
     squares,
     eps,
     bias,
@@ -53,6 +55,8 @@ def streaming_kernel(
     num_in,
     num_steps,
     split_steps,
+    weight_blocks,  # with adapters: blocks of the weight, and rows of A per slot / 16
+    slot_units,
     PARTS: gl.constexpr,
     CHUNKS: gl.constexpr,  # of `row_x`; else 0
     OWN_CHUNKS: gl.constexpr,  # of a split
@@ -91,7 +95,8 @@ def streaming_kernel(
     TILE: gl.constexpr = (OUTPUTS, GROUPS, ROWS, MORE_ROWS, COPIES, STAGES)
     row = (row_x, begin)
     COUNTS: gl.constexpr = (PARTS, CHUNKS, OWN_CHUNKS)
-    fetched = ((first, second, third), inputs, x, more_x, weight, num_out, begin, count, GATE, TILE, DEPENDENT)
+    sources = (weight, adapters, weight_blocks, slot_units)
+    fetched = ((first, second, third), inputs, x, more_x, sources, num_out, begin, count, GATE, TILE, DEPENDENT)
     if GROUPS == 1:
         gl.warp_specialize(
             [
@@ -146,7 +151,7 @@ def _fetch(
     inputs,
     x,
     more_x,
-    weight,
+    sources,  # of weight rows
     num_out,
     begin,
     count,
@@ -159,7 +164,7 @@ def _fetch(
     xs, more_xs, there, used = inputs
     ready = gl.minimum(count, STAGES)
     for step in range(ready):
-        _copy_weight(weight, weights, there, begin + step, step, num_out, GATE, TILE, x is not None)
+        _copy_weight(sources, weights, there, begin + step, step, num_out, GATE, TILE, x is not None)
     wait_for_previous(DEPENDENT)
     if x is not None:
         for step in range(ready):
@@ -167,14 +172,14 @@ def _fetch(
     for step in range(ready, count):
         stage = step % STAGES
         mbarrier.wait(used.index(stage), (step // STAGES & 1) ^ 1)
-        _copy_weight(weight, weights, there, begin + step, stage, num_out, GATE, TILE, x is not None)
+        _copy_weight(sources, weights, there, begin + step, stage, num_out, GATE, TILE, x is not None)
         if x is not None:
             _copy_x(x, more_x, xs, more_xs, there, begin + step, stage, TILE)
 
 
 @gluon.jit
 def _copy_weight(
-    weight, weights, there, step, stage, num_out, GATE: gl.constexpr, TILE: gl.constexpr, HAS_X: gl.constexpr
+    sources, weights, there, step, stage, num_out, GATE: gl.constexpr, TILE: gl.constexpr, HAS_X: gl.constexpr
 ):
     """Starts the weight copies of one stage. The barrier of the stage counts the bytes of x too, if TMA loads it."""
     OUTPUTS: gl.constexpr = TILE[0]
@@ -182,6 +187,7 @@ def _copy_weight(
     ALL_ROWS: gl.constexpr = TILE[2] + TILE[3] if HAS_X else 0
     COPIES: gl.constexpr = TILE[4]
     HALF: gl.constexpr = OUTPUTS // 2
+    weight, adapters, weight_blocks, slot_units = sources
     WIDTH: gl.constexpr = width_of(weight.dtype)
     bar = there.index(stage)
     mbarrier.expect(bar, COPIES * (GROUPS * OUTPUTS + ALL_ROWS) * BYTES)
@@ -194,8 +200,20 @@ def _copy_weight(
                 # gate rows, and below them the up rows of the same outputs
                 tma.async_copy_global_to_shared(weight, [block * HALF, k], bar, target.slice(0, HALF))
                 tma.async_copy_global_to_shared(weight, [num_out + block * HALF, k], bar, target.slice(HALF, HALF))
-            else:
+            elif adapters is None:
                 tma.async_copy_global_to_shared(weight, [block * OUTPUTS, k], bar, target)
+            else:
+                if block < weight_blocks:
+                    tma.async_copy_global_to_shared(weight, [block * OUTPUTS, k], bar, target)
+                else:
+                    UNITS: gl.constexpr = OUTPUTS // 16
+                    BOX: gl.constexpr = gl.NVMMASharedLayout(BYTES, 16, 3)
+                    tiles = weights[group]._reinterpret(weight.dtype, [TILE[5] * COPIES * UNITS, 1, 16, WIDTH], BOX)
+                    for number in gl.static_range(UNITS):
+                        unit = (block - weight_blocks) * UNITS + number  # after the last slot TMA writes zeros
+                        own = tiles.index((stage * COPIES + part) * UNITS + number)
+                        source = [unit // slot_units, unit % slot_units * 16, k]
+                        tma.async_copy_global_to_shared(adapters, source, bar, own)
 
 
 @gluon.jit

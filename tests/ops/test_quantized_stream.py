@@ -53,6 +53,18 @@ def test_slices_lie_within_groups() -> None:
     assert not make("fp8", 16, 480).has_slices
 
 
+def test_a_gated_row_has_one_wave_of_programs() -> None:
+    """Of Qwen3-8B's width: each multiprocessor quantises the row once, and its pipeline is as deep as memory allows."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    from slipstream.ops.linear.capability import keeps_wide_programs_busy
+    from slipstream.ops.linear.triton.streaming_hopper import MEMORY, ROW_TILE, row_stages
+
+    assert keeps_wide_programs_busy(24576) and not keeps_wide_programs_busy(28672)  # 128 and 150 programs
+    assert row_stages(ROW_TILE, 32) == 6
+    assert MEMORY >= 6 * 192 * 128 + 32 * 8 * 128
+    assert row_stages(ROW_TILE, 4) == 4
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows", [1, 5, 16])
@@ -101,7 +113,13 @@ def test_streamed_fp8_weights_and_inputs(rows: int) -> None:
 @pytest.mark.parametrize("splits", [1, 3])
 def test_a_row_is_quantised_inside_its_gemm(splits: int) -> None:
     """As a row that a pass quantises: the scale is that of the whole row, whichever part a program has."""
-    from slipstream.ops.linear.triton.streaming_hopper import Scales, StreamTile, streaming_gemm_add
+    from slipstream.ops.linear.triton.streaming_hopper import (
+        ROW_TILE,
+        Scales,
+        StreamTile,
+        streaming_gemm,
+        streaming_gemm_add,
+    )
     from slipstream.ops.quantized import chains_fp8, fp8_linear_add, fp8_linear_unnormalized, reference
 
     first, second = make("fp8", 320, 5952, "cuda"), make("fp8", 208, 320, "cuda")  # parts of a step at the end
@@ -119,7 +137,10 @@ def test_a_row_is_quantised_inside_its_gemm(splits: int) -> None:
     bias = torch.randn(208, device="cuda").bfloat16()
     # the row is rounded before the norm divides it, so some numbers are rounded to another FP8 number
     assert off(fp8_linear_unnormalized(found, second, bias, None), exact + bias.double()) < 3e-2
-    assert off(fp8_linear_unnormalized(found, second, None, silu_and_mul), silu_and_mul(exact)) < 6e-2
+    gated = fp8_linear_unnormalized(found, second, None, silu_and_mul)
+    assert off(gated, silu_and_mul(exact)) < 6e-2
+    wide = streaming_gemm(found, second.values, None, "silu", ROW_TILE, Scales(second.scale))
+    assert off(wide, gated.double()) < 4e-3
 
 
 @pytest.mark.cuda

@@ -20,6 +20,7 @@ from slipstream.ops.linear.capability import (
     SMALL_WEIGHT,
     WIDE_OUTPUTS,
     fills_wide_programs,
+    keeps_wide_programs_busy,
     narrow_splits,
 )
 from slipstream.ops.linear.triton import streaming_kernel
@@ -41,6 +42,8 @@ class StreamTile(NamedTuple):
     programs: int = 1  # per multiprocessor
 
 
+ROW_TILE = StreamTile(1, WIDE_OUTPUTS // 3, copies=1, groups=3)
+"""Of a row that programs quantise, for a gated weight: in one wave a multiprocessor quantises it once."""
 SPLIT_TILE = StreamTile(2, 128, 128, 1)  # of 65 and more rows, if there are few outputs
 
 
@@ -71,6 +74,8 @@ def streaming_gemm(
         num_out += adapters.shape[0] * adapters.shape[1]
     dtype = torch.bfloat16 if scales is not None else weight.dtype
     out = torch.empty((rows, num_out), dtype=dtype, device=weight.device)
+    if tile is None and gate and scales is not None and scales.x is None and keeps_wide_programs_busy(len(weight)):
+        tile = ROW_TILE
     tile = tile or stream_tile(rows, len(weight), weight.shape[1] * weight.element_size() // 2, gate)
     _launch(x, weight, bias, gate, out, tile, added, scales=scales, adapters=adapters)
     return out
@@ -221,7 +226,7 @@ def stages_for(tile: StreamTile, rows: int) -> int:
 def row_stages(tile: StreamTile, split_steps: int) -> int:
     """Of a row that is quantised: 8 rows of FP8 for all of its inputs, and stages of the weight alone."""
     free = MEMORY // tile.programs - chunks_of(split_steps * tile.copies) * CHUNK.value * 8 * BYTES.value
-    return min(split_steps, free // (tile.outputs * BYTES.value * tile.copies))
+    return min(split_steps, free // (tile.outputs * tile.groups * BYTES.value * tile.copies))
 
 
 def chunks_of(num_tiles: int) -> int:

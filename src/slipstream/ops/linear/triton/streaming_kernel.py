@@ -341,7 +341,7 @@ def _compute(
                 acc += gl.load(where + (split * numbers + number).to(gl.int64) * ALL, cache_modifier=".cg")
             gl.store(arrived + number, 0)
             if GROUPS > 1:
-                operands = load_operands(given, row, block, PARTS, GATE, OUTPUTS, ROWS)
+                operands = load_operands(given, row, block, PARTS, GATE, OUTPUTS, ROWS, row_x is not None)
             _finish(acc, operands, free, given, results, row, block, GATE, OUTPUTS, GROUPS, ROWS)
             if MORE_ROWS:
                 more_acc = gl.zeros([OUTPUTS, MORE_ROWS], gl.float32, MORE_SUMS)
@@ -356,7 +356,7 @@ def _compute(
                 )
     else:
         if GROUPS > 1:
-            operands = load_operands(given, row, block, PARTS, GATE, OUTPUTS, ROWS)
+            operands = load_operands(given, row, block, PARTS, GATE, OUTPUTS, ROWS, row_x is not None)
         _finish(acc, operands, free, given, results, row, block, GATE, OUTPUTS, GROUPS, ROWS)
         if MORE_ROWS:
             if GROUPS > 1:

@@ -15,6 +15,7 @@ from slipstream.ops.pdl import dependent, release_next, wait_for_previous
 from slipstream.ops.quantized.reference import MAX_FP8
 
 _MAX = tl.constexpr(MAX_FP8)
+MAX_WIDE_ROWS = 512  # up to so many rows all programs of 16 warps run at once, four on a multiprocessor
 
 
 def quantize_rows(x: torch.Tensor, scale: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -67,10 +68,18 @@ def _launch(
             GATE=GATES[gate],
             SIZE=size,
             BLOCK=block,
-            num_warps=4 if block <= 4096 else 8,
+            num_warps=_num_warps(rows, block),
             **dependent(x.device, rows),
         )
     return out, scales
+
+
+def _num_warps(rows: int, block: int) -> int:
+    """A pass over few rows takes the latency of its loads and of sums over the row, which are shorter with 8 numbers
+    per thread."""
+    if rows <= MAX_WIDE_ROWS:
+        return min(16, max(4, block // 256))
+    return 4 if block <= 4096 else 8
 
 
 # grid: (rows,)
@@ -94,6 +103,8 @@ def _quantize_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < SIZE
+    if norm is not None:  # older than the step
+        factor = tl.load(norm + column, mask=inside, other=0.0).to(tl.float32)
     wait_for_previous(DEPENDENT)
     value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     if GATE:
@@ -109,7 +120,6 @@ def _quantize_kernel(
         tl.store(total + row * SIZE + column, rounded, mask=inside)
         value = rounded.to(tl.float32)
     if norm is not None:
-        factor = tl.load(norm + column, mask=inside, other=0.0).to(tl.float32)
         value = value * tl.rsqrt(tl.sum(value * value, 0) / SIZE + eps) * factor
         value = value.to(x.dtype.element_ty).to(tl.float32)
     if given is None:

@@ -36,12 +36,17 @@ def load_operands(
     PLAIN: gl.constexpr = False,  # the scale of x is a number
 ):
     """Loads what the epilogue needs of earlier kernels: partial sums of squares, the residual (gated: for the gate
-    rows, then the up rows), and the scales of FP8 rows; and the scales of the weight rows (of the up rows too)."""
+    rows, then the up rows), and the scales of FP8 rows; the scales of the weight rows (of the up rows too); and the
+    weights of the next norm, which would delay the results if they were loaded when these are stored."""
     squares, residual, num_rows, num_out, scale, x_scale = given[0], given[4], given[6], given[7], given[8], given[9]
+    norm = given[5]
     row, own, target, mask = target_of(given, first_row, block, GATE, OUTPUTS, ROWS)
     parts = row  # unused without squares
     added, added_up = row, row  # unused without a residual
     of_x, of_weight, of_up = row, row, row  # unused without scales
+    factor = row  # unused without a norm
+    if norm is not None:
+        factor = gl.load(norm + own, mask=own < num_out, other=0.0)
     if squares is not None:
         part = gl.expand_dims(gl.arange(0, triton.next_power_of_2(PARTS), gl.SliceLayout(1, mask.type.layout)), 1)
         padded_row = gl.expand_dims(row, 0)
@@ -61,7 +66,7 @@ def load_operands(
             of_x = gl.zeros([ROWS], gl.float32, BY_ROW) + x_scale
         else:
             of_x = gl.load(x_scale + row, mask=row < num_rows, other=0.0)
-    return parts, added, added_up, of_x, of_weight, of_up
+    return parts, added, added_up, of_x, of_weight, of_up, factor
 
 
 @gluon.jit
@@ -82,7 +87,7 @@ def store_results(
     the gate rows, `up` those of the up rows."""
     squares, eps, num_in, bias, residual, norm, num_rows, num_out, scale, x_scale = given
     out, weighted, made, partials, arrived = results
-    parts, added, added_up, of_x, of_weight, of_up = operands
+    parts, added, added_up, of_x, of_weight, of_up, factor = operands
     row, own, target, mask = target_of(given, first_row, block, GATE, OUTPUTS, ROWS)
     inside = own < num_out
     if scale is not None:
@@ -116,7 +121,7 @@ def store_results(
     gl.store(out + target, rounded, mask=mask)
     if norm is not None:
         value = rounded.to(gl.float32)
-        factor = gl.expand_dims(gl.load(norm + own, mask=inside, other=0.0).to(gl.float32), 1)
-        gl.store(weighted + target, (value * factor).to(out.dtype.element_ty), mask=mask)
+        weights = gl.expand_dims(factor.to(gl.float32), 1)
+        gl.store(weighted + target, (value * weights).to(out.dtype.element_ty), mask=mask)
         total = gl.sum(value * value, 0)
         gl.store(made + row * (gl.num_programs(1) * GROUPS) + block, total, mask=row < num_rows)

@@ -305,12 +305,12 @@ def _compute(
     if SPLITS > 1 and arrived is None:
         # the next kernel adds the partial sums: `out` is [SPLITS, rows, outputs] in float32, and nothing is fused
         stored = (results[0] + gl.program_id(2).to(gl.int64) * (given[6] * given[7]), None, None, None, None)
-        _finish(acc, (row, row, row, row, row, row), free, given, stored, row, block, GATE, OUTPUTS, GROUPS, ROWS)
+        _finish(acc, (row, row, row, row, row, row, row), free, given, stored, row, block, GATE, OUTPUTS, GROUPS, ROWS)
         if MORE_ROWS:
             gl.thread_barrier()  # the sums of the first rows have been read
             _finish(
                 more_acc,
-                (row, row, row, row, row, row),
+                (row, row, row, row, row, row, row),
                 free,
                 given,
                 stored,

@@ -6,7 +6,7 @@ Weights become bfloat16 in registers. The sums of the slices are added in shared
 GEMM are fused as in `ops/linear/triton/streaming_hopper.py`.
 
 4 bits q are the bfloat16 128 + q, by two instructions for two numbers. What this adds to a sum, and the zero, is the
-sum of x over the group times (128 + zero): an MMA with a matrix of ones computes these sums.
+sum of x over the group times (128 + zero): an MMA with a matrix of ones computes these sums, 16 equal rows of them.
 Compiled by `tests/ops/test_kernels_compile.py`, run by `pytest -m cuda`.
 """
 
@@ -191,14 +191,16 @@ def _compute(
             mbarrier.arrive(used.index(stage), count=1)
         if IS_4_BIT:
             factor = _by_output((own_words & -256).to(gl.float32, bitcast=True), SUMS)
-            more = _by_output(((own_words & 255) << 16 | 0x43000000).to(gl.float32, bitcast=True), SUMS)  # 128 + zero
+            more = _by_output(_more_of(own_words), SUMS)
             right, high_right = _as_bytes_lie(right), _as_bytes_lie(high_right)
-            # a sixteenth of the sum in each of 16 rows
-            shares = gl.full([WARPS, 16, SLICE], 0.0625, gl.bfloat16, LEFT)
-            total = mma_v2(shares, right, gl.zeros([WARPS, 16, ROWS], gl.float32, SUMS))
-            total = gl.expand_dims(gl.sum(mma_v2(shares, high_right, total), 1), 1)
+            # two chains of MMAs that do not wait for each other
+            ones = gl.full([WARPS, 16, SLICE], 1.0, gl.bfloat16, LEFT)
+            total = mma_v2(ones, right, gl.zeros([WARPS, 16, ROWS], gl.float32, SUMS))
+            total = mma_v2(ones, high_right, total)
             low, high = _expand_4_bits(q)
-            acc += mma_v2(high, high_right, mma_v2(low, right, -more * total)) * factor
+            product = mma_v2(low, right, gl.zeros([WARPS, OUTPUTS, ROWS], gl.float32, SUMS))
+            product = mma_v2(high, high_right, product)
+            acc += (product - more * _repeat(total, OUTPUTS, SUMS)) * factor
         else:
             acc = mma_v2(_expand_fp8(q), right, acc)
     gl.thread_barrier()  # all warps have read: shared memory is reused for the sums
@@ -276,6 +278,23 @@ def _expand_fp8(q):
 def _by_output(value, SUMS: gl.constexpr):
     """[WARPS, OUTPUTS] as a factor of sums."""
     return gl.expand_dims(gl.convert_layout(value, gl.SliceLayout(2, SUMS)), 2)
+
+
+@gluon.jit
+def _more_of(words):
+    """128 + zero, as float32: the zero in the first bits of the mantissa of 128."""
+    return gl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, 0x43, 0x4055;", "=r,r", [words], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _repeat(total, OUTPUTS: gl.constexpr, SUMS: gl.constexpr):
+    """The sums [WARPS, 16, ROWS], equal in all 16 rows, for all outputs: each thread has those of its columns."""
+    WARPS: gl.constexpr = total.shape[0]
+    ROWS: gl.constexpr = total.shape[2]
+    copies = gl.permute(gl.join(gl.join(total, total), gl.join(total, total)), (0, 3, 4, 1, 2))
+    return gl.convert_layout(gl.reshape(copies, [WARPS, OUTPUTS, ROWS]), SUMS)
 
 
 @gluon.jit

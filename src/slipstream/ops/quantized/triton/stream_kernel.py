@@ -1,7 +1,8 @@
 """The kernel of `stream.py`, in Gluon: one warp loads FP8 or 4-bit weights and x by TMA, the others multiply.
 
 A program computes OUTPUTS outputs. A step loads WARPS slices of 64 bytes of each weight row. A consumer warp multiplies
-one slice for 64 outputs: a fragment of x serves many weights, and 8 adjacent bytes of a thread are 8 adjacent inputs.
+one slice for 64 outputs: a fragment of x serves many weights, and 16 adjacent bytes of a thread are 16 adjacent inputs,
+so that a load of 16 bytes has no bank conflicts in rows of 64 bytes.
 Weights become bfloat16 in registers. The sums of the slices are added in shared memory at the end. The steps around the
 GEMM are fused as in `ops/linear/triton/streaming_hopper.py`.
 
@@ -167,8 +168,8 @@ def _compute(
     ws, xs, high_xs, there, used = memory
     partials, arrived = results[3], results[4]
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, gl.num_warps() // WARPS, 1], [1, 16, 8])
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 8)
-    RIGHT: gl.constexpr = gl.DotOperandLayout(1, SUMS, 8)
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 16)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, SUMS, 16)
     block = gl.program_id(1)
     row = gl.program_id(0) * ROWS
     if IS_4_BIT:

@@ -447,7 +447,7 @@ def hopper():
         triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": 4, "maxnreg": 168})
         print("_grouped_kernel")
 
-    def build_slices(gate, splits, rows, is_4_bit, **constants):
+    def build_slices(gate, splits, rows, is_4_bit, groups=1, **constants):
         kernel = importlib.import_module("slipstream.ops.quantized.triton.stream_kernel").stream_kernel
         describe = lambda kind, box, layout: f"tensordesc<{kind}{box},{layout!r}>"
         inputs = describe("bf16", [4, rows, 64], gl.NVMMASharedLayout(128, 16, 3))
@@ -456,7 +456,7 @@ def hopper():
         x |= of(HALF, "bias out residual norm weighted") | of(FLOAT, "partials squares made")
         x |= {"arrived": INT, "scale": INT if is_4_bit else FLOAT, "eps": "fp32"}
         constants |= {"GATE": gate, "SPLITS": splits, "OUTPUTS": 64, "ROWS": rows, "WARPS": 4, "STAGES": 2}
-        constants |= {"DEPENDENT": True} | ({} if is_4_bit else {"high_x": None})
+        constants |= {"DEPENDENT": True, "GROUPS": groups} | ({} if is_4_bit else {"high_x": None})
         signature = {arg: "constexpr" if arg in constants else x.get(arg, "i32") for arg in kernel.arg_names}
         source = GluonASTSource(kernel, signature, constants, {})
         triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": 4, "maxnreg": 128})
@@ -487,6 +487,7 @@ def hopper():
     build_slices(0, 2, 16, False, PARTS=0, squares=None, bias=None, **added)
     build_slices(1, 1, 8, True, PARTS=64, **added, **whole)
     build_slices(0, 4, 16, True, PARTS=0, squares=None, bias=None)
+    build_slices(1, 1, 16, True, 3, PARTS=64, bias=None, **added, **whole)
     single = dict(PAGE=16, DEPENDENT=True)
     plain = dict(WINDOW=0, sinks=None)
     build("triton.hopper_decode", "_split_kernel", 64, 128, GROUP=3, DIM=128, QUERIES=5, STAGES=3, **plain, **single)

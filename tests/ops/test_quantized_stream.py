@@ -81,9 +81,10 @@ def test_streamed_weights(kind: str, rows: int) -> None:
     assert off(quantized_linear(x, weight, bias), exact) < 4e-3
     gated = F.linear(x.double(), dequantize(weight, torch.float64))
     assert off(quantized_linear(x, weight, None, silu_and_mul), silu_and_mul(gated)) < 8e-3
-    for tile in (SliceTile(1), SliceTile(3)):
+    for tile in (SliceTile(1), SliceTile(3), SliceTile(1, programs=1, groups=3), SliceTile(3, programs=1, groups=3)):
         for _ in range(2):  # the counters of the first run are back at zero
             assert off(stream_gemm(x, weight, bias, "", tile), exact) < 4e-3
+        assert off(stream_gemm(x, weight, None, "silu", tile), silu_and_mul(gated)) < 8e-3
     if rows <= 8:  # the same tile: a row alone has the same bits
         assert torch.equal(quantized_linear(x, weight, bias)[:1], quantized_linear(x[:1], weight, bias))
 
@@ -178,3 +179,16 @@ def test_streamed_weights_with_residual_and_norm(rows: int) -> None:
     assert off(quantized_linear_unnormalized(found, second, None, None), exact) < 8e-3
     gated = quantized_linear_unnormalized(found, second, None, silu_and_mul)
     assert off(gated, silu_and_mul(exact)) < 1.6e-2
+
+
+def test_sixteen_rows_of_a_gated_weight_have_one_wave_of_programs() -> None:
+    """Of Qwen3-8B's width: 128 programs of three blocks, where 384 of one block are a wave and a half."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    from slipstream.ops.quantized.triton.stream import SliceTile, slice_registers, slice_stages, slice_tile
+
+    values = torch.empty(24576, 2048, dtype=torch.uint8, device="meta")
+    weight = QuantizedMatrix(values, torch.empty(24576, 32, device="meta"), None, 8)
+    tile = slice_tile(weight, 16, True)
+    assert tile == SliceTile(1, programs=1, groups=3)
+    assert slice_stages(tile, 16, True) == 3 and slice_registers(tile) == 128
+    assert slice_tile(weight, 8, True) == SliceTile(1, programs=3)  # whose registers suffice

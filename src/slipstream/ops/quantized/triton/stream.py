@@ -14,6 +14,7 @@ import triton
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from slipstream.ops.linear.capability import keeps_wide_programs_busy
 from slipstream.ops.linear.triton.epilogue import GATES, counters
 from slipstream.ops.linear.unnormalized import StreamedRows, Unnormalized
 from slipstream.ops.pdl import dependent
@@ -30,6 +31,7 @@ class SliceTile(NamedTuple):
     outputs: int = 64  # per program, gate and up rows together; a warp multiplies 64
     slices: int = 4  # of 64 bytes of a weight row per step
     programs: int = 2  # per multiprocessor
+    groups: int = 1  # blocks of `outputs` outputs per program, 1 or 3
 
     @property
     def warps(self) -> int:
@@ -47,7 +49,7 @@ def stream_gemm(
     rows = len(x) if isinstance(x, torch.Tensor) else len(x.total)
     num_out = len(weight.values) // 2 if gate else len(weight.values)
     out = torch.empty((rows, num_out), dtype=torch.bfloat16, device=weight.values.device)
-    _launch(x, weight, bias, gate, out, tile or slice_tile(weight, rows))
+    _launch(x, weight, bias, gate, out, tile or slice_tile(weight, rows, bool(gate)))
     return out
 
 
@@ -64,7 +66,8 @@ def stream_gemm_add(
     num_out = len(weight.values)
     assert residual.is_contiguous() and residual.shape == (len(x), num_out), f"{residual.shape}"
     total, weighted = (torch.empty(residual.shape, dtype=x.dtype, device=x.device) for _ in range(2))
-    squares = torch.empty(len(x), triton.cdiv(num_out, tile.outputs), dtype=torch.float32, device=x.device)
+    num_blocks = triton.cdiv(num_out, tile.outputs * tile.groups) * tile.groups
+    squares = torch.empty(len(x), num_blocks, dtype=torch.float32, device=x.device)
     made = Unnormalized(total, norm, eps, weighted, squares)
     _launch(x, weight, None, "", total, tile, residual, made)
     return made
@@ -84,14 +87,14 @@ def _launch(
     rows, num_in = x.shape
     outputs, slices = tile.outputs, tile.slices
     padded = 8 if rows <= 8 else 16
-    blocks, row_blocks = triton.cdiv(len(weight.values), outputs), triton.cdiv(rows, padded)
+    blocks, row_blocks = triton.cdiv(len(weight.values), outputs * tile.groups), triton.cdiv(rows, padded)
     columns = SLICE.value * (2 if weight.is_4_bit else 1)  # of a slice
     steps = triton.cdiv(num_in // columns, slices)
     split_steps = triton.cdiv(steps, tile.splits)
     splits = triton.cdiv(steps, split_steps)
     partials = arrived = None
     if splits > 1:
-        num_blocks = blocks * row_blocks
+        num_blocks = blocks * tile.groups * row_blocks
         partials = torch.empty((splits, num_blocks, outputs * padded), dtype=torch.float32, device=x.device)
         arrived = counters(weight.values)
         assert num_blocks <= len(arrived), f"{num_blocks} blocks, but {len(arrived)} counters"
@@ -125,29 +128,32 @@ def _launch(
         ROWS=padded,
         WARPS=slices,
         STAGES=slice_stages(tile, padded, weight.is_4_bit),
+        GROUPS=tile.groups,
         num_warps=tile.warps,
         maxnreg=slice_registers(tile),
         **dependent(x.device, rows),
     )
 
 
-def slice_tile(weight: QuantizedMatrix, rows: int) -> SliceTile:
+def slice_tile(weight: QuantizedMatrix, rows: int, is_gated: bool = False) -> SliceTile:
     """Measured on an H200 at the shapes of Qwen3-8B with 1 and 16 rows (`benchmarks/ops/quantized.py`): two programs on
     a multiprocessor, and split-k up to about 264 programs. Three programs on a multiprocessor where this makes one wave
-    of two, if their registers suffice."""
+    of two, if their registers suffice; else one program of three blocks, which also loads a third of the x bytes."""
+    if rows > 8 and weight.is_4_bit and is_gated and keeps_wide_programs_busy(len(weight.values)):
+        return SliceTile(1, programs=1, groups=3)
     blocks = triton.cdiv(len(weight.values), 64)
     programs = 3 if PROGRAMS < blocks <= PROGRAMS * 3 // 2 and rows <= 8 and weight.is_4_bit else 2
     return SliceTile(max(1, min(4, PROGRAMS // blocks)), programs=programs)
 
 
 def slice_stages(tile: SliceTile, rows: int, is_4_bit: bool) -> int:
-    stage = tile.slices * (tile.outputs * SLICE.value + rows * 128 * (2 if is_4_bit else 1))
+    stage = tile.slices * (tile.groups * tile.outputs * SLICE.value + rows * 128 * (2 if is_4_bit else 1))
     return max(1, MEMORY // tile.programs // stage)
 
 
 def slice_registers(tile: SliceTile) -> int:
-    """Per thread. The producer warp counts as four."""
-    return min(240, 65536 // (tile.programs * (tile.warps + 4) * 32) // 8 * 8)
+    """Per thread at the launch. The producer warp counts as four, and gives most of its registers to the others."""
+    return min(240, 65536 // (tile.programs * (tile.groups * tile.warps + 4) * 32) // 8 * 8)
 
 
 def _describe_inputs(x: torch.Tensor, columns: int, slices: int, rows: int) -> Any:

@@ -350,6 +350,7 @@ def products() -> dict[str, Callable[[], Any]]:
         ),
         "a chain of products": chained,
         "gated_gemm": lambda: get(at + "gated_gemm_hopper.gated_gemm")(half(300, 128), gated, "silu"),
+        "relu2_gemm": lambda: get(at + "gated_gemm_hopper.relu2_gemm")(half(300, 128), half(512, 128)),
         "gelu_gemm": lambda: get(at + "gated_gemm_hopper.gelu_gemm")(half(300, 128), half(512, 128), half(512)),
         "linear": lambda: get("linear.linear")(half(9, 128), weight, bias),
         "gated_linear of many": lambda: get("linear.gated_linear")(

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from slipstream.ops.activation import silu_and_mul
+from slipstream.ops.activation import relu2, silu_and_mul
 from slipstream.ops.linear import activated_linear, gated_linear
 
 
@@ -113,6 +113,40 @@ def test_gelu_of_very_many_rows_goes_that_way(monkeypatch: pytest.MonkeyPatch) -
     activated_linear(x, weight, None, F.gelu)
     activated_linear(x, weight, bias, torch.relu)
     assert rows == [1024, 1500]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(("rows", "num_out", "num_in"), [(1025, 768, 520), (8191, 21504, 4096), (1, 256, 64)])
+def test_relu2_is_as_close_as_the_library_with_relu2_after_it(rows: int, num_out: int, num_in: int) -> None:
+    torch.manual_seed(rows)
+    x, weight = torch.randn(rows, num_in, device="cuda"), torch.randn(num_out, num_in, device="cuda") / num_in**0.5
+    x, weight = x.bfloat16(), weight.bfloat16()
+    hopper(x, weight)
+    from slipstream.ops.linear.triton.gated_gemm_hopper import relu2_gemm
+
+    exact = F.linear(x.double(), weight.double()).clamp_(min=0).square_()
+    allowed = (relu2(F.linear(x, weight)).double() - exact).abs()
+    found = (relu2_gemm(x, weight).double() - exact).abs()
+    assert not found.isnan().any()
+    assert found.mean() <= allowed.mean() and found.max() <= 1.5 * allowed.max()
+
+
+@pytest.mark.cuda
+def test_relu2_of_very_many_rows_goes_that_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = (torch.randn(*size, device="cuda").bfloat16() for size in ((1500, 512), (768, 512)))
+    hopper(x, weight)
+    from slipstream.ops.linear.triton import gated_gemm_hopper
+
+    rows: list[int] = []
+    make = gated_gemm_hopper.relu2_gemm
+    monkeypatch.setattr(gated_gemm_hopper, "relu2_gemm", lambda x, *args: (rows.append(len(x)), make(x, *args))[1])
+    for count in (1023, 1024, 1500):
+        for multiply in (activated_linear, gated_linear):  # the latter behind a norm
+            found = multiply(x[:count], weight, None, relu2)
+            torch.testing.assert_close(found, relu2(F.linear(x[:count], weight)), rtol=5e-2, atol=8.0)
+    activated_linear(x, weight[:640], None, relu2)
+    activated_linear(x, weight, weight.new_zeros(768), relu2)
+    assert rows == [1024, 1024, 1500, 1500]
 
 
 def test_gelu_by_the_kernels_formula_is_gelu() -> None:

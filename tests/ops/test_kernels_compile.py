@@ -466,6 +466,7 @@ def hopper():
     build_experts(0)
     build_gate(1, 2)
     build_gate(2, 0)
+    build_gate(4, 2)
     added = dict.fromkeys(["residual", "norm", "weighted", "made"])
     whole = dict.fromkeys(["partials", "arrived"])
     build_product(64, 16, 1, 1, PARTS=20, **added, **whole)

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from slipstream.ops.activation import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
+from slipstream.ops.activation import gelu_and_mul, gelu_tanh_and_mul, relu2, silu_and_mul
 from slipstream.ops.linear import activated_linear, capability, cublaslt_tuned, dispatch, linear, norm_linear
-from slipstream.ops.linear.dispatch import GELU_GEMM_HOPPER, GemmCall, choose, choose_chain
+from slipstream.ops.linear.dispatch import GELU_GEMM_HOPPER, RELU2_GEMM_HOPPER, GemmCall, choose, choose_chain
 
 ROWS = (0, 1, 2, 3, 16, 17, 32, 33, 64, 65, 80, 81, 96, 97, 256, 257, 1023, 1024, 4096)
 ACTIVATIONS = {"none": None, "silu": silu_and_mul, "gelu_tanh": gelu_tanh_and_mul, "gelu_erf": gelu_and_mul}
@@ -166,6 +166,20 @@ def test_gelu_is_fused_into_gemms_of_many_rows(name, weight, dtype, activation, 
     gpu(name)
     accepted = [rows for rows in ROWS if GELU_GEMM_HOPPER.accepts(make_call(rows, weight, dtype, activation, bias))]
     assert accepted == [rows for rows in ROWS if first is not None and rows >= first]
+
+
+def test_relu2_is_fused_into_gemms_of_many_rows(gpu: Any) -> None:
+    pytest.importorskip("slipstream.ops.linear.triton.gated_gemm_hopper", reason="no Triton with Gluon")
+
+    def chosen(weight: tuple[int, int], dtype: torch.dtype, bias: bool) -> list[int]:
+        return [rows for rows in ROWS if choose(make_call(rows, weight, dtype, relu2, bias)) is RELU2_GEMM_HOPPER]
+
+    gpu("hopper")
+    assert chosen(SMALL, torch.bfloat16, False) == [rows for rows in ROWS if rows >= 1024]
+    assert not chosen(SMALL, torch.bfloat16, True) and not chosen(SMALL, torch.float32, False)
+    assert not chosen(ODD_OUTPUTS, torch.bfloat16, False)
+    gpu("other")
+    assert not chosen(SMALL, torch.bfloat16, False)
 
 
 @pytest.mark.parametrize(

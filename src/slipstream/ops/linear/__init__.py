@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from slipstream.ops.linear import cublaslt_tuned, dispatch
-from slipstream.ops.linear.dispatch import FUSED_ACTIVATIONS, GELU_GEMM_HOPPER, Activation, GemmCall
+from slipstream.ops.linear.dispatch import ELEMENTWISE_KERNELS, FUSED_ACTIVATIONS, Activation, GemmCall
 from slipstream.ops.linear.unnormalized import Chain, Unnormalized
 from slipstream.ops.norm import add_rms_norm, rms_norm, sum_rms_norm
 
@@ -57,8 +57,9 @@ def activated_linear(
 ) -> torch.Tensor:
     """The GEMM, then an elementwise activation."""
     call = GemmCall(x, weight, bias, activation)
-    if GELU_GEMM_HOPPER.accepts(call):
-        return GELU_GEMM_HOPPER.launch(call)
+    for kernel in ELEMENTWISE_KERNELS:
+        if kernel.accepts(call):
+            return kernel.launch(call)
     return activation(linear(x, weight, bias))
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from slipstream.ops.activation import gelu_tanh_and_mul, silu_and_mul
+from slipstream.ops.activation import gelu_tanh_and_mul, relu2, silu_and_mul
 from slipstream.ops.linear import cublaslt_tuned, native, reference, tiles
 from slipstream.ops.linear.capability import SMALL_WEIGHT, fills_wide_programs, narrow_splits, supports_tma
 from slipstream.ops.linear.unnormalized import Chain
@@ -135,9 +135,22 @@ def _accepts_gelu_gemm_hopper(call: GemmCall) -> bool:
         or not (call.x.is_cuda and HAS_TRITON and supports_tma(call.x, call.weight))
     ):
         return False
-    from slipstream.ops.linear.triton.gated_gemm_hopper import can_fuse_gelu
+    from slipstream.ops.linear.triton.gated_gemm_hopper import can_fuse_elementwise
 
-    return can_fuse_gelu(call.x, call.weight, call.bias)
+    return can_fuse_elementwise(call.x, call.weight, call.bias)
+
+
+def _accepts_relu2_gemm_hopper(call: GemmCall) -> bool:
+    if (
+        call.activation is not relu2
+        or call.bias is not None
+        or len(call.x) < cublaslt_tuned.MIN_ROWS
+        or not (call.x.is_cuda and HAS_TRITON and supports_tma(call.x, call.weight))
+    ):
+        return False
+    from slipstream.ops.linear.triton.gated_gemm_hopper import can_fuse_elementwise
+
+    return can_fuse_elementwise(call.x, call.weight, None)
 
 
 def _accepts_cublaslt_tuned(call: GemmCall) -> bool:
@@ -189,6 +202,12 @@ def _gelu_gemm_hopper(call: GemmCall) -> torch.Tensor:
     return gelu_gemm(call.x, call.weight, call.bias)
 
 
+def _relu2_gemm_hopper(call: GemmCall) -> torch.Tensor:
+    from slipstream.ops.linear.triton.gated_gemm_hopper import relu2_gemm
+
+    return relu2_gemm(call.x, call.weight)
+
+
 def _cublaslt_tuned(call: GemmCall) -> torch.Tensor:
     out = cublaslt_tuned.multiply(call.x, call.weight)
     assert out is not None, "multiply returned None for a call that is_tuned accepted"
@@ -212,12 +231,17 @@ def _activate(out: torch.Tensor, activation: Activation | None) -> torch.Tensor:
 
 
 LIBRARY = GemmKernel("library", lambda call: True, _library)
+GELU_GEMM_HOPPER = GemmKernel("gelu_gemm_hopper", _accepts_gelu_gemm_hopper, _gelu_gemm_hopper)
+RELU2_GEMM_HOPPER = GemmKernel("relu2_gemm_hopper", _accepts_relu2_gemm_hopper, _relu2_gemm_hopper)
+ELEMENTWISE_KERNELS = (GELU_GEMM_HOPPER, RELU2_GEMM_HOPPER)
+"""The kernels with an elementwise activation; other elementwise activations run after `linear`."""
 
 CUDA_KERNELS = (
     GemmKernel("gemv", _accepts_gemv, _gemv),
     GemmKernel("streaming_hopper", _accepts_streaming_hopper, _streaming_hopper),
     GemmKernel("skinny_mma", _accepts_skinny_mma, _skinny_mma),
     GemmKernel("gated_gemm_hopper", _accepts_gated_gemm_hopper, _gated_gemm_hopper),
+    RELU2_GEMM_HOPPER,
     GemmKernel("cublaslt_tuned", _accepts_cublaslt_tuned, _cublaslt_tuned),
     LIBRARY,
 )
@@ -226,5 +250,3 @@ CPU_KERNELS = (
     GemmKernel("tiles", lambda call: tiles.accepts(call.x, call.weight), _tiles),
     LIBRARY,
 )
-GELU_GEMM_HOPPER = GemmKernel("gelu_gemm_hopper", _accepts_gelu_gemm_hopper, _gelu_gemm_hopper)
-"""The only kernel with an elementwise activation; other elementwise activations run after `linear`."""

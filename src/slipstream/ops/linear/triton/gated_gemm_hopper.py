@@ -1,4 +1,5 @@
-"""GEMM of 1024 and more rows on Hopper with a fused activation: gated (gate and up projection), or elementwise gelu.
+"""GEMM of 1024 and more rows on Hopper with a fused activation: gated (gate and up projection), or elementwise gelu or
+relu2.
 
 With cuBLAS a second kernel would read the GEMM's output again; a gate and up projection has twice as many columns as
 the network needs, and the GPU runs at its power limit. A program computes tiles of 128 rows x twice 128 outputs (gate
@@ -33,7 +34,7 @@ LONG = 2048  # inputs from which the stagger of the warpgroups pays
 EVEN_REGISTERS = 168
 COMPUTE_REGISTERS = gl.constexpr(240)
 FETCH_REGISTERS = gl.constexpr(24)
-GELU = gl.constexpr(3)  # a value of GATE besides those of GATES
+GELU, RELU2 = gl.constexpr(3), gl.constexpr(4)  # values of GATE besides those of GATES
 
 
 def gated_gemm(x: torch.Tensor, weight: torch.Tensor, gate: str) -> torch.Tensor:
@@ -43,16 +44,25 @@ def gated_gemm(x: torch.Tensor, weight: torch.Tensor, gate: str) -> torch.Tensor
     return out
 
 
-def can_fuse_gelu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> bool:
+def can_fuse_elementwise(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
     """Whether each half of the outputs is a multiple of the tile size, and all operands have one 16-bit dtype."""
-    return len(weight) % (2 * SIZE.value) == 0 and x.dtype == weight.dtype == bias.dtype and x.element_size() == 2
+    has_one_dtype = x.dtype == weight.dtype and (bias is None or x.dtype == bias.dtype)
+    return len(weight) % (2 * SIZE.value) == 0 and has_one_dtype and x.element_size() == 2
 
 
 def gelu_gemm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """gelu(x [rows, in] times the transpose of weight [out, in] + bias [out])."""
-    assert can_fuse_gelu(x, weight, bias), f"{weight.shape} in {x.dtype}"
+    assert can_fuse_elementwise(x, weight, bias), f"{weight.shape} in {x.dtype}"
     out = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
     _launch(x, weight, out, bias, GELU.value, 0)
+    return out
+
+
+def relu2_gemm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The squared ReLU of x [rows, in] times the transpose of weight [out, in]."""
+    assert can_fuse_elementwise(x, weight, None), f"{weight.shape} in {x.dtype}"
+    out = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
+    _launch(x, weight, out, None, RELU2.value, 2 if x.shape[1] >= LONG else 0)
     return out
 
 
@@ -159,6 +169,9 @@ def _compute(
         if GATE == GELU:
             _store_tile(_gelu(_biased(gate, bias, column, KEPT)), own_rows, column, result, out, KEPT)
             _store_tile(_gelu(_biased(up, bias, half + column, KEPT)), own_rows, half + column, result, out, KEPT)
+        elif GATE == RELU2:
+            _store_tile(_relu2(gate), own_rows, column, result, out, KEPT)
+            _store_tile(_relu2(up), own_rows, half + column, result, out, KEPT)
         else:
             slope = gate
             if GATE == 2:
@@ -181,6 +194,11 @@ def _store_tile(value, row, column, result, out, KEPT: gl.constexpr):
     result.store(gl.convert_layout(value, KEPT))
     fence_async_shared()
     tma.async_copy_shared_to_global(out, [row, column], result)
+
+
+@gluon.jit
+def _relu2(x):
+    return gl.where(x < 0.0, 0.0, x * x)  # NaN stays
 
 
 @gluon.jit

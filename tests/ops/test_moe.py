@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 import os
+from unittest import mock
 
 import pytest
 import torch
@@ -255,6 +256,36 @@ def test_one_token_with_more_inputs_than_a_load_has(gated, is_shared, monkeypatc
         everyone = Routing(torch.full_like(routing.ids[:, :1], 4), torch.ones_like(routing.weights[:, :1]))
         expected += reference.expert_mlp(x, everyone, gate_up, down, gate=gate)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def fill_with_nan(x):
+    return x.fill_(torch.nan) if x.is_floating_point() else x
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+@pytest.mark.parametrize(("hidden", "inner"), [(64, 24), (104, 17), (24, 300)])
+def test_one_token_in_bfloat16(hidden, inner, is_shared):
+    assert_one_token_is_close(hidden, inner, is_shared)
+
+
+def assert_one_token_is_close(hidden, inner, is_shared):
+    """One of the chosen experts is none."""
+    x, routing, gate_up, down = make(1, hidden, inner, 6, 3, torch.bfloat16)
+    routing.ids[0, 1], routing.weights[0, 1] = 6, 0.0
+    routing = Routing(routing.ids, routing.weights, has_padding=True)
+    x, own = x.contiguous(), torch.randn(3, 2 * inner, hidden, device=DEVICE).bfloat16()[1] / 8
+    by_gate = torch.randn(1, hidden, device=DEVICE).bfloat16()
+    shared = SharedMatrices(own, down[2].clone(), by_gate) if is_shared else None
+    empty = torch.empty
+    with mock.patch.object(torch, "empty", lambda *size, **rest: fill_with_nan(empty(*size, **rest))):
+        found = kernels().expert_mlp(x, routing, gate_up, down, shared_matrices=shared)
+    real = Routing(routing.ids[:, [0, 2]], routing.weights[:, [0, 2]])
+    expected = by_hand(x, real, gate_up, down)
+    if is_shared:
+        everyone = Routing(torch.zeros_like(real.ids[:, :1]), torch.ones_like(real.weights[:, :1]))
+        opened = torch.sigmoid(x.double() @ by_gate.double().T)
+        expected += opened * by_hand(x, everyone, own[None], down[2:3])
+    torch.testing.assert_close(found.double(), expected, rtol=3e-2, atol=3e-2)
 
 
 def gated_by_hand(gate: float, up: float, kind: Gate) -> float:

@@ -41,13 +41,25 @@ def multiply_one_token(
 ) -> torch.Tensor:
     """[top_k, hidden]: outputs of the experts of the only token times their weights, and one more row for the shared
     expert, if it is given. Those of no expert have no values."""
-    num_pairs = routing.ids.numel() + (shared is not None)
-    hidden = torch.empty(num_pairs, down.shape[2], dtype=x.dtype, device=x.device)
-    own = (None, None) if shared is None else (shared.gate_up, shared.down)
-    _multiply(x, gate_up, own[0], hidden, routing, gate)
-    made = torch.empty(num_pairs, x.shape[1], dtype=x.dtype, device=x.device)
-    _multiply(hidden, down, own[1], made, routing, None)
+    hidden = gate_up_of_one(x, routing, gate_up, down.shape[2], gate, shared)
+    made = torch.empty(len(hidden), x.shape[1], dtype=x.dtype, device=x.device)
+    _multiply(hidden, down, None if shared is None else shared.down, made, routing, None)
     return made
+
+
+def gate_up_of_one(
+    x: torch.Tensor,
+    routing: Routing,
+    gate_up: torch.Tensor,
+    size: int,
+    gate: Gate,
+    shared: SharedMatrices | None,
+) -> torch.Tensor:
+    """[top_k, size]: activations of the experts of the only token, and one more row for the shared expert."""
+    num_pairs = routing.ids.numel() + (shared is not None)
+    hidden = torch.empty(num_pairs, size, dtype=x.dtype, device=x.device)
+    _multiply(x, gate_up, None if shared is None else shared.gate_up, hidden, routing, gate)
+    return hidden
 
 
 def _multiply(

@@ -298,6 +298,12 @@ def experts() -> dict[str, Callable[[], Any]]:
         "expert_mlp of one token": lambda: get("moe.triton.expert_mlp")(
             half(1, 32), Routing(ints(1, 2).int(), torch.rand(1, 2)), half(8, 96, 32), half(8, 32, 48)
         ),
+        "expert_mlp of one token in float32": lambda: get("moe.triton.expert_mlp")(
+            torch.randn(1, 32),
+            Routing(ints(1, 2).int(), torch.rand(1, 2)),
+            half(8, 96, 32).float(),
+            half(8, 32, 48).float(),
+        ),
         "expert_mlp of many tokens": lambda: get("moe.triton.expert_mlp")(
             half(2100, 32), Routing(ints(2100, 2).int(), torch.rand(2100, 2)), half(8, 96, 32), half(8, 32, 48)
         ),

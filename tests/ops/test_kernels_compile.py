@@ -224,6 +224,8 @@ def experts():
     summed = dict(TOP_K=8, COLUMNS=1024, HIDDEN=2048, DEPENDENT=True)
     build(moe + "combine", "_combine_kernel", x, x=None, gate_weight=None, **summed)
     build(moe + "combine", "_combine_kernel", x | {"gate_weight": HALF}, gate=None, positions=None, **summed)
+    down = dict(TOP_K=8, IN=768, BLOCKS=3, OUTPUTS=4, INPUTS=256, HIDDEN=2048, DEPENDENT=True)
+    build(moe + "down_gemv", "_down_kernel", x | of(HALF, "hidden"), **down)
     streams = of(HALF, "streams out weights made")
     routed = of(HALF, "x norm router coefficients out") | {"scale": "fp32"}
     build("slipstream.ops.altup.triton", "_route_kernel", routed, STREAMS=4, COLUMNS=2048, OUTPUTS=16)

@@ -288,6 +288,17 @@ def assert_one_token_is_close(hidden, inner, is_shared):
     torch.testing.assert_close(found.double(), expected, rtol=3e-2, atol=3e-2)
 
 
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_down_of_one_token_sums_the_experts(is_shared, monkeypatch):
+    kernels()
+    calls = []
+    module = importlib.import_module("slipstream.ops.moe.triton.down_gemv")
+    multiply = module.multiply_down
+    monkeypatch.setattr(module, "multiply_down", lambda *args: (calls.append(1), multiply(*args))[1])
+    assert_one_token_is_close(24, 300, is_shared)
+    assert calls
+
+
 def gated_by_hand(gate: float, up: float, kind: Gate) -> float:
     """The definitions."""
     if kind == "clamped_swiglu":

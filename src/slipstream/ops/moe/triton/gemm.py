@@ -28,6 +28,7 @@ from slipstream.ops.moe.reference import (
     count_experts,
 )
 from slipstream.ops.moe.triton.combine import combine
+from slipstream.ops.moe.triton.down_gemv import can_sum, sum_one_token
 from slipstream.ops.moe.triton.gemv import multiply_one_token
 from slipstream.ops.moe.triton.pairs import GATES, pairs_of, store_pairs
 from slipstream.ops.moe.triton.quantized_gemm import multiply_quantized
@@ -60,6 +61,16 @@ def expert_mlp(
         return _weighted_pairs(x, routing, gate_up, down, batch_invariant, biases, gate)
 
     beside = None
+    if (
+        len(x) == 1
+        and (shared is None or shared_matrices is not None)
+        and biases is None
+        and not batch_invariant
+        and isinstance(gate_up, torch.Tensor)
+        and isinstance(down, torch.Tensor)
+        and can_sum(routing, down, shared_matrices)
+    ):
+        return sum_one_token(x, routing, gate_up, down, gate, shared_matrices)
     if (
         shared_matrices is not None
         and len(x) <= MAX_JOINED_TOKENS

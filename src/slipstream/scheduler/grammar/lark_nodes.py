@@ -272,6 +272,11 @@ def _is_token(node: Node) -> bool:
     return isinstance(node, Symbol) and node.is_token
 
 
+def nested(grammar: str) -> str:
+    """A grammar as the body of a rule of another one."""
+    return f"%lark {{\n{grammar}\n}}"
+
+
 def escaped(regex: str) -> str:
     """A regular expression as Lark writes it between slashes."""
     return re.sub(r"\\.|/|\n", lambda found: {"/": r"\/", "\n": r"\n"}.get(found[0], found[0]), regex)

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from slipstream.scheduler.grammar.lark_nodes import EMPTY, BadGrammar, LarkWriter, Node, anchored, escaped
+from slipstream.scheduler.grammar.lark_nodes import EMPTY, BadGrammar, LarkWriter, Node, anchored, escaped, nested
 from slipstream.scheduler.grammar.xml_parameters import STYLES, XmlParameters
 
 MAX_FORMATS = 2048
@@ -135,7 +135,7 @@ class _Formats:
         return self.writer.pattern(escaped(pattern)) if pattern else EMPTY
 
     def _grammar(self, given: Mapping[str, Any], ends: Sequence[str]) -> Node:
-        return self.writer.rule(f"%lark {{\n{as_lark(_text(given, 'grammar', 'grammar'))}\n}}")
+        return self.writer.rule(nested(as_lark(_text(given, "grammar", "grammar"))))
 
     def _json_schema(self, given: Mapping[str, Any], ends: Sequence[str]) -> Node:
         style = given.get("style", "json")

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from slipstream.scheduler.grammar.lark_nodes import BadGrammar, escaped
+from slipstream.scheduler.grammar.lark_nodes import BadGrammar, escaped, nested
 from slipstream.scheduler.grammar.structural_tag import as_lark, tag_grammar
 from slipstream.structured_params import StructuredOutputsParams
 
@@ -58,11 +58,6 @@ def _rule_body(params: StructuredOutputsParams, special_tokens: Mapping[str, int
     if params.grammar is not None or params.structural_tag is not None:
         return nested(_lark(params, special_tokens))
     return _json_rule(_json_options(params), json_schema(params))
-
-
-def nested(grammar: str) -> str:
-    """A grammar as the body of a rule of another one."""
-    return f"%lark {{\n{grammar}\n}}"
 
 
 def _choices(choice: Sequence[str]) -> str:

@@ -18,7 +18,7 @@ from slipstream.parsers.envelope import EnvelopeFormat
 from slipstream.parsers.fixed_call import FixedCallFormat
 from slipstream.parsers.harmony import HarmonyFormat
 from slipstream.parsers.output_parser import ToolCallFormat
-from slipstream.scheduler.grammar.translate import nested
+from slipstream.scheduler.grammar.lark_nodes import nested
 from slipstream.serve.http.chat.conversation import ChatConversation
 from slipstream.serve.http.chat.formats import ChatFormats
 from slipstream.serve.http.chat.grammar import harmony_calls, reasoning_prefix

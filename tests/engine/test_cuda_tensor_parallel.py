@@ -1,4 +1,5 @@
-"""Two ranks on one GPU: tokens of one rank, over NCCL with captured collectives, and a rank that is killed.
+"""Two ranks on one GPU: tokens of one rank, over NCCL with captured collectives, with drafts and logits processors, and
+a rank that is killed.
 
 Both ranks share the only GPU of a test machine (SLIPSTREAM_RANKS_SHARE_GPU), so NCCL passes data through sockets.
 """
@@ -12,13 +13,14 @@ import time
 
 import pytest
 
-from slipstream import LLM, LoRARequest, SamplingParams
+from slipstream import LLM, AdapterLogitsProcessor, LoRARequest, SamplingParams
 from slipstream.config.options import make_options
 from slipstream.engine.build import foresee
 from slipstream.errors import EngineDead, InvalidOption, ReplicaLost
 from slipstream.structured_params import StructuredOutputsParams
 from tiny import write_tiny
 from tiny_adapter import write_adapter
+from tiny_drafters import write_few, write_mtp
 
 pytestmark = pytest.mark.cuda
 
@@ -88,6 +90,101 @@ def check_killed_rank(llm, is_busy):
         llm.generate(PROMPTS, PARAMS[0], use_tqdm=False)
 
 
+def write_drafting(folder, method):
+    """A model, and its speculative_config. The models repeat themselves, so that some drafts are right."""
+    if method == "mtp":
+        model, spec = write_mtp(folder, kv_lora_rank=512, qk_rope_head_dim=64), {}
+    else:
+        model, spec = write_few(folder / "model", head_dim=64), {}
+        if method == "draft_model":
+            spec = {"model": str(write_few(folder / "drafter", seed=1, head_dim=64))}
+    return str(model), {"method": method, "num_speculative_tokens": 3} | spec
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("ngram", {"enforce_eager": True, "depth": 0}),
+        ("ngram", {"depth": 2}),
+        ("draft_model", {"depth": 2}),
+        ("mtp", {"depth": 1}),
+    ],
+    ids=str,
+)
+def test_drafts_of_two_ranks_change_no_token(tmp_path, method, options):
+    """Drafts beside grammars and penalties, in captured heads with collectives."""
+
+    def run_both(llm):
+        more = llm.generate(PROMPTS, PARAMS[0].with_changes(max_tokens=40), use_tqdm=False)
+        return run(llm), [each.outputs[0].token_ids for each in more]
+
+    folder, spec = write_drafting(tmp_path, method)
+    with LLM(folder, **OPTIONS | options) as llm:
+        wanted = run_both(llm)
+    with LLM(folder, **OPTIONS | options, tensor_parallel_size=2, speculative_config=spec) as llm:
+        llm.core.scheduler.drafts.length = None  # all plans have drafts, whatever they cost
+        for _ in range(2):
+            assert run_both(llm) == wanted
+        counts = llm.core.scheduler.drafts.counts
+        assert 0 < counts.num_accepted < counts.num_drafts
+        assert not llm.core.executor.runner.graphs.gave_up
+        llm.core.scheduler.check()
+
+
+class Shift(AdapterLogitsProcessor):
+    """Sees logits, and runs on rank 0 only: raises every third token from one that depends on the output."""
+
+    def is_argmax_invariant(self):
+        return False
+
+    def new_req_logits_processor(self, params):
+        if "shift" not in (params.extra_args or {}):
+            return None
+
+        def shift(prompt, output, logits):
+            logits[(sum(output) + params.extra_args["shift"]) % 3 :: 3] += 4.0
+            return logits
+
+        return shift
+
+
+def narrow(prompt, output):
+    """Sees tokens: a mask that travels to all ranks."""
+    start = (sum(prompt) + sum(output)) % 200
+    return range(start, start + 90)
+
+
+def prefer(output):
+    return {sum(output) % 300: 3.0, 9: -float("inf")}
+
+
+narrow.needs = prefer.needs = "tokens"
+
+
+@pytest.mark.parametrize("options", [{"enforce_eager": True, "depth": 0}, {"depth": 2, "drafts": "ngram:3"}], ids=str)
+def test_logits_processors_of_two_ranks_give_the_tokens_of_one(tmp_path, options):
+    """Drafts are of the requests without processors."""
+    folder = str(write_tiny(tmp_path, "qwen3", head_dim=64))
+    greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    asked = [
+        greedy.with_changes(extra_args={"shift": 1}),
+        SamplingParams(seed=5, max_tokens=12, ignore_eos=True, logits_processors=[narrow, prefer]),
+        SamplingParams(seed=6, max_tokens=12, ignore_eos=True, extra_args={"shift": 2}, logits_processors=[prefer]),
+        greedy,
+    ]
+    found = []
+    for num_ranks in (1, 2):
+        more = {"tensor_parallel_size": num_ranks, "logits_processors": [Shift]}
+        with LLM(folder, **OPTIONS | options | more) as llm:
+            if llm.core.scheduler.drafts is not None:
+                llm.core.scheduler.drafts.length = None
+            found.append([each.outputs[0].token_ids for each in llm.generate(PROMPTS, asked, use_tqdm=False)])
+            plain = [params.with_changes(extra_args=None, logits_processors=None) for params in asked]
+            without = [each.outputs[0].token_ids for each in llm.generate(PROMPTS, plain, use_tqdm=False)]
+            assert [a == b for a, b in zip(found[-1], without, strict=True)] == [False, False, False, True]
+    assert found[0] == found[1]
+
+
 def test_experts_adapters_and_a_second_tier_of_two_ranks(tmp_path):
     folder = str(write_tiny(tmp_path, "qwen3_moe", head_dim=64))
     attention = [f"model.layers.1.self_attn.{part}_proj" for part in "qkvo"]
@@ -119,6 +216,20 @@ def test_engines_that_share_experts_give_the_tokens_of_one_until_one_is_killed(t
         os.kill(idle.pid, signal.SIGKILL)  # it has no request, but a part of the experts
         with pytest.raises(ReplicaLost, match="died after it had sent a part"):
             list(stream)
+
+
+@pytest.mark.parametrize("options", [{"enforce_eager": True}, {"depth": 2}], ids=str)
+def test_drafts_of_engines_that_share_experts_change_no_token(tmp_path, options):
+    """Also beside an engine that has no requests: its padding steps have as many tokens as the drafts of the other."""
+    folder = str(write_tiny(tmp_path, "qwen3_moe", head_dim=64))
+    few = SamplingParams(temperature=0.8, seed=3, max_tokens=24, ignore_eos=True, allowed_token_ids=[7, 8, 9])
+    with LLM(folder, **OPTIONS | options) as llm:
+        wanted = [run(llm), *([each.outputs[0].token_ids] for each in llm.generate(PROMPTS, few, use_tqdm=False))]
+    more = dict(data_parallel_size=2, enable_expert_parallel=True, drafts="ngram:3")
+    with LLM(folder, **OPTIONS | options | more) as llm:
+        assert run(llm) == wanted[0]
+        alone = [llm.generate([prompt], few, use_tqdm=False)[0].outputs[0].token_ids for prompt in PROMPTS]
+        assert [[each] for each in alone] == wanted[1:]
 
 
 def test_fewer_gpus_than_ranks_are_refused(tmp_path, monkeypatch):

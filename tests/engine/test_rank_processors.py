@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -10,12 +9,7 @@ from test_logits_processors import MIXED, Sharpen, Watermark, flat, make, narrow
 
 from law7 import PAIRED, PROMPTS
 from rank_threads import run_ranks_as_threads
-from slipstream import LLM, SamplingParams
-from slipstream.config.options import make_options
-from slipstream.engine.build import foresee
-from slipstream.engine.rank_options import can_process, check_rank_processors
-from slipstream.errors import InvalidOption, InvalidParams
-from slipstream.scheduler.processors.host_processors import HostProcessors
+from slipstream import SamplingParams
 from tiny import write_tiny
 
 ENGINE = [Watermark, Sharpen]
@@ -98,22 +92,3 @@ def test_values_that_no_message_can_have_stay_with_the_request(two_ranks, tmp_pa
     for params in (values, with_code):
         assert two_ranks.generate([[1, 2]], params, use_tqdm=False)[0].outputs[0].finish_reason == "length"
     two_ranks.save_record(tmp_path / "record")
-
-
-def test_on_gpus_they_are_refused_by_name(model):
-    config, _ = foresee(make_options(model=model, device="cpu", tensor_parallel_size=2))
-    check_rank_processors(config, ENGINE)
-    device = msgspec.structs.replace(config.device, kind="cuda")
-    config = msgspec.structs.replace(config, device=device)
-    assert not can_process(config)
-    with pytest.raises(InvalidOption, match="Watermark, Sharpen; .* not run on GPUs yet"):
-        check_rank_processors(config, ENGINE)
-    check_rank_processors(config, ())
-
-
-def test_a_refused_request_does_not_enter(model):
-    with LLM(model, num_threads=1, max_model_len=64, num_pages=64, use_tqdm_on_load=False) as llm:
-        llm.core.constraints.processors = HostProcessors(304, refusal="no code here")
-        with pytest.raises(InvalidParams, match="no code here; leave logits_processors out"):
-            llm.generate([[1]], SamplingParams(logits_processors=[narrow]), use_tqdm=False)
-        assert llm.generate([[1]], SamplingParams(max_tokens=2), use_tqdm=False)

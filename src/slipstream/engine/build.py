@@ -44,14 +44,7 @@ from slipstream.engine.model_description import ModelDescription
 from slipstream.engine.model_impl import for_backend, read_info
 from slipstream.engine.offload_options import check_offload
 from slipstream.engine.rank_link import RankLink
-from slipstream.engine.rank_options import (
-    NO_PROCESSORS,
-    can_process,
-    check_one_model,
-    check_rank_config,
-    check_rank_options,
-    check_rank_processors,
-)
+from slipstream.engine.rank_options import check_one_model, check_rank_config, check_rank_options
 from slipstream.engine.recorder import Recorder
 from slipstream.engine.sleep_options import check_sleep_mode
 from slipstream.engine.tier_options import check_tier
@@ -103,7 +96,6 @@ def open_model(options: Options) -> Opened:
             "logits_processors out"
         )
     processors = find_classes(options.logits_processors or ()) if config.model.generates else ()
-    check_rank_processors(config, processors)
     description = ModelDescription.of(options, config, defaults)
     return Opened(config, description, processors, file)
 
@@ -134,7 +126,6 @@ def build_core(
             engine,
             open_masks,
             can_sit_out=config.cache.states is None,
-            refuses_processors="" if can_process(config) else NO_PROCESSORS,
         )
     adapters = None
     if config.adapters is not None and (memory := adapter_memory(executor, runner)) is not None:

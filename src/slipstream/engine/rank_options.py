@@ -23,13 +23,11 @@ def check_rank_options(options: Options, device_kind: str) -> None:
     check_draft_ranks(options.speculative_config, count)
     if count == 1:
         return
-    has_drafts = options.speculative_config is not None or options.drafts is not None
-    for is_there, what in (
-        (options.deterministic, "deterministic is set; the order of sums over ranks depends on the step: leave it out"),
-        (has_drafts and device_kind == "cuda", "drafts of several ranks were not run on GPUs yet: leave them out"),
-    ):
-        if is_there:
-            raise InvalidOption(f"tensor_parallel_size is {count}, and {what}, or use tensor_parallel_size 1")
+    if options.deterministic:
+        raise InvalidOption(
+            f"tensor_parallel_size is {count}, and deterministic is set; the order of sums over ranks depends on the "
+            "step: leave it out, or use tensor_parallel_size 1"
+        )
     if device_kind == "cuda":
         _check_gpus(options, len(visible_gpus()))
 
@@ -62,7 +60,6 @@ def _check_expert_parallel(options: Options, device_kind: str) -> None:
         (options.tensor_parallel_size > 1, "tensor_parallel_size divides the engine as well: use 1"),
         (options.deterministic, "deterministic is set; experts of other engines are not batch-invariant: leave it out"),
         (by_model, "its engines draft without a model: use drafts by ngram or suffix"),
-        (drafts is not None and device_kind == "cuda", "drafts there were not run on GPUs yet: leave them out"),
         (options.enable_lora, "adapters run in whole copies only: leave enable_lora out"),
     ):
         if is_there:
@@ -82,24 +79,6 @@ def check_rank_config(config: EngineConfig) -> None:
             f"enable_expert_parallel is set with data_parallel_size {model.num_engines}, and {model.name} only pools; "
             "leave enable_expert_parallel out to run whole copies"
         )
-
-
-NO_PROCESSORS = "logits processors of several ranks were not run on GPUs yet"
-
-
-def check_rank_processors(config: EngineConfig, processors: Sequence[type]) -> None:
-    """`processors`: of the option and of installed packages."""
-    if processors and not can_process(config):
-        names = ", ".join(each.__name__ for each in processors)
-        raise InvalidOption(
-            f"tensor_parallel_size is {config.model.num_ranks}, and the engine has {names}; {NO_PROCESSORS}: leave "
-            "them out, or use tensor_parallel_size 1"
-        )
-
-
-def can_process(config: EngineConfig) -> bool:
-    """Whether requests may have logits processors."""
-    return config.model.num_ranks == 1 or config.device.kind == "cpu"
 
 
 def check_one_model(options: Sequence[Options]) -> None:

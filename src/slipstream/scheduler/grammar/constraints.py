@@ -54,14 +54,12 @@ class Constraints:
         open_masks: Callable[[int], StepMasks] | None = None,
         *,
         can_sit_out: bool = True,
-        refuses_processors: str = "",
     ) -> None:
         """`engine`: the logits processors of all requests. `open_masks`: gives memory for so many masks, which the
         device reads without a copy in between. `can_sit_out`: a position can be computed twice, which
-        is not so with recurrent states; then a late mask delays its step. `refuses_processors`: why requests may have
-        no logits processors; empty: they may."""
+        is not so with recurrent states; then a late mask delays its step."""
         self.grammars = grammars
-        self.processors = HostProcessors(grammars.vocab_size, engine, grammars.finished, refuses_processors)
+        self.processors = HostProcessors(grammars.vocab_size, engine, grammars.finished)
         self.num_live = 0  # requests with a grammar or processors that have not ended
         self.min_budget = MIN_BUDGET
         self.budget = MIN_BUDGET  # seconds that the masks of the next step may take

@@ -37,16 +37,13 @@ class HostProcessors:
         vocab_size: int,
         engine: Sequence[LogitsProcessor] = (),
         finished: threading.Event | None = None,
-        refusal: str = "",
     ) -> None:
-        """`engine`: the processors of all requests; `finished`: set when a background thread has run some. `refusal`:
-        why requests may have none; empty: they may."""
+        """`engine`: the processors of all requests; `finished`: set when a background thread has run some."""
         self.vocab_size = vocab_size
         # of the newest plan: requests with processors that draw a token, and their rows
         self.drawing: list[tuple[Request, int]] = []
         self.resting: list[Request] = []  # slow: a background thread runs their processors
         self._engine = engine
-        self._refusal = refusal
         self._batches = {
             number: ProcessorBatch(each)
             for number, each in enumerate(engine)
@@ -65,8 +62,6 @@ class HostProcessors:
         params = requests[0].params
         if not self._engine and not params.logits_processors:
             return
-        if self._refusal:
-            raise InvalidParams(f"{self._refusal}; leave logits_processors out", param="logits_processors")
         self._is_used = True
         for request in requests:
             own = self._open_one(request, params)

@@ -9,7 +9,7 @@ import pytest
 
 from child import child_env
 from import_graph import import_cycles, import_graph
-from slipstream.serve.cli.main import MODULES
+from slipstream.serve.cli.commands import MODULES
 
 SRC = Path(__file__).parents[1] / "src"
 

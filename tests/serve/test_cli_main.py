@@ -9,7 +9,7 @@ import slipstream
 from child import child_env
 from slipstream.errors import BadCheckpoint, EngineDead, NotEnoughMemory
 from slipstream.serve.cli import version
-from slipstream.serve.cli.main import MODULES
+from slipstream.serve.cli.commands import MODULES
 
 
 def test_help_lists_the_commands(terminal):

@@ -14,7 +14,7 @@ import pytest
 
 from patience import PATIENCE
 from serve.server_process import COMMAND, ServerProcess
-from slipstream.serve.cli.main import make_parser
+from slipstream.serve.cli.commands import make_parser
 from slipstream.serve.cli.serve import ALIASES, Options, ServerSettings, Sources, server_settings
 
 ROOT = Path(__file__).parents[2]

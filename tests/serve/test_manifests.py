@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from slipstream.serve.cli.main import make_parser
+from slipstream.serve.cli.commands import make_parser
 from slipstream.serve.cli.serve import ALIASES, Options, ServerSettings, Sources, server_settings
 from slipstream.serve.http.system import ROUTES
 

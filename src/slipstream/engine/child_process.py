@@ -8,12 +8,14 @@ import os
 import signal
 import sys
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 
 _PR_SET_PDEATHSIG = 1
 _PARENT = "SLIPSTREAM_PARENT_PID"
+_ENDING = (signal.SIGTERM, signal.SIGINT)
 
 
 def child_environment(more: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
@@ -30,6 +32,22 @@ def child_environment(more: Mapping[str, str] = MappingProxyType({})) -> dict[st
         paths.insert(0, root)
     own = {**os.environ, **more}
     return {**own, "PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1", _PARENT: str(os.getpid())}
+
+
+@contextmanager
+def signals_held() -> Iterator[None]:
+    """Children that are started here have SIGTERM and SIGINT blocked until they call `release_signals`: a signal to all
+    processes of a unit or a terminal does not end a child that has no handlers yet."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def release_signals() -> None:
+    """For a child that was started under `signals_held`, when its handlers are set."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
 
 
 def die_with_parent() -> None:

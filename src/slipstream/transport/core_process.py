@@ -1,8 +1,8 @@
 """The core process: `python -m slipstream.transport.core_process SUPERVISOR FD…`, one inherited socket per front end.
 
 SUPERVISOR is the socket of the process that restarts front ends, or -1. Standard input has a CoreStart as JSON. The
-process exits when the last front end has disconnected, or after a failure, whose root cause is its last message. It
-opens no port, and decodes only msgpack of known types.
+process exits when the last front end has disconnected, also while it loads, or after a failure, whose root cause is its
+last message. It opens no port, and decodes only msgpack of known types.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from slipstream.config.locate import locate
-from slipstream.engine.child_process import die_with_parent
+from slipstream.engine.child_process import die_with_parent, release_signals
 from slipstream.engine.lane_stats import lane_stats
 from slipstream.engine.lanes import Lanes
 from slipstream.errors import EngineDead, SlipstreamError
@@ -46,6 +46,7 @@ from slipstream.transport.frames import (
     ToCore,
 )
 from slipstream.transport.inspection import Inspector
+from slipstream.transport.load_watch import LoadWatch
 from slipstream.transport.socket_server import Connection, SocketServer
 from slipstream.transport.spawn import CoreStart
 
@@ -195,18 +196,23 @@ def main(argv: list[str]) -> int:
     # the front ends decide when the core exits; Ctrl-C in a terminal signals the whole process group
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    release_signals()
     set_up_child_log()
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # sent by the watchdog of a front end
     supervisor, *front_ends = (socket.socket(fileno=int(fd)) if int(fd) >= 0 else None for fd in argv)
     server = SocketServer(filter(None, front_ends), supervisor)
+    watch = LoadWatch(connection.sock.fileno() for connection in server.connections)
     try:
         start = msgspec.json.decode(sys.stdin.buffer.read(), type=CoreStart)
-        process = _load(start, server)
+        with watch:
+            process = _load(start, server)
         process.run()
         process.close()
         return 0
     except BaseException as error:
+        if watch.has_fired:
+            return 0  # whatever the interrupted load has raised
         if isinstance(error, EngineDead) or not isinstance(error, SlipstreamError):
             log.error("the engine core failed", exc_info=error)  # user errors need no traceback
             sys.stderr.flush()

@@ -11,7 +11,7 @@ from types import MappingProxyType
 import msgspec
 
 from slipstream.config.options import Options
-from slipstream.engine.child_process import child_environment, how_it_ended
+from slipstream.engine.child_process import child_environment, how_it_ended, signals_held
 from slipstream.engine.rank_link import RankLink
 from slipstream.transport.frames import Join, frame
 
@@ -77,13 +77,14 @@ def start_core(
     """Starts a core process over connected sockets, which are closed here."""
     fds = [-1 if supervisor is None else supervisor.fileno(), *(sock.fileno() for sock in front_ends)]
     others = () if start.ranks is None else (start.ranks.listener,)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "slipstream.transport.core_process", *map(str, fds)],
-        stdin=subprocess.PIPE,
-        stdout=sys.stderr.fileno(),  # keeps standard output free for the command's own output
-        pass_fds=[*(fd for fd in fds if fd >= 0), *others],
-        env=child_environment(environment),
-    )
+    with signals_held():
+        process = subprocess.Popen(
+            [sys.executable, "-m", "slipstream.transport.core_process", *map(str, fds)],
+            stdin=subprocess.PIPE,
+            stdout=sys.stderr.fileno(),  # keeps standard output free for the command's own output
+            pass_fds=[*(fd for fd in fds if fd >= 0), *others],
+            env=child_environment(environment),
+        )
     assert process.stdin is not None
     process.stdin.write(msgspec.json.encode(start))
     process.stdin.close()

@@ -11,6 +11,7 @@ from functools import partial
 from slipstream.config.options import Options
 from slipstream.errors import EngineDead, InvalidOption
 from slipstream.log import pass_on_log
+from slipstream.serve.early_signals import exit_at_signals, has_recorded
 from slipstream.serve.http.listen import PortClaim, claim, raise_file_limit
 from slipstream.serve.http.listen_unix import UnixClaim
 from slipstream.serve.http.settings import ServerSettings
@@ -26,6 +27,8 @@ _CORE_SECONDS = 30.0  # for the core to exit after its front ends
 
 def launch(settings: ServerSettings, options: list[Options]) -> None:
     """Serves until a signal ends it. Raises EngineDead with the root cause of a failure."""
+    if has_recorded():
+        return
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if inherited as ignored, exit codes of children would be lost
     raise_file_limit()
     pass_on_log(settings.log_level, settings.log_format)
@@ -81,6 +84,7 @@ def _serve_at(claimed: PortClaim | UnixClaim, settings: ServerSettings, options:
             theirs.close()
             cause = Supervisor(settings, claimed, ours).run(socks)
     finally:
+        exit_at_signals()
         ended = core.wait(_CORE_SECONDS)
     if cause is not None or ended is not None:
         raise EngineDead(f"{ended}: {cause}" if ended and cause and cause not in ended else cause or ended)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 import socket
 import ssl
 from http import HTTPStatus
@@ -18,6 +17,7 @@ from http import HTTPStatus
 import httptools
 import msgspec
 
+from slipstream.serve.early_signals import ENDING, has_recorded
 from slipstream.serve.http.prefill_first import PrefillFirst
 from slipstream.serve.http.url_models import LIST_CHANGES, key_lines, named_model
 from slipstream.serve.http.url_replicas import UrlReplica, UrlReplicas
@@ -299,8 +299,10 @@ def _write_json(writer: asyncio.StreamWriter, code: int, value: object) -> None:
 async def run_proxy(proxy: ReplicaProxy, listener: socket.socket, tls: ssl.SSLContext | None) -> None:
     """Serves until SIGINT or SIGTERM."""
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in ENDING:
         loop.add_signal_handler(number, ended.set)
+    if has_recorded():
+        ended.set()
     watching = [asyncio.ensure_future(proxy.replicas.watch())]
     if proxy.prefill is not None:
         watching.append(asyncio.ensure_future(proxy.prefill.replicas.watch()))

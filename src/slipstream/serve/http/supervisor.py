@@ -12,11 +12,12 @@ import time
 
 import msgspec
 
-from slipstream.engine.child_process import child_environment
+from slipstream.engine.child_process import child_environment, signals_held
 from slipstream.engine.owned_folder import OwnedFolder
 from slipstream.errors import InvalidOption
 from slipstream.metrics.board import Board
 from slipstream.metrics.stats import FrontEnds
+from slipstream.serve.early_signals import ENDING, has_recorded
 from slipstream.serve.http.listen import PortClaim
 from slipstream.serve.http.listen_unix import UnixClaim
 from slipstream.serve.http.settings import ServerSettings
@@ -64,10 +65,14 @@ class Supervisor:
 
         `socks`: connections to the core, one per front end.
         """
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in ENDING:
             signal.signal(number, lambda number, frame: self._end())
         self.core.settimeout(0.1)
         try:
+            if has_recorded():
+                for sock in socks:
+                    sock.close()
+                return None
             for front_end, sock in zip(self.front_ends, socks, strict=True):
                 self._start(front_end, self.port.listener(), sock)
             self._publish()
@@ -129,9 +134,10 @@ class Supervisor:
             fds = [listener.fileno(), sock.fileno(), self._board]
             given = [*map(str, fds), str(front_end.number), f"{self._folder.path}/responses.sqlite"]
             command = [sys.executable, "-m", "slipstream.serve.http.worker_main", *given]
-            worker = subprocess.Popen(
-                command, stdin=subprocess.PIPE, pass_fds=fds, start_new_session=True, env=child_environment()
-            )
+            with signals_held():
+                worker = subprocess.Popen(
+                    command, stdin=subprocess.PIPE, pass_fds=fds, start_new_session=True, env=child_environment()
+                )
         assert worker.stdin is not None
         try:
             worker.stdin.write(msgspec.json.encode(self.settings))  # not as arguments, which other users can see

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import gc
 import logging
-import signal
 import socket
 import time
 from collections.abc import Awaitable, Callable
@@ -15,9 +14,11 @@ from typing import Any, NamedTuple
 
 import uvicorn
 
+from slipstream.engine.child_process import release_signals
 from slipstream.frontend.async_engine import AsyncEngine
 from slipstream.frontend.offload import bound_heap
 from slipstream.metrics.board import Board
+from slipstream.serve.early_signals import ENDING, has_recorded
 from slipstream.serve.http.app import App
 from slipstream.serve.http.batch.runner import BatchRunner
 from slipstream.serve.http.batch.service import BatchService
@@ -90,10 +91,13 @@ class _Worker:
         )
         self.server = Server(config, server_context(self.settings))
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in ENDING:
             loop.add_signal_handler(number, self._on_signal)
         if self.board is not None:
             loop.add_signal_handler(AT_ONCE, self._end_at_once)
+        release_signals()
+        if has_recorded():
+            self._on_signal()
         helpers = [loop.create_task(self._announce()), loop.create_task(self._until_lost())]
         if self.board is not None or self.settings.status_interval > 0:
             helpers.append(loop.create_task(self.state.server_stats.run()))

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.config.gguf_parts import part_paths
+from slipstream.config.gguf_strings import Places, decode_strings, find_strings, first_bad_string
 from slipstream.errors import BadCheckpoint, UnsupportedModel
 
 
@@ -169,6 +170,7 @@ class _Array:
     kind: int
     count: int
     start: int
+    places: Places | None = None  # of strings
 
 
 class _Fields(Mapping[str, Any]):
@@ -255,7 +257,7 @@ def _walk_array(reader: _Reader, what: str, depth: int) -> _Array:
         raise reader.broken(f"{what} nests arrays more than {_MAX_NESTING} deep")
     kind = reader.u32(what)
     count = reader.u64(what)
-    array = _Array(kind, count, reader.offset)
+    start, places = reader.offset, None
     if kind in _DTYPES:
         reader.skip(count * _DTYPES[kind].itemsize, what)
     elif kind in (_STRING, _ARRAY):
@@ -263,28 +265,22 @@ def _walk_array(reader: _Reader, what: str, depth: int) -> _Array:
         if count * least > reader.size - reader.offset:
             raise reader.broken(f"{what} claims {count:,} values in {reader.size - reader.offset:,} bytes")
         if kind == _STRING:
-            _walk_strings(reader, count, what)
+            places = _walk_strings(reader, count, what)
         else:
             for _ in range(count):
                 _walk_array(reader, what, depth + 1)
     else:
         raise reader.broken(f"{what} is an array of the unknown type {kind}")
-    return array
+    return _Array(kind, count, start, places)
 
 
-def _walk_strings(reader: _Reader, count: int, what: str) -> None:
-    # a vocabulary has hundreds of thousands of strings: a plain loop over local names
-    data, offset, last = reader.data, reader.offset, reader.size - 8
-    length_at = struct.Struct("<Q").unpack_from
-    for _ in range(count):
-        if offset > last:
-            break
-        offset += 8 + length_at(data, offset)[0]
-    else:
-        if offset <= reader.size:
-            reader.offset = offset
-            return
-    raise reader.broken(f"it ends at byte {reader.size:,}, within the {count:,} strings of {what}")
+def _walk_strings(reader: _Reader, count: int, what: str) -> Places:
+    places = find_strings(reader.data, reader.offset, count)
+    if places is None:
+        raise reader.broken(f"it ends at byte {reader.size:,}, within the {count:,} strings of {what}")
+    if count:
+        reader.offset = int(places.ends[-1])
+    return places
 
 
 def _decode_array(reader: _Reader, array: _Array, what: str) -> list[Any]:
@@ -293,25 +289,19 @@ def _decode_array(reader: _Reader, array: _Array, what: str) -> list[Any]:
     if array.kind in _DTYPES:
         values: list[Any] = np.frombuffer(reader.data, _DTYPES[array.kind], array.count, array.start).tolist()
         return values
-    if array.kind == _STRING:
-        return _decode_strings(reader, array, what)
+    if array.places is not None:
+        return _decode_strings(reader, array.places, what)
     nested = _Reader(reader.name, reader.data)  # the outer reader keeps its position
     nested.offset = array.start
     return [_decode_array(nested, _walk_array(nested, what, depth=1), what) for _ in range(array.count)]
 
 
-def _decode_strings(reader: _Reader, array: _Array, what: str) -> list[str]:
-    data, offset = reader.data, array.start
-    length_at = struct.Struct("<Q").unpack_from
-    strings = []
+def _decode_strings(reader: _Reader, places: Places, what: str) -> list[str]:
     try:
-        for _ in range(array.count):
-            start = offset + 8
-            offset = start + length_at(data, offset)[0]
-            strings.append(data[start:offset].decode())
+        return decode_strings(reader.data, places)
     except UnicodeDecodeError:
-        raise reader.broken(f"string {len(strings)} of {what} is not UTF-8") from None
-    return strings
+        index = first_bad_string(reader.data, places)
+        raise reader.broken(f"string {index} of {what} is not UTF-8") from None
 
 
 def _read_tensors(reader: _Reader, num_tensors: int, fields: Mapping[str, Any]) -> dict[str, GgufTensor]:

@@ -8,6 +8,7 @@ is an error, because a wrong split would silently give wrong tokens.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import repeat
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
@@ -60,8 +61,8 @@ def _byte_level(fields: Mapping[str, Any], tokens: list[str], types: list[int]) 
     rule = SPLIT_RULES.get(name)
     if rule is None:
         raise BadTokenizer(f"the GGUF splits text by {name!r}; known are {', '.join(sorted(SPLIT_RULES))}; {_HINT}")
-    merges = [_pair(merge) for merge in _list(fields, "merges", str)]
-    tokenizer = Tokenizer(models.BPE(vocab=_numbered(tokens), merges=merges, ignore_merges=rule.ignores_merges))
+    merges = _list(fields, "merges", str)
+    tokenizer = Tokenizer(models.BPE(vocab=_numbered(tokens), merges=_pairs(merges), ignore_merges=rule.ignores_merges))
     if rule.composes:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = rule.build()
@@ -193,11 +194,13 @@ def _numbered(tokens: list[str]) -> dict[str, int]:
     return vocab
 
 
-def _pair(merge: str) -> tuple[str, str]:
-    left, space, right = merge.partition(" ")
-    if not (left and space and right):
-        raise _broken(f"the merge {merge!r} is not two tokens")
-    return left, right
+def _pairs(merges: list[str]) -> list[tuple[str, str]]:
+    parts = map(str.partition, merges, repeat(" "))
+    pairs = [(left, right) for left, _, right in parts if left and right]
+    if len(pairs) != len(merges):
+        bad = next(merge for merge in merges if not all(merge.partition(" ")))
+        raise _broken(f"the merge {bad!r} is not two tokens")
+    return pairs
 
 
 def _list(fields: Mapping[str, Any], name: str, kind: type) -> list[Any]:

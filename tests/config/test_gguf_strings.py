@@ -19,8 +19,8 @@ def file_of(*texts: bytes, tail: bytes = b"") -> mmap.mmap:
 
 
 def read(file: mmap.mmap, count: int) -> list[str] | None:
-    places = find_strings(file, len(HEAD), count)
-    return None if places is None else decode_strings(file, places)
+    offsets = find_strings(file, len(HEAD), count)
+    return None if offsets is None else decode_strings(file, offsets)
 
 
 def vocabulary(size: int, seed: int = 0) -> list[str]:
@@ -91,8 +91,8 @@ def test_a_length_beyond_the_file(length: int) -> None:
 @pytest.mark.parametrize("odd", [b"", b"\0"])
 def test_the_first_text_that_is_not_utf8_is_found(odd: bytes) -> None:
     file = file_of(b"a", odd, "é".encode()[:1], "é".encode()[1:], b"b")  # both halves of a character: two bad texts
-    places = find_strings(file, len(HEAD), 5)
-    assert places is not None
+    offsets = find_strings(file, len(HEAD), 5)
+    assert offsets is not None
     with pytest.raises(UnicodeDecodeError):
-        decode_strings(file, places)
-    assert first_bad_string(file, places) == 2
+        decode_strings(file, offsets)
+    assert first_bad_string(file, offsets) == 2

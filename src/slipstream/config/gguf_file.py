@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.config.gguf_parts import part_paths
-from slipstream.config.gguf_strings import Places, decode_strings, find_strings, first_bad_string
+from slipstream.config.gguf_strings import StringOffsets, decode_strings, find_strings, first_bad_string
 from slipstream.errors import BadCheckpoint, UnsupportedModel
 
 
@@ -170,7 +170,7 @@ class _Array:
     kind: int
     count: int
     start: int
-    places: Places | None = None  # of strings
+    offsets: StringOffsets | None = None  # of strings
 
 
 class _Fields(Mapping[str, Any]):
@@ -257,7 +257,7 @@ def _walk_array(reader: _Reader, what: str, depth: int) -> _Array:
         raise reader.broken(f"{what} nests arrays more than {_MAX_NESTING} deep")
     kind = reader.u32(what)
     count = reader.u64(what)
-    start, places = reader.offset, None
+    start, offsets = reader.offset, None
     if kind in _DTYPES:
         reader.skip(count * _DTYPES[kind].itemsize, what)
     elif kind in (_STRING, _ARRAY):
@@ -265,22 +265,22 @@ def _walk_array(reader: _Reader, what: str, depth: int) -> _Array:
         if count * least > reader.size - reader.offset:
             raise reader.broken(f"{what} claims {count:,} values in {reader.size - reader.offset:,} bytes")
         if kind == _STRING:
-            places = _walk_strings(reader, count, what)
+            offsets = _walk_strings(reader, count, what)
         else:
             for _ in range(count):
                 _walk_array(reader, what, depth + 1)
     else:
         raise reader.broken(f"{what} is an array of the unknown type {kind}")
-    return _Array(kind, count, start, places)
+    return _Array(kind, count, start, offsets)
 
 
-def _walk_strings(reader: _Reader, count: int, what: str) -> Places:
-    places = find_strings(reader.data, reader.offset, count)
-    if places is None:
+def _walk_strings(reader: _Reader, count: int, what: str) -> StringOffsets:
+    offsets = find_strings(reader.data, reader.offset, count)
+    if offsets is None:
         raise reader.broken(f"it ends at byte {reader.size:,}, within the {count:,} strings of {what}")
     if count:
-        reader.offset = int(places.ends[-1])
-    return places
+        reader.offset = int(offsets.ends[-1])
+    return offsets
 
 
 def _decode_array(reader: _Reader, array: _Array, what: str) -> list[Any]:
@@ -289,18 +289,18 @@ def _decode_array(reader: _Reader, array: _Array, what: str) -> list[Any]:
     if array.kind in _DTYPES:
         values: list[Any] = np.frombuffer(reader.data, _DTYPES[array.kind], array.count, array.start).tolist()
         return values
-    if array.places is not None:
-        return _decode_strings(reader, array.places, what)
+    if array.offsets is not None:
+        return _decode_strings(reader, array.offsets, what)
     nested = _Reader(reader.name, reader.data)  # the outer reader keeps its position
     nested.offset = array.start
     return [_decode_array(nested, _walk_array(nested, what, depth=1), what) for _ in range(array.count)]
 
 
-def _decode_strings(reader: _Reader, places: Places, what: str) -> list[str]:
+def _decode_strings(reader: _Reader, offsets: StringOffsets, what: str) -> list[str]:
     try:
-        return decode_strings(reader.data, places)
+        return decode_strings(reader.data, offsets)
     except UnicodeDecodeError:
-        index = first_bad_string(reader.data, places)
+        index = first_bad_string(reader.data, offsets)
         raise reader.broken(f"string {index} of {what} is not UTF-8") from None
 
 

@@ -44,6 +44,15 @@ def test_two_replicas_give_the_results_of_one_engine_also_after_one_is_killed(fo
         llm.generate(prompts, PARAMS, use_tqdm=False)
 
 
+def test_an_option_that_a_replica_refuses_raises_as_with_one_engine(folder):
+    wrong = SMALL | {"max_model_len": 10**9}
+    with pytest.raises(InvalidOption) as alone:
+        LLM(folder, **wrong)
+    with pytest.raises(InvalidOption) as replicas:
+        LLM(folder, data_parallel_size=2, **wrong)
+    assert str(replicas.value) == str(alone.value)
+
+
 def test_each_replica_sees_its_own_gpu(tmp_path, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     for name in ("nvidia0", "nvidia10", "nvidia2", "nvidiactl", "nvidia-uvm"):

@@ -140,19 +140,19 @@ def broken(folder, tmp_path):
     return str(copy)
 
 
-def test_a_core_that_fails_by_itself_tells_why_in_json(folder, tmp_path):
-    """Of a model that cannot be read, and of a bug: nothing in the log is no JSON."""
-    server = ServerProcess(broken(folder, tmp_path), "--log-format", "json", wait=False)
-    assert server.end() != 0
+def test_an_option_that_the_core_refuses_is_an_error_of_options_in_json(folder):
+    """Nothing in the log is no JSON, and the exit code says that a restart would not help."""
+    server = ServerProcess(folder, "--max-model-len", "1000000000", "--log-format", "json", wait=False)
+    assert server.end() == 2
     said = [json.loads(line) for line in server.lines]
-    assert said[-1]["level"] == "critical" and "config.json" in said[-1]["message"]
+    assert said[-1]["level"] == "critical" and said[-1]["message"].startswith("--max-model-len is 1000000000")
 
 
 def test_health_comes_before_the_model_and_a_bad_model_is_the_last_line(folder, tmp_path):
     server = ServerProcess(broken(folder, tmp_path), wait=False)
     assert server.call("GET", "/health")[0] == 200  # the core has not even loaded torch
     assert server.call("GET", "/ready")[0] == 503
-    assert server.end() != 0
+    assert server.end() == 1
     assert "config.json" in server.lines[-1]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import signal
 import socket
 import subprocess
@@ -15,7 +16,7 @@ from child import child_env
 from patience import PATIENCE
 from slipstream import LLM, SamplingParams
 from slipstream.config.options import Options, make_options
-from slipstream.errors import EngineDead, ModelNotFound, QueueFull
+from slipstream.errors import EngineDead, InvalidOption, ModelNotFound, QueueFull, SlipstreamError
 from slipstream.frontend.async_engine import AsyncEngine
 from slipstream.frontend.router import RequestRouter
 from slipstream.messages import Submit
@@ -164,19 +165,22 @@ def failed_start(*options):
     async def main():
         core, (sock,) = spawn_core([make_options(**each) for each in options])
         engine = AsyncEngine(client=await SocketClient.connect(sock))
-        with pytest.raises(EngineDead) as told:
+        with pytest.raises(SlipstreamError) as told:
             await asyncio.wait_for(engine.until_ready(), PATIENCE)
+        with pytest.raises(EngineDead, match=re.escape(str(told.value))):  # a request is not what was wrong
+            await last(engine.generate([1], PARAMS))
         await engine.close()
-        return str(told.value), core.wait(PATIENCE)
+        return told.value, core.wait(PATIENCE)
 
     return asyncio.run(main())
 
 
 def test_a_failed_start_reports_its_root_cause(folder, tmp_path):
     told, ended = failed_start({"model": str(tmp_path / "nowhere")})
-    assert "nowhere" in told and ended == "the engine core ended with exit code 1"
+    assert "nowhere" in str(told) and type(told) is ModelNotFound
+    assert ended == "the engine core ended with exit code 1"
     told, _ = failed_start({"model": folder}, {"model": folder})
-    assert "two models are called" in told
+    assert "two models are called" in str(told) and type(told) is InvalidOption
 
 
 def test_a_missing_model_is_reported_before_torch_is_loaded(tmp_path):

@@ -40,6 +40,7 @@ from slipstream.transport.frames import (
     Refused,
     ResetPrefixCache,
     ToCore,
+    start_error,
 )
 
 log = logging.getLogger("slipstream.front")
@@ -326,8 +327,11 @@ class RequestRouter:
         return self._ready and self._opening is None and self.failure is None
 
     async def until_ready(self) -> None:
-        """Returns when the core takes requests; raises where it is lost."""
+        """Returns when the core takes requests; raises where it is lost. An error of the model or of an option has the
+        type and text as in a process of its own."""
         while not self.is_ready:
+            if not self._ready and self.failure is not None:
+                raise start_error(self.failure)
             self.check()
             self._state_waiters.append(waiter := asyncio.get_running_loop().create_future())
             await waiter

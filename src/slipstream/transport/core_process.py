@@ -202,6 +202,7 @@ def main(argv: list[str]) -> int:
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # sent by the watchdog of a front end
     supervisor, *front_ends = (socket.socket(fileno=int(fd)) if int(fd) >= 0 else None for fd in argv)
     server = SocketServer(filter(None, front_ends), supervisor)
+    process: CoreProcess | None = None
     watch = LoadWatch(connection.sock.fileno() for connection in server.connections)
     try:
         start = msgspec.json.decode(sys.stdin.buffer.read(), type=CoreStart)
@@ -216,7 +217,8 @@ def main(argv: list[str]) -> int:
         if isinstance(error, EngineDead) or not isinstance(error, SlipstreamError):
             log.error("the engine core failed", exc_info=error)  # user errors need no traceback
             sys.stderr.flush()
-        server.broadcast(Failed(root_cause(error)))
+        cause = root_cause(error)
+        server.broadcast(Failed.at_start(cause, error) if process is None else Failed(cause))
         return 1
     finally:
         server.close()

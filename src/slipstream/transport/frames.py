@@ -34,7 +34,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True, array_like=True):
     param: str | None = None  # the parameter that a UserError is about
 
     @classmethod
-    def of(cls, request_id: str, error: Exception) -> Refused:
+    def of(cls, request_id: str, error: BaseException) -> Refused:
         return cls(request_id, type(error).__name__, str(error), getattr(error, "param", None))
 
     def error(self) -> Exception:
@@ -142,6 +142,23 @@ class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The core has failed; `cause` is the root cause in one line."""
 
     cause: str
+    refused: Refused | None = None  # the error that the start raised on purpose, with an empty request id
+
+    @classmethod
+    def at_start(cls, cause: str, error: BaseException) -> Failed:
+        on_purpose = isinstance(error, SlipstreamError) and not isinstance(error, errors.EngineDead)
+        return cls(cause, Refused.of("", error) if on_purpose else None)
+
+    def error(self) -> errors.EngineDead:
+        """Chained to the error that the start raised on purpose; see `start_error`."""
+        dead = errors.EngineDead(self.cause)
+        dead.__cause__ = None if self.refused is None else self.refused.error()
+        return dead
+
+
+def start_error(error: BaseException) -> BaseException:
+    """What a caller that waits for the start should get: the error that it gets from a core of its own process."""
+    return error.__cause__ if isinstance(error.__cause__, SlipstreamError) else error
 
 
 ToCore = Submit | SubmitAll | Abort | AbortAll | AbortedAll | ResetPrefixCache | Inspect | Control

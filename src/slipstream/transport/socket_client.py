@@ -115,7 +115,7 @@ class SocketClient(asyncio.Protocol):
         for message in messages:
             if isinstance(message, Failed):
                 self.cause = message.cause
-                self._fail(EngineDead(message.cause))
+                self._fail(message.error())
 
     def _fail(self, error: BaseException) -> None:
         """Reports the first failure only: later ones are its consequences."""

@@ -9,7 +9,7 @@ import socket
 from functools import partial
 
 from slipstream.config.options import Options
-from slipstream.errors import EngineDead, InvalidOption
+from slipstream.errors import EngineDead, InvalidOption, UserError
 from slipstream.log import pass_on_log
 from slipstream.serve.early_signals import exit_at_signals, has_recorded
 from slipstream.serve.http.listen import PortClaim, claim, raise_file_limit
@@ -26,7 +26,8 @@ _CORE_SECONDS = 30.0  # for the core to exit after its front ends
 
 
 def launch(settings: ServerSettings, options: list[Options]) -> None:
-    """Serves until a signal ends it. Raises EngineDead with the root cause of a failure."""
+    """Serves until a signal ends it. Raises the error of an option that the core refused, or EngineDead with the root
+    cause of a failure."""
     if has_recorded():
         return
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if inherited as ignored, exit codes of children would be lost
@@ -72,20 +73,24 @@ def _serve_at(claimed: PortClaim | UnixClaim, settings: ServerSettings, options:
     core, socks = spawn_core(options, settings.workers, theirs)
     status.info("listening on %s", claimed.shown)
     cause: str | None = None
+    refused: UserError | None = None
     try:
         if ours is None or theirs is None:
             from slipstream.serve.http.worker import run_worker  # imported while the core starts
 
             end = run_worker(settings, claimed.listener(), partial(SocketClient.connect, socks[0]))
-            cause = None if end is None else end.cause
+            cause, refused = (None, None) if end is None else (end.cause, end.refused)
         else:
             from slipstream.serve.http.supervisor import Supervisor
 
             theirs.close()
-            cause = Supervisor(settings, claimed, ours).run(socks)
+            supervisor = Supervisor(settings, claimed, ours)
+            cause, refused = supervisor.run(socks), supervisor.refused
     finally:
         exit_at_signals()
         ended = core.wait(_CORE_SECONDS)
+    if refused is not None:
+        raise refused
     if cause is not None or ended is not None:
         raise EngineDead(f"{ended}: {cause}" if ended and cause and cause not in ended else cause or ended)
 
@@ -108,4 +113,4 @@ def _serve_replicas(claimed: PortClaim | UnixClaim, settings: ServerSettings, op
 
     end = run_worker(settings, claimed.listener(), connect)
     if end is not None:
-        raise EngineDead(end.cause)
+        raise end.refused or EngineDead(end.cause)

@@ -14,7 +14,7 @@ import msgspec
 
 from slipstream.engine.child_process import child_environment, signals_held
 from slipstream.engine.owned_folder import OwnedFolder
-from slipstream.errors import InvalidOption
+from slipstream.errors import InvalidOption, UserError
 from slipstream.metrics.board import Board
 from slipstream.metrics.stats import FrontEnds
 from slipstream.serve.early_signals import ENDING, has_recorded
@@ -22,7 +22,7 @@ from slipstream.serve.http.listen import PortClaim
 from slipstream.serve.http.listen_unix import UnixClaim
 from slipstream.serve.http.settings import ServerSettings
 from slipstream.transport.backoff import Backoff
-from slipstream.transport.frames import Failed, FrameError, from_core_frames
+from slipstream.transport.frames import Failed, FrameError, from_core_frames, start_error
 from slipstream.transport.spawn import join_core
 
 status = logging.getLogger("slipstream.status")
@@ -51,6 +51,7 @@ class Supervisor:
         self.core = core
         self.front_ends = [_FrontEnd(number) for number in range(settings.workers)]
         self.cause: str | None = None  # of a failure
+        self.refused: UserError | None = None  # of the options, at the start of the core
         self._board = Board.create(settings.workers)
         self._own_board = Board(self._board, settings.workers, settings.workers)
         shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # conversations are not written to a disk
@@ -163,6 +164,8 @@ class Supervisor:
             for message in self._frames.push(data):
                 if isinstance(message, Failed):
                     self.cause = message.cause
+                    refused = start_error(message.error())
+                    self.refused = refused if isinstance(refused, UserError) else None
         except FrameError:
             data = b""
         self._core_is_lost = not data

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import uvicorn
 
 from slipstream.engine.child_process import release_signals
+from slipstream.errors import UserError
 from slipstream.frontend.async_engine import AsyncEngine
 from slipstream.frontend.offload import bound_heap
 from slipstream.metrics.board import Board
@@ -30,6 +31,7 @@ from slipstream.serve.http.supervisor import AT_ONCE
 from slipstream.serve.http.table import all_routes
 from slipstream.serve.http.tls import server_context
 from slipstream.serve.http.watchdog import Watchdog
+from slipstream.transport.frames import start_error
 from slipstream.transport.replicas import ReplicaClient
 from slipstream.transport.socket_client import SocketClient
 
@@ -43,6 +45,7 @@ class WorkerEnd(NamedTuple):
 
     cause: str
     by_core: bool  # the core exited or its connection was lost; else this front end could not start
+    refused: UserError | None = None  # of the options, at the start of the core
 
 
 def run_worker(
@@ -119,7 +122,11 @@ class _Worker:
         self.state.responses.close()
         if self.state.traces is not None:
             await asyncio.to_thread(self.state.traces.close)
-        return None if failure is None else WorkerEnd(client.cause or str(failure), by_core)
+        if failure is None:
+            return None
+        refused = start_error(failure)
+        of_options = refused if isinstance(refused, UserError) else None
+        return WorkerEnd(client.cause or str(failure), by_core, of_options)
 
     async def _announce(self) -> None:
         with contextlib.suppress(Exception):  # a failed start is reported by its cause

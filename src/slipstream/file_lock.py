@@ -3,6 +3,17 @@
 from __future__ import annotations
 
 import fcntl
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Waits until no other process has the lock of this file, which is created, and has it meanwhile."""
+    with open(path, "wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def try_lock(file: int) -> bool:

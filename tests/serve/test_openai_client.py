@@ -81,7 +81,7 @@ def test_a_batch_says_what_a_request_says(client):
     ]
     file = client.files.create(file=("in.jsonl", "\n".join(map(json.dumps, lines)).encode()), purpose="batch")
     batch = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + PATIENCE
     while (batch := client.batches.retrieve(batch.id)).status != "completed":
         assert time.monotonic() < deadline and batch.status in ("validating", "in_progress"), batch
     results = [json.loads(line) for line in client.files.content(batch.output_file_id).text.splitlines()]

@@ -6,7 +6,6 @@ ends may have the database open. The database has no API keys: an owner is a key
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import secrets
@@ -20,6 +19,7 @@ from pathlib import Path
 import msgspec
 
 from slipstream.errors import InvalidOption, UserError
+from slipstream.file_lock import locked
 from slipstream.serve.http.batch.objects import OPEN, BatchObject, FileObject
 
 KEEP_SECONDS = 30 * 86400  # for which files and finished batches are kept
@@ -51,8 +51,7 @@ class BatchStore:
         self.num_owners = num_owners
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with open(self.folder / "open.lock", "wb") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)  # two processes do not set WAL at once
+            with locked(self.folder / "open.lock"):  # two processes do not set WAL at once
                 self._open()
         except (OSError, sqlite3.Error) as error:
             raise InvalidOption(f"cannot open the batch store in {folder}: {error}; give another batch_dir") from None

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import msgspec
 
+from slipstream.file_lock import locked
+
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS responses (
     id TEXT PRIMARY KEY, owner TEXT, used INT, size INT, body BLOB, messages BLOB, items BLOB) WITHOUT ROWID;
@@ -37,7 +39,14 @@ class ResponseStore:
         """`path`: of the database that several front ends share."""
         self._max_count = max_count
         self._max_bytes = max_bytes
-        where = ":memory:" if path is None else path
+        if path is None:
+            self._open(":memory:")
+            return
+        # SQLite does not wait for a process that sets WAL at the same time: the database is locked
+        with locked(path.with_suffix(".lock")):
+            self._open(path)
+
+    def _open(self, where: Path | str) -> None:
         self._db = sqlite3.connect(where, check_same_thread=False, isolation_level=None, timeout=30)
         self._db.execute("PRAGMA journal_mode = WAL")
         self._db.execute("PRAGMA synchronous = OFF")  # it need not survive the machine

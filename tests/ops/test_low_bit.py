@@ -89,7 +89,7 @@ def test_every_byte_is_multiplied(kind: str) -> None:
     weight = dequant.dequantize(random_blocks(kind, 66), kind).double()
     x = torch.randn(9, weight.shape[1], generator=torch.Generator().manual_seed(2))
     expected = x.double() @ weight.t()
-    found = Interleaved().pack(random_blocks(kind, 66), kind).multiply(x)
+    found = Interleaved().pack(kind, random_blocks(kind, 66)).multiply(x)
     assert (found - expected).norm() < 1e-4 * x.norm() * weight.norm() / 8
 
 
@@ -97,7 +97,7 @@ def test_every_byte_is_multiplied(kind: str) -> None:
 def test_a_lookup_has_the_bits_of_the_dequantised_rows(kind: str) -> None:
     usable(Interleaved(), kind)
     raw = torch.cat((raw_blocks(kind, 7, 768), random_blocks(kind, 7))) if kind in K_KINDS else raw_blocks(kind, 14, 96)
-    packed = Interleaved().pack(raw, kind)
+    packed = Interleaved().pack(kind, raw)
     ids = torch.tensor([13, 0, 6, 6, 3])
     found = packed.lookup(ids)
     assert found is not None and found.equal(dequant.dequantize(raw, kind)[ids])
@@ -110,7 +110,7 @@ def test_a_lookup_has_the_bits_of_the_dequantised_rows(kind: str) -> None:
 def test_product_is_near_the_dequantised_one(kernel: Kernel, kind: str, shape: tuple[int, int]) -> None:
     usable(kernel, kind)
     raw = raw_blocks(kind, *shape)
-    packed = kernel.pack(raw, kind)
+    packed = kernel.pack(kind, raw)
     x = torch.randn(65, shape[1], generator=torch.Generator().manual_seed(3))
     expected = x @ dequant.dequantize(raw, kind).t()
     for count in (1, 2, 7, 65):
@@ -123,7 +123,7 @@ def test_product_is_near_the_dequantised_one(kernel: Kernel, kind: str, shape: t
 def test_rows_that_do_not_follow_one_another_are_read_right(kernel: Kernel) -> None:
     usable(kernel)
     raw = raw_blocks("Q4_1", 40, 64)
-    packed = kernel.pack(raw, "Q4_1")
+    packed = kernel.pack("Q4_1", raw)
     x = torch.randn(6, 200, generator=torch.Generator().manual_seed(4))[:, 70:134]
     torch.testing.assert_close(packed.multiply(x), packed.multiply(x.contiguous()), rtol=0, atol=0)
 
@@ -133,7 +133,7 @@ def test_rows_that_do_not_follow_one_another_are_read_right(kernel: Kernel) -> N
 def test_a_rows_product_does_not_depend_on_the_batch(kernel: Kernel, kind: str) -> None:
     """Activations are quantised row by row, so alone and batched differ by no more than the sums of the offsets."""
     usable(kernel, kind)
-    packed = kernel.pack(raw_blocks(kind, 96, columns := some_columns(kind, 576)), kind)
+    packed = kernel.pack(kind, raw_blocks(kind, 96, columns := some_columns(kind, 576)))
     x = torch.randn(13, columns, generator=torch.Generator().manual_seed(5)) * torch.logspace(-3, 3, 13).unsqueeze(1)
     together = packed.multiply(x)
     for i in range(13):
@@ -147,7 +147,7 @@ def test_a_rows_product_does_not_depend_on_the_batch(kernel: Kernel, kind: str) 
 def test_any_number_of_tokens_gives_a_row_the_same_bits(kind: str) -> None:
     """Tiles of 8 tokens and less, and more tokens than are quantised at once."""
     usable(Interleaved())
-    packed = Interleaved().pack(raw_blocks(kind, 10, columns := some_columns(kind, 64)), kind)
+    packed = Interleaved().pack(kind, raw_blocks(kind, 10, columns := some_columns(kind, 64)))
     x = torch.randn(600, columns, generator=torch.Generator().manual_seed(6))
     together = packed.multiply(x)
     for count in (1, 2, 3, 4, 5, 6, 7, 8, 9, 255, 256, 257):
@@ -162,7 +162,7 @@ def test_an_outlier_costs_its_neighbours_little(kind: str) -> None:
     x = torch.randn(4, columns, generator=torch.Generator().manual_seed(7))
     x[:, 40] = 100.0
     expected = x.double() @ dequant.dequantize(raw, kind).double().t()
-    found = Interleaved().pack(raw, kind).multiply(x)
+    found = Interleaved().pack(kind, raw).multiply(x)
     assert (found - expected).abs().max() < 3e-4 * x.norm(dim=1).max()
 
 
@@ -182,7 +182,7 @@ def spoilt_rows(packed) -> torch.Tensor:
 def test_what_is_not_a_number_stays_so_in_its_own_row(kind: str) -> None:
     """So that the row is flagged, and no other."""
     usable(Interleaved())
-    found = spoilt_rows(Interleaved().pack(raw_blocks(kind, 10, some_columns(kind, 64)), kind))
+    found = spoilt_rows(Interleaved().pack(kind, raw_blocks(kind, 10, some_columns(kind, 64))))
     assert not found[[1, 4, 8]].isfinite().any() and found[6].eq(0).all() and found[7].abs().max() < 1e-30
 
 
@@ -204,10 +204,10 @@ def test_plain_c_gives_what_the_vectors_give(tmp_path: Path, monkeypatch) -> Non
     for kind in dequant.KINDS:
         x = torch.randn(11, columns := some_columns(kind, 576), generator=torch.Generator().manual_seed(9))
         raw = raw_blocks(kind, 30, columns)
-        packed = Interleaved().pack(raw, kind)
+        packed = Interleaved().pack(kind, raw)
         expected = packed.multiply(x)
         magnitudes = x.abs() @ dequant.dequantize(raw, kind).float().abs().t()
-        small = Interleaved().pack(raw_blocks(kind, 10, some_columns(kind, 64)), kind)
+        small = Interleaved().pack(kind, raw_blocks(kind, 10, some_columns(kind, 64)))
         with monkeypatch.context() as patch:
             patch.setattr(native, "library", lambda: plain)
             found = packed.multiply(x)
@@ -231,7 +231,7 @@ def test_tiles_give_the_bits_of_vectors(tmp_path: Path, monkeypatch) -> None:
     tiles.slip_low_bit.argtypes, tiles.slip_low_bit.restype = native.SIGNATURES["slip_low_bit"], native.INT
     for kind in dequant.KINDS:
         x = torch.randn(19, columns := some_columns(kind, 1600), generator=torch.Generator().manual_seed(9))
-        packed = Interleaved().pack(raw_blocks(kind, 30, columns), kind)
+        packed = Interleaved().pack(kind, raw_blocks(kind, 30, columns))
         alone = torch.cat([packed.multiply(row) for row in x.split(1)])  # a single token is never in a tile
         assert packed.multiply(x).equal(alone)
         with monkeypatch.context() as patch:
@@ -245,7 +245,7 @@ def test_memory_is_foreseen(kernel: Kernel, kind: str) -> None:
     usable(kernel, kind)
     if not kernel.suits_machine():
         pytest.skip(f"{kernel.name} is never chosen on this processor")
-    packed = kernel.pack(raw_blocks(kind, 96, columns := some_columns(kind, 576)), kind)
+    packed = kernel.pack(kind, raw_blocks(kind, 96, columns := some_columns(kind, 576)))
     values = [getattr(packed, name) for name in packed.__slots__]
     while any(isinstance(value, tuple) for value in values):
         values = [v for value in values for v in (value if isinstance(value, tuple) else (value,))]
@@ -257,19 +257,19 @@ def test_memory_is_foreseen(kernel: Kernel, kind: str) -> None:
 def test_a_large_weight_is_packed_in_chunks(kind: str, monkeypatch) -> None:
     usable(Interleaved())
     raw = raw_blocks(kind, 21, 512)
-    whole = Interleaved().pack(raw, kind)
+    whole = Interleaved().pack(kind, raw)
     monkeypatch.setattr(Interleaved, "_CHUNK", 8)
-    cut = Interleaved().pack(raw, kind)
+    cut = Interleaved().pack(kind, raw)
     assert cut.data.equal(whole.data) and cut.scale.equal(whole.scale) and cut.num_rows == 21
 
 
 def test_a_kernel_that_is_wrong_or_missing_is_not_taken() -> None:
     class Wrong(DynamicQuant):
-        def pack(self, raw, kind):
-            return super().pack(raw.flip(0), kind)
+        def pack(self, kind, raw):
+            return super().pack(kind, raw.flip(0))
 
     class Missing(DynamicQuant):
-        def pack(self, raw, kind):
+        def pack(self, kind, raw):
             return torch.ops.aten._there_is_no_such_op(raw)
 
     usable(DynamicQuant())

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from slipstream.ops import native
-from slipstream.ops.dequant import BLOCK_KINDS, split
+from slipstream.ops.dequant import BLOCK_KINDS, K_KINDS, KINDS, split
 from slipstream.ops.low_bit.interleaved import Interleaved
 
 
@@ -18,7 +18,7 @@ def test_four_rows_are_interleaved(kind: str, num_rows: int) -> None:
     groups = 3
     generator = torch.Generator().manual_seed(num_rows)
     raw = torch.randint(0, 120, (num_rows, groups * BLOCK_KINDS[kind][1]), dtype=torch.uint8, generator=generator)
-    packed, blocks = Interleaved().pack(raw, kind), split(raw, kind)
+    packed, blocks = Interleaved().pack(kind, raw), split(raw, kind)
     weights = blocks.bytes.view(torch.int32)
     for row in range(num_rows):
         assert packed.data[row // 4, :, :, row % 4].equal(weights[row])
@@ -35,4 +35,18 @@ def test_strided_rows_are_packed_as_their_copy() -> None:
     if not native.build():
         pytest.skip("no C compiler here, or the kernels are turned off")
     raw = torch.randint(0, 120, (8, 72), dtype=torch.uint8)
-    assert Interleaved().pack(raw[:, :36], "Q4_0").data.equal(Interleaved().pack(raw[:, :36].clone(), "Q4_0").data)
+    assert Interleaved().pack("Q4_0", raw[:, :36]).data.equal(Interleaved().pack("Q4_0", raw[:, :36].clone()).data)
+
+
+@pytest.mark.parametrize("sizes", [(4, 8, 5), (3, 5), (8,), (4, 2, 4)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_parts_are_packed_as_one_weight(kind: str, sizes: tuple[int, ...]) -> None:
+    if not native.build():
+        pytest.skip("no C compiler here, or the kernels are turned off")
+    num_bytes = 3 * BLOCK_KINDS[kind][1] if kind in BLOCK_KINDS else 2 * K_KINDS[kind]
+    raw = torch.randint(0, 120, (sum(sizes), num_bytes), dtype=torch.uint8)
+    whole, parts = Interleaved().pack(kind, raw), Interleaved().pack(kind, *raw.split(list(sizes)))
+    assert parts.num_rows == whole.num_rows == len(raw)
+    assert parts.data.equal(whole.data) and parts.scale.view(torch.uint8).equal(whole.scale.view(torch.uint8))
+    if whole.offset is not None:
+        assert parts.offset is not None and parts.offset.view(torch.uint8).equal(whole.offset.view(torch.uint8))

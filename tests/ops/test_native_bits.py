@@ -75,7 +75,7 @@ def run_low_bit() -> list[torch.Tensor]:
     for kind in KINDS:
         columns = 256 if kind in K_KINDS else 96
         raw = quantize((random(30, columns) + 0.5).numpy(), gguf.GGMLQuantizationType[kind])
-        packed = Interleaved().pack(torch.from_numpy(raw), kind)
+        packed = Interleaved().pack(kind, torch.from_numpy(raw))
         found += [packed.multiply(random(tokens, columns, seed=2)) for tokens in (1, 2, 5, 11)]
     return found
 

@@ -22,7 +22,7 @@ from slipstream.ops.linear import linear
 from slipstream.ops.linear.bfloat16 import linear_bfloat16
 from slipstream.ops.linear.native import skinny_gemm
 from slipstream.ops.low_bit import Kernel, Packed
-from slipstream.ops.weight_rows import WeightRows, dense_rows
+from slipstream.ops.weight_rows import WeightRows, dense_rows, join_rows
 
 BFLOAT16 = "BF16"  # as GGUF files name it
 
@@ -113,11 +113,10 @@ class LowBitWeight(PackedWeight):
     def pack(self, kind: str | None, pieces: list[CheckpointTensor]) -> PackedRun:
         if kind is None or kind == BFLOAT16:
             dtype = torch.float32 if kind is None else torch.bfloat16
-            return _PlainRows(_joined([piece.read().to(dtype) for piece in pieces]), self.format)
+            return _PlainRows(join_rows([piece.read().to(dtype) for piece in pieces]), self.format)
         self.format.is_used = True
-        raw = read_blocks(pieces)
-        packed = self.format.kernel.pack(raw, kind)
-        return _PackedRows(packed, kind, raw if len(pieces) == 1 else None)
+        parts = list(map(read_blocks, pieces))
+        return _PackedRows(self.format.kernel.pack(kind, *parts), kind, parts[0] if len(parts) == 1 else None)
 
 
 class PackedRun(Protocol):
@@ -169,14 +168,7 @@ class _PlainRows:
         return dense_rows(self.rows)
 
 
-def read_blocks(pieces: list[CheckpointTensor]) -> torch.Tensor:
-    """The packed bytes of several pieces, one below the other."""
-    found = []
-    for piece in pieces:
-        assert piece.blocks is not None
-        found.append(piece.blocks())
-    return _joined(found)
-
-
-def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+def read_blocks(piece: CheckpointTensor) -> torch.Tensor:
+    """The packed bytes, [rows, bytes per row]."""
+    assert piece.blocks is not None
+    return piece.blocks()

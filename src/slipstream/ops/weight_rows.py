@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -39,6 +40,11 @@ def dense_rows(weight: torch.Tensor) -> WeightRows | None:
     if layout is None or not weight.is_cpu or not weight.is_contiguous():
         return None
     return WeightRows(weight, len(weight), layout)
+
+
+def join_rows(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The parts one below the other; a single one is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts))
 
 
 LAYOUTS = {torch.float32: RowLayout.FLOAT32, torch.bfloat16: RowLayout.BFLOAT16}

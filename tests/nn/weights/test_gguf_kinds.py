@@ -154,7 +154,7 @@ def test_products_of_the_default_model_are_within_a_percent_and_a_half() -> None
         raw = torch.from_numpy(tensor.raw).view(tensor.shape[0], -1)
         x = torch.randn(5, tensor.shape[1], generator=generator)
         expected = x @ dequantize(raw, tensor.kind).t()
-        found = KERNEL.pack(raw, tensor.kind).multiply(x)
+        found = KERNEL.pack(tensor.kind, raw).multiply(x)
         assert (found - expected).norm() < 0.015 * expected.norm(), name
 
 

@@ -15,7 +15,7 @@ from slipstream.nn.weight_format import CheckpointTensor, Weight
 from slipstream.ops.linear import Activation, linear
 from slipstream.ops.quantized import QuantizedMatrix, dequantize, quantized_linear
 from slipstream.ops.quantized.gguf import GGUF_KINDS, gguf_bytes, gguf_matrix
-from slipstream.ops.weight_rows import WeightRows
+from slipstream.ops.weight_rows import WeightRows, join_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,9 @@ class GgufWeight(PackedWeight):
     def pack(self, kind: str | None, pieces: list[CheckpointTensor]) -> PackedRun:
         device, dtype = self.format.device, self.format.dtype
         if kind is not None:
-            return _MatrixRun(gguf_matrix(read_blocks(pieces), kind, self.num_columns, device), dtype)
+            return _MatrixRun(
+                gguf_matrix(join_rows(list(map(read_blocks, pieces))), kind, self.num_columns, device), dtype
+            )
         counts = [piece.shape[0] for piece in pieces]
         rows = torch.empty((sum(counts), self.num_columns), dtype=dtype, device=device)
         for piece, part in zip(pieces, rows.split(counts), strict=True):

@@ -10,6 +10,7 @@ import torch
 from slipstream.ops.dequant import BLOCK
 from slipstream.ops.low_bit.planes import PLANES, make_planes
 from slipstream.ops.low_bit.reference import add_group_sums
+from slipstream.ops.weight_rows import join_rows
 
 
 class DynamicQuant:
@@ -27,8 +28,8 @@ class DynamicQuant:
         # without KleidiAI torch computes this in a slow loop
         return on_arm and torch.backends.kleidiai.is_available()
 
-    def pack(self, raw: torch.Tensor, kind: str) -> _DynamicQuantWeight:
-        planes = make_planes(raw, kind)
+    def pack(self, kind: str, *parts: torch.Tensor) -> _DynamicQuantWeight:
+        planes = make_planes(join_rows(parts), kind)
         size = (planes.num_columns, planes.num_rows)
         packed = tuple(
             torch.ops.aten._dyn_quant_pack_4bit_weight(pairs, scale.bfloat16(), None, BLOCK, *size)
@@ -79,8 +80,8 @@ class Int4Pack:
         # without vector instructions torch computes this in a slow loop
         return on_x86 and torch.backends.cpu.get_cpu_capability() != "DEFAULT"
 
-    def pack(self, raw: torch.Tensor, kind: str) -> _Int4PackWeight:
-        planes = make_planes(raw, kind)
+    def pack(self, kind: str, *parts: torch.Tensor) -> _Int4PackWeight:
+        planes = make_planes(join_rows(parts), kind)
         packed = []
         for number, (pairs, scale) in enumerate(zip(planes.pairs, planes.scales, strict=True)):
             offset = planes.offset if number == 0 and planes.offset is not None else torch.zeros_like(scale)

@@ -44,7 +44,7 @@ def is_correct(kernel: Kernel) -> bool:
     raw[:, :4] = raw[:, 20:24] = heads  # scale and minimum of two blocks
     x = (0.4 + (columns * 0.7).sin()).expand(3, -1) * torch.tensor([[1.0], [-2.0], [0.5]])
     try:
-        found = kernel.pack(raw, "Q4_1").multiply(x)
+        found = kernel.pack("Q4_1", raw).multiply(x)
     except (RuntimeError, AttributeError, NotImplementedError):
         return False
     expected = multiply(x, make_planes(raw, "Q4_1"))

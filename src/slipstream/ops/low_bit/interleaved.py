@@ -13,7 +13,7 @@ import torch
 
 from slipstream.ops import native
 from slipstream.ops.dequant import BLOCK, BLOCK_KINDS, K_KINDS, KINDS, SUPERBLOCK, split_k
-from slipstream.ops.weight_rows import RowLayout, WeightRows
+from slipstream.ops.weight_rows import RowLayout, WeightRows, join_rows
 
 _LAYOUTS = {
     "Q4_0": RowLayout.Q4_0,
@@ -48,22 +48,29 @@ class Interleaved:
         """Compiles the kernels if necessary, so that the first run gives the same outputs as later ones."""
         return native.build()
 
-    def pack(self, raw: torch.Tensor, kind: str) -> _InterleavedWeight:
+    def pack(self, kind: str, *parts: torch.Tensor) -> _InterleavedWeight:
         if kind in K_KINDS:
+            raw = join_rows(parts)
             data, scales = _packed_in_chunks(raw, self._CHUNK, lambda rows: _pack_k(rows, kind))
             num_columns = raw.shape[1] // K_KINDS[kind] * SUPERBLOCK
             return _InterleavedWeight(data, scales, None, _LAYOUTS[kind], num_columns, len(raw))
         library = native.library()
         assert library is not None
         head, size = BLOCK_KINDS[kind]
-        raw, groups = raw.contiguous(), raw.shape[1] // size
-        num_blocks = -(-len(raw) // self._ROWS)
+        if any(len(part) % self._ROWS for part in parts[:-1]):
+            parts = (join_rows(parts),)
+        groups, num_rows = parts[0].shape[1] // size, sum(map(len, parts))
+        num_blocks = -(-num_rows // self._ROWS)
         data = torch.empty(num_blocks, groups, (size - head) // 4, 4, dtype=torch.int32)
         scale = torch.empty(num_blocks, groups, 1, 4, dtype=torch.half)
         offset = torch.empty_like(scale) if head == 4 else None
-        out = [None if part is None else part.data_ptr() for part in (data, scale, offset)]
-        library.slip_low_bit_pack(raw.data_ptr(), *out, head, size - head, len(raw), groups)
-        return _InterleavedWeight(data, scale, offset, _LAYOUTS[kind], groups * BLOCK, len(raw))
+        first = 0  # block of four rows
+        for part in parts:
+            raw = part.contiguous()
+            out = [None if whole is None else whole[first:].data_ptr() for whole in (data, scale, offset)]
+            library.slip_low_bit_pack(raw.data_ptr(), *out, head, size - head, len(raw), groups)
+            first += len(raw) // self._ROWS
+        return _InterleavedWeight(data, scale, offset, _LAYOUTS[kind], groups * BLOCK, num_rows)
 
     def num_bytes(self, kind: str, num_rows: int, num_columns: int) -> int:
         num_bytes = _NUM_BYTES[_LAYOUTS[kind]] * num_columns // SUPERBLOCK

@@ -30,8 +30,8 @@ class Kernel(Protocol):
     def suits_machine(self) -> bool:
         """Whether the kernel is fast on this machine. `is_correct` checks that it works."""
 
-    def pack(self, raw: torch.Tensor, kind: str) -> Packed:
-        """Packs the bytes of a GGUF tensor, [rows, bytes per row] uint8."""
+    def pack(self, kind: str, *parts: torch.Tensor) -> Packed:
+        """Packs the bytes of GGUF tensors that are one weight, one below the other: [rows, bytes per row] uint8."""
 
     def num_bytes(self, kind: str, num_rows: int, num_columns: int) -> int:
         """Bytes of such a weight when packed."""

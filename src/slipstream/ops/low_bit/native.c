@@ -113,23 +113,32 @@ int64_t slip_low_bit(const float *x, const uint8_t *weights, const void *scales,
     return 1;
 }
 
+// Four rows from `first` on. Inlined with constant sizes of a block: the copies are then loads and stores.
+static inline __attribute__((always_inline)) void interleave(const uint8_t *raw, uint8_t *data, uint8_t *scales,
+                                                             uint8_t *offsets, const int64_t head, const int64_t size,
+                                                             int64_t num_rows, int64_t groups, int64_t first) {
+    static const uint8_t zeros[36];
+    int64_t at = first / 4 * groups;
+    for (int64_t g = 0; g < groups; g++, at++)
+        for (int64_t r = 0; r < 4; r++) {
+            const uint8_t *block = first + r < num_rows ? raw + ((first + r) * groups + g) * (head + size) : zeros;
+            memcpy(scales + (at * 4 + r) * 2, block, 2);
+            if (head == 4) memcpy(offsets + (at * 4 + r) * 2, block + 2, 2);
+            for (int64_t c = 0; c < size; c += 4) memcpy(data + at * 4 * size + c * 4 + r * 4, block + head + c, 4);
+        }
+}
+
 // Interleaves rows of a GGUF file: raw [rows, groups] blocks of `head` bytes (scale, then offset if there are 4) and
 // `size` bytes of weights. data [rows / 4, groups, size / 4, 4 rows] of 4 bytes each, scales and offsets
-// [rows / 4, groups, 4 rows]; rows behind the last are zeros.
+// [rows / 4, groups, 4 rows]; rows behind the last are zeros. Small weights are packed by one thread: to wake others takes
+// longer, above all where other programs hold their cores.
 void slip_low_bit_pack(const uint8_t *raw, uint8_t *data, uint8_t *scales, uint8_t *offsets, int64_t head, int64_t size,
                        int64_t num_rows, int64_t groups) {
-#pragma omp parallel for if (num_rows * groups > 4096)
+#pragma omp parallel for if (num_rows * groups > 1 << 18)
     for (int64_t first = 0; first < num_rows; first += 4)
-        for (int64_t g = 0; g < groups; g++) {
-            int64_t at = first / 4 * groups + g;
-            for (int64_t r = 0; r < 4; r++) {
-                static const uint8_t zeros[36];
-                const uint8_t *block = first + r < num_rows ? raw + ((first + r) * groups + g) * (head + size) : zeros;
-                memcpy(scales + (at * 4 + r) * 2, block, 2);
-                if (head == 4) memcpy(offsets + (at * 4 + r) * 2, block + 2, 2);
-                for (int64_t c = 0; c < size; c += 4) memcpy(data + at * 4 * size + c * 4 + r * 4, block + head + c, 4);
-            }
-        }
+        if (head == 4) interleave(raw, data, scales, offsets, 4, 16, num_rows, groups, first);
+        else if (size == 16) interleave(raw, data, scales, offsets, 2, 16, num_rows, groups, first);
+        else interleave(raw, data, scales, offsets, 2, 32, num_rows, groups, first);
 }
 
 // out [tokens, groups * 32]: the weight rows `ids` in float32, rounded as the reference rounds. Other arguments as above.

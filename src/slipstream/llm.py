@@ -6,6 +6,7 @@ import itertools
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeVar
@@ -21,7 +22,7 @@ from slipstream.engine.record_folder import write_private
 from slipstream.engine.step_log import StepLog, stop
 from slipstream.errors import InvalidOption, InvalidParams, InvalidPrompt
 from slipstream.frontend.adapter_names import AdapterNames
-from slipstream.frontend.beam_grammar import BeamGrammar, allowed_entries
+from slipstream.frontend.beam_grammar import BeamGrammars, BeamStep
 from slipstream.frontend.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
 from slipstream.frontend.front_end_args import FrontEndArgs
 from slipstream.frontend.in_process import build_served, configs
@@ -36,7 +37,6 @@ from slipstream.frontend.vllm_methods import VllmMethods
 from slipstream.frontend.vllm_names import check_unused, refuse_unused
 from slipstream.lora_request import LoRARequest
 from slipstream.params import SamplingParams
-from slipstream.structured_params import StructuredOutputsParams
 from slipstream.text.tokenizer import Tokenizer
 from slipstream.transport.replica_source import has_replicas
 
@@ -75,6 +75,7 @@ class LLM(PoolingMethods, VllmMethods):
         given = options_of(model, models, options)
         self._request_numbers = itertools.count()
         self._adapter_names = AdapterNames()
+        self._beam_grammars = BeamGrammars()
         self._sync_loop: SyncLoop | ReplicaLoop
         self.cores: dict[str, EngineCore] = {}  # empty with replicas, which run in other processes
         if has_replicas(given):
@@ -204,19 +205,23 @@ class LLM(PoolingMethods, VllmMethods):
         if any(draft.prompt_embeds is not None for draft in drafts):
             raise InvalidPrompt("beam_search extends token ids, and a prompt is prompt_embeds; use generate")
         searches = [BeamSearch(draft.prompt_token_ids, params, served.description) for draft in drafts]
-        grammar = None if params.structured_outputs is None else self._beam_grammar(served, params)
+        grammar = self._beam_grammars.compile(served, params)
         at_once = len(searches) if concurrency_limit is None else max(concurrency_limit, 1)
         parts = [searches[start : start + at_once] for start in range(0, len(searches), at_once)]
         with progress(params.max_tokens * len(parts), "steps", use_tqdm) as advance:
             for part in parts:
                 while beams := [beam.tokens for search in part for beam in search.beams]:
-                    steps = [step] * len(beams)
+                    steps = [BeamStep(step)] * len(beams)
                     if grammar is not None:
                         starts = [search.num_prompt for search in part for _ in search.beams]
-                        steps = [grammar.step(step, beam[start:]) for beam, start in zip(beams, starts, strict=True)]
-                    outputs = self.generate(beams, steps, False, lora_request=lora_request, model=model)
+                        steps = grammar.steps(step, beams, starts)
+                    call = partial(self.generate, use_tqdm=False, lora_request=lora_request, model=model)
+                    outputs = call(beams, [own.params for own in steps])
+                    for index, (own, output) in enumerate(zip(steps, outputs, strict=True)):
+                        if not own.kept(output.outputs[0].logprobs[0]):  # type: ignore[index]
+                            (outputs[index],) = call([beams[index]], own.again())
                     entries = iter(
-                        allowed_entries(own, output.outputs[0].logprobs[0])  # type: ignore[index]
+                        own.kept(output.outputs[0].logprobs[0])  # type: ignore[index]
                         for own, output in zip(steps, outputs, strict=True)
                     )
                     for search in part:
@@ -227,16 +232,6 @@ class LLM(PoolingMethods, VllmMethods):
             for sequence in (each for result in results for each in result.sequences):
                 sequence.text = tokenizer.decode(sequence.tokens)
         return results
-
-    def _beam_grammar(self, served: ServedModel, params: BeamSearchParams) -> BeamGrammar:
-        constraints = self._own_loop().lanes.cores[served.base_name].constraints
-        assert constraints is not None, "models that generate take structured output"
-        wanted = SamplingParams(structured_outputs=params.structured_outputs)
-        if served.inputs.checks.structured_config is not None:
-            wanted = served.inputs.checks.structured_config.with_defaults(wanted)
-        ends = () if params.ignore_eos else served.description.eos_token_ids
-        assert isinstance(wanted.structured_outputs, StructuredOutputsParams)
-        return BeamGrammar(constraints.grammars, wanted.structured_outputs, ends)
 
     def stream(
         self,
@@ -299,6 +294,7 @@ class LLM(PoolingMethods, VllmMethods):
             if not self._sync_loop.closed:
                 self._sync_loop.close()
                 self._free()
+                self._beam_grammars.close()
                 self.cores.clear()
 
     def __enter__(self) -> LLM:

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from slipstream import LLM, SamplingParams
+from slipstream import LLM, BeamSearchParams, SamplingParams
 from slipstream.config.gpus import rank_environment, visible_gpus
 from slipstream.config.options import make_options
 from slipstream.errors import EngineClosed, InvalidOption
@@ -35,6 +35,10 @@ def test_two_replicas_give_the_results_of_one_engine_also_after_one_is_killed(fo
         assert streamed[-1].outputs[0].token_ids == wanted[0][0] and len(streamed) > 1
         with pytest.raises(InvalidOption, match="data_parallel_size"):
             llm.core  # noqa: B018
+        beams = BeamSearchParams(beam_width=2, max_tokens=6, structured_outputs={"choice": ["ab", "ba"]})
+        (found,) = llm.beam_search([prompts[0]], beams)
+        tails = {llm.get_tokenizer().decode(sequence.tokens[3:]) for sequence in found.sequences}
+        assert tails == {"ab", "ba"}
         replicas = llm._sync_loop.engine.client.replicas
         assert all(each.lanes[0].num_steps for each in replicas)  # both have worked
         os.kill(replicas[0].pid, signal.SIGKILL)

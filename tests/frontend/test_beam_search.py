@@ -14,6 +14,7 @@ import pytest
 from scripted_core import facts
 from slipstream import LLM, SamplingParams
 from slipstream.errors import InvalidParams, PromptTooLong
+from slipstream.frontend import beam_grammar
 from slipstream.frontend.beam_search import BeamSearch, BeamSearchParams
 from slipstream.frontend.results import Logprob
 from tiny import write_tiny
@@ -139,7 +140,7 @@ def test_transformers_finds_the_same(tmp_path):
         assert greedy.sequences[0].tokens == reference[0].tolist()
 
 
-def test_structured_output(tmp_path):
+def test_structured_output(tmp_path, monkeypatch):
     """Against a search over all choices, by the logprobs of their tokens."""
     folder = str(write_tiny(tmp_path, "llama"))
     with LLM(folder, use_tqdm_on_load=False, dtype="float64", num_threads=1, max_model_len=64) as llm:
@@ -154,5 +155,10 @@ def test_structured_output(tmp_path):
         (output,) = llm.generate([scored], SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)
         total = sum(entry[token].logprob for entry, token in zip(output.prompt_logprobs[3:], scored[3:], strict=True))
         assert best.cum_logprob == pytest.approx(total)
+        for num_reported in (0, 1024):  # many allowed tokens, or few: "[" and "]" are not the likeliest
+            monkeypatch.setattr(beam_grammar, "MAX_REPORTED", num_reported)
+            params = BeamSearchParams(beam_width=1, max_tokens=6, structured_outputs={"choice": ["[]"]})
+            ((only,),) = [one.sequences for one in llm.beam_search([prompt], params)]
+            assert tokenizer.decode(only.tokens[3:]) == "[]" and only.finish_reason == "stop"
         with pytest.raises(InvalidParams, match="end token"):
             llm.beam_search([prompt], msgspec.structs.replace(params, ignore_eos=True))

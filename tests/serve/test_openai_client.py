@@ -222,6 +222,31 @@ def test_beam_search_is_that_of_the_script_api(client, llm):
     assert told.value.code == "context_length_exceeded"
 
 
+@pytest.mark.parametrize("field", ["response_format", "structured_outputs", "guided_json"])
+def test_beams_follow_a_grammar_as_in_the_script_api(client, llm, field):
+    schema = {"enum": ["one", "two", "seven"]}
+    given = {"structured_outputs": {"json": schema}, "guided_json": schema}.get(field)
+    if field == "response_format":
+        given = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    prompts = ["Once upon", "a time"]
+    params = BeamSearchParams(beam_width=3, max_tokens=16, structured_outputs={"json": schema})
+    wanted = llm.beam_search(prompts, params)
+    extra = dict(use_beam_search=True, return_token_ids=True, **{field: given})
+    answer = client.completions.create(model="tiny", prompt=prompts, n=3, max_tokens=16, extra_body=extra)
+    found = [choice.prompt_token_ids + choice.token_ids for choice in answer.choices]
+    assert found == [sequence.tokens for result in wanted for sequence in result.sequences] and len(found) == 6
+    assert sorted(choice.text for choice in answer.choices) == sorted(2 * ['"one"', '"two"', '"seven"'])
+    assert {choice.finish_reason for choice in answer.choices} == {"stop"}
+
+
+def test_a_wrong_grammar_of_beams_names_its_field(client):
+    for field, given in (("guided_regex", "(" * 9), ("response_format", {"type": "json_object"})):
+        extra = dict(use_beam_search=True, ignore_eos=True, **{field: given})
+        with pytest.raises(openai.BadRequestError) as told:
+            client.completions.create(model="tiny", prompt="x", n=2, extra_body=extra)
+        assert told.value.param == field
+
+
 def test_errors_are_the_clients_own_exceptions(client, server):
     with pytest.raises(openai.AuthenticationError):
         openai.OpenAI(base_url=f"{server.url}/v1", api_key="wrong").models.list()

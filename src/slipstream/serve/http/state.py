@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from slipstream.frontend.async_engine import AsyncEngine
+from slipstream.frontend.beam_grammar import BeamGrammars
 from slipstream.frontend.offload import LONG, OFFLOAD
 from slipstream.metrics.board import Board
 from slipstream.metrics.traces import Traces
@@ -41,6 +42,7 @@ class State:
         self.bodies = Bodies(settings, self.counters)
         self.batches: BatchService | None = None  # set by the worker, where the server has a store
         self.responses = ResponseStore(settings.max_stored_responses, settings.max_stored_response_bytes, responses)
+        self.beam_grammars = BeamGrammars()
         self.started = int(time.time())
         self.draining = False
         self.stalled: str | None = None  # set by the watchdog

@@ -120,6 +120,7 @@ class _Worker:
         if self.state.batches is not None:
             self.state.batches.close()
         self.state.responses.close()
+        self.state.beam_grammars.close()
         if self.state.traces is not None:
             await asyncio.to_thread(self.state.traces.close)
         if failure is None:

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 from functools import partial
 
+from slipstream.frontend.beam_grammar import BeamStep
 from slipstream.frontend.beam_search import BeamSearch, BeamSearchParams
+from slipstream.frontend.request_state import GenerationRequestState
+from slipstream.frontend.results import Logprob
 from slipstream.frontend.served import ServedModel
+from slipstream.params import SamplingParams
 from slipstream.serve.http.errors import bad_request
+from slipstream.serve.http.openai import structured
 from slipstream.serve.http.openai.completion_types import (
     CompletionChoice,
     CompletionRequest,
@@ -29,7 +35,8 @@ _MAX_TOKENS = 16  # of a request without max_tokens, as in OpenAI's API
 _FIELDS = {
     "model", "prompt", "n", "max_tokens", "use_beam_search", "length_penalty", "ignore_eos", "priority", "cache_salt",
     "include_stop_str_in_output", "temperature", "add_special_tokens", "return_token_ids", "truncate_prompt_tokens",
-    "user", "metadata", "safety_identifier", "prompt_cache_key", *REFUSED,
+    "user", "metadata", "safety_identifier", "prompt_cache_key", *structured.FIELDS, "guided_whitespace_pattern",
+    *REFUSED,
 }  # fmt: skip
 _STEP_FIELDS = ("priority", "cache_salt", "truncate_prompt_tokens")
 
@@ -51,6 +58,7 @@ async def beam_completion(request: Request, body: CompletionRequest) -> Completi
         temperature=body.temperature or 0.0,
         length_penalty=1.0 if body.length_penalty is None else body.length_penalty,
         include_stop_str_in_output=bool(body.include_stop_str_in_output),
+        structured_outputs=structured.structured_outputs(given, request.field_names),
     )
     prompts = prompts_of(body.prompt)
     request.check_count(len(prompts), "prompt")
@@ -66,29 +74,49 @@ async def _search(
     first = {each: getattr(body, each) for each in _STEP_FIELDS if getattr(body, each) is not None}
     step = step.with_changes(**first)
     special = body.add_special_tokens is not False
+
+    async def run(inputs: list[object], each: list[SamplingParams]) -> list[GenerationRequestState]:
+        size = sum(len(prompt) for prompt in inputs if isinstance(prompt, str))
+        prepare = partial(submits_for, request, name, inputs, each, add_special_tokens=special)
+        with await start(request, name, len(inputs), size, prepare, stream=False, limit=None) as stream:
+            return await stream.wait()
+
+    grammar, steps = None, [BeamStep(step)] * len(prompts)
+    if params.structured_outputs is not None:
+        # in threads: a grammar takes up to seconds to compile, and the allowed tokens of many beams milliseconds
+        grammar = await asyncio.to_thread(request.state.beam_grammars.compile, served, params)
+        assert grammar is not None, "the search has one"
+        steps = [await asyncio.to_thread(grammar.step, step, ())] * len(prompts)
     inputs: list[object] = prompts
     searches: list[BeamSearch] = []
     while inputs:
-        size = sum(len(prompt) for prompt in inputs if isinstance(prompt, str))
-
-        prepare = partial(submits_for, request, name, inputs, step, add_special_tokens=special)
-        with await start(request, name, len(inputs), size, prepare, stream=False, limit=None) as stream:
-            states = await stream.wait()
+        states = await run(inputs, [own.params for own in steps])
+        for index, own in enumerate(steps):
+            if not own.kept(_entries(states[index])):
+                (states[index],) = await run([inputs[index]], [own.again()])
         if not searches:
             searches = [BeamSearch(state.message.prompt_token_ids, params, served.description) for state in states]
             step = step.with_changes(truncate_prompt_tokens=None)
-        outputs = iter(states)
+        outputs = zip(steps, states, strict=True)
         for search in searches:
             likeliest = []
             for _ in search.beams:
-                state = next(outputs)
-                check_end(state)
-                assert state.samples[0].logprobs is not None, "the step asks for logprobs"
-                likeliest.append(state.samples[0].logprobs[0])
+                own, state = next(outputs)
+                likeliest.append(own.kept(_entries(state)))
             search.take(likeliest)
             await asyncio.sleep(0)  # with many beams a step takes milliseconds: other requests come first
-        inputs = [beam.tokens for search in searches for beam in search.beams]
+        beams = [beam.tokens for search in searches for beam in search.beams]
+        inputs, steps = list[object](beams), [BeamStep(step)] * len(beams)
+        if grammar is not None:
+            starts = [search.num_prompt for search in searches for _ in search.beams]
+            steps = await asyncio.to_thread(grammar.steps, step, beams, starts)
     return searches
+
+
+def _entries(state: GenerationRequestState) -> Mapping[int, Logprob]:
+    check_end(state)
+    assert state.samples[0].logprobs is not None, "the step asks for logprobs"
+    return state.samples[0].logprobs[0]
 
 
 def _answer(

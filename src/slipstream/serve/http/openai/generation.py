@@ -59,10 +59,16 @@ def _check_room(request: Request, model: str | None, message: Submit, limit: int
 
 
 def submits_for(
-    request: Request, model: str | None, prompts: Sequence[Any], params: SamplingParams, *, add_special_tokens: bool
+    request: Request,
+    model: str | None,
+    prompts: Sequence[Any],
+    params: SamplingParams | Sequence[SamplingParams],
+    *,
+    add_special_tokens: bool,
 ) -> list[PreparedPrompt]:
+    """`params`: of all prompts, or of each."""
     engine = request.state.engine
-    inputs, each = engine.model(model).inputs, [params] * len(prompts)
+    inputs, each = engine.model(model).inputs, [params] * len(prompts) if isinstance(params, SamplingParams) else params
     return list(GenerationPrompts(inputs, prompts, each, engine.new_id, add_special_tokens=add_special_tokens))
 
 

@@ -105,6 +105,13 @@ def test_a_command_loads_no_other_command():
     assert commands.intersection(loaded) == {"slipstream.serve.cli.chat", "slipstream.serve.cli.version"}
 
 
+def test_an_engine_loads_nothing_that_only_structured_output_needs():
+    modules = ("scheduler.scheduler", "engine.core", "engine.recorder", "frontend.inputs", "frontend.sync_loop")
+    loaded = load("\n".join(f"import slipstream.{name}" for name in modules), ("torch", "llguidance"))
+    rest = ("slipstream.scheduler.grammar.translate", "slipstream.scheduler.grammar.schema_nodes", "numpy.random")
+    assert not set(rest).intersection(loaded)
+
+
 def test_no_module_imports_itself_through_others():
     cycles = import_cycles(import_graph(SRC))
     assert not cycles, f"import cycles (imports under TYPE_CHECKING count): {[sorted(cycle) for cycle in cycles]}"

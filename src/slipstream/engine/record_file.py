@@ -5,6 +5,7 @@ A file is a magic line and zlib-compressed msgpack. Reading a file decodes known
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import platform
 import zlib
@@ -111,7 +112,7 @@ def decode(data: bytes, name: str) -> Recording:
         content = unpack.decompress(data[len(MAGIC) :], MAX_CONTENT)
         if not unpack.eof:
             raise UserError(f"{name} is cut off, or has more than {MAX_CONTENT} bytes; record fewer steps")
-        return _DECODER.decode(content)
+        return _decoder().decode(content)
     except (zlib.error, msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise UserError(f"{name} cannot be read: {error}; record it again with this version") from None
 
@@ -207,4 +208,9 @@ def _decode_array(kind: type, value: object) -> object:
 
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_encode_array)
-_DECODER = msgspec.msgpack.Decoder(Recording, dec_hook=_decode_array)
+
+
+@functools.cache
+def _decoder() -> msgspec.msgpack.Decoder[Recording]:
+    """Takes 9 ms to make, and most engines read no recording."""
+    return msgspec.msgpack.Decoder(Recording, dec_hook=_decode_array)

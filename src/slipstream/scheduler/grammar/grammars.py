@@ -10,28 +10,22 @@ import ctypes
 import itertools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from slipstream.config.buffer_size import mask_words
 from slipstream.errors import InvalidParams
-from slipstream.scheduler.grammar import pool_library
-from slipstream.scheduler.grammar.checker import GrammarChecker, GrammarTooComplex
-from slipstream.scheduler.grammar.compiled import CompiledGrammar, Matcher
-from slipstream.scheduler.grammar.lark_nodes import BadGrammar
-from slipstream.scheduler.grammar.native_matcher import NativeVocabulary, llguidance_library
-from slipstream.scheduler.grammar.schema_nodes import SchemaNodes, schema_nodes
-from slipstream.scheduler.grammar.translate import translate
+from slipstream.scheduler.grammar.checker import GrammarChecker
+from slipstream.scheduler.grammar.compiled import CompiledGrammar
 from slipstream.structured_params import StructuredOutputsParams
 from slipstream.text.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from slipstream.scheduler.grammar.grammar_compiler import GrammarCompiler
+
 MAX_CACHED = 256  # specifications
-MAX_SPARES = 64  # matchers of ended sessions that a grammar keeps
-_NUM_WITH_SPARES = 8  # grammars, those used last, that keep such matchers
+_NUM_WITH_SPARES = 8  # grammars, those used last, that keep matchers of ended sessions
 NUM_THREADS = 2
-_MAX_ERROR_CHARS = 500
 
 
 class Grammars:
@@ -44,7 +38,7 @@ class Grammars:
         self._pool: ThreadPoolExecutor | None = None
         self._local = threading.local()  # each thread has a checker
         self._checkers: list[GrammarChecker] = []
-        self._vocabulary: tuple[Callable[[str, SchemaNodes | None], Matcher], Mapping[str, int]] | None = None
+        self._compiler: GrammarCompiler | None = None
         self.threads: ctypes.CDLL | None = None  # that can run the matchers; known after the first compilation
         self._lock = threading.Lock()
 
@@ -83,51 +77,23 @@ class Grammars:
             checker.close()
 
     def _compile(self, params: StructuredOutputsParams) -> CompiledGrammar:
-        new_matcher, special_tokens = self._open_vocabulary()
-        try:
-            grammar = translate(params, special_tokens)
-            error = self._checker().check(grammar)
-            if not error:
-                matcher = new_matcher(grammar, schema_nodes(params, grammar))
-                if not (error := matcher.get_error()):
-                    mask = np.zeros(mask_words(self.vocab_size), np.uint32)
-                    matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)  # the first one is the slowest
-                    return CompiledGrammar(matcher, 0 if self.threads is None else MAX_SPARES)
-        except (BadGrammar, GrammarTooComplex) as failure:
-            error = str(failure)
-        error = error.replace("<non-verbose/>", "").strip()
-        if error.startswith("NoExtension"):
-            error = "no text matches it"
-        if len(error) > _MAX_ERROR_CHARS:
-            error = error[:_MAX_ERROR_CHARS] + " ..."
-        raise InvalidParams(f"structured_outputs cannot be used: {error}", param="structured_outputs")
+        return self._open_compiler().compile(params, self._checker())
 
-    def _open_vocabulary(self) -> tuple[Callable[[str, SchemaNodes | None], Matcher], Mapping[str, int]]:
-        """A function that makes a matcher of a grammar, and the ids of special tokens by their text."""
+    def _open_compiler(self) -> GrammarCompiler:
         with self._lock:
-            if self._vocabulary is None:
+            if self._compiler is None:
+                # imported here, in a thread: an engine without structured output does not need it
+                from slipstream.scheduler.grammar.grammar_compiler import GrammarCompiler
+
                 tokenizer = self._load_tokenizer()
                 if tokenizer is None:
                     raise InvalidParams(
                         "structured_outputs need a tokenizer, and `skip_tokenizer_init=True` is set; unset it",
                         param="structured_outputs",
                     )
-                texts = {text: token for token in tokenizer.special_ids if (text := tokenizer.piece(token))}
-                self._vocabulary = self._make_compiler(tokenizer), texts
-            return self._vocabulary
-
-    def _make_compiler(self, tokenizer: Tokenizer) -> Callable[[str, SchemaNodes | None], Matcher]:
-        from llguidance import LLMatcher, LLParserLimits
-
-        from slipstream.text.grammar_vocab import GrammarVocabulary, grammar_vocabulary
-
-        threads = pool_library.load() if llguidance_library() is not None else None
-        if threads is not None:
-            native = NativeVocabulary(GrammarVocabulary(tokenizer, self.vocab_size), threads)
-            self.threads = threads
-            return native.compile
-        vocabulary, limits = grammar_vocabulary(tokenizer, self.vocab_size), LLParserLimits(verbose_errors=False)
-        return lambda grammar, _: LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
+                self._compiler = GrammarCompiler(tokenizer, self.vocab_size)
+                self.threads = self._compiler.threads
+            return self._compiler
 
     def _checker(self) -> GrammarChecker:
         checker: GrammarChecker | None = getattr(self._local, "checker", None)

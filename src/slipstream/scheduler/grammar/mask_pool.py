@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from slipstream.config.cpus import num_cpus
 from slipstream.scheduler.grammar.draw_group import DrawGroup
-from slipstream.scheduler.grammar.native_matcher import llguidance_library
+from slipstream.scheduler.grammar.llguidance_library import llguidance_library
 from slipstream.scheduler.grammar.session import Session, Words
 from slipstream.step import StepMasks
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +19,7 @@ from slipstream.structured_params import StructuredOutputsParams
 
 EXACT, SCALAR, STRING, OBJECT, ARRAY, ANY = range(6)  # as in json_state.c
 NODE = np.dtype([(name, np.int32) for name in ("kind", "min", "max", "child", "first", "num")])
-_SALT = hashlib.sha256(np.random.default_rng().bytes(16)).digest()
+_SALT = hashlib.sha256(os.urandom(16)).digest()
 _MAX_NODES = 4096
 _ANNOTATIONS = {
     "title",

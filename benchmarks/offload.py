@@ -52,6 +52,7 @@ def step_time(llm: LLM, rows: int, num_tokens: int) -> float:
         params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
         best = float("inf")
         for _ in range(2):
+            llm.reset_prefix_cache()
             start = time.perf_counter()
             llm.generate(prompts, params, use_tqdm=False)
             best = min(best, time.perf_counter() - start)

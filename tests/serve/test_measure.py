@@ -31,7 +31,8 @@ def as_gpu(llm):
     """The engine as `measure` sees it, on a device that is not the CPU."""
     device = msgspec.structs.replace(llm.config.device, kind="cuda")
     config = msgspec.structs.replace(llm.config, device=device)
-    return SimpleNamespace(config=config, core=llm.core, inputs=llm.inputs, tokenizer=None)
+    reset = llm.reset_prefix_cache
+    return SimpleNamespace(config=config, core=llm.core, inputs=llm.inputs, tokenizer=None, reset_prefix_cache=reset)
 
 
 @pytest.fixture
@@ -62,6 +63,14 @@ def test_on_a_gpu_the_warm_up_has_every_size_of_step_that_a_trial_has(llm, captu
 def test_a_cpu_captures_nothing_and_needs_one_short_request(llm, captured):
     (trial,) = measure(llm, Workload(num_prompts=16, input_len=40, output_len=30), bench_params())
     assert len(captured) - trial.num_steps <= 5
+
+
+def test_every_trial_starts_with_an_empty_prefix_cache(llm):
+    """Also one of a workload that was measured before, whose prompts are the same."""
+    workload = Workload(num_prompts=2, input_len=100, output_len=2)
+    assert [measure(llm, workload, bench_params())[0].cached_tokens for _ in range(2)] == [0, 0]
+    outputs = llm.generate([item.prompt for item in workload.items(llm.config.model.info.vocab_size)], use_tqdm=False)
+    assert all(output.num_cached_tokens for output in outputs)  # the engine has a prefix cache
 
 
 def test_trials_are_in_the_order_in_which_they_ran(llm, monkeypatch):

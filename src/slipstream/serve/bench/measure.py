@@ -114,7 +114,8 @@ def measure(
     detokenize: bool = False,
     advance: Advance = lambda tokens: None,
 ) -> list[Trial]:
-    """Returns `repeats` trials in the order in which they ran. A warm-up before them takes the first-use costs.
+    """Returns `repeats` trials in the order in which they ran. A warm-up before them takes the first-use costs. Each
+    trial has its own prompts and starts with an empty prefix cache, which may have those of an earlier call.
 
     `rate`: mean arrivals per second of a Poisson process; without it all requests arrive at the start.
     """
@@ -128,7 +129,7 @@ def measure(
     if warmup:
         first = _warm_up_items(llm.config, workload, concurrency)
         _run(llm, first, params, concurrency, None, detokenize, lambda tokens: None)
-    # trials at a rate have other prompts than those before, which measured the possible rate: no prefix cache hits
+    # trials at a rate have other prompts than those before, which measured the possible rate
     trial_numbers = range(repeats) if rate is None else range(repeats, 2 * repeats)
     return [
         _run(
@@ -171,6 +172,7 @@ def _run(
 ) -> Trial:
     from slipstream.frontend.request_state import OutputProcessor  # slow to import, and not needed for --help
 
+    llm.reset_prefix_cache()
     core, clock = llm.core, time.perf_counter
     outputs = OutputProcessor(llm.tokenizer if detokenize else None)
     limit = len(items) if concurrency is None else concurrency

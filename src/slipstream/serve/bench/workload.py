@@ -39,8 +39,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         return self.input_len + self.output_len
 
     def items(self, vocab_size: int, trial: int = 0) -> list[Item]:
-        """Returns the requests of a trial. Trials have the same lengths and different tokens, so that none gets prefix
-        cache hits of another."""
+        """Returns the requests of a trial. Trials have the same lengths and different tokens."""
         lengths = random.Random(self.seed)
         tokens = random.Random(f"{self.seed} {trial} {self.num_prompts} {self.input_len} {self.output_len}")
         ids = range(vocab_size)

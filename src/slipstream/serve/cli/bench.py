@@ -92,7 +92,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         type=int,
         default=1,
         metavar="N",
-        help="number of trials, of which the best is reported (default: 1)",
+        help="number of trials, each with an empty prefix cache, of which the best is reported (default: 1)",
     )
     command.add_argument("--no-warmup", action="store_true", help="include first-use costs in the first trial")
     command.add_argument("--detokenize", action="store_true", help="also detokenise; needs the model's tokenizer")

@@ -20,12 +20,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek": ("deepseek_v3", {}),
 }
 PARAMS = [
-    SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, logprobs=2),
-    SamplingParams(temperature=0.8, seed=3, n=2, max_tokens=10, ignore_eos=True),
-    SamplingParams(temperature=0, max_tokens=10, ignore_eos=True),
-    SamplingParams(temperature=1.0, seed=4, top_k=20, n=2, max_tokens=30, ignore_eos=True),
-    SamplingParams(temperature=0, prompt_logprobs=1, max_tokens=10, ignore_eos=True),
-    SamplingParams(temperature=0, max_tokens=10, ignore_eos=True),
+    SamplingParams(temperature=0, max_tokens=14, ignore_eos=True, logprobs=2),
+    SamplingParams(temperature=0.8, seed=3, n=2, max_tokens=8, ignore_eos=True),
+    SamplingParams(temperature=0, max_tokens=8, ignore_eos=True),
+    SamplingParams(temperature=1.0, seed=4, top_k=20, n=2, max_tokens=14, ignore_eos=True),
+    SamplingParams(temperature=0, prompt_logprobs=1, max_tokens=8, ignore_eos=True),
+    SamplingParams(temperature=0, max_tokens=8, ignore_eos=True),
 ]
 
 
@@ -80,7 +80,7 @@ def test_random_weights_and_the_memory_plan(family: str, tmp_path: Path) -> None
         str(folder), use_tqdm_on_load=False, load_format="dummy", max_model_len=64, num_pages=64, num_threads=1
     ) as llm:
         (result,) = llm.generate([[5, 6, 7]], PARAMS[0], use_tqdm=False)
-    assert len(result.outputs[0].token_ids) == 30
+    assert len(result.outputs[0].token_ids) == 14
 
 
 def change(folder: Path, **facts: Any) -> Path:

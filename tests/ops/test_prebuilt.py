@@ -14,43 +14,81 @@ import gguf
 import pytest
 
 from child import child_env
-from slipstream.ops.prebuilt import LEVELS, best_level, processor_features
+from slipstream.ops import prebuilt
+from slipstream.ops.prebuilt import LEVELS, processor_features, usable_levels
 from tiny import write_tiny
 from tiny_gguf import write_gguf
 
 ROOT = Path(__file__).parents[2]
-HASWELL = frozenset({"fpu", "sse", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"})
-ICE_LAKE = HASWELL | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_vnni"}
+HASWELL = frozenset({"fpu", "sse", "avx", "avx2", "abm", "bmi1", "bmi2", "f16c", "fma", "movbe"})
+SKYLAKE_SERVER = HASWELL | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+CASCADE_LAKE = SKYLAKE_SERVER | {"avx512_vnni"}
+ICE_LAKE = CASCADE_LAKE | {"avx512ifma", "avx512vbmi", "avx512_vbmi2", "avx512_bitalg", "avx512_vpopcntdq"}
+SAPPHIRE_RAPIDS = ICE_LAKE | {"avx_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_int8", "amx_bf16"}
+AMX = {"amx_tile", "amx_int8", "amx_bf16"}
+GRAVITON2 = frozenset({"asimd", "asimddp", "asimdrdm", "atomics"})
 
 
 @pytest.mark.parametrize(
     ("machine", "features", "level"),
     [
-        ("x86_64", ICE_LAKE | {"amx_tile", "amx_int8", "amx_bf16"}, "amx"),
-        ("x86_64", ICE_LAKE | {"amx_tile"}, "avx512vnni"),
-        ("x86_64", ICE_LAKE - {"avx512_vnni"}, "avx2"),
-        ("x86_64", HASWELL | {"avx_vnni"}, "avxvnni"),
-        ("x86_64", HASWELL, "avx2"),
-        ("x86_64", HASWELL - {"fma"}, "baseline"),
-        ("aarch64", frozenset({"asimd", "asimddp", "asimdrdm", "atomics"}), "dotprod"),
-        ("aarch64", frozenset({"asimd"}), "baseline"),
+        pytest.param("x86_64", SAPPHIRE_RAPIDS, "amx", id="Sapphire Rapids"),
+        pytest.param("x86_64", SAPPHIRE_RAPIDS - AMX, "avx512vnni", id="Sapphire Rapids, a VM without AMX"),
+        pytest.param("x86_64", SAPPHIRE_RAPIDS - {"amx_bf16"}, "avx512vnni", id="AMX without bfloat16"),
+        pytest.param("x86_64", ICE_LAKE | {"amx_tile"}, "avx512vnni", id="AMX without products"),
+        pytest.param("x86_64", ICE_LAKE, "avx512vnni", id="Ice Lake"),
+        pytest.param("x86_64", CASCADE_LAKE, "avx512vnni", id="Cascade Lake: no bfloat16"),
+        pytest.param("x86_64", ICE_LAKE | {"avx512_bf16"}, "avx512vnni", id="Zen 4"),
+        pytest.param("x86_64", ICE_LAKE | {"avx512_bf16", "avx_vnni"}, "avx512vnni", id="Zen 5"),
+        pytest.param("x86_64", SKYLAKE_SERVER, "avx2", id="Skylake: AVX-512 without VNNI"),
+        pytest.param("x86_64", HASWELL | {"avx512f", "avx512cd", "avx512er"}, "avx2", id="Xeon Phi"),
+        pytest.param("x86_64", HASWELL | {"avx_vnni"}, "avxvnni", id="Alder Lake"),
+        pytest.param("x86_64", HASWELL, "avx2", id="Haswell, Zen 1 to 3"),
+        pytest.param("x86_64", HASWELL - {"fma"}, "baseline", id="no FMA"),
+        pytest.param("aarch64", GRAVITON2, "dotprod", id="Graviton 2"),
+        pytest.param("aarch64", frozenset({"asimd"}), "baseline", id="Cortex-A72"),
     ],
 )
-def test_the_best_level_that_the_processor_has(machine, features, level):
-    found = best_level(machine, features)
-    assert found is not None and found.name == level
+def test_a_processor_gets_the_best_level_that_it_has(machine, features, level, tmp_path, monkeypatch):
+    assert usable_levels(machine, features)[0].name == level
+    write_levels(tmp_path, machine, *(other.name for other in LEVELS[machine]))
+    assert find_on(machine, features, tmp_path, monkeypatch) == tmp_path / f"{machine}-{level}.so"
+
+
+def test_a_wheel_without_the_best_level_gives_the_next(tmp_path, monkeypatch):
+    write_levels(tmp_path, "x86_64", "avx512vnni", "avx2", "baseline")
+    found = [
+        find_on("x86_64", features, tmp_path, monkeypatch) for features in (SAPPHIRE_RAPIDS, HASWELL | {"avx_vnni"})
+    ]
+    assert [path.stem for path in found] == ["x86_64-avx512vnni", "x86_64-avx2"]
+
+
+def test_a_level_that_the_processor_lacks_is_never_taken(tmp_path, monkeypatch):
+    write_levels(tmp_path, "x86_64", "amx", "avx512vnni", "avxvnni")
+    assert find_on("x86_64", HASWELL, tmp_path, monkeypatch) is None
 
 
 def test_other_machines_have_none():
-    assert best_level("riscv64", ICE_LAKE) is None
+    assert usable_levels("riscv64", ICE_LAKE) == []
+
+
+def write_levels(folder, machine, *names):
+    for name in names:
+        (folder / f"{machine}-{name}.so").touch()
+
+
+def find_on(machine, features, folder, monkeypatch):
+    monkeypatch.setattr(prebuilt, "FOLDER", folder)
+    monkeypatch.setattr(prebuilt, "processor_features", lambda: features)
+    monkeypatch.setattr(prebuilt.platform, "machine", lambda: machine)
+    return prebuilt.find()
 
 
 def test_a_wheel_answers_without_a_compiler(tmp_path):
     machine = platform.machine()
     if machine not in LEVELS or shutil.which("gcc") is None:
         pytest.skip("wheels are built on Linux for x86_64 and aarch64, with gcc")
-    level = best_level(machine, processor_features())
-    assert level is not None
+    level = usable_levels(machine, processor_features())[0]
     flags = ["--arch", machine, "--level", level.name, "--out", str(tmp_path)]
     subprocess.run([sys.executable, ROOT / "scripts" / "wheel", *flags], check=True, env=child_env())
     (wheel,) = tmp_path.glob(f"slipstream-*-py3-none-manylinux_*_{machine}.whl")

@@ -50,14 +50,15 @@ LEVELS = {
 
 
 def find() -> Path | None:
-    """The library for this processor; None if there is none, as in a checkout."""
-    level = best_level(platform.machine(), processor_features())
-    path = None if level is None else FOLDER / f"{platform.machine()}-{level.name}.so"
-    return path if path is not None and path.exists() else None
+    """The library for this processor; None if there is none, as in a checkout. A wheel may lack some levels."""
+    machine = platform.machine()
+    paths = (FOLDER / f"{machine}-{level.name}.so" for level in usable_levels(machine, processor_features()))
+    return next((path for path in paths if path.exists()), None)
 
 
-def best_level(machine: str, features: Set[str]) -> Level | None:
-    return next((level for level in LEVELS.get(machine, ()) if level.needs <= features), None)
+def usable_levels(machine: str, features: Set[str]) -> list[Level]:
+    """Levels whose instructions the processor has, the best first."""
+    return [level for level in LEVELS.get(machine, ()) if level.needs <= features]
 
 
 @functools.cache

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from slipstream.ops import native
 from slipstream.ops.linear import measured
@@ -56,6 +58,40 @@ def test_a_folder_that_cannot_be_written_is_no_error(folder: Path, monkeypatch: 
 def test_without_kernels_weights_become_float32(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "build", lambda: False)
     assert not measured.bfloat16_is_faster()
+
+
+@pytest.mark.parametrize(
+    ("chosen", "fused", "bfloat16", "is_faster"),
+    [(1.0, 3.0, 2.0, False), (3.0, 1.0, 2.0, False), (3.0, 2.5, 2.0, True), (1.0, 1.0, 1.0, True)],
+)
+def test_bfloat16_must_be_as_fast_as_both_functions_of_float32(
+    chosen: float, fused: float, bfloat16: float, is_faster: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+
+    def takes(seconds: float, dtype: torch.dtype) -> Callable[..., torch.Tensor]:
+        def call(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+            nonlocal now
+            assert weight.dtype is dtype
+            now += seconds
+            return x
+
+        return call
+
+    monkeypatch.setattr(measured, "linear", takes(chosen, torch.float32))
+    monkeypatch.setattr(measured, "skinny_gemm", takes(fused, torch.float32))
+    monkeypatch.setattr(measured, "linear_bfloat16", takes(bfloat16, torch.bfloat16))
+    monkeypatch.setattr(measured.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(measured, "_ROWS", 8)
+    assert measured._measure() == GemvTimes(min(chosen, fused), bfloat16)
+    assert measured._measure().bfloat16_is_faster == is_faster
+
+
+def test_another_torch_is_measured_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = times_of(monkeypatch, GemvTimes(2.0, 1.0), GemvTimes(3.0, 1.0))
+    measured.gemv_times()
+    monkeypatch.setattr(torch, "__version__", "99.0")
+    assert measured.gemv_times() == GemvTimes(3.0, 1.0) and not left
 
 
 def test_the_measurement_gives_times(monkeypatch: pytest.MonkeyPatch) -> None:

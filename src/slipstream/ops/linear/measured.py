@@ -1,6 +1,7 @@
 """Measures whether bfloat16 weights are faster than float32 weights on this machine, once, and remembers the answer.
 
-The answer is in the user's cache folder, under a hash of the C kernels and of the processor.
+Both are measured by the functions that multiply with them later. The answer is in the user's cache folder, by C
+kernels, processor and version of torch.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from typing import NamedTuple
 import torch
 
 from slipstream.ops import native as kernels
-from slipstream.ops.linear import native
+from slipstream.ops.linear import linear
+from slipstream.ops.linear.bfloat16 import linear_bfloat16
+from slipstream.ops.linear.native import skinny_gemm
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +31,7 @@ _ROUNDS = 4
 class GemvTimes(NamedTuple):
     """Seconds of one token times the same weights."""
 
-    float32: float
+    float32: float  # by the faster of the two functions in use
     bfloat16: float
 
     @property
@@ -47,7 +50,7 @@ def gemv_times() -> GemvTimes | None:
     """Those of an earlier run, or measured now, in a fraction of a second; None without the C kernels."""
     if not kernels.build():
         return None
-    path = kernels.cache_folder() / f"gemv-{kernels.identity()}.json"
+    path = kernels.cache_folder() / f"linear-{kernels.identity()}-{torch.__version__}.json"
     try:
         return GemvTimes(**json.loads(path.read_text(encoding="ascii")))
     except (OSError, ValueError, TypeError):
@@ -63,15 +66,22 @@ def gemv_times() -> GemvTimes | None:
 def _measure() -> GemvTimes:
     x, weight = torch.ones(1, _COLUMNS), torch.ones(_ROWS, _COLUMNS)
     narrow = weight.bfloat16()
-    multiply = functools.partial(native.skinny_gemm, x, bias=None)
-    # in turns, so that other programs slow both down
-    rounds = [(_seconds(multiply, weight), _seconds(multiply, narrow)) for _ in range(_ROUNDS)]
-    return GemvTimes(min(first for first, _ in rounds), min(second for _, second in rounds))
+    # float32 weights are multiplied by our kernel in fused layers, and elsewhere by what `linear` chooses: on x86
+    # without AVX-512 that is torch's library
+    calls: tuple[Callable[[], torch.Tensor], ...] = (
+        lambda: linear(x, weight),
+        lambda: skinny_gemm(x, weight, None),
+        lambda: linear_bfloat16(x, narrow),
+    )
+    # in turns, so that other programs slow down all of them
+    rounds = [[_seconds(call) for call in calls] for _ in range(_ROUNDS)]
+    chosen, fused, bfloat16 = (min(times) for times in zip(*rounds, strict=True))
+    return GemvTimes(min(chosen, fused), bfloat16)
 
 
-def _seconds(multiply: Callable[..., torch.Tensor], weight: torch.Tensor) -> float:
+def _seconds(call: Callable[[], torch.Tensor]) -> float:
     start = time.perf_counter()
-    multiply(weight=weight)
+    call()
     return time.perf_counter() - start
 
 

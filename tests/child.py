@@ -6,7 +6,7 @@ import os
 import sys
 
 
-def child_env(**more: str) -> dict[str, str]:
+def child_env(*folders: str, **more: str) -> dict[str, str]:
     """The environment of this process, so that the child uses the same device, with all import paths in PYTHONPATH: the
-    package may be found through pytest's `pythonpath`, which a child does not inherit."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **more}
+    package may be found through pytest's `pythonpath`, which a child does not inherit. `folders` come before them."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([*folders, *filter(None, sys.path)]), **more}

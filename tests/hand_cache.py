@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
 
 from slipstream.cache_spec import CacheGroup, CacheSpec, PagedSpec, WindowSpec
+
+if TYPE_CHECKING:
+    import torch  # not needed by scripted cores, which start in a process of their own
 
 
 def make_spec(

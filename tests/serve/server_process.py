@@ -20,6 +20,7 @@ from patience import PATIENCE
 from slipstream.engine.child_process import die_with_parent
 
 COMMAND = (sys.executable, "-m", "slipstream.serve.cli.main")
+SCRIPTED = str(Path(__file__).parents[1] / "scripted_server")
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE, signal.SIGCHLD)
 
 
@@ -39,15 +40,16 @@ class ServerProcess:
         command: Sequence[str] = COMMAND,
         cwd: Path | None = None,
         port: int | None = 0,
+        scripted: bool = False,
     ) -> None:
-        """`port` None: it listens elsewhere."""
+        """`port` None: it listens elsewhere. `scripted`: its core has no model, see tests/scripted_server."""
         place = () if port is None else ("--port", str(port))
         self.process = subprocess.Popen(
             [*command, "serve", *argv, *place, "--num-threads", "1"],
             stderr=subprocess.PIPE,
             text=True,
             cwd=cwd,
-            env=child_env(OMP_NUM_THREADS="1"),
+            env=child_env(*([SCRIPTED] if scripted else []), OMP_NUM_THREADS="1"),
             preexec_fn=_before,
         )
         self.lines: list[str] = []

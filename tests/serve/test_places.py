@@ -49,7 +49,7 @@ def encrypted(port):
 
 
 def test_a_server_with_a_certificate_accepts_https_only(tiny_folder, monkeypatch):
-    server = ServerProcess(tiny_folder, "--ssl-certfile", CERT, "--ssl-keyfile", KEY, "--workers", "2")
+    server = ServerProcess(tiny_folder, "--ssl-certfile", CERT, "--ssl-keyfile", KEY, "--workers", "2", scripted=True)
     server.until("ready: serving")
     assert server.url.startswith("https://")
     for _ in range(4):  # both front ends
@@ -122,8 +122,9 @@ def test_a_handshake_that_never_ends_does_not_delay_others(folder):
 def test_a_server_on_a_unix_socket(tiny_folder, tmp_path):
     path = str(tmp_path / "s")
     server = ServerProcess(
-        tiny_folder, "--uds", path, "--workers", "2", "--log-level", "info", "--log-format", "json", port=None
-    )
+        tiny_folder, "--uds", path, "--workers", "2", "--log-level", "info", "--log-format", "json", port=None,
+        scripted=True,
+    )  # fmt: skip
     server.until("ready: serving")  # the other one
     for _ in range(4):
         assert asked(Local(path), "POST", "/v1/completions", ASK)[0] == 200

@@ -82,7 +82,7 @@ def test_sigterm_lets_requests_end_and_exits_in_order(folder):
 
 
 def test_what_does_not_end_within_the_drain_is_ended_with_what_there_is(folder):
-    server = ServerProcess(folder, "--drain-timeout", "0.3")
+    server = ServerProcess(folder, "--drain-timeout", "0.3", scripted=True)
     stream = Stream(server, ENDLESS)
     server.process.send_signal(signal.SIGTERM)
     *_, last, done = stream.end()
@@ -92,7 +92,7 @@ def test_what_does_not_end_within_the_drain_is_ended_with_what_there_is(folder):
 
 def test_half_open_sockets_do_not_hold_the_end_and_leave_no_traceback(folder):
     """Half a head, no body, half a body, and an idle connection: the drain may take ten minutes, and takes a moment."""
-    server = ServerProcess(folder, "--drain-timeout", "600")
+    server = ServerProcess(folder, "--drain-timeout", "600", scripted=True)
     start = (
         b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 99\r\n"
     )
@@ -111,7 +111,7 @@ def test_half_open_sockets_do_not_hold_the_end_and_leave_no_traceback(folder):
 
 
 def test_a_second_signal_ends_at_once(folder):
-    server = ServerProcess(folder, "--drain-timeout", "600")
+    server = ServerProcess(folder, "--drain-timeout", "600", scripted=True)
     stream = Stream(server, ENDLESS)
     server.process.send_signal(signal.SIGINT)
     server.until("draining: 1 requests")
@@ -172,7 +172,7 @@ def test_a_taken_port_is_one_line(folder, workers):
 
 
 def test_several_front_ends_share_a_port_and_end_together(folder):
-    server = ServerProcess(folder, "--workers", "2")
+    server = ServerProcess(folder, "--workers", "2", scripted=True)
     server.until("ready: serving")  # the other one
     ids = set()
     for _ in range(40):
@@ -194,7 +194,7 @@ def test_several_front_ends_share_a_port_and_end_together(folder):
 
 
 def test_several_front_ends_end_with_the_cores_cause(folder):
-    server = ServerProcess(folder, "--workers", "2")
+    server = ServerProcess(folder, "--workers", "2", scripted=True)
     server.until("ready: serving")
     os.kill(core_pid(server), signal.SIGKILL)
     assert server.end() == 1

@@ -148,7 +148,7 @@ def until_metric(server: ServerProcess, name: str, wanted: float) -> None:
 def test_a_front_end_that_dies_is_started_again_while_the_other_serves_on(folder):
     """What the other has under way goes on, /health tells, counters do not fall, and the new one serves. An admin's
     word to end everything reaches all of them, before and after."""
-    server = ServerProcess(folder, "--workers", "2", "--admin-key", "root")
+    server = ServerProcess(folder, "--workers", "2", "--admin-key", "root", scripted=True)
     server.until("ready: serving")
     until_health(server, {"wanted": 2, "running": 2, "restarts": 0}, "ok")
     streams = [Stream(server, ENDLESS) for _ in range(12)]
@@ -189,7 +189,7 @@ def request_id(server: ServerProcess) -> str:
 
 
 def test_a_front_end_that_dies_while_the_model_loads_is_started_again(folder):
-    server = ServerProcess(folder, "--workers", "2", wait=False)
+    server = ServerProcess(folder, "--workers", "2", wait=False, scripted=True)
     deadline = time.monotonic() + PATIENCE
     while len(front_ends(server)) < 2:
         assert time.monotonic() < deadline
@@ -203,7 +203,7 @@ def test_a_front_end_that_dies_while_the_model_loads_is_started_again(folder):
 
 def test_signals_to_a_whole_group_end_it_in_order(folder):
     """systemd sends SIGTERM to every process of a unit, and the supervisor hands its own on: no drain is cut short."""
-    server = ServerProcess(folder, "--workers", "2")
+    server = ServerProcess(folder, "--workers", "2", scripted=True)
     server.until("ready: serving")
     streams = [Stream(server, ENDLESS | {"max_tokens": 150}) for _ in range(6)]
     for pid in (server.process.pid, *front_ends(server), core_pid(server)):
@@ -215,7 +215,7 @@ def test_signals_to_a_whole_group_end_it_in_order(folder):
 
 
 def test_a_second_signal_ends_all_front_ends_at_once(folder):
-    server = ServerProcess(folder, "--workers", "2", "--drain-timeout", "600")
+    server = ServerProcess(folder, "--workers", "2", "--drain-timeout", "600", scripted=True)
     server.until("ready: serving")
     stream = Stream(server, ENDLESS)
     server.process.send_signal(signal.SIGTERM)
@@ -229,7 +229,7 @@ def test_a_front_end_that_cannot_start_is_not_started_again(folder, tmp_path):
     """As with one front end: the cause is reported, and the server ends."""
     broken = shutil.copytree(folder, tmp_path / "broken")
     (broken / "tokenizer.json").write_text("{")
-    server = ServerProcess(str(broken), "--workers", "2", wait=False)
+    server = ServerProcess(str(broken), "--workers", "2", wait=False, scripted=True)
     assert server.end() != 0
     assert any("tokenizer.json" in line for line in server.lines)
     assert not any("restarting it" in line for line in server.lines)

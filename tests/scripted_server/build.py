@@ -1,0 +1,56 @@
+"""Cores with a scripted device, for tests of server processes that need no model: a start takes neither torch nor
+weights. A step takes some milliseconds, as one of a small model does."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from scripted_engine import ScriptedDevice, scripted_core
+from slipstream.config.generation import GenerationDefaults
+from slipstream.config.options import Options
+from slipstream.engine.lanes import Lanes
+from slipstream.engine.model_description import ModelDescription
+
+MAX_LEN = 131072
+STEP_SECONDS = 0.004
+
+
+class PacedDevice(ScriptedDevice):
+    def run(self) -> None:
+        time.sleep(STEP_SECONDS)
+        super().run()
+
+
+def open_models(options: Sequence[Options], engine: int = 0) -> list[Any]:
+    return [SimpleNamespace(description=_describe(each)) for each in options]
+
+
+def _describe(options: Options) -> ModelDescription:
+    assert options.model is not None
+    return ModelDescription(
+        name=Path(options.model).name,
+        tokenizer=options.model,
+        chat_template=None,
+        defaults=GenerationDefaults(params={}),
+        max_model_len=MAX_LEN,
+        max_positions=MAX_LEN,
+        vocab_size=304,
+    )
+
+
+def build_lanes(
+    options: Sequence[Options], opened: Sequence[Any], *, tell: Callable[[str], None], **alone: None
+) -> tuple[Lanes, dict[str, Any]]:
+    cores = {}
+    for each in opened:
+        tell(each.description.name)
+        core = scripted_core(
+            1, page_size=16, num_pages=16384, max_num_seqs=32, max_num_batched_tokens=512, max_model_len=MAX_LEN
+        )
+        core.executor = PacedDevice(16, 32)
+        cores[each.description.name] = core
+    return Lanes(cores), {}

@@ -157,7 +157,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 def start_error(error: BaseException) -> BaseException:
-    """What a caller that waits for the start should get: the error that it gets from a core of its own process."""
+    """Returns the error for a caller that waits for the start: the one that it gets from a core of its own process."""
     return error.__cause__ if isinstance(error.__cause__, SlipstreamError) else error
 
 

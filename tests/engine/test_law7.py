@@ -28,6 +28,12 @@ def window_model(request, tmp_path_factory):
     return str(write_tiny(tmp_path_factory.mktemp("tiny"), request.param))
 
 
+@pytest.fixture(scope="module")
+def of_windows(window_model):
+    with make(window_model, batched=False) as llm:
+        return llm.generate(PROMPTS, GREEDY)
+
+
 def make(
     model,
     *,
@@ -256,11 +262,13 @@ def test_sampled_tokens_do_not_depend_on_scheduling(model, alone, feature):
 
 
 @pytest.mark.parametrize("feature", ["greedy", "n"])
-def test_windows_change_no_tokens(window_model, feature):
+def test_windows_change_no_tokens(window_model, of_windows, feature):
     """Pages before the window are given back while requests run, shared, cached and preempted."""
-    params = GREEDY if feature == "greedy" else FEATURES["n"]
-    with make(window_model, batched=False) as llm:
-        wanted = llm.generate(PROMPTS, params)
+    params, wanted = GREEDY, of_windows
+    if feature == "n":
+        params = FEATURES["n"]
+        with make(window_model, batched=False) as llm:
+            wanted = llm.generate(PROMPTS, params)
     assert len({tuple(r.outputs[0].token_ids) for r in wanted}) == len(PROMPTS)
     for cell in PAIRED if feature == "greedy" else PAIRED[:3]:
         with make(window_model, **cell) as llm:
@@ -286,11 +294,9 @@ def test_an_fp8_cache_changes_no_tokens_by_scheduling(model, wanted, of_fp8_cach
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_late_device_changes_no_window_tokens(window_model, depth):
-    with make(window_model, batched=False) as llm:
-        wanted = llm.generate(PROMPTS, GREEDY)
+def test_a_late_device_changes_no_window_tokens(window_model, of_windows, depth):
     with make(window_model, chunked=True, cached=True, preempted=True, depth=depth, late=True) as llm:
-        assert_same(llm.generate(PROMPTS, GREEDY), wanted)
+        assert_same(llm.generate(PROMPTS, GREEDY), of_windows)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -346,14 +352,20 @@ def test_replayed_steps_give_the_same_tokens(model, alone, depth, feature):
         assert device.num_replays > 10
 
 
-@pytest.mark.parametrize("depth", [0, 2])
-def test_a_reused_row_has_none_of_the_earlier_requests_parameters(model, depth):
-    """Replayed work reads each row's parameters from tables, also defaults that the present request did not write."""
+@pytest.fixture(scope="module")
+def of_reused_rows(model):
+    """Prompts, their parameters and what they give alone."""
     order = random.Random(1).sample(3 * [*REPLAYED.values()], 3 * len(REPLAYED))
     params = [asked.with_changes(max_tokens=9 + place % 5) for place, asked in enumerate(order)]
     prompts = [[7 + place, 9, 11] for place in range(len(params))]
     with make(model, batched=False) as llm:
-        wanted = llm.generate(prompts, params)
+        return prompts, params, llm.generate(prompts, params)
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_a_reused_row_has_none_of_the_earlier_requests_parameters(model, of_reused_rows, depth):
+    """Replayed work reads each row's parameters from tables, also defaults that the present request did not write."""
+    prompts, params, wanted = of_reused_rows
     with make(model, depth=depth, device=ReplayDevice(depth), max_num_seqs=7) as llm:
         llm.core.executor.graphs.token_sizes = []
         assert_same(llm.generate(prompts, params), wanted)

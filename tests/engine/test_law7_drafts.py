@@ -101,12 +101,19 @@ def spec_of(method, model, tmp_path):
     return {"method": method, "model": str(folder), "num_speculative_tokens": 3}
 
 
+SEEDED_GRAMMARS = [params.with_changes(seed=7) for params in BATCHES["grammars"]]
+
+
+@pytest.fixture(scope="module")
+def of_grammars(model):
+    with make(model) as llm:
+        return llm.generate(PROMPTS, SEEDED_GRAMMARS)
+
+
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize("method", ["random", "draft_model", "eagle3", "dflash"])
-def test_rows_with_drafts_sit_out_while_their_masks_are_late(model, method, depth, tmp_path, monkeypatch):
-    asked = [params.with_changes(seed=7) for params in BATCHES["grammars"]]
-    with make(model) as llm:
-        results = llm.generate(PROMPTS, asked)
+def test_rows_with_drafts_sit_out_while_their_masks_are_late(model, of_grammars, method, depth, tmp_path, monkeypatch):
+    asked, results = SEEDED_GRAMMARS, of_grammars
     dice = random.Random(depth)
     gate = DraftGate(monkeypatch, lambda _: dice.random() < 0.5)
     drafter = {"drafts": method} if method == "random" else {"speculative_config": spec_of(method, model, tmp_path)}
@@ -145,18 +152,24 @@ def test_tokens_do_not_depend_on_models_that_draft(model, wanted, method, tmp_pa
         llm.core.scheduler.cache.check()
 
 
+LAST_REPLAYED = [*REPLAYED.values()][-len(PROMPTS) :]
+
+
+@pytest.fixture(scope="module")
+def of_replayed(model):
+    with make(model, batched=False) as llm:
+        return llm.generate(PROMPTS, LAST_REPLAYED)
+
+
 @pytest.mark.parametrize("depth", [0, 2])
 @pytest.mark.parametrize("kind", ["random", "ngram"])
-def test_replayed_steps_with_drafts_give_the_same_tokens(model, wanted, depth, kind):
+def test_replayed_steps_with_drafts_give_the_same_tokens(model, wanted, of_replayed, depth, kind):
     """A step with drafts replays the graphs of a decode step of more rows."""
-    params = [*REPLAYED.values()][-len(PROMPTS) :]
-    with make(model, batched=False) as llm:
-        mixed = llm.generate(PROMPTS, params)
     device = ReplayDevice(depth)
     with make(model, chunked=True, cached=True, preempted=True, depth=depth, device=device, drafts=kind) as llm:
         graphs = llm.core.executor.graphs
         graphs.token_sizes = []  # the CPU's attention goes row by row through longer chunks
-        for asked, results in ((GREEDY, wanted["greedy"]), (params, mixed)):
+        for asked, results in ((GREEDY, wanted["greedy"]), (LAST_REPLAYED, of_replayed)):
             draft(llm, kind, results)
             assert_same(llm.generate(PROMPTS, asked), results)
         captured = [key for key, entry in graphs._captured.items() if entry is not None]

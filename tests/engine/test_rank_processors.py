@@ -48,7 +48,9 @@ def test_tokens_are_those_of_one_rank(model, wanted, cell, monkeypatch):
     run_ranks_as_threads(monkeypatch)
     drafts = "suffix" if cell["preempted"] else None  # of the requests without processors
     with make(model, engine=ENGINE, tensor_parallel_size=2, drafts=drafts, **cell) as llm:
-        for batch, results in zip(BATCHES, wanted, strict=True):
+        for batch, results in [*zip(BATCHES, wanted, strict=True)][
+            not cell["batched"] :
+        ]:  # the second has most of the first
             assert flat(llm.generate(PROMPTS, batch, use_tqdm=False)) == results
         assert (llm.core.scheduler.num_preemptions > 0) == cell["preempted"]
         assert llm.core.constraints.num_live == 0

@@ -98,7 +98,7 @@ def _can_unshare():
 def test_the_server_may_be_the_first_process_of_a_container(tiny_folder):
     """Its children have parent 1, which elsewhere means that the parent has died."""
     command = ["unshare", "--pid", "--fork", "--kill-child", *COMMAND]
-    server = ServerProcess(tiny_folder, "--dtype", "float32", command=command)
+    server = ServerProcess(tiny_folder, command=command, scripted=True)
     assert server.call("GET", "/ready")[0] == 200
     (child,) = subprocess.run(
         ["pgrep", "-P", str(server.process.pid)], capture_output=True, text=True

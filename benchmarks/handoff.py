@@ -1,15 +1,17 @@
 """Time to first token of a decode engine that fetches a prompt's pages from a prefill engine, and of one that computes.
 
-Both engines are in this process, on one device; their threads share the interpreter, so the figures are an upper bound.
+The prefill engine is in a process of its own, on the same device.
 
-    python benchmarks/handoff.py --model MODEL --prompt-tokens 8192 --load-format dummy
+    python benchmarks/handoff.py --model MODEL --prompt-tokens 8192 --load-format dummy --cuda-ipc
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import statistics
 import time
+from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
@@ -20,15 +22,51 @@ from slipstream.engine import page_peer
 PREFILL = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 
 
-def first_token(llm: LLM, prompts: list[list[int]]) -> tuple[float, int]:
-    """Median seconds until the first token of a prompt, alone; cached tokens of all."""
-    seconds, cached = [], 0
+def prefill(pipe: Connection, options: dict[str, Any], transfer: dict[str, Any], shape: tuple[int, int]) -> None:
+    """The process of the prefill engine: sends its port and the prompts, and serves until it gets an answer."""
+    with LLM(**options, kv_transfer_config=transfer | {"kv_role": "kv_producer", "kv_port": 0}) as llm:
+        vocab_size = llm.core.config.model.info.vocab_size
+        prompts, others = np.random.default_rng(0).integers(0, vocab_size, (2, *shape)).tolist()
+        llm.generate(prompts, PREFILL, use_tqdm=False)
+        assert llm.core.handoff is not None and llm.core.handoff.server is not None
+        pipe.send((llm.core.handoff.server.port, prompts, others))
+        pipe.recv()
+
+
+def first_token(llm: LLM, prompts: list[list[int]], num_cached: int = 0) -> float:
+    """Median seconds until the first token of a prompt, alone. `num_cached`: least number of cached tokens of each."""
+    seconds = []
     for prompt in prompts:
         started = time.perf_counter()
         (result,) = llm.generate([prompt], PREFILL, use_tqdm=False)
         seconds.append(time.perf_counter() - started)
-        cached += result.num_cached_tokens or 0
-    return statistics.median(seconds), cached
+        assert (result.num_cached_tokens or 0) >= num_cached, "pages did not arrive"
+    return statistics.median(seconds)
+
+
+def measure(llm: LLM, prompts: list[list[int]], others: list[list[int]], *, by_device: bool) -> None:
+    config, handoff = llm.core.config, llm.core.handoff
+    assert handoff is not None and handoff._client is not None
+    num_tokens = len(prompts[0]) - 1
+    page_bytes = sum(group.bytes_per_page for group in config.cache.groups)
+    print(f"{num_tokens} tokens, {page_bytes * (num_tokens // config.cache.page_size) / 1e6:.0f} MB of pages; ", end="")
+    print(f"first token after\n  computing the prompt: {first_token(llm, others) * 1e3:.0f} ms", flush=True)
+    for way in ["pages by CUDA IPC"] * by_device + ["pages from shared memory", "pages over TCP"]:
+        if way != "pages by CUDA IPC":
+            handoff._client.close()
+            for peer in handoff._client._peers:  # connect again, in another way
+                peer._mirror, peer._mapped = None, ("", None, None)
+        if way == "pages over TCP":
+            page_peer.MappedMemory = _refuse  # type: ignore[assignment, misc]
+        llm.reset_prefix_cache()
+        seconds = first_token(llm, prompts, int(num_tokens * 0.99))
+        if way == "pages by CUDA IPC":
+            assert all(peer._mapped[2] is not None for peer in handoff._client._peers), "the memory was not opened"
+        print(f"  {way}: {seconds * 1e3:.0f} ms", flush=True)
+
+
+def _refuse(name: str) -> None:
+    raise OSError("not mapped")
 
 
 def main() -> None:
@@ -39,42 +77,32 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=5)
     parser.add_argument("--memory", type=float, default=0.4, help="gpu_memory_utilization of each engine")
     parser.add_argument("--buffer-gb", type=float, default=16, help="host memory of each engine for pages")
+    parser.add_argument("--cuda-ipc", action="store_true", help="also from device to device; takes as much GPU memory")
     args = parser.parse_args()
     options: dict[str, Any] = dict(
-        load_format=args.load_format, max_model_len=args.prompt_tokens + 64, use_tqdm_on_load=False, max_num_seqs=16
+        model=args.model,
+        load_format=args.load_format,
+        max_model_len=args.prompt_tokens + 64,
+        use_tqdm_on_load=False,
+        max_num_seqs=16,
     )
-    size = {"kv_buffer_size": int(args.buffer_gb * 1e9), "kv_timeout": 60}
-    produce = size | {"kv_role": "kv_producer", "kv_port": 0}
-    with LLM(args.model, **options, gpu_memory_utilization=args.memory, kv_transfer_config=produce) as producer:
-        rng, vocab_size = np.random.default_rng(0), producer.core.config.model.info.vocab_size
-        tokens = rng.integers(0, vocab_size, (2, args.prompts, args.prompt_tokens + 1))
-        prompts, others = tokens.tolist()
-        producer.generate(prompts, PREFILL, use_tqdm=False)
-        assert producer.core.handoff is not None and producer.core.handoff.server is not None
-        peer = f"127.0.0.1:{producer.core.handoff.server.port}"
-        consume = size | {"kv_role": "kv_consumer", "kv_peers": [peer]}
-        memory = 2 * args.memory  # the first engine has its share already
-        with LLM(args.model, **options, gpu_memory_utilization=memory, kv_transfer_config=consume) as llm:
-            page_bytes = sum(group.bytes_per_page for group in llm.core.config.cache.groups)
-            num_bytes = page_bytes * (args.prompt_tokens // llm.core.config.cache.page_size)
-            computed, _ = first_token(llm, others)
-            mapped, cached = first_token(llm, prompts)
-            assert cached >= args.prompts * args.prompt_tokens * 0.99, "pages did not arrive"
-            print(f"{args.prompt_tokens} tokens, {num_bytes / 1e6:.0f} MB of pages; first token after")
-            print(f"  computing the prompt: {computed * 1e3:.0f} ms")
-            print(f"  pages from shared memory: {mapped * 1e3:.0f} ms")
-            llm.reset_prefix_cache()
-            page_peer.MappedMemory = _refuse  # type: ignore[assignment, misc]
-            llm.core.handoff._client.close()  # type: ignore[union-attr]
-            for each in llm.core.handoff._client._peers:  # type: ignore[union-attr]
-                each._mapped = "", None
-            over_tcp, cached = first_token(llm, prompts)
-            assert cached >= args.prompts * args.prompt_tokens * 0.99, "pages did not arrive"
-            print(f"  pages over TCP: {over_tcp * 1e3:.0f} ms")
-
-
-def _refuse(name: str) -> None:
-    raise OSError("not mapped")
+    transfer: dict[str, Any] = {"kv_buffer_size": int(args.buffer_gb * 1e9), "kv_timeout": 60}
+    if args.cuda_ipc:
+        transfer["kv_connector_extra_config"] = {"cuda_ipc": True}
+    context = multiprocessing.get_context("spawn")
+    pipe, other = context.Pipe()
+    shape = args.prompts, args.prompt_tokens + 1
+    own = options | {"gpu_memory_utilization": args.memory}
+    child = context.Process(target=prefill, args=(other, own, transfer, shape), daemon=True)
+    child.start()
+    other.close()  # so that the end of the process ends `recv`
+    port, prompts, others = pipe.recv()
+    consume = transfer | {"kv_role": "kv_consumer", "kv_peers": [f"127.0.0.1:{port}"]}
+    memory = min(2 * args.memory, 1.0)  # the first engine has its share already
+    with LLM(**options, gpu_memory_utilization=memory, kv_transfer_config=consume) as llm:
+        measure(llm, prompts, others, by_device=args.cuda_ipc)
+    pipe.send("end")
+    child.join()
 
 
 if __name__ == "__main__":

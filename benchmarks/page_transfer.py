@@ -32,6 +32,7 @@ class Slots:
     """The memory of a tier, and its index: page n has n as its hash and is in slot n."""
 
     num_groups = 1
+    mirror = None
 
     def __init__(self, num_pages: int, page_bytes: int, *, is_shared: bool) -> None:
         self.page_bytes = page_bytes

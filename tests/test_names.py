@@ -89,7 +89,8 @@ HAVE_SLOTS = (
     "ops/ nn/ runner/ config/ scheduler/adapter.py scheduler/adapters.py scheduler/encoder_scheduler.py step.py "
     "scheduler/cache/ engine/plan_checker.py engine/recorder.py engine/record_file.py "
     "engine/replayed_adapters.py engine/rank_adapters.py engine/page_client.py engine/page_server.py "
-    "engine/page_listener.py engine/page_peer.py engine/page_wire.py engine/rank_pages.py engine/shared_pages.py"
+    "engine/page_listener.py engine/page_peer.py engine/page_wire.py engine/rank_pages.py engine/shared_pages.py "
+    "engine/device_pages.py"
 )
 HAVE_TEXT_LINES = (
     "config/vocabulary.py device/device.py device/sync_check/ log.py metrics/ nn/models/transformers_probe.py "

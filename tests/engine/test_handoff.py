@@ -148,12 +148,12 @@ def test_prompts_that_no_peer_has_are_computed(folder, peer):
 def test_a_transfer_that_breaks_off_is_computed(folder, wanted, peer, monkeypatch):
     right, sent = PageListener.send, []
 
-    def break_off(server, connection, page, deadline, is_mapped):
+    def break_off(server, connection, page, deadline, transport):
         sent.append(page)
         if len(sent) == 4:
             connection.sendall(b"\x00\x01")  # a part of a header
             raise ConnectionError
-        right(server, connection, page, deadline, is_mapped=is_mapped)
+        right(server, connection, page, deadline, transport=transport)
 
     monkeypatch.setattr(PageListener, "send", break_off)
     with make(folder, "kv_consumer", kv_peers=[peer]) as llm:

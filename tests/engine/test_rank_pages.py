@@ -25,6 +25,8 @@ HASHES = [bytes([n]) * 16 for n in range(4)]
 class Memory:
     """Slots of one rank, in the place of PageTier. Copies are done unless `is_busy`."""
 
+    mirror = None
+
     def __init__(self, content: int) -> None:
         self.slots = np.full((NUM_SLOTS, PAGE_BYTES), content, np.uint8)
         self.is_busy = False

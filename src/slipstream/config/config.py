@@ -113,6 +113,7 @@ class CacheConfig(msgspec.Struct, frozen=True):
     # it, which the page's hash does not cover, and on a hidden state that only computing the position gives.
     drops_last_page: bool = False
     tier_bytes: int = 0  # of host memory for pages that the device has no room for; 0: none
+    is_mirrored: bool = False  # the device has a copy of that memory, which engines of the same host can open
 
     @property
     def num_bytes(self) -> int:

@@ -34,7 +34,7 @@ from slipstream.config.pooling_size import (
     query_bytes,
     token_result_bytes,
 )
-from slipstream.config.tier_size import NUM_REGIONS, region_bytes
+from slipstream.config.tier_size import NUM_REGIONS, mirror_bytes, region_bytes
 
 SCORED_AT_ONCE = 64
 """Prompt tokens whose logits are computed together."""
@@ -59,6 +59,7 @@ class MemoryEstimate(msgspec.Struct, frozen=True, kw_only=True):
     adapters_host: int  # LoRA adapters in host memory
     cache: int  # pages
     tier: int  # buffers for pages on their way to and from the second tier
+    mirror: int  # the copy of the second tier on the device, which takes the place of these buffers
     tier_host: int  # pages of the second tier, and their numbers
     states: int  # recurrent states of all rows and of the padding row
     checkpoints: int  # recurrent states kept for prefix caching
@@ -86,7 +87,7 @@ class MemoryEstimate(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def of_device(self) -> int:
         rings = self.staging + self.masks + self.results + self.result_growth
-        kept = self.cache + self.tier + self.states + self.checkpoints
+        kept = self.cache + self.tier + self.mirror + self.states + self.checkpoints
         return (
             self.weights + self.adapters + kept + self.tables + self.features + rings + self.activations + self.graphs
         )
@@ -94,7 +95,7 @@ class MemoryEstimate(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def later(self) -> int:
         """Device memory that is not allocated yet when weights are loaded and the largest usual step has run."""
-        return self.features + self.result_growth + self.graphs + self.unread
+        return self.features + self.result_growth + self.graphs + self.unread + self.mirror
 
     @property
     def total(self) -> int:
@@ -162,7 +163,10 @@ def estimate_memory(config: EngineConfig, weights: int) -> MemoryEstimate:
         adapters=0 if adapters is None else adapters.max_loras * adapters.num_elements * size,
         adapters_host=0 if adapters is None else adapters.max_cpu_loras * adapters.num_elements * size,
         cache=cache.num_bytes,
-        tier=NUM_REGIONS * region_bytes(cache.groups, cache.states) if cache.tier_bytes else 0,
+        tier=NUM_REGIONS * region_bytes(cache.groups, cache.states)
+        if cache.tier_bytes and not cache.is_mirrored
+        else 0,
+        mirror=mirror_bytes(cache) if cache.is_mirrored else 0,
         tier_host=cache.tier_bytes,
         states=0 if cache.states is None else rows * cache.states.num_bytes,
         checkpoints=0 if cache.states is None else cache.states.num_checkpoints * cache.states.checkpoint_bytes,

@@ -129,7 +129,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         _doc(
             'hand-off of KV cache pages between engines, as JSON: {"kv_role": "kv_producer", "kv_consumer" or '
             '"kv_both", "kv_ip": HOST, "kv_port": PORT, "kv_peers": ["HOST:PORT"], "kv_buffer_size": BYTES, '
-            '"kv_timeout": SECONDS}; see docs/scale.md'
+            '"kv_timeout": SECONDS, "kv_connector_extra_config": {"cuda_ipc": true}}; see docs/scale.md'
         ),
     ] = None
     gpu_memory_utilization: Annotated[

@@ -154,6 +154,7 @@ def resolve(
                 states=state_size.config(num_checkpoints),
                 drops_last_page=draft is not None and draft.needs_next_token,
                 tier_bytes=_tier_bytes(options, transfer),
+                is_mirrored=transfer is not None and transfer.cuda_ipc,
             ),
             scheduler=SchedulerConfig(
                 max_num_seqs=max_num_seqs,

@@ -37,6 +37,12 @@ def region_checkpoints(states: StateConfig) -> int:
     return max(1, REGION_BYTES // states.checkpoint_bytes)
 
 
+def mirror_bytes(config: CacheConfig) -> int:
+    """Upper bound of the device bytes of all slots, with the token ids of their positions."""
+    num_pages = max((config.tier_bytes // group.bytes_per_page for group in config.groups), default=0)
+    return config.tier_bytes + num_pages * HISTORY_BYTES * config.page_size
+
+
 def region_bytes(groups: Sequence[CacheGroup], states: StateConfig | None = None) -> int:
     """Device bytes of one region: it takes pages of any group, with their token ids, or checkpoints."""
     pages = [region_pages(group) * (group.bytes_per_page + HISTORY_BYTES * group.spec.page_size) for group in groups]

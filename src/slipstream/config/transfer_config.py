@@ -20,7 +20,16 @@ DEFAULT_PORT = 14579
 DEFAULT_BUFFER = 10**9
 """Bytes of host memory for pages, if kv_offloading_size is not given; vLLM's default too."""
 
-_FIELDS = ("kv_role", "kv_ip", "kv_port", "kv_peers", "kv_buffer_size", "kv_timeout", "kv_connector")
+_FIELDS = (
+    "kv_role",
+    "kv_ip",
+    "kv_port",
+    "kv_peers",
+    "kv_buffer_size",
+    "kv_timeout",
+    "kv_connector",
+    "kv_connector_extra_config",
+)
 
 
 class TransferConfig(msgspec.Struct, frozen=True):
@@ -28,6 +37,7 @@ class TransferConfig(msgspec.Struct, frozen=True):
     peers: tuple[tuple[str, int], ...] = ()  # that are asked for pages
     timeout: float = 5.0  # seconds that a request waits for pages of peers
     buffer_bytes: int = DEFAULT_BUFFER
+    cuda_ipc: bool = False  # pages pass from device to device where the peer has it too and is on the same host
 
 
 def read_transfer_config(given: Mapping[str, Any] | str | None, own_role: str | None = None) -> TransferConfig | None:
@@ -67,7 +77,17 @@ def read_transfer_config(given: Mapping[str, Any] | str | None, own_role: str | 
         raise InvalidOption(f"kv_timeout is {timeout!r:.50}; give seconds, up to 600")
     if isinstance(size, bool) or not isinstance(size, int | float) or not size > 0:
         raise InvalidOption(f"kv_buffer_size is {size!r:.50}; give bytes of host memory")
-    return TransferConfig(own if listens else None, tuple(map(_peer, peers)), float(timeout), int(size))
+    by_device = _reads_devices(given.get("kv_connector_extra_config"))
+    return TransferConfig(own if listens else None, tuple(map(_peer, peers)), float(timeout), int(size), by_device)
+
+
+def _reads_devices(given: object) -> bool:
+    """The field cuda_ipc of kv_connector_extra_config, its only one."""
+    if given is None:
+        return False
+    if not isinstance(given, Mapping) or given.keys() - {"cuda_ipc"} or type(given.get("cuda_ipc", False)) is not bool:
+        raise InvalidOption(f'kv_connector_extra_config is {given!r:.100}; it may be {{"cuda_ipc": true}}')
+    return bool(given.get("cuda_ipc", False))
 
 
 def _peer(text: object) -> tuple[str, int]:

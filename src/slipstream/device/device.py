@@ -20,6 +20,7 @@ from slipstream.config.machine import Machine
 from slipstream.config.options import DEVICES, unknown_device
 from slipstream.device.freed_memory import keep_freed_memory
 from slipstream.device.memory_pool import MemoryPool
+from slipstream.device.peer_memory import CudaExport, CudaPeer, ExportedMemory, PeerMemory
 from slipstream.device.streams import CudaStream, DeviceWork, InlineStream, Stream, ThreadedStream
 from slipstream.errors import InvalidOption
 
@@ -89,6 +90,14 @@ class Device:
         """Zeros whose memory is allocated page by page at the first write; torch.zeros would write all of it now."""
         array = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
         return torch.from_numpy(array).view(dtype).view(shape)
+
+    def export_memory(self, num_bytes: int) -> ExportedMemory:
+        """Device memory that other processes of this host and user can open."""
+        raise NotImplementedError(f"other processes cannot open memory of the device {self.kind}")
+
+    def open_memory(self, handle: bytes) -> PeerMemory:
+        """Memory that another process has exported. In any thread. Raises OSError if this process cannot open it."""
+        raise NotImplementedError(f"{self.kind} opens no memory of other processes")
 
     def enable_sleep(self) -> Pools:
         """From now on weights and caches are allocated in pools, which sleep mode releases."""
@@ -205,6 +214,12 @@ class CudaDevice(Device):
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=self.torch_device)
+
+    def export_memory(self, num_bytes: int) -> ExportedMemory:
+        return CudaExport(num_bytes, self.torch_device)
+
+    def open_memory(self, handle: bytes) -> PeerMemory:
+        return CudaPeer(handle, self.torch_device)
 
     def wait_until_idle(self) -> None:
         # not the whole device: that would break another engine's capture

@@ -1,8 +1,9 @@
 """PageClient: fetches pages from other engines, into slots of the second cache tier.
 
 Peers are asked one after another for the pages that are still missing. Bytes are received over TCP into the pinned
-memory of their slots, or copied there from the memory of an engine of this host. A page counts as arrived if its
-checksum is right, on all ranks; whatever else happens is a miss.
+memory of their slots, or copied there from the memory of an engine of this host, or from its device to the slots of
+this one. A page counts as arrived if its checksum is right, or its lease held until it was copied, on all ranks;
+whatever else happens is a miss.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from slipstream.engine.page_listener import PageMemory
 from slipstream.engine.page_peer import Peer, PeerConnection, receive_pages
 from slipstream.engine.page_wire import (
     DONE,
+    HELD,
     OTHER_RANKS,
     SAME,
     Lease,
     Leased,
+    PageTransport,
     Question,
     receive,
     receive_message,
@@ -75,7 +78,7 @@ class PageClient:
         ranks: RankClients | None = None,
     ) -> None:
         """`ranks`: None where one rank has the whole model."""
-        self._peers = [Peer(address) for address in peers]
+        self._peers = [Peer(address, memory.mirror) for address in peers]
         self._identity = identity
         self._memory = memory
         self._ranks = ranks
@@ -110,6 +113,10 @@ class PageClient:
     ) -> None:
         """Set `arrived` for pages that this peer sends. Raises OSError or MsgspecError."""
         connection = peer.open(deadline)
+        # other ranks may have copied from devices where this one has not
+        by_device = connection.transport is PageTransport.DEVICE or (
+            self._ranks is not None and self._memory.mirror is not None
+        )
         try:
             lease = self._take_lease(connection, [pages[index] for index in missing], deadline)
             own = [False] * len(lease.pages)
@@ -120,10 +127,14 @@ class PageClient:
             finally:
                 if others is not None:
                     own = [here and there for here, there in zip(own, others.wait(), strict=True)]
-                for index, has_arrived in zip(lease.indices, own, strict=True):
-                    arrived[missing[index]] = has_arrived
-            if self._ranks is not None or connection.memory is not None:
+                if not by_device:
+                    _note(arrived, missing, lease, own)
+            if self._ranks is not None or connection.transport is not PageTransport.TCP:
                 connection.socket.sendall(DONE)
+                if receive(connection.socket, 1, deadline) != HELD:
+                    raise ConnectionError("the lease has ended")
+            if by_device:
+                _note(arrived, missing, lease, own)
         except BaseException:
             connection.socket.close()
             raise
@@ -133,8 +144,7 @@ class PageClient:
         wanted = [(page.group, page.page_hash) for page in pages]
         left = max(deadline - time.monotonic(), 0.0)
         connection.socket.settimeout(max(left, _POLL))
-        is_mapped = connection.memory is not None
-        send_message(connection.socket, Question(self._identity, self._num_ranks, left, wanted, is_mapped))
+        send_message(connection.socket, Question(self._identity, self._num_ranks, left, wanted, connection.transport))
         answer = receive(connection.socket, 1, deadline)
         if answer == OTHER_RANKS:
             (count,) = receive(connection.socket, 1, deadline)
@@ -149,6 +159,12 @@ class PageClient:
     def close(self) -> None:
         for peer in self._peers:
             peer.close()
+
+
+def _note(arrived: list[bool], missing: Sequence[int], lease: Lease, own: Sequence[bool]) -> None:
+    """Set `arrived` for leased pages. `missing`: the pages of the question."""
+    for index, has_arrived in zip(lease.indices, own, strict=True):
+        arrived[missing[index]] = has_arrived
 
 
 def _is_answer(lease: Lease, pages: Sequence[Reserved], num_ranks: int) -> bool:

@@ -13,7 +13,8 @@ from typing import Protocol
 
 import msgspec
 
-from slipstream.engine.page_wire import HEADER, Greeting, Leased, checksum, send_message
+from slipstream.engine.device_pages import DeviceSlots
+from slipstream.engine.page_wire import HEADER, Greeting, Leased, PageTransport, checksum, send_message
 from slipstream.engine.shared_pages import MemoryServer
 from slipstream.errors import InvalidOption
 
@@ -25,6 +26,8 @@ IDLE = 3600.0  # seconds that a connection may wait for its next question
 class PageMemory(Protocol):
     """The part of `PageTier` that threads use."""
 
+    @property
+    def mirror(self) -> DeviceSlots | None: ...
     def is_stored(self, group: int, slot: int, num_stores: int) -> bool: ...
     def memory_of(self, group: int, slot: int) -> memoryview: ...
     def shared_files(self) -> Sequence[tuple[int, int]]: ...
@@ -40,7 +43,7 @@ class PageListener(ABC):
         except OSError as error:
             raise InvalidOption(f"pages cannot be served at {address[0]}:{address[1]}: {error}") from None
         self.port: int = self._listener.getsockname()[1]
-        self._shared = MemoryServer.open(memory.shared_files())
+        self._shared = MemoryServer.open(memory.shared_files(), memory.mirror)
         self._greeting = Greeting("" if self._shared is None else self._shared.name)
         self._connections: set[socket.socket] = set()
         self._lock = threading.Lock()
@@ -91,18 +94,34 @@ class PageListener(ABC):
                 self._connections.discard(connection)
             connection.close()
 
-    def send(self, connection: socket.socket, page: Leased, deadline: float, *, is_mapped: bool) -> None:
-        """Send the header and, unless the peer has mapped the memory, the bytes of a page, once its store is done."""
-        while not self.memory.is_stored(page.group, page.slot, page.num_stores):
+    def send(self, connection: socket.socket, page: Leased, deadline: float, *, transport: PageTransport) -> None:
+        """Send the header and, unless the peer reads the memory itself, the bytes of a page, once its store is done."""
+        mirror = self.memory.mirror
+        is_stored = (
+            self.memory.is_stored if transport is not PageTransport.DEVICE or mirror is None else mirror.is_written
+        )
+        while not is_stored(page.group, page.slot, page.num_stores):
             if self.is_closed or time.monotonic() > deadline:
                 connection.sendall(HEADER.pack(0, 0))
                 return
             time.sleep(POLL)
-        content = self.memory.memory_of(page.group, page.slot)
         connection.settimeout(max(deadline - time.monotonic(), POLL))
-        connection.sendall(HEADER.pack(len(content), checksum(page.page_hash, content)))
-        if not is_mapped:
+        if not self._holds(page, transport):
+            connection.sendall(HEADER.pack(0, 0))
+            return
+        content = self.memory.memory_of(page.group, page.slot)
+        sum_of = 0 if transport is PageTransport.DEVICE else checksum(page.page_hash, content)
+        connection.sendall(HEADER.pack(len(content), sum_of))
+        if transport is PageTransport.TCP:
             connection.sendall(content)
+
+    def _holds(self, page: Leased, transport: PageTransport) -> bool:
+        """Whether a page is where the peer looks for it. One that came from another engine is in one place only."""
+        mirror = self.memory.mirror
+        if mirror is None:
+            return transport is not PageTransport.DEVICE
+        held_by = mirror.is_on_device if transport is PageTransport.DEVICE else mirror.is_in_host
+        return held_by(page.group, page.slot)
 
 
 def deadline_of(timeout: float) -> float:

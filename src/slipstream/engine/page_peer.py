@@ -5,13 +5,24 @@ from __future__ import annotations
 import logging
 import queue
 import socket
+import threading
 import time
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from slipstream.engine.page_wire import HEADER, Greeting, Leased, checksum, receive, receive_into, receive_message
+from slipstream.engine.device_pages import DeviceSlots, PeerSlots
+from slipstream.engine.page_wire import (
+    HEADER,
+    Greeting,
+    Leased,
+    PageTransport,
+    checksum,
+    receive,
+    receive_into,
+    receive_message,
+)
 from slipstream.engine.shared_pages import MappedMemory
 
 log = logging.getLogger(__name__)
@@ -20,22 +31,35 @@ _CONNECT_SECONDS = 1.0
 
 
 class TargetMemory(Protocol):
+    @property
+    def mirror(self) -> DeviceSlots | None: ...
     def memory_of(self, group: int, slot: int) -> memoryview: ...
 
 
 class PeerConnection(NamedTuple):
     socket: socket.socket
     memory: MappedMemory | None  # of the peer, if it is on this host
+    device: PeerSlots | None = None  # the same in the memory of its device, if this one can reach it
+
+    @property
+    def transport(self) -> PageTransport:
+        if self.device is not None:
+            return PageTransport.DEVICE
+        return PageTransport.TCP if self.memory is None else PageTransport.MEMORY
 
 
 class Peer:
     """Threads take a connection each."""
 
-    def __init__(self, address: tuple[str, int]) -> None:
+    def __init__(self, address: tuple[str, int], mirror: DeviceSlots | None = None) -> None:
+        """`mirror`: own slots of the device; None: pages do not pass from device to device."""
         self.address = address
+        self._mirror = mirror
         self.rests_until = 0.0  # on the clock of time.monotonic: it has failed
         self._idle: queue.SimpleQueue[PeerConnection] = queue.SimpleQueue()
-        self._mapped: tuple[str, MappedMemory | None] = "", None  # the name of the peer's memory
+        # the name of the peer's memory, and where it is
+        self._mapped: tuple[str, MappedMemory | None, PeerSlots | None] = "", None, None
+        self._mapping = threading.Lock()
 
     def open(self, deadline: float) -> PeerConnection:
         """Raises OSError, or MsgspecError if the peer is something else."""
@@ -57,17 +81,21 @@ class Peer:
         except BaseException:
             sock.close()
             raise
-        return PeerConnection(sock, self._map(greeting.memory))
+        with self._mapping:
+            return PeerConnection(sock, *self._map(greeting.memory))
 
-    def _map(self, name: str) -> MappedMemory | None:
-        known, memory = self._mapped
+    def _map(self, name: str) -> tuple[MappedMemory | None, PeerSlots | None]:
+        known, memory, device = self._mapped
         if name != known:
+            memory = device = None
             try:
                 memory = MappedMemory(name)
-            except OSError:  # of another host
-                memory = None
-            self._mapped = name, memory
-        return memory
+                device = None if self._mirror is None else PeerSlots(memory, self._mirror)
+            except OSError as error:  # of another host, or on a device that this one cannot reach
+                if memory is not None:
+                    log.warning("pages of %s:%d do not pass from device to device: %s", *self.address, error)
+            self._mapped = name, memory, device
+        return memory, device
 
     def keep(self, connection: PeerConnection) -> None:
         self._idle.put(connection)
@@ -89,6 +117,10 @@ def receive_pages(
     deadline: float,
 ) -> None:
     """Write leased pages to own slots, and set `arrived` for those that are right. Raises OSError."""
+    if connection.device is not None:
+        sizes = [len(memory.memory_of(page.group, slot)) for page, slot in zip(leased, slots, strict=True)]
+        connection.device.receive(connection.socket, leased, slots, sizes, arrived, deadline)
+        return
     for index, (page, slot) in enumerate(zip(leased, slots, strict=True)):
         size, expected = HEADER.unpack(receive(connection.socket, HEADER.size, deadline))
         if not size:
@@ -104,6 +136,8 @@ def receive_pages(
                 np.frombuffer(target, np.uint8), np.frombuffer(connection.memory.page(page.group, page.slot), np.uint8)
             )
         arrived[index] = checksum(page.page_hash, target) == expected
+        if memory.mirror is not None:
+            memory.mirror.set_arrived(page.group, slot, on_device=False)
         if not arrived[index]:
             log.warning("a page arrived with a wrong checksum, so it is computed")
 

@@ -13,11 +13,13 @@ from typing import Protocol
 from slipstream.engine.page_listener import IDLE, POLL, PageListener, PageMemory, deadline_of
 from slipstream.engine.page_wire import (
     DONE,
+    HELD,
     OTHER_MODEL,
     OTHER_RANKS,
     SAME,
     Lease,
     Leased,
+    PageTransport,
     Question,
     receive,
     receive_message,
@@ -70,10 +72,12 @@ class PageServer(PageListener):
             lease = self._lease(question, pinned, deadline)
             send_message(connection, lease)
             for page in lease.pages:
-                self.send(connection, page, deadline, is_mapped=question.is_mapped)
-            is_read_elsewhere = self._ranks is not None or question.is_mapped
-            if is_read_elsewhere and receive(connection, 1, deadline + _GRACE) != DONE:
-                raise ConnectionError("the peer sent something else")
+                self.send(connection, page, deadline, transport=question.transport)
+            # the consumer reads itself, or other ranks send their parts
+            if self._ranks is not None or question.transport is not PageTransport.TCP:
+                if receive(connection, 1, deadline + _GRACE) != DONE:
+                    raise ConnectionError("the peer sent something else")
+                connection.sendall(HELD)
         finally:
             for stored in pinned:
                 self._tier.unpin(stored)

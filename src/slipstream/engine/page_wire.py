@@ -10,11 +10,14 @@ Where several ranks share a model, every rank has a part of each page. The quest
 each rank of the consumer sends the lease to the same rank of the producer, and gets its part of the pages. Rank 0 of
 the consumer sends DONE when all its ranks have received their parts.
 
-A consumer that has mapped the producer's memory (`shared_pages.py`) asks for headers alone, and also sends DONE.
+A consumer that has mapped the producer's memory (`shared_pages.py`), or opened its device's (`device_pages.py`), asks
+for headers alone, and also sends DONE. The producer answers DONE with HELD while the pages are still leased. Pages that
+came from device memory count only then: they have no checksum, and what was read under a lease was not overwritten.
 """
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import socket
 import struct
@@ -31,11 +34,19 @@ from slipstream.engine.record_file import fingerprint
 LENGTH = struct.Struct("<I")
 HEADER = struct.Struct("<QI")  # bytes of the page, checksum
 OTHER_MODEL, SAME, OTHER_RANKS = b"\x00", b"\x01", b"\x02"
-DONE = b"d"
+DONE, HELD = b"d", b"h"
 MAX_MESSAGE = 2**26  # bytes
 _BLOCK = 2048  # bytes of a page that are added to the sums at once
 
 T = TypeVar("T")
+
+
+class PageTransport(enum.Enum):
+    """By which bytes of pages travel."""
+
+    TCP = "tcp"
+    MEMORY = "memory"  # the consumer reads the producer's host memory
+    DEVICE = "device"  # the consumer's device copies from the memory of the producer's
 
 
 class Greeting(msgspec.Struct, array_like=True):
@@ -47,7 +58,7 @@ class Question(msgspec.Struct, array_like=True):
     num_ranks: int
     timeout: float  # seconds that the producer may take
     pages: list[tuple[int, bytes]]  # group and hash
-    is_mapped: bool = False  # the consumer reads the memory itself: headers are enough
+    transport: PageTransport = PageTransport.TCP
 
 
 class Leased(msgspec.Struct, array_like=True, frozen=True):
@@ -74,7 +85,7 @@ class ShardQuestion(msgspec.Struct, array_like=True):
     timeout: float
     pages: list[Leased]
     token: bytes
-    is_mapped: bool = False
+    transport: PageTransport = PageTransport.TCP
 
 
 def checksum(page_hash: bytes, content: memoryview | bytes) -> int:

@@ -177,7 +177,7 @@ class ShardPages:
         """Which pages arrived."""
         arrived = [False] * len(fetch.pages)
         deadline = time.monotonic() + fetch.timeout
-        peer = self._peers.setdefault(fetch.address, Peer(fetch.address))
+        peer = self._peers.setdefault(fetch.address, Peer(fetch.address, self._memory.mirror))
         if time.monotonic() < peer.rests_until or not self._wait_for_copies(fetch.mark, deadline):
             return arrived
         try:
@@ -201,8 +201,7 @@ class ShardPages:
         try:
             left = max(deadline - time.monotonic(), 0.0)
             connection.socket.settimeout(max(left, _POLL))
-            is_mapped = connection.memory is not None
-            question = ShardQuestion(self._identity, self._rank, left, fetch.pages, fetch.token, is_mapped)
+            question = ShardQuestion(self._identity, self._rank, left, fetch.pages, fetch.token, connection.transport)
             send_message(connection.socket, question)
             if receive(connection.socket, 1, deadline) != SAME:
                 raise ConnectionError("it has another model, dtype or layout of pages, or is another rank")
@@ -230,7 +229,7 @@ class ShardServer(PageListener):
         deadline = deadline_of(question.timeout)
         connection.sendall(SAME)
         for page in question.pages:
-            self.send(connection, page, deadline, is_mapped=question.is_mapped)
+            self.send(connection, page, deadline, transport=question.transport)
 
 
 def _sign(secret: bytes, pages: list[Leased]) -> bytes:

@@ -2,12 +2,14 @@
 
 The slots of the second cache tier are files in memory. MemoryServer gives these files to processes that connect to its
 Unix socket, whose random name is in the greeting of the TCP server: a connection succeeds on the same host (strictly:
-in the same network namespace) only. MappedMemory is the other side. The files can be read there, not written.
+in the same network namespace) only. MappedMemory is the other side. The files can be read there, not written. Where
+the slots have a copy in device memory, its handle travels the same way (`device_pages.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import mmap
 import os
 import secrets
@@ -18,16 +20,29 @@ from collections.abc import Sequence
 
 import msgspec
 
+from slipstream.engine.device_pages import DeviceSlots
+
+log = logging.getLogger(__name__)
+
 _CONNECT_SECONDS = 1.0
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 _MAX_FILES = 128
 
 
+class _Slots(msgspec.Struct, array_like=True):
+    """Beside the files."""
+
+    page_bytes: list[int]  # by group
+    handle: bytes = b""  # of the device memory with a copy of the slots; empty: there is none
+    starts: list[int] = []  # the first bytes of the groups there
+
+
 class MemoryServer:
-    def __init__(self, files: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, files: Sequence[tuple[int, int]], mirror: DeviceSlots | None = None) -> None:
         """`files`: by group of pages, a descriptor and the bytes of a page."""
         self.name = f"slipstream-pages-{secrets.token_hex(16)}"
         self._files = files
+        self._mirror = mirror
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(_address(self.name))
         self._listener.listen(16)
@@ -35,12 +50,11 @@ class MemoryServer:
         self._thread.start()
 
     @classmethod
-    def open(cls, files: Sequence[tuple[int, int]]) -> MemoryServer | None:
+    def open(cls, files: Sequence[tuple[int, int]], mirror: DeviceSlots | None = None) -> MemoryServer | None:
         """None: there are no such files."""
-        return cls(files) if 0 < len(files) <= _MAX_FILES else None
+        return cls(files, mirror) if 0 < len(files) <= _MAX_FILES else None
 
     def _serve(self) -> None:
-        data = msgspec.msgpack.encode([page_bytes for _, page_bytes in self._files])
         while True:
             try:
                 connection, _ = self._listener.accept()
@@ -50,7 +64,16 @@ class MemoryServer:
                 connection.settimeout(_CONNECT_SECONDS)
                 credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
                 if _CREDENTIALS.unpack(credentials)[1] == os.getuid():
-                    socket.send_fds(connection, [data], [file for file, _ in self._files])
+                    socket.send_fds(connection, [self._slots()], [file for file, _ in self._files])
+
+    def _slots(self) -> bytes:
+        slots = _Slots([page_bytes for _, page_bytes in self._files])
+        if self._mirror is not None:
+            try:
+                slots.handle, slots.starts = self._mirror.give_handle(), self._mirror.starts
+            except OSError as error:
+                log.warning("pages do not pass from device to device: %s", error)
+        return msgspec.msgpack.encode(slots)
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
@@ -70,7 +93,8 @@ class MappedMemory:
             data, files, _, _ = socket.recv_fds(connection, 2**12, _MAX_FILES)
         if not data or not files:
             raise ConnectionError("the memory of pages is not shared with this process")
-        self._page_bytes: list[int] = msgspec.msgpack.decode(data, type=list[int])
+        slots = msgspec.msgpack.decode(data, type=_Slots)
+        self.page_bytes, self.handle, self.starts = slots.page_bytes, slots.handle, slots.starts
         self._maps = []
         for file in files:
             self._maps.append(memoryview(mmap.mmap(file, 0, prot=mmap.PROT_READ)))
@@ -78,9 +102,9 @@ class MappedMemory:
 
     def page(self, group: int, slot: int) -> memoryview:
         """Raises ConnectionError if the peer shares no such page."""
-        if group >= min(len(self._page_bytes), len(self._maps)):
+        if group >= min(len(self.page_bytes), len(self._maps)):
             raise ConnectionError(f"group {group} is not in the memory of the peer")
-        size = self._page_bytes[group]
+        size = self.page_bytes[group]
         page = self._maps[group][slot * size : (slot + 1) * size]
         if len(page) != size:
             raise ConnectionError(f"slot {slot} is not in the memory of the peer")

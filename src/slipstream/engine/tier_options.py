@@ -17,6 +17,10 @@ def check_tier(config: EngineConfig, num_replicas: int = 1) -> None:
             f"kv_transfer_config: {name} has two sets of rope factors, whose pages differ; remove it, or lower "
             "max_model_len to the original length"
         )
+    if config.transfer is not None and config.transfer.cuda_ipc and config.device.kind != "cuda":
+        raise InvalidOption(
+            "kv_transfer_config: cuda_ipc is for engines on GPUs; leave it out: engines of one host share host memory"
+        )
     if config.transfer is not None and config.transfer.listen is not None and num_replicas > 1:
         raise InvalidOption(
             f"kv_transfer_config: {num_replicas} replicas would serve pages at one port; start a server for each"

@@ -4,7 +4,8 @@ A slot holds one page of a group, over all its sites: keys and values, the scale
 that drafts are found in. Checkpoints of recurrent states are pages of one more group, the last. Pages are gathered and
 scattered on the compute stream, where they are read and written. Between the device and the slots they are copied on a
 stream of their own, through two device buffers (regions). Streams wait for each other's events; the host waits for none
-of them, so the copies overlap with steps that do not need them.
+of them, so the copies overlap with steps that do not need them. Slots that other engines read from device memory have a
+copy there, in the place of regions (`slot_mirror.py`).
 
 All copies between regions and slots are in the order of the plans. So a slot can be loaded as soon as its store is
 planned, and overwritten as soon as its load is planned.
@@ -16,8 +17,7 @@ import contextlib
 import fcntl
 import functools
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -29,7 +29,9 @@ from slipstream.device.streams import PASSED, Event
 from slipstream.errors import InvalidOption, NotEnoughMemory
 from slipstream.ops.cache_write import raw_pages
 from slipstream.runner.batch.staging import HostRing, Upload, UploadSpan
+from slipstream.runner.group_slots import GroupSlots, runs
 from slipstream.runner.kv_store import KVStore
+from slipstream.runner.slot_mirror import LOADED_AT_ONCE, Marks, SlotMirror
 from slipstream.runner.state_store import StateStore
 from slipstream.step import Ints, StepPlan, TierPlan
 
@@ -42,21 +44,6 @@ class _Region:
     def __init__(self, num_bytes: int, device: Device) -> None:
         self.memory = device.zeros((num_bytes,), torch.uint8)
         self.free: Event = PASSED  # after it the memory may be written again
-
-
-@dataclass(frozen=True, slots=True)
-class _GroupSlots:
-    """The slots of one group."""
-
-    parts: tuple[torch.Tensor, ...]  # device: each [pages, width] integers; a page is its rows one after another
-    page_bytes: int
-    max_pages: int  # that are copied at once
-    memory: Bytes  # host: [slots, page_bytes]
-    file: int | None  # descriptor of the same memory, if other processes may read it
-    tensor: torch.Tensor  # of the same memory
-    # host, by slot: how often a page was copied to it so far, and the end of the last copy
-    num_stores: list[int]
-    stored: list[Event]
 
 
 class PageTier:
@@ -79,9 +66,11 @@ class PageTier:
         self._num_buffers = num_buffers
         self._is_shared = is_shared
         self._stream = device.open_stream()
-        self._regions = [_Region(region_bytes(config.groups, config.states), device) for _ in range(NUM_REGIONS)]
+        self.mirror: SlotMirror | None = None  # of slots that other engines read from device memory
+        num_regions, size = (0, 0) if config.is_mirrored else (NUM_REGIONS, region_bytes(config.groups, config.states))
+        self._regions = [_Region(size, device) for _ in range(num_regions)]
         self._next_region = 0
-        self._groups: list[_GroupSlots] = []
+        self._groups: list[GroupSlots] = []
         self._ring: HostRing | None = None
         self._plan: TierPlan | None = None
 
@@ -98,7 +87,7 @@ class PageTier:
                 "a page of each group and a checkpoint"
             )
         num_copies = sum(config.group_pages) + (0 if config.states is None else config.states.num_checkpoints)
-        self._ring = HostRing(self._num_buffers, 2 * (8 * num_copies + 16 * len(slots)), self._device)
+        self._ring = HostRing(self._num_buffers, 2 * (16 * num_copies + 16 * len(slots)), self._device)
         try:
             self._groups = [self._open_group(number, num) for number, num in enumerate(slots[: len(config.groups)])]
             if self._states is not None and config.states is not None:
@@ -108,8 +97,10 @@ class PageTier:
             raise NotEnoughMemory(
                 f"kv_offloading_size is {size:g} GiB, more than the machine gives, or can pin; lower it"
             ) from None
+        if config.is_mirrored:
+            self.mirror = SlotMirror(self._groups, self._device, self._stream)
 
-    def _open_group(self, number: int, num_slots: int) -> _GroupSlots:
+    def _open_group(self, number: int, num_slots: int) -> GroupSlots:
         store, group = self._store, self._store.groups[number]
         caches = [cache for site in group.sites for cache in store.caches[site][: 1 if group.spec.value_dim else 2]]
         parts = [raw_pages(cache).view(len(cache), -1).view(torch.uint8) for cache in caches]
@@ -117,7 +108,7 @@ class PageTier:
             parts.append(store.history.tokens.view(torch.uint8))
         return self._open_slots(parts, num_slots, region_pages(group))
 
-    def _open_slots(self, parts: list[torch.Tensor], num_slots: int, max_pages: int) -> _GroupSlots:
+    def _open_slots(self, parts: list[torch.Tensor], num_slots: int, max_pages: int) -> GroupSlots:
         """`parts`: device: each [pages, bytes]."""
         for wide in (torch.int64, torch.int32, torch.int16):  # fewer elements to gather
             if all(part.shape[1] % wide.itemsize == 0 for part in parts):
@@ -126,7 +117,7 @@ class PageTier:
         page_bytes = sum(part.shape[1] * part.itemsize for part in parts)
         memory, tensor, file = self._open_memory(num_slots * page_bytes)
         shape = (num_slots, page_bytes)
-        return _GroupSlots(
+        return GroupSlots(
             tuple(parts),
             page_bytes,
             max_pages,
@@ -154,10 +145,10 @@ class PageTier:
         """Per group the descriptor of its memory and the bytes of a page, if other processes may read it."""
         return [(group.file, group.page_bytes) for group in self._groups if group.file is not None]
 
-    def mark(self) -> Event:
-        """Called by the core: after this event, all copies to and from slots that were planned so far are done."""
+    def mark(self) -> Marks:
+        """Called by the core: after this, all copies to and from slots that were planned so far are done."""
         self._stream.flush()
-        return self._stream.record()
+        return Marks(self._stream.record(), PASSED if self.mirror is None else self.mirror.used)
 
     def is_stored(self, group: int, slot: int, num_stores: int) -> bool:
         """In any thread: whether so many stores to a slot are done."""
@@ -189,23 +180,27 @@ class PageTier:
         stores = [self._put(own, number, plan.stores, 1, 2) for number in range(len(self._groups))]
         loads = [self._put(own, number, plan.loads, 2, 1) for number in range(len(self._groups))]
         own.send(compute)
-        for group, (span, slots) in zip(self._groups, stores, strict=True):
-            for start in range(0, len(slots), group.max_pages):
-                self._store_pages(group, own, span, start, slots[start : start + group.max_pages])
-        for group, (span, slots) in zip(self._groups, loads, strict=True):
-            for start in range(0, len(slots), group.max_pages):
-                self._load_pages(group, own, span, start, slots[start : start + group.max_pages])
+        store, load = (self._store_pages, self._load_pages) if self.mirror is None else self.mirror.copiers
+        for number, (span, slots) in enumerate(stores):
+            for start in range(0, len(slots), size := self._groups[number].max_pages):
+                store(number, own, span, start, slots[start : start + size])
+        num_regions = 1 if self.mirror is None else LOADED_AT_ONCE
+        for number, (span, slots) in enumerate(loads):
+            for start in range(0, len(slots), size := num_regions * self._groups[number].max_pages):
+                load(number, own, span, start, slots[start : start + size])
         compute.flush()
         self._stream.flush()
 
     def _put(self, upload: Upload, number: int, copies: Ints, page: int, slot: int) -> tuple[UploadSpan, list[int]]:
-        """Host: upload the pages of a group. Returns their span, and the slots. `page`, `slot`: columns."""
+        """Host: upload the pages of a group and their slots [2, n]. Returns the span, and the slots. `page`, `slot`:
+        columns."""
         # neighbouring slots are copied at once
         chosen = sorted((copy[slot], copy[page]) for copy in copies.tolist() if copy[0] == number)
-        return upload.put(np.array([page for _, page in chosen], np.int64)), [slot for slot, _ in chosen]
+        slots = [slot for slot, _ in chosen]
+        return upload.put(np.array([[page for _, page in chosen], slots], np.int64)), slots
 
-    def _store_pages(self, group: _GroupSlots, own: Upload, span: UploadSpan, start: int, slots: Sequence[int]) -> None:
-        region, compute, stream = self._take_region(), self._device.compute, self._stream
+    def _store_pages(self, number: int, own: Upload, span: UploadSpan, start: int, slots: Sequence[int]) -> None:
+        group, region, compute, stream = self._groups[number], self._take_region(), self._device.compute, self._stream
         compute.wait_for(region.free)
         compute.run(functools.partial(_gather, group, region, own, span, start, len(slots)))
         stream.wait_for(compute.record())
@@ -215,8 +210,8 @@ class PageTier:
             group.stored[slot] = region.free
             group.num_stores[slot] += 1
 
-    def _load_pages(self, group: _GroupSlots, own: Upload, span: UploadSpan, start: int, slots: Sequence[int]) -> None:
-        region, compute, stream = self._take_region(), self._device.compute, self._stream
+    def _load_pages(self, number: int, own: Upload, span: UploadSpan, start: int, slots: Sequence[int]) -> None:
+        group, region, compute, stream = self._groups[number], self._take_region(), self._device.compute, self._stream
         stream.wait_for(region.free)
         stream.run(functools.partial(_copy_in, group, region, slots))
         compute.wait_for(stream.record())
@@ -229,48 +224,34 @@ class PageTier:
         return region
 
 
-def _gather(group: _GroupSlots, region: _Region, own: Upload, span: UploadSpan, start: int, num: int) -> None:
+def _gather(group: GroupSlots, region: _Region, own: Upload, span: UploadSpan, start: int, num: int) -> None:
     """Device: copy pages to a region."""
-    pages = own.tensor(span)[start : start + num]
-    for part, rows in zip(group.parts, _views(group, region, num), strict=True):
+    pages = own.tensor(span)[0, start : start + num]
+    for part, rows in zip(group.parts, group.columns(_pages(group, region, num)), strict=True):
         rows.copy_(part.index_select(0, pages))
 
 
-def _scatter(group: _GroupSlots, region: _Region, own: Upload, span: UploadSpan, start: int, num: int) -> None:
+def _scatter(group: GroupSlots, region: _Region, own: Upload, span: UploadSpan, start: int, num: int) -> None:
     """Device: copy a region to pages."""
-    pages = own.tensor(span)[start : start + num]
-    for part, rows in zip(group.parts, _views(group, region, num), strict=True):
+    pages = own.tensor(span)[0, start : start + num]
+    for part, rows in zip(group.parts, group.columns(_pages(group, region, num)), strict=True):
         part.index_copy_(0, pages, rows)
 
 
-def _views(group: _GroupSlots, region: _Region, num: int) -> Iterator[torch.Tensor]:
-    """The parts of `num` pages in a region, each [num, width]."""
-    dtype = group.parts[0].dtype
-    whole = region.memory[: num * group.page_bytes].view(dtype).view(num, -1)
-    start = 0
-    for part in group.parts:
-        yield whole[:, start : start + part.shape[1]]
-        start += part.shape[1]
+def _pages(group: GroupSlots, region: _Region, num: int) -> torch.Tensor:
+    """The memory of `num` pages in a region [num, page_bytes]."""
+    return region.memory[: num * group.page_bytes].view(num, -1)
 
 
-def _copy_out(group: _GroupSlots, region: _Region, slots: Sequence[int]) -> None:
+def _copy_out(group: GroupSlots, region: _Region, slots: Sequence[int]) -> None:
     """Device: copy a region to slots, which ascend."""
-    pages = region.memory[: len(slots) * group.page_bytes].view(len(slots), -1)
-    for first, last in _runs(slots):
+    pages = _pages(group, region, len(slots))
+    for first, last in runs(slots):
         group.tensor[slots[first] : slots[first] + last - first].copy_(pages[first:last], non_blocking=True)
 
 
-def _copy_in(group: _GroupSlots, region: _Region, slots: Sequence[int]) -> None:
+def _copy_in(group: GroupSlots, region: _Region, slots: Sequence[int]) -> None:
     """Device: copy slots, which ascend, to a region."""
-    pages = region.memory[: len(slots) * group.page_bytes].view(len(slots), -1)
-    for first, last in _runs(slots):
+    pages = _pages(group, region, len(slots))
+    for first, last in runs(slots):
         pages[first:last].copy_(group.tensor[slots[first] : slots[first] + last - first], non_blocking=True)
-
-
-def _runs(slots: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """The first and the last index, exclusive, of each run of consecutive slots."""
-    first = 0
-    for index in range(1, len(slots) + 1):
-        if index == len(slots) or slots[index] != slots[index - 1] + 1:
-            yield first, index
-            first = index

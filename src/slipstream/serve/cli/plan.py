@@ -147,7 +147,8 @@ def _state_rows(config: EngineConfig, memory: MemoryEstimate) -> list[tuple[str,
 def _tier_rows(memory: MemoryEstimate) -> list[tuple[str, int, str]]:
     if not memory.tier_host:
         return []
-    return [("second tier", memory.tier + memory.tier_host, "pinned pages, and buffers on the device to copy them")]
+    of_device = "a copy of them on the device" if memory.mirror else "buffers on the device to copy them"
+    return [("second tier", memory.tier + memory.mirror + memory.tier_host, f"pinned pages, and {of_device}")]
 
 
 def _weight_kind(config: EngineConfig) -> str:

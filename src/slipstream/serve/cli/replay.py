@@ -89,6 +89,7 @@ def _replay_config(recording: Recording, model: str | None) -> EngineConfig:
         config,
         model=msgspec.structs.replace(config.model, path=path, num_engines=1, engine=0),
         device=msgspec.structs.replace(config.device, keep_free=None),
+        cache=msgspec.structs.replace(config.cache, is_mirrored=False),
         transfer=None,
     )
 

@@ -69,6 +69,7 @@ VALUES |= {
     "return_tokens_as_token_ids": True, "top_logprobs": 2, "logprobs": True, "step_tag_id": 104,
     "returned_token_ids": [0],
 }  # fmt: skip
+SPECIAL_TEXT = {"grammar": 'start: "a" <|im_end|> <|im_end|>'}
 EXPIRES = {"anchor": "created_at", "seconds": 3600}
 TOOLS = [{"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}}]
 # where a route needs another value or another request around it: (value, beside, without)
@@ -83,6 +84,8 @@ SPECIAL: dict[tuple[str, str], tuple[Any, dict[str, Any], tuple[str, ...]]] = {
     ("/v1/completions", "prompt_embeds"): ("AAAA", {}, ()),
     ("/v1/completions", "use_beam_search"): (True, {"n": 2}, ()),
     ("/v1/completions", "length_penalty"): (2.0, {"n": 2}, ()),
+    ("/v1/chat/completions", "use_beam_search"): (True, {"n": 2}, ()),
+    ("/v1/chat/completions", "length_penalty"): (2.0, {"n": 2}, ()),
     ("/v1/chat/completions", "model"): ("pool", {}, ()),
     ("/v1/chat/completions", "messages"): ([{"role": "user", "content": "bye"}], {}, ()),
     ("/v1/chat/completions", "max_completion_tokens"): (3, {}, ("max_tokens",)),
@@ -195,6 +198,7 @@ def door(runner, tmp_path_factory):
             facts(folder),
             facts(folder, "pool", pooling=POOL),
             facts(folder, "vectors", pooling=VECTORS),
+            facts(folder, "ends", eos_token_ids=(0,)),
         )
         return Door(App(State(ServerSettings(), engine), all_routes()), core)
 
@@ -262,6 +266,31 @@ def test_a_field_that_is_refused_without_its_name_is_caught(runner, door, monkey
     monkeypatch.setattr(fields, "refuse", lambda given, table: None)
     with pytest.raises(AssertionError):
         check_field(runner, door, "/v1/completions", "best_of")
+
+
+BEAMS = {"model": "ends", "use_beam_search": True, "n": 2}
+NOT_WITH_BEAMS = (
+    "use_beam_search",
+    "spaces_between_special_tokens",  # this tokenizer writes none
+    "parallel_tool_calls",  # needs more tokens than SAMPLES has: test_chat_beams.py
+)
+BESIDE_BEAMS = {
+    "include_stop_str_in_output": {},
+    "stream_options": {},
+    "top_logprobs": {},
+    "skip_special_tokens": {"structured_outputs": SPECIAL_TEXT},
+}
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_field_with_beam_search_does_something_or_is_refused_by_name(runner, door, path, monkeypatch):
+    for field, beside in BESIDE_BEAMS.items():
+        monkeypatch.setitem(WITH, field, beside)
+    monkeypatch.setitem(SPECIAL, (path, "length_penalty"), (-9.0, {}, ()))
+    monkeypatch.setitem(SAMPLES, path, SAMPLES[path] | BEAMS)
+    for field in ROUTES[path].body.__struct_fields__:
+        if field not in NOT_WITH_BEAMS:
+            check_field(runner, door, path, field)
 
 
 def check_field(runner, door, path, field):

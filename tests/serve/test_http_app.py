@@ -188,7 +188,6 @@ USER = [{"role": "user", "content": "hi"}]
         ("audio", {"voice": "x"}),
         ("reasoning_effort", "high"),
         ("guided_decoding_backend", "outlines"),
-        ("use_beam_search", True),
         ("logits_processors", ["os.system"]),
     ],
 )

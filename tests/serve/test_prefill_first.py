@@ -23,6 +23,8 @@ CHAT = {
     "stream": True,
     "n": 3,
     "stop": ["x"],
+    "use_beam_search": True,
+    "length_penalty": 2.0,
 }
 
 

@@ -21,9 +21,9 @@ PATHS = (b"/v1/completions", b"/v1/chat/completions")
 MAX_SECONDS = 300.0
 # fields that do not change the prompt, and cost time or conflict with a single token
 _DROPPED = (
-    "stream", "stream_options", "n", "best_of", "use_beam_search", "max_tokens", "max_completion_tokens", "min_tokens",
-    "logprobs", "top_logprobs", "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice",
-    "guided_grammar", "stop", "logit_bias", "thinking_token_budget",
+    "stream", "stream_options", "n", "best_of", "use_beam_search", "length_penalty", "max_tokens",
+    "max_completion_tokens", "min_tokens", "logprobs", "top_logprobs", "response_format", "structured_outputs",
+    "guided_json", "guided_regex", "guided_choice", "guided_grammar", "stop", "logit_bias", "thinking_token_budget",
 )  # fmt: skip
 
 

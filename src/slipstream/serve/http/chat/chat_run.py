@@ -75,6 +75,7 @@ class ChatRun:
         settings = request.state.settings
         self._formats = ChatFormats.of(conversation.model, settings)
         conversation.check_tool_choice(self._formats, auto=settings.enable_auto_tool_choice)
+        self._prompt = ""  # its text, set by `prepare`
         self._parsers: dict[int, OutputParser | None] = {}  # by sample; None: all text is content
 
     @property
@@ -98,6 +99,7 @@ class ChatRun:
             params = params.with_changes(structured_outputs=shape)
         name = conversation.model.description.name
         prepared = submits_for(self._request, name, [text], params, add_special_tokens=conversation.add_special_tokens)
+        self._prompt = prepared[0][1] or ""
         return prepared if conversation.max_context is None else [self._within_context(each) for each in prepared]
 
     def _within_context(self, prepared: PreparedPrompt) -> PreparedPrompt:
@@ -115,7 +117,7 @@ class ChatRun:
         """The samples when all are finished. For a run that is no stream."""
         (state,) = await self.stream.wait()
         check_end(state)
-        return [self._answer(sample) for sample in state.samples]
+        return [self.answer(sample) for sample in state.samples]
 
     async def __aiter__(self) -> AsyncIterator[list[ChatPart]]:
         """The parts as they arrive, until all samples are finished."""
@@ -123,7 +125,8 @@ class ChatRun:
             check_end(state)
             yield [self._part(new) for new in state.increment()]
 
-    def _answer(self, sample: SampleState) -> ChatAnswer:
+    def answer(self, sample: SampleState) -> ChatAnswer:
+        """Parses a sample that is finished."""
         answer = ChatAnswer(sample, calls=[])
         for event in self._events(sample.index, sample.text, is_last=True):
             match event:
@@ -173,7 +176,7 @@ class ChatRun:
             return None
         is_open = False
         if isinstance(reasoning, ReasoningFormat):
-            is_open = reasoning.is_open(self.state.prompt or "", continues=conversation.continue_final_message)
+            is_open = reasoning.is_open(self._prompt, continues=conversation.continue_final_message)
         return OutputParser(reasoning, tools, functions=conversation.tools.functions, is_open=is_open)
 
     def _finish_reason(self, index: int, reason: str | None) -> str | None:

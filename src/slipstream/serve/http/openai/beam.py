@@ -1,78 +1,80 @@
-"""Beam search of POST /v1/completions: `use_beam_search`, with `n` as the number of beams."""
+"""Beam search of /v1/completions and /v1/chat/completions: `use_beam_search`, with `n` as the number of beams.
+
+Both have the search of `LLM.beam_search`. A beam is a prompt of token ids, and each step is a request of one
+token per beam.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from slipstream.frontend.beam_grammar import BeamStep
 from slipstream.frontend.beam_search import BeamSearch, BeamSearchParams
 from slipstream.frontend.request_state import GenerationRequestState
 from slipstream.frontend.results import Logprob
+from slipstream.frontend.sample_state import SampleState
 from slipstream.frontend.served import ServedModel
+from slipstream.messages import Output
 from slipstream.params import SamplingParams
+from slipstream.request import FinishReason
 from slipstream.serve.http.errors import bad_request
 from slipstream.serve.http.openai import structured
-from slipstream.serve.http.openai.completion_types import (
-    CompletionChoice,
-    CompletionRequest,
-    CompletionResponse,
-    prompts_of,
-)
-from slipstream.serve.http.openai.fields import REFUSED, given_fields, refuse
-from slipstream.serve.http.openai.generation import (
-    PromptTokensDetails,
-    Usage,
-    check_end,
-    start,
-    submits_for,
-)
+from slipstream.serve.http.openai.fields import REFUSED, GenerationFields, given_fields
+from slipstream.serve.http.openai.generation import PromptTokensDetails, Usage, check_end, start, submits_for
 from slipstream.serve.http.request import Request
+from slipstream.structured_params import StructuredOutputsParams
 
-_MAX_TOKENS = 16  # of a request without max_tokens, as in OpenAI's API
 _FIELDS = {
-    "model", "prompt", "n", "max_tokens", "use_beam_search", "length_penalty", "ignore_eos", "priority", "cache_salt",
-    "include_stop_str_in_output", "temperature", "add_special_tokens", "return_token_ids", "truncate_prompt_tokens",
-    "user", "metadata", "safety_identifier", "prompt_cache_key", *structured.FIELDS, "guided_whitespace_pattern",
-    *REFUSED,
+    "model", "n", "max_tokens", "use_beam_search", "length_penalty", "ignore_eos", "priority", "cache_salt",
+    "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens", "temperature",
+    "add_special_tokens", "return_token_ids", "truncate_prompt_tokens", *structured.FIELDS, "guided_whitespace_pattern",
+    "user", "metadata", "safety_identifier", "prompt_cache_key", *REFUSED,
 }  # fmt: skip
-_STEP_FIELDS = ("priority", "cache_salt", "truncate_prompt_tokens")
 
 
-async def beam_completion(request: Request, body: CompletionRequest) -> CompletionResponse:
-    given = {name: value for name, value in given_fields(body).items() if value is not False}
-    for name in given:
-        if name not in _FIELDS:
+def given_with_beams(body: GenerationFields, own: Collection[str]) -> dict[str, Any]:
+    """The fields that are not null, without those of beam search alone. Raises for a field that beam search does not
+    have. `own`: fields of the route that it has."""
+    given = given_fields(body)
+    for name, value in given.items():
+        if value is not False and name not in _FIELDS and name not in own:
             fact = f"{name} is not supported with use_beam_search"
             raise bad_request(f"{fact}; remove one", name, "unsupported_parameter")
-    refuse({name: value for name, value in given.items() if name not in ("use_beam_search", "length_penalty")}, REFUSED)
-    request.set_input_field("prompt")
+    return {name: value for name, value in given.items() if name not in ("n", "use_beam_search", "length_penalty")}
+
+
+def beam_params(
+    request: Request, body: GenerationFields, max_tokens: int, shape: StructuredOutputsParams | None
+) -> BeamSearchParams:
     request.field_names["beam_width"] = "n"
-    served = request.choose_model(body.model, "generate")
-    params = BeamSearchParams(
+    return BeamSearchParams(
         beam_width=1 if body.n is None else body.n,
-        max_tokens=_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
+        max_tokens=max_tokens,
         ignore_eos=bool(body.ignore_eos),
         temperature=body.temperature or 0.0,
         length_penalty=1.0 if body.length_penalty is None else body.length_penalty,
         include_stop_str_in_output=bool(body.include_stop_str_in_output),
-        structured_outputs=structured.structured_outputs(given, request.field_names),
+        structured_outputs=shape,
     )
-    prompts = prompts_of(body.prompt)
-    request.check_count(len(prompts), "prompt")
-    request.check_samples(len(prompts), params.beam_width)
-    searches = await _search(request, body, served, prompts, params)
-    return _answer(request, body, served, searches)
 
 
-async def _search(
-    request: Request, body: CompletionRequest, served: ServedModel, prompts: list[object], params: BeamSearchParams
+async def search_beams(
+    request: Request,
+    body: GenerationFields,
+    served: ServedModel,
+    prompts: Sequence[object],
+    params: BeamSearchParams,
+    *,
+    truncate: int | None = None,
 ) -> list[BeamSearch]:
+    """The finished search of each prompt. `truncate`: the last tokens of a prompt that are used, default all."""
+    request.check_samples(len(prompts), params.beam_width)
     name, step = served.description.name, params.of_step(served.description)
-    first = {each: getattr(body, each) for each in _STEP_FIELDS if getattr(body, each) is not None}
-    step = step.with_changes(**first)
+    first = {"priority": body.priority, "cache_salt": body.cache_salt, "truncate_prompt_tokens": truncate}
+    step = step.with_changes(**{field: value for field, value in first.items() if value is not None})
     special = body.add_special_tokens is not False
 
     async def run(inputs: list[object], each: list[SamplingParams]) -> list[GenerationRequestState]:
@@ -87,7 +89,7 @@ async def _search(
         grammar = await asyncio.to_thread(request.state.beam_grammars.compile, served, params)
         assert grammar is not None, "the search has one"
         steps = [await asyncio.to_thread(grammar.step, step, ())] * len(prompts)
-    inputs: list[object] = prompts
+    inputs = list(prompts)
     searches: list[BeamSearch] = []
     while inputs:
         states = await run(inputs, [own.params for own in steps])
@@ -119,21 +121,23 @@ def _entries(state: GenerationRequestState) -> Mapping[int, Logprob]:
     return state.samples[0].logprobs[0]
 
 
-def _answer(
-    request: Request, body: CompletionRequest, served: ServedModel, searches: list[BeamSearch]
-) -> CompletionResponse:
-    choices: list[CompletionChoice] = []
-    for search in searches:
-        for sequence in search.result():
-            ids = sequence.tokens[search.num_prompt :]
-            text = "" if served.tokenizer is None else served.tokenizer.decode(ids)
-            choice = CompletionChoice(len(choices), text, finish_reason=sequence.finish_reason)
-            if body.return_token_ids:
-                choice.token_ids, choice.prompt_token_ids = ids, sequence.tokens[: search.num_prompt]
-            choices.append(choice)
+def beam_samples(search: BeamSearch, text: SamplingParams, served: ServedModel) -> list[SampleState]:
+    """The sequences of a search, the best first, as finished samples. `text`: parameters of detokenising."""
+    params = SamplingParams(
+        skip_special_tokens=text.skip_special_tokens, spaces_between_special_tokens=text.spaces_between_special_tokens
+    )
+    samples = []
+    for index, sequence in enumerate(search.result()):
+        assert sequence.finish_reason is not None, "the search is finished"
+        sample = SampleState(index, params, served.tokenizer, streaming=False)
+        ids, reason = sequence.tokens[search.num_prompt :], FinishReason(sequence.finish_reason)
+        sample.take(Output("", index, ids, finish_reason=reason))
+        samples.append(sample)
+    return samples
+
+
+def beam_usage(searches: Sequence[BeamSearch]) -> Usage:
+    """Counts the tokens of the returned sequences, with end tokens that are not shown."""
     num_prompt = sum(search.num_prompt for search in searches)
     num_out = sum(sequence.num_generated for search in searches for sequence in search.result())
-    usage = Usage(num_prompt, num_out, num_prompt + num_out, PromptTokensDetails(0))
-    return CompletionResponse(
-        f"cmpl-{request.id}", "text_completion", int(time.time()), served.description.name, choices, usage
-    )
+    return Usage(num_prompt, num_out, num_prompt + num_out, PromptTokensDetails(0))

@@ -8,7 +8,6 @@ from typing import Any
 
 import msgspec
 
-from slipstream.frontend.request_state import GenerationRequestState
 from slipstream.frontend.results import Logprob
 from slipstream.frontend.served import ServedModel
 from slipstream.parsers.events import ArgumentsDelta, ContentDelta, ParserEvent, ReasoningDelta, ToolCallStart
@@ -17,6 +16,9 @@ from slipstream.serve.http.chat.conversation import ChatConversation
 from slipstream.serve.http.chat.thinking import thinking_variables
 from slipstream.serve.http.chat.tools import Tools
 from slipstream.serve.http.errors import bad_request
+from slipstream.serve.http.openai.beam import given_with_beams
+from slipstream.serve.http.openai.chat_beams import FIELDS as BEAM_FIELDS
+from slipstream.serve.http.openai.chat_beams import search_chat
 from slipstream.serve.http.openai.chat_types import (
     REFUSED,
     ChatChoice,
@@ -41,18 +43,30 @@ from slipstream.serve.http.routes import post
 
 
 async def create_chat_completion(request: Request, body: ChatRequest) -> Response | StreamingResponse:
-    conversation = _conversation(request, body)
+    if body.use_beam_search:
+        return json_response(await _beams(request, body))
+    conversation = _conversation(request, body, given_fields(body))
     run = await start_chat(request, conversation, stream=bool(body.stream))
     answer = _Answer(request, body, conversation)
     if body.stream:
         return StreamingResponse(answer.events(run))
     with run:
-        return json_response(answer.whole(await run.answers(), run.state))
+        response = answer.whole(await run.answers(), usage_of([run.state]))
+        answer.add_prompt_data(response, run.state.message.prompt_token_ids, run.state.prompt_logprobs)
+        return json_response(response)
 
 
-def _conversation(request: Request, body: ChatRequest) -> ChatConversation:
-    """Checks the request."""
-    given = given_fields(body)
+async def _beams(request: Request, body: ChatRequest) -> ChatResponse:
+    conversation = _conversation(request, body, given_with_beams(body, BEAM_FIELDS))
+    answers, prompt, usage = await search_chat(request, body, conversation)
+    answer = _Answer(request, body, conversation)
+    response = answer.whole(answers, usage)
+    answer.add_prompt_data(response, prompt, None)
+    return response
+
+
+def _conversation(request: Request, body: ChatRequest, given: dict[str, Any]) -> ChatConversation:
+    """Checks the request. `given`: its fields that are not null."""
     refuse(given, REFUSED)
     served = request.choose_model(body.model, "generate")
     messages = text_messages(request, body.messages, served.tokenizer)
@@ -110,7 +124,7 @@ class _Answer:
         self.id, self.created = f"chatcmpl-{request.id}", int(time.time())
         self.model = conversation.model.description.name
 
-    def whole(self, answers: list[ChatAnswer], state: GenerationRequestState) -> ChatResponse:
+    def whole(self, answers: list[ChatAnswer], usage: Usage) -> ChatResponse:
         choices = []
         for answer in answers:
             sample = answer.sample
@@ -121,16 +135,16 @@ class _Answer:
             if self.body.return_token_ids:
                 choice.token_ids = sample.token_ids
             choices.append(choice)
-        response = ChatResponse(self.id, "chat.completion", self.created, self.model, choices, usage_of([state]))
-        self.add_prompt_data(response, state)
-        return response
+        return ChatResponse(self.id, "chat.completion", self.created, self.model, choices, usage)
 
-    def add_prompt_data(self, answer: ChatResponse | ChatChunk, state: GenerationRequestState) -> None:
+    def add_prompt_data(
+        self, answer: ChatResponse | ChatChunk, ids: list[int], entries: Sequence[dict[int, Logprob] | None] | None
+    ) -> None:
         """Adds the requested logprobs and token ids of the prompt."""
         if self.body.prompt_logprobs is not None:
-            answer.prompt_logprobs = prompt_logprobs(state.prompt_logprobs or [])
+            answer.prompt_logprobs = prompt_logprobs(entries or [])
         if self.body.return_token_ids:
-            answer.prompt_token_ids = state.message.prompt_token_ids
+            answer.prompt_token_ids = ids
 
     async def events(self, run: ChatRun) -> AsyncIterator[bytes]:
         options = self.body.stream_options
@@ -146,7 +160,8 @@ class _Answer:
                     if index not in started:
                         first = self.chunk([ChatChunkChoice(index, ChatDelta("assistant", ""))], usage)
                         if not started:
-                            self.add_prompt_data(first, run.state)
+                            state = run.state
+                            self.add_prompt_data(first, state.message.prompt_token_ids, state.prompt_logprobs)
                         started.add(index)
                         chunks.append(event(first))
                     if (choice := self.choice(part)) is not None:

@@ -26,12 +26,6 @@ class CompletionRequest(GenerationFields, kw_only=True, forbid_unknown_fields=Tr
     suffix: Annotated[
         str | None, msgspec.Meta(description="text after the output, for models with fill-in-the-middle tokens")
     ] = None
-    use_beam_search: Annotated[
-        bool | None, msgspec.Meta(description="search for the n likeliest continuations instead of sampling")
-    ] = None
-    length_penalty: Annotated[
-        float | None, msgspec.Meta(description="exponent of the length in scores of beam search; default 1")
-    ] = None
 
 
 class CompletionChoice(msgspec.Struct):

@@ -14,7 +14,7 @@ from slipstream.frontend.request_stream import RequestStream
 from slipstream.frontend.results import Increment, Logprob
 from slipstream.frontend.served import ServedModel
 from slipstream.serve.http.errors import bad_request
-from slipstream.serve.http.openai.beam import beam_completion
+from slipstream.serve.http.openai.completion_beams import beam_completion
 from slipstream.serve.http.openai.completion_types import (
     CompletionChoice,
     CompletionRequest,

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from slipstream.engine.model_description import ModelDescription
 from slipstream.frontend.inputs import InputProcessor
 from slipstream.params import SamplingParams
 from slipstream.serve.http.errors import bad_request
@@ -87,6 +88,11 @@ class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     guided_grammar: Annotated[str | None, _doc("older name of structured_outputs.grammar")] = None
     guided_whitespace_pattern: Annotated[str | None, _doc("whitespace in JSON, with guided_json")] = None
 
+    use_beam_search: Annotated[
+        bool | None, _doc("search for the n likeliest outputs instead of sampling; the choices are the best first")
+    ] = None
+    length_penalty: Annotated[float | None, _doc("exponent of the length in scores of beam search; default 1")] = None
+
     user: Label = None
     metadata: Label = None
     safety_identifier: Label = None
@@ -97,8 +103,6 @@ class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     request_id: Refused = None
     guided_decoding_backend: Refused = None
     best_of: Refused = None
-    use_beam_search: Refused = None
-    length_penalty: Refused = None
     early_stopping: Refused = None
     truncation_side: Refused = None
     logits_processors: Refused = None
@@ -112,8 +116,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "request_id": ((), "send the header X-Request-Id instead"),
     "guided_decoding_backend": (("auto", "guidance"), "grammars are compiled by llguidance"),
     "best_of": ((1,), "use n and choose among the samples"),
-    "use_beam_search": ((False,), "only /v1/completions has beam search, without stream"),
-    "length_penalty": ((1, 1.0), "it is for beam search; set use_beam_search, in /v1/completions"),
+    "length_penalty": ((1, 1.0), "it is for beam search; set use_beam_search"),
     "early_stopping": ((False,), "beam search always lasts max_tokens steps"),
     "truncation_side": (("left",), "prompts are truncated on the left"),
     "logits_processors": (([],), "a request cannot have code; start the server with --logits-processors"),
@@ -161,10 +164,14 @@ def sampling_params(
         values["extra_args"] = given["vllm_xargs"]
     if (structured := structured_outputs(given, names)) is not None:
         values["structured_outputs"] = structured
-    if values.get("truncate_prompt_tokens") == -1 and values.get("max_tokens"):
-        # as much of the prompt as fits with max_tokens
-        values["truncate_prompt_tokens"] = max(1, inputs.description.max_model_len - values["max_tokens"])
+    if (limit := values.get("truncate_prompt_tokens")) is not None:
+        values["truncate_prompt_tokens"] = prompt_limit(limit, values.get("max_tokens"), inputs.description)
     return SamplingParams(**values)
+
+
+def prompt_limit(given: int, max_tokens: int | None, model: ModelDescription) -> int:
+    """The value of truncate_prompt_tokens; with -1 as much of the prompt as fits with max_tokens."""
+    return max(1, model.max_model_len - max_tokens) if given == -1 and max_tokens else given
 
 
 def _check_together(given: dict[str, Any], own: dict[str, Any]) -> None:

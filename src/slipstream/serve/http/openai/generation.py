@@ -34,7 +34,7 @@ async def start(
     state = request.state
     submits = await state.encode(num_prompts, size, prepare, request.caller)
     for message, _ in submits:
-        _check_room(request, model, message, limit)
+        check_room(request, model, message, limit)
     num_tokens = sum(len(message.prompt_token_ids) for message, _ in submits)
     state.admit(num_prompts, num_tokens, request.caller)  # again: the queue may have filled while tokenising
     request_stream = state.engine.read(submits, model, streaming=stream, caller=request.caller)
@@ -42,7 +42,7 @@ async def start(
     return request_stream
 
 
-def _check_room(request: Request, model: str | None, message: Submit, limit: int | None) -> None:
+def check_room(request: Request, model: str | None, message: Submit, limit: int | None) -> None:
     """Raises where the prompt and max_tokens, or min_tokens, are longer than the model length."""
     description, params = request.state.engine.model(model).description, message.params
     assert isinstance(params, SamplingParams)

@@ -43,10 +43,11 @@ class ThreadGroup(Group):
     """The group of a rank that is a thread. All ranks add parts in the same order, so results have the same bits."""
 
     def __init__(
-        self, rank: int, size: int, store: Path, address: str = "", device: torch.device | None = None
+        self, rank: int, size: int, store: Path, address: str = "127.0.0.1", device: torch.device | None = None
     ) -> None:
         self.rank = rank
         self.size = size
+        self.address = address
         self.store = FileStore(str(store), size)
         self.is_nccl = False
         self._exchange = _exchanges.setdefault(store, _Exchange(size))

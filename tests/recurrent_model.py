@@ -26,7 +26,7 @@ from slipstream.nn.models.decoder_shape import DecoderShape
 from slipstream.nn.models.llama import llama_rules, llama_shape
 from slipstream.nn.models.registry import Family
 from slipstream.nn.shapes import MixerShape, NormShape
-from slipstream.ops.recurrent_steps import DraftSteps, RecurrentSteps
+from slipstream.ops.recurrent_steps import DraftSteps, RecurrentSteps, seen_tokens
 from slipstream.ops.recurrent_steps.replay import Recurrence, remember_, replay_, verify_
 from tiny import write_tiny
 
@@ -38,8 +38,8 @@ class DecayShape(MixerShape):
 
     def state_fields(self, dtype: str, num_drafts: int = 0) -> tuple[StateField, ...]:
         exact = "float64" if dtype == "float64" else "float32"
-        columns = ring_columns(2, num_drafts) if num_drafts else 1
-        fields = StateField("sum", (self.size,), exact), StateField("last", (self.size, columns), dtype)
+        last = StateField("last", (self.size, ring_columns(2, num_drafts)), dtype)
+        fields = StateField("sum", (self.size,), exact), last
         replay = StateField("replay", (replay_columns(num_drafts), 2 * self.size), exact, is_saved=False)
         return (*fields, replay) if num_drafts else fields
 
@@ -88,7 +88,9 @@ def scan(
     sums, lasts = state["sum"], state["last"]
     slots, columns, drafts = steps.slots.long(), lasts.shape[2], steps.drafts
     value, decay = value.to(sums.dtype), decay.to(sums.dtype)
-    positions = steps.first_positions.long()
+    positions, begins = steps.first_positions.long(), (steps.seen_positions == 0)[:, None]
+    is_seen = seen_tokens(steps, len(value))[:, None]
+    added, decay = torch.where(is_seen, 0.0, value), torch.where(is_seen, 1.0, decay)
     recurrence = None
     if drafts is not None:
         recurrence = drafted_sums(value, decay, state["replay"])
@@ -108,7 +110,7 @@ def scan(
             remember_(state["replay"], steps, torch.cat((value, decay), 1))
             verify_(totals, sums, steps, recurrence)
         else:
-            totals = torch.where((positions == 0)[:, None], 0.0, sums[slots]) * decay + value
+            totals = torch.where(begins, 0.0, sums[slots]) * decay + added
             sums[slots] = totals
         lasts[slots, :, positions % columns] = value.to(lasts.dtype)
         if drafts is not None:
@@ -120,22 +122,26 @@ def scan(
             lasts[targets, :, positions[rows] % columns] = value[rows].to(lasts.dtype)
         return (totals + before).to(lasts.dtype)
     assert steps.chunks is not None and steps.chunk_starts is not None
-    carried = torch.where((positions == 0)[:, None], torch.zeros((), dtype=sums.dtype), sums[slots])
+    carried = torch.where(begins, torch.zeros((), dtype=sums.dtype), sums[slots])
     out = torch.zeros_like(value)
     chunks, chunk_starts = steps.chunks.tolist(), steps.chunk_starts.tolist()
     for row in range(len(slots)):
         total, previous, position = carried[row], before[row], int(positions[row])
+        earlier = previous
         for of_row, first, num, save in chunks[chunk_starts[row] : chunk_starts[row + 1]]:
             assert of_row == row and num >= 1
             part = slice(first, first + num)
             decayed = decay[part].cumprod(0)
-            totals = decayed * (total + (value[part] / decayed).cumsum(0))
-            out[part] = totals + torch.cat([previous[None], value[part][:-1].to(lasts.dtype)])
-            total, previous, position = totals[-1], value[part][-1].to(lasts.dtype), position + num
+            totals = decayed * (total + (added[part] / decayed).cumsum(0))
+            values = torch.cat([previous[None], value[part].to(lasts.dtype)])
+            out[part] = totals + values[:-1]
+            total, (earlier, previous), position = totals[-1], values[-2:], position + num
             if save >= 0:
                 sums[save], lasts[save, :, (position - 1) % columns] = total, previous
         if chunk_starts[row + 1] > chunk_starts[row]:
+            # the last position may be computed again, so the value before it is kept too
             sums[slots[row]], lasts[slots[row], :, (position - 1) % columns] = total, previous
+            lasts[slots[row], :, (position - 2) % columns] = earlier
     return out.to(lasts.dtype)
 
 

@@ -224,11 +224,14 @@ class ScriptedExecutor:
             state = self.rows[int(plan.rows[index])]
             assert position % self.border == 0, f"{position} is no border"
             is_passed = state.base_before < position <= state.base
-            assert is_passed or self.drafter is not None, f"{position} is not computed in this step"
+            is_behind = not is_passed and state.sat_at >= 0  # its plan counts a draw of a step that it sat out
+            assert is_passed or is_behind or self.drafter is not None, f"{position} is not computed in this step"
             assert state.state is not None
             if is_passed:
                 self.checkpoints[checkpoint] = state.state[:position]
                 self.num_saved += 1
+            elif is_behind:
+                self.checkpoints[checkpoint] = None
 
     def _write(self, plan: StepPlan) -> None:
         """Write every row's tokens to its slots before any row reads, as each layer of a model does."""

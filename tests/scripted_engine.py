@@ -19,8 +19,11 @@ from slipstream.step import Late, StepPlan, StepResult
 class ScriptedDevice:
     """Executes a plan when its result is waited for, or when the test calls `run`. `breaks_at` makes it fail."""
 
-    def __init__(self, page_size: int, max_num_seqs: int) -> None:
-        self.executor = ScriptedExecutor(page_size, max_num_seqs=max_num_seqs)
+    def __init__(self, page_size: int, max_num_seqs: int, num_checkpoints: int | None = None) -> None:
+        """`num_checkpoints`: as of `ScriptedExecutor`."""
+        self.executor = ScriptedExecutor(
+            page_size, max_num_seqs=max_num_seqs, num_checkpoints=num_checkpoints, border=page_size
+        )
         self.handles: deque[_Handle] = deque()  # launched, not executed
         self.breaks_at: str | None = None  # launch, finish or wait
         self.num_waits = 0
@@ -79,7 +82,9 @@ def scripted_core(
     max_model_len: int = 64,
     max_waiting: int = 1000,
     constraints: Constraints | None = None,
+    num_checkpoints: int | None = None,
 ) -> EngineCore:
+    """`num_checkpoints`: of a model with recurrent states; None: it has none."""
     limits = SchedulerConfig(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
@@ -92,11 +97,11 @@ def scripted_core(
     )
     config: Any = SimpleNamespace(
         model=SimpleNamespace(info=SimpleNamespace(eos_token_ids=())),
-        cache=make_config(page_size, num_pages),
+        cache=make_config(page_size, num_pages, num_checkpoints=num_checkpoints),
         scheduler=limits,
         adapters=None,
     )
-    return EngineCore(config, ScriptedDevice(page_size, max_num_seqs), constraints)
+    return EngineCore(config, ScriptedDevice(page_size, max_num_seqs, num_checkpoints), constraints)
 
 
 def submit(name: str, prompt: list[int], model: str = "", **params: Any) -> Submit:

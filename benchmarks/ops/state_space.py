@@ -58,7 +58,7 @@ def make_steps(num_rows: int, length: int) -> RecurrentSteps:
     chunks = None, None
     if length > 1:
         chunks = list_chunks(starts, firsts, None, max_chunks(num_rows * length, num_rows))
-    return RecurrentSteps(slots, starts, firsts, np.full(num_rows, length, np.int32), length == 1, *chunks)
+    return RecurrentSteps(slots, starts, firsts, firsts, np.full(num_rows, length, np.int32), length == 1, *chunks)
 
 
 def time_us(call: Callable[[int], object], copies: int) -> float:

@@ -266,7 +266,8 @@ class LogitsEdit:
 @dataclass(frozen=True, slots=True)
 class SitOut:
     """Rows that draw nothing in a step, because their masks are late. The forward of the step has computed their last
-    position; a later step computes it again, so the row goes back to the state before."""
+    position; a later step computes it again, so the row goes back to the position before. Recurrent states stay as
+    they are: `RecurrentSteps` tells kernels that they have seen it."""
 
     rows: Ints  # [sitting]
     computed: Ints  # [sitting] positions before the row's last token

@@ -170,7 +170,7 @@ def test_memory_is_what_the_plan_says(hybrid: Model) -> None:
         assert states.sites[0]["sum"].data_ptr() + 24 * 8 == states.sites[1]["sum"].data_ptr()
         assert {tensor.shape for tensor in states.tensors.values()} == {
             (9, 2, 24),
-            (9, 2, 24, 1),
+            (9, 2, 24, 2),
             (9, 1, 16),
-            (9, 1, 16, 1),
+            (9, 1, 16, 2),
         }

@@ -69,8 +69,8 @@ def delta_rule() -> dict[str, Callable[[], Any]]:
     conv, state, gates = half(4, 48, 4), torch.randn(4, 2, 16, 8), torch.randn(71, 2)
     x, weight, qk, v = half(71, 48), half(48, 4), half(71, 1, 16), half(71, 2, 8)
     weights = DeltaWeights(weight, torch.randn(2), torch.randn(2), half(8), 1e-6)
-    deferred, stored = torch.randn(4, 2, 3, 28), torch.tensor([0, 0, 1, 0])
-    chunked_later, single_later = (replace(steps, stored_positions=stored) for steps in (chunked, single))
+    deferred, seen = torch.randn(4, 2, 3, 28), torch.tensor([0, 1]).int()
+    chunked_later, single_later = (replace(steps, seen_positions=seen) for steps in (chunked, single))
     at = "delta_rule.triton."
     return {
         "conv of chunks": lambda: get("conv1d.triton.causal_conv1d")(x, weight, None, conv, chunked, "silu"),
@@ -119,7 +119,7 @@ def state_space() -> dict[str, Callable[[], Any]]:
 
 
 def drafted_states() -> dict[str, Callable[[], Any]]:
-    """Steps of recurrent mixers with drafts."""
+    """Steps of recurrent mixers: what states have seen, and with drafts."""
     plain = hand_steps([StepRow(1, 0, 1), StepRow(2, 3, 1)])
     table, offsets, saves = (
         torch.zeros(4, dtype=torch.int32),
@@ -135,6 +135,9 @@ def drafted_states() -> dict[str, Callable[[], Any]]:
     heads = (half(2, 2, 8), half(2, 2), half(2, 1, 4), half(2, 1, 4))
     channels = (half(2, 16), half(2, 16), half(2, 4), half(2, 4), half(2, 16))
     return {
+        "positions that states have seen": lambda: get("recurrent_steps.triton.advance_seen_")(
+            table, plain.slots.long(), plain.starts, plain.first_positions, 4, True
+        ),
         "bases of drafts": lambda: get("recurrent_steps.triton.advance_bases_")(
             table, plain.slots.long(), plain.starts, plain.first_positions, offsets, saves, True
         ),

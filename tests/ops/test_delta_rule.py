@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-from dataclasses import replace
 
 import pytest
 import torch
@@ -13,10 +12,11 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
     torch_recurrent_gated_delta_rule,
 )
 
-from hand_steps import StepRow, hand_steps
+from hand_steps import REPEATING_STEPS, SeenPositions, StepRow, hand_steps
 from slipstream.cache_spec import DEFER_PERIOD
 from slipstream.ops.conv1d.reference import causal_conv1d
 from slipstream.ops.delta_rule import DeltaWeights, reference
+from slipstream.ops.gated_norm.reference import gated_rms_norm
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -198,29 +198,25 @@ def test_the_decode_kernel_is_the_parts_one_by_one(dim, key_heads, splits, monke
     assert not states[0][1][8].isnan().any(), "slot 8 has a save"
 
 
-STEPS = [
-    {3: (0, 1), 4: (0, 1)},  # a row that begins with one token keeps its update
-    {3: (1, 1), 4: (1, 1), 6: (0, 1)},
-    {3: (2, 1), 4: (2, 5), 6: (1, 1), 5: (0, 61)},  # kept updates enter the states of a step of several tokens
-    {3: (3, 1), 4: (7, 1), 6: (2, 1), 5: (61, 1)},
-    {3: (4, 1), 4: (8, 1), 6: (3, 1), 5: (62, 1)},
-    {3: (5, 1), 4: (9, 1), 6: (4, 1), 5: (63, 1)},  # the state of row 5 is saved
-    {3: (6, 1), 4: (10, 2), 6: (5, 1), 5: (64, 1)},
-    {3: (7, 1), 4: (12, 1), 6: (6, 1), 5: (65, 1)},
-    {3: (8, 1), 4: (13, 1), 6: (0, 1), 5: (66, 1)},  # another request has row 6
-    {3: (9, 1), 4: (14, 1), 6: (1, 1), 5: (67, 1)},
-]
-
-
 @pytest.mark.parametrize(
-    ("dim", "key_heads", "splits", "period"), [(64, 1, 4, DEFER_PERIOD), (80, 1, 1, 8), (24, 2, 1, 2)]
+    ("version", "dim", "key_heads", "splits", "period"),
+    [
+        ("kernel", 64, 1, 4, DEFER_PERIOD),
+        ("kernel", 80, 1, 1, 8),
+        ("kernel", 24, 2, 1, 1),
+        ("reference", 24, 2, 1, 1),
+    ],
 )
-def test_deferred_stores_change_no_result(dim, key_heads, splits, period, monkeypatch):
-    """Steps of one and of several tokens with kernels that defer stores, against the reference."""
+def test_positions_computed_again_and_deferred_stores_change_no_result(
+    version, dim, key_heads, splits, period, monkeypatch
+):
+    """Steps of one and of several tokens, against each row's tokens in one step."""
     torch.manual_seed(0)
-    kernels = ops("kernel")
-    decode = importlib.import_module("slipstream.ops.delta_rule.triton.decode")
-    monkeypatch.setattr(decode, "num_splits", lambda num_heads, block: splits)
+    own, convolve = ops(version), causal_conv1d
+    if version == "kernel":
+        convolve = importlib.import_module("slipstream.ops.conv1d.triton").causal_conv1d
+        decode = importlib.import_module("slipstream.ops.delta_rule.triton.decode")
+        monkeypatch.setattr(decode, "num_splits", lambda num_heads, block: splits)
     heads, key_size, value_size = 2, key_heads * KEY_DIM, 2 * dim
     channels = 2 * key_size + value_size
 
@@ -231,32 +227,38 @@ def test_deferred_stores_change_no_result(dim, key_heads, splits, period, monkey
         return torch.full(shape, torch.nan, device=DEVICE)
 
     weights = DeltaWeights(rand(channels, 4), rand(heads), rand(heads), rand(dim), 1e-3)
-    states = [(unset(SLOTS, channels, 4), unset(SLOTS, heads, KEY_DIM, dim)) for _ in range(2)]
-    deferred = unset(SLOTS, heads, period - 1, KEY_DIM + dim + 4)
-    stored = torch.zeros(SLOTS, dtype=torch.int32, device=DEVICE)
+    conv, state = unset(SLOTS, channels, 4), unset(SLOTS, heads, KEY_DIM, dim)
+    deferred = unset(SLOTS, heads, period - 1, KEY_DIM + dim + 4) if period > 1 else None
 
-    def mix(version, steps, parts, conv, state, kept):
-        if steps.is_single:
-            return version.delta_decode(*parts, weights, conv, state, steps, None, kept)
-        mixed = causal_conv1d(parts[0], weights.conv, None, conv, steps, "silu")
-        q, k, v = reference._heads(mixed, state)
-        g, beta = reference.delta_gates(parts[3], parts[2], weights.a_log, weights.dt_bias)
-        return version.gated_delta_rule(q, k, v, g, beta, state, steps, KEY_DIM**-0.5, deferred=kept).flatten(1)
+    def parts_of(rows):
+        found = torch.cat([inputs[row.slot][row.first : row.first + row.count] for row in rows])
+        return found.split([channels, value_size, heads, heads], 1)
 
-    for spans in STEPS:
-        for slot, (first, _) in spans.items():
-            if first == 0:
-                stored[slot] = 0  # as at an admission
-        saves = {5: {64: 8}} if spans.get(5) == (63, 1) else {}
-        rows = [StepRow(slot, *span, saves.get(slot, {})) for slot, span in spans.items()]
-        steps = replace(hand_steps(rows, padding=1, device=DEVICE), stored_positions=stored.clone())
-        if not steps.is_single:
-            for slot, (first, count) in spans.items():
-                stored[slot] = first + count
-        total = int(steps.starts[-1])
-        parts = rand(total, channels + value_size + 2 * heads).split([channels, value_size, heads, heads], 1)
-        found = mix(kernels, steps, parts, *states[0], deferred)
-        expected = mix(reference, replace(steps, stored_positions=None), parts, *states[1], None)
-        num = sum(count for _, count in spans.values())
-        torch.testing.assert_close(found[:num], expected[:num], rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(states[0][1][8], states[1][1][8], rtol=1e-4, atol=1e-4)
+    def rule(version, convolve, rows, conv, state, kept=None):
+        """Before the norm."""
+        qkv, _, b, a = parts_of(rows)
+        steps = hand_steps(rows, padding=1, device=DEVICE)
+        q, k, v = reference._heads(convolve(qkv, weights.conv, None, conv, steps, "silu"), state)
+        g, beta = reference.delta_gates(a, b, weights.a_log, weights.dt_bias)
+        return version.gated_delta_rule(q, k, v, g, beta, state, steps, KEY_DIM**-0.5, deferred=kept)
+
+    inputs = {slot: rand(130, channels + value_size + 2 * heads) for slot in (3, 4, 5, 6)}
+    whole = unset(SLOTS, heads, KEY_DIM, dim)
+    rows = [StepRow(slot, 0, 130, {64: 8} if slot == 5 else {}) for slot in inputs]
+    expected = rule(reference, causal_conv1d, rows, torch.zeros_like(conv), whole).split(130)
+    expected = dict(zip(inputs, expected, strict=True))
+    seen = SeenPositions(period)
+    for number, spans in enumerate(REPEATING_STEPS):
+        saves = {5: {64: 8 if number == 6 else 7}} if spans.get(5) == (63, 1) else {}
+        rows = seen.rows(spans, saves)
+        wanted = torch.cat([expected[row.slot][row.first : row.first + row.count] for row in rows])
+        if all(row.count == 1 for row in rows):
+            parts = parts_of(rows)
+            steps = hand_steps(rows, device=DEVICE)
+            found = own.delta_decode(*parts, weights, conv, state, steps, None, deferred)
+            wanted = gated_rms_norm(wanted, parts[1].unflatten(1, (-1, dim)), weights.norm, weights.eps).flatten(1)
+        else:
+            found = rule(own, convolve, rows, conv, state, deferred)
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    for saved in (7, 8):
+        torch.testing.assert_close(state[saved], whole[8], rtol=1e-4, atol=1e-4)

@@ -110,6 +110,7 @@ def rest():
     build("slipstream.ops.recurrent_steps.triton", "_list_kernel", x, saves=None, **blocks)
     build("slipstream.ops.recurrent_steps.triton", "_clear_kernel", x | {"out": HALF}, TOKENS=8, BLOCK=1024)
     x |= of(INT, "table out") | of(LONG, "rows offsets")
+    build("slipstream.ops.recurrent_steps.triton", "_seen_kernel", x | {"seen": INT}, PERIOD=4, ROWS=128)
     build("slipstream.ops.recurrent_steps.triton", "_bases_kernel", x, SINGLE=True, DRAWS=128)
     build("slipstream.ops.recurrent_steps.triton", "_bases_kernel", x, SINGLE=False, DRAWS=128, offsets=None)
     x = of(HALF, "embedding angles x rotary") | of(LONG, "ids positions") | {"scale": "fp32"}
@@ -264,7 +265,8 @@ def experts():
 
 
 def recurrent():
-    x = of(HALF, "x weight bias state out") | of(INT, "slots starts first_positions chunks chunk_starts save_slots")
+    x = of(HALF, "x weight bias state out")
+    x |= of(INT, "slots starts first_positions seen_positions chunks chunk_starts save_slots")
     conv = "slipstream.ops.conv1d.triton"
     build(conv, "_chunk_kernel", x, SILU=True, WIDTH=4, RING=4, TOKENS=8, CHANNELS=1024, bias=None)
     build(conv, "_chunk_kernel", x, SILU=False, WIDTH=3, RING=12, TOKENS=8, CHANNELS=512)
@@ -277,7 +279,7 @@ def recurrent():
     build(conv, "_store_kernel", x, WIDTH=4, RING=13, CHANNELS=128)
     delta = "slipstream.ops.delta_rule.triton."
     x |= of(HALF, "a b z gate q k v keys values scores out qkv conv conv_state norm")
-    x |= of(FLOAT, "a_log dt_bias g beta state made deferred") | {"scale": "fp32"} | of(INT, "arrived stored_positions")
+    x |= of(FLOAT, "a_log dt_bias g beta state made deferred") | {"scale": "fp32"} | of(INT, "arrived")
     build(delta + "elementwise", "_gates_kernel", x, HEADS=32, ROWS=16, BLOCK=32)
     gated = "slipstream.ops.gated_norm.triton"
     groups = dict(GROUPS=8, SIZE=1024, ROWS=2, BLOCK=1024)
@@ -287,7 +289,7 @@ def recurrent():
     sizes = dict(HEADS=32, GROUP=2, KEY_DIM=128, DIM=128, KEY_BLOCK=128, CHUNK=64, L2_EPS=1e-6, NORM=True)
     build(delta + "chunked", "_factors_kernel", x, BLOCK=128, **sizes)
     defers = dict(PERIOD=4, ENTRY=260)
-    stores = dict(PERIOD=1, ENTRY=0, deferred=None, stored_positions=None)
+    stores = dict(PERIOD=1, ENTRY=0, deferred=None)
     build(delta + "chunked", "_pass_kernel", x, BLOCK=32, save_slots=None, **sizes, **stores)
     build(delta + "chunked", "_pass_kernel", x, BLOCK=64, save_slots=None, **sizes, **defers)
     single = dict.fromkeys(["chunks", "chunk_starts", "keys", "values", "scores"])

@@ -104,6 +104,26 @@ def test_random_steps_with_saves(list_chunks: Lister) -> None:
         check(list_chunks, first, num, saves, padding=rng.choice([0, 0, 100]))
 
 
+@pytest.mark.parametrize("is_single", [False, True])
+def test_what_states_have_seen(is_single: bool) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    if not CUDA and os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("no GPU, and triton was imported before its interpreter could be chosen")
+    from slipstream.ops.recurrent_steps.triton import advance_seen_
+
+    rng = random.Random(4)
+    table = ints([rng.randrange(50) for _ in range(199)] + [0])
+    rows = torch.tensor([*rng.sample(range(199), 150), 199, 199], device=DEVICE)  # two are padding
+    # some rows are at the last position that their state has seen, some states have not seen the last tokens
+    first = table[rows] + ints([rng.choice([-1, 0, 0, 3]) for _ in rows]) * (table[rows] > 0)
+    num = [1 if is_single else rng.choice([1, 1, 2, 9]) for _ in rows[:-2]] + [int(is_single)] * 2
+    starts = ints([sum(num[:row]) for row in range(len(num) + 1)])
+    seen, expected = table[rows], table.clone()
+    for advance, own in ((reference.advance_seen_, expected), (advance_seen_, table)):
+        assert advance(own, rows, starts, first, 4, is_single).equal(seen)
+    assert table.equal(expected) and not table[-1] and (table[rows] > seen).any()
+
+
 def test_the_bound_on_chunks_is_reached() -> None:
     assert max_chunks(2, 1) == 2 and max_chunks(66, 1) == 3 and max_chunks(5, 5) == 5
     assert len(expected([63, 63], [66, 66], [])[0]) == 6 == max_chunks(132, 2)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from transformers.models.mamba.modeling_mamba import mamba_selective_scan
 from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
 
-from hand_steps import StepRow, hand_steps
+from hand_steps import REPEATING_STEPS, SeenPositions, StepRow, hand_steps
 from nets.host_reads import no_host_reads
 from slipstream.ops.ssm import SelectiveWeights, SsdWeights, reference
 
@@ -175,6 +175,20 @@ def test_a_save_continues_as_its_row_does(kind: str, version: str, chunked: bool
     scan.run([StepRow(slot, first + 2, 1) for slot, (_, first) in resumed.items()])
     untouched = [slot for slot in range(SLOTS) if slot not in {0, 1, 2, 4, *resumed}]
     assert scan.state[untouched].isnan().all()
+
+
+@KINDS
+@pytest.mark.parametrize("version", ["reference", "kernel"])
+def test_positions_computed_again_change_no_result(kind: str, version: str) -> None:
+    scan = Scan(kind, {3: 8, 4: 13, 5: 130, 6: 4}, version=version)
+    seen, states = SeenPositions(), {}
+    for number, spans in enumerate(REPEATING_STEPS):
+        saves = {5: {64: 8 if number == 6 else 7}} if spans.get(5) == (63, 1) else {}
+        scan.run(seen.rows(spans, saves))
+        if saves:
+            states[number] = scan.state[5].clone()
+    first, again = states.values()
+    assert first.equal(again) and scan.state[7].equal(first) and scan.state[8].equal(first)
 
 
 def test_chunks_of_a_16_bit_model_equal_the_reference() -> None:

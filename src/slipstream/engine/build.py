@@ -125,7 +125,7 @@ def build_core(
             config.scheduler.max_num_seqs,
             engine,
             open_masks,
-            can_sit_out=config.cache.states is None,
+            can_sit_out=config.can_sit_out,
         )
     adapters = None
     if config.adapters is not None and (memory := adapter_memory(executor, runner)) is not None:

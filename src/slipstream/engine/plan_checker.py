@@ -289,6 +289,9 @@ class PlanChecker:
             row = int(plan.rows[index])
             state = self.rows[row]
             inside = starts[row] < position <= (state.length or 0)
+            if not inside and state.has_sat_out:  # the row is behind its plan, which counts a draw: no such state
+                self._checkpoints.discard(checkpoint)
+                continue
             self._need(inside, f"row {row} saves the state of position {position}, which this step does not compute")
             if state.is_complete:
                 self._checkpoints.add(checkpoint)

@@ -279,7 +279,8 @@ def _assemble(
                 )
             )
             row_states.append(sampler)
-            sitting = SittingRows(rows, num_buffers, device) if states is None else None
+            if config.can_sit_out:
+                sitting = SittingRows(rows, num_buffers, device)
     if pooling is not None:
         chunks = ChunkState(pooling.methods, 0 if scheduler.is_encoder else num_rows, info.hidden_size, dtype, device)
         own_size = None if config.hidden_width == info.hidden_size else info.hidden_size

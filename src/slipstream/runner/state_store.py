@@ -1,11 +1,11 @@
 """StateStore: the recurrent states of all rows and checkpoints, and what recurrent layers need to know of a step.
 
 Slots 0 to num_rows - 1 are the states of rows (the last one of the padding row), the slots after them are checkpoints.
-Slots are never cleared and may hold NaN of earlier requests: a row whose first position is 0 starts from zeros.
+Slots are never cleared and may hold NaN of earlier requests: a row whose state has seen no token starts from zeros.
 
-With drafts the store also has the position up to which each row's state has seen its tokens (`RecurrentSteps` describes
-the scheme); the host knows an upper bound of the tokens that a row has to replay. Kernels that defer stores need the
-position of each row after its last step of several tokens.
+The store also has the positions that each row's state has seen, on the device (`RecurrentSteps` describes the scheme):
+a row that has sat out a step computes a position again, and the host does not know it yet when it plans the next step.
+With drafts a state may be older than its row; the host knows an upper bound of the tokens that a row has to replay.
 """
 
 from __future__ import annotations
@@ -21,7 +21,14 @@ from slipstream.config.buffer_size import max_saves
 from slipstream.config.config import StateConfig
 from slipstream.device.device import Device
 from slipstream.errors import NotEnoughMemory
-from slipstream.ops.recurrent_steps import DraftSteps, RecurrentSteps, advance_bases_, list_chunks, max_chunks
+from slipstream.ops.recurrent_steps import (
+    DraftSteps,
+    RecurrentSteps,
+    advance_bases_,
+    advance_seen_,
+    list_chunks,
+    max_chunks,
+)
 from slipstream.runner.batch.input_batch import Gathered, Size
 from slipstream.runner.batch.staging import StagedTensor, Upload
 from slipstream.runner.drafts.expand import DraftedPlan
@@ -39,11 +46,9 @@ class StateStore:
         self.max_drafts = max_drafts
         self.tensors = _allocate(config.specs, num_rows, config.num_checkpoints, device)
         self.sites = _views(config.specs, self.tensors)
-        # [num_rows] positions that the state of each row has seen
-        self._bases = StagedTensor((num_rows,), np.int32, device) if max_drafts else None
-        # [num_rows] positions after each row's last step of several tokens, or at its admission
-        defers = any(field.name == "deferred" for spec in config.specs for field in spec.fields)
-        self._stored = StagedTensor((num_rows,), np.int32, device) if defers else None
+        # [num_rows] positions that the stored state of each row has seen
+        self._seen = StagedTensor((num_rows,), np.int32, device)
+        self._period = _store_period(config.specs)
         self._replays = np.zeros(num_rows, np.int32)  # host: upper bound of the tokens that each row has to replay
         # first token of each row in steps of one token per row and draw
         max_draws = num_rows * (1 + max_drafts)
@@ -61,17 +66,13 @@ class StateStore:
 
     def apply(self, plan: StepPlan) -> None:
         self._restores = [] if plan.states is None else plan.states.restores.tolist()
-        for positions in (self._bases, self._stored):
-            if positions is not None:
-                for admission in plan.all_admitted:
-                    positions.write(admission.row, admission.num_cached)
+        for admission in plan.all_admitted:
+            self._seen.write(admission.row, admission.num_cached)
 
     def flush(self, upload: Upload) -> None:
         """Queue the copies from checkpoints to rows. Each is one copy per field, without a temporary: a state is large,
         and few requests begin in a step."""
-        for positions in (self._bases, self._stored):
-            if positions is not None:
-                positions.flush(upload)
+        self._seen.flush(upload)
         for row, checkpoint in self._restores:
             upload.then(functools.partial(self._restore, row, self.num_rows + checkpoint))
 
@@ -88,13 +89,17 @@ class StateStore:
         second to write to the upload.
         """
         is_single = plan.total_tokens == len(plan.rows) if size is None else size.is_single
-        drafts = None if self._bases is None else self._prepare_drafts(plan, upload, size, is_single)
-        stored = None if self._stored is None else self._stored.device
+        drafts = self._prepare_drafts(plan, upload, size, is_single) if self.max_drafts else None
         span = None
         if not is_single:
             span = upload.put(self._saves(plan, size))
         elif drafts is None and (saves := self._save_slots(plan, size)) is not None:
             span = upload.put(saves)
+
+        def seen(batch: Gathered, starts: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+            if drafts is not None:
+                return first  # states are replayed up to there, and no row computes a position again
+            return advance_seen_(self._seen.device, batch.rows, starts, first, self._period, is_single)
 
         def make(batch: Gathered) -> RecurrentSteps:
             view = batch.view
@@ -108,11 +113,11 @@ class StateStore:
                     slots,
                     starts,
                     first,
+                    seen(batch, starts, first),
                     view.num_tokens,
                     True,
                     save_slots=uploaded,
                     drafts=of_drafts,
-                    stored_positions=stored,
                 )
             assert view.query_starts is not None
             starts = view.query_starts
@@ -123,12 +128,12 @@ class StateStore:
                 slots,
                 starts,
                 first,
+                seen(batch, starts, first),
                 view.num_tokens,
                 False,
                 chunks,
                 chunk_starts,
                 drafts=of_drafts,
-                stored_positions=None if stored is None else _replace(stored, batch.rows, view.lengths),
             )
 
         return make
@@ -144,13 +149,10 @@ class StateStore:
         self._replays[plan.rows] = 0
         np.maximum.at(self._replays, plan.rows[offsets > 0], offsets[offsets > 0] + 1)
         span = upload.put(self._row_saves(plan, len(plan.rows) if size is None else size.rows))
-        bases = self._bases
-        assert bases is not None
 
         def make(batch: Gathered, starts: torch.Tensor, first: torch.Tensor) -> DraftSteps:
-            made = advance_bases_(
-                bases.device, batch.rows, starts, first, batch.offsets, upload.tensor(span), is_single
-            )
+            bases = self._seen.device
+            made = advance_bases_(bases, batch.rows, starts, first, batch.offsets, upload.tensor(span), is_single)
             return DraftSteps(*made, max_replays, None if size is not None else offsets)
 
         return make
@@ -187,11 +189,11 @@ class StateStore:
         return array
 
 
-def _replace(table: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Writes the values of some rows to the table; returns what it was before."""
-    before = table.clone()
-    table.index_copy_(0, rows.long(), values.to(table.dtype))
-    return before
+def _store_period(specs: Sequence[StateSpec]) -> int:
+    """Steps of one token per row store states at multiples of so many positions."""
+    kept = {next((field.shape[-2] for field in spec.fields if field.name == "deferred"), 0) for spec in specs}
+    assert len(kept) == 1, f"states that keep {sorted(kept)} updates need tables of their own"
+    return kept.pop() + 1
 
 
 def _allocate(

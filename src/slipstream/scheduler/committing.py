@@ -72,6 +72,8 @@ class Committer:
             if num > len(new) and request.admission == admission:
                 request.computed -= num - len(new)
                 self._arrays.is_stale = True
+                if not new:
+                    self._cache.take_back(request)
             if request.admission != admission and request.status is Status.FINISHED:
                 continue  # this step was launched before the end of the request was known
             if request.session is not None:

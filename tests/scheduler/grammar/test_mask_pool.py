@@ -214,13 +214,18 @@ class Counting:
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
-@pytest.mark.parametrize("has_processors", [False, True])
-def test_masks_are_late_by_chance_and_no_token_changes(core_of, monkeypatch, depth, has_processors):
+@pytest.mark.parametrize(
+    ("has_processors", "num_checkpoints"),
+    [(False, None), (True, None), (False, 24)],
+    ids=["plain", "processors", "recurrent"],
+)
+def test_masks_are_late_by_chance_and_no_token_changes(core_of, monkeypatch, depth, has_processors, num_checkpoints):
     """Rows sit out steps after prompts, decodes and forced tokens, some of them several in a row. The processors of a
-    row that sits out do not run."""
+    row that sits out do not run. Plans save states at borders that such rows have not reached."""
     dice = random.Random(depth)
     gate = MaskGate(monkeypatch, lambda matcher: dice.random() < 0.2)
-    core, messages = core_of(depth, num_pages=40), prompts(SHAPES * 2, n=1 if has_processors else 2)
+    core = core_of(depth, num_pages=40, num_checkpoints=num_checkpoints)
+    messages = prompts(SHAPES * 2, n=1 if has_processors else 2)
     if has_processors:
         for message in messages:
             message.params.logits_processors = [Counting()]
@@ -228,12 +233,24 @@ def test_masks_are_late_by_chance_and_no_token_changes(core_of, monkeypatch, dep
     core.submit(*messages, submit("p", [50, 3], max_tokens=40))
     found = {}
     while core.has_requests():
-        for output in core.step():
+        outputs = core.step()
+        if dice.random() < 0.2:
+            outputs += core.drain()
+            if num_checkpoints is not None:
+                pool, saved = core.scheduler.cache.states.pool, core.executor.executor.checkpoints
+                found_ones = [number for number in range(num_checkpoints) if pool.hash_of(number)]
+                assert all(saved[number] is not None for number in found_ones), "no state was saved there"
+            if dice.random() < 0.5:
+                core.scheduler.preempt_all()
+        for output in outputs:
             found.setdefault((output.request_id, output.sample), []).extend(output.token_ids)
         core.scheduler.check()
         if dice.random() < 0.5:
             gate.let_pass()
-    assert core.executor.executor.num_sat_out > 5
+    executor = core.executor.executor
+    assert executor.num_sat_out > 5
+    if num_checkpoints is not None:
+        assert executor.num_saved > 5 and executor.num_restored > 5
     for message in messages:
         wanted = [tokens for tokens, _ in with_grammar(message)]
         assert [found[message.request_id, sample] for sample in range(len(wanted))] == wanted

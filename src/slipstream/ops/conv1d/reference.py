@@ -65,15 +65,16 @@ def causal_conv1d(
     if activation == "silu":
         out = F.silu(out)
 
-    def store(slots: torch.Tensor, rows: torch.Tensor, ends: torch.Tensor) -> None:
-        """Write the inputs before `ends`, which count from the row's first token of the step."""
-        for back in range(1, width):
+    def store(slots: torch.Tensor, rows: torch.Tensor, ends: torch.Tensor, num: int = past) -> None:
+        """Write `num` inputs before `ends`, which count from the row's first token of the step."""
+        for back in range(1, num + 1):
             offset = ends - back
             found = inputs.index_select(0, find(rows, offset)).to(state.dtype)
             state[slots, :, (firsts[rows] + offset) % columns] = found
 
     def store_last() -> None:
-        store(slots, torch.arange(len(slots), device=x.device), ends)
+        # as many as the width: the last position may be computed again
+        store(slots, torch.arange(len(slots), device=x.device), ends, width)
 
     if steps.drafts is not None and steps.is_single:
         store_last()

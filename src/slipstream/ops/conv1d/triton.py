@@ -285,8 +285,8 @@ def _store_kernel(
                 old = tl.load(ring + at, mask=is_channel & (offset < 0) & (position >= 0), other=0.0)
                 found = tl.where(offset >= 0, new.to(state.dtype.element_ty), old)
                 tl.store(saved + at, found, mask=is_channel & (position >= 0))
-    # earlier inputs lie in their columns already
-    for ago in tl.static_range(1, WIDTH):
+    # earlier inputs lie in their columns already; as many as the width: the last position may be computed again
+    for ago in tl.static_range(1, WIDTH + 1):
         mask = is_channel & (count >= ago)
         last = tl.maximum(count - ago, 0)
         latest = tl.load(given + last.to(tl.int64) * x_stride, mask=mask, other=0.0)

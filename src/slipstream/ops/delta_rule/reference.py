@@ -7,7 +7,8 @@ For each value head, with state S [key dim, value dim], log decay g and write st
     o = scale S^T q
 
 A chunk of several tokens has a closed form: the corrections of its tokens solve a triangular system (WY form), so a
-chunk takes a few matrix products and the state passes once per chunk.
+chunk takes a few matrix products and the state passes once per chunk. A token that the state has seen has g = 0 and
+beta = 0.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch.nn.functional as F
 from slipstream.cache_spec import STATE_CHUNK
 from slipstream.ops.conv1d.reference import causal_conv1d, convolve_ring
 from slipstream.ops.gated_norm.reference import gated_rms_norm
-from slipstream.ops.recurrent_steps import RecurrentSteps, max_chunks
+from slipstream.ops.recurrent_steps import RecurrentSteps, max_chunks, seen_tokens
 from slipstream.ops.recurrent_steps.replay import Recurrence, remember_, replay_, verify_
 
 L2_EPS = 1e-6
@@ -51,17 +52,19 @@ def gated_delta_rule(
 ) -> torch.Tensor:
     """[T, value heads, value dim]. Each key head serves value heads / key heads neighbours.
 
-    A row that begins at position 0 starts from zeros, whatever its slot holds. The new states go to the rows' slots,
-    and the states at the ends of chunks with a save to the save slots. Tokens of no row get zeros.
+    A row whose state has seen no token starts from zeros, whatever its slot holds. The new states go to the rows'
+    slots, and the states at the ends of chunks with a save to the save slots. Tokens of no row get zeros.
     """
     assert deferred is None, "only kernels defer stores"
+    is_seen = seen_tokens(steps, len(v))[:, None]
+    g, beta = (torch.where(is_seen, 0.0, gate) for gate in (g, beta))
     inputs = _widen(q, k, v, g, beta, state.dtype, scale, l2_norm_qk)
     out = torch.zeros(v.shape, dtype=state.dtype, device=v.device)
     num_single = _num_single(steps, len(v))
     saves = steps.save_slots if steps.chunks is None else steps.chunks[:, 3]
     for first in range(0, num_single, _ROWS):
         rows = slice(first, min(first + _ROWS, num_single))
-        slots, begins = steps.slots[rows].long(), steps.first_positions[rows] == 0
+        slots, begins = steps.slots[rows].long(), steps.seen_positions[rows] == 0
         out[rows] = _recurrent(inputs.of(rows), state, slots, begins, None if saves is None else saves[rows])
     if steps.chunks is not None:
         last = num_single + max_chunks(len(v) - num_single, len(steps.slots) - num_single)
@@ -169,7 +172,7 @@ def _chunked(inputs: _Inputs, state: torch.Tensor, steps: RecurrentSteps, entrie
 
     slots = steps.slots.long()[rows]
     saved = torch.where(used & (saved >= 0), saved, slots)
-    begins = (steps.first_positions[rows] == 0) & (first == steps.starts[rows])
+    begins = (steps.seen_positions[rows] == 0) & (first == steps.starts[rows])
     for entry in range(len(rows)):
         slot = slots[entry : entry + 1]
         old = state.index_select(0, slot)[0]

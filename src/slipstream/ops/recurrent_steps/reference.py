@@ -1,4 +1,4 @@
-"""The chunks of a step, and where states begin, in plain torch. B rows, N entries."""
+"""The chunks of a step, and what states have seen, in plain torch. B rows, N entries, T tokens."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from slipstream.cache_spec import STATE_CHUNK
+from slipstream.ops.recurrent_steps.steps import RecurrentSteps
 
 
 def list_chunks(
@@ -44,6 +45,32 @@ def list_chunks(
         slots[:num_entries],
     )
     return torch.stack(columns, 1), chunk_starts
+
+
+def advance_seen_(
+    table: torch.Tensor,  # [rows] int32, positions that the stored state of each row has seen; the last row is padding
+    rows: torch.Tensor,  # [B] int64
+    starts: torch.Tensor,  # [B + 1] int32, first token of each row
+    first_positions: torch.Tensor,  # [B] int32
+    period: int,  # steps of one token per row store states at multiples of it
+    is_single: bool,
+) -> torch.Tensor:
+    """`seen_positions` of `RecurrentSteps` in an engine without drafts. `table` becomes what it is after the step."""
+    seen = table.index_select(0, rows)
+    ends = first_positions + starts.diff()
+    after = torch.maximum(seen, ends // period * period if is_single else ends)
+    table.index_copy_(0, rows, torch.where(rows == len(table) - 1, 0, after))
+    return seen
+
+
+def seen_tokens(steps: RecurrentSteps, num_tokens: int) -> torch.Tensor:
+    """[T] bool: tokens that the states of their rows have seen."""
+    is_seen = steps.seen_positions > steps.first_positions
+    if steps.is_single:
+        return is_seen
+    tokens = torch.arange(num_tokens, device=is_seen.device)
+    rows = torch.searchsorted(steps.starts[1:], tokens, right=True).clamp(max=len(is_seen) - 1)
+    return is_seen[rows] & (tokens == steps.starts[rows])
 
 
 class Bases(NamedTuple):

@@ -4,7 +4,11 @@ The row of a step computes positions [p, p + n). Kernels cut them into chunks at
 position 0, so that chunks hardly depend on how the scheduler cuts a prompt. B rows, T tokens, packed row after row.
 
 Slots index the first dimension of the state tensors [num_slots, *shape]. A slot may hold NaN before its first use: a
-row whose first position is 0 starts from zeros and must select, not multiply.
+row whose state has seen no token starts from zeros and must select, not multiply.
+
+The output of a token is read from the state after it. So a row can compute its last position again (`SitOut` in
+step.py), with the state that has seen that token: the token then has no decay and no update. Only the first token of a
+row can be seen.
 
 With drafts, the state in a slot may be older than its row: it has seen the tokens before the row's *base*. The inputs
 of the tokens from there on are in rings, by position. A step first replays them up to the row's first position. A row
@@ -54,7 +58,11 @@ class DraftSteps:
 class RecurrentSteps:
     slots: torch.Tensor  # [B] int32: the row's state slot, which is its row number; of padding rows the padding row
     starts: torch.Tensor  # [B + 1] int32: first token of each row; padding rows have no tokens unless `is_single`
-    first_positions: torch.Tensor  # [B] int32: position of the row's first token; 0: the row starts from zeros
+    first_positions: torch.Tensor  # [B] int32: position of the row's first token
+    # [B] int32: positions that the state in the row's slot has seen, with drafts after the replay; 0: the row starts
+    # from zeros. Kernels that defer stores keep the updates from there to the first position. One more than the first
+    # position: the state has seen the row's first token.
+    seen_positions: torch.Tensor
     num_tokens: NDArray[np.int32]  # host [B]: tokens of each row; of no meaning if the step is padded for a graph
     is_single: bool  # host: every row has one token
 
@@ -67,10 +75,6 @@ class RecurrentSteps:
     # [B] int32, only if `is_single`: slot to store the new state to too, or -1. With `drafts` those of `drafts` count.
     save_slots: torch.Tensor | None = None
     drafts: DraftSteps | None = None  # None: the engine has no drafts
-
-    # [rows] int32: positions of each row after its last step of several tokens before this one, or at its admission.
-    # Kernels that defer stores keep no update of tokens before. None: no state defers its stores.
-    stored_positions: torch.Tensor | None = None
 
     def covers(self, num_tokens: int) -> bool:
         """Host: whether each of the step's tokens belongs to a row, and the counts are exact. False if the step is

@@ -1,4 +1,4 @@
-"""The chunks of a step, and where states begin, on CUDA, in one launch each."""
+"""The chunks of a step, and what states have seen, on CUDA, in one launch each."""
 
 from __future__ import annotations
 
@@ -132,6 +132,58 @@ def _list_kernel(
     tl.store(chunks + entry * 4 + 1, tl.where(is_used, own_start + begin - own_first, 0), mask=mask)
     tl.store(chunks + entry * 4 + 2, tl.where(is_used, stop - begin, 0), mask=mask)
     tl.store(chunks + entry * 4 + 3, slot, mask=mask)
+
+
+def advance_seen_(
+    table: torch.Tensor,
+    rows: torch.Tensor,
+    starts: torch.Tensor,
+    first_positions: torch.Tensor,
+    period: int,
+    is_single: bool,
+) -> torch.Tensor:
+    """As the reference, which describes the arguments."""
+    assert table.is_contiguous()
+    seen = torch.empty_like(first_positions)
+    _seen_kernel[(triton.cdiv(len(rows), _DRAWS),)](
+        table,
+        rows,
+        starts,
+        first_positions,
+        seen,
+        len(rows),
+        len(table) - 1,
+        PERIOD=period if is_single else 1,
+        ROWS=_DRAWS,
+        num_warps=4,
+    )
+    return seen
+
+
+# grid: (blocks of rows,)
+@triton.jit(
+    do_not_specialize=["num", "padding"], do_not_specialize_on_alignment=["rows", "starts", "first_positions", "seen"]
+)
+def _seen_kernel(
+    table,
+    rows,
+    starts,
+    first_positions,
+    seen,
+    num,
+    padding,
+    PERIOD: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    index = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    mask = index < num
+    row = tl.load(rows + index, mask=mask, other=0)
+    before = tl.load(table + row, mask=mask, other=0)
+    num_tokens = tl.load(starts + index + 1, mask=mask, other=0) - tl.load(starts + index, mask=mask, other=0)
+    end = tl.load(first_positions + index, mask=mask, other=0) + num_tokens
+    tl.store(seen + index, before, mask=mask)
+    # of padding rows, which may be several, all read and write 0
+    tl.store(table + row, tl.where(row == padding, 0, tl.maximum(before, end // PERIOD * PERIOD)), mask=mask)
 
 
 def advance_bases_(

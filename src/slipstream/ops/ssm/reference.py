@@ -6,7 +6,8 @@ Mamba-2 (SSD), for each head, with state S [head dim, state size], step size dt 
     y = S c + d x
 
 A chunk of several tokens is a few matrix products: scores c_i . b_j, times the decay between i and j, applied to dt x.
-Mamba-1 has a decay for each channel and state; a chunk is a scan by doubling, and y is scaled by silu(z).
+Mamba-1 has a decay for each channel and state; a chunk is a scan by doubling, and y is scaled by silu(z). A token that
+the state has seen has dt = 0.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from slipstream.cache_spec import STATE_CHUNK
-from slipstream.ops.recurrent_steps import RecurrentSteps, max_chunks
+from slipstream.ops.recurrent_steps import RecurrentSteps, max_chunks, seen_tokens
 from slipstream.ops.recurrent_steps.replay import Recurrence, remember_, replay_, verify_
 
 ROWS = 4  # rows of one token that are computed together: bounds the memory for copies of states
@@ -50,8 +51,8 @@ def ssd_scan(
 ) -> torch.Tensor:
     """Mamba-2: [T, heads, head dim]. A group of b and c serves heads / groups neighbours.
 
-    A row that begins at position 0 starts from zeros, whatever its slot holds. The new states go to the rows' slots,
-    and the states at the ends of chunks with a save to the save slots. Tokens of no row get zeros.
+    A row whose state has seen no token starts from zeros, whatever its slot holds. The new states go to the rows'
+    slots, and the states at the ends of chunks with a save to the save slots. Tokens of no row get zeros.
     """
     wide = state.dtype
     repeats = x.shape[1] // b.shape[1]
@@ -65,10 +66,10 @@ def ssd_scan(
     def recall(slot: torch.Tensor, position: torch.Tensor) -> tuple[torch.Tensor, ...]:
         assert replay is not None
         of_x, of_b, of_dt = replay[slot, position % replay.shape[1]].split([x[0].numel(), b[0].numel(), dt.shape[1]], 1)
-        return of_x.unflatten(1, x.shape[1:]), of_b.unflatten(1, b.shape[1:]), of_dt
+        return of_x.unflatten(1, x.shape[1:]), of_b.unflatten(1, b.shape[1:]), sizes(of_dt)
 
     def change(inputs: tuple[torch.Tensor, ...], held: torch.Tensor) -> torch.Tensor:
-        now, written, size = inputs[0].to(wide), repeated(inputs[1]), sizes(inputs[2])
+        now, written, size = inputs[0].to(wide), repeated(inputs[1]), inputs[2]
         held = held * (-weights.a_log.exp() * size).exp()[..., None, None]
         return held + (now * size[..., None])[..., None] * written[..., None, :]
 
@@ -89,9 +90,9 @@ def ssd_scan(
         added = (ending.unflatten(0, (-1, repeats)).mT @ written[:, None]).flatten(0, 1)
         return out, held * total[:, -1].exp()[:, None, None] + added
 
-    size = sizes(dt)
+    size = torch.where(seen_tokens(steps, len(x))[:, None], 0.0, sizes(dt))
     out = torch.zeros(x.shape, dtype=wide, device=x.device)
-    recurrence = Recurrence(lambda tokens: (x[tokens], b[tokens], dt[tokens]), recall, change, read)
+    recurrence = Recurrence(lambda tokens: (x[tokens], b[tokens], size[tokens]), recall, change, read)
     if replay is not None and steps.is_verified:
         remember_(replay, steps, torch.cat((x.flatten(1), b.flatten(1), dt), 1))
     _scan(out, state, steps, recurrence, chunk)
@@ -113,14 +114,17 @@ def selective_scan(
     wide = state.dtype
     a = -weights.a_log.exp()
 
-    def terms(x: torch.Tensor, dt: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def sizes(dt: torch.Tensor) -> torch.Tensor:
+        return F.softplus(dt.to(wide) + weights.dt_bias)
+
+    def terms(x: torch.Tensor, size: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Decay and input of each token, [tokens, channels, state size]."""
-        size = F.softplus(dt.to(wide) + weights.dt_bias)
         return (size[..., None] * a).exp(), (size * x.to(wide))[..., None] * b.to(wide)[:, None]
 
     def recall(slot: torch.Tensor, position: torch.Tensor) -> tuple[torch.Tensor, ...]:
         assert replay is not None
-        return replay[slot, position % replay.shape[1]].split([x.shape[1], dt.shape[1], b.shape[1]], 1)
+        of_x, of_dt, of_b = replay[slot, position % replay.shape[1]].split([x.shape[1], dt.shape[1], b.shape[1]], 1)
+        return of_x, sizes(of_dt), of_b
 
     def change(inputs: tuple[torch.Tensor, ...], held: torch.Tensor) -> torch.Tensor:
         decay, added = terms(*inputs)
@@ -130,8 +134,7 @@ def selective_scan(
         return (held @ c[tokens].to(wide)[..., None])[..., 0]
 
     def chunk(part: _Chunk, held: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        decay, added = terms(part.cut(x), part.cut(dt), part.cut(b))
-        decay = torch.where(part.inside[:, None, None], decay, 1.0)
+        decay, added = terms(part.cut(x), part.cut(size), part.cut(b))  # size 0 past the end: no decay
         reach = 1  # tokens that the sum at each offset covers
         while reach < len(decay):
             added = torch.cat((added[:reach], added[reach:] + decay[reach:] * added[:-reach]))
@@ -141,7 +144,8 @@ def selective_scan(
         return (states @ part.cut(c).to(wide)[..., None])[..., 0], states[-1]
 
     out = torch.zeros(x.shape, dtype=wide, device=x.device)
-    recurrence = Recurrence(lambda tokens: (x[tokens], dt[tokens], b[tokens]), recall, change, read)
+    size = torch.where(seen_tokens(steps, len(x))[:, None], 0.0, sizes(dt))
+    recurrence = Recurrence(lambda tokens: (x[tokens], size[tokens], b[tokens]), recall, change, read)
     if replay is not None and steps.is_verified:
         remember_(replay, steps, torch.cat((x, dt, b), 1))
     _scan(out, state, steps, recurrence, chunk)
@@ -183,7 +187,7 @@ def _scan(
     saves = steps.save_slots if steps.chunks is None else steps.chunks[:, 3]
     for first in range(0, num_single, ROWS):
         rows = slice(first, min(first + ROWS, num_single))
-        slots, begins = steps.slots[rows].long(), steps.first_positions[rows] == 0
+        slots, begins = steps.slots[rows].long(), steps.seen_positions[rows] == 0
         held = torch.where(begins.view(-1, *(1,) * (state.dim() - 1)), 0.0, state.index_select(0, slots))
         out[rows], held = recurrence.step(rows, held)
         state.index_copy_(0, slots, held)
@@ -196,7 +200,7 @@ def _scan(
     used, rows_of = rows_of >= 0, rows_of.clamp(min=0)
     slots = steps.slots.long()[rows_of]
     saved = torch.where(used & (saved >= 0), saved, slots)
-    starts = (steps.first_positions[rows_of] == 0) & (firsts == steps.starts[rows_of])
+    starts = (steps.seen_positions[rows_of] == 0) & (firsts == steps.starts[rows_of])
     offset = torch.arange(min(STATE_CHUNK, num_tokens), device=out.device)
     later = offset[:, None] < offset
     for entry in range(len(rows_of)):

@@ -309,6 +309,12 @@ class CacheManager:
             self.states.save_chunk(request)
             self.save_generated(request, request.computed)  # tokens that a grammar forced
 
+    def take_back(self, request: Request) -> None:
+        """The request draws nothing in a step that is committed now, as it sat out or failed."""
+        if self.states is not None:
+            self.states.take_back(request)
+            self._set_publish_after(request)
+
     def take_copies(self) -> tuple[list[Restore], list[Save]] | None:
         """Restored and saved states of the plan under construction, which is complete then."""
         return None if self.states is None else self.states.take_copies()

@@ -14,7 +14,8 @@ Where checkpoints of a prompt are taken, most important first:
 
 While a request decodes, the newest border is kept: the next prompt of a conversation continues there, and so does the
 request itself after a preemption. With drafts the host does not know in which step the state passes a border; the
-device saves only states after accepted tokens.
+device saves only states after accepted tokens. Without drafts a row may be a position behind its plan, if it has sat
+out a step: what this plan has saved is dropped.
 """
 
 from __future__ import annotations
@@ -147,6 +148,18 @@ class StateCache:
             if states.latest is not None:
                 self.pool.retire(states.latest)
             states.latest = page_hash
+
+    def take_back(self, request: Request) -> None:
+        """The request draws nothing in a step that is committed now, so a plan after it that is in flight computes a
+        position less than it counts. What it saves is not the state at a border: that is saved when a later plan
+        computes the position. With drafts the device takes care of it."""
+        states = request.states
+        if states is None or self.max_drafts:
+            return
+        while states.held and states.held[-1][0] > len(request.tokens):
+            request.next_border, checkpoint = states.held.pop()
+            self.pool.drop(checkpoint)
+            request.decode_limit = 0  # the next plan looks at the border
 
     def publish_after(self, request: Request) -> int:
         """With more known tokens than this there is a checkpoint to publish."""

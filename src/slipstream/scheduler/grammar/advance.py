@@ -106,4 +106,5 @@ class GrammarAdvancer:
 
 def _can_append(request: Request) -> bool:
     is_free = request.params.can_append and request.processors is None
-    return request.status is Status.RUNNING and is_free
+    # a row that sat out the step of its last known token computes that one first
+    return request.status is Status.RUNNING and is_free and request.computed >= request.num_known

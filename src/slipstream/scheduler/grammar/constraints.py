@@ -56,8 +56,8 @@ class Constraints:
         can_sit_out: bool = True,
     ) -> None:
         """`engine`: the logits processors of all requests. `open_masks`: gives memory for so many masks, which the
-        device reads without a copy in between. `can_sit_out`: a position can be computed twice, which
-        is not so with recurrent states; then a late mask delays its step."""
+        device reads without a copy in between. `can_sit_out`: a position can be computed twice; if not, a late mask
+        delays its step."""
         self.grammars = grammars
         self.processors = HostProcessors(grammars.vocab_size, engine, grammars.finished)
         self.num_live = 0  # requests with a grammar or processors that have not ended

@@ -16,7 +16,6 @@ import triton.language as tl
 
 from slipstream.cache_spec import STATE_CHUNK
 from slipstream.ops.delta_rule.reference import L2_EPS
-from slipstream.ops.delta_rule.triton.elementwise import num_kept
 from slipstream.ops.delta_rule.triton.inverse import invert_unit_lower
 from slipstream.ops.recurrent_steps import RecurrentSteps
 from slipstream.ops.recurrent_steps.triton import empty_outputs
@@ -75,6 +74,8 @@ def gated_delta_rule(
             values,
             scores,
             steps.starts,
+            steps.first_positions,
+            steps.seen_positions,
             steps.chunks,
             scale,
             q.stride(0),
@@ -100,11 +101,11 @@ def gated_delta_rule(
         steps.slots,
         steps.starts,
         steps.first_positions,
+        steps.seen_positions,
         steps.chunks,
         steps.chunk_starts,
         steps.save_slots,
         deferred,
-        steps.stored_positions,
         scale,
         q.stride(0),
         v.stride(0),
@@ -132,6 +133,8 @@ def _factors_kernel(
     values,
     scores,
     starts,
+    first_positions,
+    seen_positions,
     chunks,
     scale,
     key_stride,
@@ -151,7 +154,8 @@ def _factors_kernel(
     row = tl.load(chunks + entry * 4)
     if row < 0:
         return
-    if tl.load(starts + row + 1) - tl.load(starts + row) == 1:
+    start = tl.load(starts + row)
+    if tl.load(starts + row + 1) - start == 1:
         return  # the pass computes rows of one token directly
     first = tl.load(chunks + entry * 4 + 1)
     count = tl.load(chunks + entry * 4 + 2)
@@ -167,8 +171,10 @@ def _factors_kernel(
     query = tl.load(q + source, mask=mask, other=0.0)
     key_scale = _inverse_norm(key, L2_EPS, NORM)
     query_scale = _inverse_norm(query, L2_EPS, NORM) * scale
-    strength = tl.load(beta + token * HEADS + head, mask=inside, other=0.0)
-    total = tl.cumsum(tl.load(g + token * HEADS + head, mask=inside, other=0.0), 0)  # log decay from the chunk's start
+    # a token that the state has seen has neither
+    is_new = inside & ((token != start) | (tl.load(seen_positions + row) <= tl.load(first_positions + row)))
+    strength = tl.load(beta + token * HEADS + head, mask=is_new, other=0.0)
+    total = tl.cumsum(tl.load(g + token * HEADS + head, mask=is_new, other=0.0), 0)  # log decay from the chunk's start
 
     later = offset[:, None] < offset[None, :]
     between = tl.where(later, 0.0, tl.exp(tl.minimum(total[:, None] - total[None, :], 0.0))) * key_scale[None, :]
@@ -217,11 +223,11 @@ def _pass_kernel(
     slots,
     starts,
     first_positions,
+    seen_positions,
     chunks,
     chunk_starts,
     save_slots,
     deferred,
-    stored_positions,
     scale,
     key_stride,
     value_stride,
@@ -254,12 +260,11 @@ def _pass_kernel(
     slot = tl.load(slots + row).to(tl.int64)
     own = slot * slot_stride
     position = tl.load(first_positions + row)
-    kept = position * 0
-    if deferred is not None:
-        kept = num_kept(position, tl.load(stored_positions + slot), PERIOD)
-    held = tl.load(matrix + own, mask=is_inside & (position > kept), other=0.0)
+    num_seen = tl.load(seen_positions + row)
+    held = tl.load(matrix + own, mask=is_inside & (num_seen > 0), other=0.0)
     if deferred is not None:
         before = 0.0
+        kept = tl.maximum(position - num_seen, 0)
         for index in range(position % PERIOD - kept, position % PERIOD):
             entry = deferred + slot * deferred_stride + (head * (PERIOD - 1) + index) * ENTRY
             decay = tl.load(entry + KEY_DIM + DIM)
@@ -278,8 +283,9 @@ def _pass_kernel(
             query *= tl.rsqrt(tl.sum(query * query, 0) + L2_EPS)
         value = tl.load(v + token * value_stride + head * DIM + column, mask=is_column, other=0.0).to(tl.float32)
         at = token * HEADS + head
-        held *= tl.exp(tl.load(g + at))
-        delta = tl.load(beta + at) * (value - tl.sum(held * key[:, None], 0))
+        held *= tl.exp(tl.where(num_seen > position, 0.0, tl.load(g + at)))
+        strength = tl.where(num_seen > position, 0.0, tl.load(beta + at))
+        delta = strength * (value - tl.sum(held * key[:, None], 0))
         held += key[:, None] * delta[None, :]
         made = tl.sum(held * query[:, None], 0) * scale
         tl.store(out + at * DIM + column, made.to(out.dtype.element_ty), mask=is_column)
@@ -307,7 +313,7 @@ def _pass_kernel(
             mask = inside[:, None] & is_column[None, :]
             value = tl.load(values + at[:, None] * DIM + column[None, :], mask=mask, other=0.0).to(tl.float32)
             seen = tl.load(scores + at[:, None] * CHUNK + offset[None, :], mask=inside[:, None], other=0.0)
-            decay = tl.load(g + at, mask=inside, other=0.0)
+            decay = tl.load(g + at, mask=inside & ((token != start) | (num_seen <= position)), other=0.0)
             total = tl.cumsum(decay, 0)
             whole = tl.sum(decay, 0)
             rounded = held.to(kind)

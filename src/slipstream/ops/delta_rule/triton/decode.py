@@ -10,7 +10,8 @@ by programs that compute a whole head, half of its columns after the other.
 With `deferred`, a state is stored at the last of every PERIOD positions only. The other steps read it, and keep their
 token's update: key, correction and the sum of log decays. With S the stored state, F its decay since then, and c_j the
 decay since update j, the present state is F S + sum of c_j k_j d_j^T. A step needs its products with k and q only,
-which are sums over S and products of the kept vectors; so most steps do not write states, half of the bytes.
+which are sums over S and products of the kept vectors; so most steps do not write states, half of the bytes. A
+position that is computed again keeps the same update again; if its state was stored, it decays and updates nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import triton
 import triton.language as tl
 
 from slipstream.ops.delta_rule.reference import L2_EPS, DeltaWeights
-from slipstream.ops.delta_rule.triton.elementwise import log_decay, num_kept
+from slipstream.ops.delta_rule.triton.elementwise import log_decay
 from slipstream.ops.delta_rule.triton.verify import delta_verify
 from slipstream.ops.linear.triton.epilogue import counters
 from slipstream.ops.pdl import dependent, release_next, wait_for_previous
@@ -53,7 +54,7 @@ def delta_decode(
     assert weights.conv.is_contiguous() and conv_state.stride()[1:] == (width, 1)
     assert state.stride()[1:] == (key_dim * dim, dim, 1)
     period, entry = (1, 0) if deferred is None else (deferred.shape[2] + 1, deferred.shape[3])
-    assert deferred is None or (steps.stored_positions is not None and deferred[0].is_contiguous())
+    assert deferred is None or deferred[0].is_contiguous()
     out = torch.empty((num_rows, heads * dim), dtype=z.dtype, device=z.device)
     block = max(16, triton.next_power_of_2(dim))
     splits = num_splits(num_rows * heads, block)
@@ -76,9 +77,9 @@ def delta_decode(
         made,
         arrived,
         deferred,
-        steps.stored_positions,
         steps.slots,
         steps.first_positions,
+        steps.seen_positions,
         steps.save_slots,
         weights.eps,
         qkv.stride(0),
@@ -130,9 +131,9 @@ def _decode_kernel(
     made,
     arrived,
     deferred,
-    stored_positions,
     slots,
     first_positions,
+    seen_positions,
     save_slots,
     eps,
     qkv_stride,
@@ -165,6 +166,7 @@ def _decode_kernel(
     column = part * BLOCK + tl.arange(0, BLOCK)
     is_dim = dim < KEY_DIM
     position = tl.load(first_positions + row)
+    num_seen = tl.load(seen_positions + row)
     slot = tl.load(slots + row).to(tl.int64)
     if save_slots is not None:
         saved = tl.load(save_slots + row).to(tl.int64)
@@ -175,11 +177,11 @@ def _decode_kernel(
     kept = position * 0
     updates = state
     if deferred is not None:
-        kept = num_kept(position, tl.load(stored_positions + slot), PERIOD)
+        kept = tl.maximum(position - num_seen, 0)
         updates = deferred + slot * deferred_stride + head * ((PERIOD - 1) * ENTRY)
     IS_WHOLE: tl.constexpr = SPLITS == 1 and BLOCK < WHOLE
     if not IS_WHOLE:
-        held = _read_state(matrix, dim, column, position - kept, KEY_DIM, DIM)
+        held = _read_state(matrix, dim, column, num_seen, KEY_DIM, DIM)
         corrections = _read_corrections(updates, column, position, kept, KEY_DIM, DIM, PERIOD, ENTRY)
     keys, decays = _read_kept(updates, dim, position, kept, KEY_DIM, DIM, PERIOD, ENTRY)
     ring = conv_state + slot * ring_stride
@@ -204,6 +206,9 @@ def _decode_kernel(
     key *= tl.rsqrt(tl.sum(key * key, 0) + L2_EPS)
     decay = log_decay(tl.load(a + row * gate_stride + head).to(tl.float32), rate, bias)
     strength = tl.sigmoid(tl.load(b + row * gate_stride + head).to(tl.float32))
+    is_seen = num_seen > position
+    decay = tl.where(is_seen, 0.0, decay)
+    strength = tl.where(is_seen, 0.0, strength)
     # decays of the stored state and of kept updates up to this token, and the products of kept keys
     before = tl.sum(tl.where(tl.arange(0, PERIOD) == position % PERIOD - 1, decays, 0.0), 0)
     since = tl.exp(before - decays)
@@ -222,7 +227,7 @@ def _decode_kernel(
         squares = 0.0
         for begin in range(0, WHOLE, BLOCK):
             column = begin + tl.arange(0, BLOCK)
-            held = _read_state(matrix, dim, column, position - kept, KEY_DIM, DIM)
+            held = _read_state(matrix, dim, column, num_seen, KEY_DIM, DIM)
             corrections = _read_corrections(updates, column, position, kept, KEY_DIM, DIM, PERIOD, ENTRY)
             channel = value_channel + column
             value = _past(conv, ring, channel, column < DIM, position, WIDTH)

@@ -1,4 +1,4 @@
-"""Gates of the delta rule on CUDA, and the number of updates that a state has not seen."""
+"""Gates of the delta rule on CUDA."""
 
 from __future__ import annotations
 
@@ -56,10 +56,3 @@ def log_decay(a, a_log, dt_bias):
     x = a + dt_bias
     soft = tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
     return -tl.exp(a_log) * soft
-
-
-@triton.jit
-def num_kept(position, stored, PERIOD: tl.constexpr):
-    """Tokens before `position` whose updates are kept, not stored: since the last multiple of PERIOD, and since the
-    step of several tokens after which the row had `stored` positions."""
-    return tl.minimum(position % PERIOD, tl.maximum(position - stored, 0))

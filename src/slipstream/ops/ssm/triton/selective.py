@@ -51,6 +51,7 @@ def selective_scan(
         out,
         steps.slots,
         steps.first_positions,
+        steps.seen_positions,
         steps.chunks,
         steps.chunk_starts,
         steps.save_slots,
@@ -106,6 +107,7 @@ def _selective_kernel(
     out,
     slots,
     first_positions,
+    seen_positions,
     chunks,
     chunk_starts,
     save_slots,
@@ -132,8 +134,10 @@ def _selective_kernel(
         return
     cells = channel[:, None] * STATE + column[None, :]
     own = state + tl.load(slots + row).to(tl.int64) * state_stride + cells
+    num_seen = tl.load(seen_positions + row)
+    skipped = (num_seen > tl.load(first_positions + row)).to(tl.int32)  # tokens of the chunk that the state has seen
     held = tl.load(own, mask=inside, other=0.0)
-    held = tl.where(tl.load(first_positions + row) == 0, 0.0, held)
+    held = tl.where(num_seen == 0, 0.0, held)
     a = -tl.exp(tl.load(a_log + cells, mask=inside, other=0.0))
     bias = tl.load(dt_bias + channel, mask=is_channel, other=0.0)
     skip = tl.load(d + channel, mask=is_channel, other=0.0)
@@ -154,7 +158,8 @@ def _selective_kernel(
                 inputs = inputs + ((size, now, gate, written, read),)  # type: ignore[assignment]
             for step in tl.static_range(TOKENS):
                 is_token = offset + step < count
-                size = tl.where(is_token, softplus(inputs[step][0].to(tl.float32) + bias), 0.0)  # 0 keeps the state
+                is_new = is_token & (offset + step >= skipped)
+                size = tl.where(is_new, softplus(inputs[step][0].to(tl.float32) + bias), 0.0)  # 0 keeps the state
                 now = inputs[step][1].to(tl.float32)
                 gate = inputs[step][2].to(tl.float32)
                 added = (size * now)[:, None] * inputs[step][3].to(tl.float32)[None, :]
@@ -163,6 +168,7 @@ def _selective_kernel(
                 made *= gate * tl.sigmoid(gate)
                 target = out + tl.cast(first + offset + step, tl.int64) * CHANNELS + channel
                 tl.store(target, made.to(out.dtype.element_ty), mask=is_channel & is_token)
+        skipped = skipped * 0
         if save >= 0:
             tl.store(state + tl.cast(save, tl.int64) * state_stride + cells, held, mask=inside)
     tl.store(own, held, mask=inside)

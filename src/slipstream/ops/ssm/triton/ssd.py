@@ -50,6 +50,7 @@ def ssd_scan(
         out,
         steps.slots,
         steps.first_positions,
+        steps.seen_positions,
         steps.save_slots,
         weights.dt_min,
         weights.dt_max,
@@ -83,6 +84,7 @@ def _ssd_kernel(
     out,
     slots,
     first_positions,
+    seen_positions,
     save_slots,
     dt_min,
     dt_max,
@@ -107,10 +109,12 @@ def _ssd_kernel(
     inside = is_dim[:, None] & is_column[None, :]
     cells = (head * DIM + dim)[:, None] * STATE + column[None, :]
     own = state + tl.load(slots + row).to(tl.int64) * state_stride + cells
+    num_seen = tl.load(seen_positions + row)
     held = tl.load(own, mask=inside, other=0.0)
-    held = tl.where(tl.load(first_positions + row) == 0, 0.0, held)
+    held = tl.where(num_seen == 0, 0.0, held)
     size = softplus(tl.load(dt + row * dt_stride + head).to(tl.float32) + tl.load(dt_bias + head))
     size = tl.minimum(tl.maximum(size, dt_min), dt_max)
+    size = tl.where(num_seen > tl.load(first_positions + row), 0.0, size)  # 0 keeps the state
     group = head // HEADS_OF_GROUP * STATE + column
     now = tl.load(x + row * x_stride + head * DIM + dim, mask=is_dim, other=0.0).to(tl.float32)
     written = tl.load(b + row * b_stride + group, mask=is_column, other=0.0).to(tl.float32)

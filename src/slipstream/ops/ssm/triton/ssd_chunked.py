@@ -62,6 +62,7 @@ def scan_chunks(
         scores,
         steps.starts,
         steps.first_positions,
+        steps.seen_positions,
         steps.chunks,
         weights.dt_min,
         weights.dt_max,
@@ -89,6 +90,7 @@ def scan_chunks(
         steps.slots,
         steps.starts,
         steps.first_positions,
+        steps.seen_positions,
         steps.chunks,
         steps.chunk_starts,
         num_tokens,
@@ -129,6 +131,7 @@ def _factors_kernel(
     scores,
     starts,
     first_positions,
+    seen_positions,
     chunks,
     dt_min,
     dt_max,
@@ -157,6 +160,7 @@ def _factors_kernel(
     index = tl.arange(0, CHUNK)
     inside = (index >= shift) & (index < shift + count)
     token = (first - shift + index).to(tl.int64)
+    is_seen = (tl.load(seen_positions + row) > begin) & (token == start)
 
     for offset in range(0, HEADS_OF_GROUP, BLOCK):
         of_group = offset + tl.arange(0, BLOCK)
@@ -167,6 +171,7 @@ def _factors_kernel(
         bias = tl.load(dt_bias + head, mask=is_head, other=0.0)[None, :]
         given = tl.load(dt + token[:, None] * dt_stride + head[None, :], mask=mask, other=0.0).to(tl.float32)
         size = tl.minimum(tl.maximum(softplus(given + bias), dt_min), dt_max)
+        size = tl.where(is_seen[:, None], 0.0, size)  # 0 keeps the state
         target = head.to(tl.int64)[None, :] * num_tokens + token[:, None]
         tl.store(sizes + target, size, mask=mask)
         tl.store(totals + target, tl.cumsum(tl.where(mask, size * rate, 0.0), 0), mask=mask)
@@ -197,6 +202,7 @@ def _pass_kernel(
     slots,
     starts,
     first_positions,
+    seen_positions,
     chunks,
     chunk_starts,
     num_tokens,
@@ -227,7 +233,7 @@ def _pass_kernel(
     cells = (head * DIM + dim)[None, :] * STATE + column[:, None]
     own = state + tl.load(slots + row).to(tl.int64) * slot_stride
     begin = tl.load(first_positions + row)
-    held = tl.load(own + cells, mask=is_cell & (begin > 0), other=0.0)
+    held = tl.load(own + cells, mask=is_cell & (tl.load(seen_positions + row) > 0), other=0.0)
     skip = tl.load(d + head)
     sizes += head.to(tl.int64) * num_tokens
     totals += head.to(tl.int64) * num_tokens

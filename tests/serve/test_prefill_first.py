@@ -25,6 +25,11 @@ CHAT = {
     "stop": ["x"],
     "use_beam_search": True,
     "length_penalty": 2.0,
+    "logprobs": True,
+    "logprob_token_ids": [5],
+    "return_tokens_as_token_ids": True,
+    "guided_json": {},
+    "guided_whitespace_pattern": " ",
 }
 
 

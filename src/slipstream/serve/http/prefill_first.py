@@ -19,11 +19,12 @@ log = logging.getLogger("slipstream.proxy")
 
 PATHS = (b"/v1/completions", b"/v1/chat/completions")
 MAX_SECONDS = 300.0
-# fields that do not change the prompt, and cost time or conflict with a single token
+# fields that do not change the prompt, and cost time, conflict with a single token or need another one of these
 _DROPPED = (
     "stream", "stream_options", "n", "best_of", "use_beam_search", "length_penalty", "max_tokens",
-    "max_completion_tokens", "min_tokens", "logprobs", "top_logprobs", "response_format", "structured_outputs",
-    "guided_json", "guided_regex", "guided_choice", "guided_grammar", "stop", "logit_bias", "thinking_token_budget",
+    "max_completion_tokens", "min_tokens", "logprobs", "top_logprobs", "logprob_token_ids",
+    "return_tokens_as_token_ids", "response_format", "structured_outputs", "guided_json", "guided_regex",
+    "guided_choice", "guided_grammar", "guided_whitespace_pattern", "stop", "logit_bias", "thinking_token_budget",
 )  # fmt: skip
 
 

@@ -62,7 +62,7 @@ class BeamGrammar:
         if not end_ids:
             raise InvalidParams(
                 "structured_outputs with beam search need an end token, and the model has none or ignore_eos is set; "
-                "leave ignore_eos out, or use generate",
+                "leave ignore_eos out, or generate without beams",
                 param="structured_outputs",
             )
         self._end_ids = list(end_ids)
@@ -79,7 +79,8 @@ class BeamGrammar:
         count = int(allowed.sum())
         if not count:
             raise InvalidParams(
-                "structured_outputs: the grammar allows no token after those of a beam; change it, or use generate",
+                "structured_outputs: the grammar allows no token after those of a beam; change it, or generate without "
+                "beams",
                 param="structured_outputs",
             )
         if count > MAX_REPORTED:

@@ -38,7 +38,7 @@ def test_recurrent_states_and_checkpoints_are_shown(tmp_path, monkeypatch, capsy
     out = plan(capsys, *argv, "--num-checkpoints", "20")
     lines = {line.split()[0]: line.split()[1] for line in out.splitlines() if line}
     assert lines["num_checkpoints"] == "20" and "of 4 rows and the padding row" in out
-    state = (2 * (24 + 24) + 16 + 16) * 4
+    state = (2 * (24 + 2 * 24) + 16 + 2 * 16) * 4  # per layer a sum, and the last two inputs
     memory = json.loads(plan(capsys, *argv, "--num-checkpoints", "20", "--json"))["memory"]
     assert (memory["states"], memory["checkpoints"]) == (5 * state, 20 * state)
 

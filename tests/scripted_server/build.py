@@ -17,6 +17,7 @@ from slipstream.engine.model_description import ModelDescription
 
 MAX_LEN = 131072
 STEP_SECONDS = 0.004
+HOLD = "hold"  # a file of the model's folder: a core starts when it is gone
 
 
 class PacedDevice(ScriptedDevice):
@@ -26,6 +27,8 @@ class PacedDevice(ScriptedDevice):
 
 
 def open_models(options: Sequence[Options], engine: int = 0) -> list[Any]:
+    while any(Path(str(each.model), HOLD).exists() for each in options):
+        time.sleep(0.01)
     return [SimpleNamespace(description=_describe(each)) for each in options]
 
 
@@ -39,6 +42,7 @@ def _describe(options: Options) -> ModelDescription:
         max_model_len=MAX_LEN,
         max_positions=MAX_LEN,
         vocab_size=304,
+        max_waiting=options.max_waiting,
     )
 
 
@@ -46,11 +50,13 @@ def build_lanes(
     options: Sequence[Options], opened: Sequence[Any], *, tell: Callable[[str], None], **alone: None
 ) -> tuple[Lanes, dict[str, Any]]:
     cores = {}
-    for each in opened:
+    for model, each in zip(options, opened, strict=True):
         tell(each.description.name)
+        rows = model.max_num_seqs or 32
         core = scripted_core(
-            1, page_size=16, num_pages=16384, max_num_seqs=32, max_num_batched_tokens=512, max_model_len=MAX_LEN
-        )
-        core.executor = PacedDevice(16, 32)
+            1, page_size=16, num_pages=16384, max_num_seqs=rows, max_num_batched_tokens=512, max_model_len=MAX_LEN,
+            max_waiting=model.max_waiting,
+        )  # fmt: skip
+        core.executor = PacedDevice(16, rows)
         cores[each.description.name] = core
     return Lanes(cores), {}

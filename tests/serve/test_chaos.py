@@ -15,7 +15,7 @@ def test_every_request_of_many_clients_ends_exactly_once_and_nothing_leaks(tiny_
 
 
 def test_sigterm_under_load_ends_in_order(tiny_folder):
-    server = ServerProcess(tiny_folder, *CHAOS_FLAGS, "--drain-timeout", "0.5")
+    server = ServerProcess(tiny_folder, *CHAOS_FLAGS, "--drain-timeout", "0.5", scripted=True)
 
     async def main():
         crowd = asyncio.create_task(run_chaos(server.port, 100_000, 20, seed=2))

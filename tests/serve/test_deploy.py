@@ -76,7 +76,7 @@ def test_the_containers_environment_and_entry_point_mean_something(dockerfile):
 def test_the_entry_point_serves_and_the_health_check_agrees(dockerfile, tiny_folder, monkeypatch):
     for name, value in _environment(dockerfile).items():
         monkeypatch.setenv(name, value)
-    server = ServerProcess(tiny_folder, "--dtype", "float32", wait=False)  # serve is the entry point's command
+    server = ServerProcess(tiny_folder, wait=False, scripted=True)  # serve is the entry point's command
     check = json.loads(re.search(r"CMD (\[.*\])", only(dockerfile, "HEALTHCHECK"))[1])
     check = [sys.executable, *(part.replace(":8000/", f":{server.port}/") for part in check[1:])]
     # three failures in a row make a container unhealthy

@@ -17,8 +17,9 @@ SHORT = {"prompt": "x", "max_tokens": 8, "ignore_eos": True}
 
 def test_a_killed_replica_ends_its_own_streams_only_and_comes_back(tmp_path):
     folder = str(write_tiny(tmp_path, "llama", max_position_embeddings=131072))
-    server = ServerProcess(folder, "--replicas", "2", "--num-pages", "16384", "--log-level", "info")
+    server = ServerProcess(folder, "--replicas", "2", "--log-level", "info", scripted=True)
     streams = [Stream(server, ENDLESS | {"max_tokens": 60_000}) for _ in range(2)]
+    (tmp_path / "hold").touch()  # the replica does not come back before all is seen
     os.kill(core_pid(server), signal.SIGKILL)
     server.until("was lost")
     assert server.call("GET", "/health")[1]["status"] == "degraded"
@@ -27,8 +28,9 @@ def test_a_killed_replica_ends_its_own_streams_only_and_comes_back(tmp_path):
     *_, last, done = ended.end()
     assert done == "[DONE]" and json.loads(last)["error"]["code"] == "replica_lost"
     assert other.thread.is_alive()
-    other.connection.sock.shutdown(socket.SHUT_RDWR)  # else it takes the CPU from the start of the replica
+    other.connection.sock.shutdown(socket.SHUT_RDWR)
     assert server.call("POST", "/v1/completions", SHORT)[0] == 200
+    (tmp_path / "hold").unlink()
     server.until("ready again")
     assert server.call("GET", "/health")[1]["status"] == "ok"
     found = samples(server)

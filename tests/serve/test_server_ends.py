@@ -72,7 +72,7 @@ def core_pid(server: ServerProcess) -> int:
 
 
 def test_sigterm_lets_requests_end_and_exits_in_order(folder):
-    server = ServerProcess(folder)
+    server = ServerProcess(folder, scripted=True)
     streams = [Stream(server, ENDLESS | {"max_tokens": 150}) for _ in range(6)]
     server.process.send_signal(signal.SIGTERM)
     for stream in streams:
@@ -122,7 +122,7 @@ def test_a_second_signal_ends_at_once(folder):
 
 def test_a_core_killed_mid_stream_ends_streams_and_server_with_the_cause(folder):
     """Also in a log of JSON, whose last line is JSON too."""
-    server = ServerProcess(folder, "--log-format", "json")
+    server = ServerProcess(folder, "--log-format", "json", scripted=True)
     streams = [Stream(server, ENDLESS) for _ in range(4)]
     os.kill(core_pid(server), signal.SIGKILL)
     for stream in streams:

@@ -14,6 +14,7 @@ import pytest
 
 from child import child_env
 from patience import PATIENCE
+from serve.server_process import SCRIPTED
 from slipstream import LLM, SamplingParams
 from slipstream.config.options import Options, make_options
 from slipstream.errors import EngineDead, InvalidOption, ModelNotFound, QueueFull, SlipstreamError
@@ -34,6 +35,12 @@ LONG = PARAMS.with_changes(max_tokens=50)
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return str(write_tiny(tmp_path_factory.mktemp("tiny"), "llama"))
+
+
+@pytest.fixture
+def scripted(monkeypatch):
+    """Cores without a model, see tests/scripted_server."""
+    monkeypatch.setenv("PYTHONPATH", child_env(SCRIPTED)["PYTHONPATH"])
 
 
 def with_core(scenario, *options, front_ends=1):
@@ -78,7 +85,7 @@ def test_two_front_ends_get_what_the_script_api_gives(folder):
     assert got == wanted and streamed == wanted[0][1]
 
 
-def test_statistics_come_before_the_core_is_ready(folder, monkeypatch):
+def test_statistics_come_before_the_core_is_ready(folder, scripted, monkeypatch):
     """So that /metrics of a server that is ready has all names."""
     kinds, handle = [], RequestRouter._handle
 
@@ -107,7 +114,7 @@ def test_requests_choose_models_by_name(folder, tmp_path):
     assert default == one != two
 
 
-def test_refusals_aborts_and_disconnects_do_not_affect_others(folder):
+def test_refusals_aborts_and_disconnects_do_not_affect_others(folder, scripted):
     async def scenario(core, one, two):
         steady = asyncio.create_task(last(one.generate([5, 6], LONG)))
         left = [asyncio.create_task(last(two.generate([i, 2], LONG))) for i in range(1, 4)]
@@ -131,7 +138,7 @@ def test_refusals_aborts_and_disconnects_do_not_affect_others(folder):
     assert sum(lane.num_steps for lane in pulse.lanes) > 0
 
 
-def test_prompts_of_one_reader_begin_together_or_not_at_all(folder):
+def test_prompts_of_one_reader_begin_together_or_not_at_all(folder, scripted):
     async def scenario(core, engine):
         def submits():
             return [engine.inputs.submit(engine.new_id(), [1, 2, 3], PARAMS) for _ in range(3)]
@@ -197,7 +204,7 @@ def test_a_missing_model_is_reported_before_torch_is_loaded(tmp_path):
     assert Told.stages == ["finding the model"]
 
 
-def test_a_core_killed_in_the_middle_ends_every_stream(folder):
+def test_a_core_killed_in_the_middle_ends_every_stream(folder, scripted):
     async def scenario():
         core, (sock,) = spawn_core([make_options(model=folder, **SMALL)])
         engine = AsyncEngine(client=await SocketClient.connect(sock))
@@ -227,7 +234,7 @@ time.sleep(600)
 """
 
 
-def test_a_core_does_not_outlive_its_parent(folder):
+def test_a_core_does_not_outlive_its_parent(folder, scripted):
     parent = subprocess.Popen([sys.executable, "-c", PARENT, folder], stdout=subprocess.PIPE, env=child_env())
     core = int(parent.stdout.readline())
     parent.kill()

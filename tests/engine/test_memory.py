@@ -109,10 +109,10 @@ FEATURES = {
     "greedy": dict(temperature=0.0),
     "random": dict(),
     "top_p": dict(top_p=0.9),
-    "top_k": dict(top_k=19_000, top_p=0.9),
+    "top_k": dict(top_k=9_500, top_p=0.9),
     "penalties": dict(repetition_penalty=1.1, presence_penalty=0.1, frequency_penalty=0.1),
     "lists": dict(
-        logit_bias={5: 1.0, 19_999: -1.0}, allowed_token_ids=list(range(0, 20_000, 3)), logprob_token_ids=[7, 9]
+        logit_bias={5: 1.0, 9_999: -1.0}, allowed_token_ids=list(range(0, 10_000, 3)), logprob_token_ids=[7, 9]
     ),
     "prompt": dict(temperature=0.0, prompt_logprobs=3),
     "all": dict(top_p=0.9, min_p=0.01, repetition_penalty=1.1, logprobs=20, min_tokens=5, stop_token_ids=[5]),
@@ -136,13 +136,12 @@ def peak_of_run(folder, params, max_tokens=6, **options):
 
 @pytest.mark.parametrize(("feature", "dtype"), [*((name, "float32") for name in FEATURES), ("all", "float64")])
 def test_sampling_stays_within_the_bound(tmp_path, feature, dtype):
-    folder = write_small(tmp_path, vocab_size=20_000)
+    folder = write_small(tmp_path, vocab_size=10_000)
     peak, memory = peak_of_run(
         folder,
         FEATURES[feature],
-        max_tokens=6 if feature == "prompt" else 12,  # after 4 steps of prompts all rows draw
         dtype=dtype,
-        max_model_len=32 if feature == "prompt" else 16,
+        max_model_len=32 if feature == "prompt" else 7,  # a prompt is one token: all rows draw from the first step on
         max_num_seqs=16,
         max_num_batched_tokens=64 if feature == "prompt" else 16,  # prompts are scored by 64, however few the rows
         num_pages=64,
@@ -199,7 +198,7 @@ def test_the_body_stays_within_the_bound(tmp_path, shape, tokens, gathers, monke
         pytest.skip("no C compiler here, or the kernels are turned off")
     folder = write_small(tmp_path, **shape)
     peak, memory = peak_of_run(
-        folder, FEATURES["greedy"], max_model_len=512, max_num_seqs=4, max_num_batched_tokens=tokens, num_pages=4 * 32
+        folder, FEATURES["greedy"], max_model_len=256, max_num_seqs=4, max_num_batched_tokens=tokens, num_pages=4 * 16
     )
     assert peak <= memory.activations
     assert not gathers or peak > 0.2 * memory.activations, "the bound is far above what is used"
@@ -216,8 +215,9 @@ def test_bodies_of_other_kinds_stay_within_the_bound(tmp_path, family, monkeypat
     assert 0.1 * memory.activations < peak <= memory.activations
 
 
-@pytest.mark.parametrize("page_size", [4, 16])
-@pytest.mark.parametrize(("rows", "prompt_logprobs"), [(40, None), (40, 1), (5, None), (90, None)])
+@pytest.mark.parametrize(
+    ("rows", "prompt_logprobs", "page_size"), [(40, None, 4), (40, 1, 16), (5, None, 4), (90, None, 16)]
+)
 def test_a_step_of_many_rows_stays_within_the_bound(tmp_path, rows, prompt_logprobs, page_size):
     """Also where its last layer is for last tokens alone, and those are nearly all."""
     folder = write_small(tmp_path, intermediate_size=64, sliding_window=20, architectures=["MistralForCausalLM"])
@@ -234,8 +234,9 @@ def test_a_step_of_many_rows_stays_within_the_bound(tmp_path, rows, prompt_logpr
     assert peak <= memory.activations
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize(("rows", "tokens"), [(3, 300), (12, 64), (40, 40)])
+@pytest.mark.parametrize(
+    ("rows", "tokens", "dtype"), [(3, 300, "float32"), (3, 300, "float64"), (12, 64, "float32"), (40, 40, "float64")]
+)
 def test_a_step_of_a_hybrid_stays_within_the_bound(tmp_path, rows, tokens, dtype):
     heads = dict(linear_num_value_heads=8, linear_key_head_dim=32, linear_value_head_dim=64, intermediate_size=64)
     folder = write_tiny(tmp_path, "qwen3_5", **heads)
@@ -243,7 +244,7 @@ def test_a_step_of_a_hybrid_stays_within_the_bound(tmp_path, rows, tokens, dtype
         str(folder),
         FEATURES["greedy"],
         max_tokens=3,
-        max_model_len=140 if rows == 3 else 11,  # with many rows long prompts only take time
+        max_model_len=140 if rows == 3 else 6,  # with many rows long prompts only take time
         max_num_seqs=rows,
         max_num_batched_tokens=tokens,
         num_pages=1200,

@@ -86,7 +86,7 @@ _KILLED = """
 import os, signal, sys
 from slipstream import LLM
 from slipstream.engine.local_ranks import RankProcesses
-RankProcesses.wait_until_loaded = lambda ranks: os.kill(os.getpid(), signal.SIGKILL)
+RankProcesses._spawn = lambda ranks, *given: os.kill(os.getpid(), signal.SIGKILL)
 LLM(sys.argv[1], tensor_parallel_size=2, device="cpu", num_threads=1, max_model_len=64, num_pages=64)
 """
 
@@ -99,8 +99,15 @@ def test_what_an_engine_left_that_was_killed_while_it_started_goes_with_the_next
     killed = subprocess.run(command, env=child_env(TMPDIR=tempfile.tempdir), timeout=PATIENCE, check=False)
     assert killed.returncode == -signal.SIGKILL
     assert [path.name[:17] for path in (tmp_path / "temporary").iterdir()] == ["slipstream-ranks-"]
-    with LLM(folder, tensor_parallel_size=2, use_tqdm_on_load=False, **SMALL):
-        assert not list((tmp_path / "temporary").iterdir())
+    (left,) = (tmp_path / "temporary").iterdir()
+
+    def then_stop(ranks: RankProcesses, *given):
+        assert ranks.store.parent.parent == left.parent and not left.exists()
+        raise EngineDead("this is all")
+
+    monkeypatch.setattr(RankProcesses, "_spawn", then_stop)
+    with pytest.raises(EngineDead, match="this is all"):
+        LLM(folder, tensor_parallel_size=2, use_tqdm_on_load=False, **SMALL)
 
 
 class Watched(ReplicaClient):

@@ -8,6 +8,7 @@ import signal
 
 import pytest
 
+from rank_threads import run_ranks_as_threads
 from slipstream import LLM, LoRARequest, SamplingParams
 from slipstream.config.options import make_options
 from slipstream.engine.build import foresee, open_models
@@ -85,7 +86,7 @@ def check_handoff(folder, port, wanted, caplog):
     assert "tensor_parallel_size is 2 there and 1 here" in caplog.text
 
 
-def test_two_ranks_give_the_results_of_one_until_one_is_killed(tmp_path, capfd, caplog):
+def test_two_ranks_give_the_results_of_one_until_one_is_killed(tmp_path, capfd, caplog, monkeypatch):
     folder = str(write_tiny(tmp_path, "qwen3"))
     attention = [f"model.layers.1.self_attn.{part}_proj" for part in "qkvo"]
     adapter = write_adapter(tmp_path / "adapter", tmp_path, attention, spread=0.5)
@@ -98,6 +99,7 @@ def test_two_ranks_give_the_results_of_one_until_one_is_killed(tmp_path, capfd, 
         assert (num_accepted := llm.core.scheduler.drafts.counts.num_accepted) > 0
         assert llm.core.scheduler.cache.tier.bytes_loaded  # each rank copies its part of the pages
         llm.save_record(tmp_path / "record")
+        run_ranks_as_threads(monkeypatch)  # those of later engines: processes take seconds to start
         check_handoff(folder, llm.core.handoff.server.port, wanted, caplog)
         os.kill(llm.core.executor._ranks._processes[0].pid, signal.SIGKILL)
         with pytest.raises(EngineDead, match="rank 1"):

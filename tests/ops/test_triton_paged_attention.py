@@ -184,12 +184,12 @@ def singles(lengths: list[int], **kwargs) -> Case:
     return Case(lengths, [1] * len(lengths), **kwargs)
 
 
-@pytest.mark.parametrize(("heads", "dim"), [((4, 2), 80), ((3, 1), 64), ((8, 8), 16)])
+@pytest.mark.parametrize(("heads", "dim"), [((4, 2), 80), ((3, 1), 64), ((3, 3), 16)])
 def test_rows_of_one_token(heads, dim):
     singles(ODD, heads=heads[0], kv_heads=heads[1], dim=dim, slack=3).check()
 
 
-@pytest.mark.parametrize(("heads", "dim"), [((4, 2), 80), ((3, 1), 64), ((8, 8), 16)])
+@pytest.mark.parametrize(("heads", "dim"), [((4, 2), 80), ((3, 1), 64), ((3, 3), 16)])
 def test_chunks_with_and_without_context(heads, dim):
     Case([17, 100, 257, 64], [17, 63, 2, 33], heads=heads[0], kv_heads=heads[1], dim=dim).check()
 
@@ -214,7 +214,7 @@ def test_mixed_rows_with_padding():
 def test_where_no_row_has_one_token_none_is_looked_for(loose, monkeypatch):
     from slipstream.nn.attention import triton
 
-    case = Case([100, 30, 300, 0, 0], [100, 30, 130, 0, 0], loose=loose)
+    case = Case([90, 3, 150, 0, 0], [90, 3, 70, 0, 0], loose=loose)
     both = case.run()
     case.batch = dataclasses.replace(case.batch, all_long=True)
     monkeypatch.setattr(triton, "attend_splits", None)

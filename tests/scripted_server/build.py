@@ -39,7 +39,7 @@ def _describe(options: Options) -> ModelDescription:
         tokenizer=options.model,
         chat_template=None,
         defaults=GenerationDefaults(params={}),
-        max_model_len=MAX_LEN,
+        max_model_len=options.max_model_len if isinstance(options.max_model_len, int) else MAX_LEN,
         max_positions=MAX_LEN,
         vocab_size=304,
         max_waiting=options.max_waiting,

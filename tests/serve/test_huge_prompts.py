@@ -178,7 +178,7 @@ def test_a_front_end_that_was_sent_huge_chats_is_no_larger_than_before(tmp_path,
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens([AddedToken("<strip>", lstrip=True)])  # so that characters alone tell nothing
     tokenizer.save(str(folder / "tokenizer.json"))
-    server = ServerProcess(str(folder), "--max-model-len", "256")
+    server = ServerProcess(str(folder), "--max-model-len", "256", scripted=True)
     body = json.dumps({"messages": [{"role": "user", "content": "some words " * 400_000}], "max_tokens": 1})
     before, statuses = resident(server, "front_end_0"), []
 

@@ -161,6 +161,12 @@ def start_error(error: BaseException) -> BaseException:
     return error.__cause__ if isinstance(error.__cause__, SlipstreamError) else error
 
 
+def refused_option(error: BaseException) -> errors.UserError | None:
+    """The error of an option that the start refused; None if it failed for another reason."""
+    refused = start_error(error)
+    return refused if isinstance(refused, errors.UserError) else None
+
+
 ToCore = Submit | SubmitAll | Abort | AbortAll | AbortedAll | ResetPrefixCache | Inspect | Control
 FromCore = (
     Output

@@ -22,7 +22,7 @@ from slipstream.serve.http.listen import PortClaim
 from slipstream.serve.http.listen_unix import UnixClaim
 from slipstream.serve.http.settings import ServerSettings
 from slipstream.transport.backoff import Backoff
-from slipstream.transport.frames import Failed, FrameError, from_core_frames, start_error
+from slipstream.transport.frames import Failed, FrameError, from_core_frames, refused_option
 from slipstream.transport.spawn import join_core
 
 status = logging.getLogger("slipstream.status")
@@ -164,8 +164,7 @@ class Supervisor:
             for message in self._frames.push(data):
                 if isinstance(message, Failed):
                     self.cause = message.cause
-                    refused = start_error(message.error())
-                    self.refused = refused if isinstance(refused, UserError) else None
+                    self.refused = refused_option(message.error())
         except FrameError:
             data = b""
         self._core_is_lost = not data

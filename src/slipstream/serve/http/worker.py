@@ -31,7 +31,7 @@ from slipstream.serve.http.supervisor import AT_ONCE
 from slipstream.serve.http.table import all_routes
 from slipstream.serve.http.tls import server_context
 from slipstream.serve.http.watchdog import Watchdog
-from slipstream.transport.frames import start_error
+from slipstream.transport.frames import refused_option
 from slipstream.transport.replicas import ReplicaClient
 from slipstream.transport.socket_client import SocketClient
 
@@ -125,9 +125,7 @@ class _Worker:
             await asyncio.to_thread(self.state.traces.close)
         if failure is None:
             return None
-        refused = start_error(failure)
-        of_options = refused if isinstance(refused, UserError) else None
-        return WorkerEnd(client.cause or str(failure), by_core, of_options)
+        return WorkerEnd(client.cause or str(failure), by_core, refused_option(failure))
 
     async def _announce(self) -> None:
         with contextlib.suppress(Exception):  # a failed start is reported by its cause

@@ -187,7 +187,7 @@ class EngineConfig(msgspec.Struct, frozen=True):
     @property
     def can_sit_out(self) -> bool:
         """Whether a row whose mask is late may sit out a step, and compute the same position again in a later one.
-        With drafts a recurrent state lies in front of the row's last step, which kernels cannot compute again."""
+        With drafts the stored recurrent state is the one before the row's last step; kernels cannot repeat a step."""
         return self.cache.states is None or self.scheduler.drafts is None
 
     @property

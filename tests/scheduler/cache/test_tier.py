@@ -65,6 +65,41 @@ def test_the_least_recently_used_pages_leave_a_full_tier() -> None:
     assert first.num_cached == 0 and last.num_cached > 0
 
 
+def full_tier() -> tuple[Bench, CacheTier, TierSlots]:
+    bench = Bench(num_pages=8, tier=1.25)
+    run_all(bench, LONG[:3])
+    assert bench.cache.tier is not None
+    (slots,) = bench.cache.tier._slots
+    assert len(slots.slot_of) == 10 and not slots._free
+    return bench, bench.cache.tier, slots
+
+
+def test_a_pinned_page_stays_in_a_full_tier_and_others_leave_it() -> None:
+    bench, tier, slots = full_tier()
+    oldest = next(iter(slots.slot_of))
+    pinned = tier.pin(0, oldest)
+    assert pinned is not None
+    run_all(bench, [LONG[3], LONG[4]])
+    assert slots.slot_of[oldest] == pinned.slot and slots.num_stores[pinned.slot] == pinned.num_stores
+    (again,) = run_all(bench, [LONG[3]])
+    assert again.num_cached == 16 and bench.executor.num_loaded
+    tier.unpin(pinned)
+
+
+def test_a_tier_whose_pages_are_all_pinned_stores_nothing() -> None:
+    bench, tier, slots = full_tier()
+    before = dict(slots.slot_of)
+    pinned = [tier.pin(0, page_hash) for page_hash in before]
+    num_stores = list(slots.num_stores)
+    run_all(bench, LONG[3:])
+    assert dict(slots.slot_of) == before and slots.num_stores == num_stores and not tier.reserve([b"new"])
+    for each in pinned:
+        assert each is not None
+        tier.unpin(each)
+    run_all(bench, LONG[3:])
+    assert slots.num_stores != num_stores
+
+
 def test_a_reset_empties_the_tier() -> None:
     bench = Bench(num_pages=8, tier=10.0)
     run_all(bench, LONG[:3])

@@ -66,13 +66,18 @@ class TierSlots:
         stores: list[tuple[int, int]] = []
         used = set(self.loads.values())
         pending, self.pending, self.loads = self.pending, {}, {}
+        has_slots = True
         for page_hash, (page, num_plans) in pending.items():
             if self._is_overwritten(page, page_hash, num_plans):
                 continue
             if len(stores) == self._max_stores or self._is_unwritten(num_plans):
                 self.pending[page_hash] = page, num_plans
-            elif (slot := self._take_slot(used)) is not None:
+                continue
+            slot = self._take_slot(used) if has_slots else None
+            has_slots = slot is not None  # else all are in use: not looked at again
+            if slot is not None:
                 stores.append((page, slot))
+                used.add(slot)
                 self.num_stores[slot] += 1
                 self.slot_of[page_hash] = slot
         self._num_plans += 1
@@ -87,15 +92,16 @@ class TierSlots:
         return False
 
     def _take_slot(self, used: set[int]) -> int | None:
-        """A slot to overwrite; `used`: slots that the same plan loads from."""
+        """A slot to overwrite; `used`: slots of the copies of the same plan."""
         for index in range(len(self._free) - 1, -1, -1):
             if self._free[index] not in self.pins:
                 return self._free.pop(index)
-        first = next(iter(self.slot_of.values()), None)
-        if first is None or first in used or first in self.pins:
-            return None
-        self.slot_of.popitem(last=False)
-        return first
+        for _ in range(len(self.slot_of)):
+            page_hash, slot = self.slot_of.popitem(last=False)
+            if slot not in used and slot not in self.pins:
+                return slot
+            self.slot_of[page_hash] = slot  # in use, so the most recently used
+        return None
 
     def reserve(self, count: int) -> list[int]:
         """Up to this many slots, and at most half of all."""

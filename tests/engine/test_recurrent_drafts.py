@@ -4,6 +4,7 @@ drafts leave no trace in states and checkpoints."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from replay_drafter import ReplayDrafter
 from slipstream import LLM
 from slipstream.config.memory import estimate_memory
 from slipstream.errors import UnsupportedModel
+from slipstream.serve.cli.main import main
 from tiny import write_tiny
 
 LONG = GREEDY.with_changes(max_tokens=28)
@@ -47,7 +49,7 @@ CELLS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("cell", CELLS)
-def test_tokens_do_not_depend_on_drafts(hybrid: Model, cell: str) -> None:
+def test_tokens_do_not_depend_on_drafts(hybrid: Model, cell: str, tmp_path: Path) -> None:
     kind, options = CELLS[cell]
     with make(hybrid.folder, **{"drafts": "ngram:3"} | options) as llm:
         drafting(llm, kind, hybrid.wanted)
@@ -61,6 +63,9 @@ def test_tokens_do_not_depend_on_drafts(hybrid: Model, cell: str) -> None:
             assert llm.core.scheduler.cache.num_hits > 190
         if "preempted" in cell:
             assert llm.core.scheduler.num_preemptions > 0
+        if "ngram" in cell:
+            llm.save_record(tmp_path / "record")
+            assert main(["replay", str(tmp_path / "record"), "--json"]) == 0
 
 
 def test_models_without_attention(tmp_path: Any) -> None:

@@ -285,11 +285,14 @@ class PlanChecker:
                 self._need(bool(same.all()), f"row {row} reads tokens of another request (group {group})")
 
     def _save(self, plan: StepPlan, starts: dict[int, int]) -> None:
+        """With drafts, plans have a save from the one that may compute the position until the checkpoint is published;
+        the device performs it in the step that passes the position."""
         for index, position, checkpoint in [] if plan.states is None else plan.states.saves.tolist():
             row = int(plan.rows[index])
             state = self.rows[row]
-            inside = starts[row] < position <= (state.length or 0)
-            if not inside and state.has_sat_out:  # the row is behind its plan, which counts a draw: no such state
+            inside = position <= (state.length or 0) and (self._has_drafts or starts[row] < position)
+            # the row is behind its plan, which counts a draw or drafts: no such state
+            if not inside and (self._has_drafts or state.has_sat_out):
                 self._checkpoints.discard(checkpoint)
                 continue
             self._need(inside, f"row {row} saves the state of position {position}, which this step does not compute")

@@ -71,6 +71,18 @@ def test_rows_and_tokens_of_a_step_agree():
         settle(enable_chunked_prefill=False, max_num_batched_tokens=1023)
 
 
+def test_offline_steps_of_a_large_gpu_have_twice_the_tokens():
+    def tokens(machine, **options):
+        return settle(machine, **options).scheduler.max_num_batched_tokens
+
+    small = msgspec.structs.replace(GPU, free_memory=30 * 2**30, total_memory=40 * 2**30)
+    served = tokens(GPU)
+    assert tokens(GPU, max_itl=0) == 2 * served
+    assert tokens(GPU, max_itl=80) == tokens(small, max_itl=0) == tokens(small) == served
+    assert tokens(CPU, max_itl=0) == tokens(CPU)
+    assert tokens(GPU, max_itl=0, max_num_batched_tokens=3000) == 3000
+
+
 def test_steps_of_a_small_encoder_are_larger_on_a_gpu():
     def size(machine, hidden, groups=(), **options):
         scheduler = settle(machine, msgspec.structs.replace(INFO, hidden_size=hidden), groups, **options).scheduler

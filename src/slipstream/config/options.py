@@ -104,7 +104,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = None
     max_num_seqs: Annotated[int | None, _doc("maximum requests running at the same time")] = None
-    max_num_batched_tokens: Annotated[int | None, _doc("maximum tokens per step")] = None
+    max_num_batched_tokens: Annotated[
+        int | None,
+        _doc("maximum tokens per step; 512 on a CPU, 8192 on a GPU, 16384 if it has 64 GiB and max_itl sets no bound"),
+    ] = None
     max_waiting: Annotated[int, _doc("maximum waiting requests; more are refused")] = 100_000
     kv_cache_memory: Annotated[int | str | None, _doc("size of the KV cache in bytes, as a number or like 2GiB")] = None
     kv_cache_dtype: Annotated[

@@ -47,6 +47,7 @@ DEFAULT_MAX_ITL = 50  # milliseconds
 DEFAULT_ROWS = {"cpu": 64, "cuda": 256}  # of one step
 DEFAULT_TOKENS = {"cpu": 512, "cuda": 8192}
 SMALL = 512  # hidden size of encoders that a GPU computes faster than the host prepares steps
+LARGE_GPU = 64 * 2**30  # bytes of memory beside which the activations of twice as many tokens are small
 
 
 class Source(msgspec.Struct, frozen=True):
@@ -133,8 +134,13 @@ def resolve(
                 )
             max_num_seqs = given
 
+    max_itl = _max_itl(options, machine)
+    # GEMMs, of experts most, are faster with more tokens, and without a bound nobody waits for a longer step
+    is_offline = max_itl is None and pooling is None and machine.kind == "cuda" and machine.total_memory >= LARGE_GPU
+    usual_tokens = (2 if is_offline and not is_encoder else larger) * DEFAULT_TOKENS[machine.kind]
+
     def step_tokens(length: int) -> int:
-        batched = max(larger * DEFAULT_TOKENS[machine.kind], max_num_seqs) if given is None else given
+        batched = max(usual_tokens, max_num_seqs) if given is None else given
         return max(batched, length) if is_encoder or (given is None and not chunked) else batched
 
     state_size = StateSize(states, groups, page_size, options.num_checkpoints, options.enable_prefix_caching)
@@ -168,7 +174,7 @@ def resolve(
                 max_step_logprobs=max_step_logprobs(info),
                 max_kept=max_kept(pooling),
                 is_encoder=is_encoder,
-                max_itl=_max_itl(options, machine),
+                max_itl=max_itl,
                 cached_tasks=("embed", "classify") if pooling is not None and pooling.methods == ("last",) else (),
                 short_rope=info.rope.short_length(length),
                 drafts=drafts,

@@ -119,56 +119,79 @@ def test_attention_reads_the_numbers_of_the_pages(window: int, soft_cap: float, 
     torch.testing.assert_close(outs[0], outs[1], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.cuda
-@pytest.mark.parametrize(("dim", "heads", "kv_heads", "page_size"), [(128, 4, 2, 16), (64, 8, 1, 32), (128, 8, 8, 128)])
-@pytest.mark.parametrize(("window", "sinks"), [(0, False), (100, True)])
-def test_single_tokens_on_hopper(dim: int, heads: int, kv_heads: int, page_size: int, window: int, sinks: bool) -> None:
-    """Rows of one token in bfloat16, of odd lengths and in few and many splits, against float32 over the same pages."""
+HOPPER_SHAPES = [(128, 4, 2, 16), (64, 8, 1, 32), (128, 8, 8, 128), (128, 10, 1, 8)]  # dim, heads, kv heads, page size
+
+
+def attend_on_hopper(
+    shape: tuple[int, int, int, int], window: int, sinks: bool, lengths: list[int], counts: list[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of rows in bfloat16 on a GPU, and in float32 over the same pages. Pages hold NaN past their rows."""
     from slipstream.ops.paged_attention.triton import decode
 
+    dim, heads, kv_heads, page_size = shape
     device = torch.device("cuda")
     if not decode._uses_hopper(device, torch.float8_e4m3fn, heads // kv_heads, dim, page_size):
         pytest.skip("made for another GPU")
+    torch.manual_seed(dim + len(lengths))
+    width = -(-max(lengths) // page_size)
+    pages = 1 + torch.randperm(width * len(lengths), device=device)
+    table = pages.view(len(lengths), width)
+    keys, values = (new_cache(len(pages) + 1, page_size, kv_heads, dim, device) for _ in range(2))
+    slots = []
+    for row, length in enumerate(lengths):
+        place = torch.arange(length, device=device)
+        slots.append(table[row][place // page_size] * page_size + place % page_size)
+    new = torch.randn(2, sum(lengths), kv_heads, dim, device=device) * torch.rand(sum(lengths), 1, 1, device=device)
+    write_cache(new[0], new[1], keys, values, torch.cat(slots))
+    num_tokens = sum(counts)
+    batch = BatchView(
+        ids=torch.zeros(num_tokens, dtype=torch.int64, device=device),
+        positions=torch.cat([torch.arange(n - c, n) for n, c in zip(lengths, counts, strict=True)]).to(device),
+        lengths=torch.tensor(lengths, device=device),
+        slots=(torch.cat([own[-count:] for own, count in zip(slots, counts, strict=True)]),),
+        page_tables=(table,),
+        num_tokens=np.array(counts, np.int32),
+        max_lengths=np.array(lengths, np.int32),
+        num_single=counts.count(1),
+        query_starts=torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32, device=device),
+    )
+    group = one_group(kv_heads, dim, page_size=page_size, num_heads=heads, dtype="fp8", window=window, sinks=sinks)
+    query = torch.randn(num_tokens, heads, dim, device=device).bfloat16()
+    sink = torch.randn(heads, device=device).bfloat16() if sinks else None
+    found, expected = (
+        backend.forward(
+            query.to(dtype),
+            None,
+            None,
+            0,
+            dim**-0.5,
+            ForwardContext(batch, backend, backend.make_metadata(batch), [(keys, values)], (0,)),
+            None if sink is None else sink.to(dtype),
+        )
+        for dtype, backend in (
+            (torch.bfloat16, triton_attention.TritonAttention(group, torch.bfloat16)),
+            (torch.float32, SdpaAttention(group, torch.float32)),
+        )
+    )
+    return found.float(), expected
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("shape", HOPPER_SHAPES)
+@pytest.mark.parametrize(("window", "sinks"), [(0, False), (100, True)])
+def test_single_tokens_on_hopper(shape: tuple[int, int, int, int], window: int, sinks: bool) -> None:
+    """Rows of one token, of odd lengths and in few and many splits."""
     for lengths in ([1, 63, 64, 65, 700, 2049], [5 + 13 * row for row in range(70)]):
-        torch.manual_seed(dim + len(lengths))
-        width = -(-max(lengths) // page_size)
-        pages = 1 + torch.randperm(width * len(lengths), device=device)
-        table = pages.view(len(lengths), width)
-        keys, values = (new_cache(len(pages) + 1, page_size, kv_heads, dim, device) for _ in range(2))
-        slots = []
-        for row, length in enumerate(lengths):
-            place = torch.arange(length, device=device)
-            slots.append(table[row][place // page_size] * page_size + place % page_size)
-        new = torch.randn(2, sum(lengths), kv_heads, dim, device=device) * torch.rand(sum(lengths), 1, 1, device=device)
-        write_cache(new[0], new[1], keys, values, torch.cat(slots))
-        batch = BatchView(
-            ids=torch.zeros(len(lengths), dtype=torch.int64, device=device),
-            positions=torch.tensor(lengths, device=device) - 1,
-            lengths=torch.tensor(lengths, device=device),
-            slots=(torch.stack([own[-1] for own in slots]),),
-            page_tables=(table,),
-            num_tokens=np.ones(len(lengths), np.int32),
-            max_lengths=np.array(lengths, np.int32),
-            num_single=len(lengths),
-            query_starts=torch.arange(len(lengths) + 1, dtype=torch.int32, device=device),
-        )
-        facts = dict(page_size=page_size, num_heads=heads, dtype="fp8", window=window, sinks=sinks)
-        group = one_group(kv_heads, dim, **facts)
-        query = torch.randn(len(lengths), heads, dim, device=device).bfloat16()
-        sink = torch.randn(heads, device=device).bfloat16() if sinks else None
-        found, expected = (
-            backend.forward(
-                query.to(dtype),
-                None,
-                None,
-                0,
-                dim**-0.5,
-                ForwardContext(batch, backend, backend.make_metadata(batch), [(keys, values)], (0,)),
-                None if sink is None else sink.to(dtype),
-            )
-            for dtype, backend in (
-                (torch.bfloat16, triton_attention.TritonAttention(group, torch.bfloat16)),
-                (torch.float32, SdpaAttention(group, torch.float32)),
-            )
-        )
-        torch.testing.assert_close(found.float(), expected, rtol=2e-2, atol=5e-3)
+        found, expected = attend_on_hopper(shape, window, sinks, lengths, [1] * len(lengths))
+        torch.testing.assert_close(found, expected, rtol=2e-2, atol=5e-3)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("shape", HOPPER_SHAPES)
+@pytest.mark.parametrize(("window", "sinks"), [(0, False), (100, True)])
+def test_chunks_on_hopper(shape: tuple[int, int, int, int], window: int, sinks: bool) -> None:
+    """Whole prompts and chunks of odd lengths, beside rows of one token."""
+    rows = [(77, 1), (400, 1), (1, 1), (3, 3), (64, 64), (129, 128), (1000, 777), (513, 65), (2049, 2), (300, 300)]
+    lengths, counts = (list(each) for each in zip(*rows, strict=True))
+    found, expected = attend_on_hopper(shape, window, sinks, lengths, counts)
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=5e-3)

@@ -498,13 +498,15 @@ def hopper():
     build("triton.hopper_decode", "_split_kernel", 64, 128, GROUP=3, DIM=128, QUERIES=5, STAGES=3, **plain, **single)
     build("triton.hopper_decode", "_split_kernel", 128, 168, GROUP=8, DIM=64, QUERIES=1, STAGES=6, WINDOW=128, **single)
     build("triton.hopper_decode", "_split_kernel", 64, 168, GROUP=8, DIM=256, QUERIES=1, STAGES=3, **plain, **single)
-    fp8 = dict(is_fp8=True, GROUP=2, QUERIES=1, STAGES=2)
-    build("triton.hopper_decode", "_split_kernel", 64, 80, DIM=128, **fp8, **plain, **single)
-    build("triton.hopper_decode", "_split_kernel", 128, 168, DIM=64, **(fp8 | {"QUERIES": 5}), **plain, **single)
+    fp8 = dict(is_fp8=True, GROUP=2)
+    build("triton.hopper_decode", "_split_kernel", 64, 80, DIM=128, QUERIES=1, STAGES=2, **fp8, **plain, **single)
+    build("triton.hopper_decode", "_split_kernel", 128, 168, DIM=64, QUERIES=5, STAGES=2, **fp8, **plain, **single)
     tile = dict(TILE=128, STAGES=2)
     build("triton.hopper_varlen", "_tile_kernel", 128, 168, GROUP=8, DIM=64, PAGE=64, WINDOW=128, **tile)
     build("triton.hopper_varlen", "_tile_kernel", 64, 168, GROUP=8, DIM=256, PAGE=16, **tile, **plain)
     build("triton.hopper_varlen", "_tile_kernel", 128, 168, GROUP=3, DIM=128, PAGE=16, queries=None, **tile, **plain)
+    build("triton.hopper_varlen_fp8", "_tile_kernel", 128, 168, DIM=128, PAGE=16, **fp8, **tile, **plain)
+    build("triton.hopper_varlen_fp8", "_tile_kernel", 128, 168, DIM=64, PAGE=128, WINDOW=128, **fp8, **tile)
 
 
 sample()

@@ -247,7 +247,7 @@ def _compute(
         q = gl.load(query + q_offset, mask=(q_lane < GROUP * count) & (q_dim < DIM), other=0.0)
         gl.thread_barrier()  # all warps have finished with the queries of the previous row
         if IS_FP8:
-            q_high, q_low, unit = split_queries(q)
+            q_high, q_low, unit = split_queries(q, 16)
             queries.store(q_high)
             own[2].store(q_low)
             factors = gl.expand_dims(gl.convert_layout(unit, gl.SliceLayout(0, SUMS)) * factor, 0)

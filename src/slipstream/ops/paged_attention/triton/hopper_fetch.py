@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from slipstream.ops.paged_attention.tile_list import SINGLE_RECORD
 from slipstream.ops.paged_attention.triton.hopper import copy_parts, find_starts
-from slipstream.ops.paged_attention.triton.hopper_fp8 import copy_fp8_block
+from slipstream.ops.paged_attention.triton.hopper_fp8 import copy_fp8_block, fp8_block_bytes
 from slipstream.ops.paged_attention.triton.split_schedule import read_single, splits_of_program
 from slipstream.ops.pdl import wait_for_previous
 
@@ -57,8 +57,27 @@ def fetch_blocks(
             bar = there.index(stage)
             mbarrier.wait(used.index(stage), (done // STAGES & 1) ^ 1)
             if key_scales is not None:
-                to = (k.index(stage), v.index(stage), scales)
-                copy_fp8_block(sources, starts, kv_head, bar, to, stage, KV_HEADS, DIM, BLOCK_N, PAGE, STAGES)
+                PARTS: gl.constexpr = scales.shape[0] // (2 * STAGES)
+                mbarrier.expect(bar, 2 * fp8_block_bytes(DIM, BLOCK_N, PAGE))
+                part = 2 * stage * PARTS
+                copy_fp8_block(
+                    keys, key_scales, starts, kv_head, bar, k.index(stage), scales, part, KV_HEADS, DIM, BLOCK_N, PAGE
+                )
+                part += PARTS
+                copy_fp8_block(
+                    values,
+                    value_scales,
+                    starts,
+                    kv_head,
+                    bar,
+                    v.index(stage),
+                    scales,
+                    part,
+                    KV_HEADS,
+                    DIM,
+                    BLOCK_N,
+                    PAGE,
+                )
             else:
                 mbarrier.expect(bar, 2 * BLOCK_N * DIM * 2)
                 copy_parts(keys, starts, kv_head, bar, k.index(stage), DIM, BLOCK_N, PAGE)

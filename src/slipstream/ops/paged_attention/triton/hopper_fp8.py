@@ -1,4 +1,4 @@
-"""FP8 pages for decode attention on Hopper: TMA copies of numbers and scales, FP8 queries, values in 16 bits.
+"""FP8 pages for attention on Hopper: TMA copies of numbers and scales, FP8 queries, values in 16 bits.
 
 Keys are multiplied as they lie, by two FP8 matrices whose sum is the queries. MMAs of FP8 sum along rows only, and
 values are summed over keys, so the consumer warps widen them to bfloat16 in shared memory.
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from slipstream.ops.cache_write.fp8 import FP8, scales_of
@@ -42,28 +42,29 @@ def describe_scales(cache: torch.Tensor, block_keys: int) -> Any:
 
 @gluon.jit
 def copy_fp8_block(
-    sources,  # descriptors of keys and values, and of their scales
+    source,
+    scale_source,
     starts,
     kv_head,
     there,
-    to,
-    stage,
+    block,
+    scales,
+    first,
     KV_HEADS: gl.constexpr,
     DIM: gl.constexpr,
     BLOCK_N: gl.constexpr,
     PAGE: gl.constexpr,
-    STAGES: gl.constexpr,
 ):
-    """Starts the copies of a block of keys and values from these slots; the barrier `there` counts their bytes."""
-    keys, values, key_scales, value_scales = sources[0], sources[1], sources[2], sources[3]
-    block_k, block_v, scales = to
-    PARTS: gl.constexpr = scales.shape[0] // STAGES
-    mbarrier.expect(there, 2 * BLOCK_N * DIM + PARTS * scales.shape[2] * 4)
-    _copy_numbers(keys, starts, kv_head, there, block_k, DIM, BLOCK_N, PAGE)
-    _copy_numbers(values, starts, kv_head, there, block_v, DIM, BLOCK_N, PAGE)
-    first = stage * PARTS
-    _copy_scales(key_scales, starts, kv_head, there, scales, first, KV_HEADS, DIM, BLOCK_N, PAGE)
-    _copy_scales(value_scales, starts, kv_head, there, scales, first + PARTS // 2, KV_HEADS, DIM, BLOCK_N, PAGE)
+    """Starts the copies of a block of keys or values from these slots, and of their scales to the parts of `scales`
+    from `first` on. The barrier `there` counts `fp8_block_bytes`."""
+    _copy_numbers(source, starts, kv_head, there, block, DIM, BLOCK_N, PAGE)
+    _copy_scales(scale_source, starts, kv_head, there, scales, first, KV_HEADS, DIM, BLOCK_N, PAGE)
+
+
+@gluon.constexpr_function
+def fp8_block_bytes(dim: int, block_keys: int, page_size: int) -> int:
+    size = min(block_keys, page_size)
+    return block_keys * dim + block_keys // size * max(MIN_SCALES.value, size) * 4
 
 
 @gluon.jit
@@ -107,9 +108,10 @@ def load_scales(scales, index, LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr, PAGE
 
 
 @gluon.jit
-def split_queries(q):
-    """Queries [lanes, dim] as unit * (high + low / 16), with FP8 `high` and `low` and a power of two `unit` for each
-    lane. Exact for bfloat16, but for numbers below 2 ** -13 of the lane's largest: an error below 2 ** -16 of it."""
+def split_queries(q, LOW: gl.constexpr):
+    """Queries [lanes, dim] as unit * (high + low / LOW), with FP8 `high` and `low` and a power of two `unit` for each
+    lane. Exact for bfloat16, but for numbers below 2 ** -9 / LOW of the lane's largest: an error below 2 ** -16 of
+    it. With a LOW of 1 both products may be summed by one MMA."""
     numbers = q.to(gl.float32)
     largest = gl.max(gl.abs(numbers), 1).to(gl.int32, bitcast=True)
     exponent = gl.minimum(gl.maximum(largest >> 23, 8), 254)
@@ -117,7 +119,7 @@ def split_queries(q):
     numbers *= gl.expand_dims(((261 - exponent) << 23).to(gl.float32, bitcast=True), 1)
     # rounded to four bits as integers: ptxas 12.8 reads a stale register where FP8 numbers are converted back
     high = ((numbers.to(gl.int32, bitcast=True) + 0x80000) & -0x100000).to(gl.float32, bitcast=True)
-    return high.to(gl.float8e4nv), ((numbers - high) * 16).to(gl.float8e4nv), unit
+    return high.to(gl.float8e4nv), ((numbers - high) * LOW).to(gl.float8e4nv), unit
 
 
 @gluon.jit
@@ -147,3 +149,35 @@ def widen_values(block, target, DIM: gl.constexpr, BLOCK_N: gl.constexpr):
             pack=4,
         )
         target.slice(first, PIECE).store(wide)
+
+
+@gluon.jit
+def widen_scaled(numbers, scales):
+    """Bytes of e4m3 numbers times bfloat16 scales and 2 ** -120, as `widen_values`."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b32 a, b, c, d;
+        prmt.b32 a, $2, 0, 0x1404;
+        prmt.b32 b, $2, 0, 0x3424;
+        and.b32 c, a, 0x80008000;
+        and.b32 d, b, 0x80008000;
+        shr.u32 a, a, 4;
+        shr.u32 b, b, 4;
+        lop3.b32 a, a, 0x07f007f0, c, 0xea;
+        lop3.b32 b, b, 0x07f007f0, d, 0xea;
+        mul.bf16x2 $0, a, $3;
+        mul.bf16x2 $1, b, $4;
+        }""",
+        "=&r,=&r,r,r,r",
+        [numbers, scales],
+        dtype=gl.bfloat16,
+        is_pure=True,
+        pack=4,
+    )
+
+
+@gluon.constexpr_function
+def scale_layout(size: int, keys: int, registers: list[int], lanes: list[int], warps: list[int]) -> Any:
+    """Layout of scales [keys / size, size] of pages, by the keys that the bits of registers, lanes and warps add."""
+    bits = ([[key // size, key % size] for key in kind] for kind in (registers, lanes, warps))
+    return gl.DistributedLinearLayout(*bits, [], [keys // size, size])

@@ -7,26 +7,32 @@ while the MMAs with the values of the previous block are in flight.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from slipstream.ops.paged_attention.tile_list import RECORD, TileList
-from slipstream.ops.paged_attention.triton.hopper import clear_past_end, copy_block, describe, make_barriers
+from slipstream.ops.paged_attention.triton.hopper import clear_past_end, describe, make_barriers
+from slipstream.ops.paged_attention.triton.hopper_tiles import (
+    TILE,
+    describe_queries,
+    fetch_tiles,
+    first_seen,
+    hide_unseen,
+    tile_extent,
+    tile_lanes,
+    tile_of_turn,
+    weigh,
+)
 from slipstream.ops.paged_attention.triton.launch import head_shape, launch_strides
 from slipstream.ops.paged_attention.triton.online_softmax import LOG2E
 
-TILE = 128
 BLOCK_KEYS, WIDE_BLOCK_KEYS = 128, 64  # heads of 256 have twice the sums
 STAGES = 2
 # One program per multiprocessor. An even split of the registers gives 168 per thread; producer warps give most of
@@ -52,7 +58,7 @@ def attend_tiles(
     _tile_kernel[(num_programs,)](
         out,
         query,
-        _describe_queries(query, query.shape[1] // keys.shape[2]),
+        describe_queries(query, query.shape[1] // keys.shape[2]),
         describe(keys, block),
         describe(values, block),
         page_table,
@@ -69,16 +75,6 @@ def attend_tiles(
         maxnreg=EVEN_REGISTERS,
         **head_shape(out, keys),
     )
-
-
-def _describe_queries(query: torch.Tensor, group: int) -> Any:
-    """TMA descriptor for one head of the tokens of half a tile; None if the query heads of a KV head do not divide a
-    tile, or its parts would be too small for a copy."""
-    if group not in (1, 2, 4, 8):
-        return None
-    box = [TILE // 2 // group, query.shape[2]]
-    layout = gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16)
-    return TensorDescriptor.from_tensor(query.flatten(1), box, layout)
 
 
 # grid: (SMs,) over (tile, kv head); every second round is reversed, so that no program always gets the longer tiles
@@ -123,67 +119,17 @@ def _tile_kernel(
     shared = (q, k, v, q_there, q_used, k_there, k_used, v_there, v_used)
     pages = (table, table_stride, tile_records, totals)
     asked = (queries, q, q_there, q_used)
-    of_keys, of_values = (keys, k, k_there, k_used), (values, v, v_there, v_used)
+    of_keys, of_values = (keys, k, k_there, k_used, None, k), (values, v, v_there, v_used, None, v)
     gl.warp_specialize(
         [
             (_compute, (tensors, shared, 0, KV_HEADS, GROUP, DIM, TILE, BLOCK_N, STAGES, WINDOW, COPIED)),
             (_compute, (tensors, shared, 1, KV_HEADS, GROUP, DIM, TILE, BLOCK_N, STAGES, WINDOW, COPIED)),
-            (_fetch, (of_keys, asked, pages, KV_HEADS, GROUP, DIM, TILE, BLOCK_N, PAGE, STAGES, WINDOW, False)),
-            (_fetch, (of_values, asked, pages, KV_HEADS, GROUP, DIM, TILE, BLOCK_N, PAGE, STAGES, WINDOW, COPIED)),
+            (fetch_tiles, (of_keys, asked, pages, KV_HEADS, GROUP, DIM, TILE, BLOCK_N, PAGE, STAGES, WINDOW, False)),
+            (fetch_tiles, (of_values, asked, pages, KV_HEADS, GROUP, DIM, TILE, BLOCK_N, PAGE, STAGES, WINDOW, COPIED)),
         ],
         [4, 1, 1],
         [COMPUTE_REGISTERS, FETCH_REGISTERS, FETCH_REGISTERS],
     )
-
-
-@gluon.jit
-def _fetch(
-    sources,
-    asked,
-    pages,
-    KV_HEADS: gl.constexpr,
-    GROUP: gl.constexpr,
-    DIM: gl.constexpr,
-    TILE: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    PAGE: gl.constexpr,
-    STAGES: gl.constexpr,
-    WINDOW: gl.constexpr,
-    COPIED: gl.constexpr,
-):
-    """A producer warp: loads keys or values of all tiles of this program, in order; one of the two also loads
-    queries."""
-    source, buffer, there, used = sources
-    queries, q, q_there, q_used = asked
-    table, table_stride, tile_records, totals = pages
-    num_items = gl.load(totals + 1) * KV_HEADS
-    num_turns = (num_items + gl.num_programs(0) - 1) // gl.num_programs(0)
-    done = 0
-    for turn in range(num_turns):
-        item = _item(turn)
-        if item < num_items:
-            record = tile_records + (item // KV_HEADS).to(gl.int64) * RECORD
-            pages_of_row = table + gl.load(record).to(gl.int64) * table_stride
-            count, first, length, end = _extent(record, GROUP, TILE)
-            if COPIED:
-                TOKENS: gl.constexpr = TILE // 2 // GROUP
-                token = gl.load(record + 1) + first // GROUP
-                for half in gl.static_range(2):
-                    mbarrier.wait(q_used.index(half), (turn & 1) ^ 1)
-                    mbarrier.expect(q_there.index(half), TILE // 2 * DIM * 2)
-                    for head in gl.static_range(GROUP):
-                        origin = [token + half * TOKENS, (item % KV_HEADS * GROUP + head) * DIM]
-                        part = q.index(half).slice(head * TOKENS, TOKENS)
-                        tma.async_copy_global_to_shared(queries, origin, q_there.index(half), part)
-            for start in range(_first_key(count, first, length, GROUP, BLOCK_N, WINDOW), end, BLOCK_N):
-                stage = done % STAGES
-                bar = there.index(stage)
-                mbarrier.wait(used.index(stage), (done // STAGES & 1) ^ 1)
-                mbarrier.expect(bar, BLOCK_N * DIM * 2)
-                copy_block(
-                    source, pages_of_row, start, length, item % KV_HEADS, bar, buffer.index(stage), DIM, BLOCK_N, PAGE
-                )
-                done += 1
 
 
 @gluon.jit
@@ -217,13 +163,13 @@ def _compute(
     num_turns = (num_items + gl.num_programs(0) - 1) // gl.num_programs(0)
     done = 0
     for turn in range(num_turns):
-        item = _item(turn)
+        item = tile_of_turn(turn)
         if item < num_items:
             record = tile_records + (item // KV_HEADS).to(gl.int64) * RECORD
             begin = gl.load(record + 1).to(gl.int64)
-            count, first, length, end = _extent(record, GROUP, TILE)
+            count, first, length, end = tile_extent(record, GROUP, TILE)
             before = length - count
-            token, head = _lanes(
+            token, head = tile_lanes(
                 first + HALF * ROWS, gl.arange(0, ROWS, gl.SliceLayout(1, BY_ROW)), GROUP, ROWS, COPIED
             )
             head += item % KV_HEADS * GROUP
@@ -235,7 +181,7 @@ def _compute(
                 q.store(gl.load(query + where, mask=mask, other=0.0))
                 fence_async_shared()
 
-            own, own_head = _lanes(
+            own, own_head = tile_lanes(
                 first + HALF * ROWS, gl.arange(0, ROWS, gl.SliceLayout(1, SCORES)), GROUP, ROWS, COPIED
             )
             position = before + gl.minimum(own, count - 1)
@@ -250,9 +196,9 @@ def _compute(
                 score = _score(q, k, k_there, done, SCORES, STAGES)
                 score = warpgroup_mma_wait(0, deps=(score,))
                 mbarrier.arrive(k_used.index(done % STAGES), count=1)
-                start = _first_key(count, first, length, GROUP, BLOCK_N, WINDOW)
-                score = _mask(score, start, position, SCORES, WINDOW)
-                weight, top, total, fade = _weigh(score, top, total, factor, WINDOW)
+                start = first_seen(count, first, length, GROUP, BLOCK_N, WINDOW)
+                score = hide_unseen(score, start, position, SCORES, WINDOW)
+                weight, top, total, fade = weigh(score, top, total, factor, factor, WINDOW)
                 weight = gl.convert_layout(weight.to(DTYPE), WEIGHTS)
                 done += 1
                 # keys visible to every query of the tile need no mask
@@ -284,16 +230,6 @@ def _compute(
 
 
 @gluon.jit
-def _lanes(first, row, GROUP: gl.constexpr, ROWS: gl.constexpr, COPIED: gl.constexpr):
-    """Token and head of each row of half a tile; head by head if the queries are loaded by TMA."""
-    if COPIED:
-        TOKENS: gl.constexpr = ROWS // GROUP
-        return first // GROUP + row % TOKENS, row // TOKENS
-    else:
-        return (first + row) // GROUP, (first + row) % GROUP
-
-
-@gluon.jit
 def _turn(
     blocks,
     sums,
@@ -317,10 +253,10 @@ def _turn(
     score = warpgroup_mma_wait(1, deps=(score,))
     mbarrier.arrive(k_used.index(done % STAGES), count=1)
     if WINDOW:  # noqa: SIM114 - known when compiled
-        score = _mask(score, start, position, SCORES, WINDOW)
+        score = hide_unseen(score, start, position, SCORES, WINDOW)
     elif start >= masked:
-        score = _mask(score, start, position, SCORES, WINDOW)
-    weight, top, total, fade = _weigh(score, top, total, factor, WINDOW)
+        score = hide_unseen(score, start, position, SCORES, WINDOW)
+    weight, top, total, fade = weigh(score, top, total, factor, factor, WINDOW)
     # already complete: the branch keeps the assembler from moving the exponentials behind the wait for the MMA
     mbarrier.wait(v_there.index(last), phase)
     acc, weight = warpgroup_mma_wait(0, deps=(acc, weight))
@@ -336,50 +272,3 @@ def _score(q, k, k_there, done, SCORES: gl.constexpr, STAGES: gl.constexpr):
     BLOCK_N: gl.constexpr = k.shape[1]
     nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES)
     return warpgroup_mma(q, k.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def _mask(score, start, position, SCORES: gl.constexpr, WINDOW: gl.constexpr):
-    BLOCK_N: gl.constexpr = score.shape[1]
-    key = gl.expand_dims(start + gl.arange(0, BLOCK_N, gl.SliceLayout(0, SCORES)), 0)
-    visible = key <= gl.expand_dims(position, 1)
-    if WINDOW:
-        visible = visible & (key > gl.expand_dims(position - WINDOW, 1))
-    return gl.where(visible, score, float("-inf"))
-
-
-@gluon.jit
-def _weigh(score, top, total, factor, WINDOW: gl.constexpr):
-    """Weights of a block. Without a window the first key of the first block is visible to every query, so `top` is
-    finite."""
-    higher = gl.maximum(top, gl.max(score, 1) * factor)
-    base = higher
-    if WINDOW:
-        base = gl.where(higher == float("-inf"), 0.0, higher)
-    weight = gl.exp2(score * factor - gl.expand_dims(base, 1))
-    fade = gl.exp2(top - base)
-    return weight, higher, total * fade + gl.sum(weight, 1), fade
-
-
-@gluon.jit
-def _extent(record, GROUP: gl.constexpr, TILE: gl.constexpr):
-    """Tokens of the row, first query of the tile, keys of the row, keys visible to the tile (0 for padding)."""
-    count = gl.load(record + 2)
-    first = gl.load(record + 3)
-    length = gl.load(record + 4)
-    return count, first, length, gl.minimum(length, length - count + (first + TILE - 1) // GROUP + 1)
-
-
-@gluon.jit
-def _first_key(count, first, length, GROUP: gl.constexpr, BLOCK_N: gl.constexpr, WINDOW: gl.constexpr):
-    """Start of the first block that a query of the tile sees."""
-    if WINDOW:
-        return gl.maximum(length - count + first // GROUP + 1 - WINDOW, 0) // BLOCK_N * BLOCK_N
-    else:
-        return first * 0
-
-
-@gluon.jit
-def _item(turn):
-    program, num_programs = gl.program_id(0), gl.num_programs(0)
-    return turn * num_programs + gl.where(turn % 2 == 0, program, num_programs - 1 - program)

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from slipstream.ops.cache_write.fp8 import FP8
 from slipstream.ops.paged_attention.tile_list import RECORD, TileList
 from slipstream.ops.paged_attention.triton.launch import (
     KernelShape,
@@ -44,11 +45,12 @@ def attend_tiles(
     page_size, num_kv_heads = keys.shape[1:3]
     check_layout(out, query, keys, values)
     is_plain = not soft_cap and dim == query.shape[2]
-    if shape is None and is_plain and hopper_serves(out.device, keys.dtype, dim, page_size):
-        from slipstream.ops.paged_attention.triton import hopper_varlen
+    if shape is None and is_plain and _uses_hopper(out, keys):
+        from slipstream.ops.paged_attention.triton import hopper_varlen, hopper_varlen_fp8
 
         programs = min(device_limits(out.device)[0], len(tile_list.tiles) * num_kv_heads)
-        hopper_varlen.attend_tiles(out, query, keys, values, page_table, tile_list, scale, programs, window, sinks)
+        kernels = hopper_varlen_fp8 if keys.dtype is FP8 else hopper_varlen
+        kernels.attend_tiles(out, query, keys, values, page_table, tile_list, scale, programs, window, sinks)
         return
     shape = shape or varlen_shape(dim, keys.element_size(), device_limits(out.device)[1])
     _tile_kernel[(num_programs(out.device, shape, len(tile_list.tiles) * num_kv_heads),)](
@@ -75,6 +77,13 @@ def attend_tiles(
         **head_shape(out, keys),
         **latent_rest(out, query),
     )
+
+
+def _uses_hopper(out: torch.Tensor, keys: torch.Tensor) -> bool:
+    _, page_size, _, dim = keys.shape
+    if keys.dtype is FP8:
+        return dim in (64, 128) and hopper_serves(out.device, out.dtype, dim, page_size)
+    return hopper_serves(out.device, keys.dtype, dim, page_size)
 
 
 def query_tile(head_dim: int, itemsize: int) -> int:

@@ -23,9 +23,13 @@ class FileExport:
         self.file = os.memfd_create("device")
         os.ftruncate(self.file, num_bytes)
         self.tensor = torch.frombuffer(mmap.mmap(self.file, num_bytes), dtype=torch.uint8)
+        self.is_closed = False
 
     def give_handle(self) -> bytes:
         return f"/proc/{os.getpid()}/fd/{self.file}".encode()
+
+    def close(self) -> None:
+        self.is_closed = True
 
 
 class FilePeer:

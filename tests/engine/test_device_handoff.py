@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -94,6 +95,19 @@ def test_a_consumer_continues_from_the_pages_of_a_producer(folder, wanted, produ
         assert llm.core.scheduler.cache.tier.bytes_loaded > 4 * PAGES * page_bytes(llm)
         assert device.num_received == 4 * PAGES * page_bytes(llm)
         llm.core.scheduler.check()
+
+
+def test_an_engine_frees_the_memory_when_it_is_closed(folder, producer):
+    """Not a garbage collection in a step of another engine."""
+    with make(folder, "kv_consumer", PeerDevice(1, 1), kv_peers=[address_of(producer)]) as llm:
+        llm.generate(PROMPTS, GREEDY)
+        (peer,) = llm.core.handoff._client._peers
+        mirror, of_peer = llm.core.tier.mirror, weakref.ref(peer._mapped[2])
+        opened = peer._mapped[2]._memory
+        assert not mirror._exported.is_closed
+    assert mirror._exported.is_closed and of_peer() is None
+    with pytest.raises(OSError, match="the engine has ended"):
+        mirror.copy_from(opened, 0, [(0, 0)])
 
 
 def test_few_slots_are_reused_while_streams_are_late(folder, producer):

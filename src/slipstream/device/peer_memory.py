@@ -35,6 +35,9 @@ class ExportedMemory(Protocol):
         """By which another process opens the memory. From then on the memory is kept until this process ends: what
         happens to copies of others that read freed memory is undefined."""
 
+    def close(self) -> None:
+        """Free the memory after queued work, unless a handle was given. Nothing uses the tensor from then on."""
+
 
 class PeerMemory(Protocol):
     """Memory of another process. It is closed with the last reference."""
@@ -52,9 +55,12 @@ class CudaExport:
     def give_handle(self) -> bytes:
         return self._allocation.give_handle()
 
+    def close(self) -> None:
+        self._allocation.free()
+
 
 class _Allocation:
-    """Freed with the last reference, unless a handle was given."""
+    """Freed by `free`, or with the last reference, unless a handle was given."""
 
     def __init__(self, num_bytes: int, index: int) -> None:
         self._index = index
@@ -67,8 +73,8 @@ class _Allocation:
                 "gpu_memory_utilization"
             )
         _check("cuMemAlloc", status)
-        self._free = weakref.finalize(self, _free, index, self._address.value)
-        self._free.atexit = False
+        self.free = weakref.finalize(self, _free, index, self._address.value)
+        self.free.atexit = False
         data = (self._address.value, False)
         self.__cuda_array_interface__ = {"shape": (num_bytes,), "typestr": "|u1", "data": data, "version": 3}
 
@@ -76,7 +82,7 @@ class _Allocation:
         handle = _Handle()
         _enter(self._index)
         _call("cuIpcGetMemHandle", ctypes.byref(handle), self._address)
-        self._free.detach()
+        self.free.detach()
         return bytes(handle.data)
 
 
@@ -156,8 +162,8 @@ def _check(name: str, status: int) -> None:
 
 def _free(index: int, address: int) -> None:
     with contextlib.suppress(Exception):  # the driver may be gone at the end of the process
-        torch.cuda.synchronize(index)
         _enter(index)
+        # it waits for queued work; torch.cuda.synchronize would break the capture of another engine
         _call("cuMemFree_v2", ctypes.c_uint64(address))
 
 

@@ -101,6 +101,8 @@ class Peer:
         self._idle.put(connection)
 
     def close(self) -> None:
+        with self._mapping:
+            self._mapped = "", None, None  # closes the memory, once no thread reads it
         while True:
             try:
                 self._idle.get_nowait().socket.close()

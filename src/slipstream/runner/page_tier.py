@@ -164,6 +164,8 @@ class PageTier:
         for group in self._groups:
             if group.file is not None:
                 os.close(group.file)
+        if self.mirror is not None:
+            self.mirror.close()
 
     def apply(self, plan: StepPlan) -> None:
         self._plan = plan.tier

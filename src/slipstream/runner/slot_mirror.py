@@ -13,6 +13,7 @@ content of the next store is followed by the copy of that store, and nothing rea
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -65,6 +66,8 @@ class SlotMirror:
         self.starts = [sum(sizes[:number]) for number in range(len(sizes))]
         self._exported = device.export_memory(sum(sizes))
         self._groups = [self._open(*each) for each in zip(groups, self.starts, strict=True)]
+        self._is_closed = False
+        self._copies = threading.Lock()  # held while copies are queued, and to end that
 
     def _open(self, slots: GroupSlots, start: int) -> _Group:
         num, size = slots.memory.shape
@@ -125,18 +128,28 @@ class SlotMirror:
         return self._device.open_memory(handle)
 
     def copy_from(self, peer: PeerMemory, group: int, copies: Sequence[tuple[int, int]]) -> Event:
-        """Queue copies to reserved slots; `copies`: first bytes in the memory of the peer, and slots. Their end."""
+        """Queue copies to reserved slots; `copies`: first bytes in the memory of the peer, and slots. Their end.
+        Raises OSError if the engine has ended."""
         own = self._groups[group]
         size = own.slots.page_bytes
-        return peer.copy(
-            [ByteCopy(first, own.start + slot * size, size) for first, slot in copies], self._exported.tensor
-        )
+        pieces = [ByteCopy(first, own.start + slot * size, size) for first, slot in copies]
+        with self._copies:
+            if self._is_closed:
+                raise OSError("the engine has ended")
+            return peer.copy(pieces, self._exported.tensor)
 
     def set_arrived(self, group: int, slot: int, *, on_device: bool) -> None:
         """A page of another engine is in a reserved slot, of the device or of the host."""
         own = self._groups[group]
         own.written[slot] = PASSED
         own.on_device[slot], own.in_host[slot] = on_device, not on_device
+
+    def close(self) -> None:
+        """Frees the memory now: a garbage collection would free it, and wait for the device, in a step of another
+        engine. When the streams of the core have ended."""
+        with self._copies:
+            self._is_closed = True
+        self._exported.close()
 
 
 def _gather(group: _Group, own: Upload, span: UploadSpan, start: int, num: int) -> None:

@@ -135,7 +135,7 @@ def resolve(
             max_num_seqs = given
 
     max_itl = _max_itl(options, machine)
-    # GEMMs, of experts most, are faster with more tokens, and without a bound nobody waits for a longer step
+    # GEMMs, of experts most, are faster with more tokens, and without a bound no request waits for a longer step
     is_offline = max_itl is None and pooling is None and machine.kind == "cuda" and machine.total_memory >= LARGE_GPU
     usual_tokens = (2 if is_offline and not is_encoder else larger) * DEFAULT_TOKENS[machine.kind]
 

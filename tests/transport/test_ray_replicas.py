@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib.util
 import sys
@@ -70,6 +71,52 @@ def test_ranks_on_two_nodes_come_back_after_one_node_is_lost(tmp_path, cluster, 
     monkeypatch.setattr(ray_replicas, "FIRST_WAIT_SECONDS", 0.2)
     with pytest.raises(EngineDead, match="replica 0 needs 1 times 3 CPU, and .* has no room for it .2 CPU in all"):
         LLM(folder, **SMALL | {"num_threads": 3}, distributed_executor_backend="ray")
+
+
+@needs_ray
+def test_each_replica_sees_the_gpu_that_ray_gave_it(monkeypatch):
+    """On a cluster that claims to have GPUs; Ray itself does not hide the others."""
+    import ray
+    from ray.util import placement_group_table
+
+    monkeypatch.setenv("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES", "1")
+    monkeypatch.setenv("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    monkeypatch.delenv("SLIPSTREAM_DEVICE", raising=False)
+    ray.init(**NODE | dict(num_cpus=3, num_gpus=2), logging_level="error", log_to_driver=False)
+
+    async def reserve(replicas):
+        try:
+            await replicas._reserve(0)
+            await replicas._reserve(1)
+            places = await replicas.places(0) + await replicas.places(1)
+            monkeypatch.setattr(ray_replicas, "FIRST_WAIT_SECONDS", 0.2)
+            with pytest.raises(EngineDead) as too_few:
+                await replicas._reserve(2)
+            return places, str(too_few.value)
+        finally:
+            await replicas.close()
+
+    try:
+        replicas = RayReplicas([make_options(distributed_executor_backend="ray", data_parallel_size=3)])
+        assert replicas._environment["NCCL_DEBUG"] == "WARN"
+        places, error = asyncio.run(reserve(replicas))
+        assert sorted(place.partition(" ")[2] for place in places) == ["(GPU 4)", "(GPU 6)"]
+        assert error == (
+            "replica 2 needs 1 times 1 GPU, 1 CPU, and the Ray cluster has no room for it (2 GPU, 3 CPU in all); "
+            "add nodes, or lower data_parallel_size"
+        )
+        assert {each["state"] for each in placement_group_table().values()} == {"REMOVED"}
+    finally:
+        ray.shutdown()
+
+
+@pytest.mark.parametrize(("num_ranks", "share"), [(1, 1.0), (2, 0.5), (3, 0.3333)])
+def test_ranks_that_share_a_gpu_for_tests_ask_for_parts_of_one(num_ranks, share, monkeypatch):
+    assert ray_replicas._share_of_gpu(num_ranks) == 1.0
+    monkeypatch.setenv("SLIPSTREAM_RANKS_SHARE_GPU", "1")
+    assert ray_replicas._share_of_gpu(num_ranks) == share
 
 
 def test_without_ray_the_error_names_the_extra(monkeypatch):

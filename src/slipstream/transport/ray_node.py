@@ -5,6 +5,7 @@ The process is the same as without Ray: it gets connected sockets as file descri
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import subprocess
@@ -17,11 +18,22 @@ from slipstream.engine.child_process import child_environment
 from slipstream.engine.rank_link import RankLink, join_rank, open_socket
 from slipstream.transport.spawn import CoreHandle, CoreStart, start_core
 
+_GPUS = "CUDA_VISIBLE_DEVICES"
+
 
 class NodeProcess:
     def __init__(self) -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it is ignored, exit codes of children are lost
         self._handle: CoreHandle | None = None
+        if gpus := _given_gpus():
+            os.environ[_GPUS] = gpus
+
+    def place(self) -> str:
+        """The node, and the GPU that processes of this actor see."""
+        from ray.util import get_node_ip_address
+
+        node = str(get_node_ip_address())  # type: ignore[no-untyped-call]
+        return f"{node} (GPU {os.environ[_GPUS]})" if _given_gpus() else node
 
     def start_core(
         self, start: bytes, front_end: tuple[str, int], secret: bytes, environment: Mapping[str, str], num_ranks: int
@@ -56,3 +68,11 @@ class NodeProcess:
     def wait(self, seconds: float) -> str | None:
         """Waits for the exit of the process; see `CoreHandle.wait`."""
         return None if self._handle is None else self._handle.wait(seconds)
+
+
+def _given_gpus() -> str:
+    """The GPUs that Ray has given to this actor, as CUDA_VISIBLE_DEVICES. Ray sets it too, unless it was told not to
+    (RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES)."""
+    import ray
+
+    return ",".join(ray.get_runtime_context().get_accelerator_ids()["GPU"])

@@ -15,10 +15,12 @@ import secrets
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import floor
 from typing import Any
 
 import msgspec
 
+from slipstream.config.gpus import ranks_share_gpu
 from slipstream.config.options import Options
 from slipstream.engine.rank_link import SECRET_BYTES, keep_alive
 from slipstream.errors import EngineDead, InvalidOption
@@ -34,6 +36,9 @@ _EXIT_SECONDS = 10.0  # for a core to exit when its connection is closed
 _LOST_SECONDS = 15.0  # for Ray to find out that a node is lost
 _HELLO_SECONDS = 10.0  # for a connection to send its secret
 _WAIT_TURN = 5.0  # seconds of one call that waits, which cannot be cancelled
+_TURNS_PER_WARNING = 24
+_UNITS = 10_000  # in which Ray counts parts of a GPU
+_PASSED_ON = ("SLIPSTREAM_", "NCCL_")  # beginnings of the names of variables
 FIRST_WAIT_SECONDS = 120.0
 """For the cluster to have room at the first start. A replica that is started again waits without a limit."""
 
@@ -72,14 +77,10 @@ class RayReplicas:
             )
         given = [each.num_threads for each in options if each.num_threads is not None]
         threads = max(given) if given else self._threads_of_a_rank()
-        self._bundle = {"CPU": float(threads)} if on_cpu else {"GPU": 1.0, "CPU": 1.0}
-        self._options = [
-            msgspec.structs.replace(
-                of_one_replica(each, self.count, on_cpu=on_cpu, num_threads=threads), distributed_executor_backend=None
-            )
-            for each in options
-        ]
-        self._environment = {name: value for name, value in os.environ.items() if name.startswith("SLIPSTREAM_")}
+        gpu = {} if on_cpu else {"GPU": _share_of_gpu(self.count * self._num_ranks)}
+        self._bundle = {**gpu, "CPU": float(threads) if on_cpu else 1.0}
+        self._options = [of_one_replica(each, self.count, on_cpu=on_cpu, num_threads=threads) for each in options]
+        self._environment = {name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON)}
         self._reserved: dict[int, Reservation] = {}
         self._was_reserved: set[int] = set()
 
@@ -91,6 +92,7 @@ class RayReplicas:
             start = msgspec.json.encode(CoreStart(self._options))
             ours = listener.getsockname()[:2]
             try:
+                status.info("replica %d runs on %s", index, ", ".join(await self.places(index)))
                 core, *others = reserved.actors
                 address = await self._result(
                     core.start_core.remote(start, ours, secret, self._environment, self._num_ranks)
@@ -132,18 +134,13 @@ class RayReplicas:
         reserved = self._reserved[index] = Reservation(group)
         is_first = index not in self._was_reserved
         turn = min(_WAIT_TURN, FIRST_WAIT_SECONDS)
-        turns = 0
+        num_turns = 0
         while not await asyncio.to_thread(group.wait, turn):
-            turns += 1
-            if turns * turn < FIRST_WAIT_SECONDS:
-                continue
-            needed = f"{self._num_ranks} times {_resources(self._bundle)}"
-            there = _resources(await asyncio.to_thread(self._ray.cluster_resources))
-            fact = f"replica {index} needs {needed}, and the Ray cluster has no room for it ({there} in all)"
-            if is_first:
-                raise EngineDead(f"{fact}; add nodes, or lower data_parallel_size or num_threads")
-            status.warning("%s; it waits for a node", fact)
-            turns = 0
+            num_turns += 1
+            if is_first and num_turns * turn >= FIRST_WAIT_SECONDS:
+                raise EngineDead(f"{await asyncio.to_thread(self._no_room, index)}; add nodes, or {self._way_out()}")
+            if num_turns % _TURNS_PER_WARNING == 1:
+                status.warning("%s; it waits for a node", await asyncio.to_thread(self._no_room, index))
         self._was_reserved.add(index)
         actor = self._ray.remote(NodeProcess)
         for rank in range(self._num_ranks):
@@ -151,6 +148,25 @@ class RayReplicas:
             num = dict(num_cpus=self._bundle["CPU"], num_gpus=self._bundle.get("GPU", 0.0))
             reserved.actors.append(actor.options(scheduling_strategy=where, max_restarts=0, **num).remote())
         return reserved
+
+    async def places(self, index: int) -> list[str]:
+        """The node, and the GPU if it has one, of each rank of a replica."""
+        actors = self._reserved[index].actors
+        return list(await asyncio.gather(*(self._result(actor.place.remote()) for actor in actors)))
+
+    def _no_room(self, index: int) -> str:
+        needed = f"{self._num_ranks} times {_resources(self._bundle)}"
+        there = _resources(self._ray.cluster_resources())
+        return f"replica {index} needs {needed}, and the Ray cluster has no room for it ({there} in all)"
+
+    def _way_out(self) -> str:
+        names = [
+            ("tensor_parallel_size", self._num_ranks > 1),
+            ("data_parallel_size", self.count > 1),
+            ("num_threads", self._bundle["CPU"] > 1.0),
+        ]
+        lower = " or ".join(name for name, matters in names if matters)
+        return f"lower {lower}" if lower else "end other work on it"
 
     def _remove(self, reserved: Reservation) -> None:
         from ray.util import remove_placement_group
@@ -183,6 +199,11 @@ def import_ray() -> Any:
             "use mp for processes of this machine"
         ) from None
     return ray
+
+
+def _share_of_gpu(num_ranks: int) -> float:
+    """The GPUs of one rank: one of its own, but for tests (SHARE_VARIABLE)."""
+    return floor(_UNITS / num_ranks) / _UNITS if ranks_share_gpu() else 1.0
 
 
 async def _accept(listener: socket.socket, secret: bytes) -> socket.socket:

@@ -54,6 +54,26 @@ def test_a_rank_that_ends_is_named():
     writer.close()
 
 
+def test_the_writer_waits_until_all_ranks_have_ended():
+    writer, readers = open_pairs(2)
+    ended = []
+
+    def run(index):
+        while readers[index].read() != (b"e", b""):
+            pass
+        ended.append(index)
+        readers[index]._sock.close()
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in (0, 1)]
+    for thread in threads:
+        thread.start()
+    writer.write(b"p", b"plan")
+    writer.write(b"e")
+    writer.wait_until_ended(PATIENCE)
+    assert sorted(ended) == [0, 1]
+    writer.close()
+
+
 def test_a_connection_without_the_secret_is_closed_and_the_next_one_accepted():
     secret = bytes(range(SECRET_BYTES))
     with socket.create_server(("127.0.0.1", 0)) as listener:

@@ -19,11 +19,13 @@ import torch
 from torch.distributed import FileStore, ProcessGroupGloo, Store
 
 from slipstream.config.gpus import ranks_share_gpu
+from slipstream.dist.interface import interface_of
 from slipstream.errors import EngineDead
 
 TIMEOUT = timedelta(minutes=10)  # of one collective; a rank that dies ends it at once
 _START_SECONDS = 3600.0  # for all ranks to arrive at the same point of their start
 _POLL_SECONDS = 0.005
+_INTERFACE = "NCCL_SOCKET_IFNAME"
 _ENDED = "slipstream/ended"  # key in the store: how a rank has ended
 
 
@@ -50,7 +52,7 @@ class Group:
         self._is_aborted = False
         self.is_nccl = device is not None and device.type == "cuda"
         if self.is_nccl:
-            with _variables(_nccl_variables(rank)):
+            with _variables(_nccl_variables(rank, address)):
                 self._group = _new_nccl(self.store, rank, size)
                 self.all_reduce(torch.zeros(1, device=device))  # connects: a captured collective must not
             torch.cuda.current_stream(device).synchronize()
@@ -150,12 +152,14 @@ def _new_nccl(store: Store, rank: int, size: int) -> Any:
     return ProcessGroupNCCL(store, rank, size, options)
 
 
-def _nccl_variables(rank: int) -> dict[str, str]:
+def _nccl_variables(rank: int, address: str) -> dict[str, str]:
     # by default torch ends the whole process, which may be the user's, when a communicator was aborted or its watchdog
     # hangs, and a thread of it reads the store
     variables = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
     if ranks_share_gpu():  # NCCL refuses two ranks on one GPU of one host, so each claims to be a host of its own
-        variables |= {"NCCL_HOSTID": f"slipstream-rank-{rank}", "NCCL_SOCKET_IFNAME": "lo"}
+        variables |= {"NCCL_HOSTID": f"slipstream-rank-{rank}", _INTERFACE: "lo"}
+    elif not address.startswith("127.") and _INTERFACE not in os.environ and (name := interface_of(address)):
+        variables[_INTERFACE] = f"={name}"  # ranks reach each other there; NCCL would take any of the node's
     return variables
 
 

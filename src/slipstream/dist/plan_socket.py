@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import select
 import socket
+import time
 from collections.abc import Callable, Sequence
 
 from slipstream.errors import EngineDead
@@ -40,6 +41,12 @@ class PlanSockets:
         """A rank whose connection has ended; waits up to `seconds` for one. Ranks send nothing once they are ready."""
         readable, _, _ = select.select(self._socks, [], [], seconds)
         return self._socks.index(readable[0]) + 1 if readable else None
+
+    def wait_until_ended(self, seconds: float) -> None:
+        """Waits until all connections have ended, `seconds` at most."""
+        deadline = time.monotonic() + seconds
+        for sock in self._socks:
+            select.select([sock], [], [], max(0.0, deadline - time.monotonic()))
 
     @property
     def files(self) -> list[int]:

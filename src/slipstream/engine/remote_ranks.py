@@ -16,6 +16,7 @@ from slipstream.engine.ranks import END, Ranks
 from slipstream.errors import EngineDead
 
 _CONNECT_SECONDS = 120.0  # for a rank to connect, before it loads its part
+_EXIT_SECONDS = 5.0
 
 
 class RemoteRanks(Ranks):
@@ -66,6 +67,7 @@ class RemoteRanks(Ranks):
         self._stop_watching()
         try:
             self.plans.write(END)
+            self.plans.wait_until_ended(_EXIT_SECONDS)  # they may still read this one's memory
         except EngineDead:
             pass
         if self.group is not None:

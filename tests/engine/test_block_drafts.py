@@ -158,6 +158,9 @@ def test_steps_without_drafts_keep_the_context_complete(model, drafter):
             def add(self, seen):
                 pass
 
+            def cost(self, num_rows, num_drafts):
+                return 0.0
+
         llm.core.scheduler.drafts.length = Alternating()
         spy = DraftSpy(llm)
         llm.generate(PROMPTS, GREEDY)

@@ -438,6 +438,9 @@ def test_steps_without_drafts_store_entries_only(tmp_path):
         def add(self, seen):
             pass
 
+        def cost(self, num_rows, num_drafts):
+            return 0.0
+
     spec = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 3}
     with make(str(model), speculative_config=spec, chunked=True, cached=True) as llm:
         llm.core.scheduler.drafts.length = Alternating()

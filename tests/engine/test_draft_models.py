@@ -128,6 +128,9 @@ class Alternating:
     def add(self, seen):
         pass
 
+    def cost(self, num_rows, num_drafts):
+        return 0.0
+
 
 @pytest.mark.parametrize(
     ("name", "period", "options"),

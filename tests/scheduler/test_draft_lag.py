@@ -95,6 +95,9 @@ class Switched:
     def add(self, seen: object) -> None:
         pass
 
+    def cost(self, num_rows: int, num_drafts: int) -> float:
+        return 0.0
+
 
 def drafted_bench(rng: random.Random, num_drafts: int = 3, *, is_resting: bool = False, **options: object) -> Bench:
     bench = Bench(num_drafts=num_drafts, **options)  # type: ignore[arg-type]

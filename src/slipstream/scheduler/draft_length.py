@@ -4,8 +4,8 @@ A step with drafts takes longer and gives more tokens. The choice maximises expe
 tokens of a row are 1 plus the measured probabilities that its first, second and further drafts are accepted, and the
 time is that of steps with as many positions, with the time before them in which the device waited for the host. Each
 class of rows (`draft_classes.py`) has a number of its own. Where no number of drafts is better than none, rows have
-none, and a few steps with drafts in ever longer intervals find out whether the text has changed. Verification is by
-drawing, so the number may change in every step without changing a token.
+none, and a few steps with drafts in ever longer intervals find out whether the text has changed; such trials have a
+budget of time. Verification is by drawing, so the number may change in every step without changing a token.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ MIN_GAIN = 1.02  # drafts must promise so much more than no drafts
 _DECAY = 0.97  # weight of older steps in the acceptance
 _PROBE_DRAFTS, _PROBE_STEPS = 3, 4  # of a trial while rows have no drafts
 MAX_PROBED = 256  # drafts of all rows in one step of a trial: more would cost time and add little accuracy
+_MAX_TRIED = MAX_PROBED // _PROBE_DRAFTS  # rows
 _FIRST_INTERVAL, _MAX_INTERVAL = 32, 1024  # plans between two trials
-_TRIAL_SHARE = 0.01  # of the time that trials of new rows may take
+_TRIAL_SHARE = 0.01  # of the time that trials may take
 _MAX_CREDIT = 2.0  # of this time that is saved up, in steps without drafts
 _REST_PLANS = 8  # plans without drafts before the choice is made again, if no request comes or goes
 _MIN_MEASURED = 3  # steps of a size after which its time is known: the shortest of them
@@ -46,7 +47,7 @@ class DraftLength:
         self._since_plain = 0  # plans since the time without drafts was measured
         self._interval = _FIRST_INTERVAL
         self._probing = 0  # plans left of a trial
-        self._credit = _MAX_CREDIT  # time for trials of new rows, in steps without drafts
+        self._credit = _MAX_CREDIT  # time for trials, in steps without drafts
         self._has_proposed = True  # whether the last plan proposed drafts, or is the first one
         self.probed: tuple[int, ...] = ()  # classes that have drafts as a trial only in the last choice
         self.num_probed = 0  # rows of these classes that have drafts
@@ -66,7 +67,8 @@ class DraftLength:
         """The number of drafts per row of the next plan with so many decode rows, by class, and the number to propose
         for the plan after it."""
         self.probed, self._rest = (), 0
-        if any(counts.num_rows):
+        self._credit = min(_MAX_CREDIT, self._credit + _TRIAL_SHARE)
+        if any(counts.num_rows) or counts.num_spent:
             numbers, num_proposed = self._choose(counts)
         else:
             numbers, num_proposed = _NONE, 0 if self.is_resting else self.max_drafts
@@ -85,36 +87,49 @@ class DraftLength:
             self.probed = rests
             return tuple(num or min(_PROBE_DRAFTS, most) for num in best), most
         self.is_resting = not any(best)
+        num_rows = sum(counts.num_rows) + counts.num_spent
         if not rests:
-            self._since_trial, self._interval = 0, _FIRST_INTERVAL
-        elif self._since_trial >= self._interval:
-            self._since_trial, self._interval = 0, min(2 * self._interval, _MAX_INTERVAL)
-            self._probing, self.num_probed = _PROBE_STEPS, MAX_PROBED // _PROBE_DRAFTS
-        elif num_new := self._num_new_tried(sum(counts.num_rows), sum(counts.num_new[each] for each in rests)):
-            self._probing, self.num_probed = _PROBE_STEPS, num_new
+            if not counts.num_spent:
+                self._since_trial, self._interval = 0, _FIRST_INTERVAL
+        elif self._since_trial >= self._interval and self._credit >= _MAX_CREDIT:  # less is for new requests
+            num_resting = min(sum(counts.num_rows[each] for each in rests), _MAX_TRIED)
+            if self._try(num_rows, num_resting):
+                longer = self._interval * self.num_probed // num_resting  # the next trial is that of other rows
+                self._since_trial, self._interval = 0, min(self._interval + longer, _MAX_INTERVAL)
+        elif num_new := sum(counts.num_new[each] for each in rests):
+            self._try(num_rows, num_new)  # a new request may have another kind of text
         if self.is_resting:
             self._since_plain = 0
-            self._rest = 0 if self._probing else max(0, min(_REST_PLANS, self._interval - self._since_trial - 1))
+            if not self._probing:
+                left = self._interval - self._since_trial - 1  # plans until the next trial; negative: until it is paid
+                self._rest = min(_REST_PLANS, left) if left >= 0 else _REST_PLANS
             return _NONE, most if self._probing else 0
         # the time without drafts is that of plans which propose nothing either: a proposal may cost several passes
         if self._since_plain >= _REFRESH:
             self._since_plain = 0
             return _NONE, 0
-        size = _size(sum(counts.num_rows))
+        size = _size(num_rows)
         if not self._is_known(size) and self._num_tries.get(size, 0) < _MAX_TRIES:
             self._num_tries[size] = self._num_tries.get(size, 0) + 1
             return _NONE, 0
         return best, most
 
-    def _num_new_tried(self, num_rows: int, num_new: int) -> int:
-        """How many rows that had no drafts yet are tried now: a new request may have another kind of text."""
-        self._credit = min(_MAX_CREDIT, self._credit + _TRIAL_SHARE)
-        num_new = min(num_new, MAX_PROBED // _PROBE_DRAFTS)
-        cost = _PROBE_STEPS * (self._time(num_rows + _PROBE_DRAFTS * num_new) / self._time(num_rows) - 1)
-        if not num_new or cost > self._credit:
-            return 0
-        self._credit -= max(cost, 0.0)
-        return num_new
+    def _try(self, num_rows: int, num_tried: int) -> bool:
+        """Begin a trial of so many rows, or of fewer, or of fewer steps: what the budget allows. False: nothing."""
+        num_tried = min(num_tried, _MAX_TRIED)
+        while (cost := self._time(num_rows + _PROBE_DRAFTS * num_tried) / self._time(num_rows) - 1) > 0:
+            if _PROBE_STEPS * cost <= self._credit or num_tried == 1:
+                break
+            num_tried //= 2
+        num_steps = _PROBE_STEPS if cost <= 0 else min(_PROBE_STEPS, int(self._credit / cost))
+        if num_steps:
+            self._credit -= max(num_steps * cost, 0.0)
+            self._probing, self.num_probed = num_steps, num_tried
+        return num_steps > 0
+
+    def cost(self, num_rows: int, num_drafts: int) -> float:
+        """The time that each draft of a step takes, as the number of tokens that steps without drafts draw in it."""
+        return max(0.0, self._time(num_rows + num_drafts) / self._time(num_rows) - 1) * num_rows / num_drafts
 
     def _best(self, counts: ClassCounts) -> tuple[int, ...]:
         """The numbers of drafts by class with the most expected tokens per second. Drafts are added in the order of
@@ -125,7 +140,7 @@ class DraftLength:
                 tokens = self._expected(each, counts.accepts[each])
                 for low, high in zip(self._candidates, self._candidates[1:], strict=False):
                     steps.append(((tokens[high] - tokens[low]) / (high - low), each, low, high))
-        positions = sum(counts.num_rows)
+        positions = sum(counts.num_rows) + counts.num_spent
         gained, numbers = float(positions), list(_NONE)
         best, best_rate = _NONE, MIN_GAIN * positions / self._time(positions)
         for gain, each, low, high in sorted(steps, key=lambda step: (-step[0], step[3])):

@@ -52,14 +52,15 @@ class DraftPlanner:
         self._numbers, self.num_proposed = length.choose(self.classes.count(running))
         self.num_drafts = max(self._numbers)
         if self.num_drafts and length.probed:
-            self._probed_rows = self.classes.least_tried(running, length.probed, length.num_probed)
+            self._probed_rows = self.classes.take_least_tried(running, length.probed, length.num_probed)
 
     def _wanted(self, request: Request) -> int:
         """Drafts of this row in this plan."""
         if self.length is None:
             return self.num_drafts
         own = self.classes.of(request)
-        return 0 if own in self.length.probed and request.row not in self._probed_rows else self._numbers[own]
+        is_left_out = own in self.length.probed and request.row not in self._probed_rows
+        return 0 if is_left_out or self.classes.is_spent(request) else self._numbers[own]
 
     def num_positions(self, request: Request, room: int, builder: PlanBuilder) -> int:
         """Number of positions of a decode row: one, and drafts, of which there is `room` for so many tokens. Drafts
@@ -121,7 +122,9 @@ class DraftCounts:
         """Add a step: how many tokens each request drew, and how many it accepted; 0: none, as it sat out or failed."""
         length, kept, classes = self._planner.length, counts.tolist(), [0] * len(drawn)
         if length is not None:
-            classes = self._planner.classes.add(requests, drawn, kept)
+            num_drafts = sum(drawn) - len(drawn)
+            cost = length.cost(len(drawn), num_drafts) if num_drafts else 0.0
+            classes = self._planner.classes.add(requests, drawn, kept, cost)
         seen = Counter(zip(classes, drawn, kept, strict=True))
         if length is not None:
             tried = {(own, num - 1, count - 1): rows for (own, num, count), rows in seen.items() if num > 1 and count}

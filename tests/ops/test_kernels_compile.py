@@ -130,10 +130,12 @@ def products():
     build(linear + "batch_invariant", "_batch_invariant_kernel", x, SIZE=1000, BLOCK_IN=64)
     x = of(FLOAT, "x weight out")
     build(linear + "batch_invariant", "_batch_invariant_kernel", x, SIZE=1000, BLOCK_IN=32, bias=None)
-    x = of(HALF, "x residual norm weight bias out total") | {"partials": FLOAT, "arrived": INT}
+    x = of(HALF, "x residual norm weight bias out total normed") | {"partials": FLOAT, "arrived": INT}
     few = dict(IN=3000, BLOCK_OUT=4, BLOCK_IN=1024, DEPENDENT=True)
-    build(linear + "gemv", "_gemv_kernel", x, ROWS=1, PADDED=1, GATE=1, bias=None, **few)
-    build(linear + "gemv", "_gemv_kernel", x, ROWS=2, PADDED=2, GATE=0, norm=None, residual=None, total=None, **few)
+    build(linear + "gemv", "_gemv_kernel", x, ROWS=1, PADDED=1, GATE=1, bias=None, normed=None, **few)
+    build(linear + "gemv", "_gemv_kernel", x, ROWS=1, PADDED=1, GATE=0, **few | {"IN": 1000})
+    plain = dict.fromkeys(["norm", "residual", "total", "normed"])
+    build(linear + "gemv", "_gemv_kernel", x, ROWS=2, PADDED=2, GATE=0, **plain, **few)
     some = dict(BLOCK_ROWS=16, PARTS=4, EVEN=True, DEPENDENT=True)
     whole = dict(GATE=1, SPLITS=1, WHOLE=True, BLOCK_OUT=16, BLOCK_IN=1024, partials=None, arrived=None)
     build(linear + "skinny_mma", "_skinny_mma_kernel", x, **some, **whole)

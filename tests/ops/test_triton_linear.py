@@ -76,6 +76,34 @@ def test_a_norm_before_few_rows(rows, num_in, num_out, has_residual, kernel_devi
     check_norm(norm, x)
 
 
+@pytest.mark.parametrize("rows", [1, 2, 5])
+@pytest.mark.parametrize("has_residual", [True, False])
+def test_the_norm_before_few_rows_is_stored(rows, has_residual, kernel_device):
+    """More than two rows have programs of their own."""
+    x, weight, bias = make(rows, 200, 34, True, kernel_device)
+    norm = make_norm(rows, 200, has_residual, kernel_device)
+    norm = norm._replace(normed=torch.full((rows, 200), torch.nan, device=kernel_device))
+    check(kernels.gemv(x, weight, bias, norm, "", FEW), expect(x, weight, bias, "", norm))
+    check_norm(norm, x)
+    total = x.double() if norm.residual is None else x.double() + norm.residual.double()
+    check(norm.normed, F.rms_norm(total, (200,), norm.weight.double(), norm.eps))
+
+
+@pytest.mark.parametrize("rows", [1, 5, 16, 17])
+@pytest.mark.parametrize("has_residual", [True, False])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_a_product_with_the_norm_that_it_is_of(rows, has_residual, device):
+    x = torch.randn(rows, 2048, device=device).bfloat16()
+    weight = (torch.randn(64, 2048, device=device) / 45).bfloat16()
+    residual = torch.randn_like(x) if has_residual else None
+    factor = (torch.rand(2048, device=device) + 0.5).bfloat16()
+    out, normed, total = ops.norm_linear_kept(x, residual, factor, 1e-6, weight)
+    assert total.equal(x if residual is None else x + residual)
+    expected = F.rms_norm(total.double(), (2048,), factor.double(), 1e-6)
+    torch.testing.assert_close(normed.double(), expected, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(out.double(), expected @ weight.double().t(), rtol=2e-2, atol=2e-2)
+
+
 @pytest.mark.parametrize("factor", [0.0, 0.3, 1.0, 3.0])
 @pytest.mark.parametrize("has_residual", [True, False])
 def test_eps_of_a_norm_before_few_rows_is_under_the_root(factor, has_residual, kernel_device):

@@ -15,7 +15,7 @@ from slipstream.nn.layers.expert_ranks import run_on_ranks
 from slipstream.nn.layers.layer import Layout
 from slipstream.nn.layers.linear import Linear
 from slipstream.nn.layers.mlp import Mlp, PlainMlp, of_last
-from slipstream.nn.layers.norm import Norm
+from slipstream.nn.layers.norm import Norm, RMSNorm
 from slipstream.nn.layers.ranked import RankedLayer
 from slipstream.nn.quantized.experts import expert_matrices, new_expert_weight
 from slipstream.nn.quantized.weight import Quantized
@@ -30,6 +30,7 @@ from slipstream.nn.weight_format import (
     WeightTarget,
     new_parameter,
 )
+from slipstream.ops.linear import norm_linear_kept
 from slipstream.ops.moe import ExpertBiases, Routing, SharedMatrices, SharedOutput, expert_mlp, route
 
 
@@ -74,7 +75,11 @@ class Experts(RankedLayer):
         return new_expert_weight(format, count, num_rows, num_columns)
 
     def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        routing = self.choose(self.router(x, context), context)
+        return self._run_all(x, self.router(x, context), context)
+
+    def _run_all(self, x: torch.Tensor, logits: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """The routed experts by router logits [T, experts], and the shared one."""
+        routing = self.choose(logits, context)
         return self.run(x, routing, context, None if self.shared is None else partial(self._run_shared, x, context))
 
     def _shared_matrices(self, context: ForwardContext) -> SharedMatrices | None:
@@ -146,8 +151,14 @@ class Experts(RankedLayer):
         last: LastTokens | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `SublayerModule.after_norm`."""
-        normed, total = norm(*of_last(x, residual, last))
-        return self(normed, context_of(context, last)), total
+        (x, residual), context = of_last(x, residual, last), context_of(context, last)
+        router = self.router
+        if isinstance(norm, RMSNorm) and type(router.weight) is UnquantizedWeight and context.batch.lora is None:
+            weight = router.weight.data
+            logits, normed, total = norm_linear_kept(x, residual, norm.weight, norm.eps, weight, router.bias)
+            return self._run_all(normed, logits, context), total
+        normed, total = norm(x, residual)
+        return self(normed, context), total
 
     def products(self) -> None:
         return None

@@ -23,6 +23,7 @@ __all__ = [
     "linear_unnormalized",
     "linear_with_adapters",
     "norm_linear",
+    "norm_linear_kept",
     "reserve_counters",
 ]
 
@@ -79,11 +80,35 @@ def norm_linear(
         total = None if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
         out = gemv(x, weight, bias, Norm(norm, eps, residual, total), FUSED_ACTIVATIONS[activation])
         return out, x if total is None else total
-    if residual is None:
-        normed, total = rms_norm(x, norm, eps), x
-    else:
-        normed, total = add_rms_norm(x, residual, norm, eps)
+    normed, total = _normed(x, residual, norm, eps)
     return gated_linear(normed, weight, bias, activation), total
+
+
+def norm_linear_kept(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    norm: torch.Tensor,
+    eps: float,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As `norm_linear`, and the norm itself: the GEMM, the norm of x + residual, and that sum."""
+    if dispatch.accepts_kept_norm(GemmCall(x, weight, bias, None)):
+        from slipstream.ops.linear.triton import Norm, gemv
+
+        total = None if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        out = gemv(x, weight, bias, Norm(norm, eps, residual, total, normed))
+        return out, normed, x if total is None else total
+    normed, total = _normed(x, residual, norm, eps)
+    return linear(normed, weight, bias), normed, total
+
+
+def _normed(
+    x: torch.Tensor, residual: torch.Tensor | None, norm: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The RMS norm of x + residual, and that sum. Without a residual the sum is x."""
+    return (rms_norm(x, norm, eps), x) if residual is None else add_rms_norm(x, residual, norm, eps)
 
 
 def linear_add(

@@ -25,6 +25,8 @@ Activation = Callable[[torch.Tensor], torch.Tensor]
 
 MAX_GEMV_ROWS = 2  # more rows need the tensor cores
 MAX_GEMV_NORM_INPUTS = 2048  # each program normalizes the rows again, which costs too much for longer rows
+MAX_KEPT_ROWS = 16
+MAX_KEPT_OUTPUTS = 256
 MAX_SKINNY_ROWS = 16
 MAX_STREAMED_ROWS = 64
 MAX_STREAMED_ROWS_OF_LARGE_WEIGHT = 32  # with more rows a program reads as many bytes of x as of the weight
@@ -63,6 +65,15 @@ def choose(call: GemmCall) -> GemmKernel:
 def accepts_norm(call: GemmCall) -> bool:
     """Whether gemv computes the RMS norm of x too."""
     return call.x.is_cuda and _accepts_gemv(call) and call.x.shape[1] <= MAX_GEMV_NORM_INPUTS
+
+
+def accepts_kept_norm(call: GemmCall) -> bool:
+    """Whether gemv computes the RMS norm of x too and stores it. With several rows each has programs of its own, which
+    all read the weight, so it must be small: the router of experts."""
+    if not call.x.is_cuda or call.x.shape[1] > MAX_GEMV_NORM_INPUTS or not _has_fused_epilogue(call):
+        return False
+    is_small = 0 < len(call.x) <= MAX_KEPT_ROWS and len(call.weight) <= MAX_KEPT_OUTPUTS
+    return is_small or _accepts_gemv(call)
 
 
 def choose_chain(x: torch.Tensor, weight: torch.Tensor) -> Chain:

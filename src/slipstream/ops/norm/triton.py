@@ -102,11 +102,16 @@ def _norm_kernel(
     DEPENDENT: tl.constexpr,
 ):
     release_next(DEPENDENT)
-    wait_for_previous(DEPENDENT)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     mask = (row < num_rows)[:, None] & (column < SIZE)[None, :]
     head = row % HEADS
+    # the weights are in memory, x most likely in the L2 cache: they are loaded before x is ready
+    if PER_HEAD:
+        factor = tl.load(weight + head[:, None] * SIZE + column[None, :], mask=mask, other=0.0)
+    else:
+        factor = tl.load(weight + column, mask=column < SIZE, other=0.0)[None, :]
+    wait_for_previous(DEPENDENT)
     source = (row // HEADS) * token_stride + head * head_stride
     target = row[:, None] * SIZE + column[None, :]
     source_offset = source[:, None] + column[None, :]
@@ -119,9 +124,5 @@ def _norm_kernel(
         tl.store(total + target, rounded, mask=mask)
         value = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, 1) / SIZE + eps)
-    if PER_HEAD:
-        factor = tl.load(weight + head[:, None] * SIZE + column[None, :], mask=mask, other=0.0)
-    else:
-        factor = tl.load(weight + column, mask=column < SIZE, other=0.0)[None, :]
     value = value * scale[:, None] * factor.to(tl.float32)
     tl.store(out + target, value.to(out.dtype.element_ty), mask=mask)

@@ -20,6 +20,7 @@ class Norm(NamedTuple):
     eps: float
     residual: torch.Tensor | None  # [rows, in]
     total: torch.Tensor | None  # [rows, in] receives x + residual; None without a residual
+    normed: torch.Tensor | None = None  # [rows, in] receives the norm, if given: of inputs that one load has
 
 
 _counters: WeakTensorKeyDictionary = WeakTensorKeyDictionary()

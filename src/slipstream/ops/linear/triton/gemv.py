@@ -15,6 +15,8 @@ import triton.language as tl
 from slipstream.ops.linear.triton.epilogue import GATES, Norm, store_epilogue, weight_rows
 from slipstream.ops.pdl import dependent, release_next, wait_for_previous
 
+MAX_JOINED_ROWS = 2  # more rows have programs of their own
+
 
 class GemvTile(NamedTuple):
     outputs: int  # weight rows per program
@@ -35,9 +37,11 @@ def gemv(
     num_out = len(weight) // 2 if gate else len(weight)
     assert weight.stride(1) == 1 and x.stride(1) == 1, "inputs must be contiguous"
     out = torch.empty((rows, num_out), dtype=x.dtype, device=x.device)
-    tile = tile or gemv_tile(num_in, gate, len(weight) if norm is not None else 0)
+    each = rows if rows <= MAX_JOINED_ROWS else 1  # rows of a program
+    tile = tile or gemv_tile(num_in, gate, len(weight) if norm is not None else 0, each < rows)
+    assert norm is None or norm.normed is None or num_in <= tile.inputs
     residual = None if norm is None else norm.residual
-    _gemv_kernel[(triton.cdiv(len(weight), tile.outputs),)](
+    _gemv_kernel[(triton.cdiv(len(weight), tile.outputs), rows // each)](
         x,
         residual,
         None if norm is None else norm.weight,
@@ -45,13 +49,14 @@ def gemv(
         bias,
         out,
         None if norm is None else norm.total,
+        None if norm is None else norm.normed,
         0.0 if norm is None else norm.eps,
         num_out,
         x.stride(0),
         0 if residual is None else residual.stride(0),
         weight.stride(0),
-        ROWS=rows,
-        PADDED=triton.next_power_of_2(rows),
+        ROWS=each,
+        PADDED=triton.next_power_of_2(each),
         IN=num_in,
         GATE=GATES[gate],
         BLOCK_OUT=tile.outputs,
@@ -62,18 +67,21 @@ def gemv(
     return out
 
 
-def gemv_tile(num_in: int, gate: str, normed_outputs: int = 0) -> GemvTile:
+def gemv_tile(num_in: int, gate: str, normed_outputs: int = 0, has_row: bool = False) -> GemvTile:
     """Enough programs to fill the GPU, each with enough bytes in flight; measured with benchmarks/ops/linear.py.
     `normed_outputs`: outputs, if the norm is inside. Each program then reads x, the residual and the norm's weight, so
-    programs have more outputs: 13.8 instead of 16.9 us for 12,352 x 2,048 on the H200."""
+    programs have more outputs: 13.8 instead of 16.9 us for 12,352 x 2,048 on the H200. `has_row`: a program has one of
+    several rows."""
     if num_in <= 1024:
         return GemvTile(4, 1024, 4)
+    if has_row:
+        return GemvTile(4, 2048, 4)
     if normed_outputs and num_in <= 2048:
         return GemvTile(4, 2048, 4 if normed_outputs >= 8192 else 8)
     return GemvTile(2, 2048, 8) if num_in <= 8192 or gate else GemvTile(1, 1024, 4)
 
 
-# grid: (blocks of outputs,)
+# grid: (blocks of outputs, blocks of rows)
 @triton.jit
 def _gemv_kernel(
     x,
@@ -83,6 +91,7 @@ def _gemv_kernel(
     bias,
     out,
     total,
+    normed,
     eps,
     num_out,
     x_stride,
@@ -97,17 +106,28 @@ def _gemv_kernel(
     DEPENDENT: tl.constexpr,
 ):
     release_next(DEPENDENT)
+    first_row = tl.program_id(1).to(tl.int64) * ROWS
+    x += first_row * x_stride
+    out += first_row * num_out
+    if residual is not None:
+        residual += first_row * residual_stride
+        total += first_row * IN
+    if normed is not None:
+        normed += first_row * IN
     # three dimensions: rows, outputs, inputs
     row = tl.arange(0, PADDED)[:, None, None]
     k = tl.arange(0, BLOCK_IN)[None, None, :]
     source, inside = weight_rows(tl.program_id(0), num_out, GATE, BLOCK_OUT)
     start = weight + source.to(tl.int64)[None, :, None] * weight_stride + k
     inside = inside[None, :, None]
-    # weights are loaded one block ahead, the first block before x is ready
+    # weights, also those of the norm, are loaded one block ahead, the first block before x is ready
     w = tl.load(start, mask=inside & (k < IN), other=0.0, eviction_policy="evict_first")
+    if norm is not None:
+        factors = tl.load(norm + k, mask=k < IN, other=0.0).to(tl.float32)
     wait_for_previous(DEPENDENT)
     sums = tl.zeros((PADDED, BLOCK_OUT, BLOCK_IN), tl.float32)
     squares = tl.zeros((PADDED, 1, BLOCK_IN), tl.float32)
+    kept = squares
     for first in range(0, IN, BLOCK_IN):
         at = first + k
         there = (row < ROWS) & (at < IN)
@@ -123,11 +143,19 @@ def _gemv_kernel(
             value = rounded.to(tl.float32)
         if norm is not None:
             squares += value * value
-            value *= tl.load(norm + at, mask=at < IN, other=0.0).to(tl.float32)
+            value *= factors
+            if IN > BLOCK_IN:
+                factors = tl.load(norm + at + BLOCK_IN, mask=at + BLOCK_IN < IN, other=0.0).to(tl.float32)
+            if normed is not None:
+                kept = value
         sums += w.to(tl.float32) * value
         w = following
     result = tl.sum(sums, 2)
     if norm is not None:
-        result *= tl.rsqrt(tl.sum(squares, 2) / IN + eps)
+        scale = tl.rsqrt(tl.sum(squares, 2) / IN + eps)
+        result *= scale
+        if normed is not None:
+            there = (row < ROWS) & (k < IN) & (tl.program_id(0) == 0)
+            tl.store(normed + row * IN + k, (kept * scale[:, :, None]).to(normed.dtype.element_ty), mask=there)
     row = tl.arange(0, PADDED)
     store_epilogue(result, row, row < ROWS, bias, out, tl.program_id(0), num_out, GATE, PADDED, BLOCK_OUT)

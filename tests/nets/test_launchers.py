@@ -17,6 +17,7 @@ for module in (
     "linear.triton.streaming_hopper",
     "linear.triton.gated_gemm_hopper",
     "moe.triton.gemm_hopper",
+    "moe.triton.stream_hopper",
     "quantized.triton.stream",
 ):
     module = f"slipstream.ops.{module}"
@@ -313,6 +314,9 @@ def experts() -> dict[str, Callable[[], Any]]:
         "expert_mlp by wgmma": lambda: get("moe.triton.expert_mlp")(
             half(600, 256), Routing(ints(600, 2).int(), torch.rand(600, 2)), half(4, 256, 256), half(4, 256, 128)
         ),
+        "expert_mlp of few tokens by TMA": lambda: get("moe.triton.expert_mlp")(
+            half(3, 128), routing, half(8, 256, 128), half(8, 128, 128)
+        ),
         "expert_mlp with a shared expert": lambda: get("moe.triton.expert_mlp")(
             half(3, 32),
             routing,
@@ -434,7 +438,7 @@ def attention(patch: pytest.MonkeyPatch) -> dict[str, Callable[[], Any]]:
 def kernels(monkeypatch):
     """All kernels and those launched. A device of some multiprocessors, on which the kernels for Hopper run."""
     found, launched = replace_kernels(monkeypatch)
-    for module in ("linear.triton.gated_gemm_hopper", "moe.triton.gemm_hopper"):
+    for module in ("linear.triton.gated_gemm_hopper", "moe.triton.gemm_hopper", "moe.triton.stream_hopper"):
         monkeypatch.setattr(f"slipstream.ops.{module}.multiprocessors", lambda device: 8)
     for module in ("linear.capability", "moe.triton.gemm"):
         monkeypatch.setattr(f"slipstream.ops.{module}.has_hopper_kernels", lambda device: True)

@@ -453,6 +453,21 @@ def hopper():
         triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": 4, "maxnreg": 168})
         print("_grouped_kernel")
 
+    def build_streamed_experts(gate, **constants):
+        kernel = importlib.import_module("slipstream.ops.moe.triton.stream_hopper")._stream_kernel
+        outputs = 64 if gate else 128
+        boxes = {"x": [16, 64]} | of([32 if gate else 128, 64], "weight shared")
+        x = {
+            name: f"tensordesc<bf16{box},{gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16)!r}>"
+            for name, box in boxes.items()
+        }
+        x |= {"out": HALF, "pair_weights": FLOAT} | of(INT, "ids used")
+        constants |= {"GATE": gate, "TOP_K": 10, "OUTPUTS": outputs, "STAGES": 3, "AHEAD": 2, "DEPENDENT": True}
+        signature = {arg: "constexpr" if arg in constants else x.get(arg, "i32") for arg in kernel.arg_names}
+        source = GluonASTSource(kernel, signature, constants, {})
+        triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": outputs // 16, "maxnreg": 128})
+        print("_stream_kernel")
+
     def build_slices(gate, splits, rows, is_4_bit, groups=1, **constants):
         kernel = importlib.import_module("slipstream.ops.quantized.triton.stream_kernel").stream_kernel
         describe = lambda kind, box, layout: f"tensordesc<{kind}{box},{layout!r}>"
@@ -470,6 +485,8 @@ def hopper():
 
     build_experts(1)
     build_experts(0)
+    build_streamed_experts(1)
+    build_streamed_experts(0, shared=None)
     build_gate(1, 2)
     build_gate(2, 0)
     build_gate(4, 2)

@@ -376,6 +376,46 @@ def test_bfloat16_products_are_captured_and_close(tokens):
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize(("tokens", "inner"), [(2, 256), (7, 768), (16, 512)])
+@pytest.mark.parametrize("num_experts", [8, 60])
+@pytest.mark.parametrize("is_shared", [False, True])
+@pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])
+def test_products_of_few_tokens_on_hopper(tokens, inner, num_experts, is_shared, kind, monkeypatch):
+    """One token has no expert, one expert has all others, one has none."""
+    from slipstream.ops.moe.triton import stream_hopper
+
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("not Hopper")
+    calls = []
+    stream = stream_hopper.stream_pairs
+    monkeypatch.setattr(stream_hopper, "stream_pairs", lambda *args: (calls.append(1), stream(*args))[1])
+    x, routing, gate_up, down = make(tokens, 512, inner, num_experts, 4, torch.bfloat16, skewed=True)
+    routing.ids[1] = num_experts
+    routing = Routing(routing.ids, torch.rand_like(routing.weights) + 0.1, has_padding=True)
+    x, shared = x.contiguous(), None
+    if is_shared:
+        shared = SharedMatrices(gate_up[2] * 1, down[2] * 1, torch.randn(1, 512, device=DEVICE).to(x.dtype) / 20)
+    given = {"gate": kind, "shared": (lambda: SharedOutput(x)) if is_shared else None, "shared_matrices": shared}
+    kernels().expert_mlp(x, routing, gate_up, down, **given)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = kernels().expert_mlp(x, routing, gate_up, down, **given)
+    out.fill_(torch.nan)
+    graph.replay()
+    assert calls
+
+    def wide(ids, weights):
+        routing = Routing(ids, weights.double())
+        return reference.expert_mlp(x.double(), routing, gate_up.double(), down.double(), gate=kind)
+
+    expected = wide(routing.ids, routing.weights)
+    if shared is not None:
+        opened = torch.sigmoid(x.double() @ shared.gate.double().t())
+        expected += opened * wide(torch.full_like(routing.ids[:, :1], 2), torch.ones_like(routing.weights[:, :1]))
+    torch.testing.assert_close(out.double(), expected, rtol=3e-2, atol=3e-2)
+
+
+@pytest.mark.cuda
 @pytest.mark.parametrize("skewed", [False, True])
 @pytest.mark.parametrize("inner", [128, 640])
 @pytest.mark.parametrize("num_experts", [4, 30])

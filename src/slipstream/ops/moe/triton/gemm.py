@@ -58,7 +58,8 @@ def expert_mlp(
         return torch.empty_like(x)
 
     def run_routed() -> tuple[torch.Tensor, torch.Tensor | None]:
-        return _weighted_pairs(x, routing, gate_up, down, batch_invariant, biases, gate)
+        is_beside = shared is not None
+        return _weighted_pairs(x, routing, gate_up, down, batch_invariant, biases, gate, is_beside=is_beside)
 
     beside = None
     if (
@@ -100,9 +101,10 @@ def _weighted_pairs(
     biases: ExpertBiases | None,
     gate: Gate,
     shared: SharedMatrices | None = None,
+    is_beside: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Outputs of the experts times their weights, and the row of each pair (None: in order). Pairs of no expert have no
-    values. After them those of the shared expert, if it is given."""
+    values. After them those of the shared expert, if it is given. `is_beside`: other kernels run at the same time."""
     num_tokens, top_k = routing.ids.shape
     num_experts = count_experts(gate_up)
     each = num_tokens * top_k / num_experts  # mean pairs per expert
@@ -121,6 +123,19 @@ def _weighted_pairs(
             whole = sort_by_expert(routing.ids, num_experts, gemm_hopper.PAIRS, padded=True)
             hidden = gemm_hopper.multiply_gate_up(x, gate_up, routing, whole, gate)
             return gemm_hopper.multiply_down(hidden, down, routing, whole), whole.positions
+
+    if (
+        not is_beside
+        and not batch_invariant
+        and biases is None
+        and isinstance(gate_up, torch.Tensor)
+        and isinstance(down, torch.Tensor)
+        and has_hopper_kernels(x.device)
+    ):
+        from slipstream.ops.moe.triton import stream_hopper
+
+        if stream_hopper.can_stream(x, gate_up, down, gate, shared):
+            return stream_hopper.stream_pairs(x, routing, gate_up, down, gate, shared), None
 
     if (
         num_tokens == 1

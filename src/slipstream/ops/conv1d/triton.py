@@ -14,7 +14,7 @@ from slipstream.ops.conv1d.reference import Activation
 from slipstream.ops.recurrent_steps import RecurrentSteps
 from slipstream.ops.recurrent_steps.triton import empty_outputs
 
-_CHANNELS = 128  # of one program that writes rings
+_CHANNELS = 512  # of one program that writes rings: a step has room for more rows than it has, each with programs
 
 
 def causal_conv1d(
@@ -72,7 +72,7 @@ def causal_conv1d(
         WIDTH=width,
         RING=ring,
         CHANNELS=_CHANNELS,
-        num_warps=1,
+        num_warps=4,
     )
     return out
 

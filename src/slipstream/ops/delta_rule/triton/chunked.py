@@ -18,7 +18,7 @@ from slipstream.cache_spec import STATE_CHUNK
 from slipstream.ops.delta_rule.reference import L2_EPS
 from slipstream.ops.delta_rule.triton.inverse import invert_unit_lower
 from slipstream.ops.recurrent_steps import RecurrentSteps
-from slipstream.ops.recurrent_steps.triton import empty_outputs
+from slipstream.ops.recurrent_steps.triton import empty_outputs, row_programs
 
 _COLUMNS = (
     64  # value columns of a program: 510 us for 8 rows of 1,024 tokens at Qwen3-Next's sizes on the H200; 32: 574
@@ -87,7 +87,8 @@ def gated_delta_rule(
         )
     is_split = num_rows * heads * triton.cdiv(dim, _COLUMNS) < _MANY_PROGRAMS
     columns = min(value_block, _COLUMNS // 2 if is_split else _COLUMNS)
-    _pass_kernel[(num_rows, heads, triton.cdiv(dim, columns))](
+    blocks = triton.cdiv(dim, columns)
+    _pass_kernel[(heads, blocks, row_programs(num_rows, heads * blocks, v.device))](
         q,
         k,
         v,
@@ -107,6 +108,7 @@ def gated_delta_rule(
         steps.save_slots,
         deferred,
         scale,
+        num_rows,
         q.stride(0),
         v.stride(0),
         state.stride(0),
@@ -207,8 +209,8 @@ def _inverse_norm(x, L2_EPS: tl.constexpr, NORM: tl.constexpr):
         return tl.sum(x * 0.0, 1) + 1.0
 
 
-# grid: (rows, value heads, blocks of value columns)
-@triton.jit
+# grid: (value heads, blocks of value columns, programs that take turns in rows); padding rows have no program
+@triton.jit(do_not_specialize=["num_rows"])
 def _pass_kernel(
     q,
     k,
@@ -229,6 +231,7 @@ def _pass_kernel(
     save_slots,
     deferred,
     scale,
+    num_rows,
     key_stride,
     value_stride,
     slot_stride,
@@ -245,85 +248,89 @@ def _pass_kernel(
     PERIOD: tl.constexpr,
     ENTRY: tl.constexpr,
 ):
-    row = tl.program_id(0)
-    head = tl.program_id(1)
-    start = tl.load(starts + row)
-    num_tokens = tl.load(starts + row + 1) - start
-    if num_tokens == 0:
-        return
+    head = tl.program_id(0)
     dim = tl.arange(0, KEY_BLOCK)
-    column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_dim = dim < KEY_DIM
     is_column = column < DIM
     is_inside = is_dim[:, None] & is_column[None, :]
     matrix = state + head * (KEY_DIM * DIM) + dim[:, None] * DIM + column[None, :]
-    slot = tl.load(slots + row).to(tl.int64)
-    own = slot * slot_stride
-    position = tl.load(first_positions + row)
-    num_seen = tl.load(seen_positions + row)
-    held = tl.load(matrix + own, mask=is_inside & (num_seen > 0), other=0.0)
-    if deferred is not None:
-        before = 0.0
-        kept = tl.maximum(position - num_seen, 0)
-        for index in range(position % PERIOD - kept, position % PERIOD):
-            entry = deferred + slot * deferred_stride + (head * (PERIOD - 1) + index) * ENTRY
-            decay = tl.load(entry + KEY_DIM + DIM)
-            old = tl.load(entry + dim, mask=is_dim, other=0.0)
-            correction = tl.load(entry + KEY_DIM + column, mask=is_column, other=0.0)
-            held = held * tl.exp(decay - before) + old[:, None] * correction[None, :]
-            before = decay
     key_head = (head // GROUP) * KEY_DIM
+    last_row = num_rows - 1
+    if chunks is not None:
+        num_entries = tl.load(chunk_starts + num_rows)
+        last_row = tl.load(chunks + (num_entries - 1) * 4, mask=num_entries > 0, other=-1)
+    # the rows with many tokens come last and take longest
+    for turn in range(tl.program_id(2), last_row + 1, tl.num_programs(2)):
+        row = last_row - turn
+        start = tl.load(starts + row)
+        num_tokens = tl.load(starts + row + 1) - start
+        slot = tl.load(slots + row).to(tl.int64)
+        own = slot * slot_stride
+        position = tl.load(first_positions + row)
+        num_seen = tl.load(seen_positions + row)
+        held = tl.load(matrix + own, mask=is_inside & (num_seen > 0), other=0.0)
+        if deferred is not None:
+            before = 0.0
+            kept = tl.maximum(position - num_seen, 0)
+            for index in range(position % PERIOD - kept, position % PERIOD):
+                entry = deferred + slot * deferred_stride + (head * (PERIOD - 1) + index) * ENTRY
+                decay = tl.load(entry + KEY_DIM + DIM)
+                old = tl.load(entry + dim, mask=is_dim, other=0.0)
+                correction = tl.load(entry + KEY_DIM + column, mask=is_column, other=0.0)
+                held = held * tl.exp(decay - before) + old[:, None] * correction[None, :]
+                before = decay
 
-    if num_tokens == 1:
-        token = start.to(tl.int64)
-        key = tl.load(k + token * key_stride + key_head + dim, mask=is_dim, other=0.0).to(tl.float32)
-        query = tl.load(q + token * key_stride + key_head + dim, mask=is_dim, other=0.0).to(tl.float32)
-        if NORM:
-            key *= tl.rsqrt(tl.sum(key * key, 0) + L2_EPS)
-            query *= tl.rsqrt(tl.sum(query * query, 0) + L2_EPS)
-        value = tl.load(v + token * value_stride + head * DIM + column, mask=is_column, other=0.0).to(tl.float32)
-        at = token * HEADS + head
-        held *= tl.exp(tl.where(num_seen > position, 0.0, tl.load(g + at)))
-        strength = tl.where(num_seen > position, 0.0, tl.load(beta + at))
-        delta = strength * (value - tl.sum(held * key[:, None], 0))
-        held += key[:, None] * delta[None, :]
-        made = tl.sum(held * query[:, None], 0) * scale
-        tl.store(out + at * DIM + column, made.to(out.dtype.element_ty), mask=is_column)
-        if chunks is not None:
-            saved = tl.load(chunks + tl.load(chunk_starts + row) * 4 + 3)
-        elif save_slots is not None:
-            saved = tl.load(save_slots + row)
-        else:
-            saved = -1
-        tl.store(matrix + tl.maximum(saved, 0).to(tl.int64) * slot_stride, held, mask=is_inside & (saved >= 0))
-    elif chunks is not None:
-        kind: tl.constexpr = values.dtype.element_ty
-        offset = tl.arange(0, CHUNK)
-        for entry in range(tl.load(chunk_starts + row), tl.load(chunk_starts + row + 1)):
-            first = tl.load(chunks + entry * 4 + 1)
-            inside = offset < tl.load(chunks + entry * 4 + 2)
-            saved = tl.load(chunks + entry * 4 + 3)
-            token = (first + offset).to(tl.int64)
+        if num_tokens == 1:
+            token = start.to(tl.int64)
+            key = tl.load(k + token * key_stride + key_head + dim, mask=is_dim, other=0.0).to(tl.float32)
+            query = tl.load(q + token * key_stride + key_head + dim, mask=is_dim, other=0.0).to(tl.float32)
+            if NORM:
+                key *= tl.rsqrt(tl.sum(key * key, 0) + L2_EPS)
+                query *= tl.rsqrt(tl.sum(query * query, 0) + L2_EPS)
+            value = tl.load(v + token * value_stride + head * DIM + column, mask=is_column, other=0.0).to(tl.float32)
             at = token * HEADS + head
-            source = token[:, None] * key_stride + key_head + dim[None, :]
-            mask = inside[:, None] & is_dim[None, :]
-            query = tl.load(q + source, mask=mask, other=0.0)
-            key = tl.load(k + source, mask=mask, other=0.0)
-            solved = tl.load(keys + at[:, None] * KEY_DIM + dim[None, :], mask=mask, other=0.0)
-            mask = inside[:, None] & is_column[None, :]
-            value = tl.load(values + at[:, None] * DIM + column[None, :], mask=mask, other=0.0).to(tl.float32)
-            seen = tl.load(scores + at[:, None] * CHUNK + offset[None, :], mask=inside[:, None], other=0.0)
-            decay = tl.load(g + at, mask=inside & ((token != start) | (num_seen <= position)), other=0.0)
-            total = tl.cumsum(decay, 0)
-            whole = tl.sum(decay, 0)
-            rounded = held.to(kind)
-            value -= tl.dot(solved, rounded, input_precision="ieee")
-            query_scale = _inverse_norm(query, L2_EPS, NORM) * scale * tl.exp(total)
-            made = tl.dot(query, rounded, input_precision="ieee") * query_scale[:, None]
-            made = tl.dot(seen, value.to(kind), made, input_precision="ieee")
-            tl.store(out + at[:, None] * DIM + column[None, :], made.to(out.dtype.element_ty), mask=mask)
-            value *= (_inverse_norm(key, L2_EPS, NORM) * tl.exp(whole - total))[:, None]
-            held = tl.dot(tl.trans(key), value.to(kind), held * tl.exp(whole), input_precision="ieee")
-            if saved >= 0:
-                tl.store(matrix + saved.to(tl.int64) * slot_stride, held, mask=is_inside)
-    tl.store(matrix + own, held, mask=is_inside)
+            held *= tl.exp(tl.where(num_seen > position, 0.0, tl.load(g + at)))
+            strength = tl.where(num_seen > position, 0.0, tl.load(beta + at))
+            delta = strength * (value - tl.sum(held * key[:, None], 0))
+            held += key[:, None] * delta[None, :]
+            made = tl.sum(held * query[:, None], 0) * scale
+            tl.store(out + at * DIM + column, made.to(out.dtype.element_ty), mask=is_column)
+            if chunks is not None:
+                saved = tl.load(chunks + tl.load(chunk_starts + row) * 4 + 3)
+            elif save_slots is not None:
+                saved = tl.load(save_slots + row)
+            else:
+                saved = -1
+            tl.store(matrix + tl.maximum(saved, 0).to(tl.int64) * slot_stride, held, mask=is_inside & (saved >= 0))
+        elif chunks is not None:
+            kind: tl.constexpr = values.dtype.element_ty
+            offset = tl.arange(0, CHUNK)
+            for entry in range(tl.load(chunk_starts + row), tl.load(chunk_starts + row + 1)):
+                first = tl.load(chunks + entry * 4 + 1)
+                inside = offset < tl.load(chunks + entry * 4 + 2)
+                saved = tl.load(chunks + entry * 4 + 3)
+                token = (first + offset).to(tl.int64)
+                at = token * HEADS + head
+                source = token[:, None] * key_stride + key_head + dim[None, :]
+                mask = inside[:, None] & is_dim[None, :]
+                query = tl.load(q + source, mask=mask, other=0.0)
+                key = tl.load(k + source, mask=mask, other=0.0)
+                solved = tl.load(keys + at[:, None] * KEY_DIM + dim[None, :], mask=mask, other=0.0)
+                mask = inside[:, None] & is_column[None, :]
+                value = tl.load(values + at[:, None] * DIM + column[None, :], mask=mask, other=0.0).to(tl.float32)
+                seen = tl.load(scores + at[:, None] * CHUNK + offset[None, :], mask=inside[:, None], other=0.0)
+                decay = tl.load(g + at, mask=inside & ((token != start) | (num_seen <= position)), other=0.0)
+                total = tl.cumsum(decay, 0)
+                whole = tl.sum(decay, 0)
+                rounded = held.to(kind)
+                value -= tl.dot(solved, rounded, input_precision="ieee")
+                query_scale = _inverse_norm(query, L2_EPS, NORM) * scale * tl.exp(total)
+                made = tl.dot(query, rounded, input_precision="ieee") * query_scale[:, None]
+                made = tl.dot(seen, value.to(kind), made, input_precision="ieee")
+                tl.store(out + at[:, None] * DIM + column[None, :], made.to(out.dtype.element_ty), mask=mask)
+                value *= (_inverse_norm(key, L2_EPS, NORM) * tl.exp(whole - total))[:, None]
+                held = tl.dot(tl.trans(key), value.to(kind), held * tl.exp(whole), input_precision="ieee")
+                if saved >= 0:
+                    tl.store(matrix + saved.to(tl.int64) * slot_stride, held, mask=is_inside)
+        tl.store(matrix + own, held, mask=is_inside & (num_tokens > 0))

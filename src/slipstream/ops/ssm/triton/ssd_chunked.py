@@ -20,6 +20,7 @@ import triton.language as tl
 from slipstream.cache_spec import STATE_CHUNK
 from slipstream.ops.paged_attention.triton.launch import device_limits
 from slipstream.ops.recurrent_steps import RecurrentSteps
+from slipstream.ops.recurrent_steps.triton import row_programs
 from slipstream.ops.ssm.reference import SsdWeights
 from slipstream.ops.ssm.triton.softplus import softplus
 
@@ -77,7 +78,8 @@ def scan_chunks(
     )
     num_rows = len(steps.slots)
     tile = choose_tile(head_dim, state_size, num_rows * num_heads, x.element_size(), x.device)
-    _pass_kernel[(num_rows, num_heads, triton.cdiv(head_dim, tile["BLOCK"]))](
+    blocks = triton.cdiv(head_dim, tile["BLOCK"])
+    _pass_kernel[(num_heads, blocks, row_programs(num_rows, num_heads * blocks, x.device))](
         x,
         b,
         c,
@@ -94,6 +96,7 @@ def scan_chunks(
         steps.chunks,
         steps.chunk_starts,
         num_tokens,
+        num_rows,
         x.stride(0),
         b.stride(0),
         c.stride(0),
@@ -187,8 +190,8 @@ def _factors_kernel(
     tl.store(target, seen.to(scores.dtype.element_ty), mask=inside[:, None])
 
 
-# grid: (rows, heads, blocks of a head)
-@triton.jit(do_not_specialize=["num_tokens"])
+# grid: (heads, blocks of a head, programs that take turns in rows); padding rows have no program
+@triton.jit(do_not_specialize=["num_tokens", "num_rows"])
 def _pass_kernel(
     x,
     b,
@@ -206,6 +209,7 @@ def _pass_kernel(
     chunks,
     chunk_starts,
     num_tokens,
+    num_rows,
     x_stride,
     b_stride,
     c_stride,
@@ -219,21 +223,17 @@ def _pass_kernel(
     DIM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row = tl.num_programs(0) - 1 - tl.program_id(0)  # the rows with many tokens come last and take longest
-    head = tl.program_id(1)
-    start = tl.load(starts + row)
-    end = tl.load(starts + row + 1)
-    if start == end:
+    num_entries = tl.load(chunk_starts + num_rows)
+    if num_entries == 0:
         return
-    dim = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    last_row = tl.load(chunks + (num_entries - 1) * 4)
+    head = tl.program_id(0)
+    dim = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     column = tl.arange(0, PADDED_STATE)
     is_dim = tl.full((BLOCK,), True, tl.int1) if DIM % BLOCK == 0 else dim < DIM
     is_column = tl.full((PADDED_STATE,), True, tl.int1) if STATE == PADDED_STATE else column < STATE
     is_cell = is_column[:, None] & is_dim[None, :]
     cells = (head * DIM + dim)[None, :] * STATE + column[:, None]
-    own = state + tl.load(slots + row).to(tl.int64) * slot_stride
-    begin = tl.load(first_positions + row)
-    held = tl.load(own + cells, mask=is_cell & (tl.load(seen_positions + row) > 0), other=0.0)
     skip = tl.load(d + head)
     sizes += head.to(tl.int64) * num_tokens
     totals += head.to(tl.int64) * num_tokens
@@ -242,53 +242,61 @@ def _pass_kernel(
     b += head // HEADS_OF_GROUP * STATE
     c += head // HEADS_OF_GROUP * STATE
     scores += head // HEADS_OF_GROUP * CHUNK
-    entry = tl.load(chunk_starts + row)
-    last = tl.load(chunk_starts + row + 1) - 1
+    # the rows with many tokens come last and take longest
+    for turn in range(tl.program_id(2), last_row + 1, tl.num_programs(2)):
+        row = last_row - turn
+        start = tl.load(starts + row)
+        end = tl.load(starts + row + 1)
+        own = state + tl.load(slots + row).to(tl.int64) * slot_stride
+        begin = tl.load(first_positions + row)
+        held = tl.load(own + cells, mask=is_cell & (tl.load(seen_positions + row) > 0), other=0.0)
+        entry = tl.load(chunk_starts + row)
+        last = tl.load(chunk_starts + row + 1) - 1
 
-    if end - start == 1:
-        token = start.to(tl.int64)
-        size = tl.load(sizes + token)
-        now = tl.load(x + token * x_stride + dim, mask=is_dim, other=0.0).to(tl.float32)
-        written = tl.load(b + token * b_stride + column, mask=is_column, other=0.0).to(tl.float32)
-        read = tl.load(c + token * c_stride + column, mask=is_column, other=0.0).to(tl.float32)
-        held = held * tl.exp2(tl.load(totals + token)) + written[:, None] * (size * now)[None, :]
-        made = tl.sum(held * read[:, None], 0) + skip * now
-        tl.store(out + token * (HEADS * DIM) + dim, made.to(out.dtype.element_ty), mask=is_dim)
-        saved = tl.load(chunks + entry * 4 + 3)
-        if saved >= 0:
-            tl.store(state + saved.to(tl.int64) * slot_stride + cells, held, mask=is_cell)
-    else:
-        kind: tl.constexpr = x.dtype.element_ty
-        SCORES: tl.constexpr = HEADS // HEADS_OF_GROUP * CHUNK
-        index = tl.arange(0, CHUNK)
-        saved = tl.load(chunks + entry * 4 + 3)
-        for first in range(start - begin % CHUNK, end, CHUNK):
-            following = tl.load(chunks + tl.minimum(entry + 1, last) * 4 + 3)
-            # addresses from tokens, not from indices: what all chunks share would be kept in registers
-            token = first + index
-            at = token.to(tl.int64)[:, None]
-            inside = (token >= start) & (token < end)
-            in_state = inside[:, None] & is_column[None, :]
-            in_head = inside[:, None] & is_dim[None, :]
-            read = tl.load(c + at * c_stride + column[None, :], mask=in_state, other=0.0)
-            written = tl.load(b + at * b_stride + column[None, :], mask=in_state, other=0.0)
-            now = tl.load(x + at * x_stride + dim[None, :], mask=in_head, other=0.0)
-            seen = tl.load(scores + at * SCORES + index[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
-            size = tl.load(sizes + token, mask=inside, other=0.0)
-            total = tl.load(totals + token, mask=inside, other=0.0)
-            whole = tl.load(totals + tl.minimum(first + CHUNK, end) - 1)
-
-            is_later = token[:, None] < token[None, :]
-            seen *= tl.exp2(tl.where(is_later, float("-inf"), total[:, None] - total[None, :])) * size[None, :]
-            seen = tl.where(token[:, None] > token[None, :], seen, seen + tl.where(is_later, 0.0, skip))
-            made = tl.dot(read, held.to(kind), input_precision=PRECISION) * tl.exp2(total)[:, None]
-            made = tl.dot(seen.to(kind), now, made, input_precision=PRECISION)
-            tl.store(out + at * (HEADS * DIM) + dim[None, :], made.to(out.dtype.element_ty), mask=in_head)
-            weighted = (now * (size * tl.exp2(whole - total))[:, None]).to(kind)
-            held = tl.dot(tl.trans(written), weighted, held * tl.exp2(whole), input_precision=PRECISION)
+        if end - start == 1:
+            token = start.to(tl.int64)
+            size = tl.load(sizes + token)
+            now = tl.load(x + token * x_stride + dim, mask=is_dim, other=0.0).to(tl.float32)
+            written = tl.load(b + token * b_stride + column, mask=is_column, other=0.0).to(tl.float32)
+            read = tl.load(c + token * c_stride + column, mask=is_column, other=0.0).to(tl.float32)
+            held = held * tl.exp2(tl.load(totals + token)) + written[:, None] * (size * now)[None, :]
+            made = tl.sum(held * read[:, None], 0) + skip * now
+            tl.store(out + token * (HEADS * DIM) + dim, made.to(out.dtype.element_ty), mask=is_dim)
+            saved = tl.load(chunks + entry * 4 + 3)
             if saved >= 0:
                 tl.store(state + saved.to(tl.int64) * slot_stride + cells, held, mask=is_cell)
-            saved = following
-            entry += 1
-    own = state + tl.load(slots + row).to(tl.int64) * slot_stride  # loaded again: registers are short in the loop
-    tl.store(own + cells, held, mask=is_cell)
+        else:
+            kind: tl.constexpr = x.dtype.element_ty
+            SCORES: tl.constexpr = HEADS // HEADS_OF_GROUP * CHUNK
+            index = tl.arange(0, CHUNK)
+            saved = tl.load(chunks + entry * 4 + 3)
+            for first in range(tl.where(start < end, start - begin % CHUNK, end), end, CHUNK):
+                following = tl.load(chunks + tl.minimum(entry + 1, last) * 4 + 3)
+                # addresses from tokens, not from indices: what all chunks share would be kept in registers
+                token = first + index
+                at = token.to(tl.int64)[:, None]
+                inside = (token >= start) & (token < end)
+                in_state = inside[:, None] & is_column[None, :]
+                in_head = inside[:, None] & is_dim[None, :]
+                read = tl.load(c + at * c_stride + column[None, :], mask=in_state, other=0.0)
+                written = tl.load(b + at * b_stride + column[None, :], mask=in_state, other=0.0)
+                now = tl.load(x + at * x_stride + dim[None, :], mask=in_head, other=0.0)
+                seen = tl.load(scores + at * SCORES + index[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
+                size = tl.load(sizes + token, mask=inside, other=0.0)
+                total = tl.load(totals + token, mask=inside, other=0.0)
+                whole = tl.load(totals + tl.minimum(first + CHUNK, end) - 1)
+
+                is_later = token[:, None] < token[None, :]
+                seen *= tl.exp2(tl.where(is_later, float("-inf"), total[:, None] - total[None, :])) * size[None, :]
+                seen = tl.where(token[:, None] > token[None, :], seen, seen + tl.where(is_later, 0.0, skip))
+                made = tl.dot(read, held.to(kind), input_precision=PRECISION) * tl.exp2(total)[:, None]
+                made = tl.dot(seen.to(kind), now, made, input_precision=PRECISION)
+                tl.store(out + at * (HEADS * DIM) + dim[None, :], made.to(out.dtype.element_ty), mask=in_head)
+                weighted = (now * (size * tl.exp2(whole - total))[:, None]).to(kind)
+                held = tl.dot(tl.trans(written), weighted, held * tl.exp2(whole), input_precision=PRECISION)
+                if saved >= 0:
+                    tl.store(state + saved.to(tl.int64) * slot_stride + cells, held, mask=is_cell)
+                saved = following
+                entry += 1
+        own = state + tl.load(slots + row).to(tl.int64) * slot_stride  # loaded again: registers are short in the loop
+        tl.store(own + cells, held, mask=is_cell & (start < end))

@@ -1,9 +1,14 @@
 """Input projections of Gated DeltaNet on the GPU: two GEMMs in turn, on two streams, or one fused GEMM.
 
     python benchmarks/gdn_projections.py [--tokens 1 16 64] [--hidden 2048] [--outputs 12288] [--gates 64]
+    python benchmarks/gdn_projections.py --model DIR [--load-format dummy] [--rows 1 16 256]    # decode steps
 
 The defaults are Qwen3-Next's: q, k, v and z have 12,288 outputs, b and a have 64. Times are medians of replayed graphs
 of all layers, each with its own weights, so that none is in the L2 cache.
+
+End to end, the time is the median between two tokens of a row, the best of --repeats runs with prompts of 128 tokens.
+"Sequential" runs the norm, then the GEMM for q, k, v and z, then that for b and a: by our own kernels, which start
+early (PDL), or by those of the library.
 """
 
 from __future__ import annotations
@@ -12,12 +17,15 @@ import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent / "ops"))
 from timing import replay_seconds
 
+from slipstream.nn.context import context_of
+from slipstream.nn.layers.delta_net import DeltaNet
 from slipstream.ops.delta_rule.projections import TWO_STREAMS, project_on_two_streams
 from slipstream.ops.linear import linear
 
@@ -56,13 +64,61 @@ def time_us(project: Project, x: torch.Tensor, layers: list[Rows]) -> float:
     return seconds * 1e6 / len(layers)
 
 
+def sequential_layer(multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
+    """In place of `DeltaNet.after_norm`: two GEMMs in turn after the norm."""
+
+    def after_norm(self: DeltaNet, norm: Any, x: Any, residual: Any, context: Any, last: Any = None) -> Any:
+        rows = self._weight_rows()
+        assert rows is not None, "sequential projections need unquantised weights"
+        normed, total = norm(x, residual)
+        mixed = self._mix(multiply(normed, rows[0]), multiply(normed, rows[1]), context, last)
+        return self.output(mixed, context_of(context, last)), total if last is None else last.of(total)
+
+    return after_norm
+
+
+def measure_steps(args: argparse.Namespace) -> None:
+    """Prints the time of a decode step of the model with each way."""
+    from slipstream.llm import LLM
+    from slipstream.serve.bench.measure import measure
+    from slipstream.serve.bench.workload import Workload
+    from slipstream.serve.cli.bench import bench_params
+
+    ways = {
+        "default": DeltaNet.after_norm,
+        "sequential": sequential_layer(linear),
+        "sequential, library": sequential_layer(torch.nn.functional.linear),
+    }
+    times: dict[str, list[float]] = {}
+    for way, after_norm in ways.items():
+        DeltaNet.after_norm = after_norm  # type: ignore[method-assign]
+        with LLM(args.model, load_format=args.load_format, skip_tokenizer_init=True, max_model_len="auto") as llm:
+            for rows in args.rows:
+                workload = Workload(num_prompts=rows, input_len=128, output_len=256)
+                trials = measure(llm, workload, bench_params(), repeats=args.repeats)
+                times.setdefault(way, []).append(min(trial.itl_ms.p50 for trial in trials if trial.itl_ms is not None))
+    print(f"{'rows':>8}" + "".join(f"{way:>22}" for way in ways) + "   ms per step, and what the default saves")
+    for index, rows in enumerate(args.rows):
+        default = times["default"][index]
+        cells = [f"{times[way][index]:.4f}" for way in ways]
+        cells[1:] = [f"{cell} ({1 - default / float(cell):.1%})" for cell in cells[1:]]
+        print(f"{rows:>8}" + "".join(f"{cell:>22}" for cell in cells))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 256, 1024, 4096])
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--outputs", type=int, default=12288)
     parser.add_argument("--gates", type=int, default=64)
+    parser.add_argument("--model", help="measure decode steps of this model")
+    parser.add_argument("--load-format", default="auto")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 256])
+    parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
+    if args.model is not None:
+        measure_steps(args)
+        return
     if not torch.cuda.is_available():
         print("this benchmark needs a CUDA GPU")
         return

@@ -175,7 +175,16 @@ def quantized() -> dict[str, Callable[[], Any]]:
         sums = get("quantized.fp8_linear_add")(half(1, 512), rows, half(1, 64), half(64), 1e-6)
         get("quantized.fp8_linear_unnormalized")(sums, matrix._replace(scale=torch.rand(32, 1)), None, None)
 
+    def joined() -> None:
+        shapes = (64, 1024), (128, 64), (64, 1024), (64, 64)
+        gemms = [
+            QuantizedMatrix(half(*shape).to(torch.float8_e4m3fn), torch.rand(shape[0], 1), None) for shape in shapes
+        ]
+        layer = get("quantized.layer_gemms.LayerGemms")(*gemms, half(64), 1e-6, half(64), 1e-6)
+        get("quantized.triton.layer.launch_layer")(half(1, 1024), half(1, 64), layer, "silu", ints(1))
+
     return {
+        "GEMMs between attentions": joined,
         "streamed quantised GEMM": lambda: get("quantized.triton.stream.stream_gemm")(half(ROWS, 512), rows, half(64)),
         "streamed quantised GEMM split": lambda: get("quantized.triton.stream.stream_gemm")(
             half(ROWS, 512), rows, None, "silu", tile

@@ -30,6 +30,7 @@ from slipstream.ops.linear import (
 )
 from slipstream.ops.linear.unnormalized import Chain, Unnormalized
 from slipstream.ops.norm import add_rms_norm, rms_norm
+from slipstream.ops.quantized.matrix import QuantizedMatrix
 from slipstream.ops.weight_rows import WeightRows, dense_rows
 
 
@@ -101,6 +102,11 @@ class Weight(nn.Module, ABC):
 
     is_row_wise = True
     """Whether every checkpoint tensor has one line per row of the weight, so that rows can be reordered or divided."""
+
+    @property
+    def layer_matrix(self) -> QuantizedMatrix | None:
+        """The matrix that a kernel of several GEMMs reads; None: this weight has its own kernels only."""
+        return None
 
     can_chain = False
     """Whether chains may use the three methods below. The defaults are correct but slow."""

@@ -17,6 +17,7 @@ from hand_cache import one_group
 from hand_load import load
 from slipstream.config.rope_info import RopeInfo
 from slipstream.nn.batch_invariant import BatchInvariant
+from slipstream.nn.blocks import cuda_chain
 from slipstream.nn.blocks.cuda_chain import CudaChain
 from slipstream.nn.context import BatchView, ForwardContext
 from slipstream.nn.layers.linear import Linear
@@ -24,12 +25,15 @@ from slipstream.nn.layers.norm import RMSNorm
 from slipstream.nn.models.decoder import Decoder
 from slipstream.nn.models.decoder_shape import DecoderShape, RopeShape
 from slipstream.nn.shapes import AttentionShape, LayerShape, MlpShape, NormShape
-from slipstream.nn.weight_format import Unquantized
+from slipstream.nn.weight_format import Unquantized, UnquantizedWeight
 from slipstream.ops.activation import silu_and_mul
-from slipstream.ops.linear import chain_for
+from slipstream.ops.linear import Activation, chain_for
 from slipstream.ops.linear.unnormalized import Unnormalized
 from slipstream.ops.lora import LoraTiles, LoraWeights
 from slipstream.ops.lora.tiles import make_blocks, make_tiles, num_counters, tile_size
+from slipstream.ops.norm import rms_norm
+from slipstream.ops.quantized import QuantizedMatrix
+from slipstream.ops.quantized.layer_gemms import LayerGemms
 from tiny import write_tiny
 
 PROMPTS = {"a": [5, 9, 33, 2, 71], "b": list(range(3, 40)), "c": [8]}
@@ -82,6 +86,43 @@ def test_a_chain_returns_the_inputs_of_tapped_layers(calls: list[bool], tmp_path
     assert calls == [True]
     theirs = HandRunner(one_by_one(model), torch.float64).run({"a": PROMPTS["b"]})["a"]
     assert mine.shape[-1] == 4 * model.shape.hidden_size
+    torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
+
+
+def test_one_kernel_may_compute_the_products_between_two_attentions(
+    calls: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of steps of one row. Here it is plain torch, with float64 weights as a quantised matrix of scale 1."""
+    rows: list[int] = []
+
+    def multiply(
+        x: torch.Tensor, residual: torch.Tensor, gemms: LayerGemms, activation: Activation, barrier: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        rows.append(len(x))
+        assert barrier is chain.barrier
+        o, gate_up, down, next_qkv = (matrix.values for matrix in gemms[:4])
+        total = residual + x @ o.t()
+        total = total + activation(rms_norm(total, gemms.feed_norm, gemms.feed_eps) @ gate_up.t()) @ down.t()
+        return rms_norm(total, gemms.next_norm, gemms.next_eps) @ next_qkv.t(), total
+
+    def as_matrix(weight: UnquantizedWeight) -> QuantizedMatrix:
+        return QuantizedMatrix(weight.data, torch.ones(len(weight.data), 1), None)
+
+    monkeypatch.setattr(UnquantizedWeight, "layer_matrix", property(as_matrix))
+    monkeypatch.setattr(cuda_chain, "joins_gemms", lambda x, gemms, activation: len(x) == 1)
+    monkeypatch.setattr(cuda_chain, "multiply_layer", multiply)
+    model = load(write_tiny(tmp_path, "llama", num_hidden_layers=4), torch.float64)
+    model.tap((0, 2, 3))
+    model.logits = lambda hidden: hidden  # type: ignore[method-assign]
+    chain = CudaChain.of(list(model.layers), model.norm, model.taps)
+    assert chain is not None and chain.barrier is None
+    chain.barrier = torch.zeros(1, dtype=torch.int32)
+    model.implementations = (chain,)
+    runner = HandRunner(model, torch.float64)
+    mine = [runner.run({"a": ids})["a"] for ids in ([5, 9, 33], [7])]
+    assert calls == [True, True] and rows == [1, 1, 1]  # of the second step, between four attentions
+    runner = HandRunner(one_by_one(model), torch.float64)
+    theirs = [runner.run({"a": ids})["a"] for ids in ([5, 9, 33], [7])]
     torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
 
 

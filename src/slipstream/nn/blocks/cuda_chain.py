@@ -1,7 +1,8 @@
 """CudaChain: the layers of a decoder as a chain of products that add the residual themselves, on CUDA.
 
-In small steps on Hopper the norms have no kernel of their own either: see `ops/linear/unnormalized.py`. Steps for which
-no chain is faster, and large steps with adapters, run by the reference.
+In small steps on Hopper the norms have no kernel of their own either: see `ops/linear/unnormalized.py`. One kernel may
+have all GEMMs between two attentions of a single row: see `ops/quantized/layer.py`. Steps for which no chain is faster,
+and large steps with adapters, run by the reference.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ from slipstream.nn.blocks.block import DecoderBlock, SublayerParts
 from slipstream.nn.context import ForwardContext
 from slipstream.nn.layers.norm import RMSNorm
 from slipstream.nn.shapes import tail_of
+from slipstream.ops.linear import Activation
 from slipstream.ops.linear.unnormalized import Chain
+from slipstream.ops.quantized.layer import claim_barrier, joins_gemms, multiply_layer
+from slipstream.ops.quantized.layer_gemms import LayerGemms
 
 
 class CudaChain:
@@ -31,6 +35,10 @@ class CudaChain:
         # weights of equal shape use the same kernel: check one per shape
         linears = [linear for part in self.parts for linear in (part.products.first, part.products.last)]
         self.linears = list({(linear.num_outputs, linear.num_inputs): linear for linear in linears}.values())
+        layers = filter(None, map(self.layer_gemms, range(len(self.parts))))
+        has_layers = any(gemms.fits and gemms.are_fp8 for gemms, _ in layers)
+        # None too if another model of this device has it
+        self.barrier = claim_barrier(norm.weight.device, norm) if has_layers else None
 
     @classmethod
     def of(cls, blocks: Sequence[DecoderBlock], norm: RMSNorm, taps: Sequence[int] = ()) -> CudaChain | None:
@@ -52,7 +60,8 @@ class CudaChain:
         part = self.parts[0]
         inputs = {0: x.clone()} if 0 in self.taps else {}
         made, total = part.products.first.after_norm(part.norm, x, None, context, part.products.activation)
-        for index, following in enumerate([*self.parts[1:], None]):
+        index = 0
+        while True:
             mix = part.products.mix
             if mix is not None and index == self.last_block and context.only_last and chain == "library":
                 last = context.last_tokens()  # the library's products take any number of rows
@@ -60,18 +69,50 @@ class CudaChain:
                 made = mix(made, context, last)
             if last is not None and index == self.last_block:
                 total = last.of(total)
-            if following is None:
+            if index + 1 == len(self.parts):
                 break
-            sums = part.products.last.add_to(total, made, following.norm, chain, context)
-            part, total = following, sums.total
-            if index + 1 in self.taps:
-                inputs[index + 1] = total.clone()  # the next sum may be written to the same memory
-            made = part.products.first.after_unnormalized(sums, context, part.products.activation)
+            joined = self.join(index, made, context)
+            if joined is not None:
+                assert self.barrier is not None
+                made, total = multiply_layer(made, total, *joined, self.barrier)
+                index += 2
+                part = self.parts[index]
+            else:
+                index += 1
+                sums = part.products.last.add_to(total, made, self.parts[index].norm, chain, context)
+                part, total = self.parts[index], sums.total
+            if index in self.taps:
+                inputs[index] = total.clone()  # the next sum may be written to the same memory
+            if joined is None:
+                made = part.products.first.after_unnormalized(sums, context, part.products.activation)
         out: torch.Tensor = self.norm(part.products.last(made, context), total)[0]
         if self.taps:
             assert not context.only_last, "a model with taps returns all tokens"
             return torch.cat([out, *(inputs[index] for index in self.taps)], 1)
         return out.index_select(0, context.last_indices()) if context.only_last and last is None else out
+
+    def join(self, index: int, x: torch.Tensor, context: ForwardContext) -> tuple[LayerGemms, Activation] | None:
+        """`layer_gemms`, if one kernel computes them for x."""
+        found = None if self.barrier is None or context.batch.lora is not None else self.layer_gemms(index)
+        return found if found is not None and joins_gemms(x, *found) else None
+
+    def layer_gemms(self, index: int) -> tuple[LayerGemms, Activation] | None:
+        """The last GEMM of an attention, the next sublayer's two, and the first of the attention after it, with the
+        activation between; None if these sublayers are others, or weights have kernels of their own only."""
+        if index + 2 >= len(self.parts):
+            return None
+        own, feed, following = self.parts[index : index + 3]
+        activation = feed.products.activation
+        has_bias = feed.products.first.bias is not None or following.products.first.bias is not None
+        is_layer = own.products.mix is not None and feed.products.mix is None and following.products.mix is not None
+        if has_bias or not is_layer or activation is None:
+            return None
+        linears = (own.products.last, feed.products.first, feed.products.last, following.products.first)
+        o, gate_up, down, next_qkv = (linear.weight.layer_matrix for linear in linears)
+        if o is None or gate_up is None or down is None or next_qkv is None:
+            return None
+        norms = (feed.norm.weight, feed.norm.eps, following.norm.weight, following.norm.eps)
+        return LayerGemms(o, gate_up, down, next_qkv, *norms), activation
 
     def choose(self, x: torch.Tensor) -> Chain:
         """The fastest kind of chain that all weights offer for an input of this size; "" for none."""

@@ -124,6 +124,10 @@ class QuantizedWeight(Weight):
         is_fp4 = self.format.quantization.method == "mxfp4"
         return QuantizedMatrix(self.values, self.scale, self.zeros, zero, None, self.codebook, is_fp4, self.words)
 
+    @property
+    def layer_matrix(self) -> QuantizedMatrix | None:
+        return self.matrix if self.can_chain and not self._runs else None
+
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return self._multiply(x, bias, None)
 

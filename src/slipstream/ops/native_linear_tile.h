@@ -8,13 +8,18 @@
 #endif
 
 // One register tile. Callers pass constants for `rows` and `tokens`, so that the loops unroll. `ahead`: the weight rows
-// of the next tile, which are prefetched; with several streams at once hardware prefetches too little.
+// of the next tile, adjacent in memory, which are prefetched from end to end; with several streams at once hardware
+// prefetches too little.
 SLIP_INLINE void TILE_NAME(int rows, int tokens, const WEIGHT *weight, const WEIGHT *ahead, const float *x, int64_t size,
                            float *out, int64_t out_stride) {
     Vector total[MAX_ROWS][MAX_TOKENS][LANES] = {0};
     int64_t i = 0;
     for (; i + WIDTH * LANES <= size; i += WIDTH * LANES) {
-        for (int r = 0; r < rows; r++) PREFETCH(ahead + r * size + i);
+#ifdef PREFETCH
+#pragma GCC unroll 4
+        for (int64_t byte = 0; byte < (int64_t)(rows * WIDTH * LANES * sizeof(WEIGHT)); byte += 64)
+            PREFETCH((const char *)(ahead + rows * i) + byte);
+#endif
         for (int l = 0; l < LANES; l++) {
             Vector w[MAX_ROWS];
             for (int r = 0; r < rows; r++) w[r] = LOAD_VECTOR(weight + r * size + i + l * WIDTH);
@@ -55,12 +60,12 @@ SLIP_INLINE void TILE_NAME(int rows, int tokens, const WEIGHT *weight, const WEI
 }
 
 // `rows` and `tokens` from row n and token t on
-#define TILE(rows, tokens, t)                                                                                    \
-    TILE_NAME(rows, tokens, weight + n * size, n + 2 * (rows) <= last ? weight + (n + (rows)) * size : weight + n * size, \
+#define TILE(rows, tokens, t)                                                                               \
+    TILE_NAME(rows, tokens, weight + n * size, n + 2 * (rows) <= last ? weight + (n + (rows)) * size : next, \
               x + (t) * size, size, out + (t) * out_stride + n, out_stride)
 
 static SLIP_PART void ROWS_NAME(const float *x, const WEIGHT *weight, float *out, int64_t num_tokens, int64_t size,
-                                int64_t out_stride, int64_t first, int64_t last) {
+                                int64_t out_stride, int64_t first, int64_t last, const WEIGHT *next) {
     int64_t n = first;
     for (; num_tokens >= 4 && n + 3 <= last; n += 3) {
         int64_t t = 0;

@@ -70,8 +70,14 @@ SLIP_PART void slip_low_bit_rows(const SlipActivations *x, const uint8_t *weight
                        const uint16_t *offsets, float *out, int64_t layout, int64_t num_tokens, int64_t groups,
                        int64_t out_stride, int64_t first, int64_t last);
 
-// weight rows [first, last) of a GEMM with weights of SLIP_FLOAT32 or SLIP_BFLOAT16; out [tokens, out_stride]
+// the address of a row of weights of SLIP_FLOAT32 or SLIP_BFLOAT16
+static inline const void *slip_plain_row(const void *weight, int64_t layout, int64_t row, int64_t size) {
+    return (const char *)weight + row * size * (layout == SLIP_BFLOAT16 ? 2 : 4);
+}
+
+// weight rows [first, last) of a GEMM with weights of SLIP_FLOAT32 or SLIP_BFLOAT16; out [tokens, out_stride]. next: the
+// weights that this thread reads after them, for prefetching
 SLIP_PART void slip_plain_rows(const float *x, const void *weight, float *out, int64_t layout, int64_t num_tokens,
-                     int64_t size, int64_t out_stride, int64_t first, int64_t last);
+                     int64_t size, int64_t out_stride, int64_t first, int64_t last, const void *next);
 
 #endif

@@ -85,6 +85,29 @@ def test_low_bit_weights_too(
             assert mine[name].equal(theirs[name]), "both ways run the same C code"
 
 
+@pytest.mark.parametrize("threads", [1, 3])
+def test_merged_parts_of_several_kinds(
+    threads: int, compiled: None, calls: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GEMM with runs of rows, each of several work items, with and without low-bit weights."""
+    kinds = gguf.GGMLQuantizationType
+    others = {"attn_k": kinds.F32, "ffn_up": kinds.Q8_0, "attn_q": kinds.BF16}
+    folder = write_tiny(tmp_path, "qwen2", intermediate_size=224)  # with a bias
+    model = load(write_gguf(folder, kinds.Q4_0, others=others), dequantize=False)
+    assert len(model.layers[0].mlp.gate_up.weight.runs) == 2
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        _, found = steps(model)
+        _, expected = one_by_one(model, monkeypatch)
+    finally:
+        torch.set_num_threads(before)
+    assert all(calls[len(PROMPTS) : len(PROMPTS) + len(NEXT)])
+    for mine, theirs in zip(found, expected, strict=True):
+        for name in mine:
+            assert mine[name].equal(theirs[name]), "both ways run the same C code"
+
+
 def test_a_rows_result_is_its_own(compiled: None, calls: list[bool], tmp_path: Path) -> None:
     model = load(write_tiny(tmp_path, "llama"))
     _, together = steps(model)

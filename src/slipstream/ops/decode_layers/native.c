@@ -3,7 +3,8 @@
 //
 // Threads take work items of a part until none is left, and go on when all items are done. They wait for items, not for
 // threads: a thread whose core another program occupies delays the others only if it has an unfinished item. When it
-// runs again, it passes the parts that are done. A thread that waits yields its core after some spins.
+// runs again, it passes the parts that are done. A thread that waits yields its core after some spins. In GEMMs a thread
+// takes its next item before it computes the current one, at whose end it prefetches the weights of the next.
 //
 // With one row the parts between the GEMMs are smaller than the wait: every thread computes them for itself, in memory
 // of its own, and a layer has 5 waits instead of 10. A late thread may then read inputs of a part while others already
@@ -138,36 +139,54 @@ static int64_t low_bit_piece(int64_t team) {
 #endif
 }
 
-// weight rows [first, last) of a run; out, bias: of its first row
-static void multiply_rows(const Step *step, const Product *product, const Run *run, const float *x, const float *bias,
-                          float *out, int64_t first, int64_t last) {
-    int64_t stride = product->num_rows, size = product->num_columns;
+typedef struct {  // a work item of a GEMM
+    const Run *run;
+    int64_t row, num_rows;  // of the run
+    int64_t before;         // weight rows of the product before the run
+} Item;
+
+// Item number `number`. The run is that of `item`, which has a lower number, or a later one.
+static Item find_item(const Step *step, Item item, int64_t number, int64_t *first) {
+    int64_t size = rows_of_item(step, item.run);
+    while ((number - *first) * size >= item.run->num_rows) {
+        *first += (item.run->num_rows + size - 1) / size;
+        item.before += item.run->num_rows;
+        size = rows_of_item(step, ++item.run);
+    }
+    item.row = (number - *first) * size;
+    item.num_rows = item.run->num_rows - item.row < size ? item.run->num_rows - item.row : size;
+    return item;
+}
+
+// next: the item that this thread computes after it
+static void multiply_rows(const Step *step, const Product *product, const Item *item, const Item *next, const float *x,
+                          float *out) {
+    const Run *run = item->run;
+    int64_t stride = product->num_rows, size = product->num_columns, first = item->row, last = first + item->num_rows;
+    out += item->before;
     if (run->layout == SLIP_FLOAT32 || run->layout == SLIP_BFLOAT16)
-        slip_plain_rows(x, run->numbers, out, run->layout, step->num_rows, size, stride, first, last);
+        slip_plain_rows(x, run->numbers, out, run->layout, step->num_rows, size, stride, first, last,
+                        slip_plain_row(next->run->numbers, next->run->layout, next->row, size));
     else
         slip_low_bit_rows(step->space.activations, run->numbers, run->scales, run->offsets, out, run->layout,
                           step->num_rows, size / SLIP_BLOCK, stride, first, last);
-    if (bias)
+    if (product->bias)
         for (int64_t t = 0; t < step->num_rows; t++)
-            for (int64_t n = first; n < last; n++) out[t * stride + n] += bias[n];
+            for (int64_t n = first; n < last; n++) out[t * stride + n] += product->bias[item->before + n];
 }
 
 static void multiply(Step *step, const Product *product, const float *x, float *out) {
-    int64_t count = 0, mine = 0, item;
+    int64_t count = 0, mine = 0, number, first = 0;  // first: number of the first item of a run
     for (int64_t r = 0; r < product->num_runs; r++)
         count += (product->runs[r].num_rows + rows_of_item(step, &product->runs[r]) - 1) / rows_of_item(step, &product->runs[r]);
-    const Run *run = product->runs;
-    int64_t first_row = 0, first_item = 0;
-    for (; take_item(step, count, &item); mine++) {
-        int64_t size = rows_of_item(step, run);
-        while ((item - first_item) * size >= run->num_rows) {
-            first_item += (run->num_rows + size - 1) / size;
-            first_row += run->num_rows;
-            size = rows_of_item(step, ++run);
-        }
-        int64_t first = (item - first_item) * size;
-        multiply_rows(step, product, run, x, product->bias ? product->bias + first_row : 0, out + first_row, first,
-                      first + size < run->num_rows ? first + size : run->num_rows);
+    Item item = {product->runs, 0, 0, 0}, next;
+    int is_left = take_item(step, count, &number);
+    if (is_left) next = find_item(step, item, number, &first);
+    for (; is_left; mine++) {
+        item = next;
+        is_left = take_item(step, count, &number);
+        if (is_left) next = find_item(step, item, number, &first);
+        multiply_rows(step, product, &item, &next, x, out);
     }
     finish_part(step, mine, count);
 }

@@ -21,7 +21,6 @@
 #define PREFETCH(address) __builtin_prefetch(address, 0, 2)  // into L2
 #else
 #define LANES 2
-#define PREFETCH(address) ((void)0)
 #endif
 #ifdef __AVX2__
 #define MAX_ROWS 4
@@ -63,11 +62,11 @@ static inline float widen(uint16_t half) {
 #include "../native_linear_tile.h"
 
 void slip_plain_rows(const float *x, const void *weight, float *out, int64_t layout, int64_t num_tokens, int64_t size,
-                     int64_t out_stride, int64_t first, int64_t last) {
+                     int64_t out_stride, int64_t first, int64_t last, const void *next) {
     if (layout == SLIP_BFLOAT16)
-        multiply_bfloat16_rows(x, weight, out, num_tokens, size, out_stride, first, last);
+        multiply_bfloat16_rows(x, weight, out, num_tokens, size, out_stride, first, last, next);
     else
-        multiply_float32_rows(x, weight, out, num_tokens, size, out_stride, first, last);
+        multiply_float32_rows(x, weight, out, num_tokens, size, out_stride, first, last, next);
 }
 
 #if defined(__AVX512BW__) && defined(__AVX512DQ__) && (defined(__AMX_BF16__) || defined(SLIP_AMX_EMULATED))
@@ -99,9 +98,11 @@ int64_t slip_gemm(const float *x, const void *weight, float *out, int64_t layout
 void slip_skinny_gemm(const float *x, const void *weight, float *out, int64_t layout, int64_t num_tokens,
                       int64_t num_rows, int64_t size) {
 #pragma omp parallel for schedule(dynamic, 4) if (num_rows * size > 16384) num_threads(slip_team_size(num_tokens))
-    for (int64_t n = 0; n < num_rows; n += PIECE)
+    for (int64_t n = 0; n < num_rows; n += PIECE) {
+        int64_t last = n + PIECE < num_rows ? n + PIECE : num_rows;
+        const void *next = slip_plain_row(weight, layout, last < num_rows ? last : n, size);
         for (int64_t t = 0; t < num_tokens; t += TOKENS)
             slip_plain_rows(x + t * size, weight, out + t * num_rows, layout,
-                            num_tokens - t < TOKENS ? num_tokens - t : TOKENS, size, num_rows, n,
-                            n + PIECE < num_rows ? n + PIECE : num_rows);
+                            num_tokens - t < TOKENS ? num_tokens - t : TOKENS, size, num_rows, n, last, next);
+    }
 }

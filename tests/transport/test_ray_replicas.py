@@ -90,19 +90,19 @@ def test_each_replica_sees_the_gpu_that_ray_gave_it(monkeypatch):
         try:
             await replicas._reserve(0)
             await replicas._reserve(1)
-            places = await replicas.places(0) + await replicas.places(1)
+            locations = await replicas.locations(0) + await replicas.locations(1)
             monkeypatch.setattr(ray_replicas, "FIRST_WAIT_SECONDS", 0.2)
             with pytest.raises(EngineDead) as too_few:
                 await replicas._reserve(2)
-            return places, str(too_few.value)
+            return locations, str(too_few.value)
         finally:
             await replicas.close()
 
     try:
         replicas = RayReplicas([make_options(distributed_executor_backend="ray", data_parallel_size=3)])
         assert replicas._environment["NCCL_DEBUG"] == "WARN"
-        places, error = asyncio.run(reserve(replicas))
-        assert sorted(place.partition(" ")[2] for place in places) == ["(GPU 4)", "(GPU 6)"]
+        locations, error = asyncio.run(reserve(replicas))
+        assert sorted(location.partition(" ")[2] for location in locations) == ["(GPU 4)", "(GPU 6)"]
         assert error == (
             "replica 2 needs 1 times 1 GPU, 1 CPU, and the Ray cluster has no room for it (2 GPU, 3 CPU in all); "
             "add nodes, or lower data_parallel_size"

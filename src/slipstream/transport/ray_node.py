@@ -28,7 +28,7 @@ class NodeProcess:
         if gpus := _given_gpus():
             os.environ[_GPUS] = gpus
 
-    def place(self) -> str:
+    def location(self) -> str:
         """The node, and the GPU that processes of this actor see."""
         from ray.util import get_node_ip_address
 
@@ -71,8 +71,8 @@ class NodeProcess:
 
 
 def _given_gpus() -> str:
-    """The GPUs that Ray has given to this actor, as CUDA_VISIBLE_DEVICES. Ray sets it too, unless it was told not to
-    (RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES)."""
+    """The GPUs that Ray has given to this actor, as CUDA_VISIBLE_DEVICES. Ray sets it too, unless the user
+    forbids it (RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES)."""
     import ray
 
     return ",".join(ray.get_runtime_context().get_accelerator_ids()["GPU"])

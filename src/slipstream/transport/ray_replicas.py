@@ -92,7 +92,7 @@ class RayReplicas:
             start = msgspec.json.encode(CoreStart(self._options))
             ours = listener.getsockname()[:2]
             try:
-                status.info("replica %d runs on %s", index, ", ".join(await self.places(index)))
+                status.info("replica %d runs on %s", index, ", ".join(await self.locations(index)))
                 core, *others = reserved.actors
                 address = await self._result(
                     core.start_core.remote(start, ours, secret, self._environment, self._num_ranks)
@@ -138,7 +138,7 @@ class RayReplicas:
         while not await asyncio.to_thread(group.wait, turn):
             num_turns += 1
             if is_first and num_turns * turn >= FIRST_WAIT_SECONDS:
-                raise EngineDead(f"{await asyncio.to_thread(self._no_room, index)}; add nodes, or {self._way_out()}")
+                raise EngineDead(f"{await asyncio.to_thread(self._no_room, index)}; add nodes, or {self._advice()}")
             if num_turns % _TURNS_PER_WARNING == 1:
                 status.warning("%s; it waits for a node", await asyncio.to_thread(self._no_room, index))
         self._was_reserved.add(index)
@@ -149,17 +149,17 @@ class RayReplicas:
             reserved.actors.append(actor.options(scheduling_strategy=where, max_restarts=0, **num).remote())
         return reserved
 
-    async def places(self, index: int) -> list[str]:
+    async def locations(self, index: int) -> list[str]:
         """The node, and the GPU if it has one, of each rank of a replica."""
         actors = self._reserved[index].actors
-        return list(await asyncio.gather(*(self._result(actor.place.remote()) for actor in actors)))
+        return list(await asyncio.gather(*(self._result(actor.location.remote()) for actor in actors)))
 
     def _no_room(self, index: int) -> str:
         needed = f"{self._num_ranks} times {_resources(self._bundle)}"
         there = _resources(self._ray.cluster_resources())
         return f"replica {index} needs {needed}, and the Ray cluster has no room for it ({there} in all)"
 
-    def _way_out(self) -> str:
+    def _advice(self) -> str:
         names = [
             ("tensor_parallel_size", self._num_ranks > 1),
             ("data_parallel_size", self.count > 1),

@@ -1,10 +1,13 @@
 """N-gram drafts on real text: tokens per second with and without them, by kind of text, one request at a time.
 
-    python benchmarks/drafts_text.py [--model MODEL] [--num-drafts 4] [--output-len 128] [--repeats 2]
+    python benchmarks/drafts_text.py [--model MODEL] [--method suffix] [--num-drafts 4] [--output-len 128] [--repeats 2]
+                                     [--step-times]
 
 Without --model it runs the embedded SmolLM2-135M-Instruct, on a CPU or a GPU. Both kinds of run use one engine, in
 turns, greedy. The tokens with drafts are compared with those without, and a difference is an error: on a GPU choose
 --deterministic or --dtype float32, since near-ties in bfloat16 are decided by the rounding of a step's GEMM kernels.
+With --step-times the prompts run once more without drafts, with an adaptive number and with a fixed one, and a table
+has the median times of their steps on the device and on the host.
 """
 
 from __future__ import annotations
@@ -12,8 +15,12 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections import defaultdict
+from collections.abc import Callable
+from statistics import median
 
 from slipstream import LLM, SamplingParams
+from slipstream.engine.step_log import StepLog, stop
 from slipstream.errors import SlipstreamError
 from slipstream.serve.cli.flags import add_engine_flags, engine_options
 
@@ -82,17 +89,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
+    parser.add_argument("--method", choices=("ngram", "suffix"), default="ngram", help="(default: ngram)")
     parser.add_argument("--num-drafts", type=int, default=4, metavar="K", help="drafts per row and step (default: 4)")
     parser.add_argument("--output-len", type=int, default=128, metavar="N", help="tokens per answer (default: 128)")
     parser.add_argument(
         "--repeats", type=int, default=2, metavar="N", help="runs per kind, the best counts (default: 2)"
     )
+    parser.add_argument("--step-times", action="store_true", help="also measure steps by their number of drafts")
     add_engine_flags(parser, leave_out=("drafts", "speculative_config"))
     parser.add_argument("--cpu-time", action="store_true", help="CPU time instead of time, where other programs run")
     args = parser.parse_args()
     try:
         options = {"max_model_len": 2048, "max_num_seqs": 4, "enable_prefix_caching": False} | engine_options(args)
-        with LLM(**options, drafts=f"ngram:{args.num_drafts}", use_tqdm_on_load=False) as llm:
+        with LLM(**options, drafts=f"{args.method}:{args.num_drafts}", use_tqdm_on_load=False) as llm:
             return compare(llm, args)
     except SlipstreamError as error:
         print(f"benchmarks/drafts_text.py: {error}", file=sys.stderr)
@@ -100,31 +109,37 @@ def main() -> int:
 
 
 def compare(llm: LLM, args: argparse.Namespace) -> int:
-    planner = llm.core.scheduler.drafts
+    core = llm.core
+    planner = core.scheduler.drafts
     adaptive, counts = planner.length, planner.counts
     clock = time.process_time if args.cpu_time else time.perf_counter
     params = SamplingParams(temperature=0, max_tokens=args.output_len, ignore_eos=True)
 
-    def run(prompt: str, *, with_drafts: bool) -> tuple[list[int], float]:
+    def run(prompt: str, *, with_drafts: bool, adapts: bool = True) -> tuple[list[int], float]:
         """Tokens and seconds of one answer."""
-        planner.length = adaptive if with_drafts else None
+        planner.length = adaptive if with_drafts and adapts else None
         planner.num_drafts = planner.num_proposed = args.num_drafts if with_drafts else 0
         begin = clock()
         result = llm.chat([{"role": "user", "content": prompt}], params, use_tqdm=False)[0]
         return list(result.outputs[0].token_ids), clock() - begin
 
     run(TASKS["free text"][0], with_drafts=True)  # compiles and captures
-    print(f"{'kind of text':<14}{'none':>10}{'n-gram':>10}{'gain':>8}{'accepted':>10}{'tokens':>10}", flush=True)
+    print(
+        f"{'kind of text':<14}{'none':>10}{args.method:>10}{'gain':>8}{'accepted':>10}{'per step':>10}{'tokens':>10}",
+        flush=True,
+    )
     num_different = 0
     for kind, prompts in TASKS.items():
         seconds, num_tokens, same = [0.0, 0.0], 0, True
-        drafted, accepted = counts.num_drafts, counts.num_accepted
+        drafted, accepted, num_steps = counts.num_drafts, counts.num_accepted, 0
         for prompt in prompts:
             best = [float("inf"), float("inf")]
             answers: list[list[int]] = []
             for _ in range(args.repeats):
                 for index in (0, 1):
+                    before = core.num_steps
                     tokens, took = run(prompt, with_drafts=index == 1)
+                    num_steps += (core.num_steps - before) * index
                     best[index] = min(best[index], took)
                     answers.append(tokens)
             same &= all(tokens == answers[0] for tokens in answers)
@@ -133,11 +148,37 @@ def compare(llm: LLM, args: argparse.Namespace) -> int:
         none, ngram = (num_tokens / own for own in seconds)
         num = counts.num_drafts - drafted
         share = f"{(counts.num_accepted - accepted) / num:>10.0%}" if num else f"{'':>10}"
+        per_step = args.repeats * num_tokens / num_steps
         print(
-            f"{kind:<14}{none:>10.1f}{ngram:>10.1f}{ngram / none - 1:>+8.0%}{share}{'equal' if same else 'DIFFER':>10}"
+            f"{kind:<14}{none:>10.1f}{ngram:>10.1f}{ngram / none - 1:>+8.0%}{share}{per_step:>10.2f}"
+            f"{'equal' if same else 'DIFFER':>10}",
+            flush=True,
         )
         num_different += not same
+    if args.step_times:
+        print(f"{'':<10}{'drafts':>8}{'steps':>8}{'device us':>12}{'idle us':>12}{'host us':>12}")
+        prompts = [prompt for own in TASKS.values() for prompt in own]
+        show_steps(llm, "none", lambda: [run(prompt, with_drafts=False) for prompt in prompts])
+        show_steps(llm, "adaptive", lambda: [run(prompt, with_drafts=True) for prompt in prompts])
+        show_steps(llm, "fixed", lambda: [run(prompt, with_drafts=True, adapts=False) for prompt in prompts])
     return 1 if num_different else 0
+
+
+def show_steps(llm: LLM, name: str, run: Callable[[], object]) -> None:
+    """Prints medians by number of drafts: time on the device, idle time of the device before the step, time of the
+    host."""
+    cores = {name: llm.core}
+    log = StepLog(cores)
+    run()
+    llm.core.drain()
+    stop(cores)
+    found = defaultdict(list)
+    for step in log.steps:
+        if not step.prefill_tokens:
+            found[step.drafts].append((step.end - step.start, step.gap, step.host))
+    for drafts, times in sorted(found.items()):
+        device, idle, host = (1e6 * median(own) for own in zip(*times, strict=True))
+        print(f"{name:<10}{drafts:>8}{len(times):>8}{device:>12.0f}{idle:>12.0f}{host:>12.0f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from nets.host_reads import HostRead, no_host_reads, replace_kernels  # noqa: E4
 from slipstream.cache_spec import replay_columns, ring_columns  # noqa: E402
 from slipstream.nn.attention.triton import TritonAttention  # noqa: E402
 from slipstream.nn.context import BatchView, ForwardContext  # noqa: E402
+from slipstream.ops.cache_write import new_fp8_cache  # noqa: E402
 from slipstream.ops.delta_rule import DeltaWeights  # noqa: E402
 from slipstream.ops.drafts import DrawnTokens, MatchRule, RowHistory  # noqa: E402
 from slipstream.ops.linear.triton import Norm  # noqa: E402
@@ -399,21 +400,26 @@ def batch(chunked: bool, pages: bool = True) -> BatchView:
     )  # fmt: skip
 
 
-def attend(chunked: bool, one_kernel: bool = False, **facts: Any) -> None:
-    groups = one_group(2, 64, num_heads=8, dtype="bfloat16", **facts)
+def fp8_cache(num_pages: int, page_size: int, heads: int, dim: int) -> torch.Tensor:
+    return new_fp8_cache(num_pages, page_size, heads, dim, lambda shape, dtype: torch.zeros(shape, dtype=dtype))
+
+
+def attend(chunked: bool, one_kernel: bool = False, dtype: str = "bfloat16", **facts: Any) -> None:
+    groups = one_group(2, 64, num_heads=8, dtype=dtype, **facts)
     backend = TritonAttention(groups, torch.bfloat16, one_kernel=one_kernel)
     view = batch(chunked)
-    caches = [(half(9, 16, 2, 64), half(9, 16, 2, 64))]
+    new_cache = fp8_cache if dtype == "fp8" else half
+    caches = [(new_cache(9, 16, 2, 64), new_cache(9, 16, 2, 64))]
     context = ForwardContext(view, backend, backend.make_metadata(view), caches, (0,))
     query = half(len(view.ids), 8, 64)
     sinks = half(8) if facts.get("sinks") else None
     backend.forward(query, None, query, 0, 0.125, context, sinks)
 
 
-def attend_on_hopper(patch: pytest.MonkeyPatch, chunked: bool) -> None:
+def attend_on_hopper(patch: pytest.MonkeyPatch, chunked: bool, dtype: str = "bfloat16") -> None:
     for module in ("decode", "varlen"):
         patch.setattr(f"slipstream.ops.paged_attention.triton.{module}.hopper_serves", lambda *_: True)
-    attend(chunked)
+    attend(chunked, dtype=dtype)
 
 
 def attend_bidirectional(**how: Any) -> None:
@@ -433,6 +439,8 @@ def attention(patch: pytest.MonkeyPatch) -> dict[str, Callable[[], Any]]:
         "one kernel": lambda: attend(False, one_kernel=True),
         "decode on Hopper": lambda: attend_on_hopper(patch, False),
         "chunks on Hopper": lambda: attend_on_hopper(patch, True),
+        "decode of an FP8 cache on Hopper": lambda: attend_on_hopper(patch, False, "fp8"),
+        "chunks of an FP8 cache on Hopper": lambda: attend_on_hopper(patch, True, "fp8"),
         "whole rows": attend_bidirectional,
         "whole rows with a bias": lambda: attend_bidirectional(reach=8, bias=torch.rand(4, 63)),
         "tile list": lambda: tile_list.build_tile_list(
@@ -482,8 +490,9 @@ def test_every_kernel_is_launched_by_some_test_here(kernels, monkeypatch):
         for name, launch in launches(monkeypatch).items():
             if "Hopper" not in name:
                 launch()
-        attend_on_hopper(monkeypatch, False)
-        attend_on_hopper(monkeypatch, True)
+        for chunked in (False, True):
+            for dtype in ("bfloat16", "fp8"):
+                attend_on_hopper(monkeypatch, chunked, dtype)
     assert len(found) > 30 and not sorted(found - launched), sorted(found - launched)
 
 

@@ -230,7 +230,7 @@ class ScriptedExecutor:
             if is_passed:
                 self.checkpoints[checkpoint] = state.state[:position]
                 self.num_saved += 1
-            elif is_behind:
+            elif is_behind and self.drafter is None:
                 self.checkpoints[checkpoint] = None
 
     def _write(self, plan: StepPlan) -> None:
@@ -279,7 +279,8 @@ class ScriptedExecutor:
                 if self.has_states:
                     assert state.state is not None and len(state.state) == position, f"row {row} has no such state"
                     state.state = (*state.state, token)
-            state.base_before, state.base = state.base, state.length if num_drawn > 1 else end
+            # with drafts the state stays where it is; it may have seen the first token in a step that the row sat out
+            state.base_before, state.base = state.base, max(state.base, state.length if num_drawn > 1 else end)
             state.start, state.length, state.planned = state.length, end, int(length)
             self.num_computed += int(num)
         assert next(host_tokens, None) is None, "more host tokens than planned positions"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from test_structured_output import close_pool, make_masks_late
 
-from slipstream import LLM, SamplingParams
+from slipstream import LLM, SamplingParams, StructuredOutputsParams
 from slipstream.device.sync_check import watch
 from slipstream.runner.drafts.drafter import DraftBatch
+from slipstream.scheduler.grammar import pool_library
 from tiny import write_tiny
 
 pytestmark = pytest.mark.cuda
@@ -69,3 +71,25 @@ def test_tokens_with_drafts_are_those_without(tmp_path, family, facts, depth):
         with watch() as log:
             llm.generate(PROMPTS, ASKED[0])
         assert not log.found, "\n".join(f"{sync.what} x{sync.count}\n{sync.stack}" for sync in log.found)
+
+
+@pytest.mark.skipif(pool_library.load() is None, reason="no C compiler")
+@pytest.mark.parametrize(
+    ("family", "facts", "depth"), [("qwen3_next", {"head_dim": 64}, 2), ("mamba2", {}, 1), ("mamba", {}, 2)]
+)
+def test_rows_sit_out_steps_whose_masks_are_late(tmp_path, monkeypatch, family, facts, depth):
+    model = str(write_tiny(tmp_path, family, **facts))
+    shape = StructuredOutputsParams(regex="[a-p]{30}")
+    asked = [ASKED[1].with_changes(structured_outputs=shape) for _ in PROMPTS[:3]] + [ASKED[0]]
+    with LLM(model, **OPTIONS, device="cpu", num_threads=1) as llm:
+        wanted = tokens(llm.generate(PROMPTS, asked))
+    with LLM(model, **OPTIONS, device="cuda", depth=depth, drafts="ngram:3") as llm:
+        planner, graphs = llm.core.scheduler.drafts, llm.core.executor.graphs
+        planner.length = None  # all plans have drafts, whatever they cost
+        KnownAnswers(llm, [prompt + answer for prompt, answer in zip(PROMPTS, wanted, strict=True)])
+        sat = make_masks_late(llm.core, monkeypatch)
+        for _ in range(2):  # the second time from checkpoints
+            assert tokens(llm.generate(PROMPTS, asked)) == wanted
+        counts = planner.counts
+        assert len(sat) > 5 and 0 < counts.num_accepted < counts.num_drafts and not graphs.gave_up
+        close_pool(llm.core)

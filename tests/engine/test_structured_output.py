@@ -9,7 +9,7 @@ import re
 import jsonschema_rs
 import pytest
 
-from mask_gate import MaskGate
+from mask_gate import DraftGate, MaskGate
 from slipstream import LLM, SamplingParams, StructuredOutputsParams
 from slipstream.engine.record_file import decode
 from slipstream.errors import InvalidParams
@@ -83,14 +83,15 @@ def test_rows_sit_out_steps_on_a_gpu(family, tmp_path, monkeypatch):
 def make_masks_late(core, monkeypatch, seed=0):
     """Many masks that are not remembered come late, by chance. Returns a list of the rows that sit out, which grows."""
     dice, sat = random.Random(seed), []
-    gate = MaskGate(monkeypatch, lambda matcher: dice.random() < 0.5)
+    gates = [gate(monkeypatch, lambda _: dice.random() < 0.5) for gate in (MaskGate, DraftGate)]
     close_pool(core)  # the next one has the gate
     step, sit_out = core.step, core.scheduler.sit_out
 
     def step_and_pass():
         monkeypatch.setattr(core.constraints, "min_budget", dice.choice([0.0, 0.01]))  # a late row is not slow for ever
         outputs = step()
-        gate.let_pass()
+        for gate in gates:
+            gate.let_pass()
         return outputs
 
     monkeypatch.setattr(core, "step", step_and_pass)

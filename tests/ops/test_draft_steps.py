@@ -157,8 +157,9 @@ class Engine:
         if not is_single:
             lines, offsets = [(row, first, count) for row, first, count, _ in rows], np.zeros(len(rows), np.int32)
         padding = 2 if padded else 0
+        chunk_saves = {} if is_single else {row: {position: slot} for row, (slot, position) in (saves or {}).items()}
         hand = hand_steps(
-            [StepRow(row, first, count) for row, first, count in lines],
+            [StepRow(row, first, count, chunk_saves.get(row, {})) for row, first, count in lines],
             padding=padding,
             padding_slot=ROWS - 1,
             device=DEVICE,
@@ -168,7 +169,7 @@ class Engine:
         for row, save in (saves or {}).items():
             wanted[[line[0] for line in lines].index(row)] = save
         offsets = np.concatenate([offsets, np.zeros(padding, np.int32)])
-        made = self.ops.steps.advance_bases_(
+        made, seen = self.ops.steps.advance_bases_(
             self.table,
             hand.slots.long(),
             hand.starts,
@@ -179,7 +180,8 @@ class Engine:
         )
         bound = DRAFTS + 1 if padded else max(self.replays[row] for row, *_ in rows)
         drafts = DraftSteps(*made, bound, None if padded else offsets)
-        steps = replace(hand, save_slots=made.save_slots if is_single else None, drafts=drafts)
+        saved = made.save_slots if is_single else None
+        steps = replace(hand, seen_positions=seen, save_slots=saved, drafts=drafts)
         total = int(steps.starts[-1])
         x = torch.cat([*parts, rand(total - sum(map(len, parts)), self.mixer.size)])
         out = self.mixer.run(self.ops, self.states, steps, x)
@@ -221,6 +223,31 @@ def test_rejected_drafts_leave_no_trace(kind: str, version: str) -> None:
     engine.step([(0, 65, 1, 1), (2, 66, 1, 1)])
 
 
+@KINDS
+@VERSIONS
+def test_last_positions_are_computed_again(kind: str, version: str) -> None:
+    """After steps with drafts and without, after chunks, and several times; as rows with drafts and without, and as the
+    first token of a chunk. One row saves its state in a chunk, one in a replay."""
+    engine = Engine(Mixer(kind), ops(version), 80, 76, 68)
+    engine.step([(0, 0, 1, 1), (1, 0, 60, 60)])
+    engine.step([(0, 0, 1, 1), (1, 59, 1, 1)])
+    engine.step([(0, 0, 1, 1), (1, 59, 4, 1)])
+    engine.step([(0, 0, 4, 2), (1, 59, 1, 1)], padded=True)
+    engine.step([(0, 0, 3, 3), (1, 59, 3, 3)])  # all drafts of row 1 are accepted
+    engine.step([(0, 3, 4, 1), (1, 62, 4, 1)], padded=True)
+    engine.step([(0, 3, 4, 1), (1, 62, 1, 1)], {1: (5, 64)})
+    engine.step([(0, 3, 59, 59), (1, 62, 1, 1)], {1: (5, 64)})  # its state is before the chunk
+    engine.step([(0, 61, 8, 8), (1, 63, 1, 1), (2, 0, 60, 60)], {1: (5, 64)})  # its state has seen the chunk's first
+    engine.step([(0, 68, 2, 1), (1, 63, 1, 1), (2, 59, 4, 2)], {1: (5, 64)}, padded=True)
+    engine.step([(0, 68, 1, 1), (1, 63, 3, 2), (2, 61, 4, 4)], {1: (5, 64), 2: (6, 64)})
+    engine.step([(0, 68, 3, 1), (1, 65, 3, 2), (2, 61, 4, 4)], {1: (5, 64), 2: (6, 64)}, padded=True)
+    engine.step([(0, 68, 2, 2), (1, 65, 9, 9), (2, 65, 1, 1)], {2: (6, 64)})
+    engine.restore(1, 5, 64)
+    engine.restore(2, 6, 64)
+    engine.step([(0, 70, 2, 2), (1, 64, 4, 1), (2, 64, 1, 1)])
+    engine.step([(0, 72, 1, 1), (1, 64, 1, 1), (2, 64, 2, 2)], padded=True)
+
+
 @VERSIONS
 def test_bases_of_random_steps(version: str) -> None:
     rng = random.Random(1)
@@ -229,7 +256,7 @@ def test_bases_of_random_steps(version: str) -> None:
         counts = [rng.choice([1, 1, 2, 5]) for _ in range(num_rows)]
         rows = rng.sample(range(99), num_rows)
         table = torch.randint(0, 9, (100,), dtype=torch.int32, device=DEVICE)
-        before, firsts = table.tolist(), [int(table[row]) + rng.randint(0, 4) for row in rows]
+        before, firsts = table.tolist(), [max(0, int(table[row]) + rng.randint(-1, 4)) for row in rows]
         draws = [
             (row, first, at) for row, first, count in zip(rows, firsts, counts, strict=True) for at in range(count)
         ]
@@ -238,7 +265,7 @@ def test_bases_of_random_steps(version: str) -> None:
         def ints(values: Any, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.tensor(values, dtype=dtype, device=DEVICE)
 
-        made = ops(version).steps.advance_bases_(
+        made, seen = ops(version).steps.advance_bases_(
             table,
             ints([row for row, _, _ in draws], torch.int64),
             ints(range(len(draws) + 1)),
@@ -249,7 +276,8 @@ def test_bases_of_random_steps(version: str) -> None:
         )
         index = 0
         for row, first, count in zip(rows, firsts, counts, strict=True):
-            after = first + 1 if count == 1 else first
+            after = max(first + 1 if count == 1 else first, before[row])
+            assert seen[index : index + count].tolist() == [max(first, before[row]), *range(first + 1, first + count)]
             assert int(table[row]) == after and int(made.bases[index]) == before[row]
             assert made.counts[index : index + count].tolist() == [count] + [0] * (count - 1)
             assert made.offsets[index : index + count].tolist() == list(range(count))

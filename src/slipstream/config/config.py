@@ -185,12 +185,6 @@ class EngineConfig(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, model=msgspec.structs.replace(self.model, rank=rank), draft=draft)
 
     @property
-    def can_sit_out(self) -> bool:
-        """Whether a row whose mask is late may sit out a step, and compute the same position again in a later one.
-        With drafts the stored recurrent state is the one before the row's last step; kernels cannot repeat a step."""
-        return self.cache.states is None or self.scheduler.drafts is None
-
-    @property
     def hidden_width(self) -> int:
         """Elements that a forward returns per token: its hidden state, and what a drafter reads beside it."""
         return self.model.info.hidden_size * (1 + (0 if self.draft is None else len(self.draft.taps)))

@@ -120,13 +120,7 @@ def build_core(
         )
         # masks for several ranks are sent, or wait for other engines: they are not written to the buffer of a step
         open_masks = runner.sampler.open_masks if runner.sampler is not None and has_one_rank else None
-        constraints = Constraints(
-            grammars,
-            config.scheduler.max_num_seqs,
-            engine,
-            open_masks,
-            can_sit_out=config.can_sit_out,
-        )
+        constraints = Constraints(grammars, config.scheduler.max_num_seqs, engine, open_masks)
     adapters = None
     if config.adapters is not None and (memory := adapter_memory(executor, runner)) is not None:
         adapters = Adapters[Any](config.adapters, memory, config.scheduler.max_num_seqs)

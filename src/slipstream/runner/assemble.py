@@ -279,8 +279,7 @@ def _assemble(
                 )
             )
             row_states.append(sampler)
-            if config.can_sit_out:
-                sitting = SittingRows(rows, num_buffers, device)
+            sitting = SittingRows(rows, num_buffers, device)
     if pooling is not None:
         chunks = ChunkState(pooling.methods, 0 if scheduler.is_encoder else num_rows, info.hidden_size, dtype, device)
         own_size = None if config.hidden_width == info.hidden_size else info.hidden_size

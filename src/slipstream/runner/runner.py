@@ -159,10 +159,9 @@ class ModelRunner:
         (step, heads), self._launched = self._launched, None
         compute = self.device.compute
         if late is not None:
-            assert self.sampler is not None, "a model that only pools draws nothing"
+            assert self.sampler is not None and self.sitting is not None, "a model that only pools draws nothing"
             self.sampler.send(late, self.graphs)
             if late.sit_out is not None:
-                assert self.sitting is not None, "rows with recurrent states and drafts cannot sit out a step"
                 take_back = self.sitting.send(late.sit_out, compute)
                 compute.run(functools.partial(_sit_out, step, take_back))
         arrived = None if step.computed is None else compute.record(timed=True)

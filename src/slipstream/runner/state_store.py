@@ -96,10 +96,13 @@ class StateStore:
         elif drafts is None and (saves := self._save_slots(plan, size)) is not None:
             span = upload.put(saves)
 
-        def seen(batch: Gathered, starts: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+        def advance(
+            batch: Gathered, starts: torch.Tensor, first: torch.Tensor
+        ) -> tuple[DraftSteps | None, torch.Tensor]:
+            """`drafts` and `seen_positions`."""
             if drafts is not None:
-                return first  # states are replayed up to there, and no row computes a position again
-            return advance_seen_(self._seen.device, batch.rows, starts, first, self._period, is_single)
+                return drafts(batch, starts, first)
+            return None, advance_seen_(self._seen.device, batch.rows, starts, first, self._period, is_single)
 
         def make(batch: Gathered) -> RecurrentSteps:
             view = batch.view
@@ -107,13 +110,13 @@ class StateStore:
             uploaded = None if span is None else upload.tensor(span)
             if is_single:
                 starts, first = self._single_starts[: num_rows + 1], view.positions.to(torch.int32)
-                of_drafts = None if drafts is None else drafts(batch, starts, first)
+                of_drafts, seen = advance(batch, starts, first)
                 uploaded = uploaded if of_drafts is None else of_drafts.save_slots
                 return RecurrentSteps(
                     slots,
                     starts,
                     first,
-                    seen(batch, starts, first),
+                    seen,
                     view.num_tokens,
                     True,
                     save_slots=uploaded,
@@ -122,13 +125,13 @@ class StateStore:
             assert view.query_starts is not None
             starts = view.query_starts
             first = view.lengths.to(torch.int32) - starts.diff()
-            of_drafts = None if drafts is None else drafts(batch, starts, first)
+            of_drafts, seen = advance(batch, starts, first)
             chunks, chunk_starts = list_chunks(starts, first, uploaded, max_chunks(len(view.positions), num_rows))
             return RecurrentSteps(
                 slots,
                 starts,
                 first,
-                seen(batch, starts, first),
+                seen,
                 view.num_tokens,
                 False,
                 chunks,
@@ -140,8 +143,9 @@ class StateStore:
 
     def _prepare_drafts(
         self, plan: StepPlan, upload: Upload, size: Size | None, is_single: bool
-    ) -> Callable[[Gathered, torch.Tensor, torch.Tensor], DraftSteps]:
-        """Host: upload the saves of rows. The returned work makes the rows' `DraftSteps` and moves their bases."""
+    ) -> Callable[[Gathered, torch.Tensor, torch.Tensor], tuple[DraftSteps, torch.Tensor]]:
+        """Host: upload the saves of rows. The returned work makes the rows' `DraftSteps` and `seen_positions`, and
+        moves their bases."""
         offsets = plan.offsets if isinstance(plan, DraftedPlan) else np.zeros(len(plan.rows), np.int32)
         assert is_single or not offsets.any(), "drafts of recurrent models need steps of one token per row"
         max_replays = self.max_drafts + 1 if size is not None else int(self._replays[plan.rows].max())
@@ -150,10 +154,10 @@ class StateStore:
         np.maximum.at(self._replays, plan.rows[offsets > 0], offsets[offsets > 0] + 1)
         span = upload.put(self._row_saves(plan, len(plan.rows) if size is None else size.rows))
 
-        def make(batch: Gathered, starts: torch.Tensor, first: torch.Tensor) -> DraftSteps:
-            bases = self._seen.device
-            made = advance_bases_(bases, batch.rows, starts, first, batch.offsets, upload.tensor(span), is_single)
-            return DraftSteps(*made, max_replays, None if size is not None else offsets)
+        def make(batch: Gathered, starts: torch.Tensor, first: torch.Tensor) -> tuple[DraftSteps, torch.Tensor]:
+            table, saves = self._seen.device, upload.tensor(span)
+            made, seen = advance_bases_(table, batch.rows, starts, first, batch.offsets, saves, is_single)
+            return DraftSteps(*made, max_replays, None if size is not None else offsets), seen
 
         return make
 

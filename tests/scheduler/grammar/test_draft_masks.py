@@ -18,6 +18,7 @@ from patience import PATIENCE
 from scripted import VOCAB
 from scripted_engine import submit, tokens_alone
 from slipstream.messages import Abort
+from slipstream.scheduler.cache.states import StateCache
 from slipstream.scheduler.grammar import draft_filler
 from slipstream.scheduler.grammar.compiled import CompiledGrammar
 from slipstream.scheduler.grammar.draft_filler import DraftFiller, DraftRow
@@ -45,6 +46,8 @@ def drafting(core: Any, texts: list[list[int]], kind: str, num_drafts: int = 3) 
 
     device.drafter, device._guess = rng, guess
     core.scheduler.drafts.num_drafts = core.scheduler.drafts.num_proposed = num_drafts
+    if (states := core.scheduler.cache.states) is not None:  # those that an engine with drafts has
+        core.scheduler.cache.states = StateCache(core.config.cache.states, states.page_size, num_drafts)
 
 
 def preempting(core: Any) -> None:
@@ -123,10 +126,13 @@ def test_a_late_mask_along_drafts_delays_no_other_row(core_of: Any, monkeypatch:
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
-def test_masks_along_drafts_are_late_by_chance_and_no_token_changes(core_of: Any, monkeypatch: Any, depth: int) -> None:
+@pytest.mark.parametrize("num_checkpoints", [None, 24], ids=["plain", "recurrent"])
+def test_masks_along_drafts_are_late_by_chance_and_no_token_changes(
+    core_of: Any, monkeypatch: Any, depth: int, num_checkpoints: int | None
+) -> None:
     dice = random.Random(depth)
     gate = DraftGate(monkeypatch, lambda _: dice.random() < 0.2)
-    core, messages = core_of(depth, num_pages=60), prompts(SHAPES * 2, n=2)
+    core, messages = core_of(depth, num_pages=60, num_checkpoints=num_checkpoints), prompts(SHAPES * 2, n=2)
     texts = [m.prompt_token_ids + tokens for m in messages for tokens, _ in with_grammar(m)]
     drafting(core, texts, "random")
     preempting(core)
@@ -139,7 +145,10 @@ def test_masks_along_drafts_are_late_by_chance_and_no_token_changes(core_of: Any
         core.scheduler.check()
         if dice.random() < 0.5:
             gate.let_pass()
-    assert core.executor.executor.num_sat_out > 5 and core.scheduler.num_preemptions > 3
+    device = core.executor.executor
+    assert device.num_sat_out > 5 and core.scheduler.num_preemptions > 3
+    if num_checkpoints is not None:
+        assert device.num_saved > 5 and device.num_restored > 5
     for message in messages:
         assert [found[message.request_id, sample] for sample in range(2)] == [own for own, _ in with_grammar(message)]
 

@@ -91,9 +91,10 @@ def advance_bases_(
     offsets: torch.Tensor | None,  # [B] int64, index of the draw within its row; None: no row has drafts
     saves: torch.Tensor,  # [B, 2] int32: slot to save the row's state to, or -1, and the position
     is_single: bool,
-) -> Bases:
-    """The rows of a step in an engine with drafts. `table` becomes what it is after the step. A save counts only if the
-    state passes its position in this step, or with longer chunks in its replay."""
+) -> tuple[Bases, torch.Tensor]:
+    """The rows of a step in an engine with drafts, and `seen_positions` of `RecurrentSteps`. `table` becomes what it is
+    after the step. A save counts only if the state passes its position in this step, or with longer chunks in its
+    replay."""
     bases = table.index_select(0, rows)
     indices = torch.arange(len(rows), dtype=torch.int32, device=rows.device)
     offsets = torch.zeros_like(indices) if offsets is None else offsets.to(torch.int32)
@@ -102,8 +103,10 @@ def advance_bases_(
     following = torch.cat([following[1:], following.new_full((1,), len(rows))])
     counts = torch.where(offsets == 0, following - indices, 0).to(torch.int32)
     after = torch.where(counts == 1, first_positions + starts.diff(), first_positions - offsets)
+    after = torch.maximum(bases, after)  # a state that has seen the row's first token stays behind it
     slot, position = saves.unbind(1)
     limit = after if is_single else first_positions
     is_passed = (offsets == 0) & (bases < position) & (position <= limit)
     table.index_copy_(0, rows, torch.where(rows == len(table) - 1, 0, after))
-    return Bases(bases, offsets, counts, torch.where(is_passed, slot, -1), position)
+    made = Bases(bases, offsets, counts, torch.where(is_passed, slot, -1), position)
+    return made, torch.maximum(bases, first_positions)

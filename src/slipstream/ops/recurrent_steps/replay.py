@@ -41,7 +41,7 @@ def replay_(state: torch.Tensor, steps: RecurrentSteps, recurrence: Recurrence) 
 
 def verify_(out: torch.Tensor, state: torch.Tensor, steps: RecurrentSteps, recurrence: Recurrence) -> None:
     """Fills `out` [B, ...] in a step of one token per row with drafts. The state of a row with drafts stays in front of
-    its first token."""
+    its first token, or behind it if it has seen that token."""
     drafts = steps.drafts
     assert steps.is_single and drafts is not None
     held: torch.Tensor | None = None
@@ -53,7 +53,9 @@ def verify_(out: torch.Tensor, state: torch.Tensor, steps: RecurrentSteps, recur
             held = begun if held is None else torch.where(_like(is_first, begun), begun, held)
         assert held is not None, "the first draw of a step is the first of its row"
         before = held
-        out[one], held = recurrence.step(one, before)
+        is_seen = steps.seen_positions[one] > steps.first_positions[one]
+        held = torch.where(_like(is_seen, before), before, recurrence.change(recurrence.take(one), before))
+        out[one] = recurrence.read(one, held)
         if drafts.may_begin(index):
             is_sole = drafts.counts[one] == 1
             _store(state, slot, is_first, torch.where(_like(is_sole, held), held, before))

@@ -14,7 +14,9 @@ With drafts, the state in a slot may be older than its row: it has seen the toke
 of the tokens from there on are in rings, by position. A step first replays them up to the row's first position. A row
 without drafts then computes its tokens, and its state moves on to its end. A row with drafts leaves the state in front
 of its first token and only adds inputs to the rings: which drafts are accepted is known after the step. So taking a
-rejected draft back moves a position and copies nothing, and a step reads and writes each state once.
+rejected draft back moves a position and copies nothing, and a step reads and writes each state once. A row that
+computes its last position again had drafts, so that its state is still in front of it, or had none, so that its base is
+one more than the first position: then the state has seen the token, and stays where it is.
 """
 
 from __future__ import annotations

@@ -202,11 +202,11 @@ def advance_bases_(
     offsets: torch.Tensor | None,
     saves: torch.Tensor,
     is_single: bool,
-) -> Bases:
+) -> tuple[Bases, torch.Tensor]:
     """As the reference, which describes the arguments; but only first draws have a base."""
     num = len(rows)
     assert table.is_contiguous() and saves.is_contiguous()
-    out = torch.empty((5, num), dtype=torch.int32, device=table.device)
+    out = torch.empty((6, num), dtype=torch.int32, device=table.device)
     _bases_kernel[(triton.cdiv(num, _DRAWS),)](
         table,
         rows,
@@ -221,7 +221,8 @@ def advance_bases_(
         DRAWS=_DRAWS,
         num_warps=4,
     )
-    return Bases(*out.unbind(0))
+    *made, seen = out.unbind(0)
+    return Bases(*made), seen
 
 
 # grid: (blocks of draws,)
@@ -261,7 +262,7 @@ def _bases_kernel(
         count = tl.where(offset == 0, count, 0)
     is_first = mask & (offset == 0)
     base = tl.load(table + row, mask=is_first, other=0)
-    after = tl.where(count == 1, first + num_tokens, first - offset)
+    after = tl.maximum(base, tl.where(count == 1, first + num_tokens, first - offset))
     slot = tl.load(saves + draw * 2, mask=mask, other=-1)
     position = tl.load(saves + draw * 2 + 1, mask=mask, other=0)
     limit = after if SINGLE else first
@@ -272,3 +273,4 @@ def _bases_kernel(
     tl.store(out + 2 * num + draw, count, mask=mask)
     tl.store(out + 3 * num + draw, tl.where(is_passed, slot, -1), mask=mask)
     tl.store(out + 4 * num + draw, position, mask=mask)
+    tl.store(out + 5 * num + draw, tl.maximum(base, first), mask=mask)

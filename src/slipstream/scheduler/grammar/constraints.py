@@ -52,18 +52,14 @@ class Constraints:
         max_rows: int,
         engine: Sequence[LogitsProcessor] = (),
         open_masks: Callable[[int], StepMasks] | None = None,
-        *,
-        can_sit_out: bool = True,
     ) -> None:
         """`engine`: the logits processors of all requests. `open_masks`: gives memory for so many masks, which the
-        device reads without a copy in between. `can_sit_out`: a position can be computed twice; if not, a late mask
-        delays its step."""
+        device reads without a copy in between."""
         self.grammars = grammars
         self.processors = HostProcessors(grammars.vocab_size, engine, grammars.finished)
         self.num_live = 0  # requests with a grammar or processors that have not ended
         self.min_budget = MIN_BUDGET
         self.budget = MIN_BUDGET  # seconds that the masks of the next step may take
-        self._can_sit_out = can_sit_out
         self._deadline: float | None = None  # when the forward of the newest launched plan should have ended
         # of the newest plan: requests with a grammar that draw, their rows, and how many tokens they draw
         self.drawing: list[tuple[Request, int, int]] = []
@@ -279,7 +275,7 @@ class Constraints:
 
     def _time_left(self) -> float | None:
         """Seconds to wait for masks of the step whose forward was launched last; None: no limit."""
-        if self._deadline is None or not self._can_sit_out:
+        if self._deadline is None:
             return None
         return max(0.0, self._deadline - time.perf_counter())
 
@@ -336,8 +332,8 @@ class Constraints:
             self._fill(pending, masks)
         late_ones = [each for each in late_ones if (own := sources[each[0]]) is not None and own.job is not None]
         if along:
-            deadline = self._deadline if self._can_sit_out else None
-            self._draft_filler.fill([row for _, _, row in along], self.budget, deadline)
+            assert self._deadline is not None, "launch comes before late"
+            self._draft_filler.fill([row for _, _, row in along], self.budget, self._deadline)
             late_ones += [(number, index) for number, index, row in along if row.is_late]
         sitting_rows = []
         for number, index in late_ones:

@@ -83,14 +83,10 @@ class DraftFiller:
         self._pool: ThreadPoolExecutor | None = None
         self._running: list[Future[None]] = []  # of this step, and late ones
 
-    def fill(self, rows: Sequence[DraftRow], budget: float, deadline: float | None) -> None:
+    def fill(self, rows: Sequence[DraftRow], budget: float, deadline: float) -> None:
         """Fill the masks of these rows. Rows that take longer than `budget` seconds and are not filled at the deadline
-        are late then; None: no row may be late. A session that took longer than the budget becomes slow."""
-        if deadline is None:
-            for row in rows:
-                row.run(self._end)
-        else:
-            self._fill_in_threads(rows, budget, deadline)
+        are late then. A session that took longer than the budget becomes slow."""
+        self._fill_in_threads(rows, budget, deadline)
         for row in rows:
             if not row.is_late:
                 row.result()

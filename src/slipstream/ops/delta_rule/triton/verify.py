@@ -2,7 +2,8 @@
 
 A program keeps some value columns of one head's state in registers: it reads and writes them once per step, however
 many tokens it replays and draws. q, k and v of replayed tokens are convolved again from the ring of inputs, with the
-arithmetic of the plain decode kernel, so the state is the one that a step without drafts would have.
+arithmetic of the plain decode kernel, so the state is the one that a step without drafts would have. A first token that
+the state has seen decays and updates nothing.
 """
 
 from __future__ import annotations
@@ -174,7 +175,7 @@ def _verify_kernel(
         key = _recall(conv, ring, key_channel, is_dim, position, WIDTH, RING)
         value = _recall(conv, ring, value_channel, is_column, position, WIDTH, RING)
         entry = gates + (position % REPLAY) * (2 * HEADS) + head
-        held = _advance(held, key, value, tl.load(entry), tl.load(entry + HEADS), rate, bias, L2_EPS)
+        held = _advance(held, key, value, tl.load(entry), tl.load(entry + HEADS), rate, bias, True, L2_EPS)
         if (saved >= 0) & (position + 1 == border):
             tl.store(state + saved * slot_stride + cells, held, mask=is_inside)
     if count != 1:
@@ -198,7 +199,7 @@ def _verify_kernel(
             gate = (row + index) * gate_stride + head
             strength = tl.load(b + gate)
             decay = tl.load(a + gate)
-            held = _advance(held, key, value, strength, decay, rate, bias, L2_EPS)
+            held = _advance(held, key, value, strength, decay, rate, bias, position >= base, L2_EPS)
             query *= tl.rsqrt(tl.sum(query * query, 0) + L2_EPS) * SCALE
             tl.store(
                 out + ((row + index) * HEADS + head) * DIM + column, tl.sum(held * query[:, None], 0), mask=is_column
@@ -217,11 +218,13 @@ def _verify_kernel(
 
 
 @triton.jit
-def _advance(held, key, value, strength, decay, rate, bias, L2_EPS: tl.constexpr):
-    """The state after one token, of its convolved key and value and the inputs of its gates."""
+def _advance(held, key, value, strength, decay, rate, bias, is_new, L2_EPS: tl.constexpr):
+    """The state after one token, of its convolved key and value and the inputs of its gates. The token of a state that
+    has seen it is not new."""
     key *= tl.rsqrt(tl.sum(key * key, 0) + L2_EPS)
-    held *= tl.exp(log_decay(decay.to(tl.float32), rate, bias))
-    delta = tl.sigmoid(strength.to(tl.float32)) * (value - tl.sum(held * key[:, None], 0))
+    held *= tl.exp(tl.where(is_new, log_decay(decay.to(tl.float32), rate, bias), 0.0))
+    share = tl.where(is_new, tl.sigmoid(strength.to(tl.float32)), 0.0)
+    delta = share * (value - tl.sum(held * key[:, None], 0))
     return held + key[:, None] * delta[None, :]
 
 

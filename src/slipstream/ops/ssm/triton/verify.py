@@ -1,7 +1,8 @@
 """State space scans with drafts on CUDA: accepted tokens are replayed, then a row's draws are computed in order.
 
 A program keeps a block of one row's state in registers: it reads and writes it once per step, however many tokens it
-replays and draws. In steps with longer chunks the kernels only replay, before the chunks are computed.
+replays and draws. In steps with longer chunks the kernels only replay, before the chunks are computed. A first token
+that the state has seen has size 0, which keeps the state.
 """
 
 from __future__ import annotations
@@ -209,6 +210,7 @@ def _ssd_kernel(
         now = given_x.to(tl.float32)
         size = softplus(given_dt.to(tl.float32) + bias)
         size = tl.minimum(tl.maximum(size, dt_min), dt_max)
+        size = tl.where(first + index >= base, size, 0.0)
         held = held * tl.exp(rate * size) + (size * now)[:, None] * given_b.to(tl.float32)[None, :]
         made = tl.sum(held * read[None, :], 1) + skip * now
         tl.store(out + (token * HEADS + head) * DIM + dim, made.to(out.dtype.element_ty), mask=is_dim)
@@ -305,7 +307,7 @@ def _selective_kernel(
         read = tl.load(c + token * c_stride + column, mask=is_column, other=0.0).to(tl.float32)
         gate = tl.load(z + token * z_stride + channel, mask=is_channel, other=0.0).to(tl.float32)
         now = given_x.to(tl.float32)
-        size = softplus(given_dt.to(tl.float32) + bias)
+        size = tl.where(first + index >= base, softplus(given_dt.to(tl.float32) + bias), 0.0)
         held = held * tl.exp(size[:, None] * a) + (size * now)[:, None] * given_b.to(tl.float32)[None, :]
         made = tl.sum(held * read[None, :], 1) + skip * now
         made *= gate * tl.sigmoid(gate)

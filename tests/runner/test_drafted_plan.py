@@ -40,3 +40,16 @@ def test_positions_of_a_drafted_row_are_rows() -> None:
     assert made.pooling.ends.tolist() == [False] * 6 + [True, False]
     assert (made.step, made.num_proposed, made.total_tokens) == (7, 2, plan.total_tokens)
     assert made.tokens is plan.tokens
+
+
+def test_plans_with_the_same_numbers_keep_their_own_rows() -> None:
+    """What depends on the numbers only is computed once, and cannot be written."""
+    shared = dict(
+        released=NO_INTS, admitted=(), num_tokens=ints(1, 3), num_drawn=ints(1, 3), num_host_tokens=ints(0, 0),
+        tokens=NO_INTS, new_pages=(), has_drafts=True,
+    )  # fmt: skip
+    for rows, lengths in ((ints(4, 2), ints(10, 30)), (ints(1, 3), ints(7, 9))):
+        made = expand_drafts(StepPlan(step=1, rows=rows, lengths=lengths, **shared))
+        assert made.rows.tolist() == [rows[0], *[rows[1]] * 3]
+        assert made.lengths.tolist() == [lengths[0], *range(lengths[1] - 2, lengths[1] + 1)]
+        assert made.offsets.tolist() == [0, 0, 1, 2] and not made.offsets.flags.writeable

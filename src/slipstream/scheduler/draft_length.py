@@ -29,6 +29,7 @@ _MIN_MEASURED = 3  # steps of a size after which its time is known: the shortest
 _MAX_TRIES = 6  # more than these and the plans in flight
 _REFRESH = 256  # plans with drafts after which the time without drafts is measured again
 _SIZES = sizes_up_to(4096, first_steps=8)
+_SIZE_OF = [_SIZES[bisect_left(_SIZES, number)] for number in range(_SIZES[-1] + 1)]
 _NONE = (0,) * NUM_CLASSES
 
 
@@ -147,8 +148,8 @@ class DraftLength:
             numbers[each] = high
             positions += counts.num_rows[each] * (high - low)
             gained += counts.num_rows[each] * (high - low) * gain
-            if gained / self._time(positions) > best_rate:
-                best, best_rate = tuple(numbers), gained / self._time(positions)
+            if (rate := gained / self._time(positions)) > best_rate:
+                best, best_rate = tuple(numbers), rate
         return best
 
     def _expected(self, number: int, chance: float) -> list[float]:
@@ -203,5 +204,4 @@ class DraftLength:
 
 def _size(num_positions: int) -> int:
     """The size that a step of so many positions is padded to, roughly."""
-    at = bisect_left(_SIZES, num_positions)
-    return _SIZES[at] if at < len(_SIZES) else num_positions
+    return _SIZE_OF[num_positions] if num_positions < len(_SIZE_OF) else num_positions

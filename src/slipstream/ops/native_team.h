@@ -6,6 +6,9 @@
 // The number is kept if its steps take less time than the last ones with the number before; a trial that is lost ends at
 // once. After each refused trial the next one waits twice as long, unless steps have become much slower meanwhile.
 //
+// Two engines on the same cores are fastest if each has half of the threads, but the first one to take fewer is slower
+// until the other follows. So a trial of half of the threads begins at full seconds of a clock that all processes share.
+//
 // Results do not depend on the number of threads.
 #ifndef SLIP_NATIVE_TEAM_H
 #define SLIP_NATIVE_TEAM_H
@@ -23,6 +26,7 @@
 #define TEAM_WAIT 1.0       // seconds from a refused trial to the next one, at first
 #define TEAM_MAX_WAIT 8.0
 #define TEAM_SLOWER 1.5     // times the step when fewer threads were refused: they are tried at once
+#define TEAM_MEETING 1.0    // seconds between trials of half of the threads, at first
 #define TEAM_MAX_ROWS 64    // calls with more tokens are prefill: they take longer than other programs hold a core
 #define LATE 1e-3           // seconds: a thread that others wait for longer is late
 
@@ -37,6 +41,8 @@ typedef struct {
     int64_t refused;            // the last refused trial: -1 of fewer threads, 1 of more, 0 none
     double refused_usual;       // of a step when fewer threads were refused
     double wait, next;          // next: time from which trials are allowed
+    int64_t is_meeting;         // whether the trial is of half of the threads
+    double meeting_wait, meeting;  // time of the next such trial, a multiple of meeting_wait
 } SlipTeam;
 
 __attribute__((weak)) __thread SlipTeam slip_team;  // of the thread that runs steps; the sources share it
@@ -52,15 +58,24 @@ static inline void slip_team_open_window(SlipTeam *team) {
     team->seconds = 0;
 }
 
-// direction: -1 for fewer threads, 1 for more
-static inline void slip_team_try(SlipTeam *team, int direction) {
-    int64_t change = team->size < 16 ? 1 : team->size / 8, size = team->size + direction * change;
+static inline void slip_team_try_size(SlipTeam *team, int64_t size) {
     team->before = team->size;
     team->before_usual = team->usual;
     team->size = size > team->most ? team->most : size;
     team->counted = 0;
+    team->is_meeting = 0;
     slip_team_open_window(team);
     team->steps = -TEAM_SKIPPED;
+}
+
+// direction: -1 for fewer threads, 1 for more
+static inline void slip_team_try(SlipTeam *team, int direction) {
+    slip_team_try_size(team, team->size + direction * (team->size < 16 ? 1 : team->size / 8));
+}
+
+static inline void slip_team_plan_meeting(SlipTeam *team, double wait, double now) {
+    team->meeting_wait = wait;
+    team->meeting = ((int64_t)(now / wait) + 1) * wait;
 }
 
 static inline void slip_team_return(SlipTeam *team) {
@@ -77,6 +92,7 @@ static inline void slip_team_end_trial(SlipTeam *team, double now) {
         team->before = team->refused = 0;
         team->wait = TEAM_WAIT;
         team->next = now + team->wait;
+        slip_team_plan_meeting(team, TEAM_MEETING, now);
         if (fewer && team->late >= TEAM_LATE && team->size > 1)
             slip_team_try(team, -1);
         else
@@ -84,6 +100,10 @@ static inline void slip_team_end_trial(SlipTeam *team, double now) {
         return;
     }
     slip_team_return(team);
+    if (team->is_meeting) {
+        slip_team_plan_meeting(team, team->meeting_wait * 2 < TEAM_MAX_WAIT ? team->meeting_wait * 2 : TEAM_MAX_WAIT, now);
+        return;
+    }
     team->refused = fewer ? -1 : 1;
     if (fewer) team->refused_usual = team->usual;
     team->next = now + team->wait;
@@ -93,6 +113,15 @@ static inline void slip_team_end_trial(SlipTeam *team, double now) {
 static inline void slip_team_end_window(SlipTeam *team, double now) {
     int fewer = team->late >= TEAM_LATE && team->size > 1, more = team->size < team->most;
     int is_slower = team->refused == -1 && team->usual > TEAM_SLOWER * team->refused_usual;
+    if (now >= team->meeting) {
+        int is_late = now - team->meeting > TEAM_MEETING / 10;  // this process took no steps meanwhile
+        slip_team_plan_meeting(team, team->meeting_wait ? team->meeting_wait : TEAM_MEETING, now);
+        if (fewer && team->size > 2 && !is_late) {
+            slip_team_try_size(team, team->size / 2);
+            team->is_meeting = 1;
+            return;
+        }
+    }
     if (fewer && is_slower)
         slip_team_try(team, -1);
     else if (now < team->next || (!fewer && !more))

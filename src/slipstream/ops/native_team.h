@@ -26,7 +26,7 @@
 #define TEAM_WAIT 1.0       // seconds from a refused trial to the next one, at first
 #define TEAM_MAX_WAIT 8.0
 #define TEAM_SLOWER 1.5     // times the step when fewer threads were refused: they are tried at once
-#define TEAM_MEETING 1.0    // seconds between trials of half of the threads, at first
+#define TEAM_JOINT_WAIT 1.0  // seconds between trials of half of the threads, at first
 #define TEAM_MAX_ROWS 64    // calls with more tokens are prefill: they take longer than other programs hold a core
 #define LATE 1e-3           // seconds: a thread that others wait for longer is late
 
@@ -41,8 +41,8 @@ typedef struct {
     int64_t refused;            // the last refused trial: -1 of fewer threads, 1 of more, 0 none
     double refused_usual;       // of a step when fewer threads were refused
     double wait, next;          // next: time from which trials are allowed
-    int64_t is_meeting;         // whether the trial is of half of the threads
-    double meeting_wait, meeting;  // time of the next such trial, a multiple of meeting_wait
+    int64_t is_joint;           // whether the trial is of half of the threads
+    double joint_wait, joint_time;  // time of the next such trial, a multiple of joint_wait
 } SlipTeam;
 
 __attribute__((weak)) __thread SlipTeam slip_team;  // of the thread that runs steps; the sources share it
@@ -63,7 +63,7 @@ static inline void slip_team_try_size(SlipTeam *team, int64_t size) {
     team->before_usual = team->usual;
     team->size = size > team->most ? team->most : size;
     team->counted = 0;
-    team->is_meeting = 0;
+    team->is_joint = 0;
     slip_team_open_window(team);
     team->steps = -TEAM_SKIPPED;
 }
@@ -73,9 +73,9 @@ static inline void slip_team_try(SlipTeam *team, int direction) {
     slip_team_try_size(team, team->size + direction * (team->size < 16 ? 1 : team->size / 8));
 }
 
-static inline void slip_team_plan_meeting(SlipTeam *team, double wait, double now) {
-    team->meeting_wait = wait;
-    team->meeting = ((int64_t)(now / wait) + 1) * wait;
+static inline void slip_team_plan_joint(SlipTeam *team, double wait, double now) {
+    team->joint_wait = wait;
+    team->joint_time = ((int64_t)(now / wait) + 1) * wait;
 }
 
 static inline void slip_team_return(SlipTeam *team) {
@@ -92,7 +92,7 @@ static inline void slip_team_end_trial(SlipTeam *team, double now) {
         team->before = team->refused = 0;
         team->wait = TEAM_WAIT;
         team->next = now + team->wait;
-        slip_team_plan_meeting(team, TEAM_MEETING, now);
+        slip_team_plan_joint(team, TEAM_JOINT_WAIT, now);
         if (fewer && team->late >= TEAM_LATE && team->size > 1)
             slip_team_try(team, -1);
         else
@@ -100,8 +100,8 @@ static inline void slip_team_end_trial(SlipTeam *team, double now) {
         return;
     }
     slip_team_return(team);
-    if (team->is_meeting) {
-        slip_team_plan_meeting(team, team->meeting_wait * 2 < TEAM_MAX_WAIT ? team->meeting_wait * 2 : TEAM_MAX_WAIT, now);
+    if (team->is_joint) {
+        slip_team_plan_joint(team, team->joint_wait * 2 < TEAM_MAX_WAIT ? team->joint_wait * 2 : TEAM_MAX_WAIT, now);
         return;
     }
     team->refused = fewer ? -1 : 1;
@@ -113,12 +113,12 @@ static inline void slip_team_end_trial(SlipTeam *team, double now) {
 static inline void slip_team_end_window(SlipTeam *team, double now) {
     int fewer = team->late >= TEAM_LATE && team->size > 1, more = team->size < team->most;
     int is_slower = team->refused == -1 && team->usual > TEAM_SLOWER * team->refused_usual;
-    if (now >= team->meeting) {
-        int is_late = now - team->meeting > TEAM_MEETING / 10;  // this process took no steps meanwhile
-        slip_team_plan_meeting(team, team->meeting_wait ? team->meeting_wait : TEAM_MEETING, now);
+    if (now >= team->joint_time) {
+        int is_late = now - team->joint_time > TEAM_JOINT_WAIT / 10;  // this process took no steps meanwhile
+        slip_team_plan_joint(team, team->joint_wait ? team->joint_wait : TEAM_JOINT_WAIT, now);
         if (fewer && team->size > 2 && !is_late) {
             slip_team_try_size(team, team->size / 2);
-            team->is_meeting = 1;
+            team->is_joint = 1;
             return;
         }
     }

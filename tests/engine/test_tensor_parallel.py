@@ -132,6 +132,7 @@ def test_fewer_gpus_than_ranks_are_refused(monkeypatch):
     check_rank_options(make_options(tensor_parallel_size=3), "cuda")
     check_rank_options(make_options(tensor_parallel_size=3, drafts="ngram"), "cuda")
     check_rank_options(options, "cpu")
+    check_rank_options(make_options(tensor_parallel_size=4, distributed_executor_backend="ray"), "cuda")
     monkeypatch.setenv("SLIPSTREAM_RANKS_SHARE_GPU", "1")
     with pytest.raises(InvalidOption, match="give num_pages"):
         check_rank_options(options, "cuda")

@@ -108,6 +108,11 @@ def test_each_replica_sees_the_gpu_that_ray_gave_it(monkeypatch):
             "add nodes, or lower data_parallel_size"
         )
         assert {each["state"] for each in placement_group_table().values()} == {"REMOVED"}
+        asked = make_options(distributed_executor_backend="ray", tensor_parallel_size=3)
+        replicas = RayReplicas([asked])
+        assert replicas._options == [asked]  # the core knows that its ranks have GPUs of their own
+        with pytest.raises(EngineDead, match="needs 3 times 1 GPU, 1 CPU, .* or lower tensor_parallel_size"):
+            asyncio.run(replicas._reserve(0))
     finally:
         ray.shutdown()
 

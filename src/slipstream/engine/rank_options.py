@@ -35,7 +35,7 @@ def check_rank_options(options: Options, device_kind: str) -> None:
 def _check_gpus(options: Options, num_gpus: int) -> None:
     count = options.tensor_parallel_size
     if not ranks_share_gpu():
-        if num_gpus < count:
+        if num_gpus < count and options.distributed_executor_backend != "ray":  # which gives each rank its GPU
             raise InvalidOption(
                 f"tensor_parallel_size is {count}, and {num_gpus} GPUs are visible; each rank needs its own: lower "
                 "tensor_parallel_size, or run on the CPU with device cpu"

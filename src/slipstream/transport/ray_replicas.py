@@ -70,11 +70,6 @@ class RayReplicas:
             self._ray.init(logging_level="warning")
         self._num_ranks = max(each.tensor_parallel_size for each in options)
         on_cpu = self._is_on_cpu(options)
-        if self._num_ranks > 1 and not on_cpu:
-            raise InvalidOption(
-                f"tensor_parallel_size is {self._num_ranks} and distributed_executor_backend ray; ranks on the GPUs of "
-                "a Ray cluster were never run: use mp on one machine, device cpu, or tensor_parallel_size 1"
-            )
         given = [each.num_threads for each in options if each.num_threads is not None]
         threads = max(given) if given else self._threads_of_a_rank()
         gpu = {} if on_cpu else {"GPU": _share_of_gpu(self.count * self._num_ranks)}

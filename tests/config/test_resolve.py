@@ -13,6 +13,7 @@ from slipstream.config.model_info import ModelInfo
 from slipstream.config.model_sizes import ModelSizes
 from slipstream.config.option_values import parse_bytes
 from slipstream.config.options import Options, make_options
+from slipstream.config.pooling_info import PoolingInfo
 from slipstream.config.resolve import Source, resolve, resolve_dtype
 from slipstream.errors import InvalidOption, NotEnoughMemory
 
@@ -28,8 +29,9 @@ CPU = Machine("cpu", 8 * 2**30, 16 * 2**30, 4, ("float32",))
 GPU = Machine("cuda", 70 * 2**30, 80 * 2**30, 8, ("bfloat16", "float16", "float32"))
 
 
-def settle(machine=CPU, info=INFO, groups=GROUPS, **options):
-    return resolve(make_options(**options), info, Source("/m", "folder", "m", 10**6, SIZES), groups, "float32", machine)
+def settle(machine=CPU, info=INFO, groups=GROUPS, pooling=None, **options):
+    source = Source("/m", "folder", "m", 10**6, SIZES)
+    return resolve(make_options(**options), info, source, groups, "float32", machine, pooling)
 
 
 def test_defaults_follow_the_machine():
@@ -77,7 +79,10 @@ def test_offline_steps_of_a_large_gpu_have_twice_the_tokens():
 
     small = msgspec.structs.replace(GPU, free_memory=30 * 2**30, total_memory=40 * 2**30)
     served = tokens(GPU)
-    assert tokens(GPU, max_itl=0) == 2 * served
+    embedder = PoolingInfo(embed_size=INFO.hidden_size)
+    decoder = msgspec.structs.replace(embedder, generates=True)  # decoders embed too
+    assert tokens(GPU, max_itl=0) == tokens(GPU, max_itl=0, pooling=decoder) == 2 * served
+    assert tokens(GPU, max_itl=0, pooling=embedder) == served
     assert tokens(GPU, max_itl=80) == tokens(small, max_itl=0) == tokens(small) == served
     assert tokens(CPU, max_itl=0) == tokens(CPU)
     assert tokens(GPU, max_itl=0, max_num_batched_tokens=3000) == 3000

@@ -136,8 +136,9 @@ def resolve(
 
     max_itl = _max_itl(options, machine)
     # GEMMs, of experts most, are faster with more tokens, and without a bound no request waits for a longer step
-    is_offline = max_itl is None and pooling is None and machine.kind == "cuda" and machine.total_memory >= LARGE_GPU
-    usual_tokens = (2 if is_offline and not is_encoder else larger) * DEFAULT_TOKENS[machine.kind]
+    is_unbounded = max_itl is None and (pooling is None or pooling.generates)
+    is_large = machine.kind == "cuda" and machine.total_memory >= LARGE_GPU
+    usual_tokens = (2 if is_unbounded and is_large and not is_encoder else larger) * DEFAULT_TOKENS[machine.kind]
 
     def step_tokens(length: int) -> int:
         batched = max(usual_tokens, max_num_seqs) if given is None else given

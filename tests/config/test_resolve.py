@@ -79,7 +79,7 @@ def test_offline_steps_of_a_large_gpu_have_twice_the_tokens():
 
     small = msgspec.structs.replace(GPU, free_memory=30 * 2**30, total_memory=40 * 2**30)
     served = tokens(GPU)
-    embedder = PoolingInfo(embed_size=INFO.hidden_size)
+    embedder = PoolingInfo(embed_size=INFO.hidden_size, token_size=INFO.hidden_size)
     decoder = msgspec.structs.replace(embedder, generates=True)  # decoders embed too
     assert tokens(GPU, max_itl=0) == tokens(GPU, max_itl=0, pooling=decoder) == 2 * served
     assert tokens(GPU, max_itl=0, pooling=embedder) == served

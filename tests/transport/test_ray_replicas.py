@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import importlib.util
 import sys
 import time
@@ -28,7 +29,15 @@ PROMPTS = [[i, i + 1, i + 2] for i in range(1, 9)]
 
 
 @pytest.fixture
-def cluster(monkeypatch):
+def only_cluster(tmp_path_factory):
+    """Of all test processes. Nodes of a second one would take the CPU from the first, which then loses nodes."""
+    with open(tmp_path_factory.getbasetemp().parent / "ray.lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@pytest.fixture
+def cluster(monkeypatch, only_cluster):
     """Two nodes with one CPU each, as processes of this machine. A lost node is noticed at once."""
     import ray
     from ray.cluster_utils import Cluster
@@ -74,7 +83,7 @@ def test_ranks_on_two_nodes_come_back_after_one_node_is_lost(tmp_path, cluster, 
 
 
 @needs_ray
-def test_each_replica_sees_the_gpu_that_ray_gave_it(monkeypatch):
+def test_each_replica_sees_the_gpu_that_ray_gave_it(only_cluster, monkeypatch):
     """On a cluster that claims to have GPUs; Ray itself does not hide the others."""
     import ray
     from ray.util import placement_group_table

@@ -11,6 +11,7 @@ import pytest
 
 from mask_gate import DraftGate, MaskGate
 from slipstream import LLM, SamplingParams, StructuredOutputsParams
+from slipstream.engine.plan_checker import PlanChecker
 from slipstream.engine.record_file import decode
 from slipstream.errors import InvalidParams
 from slipstream.scheduler.grammar import pool_library
@@ -68,6 +69,14 @@ def test_rows_whose_masks_are_late_sit_out_steps_and_draw_the_same_tokens(llm, m
     recording = decode((tmp_path / "record").read_bytes(), "record")
     assert any(step.late is not None and step.late.sit_out is not None for step in recording.steps)
     assert main(["replay", str(tmp_path / "record"), "--json"]) == 0
+    owners = {each.row: each for each in recording.generated}
+    for first, step in enumerate(recording.steps):  # a recording may begin anywhere
+        checker = PlanChecker(recording.config, owners.values())
+        for each in recording.steps[first : first + 8]:
+            checker.run(each)
+        for row in step.plan.released.tolist():
+            del owners[row]
+        owners |= {each.row: each for each in step.plan.all_admitted}
 
 
 @pytest.mark.cuda

@@ -27,7 +27,9 @@ class PlanFault(Exception):
 
 
 class _CheckedRow:
-    __slots__ = ("num_known", "length", "tables", "tokens", "is_complete", "pools", "next_tokens", "has_sat_out")
+    __slots__ = (
+        "num_known", "length", "tables", "tokens", "is_complete", "pools", "next_tokens", "has_sat_out", "is_older",
+    )  # fmt: skip
 
     def __init__(self, admission: Admission | PoolAdmission, num_groups: int, *, is_complete: bool) -> None:
         self.pools = isinstance(admission, PoolAdmission)
@@ -38,6 +40,7 @@ class _CheckedRow:
         self.is_complete = is_complete
         self.next_tokens: list[int] | None = None  # drawn by the last step that drew for this row
         self.has_sat_out = False  # then lengths of plans are upper bounds, as with drafts
+        self.is_older = not is_complete  # than the recording: it may have sat out steps that are not in it
 
 
 class PlanChecker:
@@ -234,11 +237,11 @@ class PlanChecker:
         ):
             self._need(row in self.rows, f"row {row} is planned and has no owner")
             state = self.rows[row]
-            if state.length is None:
-                state.length = length - num
+            if state.length is None or (state.is_older and length - num < state.length):
+                state.length = length - num  # the least that plans allow
             start, end = state.length, state.length + num
             self._need(num >= 1, f"row {row} computes nothing")
-            bound = length >= end if self._has_drafts or state.has_sat_out else length == end
+            bound = length >= end if self._has_drafts or state.has_sat_out or state.is_older else length == end
             self._need(bound, f"row {row} is at {start}, planned to {length}")
             given = host[used : used + num_host]
             used += num_host
@@ -292,7 +295,7 @@ class PlanChecker:
             state = self.rows[row]
             inside = position <= (state.length or 0) and (self._has_drafts or starts[row] < position)
             # the row is behind its plan, which counts a draw or drafts: no such state
-            if not inside and (self._has_drafts or state.has_sat_out):
+            if not inside and (self._has_drafts or state.has_sat_out or state.is_older):
                 self._checkpoints.discard(checkpoint)
                 continue
             self._need(inside, f"row {row} saves the state of position {position}, which this step does not compute")

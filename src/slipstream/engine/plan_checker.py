@@ -39,8 +39,8 @@ class _CheckedRow:
         self.tokens = [UNKNOWN] * admission.num_cached  # by position, of a complete row
         self.is_complete = is_complete
         self.next_tokens: list[int] | None = None  # drawn by the last step that drew for this row
-        self.has_sat_out = False  # then lengths of plans are upper bounds, as with drafts
         self.is_older = not is_complete  # than the recording: it may have sat out steps that are not in it
+        self.has_sat_out = self.is_older  # or may have: lengths of plans are upper bounds, as with drafts
 
 
 class PlanChecker:
@@ -241,7 +241,7 @@ class PlanChecker:
                 state.length = length - num  # the least that plans allow
             start, end = state.length, state.length + num
             self._need(num >= 1, f"row {row} computes nothing")
-            bound = length >= end if self._has_drafts or state.has_sat_out or state.is_older else length == end
+            bound = length >= end if self._has_drafts or state.has_sat_out else length == end
             self._need(bound, f"row {row} is at {start}, planned to {length}")
             given = host[used : used + num_host]
             used += num_host
@@ -295,7 +295,7 @@ class PlanChecker:
             state = self.rows[row]
             inside = position <= (state.length or 0) and (self._has_drafts or starts[row] < position)
             # the row is behind its plan, which counts a draw or drafts: no such state
-            if not inside and (self._has_drafts or state.has_sat_out or state.is_older):
+            if not inside and (self._has_drafts or state.has_sat_out):
                 self._checkpoints.discard(checkpoint)
                 continue
             self._need(inside, f"row {row} saves the state of position {position}, which this step does not compute")

@@ -67,24 +67,44 @@ def test_without_kernels_weights_become_float32(folder: Path, monkeypatch: pytes
 def test_bfloat16_must_be_as_fast_as_both_functions_of_float32(
     chosen: float, fused: float, bfloat16: float, is_faster: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now = 0.0
+    set_times(monkeypatch, chosen, fused, lambda call: bfloat16)
+    assert measured._measure() == GemvTimes(min(chosen, fused), bfloat16)
+    assert measured._measure().bfloat16_is_faster == is_faster
 
-    def takes(seconds: float, dtype: torch.dtype) -> Callable[..., torch.Tensor]:
+
+def test_a_program_that_slows_the_first_rounds_does_not_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_times(monkeypatch, 2.0, 2.0, lambda call: 3.0 if call <= 6 else 1.0)
+    assert measured._measure() == GemvTimes(2.0, 1.0)
+
+
+def test_times_that_never_settle_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_times(monkeypatch, 2.0, 2.0, lambda call: 0.9**call)
+    assert measured._measure().bfloat16_is_faster
+
+
+def set_times(monkeypatch: pytest.MonkeyPatch, chosen: float, fused: float, bfloat16: Callable[[int], float]) -> None:
+    """Seconds of the three functions; that of bfloat16 by the number of the call."""
+    now, calls = 0.0, 0
+
+    def takes(seconds: Callable[[], float], dtype: torch.dtype) -> Callable[..., torch.Tensor]:
         def call(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
             nonlocal now
             assert weight.dtype is dtype
-            now += seconds
+            now += seconds()
             return x
 
         return call
 
-    monkeypatch.setattr(measured, "linear", takes(chosen, torch.float32))
-    monkeypatch.setattr(measured, "skinny_gemm", takes(fused, torch.float32))
-    monkeypatch.setattr(measured, "linear_bfloat16", takes(bfloat16, torch.bfloat16))
+    def next_bfloat16() -> float:
+        nonlocal calls
+        calls += 1
+        return bfloat16(calls)
+
+    monkeypatch.setattr(measured, "linear", takes(lambda: chosen, torch.float32))
+    monkeypatch.setattr(measured, "skinny_gemm", takes(lambda: fused, torch.float32))
+    monkeypatch.setattr(measured, "linear_bfloat16", takes(next_bfloat16, torch.bfloat16))
     monkeypatch.setattr(measured.time, "perf_counter", lambda: now)
     monkeypatch.setattr(measured, "_ROWS", 8)
-    assert measured._measure() == GemvTimes(min(chosen, fused), bfloat16)
-    assert measured._measure().bfloat16_is_faster == is_faster
 
 
 def test_another_torch_is_measured_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import math
 import os
 import time
 from collections.abc import Callable
@@ -25,7 +26,7 @@ from slipstream.ops.linear.native import skinny_gemm
 log = logging.getLogger(__name__)
 
 _ROWS, _COLUMNS = 8192, 2048  # 64 MiB in float32: the weights of a model do not fit a cache either
-_ROUNDS = 4
+_STEADY, _MAX_ROUNDS = 8, 64  # rounds without a new best time after which the times count
 
 
 class GemvTimes(NamedTuple):
@@ -73,9 +74,16 @@ def _measure() -> GemvTimes:
         lambda: skinny_gemm(x, weight, None),
         lambda: linear_bfloat16(x, narrow),
     )
-    # in turns, so that other programs slow down all of them
-    rounds = [[_seconds(call) for call in calls] for _ in range(_ROUNDS)]
-    chosen, fused, bfloat16 = (min(times) for times in zip(*rounds, strict=True))
+    best, steady = [math.inf] * len(calls), 0
+    # in turns, so that other programs slow down all of them; until each has run undisturbed
+    for _ in range(_MAX_ROUNDS):
+        times = [_seconds(call) for call in calls]
+        is_better = any(new < 0.97 * old for new, old in zip(times, best, strict=True))
+        best = [min(pair) for pair in zip(times, best, strict=True)]
+        steady = 0 if is_better else steady + 1
+        if steady == _STEADY:
+            break
+    chosen, fused, bfloat16 = best
     return GemvTimes(min(chosen, fused), bfloat16)
 
 

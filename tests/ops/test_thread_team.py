@@ -134,36 +134,6 @@ def test_times_of_other_numbers_of_rows_are_not_compared(library):
     assert machine.size == 3
 
 
-class SharedMachine(Machine):
-    """`others`: the threads of another engine. Threads that share cores wait for each other, 1 ms a step."""
-
-    def step_seconds(self):
-        shared = max(1.0, (self.size + self.others) / self.cores)
-        return 0.016 / self.size * shared + (0.001 if shared > 1 else 0)
-
-
-@pytest.mark.parametrize("later", [0.3, 1.71])
-def test_two_engines_on_the_same_cores_share_them(library, later):
-    """4 and 4 threads: 9 ms a step, 3 beside 4: 10.3, 2 and 2: 8. The first to take fewer alone is slower."""
-    first, second = SharedMachine(library, 4, 4), SharedMachine(library, 4, 4)
-    first.now, second.now = 1000.4, 1000.4 + later
-    first.run(later)
-    first.steps = second.steps = 0
-    while second.now < 1020:
-        machine, other = sorted((first, second), key=lambda each: each.now)
-        if machine.now < 1010:
-            machine.steps = 0
-        machine.others = other.size
-        machine.run(1e-9)  # a step
-    assert 10 / min(first.steps, second.steps) < 1.04 * 0.008  # with trials of three threads
-
-
-def test_half_of_the_threads_is_refused_beside_a_program_that_does_not_follow(library):
-    machine = SharedMachine(library, 4, 4)
-    machine.others = 4
-    assert machine.run(60) < 1.02 * 0.009
-
-
 def test_one_thread_stays_one(library):
     machine = Machine(library, 1, 1)
     machine.others = 3

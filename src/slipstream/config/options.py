@@ -208,7 +208,11 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     ] = False
     seed: Annotated[int, _doc("seed of requests without their own, and of dummy weights")] = 0
     num_threads: Annotated[
-        int | None, _doc("CPU threads of the model; default: the physical cores that this process may use")
+        int | None,
+        _doc(
+            "CPU threads of the model; default: the physical cores that this process may use; engines that "
+            "run on the same cores divide them"
+        ),
     ] = None
     reasoning_config: Annotated[
         dict[str, Any] | str | None,

@@ -6,8 +6,7 @@
 // The number is kept if its steps take less time than the last ones with the number before; a trial that is lost ends at
 // once. After each refused trial the next one waits twice as long, unless steps have become much slower meanwhile.
 //
-// Two engines on the same cores are fastest if each has half of the threads, but the first one to take fewer is slower
-// until the other follows. So a trial of half of the threads begins at full seconds of a clock that all processes share.
+// Engines on the same cores divide them first (native_engines.h).
 //
 // Results do not depend on the number of threads.
 #ifndef SLIP_NATIVE_TEAM_H
@@ -15,6 +14,9 @@
 
 #include <stdint.h>
 #include <time.h>
+
+#include "native_engines.h"
+
 #ifdef _OPENMP
 #include <omp.h>
 #endif
@@ -26,7 +28,6 @@
 #define TEAM_WAIT 1.0       // seconds from a refused trial to the next one, at first
 #define TEAM_MAX_WAIT 8.0
 #define TEAM_SLOWER 1.5     // times the step when fewer threads were refused: they are tried at once
-#define TEAM_JOINT_WAIT 1.0  // seconds between trials of half of the threads, at first
 #define TEAM_MAX_ROWS 64    // calls with more tokens are prefill: they take longer than other programs hold a core
 #define LATE 1e-3           // seconds: a thread that others wait for longer is late
 
@@ -41,8 +42,6 @@ typedef struct {
     int64_t refused;            // the last refused trial: -1 of fewer threads, 1 of more, 0 none
     double refused_usual;       // of a step when fewer threads were refused
     double wait, next;          // next: time from which trials are allowed
-    int64_t is_joint;           // whether the trial is of half of the threads
-    double joint_wait, joint_time;  // time of the next such trial, a multiple of joint_wait
 } SlipTeam;
 
 __attribute__((weak)) __thread SlipTeam slip_team;  // of the thread that runs steps; the sources share it
@@ -58,24 +57,15 @@ static inline void slip_team_open_window(SlipTeam *team) {
     team->seconds = 0;
 }
 
-static inline void slip_team_try_size(SlipTeam *team, int64_t size) {
+// direction: -1 for fewer threads, 1 for more
+static inline void slip_team_try(SlipTeam *team, int direction) {
+    int64_t size = team->size + direction * (team->size < 16 ? 1 : team->size / 8);
     team->before = team->size;
     team->before_usual = team->usual;
     team->size = size > team->most ? team->most : size;
     team->counted = 0;
-    team->is_joint = 0;
     slip_team_open_window(team);
     team->steps = -TEAM_SKIPPED;
-}
-
-// direction: -1 for fewer threads, 1 for more
-static inline void slip_team_try(SlipTeam *team, int direction) {
-    slip_team_try_size(team, team->size + direction * (team->size < 16 ? 1 : team->size / 8));
-}
-
-static inline void slip_team_plan_joint(SlipTeam *team, double wait, double now) {
-    team->joint_wait = wait;
-    team->joint_time = ((int64_t)(now / wait) + 1) * wait;
 }
 
 static inline void slip_team_return(SlipTeam *team) {
@@ -92,7 +82,6 @@ static inline void slip_team_end_trial(SlipTeam *team, double now) {
         team->before = team->refused = 0;
         team->wait = TEAM_WAIT;
         team->next = now + team->wait;
-        slip_team_plan_joint(team, TEAM_JOINT_WAIT, now);
         if (fewer && team->late >= TEAM_LATE && team->size > 1)
             slip_team_try(team, -1);
         else
@@ -100,10 +89,6 @@ static inline void slip_team_end_trial(SlipTeam *team, double now) {
         return;
     }
     slip_team_return(team);
-    if (team->is_joint) {
-        slip_team_plan_joint(team, team->joint_wait * 2 < TEAM_MAX_WAIT ? team->joint_wait * 2 : TEAM_MAX_WAIT, now);
-        return;
-    }
     team->refused = fewer ? -1 : 1;
     if (fewer) team->refused_usual = team->usual;
     team->next = now + team->wait;
@@ -113,15 +98,6 @@ static inline void slip_team_end_trial(SlipTeam *team, double now) {
 static inline void slip_team_end_window(SlipTeam *team, double now) {
     int fewer = team->late >= TEAM_LATE && team->size > 1, more = team->size < team->most;
     int is_slower = team->refused == -1 && team->usual > TEAM_SLOWER * team->refused_usual;
-    if (now >= team->joint_time) {
-        int is_late = now - team->joint_time > TEAM_JOINT_WAIT / 10;  // this process took no steps meanwhile
-        slip_team_plan_joint(team, team->joint_wait ? team->joint_wait : TEAM_JOINT_WAIT, now);
-        if (fewer && team->size > 2 && !is_late) {
-            slip_team_try_size(team, team->size / 2);
-            team->is_joint = 1;
-            return;
-        }
-    }
     if (fewer && is_slower)
         slip_team_try(team, -1);
     else if (now < team->next || (!fewer && !more))
@@ -135,7 +111,10 @@ static inline void slip_team_end_window(SlipTeam *team, double now) {
 // After a step of `rows` rows. `late`: whether a thread was late. Only times of steps with the same number of rows are
 // compared.
 static inline void slip_team_add(SlipTeam *team, int64_t rows, double seconds, int late, double now) {
-    if (team->most < 2) return;
+    if (team->most < 2) {
+        team->usual = seconds;
+        return;
+    }
     if (rows != team->rows) {
         team->rows = rows;
         if (team->before) slip_team_return(team);
@@ -161,9 +140,11 @@ static inline void slip_team_add(SlipTeam *team, int64_t rows, double seconds, i
 // Number of threads of the next call, with `rows` tokens
 static inline int slip_team_size(int64_t rows) {
 #ifdef _OPENMP
-    int most = omp_get_max_threads();
-    if (slip_team.most != most) slip_team = (SlipTeam){.most = most, .size = most, .wait = TEAM_WAIT};
-    return rows > TEAM_MAX_ROWS ? most : (int)slip_team.size;
+    double now = slip_now();
+    if (!slip_neighbours.is_open) slip_engines_open(&slip_neighbours, now);
+    int64_t most = slip_engines_threads(&slip_neighbours, omp_get_max_threads(), 2 * slip_team.usual, now);
+    if (slip_team.most != most) slip_team = (SlipTeam){.most = most, .size = most, .wait = TEAM_WAIT, .usual = slip_team.usual};
+    return rows > TEAM_MAX_ROWS ? (int)most : (int)slip_team.size;
 #else
     return 1;
 #endif

@@ -8,6 +8,7 @@
 
 #include "../native_math.h"
 #include "../native_parts.h"
+#include "../native_team.h"
 #include "../native_vector.h"
 
 #define STRETCH 64
@@ -249,8 +250,9 @@ void slip_attend(const float *query, float *out, const float *keys, const float 
                  const int64_t *lengths, const int64_t *tiles, const float *sinks, float scale, float cap,
                  int64_t window, int64_t num_tiles, int64_t num_heads, int64_t num_kv_heads, int64_t dim,
                  int64_t page_size, int64_t query_stride, int64_t table_stride) {
-    int64_t group = num_heads / num_kv_heads;
-#pragma omp parallel for collapse(2) schedule(dynamic, 1)
+    int64_t group = num_heads / num_kv_heads, last = (num_tiles - 1) * 3;
+    int64_t num_tokens = tiles && num_tiles ? tiles[last + 1] + tiles[last + 2] : num_tiles;
+#pragma omp parallel for collapse(2) schedule(dynamic, 1) num_threads(slip_team_size(num_tokens))
     for (int64_t tile = 0; tile < num_tiles; tile++)
         for (int64_t head = 0; head < num_kv_heads; head++) {
             SlipHeads heads = {group, dim, query_stride, num_heads * dim, window, scale, cap,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -24,9 +26,17 @@ FAMILIES = {
     "window": ("mistral", {"sliding_window": 7}),
     "bounded": ("gemma2", {"sliding_window": 7}),
 }
+DTYPES = ("float32", "float32 by torch", "float64")
+EVERY = list(itertools.product(FAMILIES, DTYPES))
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+def paired(others):
+    """Parameters of a test: each family with each dtype, at both depths with one of the two `others` each, so that
+    every pair of values of any two parameters occurs."""
+    return [(*pair, depth, others[(place + depth // 2) % 2]) for place, pair in enumerate(EVERY) for depth in (0, 2)]
+
+
+@pytest.fixture(scope="module")
 def folder(request, tmp_path_factory):
     """One word of the vocabulary has a broken vector."""
     family, config = FAMILIES[request.param]
@@ -38,7 +48,7 @@ def folder(request, tmp_path_factory):
     return rewrite(path, {"tie_word_embeddings": False}, {"model.embed_tokens.weight": weight, **head})
 
 
-@pytest.fixture(params=["float32", "float32 by torch", "float64"])
+@pytest.fixture
 def dtype(request, monkeypatch):
     name, *by_torch = request.param.split(" ", 1)
     if by_torch:
@@ -58,8 +68,7 @@ def caches_of(bench):
     return [cache for pair in bench.core.executor.store.caches for cache in pair]
 
 
-@pytest.mark.parametrize("depth", [0, 2])
-@pytest.mark.parametrize("max_tokens", [8, 256], ids=["chunked", "whole"])
+@pytest.mark.parametrize(("folder", "dtype", "depth", "max_tokens"), paired([8, 256]), indirect=["folder", "dtype"])
 def test_a_cache_full_of_nan_is_as_good_as_new(folder, dtype, depth, max_tokens):
     """The null page too: tables point at it where a row has no page, or no longer one."""
     results = []
@@ -73,8 +82,7 @@ def test_a_cache_full_of_nan_is_as_good_as_new(folder, dtype, depth, max_tokens)
         assert_same(poisoned, clean, 1e-4 if dtype == "float32" else 1e-9)
 
 
-@pytest.mark.parametrize("depth", [0, 2])
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(("folder", "dtype", "depth", "rows"), paired([1, 3]), indirect=["folder", "dtype"])
 def test_requests_that_reuse_pages_of_a_failed_request_do_not_fail(folder, dtype, depth, rows):
     """Pooling rows leave with their last launch: others have their pages before the host knows."""
     with make_bench(folder, dtype=dtype, depth=depth, max_num_seqs=rows, max_num_batched_tokens=8 * rows) as bench:
@@ -93,6 +101,7 @@ def test_requests_that_reuse_pages_of_a_failed_request_do_not_fail(folder, dtype
             assert not cache[NULL_PAGE].count_nonzero()
 
 
+@pytest.mark.parametrize(("folder", "dtype"), EVERY, indirect=True)
 @pytest.mark.parametrize("depth", [0, 2])
 def test_requests_that_reuse_pages_of_an_aborted_request_do_not_fail(folder, dtype, depth):
     """The host never read its values, so it could not know that they were NaN."""
@@ -109,6 +118,7 @@ def test_requests_that_reuse_pages_of_an_aborted_request_do_not_fail(folder, dty
                 assert_same([bench.results[good]], [vector], 1e-4 if dtype == "float32" else 1e-9)
 
 
+@pytest.mark.parametrize(("folder", "dtype"), EVERY, indirect=True)
 @pytest.mark.parametrize("depth", [0, 2])
 def test_samples_of_a_prompt_do_not_feel_what_lies_behind_it_in_its_page(folder, dtype, depth):
     """The page in which they part is copied whole."""

@@ -27,7 +27,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def wanted(model):
-    with make(model, engine=ENGINE, batched=False) as llm:
+    with make(model, engine=ENGINE) as llm:
         found = [flat(llm.generate(PROMPTS, batch, use_tqdm=False)) for batch in BATCHES]
         plain = [params.with_changes(extra_args=None, logits_processors=None) for params in BATCHES[1]]
         without = flat(llm.generate(PROMPTS, plain, use_tqdm=False))

@@ -13,6 +13,7 @@ from tiny import write_tiny
 
 REASONING = {"reasoning_start_str": "<a>", "reasoning_end_str": ". So:</a>"}
 BUDGETS = [0, 3, 11, 40]
+LENGTH = 22
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +30,7 @@ def generate(llm):
     """Prompts that end within reasoning, with budgets; one whose reasoning is not open, and one without a budget."""
     start = llm.tokenizer.encode("<a>", add_special_tokens=False)
     prompts = [[9 + i] * (4 + 5 * i) + start for i in range(len(BUDGETS))]
-    one = SamplingParams(seed=4, max_tokens=30, ignore_eos=True, n=2)
+    one = SamplingParams(seed=4, max_tokens=LENGTH, ignore_eos=True, n=2)
     params = [one.with_changes(thinking_token_budget=budget) for budget in BUDGETS]
     results = llm.generate([*prompts, [5, 6], prompts[0]], [*params, params[1], one], use_tqdm=False)
     return [[sample.token_ids for sample in result.outputs] for result in results]
@@ -42,7 +43,7 @@ def wanted(model):
         end = llm.tokenizer.encode(". So:</a>", add_special_tokens=False)
     for budget, samples in zip(BUDGETS, found, strict=False):
         for tokens in samples:
-            assert tokens[budget : budget + len(end)] == end[: max(0, 30 - budget)], budget
+            assert tokens[budget : budget + len(end)] == end[: max(0, LENGTH - budget)], budget
     assert found[0][0][len(end) :] != found[0][1][len(end) :]  # what follows is sampled
     assert all(tokens.count(end[-1]) < 5 for tokens in (*found[-1], *found[-2]))
     return found

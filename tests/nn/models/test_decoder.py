@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -95,29 +95,40 @@ def prompts(**lengths: int) -> dict[str, list[int]]:
     return {name: torch.randint(0, 300, (n,), generator=generator).tolist() for name, n in lengths.items()}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_logits_equal_transformers(variant: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    family, overrides = VARIANTS[variant]
-    folder = write_tiny(tmp_path, family, dtype, **overrides)
-    texts = prompts(long=61, short=7)
-    expected = oracle(folder, dtype, texts)
-    whole = HandRunner(load(folder, dtype), dtype).run(texts)
-    chunked = run_in_steps(HandRunner(load(folder, dtype), dtype, slack=3), texts)
-    for name in texts:
-        assert expected[name].std() > 0.5
-        torch.testing.assert_close(whole[name], expected[name], rtol=0, atol=TOLERANCE[dtype])
-        torch.testing.assert_close(chunked[name], expected[name], rtol=0, atol=TOLERANCE[dtype])
+@dataclass
+class Expected:
+    """A checkpoint in float64, prompts, and their logits by transformers in float64."""
+
+    folder: Path
+    texts: dict[str, list[int]]
+    logits: dict[str, torch.Tensor]
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_last_tokens_alone_equal_transformers(variant: str, tmp_path: Path) -> None:
-    """The last layer computes for one token a row; what it leaves in the cache is of all of them."""
-    family, overrides = VARIANTS[variant]
-    folder = write_tiny(tmp_path, family, torch.float64, **overrides)
+@pytest.fixture(scope="module", params=VARIANTS)
+def variant(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Expected:
+    family, overrides = VARIANTS[request.param]
+    folder = write_tiny(tmp_path_factory.mktemp("tiny"), family, torch.float64, **overrides)
     texts = prompts(long=61, short=7, one=20)
-    expected = oracle(folder, torch.float64, texts)
-    runner = HandRunner(load(folder, torch.float64), torch.float64, slack=3)
+    return Expected(folder, texts, oracle(folder, torch.float64, texts))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+def test_logits_equal_transformers(variant: Expected, dtype: torch.dtype) -> None:
+    texts = {name: variant.texts[name] for name in ("long", "short")}
+    model = load(variant.folder, dtype)
+    whole = HandRunner(model, dtype).run(texts)
+    chunked = run_in_steps(HandRunner(model, dtype, slack=3), texts)
+    for name in texts:
+        expected = variant.logits[name]
+        assert expected.std() > 0.5
+        torch.testing.assert_close(whole[name].double(), expected, rtol=0, atol=TOLERANCE[dtype])
+        torch.testing.assert_close(chunked[name].double(), expected, rtol=0, atol=TOLERANCE[dtype])
+
+
+def test_last_tokens_alone_equal_transformers(variant: Expected) -> None:
+    """The last layer computes for one token a row; what it leaves in the cache is of all of them."""
+    texts, expected = variant.texts, variant.logits
+    runner = HandRunner(load(variant.folder, torch.float64), torch.float64, slack=3)
     place = dict.fromkeys(texts, 0)
     for step in ({"long": 5, "one": 19}, {"short": 1, "one": 1, "long": 40}, {"long": 13, "short": 3}, {"short": 3}):
         chunks = {name: texts[name][place[name] : place[name] + size] for name, size in step.items()}

@@ -1,7 +1,7 @@
 """Time of a decoder layer on the GPU in decode steps, at the shapes of two models.
 
     python benchmarks/ops/layer.py [--model 0.6B] [--rows 16 256] [--keys 1024] [--drafts 4] [--kernels]
-                                   [--weights fp8] [--adapters 8] [--only-fused]
+                                   [--weights fp8] [--cache fp8] [--adapters 8] [--only-fused]
 
 Calls alternate between the weights of all layers, so that none is in the L2 cache. Times are medians of replayed
 graphs: as the engine runs the step, and with unfused layers. With --drafts every row has so many drafts beside its last
@@ -31,6 +31,8 @@ from slipstream.nn.models.decoder_shape import DecoderShape, RopeShape
 from slipstream.nn.quantized.weight import Quantized, QuantizedWeight
 from slipstream.nn.shapes import AttentionShape, LayerShape, MlpShape, NormShape
 from slipstream.nn.weight_format import Unquantized, WeightFormat
+from slipstream.ops.cache_write import new_fp8_cache
+from slipstream.ops.cache_write.fp8 import scales_of
 from slipstream.ops.lora import LoraTiles, LoraWeights
 from slipstream.ops.lora.tiles import make_blocks, make_tiles, num_counters, tile_size
 from slipstream.ops.quantized import words_of
@@ -114,7 +116,7 @@ def with_adapters(context: ForwardContext, num: int) -> ForwardContext:
     return replace(context, batch=replace(context.batch, lora=lora, last_lora=lora))
 
 
-def bytes_per_layer(decoder: Decoder, rows: int, keys: int) -> int:
+def bytes_per_layer(decoder: Decoder, rows: int, keys: int, cache_dtype: str) -> int:
     """Of weights, keys, values and adapters, each read once."""
     weights = sum(part.numel() * part.element_size() for part in decoder.layers.parameters())
     for part in decoder.layers.modules():
@@ -122,16 +124,28 @@ def bytes_per_layer(decoder: Decoder, rows: int, keys: int) -> int:
             weights -= 4 * part.scale.numel() * (1 if part.zeros is None else 2)
     loras = [part.lora for part in decoder.layers.modules() if isinstance(part, Linear) and part.lora is not None]
     adapters = sum(2 * (lora.a.numel() + lora.b.numel()) for lora in loras)
-    return (weights + adapters) // len(decoder.layers) + rows * keys * decoder.shape.mixers[0].num_kv_heads * 512
+    key_bytes = 2 * (128 + 4 if cache_dtype == "fp8" else 256)
+    return (weights + adapters) // len(decoder.layers) + rows * keys * decoder.shape.mixers[0].num_kv_heads * key_bytes
 
 
-def make_context(decoder: Decoder, rows: int, keys: int, num_drafts: int = 0) -> ForwardContext:
+def make_cache(shape: tuple[int, int, int, int], dtype: str) -> torch.Tensor:
+    """Random keys or values, [pages, page_size, kv heads, dim]."""
+    if dtype == "bfloat16":
+        return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+    cache = new_fp8_cache(*shape, lambda size, kind: torch.zeros(size, dtype=kind, device="cuda"))
+    cache.copy_(torch.randn(shape, device="cuda") * 100)
+    scales_of(cache).fill_(0.01)
+    return cache
+
+
+def make_context(
+    decoder: Decoder, rows: int, keys: int, num_drafts: int = 0, cache_dtype: str = "bfloat16"
+) -> ForwardContext:
     """Rows of `keys` keys with shuffled pages, the last of which are those of drafts."""
     mixer, each = decoder.shape.mixers[0], -(-keys // PAGE)
     pages = (torch.randperm(rows * each, device="cuda") + 1).view(rows, each)
     cache = (rows * each + 1, PAGE, mixer.num_kv_heads, 128)
-    half = {"device": "cuda", "dtype": torch.bfloat16}
-    caches = [(torch.randn(cache, **half), torch.randn(cache, **half)) for _ in decoder.layers]
+    caches = [(make_cache(cache, cache_dtype), make_cache(cache, cache_dtype)) for _ in decoder.layers]
     queries = 1 + num_drafts
     tokens = rows * queries
     number = torch.arange(tokens, device="cuda") % queries
@@ -149,7 +163,7 @@ def make_context(decoder: Decoder, rows: int, keys: int, num_drafts: int = 0) ->
         host_ids=-1 - number,
         max_queries=queries,
     )
-    attention = TritonAttention(group_sites(decoder.cache_specs(PAGE, "bfloat16")), torch.bfloat16)
+    attention = TritonAttention(group_sites(decoder.cache_specs(PAGE, cache_dtype)), torch.bfloat16)
     return ForwardContext(batch, attention, attention.make_metadata(batch), caches, (0,) * len(decoder.layers))
 
 
@@ -197,6 +211,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 32, 64, 128, 256])
     parser.add_argument("--keys", type=int, default=384)
     parser.add_argument("--weights", nargs="+", choices=METHODS, default=["bfloat16"])
+    parser.add_argument("--cache", choices=["bfloat16", "fp8"], default="bfloat16", help="(default: bfloat16)")
     parser.add_argument("--adapters", type=int, default=0, metavar="N", help="adapters of rank 16 (default: 0)")
     parser.add_argument("--drafts", type=int, default=0, metavar="K", help="drafts of each row (default: 0)")
     parser.add_argument("--only-fused", action="store_true", help="leave out the unfused layers")
@@ -208,7 +223,7 @@ def main() -> None:
             add_adapters(decoder, args.adapters)
         implementations = decoder.implementations
         for rows in args.rows:
-            context = make_context(decoder, rows, args.keys, args.drafts)
+            context = make_context(decoder, rows, args.keys, args.drafts, args.cache)
             if args.adapters:
                 context = with_adapters(context, args.adapters)
             together = time_us(decoder, context, args.kernels)
@@ -219,7 +234,8 @@ def main() -> None:
                 decoder.implementations = implementations
             drafts = f" and {args.drafts} drafts" if args.drafts else ""
             drafts += f" and {args.adapters} adapters" if args.adapters else ""
-            num_bytes = bytes_per_layer(decoder, rows, args.keys)
+            drafts += " over an FP8 cache" if args.cache == "fp8" else ""
+            num_bytes = bytes_per_layer(decoder, rows, args.keys, args.cache)
             share = num_bytes / (together * 1e-6) / BANDWIDTH
             print(
                 f"{name} {weights} {rows:>3} rows{drafts} x {args.keys} keys: {together:.2f} us{unfused}; "

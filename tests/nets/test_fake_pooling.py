@@ -47,7 +47,7 @@ MODELS = {
 def drive(tmp_path, family, options, params, break_runner=None) -> int:
     """Run an engine whose device has no values. Returns the number of steps."""
     name, _, task = family.partition(" ")
-    folder = write_tiny_encoder(tmp_path, name, task) if task else write_tiny(tmp_path, name)
+    folder = write_tiny_encoder(tmp_path, name, task) if task else write_tiny(tmp_path, name, num_hidden_layers=1)
     small = dict(max_num_seqs=4, max_num_batched_tokens=8, max_model_len=64 if not task else 20, num_pages=64)
     with PoolBench(folder, dtype="float32", **small, **options) as bench:
         core, runner = bench.core, bench.core.executor

@@ -64,7 +64,7 @@ def test_a_prompt_takes_a_share_of_the_checkpoints_the_end_first() -> None:
 @pytest.mark.parametrize("ending", [9, 40, 63, 64, 100, 190, 400])
 def test_a_prompt_with_another_last_sentence_hits_its_prefix_at_the_second_sighting(ending: int, depth: int) -> None:
     """The law: at least 95% of the common prefix of a prompt of 4,000 tokens."""
-    for length in (3900, 4096, 4177):
+    for length in (3900, 4096, 4177) if depth == 0 else (4096,):
         day = bench(depth=depth)
         prompt = text(length)
         run(day, prompt)

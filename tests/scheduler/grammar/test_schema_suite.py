@@ -45,6 +45,7 @@ def test_every_output_that_ends_is_valid(compiled, depth, is_mixed, monkeypatch)
         depth, max_num_seqs=16, max_model_len=96, num_pages=300, max_waiting=10**4, constraints=make_constraints(16)
     )
     if is_mixed:
+        compiled = compiled[depth::3]  # each schema at one depth
         device = core.executor.executor
         device.drafter = random.Random(depth)
         device._guess = lambda state, last: device.drafter.choices([*_WANTED, -1], k=8)
@@ -67,6 +68,6 @@ def test_every_output_that_ends_is_valid(compiled, depth, is_mixed, monkeypatch)
                 assert output.finish_reason in (None, FinishReason.LENGTH), output
     core.close()
     assert wrong == []
-    assert num_valid >= 300 * (1 + is_mixed)
+    assert num_valid >= (200 if is_mixed else 300)
     if is_mixed:
-        assert device.num_accepted > 100 and device.num_rejected > 100 and core.scheduler.num_preemptions > 40
+        assert device.num_accepted > 50 and device.num_rejected > 100 and core.scheduler.num_preemptions > 15

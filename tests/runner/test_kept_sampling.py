@@ -12,7 +12,7 @@ def test_captured_work_is_found_again_for_the_same_rows_until_one_of_them_change
     sampler, plan = harness.sampler, make_plan([0, 1], [admission(0, GREEDY), admission(1, GREEDY)])
     later = replace(plan, admitted=(), step=1)
     harness.launch(plan, [2, 2], torch.zeros(2, 20, dtype=torch.float64), lambda _: None)
-    found = sampler.prepare_by_row(plan)
+    found, was_read = sampler.prepare_by_row(plan), sampler.reads_output(plan)
     sampler.apply(later)
     assert sampler.prepare_by_row(later) is found and not sampler.needs_late(later)
     assert sampler.prepare_by_row(replace(later, num_logprobs=2)).num_logprobs is not None
@@ -20,6 +20,7 @@ def test_captured_work_is_found_again_for_the_same_rows_until_one_of_them_change
     other = replace(later, admitted=(changed,), released=np.array([1], np.int32), step=2)
     harness.launch(other, [3, 2], torch.zeros(2, 20, dtype=torch.float64), lambda _: None)
     assert sampler.prepare_by_row(other).key != found.key
+    assert not was_read and sampler.reads_output(other), "penalties depend on the output"
 
 
 def test_captured_work_that_counts_its_steps_is_made_in_every_step():

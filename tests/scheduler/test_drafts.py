@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -65,6 +66,35 @@ def test_lengths_in_flight_are_upper_bounds_that_commits_lower() -> None:
     bench.commit()
     assert (request.computed, request.pending, len(request.tokens)) == (5, 0, 6)
     assert bench.plan().lengths.tolist() == [9]
+
+
+def test_plans_of_the_same_rows_and_numbers_of_drafts_share_their_arrays() -> None:
+    """Rejected drafts change lengths only; another row, and another number of drafts, make new arrays."""
+    bench = bench_with(WRONG, 3, depth=1)
+    first, second = bench.submit([1, 2, 3], max_tokens=40), bench.submit([4, 5], max_tokens=12)
+    bench.run()
+    bench.check_tokens(*first)
+    bench.check_tokens(*second)
+    plans = [plan for plan in bench.plans if plan.has_drafts]
+    num_shared = 0
+    for before, after in itertools.pairwise(plans):
+        is_same = before.rows.tolist() == after.rows.tolist() and before.num_drawn.tolist() == after.num_drawn.tolist()
+        assert (before.rows is after.rows) == is_same and not len(after.tokens)
+        num_shared += is_same
+    assert 10 < num_shared < len(plans) - 1, "the second request ends before the first"
+
+
+def test_a_request_that_comes_back_to_another_row_has_its_drafts_there() -> None:
+    bench = bench_with(RIGHT, 3, depth=0)
+    one, two = (bench.submit(prompt, max_tokens=40)[0] for prompt in ([1, 2, 3], [4, 5]))
+    for _ in range(3):
+        bench.step()
+    row = two.row
+    bench.scheduler.preempt_all()
+    bench.scheduler.abort(one.id)
+    bench.run()
+    bench.check_tokens(two)
+    assert bench.plans[-1].has_drafts and bench.plans[-1].rows.tolist() == [0] != [row]
 
 
 def test_drafts_take_no_pages_from_other_requests() -> None:

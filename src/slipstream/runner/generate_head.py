@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -88,6 +88,8 @@ class GenerateHead:
             replayed = self._prepare_replayed(plan, num_draws, pick, size, drafts, upload)
             if replayed is not None:
                 return replayed
+        if drafts.run_drafter:
+            drafts.max_length = int(plan.lengths.max()) + 1
         if pick is not None:
             picked = upload.put(pick)
         sample = self.sampler.prepare(plan, upload) if num_draws else None
@@ -155,7 +157,7 @@ class GenerateHead:
         if num_rows is None or (replayed := self.sampler.prepare_by_row(plan)) is None:
             return None
         # captured work is replayed for rows of any length
-        drafts = replace(drafts, max_length=self.max_length, num_rows=self.graphs.rows_for(drafts.num_rows) or num_rows)
+        drafts.max_length, drafts.num_rows = self.max_length, self.graphs.rows_for(drafts.num_rows) or num_rows
         has_drafts = drafts.offsets is not None
         shape = result_shape(
             num_rows, replayed.num_logprobs, self._numpy_dtype, has_drafts=has_drafts, num_proposed=drafts.num_returned
@@ -195,20 +197,16 @@ class GenerateHead:
         leave_out_(batch.rows if pick is None else pick[2], batch.sitting, len(self.rows.computed) - 1)
 
     def _drafts(self, plan: StepPlan) -> _Drafts:
-        """Host: the drafts of the sampling rows of a step."""
+        """Host: the drafts of the sampling rows of a step, without `max_length`."""
         num_proposed = 0 if self.drafter is None else plan.num_proposed
         num_returned = num_proposed if plan.returns_drafts else 0
         follows = self.drafter is not None and self.drafter.always_runs and plan.catch_up is None
         run_drafter = num_proposed > 0 or follows
-        max_length = int(plan.lengths.max()) + 1 if run_drafter else 0
         if not isinstance(plan, DraftedPlan):
             num_rows = int(np.count_nonzero(plan.num_drawn))
-            return _Drafts(None, None, num_proposed, run_drafter, False, max_length, num_rows, num_returned)
-        samples = plan.num_drawn > 0
-        offsets = plan.offsets[samples].astype(np.int64)
-        first = np.flatnonzero(offsets == 0)
-        is_read = self.sampler.reads_output(plan)
-        return _Drafts(offsets, first, num_proposed, run_drafter, is_read, max_length, len(first), num_returned)
+            return _Drafts(None, None, num_proposed, run_drafter, False, 0, num_rows, num_returned)
+        first, is_read = plan.first_draws, self.sampler.reads_output(plan)
+        return _Drafts(plan.draw_offsets, first, num_proposed, run_drafter, is_read, 0, len(first), num_returned)
 
     def _draw_batch(
         self, rows: torch.Tensor, positions: torch.Tensor, offsets: torch.Tensor | None, drafts: _Drafts
@@ -275,7 +273,7 @@ class GenerateHead:
         return lambda hidden, part: self._logits(hidden, tiles[part])
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # created in every step: a frozen one costs twice as much
 class _Drafts:
     """The drafts of a step's sampling rows, on the host."""
 

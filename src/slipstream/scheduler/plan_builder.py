@@ -177,7 +177,11 @@ class PlanBuilder:
         rows, lengths = arrays.rows, arrays.lengths
         num_tokens, num_host_tokens, num_drawn = _all_decode(num_decodes)
         tokens = following = NO_INTS
-        if chunks:
+        if chunks and all(chunk.is_drafted for chunk in chunks):
+            rows, num_tokens, num_host_tokens = arrays.with_drafted(chunks)
+            num_drawn = num_tokens
+            lengths = np.concatenate([lengths, np.array([chunk.request.computed for chunk in chunks], np.int32)])
+        elif chunks:
             num_tokens = np.ones(total, np.int32)
             num_host_tokens = np.zeros(total, np.int32)
             num_drawn = np.ones(total, np.int32)
@@ -268,16 +272,34 @@ class DecodeArrays:
         self.rows: Ints = NO_INTS
         self.lengths: Ints = NO_INTS
         self.is_stale = False  # a commit subtracted rejected drafts from the length of a request
+        self._last_drafted: tuple[Ints, list[tuple[int, int]]] | None = None  # what the arrays below were made of
+        self._drafted: tuple[Ints, Ints, Ints] = NO_INTS, NO_INTS, NO_INTS
 
     def advance(self, requests: list[Request]) -> None:
         """Update the arrays for the next plan. A request cannot change its row without a plan that lacks it."""
-        if requests == self.requests and not self.is_stale:
+        is_same = requests == self.requests
+        if is_same and not self.is_stale:
             self.lengths = self.lengths + 1
-        else:
+            return
+        if not is_same:
             self.requests = requests
             self.rows = np.array([request.row for request in requests], np.int32)
-            self.lengths = np.array([request.computed for request in requests], np.int32)
-            self.is_stale = False
+        self.lengths = np.array([request.computed for request in requests], np.int32)
+        self.is_stale = False
+
+    def with_drafted(self, chunks: list[Chunk]) -> tuple[Ints, Ints, Ints]:
+        """Rows, numbers of positions and of host tokens of a plan of these decodes and drafted rows: the same arrays
+        as in the last such plan, if its rows and numbers of drafts were the same."""
+        numbers = [(chunk.request.row, chunk.num_tokens) for chunk in chunks]
+        last = self._last_drafted
+        if last is None or last[0] is not self.rows or last[1] != numbers:
+            num_decodes, total = len(self.rows), len(self.rows) + len(chunks)
+            num_tokens = np.ones(total, np.int32)
+            num_tokens[num_decodes:] = [num for _, num in numbers]
+            rows = np.concatenate([self.rows, np.array([row for row, _ in numbers], np.int32)])
+            self._drafted = rows, num_tokens, np.zeros(total, np.int32)
+            self._last_drafted = self.rows, numbers
+        return self._drafted
 
 
 def embed_plan(chunks: list[Chunk], first: int) -> EmbedPlan | None:

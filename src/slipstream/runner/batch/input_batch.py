@@ -102,9 +102,10 @@ class InputBatch:
         self.page_tables = page_tables
         self.rope_rows = rope_rows
         self.history = history
+        self._last: tuple[Ints, Size, _Counts] | None = None  # of the last padded plan without host tokens
 
     def prepare(self, plan: StepPlan, upload: Upload, size: Size | None = None) -> Callable[[], Gathered]:
-        counts = self._count(plan) if size is None else self._count_padded(plan, size)
+        counts = self._count(plan) if size is None else self._kept_counts(plan, size)
         arrays = (counts.rows, counts.counts, counts.token_rows, counts.offsets, counts.host_ids, counts.starts)
         spans = [None if array is None else upload.put(array) for array in arrays]
         assert spans[0] is not None and (size is None or spans[0].start == 0), "a padded batch comes first"
@@ -171,6 +172,16 @@ class InputBatch:
                 counts.host_ids -= np.repeat(of_drafts, num_tokens)
             _fill_host_ids(counts.host_ids, plan, offsets)
         return counts
+
+    def _kept_counts(self, plan: StepPlan, size: Size) -> _Counts:
+        """Padded counts. Those of decodes and drafts do not depend on lengths, and plans share the array of their rows
+        as long as the same rows have the same numbers of drafts."""
+        if len(plan.tokens):
+            return self._count_padded(plan, size)
+        last = self._last
+        if last is None or last[0] is not plan.rows or last[1] != size:
+            last = self._last = plan.rows, size, self._count_padded(plan, size)
+        return last[2]
 
     def _count_padded(self, plan: StepPlan, size: Size) -> _Counts:
         """Counts with tokens of the padding row."""

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 
 from slipstream.step import NO_INTS, Ints, StepPlan
+
+Indices = np.ndarray[Any, np.dtype[np.int64]]
+_NO_INDICES: Indices = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +25,10 @@ class DraftedPlan(StepPlan):
 
     # [planned] index of the row among those of its drafted row; 0 for all others
     offsets: Ints = field(default_factory=lambda: NO_INTS)
+    # [drawn] the same of rows that draw, int64
+    draw_offsets: Indices = field(default_factory=lambda: _NO_INDICES)
+    # [sampling] index of each row's first draw among all draws
+    first_draws: Indices = field(default_factory=lambda: _NO_INDICES)
 
 
 _CHANGED = (
@@ -54,7 +61,7 @@ def expand_drafts(plan: StepPlan) -> DraftedPlan:
         adapters = replace(adapters, slots=adapters.slots[index])
     return DraftedPlan(
         **{name: getattr(plan, name) for name in _SAME},
-        rows=plan.rows[index],
+        rows=expanded.rows_of(plan.rows),
         num_tokens=expanded.num_tokens,
         lengths=plan.lengths[index] + expanded.longer,
         num_drawn=expanded.num_drawn,
@@ -64,10 +71,13 @@ def expand_drafts(plan: StepPlan) -> DraftedPlan:
         states=states,
         adapters=adapters,
         offsets=expanded.offsets,
+        draw_offsets=expanded.draw_offsets,
+        first_draws=expanded.first_draws,
     )
 
 
-class _Expanded(NamedTuple):
+@dataclass(slots=True)
+class _Expanded:
     """The parts that depend on the numbers of a plan only. Plans share them, so they are never written."""
 
     row_index: Ints  # [expanded] of the row in the plan
@@ -77,6 +87,18 @@ class _Expanded(NamedTuple):
     num_tokens: Ints
     num_drawn: Ints
     num_host_tokens: Ints
+    draw_offsets: Indices
+    first_draws: Indices
+    _last_rows: tuple[Ints, Ints] | None = None  # of a plan, and those that they became
+
+    def rows_of(self, rows: Ints) -> Ints:
+        """[expanded] rows. Plans with the same array of rows get the same array: what was found for it is found
+        again."""
+        last = self._last_rows
+        if last is None or last[0] is not rows:
+            last = self._last_rows = rows, rows[self.row_index]
+            last[1].flags.writeable = False
+        return last[1]
 
 
 @lru_cache(256)  # consecutive plans mostly have the same numbers of drafts
@@ -91,15 +113,19 @@ def _expand(drawn: bytes, tokens: bytes, host_tokens: bytes) -> _Expanded:
     first = np.cumsum(repeats) - repeats
     index = np.repeat(np.arange(len(repeats)), repeats)
     offsets = (np.arange(len(index)) - first[index]).astype(np.int32)
-    expanded = _Expanded(
+    draws = np.minimum(num_drawn, 1)[index]
+    draw_offsets = offsets[draws > 0].astype(np.int64)
+    arrays = (
         index,
         first,
         offsets,
         offsets - np.where(is_drafted, repeats - 1, 0).astype(np.int32)[index],
         np.where(is_drafted, 1, num_tokens).astype(np.int32)[index],
-        np.minimum(num_drawn, 1)[index],
+        draws,
         num_host_tokens[index],
+        draw_offsets,
+        np.flatnonzero(draw_offsets == 0),
     )
-    for array in expanded:
+    for array in arrays:
         array.flags.writeable = False
-    return expanded
+    return _Expanded(*arrays)

@@ -146,6 +146,7 @@ class Sampler:
         self._changed = False  # whether this step admits or releases a generation request
         # what was found for these sampling rows, which plans share as long as the same rows decode
         self._late_rows: tuple[Ints, bool] | None = None
+        self._readers: tuple[Ints, bool] | None = None
         self._kept: tuple[Ints, int | None, Replayed | None] | None = None
         self._generating: set[int] = set()  # rows of generation requests
 
@@ -157,7 +158,7 @@ class Sampler:
         released = plan.released.tolist()
         self._changed = bool(plan.admitted) or not self._generating.isdisjoint(released)
         if self._changed:
-            self._late_rows = self._kept = None
+            self._late_rows = self._readers = self._kept = None
             for state in self._states:
                 state.apply(plan)
             self._generating.difference_update(released)
@@ -189,7 +190,9 @@ class Sampler:
     def reads_output(self, plan: StepPlan) -> bool:
         """Host: whether a stage of a sampling row depends on the tokens before, drafts included."""
         rows = _sampling_rows(plan)
-        return any(stage.is_used_by(rows) for stage in self._of_output)
+        if self._readers is None or self._readers[0] is not rows:
+            self._readers = rows, any(stage.is_used_by(rows) for stage in self._of_output)
+        return self._readers[1]
 
     def prepare(self, plan: StepPlan, upload: Upload) -> SamplingWork:
         """Host, after `apply` and `flush`: this step's device work, for logits of the plan's sampling rows."""

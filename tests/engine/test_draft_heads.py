@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_law7 import GREEDY, MAX_LEN, assert_same, make
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from causal_oracle import exact_math, norm_in_float64
 from draft_spy import DraftSpy
 from law7 import PAIRED, PROMPTS
+from law7_engine import GREEDY, MAX_LEN, assert_same, make
 from replay_device import ReplayDevice
 from slipstream import SamplingParams
 from slipstream.config.options import make_options

@@ -7,10 +7,10 @@ from itertools import chain
 
 import pytest
 from msgspec import structs
-from test_law7 import GREEDY, MAX_LEN, assert_same, make
 
 from draft_spy import DraftSpy, argmax_after
 from law7 import PAIRED, PROMPTS
+from law7_engine import GREEDY, MAX_LEN, assert_same, make
 from plain_decoder import plain_logits
 from replay_device import ReplayDevice
 from slipstream import LLM, SamplingParams

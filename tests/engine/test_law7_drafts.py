@@ -6,9 +6,10 @@ import random
 from pathlib import Path
 
 import pytest
-from test_law7 import FEATURES, GREEDY, REPLAYED, assert_same, make
+from test_law7 import FEATURES, REPLAYED
 
 from law7 import DRAFTED, PROMPTS
+from law7_engine import GREEDY, assert_same, make
 from mask_gate import DraftGate
 from replay_device import ReplayDevice
 from replay_drafter import ReplayDrafter

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import pytest
 from safetensors.torch import load_file
-from test_law7 import GREEDY, assert_same, make
 from test_law7_drafts import BATCHES as UNSEEDED
 
 from law7 import PAIRED, PROMPTS, options_of
+from law7_engine import GREEDY, assert_same, make
 from rank_threads import run_ranks_as_threads
 from slipstream import LLM, SamplingParams
 from slipstream.config.options import make_options

@@ -42,9 +42,10 @@ def run_rope() -> list[torch.Tensor]:
 
 def run_products() -> list[torch.Tensor]:
     return [
-        linear_native.skinny_gemm(random(tokens, size), random(7, size, seed=1), None)
+        linear_native.skinny_gemm(random(tokens, size), random(7, size, seed=1).to(dtype), None)
         for size in SIZES
         for tokens in (1, 2, 3, 4, 9)
+        for dtype in (torch.float32, torch.bfloat16)
     ]
 
 

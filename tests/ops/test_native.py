@@ -101,7 +101,7 @@ def test_products_of_few_tokens(native_kernels, tokens: int, rows: int, size: in
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 4, 9])
-@pytest.mark.parametrize(("rows", "size"), [(1, 1), (5, 3), (63, 64), (100, 577)])
+@pytest.mark.parametrize(("rows", "size"), [(1, 1), (5, 3), (63, 64), (100, 577), (7, 4099)])
 def test_bfloat16_weights_give_the_bits_of_the_same_float32_weights(native_kernels, tokens, rows, size) -> None:
     x, weight, bias = random(tokens, size), random(rows, size, seed=1).bfloat16(), random(rows, seed=2)
     found = linear_native.skinny_gemm(x, weight, bias)

@@ -61,8 +61,41 @@ static inline float widen(uint16_t half) {
 #define ROWS_NAME multiply_bfloat16_rows
 #include "../native_linear_tile.h"
 
+#if MAX_TOKENS == 4
+#define MAX_WIDENED 4096  // columns: three rows of floats stay in the L1 cache
+// As multiply_bfloat16_rows, for more than one tile of tokens: weights are extended once for all of them.
+static SLIP_PART void multiply_widened_rows(const float *x, const uint16_t *weight, float *out, int64_t num_tokens, int64_t size,
+                                            int64_t out_stride, int64_t first, int64_t last) {
+    float wide[3 * MAX_WIDENED];
+    int64_t n = first, i;
+    for (; n + 3 <= last; n += 3) {
+        const uint16_t *rows = weight + n * size;
+        i = 0;
+#ifdef __aarch64__
+        for (; i + 16 <= 3 * size; i += 16) {
+            uint16x8_t zeros = vdupq_n_u16(0), a = vld1q_u16(rows + i), b = vld1q_u16(rows + i + 8);
+            vst1q_f32(wide + i, vreinterpretq_f32_u16(vzip1q_u16(zeros, a)));
+            vst1q_f32(wide + i + 4, vreinterpretq_f32_u16(vzip2q_u16(zeros, a)));
+            vst1q_f32(wide + i + 8, vreinterpretq_f32_u16(vzip1q_u16(zeros, b)));
+            vst1q_f32(wide + i + 12, vreinterpretq_f32_u16(vzip2q_u16(zeros, b)));
+        }
+#endif
+        for (; i + WIDTH <= 3 * size; i += WIDTH) slip_store(wide + i, slip_load_bfloat16(rows + i));
+        for (; i < 3 * size; i++) wide[i] = widen(rows[i]);
+        multiply_float32_rows(x, wide, out + n, num_tokens, size, out_stride, 0, 3, wide);
+    }
+    if (n < last) multiply_bfloat16_rows(x, weight, out, num_tokens, size, out_stride, n, last, weight + n * size);
+}
+#endif
+
 void slip_plain_rows(const float *x, const void *weight, float *out, int64_t layout, int64_t num_tokens, int64_t size,
                      int64_t out_stride, int64_t first, int64_t last, const void *next) {
+#if MAX_TOKENS == 4
+    if (layout == SLIP_BFLOAT16 && num_tokens > 4 && size <= MAX_WIDENED) {
+        multiply_widened_rows(x, weight, out, num_tokens, size, out_stride, first, last);
+        return;
+    }
+#endif
     if (layout == SLIP_BFLOAT16)
         multiply_bfloat16_rows(x, weight, out, num_tokens, size, out_stride, first, last, next);
     else

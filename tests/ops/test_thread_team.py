@@ -19,6 +19,7 @@ int64_t add(SlipTeam *team, int64_t rows, double seconds, int64_t late, double n
     slip_team_add(team, rows, seconds, (int)late, now);
     return team->size;
 }}
+void add_gemm(SlipTeam *team, double seconds, int64_t late) {{ slip_team_add_gemm(team, seconds, (int)late); }}
 """
 
 
@@ -34,6 +35,7 @@ def library(tmp_path_factory):
     found = ctypes.CDLL(str(made))
     found.add.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_double, ctypes.c_int64, ctypes.c_double]
     found.add.restype = ctypes.c_int64
+    found.add_gemm.argtypes = [ctypes.c_void_p, ctypes.c_double, ctypes.c_int64]
     return found
 
 
@@ -89,6 +91,15 @@ def test_programs_that_spin_get_cores_and_threads_come_back(library, others):
     assert machine.size == 4 and machine.run(5) == pytest.approx(0.004)
 
 
+@pytest.mark.parametrize("others", [1, 2, 3])
+def test_programs_that_begin_to_spin_are_noticed_at_once(library, others):
+    machine = Machine(library, 4, 4)
+    machine.run(2)
+    machine.others = others
+    machine.run(0.2 * others)  # 10, 8 and 7 steps with four threads
+    assert machine.size == 4 - others
+
+
 def test_the_fastest_number_stays_where_every_core_is_shared(library):
     machine = Machine(library, 4, 4)
     machine.others = 4
@@ -132,6 +143,27 @@ def test_times_of_other_numbers_of_rows_are_not_compared(library):
     assert machine.size == 4
     machine.run(3, rows=2)
     assert machine.size == 3
+
+
+class HeadMachine(Machine):
+    """Where a core is shared, the LM head waits for its thread and the layers do not."""
+
+    def step_seconds(self):
+        is_shared = self.size + self.others > self.cores
+        self.library.add_gemm(self.team, 0.012 if is_shared else 0.002 / self.size, is_shared)
+        return 0.008 / self.size * (1.2 if is_shared else 1)
+
+    def is_late(self):
+        return False
+
+
+@pytest.mark.parametrize("others", [1, 2])
+def test_the_lm_head_counts(library, others):
+    machine = HeadMachine(library, 4, 4)
+    machine.run(2)
+    machine.others = others
+    machine.run(0.5)
+    assert machine.size == 4 - others
 
 
 def test_one_thread_stays_one(library):

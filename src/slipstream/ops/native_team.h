@@ -27,6 +27,7 @@
 #define TEAM_USUAL 16       // steps whose mean time is compared with that of a trial
 #define TEAM_WAIT 1.0       // seconds from a refused trial to the next one, at first
 #define TEAM_MAX_WAIT 8.0
+#define TEAM_JUMP 3         // as many late steps in a row that take so many times the usual one are the usual ones now
 #define TEAM_SLOWER 1.5     // times the step when fewer threads were refused: they are tried at once
 #define TEAM_MAX_ROWS 64    // calls with more tokens are prefill: they take longer than other programs hold a core
 #define LATE 1e-3           // seconds: a thread that others wait for longer is late
@@ -37,11 +38,15 @@ typedef struct {
     double seconds;             // of the window
     double usual;               // seconds of a step with this number of threads and rows
     int64_t counted;            // steps in `usual`
+    int64_t jumps;              // late steps in a row that took much longer than usual
+    double jump_seconds;        // of these
     int64_t before;             // during a trial: the number to return to; otherwise 0
     double before_usual;        // with that number
     int64_t refused;            // the last refused trial: -1 of fewer threads, 1 of more, 0 none
     double refused_usual;       // of a step when fewer threads were refused
     double wait, next;          // next: time from which trials are allowed
+    double gemm;                // seconds of the last GEMM since the layers of a step: the LM head, if our kernels run it
+    int64_t gemm_late;          // whether a thread was late in it
 } SlipTeam;
 
 __attribute__((weak)) __thread SlipTeam slip_team;  // of the thread that runs steps; the sources share it
@@ -52,20 +57,39 @@ static inline double slip_now(void) {
     return t.tv_sec + 1e-9 * t.tv_nsec;
 }
 
+// A measurement of one thread that waits for others without giving away its core
+typedef struct {
+    double start, cpu;
+} SlipClock;
+
+static inline double slip_cpu_seconds(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
+    return t.tv_sec + 1e-9 * t.tv_nsec;
+}
+
+static inline SlipClock slip_clock(void) { return (SlipClock){slip_now(), slip_cpu_seconds()}; }
+
+// Whether another program held the core of this thread since then
+static inline int slip_was_away(SlipClock since, double now) { return now - since.start - (slip_cpu_seconds() - since.cpu) > LATE; }
+
 static inline void slip_team_open_window(SlipTeam *team) {
     team->steps = team->late = 0;
     team->seconds = 0;
 }
 
-// direction: -1 for fewer threads, 1 for more
-static inline void slip_team_try(SlipTeam *team, int direction) {
-    int64_t size = team->size + direction * (team->size < 16 ? 1 : team->size / 8);
+static inline void slip_team_try_size(SlipTeam *team, int64_t size) {
     team->before = team->size;
     team->before_usual = team->usual;
     team->size = size > team->most ? team->most : size;
     team->counted = 0;
     slip_team_open_window(team);
     team->steps = -TEAM_SKIPPED;
+}
+
+// direction: -1 for fewer threads, 1 for more
+static inline void slip_team_try(SlipTeam *team, int direction) {
+    slip_team_try_size(team, team->size + direction * (team->size < 16 ? 1 : team->size / 8));
 }
 
 static inline void slip_team_return(SlipTeam *team) {
@@ -88,7 +112,13 @@ static inline void slip_team_end_trial(SlipTeam *team, double now) {
             slip_team_open_window(team);
         return;
     }
+    int64_t half = team->before / 2;
+    int tries_half = fewer && team->size > half && team->late;
     slip_team_return(team);
+    if (tries_half) {  // two other programs make three of four threads as slow as four
+        slip_team_try_size(team, half);
+        return;
+    }
     team->refused = fewer ? -1 : 1;
     if (fewer) team->refused_usual = team->usual;
     team->next = now + team->wait;
@@ -108,9 +138,17 @@ static inline void slip_team_end_window(SlipTeam *team, double now) {
         slip_team_try(team, fewer ? -1 : 1);
 }
 
-// After a step of `rows` rows. `late`: whether a thread was late. Only times of steps with the same number of rows are
+static inline void slip_team_add_gemm(SlipTeam *team, double seconds, int late) {
+    team->gemm = seconds;
+    team->gemm_late = late;
+}
+
+// After the layers of a step of `rows` rows; the LM head of the step before counts too. `late`: whether a thread was late. Only times of steps with the same number of rows are
 // compared.
 static inline void slip_team_add(SlipTeam *team, int64_t rows, double seconds, int late, double now) {
+    seconds += team->gemm;
+    late = late || team->gemm_late;
+    slip_team_add_gemm(team, 0, 0);
     if (team->most < 2) {
         team->usual = seconds;
         return;
@@ -125,14 +163,26 @@ static inline void slip_team_add(SlipTeam *team, int64_t rows, double seconds, i
         team->steps++;
         return;
     }
+    if (late && !team->before && team->size > 1 && team->counted == TEAM_USUAL && seconds > TEAM_JUMP * team->usual) {
+        team->jumps++;
+        team->jump_seconds += seconds;
+    } else {
+        team->jumps = team->jump_seconds = 0;
+    }
     if (team->counted < TEAM_USUAL) team->counted++;
     team->usual = team->counted == 1 ? seconds : team->usual + (seconds - team->usual) / team->counted;
     team->seconds += seconds;
     team->late += late;
     team->steps++;
+    if (team->jumps == TEAM_JUMP) {  // another program has begun to run
+        team->usual = team->jump_seconds / team->jumps;
+        team->jumps = team->jump_seconds = 0;
+        slip_team_try(team, -1);
+        return;
+    }
     if (team->before) {
         if (team->steps == TEAM_WINDOW || team->seconds > team->before_usual * TEAM_WINDOW) slip_team_end_trial(team, now);
-    } else if (team->steps == TEAM_WINDOW || team->late >= TEAM_LATE) {
+    } else if (!team->jumps && (team->steps >= TEAM_WINDOW || team->late >= TEAM_LATE)) {
         slip_team_end_window(team, now);
     }
 }

@@ -352,7 +352,8 @@ int64_t slip_decode_layers(const Model *model, const float *x, float *hidden, co
     memset(space.added, 0, num_rows * h * sizeof(float));
     Space of_step = space_of(space, of_threads, num_rows, groups, h);
     if (!is_alone) memcpy(of_step.residual, x, num_rows * h * sizeof(float));
-    double start = slip_now(), end = start;  // end: of this thread, which then waits for the others
+    SlipClock clock = slip_clock();
+    double end = clock.start;  // of this thread, which then waits for the others
     int late = 0;
 #pragma omp parallel num_threads(team) reduction(|| : late)
     {
@@ -369,7 +370,8 @@ int64_t slip_decode_layers(const Model *model, const float *x, float *hidden, co
         end = slip_now();
     }
     double now = slip_now();
-    slip_team_add(&slip_team, num_rows, now - start, late || now - end > LATE, now);
+    late = late || now - end > LATE || slip_was_away(clock, now);
+    slip_team_add(&slip_team, num_rows, now - clock.start, late, now);
     free(memory);
     return 1;
 }

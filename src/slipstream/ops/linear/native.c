@@ -130,12 +130,21 @@ int64_t slip_gemm(const float *x, const void *weight, float *out, int64_t layout
 // out [tokens, rows] = x [tokens, size] times the transpose of weight [rows, size]
 void slip_skinny_gemm(const float *x, const void *weight, float *out, int64_t layout, int64_t num_tokens,
                       int64_t num_rows, int64_t size) {
-#pragma omp parallel for schedule(dynamic, 4) if (num_rows * size > 16384) num_threads(slip_team_size(num_tokens))
-    for (int64_t n = 0; n < num_rows; n += PIECE) {
-        int64_t last = n + PIECE < num_rows ? n + PIECE : num_rows;
-        const void *next = slip_plain_row(weight, layout, last < num_rows ? last : n, size);
-        for (int64_t t = 0; t < num_tokens; t += TOKENS)
-            slip_plain_rows(x + t * size, weight, out + t * num_rows, layout,
-                            num_tokens - t < TOKENS ? num_tokens - t : TOKENS, size, num_rows, n, last, next);
+    SlipClock clock = slip_clock();
+    double end = clock.start;  // of this thread, which then waits for the others
+#pragma omp parallel if (num_rows * size > 16384) num_threads(slip_team_size(num_tokens))
+    {
+#pragma omp for schedule(dynamic, 4) nowait
+        for (int64_t n = 0; n < num_rows; n += PIECE) {
+            int64_t last = n + PIECE < num_rows ? n + PIECE : num_rows;
+            const void *next = slip_plain_row(weight, layout, last < num_rows ? last : n, size);
+            for (int64_t t = 0; t < num_tokens; t += TOKENS)
+                slip_plain_rows(x + t * size, weight, out + t * num_rows, layout,
+                                num_tokens - t < TOKENS ? num_tokens - t : TOKENS, size, num_rows, n, last, next);
+        }
+#pragma omp master
+        end = slip_now();
     }
+    double now = slip_now();
+    slip_team_add_gemm(&slip_team, now - clock.start, now - end > LATE || slip_was_away(clock, now));
 }

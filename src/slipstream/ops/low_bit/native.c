@@ -92,6 +92,8 @@ int64_t slip_low_bit(const float *x, const uint8_t *weights, const void *scales,
     int64_t at_once = num_tokens < AT_ONCE ? num_tokens : AT_ONCE;
     SlipActivations *activations = malloc(at_once * groups * sizeof(SlipActivations));
     if (!activations) return 0;
+    SlipClock clock = slip_clock();
+    double end = clock.start;  // of this thread, which then waits for the others
     for (int64_t first = 0; first < num_tokens; first += AT_ONCE) {
         int64_t tokens = num_tokens - first < AT_ONCE ? num_tokens - first : AT_ONCE;
 #pragma omp parallel if (num_rows * groups > 2048) num_threads(slip_team_size(num_tokens))
@@ -102,14 +104,18 @@ int64_t slip_low_bit(const float *x, const uint8_t *weights, const void *scales,
                 SlipActivations *target = slip_activations_of(activations, t, tokens, groups, &stride);
                 slip_quantize(x + (first + t) * groups * BLOCK, target, stride, groups);
             }
-#pragma omp for schedule(dynamic, 4)
+#pragma omp for schedule(dynamic, 4) nowait
             for (int64_t n = 0; n < num_rows; n += SLIP_LOW_BIT_PIECE)
                 slip_low_bit_rows(activations, weights, scales, offsets, out + first * num_rows, layout, tokens,
                                   groups, num_rows, n,
                                   n + SLIP_LOW_BIT_PIECE < num_rows ? n + SLIP_LOW_BIT_PIECE : num_rows);
+#pragma omp master
+            end = slip_now();
         }
     }
     free(activations);
+    double now = slip_now();
+    slip_team_add_gemm(&slip_team, now - clock.start, now - end > LATE || slip_was_away(clock, now));
     return 1;
 }
 

@@ -85,8 +85,8 @@ def choose_tile(channels: int, is_single: bool) -> dict[str, int]:
         block = min(512, block)
         return {"CHANNELS": block, "num_warps": max(1, block // 128)}
     # a thread has 8 channels, which 16-byte loads of 16-bit inputs need
-    block = min(1024, block)
-    return {"TOKENS": 8, "CHANNELS": block, "num_warps": max(1, block // 256)}
+    block = min(512, block)
+    return {"TOKENS": 8, "CHANNELS": block, "num_warps": max(1, block // 128)}
 
 
 # grid: (blocks of channels, chunks)
@@ -128,26 +128,28 @@ def _chunk_kernel(
     added = tl.zeros((CHANNELS,), tl.float32)
     if bias is not None:
         added = tl.load(bias + channel, mask=is_channel, other=0.0).to(tl.float32)
-    for begin in range(first, end, TOKENS):
+    past = ()
+    for back in tl.static_range(1 - WIDTH, 0):
+        given = _earlier(x, ring, channel, is_channel, first + back, start, shift, x_stride, RING)
+        past = past + (given.to(tl.float32),)  # type: ignore[assignment]
+    source = x + tl.cast(first, tl.int64) * x_stride + channel
+    target = out + tl.cast(first, tl.int64) * num_channels + channel
+    for left in range(end - first, 0, -TOKENS):
         # all loads come before the first store, which they cannot pass
-        inputs = ()
-        for back in tl.static_range(1 - WIDTH, 0):
-            past = _earlier(x, ring, channel, is_channel, begin + back, start, shift, x_stride, RING)
-            inputs = inputs + (past,)  # type: ignore[assignment]
+        inputs = past
         for step in tl.static_range(TOKENS):
-            token = begin + step
-            source = x + tl.cast(token, tl.int64) * x_stride + channel
-            given = tl.load(source, mask=is_channel & (token < end), other=0.0)
-            inputs = inputs + (given,)  # type: ignore[assignment]
+            given = tl.load(source + step * x_stride, mask=is_channel & (step < left), other=0.0)
+            inputs = inputs + (given.to(tl.float32),)  # type: ignore[assignment]
         for step in tl.static_range(TOKENS):
             total = added
             for column in tl.static_range(WIDTH):
-                total += inputs[step + column].to(tl.float32) * factors[column]
+                total += inputs[step + column] * factors[column]
             if SILU:
                 total = _silu(total)
-            token = begin + step
-            target = out + tl.cast(token, tl.int64) * num_channels + channel
-            tl.store(target, total.to(out.dtype.element_ty), mask=is_channel & (token < end))
+            tl.store(target + step * num_channels, total.to(out.dtype.element_ty), mask=is_channel & (step < left))
+        past = inputs[TOKENS:]  # type: ignore[assignment]
+        source += TOKENS * x_stride
+        target += TOKENS * num_channels
 
 
 @triton.jit
@@ -165,7 +167,8 @@ def _earlier(x, ring, channel, is_channel, token, start, shift, x_stride, RING: 
 @triton.jit
 def _silu(x):
     """exp2 flushes denormals and takes half of the instructions of exp, which count in a kernel bound by bandwidth."""
-    return x / (1.0 + tl.exp2(x * -1.4426950408889634))
+    root = tl.rsqrt(1.0 + tl.exp2(x * -1.4426950408889634))
+    return x * root * root
 
 
 # grid: (blocks of channels, rows of one token each)
@@ -261,6 +264,9 @@ def _store_kernel(
     row = tl.program_id(1)
     start = tl.load(starts + row)
     count = tl.load(starts + row + 1) - start
+    if save_slots is None:  # noqa: SIM102 - known when compiled
+        if count == 0:  # most rows of a captured prefill step
+            return
     begin = tl.load(first_positions + row)
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     is_channel = channel < num_channels

@@ -19,6 +19,7 @@ for module in (
     "moe.triton.gemm_hopper",
     "moe.triton.stream_hopper",
     "quantized.triton.stream",
+    "ssm.triton.ssd_hopper",
 ):
     module = f"slipstream.ops.{module}"
     pytest.importorskip(module, reason="a triton without Gluon")
@@ -26,7 +27,7 @@ for module in (
 from hand_cache import one_group  # noqa: E402
 from hand_steps import StepRow, hand_steps  # noqa: E402
 from nets.host_reads import HostRead, no_host_reads, replace_kernels  # noqa: E402
-from slipstream.cache_spec import replay_columns, ring_columns  # noqa: E402
+from slipstream.cache_spec import STATE_CHUNK, replay_columns, ring_columns  # noqa: E402
 from slipstream.nn.attention.triton import TritonAttention  # noqa: E402
 from slipstream.nn.context import BatchView, ForwardContext  # noqa: E402
 from slipstream.ops.cache_write import new_fp8_cache  # noqa: E402
@@ -112,8 +113,17 @@ def state_space() -> dict[str, Callable[[], Any]]:
         states, inputs = torch.randn(4, 16, 4), (half(n, 16), half(n, 16), half(n, 4), half(n, 4), half(n, 16))
         return get("ssm.triton.selective_scan")(*inputs, selective, states, steps[kind])
 
+    def pass_by_wgmma() -> Any:
+        x, b, out = half(71, 2, 64), half(71, 1, 128), half(71, 2, 64)
+        logs = torch.randn(len(steps["chunks"].chunks), 2, 2, STATE_CHUNK)
+        scores, states = half(71, 1, STATE_CHUNK), torch.randn(4, 2, 64, 128)
+        return get("ssm.triton.ssd_hopper.pass_chunks")(
+            x, b, b, scores, logs, torch.randn(2), states, steps["chunks"], out
+        )
+
     return {
         "ssd_scan of chunks": lambda: scan_heads("chunks", 71),
+        "ssd_scan of chunks by wgmma": pass_by_wgmma,
         "ssd_scan of tokens": lambda: scan_heads("tokens", 2),
         "selective_scan of chunks": lambda: scan_channels("chunks", 71),
         "selective_scan of tokens": lambda: scan_channels("tokens", 2),

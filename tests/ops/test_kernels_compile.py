@@ -315,12 +315,14 @@ def recurrent():
         build(ssm + "verify", "_ssd_kernel", x, DIM=64, BLOCK=32, SIZE=5120 + 1024 + 80, **lines, **heads)
         channels = dict(CHANNELS=5120, STATE=16, BLOCK=64, PADDED_STATE=16, SIZE=10256)
         build(ssm + "verify", "_selective_kernel", x, **lines, **channels)
-    x |= of(FLOAT, "sizes totals")
+    x |= of(FLOAT, "sizes totals logs")
     heads |= dict(CHUNK=64, PRECISION="tf32x3")
     build(ssm + "ssd_chunked", "_factors_kernel", x, BLOCK=16, **heads)
-    build(ssm + "ssd_chunked", "_pass_kernel", x, DIM=64, BLOCK=64, **heads)
+    build(ssm + "ssd_chunked", "_pass_kernel", x, DIM=64, BLOCK=64, SINGLE=False, **heads)
+    build(ssm + "ssd_chunked", "_pass_kernel", x, DIM=64, BLOCK=64, SINGLE=True, **heads)
     x |= of(FLOAT, "x b c dt scores out")
-    build(ssm + "ssd_chunked", "_pass_kernel", x, DIM=64, BLOCK=16, **heads)
+    build(ssm + "ssd_chunked", "_factors_kernel", x, BLOCK=16, logs=None, **heads)
+    build(ssm + "ssd_chunked", "_pass_kernel", x, DIM=64, BLOCK=16, SINGLE=False, **heads)
     x |= of(HALF, "x b c dt out")
     chunked, single = dict(save_slots=None), dict(chunks=None, chunk_starts=None)
     channels = dict(CHANNELS=5120, STATE=16, BLOCK=64, PADDED_STATE=16)
@@ -497,7 +499,23 @@ def hopper():
         triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": 4, "maxnreg": 168})
         print("layer_kernel")
 
+    def build_pass():
+        kernel = importlib.import_module("slipstream.ops.ssm.triton.ssd_hopper")._pass_kernel
+        boxes = of([64, 64], "x scores out_tiles") | of([64, 128], "b c")
+        x = {
+            name: f"tensordesc<bf16{box},{gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16)!r}>"
+            for name, box in boxes.items()
+        }
+        x |= {"log_rows": f"tensordesc<fp32{[1, 256]},{gl.NVMMASharedLayout(0, 32, 2)!r}>", "out": HALF}
+        x |= of(FLOAT, "logs d state") | of(INT, "slots starts first_positions seen_positions chunks chunk_starts")
+        constants = {"HEADS": 32, "HEADS_OF_GROUP": 4}
+        signature = {arg: "constexpr" if arg in constants else x.get(arg, "i32") for arg in kernel.arg_names}
+        source = GluonASTSource(kernel, signature, constants, {})
+        triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": 4, "maxnreg": 168})
+        print("_pass_kernel")
+
     build_layer()
+    build_pass()
     build_experts(1)
     build_experts(0)
     build_streamed_experts(1)

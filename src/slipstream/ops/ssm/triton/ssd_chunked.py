@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from slipstream.cache_spec import STATE_CHUNK
+from slipstream.ops.hopper import has_hopper_kernels
 from slipstream.ops.paged_attention.triton.launch import device_limits
 from slipstream.ops.recurrent_steps import RecurrentSteps
 from slipstream.ops.recurrent_steps.triton import row_programs
@@ -41,7 +42,11 @@ def scan_chunks(
     num_tokens, num_heads, head_dim = x.shape
     num_groups, state_size = b.shape[1:]
     assert steps.chunks is not None
+    is_hopper = _fits_hopper(x, b, c)
     sizes, totals = torch.empty((2, num_heads, num_tokens), dtype=torch.float32, device=x.device).unbind(0)
+    logs = None
+    if is_hopper:
+        logs = torch.empty((len(steps.chunks), num_heads, 2, STATE_CHUNK), dtype=torch.float32, device=x.device)
     scores = torch.empty((num_tokens, num_groups, STATE_CHUNK), dtype=x.dtype, device=x.device)
     shape = dict(
         HEADS=num_heads,
@@ -60,6 +65,7 @@ def scan_chunks(
         weights.dt_bias,
         sizes,
         totals,
+        logs,
         scores,
         steps.starts,
         steps.first_positions,
@@ -76,6 +82,10 @@ def scan_chunks(
         num_warps=4,
         num_stages=1,
     )
+    if logs is not None:
+        from slipstream.ops.ssm.triton.ssd_hopper import pass_chunks
+
+        pass_chunks(x, b, c, scores, logs, weights.d, state, steps, out)
     num_rows = len(steps.slots)
     tile = choose_tile(head_dim, state_size, num_rows * num_heads, x.element_size(), x.device)
     blocks = triton.cdiv(head_dim, tile["BLOCK"])
@@ -101,10 +111,19 @@ def scan_chunks(
         b.stride(0),
         c.stride(0),
         state.stride(0),
+        SINGLE=is_hopper,
         DIM=head_dim,
         **shape,
         **tile,
     )
+
+
+def _fits_hopper(x: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> bool:
+    """Whether `ssd_hopper.py` has the sizes of these inputs, and TMA can copy them."""
+    has_sizes = x.dtype is torch.bfloat16 and x.shape[2] == 64 and b.shape[2] == 128
+    has_pairs = x.shape[1] // b.shape[1] % 2 == 0
+    is_aligned = all(part.data_ptr() % 16 == 0 and part.stride(0) % 8 == 0 for part in (x, b, c))
+    return has_sizes and has_pairs and is_aligned and has_hopper_kernels(x.device)
 
 
 def choose_tile(
@@ -131,6 +150,7 @@ def _factors_kernel(
     dt_bias,
     sizes,
     totals,
+    logs,
     scores,
     starts,
     first_positions,
@@ -177,7 +197,12 @@ def _factors_kernel(
         size = tl.where(is_seen[:, None], 0.0, size)  # 0 keeps the state
         target = head.to(tl.int64)[None, :] * num_tokens + token[:, None]
         tl.store(sizes + target, size, mask=mask)
-        tl.store(totals + target, tl.cumsum(tl.where(mask, size * rate, 0.0), 0), mask=mask)
+        total = tl.cumsum(tl.where(mask, size * rate, 0.0), 0)
+        tl.store(totals + target, total, mask=mask)
+        if logs is not None:  # of all indices: the total does not change past the last token, others have size 0
+            target = logs + ((entry.to(tl.int64) * HEADS + head) * (2 * CHUNK))[None, :] + index[:, None]
+            tl.store(target, total, mask=is_head[None, :])
+            tl.store(target + CHUNK, total - tl.log2(tl.where(mask, size, 0.0)), mask=is_head[None, :])
 
     if tl.load(starts + row + 1) - start == 1:
         return  # the pass computes rows of one token directly
@@ -186,6 +211,7 @@ def _factors_kernel(
     read = tl.load(c + token[:, None] * c_stride + group * STATE + column[None, :], mask=mask, other=0.0)
     written = tl.load(b + token[:, None] * b_stride + group * STATE + column[None, :], mask=mask, other=0.0)
     seen = tl.dot(read, tl.trans(written), input_precision=PRECISION)
+    seen = tl.where(index[:, None] < index[None, :], 0.0, seen)
     target = scores + (token * (HEADS // HEADS_OF_GROUP) + group)[:, None] * CHUNK + index[None, :]
     tl.store(target, seen.to(scores.dtype.element_ty), mask=inside[:, None])
 
@@ -220,9 +246,11 @@ def _pass_kernel(
     PADDED_STATE: tl.constexpr,
     CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
+    SINGLE: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """SINGLE: only rows of one token."""
     num_entries = tl.load(chunk_starts + num_rows)
     if num_entries == 0:
         return
@@ -249,7 +277,8 @@ def _pass_kernel(
         end = tl.load(starts + row + 1)
         own = state + tl.load(slots + row).to(tl.int64) * slot_stride
         begin = tl.load(first_positions + row)
-        held = tl.load(own + cells, mask=is_cell & (tl.load(seen_positions + row) > 0), other=0.0)
+        is_own = end - start == 1 if SINGLE else start < end
+        held = tl.load(own + cells, mask=is_cell & is_own & (tl.load(seen_positions + row) > 0), other=0.0)
         entry = tl.load(chunk_starts + row)
         last = tl.load(chunk_starts + row + 1) - 1
 
@@ -265,7 +294,7 @@ def _pass_kernel(
             saved = tl.load(chunks + entry * 4 + 3)
             if saved >= 0:
                 tl.store(state + saved.to(tl.int64) * slot_stride + cells, held, mask=is_cell)
-        else:
+        elif not SINGLE:
             kind: tl.constexpr = x.dtype.element_ty
             SCORES: tl.constexpr = HEADS // HEADS_OF_GROUP * CHUNK
             index = tl.arange(0, CHUNK)
@@ -299,4 +328,4 @@ def _pass_kernel(
                 saved = following
                 entry += 1
         own = state + tl.load(slots + row).to(tl.int64) * slot_stride  # loaded again: registers are short in the loop
-        tl.store(own + cells, held, mask=is_cell & (start < end))
+        tl.store(own + cells, held, mask=is_cell & is_own)

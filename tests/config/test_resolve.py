@@ -88,6 +88,13 @@ def test_offline_steps_of_a_large_gpu_have_twice_the_tokens():
     assert tokens(GPU, max_itl=0, max_num_batched_tokens=3000) == 3000
 
 
+@pytest.mark.parametrize(("multiprocessors", "expected"), [(132, 16_896), (108, 13_824), (60, 15_360), (148, 18_944)])
+def test_offline_steps_fill_the_last_wave_of_gemm_tiles(multiprocessors, expected):
+    gpu = msgspec.structs.replace(GPU, num_multiprocessors=multiprocessors)
+    assert settle(gpu, max_itl=0).scheduler.max_num_batched_tokens == expected
+    assert settle(gpu).scheduler.max_num_batched_tokens == settle(GPU).scheduler.max_num_batched_tokens
+
+
 def test_steps_of_a_small_encoder_are_larger_on_a_gpu():
     def size(machine, hidden, groups=(), **options):
         scheduler = settle(machine, msgspec.structs.replace(INFO, hidden_size=hidden), groups, **options).scheduler

@@ -13,3 +13,4 @@ class Machine(msgspec.Struct, frozen=True):
     total_memory: int
     num_threads: int
     fast_dtypes: tuple[str, ...]
+    num_multiprocessors: int = 0  # 0: not a GPU, or not known

@@ -106,7 +106,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: Annotated[int | None, _doc("maximum requests running at the same time")] = None
     max_num_batched_tokens: Annotated[
         int | None,
-        _doc("maximum tokens per step; 512 on a CPU, 8192 on a GPU, 16384 if it has 64 GiB and max_itl sets no bound"),
+        _doc("maximum tokens per step; 512 on a CPU, 8192 on a GPU, twice that with 64 GiB and no max_itl"),
     ] = None
     max_waiting: Annotated[int, _doc("maximum waiting requests; more are refused")] = 100_000
     kv_cache_memory: Annotated[int | str | None, _doc("size of the KV cache in bytes, as a number or like 2GiB")] = None

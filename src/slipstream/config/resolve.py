@@ -48,6 +48,7 @@ DEFAULT_ROWS = {"cpu": 64, "cuda": 256}  # of one step
 DEFAULT_TOKENS = {"cpu": 512, "cuda": 8192}
 SMALL = 512  # hidden size of encoders that a GPU computes faster than the host prepares steps
 LARGE_GPU = 64 * 2**30  # bytes of memory beside which the activations of twice as many tokens are small
+TILE_ROWS = 128  # of the tiles of large GEMMs
 
 
 class Source(msgspec.Struct, frozen=True):
@@ -138,7 +139,9 @@ def resolve(
     # GEMMs, of experts most, are faster with more tokens, and without a bound no request waits for a longer step
     is_unbounded = max_itl is None and (pooling is None or pooling.generates)
     is_large = machine.kind == "cuda" and machine.total_memory >= LARGE_GPU
-    usual_tokens = (2 if is_unbounded and is_large and not is_encoder else larger) * DEFAULT_TOKENS[machine.kind]
+    usual_tokens = larger * DEFAULT_TOKENS[machine.kind]
+    if is_unbounded and is_large and not is_encoder:
+        usual_tokens = _in_waves(2 * DEFAULT_TOKENS[machine.kind], machine.num_multiprocessors)
 
     def step_tokens(length: int) -> int:
         batched = max(usual_tokens, max_num_seqs) if given is None else given
@@ -293,6 +296,13 @@ def _tier_bytes(options: Options, transfer: TransferConfig | None) -> int:
     if not 0 <= size < 2**20:
         raise InvalidOption(f"kv_offloading_size is {size}; give the GiB of host memory for KV cache pages")
     return int(size * 2**30) // max(options.tensor_parallel_size, 1)
+
+
+def _in_waves(num_tokens: int, num_multiprocessors: int) -> int:
+    """About `num_tokens`: a multiple of a tile of rows for each multiprocessor, so that in GEMMs, which compute tiles
+    in waves, the last wave is full."""
+    wave = TILE_ROWS * num_multiprocessors
+    return max(1, round(num_tokens / wave)) * wave if wave else num_tokens
 
 
 def _max_itl(options: Options, machine: Machine) -> float | None:

@@ -295,7 +295,8 @@ def detect_machine(kind: str) -> Machine:
         )
     if kind == "cuda":
         free, total = torch.cuda.mem_get_info()
-        return Machine("cuda", free, total, num_cores(), ("bfloat16", "float16", "float32"))
+        multiprocessors = torch.cuda.get_device_properties().multi_processor_count
+        return Machine("cuda", free, total, num_cores(), ("bfloat16", "float16", "float32"), multiprocessors)
     # float32 even for bfloat16 checkpoints: our kernels are in float32. A CPU without bfloat16 instructions would be a
     # hundred times slower; one with AMX was slower too, in decode and in prefill (docs/performance.md)
     return Machine("cpu", available_memory(), total_memory(), num_cores(), ("float32",))

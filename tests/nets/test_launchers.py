@@ -32,7 +32,7 @@ from slipstream.nn.attention.triton import TritonAttention  # noqa: E402
 from slipstream.nn.context import BatchView, ForwardContext  # noqa: E402
 from slipstream.ops.cache_write import new_fp8_cache  # noqa: E402
 from slipstream.ops.delta_rule import DeltaWeights  # noqa: E402
-from slipstream.ops.drafts import DrawnTokens, MatchRule, RowHistory  # noqa: E402
+from slipstream.ops.drafts import Accepted, DrawnTokens, MatchRule, RowHistory  # noqa: E402
 from slipstream.ops.linear.triton import Norm  # noqa: E402
 from slipstream.ops.lora.reference import LoraTiles, LoraWeights  # noqa: E402
 from slipstream.ops.moe import ExpertBiases, RouterRule, Routing, SharedMatrices  # noqa: E402
@@ -41,7 +41,7 @@ from slipstream.ops.quantized import QuantizedExperts, QuantizedMatrix  # noqa: 
 from slipstream.ops.recurrent_steps import DraftSteps  # noqa: E402
 from slipstream.ops.sample.reference import Penalty, TokenMask  # noqa: E402
 from slipstream.ops.ssm import SelectiveWeights, SsdWeights  # noqa: E402
-from slipstream.ops.step_inputs import StepRows  # noqa: E402
+from slipstream.ops.step_inputs import KeptTokens, StepRows  # noqa: E402
 
 
 def get(path: str) -> Callable[..., Any]:
@@ -285,6 +285,9 @@ def rows_and_norms() -> dict[str, Callable[[], Any]]:
         "gather_inputs of chunks": lambda: get("step_inputs.triton.gather_inputs")(
             ints(5), ints(5, 3), tables, 4, 4, StepRows(rows, *chunks)
         ),
+        "gather_inputs and keep them": lambda: get("step_inputs.triton.gather_inputs")(
+            ints(5), ints(5, 1), tables, 4, 4, StepRows(rows), kept=KeptTokens(ints(4, 4).int(), 0, 0)
+        ),
         **delta_rule(),
         **state_space(),
         "list_chunks": lambda: get("recurrent_steps.triton.list_chunks")(starts, starts[1:], ints(2, 3).int(), 5),
@@ -296,8 +299,14 @@ def rows_and_norms() -> dict[str, Callable[[], Any]]:
 def drafts() -> dict[str, Callable[[], Any]]:
     drawn = DrawnTokens(ints(4), torch.tensor([0, 1, 0, 0]), ints(4), ints(4), ints(4) > 1)
     history = RowHistory(ints(5, 4), ints(5), ints(5, 3), ints(9, 4).int())
+    out = Accepted(ints(4), *(torch.zeros(4, dtype=torch.bool) for _ in range(2)))
     return {
         "accept_": lambda: get("drafts.triton.accept_")(ints(5, 4), ints(5), drawn),
+        "accept_ in place": lambda: get("drafts.triton.accept_")(ints(5, 4), ints(5), drawn, out),
+        "store_drawn_": lambda: get("drafts.triton.store_drawn_")(ints(5, 4), ints(4), ints(4), out.failed),
+        "store_drawn_ in place": lambda: get("drafts.triton.store_drawn_")(
+            ints(5, 4), ints(4), ints(4), out.failed, (out.tokens, out.kept)
+        ),
         "propose_from_history_": lambda: get("drafts.triton.propose_from_history_")(
             ints(4), drawn.offsets, history, 3, MatchRule(2, 4, math.inf), 12
         ),

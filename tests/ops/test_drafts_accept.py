@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from slipstream.ops.drafts import DrawnTokens, earlier_drafts, reference
+from slipstream.ops.drafts import Accepted, DrawnTokens, earlier_drafts, reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DRAFTS, ROWS = 4, 9
@@ -35,16 +35,30 @@ def make(seed: int) -> tuple[torch.Tensor, torch.Tensor, DrawnTokens]:
     return next_tokens, computed, DrawnTokens(*drawn)
 
 
-def accept_kernel(*args):
+def op(name: str, kind: str):
+    if kind == "reference":
+        return getattr(reference, name)
     if DEVICE == "cpu" and not pytest.importorskip("triton").knobs.runtime.interpret:
         pytest.skip("no GPU, and triton was imported before its interpreter could be chosen")
-    from slipstream.ops.drafts.triton import accept_
+    from slipstream.ops.drafts import triton
 
-    return accept_(*args)
+    return getattr(triton, name)
 
 
-@pytest.mark.parametrize("accept", [reference.accept_, accept_kernel], ids=["reference", "kernel"])
-def test_tokens_are_accepted_while_they_equal_the_drafts(accept) -> None:
+def results(num: int) -> Accepted:
+    """Places in a buffer of bytes, with one byte more than the draws need."""
+    buffer = torch.full((10 * num + 32,), 7, dtype=torch.uint8, device=DEVICE)
+    tokens, kept, failed = buffer[16 : 16 + 8 * num], buffer[16 + 8 * num : -num - 1], buffer[-num - 1 :]
+    return Accepted(tokens.view(torch.int64), kept[:num].view(torch.bool), failed[:num].view(torch.bool))
+
+
+KINDS = pytest.mark.parametrize("kind", ["reference", "kernel"])
+
+
+@KINDS
+@pytest.mark.parametrize("in_place", [False, True])
+def test_tokens_are_accepted_while_they_equal_the_drafts(kind: str, in_place: bool) -> None:
+    accept = op("accept_", kind)
     for seed in range(60):
         next_tokens, computed, drawn = make(seed)
         wanted_next, wanted_computed = next_tokens.clone(), computed.clone()
@@ -62,11 +76,31 @@ def test_tokens_are_accepted_while_they_equal_the_drafts(accept) -> None:
             if count and row != ROWS - 1:
                 wanted_next[row, 0] = tokens[first + count - 1]
                 wanted_computed[row] = drawn.positions[first + count - 1]
-        got = accept(next_tokens, computed, drawn)
+        out = results(len(rows)) if in_place else None
+        got = accept(next_tokens, computed, drawn, out)
+        assert out is None or got is out
+        assert got.tokens.tolist() == tokens, "tokens are reported as drawn"
         real = drawn.rows != ROWS - 1
-        for mine, expected in zip(got, (kept, failed), strict=True):
+        for mine, expected in zip(got[1:], (kept, failed), strict=True):
             assert mine[real].tolist() == torch.tensor(expected)[real.cpu()].tolist(), seed
         assert next_tokens[:-1].equal(wanted_next[:-1]) and computed.equal(wanted_computed), seed
+
+
+@KINDS
+def test_rows_without_drafts_keep_the_token_that_they_drew(kind: str) -> None:
+    """One row, a whole block of them, and one more; padding rows too."""
+    store = op("store_drawn_", kind)
+    for num in (1, 128, 129):
+        next_tokens = torch.randint(0, 99, (num + 3, 1 + DRAFTS), device=DEVICE)
+        rows = torch.cat([torch.randperm(num + 2)[: num - 1], torch.tensor([num + 2])]).to(DEVICE)
+        tokens, failed = torch.randint(100, 200, (num,), device=DEVICE), torch.rand(num, device=DEVICE) < 0.3
+        expected = next_tokens.clone()
+        expected[rows, 0] = tokens
+        for out in (None, results(num)):
+            places = None if out is None else (out.tokens, out.failed)
+            got = store(next_tokens, rows, tokens, failed, places)
+            assert got[0].equal(tokens) and got[1].equal(failed) and (places is None or got is places)
+            assert next_tokens.equal(expected), num
 
 
 def test_a_place_has_read_the_drafts_before_it() -> None:

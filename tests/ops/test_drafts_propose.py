@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slipstream.ops import dispatch
-from slipstream.ops.drafts import MatchRule, RowHistory, reference
+from slipstream.ops.drafts import Accepted, DrawnTokens, MatchRule, RowHistory, reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PAGE, WIDTH, ROWS, DRAFTS = 4, 40, 6, 5
@@ -75,6 +75,21 @@ def test_the_tokens_after_the_longest_and_newest_match(name: str, rule: MatchRul
             assert got[1 + num :] == [77] * (DRAFTS - num), "more drafts than were asked for"
 
 
+@pytest.mark.parametrize("block", [16, 32])
+def test_a_history_of_several_blocks(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matches that begin in one block and end in another; lengths at the borders of blocks, and no token before."""
+    propose("kernel", torch.tensor([0], device=DEVICE), None, rows_of([[1]], random.Random(0)), 1, RULES[0], 1)
+    monkeypatch.setattr("slipstream.ops.drafts.triton._BLOCK", block)
+    rng = random.Random(1)
+    lengths = [block, block + 1, 2 * block, 2 * block + 1, 2 * block + 2]
+    for kinds, rule in ((2, MatchRule(2, 5, math.inf)), (3, MatchRule(1, 24, 1.0))):
+        texts = [[rng.randrange(kinds) for _ in range(length)] for length in lengths]
+        history = rows_of(texts, rng)
+        propose("kernel", torch.arange(len(texts), device=DEVICE), None, history, DRAFTS, rule, max(lengths))
+        for row, text in enumerate(texts):
+            assert history.next_tokens[row].tolist() == [text[-1], *search(text, rule, DRAFTS)], (kinds, row, text)
+
+
 @pytest.mark.parametrize("name", ["reference", "kernel"])
 def test_only_the_first_place_of_a_row_proposes(name: str) -> None:
     history = rows_of([[1, 2, 3, 1, 2], [5, 5, 5], [1, 2]], random.Random(0))
@@ -100,3 +115,65 @@ def test_the_device_is_that_of_the_first_argument() -> None:
     call = dispatch._pick(reference.propose_from_history_, "slipstream.ops.drafts.triton")
     call(torch.tensor([0], device=DEVICE), None, history, 2, MatchRule(1, 3, math.inf), 5)
     assert history.next_tokens[0, :3].tolist() == [2, 3, 1]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("rule", [MatchRule(2, 4, math.inf), MatchRule(1, 24, 1.0)], ids=str)
+def test_long_histories_on_a_gpu_in_a_replayed_graph(rule: MatchRule) -> None:
+    """Acceptance and the search after it, as in the head of a step: one launch each, the second before the end of the
+    first. Rows of one token up to several blocks, beside padding."""
+    from slipstream.ops.drafts import triton as kernels
+
+    rng, page, width = random.Random(3), 16, 1252
+    lengths = [1, 2, 17, 512, 4096, 4097, 9000, 20_000]
+    num_rows = len(lengths) + 1
+    table = torch.zeros(num_rows, width, dtype=torch.int64)
+    pages = rng.sample(range(1, 1 + len(lengths) * width), len(lengths) * width)
+    table[:-1] = torch.tensor(pages).view(len(lengths), width)
+    tokens = torch.tensor(rng.choices(range(12), k=(1 + len(pages)) * page), dtype=torch.int32).view(-1, page)
+    next_tokens = torch.tensor([[rng.randrange(12) for _ in range(1 + DRAFTS)] for _ in range(num_rows)])
+    computed = torch.tensor([length - 1 for length in lengths] + [0])
+    rows = torch.arange(len(lengths)).repeat_interleave(1 + DRAFTS)
+    offsets = torch.arange(1 + DRAFTS).repeat(len(lengths))
+    rows, offsets = torch.cat([rows, torch.full((3,), num_rows - 1)]), torch.cat([offsets, torch.zeros(3).long()])
+    # the first drafts of each row are right, of the last row all
+    drawn = next_tokens[rows, (offsets + 1).clamp(max=DRAFTS)]
+    wrong = (offsets >= rows % (1 + DRAFTS)) & (rows != len(lengths) - 1)
+    drawn = torch.where(wrong, drawn + 100, drawn) % 101
+    failed = torch.zeros(len(rows), dtype=torch.bool)
+    on_host = RowHistory(next_tokens, computed, table, tokens)
+    on_gpu = RowHistory(*(part.cuda() for part in on_host))
+
+    def run(name: str, history: RowHistory) -> Accepted:
+        module, device = (reference, "cpu") if name == "reference" else (kernels, "cuda")
+        own = [part.to(device) for part in (rows, offsets, drawn, failed)]
+        positions = history.computed[own[0]] + own[1] + 1
+
+        def step() -> Accepted:
+            accepted = module.accept_(history.next_tokens, history.computed, DrawnTokens(*own[:2], positions, *own[2:]))
+            module.propose_from_history_(*own[:2], history, DRAFTS, rule, max(lengths) + DRAFTS + 1)
+            return accepted
+
+        if name == "reference":
+            return step()
+        saved = history.next_tokens.clone(), history.computed.clone()
+        step()  # compiles
+        for target, value in zip(history, saved, strict=False):
+            target.copy_(value)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            accepted = step()
+        for _ in range(3):
+            for target, value in zip(history, saved, strict=False):
+                target.copy_(value)
+            graph.replay()
+        return accepted
+
+    wanted, got = run("reference", on_host), run("kernel", on_gpu)
+    real = rows != num_rows - 1
+    for mine, other in zip(got, wanted, strict=True):
+        assert mine.cpu()[real].equal(other[real])
+    assert wanted.kept[real].any() and not wanted.kept[real].all()
+    assert on_gpu.next_tokens[:-1].cpu().equal(on_host.next_tokens[:-1])
+    assert on_gpu.computed.cpu().equal(on_host.computed)
+    assert (on_host.next_tokens[:-1, 1:] >= 0).any() and (on_host.next_tokens[:-1, 1:] < 0).any()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slipstream.ops import native as c_kernels
-from slipstream.ops.step_inputs import StepInputs, StepRows, native, reference
+from slipstream.ops.step_inputs import KeptTokens, StepInputs, StepRows, native, reference
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -153,6 +153,24 @@ def test_results_go_where_they_are_asked_to(gather: Any) -> None:
     for mine, other in zip(out[:4], expected[:4], strict=True):
         assert mine.equal(other)
     assert out.pages[:, :, :11].equal(expected.pages) and (out.pages[:, :, 11:] == -7).all()
+
+
+@GATHERS
+@pytest.mark.parametrize("group", [0, 1, -1])
+def test_ids_are_kept_for_drafters(gather: Any, group: int) -> None:
+    """At the slots of a group; without groups each row has its own pages, after one for padding."""
+    state, row_size = tables(max(0, group + 1)), 1200
+    own = torch.tensor([2, 2, 5, 8], device=DEVICE)  # the last one is padding
+    offsets = torch.tensor([0, 1, 0, 0], device=DEVICE)
+    host_ids = torch.tensor([-1, -2, 77, -1], device=DEVICE)
+    num_pages = 10_000 if group >= 0 else 1 + 9 * row_size // PAGE
+    kept = torch.full((num_pages, PAGE), -5, dtype=torch.int32, device=DEVICE)
+    step = StepRows(own, offsets + 1, None, offsets, host_ids)
+    out = gather(*state, PAGE, 5, step, kept=KeptTokens(kept, group, 0 if group >= 0 else row_size))
+    at = out.slots[group] if group >= 0 else PAGE + own * row_size + out.positions
+    expected = torch.full_like(kept, -5)
+    expected.view(-1)[at] = out.ids.int()
+    assert kept.equal(expected) and (kept >= 0).sum() == 4
 
 
 @pytest.mark.cuda

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from patience import PATIENCE
 from slipstream.device.device import Device
 from slipstream.device.streams import ThreadedStream
-from slipstream.runner.results import ResultRing, lay_out, result_shape
+from slipstream.runner.results import ResultRing, lay_out, pack, result_shape, view_draws
 
 
 class Ops(TorchDispatchMode):
@@ -43,6 +43,37 @@ def test_lines_can_be_written_in_parts():
     for first, part in ((0, wanted[:3]), (3, wanted[3:])):
         span.write_part("vectors", first, part)
     assert np.array_equal(span.find(ring.send()).view(np.float32), np.arange(512, dtype=np.float32))
+
+
+class CountsCopies(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.num = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.num += func is torch.ops.aten.copy_.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_results_that_a_kernel_wrote_to_their_places_are_not_copied():
+    """With and without drafts; a field that no kernel writes is."""
+    for has_drafts in (False, True):
+        shape = result_shape(5, 0, np.float32, has_drafts=has_drafts)
+        buffer = torch.zeros(shape.num_bytes, dtype=torch.uint8)
+        views = view_draws(shape, buffer)
+        assert len(views.kept) == 5 * has_drafts
+        views.tokens.copy_(torch.arange(5))
+        for flags in (views.failed, views.kept):
+            flags.fill_(True)
+        logprobs = dict(chosen=torch.rand(5), rank=torch.arange(5), top_ids=torch.zeros(5, 0), top=torch.zeros(5, 0))
+        results = dict(tokens=views.tokens, failed=views.failed, kept=views.kept, **logprobs)
+        with CountsCopies() as copies:
+            pack(results, shape, buffer)
+        assert copies.num == 2, "chosen and rank"
+        fresh = torch.zeros_like(buffer)
+        with CountsCopies() as copies:
+            pack(results, shape, fresh)
+        assert copies.num == 4 + has_drafts and fresh.equal(buffer)
 
 
 def test_a_result_is_independent_of_the_buffer():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 
 from slipstream.config.memory import SCORED_AT_ONCE
 from slipstream.nn.models.base import CausalLM
-from slipstream.ops.drafts import earlier_drafts
+from slipstream.ops.drafts import Accepted, earlier_drafts
 from slipstream.ops.sample import TopLogprobs
 from slipstream.runner.batch.input_batch import Gathered, Size
 from slipstream.runner.batch.rows import RowTable
@@ -22,7 +23,18 @@ from slipstream.runner.drafts.expand import DraftedPlan
 from slipstream.runner.graphs import GraphPool
 from slipstream.runner.head import Head
 from slipstream.runner.lora.store import AdapterStore, Tiles
-from slipstream.runner.results import DRAFTS, KEPT, PROMPT, WIDE, Indices, ResultRing, ResultShape, pack, result_shape
+from slipstream.runner.results import (
+    DRAFTS,
+    KEPT,
+    PROMPT,
+    WIDE,
+    Indices,
+    ResultRing,
+    ResultShape,
+    pack,
+    result_shape,
+    view_draws,
+)
 from slipstream.runner.sampling.logprobs import prepare_scores
 from slipstream.runner.sampling.sampler import DrawOutput, Replayed, Sampler
 from slipstream.runner.sampling.stage import DrawBatch
@@ -219,11 +231,18 @@ class GenerateHead:
         return DrawBatch(rows, positions, offsets, earlier)
 
     def _compute_results(
-        self, drawn: DrawOutput, draws: DrawBatch, hidden: torch.Tensor, drafts: _Drafts
+        self,
+        drawn: DrawOutput,
+        draws: DrawBatch,
+        hidden: torch.Tensor,
+        drafts: _Drafts,
+        views: Accepted | None = None,
     ) -> dict[str, torch.Tensor]:
-        """Device: store the drawn tokens and propose drafts after them. Returns the results of the draw."""
+        """Device: store the drawn tokens and propose drafts after them. Returns the results of the draw, those of
+        `Accepted` at `views` if given."""
+        failed = drawn.failed
         if draws.offsets is None:  # otherwise the sampler has stored the accepted tokens
-            self.rows.draw(draws.rows, drawn.tokens)
+            _, failed = self.rows.draw(draws.rows, drawn.tokens, failed, views)
         if self.drafter is not None and drafts.run_drafter:
             batch = DraftBatch(
                 draws.rows,
@@ -235,7 +254,7 @@ class GenerateHead:
                 len(draws.rows) if draws.offsets is None else drafts.num_rows,
             )
             self.drafter.propose(batch, drafts.num_proposed)
-        results = {"tokens": drawn.tokens, "failed": drawn.failed}
+        results = {"tokens": drawn.tokens if views is None else views.tokens, "failed": failed}
         if drafts.num_returned:
             results[DRAFTS] = self.rows.next_tokens[:, 1 : 1 + drafts.num_returned].index_select(0, draws.rows)
         if drawn.kept is not None:
@@ -251,9 +270,10 @@ class GenerateHead:
         # parameters of other rows.
         wide = replayed.needs_sampling_dtype or self._batch_invariant
         compute = self._logits if wide else self.model.logits
-        drawn = replayed.sample(compute(hidden), draws, self.rows.accept)
-        results = self._compute_results(drawn, draws, hidden, drafts)
-        return pack(results, shape, self.graphs.results.room(shape.num_bytes))
+        buffer = self.graphs.results.room(shape.num_bytes)
+        views = view_draws(shape, buffer)
+        drawn = replayed.sample(compute(hidden), draws, functools.partial(self.rows.accept, out=views))
+        return pack(self._compute_results(drawn, draws, hidden, drafts, views), shape, buffer)
 
     def _logits(self, hidden: torch.Tensor, tiles: Tiles | None = None) -> torch.Tensor:
         """Device: logits in the dtype that sampling uses. `tiles`: hidden states whose adapter changes the logits."""

@@ -180,7 +180,8 @@ class GraphOutputs:
     output memory of its own; the next graph overwrites it."""
 
     def __init__(self, num_bytes: int, device: Device) -> None:
-        self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=device.torch_device)
+        # zeros: a dry run (ops/compile_ahead.py) writes nothing and may read it
+        self._memory = device.zeros((num_bytes,), torch.uint8)
 
     def room(self, num_bytes: int) -> torch.Tensor:
         assert num_bytes <= len(self._memory), f"{num_bytes} bytes are left, and {len(self._memory)} were foreseen"

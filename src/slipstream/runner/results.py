@@ -17,6 +17,7 @@ import torch
 from slipstream.device.device import Bytes, Device
 from slipstream.device.streams import PASSED, Event
 from slipstream.device.sync_check import sync_allowed
+from slipstream.ops.drafts import Accepted
 from slipstream.step import NO_INTS, StepLogprobs, StepResult
 
 _ALIGN = 16
@@ -312,9 +313,20 @@ class ResultSpan:
 
 
 def pack(results: dict[str, torch.Tensor], shape: ResultShape, buffer: torch.Tensor) -> torch.Tensor:
-    """Device: write the results one after another to a buffer of bytes, as the host will read them."""
+    """Device: write the results one after another to a buffer of bytes, as the host will read them. Results that are
+    views of their part of the buffer are not copied."""
     for field in shape.fields:
         if field.start < field.stop:
             value = results[field.name]
-            buffer[field.start : field.stop].view(value.dtype).copy_(value.reshape(-1))
+            target = buffer[field.start : field.stop].view(value.dtype)
+            if not value.is_set_to(target):
+                target.copy_(value.reshape(-1))
     return buffer
+
+
+def view_draws(shape: ResultShape, buffer: torch.Tensor) -> Accepted:
+    """Device: the parts of the buffer for the tokens of a step, and for whether each is accepted or failed, so that
+    kernels write there. Without drafts none is accepted or rejected: that part is empty."""
+    spans = {field.name: slice(field.start, field.stop) for field in shape.fields}
+    tokens, failed = buffer[spans["tokens"]].view(torch.int64), buffer[spans["failed"]].view(torch.bool)
+    return Accepted(tokens, buffer[spans[KEPT]].view(torch.bool) if KEPT in spans else failed[:0], failed)

@@ -8,6 +8,7 @@ _KERNELS = "slipstream.ops.drafts.triton"
 
 accept_ = by_device(reference.accept_, _KERNELS)
 propose_from_history_ = by_device(reference.propose_from_history_, _KERNELS)
+store_drawn_ = by_device(reference.store_drawn_, _KERNELS)
 
 __all__ = [
     "Accepted",
@@ -18,4 +19,5 @@ __all__ = [
     "earlier_drafts",
     "last_kept",
     "propose_from_history_",
+    "store_drawn_",
 ]

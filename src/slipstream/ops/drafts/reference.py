@@ -8,7 +8,7 @@ the token that the row would have sampled without drafts.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -24,6 +24,7 @@ class DrawnTokens(NamedTuple):
 
 
 class Accepted(NamedTuple):
+    tokens: torch.Tensor  # [S] int64, as drawn
     kept: torch.Tensor  # [S] bool: the token is accepted
     failed: torch.Tensor  # [S] bool: the draw was reached, and no token could be drawn
 
@@ -32,6 +33,7 @@ def accept_(
     next_tokens: torch.Tensor,  # [rows, 1 + drafts] int64: the token drawn last, then drafts; -1: no draft
     computed: torch.Tensor,  # [rows] int64, positions in the cache; the last row is for padding and keeps 0
     drawn: DrawnTokens,
+    out: Accepted | None = None,  # written in place if given
 ) -> Accepted:
     """Accepts the tokens of all reached draws. Sets each row's next token to the last accepted token and its computed
     length to the positions before that token; a row without an accepted token does not change."""
@@ -52,7 +54,29 @@ def accept_(
     target = torch.where(last, rows, padding)
     next_tokens[:, 0].index_copy_(0, target, tokens)
     computed.index_copy_(0, target, positions * (target != padding))
-    return Accepted(kept, reached_failed)
+    accepted = Accepted(tokens, kept, reached_failed)
+    return accepted if out is None else _put(out, accepted)
+
+
+def store_drawn_(
+    next_tokens: torch.Tensor,  # [rows, 1 + drafts] int64
+    rows: torch.Tensor,  # [S] int64, of draws without drafts
+    tokens: torch.Tensor,  # [S] int64
+    failed: torch.Tensor,  # [S] bool
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,  # tokens and failed, written in place if given
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sets each row's next token to the one that it drew. Returns tokens and failed."""
+    next_tokens[:, 0].index_copy_(0, rows, tokens)
+    return (tokens, failed) if out is None else _put(out, (tokens, failed))
+
+
+_Tensors = TypeVar("_Tensors", bound=tuple[torch.Tensor, ...])
+
+
+def _put(out: _Tensors, values: tuple[torch.Tensor, ...]) -> _Tensors:
+    for target, value in zip(out, values, strict=True):
+        target.copy_(value)
+    return out
 
 
 def last_kept(kept: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Drafts on CUDA."""
+"""Drafts on CUDA: one kernel stores and accepts the draws of a step, one more proposes drafts from the rows' tokens."""
 
 from __future__ import annotations
 
@@ -7,30 +7,39 @@ import triton
 import triton.language as tl
 
 from slipstream.ops.drafts.reference import Accepted, DrawnTokens, MatchRule, RowHistory
+from slipstream.ops.pdl import dependent, release_next, wait_for_previous
 
-_BLOCK = 256  # candidates per loop iteration
-_SPLITS = 16  # programs that share the history of a row
+_BLOCK = 4096  # candidates per loop iteration
+_AT_ONCE = 4  # tokens that are compared before the program asks whether a candidate is left
+_ROWS = 128  # draws per program, where no row has drafts
 
 
-def accept_(next_tokens: torch.Tensor, computed: torch.Tensor, drawn: DrawnTokens) -> Accepted:
+def accept_(
+    next_tokens: torch.Tensor, computed: torch.Tensor, drawn: DrawnTokens, out: Accepted | None = None
+) -> Accepted:
     """Same arguments and result as the reference, in one launch. Draws of the padding row have offset 0."""
     num = len(drawn.rows)
     assert next_tokens.is_contiguous() and drawn.failed.dtype == torch.bool
-    out = torch.empty(2, num, dtype=torch.bool, device=next_tokens.device)
-    flags = out.view(torch.uint8)
+    if out is None:
+        flags = torch.empty(2, num, dtype=torch.bool, device=next_tokens.device)
+        out = Accepted(drawn.tokens, *flags.unbind(0))
+    assert out.kept.dtype == out.failed.dtype == torch.bool and all(each.is_contiguous() for each in out)
     _accept_kernel[(num,)](
         next_tokens,
         computed,
         *drawn[:4],
         drawn.failed.view(torch.uint8),
-        flags,
+        None if out.tokens is drawn.tokens else out.tokens,
+        out.kept.view(torch.uint8),
+        out.failed.view(torch.uint8),
         num,
         len(computed) - 1,
         WIDTH=next_tokens.shape[1],
         DRAWS=triton.next_power_of_2(next_tokens.shape[1]),
+        **dependent(next_tokens.device, num),
         num_warps=1,
     )
-    return Accepted(*out.unbind(0))
+    return out
 
 
 # grid: (draws,); the program of a row's first draw handles all draws of the row, the others return
@@ -45,12 +54,17 @@ def _accept_kernel(
     positions,
     tokens,
     failed,
-    flags,
+    out_tokens,
+    out_kept,
+    out_failed,
     num,
     padding,
     WIDTH: tl.constexpr,
     DRAWS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    wait_for_previous(DEPENDENT)
+    release_next(DEPENDENT)
     first = tl.program_id(0)
     if tl.load(offsets + first) == 0:
         row = tl.load(rows + first)
@@ -59,6 +73,8 @@ def _accept_kernel(
         inside = (own < num) & (offset < WIDTH)
         # the draws of the row: those whose offset counts on from its first draw
         inside = inside & (tl.load(offsets + own, mask=inside, other=-1) == offset)
+        token = tl.load(tokens + own, mask=inside, other=0)
+        position = tl.load(positions + own, mask=inside, other=0)
         before = tl.load(tokens + own - 1, mask=inside & (offset > 0), other=0)
         draft = tl.load(next_tokens + row * WIDTH + offset, mask=inside & (offset > 0), other=0)
         equal = (offset == 0) | (before == draft)
@@ -67,12 +83,66 @@ def _accept_kernel(
         so_far = tl.cumsum(ends, 0)
         kept = inside & (so_far == 0)
         count = tl.sum(kept.to(tl.int32), 0)
-        tl.store(flags + own, kept.to(tl.uint8), mask=inside)
-        tl.store(flags + num + own, (bad & equal & (so_far == 1) & (ends == 1)).to(tl.uint8), mask=inside)
-        if (count > 0) & (row != padding):
-            at = first + count - 1
-            tl.store(next_tokens + row * WIDTH, tl.load(tokens + at))
-            tl.store(computed + row, tl.load(positions + at))
+        if out_tokens is not None:
+            tl.store(out_tokens + own, token, mask=inside)
+        tl.store(out_kept + own, kept.to(tl.uint8), mask=inside)
+        tl.store(out_failed + own, (bad & equal & (so_far == 1) & (ends == 1)).to(tl.uint8), mask=inside)
+        last = kept & (offset == count - 1) & (row != padding)
+        tl.store(next_tokens + row * WIDTH + offset * 0, token, mask=last)
+        tl.store(computed + row + offset * 0, position, mask=last)
+
+
+def store_drawn_(
+    next_tokens: torch.Tensor,
+    rows: torch.Tensor,
+    tokens: torch.Tensor,
+    failed: torch.Tensor,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Same arguments and result as the reference, in one launch."""
+    num = len(rows)
+    assert next_tokens.stride(1) == 1 and failed.dtype == torch.bool
+    out_tokens, out_failed = (None, None) if out is None else out
+    _store_kernel[(triton.cdiv(num, _ROWS),)](
+        next_tokens,
+        rows,
+        tokens,
+        failed.view(torch.uint8),
+        out_tokens,
+        None if out_failed is None else out_failed.view(torch.uint8),
+        num,
+        next_tokens.stride(0),
+        ROWS=_ROWS,
+        **dependent(next_tokens.device, num),
+        num_warps=1,
+    )
+    return (tokens, failed) if out is None else out
+
+
+# grid: (blocks of draws,)
+@triton.jit(do_not_specialize=["num", "stride"], do_not_specialize_on_alignment=["rows", "tokens"])
+def _store_kernel(
+    next_tokens,
+    rows,
+    tokens,
+    failed,
+    out_tokens,
+    out_failed,
+    num,
+    stride,
+    ROWS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    wait_for_previous(DEPENDENT)
+    release_next(DEPENDENT)
+    draw = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = draw < num
+    row = tl.load(rows + draw, mask=inside, other=0)
+    token = tl.load(tokens + draw, mask=inside, other=0)
+    tl.store(next_tokens + row * stride, token, mask=inside)
+    if out_tokens is not None:
+        tl.store(out_tokens + draw, token, mask=inside)
+        tl.store(out_failed + draw, tl.load(failed + draw, mask=inside, other=0), mask=inside)
 
 
 def propose_from_history_(
@@ -83,22 +153,25 @@ def propose_from_history_(
     rule: MatchRule,
     max_length: int,
 ) -> None:
-    """Same arguments and result as the reference. The time depends on the rows' real lengths."""
-    next_tokens, computed, table, tokens = history
+    """Same arguments and result as the reference, in one launch. The time depends on the rows' real lengths."""
+    next_tokens, _, table, tokens = history
     assert next_tokens.is_contiguous() and tokens.is_contiguous() and table.stride(1) == 1
-    best = torch.zeros(len(rows), dtype=torch.int64, device=rows.device)
-    shared = (next_tokens, computed, table, tokens, rows, offsets, best, table.stride(0))
-    sizes = dict(WIDTH=next_tokens.shape[1], PAGE=tokens.shape[1])
-    _match_kernel[(len(rows), _SPLITS)](
-        *shared, SHORTEST=rule.shortest, LONGEST=rule.longest, BLOCK=_BLOCK, **sizes, num_warps=4
-    )
-    _copy_kernel[(len(rows),)](
-        *shared,
+    _propose_kernel[(len(rows),)](
+        *history,
+        rows,
+        offsets,
+        table.stride(0),
         num_drafts,
         min(rule.reach, 1e9),
+        SHORTEST=rule.shortest,
+        LONGEST=rule.longest,
         DRAFTS=triton.next_power_of_2(num_drafts),
-        **sizes,
-        num_warps=1,
+        WIDTH=next_tokens.shape[1],
+        PAGE=tokens.shape[1],
+        BLOCK=_BLOCK,
+        AT_ONCE=min(_AT_ONCE, rule.longest),
+        **dependent(next_tokens.device, len(rows)),
+        num_warps=16,
     )
 
 
@@ -110,84 +183,67 @@ def _token_at(position, mask, tokens, table, end, newest, PAGE: tl.constexpr):
     return tl.where(mask & (position == end), newest, own)
 
 
-# grid: (draws, splits)
-@triton.jit(do_not_specialize_on_alignment=["rows", "offsets"])
-def _match_kernel(
-    next_tokens,
-    computed,
-    table,
-    tokens,
-    rows,
-    offsets,
-    best,
-    table_stride,
-    SHORTEST: tl.constexpr,
-    LONGEST: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PAGE: tl.constexpr,
-):
-    """Writes the length of the best match * 2**32 + the position of its last token + 1; 0: no match."""
-    draw = tl.program_id(0)
-    proposes = True
-    if offsets is not None:
-        proposes = tl.load(offsets + draw) == 0
-    if proposes:
-        row = tl.load(rows + draw)
-        end = tl.load(computed + row)
-        newest = tl.load(next_tokens + row * WIDTH).to(tl.int32)
-        own_table = table + row * table_stride
-        found = tl.zeros([BLOCK], tl.int64)
-        for first in range(tl.program_id(1) * BLOCK, end.to(tl.int32), tl.num_programs(1) * BLOCK):
-            position = first + tl.arange(0, BLOCK)
-            alive = position < end
-            matched = tl.zeros([BLOCK], tl.int64)
-            for back in range(LONGEST):
-                # most candidates end with the first token
-                if tl.max(alive.to(tl.int32), 0) > 0:
-                    wanted = _token_at(end - back, end >= back, tokens, own_table, end, newest, PAGE)
-                    inside = alive & (position >= back)
-                    own = _token_at(position - back, inside, tokens, own_table, end, newest, PAGE)
-                    alive = inside & (own == wanted) & (wanted >= 0)
-                    matched += alive.to(tl.int64)
-            score = matched * 4294967296 + position + 1
-            found = tl.maximum(found, tl.where(matched >= SHORTEST, score, 0))
-        top = tl.max(found, 0)
-        if top > 0:
-            tl.atomic_max(best + draw, top, sem="relaxed")
-
-
-# grid: (draws,)
+# grid: (draws,); the program of a row's first draw searches all tokens of the row, the others return
 @triton.jit(do_not_specialize=["num_drafts"], do_not_specialize_on_alignment=["rows", "offsets"])
-def _copy_kernel(
+def _propose_kernel(
     next_tokens,
     computed,
     table,
     tokens,
     rows,
     offsets,
-    best,
     table_stride,
     num_drafts,
     reach,
+    SHORTEST: tl.constexpr,
+    LONGEST: tl.constexpr,
     DRAFTS: tl.constexpr,
     WIDTH: tl.constexpr,
     PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    wait_for_previous(DEPENDENT)
     draw = tl.program_id(0)
+    row = tl.load(rows + draw)
     proposes = True
     if offsets is not None:
         proposes = tl.load(offsets + draw) == 0
     if proposes:
-        row = tl.load(rows + draw)
-        end = tl.load(computed + row)
+        end = tl.load(computed + row).to(tl.int32)  # position of the token drawn last
         newest = tl.load(next_tokens + row * WIDTH).to(tl.int32)
-        top = tl.load(best + draw)
-        length = top // 4294967296
-        after = top % 4294967296  # position after the match
+        own_table = table + row * table_stride
+        # for each lane: length of its best match * 2**32 + the position after it; 0: no match
+        found = tl.zeros([BLOCK], tl.int64)
+        for first in range(0, end, BLOCK):
+            position = first + tl.arange(0, BLOCK)
+            alive = position < end
+            matched = tl.zeros([BLOCK], tl.int32)
+            compared = 0
+            goes_on = True
+            while goes_on:
+                for step in tl.static_range(AT_ONCE):
+                    back = compared + step
+                    wants = (end >= back) & (back < LONGEST)
+                    wanted = _token_at(end - back, wants, tokens, own_table, end, newest, PAGE)
+                    inside = alive & (position >= back) & (wanted >= 0)
+                    own = _token_at(position - back, inside, tokens, own_table, end, newest, PAGE)
+                    alive = inside & (own == wanted)
+                    matched += alive.to(tl.int32)
+                compared += AT_ONCE
+                goes_on = compared < LONGEST
+                if goes_on:  # most candidates end with the first tokens
+                    goes_on = tl.max(alive.to(tl.int32), 0) > 0
+            score = matched.to(tl.int64) * 4294967296 + position + 1
+            found = tl.maximum(found, tl.where(matched >= SHORTEST, score, 0))
+        top = tl.max(found, 0)
+        length = (top // 4294967296).to(tl.int32)
+        after = (top % 4294967296).to(tl.int32)
         index = tl.arange(0, DRAFTS)
-        inside = index < num_drafts
-        exists = inside & (top > 0) & (index < length.to(tl.float32) * reach)
+        asked = index < num_drafts
+        exists = asked & (top > 0) & (index < length.to(tl.float32) * reach)
+        # where the match reaches the end of the row, the tokens between repeat
         source = after + index % tl.maximum(end - after + 1, 1)
-        draft = _token_at(source, exists, tokens, table + row * table_stride, end, newest, PAGE)
-        tl.store(next_tokens + row * WIDTH + 1 + index, tl.where(exists, draft, -1).to(tl.int64), mask=inside)
+        draft = _token_at(source, exists, tokens, own_table, end, newest, PAGE)
+        tl.store(next_tokens + row * WIDTH + 1 + index, tl.where(exists, draft, -1).to(tl.int64), mask=asked)

@@ -8,7 +8,7 @@ import torch
 
 from slipstream.ops import native
 from slipstream.ops.step_inputs import reference
-from slipstream.ops.step_inputs.reference import StepInputs, StepRows
+from slipstream.ops.step_inputs.reference import KeptTokens, StepInputs, StepRows, keep_ids_
 
 
 class _Inputs(ctypes.Structure):
@@ -31,11 +31,12 @@ def gather_inputs(
     width: int,
     step: StepRows,
     out: StepInputs | None = None,
+    kept: KeptTokens | None = None,
 ) -> StepInputs:
     """Same arguments and result as the reference."""
     library = native.library()
     if library is None or out is not None or type(computed) is not torch.Tensor or not computed.is_cpu:
-        return reference.gather_inputs(computed, next_tokens, tables, page_size, width, step, out)
+        return reference.gather_inputs(computed, next_tokens, tables, page_size, width, step, out, kept)
     rows, counts, token_rows, offsets, host_ids = step
     num_groups, num_table_rows, pages_per_row = tables.shape
     num_rows = rows.shape[0]
@@ -43,12 +44,12 @@ def gather_inputs(
     assert computed.is_contiguous() and next_tokens.is_contiguous() and tables.is_contiguous()
     made = torch.empty(2 * num_tokens + num_groups * (num_tokens + num_rows * width), dtype=torch.int64)
     if type(made) is not torch.Tensor:  # under FakeTensorMode new tensors have no memory, and the engine's state has
-        return reference.gather_inputs(computed, next_tokens, tables, page_size, width, step, out)
+        return reference.gather_inputs(computed, next_tokens, tables, page_size, width, step, out, kept)
     lengths = torch.empty(num_rows, dtype=torch.int64)  # memory of its own: it is kept longer than the others
     ids, positions, slots, pages = made.split_with_sizes(
         (num_tokens, num_tokens, num_groups * num_tokens, num_groups * num_rows * width)
     )
-    inputs = _Inputs(
+    arguments = _Inputs(
         computed.data_ptr(),
         next_tokens.data_ptr(),
         tables.data_ptr(),
@@ -63,10 +64,13 @@ def gather_inputs(
         page_size,
         width,
     )
-    library.slip_gather_inputs(ctypes.addressof(inputs))
-    return StepInputs(
+    library.slip_gather_inputs(ctypes.addressof(arguments))
+    inputs = StepInputs(
         ids, positions, lengths, slots.view(num_groups, num_tokens), pages.view(num_groups, num_rows, width)
     )
+    if kept is not None:
+        keep_ids_(kept, inputs, rows if token_rows is None else token_rows)
+    return inputs
 
 
 def _address(part: torch.Tensor | None) -> int | None:

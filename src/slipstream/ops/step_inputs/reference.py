@@ -26,6 +26,14 @@ class StepInputs(NamedTuple):
     pages: torch.Tensor  # [G, B, width] int64
 
 
+class KeptTokens(NamedTuple):
+    """The pages in which a step stores the token ids of its positions, for drafters that search them."""
+
+    tokens: torch.Tensor  # [pages, page size] int32
+    group: int  # cache group whose slots they have; -1: no group has slots, and each row has its own pages
+    row_size: int  # positions of a row, without a group; the first page is for padding
+
+
 def gather_inputs(
     computed: torch.Tensor,  # [rows] int64, positions in the cache
     next_tokens: torch.Tensor,  # [rows, 1 + drafts] int64: the token drawn last, then drafts; -1: no draft
@@ -34,6 +42,7 @@ def gather_inputs(
     width: int,  # pages per row to return
     step: StepRows,
     out: StepInputs | None = None,  # written in place if given; columns of its pages beyond `width` are not written
+    kept: KeptTokens | None = None,  # gets the ids of the step
 ) -> StepInputs:
     rows, counts, token_rows, offsets, host_ids = step
     if token_rows is None:
@@ -58,9 +67,18 @@ def gather_inputs(
     result = StepInputs(
         ids, positions, lengths, held.mul_(page_size).add_(in_page), tables[:, :, :width].index_select(1, rows)
     )
+    if kept is not None:
+        keep_ids_(kept, result, token_rows)
     if out is None:
         return result
     for target, source in zip(out[:4], result[:4], strict=True):
         target.copy_(source)
     out.pages[:, :, :width].copy_(result.pages)
     return out
+
+
+def keep_ids_(kept: KeptTokens, inputs: StepInputs, token_rows: torch.Tensor) -> None:
+    """Stores the ids of a step."""
+    tokens, group, row_size = kept
+    at = inputs.slots[group] if group >= 0 else tokens.shape[1] + token_rows * row_size + inputs.positions
+    tokens.view(-1).index_copy_(0, at, inputs.ids.to(tokens.dtype))

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from slipstream.ops.step_inputs.reference import StepInputs, StepRows
+from slipstream.ops.step_inputs.reference import KeptTokens, StepInputs, StepRows
 
 _TOKENS = 128  # per program
 _PAGES = 2048  # of a row per program
@@ -20,6 +20,7 @@ def gather_inputs(
     width: int,
     step: StepRows,
     out: StepInputs | None = None,
+    kept: KeptTokens | None = None,
 ) -> StepInputs:
     """Same arguments and result as the reference."""
     rows, counts, token_rows, offsets, host_ids = step
@@ -33,6 +34,8 @@ def gather_inputs(
         out = StepInputs(*(torch.empty(size, dtype=torch.int64, device=rows.device) for size in sizes))
     assert out.slots.is_contiguous() and out.pages.is_contiguous() and out.slots.shape == (num_groups, num_tokens)
     assert len(out.ids) == num_tokens and out.pages.shape[1] == len(out.lengths) == num_rows
+    if kept is not None:
+        assert kept.tokens.is_contiguous() and kept.tokens.shape[1] == page_size
     num_blocks = triton.cdiv(num_tokens, _TOKENS)
     num_parts = max(1, triton.cdiv(width, _PAGES))
     _gather_kernel[(num_blocks + num_rows * num_parts,)](
@@ -45,6 +48,7 @@ def gather_inputs(
         offsets,
         host_ids,
         *out,
+        None if kept is None else kept.tokens,
         num_tokens,
         num_rows,
         num_blocks,
@@ -53,8 +57,10 @@ def gather_inputs(
         tables.shape[1],
         tables.shape[2],
         out.pages.shape[2],
+        0 if kept is None else kept.row_size,
         NEXT=next_tokens.shape[1],
         GROUPS=num_groups,
+        KEPT=-1 if kept is None else kept.group,
         PAGE=page_size,
         TOKENS=_TOKENS,
         PAGES=_PAGES,
@@ -74,6 +80,7 @@ def gather_inputs(
         "table_rows",
         "table_width",
         "out_width",
+        "row_size",
     ],
     do_not_specialize_on_alignment=["rows", "counts", "token_rows", "offsets", "host_ids"],
 )
@@ -91,6 +98,7 @@ def _gather_kernel(
     lengths,
     slots,
     pages,
+    kept,
     num_tokens,
     num_rows,
     num_blocks,
@@ -99,8 +107,10 @@ def _gather_kernel(
     table_rows,
     table_width,
     out_width,
+    row_size,
     NEXT: tl.constexpr,
     GROUPS: tl.constexpr,
+    KEPT: tl.constexpr,
     PAGE: tl.constexpr,
     TOKENS: tl.constexpr,
     PAGES: tl.constexpr,
@@ -122,10 +132,17 @@ def _gather_kernel(
         else:
             value = tl.load(next_tokens + row * NEXT, mask=mask, other=0)
         tl.store(ids + token, value, mask=mask)
-        for group in range(GROUPS):
+        for group in tl.static_range(GROUPS):
             held = tl.load(tables + group * table_size + row * table_width + position // PAGE, mask=mask, other=0)
-            where = slots + tl.cast(group, tl.int64) * num_tokens + token
-            tl.store(where, held * PAGE + position % PAGE, mask=mask)
+            where = slots + group * tl.cast(num_tokens, tl.int64) + token
+            slot = held * PAGE + position % PAGE
+            tl.store(where, slot, mask=mask)
+            if kept is not None:  # noqa: SIM102 (compile-time conditions)
+                if group == KEPT:
+                    tl.store(kept + slot, value.to(tl.int32), mask=mask)
+        if kept is not None:  # noqa: SIM102
+            if KEPT < 0:
+                tl.store(kept + PAGE + row * row_size + position, value.to(tl.int32), mask=mask)
     else:
         entry = (program - num_blocks) // num_parts
         part = (program - num_blocks) % num_parts

@@ -117,10 +117,10 @@ class InputBatch:
             rows, *others, starts = [None if span is None else upload.tensor(span) for span in spans]
             assert rows is not None
             step = StepRows(rows, *others)
-            inputs = gather_inputs(table.computed, table.next_tokens, pages.tables, pages.page_size, counts.width, step)
+            kept = None if history is None else history.kept
+            state = table.computed, table.next_tokens, pages.tables
+            inputs = gather_inputs(*state, pages.page_size, counts.width, step, kept=kept)
             token_rows = rows if step.token_rows is None else step.token_rows
-            if history is not None:
-                history.write(inputs.slots.unbind(0), inputs.ids, token_rows, inputs.positions)
             view = BatchView(
                 ids=inputs.ids,
                 positions=inputs.positions,

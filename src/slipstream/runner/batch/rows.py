@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from slipstream.device.device import Device
-from slipstream.ops.drafts import Accepted, DrawnTokens, accept_
+from slipstream.ops.drafts import Accepted, DrawnTokens, accept_, store_drawn_
 from slipstream.runner.batch.staging import StagedTensor, Upload
 from slipstream.step import StepPlan
 
@@ -39,10 +39,12 @@ class RowTable:
         """Device: the rows' positions are computed up to these lengths. A drafted row has several: `accept` follows."""
         self.computed.index_copy_(0, rows, lengths)
 
-    def draw(self, rows: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Device: store the tokens that these rows drew."""
-        self.next_tokens[:, 0].index_copy_(0, rows, tokens)
+    def draw(
+        self, rows: torch.Tensor, tokens: torch.Tensor, failed: torch.Tensor, out: Accepted | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Device: store the tokens that these rows drew. Returns tokens and failed, at `out` if given."""
+        return store_drawn_(self.next_tokens, rows, tokens, failed, None if out is None else (out.tokens, out.failed))
 
-    def accept(self, drawn: DrawnTokens) -> Accepted:
+    def accept(self, drawn: DrawnTokens, out: Accepted | None = None) -> Accepted:
         """Device: store the last token that each row accepts, and take back the positions of its rejected drafts."""
-        return accept_(self.next_tokens, self.computed, drawn)
+        return accept_(self.next_tokens, self.computed, drawn, out)

@@ -15,6 +15,7 @@ import torch
 
 from slipstream.cache_spec import CacheGroup
 from slipstream.device.device import Device
+from slipstream.ops.step_inputs import KeptTokens
 from slipstream.runner.batch.page_tables import PageTables
 from slipstream.runner.batch.staging import Upload, UploadSpan
 from slipstream.step import Admission, StepPlan
@@ -45,12 +46,10 @@ class TokenHistory:
         if self.group >= 0:
             self.tokens = self._device.cache_zeros((group_pages[self.group], self._page_size), torch.int32)
 
-    def write(
-        self, slots: Sequence[torch.Tensor], ids: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor
-    ) -> None:
-        """Device: store the ids [T] of a step. `slots`: per group [T], page * page_size + position in the page."""
-        at = slots[self.group] if slots else self._page_size + rows * self._row_size + positions
-        self.tokens.view(-1).index_copy_(0, at, ids.to(torch.int32))
+    @property
+    def kept(self) -> KeptTokens:
+        """Device: where a step stores its ids."""
+        return KeptTokens(self.tokens, self.group, self._row_size)
 
     def at(self, rows: torch.Tensor, positions: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
         """Device: the ids [n] at a position of each row. `tables`: of all groups [groups, rows, pages per row]."""

@@ -84,7 +84,7 @@ class SamplingWork:
         kept = None
         if batch.offsets is not None:
             assert accept is not None, "drafts must be accepted or rejected"
-            kept, failed = accept(DrawnTokens(batch.rows, batch.offsets, batch.positions, tokens, failed))
+            _, kept, failed = accept(DrawnTokens(batch.rows, batch.offsets, batch.positions, tokens, failed))
         for work in self.works:
             if work.drawn is not None:
                 work.drawn(tokens, batch, kept)

@@ -37,7 +37,7 @@ from slipstream.ops.linear.triton import Norm  # noqa: E402
 from slipstream.ops.lora.reference import LoraTiles, LoraWeights  # noqa: E402
 from slipstream.ops.moe import ExpertBiases, RouterRule, Routing, SharedMatrices  # noqa: E402
 from slipstream.ops.paged_attention import tile_list  # noqa: E402
-from slipstream.ops.quantized import QuantizedExperts, QuantizedMatrix  # noqa: E402
+from slipstream.ops.quantized import QuantizedExperts, QuantizedMatrix, words_of  # noqa: E402
 from slipstream.ops.recurrent_steps import DraftSteps  # noqa: E402
 from slipstream.ops.sample.reference import Penalty, TokenMask  # noqa: E402
 from slipstream.ops.ssm import SelectiveWeights, SsdWeights  # noqa: E402
@@ -179,8 +179,17 @@ def adapters() -> dict[str, Callable[[], Any]]:
 def quantized() -> dict[str, Callable[[], Any]]:
     matrix = QuantizedMatrix(half(32, 64).to(torch.float8_e4m3fn), torch.rand(32, 2), None)
     rows = QuantizedMatrix(half(64, 512).to(torch.float8_e4m3fn), torch.rand(64, 1), None)
-    tile = get("quantized.triton.stream.SliceTile")(2)
+    tile, row_tile = get("quantized.triton.stream.SliceTile")(2), get("quantized.triton.row.RowTile")(2)
     scales = get("linear.triton.streaming_hopper.Scales")(rows.scale, torch.rand(ROWS, 1))
+
+    def row_chain() -> None:
+        values, scale = torch.zeros(256, 256, dtype=torch.uint8), torch.rand(256, 4)
+        weight = QuantizedMatrix(values, scale, None, 8, words=words_of(scale, 8))
+        sums = get("quantized.quantized_linear_add")(half(1, 512), weight, half(1, 256), half(256), 1e-6)
+        few = scale[:, :2].contiguous()
+        narrow = weight._replace(values=values[:, :128].contiguous(), scale=few, words=words_of(few, 8))
+        get("quantized.triton.stream.stream_gemm")(sums, narrow, None, "silu")
+        get("quantized.triton.stream.stream_gemm")(half(1, 512), weight, half(256), "", row_tile)
 
     def fp8_chain() -> None:
         sums = get("quantized.fp8_linear_add")(half(1, 512), rows, half(1, 64), half(64), 1e-6)
@@ -206,6 +215,7 @@ def quantized() -> dict[str, Callable[[], Any]]:
         "streamed FP8 GEMM": lambda: get("linear.triton.streaming_hopper.streaming_gemm")(
             rows.values[:ROWS], rows.values, None, "silu", scales=scales
         ),
+        "4-bit chain of a row": row_chain,
         "FP8 chain": fp8_chain,
         "quantised GEMM": lambda: get("quantized.triton.gemm.quantized_gemm")(half(ROWS, 64), matrix),
         "dequantised weight": lambda: get("quantized.triton.dequantize.dequantize")(matrix, torch.bfloat16),

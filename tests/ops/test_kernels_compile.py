@@ -488,6 +488,20 @@ def hopper():
         triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": 4, "maxnreg": 128})
         print("stream_kernel")
 
+    def build_row(gate, splits, steps, outputs, warps, **constants):
+        kernel = importlib.import_module("slipstream.ops.quantized.triton.row_kernel").row_kernel
+        describe = lambda kind, box, layout: f"tensordesc<{kind}{box},{layout!r}>"
+        x = {"weight": describe("u8", [warps // 2, outputs // 32, 4, 8, 128], gl.NVMMASharedLayout(128, 8, 5))}
+        x |= {"words": describe("i32", [warps, outputs // 32, 32], gl.NVMMASharedLayout(0, 32, 3))}
+        x |= {"arrived": INT, "eps": "fp32"}
+        x |= of(HALF, "x bias out residual norm weighted") | of(FLOAT, "partials squares made")
+        constants |= {"GATE": gate, "SPLITS": splits, "STEPS": steps, "STAGES": 2}
+        constants |= {"DEPENDENT": True, "OUTPUTS": outputs, "WARPS": warps}
+        signature = {arg: "constexpr" if arg in constants else x.get(arg, "i32") for arg in kernel.arg_names}
+        source = GluonASTSource(kernel, signature, constants, {})
+        triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": warps, "maxnreg": 64})
+        print("row_kernel")
+
     def build_layer():
         kernel = importlib.import_module("slipstream.ops.quantized.triton.layer_kernel").layer_kernel
         describe = lambda box: f"tensordesc<fp8e4nv{box},{gl.NVMMASharedLayout(128, 8, len(box))!r}>"
@@ -548,6 +562,8 @@ def hopper():
     build_slices(1, 1, 8, True, PARTS=64, **added, **whole)
     build_slices(0, 4, 16, True, PARTS=0, squares=None, bias=None)
     build_slices(1, 1, 16, True, 3, PARTS=64, bias=None, **added, **whole)
+    build_row(1, 1, 3, 64, 4, PARTS=64, bias=None, **added, **whole)
+    build_row(0, 4, 2, 32, 8, PARTS=0, squares=None)
     single = dict(PAGE=16, DEPENDENT=True)
     plain = dict(WINDOW=0, sinks=None)
     build("triton.hopper_decode", "_split_kernel", 64, 128, GROUP=3, DIM=128, QUERIES=5, STAGES=3, **plain, **single)

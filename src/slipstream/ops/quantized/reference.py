@@ -7,6 +7,8 @@ import torch.nn.functional as F
 
 from slipstream.ops.quantized.matrix import QuantizedMatrix, unpack_4_bit
 
+SEGMENT = 64  # inputs that share a scale in `quantize_segments`
+MAX_INTEGER = 32512.0
 MAX_FP8 = 448.0  # the largest number of float8_e4m3fn
 
 
@@ -50,3 +52,31 @@ def scaled_linear(
     wide = torch.float64 if x.dtype is torch.float64 else torch.float32
     out = F.linear(q.to(wide), dequantize(weight, wide)) * scales.to(wide)
     return (out if bias is None else out + bias).to(x.dtype)
+
+
+def quantize_segments(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x [columns] as integers of 16 bits, as `triton/row_kernel.py` computes them: high and low bytes
+    [columns / 64, 64] int8 and scales [columns / 64] float32; x = scale * (256 * high + low)."""
+    segments = x.float().unflatten(0, (-1, SEGMENT))
+    largest = segments.abs().amax(1).clamp_min(1e-30)
+    factor = (MAX_INTEGER / largest).double().unsqueeze(1)  # a product in float64 is exact, as it is in an FMA
+    integers = (segments.double() * factor).round().to(torch.int32)
+    high = integers + 128 >> 8
+    return high.to(torch.int8), (integers - 256 * high).to(torch.int8), largest / MAX_INTEGER
+
+
+def integer_linear(x: torch.Tensor, weight: QuantizedMatrix) -> torch.Tensor:
+    """x [1, columns] times 4-bit weights with words, [1, rows] float64, by the integer sums of `triton/row_kernel.py`.
+    Integers are exact; what differs is float32, in which the kernel adds the sums of groups."""
+    assert weight.words is not None and weight.group == 2 * SEGMENT
+    high, low, scales = (part.unflatten(0, (-1, 2)) for part in quantize_segments(x[0]))  # of low bits, of high bits
+    packed = weight.values.unflatten(1, (-1, SEGMENT))  # [rows, groups, 64]
+    operands = torch.stack((packed & 15, (packed ^ 0x80) & 0xF0), 2).view(torch.int8).long()
+    even, odd = ((operands * part.long()).sum(3) for part in (high, low))  # [rows, groups, 2]
+    zeros = (weight.words & 255).t().unsqueeze(2).long()
+    sums = (256 * high.long() + low.long()).sum(2)
+    odd += torch.cat((-zeros * sums[:, :1], 16 * (8 - zeros) * sums[:, 1:]), 2)
+    value = 256 * even + odd
+    assert value.abs().max() < 2**31, "a sum does not fit 32 bits"
+    factors = weight.words.view(torch.float32).t().double().unsqueeze(2) * scales.double()
+    return (value.double() * factors * factors.new_tensor((1, 1 / 16))).sum((1, 2)).unsqueeze(0)

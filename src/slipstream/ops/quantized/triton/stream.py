@@ -1,8 +1,8 @@
 """GEMM of up to 16 rows with 4-bit or FP8 weights on Hopper: TMA streams the weights, x stays bfloat16.
 
-As `ops/linear/triton/streaming_hopper.py`, with weights that become bfloat16 in registers. The shape alone fixes the
-order of every sum. Written in Gluon, which has no interpreter: `tests/ops/test_kernels_compile.py` compiles it on any
-machine, `pytest -m cuda` runs it.
+As `ops/linear/triton/streaming_hopper.py`, with weights that become bfloat16 in registers; a single row with 4-bit
+weights has a kernel of its own (`row.py`). The shape alone fixes the order of every sum. Written in Gluon, which has no
+interpreter: `tests/ops/test_kernels_compile.py` compiles it on any machine, `pytest -m cuda` runs it.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from slipstream.ops.pdl import dependent
 from slipstream.ops.quantized.matrix import QuantizedMatrix
 from slipstream.ops.quantized.triton import stream_kernel
 from slipstream.ops.quantized.triton.gemm import PROGRAMS
+from slipstream.ops.quantized.triton.row import RowTile, launch_row, row_tile, takes_row
 from slipstream.ops.quantized.triton.stream_kernel import SLICE
 
 MEMORY = 195 << 10  # bytes of shared memory for the pipelines of all programs on a multiprocessor
@@ -43,13 +44,13 @@ def stream_gemm(
     weight: QuantizedMatrix,  # [out, in]; gated: gate rows, then up rows, [2 * out, in]
     bias: torch.Tensor | None = None,
     gate: str = "",
-    tile: SliceTile | None = None,
+    tile: SliceTile | RowTile | None = None,
 ) -> torch.Tensor:
     """The GEMM of x, or of the norm of an `Unnormalized` x."""
     rows = len(x) if isinstance(x, torch.Tensor) else len(x.total)
     num_out = len(weight.values) // 2 if gate else len(weight.values)
     out = torch.empty((rows, num_out), dtype=torch.bfloat16, device=weight.values.device)
-    _launch(x, weight, bias, gate, out, tile or slice_tile(weight, rows, bool(gate)))
+    _launch(x, weight, bias, gate, out, tile or _choose_tile(weight, rows, bool(gate)))
     return out
 
 
@@ -59,10 +60,10 @@ def stream_gemm_add(
     residual: torch.Tensor,  # [rows, out]
     norm: torch.Tensor,  # [out]
     eps: float,
-    tile: SliceTile | None = None,
+    tile: SliceTile | RowTile | None = None,
 ) -> Unnormalized:
     """residual + the GEMM, with what the next GEMM needs to finish the norm of the sum."""
-    tile = tile or slice_tile(weight, len(x))
+    tile = tile or _choose_tile(weight, len(x))
     num_out = len(weight.values)
     assert residual.is_contiguous() and residual.shape == (len(x), num_out), f"{residual.shape}"
     total, weighted = (torch.empty(residual.shape, dtype=x.dtype, device=x.device) for _ in range(2))
@@ -73,16 +74,22 @@ def stream_gemm_add(
     return made
 
 
+def _choose_tile(weight: QuantizedMatrix, rows: int, is_gated: bool = False) -> SliceTile | RowTile:
+    return row_tile(weight, is_gated) if takes_row(weight, rows, is_gated) else slice_tile(weight, rows, is_gated)
+
+
 def _launch(
     inputs: torch.Tensor | Unnormalized,
     weight: QuantizedMatrix,
     bias: torch.Tensor | None,
     gate: str,
     out: torch.Tensor,
-    tile: SliceTile,
+    tile: SliceTile | RowTile,
     residual: torch.Tensor | None = None,
     made: Unnormalized | None = None,
 ) -> None:
+    if isinstance(tile, RowTile):
+        return launch_row(inputs, weight, bias, gate, out, tile, residual, made)
     x, squares, eps = StreamedRows.of(inputs)
     rows, num_in = x.shape
     outputs, slices = tile.outputs, tile.slices

@@ -19,10 +19,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from slipstream.ops.linear.triton.streaming_epilogue import load_operands, store_results, target_of
+from slipstream.ops.linear.triton.streaming_epilogue import load_operands
 from slipstream.ops.linear.triton.streaming_kernel import FETCH_REGISTERS, GROUP_REGISTERS, make_barriers
 from slipstream.ops.pdl import release_next, wait_for_previous
 from slipstream.ops.quantized.triton.expand import BFLOAT16_OF_FP8
+from slipstream.ops.quantized.triton.warp_sums import finish
 
 SLICE = gl.constexpr(64)  # bytes of a weight row that a warp multiplies in a step
 
@@ -195,7 +196,6 @@ def _compute(
     STAGES: gl.constexpr = TILE[3]
     xs, high_xs, there, used = inputs
     begin, count = span
-    partials, arrived = results[3], results[4]
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, gl.num_warps() // WARPS, 1], [1, 16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 16)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, SUMS, 16)
@@ -251,43 +251,7 @@ def _compute(
     ws._reinterpret(gl.float32, SHAPE, gl.SwizzledSharedLayout(8, 2, 4, [1, 2, 0])).store(acc)
     sums = ws._reinterpret(gl.float32, SHAPE, gl.SwizzledSharedLayout(8, 2, 4, [0, 1]))
     gl.thread_barrier()
-    rows, own, target, mask = target_of(given, row, block, GATE, OUTPUTS, ROWS)
-    BY_ROW: gl.constexpr = mask.type.layout
-    SIZE: gl.constexpr = OUTPUTS // 2 if GATE else OUTPUTS
-    result = sums.index(0).slice(0, SIZE).load(BY_ROW)
-    up = result  # unused without a gate
-    if GATE:
-        up = sums.index(0).slice(SIZE, SIZE).load(BY_ROW)
-    for warp in gl.static_range(1, WARPS):
-        result += sums.index(warp).slice(0, SIZE).load(BY_ROW)
-        if GATE:
-            up += sums.index(warp).slice(SIZE, SIZE).load(BY_ROW)
-    is_last = True
-    if SPLITS > 1:
-        number = block * gl.num_programs(0) + gl.program_id(0)
-        numbers = gl.num_programs(0) * gl.num_programs(1) * GROUPS
-        lane = gl.expand_dims(gl.arange(0, SIZE, gl.SliceLayout(1, BY_ROW)), 1)
-        where = partials + lane + gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(0, BY_ROW)) * OUTPUTS, 0)
-        start = (gl.program_id(2) * numbers + number).to(gl.int64) * (OUTPUTS * ROWS)
-        gl.store(where + start, result)
-        if GATE:
-            gl.store(where + start + SIZE, up)
-        # all threads store their partial sums before one increments the counter
-        gl.thread_barrier()
-        is_last = gl.atomic_add(arrived + number, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
-        gl.thread_barrier()
-        if is_last:
-            result = gl.zeros([SIZE, ROWS], gl.float32, BY_ROW)
-            if GATE:
-                up = gl.zeros([SIZE, ROWS], gl.float32, BY_ROW)
-            for split in gl.static_range(SPLITS):
-                start = (split * numbers + number).to(gl.int64) * (OUTPUTS * ROWS)
-                result += gl.load(where + start, cache_modifier=".cg")
-                if GATE:
-                    up += gl.load(where + start + SIZE, cache_modifier=".cg")
-            gl.store(arrived + number, 0)
-    if is_last:
-        store_results(result, up, operands, given, results, row, block, GATE, OUTPUTS, GROUPS, ROWS)
+    finish(sums, operands, given, results, row, block, GATE, SPLITS, OUTPUTS, GROUPS, ROWS)
 
 
 @gluon.jit

@@ -257,3 +257,45 @@ def test_large_weights_are_dequantised_in_parts(kernel_device: torch.device, mon
     parts = [quantized_linear(x, weight, bias), quantized_linear(x, weight, bias, silu_and_mul)]
     for found, expected in zip(parts, whole, strict=True):
         assert (found - expected).float().norm() < 1e-2 * expected.float().norm()
+
+
+def test_no_pdl_gemm_reads_a_weight_that_was_just_dequantised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would load the weight while the kernel before still writes it."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    from slipstream.ops.pdl import MAX_TOKENS
+
+    calls: list[int] = []
+
+    def spy(x: torch.Tensor, *rest: object) -> torch.Tensor:
+        calls.append(len(x))
+        return x
+
+    monkeypatch.setattr(quantized, "gated_linear", spy)
+    x, dense = torch.randn(MAX_TOKENS + 1, 8), torch.randn(6, 8)
+    found = quantized._multiply_dense(x[1:], dense, torch.ones(6), silu_and_mul)
+    assert torch.equal(found, silu_and_mul(F.linear(x[1:], dense, torch.ones(6)))) and not calls
+    quantized._multiply_dense(x, dense, None, silu_and_mul)
+    assert calls == [MAX_TOKENS + 1]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("rows", [64, 65, 256])
+def test_weights_are_dequantised_from_65_rows_on(
+    rows: int, kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = make("int4", 128, False, 272, 1024, kernel_device)
+    x = torch.randn(rows, 1024, device=kernel_device).bfloat16()
+    bias = torch.randn(272, device=kernel_device).bfloat16()
+    calls: list[int] = []
+    multiply = quantized._multiply_dense
+
+    def spy(x: torch.Tensor, *rest: object) -> torch.Tensor:
+        calls.append(len(x))
+        return multiply(x, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(quantized, "_multiply_dense", spy)
+    expected = expect(x, weight, bias)
+    assert (quantized_linear(x, weight, bias).double() - expected).norm() < 5e-3 * expected.norm()
+    expected = expect(x, weight, None, gate=True)
+    assert (quantized_linear(x, weight, None, silu_and_mul).double() - expected).norm() < 1e-2 * expected.norm()
+    assert calls == ([] if rows == 64 else [rows] * 2)

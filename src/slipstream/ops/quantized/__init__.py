@@ -8,6 +8,7 @@ inputs; other weights are expanded in registers, or in memory for many rows. Wit
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from slipstream.config.memory import MAX_DEQUANTIZED
 from slipstream.ops.hopper import has_hopper_kernels
@@ -51,7 +52,7 @@ __all__ = [
 MAX_STREAMED_ROWS = 16
 MAX_FUSED_ROWS = 64  # with more rows torch's FP8 GEMM is faster for most weights, and activations are not fused
 MAX_SPLIT_ROWS, MIN_SPLIT_INPUTS = 256, 8192  # of FP8 GEMMs with few outputs, which split-k makes faster than torch's
-MIN_DEQUANTIZED_ROWS = 512  # with as many rows a GEMM takes longer than writing and reading the dequantised weight
+MIN_DEQUANTIZED_ROWS = 65  # from here on a GEMM has no split-k, and takes longer than writing and reading the weight
 
 
 def supports_kernels(device: torch.device, kind: torch.dtype, dtype: torch.dtype) -> bool:
@@ -111,16 +112,27 @@ def _multiply_dequantized(
 
     num_out, size = len(weight.values), max(1, MAX_DEQUANTIZED // weight.num_columns)
     if num_out <= size:
-        dense = dequantize_on_gpu(weight, x.dtype)
-        if activation in FUSED_ACTIVATIONS:
-            return gated_linear(x, dense, bias, activation)
-        return _activate(gated_linear(x, dense, bias, None), activation)
+        return _multiply_dense(x, dequantize_on_gpu(weight, x.dtype), bias, activation)
     out = torch.empty(len(x), num_out, dtype=x.dtype, device=x.device)
     for first in range(0, num_out, size):
         rows = slice(first, first + size)
         dense = dequantize_on_gpu(weight.rows(first, size), x.dtype)
-        out[:, rows] = gated_linear(x, dense, None if bias is None else bias[rows], None)
+        out[:, rows] = _multiply_dense(x, dense, None if bias is None else bias[rows], None)
     return _activate(out, activation)
+
+
+def _multiply_dense(
+    x: torch.Tensor, dense: torch.Tensor, bias: torch.Tensor | None, activation: Activation | None
+) -> torch.Tensor:
+    """The product with a weight that the kernel before has written. GEMMs with PDL may load their weight before that
+    kernel is complete, so cuBLAS computes those of few rows."""
+    from slipstream.ops.pdl import MAX_TOKENS
+
+    if len(x) <= MAX_TOKENS:
+        return _activate(F.linear(x, dense, bias), activation)
+    if activation in FUSED_ACTIVATIONS:
+        return gated_linear(x, dense, bias, activation)
+    return _activate(gated_linear(x, dense, bias, None), activation)
 
 
 def quantized_linear_add(

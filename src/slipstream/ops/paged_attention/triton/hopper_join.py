@@ -22,10 +22,11 @@ def join_splits(
 ):
     """Merges all splits of a query and kv head into its output, a few at a time, in key order."""
     LANES: gl.constexpr = triton.next_power_of_2(GROUP)
-    SPLITS: gl.constexpr = triton.next_power_of_2(triton.cdiv(32, LANES))
-    # warps are spread over the heads if there are enough, so that each warp sums all splits of its heads
-    WARPS: gl.constexpr = [1, 4, 1] if LANES >= 4 else [4, 1, 1]
-    PARTS: gl.constexpr = gl.BlockedLayout([1, 1, DIM // 32], [1, 1, 32], WARPS, [2, 1, 0])
+    # a thread sums all splits of its outputs, so that warps exchange nothing
+    SPLITS: gl.constexpr = max(1, min(8, 4096 // (LANES * DIM)))
+    WIDTH: gl.constexpr = max(1, min(4, LANES * DIM // 128))  # outputs of a thread side by side
+    COLUMNS: gl.constexpr = max(1, min(4, DIM // (32 * WIDTH)))  # warps side by side
+    PARTS: gl.constexpr = gl.BlockedLayout([SPLITS, 1, WIDTH], [1, 1, 32], [1, 4 // COLUMNS, COLUMNS], [2, 1, 0])
     EACH: gl.constexpr = gl.SliceLayout(2, PARTS)  # [SPLITS, LANES]
     WHOLE: gl.constexpr = gl.SliceLayout(0, PARTS)  # [LANES, DIM]
     split = gl.expand_dims(gl.arange(0, SPLITS, gl.SliceLayout(1, EACH)), 1)

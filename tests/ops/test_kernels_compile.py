@@ -570,7 +570,7 @@ def hopper():
     build("triton.hopper_decode", "_split_kernel", 128, 168, GROUP=8, DIM=64, QUERIES=1, STAGES=6, WINDOW=128, **single)
     build("triton.hopper_decode", "_split_kernel", 64, 168, GROUP=8, DIM=256, QUERIES=1, STAGES=3, **plain, **single)
     fp8 = dict(is_fp8=True, GROUP=2)
-    build("triton.hopper_decode", "_split_kernel", 64, 80, DIM=128, QUERIES=1, STAGES=2, **fp8, **plain, **single)
+    build("triton.hopper_decode", "_split_kernel", 64, 80, DIM=128, QUERIES=1, STAGES=3, **fp8, **plain, **single)
     build("triton.hopper_decode", "_split_kernel", 128, 168, DIM=64, QUERIES=5, STAGES=2, **fp8, **plain, **single)
     tile = dict(TILE=128, STAGES=2)
     build("triton.hopper_varlen", "_tile_kernel", 128, 168, GROUP=8, DIM=64, PAGE=64, WINDOW=128, **tile)

@@ -2,8 +2,8 @@
 
 Splits are those of `decode.py`. Memory is not idle between rows: while the sums of one row are stored and merged,
 the keys of the next are in flight. Keys are the left operand of the MMAs, since tensor cores take 64 rows at a time and
-a group has few query heads: padding would cost time and power. The producer warp is in `hopper_fetch.py`. Of an FP8
-cache, values are widened to 16 bits (`hopper_fp8.py`).
+a group has few query heads: padding would cost time and power. The producer warp is in `hopper_fetch.py`. Values of an
+FP8 cache are widened to 16 bits in registers (`hopper_fp8.py`).
 """
 
 from __future__ import annotations
@@ -28,8 +28,11 @@ from slipstream.ops.paged_attention.triton.hopper_fp8 import (
     MIN_SCALES,
     describe_numbers,
     describe_scales,
+    dims_of_rows,
+    load_largest,
     load_scales,
     split_queries,
+    store_largest,
     widen_values,
 )
 from slipstream.ops.paged_attention.triton.hopper_join import join_splits
@@ -44,8 +47,9 @@ from slipstream.ops.pdl import dependent, release_next, wait_for_previous
 BLOCK_KEYS, FEW_BLOCK_KEYS = gl.constexpr(64), 128
 EVEN_REGISTERS, FEW_EVEN_REGISTERS = 128, 168  # per thread
 FETCH_REGISTERS, FEW_FETCH_REGISTERS = gl.constexpr(24), gl.constexpr(40)
+LARGE_FP8_FETCH_REGISTERS = gl.constexpr(56)  # 128 keys and their scales
 WIDE_HEAD = gl.constexpr(256)
-FP8_PROGRAMS, FP8_REGISTERS, FP8_STAGES = 3, 80, 2
+FP8_PROGRAMS, FP8_REGISTERS, FP8_STAGES = 3, 80, 3
 
 
 def programs_per_sm(head_dim: int, has_few_rows: bool, is_fp8: bool = False) -> int:
@@ -150,10 +154,9 @@ def _split_kernel(
         scales = gl.allocate_shared_memory(gl.float32, [STAGES * PARTS, 1, WIDTH], gl.NVMMASharedLayout(0, 32, 2))
         high = gl.allocate_shared_memory(keys.dtype, [LANES, DIM], STORED)
         low = gl.allocate_shared_memory(keys.dtype, [LANES, DIM], STORED)
-        # of this block and the one before
-        weights = gl.allocate_shared_memory(gl.bfloat16, [2, LANES, BLOCK_N], SHARED)
-        wide_v = gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK_N, DIM], SHARED)
-        own = (high, weights, low, wide_v)
+        weights = gl.allocate_shared_memory(gl.bfloat16, [LANES, BLOCK_N], SHARED)
+        largest = gl.allocate_shared_memory(gl.float32, [4, LANES], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+        own = (high, weights, low, largest)
     else:
         queries = gl.allocate_shared_memory(DTYPE, [LANES, DIM], SHARED)
         weights = gl.allocate_shared_memory(DTYPE, [LANES, BLOCK_N], SHARED)
@@ -163,6 +166,8 @@ def _split_kernel(
     tensors = (out, query, singles, shares, arrived, sums, stats, sinks, scale)
     strides = (query_token, query_head, out_token, out_head)
     sources = (keys, values, key_scales, value_scales, table, table_stride, singles, shares)
+    FETCH: gl.constexpr = FETCH_REGISTERS if BLOCK_N == BLOCK_KEYS and DIM < WIDE_HEAD else FEW_FETCH_REGISTERS
+    FP8_FETCH: gl.constexpr = FEW_FETCH_REGISTERS if BLOCK_N == BLOCK_KEYS else LARGE_FP8_FETCH_REGISTERS
     gl.warp_specialize(
         [
             (
@@ -186,7 +191,7 @@ def _split_kernel(
             (fetch_blocks, (sources, blocks, KV_HEADS, DIM, QUERIES, BLOCK_N, PAGE, STAGES, WINDOW, DEPENDENT)),
         ],
         [1],
-        [FETCH_REGISTERS if BLOCK_N == BLOCK_KEYS and DIM < WIDE_HEAD and not IS_FP8 else FEW_FETCH_REGISTERS],
+        [FP8_FETCH if IS_FP8 else FETCH],
     )
 
 
@@ -226,6 +231,8 @@ def _compute(
     q_dim = gl.expand_dims(gl.arange(0, DIM, gl.SliceLayout(0, BY_ROW)), 0)
     lane = gl.arange(0, LANES, gl.SliceLayout(0, SUMS))
     dim = gl.expand_dims(gl.arange(0, DIM, gl.SliceLayout(1, SUMS)), 1)
+    if IS_FP8:
+        dim = dims_of_rows(dim)
     key = gl.arange(0, BLOCK_N, gl.SliceLayout(1, SUMS))
     kv_head, first, first_split, last, last_split, end = splits_of_program(shares, KV_HEADS)
     query_index = lane // GROUP
@@ -247,7 +254,7 @@ def _compute(
         q = gl.load(query + q_offset, mask=(q_lane < GROUP * count) & (q_dim < DIM), other=0.0)
         gl.thread_barrier()  # all warps have finished with the queries of the previous row
         if IS_FP8:
-            q_high, q_low, unit = split_queries(q, 16)
+            q_high, q_low, unit = split_queries(q)
             queries.store(q_high)
             own[2].store(q_low)
             factors = gl.expand_dims(gl.convert_layout(unit, gl.SliceLayout(0, SUMS)) * factor, 0)
@@ -269,19 +276,20 @@ def _compute(
             for start in range(first_key, gl.minimum(begin_keys + size, length), BLOCK_N):
                 stage = done % STAGES
                 mbarrier.wait(there.index(stage), done // STAGES & 1)
-                left_v, right = v.index(stage), weights
                 if IS_FP8:
                     nothing = gl.zeros([BLOCK_N, LANES], gl.float32, FP8_SUMS)
-                    high = warpgroup_mma(k.index(stage), queries.permute((1, 0)), nothing, use_acc=False, is_async=True)
-                    low = warpgroup_mma(k.index(stage), own[2].permute((1, 0)), nothing, use_acc=False, is_async=True)
-                    left_v, right = own[3].index(done & 1), weights.index(done & 1)
-                    widen_values(v.index(stage), left_v, DIM, BLOCK_N)
+                    score = warpgroup_mma(
+                        k.index(stage), queries.permute((1, 0)), nothing, use_acc=False, is_async=True
+                    )
+                    score = warpgroup_mma(k.index(stage), own[2].permute((1, 0)), score, is_async=True)
+                    left_v = widen_values(v.index(stage), gl.DotOperandLayout(0, SUMS, 2), DIM, BLOCK_N)
                     key_scale = load_scales(scales, 2 * stage, gl.SliceLayout(1, SUMS), BLOCK_N, PAGE)
                     value_scale = load_scales(scales, 2 * stage + 1, gl.SliceLayout(1, SUMS), BLOCK_N, PAGE)
                     value_scale = gl.where(start + key < length, value_scale * HALF_RANGE, 0.0)
-                    high, low = warpgroup_mma_wait(0, deps=(high, low))
-                    score = gl.convert_layout(high + low * 0.0625, SUMS) * gl.expand_dims(key_scale, 1)
+                    score = warpgroup_mma_wait(0, deps=(score,))
+                    score = gl.convert_layout(score, SUMS, assert_trivial=True) * gl.expand_dims(key_scale, 1)
                 else:
+                    left_v = v.index(stage).permute((1, 0))
                     nothing = gl.zeros([BLOCK_N, LANES], gl.float32, SUMS)
                     score = warpgroup_mma(
                         k.index(stage), queries.permute((1, 0)), nothing, use_acc=False, is_async=True
@@ -292,7 +300,13 @@ def _compute(
                 if WINDOW:
                     visible = visible & (gl.expand_dims(start + key, 1) >= gl.expand_dims(seen - WINDOW, 0))
                 score = gl.where(visible, score * factors, float("-inf"))
-                higher = gl.maximum(top, gl.max(score, 0))
+                if IS_FP8:
+                    store_largest(score, own[3])
+                    # each warp has its keys and values in registers or multiplied before it stores
+                    mbarrier.arrive(used.index(stage), count=1)
+                    higher = gl.maximum(top, gl.convert_layout(load_largest(own[3]), gl.SliceLayout(0, SUMS)))
+                else:
+                    higher = gl.maximum(top, gl.max(score, 0))
                 base = higher
                 if QUERIES > 1:
                     # the first of several queries may see no key of the last blocks, the last one none of the first
@@ -304,15 +318,13 @@ def _compute(
                 acc = acc * fade
                 if IS_FP8:
                     weight *= gl.expand_dims(value_scale, 1)
-                right.store(gl.permute(weight.to(right.dtype), (1, 0)))
+                weights.store(gl.permute(weight.to(weights.dtype), (1, 0)))
                 fence_async_shared()
-                if not IS_FP8:  # noqa: SIM102 - a compile-time condition; the next is not
+                if not IS_FP8:
                     if start + BLOCK_N > length:
-                        clear_past_end(left_v, length - start, BY_ROW, BLOCK_N)
-                gl.thread_barrier()
-                if IS_FP8:
-                    mbarrier.arrive(used.index(stage), count=1)
-                acc = warpgroup_mma(left_v.permute((1, 0)), right.permute((1, 0)), acc, is_async=True)
+                        clear_past_end(v.index(stage), length - start, BY_ROW, BLOCK_N)
+                    gl.thread_barrier()
+                acc = warpgroup_mma(left_v, weights.permute((1, 0)), acc, is_async=True)
                 acc = warpgroup_mma_wait(0, deps=(acc,))
                 if not IS_FP8:
                     mbarrier.arrive(used.index(stage), count=1)

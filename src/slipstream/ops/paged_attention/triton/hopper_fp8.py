@@ -1,7 +1,8 @@
 """FP8 pages for attention on Hopper: TMA copies of numbers and scales, FP8 queries, values in 16 bits.
 
 Keys are multiplied as they lie, by two FP8 matrices whose sum is the queries. MMAs of FP8 sum along rows only, and
-values are summed over keys, so the consumer warps widen them to bfloat16 in shared memory.
+values are summed over keys, so the consumer warps widen them to bfloat16: in registers for decode, in shared memory for
+prefill.
 """
 
 from __future__ import annotations
@@ -99,19 +100,18 @@ def _copy_scales(
 
 @gluon.jit
 def load_scales(scales, index, LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr, PAGE: gl.constexpr):
-    """The scales [BLOCK_N] of a block, of all parts [blocks, pages, MIN_SCALES or more]."""
+    """The scales [BLOCK_N] of a block, of all parts [blocks, pages, MIN_SCALES or more], for the rows of an MMA."""
     SIZE: gl.constexpr = BLOCK_N if PAGE > BLOCK_N else PAGE
-    LANES: gl.constexpr = 32 if SIZE > 32 else SIZE
-    BY_PAGE: gl.constexpr = gl.BlockedLayout([1, 1], [32 // LANES, LANES], [4, 1], [1, 0])
+    REGISTERS: gl.constexpr = [8] if BLOCK_N == 64 else [8, 64]
+    BY_PAGE: gl.constexpr = scale_layout(SIZE, BLOCK_N, REGISTERS, [0, 0, 1, 2, 4], [16, 32])
     found = scales.index(index).slice(0, SIZE, 1).load(BY_PAGE)
-    return gl.convert_layout(gl.reshape(found, [BLOCK_N]), LAYOUT)
+    return gl.convert_layout(gl.reshape(found, [BLOCK_N]), LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
-def split_queries(q, LOW: gl.constexpr):
-    """Queries [lanes, dim] as unit * (high + low / LOW), with FP8 `high` and `low` and a power of two `unit` for each
-    lane. Exact for bfloat16, but for numbers below 2 ** -9 / LOW of the lane's largest: an error below 2 ** -16 of
-    it. With a LOW of 1 both products may be summed by one MMA."""
+def split_queries(q):
+    """Queries [lanes, dim] as unit * (high + low), with FP8 `high` and `low` and a power of two `unit` for each lane.
+    Exact for bfloat16, but for numbers below 2 ** -10 of the lane's largest: an error below 2 ** -16 of it."""
     numbers = q.to(gl.float32)
     largest = gl.max(gl.abs(numbers), 1).to(gl.int32, bitcast=True)
     exponent = gl.minimum(gl.maximum(largest >> 23, 8), 254)
@@ -119,36 +119,76 @@ def split_queries(q, LOW: gl.constexpr):
     numbers *= gl.expand_dims(((261 - exponent) << 23).to(gl.float32, bitcast=True), 1)
     # rounded to four bits as integers: ptxas 12.8 reads a stale register where FP8 numbers are converted back
     high = ((numbers.to(gl.int32, bitcast=True) + 0x80000) & -0x100000).to(gl.float32, bitcast=True)
-    return high.to(gl.float8e4nv), ((numbers - high) * LOW).to(gl.float8e4nv), unit
+    return high.to(gl.float8e4nv), (numbers - high).to(gl.float8e4nv), unit
 
 
 @gluon.jit
-def widen_values(block, target, DIM: gl.constexpr, BLOCK_N: gl.constexpr):
+def widen_values(block, OPERAND: gl.constexpr, DIM: gl.constexpr, BLOCK_N: gl.constexpr):
     """The numbers of `block` [BLOCK_N, DIM] times 2 ** -120 as bfloat16: its exponent begins with four bits that e4m3
-    does not have. Every byte becomes a finite number, also those of earlier rows that are NaN."""
-    PIECE: gl.constexpr = 32  # rows at a time: registers
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 16], [512 // DIM, DIM // 16], [4, 1], [1, 0])
-    for first in gl.static_range(0, BLOCK_N, PIECE):
-        numbers = block.slice(first, PIECE).load(LAYOUT).to(gl.uint8, bitcast=True)
-        wide = gl.inline_asm_elementwise(
-            """{
-            .reg .b32 a, b, c, d;
-            prmt.b32 a, $2, 0, 0x1404;
-            prmt.b32 b, $2, 0, 0x3424;
-            and.b32 c, a, 0x80008000;
-            and.b32 d, b, 0x80008000;
-            shr.u32 a, a, 4;
-            shr.u32 b, b, 4;
-            lop3.b32 $0, a, 0x07f007f0, c, 0xea;
-            lop3.b32 $1, b, 0x07f007f0, d, 0xea;
-            }""",
-            "=&r,=&r,r",
-            [numbers],
-            dtype=gl.bfloat16,
-            is_pure=True,
-            pack=4,
-        )
-        target.slice(first, PIECE).store(wide)
+    does not have. Every byte becomes a finite number, also those of earlier rows that are NaN. Returns [DIM, BLOCK_N],
+    the left operand of an MMA in registers; its rows are `dims_of_rows`. Pairs of bytes are loaded with their matrix
+    transposed, as `ldmatrix` does for numbers of 16 bits only."""
+    PAIRS: gl.constexpr = gl.NVMMASharedLayout(DIM, 16, 2)
+    pairs = block._reinterpret(gl.int16, [BLOCK_N, DIM // 2], PAIRS).permute((1, 0)).load(pair_layout(DIM, BLOCK_N))
+    even, odd = gl.inline_asm_elementwise(
+        """{
+        .reg .b32 a, b, c;
+        shl.b32 a, $2, 4;
+        shl.b32 b, $2, 8;
+        and.b32 b, b, 0x80008000;
+        lop3.b32 $0, a, 0x07f007f0, b, 0xea;
+        shr.u32 c, $2, 4;
+        and.b32 b, $2, 0x80008000;
+        lop3.b32 $1, c, 0x07f007f0, b, 0xea;
+        }""",
+        "=&r,=r,r",
+        [pairs],
+        dtype=(gl.bfloat16, gl.bfloat16),
+        is_pure=True,
+        pack=2,
+    )
+    wide = gl.reshape(gl.join(even, odd), [DIM // 16, 8, BLOCK_N, 2])
+    wide = gl.reshape(gl.permute(wide, (0, 3, 1, 2)), [DIM, BLOCK_N])
+    return gl.convert_layout(wide, OPERAND, assert_trivial=True)
+
+
+@gluon.jit
+def store_largest(scores, exchange):
+    """The first half of the maximum of scores [keys, LANES] of an MMA: stores that of each warp to [4, LANES]."""
+    KEYS: gl.constexpr = scores.shape[0]
+    LANES: gl.constexpr = scores.shape[1]
+    own = gl.permute(gl.reshape(scores, [KEYS // 64, 4, 16, LANES]), (1, 0, 2, 3))
+    exchange.store(gl.max(gl.reshape(own, [4, KEYS // 4, LANES]), 1))
+
+
+@gluon.jit
+def load_largest(exchange):
+    """The second half: [LANES]."""
+    return gl.max(exchange.load(warp_layout(exchange.shape[1])), 0)
+
+
+@gluon.constexpr_function
+def warp_layout(lanes: int) -> Any:
+    """Layout [4, lanes]: a thread has the numbers of all warps for its columns of an MMA."""
+    registers = [[0, 1], [1, 0], [2, 0]] + [[0, column] for column in (8, 16) if column < lanes]
+    threads = [[0, 2], [0, 4], [0, 0], [0, 0], [0, 0]]
+    return gl.DistributedLinearLayout(registers, threads, [[0, 0], [0, 0]], [], [4, lanes])
+
+
+@gluon.jit
+def dims_of_rows(row):
+    """The dimensions of the rows of `widen_values`: the two of a pair are 8 rows apart."""
+    return row // 16 * 16 + row % 8 * 2 + row // 8 % 2
+
+
+@gluon.constexpr_function
+def pair_layout(dim: int, keys: int) -> Any:
+    """Layout [dim / 2, keys] of pairs of numbers, of which a thread has the pairs of an MMA's left operand: 8 pairs are
+    16 rows of a warp."""
+    registers = [[0, 1], [0, 8]] + [[0, key] for key in (16, 32, 64) if key < keys]
+    registers += [[32, 0]] if dim == 128 else []
+    threads = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(registers, threads, [[8, 0], [16, 0]], [], [dim // 2, keys])
 
 
 @gluon.jit

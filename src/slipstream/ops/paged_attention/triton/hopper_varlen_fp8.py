@@ -208,7 +208,7 @@ def _compute(
             else:
                 where = gl.expand_dims((begin + token) * query_token + head * query_head, 1) + dim
                 q = gl.load(query + where, mask=mask, other=0.0)
-            q_high, q_low, unit = split_queries(q, 1)
+            q_high, q_low, unit = split_queries(q)
             gl.thread_barrier()  # all warps have finished with the queries of the previous tile
             high.store(q_high)
             low.store(q_low)

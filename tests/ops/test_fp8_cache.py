@@ -40,6 +40,15 @@ def test_slots_read_back_within_the_rounding_of_fp8() -> None:
     assert not read_slots(values, slots[2:3], torch.float32).any()
 
 
+def test_a_head_of_a_page_is_one_run_of_numbers_and_one_of_scales() -> None:
+    cache, values = (new_cache(3, 4, 2, 8, torch.device("cpu")) for _ in range(2))
+    write_cache(torch.ones(4, 2, 8), torch.ones(4, 2, 8), cache, values, torch.arange(4, 8))
+    assert cache[1, :, 1].is_contiguous() and scales_of(cache)[1, :, 1].is_contiguous()
+    numbers, scales = raw_pages(cache)[1].split([4 * 2 * 8, 4 * 2 * 4])
+    assert numbers.view(torch.float8_e4m3fn).float().eq(448).all()
+    torch.testing.assert_close(scales.view(torch.float32), torch.full((8,), 1 / 448))
+
+
 def test_a_copied_page_has_its_scales() -> None:
     keys, values = (new_cache(4, 2, 1, 8, torch.device("cpu")) for _ in range(2))
     write_cache(torch.randn(2, 1, 8), torch.randn(2, 1, 8), keys, values, torch.tensor([2, 3]))

@@ -1,8 +1,9 @@
 """KV cache pages in FP8: e4m3 numbers with a float32 scale for each slot and head, computed when a slot is written.
 
-A page is one run of bytes, the numbers of all its slots and then their scales, those of a head side by side. The cache
-tensor that layers see, [pages, page_size, kv heads, head dim], is a view of the numbers; `scales_of` finds the scales
-of such a view. So scales are copied, shared and freed with their pages.
+A page is one run of bytes: the numbers of all its slots, head after head, then their scales in the same order. So a
+program of attention, which has one head, reads two runs of a page. The cache tensor that layers see, [pages, page_size,
+kv heads, head dim], is a view of the numbers; `scales_of` finds the scales of such a view. So scales are copied, shared
+and freed with their pages.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ Zeros = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 def new_fp8_cache(num_pages: int, page_size: int, num_heads: int, dim: int, zeros: Zeros) -> torch.Tensor:
     """The numbers of new pages, [pages, page_size, heads, dim]."""
     raw = zeros((num_pages, page_bytes(page_size, num_heads, dim)), torch.uint8)
-    return raw[:, : page_size * num_heads * dim].view(FP8).unflatten(1, (page_size, num_heads, dim))
+    numbers = raw[:, : page_size * num_heads * dim].view(FP8)
+    return numbers.unflatten(1, (num_heads, page_size, dim)).transpose(1, 2)
 
 
 def raw_pages(cache: torch.Tensor) -> torch.Tensor:

@@ -24,8 +24,8 @@ MIN_SCALES = gl.constexpr(32)  # per copy: 128 bytes
 def describe_numbers(cache: torch.Tensor, block_keys: int) -> Any:
     """TMA descriptor of keys or values, for copies of a page (or of a block of a larger page) of one head."""
     num_pages, page_size, num_kv_heads, dim = cache.shape
-    assert cache.dtype is FP8 and cache.stride()[1:] == (num_kv_heads * dim, dim, 1), f"{cache.stride()}"
-    shape, strides = [num_pages, page_size, num_kv_heads * dim], [cache.stride(0), num_kv_heads * dim, 1]
+    assert cache.dtype is FP8 and cache.stride()[1:] == (dim, page_size * dim, 1), f"{cache.stride()}"
+    shape, strides = [num_pages, num_kv_heads * page_size, dim], [cache.stride(0), dim, 1]
     box = [1, min(page_size, block_keys), dim]
     return TensorDescriptor(cache, shape, strides, box, gl.NVMMASharedLayout(min(dim, 128), 8, 3))
 
@@ -73,7 +73,7 @@ def _copy_numbers(source, starts, kv_head, there, block, DIM: gl.constexpr, BLOC
     """Starts the copies of one block of keys or values [BLOCK_N, DIM] from these slots."""
     SIZE: gl.constexpr = BLOCK_N if PAGE > BLOCK_N else PAGE
     for part in gl.static_range(BLOCK_N // SIZE):
-        where = [starts[part] // PAGE, starts[part] % PAGE, kv_head * DIM]
+        where = [starts[part] // PAGE, kv_head * PAGE + starts[part] % PAGE, 0]
         target = block.slice(part * SIZE, SIZE)._reinterpret(source.dtype, [1, SIZE, DIM], source.layout)
         tma.async_copy_global_to_shared(source, where, there, target)
 

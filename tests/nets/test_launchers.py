@@ -451,6 +451,20 @@ def attend_on_hopper(patch: pytest.MonkeyPatch, chunked: bool, dtype: str = "bfl
     attend(chunked, dtype=dtype)
 
 
+def attend_single_on_hopper(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("slipstream.ops.paged_attention.triton.decode.hopper_serves", lambda *_: True)
+    backend = TritonAttention(one_group(2, 128, num_heads=8, dtype="bfloat16"), torch.bfloat16)
+    view = BatchView(
+        ids=ints(1), positions=ints(1), lengths=torch.tensor([5]), slots=(ints(1),), page_tables=(ints(1, 4),),
+        num_tokens=np.array([1]), max_lengths=np.array([9]), num_single=1, host_ids=ints(1) - 9,
+    )  # fmt: skip
+    caches = [(half(9, 16, 2, 128), half(9, 16, 2, 128))]
+    context = ForwardContext(view, backend, backend.make_metadata(view), caches, (0,))
+    heads = half(1, 12, 128)
+    weight, rotary = half(10, 128), half(1, 2, 128)
+    assert backend.forward_single(heads[:, :10], heads[:, 10:], weight, 1e-6, rotary, 0, 0.1, context) is not None
+
+
 def attend_bidirectional(**how: Any) -> None:
     backend = TritonAttention((), torch.bfloat16, (64,))
     view = batch(True, pages=False)
@@ -470,6 +484,7 @@ def attention(patch: pytest.MonkeyPatch) -> dict[str, Callable[[], Any]]:
         "chunks on Hopper": lambda: attend_on_hopper(patch, True),
         "decode of an FP8 cache on Hopper": lambda: attend_on_hopper(patch, False, "fp8"),
         "chunks of an FP8 cache on Hopper": lambda: attend_on_hopper(patch, True, "fp8"),
+        "a single row on Hopper": lambda: attend_single_on_hopper(patch),
         "whole rows": attend_bidirectional,
         "whole rows with a bias": lambda: attend_bidirectional(reach=8, bias=torch.rand(4, 63)),
         "tile list": lambda: tile_list.build_tile_list(
@@ -522,6 +537,7 @@ def test_every_kernel_is_launched_by_some_test_here(kernels, monkeypatch):
         for chunked in (False, True):
             for dtype in ("bfloat16", "fp8"):
                 attend_on_hopper(monkeypatch, chunked, dtype)
+        attend_single_on_hopper(monkeypatch)
     assert len(found) > 30 and not sorted(found - launched), sorted(found - launched)
 
 

@@ -404,6 +404,18 @@ def hopper():
         triton.compile(source, GPUTarget("cuda", 90, 32), options)
         print(name)
 
+    def build_single(**constants):
+        kernel = importlib.import_module(ATTENTION + "triton.hopper_single")._single_kernel
+        layout = gl.NVMMASharedLayout.get_default_for([16, 128], gl.bfloat16)
+        x = of(f"tensordesc<bf16[16, 128],{layout!r}>", "keys values") | of(LONG, "slots table")
+        x |= of(HALF, "out query_key value weight rotary key_pages value_pages") | of(INT, "singles arrived")
+        x |= of(FLOAT, "sums stats") | of("fp32", "eps scale") | {"num_programs": "i32"}
+        constants |= {"KV_HEADS": 8, "DIM": 128, "BLOCK_N": 128, "PAGE": 16, "STAGES": 3, "DEPENDENT": True}
+        signature = {arg: "constexpr" if arg in constants else x[arg] for arg in kernel.arg_names}
+        source = GluonASTSource(kernel, signature, constants, {})
+        triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": 4, "maxnreg": 168})
+        print("_single_kernel")
+
     def build_product(
         outputs, rows, gate, splits, more=0, groups=1, kind=gl.bfloat16, chunks=None, adapted=False, **constants
     ):
@@ -572,6 +584,8 @@ def hopper():
     fp8 = dict(is_fp8=True, GROUP=2)
     build("triton.hopper_decode", "_split_kernel", 64, 80, DIM=128, QUERIES=1, STAGES=3, **fp8, **plain, **single)
     build("triton.hopper_decode", "_split_kernel", 128, 168, DIM=64, QUERIES=5, STAGES=2, **fp8, **plain, **single)
+    build_single(GROUP=4)
+    build_single(GROUP=16, weight=None)
     tile = dict(TILE=128, STAGES=2)
     build("triton.hopper_varlen", "_tile_kernel", 128, 168, GROUP=8, DIM=64, PAGE=64, WINDOW=128, **tile)
     build("triton.hopper_varlen", "_tile_kernel", 64, 168, GROUP=8, DIM=256, PAGE=16, **tile, **plain)

@@ -102,6 +102,20 @@ class AttentionBackend(Protocol):
         step are passed as well if the caller has them. `sinks` are one more score of each softmax, without a value; the
         site's spec says whether there are any. Returns [T, heads, head dim]."""
 
+    def forward_single(
+        self,
+        query_key: torch.Tensor,  # [1, heads + kv heads, head dim], before norm and RoPE
+        value: torch.Tensor,  # [1, kv heads, head dim]
+        norm: torch.Tensor | None,  # [heads + kv heads, head dim], weights of an RMS norm per head
+        eps: float,
+        rotary: torch.Tensor,  # [1, 2, rotary dim]
+        site: int,
+        scale: float,
+        context: ForwardContext,
+    ) -> torch.Tensor | None:
+        """Norm, RoPE, cache write and `forward` of a step of one token in one kernel; None if the backend has none for
+        this step."""
+
     def bidirectional(
         self,
         query: torch.Tensor,  # [T, heads, head dim]

@@ -216,6 +216,19 @@ class SdpaAttention:
             outs.append(out)
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
+    def forward_single(
+        self,
+        query_key: torch.Tensor,
+        value: torch.Tensor,
+        norm: torch.Tensor | None,
+        eps: float,
+        rotary: torch.Tensor,
+        site: int,
+        scale: float,
+        context: ForwardContext,
+    ) -> None:
+        return None
+
     def bidirectional(
         self,
         query: torch.Tensor,

@@ -32,6 +32,7 @@ from slipstream.ops.paged_attention.triton import (
     num_split_programs,
     queries_at_once,
     query_tile,
+    serves_single,
 )
 
 _NO_WINDOW = 2**30  # larger than any sequence
@@ -155,6 +156,31 @@ class TritonAttention:
                 shape, window = batch_invariant_shape(values), window or _NO_WINDOW
             attend_tiles(out, query, keys, values, pages, mine.tile_list, scale, window, cap, sinks, shape)
         return out
+
+    def forward_single(
+        self,
+        query_key: torch.Tensor,
+        value: torch.Tensor,
+        norm: torch.Tensor | None,
+        eps: float,
+        rotary: torch.Tensor,
+        site: int,
+        scale: float,
+        context: ForwardContext,
+    ) -> torch.Tensor | None:
+        keys, values = context.caches[site]
+        group = context.group_of_site[site]
+        metadata: TritonMetadata = context.metadata
+        mine, batch = metadata.groups[group], context.batch
+        # without host_ids the keys before the last may belong to this step
+        is_alone = len(batch.lengths) == 1 and batch.host_ids is not None and not metadata.has_chunks
+        is_plain = not mine.window and not mine.soft_cap and not self.groups[group].spec.value_dim
+        if not (is_alone and is_plain and serves_single(query_key, value, rotary, keys)):
+            return None
+        from slipstream.ops.paged_attention.triton.hopper_single import attend_single
+
+        row = (batch.slots[group], batch.page_tables[group], mine.tile_list, mine.partials)
+        return attend_single(query_key, value, norm, eps, rotary, keys, values, *row, scale)
 
     def bidirectional(
         self,

@@ -123,6 +123,9 @@ class Attention(Layer):
             return self._mix_shared(qkv, context, last)
         query_key, value = self._split(qkv)
         if self.site is not None:
+            single = self._attend_single(query_key, value, context) if last is None else None
+            if single is not None:
+                return single.flatten(1)
             query, kept = self._write(query_key, value, context)
             query = query if context.query_scale is None else query * context.query_scale
             if last is not None:
@@ -135,6 +138,20 @@ class Attention(Layer):
             scores = None if self.relative is None else self.relative(query, key, partial(self._of_distances, context))
             out = context.attention.bidirectional(query, key, value, shape.scale, context, shape.window, bias, scores)
         return out.flatten(1)
+
+    def _attend_single(
+        self, query_key: torch.Tensor, value: torch.Tensor, context: ForwardContext
+    ) -> torch.Tensor | None:
+        """Norm, RoPE, cache write and attention of one token by one kernel; None if there is none."""
+        assert self.site is not None
+        is_rotated_last = self.norm is None or (isinstance(self.norm, PerHeadNorm) and not self.shape.norm_after_rope)
+        if len(value) != 1 or not is_rotated_last or self.sinks is not None or context.query_scale is not None:
+            return None
+        query_key, weight, eps = self._head_norm(query_key)
+        rotary = context.rotary[self.shape.rope]
+        return context.attention.forward_single(
+            query_key, value, weight, eps, rotary, self.site, self.shape.scale, context
+        )
 
     def _split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries and keys side by side, and values, each [T, heads, head dim]. Norm and rope treat queries and keys

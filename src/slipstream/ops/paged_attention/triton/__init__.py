@@ -8,6 +8,7 @@ from slipstream.ops.paged_attention.triton.decode import (
     make_partials,
     num_split_programs,
     queries_at_once,
+    serves_single,
 )
 from slipstream.ops.paged_attention.triton.launch import KernelShape
 from slipstream.ops.paged_attention.triton.varlen import attend_tiles, batch_invariant_shape, query_tile, varlen_shape
@@ -22,6 +23,7 @@ __all__ = [
     "num_split_programs",
     "queries_at_once",
     "query_tile",
+    "serves_single",
     "batch_invariant_shape",
     "varlen_shape",
 ]

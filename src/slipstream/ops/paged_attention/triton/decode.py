@@ -30,6 +30,7 @@ from slipstream.ops.paged_attention.triton.online_softmax import LOG2E, attend_k
 from slipstream.ops.paged_attention.triton.split_schedule import read_single, splits_of_program
 from slipstream.ops.pdl import dependent, release_next, wait_for_previous
 
+SINGLE_DIM, SINGLE_HEADS = 128, 16  # head size, and query heads per KV head, of the kernel for a single row
 HOPPER_FP8_HEADS = 16
 HOPPER_HEADS = 32  # rows of a tile, which are query heads per KV head times queries; more need too many registers
 
@@ -142,6 +143,19 @@ def _uses_hopper(device: torch.device, dtype: torch.dtype, group: int, dim: int,
     if dtype is FP8:
         return group <= HOPPER_FP8_HEADS and dim in (64, 128) and hopper_serves(device, torch.bfloat16, dim, page_size)
     return group <= HOPPER_HEADS and hopper_serves(device, dtype, dim, page_size)
+
+
+def serves_single(query_key: torch.Tensor, value: torch.Tensor, rotary: torch.Tensor, keys: torch.Tensor) -> bool:
+    """Whether `hopper_single.py` takes a row: query_key [1, heads + kv heads, dim], value [1, kv heads, dim]."""
+    num_kv_heads, dim = keys.shape[2:]
+    group = query_key.shape[1] // num_kv_heads - 1
+    return (
+        query_key.dtype is keys.dtype
+        and dim == SINGLE_DIM == rotary.shape[-1]
+        and group <= SINGLE_HEADS
+        and query_key.stride()[1:] == value.stride()[1:] == (dim, 1)
+        and hopper_serves(keys.device, keys.dtype, dim, keys.shape[1])
+    )
 
 
 def decode_shape(head_dim: int, itemsize: int) -> KernelShape:

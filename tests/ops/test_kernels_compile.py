@@ -421,7 +421,7 @@ def hopper():
     ):
         kernel = importlib.import_module("slipstream.ops.linear.triton.streaming_kernel").streaming_kernel
         width = 1024 // kind.primitive_bitwidth
-        boxes = {"x": [rows, width], "weight": [outputs // 2 if gate else outputs, width]}
+        boxes = {"x": [rows, width], "weight": [outputs // 2 if gate else outputs if outputs % 64 == 0 else 16, width]}
         boxes |= {"more_x": [more, width]} if more else {}
         boxes |= {"adapters": [1, 16, width]} if adapted else {}
         x = {
@@ -438,7 +438,7 @@ def hopper():
         constants |= {"DEPENDENT": True, "MORE_ROWS": more, "GROUPS": groups} | ({} if more else {"more_x": None})
         signature = {arg: "constexpr" if arg in constants else x.get(arg, "i32") for arg in kernel.arg_names}
         source = GluonASTSource(kernel, signature, constants, {})
-        options = {"num_warps": outputs // 16, "maxnreg": 128 if groups == 3 else 96 if rows <= 64 else 168}
+        options = {"num_warps": -(-outputs // 64) * 4, "maxnreg": 128 if groups == 3 else 96 if rows <= 64 else 168}
         triton.compile(source, GPUTarget("cuda", 90, 32), options)
         print("streaming_kernel")
 
@@ -564,6 +564,7 @@ def hopper():
     build_product(64, 64, 1, 1, 16, 3, PARTS=64, bias=None, **added, **whole)
     build_product(64, 64, 0, 6, 32, 3, PARTS=0, squares=None, bias=None)
     build_product(64, 64, 0, 2, 16, PARTS=0, squares=None, bias=None, **added, **whole)  # partial sums, not added
+    build_product(48, 64, 0, 1, 16, PARTS=0, squares=None, bias=None, **added, **whole)
     fp8 = dict(PARTS=0, squares=None, bias=None, kind=gl.float8e4nv)
     build_product(64, 16, 1, 1, **fp8, **added, **whole)
     build_product(64, 32, 0, 2, **fp8, **added)

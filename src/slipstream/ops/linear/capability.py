@@ -11,7 +11,7 @@ MULTIPROCESSORS = 132  # of an H100 or H200
 WIDE_OUTPUTS = 192  # of a program with three blocks
 MIN_WIDE_ROWS, MAX_WIDE_ROWS = 65, 128
 MIN_WIDE_INPUTS = 2048
-NARROW_OUTPUTS = 64  # of a program with one block
+NARROW_OUTPUTS, NARROWEST_OUTPUTS = 64, 48  # of a program with one block
 MIN_NARROW_ROWS, MAX_NARROW_ROWS = 65, 80  # as 64 + 16; other numbers were not measured
 MIN_NARROW_PROGRAMS = 96
 MIN_NARROW_INPUTS = 4096
@@ -38,6 +38,12 @@ def narrow_splits(rows: int, num_out: int, num_in: int) -> int:
         return 0
     blocks = -(-num_out // NARROW_OUTPUTS)
     return next((num for num in (1, 2) if MIN_NARROW_PROGRAMS <= num * blocks <= MULTIPROCESSORS), 0)
+
+
+def narrow_outputs(num_out: int) -> int:
+    """Outputs of a program without split-k: 48 if these are still one wave, so that more multiprocessors have work and
+    each loads less."""
+    return NARROWEST_OUTPUTS if -(-num_out // NARROWEST_OUTPUTS) <= MULTIPROCESSORS else NARROW_OUTPUTS
 
 
 def supports_tma(x: torch.Tensor, weight: torch.Tensor) -> bool:

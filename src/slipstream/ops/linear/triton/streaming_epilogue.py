@@ -15,12 +15,17 @@ from triton.experimental.gluon import language as gl
 def target_of(given, first_row, block, GATE: gl.constexpr, OUTPUTS: gl.constexpr, ROWS: gl.constexpr):
     """Rows and outputs of a part of a block, offsets of its results, and their mask."""
     num_rows, num_out = given[6], given[7]
-    SIZE: gl.constexpr = OUTPUTS // 2 if GATE else OUTPUTS
+    OWN: gl.constexpr = OUTPUTS // 2 if GATE else OUTPUTS
+    SIZE: gl.constexpr = triton.next_power_of_2(OWN)
     # adjacent lanes hold adjacent outputs, as out is laid out
     BY_ROW: gl.constexpr = gl.BlockedLayout([2 if SIZE >= 64 else 1, 1], [32, 1], [1, gl.num_warps()], [0, 1])
     row = first_row + gl.arange(0, ROWS, gl.SliceLayout(0, BY_ROW))
-    own = block * SIZE + gl.arange(0, SIZE, gl.SliceLayout(1, BY_ROW))
-    mask = gl.expand_dims(own < num_out, 1) & gl.expand_dims(row < num_rows, 0)
+    lane = gl.arange(0, SIZE, gl.SliceLayout(1, BY_ROW))
+    own = block * OWN + lane
+    inside = own < num_out
+    if OWN < SIZE:
+        inside = inside & (lane < OWN)
+    mask = gl.expand_dims(inside, 1) & gl.expand_dims(row < num_rows, 0)
     return row, own, gl.expand_dims(row * num_out, 0) + gl.expand_dims(own, 1), mask
 
 

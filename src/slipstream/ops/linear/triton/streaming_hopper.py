@@ -21,6 +21,7 @@ from slipstream.ops.linear.capability import (
     WIDE_OUTPUTS,
     fills_wide_programs,
     keeps_wide_programs_busy,
+    narrow_outputs,
     narrow_splits,
 )
 from slipstream.ops.linear.triton import streaming_kernel
@@ -35,7 +36,7 @@ MEMORY = 195 << 10  # bytes of shared memory for the pipelines of all programs o
 
 class StreamTile(NamedTuple):
     splits: int  # split-k
-    outputs: int = 64  # per block, gate and up rows together
+    outputs: int = 64  # per block, gate and up rows together; 48 or 96 in plain GEMMs, and if partial sums are stored
     rows: int = 0  # per program; 0: all
     copies: int = 2  # TMA copies of the weight per pipeline stage
     groups: int = 1  # blocks of outputs per program, 1 or 3
@@ -126,6 +127,9 @@ def _launch(
     x, squares, eps = StreamedRows.of(inputs)
     rows, num_in = x.shape
     outputs, groups = tile.outputs, tile.groups
+    padded = triton.next_power_of_2(outputs)
+    is_plain = not gate and made is None and adapters is None and groups == 1 and (tile.splits == 1 or out.dim() == 3)
+    assert padded == outputs or is_plain, f"{tile}"
     quantizes = x.dtype != weight.dtype
     assert not quantizes or rows == 1, f"{rows} rows of {x.dtype} for a weight of {weight.dtype}"
     per_program, more = (8, 0) if quantizes else row_parts(tile, rows)
@@ -146,7 +150,7 @@ def _launch(
     streaming_kernel.streaming_kernel[(row_blocks, blocks, tile.splits)](
         None if quantizes else _describe(x, per_program),
         _describe(x, more) if more else None,
-        _describe(weight, outputs // 2 if gate else outputs),
+        _describe(weight, 16 if padded > outputs else outputs // 2 if gate else outputs),
         None if adapters is None else _describe_adapters(adapters),
         squares,
         eps,
@@ -179,7 +183,7 @@ def _launch(
         MORE_ROWS=more,
         COPIES=tile.copies,
         STAGES=row_stages(tile, split_steps) if quantizes else stages_for(tile, per_program + more),
-        num_warps=outputs // 16,
+        num_warps=padded // 16,
         maxnreg=registers_for(tile, per_program + more),
         **dependent(x.device, rows),
     )
@@ -191,7 +195,7 @@ def stream_tile(rows: int, num_out: int, num_in: int, gate: str) -> StreamTile:
     if gate and fills_wide_programs(rows, num_out, num_in):
         return StreamTile(1, WIDE_OUTPUTS // 3, copies=1, groups=3)
     if not gate and narrow_splits(rows, num_out, num_in) == 1:
-        return StreamTile(1)
+        return StreamTile(1, narrow_outputs(num_out))
     blocks = triton.cdiv(num_out, 64)
     is_small = num_out * num_in <= SMALL_WEIGHT
     if rows <= 32 or (rows <= 64 and is_small and not gate):
@@ -220,7 +224,8 @@ def can_append(tile: StreamTile, weight: torch.Tensor, adapters: torch.Tensor) -
 
 
 def stages_for(tile: StreamTile, rows: int) -> int:
-    return MEMORY // tile.programs // ((tile.outputs * tile.groups + rows) * BYTES.value * tile.copies)
+    outputs = triton.next_power_of_2(tile.outputs) * tile.groups
+    return MEMORY // tile.programs // ((outputs + rows) * BYTES.value * tile.copies)
 
 
 def row_stages(tile: StreamTile, split_steps: int) -> int:

@@ -3,7 +3,8 @@
 A program computes GROUPS blocks, 1 or 3, of OUTPUTS outputs for the same rows. Each block has consumer warps of its
 own (a warpgroup per 64 outputs), and all blocks read the same tiles of x: a program with three blocks loads a third of
 the x bytes per weight byte. The rows of a program are ROWS and, if not 0, MORE_ROWS: shapes in Gluon are powers of
-two, and 80 rows as 64 + 16 load no padding. With FP8 weights x is FP8 too, or a row of bfloat16 that the program
+two, and 80 rows as 64 + 16 load no padding. OUTPUTS need not be a power of two either: 48 are padded for the MMA, but
+only 48 are loaded. With FP8 weights x is FP8 too, or a row of bfloat16 that the program
 quantises (`streaming_inputs.py`), and the epilogue multiplies by the scales of both. With adapters the blocks after
 those of the weight have rows of their matrices A.
 Compiled by `tests/ops/test_kernels_compile.py`, run by `pytest -m cuda`.
@@ -11,6 +12,7 @@ Compiled by `tests/ops/test_kernels_compile.py`, run by `pytest -m cuda`.
 
 from __future__ import annotations
 
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -72,14 +74,15 @@ def streaming_kernel(
 ):
     release_next(DEPENDENT)
     WIDTH: gl.constexpr = width_of(weight.dtype)
-    SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([OUTPUTS, WIDTH], weight.dtype)
+    PADDED: gl.constexpr = triton.next_power_of_2(OUTPUTS)
+    SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PADDED, WIDTH], weight.dtype)
     TILES: gl.constexpr = STAGES * COPIES
-    first = gl.allocate_shared_memory(weight.dtype, [TILES, OUTPUTS, WIDTH], SHARED)
+    first = gl.allocate_shared_memory(weight.dtype, [TILES, PADDED, WIDTH], SHARED)
     second = first
     third = first
     if GROUPS == 3:
-        second = gl.allocate_shared_memory(weight.dtype, [TILES, OUTPUTS, WIDTH], SHARED)
-        third = gl.allocate_shared_memory(weight.dtype, [TILES, OUTPUTS, WIDTH], SHARED)
+        second = gl.allocate_shared_memory(weight.dtype, [TILES, PADDED, WIDTH], SHARED)
+        third = gl.allocate_shared_memory(weight.dtype, [TILES, PADDED, WIDTH], SHARED)
     X_TILES: gl.constexpr = TILES if row_x is None else OWN_CHUNKS * CHUNK
     xs = gl.allocate_shared_memory(weight.dtype, [X_TILES, ROWS, WIDTH], SHARED)
     more_xs = xs
@@ -186,7 +189,7 @@ def _copy_weight(
     GROUPS: gl.constexpr = TILE[1]
     ALL_ROWS: gl.constexpr = TILE[2] + TILE[3] if HAS_X else 0
     COPIES: gl.constexpr = TILE[4]
-    HALF: gl.constexpr = OUTPUTS // 2
+    HALF: gl.constexpr = triton.next_power_of_2(OUTPUTS) // 2
     weight, adapters, weight_blocks, slot_units = sources
     WIDTH: gl.constexpr = width_of(weight.dtype)
     bar = there.index(stage)
@@ -200,6 +203,9 @@ def _copy_weight(
                 # gate rows, and below them the up rows of the same outputs
                 tma.async_copy_global_to_shared(weight, [block * HALF, k], bar, target.slice(0, HALF))
                 tma.async_copy_global_to_shared(weight, [num_out + block * HALF, k], bar, target.slice(HALF, HALF))
+            elif OUTPUTS % 64 != 0:
+                for unit in gl.static_range(0, OUTPUTS, 16):
+                    tma.async_copy_global_to_shared(weight, [block * OUTPUTS + unit, k], bar, target.slice(unit, 16))
             elif adapters is None:
                 tma.async_copy_global_to_shared(weight, [block * OUTPUTS, k], bar, target)
             else:
@@ -256,7 +262,8 @@ def _compute(
     STAGES: gl.constexpr = TILE[5]
     xs, more_xs, there, used = inputs
     partials, arrived = results[3], results[4]
-    WARPS: gl.constexpr = OUTPUTS // 16
+    PADDED: gl.constexpr = triton.next_power_of_2(OUTPUTS)
+    WARPS: gl.constexpr = PADDED // 16
     DEPTH: gl.constexpr = width_of(ws.dtype) // 4  # inputs of an MMA instruction
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, ROWS, DEPTH])
     MORE_SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, MORE_ROWS or ROWS, DEPTH])
@@ -274,9 +281,9 @@ def _compute(
         operands = load_operands(given, row, block, PARTS, GATE, OUTPUTS, ROWS, row_x is not None)
         if MORE_ROWS:
             more_operands = load_operands(given, row + ROWS, block, PARTS, GATE, OUTPUTS, MORE_ROWS)
-    acc = gl.zeros([OUTPUTS, ROWS], gl.float32, SUMS)
+    acc = gl.zeros([PADDED, ROWS], gl.float32, SUMS)
     if MORE_ROWS:
-        more_acc = gl.zeros([OUTPUTS, MORE_ROWS], gl.float32, MORE_SUMS)
+        more_acc = gl.zeros([PADDED, MORE_ROWS], gl.float32, MORE_SUMS)
     for step in range(count):
         stage = step % STAGES
         mbarrier.wait(there.index(stage), step // STAGES & 1)
@@ -305,22 +312,11 @@ def _compute(
     if SPLITS > 1 and arrived is None:
         # the next kernel adds the partial sums: `out` is [SPLITS, rows, outputs] in float32, and nothing is fused
         stored = (results[0] + gl.program_id(2).to(gl.int64) * (given[6] * given[7]), None, None, None, None)
-        _finish(acc, (row, row, row, row, row, row, row), free, given, stored, row, block, GATE, OUTPUTS, GROUPS, ROWS)
+        unused = (row, row, row, row, row, row, row)
+        _finish(acc, unused, free, given, stored, row, block, GATE, OUTPUTS, GROUPS, ROWS)
         if MORE_ROWS:
             gl.thread_barrier()  # the sums of the first rows have been read
-            _finish(
-                more_acc,
-                (row, row, row, row, row, row, row),
-                free,
-                given,
-                stored,
-                row + ROWS,
-                block,
-                GATE,
-                OUTPUTS,
-                GROUPS,
-                MORE_ROWS,
-            )
+            _finish(more_acc, unused, free, given, stored, row + ROWS, block, GATE, OUTPUTS, GROUPS, MORE_ROWS)
     elif SPLITS > 1:
         ALL: gl.constexpr = OUTPUTS * (ROWS + MORE_ROWS)
         number = block * gl.num_programs(0) + gl.program_id(0)
@@ -389,8 +385,8 @@ def _finish(
     """The epilogue of ROWS rows of a block, through the shared memory `free`: adjacent lanes store adjacent outputs."""
     row, own, target, mask = target_of(given, first_row, block, GATE, OUTPUTS, ROWS)
     BY_ROW: gl.constexpr = mask.type.layout
-    SIZE: gl.constexpr = OUTPUTS // 2 if GATE else OUTPUTS
-    sums = free._reinterpret(gl.float32, [OUTPUTS, ROWS], gl.SwizzledSharedLayout(8, 2, 4, [0, 1]))
+    SIZE: gl.constexpr = own.shape[0]
+    sums = free._reinterpret(gl.float32, [2 * SIZE if GATE else SIZE, ROWS], gl.SwizzledSharedLayout(8, 2, 4, [0, 1]))
     sums.store(acc)
     gl.thread_barrier()
     result = sums.slice(0, SIZE).load(BY_ROW)

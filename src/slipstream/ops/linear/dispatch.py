@@ -24,6 +24,7 @@ Activation = Callable[[torch.Tensor], torch.Tensor]
 """Elementwise, [rows, out] to [rows, out]; or gated, [rows, gate columns then up columns] to half as many columns."""
 
 MAX_GEMV_ROWS = 2  # more rows need the tensor cores
+MIN_STREAMED_PAIR_INPUTS = 4096  # from which two rows of a large weight need them too
 MAX_GEMV_NORM_INPUTS = 2048  # each program normalizes the rows again, which costs too much for longer rows
 MAX_KEPT_ROWS = 16
 MAX_KEPT_OUTPUTS = 256
@@ -84,7 +85,7 @@ def choose_chain(x: torch.Tensor, weight: torch.Tensor) -> Chain:
     if (
         HAS_TRITON
         and x.dtype is torch.bfloat16
-        and MAX_GEMV_ROWS < rows <= MAX_CHAINED_ROWS
+        and _max_gemv_rows(x, weight) < rows <= MAX_CHAINED_ROWS
         and _streaming_is_faster(x, weight, MAX_CHAINED_ROWS_OF_LARGE_WEIGHT)
     ):
         return "streamed"
@@ -103,7 +104,12 @@ def accepts_parts(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def _accepts_gemv(call: GemmCall) -> bool:
-    return 0 < len(call.x) <= MAX_GEMV_ROWS and _has_fused_epilogue(call)
+    return 0 < len(call.x) <= _max_gemv_rows(call.x, call.weight) and _has_fused_epilogue(call)
+
+
+def _max_gemv_rows(x: torch.Tensor, weight: torch.Tensor) -> int:
+    is_large = weight.shape[0] * weight.shape[1] > SMALL_WEIGHT and weight.shape[1] >= MIN_STREAMED_PAIR_INPUTS
+    return 1 if is_large and x.element_size() == 2 and HAS_TRITON and supports_tma(x, weight) else MAX_GEMV_ROWS
 
 
 def _accepts_streaming_hopper(call: GemmCall) -> bool:

@@ -33,6 +33,8 @@ from slipstream.ops.paged_attention.tile_list import (  # noqa: E402
     max_splits_of_row,
     split_keys,
 )
+from slipstream.ops.paged_attention.triton import has_row_programs  # noqa: E402
+from slipstream.ops.paged_attention.triton.decode import MAX_ROW_PROGRAMS  # noqa: E402
 from slipstream.ops.paged_attention.triton.launch import hopper_serves  # noqa: E402
 from slipstream.ops.rope.triton import rope_and_write_cache  # noqa: E402
 
@@ -276,7 +278,7 @@ def test_long_rows_are_cut_into_few_splits():
 def row_alone(case: Case, row: int) -> torch.Tensor:
     """What a row gives when it is the whole batch, or alone among padding where rows are cut as in a larger batch."""
     num_rows = len(case.lengths)
-    padding = [0] * (SOME_ROWS if num_rows > SOME_ROWS else FEW_ROWS if num_rows > FEW_ROWS else 0)
+    padding = [0] * max((limit for limit in (FEW_ROWS, MAX_ROW_PROGRAMS, SOME_ROWS) if num_rows > limit), default=0)
     shape = (case.heads, case.kv_heads, case.dim)
     alone = Case([case.lengths[row], *padding], [case.counts[row], *padding], *shape, dtype=case.dtype)
     alone.cache = case.cache
@@ -500,6 +502,15 @@ def test_the_splits_of_a_row_are_about_equal_and_shared_out_one_by_one():
     assert max(map(len, shares_of(tile_list))) == 1
 
 
+def test_rows_with_a_program_for_each_head_are_split_from_1025_keys():
+    lengths = torch.tensor([640, 1024, 1025, 3000], device=DEVICE).repeat(4)
+    table = torch.ones(16, 400, dtype=torch.int64, device=DEVICE)
+    rows, heads = TileListRows(lengths, None, table, 16, 6000), TileListHeads(2, 2, 16, 64)
+    tile_list = build_tile_list(rows, heads, TileListSplits(16, row_programs=True))
+    assert tile_list.singles[:4, 4].tolist() == [1, 1, 2, 3] and tile_list.singles[2:4, 3].tolist() == [640, 1024]
+    assert tile_list.has_large_blocks
+
+
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
@@ -628,6 +639,20 @@ def test_drafted_rows_are_bit_equal_to_rows_of_one_token_at_real_size(heads, row
     for dim, dtype in ((128, torch.bfloat16), (64, torch.float16), (256, torch.bfloat16)):
         case = Case(lengths, counts, *heads, dim=dim, dtype=dtype, slack=100)
         check_drafted(case, bits=hopper_serves(DEVICE, dtype, dim, 16))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("num_drafts", [0, 4])
+@pytest.mark.parametrize("heads", [(32, 8), (16, 8)])
+def test_a_program_for_each_row_and_head_at_real_size(heads, num_drafts):
+    lengths = [max(length, 8) for length in ragged(13, 5000)]
+    case = Case(lengths, [1 + num_drafts] * 13, *heads, 128, dtype=torch.bfloat16)
+    if num_drafts:
+        check_drafted(case)  # alone they are split in another way
+    else:
+        case.check()
+    is_hopper = hopper_serves(DEVICE, torch.bfloat16, 128, 16)
+    assert has_row_programs(DEVICE, torch.bfloat16, *heads, 128, 16, 13) == is_hopper
 
 
 @pytest.mark.cuda

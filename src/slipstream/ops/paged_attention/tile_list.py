@@ -30,6 +30,7 @@ from slipstream.ops.paged_attention.tile_rows import ALIGN, continues, cut_keys,
 FEW_ROWS, SPLIT_OF_FEW = 8, SMALLEST_SPLIT
 SOME_ROWS, SPLIT_OF_SOME = 128, 512
 SPLIT_OF_MANY = 1024
+SPLIT_OF_ROW_PROGRAM = 1024  # if each row and KV head has a program of its own anyway
 KEY_BLOCK, FEW_KEY_BLOCK = 64, 128  # keys per split are a multiple of the key block of every kernel
 SPLIT_COST = tl.constexpr(64)  # fixed cost of a split, in keys
 
@@ -51,10 +52,12 @@ class TileList:
     arrived: torch.Tensor  # [B, kv heads] int32, finished splits; 0 between kernels
     num_splits: int  # of all rows together
     max_queries: int = 1  # of a single
+    row_programs: bool = False  # see `TileListSplits`
 
     @property
-    def has_few_rows(self) -> bool:
-        return num_distinct(len(self.singles) - 1, self.max_queries) <= FEW_ROWS
+    def has_large_blocks(self) -> bool:
+        """Whether a multiprocessor runs one program, with large key blocks."""
+        return self.row_programs or num_distinct(len(self.singles) - 1, self.max_queries) <= FEW_ROWS
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +93,7 @@ class TileListSplits:
     max_splits: int = MAX_SPLITS
     keys_together: int = KEYS_TOGETHER
     cut_singles: bool = True  # False: rows of one token are tiles too, and one kernel computes everything
+    row_programs: bool = False  # programs of one row and KV head each fill the device: short rows are not split
 
 
 def build_tile_list(rows: TileListRows, heads: TileListHeads, cuts: TileListSplits) -> TileList:
@@ -101,7 +105,8 @@ def build_tile_list(rows: TileListRows, heads: TileListHeads, cuts: TileListSpli
     group = heads.num_heads // heads.num_kv_heads
     device = lengths.device
     assert rows.max_queries == 1 or (query_starts is None and rows.host_ids is not None and cuts.cut_singles)
-    min_split = cuts.min_split or split_keys(num_distinct(num_rows, rows.max_queries))
+    by_rows = SPLIT_OF_ROW_PROGRAM if cuts.row_programs else split_keys(num_distinct(num_rows, rows.max_queries))
+    min_split = cuts.min_split or by_rows
     num_splits = num_rows * max_splits_of_row(rows.max_length, heads.window, min_split, cuts.max_splits)
     has_tiles = query_starts is not None or not cuts.cut_singles
     num_tiles = num_tokens * group // heads.tile + num_rows + 1 if has_tiles else 0
@@ -113,6 +118,7 @@ def build_tile_list(rows: TileListRows, heads: TileListHeads, cuts: TileListSpli
         torch.empty(num_rows, heads.num_kv_heads, dtype=torch.int32, device=device),
         num_splits,
         rows.max_queries,
+        cuts.row_programs,
     )
     _list_tiles_kernel[(num_rows + 1,)](
         tile_list.singles,
@@ -137,7 +143,7 @@ def build_tile_list(rows: TileListRows, heads: TileListHeads, cuts: TileListSpli
         TILE=heads.tile,
         MIN_SPLIT=min_split,
         MAX_SPLITS=cuts.max_splits,
-        STEP=KEY_BLOCK if num_distinct(num_rows, rows.max_queries) > FEW_ROWS else FEW_KEY_BLOCK,
+        STEP=FEW_KEY_BLOCK if tile_list.has_large_blocks else KEY_BLOCK,
         TOGETHER=cuts.keys_together,
         CUT_SINGLES=cuts.cut_singles,
         QUERIES=rows.max_queries,

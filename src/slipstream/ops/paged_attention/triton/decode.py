@@ -32,6 +32,7 @@ from slipstream.ops.pdl import dependent, release_next, wait_for_previous
 
 SINGLE_DIM, SINGLE_HEADS = 128, 16  # head size, and query heads per KV head, of the kernel for a single row
 HOPPER_FP8_HEADS = 16
+MAX_ROW_PROGRAMS = 16  # rows
 HOPPER_HEADS = 32  # rows of a tile, which are query heads per KV head times queries; more need too many registers
 
 
@@ -120,16 +121,36 @@ def num_split_programs(
     page_size: int,
     num_rows: int,
     is_plain: bool = True,
+    row_programs: bool = False,
 ) -> int:
     """The number of shares for the splits of a step: the number of programs that run at once. `num_rows`: each counted
-    once for all its positions. `is_plain`: without a soft cap, and not of latents."""
+    once for all its positions. `is_plain`: without a soft cap, and not of latents. `row_programs`: see
+    `has_row_programs`."""
     if is_plain and _uses_hopper(device, dtype, num_heads // num_kv_heads, head_dim, page_size):
         from slipstream.ops.paged_attention.triton import hopper_decode
 
-        programs = hopper_decode.programs_per_sm(head_dim, num_rows <= FEW_ROWS, dtype is FP8)
+        programs = hopper_decode.programs_per_sm(head_dim, row_programs or num_rows <= FEW_ROWS, dtype is FP8)
     else:
         programs = decode_shape(head_dim, dtype.itemsize).programs_per_sm
     return max(1, programs * device_limits(device)[0] // num_kv_heads)
+
+
+def has_row_programs(
+    device: torch.device,
+    dtype: torch.dtype,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    num_rows: int,
+) -> bool:
+    """Whether programs of one row and KV head each fill the device, which was measured for 16-bit heads of 128: then
+    rows up to 1,024 keys are not split, and have no partial results to merge. `num_rows` as above."""
+    if dtype is FP8 or head_dim != 128 or not FEW_ROWS < num_rows <= MAX_ROW_PROGRAMS:
+        return False
+    multiprocessors = device_limits(device)[0]
+    fills = num_rows * num_kv_heads <= multiprocessors < 2 * num_rows * num_kv_heads
+    return fills and _uses_hopper(device, dtype, num_heads // num_kv_heads, head_dim, page_size)
 
 
 def queries_at_once(head_dim: int, group: int, wanted: int, *, is_latent: bool) -> int:

@@ -41,9 +41,10 @@ from slipstream.ops.paged_attention.triton.online_softmax import LOG2E
 from slipstream.ops.paged_attention.triton.split_schedule import read_single, splits_of_program
 from slipstream.ops.pdl import dependent, release_next, wait_for_previous
 
-# A block has a fixed cost, large or small, which matters most with few rows: then blocks are larger and a
-# multiprocessor runs one program. Otherwise it runs two, each with half the registers. Blocks of heads of 256 take all
-# of the shared memory: one program, and small blocks. Blocks of FP8 have half of the bytes: three programs.
+# A block has a fixed cost, large or small, which matters most with few rows, or if each row and KV head has a program
+# of its own: then blocks are larger and a multiprocessor runs one program. Otherwise it runs two, each with half the
+# registers. Blocks of heads of 256 take all of the shared memory: one program, and small blocks. Blocks of FP8 have
+# half of the bytes: three programs.
 BLOCK_KEYS, FEW_BLOCK_KEYS = gl.constexpr(64), 128
 EVEN_REGISTERS, FEW_EVEN_REGISTERS = 128, 168  # per thread
 FETCH_REGISTERS, FEW_FETCH_REGISTERS = gl.constexpr(24), gl.constexpr(40)
@@ -52,8 +53,8 @@ WIDE_HEAD = gl.constexpr(256)
 FP8_PROGRAMS, FP8_REGISTERS, FP8_STAGES = 3, 80, 3
 
 
-def programs_per_sm(head_dim: int, has_few_rows: bool, is_fp8: bool = False) -> int:
-    if has_few_rows or head_dim >= WIDE_HEAD.value:
+def programs_per_sm(head_dim: int, has_large_blocks: bool, is_fp8: bool = False) -> int:
+    if has_large_blocks or head_dim >= WIDE_HEAD.value:
         return 1
     return FP8_PROGRAMS if is_fp8 else 2
 
@@ -73,7 +74,7 @@ def attend_splits(
 ) -> None:
     dim = query.shape[2]
     is_fp8 = keys.dtype is FP8
-    is_alone = programs_per_sm(dim, tile_list.has_few_rows, is_fp8) == 1
+    is_alone = programs_per_sm(dim, tile_list.has_large_blocks, is_fp8) == 1
     block = FEW_BLOCK_KEYS if is_alone and dim < WIDE_HEAD.value else BLOCK_KEYS.value
     registers, stages = (FP8_REGISTERS, FP8_STAGES) if is_fp8 else (EVEN_REGISTERS, 3)
     if is_alone:

@@ -1,6 +1,7 @@
 """Which device `auto` is."""
 
 import io
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +15,10 @@ from slipstream.errors import InvalidOption
 def test_the_environment_settles_what_auto_is(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (7, 9))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: SimpleNamespace(multi_processor_count=132))
     assert detect_machine("auto").kind == "cpu"  # as tests have it
     monkeypatch.delenv("SLIPSTREAM_DEVICE")
-    assert detect_machine("auto").kind == "cuda"
+    assert (detect_machine("auto").kind, detect_machine("auto").num_multiprocessors) == ("cuda", 132)
     monkeypatch.setenv("SLIPSTREAM_DEVICE", "cpu")
     assert detect_machine("auto").kind == "cpu"
     assert detect_machine("cuda").kind == "cuda"  # who names a device gets it

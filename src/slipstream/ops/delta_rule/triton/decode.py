@@ -22,6 +22,7 @@ import triton.language as tl
 
 from slipstream.ops.delta_rule.reference import L2_EPS, DeltaWeights
 from slipstream.ops.delta_rule.triton.elementwise import log_decay
+from slipstream.ops.delta_rule.triton.stored_state import read_corrections, read_kept, read_state
 from slipstream.ops.delta_rule.triton.verify import delta_verify
 from slipstream.ops.linear.triton.epilogue import counters
 from slipstream.ops.pdl import dependent, release_next, wait_for_previous
@@ -181,9 +182,9 @@ def _decode_kernel(
         updates = deferred + slot * deferred_stride + head * ((PERIOD - 1) * ENTRY)
     IS_WHOLE: tl.constexpr = SPLITS == 1 and BLOCK < WHOLE
     if not IS_WHOLE:
-        held = _read_state(matrix, dim, column, num_seen, KEY_DIM, DIM)
-        corrections = _read_corrections(updates, column, position, kept, KEY_DIM, DIM, PERIOD, ENTRY)
-    keys, decays = _read_kept(updates, dim, position, kept, KEY_DIM, DIM, PERIOD, ENTRY)
+        held = read_state(matrix, dim, column, num_seen, KEY_DIM, DIM)
+        corrections = read_corrections(updates, column, position, kept, KEY_DIM, DIM, PERIOD, ENTRY)
+    keys, decays = read_kept(updates, dim, position, kept, KEY_DIM, DIM, PERIOD, ENTRY)
     ring = conv_state + slot * ring_stride
     save_ring = conv_state + tl.maximum(saved, 0) * ring_stride
     query_channel = (head // GROUP) * KEY_DIM + dim
@@ -227,8 +228,8 @@ def _decode_kernel(
         squares = 0.0
         for begin in range(0, WHOLE, BLOCK):
             column = begin + tl.arange(0, BLOCK)
-            held = _read_state(matrix, dim, column, num_seen, KEY_DIM, DIM)
-            corrections = _read_corrections(updates, column, position, kept, KEY_DIM, DIM, PERIOD, ENTRY)
+            held = read_state(matrix, dim, column, num_seen, KEY_DIM, DIM)
+            corrections = read_corrections(updates, column, position, kept, KEY_DIM, DIM, PERIOD, ENTRY)
             channel = value_channel + column
             value = _past(conv, ring, channel, column < DIM, position, WIDTH)
             value = _present(value, given, conv, ring, save_ring, channel, column < DIM, True, position, saved, WIDTH)
@@ -262,57 +263,6 @@ def _decode_kernel(
                 tl.store(arrived + at, 0)
         else:
             _finish(result, tl.rsqrt(tl.sum(result * result, 0) / DIM + eps), column, gate, norm, target, DIM)
-
-
-@triton.jit
-def _read_state(matrix, dim, column, num_seen, KEY_DIM: tl.constexpr, DIM: tl.constexpr):
-    """Some columns of the state; zeros if it has seen no token."""
-    mask = (dim < KEY_DIM)[:, None] & (column < DIM)[None, :] & (num_seen > 0)
-    return tl.load(matrix + dim[:, None] * DIM + column[None, :], mask=mask, other=0.0)
-
-
-@triton.jit
-def _kept_indices(position, kept, PERIOD: tl.constexpr):
-    """[PERIOD] indices of updates, and whether each is of one of the last `kept` tokens."""
-    index = tl.arange(0, PERIOD)
-    last = position % PERIOD
-    return index, (index < last) & (index >= last - kept)
-
-
-@triton.jit
-def _read_kept(
-    updates,
-    dim,
-    position,
-    kept,
-    KEY_DIM: tl.constexpr,
-    DIM: tl.constexpr,
-    PERIOD: tl.constexpr,
-    ENTRY: tl.constexpr,
-):
-    """Of the last `kept` tokens: keys [PERIOD, key dim], and sums of log decays since the state was stored [PERIOD].
-    Others are 0."""
-    index, is_kept = _kept_indices(position, kept, PERIOD)
-    entry = updates + index * ENTRY
-    keys = tl.load(entry[:, None] + dim[None, :], mask=is_kept[:, None] & (dim < KEY_DIM)[None, :], other=0.0)
-    return keys, tl.load(entry + KEY_DIM + DIM, mask=is_kept, other=0.0)
-
-
-@triton.jit
-def _read_corrections(
-    updates,
-    column,
-    position,
-    kept,
-    KEY_DIM: tl.constexpr,
-    DIM: tl.constexpr,
-    PERIOD: tl.constexpr,
-    ENTRY: tl.constexpr,
-):
-    """Some columns of the corrections of the last `kept` tokens, [PERIOD, columns]; others are 0."""
-    index, is_kept = _kept_indices(position, kept, PERIOD)
-    mask = is_kept[:, None] & (column < DIM)[None, :]
-    return tl.load(updates + index[:, None] * ENTRY + KEY_DIM + column[None, :], mask=mask, other=0.0)
 
 
 @triton.jit

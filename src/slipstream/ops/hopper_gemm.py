@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
-
-import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
@@ -13,11 +10,6 @@ ROWS = gl.constexpr(64)  # per warpgroup
 SIZE = gl.constexpr(128)  # columns of each half of a tile
 WIDTH = gl.constexpr(64)  # inputs per step: 128 bytes
 STAGES = gl.constexpr(4)
-
-
-@cache
-def multiprocessors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 @gluon.jit

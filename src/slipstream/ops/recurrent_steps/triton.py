@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from slipstream.cache_spec import STATE_CHUNK
-from slipstream.ops.paged_attention.triton.launch import device_limits
+from slipstream.ops.device_limits import multiprocessors
 from slipstream.ops.recurrent_steps.reference import Bases
 from slipstream.ops.recurrent_steps.steps import RecurrentSteps
 
@@ -52,8 +52,7 @@ def _clear_kernel(out, starts, num_tokens, num_rows, size, TOKENS: tl.constexpr,
 def row_programs(num_rows: int, num_others: int, device: torch.device) -> int:
     """Programs that take turns in the rows of a step, if `num_others` are needed for each row: more than run at once.
     A captured step has room for more rows than it has, and a program for each would have to start to find none."""
-    multiprocessors, _ = device_limits(device)
-    return min(num_rows, triton.cdiv(4 * multiprocessors, num_others))
+    return min(num_rows, triton.cdiv(4 * multiprocessors(device), num_others))
 
 
 def list_chunks(

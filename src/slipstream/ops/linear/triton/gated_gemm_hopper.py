@@ -23,7 +23,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from slipstream.ops.hopper_gemm import ROWS, SIZE, STAGES, WIDTH, halves, multiply_tile, multiprocessors
+from slipstream.ops.device_limits import multiprocessors
+from slipstream.ops.hopper_gemm import ROWS, SIZE, STAGES, WIDTH, halves, multiply_tile
 from slipstream.ops.linear.triton.epilogue import GATES
 
 # SIZE is the number of gate columns per tile, and of up columns; or the columns of each half

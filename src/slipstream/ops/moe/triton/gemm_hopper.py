@@ -21,7 +21,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from slipstream.ops.hopper_gemm import ROWS, SIZE, STAGES, WIDTH, halves, multiply_tile, multiprocessors
+from slipstream.ops.device_limits import multiprocessors
+from slipstream.ops.hopper_gemm import ROWS, SIZE, STAGES, WIDTH, halves, multiply_tile
 from slipstream.ops.moe.reference import Routing
 from slipstream.ops.moe.triton.sort import ExpertTiles
 

@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from slipstream.ops.hopper_gemm import multiprocessors
+from slipstream.ops.device_limits import multiprocessors
 from slipstream.ops.moe.reference import Routing, SharedMatrices
 from slipstream.ops.moe.triton.sort import sort_by_expert
 from slipstream.ops.pdl import dependent, release_next, wait_for_previous

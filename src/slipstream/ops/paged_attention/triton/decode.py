@@ -14,11 +14,11 @@ import triton
 import triton.language as tl
 
 from slipstream.ops.cache_write.fp8 import FP8
+from slipstream.ops.device_limits import device_limits
 from slipstream.ops.paged_attention.tile_list import FEW_ROWS, TileList
 from slipstream.ops.paged_attention.triton.launch import (
     KernelShape,
     check_layout,
-    device_limits,
     head_shape,
     hopper_serves,
     latent_rest,

@@ -9,6 +9,7 @@ import torch
 import triton
 
 from slipstream.ops.cache_write.fp8 import FP8, scales_of
+from slipstream.ops.device_limits import device_limits
 from slipstream.ops.hopper import has_hopper_kernels
 
 
@@ -75,12 +76,3 @@ def hopper_serves(device: torch.device, dtype: torch.dtype, head_dim: int, page_
         and 8 <= page_size <= 256
         and page_size.bit_count() == 1
     )
-
-
-@cache
-def device_limits(device: torch.device) -> tuple[int, int]:
-    """Number of multiprocessors, and bytes of shared memory per program."""
-    if device.type != "cuda":  # the interpreter
-        return 2, 232448
-    properties = torch.cuda.get_device_properties(device)
-    return properties.multi_processor_count, properties.shared_memory_per_block_optin

@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 
 from slipstream.cache_spec import STATE_CHUNK
+from slipstream.ops.device_limits import device_limits
 from slipstream.ops.hopper import has_hopper_kernels
-from slipstream.ops.paged_attention.triton.launch import device_limits
 from slipstream.ops.recurrent_steps import RecurrentSteps
 from slipstream.ops.recurrent_steps.triton import row_programs
 from slipstream.ops.ssm.reference import SsdWeights

@@ -30,6 +30,9 @@ def test_the_ollama_client(folder):
 
         answer = await client.chat("tiny", MESSAGES)
         assert answer.message.content == "All is well." and answer.done_reason == "stop" and answer.eval_count == 12
+        # clients divide by the time of the answer, which is not that of the prompt
+        assert answer.eval_duration > 0 and answer.prompt_eval_duration > 0
+        assert answer.prompt_eval_duration + answer.eval_duration == answer.total_duration
         parts = [part async for part in await client.chat("tiny", MESSAGES, stream=True)]
         assert "".join(part.message.content for part in parts) == "All is well."
         assert [part.done for part in parts] == [False] * (len(parts) - 1) + [True]

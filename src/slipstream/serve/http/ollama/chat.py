@@ -199,7 +199,7 @@ class _Answer:
         self.streams = body.stream is not False
         self.is_chat = isinstance(body, OllamaChatRequest)
         self.model = body.model
-        self.began = self.first = time.perf_counter_ns()
+        self.began = time.monotonic()
 
     async def respond(self, conversation: ChatConversation) -> Response | StreamingResponse:
         run = await start_chat(self.request, conversation, stream=self.streams)
@@ -221,8 +221,6 @@ class _Answer:
         with run:
             async for parts in run:
                 for part in parts:
-                    if self.first == self.began:
-                        self.first = time.perf_counter_ns()
                     events = [*blocks.feed(part.events), *(blocks.end() if part.finish_reason else ())]
                     # a call is sent when it is whole
                     new = [Block(each.block.kind, 0, each.text) for each in events if _is_text(each)]
@@ -251,12 +249,12 @@ class _Answer:
 
     def end(self, chunk: Any, run: ChatRun, reason: str | None) -> Any:
         """Adds what the last chunk has."""
-        now = time.perf_counter_ns()
+        now = time.monotonic()
+        first = run.state.metrics.first_token_ts or now
         chunk.done, chunk.done_reason = True, "stop" if reason == "tool_calls" else reason
-        chunk.total_duration, chunk.load_duration = now - self.began, 0
+        chunk.prompt_eval_duration, chunk.eval_duration = int((first - self.began) * 1e9), int((now - first) * 1e9)
+        chunk.total_duration, chunk.load_duration = chunk.prompt_eval_duration + chunk.eval_duration, 0
         chunk.prompt_eval_count, chunk.eval_count = len(run.state.message.prompt_token_ids), run.state.num_tokens
-        first = self.first if self.streams else now
-        chunk.prompt_eval_duration, chunk.eval_duration = first - self.began, now - first
         return chunk
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from scripted_core import EVERY_TASK, ScriptedCore, facts
 from serve.asgi import Door, at_door
 from slipstream.config.pooling_info import PoolingInfo
+from slipstream.messages import Output
+from slipstream.request import FinishReason
 from slipstream.serve.http.app import App
 from slipstream.serve.http.settings import ServerSettings
 from slipstream.serve.http.state import State
@@ -94,6 +98,31 @@ def test_an_error_names_its_field(folder, path, body, param, words):
     assert answer.status == 400, answer.body
     error = answer.json()["error"]
     assert (error["param"], words in error["message"]) == (param, True), error
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", {"prompt": "x", "guided_regex": "a"}, "guided_regex"),
+        ("/v1/completions", {"prompt": "x", "structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ("/v1/chat/completions", CHAT | {"response_format": {"type": "json_object"}}, "response_format"),
+        ("/v1/chat/completions", CHAT | {"allowed_token_ids": [1]}, "allowed_token_ids"),
+        ("/v1/responses", {"input": "x", "text": {"format": {"type": "json_object"}}}, "text"),
+    ],
+)
+def test_an_error_while_tokens_are_drawn_names_its_field(folder, path, body, param, stream):
+    async def scenario(door):
+        engine, core = await ScriptedCore.open(facts(folder), answers=False)
+        other = Door(App(State(ServerSettings(), engine), all_routes()), core)
+        asked = asyncio.create_task(other.post(path, body | {"stream": stream}))
+        await core.until(lambda: core.submits)
+        core.say(Output(core.submits[0].request_id, 0, [], finish_reason=FinishReason.ERROR, error="forbidden"))
+        answer = await asked
+        await engine.close()
+        return answer
+
+    assert f'"param":"{param}"' in at_door(folder, scenario).body.decode()
 
 
 def test_what_the_engine_says_in_python_is_said_in_json():

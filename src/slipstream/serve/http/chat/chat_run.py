@@ -116,13 +116,13 @@ class ChatRun:
     async def answers(self) -> list[ChatAnswer]:
         """The samples when all are finished. For a run that is no stream."""
         (state,) = await self.stream.wait()
-        check_end(state)
+        check_end(self._request, state)
         return [self.answer(sample) for sample in state.samples]
 
     async def __aiter__(self) -> AsyncIterator[list[ChatPart]]:
         """The parts as they arrive, until all samples are finished."""
         async for (state,) in self.stream:
-            check_end(state)
+            check_end(self._request, state)
             yield [self._part(new) for new in state.increment()]
 
     def answer(self, sample: SampleState) -> ChatAnswer:

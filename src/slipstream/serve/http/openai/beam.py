@@ -94,7 +94,7 @@ async def search_beams(
     while inputs:
         states = await run(inputs, [own.params for own in steps])
         for index, own in enumerate(steps):
-            if not own.kept(_entries(states[index])):
+            if not own.kept(_entries(request, states[index])):
                 (states[index],) = await run([inputs[index]], [own.again()])
         if not searches:
             searches = [BeamSearch(state.message.prompt_token_ids, params, served.description) for state in states]
@@ -104,7 +104,7 @@ async def search_beams(
             likeliest = []
             for _ in search.beams:
                 own, state = next(outputs)
-                likeliest.append(own.kept(_entries(state)))
+                likeliest.append(own.kept(_entries(request, state)))
             search.take(likeliest)
             await asyncio.sleep(0)  # with many beams a step takes milliseconds: other requests come first
         beams = [beam.tokens for search in searches for beam in search.beams]
@@ -115,8 +115,8 @@ async def search_beams(
     return searches
 
 
-def _entries(state: GenerationRequestState) -> Mapping[int, Logprob]:
-    check_end(state)
+def _entries(request: Request, state: GenerationRequestState) -> Mapping[int, Logprob]:
+    check_end(request, state)
     assert state.samples[0].logprobs is not None, "the step asks for logprobs"
     return state.samples[0].logprobs[0]
 

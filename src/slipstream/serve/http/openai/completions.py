@@ -121,7 +121,7 @@ class _Job:
     def answer(self, request_states: list[GenerationRequestState]) -> CompletionResponse:
         choices = []
         for index, request_state in enumerate(request_states):
-            check_end(request_state)
+            check_end(self.request, request_state)
             prompt = request_state.message.prompt_token_ids
             for sample in request_state.samples:
                 ids, entries = sample.token_ids, sample.logprobs
@@ -157,7 +157,7 @@ class _Job:
             async for updated in request_stream:
                 parts = []
                 for request_state in updated:
-                    check_end(request_state)
+                    check_end(self.request, request_state)
                     for new in request_state.increment():
                         choice = self.chunk(request_state, indices[request_state.id], new, begun)
                         usage = usage_of([request_state]) if each else None if wants_usage else msgspec.UNSET

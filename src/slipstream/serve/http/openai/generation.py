@@ -72,7 +72,7 @@ def submits_for(
     return list(GenerationPrompts(inputs, prompts, each, engine.new_id, add_special_tokens=add_special_tokens))
 
 
-def check_end(request_state: GenerationRequestState) -> None:
+def check_end(request: Request, request_state: GenerationRequestState) -> None:
     """Raises where a sample failed: with status 400 where the parameters exclude tokens, else 500."""
     for sample in request_state.samples:
         if sample.finish_reason == "error":
@@ -80,7 +80,9 @@ def check_end(request_state: GenerationRequestState) -> None:
             names = ("structured_outputs", "allowed_token_ids", "bad_words", "logit_bias")
             narrowed = next((name for name in names if getattr(params, name, None)), None)
             if narrowed:
-                raise bad_request(str(sample.stop_reason), param=narrowed, code="no_token_possible")
+                raise bad_request(
+                    str(sample.stop_reason), param=request.field_names.get(narrowed, narrowed), code="no_token_possible"
+                )
             raise HTTPException(500, str(sample.stop_reason), code="generation_failed")
 
 

@@ -177,14 +177,19 @@ def test_a_text_that_the_model_would_cut_is_refused_unless_the_request_says_how(
     assert len(asked(folder, "/embed", {"inputs": "x" * 20}, *models).sent[0].prompt_token_ids) == 16  # as /info says
 
 
-def test_the_list_of_models_says_what_they_read(folder):
+def test_every_list_of_models_says_what_they_read(folder):
     async def scenario(door):
         engine, core = await ScriptedCore.open(facts(folder), facts(folder, "vectors", pooling=EMBED))
-        answer = await Door(App(State(ServerSettings(), engine), all_routes()), core).get("/v1/models")
+        other = Door(App(State(ServerSettings(), engine), all_routes()), core)
+        found = [{each["id"]: each["max_model_len"] for each in (await other.get("/v1/models")).json()["data"]}]
+        found += [{each["name"]: each["context_length"] for each in (await other.get("/api/ps")).json()["models"]}]
+        for path, body, name in (("/tokenize", {"prompt": "x"}, "max_model_len"), ("/api/show", {}, "model_info")):
+            answers = {each: await other.post(path, body | {"model": each}) for each in engine.models}
+            found.append({each: answer.json()[name] for each, answer in answers.items()})
         await engine.close()
-        return {each["id"]: each["max_model_len"] for each in answer.json()["data"]}
+        return [*found[:3], {name: info["slipstream.context_length"] for name, info in found[3].items()}]
 
-    assert at_door(folder, scenario) == {"tiny": 64, "vectors": 16}
+    assert at_door(folder, scenario) == [{"tiny": 64, "vectors": 16}] * 4
 
 
 # Answers that are longer than the context

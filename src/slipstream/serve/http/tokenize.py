@@ -87,7 +87,7 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
 
     tokens = await request.state.off_loop(size, tokenise)
     texts = [tokenizer.text_of(token) for token in tokens] if body.return_token_strs else None
-    return json_response(TokenizeResponse(len(tokens), served.description.max_model_len, tokens, texts))
+    return json_response(TokenizeResponse(len(tokens), served.max_num_tokens, tokens, texts))
 
 
 _OF_MESSAGES = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "allow_control_tokens")

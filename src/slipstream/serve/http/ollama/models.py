@@ -62,7 +62,7 @@ async def list_running(request: Request, body: None) -> Response:
     for name, served in request.state.engine.models.items():
         card = _card(request, name, served)
         card.expires_at, card.size_vram = _NEVER, 0
-        card.context_length = served.description.max_model_len
+        card.context_length = served.max_num_tokens
         found.append(card)
     return json_response(OllamaModels(found))
 
@@ -105,7 +105,7 @@ async def show_model(request: Request, body: ShowRequest) -> Response:
     description = served.description
     template = None if served.tokenizer is None else served.tokenizer.chat_template()
     info: dict[str, Any] = {"general.architecture": "slipstream"}
-    info["slipstream.context_length"] = description.max_model_len
+    info["slipstream.context_length"] = served.max_num_tokens
     if description.pooling is not None:
         info["slipstream.embedding_length"] = description.pooling.embed_size
     if body.verbose:

@@ -1,32 +1,34 @@
 """The child process of `GrammarChecker`: checks grammars from standard input until it is closed.
 
 Compiling a hostile schema can take minutes and gigabytes, and a thread cannot be stopped. A process can. It is run as a
-script with `python -I`, so that it imports nothing but llguidance, from the folder that its argument names: `-I` drops
-PYTHONPATH, where llguidance may be installed.
+script with `python -I` and loads nothing but llguidance's extension module, whose file its argument names: importing the
+whole package would take 80 of 110 ms.
 """
 
 from __future__ import annotations
 
 import resource
 import sys
+from importlib.machinery import ExtensionFileLoader, ModuleSpec
 
 HEADER = 4  # bytes of a message's length
 MAX_MEMORY = 2**30  # bytes of address space beyond what the process has at its start
 
 
 def main() -> None:
-    sys.path.append(sys.argv[1])
-    from llguidance import LLMatcher, LLParserLimits
+    loader = ExtensionFileLoader("llguidance._lib", sys.argv[1])
+    library = loader.create_module(ModuleSpec(loader.name, loader, origin=loader.path))
+    loader.exec_module(library)
 
     with open("/proc/self/statm", encoding="ascii") as file:
         size = int(file.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + MAX_MEMORY, size + MAX_MEMORY))
-    limits = LLParserLimits(verbose_errors=False)
+    limits = library.LLParserLimits(verbose_errors=False)
     source, target = sys.stdin.buffer, sys.stdout.buffer
     _send(target, b"")  # ready
     while header := source.read(HEADER):
         grammar = source.read(int.from_bytes(header, "little")).decode()
-        is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=limits)
+        is_error, messages = library.LLMatcher.validate_grammar_with_warnings(grammar, limits=limits)
         _send(target, messages[0].encode() if is_error else b"")
 
 

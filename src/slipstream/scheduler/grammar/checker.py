@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import select
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 from slipstream.scheduler.grammar import check_child
 
@@ -70,10 +68,10 @@ class GrammarChecker:
 
 
 def _run_child() -> subprocess.Popen[bytes]:
-    package = importlib.util.find_spec("llguidance")
-    assert package is not None and package.origin is not None, "a dependency of this package"
+    from llguidance import _lib  # takes 30 ms, at the first grammar
+
     return subprocess.Popen(
-        [sys.executable, "-I", check_child.__file__, str(Path(package.origin).parent.parent)],
+        [sys.executable, "-I", check_child.__file__, str(_lib.__file__)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

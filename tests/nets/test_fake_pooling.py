@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from fake_mode import NoValues
+from fake_mode import NO_VALUES
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from pool_bench import PoolBench, write_reward_model
@@ -57,7 +57,7 @@ def drive(tmp_path, family, options, params, break_runner=None) -> int:
         for i, one in enumerate(params):
             bench.submit(range(3 + i, 14 + i), one, type_start=4 if has_types and i % 2 else None)
         steps = 0
-        with NoValues():
+        with NO_VALUES:
             while (plan := core.scheduler.plan()) is not None:
                 runner.launch(plan)
                 result = runner.finish().wait()  # the buffer's memory, which nothing wrote
@@ -89,7 +89,7 @@ def test_no_step_of_a_reward_model_looks_at_a_value(tmp_path):
     with PoolBench(write_reward_model(tmp_path), max_num_batched_tokens=8) as bench:
         for one in STEPS:
             bench.submit([9, *range(20), 9, 9], one)
-        with NoValues():
+        with NO_VALUES:
             while (plan := bench.core.scheduler.plan()) is not None:
                 bench.core.executor.launch(plan)
                 bench.core.scheduler.commit(bench.core.executor.finish().wait())

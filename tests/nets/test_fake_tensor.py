@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fake_mode import NoValues
+from fake_mode import NO_VALUES
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from replay_device import ReplayDevice
@@ -112,7 +112,7 @@ def drive(folder, params, *, num_pages=64, preempts=False, break_model=None, dev
             core.submit(llm.inputs.submit(f"r{i}", list(range(3 + i, 14 + i)), one)[0])
         submitted = [sample for samples in core.scheduler._lifecycle.live.values() for sample in samples]
         steps = 0
-        with NoValues():
+        with NO_VALUES:
             while (plan := core.scheduler.plan()) is not None:
                 runner.launch(plan)
                 is_drawing = core.constraints.is_drawing

@@ -14,8 +14,9 @@ early (PDL), or by those of the library.
 from __future__ import annotations
 
 import argparse
-import gc
+import contextlib
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,9 @@ from slipstream.ops.delta_rule.projections import TWO_STREAMS, project_on_two_st
 from slipstream.ops.linear import linear
 
 LAYERS = 36
+PROMPT, OUTPUT = 128, 256  # tokens of a request, end to end
+PAGE = 16
+MAX_BATCHED_TOKENS = 2048
 Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # all weights, and their two parts
 Project = Callable[[torch.Tensor, Rows], object]
 
@@ -79,7 +83,11 @@ def sequential_layer(multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tens
 
 
 def measure_steps(args: argparse.Namespace) -> None:
-    """Prints the time of a decode step of the model with each way."""
+    """Prints the time of a decode step of the model with each way, one number of rows after the other.
+
+    Each way has an engine; all exist at once, and their trials take turns, so that clocks and temperature are alike.
+    The engines are small: a graph is captured for each number of rows up to the largest asked for.
+    """
     from slipstream.llm import LLM
     from slipstream.serve.bench.measure import measure
     from slipstream.serve.bench.workload import Workload
@@ -90,23 +98,39 @@ def measure_steps(args: argparse.Namespace) -> None:
         "sequential": sequential_layer(linear),
         "sequential, library": sequential_layer(torch.nn.functional.linear),
     }
-    times: dict[str, list[float]] = {}
-    for way, after_norm in ways.items():
-        DeltaNet.after_norm = after_norm  # type: ignore[method-assign]
-        with LLM(args.model, load_format=args.load_format, skip_tokenizer_init=True, max_model_len="auto") as llm:
-            for rows in args.rows:
-                workload = Workload(num_prompts=rows, input_len=128, output_len=256)
-                trials = measure(llm, workload, bench_params(), repeats=args.repeats)
-                times.setdefault(way, []).append(min(trial.itl_ms.p50 for trial in trials if trial.itl_ms is not None))
-        del llm
-        gc.collect()
-        torch.cuda.empty_cache()  # the next engine plans with what is free
-    print(f"{'rows':>8}" + "".join(f"{way:>22}" for way in ways) + "   ms per step, and what the default saves")
-    for index, rows in enumerate(args.rows):
-        default = times["default"][index]
-        cells = [f"{times[way][index]:.4f}" for way in ways]
-        cells[1:] = [f"{cell} ({1 - default / float(cell):.1%})" for cell in cells[1:]]
-        print(f"{rows:>8}" + "".join(f"{cell:>22}" for cell in cells))
+    most = max(args.rows)
+    options = {
+        "load_format": args.load_format,
+        "skip_tokenizer_init": True,
+        "max_model_len": PROMPT + OUTPUT,
+        "max_num_seqs": most,
+        "max_num_batched_tokens": max(MAX_BATCHED_TOKENS, 2 * most),
+        "num_pages": most * (-(-(PROMPT + OUTPUT) // PAGE) + 1),
+        "page_size": PAGE,
+        "enable_prefix_caching": False,
+    }
+    begin = time.perf_counter()
+    with contextlib.ExitStack() as stack:
+        engines = {}
+        for way, after_norm in ways.items():
+            DeltaNet.after_norm = after_norm  # type: ignore[method-assign]
+            engines[way] = stack.enter_context(LLM(args.model, **options))
+            print(f"{time.perf_counter() - begin:.1f} s: {way}", flush=True)
+        print(f"{'rows':>8}" + "".join(f"{way:>22}" for way in ways) + "   ms per step, and what the default saves")
+        for rows in args.rows:
+            workload = Workload(num_prompts=rows, input_len=PROMPT, output_len=OUTPUT)
+            times: dict[str, list[float]] = {way: [] for way in ways}
+            for repeat in range(args.repeats):
+                for way, after_norm in ways.items():
+                    DeltaNet.after_norm = after_norm  # type: ignore[method-assign]  # sizes may be captured now
+                    trial = measure(engines[way], workload, bench_params(), warmup=repeat == 0)[0]
+                    assert trial.itl_ms is not None
+                    times[way].append(trial.itl_ms.p50)
+            best = {way: min(each) for way, each in times.items()}
+            cells = [f"{best['default']:.4f}"]
+            for way in list(ways)[1:]:
+                cells.append(f"{best[way]:.4f} ({1 - best['default'] / best[way]:.1%})")
+            print(f"{rows:>8}" + "".join(f"{cell:>22}" for cell in cells), flush=True)
 
 
 def main() -> None:

@@ -17,6 +17,7 @@ from slipstream.nn.models.bert import (
     distilbert_rules,
     roberta_rules,
 )
+from slipstream.nn.models.check_shape import check_shape
 from slipstream.nn.models.cohere import cohere2_shape, cohere_shape
 from slipstream.nn.models.deberta import deberta_heads, deberta_rules, deberta_shape
 from slipstream.nn.models.decoder_shape import DecoderShape
@@ -259,6 +260,7 @@ def find_shape(info: ModelInfo) -> DecoderShape | EncoderShape:
         shape = family.shape(info)
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise BadCheckpoint(f"config.json of {info.architecture} has a wrong value: {error}") from None
+    check_shape(info.architecture, shape)
     if isinstance(shape, EncoderShape):
         return shape
     continues = continues_text(info.architecture)

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from slipstream.config.architecture import OF_MODEL_TYPE
-from slipstream.config.model_info import ModelInfo, model_info_from_config, read_model_info
+from slipstream.config.model_info import ModelInfo, family_name, model_info_from_config, read_model_info
 from slipstream.errors import BadCheckpoint, ModelError, UnsupportedModel
-from slipstream.nn.models.registry import find_family
+from slipstream.nn.models.registry import BIDIRECTIONAL, DECODERS, ENCODER_FAMILIES, find_family
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -65,6 +65,16 @@ def test_without_architectures_the_model_type_counts() -> None:
         assert info(architectures=None, model_type=kind).architecture == architecture
         find_family(info(architectures=[architecture]))  # each of them runs here
     assert info(architectures=["BertForMaskedLM"], model_type="llama").architecture == "BertForMaskedLM"
+    named = {family_name(architecture) for architecture in OF_MODEL_TYPE.values()}
+    # these have the model_type of another family, or one that ends with _text
+    others = {
+        "GPT2",
+        "HF_ColBERT",
+        "JinaBert",
+        "LlamaBidirectional",
+        *(name for name in DECODERS if name.endswith("Text")),
+    }
+    assert {*DECODERS, *ENCODER_FAMILIES, *BIDIRECTIONAL} <= named | others
 
 
 def test_a_missing_fact_means_a_model_we_do_not_know() -> None:

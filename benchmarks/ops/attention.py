@@ -34,12 +34,12 @@ from slipstream.ops.paged_attention.tile_list import (
     num_distinct,
 )
 from slipstream.ops.paged_attention.triton import (
+    DecodeRows,
     KernelShape,
     Partials,
     attend_splits,
     attend_tiles,
     make_partials,
-    num_split_programs,
     queries_at_once,
     query_tile,
 )
@@ -139,8 +139,10 @@ def list_inputs(
     heads = inputs.query.shape[1]
     _, page_size, kv_heads, dim = inputs.caches[0][0].shape
     device = inputs.query.device
+    row_programs = False
     if shape is None:
-        shares = num_split_programs(device, inputs.query.dtype, heads, kv_heads, dim, page_size, len(inputs.rows))
+        decoded = DecodeRows(device, inputs.query.dtype, heads, kv_heads, dim, page_size, len(inputs.rows))
+        shares, row_programs = decoded.num_programs, decoded.has_row_programs
     else:
         shares = shape.programs_per_sm * torch.cuda.get_device_properties(device).multi_processor_count // kv_heads
     longest = max(length for length, _ in inputs.rows)
@@ -148,7 +150,7 @@ def list_inputs(
     return build_tile_list(
         TileListRows(inputs.lengths, starts, inputs.table, len(inputs.query), longest),
         TileListHeads(heads, kv_heads, page_size, tile),
-        TileListSplits(num_split_programs=shares, min_split=splits[0], max_splits=splits[1]),
+        TileListSplits(shares, min_split=splits[0], max_splits=splits[1], row_programs=row_programs),
     )
 
 
@@ -221,12 +223,12 @@ def bench_drafts(rows: int, queries: int, length: int, page_size: int, replays: 
         together = queries_at_once(dim, heads // kv_heads, together, is_latent=False)
         num_rows = len(inputs.rows)
         distinct = num_distinct(num_rows, together)
-        shares = num_split_programs(inputs.query.device, torch.bfloat16, heads, kv_heads, dim, page_size, distinct)
+        decoded = DecodeRows(inputs.query.device, torch.bfloat16, heads, kv_heads, dim, page_size, distinct)
         ids = -1 - offsets if inputs is drafted else torch.full((rows,), -1, device="cuda")
         tile_list = build_tile_list(
             TileListRows(inputs.lengths, None, inputs.table, num_rows, length, ids, together),
             TileListHeads(heads, kv_heads, page_size, 128),
-            TileListSplits(num_split_programs=shares),
+            TileListSplits(decoded.num_programs, row_programs=decoded.has_row_programs),
         )
         partials = make_partials(tile_list, heads, dim)
 

@@ -33,7 +33,7 @@ from slipstream.ops.paged_attention.tile_list import (  # noqa: E402
     max_splits_of_row,
     split_keys,
 )
-from slipstream.ops.paged_attention.triton import has_row_programs  # noqa: E402
+from slipstream.ops.paged_attention.triton import DecodeRows  # noqa: E402
 from slipstream.ops.paged_attention.triton.decode import MAX_ROW_PROGRAMS  # noqa: E402
 from slipstream.ops.paged_attention.triton.launch import hopper_serves  # noqa: E402
 from slipstream.ops.rope.triton import rope_and_write_cache  # noqa: E402
@@ -652,7 +652,7 @@ def test_a_program_for_each_row_and_head_at_real_size(heads, num_drafts):
     else:
         case.check()
     is_hopper = hopper_serves(DEVICE, torch.bfloat16, 128, 16)
-    assert has_row_programs(DEVICE, torch.bfloat16, *heads, 128, 16, 13) == is_hopper
+    assert DecodeRows(DEVICE, torch.bfloat16, *heads, 128, 16, 13).has_row_programs == is_hopper
 
 
 @pytest.mark.cuda

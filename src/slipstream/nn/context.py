@@ -114,7 +114,8 @@ class AttentionBackend(Protocol):
         context: ForwardContext,
     ) -> torch.Tensor | None:
         """Norm, RoPE, cache write and `forward` of a step of one token in one kernel; None if the backend has none for
-        this step."""
+        this step, as here."""
+        return None
 
     def bidirectional(
         self,

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from slipstream.cache_spec import CacheGroup
 from slipstream.config.activation_size import GATHERED_KEYS
-from slipstream.nn.context import BatchView, ForwardContext, RelativeScores
+from slipstream.nn.context import AttentionBackend, BatchView, ForwardContext, RelativeScores
 from slipstream.ops.bidirectional_attention.reference import (
     BidirectionalMetadata,
     attend_bidirectional,
@@ -92,7 +92,7 @@ class SdpaMetadata:
         return True
 
 
-class SdpaAttention:
+class SdpaAttention(AttentionBackend):
     def __init__(self, groups: Sequence[CacheGroup], dtype: torch.dtype) -> None:
         self.groups = tuple(groups)
         # the C kernel takes float32 keys and values of one size
@@ -215,19 +215,6 @@ class SdpaAttention:
                 out = attend_pages(mine, keys, values, part.slots, part.mask, scale, cap, sinks)
             outs.append(out)
         return outs[0] if len(outs) == 1 else torch.cat(outs)
-
-    def forward_single(
-        self,
-        query_key: torch.Tensor,
-        value: torch.Tensor,
-        norm: torch.Tensor | None,
-        eps: float,
-        rotary: torch.Tensor,
-        site: int,
-        scale: float,
-        context: ForwardContext,
-    ) -> None:
-        return None
 
     def bidirectional(
         self,

@@ -24,13 +24,12 @@ from slipstream.ops.paged_attention.tile_list import (
     num_distinct,
 )
 from slipstream.ops.paged_attention.triton import (
+    DecodeRows,
     Partials,
     attend_splits,
     attend_tiles,
     batch_invariant_shape,
-    has_row_programs,
     make_partials,
-    num_split_programs,
     queries_at_once,
     query_tile,
     serves_single,
@@ -97,7 +96,7 @@ class TritonAttention:
         if batch.max_queries > 1 and not has_chunks and not self.one_kernel:
             num_in_group = spec.num_heads // num_kv_heads
             max_queries = queries_at_once(dim, num_in_group, batch.max_queries, is_latent=bool(spec.value_dim))
-        shape = (
+        rows = DecodeRows(
             batch.lengths.device,
             torch.float8_e4m3fn if spec.dtype == "fp8" else self.dtype,
             spec.num_heads,
@@ -105,10 +104,9 @@ class TritonAttention:
             dim,
             spec.page_size,
             num_distinct(num_rows, max_queries),
+            group.window,
+            is_plain=not spec.soft_cap and not spec.value_dim,
         )
-        is_plain = not spec.soft_cap and not spec.value_dim
-        row_programs = is_plain and not group.window and has_row_programs(*shape)
-        shares = num_split_programs(*shape, is_plain=is_plain, row_programs=row_programs)
         tile = query_tile(dim, self.dtype.itemsize)
         tile_list = build_tile_list(
             TileListRows(
@@ -121,7 +119,7 @@ class TritonAttention:
                 max_queries,
             ),
             TileListHeads(spec.num_heads, num_kv_heads, spec.page_size, tile, group.window),
-            TileListSplits(num_split_programs=shares, cut_singles=not self.one_kernel, row_programs=row_programs),
+            TileListSplits(rows.num_programs, cut_singles=not self.one_kernel, row_programs=rows.has_row_programs),
         )
         if partials is None:
             partials = make_partials(tile_list, spec.num_heads, dim)

@@ -2,12 +2,11 @@
 device."""
 
 from slipstream.ops.paged_attention.triton.decode import (
+    DecodeRows,
     Partials,
     attend_splits,
     decode_shape,
-    has_row_programs,
     make_partials,
-    num_split_programs,
     queries_at_once,
     serves_single,
 )
@@ -15,14 +14,13 @@ from slipstream.ops.paged_attention.triton.launch import KernelShape
 from slipstream.ops.paged_attention.triton.varlen import attend_tiles, batch_invariant_shape, query_tile, varlen_shape
 
 __all__ = [
+    "DecodeRows",
     "KernelShape",
     "Partials",
     "attend_splits",
     "attend_tiles",
     "decode_shape",
-    "has_row_programs",
     "make_partials",
-    "num_split_programs",
     "queries_at_once",
     "query_tile",
     "serves_single",

@@ -112,45 +112,45 @@ def attend_splits(
     )
 
 
-def num_split_programs(
-    device: torch.device,
-    dtype: torch.dtype,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    page_size: int,
-    num_rows: int,
-    is_plain: bool = True,
-    row_programs: bool = False,
-) -> int:
-    """The number of shares for the splits of a step: the number of programs that run at once. `num_rows`: each counted
-    once for all its positions. `is_plain`: without a soft cap, and not of latents. `row_programs`: see
-    `has_row_programs`."""
-    if is_plain and _uses_hopper(device, dtype, num_heads // num_kv_heads, head_dim, page_size):
-        from slipstream.ops.paged_attention.triton import hopper_decode
+@dataclass(frozen=True, slots=True)
+class DecodeRows:
+    """The rows of one token of a step, from which follows how many programs compute them."""
 
-        programs = hopper_decode.programs_per_sm(head_dim, row_programs or num_rows <= FEW_ROWS, dtype is FP8)
-    else:
-        programs = decode_shape(head_dim, dtype.itemsize).programs_per_sm
-    return max(1, programs * device_limits(device)[0] // num_kv_heads)
+    device: torch.device
+    dtype: torch.dtype  # of the cache
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    num_rows: int  # each counted once for all its positions
+    window: int = 0  # 0: all keys are visible
+    is_plain: bool = True  # without a soft cap, and not of latents
 
+    @property
+    def num_programs(self) -> int:
+        """The number of shares for the splits of a step: the number of programs that run at once."""
+        if self.is_plain and self._uses_hopper():
+            from slipstream.ops.paged_attention.triton import hopper_decode
 
-def has_row_programs(
-    device: torch.device,
-    dtype: torch.dtype,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    page_size: int,
-    num_rows: int,
-) -> bool:
-    """Whether programs of one row and KV head each fill the device, which was measured for 16-bit heads of 128: then
-    rows up to 1,024 keys are not split, and have no partial results to merge. `num_rows` as above."""
-    if dtype is FP8 or head_dim != 128 or not FEW_ROWS < num_rows <= MAX_ROW_PROGRAMS:
-        return False
-    multiprocessors = device_limits(device)[0]
-    fills = num_rows * num_kv_heads <= multiprocessors < 2 * num_rows * num_kv_heads
-    return fills and _uses_hopper(device, dtype, num_heads // num_kv_heads, head_dim, page_size)
+            few = self.has_row_programs or self.num_rows <= FEW_ROWS
+            programs = hopper_decode.programs_per_sm(self.head_dim, few, self.dtype is FP8)
+        else:
+            programs = decode_shape(self.head_dim, self.dtype.itemsize).programs_per_sm
+        return max(1, programs * device_limits(self.device)[0] // self.num_kv_heads)
+
+    @property
+    def has_row_programs(self) -> bool:
+        """Whether programs of one row and KV head each fill the device, which was measured for 16-bit heads of 128:
+        then rows up to 1,024 keys are not split, and have no partial results to merge."""
+        is_measured = self.is_plain and not self.window and self.dtype is not FP8 and self.head_dim == 128
+        if not is_measured or not FEW_ROWS < self.num_rows <= MAX_ROW_PROGRAMS:
+            return False
+        programs = self.num_rows * self.num_kv_heads
+        return programs <= device_limits(self.device)[0] < 2 * programs and self._uses_hopper()
+
+    def _uses_hopper(self) -> bool:
+        group = self.num_heads // self.num_kv_heads
+        return _uses_hopper(self.device, self.dtype, group, self.head_dim, self.page_size)
 
 
 def queries_at_once(head_dim: int, group: int, wanted: int, *, is_latent: bool) -> int:

@@ -29,7 +29,7 @@ def check_shape(architecture: str, shape: Any) -> None:
                 if each not in parts:  # most layers are equal
                     parts.append(each)
                     check_shape(architecture, each)
-            elif isinstance(each, float) and not math.isfinite(each):
+            elif isinstance(each, float) and not math.isfinite(each) and each != field.default:
                 raise BadCheckpoint(_wrong(architecture, field.name, each, "must be finite"))
             elif isinstance(each, int) and "int" in str(field.type):  # annotations are texts
                 least = 0 if field.default in (0, None, ()) or field.name in _FROM_0 else 1

@@ -17,11 +17,11 @@ from tiny import write_tiny
 
 FAMILIES = ["qwen3_next", "qwen3_5", "mamba2", "falcon_h1"]
 GREEDY = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True, logprobs=1)  # enough to run out of pages
-SHORT = GREEDY.with_changes(max_tokens=11)
+SHORT = GREEDY.with_changes(max_tokens=6)
 SAMPLED = SamplingParams(n=2, temperature=1.0, seed=3, max_tokens=4, logprobs=0, ignore_eos=True)
 TEXT = random.Random(0).choices(range(300), k=230)
-# prompts with common prefixes; some answers cross a border of a chunk
-PROMPTS = [TEXT[:118], TEXT[:200], [*TEXT[:190], 7, 8, 9], [5], [*TEXT[:70], 3], TEXT[160:215]]
+# prompts with common prefixes; three answers cross a border of a chunk, also those of SHORT
+PROMPTS = [TEXT[:125], TEXT[:200], [*TEXT[:188], 7, 8], [5], [*TEXT[:70], 3], TEXT[160:222]]
 
 
 @dataclass

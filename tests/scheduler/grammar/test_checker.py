@@ -8,7 +8,7 @@ import pytest
 from llguidance import LLMatcher
 
 from slipstream.scheduler.grammar import check_child
-from slipstream.scheduler.grammar.checker import GrammarChecker
+from slipstream.scheduler.grammar.checker import GrammarChecker, GrammarTooComplex
 
 GRAMMAR = LLMatcher.grammar_from_regex("[0-9]+")
 
@@ -20,6 +20,18 @@ def test_the_child_needs_no_site_packages(monkeypatch):
     try:
         assert checker.check(GRAMMAR) == ""
         assert checker.check("{") != ""
+    finally:
+        checker.close()
+
+
+def test_a_grammar_whose_matcher_takes_minutes_is_too_complex():
+    """It is valid; the lexer has a state for each remainder, and all are made with the matcher."""
+    checker = GrammarChecker(max_seconds=0.5)
+    schema = {"type": "integer", "multipleOf": 123_456_789}
+    try:
+        with pytest.raises(GrammarTooComplex):
+            checker.check(LLMatcher.grammar_from_json_schema(schema))
+        assert checker.check(GRAMMAR) == ""
     finally:
         checker.close()
 

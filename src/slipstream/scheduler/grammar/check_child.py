@@ -24,11 +24,16 @@ def main() -> None:
         size = int(file.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + MAX_MEMORY, size + MAX_MEMORY))
     limits = library.LLParserLimits(verbose_errors=False)
+    # single bytes: a matcher takes the time and memory that the grammar needs, whatever the vocabulary
+    bytes_only = library.LLTokenizer("byte")
     source, target = sys.stdin.buffer, sys.stdout.buffer
     _send(target, b"")  # ready
     while header := source.read(HEADER):
         grammar = source.read(int.from_bytes(header, "little")).decode()
         is_error, messages = library.LLMatcher.validate_grammar_with_warnings(grammar, limits=limits)
+        if not is_error:
+            # its errors are not told: special tokens of the model are not in this vocabulary
+            library.LLMatcher(bytes_only, grammar, log_level=0, limits=limits)
         _send(target, messages[0].encode() if is_error else b"")
 
 

@@ -10,7 +10,7 @@ import time
 
 from slipstream.scheduler.grammar import check_child
 
-MAX_SECONDS = 1.0  # of one check
+MAX_SECONDS = 2.0  # of one check
 _START_SECONDS = 30.0  # of the child's start, on a busy machine
 
 

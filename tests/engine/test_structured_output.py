@@ -188,6 +188,10 @@ def test_other_shapes(llm):
     assert all(re.fullmatch(pattern, sample.text) for sample in generate(llm, {"regex": pattern}))
     choices = ["left", "right", "straight on"]
     assert {sample.text for sample in generate(llm, {"choice": choices}, n=4)} <= set(choices)
+    choices = [f"number {number}" for number in range(4096)]  # as many as there may be
+    assert {sample.text for sample in generate(llm, {"choice": choices}, n=4)} <= set(choices)
+    after = {"choice": choices, "prefix": 'start: "so: "'}
+    assert {sample.text.removeprefix("so: ") for sample in generate(llm, after)} <= set(choices)
     for text in [sample.text for sample in generate(llm, {"grammar": 'root ::= "a" ("b" | "c")? "d"'})]:
         assert text in ("ad", "abd", "acd")
     samples = generate(llm, {"json_object": True, "whitespace_pattern": " ?"}, max_tokens=60)

@@ -30,7 +30,7 @@ def translate(params: StructuredOutputsParams, special_tokens: Mapping[str, int]
     if params.regex is not None:
         return LLMatcher.grammar_from_regex(params.regex)
     if params.choice is not None:
-        return LLMatcher.grammar_from_lark("start: " + _choices(params.choice))
+        return LLMatcher.grammar_from_lark(_choices(params.choice))
     if params.grammar is not None or params.structural_tag is not None:
         return LLMatcher.grammar_from_lark(_lark(params, special_tokens))
     return LLMatcher.grammar_from_json_schema(json.dumps(json_schema(params)), overrides=_json_options(params))
@@ -54,14 +54,15 @@ def _rule_body(params: StructuredOutputsParams, special_tokens: Mapping[str, int
     if params.regex is not None:
         return f"/{escaped(params.regex)}/"
     if params.choice is not None:
-        return _choices(params.choice)
+        return nested(_choices(params.choice))
     if params.grammar is not None or params.structural_tag is not None:
         return nested(_lark(params, special_tokens))
     return _json_rule(_json_options(params), json_schema(params))
 
 
 def _choices(choice: Sequence[str]) -> str:
-    return " | ".join(map(_quoted, choice))
+    """A grammar with one terminal: as a rule, more than 2,000 alternatives are too many for the parser."""
+    return "start: CHOICE\nCHOICE: " + " | ".join(map(_quoted, choice))
 
 
 def _lark(params: StructuredOutputsParams, special_tokens: Mapping[str, int]) -> str:

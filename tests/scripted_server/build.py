@@ -3,6 +3,7 @@ weights. A step takes some milliseconds, as one of a small model does."""
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,6 +28,7 @@ class PacedDevice(ScriptedDevice):
 
 
 def open_models(options: Sequence[Options], engine: int = 0) -> list[Any]:
+    assert not gc.isenabled(), "objects of a model are permanent: see gc_freeze.py"
     while any(Path(str(each.model), HOLD).exists() for each in options):
         time.sleep(0.01)
     return [SimpleNamespace(description=_describe(each)) for each in options]

@@ -1,6 +1,6 @@
-"""Limits garbage collection to new objects while thousands of small results are created.
+"""Keeps the garbage collector off permanent objects: those of torch and the model, while they are loaded and later.
 
-Otherwise each collection would traverse all objects of torch and the model, which costs more than the results.
+Otherwise each full collection would traverse all of them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from contextlib import contextmanager
 
 
 class FrozenGc:
-    """Excludes present objects from garbage collection, in one block at a time.
+    """Excludes present objects from garbage collection, in one block at a time: while thousands of small results are
+    created, a collection would cost more than the results.
 
     Python counts frozen objects by visiting each of them, 80 ms for a million. The count is taken until it is not zero
     once: a process that has frozen its objects keeps them so.
@@ -43,3 +44,17 @@ class FrozenGc:
 
 
 frozen_gc = FrozenGc().block
+
+
+@contextmanager
+def loading() -> Iterator[None]:
+    """No garbage collection while modules and a model are loaded: the objects are permanent, and every full collection
+    would traverse all of them, as later ones would."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+        gc.freeze()
+    finally:
+        if was_enabled:
+            gc.enable()

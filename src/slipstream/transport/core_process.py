@@ -21,6 +21,7 @@ import msgspec
 
 from slipstream.config.locate import locate
 from slipstream.engine.child_process import die_with_parent, release_signals
+from slipstream.engine.gc_freeze import loading
 from slipstream.engine.lane_stats import lane_stats
 from slipstream.engine.lanes import Lanes
 from slipstream.errors import EngineDead, SlipstreamError
@@ -206,7 +207,7 @@ def main(argv: list[str]) -> int:
     watch = LoadWatch(connection.sock.fileno() for connection in server.connections)
     try:
         start = msgspec.json.decode(sys.stdin.buffer.read(), type=CoreStart)
-        with watch:
+        with watch, loading():
             process = _load(start, server)
         process.run()
         process.close()

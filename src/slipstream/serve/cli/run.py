@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from slipstream.config.options import make_options
+from slipstream.engine.gc_freeze import loading
 from slipstream.serve.cli.flags import engine_options, sampling_changes
 from slipstream.serve.cli.paths import check_paths
 
@@ -29,20 +27,6 @@ def open_llm(**options: Any) -> LLM:
         from slipstream.llm import LLM  # imports torch, which --help and errors do not need
 
         return LLM(**options)
-
-
-@contextmanager
-def loading() -> Iterator[None]:
-    """No garbage collection while modules and a model are loaded: the objects are permanent, and every full collection
-    would traverse all of them, as later ones would."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-        gc.freeze()
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def open_with(args: argparse.Namespace, opener: OpenLLM) -> tuple[LLM, SamplingParams]:

@@ -2,7 +2,7 @@ import gc
 
 import pytest
 
-from slipstream.serve.cli.run import loading
+from slipstream.engine.gc_freeze import loading
 
 
 @pytest.fixture(autouse=True)

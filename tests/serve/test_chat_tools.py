@@ -69,6 +69,10 @@ def joined(events):
     return message, reason
 
 
+ALLOWED = {"type": "allowed_tools",
+           "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": "now"}}]}}  # fmt: skip
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_calls_and_reasoning_are_apart_from_the_content(folder, stream):
     answer = ask(folder, CALLS, tools=[WEATHER, NOW], stream=stream)
@@ -147,6 +151,16 @@ def test_a_named_function_is_a_grammar_of_its_arguments(folder, stream):
     assert json.loads(answer.submit.params.structured_outputs.json) == SCHEMA
 
 
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_allowed_tools_are_the_only_ones(folder, mode):
+    some = {"mode": mode, "tools": [{"type": "function", "function": {"name": "now"}}]}
+    text = CALLS if mode == "auto" else '[{"name": "now", "parameters": {}}]'
+    answer = ask(folder, text, tools=[WEATHER, NOW], tool_choice={"type": "allowed_tools", "allowed_tools": some})
+    same = ask(folder, text, tools=[NOW], tool_choice=mode)
+    assert "weather" not in answer.prompt and "now" in answer.prompt and answer.prompt == same.prompt
+    assert answer.submit.params == same.submit.params and answer.reason == "tool_calls"
+
+
 def test_references_inside_parameters_keep_their_target(folder):
     inner = {"type": "object", "properties": {"a": {"$ref": "#/$defs/A"}}, "$defs": {"A": {"type": "integer"}}}
     tool = {"type": "function", "function": {"name": "f", "parameters": inner}}
@@ -212,6 +226,9 @@ def test_samples_have_calls_of_their_own(folder):
         ({"tools": [NOW], "tool_choice": "maybe"}, "tool_choice", "maybe"),
         ({"tools": [NOW], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "now"),
         ({"tool_choice": "required"}, "tool_choice", "no tools"),
+        ({"tools": [NOW], "tool_choice": {"type": "allowed_tools"}}, "tool_choice", "allowed_tools"),
+        ({"tools": [NOW], "tool_choice": ALLOWED | {"mode": "auto"}}, "tool_choice.mode", "no field"),
+        ({"tools": [WEATHER], "tool_choice": ALLOWED}, "tool_choice", "'now', and tools has weather"),
         ({"parallel_tool_calls": False}, "parallel_tool_calls", "needs tools"),
         (
             {"tools": [NOW], "tool_choice": "required", "structured_outputs": {"json_object": True}},

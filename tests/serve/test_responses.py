@@ -54,7 +54,8 @@ def test_the_openai_client(folder):
         assert (call.name, json.loads(call.arguments)) == ("weather", {"city": "Oslo"})
         result = {"type": "function_call_output", "call_id": call.call_id, "output": "Rain"}
         how = dict(model="tiny", tools=[TOOL])
-        await client.responses.create(**how, input=[result], previous_response_id=answer.id)
+        some = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "weather"}]}
+        await client.responses.create(**how, tool_choice=some, input=[result], previous_response_id=answer.id)
         assert all(text in door.core.prompts[-1] for text in ("Rain?", "Oslo", "Rain"))
         stored = door.core.prompts[-1]
         door.core.texts = [THOUGHT + CALL]
@@ -252,6 +253,8 @@ def test_long_reasoning_is_counted_outside_the_event_loop(folder, monkeypatch):
         ({"background": True}, "background"),
         ({"tools": [{"type": "web_search"}]}, "tools[0] is of type 'web_search'"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "other"}}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "auto"}}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "weather", "mode": "auto"}}, "tool_choice.mode"),
         ({"text": {"format": {"type": "xml"}}}, "text.format"),
         ({"text": {"verbosity": "low"}}, "text"),
         ({"reasoning": {"summary": "detailed"}}, "reasoning"),

@@ -16,6 +16,7 @@ from slipstream.structured_params import StructuredOutputsParams
 
 _NAME = re.compile(r"[\w.\-]{1,128}")
 _FIELDS = {"name", "description", "parameters", "strict"}
+_ALLOWED = '{"mode": "auto" or "required", "tools": [{"type": "function", "function": {"name": ...}}]}'
 _CHOICES = 'give "auto", "none", "required" or {"type": "function", "function": {"name": ...}}'
 
 
@@ -35,6 +36,9 @@ class Tools(msgspec.Struct, frozen=True):
         for index, name in enumerate(names):
             if name in names[:index]:
                 raise bad_request(f"tools has the function {name!r} twice; rename one", f"tools[{index}].function.name")
+        if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
+            choice, allowed = _check_allowed(choice, names)
+            listed = [tool for tool in listed if tool["function"]["name"] in allowed]
         kind, function = _check_choice(choice, names)
         if parallel is False and not listed:
             name = "parallel_tool_calls"
@@ -96,15 +100,31 @@ def _check_choice(choice: str | dict[str, Any] | None, names: list[str]) -> tupl
         if choice == "required" and not names:
             raise bad_request("tool_choice is required and there are no tools; give tools", "tool_choice")
         return choice or "auto", None
-    if not isinstance(choice, Mapping) or choice.get("type", "function") != "function":
-        raise bad_request(f"tool_choice is {choice!r:.100}; {_CHOICES}", "tool_choice")
-    function = choice.get("function")
+    return "function", _check_named(choice, names, _CHOICES)
+
+
+def _check_named(choice: Any, names: list[str], hint: str) -> str:
+    """The name of the function that `choice`, or a part of it, refers to."""
+    function = choice.get("function") if isinstance(choice, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(name, str):
-        raise bad_request(f"tool_choice is {choice!r:.200}; {_CHOICES}", "tool_choice")
+    if not isinstance(name, str) or choice.get("type", "function") != "function":
+        raise bad_request(f"tool_choice is {choice!r:.200}; {hint}", "tool_choice")
+    assert isinstance(function, Mapping)
     check_fields(choice, "tool_choice", ("type", "function"))
     check_fields(function, "tool_choice.function", ("name",))
     if name not in names:
         fact = f"tool_choice names {name!r:.100}"
         raise bad_request(f"{fact}, and tools has {', '.join(names) or 'no function'}", "tool_choice")
-    return "function", name
+    return name
+
+
+def _check_allowed(choice: Mapping[str, Any], names: list[str]) -> tuple[str, list[str]]:
+    """The choice between the allowed functions, and their names."""
+    check_fields(choice, "tool_choice", ("type", "allowed_tools"))
+    allowed, hint = choice.get("allowed_tools"), f"give allowed_tools: {_ALLOWED}"
+    if not isinstance(allowed, Mapping) or not isinstance(some := allowed.get("tools"), list) or not some:
+        raise bad_request(f"tool_choice is {choice!r:.200}; {hint}", "tool_choice")
+    check_fields(allowed, "tool_choice.allowed_tools", ("mode", "tools"))
+    if (mode := allowed.get("mode")) not in ("auto", "required"):
+        raise bad_request(f"the mode of tool_choice is {mode!r:.100}; give auto or required", "tool_choice")
+    return mode, [_check_named(each, names, hint) for each in some]

@@ -28,7 +28,8 @@ class ChatRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
 
     tools: Annotated[list[Any] | None, _doc("functions that the model can call")] = None
     tool_choice: Annotated[
-        str | dict[str, Any] | None, _doc("auto, none, required, or a function; the last two by a grammar")
+        str | dict[str, Any] | None,
+        _doc("auto, none, required, a function, or allowed_tools; demanded calls by a grammar"),
     ] = None
     parallel_tool_calls: Annotated[bool | None, _doc("false: at most one call")] = None
     include_reasoning: Annotated[bool | None, _doc("false: leave the reasoning out of the answer")] = None

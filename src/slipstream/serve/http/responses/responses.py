@@ -231,13 +231,25 @@ def _tools(request: Request, body: ResponsesRequest) -> Tools:
         tools.append({"type": "function", "function": function})
     choice: Any = body.tool_choice
     if isinstance(choice, dict):
-        check_fields(choice, "tool_choice", ("type", "name"))
-        if choice.get("type") != "function":
-            fact = f"tool_choice is {choice!r:.100}"
-            hint = 'give auto, none, required or {"type": "function", "name": ...}'
-            raise bad_request(f"{fact}; {hint}", "tool_choice")
-        choice = {"type": "function", "function": {"name": choice.get("name")}}
+        choice = _choice(choice)
     return Tools.check(tools, choice, body.parallel_tool_calls)
+
+
+def _choice(given: dict[str, Any]) -> dict[str, Any]:
+    """The object `tool_choice` in the format of the chat API."""
+    kind, some = given.get("type"), given.get("tools")
+    if kind == "allowed_tools" and isinstance(some, list) and all(isinstance(each, dict) for each in some):
+        check_fields(given, "tool_choice", ("type", "mode", "tools"))
+        for index, each in enumerate(some):
+            check_fields(each, f"tool_choice.tools[{index}]", ("type", "name"))
+        tools = [{"type": each.get("type"), "function": {"name": each.get("name")}} for each in some]
+        return {"type": kind, kind: {"mode": given.get("mode"), "tools": tools}}
+    if kind != "function":
+        fact, named = f"tool_choice is {given!r:.100}", '{"type": "function", "name": ...}'
+        hint = f'give auto, none, required, {named} or {{"type": "allowed_tools", "mode": ..., "tools": [...]}}'
+        raise bad_request(f"{fact}; {hint}", "tool_choice")
+    check_fields(given, "tool_choice", ("type", "name"))
+    return {"type": "function", "function": {"name": given.get("name")}}
 
 
 def _reasoning(served: ServedModel, given: dict[str, Any] | None) -> dict[str, Any]:

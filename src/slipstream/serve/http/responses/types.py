@@ -26,7 +26,9 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     temperature: float | None = None
     top_p: float | None = None
     tools: Annotated[list[dict[str, Any]] | None, _doc("functions that the model can call")] = None
-    tool_choice: Annotated[str | dict[str, Any] | None, _doc("auto, none, required, or a function")] = None
+    tool_choice: Annotated[str | dict[str, Any] | None, _doc("auto, none, required, a function, or allowed_tools")] = (
+        None
+    )
     parallel_tool_calls: Annotated[bool | None, _doc("false: at most one call")] = None
     text: Annotated[dict[str, Any] | None, _doc("format: text, json_object or json_schema")] = None
     reasoning: Annotated[dict[str, Any] | None, _doc("effort, passed to the chat template")] = None

@@ -1,12 +1,16 @@
 """`slipstream bench` and benchmarks/offline.py on a model of made weights."""
 
+import contextlib
 import importlib.util
+import io
 import json
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from slipstream.serve.bench import startup
 from slipstream.serve.bench.shapes import SHAPES, Shape
 from slipstream.serve.bench.workload import Workload
 from slipstream.serve.cli.main import main
@@ -236,6 +240,15 @@ def test_steps_show_the_hosts_part(model, capsys):
 def test_startup_of_a_model_that_only_pools_ends_with_its_first_vector(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("SLIPSTREAM_NATIVE", "0")
     model = ["--model", str(write_tiny_encoder(tmp_path, "bert", "Model")), "--num-threads", "1"]
+
+    def run_here(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        """In place of a new process, which imports torch for seconds."""
+        monkeypatch.setattr(sys, "argv", command[2:])
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            exec(command[2], {})
+        return subprocess.CompletedProcess(command, 0, out.getvalue(), "")
+
+    monkeypatch.setattr(startup.subprocess, "run", run_here)
     lines = bench(capsys, model, "startup").splitlines()
     assert lines[0].split() == ["seconds", "import", "start", "1", "result", "total"]
     assert [line.split()[0] for line in lines[1:]] == ["cold", "warm"]

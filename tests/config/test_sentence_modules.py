@@ -138,6 +138,26 @@ def test_no_activation_but_known_ones_of_torch(tmp_path: Path, name: str) -> Non
         )  # fmt: skip
 
 
+@pytest.mark.parametrize("size", [-1, 0, 2**63, 1.5, True, None])
+def test_a_projection_of_an_impossible_size_is_named(tmp_path: Path, size: object) -> None:
+    dense = {"in_features": 32, "out_features": size, "activation_function": IDENTITY}
+    with pytest.raises(BadCheckpoint, match="2_Dense/config.json: out_features"):
+        read(
+            tmp_path, BERT, modules=modules("Transformer", "Pooling", "Dense"),
+            **{"1_Pooling__config": {"pooling_mode": "mean"}, "2_Dense__config": dense},
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("key", ["default_prompt_name", "similarity_fn_name"])
+@pytest.mark.parametrize("value", [["cosine"], "unknown", 5])
+def test_a_wrong_name_in_the_settings_is_refused(tmp_path: Path, key: str, value: object) -> None:
+    with pytest.raises(BadCheckpoint, match=f"config_sentence_transformers.json: {key}"):
+        read(
+            tmp_path, BERT, modules=modules("Transformer", "Pooling"),
+            **{"1_Pooling__config": {"pooling_mode": "mean"}, "config_sentence_transformers": {key: value}},
+        )  # fmt: skip
+
+
 def test_a_module_that_is_not_known_is_named(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match="a module WordWeights"):
         read(tmp_path, BERT, modules=modules("Transformer", "WordWeights"))

@@ -83,13 +83,18 @@ def _take_prompts(found: SentenceFolder, settings: dict[str, Any]) -> None:
         if isinstance(prefix := settings.get(f"{role}_prefix"), str):
             prompts = prompts | {role: prefix + prompts.get(role, "").removeprefix(prefix)}
     name = settings.get("default_prompt_name")
-    if name in ("query", "document"):  # every model has these; empty if nothing is said
+    if isinstance(name, str) and name in ("query", "document"):  # every model has these; empty if nothing is said
         prompts = {name: ""} | prompts
-    if name is not None and name not in prompts:
+    if name is not None and not (isinstance(name, str) and name in prompts):
         raise BadCheckpoint(f"config_sentence_transformers.json: default_prompt_name {name!r} is not among its prompts")
     found.prompts, found.default_prompt_name = prompts, name
     similarity = settings.get("similarity_fn_name") or "cosine"
-    found.similarity = _SIMILARITIES.get(similarity, "cosine")  # MaxSim follows from the modules
+    if not isinstance(similarity, str) or similarity.lower() not in (*_SIMILARITIES, "maxsim"):
+        raise BadCheckpoint(
+            f"config_sentence_transformers.json: similarity_fn_name is {similarity!r}; give one of "
+            f"{', '.join(_SIMILARITIES)}"
+        )
+    found.similarity = _SIMILARITIES.get(similarity.lower(), "cosine")  # MaxSim follows from the modules
 
 
 def _size(settings: dict[str, Any], key: str) -> int | None:

@@ -34,6 +34,7 @@ _OLD_MODES = {
     "pooling_mode_lasttoken": "lasttoken",
 }
 _PASSED_OVER = {"Dropout"}
+_MAX_SIZE = 2**24  # of a vector, far beyond any model
 
 
 class Modules(msgspec.Struct, kw_only=True):
@@ -157,18 +158,19 @@ def _dense(settings: dict[str, Any], path: str, found: Modules) -> DenseInfo:
             f"{path} has the activation {name}{' of token vectors' if per_token and kind else ''}, which is not "
             "supported; activations of torch.nn that take no arguments are"
         )
-    try:
-        return DenseInfo(
-            path,
-            int(settings["in_features"]),
-            int(settings["out_features"]),
-            bool(settings.get("bias", True)),
-            kind,
-            per_token,
-            bool(settings.get("use_residual", False)),
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise BadCheckpoint(f"{path}/config.json: {error} is missing or no number; download it again") from None
+    for name in ("in_features", "out_features"):
+        if type(size := settings.get(name)) is not int or not 1 <= size <= _MAX_SIZE:
+            fact = f"{path}/config.json: {name} is {size!r}, not a number from 1 to {_MAX_SIZE:,}"
+            raise BadCheckpoint(f"{fact}; download it again")
+    return DenseInfo(
+        path,
+        settings["in_features"],
+        settings["out_features"],
+        bool(settings.get("bias", True)),
+        kind,
+        per_token,
+        bool(settings.get("use_residual", False)),
+    )
 
 
 def _layer_norm(settings: dict[str, Any], path: str, found: Modules) -> LayerNormInfo:

@@ -25,6 +25,18 @@ WRONG = {
 }  # fmt: skip
 
 
+DEBERTA = {
+    "architectures": ["DebertaV2Model"], "relative_attention": True, "pos_att_type": "p2c|c2p", "share_att_key": True,
+    "position_buckets": 16, "layer_norm_eps": 1e-7, "pad_token_id": 0,
+}  # fmt: skip
+
+
+def test_deberta_has_more_distances_than_near_buckets():
+    find_shape(model_info_from_config({**_COMMON, **DEBERTA, "max_relative_positions": 10}))
+    with pytest.raises(BadCheckpoint, match="wrong value: the largest distance is 9, no more than half of the 16"):
+        find_shape(model_info_from_config({**_COMMON, **DEBERTA, "max_relative_positions": 9}))
+
+
 @pytest.mark.parametrize("family", list(WRONG))
 def test_a_size_that_no_model_has_is_named(family):
     config = {**_COMMON, **(_FAMILIES | SAVED)[family]}

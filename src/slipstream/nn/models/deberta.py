@@ -30,13 +30,17 @@ def deberta_shape(info: ModelInfo) -> EncoderShape:
         raise UnsupportedModel(f"{info.architecture} with embeddings of another size than the layers is not supported")
     normed = "layer_norm" in str(extra.get("norm_rel_ebd") or "none").lower()
     furthest = int(extra.get("max_relative_positions") or -1)
+    buckets = max(int(extra.get("position_buckets") or 0), 0)
+    distance = furthest if furthest > 0 else info.max_positions
+    if buckets and distance <= buckets // 2 + 1:
+        raise ValueError(f"the largest distance is {distance}, no more than half of the {buckets} position_buckets")
     return replace(
         bert_shape(info),
         position_offset=0 if extra.get("position_biased_input", True) else None,
         scale=(3 * info.head_dim) ** -0.5,  # three terms are summed
         disentangled=DisentangledShape(
-            num_buckets=max(int(extra.get("position_buckets") or 0), 0),
-            max_distance=furthest if furthest > 0 else info.max_positions,
+            num_buckets=buckets,
+            max_distance=distance,
             norm_eps=info.norm_eps if normed else None,
         ),
     )

@@ -40,7 +40,7 @@ def modernbert_heads(info: ModelInfo) -> HeadShape:
     """The same layer before classes of texts, of tokens, and words."""
     extra, kind = info.extra, info.architecture
     common = HeadShape(
-        transform=extra.get("classifier_activation", "gelu"),
+        transform=str(extra.get("classifier_activation", "gelu")),
         transform_bias=bool(extra.get("classifier_bias", False)),
         norm_eps=info.norm_eps,
         norm_bias=bool(extra.get("norm_bias", False)),

@@ -5,10 +5,8 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -24,146 +22,24 @@ for module in (
     module = f"slipstream.ops.{module}"
     pytest.importorskip(module, reason="a triton without Gluon")
 
-from hand_cache import one_group  # noqa: E402
-from hand_steps import StepRow, hand_steps  # noqa: E402
 from nets.host_reads import HostRead, no_host_reads, replace_kernels  # noqa: E402
-from slipstream.cache_spec import STATE_CHUNK, replay_columns, ring_columns  # noqa: E402
-from slipstream.nn.attention.triton import TritonAttention  # noqa: E402
-from slipstream.nn.context import BatchView, ForwardContext  # noqa: E402
-from slipstream.ops.cache_write import new_fp8_cache  # noqa: E402
-from slipstream.ops.delta_rule import DeltaWeights  # noqa: E402
+from nets.launch_inputs import ROWS, get, half, ints  # noqa: E402
+from nets.launched_attention import attend_on_hopper, attend_single_on_hopper, attention  # noqa: E402
+from nets.launched_states import delta_rule, drafted_states, state_space  # noqa: E402
 from slipstream.ops.drafts import Accepted, DrawnTokens, MatchRule, RowHistory  # noqa: E402
 from slipstream.ops.linear.triton import Norm  # noqa: E402
 from slipstream.ops.lora.reference import LoraTiles, LoraWeights  # noqa: E402
 from slipstream.ops.moe import ExpertBiases, RouterRule, Routing, SharedMatrices  # noqa: E402
-from slipstream.ops.paged_attention import tile_list  # noqa: E402
 from slipstream.ops.quantized import QuantizedExperts, QuantizedMatrix, words_of  # noqa: E402
-from slipstream.ops.recurrent_steps import DraftSteps  # noqa: E402
 from slipstream.ops.sample.reference import Penalty, TokenMask  # noqa: E402
-from slipstream.ops.ssm import SelectiveWeights, SsdWeights  # noqa: E402
 from slipstream.ops.step_inputs import KeptTokens, StepRows  # noqa: E402
 
-
-def get(path: str) -> Callable[..., Any]:
-    module, _, name = path.rpartition(".")
-    function: Callable[..., Any] = getattr(importlib.import_module(f"slipstream.ops.{module}"), name)
-    return function
-
-
-def half(*shape: int) -> torch.Tensor:
-    return torch.randn(shape).bfloat16()
-
-
-def ints(*shape: int, most: int = 4) -> torch.Tensor:
-    return torch.randint(0, most, shape)
-
-
-ROWS, VOCAB = 3, 300
+VOCAB = 300
 
 
 def penalty() -> Penalty:
     counts = ints(2, VOCAB).int()
     return Penalty(counts, counts.to(torch.uint8), torch.tensor([0, -1, 1]), torch.rand(ROWS, 3))
-
-
-def delta_rule() -> dict[str, Callable[[], Any]]:
-    chunked = hand_steps([StepRow(1, 0, 1), StepRow(2, 3, 70)])
-    single = hand_steps([StepRow(1, 0, 1), StepRow(2, 3, 1)])
-    conv, state, gates = half(4, 48, 4), torch.randn(4, 2, 16, 8), torch.randn(71, 2)
-    x, weight, qk, v = half(71, 48), half(48, 4), half(71, 1, 16), half(71, 2, 8)
-    weights = DeltaWeights(weight, torch.randn(2), torch.randn(2), half(8), 1e-6)
-    deferred, seen = torch.randn(4, 2, 3, 28), torch.tensor([0, 1]).int()
-    chunked_later, single_later = (replace(steps, seen_positions=seen) for steps in (chunked, single))
-    at = "delta_rule.triton."
-    return {
-        "conv of chunks": lambda: get("conv1d.triton.causal_conv1d")(x, weight, None, conv, chunked, "silu"),
-        "conv with padding": lambda: get("conv1d.triton.causal_conv1d")(
-            half(80, 48), weight, None, conv, chunked, "silu"
-        ),
-        "conv of tokens": lambda: get("conv1d.triton.causal_conv1d")(x[:2], weight, None, conv, single, "silu"),
-        "gates": lambda: get(at + "delta_gates")(half(71, 2), half(71, 2), weights.a_log, weights.dt_bias),
-        "gated norm of heads": lambda: get("gated_norm.triton.gated_rms_norm")(v, v, weights.norm, 1e-6),
-        "gated norm of groups": lambda: get("gated_norm.triton.gated_group_norm")(x, x, None, 1e-6),
-        "delta rule of chunks": lambda: get(at + "gated_delta_rule")(qk, qk, v, gates, gates, state, chunked, 0.25),
-        "delta decode": lambda: get(at + "delta_decode")(
-            x[:2], half(2, 16), half(2, 2), half(2, 2), weights, conv, state, single
-        ),
-        "delta rule after deferred stores": lambda: get(at + "gated_delta_rule")(
-            qk, qk, v, gates, gates, state, chunked_later, 0.25, deferred=deferred
-        ),
-        "delta decode with deferred stores": lambda: get(at + "delta_decode")(
-            x[:2], half(2, 16), half(2, 2), half(2, 2), weights, conv, state, single_later, None, deferred
-        ),
-    }
-
-
-def state_space() -> dict[str, Callable[[], Any]]:
-    steps = {
-        "chunks": hand_steps([StepRow(1, 0, 1), StepRow(2, 3, 70)]),
-        "tokens": hand_steps([StepRow(1, 0, 1), StepRow(2, 3, 1)]),
-    }
-    ssd = SsdWeights(torch.randn(2), torch.randn(2), torch.randn(2))
-    selective = SelectiveWeights(torch.randn(16, 4), torch.randn(16), torch.randn(16))
-
-    def scan_heads(kind: str, n: int) -> Any:
-        states, inputs = torch.randn(4, 2, 8, 4), (half(n, 2, 8), half(n, 2), half(n, 1, 4), half(n, 1, 4))
-        return get("ssm.triton.ssd_scan")(*inputs, ssd, states, steps[kind])
-
-    def scan_channels(kind: str, n: int) -> Any:
-        states, inputs = torch.randn(4, 16, 4), (half(n, 16), half(n, 16), half(n, 4), half(n, 4), half(n, 16))
-        return get("ssm.triton.selective_scan")(*inputs, selective, states, steps[kind])
-
-    def pass_by_wgmma() -> Any:
-        x, b, out = half(71, 2, 64), half(71, 1, 128), half(71, 2, 64)
-        logs = torch.randn(len(steps["chunks"].chunks), 2, 2, STATE_CHUNK)
-        scores, states = half(71, 1, STATE_CHUNK), torch.randn(4, 2, 64, 128)
-        return get("ssm.triton.ssd_hopper.pass_chunks")(
-            x, b, b, scores, logs, torch.randn(2), states, steps["chunks"], out
-        )
-
-    return {
-        "ssd_scan of chunks": lambda: scan_heads("chunks", 71),
-        "ssd_scan of chunks by wgmma": pass_by_wgmma,
-        "ssd_scan of tokens": lambda: scan_heads("tokens", 2),
-        "selective_scan of chunks": lambda: scan_channels("chunks", 71),
-        "selective_scan of tokens": lambda: scan_channels("tokens", 2),
-    }
-
-
-def drafted_states() -> dict[str, Callable[[], Any]]:
-    """Steps of recurrent mixers: what states have seen, and with drafts."""
-    plain = hand_steps([StepRow(1, 0, 1), StepRow(2, 3, 1)])
-    table, offsets, saves = (
-        torch.zeros(4, dtype=torch.int32),
-        ints(2, most=1),
-        torch.full((2, 2), -1, dtype=torch.int32),
-    )
-    numbers = [torch.zeros(2, dtype=torch.int32) for _ in range(5)]
-    steps = replace(plain, save_slots=numbers[0], drafts=DraftSteps(*numbers, 3, np.zeros(2, np.int32)))
-    columns, kept = ring_columns(4, 2), replay_columns(2)
-    delta = DeltaWeights(half(48, 4), torch.randn(2), torch.randn(2), half(8), 1e-6)
-    ssd = SsdWeights(torch.randn(2), torch.randn(2), torch.randn(2))
-    selective = SelectiveWeights(torch.randn(16, 4), torch.randn(16), torch.randn(16))
-    heads = (half(2, 2, 8), half(2, 2), half(2, 1, 4), half(2, 1, 4))
-    channels = (half(2, 16), half(2, 16), half(2, 4), half(2, 4), half(2, 16))
-    return {
-        "positions that states have seen": lambda: get("recurrent_steps.triton.advance_seen_")(
-            table, plain.slots.long(), plain.starts, plain.first_positions, 4, True
-        ),
-        "bases of drafts": lambda: get("recurrent_steps.triton.advance_bases_")(
-            table, plain.slots.long(), plain.starts, plain.first_positions, offsets, saves, True
-        ),
-        "delta verify": lambda: get("delta_rule.triton.verify.delta_verify")(
-            half(2, 48), half(2, 16), half(2, 2), half(2, 2), delta, half(4, 48, columns), torch.randn(4, 2, 16, 8),
-            steps, torch.randn(4, kept, 4),
-        ),
-        "ssd verify": lambda: get("ssm.triton.verify.ssd_verify")(
-            *heads, ssd, torch.randn(4, 2, 8, 4), steps, torch.randn(4, kept, 22), half(2, 2, 8)
-        ),
-        "selective verify": lambda: get("ssm.triton.verify.selective_verify")(
-            *channels, selective, torch.randn(4, 16, 4), steps, torch.randn(4, kept, 36), half(2, 16)
-        ),
-    }  # fmt: skip
 
 
 def adapters() -> dict[str, Callable[[], Any]]:
@@ -414,84 +290,6 @@ def products() -> dict[str, Callable[[], Any]]:
         "norm_linear": lambda: get("linear.norm_linear")(half(2, 128), residual, norm, 1e-6, weight, bias),
         "norm_linear of more": lambda: get("linear.norm_linear")(half(9, 128), None, norm, 1e-6, weight, bias),
         "chain_for": lambda: get("linear.chain_for")(half(9, 128), weight),
-    }
-
-
-def batch(chunked: bool, pages: bool = True) -> BatchView:
-    num_tokens = 40 if chunked else ROWS
-    starts = torch.tensor([0, 1, 2, 40], dtype=torch.int32) if chunked else None
-    lengths = torch.tensor([5, 9, 38])
-    return BatchView(
-        ids=ints(num_tokens), positions=ints(num_tokens), lengths=lengths, query_starts=starts,
-        slots=(ints(num_tokens),) if pages else (), page_tables=(ints(ROWS, 4),) if pages else (),
-        num_tokens=np.array([1, 1, 38] if chunked else [1, 1, 1]), max_lengths=np.array([5, 9, 38]),
-        num_single=2 if chunked else ROWS,
-    )  # fmt: skip
-
-
-def fp8_cache(num_pages: int, page_size: int, heads: int, dim: int) -> torch.Tensor:
-    return new_fp8_cache(num_pages, page_size, heads, dim, lambda shape, dtype: torch.zeros(shape, dtype=dtype))
-
-
-def attend(chunked: bool, one_kernel: bool = False, dtype: str = "bfloat16", **facts: Any) -> None:
-    groups = one_group(2, 64, num_heads=8, dtype=dtype, **facts)
-    backend = TritonAttention(groups, torch.bfloat16, one_kernel=one_kernel)
-    view = batch(chunked)
-    new_cache = fp8_cache if dtype == "fp8" else half
-    caches = [(new_cache(9, 16, 2, 64), new_cache(9, 16, 2, 64))]
-    context = ForwardContext(view, backend, backend.make_metadata(view), caches, (0,))
-    query = half(len(view.ids), 8, 64)
-    sinks = half(8) if facts.get("sinks") else None
-    backend.forward(query, None, query, 0, 0.125, context, sinks)
-
-
-def attend_on_hopper(patch: pytest.MonkeyPatch, chunked: bool, dtype: str = "bfloat16") -> None:
-    for module in ("decode", "varlen"):
-        patch.setattr(f"slipstream.ops.paged_attention.triton.{module}.hopper_serves", lambda *_: True)
-    attend(chunked, dtype=dtype)
-
-
-def attend_single_on_hopper(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("slipstream.ops.paged_attention.triton.decode.hopper_serves", lambda *_: True)
-    backend = TritonAttention(one_group(2, 128, num_heads=8, dtype="bfloat16"), torch.bfloat16)
-    view = BatchView(
-        ids=ints(1), positions=ints(1), lengths=torch.tensor([5]), slots=(ints(1),), page_tables=(ints(1, 4),),
-        num_tokens=np.array([1]), max_lengths=np.array([9]), num_single=1, host_ids=ints(1) - 9,
-    )  # fmt: skip
-    caches = [(half(9, 16, 2, 128), half(9, 16, 2, 128))]
-    context = ForwardContext(view, backend, backend.make_metadata(view), caches, (0,))
-    heads = half(1, 12, 128)
-    weight, rotary = half(10, 128), half(1, 2, 128)
-    assert backend.forward_single(heads[:, :10], heads[:, 10:], weight, 1e-6, rotary, 0, 0.1, context) is not None
-
-
-def attend_bidirectional(**how: Any) -> None:
-    backend = TritonAttention((), torch.bfloat16, (64,))
-    view = batch(True, pages=False)
-    context = ForwardContext(view, backend, backend.make_metadata(view), [], ())
-    query = half(len(view.ids), 4, 64)
-    backend.bidirectional(query, query, query, 0.125, context, **how)
-
-
-def attention(patch: pytest.MonkeyPatch) -> dict[str, Callable[[], Any]]:
-    return {
-        "decode": lambda: attend(False),
-        "chunks": lambda: attend(True),
-        "a window": lambda: attend(True, window=16, soft_cap=30.0),
-        "sinks": lambda: attend(True, sinks=True),
-        "one kernel": lambda: attend(False, one_kernel=True),
-        "decode on Hopper": lambda: attend_on_hopper(patch, False),
-        "chunks on Hopper": lambda: attend_on_hopper(patch, True),
-        "decode of an FP8 cache on Hopper": lambda: attend_on_hopper(patch, False, "fp8"),
-        "chunks of an FP8 cache on Hopper": lambda: attend_on_hopper(patch, True, "fp8"),
-        "a single row on Hopper": lambda: attend_single_on_hopper(patch),
-        "whole rows": attend_bidirectional,
-        "whole rows with a bias": lambda: attend_bidirectional(reach=8, bias=torch.rand(4, 63)),
-        "tile list": lambda: tile_list.build_tile_list(
-            tile_list.TileListRows(torch.tensor([3, 4]), None, ints(2, 4), 2, 9),
-            tile_list.TileListHeads(8, 2, 16, 128),
-            tile_list.TileListSplits(),
-        ),
     }
 
 

@@ -184,37 +184,38 @@ static void store_sums(AmxSums sums, float *out, int64_t out_stride, int64_t row
         _mm512_mask_storeu_ps(out + t * out_stride, first_lanes(rows), _mm512_castsi512_ps(v[t]));
 }
 
-#define ADD_FOUR()         \
-    ADD_PRODUCTS(0, 0, 0); \
-    ADD_PRODUCTS(1, 0, 1); \
-    ADD_PRODUCTS(2, 1, 0); \
+// Tiles of weights, or of tokens, are loaded one by one, each before the products that need it. A thread that shares the
+// tile unit with another computes meanwhile.
+#define ADD_WITH_WEIGHTS(p)   \
+    LOAD_WEIGHTS(0, w[0][p]); \
+    ADD_PRODUCTS(0, 0, 0);    \
+    ADD_PRODUCTS(1, 0, 1);    \
+    LOAD_WEIGHTS(1, w[1][p]); \
+    ADD_PRODUCTS(2, 1, 0);    \
+    ADD_PRODUCTS(3, 1, 1)
+#define ADD_WITH_TOKENS(p)   \
+    LOAD_TOKENS(0, x[0][p]); \
+    ADD_PRODUCTS(0, 0, 0);   \
+    ADD_PRODUCTS(2, 1, 0);   \
+    LOAD_TOKENS(1, x[1][p]); \
+    ADD_PRODUCTS(1, 0, 1);   \
     ADD_PRODUCTS(3, 1, 1)
 
-// 32 weight rows times 32 tokens and 32 columns. w [2 blocks of rows][part], x [2 blocks of tokens][part]; the small
-// products first.
+// 32 weight rows times 32 tokens and 32 columns. w [2 blocks of rows][part], x [2 blocks of tokens][part]. Parts of tokens
+// come from L2, so each is loaded once.
 SLIP_INLINE void multiply_step(int layout, AmxTile (*w)[AMX_PARTS], AmxTile (*x)[AMX_PARTS]) {
-#define LOAD_WEIGHT_PART(p)  \
-    LOAD_WEIGHTS(0, w[0][p]); \
-    LOAD_WEIGHTS(1, w[1][p])
-#define LOAD_TOKEN_PART(p)  \
-    LOAD_TOKENS(0, x[0][p]); \
-    LOAD_TOKENS(1, x[1][p])
+    LOAD_TOKENS(0, x[0][2]);
+    LOAD_TOKENS(1, x[1][2]);
+    ADD_WITH_WEIGHTS(0);
+    ADD_WITH_TOKENS(1);
     if (layout == SLIP_FLOAT32) {
-        LOAD_WEIGHT_PART(2);
-        LOAD_TOKEN_PART(0);
-        ADD_FOUR();
-        LOAD_WEIGHT_PART(1);
-        ADD_FOUR();
-        LOAD_TOKEN_PART(1);
-        ADD_FOUR();
+        ADD_WITH_WEIGHTS(1);
     }
-    LOAD_WEIGHT_PART(0);
-    LOAD_TOKEN_PART(2);
-    ADD_FOUR();
-    LOAD_TOKEN_PART(1);
-    ADD_FOUR();
-    LOAD_TOKEN_PART(0);
-    ADD_FOUR();
+    ADD_WITH_TOKENS(0);
+    if (layout == SLIP_FLOAT32) {
+        ADD_WITH_WEIGHTS(2);
+        ADD_WITH_WEIGHTS(0);
+    }
 }
 
 // One work item: weight rows [n, n + 32 * AMX_BLOCKS) times tokens [0, num_tokens). x: [step][block of tokens][part], with

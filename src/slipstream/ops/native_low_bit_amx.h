@@ -81,6 +81,7 @@ SLIP_INLINE void multiply_by_tiles(int layout, const uint8_t *weights, const uin
                                    float *out, int64_t out_stride, int64_t count) {
     const TileRows rows = find_tile_rows(layout, weights, scales, offsets, groups, num_blocks);
     const int is_signed = layout == SLIP_EIGHT_BITS;
+    const int64_t bytes = slip_weight_bytes(layout);
     const __mmask16 stored = (__mmask16)((1u << count) - 1);
     _Alignas(64) uint8_t unpacked[UNPACKED_GROUPS][8][64];
     _Alignas(64) float factors[UNPACKED_GROUPS][2][16];
@@ -107,6 +108,10 @@ SLIP_INLINE void multiply_by_tiles(int layout, const uint8_t *weights, const uin
                     load_weight_tile(unpacked[g - first][0]);
                     multiply_tokens(is_signed, a + g * 8, sums[g & 1]);
                 }
+                if (g < last && tile == 0)  // the next 16 rows
+                    for (int i = 0; i < BLOCKS; i++)
+                        for (int line = 0; line < bytes; line += 64)
+                            _mm_prefetch(rows.weights[i] + (BLOCKS * groups + g) * bytes + line, _MM_HINT_T1);
                 if (g == first) continue;
                 // the group before: its sums are ready by now
                 int64_t before = g - 1;

@@ -23,6 +23,7 @@
 #include "../native_team.h"
 
 #define PIECE 24  // float32 or bfloat16 weight rows per work item: whole tiles
+#define MAX_LOW_BIT_PIECE 256
 #if defined(__x86_64__)
 #define SPINS 256  // each with a pause of about 50 ns
 #define PAUSE() __builtin_ia32_pause()
@@ -86,7 +87,7 @@ typedef struct {
     const int64_t *lengths;
     Space space;
     int is_alone;  // one row
-    int64_t low_bit_piece;  // weight rows per work item
+    int64_t team;  // number of threads
     int saw_late;  // whether this thread waited for a late one
     double since;  // time at which this thread began the current part
 } Step;
@@ -125,18 +126,23 @@ static void finish_part(Step *step, int64_t mine, int64_t count) {
     step->since = now;
 }
 
-static int64_t rows_of_item(const Step *step, const Run *run) {
-    return run->layout == SLIP_FLOAT32 || run->layout == SLIP_BFLOAT16 ? PIECE : step->low_bit_piece;
-}
-
 // Weight rows per work item of low-bit GEMMs. On Neoverse-N1 two threads that take items of 24 rows wait for each other's
-// counter as long as for the weights; few threads need few items to be busy.
-static int64_t low_bit_piece(int64_t team) {
+// counter as long as for the weights; few threads need few items to be busy. On x86 three items of each thread are
+// enough.
+static int64_t low_bit_piece(int64_t num_rows, int64_t team) {
 #ifdef __aarch64__
+    (void)num_rows;
     return SLIP_LOW_BIT_PIECE * (team <= 2 ? 4 : team <= 4 ? 2 : 1);
 #else
-    return SLIP_LOW_BIT_PIECE;
+    int64_t rows = (num_rows / (3 * team) + 15) / 16 * 16;
+    if (rows > MAX_LOW_BIT_PIECE) rows = MAX_LOW_BIT_PIECE;
+    return rows < SLIP_LOW_BIT_PIECE ? SLIP_LOW_BIT_PIECE : rows;
 #endif
+}
+
+static int64_t rows_of_item(const Step *step, const Run *run) {
+    int is_plain = run->layout == SLIP_FLOAT32 || run->layout == SLIP_BFLOAT16;
+    return is_plain ? PIECE : low_bit_piece(run->num_rows, step->team);
 }
 
 typedef struct {  // a work item of a GEMM
@@ -362,7 +368,7 @@ int64_t slip_decode_layers(const Model *model, const float *x, float *hidden, co
         if (is_alone) copy = omp_get_thread_num();
 #endif
         Step step = {first_part, model, num_rows, ropes, slots, tables, table_strides, lengths,
-                     space_of(space, of_threads + copy * own, num_rows, groups, h), is_alone, low_bit_piece(team), 0, slip_now()};
+                     space_of(space, of_threads + copy * own, num_rows, groups, h), is_alone, team, 0, slip_now()};
         if (is_alone) memcpy(step.space.residual, x, h * sizeof(float));
         run_layers(&step, hidden);
         late = step.saw_late;

@@ -13,13 +13,16 @@ from slipstream.ops import native
 SOURCE = """
 #include "{folder}/native_team.h"
 void start(SlipTeam *team, int64_t most) {{
-    *team = (SlipTeam){{.most = most, .size = most, .wait = TEAM_WAIT}};
+    *team = slip_team_of(most);
 }}
 int64_t add(SlipTeam *team, int64_t rows, double seconds, int64_t late, double now) {{
     slip_team_add(team, rows, seconds, (int)late, now);
     return team->size;
 }}
-void add_gemm(SlipTeam *team, double seconds, int64_t late) {{ slip_team_add_gemm(team, seconds, (int)late); }}
+int64_t choose(SlipTeam *team, int64_t rows) {{ return slip_team_choose(team, rows); }}
+void add_gemm(SlipTeam *team, int64_t rows, double seconds, int64_t late, double now) {{
+    slip_team_add_gemm(team, rows, seconds, late == 1, late > 0, now);
+}}
 """
 
 
@@ -35,7 +38,8 @@ def library(tmp_path_factory):
     found = ctypes.CDLL(str(made))
     found.add.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_double, ctypes.c_int64, ctypes.c_double]
     found.add.restype = ctypes.c_int64
-    found.add_gemm.argtypes = [ctypes.c_void_p, ctypes.c_double, ctypes.c_int64]
+    found.add_gemm.argtypes = found.add.argtypes
+    found.choose.argtypes, found.choose.restype = [ctypes.c_void_p, ctypes.c_int64], ctypes.c_int64
     return found
 
 
@@ -46,7 +50,7 @@ class Machine:
         self.library, self.cores, self.others, self.now = library, cores, 0, 0.0
         self.pauses = 0.0  # seconds that a thread is late in every second step
         self.steps = 0
-        self.team = ctypes.create_string_buffer(256)
+        self.team = ctypes.create_string_buffer(512)
         library.start(self.team, ctypes.c_int64(num_threads))
         self.size = num_threads
 
@@ -150,7 +154,7 @@ class HeadMachine(Machine):
 
     def step_seconds(self):
         is_shared = self.size + self.others > self.cores
-        self.library.add_gemm(self.team, 0.012 if is_shared else 0.002 / self.size, is_shared)
+        self.library.add_gemm(self.team, 1, 0.012 if is_shared else 0.002 / self.size, is_shared, self.now)
         return 0.008 / self.size * (1.2 if is_shared else 1)
 
     def is_late(self):
@@ -164,6 +168,82 @@ def test_the_lm_head_counts(library, others):
     machine.others = others
     machine.run(0.5)
     assert machine.size == 4 - others
+
+
+class PromptMachine(Machine):
+    """GEMMs of prompts, one after the other, for which threads wait while a core is shared."""
+
+    def prompt(self, num_gemms, rows=4):
+        """Returns the seconds that they take."""
+        start = self.now
+        for _ in range(num_gemms):
+            size = self.library.choose(self.team, rows)
+            is_late = size > 1 and size + self.others > self.cores
+            took = 0.016 if is_late else 0.0008 / size
+            self.now += took
+            self.library.add_gemm(self.team, rows, took, is_late, self.now)
+        self.size = self.library.choose(self.team, rows)
+        return self.now - start
+
+
+@pytest.mark.parametrize("rows", [4, 480])
+@pytest.mark.parametrize("others", [1, 2])
+def test_a_prompt_beside_programs_that_spin_gives_them_cores(library, others, rows):
+    machine = PromptMachine(library, 4, 4)
+    machine.others = others
+    assert machine.prompt(120, rows) < 0.12 * others  # 1.92 s with four threads
+    assert machine.size == 4 - others
+    machine.now += 1
+    assert machine.prompt(120, rows) < 0.16  # one more thread is tried
+    assert machine.size == 4 - others
+    machine.others = 0
+    for _ in range(12):
+        machine.now += 1
+        machine.prompt(120, rows)
+    assert machine.size == 4
+
+
+def test_half_of_the_threads_stay_in_prompts(library):
+    machine = PromptMachine(library, 4, 4)
+    machine.others = 4
+    machine.prompt(120)
+    assert machine.size == 2
+
+
+def test_long_prompts_have_a_number_of_threads_of_their_own(library):
+    machine = PromptMachine(library, 4, 4)
+    machine.others = 1
+    machine.prompt(120, rows=480)
+    assert [library.choose(machine.team, rows) for rows in (1, 64, 65)] == [4, 4, 3]
+
+
+def test_a_few_late_gemms_take_no_thread_away(library):
+    machine = PromptMachine(library, 4, 4)
+    for _ in range(50):
+        machine.others = 1
+        machine.prompt(2)
+        machine.others = 0
+        machine.prompt(6)
+        assert machine.size == 4
+
+
+def test_the_lm_head_of_a_step_is_no_prompt(library):
+    machine, waited = Machine(library, 4, 4), 2
+    for _ in range(40):
+        library.add_gemm(machine.team, 1, 0.0005, waited, machine.now)
+        machine.now += 0.0045
+        assert library.add(machine.team, 1, 0.004, 0, machine.now) == 4
+
+
+def test_a_prompt_does_not_take_part_in_a_trial_of_steps(library):
+    machine = Machine(library, 4, 4)
+    machine.others = 1
+    machine.run(3)
+    assert machine.size == 3
+    while machine.size == 3:  # until four are tried
+        machine.run(0.001)
+    assert library.choose(machine.team, 1) == 4  # the LM head of the step
+    assert library.choose(machine.team, 9) == 3
 
 
 def test_one_thread_stays_one(library):

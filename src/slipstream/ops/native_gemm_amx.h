@@ -7,11 +7,8 @@
 //
 // A tile instruction multiplies 16 weight rows by 16 tokens, 32 columns at a time, so the tile of sums is transposed. A
 // pair of columns of a tile is (c, c + 16): shifts and masks make it, on both sides alike. Columns behind the last are 0.
-#ifdef _OPENMP
-#include <omp.h>
-#endif
-
 #include "native_amx.h"
+#include "native_team.h"
 
 #ifndef AMX_BLOCKS
 #define AMX_BLOCKS 8     // 32 weight rows each, of a work item, at most
@@ -291,11 +288,7 @@ static SLIP_PART void multiply_amx_item(int64_t layout, AmxTile (*x)[AMX_PARTS],
 }
 
 // Weight rows of a work item: as many as there is memory for, but three items for each thread or more
-static int64_t item_rows(int64_t num_rows, int64_t chunks) {
-    int64_t threads = 1;
-#ifdef _OPENMP
-    threads = omp_get_max_threads();
-#endif
+static int64_t item_rows(int64_t num_rows, int64_t chunks, int64_t threads) {
     int64_t items = (3 * threads + chunks - 1) / chunks, rows = (num_rows / items + 31) / 32 * 32;
     return rows < 32 ? 32 : rows > 32 * AMX_BLOCKS ? 32 * AMX_BLOCKS : rows;
 }
@@ -307,9 +300,11 @@ static int64_t gemm_by_amx(const float *x, const void *weight, float *out, int64
     int64_t steps = (size + AMX_STEP - 1) / AMX_STEP, element = layout == SLIP_BFLOAT16 ? 2 : 4;
     AmxTile(*split)[AMX_PARTS] = aligned_alloc(64, (at_once + 31) / 32 * 2 * steps * sizeof *split);
     if (!split) return 0;
-    int64_t rows = item_rows(num_rows, (at_once + AMX_TOKENS - 1) / AMX_TOKENS);
+    int64_t team = slip_team_size(num_tokens), rows = item_rows(num_rows, (at_once + AMX_TOKENS - 1) / AMX_TOKENS, team);
     int has_memory = 1;
-#pragma omp parallel reduction(&& : has_memory)
+    SlipClock clock = slip_clock();
+    double end = clock.start, waited = 0;  // of this thread: when it waits for the others, and for how long it has before
+#pragma omp parallel num_threads(team) reduction(&& : has_memory)
     {
         AmxSums(*sums)[AMX_TOKENS / 32][4] = aligned_alloc(64, AMX_BLOCKS * sizeof *sums);
         has_memory = sums != NULL;
@@ -318,12 +313,19 @@ static int64_t gemm_by_amx(const float *x, const void *weight, float *out, int64
             int64_t tokens = num_tokens - start < AMX_AT_ONCE ? num_tokens - start : AMX_AT_ONCE;
             int64_t blocks = (tokens + 31) / 32 * 2, chunks = (tokens + AMX_TOKENS - 1) / AMX_TOKENS;
             int64_t chunk = (blocks / 2 + chunks - 1) / chunks * 32;  // tokens of a work item
-#pragma omp for schedule(static)
+            if (start) {
+#pragma omp barrier
+            }
+#pragma omp for schedule(static) nowait
             for (int64_t i = 0; i < blocks * steps; i++) {
                 int64_t first = start + i % blocks * 16;
                 split_tokens(x + first * size, num_tokens - first, i / blocks * AMX_STEP, size, split[i]);
             }
-#pragma omp for schedule(dynamic, 1)
+            double divided = slip_now();
+#pragma omp barrier
+#pragma omp master
+            waited += slip_now() - divided;
+#pragma omp for schedule(dynamic, 1) nowait
             for (int64_t i = 0; i < (num_rows + rows - 1) / rows * chunks; i++) {
                 int64_t n = i / chunks * rows, t = i % chunks * chunk;
                 if (t >= tokens || !sums) continue;
@@ -332,9 +334,12 @@ static int64_t gemm_by_amx(const float *x, const void *weight, float *out, int64
                                   num_rows - n < rows ? num_rows - n : rows, size, num_rows, sums);
             }
         }
+#pragma omp master
+        end = slip_now();
         close_gemm_tiles();
         free(sums);
     }
+    slip_team_time_gemm(num_tokens, clock, waited, end);
     free(split);
     return has_memory;
 }

@@ -6,6 +6,10 @@
 // The number is kept if its steps take less time than the last ones with the number before; a trial that is lost ends at
 // once. After each refused trial the next one waits twice as long, unless steps have become much slower meanwhile.
 //
+// Prompts, and layers that run op by op, are many GEMMs of different sizes, whose times cannot be compared. There a GEMM
+// is late if its threads wait for longer than they compute. Three late ones of eight take a thread away, down to half
+// of the threads, and after a while without late ones a thread comes back.
+//
 // Engines on the same cores divide them first (native_engines.h).
 //
 // Results do not depend on the number of threads.
@@ -29,11 +33,20 @@
 #define TEAM_MAX_WAIT 8.0
 #define TEAM_JUMP 3         // as many late steps in a row that take so many times the usual one are the usual ones now
 #define TEAM_SLOWER 1.5     // times the step when fewer threads were refused: they are tried at once
-#define TEAM_MAX_ROWS 64    // calls with more tokens are prefill: they take longer than other programs hold a core
+#define TEAM_MAX_ROWS 64    // more tokens are a long prompt, which has a number of threads of its own
+#define GEMM_WINDOW 8       // GEMMs, at most
+#define GEMM_LATE 3         // late GEMMs of a window that take a thread away
 #define LATE 1e-3           // seconds: a thread that others wait for longer is late
+
+typedef struct {  // GEMMs of prompts, and of layers that run op by op
+    int64_t count, late;  // of the window
+    int64_t before;       // during a trial of more threads: the number to return to; otherwise 0
+    double wait, next;    // as in SlipTeam
+} SlipGemms;
 
 typedef struct {
     int64_t most, size;         // threads: of the engine, and of the next step
+    int64_t long_size;          // threads of long prompts
     int64_t rows, steps, late;  // steps of the window, the rows of each, and how many had late threads
     double seconds;             // of the window
     double usual;               // seconds of a step with this number of threads and rows
@@ -47,6 +60,8 @@ typedef struct {
     double wait, next;          // next: time from which trials are allowed
     double gemm;                // seconds of the last GEMM since the layers of a step: the LM head, if our kernels run it
     int64_t gemm_late;          // whether a thread was late in it
+    int64_t gemms;              // since the layers of a step: the first is its LM head
+    SlipGemms of_short, of_long;
 } SlipTeam;
 
 __attribute__((weak)) __thread SlipTeam slip_team;  // of the thread that runs steps; the sources share it
@@ -70,8 +85,12 @@ static inline double slip_cpu_seconds(void) {
 
 static inline SlipClock slip_clock(void) { return (SlipClock){slip_now(), slip_cpu_seconds()}; }
 
-// Whether another program held the core of this thread since then
-static inline int slip_was_away(SlipClock since, double now) { return now - since.start - (slip_cpu_seconds() - since.cpu) > LATE; }
+// Seconds for which another program held the core of this thread since then
+static inline double slip_away(SlipClock since, double now) { return now - since.start - (slip_cpu_seconds() - since.cpu); }
+
+static inline SlipTeam slip_team_of(int64_t most) {
+    return (SlipTeam){.most = most, .size = most, .long_size = most, .wait = TEAM_WAIT};
+}
 
 static inline void slip_team_open_window(SlipTeam *team) {
     team->steps = team->late = 0;
@@ -138,17 +157,66 @@ static inline void slip_team_end_window(SlipTeam *team, double now) {
         slip_team_try(team, fewer ? -1 : 1);
 }
 
-static inline void slip_team_add_gemm(SlipTeam *team, double seconds, int late) {
-    team->gemm = seconds;
-    team->gemm_late = late;
+// After a GEMM outside of the layers of a step. Returns whether the number of threads `size` has changed.
+static inline int slip_gemms_add(SlipGemms *gemms, int64_t *size, int64_t most, int late, double now) {
+    int64_t least = most / 2 > 1 ? most / 2 : 1, was = *size;
+    gemms->count++;
+    gemms->late += late;
+    if (gemms->late < GEMM_LATE && gemms->count < GEMM_WINDOW) return 0;
+    if (gemms->late >= GEMM_LATE) {
+        double wait = gemms->before ? 2 * gemms->wait : TEAM_WAIT;
+        int64_t fewer = *size - (*size < 16 ? 1 : *size / 8);
+        *size = gemms->before ? gemms->before : was <= least ? was : fewer < least ? least : fewer;
+        gemms->wait = wait < TEAM_MAX_WAIT ? wait : TEAM_MAX_WAIT;
+        gemms->next = now + gemms->wait;
+        gemms->before = 0;
+    } else if (gemms->before) {
+        gemms->before = 0;
+        gemms->wait = TEAM_WAIT;
+        gemms->next = now + gemms->wait;
+    } else if (*size < most && now > gemms->next && !gemms->late) {
+        gemms->before = *size;
+        *size += *size < 16 ? 1 : *size / 8;
+        if (*size > most) *size = most;
+    }
+    gemms->count = gemms->late = 0;
+    return *size != was;
 }
 
-// After the layers of a step of `rows` rows; the LM head of the step before counts too. `late`: whether a thread was late. Only times of steps with the same number of rows are
-// compared.
+// After a GEMM of `rows` tokens. late: whether a thread was late; waited: whether that took longer than the GEMM itself
+static inline void slip_team_add_gemm(SlipTeam *team, int64_t rows, double seconds, int late, int waited, double now) {
+    team->gemm = seconds;
+    team->gemm_late = late;
+    if (++team->gemms == 1) return;  // the LM head
+    if (team->next > team->of_short.next) team->of_short.next = team->next;
+    if (rows > TEAM_MAX_ROWS) {
+        slip_gemms_add(&team->of_long, &team->long_size, team->most, waited, now);
+    } else if (slip_gemms_add(&team->of_short, &team->size, team->most, waited, now)) {
+        team->counted = team->before = 0;
+        team->next = now + team->wait;
+        slip_team_open_window(team);
+    }
+}
+
+// The same for a GEMM that began at `clock`. end: when the calling thread had no work left and waited for the others;
+// before: seconds for which it waited for them in the middle
+static inline void slip_team_time_gemm(int64_t rows, SlipClock clock, double before, double end) {
+    double now = slip_now(), all = now - clock.start, wait = before + now - end, away = slip_away(clock, now);
+    int waited = (wait > LATE && wait > all / 2) || (away > LATE && away > all / 2);
+    slip_team_add_gemm(&slip_team, rows, all, wait > LATE || away > LATE, waited, now);
+}
+
+// After the layers of a step of `rows` rows; the LM head of the step before counts too. `late`: whether a thread was late.
+// Only times of steps with the same number of rows are compared.
 static inline void slip_team_add(SlipTeam *team, int64_t rows, double seconds, int late, double now) {
     seconds += team->gemm;
     late = late || team->gemm_late;
-    slip_team_add_gemm(team, 0, 0);
+    team->gemm = 0;
+    team->gemm_late = team->gemms = 0;
+    if (team->of_short.before) {  // that trial is about GEMMs
+        team->size = team->of_short.before;
+        team->of_short.before = team->of_short.count = team->of_short.late = 0;
+    }
     if (team->most < 2) {
         team->usual = seconds;
         return;
@@ -188,13 +256,23 @@ static inline void slip_team_add(SlipTeam *team, int64_t rows, double seconds, i
 }
 
 // Number of threads of the next call, with `rows` tokens
+static inline int64_t slip_team_choose(SlipTeam *team, int64_t rows) {
+    if (rows > TEAM_MAX_ROWS) return team->long_size;
+    if (team->before && rows != team->rows) slip_team_return(team);  // a trial is about steps with equal rows
+    return team->size;
+}
+
 static inline int slip_team_size(int64_t rows) {
 #ifdef _OPENMP
     double now = slip_now();
     if (!slip_neighbours.is_open) slip_engines_open(&slip_neighbours, now);
     int64_t most = slip_engines_threads(&slip_neighbours, omp_get_max_threads(), 2 * slip_team.usual, now);
-    if (slip_team.most != most) slip_team = (SlipTeam){.most = most, .size = most, .wait = TEAM_WAIT, .usual = slip_team.usual};
-    return rows > TEAM_MAX_ROWS ? (int)most : (int)slip_team.size;
+    if (slip_team.most != most) {
+        double usual = slip_team.usual;
+        slip_team = slip_team_of(most);
+        slip_team.usual = usual;
+    }
+    return (int)slip_team_choose(&slip_team, rows);
 #else
     return 1;
 #endif

@@ -3,6 +3,7 @@
 
 #include "../native_math.h"
 #include "../native_parts.h"
+#include "../native_team.h"
 
 void slip_silu_row(const float *gate, const float *up, float *out, int64_t size) {
 #pragma omp simd
@@ -20,7 +21,7 @@ void slip_gelu_tanh_row(const float *gate, const float *up, float *out, int64_t 
 
 static void for_each_row(void (*part)(const float *, const float *, float *, int64_t), const float *gate_up, float *out,
                          int64_t num_rows, int64_t size) {
-#pragma omp parallel for if (num_rows * size > 16384)
+#pragma omp parallel for if (num_rows * size > 16384) num_threads(slip_team_size(num_rows))
     for (int64_t row = 0; row < num_rows; row++)
         part(gate_up + row * 2 * size, gate_up + row * 2 * size + size, out + row * size, size);
 }

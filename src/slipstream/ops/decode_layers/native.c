@@ -376,7 +376,7 @@ int64_t slip_decode_layers(const Model *model, const float *x, float *hidden, co
         end = slip_now();
     }
     double now = slip_now();
-    late = late || now - end > LATE || slip_was_away(clock, now);
+    late = late || now - end > LATE || slip_away(clock, now) > LATE;
     slip_team_add(&slip_team, num_rows, now - clock.start, late, now);
     free(memory);
     return 1;

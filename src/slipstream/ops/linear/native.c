@@ -145,6 +145,5 @@ void slip_skinny_gemm(const float *x, const void *weight, float *out, int64_t la
 #pragma omp master
         end = slip_now();
     }
-    double now = slip_now();
-    slip_team_add_gemm(&slip_team, now - clock.start, now - end > LATE || slip_was_away(clock, now));
+    slip_team_time_gemm(num_tokens, clock, 0, end);
 }

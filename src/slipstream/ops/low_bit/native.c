@@ -93,17 +93,21 @@ int64_t slip_low_bit(const float *x, const uint8_t *weights, const void *scales,
     SlipActivations *activations = malloc(at_once * groups * sizeof(SlipActivations));
     if (!activations) return 0;
     SlipClock clock = slip_clock();
-    double end = clock.start;  // of this thread, which then waits for the others
+    double end = clock.start, waited = 0;  // of this thread: when it waits for the others, and for how long it has before
     for (int64_t first = 0; first < num_tokens; first += AT_ONCE) {
         int64_t tokens = num_tokens - first < AT_ONCE ? num_tokens - first : AT_ONCE;
 #pragma omp parallel if (num_rows * groups > 2048) num_threads(slip_team_size(num_tokens))
         {
-#pragma omp for
+#pragma omp for nowait
             for (int64_t t = 0; t < tokens; t++) {
                 int64_t stride;
                 SlipActivations *target = slip_activations_of(activations, t, tokens, groups, &stride);
                 slip_quantize(x + (first + t) * groups * BLOCK, target, stride, groups);
             }
+            double quantized = slip_now();
+#pragma omp barrier
+#pragma omp master
+            waited += slip_now() - quantized;
 #pragma omp for schedule(dynamic, 4) nowait
             for (int64_t n = 0; n < num_rows; n += SLIP_LOW_BIT_PIECE)
                 slip_low_bit_rows(activations, weights, scales, offsets, out + first * num_rows, layout, tokens,
@@ -114,8 +118,7 @@ int64_t slip_low_bit(const float *x, const uint8_t *weights, const void *scales,
         }
     }
     free(activations);
-    double now = slip_now();
-    slip_team_add_gemm(&slip_team, now - clock.start, now - end > LATE || slip_was_away(clock, now));
+    slip_team_time_gemm(num_tokens, clock, waited, end);
     return 1;
 }
 

@@ -4,6 +4,7 @@
 
 #include "../native_math.h"
 #include "../native_parts.h"
+#include "../native_team.h"
 #include "../native_vector.h"
 
 #define WIDTH SLIP_WIDTH
@@ -40,7 +41,7 @@ void slip_norm_row(const float *x, const float *residual, const float *weight, f
 
 void slip_add_rms_norm(const float *x, const float *residual, const float *weight, float *sum, float *out,
                        float eps, int64_t num_rows, int64_t size) {
-#pragma omp parallel for if (num_rows * size > 32768)
+#pragma omp parallel for if (num_rows * size > 32768) num_threads(slip_team_size(num_rows))
     for (int64_t row = 0; row < num_rows; row++) {
         int64_t at = row * size;
         slip_norm_row(x + at, residual ? residual + at : 0, weight, sum + at, out + at, eps, size);
@@ -50,7 +51,7 @@ void slip_add_rms_norm(const float *x, const float *residual, const float *weigh
 // RMS norm per head: x [tokens, heads, size] with a stride between tokens, weight [heads, size]
 void slip_norm_heads(const float *x, const float *weight, float *out, float eps, int64_t num_tokens, int64_t num_heads,
                      int64_t size, int64_t token_stride) {
-#pragma omp parallel for if (num_tokens * num_heads * size > 32768)
+#pragma omp parallel for if (num_tokens * num_heads * size > 32768) num_threads(slip_team_size(num_tokens))
     for (int64_t token = 0; token < num_tokens; token++)
         for (int64_t head = 0; head < num_heads; head++)
             slip_norm_row(x + token * token_stride + head * size, 0, weight + head * size, 0,

@@ -4,6 +4,7 @@
 
 #include "../native_math.h"
 #include "../native_parts.h"
+#include "../native_team.h"
 
 void slip_rope_head(const float *x, const float *cosines, float *out, int64_t dim, int64_t rotary) {
     const float *sines = cosines + rotary;
@@ -19,7 +20,7 @@ void slip_rope_head(const float *x, const float *cosines, float *out, int64_t di
 
 void slip_rope(const float *x, const float *table, float *out, int64_t num_tokens, int64_t num_heads, int64_t dim,
                int64_t rotary, int64_t token_stride) {
-#pragma omp parallel for if (num_tokens * num_heads * dim > 65536)
+#pragma omp parallel for if (num_tokens * num_heads * dim > 65536) num_threads(slip_team_size(num_tokens))
     for (int64_t token = 0; token < num_tokens; token++)
         for (int64_t head = 0; head < num_heads; head++)
             slip_rope_head(x + token * token_stride + head * dim, table + token * 2 * rotary,

@@ -2,6 +2,7 @@
 #include <math.h>
 #include <stdint.h>
 
+#include "../native_team.h"
 #include "../native_vector.h"
 
 #define PART 2048  // columns per pass: they stay in the L1 cache
@@ -39,7 +40,7 @@ static float highest_of(const float *x, int64_t size, int *has_nan) {
 // logits [rows, size]. tokens: the first of equal maxima. A row fails if it has NaN, or nothing above -infinity; its
 // token is 0.
 void slip_argmax(const float *logits, int64_t *tokens, uint8_t *failed, int64_t num_rows, int64_t size) {
-#pragma omp parallel for if (num_rows > 1)
+#pragma omp parallel for if (num_rows > 1) num_threads(slip_team_size(num_rows))
     for (int64_t row = 0; row < num_rows; row++) {
         const float *x = logits + row * size;
         float best = -INFINITY;

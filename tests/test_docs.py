@@ -35,6 +35,13 @@ def missing_files(text: str) -> list[str]:
     return missing
 
 
+def misplaced_names(text: str) -> list[str]:
+    """Names that a page says are in a file, as `NAME` of `file.py` or `Name` (`file.py`), and that the file lacks."""
+    found = re.findall(r"`(?:\w+\.)*(\w+)`(?: \(| of | in )`([\w/]+\.(?:py|c|h))`", re.sub(r"\s+", " ", text))
+    files = [(name, next((base / path for base in PLACES if (base / path).is_file()), None)) for name, path in found]
+    return [name for name, file in files if file and not re.search(rf"\b{name}\b", file.read_text(encoding="utf-8"))]
+
+
 def headings(text: str) -> set[str]:
     """The anchors that GitHub and mkdocs generate from the headings of a page."""
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in re.findall(r"^#+ (.+)$", text, re.M)}
@@ -138,6 +145,11 @@ def test_the_files_it_names_are_there(page: Path) -> None:
 
 
 @pages
+def test_names_are_in_the_files_that_it_gives_for_them(page: Path) -> None:
+    assert not misplaced_names(page.read_text(encoding="utf-8"))
+
+
+@pages
 def test_its_links_lead_somewhere(page: Path) -> None:
     assert not broken_links(page.read_text(encoding="utf-8"), page.parent)
 
@@ -176,6 +188,7 @@ def test_what_is_not_there_is_noticed(sources: str, our_words: set[str]) -> None
         f"with `--no-such-flag` or `--depth`; `StepPlan.rows` and `{'Step'}Plank`."
     )
     assert missing_files(text) == ["engine/nowhere.py"]
+    assert misplaced_names("`StepPlan` (`step.py`), `Late` in `step.py`, `NO_SUCH` of `step.py`") == ["NO_SUCH"]
     assert broken_links(text, ROOT) == ["docs/nothing.md", "README.md#nothing"]
     assert unknown_flags(text, sources) == ["no-such-flag"]
     assert unknown_classes(text, our_words) == [f"{'Step'}Plank"]  # in two parts, since this file is searched too

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import time
 
@@ -239,6 +240,14 @@ def test_a_content_length_of_thousands_of_digits_is_refused(folder):
 def test_a_body_that_is_not_called_json_is_refused(folder):
     answer = once(folder, "POST", "/v1/completions", b'{"prompt": "x"}', content_type="text/plain")
     assert answer.status == 415
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/api/generate"])
+def test_a_compressed_body_is_refused_by_its_coding(folder, path):
+    body = b'{"model": "tiny", "prompt": "x"}'
+    answer = once(folder, "POST", path, gzip.compress(body), content_encoding="gzip")
+    assert answer.status == 415 and "Content-Encoding gzip" in answer.said, answer.body
+    assert once(folder, "POST", path, body, content_encoding="identity").status == 200
 
 
 def test_a_request_id_is_echoed_or_made_and_never_breaks_a_header(folder):

@@ -178,7 +178,11 @@ class App:
             if body.strip() not in (b"", b"{}"):
                 raise bad_request(f"{route.path} takes no body; remove it")
             return None
-        kind = next((value for name, value in headers if name == b"content-type"), b"")
+        named = dict(headers)
+        if (coding := named.get(b"content-encoding", b"").strip().lower()) not in (b"", b"identity"):
+            fact = f"the body has the Content-Encoding {coding.decode('latin-1'):.50}, which is not supported"
+            raise HTTPException(415, f"{fact}; send it uncompressed, without this header")
+        kind = named.get(b"content-type", b"")
         # browsers send a preflight for this content type, and none for the others
         if kind.partition(b";")[0].strip().lower() != b"application/json":
             if route.any_content_type:

@@ -6,6 +6,8 @@ import copy
 import json
 from pathlib import Path
 
+import msgspec
+import numpy as np
 import pytest
 
 from slipstream import RequestOutputKind, SamplingParams
@@ -60,6 +62,22 @@ def test_copies_share_nothing_that_changes():
 )
 def test_values_mean_what_they_mean_in_vllm(given, name, value):
     assert getattr(SamplingParams(**given), name) == value
+
+
+def test_numbers_of_numpy_are_numbers():
+    given = SamplingParams(
+        n=np.int64(2), temperature=np.float32(0.5), max_tokens=np.uint8(9), seed=np.uint64(2**64 - 1),
+        ignore_eos=np.bool_(True), logprobs=np.int16(3), stop_token_ids=[np.int32(5), 6],
+        allowed_token_ids=np.arange(3), logit_bias={np.int64(7): np.float16(1.5)},
+    )  # fmt: skip
+    assert given == SamplingParams(
+        n=2, temperature=0.5, max_tokens=9, seed=2**64 - 1, ignore_eos=True, logprobs=3, stop_token_ids=[5, 6],
+        allowed_token_ids=[0, 1, 2], logit_bias={7: 1.5},
+    )  # fmt: skip
+    assert msgspec.json.decode(msgspec.json.encode(given))["max_tokens"] == 9  # plain numbers, which can be sent
+    for wrong in ({"max_tokens": np.float32(1.5)}, {"temperature": np.bool_(True)}, {"stop_token_ids": np.ones(2)}):
+        with pytest.raises(InvalidParams):
+            SamplingParams(**wrong)
 
 
 def test_from_optional_takes_none_for_a_default():

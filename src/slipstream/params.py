@@ -34,7 +34,7 @@ class CheckedNames(msgspec.StructMeta):
 
     def __call__(cls, *values: Any, **given: Any) -> Any:
         check_names(cls, given)
-        return super().__call__(*values, **given)
+        return super().__call__(*map(_plain, values), **{name: _plain(value) for name, value in given.items()})
 
 
 def check_names(params: Any, given: Iterable[str]) -> None:
@@ -276,7 +276,12 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, tag=True, metaclass=Che
     def with_changes(self, **changes: Any) -> SamplingParams:
         """A copy that differs in these fields, checked again."""
         check_names(SamplingParams, changes)
-        return msgspec.structs.replace(self, **changes)
+        return msgspec.structs.replace(self, **{name: _plain(value) for name, value in changes.items()})
+
+
+def _plain(value: Any) -> Any:
+    """Numbers and arrays of numpy as those of Python, which can be sent to a core. Does not import numpy."""
+    return value.tolist() if type(value).__module__ == "numpy" and hasattr(value, "tolist") else value
 
 
 def _real(
@@ -324,14 +329,8 @@ def _range(low: float | None, high: float | None, open_low: bool) -> str:
 
 
 _OPTIONAL = ("max_tokens",)  # None is a value of its own
-_SWITCHES = (
-    "flat_logprobs",
-    "ignore_eos",
-    "include_stop_str_in_output",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "detokenize",
-)
+_SWITCHES = ("flat_logprobs", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens",
+             "spaces_between_special_tokens", "detokenize")  # fmt: skip
 
 
 def _strings(name: str, value: object) -> tuple[str, ...]:
@@ -351,10 +350,11 @@ def check_ids(name: str, value: object) -> tuple[int, ...]:
         return ()
     if not isinstance(value, list | tuple | set | frozenset):
         raise InvalidParams(f"{name} is {value!r}; give a list of token ids", param=name)
-    for i in value:
+    ids = [_plain(each) for each in value]
+    for i in ids:
         if isinstance(i, bool) or not isinstance(i, int) or i < 0:
             raise InvalidParams(f"{name} holds {i!r}; token ids are whole numbers from 0 up", param=name)
-    return tuple(dict.fromkeys(value))
+    return tuple(dict.fromkeys(ids))
 
 
 def _named_values(name: str, value: object) -> dict[str, Any] | None:
@@ -383,7 +383,7 @@ def _bias(value: object) -> dict[int, float] | None:
         raise InvalidParams(f"logit_bias is {value!r}; give an object of token ids and numbers", param="logit_bias")
     bias: dict[int, float] = {}
     for key, number in value.items():
-        token = int(key) if isinstance(key, str) and key.isdecimal() else key
+        token, number = int(key) if isinstance(key, str) and key.isdecimal() else _plain(key), _plain(number)
         if isinstance(token, bool) or not isinstance(token, int) or token < 0:
             raise InvalidParams(f"logit_bias holds {key!r}; token ids are whole numbers from 0 up", param="logit_bias")
         if token in bias:

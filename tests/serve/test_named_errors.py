@@ -88,6 +88,8 @@ def asked(folder, path, body, *models, **settings):
         ("/pooling", {"input": "a", "task": "classify", "activation": True, "softmax": False}, "softmax", "differ"),
         ("/pooling", {"input": "a", "task": "embed", "activation": True}, "activation", "the task is embed"),
         ("/pooling", {"input": "a", "task": "sparse", "encoding_format": "base64"}, "encoding_format", "sparse"),
+        ("/v1/embeddings", {"input": "x", "encoding_format": "int8"}, "encoding_format", "'int8'; give one of"),
+        ("/v1/embeddings", {"input": "x", "truncation_side": "up"}, "truncation_side", "'up'; give one of"),
         ("/detokenize", {"tokens": [-1]}, "tokens", "-1 is unknown"),
         ("/tokenize", {"prompt": "x", "add_generation_prompt": True}, "add_generation_prompt", "needs messages"),
     ],

@@ -245,7 +245,7 @@ async def run_default_task(request: Request, body: dict[str, Any]) -> Response:
     try:
         converted = msgspec.convert(body, kind)
     except msgspec.ValidationError as error:
-        raise invalid_body(error) from None
+        raise invalid_body(error, kind) from None
     response: Response = await handler(request, converted)
     return response
 

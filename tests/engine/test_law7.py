@@ -169,11 +169,11 @@ def alone(model):
     """Results of requests that run one after another, computed once for equal parameters."""
     known = {}
 
-    def generate(params):
-        key = repr(params)
+    def generate(params, prompts=PROMPTS):
+        key = repr((params, prompts))
         if key not in known:
             with make(model, batched=False) as llm:
-                known[key] = llm.generate(PROMPTS, params)
+                known[key] = llm.generate(prompts, params)
         return known[key]
 
     return generate
@@ -199,15 +199,16 @@ WHOLE = ("json schema", "stop ids", "stop strings", "min_tokens", "everything") 
 
 @pytest.mark.parametrize("feature", FEATURES)
 def test_sampled_tokens_do_not_depend_on_scheduling(model, alone, feature):
-    params = FEATURES[feature]
+    params, prompts = FEATURES[feature], PROMPTS
     if not isinstance(params, list) and feature not in WHOLE:
         params = params.with_changes(max_tokens=min(params.max_tokens, 7))
-    wanted = alone(params)
+        prompts = PROMPTS[:4]  # the others differ in their pages only, which greedy requests have in all cells
+    wanted = alone(params, prompts)
     for cell in CELLS_OF[feature]:
         with make(model, **cell) as llm:
             if cell["preempted"]:
                 preempt_after(llm, 6)
-            assert_same(llm.generate(PROMPTS, params), wanted)
+            assert_same(llm.generate(prompts, params), wanted)
             assert (llm.core.scheduler.num_preemptions > 0) == cell["preempted"]
 
 

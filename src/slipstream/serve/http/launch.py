@@ -98,10 +98,11 @@ def _serve_at(claimed: PortClaim | UnixClaim, settings: ServerSettings, options:
 def _serve_replicas(claimed: PortClaim | UnixClaim, settings: ServerSettings, options: list[Options]) -> None:
     """Serves several replicas from one front end in this process, which starts and restarts them."""
     if settings.workers > 1:
+        backend = options[0].distributed_executor_backend
+        by_ray = "" if backend is None else f" and distributed_executor_backend {backend}"
         raise InvalidOption(
-            f"workers is {settings.workers}, data_parallel_size {options[0].data_parallel_size} and "
-            f"distributed_executor_backend {options[0].distributed_executor_backend}; replicas have one front end: use "
-            "1 worker, or one server per replica behind a load balancer"
+            f"workers is {settings.workers}, data_parallel_size {options[0].data_parallel_size}{by_ray}; replicas have "
+            "one front end: use 1 worker, or one server per replica behind a load balancer"
         )
     from slipstream.serve.http.worker import run_worker
 

@@ -28,13 +28,13 @@ class UnixClaim:
             self._sock.bind(path)
             self._sock.listen(_BACKLOG)
             self._inode = os.stat(path).st_ino
+        except InvalidOption:  # a ValueError too
+            self._sock.close()
+            raise
         except (OSError, ValueError) as error:  # ValueError: a null byte
             self._sock.close()
             reason = getattr(error, "strerror", None) or error
             raise InvalidOption(f"cannot listen on the unix socket {path}: {reason}; choose another path") from None
-        except InvalidOption:
-            self._sock.close()
-            raise
 
     def listener(self, *, listens: bool = True) -> socket.socket:
         """Returns a socket owned by the caller. All share one queue, so it listens regardless of `listens`."""

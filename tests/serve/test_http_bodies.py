@@ -70,6 +70,45 @@ def test_a_chunked_body_that_goes_on_byte_by_byte_ends_too(folder, monkeypatch):
     at_door(folder, scenario, body_timeout=0.1)
 
 
+CHUNKED = b"\r\n".join(
+    [b"POST /tokenize HTTP/1.1", b"host: localhost", b"content-type: application/json"]
+    + [b"transfer-encoding: chunked", b"", b""]
+)
+
+
+@pytest.mark.parametrize("part", [b"a: b\r\n" * 50, b"b" * 300], ids=["trailers", "a long line"])
+@pytest.mark.parametrize("begin", [b"0\r\na: b", b"1;b"], ids=["after the last chunk", "after the size of a chunk"])
+def test_what_is_neither_headers_nor_body_is_bounded_too(folder, begin, part):
+    async def scenario(door):
+        async with served(door) as port:
+            reader, writer = await connect(port, CHUNKED, begin)
+            read = asyncio.create_task(reader.read())
+            for _ in range(1000):
+                writer.write(part)
+                await asyncio.sleep(0)
+                if read.done():
+                    break
+            await asyncio.wait([read], timeout=PATIENCE)
+            # what a client sends after the answer may reset the connection before it has read it
+            assert isinstance(read.exception(), ConnectionResetError) or read.result().startswith(b"HTTP/1.1 400")
+            writer.close()
+
+    at_door(folder, scenario, max_header_bytes=1024)
+
+
+def test_trailers_are_no_headers(folder):
+    body = b'{"prompt": "x"}'
+    data = b"%x\r\n%b\r\n0\r\nx-request-timeout: nonsense\r\n\r\n" % (len(body), body)
+
+    async def scenario(door):
+        async with served(door) as port:
+            reader, writer = await connect(port, CHUNKED, data)
+            assert (await answer(reader))[0] == 200
+            writer.close()
+
+    at_door(folder, scenario)
+
+
 def test_a_body_that_comes_slowly_and_steadily_arrives(folder, monkeypatch):
     """Bytes that have come allow for more time: here each allows for a second."""
     monkeypatch.setattr("slipstream.serve.http.body._MIN_RATE", 1)

@@ -1,10 +1,11 @@
 """Extends uvicorn's HTTP protocol: limits on headers, one write per short response, refusals before the body is read.
 
-A connection is closed if the headers of a request are too large or too slow (uvicorn limits headers only with h11;
-httptools, which is faster, would buffer headers without end), or if a body continues long after its response (`body.py`
-limits bodies that are read). The headers of a response are written together with the first part of its body, since a
-write to a socket is a large part of the cost of a short request. If the queue is full, a request is refused when its
-headers are parsed, without creating a task: under overload a refusal must cost less than a request.
+A connection is closed if the headers of a request, or trailers and chunk extensions of its body, are too large or too
+slow (uvicorn limits headers only with h11; httptools, which is faster, would buffer headers and trailers without end),
+or if a body continues long after its response (`body.py` limits bodies that are read). The headers of a response are
+written together with the first part of its body, since a write to a socket is a large part of the cost of a short
+request. If the queue is full, a request is refused when its headers are parsed, without creating a task: under overload
+a refusal must cost less than a request.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def bounded_protocol(limit: int, admission: RequestAdmission) -> type[HttpToolsP
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             self._in_headers = True
-            self._header_bytes = 0
+            self._header_bytes = 0  # since the end of the last request, headers or part of a body
             self._refused = False
             self._timer: asyncio.TimerHandle | None = None
 
@@ -52,13 +53,18 @@ def bounded_protocol(limit: int, admission: RequestAdmission) -> type[HttpToolsP
             super().connection_lost(exc)
 
         def on_headers_complete(self) -> None:
-            self._in_headers = False
+            self._in_headers, self._header_bytes = False, 0
             self._stop_timer()
             self._refused = self._is_answered() and self._refuse()
             if not self._refused:
                 super().on_headers_complete()
 
+        def on_header(self, name: bytes, value: bytes) -> None:
+            if self._in_headers:  # else a trailer, after the last chunk of a body: it says nothing about the request
+                super().on_header(name, value)
+
         def on_body(self, body: bytes) -> None:
+            self._header_bytes = 0
             if not self._refused:
                 super().on_body(body)
 
@@ -84,6 +90,9 @@ def bounded_protocol(limit: int, admission: RequestAdmission) -> type[HttpToolsP
                 return
             super().data_received(data)
             if self.transport.is_closing():
+                return
+            if not self._in_headers and self._header_bytes > limit:  # and this data had no part of the body
+                self.send_400_response(f"More than {limit} bytes between parts of the body, or after it.")
                 return
             if self._in_headers and self._header_bytes and self._timer is None:  # the next headers have begun
                 self._timer = self.loop.call_later(_HEADER_SECONDS, self._too_slow)

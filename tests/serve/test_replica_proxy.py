@@ -259,6 +259,21 @@ def test_servers_without_a_list_get_requests_as_before():
     with_proxy(scenario)
 
 
+@pytest.mark.parametrize("begin", [b"0\r\n", b"1;"], ids=["trailers", "an extension of a chunk"])
+def test_what_is_neither_headers_nor_body_is_bounded(begin):
+    async def scenario(proxy, upstreams):
+        reader, writer = await asyncio.open_connection("127.0.0.1", proxy.port)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n" + begin)
+        writer.write((b"a: b\r\n" if begin[0] == 48 else b"aaaaaa") * 100_000)
+        try:
+            assert (await reader.read()).startswith(b"HTTP/1.1 400")
+        except ConnectionResetError:
+            pass  # what a client sends after the answer may reset the connection before it has read it
+        assert not any(upstream.bodies for upstream in upstreams)
+
+    with_proxy(scenario)
+
+
 def test_a_body_that_is_too_large_is_refused():
     async def scenario(proxy, upstreams):
         reader, _ = await send(proxy, b"x" * 6000)

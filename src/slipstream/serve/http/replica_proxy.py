@@ -88,19 +88,23 @@ class ReplicaProxy:
 
     async def _read(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> _Request | None:
         """The whole request; None: the client has sent none."""
-        request, num_bytes = _Request(), 0
+        request, num_bytes = _Request(), 0  # since the beginning, the headers, or the last part of the body
         parser = httptools.HttpRequestParser(request)
         while not request.is_complete:
             data = await reader.read(_PIECE)
             if not data:
                 return None
-            num_bytes += len(data)
+            num_bytes, before = num_bytes + len(data), (request.has_headers, len(request.body))
             try:
                 parser.feed_data(data)
             except httptools.HttpParserError as error:
                 raise BadRequest(400, f"the request is not HTTP: {error}") from None
-            if not request.has_headers and num_bytes > self.max_header_bytes:
-                raise BadRequest(431, f"headers have more than {self.max_header_bytes} bytes")
+            if (request.has_headers, len(request.body)) != before:
+                num_bytes = 0
+            elif num_bytes > self.max_header_bytes:
+                if not request.has_headers:
+                    raise BadRequest(431, f"headers have more than {self.max_header_bytes} bytes")
+                raise BadRequest(400, f"more than {self.max_header_bytes} bytes between parts of the body, or after it")
             if len(request.body) > self.max_body_bytes:
                 raise BadRequest(413, f"the body has more than {self.max_body_bytes} bytes; send less")
             if request.expects_continue and not request.is_complete:
@@ -197,6 +201,8 @@ class _Request:
         self.target += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        if self.has_headers:
+            return  # a trailer, which says nothing about the request
         self.headers.append((name, value))
         self.expects_continue |= name.lower() == b"expect" and value.lower() == b"100-continue"
 

@@ -274,6 +274,20 @@ def test_what_is_neither_headers_nor_body_is_bounded(begin):
     with_proxy(scenario)
 
 
+@pytest.mark.parametrize(
+    "part", [b"", b"POST /v1/completions HTTP/1.1\r\n", b"POST / HTTP/1.1\r\ncontent-length: 9\r\n\r\n"]
+)
+def test_a_request_that_does_not_come_does_not_hold_its_connection(monkeypatch, part):
+    monkeypatch.setattr("slipstream.serve.http.replica_proxy._READ_SECONDS", 0.05)
+
+    async def scenario(proxy, upstreams):
+        reader, writer = await asyncio.open_connection("127.0.0.1", proxy.port)
+        writer.write(part)
+        assert await reader.read() == b""
+
+    with_proxy(scenario)
+
+
 def test_a_body_that_is_too_large_is_refused():
     async def scenario(proxy, upstreams):
         reader, _ = await send(proxy, b"x" * 6000)

@@ -26,6 +26,7 @@ log = logging.getLogger("slipstream.proxy")
 
 MAX_RUNS = 2
 READY_SECONDS = 30.0  # that a request waits for a server
+_READ_SECONDS = 30.0  # without a byte of a request that is not complete
 _HOP = {b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"upgrade", b"transfer-encoding"}
 _PIECE = 2**16
 
@@ -87,11 +88,14 @@ class ReplicaProxy:
             raise error
 
     async def _read(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> _Request | None:
-        """The whole request; None: the client has sent none."""
+        """The whole request; None: the client has sent none, or not all of it."""
         request, num_bytes = _Request(), 0  # since the beginning, the headers, or the last part of the body
         parser = httptools.HttpRequestParser(request)
         while not request.is_complete:
-            data = await reader.read(_PIECE)
+            try:
+                data = await asyncio.wait_for(reader.read(_PIECE), _READ_SECONDS)
+            except TimeoutError:
+                return None
             if not data:
                 return None
             num_bytes, before = num_bytes + len(data), (request.has_headers, len(request.body))

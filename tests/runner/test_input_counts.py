@@ -33,6 +33,7 @@ def test_steps_of_the_same_rows_upload_the_same_and_others_their_own() -> None:
     longer, moved = replace(plan, step=1, lengths=ints(10, 15)), replace(plan, rows=ints(4, 3))
     steps = [(plan, small), (longer, small), (moved, small)]
     steps += [(plan, small), (plan, large), (decodes, Size(2, 2)), (decodes, Size(2, 2)), (known, Size(2, 2))]
+    steps += [(plan, small), (decodes, Size(2, 2)), (plan, large), (moved, small), (longer, small)]  # in turns
     for number, (each, size) in enumerate(steps):
         own = expand_drafts(each) if each.has_drafts else each
         gathered = []

@@ -84,6 +84,21 @@ def test_plans_of_the_same_rows_and_numbers_of_drafts_share_their_arrays() -> No
     assert 10 < num_shared < len(plans) - 1, "the second request ends before the first"
 
 
+def test_steps_with_and_without_drafts_in_turns_share_the_arrays_of_their_kind() -> None:
+    bench = bench_with(WRONG, 3, depth=1)
+    (request,) = bench.submit([1, 2, 3], max_tokens=30)
+    planner, number = bench.scheduler.drafts, 0
+    while bench.scheduler.has_requests():
+        planner.num_drafts = 3 * (number % 2)
+        number += 1
+        bench.step()
+    bench.check_tokens(request)
+    plans = [plan for plan in bench.plans if not len(plan.tokens)]
+    for numbers in ([1], [4]):
+        same = [plan for plan in plans if plan.num_drawn.tolist() == numbers]
+        assert len(same) > 5 and all(plan.rows is same[0].rows for plan in same)
+
+
 def test_a_request_that_comes_back_to_another_row_has_its_drafts_there() -> None:
     bench = bench_with(RIGHT, 3, depth=0)
     one, two = (bench.submit(prompt, max_tokens=40)[0] for prompt in ([1, 2, 3], [4, 5]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -28,6 +28,9 @@ from slipstream.step import (
     StepPlan,
 )
 
+K = TypeVar("K")
+V = TypeVar("V")
+_MOST_SHARED = 8  # arrays of earlier plans that later ones share
 _NO_COPIES: Ints = np.zeros((0, 3), np.int32)
 _NO_RESTORES: Ints = np.zeros((0, 2), np.int32)
 
@@ -272,8 +275,10 @@ class DecodeArrays:
         self.rows: Ints = NO_INTS
         self.lengths: Ints = NO_INTS
         self.is_stale = False  # a commit subtracted rejected drafts from the length of a request
-        self._last_drafted: tuple[Ints, list[tuple[int, int]]] | None = None  # what the arrays below were made of
-        self._drafted: tuple[Ints, Ints, Ints] = NO_INTS, NO_INTS, NO_INTS
+        # arrays of recent plans, which later ones share: steps with and without drafts take turns
+        self._rows: dict[tuple[int, ...], Ints] = {}
+        self._drafted: dict[tuple[tuple[int, ...], tuple[tuple[int, int], ...]], tuple[Ints, Ints, Ints]] = {}
+        self._row_numbers: tuple[int, ...] = ()  # of `rows`
 
     def advance(self, requests: list[Request]) -> None:
         """Update the arrays for the next plan. A request cannot change its row without a plan that lacks it."""
@@ -283,23 +288,34 @@ class DecodeArrays:
             return
         if not is_same:
             self.requests = requests
-            self.rows = np.array([request.row for request in requests], np.int32)
+            self._row_numbers = numbers = tuple([request.row for request in requests])
+            known = self._rows.get(numbers)
+            if known is None:
+                known = _keep(self._rows, numbers, np.array(numbers, np.int32))
+            self.rows = known
         self.lengths = np.array([request.computed for request in requests], np.int32)
         self.is_stale = False
 
     def with_drafted(self, chunks: list[Chunk]) -> tuple[Ints, Ints, Ints]:
         """Rows, numbers of positions and of host tokens of a plan of these decodes and drafted rows: the same arrays
-        as in the last such plan, if its rows and numbers of drafts were the same."""
-        numbers = [(chunk.request.row, chunk.num_tokens) for chunk in chunks]
-        last = self._last_drafted
-        if last is None or last[0] is not self.rows or last[1] != numbers:
+        as in a recent plan of the same rows and numbers of drafts."""
+        numbers = tuple([(chunk.request.row, chunk.num_tokens) for chunk in chunks])
+        known = self._drafted.get((self._row_numbers, numbers))
+        if known is None:
             num_decodes, total = len(self.rows), len(self.rows) + len(chunks)
             num_tokens = np.ones(total, np.int32)
             num_tokens[num_decodes:] = [num for _, num in numbers]
             rows = np.concatenate([self.rows, np.array([row for row, _ in numbers], np.int32)])
-            self._drafted = rows, num_tokens, np.zeros(total, np.int32)
-            self._last_drafted = self.rows, numbers
-        return self._drafted
+            arrays = rows, num_tokens, np.zeros(total, np.int32)
+            known = _keep(self._drafted, (self._row_numbers, numbers), arrays)
+        return known
+
+
+def _keep(known: dict[K, V], key: K, value: V) -> V:
+    if len(known) >= _MOST_SHARED:
+        known.clear()
+    known[key] = value
+    return value
 
 
 def embed_plan(chunks: list[Chunk], first: int) -> EmbedPlan | None:

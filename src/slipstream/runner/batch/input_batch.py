@@ -15,6 +15,7 @@ import torch
 
 from slipstream.nn.context import BatchView
 from slipstream.ops.step_inputs import StepRows, gather_inputs
+from slipstream.runner.batch.array_cache import ArrayCache
 from slipstream.runner.batch.page_tables import PageTables
 from slipstream.runner.batch.prompt_embeds import stage_embeds
 from slipstream.runner.batch.rope_rows import RopeRows
@@ -102,7 +103,7 @@ class InputBatch:
         self.page_tables = page_tables
         self.rope_rows = rope_rows
         self.history = history
-        self._last: tuple[Ints, Size, _Counts] | None = None  # of the last padded plan without host tokens
+        self._kept: ArrayCache[tuple[Size, _Counts]] = ArrayCache()  # of rows of padded plans without host tokens
 
     def prepare(self, plan: StepPlan, upload: Upload, size: Size | None = None) -> Callable[[], Gathered]:
         counts = self._count(plan) if size is None else self._kept_counts(plan, size)
@@ -178,10 +179,10 @@ class InputBatch:
         as long as the same rows have the same numbers of drafts."""
         if len(plan.tokens):
             return self._count_padded(plan, size)
-        last = self._last
-        if last is None or last[0] is not plan.rows or last[1] != size:
-            last = self._last = plan.rows, size, self._count_padded(plan, size)
-        return last[2]
+        found = self._kept.get(plan.rows)
+        if found is None or found[0] != size:
+            found = self._kept.put(plan.rows, (size, self._count_padded(plan, size)))
+        return found[1]
 
     def _count_padded(self, plan: StepPlan, size: Size) -> _Counts:
         """Counts with tokens of the padding row."""

@@ -15,6 +15,7 @@ from slipstream.dist.group import Group
 from slipstream.ops.drafts import Accepted, DrawnTokens
 from slipstream.ops.sample import TopLogprobs
 from slipstream.params import MAX_PACKED_LOGPROBS
+from slipstream.runner.batch.array_cache import ArrayCache
 from slipstream.runner.batch.row_state import RowState
 from slipstream.runner.batch.staging import Upload
 from slipstream.runner.graphs import GraphPool
@@ -145,9 +146,9 @@ class Sampler:
         self._states: list[RowState] = [*self.stages, self.draw, self.requested, self.wide]
         self._changed = False  # whether this step admits or releases a generation request
         # what was found for these sampling rows, which plans share as long as the same rows decode
-        self._late_rows: tuple[Ints, bool] | None = None
-        self._readers: tuple[Ints, bool] | None = None
-        self._kept: tuple[Ints, int | None, Replayed | None] | None = None
+        self._late_rows: ArrayCache[bool] = ArrayCache()
+        self._readers: ArrayCache[bool] = ArrayCache()
+        self._kept: ArrayCache[tuple[int | None, Replayed | None]] = ArrayCache()
         self._generating: set[int] = set()  # rows of generation requests
 
     def connect_ranks(self, group: Group) -> None:
@@ -158,7 +159,8 @@ class Sampler:
         released = plan.released.tolist()
         self._changed = bool(plan.admitted) or not self._generating.isdisjoint(released)
         if self._changed:
-            self._late_rows = self._readers = self._kept = None
+            for found in (self._late_rows, self._readers, self._kept):
+                found.clear()
             for state in self._states:
                 state.apply(plan)
             self._generating.difference_update(released)
@@ -172,10 +174,11 @@ class Sampler:
     def needs_late(self, plan: StepPlan) -> bool:
         """Host: whether a sampling row of this step needs data that come with `send`."""
         rows = _sampling_rows(plan)
-        if self._late_rows is None or self._late_rows[0] is not rows:
+        found = self._late_rows.get(rows)
+        if found is None:
             stages = (self._masks, self._biases, self._raw, self._scaled)
-            self._late_rows = rows, any(stage.is_used_by(rows) for stage in stages)
-        return self._late_rows[1]
+            found = self._late_rows.put(rows, any(stage.is_used_by(rows) for stage in stages))
+        return found
 
     def open_masks(self, num_masks: int) -> StepMasks:
         """Host: see `GrammarMask.open`."""
@@ -190,9 +193,10 @@ class Sampler:
     def reads_output(self, plan: StepPlan) -> bool:
         """Host: whether a stage of a sampling row depends on the tokens before, drafts included."""
         rows = _sampling_rows(plan)
-        if self._readers is None or self._readers[0] is not rows:
-            self._readers = rows, any(stage.is_used_by(rows) for stage in self._of_output)
-        return self._readers[1]
+        found = self._readers.get(rows)
+        if found is None:
+            found = self._readers.put(rows, any(stage.is_used_by(rows) for stage in self._of_output))
+        return found
 
     def prepare(self, plan: StepPlan, upload: Upload) -> SamplingWork:
         """Host, after `apply` and `flush`: this step's device work, for logits of the plan's sampling rows."""
@@ -210,11 +214,13 @@ class Sampler:
         """Host: like `prepare`, as work that uploads nothing and can be captured; None if a feature of a row cannot be
         captured."""
         rows, num_logprobs = _sampling_rows(plan), plan.num_logprobs
-        if self._kept is not None and self._kept[0] is rows and self._kept[1] == num_logprobs:
-            return self._kept[2]
+        found = self._kept.get(rows)
+        if found is not None and found[0] == num_logprobs:
+            return found[1]
         counts = self._min_tokens.is_used_by(rows)  # the steps that still need it
         replayed = self._make_by_row(rows, num_logprobs)
-        self._kept = None if counts else (rows, num_logprobs, replayed)
+        if not counts:
+            self._kept.put(rows, (num_logprobs, replayed))
         return replayed
 
     def _make_by_row(self, rows: Ints, num_logprobs: int | None) -> Replayed | None:

@@ -228,7 +228,8 @@ def attention():
     build(ATTENTION + "triton.decode", "_split_kernel", x, **latent, **single)
     build(ATTENTION + "triton.varlen", "_tile_kernel", x, TILE=32, **latent)
     shape = dict(KV_HEADS=8, GROUP=4, PAGE=16, WINDOW=0)
-    cuts = dict(TILE=128, MIN_SPLIT=256, MAX_SPLITS=32, STEP=128, TOGETHER=8192, CUT_SINGLES=True, BLOCK=256)
+    cuts = dict(TILE=128, MIN_SPLIT=256, ONE_SPLIT=512, MAX_SPLITS=32)
+    cuts |= dict(STEP=128, TOGETHER=8192, CUT_SINGLES=True, BLOCK=256)
     build(ATTENTION + "tile_list", "_list_tiles_kernel", x, HAS_STARTS=True, host_ids=None, QUERIES=1, **shape, **cuts)
     build(ATTENTION + "tile_list", "_list_tiles_kernel", x, HAS_STARTS=False, starts=None, QUERIES=5, **shape, **cuts)
 

@@ -224,8 +224,8 @@ def test_float16_stays_float16_on_hopper():
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("rows", [2, 3, 16, 33, 64, 80, 100, 256])
-@pytest.mark.parametrize("sizes", [(2048, 1024, 3072), (520, 200, 136), (1024, 1024, 12288)])
+@pytest.mark.parametrize("rows", [2, 3, 8, 16, 33, 64, 80, 100, 256])
+@pytest.mark.parametrize("sizes", [(2048, 1024, 3072), (520, 200, 136), (1024, 1024, 12288), (1536, 576, 1536)])
 def test_a_norm_between_two_products(rows, sizes):
     half = {"device": "cuda", "dtype": torch.bfloat16}
     num_in, size, num_out = sizes

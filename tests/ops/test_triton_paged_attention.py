@@ -543,6 +543,24 @@ def test_step_without_rows_of_one_token_has_empty_shares():
     assert tile_list.totals[0] == 0 and not any(shares_of(tile_list))
 
 
+def test_rows_of_few_keys_are_not_cut():
+    """And positions of a drafted row at both sides of the border are computed apart."""
+    lengths, table = torch.tensor([300, 511, 512, 513, 514, 700]), torch.ones(6, 50, dtype=torch.int64)
+    ids = torch.tensor([-1, -1, -2, -3, -4, -1])
+    tile_list = build_tile_list(
+        TileListRows(lengths.to(DEVICE), None, table.to(DEVICE), 6, 800, ids.to(DEVICE), 4),
+        TileListHeads(4, 2, 16, 16),
+        TileListSplits(one_split=512),
+    )
+    records = tile_list.singles[: int(tile_list.totals[0])].tolist()
+    assert [[record[0], record[6], record[8], record[3], record[4]] for record in records] == [
+        [0, 300, 1, 512, 1], [1, 512, 2, 512, 1], [3, 514, 2, 256, 3], [5, 700, 1, 256, 3],
+    ]  # fmt: skip
+    facts = ((1, 64), (FEW_ROWS, 64), (FEW_ROWS + 1, 64), (1, 128))
+    decodes = [DecodeRows(DEVICE, torch.bfloat16, 9, 3, dim, 16, rows) for rows, dim in facts]
+    assert [rows.one_split for rows in decodes] == [512, 512, 0, 0]
+
+
 def test_more_rows_are_cut_into_longer_pieces():
     assert [split_keys(rows) for rows in (1, FEW_ROWS, FEW_ROWS + 1, SOME_ROWS, SOME_ROWS + 1)] == [
         256, 256, 512, 512, 1024,
@@ -631,7 +649,7 @@ def test_sinks_at_the_size_of_gpt_oss(window):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("heads", [(32, 8), (16, 8), (8, 8), (28, 4), (24, 1)])
+@pytest.mark.parametrize("heads", [(32, 8), (16, 8), (8, 8), (9, 3), (28, 4), (24, 1)])
 @pytest.mark.parametrize("rows", [1, 2, 40])  # few rows, and more
 def test_drafted_rows_are_bit_equal_to_rows_of_one_token_at_real_size(heads, rows):
     counts = [1 + (4 + row) % 5 for row in range(rows)]

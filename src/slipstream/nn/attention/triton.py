@@ -119,7 +119,12 @@ class TritonAttention:
                 max_queries,
             ),
             TileListHeads(spec.num_heads, num_kv_heads, spec.page_size, tile, group.window),
-            TileListSplits(rows.num_programs, cut_singles=not self.one_kernel, row_programs=rows.has_row_programs),
+            TileListSplits(
+                rows.num_programs,
+                one_split=rows.one_split,
+                cut_singles=not self.one_kernel,
+                row_programs=rows.has_row_programs,
+            ),
         )
         if partials is None:
             partials = make_partials(tile_list, spec.num_heads, dim)

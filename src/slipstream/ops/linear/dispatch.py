@@ -185,7 +185,7 @@ def _streaming_is_faster(x: torch.Tensor, weight: torch.Tensor, max_rows_of_larg
     if len(x) > max_rows_of_large_weight:
         return weight.shape[0] * weight.shape[1] <= SMALL_WEIGHT
     # a short sum for very many outputs (an LM head of a small model) leaves too little work per program
-    return len(weight) < 65536 or weight.shape[1] >= 2048
+    return len(weight) < 32768 or weight.shape[1] >= 2048
 
 
 def _gemv(call: GemmCall) -> torch.Tensor:

@@ -90,6 +90,7 @@ class TileListHeads:
 class TileListSplits:
     num_split_programs: int = 1  # maximum number of shares
     min_split: int | None = None  # minimum keys per split; None: by the number of rows
+    one_split: int = 0  # rows with up to so many keys are not split, or with up to `min_split`
     max_splits: int = MAX_SPLITS
     keys_together: int = KEYS_TOGETHER
     cut_singles: bool = True  # False: rows of one token are tiles too, and one kernel computes everything
@@ -142,6 +143,7 @@ def build_tile_list(rows: TileListRows, heads: TileListHeads, cuts: TileListSpli
         WINDOW=heads.window,
         TILE=heads.tile,
         MIN_SPLIT=min_split,
+        ONE_SPLIT=max(min_split, cuts.one_split),
         MAX_SPLITS=cuts.max_splits,
         STEP=FEW_KEY_BLOCK if tile_list.has_large_blocks else KEY_BLOCK,
         TOGETHER=cuts.keys_together,
@@ -205,6 +207,7 @@ def _list_tiles_kernel(
     WINDOW: tl.constexpr,
     TILE: tl.constexpr,
     MIN_SPLIT: tl.constexpr,
+    ONE_SPLIT: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     STEP: tl.constexpr,
     TOGETHER: tl.constexpr,
@@ -237,12 +240,13 @@ def _list_tiles_kernel(
                 PAGE,
                 WINDOW,
                 MIN_SPLIT,
+                ONE_SPLIT,
                 MAX_SPLITS,
                 STEP,
                 QUERIES,
             )
             count = tl.where(following, 0, count)  # the last position of a row lists all of them
-        begin, size, splits = cut_keys(length, WINDOW, MIN_SPLIT, MAX_SPLITS, STEP)
+        begin, size, splits = cut_keys(length, WINDOW, MIN_SPLIT, ONE_SPLIT, MAX_SPLITS, STEP)
         single = (count == 1) & CUT_SINGLES
         cost = tl.where((rows <= num_rows) & single, length - begin + splits * SPLIT_COST, 0).to(tl.int64)
         cost_of_all += tl.sum(cost)
@@ -269,6 +273,7 @@ def _list_tiles_kernel(
             PAGE,
             WINDOW,
             MIN_SPLIT,
+            ONE_SPLIT,
             MAX_SPLITS,
             STEP,
             QUERIES,
@@ -277,7 +282,8 @@ def _list_tiles_kernel(
         back = tl.arange(0, triton.next_power_of_2(QUERIES))
         is_same = continues(
             tl.maximum(row - back, 0),
-            lengths, host_ids, table, table_stride, num_rows, PAGE, WINDOW, MIN_SPLIT, MAX_SPLITS, STEP, QUERIES,
+            lengths, host_ids, table, table_stride, num_rows,
+            PAGE, WINDOW, MIN_SPLIT, ONE_SPLIT, MAX_SPLITS, STEP, QUERIES,
         )  # fmt: skip
         queries = 1 + tl.min(tl.where(is_same, QUERIES - 1, back))
         splits_before = (row - queries + 1) * row_splits
@@ -285,7 +291,7 @@ def _list_tiles_kernel(
     if host_ids is not None:
         fresh = -tl.load(host_ids + row, mask=row < num_rows, other=-1).to(tl.int32)
     if (count == 1) & CUT_SINGLES:
-        begin, size, splits = cut_keys(length, WINDOW, MIN_SPLIT, MAX_SPLITS, STEP)
+        begin, size, splits = cut_keys(length, WINDOW, MIN_SPLIT, ONE_SPLIT, MAX_SPLITS, STEP)
         record = singles_out + tl.cast(singles_before, tl.int64) * SINGLE_RECORD
         tl.store(record, row - queries + 1)
         tl.store(record + 1, start - queries + 1)

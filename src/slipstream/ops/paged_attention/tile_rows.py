@@ -40,6 +40,7 @@ def continues(
     PAGE: tl.constexpr,
     WINDOW: tl.constexpr,
     MIN_SPLIT: tl.constexpr,
+    ONE_SPLIT: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     STEP: tl.constexpr,
     QUERIES: tl.constexpr,
@@ -50,20 +51,29 @@ def continues(
     before = tl.maximum(row - 1, 0)
     _, _, length = read_rows(row, lengths, None, table, table_stride, num_rows, num_rows, False, PAGE)
     _, _, length_before = read_rows(before, lengths, None, table, table_stride, num_rows, num_rows, False, PAGE)
-    begin, size, _ = cut_keys(length, WINDOW, MIN_SPLIT, MAX_SPLITS, STEP)
-    begin_before, size_before, _ = cut_keys(length_before, WINDOW, MIN_SPLIT, MAX_SPLITS, STEP)
+    begin, size, _ = cut_keys(length, WINDOW, MIN_SPLIT, ONE_SPLIT, MAX_SPLITS, STEP)
+    begin_before, size_before, _ = cut_keys(length_before, WINDOW, MIN_SPLIT, ONE_SPLIT, MAX_SPLITS, STEP)
     is_next = (offset > 0) & (offset % QUERIES != 0) & (length == length_before + 1)
     return is_next & (begin == begin_before) & (size == size_before)
 
 
 @triton.jit
-def cut_keys(length, WINDOW: tl.constexpr, MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, STEP: tl.constexpr):
-    """First key of the first split, keys per split, number of splits (1 for padding: its output is written too). The
-    splits of a row are about equal: as many as MIN_SPLIT allows, of a multiple of STEP keys."""
+def cut_keys(
+    length,
+    WINDOW: tl.constexpr,
+    MIN_SPLIT: tl.constexpr,
+    ONE_SPLIT: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """First key of the first split, keys per split, number of splits (1 for padding: its output is written too). A row
+    with up to ONE_SPLIT keys has one. The splits of a longer row are about equal: as many as MIN_SPLIT allows, of a
+    multiple of STEP keys."""
     begin = length * 0
     if WINDOW:
         begin = tl.maximum(length - WINDOW, 0) // ALIGN * ALIGN
     keys = length - begin
     splits = tl.maximum(tl.minimum(tl.cdiv(keys, MIN_SPLIT), MAX_SPLITS), 1)
-    size = tl.where(splits > 1, tl.cdiv(tl.cdiv(keys, splits), STEP) * STEP, MIN_SPLIT)
+    splits = tl.where(keys <= ONE_SPLIT, 1, splits)
+    size = tl.where(splits > 1, tl.cdiv(tl.cdiv(keys, splits), STEP) * STEP, ONE_SPLIT)
     return begin, size, tl.maximum(tl.cdiv(keys, size), 1)

@@ -31,6 +31,8 @@ from slipstream.ops.linear.triton.streaming_kernel import BYTES
 from slipstream.ops.linear.unnormalized import StreamedRows, Unnormalized
 from slipstream.ops.pdl import dependent
 
+TINY_WEIGHT, MAX_TINY_INPUTS = 2 << 20, 1536
+"""Elements, and inputs, of a weight whose GEMM is bound by latency: few stages, no split-k, no padding to 16 rows."""
 MEMORY = 195 << 10  # bytes of shared memory for the pipelines of all programs on a multiprocessor
 
 
@@ -197,6 +199,9 @@ def stream_tile(rows: int, num_out: int, num_in: int, gate: str) -> StreamTile:
     if not gate and narrow_splits(rows, num_out, num_in) == 1:
         return StreamTile(1, narrow_outputs(num_out))
     blocks = triton.cdiv(num_out, 64)
+    if rows <= 8 and num_out * num_in <= TINY_WEIGHT and num_in <= MAX_TINY_INPUTS:
+        tiles = triton.cdiv(num_in * 2, BYTES.value)
+        return StreamTile(1, rows=8, copies=4 if tiles % 3 else 3)
     is_small = num_out * num_in <= SMALL_WEIGHT
     if rows <= 32 or (rows <= 64 and is_small and not gate):
         max_splits = MULTIPROCESSORS // blocks

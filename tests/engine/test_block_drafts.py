@@ -150,7 +150,7 @@ def test_steps_without_drafts_keep_the_context_complete(model, drafter):
             def skip(self):
                 return False
 
-            def choose(self, counts):
+            def choose(self, counts, count_matched):
                 nonlocal number
                 number += 1
                 return (3,) * 3 if number % 7 > 3 else (0,) * 3, 3 if number % 7 >= 3 else 0

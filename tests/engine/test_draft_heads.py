@@ -430,7 +430,7 @@ def test_steps_without_drafts_store_entries_only(tmp_path):
         def skip(self):
             return False
 
-        def choose(self, counts):
+        def choose(self, counts, count_matched):
             nonlocal num_plans
             num_plans += 1
             return (3,) * 3 if num_plans % 7 > 3 else (0,) * 3, 3 if num_plans % 7 >= 3 else 0

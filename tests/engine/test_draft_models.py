@@ -120,7 +120,7 @@ class Alternating:
     def skip(self):
         return False
 
-    def choose(self, counts):
+    def choose(self, counts, count_matched):
         self.number += 1
         phase = self.number % self.period
         return (3,) * 3 if phase > self.num_without else (0,) * 3, 3 if phase >= self.num_without else 0

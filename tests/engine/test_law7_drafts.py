@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import random
 from pathlib import Path
 
 import pytest
 from test_law7 import FEATURES, REPLAYED
 
+from draft_search import search
 from law7 import DRAFTED, PROMPTS
 from law7_engine import GREEDY, assert_same, make
 from mask_gate import DraftGate
@@ -17,6 +20,7 @@ from slipstream import SamplingParams
 from slipstream.config.options import make_options
 from slipstream.engine.build import foresee
 from slipstream.errors import InvalidOption
+from slipstream.ops.drafts import MatchRule
 from slipstream.runner.batch.input_batch import Size
 from tiny import write_tiny
 from tiny_drafters import write_dflash, write_eagle3
@@ -178,6 +182,31 @@ def test_replayed_steps_with_drafts_give_the_same_tokens(model, wanted, of_repla
         assert ("forward", Size(8, 8, has_drafts=True), False) in [key[:3] for key in captured]
         assert llm.core.scheduler.drafts.counts.num_accepted > 0
         assert llm.core.executor.input_batch.rows.computed[-1] == 0, "the padding row has a length"
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("is_replayed", [False, True], ids=["eager", "replayed"])
+def test_results_have_the_drafts_that_a_search_makes(model, wanted, depth, is_replayed):
+    """Those of steps with and without drafts; the host chooses the next number by them."""
+    device = ReplayDevice(depth) if is_replayed else None
+    with make(model, cached=True, batched=True, depth=depth, device=device, drafts="ngram") as llm:
+        planner, seen = llm.core.scheduler.drafts, set()
+        numbers = itertools.cycle([(0, 0, 0), (3, 3, 3)])
+        planner.length.choose = lambda counts, count_matched: (next(numbers), 3)
+        llm.core.executor.graphs.token_sizes = []  # the CPU's attention goes row by row through longer chunks
+        counts = planner.counts
+        see = counts.see
+
+        def check(requests, tokens, drafts, has_drafts):
+            for row, (request, new) in enumerate(zip(requests, tokens, strict=True)):
+                if drafts is not None and new:
+                    assert drafts[row].tolist() == search(request.tokens + new, MatchRule(2, 4, math.inf), 3)
+                    seen.add((has_drafts, bool(drafts[row, 0] >= 0)))
+            see(requests, tokens, drafts, has_drafts)
+
+        counts.see = check
+        assert_same(llm.generate(PROMPTS, GREEDY), wanted["greedy"])
+        assert {has_drafts for has_drafts, _ in seen} == {is_matched for _, is_matched in seen} == {False, True}
 
 
 @pytest.mark.parametrize("depth", [1, 2])

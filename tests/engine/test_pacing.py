@@ -1,5 +1,7 @@
 """How far ahead a core runs and how much prompt it gives a step, on a scripted clock."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -196,9 +198,9 @@ def test_decodes_say_nothing_of_prompts():
 
 def test_steps_are_measured_with_the_time_in_which_the_device_waited_for_the_host():
     world, seen = World(), []
-    world.pace.on_decode = lambda num_positions, seconds: seen.append((num_positions, seconds))
-    for idle in (0.0, 0.002):
-        world.pace.launched(plan(8), 0.001)
+    world.pace.on_decode = lambda *measured: seen.append(measured)
+    for idle, num_proposed in ((0.0, 0), (0.002, 0), (0.0, 4)):
+        world.pace.launched(dataclasses.replace(plan(8), num_proposed=num_proposed), 0.001)
         world.pace.committed(0.003, idle)
-    assert seen == [(8, 0.003), (8, 0.005)]
+    assert seen == [(8, 0.003, False), (8, 0.005, False), (8, 0.003, True)]
     assert world.pace.expected(plan(8)) == pytest.approx(0.003)  # how long the device is busy

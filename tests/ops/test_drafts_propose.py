@@ -8,27 +8,12 @@ import random
 import pytest
 import torch
 
+from draft_search import search
 from slipstream.ops import dispatch
 from slipstream.ops.drafts import Accepted, DrawnTokens, MatchRule, RowHistory, reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PAGE, WIDTH, ROWS, DRAFTS = 4, 40, 6, 5
-
-
-def search(text: list[int], rule: MatchRule, num: int, first: int = 0) -> list[int]:
-    """Tokens after the longest earlier match of the end of `text`, the newest of equally long ones."""
-    best = (0, 0)
-    for end in range(first, len(text) - 1):
-        length = 0
-        while length < rule.longest and end - length >= first and text[end - length] == text[-1 - length]:
-            length += 1
-        best = max(best, (length, end))
-    if best[0] < rule.shortest:
-        return [-1] * num
-    longer = list(text)
-    for place in range(num):
-        longer.append(longer[best[1] + 1 + place])
-    return [token if place < best[0] * rule.reach else -1 for place, token in enumerate(longer[len(text) :])]
 
 
 def propose(name: str, *args) -> None:
@@ -68,7 +53,9 @@ def test_the_tokens_after_the_longest_and_newest_match(name: str, rule: MatchRul
         texts = [[rng.randrange(kinds) for _ in range(length)] for length in lengths]
         history = rows_of(texts, rng)
         rows = torch.tensor([3, 0, 4, 1, 2, ROWS - 1], device=DEVICE)
-        propose(name, rows, None, history, num, rule, max(lengths))
+        returned = torch.full((len(rows), num), 55, device=DEVICE)
+        propose(name, rows, None, history, num, rule, max(lengths), returned)
+        assert returned.equal(history.next_tokens[rows, 1 : 1 + num])
         for row, text in enumerate(texts):
             got = history.next_tokens[row].tolist()
             assert got[: 1 + num] == [text[-1], *search(text, rule, num)], (kinds, row, text)
@@ -94,8 +81,10 @@ def test_a_history_of_several_blocks(block: int, monkeypatch: pytest.MonkeyPatch
 def test_only_the_first_place_of_a_row_proposes(name: str) -> None:
     history = rows_of([[1, 2, 3, 1, 2], [5, 5, 5], [1, 2]], random.Random(0))
     rows, offsets = (torch.tensor(x, device=DEVICE) for x in ([0, 0, 0, 1, 2, 2], [0, 1, 2, 0, 1, 2]))
-    propose(name, rows, offsets, history, 2, MatchRule(1, 12, math.inf), 5)  # longer than the texts
+    returned = torch.full((6, 2), 55, device=DEVICE)
+    propose(name, rows, offsets, history, 2, MatchRule(1, 12, math.inf), 5, returned)  # longer than the texts
     assert history.next_tokens[:3, :3].tolist() == [[2, 3, 1], [5, 5, 5], [2, 77, 77]]
+    assert returned[[0, 3]].tolist() == [[3, 1], [5, 5]]
 
 
 @pytest.mark.parametrize("name", ["reference", "kernel"])
@@ -144,6 +133,8 @@ def test_long_histories_on_a_gpu_in_a_replayed_graph(rule: MatchRule) -> None:
     on_host = RowHistory(next_tokens, computed, table, tokens)
     on_gpu = RowHistory(*(part.cuda() for part in on_host))
 
+    returned = torch.full((len(rows), DRAFTS), 55, device="cuda")
+
     def run(name: str, history: RowHistory) -> Accepted:
         module, device = (reference, "cpu") if name == "reference" else (kernels, "cuda")
         own = [part.to(device) for part in (rows, offsets, drawn, failed)]
@@ -151,7 +142,8 @@ def test_long_histories_on_a_gpu_in_a_replayed_graph(rule: MatchRule) -> None:
 
         def step() -> Accepted:
             accepted = module.accept_(history.next_tokens, history.computed, DrawnTokens(*own[:2], positions, *own[2:]))
-            module.propose_from_history_(*own[:2], history, DRAFTS, rule, max(lengths) + DRAFTS + 1)
+            out = returned if name == "kernel" else None
+            module.propose_from_history_(*own[:2], history, DRAFTS, rule, max(lengths) + DRAFTS + 1, out)
             return accepted
 
         if name == "reference":
@@ -176,4 +168,6 @@ def test_long_histories_on_a_gpu_in_a_replayed_graph(rule: MatchRule) -> None:
     assert wanted.kept[real].any() and not wanted.kept[real].all()
     assert on_gpu.next_tokens[:-1].cpu().equal(on_host.next_tokens[:-1])
     assert on_gpu.computed.cpu().equal(on_host.computed)
+    firsts = real & (offsets == 0)
+    assert returned.cpu()[firsts].equal(on_host.next_tokens[rows[firsts], 1:])
     assert (on_host.next_tokens[:-1, 1:] >= 0).any() and (on_host.next_tokens[:-1, 1:] < 0).any()

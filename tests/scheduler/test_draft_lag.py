@@ -84,7 +84,7 @@ class Switched:
     def skip(self) -> bool:
         return False
 
-    def choose(self, counts: object) -> tuple[tuple[int, ...], int]:
+    def choose(self, counts: object, count_matched: object) -> tuple[tuple[int, ...], int]:
         had_proposed = self.proposes
         if not self.left:
             self.left, self.proposes = self.rng.randint(1, 6), not self.proposes

@@ -129,7 +129,7 @@ def test_some_drafts_where_later_ones_are_rarely_right() -> None:
 def test_a_trial_has_drafts_for_some_rows_only() -> None:
     config = SchedulerConfig(
         max_num_seqs=600, max_num_batched_tokens=8192, max_model_len=64, max_waiting=1, chunked_prefill=True, depth=1,
-        seed=0, staged_ints=0, drafts=DraftConfig("ngram", 4), drafts_per_step=4096,
+        seed=0, staged_ints=0, drafts=DraftConfig("mtp", 4), drafts_per_step=4096,
     )  # fmt: skip
     planner = DraftPlanner(config, CacheManager(make_config(page_size=16, num_pages=9)))
     length = planner.length

@@ -57,6 +57,11 @@ class DraftConfig(msgspec.Struct, frozen=True):
     model: str | None = None  # folder or hub name of the model that drafts; None: the method needs none
     is_given: bool = True  # False: only the model was given, and its files tell the method
 
+    @property
+    def searches(self) -> bool:
+        """Whether drafts come from the text of the row: without a match it has none."""
+        return self.method in _MATCH
+
 
 def read_draft_config(given: Mapping[str, Any] | str | None, short: str | None = None) -> DraftConfig | None:
     """The configuration from `speculative_config`, an object or its JSON text; or from `drafts`, its short form METHOD

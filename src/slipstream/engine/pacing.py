@@ -26,6 +26,7 @@ class _Step:
     num_tokens: int
     has_chunks: bool
     is_measured: bool  # its time is that of its positions: `on_decode`
+    only_proposes: bool
     after_rest: bool
     launched: float
     host: float
@@ -41,9 +42,9 @@ class Pacer:
         """`max_itl` in seconds; None: no bound."""
         self.max_itl = max_itl
         # Called with positions and seconds of steps without prefill: on the device, and idle before because the host
-        # was late. Not of a step that proposes drafts and has none itself: its time is neither that of a step without
+        # was late; and whether the step proposes drafts and has none itself: its time is neither that of a step without
         # drafts nor that of one with drafts
-        self.on_decode: Callable[[int, float], None] | None = None
+        self.on_decode: Callable[[int, float, bool], None] | None = None
         self._clock = clock
         self._sleep = sleep
         self._steps: deque[_Step] = deque()
@@ -85,8 +86,11 @@ class Pacer:
         """A plan was launched; `host`: host seconds for planning and launching it."""
         kind, num_tokens, has_chunks = _kind(plan)
         self._host += _NEWEST * (host - self._host)
-        is_measured = not has_chunks and (plan.has_drafts or not plan.num_proposed) and not plan.catches_up
-        self._steps.append(_Step(kind, num_tokens, has_chunks, is_measured, not self._steps, self._clock(), host))
+        is_measured = not has_chunks and not plan.catches_up
+        only_proposes = plan.num_proposed > 0 and not plan.has_drafts
+        is_first = not self._steps
+        step = _Step(kind, num_tokens, has_chunks, is_measured, only_proposes, is_first, self._clock(), host)
+        self._steps.append(step)
 
     def committed(self, busy: float, idle: float = 0.0) -> None:
         """The oldest step is committed, after `busy` seconds on the device; 0: unknown. `idle`: seconds before it in
@@ -96,7 +100,7 @@ class Pacer:
         if busy <= 0:
             return
         if self.on_decode is not None and step.is_measured:
-            self.on_decode(step.num_tokens, busy + idle)
+            self.on_decode(step.num_tokens, busy + idle, step.only_proposes)
         each = busy / step.num_tokens
         # otherwise the step probably waited for the host, as during a capture: `busy` is an upper bound
         is_exact = busy > 2 * step.host

@@ -173,6 +173,7 @@ def _warm_up(runner: ModelRunner, config: EngineConfig) -> Start:
             scheduler.max_model_len,
             num_groups,
             scheduler.drafts.num_drafts if scheduler.drafts is not None else 0,
+            returns_drafts=scheduler.drafts is not None and scheduler.drafts.searches,
             joint=config.model.num_engines > 1,
         )
     assert pooling is not None, "a model generates or pools"

@@ -33,6 +33,7 @@ from slipstream.runner.results import (
     ResultShape,
     pack,
     result_shape,
+    view_drafts,
     view_draws,
 )
 from slipstream.runner.sampling.logprobs import prepare_scores
@@ -185,7 +186,7 @@ class GenerateHead:
         if has_drafts or drafts.run_drafter:
             key += (has_drafts, drafts.num_proposed)
         if drafts.num_returned:
-            key += ("reported",)
+            key += ("returned",)
         if drafts.run_drafter and self.drafter is not None and self.drafter.always_runs:
             key += (drafts.num_rows,)
         if span is None and plan.adapter_slots is not None:  # another graph left the hidden states
@@ -237,10 +238,12 @@ class GenerateHead:
         hidden: torch.Tensor,
         drafts: _Drafts,
         views: Accepted | None = None,
+        returned: torch.Tensor | None = None,
     ) -> dict[str, torch.Tensor]:
         """Device: store the drawn tokens and propose drafts after them. Returns the results of the draw, those of
-        `Accepted` at `views` if given."""
+        `Accepted` at `views` if given, and drafts at `returned` if the drafter writes there."""
         failed = drawn.failed
+        is_returned: bool | None = False
         if draws.offsets is None:  # otherwise the sampler has stored the accepted tokens
             _, failed = self.rows.draw(draws.rows, drawn.tokens, failed, views)
         if self.drafter is not None and drafts.run_drafter:
@@ -252,10 +255,13 @@ class GenerateHead:
                 hidden,
                 drafts.max_length,
                 len(draws.rows) if draws.offsets is None else drafts.num_rows,
+                returned,
             )
-            self.drafter.propose(batch, drafts.num_proposed)
+            is_returned = self.drafter.propose(batch, drafts.num_proposed)
         results = {"tokens": drawn.tokens if views is None else views.tokens, "failed": failed}
-        if drafts.num_returned:
+        if is_returned and returned is not None:
+            results[DRAFTS] = returned
+        elif drafts.num_returned:
             results[DRAFTS] = self.rows.next_tokens[:, 1 : 1 + drafts.num_returned].index_select(0, draws.rows)
         if drawn.kept is not None:
             results[KEPT] = drawn.kept
@@ -273,7 +279,8 @@ class GenerateHead:
         buffer = self.graphs.results.room(shape.num_bytes)
         views = view_draws(shape, buffer)
         drawn = replayed.sample(compute(hidden), draws, functools.partial(self.rows.accept, out=views))
-        return pack(self._compute_results(drawn, draws, hidden, drafts, views), shape, buffer)
+        returned = view_drafts(shape, buffer)
+        return pack(self._compute_results(drawn, draws, hidden, drafts, views, returned), shape, buffer)
 
     def _logits(self, hidden: torch.Tensor, tiles: Tiles | None = None) -> torch.Tensor:
         """Device: logits in the dtype that sampling uses. `tiles`: hidden states whose adapter changes the logits."""

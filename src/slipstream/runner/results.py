@@ -319,7 +319,7 @@ def pack(results: dict[str, torch.Tensor], shape: ResultShape, buffer: torch.Ten
         if field.start < field.stop:
             value = results[field.name]
             target = buffer[field.start : field.stop].view(value.dtype)
-            if not value.is_set_to(target):
+            if not (value.is_contiguous() and value.view(-1).is_set_to(target)):
                 target.copy_(value.reshape(-1))
     return buffer
 
@@ -330,3 +330,9 @@ def view_draws(shape: ResultShape, buffer: torch.Tensor) -> Accepted:
     spans = {field.name: slice(field.start, field.stop) for field in shape.fields}
     tokens, failed = buffer[spans["tokens"]].view(torch.int64), buffer[spans["failed"]].view(torch.bool)
     return Accepted(tokens, buffer[spans[KEPT]].view(torch.bool) if KEPT in spans else failed[:0], failed)
+
+
+def view_drafts(shape: ResultShape, buffer: torch.Tensor) -> torch.Tensor | None:
+    """Device: the part of the buffer for the drafts of each draw [draws, drafts]; None: the result has none."""
+    found = next((field for field in shape.fields if field.name == DRAFTS), None)
+    return None if found is None else buffer[found.start : found.stop].view(torch.int64).view(found.shape)

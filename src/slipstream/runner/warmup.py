@@ -63,14 +63,17 @@ class WarmUp:
         num_groups: int,
         num_drafts: int = 0,
         *,
+        returns_drafts: bool = False,
         joint: bool = False,
     ) -> None:
-        """`num_drafts`: maximum number of drafts per row. `joint`: engines that share experts warm up together."""
+        """`num_drafts`: maximum number of drafts per row; `returns_drafts`: results have those that a step proposes.
+        `joint`: engines that share experts warm up together."""
         self.runner = runner
         self.max_num_seqs = max_num_seqs
         self.max_tokens = max_tokens
         self.max_length = max_length
         self.num_drafts = max(0, min(num_drafts, max_length - 2))
+        self.returns_drafts = returns_drafts
         self.joint = joint
         self._no_pages = (NO_PAGES,) * num_groups
         self._admitted_rows: Ints = NO_INTS
@@ -217,6 +220,7 @@ class WarmUp:
             num_logprobs=num_logprobs,
             has_drafts=not host_tokens and bool((num_tokens > 1).any()),
             num_proposed=num_proposed,
+            returns_drafts=self.returns_drafts and num_proposed > 0,
             adapters=AdapterPlan(np.zeros(len(rows), np.int32)) if self._has_adapters else None,
         )
         self._admitted_rows = np.array([admission.row for admission in admitted], np.int32)

@@ -55,6 +55,7 @@ class Committer:
         accepted = accepted_tokens(result, num_drawn, count)
         if num_drawn is not None and result.counts is not None:
             self._drafts.add(requests, num_drawn, result.counts)
+        self._drafts.see(requests, accepted, result.drafts, num_drawn is not None)
         failed = result.failed.tolist() if np.count_nonzero(result.failed) else repeat(False, count)
         tops: Iterable[bytes | None] = repeat(None, count)
         if result.logprobs is not None:

@@ -6,12 +6,15 @@ time is that of steps with as many positions, with the time before them in which
 class of rows (`draft_classes.py`) has a number of its own. Where no number of drafts is better than none, rows have
 none, and a few steps with drafts in ever longer intervals find out whether the text has changed; such trials have a
 budget of time. Verification is by drawing, so the number may change in every step without changing a token.
+
+If the host sees the drafts that a step made, rows that would have drafts after a match wait for one: their steps
+propose drafts and verify none. Trials are such steps too, and cost next to nothing.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from slipstream.config.memory import sizes_up_to
 from slipstream.scheduler.draft_classes import NUM_CLASSES, ClassCounts
@@ -19,6 +22,7 @@ from slipstream.scheduler.draft_classes import NUM_CLASSES, ClassCounts
 MIN_GAIN = 1.02  # drafts must promise so much more than no drafts
 _DECAY = 0.97  # weight of older steps in the acceptance
 _PROBE_DRAFTS, _PROBE_STEPS = 3, 4  # of a trial while rows have no drafts
+_WATCH_STEPS = 16  # of a trial that verifies nothing
 MAX_PROBED = 256  # drafts of all rows in one step of a trial: more would cost time and add little accuracy
 _MAX_TRIED = MAX_PROBED // _PROBE_DRAFTS  # rows
 _FIRST_INTERVAL, _MAX_INTERVAL = 32, 1024  # plans between two trials
@@ -34,14 +38,17 @@ _NONE = (0,) * NUM_CLASSES
 
 
 class DraftLength:
-    def __init__(self, max_drafts: int) -> None:
+    def __init__(self, max_drafts: int, *, sees_drafts: bool = False) -> None:
+        """`sees_drafts`: results have the drafts that their steps made, and `DraftClasses.see` reads them."""
         self.max_drafts = max_drafts
+        self.sees_drafts = sees_drafts
         self._candidates = [num for num in (0, 1, 2, 3, 4, 6, 8, 12) if num < max_drafts] + [max_drafts]
         # by class and position of the draft: rows that had such a draft and accepted all before it, and those that
         # accepted it
         self._reached = [[0.0] * max_drafts for _ in range(NUM_CLASSES)]
         self._accepted = [[0.0] * max_drafts for _ in range(NUM_CLASSES)]
         self._seconds: dict[int, float] = {}  # by number of positions, rounded up to a size
+        self._proposing: dict[int, float] = {}  # the same of steps that propose drafts and have none
         self._num_measured: dict[int, int] = {}  # of the sizes that were measured less than _MIN_MEASURED times
         self._num_tries: dict[int, int] = {}  # plans without drafts to measure a size; a device may have no clock
         self._since_trial = 0  # plans
@@ -64,13 +71,15 @@ class DraftLength:
         self._credit = min(_MAX_CREDIT, self._credit + _TRIAL_SHARE)
         return True
 
-    def choose(self, counts: ClassCounts) -> tuple[tuple[int, ...], int]:
+    def choose(
+        self, counts: ClassCounts, count_matched: Callable[[], ClassCounts] | None = None
+    ) -> tuple[tuple[int, ...], int]:
         """The number of drafts per row of the next plan with so many decode rows, by class, and the number to propose
-        for the plan after it."""
+        for the plan after it. `count_matched`: see `DraftClasses`; needed with `sees_drafts`."""
         self.probed, self._rest = (), 0
         self._credit = min(_MAX_CREDIT, self._credit + _TRIAL_SHARE)
         if any(counts.num_rows) or counts.num_spent:
-            numbers, num_proposed = self._choose(counts)
+            numbers, num_proposed = self._choose(counts, count_matched)
         else:
             numbers, num_proposed = _NONE, 0 if self.is_resting else self.max_drafts
         if not self._has_proposed:
@@ -78,18 +87,25 @@ class DraftLength:
         self._has_proposed = num_proposed > 0
         return numbers, num_proposed
 
-    def _choose(self, counts: ClassCounts) -> tuple[tuple[int, ...], int]:
+    def _choose(
+        self, counts: ClassCounts, count_matched: Callable[[], ClassCounts] | None
+    ) -> tuple[tuple[int, ...], int]:
         most, best = self.max_drafts, self._best(counts)
         rests = tuple(each for each, num in enumerate(best) if not num and counts.num_rows[each])
         self._since_trial += 1
         self._since_plain += 1
         if self._probing:
             self._probing -= 1
+            if self.sees_drafts:
+                return best, most
             self.probed = rests
             return tuple(num or min(_PROBE_DRAFTS, most) for num in best), most
         self.is_resting = not any(best)
+        if self.is_resting and self.sees_drafts:
+            assert count_matched is not None
+            self.is_resting = not any(self._best(count_matched()))
         num_rows = sum(counts.num_rows) + counts.num_spent
-        if not rests:
+        if not rests or (self.sees_drafts and not self.is_resting):
             if not counts.num_spent:
                 self._since_trial, self._interval = 0, _FIRST_INTERVAL
         elif self._since_trial >= self._interval and self._credit >= _MAX_CREDIT:  # less is for new requests
@@ -117,6 +133,9 @@ class DraftLength:
 
     def _try(self, num_rows: int, num_tried: int) -> bool:
         """Begin a trial of so many rows, or of fewer, or of fewer steps: what the budget allows. False: nothing."""
+        if self.sees_drafts:
+            self._probing, self.num_probed = _WATCH_STEPS, num_tried
+            return True
         num_tried = min(num_tried, _MAX_TRIED)
         while (cost := self._time(num_rows + _PROBE_DRAFTS * num_tried) / self._time(num_rows) - 1) > 0:
             if _PROBE_STEPS * cost <= self._credit or num_tried == 1:
@@ -131,6 +150,12 @@ class DraftLength:
     def cost(self, num_rows: int, num_drafts: int) -> float:
         """The time that each draft of a step takes, as the number of tokens that steps without drafts draw in it."""
         return max(0.0, self._time(num_rows + num_drafts) / self._time(num_rows) - 1) * num_rows / num_drafts
+
+    def proposal_cost(self, num_rows: int) -> float:
+        """The time that a step takes longer to propose drafts, as a share of a step without drafts."""
+        size = _size(num_rows)
+        seconds = self._proposing.get(size)
+        return 0.0 if seconds is None else max(0.0, seconds / self._time(num_rows) - 1)
 
     def _best(self, counts: ClassCounts) -> tuple[int, ...]:
         """The numbers of drafts by class with the most expected tokens per second. Drafts are added in the order of
@@ -188,18 +213,28 @@ class DraftLength:
             for position in range(accepted):
                 self._accepted[own][position] += rows
 
-    def measure(self, num_positions: int, seconds: float) -> None:
+    def measure(self, num_positions: int, seconds: float, only_proposes: bool = False) -> None:
         """A step without prefill took so many seconds, with the device's wait for the host before it. Shorter times
         count at once: a longer time may contain a rare wait."""
         size = _size(num_positions)
+        if only_proposes:
+            before = self._proposing.get(size, seconds)
+            self._proposing[size] = _smoothed(before, seconds)
+            return
         before = self._seconds.get(size, seconds)
         if not self._is_known(size):
             num = self._num_measured[size] = self._num_measured.get(size, 0) + 1
             self._seconds[size] = min(before, seconds)
             if num == _MIN_MEASURED:
                 del self._num_measured[size]
-        elif seconds < 4 * before:
-            self._seconds[size] = before + (0.5 if seconds < before else 0.05) * (seconds - before)
+        else:
+            self._seconds[size] = _smoothed(before, seconds)
+
+
+def _smoothed(before: float, seconds: float) -> float:
+    if seconds >= 4 * before:
+        return before
+    return before + (0.5 if seconds < before else 0.05) * (seconds - before)
 
 
 def _size(num_positions: int) -> int:

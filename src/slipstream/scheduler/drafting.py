@@ -19,7 +19,11 @@ class DraftPlanner:
     def __init__(self, config: SchedulerConfig, cache: CacheManager) -> None:
         self.num_drafts = 0 if config.drafts is None else config.drafts.num_drafts  # maximum per row of this plan
         self.num_proposed = self.num_drafts  # per row, for the next plan
-        self.length = None if config.drafts is None else DraftLength(config.drafts.num_drafts)  # None: does not change
+        # whether the results of steps have the drafts that they made: those of models exist in every step
+        self.sees_drafts = config.drafts is not None and config.drafts.searches
+        # None: the number does not change
+        most = 0 if config.drafts is None else config.drafts.num_drafts
+        self.length = DraftLength(most, sees_drafts=self.sees_drafts) if most else None
         # a model without attention has no pages that hold the tokens of a prefix
         self.sends_history = config.drafts is not None and not cache.groups
         self._cache = cache
@@ -27,7 +31,7 @@ class DraftPlanner:
         self._max_step_drafts = None if config.drafts is None else config.max_step_drafts
         self._left = 0  # drafts that the present plan may still have
         # with an adaptive length
-        self.classes = DraftClasses(config.max_num_seqs)
+        self.classes = DraftClasses(config.max_num_seqs, config.depth)
         self._rows = 0, -1  # number of running requests in the last plan, and the last of their admissions
         self._numbers: tuple[int, ...] = ()  # drafts per row of this plan, by class
         self._probed_rows: set[int] = set()  # rows of `DraftLength.probed` classes that have drafts in this plan
@@ -49,7 +53,8 @@ class DraftPlanner:
         if rows == self._rows and length.skip():
             return  # no drafts, as before
         self._rows, self._probed_rows = rows, set()
-        self._numbers, self.num_proposed = length.choose(self.classes.count(running))
+        counts = self.classes.count(running)
+        self._numbers, self.num_proposed = length.choose(counts, lambda: self.classes.count_matched(running))
         self.num_drafts = max(self._numbers)
         if self.num_drafts and length.probed:
             self._probed_rows = self.classes.take_least_tried(running, length.probed, length.num_probed)
@@ -85,6 +90,7 @@ class DraftPlanner:
     def end_plan(self, builder: PlanBuilder) -> None:
         """The plan has all its rows."""
         self._take_drafts_back(builder)
+        builder.returns_drafts = self.sees_drafts and self.length is not None
         if self.lag is None:
             return
         if self.num_proposed:
@@ -139,6 +145,16 @@ class DraftCounts:
                 self.num_accepted += rows * accepted
                 for index in range(accepted):
                     self.accepted_at[index] += rows
+
+    def see(
+        self, requests: Sequence[Request], tokens: Sequence[Sequence[int]], drafts: Ints | None, has_drafts: bool
+    ) -> None:
+        """Add what a step has proposed, after `add`: the accepted tokens of each request, and the drafts for its next
+        step. `has_drafts`: of the step itself, whose time then counts for them."""
+        length = self._planner.length
+        if self._planner.sees_drafts and length is not None:
+            cost = 0.0 if drafts is None or has_drafts else length.proposal_cost(len(requests))
+            self._planner.classes.see(requests, tokens, [] if drafts is None else drafts.tolist(), cost)
 
 
 def has_drafts(request: Request) -> bool:

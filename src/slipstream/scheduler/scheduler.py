@@ -186,7 +186,7 @@ class Scheduler:
         drawn = builder.drawn()
         if constraints is not None and constraints.num_live:
             constraints.plan(sampling, drawn, self.drafts.num_proposed)
-            builder.returns_drafts = bool(constraints.drawing)
+            builder.returns_drafts |= bool(constraints.drawing)
         num_logprobs = None
         if self._row_allocator.num_with_logprobs:
             asked = [

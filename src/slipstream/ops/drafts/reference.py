@@ -114,6 +114,7 @@ def propose_from_history_(
     num_drafts: int,
     rule: MatchRule,
     max_length: int,  # at least the number of tokens of every row; only this implementation needs it
+    out: torch.Tensor | None = None,  # [S, drafts] int64, also receives the drafts of draws that propose, if given
 ) -> None:
     """Writes drafts to `next_tokens`: the tokens after the longest earlier match of the row's last tokens, the newest
     of equally long matches. Where the match reaches the end of the row, the tokens between repeat. -1: no match."""
@@ -141,6 +142,8 @@ def propose_from_history_(
     source = last + 1 + indices % (end - last).clamp_(min=1)
     drafts = text.gather(1, source.clamp_(max=text.shape[1] - 1)).long()
     drafts = torch.where((best >= 0) & (indices < length * rule.reach), drafts, -1)
+    if out is not None:
+        out.copy_(drafts)
     # other draws write to the padding row
     target = rows if offsets is None else torch.where(offsets == 0, rows, len(computed) - 1)
     next_tokens[:, 1 : 1 + num_drafts].index_copy_(0, target, drafts)

@@ -152,14 +152,17 @@ def propose_from_history_(
     num_drafts: int,
     rule: MatchRule,
     max_length: int,
+    out: torch.Tensor | None = None,
 ) -> None:
     """Same arguments and result as the reference, in one launch. The time depends on the rows' real lengths."""
     next_tokens, _, table, tokens = history
     assert next_tokens.is_contiguous() and tokens.is_contiguous() and table.stride(1) == 1
+    assert out is None or (out.is_contiguous() and out.shape == (len(rows), num_drafts))
     _propose_kernel[(len(rows),)](
         *history,
         rows,
         offsets,
+        out,
         table.stride(0),
         num_drafts,
         min(rule.reach, 1e9),
@@ -184,7 +187,7 @@ def _token_at(position, mask, tokens, table, end, newest, PAGE: tl.constexpr):
 
 
 # grid: (draws,); the program of a row's first draw searches all tokens of the row, the others return
-@triton.jit(do_not_specialize=["num_drafts"], do_not_specialize_on_alignment=["rows", "offsets"])
+@triton.jit(do_not_specialize=["num_drafts"], do_not_specialize_on_alignment=["rows", "offsets", "out"])
 def _propose_kernel(
     next_tokens,
     computed,
@@ -192,6 +195,7 @@ def _propose_kernel(
     tokens,
     rows,
     offsets,
+    out,
     table_stride,
     num_drafts,
     reach,
@@ -215,10 +219,11 @@ def _propose_kernel(
         newest = tl.load(next_tokens + row * WIDTH).to(tl.int32)
         own_table = table + row * table_stride
         # for each lane: length of its best match * 2**32 + the position after it; 0: no match
-        found = tl.zeros([BLOCK], tl.int64)
+        best = tl.zeros([BLOCK], tl.int64)
         for first in range(0, end, BLOCK):
             position = first + tl.arange(0, BLOCK)
-            alive = position < end
+            exists = position < end
+            alive = exists
             matched = tl.zeros([BLOCK], tl.int32)
             compared = 0
             goes_on = True
@@ -227,23 +232,27 @@ def _propose_kernel(
                     back = compared + step
                     wants = (end >= back) & (back < LONGEST)
                     wanted = _token_at(end - back, wants, tokens, own_table, end, newest, PAGE)
-                    inside = alive & (position >= back) & (wanted >= 0)
+                    # not only of candidates that are left: then every load would wait for the one before
+                    inside = exists & (position >= back)
                     own = _token_at(position - back, inside, tokens, own_table, end, newest, PAGE)
-                    alive = inside & (own == wanted)
+                    alive = alive & inside & (wanted >= 0) & (own == wanted)
                     matched += alive.to(tl.int32)
                 compared += AT_ONCE
                 goes_on = compared < LONGEST
                 if goes_on:  # most candidates end with the first tokens
                     goes_on = tl.max(alive.to(tl.int32), 0) > 0
             score = matched.to(tl.int64) * 4294967296 + position + 1
-            found = tl.maximum(found, tl.where(matched >= SHORTEST, score, 0))
-        top = tl.max(found, 0)
+            best = tl.maximum(best, tl.where(matched >= SHORTEST, score, 0))
+        top = tl.max(best, 0)
         length = (top // 4294967296).to(tl.int32)
         after = (top % 4294967296).to(tl.int32)
         index = tl.arange(0, DRAFTS)
         asked = index < num_drafts
-        exists = asked & (top > 0) & (index < length.to(tl.float32) * reach)
+        found = asked & (top > 0) & (index < length.to(tl.float32) * reach)
         # where the match reaches the end of the row, the tokens between repeat
         source = after + index % tl.maximum(end - after + 1, 1)
-        draft = _token_at(source, exists, tokens, own_table, end, newest, PAGE)
-        tl.store(next_tokens + row * WIDTH + 1 + index, tl.where(exists, draft, -1).to(tl.int64), mask=asked)
+        draft = _token_at(source, found, tokens, own_table, end, newest, PAGE)
+        draft = tl.where(found, draft, -1).to(tl.int64)
+        tl.store(next_tokens + row * WIDTH + 1 + index, draft, mask=asked)
+        if out is not None:
+            tl.store(out + draw * num_drafts + index, draft, mask=asked)

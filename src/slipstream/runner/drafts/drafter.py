@@ -19,6 +19,7 @@ class DraftBatch:
     hidden: torch.Tensor  # device [S, hidden], of the position before the drawn token
     max_length: int  # host: at least the number of tokens of every row
     num_rows: int  # host: at least the number of rows, each counted once
+    returned: torch.Tensor | None = None  # device [S, drafts] int64: memory for drafts that leave with the results
 
 
 class Drafter(Protocol):
@@ -29,6 +30,7 @@ class Drafter(Protocol):
     always_runs: bool
     reads_hidden: bool  # reads the hidden states of all tokens of a step
 
-    def propose(self, batch: DraftBatch, num_drafts: int) -> None:
+    def propose(self, batch: DraftBatch, num_drafts: int) -> bool | None:
         """Device: write `num_drafts` drafts of each row to `RowTable.next_tokens`, after the token that the row drew
-        last; -1: no draft. May be captured in a graph: reads no device value on the host."""
+        last; -1: no draft. May be captured in a graph: reads no device value on the host. True if the drafts are in
+        `batch.returned` too, at the first draw of each row."""

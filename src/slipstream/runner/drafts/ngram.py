@@ -24,6 +24,7 @@ class NgramDrafter:
         self._rows = rows
         self._history = history
 
-    def propose(self, batch: DraftBatch, num_drafts: int) -> None:
+    def propose(self, batch: DraftBatch, num_drafts: int) -> bool:
         text = RowHistory(self._rows.next_tokens, self._rows.computed, self._history.table, self._history.tokens)
-        propose_from_history_(batch.rows, batch.offsets, text, num_drafts, self.rule, batch.max_length)
+        propose_from_history_(batch.rows, batch.offsets, text, num_drafts, self.rule, batch.max_length, batch.returned)
+        return batch.returned is not None

@@ -199,7 +199,7 @@ def stream_tile(rows: int, num_out: int, num_in: int, gate: str) -> StreamTile:
     if not gate and narrow_splits(rows, num_out, num_in) == 1:
         return StreamTile(1, narrow_outputs(num_out))
     blocks = triton.cdiv(num_out, 64)
-    if rows <= 8 and num_out * num_in <= TINY_WEIGHT and num_in <= MAX_TINY_INPUTS:
+    if 1 < rows <= 8 and num_out * num_in <= TINY_WEIGHT and num_in <= MAX_TINY_INPUTS:
         tiles = triton.cdiv(num_in * 2, BYTES.value)
         return StreamTile(1, rows=8, copies=4 if tiles % 3 else 3)
     is_small = num_out * num_in <= SMALL_WEIGHT

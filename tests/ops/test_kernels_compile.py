@@ -41,9 +41,10 @@ def rest():
     x |= of(BYTE, "failed out_kept out_failed")
     build("slipstream.ops.drafts.triton", "_accept_kernel", x, WIDTH=5, DRAWS=8, DEPENDENT=True)
     build("slipstream.ops.drafts.triton", "_store_kernel", x, ROWS=128, DEPENDENT=True)
-    x |= {"tokens": INT, "reach": "fp32"}
+    x |= {"tokens": INT, "reach": "fp32", "out": LONG}
     match = dict(DRAFTS=4, WIDTH=5, PAGE=16, BLOCK=4096, AT_ONCE=4, DEPENDENT=True)
-    build("slipstream.ops.drafts.triton", "_propose_kernel", x, SHORTEST=2, LONGEST=4, offsets=None, **match)
+    alone = dict(offsets=None, out=None)
+    build("slipstream.ops.drafts.triton", "_propose_kernel", x, SHORTEST=2, LONGEST=4, **alone, **match)
     build("slipstream.ops.drafts.triton", "_propose_kernel", x, SHORTEST=1, LONGEST=24, **match)
     x = of(INT, "starts first_positions saves chunks chunk_starts")
     blocks = dict(CHUNK=64, ROWS=512, ENTRIES=32, SAVES=64)

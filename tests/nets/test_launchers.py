@@ -262,6 +262,9 @@ def products() -> dict[str, Callable[[], Any]]:
         "gemv of a norm": lambda: get(at + "gemv.gemv")(
             half(2, 128), weight, bias, Norm(norm, 1e-6, residual, residual), "silu"
         ),
+        "persistent_gemv": lambda: get(at + "persistent_gemv.persistent_gemv")(
+            half(1, 128), weight, bias, None, "", get(at + "persistent_gemv.PersistentTile")(4, 4, 2)
+        ),
         "skinny_mma": lambda: get(at + "skinny_mma.skinny_mma")(half(9, 128), weight, bias, "silu"),
         "skinny_mma split": lambda: get(at + "skinny_mma.skinny_mma")(
             half(20, 4096), half(64, 4096), None, "", get(at + "skinny_mma.SkinnyTile")(16, 64, 3, 4, 2)

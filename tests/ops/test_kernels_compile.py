@@ -78,6 +78,8 @@ def products():
     build(linear + "gemv", "_gemv_kernel", x, ROWS=1, PADDED=1, GATE=0, **few | {"IN": 1000})
     plain = dict.fromkeys(["norm", "residual", "total", "normed"])
     build(linear + "gemv", "_gemv_kernel", x, ROWS=2, PADDED=2, GATE=0, **plain, **few)
+    stays = dict(BLOCK_OUT=4, BLOCK_IN=2048, BLOCKS=3, DEPENDENT=True)
+    build(linear + "persistent_gemv", "_persistent_kernel", x, IN=2000, GATE=0, bias=None, **stays)
     some = dict(BLOCK_ROWS=16, PARTS=4, EVEN=True, DEPENDENT=True)
     whole = dict(GATE=1, SPLITS=1, WHOLE=True, BLOCK_OUT=16, BLOCK_IN=1024, partials=None, arrived=None)
     build(linear + "skinny_mma", "_skinny_mma_kernel", x, **some, **whole)

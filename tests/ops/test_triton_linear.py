@@ -13,6 +13,7 @@ from slipstream.ops.activation import gelu_and_mul, silu_and_mul
 from slipstream.ops.linear.capability import supports_tma
 
 kernels = pytest.importorskip("slipstream.ops.linear.triton", reason="triton is not installed")
+persistent = importlib.import_module("slipstream.ops.linear.triton.persistent_gemv")
 norm_kernels = pytest.importorskip("slipstream.ops.norm.triton", reason="triton is not installed")
 
 # the interpreter's own use of numpy
@@ -74,6 +75,39 @@ def test_a_norm_before_few_rows(rows, num_in, num_out, has_residual, kernel_devi
     norm = make_norm(rows, num_in, has_residual, kernel_device)
     check(kernels.gemv(x, weight, bias, norm, "silu", FEW), expect(x, weight, bias, "silu", norm))
     check_norm(norm, x)
+
+
+@pytest.mark.parametrize("num_out", [3, 34, 100])  # less than a block for each program, some, and several
+@pytest.mark.parametrize("gate", ["", "silu"])
+@pytest.mark.parametrize("norm", [None, False, True], ids=["plain", "norm", "norm of a sum"])
+def test_a_program_with_several_blocks_of_one_row(num_out, gate, norm, kernel_device, monkeypatch):
+    monkeypatch.setattr(persistent, "multiprocessors", lambda device: 2)
+    x, weight, bias = make(1, 63, 2 * num_out if gate else num_out, norm is None, kernel_device)
+    before = None if norm is None else make_norm(1, 63, norm, kernel_device)
+    tile = persistent.PersistentTile(outputs=4, warps=4, programs=3)
+    out = persistent.persistent_gemv(x, weight, bias, before, gate, tile)
+    check(out, expect(x, weight, bias, gate, before))
+    if before is not None:
+        check_norm(before, x)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_in", "gate", "expected"),
+    [
+        (12352, 2048, "", (4, 4, 4)),  # the input projections of Qwen3-Next
+        (5120, 2048, "", (2, 4, 5)),  # qkv of Qwen3-30B-A3B
+        (128, 2048, "", None),  # a block is less than each program could have
+        (151936, 2048, "", None),  # too many blocks of a program
+        (12288, 2048, "silu", (4, 4, 4)),
+        (5120, 2048, "silu", None),
+        (6144, 1024, "silu", (4, 4, 6)),  # gate and up of Qwen3-0.6B
+        (4096, 1024, "", None),
+        (5120, 4096, "", None),
+    ],
+)
+def test_weights_whose_programs_have_several_blocks(num_rows, num_in, gate, expected, monkeypatch):
+    monkeypatch.setattr(persistent, "multiprocessors", lambda device: 132)
+    assert persistent.persistent_tile(num_rows, num_in, gate, torch.device("cpu")) == expected
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5])

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from slipstream.ops.linear.triton.epilogue import GATES, Norm, store_epilogue, weight_rows
+from slipstream.ops.linear.triton.persistent_gemv import persistent_gemv, persistent_tile
 from slipstream.ops.pdl import dependent, release_next, wait_for_previous
 
 MAX_JOINED_ROWS = 2  # more rows have programs of their own
@@ -36,6 +37,10 @@ def gemv(
     rows, num_in = x.shape
     num_out = len(weight) // 2 if gate else len(weight)
     assert weight.stride(1) == 1 and x.stride(1) == 1, "inputs must be contiguous"
+    if rows == 1 and tile is None and norm is not None and norm.normed is None:
+        persistent = persistent_tile(len(weight), num_in, gate, x.device)
+        if persistent is not None:
+            return persistent_gemv(x, weight, bias, norm, gate, persistent)
     out = torch.empty((rows, num_out), dtype=x.dtype, device=x.device)
     each = rows if rows <= MAX_JOINED_ROWS else 1  # rows of a program
     tile = tile or gemv_tile(num_in, gate, len(weight) if norm is not None else 0, each < rows)

@@ -9,6 +9,7 @@ from torch import nn
 from slipstream import LLM, SamplingParams
 from slipstream.errors import InvalidOption
 from slipstream.nn.streamed_layers import StreamedLayers, count_streamed, parameter_bytes, saved_bytes
+from slipstream.nn.weight_format import UnquantizedWeight
 from tiny import write_tiny
 
 
@@ -54,6 +55,15 @@ def test_results_are_those_of_resident_layers(num_layers, num_streamed):
     assert streamed.num_bytes == sum(parameter_bytes(layers)[-num_streamed:])
     addresses = {layer.inner.weight.data_ptr() for layer in list(layers)[-num_streamed:]}
     assert len(addresses) == min(num_streamed, 2), "two buffers take turns"
+
+
+def test_rows_of_a_weight_follow_it_to_other_memory():
+    weight = UnquantizedWeight(6, 4, torch.float32)
+    weight.data = nn.Parameter(torch.ones(6, 4), requires_grad=False)
+    rows = weight.rows(2, 5)
+    assert rows is weight.rows(2, 5), "kernels keep counters by weight"
+    weight.data.data = torch.full((6, 4), 2.0)  # as `StreamedLayers.start` does
+    assert torch.equal(weight.rows(2, 5), torch.full((3, 4), 2.0))
 
 
 def test_layers_are_chosen_by_what_they_save():

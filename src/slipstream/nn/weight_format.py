@@ -209,6 +209,15 @@ class UnquantizedWeight(Weight):
     def __init__(self, num_rows: int, num_columns: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.data = new_parameter(num_rows, num_columns, dtype=dtype)
+        self._parts: dict[tuple[int, int], torch.Tensor] = {}
+
+    def rows(self, first: int, end: int) -> torch.Tensor:
+        """Some rows: the same tensor in every step, since kernels keep counters by weight, until the weight gets other
+        memory."""
+        part = self._parts.get((first, end))
+        if part is None or part.untyped_storage()._cdata != self.data.untyped_storage()._cdata:
+            part = self._parts[first, end] = self.data[first:end]
+        return part
 
     def targets(self, first_row: int, num_rows: int) -> Iterator[tuple[str, WeightTarget]]:
         yield "weight", WeightTarget((num_rows, self.data.shape[1]), partial(self._fill, first_row))

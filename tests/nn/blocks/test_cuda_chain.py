@@ -89,6 +89,18 @@ def test_a_chain_returns_the_inputs_of_tapped_layers(calls: list[bool], tmp_path
     torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("pattern", [["mamba", "mlp", "mamba"], ["attention", "mamba"]])
+def test_gates_of_last_tokens_in_a_chain(pattern: list[str], calls: list[bool], tmp_path: Path) -> None:
+    """The last layer, if it is Mamba-2, computes them of last tokens only."""
+    changes = {"layers_block_type": pattern, "num_hidden_layers": len(pattern)}
+    model = load(write_tiny(tmp_path, "nemotron_h", torch.float64, **changes), torch.float64)
+    mine = HandRunner(chained(model), torch.float64).run_last(PROMPTS)
+    assert calls == [True]
+    theirs = HandRunner(one_by_one(model), torch.float64).run(PROMPTS)
+    for name in PROMPTS:
+        torch.testing.assert_close(mine[name], theirs[name][-1], rtol=1e-9, atol=1e-9)
+
+
 def test_one_kernel_may_compute_the_products_between_two_attentions(
     calls: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

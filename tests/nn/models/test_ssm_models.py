@@ -14,6 +14,7 @@ from hand_batch import HandRunner
 from hand_load import load
 from slipstream.config.model_info import model_info_from_config
 from slipstream.errors import BadCheckpoint, UnsupportedModel
+from slipstream.nn.layers import ssm
 from slipstream.nn.models.registry import find_shape
 from tiny import write_tiny
 from tiny_saved import SAVED
@@ -77,6 +78,23 @@ def test_logits_equal_transformers_in_float64(variant: str, tmp_path: Path) -> N
         # the cosines of some positions differ in the last bit of float32: vector and scalar code of torch
         torch.testing.assert_close(found[name], expected[name], rtol=0, atol=1e-6)
         torch.testing.assert_close(last[name], expected[name][-1], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_last_layer_computes_gates_of_last_tokens_only(
+    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load(write_tiny(tmp_path, "mamba2", dtype), dtype)
+    shape = model.layers[-1].shape.mixers[0]
+    sizes, real = [], ssm.linear
+
+    def record(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        sizes.append((len(x), len(weight)))
+        return real(x, weight, bias)
+
+    monkeypatch.setattr(ssm, "linear", record)
+    HandRunner(model, dtype, num_pages=128).run_last(texts(**LENGTHS))
+    assert sizes == [(sum(LENGTHS.values()), shape.num_channels + shape.num_heads), (len(LENGTHS), shape.size)]
 
 
 @pytest.mark.parametrize("family", SAVED)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from slipstream.nn.blocks.block import DecoderBlock, SublayerParts
-from slipstream.nn.context import ForwardContext
+from slipstream.nn.context import ForwardContext, LastTokens
 from slipstream.nn.layers.norm import RMSNorm
 from slipstream.nn.shapes import tail_of
 from slipstream.ops.linear import Activation
@@ -63,8 +63,8 @@ class CudaChain:
         index = 0
         while True:
             mix = part.products.mix
-            if mix is not None and index == self.last_block and context.only_last and chain == "library":
-                last = context.last_tokens()  # the library's products take any number of rows
+            if index == self.last_block and last is None:
+                last = self.last_tokens(chain, context)
             if mix is not None:
                 made = mix(made, context, last)
             if last is not None and index == self.last_block:
@@ -84,12 +84,24 @@ class CudaChain:
             if index in self.taps:
                 inputs[index] = total.clone()  # the next sum may be written to the same memory
             if joined is None:
-                made = part.products.first.after_unnormalized(sums, context, part.products.activation)
+                split = None
+                if index == self.last_block:
+                    last = self.last_tokens(chain, context)
+                    if last is not None and part.products.split is not None:
+                        split = part.products.split(sums.rows_normed(), context, last)
+                whole = part.products.first.after_unnormalized
+                made = whole(sums, context, part.products.activation) if split is None else split
         out: torch.Tensor = self.norm(part.products.last(made, context), total)[0]
         if self.taps:
             assert not context.only_last, "a model with taps returns all tokens"
             return torch.cat([out, *(inputs[index] for index in self.taps)], 1)
         return out.index_select(0, context.last_indices()) if context.only_last and last is None else out
+
+    def last_tokens(self, chain: Chain, context: ForwardContext) -> LastTokens | None:
+        """The tokens of which the mixer of the last block returns outputs; None: all, or there is no mixer."""
+        has_mixer = self.parts[self.last_block].products.mix is not None
+        # the library's products take any number of rows
+        return context.last_tokens() if has_mixer and context.only_last and chain == "library" else None
 
     def join(self, index: int, x: torch.Tensor, context: ForwardContext) -> tuple[LayerGemms, Activation] | None:
         """`layer_gemms`, if one kernel computes them for x."""

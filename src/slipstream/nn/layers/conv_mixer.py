@@ -11,7 +11,7 @@ from slipstream.nn.context import ForwardContext, LastTokens, context_of
 from slipstream.nn.layers.layer import Layer
 from slipstream.nn.layers.linear import Linear
 from slipstream.nn.layers.norm import Norm
-from slipstream.nn.layers.products import Products
+from slipstream.nn.layers.products import Products, SplitProjection
 from slipstream.nn.shapes import MixerShape
 from slipstream.nn.weight_format import CheckpointTensor, StoredPart, WeightTarget, new_parameter
 
@@ -34,7 +34,8 @@ class ConvMixer(Layer):
 
     def forward(self, x: torch.Tensor, context: ForwardContext, last: LastTokens | None = None) -> torch.Tensor:
         """x [T, hidden] to [T, hidden], or to [B, hidden] of the `last` tokens."""
-        mixed = self.mix(self.input(x, context), context, last)
+        split = None if last is None else self.split(x, context, last)
+        mixed = self.mix(self.input(x, context) if split is None else split, context, last)
         projected: torch.Tensor = self.output(mixed, context_of(context, last))
         return projected
 
@@ -47,14 +48,30 @@ class ConvMixer(Layer):
         last: LastTokens | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `SublayerModule.after_norm`."""
+        if last is not None and self.can_split:
+            normed, total = norm(x, residual)
+            return self(normed, context, last), last.of(total)
         projected, total = self.input.after_norm(norm, x, residual, context)
         mixed = self.mix(projected, context, last)
         return self.output(mixed, context_of(context, last)), total if last is None else last.of(total)
 
     def products(self) -> Products | None:
-        return None if self.shape.shard is not None else Products(self.shape, self.input, self.output, mix=self.mix)
+        if self.shape.shard is not None:
+            return None
+        split = self.split if self.can_split else None
+        return Products(self.shape, self.input, self.output, mix=self.mix, split=split)
 
-    def mix(self, projected: torch.Tensor, context: ForwardContext, last: LastTokens | None = None) -> torch.Tensor:
+    can_split = False
+    """Whether `split` may return anything."""
+
+    def split(self, normed: torch.Tensor, context: ForwardContext, last: LastTokens) -> SplitProjection | None:
+        """The first product of all tokens where the state needs them, and of the last tokens elsewhere; None: not for
+        this step or this weight."""
+        return None
+
+    def mix(
+        self, projected: torch.Tensor | SplitProjection, context: ForwardContext, last: LastTokens | None = None
+    ) -> torch.Tensor:
         """The part between the two projections. All tokens change the state, `last` or not."""
         raise NotImplementedError
 

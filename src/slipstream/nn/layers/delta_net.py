@@ -45,7 +45,6 @@ class DeltaNet(ConvMixer):
         self.a_log = new_parameter(heads, dtype=wide)
         self.dt_bias = new_parameter(heads, dtype=wide)
         self.norm = new_parameter(shape.value_dim, dtype=dtype)
-        self._rows: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def after_norm(
         self,
@@ -68,10 +67,9 @@ class DeltaNet(ConvMixer):
         weight = self.input.weight
         if type(weight) is not UnquantizedWeight:
             return None
-        if self._rows is None:  # the same tensors in every step: kernels keep counters by weight
-            num_gates = 2 * self.shape.num_value_heads
-            self._rows = (weight.data[:-num_gates], weight.data[-num_gates:])
-        return self._rows
+        num_rows = len(weight.data)
+        first_gate = num_rows - 2 * self.shape.num_value_heads
+        return weight.rows(0, first_gate), weight.rows(first_gate, num_rows)
 
     def mix(self, projected: torch.Tensor, context: ForwardContext, last: LastTokens | None = None) -> torch.Tensor:
         """The part between the two projections, to [T, value size]. All tokens change the state, `last` or not."""

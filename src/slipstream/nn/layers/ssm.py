@@ -9,14 +9,16 @@ from slipstream.nn.layers.conv_mixer import ConvMixer
 from slipstream.nn.layers.layer import Layout
 from slipstream.nn.layers.linear import Linear
 from slipstream.nn.layers.norm import RMSNorm
+from slipstream.nn.layers.products import SplitProjection
 from slipstream.nn.layers.sharded_linear import new_output
 from slipstream.nn.layers.sharded_norm import ShardedGatedNorm
 from slipstream.nn.shapes import NormShape, Shard
 from slipstream.nn.ssm_shapes import Mamba1Shape, Mamba2Shape, ShortConvShape
 from slipstream.nn.stored_part import even_part, joined_part
-from slipstream.nn.weight_format import StoredPart, new_parameter
+from slipstream.nn.weight_format import StoredPart, UnquantizedWeight, new_parameter
 from slipstream.ops.conv1d import causal_conv1d
 from slipstream.ops.gated_norm import gated_group_norm
+from slipstream.ops.linear import linear
 from slipstream.ops.ssm import SelectiveWeights, SsdWeights, selective_scan, ssd_scan
 
 
@@ -56,14 +58,32 @@ class Mamba2(ConvMixer):
             norm_first = shape.norm == "norm_first"
             self.wide_norm = ShardedGatedNorm(shape.size, shape.num_wide_norm_groups, self.eps, norm_first, shard)
 
-    def mix(self, projected: torch.Tensor, context: ForwardContext, last: LastTokens | None = None) -> torch.Tensor:
+    can_split = True
+
+    def split(self, normed: torch.Tensor, context: ForwardContext, last: LastTokens) -> SplitProjection | None:
+        """The gate of a token changes its own output only."""
+        weight = self.input.weight
+        if type(weight) is not UnquantizedWeight or context.batch.lora is not None:
+            return None
+        size, bias = self.shape.size, self.input.bias
+        gate_bias, other_bias = (None, None) if bias is None else (bias[:size], bias[size:])
+        kept = linear(normed, weight.rows(size, len(weight.data)), other_bias)
+        return SplitProjection(kept, linear(last.of(normed), weight.rows(0, size), gate_bias))
+
+    def mix(
+        self, projected: torch.Tensor | SplitProjection, context: ForwardContext, last: LastTokens | None = None
+    ) -> torch.Tensor:
         shape, steps, state = self.shape, context.recurrent, context.states[self.site]
         assert steps is not None
-        parts = [shape.size, shape.size, shape.group_size, shape.group_size, shape.num_heads]
-        for part, scale in zip(projected.split(parts, 1), shape.part_scales, strict=True):
+        if isinstance(projected, SplitProjection):
+            rest, gate = projected
+        else:
+            gate, rest = projected.split([shape.size, shape.num_channels + shape.num_heads], 1)
+        parts = [shape.size, shape.group_size, shape.group_size, shape.num_heads]
+        for part, scale in zip((gate, *rest.split(parts, 1)), shape.part_scales, strict=True):
             if scale != 1.0:
                 part.mul_(scale)
-        gate, inner, dt = projected.split([shape.size, shape.num_channels, shape.num_heads], 1)
+        inner, dt = rest.split([shape.num_channels, shape.num_heads], 1)
         mixed = causal_conv1d(inner, self.conv, self.conv_bias, state["conv"], steps, "silu")
         x, b, c = mixed.split([shape.size, shape.group_size, shape.group_size], 1)
         x = x.unflatten(1, (-1, shape.head_dim))
@@ -71,7 +91,8 @@ class Mamba2(ConvMixer):
         weights = SsdWeights(self.a_log, self.dt_bias, self.d, shape.dt_min, shape.dt_max)
         out = ssd_scan(x, dt, b, c, weights, state["ssm"], steps, state.get("replay")).flatten(1)
         if last is not None:
-            out, gate = last.of(out), last.of(gate)
+            out = last.of(out)
+            gate = gate if isinstance(projected, SplitProjection) else last.of(gate)
         if self.wide_norm is not None:
             normed: torch.Tensor = self.wide_norm(out, gate, self.norm)
             return normed

@@ -138,7 +138,7 @@ def linear_unnormalized(
 ) -> torch.Tensor:
     """The GEMM of the RMS norm of x, plus `added` [rows, out] if given, then a gated activation if one is given."""
     if x.squares is None:
-        normed = rms_norm(x.total, x.norm, x.eps) if x.normed is None else x.normed
+        normed = x.rows_normed()
         if added is None:
             return gated_linear(normed, weight, bias, activation)
         out = linear(normed, weight, bias).add_(added)

@@ -13,6 +13,8 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from slipstream.ops.norm import rms_norm
+
 Chain = Literal["streamed", "library", ""]
 """streamed: the Hopper kernel, norms fused. library: cuBLAS, norms apart. "": no chain, single GEMMs are faster."""
 
@@ -26,6 +28,11 @@ class Unnormalized(NamedTuple):
     weighted: torch.Tensor | None = None  # [rows, size] total times the norm's weights
     squares: torch.Tensor | None = None  # [rows, blocks] float32, sums of squares of each block of `total`
     normed: torch.Tensor | None = None  # [rows, size] the norm, if it is computed already
+
+    def rows_normed(self) -> torch.Tensor:
+        """The norm, [rows, size], of rows that are not `weighted`."""
+        assert self.squares is None, "the next GEMM finishes this norm"
+        return rms_norm(self.total, self.norm, self.eps) if self.normed is None else self.normed
 
     @property
     def is_cuda(self) -> bool:

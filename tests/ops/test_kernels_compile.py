@@ -169,8 +169,11 @@ def experts():
     build(moe + "sort", "_offset_kernel", x, BINS=256, SIZE=128, BLOCKS=256, PADDED=True)
     build(moe + "sort", "_scatter_kernel", x, BLOCK=256)
     summed = dict(TOP_K=8, COLUMNS=1024, HIDDEN=2048, DEPENDENT=True)
-    build(moe + "combine", "_combine_kernel", x, x=None, gate_weight=None, **summed)
-    build(moe + "combine", "_combine_kernel", x | {"gate_weight": HALF}, gate=None, positions=None, **summed)
+    plain = dict.fromkeys(["residual", "norm", "sums"])
+    own_gate = x | {"gate_weight": HALF}
+    build(moe + "combine", "_combine_kernel", own_gate, gate=None, positions=None, **plain, **summed)
+    normed = x | of(HALF, "residual norm sums")
+    build(moe + "combine", "_combine_kernel", normed, x=None, gate_weight=None, **summed | {"COLUMNS": 2048})
     down = dict(TOP_K=8, IN=768, BLOCKS=3, OUTPUTS=4, INPUTS=256, HIDDEN=2048, DEPENDENT=True)
     build(moe + "down_gemv", "_down_kernel", x | of(HALF, "hidden"), **down)
     streams = of(HALF, "streams out weights made")

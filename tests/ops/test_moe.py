@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from slipstream.ops.moe import (
     ExpertBiases,
@@ -216,6 +217,27 @@ def test_the_shared_expert_is_added(tokens, gated, version):
     found = module.expert_mlp(x, *rest, shared=lambda: SharedOutput(out, logit))
     expected = by_hand(x, *rest) + out.double() * (1 / (1 + torch.exp(-logit.double())) if gated else 1)
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("has_padding", [False, True])
+@pytest.mark.parametrize("has_shared", [False, True])
+def test_the_next_norm_adds_the_experts_up(has_padding, has_shared):
+    kernels()
+    from slipstream.ops.moe.triton.combine import combine, combine_and_norm
+
+    _, routing, *_ = make(5, 40, 24, 5, 2)
+    made, residual = torch.randn(12, 40, device=DEVICE), torch.randn(5, 40, device=DEVICE)
+    positions, norm = torch.randperm(10).to(torch.int32).to(DEVICE) + 2, torch.rand(40, device=DEVICE) + 0.5
+    if has_padding:
+        routing = Routing(routing.ids.clone(), routing.weights, has_padding=True)
+        routing.ids[3] = 5
+        made[positions[6:8].long()] = torch.nan
+    shared = SharedOutput(torch.randn(5, 40, device=DEVICE), torch.randn(5, 1, device=DEVICE)) if has_shared else None
+    given = (made, positions, routing, 5, shared)
+    normed, total = combine_and_norm(*given, residual, norm, 1e-5)
+    expected = combine(*given) + residual
+    torch.testing.assert_close(total, expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(normed, F.rms_norm(expected, (40,), norm, 1e-5), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 37])

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from slipstream.nn.context import ForwardContext, LastTokens
 from slipstream.nn.layers.attention import Attention
@@ -21,7 +22,7 @@ from slipstream.nn.layers.latent_attention import LatentAttention
 from slipstream.nn.layers.layer import Layer, Layout
 from slipstream.nn.layers.layer_inputs import LayerInput
 from slipstream.nn.layers.mlp import Mlp, PlainMlp
-from slipstream.nn.layers.norm import NoNorm, Norm, ResidualLayerNorm, RMSNorm, new_norm
+from slipstream.nn.layers.norm import AppliedNorm, NoNorm, Norm, ResidualLayerNorm, RMSNorm, new_norm
 from slipstream.nn.layers.products import Products
 from slipstream.nn.layers.ssm import Mamba1, Mamba2, ShortConv
 from slipstream.nn.shapes import (
@@ -37,6 +38,7 @@ from slipstream.nn.shapes import (
 )
 from slipstream.nn.ssm_shapes import Mamba1Shape, Mamba2Shape, ShortConvShape
 from slipstream.nn.weight_format import CheckpointTensor, WeightTarget, new_parameter
+from slipstream.ops.moe import UnsummedExperts
 
 
 class SublayerModule(Protocol):
@@ -62,6 +64,9 @@ class Mixer(SublayerModule, Protocol):
         """The output for a normed input x, for all tokens or for the `last` only."""
 
 
+_APPLIED = AppliedNorm()
+
+
 @dataclass(frozen=True, slots=True)
 class Sublayer:
     norm: Norm
@@ -69,9 +74,17 @@ class Sublayer:
     norm_after: RMSNorm | ResidualLayerNorm | None
 
     def run(
-        self, x: torch.Tensor, residual: torch.Tensor | None, context: ForwardContext, last: LastTokens | None
+        self,
+        x: torch.Tensor | UnsummedExperts,
+        residual: torch.Tensor | None,
+        context: ForwardContext,
+        last: LastTokens | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        x, residual = self.module.after_norm(self.norm, x, residual, context, last)
+        norm = self.norm
+        if isinstance(x, UnsummedExperts):
+            assert residual is not None and isinstance(norm, RMSNorm)
+            (x, residual), norm = x.add_and_norm(residual, norm.weight, norm.eps), _APPLIED
+        x, residual = self.module.after_norm(norm, x, residual, context, last)
         if self.norm_after is not None:
             x, _ = self.norm_after(x)
         return x, residual
@@ -151,12 +164,13 @@ class DecoderBlock(Layer):
 
     def forward(
         self,
-        x: torch.Tensor,
+        x: torch.Tensor | UnsummedExperts,
         residual: torch.Tensor | None,
         context: ForwardContext,
         last: LastTokens | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """x and residual [T, hidden]; with `last` the results are those of the last tokens, [B, hidden]."""
+        """x and residual [T, hidden]; with `last` the results are those of the last tokens, [B, hidden]. x may be
+        `UnsummedExperts` of the block before, see `leave_sum_to`."""
         for sublayer in self.sublayers:
             x, residual = sublayer.run(x, residual, context, last)
             if last is not None:  # the first sublayer has selected them
@@ -164,6 +178,14 @@ class DecoderBlock(Layer):
         if self.output_scale is not None:
             x, residual = x * self.output_scale, None if residual is None else residual * self.output_scale
         return x, residual
+
+    def leave_sum_to(self, following: nn.Module | None) -> None:
+        """From now on, experts at the end of this block may leave the sum over a token's experts to the first norm of
+        the block that follows, if it takes them. None: this block returns sums."""
+        end = self.sublayers[-1]
+        if isinstance(end.module, Experts):
+            takes = type(following) is DecoderBlock and isinstance(following.sublayers[0].norm, RMSNorm)
+            end.module.leaves_sum = takes and end.norm_after is None and self.output_scale is None
 
     def chain_parts(self) -> tuple[SublayerParts, ...] | None:
         """The parts of all sublayers, for implementations other than this reference; None: there is no other."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,7 +32,17 @@ from slipstream.nn.weight_format import (
     new_parameter,
 )
 from slipstream.ops.linear import norm_linear_kept
-from slipstream.ops.moe import ExpertBiases, Routing, SharedMatrices, SharedOutput, expert_mlp, route
+from slipstream.ops.moe import (
+    ExpertBiases,
+    ExpertMatrices,
+    Gate,
+    Routing,
+    SharedMatrices,
+    SharedOutput,
+    expert_mlp,
+    route,
+    unsummed_experts,
+)
 
 
 class Experts(RankedLayer):
@@ -41,6 +52,8 @@ class Experts(RankedLayer):
     quantised.
     Experts without gates have half as many rows in the first. With a shard, they are those of this rank.
     """
+
+    leaves_sum = False  # whether `after_norm` may return `UnsummedExperts`
 
     def __init__(self, name: str, shape: ExpertShape, layout: Layout) -> None:
         super().__init__()
@@ -77,10 +90,16 @@ class Experts(RankedLayer):
     def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         return self._run_all(x, self.router(x, context), context)
 
-    def _run_all(self, x: torch.Tensor, logits: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """The routed experts by router logits [T, experts], and the shared one."""
+    def _run_all(self, x: torch.Tensor, logits: torch.Tensor, context: ForwardContext) -> Any:
+        """The routed experts by router logits [T, experts], and the shared one: their sum, [T, hidden], or
+        `UnsummedExperts`."""
         routing = self.choose(logits, context)
-        return self.run(x, routing, context, None if self.shared is None else partial(self._run_shared, x, context))
+        shared = None if self.shared is None else partial(self._run_shared, x, context)
+        if self.leaves_sum and self.shape.shard is None:
+            unsummed = unsummed_experts(x, routing, *self._matrices(), shared)
+            if unsummed is not None:
+                return unsummed
+        return self.run(x, routing, context, shared)
 
     def _shared_matrices(self, context: ForwardContext) -> SharedMatrices | None:
         """The weights of the shared expert; None if it is unlike the routed ones."""
@@ -131,6 +150,10 @@ class Experts(RankedLayer):
         shared_matrices: SharedMatrices | None = None,
     ) -> torch.Tensor:
         """The experts of this rank."""
+        return expert_mlp(x, routing, *self._matrices(), shared, shared_matrices)
+
+    def _matrices(self) -> tuple[ExpertMatrices, ExpertMatrices, bool, ExpertBiases | None, Gate]:
+        """The arguments of `expert_mlp` that are the same in every step."""
         biases = None
         if self.gate_up_bias is not None and self.down_bias is not None:
             biases = ExpertBiases(self.gate_up_bias, self.down_bias)
@@ -138,9 +161,7 @@ class Experts(RankedLayer):
             expert_matrices(matrices, self.num_own) if isinstance(matrices, Weight) else matrices
             for matrices in (self.gate_up, self.down)
         )
-        return expert_mlp(
-            x, routing, gate_up, down, self.batch_invariant, biases, self.shape.gate, shared, shared_matrices
-        )
+        return gate_up, down, self.batch_invariant, biases, self.shape.gate
 
     def after_norm(
         self,

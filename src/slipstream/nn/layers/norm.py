@@ -96,7 +96,15 @@ class NoNorm(Layer):
         return total, total
 
 
-Norm = RMSNorm | ResidualLayerNorm | NoNorm
+class AppliedNorm(Layer):
+    """In place of a norm that is computed already: x is the norm, and the residual the sum that it is of."""
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        assert residual is not None
+        return x, residual
+
+
+Norm = RMSNorm | ResidualLayerNorm | NoNorm | AppliedNorm
 """What may precede a sublayer."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import zip_longest
 
 import torch
 from torch import nn
@@ -105,6 +106,10 @@ class Decoder(nn.Module):
         """Run these layers from now on, by the implementations that can."""
         self.layers = layers
         self.tail = tail_of([block.shape for block in layers])  # type: ignore[misc]
+        keeps_sums = bool(self.taps) or self.tail < len(layers) or self.streams is not None
+        for block, following in zip_longest(layers, list(layers)[1:]):
+            if type(block) is DecoderBlock:
+                block.leave_sum_to(None if keeps_sums else following)
         self.implementations = ()
         if self.streamed is None:
             self.implementations = choose_implementations(list(layers), self.norm, self._tapped())  # type: ignore[arg-type]

@@ -15,6 +15,7 @@ from slipstream.ops.moe.reference import (
     SharedMatrices,
     SharedOutput,
 )
+from slipstream.ops.moe.unsummed import UnsummedExperts, unsummed_experts
 
 route = by_device(reference.route, "slipstream.ops.moe.triton")
 expert_mlp = by_device(host.expert_mlp, "slipstream.ops.moe.triton")
@@ -27,6 +28,8 @@ __all__ = [
     "Routing",
     "SharedMatrices",
     "SharedOutput",
+    "UnsummedExperts",
     "expert_mlp",
     "route",
+    "unsummed_experts",
 ]

@@ -56,12 +56,6 @@ def expert_mlp(
     """As the reference."""
     if not len(x):
         return torch.empty_like(x)
-
-    def run_routed() -> tuple[torch.Tensor, torch.Tensor | None]:
-        is_beside = shared is not None
-        return _weighted_pairs(x, routing, gate_up, down, batch_invariant, biases, gate, is_beside=is_beside)
-
-    beside = None
     if (
         len(x) == 1
         and (shared is None or shared_matrices is not None)
@@ -83,13 +77,33 @@ def expert_mlp(
         made, _ = _weighted_pairs(x, routing, gate_up, down, False, None, gate, shared_matrices)
         made, own = made.split([routing.ids.numel(), len(x)])
         return combine(made, None, routing, len(gate_up), SharedOutput(own), x, shared_matrices.gate)
+    return combine(*expert_pairs(x, routing, gate_up, down, batch_invariant, biases, gate, shared))
+
+
+def expert_pairs(
+    x: torch.Tensor,
+    routing: Routing,
+    gate_up: ExpertMatrices,
+    down: ExpertMatrices,
+    batch_invariant: bool,
+    biases: ExpertBiases | None,
+    gate: Gate,
+    shared: Shared | None,
+) -> tuple[torch.Tensor, torch.Tensor | None, Routing, int, SharedOutput | None]:
+    """The first five arguments of `combine`: outputs of the experts, and of the shared one."""
+
+    def run_routed() -> tuple[torch.Tensor, torch.Tensor | None]:
+        is_beside = shared is not None
+        return _weighted_pairs(x, routing, gate_up, down, batch_invariant, biases, gate, is_beside=is_beside)
+
+    beside = None
     if shared is None:
         made, positions = run_routed()
     elif len(x) <= MAX_PARALLEL_TOKENS:
         (made, positions), beside = execute_in_parallel(run_routed, shared)
     else:
         (made, positions), beside = run_routed(), shared()
-    return combine(made, positions, routing, count_experts(gate_up), beside)
+    return made, positions, routing, count_experts(gate_up), beside
 
 
 def _weighted_pairs(

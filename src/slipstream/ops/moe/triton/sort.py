@@ -48,7 +48,7 @@ def sort_by_expert(ids: torch.Tensor, num_experts: int, size: int, padded: bool 
         BINS=triton.next_power_of_2(num_experts + 1),
         SIZE=size,
         BLOCK=max(triton.next_power_of_2(num_pairs), 32),
-        num_warps=4 if num_pairs <= 1024 else 16,
+        num_warps=4 if num_pairs <= 1024 else 8,
         **dependent(ids.device, len(ids)),
     )
     return tiles

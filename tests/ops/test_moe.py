@@ -280,6 +280,27 @@ def test_one_token_with_more_inputs_than_a_load_has(gated, is_shared, monkeypatc
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("gate", ["silu", "gelu_tanh", "clamped_swiglu"])
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_one_token_by_programs_with_several_outputs(gate, is_shared, monkeypatch):
+    kernels()
+    module = importlib.import_module("slipstream.ops.moe.triton.persistent_gemv")
+    monkeypatch.setattr(module, "multiprocessors", lambda device: 4)
+    x, routing, gate_up, down = make(1, 1030, 24, 5, 2)
+    assert module.is_persistent(2 + is_shared, 24, 1030, gate, x.device)
+    calls, real = [], module.persistent_gate_up
+    gemv = importlib.import_module("slipstream.ops.moe.triton.gemv")
+    monkeypatch.setattr(gemv, "persistent_gate_up", lambda *args: (calls.append(1), real(*args)))
+    shared = SharedMatrices(gate_up[4], down[4], None) if is_shared else None
+    found = kernels().expert_mlp(x, routing, gate_up, down, gate=gate, shared_matrices=shared)
+    expected = reference.expert_mlp(x, routing, gate_up, down, gate=gate)
+    if is_shared:
+        everyone = Routing(torch.full_like(routing.ids[:, :1], 4), torch.ones_like(routing.weights[:, :1]))
+        expected += reference.expert_mlp(x, everyone, gate_up, down, gate=gate)
+    assert calls == [1]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
 def fill_with_nan(x):
     return x.fill_(torch.nan) if x.is_floating_point() else x
 

@@ -5,21 +5,25 @@
 
 All kinds run in one engine, in turns, on the same prompts (random token ids). Right drafts replay the answer of the run
 without drafts. The temperature is so high that the noise decides the draw: with random weights in bfloat16 a greedy
-answer would change with the rounding of each GEMM kernel, and the replayed drafts would be wrong. With --history, the
+answer would change with the rounding of each GEMM kernel, and the replayed drafts would be wrong. Times of a step are
+medians on the device, of the later half of the steps, where all rows decode. With --history, the
 time of the n-gram search alone is measured, for rows with so many tokens.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import sys
 import time
+from statistics import median
 from typing import Any
 
 import torch
 
 from slipstream import LLM, SamplingParams
+from slipstream.engine.step_log import StepLog, stop
 from slipstream.errors import SlipstreamError
 from slipstream.runner.drafts.drafter import DraftBatch
 from slipstream.serve.cli.bench import bench_options
@@ -30,7 +34,7 @@ FIRST = 100  # the first token of prompt i is FIRST + i: a drafter finds its ans
 
 
 class ReplayedAnswers:
-    """A drafter that knows the answers, on the device. It runs few kernels, since its time counts as that of drafts."""
+    """A drafter that knows the answers, on the device. On CUDA it is one launch: its time counts as that of drafts."""
 
     always_runs = False
     reads_hidden = False
@@ -49,6 +53,12 @@ class ReplayedAnswers:
 
     def propose(self, batch: DraftBatch, num_drafts: int) -> None:
         rows, table = batch.rows, self.rows
+        if rows.is_cuda:
+            from replay_kernel import replay_drafts
+
+            state = table.next_tokens, table.computed, self.table, self.history.tokens
+            replay_drafts(*state, rows, batch.offsets, self.first, self.after, num_drafts)
+            return
         token = self.history.tokens[:, 0].index_select(0, self.table[:, 0].index_select(0, rows))
         places = self.first.index_select(0, token) + table.computed.index_select(0, rows)
         drafts = self.after[:, :num_drafts].index_select(0, places)
@@ -102,10 +112,12 @@ def generate(llm: LLM, num_rows: int, args: argparse.Namespace) -> None:
         best, counts = float("inf"), planner.counts
         for trial in range(1 + args.repeats):  # the first one captures
             before, steps = (counts.num_rows, counts.num_drafts, counts.num_accepted), core.num_steps
-            begin = time.perf_counter()
+            log, begin = StepLog({"": core}), time.perf_counter()
             results = llm.generate(prompts, params, use_tqdm=False)
             if trial:
                 best = min(best, time.perf_counter() - begin)
+            core.drain()
+            stop({"": core})
         if texts is None:
             known = [result.prompt_token_ids + result.outputs[0].token_ids for result in results]
             texts = torch.tensor(known, device=head.rows.computed.device)
@@ -114,10 +126,17 @@ def generate(llm: LLM, num_rows: int, args: argparse.Namespace) -> None:
         rate = num_rows * args.output_len / best
         print(
             f"{num_rows:>5} rows {kind:<10}{1000 * best / args.output_len:>9.3f} ms/token{rate:>10.0f} out/s"
-            f"{core.num_steps - steps:>7} steps{share}",
+            f"{core.num_steps - steps:>7} steps of {1e6 * device_seconds(log, num_rows):.0f} us{share}",
             flush=True,
         )
     head.drafter, planner.length = ngram, adaptive
+
+
+def device_seconds(log: StepLog, num_rows: int) -> float:
+    """Median time on the device of the later half of the steps that decode all rows: the clock may be lower just after
+    the prompts."""
+    times = [step.end - step.start for step in log.steps if step.rows == num_rows and not step.prefill_tokens]
+    return median(times[len(times) // 2 : -1] or [math.nan])
 
 
 def vars_of(counts: Any) -> tuple[int, int, int]:

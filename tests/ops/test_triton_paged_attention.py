@@ -660,17 +660,19 @@ def test_drafted_rows_are_bit_equal_to_rows_of_one_token_at_real_size(heads, row
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("num_drafts", [0, 4])
+@pytest.mark.parametrize(("rows", "num_drafts"), [(13, 0), (13, 4), (8, 4)])
 @pytest.mark.parametrize("heads", [(32, 8), (16, 8)])
-def test_a_program_for_each_row_and_head_at_real_size(heads, num_drafts):
-    lengths = [max(length, 8) for length in ragged(13, 5000)]
-    case = Case(lengths, [1 + num_drafts] * 13, *heads, 128, dtype=torch.bfloat16)
+def test_a_program_for_each_row_and_head_at_real_size(heads, rows, num_drafts):
+    lengths = [max(length, 8) for length in ragged(rows, 5000)]
+    case = Case(lengths, [1 + num_drafts] * rows, *heads, 128, dtype=torch.bfloat16)
     if num_drafts:
         check_drafted(case)  # alone they are split in another way
     else:
         case.check()
     is_hopper = hopper_serves(DEVICE, torch.bfloat16, 128, 16)
-    assert DecodeRows(DEVICE, torch.bfloat16, *heads, 128, 16, 13).has_row_programs == is_hopper
+    shape = (DEVICE, torch.bfloat16, *heads, 128, 16, rows)
+    assert DecodeRows(*shape, has_drafts=num_drafts > 0).has_row_programs == is_hopper
+    assert DecodeRows(*shape).has_row_programs == (is_hopper and rows > 8)
 
 
 @pytest.mark.cuda

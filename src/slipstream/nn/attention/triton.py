@@ -106,6 +106,7 @@ class TritonAttention:
             num_distinct(num_rows, max_queries),
             group.window,
             is_plain=not spec.soft_cap and not spec.value_dim,
+            has_drafts=max_queries > 1,
         )
         tile = query_tile(dim, self.dtype.itemsize)
         tile_list = build_tile_list(

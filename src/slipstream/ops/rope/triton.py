@@ -9,7 +9,7 @@ import triton.language as tl
 from slipstream.ops.cache_write.fp8 import FP8, MAX_FP8, scales_of
 from slipstream.ops.pdl import dependent, release_next, wait_for_previous
 
-_MAX_SMALL_STEP = 64  # tokens
+_MAX_SMALL_STEP = 80  # tokens
 _MAX = tl.constexpr(MAX_FP8)
 
 

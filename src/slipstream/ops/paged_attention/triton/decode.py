@@ -34,6 +34,7 @@ SINGLE_DIM, SINGLE_HEADS = 128, 16  # head size, and query heads per KV head, of
 HOPPER_FP8_HEADS = 16
 MAX_ROW_PROGRAMS = 16  # rows
 SMALL_HEAD, ONE_SPLIT = 64, 512  # size of a head, and its keys that are not split
+MIN_DRAFTED_PROGRAMS = 64  # of rows with drafts, each with one row and KV head
 HOPPER_HEADS = 32  # rows of a tile, which are query heads per KV head times queries; more need too many registers
 
 
@@ -126,6 +127,7 @@ class DecodeRows:
     num_rows: int  # each counted once for all its positions
     window: int = 0  # 0: all keys are visible
     is_plain: bool = True  # without a soft cap, and not of latents
+    has_drafts: bool = False  # rows may have several queries
 
     @property
     def num_programs(self) -> int:
@@ -142,12 +144,15 @@ class DecodeRows:
     @property
     def has_row_programs(self) -> bool:
         """Whether programs of one row and KV head each fill the device, which was measured for 16-bit heads of 128:
-        then rows up to 1,024 keys are not split, and have no partial results to merge."""
+        then rows up to 1,024 keys are not split, and have no partial results to merge. Those of several queries take
+        longer to merge, so fewer programs are enough."""
         is_measured = self.is_plain and not self.window and self.dtype is not FP8 and self.head_dim == 128
-        if not is_measured or not FEW_ROWS < self.num_rows <= MAX_ROW_PROGRAMS:
+        min_rows = FEW_ROWS if self.has_drafts else FEW_ROWS + 1
+        if not is_measured or not min_rows <= self.num_rows <= MAX_ROW_PROGRAMS:
             return False
-        programs = self.num_rows * self.num_kv_heads
-        return programs <= device_limits(self.device)[0] < 2 * programs and self._uses_hopper()
+        multiprocessors, programs = device_limits(self.device)[0], self.num_rows * self.num_kv_heads
+        min_programs = MIN_DRAFTED_PROGRAMS if self.has_drafts else multiprocessors // 2 + 1
+        return min_programs <= programs <= multiprocessors and self._uses_hopper()
 
     @property
     def one_split(self) -> int:

@@ -431,7 +431,7 @@ def hopper():
     build_product(64, 64, 1, 1, 16, 3, PARTS=64, bias=None, **added, **whole)
     build_product(64, 64, 0, 6, 32, 3, PARTS=0, squares=None, bias=None)
     build_product(64, 64, 0, 2, 16, PARTS=0, squares=None, bias=None, **added, **whole)  # partial sums, not added
-    build_product(48, 64, 0, 1, 16, PARTS=0, squares=None, bias=None, **added, **whole)
+    build_product(48, 32, 0, 1, 8, PARTS=0, squares=None, bias=None, **added, **whole)
     fp8 = dict(PARTS=0, squares=None, bias=None, kind=gl.float8e4nv)
     build_product(64, 16, 1, 1, **fp8, **added, **whole)
     build_product(64, 32, 0, 2, **fp8, **added)

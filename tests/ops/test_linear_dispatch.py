@@ -36,15 +36,13 @@ hopper bfloat16 SMALL       gelu_erf  -    | 0 library, 1024 cublaslt_tuned
 hopper bfloat16 SMALL       gelu_erf  bias | 0 library
 hopper bfloat16 LARGE       none      -    | 0 library, 1 gemv, 3 streaming_hopper, 33 library, 1024 cublaslt_tuned
 hopper bfloat16 LARGE       silu      -    | 0 library, 1 gemv, 3 streaming_hopper, 33 library, 1024 gated_gemm_hopper
-hopper bfloat16 WIDE        none      -    | 0 library, 1 gemv, 2 streaming_hopper, 33 library, 1024 cublaslt_tuned
-hopper bfloat16 WIDE        silu      -    | 0 library, 1 gemv, 2 streaming_hopper, 33 library, 65 streaming_hopper, \
-256 library, 1024 gated_gemm_hopper
-hopper bfloat16 NARROW      none      -    | 0 library, 1 gemv, 2 streaming_hopper, 33 library, 65 streaming_hopper, \
-81 library, 1024 cublaslt_tuned
+hopper bfloat16 WIDE        none      -    | 0 library, 1 gemv, 2 streaming_hopper, 97 library, 1024 cublaslt_tuned
+hopper bfloat16 WIDE        silu      -    | 0 library, 1 gemv, 2 streaming_hopper, 256 library, 1024 gated_gemm_hopper
+hopper bfloat16 NARROW      none      -    | 0 library, 1 gemv, 2 streaming_hopper, 81 library, 1024 cublaslt_tuned
 hopper bfloat16 NARROW      silu      -    | 0 library, 1 gemv, 2 streaming_hopper, 33 library, 1024 gated_gemm_hopper
 hopper bfloat16 SHORT_HEAD  none      -    | 0 library, 1 gemv, 3 library, 1024 cublaslt_tuned
 hopper bfloat16 SHORT_HEAD  silu      -    | 0 library, 1 gemv, 3 library, 1024 gated_gemm_hopper
-hopper bfloat16 LONG_HEAD   none      -    | 0 library, 1 gemv, 2 streaming_hopper, 33 library, 1024 cublaslt_tuned
+hopper bfloat16 LONG_HEAD   none      -    | 0 library, 1 gemv, 2 streaming_hopper, 97 library, 1024 cublaslt_tuned
 hopper bfloat16 UNALIGNED   none      -    | 0 library, 1 gemv, 3 skinny_mma, 17 library, 1024 cublaslt_tuned
 hopper bfloat16 UNALIGNED   silu      -    | 0 library, 1 gemv, 3 skinny_mma, 17 library, 1024 cublaslt_tuned
 hopper bfloat16 ODD_OUTPUTS silu      -    | 0 library, 1 gemv, 3 streaming_hopper, 65 library, 1024 cublaslt_tuned
@@ -204,7 +202,7 @@ def test_partial_sums_are_left_to_the_norm_where_that_was_measured(gpu: Any) -> 
         return dispatch.accepts_parts(*make_call(rows, weight, dtype, None, False)[:2])
 
     gpu("hopper")
-    assert [rows for rows in ROWS if accepts(rows, (4096, 12288))] == [65, 80]
+    assert [rows for rows in ROWS if accepts(rows, (4096, 12288))] == [33, 64, 65, 80]
     assert accepts(72, (4096, 4096)) and not accepts(72, (4096, 2048))
     assert not any(accepts(72, (num_out, 4096)) for num_out in (1024, 2560, 5120, 6144, 8192))
     assert not accepts(72, (4096, 4096), torch.float16)
@@ -212,12 +210,20 @@ def test_partial_sums_are_left_to_the_norm_where_that_was_measured(gpu: Any) -> 
     assert not accepts(72, (4096, 4096))
 
 
+def test_a_library_chain_of_few_rows_can_be_streamed_for_adapters(gpu: Any) -> None:
+    gpu("hopper")
+    x, weight = make_call(64, NARROW, torch.bfloat16, None, False)[:2]
+    assert choose_chain(x, weight) == "library" and dispatch.can_stream(x, weight)
+    assert not dispatch.can_stream(*make_call(65, NARROW, torch.bfloat16, None, False)[:2])
+
+
 @pytest.mark.parametrize(
     ("name", "weight", "dtype", "expected"),
     [
         ("hopper", SMALL, torch.bfloat16, "0 -, 3 streamed, 257 library"),
         ("hopper", LARGE, torch.bfloat16, "0 -, 3 streamed, 65 library"),
-        ("hopper", WIDE, torch.bfloat16, "0 -, 2 streamed, 65 library"),
+        ("hopper", WIDE, torch.bfloat16, "0 -, 2 streamed, 64 library"),  # from 49 rows on, as the next
+        ("hopper", NARROW, torch.bfloat16, "0 -, 2 streamed, 64 library"),
         ("hopper", SHORT_HEAD, torch.bfloat16, "0 -, 65 library"),
         ("hopper", UNALIGNED, torch.bfloat16, "0 -, 65 library"),
         ("hopper", SMALL, torch.float16, "0 -, 65 library"),

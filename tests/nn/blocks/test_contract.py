@@ -43,7 +43,7 @@ def of_kind(kind: str, model: Decoder, monkeypatch: pytest.MonkeyPatch) -> list[
     if kind == "fused" and not native.build():
         pytest.skip("no C compiler here, or the kernels are turned off")
     if kind == "chain":
-        monkeypatch.setattr(CudaChain, "choose", lambda self, x: "library")
+        monkeypatch.setattr(CudaChain, "choose", lambda self, x, is_streamed: "library")
     implementation = IMPLEMENTATIONS[kind]
     if implementation is None:
         model.implementations = ()
@@ -123,7 +123,7 @@ def test_a_step_that_is_refused_leaves_the_input_as_it_was(
     model = load(folder)
     of_kind(kind, model, monkeypatch)
     if kind == "chain":
-        monkeypatch.setattr(CudaChain, "choose", lambda self, x: "")
+        monkeypatch.setattr(CudaChain, "choose", lambda self, x, is_streamed: "")
     runner = HandRunner(model)
     chunks = {"c": [8], "a": PROMPT[:5]}
     expected = exact(folder, [chunks])[0]

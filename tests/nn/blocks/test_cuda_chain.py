@@ -52,7 +52,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         return out
 
     monkeypatch.setattr(CudaChain, "run", counted)
-    monkeypatch.setattr(CudaChain, "choose", lambda self, x: "library")
+    monkeypatch.setattr(CudaChain, "choose", lambda self, x, is_streamed=False: "library")
     return made
 
 
@@ -135,6 +135,14 @@ def test_one_kernel_may_compute_the_products_between_two_attentions(
     assert calls == [True, True] and rows == [1, 1, 1]  # of the second step, between four attentions
     runner = HandRunner(one_by_one(model), torch.float64)
     theirs = [runner.run({"a": ids})["a"] for ids in ([5, 9, 33], [7])]
+    torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
+
+
+def test_the_last_product_of_many_tokens_adds_to_the_residual(calls: list[bool], tmp_path: Path) -> None:
+    model, ids = load(write_tiny(tmp_path, "llama"), torch.float64), list(range(1, 41))
+    mine = HandRunner(chained(model), torch.float64).run({"a": ids})["a"]
+    assert calls == [True]
+    theirs = HandRunner(one_by_one(model), torch.float64).run({"a": ids})["a"]
     torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
 
 
@@ -249,13 +257,24 @@ def test_biases_and_other_weights_run_one_by_one(calls: list[bool], tmp_path: Pa
     assert not chained(model).implementations
 
 
-def test_a_chain_is_as_fast_as_its_slowest_weight() -> None:
+@pytest.mark.parametrize(
+    ("kinds", "few", "many"),
+    [
+        ("streamed", "streamed", "streamed"),
+        ("library", "library", "library"),
+        ("streamed library", "streamed", "library"),
+        ("streamed library none", "", ""),
+    ],
+)
+def test_a_chain_is_what_all_weights_can_be(kinds: str, few: str, many: str) -> None:
+    """Few rows of a weight that offers a library chain can be streamed, many rows of another one cannot."""
     offered = {"streamed": "streamed", "library": "library", "none": ""}
-    for kinds, expected in (("streamed", "streamed"), ("streamed library", "library"), ("streamed library none", "")):
-        chain: Any = SimpleNamespace(
-            linears=[SimpleNamespace(chain_for=lambda x, kind=kind: offered[kind]) for kind in kinds.split()]
-        )
-        assert CudaChain.choose(chain, torch.ones(1)) == expected
+    chain: Any = SimpleNamespace(
+        linears=[SimpleNamespace(chain_for=lambda x, kind=kind: offered[kind]) for kind in kinds.split()]
+    )
+    assert CudaChain.choose(chain, torch.ones(64)) == few
+    assert CudaChain.choose(chain, torch.ones(65)) == many
+    assert CudaChain.choose(chain, torch.ones(64), is_streamed=True) == ("streamed" if few else "")
 
 
 def test_nothing_is_chained_on_a_cpu(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from slipstream.nn.context import ForwardContext, LastTokens
 from slipstream.nn.layers.norm import RMSNorm
 from slipstream.nn.shapes import tail_of
 from slipstream.ops.linear import Activation
+from slipstream.ops.linear.dispatch import MAX_STREAMED_ROWS, MAX_STREAMED_ROWS_OF_LARGE_WEIGHT
 from slipstream.ops.linear.unnormalized import Chain
 from slipstream.ops.quantized.layer import claim_barrier, joins_gemms, multiply_layer
 from slipstream.ops.quantized.layer_gemms import LayerGemms
@@ -51,10 +52,9 @@ class CudaChain:
 
     def run(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor | None:
         """x [T, hidden], which is overwritten, to the normed hidden states; None: the reference is faster."""
-        chain = self.choose(x)
-        if not chain or (
-            chain == "library" and (context.batch.lora is not None or context.only_last and self.has_tail)
-        ):
+        is_streamed = context.batch.lora is not None or (context.only_last and self.has_tail)  # or not a chain at all
+        chain = self.choose(x, is_streamed)
+        if not chain or (chain == "library" and is_streamed):
             return None
         last = None
         part = self.parts[0]
@@ -91,7 +91,12 @@ class CudaChain:
                         split = part.products.split(sums.rows_normed(), context, last)
                 whole = part.products.first.after_unnormalized
                 made = whole(sums, context, part.products.activation) if split is None else split
-        out: torch.Tensor = self.norm(part.products.last(made, context), total)[0]
+        out: torch.Tensor
+        if len(made) <= MAX_STREAMED_ROWS_OF_LARGE_WEIGHT:
+            out = self.norm(part.products.last(made, context), total)[0]
+        else:  # other kernels than those of chains do not stream large weights
+            sums = part.products.last.add_to(total, made, self.norm, chain, context)
+            out = self.norm(sums.total)[0] if sums.normed is None else sums.normed
         if self.taps:
             assert not context.only_last, "a model with taps returns all tokens"
             return torch.cat([out, *(inputs[index] for index in self.taps)], 1)
@@ -126,11 +131,14 @@ class CudaChain:
         norms = (feed.norm.weight, feed.norm.eps, following.norm.weight, following.norm.eps)
         return LayerGemms(o, gate_up, down, next_qkv, *norms), activation
 
-    def choose(self, x: torch.Tensor) -> Chain:
-        """The fastest kind of chain that all weights offer for an input of this size; "" for none."""
+    def choose(self, x: torch.Tensor, is_streamed: bool = False) -> Chain:
+        """The fastest kind of chain that all weights offer for an input of this size; "" for none. Weights that offer a
+        library chain of few rows can be streamed too, if others or the step (`is_streamed`) need it."""
         offered = {linear.chain_for(x) for linear in self.linears}
         if "" in offered:
             return ""
+        if len(x) <= MAX_STREAMED_ROWS:
+            return "streamed" if is_streamed or "streamed" in offered else "library"
         return "library" if "library" in offered else "streamed"
 
 

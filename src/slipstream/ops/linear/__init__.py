@@ -155,7 +155,7 @@ def can_append_adapters(x: torch.Tensor | Unnormalized, weight: torch.Tensor, ad
     rows = x if isinstance(x, torch.Tensor) else x.weighted
     if rows is None or MIN_ROWS_PER_ADAPTER_ROW * adapters.shape[0] * adapters.shape[1] > len(weight):
         return False
-    if dispatch.choose_chain(rows, weight) != "streamed":
+    if not rows.is_cuda or not dispatch.can_stream(rows, weight):
         return False
     from slipstream.ops.linear.triton.streaming_hopper import can_append, stream_tile
 

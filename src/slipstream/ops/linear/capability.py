@@ -9,10 +9,11 @@ from slipstream.ops.hopper import has_hopper_kernels
 SMALL_WEIGHT = 8 << 20  # elements; tile sizes and the choice of a kernel change here
 MULTIPROCESSORS = 132  # of an H100 or H200
 WIDE_OUTPUTS = 192  # of a program with three blocks
-MIN_WIDE_ROWS, MAX_WIDE_ROWS = 65, 128
+MIN_WIDE_ROWS, MAX_WIDE_ROWS = 33, 128
+MAX_WIDE_PLAIN_ROWS = 96  # without a gated activation: the LM head
 MIN_WIDE_INPUTS = 2048
 NARROW_OUTPUTS, NARROWEST_OUTPUTS = 64, 48  # of a program with one block
-MIN_NARROW_ROWS, MAX_NARROW_ROWS = 65, 80  # as 64 + 16; other numbers were not measured
+MIN_NARROW_ROWS, MAX_NARROW_ROWS = 33, 80  # more were not measured
 MIN_NARROW_PROGRAMS = 96
 MIN_NARROW_INPUTS = 4096
 

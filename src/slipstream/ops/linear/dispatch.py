@@ -17,7 +17,13 @@ import torch.nn.functional as F
 
 from slipstream.ops.activation import gelu_tanh_and_mul, relu2, silu_and_mul
 from slipstream.ops.linear import cublaslt_tuned, native, reference, tiles
-from slipstream.ops.linear.capability import SMALL_WEIGHT, fills_wide_programs, narrow_splits, supports_tma
+from slipstream.ops.linear.capability import (
+    MAX_WIDE_PLAIN_ROWS,
+    SMALL_WEIGHT,
+    fills_wide_programs,
+    narrow_splits,
+    supports_tma,
+)
 from slipstream.ops.linear.unnormalized import Chain
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
@@ -33,6 +39,7 @@ MAX_STREAMED_ROWS = 64
 MAX_STREAMED_ROWS_OF_LARGE_WEIGHT = 32  # with more rows a program reads as many bytes of x as of the weight
 MAX_CHAINED_ROWS = 256  # a chain also saves the norms and the reads and writes between GEMMs
 MAX_CHAINED_ROWS_OF_LARGE_WEIGHT = 64
+MAX_UNSPLIT_ROWS = 48  # with more, partial sums that the norm adds are faster than a norm fused into the GEMMs
 
 FUSED_ACTIVATIONS: dict[Activation | None, str] = {None: "", silu_and_mul: "silu", gelu_tanh_and_mul: "gelu_tanh"}
 """What the epilogues of gemv, skinny_mma and streaming_hopper compute, by the name that the kernels know."""
@@ -82,14 +89,20 @@ def choose_chain(x: torch.Tensor, weight: torch.Tensor) -> Chain:
     if not x.is_cuda or x.element_size() != 2:
         return ""
     rows = len(x)
-    if (
+    if can_stream(x, weight):
+        has_kernels = narrow_splits(rows, *weight.shape) > 0 or fills_wide_programs(rows, *weight.shape)
+        return "library" if rows > MAX_UNSPLIT_ROWS and has_kernels else "streamed"
+    return "library" if rows > MAX_STREAMED_ROWS else ""
+
+
+def can_stream(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether the weight may be part of a streamed chain for an x of this many rows on CUDA."""
+    return (
         HAS_TRITON
         and x.dtype is torch.bfloat16
-        and _max_gemv_rows(x, weight) < rows <= MAX_CHAINED_ROWS
+        and _max_gemv_rows(x, weight) < len(x) <= MAX_CHAINED_ROWS
         and _streaming_is_faster(x, weight, MAX_CHAINED_ROWS_OF_LARGE_WEIGHT)
-    ):
-        return "streamed"
-    return "library" if rows > MAX_STREAMED_ROWS else ""
+    )
 
 
 def accepts_parts(x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -113,9 +126,9 @@ def _max_gemv_rows(x: torch.Tensor, weight: torch.Tensor) -> int:
 
 
 def _accepts_streaming_hopper(call: GemmCall) -> bool:
-    if call.activation is not None and fills_wide_programs(len(call.x), *call.weight.shape):
-        return _has_fused_epilogue(call) and supports_tma(call.x, call.weight)
-    if call.activation is None and narrow_splits(len(call.x), *call.weight.shape) == 1:
+    rows, shape = len(call.x), call.weight.shape
+    is_wide = fills_wide_programs(rows, *shape) and (call.activation is not None or rows <= MAX_WIDE_PLAIN_ROWS)
+    if is_wide or (call.activation is None and narrow_splits(rows, *shape) == 1):
         return _has_fused_epilogue(call) and supports_tma(call.x, call.weight)
     return (
         0 < len(call.x) <= MAX_STREAMED_ROWS

@@ -16,6 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from slipstream.ops.linear.capability import (
+    MAX_WIDE_PLAIN_ROWS,
     MULTIPROCESSORS,
     SMALL_WEIGHT,
     WIDE_OUTPUTS,
@@ -45,7 +46,8 @@ class StreamTile(NamedTuple):
     programs: int = 1  # per multiprocessor
 
 
-ROW_TILE = StreamTile(1, WIDE_OUTPUTS // 3, copies=1, groups=3)
+WIDE_TILE = StreamTile(1, WIDE_OUTPUTS // 3, copies=1, groups=3)
+ROW_TILE = WIDE_TILE
 """Of a row that programs quantise, for a gated weight: in one wave a multiprocessor quantises it once."""
 SPLIT_TILE = StreamTile(2, 128, 128, 1)  # of 65 and more rows, if there are few outputs
 
@@ -79,7 +81,9 @@ def streaming_gemm(
     out = torch.empty((rows, num_out), dtype=dtype, device=weight.device)
     if tile is None and gate and scales is not None and scales.x is None and keeps_wide_programs_busy(len(weight)):
         tile = ROW_TILE
-    tile = tile or stream_tile(rows, len(weight), weight.shape[1] * weight.element_size() // 2, gate)
+    is_plain = isinstance(x, torch.Tensor) and adapters is None and scales is None
+    find = plain_tile if is_plain else stream_tile
+    tile = tile or find(rows, len(weight), weight.shape[1] * weight.element_size() // 2, gate)
     _launch(x, weight, bias, gate, out, tile, added, scales=scales, adapters=adapters)
     return out
 
@@ -191,13 +195,20 @@ def _launch(
     )
 
 
+def plain_tile(rows: int, num_out: int, num_in: int, gate: str) -> StreamTile:
+    """Of a GEMM with 16-bit weights that finishes no norm and has no adapters."""
+    if not gate and narrow_splits(rows, num_out, num_in) == 1:
+        return StreamTile(1, narrow_outputs(num_out))
+    if not gate and rows <= MAX_WIDE_PLAIN_ROWS and fills_wide_programs(rows, num_out, num_in):
+        return WIDE_TILE
+    return stream_tile(rows, num_out, num_in, gate)
+
+
 def stream_tile(rows: int, num_out: int, num_in: int, gate: str) -> StreamTile:
     """Enough programs to fill the GPU; measured with benchmarks/ops/layer.py. With few rows and outputs split-k makes a
     program's part so small that all its weights are in flight at once."""
     if gate and fills_wide_programs(rows, num_out, num_in):
-        return StreamTile(1, WIDE_OUTPUTS // 3, copies=1, groups=3)
-    if not gate and narrow_splits(rows, num_out, num_in) == 1:
-        return StreamTile(1, narrow_outputs(num_out))
+        return WIDE_TILE
     blocks = triton.cdiv(num_out, 64)
     if 1 < rows <= 8 and num_out * num_in <= TINY_WEIGHT and num_in <= MAX_TINY_INPUTS:
         tiles = triton.cdiv(num_in * 2, BYTES.value)
@@ -246,15 +257,15 @@ def chunks_of(num_tiles: int) -> int:
 def registers_for(tile: StreamTile, rows: int) -> int:
     """Registers per thread at the launch. Three blocks have 16 warps in all, of which the producer's give most of their
     registers to the consumers."""
-    return 128 if tile.groups == 3 else 96 if rows <= 64 else 168
+    return 128 if tile.groups == 3 else 96 if rows <= 80 else 168
 
 
 def row_parts(tile: StreamTile, rows: int) -> tuple[int, int]:
-    """The rows of a program as two powers of two; the second may be 0. Up to 64 rows are padded to one."""
-    if tile.rows or rows <= 64:
+    """The rows of a program as two powers of two; the second may be 0. Up to 32 rows are padded to one."""
+    if tile.rows or rows <= 32:
         return tile.rows or _padded(rows), 0
     first = triton.next_power_of_2(rows + 1) // 2
-    more = _padded(rows - first) if rows > first else 0
+    more = max(8, triton.next_power_of_2(rows - first)) if rows > first else 0
     return (2 * first, 0) if more == first else (first, more)
 
 

@@ -151,10 +151,25 @@ def test_long_sums_of_fp8_inputs_are_split(rows: int) -> None:
     from slipstream.ops.quantized import reference
 
     weight = make("fp8", 208, 8208, "cuda")  # a part of a step at the end
+def test_torch_multiplies_medium_rows_unless_tiles_are_one_wave() -> None:
+    """By the shapes of Qwen3-8B, for which the choice was measured."""
+    pytest.importorskip("triton")
+    from slipstream.ops.linear.triton.streaming_hopper import MEDIUM_TILE, SPLIT_TILE
+    from slipstream.ops.quantized import _medium_tile
+
+    def chosen(num_out: int, num_in: int) -> list[object]:
+        weight = QuantizedMatrix(torch.empty(num_out, num_in, device="meta"), torch.empty(0), None)
+        return [_medium_tile(rows, weight) for rows in (64, 65, 128, 129, 256, 257)]
+
+    assert chosen(4096, 12288) == [None, SPLIT_TILE, SPLIT_TILE, SPLIT_TILE, SPLIT_TILE, None]  # down
+    assert chosen(6144, 4096) == [None, None, None, MEDIUM_TILE, MEDIUM_TILE, None]  # qkv
+    assert chosen(4096, 4096) == chosen(24576, 4096) == [None] * 6  # o, gate and up
+
+
     x = torch.randn(rows, 8208, device="cuda").bfloat16()
     if not quantized._accepts_streaming(x, x.dtype, weight):
         pytest.skip("made for another GPU")
-    assert quantized._gains_by_split_k(rows, weight) and not quantized._gains_by_split_k(257, weight)
+    assert quantized._medium_tile(rows, weight) and not quantized._medium_tile(257, weight)
     bias = torch.randn(208, device="cuda").bfloat16()
     exact = reference.scaled_linear(x.double(), weight, bias.double())
     for _ in range(2):  # the counters of the first run are back at zero

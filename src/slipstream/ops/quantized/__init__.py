@@ -7,6 +7,8 @@ inputs; other weights are expanded in registers, or in memory for many rows. Wit
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 
@@ -26,6 +28,9 @@ from slipstream.ops.quantized.matrix import (
     words_of,
 )
 from slipstream.ops.quantized.reference import MAX_FP8, dequantize
+
+if TYPE_CHECKING:
+    from slipstream.ops.linear.triton.streaming_hopper import StreamTile
 
 __all__ = [
     "MAX_FP8",
@@ -55,6 +60,7 @@ MAX_SPLIT_ROWS, MIN_SPLIT_INPUTS = 256, 8192  # of FP8 GEMMs with few outputs, w
 MIN_DEQUANTIZED_ROWS = 65  # from here on a GEMM has no split-k, and takes longer than writing and reading the weight
 
 
+MAX_FEW_ROWS, MIN_MEDIUM_ROWS = 16, 129  # of chains whose norms add partial sums; in between they were not measured
 def supports_kernels(device: torch.device, kind: torch.dtype, dtype: torch.dtype) -> bool:
     """Whether quantised weights of this storage dtype can stay quantised, for activations of `dtype`."""
     if device.type != "cuda" or not HAS_TRITON or dtype not in (torch.bfloat16, torch.float16):
@@ -235,11 +241,11 @@ def _multiply_fp8(
         gate = FUSED_ACTIVATIONS.get(activation, "")
         out = streaming_gemm(q, weight.values, bias, gate, scales=Scales(weight.scale, scales))
         return out if activation in FUSED_ACTIVATIONS else _activate(out, activation)
-    if len(q) > MAX_FUSED_ROWS and _gains_by_split_k(len(q), weight) and _accepts_streaming(q, dtype, weight):
-        from slipstream.ops.linear.triton.streaming_hopper import SPLIT_TILE, Scales, streaming_gemm
+    tile = _medium_tile(len(q), weight) if _accepts_streaming(q, dtype, weight) else None
+    if tile is not None:
+        from slipstream.ops.linear.triton.streaming_hopper import Scales, streaming_gemm
 
-        out = streaming_gemm(q, weight.values, bias, "", SPLIT_TILE, Scales(weight.scale, scales))
-        return _activate(out, activation)
+        return _activate(streaming_gemm(q, weight.values, bias, "", tile, Scales(weight.scale, scales)), activation)
     from slipstream.ops.quantized.triton.gemm import quantized_gemm
 
     if len(q) > MAX_FUSED_ROWS and _accepts_scaled_mm(dtype, weight):
@@ -251,10 +257,17 @@ def _multiply_fp8(
     return out if is_fused else _activate(out, activation)
 
 
-def _gains_by_split_k(rows: int, weight: QuantizedMatrix) -> bool:
-    """Whether tiles of 128 x 128 results leave half of the multiprocessors idle, and sums are long enough to divide."""
+def _medium_tile(rows: int, weight: QuantizedMatrix) -> StreamTile | None:
+    """The tile of a GEMM of 65 to 256 rows that is faster than torch's: tiles of 128 x 128 results leave half of the
+    multiprocessors idle and sums are long enough to divide, or one wave of tiles keeps most of them busy."""
+    from slipstream.ops.linear.triton.streaming_hopper import MEDIUM_TILE, SPLIT_TILE
+
+    if not MAX_FUSED_ROWS < rows <= MAX_SPLIT_ROWS:
+        return None
     tiles = -(-len(weight.values) // 128) * -(-rows // 128)
-    return rows <= MAX_SPLIT_ROWS and weight.num_columns >= MIN_SPLIT_INPUTS and 2 * tiles <= MULTIPROCESSORS
+    if weight.num_columns >= MIN_SPLIT_INPUTS and 2 * tiles <= MULTIPROCESSORS:
+        return SPLIT_TILE
+    return MEDIUM_TILE if rows >= MIN_MEDIUM_ROWS and 2 * MULTIPROCESSORS <= 3 * tiles <= 3 * MULTIPROCESSORS else None
 
 
 def _accepts_streaming(q: torch.Tensor, dtype: torch.dtype, weight: QuantizedMatrix) -> bool:

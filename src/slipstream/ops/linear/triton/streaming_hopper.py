@@ -48,8 +48,10 @@ class StreamTile(NamedTuple):
 
 WIDE_TILE = StreamTile(1, WIDE_OUTPUTS // 3, copies=1, groups=3)
 ROW_TILE = WIDE_TILE
-"""Of a row that programs quantise, for a gated weight: in one wave a multiprocessor quantises it once."""
+"""Of few rows of FP8, for a gated weight: one wave, in which a multiprocessor loads or quantises them once."""
+MAX_WIDE_FP8_ROWS = 16
 SPLIT_TILE = StreamTile(2, 128, 128, 1)  # of 65 and more rows, if there are few outputs
+MEDIUM_TILE = StreamTile(1, 128, 128, 1)  # if tiles of 128 x 128 results are about as many as multiprocessors
 
 
 class Scales(NamedTuple):
@@ -79,7 +81,8 @@ def streaming_gemm(
         num_out += adapters.shape[0] * adapters.shape[1]
     dtype = torch.bfloat16 if scales is not None else weight.dtype
     out = torch.empty((rows, num_out), dtype=dtype, device=weight.device)
-    if tile is None and gate and scales is not None and scales.x is None and keeps_wide_programs_busy(len(weight)):
+    is_small = scales is not None and rows <= MAX_WIDE_FP8_ROWS
+    if tile is None and gate and is_small and keeps_wide_programs_busy(len(weight)):
         tile = ROW_TILE
     is_plain = isinstance(x, torch.Tensor) and adapters is None and scales is None
     find = plain_tile if is_plain else stream_tile

@@ -55,6 +55,7 @@ def adapters() -> dict[str, Callable[[], Any]]:
 def quantized() -> dict[str, Callable[[], Any]]:
     matrix = QuantizedMatrix(half(32, 64).to(torch.float8_e4m3fn), torch.rand(32, 2), None)
     rows = QuantizedMatrix(half(64, 512).to(torch.float8_e4m3fn), torch.rand(64, 1), None)
+    wide = QuantizedMatrix(half(64, 2048).to(torch.float8_e4m3fn), torch.rand(64, 1), None)
     tile, row_tile = get("quantized.triton.stream.SliceTile")(2), get("quantized.triton.row.RowTile")(2)
     scales = get("linear.triton.streaming_hopper.Scales")(rows.scale, torch.rand(ROWS, 1))
 
@@ -70,6 +71,7 @@ def quantized() -> dict[str, Callable[[], Any]]:
     def fp8_chain() -> None:
         sums = get("quantized.fp8_linear_add")(half(1, 512), rows, half(1, 64), half(64), 1e-6)
         get("quantized.fp8_linear_unnormalized")(sums, matrix._replace(scale=torch.rand(32, 1)), None, None)
+        get("quantized.fp8_parts_add")(half(3, 2048), None, wide, half(3, 64), half(64), 1e-6)
 
     def joined() -> None:
         shapes = (64, 1024), (128, 64), (64, 1024), (64, 64)

@@ -110,8 +110,9 @@ def quantized():
     build(ops + "gemm", "_gemm_kernel", x | {"values": "*i8"}, **many, **blocks(4096, 16, 64))
     eight = x | {"out": "*fp8e4nv"} | of(HALF, "residual norm total")
     plain = dict.fromkeys(["residual", "norm", "total"])
-    build(ops + "quantize", "_quantize_kernel", eight, GATE=2, SIZE=3000, BLOCK=4096, DEPENDENT=True, **plain)
-    build(ops + "quantize", "_quantize_kernel", eight, GATE=0, SIZE=64, BLOCK=64, DEPENDENT=True, given=None)
+    build(ops + "quantize", "_quantize_kernel", eight, PARTS=1, GATE=2, SIZE=3000, BLOCK=4096, DEPENDENT=True, **plain)
+    eight |= {"x": FLOAT}
+    build(ops + "quantize", "_quantize_kernel", eight, PARTS=2, GATE=0, SIZE=64, BLOCK=64, DEPENDENT=True, given=None)
     gguf = x | {"values": BYTE} | of("*fp16", "scale minima")
     build(ops + "gemm", "_gemm_kernel", gguf, **some, **blocks(2048, 32, 64, 64, "minima"))
     unused = ("SCALING", "PTX")
@@ -435,6 +436,7 @@ def hopper():
     fp8 = dict(PARTS=0, squares=None, bias=None, kind=gl.float8e4nv)
     build_product(64, 16, 1, 1, **fp8, **added, **whole)
     build_product(64, 32, 0, 2, **fp8, **added)
+    build_product(128, 128, 0, 2, **fp8, **added, **whole)  # partial sums
     build_product(64, 8, 1, 1, chunks=(2, 2), PARTS=64, bias=None, kind=gl.float8e4nv, **added, **whole)
     build_product(64, 8, 1, 1, 0, 3, chunks=(2, 2), PARTS=64, bias=None, kind=gl.float8e4nv, **added, **whole)
     build_product(64, 8, 0, 2, chunks=(6, 3), **fp8)

@@ -210,6 +210,17 @@ def test_norm_and_quantisation_in_one_pass(has_residual: bool, kernel_device: to
     torch.testing.assert_close(q.float()[~is_power], expected.float()[~is_power], rtol=0.13, atol=0.01)
 
 
+def test_the_pass_of_the_norm_adds_partial_sums(kernel_device: torch.device) -> None:
+    from slipstream.ops.quantized.triton.quantize import quantize_normed_rows
+
+    parts, residual = torch.randn(3, 5, 100, device=kernel_device), torch.randn(5, 100, device=kernel_device)
+    norm = torch.rand(100, device=kernel_device) + 0.5
+    q, scales, total = quantize_normed_rows(parts, residual, norm, 1e-6)
+    wanted_q, wanted_scales, wanted = quantize_normed_rows(parts[0] + parts[1] + parts[2], residual, norm, 1e-6)
+    assert torch.equal(total, wanted) and torch.equal(scales, wanted_scales)
+    assert torch.equal(q.float(), wanted_q.float())
+
+
 @pytest.mark.parametrize("activation", [silu_and_mul, gelu_tanh_and_mul])
 def test_gated_activation_and_quantisation_in_one_pass(
     activation: Callable[[torch.Tensor], torch.Tensor], kernel_device: torch.device

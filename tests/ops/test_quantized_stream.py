@@ -7,7 +7,14 @@ import torch
 import torch.nn.functional as F
 
 from slipstream.ops.activation import silu_and_mul
-from slipstream.ops.quantized import QuantizedMatrix, dequantize, pack_4_bit, quantized_linear, streams, words_of
+from slipstream.ops.quantized import (
+    QuantizedMatrix,
+    dequantize,
+    pack_4_bit,
+    quantized_linear,
+    streams,
+    words_of,
+)
 
 KINDS = ["fp8", "int4", "int4 symmetric"]
 
@@ -144,13 +151,6 @@ def test_a_row_is_quantised_inside_its_gemm(splits: int) -> None:
     assert off(wide, gated.double()) < 4e-3
 
 
-@pytest.mark.cuda
-@pytest.mark.parametrize("rows", [65, 200, 256])
-def test_long_sums_of_fp8_inputs_are_split(rows: int) -> None:
-    from slipstream.ops import quantized
-    from slipstream.ops.quantized import reference
-
-    weight = make("fp8", 208, 8208, "cuda")  # a part of a step at the end
 def test_torch_multiplies_medium_rows_unless_tiles_are_one_wave() -> None:
     """By the shapes of Qwen3-8B, for which the choice was measured."""
     pytest.importorskip("triton")
@@ -166,6 +166,13 @@ def test_torch_multiplies_medium_rows_unless_tiles_are_one_wave() -> None:
     assert chosen(4096, 4096) == chosen(24576, 4096) == [None] * 6  # o, gate and up
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("rows", [65, 200, 256])
+def test_long_sums_of_fp8_inputs_are_split(rows: int) -> None:
+    from slipstream.ops import quantized
+    from slipstream.ops.quantized import reference
+
+    weight = make("fp8", 208, 8208, "cuda")  # a part of a step at the end
     x = torch.randn(rows, 8208, device="cuda").bfloat16()
     if not quantized._accepts_streaming(x, x.dtype, weight):
         pytest.skip("made for another GPU")
@@ -174,6 +181,33 @@ def test_torch_multiplies_medium_rows_unless_tiles_are_one_wave() -> None:
     exact = reference.scaled_linear(x.double(), weight, bias.double())
     for _ in range(2):  # the counters of the first run are back at zero
         assert off(quantized_linear(x, weight, bias, quantizes_inputs=True), exact) < 8e-3
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("rows", [2, 16, 129, 200, 256])
+def test_the_pass_of_the_norm_adds_partial_sums(rows: int) -> None:
+    from slipstream.ops.linear.triton.streaming_hopper import parts_tile
+    from slipstream.ops.quantized import chains_parts, fp8_linear_quantized, fp8_parts_add, reference
+
+    first, second = make("fp8", 320, 5952, "cuda"), make("fp8", 208, 320, "cuda")  # parts of a step at the end
+    gate_up, residual = (torch.randn(rows, size, device="cuda").bfloat16() for size in (2 * 5952, 320))
+    norm = torch.rand(320, device="cuda").bfloat16()
+    if not chains_parts(residual, first):
+        pytest.skip("made for another GPU")
+    assert parts_tile(rows, first.values) is not None
+    for x, activation in ((gate_up, silu_and_mul), (gate_up[:, :5952], None)):
+        plain = x if activation is None else silu_and_mul(x)
+        found = fp8_parts_add(x, activation, first, residual, norm, 1e-6)
+        total = reference.scaled_linear(plain.double(), first) + residual.double()
+        assert off(found.total, total) < 4e-3
+        assert found.quantized is not None
+        normed = F.rms_norm(found.total.double(), (320,), norm.double(), 1e-6)
+        exact = reference.scaled_linear(normed, second)
+        # the kernel's norm is of the sum before it is rounded to 16 bits, so some numbers round to another one in FP8
+        assert off(fp8_linear_quantized(*found.quantized, x.dtype, second, None, None), exact) < 2e-2
+        few = slice(0, 2 if rows <= 16 else 129)
+        alone = fp8_parts_add(x[few], activation, first, residual[few].contiguous(), norm, 1e-6)
+        assert torch.equal(alone.total, found.total[few]), "other rows changed the result"
 
 
 @pytest.mark.cuda

@@ -121,6 +121,12 @@ class Weight(nn.Module, ABC):
         """residual + the GEMM, before its RMS norm. May overwrite the memory of the residual."""
         return Unnormalized(residual.add_(self.multiply(x, None)), norm, eps)
 
+    def add_gated_to(
+        self, residual: torch.Tensor, gate_up: torch.Tensor, activation: Activation, norm: torch.Tensor, eps: float
+    ) -> Unnormalized:
+        """As `add_to`, of a gated activation [T, gate columns then up columns]. In a "library" chain."""
+        return self.add_to(residual, activation(gate_up), norm, eps, "library")
+
     def multiply_unnormalized(
         self,
         x: Unnormalized,

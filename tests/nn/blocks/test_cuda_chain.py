@@ -223,6 +223,29 @@ def test_a_chain_equals_the_layers_one_by_one(family: str, calls: list[bool], tm
         torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9, equal_nan=True)
 
 
+def test_the_second_product_of_a_chain_may_have_the_gate(
+    calls: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As FP8 weights that quantise their inputs have it."""
+    model = load(write_tiny(tmp_path, "llama"), torch.float64)
+    _, expected = steps(one_by_one(model))
+    columns = []
+    add_gated_to = UnquantizedWeight.add_gated_to
+
+    def add(self, residual, gate_up, *args):
+        columns.append(gate_up.shape[1])
+        return add_gated_to(self, residual, gate_up, *args)
+
+    monkeypatch.setattr(UnquantizedWeight, "takes_gated", lambda self, x, activation: activation is silu_and_mul)
+    monkeypatch.setattr(UnquantizedWeight, "add_gated_to", add)
+    _, found = steps(chained(model))
+    feeds = len(model.layers) - 1  # the last one has no norm of a block after it
+    assert all(calls) and columns == [2 * model.layers[0].mlp.down.num_inputs] * feeds * len(calls)
+    for mine, theirs in zip(found, expected, strict=True):
+        for name in mine:
+            torch.testing.assert_close(mine[name], theirs[name], rtol=1e-9, atol=1e-9)
+
+
 def test_a_chain_ends_with_last_tokens_alone(calls: list[bool], tmp_path: Path) -> None:
     model = chained(load(write_tiny(tmp_path, "qwen3"), torch.float64))
     steps = [{"a": [5, 9, 33], "b": list(range(3, 40))}, {"c": [8], "b": [11], "a": [7, 8]}]

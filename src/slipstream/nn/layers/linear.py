@@ -107,9 +107,18 @@ class Linear(Layer):
         return self.weight.chain_for(x)
 
     def add_to(
-        self, residual: torch.Tensor, x: torch.Tensor, norm: RMSNorm, chain: Chain, context: ForwardContext
+        self,
+        residual: torch.Tensor,
+        x: torch.Tensor,
+        norm: RMSNorm,
+        chain: Chain,
+        context: ForwardContext,
+        gate: Activation | None = None,
     ) -> Unnormalized:
-        """residual + product, in the residual's memory, on its way through the norm. Not for a product with a bias."""
+        """residual + product, in the residual's memory, on its way through the norm. Not for a product with a bias.
+        `gate`: a gated activation of x, if `takes_gated`."""
+        if gate is not None:
+            return self.weight.add_gated_to(residual, x, gate, norm.weight, norm.eps)
         tiles = self._tiles(context)
         if tiles is not None and self.lora is not None:
             if chain == "streamed" and self._appends(x, self.lora):

@@ -19,9 +19,12 @@ from slipstream.ops.linear.unnormalized import Chain, Unnormalized
 from slipstream.ops.quantized import (
     QuantizedMatrix,
     chains_fp8,
+    chains_parts,
     dequantize,
     fp8_linear_add,
+    fp8_linear_quantized,
     fp8_linear_unnormalized,
+    fp8_parts_add,
     gated_quantized_linear,
     norm_quantized_linear,
     pack_4_bit,
@@ -167,8 +170,12 @@ class QuantizedWeight(Weight):
         return self._quantizes_inputs and self.matrix.takes_fp8_inputs and self.input_scale is None
 
     def chain_for(self, x: torch.Tensor) -> Chain:
+        if self._runs:
+            return ""
+        if self._chains_fp8 and chains_parts(x, self.matrix):
+            return "library"
         streamed = chains_fp8(x, self.matrix) if self._chains_fp8 else streams(x, self.matrix)
-        return "streamed" if streamed and not self._runs else ""
+        return "streamed" if streamed else ""
 
     def add_to(
         self, residual: torch.Tensor, x: torch.Tensor, norm: torch.Tensor, eps: float, chain: Chain
@@ -176,7 +183,14 @@ class QuantizedWeight(Weight):
         if chain == "streamed":
             add = fp8_linear_add if self._chains_fp8 else quantized_linear_add
             return add(x, self.matrix, residual, norm, eps)
+        if chain == "library" and self._chains_fp8:
+            return fp8_parts_add(x, None, self.matrix, residual, norm, eps)
         return super().add_to(residual, x, norm, eps, chain)
+
+    def add_gated_to(
+        self, residual: torch.Tensor, gate_up: torch.Tensor, activation: Activation, norm: torch.Tensor, eps: float
+    ) -> Unnormalized:
+        return fp8_parts_add(gate_up, activation, self.matrix, residual, norm, eps)
 
     def multiply_unnormalized(
         self,
@@ -185,6 +199,9 @@ class QuantizedWeight(Weight):
         activation: Activation | None,
         added: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        if x.quantized is not None:
+            assert added is None, "library chains have no adapters"
+            return fp8_linear_quantized(*x.quantized, x.dtype, self.matrix, bias, activation)
         if x.squares is None:
             return super().multiply_unnormalized(x, bias, activation, added)
         multiply = fp8_linear_unnormalized if self._chains_fp8 else quantized_linear_unnormalized

@@ -28,6 +28,7 @@ class Unnormalized(NamedTuple):
     weighted: torch.Tensor | None = None  # [rows, size] total times the norm's weights
     squares: torch.Tensor | None = None  # [rows, blocks] float32, sums of squares of each block of `total`
     normed: torch.Tensor | None = None  # [rows, size] the norm, if it is computed already
+    quantized: tuple[torch.Tensor, torch.Tensor] | None = None  # the norm in FP8, and its scales [rows, 1]
 
     def rows_normed(self) -> torch.Tensor:
         """The norm, [rows, size], of rows that are not `weighted`."""

@@ -37,9 +37,12 @@ __all__ = [
     "QuantizedExperts",
     "QuantizedMatrix",
     "chains_fp8",
+    "chains_parts",
     "dequantize",
     "fp8_linear_add",
+    "fp8_linear_quantized",
     "fp8_linear_unnormalized",
+    "fp8_parts_add",
     "gated_quantized_linear",
     "half_of",
     "norm_quantized_linear",
@@ -57,10 +60,10 @@ __all__ = [
 MAX_STREAMED_ROWS = 16
 MAX_FUSED_ROWS = 64  # with more rows torch's FP8 GEMM is faster for most weights, and activations are not fused
 MAX_SPLIT_ROWS, MIN_SPLIT_INPUTS = 256, 8192  # of FP8 GEMMs with few outputs, which split-k makes faster than torch's
+MAX_FEW_ROWS, MIN_MEDIUM_ROWS = 16, 129  # of chains whose norms add partial sums; in between they were not measured
 MIN_DEQUANTIZED_ROWS = 65  # from here on a GEMM has no split-k, and takes longer than writing and reading the weight
 
 
-MAX_FEW_ROWS, MIN_MEDIUM_ROWS = 16, 129  # of chains whose norms add partial sums; in between they were not measured
 def supports_kernels(device: torch.device, kind: torch.dtype, dtype: torch.dtype) -> bool:
     """Whether quantised weights of this storage dtype can stay quantised, for activations of `dtype`."""
     if device.type != "cuda" or not HAS_TRITON or dtype not in (torch.bfloat16, torch.float16):
@@ -184,6 +187,49 @@ def fp8_linear_unnormalized(
     gate = FUSED_ACTIVATIONS.get(activation, "")
     out = streaming_gemm(x, weight.values, bias, gate, scales=Scales(weight.scale))
     return out if activation in FUSED_ACTIVATIONS else _activate(out, activation)
+
+
+def chains_parts(x: torch.Tensor, weight: QuantizedMatrix) -> bool:
+    """Whether `fp8_parts_add` and `fp8_linear_quantized` are faster than single GEMMs: numbers of rows at which GEMMs
+    with few outputs are split."""
+    rows = len(x)
+    is_split = x.is_cuda and (1 < rows <= MAX_FEW_ROWS or MIN_MEDIUM_ROWS <= rows <= MAX_SPLIT_ROWS)
+    return is_split and _accepts_streaming(x, x.dtype, weight) and _accepts_scaled_mm(x.dtype, weight)
+
+
+def fp8_parts_add(
+    x: torch.Tensor,
+    activation: Activation | None,
+    weight: QuantizedMatrix,
+    residual: torch.Tensor,
+    norm: torch.Tensor,
+    eps: float,
+) -> Unnormalized:
+    """residual + x @ weight.T, or of a gated activation of x, and its RMS norm in FP8, for an x that `chains_parts`
+    accepts. The pass of the norm adds the partial sums of the GEMM."""
+    from slipstream.ops.linear.triton.streaming_hopper import Scales, parts_tile, streaming_gemm_parts
+    from slipstream.ops.quantized.triton.quantize import quantize_gated_rows, quantize_normed_rows, quantize_rows
+
+    q, scales = quantize_rows(x) if activation is None else quantize_gated_rows(x, FUSED_ACTIVATIONS[activation])
+    tile = parts_tile(len(q), weight.values)
+    if tile is None:
+        sums = _multiply_fp8(q, scales, x.dtype, weight, None, None)
+    else:
+        sums = streaming_gemm_parts(q, weight.values, tile, Scales(weight.scale, scales))
+    quantized, of_quantized, total = quantize_normed_rows(sums, residual, norm, eps)
+    return Unnormalized(total, norm, eps, quantized=(quantized, of_quantized))
+
+
+def fp8_linear_quantized(
+    q: torch.Tensor,
+    scales: torch.Tensor,
+    dtype: torch.dtype,
+    weight: QuantizedMatrix,
+    bias: torch.Tensor | None,
+    activation: Activation | None,
+) -> torch.Tensor:
+    """activation(x @ weight.T + bias) of FP8 rows."""
+    return _multiply_fp8(q, scales, dtype, weight, bias, activation)
 
 
 def norm_quantized_linear(

@@ -111,13 +111,15 @@ def streaming_gemm_add(
     return made
 
 
-def streaming_gemm_parts(x: torch.Tensor, weight: torch.Tensor, tile: StreamTile | None = None) -> torch.Tensor:
+def streaming_gemm_parts(
+    x: torch.Tensor, weight: torch.Tensor, tile: StreamTile | None = None, scales: Scales | None = None
+) -> torch.Tensor:
     """The GEMM of x [rows, in] as partial sums [splits, rows, out] in float32, which the next kernel adds: no program
-    waits for the others or reads what they have stored."""
+    waits for the others or reads what they have stored. `scales`: if x and weight are FP8."""
     tile = tile or StreamTile(narrow_splits(len(x), *weight.shape))
-    assert tile.splits > 1, f"{tuple(weight.shape)} with {len(x)} rows is not split"
+    assert tile.splits > 1 and tile.groups == 1, f"{tuple(weight.shape)} with {len(x)} rows is not split"
     parts = torch.empty((tile.splits, len(x), len(weight)), dtype=torch.float32, device=x.device)
-    _launch(x, weight, None, "", parts, tile)
+    _launch(x, weight, None, "", parts, tile, scales=scales)
     return parts
 
 
@@ -231,6 +233,15 @@ def stream_tile(rows: int, num_out: int, num_in: int, gate: str) -> StreamTile:
     if blocks >= 64:
         return StreamTile(1, 64, 64) if rows <= 128 else StreamTile(1, 128, 64, 1)
     return StreamTile(1, 64, 64 if rows > 128 and num_in <= 2048 else 32)
+
+
+def parts_tile(rows: int, weight: torch.Tensor) -> StreamTile | None:
+    """The tile of a GEMM of FP8 whose partial sums the next kernel adds; None: the GEMM is not split."""
+    if rows > SPLIT_TILE.rows:
+        tiles = triton.cdiv(len(weight), 128) * triton.cdiv(rows, 128)
+        return SPLIT_TILE if 2 * tiles <= MULTIPROCESSORS else None
+    tile = stream_tile(rows, len(weight), weight.shape[1] // 2, "")
+    return tile if tile.splits > 1 else None
 
 
 def can_append(tile: StreamTile, weight: torch.Tensor, adapters: torch.Tensor) -> bool:

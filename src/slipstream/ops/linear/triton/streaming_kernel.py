@@ -310,13 +310,12 @@ def _compute(
     # x is shared by all blocks of the program, the weights are the block's own
     free = xs if GROUPS == 1 else ws
     if SPLITS > 1 and arrived is None:
-        # the next kernel adds the partial sums: `out` is [SPLITS, rows, outputs] in float32, and nothing is fused
+        # the next kernel adds the partial sums: `out` is [SPLITS, rows, outputs] in float32, and scales alone are fused
         stored = (results[0] + gl.program_id(2).to(gl.int64) * (given[6] * given[7]), None, None, None, None)
-        unused = (row, row, row, row, row, row, row)
-        _finish(acc, unused, free, given, stored, row, block, GATE, OUTPUTS, GROUPS, ROWS)
+        _finish(acc, operands, free, given, stored, row, block, GATE, OUTPUTS, GROUPS, ROWS)
         if MORE_ROWS:
             gl.thread_barrier()  # the sums of the first rows have been read
-            _finish(more_acc, unused, free, given, stored, row + ROWS, block, GATE, OUTPUTS, GROUPS, MORE_ROWS)
+            _finish(more_acc, more_operands, free, given, stored, row + ROWS, block, GATE, OUTPUTS, GROUPS, MORE_ROWS)
     elif SPLITS > 1:
         ALL: gl.constexpr = OUTPUTS * (ROWS + MORE_ROWS)
         number = block * gl.num_programs(0) + gl.program_id(0)

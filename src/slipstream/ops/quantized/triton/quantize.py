@@ -26,10 +26,11 @@ def quantize_rows(x: torch.Tensor, scale: torch.Tensor | None = None) -> tuple[t
 def quantize_normed_rows(
     x: torch.Tensor, residual: torch.Tensor | None, norm: torch.Tensor, eps: float, scale: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """FP8 and scales of the RMS norm of x + residual, and the sum."""
+    """FP8 and scales of the RMS norm of x + residual, and the sum. x may be partial sums [splits, rows, size] in
+    float32, if there is a residual."""
     if residual is None:
         return *_launch(x, None, norm, None, eps, scale), x
-    total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    total = torch.empty(residual.shape, dtype=residual.dtype, device=x.device)
     return *_launch(x, residual.contiguous(), norm, total, eps, scale), total
 
 
@@ -49,8 +50,8 @@ def _launch(
     scale: torch.Tensor | None,
     gate: str = "",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    rows, size = len(x), x.shape[1] // (2 if gate else 1)
-    assert x.stride(1) == 1, "rows of x must be contiguous"
+    rows, size = x.shape[-2], x.shape[-1] // (2 if gate else 1)
+    assert x.stride(-1) == 1, "rows of x must be contiguous"
     out = torch.empty((rows, size), dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
     if rows:
@@ -64,7 +65,9 @@ def _launch(
             total,
             scales,
             eps,
+            x.stride(-2),
             x.stride(0),
+            PARTS=len(x) if x.dim() == 3 else 1,
             GATE=GATES[gate],
             SIZE=size,
             BLOCK=block,
@@ -94,6 +97,8 @@ def _quantize_kernel(
     scales,
     eps,
     x_stride,
+    part_stride,
+    PARTS: tl.constexpr,  # sums of x
     GATE: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -107,6 +112,8 @@ def _quantize_kernel(
         factor = tl.load(norm + column, mask=inside, other=0.0).to(tl.float32)
     wait_for_previous(DEPENDENT)
     value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        value += tl.load(x + part * part_stride + row * x_stride + column, mask=inside, other=0.0)
     if GATE:
         up = tl.load(x + row * x_stride + SIZE + column, mask=inside, other=0.0).to(tl.float32)
         slope = value
@@ -121,7 +128,7 @@ def _quantize_kernel(
         value = rounded.to(tl.float32)
     if norm is not None:
         value = value * tl.rsqrt(tl.sum(value * value, 0) / SIZE + eps) * factor
-        value = value.to(x.dtype.element_ty).to(tl.float32)
+        value = value.to(norm.dtype.element_ty if PARTS > 1 else x.dtype.element_ty).to(tl.float32)
     if given is None:
         scale = tl.maximum(tl.max(tl.abs(value), 0) / _MAX, 1e-12)
     else:

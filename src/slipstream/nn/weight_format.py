@@ -111,6 +111,9 @@ class Weight(nn.Module, ABC):
     can_chain = False
     """Whether chains may use the three methods below. The defaults are correct but slow."""
 
+    can_stream = True
+    """Whether a weight that offers a "library" chain for few rows takes a "streamed" one too."""
+
     def chain_for(self, x: torch.Tensor) -> Chain:
         """The fastest kind of chain for this number of rows; "": single GEMMs are faster."""
         return ""

@@ -28,6 +28,7 @@ from slipstream.nn.shapes import AttentionShape, LayerShape, MlpShape, NormShape
 from slipstream.nn.weight_format import Unquantized, UnquantizedWeight
 from slipstream.ops.activation import silu_and_mul
 from slipstream.ops.linear import Activation, chain_for
+from slipstream.ops.linear.dispatch import MAX_STREAMED_ROWS_OF_LARGE_WEIGHT
 from slipstream.ops.linear.unnormalized import Unnormalized
 from slipstream.ops.lora import LoraTiles, LoraWeights
 from slipstream.ops.lora.tiles import make_blocks, make_tiles, num_counters, tile_size
@@ -239,8 +240,9 @@ def test_the_second_product_of_a_chain_may_have_the_gate(
     monkeypatch.setattr(UnquantizedWeight, "takes_gated", lambda self, x, activation: activation is silu_and_mul)
     monkeypatch.setattr(UnquantizedWeight, "add_gated_to", add)
     _, found = steps(chained(model))
-    feeds = len(model.layers) - 1  # the last one has no norm of a block after it
-    assert all(calls) and columns == [2 * model.layers[0].mlp.down.num_inputs] * feeds * len(calls)
+    num_gated = (len(model.layers) - 1) * len(calls)
+    num_gated += sum(len(ids) >= MAX_STREAMED_ROWS_OF_LARGE_WEIGHT for ids in PROMPTS.values())  # the last layer's too
+    assert all(calls) and columns == [2 * model.layers[0].mlp.down.num_inputs] * num_gated
     for mine, theirs in zip(found, expected, strict=True):
         for name in mine:
             torch.testing.assert_close(mine[name], theirs[name], rtol=1e-9, atol=1e-9)
@@ -293,11 +295,27 @@ def test_a_chain_is_what_all_weights_can_be(kinds: str, few: str, many: str) -> 
     """Few rows of a weight that offers a library chain can be streamed, many rows of another one cannot."""
     offered = {"streamed": "streamed", "library": "library", "none": ""}
     chain: Any = SimpleNamespace(
-        linears=[SimpleNamespace(chain_for=lambda x, kind=kind: offered[kind]) for kind in kinds.split()]
+        linears=[
+            SimpleNamespace(chain_for=lambda x, kind=kind: offered[kind], can_stream=True) for kind in kinds.split()
+        ]
     )
     assert CudaChain.choose(chain, torch.ones(64)) == few
     assert CudaChain.choose(chain, torch.ones(65)) == many
     assert CudaChain.choose(chain, torch.ones(64), is_streamed=True) == ("streamed" if few else "")
+
+
+def test_a_chain_is_not_streamed_if_a_weight_cannot_be() -> None:
+    """Several rows of FP8."""
+    fp8 = SimpleNamespace(chain_for=lambda x: "library", can_stream=False)
+    other = SimpleNamespace(chain_for=lambda x: "streamed", can_stream=True)
+    row = SimpleNamespace(chain_for=lambda x: "streamed", can_stream=False)
+    chosen = lambda *linears, **options: CudaChain.choose(  # noqa: E731
+        SimpleNamespace(linears=linears),  # type: ignore[arg-type]
+        torch.ones(16),
+        **options,
+    )
+    assert chosen(fp8) == "library" and chosen(row) == "streamed"
+    assert chosen(fp8, is_streamed=True) == chosen(fp8, other) == ""
 
 
 def test_nothing_is_chained_on_a_cpu(tmp_path: Path) -> None:

@@ -146,13 +146,14 @@ class CudaChain:
         return LayerGemms(o, gate_up, down, next_qkv, *norms), activation
 
     def choose(self, x: torch.Tensor, is_streamed: bool = False) -> Chain:
-        """The fastest kind of chain that all weights offer for an input of this size; "" for none. Weights that offer a
-        library chain of few rows can be streamed too, if others or the step (`is_streamed`) need it."""
-        offered = {linear.chain_for(x) for linear in self.linears}
+        """The fastest kind of chain that all weights offer for an input of this size; "" for none. Most weights that
+        offer a library chain of few rows can be streamed too, if others or the step (`is_streamed`) need it."""
+        offered = [linear.chain_for(x) for linear in self.linears]
         if "" in offered:
             return ""
-        if len(x) <= MAX_STREAMED_ROWS:
-            return "streamed" if is_streamed or "streamed" in offered else "library"
+        if len(x) <= MAX_STREAMED_ROWS and (is_streamed or "streamed" in offered):
+            offers = zip(offered, self.linears, strict=True)
+            return "streamed" if all(kind == "streamed" or linear.can_stream for kind, linear in offers) else ""
         return "library" if "library" in offered else "streamed"
 
 

@@ -106,6 +106,11 @@ class Linear(Layer):
         """The fastest kind of chain for inputs of as many rows as x has; "": none."""
         return self.weight.chain_for(x)
 
+    @property
+    def can_stream(self) -> bool:
+        """Whether the product can be streamed where `chain_for` says "library", if rows are few."""
+        return self.weight.can_stream
+
     def add_to(
         self,
         residual: torch.Tensor,

@@ -169,6 +169,8 @@ class QuantizedWeight(Weight):
         """Whether chains quantise inputs. A static scale is that of normed inputs, which chains do not have."""
         return self._quantizes_inputs and self.matrix.takes_fp8_inputs and self.input_scale is None
 
+    can_stream = False  # FP8 rows, but for a single one
+
     def chain_for(self, x: torch.Tensor) -> Chain:
         if self._runs:
             return ""

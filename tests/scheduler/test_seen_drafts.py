@@ -172,3 +172,16 @@ def test_one_token_of_a_suffix_is_no_match() -> None:
     engine._choose(request)
     engine.classes.see([request], [[RIGHT]], [[WRONG, NONE]])
     assert not engine._choose(request)[0][engine.classes.of(request)]
+
+
+def test_the_first_steps_of_an_engine_are_measured_before_drafts_rest() -> None:
+    """A size that was measured once looked faster than sizes that never ran, so rows waited for the end of a trial."""
+    length, classes = DraftLength(4, sees_drafts=True), DraftClasses(1)
+    request: Any = SimpleNamespace(row=0, admission=1, num_output=0)
+    num_plain, numbers = 0, (0,)
+    while not any(numbers) and num_plain < 20:
+        numbers, proposed = length.choose(classes.count([request]), lambda: classes.count_matched([request]))
+        num_plain += 1
+        length.measure(1, 0.005, only_proposes=proposed > 0)
+        classes.see([request], [[RIGHT]], [[RIGHT, RIGHT]] if proposed else [])
+    assert num_plain < 8

@@ -196,7 +196,9 @@ class DraftLength:
         smaller = max((each for each in known if each < size and self._is_known(each)), default=None)
         larger = min((each for each in known if each > size and self._is_known(each)), default=None)
         near = smaller if smaller is not None else larger
-        return known.get(size, 1.0) if near is None else min(known[near], known.get(size, known[near]))
+        if near is None:  # no size is known: one that was measured once must not look faster than all others
+            return min(known.values(), default=1.0)
+        return min(known[near], known.get(size, known[near]))
 
     def _is_known(self, size: int) -> bool:
         """The first step of a size may have waited for the host, which compiled or captured it."""

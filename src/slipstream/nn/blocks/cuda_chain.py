@@ -56,18 +56,15 @@ class CudaChain:
         chain = self.choose(x, is_streamed)
         if not chain or (chain == "library" and is_streamed):
             return None
-        last = None
+        last = self.last_tokens(chain, context)
         part = self.parts[0]
         inputs = {0: x.clone()} if 0 in self.taps else {}
         made, total = part.products.first.after_norm(part.norm, x, None, context, part.products.activation)
         index = 0
         gate = None
         while True:
-            mix = part.products.mix
-            if index == self.last_block and last is None:
-                last = self.last_tokens(chain, context)
-            if mix is not None:
-                made = mix(made, context, last)
+            if part.products.mix is not None:
+                made = part.products.mix(made, context, last if index >= self.last_block else None)
             if last is not None and index == self.last_block:
                 total = last.of(total)
             if index + 1 == len(self.parts):
@@ -86,27 +83,39 @@ class CudaChain:
                 inputs[index] = total.clone()  # the next sum may be written to the same memory
             if joined is None:
                 split = gate = None
-                if index == self.last_block:
-                    last = self.last_tokens(chain, context)
-                    if last is not None and part.products.split is not None:
-                        split = part.products.split(sums.rows_normed(), context, last)
+                if last is not None and index == self.last_block and part.products.split is not None:
+                    split = part.products.split(sums.rows_normed(), context, last)
                 if split is None:
                     gate = self.late_gate(part, total, chain, context)
                     activation = part.products.activation if gate is None else None
                     made = part.products.first.after_unnormalized(sums, context, activation)
                 else:
                     made = split
-        out: torch.Tensor
-        if len(made) <= MAX_STREAMED_ROWS_OF_LARGE_WEIGHT:
-            made = part.products.last(made, context) if gate is None else part.products.last.after_gate(made, gate)
-            out = self.norm(made, total)[0]
-        else:  # other kernels than those of chains do not stream large weights
-            sums = part.products.last.add_to(total, made, self.norm, chain, context, gate)
-            out = self.norm(sums.total)[0] if sums.normed is None else sums.normed
+        out = self.end(part, made, total, chain, context, gate)
         if self.taps:
             assert not context.only_last, "a model with taps returns all tokens"
             return torch.cat([out, *(inputs[index] for index in self.taps)], 1)
         return out.index_select(0, context.last_indices()) if context.only_last and last is None else out
+
+    def end(
+        self,
+        part: SublayerParts,
+        made: torch.Tensor,
+        total: torch.Tensor,
+        chain: Chain,
+        context: ForwardContext,
+        gate: Activation | None,
+    ) -> torch.Tensor:
+        """The last product of the last sublayer, the sum, and the norm of the hidden states."""
+        last = part.products.last
+        if len(made) <= MAX_STREAMED_ROWS_OF_LARGE_WEIGHT:
+            out: torch.Tensor = self.norm(last(made, context) if gate is None else last.after_gate(made, gate), total)[
+                0
+            ]
+            return out
+        # other kernels than those of chains do not stream large weights
+        sums = last.add_to(total, made, self.norm, chain, context, gate)
+        return self.norm(sums.total)[0] if sums.normed is None else sums.normed
 
     def last_tokens(self, chain: Chain, context: ForwardContext) -> LastTokens | None:
         """The tokens of which the mixer of the last block returns outputs; None: all, or there is no mixer."""

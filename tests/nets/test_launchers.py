@@ -268,7 +268,12 @@ def products() -> dict[str, Callable[[], Any]]:
             half(2, 128), weight, bias, Norm(norm, 1e-6, residual, residual), "silu"
         ),
         "persistent_gemv": lambda: get(at + "persistent_gemv.persistent_gemv")(
-            half(1, 128), weight, bias, None, "", get(at + "persistent_gemv.PersistentTile")(4, 4, 2)
+            half(1, 128),
+            weight,
+            bias,
+            Norm(norm, 1e-6, None, None),
+            "",
+            get(at + "persistent_gemv.PersistentTile")(4, 4, 2),
         ),
         "skinny_mma": lambda: get(at + "skinny_mma.skinny_mma")(half(9, 128), weight, bias, "silu"),
         "skinny_mma split": lambda: get(at + "skinny_mma.skinny_mma")(

@@ -79,16 +79,16 @@ def test_a_norm_before_few_rows(rows, num_in, num_out, has_residual, kernel_devi
 
 @pytest.mark.parametrize("num_out", [3, 34, 100])  # less than a block for each program, some, and several
 @pytest.mark.parametrize("gate", ["", "silu"])
-@pytest.mark.parametrize("norm", [None, False, True], ids=["plain", "norm", "norm of a sum"])
-def test_a_program_with_several_blocks_of_one_row(num_out, gate, norm, kernel_device, monkeypatch):
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize("is_sum", [False, True], ids=["norm", "norm of a sum"])
+def test_a_program_with_several_blocks_of_one_row(num_out, gate, has_bias, is_sum, kernel_device, monkeypatch):
     monkeypatch.setattr(persistent, "multiprocessors", lambda device: 2)
-    x, weight, bias = make(1, 63, 2 * num_out if gate else num_out, norm is None, kernel_device)
-    before = None if norm is None else make_norm(1, 63, norm, kernel_device)
+    x, weight, bias = make(1, 63, 2 * num_out if gate else num_out, has_bias, kernel_device)
+    before = make_norm(1, 63, is_sum, kernel_device)
     tile = persistent.PersistentTile(outputs=4, warps=4, programs=3)
     out = persistent.persistent_gemv(x, weight, bias, before, gate, tile)
     check(out, expect(x, weight, bias, gate, before))
-    if before is not None:
-        check_norm(before, x)
+    check_norm(before, x)
 
 
 @pytest.mark.parametrize(

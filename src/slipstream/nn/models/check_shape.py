@@ -13,8 +13,17 @@ from slipstream.errors import BadCheckpoint
 
 # maxima far beyond any model, as in check_info
 _MOST = 2**24
-_MAX = {"vocab_size": 2**27, "size": 2**27, "max_positions": 2**31 - 1, "window": 2**31 - 1, "length": 2**31 - 1,
-        "num_experts": 2**16, "num_layers": 2**12, "num_streams": 2**8, "conv_width": 2**8}  # fmt: skip
+_MAX = {
+    "vocab_size": 2**27,
+    "size": 2**27,
+    "max_positions": 2**31 - 1,
+    "window": 2**31 - 1,
+    "length": 2**31 - 1,
+    "num_experts": 2**16,
+    "num_layers": 2**12,
+    "num_streams": 2**8,
+    "conv_width": 2**8,
+}
 # may be 0 although 0 is not the default: no such part, or an index
 _FROM_0 = {"q_rank", "active", "rank", "num_buckets"}
 

@@ -45,27 +45,27 @@ def persistent_gemv(
     x: torch.Tensor,  # [1, in]
     weight: torch.Tensor,  # [out, in]; gated: gate rows, then up rows, [2 * out, in]
     bias: torch.Tensor | None,
-    norm: Norm | None,
+    norm: Norm,
     gate: str,
     tile: PersistentTile,
 ) -> torch.Tensor:
-    """As `gemv`, for one row."""
+    """As `gemv`, for one row with its norm."""
     num_in = x.shape[1]
     num_out = len(weight) // 2 if gate else len(weight)
     assert len(x) == 1 and weight.stride(1) == 1 and x.stride(1) == 1, "one row, and contiguous inputs"
-    assert norm is None or norm.normed is None
+    assert norm.normed is None
     out = torch.empty((1, num_out), dtype=x.dtype, device=x.device)
     blocks = triton.cdiv(len(weight), tile.outputs)
     programs = min(blocks, tile.programs * multiprocessors(x.device))
     _persistent_kernel[(programs,)](
         x,
-        None if norm is None else norm.residual,
-        None if norm is None else norm.weight,
+        norm.residual,
+        norm.weight,
         weight,
         bias,
         out,
-        None if norm is None else norm.total,
-        0.0 if norm is None else norm.eps,
+        norm.total,
+        norm.eps,
         num_out,
         weight.stride(0),
         IN=num_in,
@@ -107,8 +107,7 @@ def _persistent_kernel(
     following = w
     if BLOCKS > 1:
         following = _load_block(weight, weight_stride, program + programs, k, num_out, IN, GATE, BLOCK_OUT)
-    if norm is not None:
-        factors = tl.load(norm + k, mask=there, other=0.0).to(tl.float32)
+    factors = tl.load(norm + k, mask=there, other=0.0).to(tl.float32)
     wait_for_previous(DEPENDENT)
     value = tl.load(x + k, mask=there, other=0.0).to(tl.float32)
     if residual is not None:
@@ -116,18 +115,15 @@ def _persistent_kernel(
         rounded = value.to(total.dtype.element_ty)
         tl.store(total + k, rounded, mask=there & (program == 0))
         value = rounded.to(tl.float32)
-    if norm is not None:
-        scale = tl.rsqrt(tl.sum(value * value, 1) / IN + eps)
-        value *= factors
+    scale = tl.rsqrt(tl.sum(value * value, 1) / IN + eps)
+    value *= factors
     row = tl.arange(0, 1)
     for number in tl.static_range(BLOCKS):
         block = program + number * programs
         later = following
         if number + 2 < BLOCKS:
             later = _load_block(weight, weight_stride, block + 2 * programs, k, num_out, IN, GATE, BLOCK_OUT)
-        result = tl.sum(w.to(tl.float32) * value, 1)
-        if norm is not None:
-            result *= scale
+        result = tl.sum(w.to(tl.float32) * value, 1) * scale
         store_epilogue(result[None, :], row, row < 1, bias, out, block, num_out, GATE, 1, BLOCK_OUT)
         w = following
         following = later

@@ -47,7 +47,7 @@ def test_a_body_that_does_not_come_gets_408_and_its_connection_ends(folder, path
 
 def test_a_chunked_body_that_goes_on_byte_by_byte_ends_too(folder, monkeypatch):
     """Each byte alone would not be too late."""
-    monkeypatch.setattr("slipstream.serve.http.body._MIN_RATE", 1000)
+    monkeypatch.setattr("slipstream.serve.http.body.MIN_RATE", 1000)
     lines = [
         "POST /tokenize HTTP/1.1",
         "host: localhost",
@@ -111,7 +111,7 @@ def test_trailers_are_no_headers(folder):
 
 def test_a_body_that_comes_slowly_and_steadily_arrives(folder, monkeypatch):
     """Bytes that have come allow for more time: here each allows for a second."""
-    monkeypatch.setattr("slipstream.serve.http.body._MIN_RATE", 1)
+    monkeypatch.setattr("slipstream.serve.http.body.MIN_RATE", 1)
 
     async def scenario(door):
         async with served(door) as port:

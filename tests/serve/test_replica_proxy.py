@@ -275,15 +275,30 @@ def test_what_is_neither_headers_nor_body_is_bounded(begin):
 
 
 @pytest.mark.parametrize(
-    "part", [b"", b"POST /v1/completions HTTP/1.1\r\n", b"POST / HTTP/1.1\r\ncontent-length: 9\r\n\r\n"]
+    ("part", "answer"),
+    [
+        (b"", b""),
+        (b"POST /v1/completions HTTP/1.1\r\nx: ", b""),
+        (b"POST / HTTP/1.1\r\ncontent-length: 4999\r\n\r\n", b"HTTP/1.1 408 "),
+    ],
+    ids=["nothing", "headers", "body"],
 )
-def test_a_request_that_does_not_come_does_not_hold_its_connection(monkeypatch, part):
-    monkeypatch.setattr("slipstream.serve.http.replica_proxy._READ_SECONDS", 0.05)
+@pytest.mark.parametrize("drip", [b"", b"x"], ids=["silent", "drip"])
+def test_a_request_that_does_not_come_does_not_hold_its_connection(monkeypatch, part, answer, drip):
+    monkeypatch.setattr("slipstream.serve.http.replica_proxy._HEADER_SECONDS", 0.05)
 
     async def scenario(proxy, upstreams):
+        proxy.body_timeout = 0.05
         reader, writer = await asyncio.open_connection("127.0.0.1", proxy.port)
         writer.write(part)
-        assert await reader.read() == b""
+        reading = asyncio.ensure_future(reader.read(len(answer) or 1))
+        while not reading.done():  # a byte now and then is no progress
+            writer.write(drip if part else b"")
+            await asyncio.sleep(0.01)
+        try:
+            assert await reading == answer
+        except ConnectionResetError:  # what was sent last came after the end
+            assert answer == b""
 
     with_proxy(scenario)
 

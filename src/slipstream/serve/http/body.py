@@ -11,7 +11,7 @@ from slipstream.serve.http.server_stats import Counters
 from slipstream.serve.http.settings import ServerSettings
 from slipstream.serve.http.watch import ClientDisconnect
 
-_MIN_RATE = 2**14  # bytes per second of a body, on average after the first seconds
+MIN_RATE = 2**14  # bytes per second of a body, on average after the first seconds
 _DRAIN_SECONDS = 1.0  # for bodies that are incomplete when the server begins to drain
 
 
@@ -51,7 +51,7 @@ class Bodies:
                     self.num_bytes += len(parts[-1])
                     self._check_size(size, max_size)
                     if more and not timeout.expired():
-                        end = began + self._seconds + size / _MIN_RATE
+                        end = began + self._seconds + size / MIN_RATE
                         timeout.reschedule(self._deadline(end if seconds is None else min(end, began + seconds)))
         except TimeoutError:
             raise self._too_late(size, loop.time() - began, seconds) from None

@@ -18,6 +18,7 @@ import httptools
 import msgspec
 
 from slipstream.serve.early_signals import ENDING, has_recorded
+from slipstream.serve.http.body import MIN_RATE
 from slipstream.serve.http.prefill_first import PrefillFirst
 from slipstream.serve.http.url_models import LIST_CHANGES, key_lines, named_model
 from slipstream.serve.http.url_replicas import UrlReplica, UrlReplicas
@@ -26,7 +27,7 @@ log = logging.getLogger("slipstream.proxy")
 
 MAX_RUNS = 2
 READY_SECONDS = 30.0  # that a request waits for a server
-_READ_SECONDS = 30.0  # without a byte of a request that is not complete
+_HEADER_SECONDS = 30.0  # for the request line and headers of a request
 _HOP = {b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"upgrade", b"transfer-encoding"}
 _PIECE = 2**16
 
@@ -48,12 +49,15 @@ class ReplicaProxy:
         max_header_bytes: int = 2**16,
         max_body_bytes: int = 2**26,
         prefill: PrefillFirst | None = None,
+        body_timeout: float = 30.0,
     ) -> None:
-        """`prefill`: servers that compute prompts, whose pages the replicas fetch."""
+        """`prefill`: servers that compute prompts, whose pages the replicas fetch. `body_timeout`: seconds, as in
+        `body.py`."""
         self.replicas = replicas
         self.prefill = prefill
         self.max_header_bytes = max_header_bytes
         self.max_body_bytes = max_body_bytes
+        self.body_timeout = body_timeout
         self.num_requests = self.num_rerouted = self.num_lost = 0
 
     async def serve(self, listener: socket.socket, tls: ssl.SSLContext | None = None) -> asyncio.Server:
@@ -88,16 +92,38 @@ class ReplicaProxy:
             raise error
 
     async def _read(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> _Request | None:
-        """The whole request; None: the client has sent none, or not all of it."""
-        request, num_bytes = _Request(), 0  # since the beginning, the headers, or the last part of the body
+        """The whole request; None: the client has sent none, or not all of its headers."""
+        request = _Request()
         parser = httptools.HttpRequestParser(request)
+        try:
+            async with asyncio.timeout(_HEADER_SECONDS) as timeout:
+                if not await self._read_into(request, parser, reader, writer, timeout):
+                    return None
+        except TimeoutError:
+            if not request.has_headers:
+                return None
+            fact = f"the body is incomplete, with {len(request.body)} bytes received in time"
+            raise BadRequest(408, f"{fact}; send it faster, or raise --body-timeout") from None
+        request.method = parser.get_method()
+        peer = writer.get_extra_info("peername")
+        request.client = str(peer[0]) if isinstance(peer, tuple) else "unix"
+        return request
+
+    async def _read_into(
+        self,
+        request: _Request,
+        parser: httptools.HttpRequestParser,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        timeout: asyncio.Timeout,
+    ) -> bool:
+        """Returns whether the request has come whole. `timeout` is that of the headers, then that of the body."""
+        num_bytes = 0  # since the beginning, the headers, or the last part of the body
+        loop, began_body = asyncio.get_running_loop(), 0.0
         while not request.is_complete:
-            try:
-                data = await asyncio.wait_for(reader.read(_PIECE), _READ_SECONDS)
-            except TimeoutError:
-                return None
+            data = await reader.read(_PIECE)
             if not data:
-                return None
+                return False
             num_bytes, before = num_bytes + len(data), (request.has_headers, len(request.body))
             try:
                 parser.feed_data(data)
@@ -105,6 +131,9 @@ class ReplicaProxy:
                 raise BadRequest(400, f"the request is not HTTP: {error}") from None
             if (request.has_headers, len(request.body)) != before:
                 num_bytes = 0
+                began_body = began_body or loop.time()
+                if not timeout.expired():
+                    timeout.reschedule(began_body + self.body_timeout + len(request.body) / MIN_RATE)
             elif num_bytes > self.max_header_bytes:
                 if not request.has_headers:
                     raise BadRequest(431, f"headers have more than {self.max_header_bytes} bytes")
@@ -114,10 +143,7 @@ class ReplicaProxy:
             if request.expects_continue and not request.is_complete:
                 request.expects_continue = False
                 writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        request.method = parser.get_method()
-        peer = writer.get_extra_info("peername")
-        request.client = str(peer[0]) if isinstance(peer, tuple) else "unix"
-        return request
+        return True
 
     async def _pass_on(self, request: _Request, writer: asyncio.StreamWriter) -> None:
         tried: list[UrlReplica] = []

@@ -1,10 +1,11 @@
-"""Bodies that come slowly, not at all, or without end: none holds a connection, a drain or the memory."""
+"""Bodies that come slowly, not at all or without end, and answers that are not read: none holds its connection."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import logging
+import socket
 
 import pytest
 
@@ -223,6 +224,35 @@ def test_connections_that_neither_read_nor_write_are_cut_off_without_a_traceback
     assert (
         "Traceback" not in caplog.text and "Exception in ASGI" not in caplog.text and "did not end" not in caplog.text
     )
+
+
+@pytest.mark.parametrize("body", [b"x" * 2**20, b"x" * 2**15], ids=["large", "small"])
+def test_an_answer_that_is_not_read_does_not_hold_its_connection(folder, monkeypatch, body):
+    """A large one stops writing; a small one is in the buffers of a connection that is kept alive no longer."""
+    monkeypatch.setattr("slipstream.serve.http.write_watch._SECONDS", 0.05)
+
+    async def respond(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": body})
+
+    async def scenario(door):
+        respond.refusal = lambda *given: None
+        door.app = respond
+        async with served(door, timeout_keep_alive=0.01 if len(body) < 2**16 else 1000) as port:
+            client = socket.socket()
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            client.setblocking(False)
+            await asyncio.get_running_loop().sock_connect(client, ("127.0.0.1", port))
+            client.send(b"GET / HTTP/1.1\r\n\r\n")
+            while not (found := door.server_state.connections):
+                await asyncio.sleep(0)
+            (connection,) = found
+            connection.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2048)
+            while found:
+                await asyncio.sleep(0.01)
+            client.close()
+
+    at_door(folder, scenario)
 
 
 def test_streams_that_end_as_the_server_does_are_whole(folder):

@@ -35,6 +35,7 @@ async def served(door, tls=None, **config):
         **config,
     )
     server, listener = Server(config, tls), socket.socket()
+    door.server_state = server.server_state
     listener.bind(("127.0.0.1", 0))
     task = asyncio.create_task(server.serve(sockets=[listener]))
     while not server.started:

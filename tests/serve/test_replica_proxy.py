@@ -303,6 +303,22 @@ def test_a_request_that_does_not_come_does_not_hold_its_connection(monkeypatch, 
     with_proxy(scenario)
 
 
+def test_an_answer_that_is_not_read_does_not_hold_its_connections(monkeypatch):
+    monkeypatch.setattr("slipstream.serve.http.write_watch._SECONDS", 0.05)
+
+    async def scenario(proxy, upstreams):
+        reader, client = await send(proxy)
+        client.transport.pause_reading()
+        _, _, _, writer = await first(*upstreams)
+        writer.write(JSON + b"Content-Length: %d\r\n\r\n" % 2**40)
+        with pytest.raises(ConnectionError):
+            while True:
+                writer.write(b" " * 2**16)
+                await writer.drain()
+
+    with_proxy(scenario)
+
+
 def test_a_body_that_is_too_large_is_refused():
     async def scenario(proxy, upstreams):
         reader, _ = await send(proxy, b"x" * 6000)

@@ -2,10 +2,10 @@
 
 A connection is closed if the headers of a request, or trailers and chunk extensions of its body, are too large or too
 slow (uvicorn limits headers only with h11; httptools, which is faster, would buffer headers and trailers without end),
-or if a body continues long after its response (`body.py` limits bodies that are read). The headers of a response are
-written together with the first part of its body, since a write to a socket is a large part of the cost of a short
-request. If the queue is full, a request is refused when its headers are parsed, without creating a task: under overload
-a refusal must cost less than a request.
+if a body continues long after its response (`body.py` limits bodies that are read), or if the client does not read its
+response (`write_watch.py`). The headers of a response are written together with the first part of its body, since a
+write to a socket is a large part of the cost of a short request. If the queue is full, a request is refused when its
+headers are parsed, without creating a task: under overload a refusal must cost less than a request.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from slipstream.serve.http.auth import Headers
 from slipstream.serve.http.errors import HTTPException
 from slipstream.serve.http.request import Address
+from slipstream.serve.http.write_watch import WriteWatch
 
 _HEADER_SECONDS = 30.0
 _REST_SECONDS = 30.0  # for the rest of a body whose response was sent before the body was complete
@@ -45,12 +46,23 @@ def bounded_protocol(limit: int, admission: RequestAdmission) -> type[HttpToolsP
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
-            self.transport = _HeaderJoiner(transport)  # type: ignore[assignment]
+            self._watch = WriteWatch(transport)
+            self.transport = _HeaderJoiner(transport, self._watch)  # type: ignore[assignment]
             self._timer = self.loop.call_later(_HEADER_SECONDS, self._too_slow)
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._stop_timer()
+            self._watch.stop()
             super().connection_lost(exc)
+
+        def pause_writing(self) -> None:
+            self._watch.start()
+            super().pause_writing()
+
+        def resume_writing(self) -> None:
+            if not self.transport.is_closing():  # else all of the buffer is to be read
+                self._watch.stop()
+            super().resume_writing()
 
         def on_headers_complete(self) -> None:
             self._in_headers, self._header_bytes = False, 0
@@ -146,10 +158,11 @@ def bounded_protocol(limit: int, admission: RequestAdmission) -> type[HttpToolsP
 class _HeaderJoiner:
     """A transport that holds the headers of a response back until the next write."""
 
-    __slots__ = ("_transport", "_headers", "is_closing")
+    __slots__ = ("_transport", "_watch", "_headers", "is_closing")
 
-    def __init__(self, transport: asyncio.Transport) -> None:
+    def __init__(self, transport: asyncio.Transport, watch: WriteWatch) -> None:
         self._transport = transport
+        self._watch = watch
         self._headers = b""
         self.is_closing = transport.is_closing
 
@@ -172,6 +185,7 @@ class _HeaderJoiner:
     def close(self) -> None:
         self.flush()
         self._transport.close()
+        self._watch.start()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)

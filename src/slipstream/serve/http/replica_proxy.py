@@ -22,6 +22,7 @@ from slipstream.serve.http.body import MIN_RATE
 from slipstream.serve.http.prefill_first import PrefillFirst
 from slipstream.serve.http.url_models import LIST_CHANGES, key_lines, named_model
 from slipstream.serve.http.url_replicas import UrlReplica, UrlReplicas
+from slipstream.serve.http.write_watch import WriteWatch
 
 log = logging.getLogger("slipstream.proxy")
 
@@ -72,6 +73,7 @@ class ReplicaProxy:
             pass  # the client has gone
         finally:
             writer.close()
+            WriteWatch(writer.transport).start()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         request = await self._read(reader, writer)
@@ -186,6 +188,7 @@ class ReplicaProxy:
 
     async def _run_on(self, replica: UrlReplica, request: _Request, body: bytes, answer: _Answer) -> None:
         reader, upstream = await replica.connect()
+        watch = WriteWatch(answer.writer.transport)
         try:
             upstream.write(request.header(replica.authority, len(body)))
             upstream.write(body)
@@ -197,8 +200,11 @@ class ReplicaProxy:
                         break
                     raise _Lost("the connection has ended")
                 answer.parser.feed_data(data)
+                watch.start()
                 await answer.writer.drain()
+                watch.stop()
         finally:
+            watch.stop()
             upstream.close()
 
     def _write_health(self, writer: asyncio.StreamWriter) -> None:

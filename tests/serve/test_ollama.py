@@ -11,6 +11,7 @@ import pytest
 from serve.asgi import at_door
 from serve.dialects import CALL, THOUGHT, with_server
 from serve.samples import MESSAGES
+from slipstream.config.stored_weights import StoredWeights
 
 FUNCTION = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
 
@@ -71,6 +72,22 @@ def test_the_ollama_client(folder):
             await client.chat("tiny", MESSAGES, options={"mirostat": 2})
 
     with_server(folder, scenario, reasoning_parser="qwen3")
+
+
+@pytest.mark.parametrize(("count", "size"), [(134_515_008, "134.52M"), (8 * 10**9, "8B"), (0, ""), (5_210, "5K")])
+def test_details_are_those_of_the_files(folder, count, size):
+    weights = StoredWeights("gguf", 91_736_000, count, "Q4_1")
+
+    async def scenario(door):
+        (model,) = (await door.get("/api/tags")).json()["models"]
+        shown = (await door.post("/api/show", {"model": "tiny"})).json()
+        assert model["size"] == 91_736_000 and shown["model_info"].get("general.parameter_count", 0) == count
+        assert model["details"] == shown["details"] == {
+            "parent_model": "", "format": "gguf", "family": "Llama", "families": ["Llama"], "parameter_size": size,
+            "quantization_level": "Q4_1",
+        }  # fmt: skip
+
+    at_door(folder, scenario, model={"architecture": "Llama", "weights": weights})
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Which weight files a folder has, and the error for a folder without readable ones.
 
-Only names are read; no file is opened except adapter_config.json.
+Only names are read; no file is opened except indices and adapter_config.json.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from slipstream.errors import BadCheckpoint, ModelError, UnsupportedModel
 
@@ -30,6 +30,32 @@ _OTHERS = {
 
 def has_weights(folder: Path) -> bool:
     return any((folder / name).is_file() for name in (WHOLE, INDEX, TORCH_WHOLE, TORCH_INDEX))
+
+
+def weight_paths(folder: Path) -> tuple[Literal["safetensors", "pytorch"], list[Path]]:
+    """The weight files of a folder: safetensors files, else files of torch.save."""
+    has_ours = any((folder / name).exists() for name in (WHOLE, INDEX))
+    if not has_ours and any((folder / name).exists() for name in (TORCH_WHOLE, TORCH_INDEX)):
+        return "pytorch", _files(folder, TORCH_WHOLE, TORCH_INDEX)
+    return "safetensors", _files(folder, WHOLE, INDEX)
+
+
+def _files(folder: Path, whole: str, index: str) -> list[Path]:
+    if (folder / whole).is_file():
+        return [folder / whole]  # preferred to an index, as in transformers
+    if (folder / index).exists():
+        try:
+            shards = set(json.loads((folder / index).read_text(encoding="utf-8"))["weight_map"].values())
+            files = [folder / shard for shard in sorted(shards)]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            raise BadCheckpoint(f"{folder / index} is not valid; download it again") from None
+        missing = [file.name for file in files if not file.is_file()]
+        if missing:
+            raise BadCheckpoint(
+                f"{folder} lacks {len(missing)} of {len(files)} weight files, such as {missing[0]}; download them again"
+            )
+        return files
+    raise no_weights(folder)
 
 
 def require_weights(folder: Path) -> None:

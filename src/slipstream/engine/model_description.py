@@ -11,6 +11,7 @@ from slipstream.config.locate import locate_tokenizer
 from slipstream.config.options import Options
 from slipstream.config.pooling_info import PoolingInfo
 from slipstream.config.reasoning_config import ReasoningConfig, read_reasoning_config
+from slipstream.config.stored_weights import StoredWeights
 from slipstream.errors import InvalidAdapter
 from slipstream.lora_request import LoRARequest
 from slipstream.text.chat import load_chat_template
@@ -31,6 +32,8 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...] = ()  # tokens that end an answer
     pooling: PoolingInfo | None = None  # None: it only generates
     dtype: str = "float32"
+    architecture: str = ""
+    weights: StoredWeights = StoredWeights()
     max_batch_tokens: int = 0  # of a step
     max_waiting: int | None = None  # prompts that may wait in the core; None: unknown
     reasoning_config: ReasoningConfig | None = None  # None: by the chat template
@@ -74,6 +77,8 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
             eos_token_ids=info.eos_token_ids,
             pooling=config.model.pooling,
             dtype=config.model.dtype,
+            architecture=info.architecture,
+            weights=StoredWeights.of(config.model),
             max_batch_tokens=config.scheduler.max_num_batched_tokens,
             max_waiting=config.scheduler.max_waiting,
             embed_size=info.hidden_size if config.scheduler.prompt_embeds else 0,

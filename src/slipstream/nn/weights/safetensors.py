@@ -1,8 +1,7 @@
-"""Weights of a folder of safetensors files, single or sharded, through a memory map; chooses the files of a folder."""
+"""Weights of a folder of safetensors files, single or sharded, through a memory map."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from slipstream.config.weight_files import INDEX, TORCH_INDEX, TORCH_WHOLE, WHOLE, no_weights
+from slipstream.config.weight_files import weight_paths
 from slipstream.errors import BadCheckpoint
 from slipstream.nn.weights.source import SourceTensor, WeightSource
 from slipstream.nn.weights.torch_file import TorchFileSource
@@ -20,17 +19,15 @@ from slipstream.nn.weights.torch_file import TorchFileSource
 
 def open_folder(folder: Path) -> WeightSource:
     """The weights of a folder: safetensors files, else files of torch.save."""
-    has_ours = any((folder / name).exists() for name in (WHOLE, INDEX))
-    if not has_ours and any((folder / name).exists() for name in (TORCH_WHOLE, TORCH_INDEX)):
-        return TorchFileSource(_files(folder, TORCH_WHOLE, TORCH_INDEX))
-    return SafetensorsSource(folder)
+    kind, files = weight_paths(folder)
+    return SafetensorsSource(files) if kind == "safetensors" else TorchFileSource(files)
 
 
 def open_file(stem: Path) -> WeightSource | None:
     """A file of a few tensors, by its path without the suffix; None if there is none."""
     whole = stem.with_name(f"{stem.name}.safetensors")
     if whole.is_file():
-        return SafetensorsSource(stem.parent, [whole])
+        return SafetensorsSource([whole])
     for ending in ("pt", "bin"):
         path = stem.with_name(f"{stem.name}.{ending}")
         if path.is_file():
@@ -39,8 +36,8 @@ def open_file(stem: Path) -> WeightSource | None:
 
 
 class SafetensorsSource:
-    def __init__(self, folder: Path, files: list[Path] | None = None) -> None:
-        self.files = _files(folder, WHOLE, INDEX) if files is None else files
+    def __init__(self, files: list[Path]) -> None:
+        self.files = files
 
     def __iter__(self) -> Iterator[SourceTensor]:
         """File by file. A file stays open until all its tensors are read."""
@@ -59,24 +56,6 @@ def _read(file: Any, path: Path, name: str) -> torch.Tensor:
     with _named(path):
         tensor: torch.Tensor = file.get_tensor(name)
     return tensor
-
-
-def _files(folder: Path, whole: str, index: str) -> list[Path]:
-    if (folder / whole).is_file():
-        return [folder / whole]  # preferred to an index, as in transformers
-    if (folder / index).exists():
-        try:
-            shards = set(json.loads((folder / index).read_text(encoding="utf-8"))["weight_map"].values())
-            files = [folder / shard for shard in sorted(shards)]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            raise BadCheckpoint(f"{folder / index} is not valid; download it again") from None
-        missing = [file.name for file in files if not file.is_file()]
-        if missing:
-            raise BadCheckpoint(
-                f"{folder} lacks {len(missing)} of {len(files)} weight files, such as {missing[0]}; download them again"
-            )
-        return files
-    raise no_weights(folder)
 
 
 @contextmanager

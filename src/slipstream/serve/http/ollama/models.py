@@ -35,7 +35,7 @@ class OllamaModel(msgspec.Struct, omit_defaults=True):
     name: str
     model: str
     modified_at: str
-    size: int = msgspec.field(default_factory=int)
+    size: int = msgspec.field(default_factory=int)  # bytes of its files
     digest: str = msgspec.field(default_factory=str)
     details: OllamaDetails | None = None
     expires_at: str | None = None  # of /api/ps
@@ -73,11 +73,22 @@ async def show_version(request: Request, body: None) -> Response:
 
 def _card(request: Request, name: str, served: ServedModel) -> OllamaModel:
     digest = hashlib.sha256(name.encode()).hexdigest()
-    return OllamaModel(name, name, _started(request), 0, digest, _details(served))
+    return OllamaModel(name, name, _started(request), served.description.weights.num_bytes, digest, _details(served))
 
 
 def _details(served: ServedModel) -> OllamaDetails:
-    return OllamaDetails("", "slipstream", "slipstream", ["slipstream"], "", served.description.dtype)
+    description = served.description
+    weights, family = description.weights, description.architecture
+    level = weights.quantization or description.dtype
+    return OllamaDetails("", weights.format, family, [family], _short(weights.num_params), level)
+
+
+def _short(count: int) -> str:
+    """A number of parameters as Ollama writes it: 134.52M, 8B."""
+    for unit, letter, digits in ((10**9, "B", 1), (10**6, "M", 2)):
+        if count >= unit:
+            return f"{count / unit:.{0 if count % unit == 0 else digits}f}{letter}"
+    return f"{count / 1000:.0f}K" if count >= 1000 else str(count or "")
 
 
 def _started(request: Request) -> str:
@@ -108,6 +119,8 @@ async def show_model(request: Request, body: ShowRequest) -> Response:
     info["slipstream.context_length"] = served.max_num_tokens
     if description.pooling is not None:
         info["slipstream.embedding_length"] = description.pooling.embed_size
+    if description.weights.num_params:
+        info["general.parameter_count"] = description.weights.num_params
     if body.verbose:
         info["slipstream.vocab_size"] = description.vocab_size
     parameters = "\n".join(f"{name} {value}" for name, value in description.defaults.params.items())

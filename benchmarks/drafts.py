@@ -38,6 +38,7 @@ class ReplayedAnswers:
 
     always_runs = False
     reads_hidden = False
+    fills_returned = False
 
     def __init__(self, runner: Any, texts: torch.Tensor, shift: int, vocab_size: int) -> None:
         """`texts` [prompts, length]: prompts and answers; `shift`: 0 for right drafts."""

@@ -22,6 +22,7 @@ class DraftSpy:
         self.history = runner.store.history
         self.table = self.history.table
         self.always_runs, self.reads_hidden = self.inner.always_runs, self.inner.reads_hidden
+        self.fills_returned = self.inner.fills_returned
         self.behind: deque[set[int]] = deque()  # by step in flight: rows that a draft model has not computed yet
         if (lag := llm.core.scheduler.drafts.lag) is not None:
             lag.plan = partial(self._plan, lag.plan)

@@ -12,7 +12,7 @@ class ReplayDrafter:
     """Finds the texts that begin with a row's tokens, as the device has them in its pages, and drafts their next
     tokens."""
 
-    always_runs = reads_hidden = False
+    always_runs = reads_hidden = fills_returned = False
 
     def __init__(self, head, history, texts: list[list[int]], kind: str) -> None:
         self.rows, self.history = head.rows, history

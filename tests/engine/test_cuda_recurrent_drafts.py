@@ -30,7 +30,7 @@ class KnownAnswers:
     """Drafts the answers, with a wrong token at every fifth position. Reads device tables only, so it can be captured;
     a row's text is found by its first token."""
 
-    always_runs = reads_hidden = False
+    always_runs = reads_hidden = fills_returned = False
 
     def __init__(self, llm: LLM, texts: list[list[int]]) -> None:
         runner = llm.core.executor

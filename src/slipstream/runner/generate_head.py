@@ -243,7 +243,6 @@ class GenerateHead:
         """Device: store the drawn tokens and propose drafts after them. Returns the results of the draw, those of
         `Accepted` at `views` if given, and drafts at `returned` if the drafter writes there."""
         failed = drawn.failed
-        is_returned: bool | None = False
         if draws.offsets is None:  # otherwise the sampler has stored the accepted tokens
             _, failed = self.rows.draw(draws.rows, drawn.tokens, failed, views)
         if self.drafter is not None and drafts.run_drafter:
@@ -257,12 +256,14 @@ class GenerateHead:
                 len(draws.rows) if draws.offsets is None else drafts.num_rows,
                 returned,
             )
-            is_returned = self.drafter.propose(batch, drafts.num_proposed)
+            self.drafter.propose(batch, drafts.num_proposed)
         results = {"tokens": drawn.tokens if views is None else views.tokens, "failed": failed}
-        if is_returned and returned is not None:
-            results[DRAFTS] = returned
-        elif drafts.num_returned:
-            results[DRAFTS] = self.rows.next_tokens[:, 1 : 1 + drafts.num_returned].index_select(0, draws.rows)
+        if drafts.num_returned:
+            assert self.drafter is not None, "drafts are returned, but there is no drafter"
+            if returned is not None and self.drafter.fills_returned:
+                results[DRAFTS] = returned
+            else:
+                results[DRAFTS] = self.rows.next_tokens[:, 1 : 1 + drafts.num_returned].index_select(0, draws.rows)
         if drawn.kept is not None:
             results[KEPT] = drawn.kept
         return results if drawn.logprobs is None else results | _named("", drawn.logprobs)

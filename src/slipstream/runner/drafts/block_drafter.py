@@ -24,6 +24,7 @@ from slipstream.step import StepPlan
 class BlockDrafter:
     always_runs = True
     reads_hidden = True
+    fills_returned = False
 
     def __init__(self, model: DFlashModel, rows: RowTable, cache: DraftCache) -> None:
         self.model = model

@@ -29,8 +29,8 @@ class Drafter(Protocol):
     # catch up later.
     always_runs: bool
     reads_hidden: bool  # reads the hidden states of all tokens of a step
+    fills_returned: bool  # writes drafts to `DraftBatch.returned` too, at the first draw of each row
 
-    def propose(self, batch: DraftBatch, num_drafts: int) -> bool | None:
+    def propose(self, batch: DraftBatch, num_drafts: int) -> None:
         """Device: write `num_drafts` drafts of each row to `RowTable.next_tokens`, after the token that the row drew
-        last; -1: no draft. May be captured in a graph: reads no device value on the host. True if the drafts are in
-        `batch.returned` too, at the first draw of each row."""
+        last; -1: no draft. May be captured in a graph: reads no device value on the host."""

@@ -26,6 +26,7 @@ from slipstream.step import StepPlan
 class HeadDrafter:
     always_runs = True
     reads_hidden = True
+    fills_returned = False
 
     def __init__(self, model: DraftHead, rows: RowTable, cache: DraftCache) -> None:
         self.model = model

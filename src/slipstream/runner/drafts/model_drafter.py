@@ -35,6 +35,7 @@ CatchUp = Callable[[], None]
 class ModelDrafter:
     always_runs = True
     reads_hidden = False
+    fills_returned = False
 
     def __init__(self, model: CausalLM, rows: RowTable, cache: DraftCache, history: TokenHistory) -> None:
         self.model = model

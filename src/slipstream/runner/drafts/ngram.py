@@ -18,13 +18,13 @@ from slipstream.runner.drafts.history import TokenHistory
 class NgramDrafter:
     always_runs = False
     reads_hidden = False
+    fills_returned = True
 
     def __init__(self, config: DraftConfig, rows: RowTable, history: TokenHistory) -> None:
         self.rule = MatchRule(config.min_match, config.max_match, config.drafts_per_match or math.inf)
         self._rows = rows
         self._history = history
 
-    def propose(self, batch: DraftBatch, num_drafts: int) -> bool:
+    def propose(self, batch: DraftBatch, num_drafts: int) -> None:
         text = RowHistory(self._rows.next_tokens, self._rows.computed, self._history.table, self._history.tokens)
         propose_from_history_(batch.rows, batch.offsets, text, num_drafts, self.rule, batch.max_length, batch.returned)
-        return batch.returned is not None

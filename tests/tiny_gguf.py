@@ -46,11 +46,12 @@ def write_gguf(
     part_tensors: int = 0,
     pre: str | None = None,
     others: dict[str, gguf.GGMLQuantizationType] | None = None,
-    file_type: int | None = None,
+    fields: dict[str, int | float] | None = None,
 ) -> Path:
     """Writes the model of a folder as one file, with q and k in rotary pairs as llama.cpp stores them; or as several
     files of `part_tensors` tensors each, named after `path`. With `pre`, adds the byte vocabulary of the folder with
-    this pre-tokenizer. `others`: kinds of single matrices, by their name in a block."""
+    this pre-tokenizer. `others`: kinds of single matrices, by their name in a block.
+    `fields`: more of them."""
     config = json.loads((folder / "config.json").read_text())
     family = config["architectures"][0].removesuffix("ForCausalLM").lower()
     arch = "llama" if family == "mistral" else family
@@ -58,8 +59,8 @@ def write_gguf(
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     path = folder / "model.gguf"
     writer = gguf.GGUFWriter(path, arch, split_max_tensors=part_tensors)
-    if file_type is not None:
-        writer.add_file_type(file_type)
+    for name, value in (fields or {}).items():
+        writer.add_key_value(name, value, gguf.GGUFValueType.get_type(value))
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])

@@ -4,11 +4,16 @@ import json
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 
 from slipstream.config.generation import GenerationDefaults, read_generation_defaults
+from slipstream.config.options import Options
+from slipstream.engine.build import open_model
 from slipstream.errors import BadCheckpoint
 from slipstream.params import SamplingParams
+from tiny import write_tiny
+from tiny_gguf import write_gguf
 
 
 def read(folder: Path, content: Any) -> GenerationDefaults:
@@ -67,8 +72,20 @@ def test_a_broken_file_is_named(tmp_path: Path, content: Any, words: str) -> Non
         read(tmp_path, content)
 
 
-def test_a_gguf_file_has_no_folder_and_no_defaults(tmp_path: Path) -> None:
+GGUF = {"general.sampling.temp": 0.6, "general.sampling.top_k": 20, "general.name": "a"}
+
+
+def test_a_gguf_file_has_defaults_in_its_fields(tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
-    file.write_bytes(b"GGUF")
-    assert read_generation_defaults(file) == GenerationDefaults()
-    assert read_generation_defaults(file, overrides={"top_k": 3}).params == {"top_k": 3}
+    assert read_generation_defaults(file, gguf={}) == GenerationDefaults()
+    assert read_generation_defaults(file, gguf=GGUF).params == {"temperature": 0.6, "top_k": 20}
+    assert read_generation_defaults(file, "vllm", gguf=GGUF) == GenerationDefaults()
+    assert read_generation_defaults(file, "vllm", {"top_k": 3}, GGUF).params == {"top_k": 3}
+    assert read_generation_defaults(file, overrides={"top_k": 3}, gguf=GGUF).params == {"temperature": 0.6, "top_k": 3}
+    with pytest.raises(BadCheckpoint, match=r"model.gguf: top_p is 7.*set generation_config to vllm"):
+        read_generation_defaults(file, gguf={"general.sampling.top_p": 7.0})
+
+
+def test_an_engine_reads_the_defaults_of_its_gguf_file(tmp_path: Path) -> None:
+    path = write_gguf(write_tiny(tmp_path), gguf.GGMLQuantizationType.F16, fields={"general.sampling.top_k": 20})
+    assert open_model(Options(model=str(path), device="cpu")).description.defaults.params == {"top_k": 20}

@@ -1,4 +1,4 @@
-"""Sampling defaults from a model's generation_config.json, and those of the embedded default model."""
+"""Sampling defaults from a model's generation_config.json or GGUF file, and those of the embedded default model."""
 
 from __future__ import annotations
 
@@ -21,6 +21,14 @@ _FIELDS = {
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
 }
+# fields of GGUF files, which converters fill from generation_config.json
+_GGUF_FIELDS = {
+    "general.sampling.temp": "temperature",
+    "general.sampling.top_p": "top_p",
+    "general.sampling.top_k": "top_k",
+    "general.sampling.min_p": "min_p",
+    "general.sampling.penalty_repeat": "repetition_penalty",
+}
 
 
 class GenerationDefaults(msgspec.Struct, frozen=True):
@@ -35,21 +43,22 @@ EMBEDDED_DEFAULTS = GenerationDefaults(params={"temperature": 0.2, "top_p": 0.9}
 
 
 def read_generation_defaults(
-    folder: Path, source: str = "auto", overrides: Mapping[str, Any] | None = None
+    path: Path, source: str = "auto", overrides: Mapping[str, Any] | None = None, gguf: Mapping[str, Any] | None = None
 ) -> GenerationDefaults:
-    """Of the model's folder. `source`: auto; vllm, for no sampling defaults of the model; or another folder.
-    `overrides`: fields that replace those of the file."""
-    own = _read(folder / "generation_config.json")
+    """Of the model's folder, or of the file whose fields are `gguf`. `source`: auto; vllm, for no sampling defaults of
+    the model; or another folder. `overrides`: fields that replace those of the file."""
+    shown = path / "generation_config.json" if gguf is None else path
+    own = _read(shown) if gguf is None else {_GGUF_FIELDS[name]: gguf[name] for name in _GGUF_FIELDS if name in gguf}
     config = own
     if source == "vllm":  # its end tokens are no sampling defaults
         config = {name: own[name] for name in ("eos_token_id",) if name in own}
     elif source != "auto":
-        path = Path(source).expanduser() / "generation_config.json"
-        if not path.is_file():
+        shown = Path(source).expanduser() / "generation_config.json"
+        if not shown.is_file():
             raise InvalidOption(
-                f"generation_config is {source!r}, which has no {path.name}; give auto, vllm or a folder"
+                f"generation_config is {source!r}, which has no {shown.name}; give auto, vllm or a folder"
             )
-        config = _read(path)
+        config = _read(shown)
     if overrides:
         try:
             generation_defaults(dict(overrides))
@@ -58,7 +67,8 @@ def read_generation_defaults(
     try:
         return generation_defaults({**config, **(overrides or {})})
     except InvalidParams as error:
-        raise BadCheckpoint(f"{folder / 'generation_config.json'}: {error}, or remove the line") from None
+        remedy = "remove the line" if gguf is None else "set generation_config to vllm, for no defaults of the file"
+        raise BadCheckpoint(f"{shown}: {error}, or {remedy}") from None
 
 
 def _read(path: Path) -> dict[str, Any]:

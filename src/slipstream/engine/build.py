@@ -211,11 +211,11 @@ def _read(options: Options, located: LocatedModel) -> tuple[ModelInfo, Generatio
     if located.kind == "gguf":
         if changes:
             raise InvalidOption("hf_overrides are for a folder with config.json, and this is a .gguf file; remove them")
-        source = options.generation_config
-        defaults = read_generation_defaults(located.path, source, sampling)
+        source, file = options.generation_config, GgufFile.open(located.path)
+        defaults = read_generation_defaults(located.path, source, sampling, file.fields)
         if located.embedded and source == "auto":
             defaults = GenerationDefaults(EMBEDDED_DEFAULTS.params | defaults.params)
-        return check_info(gguf_model_info(GgufFile.open(located.path))), defaults
+        return check_info(gguf_model_info(file)), defaults
     info = read_info(options, located.path, changes)
     defaults = read_generation_defaults(located.path, options.generation_config, sampling)
     if defaults.eos_token_ids:

@@ -53,6 +53,21 @@ def test_pieces_with_spaces_and_a_token_before_the_text_are_sliced_too(tmp_path)
     at_door(tmp_path, scenario)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_scores_of_a_prompt_alone_have_no_token_of_an_answer(folder, stream):
+    async def scenario(door):
+        body = {"prompt": "abc", "echo": True, "logprobs": 0, "max_tokens": 0, "return_token_ids": True}
+        if stream:
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
+        exchange = await door.post("/v1/completions", body)
+        first, *_, last = exchange.events() if stream else [exchange.json()] * 2
+        (choice,), usage = first["choices"], last["usage"]
+        assert (choice["token_ids"], choice["finish_reason"], choice["stop_reason"]) == ([], "length", None)
+        assert (usage["completion_tokens"], usage["total_tokens"]) == (0, 3)
+
+    at_door(folder, scenario)
+
+
 def test_tokens_that_are_no_text_are_distinct_in_top_logprobs(folder):
     async def scenario(door):
         body = {"prompt": [0xE6, 0x97, 0xA5], "echo": True, "logprobs": 2, "max_tokens": 1}

@@ -22,7 +22,7 @@ from slipstream.serve.http.openai.completion_types import (
     prompts_of,
 )
 from slipstream.serve.http.openai.fields import given_fields, sampling_params
-from slipstream.serve.http.openai.generation import check_end, start, submits_for, usage_of
+from slipstream.serve.http.openai.generation import Usage, check_end, start, submits_for, usage_of
 from slipstream.serve.http.openai.logprobs import (
     TokenNames,
     completion_logprobs,
@@ -124,10 +124,10 @@ class _Job:
             check_end(self.request, request_state)
             prompt = request_state.message.prompt_token_ids
             for sample in request_state.samples:
-                ids, entries = sample.token_ids, sample.logprobs
-                text, text_ids, text_entries = sample.text, list(ids), list(entries or [])
+                text, ids, text_entries = sample.text, sample.token_ids, list(sample.logprobs or [])
                 if self.scores_only:
-                    text, text_ids, text_entries = "", [], []
+                    text, ids, text_entries = "", [], []
+                text_ids = list(ids)
                 all_entries: list[dict[int, Logprob] | None] = list(text_entries)
                 before = self.prompt_text(request_state) if self.body.echo else ""
                 text = before + text
@@ -140,12 +140,11 @@ class _Job:
                     choice.logprobs = completion_logprobs(text_ids, all_entries, starts, self.names)
                 if self.body.prompt_logprobs is not None:
                     choice.prompt_logprobs = prompt_logprobs(request_state.prompt_logprobs or [])
-                choice.finish_reason = "length" if self.scores_only else sample.finish_reason
-                choice.stop_reason = sample.stop_reason
+                choice.finish_reason, choice.stop_reason = self.end_of(sample.finish_reason, sample.stop_reason)
                 if self.body.return_token_ids:
                     choice.token_ids, choice.prompt_token_ids = ids, prompt
                 choices.append(choice)
-        return CompletionResponse(*self.envelope, choices, usage_of(request_states))
+        return CompletionResponse(*self.envelope, choices, self.usage(request_states))
 
     async def events(self, request_stream: RequestStream[GenerationRequestState]) -> AsyncIterator[bytes]:
         options = self.body.stream_options
@@ -160,21 +159,22 @@ class _Job:
                     check_end(self.request, request_state)
                     for new in request_state.increment():
                         choice = self.chunk(request_state, indices[request_state.id], new, begun)
-                        usage = usage_of([request_state]) if each else None if wants_usage else msgspec.UNSET
+                        usage = self.usage([request_state]) if each else None if wants_usage else msgspec.UNSET
                         parts.append(event(CompletionResponse(*self.envelope, [choice], usage)))
                 if parts:
                     yield b"".join(parts)
             if wants_usage:
-                yield event(CompletionResponse(*self.envelope, [], usage_of(request_stream.states)))
+                yield event(CompletionResponse(*self.envelope, [], self.usage(request_stream.states)))
             yield DONE
 
     def chunk(
         self, request_state: GenerationRequestState, index: int, new: Increment, begun: dict[tuple[int, int], Starts]
     ) -> CompletionChoice:
-        text, ids = new.text, new.token_ids
+        text, new_ids = new.text, new.token_ids
         entries: list[dict[int, Logprob] | None] = list(new.logprobs or [])
         if self.scores_only:
-            text, ids, entries = "", [], []
+            text, new_ids, entries = "", [], []
+        ids = new_ids
         key = index, new.index
         before, is_first = "", key not in begun
         if is_first:
@@ -190,17 +190,25 @@ class _Job:
                 )
                 starts = self.prompt_starts(request_state, before) + starts
             choice.logprobs = completion_logprobs(ids, entries, starts, self.names)
-        choice.finish_reason, choice.stop_reason = new.finish_reason, new.stop_reason
-        if self.scores_only and new.finish_reason:
-            choice.finish_reason = "length"
+        choice.finish_reason, choice.stop_reason = self.end_of(new.finish_reason, new.stop_reason)
         if self.body.return_token_ids:
-            choice.token_ids = new.token_ids
+            choice.token_ids = new_ids
         if is_first:
             if self.body.prompt_logprobs is not None:
                 choice.prompt_logprobs = prompt_logprobs(request_state.prompt_logprobs or [])
             if self.body.return_token_ids:
                 choice.prompt_token_ids = request_state.message.prompt_token_ids
         return choice
+
+    def end_of(self, finish_reason: str | None, stop_reason: int | str | None) -> tuple[str | None, int | str | None]:
+        """finish_reason and stop_reason of a choice; the token of a request for scores is no part of its answer."""
+        return ("length" if finish_reason else None, None) if self.scores_only else (finish_reason, stop_reason)
+
+    def usage(self, request_states: Sequence[GenerationRequestState]) -> Usage:
+        usage = usage_of(request_states)
+        if self.scores_only:
+            usage.completion_tokens, usage.total_tokens = 0, usage.prompt_tokens
+        return usage
 
     def starts(self, length: int) -> Starts:
         """Computes the text offsets of tokens that follow `length` characters."""

@@ -1,9 +1,14 @@
-// Low-bit GEMM for x86 with AVX-512 and VNNI. A lane is a weight row: a vector holds 4 columns of 16 rows, and a dot
-// product instruction multiplies them by 4 columns of a token, which it broadcasts from memory. The two digits of an
-// activation have sums of their own.
+// Low-bit GEMM for x86 with AVX-512. A lane is a weight row. The integer sums of a group are exact, so that results have
+// the same bits with and without VNNI.
 //
-// The instruction multiplies unsigned by signed bytes. Signed weights are stored as q and read as q + 128; the integer
-// sum then starts at -128 times the sum of the activations.
+// With VNNI a vector holds 4 columns of 16 rows, and a dot product instruction multiplies them by 4 columns of a token,
+// which it broadcasts from memory. The two digits of an activation have sums of their own. The instruction multiplies
+// unsigned by signed bytes. Signed weights are stored as q and read as q + 128; the integer sum then starts at -128 times
+// the sum of the activations.
+//
+// Without VNNI a vector holds 2 columns of 16 rows, extended to 16 bits, and is multiplied by 2 whole activations: as
+// many products as with two digits of 4 columns. Products of bytes (vpmaddubsw) would need as many instructions for
+// weights of 4 bits, and saturate for those of 8.
 #include <immintrin.h>
 #include <math.h>
 
@@ -21,19 +26,25 @@ static void quantize_block(const float *x, SlipActivations *out) {
     __m512i total = _mm512_setzero_si512();
     for (int i = 0; i < 2; i++) {
         __m512i number = _mm512_cvtps_epi32(_mm512_mul_ps(v[i], inverse));
-        __m512i high = _mm512_srai_epi32(_mm512_add_epi32(number, _mm512_set1_epi32(128)), 8);
         total = _mm512_add_epi32(total, number);
+#ifdef __AVX512VNNI__
+        __m512i high = _mm512_srai_epi32(_mm512_add_epi32(number, _mm512_set1_epi32(128)), 8);
         _mm_storeu_si128((__m128i *)(out->low + 16 * i), _mm512_cvtepi32_epi8(number));
         _mm_storeu_si128((__m128i *)(out->high + 16 * i), _mm512_cvtepi32_epi8(high));
         out->starts[i] = -128 * _mm512_reduce_add_epi32(number);
+#else
+        __m256i in_order = _mm512_cvtepi32_epi16(number);  // of each 4 columns: 0 and 2, then 1 and 3
+        in_order = _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(in_order, 0xd8), 0xd8);
+        _mm256_storeu_si256((__m256i *)(out->numbers + 16 * i), in_order);
+#endif
     }
     out->scale = (largest > LEAST ? largest / LIMIT : 0) + nan;
     out->sum = out->scale * (float)_mm512_reduce_add_epi32(total);
 }
 
-SLIP_INLINE __m512i broadcast(const int8_t *four_columns) {
+SLIP_INLINE __m512i broadcast(const void *four_bytes) {
     int32_t four;
-    memcpy(&four, four_columns, 4);
+    memcpy(&four, four_bytes, 4);
     return _mm512_set1_epi32(four);
 }
 
@@ -92,16 +103,6 @@ SLIP_INLINE void load_tile_scales(int layout, const uint8_t *const *scales, cons
     }
 }
 
-// `count` vectors of weights times 4 columns each; 256 * high + low, plus `start`
-SLIP_INLINE __m512i dot_columns(int count, const __m512i *w, const int8_t *high, const int8_t *low, __m512i start) {
-    __m512i h = _mm512_setzero_si512();
-    for (int c = 0; c < count; c++) {
-        h = _mm512_dpbusd_epi32(h, w[c], broadcast(high + 4 * c));
-        start = _mm512_dpbusd_epi32(start, w[c], broadcast(low + 4 * c));
-    }
-    return _mm512_add_epi32(_mm512_slli_epi32(h, 8), start);
-}
-
 // the addresses of four blocks of four rows
 typedef struct {
     const uint8_t *weights[BLOCKS], *scales[BLOCKS], *offsets[BLOCKS];
@@ -119,8 +120,12 @@ SLIP_INLINE TileRows find_tile_rows(int layout, const uint8_t *weights, const ui
     return rows;
 }
 
+#ifdef __AVX512VNNI__
+
+#define VECTORS 8  // of a group
+
 // group g of 16 rows: 4 columns in each vector
-SLIP_INLINE void load_weights(int layout, const uint8_t *const *blocks, int64_t g, __m512i w[8]) {
+SLIP_INLINE void load_weights(int layout, const uint8_t *const *blocks, int64_t g, __m512i w[VECTORS]) {
     const __m512i nibble = _mm512_set1_epi8(15);
     if (!slip_has_pairs(layout)) {
         load_columns(blocks, g * 128, w);
@@ -134,40 +139,88 @@ SLIP_INLINE void load_weights(int layout, const uint8_t *const *blocks, int64_t 
     }
 }
 
+SLIP_INLINE void make_unsigned(__m512i w[VECTORS]) {
+    for (int c = 0; c < VECTORS; c++) w[c] = _mm512_xor_si512(w[c], _mm512_set1_epi8(-128));
+}
+
+// A group times a token: the sum of 16 * halves columns, from column 16 * first on
+SLIP_INLINE __m512i dot_halves(int is_signed, int first, int halves, const __m512i w[VECTORS], const SlipActivations *x) {
+    __m512i high = _mm512_setzero_si512(), low = high;
+    if (is_signed) low = _mm512_set1_epi32(halves == 2 ? x->starts[0] + x->starts[1] : x->starts[first]);
+    for (int c = 0; c < 4 * halves; c++) {
+        high = _mm512_dpbusd_epi32(high, w[4 * first + c], broadcast(x->high + 16 * first + 4 * c));
+        low = _mm512_dpbusd_epi32(low, w[4 * first + c], broadcast(x->low + 16 * first + 4 * c));
+    }
+    return _mm512_add_epi32(_mm512_slli_epi32(high, 8), low);
+}
+
+#else
+
+#define VECTORS 16
+
+// Group g of 16 rows. Of each 4 columns 0 and 2 are in a vector, 1 and 3 in the next one: no shuffle is needed.
+SLIP_INLINE void load_weights(int layout, const uint8_t *const *blocks, int64_t g, __m512i w[VECTORS]) {
+    const __m512i nibble = _mm512_set1_epi16(15);
+    __m512i columns[8];
+    if (!slip_has_pairs(layout)) {
+        load_columns(blocks, g * 128, columns);
+        load_columns(blocks, g * 128 + 64, columns + 4);
+        for (int c = 0; c < 8; c++) {
+            w[2 * c] = _mm512_srai_epi16(_mm512_slli_epi16(columns[c], 8), 8);
+            w[2 * c + 1] = _mm512_srai_epi16(columns[c], 8);
+        }
+        return;
+    }
+    load_columns(blocks, g * 64, columns);
+    for (int c = 0; c < 4; c++) {
+        w[2 * c] = _mm512_and_si512(columns[c], nibble);
+        w[2 * c + 1] = _mm512_and_si512(_mm512_srli_epi16(columns[c], 8), nibble);
+        w[2 * c + 8] = _mm512_and_si512(_mm512_srli_epi16(columns[c], 4), nibble);
+        w[2 * c + 9] = _mm512_srli_epi16(columns[c], 12);
+    }
+}
+
+SLIP_INLINE void make_unsigned(__m512i w[VECTORS]) { (void)w; }  // 16-bit products are signed
+
+SLIP_INLINE __m512i dot_halves(int is_signed, int first, int halves, const __m512i w[VECTORS], const SlipActivations *x) {
+    (void)is_signed;
+    __m512i total = _mm512_setzero_si512();
+    for (int c = 0; c < 8 * halves; c++)
+        total = _mm512_add_epi32(total, _mm512_madd_epi16(w[8 * first + c], broadcast(x->numbers + 16 * first + 2 * c)));
+    return total;
+}
+
+#endif
+
 // Up to 16 weight rows, in `num_blocks` blocks of four, times each token of a tile. Callers pass constants for `layout`
 // and `tokens`.
 SLIP_INLINE void multiply_tile(int layout, int tokens, const uint8_t *weights, const uint8_t *scales,
                                const uint16_t *offsets, const SlipActivations *x, int64_t groups, int64_t num_blocks,
                                float (*out)[TILE_ROWS]) {
     const TileRows rows = find_tile_rows(layout, weights, scales, offsets, groups, num_blocks);
-    const __m512i flip = _mm512_set1_epi8(-128);
     int is_signed = layout == SLIP_EIGHT_BITS || layout == SLIP_Q6_K;
     int64_t bytes = slip_weight_bytes(layout);
     __m512 total[TILE], of_eight[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
     for (int t = 0; t < tokens; t++) total[t] = _mm512_setzero_ps();
     for (int64_t g = 0; g < groups; g++, x += tokens) {
-        __m512i w[8];
+        __m512i w[VECTORS];
         load_weights(layout, rows.weights, g, w);
         for (int i = 0; i < BLOCKS; i++)  // the next 16 rows
             for (int line = 0; line < bytes; line += 64)
                 _mm_prefetch(rows.weights[i] + BLOCKS * groups * bytes + g * bytes + line, _MM_HINT_T1);
-        if (is_signed)
-            for (int c = 0; c < 8; c++) w[c] = _mm512_xor_si512(w[c], flip);
+        if (is_signed) make_unsigned(w);
         __m512 s[2];
         load_tile_scales(layout, rows.scales, rows.offsets, g, of_eight, s);
         for (int t = 0; t < tokens; t++) {
             __m512 x_scale = _mm512_set1_ps(x[t].scale);
             if (layout == SLIP_Q6_K) {
                 for (int half = 0; half < 2; half++) {
-                    __m512i sum = dot_columns(4, w + 4 * half, x[t].high + 16 * half, x[t].low + 16 * half,
-                                              _mm512_set1_epi32(x[t].starts[half]));
+                    __m512i sum = dot_halves(is_signed, half, 1, w, x + t);
                     total[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), _mm512_mul_ps(s[half], x_scale), total[t]);
                 }
                 continue;
             }
-            __m512i start = _mm512_setzero_si512();
-            if (is_signed) start = _mm512_set1_epi32(x[t].starts[0] + x[t].starts[1]);
-            __m512i sum = dot_columns(8, w, x[t].high, x[t].low, start);
+            __m512i sum = dot_halves(is_signed, 0, 2, w, x + t);
             total[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), _mm512_mul_ps(s[0], x_scale), total[t]);
             if (slip_has_offset(layout)) total[t] = _mm512_fmadd_ps(s[1], _mm512_set1_ps(x[t].sum), total[t]);
         }

@@ -8,8 +8,11 @@
 #include "native_low_bit_layout.h"
 
 #define SLIP_BLOCK 32  // weights per scale
+#if defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
+#define SLIP_AVX512  // what all servers with AVX-512 have; VNNI is tested for where it is used
+#endif
 #ifndef SLIP_LOW_BIT_PIECE  // weight rows per work item of a thread: whole tiles of the kernel
-#ifdef __AVX512VNNI__
+#ifdef SLIP_AVX512
 #define SLIP_LOW_BIT_PIECE 48
 #else
 #define SLIP_LOW_BIT_PIECE 24
@@ -48,7 +51,12 @@ SLIP_PART void slip_gelu_tanh_row(const float *gate, const float *up, float *out
 
 // 32 activations: scale * (256 * high + low). Aligned so that no vector load crosses a cache line.
 typedef struct {
-    int8_t high[SLIP_BLOCK], low[SLIP_BLOCK];
+    union {
+        struct {
+            int8_t high[SLIP_BLOCK], low[SLIP_BLOCK];
+        };
+        int16_t numbers[SLIP_BLOCK];  // instead of the digits: AVX-512 without VNNI, in its order
+    };
     float scale, sum;   // sum: of the 32 activations
     int32_t starts[2];  // -128 times the sum of the first and of the last 16 integers; x86 only
 } __attribute__((aligned(16))) SlipActivations;

@@ -31,12 +31,14 @@ def _level(name: str, flags: str, needs: str) -> Level:
 
 
 _AVX2 = "avx avx2 bmi1 bmi2 f16c fma movbe"
-_AVX512 = f"{_AVX2} avx512f avx512bw avx512cd avx512dq avx512vl avx512_vnni"
-_AVX512_FLAGS = "-march=x86-64-v4 -mavx512vnni -mprefer-vector-width=512"
+_AVX512 = f"{_AVX2} avx512f avx512bw avx512cd avx512dq avx512vl"
+_AVX512_FLAGS = "-march=x86-64-v4 -mprefer-vector-width=512"
+_VNNI, _VNNI_FLAGS = f"{_AVX512} avx512_vnni", f"{_AVX512_FLAGS} -mavx512vnni"
 LEVELS = {
     "x86_64": (
-        _level("amx", f"{_AVX512_FLAGS} -mamx-tile -mamx-int8 -mamx-bf16", f"{_AVX512} amx_tile amx_int8 amx_bf16"),
-        _level("avx512vnni", _AVX512_FLAGS, _AVX512),
+        _level("amx", f"{_VNNI_FLAGS} -mamx-tile -mamx-int8 -mamx-bf16", f"{_VNNI} amx_tile amx_int8 amx_bf16"),
+        _level("avx512vnni", _VNNI_FLAGS, _VNNI),
+        _level("avx512", _AVX512_FLAGS, _AVX512),
         _level("avxvnni", "-march=x86-64-v3 -mavxvnni", f"{_AVX2} avx_vnni"),
         _level("avx2", "-march=x86-64-v3", _AVX2),
         _level("baseline", "-march=x86-64", ""),

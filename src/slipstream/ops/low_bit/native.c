@@ -1,8 +1,7 @@
 // GEMM with low-bit weights.
 //
-// Activations are quantized to 16-bit integers, one scale per 32 of a row. Each integer is stored as two signed 8-bit
-// digits, because processors have dot products of 8-bit integers; 8 bits alone would lose too much precision. Integer
-// sums over 32 columns are exact. Weights are interleaved: four rows, 4 columns at a time. Up to eight tokens share an
+// Activations are quantized to 16-bit integers, one scale per 32 of a row; 8 bits would lose too much precision. Each
+// integer is stored as two signed 8-bit digits where the processor has dot products of 8-bit integers. Integer sums over 32 columns are exact. Weights are interleaved: four rows, 4 columns at a time. Up to eight tokens share an
 // unpacked block, and all sums stay in registers. A token's result does not depend on the other tokens.
 #include <stdint.h>
 #include <stdlib.h>
@@ -22,9 +21,9 @@
 #include "../native_low_bit_plain.h"
 #elif defined(__aarch64__) && defined(__ARM_FEATURE_DOTPROD)
 #include "../native_low_bit_neon.h"
-#elif defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
+#elif defined(SLIP_AVX512)
 #include "../native_low_bit_avx512.h"
-#if defined(__AMX_INT8__) || defined(SLIP_AMX_EMULATED)
+#if defined(__AVX512VNNI__) && (defined(__AMX_INT8__) || defined(SLIP_AMX_EMULATED))
 #define USES_TILES
 #include "../native_low_bit_amx.h"
 #endif

@@ -1,0 +1,44 @@
+"""The C kernels of lower levels of a wheel, which other processors need, against those in use on this processor.
+
+The kernels in use are compared with the references elsewhere.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from native_runs import RUNS
+from slipstream.ops import native
+from slipstream.ops.prebuilt import LEVELS, Level, processor_features, usable_levels
+
+
+@pytest.fixture(scope="module", params=LEVELS.get(platform.machine(), ()), ids=lambda level: level.name)
+def library(request, native_kernels, tmp_path_factory) -> ctypes.CDLL:
+    level: Level = request.param
+    missing = level.needs - processor_features()
+    if missing:
+        pytest.skip(f"this processor has no {', '.join(sorted(missing))}")
+    if level == usable_levels(platform.machine(), processor_features())[0]:
+        pytest.skip("the kernels in use are of this level")
+    # results do not depend on the optimisation (tests/ops/test_native_bits.py), and this compiles sooner
+    flags = ["-O1" if flag == "-O3" else flag for flag in native._flags() if flag != "-march=native"]
+    target = tmp_path_factory.mktemp("level") / "all.so"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "_flags", lambda: (*flags, *level.flags))
+        native._compile(target, 0)
+    return native._load(target)
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_lower_levels_give_what_the_kernels_in_use_give(
+    run: Callable[[], list[torch.Tensor]], library: ctypes.CDLL, monkeypatch
+) -> None:
+    expected = run()
+    monkeypatch.setattr(native, "library", lambda: library)
+    for found, wanted in zip(run(), expected, strict=True):
+        torch.testing.assert_close(found, wanted)

@@ -13,6 +13,8 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from slipstream.scheduler.grammar.regex_classes import ascii_classes
+
 MAX_NODES = 2**15  # that are made for one grammar
 _ANY = "(?s:.{%s})"
 
@@ -279,6 +281,7 @@ def nested(grammar: str) -> str:
 
 def escaped(regex: str) -> str:
     """A regular expression as Lark writes it between slashes."""
+    regex = ascii_classes(regex)
     return re.sub(r"\\.|/|\n", lambda found: {"/": r"\/", "\n": r"\n"}.get(found[0], found[0]), regex)
 
 

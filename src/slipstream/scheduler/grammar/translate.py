@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from slipstream.scheduler.grammar.lark_nodes import BadGrammar, escaped, nested
+from slipstream.scheduler.grammar.regex_classes import ascii_classes, ascii_patterns
 from slipstream.scheduler.grammar.structural_tag import as_lark, tag_grammar
 from slipstream.structured_params import StructuredOutputsParams
 
@@ -28,12 +29,13 @@ def translate(params: StructuredOutputsParams, special_tokens: Mapping[str, int]
     if params.prefix is not None or params.alternative is not None:
         return LLMatcher.grammar_from_lark(_with_context(params, _rule_body(params, special_tokens)))
     if params.regex is not None:
-        return LLMatcher.grammar_from_regex(params.regex)
+        return LLMatcher.grammar_from_regex(ascii_classes(params.regex))
     if params.choice is not None:
         return LLMatcher.grammar_from_lark(_choices(params.choice))
     if params.grammar is not None or params.structural_tag is not None:
         return LLMatcher.grammar_from_lark(_lark(params, special_tokens))
-    return LLMatcher.grammar_from_json_schema(json.dumps(json_schema(params)), overrides=_json_options(params))
+    schema = ascii_patterns(json.dumps(json_schema(params)))
+    return LLMatcher.grammar_from_json_schema(schema, overrides=_json_options(params))
 
 
 def _with_context(params: StructuredOutputsParams, body: str) -> str:
@@ -131,7 +133,7 @@ def json_rule(schema: Mapping[str, Any]) -> str:
 def _json_rule(options: JsonCompileOptions, schema: Mapping[str, Any], whitespace: str | None = None) -> str:
     """The body of a rule of JSON. `whitespace`: a pattern for it instead of that of the options."""
     own = options if whitespace is None else {**options, "whitespace_pattern": whitespace}
-    return "%json " + json.dumps({**schema, "x-guidance": own})
+    return "%json " + ascii_patterns(json.dumps({**schema, "x-guidance": own}))
 
 
 def _quoted(text: str) -> str:

@@ -12,7 +12,7 @@ from slipstream.messages import Output
 from slipstream.request import FinishReason
 
 ASK = {"prompt": "hi", "max_tokens": 4}
-MODEL = {"takes_adapters": True, "adapters": (LoRARequest("sql", 1, "/adapters/sql"),)}
+MODEL = {"max_lora_rank": 16, "adapters": (LoRARequest("sql", 1, "/adapters/sql"),)}
 
 
 def test_an_adapter_is_named_as_the_model(folder):
@@ -59,6 +59,8 @@ def write_settings(folder, **settings):
 def test_adapters_are_loaded_and_unloaded(folder, tmp_path):
     path = write_settings(tmp_path / "allowed" / "new")
     bad = write_settings(tmp_path / "allowed" / "dora", use_dora=True)
+    large = write_settings(tmp_path / "allowed" / "large", r=32)
+    mixed = write_settings(tmp_path / "allowed" / "mixed", r=32, rank_pattern={".*": 8})
     outside = write_settings(tmp_path / "outside")
     (tmp_path / "allowed" / "link").symlink_to(outside)
     root = {"authorization": "Bearer root"}
@@ -75,6 +77,8 @@ def test_adapters_are_loaded_and_unloaded(folder, tmp_path):
             ({"lora_name": "new", "lora_path": path}, "there is a model new already"),
             ({"lora_name": "tiny", "lora_path": path}, "there is a model tiny already"),
             ({"lora_name": "x", "lora_path": bad}, "DoRA"),
+            ({"lora_name": "x", "lora_path": large}, "has rank 32, and the engine takes up to 16"),
+            ({"lora_name": "x", "lora_path": f"{path}/none"}, "has no adapter_config.json"),
             ({"lora_name": "x", "lora_path": outside}, "outside of the folders"),
             ({"lora_name": "x", "lora_path": str(tmp_path / "allowed" / "link")}, "outside of the folders"),
             ({"lora_name": "x", "lora_path": f"{path}/../../outside"}, "outside of the folders"),
@@ -83,12 +87,16 @@ def test_adapters_are_loaded_and_unloaded(folder, tmp_path):
         ]:
             refused = await load(**body)
             assert refused.status == 400 and words in refused.error, (body, refused.error)
+            field = "lora_name" if words.endswith(("lora_name", "already")) else "lora_path"
+            assert refused.json()["error"]["param"] == ("more" if words == "more" else field)
+        assert (await load(lora_name="mixed", lora_path=mixed)).status == 200
         first = door.core.submits[-1].lora
         assert (await load(lora_name="new", lora_path=path, load_inplace=True)).status == 200
         await door.post("/v1/completions", ASK | {"model": "new"}, **root)
         assert door.core.submits[-1].lora.lora_int_id > first.lora_int_id  # read again
         assert (await door.post("/v1/unload_lora_adapter", {"lora_name": "new"}, **root)).status == 200
-        assert (await door.post("/v1/unload_lora_adapter", {"lora_name": "new"}, **root)).status == 404
+        gone = await door.post("/v1/unload_lora_adapter", {"lora_name": "new"}, **root)
+        assert gone.status == 404 and gone.json()["error"]["param"] == "lora_name"
         assert (await door.post("/v1/completions", ASK | {"model": "new"}, **root)).status == 404
 
     at_door(folder, scenario, model=MODEL, admin_key="root", api_key=["user"], lora_folders=[str(tmp_path / "allowed")])

@@ -180,7 +180,7 @@ def test_requests_go_where_their_adapter_is_loaded(folder):
         await until_submitted(source.core(0), 1)
         await finish(engine, source, 1, 3, SQL)  # a replica that was started again has no adapter
 
-    with_replicas(folder, scenario, answers=False, max_loras=1, takes_adapters=True)
+    with_replicas(folder, scenario, answers=False, max_loras=1, max_lora_rank=16)
 
 
 def test_an_adapter_is_loaded_again_where_it_was_dropped_or_the_queue_is_long():

@@ -38,6 +38,7 @@ class AdapterSettings(msgspec.Struct, frozen=True):
     alpha: float
     alpha_by_module: dict[str, float]  # by a regular expression that the end of a module's name matches
     rank_stabilized: bool  # rsLoRA: divide by the square root of the rank
+    rank: int = 0  # of all modules; 0: they differ, or it is not said
 
     def scale(self, module: str, rank: int) -> float:
         """The factor of B A for a module with this name in the base model."""
@@ -77,6 +78,7 @@ def read_adapter_settings(folder: Path) -> AdapterSettings:
             alpha=_number(found.get("lora_alpha", 8)),  # PEFT's default
             alpha_by_module={str(pattern): _number(alpha) for pattern, alpha in alphas.items()},
             rank_stabilized=bool(found.get("use_rslora", False)),
+            rank=rank if isinstance(rank := found.get("r"), int) and not found.get("rank_pattern") else 0,
         )
         for pattern in settings.alpha_by_module:
             re.compile(pattern)

@@ -37,7 +37,7 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     max_batch_tokens: int = 0  # of a step
     max_waiting: int | None = None  # prompts that may wait in the core; None: unknown
     reasoning_config: ReasoningConfig | None = None  # None: by the chat template
-    takes_adapters: bool = False  # requests may have LoRA adapters
+    max_lora_rank: int = 0  # of LoRA adapters that requests may have; 0: they have none
     adapters: tuple[LoRARequest, ...] = ()  # adapters that requests may name as their model, at start
     embed_size: int = 0  # values of an embedding in prompt_embeds; 0: prompts are texts or token ids
     logprobs_mode: str = "raw_logprobs"  # the values that logprobs of generated tokens have
@@ -46,6 +46,10 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def generates(self) -> bool:
         return self.pooling is None or self.pooling.generates
+
+    @property
+    def takes_adapters(self) -> bool:
+        return self.max_lora_rank > 0
 
     @property
     def known_ids(self) -> str:
@@ -84,7 +88,7 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
             embed_size=info.hidden_size if config.scheduler.prompt_embeds else 0,
             max_kept=config.scheduler.max_kept,
             logprobs_mode=config.model.logprobs_mode,
-            takes_adapters=config.adapters is not None,
+            max_lora_rank=0 if config.adapters is None else config.adapters.max_lora_rank,
             adapters=read_lora_modules(options.lora_modules),
             reasoning_config=read_reasoning_config(options.reasoning_config),
         )

@@ -31,7 +31,7 @@ class AdapterNames:
     def load(
         self, models: Mapping[str, ServedModel], name: str, path: str, *, base: str | None = None, replace: bool = False
     ) -> None:
-        """Adds an adapter. Its settings are checked now; its matrices when a request first uses it."""
+        """Adds an adapter. Its settings are checked now, with the rank; its matrices when a request first uses it."""
         if name in models or (name in self.of(models) and not replace):
             raise InvalidAdapter(
                 f"there is a model {name} already; unload it or choose another name", param="lora_name"
@@ -46,7 +46,7 @@ class AdapterNames:
             raise InvalidAdapter(f"{fact}; name one as base_model_name", param="base_model_name")
         served = next(iter(takers.values())) if base is None else takers[base]
         LoRARequest(name, 1, path)  # raises for wrong texts
-        read_adapter_settings(Path(path))
+        _check_settings(path, served.description.max_lora_rank)
         self._add(name, path, served)
 
     def unload(self, models: Mapping[str, ServedModel], name: str) -> None:
@@ -59,3 +59,15 @@ class AdapterNames:
         # numbers are never used twice, so the engine reads a folder again that is loaded again
         self._served[name] = served.with_adapter(LoRARequest(name, self._next_number, path))
         self._next_number += 1
+
+
+def _check_settings(path: str, max_rank: int) -> None:
+    try:
+        rank = read_adapter_settings(Path(path)).rank
+    except InvalidAdapter as error:
+        error.param = "lora_path"
+        raise
+    if rank > max_rank:
+        raise InvalidAdapter(
+            f"{path} has rank {rank}, and the engine takes up to {max_rank}; raise --max-lora-rank", param="lora_path"
+        )

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 
+from slipstream.errors import ModelNotFound
 from slipstream.serve.http.errors import HTTPException, bad_request
 from slipstream.serve.http.request import Request
 from slipstream.serve.http.response import Response
@@ -27,6 +28,7 @@ async def load_lora_adapter(request: Request, body: LoadAdapterBody) -> Response
     """Requests can name the adapter as their model from now on."""
     state = request.state
     _check_workers(request)
+    request.field_names["lora_request"] = "lora_name"
     path = _allowed(body.lora_path, state.settings.lora_folders)
     state.engine.load_adapter(body.lora_name, path, base=body.base_model_name, replace=body.load_inplace)
     return Response(f"Success: LoRA adapter {body.lora_name!r} added successfully.".encode(), media_type=b"text/plain")
@@ -34,7 +36,10 @@ async def load_lora_adapter(request: Request, body: LoadAdapterBody) -> Response
 
 async def unload_lora_adapter(request: Request, body: UnloadAdapterBody) -> Response:
     _check_workers(request)
-    request.state.engine.unload_adapter(body.lora_name)
+    try:
+        request.state.engine.unload_adapter(body.lora_name)
+    except ModelNotFound as error:
+        raise HTTPException(404, str(error), param="lora_name", code="model_not_found") from None
     text = f"Success: LoRA adapter {body.lora_name!r} removed successfully."
     return Response(text.encode(), media_type=b"text/plain")
 

@@ -1,17 +1,21 @@
 """The C kernels of lower levels of a wheel, which other processors need, against those in use on this processor.
 
-The kernels in use are compared with the references elsewhere.
+The kernels in use are compared with the references elsewhere. Levels for x86-64 are also read by a cross compiler, so
+that an error in a header shows on a machine that cannot run it.
 """
 
 from __future__ import annotations
 
 import ctypes
 import platform
+import shutil
+import subprocess
 from collections.abc import Callable
 
 import pytest
 import torch
 
+from emulated_library import COMPILER
 from native_runs import RUNS
 from slipstream.ops import native
 from slipstream.ops.prebuilt import LEVELS, Level, processor_features, usable_levels
@@ -42,3 +46,12 @@ def test_lower_levels_give_what_the_kernels_in_use_give(
     monkeypatch.setattr(native, "library", lambda: library)
     for found, wanted in zip(run(), expected, strict=True):
         torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("level", LEVELS["x86_64"], ids=lambda level: level.name)
+def test_headers_of_every_x86_level_have_no_errors(level: Level) -> None:
+    if shutil.which(COMPILER) is None:
+        pytest.skip(f"{COMPILER} is not installed")
+    sources = [source for source in native._sources() if source.parent.name in ("linear", "low_bit")]
+    flags = ("-std=gnu11", "-fopenmp", "-Wall", "-Werror", "-fsyntax-only")
+    subprocess.run([COMPILER, *flags, *level.flags, *sources], check=True)

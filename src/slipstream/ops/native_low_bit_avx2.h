@@ -13,6 +13,8 @@
 
 #include "native_low_bit_x86.h"
 
+#define AHEAD 4  // blocks of four rows between a block and the one that is prefetched beside it
+
 SLIP_INLINE int32_t sum_lanes(__m256i v) {
     int32_t lanes[8], sum = 0;
     _mm256_storeu_si256((__m256i *)lanes, v);
@@ -144,6 +146,8 @@ SLIP_INLINE void multiply_tile(int layout, int tokens, const uint8_t *weights, c
         const uint8_t *block = weights + g * slip_weight_bytes(layout);
         __m256i w[VECTORS];
         load_weights(layout, block, w);
+        for (int line = 0; line < slip_weight_bytes(layout); line += 64)
+            _mm_prefetch(block + AHEAD * groups * slip_weight_bytes(layout) + line, _MM_HINT_T1);
         __m128 s[2];
         load_scales(layout, scales, offsets, g, s);
         for (int t = 0; t < tokens; t++) {

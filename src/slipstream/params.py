@@ -1,49 +1,53 @@
 """SamplingParams: the sampling parameters of one request.
 
 The constructor and assignments raise for a bad value, so that no step fails on it. The engine takes a copy, so later
-assignments change later requests only. Checks that need the model (ids against the vocabulary) are in
-`frontend/param_checks.py`, which also replaces -1 by the vocabulary size and tokenises bad words.
+assignments change later requests only. Checks of single values are in `param_values.py`, those that need the model (ids
+against the vocabulary) in `frontend/param_checks.py`, which also replaces -1 by the vocabulary size and tokenises bad
+words.
 """
 
 from __future__ import annotations
 
 import copy
-import difflib
 import enum
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from slipstream.errors import InvalidParams
+from slipstream.param_values import (
+    MAX_COUNT,
+    CheckedNames,
+    check_bias,
+    check_callables,
+    check_ids,
+    check_integer,
+    check_named_values,
+    check_names,
+    check_real,
+    check_strings,
+    check_turn,
+    plain_value,
+)
 from slipstream.structured_params import StructuredOutputsParams, as_params
 
 GREEDY_BELOW = 1e-5  # temperatures under this draw the most likely token
 MAX_SEED = 2**64 - 1
-MAX_COUNT = 2**31 - 1  # of tokens
 MAX_FACTOR = 1e6  # beyond it logits would leave the range of float32
-MAX_BIAS = 100.0
 MAX_BAD_WORD = 32  # tokens of one bad word
 MAX_BAD_WORDS = 2**15  # tokens of all bad words of a request
 MAX_PACKED_LOGPROBS = 32  # likeliest tokens in the array that all rows share; rows with more are in another array
 
-
-class CheckedNames(msgspec.StructMeta):
-    """Metaclass that reports an unknown parameter by name, with the nearest known one."""
-
-    def __call__(cls, *values: Any, **given: Any) -> Any:
-        check_names(cls, given)
-        return super().__call__(*map(_plain, values), **{name: _plain(value) for name, value in given.items()})
-
-
-def check_names(params: Any, given: Iterable[str]) -> None:
-    known = params.__struct_fields__
-    for name in given:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else "there are " + ", ".join(known)
-            raise InvalidParams(f"{params.__name__} has no {name}; {hint}")
+_OPTIONAL = ("max_tokens",)  # None is a value of its own
+_SWITCHES = (
+    "flat_logprobs",
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "detokenize",
+)
 
 
 class RequestOutputKind(enum.IntEnum):
@@ -129,10 +133,10 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, tag=True, metaclass=Che
 
     def __post_init__(self) -> None:
         check_integer("n", self.n, 1, 1024)
-        _real("temperature", self.temperature, 0.0, MAX_FACTOR)
-        _real("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        check_real("temperature", self.temperature, 0.0, MAX_FACTOR)
+        check_real("top_p", self.top_p, 0.0, 1.0, open_low=True)
         check_integer("top_k", self.top_k, -1, MAX_COUNT)
-        _real("min_p", self.min_p, 0.0, 1.0)
+        check_real("min_p", self.min_p, 0.0, 1.0)
         if self.seed is not None:
             check_integer("seed", self.seed, -(2**63), MAX_SEED)
             if self.seed == -1:
@@ -140,9 +144,9 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, tag=True, metaclass=Che
         for name in ("logprobs", "prompt_logprobs"):
             if isinstance(getattr(self, name), bool):  # OpenAI's switch
                 self._freeze(name, 1 if getattr(self, name) else None)
-        _real("repetition_penalty", self.repetition_penalty, 0.0, MAX_FACTOR, open_low=True)
-        _real("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _real("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        check_real("repetition_penalty", self.repetition_penalty, 0.0, MAX_FACTOR, open_low=True)
+        check_real("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        check_real("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if self.max_tokens is not None:
             check_integer("max_tokens", self.max_tokens, 1, MAX_COUNT)
         check_integer("min_tokens", self.min_tokens, 0, MAX_COUNT)
@@ -155,8 +159,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, tag=True, metaclass=Che
                 f"min_tokens is {self.min_tokens}, max_tokens {self.max_tokens}; lower the first or raise the second",
                 param="min_tokens",
             )
-        self._freeze("stop", _strings("stop", self.stop))
-        self._freeze("bad_words", _strings("bad_words", self.bad_words))
+        self._freeze("stop", check_strings("stop", self.stop))
+        self._freeze("bad_words", check_strings("bad_words", self.bad_words))
         self._freeze("stop_token_ids", check_ids("stop_token_ids", self.stop_token_ids))
         self._freeze("logprob_token_ids", check_ids("logprob_token_ids", self.logprob_token_ids))
         if self.allowed_token_ids is not None:
@@ -167,11 +171,11 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, tag=True, metaclass=Che
                     param="allowed_token_ids",
                 )
         if self.logit_bias is not None:
-            self._freeze("logit_bias", _bias(self.logit_bias))
+            self._freeze("logit_bias", check_bias(self.logit_bias))
         if self.logits_processors is not None:
-            self._freeze("logits_processors", _callables(self.logits_processors))
+            self._freeze("logits_processors", check_callables(self.logits_processors))
         if self.extra_args is not None:
-            self._freeze("extra_args", _named_values("extra_args", self.extra_args))
+            self._freeze("extra_args", check_named_values("extra_args", self.extra_args))
         if self.structured_outputs is not None:
             self._freeze("structured_outputs", as_params(self.structured_outputs))
         for name in _SWITCHES:
@@ -276,120 +280,4 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, tag=True, metaclass=Che
     def with_changes(self, **changes: Any) -> SamplingParams:
         """A copy that differs in these fields, checked again."""
         check_names(SamplingParams, changes)
-        return msgspec.structs.replace(self, **{name: _plain(value) for name, value in changes.items()})
-
-
-def _plain(value: Any) -> Any:
-    """Numbers and arrays of numpy as those of Python, which can be sent to a core. Does not import numpy."""
-    return value.tolist() if type(value).__module__ == "numpy" and hasattr(value, "tolist") else value
-
-
-def _real(
-    name: str, value: object, low: float | None, high: float | None, *, open_low: bool = False, of: str = ""
-) -> None:
-    """Checks that the value is a finite number in a range. `of`: which value of a parameter, for the message."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise InvalidParams(f"{name}{of} is {value!r}; give a number", param=name)
-    if not math.isfinite(value):
-        raise InvalidParams(f"{name}{of} is {value}; give a finite number", param=name)
-    too_low = low is not None and (value <= low if open_low else value < low)
-    if too_low or (high is not None and value > high):
-        raise InvalidParams(f"{name}{of} is {value}; give {_range(low, high, open_low)}", param=name)
-
-
-def check_integer(name: str, value: object, low: int | None, high: int | None) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidParams(f"{name} is {value!r}; give a whole number", param=name)
-    if (low is not None and value < low) or (high is not None and value > high):
-        raise InvalidParams(f"{name} is {value}; give {_range(low, high, False)}", param=name)
-
-
-def check_turn(priority: object, cache_salt: object) -> None:
-    """Checks priority and cache_salt."""
-    check_integer("priority", priority, -(2**62), 2**62)
-    check_text("cache_salt", cache_salt)
-
-
-def check_text(name: str, value: object) -> None:
-    """Checks that the value is a str that UTF-8 can encode: the core closes connections that send anything else."""
-    if not isinstance(value, str):
-        raise InvalidParams(f"{name} is {value!r}; give a string", param=name)
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise InvalidParams(
-            f"{name} holds half of a surrogate pair, which is no character; give text that is UTF-8", param=name
-        ) from None
-
-
-def _range(low: float | None, high: float | None, open_low: bool) -> str:
-    if high is None:
-        return f"more than {low}" if open_low else f"at least {low}"
-    return f"more than {low} and at most {high}" if open_low else f"{low} to {high}"
-
-
-_OPTIONAL = ("max_tokens",)  # None is a value of its own
-_SWITCHES = ("flat_logprobs", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens",
-             "spaces_between_special_tokens", "detokenize")  # fmt: skip
-
-
-def _strings(name: str, value: object) -> tuple[str, ...]:
-    if value is None:
-        return ()
-    if isinstance(value, str):
-        value = (value,)
-    if not isinstance(value, list | tuple) or not all(isinstance(text, str) for text in value):
-        raise InvalidParams(f"{name} is {value!r}; give a string or a list of strings", param=name)
-    if any(not text.strip() if name == "bad_words" else not text for text in value):
-        raise InvalidParams(f"{name} holds an empty string, which is in every text; leave it out", param=name)
-    return tuple(dict.fromkeys(value))
-
-
-def check_ids(name: str, value: object) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    if not isinstance(value, list | tuple | set | frozenset):
-        raise InvalidParams(f"{name} is {value!r}; give a list of token ids", param=name)
-    ids = [_plain(each) for each in value]
-    for i in ids:
-        if isinstance(i, bool) or not isinstance(i, int) or i < 0:
-            raise InvalidParams(f"{name} holds {i!r}; token ids are whole numbers from 0 up", param=name)
-    return tuple(dict.fromkeys(ids))
-
-
-def _named_values(name: str, value: object) -> dict[str, Any] | None:
-    if not isinstance(value, Mapping) or not all(isinstance(each, str) for each in value):
-        raise InvalidParams(f"{name} is {value!r}; give names with a value each", param=name)
-    return dict(value) or None
-
-
-def _callables(value: object) -> tuple[Any, ...] | None:
-    if not isinstance(value, list | tuple) or not all(map(callable, value)):
-        raise InvalidParams(
-            f"logits_processors is {value!r}; give a list of callables, see docs/logits-processors.md",
-            param="logits_processors",
-        )
-    if needs := [each.needs for each in value if getattr(each, "needs", "logits") not in ("tokens", "logits")]:
-        raise InvalidParams(
-            f'logits_processors has a callable whose needs is {needs[0]!r}; give "tokens" or "logits"',
-            param="logits_processors",
-        )
-    return tuple(value) or None
-
-
-def _bias(value: object) -> dict[int, float] | None:
-    """Checks logit_bias. Ids may be strings, as in JSON."""
-    if not isinstance(value, Mapping):
-        raise InvalidParams(f"logit_bias is {value!r}; give an object of token ids and numbers", param="logit_bias")
-    bias: dict[int, float] = {}
-    for key, number in value.items():
-        token, number = int(key) if isinstance(key, str) and key.isdecimal() else _plain(key), _plain(number)
-        if isinstance(token, bool) or not isinstance(token, int) or token < 0:
-            raise InvalidParams(f"logit_bias holds {key!r}; token ids are whole numbers from 0 up", param="logit_bias")
-        if token in bias:
-            raise InvalidParams(
-                f"logit_bias holds {token} twice, as a number and as a text; leave one out", param="logit_bias"
-            )
-        _real("logit_bias", number, None, None, of=f" of {token}")
-        bias[token] = min(MAX_BIAS, max(-MAX_BIAS, float(number)))  # clamped, as in OpenAI's API
-    return bias or None
+        return msgspec.structs.replace(self, **{name: plain_value(value) for name, value in changes.items()})

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 import msgspec
 
 from slipstream.errors import InvalidParams
-from slipstream.params import MAX_COUNT, CheckedNames, check_ids, check_integer, check_turn
+from slipstream.param_values import MAX_COUNT, CheckedNames, check_ids, check_integer, check_turn
 
 Task = Literal["embed", "classify", "token_embed", "token_classify", "sparse"]
 

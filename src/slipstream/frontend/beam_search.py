@@ -16,7 +16,8 @@ import msgspec
 from slipstream.engine.model_description import ModelDescription
 from slipstream.errors import InvalidParams, PromptTooLong
 from slipstream.frontend.results import Logprob
-from slipstream.params import CheckedNames, SamplingParams, check_integer
+from slipstream.param_values import CheckedNames, check_integer
+from slipstream.params import SamplingParams
 from slipstream.structured_params import StructuredOutputsParams, as_params
 
 MAX_WIDTH = 128

@@ -26,7 +26,7 @@ from slipstream.frontend.request_stream import Mailbox, RequestStream
 from slipstream.frontend.served import ServedModel, choose
 from slipstream.messages import Abort, Output, Submit, SubmitAll
 from slipstream.metrics.stats import ModelStats
-from slipstream.params import check_text
+from slipstream.param_values import check_text
 from slipstream.transport.client import CoreClient
 from slipstream.transport.frames import (
     AbortAll,

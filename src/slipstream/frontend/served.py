@@ -11,7 +11,7 @@ from slipstream.errors import InvalidParams, ModelNotFound
 from slipstream.frontend.inputs import InputProcessor
 from slipstream.frontend.pooling.inputs import PoolingInputs
 from slipstream.lora_request import LoRARequest
-from slipstream.params import check_text
+from slipstream.param_values import check_text
 from slipstream.text.script_tokenizer import ScriptTokenizer, script_tokenizer
 from slipstream.text.tokenizer import Tokenizer
 

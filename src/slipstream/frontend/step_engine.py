@@ -14,7 +14,8 @@ from slipstream.frontend.sync_loop import SleepMode, SyncLoop
 from slipstream.frontend.vllm_names import refuse_unused
 from slipstream.lora_request import LoRARequest
 from slipstream.messages import Abort
-from slipstream.params import SamplingParams, check_text
+from slipstream.param_values import check_text
+from slipstream.params import SamplingParams
 from slipstream.text.script_tokenizer import ScriptTokenizer
 
 

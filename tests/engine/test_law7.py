@@ -208,7 +208,8 @@ def test_sampled_tokens_do_not_depend_on_scheduling(model, alone, feature):
     for cell in CELLS_OF[feature]:
         with make(model, **cell) as llm:
             if cell["preempted"]:
-                preempt_after(llm, 15 if cell["chunked"] else 4)  # rows have drawn some tokens and draw more
+                late = 8 if feature == "truncated" else 15  # prompts of 9 tokens take fewer chunks
+                preempt_after(llm, late if cell["chunked"] else 4)  # rows have drawn some tokens and draw more
             assert_same(llm.generate(prompts, params), wanted)
             assert (llm.core.scheduler.num_preemptions > 0) == cell["preempted"]
 

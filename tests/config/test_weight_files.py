@@ -20,6 +20,11 @@ def test_weights_are_known_by_their_names(tmp_path: Path, name: str) -> None:
     require_weights(tmp_path)
 
 
+def test_a_folder_that_is_missing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(BadCheckpoint, match="there is no folder .*none; give"):
+        require_weights(tmp_path / "none")
+
+
 def test_a_folder_without_weights_says_so(tmp_path: Path) -> None:
     with pytest.raises(BadCheckpoint, match="has no weights: neither model.safetensors nor pytorch_model.bin.*down"):
         require_weights(tmp_path)

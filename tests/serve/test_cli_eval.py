@@ -90,4 +90,4 @@ def test_mistakes_are_named(folders, capsys, more, message):
 def test_a_file_that_is_no_text_is_named(folders, capsys):
     (folders / "binary").write_bytes(b"\xff\xfe\x00")
     assert main(["eval", str(folders / "binary"), "--model", str(folders / "one")]) == 2
-    assert "cannot be read as UTF-8" in capsys.readouterr().err
+    assert "binary: not UTF-8 text" in capsys.readouterr().err

@@ -70,8 +70,9 @@ def test_mistakes_are_found_before_the_model_is_opened(terminal, tmp_path):
     assert code == 2 and "dimensions is 0" in err and terminal.llm is None
     code, _, err = terminal.run("embed", "a", "--json", "--output", str(tmp_path / "x"))
     assert code == 2 and "remove one of them" in err and terminal.llm is None
-    code, _, err = terminal.run("embed", tty=True)
-    assert code == 2 and "there is no prompt" in err
+    for command, what in ((["embed"], "text"), (["rerank", "q"], "document"), (["score", "a"], "other text")):
+        code, _, err = terminal.run(*command, tty=True)
+        assert code == 2 and f"there is no {what}" in err and terminal.llm is None
 
 
 def test_a_file_that_cannot_be_written(terminal, tmp_path):

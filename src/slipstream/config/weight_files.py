@@ -68,6 +68,8 @@ def require_weights(folder: Path) -> None:
 
 def no_weights(folder: Path) -> ModelError:
     """The error for a folder without weights."""
+    if not folder.is_dir():
+        return BadCheckpoint(f"there is no folder {folder}; give the folder of a model")
     if (folder / ADAPTER).is_file():
         return _adapter(folder)
     for pattern, kind in _OTHERS.items():

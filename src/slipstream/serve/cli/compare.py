@@ -76,7 +76,7 @@ def _run(
     task: str,
     compare: Callable[[LLM, argparse.Namespace, list[str], PoolingParams, dict[str, Any]], list[Line]],
 ) -> int:
-    others = _read_texts(args.others, args.file)
+    others = _read_texts(args.others, args.file, "document" if task == "rerank" else "other text")
     params = PoolingParams(truncate_prompt_tokens=args.truncate_prompt_tokens)
     how: dict[str, Any] = {"use_tqdm": sys.stderr.isatty()}
     if args.instruction is not None:
@@ -112,8 +112,8 @@ def _scored(
     ]
 
 
-def _read_texts(arguments: list[str], file: str | None) -> list[str]:
-    texts = read_prompts(arguments, file)
+def _read_texts(arguments: list[str], file: str | None, what: str) -> list[str]:
+    texts = read_prompts(arguments, file, what)
     if not all(isinstance(text, str) for text in texts):
         raise UserError("rerank and score compare texts, and prompt_token_ids are given; give texts")
     return texts  # type: ignore[return-value]

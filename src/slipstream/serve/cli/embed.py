@@ -49,7 +49,7 @@ def add_pooling_flags(command: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, opener: OpenLLM) -> int:
     from slipstream.pooling_params import PoolingParams
 
-    texts = read_prompts(args.prompts, args.file)
+    texts = read_prompts(args.prompts, args.file, "text")
     output = None if args.output is None else Path(args.output)
     if output is not None and args.json:
         raise UserError("--json prints to standard output and --output writes a file; remove one of them")

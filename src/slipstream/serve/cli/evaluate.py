@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream.errors import UserError
 from slipstream.serve.cli.flags import add_engine_flags, engine_options
+from slipstream.serve.cli.generate import read_file
 from slipstream.serve.cli.run import OpenLLM
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 def run(args: argparse.Namespace, opener: OpenLLM) -> int:
     if args.window < 2 or (args.positions is not None and args.positions < 2):
         raise UserError("--window and --positions are at least 2: a token is predicted from the one before it")
-    text = "\n".join(_read(Path(name)) for name in args.files)
+    text = "\n".join(read_file(Path(name), "text") for name in args.files)
     shared: dict[str, Any] = {
         "max_num_seqs": 1,
         "max_num_batched_tokens": args.window + 1,
@@ -86,10 +87,3 @@ def describe(result: Evaluation) -> str:
             f"logprob max     {found.logprob_max:>12.3e} (difference, tokens with a probability over 1e-4)",
         ]
     return "\n".join(lines)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8-sig")  # without a byte order mark
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read as UTF-8 text: {error}") from error

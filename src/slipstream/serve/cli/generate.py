@@ -75,9 +75,9 @@ def run(args: argparse.Namespace, opener: OpenLLM) -> int:
 def _structured_outputs(args: argparse.Namespace) -> StructuredOutputsParams | None:
     """Read before the model is loaded, so that a mistake is reported at once."""
     if args.json_schema is not None:
-        return StructuredOutputsParams(json=_read(Path(args.json_schema), "a schema"))
+        return StructuredOutputsParams(json=read_file(Path(args.json_schema), "a schema"))
     if args.grammar is not None:
-        return StructuredOutputsParams(grammar=_read(Path(args.grammar), "a grammar"))
+        return StructuredOutputsParams(grammar=read_file(Path(args.grammar), "a grammar"))
     if args.regex is not None:
         return StructuredOutputsParams(regex=args.regex)
     if args.choice is not None:
@@ -85,19 +85,19 @@ def _structured_outputs(args: argparse.Namespace) -> StructuredOutputsParams | N
     return StructuredOutputsParams(json_object=True) if args.json_object else None
 
 
-def read_prompts(arguments: list[str], file: str | None) -> list[Prompt]:
-    """Returns the prompts of the arguments, else of the file, else of standard input."""
+def read_prompts(arguments: list[str], file: str | None, what: str = "prompt") -> list[Prompt]:
+    """Returns the prompts of the arguments, else of the file, else of standard input. `what`: their name in errors."""
     if arguments and file is not None:
-        raise UserError("prompts are given as arguments and with --file; remove one of them")
+        raise UserError(f"{what}s are given as arguments and with --file; remove one of them")
     prompts: list[Prompt]
     if arguments:
         prompts = list(arguments)
     elif file is not None and file != "-":
-        prompts = parse_prompts(_read(Path(file)), file)
+        prompts = parse_prompts(read_file(Path(file), f"{what}s"), file)
     else:
         prompts = parse_prompts(read_stdin(of_terminal=file == "-") or "", "standard input")
     if not prompts:
-        raise InvalidPrompt("there is no prompt; give one as an argument, with --file or on standard input")
+        raise InvalidPrompt(f"there is no {what}; give one as an argument, with --file or on standard input")
     return prompts
 
 
@@ -157,7 +157,7 @@ def _json_or_none(line: str) -> Any:
         return None
 
 
-def _read(path: Path, what: str = "prompts") -> str:
+def read_file(path: Path, what: str) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")  # without a byte order mark
     except (OSError, UnicodeDecodeError) as error:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import resource
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from child import child_env
 from slipstream.device.device import open_device
+from slipstream.device.freed_memory import keep_freed_memory
 
 NUM_TENSORS, PAGES = 8, 1024  # of 4 KiB, in a tensor
 
@@ -30,6 +33,37 @@ def test_freed_tensors_leave_their_pages_for_the_next_ones():
     device.run_and_wait(lambda: found.extend(faults() for _ in range(12)))
     device.close()
     assert min(found[6:]) < NUM_TENSORS * PAGES // 8, found
+
+
+def heap_faults() -> list[int]:
+    """Page faults of large pieces that a thread takes from the C library and frees, again and again, while small ones
+    fill most of the heap before them."""
+    library = ctypes.CDLL(None)
+    library.malloc.restype = ctypes.c_void_p
+    library.free.argtypes = [ctypes.c_void_p]
+    small = [library.malloc(100_000) for _ in range(450)]
+    for piece in small[1::2]:
+        library.free(piece)
+    found = []
+    for _ in range(4):
+        before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+        large = [library.malloc(PAGES * 4096) for _ in range(NUM_TENSORS)]
+        for piece in large:
+            ctypes.memset(piece, 1, PAGES * 4096)
+        for piece in large:
+            library.free(piece)
+        found.append(resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before)
+    for piece in small[::2]:
+        library.free(piece)
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="an option of the GNU C library")
+def test_the_last_heap_of_a_thread_stays_when_it_is_empty():
+    keep_freed_memory()
+    with ThreadPoolExecutor(1) as pool:
+        first, *later = pool.submit(heap_faults).result()
+    assert max(later) < NUM_TENSORS * PAGES // 8, (first, later)
 
 
 PROBE = """

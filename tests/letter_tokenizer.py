@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from llguidance import LLMatcher
 
 from mask_table import OpenMasks
-from scripted import VOCAB
+from scripted_tokens import VOCAB
 from slipstream.config.buffer_size import mask_words
 from slipstream.scheduler.grammar.constraints import Constraints
 from slipstream.scheduler.grammar.grammars import Grammars

@@ -6,7 +6,9 @@ from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
-from scripted import ScriptedExecutor, alone, make_config
+from scripted import ScriptedExecutor
+from scripted_bench import make_config
+from scripted_tokens import alone
 from slipstream.config.config import SchedulerConfig
 from slipstream.engine.core import EngineCore
 from slipstream.messages import Submit

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from scripted import Bench
+from scripted_bench import Bench
 from slipstream.dist.plan_codec import decode_late, decode_plan, encode_late, encode_plan
 from slipstream.params import SamplingParams
 from slipstream.pooling_params import PoolingParams

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from patience import PATIENCE
-from scripted import Bench
+from scripted_bench import Bench
 from slipstream.config.adapter_config import AdapterConfig, read_lora_modules
 from slipstream.errors import InvalidAdapter, InvalidOption
 from slipstream.lora_request import LoRARequest

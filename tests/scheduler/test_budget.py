@@ -1,7 +1,7 @@
 import msgspec
 import pytest
 
-from scripted import Bench
+from scripted_bench import Bench
 from slipstream.config.config import SchedulerConfig
 from slipstream.params import SamplingParams
 from slipstream.request import Request

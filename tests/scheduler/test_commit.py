@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from count_calls import count_calls
-from scripted import Bench, alone, make_config
+from scripted_bench import Bench, make_config
+from scripted_tokens import alone
 from slipstream.config.config import SchedulerConfig
 from slipstream.params import SamplingParams
 from slipstream.request import FinishReason, Request, Status

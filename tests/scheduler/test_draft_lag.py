@@ -10,7 +10,8 @@ import random
 
 import pytest
 
-from scripted import Bench, ScriptedExecutor
+from scripted import ScriptedExecutor
+from scripted_bench import Bench
 from slipstream.request import NEVER
 from slipstream.scheduler import draft_lag
 from slipstream.scheduler.cache.draft_gaps import DraftGaps

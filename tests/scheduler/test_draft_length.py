@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from scripted import make_config
+from scripted_bench import make_config
 from slipstream.config.config import SchedulerConfig
 from slipstream.config.draft_config import DraftConfig
 from slipstream.scheduler.cache.manager import CacheManager

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from scripted import Bench
+from scripted_bench import Bench
 from slipstream.request import Status
 
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from scripted import VOCAB, Bench, alone
+from scripted_bench import Bench
+from scripted_tokens import VOCAB, alone
 from slipstream.errors import QueueFull, RequestTooLarge
 from slipstream.request import Request, Status
 from slipstream.scheduler.cache.checkpoints import CheckpointPool

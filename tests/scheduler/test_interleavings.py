@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scripted import Bench, alone
+from scripted_bench import Bench
+from scripted_tokens import alone
 from slipstream.errors import RequestTooLarge, UserError
 from slipstream.messages import LOGPROB
 from slipstream.request import FinishReason, Request, Status

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from scripted import Bench
+from scripted_bench import Bench
 from slipstream.errors import InvalidPrompt, PromptTooLong, QueueFull, RequestTooLarge, UserError
 from slipstream.messages import LOGPROB
 from slipstream.request import Status

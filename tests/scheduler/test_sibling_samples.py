@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from scripted import Bench
+from scripted_bench import Bench
 from slipstream.errors import QueueFull
 from slipstream.request import Status
 

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from scripted import Bench
+from scripted_bench import Bench
 from slipstream.errors import RequestTooLarge
 from slipstream.messages import LOGPROB
 from slipstream.params import MAX_PACKED_LOGPROBS, SamplingParams

@@ -1,7 +1,7 @@
 import msgspec
 import pytest
 
-from scripted import make_config
+from scripted_bench import make_config
 from slipstream.params import SamplingParams
 from slipstream.request import Request
 from slipstream.scheduler.cache.hashing import extend_hashes

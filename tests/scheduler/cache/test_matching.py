@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from scripted import Bench, make_config
+from scripted_bench import Bench, make_config
 from slipstream.params import SamplingParams
 from slipstream.request import Request, Status
 from slipstream.scheduler.cache.manager import CacheManager, Hit

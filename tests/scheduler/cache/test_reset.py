@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from scripted import Bench
+from scripted_bench import Bench
 
 PROMPT = list(range(1, 25))
 

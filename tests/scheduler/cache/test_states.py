@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from scripted import VOCAB, Bench
+from scripted_bench import Bench
+from scripted_tokens import VOCAB
 from slipstream.config.config import StateConfig
 from slipstream.request import FinishReason, Request, Status
 from slipstream.scheduler.cache.states import StateCache

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from scripted import VOCAB, Bench
+from scripted_bench import Bench
+from scripted_tokens import VOCAB
 from slipstream.scheduler.cache import tier as tier_module
 from slipstream.scheduler.cache.tier import CacheTier
 from slipstream.scheduler.cache.tier_slots import TierSlots

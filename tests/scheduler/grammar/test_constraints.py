@@ -14,8 +14,8 @@ import pytest
 
 from letter_tokenizer import END, TOKENIZER, make_constraints, oracle_matcher
 from patience import PATIENCE
-from scripted import VOCAB, choose, draw
 from scripted_engine import scripted_core, submit, tokens_alone
+from scripted_tokens import VOCAB, choose, draw
 from slipstream.errors import InvalidParams
 from slipstream.messages import Abort
 from slipstream.params import SamplingParams

@@ -15,8 +15,8 @@ from test_constraints import SHAPES, core_of, prompts, run, with_grammar
 from letter_tokenizer import END, TOKENIZER, oracle_matcher
 from mask_gate import DraftGate
 from patience import PATIENCE
-from scripted import VOCAB
 from scripted_engine import submit, tokens_alone
+from scripted_tokens import VOCAB
 from slipstream.messages import Abort
 from slipstream.scheduler.cache.states import StateCache
 from slipstream.scheduler.grammar import draft_filler

@@ -13,8 +13,8 @@ from test_constraints import SHAPES, core_of, prompts, run, with_grammar
 from letter_tokenizer import END, TOKENIZER, oracle_matcher
 from mask_gate import MaskGate
 from patience import PATIENCE
-from scripted import VOCAB
 from scripted_engine import submit, tokens_alone
+from scripted_tokens import VOCAB
 from slipstream.messages import Abort
 from slipstream.request import FinishReason
 from slipstream.scheduler.grammar import mask_pool, pool_library

@@ -11,8 +11,8 @@ import pytest
 from count_calls import count_calls
 from letter_tokenizer import TOKENIZER, make_constraints
 from patience import PATIENCE
-from scripted import VOCAB, choose, draw
 from scripted_engine import scripted_core, submit, tokens_alone
+from scripted_tokens import VOCAB, choose, draw
 from slipstream.errors import InvalidParams
 from slipstream.logits_processor import AdapterLogitsProcessor, LogitsProcessor, MoveDirectionality
 from slipstream.messages import Abort

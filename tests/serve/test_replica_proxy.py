@@ -319,6 +319,29 @@ def test_an_answer_that_is_not_read_does_not_hold_its_connections(monkeypatch):
     with_proxy(scenario)
 
 
+def test_bodies_of_all_requests_together_are_bounded():
+    async def scenario(proxy, upstreams):
+        proxy.max_bodies_bytes = 3000
+        begun = [await asyncio.open_connection("127.0.0.1", proxy.port) for _ in range(2)]
+        for _, writer in begun:
+            writer.write(b"POST / HTTP/1.1\r\ncontent-length: 4000\r\n\r\n" + b"x" * 2000)
+        done, _ = await asyncio.wait(
+            [asyncio.ensure_future(reader.read(13)) for reader, _ in begun], return_when=asyncio.FIRST_COMPLETED
+        )
+        assert done.pop().result() == b"HTTP/1.1 429 " and proxy.num_bytes == 2000
+        for _, writer in begun:
+            writer.close()
+        while proxy.num_bytes:
+            await asyncio.sleep(0)
+        reader, writer = await asyncio.open_connection("127.0.0.1", proxy.port)
+        writer.write(b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\nno number\r\n")
+        assert await reader.read(13) == b"HTTP/1.1 400 " and proxy.num_bytes == 0
+        await send(proxy, b"x" * 4000)  # one alone may be larger
+        await first(*upstreams)
+
+    with_proxy(scenario)
+
+
 def test_a_body_that_is_too_large_is_refused():
     async def scenario(proxy, upstreams):
         reader, _ = await send(proxy, b"x" * 6000)

@@ -57,7 +57,12 @@ def launch_proxy(settings: ServerSettings) -> None:
             prefill = PrefillFirst(UrlReplicas(settings.prefill_urls)) if settings.prefill_urls else None
             replicas = UrlReplicas(settings.replica_urls)
             proxy = ReplicaProxy(
-                replicas, settings.max_header_bytes, settings.max_body_bytes, prefill, settings.body_timeout
+                replicas,
+                settings.max_header_bytes,
+                settings.max_body_bytes,
+                prefill,
+                settings.body_timeout,
+                settings.max_bodies_bytes,
             )
             await run_proxy(proxy, claimed.listener(), tls)
 

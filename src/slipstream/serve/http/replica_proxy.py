@@ -51,14 +51,17 @@ class ReplicaProxy:
         max_body_bytes: int = 2**26,
         prefill: PrefillFirst | None = None,
         body_timeout: float = 30.0,
+        max_bodies_bytes: int = 2**28,
     ) -> None:
-        """`prefill`: servers that compute prompts, whose pages the replicas fetch. `body_timeout`: seconds, as in
-        `body.py`."""
+        """`prefill`: servers that compute prompts, whose pages the replicas fetch. `body_timeout` (seconds) and
+        `max_bodies_bytes` (of bodies that are being read): as in `body.py`."""
         self.replicas = replicas
         self.prefill = prefill
         self.max_header_bytes = max_header_bytes
         self.max_body_bytes = max_body_bytes
         self.body_timeout = body_timeout
+        self.max_bodies_bytes = max_bodies_bytes
+        self.num_bytes = 0  # of all bodies that are being read
         self.num_requests = self.num_rerouted = self.num_lost = 0
 
     async def serve(self, listener: socket.socket, tls: ssl.SSLContext | None = None) -> asyncio.Server:
@@ -106,6 +109,8 @@ class ReplicaProxy:
                 return None
             fact = f"the body is incomplete, with {len(request.body)} bytes received in time"
             raise BadRequest(408, f"{fact}; send it faster, or raise --body-timeout") from None
+        finally:
+            self.num_bytes -= request.num_counted
         request.method = parser.get_method()
         peer = writer.get_extra_info("peername")
         request.client = str(peer[0]) if isinstance(peer, tuple) else "unix"
@@ -140,16 +145,28 @@ class ReplicaProxy:
                 if not request.has_headers:
                     raise BadRequest(431, f"headers have more than {self.max_header_bytes} bytes")
                 raise BadRequest(400, f"more than {self.max_header_bytes} bytes between parts of the body, or after it")
-            if len(request.body) > self.max_body_bytes:
-                raise BadRequest(413, f"the body has more than {self.max_body_bytes} bytes; send less")
+            self._check_size(request)
             if request.expects_continue and not request.is_complete:
                 request.expects_continue = False
                 writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         return True
 
+    def _check_size(self, request: _Request) -> None:
+        """Raises where the body is too large by itself or beside others."""
+        size = len(request.body)
+        self.num_bytes += size - request.num_counted
+        request.num_counted = size
+        if size > self.max_body_bytes:
+            raise BadRequest(413, f"the body has more than {self.max_body_bytes} bytes; send less")
+        # a body above the limit for all is accepted while no other is being read
+        if self.num_bytes > max(self.max_bodies_bytes, size):
+            fact = f"bodies with {self.num_bytes} bytes are being read, the limit is {self.max_bodies_bytes}"
+            raise BadRequest(429, f"{fact}; try again soon")
+
     async def _pass_on(self, request: _Request, writer: asyncio.StreamWriter) -> None:
         tried: list[UrlReplica] = []
         body = bytes(request.body)
+        request.body.clear()  # the memory of one copy
         model = named_model(body) if request.method == b"POST" and len(self.replicas.all) > 1 else None
         if self.prefill is not None:
             await self.prefill.run(request, body)
@@ -227,6 +244,7 @@ class _Request:
         self.method, self.target, self.client = b"", b"", ""
         self.headers: list[tuple[bytes, bytes]] = []
         self.body = bytearray()
+        self.num_counted = 0  # bytes of the body that the proxy has counted
         self.has_headers = self.is_complete = self.expects_continue = False
 
     @property

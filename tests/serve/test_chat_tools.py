@@ -303,6 +303,16 @@ def test_a_deep_schema_is_refused(folder):
     assert answer.json()["error"]["param"] == "tools[0].function.parameters"
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_tools_that_are_too_large_together_are_refused_by_name(folder, strict):
+    tools = [
+        {"type": "function", "function": {"name": f"f{i}", "parameters": {"const": "x" * 100_000}, "strict": strict}}
+        for i in range(3)
+    ]
+    answer = ask(folder, "x", tools=tools, **({} if strict else {"tool_choice": "required"}))
+    assert answer.status == 400 and answer.error.startswith("tools: ") and answer.json()["error"]["param"] == "tools"
+
+
 def test_auto_can_be_disabled(folder):
     answer = ask(folder, "x", tools=[NOW], settings={"enable_auto_tool_choice": False})
     assert answer.status == 400 and answer.json()["error"]["param"] == "tool_choice"

@@ -92,9 +92,10 @@ class ChatRun:
         if conversation.skip_special_tokens is None and formats.uses_special_tokens(tokenizer, with_tools=with_tools):
             params = params.with_changes(skip_special_tokens=False)
         names = self._request.field_names
-        shape = structured_outputs(conversation, formats, text, names.get("structured_outputs", "structured_outputs"))
+        field = names.get("structured_outputs", "structured_outputs")
         if conversation.tools.are_forced or (conversation.tools.strict and params.structured_outputs is None):
-            names["structured_outputs"] = "tools"
+            names["structured_outputs"] = "tools"  # errors of the shape are about tools from now on
+        shape = structured_outputs(conversation, formats, text, field)
         if shape is not params.structured_outputs:
             params = params.with_changes(structured_outputs=shape)
         name = conversation.model.description.name

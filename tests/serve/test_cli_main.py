@@ -54,6 +54,8 @@ def test_version_needs_no_model(terminal, monkeypatch):
             ["serve", "--pipeline-parallel-size", "2"],
             "there is no flag --pipeline-parallel-size: tensor_parallel_size divides",
         ),
+        (["bench", "--xyzzy", "1"], "there is no flag --xyzzy; slipstream bench --help lists the flags"),
+        (["rerank", "--temprature", "1"], "there is no flag --temprature; "),
         (["bench", "--xyzzy"], "there is no flag --xyzzy; slipstream bench --help lists the flags"),
         (["version", "now"], "unrecognized arguments: now"),
         (["chat", "hi", "--page-size", "big"], "it takes a whole number"),

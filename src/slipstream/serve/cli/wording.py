@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import itertools
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -24,10 +25,20 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         self._given = list(sys.argv[1:] if args is None else args)
+        if self._subparsers is None:
+            self._refuse_unknown()
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.refuse(unknown)
         return found, unknown
+
+    def _refuse_unknown(self) -> None:
+        """First: else the value of an unknown flag is taken for an argument, and the error is about that."""
+        known = self._option_string_actions
+        if not {"-h", "--help"} & set(self._given):
+            for given in itertools.takewhile(lambda given: given != "--", self._given):
+                if given.startswith("--") and given.split("=")[0] not in known:
+                    self.refuse([given])
 
     def error(self, message: str) -> NoReturn:
         if self.prog.endswith(" serve") and asks_for_json(self._given, os.environ):

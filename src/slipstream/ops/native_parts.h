@@ -55,10 +55,10 @@ typedef struct {
         struct {
             int8_t high[SLIP_BLOCK], low[SLIP_BLOCK];
         };
-        int16_t numbers[SLIP_BLOCK];  // instead of the digits: x86 vectors without VNNI, in their order
+        int16_t numbers[SLIP_BLOCK];  // instead of the digits: AVX2, and AVX-512 without VNNI, in their order
     };
     float scale, sum;   // sum: of the 32 activations
-    int32_t starts[2];  // -128 times the sum of the first and of the last 16 integers; x86 with VNNI only
+    int32_t starts[2];  // -128 times the sum of the first and of the last 16 integers; AVX-512 with VNNI only
 } __attribute__((aligned(16))) SlipActivations;
 
 // Activations are stored in tiles of 8 tokens, the last one smaller: [tile][group][token]. Returns the first group of a

@@ -1,8 +1,9 @@
 // GEMM with low-bit weights.
 //
 // Activations are quantized to 16-bit integers, one scale per 32 of a row; 8 bits would lose too much precision. Each
-// integer is stored as two signed 8-bit digits where the processor has dot products of 8-bit integers. Integer sums over 32 columns are exact. Weights are interleaved: four rows, 4 columns at a time. Up to eight tokens share an
-// unpacked block, and all sums stay in registers. A token's result does not depend on the other tokens.
+// integer is stored as two signed 8-bit digits where dot products of 8-bit integers are the fastest. Integer sums over 32
+// columns are exact. Weights are interleaved: four rows, 4 columns at a time. Up to eight tokens share an unpacked block,
+// and all sums stay in registers. A token's result does not depend on the other tokens.
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>

@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from slipstream.ops.hopper_barriers import make_barriers
 from slipstream.ops.linear.triton.streaming_epilogue import load_operands, store_results, target_of
 from slipstream.ops.linear.triton.streaming_inputs import CHUNK, quantize_row
 from slipstream.ops.pdl import release_next, wait_for_previous
@@ -138,14 +139,6 @@ def streaming_kernel(
 def width_of(dtype):
     """Inputs per TMA copy."""
     return BYTES.value * 8 // dtype.primitive_bitwidth
-
-
-@gluon.jit
-def make_barriers(STAGES: gl.constexpr, COUNT: gl.constexpr):
-    barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(barriers.index(stage), count=COUNT)
-    return barriers
 
 
 @gluon.jit

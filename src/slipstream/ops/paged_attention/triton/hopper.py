@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 
@@ -83,11 +83,3 @@ def clear_past_end(values, num_valid, BY_ROW: gl.constexpr, BLOCK_N: gl.constexp
         valid = first + gl.arange(0, PIECE, gl.SliceLayout(1, BY_ROW)) < num_valid
         piece.store(gl.where(gl.expand_dims(valid, 1), held, gl.zeros_like(held)))
     fence_async_shared()
-
-
-@gluon.jit
-def make_barriers(STAGES: gl.constexpr, count: gl.constexpr):
-    barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(barriers.index(stage), count=count)
-    return barriers

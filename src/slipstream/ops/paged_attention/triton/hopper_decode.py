@@ -20,8 +20,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from slipstream.ops.cache_write.fp8 import FP8
+from slipstream.ops.hopper_barriers import make_barriers
 from slipstream.ops.paged_attention.tile_list import TileList
-from slipstream.ops.paged_attention.triton.hopper import clear_past_end, describe, make_barriers
+from slipstream.ops.paged_attention.triton.hopper import clear_past_end, describe
 from slipstream.ops.paged_attention.triton.hopper_fetch import fetch_blocks, first_block
 from slipstream.ops.paged_attention.triton.hopper_fp8 import (
     HALF_RANGE,

@@ -22,9 +22,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from slipstream.ops.hopper_barriers import make_barriers
 from slipstream.ops.paged_attention.tile_list import TileList
 from slipstream.ops.paged_attention.triton.decode import Partials
-from slipstream.ops.paged_attention.triton.hopper import clear_past_end, copy_block, describe, make_barriers
+from slipstream.ops.paged_attention.triton.hopper import clear_past_end, copy_block, describe
 from slipstream.ops.paged_attention.triton.hopper_join import join_splits
 from slipstream.ops.paged_attention.triton.launch import head_shape
 from slipstream.ops.paged_attention.triton.online_softmax import LOG2E

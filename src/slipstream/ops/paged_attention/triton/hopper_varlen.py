@@ -17,8 +17,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from slipstream.ops.hopper_barriers import make_barriers
 from slipstream.ops.paged_attention.tile_list import RECORD, TileList
-from slipstream.ops.paged_attention.triton.hopper import clear_past_end, describe, make_barriers
+from slipstream.ops.paged_attention.triton.hopper import clear_past_end, describe
 from slipstream.ops.paged_attention.triton.hopper_tiles import (
     TILE,
     describe_queries,

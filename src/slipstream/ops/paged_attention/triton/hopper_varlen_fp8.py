@@ -17,8 +17,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from slipstream.ops.hopper_barriers import make_barriers
 from slipstream.ops.paged_attention.tile_list import RECORD, TileList
-from slipstream.ops.paged_attention.triton.hopper import make_barriers
 from slipstream.ops.paged_attention.triton.hopper_fp8 import (
     HALF_RANGE,
     MIN_SCALES,

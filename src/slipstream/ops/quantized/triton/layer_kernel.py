@@ -22,8 +22,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from slipstream.ops.hopper_barriers import make_barriers
 from slipstream.ops.linear.triton.streaming_inputs import MAX_FP8
-from slipstream.ops.linear.triton.streaming_kernel import FETCH_REGISTERS, make_barriers
+from slipstream.ops.linear.triton.streaming_kernel import FETCH_REGISTERS
 from slipstream.ops.pdl import release_next, wait_for_previous
 from slipstream.ops.quantized import layer_gemms
 

@@ -19,8 +19,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from slipstream.ops.hopper_barriers import make_barriers
 from slipstream.ops.linear.triton.streaming_epilogue import load_operands
-from slipstream.ops.linear.triton.streaming_kernel import FETCH_REGISTERS, GROUP_REGISTERS, make_barriers
+from slipstream.ops.linear.triton.streaming_kernel import FETCH_REGISTERS, GROUP_REGISTERS
 from slipstream.ops.pdl import release_next, wait_for_previous
 from slipstream.ops.quantized.triton.expand import BFLOAT16_OF_FP8
 from slipstream.ops.quantized.triton.warp_sums import finish

@@ -186,17 +186,26 @@ def test_an_inefficient_size_is_not_used():
 def test_a_plan_with_a_chunk_is_padded_by_tokens():
     pool = pool_on(Recorder())
     assert pool.size_for(plan_of(3)) == Size(4, 4)
-    assert pool.size_for(plan_of(3, chunk=5)) == Size(320, 256)
+    assert pool.size_for(plan_of(17, chunk=5)) == Size(320, 256)
     assert pool.size_for(plan_of(3, chunk=1200)) == Size(1280, 256)
     assert pool.size_for(plan_of(3, chunk=2046)) == Size(2048, 256)
     assert pool.size_for(plan_of(3, chunk=2047)) is None
     assert not any(Size(n, 256).is_single for n in pool.token_sizes)
 
 
+def test_a_short_chunk_beside_few_rows_is_padded_to_few_rows():
+    pool = pool_on(Recorder())
+    assert [pool.size_for(plan_of(3, chunk=n)) for n in (5, 126, 254)] == [Size(n, 16) for n in (32, 128, 256)]
+    assert pool.size_for(plan_of(16, chunk=2)) == Size(32, 16)
+    assert pool.size_for(plan_of(3, chunk=255)) == Size(320, 256)
+    assert not any(Size(n, 16).is_single for n in pool.short_sizes)
+    assert GraphPool(Recorder(), 16, 2048, eager=False).size_for(plan_of(3, chunk=5)) == Size(32, 16)
+
+
 def test_steps_with_few_rows_are_not_padded_to_the_tokens_of_all_drafts():
     pool = GraphPool(Recorder(), 1280, 4096, eager=False, max_num_seqs=256)
     assert pool.size_for(plan_of(1280)) == Size(1280, 1280)
-    assert pool.size_for(plan_of(3, chunk=100)) == Size(320, 256)
+    assert pool.size_for(plan_of(17, chunk=100)) == Size(320, 256)
     assert pool.size_for(plan_of(256, chunk=100)) == Size(384, 256)
     assert pool.size_for(plan_of(257, chunk=100)) == Size(1536, 1280)  # with drafts
 

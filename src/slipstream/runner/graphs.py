@@ -23,6 +23,7 @@ from slipstream.step import StepPlan, StepSizes
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
+FEW_ROWS = 16  # of short mixed steps: prompts that begin while few rows decode
 MAX_GRAPHS = 1024
 """Further work runs eagerly. No graph is ever dropped: other graphs may read its outputs at their fixed addresses."""
 
@@ -47,10 +48,12 @@ class GraphPool:
         self.max_rows = max_rows
         self.row_sizes = sizes_up_to(max_rows, first_steps=8) if self.enabled else []
         # Mixed steps are padded to one of two numbers of rows, and to more tokens than that: so their sizes differ from
-        # those of decode steps, and without drafts a short prompt is not padded to the tokens of all drafts.
+        # those of decode steps, and without drafts a short prompt is not padded to the tokens of all drafts. Steps with
+        # fewer tokens are padded to few rows.
         self._mixed_rows = (max_num_seqs or max_rows, max_rows)
         sizes = sizes_up_to(max_tokens, first_steps=64) if self.enabled else []
         self.token_sizes = [n for n in sizes if n > self._mixed_rows[0]]
+        self.short_sizes = [n for n in sizes if FEW_ROWS < n <= self._mixed_rows[0]]
         self._captured: dict[Hashable, tuple[Callable[[], None], Any] | None] = {}
         self._runs_first: int | None = 1  # eager runs before a key is captured; None: nothing is captured
         self._is_starting = False
@@ -73,6 +76,10 @@ class GraphPool:
         if total == num_rows:
             padded = self.rows_for(num_rows)
             return None if padded is None else Size(padded, padded, has_drafts=plan.has_drafts)
+        if num_rows <= FEW_ROWS and plan.pooling is None and self.token_sizes:
+            at = bisect.bisect_left(self.short_sizes, total)
+            if at < len(self.short_sizes):
+                return Size(self.short_sizes[at], FEW_ROWS)
         rows = self._mixed_rows[num_rows > self._mixed_rows[0]]
         at = bisect.bisect_left(self.token_sizes, max(total, rows + 1))
         if at == len(self.token_sizes):

@@ -92,7 +92,7 @@ class WarmUp:
             for number in range(max(len(sizes), len(FEATURES))):
                 size = sizes[min(number, len(sizes) - 1)]
                 self.decode(size, FEATURES[number] if number < len(FEATURES) else GREEDY)
-            for size in chunk_sizes(graphs, self.max_tokens):
+            for size in chunk_sizes(graphs, self.max_tokens, graphs.short_sizes):
                 num_rows = -(-size // max(1, self.max_length - 1))
                 if num_rows <= self.max_num_seqs:
                     self.chunks(num_rows, size // num_rows)
@@ -230,12 +230,13 @@ class WarmUp:
         run_plan(self.runner, plan)
 
 
-def chunk_sizes(graphs: GraphPool, max_tokens: int) -> list[int]:
+def chunk_sizes(graphs: GraphPool, max_tokens: int, short_sizes: Sequence[int] = ()) -> list[int]:
     """Token counts of steps with chunks that use every kernel variant for few tokens, padded as they will be; and the
     largest count at which gate and up are computed separately, since a larger step may need less memory."""
     padded = graphs.token_sizes
     if not padded:
         return [] if graphs.enabled else sorted({min(size, max_tokens) for size in (*KERNEL_SIZES, MIN_ROWS - 1)})
+    padded = [*short_sizes, *padded]
     sizes = {padded[bisect.bisect_left(padded, min(size, padded[-1]))] for size in KERNEL_SIZES}
     return sorted(sizes.union(padded[: bisect.bisect_left(padded, MIN_ROWS)][-1:]))
 

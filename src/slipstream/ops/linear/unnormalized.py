@@ -58,3 +58,14 @@ class StreamedRows(NamedTuple):
             return cls(x)
         assert x.weighted is not None and x.squares is not None, "the GEMM before did not stream its weight"
         return cls(x.weighted, x.squares, x.eps)
+
+    def arguments(
+        self,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        out: torch.Tensor,
+        made: Unnormalized | None,
+    ) -> tuple[torch.Tensor | float | None, ...]:
+        """Of the kernels that stream a weight, in their order: from `squares` to `made`."""
+        norm, weighted, squares = (None, None, None) if made is None else (made.norm, made.weighted, made.squares)
+        return self.squares, self.eps, bias, residual, norm, out, weighted, squares

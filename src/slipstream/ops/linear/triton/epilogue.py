@@ -38,6 +38,17 @@ def counters(weight: torch.Tensor) -> torch.Tensor:
         return _find_counters(weight)
 
 
+def split_memory(
+    weight: torch.Tensor, splits: int, num_blocks: int, size: int
+) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
+    """Memory for the partial sums of a split GEMM, `size` per block and split, and its counters."""
+    if splits == 1:
+        return None, None
+    arrived = counters(weight)
+    assert num_blocks <= len(arrived), f"{num_blocks} blocks, but {len(arrived)} counters"
+    return torch.empty((splits, num_blocks, size), dtype=torch.float32, device=weight.device), arrived
+
+
 def reserve_counters(device: torch.device) -> None:
     """Allocates counters for weights to come. A start does this before it allocates anything that it frees again:
     between freed blocks, the counters would leave no room for the largest one."""

@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from slipstream.ops.linear.capability import MULTIPROCESSORS
-from slipstream.ops.linear.triton.epilogue import GATES, counters
+from slipstream.ops.linear.triton.epilogue import GATES, split_memory
 from slipstream.ops.linear.unnormalized import StreamedRows, Unnormalized
 from slipstream.ops.pdl import dependent
 from slipstream.ops.quantized.matrix import QuantizedMatrix
@@ -82,31 +82,20 @@ def launch_row(
     residual: torch.Tensor | None = None,
     made: Unnormalized | None = None,
 ) -> None:
-    x, squares, eps = StreamedRows.of(inputs)
+    given = StreamedRows.of(inputs)
+    x, squares = given.x, given.squares
     num_in = x.shape[1]
     blocks = triton.cdiv(len(weight.values), tile.outputs)
     steps = triton.cdiv(num_in, 2 * SLICE.value * tile.slices)
     split_steps = triton.cdiv(steps, tile.splits)
     splits = triton.cdiv(steps, split_steps)
-    partials = arrived = None
-    if splits > 1:
-        partials = torch.empty((splits, blocks * tile.outputs), dtype=torch.float32, device=x.device)
-        arrived = counters(weight.values)
-        assert blocks <= len(arrived), f"{blocks} blocks, but {len(arrived)} counters"
+    memory = split_memory(weight.values, splits, blocks, tile.outputs)
     row_kernel.row_kernel[(1, blocks, splits)](
         x,
         _describe_weight(weight, bool(gate), tile),
         _describe_words(weight, bool(gate), tile),
-        squares,
-        eps,
-        bias,
-        residual,
-        None if made is None else made.norm,
-        out,
-        None if made is None else made.weighted,
-        None if made is None else made.squares,
-        partials,
-        arrived,
+        *given.arguments(bias, residual, out, made),
+        *memory,
         out.shape[1],
         num_in,
         PARTS=0 if squares is None else squares.shape[1],

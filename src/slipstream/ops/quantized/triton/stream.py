@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from slipstream.ops.linear.capability import keeps_wide_programs_busy
-from slipstream.ops.linear.triton.epilogue import GATES, counters
+from slipstream.ops.linear.triton.epilogue import GATES, split_memory
 from slipstream.ops.linear.unnormalized import StreamedRows, Unnormalized
 from slipstream.ops.pdl import dependent
 from slipstream.ops.quantized.matrix import QuantizedMatrix
@@ -90,7 +90,8 @@ def _launch(
 ) -> None:
     if isinstance(tile, RowTile):
         return launch_row(inputs, weight, bias, gate, out, tile, residual, made)
-    x, squares, eps = StreamedRows.of(inputs)
+    given = StreamedRows.of(inputs)
+    x, squares = given.x, given.squares
     rows, num_in = x.shape
     outputs, slices = tile.outputs, tile.slices
     padded = 8 if rows <= 8 else 16
@@ -99,28 +100,15 @@ def _launch(
     steps = triton.cdiv(num_in // columns, slices)
     split_steps = triton.cdiv(steps, tile.splits)
     splits = triton.cdiv(steps, split_steps)
-    partials = arrived = None
-    if splits > 1:
-        num_blocks = blocks * tile.groups * row_blocks
-        partials = torch.empty((splits, num_blocks, outputs * padded), dtype=torch.float32, device=x.device)
-        arrived = counters(weight.values)
-        assert num_blocks <= len(arrived), f"{num_blocks} blocks, but {len(arrived)} counters"
+    memory = split_memory(weight.values, splits, blocks * tile.groups * row_blocks, outputs * padded)
     words = weight.words
     stream_kernel.stream_kernel[(row_blocks, blocks, splits)](
         _describe_inputs(x, columns, slices, padded),
         _describe_inputs(x[:, SLICE.value :], columns, slices, padded) if weight.is_4_bit else None,
         _describe_weight(weight, 2 if gate else 1, outputs, slices),
         weight.scale if words is None else words,
-        squares,
-        eps,
-        bias,
-        residual,
-        None if made is None else made.norm,
-        out,
-        None if made is None else made.weighted,
-        None if made is None else made.squares,
-        partials,
-        arrived,
+        *given.arguments(bias, residual, out, made),
+        *memory,
         rows,
         out.shape[1],
         num_in,

@@ -6,6 +6,9 @@ every earlier kernel, is complete. Rule: every program of a kernel launched this
 The first kernel of a step waits before it releases the next one. So data from before that kernel may also be read
 early: page tables, tile lists, and keys of earlier steps. The tile list for last tokens only is built in mid-step. That
 is safe because an index_select of torch, which is launched without PDL, runs between `build_tile_list` and attention.
+
+Weights may be written in place between two steps: kernels without PDL gather a step's inputs, and start when all writes
+before them are complete. A script that writes a weight by a kernel and multiplies by it at once must synchronise first.
 """
 
 from __future__ import annotations

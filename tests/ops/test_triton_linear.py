@@ -165,7 +165,8 @@ def test_some_rows_equal_the_product(rows, num_in, num_out, gate, splits, kernel
 @pytest.mark.parametrize("rows", [3, 16, 32, 33, 64, 65, 96, 128, 129, 256])
 @pytest.mark.parametrize(
     ("num_out", "num_in"),
-    [(4096, 1024), (1024, 3072), (24576, 4096), (4096, 12288), (576, 1536), (16, 2048), (12352, 2048), (6144, 4096)],
+    [(4096, 1024), (1024, 3072), (24576, 4096), (4096, 12288), (576, 1536), (16, 2048), (12352, 2048), (6144, 4096)]
+    + [(151936, 4096), (151936, 1024)],
 )
 @pytest.mark.parametrize("gate", ["", "silu"])
 def test_tiles_for_hopper_fit(rows, num_out, num_in, gate):
@@ -173,7 +174,8 @@ def test_tiles_for_hopper_fit(rows, num_out, num_in, gate):
     for tile in {find(rows, num_out, num_in, gate) for find in (hopper.stream_tile, hopper.plain_tile)}:
         check_tile(hopper, tile, rows, num_out, num_in)
     tile = hopper.plain_tile(rows, num_out, num_in, gate)
-    is_wide = num_out == 24576 and 32 < rows <= (128 if gate else 96)
+    is_wide = num_out in (24576, 151936) and num_in == 4096 and 32 < rows <= (128 if gate else 96)
+    is_wide |= not gate and (num_out, num_in) == (151936, 4096) and rows <= 16
     assert tile.groups == (3 if is_wide else 1)
     assert tile.programs == (2 if not gate and num_out == 12352 and rows <= 32 else 1)
     assert tile.outputs == 48 if not gate and num_out == 6144 and 33 <= rows <= 65 else tile.outputs in (64, 128)

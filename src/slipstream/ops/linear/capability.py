@@ -12,6 +12,7 @@ WIDE_OUTPUTS = 192  # of a program with three blocks
 MIN_WIDE_ROWS, MAX_WIDE_ROWS = 33, 128
 MAX_WIDE_PLAIN_ROWS = 96  # without a gated activation: the LM head
 MIN_WIDE_INPUTS = 2048
+MIN_WIDE_WAVES = 4  # of programs, for fewer rows: the LM head
 NARROW_OUTPUTS, NARROWEST_OUTPUTS = 64, 48  # of a program with one block
 MIN_NARROW_ROWS, MAX_NARROW_ROWS = 33, 80  # more were not measured
 MIN_NARROW_PROGRAMS = 96
@@ -24,6 +25,12 @@ def fills_wide_programs(rows: int, num_out: int, num_in: int) -> bool:
     weight."""
     are_busy = num_in >= MIN_WIDE_INPUTS and keeps_wide_programs_busy(num_out)
     return are_busy and MIN_WIDE_ROWS <= rows <= MAX_WIDE_ROWS
+
+
+def has_wide_waves(num_out: int, num_in: int) -> bool:
+    """Whether programs of 192 outputs each are so many that they are faster than programs of 64 with few rows too."""
+    are_many = num_out >= MIN_WIDE_WAVES * MULTIPROCESSORS * WIDE_OUTPUTS
+    return are_many and num_in >= MIN_WIDE_INPUTS and keeps_wide_programs_busy(num_out)
 
 
 def keeps_wide_programs_busy(num_out: int) -> bool:

@@ -21,6 +21,7 @@ from slipstream.ops.linear.capability import (
     SMALL_WEIGHT,
     WIDE_OUTPUTS,
     fills_wide_programs,
+    has_wide_waves,
     keeps_wide_programs_busy,
     narrow_outputs,
     narrow_splits,
@@ -50,6 +51,7 @@ WIDE_TILE = StreamTile(1, WIDE_OUTPUTS // 3, copies=1, groups=3)
 ROW_TILE = WIDE_TILE
 """Of few rows of FP8, for a gated weight: one wave, in which a multiprocessor loads or quantises them once."""
 MAX_WIDE_FP8_ROWS = 16
+MAX_FEW_WIDE_ROWS = 16
 SPLIT_TILE = StreamTile(2, 128, 128, 1)  # of 65 and more rows, if there are few outputs
 MEDIUM_TILE = StreamTile(1, 128, 128, 1)  # if tiles of 128 x 128 results are about as many as multiprocessors
 
@@ -205,6 +207,8 @@ def plain_tile(rows: int, num_out: int, num_in: int, gate: str) -> StreamTile:
     if not gate and narrow_splits(rows, num_out, num_in) == 1:
         return StreamTile(1, narrow_outputs(num_out))
     if not gate and rows <= MAX_WIDE_PLAIN_ROWS and fills_wide_programs(rows, num_out, num_in):
+        return WIDE_TILE
+    if not gate and rows <= MAX_FEW_WIDE_ROWS and has_wide_waves(num_out, num_in):
         return WIDE_TILE
     return stream_tile(rows, num_out, num_in, gate)
 

@@ -219,8 +219,8 @@ def experts() -> dict[str, Callable[[], Any]]:
         "expert_mlp of one token": lambda: get("moe.triton.expert_mlp")(
             half(1, 32), Routing(ints(1, 2).int(), torch.rand(1, 2)), half(8, 96, 32), half(8, 32, 48)
         ),
-        "expert_mlp of one token by programs of several outputs": lambda: get("moe.triton.expert_mlp")(
-            half(1, 1040), Routing(ints(1, 2).int(), torch.rand(1, 2)), half(4, 48, 1040), half(4, 1040, 24)
+        "expert_mlp of one token by one wave of programs": lambda: get("moe.triton.expert_mlp")(
+            half(1, 1040), Routing(ints(1, 2).int(), torch.rand(1, 2)), half(4, 16, 1040), half(4, 1040, 8)
         ),
         "expert_mlp of one token in float32": lambda: get("moe.triton.expert_mlp")(
             torch.randn(1, 32),

@@ -194,8 +194,8 @@ def experts():
     build(moe + "gemm", "_grouped_kernel", x | {"bias": HALF}, EVEN=True, **out, **alone)
     one = dict(TOP_K=8, GATE=0, DEPENDENT=True)
     inward = dict(IN=2048, INPUTS=2048, OUTPUTS=4, INWARD=True, GATED=True, **one)
-    stays = dict(IN=2000, INPUTS=2048, TOP_K=8, GATE=0, BLOCKS=3, DEPENDENT=True)
-    build(moe + "persistent_gemv", "_persistent_kernel", x, **stays)
+    wave = dict(IN=2000, INPUTS=2048, TOP_K=8, GATE=0, AHEAD=4, DEPENDENT=True)
+    build(moe + "gate_up_gemv", "_gate_up_kernel", x, **wave)
     build(moe + "gemv", "_expert_gemv_kernel", x, shared=None, **inward)
     build(moe + "gemv", "_expert_gemv_kernel", x, IN=768, INPUTS=512, OUTPUTS=8, INWARD=False, GATED=False, **one)
 

@@ -280,17 +280,19 @@ def test_one_token_with_more_inputs_than_a_load_has(gated, is_shared, monkeypatc
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("gate", ["silu", "gelu_tanh", "clamped_swiglu"])
-@pytest.mark.parametrize("is_shared", [True, False])
-def test_one_token_by_programs_with_several_outputs(gate, is_shared, monkeypatch):
+@pytest.mark.parametrize(
+    ("gate", "is_shared", "top_k"),  # fewer and more experts than are loaded ahead
+    [("silu", 1, 2), ("silu", 0, 2), ("silu", 1, 6), ("silu", 0, 6), ("gelu_tanh", 1, 2), ("clamped_swiglu", 0, 2)],
+)
+def test_one_token_by_programs_with_an_output_of_all_experts(gate, is_shared, top_k, monkeypatch):
     kernels()
-    module = importlib.import_module("slipstream.ops.moe.triton.persistent_gemv")
-    monkeypatch.setattr(module, "multiprocessors", lambda device: 4)
-    x, routing, gate_up, down = make(1, 1030, 24, 5, 2)
-    assert module.is_persistent(2 + is_shared, 24, 1030, gate, x.device)
-    calls, real = [], module.persistent_gate_up
+    module = importlib.import_module("slipstream.ops.moe.triton.gate_up_gemv")
+    monkeypatch.setattr(module, "multiprocessors", lambda device: 2)
+    x, routing, gate_up, down = make(1, 1030, 8, 7, top_k)
+    assert module.is_one_wave(top_k + is_shared, 8, 1030, gate, x.device)
+    calls, real = [], module.multiply_gate_up
     gemv = importlib.import_module("slipstream.ops.moe.triton.gemv")
-    monkeypatch.setattr(gemv, "persistent_gate_up", lambda *args: (calls.append(1), real(*args)))
+    monkeypatch.setattr(gemv, "multiply_gate_up", lambda *args: (calls.append(1), real(*args)))
     shared = SharedMatrices(gate_up[4], down[4], None) if is_shared else None
     found = kernels().expert_mlp(x, routing, gate_up, down, gate=gate, shared_matrices=shared)
     expected = reference.expert_mlp(x, routing, gate_up, down, gate=gate)

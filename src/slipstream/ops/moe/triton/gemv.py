@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 
 from slipstream.ops.moe.reference import Gate, Routing, SharedMatrices
+from slipstream.ops.moe.triton.gate_up_gemv import is_one_wave, multiply_gate_up
 from slipstream.ops.moe.triton.pairs import GATES, store_pairs
-from slipstream.ops.moe.triton.persistent_gemv import is_persistent, persistent_gate_up
 from slipstream.ops.pdl import dependent, release_next, wait_for_previous
 
 _MAX_INPUTS = 2048  # per load
@@ -60,8 +60,8 @@ def gate_up_of_one(
     num_pairs = routing.ids.numel() + (shared is not None)
     hidden = torch.empty(num_pairs, size, dtype=x.dtype, device=x.device)
     own = None if shared is None else shared.gate_up
-    if is_persistent(num_pairs, size, x.shape[1], gate, x.device):
-        persistent_gate_up(x, gate_up, own, hidden, routing, gate)
+    if is_one_wave(num_pairs, size, x.shape[1], gate, x.device):
+        multiply_gate_up(x, gate_up, own, hidden, routing, gate)
     else:
         _multiply(x, gate_up, own, hidden, routing, gate)
     return hidden

@@ -103,6 +103,7 @@ def delta_decode(
         SPLITS=splits,
         PERIOD=period,
         ENTRY=entry,
+        LATE=num_rows == 1,
         num_warps=2,
         **dependent(z.device, num_rows),
     )
@@ -157,9 +158,11 @@ def _decode_kernel(
     SPLITS: tl.constexpr,
     PERIOD: tl.constexpr,
     ENTRY: tl.constexpr,
+    LATE: tl.constexpr,  # the next kernel starts after the wait: its loads of weights would delay those of this kernel
     DEPENDENT: tl.constexpr,
 ):
-    release_next(DEPENDENT)
+    if not LATE:
+        release_next(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     part = tl.program_id(2)
@@ -190,23 +193,41 @@ def _decode_kernel(
     query_channel = (head // GROUP) * KEY_DIM + dim
     key_channel = KEY_SIZE + query_channel
     value_channel = 2 * KEY_SIZE + head * DIM
-    query = _past(conv, ring, query_channel, is_dim, position, WIDTH)
-    key = _past(conv, ring, key_channel, is_dim, position, WIDTH)
+    query, query_tap = _past(conv, ring, query_channel, is_dim, position, WIDTH)
+    key, key_tap = _past(conv, ring, key_channel, is_dim, position, WIDTH)
     if not IS_WHOLE:
-        value = _past(conv, ring, value_channel + column, column < DIM, position, WIDTH)
+        value, value_tap = _past(conv, ring, value_channel + column, column < DIM, position, WIDTH)
     rate = tl.load(a_log + head)
     bias = tl.load(dt_bias + head)
+    every = tl.arange(0, WHOLE)
+    gate = z + row * z_stride + head * DIM + every
+    if not IS_WHOLE:
+        factor = tl.load(norm + every, mask=every < DIM, other=0.0).to(tl.float32)
 
     wait_for_previous(DEPENDENT)
+    if LATE:
+        release_next(DEPENDENT)
     given = qkv + row * qkv_stride
     # one program of those that share a key head writes its channels
-    first = (head % GROUP == 0) & (part == 0)
-    query = _present(query, given, conv, ring, save_ring, query_channel, is_dim, first, position, saved, WIDTH)
-    key = _present(key, given, conv, ring, save_ring, key_channel, is_dim, first, position, saved, WIDTH)
+    is_written = is_dim & (head % GROUP == 0) & (part == 0)
+    # a load after a store waits until what is stored has been loaded: parts of a head load everything first
+    new_query = tl.load(given + query_channel, mask=is_dim, other=0.0)
+    if IS_WHOLE:
+        _keep(new_query, ring, save_ring, query_channel, is_written, position, saved, WIDTH)
+    new_key = tl.load(given + key_channel, mask=is_dim, other=0.0)
+    if IS_WHOLE:
+        _keep(new_key, ring, save_ring, key_channel, is_written, position, saved, WIDTH)
+    else:
+        new_value = tl.load(given + value_channel + column, mask=column < DIM, other=0.0)
+        opened = tl.load(gate, mask=every < DIM, other=0.0).to(tl.float32)
+    decay = tl.load(a + row * gate_stride + head).to(tl.float32)
+    strength = tl.load(b + row * gate_stride + head).to(tl.float32)
+    query = _convolved(query, new_query, query_tap)
+    key = _convolved(key, new_key, key_tap)
     query *= tl.rsqrt(tl.sum(query * query, 0) + L2_EPS) * SCALE
     key *= tl.rsqrt(tl.sum(key * key, 0) + L2_EPS)
-    decay = log_decay(tl.load(a + row * gate_stride + head).to(tl.float32), rate, bias)
-    strength = tl.sigmoid(tl.load(b + row * gate_stride + head).to(tl.float32))
+    decay = log_decay(decay, rate, bias)
+    strength = tl.sigmoid(strength)
     is_seen = num_seen > position
     decay = tl.where(is_seen, 0.0, decay)
     strength = tl.where(is_seen, 0.0, strength)
@@ -222,8 +243,7 @@ def _decode_kernel(
         tl.store(entry + KEY_DIM + DIM, before + decay)
 
     at = row * HEADS + head
-    gate = z + row * z_stride + head * DIM
-    target = out + at * DIM
+    target = out + at * DIM + every
     if IS_WHOLE:
         squares = 0.0
         for begin in range(0, WHOLE, BLOCK):
@@ -231,8 +251,10 @@ def _decode_kernel(
             held = read_state(matrix, dim, column, num_seen, KEY_DIM, DIM)
             corrections = read_corrections(updates, column, position, kept, KEY_DIM, DIM, PERIOD, ENTRY)
             channel = value_channel + column
-            value = _past(conv, ring, channel, column < DIM, position, WIDTH)
-            value = _present(value, given, conv, ring, save_ring, channel, column < DIM, True, position, saved, WIDTH)
+            value, value_tap = _past(conv, ring, channel, column < DIM, position, WIDTH)
+            new_value = tl.load(given + channel, mask=column < DIM, other=0.0)
+            value = _convolved(value, new_value, value_tap)
+            _keep(new_value, ring, save_ring, channel, column < DIM, position, saved, WIDTH)
             result = _advance(
                 held, corrections, by_key, by_query, overlap, key, query, value, before, decay, strength, matrix,
                 save_matrix, saved, updates, position, kept, dim, column, KEY_DIM, DIM, PERIOD, ENTRY,
@@ -240,16 +262,18 @@ def _decode_kernel(
             squares += tl.sum(result * result, 0)
             tl.store(made + at * DIM + column, result, mask=column < DIM)
         tl.debug_barrier()  # other threads of the program have made some of the columns
-        every = tl.arange(0, WHOLE)
         whole = tl.load(made + at * DIM + every, mask=every < DIM, other=0.0)
-        _finish(whole, tl.rsqrt(squares / DIM + eps), every, gate, norm, target, DIM)
+        factor = tl.load(norm + every, mask=every < DIM, other=0.0).to(tl.float32)
+        opened = tl.load(gate, mask=every < DIM, other=0.0).to(tl.float32)
+        whole *= tl.rsqrt(squares / DIM + eps) * (factor * (opened * tl.sigmoid(opened)))
+        tl.store(target, whole.to(out.dtype.element_ty), mask=every < DIM)
     else:
-        channel = value_channel + column
-        value = _present(value, given, conv, ring, save_ring, channel, column < DIM, True, position, saved, WIDTH)
+        value = _convolved(value, new_value, value_tap)
         result = _advance(
             held, corrections, by_key, by_query, overlap, key, query, value, before, decay, strength, matrix,
             save_matrix, saved, updates, position, kept, dim, column, KEY_DIM, DIM, PERIOD, ENTRY,
         )  # fmt: skip
+        factor *= opened * tl.sigmoid(opened)
         if SPLITS > 1:
             tl.store(made + at * DIM + column, result, mask=column < DIM)
             # every thread's stores are made before one of them reports
@@ -257,12 +281,16 @@ def _decode_kernel(
             arrivals = tl.atomic_add(arrived + at, 1, sem="acq_rel", scope="gpu")
             tl.debug_barrier()
             if arrivals == SPLITS - 1:
-                every = tl.arange(0, WHOLE)
                 joined = tl.load(made + at * DIM + every, mask=every < DIM, other=0.0, cache_modifier=".cg")
-                _finish(joined, tl.rsqrt(tl.sum(joined * joined, 0) / DIM + eps), every, gate, norm, target, DIM)
+                joined *= tl.rsqrt(tl.sum(joined * joined, 0) / DIM + eps) * factor
+                tl.store(target, joined.to(out.dtype.element_ty), mask=every < DIM)
                 tl.store(arrived + at, 0)
-        else:
-            _finish(result, tl.rsqrt(tl.sum(result * result, 0) / DIM + eps), column, gate, norm, target, DIM)
+        else:  # the columns are all columns
+            result *= tl.rsqrt(tl.sum(result * result, 0) / DIM + eps) * factor
+            tl.store(target, result.to(out.dtype.element_ty), mask=every < DIM)
+        _keep(new_value, ring, save_ring, value_channel + column, column < DIM, position, saved, WIDTH)
+        _keep(new_query, ring, save_ring, query_channel, is_written, position, saved, WIDTH)
+        _keep(new_key, ring, save_ring, key_channel, is_written, position, saved, WIDTH)
 
 
 @triton.jit
@@ -320,24 +348,26 @@ def _advance(
 
 @triton.jit
 def _past(conv, ring, channel, is_channel, position, WIDTH: tl.constexpr):
-    """The convolution of the inputs before this token."""
+    """The convolution of the inputs before this token, and the weight of its own."""
     total = tl.zeros(channel.shape, tl.float32)
     for back in tl.static_range(1, WIDTH):
         mask = is_channel & (position >= back)
         old = tl.load(ring + channel * WIDTH + (position + (WIDTH - back)) % WIDTH, mask=mask, other=0.0)
         weight = tl.load(conv + channel * WIDTH + (WIDTH - 1 - back), mask=is_channel, other=0.0)
         total += old.to(tl.float32) * weight.to(tl.float32)
-    return total
+    return total, tl.load(conv + channel * WIDTH + (WIDTH - 1), mask=is_channel, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _present(total, given, conv, ring, save_ring, channel, is_channel, writes, position, saved, WIDTH: tl.constexpr):
-    """silu(convolution), of `_past` and this token's input, which goes to the ring if the program `writes`."""
-    new = tl.load(given + channel, mask=is_channel, other=0.0)
-    weight = tl.load(conv + channel * WIDTH + (WIDTH - 1), mask=is_channel, other=0.0)
-    total += new.to(tl.float32) * weight.to(tl.float32)
+def _convolved(past, new, tap):
+    total = past + new.to(tl.float32) * tap
+    return total * tl.sigmoid(total)
+
+
+@triton.jit
+def _keep(new, ring, save_ring, channel, is_written, position, saved, WIDTH: tl.constexpr):
+    """Stores this token's input of the convolution in the ring, and in the saved one with its last inputs."""
     new = new.to(ring.dtype.element_ty)
-    is_written = is_channel & writes
     tl.store(ring + channel * WIDTH + position % WIDTH, new, mask=is_written)
     if saved >= 0:
         tl.store(save_ring + channel * WIDTH + position % WIDTH, new, mask=is_written)
@@ -345,14 +375,3 @@ def _present(total, given, conv, ring, save_ring, channel, is_channel, writes, p
             mask = is_written & (position >= back)
             at = channel * WIDTH + (position + (WIDTH - back)) % WIDTH
             tl.store(save_ring + at, tl.load(ring + at, mask=mask), mask=mask)
-    return total * tl.sigmoid(total)
-
-
-@triton.jit
-def _finish(result, scale, column, gate, norm, out, DIM: tl.constexpr):
-    """Stores the normed output of a head times silu(gate), some columns of it."""
-    mask = column < DIM
-    opened = tl.load(gate + column, mask=mask, other=0.0).to(tl.float32)
-    factor = tl.load(norm + column, mask=mask, other=0.0).to(tl.float32)
-    result = result * scale * factor * (opened * tl.sigmoid(opened))
-    tl.store(out + column, result.to(out.dtype.element_ty), mask=mask)

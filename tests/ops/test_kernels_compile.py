@@ -88,10 +88,11 @@ def products():
     quantized()
     heads = of(HALF, "x value weight rotary out keys values") | {"slots": LONG}
     shape = dict(ROTATED=24, KV_HEADS=8, PAGE=16, DIM=80, ROTARY=64, BLOCK_T=2, BLOCK_HALF=32)
-    rope, block = "slipstream.ops.rope.triton", dict(BLOCK_H=4, DEPENDENT=True)
+    rope, block = "slipstream.ops.rope.triton", dict(BLOCK_H=4, SMALL=True, DEPENDENT=True)
     build(rope, "_turn_kernel", heads, key_scales=None, value_scales=None, **block, **shape)
     fp8 = heads | of("*fp8e4nv", "keys values") | of(FLOAT, "key_scales value_scales")
-    build(rope, "_turn_kernel", fp8, **block, **shape)
+    build(rope, "_turn_kernel", fp8, weight=None, **block, **shape)
+    build(rope, "_turn_kernel", fp8, **block | {"SMALL": False}, **shape)
 
 
 def quantized():

@@ -85,6 +85,7 @@ def _launch(
         BLOCK_T=block_tokens,
         BLOCK_H=block_heads,
         BLOCK_HALF=half,
+        SMALL=num_tokens <= _MAX_SMALL_STEP,
         num_warps=warps,
         **dependent(x.device, num_tokens),
     )
@@ -132,6 +133,7 @@ def _turn_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
+    SMALL: tl.constexpr,  # steps of few tokens: loads do not wait for each other
     DEPENDENT: tl.constexpr,
 ):
     release_next(DEPENDENT)
@@ -155,6 +157,14 @@ def _turn_kernel(
             factors = weight + (head * DIM)[:, None]
             low_factor = tl.load(factors + dim, mask=mask, other=0.0).to(tl.float32)
             high_factor = tl.load(factors + HALF + dim, mask=mask, other=0.0).to(tl.float32)
+        # a load after a store waits until what is stored has been loaded: small steps load everything first
+        others = ()  # dimensions past the rotary part, and their factors
+        other_factors = ()
+        if SMALL and weight is not None:
+            for number in tl.static_range(PARTS):
+                at = ROTARY + number * BLOCK_HALF + dim
+                other_factor = tl.load(factors + at, mask=mine & (at < DIM), other=0.0)
+                other_factors = other_factors + (other_factor,)  # type: ignore[assignment]
         wait_for_previous(DEPENDENT)
         source = x + (token * token_stride + head * head_stride)[:, None]
         low = tl.load(source + dim, mask=mask, other=0.0).to(tl.float32)
@@ -167,7 +177,10 @@ def _turn_kernel(
         square = tl.sum(tl.fma(low, low, high * high), 1)
         for number in tl.static_range(PARTS):
             at = ROTARY + number * BLOCK_HALF + dim
-            stay = tl.load(source + at, mask=mine & (at < DIM), other=0.0).to(tl.float32)
+            stay = tl.load(source + at, mask=mine & (at < DIM), other=0.0)
+            if SMALL:
+                others = others + (stay,)  # type: ignore[assignment]
+            stay = stay.to(tl.float32)
             square += tl.sum(stay * stay, 1)
         scale = tl.rsqrt(square / DIM + eps)[:, None]
         if weight is not None:
@@ -181,7 +194,12 @@ def _turn_kernel(
         tl.store(target + HALF + dim, second, mask=mask & query)
         for number in tl.static_range(PARTS):
             at = ROTARY + number * BLOCK_HALF + dim
-            stay = _unrotated(source, factors, scale, at, mine & (at < DIM))
+            if SMALL:
+                stay = others[number]
+                if weight is not None:
+                    stay = _normed(stay, other_factors[number], scale)
+            else:
+                stay = _unrotated(source, factors, scale, at, mine & (at < DIM))
             tl.store(target + at, stay, mask=mine & (at < DIM) & query)
         if keys is not None:  # noqa: SIM102 - a compile-time condition; the next is not
             if (part + 1) * BLOCK_H > QUERIES:
@@ -210,7 +228,12 @@ def _turn_kernel(
                     tl.store(held_at + HALF + dim, second, mask=mask & key)
                     for number in tl.static_range(PARTS):
                         at = ROTARY + number * BLOCK_HALF + dim
-                        stay = _unrotated(source, factors, scale, at, mine & (at < DIM))
+                        if SMALL:
+                            stay = others[number]
+                            if weight is not None:
+                                stay = _normed(stay, other_factors[number], scale)
+                        else:
+                            stay = _unrotated(source, factors, scale, at, mine & (at < DIM))
                         tl.store(held_at + at, stay, mask=mine & (at < DIM) & key)
     elif keys is not None:
         wait_for_previous(DEPENDENT)
@@ -232,11 +255,20 @@ def _turn_kernel(
             tl.store(value_scales + where, size, mask=there & (own < KV_HEADS))
             factor = (1 / size)[:, None]
             early, late = _to_fp8(early, factor), _to_fp8(late, factor)
+        rest = ()
+        if SMALL:
+            for number in tl.static_range(PARTS):
+                at = ROTARY + number * BLOCK_HALF + dim
+                given_part = tl.load(given + at, mask=held & (at < DIM), other=0.0)
+                rest = rest + (given_part,)  # type: ignore[assignment]
         tl.store(taken + dim, early, mask=half)
         tl.store(taken + HALF + dim, late, mask=half)
         for number in tl.static_range(PARTS):
             at = ROTARY + number * BLOCK_HALF + dim
-            last = tl.load(given + at, mask=held & (at < DIM), other=0.0)
+            if SMALL:
+                last = rest[number]  # type: ignore[var-annotated]
+            else:
+                last = tl.load(given + at, mask=held & (at < DIM), other=0.0)
             if value_scales is not None:
                 last = _to_fp8(last, factor)
             tl.store(taken + at, last, mask=held & (at < DIM))
@@ -247,9 +279,13 @@ def _unrotated(source, factors, scale, at, mask):
     """Dimensions past the rotary part, normed if there are factors."""
     value = tl.load(source + at, mask=mask, other=0.0)
     if factors is not None:
-        factor = tl.load(factors + at, mask=mask, other=0.0).to(tl.float32)
-        value = (value.to(tl.float32) * (scale * factor)).to(value.dtype)
+        value = _normed(value, tl.load(factors + at, mask=mask, other=0.0), scale)
     return value
+
+
+@triton.jit
+def _normed(value, factor, scale):
+    return (value.to(tl.float32) * (scale * factor.to(tl.float32))).to(value.dtype)
 
 
 @triton.jit

@@ -94,7 +94,8 @@ def test_a_program_with_several_blocks_of_one_row(num_out, gate, has_bias, is_su
 @pytest.mark.parametrize(
     ("num_rows", "num_in", "gate", "expected"),
     [
-        (12352, 2048, "", (4, 4, 4)),  # the input projections of Qwen3-Next
+        (12352, 2048, "", (2, 4, 6)),  # the input projections of Qwen3-Next
+        (9216, 2048, "", (4, 4, 4)),  # its qkv and gate
         (5120, 2048, "", (2, 4, 5)),  # qkv of Qwen3-30B-A3B
         (128, 2048, "", None),  # a block is less than each program could have
         (151936, 2048, "", None),  # too many blocks of a program

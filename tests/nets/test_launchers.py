@@ -31,7 +31,7 @@ from slipstream.ops.linear.triton import Norm  # noqa: E402
 from slipstream.ops.lora.reference import LoraTiles, LoraWeights  # noqa: E402
 from slipstream.ops.moe import ExpertBiases, RouterRule, Routing, SharedMatrices  # noqa: E402
 from slipstream.ops.quantized import QuantizedExperts, QuantizedMatrix, words_of  # noqa: E402
-from slipstream.ops.sample.reference import Penalty, TokenMask  # noqa: E402
+from slipstream.ops.sample.reference import DrawTables, Penalty, TokenMask  # noqa: E402
 from slipstream.ops.step_inputs import KeptTokens, StepRows  # noqa: E402
 
 VOCAB = 300
@@ -112,6 +112,7 @@ def sampling() -> dict[str, Callable[[], Any]]:
     counts, seen, _, values, _ = penalty()
     after = penalty()._replace(earlier=ints(ROWS, 4))
     mask = TokenMask(ints(2, VOCAB // 32 + 1).int(), entries.int(), ints(ROWS))
+    rows, tables = torch.arange(ROWS), DrawTables(keys, random, warm, None)
     at = "sample.triton."
     return {
         "argmax_rows": lambda: get(at + "choose.argmax_rows")(logits, penalty()),
@@ -123,6 +124,10 @@ def sampling() -> dict[str, Callable[[], Any]]:
             ints(4, 8).int(), ints(2, 8).int(), ints(2).int(), ints(5).int(), ints(5).int()
         ),
         "draw plain": lambda: get(at + "choose.draw")(logits, keys),
+        "draw_by_row": lambda: get(at + "choose.draw_by_row")(logits, rows, keys, tables),
+        "draw_by_row with limits": lambda: get(at + "choose.draw_by_row")(
+            logits, rows, keys, tables._replace(limits=limits)
+        ),
         "find_floor": lambda: get(at + "floor.find_floor")(logits, limits, (), warm, penalty()),
         "penalize_": lambda: get(at + "edit.penalize_")(logits, None, counts, seen, entries, values),
         "count_": lambda: get(at + "edit.count_")(counts, seen, entries, keys),

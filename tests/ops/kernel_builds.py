@@ -37,7 +37,7 @@ def of(kind, names):
 
 def sample():
     x = of(FLOAT, "logits temperature floor tops limits peaks stats values total chosen top")
-    x |= of(LONG, "keys tokens index entries earlier picks rank top_ids row_keys positions ids")
+    x |= of(LONG, "keys tokens index entries earlier picks rank top_ids row_keys rows positions ids")
     x |= of(INT, "chunk_ids listed counts") | of(BYTE, "random failed seen where")
     plain = dict.fromkeys(["counts", "seen", "entries", "values", "earlier"])
     plain["EARLIER"] = 0
@@ -50,9 +50,10 @@ def sample():
     build(SAMPLE + "choose", "_chunk_kernel", half, SPAN=128, EARLIER=4, **greedy)
     build(SAMPLE + "mask", "_fetch_kernel", x | of(INT, "table entries"), BLOCK=1024)
     drawn = half | {"ids": INT}
-    build(SAMPLE + "gumbel_max", "_draw_kernel", drawn, BLOCK=1024, EARLIER=4, **no_mask)
-    build(SAMPLE + "gumbel_max", "_draw_kernel", drawn, BLOCK=1024, random=None, temperature=None, **plain)
-    build(SAMPLE + "best_part", "_row_kernel", drawn, PARTS=64)
+    build(SAMPLE + "gumbel_max", "_draw_kernel", drawn, BLOCK=1024, EARLIER=4, DEPENDENT=True, **no_mask)
+    plain_draw = plain | dict.fromkeys(["random", "temperature", "rows", "positions"])
+    build(SAMPLE + "gumbel_max", "_draw_kernel", drawn, BLOCK=1024, DEPENDENT=False, **plain_draw)
+    build(SAMPLE + "best_part", "_row_kernel", drawn, PARTS=64, DEPENDENT=True)
     build(SAMPLE + "noise", "_bits_kernel", x | {"out": INT}, BLOCK=256)
     build(SAMPLE + "noise", "_keys_kernel", x | {"out": LONG}, PURPOSE=0, BLOCK=256)
     build(SAMPLE + "edit", "_penalize_kernel", x, BLOCK=256, EARLIER=4)

@@ -10,6 +10,7 @@ from slipstream.ops.sample.reference import (
     IN_PROMPT,
     RESAMPLE,
     Choice,
+    DrawTables,
     Penalty,
     TokenMask,
     TopLogprobs,
@@ -23,6 +24,7 @@ _KERNELS = "slipstream.ops.sample.triton"
 add_entries_ = by_device(reference.add_entries_, _KERNELS)
 count_ = by_device(reference.count_, _KERNELS)
 draw = by_device(reference.draw, _KERNELS)
+draw_by_row = by_device(reference.draw_by_row, _KERNELS)
 drop_below_ = by_device(reference.drop_below_, _KERNELS)
 fetch_masks_ = by_device(reference.fetch_masks_, _KERNELS)
 find_floor = by_device(reference.find_floor, _KERNELS)
@@ -44,12 +46,14 @@ __all__ = [
     "IN_PROMPT",
     "RESAMPLE",
     "Choice",
+    "DrawTables",
     "Penalty",
     "TokenMask",
     "TopLogprobs",
     "add_entries_",
     "count_",
     "draw",
+    "draw_by_row",
     "drop_below_",
     "fetch_masks_",
     "find_floor",

@@ -127,6 +127,15 @@ class TokenMask(NamedTuple):
     index: torch.Tensor  # [R] int64, the index of each row in `entries`
 
 
+class DrawTables(NamedTuple):
+    """Keys, flags and limits of all rows, which a draw reads at its own rows."""
+
+    keys: torch.Tensor  # [rows] int64 row keys
+    is_random: torch.Tensor  # [rows] bool, whether the row is sampled with noise
+    temperatures: torch.Tensor  # [rows], above 0
+    limits: torch.Tensor | None  # [rows, 3] as in `find_floor`; None: no row has limits
+
+
 class Choice(NamedTuple):
     tokens: torch.Tensor  # [R] int64, 0 where failed
     failed: torch.Tensor  # [R] bool: the row holds NaN, or only -inf
@@ -155,6 +164,21 @@ def draw(
     if random is not None:
         gumbel.masked_fill_(~random[:, None], 0)
     return argmax_rows(gumbel.add_(logits))
+
+
+def draw_by_row(
+    logits: torch.Tensor,
+    rows: torch.Tensor,  # [R] int64
+    positions: torch.Tensor,  # [R] int64
+    tables: DrawTables,
+    penalty: Penalty | None = None,
+    mask: TokenMask | None = None,
+) -> Choice:
+    """As `draw`, for these rows of the tables and their positions."""
+    keys = step_keys(tables.keys.index_select(0, rows), positions, DRAW)
+    limits = None if tables.limits is None else tables.limits.index_select(0, rows)
+    random, temperature = tables.is_random.index_select(0, rows), tables.temperatures.index_select(0, rows)
+    return draw(logits, keys, random, temperature, limits, penalty, mask)
 
 
 def argmax_rows(logits: torch.Tensor, penalty: Penalty | None = None, mask: TokenMask | None = None) -> Choice:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from slipstream.device.device import Device
-from slipstream.ops.sample import DRAW, Choice, argmax_rows, draw, row_key, step_keys
+from slipstream.ops.sample import DRAW, Choice, DrawTables, argmax_rows, draw, draw_by_row, row_key, step_keys
 from slipstream.runner.batch.staging import StagedTensor, Upload
 from slipstream.runner.sampling.scale import Scale
 from slipstream.runner.sampling.stage import DrawBatch, MaskOf, PenaltyOf
@@ -73,16 +73,12 @@ class Draw:
     ) -> DrawWork:
         """Host: work that is the same for any rows. Masks, penalties, temperature and then limits are applied as the
         logits are read. `limits`: [rows, 3] as `find_floor` takes them; None if no row truncates."""
-        keys, random, temperatures = self.keys.device, self.is_random.device, scale.staged.device
+        tables = DrawTables(self.keys.device, self.is_random.device, scale.staged.device, limits)
 
         def drawn(logits: torch.Tensor, batch: DrawBatch) -> Choice:
-            rows = batch.rows
-            own = _keys(keys, rows, batch.positions)
-            cuts = None if limits is None else limits.index_select(0, rows)
-            scales = temperatures.index_select(0, rows)
             penalty = None if penalty_of is None else penalty_of(batch)
             mask = None if mask_of is None else mask_of(batch)
-            return draw(logits, own, random.index_select(0, rows), scales, cuts, penalty, mask)
+            return draw_by_row(logits, batch.rows, batch.positions, tables, penalty, mask)
 
         return drawn
 

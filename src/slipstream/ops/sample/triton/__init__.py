@@ -3,7 +3,7 @@
 Logits may also be bfloat16 or float16; kernels convert them to float32 when they load them.
 """
 
-from slipstream.ops.sample.triton.choose import argmax_rows, draw
+from slipstream.ops.sample.triton.choose import argmax_rows, draw, draw_by_row
 from slipstream.ops.sample.triton.edit import (
     add_entries_,
     count_,
@@ -21,6 +21,7 @@ __all__ = [
     "add_entries_",
     "count_",
     "draw",
+    "draw_by_row",
     "drop_below_",
     "fetch_masks_",
     "find_floor",

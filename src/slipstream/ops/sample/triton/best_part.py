@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from slipstream.ops.pdl import dependent, release_next, wait_for_previous
 from slipstream.ops.sample.reference import Choice
 
 
@@ -23,13 +24,16 @@ def best_parts(tops: torch.Tensor, ids: torch.Tensor, max_parts: int) -> Choice:
         num_parts,
         PARTS=triton.next_power_of_2(max_parts),
         num_warps=1,
+        **dependent(tops.device, num_rows),
     )
     return Choice(tokens, failed)
 
 
 # grid: (rows,)
 @triton.jit(do_not_specialize=["num_parts"])
-def _row_kernel(tops, ids, tokens, failed, num_parts, PARTS: tl.constexpr):
+def _row_kernel(tops, ids, tokens, failed, num_parts, PARTS: tl.constexpr, DEPENDENT: tl.constexpr):
+    release_next(DEPENDENT)
+    wait_for_previous(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PARTS)
     top = tl.load(tops + row * num_parts + part, mask=part < num_parts, other=float("-inf"))

@@ -7,12 +7,12 @@ import torch
 import triton
 import triton.language as tl
 
-from slipstream.ops.sample.reference import Choice, Penalty, TokenMask
+from slipstream.ops.sample.reference import DRAW, Choice, DrawTables, Penalty, TokenMask
 from slipstream.ops.sample.triton.best_part import best_parts
 from slipstream.ops.sample.triton.floor import SPAN, find_floor_and_peaks
 from slipstream.ops.sample.triton.gumbel_max import draw_unlimited
 from slipstream.ops.sample.triton.mask import allows_any, find_mask, is_allowed, mask_bits_
-from slipstream.ops.sample.triton.noise import exponential_at, halves
+from slipstream.ops.sample.triton.noise import exponential_at, halves, step_keys
 from slipstream.ops.sample.triton.penalty import find_penalty, num_earlier, with_penalty
 
 _CHUNK = 4096
@@ -38,6 +38,23 @@ def draw(
     if limits is None:
         return draw_unlimited(logits, keys, random, temperature, penalty, mask)
     return _choose(logits, keys, random, temperature, limits, penalty, mask)
+
+
+def draw_by_row(
+    logits: torch.Tensor,
+    rows: torch.Tensor,  # [R] int64
+    positions: torch.Tensor,  # [R] int64
+    tables: DrawTables,
+    penalty: Penalty | None = None,
+    mask: TokenMask | None = None,
+) -> Choice:
+    if tables.limits is None:
+        return draw_unlimited(
+            logits, tables.keys, tables.is_random, tables.temperatures, penalty, mask, rows=rows, positions=positions
+        )
+    keys = step_keys(tables.keys.index_select(0, rows), positions, DRAW)
+    random, temperature = tables.is_random.index_select(0, rows), tables.temperatures.index_select(0, rows)
+    return _choose(logits, keys, random, temperature, tables.limits.index_select(0, rows), penalty, mask)
 
 
 def _choose(

@@ -12,15 +12,18 @@ import torch
 import triton
 import triton.language as tl
 
+from slipstream.ops.pdl import dependent, release_next, wait_for_previous
+from slipstream.ops.sample import reference
 from slipstream.ops.sample.reference import Choice, Penalty, TokenMask
 from slipstream.ops.sample.triton.best_part import best_parts
 from slipstream.ops.sample.triton.mask import allows_any, find_mask, is_allowed
-from slipstream.ops.sample.triton.noise import exponential_at, halves, uniform_at
+from slipstream.ops.sample.triton.noise import exponential_at, halves, step_key_of, uniform_at
 from slipstream.ops.sample.triton.penalty import find_penalty, num_earlier, with_penalty
 
 _BLOCK = 1024
 _MAX_BLOCKS = 32  # of a part
 _NUM_PROGRAMS = 1024  # that fill the device
+_DRAW = tl.constexpr(reference.DRAW)
 
 
 def draw_unlimited(
@@ -30,8 +33,12 @@ def draw_unlimited(
     temperature: torch.Tensor | None,
     penalty: Penalty | None,
     mask: TokenMask | None = None,
+    *,
+    rows: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
 ) -> Choice:
-    """As `choose.draw` without limits. Parts do not change a token, so they may depend on the number of rows."""
+    """As `choose.draw` without limits. Parts do not change a token, so they may depend on the number of rows. With
+    `rows` and `positions` [R] the other tensors are tables: the kernel reads them at its row and makes the step key."""
     num_rows, size = logits.shape
     assert logits.stride(1) == 1, "logits must be contiguous along the vocabulary"
     num_blocks = triton.cdiv(size, _BLOCK)
@@ -44,6 +51,8 @@ def draw_unlimited(
         keys,
         None if random is None else random.view(torch.uint8),
         temperature,
+        rows,
+        positions,
         *(penalty or (None,) * 5),
         *(mask or (None,) * 3),
         tops,
@@ -55,17 +64,20 @@ def draw_unlimited(
         EARLIER=num_earlier(penalty),
         BLOCK=_BLOCK,
         num_warps=4,
+        **dependent(logits.device, num_rows),
     )
     return best_parts(tops, ids, num_blocks)
 
 
 # grid: (parts, rows)
-@triton.jit(do_not_specialize=["each"], do_not_specialize_on_alignment=["entries"])
+@triton.jit(do_not_specialize=["each"], do_not_specialize_on_alignment=["rows", "positions", "entries"])
 def _draw_kernel(
     logits,
     keys,
     random,
     temperature,
+    rows,
+    positions,
     counts,
     seen,
     entries,
@@ -82,17 +94,26 @@ def _draw_kernel(
     each,
     EARLIER: tl.constexpr,
     BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    release_next(DEPENDENT)
     part = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     logits += row * stride
-    low, high = halves(tl.load(keys + row))
+    wait_for_previous(DEPENDENT)
+    entry = row  # in the tables
+    if rows is not None:
+        entry = tl.load(rows + row)
+    key = tl.load(keys + entry).to(tl.uint64)
+    if positions is not None:
+        key = step_key_of(key, tl.load(positions + row), _DRAW)
+    low, high = halves(key)
     scale = tl.full([], 1.0, tl.float32)
     noisy = tl.full([], 1, tl.int1)
     if temperature is not None:
-        scale = tl.load(temperature + row).to(tl.float32)
+        scale = tl.load(temperature + entry).to(tl.float32)
     if random is not None:
-        noisy = tl.load(random + row) != 0
+        noisy = tl.load(random + entry) != 0
     penalty: tl.constexpr = None
     if entries is not None:
         penalty = find_penalty(row, size, counts, seen, entries, values, earlier, EARLIER)

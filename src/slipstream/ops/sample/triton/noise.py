@@ -71,9 +71,16 @@ def step_keys(row_keys: torch.Tensor, positions: torch.Tensor, purpose: int) -> 
 def _keys_kernel(row_keys, positions, out, num, PURPOSE: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = row < num
-    z = tl.load(row_keys + row, mask=mask, other=0).to(tl.uint64)
-    step = tl.load(positions + row, mask=mask, other=0).to(tl.uint64) * 4 + (PURPOSE + 1)
-    z = z + step * tl.full([], 0x9E3779B97F4A7C15, tl.uint64)
+    row_key = tl.load(row_keys + row, mask=mask, other=0)
+    step_key = step_key_of(row_key, tl.load(positions + row, mask=mask, other=0), PURPOSE)
+    tl.store(out + row, step_key.to(tl.int64), mask=mask)
+
+
+@triton.jit
+def step_key_of(row_key, position, PURPOSE: tl.constexpr):
+    """The step key of a row key at a position, as uint64."""
+    step = position.to(tl.uint64) * 4 + (PURPOSE + 1)
+    z = row_key.to(tl.uint64) + step * tl.full([], 0x9E3779B97F4A7C15, tl.uint64)
     z = (z ^ (z >> 30)) * tl.full([], 0xBF58476D1CE4E5B9, tl.uint64)
     z = (z ^ (z >> 27)) * tl.full([], 0x94D049BB133111EB, tl.uint64)
-    tl.store(out + row, (z ^ (z >> 31)).to(tl.int64), mask=mask)
+    return z ^ (z >> 31)

@@ -96,11 +96,13 @@ def choose_chain(x: torch.Tensor, weight: torch.Tensor) -> Chain:
 
 
 def can_stream(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether the weight may be part of a streamed chain for an x of this many rows on CUDA."""
+    """Whether the weight may be part of a streamed chain for an x of this many rows on CUDA. A single GEMM of two rows
+    of a small weight is a GEMV, which may compute the norm; a chain of them is faster with the norms inside."""
+    is_small = weight.shape[0] * weight.shape[1] <= SMALL_WEIGHT
     return (
         HAS_TRITON
         and x.dtype is torch.bfloat16
-        and _max_gemv_rows(x, weight) < len(x) <= MAX_CHAINED_ROWS
+        and (1 if is_small else _max_gemv_rows(x, weight)) < len(x) <= MAX_CHAINED_ROWS
         and _streaming_is_faster(x, weight, MAX_CHAINED_ROWS_OF_LARGE_WEIGHT)
     )
 

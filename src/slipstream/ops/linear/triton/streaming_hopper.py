@@ -1,4 +1,4 @@
-"""Skinny GEMM for 3 to 256 rows on Hopper: TMA loads the weight many stages ahead, and before x is ready.
+"""Skinny GEMM for 2 to 256 rows on Hopper: TMA loads the weight many stages ahead, and before x is ready.
 
 The weight is the left operand of the MMA, so that padding of few rows wastes no work. The steps around the GEMM in a
 decoder layer are fused: the division of the previous norm before it; bias, gated activation or residual, and the

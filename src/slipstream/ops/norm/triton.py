@@ -76,7 +76,7 @@ def _launch(
         PER_HEAD=weight.dim() == 2,
         ROWS=rows,
         BLOCK=block,
-        num_warps=max(1, min(16 if num_parts > 1 else 8, rows * block // 256)),
+        num_warps=max(1, min(32, block // 128) if num_parts > 1 else min(8, rows * block // 256)),
         **dependent(x.device, num),
     )
 

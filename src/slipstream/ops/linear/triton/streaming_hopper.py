@@ -205,7 +205,7 @@ def _launch(
 def plain_tile(rows: int, num_out: int, num_in: int, gate: str) -> StreamTile:
     """Of a GEMM with 16-bit weights that finishes no norm and has no adapters."""
     if not gate and narrow_splits(rows, num_out, num_in) == 1:
-        return StreamTile(1, narrow_outputs(num_out))
+        return StreamTile(1, narrow_outputs(num_out), copies=1)
     if not gate and rows <= MAX_WIDE_PLAIN_ROWS and fills_wide_programs(rows, num_out, num_in):
         return WIDE_TILE
     if not gate and rows <= MAX_FEW_WIDE_ROWS and has_wide_waves(num_out, num_in):

@@ -1,4 +1,4 @@
-"""Time of a decoder layer on the GPU in decode steps, at the shapes of two models.
+"""Time of a decoder layer on the GPU in decode steps, at the shapes of three models.
 
     python benchmarks/ops/layer.py [--model 0.6B] [--rows 16 256] [--keys 1024] [--drafts 4] [--kernels]
                                    [--weights fp8] [--cache fp8] [--adapters 8] [--only-fused]
@@ -16,6 +16,7 @@ import argparse
 from collections import defaultdict
 from dataclasses import replace
 from itertools import pairwise
+from typing import Literal
 
 import numpy as np
 import torch
@@ -44,22 +45,24 @@ METHODS = {
     "fp8": ONLINE_FP8,
     "awq": Quantization(method="awq", layout="awq", bits=4, group=128, symmetric=False),
 }
-MODELS = {  # hidden size, heads, kv heads, feed-forward size, layers
-    "0.6B": (1024, 16, 8, 3072, 28),
-    "8B": (4096, 32, 8, 12288, 8),
+MODELS = {  # hidden size, heads, kv heads, size of a head, feed-forward size, layers
+    "135M": (576, 9, 3, 64, 1536, 30),
+    "0.6B": (1024, 16, 8, 128, 3072, 28),
+    "8B": (4096, 32, 8, 128, 12288, 8),
 }
 
 
 def make_decoder(name: str, method: Quantization | None = None) -> Decoder:
-    hidden, heads, kv_heads, ffn, layers = MODELS[name]
+    hidden, heads, kv_heads, dim, ffn, layers = MODELS[name]
     norm = NormShape(eps=1e-6)
-    attention = AttentionShape(num_heads=heads, num_kv_heads=kv_heads, head_dim=128, scale=128**-0.5, qk_norm="heads")
+    qk_norm: Literal["none", "heads"] = "none" if name == "135M" else "heads"
+    attention = AttentionShape(num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, scale=dim**-0.5, qk_norm=qk_norm)
     layer = LayerShape(mixers=(attention,), feed=MlpShape(size=ffn, activation="silu"), norm=norm)
     shape = DecoderShape(
         vocab_size=256,
         hidden_size=hidden,
         layers=(layer,) * layers,
-        ropes=(RopeShape(RopeInfo(theta=1e6), 128),),
+        ropes=(RopeShape(RopeInfo(theta=1e6), dim),),
         norm=norm,
         max_positions=40960,
         tied=True,
@@ -124,8 +127,9 @@ def bytes_per_layer(decoder: Decoder, rows: int, keys: int, cache_dtype: str) ->
             weights -= 4 * part.scale.numel() * (1 if part.zeros is None else 2)
     loras = [part.lora for part in decoder.layers.modules() if isinstance(part, Linear) and part.lora is not None]
     adapters = sum(2 * (lora.a.numel() + lora.b.numel()) for lora in loras)
-    key_bytes = 2 * (128 + 4 if cache_dtype == "fp8" else 256)
-    return (weights + adapters) // len(decoder.layers) + rows * keys * decoder.shape.mixers[0].num_kv_heads * key_bytes
+    mixer = decoder.shape.mixers[0]
+    key_bytes = 2 * (mixer.head_dim + 4 if cache_dtype == "fp8" else 2 * mixer.head_dim)
+    return (weights + adapters) // len(decoder.layers) + rows * keys * mixer.num_kv_heads * key_bytes
 
 
 def make_cache(shape: tuple[int, int, int, int], dtype: str) -> torch.Tensor:
@@ -144,7 +148,7 @@ def make_context(
     """Rows of `keys` keys with shuffled pages, the last of which are those of drafts."""
     mixer, each = decoder.shape.mixers[0], -(-keys // PAGE)
     pages = (torch.randperm(rows * each, device="cuda") + 1).view(rows, each)
-    cache = (rows * each + 1, PAGE, mixer.num_kv_heads, 128)
+    cache = (rows * each + 1, PAGE, mixer.num_kv_heads, mixer.head_dim)
     caches = [(make_cache(cache, cache_dtype), make_cache(cache, cache_dtype)) for _ in decoder.layers]
     queries = 1 + num_drafts
     tokens = rows * queries

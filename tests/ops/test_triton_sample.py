@@ -529,6 +529,17 @@ def test_large_draws_are_nearly_all_the_references(large: torch.Tensor) -> None:
 
 
 @pytest.mark.cuda
+def test_large_draws_by_row_are_those_of_gathered_tables(large: torch.Tensor) -> None:
+    keys, index = keys_of(ROWS), torch.arange(ROWS, device="cuda")
+    rows, positions = index.flip(0) // 5 * 5, index * 31
+    tables = reference.DrawTables(keys, index % 7 > 0, 0.5 + index / ROWS, None)
+    found = kernels.draw_by_row(large, rows, positions, tables)
+    step_keys = kernels.step_keys(keys[rows], positions, reference.DRAW)
+    expected = kernels.draw(large, step_keys, tables.is_random[rows], tables.temperatures[rows])
+    assert found.tokens.equal(expected.tokens) and found.failed.equal(expected.failed)
+
+
+@pytest.mark.cuda
 def test_large_floors_keep_what_a_sort_keeps(large: torch.Tensor) -> None:
     asks = [(0.0, 50, 2.0), (0.0, 50, 0.95), (0.0, 0, 0.95), (0.1, 0, 2.0), (0.0, 2000, 0.9), (0.01, 0, 0.9)]
     limits = limits_of([asks[row % len(asks)] for row in range(ROWS)], VOCABULARY)

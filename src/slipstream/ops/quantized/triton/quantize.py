@@ -127,12 +127,24 @@ def _quantize_kernel(
         tl.store(total + row * SIZE + column, rounded, mask=inside)
         value = rounded.to(tl.float32)
     if norm is not None:
-        value = value * tl.rsqrt(tl.sum(value * value, 0) / SIZE + eps) * factor
-        value = value.to(norm.dtype.element_ty if PARTS > 1 else x.dtype.element_ty).to(tl.float32)
+        KIND: tl.constexpr = norm.dtype.element_ty if PARTS > 1 else x.dtype.element_ty
+        weighted = value * factor
+        # both at once: each is a barrier of the program
+        square, most = tl.reduce((value * value, tl.abs(weighted)), 0, _sum_and_max)
+        root = tl.rsqrt(square / SIZE + eps)
+        value = (weighted * root).to(KIND).to(tl.float32)
+        most = (most * root).to(KIND).to(tl.float32)  # the largest is the same after any rounding
+    elif given is None:
+        most = tl.max(tl.abs(value), 0)
     if given is None:
-        scale = tl.maximum(tl.max(tl.abs(value), 0) / _MAX, 1e-12)
+        scale = tl.maximum(most / _MAX, 1e-12)
     else:
         scale = tl.load(given)
     tl.store(scales + row, scale)
     value = tl.minimum(tl.maximum(value * (1 / scale), -_MAX), _MAX)
     tl.store(out + row * SIZE + column, value.to(tl.float8e4nv), mask=inside)
+
+
+@triton.jit
+def _sum_and_max(sum1, max1, sum2, max2):
+    return sum1 + sum2, tl.maximum(max1, max2)

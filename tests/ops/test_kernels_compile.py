@@ -438,6 +438,7 @@ def hopper():
     build_product(64, 16, 1, 1, **fp8, **added, **whole)
     build_product(64, 32, 0, 2, **fp8, **added)
     build_product(128, 128, 0, 2, **fp8, **added, **whole)  # partial sums
+    build_product(64, 128, 1, 1, 128, 3, **fp8, **added, **whole)
     build_product(64, 8, 1, 1, chunks=(2, 2), PARTS=64, bias=None, kind=gl.float8e4nv, **added, **whole)
     build_product(64, 8, 1, 1, 0, 3, chunks=(2, 2), PARTS=64, bias=None, kind=gl.float8e4nv, **added, **whole)
     build_product(64, 8, 0, 2, chunks=(6, 3), **fp8)

@@ -154,7 +154,7 @@ def test_a_row_is_quantised_inside_its_gemm(splits: int) -> None:
 def test_torch_multiplies_medium_rows_unless_tiles_are_one_wave() -> None:
     """By the shapes of Qwen3-8B, for which the choice was measured."""
     pytest.importorskip("triton")
-    from slipstream.ops.linear.triton.streaming_hopper import MEDIUM_TILE, SPLIT_TILE
+    from slipstream.ops.linear.triton.streaming_hopper import MEDIUM_TILE, NARROW_TILE, SPLIT_TILE, WIDE_TILE
     from slipstream.ops.quantized import _medium_tile
 
     def chosen(num_out: int, num_in: int) -> list[object]:
@@ -162,8 +162,47 @@ def test_torch_multiplies_medium_rows_unless_tiles_are_one_wave() -> None:
         return [_medium_tile(rows, weight) for rows in (64, 65, 128, 129, 256, 257)]
 
     assert chosen(4096, 12288) == [None, SPLIT_TILE, SPLIT_TILE, SPLIT_TILE, SPLIT_TILE, None]  # down
-    assert chosen(6144, 4096) == [None, None, None, MEDIUM_TILE, MEDIUM_TILE, None]  # qkv
-    assert chosen(4096, 4096) == chosen(24576, 4096) == [None] * 6  # o, gate and up
+    assert chosen(6144, 4096) == [None, NARROW_TILE, NARROW_TILE, MEDIUM_TILE, MEDIUM_TILE, None]  # qkv
+    assert chosen(24576, 4096) == [None, *[WIDE_TILE] * 4, None]  # gate and up
+    assert chosen(4096, 4096) == [None] * 6  # o
+
+
+@pytest.mark.parametrize("rows", [65, 96, 128, 129, 144, 150, 192, 193, 256])
+def test_sums_of_wide_programs_fit_into_the_memory_of_their_weights(rows: int) -> None:
+    """Three groups of warps, whose MMAs have 128 rows at most, and so their sums on the way to memory."""
+    pytest.importorskip("triton")
+    from slipstream.ops.linear.triton.streaming_hopper import WIDE_TILE, row_parts, stages_for
+
+    first, more = row_parts(WIDE_TILE, rows)
+    assert first in (64, 128) and more <= 128 and rows <= first + more < rows + 64
+    stages = stages_for(WIDE_TILE, first + more)
+    assert stages * 128 >= 4 * first  # bytes of an output
+    assert stages * (192 + first + more) * 128 <= 225 << 10  # of 227 KiB of a multiprocessor
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("rows", [65, 128, 160, 192, 256])
+def test_wide_programs_of_medium_rows(rows: int) -> None:
+    from slipstream.ops import quantized
+    from slipstream.ops.linear.triton.streaming_hopper import WIDE_TILE, Scales, streaming_gemm
+    from slipstream.ops.quantized import reference
+
+    weight = make("fp8", 24400, 1424, "cuda")  # parts of a step and of a program at the end
+    x = torch.randn(rows, 1424, device="cuda").bfloat16()
+    if not quantized._accepts_streaming(x, x.dtype, weight):
+        pytest.skip("made for another GPU")
+    assert quantized._medium_tile(rows, weight) == WIDE_TILE
+    down = make("fp8", 16, 12208, "cuda")
+    assert quantized.quantizes_gated(x, silu_and_mul, down) == (rows > 192)
+    bias = torch.randn(24400, device="cuda").bfloat16()
+    exact = reference.scaled_linear(x.double(), weight, bias.double())
+    whole = quantized_linear(x, weight, bias, quantizes_inputs=True)
+    assert off(whole, exact) < 8e-3
+    gated = quantized_linear(x, weight, bias, silu_and_mul, quantizes_inputs=True)
+    assert off(gated, silu_and_mul(exact)) < 1.6e-2
+    q, scales = reference.quantize_rows(x[:65])
+    few = streaming_gemm(q, weight.values, bias, "silu", WIDE_TILE, Scales(weight.scale, scales))
+    assert torch.equal(few, gated[:65]), "other rows changed the result"
 
 
 @pytest.mark.cuda
@@ -184,7 +223,7 @@ def test_long_sums_of_fp8_inputs_are_split(rows: int) -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("rows", [2, 16, 129, 200, 256])
+@pytest.mark.parametrize("rows", [2, 16, 65, 100, 129, 200, 256])
 def test_the_pass_of_the_norm_adds_partial_sums(rows: int) -> None:
     from slipstream.ops.linear.triton.streaming_hopper import parts_tile
     from slipstream.ops.quantized import chains_parts, fp8_linear_quantized, fp8_parts_add, reference
@@ -205,7 +244,7 @@ def test_the_pass_of_the_norm_adds_partial_sums(rows: int) -> None:
         exact = reference.scaled_linear(normed, second)
         # the kernel's norm is of the sum before it is rounded to 16 bits, so some numbers round to another one in FP8
         assert off(fp8_linear_quantized(*found.quantized, x.dtype, second, None, None), exact) < 2e-2
-        few = slice(0, 2 if rows <= 16 else 129)
+        few = slice(0, 2 if rows <= 16 else 65)
         alone = fp8_parts_add(x[few], activation, first, residual[few].contiguous(), norm, 1e-6)
         assert torch.equal(alone.total, found.total[few]), "other rows changed the result"
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from slipstream.config.memory import MAX_DEQUANTIZED
 from slipstream.ops.hopper import has_hopper_kernels
 from slipstream.ops.linear import gated_linear
-from slipstream.ops.linear.capability import MULTIPROCESSORS
+from slipstream.ops.linear.capability import MULTIPROCESSORS, keeps_wide_programs_busy
 from slipstream.ops.linear.dispatch import FUSED_ACTIVATIONS, HAS_TRITON, Activation
 from slipstream.ops.linear.unnormalized import Unnormalized
 from slipstream.ops.quantized import reference
@@ -60,7 +60,8 @@ __all__ = [
 MAX_STREAMED_ROWS = 16
 MAX_FUSED_ROWS = 64  # with more rows torch's FP8 GEMM is faster for most weights, and activations are not fused
 MAX_SPLIT_ROWS, MIN_SPLIT_INPUTS = 256, 8192  # of FP8 GEMMs with few outputs, which split-k makes faster than torch's
-MAX_FEW_ROWS, MIN_MEDIUM_ROWS = 16, 129  # of chains whose norms add partial sums; in between they were not measured
+MAX_FEW_ROWS, MIN_MEDIUM_ROWS = 16, 65  # of chains whose norms add partial sums; in between they were not measured
+MAX_GATED_ROWS = 192  # of wide programs with a gated activation; with more rows the pass that quantises computes it
 MIN_DEQUANTIZED_ROWS = 65  # from here on a GEMM has no split-k, and takes longer than writing and reading the weight
 
 
@@ -253,8 +254,12 @@ def norm_quantized_linear(
 def quantizes_gated(x: torch.Tensor, activation: Activation, weight: QuantizedMatrix) -> bool:
     """Whether `gated_quantized_linear` takes x and is faster than an activation in the GEMM before: with more rows than
     that GEMM fuses one."""
-    is_fused = bool(FUSED_ACTIVATIONS.get(activation)) and len(x) > MAX_FUSED_ROWS
-    return is_fused and x.is_cuda and x.dtype is not torch.float64 and weight.takes_fp8_inputs
+    if not (FUSED_ACTIVATIONS.get(activation) and x.is_cuda and len(x) > MAX_FUSED_ROWS):
+        return False
+    is_fused = (
+        len(x) <= MAX_GATED_ROWS and _is_wide(len(x), 2 * weight.num_columns) and _accepts_streaming(x, x.dtype, weight)
+    )
+    return not is_fused and x.dtype is not torch.float64 and weight.takes_fp8_inputs
 
 
 def gated_quantized_linear(
@@ -289,9 +294,11 @@ def _multiply_fp8(
         return out if activation in FUSED_ACTIVATIONS else _activate(out, activation)
     tile = _medium_tile(len(q), weight) if _accepts_streaming(q, dtype, weight) else None
     if tile is not None:
-        from slipstream.ops.linear.triton.streaming_hopper import Scales, streaming_gemm
+        from slipstream.ops.linear.triton.streaming_hopper import WIDE_TILE, Scales, streaming_gemm
 
-        return _activate(streaming_gemm(q, weight.values, bias, "", tile, Scales(weight.scale, scales)), activation)
+        gate = FUSED_ACTIVATIONS.get(activation, "") if tile is WIDE_TILE else ""
+        out = streaming_gemm(q, weight.values, bias, gate, tile, Scales(weight.scale, scales))
+        return out if gate else _activate(out, activation)
     from slipstream.ops.quantized.triton.gemm import quantized_gemm
 
     if len(q) > MAX_FUSED_ROWS and _accepts_scaled_mm(dtype, weight):
@@ -306,14 +313,25 @@ def _multiply_fp8(
 def _medium_tile(rows: int, weight: QuantizedMatrix) -> StreamTile | None:
     """The tile of a GEMM of 65 to 256 rows that is faster than torch's: tiles of 128 x 128 results leave half of the
     multiprocessors idle and sums are long enough to divide, or one wave of tiles keeps most of them busy."""
-    from slipstream.ops.linear.triton.streaming_hopper import MEDIUM_TILE, SPLIT_TILE
+    from slipstream.ops.linear.triton.streaming_hopper import MEDIUM_TILE, NARROW_TILE, SPLIT_TILE, WIDE_TILE
 
     if not MAX_FUSED_ROWS < rows <= MAX_SPLIT_ROWS:
         return None
+    if _is_wide(rows, len(weight.values)):
+        return WIDE_TILE
     tiles = -(-len(weight.values) // 128) * -(-rows // 128)
     if weight.num_columns >= MIN_SPLIT_INPUTS and 2 * tiles <= MULTIPROCESSORS:
         return SPLIT_TILE
-    return MEDIUM_TILE if rows >= MIN_MEDIUM_ROWS and 2 * MULTIPROCESSORS <= 3 * tiles <= 3 * MULTIPROCESSORS else None
+    tile = MEDIUM_TILE if rows > NARROW_TILE.rows else NARROW_TILE
+    programs = -(-len(weight.values) // (tile.outputs * tile.groups)) * -(-rows // tile.rows)
+    is_busy = 2 * MULTIPROCESSORS < 3 * programs <= 3 * MULTIPROCESSORS
+    return tile if rows >= MIN_MEDIUM_ROWS and is_busy else None
+
+
+def _is_wide(rows: int, num_out: int) -> bool:
+    """Whether programs of 192 outputs and all rows are faster than torch's, which read x from the L2 cache more often;
+    they fuse a gated activation too."""
+    return MIN_MEDIUM_ROWS <= rows <= MAX_SPLIT_ROWS and keeps_wide_programs_busy(num_out)
 
 
 def _accepts_streaming(q: torch.Tensor, dtype: torch.dtype, weight: QuantizedMatrix) -> bool:

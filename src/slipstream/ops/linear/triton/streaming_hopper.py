@@ -36,6 +36,8 @@ from slipstream.ops.pdl import dependent
 TINY_WEIGHT, MAX_TINY_INPUTS = 2 << 20, 1536
 """Elements, and inputs, of a weight whose GEMM is bound by latency: few stages, no split-k, no padding to 16 rows."""
 MEMORY = 195 << 10  # bytes of shared memory for the pipelines of all programs on a multiprocessor
+MAX_MEMORY = 224 << 10  # if stages of three blocks and 256 rows need it: four, whose memory holds the sums at the end
+MAX_PART = 128  # rows of an MMA of three blocks: registers of 256 would not be enough for three groups of warps
 
 
 class StreamTile(NamedTuple):
@@ -53,7 +55,9 @@ ROW_TILE = WIDE_TILE
 MAX_WIDE_FP8_ROWS = 16
 MAX_FEW_WIDE_ROWS = 16
 SPLIT_TILE = StreamTile(2, 128, 128, 1)  # of 65 and more rows, if there are few outputs
-MEDIUM_TILE = StreamTile(1, 128, 128, 1)  # if tiles of 128 x 128 results are about as many as multiprocessors
+MEDIUM_TILE = StreamTile(1, 64, 64, 1, groups=3)  # of 129 and more rows, if such tiles are one wave
+NARROW_TILE = StreamTile(1, 64, 128, 1)  # of 65 to 128 rows, if such tiles are one wave
+MAX_FEW_ROWS = 64
 
 
 class Scales(NamedTuple):
@@ -241,7 +245,7 @@ def stream_tile(rows: int, num_out: int, num_in: int, gate: str) -> StreamTile:
 
 def parts_tile(rows: int, weight: torch.Tensor) -> StreamTile | None:
     """The tile of a GEMM of FP8 whose partial sums the next kernel adds; None: the GEMM is not split."""
-    if rows > SPLIT_TILE.rows:
+    if rows > MAX_FEW_ROWS:
         tiles = triton.cdiv(len(weight), 128) * triton.cdiv(rows, 128)
         return SPLIT_TILE if 2 * tiles <= MULTIPROCESSORS else None
     tile = stream_tile(rows, len(weight), weight.shape[1] // 2, "")
@@ -259,7 +263,8 @@ def can_append(tile: StreamTile, weight: torch.Tensor, adapters: torch.Tensor) -
 
 def stages_for(tile: StreamTile, rows: int) -> int:
     outputs = triton.next_power_of_2(tile.outputs) * tile.groups
-    return MEMORY // tile.programs // ((outputs + rows) * BYTES.value * tile.copies)
+    memory = MAX_MEMORY if tile.groups == 3 and rows > MAX_PART else MEMORY
+    return memory // tile.programs // ((outputs + rows) * BYTES.value * tile.copies)
 
 
 def row_stages(tile: StreamTile, split_steps: int) -> int:
@@ -282,9 +287,10 @@ def row_parts(tile: StreamTile, rows: int) -> tuple[int, int]:
     """The rows of a program as two powers of two; the second may be 0. Up to 32 rows are padded to one."""
     if tile.rows or rows <= 32:
         return tile.rows or _padded(rows), 0
-    first = triton.next_power_of_2(rows + 1) // 2
+    largest = MAX_PART if tile.groups == 3 else rows
+    first = min(triton.next_power_of_2(rows + 1) // 2, largest)
     more = max(8, triton.next_power_of_2(rows - first)) if rows > first else 0
-    return (2 * first, 0) if more == first else (first, more)
+    return (2 * first, 0) if more == first < largest else (first, more)
 
 
 def _padded(rows: int) -> int:

@@ -31,6 +31,7 @@ from slipstream.ops.pdl import release_next, wait_for_previous
 BYTES = gl.constexpr(128)  # of a weight row per TMA copy
 FETCH_REGISTERS = gl.constexpr(24)
 GROUP_REGISTERS = gl.constexpr(152)  # per consumer thread of a program with three blocks
+LARGE_GROUP_REGISTERS = gl.constexpr(160)  # if it has the sums of 256 rows; the first group then has fewer
 
 
 # grid: (blocks of rows, groups of blocks of outputs, splits)
@@ -114,6 +115,7 @@ def streaming_kernel(
             [FETCH_REGISTERS],
         )
     else:
+        REGISTERS: gl.constexpr = LARGE_GROUP_REGISTERS if ROWS + MORE_ROWS > 192 else GROUP_REGISTERS
         gl.warp_specialize(
             [
                 (
@@ -131,7 +133,7 @@ def streaming_kernel(
                 (_fetch, fetched),
             ],
             [4, 4, 1],
-            [GROUP_REGISTERS, GROUP_REGISTERS, FETCH_REGISTERS],
+            [REGISTERS, REGISTERS, FETCH_REGISTERS],
         )
 
 

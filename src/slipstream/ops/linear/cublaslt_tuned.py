@@ -203,17 +203,44 @@ class LtGemm:
     """GEMMs of one shape through cuBLASLt, with the algorithms that its heuristic lists, its first choice first."""
 
     def __init__(self, library: Any, x: torch.Tensor, weight: torch.Tensor) -> None:
+        kind = {torch.bfloat16: _BFLOAT16, torch.float16: _FLOAT16}[x.dtype]
+        self._describe(library, x.device, (len(x), *weight.shape), kind, kind)
+        self._algorithms = self._list_algorithms()
+
+    @classmethod
+    def of_fp8(cls, library: Any, device: torch.device, rows: int, num_out: int, num_in: int) -> LtGemm:
+        """Of FP8 operands with a scale for each row of x and of the weight, to bfloat16. Before `run`: `set_scales`."""
+        gemm = cls.__new__(cls)
+        gemm._describe(library, device, (rows, num_out, num_in), _FLOAT8, _BFLOAT16)
+        gemm._set_operation(_FAST_ACCUMULATION, ctypes.c_int8(1))
+        for mode in (_SCALE_MODE_A, _SCALE_MODE_B):
+            gemm._set_operation(mode, ctypes.c_int32(_SCALE_PER_ROW))
+        anywhere = torch.empty(1, device=device)  # no algorithm is listed without scales; none is read
+        gemm.set_scales(anywhere, anywhere)
+        gemm._algorithms = gemm._list_algorithms()
+        return gemm
+
+    def _describe(
+        self, library: Any, device: torch.device, sizes: tuple[int, int, int], kind: int, out_kind: int
+    ) -> None:
         self.best = 0
         self._library = library
-        self._handle = _handle(x.device)
-        rows, (num_out, num_in) = len(x), weight.shape
-        kind = {torch.bfloat16: _BFLOAT16, torch.float16: _FLOAT16}[x.dtype]
+        self._handle = _handle(device)
+        rows, num_out, num_in = sizes
         # cuBLASLt is column-major: our row is its column, so out = transpose(weight) times x
         self._operation = ctypes.c_void_p()
         _check(library.cublasLtMatmulDescCreate(ctypes.byref(self._operation), _COMPUTE_FLOAT32, _FLOAT32))
-        _set(library.cublasLtMatmulDescSetAttribute, self._operation, _TRANSPOSE_A, ctypes.c_int32(1))
-        self._layouts = [self._layout(kind, *sizes) for sizes in ((num_in, num_out), (num_in, rows), (num_out, rows))]
-        self._algorithms = self._list_algorithms()
+        self._set_operation(_TRANSPOSE_A, ctypes.c_int32(1))
+        inputs = [self._layout(kind, num_in, columns) for columns in (num_out, rows)]
+        self._layouts = [*inputs, self._layout(out_kind, num_out, rows)]
+
+    def set_scales(self, weight: torch.Tensor, x: torch.Tensor) -> None:
+        """Of FP8 operands, in float32, for later runs."""
+        self._set_operation(_SCALE_A, ctypes.c_void_p(weight.data_ptr()))
+        self._set_operation(_SCALE_B, ctypes.c_void_p(x.data_ptr()))
+
+    def _set_operation(self, attribute: int, value: Any) -> None:
+        _set(self._library.cublasLtMatmulDescSetAttribute, self._operation, attribute, value)
 
     @property
     def num_algorithms(self) -> int:
@@ -282,9 +309,11 @@ class _Algorithm(ctypes.Structure):
 
 
 # constants of cublasLt.h
-_BFLOAT16, _FLOAT16, _FLOAT32 = 14, 2, 0
+_BFLOAT16, _FLOAT16, _FLOAT32, _FLOAT8 = 14, 2, 0, 28
 _COMPUTE_FLOAT32 = 68
 _TRANSPOSE_A = 3
+_SCALE_A, _SCALE_B, _FAST_ACCUMULATION, _SCALE_MODE_A, _SCALE_MODE_B = 17, 18, 25, 31, 32
+_SCALE_PER_ROW = 3
 _MAX_WORKSPACE, _REDUCTION_SCHEMES = 1, 3
 _ONE, _ZERO = ctypes.c_float(1.0), ctypes.c_float(0.0)
 

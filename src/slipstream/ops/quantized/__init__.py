@@ -16,6 +16,7 @@ from slipstream.config.memory import MAX_DEQUANTIZED
 from slipstream.ops.hopper import has_hopper_kernels
 from slipstream.ops.linear import gated_linear
 from slipstream.ops.linear.capability import MULTIPROCESSORS, keeps_wide_programs_busy
+from slipstream.ops.linear.cublaslt_fp8 import add_fp8_to, adds_fp8
 from slipstream.ops.linear.dispatch import FUSED_ACTIVATIONS, HAS_TRITON, Activation
 from slipstream.ops.linear.unnormalized import Unnormalized
 from slipstream.ops.quantized import reference
@@ -192,10 +193,11 @@ def fp8_linear_unnormalized(
 
 def chains_parts(x: torch.Tensor, weight: QuantizedMatrix) -> bool:
     """Whether `fp8_parts_add` and `fp8_linear_quantized` are faster than single GEMMs: numbers of rows at which GEMMs
-    with few outputs are split."""
+    with few outputs are split, or cuBLASLt adds to the residual."""
     rows = len(x)
     is_split = x.is_cuda and (1 < rows <= MAX_FEW_ROWS or MIN_MEDIUM_ROWS <= rows <= MAX_SPLIT_ROWS)
-    return is_split and _accepts_streaming(x, x.dtype, weight) and _accepts_scaled_mm(x.dtype, weight)
+    is_added = rows > MAX_SPLIT_ROWS and adds_fp8(x, *weight.values.shape)
+    return (is_split or is_added) and _accepts_streaming(x, x.dtype, weight) and _accepts_scaled_mm(x.dtype, weight)
 
 
 def fp8_parts_add(
@@ -207,11 +209,14 @@ def fp8_parts_add(
     eps: float,
 ) -> Unnormalized:
     """residual + x @ weight.T, or of a gated activation of x, and its RMS norm in FP8, for an x that `chains_parts`
-    accepts. The pass of the norm adds the partial sums of the GEMM."""
+    accepts; the sum may be in the memory of the residual. The pass of the norm adds the partial sums of the GEMM; with
+    many rows the GEMM adds to the residual itself."""
     from slipstream.ops.linear.triton.streaming_hopper import Scales, parts_tile, streaming_gemm_parts
     from slipstream.ops.quantized.triton.quantize import quantize_gated_rows, quantize_normed_rows, quantize_rows
 
     q, scales = quantize_rows(x) if activation is None else quantize_gated_rows(x, FUSED_ACTIVATIONS[activation])
+    if add_fp8_to(residual, q, scales, weight.values, weight.scale):
+        return Unnormalized(residual, norm, eps, quantized=quantize_normed_rows(residual, None, norm, eps)[:2])
     tile = parts_tile(len(q), weight.values)
     if tile is None:
         sums = _multiply_fp8(q, scales, x.dtype, weight, None, None)

@@ -88,11 +88,11 @@ def products():
     quantized()
     heads = of(HALF, "x value weight rotary out keys values") | {"slots": LONG}
     shape = dict(ROTATED=24, KV_HEADS=8, PAGE=16, DIM=80, ROTARY=64, BLOCK_T=2, BLOCK_HALF=32)
-    rope, block = "slipstream.ops.rope.triton", dict(BLOCK_H=4, SMALL=True, DEPENDENT=True)
+    rope, block = "slipstream.ops.rope.triton", dict(BLOCK_H=4, SMALL=True, REVERSED=False, DEPENDENT=True)
     build(rope, "_turn_kernel", heads, key_scales=None, value_scales=None, **block, **shape)
     fp8 = heads | of("*fp8e4nv", "keys values") | of(FLOAT, "key_scales value_scales")
     build(rope, "_turn_kernel", fp8, weight=None, **block, **shape)
-    build(rope, "_turn_kernel", fp8, **block | {"SMALL": False}, **shape)
+    build(rope, "_turn_kernel", fp8, **block | {"SMALL": False, "REVERSED": True}, **shape)
 
 
 def quantized():
@@ -111,9 +111,10 @@ def quantized():
     build(ops + "gemm", "_gemm_kernel", x | {"values": "*i8"}, **many, **blocks(4096, 16, 64))
     eight = x | {"out": "*fp8e4nv"} | of(HALF, "residual norm total")
     plain = dict.fromkeys(["residual", "norm", "total"])
-    build(ops + "quantize", "_quantize_kernel", eight, PARTS=1, GATE=2, SIZE=3000, BLOCK=4096, DEPENDENT=True, **plain)
+    large, small = dict(REVERSED=True, DEPENDENT=False), dict(REVERSED=False, DEPENDENT=True)
+    build(ops + "quantize", "_quantize_kernel", eight, PARTS=1, GATE=2, SIZE=3000, BLOCK=4096, **large, **plain)
     eight |= {"x": FLOAT}
-    build(ops + "quantize", "_quantize_kernel", eight, PARTS=2, GATE=0, SIZE=64, BLOCK=64, DEPENDENT=True, given=None)
+    build(ops + "quantize", "_quantize_kernel", eight, PARTS=2, GATE=0, SIZE=64, BLOCK=64, **small, given=None)
     gguf = x | {"values": BYTE} | of("*fp16", "scale minima")
     build(ops + "gemm", "_gemm_kernel", gguf, **some, **blocks(2048, 32, 64, 64, "minima"))
     unused = ("SCALING", "PTX")

@@ -221,6 +221,20 @@ def test_the_pass_of_the_norm_adds_partial_sums(kernel_device: torch.device) -> 
     assert torch.equal(q.float(), wanted_q.float())
 
 
+def test_many_rows_are_quantised_from_the_last_to_the_first(
+    kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from slipstream.ops.quantized.triton import quantize
+
+    x, norm = torch.randn(5, 100, device=kernel_device), torch.rand(100, device=kernel_device)
+    runs = []
+    for most in (5, 4):
+        monkeypatch.setattr(quantize, "MAX_FORWARD_ROWS", most)
+        q, scales, total = quantize.quantize_normed_rows(x, x, norm, 1e-6)
+        runs.append((q.float(), scales, total))
+    assert all(map(torch.equal, *runs))
+
+
 @pytest.mark.parametrize("activation", [silu_and_mul, gelu_tanh_and_mul])
 def test_gated_activation_and_quantisation_in_one_pass(
     activation: Callable[[torch.Tensor], torch.Tensor], kernel_device: torch.device

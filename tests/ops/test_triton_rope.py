@@ -56,6 +56,19 @@ def test_keys_and_values_come_to_their_slots_and_no_others(tokens, kv_heads, dim
     assert values.equal(expected[1])
 
 
+def test_many_tokens_are_turned_from_the_last_to_the_first(kernel_device, monkeypatch):
+    weight, rotary = make(83, 3, 16, 16, True, kernel_device)
+    merged = torch.randn(83, 4, 16, device=kernel_device)
+    slots = torch.randperm(96, device=kernel_device)[:83]
+    runs = []
+    for most in (83, 82):
+        monkeypatch.setattr(triton_rope, "MAX_FORWARD_TOKENS", most)
+        pages = [torch.zeros(6, 16, 1, 16, device=kernel_device) for _ in range(2)]
+        found, _ = triton_rope.rope_and_write_cache(merged[:, :3], merged[:, 3:], weight, 1e-6, rotary, *pages, slots)
+        runs.append((found, *pages))
+    assert all(map(torch.equal, *runs))
+
+
 @pytest.mark.parametrize("factor", [0.0, 0.3, 1.0, 3.0])
 @pytest.mark.parametrize("eps", [1e-6, 0.3])
 def test_eps_of_a_heads_norm_is_under_the_root(factor, eps, kernel_device):

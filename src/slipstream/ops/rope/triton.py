@@ -10,6 +10,7 @@ from slipstream.ops.cache_write.fp8 import FP8, MAX_FP8, scales_of
 from slipstream.ops.pdl import dependent, release_next, wait_for_previous
 
 _MAX_SMALL_STEP = 80  # tokens
+MAX_FORWARD_TOKENS = 2048  # of more tokens the last are the first: the GEMM before left them in the L2 cache
 _MAX = tl.constexpr(MAX_FP8)
 
 
@@ -86,6 +87,7 @@ def _launch(
         BLOCK_H=block_heads,
         BLOCK_HALF=half,
         SMALL=num_tokens <= _MAX_SMALL_STEP,
+        REVERSED=num_tokens > MAX_FORWARD_TOKENS,
         num_warps=warps,
         **dependent(x.device, num_tokens),
     )
@@ -134,6 +136,7 @@ def _turn_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     SMALL: tl.constexpr,  # steps of few tokens: loads do not wait for each other
+    REVERSED: tl.constexpr,  # the last tokens first
     DEPENDENT: tl.constexpr,
 ):
     release_next(DEPENDENT)
@@ -142,7 +145,10 @@ def _turn_kernel(
     QUERIES: tl.constexpr = ROTATED - KV_HEADS
     part = tl.program_id(1)
     lane = tl.arange(0, BLOCK_T * BLOCK_H)
-    token = tl.program_id(0).to(tl.int64) * BLOCK_T + lane // BLOCK_H
+    block = tl.program_id(0).to(tl.int64)
+    if REVERSED:
+        block = tl.num_programs(0) - 1 - block
+    token = block * BLOCK_T + lane // BLOCK_H
     there = token < num_tokens
     # dimension i is rotated with i + half; dimensions past the rotary part do not change, and are handled in parts as
     # large as a half: one large block of them needs another layout and more registers than there are

@@ -15,6 +15,7 @@ from slipstream.ops.pdl import dependent, release_next, wait_for_previous
 from slipstream.ops.quantized.reference import MAX_FP8
 
 _MAX = tl.constexpr(MAX_FP8)
+MAX_FORWARD_ROWS = 2048  # of more rows the last are the first: the kernel before left them in the L2 cache
 MAX_WIDE_ROWS = 512  # up to so many rows all programs of 16 warps run at once, four on a multiprocessor
 
 
@@ -71,6 +72,7 @@ def _launch(
             GATE=GATES[gate],
             SIZE=size,
             BLOCK=block,
+            REVERSED=rows > MAX_FORWARD_ROWS,
             num_warps=_num_warps(rows, block),
             **dependent(x.device, rows),
         )
@@ -102,10 +104,13 @@ def _quantize_kernel(
     GATE: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    REVERSED: tl.constexpr,  # the last rows first
     DEPENDENT: tl.constexpr,
 ):
     release_next(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
+    if REVERSED:
+        row = tl.num_programs(0) - 1 - row
     column = tl.arange(0, BLOCK)
     inside = column < SIZE
     if norm is not None:  # older than the step

@@ -213,10 +213,10 @@ class BatchStore:
 
     def _check_room(self, owner: str, num_bytes: int, *, rows: bool = True) -> None:
         """Raises where the owner's share has no room for this many bytes and, with `rows`, for a file or batch."""
-        mine = "WHERE owner = ?1"
+        mine = "WHERE owner = :owner"
         count = f"(SELECT COUNT(*) FROM files {mine}), (SELECT COUNT(*) FROM batches {mine})"
         total = f"(SELECT TOTAL(size) FROM files {mine}) + (SELECT TOTAL(result_bytes) FROM batches {mine})"
-        num_files, num_batches, used = self._db.execute(f"SELECT {count}, {total}", (owner,)).fetchone()
+        num_files, num_batches, used = self._db.execute(f"SELECT {count}, {total}", {"owner": owner}).fetchone()
         share, max_rows = self.max_bytes // self.num_owners, max(1, _MAX_ROWS // self.num_owners)
         each = f" for each of {self.num_owners} API keys" if self.num_owners > 1 else ""
         if used + num_bytes > share:

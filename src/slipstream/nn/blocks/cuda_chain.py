@@ -109,10 +109,8 @@ class CudaChain:
         """The last product of the last sublayer, the sum, and the norm of the hidden states."""
         last = part.products.last
         if len(made) <= MAX_STREAMED_ROWS_OF_LARGE_WEIGHT:
-            out: torch.Tensor = self.norm(last(made, context) if gate is None else last.after_gate(made, gate), total)[
-                0
-            ]
-            return out
+            out = last(made, context) if gate is None else last.after_gate(made, gate)
+            return self.norm(out, total)[0]
         # other kernels than those of chains do not stream large weights
         sums = last.add_to(total, made, self.norm, chain, context, gate)
         return self.norm(sums.total)[0] if sums.normed is None else sums.normed

@@ -102,7 +102,7 @@ def quantized_linear(
     if quantizes_inputs and weight.takes_fp8_inputs:
         from slipstream.ops.quantized.triton.quantize import quantize_rows
 
-        return _multiply_fp8(*quantize_rows(x, input_scale), x.dtype, weight, bias, activation)
+        return fp8_linear_quantized(*quantize_rows(x, input_scale), x.dtype, weight, bias, activation)
     if streams(x, weight):
         from slipstream.ops.quantized.triton.stream import stream_gemm
 
@@ -219,23 +219,11 @@ def fp8_parts_add(
         return Unnormalized(residual, norm, eps, quantized=quantize_normed_rows(residual, None, norm, eps)[:2])
     tile = parts_tile(len(q), weight.values)
     if tile is None:
-        sums = _multiply_fp8(q, scales, x.dtype, weight, None, None)
+        sums = fp8_linear_quantized(q, scales, x.dtype, weight, None, None)
     else:
         sums = streaming_gemm_parts(q, weight.values, tile, Scales(weight.scale, scales))
     quantized, of_quantized, total = quantize_normed_rows(sums, residual, norm, eps)
     return Unnormalized(total, norm, eps, quantized=(quantized, of_quantized))
-
-
-def fp8_linear_quantized(
-    q: torch.Tensor,
-    scales: torch.Tensor,
-    dtype: torch.dtype,
-    weight: QuantizedMatrix,
-    bias: torch.Tensor | None,
-    activation: Activation | None,
-) -> torch.Tensor:
-    """activation(x @ weight.T + bias) of FP8 rows."""
-    return _multiply_fp8(q, scales, dtype, weight, bias, activation)
 
 
 def norm_quantized_linear(
@@ -253,7 +241,7 @@ def norm_quantized_linear(
     from slipstream.ops.quantized.triton.quantize import quantize_normed_rows
 
     q, scales, total = quantize_normed_rows(x, residual, norm, eps, input_scale)
-    return _multiply_fp8(q, scales, x.dtype, weight, bias, activation), total
+    return fp8_linear_quantized(q, scales, x.dtype, weight, bias, activation), total
 
 
 def quantizes_gated(x: torch.Tensor, activation: Activation, weight: QuantizedMatrix) -> bool:
@@ -279,10 +267,10 @@ def gated_quantized_linear(
     from slipstream.ops.quantized.triton.quantize import quantize_gated_rows
 
     q, scales = quantize_gated_rows(gate_up, FUSED_ACTIVATIONS[activation], input_scale)
-    return _multiply_fp8(q, scales, gate_up.dtype, weight, bias, None)
+    return fp8_linear_quantized(q, scales, gate_up.dtype, weight, bias, None)
 
 
-def _multiply_fp8(
+def fp8_linear_quantized(
     q: torch.Tensor,
     scales: torch.Tensor,
     dtype: torch.dtype,
@@ -290,7 +278,7 @@ def _multiply_fp8(
     bias: torch.Tensor | None,
     activation: Activation | None,
 ) -> torch.Tensor:
-    """The product of FP8 inputs and FP8 weights, then the activation."""
+    """activation(x @ weight.T + bias) of FP8 rows x, for FP8 weights."""
     if 0 < len(q) <= MAX_FUSED_ROWS and _accepts_streaming(q, dtype, weight):
         from slipstream.ops.linear.triton.streaming_hopper import Scales, streaming_gemm
 

@@ -208,6 +208,21 @@ def test_a_file_replays_to_the_same_tokens_and_names_the_first_step_that_differs
     assert report.difference is None and report.error is None and report.num_skipped > 0 and report.num_compared > 0
 
 
+def test_rows_that_read_cached_drafts_are_compared(small):
+    """An accepted draft was never a token of a plan; its page has it all the same."""
+    with LLM(small, depth=1, drafts="ngram:2", **OPTIONS) as llm:
+        llm.core.scheduler.drafts.length = None  # all plans have drafts, whatever they cost
+        params = SamplingParams(max_tokens=16, temperature=0)
+        first = llm.generate([PROMPTS[3][:6]], params)[0].outputs[0]
+        assert llm.core.scheduler.drafts.counts.num_accepted > 0, "the test is meant to accept drafts"
+        again = llm.generate([PROMPTS[3][:6] + list(first.token_ids)], params)[0]
+        assert again.num_cached_tokens > 8, "the test is meant to hit pages with drafts"
+        recording = llm.core.recorder.take()
+    checker = PlanChecker(recording.config)
+    for step in recording.steps:
+        assert checker.run(step) == set(step.plan.rows.tolist())
+
+
 def test_a_redacted_file_has_no_content_of_requests_and_can_still_be_checked(small):
     secret = [41, 42, 43, 44, 45, 46]
     with LLM(small, depth=0, **OPTIONS) as llm:

@@ -315,10 +315,22 @@ class PlanChecker:
         self._need(len(record.tokens) == sum(num for _, num in drawing), "the result has another number of tokens")
         for (row, num), tokens in zip(drawing, accepted_tokens(record), strict=True):
             state = self.rows[row]
+            first = (state.length or 0) - num + 1  # position of the first draft
             # positions of rejected drafts are computed again
-            state.length = (state.length or 0) - num + max(len(tokens), 1)
+            state.length = first + max(len(tokens) - 1, 0)
             del state.tokens[state.length :]
+            self._write_accepted(state, first, tokens[:-1])
             state.next_tokens = tokens[-1:]
+
+    def _write_accepted(self, state: _CheckedRow, first: int, drafts: list[int]) -> None:
+        """Accepted drafts, which no plan has, become known tokens of their positions."""
+        if state.is_complete:
+            state.tokens[first:] = drafts
+        for table, content in zip(state.tables, self._tokens, strict=True):
+            for position, token in enumerate(drafts, first):
+                page = table.get(position // self._page_size, NULL_PAGE)
+                if page != NULL_PAGE:
+                    content[page, position % self._page_size] = token
 
     def _sit_out(self, record: StepRecord) -> None:
         """Rows that sat out the step compute their last position again."""

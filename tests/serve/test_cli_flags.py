@@ -1,8 +1,11 @@
 import argparse
+import re
+from pathlib import Path
 
 import msgspec
 import pytest
 
+import slipstream
 from slipstream.config.options import Options
 from slipstream.params import SamplingParams
 from slipstream.serve.cli.flags import (
@@ -12,6 +15,24 @@ from slipstream.serve.cli.flags import (
     engine_options,
     sampling_changes,
 )
+from slipstream.serve.http.settings import ServerSettings
+
+
+def unread_options(struct, source):
+    """Fields that no code reads: options that are accepted and ignored."""
+    read = set(re.findall(r"\b(?:options|settings|given)\.(\w+)", source))
+    return [name for name in struct.__struct_fields__ if name not in read]
+
+
+def test_every_option_is_read_by_some_code():
+    files = sorted(Path(slipstream.__file__).parent.rglob("*.py"))
+    source = "\n".join(file.read_text(encoding="utf-8") for file in files)
+    assert unread_options(Options, source) == unread_options(ServerSettings, source) == []
+
+
+def test_an_option_that_no_code_reads_is_found():
+    struct = msgspec.defstruct("Planted", ["depth", "seed"])
+    assert unread_options(struct, "depth = options.depth\nseed = seeds.seed, options.seed_of") == ["seed"]
 
 
 @pytest.fixture

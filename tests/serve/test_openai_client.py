@@ -383,6 +383,13 @@ def test_shapes_of_vllm_and_of_older_clients(client):
     assert complete(guided_json={"const": "a"}, guided_whitespace_pattern=" ?") == '"a"'
 
 
+@pytest.mark.parametrize("schema", [{"$ref": "#"}, {"allOf": [{"$ref": "#/$defs/a"}], "$defs": {"a": {"$ref": "#"}}}])
+def test_a_schema_that_leads_only_to_itself_is_refused_by_name(client, schema):
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    with pytest.raises(openai.BadRequestError, match="no text matches it, as with a rule or .ref that leads only to"):
+        client.chat.completions.create(model="tiny", messages=MESSAGES, response_format=form)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_wrong_schema_is_a_400_that_names_its_field(client, stream):
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "strin"}}}

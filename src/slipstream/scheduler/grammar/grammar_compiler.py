@@ -48,12 +48,14 @@ class GrammarCompiler:
                 if not (error := matcher.get_error()):
                     mask = np.zeros(mask_words(self.vocab_size), np.uint32)
                     matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)  # the first one is the slowest
+                    error = matcher.get_error()  # that no text matches is found by the first mask
+                if not error:
                     return CompiledGrammar(matcher, 0 if self.threads is None else MAX_SPARES)
         except (BadGrammar, GrammarTooComplex) as failure:
             error = str(failure)
         error = error.replace("<non-verbose/>", "").strip()
         if error.startswith("NoExtension"):
-            error = "no text matches it"
+            error = "no text matches it, as with a rule or $ref that leads only to itself"
         if len(error) > _MAX_ERROR_CHARS:
             error = error[:_MAX_ERROR_CHARS] + " ..."
         raise InvalidParams(f"structured_outputs cannot be used: {error}", param="structured_outputs")

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import gguf
+import msgspec
 import pytest
 import torch
 
@@ -13,6 +14,7 @@ from slipstream.config.options import Options
 from slipstream.config.stored_weights import StoredWeights
 from slipstream.config.weight_files import WHOLE
 from slipstream.engine.build import open_model
+from slipstream.engine.model_description import ModelDescription
 from tiny import tiny_weights, write_tiny
 from tiny_gguf import K_SIZES, write_gguf
 
@@ -59,3 +61,16 @@ def test_files_that_are_missing_or_broken_are_no_error_here(tmp_path):
     assert stored(tmp_path, load_format="dummy").num_params == 0
     (tmp_path / WHOLE).unlink()
     assert stored(tmp_path, load_format="dummy") == StoredWeights()
+
+
+def test_files_are_in_the_memory_of_a_gpu_but_for_what_is_offloaded(tmp_path):
+    description = open_model(Options(model=str(write_tiny(tmp_path)), device="cpu")).description
+    config = open_model(Options(model=str(tmp_path), device="cpu")).config
+    device = msgspec.structs.replace(config.device, kind="cuda")
+    offloaded = msgspec.structs.replace(config.model, offload_bytes=1000)
+    on_gpu = msgspec.structs.replace(config, device=device)
+    sizes = [
+        ModelDescription.of(Options(), each, description.defaults).gpu_bytes
+        for each in (config, on_gpu, msgspec.structs.replace(on_gpu, model=offloaded))
+    ]
+    assert sizes == [0, description.weights.num_bytes, description.weights.num_bytes - 1000]

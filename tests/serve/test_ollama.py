@@ -12,6 +12,7 @@ from serve.asgi import at_door
 from serve.dialects import CALL, THOUGHT, with_server
 from serve.samples import MESSAGES
 from slipstream.config.stored_weights import StoredWeights
+from slipstream.transport.frames import Pulse
 
 FUNCTION = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
 
@@ -72,6 +73,21 @@ def test_the_ollama_client(folder):
             await client.chat("tiny", MESSAGES, options={"mirostat": 2})
 
     with_server(folder, scenario, reasoning_parser="qwen3")
+
+
+def test_ps_tells_how_much_of_a_model_a_gpu_has(folder):
+    async def scenario(door):
+        async def size():
+            (model,) = (await door.get("/api/ps")).json()["models"]
+            return model["size"], model["size_vram"]
+
+        assert await size() == (500, 400)
+        door.core.say(Pulse(is_asleep=True))
+        while not door.state.engine.pulse.is_asleep:
+            await asyncio.sleep(0)
+        assert await size() == (500, 0)
+
+    at_door(folder, scenario, model={"weights": StoredWeights("gguf", 500), "gpu_bytes": 400})
 
 
 @pytest.mark.parametrize(("count", "size"), [(134_515_008, "134.52M"), (8 * 10**9, "8B"), (0, ""), (5_210, "5K")])

@@ -34,6 +34,7 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str = "float32"
     architecture: str = ""
     weights: StoredWeights = StoredWeights()
+    gpu_bytes: int = 0  # of the weights' files that are in the memory of a GPU
     max_batch_tokens: int = 0  # of a step
     max_waiting: int | None = None  # prompts that may wait in the core; None: unknown
     reasoning_config: ReasoningConfig | None = None  # None: by the chat template
@@ -69,6 +70,8 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
         if options.tokenizer is not None or options.tokenizer_revision is not None:
             given = options.tokenizer or options.model or tokenizer
             tokenizer = locate_tokenizer(given, options.download_dir, options.tokenizer_revision)
+        weights = StoredWeights.of(config.model)
+        on_gpu = config.device.kind != "cpu"
         return cls(
             name=config.model.name,
             tokenizer=None if options.skip_tokenizer_init else tokenizer,
@@ -82,7 +85,8 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
             pooling=config.model.pooling,
             dtype=config.model.dtype,
             architecture=info.architecture,
-            weights=StoredWeights.of(config.model),
+            weights=weights,
+            gpu_bytes=max(0, weights.num_bytes - config.model.offload_bytes) if on_gpu else 0,
             max_batch_tokens=config.scheduler.max_num_batched_tokens,
             max_waiting=config.scheduler.max_waiting,
             embed_size=info.hidden_size if config.scheduler.prompt_embeds else 0,

@@ -39,7 +39,7 @@ class OllamaModel(msgspec.Struct, omit_defaults=True):
     digest: str = msgspec.field(default_factory=str)
     details: OllamaDetails | None = None
     expires_at: str | None = None  # of /api/ps
-    size_vram: int | None = None
+    size_vram: int | None = None  # bytes of the files that are in the memory of a GPU
     context_length: int | None = None
 
 
@@ -58,10 +58,10 @@ async def list_tags(request: Request, body: None) -> Response:
 
 async def list_running(request: Request, body: None) -> Response:
     """All models, which stay loaded."""
-    found = []
+    asleep, found = request.state.engine.pulse.is_asleep, []
     for name, served in request.state.engine.models.items():
         card = _card(request, name, served)
-        card.expires_at, card.size_vram = _NEVER, 0
+        card.expires_at, card.size_vram = _NEVER, 0 if asleep else served.description.gpu_bytes
         card.context_length = served.max_num_tokens
         found.append(card)
     return json_response(OllamaModels(found))

@@ -43,7 +43,7 @@ def test_the_contracts_hold(copy: Path) -> None:
 
 PLANTED = {
     "Imports point down": ("scheduler/stopping.py", "from slipstream.runner import results"),
-    "Inside the runner": ("runner/batch/rows.py", "from slipstream.runner import generate_head"),
+    "Inside the runner": ("runner/batch/rows.py", "from slipstream.runner.drafts import drafter"),
     "Inside nn": ("nn/layers/norm.py", "from slipstream.nn.models import decoder"),
     "The host half never imports torch": ("scheduler/budget.py", "import torch"),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from slipstream.runner.drafts.expand import expand_drafts
+from slipstream.runner.batch.drafted_plan import expand_drafts
 from slipstream.step import NO_INTS, PoolPlan, StepPlan
 
 

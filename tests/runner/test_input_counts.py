@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 
 from slipstream.device.device import Device
+from slipstream.runner.batch.drafted_plan import expand_drafts
 from slipstream.runner.batch.input_batch import InputBatch, Size
 from slipstream.runner.batch.page_tables import PageTables
 from slipstream.runner.batch.rows import RowTable
 from slipstream.runner.batch.staging import HostRing
-from slipstream.runner.drafts.expand import expand_drafts
 from slipstream.step import NO_INTS, StepPlan
 
 

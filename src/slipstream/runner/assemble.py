@@ -37,9 +37,9 @@ from slipstream.runner.batch.row_state import RowState
 from slipstream.runner.batch.rows import RowTable
 from slipstream.runner.batch.sit_out import SittingRows
 from slipstream.runner.batch.staging import HostRing
+from slipstream.runner.batch.token_history import TokenHistory
 from slipstream.runner.drafts.build import build_drafter, open_draft_model, scratch_pages
 from slipstream.runner.drafts.drafter import Drafter
-from slipstream.runner.drafts.history import TokenHistory
 from slipstream.runner.drafts.ngram import NgramDrafter
 from slipstream.runner.generate_head import GenerateHead
 from slipstream.runner.graphs import GraphPool

@@ -14,12 +14,12 @@ from slipstream.config.memory import SCORED_AT_ONCE
 from slipstream.nn.models.base import CausalLM
 from slipstream.ops.drafts import Accepted, earlier_drafts
 from slipstream.ops.sample import TopLogprobs
+from slipstream.runner.batch.drafted_plan import DraftedPlan
 from slipstream.runner.batch.input_batch import Gathered, Size
 from slipstream.runner.batch.rows import RowTable
 from slipstream.runner.batch.sit_out import leave_out_
 from slipstream.runner.batch.staging import Upload
 from slipstream.runner.drafts.drafter import DraftBatch, Drafter
-from slipstream.runner.drafts.expand import DraftedPlan
 from slipstream.runner.graphs import GraphPool
 from slipstream.runner.head import Head
 from slipstream.runner.lora.store import AdapterStore, Tiles

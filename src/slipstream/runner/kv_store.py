@@ -13,7 +13,7 @@ from slipstream.device.device import Device
 from slipstream.errors import NotEnoughMemory
 from slipstream.ops.cache_write import new_fp8_cache, raw_pages
 from slipstream.runner.batch.staging import Upload, UploadSpan
-from slipstream.runner.drafts.history import TokenHistory
+from slipstream.runner.batch.token_history import TokenHistory
 from slipstream.step import StepPlan
 
 

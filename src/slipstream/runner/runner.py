@@ -14,12 +14,12 @@ from slipstream.device.sync_check import HotPath
 from slipstream.nn.context import AttentionBackend, ForwardContext
 from slipstream.nn.models.base import CausalLM
 from slipstream.ops.recurrent_steps import RecurrentSteps
+from slipstream.runner.batch.drafted_plan import expand_drafts
 from slipstream.runner.batch.input_batch import BatchInputs, Gathered, Size
 from slipstream.runner.batch.row_state import RowState
 from slipstream.runner.batch.sit_out import SittingRows
 from slipstream.runner.batch.staging import HostRing
 from slipstream.runner.drafts.block_drafter import BlockDrafter
-from slipstream.runner.drafts.expand import expand_drafts
 from slipstream.runner.drafts.head_drafter import HeadDrafter
 from slipstream.runner.drafts.model_drafter import Follow, ModelDrafter
 from slipstream.runner.graphs import GraphPool

@@ -29,9 +29,9 @@ from slipstream.ops.recurrent_steps import (
     list_chunks,
     max_chunks,
 )
+from slipstream.runner.batch.drafted_plan import DraftedPlan
 from slipstream.runner.batch.input_batch import Gathered, Size
 from slipstream.runner.batch.staging import StagedTensor, Upload
-from slipstream.runner.drafts.expand import DraftedPlan
 from slipstream.step import Ints, StepPlan
 
 

@@ -16,13 +16,13 @@ import torch
 from slipstream.nn.context import BatchView
 from slipstream.ops.step_inputs import StepRows, gather_inputs
 from slipstream.runner.batch.array_cache import ArrayCache
+from slipstream.runner.batch.drafted_plan import DraftedPlan
 from slipstream.runner.batch.page_tables import PageTables
 from slipstream.runner.batch.prompt_embeds import stage_embeds
 from slipstream.runner.batch.rope_rows import RopeRows
 from slipstream.runner.batch.rows import RowTable
 from slipstream.runner.batch.staging import Upload
-from slipstream.runner.drafts.expand import DraftedPlan
-from slipstream.runner.drafts.history import TokenHistory
+from slipstream.runner.batch.token_history import TokenHistory
 from slipstream.step import Ints, StepPlan
 
 Longs = np.ndarray[Any, np.dtype[np.int64]]

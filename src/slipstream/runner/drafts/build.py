@@ -17,10 +17,10 @@ from slipstream.nn.models.draft_head import DraftHead
 from slipstream.nn.models.draft_layout import open_draft
 from slipstream.runner.batch.page_tables import PageTables
 from slipstream.runner.batch.rows import RowTable
+from slipstream.runner.batch.token_history import TokenHistory
 from slipstream.runner.drafts.block_drafter import BlockDrafter
 from slipstream.runner.drafts.draft_cache import DraftCache, own_groups
 from slipstream.runner.drafts.head_drafter import HeadDrafter
-from slipstream.runner.drafts.history import TokenHistory
 from slipstream.runner.drafts.model_drafter import ModelDrafter
 from slipstream.runner.kv_store import KVStore, ScratchPages
 

@@ -20,9 +20,9 @@ from slipstream.nn.models.base import CausalLM
 from slipstream.runner.batch.input_batch import Size
 from slipstream.runner.batch.rows import RowTable
 from slipstream.runner.batch.staging import Upload
+from slipstream.runner.batch.token_history import TokenHistory
 from slipstream.runner.drafts.draft_cache import DraftCache, DraftRows
 from slipstream.runner.drafts.drafter import DraftBatch
-from slipstream.runner.drafts.history import TokenHistory
 from slipstream.step import StepPlan
 
 Follow = Callable[[ForwardContext, torch.Tensor], None]

@@ -11,8 +11,8 @@ import math
 from slipstream.config.draft_config import DraftConfig
 from slipstream.ops.drafts import MatchRule, RowHistory, propose_from_history_
 from slipstream.runner.batch.rows import RowTable
+from slipstream.runner.batch.token_history import TokenHistory
 from slipstream.runner.drafts.drafter import DraftBatch
-from slipstream.runner.drafts.history import TokenHistory
 
 
 class NgramDrafter:

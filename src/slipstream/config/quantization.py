@@ -27,7 +27,6 @@ class Quantization(msgspec.Struct, frozen=True, kw_only=True):
     group: int = 0  # columns that share a scale; 0: all of a row
     block_rows: int = 1  # rows that share a scale; 0: all of a tensor
     symmetric: bool = True  # False: a scale has a zero point
-    act_order: bool = False  # GPTQ: the groups are not runs of columns
     static_inputs: bool = False  # FP8: the checkpoint has scales of the inputs
     quantizes_inputs: bool = False  # FP8: GEMMs of several rows quantise their inputs
     scale_name: str = "weight_scale"
@@ -140,7 +139,6 @@ def _read_gptq(method: str, given: Mapping[str, Any]) -> Quantization:
         bits=bits,
         group=_group(given),
         symmetric=bool(given.get("sym", True)),
-        act_order=bool(given.get("desc_act", False)),
     )
 
 
@@ -179,7 +177,6 @@ def _read_compressed(method: str, given: Mapping[str, Any]) -> Quantization:
             group=group,
             block_rows=block_rows,
             symmetric=symmetric,
-            act_order=scheme.get("actorder") in ("group", True),
         )
     raise _unsupported(method, f"format {kind} with {scheme.get('type', 'int')} weights of {bits} bits")
 

@@ -22,10 +22,10 @@ log = logging.getLogger(__name__)
 def read_info(options: Options, folder: Path, changes: Mapping[str, Any]) -> ModelInfo:
     """The ModelInfo of a folder, for the implementation that `model_impl` selects. `changes`: of config.json."""
     if options.model_impl == "transformers":
-        return _backend_info(options, folder, changes)
+        return _backend_info(folder, changes)
     if options.model_impl == "auto" and not _has_own_family(folder):
         try:
-            info = _backend_info(options, folder, changes)
+            info = _backend_info(folder, changes)
         except UnsupportedModel as reason:
             try:
                 find_family(read_model_info(folder, dict(changes)))
@@ -48,7 +48,7 @@ def _has_own_family(folder: Path) -> bool:
         return True
 
 
-def _backend_info(options: Options, folder: Path, changes: Mapping[str, Any]) -> ModelInfo:
+def _backend_info(folder: Path, changes: Mapping[str, Any]) -> ModelInfo:
     from slipstream.nn.models.transformers_decoder import transformers_info  # the library is optional
 
     if changes:

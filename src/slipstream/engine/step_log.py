@@ -19,8 +19,6 @@ from slipstream.scheduler.scheduler import Scheduler
 from slipstream.step import Ints, StepPlan, StepResult
 
 MAX_STEPS = 1 << 15
-CAUSES = ("turnaround", "host_late", "output", "grammar", "no_requests")
-"""Causes of an idle gap; `grammar` is a wait within a step."""
 
 
 class LoggedCore(Protocol):

@@ -43,7 +43,7 @@ def gguf_tokenizer(fields: Mapping[str, Any]) -> Tokenizer:
         raise _broken(str(error)) from None
     _add_marked_tokens(tokenizer, tokens, types)
     if kind != "bert":  # which adds its own
-        _add_ends(tokenizer, fields, tokens)
+        _add_ends(tokenizer, fields)
     return tokenizer
 
 
@@ -159,7 +159,7 @@ def _add_marked_tokens(tokenizer: Tokenizer, tokens: list[str], types: list[int]
     tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in plain if text])
 
 
-def _add_ends(tokenizer: Tokenizer, fields: Mapping[str, Any], tokens: list[str]) -> None:
+def _add_ends(tokenizer: Tokenizer, fields: Mapping[str, Any]) -> None:
     """Adds the bos and eos tokens around a text if the file enables them."""
     # the default of files without the field: SentencePiece models and some byte-level BPE models add bos, Unigram eos
     kind, rule = fields.get("tokenizer.ggml.model"), SPLIT_RULES.get(str(fields.get("tokenizer.ggml.pre")))

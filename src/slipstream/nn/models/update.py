@@ -26,7 +26,6 @@ from slipstream.nn.weights.load import fill_targets, find_targets
 from slipstream.nn.weights.source import SourceTensor
 
 _INTEGERS = {str(dtype) for dtype in (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)}
-NamedTensors = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 
 
 class ModelWeights:

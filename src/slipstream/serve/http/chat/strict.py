@@ -34,7 +34,7 @@ def calls_grammar(
     if isinstance(format, EnvelopeFormat):
         rules, begin = _envelope(format, tokenizer, schemas), format.begin
     elif isinstance(format, MistralFormat):
-        rules, begin = _mistral(format, tokenizer, schemas), (format.begin,)
+        rules, begin = _mistral(tokenizer, schemas), (format.begin,)
     elif isinstance(format, NamedFormat):
         rules, begin = _named(format, tokenizer, schemas), (format.section[0],)
     elif isinstance(format, TaggedFormat):
@@ -74,7 +74,7 @@ def _envelope(format: EnvelopeFormat, tokenizer: Tokenizer, schemas: Schemas) ->
     return [f"calls: SPACE? ({items}){end}", f"call: {_any(len(rules))}", *rules]
 
 
-def _mistral(format: MistralFormat, tokenizer: Tokenizer, schemas: Schemas) -> list[str]:
+def _mistral(tokenizer: Tokenizer, schemas: Schemas) -> list[str]:
     """Both forms: a list of objects, or a name and its arguments."""
     rules = _objects(schemas)
     mark = symbol(tokenizer, "[ARGS]")

@@ -92,7 +92,7 @@ class OllamaGenerateResponse(_Chunk, kw_only=True, omit_defaults=True):
 async def create_chat(request: Request, body: OllamaChatRequest) -> Response | StreamingResponse:
     refuse(given_fields(body), REFUSED)
     served = find_model(request, body.model, "generate")
-    answer = _Answer(request, body, served)
+    answer = _Answer(request, body)
     if not body.messages:  # clients load a model in this way
         ollama_params(request, served, body)
         return answer.loaded()
@@ -115,7 +115,7 @@ async def create_generate(request: Request, body: OllamaGenerateRequest) -> Resp
     refuse(given_fields(body), REFUSED | _GENERATE_REFUSED)
     request.set_input_field("prompt")
     served = find_model(request, body.model, "generate")
-    answer = _Answer(request, body, served)
+    answer = _Answer(request, body)
     params, limit = ollama_params(request, served, body)
     if not body.prompt:
         return answer.loaded()
@@ -194,7 +194,7 @@ def _calls(given: Any, name: str) -> list[tuple[str, str, str]]:
 class _Answer:
     """Writes the answer of one request, for both routes."""
 
-    def __init__(self, request: Request, body: OllamaFields, served: ServedModel) -> None:
+    def __init__(self, request: Request, body: OllamaFields) -> None:
         self.request = request
         self.streams = body.stream is not False
         self.is_chat = isinstance(body, OllamaChatRequest)

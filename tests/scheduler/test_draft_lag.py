@@ -29,17 +29,17 @@ class DraftedExecutor(ScriptedExecutor):
     def _update_pages(self, plan: StepPlan) -> None:
         super()._update_pages(plan)
         for group, source, target in plan.copies.tolist():
-            for offset in range(self.page_size):
+            for offset in range(self.pages.page_size):
                 self.entries[group, target, offset] = self.entries.get((group, source, offset), ())
 
     def _slots(self, row: int, position: int) -> list[tuple[int, int, int]]:
-        entry, offset = divmod(position, self.page_size)
+        entry, offset = divmod(position, self.pages.page_size)
         return [(group, table[entry], offset) for group, table in enumerate(self.rows[row].tables)]
 
     def _tokens(self, row: int, length: int) -> tuple[int, ...]:
         slots = [self._slots(row, position)[0] for position in range(length)]
         # the host's length is an upper bound while drafts are in flight: the last positions may hold nothing yet
-        return tuple(self.slots[group].get((page, offset), (-1,))[0] for group, page, offset in slots)
+        return tuple(self.pages.slots[group].get((page, offset), (-1,))[0] for group, page, offset in slots)
 
     def _is_right(self, row: int, length: int) -> bool:
         tokens = self._tokens(row, length)

@@ -163,8 +163,8 @@ def test_the_random_runs_with_states_cover_every_event() -> None:
     for day in days:
         day.run(150)
     benches = [day.bench for day in days]
-    assert sum(bench.executor.num_restored for bench in benches) > 60
-    assert sum(bench.executor.num_saved for bench in benches) > 500
+    assert sum(bench.executor.states.num_restored for bench in benches) > 60
+    assert sum(bench.executor.states.num_saved for bench in benches) > 500
     assert sum(bench.scheduler.num_preemptions for bench in benches) > 20
     assert sum(bench.executor.num_switched for bench in benches) > 10
     assert sum(bench.executor.num_accepted for bench in benches) > 300
@@ -207,7 +207,7 @@ def test_the_random_runs_cover_every_event(monkeypatch: pytest.MonkeyPatch) -> N
     assert sum(day.refused for day in days) > 5
     assert sum(len(day.aborted) for day in days) > 20
     assert sum(len(plan.copies) for day in days for plan in day.bench.plans) > 10
-    assert sum(day.bench.executor.num_given_back for day in days) > 100
+    assert sum(day.bench.executor.pages.num_given_back for day in days) > 100
     assert sum(day.bench.executor.num_switched for day in days) > 10
     assert sum(day.bench.executor.num_accepted for day in days) > 300
     assert sum(day.bench.executor.num_rejected for day in days) > 300

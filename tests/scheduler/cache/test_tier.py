@@ -31,7 +31,7 @@ def test_a_prompt_that_left_the_device_is_loaded_from_the_tier() -> None:
     run_all(bench, LONG[:3])
     (again,) = run_all(bench, LONG[:1])
     assert again.num_cached == 16  # all but the last token, in whole pages
-    assert bench.executor.num_loaded == 4
+    assert bench.executor.pages.num_loaded == 4
     assert bench.cache.tier is not None
     page = bench.cache.tier._page_bytes[0]
     assert (bench.cache.tier.num_hits, bench.cache.tier.bytes_loaded) == (16, 4 * page)
@@ -49,14 +49,14 @@ def test_pages_on_the_device_and_in_the_tier_make_one_hit() -> None:
     run_all(bench, LONG[:1])
     run_all(bench, [LONG[1][:15]])  # overwrites the last pages of the first prompt
     (again,) = run_all(bench, LONG[:1])
-    assert again.num_cached == 16 and 0 < bench.executor.num_loaded < 4
+    assert again.num_cached == 16 and 0 < bench.executor.pages.num_loaded < 4
 
 
 def test_other_salts_share_nothing() -> None:
     bench = Bench(num_pages=8, tier=10.0)
     run_all(bench, LONG[:3], salt="mine")
     (again,) = run_all(bench, LONG[:1], salt="other")
-    assert again.num_cached == 0 and not bench.executor.num_loaded
+    assert again.num_cached == 0 and not bench.executor.pages.num_loaded
 
 
 def test_the_least_recently_used_pages_leave_a_full_tier() -> None:
@@ -83,7 +83,7 @@ def test_a_pinned_page_stays_in_a_full_tier_and_others_leave_it() -> None:
     run_all(bench, [LONG[3], LONG[4]])
     assert slots.slot_of[oldest] == pinned.slot and slots.num_stores[pinned.slot] == pinned.num_stores
     (again,) = run_all(bench, [LONG[3]])
-    assert again.num_cached == 16 and bench.executor.num_loaded
+    assert again.num_cached == 16 and bench.executor.pages.num_loaded
     tier.unpin(pinned)
 
 
@@ -106,7 +106,7 @@ def test_a_reset_empties_the_tier() -> None:
     run_all(bench, LONG[:3])
     bench.cache.reset()
     (again,) = run_all(bench, LONG[:1])
-    assert again.num_cached == 0 and not bench.executor.num_loaded
+    assert again.num_cached == 0 and not bench.executor.pages.num_loaded
 
 
 def test_pages_of_a_failed_request_are_not_found() -> None:
@@ -117,14 +117,14 @@ def test_pages_of_a_failed_request_are_not_found() -> None:
     bench.executor.fail = lambda admission, length: False
     run_all(bench, LONG[1:3])
     (again,) = run_all(bench, LONG[:1])
-    assert again.num_cached == 0 and not bench.executor.num_loaded
+    assert again.num_cached == 0 and not bench.executor.pages.num_loaded
 
 
 def test_a_request_that_was_preempted_loads_its_pages() -> None:
     bench = Bench(num_pages=16, tier=10.0, max_model_len=48)
     requests = [bench.submit(LONG[n], max_tokens=24)[0] for n in range(2)]
     bench.run()
-    assert bench.scheduler.num_preemptions and bench.executor.num_loaded
+    assert bench.scheduler.num_preemptions and bench.executor.pages.num_loaded
     for request in requests:
         bench.check_tokens(request)
 
@@ -155,7 +155,7 @@ def test_a_plan_with_many_loads_admits_no_more_requests(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("seed", range(6))
 def test_random_runs_with_few_pages_change_no_tokens(seed: int, depth: int) -> None:
     bench = random_run(seed, depth)
-    assert bench.executor.num_loaded
+    assert bench.executor.pages.num_loaded
 
 
 def random_run(seed: int, depth: int) -> Bench:

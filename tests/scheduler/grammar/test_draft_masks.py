@@ -148,7 +148,7 @@ def test_masks_along_drafts_are_late_by_chance_and_no_token_changes(
     device = core.executor.executor
     assert device.num_sat_out > 5 and core.scheduler.num_preemptions > 3
     if num_checkpoints is not None:
-        assert device.num_saved > 5 and device.num_restored > 5
+        assert device.states.num_saved > 5 and device.states.num_restored > 5
     for message in messages:
         assert [found[message.request_id, sample] for sample in range(2)] == [own for own, _ in with_grammar(message)]
 

@@ -237,7 +237,7 @@ def test_masks_are_late_by_chance_and_no_token_changes(core_of, monkeypatch, dep
         if dice.random() < 0.2:
             outputs += core.drain()
             if num_checkpoints is not None:
-                pool, saved = core.scheduler.cache.states.pool, core.executor.executor.checkpoints
+                pool, saved = core.scheduler.cache.states.pool, core.executor.executor.states.checkpoints
                 found_ones = [number for number in range(num_checkpoints) if pool.hash_of(number)]
                 assert all(saved[number] is not None for number in found_ones), "no state was saved there"
             if dice.random() < 0.5:
@@ -250,7 +250,7 @@ def test_masks_are_late_by_chance_and_no_token_changes(core_of, monkeypatch, dep
     executor = core.executor.executor
     assert executor.num_sat_out > 5
     if num_checkpoints is not None:
-        assert executor.num_saved > 5 and executor.num_restored > 5
+        assert executor.states.num_saved > 5 and executor.states.num_restored > 5
     for message in messages:
         wanted = [tokens for tokens, _ in with_grammar(message)]
         assert [found[message.request_id, sample] for sample in range(len(wanted))] == wanted

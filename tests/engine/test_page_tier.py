@@ -7,8 +7,11 @@ import pytest
 from delayed_device import DelayedDevice
 from slipstream import LLM, SamplingParams
 from slipstream.config import tier_size
+from slipstream.config.options import make_options
+from slipstream.engine.build import foresee
 from slipstream.errors import InvalidOption
 from tiny import write_tiny
+from tiny_encoder import write_tiny_encoder
 
 PROMPTS = [list(range(first, first + length)) for first, length in ((20, 37), (70, 30), (120, 45), (170, 33))]
 PROMPTS.append(PROMPTS[0][:20] + PROMPTS[1][:15])
@@ -95,6 +98,11 @@ def test_the_memory_of_slots_is_planned(folders):
 def test_a_tier_that_cannot_work_is_refused(folders, options, message):
     with pytest.raises(InvalidOption, match=message):
         make(folders["llama"], **options)
+
+
+def test_a_tier_of_an_encoder_is_refused(tmp_path):
+    with pytest.raises(InvalidOption, match="kv_offloading_size is for models with a cache"):
+        foresee(make_options(model=str(write_tiny_encoder(tmp_path)), kv_offloading_size=1.0))
 
 
 def test_checkpoints_of_recurrent_states_are_stored_and_loaded(tmp_path):

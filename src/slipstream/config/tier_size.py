@@ -46,4 +46,5 @@ def mirror_bytes(config: CacheConfig) -> int:
 def region_bytes(groups: Sequence[CacheGroup], states: StateConfig | None = None) -> int:
     """Device bytes of one region: it takes pages of any group, with their token ids, or checkpoints."""
     pages = [region_pages(group) * (group.bytes_per_page + HISTORY_BYTES * group.spec.page_size) for group in groups]
-    return max([*pages, *([] if states is None else [region_checkpoints(states) * states.checkpoint_bytes])])
+    checkpoints = [] if states is None else [region_checkpoints(states) * states.checkpoint_bytes]
+    return max([*pages, *checkpoints], default=0)

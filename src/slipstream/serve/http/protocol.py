@@ -33,126 +33,131 @@ class RequestAdmission(Protocol):
         """Returns the error and the request id of a refusal; None where the request takes the normal path."""
 
 
-def bounded_protocol(limit: int, admission: RequestAdmission) -> type[HttpToolsProtocol]:
+def bounded_protocol(limit: int, admission: RequestAdmission) -> type[BoundedProtocol]:
     """Returns a protocol class with a request line and headers of at most `limit` bytes."""
+    return type("BoundedProtocol", (BoundedProtocol,), {"limit": limit, "admission": admission})
 
-    class BoundedProtocol(HttpToolsProtocol):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            self._in_headers = True
-            self._header_bytes = 0  # since the end of the last request, headers or part of a body
-            self._refused = False
-            self._timer: asyncio.TimerHandle | None = None
 
-        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-            super().connection_made(transport)
-            self._watch = WriteWatch(transport)
-            self.transport = _HeaderJoiner(transport, self._watch)  # type: ignore[assignment]
-            self._timer = self.loop.call_later(_HEADER_SECONDS, self._too_slow)
+class BoundedProtocol(HttpToolsProtocol):
+    """Of one connection. uvicorn takes a class: `bounded_protocol` makes one with these attributes."""
 
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._stop_timer()
+    limit: int  # bytes of the request line and headers
+    admission: RequestAdmission
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._in_headers = True
+        self._header_bytes = 0  # since the end of the last request, headers or part of a body
+        self._refused = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._watch = WriteWatch(transport)
+        self.transport = _HeaderJoiner(transport, self._watch)  # type: ignore[assignment]
+        self._timer = self.loop.call_later(_HEADER_SECONDS, self._too_slow)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        self._watch.stop()
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        self._watch.start()
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        if not self.transport.is_closing():  # else all of the buffer is to be read
             self._watch.stop()
-            super().connection_lost(exc)
+        super().resume_writing()
 
-        def pause_writing(self) -> None:
-            self._watch.start()
-            super().pause_writing()
+    def on_headers_complete(self) -> None:
+        self._in_headers, self._header_bytes = False, 0
+        self._stop_timer()
+        self._refused = self._is_answered() and self._refuse()
+        if not self._refused:
+            super().on_headers_complete()
 
-        def resume_writing(self) -> None:
-            if not self.transport.is_closing():  # else all of the buffer is to be read
-                self._watch.stop()
-            super().resume_writing()
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_headers:  # else a trailer, after the last chunk of a body: it says nothing about the request
+            super().on_header(name, value)
 
-        def on_headers_complete(self) -> None:
-            self._in_headers, self._header_bytes = False, 0
-            self._stop_timer()
-            self._refused = self._is_answered() and self._refuse()
-            if not self._refused:
-                super().on_headers_complete()
+    def on_body(self, body: bytes) -> None:
+        self._header_bytes = 0
+        if not self._refused:
+            super().on_body(body)
 
-        def on_header(self, name: bytes, value: bytes) -> None:
-            if self._in_headers:  # else a trailer, after the last chunk of a body: it says nothing about the request
-                super().on_header(name, value)
+    def on_message_complete(self) -> None:
+        self._in_headers, self._header_bytes = True, 0  # the next request begins
+        self._stop_timer()
+        if not self._refused:
+            super().on_message_complete()
+        elif not self.parser.should_keep_alive():
+            self.transport.close()  # after the whole request is read, else the client may not see the response
 
-        def on_body(self, body: bytes) -> None:
-            self._header_bytes = 0
-            if not self._refused:
-                super().on_body(body)
+    def on_response_complete(self) -> None:
+        self.transport.flush()  # type: ignore[attr-defined]  # a response to HEAD has no body
+        super().on_response_complete()
+        if not self._in_headers and self._timer is None:  # the rest of the body has limited time
+            self._timer = self.loop.call_later(_REST_SECONDS, self._too_slow)
 
-        def on_message_complete(self) -> None:
-            self._in_headers, self._header_bytes = True, 0  # the next request begins
-            self._stop_timer()
-            if not self._refused:
-                super().on_message_complete()
-            elif not self.parser.should_keep_alive():
-                self.transport.close()  # after the whole request is read, else the client may not see the response
+    def data_received(self, data: bytes) -> None:
+        self._header_bytes += len(data)
+        if self._in_headers and self._header_bytes > self.limit and b"\r\n\r\n" not in data[: self.limit]:
+            self._unset_keepalive_if_required()
+            self.send_400_response(f"The request line and headers have more than {self.limit} bytes.")
+            return
+        super().data_received(data)
+        if self.transport.is_closing():
+            return
+        if not self._in_headers and self._header_bytes > self.limit:  # and this data had no part of the body
+            self.send_400_response(f"More than {self.limit} bytes between parts of the body, or after it.")
+            return
+        if self._in_headers and self._header_bytes and self._timer is None:  # the next headers have begun
+            self._timer = self.loop.call_later(_HEADER_SECONDS, self._too_slow)
+        if self._is_answered() and self.timeout_keep_alive_task is None:
+            # uvicorn stops this timer at any data, and restarts it only after a response
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
 
-        def on_response_complete(self) -> None:
-            self.transport.flush()  # type: ignore[attr-defined]  # a response to HEAD has no body
-            super().on_response_complete()
-            if not self._in_headers and self._timer is None:  # the rest of the body has limited time
-                self._timer = self.loop.call_later(_REST_SECONDS, self._too_slow)
+    def _is_answered(self) -> bool:
+        """Whether no request waits for a response."""
+        return self.cycle is None or self.cycle.response_complete
 
-        def data_received(self, data: bytes) -> None:
-            self._header_bytes += len(data)
-            if self._in_headers and self._header_bytes > limit and b"\r\n\r\n" not in data[:limit]:
-                self._unset_keepalive_if_required()
-                self.send_400_response(f"The request line and headers have more than {limit} bytes.")
-                return
-            super().data_received(data)
-            if self.transport.is_closing():
-                return
-            if not self._in_headers and self._header_bytes > limit:  # and this data had no part of the body
-                self.send_400_response(f"More than {limit} bytes between parts of the body, or after it.")
-                return
-            if self._in_headers and self._header_bytes and self._timer is None:  # the next headers have begun
-                self._timer = self.loop.call_later(_HEADER_SECONDS, self._too_slow)
-            if self._is_answered() and self.timeout_keep_alive_task is None:
-                # uvicorn stops this timer at any data, and restarts it only after a response
-                self.timeout_keep_alive_task = self.loop.call_later(
-                    self.timeout_keep_alive, self.timeout_keep_alive_handler
-                )
+    def _refuse(self) -> bool:
+        path = self.url.partition(b"?")[0].decode("latin-1")
+        found = self.admission.refusal(self.parser.get_method().decode("latin-1"), path, self.headers, self.client)
+        if found is None:
+            return False
+        error, request_id = found
+        body = error.body()
+        # after Expect: 100-continue a client may omit the body, and the next request would be parsed as the body
+        keeps_alive = self.parser.should_keep_alive() and not self.expect_100_continue
+        headers = [
+            *self.server_state.default_headers,
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            (b"x-request-id", request_id.encode()),
+            *error.headers(),
+            (b"connection", b"keep-alive" if keeps_alive else b"close"),
+        ]
+        lines = b"".join(b"%b: %b\r\n" % header for header in headers)
+        self.transport.write_whole(STATUS_LINE[error.status] + lines + b"\r\n" + body)  # type: ignore[attr-defined]
+        if self.expect_100_continue:
+            self.transport.close()
+        self.on_response_complete()
+        return True
 
-        def _is_answered(self) -> bool:
-            """Whether no request waits for a response."""
-            return self.cycle is None or self.cycle.response_complete
+    def _too_slow(self) -> None:
+        self._timer = None
+        if self._is_answered() and not self.transport.is_closing():
+            self.transport.close()
 
-        def _refuse(self) -> bool:
-            path = self.url.partition(b"?")[0].decode("latin-1")
-            found = admission.refusal(self.parser.get_method().decode("latin-1"), path, self.headers, self.client)
-            if found is None:
-                return False
-            error, request_id = found
-            body = error.body()
-            # after Expect: 100-continue a client may omit the body, and the next request would be parsed as the body
-            keeps_alive = self.parser.should_keep_alive() and not self.expect_100_continue
-            headers = [
-                *self.server_state.default_headers,
-                (b"content-type", b"application/json"),
-                (b"content-length", str(len(body)).encode()),
-                (b"x-request-id", request_id.encode()),
-                *error.headers(),
-                (b"connection", b"keep-alive" if keeps_alive else b"close"),
-            ]
-            lines = b"".join(b"%b: %b\r\n" % header for header in headers)
-            self.transport.write_whole(STATUS_LINE[error.status] + lines + b"\r\n" + body)  # type: ignore[attr-defined]
-            if self.expect_100_continue:
-                self.transport.close()
-            self.on_response_complete()
-            return True
-
-        def _too_slow(self) -> None:
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
             self._timer = None
-            if self._is_answered() and not self.transport.is_closing():
-                self.transport.close()
-
-        def _stop_timer(self) -> None:
-            if self._timer is not None:
-                self._timer.cancel()
-                self._timer = None
-
-    return BoundedProtocol
 
 
 class _HeaderJoiner:

@@ -1,6 +1,7 @@
 """RequestRouter: sends prompts to the core, and routes the core's messages to the streams of the requests.
 
-It also tracks the load of this front end and whether the core is loading, ready or lost. It does not read parameters.
+It also tracks the load of this front end; the state of the core itself is in its base, `CoreState`. It does not read
+parameters.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from typing import Any
 import msgspec
 
 from slipstream.errors import EngineClosed, RequestTooLarge, UserError
-from slipstream.frontend.adapter_names import AdapterNames
 from slipstream.frontend.core_calls import CoreCalls, Reply
+from slipstream.frontend.core_state import CoreState, wake
 from slipstream.frontend.inputs import PreparedPrompt
 from slipstream.frontend.pooling.results import check_result_size
 from slipstream.frontend.queue_load import QueueLoad
 from slipstream.frontend.request_state import OutputProcessor, RequestState
 from slipstream.frontend.request_stream import Mailbox, RequestStream
-from slipstream.frontend.served import ServedModel, choose
+from slipstream.frontend.served import ServedModel
 from slipstream.messages import Abort, Output, Submit, SubmitAll
 from slipstream.metrics.stats import ModelStats
 from slipstream.param_values import check_text
@@ -40,32 +41,23 @@ from slipstream.transport.frames import (
     Refused,
     ResetPrefixCache,
     ToCore,
-    start_error,
 )
 
 log = logging.getLogger("slipstream.front")
 
 
-class RequestRouter:
+class RequestRouter(CoreState):
     """The listener of a `CoreClient`, which subclasses set."""
 
     client: CoreClient
 
     def __init__(self) -> None:
-        self.models: dict[str, ServedModel] = {}  # by name; the first is the default
-        self.adapter_names = AdapterNames()
+        super().__init__()
         self.load = QueueLoad()
-        self.pulse = Pulse()
         self.stats: dict[str, ModelStats] = {}  # by model
-        self.core_pid: int | None = None  # of a core in another process
-        self.stage = "waiting for the engine core"  # of the start, for messages
         self.last_message_time = time.monotonic()
-        self.failure: BaseException | None = None
         self.stream_interval = 1  # tokens between two increments of a stream, after the first increment
-        self._ready = False
-        self._state_waiters: list[asyncio.Future[None]] = []  # for the core to be ready or lost
         self._queue_waiters: list[asyncio.Future[None]] = []  # for a request to leave the queue
-        self._opening: asyncio.Task[None] | None = None  # loads tokenizers
         self._outputs = OutputProcessor()
         self._mailboxes: dict[str, Mailbox] = {}  # by request id
         self._preparing: dict[str, bool] = {}  # by request id, prompts being tokenised: whether they were aborted
@@ -217,8 +209,7 @@ class RequestRouter:
         return await self._calls.ask(self.client, self.new_id(), message)
 
     async def close(self) -> None:
-        if self._opening is not None:
-            self._opening.cancel()
+        self.stop_opening()
         await self.client.close()
         self.fail(EngineClosed("the engine was closed"))
 
@@ -244,16 +235,8 @@ class RequestRouter:
             self._outputs.begin(message.request_ids)
         elif isinstance(message, Refused):
             self._refuse(message)
-        elif isinstance(message, Pulse):
-            self.pulse = message
-        elif isinstance(message, Loading):
-            self.stage = message.stage
-        elif isinstance(message, ModelDescriptions):
-            self.core_pid = message.pid
-            self._opening = asyncio.ensure_future(self._open(message))
-        elif isinstance(message, Ready):
-            self._ready = True
-            self._wake_if_ready()
+        elif isinstance(message, Pulse | Loading | ModelDescriptions | Ready):
+            self.note(message)
         elif isinstance(message, AbortAll):
             self.client.send(AbortedAll(message.call, self._abort_own()))
         elif isinstance(message, Reply):
@@ -261,13 +244,12 @@ class RequestRouter:
 
     def fail(self, error: BaseException) -> None:
         """The core is lost: every stream and every waiting call raises `error`."""
-        if self.failure is None:
-            self.failure = error
+        cause = error if self.failure is None else self.failure
         for mailbox in self._mailboxes.values():
-            mailbox.fail(self.failure)
-        self._calls.fail(self.failure)
-        _wake(self._state_waiters)
-        _wake(self._queue_waiters)
+            mailbox.fail(cause)
+        self._calls.fail(cause)
+        super().fail(error)
+        wake(self._queue_waiters)
 
     def _handle_outputs(self, outputs: list[Output]) -> None:
         failed: list[tuple[RequestState, Exception]] = []
@@ -309,63 +291,6 @@ class RequestRouter:
         if (mailbox := self._mailboxes.get(message.request_id)) is not None:
             mailbox.fail(message.error())
 
-    async def _open(self, opening: ModelDescriptions) -> None:
-        """Loads tokenizers in a thread, while the core loads weights."""
-        loop = asyncio.get_running_loop()
-        try:
-            for description in opening.models:
-                self.models[description.name] = await loop.run_in_executor(None, ServedModel.load, description)
-        except Exception as error:
-            self.fail(error)
-        self._opening = None
-        self._wake_if_ready()
-
-    # State of the core
-
-    @property
-    def is_ready(self) -> bool:
-        return self._ready and self._opening is None and self.failure is None
-
-    async def until_ready(self) -> None:
-        """Returns when the core takes requests; raises where it is lost. An error of the model or of an option has the
-        type and text as in a process of its own."""
-        while not self.is_ready:
-            if not self._ready and self.failure is not None:
-                raise start_error(self.failure)
-            self.check()
-            self._state_waiters.append(waiter := asyncio.get_running_loop().create_future())
-            await waiter
-        self.check()
-
-    async def until_lost(self) -> BaseException:
-        """Returns the cause when the core is lost."""
-        while self.failure is None:
-            self._state_waiters.append(waiter := asyncio.get_running_loop().create_future())
-            await waiter
-        return self.failure
-
-    def core_pids(self) -> dict[str, int]:
-        """Process ids of cores in other processes, by name: core, or core_0, core_1 … of replicas."""
-        if self.pulse.replicas:
-            return {f"core_{each.replica}": each.pid for each in self.pulse.replicas if each.pid and each.is_ready}
-        return {} if self.core_pid is None else {"core": self.core_pid}
-
-    def check(self) -> None:
-        """Raises where the core is lost."""
-        if self.failure is not None:
-            raise self.failure
-
-    def model(self, name: str | None = None, *tasks: str) -> ServedModel:
-        """The model of that name, or the best one for the first of the tasks that any model can do."""
-        return choose(self.models, name, *tasks, adapters=self.adapter_names.of(self.models))
-
-    def load_adapter(self, name: str, path: str, *, base: str | None = None, replace: bool = False) -> None:
-        """Requests to this front end may name the adapter as their model from now on."""
-        self.adapter_names.load(self.models, name, path, base=base, replace=replace)
-
-    def unload_adapter(self, name: str) -> None:
-        self.adapter_names.unload(self.models, name)
-
     def new_id(self) -> str:
         """A request id that is unique among all front ends of this machine."""
         return f"{self._prefix}-{next(self._request_numbers)}"
@@ -375,7 +300,7 @@ class RequestRouter:
         message = state.message
         self.load.start(message.model, len(message.prompt_token_ids), message.caller)
         if self._queue_waiters:
-            _wake(self._queue_waiters)
+            wake(self._queue_waiters)
 
     def _close(self, state: RequestState) -> None:
         if self._mailboxes.pop(state.id, None) is not None:
@@ -384,17 +309,6 @@ class RequestRouter:
             self.load.finish()
             state.count_end()
 
-    def _wake_if_ready(self) -> None:
-        if self.is_ready:
-            _wake(self._state_waiters)
-
 
 def in_use(name: str) -> UserError:
     return UserError(f"request id {name!r} is in use; wait for it to end or choose another")
-
-
-def _wake(waiters: list[asyncio.Future[None]]) -> None:
-    for waiter in waiters:
-        if not waiter.done():
-            waiter.set_result(None)
-    waiters.clear()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import importlib.util
 import re
 from collections import defaultdict
 from pathlib import Path
@@ -10,12 +12,17 @@ from pathlib import Path
 import pytest
 
 from slipstream.config.options import Options
+from slipstream.parsers.families import NO_PARSER, REASONING_FORMATS, TOOL_CALL_FORMATS
 from slipstream.serve.http.settings import ServerSettings
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 PLACES = [ROOT, ROOT / "src/slipstream", ROOT / "tests"]
 NOT_OURS = {"2_Dense/", "2_LayerNorm/", "2_MultiVectorMask/"}  # folders of checkpoints
+OTHER_NAMES = {  # of other APIs, of checkpoints, and metrics whose names are made of two parts
+    "redacted_thinking", "in_proj_qkvz", "sentence_roberta_config", "modules_to_not_convert", "requests_aborted",
+    "requests_refused", "slipstream_replica_open_requests", "slipstream_replica_rerouted_requests", "process_open_fds",
+}  # fmt: skip
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 
@@ -74,6 +81,27 @@ def unknown_classes(text: str, known: set[str]) -> list[str]:
     return [name for span in spans for name in re.findall(r"\b[A-Z][a-z]+[A-Z]\w*", span) if name not in known]
 
 
+def unknown_identifiers(text: str, known: set[str]) -> list[str]:
+    """snake_case names in backticks that occur in no source file, also not as metrics (slipstream_NAME, NAME_total)."""
+    found = []
+    for span in re.findall(r"`([^`\n]+)`", text):
+        for name in re.findall(r"(?<![\w./*-])[a-z]+(?:_[a-z0-9]+)+(?![\w*])", span):
+            plain = name.removesuffix("_total")
+            if not {name, plain, f"slipstream_{plain}"} & known and plain not in OTHER_NAMES:
+                found.append(name)
+    return found
+
+
+def broken_imports(text: str) -> list[str]:
+    """Names that an example imports from our package and that are not there."""
+    found = []
+    for block in re.findall(r"^```python\n(.*?)^```", text, re.M | re.S):
+        for module, names in re.findall(r"^from (slipstream[\w.]*) import ([\w, ]+)", block, re.M):
+            there = importlib.import_module(module) if importlib.util.find_spec(module) else None
+            found += [f"{module}.{name}" for name in re.split(r",\s*", names) if not hasattr(there, name.strip())]
+    return found
+
+
 class Definitions:
     """Names that Python files define: members by class, with inherited ones, and all names."""
 
@@ -128,8 +156,10 @@ def definitions() -> Definitions:
 
 @pytest.fixture(scope="module")
 def our_words() -> set[str]:
-    files = [file for folder in ("src", "tests", "benchmarks") for file in ROOT.glob(f"{folder}/**/*.py")]
-    return {word for file in files for word in re.findall(r"\w+", file.read_text(encoding="utf-8"))}
+    folders = ("src", "tests", "benchmarks")
+    files = [file for folder in folders for kind in ("py", "c", "h") for file in ROOT.glob(f"{folder}/**/*.{kind}")]
+    words = {word for file in files for word in re.findall(r"\w+", file.read_text(encoding="utf-8"))}
+    return words | {file.stem for file in files}
 
 
 @pytest.fixture(scope="module")
@@ -174,6 +204,26 @@ def test_the_members_and_private_names_exist(page: Path, definitions: Definition
     assert not unknown_members(page.read_text(encoding="utf-8"), definitions)
 
 
+@pytest.mark.parametrize("page", PRESENT, ids=lambda page: page.name)
+def test_the_identifiers_it_names_exist(page: Path, our_words: set[str]) -> None:
+    if page.name != "vllm.md":  # vLLM's names; `test_vllm_names.py` checks them
+        assert not unknown_identifiers(page.read_text(encoding="utf-8"), our_words)
+
+
+@pytest.mark.parametrize("page", PRESENT, ids=lambda page: page.name)
+def test_its_examples_import_what_exists(page: Path) -> None:
+    assert not broken_imports(page.read_text(encoding="utf-8"))
+
+
+def test_the_parsers_of_the_docs_are_those_of_the_engine() -> None:
+    page = (ROOT / "docs/tools-and-reasoning.md").read_text(encoding="utf-8")
+    for flag, formats in (("--tool-call-parser", TOOL_CALL_FORMATS), ("--reasoning-parser", REASONING_FORMATS)):
+        (row,) = re.findall(rf"^\| `{flag}` \|(.+)\|$", page, re.M)
+        assert sorted(re.findall(r"`([\w-]+)`", row)) == sorted([*formats, NO_PARSER])
+    num_names, num_formats = len(TOOL_CALL_FORMATS), len(set(map(repr, TOOL_CALL_FORMATS.values())))
+    assert f"{num_formats} output formats under vLLM's {num_names} names" in (ROOT / "README.md").read_text("utf-8")
+
+
 def test_a_member_or_private_name_that_is_gone_is_noticed() -> None:
     ours = Definitions(
         ["class Base:\n def kept(self): self.field = 1\nclass Ring(Base, Protocol):\n size: int = 0\ndef _open(): ..."]
@@ -191,6 +241,10 @@ def test_what_is_not_there_is_noticed(sources: str, our_words: set[str]) -> None
     assert misplaced_names("`StepPlan` (`step.py`), `Late` in `step.py`, `NO_SUCH` of `step.py`") == ["NO_SUCH"]
     assert broken_links(text, ROOT) == ["docs/nothing.md", "README.md#nothing"]
     assert unknown_flags(text, sources) == ["no-such-flag"]
+    planted = f"`steps_total`, `max_model_len=5`, `{'no_such'}_plank(x)`, `GET /v1/no_matter`"
+    assert unknown_identifiers(planted, our_words) == [f"{'no_such'}_plank"]
+    block = "```python\nfrom slipstream import LLM, Nothing\nfrom slipstream.nowhere import LLM\n```"
+    assert broken_imports(block) == ["slipstream.Nothing", "slipstream.nowhere.LLM"]
     assert unknown_classes(text, our_words) == [f"{'Step'}Plank"]  # in two parts, since this file is searched too
 
 

@@ -176,7 +176,7 @@ class AsyncLLM:
         return not self._resumed.is_set()
 
     async def check_health(self) -> None:
-        """Raises EngineDead where the engine has failed, EngineClosed where it is closed."""
+        """Raises EngineDead if the engine has failed, EngineClosed if it is closed."""
         self.engine.check()
         if self.errored:
             raise EngineDead("the engine has failed; start another one")

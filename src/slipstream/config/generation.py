@@ -72,7 +72,7 @@ def read_generation_defaults(
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The file's fields; none where there is no file."""
+    """The file's fields; none if there is no file."""
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):  # a .gguf file is no folder

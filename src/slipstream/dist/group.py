@@ -88,7 +88,7 @@ class Group:
         return out.unflatten(0, (self.size, -1)).sum(0)
 
     def share(self, name: str, value: int) -> list[int]:
-        """The values of all ranks, in their order. Between hosts, at start; each `name` once. Raises EngineDead where a
+        """The values of all ranks, in their order. Between hosts, at start; each `name` once. Raises EngineDead if a
         rank has ended."""
         self.send(f"{name}/{self.rank}", str(value).encode())
         return [int(self.receive(f"{name}/{rank}")) for rank in range(self.size)]

@@ -55,7 +55,7 @@ class PlanWriter:
             os.close(reader.files.acknowledgements)
 
     def write(self, kind: bytes, data: bytes = b"") -> None:
-        """Sends a message to all readers. `kind` is one byte. Raises EngineDead where a reader has ended."""
+        """Sends a message to all readers. `kind` is one byte. Raises EngineDead if a reader has ended."""
         length = len(data) + 1
         needed = _HEADER + length
         if needed > self._size // 2:

@@ -112,7 +112,7 @@ class _Peer:
             assert sent == len(data), "the buffer of a socket between engines is full"
 
     def receive(self) -> None:
-        """Reads what has arrived. Raises EngineDead where the other engine has ended without leaving."""
+        """Reads what has arrived. Raises EngineDead if the other engine has ended without leaving."""
         while self._end is None:
             try:
                 if data := self.link.recv(4096):
@@ -136,7 +136,7 @@ class _Peer:
             self.check()
 
     def check(self) -> None:
-        """Raises EngineDead where the connection has ended, by a death or by `leave`."""
+        """Raises EngineDead if the connection has ended, by a death or by `leave`."""
         if self._end is not None:
             raise EngineDead(f"rank {self.rank} {self._end}; it has a part of the experts, so all ranks end")
 

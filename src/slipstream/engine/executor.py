@@ -39,7 +39,7 @@ class Peers(Protocol):
         """Whether `follow` has something to do. Called in every turn of the loop."""
 
     def follow(self) -> None:
-        """Does what the other processes wait for. Raises EngineDead where one has ended."""
+        """Does what the other processes wait for. Raises EngineDead if one has ended."""
 
 
 class TierCopier(Protocol):

@@ -72,7 +72,7 @@ class LockstepExecutor:
         self.runner.close()
 
     def check(self) -> None:
-        """Raises EngineDead where an engine has ended: results that it did not take part in are wrong."""
+        """Raises EngineDead if an engine has ended: results that it did not take part in are wrong."""
         if self.is_broken:
             self.exchange.check()
 

@@ -98,7 +98,7 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def check_adapter(self, lora_request: object) -> LoRARequest | None:
-        """Returns the adapter of a request. Raises where the model takes none."""
+        """Returns the adapter of a request. Raises if the model takes none."""
         if lora_request is None:
             return None
         if not isinstance(lora_request, LoRARequest):

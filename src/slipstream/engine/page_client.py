@@ -77,7 +77,7 @@ class PageClient:
         memory: ClientMemory,
         ranks: RankClients | None = None,
     ) -> None:
-        """`ranks`: None where one rank has the whole model."""
+        """`ranks`: None if one rank has the whole model."""
         self._peers = [Peer(address, memory.mirror) for address in peers]
         self._identity = identity
         self._memory = memory

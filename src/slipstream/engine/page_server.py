@@ -47,7 +47,7 @@ class PageServer(PageListener):
         memory: PageMemory,
         ranks: RankServers | None = None,
     ) -> None:
-        """`ranks`: None where one rank has the whole model."""
+        """`ranks`: None if one rank has the whole model."""
         self._tier = tier
         self._num_groups = tier.num_groups
         self._ranks = ranks

@@ -28,7 +28,7 @@ class Plans(Protocol):
     """Sends messages to all other ranks, in order."""
 
     def write(self, kind: bytes, data: bytes = b"") -> None:
-        """`kind` is one byte. Raises EngineDead where a rank has ended."""
+        """`kind` is one byte. Raises EngineDead if a rank has ended."""
 
     def close(self) -> None: ...
 
@@ -69,7 +69,7 @@ class Ranks(ABC):
 
     @abstractmethod
     def wait_until_loaded(self) -> None:
-        """Raises EngineDead where a rank did not start."""
+        """Raises EngineDead if a rank did not start."""
 
     @abstractmethod
     def open_group(self, device: torch.device) -> Group: ...
@@ -94,7 +94,7 @@ class Ranks(ABC):
         """Ends them at once, after a failure."""
 
     def check(self) -> None:
-        """Raises EngineDead where a rank has ended."""
+        """Raises EngineDead if a rank has ended."""
         if self.death is not None:
             raise EngineDead(self.death)
 

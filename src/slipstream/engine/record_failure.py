@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 def save_failure(recorder: Recorder, error: BaseException) -> Path | None:
-    """Returns the file, or None where it could not be written: the failure of the engine matters more."""
+    """Returns the file, or None if it could not be written: the failure of the engine matters more."""
     try:
         settings = recorder.config.record
         data = recorder.take(f"{type(error).__name__}: {error}").encode(redact=settings.redact)

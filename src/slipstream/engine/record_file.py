@@ -104,7 +104,7 @@ class Recording(msgspec.Struct):
 
 
 def decode(data: bytes, name: str) -> Recording:
-    """The recording in the file `name`. Raises where the content is not one."""
+    """The recording in the file `name`. Raises if the content is not one."""
     if not data.startswith(MAGIC):
         raise UserError(f"{name} is not a recording of this version; record it again with this version")
     try:

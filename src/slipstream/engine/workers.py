@@ -92,7 +92,7 @@ class Workers:
         return self._ranks.death is not None
 
     def follow(self) -> None:
-        """Raises EngineDead where a rank has ended."""
+        """Raises EngineDead if a rank has ended."""
         self._ranks.check()
 
     def close(self) -> None:

@@ -26,7 +26,7 @@ class CoreState:
         return self._ready and self._opening is None and self.failure is None
 
     async def until_ready(self) -> None:
-        """Returns when the core takes requests; raises where it is lost. An error of the model or of an option has the
+        """Returns when the core takes requests; raises if it is lost. An error of the model or of an option has the
         type and text as in a process of its own."""
         while not self.is_ready:
             if not self._ready and self.failure is not None:
@@ -44,7 +44,7 @@ class CoreState:
         return self.failure
 
     def check(self) -> None:
-        """Raises where the core is lost."""
+        """Raises if the core is lost."""
         if self.failure is not None:
             raise self.failure
 

@@ -249,7 +249,7 @@ class InputProcessor:
             )
 
     def _read(self, prompt: Prompt) -> tuple[str | None, list[int] | None]:
-        """Returns the prompt's text and its token ids, each None where not given."""
+        """Returns the prompt's text and its token ids, each None if not given."""
         if isinstance(prompt, Mapping):
             for name, value in prompt.items():
                 if name not in _PROMPT_FIELDS and not _is_empty(value):

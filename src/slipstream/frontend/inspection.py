@@ -15,12 +15,12 @@ _DECODER = msgspec.msgpack.Decoder(StepTable)
 
 
 async def read_record(router: RequestRouter, model: str = "", *, redact: bool = False) -> bytes:
-    """The content of a file for `slipstream replay`. Raises UserError where nothing is recorded."""
+    """The content of a file for `slipstream replay`. Raises UserError if nothing is recorded."""
     return await _ask(router, "record", model=model, redact=redact)
 
 
 async def read_steps(router: RequestRouter, since: int = 0) -> StepTable:
-    """Steps from this number on; none where it is below 0.
+    """Steps from this number on; none if it is below 0.
 
     The core logs steps from the first call on, as long as calls continue.
     """

@@ -123,7 +123,7 @@ class MaintenanceMethods:
         return self._one_runner().device
 
     def _own_loop(self) -> SyncLoop:
-        """The loop of an engine in this process. Raises where the engine has replicas in other processes."""
+        """The loop of an engine in this process. Raises if the engine has replicas in other processes."""
         if not isinstance(self._sync_loop, SyncLoop):
             raise InvalidOption("replicas run in other processes, which this call does not reach; use one replica")
         return self._sync_loop

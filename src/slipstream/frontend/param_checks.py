@@ -87,7 +87,7 @@ class ParamChecks:
             )
 
     def check_num_logprobs(self, params: SamplingParams, num_prompt: int) -> None:
-        """Raises where the logprobs of one answer would fill the memory, before anything runs."""
+        """Raises if the logprobs of one answer would fill the memory, before anything runs."""
         each = (params.logprobs or 0) + len(params.requested_ids)
         num_new = self.description.max_model_len - num_prompt
         if params.max_tokens is not None:

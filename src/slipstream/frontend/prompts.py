@@ -149,7 +149,7 @@ def _complete(
     inputs: InputProcessor, drafts: Sequence[PreparedPrompt], special: bool, part: slice
 ) -> list[PreparedPrompt]:
     """Tokenises the texts of a part of the drafts, in one call of the tokenizer."""
-    to_tokenise: list[str | None] = []  # None where the prompt has token ids
+    to_tokenise: list[str | None] = []  # None if the prompt has token ids
     made: list[PreparedPrompt] = []
     try:
         for message, text in drafts[part]:

@@ -197,7 +197,7 @@ class GenerationRequestState(RequestState):
 
     @property
     def prompt_logprobs(self) -> LogprobList[dict[int, Logprob] | None] | None:
-        """One entry per prompt token so far, None for the first. None where the request has no prompt_logprobs."""
+        """One entry per prompt token so far, None for the first. None if the request has no prompt_logprobs."""
         store = self._prompt_logprobs
         return None if store is None else LogprobList(store, range(-1, len(store)))
 
@@ -229,7 +229,7 @@ class GenerationRequestState(RequestState):
         return [new for sample in self.samples if (new := sample.increment()) is not None]
 
     def next_result(self) -> RequestOutput | None:
-        """The next result of a stream, by `output_kind` of the parameters; None where there is none yet."""
+        """The next result of a stream, by `output_kind` of the parameters; None if there is none yet."""
         params = self.message.params
         assert isinstance(params, SamplingParams)
         if params.output_kind is RequestOutputKind.FINAL_ONLY and not self.finished:
@@ -274,7 +274,7 @@ class PoolingRequestState(RequestState):
         assert isinstance(message.params, PoolingParams)
         self.is_query = message.params.is_query
         self.pooling = pooling
-        self.output: Output | None = None  # stays None where the request was aborted
+        self.output: Output | None = None  # stays None if the request was aborted
 
     def take(self, output: Output, now: float) -> bool:
         self.output = output

@@ -38,7 +38,7 @@ class Mailbox:
         self._wake()
 
     async def get(self) -> list[Any]:
-        """Returns the states updated since the last call; at least one. Raises where the stream has failed."""
+        """Returns the states updated since the last call; at least one. Raises if the stream has failed."""
         while not self._updated and self._error is None:
             self._waiter = asyncio.get_running_loop().create_future()
             try:

@@ -155,7 +155,7 @@ class RequestRouter(CoreState):
         return self.load.queued_of[served.base_name if len(self.models) > 1 else ""]
 
     async def until_one_starts(self) -> None:
-        """Returns when a prompt has left the queue; raises where the core is lost."""
+        """Returns when a prompt has left the queue; raises if the core is lost."""
         self.check()
         self._queue_waiters.append(waiter := asyncio.get_running_loop().create_future())
         await waiter

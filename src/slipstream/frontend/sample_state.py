@@ -156,7 +156,7 @@ class SampleState:
 
     @property
     def logprobs(self) -> LogprobList[dict[int, Logprob]] | None:
-        """One entry per token so far; None where the request has no logprobs."""
+        """One entry per token so far; None if the request has no logprobs."""
         store = self._logprobs
         return None if store is None else LogprobList(store, range(len(store)))
 

@@ -20,7 +20,7 @@ class ServedModel(msgspec.Struct, frozen=True):
     description: ModelDescription
     tokenizer: Tokenizer | None
     inputs: InputProcessor
-    pooling_inputs: PoolingInputs | None = None  # None where the model only generates
+    pooling_inputs: PoolingInputs | None = None  # None if the model only generates
     lora: LoRARequest | None = None  # of an adapter that requests name as their model
     base: str = ""  # the base model of such an adapter
 
@@ -74,7 +74,7 @@ class ServedModel(msgspec.Struct, frozen=True):
         return min(limit, pooling.max_seq_length)
 
     def require_pooling(self) -> PoolingInputs:
-        """Returns the input processing for pooling; raises where the model only generates."""
+        """Returns the input processing for pooling; raises if the model only generates."""
         if self.pooling_inputs is None:
             raise InvalidParams(f"{self.description.name} only generates; use a model that embeds or classifies")
         return self.pooling_inputs

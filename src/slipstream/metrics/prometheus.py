@@ -156,7 +156,7 @@ def _front_ends(front_ends: FrontEnds) -> Families:
 
 
 def _of_replicas(replicas: Sequence[ReplicaStats]) -> Families:
-    """None where there is one core only."""
+    """None if there is one core only."""
     if not replicas:
         return
     for kind, name, doc, field in (

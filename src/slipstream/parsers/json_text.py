@@ -17,7 +17,7 @@ _CLOSERS = {"{": "}", "[": "]"}
 
 
 def read_value(reader: TextReader, sink: Sink) -> Parse[bool]:
-    """Passes one JSON value to the sink. False where the text is no value, or is cut, or closes the wrong bracket."""
+    """Passes one JSON value to the sink. False if the text is no value, or is cut, or closes the wrong bracket."""
     first = yield from reader.peek()
     if first == '"':
         return (yield from _read_string(reader, sink))

@@ -64,7 +64,7 @@ class PythonicFormat:
 
 
 def _read_arguments(reader: TextReader, out: EventSink) -> Parse[bool]:
-    """Reads `key=value, ...)` and writes it as a JSON object. False where the text is cut or no such list."""
+    """Reads `key=value, ...)` and writes it as a JSON object. False if the text is cut or no such list."""
     count = 0
     while True:
         yield from reader.space(drop)

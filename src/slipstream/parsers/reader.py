@@ -1,4 +1,4 @@
-"""TextReader: text that arrives in pieces, read by generators that yield where they need more of it.
+"""TextReader: text that arrives in pieces, read by generators that yield when they need more of it.
 
 The pieces that a sink gets depend on how the text was cut; joined they do not, and no decision depends on it. A piece
 is searched once: between two calls of `feed` only a possible beginning of a marker stays unread, so the cost is linear
@@ -14,7 +14,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 Parse = Generator[None, None, T]
-"""A generator that yields where it needs more text, and returns T."""
+"""A generator that yields when it needs more text, and returns T."""
 Sink = Callable[[str], object]
 
 _SPACE = re.compile(r"\s*")

@@ -235,7 +235,7 @@ def _checked_tools(tools: Any) -> list[Mapping[str, Any]] | None:
 
 
 def _check_arguments(template: str, given: Mapping[str, Any]) -> None:
-    _compile(template)  # raises where it is invalid
+    _compile(template)  # raises if it is invalid
     known = variables_of(template, _environment())
     for name in given:
         if name in _RESERVED:

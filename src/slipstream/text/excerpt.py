@@ -86,7 +86,7 @@ class Excerpts:
         return text
 
     def longest_token(self) -> int | None:
-        """Maximum number of characters of one token; None where there is no known bound."""
+        """Maximum number of characters of one token; None if there is no known bound."""
         if self._longest is True:
             self._longest = _longest_token(self.tokenizer)
         return self._longest

@@ -41,7 +41,7 @@ class Pieces:
     def pairs(
         self, pairs: Sequence[tuple[str, str]], limit: int | None, *, side: str = "right"
     ) -> list[tuple[list[int], int | None]]:
-        """Returns the ids of two texts as one prompt, and where token type 1 begins; None where all have type 0.
+        """Returns the ids of two texts as one prompt, and where token type 1 begins; None if all have type 0.
 
         In a pair that is too long, the longer text is truncated first.
         """

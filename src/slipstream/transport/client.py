@@ -29,7 +29,7 @@ class CoreClient(Protocol):
         """Sets the listener, which is called on the running loop. May be called again with the same listener."""
 
     def send(self, message: ToCore) -> None:
-        """Queues a message without waiting. Raises UserError where it cannot be encoded; then nothing is sent. Where it
+        """Queues a message without waiting. Raises UserError if it cannot be encoded; then nothing is sent. Where it
         cannot be delivered, `Listener.fail` is called."""
 
     async def close(self) -> None: ...

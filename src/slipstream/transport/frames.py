@@ -134,7 +134,7 @@ class Pulse(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Statistics of the core: sent before Ready, at an interval while it has requests, and when they have ended."""
 
     lanes: list[LaneStats] = []  # one per model and replica
-    replicas: list[ReplicaStats] = []  # empty where there is one core only
+    replicas: list[ReplicaStats] = []  # empty if there is one core only
     is_asleep: bool = False  # or without weights: no request can run
 
 

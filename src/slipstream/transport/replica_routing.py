@@ -97,7 +97,7 @@ class RequestCost:
 
 
 def page_hashes(submit: Submit, page_size: int) -> list[bytes]:
-    """Hashes of the prompt's full pages; none where the model has no pages. Prompts with different adapters or cache
+    """Hashes of the prompt's full pages; none if the model has no pages. Prompts with different adapters or cache
     salts share no page."""
     hashes: list[bytes] = []
     if page_size:

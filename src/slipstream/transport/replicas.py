@@ -220,7 +220,7 @@ class ReplicaClient:
             self._finish_resets()
 
     def _take(self, replica: Replica, message: FromCore) -> FromCore | None:
-        """Returns the message for the front end; None where it gets none."""
+        """Returns the message for the front end; None if it gets none."""
         if isinstance(message, Output):
             return self._take_output(replica, message)
         if isinstance(message, Begun):

@@ -28,7 +28,7 @@ class Connection:
         self.joining: list[socket.socket] = []  # sockets of new front ends that the supervisor has sent
 
     def read(self) -> list[ToCore | Join]:
-        """Returns the received messages. Raises OSError or FrameError where the connection is lost."""
+        """Returns the received messages. Raises OSError or FrameError if the connection is lost."""
         if self.is_supervisor:
             data, fds, _, _ = socket.recv_fds(self.sock, _READ_SIZE, _MAX_SOCKETS)
             self.joining += [socket.socket(fileno=fd) for fd in fds]
@@ -57,7 +57,7 @@ class SocketServer:
         return [connection for connection in self.connections if not connection.is_supervisor]
 
     def join(self, supervisor: Connection) -> Connection | None:
-        """Adds the connection of a front end that the supervisor has announced; None where no socket was passed."""
+        """Adds the connection of a front end that the supervisor has announced; None if no socket was passed."""
         if not supervisor.joining:
             return None
         connection = Connection(supervisor.joining.pop(0))
@@ -95,7 +95,7 @@ class SocketServer:
         return messages, gone
 
     def send(self, connection: Connection, messages: Sequence[FromCore]) -> None:
-        """Sends without waiting. Does nothing where the connection is lost."""
+        """Sends without waiting. Does nothing if the connection is lost."""
         if connection in self.connections:
             try:
                 for data in frames(messages, too_large_output):

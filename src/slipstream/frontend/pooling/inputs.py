@@ -43,7 +43,7 @@ class PoolingInputs(PoolingPromptReader):
     _pair_controls: ControlTokens | None = None  # built at first use
 
     def resolve(self, params: PoolingParams | None, task: Task | None = None) -> PoolingParams:
-        """Returns parameters with a task. Raises where the model cannot do what they say."""
+        """Returns parameters with a task. Raises if the model cannot do what they say."""
         return resolve_params(params, task, self.pooling, self.description)
 
     def prefix(self, prompt_name: str | None, prompt: str | None = None) -> str:

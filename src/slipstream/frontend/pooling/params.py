@@ -13,7 +13,7 @@ VECTOR_TASKS = ("embed", "token_embed")
 def resolve_params(
     params: PoolingParams | None, task: Task | None, pooling: PoolingInfo, description: ModelDescription
 ) -> PoolingParams:
-    """Returns parameters with a task. Raises where the model cannot do what they say."""
+    """Returns parameters with a task. Raises if the model cannot do what they say."""
     model_name = description.name
     params = PoolingParams() if params is None else params
     if not isinstance(params, PoolingParams):

@@ -103,7 +103,7 @@ Result = TypeVar("Result")
 
 
 class PoolingRequestOutput(msgspec.Struct, Generic[Result], gc=False):
-    """The result of one prompt. `outputs` raises where there is none: the request was aborted or the result has NaN."""
+    """The result of one prompt. `outputs` raises if there is none: the request was aborted or the result has NaN."""
 
     request_id: str
     found: Result | None  # see `outputs`
@@ -240,7 +240,7 @@ def num_result_bytes(description: ModelDescription, message: Submit) -> int:
 
 
 def check_result_size(description: ModelDescription, message: Submit, limit: int) -> None:
-    """Raises where the result of one request has more than `limit` bytes. Only token tasks can reach such sizes."""
+    """Raises if the result of one request has more than `limit` bytes. Only token tasks can reach such sizes."""
     if not isinstance(message.params, PoolingParams) or message.params.task not in TOKEN_TASKS:
         return
     if (size := num_result_bytes(description, message)) > limit:

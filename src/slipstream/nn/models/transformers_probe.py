@@ -185,7 +185,7 @@ def position_offset(base: Any) -> int:
 
 
 def _check_positions(module: Any) -> None:
-    """Raises where a module would number the tokens of a step itself, as if they were of one text."""
+    """Raises if a module would number the tokens of a step itself, as if they were of one text."""
     if "position_ids" not in inspect.signature(base_of(module).forward).parameters:
         raise UnsupportedModel(f"{type(module).__name__} of the transformers library takes no position_ids")
 

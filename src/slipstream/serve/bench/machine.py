@@ -32,7 +32,7 @@ class GpuRates(msgspec.Struct, frozen=True):
 
 
 def check_gpu(device: str) -> None:
-    """Raises where the device is not a CUDA GPU, before a model is loaded."""
+    """Raises if the device is not a CUDA GPU, before a model is loaded."""
     from slipstream.device.device import detect_machine  # imports torch
 
     if (kind := detect_machine(device).kind) != "cuda":

@@ -226,7 +226,7 @@ class _Bench:
         self, shapes: dict[str, Shape], found: dict[str, Any], rates: dict[str, float] | None = None
     ) -> Iterator[tuple[str, Trial]]:
         """Yields the best trial of each shape. With `rates`, trials have a request rate, which is stored there. A shape
-        that is too long for this engine is reported, also in `found`, and skipped; raises where all are."""
+        that is too long for this engine is reported, also in `found`, and skipped; raises if all are."""
         refused: InvalidOption | None = None
         for name, shape in shapes.items():
             try:

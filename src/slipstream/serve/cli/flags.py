@@ -137,7 +137,7 @@ def _reader(kind: Any) -> Callable[[str], Any]:
 
 
 def read_text(kind: Any, text: str) -> Any:
-    """Converts a text to the first member of the union that accepts it. Raises ValueError where none does."""
+    """Converts a text to the first member of the union that accepts it. Raises ValueError if none does."""
     for member in alternatives(kind):
         if get_origin(member) is Literal:
             if text in get_args(member):

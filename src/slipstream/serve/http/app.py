@@ -109,7 +109,7 @@ class App:
         """Returns the error and the id of a request that is refused because the queue is full,
         from the request line and headers, before the body is read.
 
-        None where the request takes the normal path: there is room, or another check must answer first.
+        None if the request takes the normal path: there is room, or another check must answer first.
         """
         if not self.state.is_full or self.state.traces is not None:
             return None
@@ -150,7 +150,7 @@ class App:
         return self._match(method, path)[0]
 
     def decode(self, route: Route, body: bytes) -> Any:
-        """Returns the body as the route's type. Raises where it does not match."""
+        """Returns the body as the route's type. Raises if it does not match."""
         return _decode(self._decoders[id(route)], body)
 
     def _match(self, method: str, path: str) -> tuple[Route, dict[str, str]]:

@@ -32,7 +32,7 @@ class Keys:
         return _digest(given_key(headers)).hex() if self._user else ""
 
     def check(self, access: Access, headers: Headers) -> None:
-        """Raises where the request has no key for this access."""
+        """Raises if the request has no key for this access."""
         if access == "open" or (access == "user" and not self._user):
             return
         if access == "admin" and self._admin is None:
@@ -52,7 +52,7 @@ class Keys:
 
 
 def given_key(headers: Headers) -> bytes:
-    """The API key of a request; empty where it has none."""
+    """The API key of a request; empty if it has none."""
     for name, value in headers:
         if name == b"authorization":
             scheme, _, key = value.partition(b" ")

@@ -52,7 +52,7 @@ class Cors:
         return self.app.refusal(method, path, headers, client) if _find(headers, b"origin") is None else None
 
     def _own(self, origin: bytes) -> list[tuple[bytes, bytes]]:
-        """The headers for an origin; empty where it is not allowed."""
+        """The headers for an origin; empty if it is not allowed."""
         any_origin = "*" in self._origins
         if not any_origin and origin.decode("latin-1") not in self._origins:
             return []

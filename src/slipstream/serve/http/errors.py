@@ -104,7 +104,7 @@ def invalid_body(error: msgspec.ValidationError, kind: Any) -> HTTPException:
 
 
 def _values(kind: Any, path: str) -> list[Any]:
-    """The values that a field takes, of a body of this type; empty where they are not a fixed list."""
+    """The values that a field takes, of a body of this type; empty if they are not a fixed list."""
     from msgspec import inspect  # takes 5 ms, at the first such error
 
     found = [inspect.type_info(kind)]

@@ -21,7 +21,7 @@ class PortClaim:
     """Listening sockets on one port, over which the kernel distributes connections.
 
     With SO_REUSEPORT any process of the same user can bind the port, so two servers would share it without an error.
-    The first socket therefore binds and listens without the option, which fails where the port is in use, and sets the
+    The first socket therefore binds and listens without the option, which fails if the port is in use, and sets the
     option afterwards, for the other listeners of this server.
     """
 

@@ -30,7 +30,7 @@ class RequestAdmission(Protocol):
     def refusal(
         self, method: str, path: str, headers: Headers, client: Address | None
     ) -> tuple[HTTPException, str] | None:
-        """Returns the error and the request id of a refusal; None where the request takes the normal path."""
+        """Returns the error and the request id of a refusal; None if the request takes the normal path."""
 
 
 def bounded_protocol(limit: int, admission: RequestAdmission) -> type[BoundedProtocol]:

@@ -152,7 +152,7 @@ class ReplicaProxy:
         return True
 
     def _check_size(self, request: _Request) -> None:
-        """Raises where the body is too large by itself or beside others."""
+        """Raises if the body is too large by itself or beside others."""
         size = len(request.body)
         self.num_bytes += size - request.num_counted
         request.num_counted = size

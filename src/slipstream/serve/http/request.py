@@ -50,13 +50,13 @@ class Request:
         self.field_names["prompt_token_ids"] = field
 
     def check_count(self, count: int, name: str) -> None:
-        """Raises where a field has more entries than the server takes."""
+        """Raises if a field has more entries than the server takes."""
         if count > (limit := self.state.settings.max_inputs):
             fact = f"{name} has {count} entries, this server takes {limit} at once"
             raise bad_request(f"{fact}; send fewer or raise --max-inputs", name, "too_many_inputs")
 
     def check_samples(self, num_prompts: int, n: int) -> None:
-        """Raises where all prompts together have more samples than the server takes."""
+        """Raises if all prompts together have more samples than the server takes."""
         if num_prompts * n > (limit := self.state.settings.max_samples):
             fact = f"{num_prompts} prompts with n={n} make {num_prompts * n} samples, this server takes {limit} at once"
             raise bad_request(f"{fact}; send fewer prompts, lower n or raise --max-samples", "n", "too_many_inputs")
@@ -70,7 +70,7 @@ class Request:
     def choose_model(self, name: str | None, *tasks: str) -> ServedModel:
         """Returns the model of that name, or the best one for the first of the tasks that any model can do.
 
-        Raises where the model can do none of them; the error lists what each model does.
+        Raises if the model can do none of them; the error lists what each model does.
         """
         models = self.state.engine.models
         served = self.state.engine.model(name, *tasks)

@@ -26,7 +26,7 @@ class StreamFormat(msgspec.Struct, frozen=True):
     """The format of a stream."""
 
     media_type: bytes
-    keep_alive: bytes | None  # sent to keep a silent stream open; None where the format has no comments
+    keep_alive: bytes | None  # sent to keep a silent stream open; None if the format has no comments
     error: Callable[[HTTPException], bytes]  # the end of a stream that fails
 
 

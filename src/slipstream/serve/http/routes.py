@@ -16,7 +16,7 @@ from slipstream.serve.http.request import Request
 from slipstream.serve.http.response import Response, StreamingResponse
 
 Endpoint = Callable[[Request, Any], Awaitable[Response | StreamingResponse]]
-"""Called with the request and the decoded body: None where the route has none, the parts by name of a form."""
+"""Called with the request and the decoded body: None if the route has none, the parts by name of a form."""
 
 
 class Route(msgspec.Struct, frozen=True, kw_only=True):

@@ -35,7 +35,7 @@ class ServerStats:
     """With several front ends, `run` publishes the counters of this one on the shared board."""
 
     def __init__(self, engine: AsyncEngine, counters: Counters, board: Board | None, status_interval: float) -> None:
-        """`board`: shared memory of all front ends, None where this is the only one. `status_interval`: seconds between
+        """`board`: shared memory of all front ends, None if this is the only one. `status_interval`: seconds between
         two status lines, 0 for none."""
         self.engine = engine
         self.counters = counters
@@ -52,7 +52,7 @@ class ServerStats:
         return self.board.total(), self.engine.pulse.lanes
 
     def front_ends(self) -> FrontEnds | None:
-        """The number of front-end processes; None where this is the only one."""
+        """The number of front-end processes; None if this is the only one."""
         return None if self.board is None else self.board.front_ends()
 
     def replicas(self) -> Sequence[ReplicaStats]:

@@ -107,7 +107,7 @@ class State:
         return HTTPException(429, f"{fact}; try again in {wait:.0f} s", retry_after=wait, code="queue_full")
 
     def check_answer(self, num_bytes: int) -> None:
-        """Raises where the result of a request is larger than the limit: it is in memory as a whole."""
+        """Raises if the result of a request is larger than the limit: it is in memory as a whole."""
         if num_bytes > (limit := self.settings.max_answer_bytes):
             raise bad_request(
                 f"the answer would have {num_bytes} bytes of arrays, the limit is {limit}; send fewer or shorter "
@@ -116,7 +116,7 @@ class State:
             )
 
     def admit(self, num_requests: int, num_tokens: int = 0, caller: str = "") -> None:
-        """Raises where the queue has no room for these requests."""
+        """Raises if the queue has no room for these requests."""
         if (error := self.no_room(num_requests, num_tokens, caller)) is not None:
             raise error
 

@@ -9,7 +9,7 @@ from slipstream.serve.http.request import Request
 
 
 def service_of(request: Request) -> tuple[BatchService, str]:
-    """Returns the service and the owner of the request. Raises where the server has no store."""
+    """Returns the service and the owner of the request. Raises if the server has no store."""
     service = request.state.batches
     if service is None:
         fact = "files and batches are disabled; start the server with --batch-dir FOLDER to enable them"

@@ -31,7 +31,7 @@ class BatchService:
 
     @contextmanager
     def holding(self, num_bytes: int) -> Iterator[None]:
-        """Around the use of a file's content in memory. Raises where the contents together are over the limit; one
+        """Around the use of a file's content in memory. Raises if the contents together are over the limit; one
         above the limit is accepted while there is no other."""
         if self.num_held and self.num_held + num_bytes > self._max_held:
             fact = f"files with {self.num_held} bytes are being stored or sent, the limit is {self._max_held}"

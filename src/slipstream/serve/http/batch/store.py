@@ -212,7 +212,7 @@ class BatchStore:
         return (row for (row,) in rows.fetchall())
 
     def _check_room(self, owner: str, num_bytes: int, *, rows: bool = True) -> None:
-        """Raises where the owner's share has no room for this many bytes and, with `rows`, for a file or batch."""
+        """Raises if the owner's share has no room for this many bytes and, with `rows`, for a file or batch."""
         mine = "WHERE owner = :owner"
         count = f"(SELECT COUNT(*) FROM files {mine}), (SELECT COUNT(*) FROM batches {mine})"
         total = f"(SELECT TOTAL(size) FROM files {mine}) + (SELECT TOTAL(result_bytes) FROM batches {mine})"

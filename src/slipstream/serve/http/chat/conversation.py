@@ -57,7 +57,7 @@ class ChatConversation(msgspec.Struct, kw_only=True):
         return template is not None and reads_variable(template, variable)
 
     def check_tool_choice(self, formats: ChatFormats, *, auto: bool) -> None:
-        """Raises where the model would have to decide about tool calls and cannot. `auto`: it may."""
+        """Raises if the model would have to decide about tool calls and cannot. `auto`: it may."""
         if not self.tools.shown or self.tools.are_forced:
             return
         hint = "set tool_choice to required or to a function"

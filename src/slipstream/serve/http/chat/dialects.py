@@ -89,7 +89,7 @@ def think_variables(served: ServedModel, think: bool | str | None, field: str) -
 
 
 def call_arguments(text: str) -> dict[str, Any] | msgspec.Raw | None:
-    """The arguments of a call as an object, on one line; None where the model wrote none. They are passed on as JSON:
+    """The arguments of a call as an object, on one line; None if the model wrote none. They are passed on as JSON:
     what a model writes may be nested too deeply for an encoder, or have half of a surrogate pair."""
     if not text.strip():
         return {}

@@ -173,7 +173,7 @@ def _messages(served: ServedModel, given: list[dict[str, Any]]) -> list[dict[str
 
 
 def _calls(given: Any, name: str) -> list[tuple[str, str, str]]:
-    """Ids (empty where not given), names and arguments of calls."""
+    """Ids (empty if not given), names and arguments of calls."""
     shape = 'give [{"function": {"name": ..., "arguments": {...}}}]'
     found = []
     for index, call in enumerate(given if isinstance(given, list) else [None]):

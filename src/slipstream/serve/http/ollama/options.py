@@ -78,7 +78,7 @@ def check_options(options: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def num_ctx(options: dict[str, Any] | None, most: int) -> int | None:
-    """The limit of tokens that `num_ctx` sets; None where it is no less than `most`, the limit of the model."""
+    """The limit of tokens that `num_ctx` sets; None if it is no less than `most`, the limit of the model."""
     wanted: int | None = (options or {}).get("num_ctx")
     return None if wanted is None or wanted >= most else wanted
 

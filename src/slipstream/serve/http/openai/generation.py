@@ -43,7 +43,7 @@ async def start(
 
 
 def check_room(request: Request, model: str | None, message: Submit, limit: int | None) -> None:
-    """Raises where the prompt and max_tokens, or min_tokens, are longer than the model length."""
+    """Raises if the prompt and max_tokens, or min_tokens, are longer than the model length."""
     description, params = request.state.engine.model(model).description, message.params
     assert isinstance(params, SamplingParams)
     num_prompt, most = len(message.prompt_token_ids), description.max_model_len
@@ -73,7 +73,7 @@ def submits_for(
 
 
 def check_end(request: Request, request_state: GenerationRequestState) -> None:
-    """Raises where a sample failed: with status 400 where the parameters exclude tokens, else 500."""
+    """Raises if a sample failed: with status 400 if the parameters exclude tokens, else 500."""
     for sample in request_state.samples:
         if sample.finish_reason == "error":
             params = request_state.message.params

@@ -28,7 +28,7 @@ _DTYPES = {"float16": "<f2", "bfloat16": "<u2", "float32": "<f4", "float64": "<f
 
 
 def embeds_of(body: CompletionRequest, description: ModelDescription) -> list[str]:
-    """The tensors of a request, still encoded; none where it has no prompt_embeds."""
+    """The tensors of a request, still encoded; none if it has no prompt_embeds."""
     if body.prompt_embeds is None:
         return []
     if not description.embed_size:

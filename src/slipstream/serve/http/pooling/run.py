@@ -48,7 +48,7 @@ def choose(request: Request, name: str | None, *tasks: str) -> Chosen:
 
 
 def activation(scores: bool, what: str, **given: bool | None) -> dict[str, Any]:
-    """Merges the fields that are names of `activation`. Raises where they differ.
+    """Merges the fields that are names of `activation`. Raises if they differ.
 
     `scores`: whether the task has scores of classes; else `what` describes it for the error.
     """
@@ -114,7 +114,7 @@ async def run_text(
 
 
 def check_ends(request_states: Sequence[PoolingRequestState]) -> None:
-    """Raises where a prompt has no result: a response has all results or an error."""
+    """Raises if a prompt has no result: a response has all results or an error."""
     for request_state in request_states:
         output = request_state.output
         if output is None:
@@ -130,7 +130,7 @@ def usage_of(found: Sequence[PoolingRequestOutput[Any]]) -> PoolUsage:
 
 
 def arrays_of(found: Sequence[PoolingRequestOutput[Any]]) -> list[Any]:
-    """Returns the arrays of results. Raises where one is missing."""
+    """Returns the arrays of results. Raises if one is missing."""
     try:
         return [one.outputs.array for one in found]
     except SlipstreamError as error:

@@ -73,7 +73,7 @@ class _Answer:
         self.calls: list[Any] = []
 
     def take(self) -> list[dict[str, Any]]:
-        """Takes the message of the turn; none where there are no items."""
+        """Takes the message of the turn; none if there are no items."""
         if not (self.text or self.calls):
             self.reasoning = ""
             return []

@@ -290,6 +290,8 @@ class LLM(PoolingMethods, VllmMethods):
 
     def close(self) -> None:
         """Frees the model, the cache and the device's thread. Waits for the call of another thread."""
+        if isinstance(self._sync_loop, SyncLoop):
+            self._sync_loop.check_no_step()
         with self._sync_loop.lock:
             if not self._sync_loop.closed:
                 self._sync_loop.close()

@@ -189,6 +189,19 @@ def test_an_error_names_the_processor_and_ends_its_request_only(llm, result, wor
     assert re.search(words, error) and "broken" in error and "at output token 2" in error
 
 
+@pytest.mark.parametrize("call", ["generate", "close", "reset_prefix_cache"])
+def test_a_processor_that_calls_its_own_engine_ends_its_request_only(llm, call):
+    def own(output, logits):
+        llm.generate([[5]], use_tqdm=False) if call == "generate" else getattr(llm, call)()
+        return logits
+
+    params = SamplingParams(temperature=0, max_tokens=4)
+    asked = [params, params.with_changes(logits_processors=[own])]
+    other, failed = (result.outputs[0] for result in llm.generate([[7, 9]] * 2, asked, use_tqdm=False))
+    assert failed.finish_reason == "error" and "cannot call its own LLM" in failed.stop_reason
+    assert other.token_ids == llm.generate([[7, 9]], params, use_tqdm=False)[0].outputs[0].token_ids
+
+
 def test_requests_are_refused_where_they_are_submitted(llm):
     with pytest.raises(InvalidParams, match="Watermark refuses the request: ValueError: watermark is a text"):
         llm.generate([[1]], SamplingParams(extra_args={"watermark": 3}), use_tqdm=False)

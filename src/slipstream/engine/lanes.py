@@ -90,6 +90,11 @@ class Lanes:
             self._failure = lane.name, error
             raise
 
+    def is_calling(self) -> bool:
+        """Whether a logits processor of a request runs in this thread."""
+        constraints = [core.constraints for core in self.cores.values()]
+        return any(each.processors.is_calling() for each in constraints if each is not None)
+
     def take_begun(self) -> list[str]:
         """Generation requests that the last step admitted for the first time."""
         schedulers = [core.scheduler for core in self.cores.values()]

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 from slipstream.engine.interrupts import held_back, watched
 from slipstream.engine.lanes import Lanes
-from slipstream.errors import EngineClosed, InvalidParams, QueueFull
+from slipstream.errors import EngineClosed, InvalidParams, QueueFull, UserError
 from slipstream.frontend.inputs import PreparedPrompt
 from slipstream.frontend.prompt_feeder import PromptFeeder
 from slipstream.frontend.request_state import OutputProcessor, RequestState
@@ -37,11 +37,13 @@ class SyncLoop:
         self.closed = False
         self.lock = threading.RLock()
         self._depth = 0  # nesting of `turn` in the thread that holds the lock
+        self._stepping: int | None = None  # the thread that is inside a step of the engine
         self._abandoned: deque[RequestState] = deque()  # requests without a reader, aborted between steps
 
     @contextmanager
     def turn(self) -> Iterator[None]:
         """Locks the engine for one thread. All use of the engine is inside a turn."""
+        self.check_no_step()
         with self.lock:
             self.check_open()  # another thread may have closed it while this one waited
             self._depth += 1
@@ -171,7 +173,12 @@ class SyncLoop:
         self.check_open()
         self._abort_abandoned()
         with held_back():  # the outputs of a step belong to all readers: an interrupt must not lose them
-            return self._process(self.lanes.step())
+            self._stepping = threading.get_ident()
+            try:
+                outputs = self.lanes.step()
+            finally:
+                self._stepping = None
+            return self._process(outputs)
 
     def _process(self, outputs: list[Output]) -> list[RequestState]:
         if self.stats is not None:
@@ -224,6 +231,13 @@ class SyncLoop:
     def check_open(self) -> None:
         if self.closed:
             raise EngineClosed("this LLM was closed; make a new one")
+
+    def check_no_step(self) -> None:
+        """Raises for code that a step calls: a logits processor, or the handler of a signal. A step may wait for a
+        processor in another thread, which would wait for the lock forever."""
+        lanes = getattr(self, "lanes", None)  # another thread may close the engine meanwhile
+        if self._stepping == threading.get_ident() or (self._stepping and lanes is not None and lanes.is_calling()):
+            raise UserError("a logits processor, or code inside a step, cannot call its own LLM; use another one")
 
     def _abort_abandoned(self) -> None:
         """Aborts the requests whose readers are gone."""

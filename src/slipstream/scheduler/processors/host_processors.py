@@ -50,6 +50,7 @@ class HostProcessors:
             if not isinstance(each, AdapterLogitsProcessor)
         }
         self._finished = finished or threading.Event()
+        self._callers: set[int] = set()  # threads in which a processor of a request runs
         self._pool: ThreadPoolExecutor | None = None
         self._budget = 0.0  # seconds
         self._is_used = bool(engine)  # a request may have processors
@@ -69,7 +70,7 @@ class HostProcessors:
                 request.processors = own
 
     def _open_one(self, request: Request, params: SamplingParams) -> RequestProcessors:
-        own = RequestProcessors(request.tokens[: request.num_prompt])
+        own = RequestProcessors(request.tokens[: request.num_prompt], self._callers)
         for number, each in enumerate(self._engine):
             name = type(each).__name__
             with _Refusing(name, "extra_args"):  # what a request has for processors of the engine
@@ -197,6 +198,10 @@ class HostProcessors:
         future = self._pool.submit(own.timed_edit, self.vocab_size)
         future.add_done_callback(lambda _: self._finished.set())
         return future
+
+    def is_calling(self) -> bool:
+        """Whether a processor of a request runs in this thread."""
+        return threading.get_ident() in self._callers
 
     def close(self) -> None:
         if self._pool is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -19,9 +20,12 @@ class RequestProcessors:
 
     __slots__ = (
         "prompt_ids", "output_ids", "error", "by_tokens", "by_logits", "scaled", "batches", "is_slow", "job",
+        "_callers",
     )  # fmt: skip
 
-    def __init__(self, prompt: Sequence[int]) -> None:
+    def __init__(self, prompt: Sequence[int], callers: set[int] | None = None) -> None:
+        """`callers`: has the threads in which a processor runs, while it runs."""
+        self._callers = set() if callers is None else callers
         self.prompt_ids = list(prompt)
         self.output_ids: list[int] = []
         self.error = ""  # of the first processor that failed
@@ -47,13 +51,21 @@ class RequestProcessors:
         )
 
     def add(self, name: str, call: RequestLogitsProcessor, *, needs: str, is_scaled: bool) -> None:
-        prompt, output = self.prompt_ids, self.output_ids
+        prompt, output, callers = self.prompt_ids, self.output_ids, self._callers
         takes_prompt = _num_arguments(call) > (1 if needs == "tokens" else 2)
+        lists = (prompt, output) if takes_prompt else (output,)
+
+        def run(*logits: Any) -> object:
+            callers.add(thread := threading.get_ident())
+            try:
+                return call(*lists, *logits)
+            finally:
+                callers.discard(thread)
+
         if needs == "tokens":
-            self.by_tokens.append((name, (lambda: call(prompt, output)) if takes_prompt else (lambda: call(output))))
-            return
-        bound = (lambda logits: call(prompt, output, logits)) if takes_prompt else (lambda logits: call(output, logits))
-        (self.scaled if is_scaled else self.by_logits).append((name, bound))
+            self.by_tokens.append((name, run))
+        else:
+            (self.scaled if is_scaled else self.by_logits).append((name, run))
 
     def catch_up(self, tokens: list[int]) -> None:
         """Take the tokens that the request has got since; `tokens`: all of its tokens."""

@@ -90,3 +90,10 @@ def test_from_optional_takes_none_for_a_default():
 def test_wrong_values_are_refused_by_name(wrong):
     with pytest.raises(InvalidParams, match=next(iter(wrong))):
         SamplingParams(**wrong)
+
+
+@pytest.mark.parametrize("name", ["stop", "bad_words"])
+def test_half_of_a_surrogate_pair_is_refused(name):
+    with pytest.raises(InvalidParams, match=f"{name} holds half of a surrogate pair") as caught:
+        SamplingParams(**{name: ["fine", "half \ud800"]})
+    assert caught.value.param == name

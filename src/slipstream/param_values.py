@@ -92,6 +92,8 @@ def check_strings(name: str, value: object) -> tuple[str, ...]:
         raise InvalidParams(f"{name} is {value!r}; give a string or a list of strings", param=name)
     if any(not text.strip() if name == "bad_words" else not text for text in value):
         raise InvalidParams(f"{name} holds an empty string, which is in every text; leave it out", param=name)
+    for text in value:
+        check_text(name, text)
     return tuple(dict.fromkeys(value))
 
 

@@ -211,14 +211,21 @@ def test_slots_are_not_overwritten_while_they_are_copied(folder, wanted):
 
 def test_pages_whose_lease_ended_before_they_were_copied_are_computed(folder, wanted, producer, monkeypatch):
     """The slots have other pages when the copies run: nothing of them is used."""
-    monkeypatch.setattr(page_server, "_GRACE", 0.0)
+    receive, is_over = page_server.receive, threading.Event()
+
+    def receive_until_over(connection, size, deadline):
+        assert is_over.wait(PATIENCE)
+        return receive(connection, size, 0.0)  # the time limit of the lease has passed
+
+    monkeypatch.setattr(page_server, "receive", receive_until_over)
     device = PeerDevice(1, 1)
-    with make(folder, "kv_consumer", device, kv_peers=[address_of(producer)], kv_timeout=0.3) as llm:
-        tier = producer.core.scheduler.cache.tier
+    with make(folder, "kv_consumer", device, kv_peers=[address_of(producer)]) as llm:
+        slots = producer.core.scheduler.cache.tier._slots[0]
         device.gate.clear()
         llm.core.submit(Submit("a", PROMPTS[0], GREEDY, 0.0))
-        wait_until(lambda: llm.core.step() == [] and device.peers)
-        wait_until(lambda: not tier._slots[0].pins)  # the time limit of the lease
+        wait_until(lambda: llm.core.step() == [] and len(slots.pins) == PAGES and device.peers)
+        is_over.set()
+        wait_until(lambda: not slots.pins)
         memory = producer.core.tier.mirror._exported.tensor
         memory.fill_(0x55)  # in the place of other pages
         assert llm.core.scheduler.cache.imports.is_waiting  # slots stay reserved until the copies end

@@ -8,6 +8,7 @@ import socket
 
 import pytest
 
+from patience import PATIENCE
 from slipstream import LLM, SamplingParams
 from slipstream.config.options import make_options
 from slipstream.engine import page_listener, page_peer
@@ -27,7 +28,7 @@ PREFILL = SamplingParams(temperature=0, max_tokens=1)
 def make(folder, role: str | None, **options) -> LLM:
     transfer = None
     if role is not None:
-        transfer = {"kv_role": role, "kv_buffer_size": 2**22}
+        transfer = {"kv_role": role, "kv_buffer_size": 2**22, "kv_timeout": PATIENCE}
         transfer |= {
             name: options.pop(name) for name in list(options) if name.startswith("kv_") and "cache" not in name
         }

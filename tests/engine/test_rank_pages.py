@@ -108,7 +108,7 @@ def engines(tmp_path, monkeypatch):
     consumer.ranks.close()
 
 
-def fetch(engines, seconds: float = 5.0) -> list[bool]:
+def fetch(engines, seconds: float = PATIENCE) -> list[bool]:
     """Pages of HASHES, to slots 0, 1, ... of the consumer."""
     pages = [Reserved(0, page_hash, slot) for slot, page_hash in enumerate(HASHES)]
     return engines.client.fetch(pages, engines.client.prepare(), time.monotonic() + seconds)

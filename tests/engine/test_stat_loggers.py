@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from loop_pace import keep_pace
 from slipstream import AsyncEngineArgs, AsyncLLM, SamplingParams, StatLoggerBase
 from slipstream.errors import InvalidParams
 from tiny import write_tiny
@@ -45,6 +46,7 @@ def test_loggers_get_what_happened_since_the_last_time(tmp_path):
         engine = AsyncLLM.from_engine_args(
             args, usage_context="script", stat_loggers=[Logger, lambda *how: Logger(*how)]
         )
+        keep_pace(engine.engine)
         async for _ in engine.generate(prompt, params, "0"):
             pass
         async for _ in engine.generate(prompt, params, "1"):

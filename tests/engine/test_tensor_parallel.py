@@ -8,6 +8,7 @@ import signal
 
 import pytest
 
+from patience import PATIENCE
 from rank_threads import run_ranks_as_threads
 from slipstream import LLM, LoRARequest, SamplingParams
 from slipstream.config.options import make_options
@@ -74,6 +75,7 @@ def check_equal(found, wanted):
 def check_handoff(folder, port, wanted, caplog):
     """Ranks of another engine fetch their parts of the pages; an engine of one rank has other pages."""
     transfer = {"kv_role": "kv_consumer", "kv_peers": [f"127.0.0.1:{port}"], "kv_buffer_size": 2**22}
+    transfer["kv_timeout"] = PATIENCE
     params = [PARAMS[i % 3] for i in range(len(PROMPTS))]
     options = SMALL | DRAFTS | {"kv_transfer_config": transfer}
     with LLM(folder, **options, tensor_parallel_size=2) as llm:

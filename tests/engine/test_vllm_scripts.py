@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from loop_pace import keep_pace
 from patience import PATIENCE
 from slipstream import (
     LLM,
@@ -313,6 +314,7 @@ def test_the_asynchronous_engine(folder, llm, monkeypatch):
 
     async def scenario():
         engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=folder, enable_log_requests=False, **SMALL))
+        keep_pace(engine.engine)
         await engine.check_health()
         with monkeypatch.context() as patch, pytest.raises(EngineDead):
             patch.setattr(AsyncLLM, "errored", True)

@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+from loop_pace import keep_pace
 from patience import PATIENCE
 from slipstream import LLM, AsyncEngine, PoolingParams, SamplingParams
 from slipstream.errors import EngineClosed, EngineDead, PromptTooLong, QueueFull, RequestTooLarge, UserError
@@ -29,6 +30,7 @@ def first_core(engine):
 def run(folder, scenario, **options):
     async def main():
         engine = AsyncEngine(folder, **(SMALL | options))
+        keep_pace(engine)
         try:
             return await asyncio.wait_for(scenario(engine), PATIENCE)
         finally:

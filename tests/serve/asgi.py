@@ -139,6 +139,12 @@ class Door:
     ) -> Exchange:
         return Exchange(self.app, method, path, body, headers, query)
 
+    def pass_time(self, seconds: float) -> None:
+        """The clock of the event loop jumps: deadlines within `seconds` pass at once, however slow the machine is."""
+        loop = asyncio.get_running_loop()
+        now = loop.time
+        loop.time = lambda: now() + seconds  # type: ignore[method-assign]
+
     async def get(self, path: str, **headers: str) -> Exchange:
         return await self.begin("GET", path, **headers).end()
 

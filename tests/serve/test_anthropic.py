@@ -115,9 +115,11 @@ def test_what_is_not_supported_is_refused_by_name(folder, body, words):
 def test_an_error_within_a_stream_is_an_event(folder):
     async def scenario(door):
         body = {"model": "tiny", "messages": MESSAGES, "max_tokens": 9, "stream": True}
-        stream = door.begin("POST", "/v1/messages", body, x_request_timeout="0.2")
+        stream = door.begin("POST", "/v1/messages", body, x_request_timeout="60")
         await door.core.until(lambda: door.core.submits)
         door.core.token(door.core.submits[0], 65)
+        await stream.until(b'"A"')
+        door.pass_time(60)
         await stream.end()
         last = stream.parsed()[-1]
         assert last["type"] == "error" and last["error"]["type"] == "timeout_error"

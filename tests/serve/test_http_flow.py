@@ -35,12 +35,16 @@ def test_a_client_that_disconnects_is_aborted_and_counted(folder):
 
 def test_a_deadline_ends_a_request_and_a_stream(folder):
     async def scenario(door):
-        whole = door.begin("POST", "/v1/completions", ASK, x_request_timeout="0.05")
+        whole = door.begin("POST", "/v1/completions", ASK, x_request_timeout="60")
+        await door.core.until(lambda: door.core.submits)
+        door.pass_time(60)
         await whole.end()
         assert whole.status == 408 and whole.json()["error"]["code"] == "deadline"
-        stream = door.begin("POST", "/v1/completions", ASK | {"stream": True}, x_request_timeout="0.2")
+        stream = door.begin("POST", "/v1/completions", ASK | {"stream": True}, x_request_timeout="60")
         await door.core.until(lambda: len(door.core.submits) == 2)
         door.core.token(door.core.submits[1], 65)
+        await stream.until(b'"A"')
+        door.pass_time(60)
         await stream.end()
         assert stream.events()[-1]["error"]["code"] == "deadline"
         await door.core.until(lambda: len(door.core.aborts) == 2)
@@ -288,7 +292,9 @@ def test_a_silent_stream_gets_keep_alive_comments(folder):
         await stream.end()
         stream.body = stream.body.replace(b": still here\n\n", b"")
         assert "".join(event["choices"][0]["text"] for event in stream.events()) == "AB"
-        late = door.begin("POST", "/v1/completions", ASK | {"stream": True}, x_request_timeout="0.1")
+        late = door.begin("POST", "/v1/completions", ASK | {"stream": True}, x_request_timeout="60")
+        await late.until(b": still here")
+        door.pass_time(60)
         assert (await late.end()).status == 200  # it had begun, so its error is an event
         assert b'"code":"deadline"' in late.body and late.body.endswith(b"data: [DONE]\n\n")
 

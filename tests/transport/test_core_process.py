@@ -206,12 +206,12 @@ def test_a_missing_model_is_reported_before_torch_is_loaded(tmp_path):
 
 def test_a_core_killed_in_the_middle_ends_every_stream(folder, scripted):
     async def scenario():
-        core, (sock,) = spawn_core([make_options(model=folder, **SMALL)])
+        core, (sock,) = spawn_core([make_options(model=folder, **(SMALL | {"max_model_len": 100_000}))])
         engine = AsyncEngine(client=await SocketClient.connect(sock))
         await asyncio.wait_for(engine.until_ready(), PATIENCE)
         seen = 0
         with pytest.raises(EngineDead):
-            async for _ in engine.generate([1, 2], LONG):
+            async for _ in engine.generate([1, 2], PARAMS.with_changes(max_tokens=90_000)):
                 if not seen:
                     core.process.send_signal(signal.SIGKILL)
                 seen += 1
@@ -239,7 +239,7 @@ def test_a_core_does_not_outlive_its_parent(folder, scripted):
     core = int(parent.stdout.readline())
     parent.kill()
     parent.wait()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + PATIENCE
     while alive(core) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not alive(core)

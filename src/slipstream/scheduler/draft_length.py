@@ -49,7 +49,9 @@ class DraftLength:
         self._accepted = [[0.0] * max_drafts for _ in range(NUM_CLASSES)]
         self._seconds: dict[int, float] = {}  # by number of positions, rounded up to a size
         self._proposing: dict[int, float] = {}  # the same of steps that propose drafts and have none
-        self._num_measured: dict[int, int] = {}  # of the sizes that were measured less than _MIN_MEASURED times
+        # of the sizes of each that were measured less than _MIN_MEASURED times
+        self._num_measured: dict[int, int] = {}
+        self._num_proposing: dict[int, int] = {}
         self._num_tries: dict[int, int] = {}  # plans without drafts to measure a size; a device may have no clock
         self._since_trial = 0  # plans
         self._since_plain = 0  # plans since the time without drafts was measured
@@ -154,8 +156,9 @@ class DraftLength:
     def proposal_cost(self, num_rows: int) -> float:
         """The time that a step takes longer to propose drafts, as a share of a step without drafts."""
         size = _size(num_rows)
-        seconds = self._proposing.get(size)
-        return 0.0 if seconds is None else max(0.0, seconds / self._time(num_rows) - 1)
+        if size not in self._proposing or size in self._num_proposing:
+            return 0.0
+        return max(0.0, self._proposing[size] / self._time(num_rows) - 1)
 
     def _best(self, counts: ClassCounts) -> tuple[int, ...]:
         """The numbers of drafts by class with the most expected tokens per second. Drafts are added in the order of
@@ -218,19 +221,19 @@ class DraftLength:
     def measure(self, num_positions: int, seconds: float, only_proposes: bool = False) -> None:
         """A step without prefill took so many seconds, with the device's wait for the host before it. Shorter times
         count at once: a longer time may contain a rare wait."""
-        size = _size(num_positions)
         if only_proposes:
-            before = self._proposing.get(size, seconds)
-            self._proposing[size] = _smoothed(before, seconds)
-            return
-        before = self._seconds.get(size, seconds)
-        if not self._is_known(size):
-            num = self._num_measured[size] = self._num_measured.get(size, 0) + 1
-            self._seconds[size] = min(before, seconds)
-            if num == _MIN_MEASURED:
-                del self._num_measured[size]
+            known, num_measured = self._proposing, self._num_proposing
         else:
-            self._seconds[size] = _smoothed(before, seconds)
+            known, num_measured = self._seconds, self._num_measured
+        size = _size(num_positions)
+        before = known.get(size)
+        if before is not None and size not in num_measured:
+            known[size] = _smoothed(before, seconds)
+            return
+        known[size] = seconds if before is None else min(before, seconds)
+        num_measured[size] = num_measured.get(size, 0) + 1
+        if num_measured[size] == _MIN_MEASURED:
+            del num_measured[size]
 
 
 def _smoothed(before: float, seconds: float) -> float:

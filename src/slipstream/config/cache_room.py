@@ -50,6 +50,8 @@ def choose_num_pages(
 ) -> int:
     """`other_bytes`: all memory except pages."""
     if options.num_pages is not None:
+        if options.kv_cache_memory is not None:
+            raise InvalidOption("num_pages and kv_cache_memory are both given; give one size of the KV cache")
         return positive("num_pages", options.num_pages) + 1  # plus the null page
     if options.kv_cache_memory is not None:
         given = parse_bytes(options.kv_cache_memory) - num_checkpoints * states.checkpoint_bytes

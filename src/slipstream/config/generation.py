@@ -21,6 +21,7 @@ _FIELDS = {
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
 }
+_OTHER_FIELDS = ("do_sample", "eos_token_id")
 # fields of GGUF files, which converters fill from generation_config.json
 _GGUF_FIELDS = {
     "general.sampling.temp": "temperature",
@@ -60,6 +61,9 @@ def read_generation_defaults(
             )
         config = _read(shown)
     if overrides:
+        if unknown := [name for name in overrides if name not in _FIELDS and name not in _OTHER_FIELDS]:
+            known = ", ".join((*_FIELDS, *_OTHER_FIELDS))
+            raise InvalidOption(f"override_generation_config has {unknown[0]!r}, which nothing reads; it takes {known}")
         try:
             generation_defaults(dict(overrides))
         except InvalidParams as error:

@@ -42,6 +42,9 @@ def locate(
     model: str | None, revision: str | None = None, task: str = "auto", download_dir: str | None = None
 ) -> LocatedModel:
     """`download_dir`: where files of the hub are kept; None: the default of huggingface_hub."""
+    if revision is not None and (model is None or Path(model).expanduser().exists()):
+        which = "the embedded model" if model is None else model
+        raise InvalidOption(f"revision is {revision!r}, and {which} is no hub name; leave it out")
     if model is None:
         return default_embedder() if task in EMBEDDER_TASKS else _embedded()
     if not model.strip():

@@ -26,4 +26,7 @@ def resolve_record(options: Options) -> RecordConfig:
     if every < 0 or (every and not options.record_steps):
         fact = "below 0" if every < 0 else "set, and record_steps is 0"
         raise InvalidOption(f"record_every_mb is {every}, {fact}; give a number of megabytes, and record_steps above 0")
+    if not options.record_steps and (options.record_dir is not None or options.record_redact):
+        name = "record_redact" if options.record_dir is None else "record_dir"
+        raise InvalidOption(f"{name} is given and record_steps is 0, so nothing is recorded; remove one of them")
     return RecordConfig(options.record_steps, options.record_dir, options.record_redact, every)

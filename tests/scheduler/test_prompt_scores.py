@@ -126,7 +126,7 @@ def test_preemption_between_two_chunks_continues_with_the_next_score(depth):
     (slow,) = bench.submit(list(range(30, 50)), max_tokens=4, prompt_logprobs=0, priority=1)
     while not 3 < slow.next_scored < slow.num_prompt:
         bench.step()
-    bench.scheduler._preempt(slow)
+    bench.scheduler._running.preempt(slow)
     bench.run()
     check(bench, slow)
     for request in [*others, slow]:

@@ -10,10 +10,10 @@ import numpy as np
 from slipstream.messages import Output
 from slipstream.request import Request, Status, WaitFor
 from slipstream.scheduler.cache.manager import CacheManager
+from slipstream.scheduler.decode_arrays import DecodeArrays
 from slipstream.scheduler.drafting import DraftCounts
 from slipstream.scheduler.in_flight import Launched
 from slipstream.scheduler.lifecycle import RequestLifecycle
-from slipstream.scheduler.plan_builder import DecodeArrays
 from slipstream.scheduler.step_outputs import (
     accepted_tokens,
     draw_failure,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,6 +12,7 @@ from slipstream.scheduler.adapters import Adapters
 from slipstream.scheduler.cache.kind import Run
 from slipstream.scheduler.cache.manager import CacheManager
 from slipstream.scheduler.cache.states import Restore, Save
+from slipstream.scheduler.decode_arrays import DecodeArrays, decode_counts
 from slipstream.step import (
     NO_INTS,
     NO_PAGES,
@@ -28,9 +28,6 @@ from slipstream.step import (
     StepPlan,
 )
 
-K = TypeVar("K")
-V = TypeVar("V")
-_MOST_SHARED = 8  # arrays of earlier plans that later ones share
 _NO_COPIES: Ints = np.zeros((0, 3), np.int32)
 _NO_RESTORES: Ints = np.zeros((0, 2), np.int32)
 
@@ -178,10 +175,11 @@ class PlanBuilder:
         total = num_decodes + len(chunks)
         arrays.advance(self.decodes)
         rows, lengths = arrays.rows, arrays.lengths
-        num_tokens, num_host_tokens, num_drawn = _all_decode(num_decodes)
+        num_tokens, num_host_tokens, num_drawn = decode_counts(num_decodes)
         tokens = following = NO_INTS
         if chunks and all(chunk.is_drafted for chunk in chunks):
-            rows, num_tokens, num_host_tokens = arrays.with_drafted(chunks)
+            drafted = tuple([(chunk.request.row, chunk.num_tokens) for chunk in chunks])
+            rows, num_tokens, num_host_tokens = arrays.with_drafted(drafted)
             num_drawn = num_tokens
             lengths = np.concatenate([lengths, np.array([chunk.request.computed for chunk in chunks], np.int32)])
         elif chunks:
@@ -267,57 +265,6 @@ class PlanBuilder:
         return PromptScores(_ints(indices), _ints(tokens), num_logprobs) if indices else None
 
 
-class DecodeArrays:
-    """Rows and lengths of a plan's decodes, reused while the next plan decodes the same requests, each one longer."""
-
-    def __init__(self) -> None:
-        self.requests: list[Request] = []
-        self.rows: Ints = NO_INTS
-        self.lengths: Ints = NO_INTS
-        self.is_stale = False  # a commit subtracted rejected drafts from the length of a request
-        # arrays of recent plans, which later ones share: steps with and without drafts take turns
-        self._rows: dict[tuple[int, ...], Ints] = {}
-        self._drafted: dict[tuple[tuple[int, ...], tuple[tuple[int, int], ...]], tuple[Ints, Ints, Ints]] = {}
-        self._row_numbers: tuple[int, ...] = ()  # of `rows`
-
-    def advance(self, requests: list[Request]) -> None:
-        """Update the arrays for the next plan. A request cannot change its row without a plan that lacks it."""
-        is_same = requests == self.requests
-        if is_same and not self.is_stale:
-            self.lengths = self.lengths + 1
-            return
-        if not is_same:
-            self.requests = requests
-            self._row_numbers = numbers = tuple([request.row for request in requests])
-            known = self._rows.get(numbers)
-            if known is None:
-                known = _keep(self._rows, numbers, np.array(numbers, np.int32))
-            self.rows = known
-        self.lengths = np.array([request.computed for request in requests], np.int32)
-        self.is_stale = False
-
-    def with_drafted(self, chunks: list[Chunk]) -> tuple[Ints, Ints, Ints]:
-        """Rows, numbers of positions and of host tokens of a plan of these decodes and drafted rows: the same arrays
-        as in a recent plan of the same rows and numbers of drafts."""
-        numbers = tuple([(chunk.request.row, chunk.num_tokens) for chunk in chunks])
-        known = self._drafted.get((self._row_numbers, numbers))
-        if known is None:
-            num_decodes, total = len(self.rows), len(self.rows) + len(chunks)
-            num_tokens = np.ones(total, np.int32)
-            num_tokens[num_decodes:] = [num for _, num in numbers]
-            rows = np.concatenate([self.rows, np.array([row for row, _ in numbers], np.int32)])
-            arrays = rows, num_tokens, np.zeros(total, np.int32)
-            known = _keep(self._drafted, (self._row_numbers, numbers), arrays)
-        return known
-
-
-def _keep(known: dict[K, V], key: K, value: V) -> V:
-    if len(known) >= _MOST_SHARED:
-        known.clear()
-    known[key] = value
-    return value
-
-
 def embed_plan(chunks: list[Chunk], first: int) -> EmbedPlan | None:
     """The embeddings that requests bring for the tokens of their chunks. `first`: index of the first chunk's first
     token among all tokens of the step."""
@@ -356,10 +303,3 @@ def _state_plan(restores: list[Restore], saves: list[Save], rows: Ints) -> State
 
 def _ints(values: list[int]) -> Ints:
     return np.array(values, np.int32) if values else NO_INTS
-
-
-@lru_cache(1024)
-def _all_decode(count: int) -> tuple[Ints, Ints, Ints]:
-    """Per row of a plan of decodes only: one position, no host token, one drawn token. Shared, so never written."""
-    ones = np.ones(count, np.int32)
-    return ones, np.zeros(count, np.int32), ones

@@ -30,15 +30,16 @@ from slipstream.scheduler.admitting import Admitter
 from slipstream.scheduler.budget import Budget
 from slipstream.scheduler.cache.manager import CacheManager
 from slipstream.scheduler.committing import Committer
+from slipstream.scheduler.decode_arrays import DecodeArrays
 from slipstream.scheduler.drafting import DraftPlanner
 from slipstream.scheduler.grammar.advance import GrammarAdvancer
 from slipstream.scheduler.grammar.constraints import Constraints
 from slipstream.scheduler.in_flight import InFlight
 from slipstream.scheduler.lifecycle import RequestLifecycle
-from slipstream.scheduler.plan_builder import DecodeArrays, PlanBuilder
-from slipstream.scheduler.prefill_chunks import add_chunk, add_drafted, fit_chunk, num_chunk_tokens
+from slipstream.scheduler.plan_builder import PlanBuilder
 from slipstream.scheduler.query_registry import QueryRegistry
 from slipstream.scheduler.row_allocator import RowAllocator
+from slipstream.scheduler.running import RunningPlanner
 from slipstream.scheduler.sibling_samples import join_samples
 from slipstream.scheduler.step_outputs import lost_query
 from slipstream.scheduler.waiting import WaitingQueue
@@ -61,7 +62,6 @@ class Scheduler:
         self.cache = cache
         self.constraints = constraints
         self.adapters = adapters
-        self.num_preemptions = 0
         self.max_num_tokens: int | None = None  # of a step with decode rows; None: the whole budget
         self.drafts = DraftPlanner(config, cache)
         # submits up to the given number of requests from a caller that has more; returns how many
@@ -84,6 +84,7 @@ class Scheduler:
         )
         self._committer = Committer(cache, self._waiting, self._lifecycle, self._arrays, self.drafts.counts)
         self._advancer = None if constraints is None else GrammarAdvancer(constraints, self._waiting, self._lifecycle)
+        self._running = RunningPlanner(config, cache, self._row_allocator, self._lifecycle, self.drafts)
         self._failures: list[Output] = []
         self._next_number = 0
         self._next_step = 0
@@ -91,6 +92,10 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         return len(self._row_allocator.running)
+
+    @property
+    def num_preemptions(self) -> int:
+        return self._running.num_preemptions
 
     @property
     def num_waiting(self) -> int:
@@ -176,28 +181,33 @@ class Scheduler:
         self._failures += self._lifecycle.take_ready()
         builder = PlanBuilder(self._next_step, len(self.cache.groups), self.drafts.sends_history)
         budget = Budget(self.config, self._row_allocator.num_free)
-        self._limit_prefill(budget)
-        if self._plan_running(builder, budget):
+        self._running.limit_prefill(budget, self.max_num_tokens)
+        if self._running.plan(builder, budget):
             self._admitter.admit_waiting(builder, budget, self.refill)
         if not builder:
             return None  # rows released meanwhile are part of the next plan
+        return self._finish_plan(builder)
+
+    def _finish_plan(self, builder: PlanBuilder) -> StepPlan:
+        """Make the plan of the chosen rows, and record what is in flight with it."""
         self.drafts.end_plan(builder)
         sampling = builder.sort()
         drawn = builder.drawn()
+        constraints = self.constraints
         if constraints is not None and constraints.num_live:
             constraints.plan(sampling, drawn, self.drafts.num_proposed)
             builder.returns_drafts |= bool(constraints.drawing)
-        num_logprobs = None
-        if self._row_allocator.num_with_logprobs:
-            asked = [
-                0 if k > MAX_PACKED_LOGPROBS else k for request in sampling if (k := request.num_logprobs) is not None
-            ]
-            num_logprobs = max(asked, default=None)
         pooled = builder.pooled()
         pooling = self._pool_plan(builder, pooled)
         released = self._row_allocator.take_released()
         plan = builder.build(
-            released, num_logprobs, self._arrays, self.cache, pooling, self.drafts.num_proposed, self.adapters
+            released,
+            self._num_logprobs(sampling),
+            self._arrays,
+            self.cache,
+            pooling,
+            self.drafts.num_proposed,
+            self.adapters,
         )
         self._in_flight.launch(
             self._next_step,
@@ -216,12 +226,12 @@ class Scheduler:
             self._lifecycle.drain(request)
         return plan
 
-    def _limit_prefill(self, budget: Budget) -> None:
-        """Limit prefill tokens to `max_num_tokens` while rows decode. At least one prefill token is allowed."""
-        if self.max_num_tokens is None or self.max_num_tokens >= budget.tokens or not self.config.chunked_prefill:
-            return
-        if num_decodes := self._count_decodes():
-            budget.tokens = min(budget.tokens, max(self.max_num_tokens, num_decodes + 1))
+    def _num_logprobs(self, sampling: list[Request]) -> int | None:
+        """`StepPlan.num_logprobs` of a plan in which these requests draw."""
+        if not self._row_allocator.num_with_logprobs:
+            return None
+        asked = [request.num_logprobs for request in sampling if request.num_logprobs is not None]
+        return max((0 if k > MAX_PACKED_LOGPROBS else k for k in asked), default=None)
 
     def _pool_plan(self, builder: PlanBuilder, pooled: list[Request]) -> PoolPlan | None:
         """The pooling part of the plan. `pooled`: requests whose prompt ends with it."""
@@ -229,88 +239,10 @@ class Scheduler:
         queries = np.array([self._queries.number_of(own) for own in params], np.int32) if self._queries else None
         return builder.pool_plan(params, queries, self.take_freed_queries())
 
-    def _plan_running(self, builder: PlanBuilder, budget: Budget) -> bool:
-        """Plan the running requests. False if a request was preempted: then no waiting request is admitted."""
-        running, decodes = self._row_allocator.running, builder.decodes
-        num_preemptions = self.num_preemptions
-        left, num_drafts = budget.tokens, self.drafts.begin_plan(running)
-        num_waiting = -1  # decodes that are not planned yet: chunks and drafts must leave one token for each
-        # A request that lacks pages preempts requests from the end of this list, which are not planned yet.
-        for request in running:
-            if not left:
-                break
-            start = request.computed
-            if start >= request.decode_limit:
-                if request.held:
-                    continue
-                if start < request.num_known:
-                    if num_waiting < 0:
-                        num_waiting = self._count_decodes() - len(decodes)
-                    wanted = num_chunk_tokens(request, start, request.num_known, builder, self.config)
-                    num = fit_chunk(start, wanted, left - num_waiting, self.cache.border)
-                    if num <= 0:
-                        if builder:
-                            continue
-                        num = 1  # the first running request always makes progress
-                    if start + num > request.capacity and not self._make_room(request, start + num, builder):
-                        return False
-                    add_chunk(request, num, builder, self.cache)
-                    left -= num
-                    continue
-                if start + 1 >= request.max_length:
-                    continue  # its last token is in flight
-                if start >= request.short_limit:
-                    continue  # its next position needs the long rope factors: see `commit`
-                if not self._make_room(request, start + 1, builder):
-                    return False
-                request.set_decode_limit()
-            # All known tokens are launched: plan the token drawn last, and its drafts.
-            num = 1
-            if num_drafts:
-                if num_waiting < 0:
-                    num_waiting = self._count_decodes() - len(decodes)
-                num_waiting -= 1
-                num = self.drafts.num_positions(request, left - 1 - num_waiting, builder)
-            elif num_waiting > 0:
-                num_waiting -= 1
-            left -= num
-            if num > 1:
-                add_drafted(request, num, builder)
-                continue
-            request.computed = start + 1
-            request.pending += 1
-            decodes.append(request)
-        budget.tokens = left
-        return self.num_preemptions == num_preemptions
-
-    def _count_decodes(self) -> int:
-        """Running requests whose known tokens are all launched."""
-        return sum(1 for request in self._row_allocator.running if request.computed >= request.num_known)
-
-    def _make_room(self, request: Request, length: int, builder: PlanBuilder) -> bool:
-        """Reserve pages, preempting requests from the end of the list; False if the request itself came up there.
-
-        Then it is preempted, or, if it will give back pages once steps in flight are committed, keeps its row and
-        waits.
-        """
-        while (changed := self.cache.reserve(request, length)) is None:
-            victim = self._row_allocator.running[-1]
-            if victim is request and self.cache.will_free_pages(request):
-                return False
-            self._preempt(victim)
-            if victim is request:
-                return False
-        builder.change_pages(request.row, changed)
-        return True
-
-    def _preempt(self, request: Request) -> None:
-        self.num_preemptions += 1
-        self._lifecycle.requeue(request)
-
     def preempt_all(self) -> None:
         """Between two steps: release the rows and pages of all running requests."""
         for request in reversed(list(self._row_allocator.running)):
-            self._preempt(request)
+            self._running.preempt(request)
 
     # Committing
 

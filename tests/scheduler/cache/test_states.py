@@ -152,7 +152,7 @@ def test_a_prompt_preempted_midway_continues_from_a_checkpoint() -> None:
     (second,) = day.submit(text(1400, seed=1), max_tokens=3, priority=1)
     while second.computed < 1050:
         day.step()
-    day.scheduler._preempt(second)
+    day.scheduler._running.preempt(second)
     day.run()
     day.check_tokens(first)
     day.check_tokens(second)

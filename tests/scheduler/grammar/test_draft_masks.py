@@ -57,7 +57,7 @@ def preempting(core: Any) -> None:
     def preempt_and_step() -> Any:
         running = core.scheduler._row_allocator.running
         if next(numbers) % 5 == 0 and running:
-            core.scheduler._preempt(running[-1])
+            core.scheduler._running.preempt(running[-1])
         return step()
 
     core.step = preempt_and_step

@@ -190,12 +190,12 @@ class AsyncLLM:
 
     @property
     def model_config(self) -> ModelConfigView:
-        """Of the first model."""
+        """The configuration of the first model."""
         return ModelConfigView(self.engine.config)
 
     @property
     def vllm_config(self) -> VllmConfigView:
-        """Of the first model."""
+        """The configuration of the first model."""
         return VllmConfigView(self.engine.config)
 
     @property

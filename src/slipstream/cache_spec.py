@@ -112,7 +112,7 @@ class StateSpec(msgspec.Struct, frozen=True):
 
     @property
     def num_bytes(self) -> int:
-        """Of a row."""
+        """Bytes of a row."""
         return sum(field.num_bytes for field in self.fields)
 
     @property

@@ -42,9 +42,9 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     truncation_side: Literal["right", "left", "never"] = "right"
     """Which end of a prompt that is too long is cut; `never` refuses such a prompt, whatever the model's default."""
     step_tag_id: int | None = None
-    """Of token scores return only the lines of this token: one per reasoning step."""
+    """Return only the token scores of this token: one per reasoning step."""
     returned_token_ids: Sequence[int] | None = None
-    """Of token scores return only these columns."""
+    """Return only these columns of token scores."""
     extra_kwargs: Mapping[str, int] | None = None
     """For score and rerank: `max_tokens_per_query` and `max_tokens_per_doc`, how many tokens of each text are read."""
     skip_tokens: int = 0

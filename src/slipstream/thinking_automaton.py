@@ -20,7 +20,7 @@ Table = NDArray[np.int64]
 
 class ThinkingAutomaton:
     def __init__(self, thinking: Thinking) -> None:
-        """Of the markers of these; `is_open` has no effect."""
+        """Follows the markers of `thinking`; its `is_open` has no effect."""
         ends = thinking.end
         outside, inside = _prefixes(thinking.start), _prefixes(ends)
         forced = thinking.forced

@@ -20,7 +20,7 @@ SORTED_BYTES = 8  # an index per sorted logit
 def activation_bytes(
     info: ModelInfo, sizes: ModelSizes, dtype: str, *, on_cpu: bool, rows: int, tokens: int, length: int, groups: int
 ) -> tuple[int, int, int]:
-    """Of the largest step: hidden states, attention's workspace, and logits."""
+    """Bytes of the largest step: hidden states, workspace of attention, and logits."""
     size, real = ITEMSIZE[dtype], max(ITEMSIZE[dtype], 4)
     stream = 4 * info.hidden_size  # x, its norm, the residual before and after
     hidden = tokens * (stream + sizes.widest + sizes.rotary) * size + tokens * 64 + sizes.per_step * real

@@ -46,8 +46,8 @@ EMBEDDED_DEFAULTS = GenerationDefaults(params={"temperature": 0.2, "top_p": 0.9}
 def read_generation_defaults(
     path: Path, source: str = "auto", overrides: Mapping[str, Any] | None = None, gguf: Mapping[str, Any] | None = None
 ) -> GenerationDefaults:
-    """Of the model's folder, or of the file whose fields are `gguf`. `source`: auto; vllm, for no sampling defaults of
-    the model; or another folder. `overrides`: fields that replace those of the file."""
+    """The defaults of the model's folder, or of the file whose fields are `gguf`. `source`: auto; vllm, for no sampling
+    defaults of the model; or another folder. `overrides`: fields that replace those of the file."""
     shown = path / "generation_config.json" if gguf is None else path
     own = _read(shown) if gguf is None else {_GGUF_FIELDS[name]: gguf[name] for name in _GGUF_FIELDS if name in gguf}
     config = own

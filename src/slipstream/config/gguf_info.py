@@ -196,7 +196,7 @@ class _GgufFields:
         return fields
 
     def _local_rope(self, rope: RopeInfo, architecture: str) -> RopeInfo | None:
-        """Of layers with a window, in families that have another one for them."""
+        """The rope of layers with a window, in families in which it differs."""
         if self.architecture == "gemma3":
             return RopeInfo(self.real("rope.freq_base_swa", 10_000.0))
         return RopeInfo(rope.theta) if architecture == "Olmo3ForCausalLM" else None  # not scaled

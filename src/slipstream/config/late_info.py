@@ -117,7 +117,7 @@ def _expansion(path: Path, folder: SentenceFolder, settings: dict[str, Any]) -> 
 
 
 def _markers(folder: SentenceFolder, words: dict[str, int]) -> tuple[dict[str, int], dict[str, str]]:
-    """By role: the token that PyLate inserts, and the remaining prompts. As text it might be split into several
+    """For each role the token that PyLate inserts, and the remaining prompts. As text it might be split into several
     tokens."""
     markers: dict[str, int] = {}
     prompts = dict(folder.prompts)

@@ -312,7 +312,7 @@ def describe_type(kind: Any) -> str:
 
 
 def options_of(model: str | None, models: Mapping[str, Any] | None, common: Mapping[str, Any]) -> list[Options]:
-    """Of one model, or of several by name, each a model or an object of options of its own."""
+    """The options of one model, or of several by name: each a model, or an object with its own options."""
     if models is None:
         return [make_options(model=None if model is None else str(model), **common)]
     if model is not None:

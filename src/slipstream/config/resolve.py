@@ -291,7 +291,7 @@ def _offload_bytes(options: Options) -> int:
 
 
 def _tier_bytes(options: Options, transfer: TransferConfig | None) -> int:
-    """Of one rank."""
+    """Bytes of the second cache tier of one rank."""
     size = options.kv_offloading_size or 0
     if not size and transfer is not None:
         return transfer.buffer_bytes

@@ -32,8 +32,8 @@ class ExportedMemory(Protocol):
     tensor: torch.Tensor  # device: [num_bytes] uint8
 
     def give_handle(self) -> bytes:
-        """By which another process opens the memory. From then on the memory is kept until this process ends: what
-        happens to copies of others that read freed memory is undefined."""
+        """The handle with which another process opens the memory. From then on the memory is kept until this process
+        ends: what happens to copies of others that read freed memory is undefined."""
 
     def close(self) -> None:
         """Free the memory after queued work, unless a handle was given. Nothing uses the tensor from then on."""

@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 
 class PageTransport(enum.Enum):
-    """By which bytes of pages travel."""
+    """The way in which bytes of pages travel."""
 
     TCP = "tcp"
     MEMORY = "memory"  # the consumer reads the producer's host memory
@@ -78,7 +78,7 @@ class Lease(msgspec.Struct, array_like=True):
 
 
 class ShardQuestion(msgspec.Struct, array_like=True):
-    """Of a rank above 0, for its part of pages."""
+    """The question of a rank above 0, for its part of pages."""
 
     identity: str
     rank: int
@@ -89,8 +89,9 @@ class ShardQuestion(msgspec.Struct, array_like=True):
 
 
 def checksum(page_hash: bytes, content: memoryview | bytes) -> int:
-    """Of a page under this hash: bytes of another page have another checksum. It is the CRC of sums over blocks: five
-    times as fast as the CRC of all bytes. It misses blocks in another order, and differences that cancel in a sum."""
+    """Checksum of a page under this hash: bytes of another page have another checksum. It is the CRC of sums over
+    blocks: five times as fast as the CRC of all bytes. It misses blocks in another order, and differences that cancel
+    in a sum."""
     blocks = np.frombuffer(content, np.uint8)
     whole = len(blocks) // _BLOCK * _BLOCK
     sums = np.add.reduce(blocks[:whole].view(np.uint64).reshape(-1, _BLOCK // 8), axis=0)

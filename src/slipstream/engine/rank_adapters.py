@@ -86,7 +86,7 @@ class RankReads:
 
 
 def _digest_files(folder: Path) -> bytes:
-    """Of the files of an adapter: the buffer of a rank has only a part of its matrices."""
+    """Digest of the files of an adapter: the buffer of a rank has only a part of its matrices."""
     digest = hashlib.blake2b()
     for path in sorted(folder.glob("adapter_*")):
         digest.update(path.name.encode())

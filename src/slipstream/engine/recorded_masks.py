@@ -23,7 +23,7 @@ class MaskSources:
 
     @property
     def num_bytes(self) -> int:
-        """Of the masks."""
+        """Bytes of the masks."""
         return 4 * self.num_words * len(self.sources)
 
     def __iter__(self) -> Iterator[tuple[MaskSource | None, int]]:

@@ -12,7 +12,7 @@ from slipstream.lora_request import LoRARequest
 
 
 class AdapterNames:
-    """Of one front end. Each adapter is a `ServedModel` with the name of the adapter."""
+    """The adapters of one front end. Each is a `ServedModel` with the name of the adapter."""
 
     def __init__(self) -> None:
         self._served: dict[str, ServedModel] = {}

@@ -27,7 +27,7 @@ class PrefixCacheStats:
 
 @dataclass
 class SchedulerStats:
-    """Of the moment, under vLLM's names."""
+    """The present state of the scheduler, under vLLM's names."""
 
     num_running_reqs: int = 0  # samples
     num_waiting_reqs: int = 0

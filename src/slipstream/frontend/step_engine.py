@@ -92,12 +92,12 @@ class StepEngine:
 
     @property
     def model_config(self) -> ModelConfigView:
-        """Of the first model."""
+        """The configuration of the first model."""
         return ModelConfigView(next(iter(self._loop.lanes.cores.values())).config)
 
     @property
     def vllm_config(self) -> VllmConfigView:
-        """Of the first model."""
+        """The configuration of the first model."""
         return VllmConfigView(self.model_config.config)
 
     def sleep(self, level: int = 1, mode: SleepMode = "abort") -> None:

@@ -19,7 +19,7 @@ _TAIL = 32  # last tokens of a prompt, in which the marker that begins reasoning
 
 
 class ThinkingMarkers:
-    """By `reasoning_config`, else by the reasoning parser, else by the format that the chat template shows."""
+    """Markers from `reasoning_config`, else of the reasoning parser, else of the format of the chat template."""
 
     def __init__(self, tokenizer: Tokenizer, config: ReasoningConfig | None, parser: str | None = None) -> None:
         """`parser`: the name of a reasoning parser; None: by the chat template."""

@@ -61,7 +61,7 @@ class VllmMethods(MaintenanceMethods):
 
     @property
     def model_config(self) -> ModelConfigView:
-        """Of the first model."""
+        """The configuration of the first model."""
         return self.llm_engine.model_config
 
     if not TYPE_CHECKING:

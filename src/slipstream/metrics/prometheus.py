@@ -172,7 +172,7 @@ def _of_replicas(replicas: Sequence[ReplicaStats]) -> Families:
 
 
 def _lanes(lanes: Sequence[LaneStats]) -> Families:
-    """Of each model; where there are several replicas, of each model and replica."""
+    """Metrics of each model; if there are several replicas, of each model and replica."""
     several = any(lane.replica for lane in lanes)
     label_names, vllm_label_names = ("model", *(["replica"] if several else [])), ("model_name", "engine")
 

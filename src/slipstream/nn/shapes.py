@@ -154,7 +154,7 @@ class DeltaShape(MixerShape):
 
     @property
     def num_channels(self) -> int:
-        """Of the convolution: q, k and v."""
+        """Channels of the convolution: q, k and v."""
         return 2 * self.key_size + self.value_size
 
     def state_fields(self, dtype: str, num_drafts: int = 0) -> tuple[StateField, ...]:

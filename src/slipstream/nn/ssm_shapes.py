@@ -48,12 +48,12 @@ class Mamba2Shape(MixerShape):
 
     @property
     def group_size(self) -> int:
-        """Of b, and of c."""
+        """Channels of b, and as many of c."""
         return self.num_groups * self.state_size
 
     @property
     def num_channels(self) -> int:
-        """Of the convolution: x, b and c."""
+        """Channels of the convolution: x, b and c."""
         return self.size + 2 * self.group_size
 
     def state_fields(self, dtype: str, num_drafts: int = 0) -> tuple[StateField, ...]:

@@ -46,7 +46,7 @@ def saved_bytes(layer_bytes: Sequence[int], num_streamed: int) -> int:
 
 
 def parameter_bytes(layers: nn.ModuleList) -> list[int]:
-    """Of each layer, in its buffer."""
+    """Bytes of each layer in its buffer."""
     return [_layout(layer)[1] for layer in layers]
 
 

@@ -339,5 +339,5 @@ class _Picked:
 
 
 def _named(prefix: str, of: TopLogprobs) -> dict[str, torch.Tensor]:
-    """By their names in the result buffer."""
+    """The tensors by their names in the result buffer."""
     return {f"{prefix}{name}": value for name, value in of._asdict().items()}

@@ -109,7 +109,7 @@ class SlotMirror:
     # Of threads that send and receive pages
 
     def give_handle(self) -> bytes:
-        """By which engines of the same host and user open the memory."""
+        """The handle with which engines of the same host and user open the memory."""
         return self._exported.give_handle()
 
     def is_written(self, group: int, slot: int, num_stores: int) -> bool:

@@ -203,7 +203,7 @@ def _store_period(specs: Sequence[StateSpec]) -> int:
 def _allocate(
     specs: Sequence[StateSpec], num_rows: int, num_checkpoints: int, device: Device
 ) -> dict[tuple[StateSpec, str], torch.Tensor]:
-    """By spec and name of the field: [slots, number of sites of this spec, *shape]."""
+    """The tensors by spec and name of the field: [slots, number of sites of this spec, *shape]."""
     tensors = {}
     try:
         for spec in dict.fromkeys(specs):
@@ -223,7 +223,7 @@ def _allocate(
 def _views(
     specs: Sequence[StateSpec], tensors: dict[tuple[StateSpec, str], torch.Tensor]
 ) -> list[dict[str, torch.Tensor]]:
-    """By state site: field name to [num_slots, *shape]."""
+    """For each state site: field name to [num_slots, *shape]."""
     sites = []
     seen: dict[StateSpec, int] = {}
     for spec in specs:

@@ -248,11 +248,11 @@ class Adapters(Generic[R]):
         return next((slot for slot, own in self._slots.items() if own is None or not own.num_running), None)
 
     def plan(self, rows: Ints) -> AdapterPlan | None:
-        """Of a plan with these rows."""
+        """The adapters of a plan with these rows."""
         return self.plan_slots(self._slot_of_row[rows]) if self._num_running or self._loads else None
 
     def plan_slots(self, slots: Ints) -> AdapterPlan | None:
-        """Of a plan whose rows have adapters in these slots."""
+        """The adapters of a plan whose rows have adapters in these slots."""
         loads, self._loads = tuple(self._loads), []
         has_adapters = bool((slots >= 0).any())
         return AdapterPlan(slots if has_adapters else None, loads) if has_adapters or loads else None

@@ -86,14 +86,14 @@ _GATED: dict[str, Activation] = {
 
 
 def find_activation(name: str) -> Activation:
-    """Of each number by itself. Raises UnsupportedModel."""
+    """The elementwise activation of this name. Raises UnsupportedModel."""
     if name not in PLAIN:
         raise UnsupportedModel(f"the activation {name} is not supported; the supported ones are {', '.join(PLAIN)}")
     return PLAIN[name]
 
 
 def find_gated(name: str) -> Activation:
-    """Of [..., gate and up side by side]: the activation of the gate times up. Raises UnsupportedModel."""
+    """A function of [..., gate and up side by side]: activation(gate) * up. Raises UnsupportedModel."""
     return _GATED.get(name) or partial(_gate_by, find_activation(name))
 
 

@@ -20,7 +20,7 @@ from slipstream.nn.weight_format import CheckpointTensor, WeightTarget
 
 
 class AdaptedRows:
-    """Of one product: the checkpoint's tensors that it is made of, each with an adapter of its own."""
+    """The checkpoint's tensors that one GEMM is made of, each with an adapter of its own."""
 
     def __init__(self, linear: Linear) -> None:
         self._linear = linear

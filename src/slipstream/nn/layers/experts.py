@@ -251,7 +251,7 @@ class Experts(RankedLayer):
 
 
 def _skip(piece: CheckpointTensor) -> None:
-    """Of an expert that another rank has."""
+    """Ignore a tensor of an expert that another rank has."""
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

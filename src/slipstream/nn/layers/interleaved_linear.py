@@ -42,7 +42,7 @@ class InterleavedLinear(Linear):
         self.stored = dict(stored)
 
     def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
-        """By the checkpoint's tensor and kind: "qkvz.weight"."""
+        """Yields the targets by the checkpoint's tensor and kind: "qkvz.weight"."""
         require_row_wise(self.weight, "projections that the checkpoint interleaves")
         own = dict(super().weight_targets())
         for name, rows in self.stored.items():

@@ -200,7 +200,7 @@ class AllHeadsNorm(Layer):
 
 
 def _skip(piece: CheckpointTensor) -> None:
-    """Of a head that another rank has."""
+    """Ignore a tensor of a head that another rank has."""
 
 
 def _shifted(piece: CheckpointTensor, offset: float) -> torch.Tensor:

@@ -134,7 +134,7 @@ class _Kind(dict[str, str]):
 
 
 def pooled_names(info: ModelInfo) -> dict[str, str | None]:
-    """Of the pooler, which only a classifier of whole texts looks at, and of that."""
+    """Names of the tensors of the pooler, which only a classifier of whole texts uses, and of that classifier."""
     pooled = "heads.transform.dense.{kind}" if info.architecture.endswith("ForSequenceClassification") else None
     return {
         "{root}.pooler.dense.{kind}": pooled,

@@ -76,7 +76,7 @@ class DecoderShape:
 
     @property
     def query_scale(self) -> QueryScale | None:
-        """By which the queries of all layers are multiplied."""
+        """The scale of the queries of all layers."""
         found = {mixer.query_scale for mixer in self.attentions}
         assert len(found) <= 1, "layers with different query scales are not supported"
         return next(iter(found), None)
@@ -106,7 +106,7 @@ class DecoderShape:
         return tuple(sites)
 
     def cache_specs(self, page_size: int, dtype: str) -> list[CacheSpec]:
-        """By site. Keys and values are stored in `dtype`."""
+        """A spec per cache site. Keys and values are stored in `dtype`."""
         return [_cache_spec(mixer, page_size, dtype) for mixer in self.attentions if mixer.has_own_site]
 
     @property
@@ -120,7 +120,7 @@ class DecoderShape:
         )
 
     def state_specs(self, dtype: str, num_drafts: int = 0, on_cpu: bool = True) -> list[StateSpec]:
-        """By state site, for a model of this dtype and up to `num_drafts` drafts per row and step."""
+        """A spec per state site, for a model of this dtype and up to `num_drafts` drafts per row and step."""
         for mixer in self.mixers if num_drafts else ():
             plain = mixer.state_fields(dtype)
             if plain and plain == mixer.state_fields(dtype, _MANY_DRAFTS):

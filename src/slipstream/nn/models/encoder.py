@@ -235,7 +235,7 @@ EncoderNorm = LayerNorm | EncoderRMSNorm
 
 
 def _new_norm(shape: EncoderShape, dtype: torch.dtype, size: int = 0) -> EncoderNorm:
-    """Of hidden states, or of another size."""
+    """A norm of hidden states, or of `size` elements."""
     size = size or shape.hidden_size
     if shape.norm_kind == "rms":
         return EncoderRMSNorm(size, shape.norm_eps, dtype)

@@ -90,8 +90,8 @@ def with_gemma_ends(shape: DecoderShape, info: ModelInfo, input_size: int, head_
 
 
 def kv_sources(info: ModelInfo, windows: Sequence[int]) -> list[int | None]:
-    """By layer, the layer whose keys and values it reads. The last `num_kv_shared_layers` read those of the last layer
-    before them that has a window too, or has none either."""
+    """For each layer, the layer whose keys and values it reads. The last `num_kv_shared_layers` read those of the last
+    layer before them that has a window too, or has none either."""
     num_shared = int(info.extra.get("num_kv_shared_layers") or 0)
     first = info.num_layers - num_shared
     sources: list[int | None] = [None] * info.num_layers

@@ -65,7 +65,7 @@ def gemma4_shape(info: ModelInfo) -> DecoderShape:
 
 
 def _global_attention(info: ModelInfo, windows: Sequence[int]) -> AttentionShape:
-    """Of layers without a window. Newer configs list what differs by layer, older ones say it once."""
+    """The attention of layers without a window. Newer configs list what differs by layer, older ones have one value."""
     extra = info.extra
     is_value = bool(extra.get("attention_k_eq_v"))
     fields: dict[str, Any] = {"head_dim": extra.get("global_head_dim") or 512}

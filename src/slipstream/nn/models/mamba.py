@@ -90,12 +90,12 @@ def read_conv_width(info: ModelInfo, name: str) -> int:
 
 
 def read_rank(info: ModelInfo, name: str) -> int:
-    """Of the projection to step sizes."""
+    """The rank of the projection to step sizes."""
     return -(-info.hidden_size // 16) if info.extra.get(name, "auto") == "auto" else needed_number(info, name)
 
 
 def check_activation(info: ModelInfo, activation: str) -> None:
-    """Of the convolution, which is also that of gates."""
+    """Checks the activation of the convolution, which is also that of gates."""
     if activation not in ("silu", "swish"):
         raise UnsupportedModel(f"{info.architecture} has {activation} behind its convolution; only silu is run")
 

@@ -13,7 +13,7 @@ from slipstream.nn.weights.load import find_targets
 
 
 def weight_bytes(config: ModelConfig, device_kind: str) -> int:
-    """Of parameters and buffers on the device, once loaded, and of low-bit weights, whose size depends on the file."""
+    """Bytes of parameters and buffers on the device, once loaded; low-bit weights by their size in the file."""
     device = torch.device(device_kind)
     model = lay_out(config, device)
     plain = sum(tensor.numel() * tensor.element_size() for tensor in chain(model.parameters(), model.buffers()))

@@ -34,7 +34,7 @@ def qwen2_moe_shape(info: ModelInfo) -> DecoderShape:
 
 
 def qwen_shared_feeds(info: ModelInfo) -> Callable[[int], FeedShape]:
-    """By layer: experts and a shared expert with a gate, or an ordinary MLP."""
+    """The feed-forward of a layer: experts and a shared expert with a gate, or an ordinary MLP."""
     shared = replace(llama_mlp(info), size=needed_number(info, "shared_expert_intermediate_size"))
     feed = expert_shape(info, needed_number(info, "moe_intermediate_size"), _softmax_rule(info))
     return _where_sparse(info, replace(feed, shared=shared, shared_gate=True))

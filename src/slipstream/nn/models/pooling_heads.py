@@ -40,7 +40,7 @@ class HeadShape:
 
 
 class Heads(nn.Module):
-    """By the tasks: `embed`, `classify`, `token_embed`, `token_classify`, `sparse`."""
+    """The heads of the tasks: `embed`, `classify`, `token_embed`, `token_classify`, `sparse`."""
 
     def __init__(
         self,

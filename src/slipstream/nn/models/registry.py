@@ -317,11 +317,11 @@ def find_rules(info: ModelInfo, shape: DecoderShape | EncoderShape) -> Rules:
 
 
 def cache_specs(info: ModelInfo, page_size: int, dtype: str) -> list[CacheSpec]:
-    """By site, known before anything is loaded. `dtype` is the model's, in which the cache is stored."""
+    """A spec per cache site, known before anything is loaded. `dtype` is the model's, in which the cache is stored."""
     return find_shape(info).cache_specs(page_size, dtype)
 
 
 def state_specs(info: ModelInfo, dtype: str, num_drafts: int = 0) -> list[StateSpec]:
-    """By state site, known before anything is loaded. `dtype` is the model's; `num_drafts`: maximum per row and
+    """A spec per state site, known before anything is loaded. `dtype` is the model's; `num_drafts`: maximum per row and
     step."""
     return find_shape(info).state_specs(dtype, num_drafts)

@@ -66,7 +66,7 @@ def find_named(source: WeightSource, rules: Rules, parameters: tuple[str, ...]) 
 
 
 def _are_equal(one: SourceTensor, other: SourceTensor) -> bool:
-    """By value. Part by part: a vocabulary's vectors may be gigabytes."""
+    """Whether the values are equal. Compared part by part: a vocabulary's vectors may be gigabytes."""
     if one.shape != other.shape:
         return False
     parts = zip(in_parts(one.read()), in_parts(other.read()), strict=True)

@@ -11,7 +11,7 @@ LOCAL, FULL = "sliding_attention", "full_attention"
 
 
 def layer_windows(info: ModelInfo, is_local: Callable[[int], bool]) -> tuple[int, ...]:
-    """By layer, 0 for those that see all. Newer checkpoints list `layer_types`; for the others `is_local` says."""
+    """The window of each layer, 0: none. Newer checkpoints list `layer_types`; for the others `is_local` decides."""
     kinds = info.extra.get("layer_types")
     if kinds is None:
         kinds = [LOCAL if is_local(layer) else FULL for layer in range(info.num_layers)]

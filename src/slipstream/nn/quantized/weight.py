@@ -284,7 +284,7 @@ class DequantizedWeight(UnquantizedWeight):
 
 
 def storage_dtype(q: Quantization) -> torch.dtype:
-    """Of `QuantizedMatrix.values`."""
+    """The dtype of `QuantizedMatrix.values`."""
     if q.is_4_bit:
         return torch.uint8
     return torch.float8_e4m3fn if q.layout == "float8" or (q.layout == "online" and q.method == "fp8") else torch.int8

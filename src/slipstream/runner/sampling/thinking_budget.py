@@ -27,7 +27,7 @@ _NO_BUDGET = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class _Tables:
-    """Of the automaton, on the device."""
+    """The tables of the automaton on the device."""
 
     tokens: torch.Tensor  # [marker tokens]
     next: torch.Tensor  # [states, marker tokens + 1]

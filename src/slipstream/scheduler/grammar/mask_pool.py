@@ -46,7 +46,7 @@ def default_threads() -> int:
 
 
 def function_addresses() -> list[int | None]:
-    """Of the functions of llguidance that the threads call, in the order of `Functions` in native.c."""
+    """Addresses of the functions of llguidance that the threads call, in the order of `Functions` in native.c."""
     own = llguidance_library()
     assert own is not None
     return [ctypes.cast(getattr(own, name), ctypes.c_void_p).value for name in _FUNCTIONS]
@@ -72,7 +72,7 @@ class MaskBatch:
         self.inputs += (*session.pointers, token, forced[0] if forced else -1, index)
 
     def index_of(self, number: int) -> int:
-        """Of the mask of this row; -1: none."""
+        """Index of the mask of this row; -1: none."""
         return self.inputs[5 * number + 4]
 
     def packed(self) -> tuple[int, object]:

@@ -39,7 +39,7 @@ def bounded_protocol(limit: int, admission: RequestAdmission) -> type[BoundedPro
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """Of one connection. uvicorn takes a class: `bounded_protocol` makes one with these attributes."""
+    """The protocol of one connection. uvicorn takes a class: `bounded_protocol` makes one with these attributes."""
 
     limit: int  # bytes of the request line and headers
     admission: RequestAdmission

@@ -58,7 +58,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 class ContentBlock(msgspec.Struct, omit_defaults=True):
-    """Of type text, thinking or tool_use."""
+    """A block of type text, thinking or tool_use."""
 
     type: str
     text: str | None = None

@@ -74,7 +74,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 class ResponsesContent(msgspec.Struct, omit_defaults=True):
-    """Of type output_text or reasoning_text."""
+    """A part of type output_text or reasoning_text."""
 
     type: str
     text: str
@@ -83,7 +83,7 @@ class ResponsesContent(msgspec.Struct, omit_defaults=True):
 
 
 class ResponsesItem(msgspec.Struct, omit_defaults=True):
-    """Of type reasoning, message or function_call."""
+    """An item of type reasoning, message or function_call."""
 
     id: str
     type: str

@@ -82,7 +82,15 @@ def test_a_missing_fact_means_a_model_we_do_not_know() -> None:
         model_info_from_config({key: value for key, value in CONFIG.items() if key != "hidden_size"})
 
 
-@pytest.mark.parametrize("content, words", [(None, "no config.json"), (b"{", "cannot be read"), (b"[]", "an object")])
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        (None, "no config.json"),
+        (b"{", "cannot be read"),
+        (b"[]", "an object"),
+        (b'{"a":' * 9999, "nested too deeply"),
+    ],
+)
 def test_a_broken_file_is_named(tmp_path: Path, content: bytes | None, words: str) -> None:
     if content is not None:
         (tmp_path / "config.json").write_bytes(content)

@@ -8,6 +8,8 @@ import shutil
 import threading
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from slipstream import LLM, AsyncEngine, SamplingParams
 from slipstream.errors import (
@@ -244,6 +246,16 @@ def test_truncated_weights(folder, tmp_path):
     weights = copy / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     with pytest.raises(BadCheckpoint):
+        LLM(str(copy), **SMALL)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool])
+def test_integers_are_no_weights_of_a_model_that_is_not_quantised(folder, tmp_path, dtype):
+    copy = changed(folder, tmp_path)
+    weights = load_file(copy / "model.safetensors")
+    name = next(name for name in weights if name.endswith("q_proj.weight"))
+    save_file(weights | {name: weights[name].to(dtype)}, copy / "model.safetensors")
+    with pytest.raises(BadCheckpoint, match=f"{name} has numbers of type .* lacks quantization_config"):
         LLM(str(copy), **SMALL)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from slipstream.config.json_file import load_json
 from slipstream.config.weight_files import ADAPTER
 from slipstream.errors import InvalidAdapter
 
@@ -55,7 +55,7 @@ def read_adapter_settings(folder: Path) -> AdapterSettings:
     if not path.is_file():
         raise InvalidAdapter(f"{folder} has no {ADAPTER}; give the folder of a PEFT LoRA adapter")
     try:
-        found: Any = json.loads(path.read_text(encoding="utf-8"))
+        found: Any = load_json(path)
     except (OSError, ValueError) as error:
         raise InvalidAdapter(f"{path} cannot be read ({error}); download it again") from None
     if not isinstance(found, dict):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from slipstream.config.json_file import load_json
 from slipstream.errors import BadCheckpoint, InvalidOption, InvalidParams
 from slipstream.params import SamplingParams
 
@@ -78,7 +78,7 @@ def read_generation_defaults(
 def _read(path: Path) -> dict[str, Any]:
     """The file's fields; none if there is no file."""
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = load_json(path)
     except (FileNotFoundError, NotADirectoryError):  # a .gguf file is no folder
         return {}
     except (OSError, ValueError) as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +11,7 @@ import msgspec
 
 from slipstream.config.architecture import find_architecture
 from slipstream.config.family_defaults import DECODERS, ENCODERS
+from slipstream.config.json_file import load_json
 from slipstream.config.quantization import Quantization, read_quantization
 from slipstream.config.rope_info import RopeInfo, read_ropes
 from slipstream.errors import BadCheckpoint, UnsupportedModel
@@ -62,7 +62,7 @@ def read_model_info(folder: Path, overrides: Mapping[str, Any] | None = None) ->
     such as text_config replaces only the fields that it has."""
     path = folder / "config.json"
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = load_json(path)
     except FileNotFoundError:
         raise BadCheckpoint(
             f"{folder} has no config.json; give a folder in Hugging Face layout or a .gguf file"

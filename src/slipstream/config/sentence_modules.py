@@ -6,12 +6,12 @@ same while packages were renamed. No code named there is run.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from slipstream.config.json_file import load_json
 from slipstream.config.pooling_info import DenseInfo, LayerNormInfo, Method, ModuleInfo, UnitNormInfo
 from slipstream.config.torch_names import HALVING, OVER_LAST_DIM, torch_class
 from slipstream.errors import BadCheckpoint, UnsupportedModel
@@ -187,7 +187,7 @@ def _layer_norm(settings: dict[str, Any], path: str, found: Modules) -> LayerNor
 def read_json(path: Path, kind: type) -> Any:
     """The content of a JSON file; None if there is no file."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = load_json(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError) as error:

@@ -5,11 +5,11 @@ Only names are read; no file is opened except indices and adapter_config.json.
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 from typing import Any, Literal
 
+from slipstream.config.json_file import load_json
 from slipstream.errors import BadCheckpoint, ModelError, UnsupportedModel
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ def _files(folder: Path, whole: str, index: str) -> list[Path]:
         return [folder / whole]  # preferred to an index, as in transformers
     if (folder / index).exists():
         try:
-            shards = set(json.loads((folder / index).read_text(encoding="utf-8"))["weight_map"].values())
+            shards = set(load_json(folder / index)["weight_map"].values())
             files = [folder / shard for shard in sorted(shards)]
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             raise BadCheckpoint(f"{folder / index} is not valid; download it again") from None
@@ -87,7 +87,7 @@ def no_weights(folder: Path) -> ModelError:
 
 def _adapter(folder: Path) -> UnsupportedModel:
     try:
-        found: Any = json.loads((folder / ADAPTER).read_text(encoding="utf-8"))
+        found: Any = load_json(folder / ADAPTER)
     except (OSError, ValueError):
         found = None
     settings: dict[str, Any] = found if isinstance(found, dict) else {}

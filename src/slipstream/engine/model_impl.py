@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import msgspec
 
 from slipstream.config.architecture import find_architecture
+from slipstream.config.json_file import load_json
 from slipstream.config.model_info import ModelInfo, read_model_info
 from slipstream.config.options import Options
 from slipstream.errors import InvalidOption, UnsupportedModel
@@ -40,7 +40,7 @@ def read_info(options: Options, folder: Path, changes: Mapping[str, Any]) -> Mod
 def _has_own_family(folder: Path) -> bool:
     """True as well for a config.json that cannot be read, which is reported where it is read."""
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = load_json(folder / "config.json")
         return not isinstance(config, dict) or has_family(find_architecture(config))
     except UnsupportedModel:
         return False

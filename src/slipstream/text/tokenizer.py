@@ -17,6 +17,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from slipstream.config.gguf_file import GgufFile
+from slipstream.config.json_file import load_json
 from slipstream.errors import BadTokenizer, InvalidPrompt
 from slipstream.text.gguf_vocab import gguf_tokenizer, special_token
 from slipstream.text.guarded import Guarded
@@ -196,7 +197,7 @@ def _read_backend(path: Path) -> Backend:
 def _read_object(path: Path) -> dict[str, Any]:
     """Reads a JSON object; a missing file is an empty object."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = load_json(path)
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:

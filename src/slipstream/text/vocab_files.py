@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
+from slipstream.config.json_file import load_json
 from slipstream.errors import BadTokenizer
 
 
@@ -50,7 +50,7 @@ def require_token(folder: Path, backend: Backend, special: Mapping[str, str], ro
 def read_object(path: Path) -> dict[str, Any]:
     """Reads a JSON object; a missing file is an empty object."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = load_json(path)
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:

@@ -8,6 +8,8 @@ from typing import Protocol
 
 import torch
 
+from slipstream.errors import BadCheckpoint
+
 PART = 2**24  # elements
 
 
@@ -27,11 +29,18 @@ class SourceTensor:
         return torch.Size(self.shape).numel()
 
     def write_to(self, target: torch.Tensor) -> None:
-        """Copies in parts. A part of another dtype is moved to the device of the target and converted there."""
+        """Copies in parts. A part of another dtype is moved to the device of the target and converted there. Raises for
+        integers in place of floating-point numbers: a packed weight would be taken for its values."""
         if self.make is not None:
             self.make(target)
             return
-        for own, part in zip(in_parts(target), in_parts(self.read()), strict=True):
+        stored = self.read()
+        if target.is_floating_point() and not stored.is_floating_point():
+            raise BadCheckpoint(
+                f"{self.name} has numbers of type {self.kind} and should have floating-point ones; if the checkpoint "
+                "is quantised, its config.json lacks quantization_config"
+            )
+        for own, part in zip(in_parts(target), in_parts(stored), strict=True):
             own.copy_(part)
 
 

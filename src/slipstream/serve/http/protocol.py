@@ -17,6 +17,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from slipstream.serve.http.auth import Headers
 from slipstream.serve.http.errors import HTTPException
+from slipstream.serve.http.plain_parser import PlainParser, without_offer
 from slipstream.serve.http.request import Address
 from slipstream.serve.http.write_watch import WriteWatch
 
@@ -46,6 +47,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.parser = PlainParser(self)  # type: ignore[assignment]
+        self.plain_headers = b""
         self._in_headers = True
         self._header_bytes = 0  # since the end of the last request, headers or part of a body
         self._refused = False
@@ -72,6 +75,9 @@ class BoundedProtocol(HttpToolsProtocol):
         super().resume_writing()
 
     def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade() and (method := self.parser.get_method()) != b"CONNECT":
+            self.plain_headers = without_offer(method, self.url, self.parser.get_http_version(), self.headers)
+            return  # the parser begins again
         self._in_headers, self._header_bytes = False, 0
         self._stop_timer()
         self._refused = self._is_answered() and self._refuse()
@@ -88,6 +94,8 @@ class BoundedProtocol(HttpToolsProtocol):
             super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self.plain_headers:
+            return
         self._in_headers, self._header_bytes = True, 0  # the next request begins
         self._stop_timer()
         if not self._refused:

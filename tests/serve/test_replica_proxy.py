@@ -110,6 +110,39 @@ def test_an_answer_is_passed_on_with_its_headers():
     with_proxy(scenario)
 
 
+def test_a_request_that_offers_http2_is_passed_on_with_its_body_and_without_the_offer():
+    async def scenario(proxy, upstreams):
+        for size in (1, 1000):
+            data = b"POST /v1/chat HTTP/1.1\r\nHost: a\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n"
+            data += b"HTTP2-Settings: AAEA\r\nX-More: yes\r\nContent-Length: 8\r\n\r\n" + b'{"a": 1}'
+            reader, writer = await asyncio.open_connection("127.0.0.1", proxy.port)
+            for start in range(0, len(data), size):
+                writer.write(data[start : start + size])
+                await asyncio.sleep(0)
+            index, head, _, upstream = await first(*upstreams)
+            assert upstreams[index].bodies.pop() == b'{"a": 1}' and head.startswith(b"POST /v1/chat HTTP/1.1\r\n")
+            assert b"yes" in head and b"h2c" not in head and b"AAEA" not in head
+            upstream.write(JSON + b"Content-Length: 2\r\n\r\n{}")
+            assert (await reader.read()).endswith(b"{}")
+
+    with_proxy(scenario)
+
+
+def test_what_follows_a_request_in_the_same_bytes_is_no_part_of_it():
+    async def scenario(proxy, upstreams):
+        reader, writer = await asyncio.open_connection("127.0.0.1", proxy.port)
+        writer.write(
+            b"".join(b"POST /%d HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\n\r\nab%d" % (i, i) for i in (1, 2))
+        )
+        index, head, _, upstream = await first(*upstreams)
+        assert upstreams[index].bodies == [b"ab1"] and head.startswith(b"POST /1 HTTP/1.1\r\n")
+        upstream.write(JSON + b"Content-Length: 2\r\n\r\n{}")
+        assert (await reader.read()).endswith(b"{}")
+        writer.close()
+
+    with_proxy(scenario)
+
+
 def test_a_stream_is_passed_on_piece_by_piece():
     async def scenario(proxy, upstreams):
         reader, _ = await send(proxy)

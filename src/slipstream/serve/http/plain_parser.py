@@ -15,9 +15,10 @@ _OFFER = (b"upgrade", b"http2-settings")
 
 
 class Receiver(Protocol):
-    """The callbacks of the parser."""
+    """The callbacks of the parser. At the end of headers it sets `plain_headers` to what `without_offer` returns; while
+    they are not empty, headers and message have not ended."""
 
-    plain_headers: bytes  # of a request with an offer, without the offer; empty: it is read from the next bytes on
+    plain_headers: bytes
 
 
 class PlainParser:
@@ -31,10 +32,17 @@ class PlainParser:
                 return self._feed(data)
             except httptools.HttpParserUpgrade as pause:
                 headers, self._receiver.plain_headers = self._receiver.plain_headers, b""
-                if not headers:  # CONNECT
+                if not headers:
                     raise
                 self._renew()
                 data = headers + data[pause.args[0] :]
+
+    def without_offer(self, target: bytes, headers: list[tuple[bytes, bytes]]) -> bytes:
+        """Returns request line and headers of a request with an offer, without the offer; empty for other requests."""
+        method = self.get_method() if self.should_upgrade() else b"CONNECT"
+        if method == b"CONNECT":  # nothing is left of it without the other protocol
+            return b""
+        return b"%b %b HTTP/%b\r\n%b\r\n" % (method, target, self.get_http_version().encode(), _lines(headers))
 
     def _renew(self) -> None:
         parser = httptools.HttpRequestParser(self._receiver)
@@ -44,10 +52,9 @@ class PlainParser:
         self.should_keep_alive, self.should_upgrade = parser.should_keep_alive, parser.should_upgrade
 
 
-def without_offer(method: bytes, target: bytes, version: str, headers: list[tuple[bytes, bytes]]) -> bytes:
-    """Returns request line and headers without the offer of another protocol. Names of headers are in lower case."""
-    kept = [(name, value) for name, value in headers if name not in _OFFER and name != b"connection"]
-    wishes = [wish.strip().lower() for name, value in headers if name == b"connection" for wish in value.split(b",")]
+def _lines(headers: list[tuple[bytes, bytes]]) -> bytes:
+    lower = [(name.lower(), value) for name, value in headers]
+    kept = [(name, value) for name, value in lower if name not in _OFFER and name != b"connection"]
+    wishes = [wish.strip().lower() for name, value in lower if name == b"connection" for wish in value.split(b",")]
     kept += [(b"connection", wish) for wish in wishes if wish in (b"close", b"keep-alive")]
-    lines = b"".join(b"%b: %b\r\n" % header for header in kept)
-    return b"%b %b HTTP/%b\r\n%b\r\n" % (method, target, version.encode(), lines)
+    return b"".join(b"%b: %b\r\n" % header for header in kept)

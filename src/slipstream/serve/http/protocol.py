@@ -17,7 +17,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from slipstream.serve.http.auth import Headers
 from slipstream.serve.http.errors import HTTPException
-from slipstream.serve.http.plain_parser import PlainParser, without_offer
+from slipstream.serve.http.plain_parser import PlainParser
 from slipstream.serve.http.request import Address
 from slipstream.serve.http.write_watch import WriteWatch
 
@@ -75,9 +75,9 @@ class BoundedProtocol(HttpToolsProtocol):
         super().resume_writing()
 
     def on_headers_complete(self) -> None:
-        if self.parser.should_upgrade() and (method := self.parser.get_method()) != b"CONNECT":
-            self.plain_headers = without_offer(method, self.url, self.parser.get_http_version(), self.headers)
-            return  # the parser begins again
+        self.plain_headers = self.parser.without_offer(self.url, self.headers)  # type: ignore[attr-defined]
+        if self.plain_headers:  # the parser begins again
+            return
         self._in_headers, self._header_bytes = False, 0
         self._stop_timer()
         self._refused = self._is_answered() and self._refuse()

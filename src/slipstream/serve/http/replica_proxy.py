@@ -19,6 +19,7 @@ import msgspec
 
 from slipstream.serve.early_signals import ENDING, has_recorded
 from slipstream.serve.http.body import MIN_RATE
+from slipstream.serve.http.plain_parser import PlainParser
 from slipstream.serve.http.prefill_first import PrefillFirst
 from slipstream.serve.http.url_models import LIST_CHANGES, key_lines, named_model
 from slipstream.serve.http.url_replicas import UrlReplica, UrlReplicas
@@ -99,10 +100,9 @@ class ReplicaProxy:
     async def _read(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> _Request | None:
         """The whole request; None: the client has sent none, or not all of its headers."""
         request = _Request()
-        parser = httptools.HttpRequestParser(request)
         try:
             async with asyncio.timeout(_HEADER_SECONDS) as timeout:
-                if not await self._read_into(request, parser, reader, writer, timeout):
+                if not await self._read_into(request, reader, writer, timeout):
                     return None
         except TimeoutError:
             if not request.has_headers:
@@ -111,7 +111,6 @@ class ReplicaProxy:
             raise BadRequest(408, f"{fact}; send it faster, or raise --body-timeout") from None
         finally:
             self.num_bytes -= request.num_counted
-        request.method = parser.get_method()
         peer = writer.get_extra_info("peername")
         request.client = str(peer[0]) if isinstance(peer, tuple) else "unix"
         return request
@@ -119,7 +118,6 @@ class ReplicaProxy:
     async def _read_into(
         self,
         request: _Request,
-        parser: httptools.HttpRequestParser,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
         timeout: asyncio.Timeout,
@@ -133,7 +131,9 @@ class ReplicaProxy:
                 return False
             num_bytes, before = num_bytes + len(data), (request.has_headers, len(request.body))
             try:
-                parser.feed_data(data)
+                request.parser.feed_data(data)
+            except httptools.HttpParserUpgrade:
+                raise BadRequest(400, "this server connects to no other") from None
             except httptools.HttpParserError as error:
                 raise BadRequest(400, f"the request is not HTTP: {error}") from None
             if (request.has_headers, len(request.body)) != before:
@@ -238,7 +238,8 @@ class ReplicaProxy:
 
 
 class _Request:
-    """Callbacks of the parser of a client's request."""
+    """Callbacks of the parser of a client's request. What follows it in the same bytes is not read: a connection ends
+    with its first answer."""
 
     def __init__(self) -> None:
         self.method, self.target, self.client = b"", b"", ""
@@ -246,13 +247,20 @@ class _Request:
         self.body = bytearray()
         self.num_counted = 0  # bytes of the body that the proxy has counted
         self.has_headers = self.is_complete = self.expects_continue = False
+        self.plain_headers = b""
+        self.parser = PlainParser(self)
 
     @property
     def path(self) -> bytes:
         return self.target.partition(b"?")[0]
 
+    def on_message_begin(self) -> None:
+        if not self.is_complete:
+            self.target, self.headers = b"", []
+
     def on_url(self, url: bytes) -> None:
-        self.target += url
+        if not self.is_complete:
+            self.target += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self.has_headers:
@@ -261,13 +269,16 @@ class _Request:
         self.expects_continue |= name.lower() == b"expect" and value.lower() == b"100-continue"
 
     def on_headers_complete(self) -> None:
-        self.has_headers = True
+        if not self.is_complete:
+            self.plain_headers = self.parser.without_offer(self.target, self.headers)
+            self.has_headers, self.method = not self.plain_headers, self.parser.get_method()
 
     def on_body(self, data: bytes) -> None:
-        self.body += data
+        if not self.is_complete:
+            self.body += data
 
     def on_message_complete(self) -> None:
-        self.is_complete = True
+        self.is_complete |= not self.plain_headers
 
     def header(self, authority: str, size: int) -> bytes:
         """Start line and headers for a server."""

@@ -11,12 +11,19 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 
 from slipstream.config.locate import LocatedModel, locate
 from slipstream.errors import ModelNotFound
 from slipstream.log import FORMAT, LEVEL
+
+# Neither the time of an example nor that of drawing some examples is a result: both are the machine's.
+hypothesis.settings.register_profile(
+    "slow machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("slow machine")
 
 # Collecting imports thousands of modules, of which nothing is garbage: 2.3 of 14 s would be spent on collections.
 gc.disable()

@@ -153,7 +153,7 @@ def test_nothing_that_the_openapi_page_allows_is_answered_by_a_5xx(server):
     schemathesis = pytest.importorskip("schemathesis", reason="needs schemathesis")
     from hypothesis import HealthCheck, Phase, given, settings
 
-    schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+    schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json", timeout=PATIENCE)
     answers = []
     for found in schema.get_all_operations():
         operation = found.ok()
@@ -164,7 +164,7 @@ def test_nothing_that_the_openapi_page_allows_is_answered_by_a_5xx(server):
             database=None, derandomize=True,
         )  # fmt: skip
         def ask(case):
-            answers.append(case.call().status_code)
+            answers.append(case.call(timeout=PATIENCE).status_code)
             assert answers[-1] < 500, case
 
         ask()

@@ -81,7 +81,9 @@ def bodies(draw, route):
 
 @pytest.mark.parametrize("route", ROUTES, ids=lambda route: route.path)
 @given(data=st.data())
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+)
 def test_any_body_gets_an_answer_in_our_shape(runner, door, route, data):
     body = data.draw(bodies(route))
     exchange = runner.run(door.post(route.path, json.dumps(body).encode()))
@@ -97,7 +99,9 @@ def test_any_body_gets_an_answer_in_our_shape(runner, door, route, data):
 
 
 @given(body=st.binary(max_size=60))
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+)
 def test_any_bytes_get_a_400(runner, door, body):
     exchange = runner.run(door.post("/v1/completions", body))
     assert exchange.status == 400 and exchange.error

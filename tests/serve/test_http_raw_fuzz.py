@@ -18,7 +18,9 @@ from slipstream.serve.http.table import all_routes
 from tiny_tokenizer import write_byte_tokenizer
 
 ROUTES = [route for route in all_routes() if route.body is not None and route.access != "admin"]
-QUIET = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+QUIET = settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+)
 
 # bytes that parsers and text handling trip over
 PIECES = [

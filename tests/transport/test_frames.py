@@ -97,7 +97,9 @@ def pooled(name: str, count: int) -> Output:
 
 
 @given(sizes=st.lists(st.integers(0, 240), max_size=20))
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+)
 def test_messages_larger_than_a_frame_are_sent_in_several(small_frames, sizes):
     outputs = [pooled(str(place), size) for place, size in enumerate(sizes)]
     parts = list(frames(outputs))

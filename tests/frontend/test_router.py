@@ -51,7 +51,7 @@ async def last(stream):
 
 
 UNSENDABLE = {
-    "a surrogate in a stop string": dict(sampling_params=PARAMS.with_changes(stop=["\ud800"])),
+    "a surrogate in the parameters": dict(sampling_params=PARAMS.with_changes(extra_args={"a": "\ud800"})),
     "a surrogate in a cache salt": dict(sampling_params=PARAMS, cache_salt="\udfff"),
     "a surrogate in a request id": dict(sampling_params=PARAMS, request_id="\ud800"),
     "a priority of 70 bits": dict(sampling_params=PARAMS, priority=2**70),
@@ -84,7 +84,7 @@ def test_one_of_several_prompts_that_cannot_be_encoded_leaves_nothing_behind(fol
             await core.until(lambda: core.submits)
         assert [submit.request_id for submit in core.submits] == [good[0].request_id]
 
-    UNSENDABLE_PARAMS = PARAMS.with_changes(stop=["\ud800"])
+    UNSENDABLE_PARAMS = PARAMS.with_changes(extra_args={"a": "\ud800"})
     at_desk(folder, scenario)
 
 

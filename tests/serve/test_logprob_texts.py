@@ -6,8 +6,11 @@ import numpy as np
 import pytest
 
 from serve.asgi import at_door
+from slipstream.frontend.results import Logprob
 from slipstream.messages import LOGPROB, Output
 from slipstream.request import FinishReason
+from slipstream.serve.http.openai.logprobs import TokenNames, completion_logprobs
+from slipstream.text.tokenizer import Tokenizer
 from tiny_tokenizer import IM_END
 from tokenizer_zoo import make_tokenizer
 
@@ -126,3 +129,11 @@ def test_chat_logprobs_have_the_bytes_of_each_token(folder, stream, as_ids):
         assert [one["top_logprobs"][0]["bytes"] for one in told] == [one["bytes"] for one in told]
 
     at_door(folder, scenario, answers=False)
+
+
+def test_ids_that_the_tokenizer_does_not_have_keep_their_own_entries(folder):
+    """The vocabulary of the model is larger: all such tokens would be the empty text."""
+    names = TokenNames(Tokenizer.load(folder), as_ids=False)
+    entry = {97: Logprob(-1.0), 300: Logprob(-2.0), 301: Logprob(-3.0)}
+    found = completion_logprobs([97], [entry], [0], names)
+    assert found.top_logprobs == [{"a": -1.0, "token_id:300": -2.0, "token_id:301": -3.0}]

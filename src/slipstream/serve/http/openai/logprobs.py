@@ -47,7 +47,8 @@ Entry = Mapping[int, Logprob]
 
 
 class TokenNames:
-    """Names of tokens in logprobs: their text, or bytes where a token ends within a character."""
+    """Names of tokens in logprobs: their text, or bytes if a token ends within a character. Tokens without text,
+    as ids that the tokenizer does not have, are named by their id: else all of them would have one name."""
 
     def __init__(self, tokenizer: Tokenizer | None, *, as_ids: bool) -> None:
         self._tokenizer = tokenizer
@@ -59,7 +60,7 @@ class TokenNames:
     def name(self, token: int, prefix: str = "") -> str:
         """`prefix`: put before a name of bytes, such as \\xe6\\x97."""
         data = self.bytes_of(token)
-        if self._as_ids or data is None:
+        if self._as_ids or not data:
             return f"token_id:{token}"
         try:
             return data.decode()

@@ -24,11 +24,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from slipstream.config.buffer_size import mask_words, num_kept_masks
-from slipstream.request import Request, Status, WaitFor
+from slipstream.request import Request, WaitFor
 from slipstream.scheduler.grammar.compiled import CompiledGrammar
-from slipstream.scheduler.grammar.draft_filler import DraftFiller, DraftRow
+from slipstream.scheduler.grammar.draft_filler import DraftFiller
 from slipstream.scheduler.grammar.draw_group import DrawGroup
 from slipstream.scheduler.grammar.grammars import Grammars
+from slipstream.scheduler.grammar.late_draws import Drawing, LateDraws
 from slipstream.scheduler.grammar.mask_array import MaskArray
 from slipstream.scheduler.grammar.mask_pool import MaskBatch, MaskPool
 from slipstream.scheduler.grammar.resting import RestingRequests, sit_out
@@ -234,7 +235,7 @@ class Constraints:
             own = self._open(self.drawing, bool(self.processors.drawing)) if has_masks else None
             self._pool.start(batch, own, keeps=self._keeps)
 
-    def _open(self, drawing: Sequence[tuple[Request, int, int]], has_edits: bool) -> StepMasks:
+    def _open(self, drawing: Drawing, has_edits: bool) -> StepMasks:
         """The masks of the plan whose forward was launched last."""
         if self._masks is None:
             num = sum(num for _, _, num in drawing)
@@ -293,59 +294,23 @@ class Constraints:
                 return self._late(masks, group.rows, group.sessions, group.lengths())
             for each in group.sessions:
                 each.has_mask = True
-        bits = masks.bits.view(np.uint32)
-        pending: list[tuple[Session, int]] = []
-        along: list[tuple[int, int, DraftRow]] = []  # rows with drafts: numbers in `drawing`, first masks
-        sources: list[Session | None] = []  # None: all tokens are allowed
-        late_ones: list[tuple[int, int]] = []  # of rows that may sit out: numbers in `drawing`, first masks
-        index = 0
-        for number, (request, _, num) in enumerate(drawing):
-            session = request.session
-            assert session is not None
-            if request.status is Status.FINISHED:
-                self._allow_all(masks, index, index + num)  # its tokens will be dropped
-                sources.append(None)
-                index += num
-                continue
-            sources.append(session)
-            if session.has_mask and session.job is None:
-                session.has_mask = False
-                index += num
-                continue
-            if session.job is not None and not session.is_busy:
-                session.job.result()
-            if session.is_busy or session.is_complete:  # complete since `advance`: the next step ends the request
-                late_ones.append((number, index))
-            elif num > 1:
-                along.append((number, index, DraftRow(session, bits[index : index + num])))
-            elif session.forced:
-                session.write_forced(bits[index], session.forced[0])
-            elif session.ready is not None:
-                bits[index] = session.ready
-            else:
-                pending.append((session, index))
-                late_ones.append((number, index))
-            session.has_mask = False
-            index += num
-        lengths = [0 if each is None else each.num_taken for each in sources]
-        if pending:
-            self._fill(pending, masks)
-        late_ones = [each for each in late_ones if (own := sources[each[0]]) is not None and own.job is not None]
-        if along:
+        draws = LateDraws(drawing, masks, keeps=self._keeps)
+        if draws.pending:
+            self._fill(draws.pending, masks)
+        late_ones = draws.late()
+        if draft_rows := draws.draft_rows:
             assert self._deadline is not None, "launch comes before late"
-            self._draft_filler.fill([row for _, _, row in along], self.budget, self._deadline)
-            late_ones += [(number, index) for number, index, row in along if row.is_late]
+            self._draft_filler.fill(draft_rows, self.budget, self._deadline)
+            late_ones += draws.late_drafts()
         sitting_rows = []
-        for number, index in late_ones:
-            request, row, num = drawing[number]
-            self._allow_all(masks, index, index + num)  # its draw will be dropped
-            sources[number] = None
+        for late_one in late_ones:
+            request, row = draws.drop(*late_one)
             self.sitting.append(request)
             sitting_rows.append(row)
             self._resting.wait_for_late(request)
         rows = np.array([row for _, row, _ in drawing], np.int32)
-        if len(bits) == len(drawing):
-            late = self._late(masks, rows, sources, lengths)
+        if len(masks.bits) == len(drawing):
+            late = self._late(masks, rows, draws.sources, draws.lengths)
         else:
             numbers = [num for _, _, num in drawing]
             offsets = np.concatenate([np.arange(num, dtype=np.int32) for num in numbers])
@@ -362,12 +327,6 @@ class Constraints:
         if not self._keeps:
             return Late(rows, masks.bits, sources=sources or None, lengths=lengths)
         return Late(rows, masks.bits, sources=sources, lengths=lengths, entries=masks.entries, targets=masks.targets)
-
-    def _allow_all(self, masks: StepMasks, start: int, stop: int) -> None:
-        if self._keeps and masks.entries is not None:
-            masks.entries[start:stop] = -1  # bits that the device keeps are still sent
-        else:
-            masks.bits[start:stop].fill(-1)
 
     def _fill(self, pending: Sequence[tuple[Session, int]], masks: StepMasks) -> None:
         """Fill the masks with these indices. A session whose mask takes longer than the budget becomes slow."""

@@ -11,7 +11,8 @@ from slipstream.config.config import SchedulerConfig
 from slipstream.errors import InvalidPrompt, PromptTooLong, QueueFull, UserError
 from slipstream.pooling_params import PoolingParams
 from slipstream.request import FinishReason
-from slipstream.scheduler.encoder_scheduler import MAX_REFILL, MIN_HALF_TOKENS, EncoderRequest, EncoderScheduler
+from slipstream.scheduler.encoder_request import EncoderRequest
+from slipstream.scheduler.encoder_scheduler import MAX_REFILL, MIN_HALF_TOKENS, EncoderScheduler
 from slipstream.step import NO_INTS, StepResult
 
 EMBED = PoolingParams(task="embed")

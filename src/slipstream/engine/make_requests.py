@@ -7,7 +7,7 @@ from slipstream.messages import Submit
 from slipstream.params import SamplingParams
 from slipstream.pooling_params import PoolingParams
 from slipstream.request import Request
-from slipstream.scheduler.encoder_scheduler import EncoderRequest
+from slipstream.scheduler.encoder_request import EncoderRequest
 
 
 def encoder_request(message: Submit) -> EncoderRequest:

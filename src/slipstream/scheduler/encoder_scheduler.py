@@ -8,21 +8,18 @@ host time: a request costs a few list and dict operations, a step a few numpy ca
 from __future__ import annotations
 
 import functools
-from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 
 from slipstream.config.config import SchedulerConfig
 from slipstream.errors import QueueFull, UserError
-from slipstream.lora_request import LoRARequest
 from slipstream.messages import Output
-from slipstream.pooling_params import PoolingParams
 from slipstream.request import WaitFor
-from slipstream.scheduler.adapter import Adapter
 from slipstream.scheduler.adapters import Adapters, check_adapter
 from slipstream.scheduler.admission_checks import check_length
+from slipstream.scheduler.encoder_request import EncoderRequest
 from slipstream.scheduler.fair_queueing import FairQueue
 from slipstream.scheduler.query_registry import QueryRegistry
 from slipstream.scheduler.step_outputs import lost_query, pool_failure, pooled_output, refusal
@@ -32,41 +29,6 @@ MIN_HALF_TOKENS = 512
 """Tokens from which a step is about as efficient per token as a larger one."""
 
 MAX_REFILL = 16  # requests that are fetched at once; requests that do not fit wait for the next step
-
-
-class EncoderRequest:
-    """A prompt to pool."""
-
-    __slots__ = (
-        "id", "tokens", "num_tokens", "params", "type_start", "num_seen", "caller", "is_launched", "is_done", "lora",
-        "adapter", "waits_for",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        id: str,
-        tokens: Sequence[int],
-        params: PoolingParams,
-        type_start: int | None = None,
-        num_seen: int | None = None,
-        caller: str = "",
-        lora: LoRARequest | None = None,
-    ) -> None:
-        self.id = id
-        self.tokens = tokens if type(tokens) is array else array("i", tokens)
-        self.num_tokens = len(tokens)
-        self.params = params
-        self.type_start = type_start  # first position of token type 1; None: all types are 0
-        self.num_seen = num_seen  # leading tokens that all tokens attend to; None: all
-        self.caller = caller  # callers of one priority are served by fair queueing
-        self.lora = lora  # the adapter of the request
-        self.adapter: Adapter | None = None  # set by `Adapters`
-        self.waits_for = WaitFor.NOTHING
-        self.is_launched = False
-        self.is_done = False  # ended or aborted: skipped in queues and in results
-
-    def __repr__(self) -> str:
-        return f"EncoderRequest({self.id} of {self.num_tokens} tokens{', done' if self.is_done else ''})"
 
 
 class EncoderScheduler:

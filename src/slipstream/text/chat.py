@@ -1,24 +1,16 @@
 """Renders a conversation as the text of a prompt, by the model's Jinja chat template.
 
-A template is untrusted code: it runs in a sandbox, without files, modules or attributes of Python objects, and with a
-limit on the iterations of its loops and the calls of its macros. Control tokens in the text of the request are encoded
-as text (`control_tokens.py`).
+A template is untrusted code: it runs in a sandbox (`template_sandbox.py`). Control tokens in the text of the request
+are encoded as text (`control_tokens.py`).
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from contextvars import ContextVar
-from datetime import datetime
-from functools import lru_cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import jinja2
-import jinja2.ext
-import jinja2.nodes as nodes
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from slipstream.errors import BadTokenizer, InvalidPrompt
 from slipstream.text.chat_fields import (
@@ -33,10 +25,8 @@ from slipstream.text.chat_fields import (
     with_text_arguments,
 )
 from slipstream.text.control_tokens import ControlTokens
+from slipstream.text.template_sandbox import HINT, compile_template, environment, run_template
 
-_HINT = "pass chat_template=... with a Jinja template or the path of one"
-_MAX_ITERATIONS = 200_000  # of all loops and macro calls in one rendering
-_MAX_REPEATED = 1_000_000  # length of a repeated string or list, digits of a power
 _MARK = "\ue000end of the message to continue\ue000"  # private-use characters: no text has them
 _RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 
@@ -58,7 +48,7 @@ def render_chat(
     With `continue_final_message` the text ends where the content of the last message ends, and the model continues it.
     """
     if template is None:
-        raise BadTokenizer(f"the model has no chat template; {_HINT}, or give a plain prompt to generate")
+        raise BadTokenizer(f"the model has no chat template; {HINT}, or give a plain prompt to generate")
     conversation = [_checked(message, index) for index, message in enumerate(_listed(messages))]
     if continue_final_message:
         if add_generation_prompt:
@@ -90,12 +80,12 @@ def render_chat(
 
 def known_roles(template: str) -> frozenset[str]:
     """Returns the string constants of a template, among them the roles that it knows."""
-    return texts_of(template, _environment())
+    return texts_of(template, environment())
 
 
 def reads_variable(template: str, name: str) -> bool:
     """Whether a template reads a variable that it does not define."""
-    return name in variables_of(template, _environment())
+    return name in variables_of(template, environment())
 
 
 def load_chat_template(given: str) -> str:
@@ -106,9 +96,9 @@ def load_chat_template(given: str) -> str:
             template = Path(given).expanduser().read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
             raise BadTokenizer(
-                f"chat_template={given!r} is neither a template nor a readable file: {error}; {_HINT}"
+                f"chat_template={given!r} is neither a template nor a readable file: {error}; {HINT}"
             ) from None
-    _compile(template)  # raises at start, not at the first request
+    compile_template(template)  # raises at start, not at the first request
     return template
 
 
@@ -235,8 +225,8 @@ def _checked_tools(tools: Any) -> list[Mapping[str, Any]] | None:
 
 
 def _check_arguments(template: str, given: Mapping[str, Any]) -> None:
-    _compile(template)  # raises if it is invalid
-    known = variables_of(template, _environment())
+    compile_template(template)  # raises if it is invalid
+    known = variables_of(template, environment())
     for name in given:
         if name in _RESERVED:
             raise InvalidPrompt(
@@ -272,109 +262,15 @@ def _cut_at_mark(text: str) -> str:
 
 
 def _render(template: str, variables: Mapping[str, Any]) -> str:
-    compiled = _compile(template)
-    token = _iterations.set([0])
+    compiled = compile_template(template)
     messages = [NotedMessage(message) for message in variables["messages"]]
     try:
-        text = compiled.render({**variables, "messages": messages})
+        text = run_template(compiled, {**variables, "messages": messages})
     except jinja2.TemplateError as error:
         raise InvalidPrompt(
             f"the chat template rejected the messages: {error.message or type(error).__name__}"
         ) from None
     except Exception as error:  # untrusted code can raise anything: IndexError, TypeError, RecursionError ...
         raise InvalidPrompt(f"the chat template failed on these messages: {type(error).__name__}: {error}") from None
-    finally:
-        _iterations.reset(token)
     check_read(messages)
     return text
-
-
-@lru_cache(maxsize=16)
-def _compile(template: str) -> jinja2.Template:
-    try:
-        return _environment().from_string(template)
-    except jinja2.TemplateSyntaxError as error:
-        raise BadTokenizer(f"the chat template is invalid in line {error.lineno}: {error.message}; {_HINT}") from None
-    except RecursionError:
-        raise BadTokenizer(f"the chat template is nested too deeply; {_HINT}") from None
-
-
-@lru_cache(maxsize=1)
-def _environment() -> _Sandbox:
-    environment = _Sandbox(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _GenerationTag], cache_size=0
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    del environment.globals["lipsum"]  # generates text of any length in one call
-    return environment
-
-
-_iterations: ContextVar[list[int]] = ContextVar("iterations of the current rendering")
-
-
-class _Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox with limits on time and memory: counts iterations of loops and calls of macros."""
-
-    intercepted_binops = frozenset(("*", "**"))
-
-    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        tree = super()._parse(source, name, filename)
-        for node in list(tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock))):
-            # an attribute and not a call: the sandbox checks calls, which costs more than the loop itself
-            counter = nodes.EnvironmentAttribute("count_iteration")
-            node.body.insert(0, nodes.ExprStmt(counter).set_lineno(node.lineno))  # type: ignore[attr-defined]
-        return tree
-
-    @property
-    def count_iteration(self) -> None:
-        iterations = _iterations.get()
-        iterations[0] += 1
-        if iterations[0] > _MAX_ITERATIONS:
-            raise jinja2.TemplateRuntimeError(f"its loops have more than {_MAX_ITERATIONS:,} iterations")
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if _size_of(operator, left, right) > _MAX_REPEATED:
-            raise jinja2.TemplateRuntimeError(f"{operator} would make a value of more than {_MAX_REPEATED:,} items")
-        return super().call_binop(context, operator, left, right)
-
-
-def _size_of(operator: str, left: Any, right: Any) -> int:
-    if operator == "**":
-        exact = isinstance(left, int) and isinstance(right, int)
-        return left.bit_length() * right if exact else 0
-    for sequence, times in ((left, right), (right, left)):
-        if isinstance(sequence, str | list | tuple) and isinstance(times, int):
-            return len(sequence) * times
-    return 0
-
-
-class _GenerationTag(jinja2.ext.Extension):
-    """{% generation %} marks the model's text for training; here only its body is rendered."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: Any) -> list[nodes.Node]:
-        next(parser.stream)
-        body: list[nodes.Node] = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return body
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """JSON without the HTML escapes of Jinja's own filter."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)

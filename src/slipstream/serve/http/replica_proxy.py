@@ -1,4 +1,4 @@
-"""ReplicaProxy: a front door over servers on other machines (`--replica-urls`).
+"""ReplicaProxy: one server in front of servers on other machines (`--replica-urls`).
 
 A request is read whole, sent to one server (`url_replicas.py`), and the answer is passed on as it arrives. If the
 server dies before the first byte of its answer, the request runs once more on another one. If it dies later, a stream
@@ -12,15 +12,13 @@ import asyncio
 import logging
 import socket
 import ssl
-from http import HTTPStatus
 
 import httptools
-import msgspec
 
 from slipstream.serve.early_signals import ENDING, has_recorded
 from slipstream.serve.http.body import MIN_RATE
-from slipstream.serve.http.plain_parser import PlainParser
 from slipstream.serve.http.prefill_first import PrefillFirst
+from slipstream.serve.http.proxied_messages import ProxiedAnswer, ProxiedRequest, write_error, write_json
 from slipstream.serve.http.url_models import LIST_CHANGES, key_lines, named_model
 from slipstream.serve.http.url_replicas import UrlReplica, UrlReplicas
 from slipstream.serve.http.write_watch import WriteWatch
@@ -30,7 +28,6 @@ log = logging.getLogger("slipstream.proxy")
 MAX_RUNS = 2
 READY_SECONDS = 30.0  # that a request waits for a server
 _HEADER_SECONDS = 30.0  # for the request line and headers of a request
-_HOP = {b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"upgrade", b"transfer-encoding"}
 _PIECE = 2**16
 
 
@@ -72,7 +69,7 @@ class ReplicaProxy:
         try:
             await self._answer(reader, writer)
         except BadRequest as error:
-            _write_error(writer, error.code, str(error), "invalid_request_error")
+            write_error(writer, error.code, str(error), "invalid_request_error")
         except (ConnectionError, asyncio.IncompleteReadError):
             pass  # the client has gone
         finally:
@@ -97,9 +94,9 @@ class ReplicaProxy:
         if passing.done() and not passing.cancelled() and (error := passing.exception()) is not None:
             raise error
 
-    async def _read(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> _Request | None:
+    async def _read(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> ProxiedRequest | None:
         """The whole request; None: the client has sent none, or not all of its headers."""
-        request = _Request()
+        request = ProxiedRequest()
         try:
             async with asyncio.timeout(_HEADER_SECONDS) as timeout:
                 if not await self._read_into(request, reader, writer, timeout):
@@ -117,7 +114,7 @@ class ReplicaProxy:
 
     async def _read_into(
         self,
-        request: _Request,
+        request: ProxiedRequest,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
         timeout: asyncio.Timeout,
@@ -151,7 +148,7 @@ class ReplicaProxy:
                 writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         return True
 
-    def _check_size(self, request: _Request) -> None:
+    def _check_size(self, request: ProxiedRequest) -> None:
         """Raises if the body is too large by itself or beside others."""
         size = len(request.body)
         self.num_bytes += size - request.num_counted
@@ -163,7 +160,7 @@ class ReplicaProxy:
             fact = f"bodies with {self.num_bytes} bytes are being read, the limit is {self.max_bodies_bytes}"
             raise BadRequest(429, f"{fact}; try again soon")
 
-    async def _pass_on(self, request: _Request, writer: asyncio.StreamWriter) -> None:
+    async def _pass_on(self, request: ProxiedRequest, writer: asyncio.StreamWriter) -> None:
         tried: list[UrlReplica] = []
         body = bytes(request.body)
         request.body.clear()  # the memory of one copy
@@ -181,7 +178,7 @@ class ReplicaProxy:
             replica, hashes = chosen
             tried.append(replica)
             replica.begin(hashes, len(body), model)
-            answer = _Answer(writer, request.method == b"HEAD")
+            answer = ProxiedAnswer(writer, request.method == b"HEAD")
             try:
                 await self._run_on(replica, request, body, answer)
                 return
@@ -201,9 +198,9 @@ class ReplicaProxy:
                     replica.models.expire()
         self.num_lost += 1
         text = f"{len(tried)} replicas died while they ran the request" if tried else "no replica is ready"
-        _write_error(writer, 503, f"{text}; send it again later", "replica_lost")
+        write_error(writer, 503, f"{text}; send it again later", "replica_lost")
 
-    async def _run_on(self, replica: UrlReplica, request: _Request, body: bytes, answer: _Answer) -> None:
+    async def _run_on(self, replica: UrlReplica, request: ProxiedRequest, body: bytes, answer: ProxiedAnswer) -> None:
         reader, upstream = await replica.connect()
         watch = WriteWatch(answer.writer.transport)
         try:
@@ -234,137 +231,7 @@ class ReplicaProxy:
         if self.prefill is not None:
             found |= {each.url: {"ready": each.is_ready, "role": "prefill"} for each in self.prefill.replicas.all}
             counts |= {"prefilled": self.prefill.num_prefilled, "not_prefilled": self.prefill.num_failed}
-        _write_json(writer, 200 if any(ready) else 503, {"status": state, "replicas": found, **counts})
-
-
-class _Request:
-    """Callbacks of the parser of a client's request. What follows it in the same bytes is not read: a connection ends
-    with its first answer."""
-
-    def __init__(self) -> None:
-        self.method, self.target, self.client = b"", b"", ""
-        self.headers: list[tuple[bytes, bytes]] = []
-        self.body = bytearray()
-        self.num_counted = 0  # bytes of the body that the proxy has counted
-        self.has_headers = self.is_complete = self.expects_continue = False
-        self.plain_headers = b""
-        self.parser = PlainParser(self)
-
-    @property
-    def path(self) -> bytes:
-        return self.target.partition(b"?")[0]
-
-    def on_message_begin(self) -> None:
-        if not self.is_complete:
-            self.target, self.headers = b"", []
-
-    def on_url(self, url: bytes) -> None:
-        if not self.is_complete:
-            self.target += url
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if self.has_headers:
-            return  # a trailer, which says nothing about the request
-        self.headers.append((name, value))
-        self.expects_continue |= name.lower() == b"expect" and value.lower() == b"100-continue"
-
-    def on_headers_complete(self) -> None:
-        if not self.is_complete:
-            self.plain_headers = self.parser.without_offer(self.target, self.headers)
-            self.has_headers, self.method = not self.plain_headers, self.parser.get_method()
-
-    def on_body(self, data: bytes) -> None:
-        if not self.is_complete:
-            self.body += data
-
-    def on_message_complete(self) -> None:
-        self.is_complete |= not self.plain_headers
-
-    def header(self, authority: str, size: int) -> bytes:
-        """Start line and headers for a server."""
-        dropped = _HOP | {b"host", b"content-length", b"expect"}
-        lines = [b"%s %s HTTP/1.1" % (self.method, self.target), b"Host: " + authority.encode()]
-        lines += [b"%s: %s" % each for each in self.headers if each[0].lower() not in dropped]
-        lines += [b"X-Forwarded-For: " + self.client.encode(), b"Content-Length: %d" % size, b"Connection: close"]
-        return b"\r\n".join(lines) + b"\r\n\r\n"
-
-
-class _Answer:
-    """Callbacks of the parser of a server's answer, which is written to the client as it arrives."""
-
-    def __init__(self, writer: asyncio.StreamWriter, has_no_body: bool) -> None:
-        """`has_no_body`: the answer to a HEAD request, which has no body."""
-        self.writer = writer
-        self.parser = httptools.HttpResponseParser(self)
-        self.has_begun = self.is_complete = False
-        self._has_no_body = has_no_body
-        self._reason = b""
-        self._headers: list[tuple[bytes, bytes]] = []
-        self._has_length = self._is_stream = self._is_chunked = False
-
-    @property
-    def ends_with_connection(self) -> bool:
-        """Whether the answer has neither a length nor chunks, so that the end of the connection is its end."""
-        return self.has_begun and not self._has_length and not self._is_chunked
-
-    def on_status(self, reason: bytes) -> None:
-        self._reason += reason
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        lower = name.lower()
-        self._has_length |= lower == b"content-length"
-        self._is_chunked |= lower == b"transfer-encoding" and b"chunked" in value.lower()
-        self._is_stream |= lower == b"content-type" and value.startswith(b"text/event-stream")
-        if lower not in _HOP:
-            self._headers.append((name, value))
-
-    def on_headers_complete(self) -> None:
-        code = self.parser.get_status_code()
-        if code < 200:  # 100 Continue: the answer follows
-            self._headers, self._reason = [], b""
-            return
-        self.has_begun = True
-        lines = [b"HTTP/1.1 %d %s" % (code, self._reason)]
-        lines += [b"%s: %s" % each for each in self._headers]
-        lines += [b"Transfer-Encoding: chunked"] if self._is_chunked else []
-        self.writer.write(b"\r\n".join([*lines, b"Connection: close"]) + b"\r\n\r\n")
-        self.is_complete = self._has_no_body
-
-    def on_body(self, data: bytes) -> None:
-        self.writer.write(b"%x\r\n%s\r\n" % (len(data), data) if self._is_chunked else data)
-
-    def on_message_complete(self) -> None:
-        if self.has_begun and not self.is_complete:
-            self.is_complete = True
-            if self._is_chunked:
-                self.writer.write(b"0\r\n\r\n")
-
-    def break_off(self, text: str) -> None:
-        """Ends an answer whose rest will not come: a stream with an error event, another one by a broken connection."""
-        if not self._is_stream:
-            self.writer.transport.abort()
-            return
-        event = (
-            b"data: " + msgspec.json.encode(_error(503, f"{text}; send the request again", "replica_lost")) + b"\n\n"
-        )
-        self.on_body(event)
-        self.on_message_complete()
-
-
-def _error(code: int, text: str, kind: str) -> dict[str, object]:
-    return {"error": {"message": text, "type": kind, "code": code}}
-
-
-def _write_error(writer: asyncio.StreamWriter, code: int, text: str, kind: str) -> None:
-    _write_json(writer, code, _error(code, text, kind))
-
-
-def _write_json(writer: asyncio.StreamWriter, code: int, value: object) -> None:
-    body = msgspec.json.encode(value)
-    header = (
-        f"HTTP/1.1 {code} {HTTPStatus(code).phrase}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
-    )
-    writer.write(f"{header}\r\nConnection: close\r\n\r\n".encode() + body)
+        write_json(writer, 200 if any(ready) else 503, {"status": state, "replicas": found, **counts})
 
 
 async def run_proxy(proxy: ReplicaProxy, listener: socket.socket, tls: ssl.SSLContext | None) -> None:

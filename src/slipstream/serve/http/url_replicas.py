@@ -1,4 +1,4 @@
-"""UrlReplicas: servers on other machines, for a front door that passes requests on over HTTP (`replica_proxy.py`).
+"""UrlReplicas: servers on other machines, for a proxy that passes requests on over HTTP (`replica_proxy.py`).
 
 A request goes to a server that lists its model, if one does, and of these to the one on which the fewest bytes wait
 before it: the bodies of its open requests, plus the part of the request's own body that the server has not had before,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import numpy as np
 import pytest
 
+from patience import PATIENCE
 from serve.asgi import at_door
 from slipstream.frontend.results import Logprob
 from slipstream.messages import LOGPROB, Output
@@ -93,8 +96,30 @@ def test_an_answer_with_a_stop_string_and_an_end_token_is_sliced_too(folder, str
         choices = [event["choices"][0] for event in exchange.events()] if stream else exchange.json()["choices"]
         text = "".join(choice["text"] for choice in choices)
         starts = [start for choice in choices for start in choice["logprobs"]["text_offset"]]
-        assert text == "é " and starts[:3] == [0, 0, 1] and slices(text, starts)[1:3] == ["é", " "]
-        assert stream or max(starts) == len(text)
+        assert (text, starts) == ("é ", [0, 0, 1, 2, 2, 2])
+
+    at_door(folder, scenario, answers=False)
+
+
+def test_a_stream_sends_tokens_of_a_stop_string_that_does_not_come_with_their_text(folder):
+    async def scenario(door):
+        body = {"prompt": "a", "logprobs": 0, "max_tokens": 9, "stop": ["ENDING"], "stream": True}
+        exchange = door.begin("POST", "/v1/completions", body)
+        await door.core.until(lambda: door.core.submits)
+        (submit,) = door.core.submits
+        for count, token in enumerate(b"ENDED", 1):
+            door.core.say(logged(submit, token))
+            while exchange.body.count(b"data: ") < count:  # each token has a chunk
+                exchange.got.clear()
+                await asyncio.wait_for(exchange.got.wait(), PATIENCE)
+        door.core.say(logged(submit, ord("E"), FinishReason.LENGTH))
+        await exchange.end()
+        length, starts = 0, []
+        for (choice,) in (event["choices"] for event in exchange.events()):
+            length += len(choice["text"])
+            starts += choice["logprobs"]["text_offset"]
+            assert max(starts) <= length
+        assert (length, starts) == (6, [0, 1, 2, 3, 4, 5])
 
     at_door(folder, scenario, answers=False)
 

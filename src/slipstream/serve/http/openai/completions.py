@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_right
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -151,7 +152,7 @@ class _Job:
         wants_usage = options is not None and bool(options.include_usage)
         each = wants_usage and options is not None and bool(options.continuous_usage_stats)
         indices = {request_state.id: index for index, request_state in enumerate(request_stream.states)}
-        begun: dict[tuple[int, int], Starts] = {}  # by prompt and sample: those with a chunk so far
+        begun: dict[tuple[int, int], _SentTokens] = {}  # by prompt and sample: those with a chunk so far
         with request_stream:
             async for updated in request_stream:
                 parts = []
@@ -168,7 +169,11 @@ class _Job:
             yield DONE
 
     def chunk(
-        self, request_state: GenerationRequestState, index: int, new: Increment, begun: dict[tuple[int, int], Starts]
+        self,
+        request_state: GenerationRequestState,
+        index: int,
+        new: Increment,
+        begun: dict[tuple[int, int], _SentTokens],
     ) -> CompletionChoice:
         text, new_ids = new.text, new.token_ids
         entries: list[dict[int, Logprob] | None] = list(new.logprobs or [])
@@ -179,10 +184,10 @@ class _Job:
         before, is_first = "", key not in begun
         if is_first:
             before = self.prompt_text(request_state) if self.body.echo else ""
-            begun[key] = self.starts(len(before))
+            begun[key] = _SentTokens(self.starts(len(before)), len(before))
         choice = CompletionChoice(index * len(request_state.samples) + new.index, before + text)
         if self.body.logprobs is not None:
-            starts = begun[key].push(ids)
+            ids, entries, starts = begun[key].push(text, ids, entries, is_last=new.finish_reason is not None)
             if is_first and self.body.echo:
                 ids, entries = (
                     request_state.message.prompt_token_ids + ids,
@@ -241,6 +246,33 @@ class _NoText:
 
 
 Starts = TokenStarts | _NoText
+Entries = list[dict[int, Logprob] | None]
+
+
+class _SentTokens:
+    """The logprobs of a stream: a token is sent when the text up to its offset has been sent. Text that may be the
+    beginning of a stop string is held back, and so are the tokens after its first: no offset is beyond the text."""
+
+    def __init__(self, starts: Starts, length: int) -> None:
+        self._starts = starts
+        self._length = length  # of the text sent
+        self._ids: list[int] = []
+        self._entries: Entries = []
+        self._offsets: list[int] = []
+
+    def push(
+        self, text: str, ids: list[int], entries: Entries, *, is_last: bool
+    ) -> tuple[list[int], Entries, list[int]]:
+        """Adds what is new. Returns the tokens to send, their entries and their offsets."""
+        self._length += len(text)
+        self._ids += ids
+        self._entries += entries
+        self._offsets += self._starts.push(ids)
+        count = len(self._ids) if is_last else bisect_right(self._offsets, self._length)
+        offsets = [min(offset, self._length) for offset in self._offsets[:count]]
+        sent = self._ids[:count], self._entries[:count], offsets
+        del self._ids[:count], self._entries[:count], self._offsets[:count]
+        return sent
 
 
 ROUTES = [

@@ -19,9 +19,7 @@ from slipstream.runner.batch.input_batch import BatchInputs, Gathered, Size
 from slipstream.runner.batch.row_state import RowState
 from slipstream.runner.batch.sit_out import SittingRows
 from slipstream.runner.batch.staging import HostRing
-from slipstream.runner.drafts.block_drafter import BlockDrafter
-from slipstream.runner.drafts.head_drafter import HeadDrafter
-from slipstream.runner.drafts.model_drafter import Follow, ModelDrafter
+from slipstream.runner.drafts.drafter import Follow, ForwardDrafter
 from slipstream.runner.graphs import GraphPool
 from slipstream.runner.head import Head, HeadMaker
 from slipstream.runner.kv_store import KVStore
@@ -52,14 +50,14 @@ class ModelRunner:
         graphs: GraphPool,
         states: StateStore | None = None,
         sampler: Sampler | None = None,
-        drafter: ModelDrafter | HeadDrafter | BlockDrafter | None = None,
+        drafter: ForwardDrafter | None = None,
         adapters: AdapterStore | None = None,
         tier: PageTier | None = None,
         sitting: SittingRows | None = None,
     ) -> None:
         """`states`: only for a model with recurrent states; `sampler`: of a model that generates; `drafter`: one that
-        computes the tokens of prompts too; `adapters`: if requests may have LoRA adapters; `tier`: one of the row
-        states, if pages have a second tier; `sitting`: for rows that sit out a step."""
+        takes part in the forward; `adapters`: if requests may have LoRA adapters; `tier`: one of the row states, if
+        pages have a second tier; `sitting`: for rows that sit out a step."""
         self.model = model
         self.device = device
         self.attention = attention
@@ -117,7 +115,7 @@ class ModelRunner:
         gather = self.input_batch.prepare(plan, upload, size)
         make_steps = None if self.states is None else self.states.prepare(plan, upload, size)
         follow = None if self.drafter is None else self.drafter.prepare(plan, upload, size)
-        catch_up = self.drafter.prepare_catch_up(plan, upload) if isinstance(self.drafter, ModelDrafter) else None
+        catch_up = None if self.drafter is None else self.drafter.prepare_catch_up(plan, upload)
         adapt = None if self.adapters is None else self.adapters.prepare(plan, upload, size)
         for state in self.row_states:
             state.apply(plan)

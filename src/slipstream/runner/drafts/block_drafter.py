@@ -16,8 +16,8 @@ from slipstream.runner.batch.input_batch import Size
 from slipstream.runner.batch.rows import RowTable
 from slipstream.runner.batch.staging import Upload
 from slipstream.runner.drafts.draft_cache import DraftCache
-from slipstream.runner.drafts.drafter import DraftBatch
-from slipstream.runner.drafts.model_drafter import Follow, rows_of
+from slipstream.runner.drafts.drafter import DraftBatch, Follow
+from slipstream.runner.drafts.model_drafter import rows_of
 from slipstream.step import StepPlan
 
 
@@ -34,6 +34,9 @@ class BlockDrafter:
     def prepare(self, plan: StepPlan, upload: Upload, size: Size | None) -> Follow | None:
         """Host: the drafter's part of a step's forward."""
         return self._follow
+
+    def prepare_catch_up(self, plan: StepPlan, upload: Upload) -> None:
+        """Host: nothing; this drafter follows every step."""
 
     def _follow(self, context: ForwardContext, hidden: torch.Tensor) -> None:
         self.model.write_context(hidden, self._cache.to_write(context))

@@ -20,6 +20,7 @@ from slipstream.runner.batch.rows import RowTable
 from slipstream.runner.batch.token_history import TokenHistory
 from slipstream.runner.drafts.block_drafter import BlockDrafter
 from slipstream.runner.drafts.draft_cache import DraftCache, own_groups
+from slipstream.runner.drafts.drafter import ForwardDrafter
 from slipstream.runner.drafts.head_drafter import HeadDrafter
 from slipstream.runner.drafts.model_drafter import ModelDrafter
 from slipstream.runner.kv_store import KVStore, ScratchPages
@@ -62,7 +63,7 @@ def build_drafter(
     tables: PageTables,
     store: KVStore,
     history: TokenHistory,
-) -> ModelDrafter | HeadDrafter | BlockDrafter:
+) -> ForwardDrafter:
     assert config.draft is not None
     attention = choose_attention(
         store.device.torch_device,

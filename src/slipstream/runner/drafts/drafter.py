@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+
+from slipstream.nn.context import ForwardContext
+from slipstream.runner.batch.input_batch import Size
+from slipstream.runner.batch.staging import Upload
+from slipstream.step import StepPlan
+
+Follow = Callable[[ForwardContext, torch.Tensor], None]
+"""Device: the drafter's pass over the tokens of a step. Takes the target's context and its hidden states."""
+
+CatchUp = Callable[[], None]
+"""Device: the drafter's pass over tokens of earlier steps, after the target's forward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,3 +46,13 @@ class Drafter(Protocol):
     def propose(self, batch: DraftBatch, num_drafts: int) -> None:
         """Device: write `num_drafts` drafts of each row to `RowTable.next_tokens`, after the token that the row drew
         last; -1: no draft. May be captured in a graph: reads no device value on the host."""
+
+
+class ForwardDrafter(Drafter, Protocol):
+    """A drafter that also takes part in the forward of steps: it computes the tokens of prompts too."""
+
+    def prepare(self, plan: StepPlan, upload: Upload, size: Size | None) -> Follow | None:
+        """Host: the drafter's part of a step's forward; None if the step needs none."""
+
+    def prepare_catch_up(self, plan: StepPlan, upload: Upload) -> CatchUp | None:
+        """Host: the drafter's pass over positions of earlier steps and of prompts; None if there are none."""

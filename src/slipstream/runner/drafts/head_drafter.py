@@ -18,8 +18,8 @@ from slipstream.runner.batch.input_batch import Size
 from slipstream.runner.batch.rows import RowTable
 from slipstream.runner.batch.staging import Upload
 from slipstream.runner.drafts.draft_cache import DraftCache
-from slipstream.runner.drafts.drafter import DraftBatch
-from slipstream.runner.drafts.model_drafter import Follow, drawn_rows, first_draws, needs_follow
+from slipstream.runner.drafts.drafter import DraftBatch, Follow
+from slipstream.runner.drafts.model_drafter import drawn_rows, first_draws, needs_follow
 from slipstream.step import StepPlan
 
 
@@ -52,6 +52,9 @@ class HeadDrafter:
             self.model.store(ids, self.model.features(hidden), self._cache.to_write(context))
 
         return follow
+
+    def prepare_catch_up(self, plan: StepPlan, upload: Upload) -> None:
+        """Host: nothing; this drafter follows every step."""
 
     def propose(self, batch: DraftBatch, num_drafts: int) -> None:
         cache, table = self._cache, self._rows

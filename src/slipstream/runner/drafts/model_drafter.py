@@ -10,8 +10,6 @@ computes the positions that tokens were drawn from, also if no drafts are needed
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
 
@@ -22,14 +20,8 @@ from slipstream.runner.batch.rows import RowTable
 from slipstream.runner.batch.staging import Upload
 from slipstream.runner.batch.token_history import TokenHistory
 from slipstream.runner.drafts.draft_cache import DraftCache, DraftRows
-from slipstream.runner.drafts.drafter import DraftBatch
+from slipstream.runner.drafts.drafter import CatchUp, DraftBatch, Follow
 from slipstream.step import StepPlan
-
-Follow = Callable[[ForwardContext, torch.Tensor], None]
-"""Device: the drafter's pass over the tokens of a step. Takes the target's context and its hidden states."""
-
-CatchUp = Callable[[], None]
-"""Device: the drafter's pass over tokens of earlier steps, after the target's forward."""
 
 
 class ModelDrafter:

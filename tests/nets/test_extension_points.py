@@ -1,0 +1,113 @@
+"""Law 9: a feature is added at an extension point; the files that hold the order of a step do not name it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from import_graph import import_graph
+
+SRC = Path(__file__).parents[2] / "src"
+Graph = dict[str, set[str]]
+
+# All that the files of the order of a step may import from the package. A feature does not appear here: it is
+# registered at its extension point (ARCHITECTURE.md). An entry is added only if the order of a step changes.
+STEP_ORDER = {
+    "runner.runner": """
+        device.device device.streams device.sync_check nn.context nn.models.base ops.recurrent_steps
+        runner.batch.drafted_plan runner.batch.input_batch runner.batch.row_state runner.batch.sit_out
+        runner.batch.staging runner.drafts.drafter runner.graphs runner.head runner.kv_store runner.lora.store
+        runner.page_tier runner.pool_head runner.pooling.results runner.results runner.sampling.sampler
+        runner.state_store step
+    """,
+    "engine.core": """
+        config.config engine.device_timing engine.executor engine.handoff engine.make_requests engine.pacing
+        engine.record_failure engine.recorder engine.step_log errors messages params scheduler.adapters
+        scheduler.cache.manager scheduler.encoder_scheduler scheduler.grammar.constraints scheduler.scheduler step
+    """,
+}
+
+# Modules of a package of implementations that other files may import: interfaces, registries and shared parts. The
+# implementations are imported by their package only.
+INTERFACES = {
+    "runner.sampling": "sampler stage logprobs",
+    "runner.drafts": "drafter build ngram",
+    "nn.models": """
+        adapter_layout attached_model base decoder decoder_shape dflash draft_head draft_layout eagle3 encoder load
+        measure pooling_heads read_adapter registry sharding shortened stored_head stored_tokens transformers_decoder
+        update
+    """,
+    "serve.cli": "",
+}
+
+
+def short(graph: Graph) -> Graph:
+    """Names without that of the package, whose `__init__` and version every file may import."""
+    cut = "slipstream."
+    return {
+        name.removeprefix(cut): {each.removeprefix(cut) for each in found if each.startswith(cut)}
+        for name, found in graph.items()
+        if name.startswith(cut)
+    }
+
+
+@pytest.fixture(scope="module")
+def graph() -> Graph:
+    return short(import_graph(SRC))
+
+
+def features_in_the_step(graph: Graph) -> list[str]:
+    """Imports of the files of the order of a step that are not in the list, and entries that are no import any more."""
+    return [f"{file}: {name}" for file, names in STEP_ORDER.items() for name in sorted(graph[file] ^ {*names.split()})]
+
+
+def outside_of_their_package(graph: Graph) -> list[str]:
+    """Imports of implementations by files outside of their package."""
+    found = []
+    for package, names in INTERFACES.items():
+        allowed = {package, *(f"{package}.{name}" for name in names.split())}
+        for file in sorted(graph):
+            if not f"{file}.".startswith(f"{package}."):
+                imported = {name for name in graph[file] if name.startswith(f"{package}.")}
+                found += [f"{file}: {name}" for name in sorted(imported - allowed)]
+    return found
+
+
+def test_the_order_of_a_step_names_no_feature(graph: Graph) -> None:
+    assert features_in_the_step(graph) == []
+
+
+def test_implementations_are_imported_by_their_package_only(graph: Graph) -> None:
+    assert outside_of_their_package(graph) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "feature"),
+    [
+        ("runner.runner", "runner.sampling.penalties"),
+        ("runner.runner", "runner.drafts.head_drafter"),
+        ("engine.core", "scheduler.grammar.structural_tag"),
+    ],
+)
+def test_a_feature_in_the_order_of_a_step_is_found(graph: Graph, file: str, feature: str) -> None:
+    assert features_in_the_step({**graph, file: graph[file] | {feature}}) == [f"{file}: {feature}"]
+
+
+def test_an_entry_that_is_no_import_any_more_is_found(graph: Graph) -> None:
+    without = {**graph, "engine.core": graph["engine.core"] - {"engine.pacing"}}
+    assert features_in_the_step(without) == ["engine.core: engine.pacing"]
+
+
+@pytest.mark.parametrize(
+    ("file", "implementation"),
+    [
+        ("runner.generate_head", "runner.sampling.truncate"),
+        ("runner.warmup", "runner.drafts.block_drafter"),
+        ("engine.build", "nn.models.gemma"),
+        ("llm", "serve.cli.chat"),
+    ],
+)
+def test_an_implementation_that_is_imported_elsewhere_is_found(graph: Graph, file: str, implementation: str) -> None:
+    found = outside_of_their_package({**graph, file: graph[file] | {implementation}})
+    assert found == [f"{file}: {implementation}"]

@@ -12,6 +12,7 @@ from slipstream.cache_spec import CacheSpec, PagedSpec, StateSpec, WindowSpec
 from slipstream.config.model_sizes import ModelSizes
 from slipstream.config.rope_info import RopeInfo
 from slipstream.errors import UnsupportedModel
+from slipstream.nn.layer_sizes import sizes_of
 from slipstream.nn.shapes import (
     AttentionShape,
     LayerInputsShape,
@@ -20,7 +21,6 @@ from slipstream.nn.shapes import (
     NormShape,
     QueryScale,
     Shard,
-    sizes_of,
 )
 
 _MANY_DRAFTS = 64  # rings of inputs are larger than without drafts; for few drafts they may have the same size

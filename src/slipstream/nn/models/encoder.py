@@ -17,6 +17,7 @@ from slipstream.config.model_sizes import ModelSizes
 from slipstream.config.rope_info import RopeInfo
 from slipstream.nn.blocks.block import new_feed
 from slipstream.nn.context import BatchView, ForwardContext
+from slipstream.nn.layer_sizes import sizes_of
 from slipstream.nn.layers.attention import Attention
 from slipstream.nn.layers.disentangled import DisentangledScores, DisentangledShape, RelativeEmbedding
 from slipstream.nn.layers.embedding import Embedding
@@ -27,7 +28,7 @@ from slipstream.nn.layers.norm import EncoderRMSNorm
 from slipstream.nn.layers.position_embedding import Alibi, DistanceBias, RelativeKeys, Table
 from slipstream.nn.layers.rope import Rope
 from slipstream.nn.models.pooling_heads import Heads
-from slipstream.nn.shapes import AttentionShape, LayerShape, MlpShape, NormShape, sizes_of
+from slipstream.nn.shapes import AttentionShape, LayerShape, MlpShape, NormShape
 from slipstream.nn.weight_format import FormatOf, take_memory
 
 

@@ -296,3 +296,13 @@ def unanchored(regex: str) -> str:
     """A regular expression that a whole text matches if a part of it matches this one."""
     has_start, own, has_end = anchored(regex)
     return f"{'' if has_start else '(?s:.*)'}({own}){'' if has_end else '(?s:.*)'}"
+
+
+def as_lark(grammar: str) -> str:
+    """A grammar in Lark's syntax of one in Lark's or llama.cpp's (GBNF) syntax."""
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    try:
+        return any_to_lark(grammar)
+    except Exception as error:  # the converter from GBNF raises plain exceptions
+        raise BadGrammar(f"the grammar cannot be read: {error}") from None

@@ -10,7 +10,26 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from slipstream.scheduler.grammar.lark_nodes import EMPTY, BadGrammar, LarkWriter, Node, anchored, escaped, nested
+from slipstream.scheduler.grammar.lark_nodes import (
+    EMPTY,
+    BadGrammar,
+    LarkWriter,
+    Node,
+    anchored,
+    as_lark,
+    escaped,
+    nested,
+)
+from slipstream.scheduler.grammar.tag_fields import (
+    FIELDS,
+    check_fields,
+    check_number,
+    flag_of,
+    list_of,
+    tag_flags,
+    text_of,
+    texts_of,
+)
 from slipstream.scheduler.grammar.xml_parameters import STYLES, XmlParameters
 
 MAX_FORMATS = 2048
@@ -33,10 +52,10 @@ def tag_grammar(tag: Mapping[str, Any], special_tokens: Mapping[str, int], json_
         raise BadGrammar(f"type of a structural tag is {tag['type']!r:.100}; give structural_tag, or leave it out")
     formats = _Formats(special_tokens, json_rule)
     if "format" in tag:
-        _check_fields("a structural tag", tag, {"type", "format"})
+        check_fields("a structural tag", tag, {"type", "format"})
         root = tag["format"]
     else:
-        _check_fields("a structural tag", tag, {"type", "structures", "triggers"})
+        check_fields("a structural tag", tag, {"type", "structures", "triggers"})
         root = _of_structures(tag)
     return formats.writer.grammar(formats.node(root, ()))
 
@@ -52,7 +71,7 @@ def _of_structures(tag: Mapping[str, Any]) -> dict[str, Any]:
     for each in structures:
         if not isinstance(each, dict):
             raise BadGrammar("a structure is an object with begin, schema and end")
-        _check_fields("a structure", each, {"begin", "schema", "end"})
+        check_fields("a structure", each, {"begin", "schema", "end"})
         content = {"type": "json_schema", "json_schema": each.get("schema", {"type": "object"})}
         tags.append({"type": "tag", "begin": each.get("begin"), "content": content, "end": each.get("end")})
     return {"type": "triggered_tags", "triggers": tag.get("triggers"), "tags": tags}
@@ -105,7 +124,7 @@ class _Formats:
                 )
             known = ", ".join(self._makers)
             raise BadGrammar(f"type of a format of a structural tag is {kind!r:.100}; give one of {known}")
-        _check_fields(f"the format {kind}", given, {"type", *_FIELDS[kind]})
+        check_fields(f"the format {kind}", given, {"type", *FIELDS[kind]})
         return self._makers[kind](given, ends)
 
     # Texts
@@ -120,22 +139,22 @@ class _Formats:
         return self.writer.sequence([*nodes, self.writer.const(text[start:])])
 
     def _const_string(self, given: Mapping[str, Any], ends: Sequence[str]) -> Node:
-        return self.fixed(_text(given, "value", "const_string"))
+        return self.fixed(text_of(given, "value", "const_string"))
 
     def _any_text(self, given: Mapping[str, Any], ends: Sequence[str]) -> Node:
         if given.get("max_tokens") is not None:
             raise BadGrammar("max_tokens of any_text is not supported; use max_chars")
         most = given.get("max_chars")
         if most is not None:
-            most = _number(most, "max_chars of any_text", 0, _MAX_CHARS)
-        return self.writer.free_text([*ends, *_texts(given, "excludes", "any_text", [])], most=most)
+            most = check_number(most, "max_chars of any_text", 0, _MAX_CHARS)
+        return self.writer.free_text([*ends, *texts_of(given, "excludes", "any_text", [])], most=most)
 
     def _regex(self, given: Mapping[str, Any], ends: Sequence[str]) -> Node:
-        _, pattern, _ = anchored(_text(given, "pattern", "regex"))  # the whole text matches
+        _, pattern, _ = anchored(text_of(given, "pattern", "regex"))  # the whole text matches
         return self.writer.pattern(escaped(pattern)) if pattern else EMPTY
 
     def _grammar(self, given: Mapping[str, Any], ends: Sequence[str]) -> Node:
-        return self.writer.rule(nested(as_lark(_text(given, "grammar", "grammar"))))
+        return self.writer.rule(nested(as_lark(text_of(given, "grammar", "grammar"))))
 
     def _json_schema(self, given: Mapping[str, Any], ends: Sequence[str]) -> Node:
         style = given.get("style", "json")
@@ -147,7 +166,7 @@ class _Formats:
         most = given.get("max_whitespace_cnt")
         space = None
         if most is not None:
-            space = f"{_SPACES}{{1,{_number(most, 'max_whitespace_cnt of json_schema', 1, 64)}}}"
+            space = f"{_SPACES}{{1,{check_number(most, 'max_whitespace_cnt of json_schema', 1, 64)}}}"
         return self._schema(given, style, space)
 
     def _qwen_xml_parameter(self, given: Mapping[str, Any], ends: Sequence[str]) -> Node:
@@ -173,15 +192,15 @@ class _Formats:
             token = self._special_tokens[token]
         if token not in self._special_tokens.values():
             raise BadGrammar(f"token is {token!r:.100}, which is no special token; use const_string with its text")
-        return self.writer.token(_number(token, "token", 0, 2**31))
+        return self.writer.token(check_number(token, "token", 0, 2**31))
 
     # Compositions
 
     def _sequence(self, given: Mapping[str, Any], ends: Sequence[str]) -> Node:
-        return self.writer.sequence([self.node(each, ends) for each in _list(given, "elements", "sequence")])
+        return self.writer.sequence([self.node(each, ends) for each in list_of(given, "elements", "sequence")])
 
     def _or(self, given: Mapping[str, Any], ends: Sequence[str]) -> Node:
-        return self.writer.choice([self.node(each, ends) for each in _list(given, "elements", "or")])
+        return self.writer.choice([self.node(each, ends) for each in list_of(given, "elements", "or")])
 
     def _optional(self, given: Mapping[str, Any], ends: Sequence[str]) -> Node:
         return self.writer.repeat(self.node(given.get("content"), ends), 0, 1)
@@ -193,8 +212,8 @@ class _Formats:
         return self.writer.repeat(self.node(given.get("content"), ends), 0, None)
 
     def _repeat(self, given: Mapping[str, Any], ends: Sequence[str]) -> Node:
-        least = _number(given.get("min"), "min of repeat", 0, MAX_REPEATS)
-        most = None if given.get("max") == -1 else _number(given.get("max"), "max of repeat", least, MAX_REPEATS)
+        least = check_number(given.get("min"), "min of repeat", 0, MAX_REPEATS)
+        most = None if given.get("max") == -1 else check_number(given.get("max"), "max of repeat", least, MAX_REPEATS)
         return self.writer.repeat(self.node(given.get("content"), ends), least, most)
 
     # Tags
@@ -209,7 +228,7 @@ class _Formats:
             own: list[str] = []
             node = self._marker(given, "end")
         else:
-            own = [end] if isinstance(end, str) else _texts(given, "end", "a tag")
+            own = [end] if isinstance(end, str) else texts_of(given, "end", "a tag")
             if not own:
                 raise BadGrammar("end of a tag is an empty list; give a string, or several")
             node = self.writer.choice([self.fixed(text) for text in own])
@@ -220,32 +239,32 @@ class _Formats:
         value = given.get(name)
         if isinstance(value, dict):
             return self.node(value, (), "token")
-        return self.fixed(_text(given, name, "a tag"))
+        return self.fixed(text_of(given, name, "a tag"))
 
     def _tags(self, given: Mapping[str, Any], kind: str) -> list[Mapping[str, Any]]:
-        tags = _list(given, "tags", kind)
+        tags = list_of(given, "tags", kind)
         for each in tags:
             if not isinstance(each, dict) or each.get("type", "tag") != "tag":
                 raise BadGrammar(f"tags of {kind} is a list of formats with type tag")
-            _check_fields("the format tag", each, {"type", *_FIELDS["tag"]})
+            check_fields("the format tag", each, {"type", *FIELDS["tag"]})
             self._num_formats += 1
         return tags
 
     def _tags_with_separator(self, given: Mapping[str, Any], ends: Sequence[str]) -> Node:
         writer = self.writer
-        at_least_one, stop_after_first = _flags(given, "tags_with_separator")
+        at_least_one, stop_after_first = tag_flags(given, "tags_with_separator")
         one = writer.choice([self._tag(each, ends) for each in self._tags(given, "tags_with_separator")])
         if not stop_after_first:
-            more = writer.join(self.fixed(_text(given, "separator", "tags_with_separator")), one)
+            more = writer.join(self.fixed(text_of(given, "separator", "tags_with_separator")), one)
             one = writer.join(one, writer.repeat(more, 0, None))
         return one if at_least_one else writer.repeat(one, 0, 1)
 
     def _triggered_tags(self, given: Mapping[str, Any], ends: Sequence[str]) -> Node:
         kind = "triggered_tags"
-        tags, triggers = self._tags(given, kind), _texts(given, "triggers", kind)
+        tags, triggers = self._tags(given, kind), texts_of(given, "triggers", kind)
         if not triggers or not all(triggers):
             raise BadGrammar("triggers of triggered_tags is a list of at least one string, none of them empty")
-        at_least_one, stop_after_first = _flags(given, kind)
+        at_least_one, stop_after_first = tag_flags(given, kind)
         sizes, known = sorted(set(map(len, triggers))), set(triggers)
 
         def first_trigger(text: str) -> str | None:
@@ -253,7 +272,7 @@ class _Formats:
 
         rules: dict[str, list[Node]] = {}  # what follows each trigger
         for each in tags:
-            begin = _text(each, "begin", "a tag of triggered_tags")
+            begin = text_of(each, "begin", "a tag of triggered_tags")
             trigger = first_trigger(begin)
             if trigger is None:
                 raise BadGrammar(f"no trigger begins the tag that starts with {begin!r:.100}")
@@ -264,19 +283,19 @@ class _Formats:
                 raise BadGrammar(f"no tag starts with the trigger {text!r:.100}; remove it")
         return self._dispatching(
             [(trigger, self.writer.choice(nodes)) for trigger, nodes in rules.items()],
-            [*ends, *_texts(given, "excludes", kind, [])],
+            [*ends, *texts_of(given, "excludes", kind, [])],
             at_least_one=at_least_one,
             is_loop=not stop_after_first,
         )
 
     def _dispatch(self, given: Mapping[str, Any], ends: Sequence[str]) -> Node:
         rules = []
-        for each in _list(given, "rules", "dispatch"):
+        for each in list_of(given, "rules", "dispatch"):
             if not isinstance(each, list) or len(each) != 2 or not isinstance(each[0], str) or not each[0]:
                 raise BadGrammar("rules of dispatch is a list of pairs of a text that is not empty and a format")
             rules.append((each[0], self.node(each[1], ends)))
-        excluded = [*ends, *_texts(given, "excludes", "dispatch", [])]
-        is_loop = _flag(given, "loop", "dispatch", default=True)
+        excluded = [*ends, *texts_of(given, "excludes", "dispatch", [])]
+        is_loop = flag_of(given, "loop", "dispatch", default=True)
         return self._dispatching(rules, excluded, at_least_one=False, is_loop=is_loop)
 
     def _dispatching(
@@ -292,77 +311,3 @@ class _Formats:
             return first if at_least_one else writer.choice([text, one])
         many = writer.join(writer.repeat(one, 0, None), text)
         return writer.join(first, many) if at_least_one else many
-
-
-_FIELDS: dict[str, tuple[str, ...]] = {
-    "const_string": ("value",),
-    "json_schema": ("json_schema", "style", "any_order", "max_whitespace_cnt", "excludes"),
-    "qwen_xml_parameter": ("json_schema",),
-    "any_text": ("excludes", "max_tokens", "max_chars"),
-    "grammar": ("grammar",),
-    "regex": ("pattern",),
-    "sequence": ("elements",),
-    "or": ("elements",),
-    "optional": ("content",),
-    "plus": ("content",),
-    "star": ("content",),
-    "repeat": ("min", "max", "content"),
-    "tag": ("begin", "content", "end"),
-    "triggered_tags": ("triggers", "tags", "at_least_one", "stop_after_first", "excludes"),
-    "tags_with_separator": ("tags", "separator", "at_least_one", "stop_after_first"),
-    "dispatch": ("rules", "loop", "excludes"),
-    "token": ("token",),
-}
-
-
-def as_lark(grammar: str) -> str:
-    """A grammar in Lark's syntax of one in Lark's or llama.cpp's (GBNF) syntax."""
-    from llguidance.gbnf_to_lark import any_to_lark
-
-    try:
-        return any_to_lark(grammar)
-    except Exception as error:  # the converter from GBNF raises plain exceptions
-        raise BadGrammar(f"the grammar cannot be read: {error}") from None
-
-
-def _check_fields(what: str, given: Mapping[str, Any], known: set[str]) -> None:
-    if unknown := sorted(str(name) for name in given.keys() - known):
-        raise BadGrammar(f"{what} has no field {unknown[0]!r:.100}; remove it")
-
-
-def _text(given: Mapping[str, Any], name: str, what: str) -> str:
-    value = given.get(name)
-    if not isinstance(value, str):
-        raise BadGrammar(f"{name} of {what} is {value!r:.100}; give a string")
-    return value
-
-
-def _texts(given: Mapping[str, Any], name: str, what: str, default: list[str] | None = None) -> list[str]:
-    value = given.get(name, default)
-    if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
-        raise BadGrammar(f"{name} of {what} is {value!r:.100}; give a list of strings")
-    return value
-
-
-def _list(given: Mapping[str, Any], name: str, what: str) -> list[Any]:
-    value = given.get(name)
-    if not isinstance(value, list) or not value:
-        raise BadGrammar(f"{name} of {what} is {value!r:.100}; give a list that is not empty")
-    return value
-
-
-def _number(value: object, what: str, least: int, most: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-        raise BadGrammar(f"{what} is {value!r:.100}; give a number from {least} to {most}")
-    return value
-
-
-def _flag(given: Mapping[str, Any], name: str, what: str, *, default: bool) -> bool:
-    value = given.get(name, default)
-    if not isinstance(value, bool):
-        raise BadGrammar(f"{name} of {what} is {value!r:.100}; give true or false")
-    return value
-
-
-def _flags(given: Mapping[str, Any], what: str) -> tuple[bool, bool]:
-    return _flag(given, "at_least_one", what, default=False), _flag(given, "stop_after_first", what, default=False)

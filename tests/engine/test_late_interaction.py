@@ -39,14 +39,14 @@ def max_sim(query, document):
 
 
 def store(bench):
-    return bench.core.executor.heads[-1].queries
+    return bench.core.executor.heads[-1].token_vectors.queries
 
 
 def check_freed(bench):
     """What is no longer needed is gone, and no further step has to come for that."""
     bench.core.executor.device.compute.record().wait()
     assert len(store(bench)) == 0 == len(bench.core.scheduler._queries)
-    assert not bench.core.executor.heads[-1]._query_sizes
+    assert not bench.core.executor.heads[-1].token_vectors._query_sizes
 
 
 @pytest.fixture(scope="module")

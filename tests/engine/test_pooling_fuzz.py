@@ -112,7 +112,8 @@ class Day:
         bench.core.executor.device.compute.record().wait()
         head = bench.core.executor.heads[-1]
         assert len(head.chunks.admissions) <= 1 and not head.chunks.parts  # the last one is released with the next step
-        assert len(head.queries) == len(bench.core.scheduler._queries) == len(head._query_sizes) == 0
+        vectors = head.token_vectors
+        assert len(vectors.queries) == len(bench.core.scheduler._queries) == len(vectors._query_sizes) == 0
         self.compare()
         bench.core.close()
         self.alone.core.close()

@@ -77,8 +77,11 @@ def test_no_step_looks_at_a_value(tmp_path, name):
 
 def test_a_planted_look_at_a_value_is_caught(tmp_path):
     def plant(runner):
-        keep = runner.heads[-1].queries.keep
-        runner.heads[-1].queries.keep = lambda vectors, *rest: (bool(vectors.sum() > 0), keep(vectors, *rest))
+        keep = runner.heads[-1].token_vectors.queries.keep
+        runner.heads[-1].token_vectors.queries.keep = lambda vectors, *rest: (
+            bool(vectors.sum() > 0),
+            keep(vectors, *rest),
+        )
 
     with pytest.raises(DataDependentOutputException):
         drive(tmp_path, "llama", {}, LATE, plant)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection, Iterable, Iterator
-from itertools import groupby
 
 import numpy as np
 import torch
 
 from slipstream.config.pooling_info import PoolingInfo
-from slipstream.config.pooling_size import TOKENS_AT_ONCE
 from slipstream.nn.context import BatchView
 from slipstream.nn.models.pooling_heads import Heads
 from slipstream.pooling_params import PoolingParams
@@ -20,18 +17,16 @@ from slipstream.runner.graphs import GraphPool
 from slipstream.runner.head import Head
 from slipstream.runner.pooling.activations import finish
 from slipstream.runner.pooling.chunk_state import ChunkState, PoolWork
-from slipstream.runner.pooling.late_interaction import QueryStore
-from slipstream.runner.pooling.methods import TakeHidden, pool_all, take_hidden
+from slipstream.runner.pooling.methods import pool_all, take_hidden
 from slipstream.runner.pooling.pool_mode import PoolMode, PoolModes
-from slipstream.runner.pooling.pooled_rows import PooledRow, by_mode, skipped_in_step, take_tokens
+from slipstream.runner.pooling.pooled_rows import PooledRow, by_mode, skipped_in_step
 from slipstream.runner.pooling.results import PoolHandle, ResultBlock
+from slipstream.runner.pooling.token_vectors import TokenVectors
 from slipstream.runner.results import ResultRing
 from slipstream.step import NO_POOLING, PoolPlan, StepPlan
 
-Job = Callable[[torch.Tensor], Iterable[torch.Tensor]]
-"""Device: from a step's hidden states to the vectors of one block of results, in several parts to limit memory."""
 Vectors = Callable[[BatchView, torch.Tensor], list[torch.Tensor]]
-"""Device: the same for several blocks."""
+"""Device: from a step's hidden states to the vectors of several blocks of results."""
 
 
 class PoolHead:
@@ -55,12 +50,11 @@ class PoolHead:
         self.methods = info.methods
         self.modes = PoolModes(info, None if heads is None else heads.sparse_by, vocab_size)
         self.chunks = chunks
-        self.queries = QueryStore()
+        self.token_vectors = TokenVectors(heads, chunks, dtype)
         self.results = results
         self.graphs = graphs
         self.dtype = dtype
         self._numpy_dtype = np.dtype(np.float64 if dtype is torch.float64 else np.float32)
-        self._query_sizes: dict[int, int] = {}  # by number: tokens of stored queries
         self._freed: tuple[int, ...] = ()
 
     def apply(self, plan: StepPlan) -> None:
@@ -73,9 +67,7 @@ class PoolHead:
 
     def free_queries(self, queries: tuple[int, ...]) -> Callable[[], None]:
         """Host: no request needs these stored queries any more. Returns the device work that frees them."""
-        for number in queries:
-            self._query_sizes.pop(number, None)
-        return functools.partial(self.queries.free, queries)
+        return self.token_vectors.free_queries(queries)
 
     def wants_all(self, plan: StepPlan) -> bool:
         pool_plan = plan.pooling or NO_POOLING
@@ -104,7 +96,7 @@ class PoolHead:
         rows = self._pooled_rows(plan, pool_plan)
         if not rows:
             return None
-        before, blocks, jobs = self._prepare_tokens(rows, upload)
+        before, blocks, jobs = self.token_vectors.prepare(rows, upload)
         vector_blocks, pool_vectors = self._prepare_vectors(rows, upload, only_last)
         blocks += vector_blocks
 
@@ -189,8 +181,6 @@ class PoolHead:
             rows.append(pooled)
         return rows
 
-    # One vector per prompt
-
     def _prepare_vectors(
         self, rows: list[PooledRow], upload: Upload, only_last: bool
     ) -> tuple[list[ResultBlock], Vectors | None]:
@@ -246,96 +236,10 @@ class PoolHead:
             return finish(self.heads.classify(pooled), mode)
         return finish(pooled.to(self.dtype) if self.heads is None else self.heads.embed(pooled), mode)
 
-    # One vector per token
-
-    def _prepare_tokens(
-        self, rows: list[PooledRow], upload: Upload
-    ) -> tuple[list[TakeHidden], list[ResultBlock], list[Job]]:
-        """The work for prompts that continue, and the blocks of those that end."""
-        groups = by_mode([m for m in rows if m.mode.task not in ("embed", "classify")])
-        before: list[TakeHidden] = []
-        blocks: list[ResultBlock] = []
-        jobs: list[Job] = []
-        for mode, group in groups.items():  # a document is never in the same step as its query
-            pieces: list[TakeHidden] = []
-            counts: list[int] = []
-            for in_one_step, run in groupby(group, key=lambda row: row.ends and not row.has_begun):
-                if in_one_step:
-                    whole = list(run)
-                    pieces.append(take_tokens(whole, upload))
-                    counts += [row.num_picked for row in whole]
-                    continue
-                for row in run:
-                    part, count = self.chunks.part_of(row.row), row.num_picked
-                    add = part.prepare(count, take_tokens([row], upload) if count else None)
-                    if row.ends:
-                        pieces.append(add)
-                        counts.append(part.count)
-                    else:
-                        before.append(add)
-            if counts:
-                ending = [row for row in group if row.ends]
-                blocks.append(self._token_block(mode, ending, counts))
-                jobs.append(self._token_job(mode, ending, counts, pieces, upload))
-        return before, blocks, jobs
-
-    def _token_block(self, mode: PoolMode, ending: list[PooledRow], counts: list[int]) -> ResultBlock:
-        indices = [row.result for row in ending]
-        if mode.late == "query":
-            return ResultBlock(0, indices, None, len(ending))
-        if mode.late == "document":
-            return ResultBlock(1, indices, None, len(ending))
-        if mode.kind == "vectors":  # a weight for each token of the vocabulary
-            return ResultBlock(mode.width, indices, None, len(ending))
-        return ResultBlock(mode.width, indices, counts, sum(counts))
-
-    def _token_job(
-        self, mode: PoolMode, ending: list[PooledRow], counts: list[int], pieces: list[TakeHidden], upload: Upload
-    ) -> Job:
-        starts = None
-        if mode.task == "sparse":
-            starts = upload.put(np.cumsum([0, *counts], dtype=np.int32))
-        query_numbers = [row.query for row in ending]
-        score = None
-        if mode.late == "query":
-            self._query_sizes.update(zip(query_numbers, counts, strict=True))
-        elif mode.late == "document":
-            sizes = [self._query_sizes[number] for number in query_numbers]
-            score = self.queries.prepare_scores(counts, query_numbers, sizes, mode.width, upload)
-
-        def job(hidden: torch.Tensor) -> Iterable[torch.Tensor]:
-            if starts is not None:
-                assert self.heads is not None, "a model without heads gives words no weights"
-                return [self.heads.sparse(_joined([piece(hidden) for piece in pieces]), upload.tensor(starts))]
-            parts = (
-                finish(self._token_vectors(some, mode), mode)
-                for piece in pieces
-                for some in piece(hidden).split(TOKENS_AT_ONCE)
-            )
-            if not mode.late:
-                return parts
-            vectors = _joined(list(parts))
-            if score is not None:
-                return [score(vectors)]
-            self.queries.keep(vectors, counts, query_numbers)
-            return []
-
-        return job
-
-    def _token_vectors(self, tokens: torch.Tensor, mode: PoolMode) -> torch.Tensor:
-        """Device: from hidden states to one vector per token."""
-        if self.heads is None:
-            return tokens.to(self.dtype)
-        return self.heads.token_embed(tokens) if mode.task == "token_embed" else self.heads.token_classify(tokens)
-
 
 def _distinct(params: tuple[PoolingParams, ...]) -> Collection[PoolingParams]:
     """Distinct objects: usually all rows share one, and identity is cheaper to test than equality."""
     return {id(own): own for own in params}.values()
-
-
-def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _drop(results: Iterable[Iterable[torch.Tensor]]) -> None:

@@ -90,7 +90,7 @@ AMBIGUOUS = {
 }
 HAVE_SLOTS = (
     "ops/ nn/ runner/ config/ scheduler/adapter.py scheduler/adapters.py scheduler/encoder_scheduler.py step.py "
-    "scheduler/cache/ engine/plan_checker.py engine/recorder.py engine/record_file.py "
+    "scheduler/cache/ engine/plan_checker.py engine/checked_pages.py engine/recorder.py engine/record_file.py "
     "engine/replayed_adapters.py engine/rank_adapters.py engine/page_client.py engine/page_server.py "
     "engine/page_listener.py engine/page_peer.py engine/page_wire.py engine/rank_pages.py engine/shared_pages.py "
     "engine/device_pages.py"

@@ -1,7 +1,7 @@
 """PlanChecker: runs plans without a model and finds faults of the scheduler.
 
-It keeps what a device keeps: rows, page tables, and for each slot of the KV cache the token and the position that were
-written last. It draws nothing: a step's drawn tokens are those of the recording. A row is *complete* if everything that
+It keeps what a device keeps: rows, page tables, and which token each slot of the KV cache holds (`checked_pages.py`).
+It draws nothing: a step's drawn tokens are those of the recording. A row is *complete* if everything that
 it reads was written by complete rows of the recording; of the others, admitted before the first recorded step, only
 positions are checked.
 """
@@ -11,15 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import numpy as np
-from numpy.typing import NDArray
 
 from slipstream.config.config import EngineConfig
+from slipstream.engine.checked_pages import UNKNOWN, CheckedPages, Longs
 from slipstream.engine.record_file import StepRecord
-from slipstream.step import NO_INTS, NULL_PAGE, AdapterLoad, Admission, Bools, PoolAdmission, Processed, StepPlan
-
-Longs = NDArray[np.int64]
-
-UNKNOWN = -1  # a token or a position that was written before the recording
+from slipstream.step import NO_INTS, NULL_PAGE, AdapterLoad, Admission, PoolAdmission, Processed, StepPlan
 
 
 class PlanFault(Exception):
@@ -57,18 +53,14 @@ class PlanChecker:
         self._is_encoder = config.scheduler.is_encoder
         self._has_drafts = config.scheduler.drafts is not None
         self._windows = [group.window for group in cache.groups]
-        shapes = [(num, cache.page_size) for num in cache.group_pages]
-        self._tokens = [np.full(shape, UNKNOWN, np.int64) for shape in shapes]
-        self._positions = [np.full(shape, UNKNOWN, np.int64) for shape in shapes]
+        self._pages = CheckedPages(cache.group_pages, cache.page_size)
         self._stored_states: set[int] = set()  # slots of the second tier with a known state
-        # by group and slot of the second tier: tokens and positions of a page
-        self._stored: dict[tuple[int, int], tuple[Longs, Longs]] = {}
         self._checkpoints: set[int] = set()  # saved by complete rows
         self._queries: set[int] = set()  # stored by steps of the recording
         self._num_slots = 0 if config.adapters is None else config.adapters.max_loras
         self._slots = {each.slot for each in adapters}  # with a LoRA adapter
         self.rows: dict[int, _CheckedRow] = {
-            each.row: _CheckedRow(each, len(shapes), is_complete=False) for each in before
+            each.row: _CheckedRow(each, len(self._windows), is_complete=False) for each in before
         }
         self._step: int | None = None
         self._is_from_start = False  # whether the recording has every step of the engine
@@ -149,7 +141,7 @@ class PlanChecker:
     def _update_pages(self, plan: StepPlan) -> None:
         self._need(len(plan.new_pages) == len(self._windows), "a cache group has no page updates")
         for group, updates in enumerate(plan.new_pages):
-            num_pages = len(self._tokens[group])
+            num_pages = self._pages.num_pages[group]
             for row, entry, page in zip(
                 updates.rows.tolist(), updates.entries.tolist(), updates.pages.tolist(), strict=True
             ):
@@ -159,28 +151,24 @@ class PlanChecker:
                 self.rows[row].tables[group][entry] = page
         self._copy_tier(plan)
         for group, source, target in plan.copies.tolist():
-            self._tokens[group][target] = self._tokens[group][source]
-            self._positions[group][target] = self._positions[group][source]
+            self._pages.copy(group, source, target)
 
     def _copy_tier(self, plan: StepPlan) -> None:
-        """Copies between pages and slots of the second tier. The content of a slot is unknown if it was stored before
-        the recording, by an idle engine or by another engine."""
+        """Copies between pages and slots of the second tier."""
         if plan.tier is None:
             return
-        num_groups = len(self._tokens)
+        num_groups = len(self._windows)
         for group, page, slot in plan.tier.stores.tolist():
             if group == num_groups:  # a checkpoint of states
                 (self._stored_states.add if page in self._checkpoints else self._stored_states.discard)(slot)
                 continue
-            self._stored[group, slot] = self._tokens[group][page].copy(), self._positions[group][page].copy()
+            self._pages.store(group, page, slot)
         for group, slot, page in plan.tier.loads.tolist():
             if group == num_groups:
                 (self._checkpoints.add if slot in self._stored_states else self._checkpoints.discard)(page)
                 continue
-            stored = self._stored.get((group, slot))
-            if stored is None:
+            if not self._pages.load(group, slot, page):
                 self._is_from_start = False
-            self._tokens[group][page], self._positions[group][page] = stored or (UNKNOWN, UNKNOWN)
 
     def _restore(self, plan: StepPlan) -> None:
         for row, checkpoint in [] if plan.states is None else plan.states.restores.tolist():
@@ -198,7 +186,7 @@ class PlanChecker:
         """Reads the tokens of a cached prefix from the pages. Without a page of every position they stay unknown."""
         found: Longs = np.full(num_cached, UNKNOWN, np.int64)
         for group, window in enumerate(self._windows):
-            tokens, positions, held = self._content(state, group, 0, num_cached)
+            tokens, positions, held = self._pages.read(state.tables[group], group, 0, num_cached)
             if window and not held.all():
                 continue
             is_written = positions != UNKNOWN
@@ -212,16 +200,6 @@ class PlanChecker:
         if num_cached and bool((found == UNKNOWN).any()):
             state.is_complete = False
         state.tokens[:num_cached] = found.tolist()
-
-    def _content(self, state: _CheckedRow, group: int, start: int, stop: int) -> tuple[Longs, Longs, Bools]:
-        """Tokens and positions in the slots of these positions, and which of the slots have a page."""
-        entries = np.arange(start // self._page_size, -(-stop // self._page_size))
-        table = state.tables[group]
-        pages = np.array([table.get(int(entry), NULL_PAGE) for entry in entries], np.int64)
-        first = start - start // self._page_size * self._page_size
-        taken = slice(first, first + stop - start)
-        held = np.repeat(pages != NULL_PAGE, self._page_size)[taken]
-        return self._tokens[group][pages].ravel()[taken], self._positions[group][pages].ravel()[taken], held
 
     def _write(self, plan: StepPlan) -> dict[int, int]:
         """Writes the tokens of the step to their slots. Returns the first position of each row."""
@@ -268,8 +246,7 @@ class PlanChecker:
             cell = page * size + position % size
             self._need(cell not in written, f"two rows write slot {position % size} of page {page} (group {group})")
             written.add(cell)
-            self._tokens[group][page, position % size] = token
-            self._positions[group][page, position % size] = position
+            self._pages.write(group, page, position, token)
 
     def _read(self, plan: StepPlan) -> None:
         """Every position that a complete row attends to has this row's token, written for this position."""
@@ -279,7 +256,7 @@ class PlanChecker:
                 continue
             for group, window in enumerate(self._windows):
                 start = max(0, state.length - num - window + 1) if window else 0
-                tokens, positions, held = self._content(state, group, start, state.length)
+                tokens, positions, held = self._pages.read(state.tables[group], group, start, state.length)
                 self._need(bool(held.all()), f"row {row} attends to a position without a page (group {group})")
                 right = positions == np.arange(start, state.length)
                 self._need(bool(right.all()), f"row {row} reads a page that another row has written (group {group})")
@@ -326,11 +303,11 @@ class PlanChecker:
         """Accepted drafts, which no plan has, become known tokens of their positions."""
         if state.is_complete:
             state.tokens[first:] = drafts
-        for table, content in zip(state.tables, self._tokens, strict=True):
+        for group, table in enumerate(state.tables):
             for position, token in enumerate(drafts, first):
                 page = table.get(position // self._page_size, NULL_PAGE)
                 if page != NULL_PAGE:
-                    content[page, position % self._page_size] = token
+                    self._pages.set_token(group, page, position, token)
 
     def _sit_out(self, record: StepRecord) -> None:
         """Rows that sat out the step compute their last position again."""

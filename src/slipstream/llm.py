@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from slipstream.config.config import EngineConfig
 from slipstream.config.options import options_of
@@ -22,7 +22,7 @@ from slipstream.engine.record_folder import write_private
 from slipstream.engine.step_log import StepLog, stop
 from slipstream.errors import InvalidOption, InvalidParams, InvalidPrompt
 from slipstream.frontend.adapter_names import AdapterNames
-from slipstream.frontend.beam_grammar import BeamGrammars, BeamStep
+from slipstream.frontend.beam_grammar import BeamGrammars
 from slipstream.frontend.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
 from slipstream.frontend.front_end_args import FrontEndArgs
 from slipstream.frontend.in_process import build_served, configs
@@ -32,6 +32,7 @@ from slipstream.frontend.prompts import GenerationPrompts, as_batch, per_prompt
 from slipstream.frontend.replica_loop import ReplicaLoop
 from slipstream.frontend.results import RequestOutput
 from slipstream.frontend.served import ServedModel, choose
+from slipstream.frontend.sync_beam_search import search_to_the_end
 from slipstream.frontend.sync_loop import SyncLoop
 from slipstream.frontend.vllm_methods import VllmMethods
 from slipstream.frontend.vllm_names import check_unused, refuse_unused
@@ -42,7 +43,6 @@ from slipstream.transport.replica_source import has_replicas
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 OneOrMoreAdapters = LoRARequest | Sequence[LoRARequest | None] | None
-T = TypeVar("T")
 
 
 class LLM(PoolingMethods, VllmMethods):
@@ -208,25 +208,10 @@ class LLM(PoolingMethods, VllmMethods):
         grammar = self._beam_grammars.compile(served, params)
         at_once = len(searches) if concurrency_limit is None else max(concurrency_limit, 1)
         parts = [searches[start : start + at_once] for start in range(0, len(searches), at_once)]
+        generate = partial(self.generate, use_tqdm=False, lora_request=lora_request, model=model)
         with progress(params.max_tokens * len(parts), "steps", use_tqdm) as advance:
             for part in parts:
-                while beams := [beam.tokens for search in part for beam in search.beams]:
-                    steps = [BeamStep(step)] * len(beams)
-                    if grammar is not None:
-                        starts = [search.num_prompt for search in part for _ in search.beams]
-                        steps = grammar.steps(step, beams, starts)
-                    call = partial(self.generate, use_tqdm=False, lora_request=lora_request, model=model)
-                    outputs = call(beams, [own.params for own in steps])
-                    for index, (own, output) in enumerate(zip(steps, outputs, strict=True)):
-                        if not own.kept(output.outputs[0].logprobs[0]):  # type: ignore[index]
-                            (outputs[index],) = call([beams[index]], own.again())
-                    entries = iter(
-                        own.kept(output.outputs[0].logprobs[0])  # type: ignore[index]
-                        for own, output in zip(steps, outputs, strict=True)
-                    )
-                    for search in part:
-                        search.take([next(entries) for _ in search.beams])
-                    advance(len(beams))
+                search_to_the_end(part, step, grammar, generate, advance)
         results = [BeamSearchOutput(search.result()) for search in searches]
         if (tokenizer := served.tokenizer) is not None:
             for sequence in (each for result in results for each in result.sequences):

@@ -12,7 +12,7 @@ from scripted_core import facts
 from slipstream import PoolerConfig, SamplingParams
 from slipstream.config.generation import read_generation_defaults
 from slipstream.config.options import make_options
-from slipstream.engine.build import foresee
+from slipstream.engine.build import estimate_build
 from slipstream.errors import InvalidOption, InvalidParams, ModelNotFound
 from slipstream.frontend.front_end_args import FrontEndArgs
 from slipstream.frontend.inputs import InputProcessor
@@ -76,11 +76,11 @@ def test_what_cannot_be_done_is_refused_by_name(given, words):
 def test_hf_overrides_replace_fields_of_the_config(tmp_path):
     folder = str(write_tiny(tmp_path, "llama"))
     small = dict(model=folder, load_format="dummy", max_num_seqs=2)
-    assert foresee(make_options(**small, hf_overrides={"num_hidden_layers": 1}))[0].model.info.num_layers == 1
+    assert estimate_build(make_options(**small, hf_overrides={"num_hidden_layers": 1}))[0].model.info.num_layers == 1
     text = '{"max_position_embeddings": 32}'
-    assert foresee(make_options(**small, hf_overrides=text))[0].scheduler.max_model_len == 32
+    assert estimate_build(make_options(**small, hf_overrides=text))[0].scheduler.max_model_len == 32
     with pytest.raises(InvalidOption, match="hf_overrides"):
-        foresee(make_options(**small, hf_overrides="[1]"))
+        estimate_build(make_options(**small, hf_overrides="[1]"))
 
 
 def test_a_head_dtype_is_the_one_that_heads_have_or_is_refused(tmp_path):
@@ -89,7 +89,7 @@ def test_a_head_dtype_is_the_one_that_heads_have_or_is_refused(tmp_path):
     small = dict(load_format="dummy", max_num_seqs=2, device="cpu")
 
     def given(model, dtype, head):
-        foresee(make_options(model=model, dtype=dtype, hf_overrides={"head_dtype": head}, **small))
+        estimate_build(make_options(model=model, dtype=dtype, hf_overrides={"head_dtype": head}, **small))
 
     for head in ("float32", torch.float32):
         given(scores, "bfloat16", head)
@@ -106,7 +106,7 @@ def test_a_head_dtype_is_the_one_that_heads_have_or_is_refused(tmp_path):
 def test_a_folder_in_the_layout_of_mistral_alone_is_refused_by_name(tmp_path):
     (tmp_path / "params.json").write_text("{}")
     with pytest.raises(ModelNotFound, match=r"params\.json.*Hugging Face layout"):
-        foresee(make_options(model=str(tmp_path), config_format="mistral"))
+        estimate_build(make_options(model=str(tmp_path), config_format="mistral"))
 
 
 def test_sampling_defaults_come_from_the_source_that_is_named(tmp_path):

@@ -21,7 +21,7 @@ from law7_engine import GREEDY, MAX_LEN, assert_same, make
 from replay_device import ReplayDevice
 from slipstream import LLM, SamplingParams
 from slipstream.config.options import make_options
-from slipstream.engine.build import foresee
+from slipstream.engine.build import estimate_build
 from slipstream.errors import BadCheckpoint, InvalidOption, ModelNotFound
 from tiny import write_weights
 from tiny_drafters import HEAD_DIM, write_dflash, write_few
@@ -184,7 +184,7 @@ def test_captured_heads_draft_the_same(model, drafter, wanted):
 def test_memory_is_planned_to_the_byte(model, drafter):
     options = dict(model=str(model), speculative_config=spec(drafter), page_size=4, num_pages=40, num_threads=1)
     options |= dict(max_num_seqs=5, max_model_len=64)
-    config, memory = foresee(make_options(**options))
+    config, memory = estimate_build(make_options(**options))
     with LLM(**options, use_tqdm_on_load=False) as llm:
         runner = llm.core.executor
         models = [runner.model, runner.drafter.model]
@@ -222,6 +222,6 @@ def test_drafters_that_do_not_fit_are_refused(model, tmp_path):
     refuse(BadCheckpoint, r"draft model.*1 missing \(fc.weight", tensors=without)
     (folder / "model.safetensors").unlink()
     with pytest.raises(BadCheckpoint, match="draft model of speculative_config: .*no weights"):
-        foresee(make_options(model=str(model), speculative_config=spec(folder)))
+        estimate_build(make_options(model=str(model), speculative_config=spec(folder)))
     with pytest.raises(ModelNotFound, match="draft model of speculative_config: there is no"):
-        foresee(make_options(model=str(model), speculative_config=spec(tmp_path / "nothing")))
+        estimate_build(make_options(model=str(model), speculative_config=spec(tmp_path / "nothing")))

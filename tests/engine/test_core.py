@@ -40,13 +40,13 @@ def test_a_finished_result_is_returned_while_the_next_launch_is_delayed(monkeypa
     core.submit(submit("a", [1, 2, 3], max_tokens=9))
     assert core.step() == core.step() == []  # two are on their way
     monkeypatch.setattr(core.pace, "too_early", lambda: 1.0)
-    naps = []
-    monkeypatch.setattr(core.pace, "_sleep", naps.append)
-    assert core.step() == [] and len(naps) == 1  # none is done
+    waits = []
+    monkeypatch.setattr(core.pace, "_sleep", waits.append)
+    assert core.step() == [] and len(waits) == 1  # none is done
     core.executor.run()
     (output,) = core.step()
     assert len(output.token_ids) == 1 and core.num_steps == 2
-    assert len(naps) == 1 and not core.executor.num_waits
+    assert len(waits) == 1 and not core.executor.num_waits
 
 
 def test_a_refused_request_does_not_change_the_samples_of_others():

@@ -14,7 +14,7 @@ from slipstream import LLM, PoolingParams, SamplingParams
 from slipstream.config.cache_room import LIBRARIES
 from slipstream.config.memory import MemoryEstimate, estimate_memory
 from slipstream.config.options import make_options
-from slipstream.engine.build import foresee
+from slipstream.engine.build import estimate_build
 from slipstream.nn.models.measure import weight_bytes
 from small_model import write_small
 from tiny_tokenizer import write_byte_tokenizer
@@ -126,7 +126,7 @@ def options_for(kind: Kind, folder: str, card: Taken) -> dict[str, Any]:
     common = dict(model=folder, device="cuda", load_format="dummy")
     length = kind.options.get("max_model_len", min(4096, kind.model["max_position_embeddings"]))
     pages = dict(num_pages=4 * 4096 // 16, max_model_len=4096 if length == "auto" else length)
-    _, memory = foresee(make_options(**(common | kind.options | pages)))
+    _, memory = estimate_build(make_options(**(common | kind.options | pages)))
     share = (card.before + memory.of_device + LIBRARIES) / card.total
     return common | dict(max_model_len=length) | kind.options | dict(gpu_memory_utilization=share)
 

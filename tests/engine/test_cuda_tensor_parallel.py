@@ -15,7 +15,7 @@ import pytest
 
 from slipstream import LLM, AdapterLogitsProcessor, LoRARequest, SamplingParams
 from slipstream.config.options import make_options
-from slipstream.engine.build import foresee
+from slipstream.engine.build import estimate_build
 from slipstream.errors import EngineDead, InvalidOption, ReplicaLost
 from slipstream.structured_params import StructuredOutputsParams
 from tiny import write_tiny
@@ -236,4 +236,4 @@ def test_fewer_gpus_than_ranks_are_refused(tmp_path, monkeypatch):
     monkeypatch.delenv("SLIPSTREAM_RANKS_SHARE_GPU")
     folder = str(write_tiny(tmp_path, "qwen3"))
     with pytest.raises(InvalidOption, match="tensor_parallel_size is 4, and [0-3] GPUs are visible"):
-        foresee(make_options(model=folder, device="cuda", tensor_parallel_size=4))
+        estimate_build(make_options(model=folder, device="cuda", tensor_parallel_size=4))

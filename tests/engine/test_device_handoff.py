@@ -21,7 +21,7 @@ from rank_threads import run_ranks_as_threads
 from slipstream.config.options import make_options
 from slipstream.config.transfer_config import read_transfer_config
 from slipstream.engine import build, page_server
-from slipstream.engine.build import foresee
+from slipstream.engine.build import estimate_build
 from slipstream.errors import InvalidOption
 from slipstream.messages import Abort, Submit
 from slipstream.runner import assemble
@@ -298,7 +298,7 @@ def test_on_cpus_it_is_refused_by_name(folder, monkeypatch):
     monkeypatch.undo()
     transfer = {"kv_role": "kv_producer", "kv_connector_extra_config": {"cuda_ipc": True}}
     with pytest.raises(InvalidOption, match="cuda_ipc is for engines on GPUs"):
-        foresee(make_options(model=str(folder), device="cpu", kv_transfer_config=transfer))
+        estimate_build(make_options(model=str(folder), device="cpu", kv_transfer_config=transfer))
     assert not read_transfer_config(transfer | {"kv_connector_extra_config": {"cuda_ipc": False}}).cuda_ipc
     for wrong in ({"cuda_ipc": 1}, {"other": True}, [True]):
         with pytest.raises(InvalidOption, match='it may be {"cuda_ipc": true}'):

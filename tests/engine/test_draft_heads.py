@@ -20,7 +20,7 @@ from law7_engine import GREEDY, MAX_LEN, assert_same, make
 from replay_device import ReplayDevice
 from slipstream import SamplingParams
 from slipstream.config.options import make_options
-from slipstream.engine.build import foresee
+from slipstream.engine.build import estimate_build
 from slipstream.errors import BadCheckpoint, InvalidOption
 from tiny import write_tiny, write_weights
 from tiny_drafters import HEAD_DIM, write_eagle, write_eagle3, write_few, write_mtp
@@ -221,7 +221,7 @@ def test_captured_heads_give_the_same_tokens(method):
 def test_memory_of_the_head_is_planned_to_the_byte(method):
     options = dict(model=method.model, speculative_config=method.spec, dtype="float64", num_pages=40, max_num_seqs=5)
     with method.open() as llm:
-        config, memory = foresee(make_options(**options, max_model_len=llm.config.scheduler.max_model_len))
+        config, memory = estimate_build(make_options(**options, max_model_len=llm.config.scheduler.max_model_len))
         assert config.cache.drops_last_page and config.draft.reads_hidden
         runner = llm.core.executor
         models = [runner.model, runner.drafter.model]
@@ -251,7 +251,7 @@ def test_qwens_mtp_layer_over_recurrent_states(tmp_path):
 def test_models_without_an_mtp_layer_are_refused(tmp_path):
     plain = write_tiny(tmp_path / "plain", "llama")
     with pytest.raises(InvalidOption, match="LlamaForCausalLM has no MTP layer"):
-        foresee(make_options(model=str(plain), speculative_config={"method": "mtp"}))
+        estimate_build(make_options(model=str(plain), speculative_config={"method": "mtp"}))
     folder = write_mtp(tmp_path / "mtp")
     weights = load_file(folder / "model.safetensors")
     write_weights(folder, {name: tensor for name, tensor in weights.items() if "eh_proj" not in name})
@@ -260,7 +260,7 @@ def test_models_without_an_mtp_layer_are_refused(tmp_path):
     config = json.loads((folder / "config.json").read_text()) | {"num_nextn_predict_layers": 0}
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(InvalidOption, match="num_nextn_predict_layers of config.json is 0"):
-        foresee(make_options(model=str(folder), speculative_config={"method": "mtp"}))
+        estimate_build(make_options(model=str(folder), speculative_config={"method": "mtp"}))
 
 
 def test_other_eagle3_heads(tmp_path):
@@ -312,11 +312,13 @@ def test_eagle_heads_of_version_1_that_do_not_fit_are_refused(tmp_path):
     ):
         head = write_eagle(tmp_path / "head", model, **changed)
         with pytest.raises(InvalidOption, match=says):
-            foresee(make_options(model=str(model), speculative_config={"method": "eagle", "model": str(head)}))
+            estimate_build(make_options(model=str(model), speculative_config={"method": "eagle", "model": str(head)}))
     weights = load_file(write_eagle(tmp_path / "head", model) / "model.safetensors")
     write_weights(tmp_path / "head", weights | {"odd.weight": torch.zeros(2)})
     with pytest.raises(BadCheckpoint, match="which no EAGLE head has"):
-        foresee(make_options(model=str(model), speculative_config={"method": "eagle", "model": str(tmp_path / "head")}))
+        estimate_build(
+            make_options(model=str(model), speculative_config={"method": "eagle", "model": str(tmp_path / "head")})
+        )
 
 
 def test_the_method_of_a_head_is_found_by_its_config(tmp_path):
@@ -334,7 +336,7 @@ def test_the_method_of_a_head_is_found_by_its_config(tmp_path):
         (model, None, "draft_model"),
     ):
         spec = {"model": str(head)} | ({"method": given} if given else {})
-        config = foresee(make_options(model=str(model), speculative_config=spec))[0]
+        config = estimate_build(make_options(model=str(model), speculative_config=spec))[0]
         assert config.draft.method == config.scheduler.drafts.method == found, f"{head.name} by {given}"
     spec = {"method": "eagle", "model": str(as_llama)}
     with make(str(model)) as plain, make(str(model), speculative_config=spec) as llm:

@@ -15,7 +15,7 @@ from plain_decoder import plain_logits
 from replay_device import ReplayDevice
 from slipstream import LLM, SamplingParams
 from slipstream.config.options import make_options
-from slipstream.engine.build import foresee
+from slipstream.engine.build import estimate_build
 from slipstream.errors import BadCheckpoint, InvalidOption, ModelNotFound
 from tiny import tiny_weights, write_tiny, write_weights
 
@@ -187,7 +187,7 @@ def test_a_draft_model_does_not_run_while_there_are_no_drafts(folders, monkeypat
 def test_memory_is_planned_to_the_byte(folders):
     options = dict(model=folders["target"], speculative_config=spec(folders["other"]), page_size=4, num_pages=40)
     options |= dict(max_num_seqs=5, max_model_len=64, num_threads=1)
-    config, memory = foresee(make_options(**options))
+    config, memory = estimate_build(make_options(**options))
     with LLM(**options, use_tqdm_on_load=False) as llm:
         runner = llm.core.executor
         models = [runner.model, runner.drafter.model]
@@ -203,7 +203,7 @@ def test_memory_is_planned_to_the_byte(folders):
 def test_draft_models_that_do_not_fit_are_refused(folders, tmp_path):
     def refuse(error, says, **options):
         with pytest.raises(error, match=says):
-            foresee(make_options(model=folders["target"], **options))
+            estimate_build(make_options(model=folders["target"], **options))
 
     more = write_tiny(tmp_path / "more", "llama", vocab_size=320)
     refuse(InvalidOption, "320 tokens in its vocabulary and the model 304", speculative_config=spec(str(more)))
@@ -211,7 +211,7 @@ def test_draft_models_that_do_not_fit_are_refused(folders, tmp_path):
     refuse(InvalidOption, "cannot be taken back", speculative_config=spec(str(hybrid)))
     refuse(ModelNotFound, "draft model of speculative_config: there is no", speculative_config=spec("./nothing"))
     short = write_tiny(tmp_path / "short", "llama", max_position_embeddings=64)
-    config, _ = foresee(make_options(model=folders["target"], speculative_config=spec(str(short))))
+    config, _ = estimate_build(make_options(model=folders["target"], speculative_config=spec(str(short))))
     assert config.scheduler.max_model_len == 64
     refuse(InvalidOption, "was made for 64", speculative_config=spec(str(short)), max_model_len=65)
     (short / "model.safetensors").unlink()

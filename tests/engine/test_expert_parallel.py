@@ -20,7 +20,7 @@ from replay_device import ReplayDevice
 from slipstream import LLM, SamplingParams
 from slipstream.config.options import make_options
 from slipstream.device.device import open_device
-from slipstream.engine.build import build_core, foresee, open_models
+from slipstream.engine.build import build_core, estimate_build, open_models
 from slipstream.errors import InvalidOption, ReplicaLost
 from slipstream.messages import LOGPROB, Submit
 from slipstream.serve.cli.main import main
@@ -228,7 +228,7 @@ def test_what_engines_cannot_share_is_refused_by_name(tmp_path, family, options,
     folder = str(write_tiny(tmp_path, family))
     shared = {"model": folder, "device": "cpu", "data_parallel_size": 2, "enable_expert_parallel": True}
     with pytest.raises(InvalidOption, match=words):
-        foresee(make_options(**{**shared, **options}))
+        estimate_build(make_options(**{**shared, **options}))
 
 
 def test_several_models_are_refused(tmp_path):

@@ -12,7 +12,7 @@ from patience import PATIENCE
 from slipstream import LLM, SamplingParams
 from slipstream.config.options import make_options
 from slipstream.engine import page_listener, page_peer
-from slipstream.engine.build import foresee
+from slipstream.engine.build import estimate_build
 from slipstream.engine.page_listener import PageListener
 from slipstream.engine.shared_pages import MappedMemory
 from slipstream.errors import InvalidOption
@@ -244,7 +244,7 @@ def test_a_producer_that_was_started_again_is_asked_again(folder, wanted):
 
 def test_replicas_cannot_serve_pages_at_one_port(folder):
     with pytest.raises(InvalidOption, match="2 replicas"):
-        foresee(make_options(model=str(folder), device="cpu", role="prefill", data_parallel_size=2))
+        estimate_build(make_options(model=str(folder), device="cpu", role="prefill", data_parallel_size=2))
 
 
 def test_shared_memory_can_be_read_by_processes_of_the_same_user_only(producer, monkeypatch):

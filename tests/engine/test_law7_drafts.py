@@ -18,7 +18,7 @@ from replay_device import ReplayDevice
 from replay_drafter import ReplayDrafter
 from slipstream import SamplingParams
 from slipstream.config.options import make_options
-from slipstream.engine.build import foresee
+from slipstream.engine.build import estimate_build
 from slipstream.errors import InvalidOption
 from slipstream.ops.drafts import MatchRule
 from slipstream.runner.batch.input_batch import Size
@@ -234,4 +234,4 @@ def test_windows_with_drafts(tmp_path, family):
 def test_models_without_drafts_are_refused_by_name(tmp_path):
     options = dict(load_format="dummy", drafts="ngram")
     with pytest.raises(InvalidOption, match="it generates no text"):
-        foresee(make_options(model=str(write_tiny_encoder(tmp_path / "encoder")), task="embed", **options))
+        estimate_build(make_options(model=str(write_tiny_encoder(tmp_path / "encoder")), task="embed", **options))

@@ -22,7 +22,7 @@ from pool_bench import rewrite
 from slipstream import LLM, SamplingParams
 from slipstream.config.locate import locate
 from slipstream.config.options import make_options
-from slipstream.engine.build import foresee
+from slipstream.engine.build import estimate_build
 from slipstream.ops import native
 from small_model import write_small
 from tiny import write_tiny
@@ -40,7 +40,7 @@ def num_bytes(tensors) -> int:
 
 def open_model(options):
     """The engine, and what was foretold of it."""
-    _, memory = foresee(make_options(**options))
+    _, memory = estimate_build(make_options(**options))
     return LLM(**options, use_tqdm_on_load=False), memory
 
 
@@ -341,7 +341,7 @@ RUN = r"""
 import gc, json, re, sys
 from slipstream import LLM, SamplingParams
 from slipstream.config.options import make_options
-from slipstream.engine.build import foresee
+from slipstream.engine.build import estimate_build
 
 options = json.loads(sys.argv[1])
 params = dict(temperature=1.0, top_p=0.9, repetition_penalty=1.1, logprobs=5, max_tokens=8, ignore_eos=True)
@@ -360,7 +360,7 @@ len(b"1" * 2**27)  # freed at once: the peak before this line can be higher than
 gc.collect()
 before = status("VmHWM")
 filler = b"1" * max(0, before - status("VmRSS"))  # until as much is in use: the peak then rises with what comes next
-_, memory = foresee(make_options(**options))
+_, memory = estimate_build(make_options(**options))
 generate(options, 60)
 print(json.dumps({"growth": status("VmHWM") - before, "total": memory.total, "weights": memory.weights}))
 """

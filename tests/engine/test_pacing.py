@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from slipstream.engine.pacing import MAX_NAP, MIN_AHEAD, MIN_CHUNK, MIN_NAP, Pacer
+from slipstream.engine.pacing import MAX_WAIT, MIN_AHEAD, MIN_CHUNK, MIN_WAIT, Pacer
 from slipstream.step import NO_INTS, StepPlan
 
 
@@ -29,11 +29,11 @@ def plan(num_rows, chunk=0):
 class World:
     def __init__(self, max_itl=None):
         self.now = 100.0
-        self.naps = []
+        self.waits = []
         self.pace = Pacer(max_itl, lambda: self.now, self.sleep)
 
     def sleep(self, seconds):
-        self.naps.append(seconds)
+        self.waits.append(seconds)
         self.now += seconds
 
     def run(self, step, busy, times=30, host=0.001):
@@ -73,9 +73,9 @@ def test_a_long_step_is_followed_only_shortly_before_its_end():
     world.pace.launched(plan(8, 4000), 0.001)
     start = world.now
     while world.pace.is_early():
-        world.pace.nap()
-    assert world.now - start == pytest.approx(0.35 - MIN_AHEAD, abs=MIN_NAP)
-    assert max(world.naps) <= MAX_NAP  # a request may arrive meanwhile
+        world.pace.wait_until_due()
+    assert world.now - start == pytest.approx(0.35 - MIN_AHEAD, abs=MIN_WAIT)
+    assert max(world.waits) <= MAX_WAIT  # a request may arrive meanwhile
 
 
 def test_a_smaller_step_is_expected_to_take_less():

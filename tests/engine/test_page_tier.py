@@ -8,7 +8,7 @@ from delayed_device import DelayedDevice
 from slipstream import LLM, SamplingParams
 from slipstream.config import tier_size
 from slipstream.config.options import make_options
-from slipstream.engine.build import foresee
+from slipstream.engine.build import estimate_build
 from slipstream.errors import InvalidOption
 from tiny import write_tiny
 from tiny_encoder import write_tiny_encoder
@@ -102,7 +102,7 @@ def test_a_tier_that_cannot_work_is_refused(folders, options, message):
 
 def test_a_tier_of_an_encoder_is_refused(tmp_path):
     with pytest.raises(InvalidOption, match="kv_offloading_size is for models with a cache"):
-        foresee(make_options(model=str(write_tiny_encoder(tmp_path)), kv_offloading_size=1.0))
+        estimate_build(make_options(model=str(write_tiny_encoder(tmp_path)), kv_offloading_size=1.0))
 
 
 def test_checkpoints_of_recurrent_states_are_stored_and_loaded(tmp_path):

@@ -12,7 +12,7 @@ from law7_engine import GREEDY, assert_same, make
 from rank_threads import run_ranks_as_threads
 from slipstream import LLM, SamplingParams
 from slipstream.config.options import make_options
-from slipstream.engine.build import foresee
+from slipstream.engine.build import estimate_build
 from slipstream.errors import InvalidOption
 from tiny import write_tiny, write_weights
 from tiny_drafters import write_dflash, write_eagle, write_eagle3, write_few, write_mtp
@@ -161,4 +161,4 @@ def test_a_drafter_that_cannot_be_divided_is_refused_by_name(tmp_path, model):
     odd = write_tiny(tmp_path, "llama", num_attention_heads=1, num_key_value_heads=1)
     spec = {"method": "draft_model", "model": str(odd)}
     with pytest.raises(InvalidOption, match="the draft model of .* is 2, and the model has 1 attention heads"):
-        foresee(make_options(model=model, device="cpu", tensor_parallel_size=2, speculative_config=spec))
+        estimate_build(make_options(model=model, device="cpu", tensor_parallel_size=2, speculative_config=spec))

@@ -12,7 +12,7 @@ from patience import PATIENCE
 from rank_threads import run_ranks_as_threads
 from slipstream import LLM, LoRARequest, SamplingParams
 from slipstream.config.options import make_options
-from slipstream.engine.build import foresee, open_models
+from slipstream.engine.build import estimate_build, open_models
 from slipstream.engine.rank_options import check_rank_options
 from slipstream.errors import EngineDead, InvalidOption
 from slipstream.serve.cli.main import main
@@ -124,7 +124,7 @@ def test_two_ranks_give_the_results_of_one_until_one_is_killed(tmp_path, capfd, 
 def test_options_of_one_rank_are_refused_by_name(tmp_path, options, words):
     folder = str(write_tiny(tmp_path, "llama"))
     with pytest.raises(InvalidOption, match=words):
-        foresee(make_options(**{"model": folder, "device": "cpu", "tensor_parallel_size": 2, **options}))
+        estimate_build(make_options(**{"model": folder, "device": "cpu", "tensor_parallel_size": 2, **options}))
 
 
 def test_fewer_gpus_than_ranks_are_refused(monkeypatch):

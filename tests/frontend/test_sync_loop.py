@@ -253,7 +253,7 @@ def test_only_prompts_that_the_next_steps_can_use_are_submitted(is_early, monkey
         return 1.0 if is_early and num_asked % 20 else 0.0
 
     monkeypatch.setattr(world.core.pace, "too_early", too_early)
-    monkeypatch.setattr(world.core.pace, "nap", lambda: None)
+    monkeypatch.setattr(world.core.pace, "wait_until_due", lambda: None)
     step = world.core.step
 
     def watched():

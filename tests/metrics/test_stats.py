@@ -6,9 +6,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from slipstream.metrics.board import Board
 from slipstream.metrics.lane import LaneStats
 from slipstream.metrics.prometheus import Metrics
+from slipstream.metrics.shared_counters import SharedCounters
 from slipstream.metrics.stats import BucketCounts, FrontEnds, FrontStats, ModelStats, added
 from slipstream.metrics.status import StatusLine
 
@@ -37,16 +37,16 @@ def test_sums_are_field_by_field_and_leave_the_parts_alone():
 
 
 def test_a_board_tells_what_each_wrote_last_and_survives_a_writer_at_work():
-    fd = Board.create(3)
-    boards = [Board(fd, place, 3) for place in range(3)]
+    fd = SharedCounters.create(3)
+    fronts = [SharedCounters(fd, place, 3) for place in range(3)]
     os.close(fd)  # the memory stays as long as it is mapped
-    boards[0].write(front(tokens=1))
-    boards[1].write(front(tokens=10))
-    boards[1].write(front(tokens=20))
-    assert [board.total().models["m"].prompt_tokens for board in boards] == [21, 21, 21]
-    boards[1]._memory[2**20 + 20] ^= 255  # half written
-    assert boards[0].total().models["m"].prompt_tokens == 21  # it knew before
-    assert Board.total(boards[1]).models["m"].prompt_tokens == 21  # its own it knows in any case
+    fronts[0].write(front(tokens=1))
+    fronts[1].write(front(tokens=10))
+    fronts[1].write(front(tokens=20))
+    assert [shared.total().models["m"].prompt_tokens for shared in fronts] == [21, 21, 21]
+    fronts[1]._memory[2**20 + 20] ^= 255  # half written
+    assert fronts[0].total().models["m"].prompt_tokens == 21  # it knew before
+    assert SharedCounters.total(fronts[1]).models["m"].prompt_tokens == 21  # its own it knows in any case
 
 
 def lanes(**counts):
@@ -68,10 +68,10 @@ def test_the_status_line_gives_rates_and_has_no_result_at_rest():
 
 
 def test_a_front_end_that_follows_one_that_died_goes_on_from_its_counts():
-    fd = Board.create(2)
-    died, other = (Board(fd, place, 2) for place in range(2))
+    fd = SharedCounters.create(2)
+    died, other = (SharedCounters(fd, place, 2) for place in range(2))
     died.write(msgspec.structs.replace(front(tokens=5), open_requests=3, queued_requests=2, queued_tokens=7))
-    again = Board(fd, 0, 2)
+    again = SharedCounters(fd, 0, 2)
     again.write(front(tokens=2))
     total = other.total()
     assert total.models["m"].prompt_tokens == again.total().models["m"].prompt_tokens == 7
@@ -79,8 +79,8 @@ def test_a_front_end_that_follows_one_that_died_goes_on_from_its_counts():
 
 
 def test_the_supervisor_tells_how_many_front_ends_run():
-    fd = Board.create(2)
-    front_end, supervisor = Board(fd, 0, 2), Board(fd, 2, 2)
+    fd = SharedCounters.create(2)
+    front_end, supervisor = SharedCounters(fd, 0, 2), SharedCounters(fd, 2, 2)
     assert front_end.front_ends() == FrontEnds(2, 2, 0)  # nothing was said yet
     supervisor.write_front_ends(FrontEnds(2, 1, 4))
     assert front_end.front_ends() == FrontEnds(2, 1, 4)

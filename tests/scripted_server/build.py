@@ -49,11 +49,11 @@ def _describe(options: Options) -> ModelDescription:
 
 
 def build_lanes(
-    options: Sequence[Options], opened: Sequence[Any], *, tell: Callable[[str], None], **alone: None
+    options: Sequence[Options], opened: Sequence[Any], *, on_load: Callable[[str], None], **alone: None
 ) -> tuple[Lanes, dict[str, Any]]:
     cores = {}
     for model, each in zip(options, opened, strict=True):
-        tell(each.description.name)
+        on_load(each.description.name)
         rows = model.max_num_seqs or 32
         core = scripted_core(
             1, page_size=16, num_pages=16384, max_num_seqs=rows, max_num_batched_tokens=512, max_model_len=MAX_LEN,

@@ -19,7 +19,7 @@ from patience import PATIENCE
 from serve.asgi import at_door
 from serve.server_process import ServerProcess
 from serve.test_server_ends import ENDLESS, Stream, core_pid, front_end_of
-from slipstream.metrics.board import Board
+from slipstream.metrics.shared_counters import SharedCounters
 from slipstream.metrics.stats import FrontEnds
 from slipstream.serve.http import supervisor
 from slipstream.serve.http.listen import PortClaim
@@ -79,7 +79,7 @@ def supervised(monkeypatch):
         socks = [socket.socket() for _ in range(2)]
         under_test = supervisor.Supervisor(settings, PortClaim(settings), ours)
         told = []
-        monkeypatch.setattr(under_test._own_board, "write_front_ends", told.append)
+        monkeypatch.setattr(under_test._own_counters, "write_front_ends", told.append)
         try:
             return under_test.run(socks), FakeProcess.started, told[-1]
         finally:
@@ -118,9 +118,9 @@ def front_ends(server: ServerProcess) -> list[int]:
 def test_health_tells_that_a_front_end_is_missing_and_serves_on(folder):
     async def scenario(door):
         assert (await door.get("/health")).json() == {"status": "ok", "stage": None}
-        fd = Board.create(2)
-        door.state.server_stats.board = Board(fd, 0, 2)
-        Board(fd, 2, 2).write_front_ends(FrontEnds(2, 1, 3))
+        fd = SharedCounters.create(2)
+        door.state.server_stats.shared = SharedCounters(fd, 0, 2)
+        SharedCounters(fd, 2, 2).write_front_ends(FrontEnds(2, 1, 3))
         found = await door.get("/health")
         wanted = {"status": "degraded", "stage": None, "front_ends": {"wanted": 2, "running": 1, "restarts": 3}}
         assert (found.status, found.json()) == (200, wanted)

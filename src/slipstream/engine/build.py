@@ -145,12 +145,12 @@ def build_lanes(
     *,
     progress: bool = False,
     device: Device | None = None,
-    tell: Callable[[str], None] = lambda name: None,
+    on_load: Callable[[str], None] = lambda name: None,
     folder: Path | None = None,
     link: RankLink | None = None,
 ) -> tuple[Lanes, dict[str, Opened]]:
     """Models on one device, and their descriptions by name. `opened`: the result of `open_models` for the same options.
-    `tell` is called with the name of each model before it is loaded. `folder`, `link`: as for `build_core`.
+    `on_load` is called with the name of each model before it is loaded. `folder`, `link`: as for `build_core`.
 
     Models without a cache come first and take what they need. The others share evenly what is left of the GPU up to
     `gpu_memory_utilization`, except those whose options set the size of their cache.
@@ -170,7 +170,7 @@ def build_lanes(
     built: dict[str, tuple[Opened, EngineCore]] = {}
     try:
         for index in order:
-            tell(names[index])
+            on_load(names[index])
             own = options[index]
             if index in with_cache and first.device.kind == "cuda":
                 share = (own.gpu_memory_utilization or DEFAULT_SHARE) * (with_cache.index(index) + 1) / len(with_cache)
@@ -271,7 +271,7 @@ def settle(options: Options, located: LocatedModel, info: ModelInfo) -> EngineCo
     return config
 
 
-def foresee(options: Options) -> tuple[EngineConfig, MemoryEstimate]:
+def estimate_build(options: Options) -> tuple[EngineConfig, MemoryEstimate]:
     """The configuration that `build` would choose, and its memory. Nothing is loaded."""
     located = locate(options.model, options.revision, options.task, options.download_dir)
     info, _ = _read(options, located)

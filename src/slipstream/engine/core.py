@@ -168,7 +168,7 @@ class EngineCore:
             # nothing is launched now, but results should not wait for the next launch
             if self.in_flight[0].done():
                 return self._commit()
-            self._nap()
+            self._wait_until_due()
             return self.scheduler.take_failures()
         outputs: list[Output] = []
         if isinstance(self.scheduler, Scheduler):
@@ -194,12 +194,12 @@ class EngineCore:
             outputs += self._commit()
         while self._untimed:
             self._untimed[0][0].wait_until_ended()
-            self._book()
+            self._record_times()
         return outputs
 
-    def _nap(self) -> None:
+    def _wait_until_due(self) -> None:
         self.timer.waits()
-        self.pace.nap()
+        self.pace.wait_until_due()
         self.timer.waited()
 
     def _wait_for(self, background: Background) -> None:
@@ -258,7 +258,7 @@ class EngineCore:
             self._keep_room()
         # the step that was waited for has ended, and all before it
         while self._untimed and (not has_no_result or self._untimed[0][0].done()):
-            self._book()
+            self._record_times()
         if self.recorder is not None:
             self.recorder.committed(result)
         return self.scheduler.commit(result)
@@ -269,9 +269,9 @@ class EngineCore:
             self.timer.waits()
             self._untimed[0][0].wait_until_ended()
             self.timer.waited()
-            self._book()
+            self._record_times()
 
-    def _book(self) -> None:
+    def _record_times(self) -> None:
         handle, cause = self._untimed.popleft()
         busy = self.timer.record(_interval(handle), cause)
         self.pace.committed(busy, 0.0 if cause == "no_requests" else self.timer.gap)

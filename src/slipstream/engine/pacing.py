@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from slipstream.step import StepPlan
 
 MIN_AHEAD = 0.005  # seconds: sleeping is not more precise than this
-MAX_NAP = 0.001  # seconds; then the caller runs: requests may have arrived, or the device may have finished early
-MIN_NAP = 0.0001
+MAX_WAIT = 0.001  # seconds; then the caller runs: requests may have arrived, or the device may have finished early
+MIN_WAIT = 0.0001
 MIN_CHUNK = 64  # prefill tokens that a step may have in any case
 _NEWEST = 0.3  # weight of the newest measurement
 
@@ -27,7 +27,7 @@ class _Step:
     has_chunks: bool
     is_measured: bool  # its time is that of its positions: `on_decode`
     only_proposes: bool
-    after_rest: bool
+    after_idle: bool
     launched: float
     host: float
 
@@ -49,18 +49,18 @@ class Pacer:
         self._sleep = sleep
         self._steps: deque[_Step] = deque()
         self._seconds: dict[int, float] = {}  # device seconds per token, by kind of step
-        self._rested: dict[int, float] = {}  # the same after an idle time: a cooler GPU is a fifth faster
+        self._after_idle: dict[int, float] = {}  # the same after an idle time: a cooler GPU is a fifth faster
         self._per_token: float | None = None  # device seconds per token of steps with chunks
         self._host = 0.0  # host seconds per step
         self._freed = 0.0  # when the device is last known to have started the oldest step in flight
 
     def is_early(self) -> bool:
         """Whether another step launched now would only make the queue longer."""
-        return self.too_early() >= MIN_NAP
+        return self.too_early() >= MIN_WAIT
 
-    def nap(self) -> None:
+    def wait_until_due(self) -> None:
         """Sleep briefly, at most until the next step is due."""
-        self._sleep(max(0.0, min(self.too_early(), MAX_NAP)))
+        self._sleep(max(0.0, min(self.too_early(), MAX_WAIT)))
 
     def too_early(self) -> float:
         """Seconds until another step is due; 0 or less: it is due now."""
@@ -104,7 +104,7 @@ class Pacer:
         each = busy / step.num_tokens
         # otherwise the step probably waited for the host, as during a capture: `busy` is an upper bound
         is_exact = busy > 2 * step.host
-        for known in [self._seconds, self._rested] if step.after_rest else [self._seconds]:
+        for known in [self._seconds, self._after_idle] if step.after_idle else [self._seconds]:
             before = known.get(step.kind, each)
             if is_exact or each < before:
                 # Shorter times are used at once: launching early delays new requests slightly, launching late idles the
@@ -116,7 +116,7 @@ class Pacer:
                 self._per_token = before + _NEWEST * (each - before)
 
     def _known(self, step: _Step) -> dict[int, float]:
-        return self._rested if step.after_rest else self._seconds
+        return self._after_idle if step.after_idle else self._seconds
 
 
 def _kind(plan: StepPlan) -> tuple[int, int, bool]:

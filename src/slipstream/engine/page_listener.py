@@ -14,7 +14,7 @@ from typing import Protocol
 import msgspec
 
 from slipstream.engine.device_pages import DeviceSlots
-from slipstream.engine.page_wire import HEADER, Greeting, Leased, PageTransport, checksum, send_message
+from slipstream.engine.page_wire import HEADER, Handshake, Leased, PageTransport, checksum, send_message
 from slipstream.engine.shared_pages import MemoryServer
 from slipstream.errors import InvalidOption
 
@@ -44,7 +44,7 @@ class PageListener(ABC):
             raise InvalidOption(f"pages cannot be served at {address[0]}:{address[1]}: {error}") from None
         self.port: int = self._listener.getsockname()[1]
         self._shared = MemoryServer.open(memory.shared_files(), memory.mirror)
-        self._greeting = Greeting("" if self._shared is None else self._shared.name)
+        self._handshake = Handshake("" if self._shared is None else self._shared.name)
         self._connections: set[socket.socket] = set()
         self._lock = threading.Lock()
         self.is_closed = False
@@ -84,7 +84,7 @@ class PageListener(ABC):
     def _serve(self, connection: socket.socket) -> None:
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            send_message(connection, self._greeting)
+            send_message(connection, self._handshake)
             while not self.is_closed:
                 self.answer(connection)
         except (OSError, msgspec.MsgspecError):

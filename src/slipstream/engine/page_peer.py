@@ -15,7 +15,7 @@ import numpy as np
 from slipstream.engine.device_pages import DeviceSlots, PeerSlots
 from slipstream.engine.page_wire import (
     HEADER,
-    Greeting,
+    Handshake,
     Leased,
     PageTransport,
     checksum,
@@ -77,12 +77,12 @@ class Peer:
         sock = socket.create_connection(self.address, left)
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            greeting = receive_message(sock, Greeting, time.monotonic() + left)
+            handshake = receive_message(sock, Handshake, time.monotonic() + left)
         except BaseException:
             sock.close()
             raise
         with self._mapping:
-            return PeerConnection(sock, *self._map(greeting.memory))
+            return PeerConnection(sock, *self._map(handshake.memory))
 
     def _map(self, name: str) -> tuple[MappedMemory | None, PeerSlots | None]:
         known, memory, device = self._mapped

@@ -1,6 +1,6 @@
 """The protocol by which engines exchange KV cache pages over TCP.
 
-A producer opens every connection with a Greeting. A consumer sends questions: a length and a msgpack object. The
+A producer opens every connection with a Handshake. A consumer sends questions: a length and a msgpack object. The
 producer answers with a byte that says whether both engines store the same pages for the same hashes. Then comes a
 Lease: the slots of the pages, which keep their content until the end of the question; and for each page of the lease in
 order a header (size and checksum, 0 for a page that is late) and the bytes of the page. A connection has any number of
@@ -49,7 +49,7 @@ class PageTransport(enum.Enum):
     DEVICE = "device"  # the consumer's device copies from the memory of the producer's
 
 
-class Greeting(msgspec.Struct, array_like=True):
+class Handshake(msgspec.Struct, array_like=True):
     memory: str  # name of the socket that gives the producer's memory to processes of the same host; "": none
 
 

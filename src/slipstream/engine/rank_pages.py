@@ -53,7 +53,7 @@ _POLL = 0.0005
 T = TypeVar("T")
 
 
-class _Meeting(msgspec.Struct, array_like=True):
+class _Rendezvous(msgspec.Struct, array_like=True):
     """The address of rank 0 at which the other ranks connect."""
 
     host: str
@@ -86,8 +86,8 @@ class RankPages:
         found: dict[int, tuple[str, int]] = {}
         with socket.create_server((group.address, 0)) as listener:
             listener.settimeout(_CONNECT_SECONDS)
-            meeting = _Meeting(group.address, listener.getsockname()[1], self._secret)
-            group.store.set(_KEY, msgspec.msgpack.encode(meeting))
+            rendezvous = _Rendezvous(group.address, listener.getsockname()[1], self._secret)
+            group.store.set(_KEY, msgspec.msgpack.encode(rendezvous))
             while len(self._all) < NUM_THREADS * (self.num_ranks - 1):
                 try:
                     rank, link = accept_rank(listener, self._secret)
@@ -150,17 +150,17 @@ class ShardPages:
         self._memory = memory
         self._peers: dict[tuple[str, int], Peer] = {}
         self._last: tuple[int, Copies] = 0, memory.mark()  # the latest mark
-        meeting = msgspec.msgpack.decode(group.store.get(_KEY), type=_Meeting)
+        rendezvous = msgspec.msgpack.decode(group.store.get(_KEY), type=_Rendezvous)
         address = "", 0
         self.server: ShardServer | None = None
         if config.transfer.listen is not None:
-            is_local = group.address == meeting.host
+            is_local = group.address == rendezvous.host
             host, port = config.transfer.listen
             own = host if is_local else group.address, port + self._rank if port else 0
-            self.server = ShardServer(own, self._identity, self._rank, memory, meeting.secret)
+            self.server = ShardServer(own, self._identity, self._rank, memory, rendezvous.secret)
             address = "" if is_local else group.address, self.server.port
         for _ in range(NUM_THREADS):
-            link = join_rank((meeting.host, meeting.port), meeting.secret, self._rank)
+            link = join_rank((rendezvous.host, rendezvous.port), rendezvous.secret, self._rank)
             send_message(link, address)
             threading.Thread(target=self._serve, args=(link,), name="slipstream-fetch", daemon=True).start()
 

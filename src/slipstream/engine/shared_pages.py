@@ -1,7 +1,7 @@
 """Pages of one engine that another engine of the same host and user reads from shared memory.
 
 The slots of the second cache tier are files in memory. MemoryServer gives these files to processes that connect to its
-Unix socket, whose random name is in the greeting of the TCP server: a connection succeeds on the same host (strictly:
+Unix socket, whose random name is in the handshake of the TCP server: a connection succeeds on the same host (strictly:
 in the same network namespace) only. MappedMemory is the other side. The files can be read there, not written. Where
 the slots have a copy in device memory, its handle travels the same way (`device_pages.py`).
 """

@@ -240,7 +240,7 @@ def _load(start: CoreStart, server: SocketServer) -> CoreProcess:
     lanes, _ = build_lanes(
         options,
         opened,
-        tell=lambda name: server.broadcast(Loading(f"loading {name}")),
+        on_load=lambda name: server.broadcast(Loading(f"loading {name}")),
         folder=None if start.folder is None else Path(start.folder),
         link=start.ranks,
     )

@@ -163,7 +163,7 @@ class ReplicaClient:
 
     def _reply(self, message: FromCore) -> None:
         messages = [message]
-        asyncio.get_running_loop().call_soon(self._tell, messages)
+        asyncio.get_running_loop().call_soon(self._pass_on, messages)
 
     def _submit(self, requests: list[SentRequest]) -> None:
         """Sends requests to one replica; holds them while none is ready."""
@@ -214,8 +214,8 @@ class ReplicaClient:
     # Messages of the replicas
 
     def receive_from(self, replica: Replica, messages: Sequence[FromCore]) -> None:
-        told = [taken for message in messages if (taken := self._take(replica, message)) is not None]
-        self._tell(told)
+        passed = [taken for message in messages if (taken := self._take(replica, message)) is not None]
+        self._pass_on(passed)
         if any(isinstance(message, ResetPrefixCache) for message in messages):
             self._finish_resets()
 
@@ -312,7 +312,7 @@ class ReplicaClient:
             else:
                 again.append(request)
                 replica.num_rerouted += 1
-        self._tell([*ended, self._pulse()])
+        self._pass_on([*ended, self._pulse()])
         for request in again:
             request.submit = self._queries.refreshed(request.submit)
             self._submit([request])
@@ -340,9 +340,9 @@ class ReplicaClient:
         for call, missing in list(self._resets.items()):
             if not missing & ready:
                 del self._resets[call]
-                self._tell([ResetPrefixCache(call)])
+                self._pass_on([ResetPrefixCache(call)])
 
-    def _tell(self, messages: list[FromCore]) -> None:
+    def _pass_on(self, messages: list[FromCore]) -> None:
         if messages and self._listener is not None:
             self._listener.receive(messages)
 

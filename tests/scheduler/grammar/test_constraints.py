@@ -291,9 +291,9 @@ def test_slow_masks_let_their_request_sit_out_and_change_no_token(core_of, depth
     core.constraints.min_budget = 0.0
     messages = prompts(SHAPES)
     core.submit(*messages, submit("p", [50, 3], max_tokens=40))
-    rests, resting = [], core.constraints._resting
-    fill = resting.fill
-    monkeypatch.setattr(resting, "fill", lambda *given: rests.append(given) or fill(*given))
+    rests, held = [], core.constraints._held
+    fill = held.fill
+    monkeypatch.setattr(held, "fill", lambda *given: rests.append(given) or fill(*given))
     found = run(core)
     assert rests
     for message in messages:
@@ -306,8 +306,8 @@ def test_a_session_is_not_touched_while_a_thread_fills_its_mask(core_of, depth, 
     core = core_of(depth)
     core.constraints.min_budget = 0.0
     constraints, jobs = core.constraints, []
-    resting, wake = constraints._resting, constraints.wake
-    fill = resting.fill
+    held, wake = constraints._held, constraints.wake
+    fill = held.fill
 
     def start_later(request, session, budget):
         job = Future()
@@ -327,7 +327,7 @@ def test_a_session_is_not_touched_while_a_thread_fills_its_mask(core_of, depth, 
         pass
 
     monkeypatch.setattr(constraints_module, "Session", Roomy)
-    monkeypatch.setattr(resting, "fill", start_later)
+    monkeypatch.setattr(held, "fill", start_later)
     monkeypatch.setattr(constraints, "wake", finish_and_wake)
     messages = prompts(SHAPES)
     core.submit(*messages)

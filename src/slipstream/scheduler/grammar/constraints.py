@@ -29,10 +29,10 @@ from slipstream.scheduler.grammar.compiled import CompiledGrammar
 from slipstream.scheduler.grammar.draft_filler import DraftFiller
 from slipstream.scheduler.grammar.draw_group import DrawGroup
 from slipstream.scheduler.grammar.grammars import Grammars
+from slipstream.scheduler.grammar.held_requests import HeldRequests, sit_out
 from slipstream.scheduler.grammar.late_draws import Drawing, LateDraws
 from slipstream.scheduler.grammar.mask_array import MaskArray
 from slipstream.scheduler.grammar.mask_pool import MaskBatch, MaskPool
-from slipstream.scheduler.grammar.resting import RestingRequests, sit_out
 from slipstream.scheduler.grammar.session import Session
 from slipstream.scheduler.grammar.waiting_grammars import WaitingGrammars
 from slipstream.scheduler.in_flight import Launched
@@ -65,7 +65,7 @@ class Constraints:
         # of the newest plan: requests with a grammar that draw, their rows, and how many tokens they draw
         self.drawing: list[tuple[Request, int, int]] = []
         self._compiling = WaitingGrammars(grammars)
-        self._resting = RestingRequests(grammars)
+        self._held = HeldRequests(grammars)
         self._end = grammars.vocab_size
         self._words = mask_words(grammars.vocab_size)
         self._max_rows = max_rows
@@ -102,7 +102,7 @@ class Constraints:
     @property
     def is_waiting(self) -> bool:
         """Whether background threads work for a request."""
-        return bool(self._compiling or self._resting or self.processors.resting)
+        return bool(self._compiling or self._held or self.processors.held)
 
     def wait(self) -> None:
         """Wait until a background thread has finished something, for a few milliseconds at most."""
@@ -205,7 +205,7 @@ class Constraints:
     def wake(self) -> list[Request]:
         """Let requests run whose processors have run. Returns those whose masks are filled now: `settle` comes next."""
         self.processors.wake()
-        return self._resting.wake()
+        return self._held.wake()
 
     def begin(self, launched: Launched, result: StepResult) -> None:
         """The tokens of a step are known and will be committed now: threads begin to advance the sessions, and to fill
@@ -260,7 +260,7 @@ class Constraints:
             assert session is not None
             if session.job is not None:
                 if session.is_busy:
-                    self._resting.wait_for_late(request)
+                    self._held.wait_for_late(request)
                     continue
                 session.job.result()
             if session.num_taken != len(request.tokens):
@@ -269,7 +269,7 @@ class Constraints:
                 changed.append(request)
             if request.held and not request.pending:
                 if session.is_slow and not session.forced and session.ready is None:
-                    self._resting.fill(request, session, self.budget)
+                    self._held.fill(request, session, self.budget)
                 else:
                     request.release_hold()
         return changed
@@ -307,7 +307,7 @@ class Constraints:
             request, row = draws.drop(*late_one)
             self.sitting.append(request)
             sitting_rows.append(row)
-            self._resting.wait_for_late(request)
+            self._held.wait_for_late(request)
         rows = np.array([row for _, row, _ in drawing], np.int32)
         if len(masks.bits) == len(drawing):
             late = self._late(masks, rows, draws.sources, draws.lengths)

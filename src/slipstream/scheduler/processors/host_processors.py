@@ -42,7 +42,7 @@ class HostProcessors:
         self.vocab_size = vocab_size
         # of the newest plan: requests with processors that draw a token, and their rows
         self.drawing: list[tuple[Request, int]] = []
-        self.resting: list[Request] = []  # slow: a background thread runs their processors
+        self.held: list[Request] = []  # slow: a background thread runs their processors
         self._engine = engine
         self._batches = {
             number: ProcessorBatch(each)
@@ -116,15 +116,15 @@ class HostProcessors:
             elif own.job is None:
                 own.catch_up(request.tokens)
                 own.job = self._run(own)
-                self.resting.append(request)
+                self.held.append(request)
 
     def wake(self) -> None:
         """Let requests run whose processors have run."""
-        for request in self.resting[:]:
+        for request in self.held[:]:
             own = request.processors
             assert own is not None
             if own.job is None or own.job.done() or request.status is not Status.RUNNING:
-                self.resting.remove(request)
+                self.held.remove(request)
                 if request.status is Status.RUNNING:
                     request.release_hold()
 

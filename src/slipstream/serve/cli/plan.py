@@ -38,9 +38,9 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 def run(args: argparse.Namespace, opener: OpenLLM) -> int:
     options = make_options(**engine_options(args))
     check_paths(options, look_up=True)
-    from slipstream.engine.build import foresee  # imports torch, which --help and errors do not need
+    from slipstream.engine.build import estimate_build  # imports torch, which --help and errors do not need
 
-    config, memory = foresee(options)
+    config, memory = estimate_build(options)
     if args.json:
         print(json.dumps({"config": config_summary(config), "memory": memory_summary(memory)}))
     else:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import slipstream
 from slipstream.frontend.async_engine import AsyncEngine
-from slipstream.metrics.board import Board
 from slipstream.metrics.lane import LaneStats, ReplicaStats
+from slipstream.metrics.shared_counters import SharedCounters
 from slipstream.metrics.stats import FrontEnds, FrontStats, ModelStats
 from slipstream.metrics.status import StatusLine, log
 
@@ -32,28 +32,30 @@ class Counters:
 
 
 class ServerStats:
-    """With several front ends, `run` publishes the counters of this one on the shared board."""
+    """With several front ends, `run` publishes the counters of this one in shared memory."""
 
-    def __init__(self, engine: AsyncEngine, counters: Counters, board: Board | None, status_interval: float) -> None:
-        """`board`: shared memory of all front ends, None if this is the only one. `status_interval`: seconds between
+    def __init__(
+        self, engine: AsyncEngine, counters: Counters, shared: SharedCounters | None, status_interval: float
+    ) -> None:
+        """`shared`: shared memory of all front ends, None if this is the only one. `status_interval`: seconds between
         two status lines, 0 for none."""
         self.engine = engine
         self.counters = counters
-        self.board = board
+        self.shared = shared
         self._status_interval = status_interval
         self._metrics: Metrics | None = None
 
     def read(self) -> tuple[FrontStats, Sequence[LaneStats]]:
         """Returns the totals of all front ends, and the statistics of the core's lanes."""
         own = self._own()
-        if self.board is None:
+        if self.shared is None:
             return own, self.engine.pulse.lanes
-        self.board.write(own)
-        return self.board.total(), self.engine.pulse.lanes
+        self.shared.write(own)
+        return self.shared.total(), self.engine.pulse.lanes
 
     def front_ends(self) -> FrontEnds | None:
         """The number of front-end processes; None if this is the only one."""
-        return None if self.board is None else self.board.front_ends()
+        return None if self.shared is None else self.shared.front_ends()
 
     def replicas(self) -> Sequence[ReplicaStats]:
         return self.engine.pulse.replicas
@@ -70,12 +72,12 @@ class ServerStats:
         """Publishes the counters of this front end, and logs a status line at each interval."""
         interval = self._status_interval
         line, due = StatusLine(), time.monotonic() + interval
-        logs_status = interval > 0 and (self.board is None or self.board.own == 0)
+        logs_status = interval > 0 and (self.shared is None or self.shared.own == 0)
         line.look(time.monotonic(), *self.read())
         while True:
-            await asyncio.sleep(WRITE_SECONDS if self.board is not None else max(interval, 0.01))
-            if self.board is not None:
-                self.board.write(self._own())
+            await asyncio.sleep(WRITE_SECONDS if self.shared is not None else max(interval, 0.01))
+            if self.shared is not None:
+                self.shared.write(self._own())
             if logs_status and (now := time.monotonic()) >= due - 0.01:
                 due = now + interval
                 if (text := line.look(now, *self.read())) is not None:
@@ -97,9 +99,9 @@ class ServerStats:
 
     def _pids(self) -> dict[str, int]:
         """Process ids by role. Only the first front end reports those of the core and the supervisor."""
-        number = 0 if self.board is None else self.board.own
+        number = 0 if self.shared is None else self.shared.own
         pids = {f"front_end_{number}": os.getpid()}
-        if self.board is not None and number == 0:
+        if self.shared is not None and number == 0:
             pids["supervisor"] = os.getppid()
         if number == 0:
             pids |= self.engine.core_pids()

@@ -12,7 +12,7 @@ from typing import TypeVar
 from slipstream.frontend.async_engine import AsyncEngine
 from slipstream.frontend.beam_grammar import BeamGrammars
 from slipstream.frontend.offload import LONG, OFFLOAD
-from slipstream.metrics.board import Board
+from slipstream.metrics.shared_counters import SharedCounters
 from slipstream.metrics.traces import Traces
 from slipstream.serve.http.auth import Keys
 from slipstream.serve.http.batch.service import BatchService
@@ -30,7 +30,11 @@ _MAX_CHARS = 2**27  # characters of all texts that are being tokenised or wait f
 
 class State:
     def __init__(
-        self, settings: ServerSettings, engine: AsyncEngine, board: Board | None = None, responses: Path | None = None
+        self,
+        settings: ServerSettings,
+        engine: AsyncEngine,
+        shared: SharedCounters | None = None,
+        responses: Path | None = None,
     ) -> None:
         """`responses`: the store that front ends share."""
         self.settings = settings
@@ -46,7 +50,7 @@ class State:
         self.started = int(time.time())
         self.draining = False
         self.stalled: str | None = None  # set by the watchdog
-        self.server_stats = ServerStats(engine, self.counters, board, settings.status_interval)
+        self.server_stats = ServerStats(engine, self.counters, shared, settings.status_interval)
         endpoint = settings.otlp_traces_endpoint
         self.traces = None if endpoint is None else Traces.to(endpoint)
         self.max_requests = -(-settings.max_queued_requests // settings.workers)  # in the queue of this front end

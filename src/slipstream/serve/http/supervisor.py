@@ -15,7 +15,7 @@ import msgspec
 from slipstream.engine.child_process import child_environment, signals_held
 from slipstream.engine.owned_folder import OwnedFolder
 from slipstream.errors import InvalidOption, UserError
-from slipstream.metrics.board import Board
+from slipstream.metrics.shared_counters import SharedCounters
 from slipstream.metrics.stats import FrontEnds
 from slipstream.serve.early_signals import ENDING, has_recorded
 from slipstream.serve.http.listen import PortClaim
@@ -52,8 +52,8 @@ class Supervisor:
         self.front_ends = [_FrontEnd(number) for number in range(settings.workers)]
         self.cause: str | None = None  # of a failure
         self.refused: UserError | None = None  # of the options, at the start of the core
-        self._board = Board.create(settings.workers)
-        self._own_board = Board(self._board, settings.workers, settings.workers)
+        self._counters_fd = SharedCounters.create(settings.workers)
+        self._own_counters = SharedCounters(self._counters_fd, settings.workers, settings.workers)
         shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # conversations are not written to a disk
         self._folder = OwnedFolder("front-ends", shared)
         self._num_restarts = 0
@@ -84,7 +84,7 @@ class Supervisor:
             return self.cause
         finally:
             self.core.close()
-            os.close(self._board)
+            os.close(self._counters_fd)
             self._folder.cleanup()
 
     @property
@@ -132,7 +132,7 @@ class Supervisor:
 
     def _start(self, front_end: _FrontEnd, listener: socket.socket, sock: socket.socket) -> None:
         with listener, sock:
-            fds = [listener.fileno(), sock.fileno(), self._board]
+            fds = [listener.fileno(), sock.fileno(), self._counters_fd]
             given = [*map(str, fds), str(front_end.number), f"{self._folder.path}/responses.sqlite"]
             command = [sys.executable, "-m", "slipstream.serve.http.worker_main", *given]
             with signals_held():
@@ -172,7 +172,7 @@ class Supervisor:
     def _publish(self) -> None:
         """Writes the number of running front ends for /health and /metrics."""
         running = sum(front_end.process is not None for front_end in self.front_ends)
-        self._own_board.write_front_ends(FrontEnds(len(self.front_ends), running, self._num_restarts))
+        self._own_counters.write_front_ends(FrontEnds(len(self.front_ends), running, self._num_restarts))
 
     def _give_up(self, cause: str) -> None:
         self.cause = cause

@@ -18,7 +18,7 @@ from slipstream.engine.child_process import release_signals
 from slipstream.errors import UserError
 from slipstream.frontend.async_engine import AsyncEngine
 from slipstream.frontend.offload import bound_heap
-from slipstream.metrics.board import Board
+from slipstream.metrics.shared_counters import SharedCounters
 from slipstream.serve.early_signals import ENDING, has_recorded
 from slipstream.serve.http.app import App
 from slipstream.serve.http.batch.runner import BatchRunner
@@ -52,20 +52,20 @@ def run_worker(
     settings: ServerSettings,
     listener: socket.socket,
     connect: Callable[[], Awaitable[SocketClient | ReplicaClient]],
-    board: Board | None = None,
+    shared: SharedCounters | None = None,
     responses: Path | None = None,
 ) -> WorkerEnd | None:
     """Serves until a signal ends it; returns None then. `connect` makes the client of the core or of its replicas. With
-    a `board` it is one of several under a supervisor, which share the store `responses`."""
+    `shared` it is one of several under a supervisor, which share the store `responses`."""
     bound_heap()
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(_Worker(settings, board, responses).run(listener, connect))
+        return runner.run(_Worker(settings, shared, responses).run(listener, connect))
 
 
 class _Worker:
-    def __init__(self, settings: ServerSettings, board: Board | None, responses: Path | None) -> None:
+    def __init__(self, settings: ServerSettings, shared: SharedCounters | None, responses: Path | None) -> None:
         self.settings = settings
-        self.board = board
+        self.shared = shared
         self.responses = responses
         self.drain: asyncio.Task[None] | None = None
         self.runner: BatchRunner | None = None
@@ -75,7 +75,7 @@ class _Worker:
     ) -> WorkerEnd | None:
         client = await connect()
         engine = AsyncEngine(client=client)
-        self.state = State(self.settings, engine, self.board, self.responses)
+        self.state = State(self.settings, engine, self.shared, self.responses)
         plain = App(self.state, all_routes())
         if self.settings.batch_dir is not None:
             self.state.batches = BatchService(self.settings)
@@ -96,13 +96,13 @@ class _Worker:
         loop = asyncio.get_running_loop()
         for number in ENDING:
             loop.add_signal_handler(number, self._on_signal)
-        if self.board is not None:
+        if self.shared is not None:
             loop.add_signal_handler(AT_ONCE, self._end_at_once)
         release_signals()
         if has_recorded():
             self._on_signal()
         helpers = [loop.create_task(self._announce()), loop.create_task(self._until_lost())]
-        if self.board is not None or self.settings.status_interval > 0:
+        if self.shared is not None or self.settings.status_interval > 0:
             helpers.append(loop.create_task(self.state.server_stats.run()))
         if self.settings.watchdog_timeout > 0:
             helpers.append(loop.create_task(Watchdog(self.state, self.settings.watchdog_timeout).run()))
@@ -142,7 +142,7 @@ class _Worker:
         """The first signal drains, the second exits at once. Under a supervisor, which counts signals, each drains."""
         if self.drain is None:
             self.drain = asyncio.get_running_loop().create_task(self._drain())
-        elif self.board is None:
+        elif self.shared is None:
             self._end_at_once()
 
     def _end_at_once(self) -> None:

@@ -16,7 +16,7 @@ import msgspec
 
 from slipstream.engine.child_process import die_with_parent
 from slipstream.log import set_up_log
-from slipstream.metrics.board import Board
+from slipstream.metrics.shared_counters import SharedCounters
 from slipstream.serve.http.settings import ServerSettings
 from slipstream.serve.http.supervisor import CANNOT_START
 from slipstream.serve.http.worker import run_worker
@@ -30,9 +30,9 @@ def main(argv: list[str]) -> int:
     settings = msgspec.json.decode(sys.stdin.buffer.read(), type=ServerSettings)
     set_up_log(settings.log_level, settings.log_format)
     listener, core = (socket.socket(fileno=int(fd)) for fd in argv[:2])
-    board = Board(int(argv[2]), int(argv[3]), settings.workers) if len(argv) > 2 else None
+    shared = SharedCounters(int(argv[2]), int(argv[3]), settings.workers) if len(argv) > 2 else None
     responses = Path(argv[4]) if len(argv) > 4 else None
-    end = run_worker(settings, listener, partial(SocketClient.connect, core), board, responses)
+    end = run_worker(settings, listener, partial(SocketClient.connect, core), shared, responses)
     if end is None:
         return 0
     status.error("a front end ended: %s", end.cause)

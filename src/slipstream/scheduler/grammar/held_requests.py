@@ -1,4 +1,4 @@
-"""RestingRequests: requests that plans leave out until a background thread has filled their mask."""
+"""HeldRequests: requests that plans leave out until a background thread has filled their mask."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slipstream.scheduler.grammar.session import Session
 from slipstream.step import SitOut
 
 
-class RestingRequests:
+class HeldRequests:
     def __init__(self, grammars: Grammars) -> None:
         self._grammars = grammars
         self._num_words = mask_words(grammars.vocab_size)

@@ -1,4 +1,4 @@
-"""Board: shared memory to which several front ends write their counts, so that each can report the total.
+"""SharedCounters: shared memory to which several front ends write their counts, so that each can report the total.
 
 Each front end writes to its own part, and no process waits. A reader that reads during a write uses its last reading.
 """
@@ -21,7 +21,7 @@ _SEGMENT = 2**20  # bytes per front end; only pages that are written use memory
 _HEADER = 8  # bytes: length and checksum
 
 
-class Board:
+class SharedCounters:
     def __init__(self, fd: int, own: int, count: int) -> None:
         """For front end `own` of `count`; `own == count` is the supervisor.
 

@@ -283,7 +283,7 @@ def test_a_control_token_of_letters_alone() -> None:
     assert ids.count(tokenizer.backend.token_to_id("ENDOFTURN")) == 1
 
 
-FILTERS = ["tojson", "tojson(ensure_ascii=true)", "upper", "center(40)", "wordwrap(5)", "list", "pprint"]
+FILTERS = ["tojson", "tojson(ensure_ascii=true)", "upper", "center(40)", "wordwrap(5)", "list"]
 
 
 @pytest.mark.parametrize("rest", FILTERS)

@@ -25,7 +25,8 @@ from slipstream.text.chat_fields import (
     with_text_arguments,
 )
 from slipstream.text.control_tokens import ControlTokens
-from slipstream.text.template_sandbox import HINT, compile_template, environment, run_template
+from slipstream.text.template_memory import HINT
+from slipstream.text.template_sandbox import compile_template, environment, run_template
 
 _MARK = "\ue000end of the message to continue\ue000"  # private-use characters: no text has them
 _RESERVED = ("messages", "tools", "documents", "add_generation_prompt")

@@ -1,14 +1,13 @@
 """The sandbox of chat templates: Jinja without files, modules and attributes of Python objects, and with limits.
 
-A template is untrusted code. The iterations of its loops and the calls of its macros are counted, and no operator may
-make a huge value.
+A template is untrusted code. The iterations of its loops and the calls of its macros are counted, and the memory of the
+values that it makes is limited (`template_memory.py`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from contextvars import ContextVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
 from typing import Any, NoReturn
@@ -16,17 +15,23 @@ from typing import Any, NoReturn
 import jinja2
 import jinja2.ext
 import jinja2.nodes as nodes
+from jinja2.compiler import CodeGenerator, Frame
+from jinja2.runtime import Context, markup_join, str_join
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from slipstream.errors import BadTokenizer
+from slipstream.text.template_calls import Rendering, limited_filter, limited_method, rendering
+from slipstream.text.template_memory import HINT, size_of_format, size_of_operator
 
-HINT = "pass chat_template=... with a Jinja template or the path of one"
-_MAX_ITERATIONS = 200_000  # of all loops and macro calls in one rendering
-_MAX_REPEATED = 1_000_000  # length of a repeated string or list, digits of a power
+_MAX_ITERATIONS = 200_000  # of all loops and calls of macros in one rendering
+_NODES = 256  # of a body that count as one iteration
+_MAX_SOURCE = 1 << 20  # characters of a template
 
 
 @lru_cache(maxsize=16)
 def compile_template(template: str) -> jinja2.Template:
+    if len(template) > _MAX_SOURCE:
+        raise BadTokenizer(f"the chat template has {len(template):,} characters, the limit is {_MAX_SOURCE:,}; {HINT}")
     try:
         return environment().from_string(template)
     except jinja2.TemplateSyntaxError as error:
@@ -38,61 +43,142 @@ def compile_template(template: str) -> jinja2.Template:
 @lru_cache(maxsize=1)
 def environment() -> _Sandbox:
     sandbox = _Sandbox(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _GenerationTag], cache_size=0
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[jinja2.ext.loopcontrols, _GenerationTag],
+        cache_size=0,
+        optimized=False,  # constants are not computed while a template is compiled, where nothing limits them
+        finalize=_finalize,
     )
     sandbox.filters["tojson"] = _to_json
+    for name in ("pprint", "urlize"):  # for debugging and HTML; their results have no simple bound
+        del sandbox.filters[name]
+    sandbox.filters = {name: limited_filter(name, function) for name, function in sandbox.filters.items()}
     sandbox.globals["raise_exception"] = _raise_exception
     sandbox.globals["strftime_now"] = _strftime_now
     del sandbox.globals["lipsum"]  # generates text of any length in one call
     return sandbox
 
 
-_iterations: ContextVar[list[int]] = ContextVar("iterations of the current rendering")
-
-
 def run_template(template: jinja2.Template, variables: Mapping[str, Any]) -> str:
     """Renders a template, with limits on its time and memory. Raises what its code raises: anything."""
-    token = _iterations.set([0])
+    token = rendering.set(Rendering(variables))
     try:
         return template.render(variables)
     finally:
-        _iterations.reset(token)
+        rendering.reset(token)
+
+
+class _Generator(CodeGenerator):
+    """Compiles the operations that Jinja leaves to Python as calls of the sandbox."""
+
+    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
+        self.write("environment.join_texts(context, (")
+        for part in node.nodes:
+            self.visit(part, frame)
+            self.write(", ")
+        self.write("))")
+
+    def visit_List(self, node: nodes.List, frame: Frame) -> None:
+        self._visit_made(super().visit_List, node, frame)
+
+    def visit_Dict(self, node: nodes.Dict, frame: Frame) -> None:
+        self._visit_made(super().visit_Dict, node, frame)
+
+    def visit_Tuple(self, node: nodes.Tuple, frame: Frame) -> None:
+        if node.ctx == "load":
+            self._visit_made(super().visit_Tuple, node, frame)
+        else:
+            super().visit_Tuple(node, frame)
+
+    def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:
+        if isinstance(node.arg, nodes.Slice):
+            self._visit_made(super().visit_Getitem, node, frame)
+        else:
+            super().visit_Getitem(node, frame)
+
+    def _visit_made(self, visit: Callable[[Any, Frame], None], node: nodes.Node, frame: Frame) -> None:
+        self.write("environment.made(")
+        visit(node, frame)
+        self.write(")")
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox with limits on time and memory: counts iterations of loops and calls of macros."""
+    """Jinja's sandbox with limits on time and memory: counts iterations of loops and calls of macros, and records every
+    value that a template makes."""
 
-    intercepted_binops = frozenset(("*", "**"))
+    code_generator_class = _Generator
+    intercepted_binops = frozenset(("+", "*", "**", "%"))
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree = super()._parse(source, name, filename)
-        for node in list(tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock))):
+        for node in list(tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock, nodes.Block))):
             # an attribute and not a call: the sandbox checks calls, which costs more than the loop itself
-            counter = nodes.EnvironmentAttribute("count_iteration")
-            node.body.insert(0, nodes.ExprStmt(counter).set_lineno(node.lineno))  # type: ignore[attr-defined]
+            count = 1 + sum(1 for _ in node.find_all(nodes.Node)) // _NODES
+            count *= 8 if isinstance(node, nodes.Block) else 1  # a call of a block takes that much longer
+            counters = [nodes.ExprStmt(nodes.EnvironmentAttribute("count_iteration")) for _ in range(count)]
+            node.body[:0] = [counter.set_lineno(node.lineno) for counter in counters]  # type: ignore[attr-defined]
         return tree
 
     @property
     def count_iteration(self) -> None:
-        iterations = _iterations.get()
-        iterations[0] += 1
-        if iterations[0] > _MAX_ITERATIONS:
-            raise jinja2.TemplateRuntimeError(f"its loops have more than {_MAX_ITERATIONS:,} iterations")
+        current = rendering.get()
+        current.iterations += 1
+        if current.iterations > _MAX_ITERATIONS:
+            raise jinja2.TemplateRuntimeError(f"its loops have more than {_MAX_ITERATIONS:,} iterations; {HINT}")
+
+    def made(self, value: Any) -> Any:
+        return rendering.get().add(value)
+
+    def concat(self, parts: Iterable[str]) -> str:
+        """Joins the output of a template, macro or block."""
+        memory = rendering.get()
+        texts = list(parts)
+        memory.check(sum(map(len, texts)))
+        return memory.add("".join(texts))  # type: ignore[no-any-return]
+
+    def join_texts(self, context: Context, values: Sequence[Any]) -> str:
+        """The operator ~."""
+        memory = rendering.get()
+        memory.check_text(*values)
+        memory.check(sum(len(value) for value in values if isinstance(value, str)))
+        join = markup_join if context.eval_ctx.autoescape else str_join
+        return memory.add(join(values))  # type: ignore[no-any-return]
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if _size_of(operator, left, right) > _MAX_REPEATED:
-            raise jinja2.TemplateRuntimeError(f"{operator} would make a value of more than {_MAX_REPEATED:,} items")
-        return super().call_binop(context, operator, left, right)
+        memory = rendering.get()
+        if operator == "+" and isinstance(left, str) and isinstance(right, str):
+            memory.check(len(left) + len(right))
+            return memory.add(left + right)
+        memory.check(size_of_operator(operator, left, right, memory))
+        return memory.add(self.binop_table[operator](left, right))
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        wrapped = super().wrap_str_format(value)
+        if wrapped is None:
+            return None
+        pattern = value.__self__
+
+        def limited(*values: Any, **named: Any) -> str:
+            memory = rendering.get()
+            memory.check(size_of_format(pattern, (values, named), memory))
+            return memory.add(wrapped(*values, **named))  # type: ignore[no-any-return]
+
+        return limited
+
+    def call(__self, __context: Context, __called: Any, *args: Any, **kwargs: Any) -> Any:
+        memory = rendering.get()
+        owner, size = getattr(__called, "__self__", None), 0
+        if isinstance(owner, str | bytes | int):
+            args, size = limited_method(memory, owner, __called.__name__, args, kwargs)
+        return memory.add(super().call(__context, __called, *args, **kwargs), size)
 
 
-def _size_of(operator: str, left: Any, right: Any) -> int:
-    if operator == "**":
-        exact = isinstance(left, int) and isinstance(right, int)
-        return left.bit_length() * right if exact else 0
-    for sequence, times in ((left, right), (right, left)):
-        if isinstance(sequence, str | list | tuple) and isinstance(times, int):
-            return len(sequence) * times
-    return 0
+@jinja2.pass_context  # so that constants are printed at run time, where sizes are limited
+def _finalize(context: Context, value: Any) -> Any:
+    if not isinstance(value, str):
+        rendering.get().check_text(value)
+    return value
 
 
 class _GenerationTag(jinja2.ext.Extension):
@@ -114,7 +200,13 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """JSON without the HTML escapes of Jinja's own filter."""
+    memory = rendering.get()
+    memory.check(memory.weigh(value, _width(indent) + sum(map(len, separators or ()))))
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _width(indent: Any) -> int:
+    return len(indent) if isinstance(indent, str) else indent or 0
 
 
 def _raise_exception(message: str) -> NoReturn:

@@ -68,3 +68,28 @@ def test_a_staged_tensor_keeps_the_last_write_of_a_step(device):
         upload.send(device.compute)
     device.compute.record().wait()
     assert staged.device.tolist() == [[1, 2], [9, 10], [7, 8], [-1, -1]]
+
+
+def sent(ring, device, *arrays):
+    """Sends arrays and returns what the arena then holds of each."""
+    upload = ring.open()
+    spans = [upload.put(np.asarray(array)) for array in arrays]
+    upload.send(device.compute)
+    device.compute.record().wait()
+    return [upload.tensor(span).tolist() for span in spans]
+
+
+def test_what_the_device_has_is_not_copied_again(device):
+    ring = HostRing(3, 1 << 17, device)
+    assert sent(ring, device, [1, 2], [3.5]) == [[1, 2], [3.5]]
+    ring.arena.fill_(0)  # a second copy would undo this
+    assert sent(ring, device, [1, 2], [3.5]) == [[0, 0], [0]]
+    assert sent(ring, device, [1, 2]) == [[0, 0]], "the first bytes are the same"
+    assert sent(ring, device, [1, 3]) == [[1, 3]]
+    assert sent(ring, device, [1, 3], [3.5]) == [[1, 3], [3.5]], "more bytes"
+    large = np.arange(1 << 14)
+    assert sent(ring, device, large) == [large.tolist()]
+    assert sent(ring, device, [1, 3], [3.5]) == [[1, 3], [3.5]], "the large upload is not remembered"
+    ring.arena.fill_(0)
+    ring.forget()
+    assert sent(ring, device, [1, 3], [3.5]) == [[1, 3], [3.5]]

@@ -161,6 +161,7 @@ class ModelRunner:
             self.sampler.send(late, self.graphs)
             if late.sit_out is not None:
                 take_back = self.sitting.send(late.sit_out, compute)
+                self.ring.forget()  # the rows of the step are changed on the device
                 compute.run(functools.partial(_sit_out, step, take_back))
         arrived = None if step.computed is None else compute.record(timed=True)
         for head in heads:

@@ -1,7 +1,8 @@
 """Staging: the only way from the host to the device.
 
 A step writes all its data to one pinned buffer of a `HostRing`, which is copied to the device once. The buffer is
-written again only after the event of that copy. A `StagedTensor` is a device tensor updated by such writes.
+written again only after the event of that copy. What the device has already is not copied again: the same rows often
+decode for many steps. A `StagedTensor` is a device tensor updated by such writes.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from slipstream.device.device import Device
 from slipstream.device.streams import PASSED, Event, Stream
 
 _ALIGN = 16
+_MAX_COMPARED = 1 << 15  # bytes of an upload: larger ones hold new tokens
 _TORCH = {
     np.dtype(np.int32): torch.int32,
     np.dtype(np.int64): torch.int64,
@@ -78,13 +80,14 @@ class Upload:
         self._buffer.copied = event
 
     def send(self, stream: Stream) -> None:
-        """Host: queue the copy, then all work added by `then`."""
+        """Host: queue the copy if the arena has other data, then all work added by `then`."""
         buffer, used, after, arena = self._buffer, self._used, self._after, self._ring.arena
 
         def upload() -> None:
             arena[:used].copy_(buffer.tensor[:used], non_blocking=True)
 
-        stream.run(upload)
+        if not self._ring.has(buffer.memory[:used]):
+            stream.run(upload)
         buffer.copied = self.sent = stream.record(timed=True)
         if after:
             stream.run(lambda: _run_all(after))
@@ -115,6 +118,7 @@ class HostRing:
         self.buffers = [_Buffer(self.capacity, device) for _ in range(num_buffers)]
         # one device arena is enough: the device runs steps in order
         self.arena = device.zeros((self.capacity + num_more,), torch.uint8)
+        self._content = b""  # the first bytes of the arena, once all queued copies are done
         self._next = 0
 
     def open(self) -> Upload:
@@ -124,6 +128,21 @@ class HostRing:
         buffer.copied.wait()
         self.device.before_reuse(buffer.array)
         return Upload(self, buffer)
+
+    def has(self, data: memoryview) -> bool:
+        """Host: whether the arena begins with these bytes already; if not, they are its content from now on."""
+        if len(data) > _MAX_COMPARED:
+            self._content = b""
+            return False
+        found = bytes(data)
+        if self._content.startswith(found):
+            return True
+        self._content = found
+        return False
+
+    def forget(self) -> None:
+        """Host: queued work of the device writes to the arena, so that the next upload is copied."""
+        self._content = b""
 
 
 class StagedTensor:

@@ -175,6 +175,9 @@ def rows_and_norms() -> dict[str, Callable[[], Any]]:
         "gather_inputs": lambda: get("step_inputs.triton.gather_inputs")(
             ints(5), ints(5, 1), tables, 4, 4, StepRows(rows)
         ),
+        "gather_inputs and advance": lambda: get("step_inputs.triton.gather_inputs")(
+            ints(5), ints(5, 1), tables, 4, 4, StepRows(rows), advance=True
+        ),
         "gather_inputs of chunks": lambda: get("step_inputs.triton.gather_inputs")(
             ints(5), ints(5, 3), tables, 4, 4, StepRows(rows, *chunks)
         ),

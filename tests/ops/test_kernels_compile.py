@@ -34,8 +34,9 @@ def rest():
     names = "computed next_tokens tables rows counts token_rows offsets host_ids ids positions lengths slots pages"
     x = of(LONG, names)
     blocks = dict(PAGE=16, TOKENS=128, PAGES=256, NEXT=5)
-    build("slipstream.ops.step_inputs.triton", "_gather_kernel", x | {"kept": INT}, GROUPS=2, KEPT=1, **blocks)
-    chunks = dict(counts=None, offsets=None, host_ids=None, kept=None, KEPT=-1)
+    drafts = dict(GROUPS=2, KEPT=1, ADVANCE=True)
+    build("slipstream.ops.step_inputs.triton", "_gather_kernel", x | {"kept": INT}, **drafts, **blocks)
+    chunks = dict(counts=None, offsets=None, host_ids=None, kept=None, KEPT=-1, ADVANCE=False)
     build("slipstream.ops.step_inputs.triton", "_gather_kernel", x, GROUPS=1, **chunks, **blocks)
     x = of(LONG, "next_tokens computed rows offsets positions tokens out_tokens table")
     x |= of(BYTE, "failed out_kept out_failed")

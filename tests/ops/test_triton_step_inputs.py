@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slipstream.ops import native as c_kernels
-from slipstream.ops.step_inputs import KeptTokens, StepInputs, StepRows, native, reference
+from slipstream.ops.step_inputs import MAX_ADVANCED_DRAFTS, KeptTokens, StepInputs, StepRows, native, reference
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -42,7 +42,7 @@ GATHERS = pytest.mark.parametrize(
 
 
 def tables(groups: int = 2, num_rows: int = 9) -> tuple[torch.Tensor, ...]:
-    """Row tables whose last row is null: nothing computed, and page 0 everywhere."""
+    """Row tables whose last row is padding: nothing computed, and page 0 everywhere."""
     computed = torch.randint(0, 900, (num_rows,))
     next_tokens = torch.randint(0, 50_000, (num_rows, 1 + DRAFTS))
     next_tokens[num_rows // 2 :, DRAFTS] = -1  # no draft
@@ -141,6 +141,41 @@ def test_padding_rows_have_no_length_and_lie_in_page_zero(gather: Any) -> None:
     out = gather(*state, PAGE, 5, StepRows(rows, counts, rows))
     assert out.lengths.tolist() == [int(state[0][3]) + 1, 0, 0]
     assert (out.slots[:, 1:] < PAGE).all() and not out.pages[:, 1:].any()
+
+
+@GATHERS
+@pytest.mark.parametrize("num_rows", [3, 300])
+def test_rows_are_advanced_to_their_new_lengths(gather: Any, num_rows: int) -> None:
+    state = tables(num_rows=num_rows + 2)
+    rows = torch.randperm(num_rows + 1, device=DEVICE)[:num_rows]
+    padded = torch.cat([rows, torch.full((2,), num_rows + 1, device=DEVICE)])
+    counts = (padded <= num_rows).long()
+    for step in (StepRows(rows), StepRows(padded, counts, None, counts * 0, counts * 0 - 1)):
+        if step.offsets is not None and num_rows > MAX_ADVANCED_DRAFTS:
+            step = step._replace(offsets=None)
+        before = state[0].clone()
+        expected = reference.gather_inputs(*state, PAGE, 5, step)
+        out = gather(*state, PAGE, 5, step, advance=True)
+        for mine, other in zip(out, expected, strict=True):
+            assert mine.equal(other)
+        before[rows] += 1
+        assert state[0].equal(before), "the padding row stays at 0"
+
+
+@GATHERS
+def test_a_drafted_row_advances_to_one_of_its_positions(gather: Any) -> None:
+    state = tables()
+    own = torch.tensor([2, 2, 2, 5, 6, 6, 8], device=DEVICE)  # the last one is padding
+    offsets = torch.tensor([0, 1, 2, 0, 0, 1, 0], device=DEVICE)
+    counts = torch.tensor([1, 2, 3, 1, 1, 2, 0], device=DEVICE)
+    step = StepRows(own, counts, None, offsets, -1 - offsets)
+    before, expected = state[0].clone(), reference.gather_inputs(*state, PAGE, 5, step)
+    out = gather(*state, PAGE, 5, step, advance=True)
+    for mine, other in zip(out, expected, strict=True):
+        assert mine.equal(other)
+    moved = (state[0] - before).tolist()
+    assert moved[2] in (1, 2, 3) and moved[6] in (1, 2) and moved[5] == 1
+    assert not any(moved[row] for row in (0, 1, 3, 4, 7, 8))
 
 
 @GATHERS

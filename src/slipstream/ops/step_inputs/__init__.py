@@ -2,8 +2,8 @@
 
 from slipstream.ops.dispatch import by_device
 from slipstream.ops.step_inputs import native
-from slipstream.ops.step_inputs.reference import KeptTokens, StepInputs, StepRows
+from slipstream.ops.step_inputs.reference import MAX_ADVANCED_DRAFTS, KeptTokens, StepInputs, StepRows
 
 gather_inputs = by_device(native.gather_inputs, "slipstream.ops.step_inputs.triton")
 
-__all__ = ["KeptTokens", "StepInputs", "StepRows", "gather_inputs"]
+__all__ = ["MAX_ADVANCED_DRAFTS", "KeptTokens", "StepInputs", "StepRows", "gather_inputs"]

@@ -4,10 +4,11 @@
 
 // native.py mirrors this structure. The null pointers are those that StepRows has as None.
 typedef struct {
-    const int64_t *computed, *next_tokens, *tables;  // [rows], [rows, next_stride], [groups, rows, pages_per_row]
+    int64_t *computed;                    // [rows]
+    const int64_t *next_tokens, *tables;  // [rows, next_stride], [groups, rows, pages_per_row]
     const int64_t *rows, *counts, *token_rows, *offsets, *host_ids;
     int64_t *ids, *positions, *lengths, *slots, *pages;  // [T], [T], [B], [groups, T], [groups, B, width]
-    int64_t num_tokens, num_rows, num_groups, num_table_rows, next_stride, pages_per_row, page_size, width;
+    int64_t num_tokens, num_rows, num_groups, num_table_rows, next_stride, pages_per_row, page_size, width, advance;
 } Inputs;
 
 static int64_t token_id(const Inputs *in, int64_t t, int64_t row) {
@@ -35,4 +36,6 @@ void slip_gather_inputs(const Inputs *in) {
             memcpy(in->pages + (g * in->num_rows + b) * in->width,
                    in->tables + (g * in->num_table_rows + in->rows[b]) * in->pages_per_row, in->width * sizeof(int64_t));
     }
+    if (in->advance)
+        for (int64_t b = 0; b < in->num_rows; b++) in->computed[in->rows[b]] = in->lengths[b];
 }

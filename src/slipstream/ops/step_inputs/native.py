@@ -19,7 +19,7 @@ class _Inputs(ctypes.Structure):
         *((name, native.POINTER) for name in ("rows", "counts", "token_rows", "offsets", "host_ids")),
         *((name, native.POINTER) for name in ("ids", "positions", "lengths", "slots", "pages")),
         *((name, native.INT) for name in ("num_tokens", "num_rows", "num_groups", "num_table_rows")),
-        *((name, native.INT) for name in ("next_stride", "pages_per_row", "page_size", "width")),
+        *((name, native.INT) for name in ("next_stride", "pages_per_row", "page_size", "width", "advance")),
     ]
 
 
@@ -32,11 +32,15 @@ def gather_inputs(
     step: StepRows,
     out: StepInputs | None = None,
     kept: KeptTokens | None = None,
+    *,
+    advance: bool = False,
 ) -> StepInputs:
     """Same arguments and result as the reference."""
     library = native.library()
     if library is None or out is not None or type(computed) is not torch.Tensor or not computed.is_cpu:
-        return reference.gather_inputs(computed, next_tokens, tables, page_size, width, step, out, kept)
+        return reference.gather_inputs(
+            computed, next_tokens, tables, page_size, width, step, out, kept, advance=advance
+        )
     rows, counts, token_rows, offsets, host_ids = step
     num_groups, num_table_rows, pages_per_row = tables.shape
     num_rows = rows.shape[0]
@@ -44,7 +48,9 @@ def gather_inputs(
     assert computed.is_contiguous() and next_tokens.is_contiguous() and tables.is_contiguous()
     made = torch.empty(2 * num_tokens + num_groups * (num_tokens + num_rows * width), dtype=torch.int64)
     if type(made) is not torch.Tensor:  # under FakeTensorMode new tensors have no memory, and the engine's state has
-        return reference.gather_inputs(computed, next_tokens, tables, page_size, width, step, out, kept)
+        return reference.gather_inputs(
+            computed, next_tokens, tables, page_size, width, step, out, kept, advance=advance
+        )
     lengths = torch.empty(num_rows, dtype=torch.int64)  # memory of its own: it is kept longer than the others
     ids, positions, slots, pages = made.split_with_sizes(
         (num_tokens, num_tokens, num_groups * num_tokens, num_groups * num_rows * width)
@@ -63,6 +69,7 @@ def gather_inputs(
         pages_per_row,
         page_size,
         width,
+        int(advance),
     )
     library.slip_gather_inputs(ctypes.addressof(arguments))
     inputs = StepInputs(

@@ -26,6 +26,11 @@ class StepInputs(NamedTuple):
     pages: torch.Tensor  # [G, B, width] int64
 
 
+MAX_ADVANCED_DRAFTS = 128
+"""Tokens of a step with drafts in which `gather_inputs` can advance the rows: a kernel reads and writes the length of a
+drafted row in the same program."""
+
+
 class KeptTokens(NamedTuple):
     """The pages in which a step stores the token ids of its positions, for drafters that search them."""
 
@@ -35,7 +40,7 @@ class KeptTokens(NamedTuple):
 
 
 def gather_inputs(
-    computed: torch.Tensor,  # [rows] int64, positions in the cache
+    computed: torch.Tensor,  # [rows] int64, positions in the cache; the last row is for padding
     next_tokens: torch.Tensor,  # [rows, 1 + drafts] int64: the token drawn last, then drafts; -1: no draft
     tables: torch.Tensor,  # [G, rows, pages per row] int64
     page_size: int,
@@ -43,6 +48,10 @@ def gather_inputs(
     step: StepRows,
     out: StepInputs | None = None,  # written in place if given; columns of its pages beyond `width` are not written
     kept: KeptTokens | None = None,  # gets the ids of the step
+    *,
+    # Makes `computed` the length after the step, in a step of one token per row. Of the positions of a drafted row one
+    # counts, no matter which: its length is set again when drafts are accepted.
+    advance: bool = False,
 ) -> StepInputs:
     rows, counts, token_rows, offsets, host_ids = step
     if token_rows is None:
@@ -69,6 +78,8 @@ def gather_inputs(
     )
     if kept is not None:
         keep_ids_(kept, result, token_rows)
+    if advance:
+        computed.index_copy_(0, rows, lengths)
     if out is None:
         return result
     for target, source in zip(out[:4], result[:4], strict=True):

@@ -6,9 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
-from slipstream.ops.step_inputs.reference import KeptTokens, StepInputs, StepRows
+from slipstream.ops.step_inputs.reference import MAX_ADVANCED_DRAFTS, KeptTokens, StepInputs, StepRows
 
-_TOKENS = 128  # per program
+_TOKENS = MAX_ADVANCED_DRAFTS  # per program
 _PAGES = 2048  # of a row per program
 
 
@@ -21,9 +21,12 @@ def gather_inputs(
     step: StepRows,
     out: StepInputs | None = None,
     kept: KeptTokens | None = None,
+    *,
+    advance: bool = False,
 ) -> StepInputs:
     """Same arguments and result as the reference."""
     rows, counts, token_rows, offsets, host_ids = step
+    assert not advance or (token_rows is None and (offsets is None or len(rows) <= _TOKENS)), f"{len(rows)} tokens"
     if token_rows is None:
         token_rows = rows
     num_tokens, num_rows, num_groups = len(token_rows), len(rows), len(tables)
@@ -61,6 +64,7 @@ def gather_inputs(
         NEXT=next_tokens.shape[1],
         GROUPS=num_groups,
         KEPT=-1 if kept is None else kept.group,
+        ADVANCE=advance,
         PAGE=page_size,
         TOKENS=_TOKENS,
         PAGES=_PAGES,
@@ -111,6 +115,7 @@ def _gather_kernel(
     NEXT: tl.constexpr,
     GROUPS: tl.constexpr,
     KEPT: tl.constexpr,
+    ADVANCE: tl.constexpr,
     PAGE: tl.constexpr,
     TOKENS: tl.constexpr,
     PAGES: tl.constexpr,
@@ -122,6 +127,14 @@ def _gather_kernel(
         mask = token < num_tokens
         row = tl.load(token_rows + token, mask=mask, other=0)
         position = tl.load(computed + row, mask=mask, other=0)
+        if ADVANCE:  # the programs of the rows read no length then
+            length = position + 1
+            if counts is not None:
+                length = position + tl.load(counts + token, mask=mask, other=0)
+            tl.store(lengths + token, length, mask=mask)
+            if offsets is not None:
+                tl.debug_barrier()  # all positions of a drafted row have read its length
+            tl.store(computed + row, length, mask=mask)
         if offsets is not None:
             position += tl.load(offsets + token, mask=mask, other=0)
         tl.store(positions + token, position, mask=mask)
@@ -147,13 +160,14 @@ def _gather_kernel(
         entry = (program - num_blocks) // num_parts
         part = (program - num_blocks) % num_parts
         own = tl.load(rows + entry)
-        if part == 0:
-            length = tl.load(computed + own)
-            if counts is not None:
-                length += tl.load(counts + entry)
-            else:
-                length += 1
-            tl.store(lengths + entry, length)
+        if not ADVANCE:  # noqa: SIM102 (a compile-time condition)
+            if part == 0:
+                length = tl.load(computed + own)
+                if counts is not None:
+                    length += tl.load(counts + entry)
+                else:
+                    length += 1
+                tl.store(lengths + entry, length)
         page = part * PAGES + tl.arange(0, PAGES)
         for group in range(GROUPS):
             source = tables + group * table_size + own * table_width

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from slipstream.nn.context import BatchView
-from slipstream.ops.step_inputs import StepRows, gather_inputs
+from slipstream.ops.step_inputs import MAX_ADVANCED_DRAFTS, StepRows, gather_inputs
 from slipstream.runner.batch.array_cache import ArrayCache
 from slipstream.runner.batch.drafted_plan import DraftedPlan
 from slipstream.runner.batch.page_tables import PageTables
@@ -50,6 +50,7 @@ class Gathered:
     # [B] int64, index of the row among those of its drafted row; None: no row has drafts, or some have several tokens
     offsets: torch.Tensor | None = None
     sitting: torch.Tensor | None = None  # [sitting] int64, rows that draw nothing; None: all draw
+    is_advanced: bool = False  # whether the row table has the lengths after the step already
 
     def for_heads(self) -> Gathered:
         """Without what only the layers read, so that its memory can be reused."""
@@ -111,7 +112,9 @@ class InputBatch:
         spans = [None if array is None else upload.put(array) for array in arrays]
         assert spans[0] is not None and (size is None or spans[0].start == 0), "a padded batch comes first"
         table, pages, rope_rows, history = self.rows, self.page_tables, self.rope_rows, self.history
-        is_drafted = isinstance(plan, DraftedPlan) and counts.starts is None
+        is_single = counts.starts is None
+        is_drafted = is_single and isinstance(plan, DraftedPlan)
+        advance = is_single and (not is_drafted or len(counts.rows) <= MAX_ADVANCED_DRAFTS)
         embeds = None if plan.embeds is None else stage_embeds(plan.embeds, upload)
 
         def gather() -> Gathered:
@@ -120,7 +123,7 @@ class InputBatch:
             step = StepRows(rows, *others)
             kept = None if history is None else history.kept
             state = table.computed, table.next_tokens, pages.tables
-            inputs = gather_inputs(*state, pages.page_size, counts.width, step, kept=kept)
+            inputs = gather_inputs(*state, pages.page_size, counts.width, step, kept=kept, advance=advance)
             token_rows = rows if step.token_rows is None else step.token_rows
             view = BatchView(
                 ids=inputs.ids,
@@ -138,12 +141,13 @@ class InputBatch:
                 query_starts=starts,
                 embeds=None if embeds is None else embeds(),
             )
-            return Gathered(view, rows, None if starts is not None else step.offsets)
+            return Gathered(view, rows, step.offsets if is_single else None, is_advanced=advance)
 
         return gather
 
     def advance(self, batch: Gathered) -> None:
-        self.rows.advance(batch.rows, batch.view.lengths)
+        if not batch.is_advanced:
+            self.rows.advance(batch.rows, batch.view.lengths)
 
     def _count(self, plan: StepPlan) -> _Counts:
         num_tokens, num_rows = plan.num_tokens, len(plan.rows)

@@ -109,7 +109,8 @@ def generate(llm: LLM, num_rows: int, args: argparse.Namespace) -> None:
             head.drafter = ReplayedAnswers(runner, texts, int(kind == "wrong"), vocab_size)
         else:
             head.drafter = ngram
-        runner.graphs._captured = {key: work for key, work in runner.graphs._captured.items() if key[0] != "head"}
+        captured = runner.graphs._captured.items()
+        runner.graphs._captured = {key: work for key, work in captured if key[0] == "forward"}  # not drafts
         best, counts = float("inf"), planner.counts
         for trial in range(1 + args.repeats):  # the first one captures
             before, steps = (counts.num_rows, counts.num_drafts, counts.num_accepted), core.num_steps

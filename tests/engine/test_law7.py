@@ -288,25 +288,29 @@ def test_replayed_masks_give_the_same_tokens(model, alone, depth):
         assert any("grammar" in key[-1] for key, entry in graphs._captured.items() if key[0] == "head" and entry)
 
 
-@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize(("depth", "whole"), [(0, False), (2, True)])
 @pytest.mark.parametrize("feature", [*REPLAYED, "all of them", "mixed", "everything among others"])
-def test_replayed_steps_give_the_same_tokens(model, alone, depth, feature):
-    """Bodies of single tokens and heads of all steps are padded, captured and replayed, as on a GPU."""
+def test_replayed_steps_give_the_same_tokens(model, alone, depth, whole, feature):
+    """Bodies of single tokens and heads of all steps are padded, captured and replayed, as on a GPU: `whole` those of a
+    step as one graph."""
     replayed = {name: params.with_changes(max_tokens=10) for name, params in REPLAYED.items()}
     params = replayed.get(feature) or FEATURES.get(feature) or [*replayed.values()][-len(PROMPTS) :]
     wanted = alone(params)
     device = ReplayDevice(depth)
     with make(model, chunked=True, cached=True, preempted=True, depth=depth, device=device) as llm:
+        llm.core.executor.whole_steps = whole
         graphs = llm.core.executor.graphs
         graphs.token_sizes = []  # the CPU's attention goes row by row through longer chunks
         preempt_after(llm, 9)
         for _ in range(2 if feature in REPLAYED else 1):  # those without a seed get another the second time
             assert_same(llm.generate(PROMPTS, params), wanted)
         captured = [key for key, entry in graphs._captured.items() if entry is not None]
-        assert ("forward", Size(4, 4), False) in [key[:3] for key in captured]
+        bodies = [key[key[0] == "step" :][:3] for key in captured]
+        assert ("forward", Size(4, 4), False) in bodies and whole == any(key[0] == "step" for key in captured)
         heads = [key for key in captured if key[0] == "head"]
         # those that decode, and those of a step that also computes a chunk
-        assert feature == "everything among others" or {picked for _, _, picked, _ in heads} == {True, False}
+        picks = {True} if whole else {True, False}
+        assert feature == "everything among others" or {picked for _, _, picked, _ in heads} == picks
         assert device.num_replays > 10 and llm.core.scheduler.num_preemptions > 0
 
 

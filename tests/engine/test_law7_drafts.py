@@ -166,20 +166,22 @@ def of_replayed(model):
         return llm.generate(PROMPTS, LAST_REPLAYED)
 
 
-@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize(("depth", "whole"), [(0, False), (2, True)])
 @pytest.mark.parametrize("kind", ["random", "ngram"])
-def test_replayed_steps_with_drafts_give_the_same_tokens(model, wanted, of_replayed, depth, kind):
-    """A step with drafts replays the graphs of a decode step of more rows."""
+def test_replayed_steps_with_drafts_give_the_same_tokens(model, wanted, of_replayed, depth, whole, kind):
+    """A step with drafts replays the graphs of a decode step of more rows: two, or one for the whole step."""
     device = ReplayDevice(depth)
     with make(model, chunked=True, cached=True, preempted=True, depth=depth, device=device, drafts=kind) as llm:
+        llm.core.executor.whole_steps = whole
         graphs = llm.core.executor.graphs
         graphs.token_sizes = []  # the CPU's attention goes row by row through longer chunks
         for asked, results in ((GREEDY, wanted["greedy"]), (LAST_REPLAYED, of_replayed)):
             draft(llm, kind, results)
             assert_same(llm.generate(PROMPTS, asked), results)
         captured = [key for key, entry in graphs._captured.items() if entry is not None]
-        assert any(key[0] == "head" and key[4:] == (True, 3) for key in captured)
-        assert ("forward", Size(8, 8, has_drafts=True), False) in [key[:3] for key in captured]
+        heads = [key[-1] if key[0] == "step" else key for key in captured if (key[0] == "step") == whole]
+        assert any(key[0] == "head" and key[4:] == (True, 3) for key in heads)
+        assert ("forward", Size(8, 8, has_drafts=True), False) in [key[key[0] == "step" :][:3] for key in captured]
         assert llm.core.scheduler.drafts.counts.num_accepted > 0
         assert llm.core.executor.input_batch.rows.computed[-1] == 0, "the padding row has a length"
 

@@ -126,18 +126,20 @@ def test_a_mixed_batch_gives_what_merged_weights_give(model, adapters, wanted, c
     check(plain, [None] * len(PROMPTS), wanted)
 
 
-def test_captured_steps_with_and_without_adapters(model, adapters, wanted):
+@pytest.mark.parametrize("whole", [True, False], ids=["one graph", "two graphs"])
+def test_captured_steps_with_and_without_adapters(model, adapters, wanted, whole):
     device = ReplayDevice(1)
     params = GREEDY.with_changes(prompt_logprobs=None)
     right = {lora: [(tokens, steps[: len(tokens)]) for tokens, steps in own] for lora, own in wanted.items()}
     with start(model, device, depth=1) as llm:
         llm.core.executor.graphs.token_sizes = []  # the CPU's attention goes row by row through longer chunks
+        llm.core.executor.whole_steps = whole
         for loras in ([None] * 6, mixed(adapters), [adapters[0]] * 6, [None] * 6, mixed(adapters)[::-1]):
             check(llm.generate(PROMPTS, params, use_tqdm=False, lora_request=loras), loras, right)
         captured = {key for key, entry in llm.core.executor.graphs._captured.items() if entry is not None}
-    assert any(key[0] == "forward" and "adapted" in key for key in captured)
-    assert any(key[0] == "forward" and "adapted" not in key for key in captured)
-    assert device.num_replays > 20
+    bodies = [key for key in captured if key[0] == ("step" if whole else "forward")]
+    assert any("adapted" in key for key in bodies) and any("adapted" not in key for key in bodies)
+    assert device.num_replays > 10
 
 
 def test_prefixes_are_cached_by_the_content_of_the_adapter(model, adapters, tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from slipstream.runner.batch.sit_out import leave_out_
 from slipstream.runner.batch.staging import Upload
 from slipstream.runner.drafts.drafter import DraftBatch, Drafter
 from slipstream.runner.graphs import GraphPool
-from slipstream.runner.head import Head
+from slipstream.runner.head import CapturedDraw, Head
 from slipstream.runner.lora.store import AdapterStore, Tiles
 from slipstream.runner.results import (
     DRAFTS,
@@ -192,18 +192,20 @@ class GenerateHead:
         if span is None and plan.adapter_slots is not None:  # another graph left the hidden states
             key += ("adapted",)
 
+        def draw(inputs: _DrawInputs) -> torch.Tensor:
+            return self._draw(inputs, replayed, shape, drafts)
+
         def run(batch: Gathered, hidden: torch.Tensor) -> None:
             self._leave_out(batch, None if span is None else upload.tensor(span))
-            rows, positions, offsets = batch.rows, batch.view.lengths, batch.offsets
+            inputs = _DrawInputs.of(batch, hidden)
             if span is not None:
-                hidden, positions, rows, offsets = self._picked.bring(hidden, positions, upload.tensor(span))
+                inputs = self._picked.bring(hidden, batch.view.lengths, upload.tensor(span))
+            out.write_packed(self.graphs.run(key, lambda: draw(inputs)))
 
-            def draw() -> torch.Tensor:
-                return self._draw(hidden, self._draw_batch(rows, positions, offsets, drafts), replayed, shape, drafts)
-
-            out.write_packed(self.graphs.run(key, draw))
-
-        return Head(run, out.handle)
+        captured = None
+        if span is None:
+            captured = CapturedDraw(key, lambda batch, hidden: draw(_DrawInputs.of(batch, hidden)), out.write_packed)
+        return Head(run, out.handle, captured)
 
     def _leave_out(self, batch: Gathered, pick: torch.Tensor | None) -> None:
         """Device: rows that sit out this step draw for the padding row. `pick`: the uploaded indices of the draws."""
@@ -268,10 +270,9 @@ class GenerateHead:
             results[KEPT] = drawn.kept
         return results if drawn.logprobs is None else results | _named("", drawn.logprobs)
 
-    def _draw(
-        self, hidden: torch.Tensor, draws: DrawBatch, replayed: Replayed, shape: ResultShape, drafts: _Drafts
-    ) -> torch.Tensor:
+    def _draw(self, inputs: _DrawInputs, replayed: Replayed, shape: ResultShape, drafts: _Drafts) -> torch.Tensor:
         """Device: draw a token for every row, padding included, and pack the results."""
+        hidden, draws = inputs.hidden, self._draw_batch(inputs.rows, inputs.positions, inputs.offsets, drafts)
         # Kernels convert what they read, so only logits that a stage computes with must have the sampling dtype.
         # Batch-invariant logits always have it: the order of sums depends on the dtype, and must not depend on the
         # parameters of other rows.
@@ -315,18 +316,30 @@ class _Drafts:
     num_returned: int  # proposed drafts of each row that the result has
 
 
+class _DrawInputs(NamedTuple):
+    """The hidden states to sample from, their rows, positions and, with drafts, offsets."""
+
+    hidden: torch.Tensor
+    rows: torch.Tensor
+    positions: torch.Tensor
+    offsets: torch.Tensor | None
+
+    @classmethod
+    def of(cls, batch: Gathered, hidden: torch.Tensor) -> _DrawInputs:
+        """All hidden states of a step."""
+        return cls(hidden, batch.rows, batch.view.lengths, batch.offsets)
+
+
 class _Picked:
-    """Fixed addresses for the hidden states to sample from, their rows, positions and offsets."""
+    """Draw inputs at fixed addresses."""
 
     def __init__(self, num_rows: int) -> None:
         self._num_rows = num_rows
         self._buffers: tuple[torch.Tensor, ...] | None = None
 
-    def bring(
-        self, hidden: torch.Tensor, positions: torch.Tensor, pick: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Device: hidden states, positions, rows and offsets. `pick` [3 or 4, n]: indices of hidden states, indices of
-        their rows in the step, the rows, offsets if there are drafts."""
+    def bring(self, hidden: torch.Tensor, positions: torch.Tensor, pick: torch.Tensor) -> _DrawInputs:
+        """Device: `pick` [3 or 4, n]: indices of hidden states, indices of their rows in the step, the rows, offsets if
+        there are drafts."""
         if self._buffers is None:
             ids = torch.zeros(3, self._num_rows, dtype=torch.int64, device=hidden.device)
             self._buffers = hidden.new_zeros(self._num_rows, hidden.shape[1]), *ids.unbind(0)
@@ -335,7 +348,7 @@ class _Picked:
         torch.index_select(hidden, 0, tokens, out=own_hidden)
         torch.index_select(positions, 0, indices, out=own_positions)
         own_rows.copy_(rows)
-        return own_hidden, own_positions, own_rows, own_offsets.copy_(offsets[0]) if offsets else None
+        return _DrawInputs(own_hidden, own_rows, own_positions, own_offsets.copy_(offsets[0]) if offsets else None)
 
 
 def _named(prefix: str, of: TopLogprobs) -> dict[str, torch.Tensor]:

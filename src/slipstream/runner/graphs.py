@@ -23,6 +23,10 @@ from slipstream.step import StepPlan, StepSizes
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
+WHOLE_STEP_ROWS = 8
+"""Steps of one token per row with up to so many rows are one graph if their draws need nothing from the host. A second
+graph for the draws costs 2 us on the H200, and its first kernel cannot load weights while the last layer runs. All
+rows and draws of larger steps would be captured anew for each other way to draw."""
 FEW_ROWS = 16  # of short mixed steps: prompts that begin while few rows decode
 MAX_GRAPHS = 1024
 """Further work runs eagerly. No graph is ever dropped: other graphs may read its outputs at their fixed addresses."""

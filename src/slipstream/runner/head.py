@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Hashable
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -15,12 +15,25 @@ from slipstream.step import StepPlan
 Finish = Callable[[Gathered, torch.Tensor], None]
 
 
+class CapturedDraw(NamedTuple):
+    """The work of a head that can be captured together with the forward before it."""
+
+    key: Hashable
+    draw: Callable[[Gathered, torch.Tensor], torch.Tensor]  # returns results at a fixed address
+    put: Callable[[torch.Tensor], None]  # to where this step's results are copied from; not captured
+
+
 class Head:
     """One step's head: its device work, and how its results are read once copied; None if it has no results."""
 
-    def __init__(self, run: Finish, handle: Callable[[Sent], StepHandle] | None) -> None:
+    def __init__(
+        self, run: Finish, handle: Callable[[Sent], StepHandle] | None, captured: CapturedDraw | None = None
+    ) -> None:
+        """`captured`: the same work as `run` for steps without data that come after the forward's launch; None: it
+        cannot be captured with the forward."""
         self.run = run
         self.handle = handle
+        self.captured = captured
 
 
 class HeadMaker(Protocol):

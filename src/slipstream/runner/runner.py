@@ -20,8 +20,8 @@ from slipstream.runner.batch.row_state import RowState
 from slipstream.runner.batch.sit_out import SittingRows
 from slipstream.runner.batch.staging import HostRing
 from slipstream.runner.drafts.drafter import Follow, ForwardDrafter
-from slipstream.runner.graphs import GraphPool
-from slipstream.runner.head import Head, HeadMaker
+from slipstream.runner.graphs import WHOLE_STEP_ROWS, GraphPool
+from slipstream.runner.head import CapturedDraw, Head, HeadMaker
 from slipstream.runner.kv_store import KVStore
 from slipstream.runner.lora.store import AdapterStore
 from slipstream.runner.page_tier import PageTier
@@ -74,6 +74,7 @@ class ModelRunner:
         self.adapters = adapters
         self.tier = tier
         self.sitting = sitting
+        self.whole_steps = True  # whether the forward and the draws of few rows are one graph
         self.hot_path = HotPath(cpu=device.kind == "cpu")
         self._launched: tuple[_Step, list[Head]] | None = None
 
@@ -136,21 +137,44 @@ class ModelRunner:
             # steps of one token per row have few hidden states, which a graph may keep in its own memory
             return batch.for_heads(), hidden if size is None or size.is_single else self.graphs.hidden.put(hidden)
 
+        key: tuple[Hashable, ...] = ("forward", size, only_last, exchanged)
+        if follow is not None:
+            key += ("drafter",)
+        if adapt is not None:
+            key += ("adapted",)
+
         def run_forward() -> None:
-            key: tuple[Hashable, ...] = ("forward", size, only_last, exchanged)
-            if follow is not None:
-                key += ("drafter",)
-            if adapt is not None:
-                key += ("adapted",)
             step.batch, step.hidden = self.graphs.run(key, forward) if is_replayed else forward()
 
-        self.device.compute.run(run_forward)
+        needs_late = self.sampler is not None and self.sampler.needs_late(plan)
+        is_alone = is_replayed and catch_up is None and not needs_late and plan.joint_sizes is None
+        captured = self._whole_step(heads, size) if is_alone else None
+        if captured is not None:
+            step.is_drawn = True
+            self.device.compute.run(functools.partial(self._run_whole, key, forward, captured))
+        else:
+            self.device.compute.run(run_forward)
         if catch_up is not None:
             self.device.compute.run(catch_up)
-        if self.sampler is not None and self.sampler.needs_late(plan):
+        if needs_late:
             step.computed = self.device.compute.record(timed=True)
         self.device.compute.flush()
         self._launched = (step, heads)
+
+    def _whole_step(self, heads: Sequence[Head], size: Size | None) -> CapturedDraw | None:
+        """Host: the draw that is captured together with the forward of this step; None: the head runs by itself."""
+        if not self.whole_steps or len(heads) != 1 or size is None:
+            return None
+        return heads[0].captured if size.is_single and size.rows <= WHOLE_STEP_ROWS else None
+
+    def _run_whole(
+        self,
+        key: tuple[Hashable, ...],
+        forward: Callable[[], tuple[Gathered, torch.Tensor]],
+        captured: CapturedDraw,
+    ) -> None:
+        """Device: the forward and the draws of a step as one graph."""
+        captured.put(self.graphs.run(("step", *key, captured.key), lambda: captured.draw(*forward())))
 
     def _finish(self, late: Late | None) -> StepHandle:
         assert self._launched is not None, "finish comes after launch"
@@ -164,7 +188,8 @@ class ModelRunner:
                 self.ring.forget()  # the rows of the step are changed on the device
                 compute.run(functools.partial(_sit_out, step, take_back))
         arrived = None if step.computed is None else compute.record(timed=True)
-        for head in heads:
+        assert late is None or not step.is_drawn, "late data came for a step whose draws were launched without"
+        for head in () if step.is_drawn else heads:
             compute.run(functools.partial(_run_head, head, step))
         sent = self.results.send()
         handles = [head.handle(sent) for head in heads if head.handle is not None]
@@ -230,6 +255,7 @@ class _Step:
     def __init__(self, started: Event) -> None:
         self.started = started
         self.computed: Event | None = None  # the end of the forward, if the heads need late data
+        self.is_drawn = False  # whether the heads were launched with the forward
 
     batch: Gathered
     hidden: torch.Tensor

@@ -17,7 +17,7 @@ from slipstream.errors import NotEnoughMemory
 from slipstream.nn.models.shortened import shortened
 from slipstream.ops.linear.cublaslt_tuned import MIN_ROWS
 from slipstream.params import SamplingParams
-from slipstream.runner.graphs import GraphPool
+from slipstream.runner.graphs import WHOLE_STEP_ROWS, GraphPool
 from slipstream.runner.runner import ModelRunner
 from slipstream.step import NO_INTS, NO_PAGES, AdapterPlan, Admission, Ints, StepPlan
 
@@ -116,14 +116,20 @@ class WarmUp:
             self.release_rows()
 
     def capture(self) -> None:
-        """Capture greedy decode steps of every padded size. Other steps are captured at their first use, so that the
-        first answers do not wait for them."""
+        """Capture greedy decode steps of every padded size; of few rows as one graph, and as one of the forward and one
+        of the draws, which serves draws that need data of the host. Other steps are captured at their first use, so
+        that the first answers do not wait for them."""
         graphs = self.runner.graphs
         if not graphs.enabled:
             return
         with graphs.starting(capture=True), enough_memory():
             for size in reversed(graphs.row_sizes):  # the largest first: smaller ones fit into its memory
                 self.decode(size, GREEDY)
+            self.runner.whole_steps = False
+            for size in graphs.row_sizes:
+                if size <= WHOLE_STEP_ROWS:
+                    self.decode(size, GREEDY)
+            self.runner.whole_steps = True
             self.release_rows()
 
     def decode(self, num_drawn: int, params: SamplingParams) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from slipstream.runner.batch.rows import RowTable
 from slipstream.runner.batch.sit_out import leave_out_
 from slipstream.runner.batch.staging import Upload
 from slipstream.runner.drafts.drafter import DraftBatch, Drafter
+from slipstream.runner.draw_inputs import DrawInputs, PickedInputs
 from slipstream.runner.graphs import GraphPool
 from slipstream.runner.head import CapturedDraw, Head
 from slipstream.runner.lora.store import AdapterStore, Tiles
@@ -69,7 +70,7 @@ class GenerateHead:
         self.max_length = max_length
         self.adapters = adapters
         self._batch_invariant = batch_invariant
-        self._picked = _Picked(graphs.max_rows)
+        self._picked = PickedInputs(graphs.max_rows)
         self._numpy_dtype = np.float64 if logit_dtype is torch.float64 else np.float32
 
     def wants_all(self, plan: StepPlan) -> bool:
@@ -192,19 +193,19 @@ class GenerateHead:
         if span is None and plan.adapter_slots is not None:  # another graph left the hidden states
             key += ("adapted",)
 
-        def draw(inputs: _DrawInputs) -> torch.Tensor:
+        def draw(inputs: DrawInputs) -> torch.Tensor:
             return self._draw(inputs, replayed, shape, drafts)
 
         def run(batch: Gathered, hidden: torch.Tensor) -> None:
             self._leave_out(batch, None if span is None else upload.tensor(span))
-            inputs = _DrawInputs.of(batch, hidden)
+            inputs = DrawInputs.of(batch, hidden)
             if span is not None:
                 inputs = self._picked.bring(hidden, batch.view.lengths, upload.tensor(span))
             out.write_packed(self.graphs.run(key, lambda: draw(inputs)))
 
         captured = None
         if span is None:
-            captured = CapturedDraw(key, lambda batch, hidden: draw(_DrawInputs.of(batch, hidden)), out.write_packed)
+            captured = CapturedDraw(key, lambda batch, hidden: draw(DrawInputs.of(batch, hidden)), out.write_packed)
         return Head(run, out.handle, captured)
 
     def _leave_out(self, batch: Gathered, pick: torch.Tensor | None) -> None:
@@ -270,7 +271,7 @@ class GenerateHead:
             results[KEPT] = drawn.kept
         return results if drawn.logprobs is None else results | _named("", drawn.logprobs)
 
-    def _draw(self, inputs: _DrawInputs, replayed: Replayed, shape: ResultShape, drafts: _Drafts) -> torch.Tensor:
+    def _draw(self, inputs: DrawInputs, replayed: Replayed, shape: ResultShape, drafts: _Drafts) -> torch.Tensor:
         """Device: draw a token for every row, padding included, and pack the results."""
         hidden, draws = inputs.hidden, self._draw_batch(inputs.rows, inputs.positions, inputs.offsets, drafts)
         # Kernels convert what they read, so only logits that a stage computes with must have the sampling dtype.
@@ -314,41 +315,6 @@ class _Drafts:
     max_length: int  # at least the number of tokens of every row after the draw
     num_rows: int  # at least the number of rows, each counted once
     num_returned: int  # proposed drafts of each row that the result has
-
-
-class _DrawInputs(NamedTuple):
-    """The hidden states to sample from, their rows, positions and, with drafts, offsets."""
-
-    hidden: torch.Tensor
-    rows: torch.Tensor
-    positions: torch.Tensor
-    offsets: torch.Tensor | None
-
-    @classmethod
-    def of(cls, batch: Gathered, hidden: torch.Tensor) -> _DrawInputs:
-        """All hidden states of a step."""
-        return cls(hidden, batch.rows, batch.view.lengths, batch.offsets)
-
-
-class _Picked:
-    """Draw inputs at fixed addresses."""
-
-    def __init__(self, num_rows: int) -> None:
-        self._num_rows = num_rows
-        self._buffers: tuple[torch.Tensor, ...] | None = None
-
-    def bring(self, hidden: torch.Tensor, positions: torch.Tensor, pick: torch.Tensor) -> _DrawInputs:
-        """Device: `pick` [3 or 4, n]: indices of hidden states, indices of their rows in the step, the rows, offsets if
-        there are drafts."""
-        if self._buffers is None:
-            ids = torch.zeros(3, self._num_rows, dtype=torch.int64, device=hidden.device)
-            self._buffers = hidden.new_zeros(self._num_rows, hidden.shape[1]), *ids.unbind(0)
-        tokens, indices, rows, *offsets = pick.unbind(0)
-        own_hidden, own_positions, own_rows, own_offsets = (buffer[: len(tokens)] for buffer in self._buffers)
-        torch.index_select(hidden, 0, tokens, out=own_hidden)
-        torch.index_select(positions, 0, indices, out=own_positions)
-        own_rows.copy_(rows)
-        return _DrawInputs(own_hidden, own_rows, own_positions, own_offsets.copy_(offsets[0]) if offsets else None)
 
 
 def _named(prefix: str, of: TopLogprobs) -> dict[str, torch.Tensor]:

@@ -146,9 +146,9 @@ def test_a_dry_run_has_the_weights_whose_layout_is_in_the_file(tmp_path: Path, m
     """The tensors of a GGUF weight exist after its pieces are read; others are allocated before."""
     import gguf
 
-    from slipstream.runner import assemble
+    from slipstream.runner import build
 
-    monkeypatch.setattr(assemble, "can_compile_ahead", lambda: False)
-    monkeypatch.setattr(assemble, "_warm_up", LookUp)
+    monkeypatch.setattr(build, "can_compile_ahead", lambda: False)
+    monkeypatch.setattr(build, "_warm_up", LookUp)
     path = write_gguf(write_tiny(tmp_path), gguf.GGMLQuantizationType.Q4_0, pre="default")
     LLM(str(path), _device=WarmDevice(1), num_threads=1, **SMALL).close()

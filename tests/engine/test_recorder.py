@@ -26,7 +26,7 @@ from slipstream.engine.recorder import Recorder
 from slipstream.engine.replay import replay
 from slipstream.engine.sleeping import Sleeper
 from slipstream.errors import EngineDead, InvalidOption, UserError
-from slipstream.runner.assemble import build_runner
+from slipstream.runner.build import build_runner
 from slipstream.structured_params import StructuredOutputsParams as Shape
 from small_model import write_small
 

@@ -116,10 +116,10 @@ def test_every_size_that_steps_are_padded_to_is_run_twice(model, monkeypatch):
 
 def test_the_cache_of_a_model_that_only_pools_is_measured_too(tmp_path, monkeypatch):
     from slipstream.config import resolve
-    from slipstream.runner import assemble
+    from slipstream.runner import build
 
     monkeypatch.setattr(resolve, "keep_free", lambda options, machine: 1000)
-    monkeypatch.setattr(assemble, "_room", lambda config, device: device.free_memory() - config.device.keep_free)
+    monkeypatch.setattr(build, "_room", lambda config, device: device.free_memory() - config.device.keep_free)
     folder = write_decoder(tmp_path, "lasttoken")
     with PoolBench(folder, **OPTIONS, device=Gpu(0)) as bench:
         page = sum(group.bytes_per_page for group in bench.core.config.cache.groups)
@@ -132,12 +132,12 @@ def test_the_cache_of_a_model_that_only_pools_is_measured_too(tmp_path, monkeypa
 
 
 def test_out_of_memory_during_autotuning_names_the_options(model, monkeypatch):
-    from slipstream.runner import assemble
+    from slipstream.runner import build
 
     def autotune_recorded(products):
         raise RuntimeError("CUDA out of memory. Tried to allocate 9 GiB")
 
-    monkeypatch.setattr(assemble, "autotune_recorded", autotune_recorded)
+    monkeypatch.setattr(build, "autotune_recorded", autotune_recorded)
     with pytest.raises(NotEnoughMemory, match="lower max_num_batched_tokens"):
         PoolBench(**model, device=Gpu(0))
 

@@ -252,10 +252,10 @@ class Gpu(ReplayDevice):
 def test_the_cache_gets_the_measured_free_memory(folder, wanted, monkeypatch):
     """And not what was computed before anything was loaded."""
     from slipstream.config import resolve
-    from slipstream.runner import assemble
+    from slipstream.runner import build
 
     monkeypatch.setattr(resolve, "keep_free", lambda options, machine: 1000)
-    monkeypatch.setattr(assemble, "_room", lambda config, device: device.free_memory() - config.device.keep_free)
+    monkeypatch.setattr(build, "_room", lambda config, device: device.free_memory() - config.device.keep_free)
     monkeypatch.setattr(Device, "can_graph", False)
     monkeypatch.setattr(ReplayDevice, "can_graph", False)  # the CPU's attention takes no padded chunks
     options = {name: value for name, value in OPTIONS.items() if name != "num_pages"}
@@ -296,7 +296,7 @@ def test_a_device_that_captures_nothing_starts_and_runs_eagerly(folder, wanted, 
 def test_steps_run_after_writes_on_other_streams(folder, monkeypatch):
     """Zeros of tables and caches, and weights, are written on the default stream; steps run on another."""
     from slipstream.config import resolve
-    from slipstream.runner import assemble, warmup
+    from slipstream.runner import build, warmup
     from slipstream.runner.kv_store import KVStore
 
     happened = []
@@ -316,15 +316,15 @@ def test_steps_run_after_writes_on_other_streams(folder, monkeypatch):
         monkeypatch.setattr(owner, name, call)
 
     monkeypatch.setattr(resolve, "keep_free", lambda options, machine: 1000)
-    monkeypatch.setattr(assemble, "_room", lambda config, device: device.free_memory() - config.device.keep_free)
-    monkeypatch.setattr(assemble, "can_compile_ahead", lambda: True)
-    monkeypatch.setattr(assemble, "compiling_ahead", compiling_ahead)
+    monkeypatch.setattr(build, "_room", lambda config, device: device.free_memory() - config.device.keep_free)
+    monkeypatch.setattr(build, "can_compile_ahead", lambda: True)
+    monkeypatch.setattr(build, "compiling_ahead", compiling_ahead)
     monkeypatch.setattr(ReplayDevice, "can_graph", False)
-    noted(assemble, "_assemble", "written")
+    noted(build, "assemble", "written")
     noted(KVStore, "take_memory", "written")
     noted(Gpu, "wait_until_idle", "settled")
     noted(warmup, "run_plan", "step")
-    real_open = assemble.open_model
+    real_open = build.open_model
 
     def open_model(*args):
         model, fill = real_open(*args)
@@ -335,7 +335,7 @@ def test_steps_run_after_writes_on_other_streams(folder, monkeypatch):
 
         return model, fill_and_note
 
-    monkeypatch.setattr(assemble, "open_model", open_model)
+    monkeypatch.setattr(build, "open_model", open_model)
     options = {name: value for name, value in OPTIONS.items() if name != "num_pages"}
     LLM(folder, **options, _device=Gpu(10**9)).close()
     assert "step" in happened and happened.count("written") >= 3

@@ -15,7 +15,7 @@ from slipstream.engine.rank_pages import RankPages
 from slipstream.engine.ranks import Ranks
 from slipstream.engine.remote_ranks import RemoteRanks
 from slipstream.engine.workers import Workers
-from slipstream.runner.assemble import build_runner
+from slipstream.runner.build import build_runner
 from slipstream.runner.runner import ModelRunner
 
 

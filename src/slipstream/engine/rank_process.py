@@ -35,7 +35,7 @@ from slipstream.engine.rank_pages import ShardPages
 from slipstream.engine.ranks import ADAPTER, END, FINISH, FREE, LATE, MARK, PLAN, STARTED, TIER
 from slipstream.engine.workers import LocalRunner
 from slipstream.log import set_up_child_log
-from slipstream.runner.assemble import build_runner
+from slipstream.runner.build import build_runner
 from slipstream.runner.runner import ModelRunner
 
 

@@ -1,34 +1,20 @@
-"""Builds the device half from an EngineConfig: model, caches, row states and heads."""
+"""Assembles the runner from an EngineConfig: caches, row states, heads and what they share. No device work."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
-
-import msgspec
 import torch
 
 from slipstream.config.buffer_size import arena_bytes, result_bytes, result_growth_bytes
-from slipstream.config.cache_room import fit_cache
 from slipstream.config.config import EngineConfig
-from slipstream.config.cpus import num_cpus
-from slipstream.config.memory import LOGITS_AT_ONCE, WORKSPACE, estimate_memory, graph_output_bytes
+from slipstream.config.memory import graph_output_bytes
 from slipstream.config.pooling_size import pooled_bytes
-from slipstream.device.device import Device, open_device
-from slipstream.dist.group import DryGroup, Group
+from slipstream.device.device import Device
 from slipstream.nn.attention.choose import choose_attention
-from slipstream.nn.layers.ranked import connect_ranks
 from slipstream.nn.models.adapter_layout import AdapterLayout
 from slipstream.nn.models.decoder import Decoder
 from slipstream.nn.models.draft_head import DraftHead
-from slipstream.nn.models.load import open_model
 from slipstream.nn.models.registry import find_rules
 from slipstream.nn.shapes import bidirectional_head_dims
-from slipstream.nn.weight_format import Weight
-from slipstream.ops.compile_ahead import ForkedCompiler, can_compile_ahead, compiling_ahead
-from slipstream.ops.linear import reserve_counters
-from slipstream.ops.linear.cublaslt_tuned import Choices, RecordedGemms, autotune_recorded, recording_gemms
-from slipstream.pooling_params import PoolingParams
 from slipstream.runner.batch.encoder_batch import EncoderBatch
 from slipstream.runner.batch.input_batch import BatchInputs, InputBatch
 from slipstream.runner.batch.page_tables import PageTables
@@ -38,7 +24,7 @@ from slipstream.runner.batch.rows import RowTable
 from slipstream.runner.batch.sit_out import SittingRows
 from slipstream.runner.batch.staging import HostRing
 from slipstream.runner.batch.token_history import TokenHistory
-from slipstream.runner.drafts.build import build_drafter, open_draft_model, scratch_pages
+from slipstream.runner.drafts.build import build_drafter, scratch_pages
 from slipstream.runner.drafts.drafter import Drafter
 from slipstream.runner.drafts.ngram import NgramDrafter
 from slipstream.runner.generate_head import GenerateHead
@@ -48,146 +34,14 @@ from slipstream.runner.kv_store import KVStore
 from slipstream.runner.lora.store import AdapterStore
 from slipstream.runner.page_tier import PageTier
 from slipstream.runner.pool_head import PoolHead
-from slipstream.runner.pool_warmup import PoolWarmUp
 from slipstream.runner.pooling.chunk_state import ChunkState
 from slipstream.runner.results import ResultRing
 from slipstream.runner.runner import ModelRunner
 from slipstream.runner.sampling.sampler import Sampler
 from slipstream.runner.state_store import StateStore
-from slipstream.runner.warmup import Start, WarmUp, enough_memory
-
-Join = Callable[[torch.device], Group]
-"""Waits until all ranks of a model have loaded, and returns their group."""
 
 
-def build_runner(
-    config: EngineConfig, *, progress: bool = False, device: Device | None = None, join: Join | None = None
-) -> tuple[ModelRunner, EngineConfig]:
-    """The runner, ready to run, and the configuration with the size of cache that was found to fit. `join`: for a model
-    with several ranks."""
-    if device is None:
-        device = open_device(config.device.kind, config.scheduler.depth, config.device.num_threads)
-    pools = device.enable_sleep() if config.device.sleep_mode else None
-    model, fill = open_model(config.model, device.torch_device, None if pools is None else pools.weights.empty)
-    draft_model, fill = open_draft_model(config, model, device, fill)
-    warms_up = device.warms_up
-    measured = warms_up and config.device.keep_free is not None and not config.scheduler.is_encoder
-    group_pages = (1,) * len(config.cache.groups) if measured else config.cache.group_pages
-    runner = _assemble(config, device, model, group_pages, draft_model)
-    if not warms_up:
-        if runner.tier is not None:
-            runner.tier.take_memory(config.cache)
-        fill(progress)
-        if join is not None:
-            _connect(runner, config, draft_model, join(device.torch_device))
-        return runner, config
-    if join is not None:
-        _connect(runner, config, draft_model, DryGroup(config.model.num_ranks * config.model.num_engines))
-    if any(isinstance(part, Weight) and part.allocates_when_filled for part in model.modules()):
-        fill(progress)  # a dry run needs the tensors of the weights
-        fill = _do_nothing
-    warm_up = _warm_up(runner, config)
-    device.compute.run(lambda: reserve_counters(device.torch_device))
-    if config.model.generates:
-        with enough_memory():
-            device.compute.run(lambda: _take_logits(config, device))
-    # zeros and weights are written on the default stream, steps run on another: wait for the former
-    device.wait_until_idle()
-    with recording_gemms() as products, _dry_running(warm_up) as compiler:
-        fill(progress)
-        device.wait_until_idle()
-        group = None if join is None else join(device.torch_device)  # after all forks
-        if group is not None:
-            _connect(runner, config, draft_model, group)
-        with enough_memory():
-            device.compute.run(lambda: _autotune(products, group))
-        if measured:  # the dry run has allocated what the largest step needs
-            room = _room(config, device)
-            if group is not None and config.model.num_ranks > 1:  # engines that share experts have caches of their own
-                room = min(group.share("room", room))
-            config = fit_cache(config, room)
-            runner.store.take_memory(config.cache.group_pages)
-            device.wait_until_idle()
-        if runner.tier is not None:
-            runner.tier.take_memory(config.cache)
-        if compiler is not None:
-            # the last one is most likely attention for chunks, which decode steps do not need; if it is another kernel,
-            # the capture that needs it compiles it
-            compiler.finish(max_left=1 if config.model.generates else 0)
-        with runner.graphs.starting(), enough_memory():
-            runner.graphs.take(estimate_memory(config, 0).graphs - WORKSPACE)
-        warm_up.capture()
-    warm_up.run_largest()
-    return runner, config
-
-
-def _connect(runner: ModelRunner, config: EngineConfig, draft_model: torch.nn.Module | None, group: Group) -> None:
-    connect_ranks(runner.model, group)
-    if draft_model is not None:
-        connect_ranks(draft_model, group)
-    if runner.sampler is not None and config.model.num_ranks > 1:  # engines that share experts draw for themselves
-        runner.sampler.connect_ranks(group)
-
-
-def _autotune(products: RecordedGemms, group: Group | None) -> None:
-    """Device: time the algorithms of GEMMs. Ranks take the choices of rank 0: products that every rank computes whole
-    must have the same bits on all of them."""
-    name = "gemms"
-    if group is None or group.rank == 0:
-        chosen = autotune_recorded(products)
-        if group is not None:
-            group.send(name, msgspec.msgpack.encode(chosen))
-    else:
-        autotune_recorded(products, msgspec.msgpack.decode(group.receive(name), type=Choices))
-
-
-def _do_nothing(progress: bool) -> None:
-    """The weights have been read."""
-
-
-@contextlib.contextmanager
-def _dry_running(warm_up: Start) -> Iterator[ForkedCompiler | None]:
-    """Compile the kernels that the dry run uses, while the `with` block runs, where that is supported."""
-    if can_compile_ahead():
-        with compiling_ahead(warm_up.dry_run, num_cpus()) as compiler:
-            yield compiler
-    else:
-        warm_up.dry_run()
-        yield None
-
-
-def _take_logits(config: EngineConfig, device: Device) -> None:
-    """Device: allocate and drop the memory of a step with sampling features that the dry run does not use, with the
-    maximum number of drawn tokens. The allocator keeps it, in pieces that fit any such step."""
-    shape = (config.scheduler.max_drawn, config.model.info.vocab_size)
-    [torch.empty(shape, dtype=torch.float32, device=device.torch_device) for _ in range(LOGITS_AT_ONCE)]
-
-
-def _warm_up(runner: ModelRunner, config: EngineConfig) -> Start:
-    scheduler, num_groups, pooling = config.scheduler, len(config.cache.groups), config.model.pooling
-    if config.model.generates:
-        return WarmUp(
-            runner,
-            scheduler.max_num_seqs,
-            scheduler.max_num_batched_tokens,
-            scheduler.max_model_len,
-            num_groups,
-            scheduler.drafts.num_drafts if scheduler.drafts is not None else 0,
-            returns_drafts=scheduler.drafts is not None and scheduler.drafts.searches,
-            joint=config.model.num_engines > 1,
-        )
-    assert pooling is not None, "a model generates or pools"
-    return PoolWarmUp(runner, scheduler, PoolingParams(task=pooling.tasks[0]), num_groups)
-
-
-def _room(config: EngineConfig, device: Device) -> int:
-    """Bytes left for the cache after the dry run of the largest step, less what is computed to be allocated later."""
-    free, keep_free = device.free_memory(), config.device.keep_free
-    assert free is not None and keep_free is not None
-    return free - keep_free - estimate_memory(config, 0).later
-
-
-def _assemble(
+def assemble(
     config: EngineConfig,
     device: Device,
     model: Decoder,
@@ -203,23 +57,11 @@ def _assemble(
     drafts = scheduler.drafts
     max_drafts = 0 if drafts is None else drafts.num_drafts
     tables = PageTables(len(cache.groups), num_rows, scheduler.max_model_len, cache.page_size, device)
-    adapters = None
-    if config.adapters is not None:
-        layout = AdapterLayout(model, config.adapters.max_lora_rank, generates=config.model.generates)
-        adapters = AdapterStore(config.adapters, layout, find_rules(config.model.info, model.shape), dtype, device)
+    adapters = _adapter_store(config, model, device)
     history = None if drafts is None else TokenHistory(cache.groups, tables, device)
     store = KVStore(cache.groups, group_pages, device, history, scratch_pages(config))
     states = None if cache.states is None else StateStore(cache.states, num_rows, device, max_drafts)
-    # a step has at most as many tokens as its rows can have
-    max_tokens = min(scheduler.max_num_batched_tokens, scheduler.max_num_seqs * scheduler.max_model_len)
-    graphs = GraphPool(
-        device,
-        scheduler.max_drawn,
-        max_tokens,
-        eager=config.device.eager,
-        output_bytes=graph_output_bytes(config),
-        max_num_seqs=scheduler.max_num_seqs,
-    )
+    graphs = _graph_pool(config, device)
     info, pooling = config.model.info, config.model.pooling
     result_size = result_bytes(config) + pooled_bytes(config)
     results = ResultRing(num_buffers, result_size, device, max_capacity=result_size + result_growth_bytes(config))
@@ -234,14 +76,7 @@ def _assemble(
     sampler = draft_runner = sitting = None
     input_batch: BatchInputs
     if scheduler.is_encoder:
-        assert pooling is not None, "a model without a cache is for pooling"
-        short_rope = None if scheduler.short_rope is None else (scheduler.short_rope, scheduler.max_model_len)
-        input_batch = EncoderBatch(
-            device,
-            with_types=pooling.has_types,
-            with_unseen=not pooling.query.filler_is_seen,
-            short_rope=short_rope,
-        )
+        input_batch = _encoder_batch(config, device)
     else:
         rows = RowTable(num_rows, device, max_drafts)
         rope_rows = None if scheduler.short_rope is None else RopeRows(num_rows, scheduler.max_model_len, device)
@@ -259,7 +94,6 @@ def _assemble(
                 scheduler.max_step_drafts,
                 config.model.logprobs_mode,
             )
-            invariant = config.model.deterministic
             drafter: Drafter | None = None
             if draft_model is not None and history is not None:
                 drafter = draft_runner = build_drafter(config, draft_model, rows, tables, store, history)
@@ -273,7 +107,7 @@ def _assemble(
                     results,
                     logit_dtype,
                     graphs,
-                    batch_invariant=invariant,
+                    batch_invariant=config.model.deterministic,
                     drafter=drafter,
                     max_length=scheduler.max_model_len,
                     adapters=adapters,
@@ -310,4 +144,37 @@ def _assemble(
         adapters=adapters,
         tier=tier,
         sitting=sitting,
+    )
+
+
+def _graph_pool(config: EngineConfig, device: Device) -> GraphPool:
+    scheduler = config.scheduler
+    # a step has at most as many tokens as its rows can have
+    max_tokens = min(scheduler.max_num_batched_tokens, scheduler.max_num_seqs * scheduler.max_model_len)
+    return GraphPool(
+        device,
+        scheduler.max_drawn,
+        max_tokens,
+        eager=config.device.eager,
+        output_bytes=graph_output_bytes(config),
+        max_num_seqs=scheduler.max_num_seqs,
+    )
+
+
+def _adapter_store(config: EngineConfig, model: Decoder, device: Device) -> AdapterStore | None:
+    if config.adapters is None:
+        return None
+    layout = AdapterLayout(model, config.adapters.max_lora_rank, generates=config.model.generates)
+    rules, dtype = find_rules(config.model.info, model.shape), getattr(torch, config.model.dtype)
+    return AdapterStore(config.adapters, layout, rules, dtype, device)
+
+
+def _encoder_batch(config: EngineConfig, device: Device) -> EncoderBatch:
+    scheduler, pooling = config.scheduler, config.model.pooling
+    assert pooling is not None, "a model without a cache is for pooling"
+    return EncoderBatch(
+        device,
+        with_types=pooling.has_types,
+        with_unseen=not pooling.query.filler_is_seen,
+        short_rope=None if scheduler.short_rope is None else (scheduler.short_rope, scheduler.max_model_len),
     )

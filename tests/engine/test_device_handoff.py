@@ -24,7 +24,7 @@ from slipstream.engine import build, page_server
 from slipstream.engine.build import estimate_build
 from slipstream.errors import InvalidOption
 from slipstream.messages import Abort, Submit
-from slipstream.runner import assemble
+from slipstream.runner import build as runner_build
 from slipstream.step import TierPlan
 from tiny import write_tiny
 
@@ -313,7 +313,7 @@ def test_every_rank_copies_its_part_from_the_device_of_the_same_rank(folder, wan
         return devices[-1]
 
     run_ranks_as_threads(monkeypatch)
-    monkeypatch.setattr(assemble, "open_device", open_device)  # of the other ranks
+    monkeypatch.setattr(runner_build, "open_device", open_device)  # of the other ranks
     with produce(folder, tensor_parallel_size=2) as producer:
         device = PeerDevice(1, 1)
         options = dict(kv_peers=[address_of(producer)], tensor_parallel_size=2)

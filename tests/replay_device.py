@@ -37,6 +37,12 @@ class ReplayDevice(Device):
         return replay, result
 
 
+def captured_forwards(graphs: Any) -> list[Any]:
+    """Keys of captured forwards, also of those that are captured together with their draws."""
+    keys = [key[1:] if key[0] == "step" else key for key, entry in graphs._captured.items() if entry is not None]
+    return [key for key in keys if key[0] == "forward"]
+
+
 def tensors_in(thing: Any) -> list[torch.Tensor]:
     if isinstance(thing, torch.Tensor):
         return [thing]

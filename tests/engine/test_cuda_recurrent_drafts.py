@@ -6,6 +6,7 @@ import pytest
 import torch
 from test_structured_output import close_pool, make_masks_late
 
+from replay_device import captured_forwards
 from slipstream import LLM, SamplingParams, StructuredOutputsParams
 from slipstream.device.sync_check import watch
 from slipstream.runner.drafts.drafter import DraftBatch
@@ -66,7 +67,7 @@ def test_tokens_with_drafts_are_those_without(tmp_path, family, facts, depth):
                 assert tokens(llm.generate(PROMPTS, params)) == results
         counts = planner.counts
         assert 0 < counts.num_accepted < counts.num_drafts
-        assert any(key[0] == "forward" and key[1].has_drafts for key, entry in graphs._captured.items() if entry)
+        assert any(key[1].has_drafts for key in captured_forwards(graphs))
         assert not graphs.gave_up
         with watch() as log:
             llm.generate(PROMPTS, ASKED[0])

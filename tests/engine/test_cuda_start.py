@@ -12,6 +12,7 @@ import torch
 from child import child_env
 from pool_bench import rewrite
 from slipstream import LLM, SamplingParams
+from slipstream.runner.graphs import WHOLE_STEP_ROWS
 from tiny import write_tiny
 from tiny_encoder import write_tiny_encoder
 
@@ -50,8 +51,11 @@ def test_no_kernel_is_compiled_for_usual_requests(folder, monkeypatch, eager):
 def test_decodes_are_replayed_from_the_first(folder):
     with LLM(folder, **OPTIONS) as llm:
         graphs = llm.core.executor.graphs
-        forwards = [key for key, entry in graphs._captured.items() if entry is not None and key[0] == "forward"]
-        assert sorted(key[1].rows for key in forwards if key[1].is_single) == graphs.row_sizes
+        keys = [key for key, entry in graphs._captured.items() if entry is not None]
+        alone = [key[1] for key in keys if key[0] == "forward"]
+        whole = [key[2] for key in keys if key[0] == "step"]
+        assert sorted(size.rows for size in alone if size.is_single) == graphs.row_sizes
+        assert sorted(size.rows for size in whole) == [n for n in graphs.row_sizes if n <= WHOLE_STEP_ROWS]
 
 
 @pytest.mark.parametrize("kind", ["encoder", "decoder"])

@@ -9,7 +9,7 @@ import pytest
 
 from law7 import CELLS, FACTORS, PAIRED, PROMPTS
 from law7_engine import GREEDY, SHORT, assert_same, logprobs, make, preempt_after
-from replay_device import ReplayDevice
+from replay_device import ReplayDevice, captured_forwards
 from slipstream import SamplingParams
 from slipstream.runner.batch.input_batch import Size
 from tiny import write_tiny
@@ -305,8 +305,8 @@ def test_replayed_steps_give_the_same_tokens(model, alone, depth, whole, feature
         for _ in range(2 if feature in REPLAYED else 1):  # those without a seed get another the second time
             assert_same(llm.generate(PROMPTS, params), wanted)
         captured = [key for key, entry in graphs._captured.items() if entry is not None]
-        bodies = [key[key[0] == "step" :][:3] for key in captured]
-        assert ("forward", Size(4, 4), False) in bodies and whole == any(key[0] == "step" for key in captured)
+        assert ("forward", Size(4, 4), False) in [key[:3] for key in captured_forwards(graphs)]
+        assert whole == any(key[0] == "step" for key in captured)
         heads = [key for key in captured if key[0] == "head"]
         # those that decode, and those of a step that also computes a chunk
         picks = {True} if whole else {True, False}

@@ -12,7 +12,7 @@ import pytest
 
 from delayed_device import DelayedDevice
 from recurrent_model import MODELS, write_recurrent
-from replay_device import ReplayDevice
+from replay_device import ReplayDevice, captured_forwards
 from slipstream import LLM, SamplingParams
 from slipstream.config.memory import estimate_memory
 from slipstream.device.device import Device
@@ -130,10 +130,10 @@ def test_replayed_steps_change_nothing(model: Model, depth: int) -> None:
             graphs.token_sizes = []  # the CPU's attention goes row by row through longer chunks
         for _ in range(3):
             check(llm, model.wanted)
-        captured = [key[1] for key, entry in graphs._captured.items() if entry is not None and key[0] == "forward"]
+        captured = [key[1] for key in captured_forwards(graphs)]
         assert any(size.is_single for size in captured)
         assert bool(llm.core.executor.store.caches) or any(not size.is_single for size in captured)
-        assert device.num_replays > 50 and llm.core.scheduler.cache.num_hits > 256
+        assert device.num_replays > 40 and llm.core.scheduler.cache.num_hits > 256
 
 
 def test_prompt_logprobs_and_hidden_states_of_all_tokens(model: Model) -> None:

@@ -7,6 +7,7 @@ import pytest
 from replay_device import ReplayDevice
 from slipstream import LLM, SamplingParams
 from slipstream.device.device import Device
+from slipstream.runner.batch.staging import HostRing
 from tiny import write_tiny
 
 PROMPTS = [[i, i + 3, i + 5] for i in range(1, 4)]
@@ -49,3 +50,17 @@ def test_a_result_is_valid_after_all_later_steps_have_run(folder, wanted, depth,
         assert most == depth + 1
         assert device is Device or made.num_replays > 3
     assert [found[str(place)] for place in range(len(PROMPTS))] == wanted
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+def test_a_step_of_the_rows_of_the_step_before_uploads_nothing(tmp_path, family, monkeypatch):
+    """Unless a row gets a page."""
+    folder = str(write_tiny(tmp_path, family))
+    copied = []
+    has = HostRing.has
+    monkeypatch.setattr(HostRing, "has", lambda ring, data: copied.append(not has(ring, data)) or not copied[-1])
+    with LLM(folder, **SMALL | {"page_size": 16}, depth=1, _device=ReplayDevice(1)) as llm:
+        llm.core.executor.graphs.token_sizes = []
+        llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=50, ignore_eos=True), use_tqdm=False)
+    decodes = copied[1:]
+    assert len(decodes) > 40 and sum(decodes) <= 2 + 50 // 16 + 1

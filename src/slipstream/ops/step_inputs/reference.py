@@ -27,8 +27,8 @@ class StepInputs(NamedTuple):
 
 
 MAX_ADVANCED_DRAFTS = 128
-"""Tokens of a step with drafts in which `gather_inputs` can advance the rows: a kernel reads and writes the length of a
-drafted row in the same program."""
+"""Tokens of a step with drafts in which `gather_inputs` can advance the rows: one program of the kernel then reads and
+writes the length of a drafted row."""
 
 
 class KeptTokens(NamedTuple):
@@ -50,7 +50,8 @@ def gather_inputs(
     kept: KeptTokens | None = None,  # gets the ids of the step
     *,
     # Makes `computed` the length after the step, in a step of one token per row. Of the positions of a drafted row one
-    # counts, no matter which: its length is set again when drafts are accepted.
+    # counts, no matter which: its length is set again when drafts are accepted. With more than MAX_ADVANCED_DRAFTS
+    # tokens all rows differ, but for the padding row.
     advance: bool = False,
 ) -> StepInputs:
     rows, counts, token_rows, offsets, host_ids = step

@@ -18,6 +18,7 @@ from slipstream.device.device import Device
 from slipstream.device.streams import PASSED, Event, Stream
 
 _ALIGN = 16
+_NOTHING = bytes(_ALIGN)
 _MAX_COMPARED = 1 << 15  # bytes of an upload: larger ones hold new tokens
 _TORCH = {
     np.dtype(np.int32): torch.int32,
@@ -55,7 +56,7 @@ class Upload:
         assert stop <= self._ring.capacity, f"a step stages {stop} bytes, the arena holds {self._ring.capacity}"
         if array.nbytes:
             self._buffer.memory[start:stop] = array.tobytes()
-        self._used = -(-stop // _ALIGN) * _ALIGN
+        self._align(stop)
         return UploadSpan(start, stop, _TORCH[array.dtype], array.shape)
 
     def room(self, dtype: Any, shape: tuple[int, ...]) -> tuple[UploadSpan, np.ndarray[Any, Any]]:
@@ -64,8 +65,15 @@ class Upload:
         start, kind = self._used, np.dtype(dtype)
         stop = start + math.prod(shape) * kind.itemsize
         assert stop <= self._ring.capacity, f"a step stages {stop} bytes, the arena holds {self._ring.capacity}"
-        self._used = -(-stop // _ALIGN) * _ALIGN
+        self._align(stop)
         return UploadSpan(start, stop, _TORCH[kind], shape), self._buffer.array[start:stop].view(kind).reshape(shape)
+
+    def _align(self, stop: int) -> None:
+        """Host: the next array begins at a multiple of the alignment. The bytes between are always the same, so that
+        equal arrays are equal uploads, whatever the buffer held before."""
+        self._used = -(-stop // _ALIGN) * _ALIGN
+        if stop < self._used:
+            self._buffer.memory[stop : self._used] = _NOTHING[: self._used - stop]
 
     def then(self, work: Callable[[], None]) -> None:
         """Host: run `work` on the stream, after the copy and after all work added before."""

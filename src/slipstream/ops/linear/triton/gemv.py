@@ -46,7 +46,8 @@ def gemv(
     tile = tile or gemv_tile(num_in, gate, len(weight) if norm is not None else 0, each < rows)
     assert norm is None or norm.normed is None or num_in <= tile.inputs
     residual = None if norm is None else norm.residual
-    _gemv_kernel[(triton.cdiv(len(weight), tile.outputs), rows // each)](
+    num_programs = triton.cdiv(len(weight), tile.outputs)
+    _gemv_kernel[(num_programs, rows // each)](
         x,
         residual,
         None if norm is None else norm.weight,
@@ -67,7 +68,7 @@ def gemv(
         BLOCK_OUT=tile.outputs,
         BLOCK_IN=tile.inputs,
         num_warps=tile.warps,
-        **dependent(x.device, rows),
+        **dependent(x.device, rows, num_programs),
     )
     return out
 

@@ -99,10 +99,10 @@ def drafted_states() -> dict[str, Callable[[], Any]]:
     channels = (half(2, 16), half(2, 16), half(2, 4), half(2, 4), half(2, 16))
     return {
         "positions that states have seen": lambda: get("recurrent_steps.triton.advance_seen_")(
-            table, plain.slots.long(), plain.starts, plain.first_positions, 4, True
+            table, plain.slots.long(), plain.starts, plain.first_positions.long(), 4, True
         ),
         "bases of drafts": lambda: get("recurrent_steps.triton.advance_bases_")(
-            table, plain.slots.long(), plain.starts, plain.first_positions, offsets, saves, True
+            table, plain.slots.long(), plain.starts, plain.first_positions.long(), offsets, saves, True
         ),
         "delta verify": lambda: get("delta_rule.triton.verify.delta_verify")(
             half(2, 48), half(2, 16), half(2, 2), half(2, 2), delta, half(4, 48, columns), torch.randn(4, 2, 16, 8),

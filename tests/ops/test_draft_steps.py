@@ -169,11 +169,11 @@ class Engine:
         for row, save in (saves or {}).items():
             wanted[[line[0] for line in lines].index(row)] = save
         offsets = np.concatenate([offsets, np.zeros(padding, np.int32)])
-        made, seen = self.ops.steps.advance_bases_(
+        made, positions = self.ops.steps.advance_bases_(
             self.table,
             hand.slots.long(),
             hand.starts,
-            hand.first_positions,
+            hand.first_positions.long(),
             torch.tensor(offsets, dtype=torch.int64, device=DEVICE) if is_single else None,
             torch.tensor(wanted, device=DEVICE),
             is_single,
@@ -181,7 +181,7 @@ class Engine:
         bound = DRAFTS + 1 if padded else max(self.replays[row] for row, *_ in rows)
         drafts = DraftSteps(*made, bound, None if padded else offsets)
         saved = made.save_slots if is_single else None
-        steps = replace(hand, seen_positions=seen, save_slots=saved, drafts=drafts)
+        steps = replace(hand, **positions._asdict(), save_slots=saved, drafts=drafts)
         total = int(steps.starts[-1])
         x = torch.cat([*parts, rand(total - sum(map(len, parts)), self.mixer.size)])
         out = self.mixer.run(self.ops, self.states, steps, x)
@@ -265,16 +265,19 @@ def test_bases_of_random_steps(version: str) -> None:
         def ints(values: Any, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.tensor(values, dtype=dtype, device=DEVICE)
 
-        made, seen = ops(version).steps.advance_bases_(
+        made, positions = ops(version).steps.advance_bases_(
             table,
             ints([row for row, _, _ in draws], torch.int64),
             ints(range(len(draws) + 1)),
-            ints([first + at for _, first, at in draws]),
+            ints([first + at for _, first, at in draws], torch.int64),
             ints([at for _, _, at in draws], torch.int64),
             ints(saves),
             True,
         )
-        index = 0
+        assert all(field.dtype == torch.int32 for field in positions)
+        assert positions.slots.tolist() == [row for row, _, _ in draws]
+        assert positions.first_positions.tolist() == [first + at for _, first, at in draws]
+        seen, index = positions.seen_positions, 0
         for row, first, count in zip(rows, firsts, counts, strict=True):
             after = max(first + 1 if count == 1 else first, before[row])
             assert seen[index : index + count].tolist() == [max(first, before[row]), *range(first + 1, first + count)]

@@ -52,8 +52,8 @@ def rest():
     build("slipstream.ops.recurrent_steps.triton", "_list_kernel", x, **blocks)
     build("slipstream.ops.recurrent_steps.triton", "_list_kernel", x, saves=None, **blocks)
     build("slipstream.ops.recurrent_steps.triton", "_clear_kernel", x | {"out": HALF}, TOKENS=8, BLOCK=1024)
-    x |= of(INT, "table out") | of(LONG, "rows offsets")
-    build("slipstream.ops.recurrent_steps.triton", "_seen_kernel", x | {"seen": INT}, PERIOD=4, ROWS=128)
+    x |= of(INT, "table out slots seen_positions") | of(LONG, "rows offsets positions")
+    build("slipstream.ops.recurrent_steps.triton", "_seen_kernel", x, PERIOD=4, ROWS=128)
     build("slipstream.ops.recurrent_steps.triton", "_bases_kernel", x, SINGLE=True, DRAWS=128)
     build("slipstream.ops.recurrent_steps.triton", "_bases_kernel", x, SINGLE=False, DRAWS=128, offsets=None)
     x = of(HALF, "embedding angles x rotary") | of(LONG, "ids positions") | {"scale": "fp32"}

@@ -120,7 +120,9 @@ def test_what_states_have_seen(is_single: bool) -> None:
     starts = ints([sum(num[:row]) for row in range(len(num) + 1)])
     seen, expected = table[rows], table.clone()
     for advance, own in ((reference.advance_seen_, expected), (advance_seen_, table)):
-        assert advance(own, rows, starts, first, 4, is_single).equal(seen)
+        made = advance(own, rows, starts, first.long(), 4, is_single)
+        assert all(field.dtype == torch.int32 for field in made)
+        assert made.slots.equal(rows.int()) and made.first_positions.equal(first) and made.seen_positions.equal(seen)
     assert table.equal(expected) and not table[-1] and (table[rows] > seen).any()
 
 

@@ -24,6 +24,7 @@ from slipstream.errors import NotEnoughMemory
 from slipstream.ops.recurrent_steps import (
     DraftSteps,
     RecurrentSteps,
+    RowPositions,
     advance_bases_,
     advance_seen_,
     list_chunks,
@@ -97,26 +98,25 @@ class StateStore:
             span = upload.put(saves)
 
         def advance(
-            batch: Gathered, starts: torch.Tensor, first: torch.Tensor
-        ) -> tuple[DraftSteps | None, torch.Tensor]:
-            """`drafts` and `seen_positions`."""
+            batch: Gathered, starts: torch.Tensor, positions: torch.Tensor
+        ) -> tuple[DraftSteps | None, RowPositions]:
             if drafts is not None:
-                return drafts(batch, starts, first)
-            return None, advance_seen_(self._seen.device, batch.rows, starts, first, self._period, is_single)
+                return drafts(batch, starts, positions)
+            return None, advance_seen_(self._seen.device, batch.rows, starts, positions, self._period, is_single)
 
         def make(batch: Gathered) -> RecurrentSteps:
             view = batch.view
-            slots, num_rows = batch.rows.to(torch.int32), len(view.lengths)
+            num_rows = len(view.lengths)
             uploaded = None if span is None else upload.tensor(span)
             if is_single:
-                starts, first = self._single_starts[: num_rows + 1], view.positions.to(torch.int32)
-                of_drafts, seen = advance(batch, starts, first)
+                starts = self._single_starts[: num_rows + 1]
+                of_drafts, rows = advance(batch, starts, view.positions)
                 uploaded = uploaded if of_drafts is None else of_drafts.save_slots
                 return RecurrentSteps(
-                    slots,
+                    rows.slots,
                     starts,
-                    first,
-                    seen,
+                    rows.first_positions,
+                    rows.seen_positions,
                     view.num_tokens,
                     True,
                     save_slots=uploaded,
@@ -124,14 +124,14 @@ class StateStore:
                 )
             assert view.query_starts is not None
             starts = view.query_starts
-            first = view.lengths.to(torch.int32) - starts.diff()
-            of_drafts, seen = advance(batch, starts, first)
-            chunks, chunk_starts = list_chunks(starts, first, uploaded, max_chunks(len(view.positions), num_rows))
+            of_drafts, rows = advance(batch, starts, view.lengths - starts.diff())
+            most = max_chunks(len(view.positions), num_rows)
+            chunks, chunk_starts = list_chunks(starts, rows.first_positions, uploaded, most)
             return RecurrentSteps(
-                slots,
+                rows.slots,
                 starts,
-                first,
-                seen,
+                rows.first_positions,
+                rows.seen_positions,
                 view.num_tokens,
                 False,
                 chunks,
@@ -143,9 +143,9 @@ class StateStore:
 
     def _prepare_drafts(
         self, plan: StepPlan, upload: Upload, size: Size | None, is_single: bool
-    ) -> Callable[[Gathered, torch.Tensor, torch.Tensor], tuple[DraftSteps, torch.Tensor]]:
-        """Host: upload the saves of rows. The returned work makes the rows' `DraftSteps` and `seen_positions`, and
-        moves their bases."""
+    ) -> Callable[[Gathered, torch.Tensor, torch.Tensor], tuple[DraftSteps, RowPositions]]:
+        """Host: upload the saves of rows. The returned work makes the rows' `DraftSteps` and positions, and moves
+        their bases."""
         offsets = plan.offsets if isinstance(plan, DraftedPlan) else np.zeros(len(plan.rows), np.int32)
         assert is_single or not offsets.any(), "drafts of recurrent models need steps of one token per row"
         max_replays = self.max_drafts + 1 if size is not None else int(self._replays[plan.rows].max())
@@ -154,10 +154,10 @@ class StateStore:
         np.maximum.at(self._replays, plan.rows[offsets > 0], offsets[offsets > 0] + 1)
         span = upload.put(self._row_saves(plan, len(plan.rows) if size is None else size.rows))
 
-        def make(batch: Gathered, starts: torch.Tensor, first: torch.Tensor) -> tuple[DraftSteps, torch.Tensor]:
+        def make(batch: Gathered, starts: torch.Tensor, positions: torch.Tensor) -> tuple[DraftSteps, RowPositions]:
             table, saves = self._seen.device, upload.tensor(span)
-            made, seen = advance_bases_(table, batch.rows, starts, first, batch.offsets, saves, is_single)
-            return DraftSteps(*made, max_replays, None if size is not None else offsets), seen
+            made, rows = advance_bases_(table, batch.rows, starts, positions, batch.offsets, saves, is_single)
+            return DraftSteps(*made, max_replays, None if size is not None else offsets), rows
 
         return make
 

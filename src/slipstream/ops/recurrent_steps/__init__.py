@@ -2,7 +2,7 @@
 
 from slipstream.ops.dispatch import by_device
 from slipstream.ops.recurrent_steps import reference
-from slipstream.ops.recurrent_steps.reference import Bases, seen_tokens
+from slipstream.ops.recurrent_steps.reference import Bases, RowPositions, seen_tokens
 from slipstream.ops.recurrent_steps.steps import DraftSteps, RecurrentSteps, max_chunks
 
 _KERNELS = "slipstream.ops.recurrent_steps.triton"
@@ -14,6 +14,7 @@ __all__ = [
     "Bases",
     "DraftSteps",
     "RecurrentSteps",
+    "RowPositions",
     "advance_bases_",
     "advance_seen_",
     "list_chunks",

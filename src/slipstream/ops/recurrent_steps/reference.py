@@ -47,20 +47,28 @@ def list_chunks(
     return torch.stack(columns, 1), chunk_starts
 
 
+class RowPositions(NamedTuple):
+    """Fields of `RecurrentSteps`."""
+
+    slots: torch.Tensor
+    first_positions: torch.Tensor
+    seen_positions: torch.Tensor
+
+
 def advance_seen_(
     table: torch.Tensor,  # [rows] int32, positions that the stored state of each row has seen; the last row is padding
     rows: torch.Tensor,  # [B] int64
     starts: torch.Tensor,  # [B + 1] int32, first token of each row
-    first_positions: torch.Tensor,  # [B] int32
+    positions: torch.Tensor,  # [B] int64, of the first token of each row
     period: int,  # steps of one token per row store states at multiples of it
     is_single: bool,
-) -> torch.Tensor:
-    """`seen_positions` of `RecurrentSteps` in an engine without drafts. `table` becomes what it is after the step."""
-    seen = table.index_select(0, rows)
-    ends = first_positions + starts.diff()
+) -> RowPositions:
+    """The rows of a step in an engine without drafts. `table` becomes what it is after the step."""
+    seen, firsts = table.index_select(0, rows), positions.to(torch.int32)
+    ends = firsts + starts.diff()
     after = torch.maximum(seen, ends // period * period if is_single else ends)
     table.index_copy_(0, rows, torch.where(rows == len(table) - 1, 0, after))
-    return seen
+    return RowPositions(rows.to(torch.int32), firsts, seen)
 
 
 def seen_tokens(steps: RecurrentSteps, num_tokens: int) -> torch.Tensor:
@@ -87,26 +95,25 @@ def advance_bases_(
     table: torch.Tensor,  # [rows] int32, positions that the state of each row has seen; the last row is for padding
     rows: torch.Tensor,  # [B] int64
     starts: torch.Tensor,  # [B + 1] int32, first token of each row
-    first_positions: torch.Tensor,  # [B] int32
+    positions: torch.Tensor,  # [B] int64, of the first token of each row
     offsets: torch.Tensor | None,  # [B] int64, index of the draw within its row; None: no row has drafts
     saves: torch.Tensor,  # [B, 2] int32: slot to save the row's state to, or -1, and the position
     is_single: bool,
-) -> tuple[Bases, torch.Tensor]:
-    """The rows of a step in an engine with drafts, and `seen_positions` of `RecurrentSteps`. `table` becomes what it is
-    after the step. A save counts only if the state passes its position in this step, or with longer chunks in its
-    replay."""
-    bases = table.index_select(0, rows)
+) -> tuple[Bases, RowPositions]:
+    """The rows of a step in an engine with drafts. `table` becomes what it is after the step. A save counts only if the
+    state passes its position in this step, or with longer chunks in its replay."""
+    bases, firsts = table.index_select(0, rows), positions.to(torch.int32)
     indices = torch.arange(len(rows), dtype=torch.int32, device=rows.device)
     offsets = torch.zeros_like(indices) if offsets is None else offsets.to(torch.int32)
     # first draws of rows at or after each index, from the end; the next one begins the next row
     following = torch.where(offsets == 0, indices, len(rows)).flip(0).cummin(0).values.flip(0)
     following = torch.cat([following[1:], following.new_full((1,), len(rows))])
     counts = torch.where(offsets == 0, following - indices, 0).to(torch.int32)
-    after = torch.where(counts == 1, first_positions + starts.diff(), first_positions - offsets)
+    after = torch.where(counts == 1, firsts + starts.diff(), firsts - offsets)
     after = torch.maximum(bases, after)  # a state that has seen the row's first token stays behind it
     slot, position = saves.unbind(1)
-    limit = after if is_single else first_positions
+    limit = after if is_single else firsts
     is_passed = (offsets == 0) & (bases < position) & (position <= limit)
     table.index_copy_(0, rows, torch.where(rows == len(table) - 1, 0, after))
     made = Bases(bases, offsets, counts, torch.where(is_passed, slot, -1), position)
-    return made, torch.maximum(bases, first_positions)
+    return made, RowPositions(rows.to(torch.int32), firsts, torch.maximum(bases, firsts))

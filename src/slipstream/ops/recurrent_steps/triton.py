@@ -1,4 +1,4 @@
-"""The chunks of a step, and what states have seen, on CUDA, in one launch each."""
+"""The chunks of a step, and the positions of its rows, on CUDA, in one launch each."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 from slipstream.cache_spec import STATE_CHUNK
 from slipstream.ops.device_limits import multiprocessors
-from slipstream.ops.recurrent_steps.reference import Bases
+from slipstream.ops.recurrent_steps.reference import Bases, RowPositions
 from slipstream.ops.recurrent_steps.steps import RecurrentSteps
 
 _ENTRIES = 32  # of one program
@@ -145,38 +145,42 @@ def advance_seen_(
     table: torch.Tensor,
     rows: torch.Tensor,
     starts: torch.Tensor,
-    first_positions: torch.Tensor,
+    positions: torch.Tensor,
     period: int,
     is_single: bool,
-) -> torch.Tensor:
+) -> RowPositions:
     """As the reference, which describes the arguments."""
     assert table.is_contiguous()
-    seen = torch.empty_like(first_positions)
+    made = _empty_positions(rows)
     _seen_kernel[(triton.cdiv(len(rows), _DRAWS),)](
         table,
         rows,
         starts,
-        first_positions,
-        seen,
+        positions,
+        *made,
         len(rows),
         len(table) - 1,
         PERIOD=period if is_single else 1,
         ROWS=_DRAWS,
         num_warps=4,
     )
-    return seen
+    return made
+
+
+def _empty_positions(rows: torch.Tensor) -> RowPositions:
+    return RowPositions(*(torch.empty(len(rows), dtype=torch.int32, device=rows.device) for _ in RowPositions._fields))
 
 
 # grid: (blocks of rows,)
-@triton.jit(
-    do_not_specialize=["num", "padding"], do_not_specialize_on_alignment=["rows", "starts", "first_positions", "seen"]
-)
+@triton.jit(do_not_specialize=["num", "padding"], do_not_specialize_on_alignment=["rows", "starts", "positions"])
 def _seen_kernel(
     table,
     rows,
     starts,
+    positions,
+    slots,
     first_positions,
-    seen,
+    seen_positions,
     num,
     padding,
     PERIOD: tl.constexpr,
@@ -187,8 +191,11 @@ def _seen_kernel(
     row = tl.load(rows + index, mask=mask, other=0)
     before = tl.load(table + row, mask=mask, other=0)
     num_tokens = tl.load(starts + index + 1, mask=mask, other=0) - tl.load(starts + index, mask=mask, other=0)
-    end = tl.load(first_positions + index, mask=mask, other=0) + num_tokens
-    tl.store(seen + index, before, mask=mask)
+    first = tl.load(positions + index, mask=mask, other=0).to(tl.int32)
+    end = first + num_tokens
+    tl.store(slots + index, row.to(tl.int32), mask=mask)
+    tl.store(first_positions + index, first, mask=mask)
+    tl.store(seen_positions + index, before, mask=mask)
     # of padding rows, which may be several, all read and write 0
     tl.store(table + row, tl.where(row == padding, 0, tl.maximum(before, end // PERIOD * PERIOD)), mask=mask)
 
@@ -197,46 +204,50 @@ def advance_bases_(
     table: torch.Tensor,
     rows: torch.Tensor,
     starts: torch.Tensor,
-    first_positions: torch.Tensor,
+    positions: torch.Tensor,
     offsets: torch.Tensor | None,
     saves: torch.Tensor,
     is_single: bool,
-) -> tuple[Bases, torch.Tensor]:
+) -> tuple[Bases, RowPositions]:
     """As the reference, which describes the arguments; but only first draws have a base."""
     num = len(rows)
     assert table.is_contiguous() and saves.is_contiguous()
-    out = torch.empty((6, num), dtype=torch.int32, device=table.device)
+    out = torch.empty((len(Bases._fields), num), dtype=torch.int32, device=table.device)
+    made = _empty_positions(rows)
     _bases_kernel[(triton.cdiv(num, _DRAWS),)](
         table,
         rows,
         starts,
-        first_positions,
+        positions,
         offsets,
         saves,
         out,
+        *made,
         num,
         len(table) - 1,
         SINGLE=is_single,
         DRAWS=_DRAWS,
         num_warps=4,
     )
-    *made, seen = out.unbind(0)
-    return Bases(*made), seen
+    return Bases(*out.unbind(0)), made
 
 
 # grid: (blocks of draws,)
 @triton.jit(
     do_not_specialize=["num", "padding"],
-    do_not_specialize_on_alignment=["rows", "starts", "first_positions", "offsets", "saves"],
+    do_not_specialize_on_alignment=["rows", "starts", "positions", "offsets", "saves"],
 )
 def _bases_kernel(
     table,
     rows,
     starts,
-    first_positions,
+    positions,
     offsets,
     saves,
     out,
+    slots,
+    first_positions,
+    seen_positions,
     num,
     padding,
     SINGLE: tl.constexpr,
@@ -247,7 +258,7 @@ def _bases_kernel(
     row = tl.load(rows + draw, mask=mask, other=0)
     start = tl.load(starts + draw, mask=mask, other=0)
     num_tokens = tl.load(starts + draw + 1, mask=mask, other=0) - start
-    first = tl.load(first_positions + draw, mask=mask, other=0)
+    first = tl.load(positions + draw, mask=mask, other=0).to(tl.int32)
     offset = tl.zeros((DRAWS,), tl.int32)
     count = tl.full((DRAWS,), 1, tl.int32)
     if offsets is not None:
@@ -272,4 +283,6 @@ def _bases_kernel(
     tl.store(out + 2 * num + draw, count, mask=mask)
     tl.store(out + 3 * num + draw, tl.where(is_passed, slot, -1), mask=mask)
     tl.store(out + 4 * num + draw, position, mask=mask)
-    tl.store(out + 5 * num + draw, tl.maximum(base, first), mask=mask)
+    tl.store(slots + draw, row.to(tl.int32), mask=mask)
+    tl.store(first_positions + draw, first, mask=mask)
+    tl.store(seen_positions + draw, tl.maximum(base, first), mask=mask)

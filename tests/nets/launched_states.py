@@ -25,6 +25,8 @@ def delta_rule() -> dict[str, Callable[[], Any]]:
     weights = DeltaWeights(weight, torch.randn(2), torch.randn(2), half(8), 1e-6)
     deferred, seen = torch.randn(4, 2, 3, 28), torch.tensor([0, 1]).int()
     chunked_later, single_later = (replace(steps, seen_positions=seen) for steps in (chunked, single))
+    wide_conv, wide_state = half(4, 160, 4), torch.randn(4, 2, 16, 64)
+    wide = DeltaWeights(half(160, 4), torch.randn(2), torch.randn(2), half(64), 1e-6)
     at = "delta_rule.triton."
     return {
         "conv of chunks": lambda: get("conv1d.triton.causal_conv1d")(x, weight, None, conv, chunked, "silu"),
@@ -38,6 +40,9 @@ def delta_rule() -> dict[str, Callable[[], Any]]:
         "delta rule of chunks": lambda: get(at + "gated_delta_rule")(qk, qk, v, gates, gates, state, chunked, 0.25),
         "delta decode": lambda: get(at + "delta_decode")(
             x[:2], half(2, 16), half(2, 2), half(2, 2), weights, conv, state, single
+        ),
+        "delta decode of parts of heads": lambda: get(at + "delta_decode")(
+            half(2, 160), half(2, 128), half(2, 2), half(2, 2), wide, wide_conv, wide_state, single
         ),
         "delta rule after deferred stores": lambda: get(at + "gated_delta_rule")(
             qk, qk, v, gates, gates, state, chunked_later, 0.25, deferred=deferred

@@ -1,8 +1,8 @@
 """One token per row on CUDA: convolution, norms, gates, recurrence and gated norm of a layer in one launch.
 
-A program computes a value head, or with few rows some of its columns. Programs that share a head join for the norm of
-its output: the one that finishes last reads what the others have made. The convolution's ring is written in the same
-launch: the column of the new input is read by no program.
+A program computes a value head, or with few rows some of its columns (with the fewest: `decode_parts.py`). Programs
+that share a head join for the norm of its output: the one that finishes last reads what the others have made. The
+convolution's ring is written in the same launch: the column of the new input is read by no program.
 
 The states and the ring are those of an earlier step and are read before the kernel waits for the one before it, except
 by programs that compute a whole head, half of its columns after the other.
@@ -21,7 +21,9 @@ import triton
 import triton.language as tl
 
 from slipstream.ops.delta_rule.reference import L2_EPS, DeltaWeights
+from slipstream.ops.delta_rule.triton import decode_parts
 from slipstream.ops.delta_rule.triton.elementwise import log_decay
+from slipstream.ops.delta_rule.triton.short_conv import convolved, keep_input, past_inputs
 from slipstream.ops.delta_rule.triton.stored_state import read_corrections, read_kept, read_state
 from slipstream.ops.delta_rule.triton.verify import delta_verify
 from slipstream.ops.linear.triton.epilogue import counters
@@ -66,7 +68,8 @@ def delta_decode(
     columns = min(block, _COLUMNS) if splits == 1 else block // splits
     if columns < block:
         made = torch.empty((num_rows, heads, dim), dtype=torch.float32, device=z.device)
-    _decode_kernel[(num_rows, heads, splits)](
+    kernel, warps = (decode_parts.part_kernel, 4) if splits == 4 else (_decode_kernel, 2)
+    kernel[(num_rows, heads, splits)](
         qkv,
         z,
         b,
@@ -104,7 +107,7 @@ def delta_decode(
         PERIOD=period,
         ENTRY=entry,
         LATE=num_rows == 1,
-        num_warps=2,
+        num_warps=warps,
         **dependent(z.device, num_rows),
     )
     return out
@@ -193,10 +196,10 @@ def _decode_kernel(
     query_channel = (head // GROUP) * KEY_DIM + dim
     key_channel = KEY_SIZE + query_channel
     value_channel = 2 * KEY_SIZE + head * DIM
-    query, query_tap = _past(conv, ring, query_channel, is_dim, position, WIDTH)
-    key, key_tap = _past(conv, ring, key_channel, is_dim, position, WIDTH)
+    query, query_tap = past_inputs(conv, ring, query_channel, is_dim, position, WIDTH)
+    key, key_tap = past_inputs(conv, ring, key_channel, is_dim, position, WIDTH)
     if not IS_WHOLE:
-        value, value_tap = _past(conv, ring, value_channel + column, column < DIM, position, WIDTH)
+        value, value_tap = past_inputs(conv, ring, value_channel + column, column < DIM, position, WIDTH)
     rate = tl.load(a_log + head)
     bias = tl.load(dt_bias + head)
     every = tl.arange(0, WHOLE)
@@ -213,17 +216,17 @@ def _decode_kernel(
     # a load after a store waits until what is stored has been loaded: parts of a head load everything first
     new_query = tl.load(given + query_channel, mask=is_dim, other=0.0)
     if IS_WHOLE:
-        _keep(new_query, ring, save_ring, query_channel, is_written, position, saved, WIDTH)
+        keep_input(new_query, ring, save_ring, query_channel, is_written, position, saved, WIDTH)
     new_key = tl.load(given + key_channel, mask=is_dim, other=0.0)
     if IS_WHOLE:
-        _keep(new_key, ring, save_ring, key_channel, is_written, position, saved, WIDTH)
+        keep_input(new_key, ring, save_ring, key_channel, is_written, position, saved, WIDTH)
     else:
         new_value = tl.load(given + value_channel + column, mask=column < DIM, other=0.0)
         opened = tl.load(gate, mask=every < DIM, other=0.0).to(tl.float32)
     decay = tl.load(a + row * gate_stride + head).to(tl.float32)
     strength = tl.load(b + row * gate_stride + head).to(tl.float32)
-    query = _convolved(query, new_query, query_tap)
-    key = _convolved(key, new_key, key_tap)
+    query = convolved(query, new_query, query_tap)
+    key = convolved(key, new_key, key_tap)
     query *= tl.rsqrt(tl.sum(query * query, 0) + L2_EPS) * SCALE
     key *= tl.rsqrt(tl.sum(key * key, 0) + L2_EPS)
     decay = log_decay(decay, rate, bias)
@@ -251,10 +254,10 @@ def _decode_kernel(
             held = read_state(matrix, dim, column, num_seen, KEY_DIM, DIM)
             corrections = read_corrections(updates, column, position, kept, KEY_DIM, DIM, PERIOD, ENTRY)
             channel = value_channel + column
-            value, value_tap = _past(conv, ring, channel, column < DIM, position, WIDTH)
+            value, value_tap = past_inputs(conv, ring, channel, column < DIM, position, WIDTH)
             new_value = tl.load(given + channel, mask=column < DIM, other=0.0)
-            value = _convolved(value, new_value, value_tap)
-            _keep(new_value, ring, save_ring, channel, column < DIM, position, saved, WIDTH)
+            value = convolved(value, new_value, value_tap)
+            keep_input(new_value, ring, save_ring, channel, column < DIM, position, saved, WIDTH)
             result = _advance(
                 held, corrections, by_key, by_query, overlap, key, query, value, before, decay, strength, matrix,
                 save_matrix, saved, updates, position, kept, dim, column, KEY_DIM, DIM, PERIOD, ENTRY,
@@ -268,7 +271,7 @@ def _decode_kernel(
         whole *= tl.rsqrt(squares / DIM + eps) * (factor * (opened * tl.sigmoid(opened)))
         tl.store(target, whole.to(out.dtype.element_ty), mask=every < DIM)
     else:
-        value = _convolved(value, new_value, value_tap)
+        value = convolved(value, new_value, value_tap)
         result = _advance(
             held, corrections, by_key, by_query, overlap, key, query, value, before, decay, strength, matrix,
             save_matrix, saved, updates, position, kept, dim, column, KEY_DIM, DIM, PERIOD, ENTRY,
@@ -288,9 +291,9 @@ def _decode_kernel(
         else:  # the columns are all columns
             result *= tl.rsqrt(tl.sum(result * result, 0) / DIM + eps) * factor
             tl.store(target, result.to(out.dtype.element_ty), mask=every < DIM)
-        _keep(new_value, ring, save_ring, value_channel + column, column < DIM, position, saved, WIDTH)
-        _keep(new_query, ring, save_ring, query_channel, is_written, position, saved, WIDTH)
-        _keep(new_key, ring, save_ring, key_channel, is_written, position, saved, WIDTH)
+        keep_input(new_value, ring, save_ring, value_channel + column, column < DIM, position, saved, WIDTH)
+        keep_input(new_query, ring, save_ring, query_channel, is_written, position, saved, WIDTH)
+        keep_input(new_key, ring, save_ring, key_channel, is_written, position, saved, WIDTH)
 
 
 @triton.jit
@@ -344,34 +347,3 @@ def _advance(
     else:
         tl.store(updates + last * ENTRY + KEY_DIM + column, delta, mask=is_column)
     return now * read + overlap * delta
-
-
-@triton.jit
-def _past(conv, ring, channel, is_channel, position, WIDTH: tl.constexpr):
-    """The convolution of the inputs before this token, and the weight of its own."""
-    total = tl.zeros(channel.shape, tl.float32)
-    for back in tl.static_range(1, WIDTH):
-        mask = is_channel & (position >= back)
-        old = tl.load(ring + channel * WIDTH + (position + (WIDTH - back)) % WIDTH, mask=mask, other=0.0)
-        weight = tl.load(conv + channel * WIDTH + (WIDTH - 1 - back), mask=is_channel, other=0.0)
-        total += old.to(tl.float32) * weight.to(tl.float32)
-    return total, tl.load(conv + channel * WIDTH + (WIDTH - 1), mask=is_channel, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _convolved(past, new, tap):
-    total = past + new.to(tl.float32) * tap
-    return total * tl.sigmoid(total)
-
-
-@triton.jit
-def _keep(new, ring, save_ring, channel, is_written, position, saved, WIDTH: tl.constexpr):
-    """Stores this token's input of the convolution in the ring, and in the saved one with its last inputs."""
-    new = new.to(ring.dtype.element_ty)
-    tl.store(ring + channel * WIDTH + position % WIDTH, new, mask=is_written)
-    if saved >= 0:
-        tl.store(save_ring + channel * WIDTH + position % WIDTH, new, mask=is_written)
-        for back in tl.static_range(1, WIDTH - 1):
-            mask = is_written & (position >= back)
-            at = channel * WIDTH + (position + (WIDTH - back)) % WIDTH
-            tl.store(save_ring + at, tl.load(ring + at, mask=mask), mask=mask)

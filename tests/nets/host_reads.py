@@ -91,7 +91,7 @@ def kernel_modules() -> list[ModuleType]:
     """Every module of ops that holds kernels."""
     modules = []
     for info in pkgutil.walk_packages(slipstream.ops.__path__, "slipstream.ops."):
-        if ".triton" in info.name or info.name.endswith(".tile_list"):
+        if ".triton" in info.name or info.name.endswith((".tile_list", ".single_list")):
             modules.append(importlib.import_module(info.name))
     return modules
 

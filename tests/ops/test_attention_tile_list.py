@@ -9,10 +9,11 @@ import pytest
 import torch
 from attention_case import DEVICE
 
+from slipstream.ops.paged_attention import single_list
+from slipstream.ops.paged_attention.single_list import SPLIT_COST
 from slipstream.ops.paged_attention.tile_list import (
     FEW_ROWS,
     SOME_ROWS,
-    SPLIT_COST,
     TileList,
     TileListHeads,
     TileListRows,
@@ -123,6 +124,25 @@ def test_the_splits_of_a_row_are_about_equal_and_shared_out_one_by_one():
     tile_list = build_tile_list(rows, heads, TileListSplits(33))
     assert tile_list.singles[:16, 3:5].tolist() == [[320, 2]] * 16
     assert max(map(len, shares_of(tile_list))) == 1
+
+
+@pytest.mark.parametrize("max_queries", [1, 4])
+@pytest.mark.parametrize("num_rows", [31, 64, 70])
+def test_a_list_does_not_depend_on_how_many_rows_are_counted_at_once(monkeypatch, num_rows, max_queries):
+    lengths = [(37 * row * row) % 900 if row % 6 > 3 else 250 + row for row in range(num_rows)]
+    ids = [-1 - row % 6 if row % 6 <= 3 else -1 for row in range(num_rows)]
+    table = torch.ones(num_rows, 70, dtype=torch.int64, device=DEVICE)
+    rows = TileListRows(
+        torch.tensor(lengths, device=DEVICE), None, table, num_rows, 1000, torch.tensor(ids, device=DEVICE), max_queries
+    )
+    found = []
+    for at_once in (256, 32):
+        monkeypatch.setattr(single_list, "MAX_BLOCK", at_once)
+        tile_list = build_tile_list(rows, TileListHeads(4, 2, 16, 64), TileListSplits(37))
+        num_singles = int(tile_list.totals[0])
+        assert not tile_list.arrived.any() and (num_singles == num_rows) == (max_queries == 1)
+        found.append((tile_list.totals, tile_list.singles[:num_singles], tile_list.shares))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 def test_rows_with_a_program_for_each_head_are_split_from_1025_keys():

@@ -239,11 +239,12 @@ def attention():
     latent = shape | dict(GROUP=16, DIM=512, BLOCK_D=512, REST=64, BLOCK_REST=64, BLOCK_N=32, sinks=None)
     build(ATTENTION + "triton.decode", "_split_kernel", x, **latent, **single)
     build(ATTENTION + "triton.varlen", "_tile_kernel", x, TILE=32, **latent)
-    shape = dict(KV_HEADS=8, GROUP=4, PAGE=16, WINDOW=0)
-    cuts = dict(TILE=128, MIN_SPLIT=256, ONE_SPLIT=512, MAX_SPLITS=32)
-    cuts |= dict(STEP=128, TOGETHER=8192, CUT_SINGLES=True, BLOCK=256)
-    build(ATTENTION + "tile_list", "_list_tiles_kernel", x, HAS_STARTS=True, host_ids=None, QUERIES=1, **shape, **cuts)
-    build(ATTENTION + "tile_list", "_list_tiles_kernel", x, HAS_STARTS=False, starts=None, QUERIES=5, **shape, **cuts)
+    cuts = dict(KV_HEADS=8, PAGE=16, WINDOW=0, MIN_SPLIT=256, ONE_SPLIT=512, MAX_SPLITS=32, STEP=128)
+    tiles = dict(HAS_STARTS=True, GROUP=4, TILE=128, TOGETHER=8192, CUT_SINGLES=True, BLOCK=256)
+    build(ATTENTION + "tile_list", "_list_tiles_kernel", x, **tiles, **cuts)
+    one_by_one = dict(QUERIES=1, BLOCK=256, WHOLE=False, DEPENDENT=False, host_ids=None)
+    build(ATTENTION + "single_list", "_list_singles_kernel", x, **one_by_one, **cuts)
+    build(ATTENTION + "single_list", "_list_singles_kernel", x, QUERIES=5, BLOCK=64, WHOLE=True, DEPENDENT=True, **cuts)
 
 
 def hopper():

@@ -3,9 +3,10 @@
 The kernel first reads data that no kernel writes, above all weights, then waits until the previous kernel, and with it
 every earlier kernel, is complete. Rule: every program of a kernel launched this way waits before it touches other data.
 
-The first kernel of a step waits before it releases the next one. So data from before that kernel may also be read
-early: page tables, tile lists, and keys of earlier steps. The tile list for last tokens only is built in mid-step. That
-is safe because an index_select of torch, which is launched without PDL, runs between `build_tile_list` and attention.
+The embedding lookup waits before it releases the next kernel, and so does the list of single rows before it. So data
+from before the lookup may also be read early: page tables, tile lists, and keys of earlier steps. Where torch looks up
+embeddings, its kernel is launched without PDL. So is the index_select between `build_tile_list` and attention where the
+tile list for last tokens only is built in mid-step.
 
 Weights may be written in place between two steps: kernels without PDL gather a step's inputs, and start when all writes
 before them are complete. A script that writes a weight by a kernel and multiplies by it at once must synchronise first.

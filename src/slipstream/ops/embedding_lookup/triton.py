@@ -55,7 +55,7 @@ def _look_up_kernel(
     DEPENDENT: tl.constexpr,
 ):
     wait_for_previous(DEPENDENT)
-    release_next(DEPENDENT)  # after the wait: this is the first kernel of a step (ops/pdl.py)
+    release_next(DEPENDENT)  # after the wait: later kernels read tile lists and page tables early (ops/pdl.py)
     BLOCKS: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)

@@ -22,8 +22,9 @@ import triton
 import triton.language as tl
 
 from slipstream.config.activation_size import MAX_SPLITS, SMALLEST_SPLIT
+from slipstream.ops.paged_attention.single_list import SINGLE_RECORD, SPLIT_COST, list_singles, store_single
 from slipstream.ops.paged_attention.tile_order import KEYS_TOGETHER, held_keys, last_key, sorting_group, tiles_ahead
-from slipstream.ops.paged_attention.tile_rows import ALIGN, continues, cut_keys, read_rows
+from slipstream.ops.paged_attention.tile_rows import ALIGN, cut_keys, read_rows
 
 # Maximum keys per split of a row of one token, more for rows that would have more than MAX_SPLITS splits. Few rows need
 # many splits to keep the device busy; with many rows a split should amortize its fixed cost.
@@ -32,10 +33,8 @@ SOME_ROWS, SPLIT_OF_SOME = 128, 512
 SPLIT_OF_MANY = 1024
 SPLIT_OF_ROW_PROGRAM = 1024  # if each row and KV head has a program of its own anyway
 KEY_BLOCK, FEW_KEY_BLOCK = 64, 128  # keys per split are a multiple of the key block of every kernel
-SPLIT_COST = tl.constexpr(64)  # fixed cost of a split, in keys
 
 RECORD = tl.constexpr(8)  # int32s per tile
-SINGLE_RECORD = tl.constexpr(9)  # int32s per single
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +56,11 @@ class TileList:
     @property
     def has_large_blocks(self) -> bool:
         """Whether a multiprocessor runs one program, with large key blocks."""
-        return self.row_programs or num_distinct(len(self.singles) - 1, self.max_queries) <= FEW_ROWS
+        return self.row_programs or self.has_few_rows
+
+    @property
+    def has_few_rows(self) -> bool:
+        return num_distinct(len(self.singles) - 1, self.max_queries) <= FEW_ROWS
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +124,30 @@ def build_tile_list(rows: TileListRows, heads: TileListHeads, cuts: TileListSpli
         rows.max_queries,
         cuts.row_programs,
     )
+    common = {
+        "PAGE": heads.page_size,
+        "WINDOW": heads.window,
+        "MIN_SPLIT": min_split,
+        "ONE_SPLIT": max(min_split, cuts.one_split),
+        "MAX_SPLITS": cuts.max_splits,
+        "STEP": FEW_KEY_BLOCK if tile_list.has_large_blocks else KEY_BLOCK,
+    }
+    if not has_tiles:
+        list_singles(
+            tile_list.singles,
+            tile_list.shares,
+            tile_list.totals,
+            tile_list.arrived,
+            lengths,
+            rows.host_ids,
+            page_table,
+            num_splits // num_rows,
+            # one kernel for all steps whose splits are those of few rows
+            FEW_ROWS * rows.max_queries if tile_list.has_few_rows else 0,
+            QUERIES=rows.max_queries,
+            **common,
+        )
+        return tile_list
     _list_tiles_kernel[(num_rows + 1,)](
         tile_list.singles,
         tile_list.shares,
@@ -129,28 +156,20 @@ def build_tile_list(rows: TileListRows, heads: TileListHeads, cuts: TileListSpli
         tile_list.arrived,
         lengths,
         query_starts,
-        rows.host_ids if query_starts is None else None,
         page_table,
         page_table.stride(0),
         num_rows,
         num_tokens,
         len(tile_list.shares) - 1,
-        num_splits // num_rows,
         HAS_STARTS=query_starts is not None,
         KV_HEADS=heads.num_kv_heads,
         GROUP=group,
-        PAGE=heads.page_size,
-        WINDOW=heads.window,
         TILE=heads.tile,
-        MIN_SPLIT=min_split,
-        ONE_SPLIT=max(min_split, cuts.one_split),
-        MAX_SPLITS=cuts.max_splits,
-        STEP=FEW_KEY_BLOCK if tile_list.has_large_blocks else KEY_BLOCK,
         TOGETHER=cuts.keys_together,
         CUT_SINGLES=cuts.cut_singles,
-        QUERIES=rows.max_queries,
         BLOCK=256,
         num_warps=4,
+        **common,
     )
     return tile_list
 
@@ -182,8 +201,8 @@ TILES = tl.constexpr(64)  # listed per loop iteration
 # grid: (rows + 1,); program b counts the tiles of the rows before row b and lists row b's. The last one takes tokens
 # that belong to no row.
 @triton.jit(
-    do_not_specialize=["table_stride", "num_rows", "num_tokens", "num_split_programs", "row_splits"],
-    do_not_specialize_on_alignment=["lengths", "starts", "host_ids", "table"],
+    do_not_specialize=["table_stride", "num_rows", "num_tokens", "num_split_programs"],
+    do_not_specialize_on_alignment=["lengths", "starts", "table"],
 )
 def _list_tiles_kernel(
     singles_out,
@@ -193,13 +212,11 @@ def _list_tiles_kernel(
     arrived,
     lengths,
     starts,
-    host_ids,
     table,
     table_stride,
     num_rows,
     num_tokens,
     num_split_programs,
-    row_splits,
     HAS_STARTS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -212,7 +229,6 @@ def _list_tiles_kernel(
     STEP: tl.constexpr,
     TOGETHER: tl.constexpr,
     CUT_SINGLES: tl.constexpr,
-    QUERIES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)
@@ -223,29 +239,11 @@ def _list_tiles_kernel(
     keys_before = tl.cast(0, tl.int64)  # of rows with many tiles
     cost_before = tl.cast(0, tl.int64)  # of splits
     cost_of_all = tl.cast(0, tl.int64)
-    has_others = tl.cast(0 if host_ids is None else -1, tl.int64)  # 0: host tokens
     for first in range(0, num_rows + 1, BLOCK):
         rows = first + lanes
         start, count, length = read_rows(
             rows, lengths, starts, table, table_stride, num_rows, num_tokens, HAS_STARTS, PAGE
         )
-        if QUERIES > 1:
-            following = continues(
-                rows + 1,
-                lengths,
-                host_ids,
-                table,
-                table_stride,
-                num_rows,
-                PAGE,
-                WINDOW,
-                MIN_SPLIT,
-                ONE_SPLIT,
-                MAX_SPLITS,
-                STEP,
-                QUERIES,
-            )
-            count = tl.where(following, 0, count)  # the last position of a row lists all of them
         begin, size, splits = cut_keys(length, WINDOW, MIN_SPLIT, ONE_SPLIT, MAX_SPLITS, STEP)
         single = (count == 1) & CUT_SINGLES
         cost = tl.where((rows <= num_rows) & single, length - begin + splits * SPLIT_COST, 0).to(tl.int64)
@@ -256,67 +254,23 @@ def _list_tiles_kernel(
         tiles = tl.where((rows < row) & ~single, tl.cdiv(count * GROUP, TILE), 0)
         tiles_before += tl.sum(tiles)
         keys_before += tl.sum(held_keys(tiles, length, TOGETHER))
-        if host_ids is not None:
-            given = tl.load(host_ids + rows, mask=rows < num_rows, other=-1)
-            has_others = tl.maximum(has_others, tl.max(tl.where(given < 0, -1, 0).to(tl.int64)))
 
     start, count, length = read_rows(row, lengths, starts, table, table_stride, num_rows, num_tokens, HAS_STARTS, PAGE)
-    queries = 1
-    if QUERIES > 1:
-        following = continues(
-            row + 1,
-            lengths,
-            host_ids,
-            table,
-            table_stride,
-            num_rows,
-            PAGE,
-            WINDOW,
-            MIN_SPLIT,
-            ONE_SPLIT,
-            MAX_SPLITS,
-            STEP,
-            QUERIES,
-        )
-        count = tl.where(following, 0, count)
-        back = tl.arange(0, triton.next_power_of_2(QUERIES))
-        is_same = continues(
-            tl.maximum(row - back, 0),
-            lengths, host_ids, table, table_stride, num_rows,
-            PAGE, WINDOW, MIN_SPLIT, ONE_SPLIT, MAX_SPLITS, STEP, QUERIES,
-        )  # fmt: skip
-        queries = 1 + tl.min(tl.where(is_same, QUERIES - 1, back))
-        splits_before = (row - queries + 1) * row_splits
-    fresh = 1  # keys that the step writes
-    if host_ids is not None:
-        fresh = -tl.load(host_ids + row, mask=row < num_rows, other=-1).to(tl.int32)
     if (count == 1) & CUT_SINGLES:
         begin, size, splits = cut_keys(length, WINDOW, MIN_SPLIT, ONE_SPLIT, MAX_SPLITS, STEP)
-        record = singles_out + tl.cast(singles_before, tl.int64) * SINGLE_RECORD
-        tl.store(record, row - queries + 1)
-        tl.store(record + 1, start - queries + 1)
-        tl.store(record + 2, begin)
-        tl.store(record + 3, size)
-        tl.store(record + 4, splits)
-        tl.store(record + 5, splits_before)
-        tl.store(record + 6, length)
-        tl.store(record + 7, tl.where(has_others < 0, tl.maximum(length - fresh, 0), 0))
-        tl.store(record + 8, queries)
-        # the shares that start in this row, each at the split nearest to its equal part of the total cost
-        cost_after = cost_before + length - begin + splits * SPLIT_COST
-        # never 0; but the compiler's analysis divides by the initial 0 before it has seen the loop
-        divisor = tl.maximum(cost_of_all, 1)
-        share_end = tl.cdiv(cost_after * num_split_programs, divisor).to(tl.int32)
-        for first in range(tl.cdiv(cost_before * num_split_programs, divisor).to(tl.int32), share_end, BLOCK):
-            share = first + lanes
-            mask = share < share_end
-            offset = share * cost_of_all // num_split_programs - cost_before
-            nearest = tl.minimum((2 * offset + size + SPLIT_COST) // (2 * (size + SPLIT_COST)), splits - 1)
-            # the last split may be short: its end may be nearer than its start
-            last_start = (splits - 1) * (size + SPLIT_COST)
-            nearest = tl.where(2 * offset < last_start + cost_after - cost_before, nearest, splits)
-            tl.store(shares_out + share * 2, singles_before, mask=mask)
-            tl.store(shares_out + share * 2 + 1, nearest.to(tl.int32), mask=mask)
+        fields = (begin, size, splits, splits_before, length, 0, 1)
+        store_single(
+            singles_out,
+            shares_out,
+            singles_before,
+            row,
+            start,
+            fields,
+            cost_before,
+            cost_of_all,
+            num_split_programs,
+            BLOCK,
+        )
         singles_before += 1
     else:
         tiles = tl.cdiv(count * GROUP, TILE)

@@ -1,4 +1,4 @@
-"""Device functions of the tile list: the rows of a step, how their keys are cut, and which rows are one single."""
+"""Device functions of the tile list: the rows of a step, and how their keys are cut."""
 
 from __future__ import annotations
 
@@ -22,39 +22,18 @@ def read_rows(
     else:
         start = row
         count = tl.where(mine, 1, 0)
+    return start, count, read_length(row, lengths, table, table_stride, num_rows, PAGE)
+
+
+@triton.jit
+def read_length(row, lengths, table, table_stride, num_rows, PAGE: tl.constexpr):
+    """Length of one or many rows; 0 past the last one."""
+    mine = row < num_rows
     length = tl.load(lengths + row, mask=mine, other=0).to(tl.int32)
     last = tl.maximum(length - 1, 0) // PAGE
     page = tl.load(table + row.to(tl.int64) * table_stride + last, mask=mine & (length > 0), other=0)
     # a row whose newest position is in the null page is padding
-    return start, count, tl.where(page == 0, 0, length)
-
-
-@triton.jit
-def continues(
-    row,
-    lengths,
-    host_ids,
-    table,
-    table_stride,
-    num_rows,
-    PAGE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    MIN_SPLIT: tl.constexpr,
-    ONE_SPLIT: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
-    STEP: tl.constexpr,
-    QUERIES: tl.constexpr,
-):
-    """Whether one or many rows are queries of the same single as the row before: the next position of a drafted row,
-    whose keys are cut in the same way."""
-    offset = -1 - tl.load(host_ids + row, mask=row < num_rows, other=-1)
-    before = tl.maximum(row - 1, 0)
-    _, _, length = read_rows(row, lengths, None, table, table_stride, num_rows, num_rows, False, PAGE)
-    _, _, length_before = read_rows(before, lengths, None, table, table_stride, num_rows, num_rows, False, PAGE)
-    begin, size, _ = cut_keys(length, WINDOW, MIN_SPLIT, ONE_SPLIT, MAX_SPLITS, STEP)
-    begin_before, size_before, _ = cut_keys(length_before, WINDOW, MIN_SPLIT, ONE_SPLIT, MAX_SPLITS, STEP)
-    is_next = (offset > 0) & (offset % QUERIES != 0) & (length == length_before + 1)
-    return is_next & (begin == begin_before) & (size == size_before)
+    return tl.where(page == 0, 0, length)
 
 
 @triton.jit

@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from slipstream.ops.paged_attention.tile_list import SINGLE_RECORD
+from slipstream.ops.paged_attention.single_list import SINGLE_RECORD
 from slipstream.ops.paged_attention.triton.hopper import copy_parts, find_starts
 from slipstream.ops.paged_attention.triton.hopper_fp8 import copy_fp8_block, fp8_block_bytes
 from slipstream.ops.paged_attention.triton.split_schedule import read_single, splits_of_program

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from slipstream.ops.paged_attention.tile_list import SINGLE_RECORD
+from slipstream.ops.paged_attention.single_list import SINGLE_RECORD
 
 
 @triton.jit

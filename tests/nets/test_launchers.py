@@ -75,11 +75,12 @@ def quantized() -> dict[str, Callable[[], Any]]:
 
     def joined() -> None:
         shapes = (64, 1024), (128, 64), (64, 1024), (64, 64)
-        gemms = [
+        weights = [
             QuantizedMatrix(half(*shape).to(torch.float8_e4m3fn), torch.rand(shape[0], 1), None) for shape in shapes
         ]
-        layer = get("quantized.layer_gemms.LayerGemms")(*gemms, half(64), 1e-6, half(64), 1e-6)
-        get("quantized.triton.layer.launch_layer")(half(1, 1024), half(1, 64), layer, "silu", ints(1))
+        layer = get("quantized.layer_gemms.LayerGemms")(*weights, half(64), 1e-6, half(64), 1e-6)
+        for gemms in (layer, layer._replace(next_qkv=None)):
+            get("quantized.triton.layer.launch_layer")(half(1, 1024), half(1, 64), gemms, "silu", ints(1))
 
     return {
         "GEMMs between attentions": joined,

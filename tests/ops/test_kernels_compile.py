@@ -391,9 +391,9 @@ def hopper():
         describe = lambda box: f"tensordesc<fp8e4nv{box},{gl.NVMMASharedLayout(128, 8, len(box))!r}>"
         x = of(describe([64, 128]), "o_weight down_weight next_weight") | {"gate_weight": describe([4, 2, 8, 128])}
         x |= of(HALF, "x residual feed_norm next_norm gated total out") | of(FLOAT, "o_parts down_parts")
-        x |= of(FLOAT, "o_scale gate_scale down_scale next_scale") | {"arrived": INT}
+        x |= of(FLOAT, "o_scale gate_scale down_scale next_scale") | {"arrived": INT, "next_units": "i32"}
         x |= of("fp32", "feed_eps next_eps")
-        constants = {"O_IN": 4096, "HIDDEN": 4096, "FEED": 12288, "NEXT": 6144, "O_SPLITS": 2, "DOWN_SPLITS": 2}
+        constants = {"O_IN": 4096, "HIDDEN": 4096, "FEED": 12288, "O_SPLITS": 2, "DOWN_SPLITS": 2}
         constants |= {"GATE": 1, "STAGES": 13, "DEPENDENT": True}
         signature = {arg: "constexpr" if arg in constants else x[arg] for arg in kernel.arg_names}
         source = GluonASTSource(kernel, signature, constants, {})

@@ -1,4 +1,4 @@
-"""The four GEMMs between two attentions in one kernel: which sizes it takes, who may use it, and its results."""
+"""The GEMMs from one attention to the next in one kernel: which sizes it takes, who may use it, and its results."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from child import child_env
 from slipstream.ops.activation import silu_and_mul
+from slipstream.ops.norm import rms_norm
 from slipstream.ops.quantized import QuantizedMatrix, dequantize, layer
 from slipstream.ops.quantized.layer import claim_barrier, joins_gemms, multiply_layer
 from slipstream.ops.quantized.layer_gemms import LayerGemms
@@ -41,18 +42,19 @@ def test_sizes_that_keep_all_programs_busy_fit() -> None:
         o, gate_up, down, next_qkv = (
             QuantizedMatrix(torch.empty(shape, device="meta"), nothing, None) for shape in shapes
         )
-        return LayerGemms(o, gate_up, down, next_qkv, nothing, 0.0, nothing, 0.0).fits
+        return LayerGemms(o, gate_up, down, next_qkv if num_next else None, nothing, 0.0, nothing, 0.0).fits
 
     assert fits(*QWEN3_8B) and fits(8192, 4096, 16384, 6144)
     assert not fits(4096, 4096, 14336, 6144)  # half of the programs would be idle in the fourth turn of gate and up
     assert not fits(2560, 2560, 9728, 6144)  # 40 blocks of outputs
     assert not fits(4096, 4096, 12288, 6112)  # no multiple of a block
     assert not fits(3072, 4096, 12288, 6144)  # half of the inputs of o is no multiple of 1,024
+    assert fits(4096, 4096, 12288, 0) and not fits(2560, 2560, 9728, 0)  # no next attention
 
 
 def test_only_fp8_weights_with_a_scale_per_row_are_joined() -> None:
     gemms = make_layer((128, 64, 32, 64), "cpu")
-    assert gemms.are_fp8
+    assert gemms.are_fp8 and gemms._replace(next_qkv=None).are_fp8
     assert not gemms._replace(o=gemms.o._replace(scale=torch.ones(64, 2))).are_fp8
     assert not gemms._replace(o=gemms.o._replace(values=gemms.o.values.t())).are_fp8
     packed = torch.zeros(64, 16, dtype=torch.uint8)
@@ -95,6 +97,7 @@ def test_one_kernel_computes_the_gemms_between_attentions() -> None:
 def check_results() -> None:
     torch.manual_seed(0)
     layers = [make_layer(QWEN3_8B, "cuda") for _ in range(2)]
+    layers.append(layers[0]._replace(next_qkv=None))
     x = torch.randn(1, QWEN3_8B[0], device="cuda").bfloat16()
     residual = torch.randn(1, QWEN3_8B[1], device="cuda").bfloat16()
     assert all(joins_gemms(x, gemms, silu_and_mul) for gemms in layers)
@@ -107,6 +110,9 @@ def check_results() -> None:
     for (out, total), expected in zip(found, (compute(x, residual, gemms) for gemms in layers), strict=True):
         assert off(out, expected[0]) < 0.05, off(out, expected[0])  # inputs are rounded to FP8
         assert off(total, expected[1]) < 0.05, off(total, expected[1])
+    normed, total = found[-1]  # of the last layer
+    plain = rms_norm(total, layers[-1].next_norm, layers[-1].next_eps)
+    assert off(normed, plain.double()) < 1e-3, off(normed, plain.double())
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         again = run()
@@ -127,8 +133,11 @@ def compute(x: torch.Tensor, residual: torch.Tensor, gemms: LayerGemms) -> tuple
     def norm(row: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return row * torch.rsqrt(row.square().mean() + eps) * weight.double()
 
-    weights = (dequantize(weight, torch.float64) for weight in gemms[:4])
-    total = residual.double() + x.double() @ next(weights).t()
-    gate, up = (norm(total, gemms.feed_norm, gemms.feed_eps) @ next(weights).t()).chunk(2, 1)
-    total = total + (F.silu(gate) * up) @ next(weights).t()
-    return norm(total, gemms.next_norm, gemms.next_eps) @ next(weights).t(), total
+    def multiply(row: torch.Tensor, weight: QuantizedMatrix) -> torch.Tensor:
+        return row @ dequantize(weight, torch.float64).t()
+
+    total = residual.double() + multiply(x.double(), gemms.o)
+    gate, up = multiply(norm(total, gemms.feed_norm, gemms.feed_eps), gemms.gate_up).chunk(2, 1)
+    total = total + multiply(F.silu(gate) * up, gemms.down)
+    normed = norm(total, gemms.next_norm, gemms.next_eps)
+    return normed if gemms.next_qkv is None else multiply(normed, gemms.next_qkv), total

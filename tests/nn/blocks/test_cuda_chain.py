@@ -102,7 +102,7 @@ def test_gates_of_last_tokens_in_a_chain(pattern: list[str], calls: list[bool], 
         torch.testing.assert_close(mine[name], theirs[name][-1], rtol=1e-9, atol=1e-9)
 
 
-def test_one_kernel_may_compute_the_products_between_two_attentions(
+def test_one_kernel_may_compute_the_products_from_one_attention_to_the_next(
     calls: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of steps of one row. Here it is plain torch, with float64 weights as a quantised matrix of scale 1."""
@@ -113,10 +113,11 @@ def test_one_kernel_may_compute_the_products_between_two_attentions(
     ) -> tuple[torch.Tensor, torch.Tensor]:
         rows.append(len(x))
         assert barrier is chain.barrier
-        o, gate_up, down, next_qkv = (matrix.values for matrix in gemms[:4])
-        total = residual + x @ o.t()
-        total = total + activation(rms_norm(total, gemms.feed_norm, gemms.feed_eps) @ gate_up.t()) @ down.t()
-        return rms_norm(total, gemms.next_norm, gemms.next_eps) @ next_qkv.t(), total
+        total = residual + x @ gemms.o.values.t()
+        made = activation(rms_norm(total, gemms.feed_norm, gemms.feed_eps) @ gemms.gate_up.values.t())
+        total = total + made @ gemms.down.values.t()
+        normed = rms_norm(total, gemms.next_norm, gemms.next_eps)
+        return normed if gemms.next_qkv is None else normed @ gemms.next_qkv.values.t(), total
 
     def as_matrix(weight: UnquantizedWeight) -> QuantizedMatrix:
         return QuantizedMatrix(weight.data, torch.ones(len(weight.data), 1), None)
@@ -133,7 +134,7 @@ def test_one_kernel_may_compute_the_products_between_two_attentions(
     model.implementations = (chain,)
     runner = HandRunner(model, torch.float64)
     mine = [runner.run({"a": ids})["a"] for ids in ([5, 9, 33], [7])]
-    assert calls == [True, True] and rows == [1, 1, 1]  # of the second step, between four attentions
+    assert calls == [True, True] and rows == [1] * 4  # of the second step, each after an attention
     runner = HandRunner(one_by_one(model), torch.float64)
     theirs = [runner.run({"a": ids})["a"] for ids in ([5, 9, 33], [7])]
     torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)

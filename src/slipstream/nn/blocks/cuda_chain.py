@@ -1,8 +1,8 @@
 """CudaChain: the layers of a decoder as a chain of products that add the residual themselves, on CUDA.
 
 In small steps on Hopper the norms have no kernel of their own either: see `ops/linear/unnormalized.py`. One kernel may
-have all GEMMs between two attentions of a single row: see `ops/quantized/layer.py`. Steps for which no chain is faster,
-and large steps with adapters, run by the reference.
+have all GEMMs of a single row from one attention to the next: see `ops/quantized/layer.py`. Steps for which no chain is
+faster, and large steps with adapters, run by the reference.
 """
 
 from __future__ import annotations
@@ -74,6 +74,8 @@ class CudaChain:
                 assert self.barrier is not None
                 made, total = multiply_layer(made, total, *joined, self.barrier)
                 index += 2
+                if index == len(self.parts):
+                    break
                 part = self.parts[index]
             else:
                 index += 1
@@ -91,7 +93,8 @@ class CudaChain:
                     made = part.products.first.after_unnormalized(sums, context, activation)
                 else:
                     made = split
-        out = self.end(part, made, total, chain, context, gate)
+        # the kernel of a whole last layer has normed the hidden states
+        out = made if index == len(self.parts) else self.end(part, made, total, chain, context, gate)
         if self.taps:
             assert not context.only_last, "a model with taps returns all tokens"
             return torch.cat([out, *(inputs[index] for index in self.taps)], 1)
@@ -135,21 +138,25 @@ class CudaChain:
         return found if found is not None and joins_gemms(x, *found) else None
 
     def layer_gemms(self, index: int) -> tuple[LayerGemms, Activation] | None:
-        """The last GEMM of an attention, the next sublayer's two, and the first of the attention after it, with the
-        activation between; None if these sublayers are others, or weights have kernels of their own only."""
-        if index + 2 >= len(self.parts):
+        """The last GEMM of an attention, the next sublayer's two, and the first of the attention after it, if there is
+        one, with the activation between; None if these sublayers are others, or weights have kernels of their own
+        only."""
+        if index + 2 > len(self.parts):
             return None
-        own, feed, following = self.parts[index : index + 3]
+        own, feed = self.parts[index : index + 2]
+        is_layer = own.products.mix is not None and feed.products.mix is None and feed.products.first.bias is None
+        norm, next_qkv = self.norm, None
+        if index + 2 < len(self.parts):
+            following = self.parts[index + 2]
+            norm, next_qkv = following.norm, following.products.first.weight.layer_matrix
+            has_bias = following.products.first.bias is not None
+            is_layer = is_layer and following.products.mix is not None and not has_bias and next_qkv is not None
         activation = feed.products.activation
-        has_bias = feed.products.first.bias is not None or following.products.first.bias is not None
-        is_layer = own.products.mix is not None and feed.products.mix is None and following.products.mix is not None
-        if has_bias or not is_layer or activation is None:
+        linears = (own.products.last, feed.products.first, feed.products.last)
+        o, gate_up, down = (linear.weight.layer_matrix for linear in linears)
+        if not is_layer or activation is None or o is None or gate_up is None or down is None:
             return None
-        linears = (own.products.last, feed.products.first, feed.products.last, following.products.first)
-        o, gate_up, down, next_qkv = (linear.weight.layer_matrix for linear in linears)
-        if o is None or gate_up is None or down is None or next_qkv is None:
-            return None
-        norms = (feed.norm.weight, feed.norm.eps, following.norm.weight, following.norm.eps)
+        norms = (feed.norm.weight, feed.norm.eps, norm.weight, norm.eps)
         return LayerGemms(o, gate_up, down, next_qkv, *norms), activation
 
     def choose(self, x: torch.Tensor, is_streamed: bool = False) -> Chain:

@@ -1,4 +1,4 @@
-"""The four GEMMs between two attentions as one kernel, for a single row and FP8 weights on Hopper.
+"""The GEMMs from one attention to the next as one kernel, for a single row and FP8 weights on Hopper.
 
 All programs of the kernel run at once and wait for each other at barriers. Two such kernels on two streams could each
 hold half of the multiprocessors and wait forever, so one model per device uses it: the first that claims the barrier.
@@ -30,8 +30,8 @@ def joins_gemms(x: torch.Tensor, gemms: LayerGemms, activation: Activation | Non
 def multiply_layer(
     x: torch.Tensor, residual: torch.Tensor, gemms: LayerGemms, activation: Activation, barrier: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """For x [1, in of o] and residual [1, hidden] that `joins_gemms` accepts: the product of the last GEMM, and the sum
-    with the residual before its norm. `barrier`: of `claim_barrier`."""
+    """For x [1, in of o] and residual [1, hidden] that `joins_gemms` accepts: the product of the next qkv, or without
+    one the normed hidden states; and the sum with the residual before the norm. `barrier`: of `claim_barrier`."""
     from slipstream.ops.quantized.triton.layer import launch_layer
 
     return launch_layer(x, residual, gemms, FUSED_ACTIVATIONS[activation], barrier)

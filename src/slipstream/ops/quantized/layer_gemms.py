@@ -1,4 +1,4 @@
-"""LayerGemms: the four GEMMs between two attentions, and whether one kernel has their sizes (`layer.py`)."""
+"""LayerGemms: the GEMMs from one attention to the next, and whether one kernel has their sizes (`layer.py`)."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ MAX_IDLE = 0.1  # share of the programs that are idle in the last turn of gate a
 
 
 class LayerGemms(NamedTuple):
-    """The GEMMs in their order, and the norms before the second and the fourth."""
+    """The GEMMs in their order, and the norms before the second and the fourth. After the last attention there is no
+    fourth, and its norm is that of the hidden states."""
 
     o: QuantizedMatrix
     gate_up: QuantizedMatrix
     down: QuantizedMatrix
-    next_qkv: QuantizedMatrix
+    next_qkv: QuantizedMatrix | None
     feed_norm: torch.Tensor
     feed_eps: float
     next_norm: torch.Tensor
@@ -30,7 +31,9 @@ class LayerGemms(NamedTuple):
         """Whether the kernel has the sizes. It was measured with those of Qwen3-8B: others would need other splits, or
         leave programs idle."""
         hidden, feed = len(self.o.values), len(self.gate_up.values) // 2
-        if hidden * SPLITS != 64 * PROGRAMS or len(self.down.values) != hidden or len(self.next_qkv.values) % 64:
+        if hidden * SPLITS != 64 * PROGRAMS or len(self.down.values) != hidden:
+            return False
+        if self.next_qkv is not None and len(self.next_qkv.values) % 64:
             return False
         turns = -(-feed // (32 * PROGRAMS))
         is_busy = feed >= (1 - MAX_IDLE) * turns * 32 * PROGRAMS
@@ -47,4 +50,5 @@ class LayerGemms(NamedTuple):
             and weight.scale.is_contiguous()
             and weight.values.data_ptr() % 16 == 0
             for weight in self[:4]
+            if weight is not None
         )

@@ -1,4 +1,4 @@
-"""Launches `layer_kernel.py`: the four GEMMs between two attentions with FP8 weights, for a single row."""
+"""Launches `layer_kernel.py`: the GEMMs from one attention to the next with FP8 weights, for a single row."""
 
 from __future__ import annotations
 
@@ -24,24 +24,29 @@ def launch_layer(
     gate: str,
     arrived: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The product of the next qkv [1, out], and the sum with the residual before its norm [1, hidden]."""
+    """The product of the next qkv [1, out], or without one the normed hidden states [1, hidden]; and the sum with the
+    residual before the norm [1, hidden]."""
     o, gate_up, down, next_qkv = gemms[:4]
-    hidden, feed, num_next = len(o.values), len(gate_up.values) // 2, len(next_qkv.values)
+    hidden, feed = len(o.values), len(gate_up.values) // 2
+    num_out, next_units, next_weight = hidden, 0, down
+    if next_qkv is not None:
+        num_out, next_weight = len(next_qkv.values), next_qkv
+        next_units = num_out // OUTPUTS.value
     memory = torch.empty(2 * SPLITS * hidden + feed // 2, dtype=torch.float32, device=x.device)
     o_parts, down_parts, gated = memory.split([SPLITS * hidden, SPLITS * hidden, feed // 2])
     total = torch.empty_like(residual)
-    out = torch.empty((1, num_next), dtype=x.dtype, device=x.device)
+    out = torch.empty((1, num_out), dtype=x.dtype, device=x.device)
     layer_kernel.layer_kernel[(PROGRAMS,)](
         x,
         residual,
         _describe(o.values),
         _describe_pairs(gate_up.values),
         _describe(down.values),
-        _describe(next_qkv.values),
+        _describe(next_weight.values),
         o.scale,
         gate_up.scale,
         down.scale,
-        next_qkv.scale,
+        next_weight.scale,
         gemms.feed_norm,
         gemms.next_norm,
         gemms.feed_eps,
@@ -52,10 +57,10 @@ def launch_layer(
         total,
         out,
         arrived,
+        next_units,
         O_IN=o.num_columns,
         HIDDEN=hidden,
         FEED=feed,
-        NEXT=num_next,
         O_SPLITS=SPLITS,
         DOWN_SPLITS=SPLITS,
         GATE=GATES[gate],

@@ -1,4 +1,6 @@
 """One kernel for the four GEMMs between two attentions, FP8 weights and a single row: o, gate and up, down, next qkv.
+After the last attention there are three, and the norm of the hidden states. That is the same binary, since the code of
+a kernel that runs once per step is in no cache.
 
 Each multiprocessor has one program for the whole kernel. Its producer warp streams the program's weights of all four
 GEMMs without a pause, since weights depend on nothing; the consumer warps wait between two GEMMs until all programs
@@ -36,14 +38,14 @@ GROUP = gl.constexpr(8)  # tiles of inputs that share a matrix of 8 rows in shar
 
 
 # grid: (PROGRAMS,)
-@gluon.jit
+@gluon.jit(do_not_specialize=["next_units"])
 def layer_kernel(
     x,  # [O_IN] bfloat16
     residual,  # [HIDDEN] bfloat16
     o_weight,  # descriptors of FP8 weights, boxes of 64 x 128
     gate_weight,  # [FEED / 8, 2, 8, HIDDEN], boxes of 4 x 2 x 8 x 128: 8 gate rows, then their up rows
     down_weight,
-    next_weight,
+    next_weight,  # without a next qkv any of these
     o_scale,  # [out] float32
     gate_scale,
     down_scale,
@@ -56,12 +58,12 @@ def layer_kernel(
     gated,  # [FEED] bfloat16, memory
     down_parts,  # [DOWN_SPLITS, HIDDEN] float32, memory
     total,  # [HIDDEN] bfloat16, the result before the norm
-    out,  # [NEXT] bfloat16, the result
+    out,  # [64 * next_units] bfloat16, the result; without a next qkv [HIDDEN]
     arrived,  # int32, a multiple of PROGRAMS between kernels
+    next_units,  # blocks of the next qkv; 0: there is none
     O_IN: gl.constexpr,
     HIDDEN: gl.constexpr,
     FEED: gl.constexpr,
-    NEXT: gl.constexpr,
     O_SPLITS: gl.constexpr,
     DOWN_SPLITS: gl.constexpr,
     GATE: gl.constexpr,
@@ -74,7 +76,7 @@ def layer_kernel(
     xs = gl.allocate_shared_memory(gl.float8e4nv, [GROUP, GROUP, TILE], SHARED)
     there, used = make_barriers(STAGES, 1), make_barriers(STAGES, 1)
     fence_async_shared()
-    SIZES: gl.constexpr = (O_IN, HIDDEN, FEED, NEXT, O_SPLITS, DOWN_SPLITS, GATE, STAGES)
+    SIZES: gl.constexpr = (O_IN, HIDDEN, FEED, O_SPLITS, DOWN_SPLITS, GATE, STAGES)
     ring = (ws, there, used)
     weights = (o_weight, gate_weight, down_weight, next_weight)
     scales = (o_scale, gate_scale, down_scale, next_scale)
@@ -82,8 +84,8 @@ def layer_kernel(
     memory = (o_parts, gated, down_parts, total, out, arrived)
     gl.warp_specialize(
         [
-            (_compute, (x, residual, xs, ring, scales, norms, memory, SIZES, DEPENDENT)),
-            (_fetch, (ring, weights, SIZES)),
+            (_compute, (x, residual, xs, ring, scales, norms, memory, next_units, SIZES, DEPENDENT)),
+            (_fetch, (ring, weights, next_units, SIZES)),
         ],
         [1],
         [FETCH_REGISTERS],
@@ -103,25 +105,24 @@ def num_units(num_out, splits):
 
 
 @gluon.jit
-def _own(UNITS: gl.constexpr):
+def _own(units):
     """How many of the units this program has."""
-    return (UNITS - gl.program_id(0) + PROGRAMS - 1) // PROGRAMS
+    return (units - gl.program_id(0) + PROGRAMS - 1) // PROGRAMS
 
 
 @gluon.jit
-def _fetch(ring, weights, SIZES: gl.constexpr):
-    """The producer warp: the weights of all four GEMMs, in the order of `_compute`."""
+def _fetch(ring, weights, next_units, SIZES: gl.constexpr):
+    """The producer warp: the weights of all GEMMs, in the order of `_compute`."""
     O_IN: gl.constexpr = SIZES[0]
     HIDDEN: gl.constexpr = SIZES[1]
     FEED: gl.constexpr = SIZES[2]
-    NEXT: gl.constexpr = SIZES[3]
-    O_SPLITS: gl.constexpr = SIZES[4]
-    DOWN_SPLITS: gl.constexpr = SIZES[5]
-    STAGES: gl.constexpr = SIZES[7]
-    first = _fetch_gemm(ring, weights[0], 0, O_IN, HIDDEN, O_SPLITS, False, STAGES)
-    first = _fetch_gemm(ring, weights[1], first, HIDDEN, 2 * FEED, 1, True, STAGES)
-    first = _fetch_gemm(ring, weights[2], first, FEED, HIDDEN, DOWN_SPLITS, False, STAGES)
-    _fetch_gemm(ring, weights[3], first, HIDDEN, NEXT, 1, False, STAGES)
+    O_SPLITS: gl.constexpr = SIZES[3]
+    DOWN_SPLITS: gl.constexpr = SIZES[4]
+    STAGES: gl.constexpr = SIZES[6]
+    first = _fetch_gemm(ring, weights[0], 0, num_units(HIDDEN, O_SPLITS), O_IN, O_SPLITS, False, STAGES)
+    first = _fetch_gemm(ring, weights[1], first, num_units(2 * FEED, 1), HIDDEN, 1, True, STAGES)
+    first = _fetch_gemm(ring, weights[2], first, num_units(HIDDEN, DOWN_SPLITS), FEED, DOWN_SPLITS, False, STAGES)
+    _fetch_gemm(ring, weights[3], first, next_units, HIDDEN, 1, False, STAGES)
 
 
 @gluon.jit
@@ -129,8 +130,8 @@ def _fetch_gemm(
     ring,
     weight,
     first,
+    units,
     NUM_IN: gl.constexpr,
-    NUM_OUT: gl.constexpr,
     SPLITS: gl.constexpr,
     PAIRED: gl.constexpr,
     STAGES: gl.constexpr,
@@ -139,7 +140,7 @@ def _fetch_gemm(
     ws, there, used = ring
     STEPS: gl.constexpr = num_steps(NUM_IN, SPLITS)
     BOX: gl.constexpr = gl.NVMMASharedLayout(128, 8, 4)
-    count = _own(num_units(NUM_OUT, SPLITS)) * STEPS
+    count = _own(units) * STEPS
     for index in range(count):
         step = first + index
         stage = step % STAGES
@@ -161,36 +162,44 @@ def _fetch_gemm(
 
 
 @gluon.jit
-def _compute(x, residual, xs, ring, scales, norms, memory, SIZES: gl.constexpr, DEPENDENT: gl.constexpr):
+def _compute(x, residual, xs, ring, scales, norms, memory, next_units, SIZES: gl.constexpr, DEPENDENT: gl.constexpr):
     """The consumer warps."""
     O_IN: gl.constexpr = SIZES[0]
     HIDDEN: gl.constexpr = SIZES[1]
     FEED: gl.constexpr = SIZES[2]
-    NEXT: gl.constexpr = SIZES[3]
-    O_SPLITS: gl.constexpr = SIZES[4]
-    DOWN_SPLITS: gl.constexpr = SIZES[5]
-    GATE: gl.constexpr = SIZES[6]
-    STAGES: gl.constexpr = SIZES[7]
+    O_SPLITS: gl.constexpr = SIZES[3]
+    DOWN_SPLITS: gl.constexpr = SIZES[4]
+    GATE: gl.constexpr = SIZES[5]
+    STAGES: gl.constexpr = SIZES[6]
     feed_norm, feed_eps, next_norm, next_eps = norms
     o_parts, gated, down_parts, total, out, arrived = memory
     weights = _load_row(feed_norm, 0, HIDDEN)
     wait_for_previous(DEPENDENT)
     kept = _load_row(residual, 0, HIDDEN)
     scale = _quantize_plain(x, xs, O_IN, O_SPLITS)
-    first = _multiply(ring, xs, scales[0], scale, o_parts, 0, O_IN, HIDDEN, O_SPLITS, 0, STAGES)
+    units = num_units(HIDDEN, O_SPLITS)
+    first = _multiply(ring, xs, scales[0], scale, o_parts, 0, units, O_IN, HIDDEN, O_SPLITS, 0, STAGES)
     _wait_for_all(arrived)
-    kept, scale = _quantize_normed(o_parts, kept, weights, feed_eps, xs, HIDDEN, O_SPLITS)
-    first = _multiply(ring, xs, scales[1], scale, gated, first, HIDDEN, 2 * FEED, 1, GATE, STAGES)
+    kept = _add_parts(o_parts, kept, HIDDEN, O_SPLITS)
+    scale = _quantize_normed(kept, weights, feed_eps, xs, HIDDEN)
+    units = num_units(2 * FEED, 1)
+    first = _multiply(ring, xs, scales[1], scale, gated, first, units, HIDDEN, 2 * FEED, 1, GATE, STAGES)
     weights = _load_row(next_norm, 0, HIDDEN)
     _wait_for_all(arrived)
     scale = _quantize_plain(gated, xs, FEED, DOWN_SPLITS)
-    first = _multiply(ring, xs, scales[2], scale, down_parts, first, FEED, HIDDEN, DOWN_SPLITS, 0, STAGES)
-    _wait_for_all(arrived)
-    if gl.program_id(0) < num_units(NEXT, 1):
-        kept, scale = _quantize_normed(down_parts, kept, weights, next_eps, xs, HIDDEN, DOWN_SPLITS)
+    units = num_units(HIDDEN, DOWN_SPLITS)
+    first = _multiply(ring, xs, scales[2], scale, down_parts, first, units, FEED, HIDDEN, DOWN_SPLITS, 0, STAGES)
+    before = _arrive(arrived)
+    if gl.program_id(0) < gl.maximum(next_units, 1):
+        _wait_for(arrived, before)
+        kept = _add_parts(down_parts, kept, HIDDEN, DOWN_SPLITS)
         if gl.program_id(0) == 0:
             gl.store(total + _offsets(HIDDEN), kept)
-        _multiply(ring, xs, scales[3], scale, out, first, HIDDEN, NEXT, 1, 0, STAGES)
+        if next_units > 0:
+            scale = _quantize_normed(kept, weights, next_eps, xs, HIDDEN)
+            _multiply(ring, xs, scales[3], scale, out, first, next_units, HIDDEN, 0, 1, 0, STAGES)
+        else:
+            _store_normed(kept, weights, next_eps, out, HIDDEN)
 
 
 @gluon.jit
@@ -239,19 +248,35 @@ def _quantize_plain(x, xs, NUM_IN: gl.constexpr, SPLITS: gl.constexpr):
 
 
 @gluon.jit
-def _quantize_normed(parts, residual, weights, eps, xs, NUM: gl.constexpr, SPLITS: gl.constexpr):
-    """The inputs residual + the sum of all parts, normed. Returns the sum, and the scale of the inputs times the factor
-    of the norm."""
-    value = residual.to(gl.float32)
+def _add_parts(parts, residual, NUM: gl.constexpr, SPLITS: gl.constexpr):
+    """residual + the sum of all parts."""
     added = _load_row(parts, 0, NUM)
     for split in gl.static_range(1, SPLITS):
         added += _load_row(parts, split * NUM, NUM)
-    kept = (value + added).to(gl.bfloat16)
-    value = kept.to(gl.float32)
+    return (residual.to(gl.float32) + added).to(gl.bfloat16)
+
+
+@gluon.jit
+def _norm_factor(value, eps, NUM: gl.constexpr):
+    return gl.rsqrt(gl.sum(_flat(value * value), 0) / NUM + eps)
+
+
+@gluon.jit
+def _quantize_normed(total, weights, eps, xs, NUM: gl.constexpr):
+    """The norm of the total as inputs; returns their scale times the factor of the norm."""
+    value = total.to(gl.float32)
     weighted = (value * weights.to(gl.float32)).to(gl.bfloat16).to(gl.float32)
     scale = gl.maximum(gl.max(_flat(gl.abs(weighted)), 0) / MAX_FP8, 1e-12)
     _store_inputs(weighted, scale, xs)
-    return kept, scale * gl.rsqrt(gl.sum(_flat(value * value), 0) / NUM + eps)
+    return scale * _norm_factor(value, eps, NUM)
+
+
+@gluon.jit
+def _store_normed(total, weights, eps, out, NUM: gl.constexpr):
+    """As the kernel of `ops/norm/triton.py`."""
+    value = total.to(gl.float32)
+    normed = value * _norm_factor(value, eps, NUM) * weights.to(gl.float32)
+    gl.store(out + _offsets(NUM), normed.to(gl.bfloat16))
 
 
 @gluon.jit
@@ -262,8 +287,9 @@ def _multiply(
     scale,
     out,  # [SPLITS, NUM_OUT] float32 or, without splits, bfloat16; gated: [NUM_OUT / 2]
     first,
+    units,
     NUM_IN: gl.constexpr,
-    NUM_OUT: gl.constexpr,
+    NUM_OUT: gl.constexpr,  # for splits and a gate
     SPLITS: gl.constexpr,
     GATE: gl.constexpr,
     STAGES: gl.constexpr,
@@ -276,7 +302,7 @@ def _multiply(
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 32])
     LANES: gl.constexpr = gl.SliceLayout(1, SUMS)
     used = ring[2]
-    count = _own(num_units(NUM_OUT, SPLITS))
+    count = _own(units)
     tile = gl.expand_dims(gl.arange(0, GROUP, gl.SliceLayout(0, SUMS)), 0)
     lane = gl.arange(0, OUTPUTS, LANES)
     for index in range(count):
@@ -335,10 +361,21 @@ def _start(ring, step, inputs, one, other, STAGES: gl.constexpr):
 
 @gluon.jit
 def _wait_for_all(arrived):
-    """A barrier of all programs: what they stored before it can be read after it. The counter only increases; it is
-    compared by its distance, so that it may overflow."""
+    """A barrier of all programs: what they stored before it can be read after it."""
+    _wait_for(arrived, _arrive(arrived))
+
+
+@gluon.jit
+def _arrive(arrived):
+    """Counts this program; returns the count before."""
     gl.thread_barrier()  # all threads have stored
-    before = gl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu")
+    return gl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu")
+
+
+@gluon.jit
+def _wait_for(arrived, before):
+    """Waits for the programs that arrive after `before`. The counter only increases; it is compared by its distance, so
+    that it may overflow."""
     goal = (before & -PROGRAMS) + PROGRAMS
     gl.inline_asm_elementwise(
         """{

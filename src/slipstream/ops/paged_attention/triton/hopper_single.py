@@ -283,12 +283,6 @@ def _attend(given, results, blocks, queries, weights, row, num_programs, SIZES: 
         cos = gl.load(rotary + k_dim + k_lane * 0).to(gl.float32)
         sin = gl.load(rotary + DIM + HALF + k_dim + k_lane * 0).to(gl.float32)
     k_low, k_high = _norm_and_rotate(k_low, k_high, k_factors, (cos, sin), weight, eps, DTYPE, DIM)
-    if has_new:
-        held = (slot * KV_HEADS + kv_head) * DIM + k_dim + k_lane * 0
-        gl.store(key_pages + held, k_low, mask=k_lane == 0)
-        gl.store(key_pages + held + HALF, k_high, mask=k_lane == 0)
-        gl.store(value_pages + held, v_low, mask=k_lane == 0)
-        gl.store(value_pages + held + HALF, v_high, mask=k_lane == 0)
     fence_async_shared()
     gl.thread_barrier()
     factor = scale * LOG2E
@@ -339,6 +333,12 @@ def _attend(given, results, blocks, queries, weights, row, num_programs, SIZES: 
             gl.store(sums + gl.expand_dims(partial * DIM, 0) + dim, acc, mask=gl.expand_dims(is_query, 0))
             gl.store(stats + partial * 2, top, mask=is_query)
             gl.store(stats + partial * 2 + 1, total, mask=is_query)
+    if has_new:  # at the end, since fences wait for stores
+        held = (slot * KV_HEADS + kv_head) * DIM + k_dim + k_lane * 0
+        gl.store(key_pages + held, k_low, mask=k_lane == 0)
+        gl.store(key_pages + held + HALF, k_high, mask=k_lane == 0)
+        gl.store(value_pages + held, v_low, mask=k_lane == 0)
+        gl.store(value_pages + held + HALF, v_high, mask=k_lane == 0)
     if num_splits > 1:
         gl.thread_barrier()  # all threads store their partial results before one increments the counter
         finished = (num_splits - 1 - own) // num_programs + 1

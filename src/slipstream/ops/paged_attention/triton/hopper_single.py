@@ -257,11 +257,6 @@ def _attend(given, results, blocks, queries, weights, row, num_programs, SIZES: 
     q_factors = _load_factors(weight, kv_head * GROUP + q_lane, q_dim, is_real, DIM)
     k_factors = _load_factors(weight, NUM_HEADS + kv_head + k_lane * 0, k_dim, k_lane < 8, DIM)
     has_new = (num_splits - 1 - own) % num_programs == 0
-    first = begin + own * size
-    is_cleared = first + BLOCK_N >= length
-    if is_cleared & (first < length):
-        mbarrier.wait(there.index(0), 0)
-        clear_past_end(v.index(0), length - first, BY_ROW, BLOCK_N)
     wait_for_previous(DEPENDENT)
     q_where = query_key + (kv_head * GROUP + q_lane) * DIM + q_dim
     q_low = gl.load(q_where, mask=is_real, other=0.0)
@@ -276,6 +271,13 @@ def _attend(given, results, blocks, queries, weights, row, num_programs, SIZES: 
     v_low = gl.load(v_where, mask=is_new, other=0.0)
     v_high = gl.load(v_where + HALF, mask=is_new, other=0.0)
     slot = gl.load(slots)
+    # while these loads are on their way: the end of the row, if it is in the first blocks of this program
+    first = begin + own * size
+    last = (length - 1 - first) // BLOCK_N
+    is_cleared = (own == num_splits - 1) & (last < STAGES)
+    if is_cleared & (first < length):
+        mbarrier.wait(there.index(last), 0)
+        clear_past_end(v.index(last), length - first - last * BLOCK_N, BY_ROW, BLOCK_N)
     q_low, q_high = _norm_and_rotate(q_low, q_high, q_factors, (cos, sin), weight, eps, DTYPE, DIM)
     queries.slice(0, HALF, 1).store(q_low)
     queries.slice(HALF, HALF, 1).store(q_high)
@@ -304,7 +306,7 @@ def _attend(given, results, blocks, queries, weights, row, num_programs, SIZES: 
             nothing = gl.zeros([BLOCK_N, LANES], gl.float32, SUMS)
             score = warpgroup_mma(k.index(stage), queries.permute((1, 0)), nothing, use_acc=False, is_async=True)
             if newest < BLOCK_N:
-                if (done > 0) | (is_cleared == 0):
+                if is_cleared == 0:
                     clear_past_end(v.index(stage), newest + 1, BY_ROW, BLOCK_N)
                     gl.thread_barrier()
                 _replace_row(v, stage, newest, v_low, v_high, STAGES, BLOCK_N, DIM)

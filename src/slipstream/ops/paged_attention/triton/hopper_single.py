@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from slipstream.ops.hopper_barriers import make_barriers
 from slipstream.ops.paged_attention.tile_list import TileList
 from slipstream.ops.paged_attention.triton.decode import Partials
-from slipstream.ops.paged_attention.triton.hopper import clear_past_end, copy_block, describe
+from slipstream.ops.paged_attention.triton.hopper import clear_past_end, copy_parts, describe, find_starts
 from slipstream.ops.paged_attention.triton.hopper_join import join_splits
 from slipstream.ops.paged_attention.triton.launch import head_shape
 from slipstream.ops.paged_attention.triton.online_softmax import LOG2E
@@ -158,12 +158,13 @@ def _fetch(keys, values, table, blocks, singles, num_programs, SIZES: gl.constex
     for split in range(gl.program_id(0) // KV_HEADS, num_splits, num_programs):
         first = begin + split * size
         for start in range(first, gl.minimum(first + size, length), BLOCK_N):
+            starts = find_starts(table, start, length, BLOCK_N, PAGE)
             stage = done % STAGES
             bar = there.index(stage)
             mbarrier.wait(used.index(stage), (done // STAGES & 1) ^ 1)
             mbarrier.expect(bar, 2 * BLOCK_N * DIM * 2)
-            copy_block(keys, table, start, length, kv_head, bar, k.index(stage), DIM, BLOCK_N, PAGE)
-            copy_block(values, table, start, length, kv_head, bar, v.index(stage), DIM, BLOCK_N, PAGE)
+            copy_parts(keys, starts, kv_head, bar, k.index(stage), DIM, BLOCK_N, PAGE)
+            copy_parts(values, starts, kv_head, bar, v.index(stage), DIM, BLOCK_N, PAGE)
             done += 1
 
 

@@ -190,8 +190,11 @@ class GenerateHead:
             key += ("returned",)
         if drafts.run_drafter and self.drafter is not None and self.drafter.always_runs:
             key += (drafts.num_rows,)
-        if span is None and plan.adapter_slots is not None:  # another graph left the hidden states
+        # without indices the hidden states are where the graph of the forward left them: which graph was it?
+        if span is None and plan.adapter_slots is not None:
             key += ("adapted",)
+        if span is None and size is not None and size.is_short:
+            key += ("short",)
 
         def draw(inputs: DrawInputs) -> torch.Tensor:
             return self._draw(inputs, replayed, shape, drafts)

@@ -17,7 +17,7 @@ import torch
 
 from slipstream.config.memory import sizes_up_to
 from slipstream.device.device import Device
-from slipstream.runner.batch.input_batch import Size
+from slipstream.runner.batch.input_batch import SHORT_LENGTH, Size
 from slipstream.step import StepPlan, StepSizes
 
 T = TypeVar("T")
@@ -79,7 +79,10 @@ class GraphPool:
         total = plan.total_tokens if len(plan.tokens) else num_rows
         if total == num_rows:
             padded = self.rows_for(num_rows)
-            return None if padded is None else Size(padded, padded, has_drafts=plan.has_drafts)
+            if padded is None:
+                return None
+            is_short = padded == 1 and int(plan.lengths[0]) <= SHORT_LENGTH
+            return Size(padded, padded, has_drafts=plan.has_drafts, is_short=is_short)
         if num_rows <= FEW_ROWS and plan.pooling is None and self.token_sizes:
             at = bisect.bisect_left(self.short_sizes, total)
             if at < len(self.short_sizes):

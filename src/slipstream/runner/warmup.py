@@ -17,6 +17,7 @@ from slipstream.errors import NotEnoughMemory
 from slipstream.nn.models.shortened import shortened
 from slipstream.ops.linear.cublaslt_tuned import MIN_ROWS
 from slipstream.params import SamplingParams
+from slipstream.runner.batch.input_batch import SHORT_LENGTH
 from slipstream.runner.graphs import WHOLE_STEP_ROWS, GraphPool
 from slipstream.runner.runner import ModelRunner
 from slipstream.step import NO_INTS, NO_PAGES, AdapterPlan, Admission, Ints, StepPlan
@@ -125,10 +126,12 @@ class WarmUp:
         with graphs.starting(capture=True), enough_memory():
             for size in reversed(graphs.row_sizes):  # the largest first: smaller ones fit into its memory
                 self.decode(size, GREEDY)
+            self._long_row()
             self.runner.whole_steps = False
             for size in graphs.row_sizes:
                 if size <= WHOLE_STEP_ROWS:
                     self.decode(size, GREEDY)
+            self._long_row()
             self.runner.whole_steps = True
             self.release_rows()
 
@@ -143,6 +146,11 @@ class WarmUp:
             num_tokens = np.full(-(-num_drawn // each), each, np.int32)
             num_tokens[-1] -= len(num_tokens) * each - num_drawn
             self._run(num_tokens, params, host_tokens=False, num_proposed=self.num_drafts)
+
+    def _long_row(self) -> None:
+        """One row with more tokens than those that have graphs of their own."""
+        if self.max_length > SHORT_LENGTH:
+            self._run(np.ones(1, np.int32), GREEDY, host_tokens=False, max_length=self.max_length)
 
     def chunks(self, num_rows: int, num_tokens: int, params: SamplingParams = GREEDY) -> None:
         """A step in which `num_rows` rows compute `num_tokens` host tokens each, and draw."""

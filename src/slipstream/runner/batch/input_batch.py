@@ -28,6 +28,11 @@ from slipstream.step import Ints, StepPlan
 Longs = np.ndarray[Any, np.dtype[np.int64]]
 
 
+SHORT_LENGTH = 1024
+"""Tokens of a single row whose steps have graphs of their own. Attention has a program for each split that the longest
+row may have; those without keys take the multiprocessors for a moment that the next kernel needs."""
+
+
 @dataclass(frozen=True, slots=True)
 class Size:
     """The size that a step is padded to. With as many tokens as rows, each row has one token."""
@@ -37,6 +42,7 @@ class Size:
     all_long: bool = False  # no row has exactly one token, so attention skips the search for such rows
     # rows of one token, some of which are positions of one drafted row: attention computes them together
     has_drafts: bool = False
+    is_short: bool = False  # one row of up to SHORT_LENGTH tokens
 
     @property
     def is_single(self) -> bool:
@@ -191,6 +197,8 @@ class InputBatch:
     def _count_padded(self, plan: StepPlan, size: Size) -> _Counts:
         """Counts with tokens of the padding row."""
         num_rows, num_tokens, width = len(plan.rows), plan.num_tokens, self.page_tables.width
+        if size.is_short:
+            width = min(width, self.page_tables.width_of(SHORT_LENGTH))
         null_row = len(self.rows.computed) - 1
         longest = np.full(size.rows, width * self.page_tables.page_size, np.int32)
         rows = np.full(size.rows, null_row, np.int64)

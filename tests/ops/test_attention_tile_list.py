@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import itertools
 
 import numpy as np
@@ -237,3 +239,11 @@ def test_tiles_with_most_keys_come_first_among_neighbours(together, group):
         before += held if many else 0
     num_tiles = int(tile_list.totals[1])
     assert tile_list.tiles[:num_tiles, :5].tolist() == [tile for _, tile in sorted(expected)]
+
+
+def test_kernels_whose_results_are_read_early_release_nothing():
+    """Attention reads page tables and tile lists before its own wait. A kernel that released it before its last store,
+    even after its wait, would let it read what is not there: seen as an illegal address on an H200."""
+    for name in ("step_inputs.triton", "paged_attention.tile_list", "paged_attention.single_list"):
+        module = importlib.import_module(f"slipstream.ops.{name}")
+        assert "release_next" not in vars(module) and "gdc_launch_dependents" not in inspect.getsource(module), name

@@ -3,10 +3,9 @@
 The kernel first reads data that no kernel writes, above all weights, then waits until the previous kernel, and with it
 every earlier kernel, is complete. Rule: every program of a kernel launched this way waits before it touches other data.
 
-The embedding lookup waits before it releases the next kernel, and so does the list of single rows before it. So data
-from before the lookup may also be read early: page tables, tile lists, and keys of earlier steps. Where torch looks up
-embeddings, its kernel is launched without PDL. So is the index_select between `build_tile_list` and attention where the
-tile list for last tokens only is built in mid-step.
+Page tables, tile lists and keys of earlier steps are read early too. So kernels that write page tables or tile lists
+never release the next one (`tests/ops/test_attention_tile_list.py`): it starts when they are complete, as does what
+follows it.
 
 Weights may be written in place between two steps: kernels without PDL gather a step's inputs, and start when all writes
 before them are complete. A script that writes a weight by a kernel and multiplies by it at once must synchronise first.

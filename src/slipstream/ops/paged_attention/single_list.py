@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from slipstream.ops.paged_attention.tile_rows import cut_keys, read_length
-from slipstream.ops.pdl import dependent, release_next, wait_for_previous
+from slipstream.ops.pdl import dependent, wait_for_previous
 
 SPLIT_COST = tl.constexpr(64)  # fixed cost of a split, in keys
 SINGLE_RECORD = tl.constexpr(9)  # int32s per single
@@ -84,8 +84,7 @@ def _list_singles_kernel(
     WHOLE: tl.constexpr,  # all rows are one block
     DEPENDENT: tl.constexpr,
 ):
-    wait_for_previous(DEPENDENT)
-    release_next(DEPENDENT)
+    wait_for_previous(DEPENDENT)  # and nothing is released: attention reads the list before its own wait
     row = tl.program_id(0)
     fresh = 0  # keys that the step writes
     if host_ids is not None:

@@ -87,10 +87,13 @@ def test_the_events_of_a_stream_are_numbered_and_complete(folder):
         kinds = [each["type"].removeprefix("response.") for each in events if not each["type"].endswith("delta")]
         added, done = "output_item.added", "output_item.done"
         assert kinds == [
-            "created", "in_progress", added, "reasoning_text.done", done,
+            "created", "in_progress",
+            added, "content_part.added", "reasoning_text.done", "content_part.done", done,
             added, "content_part.added", "output_text.done", "content_part.done", done,
             added, "function_call_arguments.done", done, "completed",
         ]  # fmt: skip
+        parts = [each["part"]["type"] for each in events if each["type"] == "response.content_part.added"]
+        assert parts == ["reasoning_text", "output_text"]
         items = [each["item"] for each in events if each["type"] == "response.output_item.done"]
         assert events[-1]["response"]["output"] == items
         whole = (await door.get(f"/v1/responses/{events[-1]['response']['id']}")).json()

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from slipstream.serve.http.chat.blocks import Block, BlockDelta, BlockEvent, BlockStart
+from slipstream.serve.http.chat.blocks import Block, BlockDelta, BlockEvent, BlockKind, BlockStart
 from slipstream.serve.http.errors import HTTPException
 from slipstream.serve.http.response import COMMENT, EVENT_STREAM, StreamFormat, named_event
 from slipstream.serve.http.responses.types import ResponsesContent, ResponsesItem
@@ -25,13 +25,15 @@ class ResponseItems:
         if block.kind == "call":
             return ResponsesItem(id, "function_call", status, call_id=block.id, name=block.name, arguments=block.text)
         if block.kind == "reasoning":
-            content = [ResponsesContent("reasoning_text", block.text)] if block.text else []
+            content = [_part("reasoning", block.text)] if block.text else []
             return ResponsesItem(id, "reasoning", status, summary=[], content=content)
-        content = [_text_part(block.text)] if block.text else []
+        content = [_part("text", block.text)] if block.text else []
         return ResponsesItem(id, "message", status, role="assistant", content=content)
 
 
-def _text_part(text: str) -> ResponsesContent:
+def _part(kind: BlockKind, text: str) -> ResponsesContent:
+    if kind == "reasoning":
+        return ResponsesContent("reasoning_text", text)
     return ResponsesContent("output_text", text, annotations=[], logprobs=[])
 
 
@@ -64,21 +66,21 @@ class ResponseEvents:
 
     def _start(self, block: Block, item: ResponsesItem, ids: dict[str, Any]) -> bytes:
         begun = self.event("response.output_item.added", output_index=block.index, item=item)
-        if block.kind != "text":
+        if block.kind == "call":
             return begun
-        return begun + self.event("response.content_part.added", **ids, content_index=0, part=_text_part(""))
+        part = _part(block.kind, "")
+        return begun + self.event("response.content_part.added", **ids, content_index=0, part=part)
 
     def _end(self, block: Block, ids: dict[str, Any], status: str) -> bytes:
         whole = self._items.item(block, status)
         if block.kind == "call":
             name = "response.function_call_arguments.done"
             ended = self.event(name, **ids, name=block.name, arguments=block.text)
-        elif block.kind == "reasoning":
-            ended = self.event("response.reasoning_text.done", **ids, content_index=0, text=block.text)
         else:
-            name = "response.output_text.done"
-            ended = self.event(name, **ids, content_index=0, text=block.text, logprobs=[])
-            part = _text_part(block.text)
+            name = f"response.{'output' if block.kind == 'text' else 'reasoning'}_text.done"
+            more: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
+            ended = self.event(name, **ids, content_index=0, text=block.text, **more)
+            part = _part(block.kind, block.text)
             ended += self.event("response.content_part.done", **ids, content_index=0, part=part)
         return ended + self.event("response.output_item.done", output_index=block.index, item=whole)
 

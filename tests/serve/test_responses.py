@@ -102,6 +102,21 @@ def test_the_events_of_a_stream_are_numbered_and_complete(folder):
     with_server(folder, scenario, reasoning_parser="qwen3")
 
 
+def test_an_error_within_a_stream_is_its_next_event(folder):
+    async def scenario(door):
+        stream = door.begin("POST", "/v1/responses", {"input": "hi", "stream": True}, x_request_timeout="60")
+        await door.core.until(lambda: door.core.submits)
+        door.core.token(door.core.submits[0], 65)
+        await stream.until(b'"A"')
+        door.pass_time(60)
+        await stream.end()
+        events = stream.parsed()
+        assert (events[-1]["type"], events[-1]["code"]) == ("error", "deadline")
+        assert [each["sequence_number"] for each in events] == list(range(len(events)))
+
+    at_door(folder, scenario, answers=False)
+
+
 def test_responses_are_private_to_their_key(folder):
     async def scenario(door):
         mine, other = {"authorization": "Bearer mine"}, {"authorization": "Bearer other"}

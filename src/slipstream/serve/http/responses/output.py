@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
-
 from slipstream.serve.http.chat.blocks import Block, BlockDelta, BlockEvent, BlockKind, BlockStart
 from slipstream.serve.http.errors import HTTPException
-from slipstream.serve.http.response import COMMENT, EVENT_STREAM, StreamFormat, named_event
+from slipstream.serve.http.response import named_event
 from slipstream.serve.http.responses.types import ResponsesContent, ResponsesItem
 
 _PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc"}
@@ -38,11 +36,14 @@ def _part(kind: BlockKind, text: str) -> ResponsesContent:
 
 
 class ResponseEvents:
-    """Writes events, which are numbered."""
+    """Writes the events of one stream, which are numbered."""
 
     def __init__(self, items: ResponseItems) -> None:
         self._items = items
         self._number = 0
+
+    def failed(self, error: HTTPException) -> bytes:
+        return self.event("error", message=error.message, code=error.code, param=error.param)
 
     def event(self, kind: str, **fields: Any) -> bytes:
         numbered = {"type": kind, "sequence_number": self._number, **fields}
@@ -83,18 +84,3 @@ class ResponseEvents:
             part = _part(block.kind, block.text)
             ended += self.event("response.content_part.done", **ids, content_index=0, part=part)
         return ended + self.event("response.output_item.done", output_index=block.index, item=whole)
-
-
-class _ErrorEvent(msgspec.Struct):
-    message: str
-    code: str | None
-    param: str | None
-    type: str = "error"
-    sequence_number: int = 0
-
-
-def _failed(error: HTTPException) -> bytes:
-    return named_event("error", _ErrorEvent(error.message, error.code, error.param))
-
-
-RESPONSE_EVENTS = StreamFormat(EVENT_STREAM, COMMENT, _failed)

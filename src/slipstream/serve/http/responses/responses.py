@@ -23,9 +23,16 @@ from slipstream.serve.http.openai.fields import given_fields, refuse
 from slipstream.serve.http.openai.messages import text_messages
 from slipstream.serve.http.query import limit_of, newest_first, query_of
 from slipstream.serve.http.request import Request
-from slipstream.serve.http.response import Response, StreamingResponse, json_response
+from slipstream.serve.http.response import (
+    COMMENT,
+    EVENT_STREAM,
+    Response,
+    StreamFormat,
+    StreamingResponse,
+    json_response,
+)
 from slipstream.serve.http.responses.items import input_messages
-from slipstream.serve.http.responses.output import RESPONSE_EVENTS, ResponseEvents, ResponseItems
+from slipstream.serve.http.responses.output import ResponseEvents, ResponseItems
 from slipstream.serve.http.responses.store import StoredResponse
 from slipstream.serve.http.responses.types import (
     REFUSED,
@@ -42,7 +49,8 @@ async def create_response(request: Request, body: ResponsesRequest) -> Response 
     job = _Job(request, body)
     run = await start_chat(request, job.conversation, stream=bool(body.stream))
     if body.stream:
-        return StreamingResponse(job.events(run), RESPONSE_EVENTS)
+        events = ResponseEvents(job.items)
+        return StreamingResponse(job.events(run, events), StreamFormat(EVENT_STREAM, COMMENT, events.failed))
     with run:
         (answer,) = await run.answers()
         return json_response(await job.finish(run, blocks_of(answer), answer.finish_reason))
@@ -100,9 +108,8 @@ class _Job:
             chat_template_kwargs=_reasoning(served, body.reasoning),
         )
 
-    async def events(self, run: ChatRun) -> AsyncIterator[bytes]:
-        blocks, events = AnswerBlocks(), ResponseEvents(self.items)
-        has_begun = False
+    async def events(self, run: ChatRun, events: ResponseEvents) -> AsyncIterator[bytes]:
+        blocks, has_begun = AnswerBlocks(), False
         with run:
             async for parts in run:
                 chunks = []

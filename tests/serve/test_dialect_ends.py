@@ -1,4 +1,5 @@
-"""All chat APIs alike: a closed connection ends generation, and no call of a model is an internal error."""
+"""All chat APIs alike: a closed connection ends generation, no call of a model is an internal error, and a whole answer
+has what its stream has."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from serve.asgi import at_door, check_error
-from serve.dialects import with_server
+from serve.dialects import CALL, with_server
 from serve.samples import MESSAGES
 
 ROUTES = {
@@ -79,5 +80,17 @@ def test_a_call_that_is_hard_to_encode_is_answered(folder, path):
                 answer = await door.post(path, {**ROUTES[path], "tools": tools, "stream": stream, **more})
                 assert answer.status == 200 and b"internal error" not in answer.body, answer.body[:500]
                 assert answer.parsed() and b"\\u" in answer.body if arguments == HALF else b"a" in answer.body
+
+    with_server(folder, scenario)
+
+
+@pytest.mark.parametrize(("path", "content"), [("/v1/messages", "content"), ("/v1/responses", "output")])
+def test_a_whole_answer_has_texts_and_calls_in_the_order_of_the_output(folder, path, content):
+    async def scenario(door, url):
+        door.core.texts = [f"First.{CALL}Then.{CALL}"]
+        more = {"tools": TOOLS[path]} | ({"max_tokens": 300} if path == "/v1/messages" else {})
+        answer = (await door.post(path, ROUTES[path] | more)).json()
+        said = [each["content"][0]["text"] if "content" in each else each.get("text") for each in answer[content]]
+        assert said == ["First.", None, "Then.", None], answer
 
     with_server(folder, scenario)

@@ -83,11 +83,7 @@ class AnswerBlocks:
 
 
 def blocks_of(answer: ChatAnswer) -> list[Block]:
-    """The blocks of a whole answer: reasoning, text, calls."""
-    blocks: list[Block] = []
-    for kind, text in (("reasoning", answer.reasoning), ("text", answer.content)):
-        if text:
-            blocks.append(Block(kind, len(blocks), text))  # type: ignore[arg-type]
-    for call in answer.calls:
-        blocks.append(Block("call", len(blocks), call.arguments, call.name, call.id))
-    return blocks
+    """The blocks of a whole answer."""
+    blocks = AnswerBlocks()
+    blocks.feed(answer.events)
+    return blocks.all

@@ -46,6 +46,7 @@ class ChatAnswer(msgspec.Struct):
     content: str = ""
     reasoning: str = ""
     calls: list[ToolCall] = []
+    events: list[ParserEvent] = []  # in the order of the output
     finish_reason: str | None = None  # as OpenAI's: tool_calls where the model stopped after calls
 
 
@@ -128,8 +129,8 @@ class ChatRun:
 
     def answer(self, sample: SampleState) -> ChatAnswer:
         """Parses a sample that is finished."""
-        answer = ChatAnswer(sample, calls=[])
-        for event in self._events(sample.index, sample.text, is_last=True):
+        answer = ChatAnswer(sample, calls=[], events=self._events(sample.index, sample.text, is_last=True))
+        for event in answer.events:
             match event:
                 case ContentDelta(text):
                     answer.content += text

@@ -71,6 +71,33 @@ def test_the_cohere_client(folder):
     with_server(folder, scenario, reasoning_parser="qwen3")
 
 
+def test_reasoning_beside_a_plan_is_kept(folder):
+    async def scenario(door, url):
+        door.core.texts = [f"{THOUGHT}I look.{CALL}"]
+        answer = (await door.post("/v2/chat", {"model": "tiny", "messages": MESSAGES, "tools": [FUNCTION]})).json()
+        message = answer["message"]
+        assert message["tool_plan"] == "I look." and len(message["tool_calls"]) == 1
+        assert message["content"] == [{"type": "thinking", "thinking": "It is late."}]
+
+    with_server(folder, scenario, reasoning_parser="qwen3")
+
+
+def test_indices_in_a_stream_are_those_of_their_own_list(folder):
+    async def scenario(door, url):
+        door.core.texts = [f"{THOUGHT}I look.{CALL}{CALL}"]
+        body = {"model": "tiny", "messages": MESSAGES, "tools": [FUNCTION], "stream": True}
+        events = (await door.post("/v2/chat", body)).parsed()
+        begun = [
+            (each["type"], each["index"]) for each in events if each["type"].endswith("-start") and "index" in each
+        ]
+        call = "tool-call-start"
+        assert begun == [("content-start", 0), ("content-start", 1), (call, 0), (call, 1)]
+        for kind in ("tool-call-delta", "tool-call-end"):
+            assert {each["index"] for each in events if each["type"] == kind} == {0, 1}
+
+    with_server(folder, scenario, reasoning_parser="qwen3")
+
+
 @pytest.mark.parametrize(
     ("body", "words"),
     [

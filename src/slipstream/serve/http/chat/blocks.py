@@ -22,6 +22,7 @@ class Block(msgspec.Struct):
     text: str = ""  # of a call: its arguments, JSON as the model wrote it
     name: str = ""  # of a call
     id: str = ""  # of a call
+    own_index: int = 0  # of a call among the calls, of a text or reasoning among those
 
 
 class BlockStart(msgspec.Struct):
@@ -46,6 +47,7 @@ class AnswerBlocks:
     def __init__(self) -> None:
         self.all: list[Block] = []
         self._open: Block | None = None
+        self._num_calls = 0
 
     def feed(self, events: Sequence[ParserEvent]) -> list[BlockEvent]:
         found: list[BlockEvent] = []
@@ -70,6 +72,9 @@ class AnswerBlocks:
 
     def _start(self, block: Block, found: list[BlockEvent]) -> None:
         found += self.end()
+        is_call = block.kind == "call"
+        block.own_index = self._num_calls if is_call else block.index - self._num_calls
+        self._num_calls += is_call
         self._open = block
         self.all.append(block)
         found.append(BlockStart(block))

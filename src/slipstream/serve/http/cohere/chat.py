@@ -46,13 +46,12 @@ async def create_cohere_chat(request: Request, body: CohereChatRequest) -> Respo
         return StreamingResponse(_events(request, run), COHERE_EVENTS)
     with run:
         (answer,) = await run.answers()
-        blocks = blocks_of(answer)
-        calls = [_call(block) for block in blocks if block.kind == "call"] or None
-        message = CohereMessage("assistant", [_content(block) for block in blocks if block.kind != "call"] or None)
-        if calls is not None:
-            message.tool_calls = calls
-            if answer.content:  # the text before calls is their plan
-                message.tool_plan, message.content = answer.content, None
+        blocks, message = blocks_of(answer), CohereMessage("assistant")
+        message.tool_calls = [_call(block) for block in blocks if block.kind == "call"] or None
+        if message.tool_calls is not None:  # text beside calls is their plan
+            message.tool_plan = answer.content or None
+            blocks = [block for block in blocks if block.kind == "reasoning"]
+        message.content = [_content(block) for block in blocks if block.kind != "call"] or None
         reason = _reason(answer.finish_reason, answer.sample.stop_reason)
         return json_response(CohereChatResponse(request.id, reason, message, _usage(run)))
 
@@ -224,7 +223,7 @@ async def _events(request: Request, run: ChatRun) -> AsyncIterator[bytes]:
 
 
 def _block_event(event: BlockEvent) -> bytes:
-    block, index = event.block, event.block.index
+    block, index = event.block, event.block.own_index  # contents and calls are two lists of the message
     family = "tool-call" if block.kind == "call" else "content"
     if isinstance(event, BlockStart):
         empty = Block(block.kind, index, "", block.name, block.id)

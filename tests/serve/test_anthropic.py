@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from serve.asgi import at_door
 from serve.dialects import CALL, THOUGHT, with_server
 from serve.samples import MESSAGES
+from slipstream.request import FinishReason
 
 TOOL = {"name": "weather", "description": "of a city", "input_schema": {"type": "object", "properties": {}}}
 
@@ -79,6 +82,55 @@ def test_the_events_of_a_stream(folder):
     with_server(folder, scenario, reasoning_parser="qwen3")
 
 
+BAD = ("{'city': 1}", '{"city": }', '"Oslo"', "[1]", '{"city": "O', '{"city": "a\nb"}', '{"city": NaN}')
+
+
+def test_a_call_that_is_no_json_ends_no_stream(folder):
+    anthropic = pytest.importorskip("anthropic", reason="needs the anthropic client")
+
+    async def scenario(door, url):
+        client = anthropic.AsyncAnthropic(api_key="none", base_url=url, max_retries=0)
+        how = dict(model="tiny", messages=MESSAGES, max_tokens=300, tools=[TOOL])
+        for arguments in BAD:
+            door.core.texts = [CALL.replace('{"city": "Oslo"}', arguments)] * 2
+            whole = await client.messages.create(**how)
+            async with client.messages.stream(**how) as stream:
+                final = await stream.get_final_message()
+            assert [each.input for each in final.content] == [each.input for each in whole.content]
+            assert set(whole.content[0].input) == {"text"}
+        await client.close()
+
+    with_server(folder, scenario)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"tools": [TOOL | {"eager_input_streaming": True}]},
+        {"tools": [TOOL | {"strict": True}]},
+        {"tools": [TOOL], "tool_choice": {"type": "any"}},
+    ],
+    ids=["eager", "strict", "forced"],
+)
+def test_the_input_of_a_tool_is_streamed_where_it_is_json_or_the_request_asks_for_it(folder, more):
+    async def scenario(door):
+        forced = '[{"name": "weather", "parameters": {"city": "Oslo"}}]'
+        for fields, is_streamed in ((more, True), ({"tools": [TOOL]}, False)):
+            body = {"model": "tiny", "messages": MESSAGES, "max_tokens": 900, "stream": True, **fields}
+            stream = door.begin("POST", "/v1/messages", body)
+            await door.core.until(lambda: door.core.submits)
+            submit, text = door.core.submits.pop(), (forced if "tool_choice" in fields else CALL).encode()
+            begin = text.index(b"Oslo")
+            door.core.token(submit, *text[:begin])
+            await stream.until(b"partial_json" if is_streamed else b"content_block_start")
+            door.core.token(submit, *text[begin:], end=FinishReason.STOP)
+            events = (await stream.end()).parsed()
+            pieces = [each["delta"]["partial_json"] for each in events if each["type"] == "content_block_delta"]
+            assert (len(pieces) > 1) == is_streamed and json.loads("".join(pieces)) == {"city": "Oslo"}
+
+    at_door(folder, scenario, answers=False, model={"max_model_len": 4096})
+
+
 def image(kind):
     return [{"role": "user", "content": [{"type": kind, "source": {}}]}]
 
@@ -94,6 +146,7 @@ def image(kind):
         ({"system": [{"type": "text"}]}, "system[0].text"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0]"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "other"}}, "tool_choice"),
+        ({"tools": [TOOL | {"eager_input_streaming": "yes"}]}, "tools[0].eager_input_streaming"),
         ({"tool_choice": {"type": "some"}}, "tool_choice"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),

@@ -162,9 +162,8 @@ def _string(block: Mapping[str, Any], field: str, path: str) -> str:
     return value
 
 
-_TOOL_FIELDS = ("type", _CACHE, "name", "description", "input_schema", "strict")
+_TOOL_FIELDS = ("type", _CACHE, "name", "description", "input_schema", "strict", "eager_input_streaming")
 _NEUTRAL_TOOL = {
-    "eager_input_streaming": (True, False),  # the input is streamed as the model writes it
     "defer_loading": (False,),
     "allowed_callers": (["direct"],),
     "input_examples": ([],),
@@ -180,6 +179,9 @@ def _tools(request: Request, body: CountTokensRequest) -> Tools:
             raise bad_request(f"{name} is of type {kind!r:.50}; give functions with an input_schema", f"{name}.type")
         check_fields(tool, name, _TOOL_FIELDS, _NEUTRAL_TOOL)
         _check_cache(tool, name)
+        if (eager := tool.get("eager_input_streaming")) not in (None, True, False):
+            fact = f"{name}.eager_input_streaming is {eager!r:.50}"
+            raise bad_request(f"{fact}; give true or false", f"{name}.eager_input_streaming")
         function = {"name": tool.get("name"), "parameters": tool.get("input_schema") or {}}
         function |= {field: tool[field] for field in ("description", "strict") if tool.get(field) is not None}
         tools.append({"type": "function", "function": function})

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Any
 
+import msgspec
+
 from slipstream.serve.http.anthropic.convert import messages_conversation
 from slipstream.serve.http.anthropic.errors import ANTHROPIC_EVENTS, AnthropicErrorBody, as_anthropic_error
 from slipstream.serve.http.anthropic.types import (
@@ -19,6 +21,7 @@ from slipstream.serve.http.anthropic.types import (
 from slipstream.serve.http.chat.blocks import AnswerBlocks, Block, BlockDelta, BlockEvent, BlockStart, blocks_of
 from slipstream.serve.http.chat.chat_run import ChatRun, start_chat
 from slipstream.serve.http.chat.dialects import call_arguments
+from slipstream.serve.http.chat.tools import Tools
 from slipstream.serve.http.openai.fields import given_fields, refuse
 from slipstream.serve.http.openai.messages import message_chars
 from slipstream.serve.http.request import Request
@@ -30,7 +33,7 @@ async def create_message(request: Request, body: MessagesRequest) -> Response | 
     refuse(given_fields(body), REFUSED)
     conversation = messages_conversation(request, body)
     run = await start_chat(request, conversation, stream=bool(body.stream))
-    answer = _Answer(request, conversation.model.description.name)
+    answer = _Answer(request, conversation.model.description.name, _streamed(conversation.tools, body.tools))
     if body.stream:
         return StreamingResponse(answer.events(run), ANTHROPIC_EVENTS)
     with run:
@@ -55,10 +58,19 @@ async def count_tokens(request: Request, body: CountTokensRequest) -> Response:
     return json_response(TokenCount(await request.state.off_loop(size, count)))
 
 
+def _streamed(tools: Tools, given: list[dict[str, Any]] | None) -> frozenset[str]:
+    """The tools whose input is streamed as the model writes it: a grammar makes it JSON, or the request asks for it.
+    Others are sent when they are whole, since the client fails at the first piece that continues no JSON."""
+    if tools.are_forced:
+        return frozenset(tool["function"]["name"] for tool in tools.listed)
+    return frozenset([*tools.strict, *(tool["name"] for tool in given or () if tool.get("eager_input_streaming"))])
+
+
 class _Answer:
-    def __init__(self, request: Request, model: str) -> None:
+    def __init__(self, request: Request, model: str, streamed: frozenset[str]) -> None:
         self.id = f"msg_{request.id}"
         self.model = model
+        self.streamed = streamed
 
     def message(self, run: ChatRun, content: list[ContentBlock]) -> MessagesResponse:
         state = run.state
@@ -78,12 +90,25 @@ class _Answer:
                         begin.usage.output_tokens = 0
                         chunks.append(_event("message_start", message=begin))
                     events = [*blocks.feed(part.events), *(blocks.end() if part.finish_reason else ())]
-                    chunks += [_block_event(each) for each in events]
+                    chunks += [self.block_event(each) for each in events]
                     if part.finish_reason is not None:
                         calls = any(block.kind == "call" for block in blocks.all)
                         chunks += self.end(run, _stop(part.finish_reason, part.new.stop_reason, calls))
                 if chunks:
                     yield b"".join(chunks)
+
+    def block_event(self, event: BlockEvent) -> bytes:
+        block, index = event.block, event.block.index
+        is_whole = block.kind == "call" and block.name not in self.streamed
+        if isinstance(event, BlockStart):
+            empty = Block(block.kind, index, "", block.name, block.id)
+            return _event("content_block_start", index=index, content_block=_content(empty))
+        if isinstance(event, BlockDelta):
+            return b"" if is_whole else _delta(block, event.text)
+        ended = _event("content_block_stop", index=index)
+        if not is_whole or not block.text:
+            return ended
+        return _delta(block, msgspec.json.encode(_content(block).input).decode()) + ended
 
     def end(self, run: ChatRun, stop: tuple[str | None, str | None]) -> list[bytes]:
         stop_reason, stop_sequence = stop
@@ -110,16 +135,9 @@ _DELTAS = {
 }
 
 
-def _block_event(event: BlockEvent) -> bytes:
-    index = event.block.index
-    if isinstance(event, BlockStart):
-        block = event.block
-        empty = Block(block.kind, index, "", block.name, block.id)
-        return _event("content_block_start", index=index, content_block=_content(empty))
-    if isinstance(event, BlockDelta):
-        kind, name = _DELTAS[event.block.kind]
-        return _event("content_block_delta", index=index, delta={"type": kind, name: event.text})
-    return _event("content_block_stop", index=index)
+def _delta(block: Block, text: str) -> bytes:
+    kind, name = _DELTAS[block.kind]
+    return _event("content_block_delta", index=block.index, delta={"type": kind, name: text})
 
 
 def _event(kind: str, **fields: Any) -> bytes:

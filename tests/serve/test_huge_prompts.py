@@ -18,10 +18,12 @@ from tokenizers import AddedToken
 from patience import PATIENCE
 from scripted_core import EVERY_TASK
 from serve.asgi import at_door
+from serve.samples import MESSAGES
 from serve.server_process import ServerProcess
 from slipstream.frontend import offload
 from slipstream.text.excerpt import max_chars
 from slipstream.text.tokenizer import Tokenizer
+from text.chat_templates import THINKING
 from tiny_tokenizer import byte_tokenizer
 
 LONG_TEXT = "x " * 5_000  # tokenised beside the event loop
@@ -96,13 +98,29 @@ def test_a_client_that_leaves_while_its_prompt_waits_for_a_thread_leaves_nothing
     at_door(folder, scenario)
 
 
-@pytest.mark.parametrize("body", [{"prompt": "x" * (2**21 + 1)}, {"inputs": ["x" * 2**20] * 3}])
-def test_what_is_tokenised_for_its_own_sake_is_bounded(folder, body):
+COUNT = "/v1/messages/count_tokens"
+HUGE = "x" * (2**21 + 1)
+THOUGHT = [*MESSAGES, {"role": "assistant", "content": "a", "reasoning_content": HUGE}, *MESSAGES]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"prompt": HUGE}),
+        ("/tokenize", {"inputs": ["x" * 2**20] * 3}),
+        ("/tokenize", {"messages": THOUGHT}),
+        ("/tokenize", {"messages": MESSAGES, "chat_template_kwargs": {"enable_thinking": HUGE}}),
+        (COUNT, {"model": "tiny", "messages": [{"role": "user", "content": HUGE}]}),
+        (COUNT, {"model": "tiny", "messages": MESSAGES, "tools": [{"name": "a", "description": HUGE}]}),
+    ],
+    ids=["prompt", "inputs", "reasoning", "variables", "count", "count tools"],
+)
+def test_what_is_tokenised_for_its_own_sake_is_bounded(folder, path, body):
     async def scenario(door):
-        refused = await door.post("/tokenize", body)
+        refused = await door.post(path, body)
         assert refused.status in (400, 422) and b"in parts" in refused.body and b"2097152" in refused.body
 
-    at_door(folder, scenario)
+    at_door(folder, scenario, model={"chat_template": THINKING})
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import msgspec
 from slipstream.errors import InvalidPrompt
 from slipstream.frontend.served import ServedModel
 from slipstream.serve.http.errors import as_http_error, bad_request
-from slipstream.serve.http.openai.messages import AllowControlTokens, message_chars, text_messages
+from slipstream.serve.http.openai.messages import AllowControlTokens, prompt_chars, text_messages
 from slipstream.serve.http.pooling.tei_errors import as_tei_error
 from slipstream.serve.http.pooling.tei_tokens import check_chars, tei_tokenize
 from slipstream.serve.http.request import Request
@@ -69,7 +69,7 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
                 raise bad_request(f"{name} needs messages; give messages, or remove it", name)
     else:
         text_messages(request, body.messages or [], tokenizer)
-    size = len(body.prompt) if body.prompt is not None else message_chars(body.messages or [])
+    size = len(body.prompt) if body.prompt is not None else prompt_chars(body.messages, body.chat_template_kwargs)
     check_chars(size, "messages" if body.prompt is None else "prompt")
 
     def tokenise() -> list[int]:

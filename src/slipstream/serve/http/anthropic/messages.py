@@ -23,7 +23,7 @@ from slipstream.serve.http.chat.chat_run import ChatRun, start_chat
 from slipstream.serve.http.chat.dialects import call_arguments
 from slipstream.serve.http.chat.tools import Tools
 from slipstream.serve.http.openai.fields import given_fields, refuse
-from slipstream.serve.http.openai.messages import message_chars
+from slipstream.serve.http.pooling.tei_tokens import check_chars
 from slipstream.serve.http.request import Request
 from slipstream.serve.http.response import Response, StreamingResponse, json_response, named_event
 from slipstream.serve.http.routes import post
@@ -48,7 +48,8 @@ async def count_tokens(request: Request, body: CountTokensRequest) -> Response:
     refuse(given_fields(body), REFUSED)
     conversation = messages_conversation(request, body)
     tokenizer = conversation.model.tokenizer
-    size = message_chars(conversation.messages, conversation.tools.listed)
+    size = conversation.num_chars
+    check_chars(size, "messages")
 
     def count() -> int:
         text = conversation.render()

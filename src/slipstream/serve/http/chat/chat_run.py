@@ -27,7 +27,6 @@ from slipstream.serve.http.chat.forced import forced_format, structured_outputs
 from slipstream.serve.http.chat.formats import ChatFormats
 from slipstream.serve.http.errors import bad_request
 from slipstream.serve.http.openai.generation import check_end, start, submits_for
-from slipstream.serve.http.openai.messages import message_chars
 from slipstream.serve.http.request import Request
 
 _ID_CHARACTERS = string.ascii_letters + string.digits
@@ -61,8 +60,7 @@ class ChatPart(msgspec.Struct):
 async def start_chat(request: Request, conversation: ChatConversation, *, stream: bool) -> ChatRun:
     """Checks, renders and tokenises a conversation, and sends it to the engine. Use the result in a `with` block."""
     run = ChatRun(request, conversation)
-    size = message_chars(conversation.messages, conversation.tools.listed)
-    name = conversation.model.description.name
+    name, size = conversation.model.description.name, conversation.num_chars
     run.stream = await start(request, name, 1, size, run.prepare, stream=stream, limit=conversation.max_tokens)
     return run
 

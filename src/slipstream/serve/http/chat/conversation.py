@@ -15,6 +15,7 @@ from slipstream.parsers.families import tool_call_format
 from slipstream.serve.http.chat.formats import GENERIC, ChatFormats
 from slipstream.serve.http.chat.tools import Tools
 from slipstream.serve.http.errors import bad_request
+from slipstream.serve.http.openai.messages import prompt_chars
 from slipstream.text.chat import reads_variable
 
 
@@ -34,6 +35,11 @@ class ChatConversation(msgspec.Struct, kw_only=True):
     add_special_tokens: bool = False  # besides those of the template
     allow_control_tokens: bool | None = None
     skip_special_tokens: bool | None = None  # default: unless they mark reasoning or tool calls
+
+    @property
+    def num_chars(self) -> int:
+        """The approximate length of the prompt."""
+        return prompt_chars(self.messages, self.tools.listed, self.chat_template_kwargs)
 
     def render(self) -> str:
         """Returns the text of the prompt."""

@@ -8,7 +8,6 @@ from slipstream.serve.http.chat.conversation import ChatConversation
 from slipstream.serve.http.openai.beam import beam_params, beam_samples, beam_usage, search_beams
 from slipstream.serve.http.openai.chat_types import REFUSED, ChatRequest
 from slipstream.serve.http.openai.generation import Usage, check_room
-from slipstream.serve.http.openai.messages import message_chars
 from slipstream.serve.http.request import Request
 
 FIELDS = {
@@ -24,8 +23,7 @@ async def search_chat(
 ) -> tuple[list[ChatAnswer], list[int], Usage]:
     """The answers, the best first, the token ids of the prompt, and the usage."""
     run, served = ChatRun(request, conversation), conversation.model
-    size = message_chars(conversation.messages, conversation.tools.listed)
-    ((message, _),) = await request.state.encode(1, size, run.prepare, request.caller)
+    ((message, _),) = await request.state.encode(1, conversation.num_chars, run.prepare, request.caller)
     check_room(request, served.description.name, message, conversation.max_tokens)
     prompt, prepared = message.prompt_token_ids, message.params
     assert isinstance(prepared, SamplingParams)

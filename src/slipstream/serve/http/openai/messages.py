@@ -71,15 +71,19 @@ def _kind(value: Any) -> str:
     return names.get(type(value), "null")
 
 
-def message_chars(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = ()) -> int:
-    """The approximate length of the prompt: the characters of all text in the messages, which may be unchecked, and of
-    the tools."""
-    total = len(msgspec.json.encode(tools)) if tools else 0
-    for message in messages:
-        content = message.get("content")
-        for part in content if isinstance(content, list) else (content,):
-            text = part.get("text") if isinstance(part, dict) else part
-            total += len(text) if isinstance(text, str) else 0
-        if calls := message.get("tool_calls"):
-            total += len(msgspec.json.encode(calls))
+def prompt_chars(*parts: Any) -> int:
+    """The approximate length of a prompt: the characters of all text in its messages, tools and template variables,
+    which may be unchecked. A number counts as one."""
+    total, rest = 0, list(parts)
+    while rest:
+        part = rest.pop()
+        if isinstance(part, str):
+            total += len(part)
+        elif isinstance(part, Mapping):
+            rest += part.keys()
+            rest += part.values()
+        elif isinstance(part, list | tuple):
+            rest += part
+        else:
+            total += 1
     return total

@@ -11,7 +11,7 @@ from slipstream.frontend.pooling.calls import encode
 from slipstream.pooling_params import PoolingParams
 from slipstream.serve.http.errors import bad_request
 from slipstream.serve.http.openai.fields import Refused
-from slipstream.serve.http.openai.messages import AllowControlTokens, message_chars, text_messages
+from slipstream.serve.http.openai.messages import AllowControlTokens, prompt_chars, text_messages
 from slipstream.serve.http.pooling.fields import Input, PoolUsage, VectorFields, pooling_params, prompts_of
 from slipstream.serve.http.pooling.run import Chosen, arrays_of, choose, run, run_text, short_text, usage_of
 from slipstream.serve.http.request import Request
@@ -106,7 +106,7 @@ async def _message_ids(
         assert tokenizer is not None  # else rendering would have raised
         return tokenizer.encode(chosen.inputs.text_to_read(text, params), add_special_tokens=False)
 
-    return await request.state.off_loop(message_chars(messages), tokenise)
+    return await request.state.off_loop(prompt_chars(messages, body.chat_template_kwargs), tokenise)
 
 
 def written(arrays: list[Any], encoding: str | None) -> list[Any]:

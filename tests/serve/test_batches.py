@@ -386,6 +386,32 @@ def test_a_web_page_cannot_upload(folder, tmp_path):
     asyncio.run(main())
 
 
+@pytest.mark.parametrize(
+    "lines",
+    [
+        (b"Content-Disposition: form-data; name=file; filename=in.jsonl; filename*=utf-8''in.jsonl",),  # .NET's client
+        (b'content-disposition: form-data; FileName="in.jsonl"; NAME="file"',),
+        (
+            b'Content-Type: text/plain; name="other"',
+            b'Content-Disposition: form-data; name="file"; filename="in.jsonl"',
+        ),
+    ],
+    ids=["unquoted", "case", "other header"],
+)
+@pytest.mark.parametrize("before", [b"", b"\r\n", b"A form.\r\n"], ids=["", "empty line", "preamble"])
+def test_forms_as_other_clients_write_them(folder, tmp_path, before, lines):
+    async def main():
+        async with batch_server(folder, tmp_path, runs=False) as door:
+            purpose = b"Content-Disposition: form-data; name=purpose\r\n\r\nbatch\r\n--xyz\r\n"
+            body = before + b"--xyz\r\n" + purpose + b"\r\n".join(lines) + b"\r\n\r\n{}\r\n--xyz--\r\n"
+            kind = {"content-type": 'multipart/form-data; boundary="xyz"'}
+            stored = await door.post("/v1/files", body, **KEY, **kind)
+            assert stored.status == 200, stored.body
+            assert (stored.json()["filename"], stored.json()["bytes"]) == ("in.jsonl", 2)
+
+    asyncio.run(main())
+
+
 def test_any_bytes_of_a_form_get_an_answer_in_our_shape(folder, tmp_path):
     start, kind = form(file="{}", purpose="batch")
     bodies = []

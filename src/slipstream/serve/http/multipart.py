@@ -14,7 +14,8 @@ from slipstream.serve.http.origins import check_origin
 _MAX_PARTS = 16
 _MAX_HEADER_BYTES = 4096
 _BOUNDARY = re.compile(rb'boundary=(?:"([^"]{1,70})"|([^\s;"]{1,70}))', re.I)
-_PARAM = re.compile(rb'\b(name|filename)="((?:[^"\\]|\\.)*)"')
+_DISPOSITION = re.compile(rb"^content-disposition:([^\r\n]*)", re.I | re.M)
+_PARAM = re.compile(rb';\s*([\w*]+)\s*=\s*(?:"((?:[^"\\]|\\.)*)"|([^\s;"]+))')  # .NET's client quotes no names
 
 
 class FormPart(NamedTuple):
@@ -52,16 +53,17 @@ def read_form(kind: type[msgspec.Struct], headers: Headers, origins: list[str], 
 
 def _split(body: bytes, boundary: bytes) -> dict[str, FormPart]:
     mark = b"--" + boundary
-    if not body.startswith(mark):
-        raise bad_request("the form does not begin with its boundary; send multipart/form-data")
+    start = 0 if body.startswith(mark) else body.find(b"\r\n" + mark) + 2  # a form may begin with other lines
+    if not body.startswith(mark, start):
+        raise bad_request("the form has no line with its boundary; send multipart/form-data")
     parts: dict[str, FormPart] = {}
-    start = len(mark)
+    start += len(mark)
     while not body.startswith(b"--", start):
         header_end = body.find(b"\r\n\r\n", start, start + _MAX_HEADER_BYTES)
         end = -1 if header_end < 0 else body.find(b"\r\n" + mark, header_end + 2)
         if end < 0:
             raise bad_request("the form is cut off, or a part has no header; send multipart/form-data")
-        params = dict(_PARAM.findall(body[start:header_end]))
+        params = _params(body[start:header_end])
         name = params.get(b"name", b"").decode(errors="replace")
         if not name or name in parts or len(parts) == _MAX_PARTS:
             fact = "a part has no name" if not name else f"{name[:100]} is given twice, or there are too many parts"
@@ -70,3 +72,10 @@ def _split(body: bytes, boundary: bytes) -> dict[str, FormPart]:
         parts[name] = FormPart(body[header_end + 4 : end], filename)
         start = end + 2 + len(mark)
     return parts
+
+
+def _params(headers: bytes) -> dict[bytes, bytes]:
+    """The parameters of the header Content-Disposition, by name in lower case."""
+    found = _DISPOSITION.search(headers)
+    values = () if found is None else _PARAM.findall(found[1])
+    return {name.lower(): quoted or plain for name, quoted, plain in values}

@@ -233,10 +233,14 @@ def test_lists_have_pages(folder, tmp_path):
             service = door.state.batches
             await service.run(service.store.add_file, service.store.owner(b"mine"), "x", "batch_output", b"x", 60)
             assert await ids("/v1/files", b"purpose=batch&limit=1") == (files[2:], True)
-            for query in (b"limit=0", b"limit=x", b"order=up", b"page=2"):
+            deleted = files.pop().encode()
+            await door.begin("DELETE", f"/v1/files/{deleted.decode()}", **KEY).end()
+            for query in (b"limit=0", b"limit=x", b"order=up", b"page=2", b"after=x", b"after=" + deleted):
                 pairs = [(b"authorization", b"Bearer mine")]
                 refused = (await door.begin_raw("GET", "/v1/files", pairs, query, b"").end()).json()
                 assert refused["error"]["param"] == query.partition(b"=")[0].decode()
+            refused = (await door.begin_raw("GET", "/v1/batches", pairs, b"after=" + deleted, b"").end()).json()
+            assert refused["error"]["param"] == "after" and "none of your batches" in refused["error"]["message"]
 
     asyncio.run(main())
 

@@ -206,8 +206,13 @@ class BatchStore:
         if table == "files":
             query, values = query + " AND expires > ?", [*values, str(int(time.time()))]
         if after is not None:
-            query += f" AND number {compare} (SELECT number FROM {table} WHERE id = ? AND owner = ?)"
-            values += [after, owner]
+            found = self._db.execute(
+                f"SELECT number FROM {table} WHERE id = ? AND owner = ?", (after, owner)
+            ).fetchone()
+            if found is None:  # perhaps it was deleted while the client read the page before
+                fact = f"after is {after[:100]!r}, which is the id of none of your {table}"
+                raise UserError(f"{fact}; give another, or remove it", param="after")
+            query += f" AND number {compare} {found[0]}"
         rows = self._db.execute(f"{query} ORDER BY number {order} LIMIT {limit}", values)
         return (row for (row,) in rows.fetchall())
 

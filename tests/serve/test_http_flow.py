@@ -9,6 +9,7 @@ import time
 import pytest
 
 from serve.asgi import at_door
+from serve.samples import MESSAGES
 from serve.test_http_app import once
 from slipstream.metrics.lane import LaneStats
 from slipstream.request import FinishReason
@@ -152,6 +153,26 @@ def test_abort_requests_ends_everything_with_what_there_is(folder):
             "index": 0, "text": "A", "finish_reason": "abort", "stop_reason": None, "logprobs": None,
         }  # fmt: skip
         assert stream.events()[-1]["choices"][0]["finish_reason"] == "abort"
+
+    at_door(folder, scenario, answers=False, admin_key="root")
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_request_that_ends_before_its_first_token_is_no_internal_error(folder, path):
+    async def scenario(door):
+        ask = {"prompt": "abc"} if path == "/v1/completions" else {"messages": MESSAGES}
+        beams = {"use_beam_search": True, "n": 2, "temperature": 0, "max_tokens": 3}
+        echo = [{"echo": True, "logprobs": 1}, {"echo": True, "logprobs": 0, "max_tokens": 0, "stream": True}]
+        for more in (*(echo if path == "/v1/completions" else [{"prompt_logprobs": 1}]), beams):
+            request = door.begin("POST", path, ask | more)
+            await door.core.until(lambda: door.core.submits)
+            door.core.submits.clear()
+            await door.post("/abort_requests", {}, authorization="Bearer root")
+            await request.end()
+            assert request.status == (503 if more is beams else 200), request.body
+            if "echo" in more:
+                (choice,) = (request.events()[0] if "stream" in more else request.json())["choices"]
+                assert (choice["text"], choice["logprobs"]["token_logprobs"]) == ("abc", [None] * 3)
 
     at_door(folder, scenario, answers=False, admin_key="root")
 

@@ -88,6 +88,11 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
     return HTTPException(400, message, param=param, code=code)
 
 
+def aborted() -> HTTPException:
+    """The error for a request that was ended, by an admin or the end of the server, before it had a result."""
+    return HTTPException(503, "the request was aborted; send it again", code="aborted", retry_after=1)
+
+
 def invalid_body(error: msgspec.ValidationError, kind: Any) -> HTTPException:
     """The error for a body that is JSON but does not match the route's type, `kind`."""
     text, _, path = str(error).partition(" - at `")

@@ -20,7 +20,7 @@ from slipstream.frontend.served import ServedModel
 from slipstream.messages import Output
 from slipstream.params import SamplingParams
 from slipstream.request import FinishReason
-from slipstream.serve.http.errors import bad_request
+from slipstream.serve.http.errors import aborted, bad_request
 from slipstream.serve.http.openai import structured
 from slipstream.serve.http.openai.fields import REFUSED, GenerationFields, given_fields
 from slipstream.serve.http.openai.generation import PromptTokensDetails, Usage, check_end, start, submits_for
@@ -117,8 +117,11 @@ async def search_beams(
 
 def _entries(request: Request, state: GenerationRequestState) -> Mapping[int, Logprob]:
     check_end(request, state)
-    assert state.samples[0].logprobs is not None, "the step asks for logprobs"
-    return state.samples[0].logprobs[0]
+    entries = state.samples[0].logprobs
+    assert entries is not None, "the step asks for logprobs"
+    if not entries:
+        raise aborted()
+    return entries[0]
 
 
 def beam_samples(search: BeamSearch, text: SamplingParams, served: ServedModel) -> list[SampleState]:

@@ -136,7 +136,7 @@ class _Job:
                 if self.body.logprobs is not None:
                     starts = [min(start, len(text)) for start in self.starts(len(before)).push(text_ids)]
                     if self.body.echo:
-                        text_ids, all_entries = prompt + text_ids, (request_state.prompt_logprobs or []) + all_entries
+                        text_ids, all_entries = prompt + text_ids, prompt_entries(request_state) + all_entries
                         starts = self.prompt_starts(request_state, before) + starts
                     choice.logprobs = completion_logprobs(text_ids, all_entries, starts, self.names)
                 if self.body.prompt_logprobs is not None:
@@ -189,10 +189,8 @@ class _Job:
         if self.body.logprobs is not None:
             ids, entries, starts = begun[key].push(text, ids, entries, is_last=new.finish_reason is not None)
             if is_first and self.body.echo:
-                ids, entries = (
-                    request_state.message.prompt_token_ids + ids,
-                    (request_state.prompt_logprobs or []) + entries,
-                )
+                ids = request_state.message.prompt_token_ids + ids
+                entries = prompt_entries(request_state) + entries
                 starts = self.prompt_starts(request_state, before) + starts
             choice.logprobs = completion_logprobs(ids, entries, starts, self.names)
         choice.finish_reason, choice.stop_reason = self.end_of(new.finish_reason, new.stop_reason)
@@ -236,6 +234,12 @@ class _Job:
         if request_state.prompt is not None and self.body.truncate_prompt_tokens is None:
             return request_state.prompt
         return "" if self.tokenizer is None else self.tokenizer.decode(request_state.message.prompt_token_ids)
+
+
+def prompt_entries(request_state: GenerationRequestState) -> Entries:
+    """The logprobs of each prompt token: None for the first, and for tokens that an aborted request did not compute."""
+    entries: Entries = list(request_state.prompt_logprobs or [])
+    return entries + [None] * (len(request_state.message.prompt_token_ids) - len(entries))
 
 
 class _NoText:

@@ -17,7 +17,7 @@ from slipstream.frontend.request_state import PoolingRequestState
 from slipstream.frontend.served import ServedModel
 from slipstream.messages import Pooled, Submit
 from slipstream.pooling_params import PoolingParams
-from slipstream.serve.http.errors import HTTPException, bad_request
+from slipstream.serve.http.errors import HTTPException, aborted, bad_request
 from slipstream.serve.http.pooling.fields import PoolUsage
 from slipstream.serve.http.request import Request
 
@@ -118,7 +118,7 @@ def check_ends(request_states: Sequence[PoolingRequestState]) -> None:
     for request_state in request_states:
         output = request_state.output
         if output is None:
-            raise HTTPException(503, "the request was aborted; send it again", code="aborted", retry_after=1)
+            raise aborted()
         if output.pooled is None:
             raise HTTPException(500, output.error or "the model gave no result", code="pooling_failed")
 

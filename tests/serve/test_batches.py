@@ -20,7 +20,7 @@ from patience import PATIENCE
 from scripted_core import ScriptedCore, facts
 from serve.asgi import Door
 from serve.samples import MESSAGES
-from slipstream.errors import InvalidOption
+from slipstream.errors import EngineAsleep, InvalidOption
 from slipstream.request import FinishReason
 from slipstream.serve.http.app import App
 from slipstream.serve.http.batch import runner as runner_module
@@ -31,6 +31,7 @@ from slipstream.serve.http.batch.store import BatchStore
 from slipstream.serve.http.settings import ServerSettings
 from slipstream.serve.http.state import State
 from slipstream.serve.http.table import all_routes
+from slipstream.transport.frames import Refused
 
 KEY = {"authorization": "Bearer mine"}
 OTHER = {"authorization": "Bearer other"}
@@ -167,6 +168,30 @@ def test_cancelling_keeps_the_results_so_far_and_aborts_the_rest(folder, tmp_pat
             await door.core.until(lambda: len(door.core.aborts) == 1)
             again = await door.post(f"/v1/batches/{batch['id']}/cancel", b"", **KEY)
             assert again.status == 409 and "cancelled" in again.error
+
+    asyncio.run(main())
+
+
+def test_lines_that_an_admin_ends_or_that_find_the_engine_asleep_run_again(folder, tmp_path):
+    async def main():
+        async with batch_server(folder, tmp_path, answers=False, admin_key="root") as door:
+            core = door.core
+            batch = await create(door, [line("a")])
+            await core.until(lambda: core.submits)
+            core.token(core.submits[0], 65)
+            await door.post("/abort_requests", b"", authorization="Bearer root")
+            door.pass_time(10)
+            await core.until(lambda: len(core.submits) == 2)
+            core.say(Refused.of(core.submits[1].request_id, EngineAsleep("the engine is asleep; call wake_up first")))
+            while door.state.counters.requests["/v1/completions", 503] < 2:
+                await asyncio.sleep(0)
+            door.pass_time(10)
+            await core.until(lambda: len(core.submits) == 3)
+            core.token(core.submits[2], 66, end=FinishReason.STOP)
+            done = await until(door, batch, "completed", "failed")
+            assert done["request_counts"] == {"total": 1, "completed": 1, "failed": 0}
+            ((choice,),) = [each["response"]["body"]["choices"] for each in await content(door, done["output_file_id"])]
+            assert (choice["text"], choice["finish_reason"]) == ("B", "stop")
 
     asyncio.run(main())
 

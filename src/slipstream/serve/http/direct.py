@@ -9,7 +9,7 @@ import logging
 from typing import NamedTuple
 
 from slipstream.serve.http.app import App
-from slipstream.serve.http.errors import as_http_error
+from slipstream.serve.http.errors import aborted, as_http_error
 from slipstream.serve.http.request import Request
 from slipstream.serve.http.response import Response
 
@@ -32,6 +32,9 @@ async def call_route(app: App, path: str, body: bytes, request_id: str, caller: 
         app.state.check_ready()
         response = await route.endpoint(request, app.decode(route, body))
         assert isinstance(response, Response), "a streamed response cannot be part of a batch"
+        if any(sample.finish_reason == "abort" for state in request.request_states for sample in state.samples):
+            # an admin ended all requests: what this one has is no result
+            raise aborted()
         reply = Reply(response.status_code, response.body)
     except Exception as error:
         failure = as_http_error(error, request_id, request.field_names)

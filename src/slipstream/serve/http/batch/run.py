@@ -12,6 +12,8 @@ from slipstream.serve.http.app import App
 from slipstream.serve.http.batch.lines import BatchLine, LineResponse, LineResult
 from slipstream.serve.http.direct import Reply, call_route
 
+_MAX_PAUSE = 5.0  # seconds until a line that failed for a time is tried again
+
 Done = Callable[[int, LineResult], Awaitable[None]]
 """Stores the result of the line at this index of the input."""
 
@@ -59,10 +61,13 @@ async def _run_line(app: App, line: BatchLine, caller: str) -> LineResult:
             raise BatchStopped
         if not _is_temporary(reply):
             break
-        await asyncio.sleep(min(reply.retry_after or 1.0, 5.0))
+        await asyncio.sleep(min(reply.retry_after or _MAX_PAUSE, _MAX_PAUSE))
     return LineResult(request_id, line.custom_id, LineResponse(reply.status, request_id, msgspec.Raw(reply.body)))
 
 
 def _is_temporary(reply: Reply) -> bool:
-    """Whether the request failed for the load of the server, and not for its own sake."""
-    return reply.status == 429 or (reply.status == 503 and reply.retry_after is not None)
+    """Whether the request failed for the state of the server (full, asleep, all requests aborted), and not for its own
+    sake."""
+    return reply.status == 429 or (
+        reply.status == 503 and (reply.retry_after is not None or reply.code == "engine_asleep")
+    )

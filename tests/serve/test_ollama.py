@@ -120,7 +120,10 @@ def test_details_are_those_of_the_files(folder, count, size):
         ("/api/chat", {"options": {"top_k": "many"}}, "options.top_k"),
         ("/api/chat", {"options": {"stop": 5}}, "options.stop"),
         ("/api/chat", {"options": {"penalize_newline": False}}, "options.penalize_newline"),
-        ("/api/chat", {"options": {"temperature": -1}}, "options"),
+        ("/api/chat", {"options": {"temperature": -1}}, "options.temperature is -1"),
+        ("/api/chat", {"options": {"top_k": 1.5}}, "options.top_k is 1.5"),
+        ("/api/chat", {"options": {"num_predict": 99}}, "lower options.num_predict to 40"),
+        ("/api/chat", {"options": {"seed": 2**64}}, "options.seed is 18446744073709551616"),
         ("/api/chat", {"format": "xml"}, "format"),
         ("/api/chat", {"keep_alive": "0s"}, "keep_alive"),
         ("/api/chat", {"think": True}, "think"),
@@ -151,6 +154,15 @@ def test_options_that_ask_for_nothing_are_accepted(folder, options):
         body = {"model": "tiny", "messages": MESSAGES, "options": options | {"num_predict": 2}, "stream": False}
         answer = await door.post("/api/chat", body | {"keep_alive": "5m", "think": False})
         assert answer.status == 200 and answer.json()["done_reason"] == "length"
+
+    at_door(folder, scenario)
+
+
+@pytest.mark.parametrize(("seed", "used"), [(-1, None), (-2, -2), (7.0, 7), (2**64 - 1, 2**64 - 1)])
+def test_the_seed_is_that_of_the_request_and_minus_one_is_none(folder, seed, used):
+    async def scenario(door):
+        await door.post("/api/generate", {"model": "tiny", "prompt": "a", "options": {"seed": seed}, "stream": False})
+        assert door.core.submits[-1].params.seed == used
 
     at_door(folder, scenario)
 

@@ -88,8 +88,6 @@ def ollama_params(request: Request, served: ServedModel, body: OllamaFields) -> 
     check_keep_alive(body.keep_alive)
     given = check_options(body.options)
     values = {ours: _checked(name, given[name]) for name, ours in _NAMES.items() if name in given}
-    if type(values.get("seed")) is int:
-        values["seed"] %= 2**64
     limit = given.get("num_predict")
     if limit is not None and type(limit) is not int:
         raise bad_request(f"options.num_predict is {limit!r:.50}; give a number of tokens", "options")
@@ -98,7 +96,8 @@ def ollama_params(request: Request, served: ServedModel, body: OllamaFields) -> 
         if body.format != "json" and not isinstance(body.format, dict):
             raise bad_request(f"format is {body.format!r:.50}; give json or a JSON schema", "format")
         values["response_format"] = json_shape(body.format if isinstance(body.format, dict) else None)
-    names = dict.fromkeys(_NAMES.values(), "options") | {"max_tokens": "options", "response_format": "format"}
+    names = {ours: f"options.{name}" for name, ours in _NAMES.items()}
+    names |= {"max_tokens": "options.num_predict", "response_format": "format"}
     return chat_params(request, served, values, limit, names), limit
 
 

@@ -120,3 +120,11 @@ def test_what_is_not_supported_is_refused_by_name(folder, body, words):
         assert set(refused.json()) == {"message"}
 
     at_door(folder, scenario)
+
+
+def test_an_error_of_embed_names_its_own_field(folder):
+    async def scenario(door, url):
+        refused = await door.post("/v2/embed", {"model": "pool", "texts": ["a"], "output_dimension": 99})
+        assert refused.status == 400 and refused.said.startswith("output_dimension is 99"), refused.body
+
+    with_server(folder, scenario)

@@ -186,7 +186,7 @@ def _tools(request: Request, body: CountTokensRequest) -> Tools:
         function |= {field: tool[field] for field in ("description", "strict") if tool.get(field) is not None}
         tools.append({"type": "function", "function": function})
     choice, parallel = _tool_choice(body.tool_choice)
-    return Tools.check(tools, choice, parallel)
+    return Tools.check(tools, choice, parallel, schema="input_schema")
 
 
 def _tool_choice(given: dict[str, Any] | None) -> tuple[Any, bool | None]:

@@ -34,9 +34,11 @@ def chat_params(
     try:
         params = sampling_params(values, served.inputs, request.state.settings, own, request.field_names)
     except HTTPException as error:  # its text has our name of the field
-        if (name := names.get(error.param or "")) is not None:
-            error.message = error.message.replace(error.param or "", name, 1)
-            error.param = name
+        given_name = error.param or ""
+        ours = max((name for name in names if f"{given_name}.".startswith(f"{name}.")), key=len, default=None)
+        if ours is not None:
+            renamed = names[ours] + given_name.removeprefix(ours)
+            error.message, error.param = error.message.replace(given_name, renamed, 1), renamed
         raise
     if (name := names.get("response_format")) is not None:
         request.field_names["structured_outputs"] = name

@@ -84,7 +84,7 @@ def _strict(tools: Tools, formats: ChatFormats, tokenizer: Tokenizer) -> Structu
     grammar = _grammar(tools, formats, tokenizer, alone=False)
     if grammar is None:
         index = next(index for index, tool in enumerate(tools.listed) if tool["function"].get("strict"))
-        name = f"tools[{index}].function.strict"
+        name = f"tools[{index}]{tools.path}.strict"
         fact = f"{name} is not supported with this model's format of tool calls"
         raise bad_request(f"{fact}; remove it, or set tool_choice to required or to a function", name)
     return StructuredOutputsParams(grammar=grammar)

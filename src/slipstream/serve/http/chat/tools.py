@@ -27,15 +27,25 @@ class Tools(msgspec.Struct, frozen=True):
     choice: Literal["auto", "none", "required", "function"] = "auto"
     function: str | None = None  # the only one to call, with the choice "function"
     parallel: bool = True  # several calls in one answer
+    path: str = ".function"  # of a function in a tool of the request
 
     @classmethod
-    def check(cls, tools: list[Any] | None, choice: str | dict[str, Any] | None, parallel: bool | None) -> Tools:
-        """Raises with the name of a wrong field."""
-        listed = [_check_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools or [])]
+    def check(
+        cls,
+        tools: list[Any] | None,
+        choice: str | dict[str, Any] | None,
+        parallel: bool | None,
+        *,
+        schema: str | None = None,
+    ) -> Tools:
+        """Raises with the name of a wrong field. `schema`: the name of `parameters` in an API whose tools are functions
+        and have none."""
+        inner, schema = (".function", "parameters") if schema is None else ("", schema)
+        listed = [_check_tool(tool, f"tools[{index}]", inner, schema) for index, tool in enumerate(tools or [])]
         names = [tool["function"]["name"] for tool in listed]
         for index, name in enumerate(names):
             if name in names[:index]:
-                raise bad_request(f"tools has the function {name!r} twice; rename one", f"tools[{index}].function.name")
+                raise bad_request(f"tools has the function {name!r} twice; rename one", f"tools[{index}]{inner}.name")
         if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
             choice, allowed = _check_allowed(choice, names)
             listed = [tool for tool in listed if tool["function"]["name"] in allowed]
@@ -43,7 +53,7 @@ class Tools(msgspec.Struct, frozen=True):
         if parallel is False and not listed:
             name = "parallel_tool_calls"
             raise bad_request(f"{name} needs tools; give some, or remove this", name)
-        return cls(listed, kind, function, parallel is not False)
+        return cls(listed, kind, function, parallel is not False, inner)
 
     @property
     def shown(self) -> list[dict[str, Any]]:
@@ -64,7 +74,8 @@ class Tools(msgspec.Struct, frozen=True):
         return [tool["function"]["name"] for tool in self.shown if tool["function"].get("strict")]
 
 
-def _check_tool(tool: Any, path: str) -> dict[str, Any]:
+def _check_tool(tool: Any, path: str, inner: str, schema: str) -> dict[str, Any]:
+    """`inner`: the path of the function in the tool; `schema`: its field with the parameters."""
     shape = 'give {"type": "function", "function": {"name": ..., "parameters": ...}}'
     if not isinstance(tool, dict) or not isinstance(tool.get("function"), dict):
         kind = tool.get("type") if isinstance(tool, dict) else None
@@ -74,7 +85,7 @@ def _check_tool(tool: Any, path: str) -> dict[str, Any]:
         raise bad_request(f"{path}.type is {tool['type']!r:.100}; {shape}", f"{path}.type")
     if unknown := tool.keys() - {"type", "function"}:
         raise bad_request(f"there is no field {path}.{min(unknown)}; remove it", f"{path}.{min(unknown)}")
-    function, path = tool["function"], f"{path}.function"
+    function, path = tool["function"], f"{path}{inner}"
     if unknown := function.keys() - _FIELDS:
         raise bad_request(f"there is no field {path}.{min(unknown)}; remove it", f"{path}.{min(unknown)}")
     name = function.get("name")
@@ -84,12 +95,12 @@ def _check_tool(tool: Any, path: str) -> dict[str, Any]:
     if not isinstance(function.get("description", ""), str | None):
         raise bad_request(f"{path}.description is no text; give a string", f"{path}.description")
     if not isinstance(parameters := function.get("parameters") or {}, dict):
-        raise bad_request(f"{path}.parameters is no JSON schema; give an object", f"{path}.parameters")
+        raise bad_request(f"{path}.{schema} is no JSON schema; give an object", f"{path}.{schema}")
     try:
         StructuredOutputsParams(json=parameters)  # checks size and depth
     except InvalidParams as error:
         fact = str(error).removeprefix("structured_outputs: json ")
-        raise bad_request(f"{path}.parameters {fact}", f"{path}.parameters") from None
+        raise bad_request(f"{path}.{schema} {fact}", f"{path}.{schema}") from None
     if function.get("strict") not in (None, True, False):
         raise bad_request(f"{path}.strict is {function['strict']!r:.100}; give true or false", f"{path}.strict")
     return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
@@ -98,7 +109,7 @@ def _check_tool(tool: Any, path: str) -> dict[str, Any]:
 def _check_choice(choice: str | dict[str, Any] | None, names: list[str]) -> tuple[Any, str | None]:
     if choice is None or choice in ("auto", "none", "required"):
         if choice == "required" and not names:
-            raise bad_request("tool_choice is required and there are no tools; give tools", "tool_choice")
+            raise bad_request("tool_choice demands a call, and there are no tools; give tools", "tool_choice")
         return choice or "auto", None
     return "function", _check_named(choice, names, _CHOICES)
 

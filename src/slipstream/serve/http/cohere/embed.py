@@ -83,6 +83,7 @@ class CohereEmbedResponse(msgspec.Struct):
 async def create_cohere_embed(request: Request, body: CohereEmbedRequest) -> Response:
     refuse(given_fields(body), _REFUSED)
     request.set_input_field("texts")
+    request.field_names["dimensions"] = "output_dimension"
     if not body.texts:
         raise bad_request("there are no texts; give a list of them", "texts", "empty")
     request.check_count(len(body.texts), "texts")

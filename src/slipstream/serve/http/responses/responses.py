@@ -98,6 +98,7 @@ class _Job:
         self.shape, shape = _text_format(body.text)
         given = {"temperature": body.temperature, "top_p": body.top_p, "response_format": shape}
         names = {"max_tokens": "max_output_tokens", "response_format": "text"}
+        names["response_format.json_schema"] = "text.format"
         self.params = chat_params(request, served, given, body.max_output_tokens, names)
         return ChatConversation(
             model=served,
@@ -239,7 +240,7 @@ def _tools(request: Request, body: ResponsesRequest) -> Tools:
     choice: Any = body.tool_choice
     if isinstance(choice, dict):
         choice = _choice(choice)
-    return Tools.check(tools, choice, body.parallel_tool_calls)
+    return Tools.check(tools, choice, body.parallel_tool_calls, schema="parameters")
 
 
 def _choice(given: dict[str, Any]) -> dict[str, Any]:

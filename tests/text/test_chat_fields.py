@@ -188,6 +188,17 @@ def test_a_template_may_leave_out_reasoning_of_the_assistant_only() -> None:
         render_chat(template, [{**message, "role": "user"}])
 
 
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [("{'a': 1}", "text={'a': 1}"), ("[1]", "text=[1]"), ("null", ""), ("", ""), ('{"b": 2}', "b=2")],
+)
+def test_arguments_are_objects_for_templates_that_take_nothing_else(given: str, shown: str) -> None:
+    loop = "{% for k, v in message.tool_calls[0].function.arguments.items() %}{{ k }}={{ v }}{% endfor %}"
+    template = "{% for message in messages %}{{ message.content }}" + loop + "{% endfor %}"
+    call = {"type": "function", "function": {"name": "f", "arguments": given}}
+    assert render_chat(template, [{"role": "assistant", "content": "", "tool_calls": [call]}]) == shown
+
+
 def test_arguments_are_text_for_templates_that_add_to_them() -> None:
     template = "{% for message in messages %}{{ message.tool_calls[0].function.arguments + '|' }}{% endfor %}"
     call = {"type": "function", "function": {"name": "f", "arguments": '{"a": "\u00e9"}'}}

@@ -21,6 +21,7 @@ from slipstream.text.chat_fields import (
     texts_of,
     variables_of,
     with_calls_as_text,
+    with_object_arguments,
     with_reasoning,
     with_text_arguments,
 )
@@ -165,11 +166,13 @@ def _render_conversation(template: str, variables: Mapping[str, Any], continue_f
     try:
         text = _render_whole(template, variables)
     except InvalidPrompt as error:
-        # some templates concatenate content, which is usually null beside tool calls, and arguments, which are objects
+        # some templates concatenate content, which is usually null beside tool calls, and arguments, which are objects;
+        # others take objects only
         conversation = variables["messages"]
         filled = [_without_null(message) for message in conversation]
         texts = [with_text_arguments(message) for message in filled]
-        for other in (filled, texts):
+        objects = [with_object_arguments(message) for message in filled]
+        for other in (filled, texts, objects):
             if other == conversation:
                 continue
             try:

@@ -117,6 +117,38 @@ def test_an_error_within_a_stream_is_its_next_event(folder):
     at_door(folder, scenario, answers=False)
 
 
+@pytest.mark.parametrize(
+    ("answer", "shown"),
+    [
+        (["R1", "-A", "R2", "-B"], "[R1|A][R2|B]"),  # text, twice
+        (["R1", "-A", "R2", "f"], "[R1R2|A+f]"),  # text and a call
+        (["R1", "f", "R2", "-B"], "[R1|+f][R2|B]"),
+        (["R1", "R2", "-A"], "[R1R2|A]"),
+        (["R1"], ""),
+    ],
+)
+def test_reasoning_is_that_of_the_item_behind_it(folder, answer, shown):
+    template = (
+        "{% for m in messages %}[{{ m.reasoning_content or '' }}|{{ m.content or '' }}"
+        "{% for call in m.tool_calls or [] %}+{{ call.function.name }}{% endfor %}]{% endfor %}"
+    )
+
+    def item(text):
+        if text[0] == "-":
+            return {"role": "assistant", "content": text[1:]}
+        if text[0] == "f":
+            return {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
+        return {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": text}]}
+
+    async def scenario(door):
+        body = {"input": [*map(item, answer), *MESSAGES], "max_output_tokens": 2}
+        assert (await door.post("/v1/responses", body)).status == 200
+        prompt = bytes(door.core.submits[-1].prompt_token_ids).decode()
+        assert prompt == f"{shown}[|{MESSAGES[0]['content']}]"
+
+    at_door(folder, scenario, model={"chat_template": template})
+
+
 def test_responses_are_private_to_their_key(folder):
     async def scenario(door):
         mine, other = {"authorization": "Bearer mine"}, {"authorization": "Bearer other"}

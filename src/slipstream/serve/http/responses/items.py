@@ -37,15 +37,19 @@ def input_messages(served: ServedModel, given: str | Sequence[dict[str, Any]], n
         if kind == "reasoning":
             content = _texts(item.get("content") or [], f"{where}.content", ("reasoning_text",))
             summary = _texts(item.get("summary") or [], f"{where}.summary", ("summary_text",))
-            answer.reasoning += content or summary
+            answer.last_reasoning += content or summary
             continue
         if kind == "function_call":
+            answer.settle()
             call = (_string(item, field, where) for field in ("call_id", "name", "arguments"))
             answer.calls.append(tuple(call))
             continue
         if kind == "message" and item.get("role") == "assistant":
-            if answer.text or answer.calls:
+            if answer.text or answer.calls:  # the reasoning behind them is that of this item
+                reasoning, answer.last_reasoning = answer.last_reasoning, ""
                 messages += answer.take()
+                answer.last_reasoning = reasoning
+            answer.settle()
             answer.text = _texts(item.get("content"), f"{where}.content", _TEXT_KINDS)
             continue
         messages += answer.take()
@@ -70,12 +74,17 @@ class _Answer:
 
     def _reset(self) -> None:
         self.reasoning, self.text = "", ""
+        self.last_reasoning = ""  # of the item that follows, if it is of the answer too
         self.calls: list[Any] = []
+
+    def settle(self) -> None:
+        self.reasoning, self.last_reasoning = self.reasoning + self.last_reasoning, ""
 
     def take(self) -> list[dict[str, Any]]:
         """Takes the message of the turn; none if there are no items."""
+        self.settle()
         if not (self.text or self.calls):
-            self.reasoning = ""
+            self._reset()
             return []
         message = assistant_message(self._served, self.text, self.reasoning, self.calls)
         self._reset()

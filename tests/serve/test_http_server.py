@@ -144,6 +144,40 @@ def test_a_request_behind_one_under_way_waits_for_its_turn(folder):
     at_door(folder, scenario, answers=False, max_queued_requests=1, api_key=["key"])
 
 
+def test_a_lost_connection_ends_the_request_that_runs_and_those_behind_it(folder):
+    async def scenario(door):
+        async with served(door) as port:
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            data = json.dumps(ASK | {"stream": True}).encode()
+            writer.write((head("/v1/completions", len(data)) + data) * 3)
+            await door.core.until(lambda: door.core.submits)
+            writer.close()
+            await door.core.until(lambda: door.core.aborts)
+        assert len(door.core.submits) == 1 and door.state.counters.aborted == {"disconnect": 1}
+
+    at_door(folder, scenario, answers=False)
+
+
+def test_requests_that_wait_behind_another_take_little_memory(folder):
+    async def scenario(door):
+        async with served(door) as port:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            data = json.dumps(ASK).encode()
+            get, count = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n", 5000
+            writer.write(head("/v1/completions", len(data)) + data + get * count)
+            await door.core.until(lambda: door.core.submits)
+            (protocol,) = door.server_state.connections
+            while not protocol.flow.is_blocked:  # nothing more is read
+                await asyncio.sleep(0)
+            assert 0 < len(protocol.pipeline) < 500
+            door.core.token(door.core.submits[0], 65, end=FinishReason.STOP)
+            statuses = [(await answer(reader))[0] for _ in range(count + 1)]
+            assert set(statuses) == {200} and not protocol.pipeline
+            writer.close()
+
+    at_door(folder, scenario, answers=False)
+
+
 def test_an_answer_without_a_body_leaves_at_once_and_the_connection_goes_on(folder):
     async def scenario(door):
         async with served(door) as port:

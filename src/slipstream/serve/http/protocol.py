@@ -13,10 +13,11 @@ from __future__ import annotations
 import asyncio
 from typing import Any, Protocol
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from slipstream.serve.http.auth import Headers
 from slipstream.serve.http.errors import HTTPException
+from slipstream.serve.http.pipelining import PipeliningProtocol
 from slipstream.serve.http.plain_parser import PlainParser
 from slipstream.serve.http.request import Address
 from slipstream.serve.http.write_watch import WriteWatch
@@ -39,7 +40,7 @@ def bounded_protocol(limit: int, admission: RequestAdmission) -> type[BoundedPro
     return type("BoundedProtocol", (BoundedProtocol,), {"limit": limit, "admission": admission})
 
 
-class BoundedProtocol(HttpToolsProtocol):
+class BoundedProtocol(PipeliningProtocol):
     """The protocol of one connection. uvicorn takes a class: `bounded_protocol` makes one with these attributes."""
 
     limit: int  # bytes of the request line and headers
@@ -109,13 +110,13 @@ class BoundedProtocol(HttpToolsProtocol):
         if not self._in_headers and self._timer is None:  # the rest of the body has limited time
             self._timer = self.loop.call_later(_REST_SECONDS, self._too_slow)
 
-    def data_received(self, data: bytes) -> None:
+    def parse_slice(self, data: bytes) -> None:
         self._header_bytes += len(data)
         if self._in_headers and self._header_bytes > self.limit and b"\r\n\r\n" not in data[: self.limit]:
             self._unset_keepalive_if_required()
             self.send_400_response(f"The request line and headers have more than {self.limit} bytes.")
             return
-        super().data_received(data)
+        super().parse_slice(data)
         if self.transport.is_closing():
             return
         if not self._in_headers and self._header_bytes > self.limit:  # and this data had no part of the body

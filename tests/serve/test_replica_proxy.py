@@ -143,6 +143,31 @@ def test_what_follows_a_request_in_the_same_bytes_is_no_part_of_it():
     with_proxy(scenario)
 
 
+@pytest.mark.parametrize("more", [b"\r\n", b"GET /v1/models HTTP/1.1\r\nHost: a\r\n\r\n"], ids=["line", "request"])
+def test_what_follows_a_request_does_not_end_it(more):
+    async def scenario(proxy, upstreams):
+        reader, client = await send(proxy)
+        _, _, upstream, writer = await first(*upstreams)
+        client.write(more)
+        await client.drain()
+        assert not await ends_soon(upstream)
+        writer.write(JSON + b"Content-Length: 2\r\n\r\n{}")
+        assert (await reader.read()).endswith(b"{}")
+        _, client = await send(proxy)
+        _, _, upstream, _ = await first(*upstreams)
+        client.write(b"x" * 2**21)
+        assert await upstream.read() == b""  # too much: it is disconnected
+
+    with_proxy(scenario)
+
+
+async def ends_soon(reader):
+    """Whether the connection ends within some turns of the event loop, in which the proxy reads what was sent."""
+    for _ in range(50):
+        await asyncio.sleep(0)
+    return reader.at_eof()
+
+
 def test_a_stream_is_passed_on_piece_by_piece():
     async def scenario(proxy, upstreams):
         reader, _ = await send(proxy)

@@ -29,6 +29,7 @@ MAX_RUNS = 2
 READY_SECONDS = 30.0  # that a request waits for a server
 _HEADER_SECONDS = 30.0  # for the request line and headers of a request
 _PIECE = 2**16
+_MAX_BEHIND = 2**20  # bytes that are dropped behind a request
 
 
 class BadRequest(Exception):
@@ -85,10 +86,10 @@ class ReplicaProxy:
             return
         self.num_requests += 1
         passing = asyncio.ensure_future(self._pass_on(request, writer))
-        gone = asyncio.ensure_future(reader.read(1))
+        gone = asyncio.ensure_future(_until_gone(reader))
         await asyncio.wait({passing, gone}, return_when=asyncio.FIRST_COMPLETED)
         gone.cancel()
-        if not passing.done():  # the client has disconnected, or sends what it should not
+        if not passing.done():
             passing.cancel()
         await asyncio.gather(passing, gone, return_exceptions=True)
         if passing.done() and not passing.cancelled() and (error := passing.exception()) is not None:
@@ -232,6 +233,14 @@ class ReplicaProxy:
             found |= {each.url: {"ready": each.is_ready, "role": "prefill"} for each in self.prefill.replicas.all}
             counts |= {"prefilled": self.prefill.num_prefilled, "not_prefilled": self.prefill.num_failed}
         write_json(writer, 200 if any(ready) else 503, {"status": state, "replicas": found, **counts})
+
+
+async def _until_gone(reader: asyncio.StreamReader) -> None:
+    """Waits until the client disconnects, or sends too much behind its request: an empty line, or further requests,
+    which are not answered, since the connection ends with the first answer."""
+    num_bytes = 0
+    while num_bytes < _MAX_BEHIND and (data := await reader.read(_PIECE)):
+        num_bytes += len(data)
 
 
 async def run_proxy(proxy: ReplicaProxy, listener: socket.socket, tls: ssl.SSLContext | None) -> None:

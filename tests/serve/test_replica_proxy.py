@@ -214,6 +214,41 @@ def test_a_server_that_dies_within_a_stream_ends_it_with_an_error_event():
     with_proxy(scenario)
 
 
+@pytest.mark.parametrize(
+    ("path", "kind", "end"),
+    [
+        ("/v1/responses", b"text/event-stream", b'data: {"error":{"message":'),
+        ("/v1/messages", b"text/event-stream", b'event: error\ndata: {"error":{"type":"overloaded_error"'),
+        ("/v2/chat", b"text/event-stream", b'event: message-end\ndata: {"type":"message-end"'),
+        ("/api/chat", b"application/x-ndjson", b'{"error":"replica'),
+    ],
+)
+def test_errors_have_the_format_of_the_api(path, kind, end):
+    async def scenario(proxy, upstreams):
+        reader, _ = await send(proxy, path=path)
+        _, _, _, writer = await first(*upstreams)
+        writer.write(HEAD % kind + b"Transfer-Encoding: chunked\r\n\r\n8\r\ndata: 1\n\r\n")
+        await reader.readuntil(b"data: 1\n\r\n")
+        writer.transport.abort()
+        assert (await reader.read()).partition(b"\r\n")[2].startswith(end)
+        for each in proxy.replicas.all:
+            await each.check()
+        lost, _ = await send(proxy, path=path)
+        for _ in range(2):
+            _, _, _, writer = await first(*upstreams)
+            writer.transport.abort()
+        large, _ = await send(proxy, b"x" * 6000, path=path)
+        for reader, status, words in ((lost, b"503", "2 replicas died"), (large, b"413", "more than 5000 bytes")):
+            head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+            said = json.loads(body)
+            assert head.startswith(b"HTTP/1.1 " + status)
+            error = said.get("error", said)
+            assert words in (error if path == "/api/chat" else error["message"])
+            assert set(said) == {"/v1/messages": {"error", "type"}, "/v2/chat": {"message"}}.get(path, {"error"})
+
+    with_proxy(scenario)
+
+
 def test_a_cut_answer_is_not_a_complete_one():
     async def scenario(proxy, upstreams):
         reader, _ = await send(proxy)

@@ -8,7 +8,10 @@ from http import HTTPStatus
 import httptools
 import msgspec
 
+from slipstream.serve.http.error_formats import end_of_stream, in_format_of
+from slipstream.serve.http.errors import HTTPException
 from slipstream.serve.http.plain_parser import PlainParser
+from slipstream.serve.http.response import JSON_LINES
 
 _HOP = {b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"upgrade", b"transfer-encoding"}
 
@@ -68,12 +71,12 @@ class ProxiedRequest:
 class ProxiedAnswer:
     """Callbacks of the parser of a server's answer, which is written to the client as it arrives."""
 
-    def __init__(self, writer: asyncio.StreamWriter, has_no_body: bool) -> None:
-        """`has_no_body`: the answer to a HEAD request, which has no body."""
+    def __init__(self, writer: asyncio.StreamWriter, request: ProxiedRequest) -> None:
         self.writer = writer
+        self._path = request.path
         self.parser = httptools.HttpResponseParser(self)
         self.has_begun = self.is_complete = False
-        self._has_no_body = has_no_body
+        self._has_no_body = request.method == b"HEAD"
         self._reason = b""
         self._headers: list[tuple[bytes, bytes]] = []
         self._has_length = self._is_stream = self._is_chunked = False
@@ -90,7 +93,7 @@ class ProxiedAnswer:
         lower = name.lower()
         self._has_length |= lower == b"content-length"
         self._is_chunked |= lower == b"transfer-encoding" and b"chunked" in value.lower()
-        self._is_stream |= lower == b"content-type" and value.startswith(b"text/event-stream")
+        self._is_stream |= lower == b"content-type" and value.startswith((b"text/event-stream", JSON_LINES.media_type))
         if lower not in _HOP:
             self._headers.append((name, value))
 
@@ -120,23 +123,25 @@ class ProxiedAnswer:
         if not self._is_stream:
             self.writer.transport.abort()
             return
-        event = (
-            b"data: " + msgspec.json.encode(_error(503, f"{text}; send the request again", "replica_lost")) + b"\n\n"
-        )
-        self.on_body(event)
+        error = _error(503, f"{text}; send the request again", "replica_lost")
+        self.on_body(end_of_stream(self._path.decode("latin-1"), error))
         self.on_message_complete()
 
 
-def _error(code: int, text: str, kind: str) -> dict[str, object]:
-    return {"error": {"message": text, "type": kind, "code": code}}
+def _error(status: int, text: str, kind: str | None) -> HTTPException:
+    return HTTPException(status, text, kind=kind, code=kind)
 
 
-def write_error(writer: asyncio.StreamWriter, code: int, text: str, kind: str) -> None:
-    write_json(writer, code, _error(code, text, kind))
+def write_error(writer: asyncio.StreamWriter, status: int, text: str, kind: str | None, path: bytes) -> None:
+    """`path`: of the request, whose API has a format of errors."""
+    _write(writer, status, in_format_of(path.decode("latin-1"), _error(status, text, kind)).body())
 
 
-def write_json(writer: asyncio.StreamWriter, code: int, value: object) -> None:
-    body = msgspec.json.encode(value)
+def write_json(writer: asyncio.StreamWriter, status: int, value: object) -> None:
+    _write(writer, status, msgspec.json.encode(value))
+
+
+def _write(writer: asyncio.StreamWriter, code: int, body: bytes) -> None:
     header = (
         f"HTTP/1.1 {code} {HTTPStatus(code).phrase}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
     )

@@ -36,6 +36,7 @@ class BadRequest(Exception):
     def __init__(self, code: int, text: str) -> None:
         super().__init__(text)
         self.code = code
+        self.path = b""  # of the request, as far as it has come
 
 
 class _Lost(Exception):
@@ -70,7 +71,7 @@ class ReplicaProxy:
         try:
             await self._answer(reader, writer)
         except BadRequest as error:
-            write_error(writer, error.code, str(error), "invalid_request_error")
+            write_error(writer, error.code, str(error), None, error.path)
         except (ConnectionError, asyncio.IncompleteReadError):
             pass  # the client has gone
         finally:
@@ -106,7 +107,12 @@ class ReplicaProxy:
             if not request.has_headers:
                 return None
             fact = f"the body is incomplete, with {len(request.body)} bytes received in time"
-            raise BadRequest(408, f"{fact}; send it faster, or raise --body-timeout") from None
+            late = BadRequest(408, f"{fact}; send it faster, or raise --body-timeout")
+            late.path = request.path
+            raise late from None
+        except BadRequest as error:
+            error.path = request.path
+            raise
         finally:
             self.num_bytes -= request.num_counted
         peer = writer.get_extra_info("peername")
@@ -179,7 +185,7 @@ class ReplicaProxy:
             replica, hashes = chosen
             tried.append(replica)
             replica.begin(hashes, len(body), model)
-            answer = ProxiedAnswer(writer, request.method == b"HEAD")
+            answer = ProxiedAnswer(writer, request)
             try:
                 await self._run_on(replica, request, body, answer)
                 return
@@ -199,7 +205,7 @@ class ReplicaProxy:
                     replica.models.expire()
         self.num_lost += 1
         text = f"{len(tried)} replicas died while they ran the request" if tried else "no replica is ready"
-        write_error(writer, 503, f"{text}; send it again later", "replica_lost")
+        write_error(writer, 503, f"{text}; send it again later", "replica_lost", request.path)
 
     async def _run_on(self, replica: UrlReplica, request: ProxiedRequest, body: bytes, answer: ProxiedAnswer) -> None:
         reader, upstream = await replica.connect()

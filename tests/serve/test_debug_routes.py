@@ -52,6 +52,15 @@ def test_a_trace_covers_the_seconds_that_are_asked_for(folder):
     at_door(folder, scenario)
 
 
+def test_head_of_a_stream_has_its_headers_and_an_end(folder):
+    async def scenario(door):
+        door.core.inspector = lambda message: Inspected(message.call, table(1))
+        answer = await door.begin("HEAD", "/debug/timeline").end()
+        assert (answer.status, answer.body) == (200, b"") and "event-stream" in answer.headers["content-type"]
+
+    at_door(folder, scenario)
+
+
 def test_the_timeline_streams_new_steps_until_the_client_leaves(folder):
     async def scenario(door):
         door.core.inspector = lambda message: Inspected(

@@ -48,7 +48,8 @@ class App:
         headers = scope["headers"]
         request_id = _own_id(headers) or self.state.new_id()
         name, status, began = "unknown", 500, time.perf_counter()
-        writer = ResponseWriter(send, request_id, self.state.settings.stream_keep_alive)
+        keep_alive, has_no_body = self.state.settings.stream_keep_alive, scope["method"] == "HEAD"
+        writer = ResponseWriter(send, request_id, keep_alive, has_no_body=has_no_body)
         route: Route | None = None
         request: Request | None = None
         try:

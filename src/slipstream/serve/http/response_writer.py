@@ -20,14 +20,16 @@ _STREAM_HEADERS = [
 
 
 class ResponseWriter:
-    def __init__(self, send: Send, request_id: str, keep_alive: float) -> None:
-        """`keep_alive`: seconds without an event after which a stream gets a comment; 0: never."""
+    def __init__(self, send: Send, request_id: str, keep_alive: float, *, has_no_body: bool = False) -> None:
+        """`keep_alive`: seconds without an event after which a stream gets a comment; 0: never. `has_no_body`: the
+        answer to a HEAD request. uvicorn leaves out the body of a whole response."""
         self._send = send
         self._id = (b"x-request-id", request_id.encode())
         self._started = False
         self._format = EVENTS
         self._headers: tuple[tuple[bytes, bytes], ...] = ()
         self._keep_alive = keep_alive
+        self._has_no_body = has_no_body
         self._wrote = False  # since the timer last fired
         self._timer: asyncio.TimerHandle | None = None
 
@@ -42,6 +44,8 @@ class ResponseWriter:
             self._set_timer()
         try:
             async for part in parts:
+                if self._has_no_body:
+                    break
                 if not self._started:  # not before the first event: until then an error still gets its own status
                     await self._start_events()
                 self._wrote = True
@@ -49,6 +53,8 @@ class ResponseWriter:
         finally:
             self._stop_timer()
             await parts.aclose()  # type: ignore[attr-defined]
+        if not self._started:
+            await self._start_events()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
         return 200
 

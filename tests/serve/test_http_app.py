@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 
 import pytest
 
@@ -17,6 +18,17 @@ def once(folder, method, path, body=None, settings=None, **headers):
         return await door.begin(method, path, body, **headers).end()
 
     return at_door(folder, scenario, **(settings or {}))
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/api/generate"])
+def test_a_body_may_begin_with_a_byte_order_mark_of_utf8_and_not_of_another(folder, path):
+    async def scenario(door):
+        text = json.dumps({"model": "tiny", "prompt": "hello", "stream": False})
+        assert (await door.post(path, text.encode("utf-8-sig"))).status == 200
+        refused = await door.post(path, text.encode("utf-16"))
+        assert refused.status == 400 and "send JSON encoded as UTF-8" in refused.said
+
+    at_door(folder, scenario)
 
 
 def test_health_and_ready_distinguish_a_start_from_a_failure(folder):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import re
 import time
+from codecs import BOM_UTF8
 from collections.abc import MutableMapping, Sequence
 from typing import Any
 
@@ -212,11 +213,11 @@ class App:
 
 def _decode(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
     try:
-        return decoder.decode(body)
+        return decoder.decode(body.removeprefix(BOM_UTF8))  # .NET's writers put it before a text
     except msgspec.ValidationError as error:
         raise invalid_body(error, decoder.type) from None
     except msgspec.DecodeError as error:
-        raise bad_request(f"the body is not JSON: {error}") from None
+        raise bad_request(f"the body is not JSON: {error}; send JSON encoded as UTF-8") from None
     except UnicodeDecodeError:  # msgspec checks the encoding of a string only when it makes one
         raise bad_request(f"the body is not UTF-8{_bad_byte(body)}; send JSON encoded as UTF-8") from None
     except RecursionError:

@@ -12,6 +12,7 @@ from serve.asgi import at_door
 from serve.dialects import CALL, THOUGHT, with_server
 from serve.samples import MESSAGES
 from slipstream.config.stored_weights import StoredWeights
+from slipstream.request import FinishReason
 from slipstream.transport.frames import Pulse
 
 FUNCTION = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
@@ -241,6 +242,19 @@ def test_arguments_that_are_no_object_are_not_lost(folder):
         assert "tool_calls" not in message and "[1, 2]" in message["content"]
 
     with_server(folder, scenario)
+
+
+def test_a_line_has_the_text_of_a_broken_call_before_what_follows_it(folder):
+    async def scenario(door):
+        body = {"model": "tiny", "messages": MESSAGES, "tools": [FUNCTION]}
+        stream = door.begin("POST", "/api/chat", body)
+        await door.core.until(lambda: door.core.submits)
+        text = 'A<tool_call>{"name": "weather", "arguments": [1]}</tool_call>B'
+        door.core.token(door.core.submits[0], *text.encode(), end=FinishReason.STOP)
+        lines = (await stream.end()).parsed()
+        assert "".join(line["message"]["content"] for line in lines) == "A[1]B"
+
+    at_door(folder, scenario, answers=False, model={"max_model_len": 4096})
 
 
 def test_ids_of_earlier_calls_are_those_that_every_template_takes(folder):

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import msgspec
 
 from slipstream.frontend.served import ServedModel
-from slipstream.serve.http.chat.blocks import AnswerBlocks, Block, BlockDelta, BlockEnd, blocks_of
+from slipstream.serve.http.chat.blocks import AnswerBlocks, Block, BlockDelta, BlockEnd, BlockEvent, blocks_of
 from slipstream.serve.http.chat.chat_run import ChatRun, start_chat
 from slipstream.serve.http.chat.conversation import ChatConversation
 from slipstream.serve.http.chat.dialects import assistant_message, call_arguments, think_variables
@@ -222,10 +222,7 @@ class _Answer:
             async for parts in run:
                 for part in parts:
                     events = [*blocks.feed(part.events), *(blocks.end() if part.finish_reason else ())]
-                    # a call is sent when it is whole
-                    new = [Block(each.block.kind, 0, each.text) for each in events if _is_text(each)]
-                    new += [each.block for each in events if isinstance(each, BlockEnd) and each.block.kind == "call"]
-                    if new:
+                    if new := [block for each in events if (block := _new_block(each)) is not None]:
                         yield json_line(self.chunk(new))
                     if part.finish_reason is not None:
                         yield json_line(self.end(self.chunk([]), run, part.finish_reason))
@@ -258,8 +255,12 @@ class _Answer:
         return chunk
 
 
-def _is_text(event: Any) -> bool:
-    return isinstance(event, BlockDelta) and event.block.kind != "call"
+def _new_block(event: BlockEvent) -> Block | None:
+    """The block that an event adds to a line. A call is sent when it is whole."""
+    kind = event.block.kind
+    if isinstance(event, BlockDelta):
+        return None if kind == "call" else Block(kind, 0, event.text)
+    return event.block if isinstance(event, BlockEnd) and kind == "call" else None
 
 
 _OLLAMA: dict[str, Any] = dict(convert_error=as_ollama_error, error_model=OllamaErrorBody, any_content_type=True)

@@ -94,3 +94,18 @@ def test_a_whole_answer_has_texts_and_calls_in_the_order_of_the_output(folder, p
         assert said == ["First.", None, "Then.", None], answer
 
     with_server(folder, scenario)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls_have_different_ids_though_the_model_writes_one_twice(folder, stream):
+    call = '<|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>'
+
+    async def scenario(door, url):
+        door.core.texts = [f"<|tool_calls_section_begin|>{call}{call}<|tool_calls_section_end|>"]
+        body = {"input": "hi", "tools": TOOLS["/v1/responses"], "stream": stream}
+        answer = await door.post("/v1/responses", body)
+        output = answer.parsed()[-1]["response"]["output"] if stream else answer.json()["output"]
+        first, second = (each["call_id"] for each in output)
+        assert first == "functions.weather:0" and second.startswith("call_")
+
+    with_server(folder, scenario, tool_call_parser="kimi_k2")

@@ -76,6 +76,7 @@ class ChatRun:
         conversation.check_tool_choice(self._formats, auto=settings.enable_auto_tool_choice)
         self._prompt = ""  # its text, set by `prepare`
         self._parsers: dict[int, OutputParser | None] = {}  # by sample; None: all text is content
+        self._call_ids: dict[int, set[str]] = {}  # by sample: those that the model wrote
 
     @property
     def state(self) -> GenerationRequestState:
@@ -151,17 +152,20 @@ class ChatRun:
         if (parser := self._parsers[index]) is None:
             return [ContentDelta(text)] if text else []
         events = [*parser.feed(text), *(parser.finish() if is_last else ())]
-        return [kept for event in events if (kept := self._kept(event)) is not None]
+        ids = self._call_ids.setdefault(index, set())
+        return [kept for event in events if (kept := self._kept(event, ids)) is not None]
 
-    def _kept(self, event: ParserEvent) -> ParserEvent | None:
-        """The event with the id of a call; None if the request excludes it."""
+    def _kept(self, event: ParserEvent, ids: set[str]) -> ParserEvent | None:
+        """The event with the id of a call, which is not among `ids`; None if the request excludes it."""
         match event:
             case ReasoningDelta() if not self._conversation.include_reasoning:
                 return None
             case ToolCallStart() | ArgumentsDelta() if event.index and not self._conversation.tools.parallel:
                 return None
             case ToolCallStart(index, name, id):
-                return ToolCallStart(index, name, id or self._new_id())
+                if not id or id in ids:  # a model may write one twice, and clients find the result of a call by its id
+                    return ToolCallStart(index, name, self._new_id())
+                ids.add(id)
         return event
 
     def _new_parser(self) -> OutputParser | None:

@@ -81,7 +81,7 @@ class GraphPool:
             padded = self.rows_for(num_rows)
             if padded is None:
                 return None
-            is_short = padded == 1 and int(plan.lengths[0]) <= SHORT_LENGTH
+            is_short = num_rows == 1 and int(plan.lengths[0]) <= SHORT_LENGTH  # without rows: a padding step
             return Size(padded, padded, has_drafts=plan.has_drafts, is_short=is_short)
         if num_rows <= FEW_ROWS and plan.pooling is None and self.token_sizes:
             at = bisect.bisect_left(self.short_sizes, total)

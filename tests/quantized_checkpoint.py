@@ -20,9 +20,9 @@ GROUP = 32
 AWQ_PLACES = (0, 2, 4, 6, 1, 3, 5, 7)  # column of each nibble of an int32
 
 
-def quantize(folder: Path, method: str, skip: str = "no such module") -> Tensors:
+def quantize(folder: Path, method: str, skip: str = "no such module", *, head: bool = False) -> Tensors:
     """Rewrites a tiny checkpoint: the projections of all layers but those whose names contain `skip` become random
-    numbers of a method. Returns the weights they mean, by tensor name."""
+    numbers of a method, and with `head` the projection to tokens too. Returns the weights they mean, by tensor name."""
     config, pack = METHODS[method]
     settings = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(settings | {"quantization_config": config}))
@@ -30,7 +30,7 @@ def quantize(folder: Path, method: str, skip: str = "no such module") -> Tensors
     generator = torch.Generator().manual_seed(7)
     stored, meant = {}, {}
     for name, tensor in tensors.items():
-        if "_proj.weight" in name and skip not in name:
+        if ("_proj.weight" in name and skip not in name) or (head and name == "lm_head.weight"):
             parts, weight = pack(*tensor.shape, generator)
             stem = name.removesuffix(".weight")
             stored |= {f"{stem}.{kind}": part.contiguous() for kind, part in parts.items()}

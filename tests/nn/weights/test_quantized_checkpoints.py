@@ -55,6 +55,34 @@ def test_weights_are_those_of_the_numbers(method: str, storage: str, tmp_path: P
     assert is_kept == (storage == "quantised")
 
 
+@pytest.mark.parametrize("method", ["fp8 tensor", "fp8 block", "awq", "gptq act-order", "w4a16 zeros", "nf4 double"])
+def test_projections_that_the_checkpoint_joins_are_quantised(method: str, storage: str, tmp_path: Path) -> None:
+    """Phi stores q, k and v as one tensor, and gate and up."""
+    folder, plain = (write_tiny(tmp_path / name, "phi3", intermediate_size=128) for name in ("q", "plain"))
+    write_weights(plain, quantize(folder, method))
+    found, expected = matrices(load(folder)), matrices(load(plain))
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("method", ["fp8 channel", "w8a8", "gptq act-order", "awq", "nf4"])
+def test_the_projection_to_tokens_is_quantised(method: str, tied: bool, storage: str, tmp_path: Path) -> None:
+    """It is then a weight of its own, also if the config says that it is the embedding."""
+    sizes = dict(intermediate_size=128, tie_word_embeddings=False)
+    folder, plain = (write_tiny(tmp_path / name, "llama", **sizes) for name in ("q", "plain"))
+    write_weights(plain, quantize(folder, method, head=True))
+    if tied:
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"tie_word_embeddings": True}))
+    model, other = load(folder), load(plain)
+    found, expected = matrices(model), matrices(other)
+    torch.testing.assert_close(found["head"], expected["head"], rtol=1e-7, atol=1e-9)
+    assert isinstance(model.head.weight, QuantizedWeight) == (storage == "quantised")
+    ids = torch.tensor([7, 0, 9])
+    torch.testing.assert_close(model.lm_rows(ids), other.lm_rows(ids), rtol=1e-7, atol=1e-9)
+
+
 def test_modules_without_scales_stay_as_they_are(tmp_path: Path) -> None:
     folder, plain = write_tiny(tmp_path / "q", "llama"), write_tiny(tmp_path / "plain", "llama")
     write_weights(plain, quantize(folder, "w4a16", skip="down_proj"))

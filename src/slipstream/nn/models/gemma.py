@@ -72,5 +72,5 @@ def gemma_text_rules(shape: DecoderShape) -> Rules:
     parts = ("vision_tower", "multi_modal_projector")
     pictures = {f"{root}{part}.*": None for root in ("", "model.") for part in parts}
     text = llama_rules(shape, GEMMA_NORMS, roots=("language_model.model", "model.language_model"))
-    head = {"language_model.lm_head.weight": None if shape.tied else "head.weight"}
+    head = {"language_model.lm_head.{kind}": None if shape.tied else "head.{kind}"}
     return Rules(pictures | head) | text

@@ -126,7 +126,7 @@ def unused_sources(shape: DecoderShape) -> dict[str, str | None]:
 def other_modalities(shape: DecoderShape) -> Rules:
     parts = ("vision_tower", "audio_tower", "embed_vision", "embed_audio", "multi_modal_projector")
     others: dict[str, str | None] = {f"{root}{part}.*": None for root in ("", "model.") for part in parts}
-    return Rules(others | {"language_model.lm_head.weight": None if shape.tied else "head.weight"})
+    return Rules(others | {"language_model.lm_head.{kind}": None if shape.tied else "head.{kind}"})
 
 
 def _by_layer(info: ModelInfo, name: str, usual: Any) -> list[Any]:

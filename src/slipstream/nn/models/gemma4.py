@@ -109,8 +109,8 @@ def gemma4_rules(shape: DecoderShape, roots: Sequence[str] = ("model", "")) -> R
     names = unused_sources(shape) | GEMMA_NORMS | LAYER_INPUT_NAMES | _NAMES
     if any(isinstance(layer.feed, DenseAndExpertsShape) for layer in shape.layers):
         names |= {
-            "model.layers.{n}.mlp.down_proj.weight": "layers.{n}.mlp.dense.down.weight",
-            "model.layers.{n}.mlp.{part}_proj.weight": "layers.{n}.mlp.dense.gate_up.{part}.weight",
+            "model.layers.{n}.mlp.down_proj.{kind}": "layers.{n}.mlp.dense.down.{kind}",
+            "model.layers.{n}.mlp.{part}_proj.{kind}": "layers.{n}.mlp.dense.gate_up.{part}.{kind}",
         }
     return llama_rules(shape, names, roots)
 

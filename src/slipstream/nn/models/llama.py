@@ -92,7 +92,7 @@ def llama_rules(
         "model.embed_tokens.weight": "embedding.weight",
         "model.norm.weight": "norm.weight",
         # some tied checkpoints store it as well
-        "lm_head.weight": None if shape.tied or shape.headless else "head.weight",
+        "lm_head.{kind}": None if shape.tied or shape.headless else "head.{kind}",
         "score.0.{kind}": "heads.transform.dense.{kind}",
         "score.2.{kind}": "heads.classifier.{kind}",
         "score.{kind}": "heads.classifier.{kind}",

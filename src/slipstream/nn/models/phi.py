@@ -20,7 +20,7 @@ def phi3_rules(shape: DecoderShape) -> Rules:
     return llama_rules(
         shape,
         {
-            "model.layers.{n}.self_attn.qkv_proj.weight": "layers.{n}.attention.qkv.weight",
-            "model.layers.{n}.mlp.gate_up_proj.weight": "layers.{n}.mlp.gate_up.weight",
+            "model.layers.{n}.self_attn.qkv_proj.{kind}": "layers.{n}.attention.qkv.{kind}",
+            "model.layers.{n}.mlp.gate_up_proj.{kind}": "layers.{n}.mlp.gate_up.{kind}",
         },
     )

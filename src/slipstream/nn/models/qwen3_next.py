@@ -100,5 +100,5 @@ def _rules(shape: DecoderShape, roots: tuple[str, ...]) -> Rules:
         f"{theirs}.dt_bias": f"{ours}.dt_bias",
         f"{theirs}.norm.weight": f"{ours}.norm.weight",
     }
-    head = {"language_model.lm_head.weight": None if shape.tied or shape.headless else "head.weight"}
+    head = {"language_model.lm_head.{kind}": None if shape.tied or shape.headless else "head.{kind}"}
     return Rules({**left_out, **head}) | llama_rules(shape, names | expert_names(), roots)

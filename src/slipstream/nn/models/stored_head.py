@@ -1,7 +1,7 @@
 """The projection to tokens as the folder's weights have it, if config.json disagrees with them.
 
-As transformers does: tied weights that are both in the file and differ are not tied. An untied checkpoint without
-`lm_head.weight` (how several embedders are published) does not generate.
+As transformers does: tied weights that are both in the file and differ are not tied. A quantised projection differs. An
+untied checkpoint without the projection (how several embedders are published) does not generate.
 """
 
 from __future__ import annotations
@@ -34,13 +34,32 @@ def as_stored(info: ModelInfo, folder: Path) -> ModelInfo:
     if shape.headless:
         return info
     rules = find_rules(info, replace(shape, tied=False))
-    found = find_named(open_folder(folder), rules, (EMBEDDING, HEAD))
+    source = open_folder(folder)
+    found = find_named(source, rules, (EMBEDDING, HEAD))
     embedding, head = found.get(EMBEDDING), found.get(HEAD)
+    if _is_quantized(source, rules):
+        return msgspec.structs.replace(info, tied_embeddings=False)
     if head is None:
         return info if shape.tied else msgspec.structs.replace(info, has_lm_head=False)
     if not shape.tied or embedding is None or _are_equal(embedding, head):
         return info
     return msgspec.structs.replace(info, tied_embeddings=False)
+
+
+def _is_quantized(source: WeightSource, rules: Rules) -> bool:
+    """Whether the projection to tokens has tensors of a quantisation: scales, packed numbers."""
+    for tensor in source:
+        module, _, kind = tensor.name.rpartition(".")
+        if kind not in ("weight", "bias") and _renamed(rules, f"{module}.weight") == HEAD:
+            return True
+    return False
+
+
+def _renamed(rules: Rules, name: str) -> str | None:
+    try:
+        return rules.rename(name)
+    except KeyError:  # loading says so
+        return None
 
 
 def _with_words(info: ModelInfo, shape: EncoderShape, folder: Path) -> ModelInfo:
@@ -56,10 +75,7 @@ def find_named(source: WeightSource, rules: Rules, parameters: tuple[str, ...]) 
     """The tensors of these parameters, as far as the source has them."""
     found: dict[str, SourceTensor] = {}
     for tensor in source:
-        try:
-            name = rules.rename(tensor.name)
-        except KeyError:
-            continue  # loading says so
+        name = _renamed(rules, tensor.name)
         if name in parameters:
             found[name] = tensor
     return found

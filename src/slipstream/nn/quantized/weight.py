@@ -232,8 +232,13 @@ class QuantizedWeight(Weight):
         return out if activation is None else activation(out)
 
     def lookup(self, ids: torch.Tensor) -> torch.Tensor:
-        assert not self._runs, "an embedding has no order of columns"
-        return dequantize(self.matrix.select(lambda table: table.index_select(0, ids)), self.format.dtype)
+        rows = dequantize(self.matrix.select(lambda table: table.index_select(0, ids)), self.format.dtype)
+        if not self._runs:
+            return rows
+        assert len(self._runs) == 1 and self._runs[0].order is not None, "a table of tokens is one part"
+        ordered = torch.empty_like(rows)
+        ordered[:, self._runs[0].order] = rows
+        return ordered
 
 
 class _Run(NamedTuple):

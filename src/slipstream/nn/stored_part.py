@@ -55,6 +55,55 @@ def sliced_target(target: WeightTarget, dim: int, part: StoredPart) -> WeightTar
     return WeightTarget(shape, partial(_fill_part, target, dim, part), partial(_part_bytes, target, dim, part))
 
 
+def ordered_target(target: WeightTarget, order: Sequence[int]) -> WeightTarget:
+    """A target for a tensor of a checkpoint whose rows are in another order. `order`: the tensor's row for each row."""
+    if target.divide is None:
+        return WeightTarget(target.shape, partial(_fill_ordered, target, order), target.num_bytes)
+    own = target.divide(0, _in_order(even_part(len(order), Shard(0, 1)), order))
+    return WeightTarget(own.shape, own.fill, own.num_bytes, partial(_divide_ordered, target.divide, order))
+
+
+def _fill_ordered(target: WeightTarget, order: Sequence[int], piece: CheckpointTensor) -> None:
+    target.fill(_Ordered(piece, order))
+
+
+def _divide_ordered(
+    divide: Callable[[int, StoredPart], WeightTarget], order: Sequence[int], dim: int, part: StoredPart
+) -> WeightTarget:
+    assert dim == 0, "a product whose rows have an order is divided by rows"
+    return divide(0, _in_order(part, order))
+
+
+def _in_order(part: StoredPart, order: Sequence[int]) -> StoredPart:
+    """The same part with its rows in this order, adjacent rows together."""
+    rows = [first + number for first, size in part.ranges for number in range(size)]
+    ranges: list[tuple[int, int]] = []
+    for row in (rows[number] for number in order):
+        if ranges and sum(ranges[-1]) == row:
+            ranges[-1] = (ranges[-1][0], ranges[-1][1] + 1)
+        else:
+            ranges.append((row, 1))
+    return StoredPart(tuple(ranges), part.total)
+
+
+class _Ordered:
+    """A checkpoint tensor with its rows in another order."""
+
+    def __init__(self, piece: CheckpointTensor, order: Sequence[int]) -> None:
+        self.shape, self.kind, self._whole, self._order = piece.shape, piece.kind, piece, order
+
+    @property
+    def blocks(self) -> Callable[[], torch.Tensor] | None:
+        packed = self._whole.blocks
+        return None if packed is None else lambda: packed()[self._order]
+
+    def read(self) -> torch.Tensor:
+        return self._whole.read()[self._order]
+
+    def write_to(self, target: torch.Tensor) -> None:
+        target.copy_(self.read())
+
+
 def _fill_part(target: WeightTarget, dim: int, part: StoredPart, piece: CheckpointTensor) -> None:
     target.fill(_Sliced(piece, dim, part, target.shape[dim]))
 

@@ -208,7 +208,7 @@ class Unquantized:
     dtype: torch.dtype
     batch_invariant: bool = False
 
-    def new_weight(self, num_rows: int, num_columns: int) -> Weight:
+    def new_weight(self, num_rows: int, num_columns: int) -> UnquantizedWeight:
         return UnquantizedWeight(num_rows, num_columns, self.dtype)
 
 

@@ -65,6 +65,31 @@ def test_projections_that_the_checkpoint_joins_are_quantised(method: str, storag
         torch.testing.assert_close(found[name], expected[name], rtol=1e-7, atol=1e-9)
 
 
+LATENT = dict(kv_lora_rank=64, q_lora_rank=64, v_head_dim=16, moe_intermediate_size=64, n_shared_experts=1)
+REORDERED = {"deepseek_v2": LATENT, "deepseek_v3": LATENT, "glm": dict(head_dim=16)}
+
+
+@pytest.mark.parametrize("family", REORDERED)
+@pytest.mark.parametrize("method", ["fp8 tensor", "fp8 block", "awq", "gptq act-order", "w4a16 zeros", "nf4"])
+def test_projections_whose_rows_are_reordered_are_quantised(
+    family: str, method: str, storage: str, tmp_path: Path
+) -> None:
+    """Of checkpoints that rotate adjacent numbers, with latent attention and without."""
+    sizes = dict(intermediate_size=128) | REORDERED[family]
+    folder, plain = (write_tiny(tmp_path / name, family, **sizes) for name in ("q", "plain"))
+    # experts with an order of columns are refused on a GPU
+    write_weights(plain, quantize(folder, method, skip="experts" if "order" in method else "none"))
+    quantised, other = load(folder), load(plain)
+    found, expected = matrices(quantised), matrices(other)
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-7, atol=1e-9)
+    if family != "glm":
+        layers = zip(quantised.layers, other.layers, strict=True)
+        for own, wanted in layers:
+            torch.testing.assert_close(own.attention.expand.data, wanted.attention.expand.data, rtol=1e-7, atol=1e-9)
+            assert isinstance(own.attention.first.weight, QuantizedWeight) == (storage == "quantised")
+
+
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("method", ["fp8 channel", "w8a8", "gptq act-order", "awq", "nf4"])
 def test_the_projection_to_tokens_is_quantised(method: str, tied: bool, storage: str, tmp_path: Path) -> None:

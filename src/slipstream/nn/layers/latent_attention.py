@@ -18,9 +18,10 @@ from slipstream.nn.layers.linear import Linear
 from slipstream.nn.layers.norm import Norm, RMSNorm
 from slipstream.nn.layers.reordered_linear import ReorderedLinear
 from slipstream.nn.layers.sharded_linear import new_output
+from slipstream.nn.quantized.weight import dequantized_format
 from slipstream.nn.shapes import AttentionShape
 from slipstream.nn.stored_part import even_part
-from slipstream.nn.weight_format import CheckpointTensor, StoredPart, WeightTarget, new_parameter
+from slipstream.nn.weight_format import StoredPart, WeightTarget
 from slipstream.ops.rope import norm_rope
 
 _EPS = 1e-6  # of the norms of latents, whatever the model's
@@ -51,7 +52,9 @@ class LatentAttention(Layer):
             )
         self.kv_norm = RMSNorm(latent.kv_rank, _EPS, dtype)
         # per head, from the latent to the part of the key that is not rotated, and to the value
-        self.expand = new_parameter(num_heads, latent.nope_dim + latent.value_dim, latent.kv_rank, dtype=dtype)
+        expanded = num_heads * (latent.nope_dim + latent.value_dim)
+        expand_format = dequantized_format(format_of(f"{name}.expand"), dtype)
+        self.expand = expand_format.new_weight(expanded, latent.kv_rank)
         output_format = format_of(f"{name}.output")
         self.output = new_output(
             num_heads * latent.value_dim, hidden, shape.output_bias, output_format, dtype, shape.shard
@@ -63,7 +66,6 @@ class LatentAttention(Layer):
                 self.first.stored_parts = {"q": heads}
             else:
                 self.queries.stored_parts = {"": heads}
-            expanded = num_heads * (latent.nope_dim + latent.value_dim)
             self.stored_parts = {"expand": even_part(expanded, shape.shard)}
 
     def forward(self, x: torch.Tensor, context: ForwardContext, last: LastTokens | None = None) -> torch.Tensor:
@@ -101,7 +103,8 @@ class LatentAttention(Layer):
             queries = self.queries(self.q_norm(queries.contiguous())[0], context)
         heads = queries.reshape(len(queries), num_heads, -1)
         plain, rotated = heads.split([latent.nope_dim, latent.rope_dim], 2)
-        to_keys, to_values = self.expand.split([latent.nope_dim, latent.value_dim], 1)
+        expand = self.expand.data.view(num_heads, -1, latent.kv_rank)
+        to_keys, to_values = expand.split([latent.nope_dim, latent.value_dim], 1)
         absorbed = torch.bmm(plain.transpose(0, 1), to_keys).transpose(0, 1)
         query = torch.cat([absorbed, norm_rope(rotated, None, 0.0, rotary)], 2)
         value = None if key is None else key[..., : latent.kv_rank]
@@ -120,11 +123,8 @@ class LatentAttention(Layer):
         return key
 
     def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
-        num_heads, size, rank = self.expand.shape
-        yield "expand.weight", WeightTarget((num_heads * size, rank), self._fill)
-
-    def _fill(self, piece: CheckpointTensor) -> None:
-        piece.write_to(self.expand.view(-1, self.expand.shape[2]))
+        for kind, target in self.expand.targets(0, self.expand.data.shape[0]):
+            yield f"expand.{kind}", target
 
 
 def _rotated_last(num_heads: int, plain: int, rotated: int) -> list[int]:

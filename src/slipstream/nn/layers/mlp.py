@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 
 import torch
 
@@ -17,8 +16,8 @@ from slipstream.nn.layers.sharded_linear import new_output
 from slipstream.nn.layers.sharded_norm import ShardedSparseGate
 from slipstream.nn.layers.xielu import Xielu
 from slipstream.nn.shapes import MlpShape
-from slipstream.nn.stored_part import even_part, joined_part
-from slipstream.nn.weight_format import CheckpointTensor, WeightFormat, WeightTarget, require_row_wise
+from slipstream.nn.stored_part import even_part, joined_part, ordered_target
+from slipstream.nn.weight_format import WeightFormat, WeightTarget
 
 
 class Mlp(Layer):
@@ -122,28 +121,9 @@ def _new_input(
 
 
 class _UpGate(Linear):
-    """Gate and up of a checkpoint that stores them as one tensor with up first. Every tensor of the weight's format
-    must have a row per output."""
+    """Gate and up of a checkpoint that stores them as one tensor with up first."""
 
     def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
-        require_row_wise(self.weight, "MLPs that store up before gate")
+        half = self.num_outputs // 2
         for name, target in super().weight_targets():
-            yield name, WeightTarget(target.shape, partial(self._fill_swapped, target), target.num_bytes)
-
-    def _fill_swapped(self, target: WeightTarget, piece: CheckpointTensor) -> None:
-        target.fill(_Swapped(piece))
-
-
-class _Swapped:
-    """A checkpoint tensor with its two halves exchanged."""
-
-    blocks = None
-
-    def __init__(self, piece: CheckpointTensor) -> None:
-        self.shape, self.kind, self._whole = piece.shape, piece.kind, piece
-
-    def read(self) -> torch.Tensor:
-        return torch.cat(self._whole.read().chunk(2)[::-1])
-
-    def write_to(self, target: torch.Tensor) -> None:
-        target.copy_(self.read())
+            yield name, ordered_target(target, [*range(half, 2 * half), *range(half)])

@@ -6,18 +6,16 @@ rows of their projections to queries and keys are reordered when they are loaded
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping
 
 import torch
 
 from slipstream.nn.layers.linear import Linear
-from slipstream.nn.weight_format import CheckpointTensor, WeightFormat, WeightTarget, require_row_wise
+from slipstream.nn.stored_part import ordered_target
+from slipstream.nn.weight_format import WeightFormat, WeightTarget
 
 
 class ReorderedLinear(Linear):
-    """Every tensor of the weight's format must have a row per output."""
-
     def __init__(
         self,
         num_inputs: int,
@@ -32,32 +30,9 @@ class ReorderedLinear(Linear):
         self.orders = dict(orders)
 
     def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
-        require_row_wise(self.weight, "projections whose rows are reordered at load")
         for name, target in super().weight_targets():
             order = self.orders.get(name.rpartition(".")[0])
-            fill = target.fill if order is None else partial(self._fill_reordered, target, order)
-            yield name, WeightTarget(target.shape, fill, target.num_bytes)
-
-    def _fill_reordered(self, target: WeightTarget, order: list[int], piece: CheckpointTensor) -> None:
-        target.fill(_Rows(piece, order))
-
-
-class _Rows:
-    """A checkpoint tensor with its rows in another order."""
-
-    def __init__(self, piece: CheckpointTensor, order: list[int]) -> None:
-        self.shape, self.kind, self._whole, self._order = piece.shape, piece.kind, piece, order
-
-    @property
-    def blocks(self) -> Callable[[], torch.Tensor] | None:
-        packed = self._whole.blocks
-        return None if packed is None else lambda: packed()[self._order]
-
-    def read(self) -> torch.Tensor:
-        return self._whole.read()[self._order]
-
-    def write_to(self, target: torch.Tensor) -> None:
-        target.copy_(self.read())
+            yield name, target if order is None else ordered_target(target, order)
 
 
 def pairs_as_halves(head_dim: int, num_rotary: int) -> list[int]:

@@ -108,6 +108,6 @@ def deepseek_rules(shape: DecoderShape) -> Rules:
             f"{stored}.q_b_proj.{{kind}}": f"{own}.queries.{{kind}}",
             f"{stored}.kv_a_proj_with_mqa.{{kind}}": f"{own}.first.kv.{{kind}}",
             f"{stored}.kv_a_layernorm.weight": f"{own}.kv_norm.weight",
-            f"{stored}.kv_b_proj.weight": f"{own}.expand.weight",
+            f"{stored}.kv_b_proj.{{kind}}": f"{own}.expand.{{kind}}",
         }
     ) | moe_rules(shape)

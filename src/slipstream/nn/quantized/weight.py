@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -13,7 +13,14 @@ from slipstream.config.quantization import Quantization
 from slipstream.errors import BadCheckpoint, InvalidOption, UnsupportedModel
 from slipstream.nn.quantized.layouts import QuantizedPart
 from slipstream.nn.quantized.part_reader import PartReader
-from slipstream.nn.weight_format import UnquantizedWeight, Weight, WeightTarget, new_parameter
+from slipstream.nn.weight_format import (
+    Unquantized,
+    UnquantizedWeight,
+    Weight,
+    WeightFormat,
+    WeightTarget,
+    new_parameter,
+)
 from slipstream.ops.linear import Activation
 from slipstream.ops.linear.unnormalized import Chain, Unnormalized
 from slipstream.ops.quantized import (
@@ -50,6 +57,13 @@ class Quantized:
     num_ranks: int = 1  # that have a part of the weight each
 
     def new_weight(self, num_rows: int, num_columns: int) -> Weight:
+        self.check_sizes(num_rows, num_columns)
+        if self.stays_quantized:
+            return QuantizedWeight(num_rows, num_columns, self)
+        return DequantizedWeight(num_rows, num_columns, self)
+
+    def check_sizes(self, num_rows: int, num_columns: int) -> None:
+        """Raises if the weight does not divide into whole groups."""
         q = self.quantization
         is_odd = num_columns % (q.group or 1) or (q.is_4_bit and num_columns % 32)
         if self.num_ranks > 1 and is_odd and self.stays_quantized:
@@ -62,9 +76,26 @@ class Quantized:
                 f"{self.name} is {num_rows} x {num_columns}, which does not divide into groups of {q.group or 'a row'} "
                 f"with {q.bits} bits; its quantization_config belongs to another model"
             )
-        if self.stays_quantized:
-            return QuantizedWeight(num_rows, num_columns, self)
-        return DequantizedWeight(num_rows, num_columns, self)
+
+
+class FloatFormat(Protocol):
+    def new_weight(self, num_rows: int, num_columns: int) -> UnquantizedWeight: ...
+
+
+def dequantized_format(format: WeightFormat, dtype: torch.dtype) -> FloatFormat:
+    """The format of the same tensors of a checkpoint for a weight that is multiplied in a way of its own."""
+    if isinstance(format, Quantized) and format.quantization.layout != "online":
+        return _Dequantized(format)
+    return Unquantized(dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _Dequantized:
+    format: Quantized
+
+    def new_weight(self, num_rows: int, num_columns: int) -> UnquantizedWeight:
+        self.format.check_sizes(num_rows, num_columns)
+        return DequantizedWeight(num_rows, num_columns, self.format)
 
 
 class QuantizedWeight(Weight):

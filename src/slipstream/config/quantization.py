@@ -33,6 +33,7 @@ class Quantization(msgspec.Struct, frozen=True, kw_only=True):
     has_codebook: bool = False  # 4-bit codes mean the numbers of a table
     double_scales: bool = False  # bitsandbytes: scales are quantised too
     only_experts: bool = False  # layers without experts are not quantised
+    has_order: bool = False  # GPTQ: each weight must have the group of each column
 
     @property
     def is_4_bit(self) -> bool:
@@ -139,16 +140,29 @@ def _read_gptq(method: str, given: Mapping[str, Any]) -> Quantization:
         bits=bits,
         group=_group(given),
         symmetric=bool(given.get("sym", True)),
+        has_order=bool(given.get("desc_act", False)),
     )
 
 
+_OF_WEIGHTS = ("num_bits", "type", "strategy", "group_size", "symmetric", "block_structure")
+"""Fields of a scheme that say how numbers are stored. Others, as the observer, say how they were found."""
+
+
+def _is_fused(transform: Mapping[str, Any]) -> bool:
+    """Whether a transform of compressed-tensors is part of the stored weights, so that nothing is left to compute."""
+    return all(str(one.get("location")) in ("weight_input", "weight_output") for one in transform.get("apply", ()))
+
+
 def _read_compressed(method: str, given: Mapping[str, Any]) -> Quantization:
-    groups = given.get("config_groups") or {}
-    schemes = [group.get("weights") or {} for group in groups.values()]
-    if not schemes or any(scheme != schemes[0] for scheme in schemes):
+    groups = [group for group in (given.get("config_groups") or {}).values() if group.get("weights")]
+    schemes = [{name: group["weights"].get(name) for name in _OF_WEIGHTS} for group in groups]
+    kinds = {str(group.get("format") or given.get("format") or "") for group in groups}
+    if not schemes or any(scheme != schemes[0] for scheme in schemes) or len(kinds) > 1:
         raise _unsupported(method, f"{len(schemes)} different schemes of weights in config_groups")
-    scheme, kind = schemes[0], str(given.get("format", ""))
-    inputs = next(iter(groups.values())).get("input_activations")
+    scheme, kind = {name: value for name, value in schemes[0].items() if value is not None}, kinds.pop()
+    inputs = [group.get("input_activations") for group in groups]
+    if not all(_is_fused(one) for one in ((given.get("transform_config") or {}).get("config_groups") or {}).values()):
+        raise _unsupported(method, "a transform_config of activations")
     sparse = (given.get("sparsity_config") or {}).get("format", "dense")
     if sparse not in ("dense", ""):
         raise _unsupported(method, f"sparsity_config {sparse}")
@@ -162,8 +176,8 @@ def _read_compressed(method: str, given: Mapping[str, Any]) -> Quantization:
             bits=8,
             group=group,
             block_rows=block_rows,
-            static_inputs=inputs is not None and not inputs.get("dynamic", False),
-            quantizes_inputs=inputs is not None,
+            static_inputs=any(one is not None and not one.get("dynamic", False) for one in inputs),
+            quantizes_inputs=all(one is not None for one in inputs),
         )
     if scheme.get("type", "int") == "int" and kind in ("int-quantized", "naive-quantized") and bits == 8:
         return Quantization(

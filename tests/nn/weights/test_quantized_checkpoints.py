@@ -162,6 +162,34 @@ def _configure(folder: Path, **changes: object) -> None:
     path.write_text(json.dumps(config))
 
 
+def group(**changes: object) -> dict[str, object]:
+    """A group of modules of compressed-tensors."""
+    return {"targets": ["Linear"], "input_activations": None, "weights": W8A8 | changes}
+
+
+W8A8: dict[str, object] = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
+ONLINE = {"R3": {"type": "hadamard", "apply": [{"targets": ["self_attn"], "location": "k_cache"}]}}
+FUSED = {"R1": {"type": "hadamard", "apply": [{"targets": ["re:.*q_proj$"], "location": "weight_input"}]}}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"config_groups": {"0": group(), "1": group(observer="mse", block_structure=None)}},
+        {"config_groups": {"0": group(), "1": {"targets": ["re:.*self_attn$"], "output_activations": {"num_bits": 8}}}},
+        {"format": None, "config_groups": {"0": group() | {"format": "int-quantized"}}},
+        {"ignore": ["lm_head", "re:.*gate$"], "transform_config": {"config_groups": FUSED}},
+    ],
+)
+def test_groups_of_modules_with_weights_in_one_scheme(changes: dict[str, object], tmp_path: Path) -> None:
+    folder, plain = (write_tiny(tmp_path / name, "llama") for name in ("q", "plain"))
+    write_weights(plain, quantize(folder, "w8a8"))
+    _configure(folder, **changes)
+    found, expected = matrices(load(folder)), matrices(load(plain))
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-7, atol=1e-9)
+
+
 def test_missing_scales_are_named(tmp_path: Path) -> None:
     folder = write_tiny(tmp_path, "llama")
     quantize(folder, "fp8 tensor")
@@ -171,6 +199,11 @@ def test_missing_scales_are_named(tmp_path: Path) -> None:
     quantize(write_tiny(tmp_path, "llama"), "awq")
     _drop(folder, "model.layers.1.self_attn.q_proj.scales")
     with pytest.raises(BadCheckpoint, match="1 missing .layers.1.attention.qkv.q.scales"):
+        load(folder)
+    quantize(write_tiny(tmp_path, "llama"), "gptq act-order")
+    tensors = load_file(folder / "model.safetensors")
+    write_weights(folder, {name: tensor for name, tensor in tensors.items() if not name.endswith("g_idx")})
+    with pytest.raises(BadCheckpoint, match="14 missing .layers.0.attention.qkv.q.g_idx"):
         load(folder)
 
 
@@ -186,6 +219,8 @@ def test_missing_scales_are_named(tmp_path: Path) -> None:
         ("gptq act-order", {"group_size": 16}, BadCheckpoint, "wrong shape"),
         ("w8a8", {"format": "nvfp4-pack-quantized"}, UnsupportedModel, "format nvfp4-pack-quantized"),
         ("fp8 tensor", {"quant_method": "awq"}, BadCheckpoint, "down_proj.weight is FP8 and has no qweight"),
+        ("w8a8", {"transform_config": {"config_groups": ONLINE}}, UnsupportedModel, "transform_config of activations"),
+        ("w8a8", {"config_groups": {"0": group(), "1": group(num_bits=4)}}, UnsupportedModel, "2 different schemes"),
         ("nf4", {}, BadCheckpoint, "down is 64 x 96, which does not divide into groups of 64"),
         ("nf4", {"load_in_4bit": False}, UnsupportedModel, "bitsandbytes with 8 bits"),
         ("nf4", {"bnb_4bit_quant_type": "af4"}, UnsupportedModel, "bnb_4bit_quant_type af4"),

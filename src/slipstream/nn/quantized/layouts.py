@@ -77,7 +77,7 @@ def tensor_shapes(
         if q.layout == "awq":
             return shapes | {"qweight": (num_columns, num_rows // per_word)}
         shapes["qweight"] = (num_columns // per_word, num_rows)
-        return shapes | ({"g_idx": (num_columns,)} if "g_idx" in optional else {})
+        return shapes | ({"g_idx": (num_columns,)} if q.has_order or "g_idx" in optional else {})
     if not q.block_rows:
         scales: tuple[int, ...] = (1,)
     else:

@@ -160,6 +160,28 @@ def read(llama, adapter: Path, **how):
     return read_adapter(adapter, layout, find_rules(read_model_info(folder), model.shape), buffer)
 
 
+def test_weights_of_the_base_model_beside_an_adapter(tmp_path):
+    """PEFT saves the whole embedding and lm_head with adapters of them."""
+    folder = write_tiny(tmp_path / "base", "llama", tie_word_embeddings=False)
+    base = folder, load(folder, torch.float64)
+    adapter = write_adapter(tmp_path / "a", folder, ["lm_head"], embeddings=["model.embed_tokens"])
+    path, weights = adapter / "adapter_model.safetensors", load_file(folder / "model.safetensors")
+    own = load_file(path)
+    names = {
+        f"base_model.model.{name}.base_layer.weight": f"{name}.weight" for name in ("lm_head", "model.embed_tokens")
+    }
+    saved = {theirs: weights[ours] for theirs, ours in names.items()}
+    save_file(own | saved, path)
+    assert read(base, adapter)
+    for theirs in saved:
+        save_file(own | {theirs: saved[theirs][:-1].clone()}, path)
+        with pytest.raises(InvalidAdapter, match="the vocabulary was resized"):
+            read(base, adapter)
+    save_file(own | {"base_model.model.model.layers.0.mlp.up_proj.base_layer.weight": torch.zeros(2, 2)}, path)
+    with pytest.raises(InvalidAdapter, match="is a weight of the base model"):
+        read(base, adapter)
+
+
 def test_whether_an_adapter_changes_the_head_is_known(llama, tmp_path):
     assert not read(llama, write_adapter(tmp_path / "a", llama[0], LLAMA_MODULES[:1]))
     assert read(llama, write_adapter(tmp_path / "b", llama[0], ["lm_head"]))

@@ -20,6 +20,8 @@ from slipstream.nn.weights.source import SourceTensor
 
 _PREFIX = "base_model.model."
 _NAME = re.compile(r"(?P<module>.+)\.lora_(?P<matrix>[AB])(\.default)?\.weight")
+_BASE = re.compile(r"(?P<module>.+)\.base_layer\.weight")
+"""Weights of the base model, which PEFT saves beside an adapter of the embedding or of the projection to tokens."""
 _EMBEDDED = re.compile(r"(?P<module>.+)\.lora_embedding_(?P<matrix>[AB])(\.default)?")
 
 
@@ -57,6 +59,9 @@ def _match(folder: Path, tensors: list[SourceTensor], layout: AdapterLayout, rul
     unknown: list[str] = []
     for tensor in tensors:
         name = tensor.name.removeprefix(_PREFIX)
+        if base := _BASE.fullmatch(name):
+            _check_base(folder, tensor, base["module"], layout, rules)
+            continue
         embedded = _EMBEDDED.fullmatch(name)
         found = embedded or _NAME.fullmatch(name)
         if found is None:
@@ -85,6 +90,22 @@ def _match(folder: Path, tensors: list[SourceTensor], layout: AdapterLayout, rul
     for pair in pairs.values():
         _check(folder, pair, layout)
     return list(pairs.values())
+
+
+def _check_base(folder: Path, tensor: SourceTensor, module: str, layout: AdapterLayout, rules: Rules) -> None:
+    """Raises for weights that this model cannot have: those of a vocabulary that was resized, or of another layer."""
+    head, embedding = (_find_layer(module, layout, rules, is_embedding=each) for each in (False, True))
+    if head is not None and head[0].path == HEAD:
+        own = (head[0].b_shape[0], head[0].a_shape[1])
+    elif embedding is not None:
+        own = (embedding[0].a_shape[0], embedding[0].b_shape[0])
+    else:
+        raise InvalidAdapter(f"{folder}: {tensor.name} is a weight of the base model; merge the adapter")
+    if tensor.shape != own:
+        raise InvalidAdapter(
+            f"{folder}: {tensor.name} is {list(tensor.shape)}, and this model has {list(own)}; the vocabulary was "
+            "resized for the adapter, merge it"
+        )
 
 
 def _find_layer(

@@ -83,7 +83,8 @@ def read_draft_config(given: Mapping[str, Any] | str | None, short: str | None =
             raise InvalidOption(f"speculative_config has {match[0]}, which {method} does not use; remove it")
         return DraftConfig(method, num, model=found.get("model"), is_given="method" in found)
     shortest, longest = _MATCH[method]
-    max_match = _number(found, "prompt_lookup_max", max(longest, found.get("prompt_lookup_min") or 0), MAX_MATCH)
+    least = _number(found, "prompt_lookup_min", 1, MAX_MATCH)
+    max_match = _number(found, "prompt_lookup_max", max(longest, least), MAX_MATCH)
     min_match = _number(found, "prompt_lookup_min", min(shortest, max_match), MAX_MATCH)
     if min_match > max_match:
         raise InvalidOption(
@@ -111,6 +112,8 @@ def _fields(given: Mapping[str, Any] | str) -> dict[str, Any]:
                 f"speculative_config is {given!r}; give a JSON object, as "
                 '{"method": "ngram", "num_speculative_tokens": 4}'
             ) from None
+    if not isinstance(given, Mapping):
+        raise InvalidOption(f"speculative_config is {given!r:.100}; give an object with a method")
     for name in given:
         if name not in _KEYS and name not in _NO_EFFECT:
             near = difflib.get_close_matches(str(name), _KEYS, n=1)
@@ -121,6 +124,9 @@ def _fields(given: Mapping[str, Any] | str) -> dict[str, Any]:
 
 def _method(found: Mapping[str, Any]) -> str:
     method, model = found.get("method"), found.get("model")
+    for name, value in (("method", method), ("model", model)):
+        if value is not None and not isinstance(value, str):
+            raise InvalidOption(f"{name} of speculative_config is {value!r:.100}; give a text")
     if method is None and model is not None:
         method = model if model in ("ngram", "[ngram]") else "draft_model"
     if method is None:

@@ -77,12 +77,13 @@ def test_unused_tensors_are_reported_and_left_out(folder: Path, caplog: pytest.L
     names = [
         "model.rotary_emb.inv_freq", "v_head.summary.weight", "qa_outputs.weight", "model.layers.0.self_attn.k_scale",
         "model.layers.1.self_attn.k_proj.k_scale", "model.layers.2.mlp.up_proj.weight", "model.layers.2.eh_proj.weight",
+        "model.layers.1.self_attn.v_proj.output_scale",
     ]  # fmt: skip
     write_weights(folder, tiny_weights(folder) | {name: torch.rand(3) for name in names})
     assert HandRunner(load(folder)).run(PROMPT)["a"].equal(expected)
     (record,) = caplog.records
     assert record.levelname == "WARNING"
-    assert record.getMessage().startswith("tiny: 7 tensors of the checkpoint are not part of the model")
+    assert record.getMessage().startswith("tiny: 8 tensors of the checkpoint are not part of the model")
 
 
 @pytest.mark.parametrize("name", ["self_attn.q_proj.bias", "self_attn.q_norm.weight", "self_attn.sinks", "mlp.gate"])

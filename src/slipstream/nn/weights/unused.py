@@ -12,7 +12,8 @@ from collections.abc import Iterable
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers?|blk|blocks?|h)\.(\d+)\.")
 _BUFFER = re.compile(
-    r"(?:^|\.)(?:rotary_emb\.(?:inv_freq|cos_cached|sin_cached)|position_ids|masked_bias|(?:q|k|v|kv|prob)_scale)$"
+    r"(?:^|\.)(?:rotary_emb\.(?:inv_freq|cos_cached|sin_cached)|position_ids|masked_bias|(?:q|k|v|kv|prob)_scale"
+    r"|[kv]_proj\.output_scale)$"
 )
 
 

@@ -29,7 +29,13 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "alora_invocation_tokens": ((None, []), "activated LoRA (alora_invocation_tokens) is not supported"),
     "use_qalora": ((None, False), "QALoRA (use_qalora) is not supported"),
 }
-_CHANGES_BASE = ("pissa", "olora", "corda", "loftq")  # initialisations that also change the base model's weights
+_CHANGES_BASE = (
+    "pissa",
+    "olora",
+    "corda",
+    "loftq",
+    "lora_ga",
+)  # initialisations that also change the base model's weights
 
 
 class AdapterSettings(msgspec.Struct, frozen=True):

@@ -195,6 +195,7 @@ def test_whether_an_adapter_changes_the_head_is_known(llama, tmp_path):
         ({"bias": "all"}, "biases"),
         ({"peft_type": "IA3"}, "only LORA"),
         ({"init_lora_weights": "pissa_niter_16"}, "changes the base model's weights"),
+        ({"init_lora_weights": "lora_ga"}, "changes the base model's weights"),
         ({"lora_alpha": "much"}, "lora_alpha"),
         ({"alpha_pattern": {"(": 3}}, "alpha_pattern"),
     ],
@@ -239,6 +240,7 @@ def test_tensors_that_do_not_fit_are_refused(llama, tmp_path):
         (good | {f"base_model.model.{first}.lora_magnitude_vector": good[a][0].clone()}, "DoRA"),
         (good | {"base_model.model.model.norm.weight": good[a][0].clone()}, "fully trained"),
         ({a: good[a] * float("inf"), b: good[b]}, "not finite"),
+        ({a: good[a].to(torch.int8), b: good[b]}, "has numbers of type I8"),
     ]
     for tensors, message in bad:
         save_file(tensors, path)

@@ -153,8 +153,9 @@ def _check(folder: Path, pair: _Pair, layout: AdapterLayout) -> None:
 def _fill(folder: Path, pair: _Pair, settings: AdapterSettings, layout: AdapterLayout, buffer: torch.Tensor) -> None:
     assert pair.a is not None and pair.b is not None
     layer, rank = pair.layer, pair.a.shape[0]
-    a = pair.a.read().to(buffer.dtype)
-    b = pair.b.read().to(torch.promote_types(buffer.dtype, torch.float32)) * settings.scale(pair.module, rank)
+    a = _read_floats(folder, pair.a).to(buffer.dtype)
+    wide = _read_floats(folder, pair.b).to(torch.promote_types(buffer.dtype, torch.float32))
+    b = wide * settings.scale(pair.module, rank)
     b = b.to(buffer.dtype)
     with sync_allowed("the adapter lies in host memory"):
         is_finite = bool(torch.isfinite(a).all()) and bool(torch.isfinite(b).all())
@@ -174,3 +175,13 @@ def _fill(folder: Path, pair: _Pair, settings: AdapterSettings, layout: AdapterL
         first = layer.rows.index[pair.part] * layout.padded_rank
         own_a[first : first + rank] = a if layer.columns is None else sliced(a, 1, layer.columns)
         layer.rows.fill(own_b[:, :rank], pair.part, b)
+
+
+def _read_floats(folder: Path, tensor: SourceTensor) -> torch.Tensor:
+    values = tensor.read()
+    if not values.is_floating_point():
+        raise InvalidAdapter(
+            f"{folder}: {tensor.name} has numbers of type {tensor.kind}, and a LoRA matrix has floating-point ones; "
+            "convert the adapter"
+        )
+    return values

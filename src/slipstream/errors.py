@@ -102,7 +102,7 @@ class QueueFull(SlipstreamError):
 
 
 class EngineAsleep(SlipstreamError):
-    """The engine sleeps, or its weights were dropped and not loaded again."""
+    """The engine sleeps, or some of its weights were dropped or half exchanged, and not loaded again."""
 
     def of_prompt(self, index: int, total: int) -> SlipstreamError:
         """Unchanged: the error is about all prompts."""

@@ -166,6 +166,29 @@ def test_wrong_weights_change_nothing(llm, wanted, folders, tmp_path):
     assert tokens(llm) == wanted[0]
 
 
+def test_an_update_that_ends_half_way_must_be_done_again(llm, wanted, folders):
+    """The trainer died, or sent a tensor of another shape: no request runs with weights of two versions."""
+    whole = load_file(f"{folders[1]}/model.safetensors")
+    first, last = next(iter(whole)), list(whole)[-1]
+
+    def lost():
+        yield first, whole[first]
+        raise ConnectionError("the trainer is gone")
+
+    with pytest.raises(ConnectionError):
+        llm.update_weights(lost())
+    with pytest.raises(EngineAsleep, match="an update that failed.*, and 1 tensors were not loaded again"):
+        tokens(llm)
+    llm.update_weights({first: load_file(f"{folders[0]}/model.safetensors")[first]})
+    assert tokens(llm) == wanted[0]
+    with pytest.raises(BadCheckpoint, match="its place in the model"):
+        llm.update_weights(iter([*list(whole.items())[:-1], (last, torch.zeros(2, 2))]))
+    with pytest.raises(EngineAsleep, match="call update_weights"):
+        tokens(llm)
+    llm.update_weights(iter(whole.items()))
+    assert tokens(llm) == wanted[1]
+
+
 def test_weights_from_a_process_group(llm, wanted, folders):
     whole, store = load_file(f"{folders[1]}/model.safetensors"), HashStore()
 

@@ -62,7 +62,7 @@ class WeightUpdate(Protocol):
 
     @property
     def num_missing(self) -> int:
-        """Tensors that were dropped and not loaded again."""
+        """Tensors that were dropped, or changed by an update that failed, and not loaded again."""
 
     def check_can_update(self) -> None: ...
     def drop(self) -> None: ...

@@ -33,7 +33,7 @@ class Sleeper:
         self._cores = cores
         self._device = device
         self._asleep: set[str] = set()  # tags
-        self._missing: dict[str, int] = {}  # by model: tensors that were dropped and not loaded again
+        self._missing: dict[str, int] = {}  # by model: tensors that were dropped, or changed by an update that failed
 
     @property
     def is_asleep(self) -> bool:
@@ -50,8 +50,8 @@ class Sleeper:
             raise EngineAsleep(f"the engine is asleep ({', '.join(sorted(self._asleep))}); call wake_up first")
         for name, count in self._missing.items():
             raise EngineAsleep(
-                f"sleep level 2 dropped the weights of {name}, and {count} tensors were not loaded again; call "
-                "update_weights first"
+                f"weights of {name} were dropped (sleep level 2) or replaced in part (an update that failed), and "
+                f"{count} tensors were not loaded again; call update_weights first"
             )
 
     def sleep(self, level: int) -> list[Output]:

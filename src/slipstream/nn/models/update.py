@@ -35,7 +35,7 @@ class ModelWeights:
         self._config = config
         self._model = model
         self._device = device
-        self._missing: set[str] = set()  # targets that were dropped and not loaded again
+        self._missing: set[str] = set()  # targets that were dropped, or changed by an update that failed
 
     @property
     def num_missing(self) -> int:
@@ -65,12 +65,13 @@ class ModelWeights:
         checkpoint by name, which may be a part of them.
 
         Names and shapes of a folder and of a mapping are checked before the first weight changes; an iterator is read
-        tensor by tensor.
+        tensor by tensor. If reading fails later, the tensors that changed count as missing until they are loaded again.
         """
         targets = find_targets(self._model)
         if source is None or isinstance(source, str | Path):
             config = self._own_files() if source is None else self._of_folder(Path(source))
             found, _ = find_tensors(config, self._model, targets, self._device.torch_device)
+            self._missing = set(targets)
             self._device.run_and_wait(lambda: fill_targets(found, targets))
             self._missing.clear()
         elif isinstance(source, Mapping):
@@ -97,9 +98,15 @@ class ModelWeights:
         return msgspec.structs.replace(self._config, path=str(folder), load_format="safetensors")
 
     def _fill(self, matched: Iterable[tuple[str, SourceTensor]], targets: Mapping[str, WeightTarget]) -> None:
-        for name, tensor in matched:
-            fill_targets({name: tensor}, targets)
-            self._missing.discard(name)
+        changed: set[str] = set()
+        try:
+            for name, tensor in matched:
+                changed.add(name)
+                fill_targets({name: tensor}, targets)
+                self._missing.discard(name)
+        except BaseException:
+            self._missing |= changed
+            raise
 
     def _matched(
         self, tensors: Iterable[tuple[str, torch.Tensor]], targets: Mapping[str, WeightTarget]

@@ -30,7 +30,7 @@ def quantize(folder: Path, method: str, skip: str = "no such module", *, head: b
     generator = torch.Generator().manual_seed(7)
     stored, meant = {}, {}
     for name, tensor in tensors.items():
-        is_projection = "_proj.weight" in name or "_proj_with_mqa." in name
+        is_projection = "_proj.weight" in name or "_proj_with_mqa." in name or ".in_proj_" in name
         if (is_projection and skip not in name) or (head and name == "lm_head.weight"):
             parts, weight = pack(*tensor.shape, generator)
             stem = name.removesuffix(".weight")

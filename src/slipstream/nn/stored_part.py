@@ -55,16 +55,27 @@ def sliced_target(target: WeightTarget, dim: int, part: StoredPart) -> WeightTar
     return WeightTarget(shape, partial(_fill_part, target, dim, part), partial(_part_bytes, target, dim, part))
 
 
-def ordered_target(target: WeightTarget, order: Sequence[int]) -> WeightTarget:
-    """A target for a tensor of a checkpoint whose rows are in another order. `order`: the tensor's row for each row."""
+def ordered_target(target: WeightTarget, order: Sequence[int], num_rows: int | None = None) -> WeightTarget:
+    """A target for a tensor of a checkpoint whose rows are in another order, or some of whose rows are read.
+
+    `order`: the tensor's row for each row; `num_rows`: of the tensor, if it has more.
+    """
+    num_rows = len(order) if num_rows is None else num_rows
+    if list(order) == list(range(num_rows)):
+        return target
     if target.divide is None:
-        return WeightTarget(target.shape, partial(_fill_ordered, target, order), target.num_bytes)
-    own = target.divide(0, _in_order(even_part(len(order), Shard(0, 1)), order))
+        shape = (num_rows, *target.shape[1:])
+        return WeightTarget(shape, partial(_fill_ordered, target, order), partial(_ordered_bytes, target, order))
+    own = target.divide(0, _in_order(even_part(num_rows, Shard(0, 1)), order))
     return WeightTarget(own.shape, own.fill, own.num_bytes, partial(_divide_ordered, target.divide, order))
 
 
 def _fill_ordered(target: WeightTarget, order: Sequence[int], piece: CheckpointTensor) -> None:
     target.fill(_Ordered(piece, order))
+
+
+def _ordered_bytes(target: WeightTarget, order: Sequence[int], piece: CheckpointTensor) -> int:
+    return target.num_bytes(_Ordered(piece, order))
 
 
 def _divide_ordered(
@@ -90,7 +101,8 @@ class _Ordered:
     """A checkpoint tensor with its rows in another order."""
 
     def __init__(self, piece: CheckpointTensor, order: Sequence[int]) -> None:
-        self.shape, self.kind, self._whole, self._order = piece.shape, piece.kind, piece, order
+        self.shape, self.kind, self._whole = (len(order), *piece.shape[1:]), piece.kind, piece
+        self._order = order
 
     @property
     def blocks(self) -> Callable[[], torch.Tensor] | None:

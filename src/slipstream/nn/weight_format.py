@@ -16,7 +16,6 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from slipstream.errors import UnsupportedModel
 from slipstream.ops.linear import (
     Activation,
     activated_linear,
@@ -66,6 +65,10 @@ class Weight(nn.Module, ABC):
         """The checkpoint tensors that hold these rows, by the last part of their names: "weight", and other tensors of
         the format (scales, zeros, packed weights)."""
 
+    def targets_in(self, part: str, first_row: int, num_rows: int) -> Iterator[tuple[str, WeightTarget]]:
+        """The same for a part with this name, where a format stores some parts in another way."""
+        return self.targets(first_row, num_rows)
+
     @abstractmethod
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x [T, columns] to [T, rows]."""
@@ -99,9 +102,6 @@ class Weight(nn.Module, ABC):
     def multiply_gated(self, gate_up: torch.Tensor, activation: Activation, bias: torch.Tensor | None) -> torch.Tensor:
         """The GEMM of a gated activation: [T, gate columns then up columns] to [T, rows]."""
         return self.multiply(activation(gate_up), bias)
-
-    is_row_wise = True
-    """Whether every checkpoint tensor has one line per row of the weight, so that rows can be reordered or divided."""
 
     @property
     def layer_matrix(self) -> QuantizedMatrix | None:
@@ -282,15 +282,6 @@ class UnquantizedWeight(Weight):
     def runs_for_kernels(self) -> list[WeightRows] | None:
         run = dense_rows(self.data)
         return None if run is None else [run]
-
-
-def require_row_wise(weight: Weight, layer: str) -> None:
-    """Raises UnsupportedModel if the tensors of the weight's format cannot be reordered or divided by rows."""
-    if not weight.is_row_wise:
-        raise UnsupportedModel(
-            f"a quantised checkpoint is not supported for {layer}; give the unquantised checkpoint, with "
-            'quantization="fp8" for FP8 weights'
-        )
 
 
 def new_parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:

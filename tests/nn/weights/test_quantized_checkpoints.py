@@ -17,7 +17,7 @@ from slipstream.errors import BadCheckpoint, UnsupportedModel
 from slipstream.nn.layers.linear import Linear
 from slipstream.nn.models import load as loading
 from slipstream.nn.models.decoder import Decoder
-from slipstream.nn.quantized.weight import QuantizedWeight
+from slipstream.nn.quantized.weight import DequantizedWeight, QuantizedWeight
 from tiny import write_tiny, write_weights
 
 
@@ -88,6 +88,38 @@ def test_projections_whose_rows_are_reordered_are_quantised(
         for own, wanted in layers:
             torch.testing.assert_close(own.attention.expand.data, wanted.attention.expand.data, rtol=1e-7, atol=1e-9)
             assert isinstance(own.attention.first.weight, QuantizedWeight) == (storage == "quantised")
+
+
+DELTA: dict[str, Any] = dict(
+    moe_intermediate_size=64, shared_expert_intermediate_size=64, intermediate_size=128, head_dim=32,
+    linear_value_head_dim=16,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("skip", ["in_proj_b", "linear_attn"])
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5"])
+@pytest.mark.parametrize("method", ["fp8 channel", "gptq 8 sym", "w4a16", "nf4"])
+def test_projections_that_the_checkpoint_interleaves_are_quantised(
+    family: str, method: str, skip: str, storage: str, tmp_path: Path
+) -> None:
+    """A product of which the checkpoint quantises a part (heads, and not their gates) is dequantised."""
+    folder, plain = (write_tiny(tmp_path / name, family, **DELTA) for name in ("q", "plain"))
+    write_weights(plain, quantize(folder, method, skip=skip))
+    model, other = load(folder), load(plain)
+    found, expected = matrices(model), matrices(other)
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-7, atol=1e-9)
+    kinds = [type(module.weight) for name, module in model.named_modules() if name.endswith("attention.qkv")]
+    assert kinds == [QuantizedWeight if storage == "quantised" else DequantizedWeight]
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq act-order", "w8a8", "fp8 block"])
+def test_a_part_of_a_merged_weight_that_is_not_quantised(method: str, storage: str, tmp_path: Path) -> None:
+    folder, plain = (write_tiny(tmp_path / name, "llama") for name in ("q", "plain"))
+    write_weights(plain, quantize(folder, method, skip="k_proj"))
+    found, expected = matrices(load(folder)), matrices(load(plain))
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-7, atol=1e-9)
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -66,12 +66,10 @@ class Piece:
 class _Rows:
     """In place of a product's weight: rows of another matrix with as many rows."""
 
-    is_row_wise = True
-
     def __init__(self, target: torch.Tensor) -> None:
         self._target = target
 
-    def targets(self, first_row: int, num_rows: int) -> Iterator[tuple[str, WeightTarget]]:
+    def targets_in(self, part: str, first_row: int, num_rows: int) -> Iterator[tuple[str, WeightTarget]]:
         yield "weight", WeightTarget((num_rows, self._target.shape[1]), partial(self._fill, first_row))
 
     def _fill(self, first_row: int, piece: CheckpointTensor) -> None:

@@ -6,14 +6,15 @@ stores the query and the gate of a head next to each other. In memory each part 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from slipstream.nn.layers.linear import Linear
-from slipstream.nn.weight_format import CheckpointTensor, WeightFormat, WeightTarget, require_row_wise
+from slipstream.nn.stored_part import ordered_target
+from slipstream.nn.weight_format import CheckpointTensor, StoredPart, WeightFormat, WeightTarget
 
 
 class StoredRows(NamedTuple):
@@ -22,10 +23,16 @@ class StoredRows(NamedTuple):
     num_groups: int
     parts: tuple[str, ...]
 
+    def of_parts(self, sizes: Sequence[int]) -> Iterator[list[int]]:
+        """The tensor's row for each row of each part. `sizes`: rows of the parts."""
+        counts = [size // self.num_groups for size in sizes]
+        step, first = sum(counts), 0
+        for count in counts:
+            yield [group * step + first + row for group in range(self.num_groups) for row in range(count)]
+            first += count
+
 
 class InterleavedLinear(Linear):
-    """Every tensor of the weight's format must have a row per output."""
-
     def __init__(
         self,
         num_inputs: int,
@@ -43,39 +50,36 @@ class InterleavedLinear(Linear):
 
     def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
         """Yields the targets by the checkpoint's tensor and kind: "qkvz.weight"."""
-        require_row_wise(self.weight, "projections that the checkpoint interleaves")
-        own = dict(super().weight_targets())
         for name, rows in self.stored.items():
-            first = rows.parts[0]
-            kinds = [parameter.removeprefix(f"{first}.") for parameter in own if parameter.startswith(f"{first}.")]
-            for kind in kinds:
-                targets = [own[f"{part}.{kind}"] for part in rows.parts]
-                num_rows = sum(target.shape[0] for target in targets)
-                shape = (num_rows, *targets[0].shape[1:])
-                fill = partial(_fill, targets, rows.num_groups)
-                yield f"{name}.{kind}".removeprefix("."), WeightTarget(shape, fill)
+            own = [dict(self.targets_of(part, name)) for part in rows.parts]
+            orders = list(rows.of_parts([self.outputs[part] for part in rows.parts]))
+            num_rows = sum(map(len, orders))
+            for kind in own[0]:
+                parts = [
+                    ordered_target(targets[kind], order, num_rows) for targets, order in zip(own, orders, strict=True)
+                ]
+                yield f"{name}.{kind}".removeprefix("."), _joined(parts)
 
 
-def _fill(targets: list[WeightTarget], num_groups: int, piece: CheckpointTensor) -> None:
-    first = 0
+def _joined(targets: Sequence[WeightTarget]) -> WeightTarget:
+    """One target for a tensor that all of these read."""
+    divides = targets[0].divide is not None
+    divide = partial(_divide, targets) if divides else None
+    return WeightTarget(targets[0].shape, partial(_fill, targets), partial(_num_bytes, targets), divide)
+
+
+def _fill(targets: Sequence[WeightTarget], piece: CheckpointTensor) -> None:
     for target in targets:
-        count = target.shape[0] // num_groups
-        target.fill(_Part(piece, num_groups, first, count))
-        first += count
+        target.fill(piece)
 
 
-class _Part:
-    """Rows [first, first + count) of each group of a checkpoint tensor."""
+def _num_bytes(targets: Sequence[WeightTarget], piece: CheckpointTensor) -> int:
+    return sum(target.num_bytes(piece) for target in targets)
 
-    blocks = None
 
-    def __init__(self, piece: CheckpointTensor, num_groups: int, first: int, count: int) -> None:
-        self.shape, self.kind = (num_groups * count, *piece.shape[1:]), piece.kind
-        self._piece, self._num_groups, self._first, self._count = piece, num_groups, first, count
-
-    def read(self) -> torch.Tensor:
-        grouped = self._piece.read().unflatten(0, (self._num_groups, -1))
-        return grouped.narrow(1, self._first, self._count).flatten(0, 1)
-
-    def write_to(self, target: torch.Tensor) -> None:
-        target.copy_(self.read())
+def _divide(targets: Sequence[WeightTarget], dim: int, part: StoredPart) -> WeightTarget:
+    divided = []
+    for target in targets:
+        assert target.divide is not None
+        divided.append(target.divide(dim, part))
+    return _joined(divided)

@@ -159,14 +159,18 @@ class Linear(Layer):
 
     def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
         """Targets of the checkpoint's tensors, by part and kind: "q.weight", "q.bias". The format names the kinds."""
-        first = 0
-        for part, size in self.outputs.items():
+        for part in self.outputs:
             prefix = f"{part}." if part else ""
-            for kind, target in self.weight.targets(first, size):
+            for kind, target in self.targets_of(part, part):
                 yield f"{prefix}{kind}", target
-            if self.bias is not None:
-                yield f"{prefix}bias", WeightTarget((size,), partial(self._fill_bias, first))
-            first += size
+
+    def targets_of(self, part: str, stored: str) -> Iterator[tuple[str, WeightTarget]]:
+        """Targets of one part, by kind. `stored`: the checkpoint's tensor that has it, by the name of its target."""
+        names = list(self.outputs)
+        first, size = sum(self.outputs[name] for name in names[: names.index(part)]), self.outputs[part]
+        yield from self.weight.targets_in(stored, first, size)
+        if self.bias is not None:
+            yield "bias", WeightTarget((size,), partial(self._fill_bias, first))
 
     def _fill_bias(self, first: int, piece: CheckpointTensor) -> None:
         assert self.bias is not None

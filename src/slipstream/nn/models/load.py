@@ -261,7 +261,7 @@ def _quantized_formats(config: ModelConfig, quantization: Quantization, device: 
             f"config.json says that the weights are quantised by {quantization.method}, and none is: there is no "
             f"tensor named {marker(quantization)}; use the config of the weights"
         )
-    return lambda name: make(quantization, name, optional=found[name]) if name in found else plain
+    return lambda name: make(quantization, name, **found[name]._asdict()) if name in found else plain
 
 
 def _open(config: ModelConfig, model: Decoder | Encoder) -> WeightSource:

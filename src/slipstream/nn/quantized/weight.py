@@ -52,13 +52,14 @@ class Quantized:
     name: str  # of the weight, for errors
     dtype: torch.dtype  # of activations
     optional: frozenset[str] = frozenset()  # tensors of `layouts.OPTIONAL` that the checkpoint has for this weight
+    plain_parts: frozenset[str] = frozenset()  # parts of the weight that the checkpoint does not quantise
     stays_quantized: bool = True
     batch_invariant: bool = False
     num_ranks: int = 1  # that have a part of the weight each
 
     def new_weight(self, num_rows: int, num_columns: int) -> Weight:
         self.check_sizes(num_rows, num_columns)
-        if self.stays_quantized:
+        if self.stays_quantized and not self.plain_parts:
             return QuantizedWeight(num_rows, num_columns, self)
         return DequantizedWeight(num_rows, num_columns, self)
 
@@ -103,7 +104,6 @@ class QuantizedWeight(Weight):
         super().__init__()
         q = format.quantization
         self.format, self.num_columns = format, num_columns
-        self.is_row_wise = q.layout == "online"
         groups = num_columns // q.group if q.group else 1
         if q.is_4_bit:
             self.values = new_parameter(num_rows, num_columns // 2, dtype=torch.uint8)
@@ -304,7 +304,10 @@ class DequantizedWeight(UnquantizedWeight):
     def __init__(self, num_rows: int, num_columns: int, format: Quantized) -> None:
         super().__init__(num_rows, num_columns, format.dtype)
         self.format = format
-        self.is_row_wise = format.quantization.layout == "online"
+
+    def targets_in(self, part: str, first_row: int, num_rows: int) -> Iterator[tuple[str, WeightTarget]]:
+        is_plain = part in self.format.plain_parts
+        return super().targets(first_row, num_rows) if is_plain else self.targets(first_row, num_rows)
 
     def targets(self, first_row: int, num_rows: int) -> Iterator[tuple[str, WeightTarget]]:
         fill = partial(self._fill_part, first_row)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -73,8 +74,14 @@ def _bitsandbytes(tensor: SourceTensor) -> SourceTensor:
     return replace(tensor, name=f"{module}.quant_state", shape=(1,), read=read)
 
 
-def find_quantized(source: WeightSource, rules: Rules, quantization: Quantization) -> dict[str, frozenset[str]]:
-    """The quantised weights by their names in the model, each with its optional tensors (`layouts.OPTIONAL`)."""
+class StoredWeight(NamedTuple):
+    optional: frozenset[str]  # tensors of `layouts.OPTIONAL` that are there
+    plain_parts: frozenset[str]  # parts that are not quantised, as a projection to gates beside those to heads
+
+
+def find_quantized(source: WeightSource, rules: Rules, quantization: Quantization) -> dict[str, StoredWeight]:
+    """The quantised weights by their names in the model."""
+    plain: list[str] = []
     found: dict[str, set[str]] = {}
     is_float8: dict[str, str] = {}
     sign = marker(quantization)
@@ -95,6 +102,7 @@ def find_quantized(source: WeightSource, rules: Rules, quantization: Quantizatio
             continue
         part = target.rpartition(".")[0]
         if kind == "weight":
+            plain.append(part)
             if tensor.kind in _FP8:
                 is_float8[part] = tensor.name
             continue
@@ -113,4 +121,9 @@ def find_quantized(source: WeightSource, rules: Rules, quantization: Quantizatio
             names.append(f"{part.rpartition('.experts.')[0]}.experts")
         for name in names:
             weights[name] = weights.get(name, frozenset()) | optional
-    return weights
+    plain_parts: dict[str, set[str]] = {}
+    for part in plain:
+        weight, _, own = part.rpartition(".")
+        if part not in quantized:
+            plain_parts.setdefault(weight, set()).add(own)
+    return {name: StoredWeight(kinds, frozenset(plain_parts.get(name, ()))) for name, kinds in weights.items()}

@@ -123,7 +123,7 @@ class Taken:
 
 def options_for(kind: Kind, folder: str, card: Taken) -> dict[str, Any]:
     """On a card that has room for what is foretold, and for a cache of a few requests."""
-    common = dict(model=folder, device="cuda", load_format="dummy")
+    common = dict(model=folder, device="cuda", load_format="dummy", max_itl=0.0)  # the default of LLM
     length = kind.options.get("max_model_len", min(4096, kind.model["max_position_embeddings"]))
     pages = dict(num_pages=4 * 4096 // 16, max_model_len=4096 if length == "auto" else length)
     _, memory = estimate_build(make_options(**(common | kind.options | pages)))

@@ -6,8 +6,10 @@
 All kinds run in one engine, in turns, on the same prompts (random token ids). Right drafts replay the answer of the run
 without drafts. The temperature is so high that the noise decides the draw: with random weights in bfloat16 a greedy
 answer would change with the rounding of each GEMM kernel, and the replayed drafts would be wrong. Times of a step are
-medians on the device, of the later half of the steps, where all rows decode. With --history, the
-time of the n-gram search alone is measured, for rows with so many tokens.
+medians on the device, of the later half of the steps, where all rows decode. With "turns", four steps with right drafts
+follow four without, so that both kinds have the same keys and the same clock: alone, a kind that takes more power may
+run at a lower clock than the other. With --history, the time of the n-gram search alone is measured, for rows with so
+many tokens.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import math
 import random
 import sys
 import time
+from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
@@ -25,11 +28,13 @@ import torch
 from slipstream import LLM, SamplingParams
 from slipstream.engine.step_log import StepLog, stop
 from slipstream.errors import SlipstreamError
+from slipstream.request import Request
 from slipstream.runner.drafts.drafter import DraftBatch
+from slipstream.scheduler.drafting import DraftPlanner
 from slipstream.serve.cli.bench import bench_options
 from slipstream.serve.cli.flags import add_engine_flags, engine_options
 
-KINDS = ("none", "right", "wrong", "ngram", "adaptive")
+KINDS = ("none", "right", "turns", "wrong", "ngram", "adaptive")
 FIRST = 100  # the first token of prompt i is FIRST + i: a drafter finds its answer by it
 
 
@@ -67,6 +72,20 @@ class ReplayedAnswers:
         table.next_tokens[:, 1 : 1 + num_drafts].index_copy_(0, target, drafts)
 
 
+class Turns:
+    """Instead of `DraftPlanner.begin_plan`: four plans with drafts follow four without."""
+
+    def __init__(self, planner: DraftPlanner, num_drafts: int) -> None:
+        self.planner, self.num_drafts = planner, num_drafts
+        self.num_plans = 0
+
+    def __call__(self, running: Sequence[Request]) -> int:
+        self.planner.num_drafts = self.num_drafts if self.num_plans & 4 else 0
+        self.planner.num_proposed = self.num_drafts if self.num_plans + 1 & 4 else 0
+        self.num_plans += 1
+        return DraftPlanner.begin_plan(self.planner, running)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
@@ -100,12 +119,13 @@ def generate(llm: LLM, num_rows: int, args: argparse.Namespace) -> None:
     rng = random.Random(0)
     prompts = [[FIRST + i, *(rng.randrange(vocab_size) for _ in range(args.input_len - 1))] for i in range(num_rows)]
     params = SamplingParams(temperature=1000.0, seed=1, max_tokens=args.output_len, ignore_eos=True)
-    ngram, adaptive = head.drafter, planner.length
+    ngram, adaptive, ordinary = head.drafter, planner.length, planner.begin_plan
     texts = None
     for kind in args.kinds:
         planner.length = adaptive if kind == "adaptive" else None
         planner.num_drafts = planner.num_proposed = 0 if kind == "none" else args.num_drafts
-        if texts is not None and kind in ("right", "wrong"):
+        planner.begin_plan = Turns(planner, args.num_drafts) if kind == "turns" else ordinary
+        if texts is not None and kind in ("right", "turns", "wrong"):
             head.drafter = ReplayedAnswers(runner, texts, int(kind == "wrong"), vocab_size)
         else:
             head.drafter = ngram
@@ -126,19 +146,25 @@ def generate(llm: LLM, num_rows: int, args: argparse.Namespace) -> None:
         num, drafted, accepted = (now - then for now, then in zip(vars_of(counts), before, strict=True))
         share = f"{accepted / drafted:>9.0%}{1 + accepted / num:>8.2f}" if drafted else " " * 17
         rate = num_rows * args.output_len / best
+        plain, verify = (device_seconds(log, num_rows, each) for each in (0, args.num_drafts))
+        took = f"{1e6 * (plain if math.isnan(verify) else verify):.0f} us"
+        if kind == "turns":
+            took = f"{1e6 * plain:.0f} and {1e6 * verify:.0f} us, {verify / plain:.3f} times"
         print(
             f"{num_rows:>5} rows {kind:<10}{1000 * best / args.output_len:>9.3f} ms/token{rate:>10.0f} out/s"
-            f"{core.num_steps - steps:>7} steps of {1e6 * device_seconds(log, num_rows):.0f} us{share}",
+            f"{core.num_steps - steps:>7} steps of {took}{share}",
             flush=True,
         )
-    head.drafter, planner.length = ngram, adaptive
+    head.drafter, planner.length, planner.begin_plan = ngram, adaptive, ordinary
 
 
-def device_seconds(log: StepLog, num_rows: int) -> float:
-    """Median time on the device of the later half of the steps that decode all rows: the clock may be lower just after
-    the prompts."""
-    times = [step.end - step.start for step in log.steps if step.rows == num_rows and not step.prefill_tokens]
-    return median(times[len(times) // 2 : -1] or [math.nan])
+def device_seconds(log: StepLog, num_rows: int, num_drafts: int) -> float:
+    """Median time on the device of the later half of the steps that decode all rows, each with so many drafts: the
+    clock may be lower just after the prompts."""
+    tokens = num_rows * (1 + num_drafts)
+    steps = [step for step in log.steps if step.rows == num_rows and not step.prefill_tokens]
+    later = steps[len(steps) // 2 : -1]
+    return median([step.end - step.start for step in later if step.tokens == tokens] or [math.nan])
 
 
 def vars_of(counts: Any) -> tuple[int, int, int]:

@@ -17,7 +17,8 @@ from slipstream.errors import BadCheckpoint, UnsupportedModel
 from slipstream.nn.models.decoder_shape import DecoderShape
 from slipstream.nn.models.encoder import EncoderShape
 from slipstream.nn.models.registry import find_family, find_shape
-from tiny import write_tiny, write_weights
+from tiny import _COMMON, _FAMILIES, write_tiny, write_weights
+from tiny_saved import SAVED
 
 SIZES = {
     "vocab_size": 100, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 6, "num_attention_heads": 4,
@@ -129,6 +130,36 @@ def test_windows_of_modernbert_as_its_first_releases_write_them() -> None:
 def test_distances_of_mpnet_that_cannot_be_are_named(buckets: Any) -> None:
     with pytest.raises(BadCheckpoint, match="relative_attention_num_buckets|wrong value"):
         find_shape(info("MPNetModel", relative_attention_num_buckets=buckets))
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "glm4_moe", "nemotron_h"])
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        ({"n_group": 3, "topk_group": 2}, r"8 experts into 3 groups \(n_group\)"),
+        ({"n_group": -2, "topk_group": 1}, r"8 experts into -2 groups|no n_group"),
+        ({"n_group": 2, "topk_group": 3}, r"3 \(topk_group\) of 2 groups"),
+        ({"n_group": 1, "topk_group": 2}, r"2 \(topk_group\) of 1 groups"),
+        ({"n_group": 4, "topk_group": 1}, r"3 experts a token \(num_experts_per_tok\) from 1 groups"),
+    ],
+)
+def test_groups_of_experts_that_do_not_fit_are_named(family: str, facts: dict[str, Any], words: str) -> None:
+    experts = {
+        "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "layers_block_type": ["moe"],
+        "moe_shared_expert_intermediate_size": 40,
+    }  # fmt: skip
+    config = {**_COMMON, **(_FAMILIES | SAVED)[family], **experts, "n_group": 4, "topk_group": 2}
+    find_shape(model_info_from_config(config))  # as it is, it passes
+    with pytest.raises(BadCheckpoint, match=words):
+        find_shape(model_info_from_config(config | facts))
+
+
+def test_groups_of_one_expert_have_no_best_two() -> None:
+    config = {**_COMMON, **_FAMILIES["deepseek_v3"], "n_group": 8, "topk_group": 4}
+    with pytest.raises(BadCheckpoint, match="scored by its best two"):
+        find_shape(model_info_from_config(config))
+    by_best = {**_COMMON, **_FAMILIES["deepseek_v2"], "n_group": 8, "topk_group": 4}
+    find_shape(model_info_from_config(by_best))  # scored by its best one
 
 
 def test_what_we_do_not_run_is_named() -> None:

@@ -121,9 +121,29 @@ def expert_shape(info: ModelInfo, size: int, rule: RouterRule) -> ExpertShape:
     if count < rule.top_k:
         names = ", ".join(EXPERT_COUNTS)
         raise BadCheckpoint(f"config.json has {count} experts and takes {rule.top_k} a token; check {names}")
+    _check_groups(count, rule)
     if info.activation != "silu":
         raise UnsupportedModel(f"{info.architecture} has experts with {info.activation}; only silu is built")
     return ExpertShape(num_experts=count, size=size, router=rule)
+
+
+def _check_groups(num_experts: int, rule: RouterRule) -> None:
+    """Raises BadCheckpoint if the experts cannot be divided into groups of which some are kept."""
+    groups, kept = rule.num_groups, rule.kept_groups
+    if groups < 1 or num_experts % groups:
+        raise BadCheckpoint(f"config.json divides {num_experts} experts into {groups} groups (n_group) of one size")
+    if not 1 <= kept <= groups:
+        raise BadCheckpoint(f"config.json keeps {kept} (topk_group) of {groups} groups of experts (n_group)")
+    size = num_experts // groups
+    if kept * size < rule.top_k:
+        raise BadCheckpoint(
+            f"config.json takes {rule.top_k} experts a token (num_experts_per_tok) from {kept} groups (topk_group) "
+            f"of {size}"
+        )
+    if groups > 1 and size < 2 and rule.group_score == "top2":
+        raise BadCheckpoint(
+            f"config.json has as many groups (n_group) as experts, {groups}, and a group is scored by its best two"
+        )
 
 
 def needed_number(info: ModelInfo, name: str) -> int:

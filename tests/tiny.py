@@ -201,7 +201,8 @@ def tiny_weights(folder: Path, dtype: torch.dtype = torch.float32, seed: int = 0
     queries, keys = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
     attention_bias, mlp_bias = config.get("attention_bias", False), config.get("mlp_bias", False)
     family = config["architectures"][0].removesuffix("ForCausalLM")
-    gemma, olmo, qkv_bias = family.startswith("Gemma"), family == "Olmo2", attention_bias or family.startswith("Qwen2")
+    gemma, olmo = family.startswith("Gemma"), family == "Olmo2"
+    qkv_bias = attention_bias or (family.startswith("Qwen2") and config.get("qkv_bias", True))
     is_delta = family in ("Qwen3Next", "Qwen3_5", "Qwen3_5Moe")
     norm_middle = 0.0 if gemma or is_delta else 1.0  # of what is stored
     # the rounding of a delta rule grows with its state: smaller logits keep it under 1e-4 in float32

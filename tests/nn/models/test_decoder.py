@@ -54,6 +54,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral window": ("mixtral", {"sliding_window": 9}),
     "qwen2 moe": ("qwen2_moe", {}),
     "qwen2 moe normalised": ("qwen2_moe", {"norm_topk_prob": True, "mlp_only_layers": [0]}),
+    "qwen2 moe without biases": ("qwen2_moe", {"qkv_bias": False}),
     "qwen3 moe": ("qwen3_moe", {}),
     "qwen3 moe every second": ("qwen3_moe", {"decoder_sparse_step": 2, "norm_topk_prob": False}),
     "olmoe": ("olmoe", {}),

@@ -30,7 +30,10 @@ def olmoe_shape(info: ModelInfo) -> DecoderShape:
 
 
 def qwen2_moe_shape(info: ModelInfo) -> DecoderShape:
-    return with_feeds(qwen2_shape(info), qwen_shared_feeds(info))
+    """Unlike Qwen2, the config may switch off the bias of q, k and v."""
+    bias = bool(info.extra.get("qkv_bias", True))
+    shape = qwen2_shape(info).map_attention(lambda mixer: replace(mixer, qkv_bias=bias))
+    return with_feeds(shape, qwen_shared_feeds(info))
 
 
 def qwen_shared_feeds(info: ModelInfo) -> Callable[[int], FeedShape]:

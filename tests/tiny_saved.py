@@ -45,6 +45,11 @@ SAVED: dict[str, dict[str, Any]] = {
         "architectures": ["Lfm2ForCausalLM"], "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"],
         "conv_L_cache": 3, "block_multiple_of": 8, "norm_eps": 1e-5,
     },
+    "lfm2_moe": {
+        "architectures": ["Lfm2MoeForCausalLM"], "num_hidden_layers": 4, "num_dense_layers": 1, "conv_L_cache": 3,
+        "layer_types": ["conv", "conv", "full_attention", "conv"], "num_experts": 6, "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40, "routed_scaling_factor": 1.5, "norm_eps": 1e-5,
+    },
 }  # fmt: skip
 """Families whose checkpoints the library saves itself."""
 
@@ -57,7 +62,7 @@ def save_model(folder: Path, dtype: torch.dtype, seed: int, kind: str = "AutoMod
     config = transformers.AutoConfig.from_pretrained(folder)
     generator = torch.Generator().manual_seed(seed)
     model = getattr(transformers, kind).from_config(config).to(dtype)
-    biases = [(name, tensor) for name, tensor in model.named_buffers() if name.endswith("correction_bias")]
+    biases = [each for each in model.named_buffers() if each[0].endswith(("correction_bias", "expert_bias"))]
     for name, tensor in [*model.named_parameters(), *biases]:
         is_factor = "norm" in name or ".ln_" in name or name.endswith(".D")
         spread = 0.3 if "embed" in name or "lm_head" in name else 0.5 if tensor.dim() < 2 or "conv" in name else 0.15

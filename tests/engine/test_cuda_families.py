@@ -37,6 +37,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron_h": ("nemotron_h", {}),
     "jamba": ("jamba", {}),
     "lfm2": ("lfm2", {}),
+    "lfm2_moe": ("lfm2_moe", {}),
     "ministral3": ("ministral3", HEADS),  # queries scaled by position
     "granite": ("granite", HEADS),  # scaled sublayers
     "apertus": ("apertus", HEADS),  # an activation with weights

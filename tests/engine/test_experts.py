@@ -63,13 +63,20 @@ def test_padding_of_captured_steps_changes_nothing(tmp_path):
     assert any(key[1].rows == 4 for key in captured)
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+STACKED = {
+    "mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
+    "qwen3_moe": ("mlp", "gate_proj", "up_proj", "down_proj"),
+    "lfm2_moe": ("feed_forward", "w1", "w3", "w2"),
+}
+
+
+@pytest.mark.parametrize("family", STACKED)
 def test_stacked_experts_load_as_single_ones_do(family, tmp_path):
     folder = write_tiny(tmp_path, family, torch.float64)
     expected = tokens(folder)
     weights = load_file(folder / "model.safetensors")
-    root, gate, up, down = ("block_sparse_moe", "w1", "w3", "w2") if family == "mixtral" else ("mlp", *NAMES)
-    for layer in range(2):
+    root, gate, up, down = STACKED[family]
+    for layer in range(1, 4) if family == "lfm2_moe" else range(2):
         at = f"model.layers.{layer}.{root}.experts"
         count = len([name for name in weights if name.startswith(at) and name.endswith(f"{gate}.weight")])
         parts = [[weights.pop(f"{at}.{e}.{name}.weight") for e in range(count)] for name in (gate, up, down)]
@@ -77,9 +84,6 @@ def test_stacked_experts_load_as_single_ones_do(family, tmp_path):
         weights |= {f"{at}.gate_up_proj": torch.stack(both), f"{at}.down_proj": torch.stack(parts[2])}
     write_weights(folder, weights)
     assert tokens(folder) == expected
-
-
-NAMES = ("gate_proj", "up_proj", "down_proj")
 
 
 def change(folder: Path, **facts) -> Path:

@@ -50,7 +50,7 @@ def route_by_hand(logits: list[float], rule: RouterRule, bias: list[float]) -> l
     kept = sorted(range(rule.num_groups), key=lambda group: -best[group])[: rule.kept_groups]
     able = [expert for expert in range(len(logits)) if expert // size in kept]
     chosen = sorted(able, key=lambda expert: -choice[expert])[: rule.top_k]
-    total = sum(scores[expert] for expert in chosen) if rule.renormalize else 1.0
+    total = sum(scores[expert] for expert in chosen) + rule.epsilon if rule.renormalize else 1.0
     return [(expert, scores[expert] / total * rule.scale) for expert in chosen]
 
 
@@ -63,6 +63,8 @@ RULES = {
     "deepseek-v2": (16, RouterRule(3, renormalize=False, scale=2.0, num_groups=4, kept_groups=2)),
     "deepseek-v3": (32, RouterRule(4, "sigmoid", True, 2.5, num_groups=8, kept_groups=4, group_score="top2")),
     "glm4": (24, RouterRule(4, "sigmoid", True, 1.0)),
+    "lfm2": (32, RouterRule(4, "sigmoid", epsilon=1e-6)),
+    "large epsilon": (32, RouterRule(4, "sigmoid", epsilon=0.5)),
     "odd groups": (12, RouterRule(2, "sigmoid", True, 1.0, num_groups=3, kept_groups=2, group_score="top2")),
 }
 

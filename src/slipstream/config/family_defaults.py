@@ -59,6 +59,7 @@ _MAMBA_HYBRID = {
     "mamba_n_heads": 128, "mamba_d_head": "auto", "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4,
     "num_key_value_heads": 8,
 }  # fmt: skip
+_LFM2 = {"conv_L_cache": 3, "norm_eps": 1e-5, "rope_theta": 1_000_000.0, "tie_word_embeddings": True}
 DECODERS: dict[str, dict[str, Any]] = {
     "Mistral": {"sliding_window": 4096},
     "Ministral": {"sliding_window": 4096},
@@ -141,7 +142,18 @@ DECODERS: dict[str, dict[str, Any]] = {
         "mamba_num_heads": 128,
         "mamba_head_dim": 64,
     },
-    "Lfm2": {"conv_L_cache": 3, "norm_eps": 1e-5, "rope_theta": 1_000_000.0, "tie_word_embeddings": True},
+    "Lfm2": _LFM2,
+    "Lfm2Moe": {
+        **_LFM2,
+        "vocab_size": 65_536,
+        "hidden_size": 2048,
+        "intermediate_size": 7168,
+        "moe_intermediate_size": 1792,
+        "num_experts": 32,
+        "num_experts_per_tok": 4,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 128_000,
+    },
     "Qwen3Next": _DELTA_NET,
     "Qwen3_5": _DELTA_NET,
     "Qwen3_5Text": _DELTA_NET,

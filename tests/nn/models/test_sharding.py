@@ -75,6 +75,7 @@ def logits_of(model):
         ("nemotron_h", {}, 4),  # groups that span ranks
         ("jamba", {}, 2),
         ("lfm2", {}, 2),
+        ("lfm2_moe", {}, 2),
     ],
 )
 def test_ranks_compute_the_logits_of_the_whole_model(tmp_path, family, changes, num_ranks):

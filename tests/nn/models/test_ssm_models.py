@@ -45,6 +45,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "jamba dense": ("jamba", {"num_experts": 1}),
     "lfm2 biased": ("lfm2", {"conv_bias": True, "block_auto_adjust_ff_dim": False}),
+    "lfm2_moe plain router": ("lfm2_moe", {"use_expert_bias": False, "norm_topk_prob": False, "num_dense_layers": 0}),
 }
 
 

@@ -1,4 +1,4 @@
-"""LFM2: short convolutions, and attention in some layers."""
+"""LFM2 and LFM2-MoE: short convolutions, and attention in some layers."""
 
 from __future__ import annotations
 
@@ -9,21 +9,43 @@ from slipstream.errors import BadCheckpoint
 from slipstream.nn.models.decoder_shape import DecoderShape
 from slipstream.nn.models.llama import llama_attention, llama_rules, llama_shape
 from slipstream.nn.models.mamba import read_conv_width
+from slipstream.nn.models.moe import expert_shape, needed_number, with_feeds
 from slipstream.nn.shapes import MlpShape
 from slipstream.nn.ssm_shapes import ShortConvShape
 from slipstream.nn.weights.rules import Rules
+from slipstream.ops.moe.reference import RouterRule
 
 CONV, FULL = "conv", "full_attention"
 
 
 def lfm2_shape(info: ModelInfo) -> DecoderShape:
+    return _shape(info, MlpShape(size=_ffn_size(info), activation="silu"))
+
+
+def lfm2_moe_shape(info: ModelInfo) -> DecoderShape:
+    """Layers before `num_dense_layers` are dense."""
+    extra = info.extra
+    rule = RouterRule(
+        needed_number(info, "num_experts_per_tok"),
+        "sigmoid",
+        bool(extra.get("norm_topk_prob", True)),
+        float(extra.get("routed_scaling_factor", 1.0)),
+        epsilon=1e-6,
+    )
+    experts = expert_shape(info, needed_number(info, "moe_intermediate_size"), rule)
+    feed = replace(experts, correction_bias=bool(extra.get("use_expert_bias", True)))
+    dense, num_dense = MlpShape(size=info.ffn_size, activation="silu"), int(extra.get("num_dense_layers", 2))
+    return with_feeds(_shape(info, dense), lambda layer: dense if layer < num_dense else feed)
+
+
+def _shape(info: ModelInfo, feed: MlpShape) -> DecoderShape:
     conv = ShortConvShape(
         size=info.hidden_size,
         conv_width=read_conv_width(info, "conv_L_cache"),
         bias=bool(info.extra.get("conv_bias", False)),
     )
     attention = replace(llama_attention(info), qk_norm="heads", qkv_bias=False, output_bias=False)
-    shape = llama_shape(info, attention, MlpShape(size=_ffn_size(info), activation="silu"))
+    shape = llama_shape(info, attention, feed)
     layers = (
         replace(layer, mixers=(conv,) if kind == CONV else layer.mixers)
         for layer, kind in zip(shape.layers, _layer_kinds(info), strict=True)
@@ -75,5 +97,11 @@ def lfm2_rules(shape: DecoderShape) -> Rules:
         f"{layer}.feed_forward.w1.{{kind}}": "layers.{n}.mlp.gate_up.gate.{kind}",
         f"{layer}.feed_forward.w3.{{kind}}": "layers.{n}.mlp.gate_up.up.{kind}",
         f"{layer}.feed_forward.w2.{{kind}}": "layers.{n}.mlp.down.{kind}",
+        f"{layer}.feed_forward.gate.weight": "layers.{n}.mlp.router.weight",
+        f"{layer}.feed_forward.expert_bias": "layers.{n}.mlp.correction_bias",
     }
+    expert = f"{layer}.feed_forward.experts.{{e}}"
+    for theirs, ours in {"w1": "gate", "w2": "down", "w3": "up"}.items():
+        names[f"{expert}.{theirs}.{{kind}}"] = f"layers.{{n}}.mlp.experts.{{e}}.{ours}.{{kind}}"
+    names[f"{expert}.{{part}}_proj.{{kind}}"] = "layers.{n}.mlp.experts.{e}.{part}.{kind}"
     return llama_rules(shape, names)

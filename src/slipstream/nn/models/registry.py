@@ -52,7 +52,7 @@ from slipstream.nn.models.layer_norm_decoders import (
     starcoder2_rules,
     starcoder2_shape,
 )
-from slipstream.nn.models.lfm2 import lfm2_rules, lfm2_shape
+from slipstream.nn.models.lfm2 import lfm2_moe_shape, lfm2_rules, lfm2_shape
 from slipstream.nn.models.llama import llama_rules, llama_shape, mistral_shape
 from slipstream.nn.models.llama_variants import (
     apertus_rules,
@@ -177,6 +177,7 @@ DECODERS = {
     "Jamba": Family(jamba_shape, hybrid_rules),
     "NemotronH": Family(nemotron_h_shape, nemotron_h_rules),
     "Lfm2": Family(lfm2_shape, lfm2_rules),
+    "Lfm2Moe": Family(lfm2_moe_shape, lfm2_rules),
 }
 """By how their architectures' names begin."""
 DECODER_ENDINGS = (

@@ -30,6 +30,7 @@ class RouterRule:
     num_groups: int = 1
     kept_groups: int = 1
     group_score: Literal["max", "top2"] = "max"  # the score of a group: its best expert, or the sum of its best two
+    epsilon: float = 1e-20  # added to the sum by which weights are divided
 
 
 class Routing(NamedTuple):
@@ -62,7 +63,7 @@ def route(
     ids = choice.topk(rule.top_k, -1).indices
     weights = scores.gather(1, ids)
     if rule.renormalize:
-        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        weights = weights / (weights.sum(-1, keepdim=True) + rule.epsilon)
     routing = Routing(ids.to(torch.int32), weights * rule.scale)
     if slots is None:
         return routing

@@ -38,6 +38,7 @@ def route(
             num_experts,
             logits.stride(0),
             rule.scale,
+            rule.epsilon,
             page_size,
             TOP_K=rule.top_k,
             PADDED_K=triton.next_power_of_2(rule.top_k),
@@ -64,6 +65,7 @@ def _route_kernel(
     num_experts,
     stride,
     scale,
+    epsilon,
     page_size,
     TOP_K: tl.constexpr,
     PADDED_K: tl.constexpr,
@@ -122,7 +124,7 @@ def _route_kernel(
         chosen_weights = tl.where(rank == k, largest.to(tl.float32, bitcast=True), chosen_weights)
         keys = tl.where(expert == top, _LEAST, keys)
     if RENORMALIZE:
-        chosen_weights = chosen_weights / (tl.sum(chosen_weights, 0) + 1e-20)
+        chosen_weights = chosen_weights / (tl.sum(chosen_weights, 0) + epsilon)
     if slots is not None:
         is_padding = tl.load(slots + token) < page_size
         chosen_ids = tl.where(is_padding, num_experts, chosen_ids)

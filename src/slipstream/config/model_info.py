@@ -100,6 +100,14 @@ _T5_NAMES = _ALSO_CALLED | {
     "head_dim": ("d_kv",),
     "intermediate_size": ("d_ff",),
 }
+_NEMOTRON_H_NAMES = _ALSO_CALLED | {
+    "head_dim": ("attention_head_dim",),
+    "n_groups": ("mamba_n_groups",),
+    "conv_kernel": ("mamba_d_conv",),
+    "use_conv_bias": ("mamba_conv_bias",),
+    "time_step_min": ("mamba_dt_min",),
+}
+_OWN_NAMES = {"T5Encoder": _T5_NAMES, "MT5Encoder": _T5_NAMES, "NemotronH": _NEMOTRON_H_NAMES}
 _NORM_EPS = ("norm_eps", "layer_norm_eps", "rms_norm_eps")
 
 
@@ -111,7 +119,7 @@ def family_name(architecture: str) -> str:
 def model_info_from_config(config: dict[str, Any]) -> ModelInfo:
     architecture = find_architecture(config)
     family = family_name(architecture)
-    config = _rename(_text_part(config), _T5_NAMES if family in ("T5Encoder", "MT5Encoder") else _ALSO_CALLED)
+    config = _rename(_text_part(config), _OWN_NAMES.get(family, _ALSO_CALLED))
     quantization = read_quantization(config)
     is_encoder = family in ENCODERS
     usual = ENCODERS[family] if is_encoder else DECODERS.get(family, {})
@@ -174,7 +182,7 @@ def _rename(config: dict[str, Any], also_called: Mapping[str, tuple[str, ...]]) 
         ours: config[theirs]
         for ours, names in also_called.items()
         for theirs in names
-        if ours not in config and config.get(theirs) is not None
+        if config.get(ours) is None and config.get(theirs) is not None
     }
     if "n_embd" in config and config.get("n_inner", config.get("intermediate_size")) is None:
         found["intermediate_size"] = 4 * int(config["n_embd"])  # GPT-2

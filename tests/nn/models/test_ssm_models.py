@@ -12,7 +12,7 @@ import torch
 from causal_oracle import oracle
 from hand_batch import HandRunner
 from hand_load import load
-from slipstream.config.model_info import model_info_from_config
+from slipstream.config.model_info import model_info_from_config, read_model_info
 from slipstream.errors import BadCheckpoint, UnsupportedModel
 from slipstream.nn.layers import ssm
 from slipstream.nn.models.registry import find_shape
@@ -121,6 +121,21 @@ def test_steps_of_any_size_agree_in_float64(family: str, tmp_path: Path) -> None
     for name in prompts:
         torch.testing.assert_close(odd[name], whole[name], rtol=0, atol=1e-9)
         torch.testing.assert_close(one[name], whole[name][:66], rtol=0, atol=1e-9)
+
+
+def test_fields_of_nemotron_h_under_their_older_names(tmp_path: Path) -> None:
+    """As NVIDIA's first checkpoints have them."""
+    older = {
+        "head_dim": "attention_head_dim", "n_groups": "mamba_n_groups", "conv_kernel": "mamba_d_conv",
+        "time_step_min": "mamba_dt_min", "use_conv_bias": "mamba_conv_bias",
+    }  # fmt: skip
+    folder = write_tiny(tmp_path, "nemotron_h", head_dim=24, n_groups=4, conv_kernel=3, use_conv_bias=False)
+    expected = find_shape(read_model_info(folder))
+    assert expected.attentions[0].head_dim == 24
+    config = json.loads((folder / "config.json").read_text())
+    config = {older.get(name, name): value for name, value in config.items()} | {"head_dim": None}
+    assert set(older.values()) <= set(config)
+    assert find_shape(model_info_from_config(config)) == expected
 
 
 @pytest.mark.parametrize(

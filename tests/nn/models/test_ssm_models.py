@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from causal_oracle import oracle
 from hand_batch import HandRunner
@@ -16,7 +18,7 @@ from slipstream.config.model_info import model_info_from_config, read_model_info
 from slipstream.errors import BadCheckpoint, UnsupportedModel
 from slipstream.nn.layers import ssm
 from slipstream.nn.models.registry import find_shape
-from tiny import write_tiny
+from tiny import write_tiny, write_weights
 from tiny_saved import SAVED
 
 LENGTHS = {"a": 100, "b": 70}
@@ -121,6 +123,20 @@ def test_steps_of_any_size_agree_in_float64(family: str, tmp_path: Path) -> None
     for name in prompts:
         torch.testing.assert_close(odd[name], whole[name], rtol=0, atol=1e-9)
         torch.testing.assert_close(one[name], whole[name][:66], rtol=0, atol=1e-9)
+
+
+def test_stacked_experts_without_gates(tmp_path: Path) -> None:
+    """As transformers 5 keeps them: a tensor for the ups of all experts and one for their downs."""
+    family, changes = VARIANTS["nemotron 3"]
+    folder, prompts = write_tiny(tmp_path, family, torch.float64, **changes), texts(a=40)
+    expected = HandRunner(load(folder, torch.float64), torch.float64).run(prompts)["a"]
+    weights = load_file(folder / "model.safetensors")
+    for layer, part in product((1, 3), ("up", "down")):
+        root = f"backbone.layers.{layer}.mixer"
+        each = [weights.pop(f"{root}.experts.{expert}.{part}_proj.weight") for expert in range(6)]
+        weights[f"{root}.experts.{part}_proj"] = torch.stack(each)
+    write_weights(folder, weights)
+    assert HandRunner(load(folder, torch.float64), torch.float64).run(prompts)["a"].equal(expected)
 
 
 def test_fields_of_nemotron_h_under_their_older_names(tmp_path: Path) -> None:

@@ -1,9 +1,9 @@
 """Splits stacked expert tensors: a checkpoint that stores all experts in one tensor appears as one tensor per expert.
 
 Hub checkpoints have `experts.3.gate_proj.weight`; transformers 5 can also save `experts.gate_up_proj`
-[experts, 2 * size, hidden] and `experts.down_proj` [experts, hidden, size]. gpt-oss stores the transposed matrices,
-[experts, hidden, 2 * size] with gate and up interleaved, and stacks the biases too (`experts.gate_up_proj_bias`). Its
-MXFP4 tensors are not transposed: `experts.gate_up_proj_blocks` [experts, 2 * size, blocks, 16] and
+[experts, 2 * size, hidden], or `experts.up_proj` [experts, size, hidden] if they have no gates, and `experts.down_proj`
+[experts, hidden, size]. gpt-oss stores the transposed matrices, [experts, hidden, 2 * size] with gate and up
+interleaved, and stacks the biases too (`experts.gate_up_proj_bias`). Its MXFP4 tensors are not transposed: `experts.gate_up_proj_blocks` [experts, 2 * size, blocks, 16] and
 `experts.gate_up_proj_scales` [experts, 2 * size, blocks], with rows of gate and up interleaved.
 """
 
@@ -16,7 +16,8 @@ import torch
 
 from slipstream.nn.weights.source import SourceTensor, WeightSource
 
-_GATE_UP, _DOWN = ".experts.gate_up_proj", ".experts.down_proj"
+_GATE_UP, _UP, _DOWN = ".experts.gate_up_proj", ".experts.up_proj", ".experts.down_proj"
+_PARTS = {_GATE_UP: ("gate", "up"), _UP: ("up",), _DOWN: ("down",)}
 # of Granite: the same tensors under other names
 _GRANITE = {".block_sparse_moe.input_linear.weight": _GATE_UP, ".block_sparse_moe.output_linear.weight": _DOWN}
 _BIAS = "_bias"
@@ -32,12 +33,12 @@ class UnstackedSource:
     def __iter__(self) -> Iterator[SourceTensor]:
         for tensor in map(_renamed, self.source):
             suffix = next((suffix for suffix in _MXFP4 if tensor.name.endswith(suffix)), "")
-            is_packed = bool(suffix) and tensor.name.removesuffix(suffix).endswith((_GATE_UP, _DOWN))
+            is_packed = bool(suffix) and tensor.name.removesuffix(suffix).endswith(tuple(_PARTS))
             if is_packed and len(tensor.shape) == _MXFP4[suffix]:
                 yield from _packed_experts(tensor, suffix, self._loaded)
                 continue
             is_bias = tensor.name.endswith(_BIAS)
-            if not tensor.name.removesuffix(_BIAS).endswith((_GATE_UP, _DOWN)):
+            if not tensor.name.removesuffix(_BIAS).endswith(tuple(_PARTS)):
                 yield tensor
             elif self.transposed and len(tensor.shape) == 3 - is_bias:
                 yield from _transposed_experts(tensor, is_bias, self._loaded)
@@ -57,7 +58,7 @@ def _renamed(tensor: SourceTensor) -> SourceTensor:
 
 def _packed_experts(tensor: SourceTensor, suffix: str, loaded: list[_Stack]) -> Iterator[SourceTensor]:
     root, _, last = tensor.name.rpartition(".")
-    names = ("gate", "up") if last.startswith("gate_up") else ("down",)
+    names = _PARTS[f".experts.{last.removesuffix(suffix)}"]
     num_experts, num_rows, *rest = tensor.shape
     stack = _Stack(tensor, num_experts * len(names), loaded)
     for expert in range(num_experts):
@@ -69,7 +70,7 @@ def _packed_experts(tensor: SourceTensor, suffix: str, loaded: list[_Stack]) -> 
 
 def _transposed_experts(tensor: SourceTensor, is_bias: bool, loaded: list[_Stack]) -> Iterator[SourceTensor]:
     root, _, last = tensor.name.rpartition(".")
-    names = ("gate", "up") if last.startswith("gate_up") else ("down",)
+    names = _PARTS[f".experts.{last.removesuffix(_BIAS)}"]
     num_experts, *inputs, num_rows = tensor.shape
     kind = "bias" if is_bias else "weight"
     stack = _Stack(tensor, num_experts * len(names), loaded)
@@ -81,9 +82,9 @@ def _transposed_experts(tensor: SourceTensor, is_bias: bool, loaded: list[_Stack
 
 
 def _experts(tensor: SourceTensor, loaded: list[_Stack]) -> Iterator[SourceTensor]:
-    root, _, _ = tensor.name.rpartition(".")
+    root, _, last = tensor.name.rpartition(".")
     num_experts, num_rows, num_columns = tensor.shape
-    names = ("gate", "up") if tensor.name.endswith(_GATE_UP) else ("down",)
+    names = _PARTS[f".experts.{last}"]
     size = num_rows // len(names)
     stack = _Stack(tensor, num_experts * len(names), loaded)
     for expert in range(num_experts):

@@ -3,8 +3,9 @@
 Hub checkpoints have `experts.3.gate_proj.weight`; transformers 5 can also save `experts.gate_up_proj`
 [experts, 2 * size, hidden], or `experts.up_proj` [experts, size, hidden] if they have no gates, and `experts.down_proj`
 [experts, hidden, size]. gpt-oss stores the transposed matrices, [experts, hidden, 2 * size] with gate and up
-interleaved, and stacks the biases too (`experts.gate_up_proj_bias`). Its MXFP4 tensors are not transposed: `experts.gate_up_proj_blocks` [experts, 2 * size, blocks, 16] and
-`experts.gate_up_proj_scales` [experts, 2 * size, blocks], with rows of gate and up interleaved.
+interleaved, and stacks the biases too (`experts.gate_up_proj_bias`). Its MXFP4 tensors are not transposed:
+`experts.gate_up_proj_blocks` [experts, 2 * size, blocks, 16] and `experts.gate_up_proj_scales`
+[experts, 2 * size, blocks], with rows of gate and up interleaved.
 """
 
 from __future__ import annotations

@@ -78,6 +78,11 @@ def test_a_model_without_pages_keeps_states_and_is_no_encoder() -> None:
     assert not config.scheduler.is_encoder and config.cache.states is not None
     assert config.cache.states.num_checkpoints > 100
     assert settle(CPU, groups=(), specs=()).scheduler.is_encoder
+    for machine in (CPU, GPU):  # a number of pages says nothing about checkpoints
+        assert settle(machine, groups=(), num_pages=600).cache.states == settle(machine, groups=()).cache.states
+    assert settle(CPU, groups=(), num_pages=600, num_checkpoints=5).cache.states.num_checkpoints == 5
+    with pytest.raises(InvalidOption, match="both given"):
+        settle(CPU, groups=(), num_pages=600, kv_cache_memory="1GiB")
 
 
 def test_checkpoints_follow_the_options() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,6 +61,13 @@ def check(llm: LLM, wanted: list[Any], params: SamplingParams = GREEDY) -> None:
             for step, expected in zip(sample.logprobs, other.logprobs[: params.max_tokens], strict=True):
                 assert all(abs(step[token].logprob - expected[token].logprob) < 1e-9 for token in expected)
     llm.core.scheduler.check()
+
+
+def test_a_number_of_pages_leaves_checkpoints_to_a_model_without_attention(tmp_path: Path) -> None:
+    with make(str(write_tiny(tmp_path, "mamba2", torch.float64)), num_checkpoints=None) as llm:
+        for cached in (0, 128):
+            (result,) = llm.generate([TEXT[:140]], SHORT, use_tqdm=False)
+            assert result.num_cached_tokens == cached
 
 
 CELLS: dict[str, dict[str, Any]] = {

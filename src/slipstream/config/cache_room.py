@@ -37,7 +37,7 @@ def choose_num_checkpoints(
     options: Options, states: StateSize, size: CacheSize, other_bytes: int, max_num_seqs: int, machine: Machine
 ) -> int:
     """Checkpoints of recurrent states. `other_bytes`: all memory except pages and checkpoints."""
-    if options.num_pages is not None:
+    if options.num_pages is not None and size.groups:  # a model without attention has no pages to size them by
         pages = size.num_bytes(positive("num_pages", options.num_pages) + 1)
         return states.num_checkpoints(max_num_seqs, beside=pages)
     if options.kv_cache_memory is not None:

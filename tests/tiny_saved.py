@@ -52,6 +52,17 @@ SAVED: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 """Families whose checkpoints the library saves itself."""
+NEMOTRON_3 = {
+    "layers_block_type": ["mamba", "moe", "attention", "moe"],
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "moe_shared_expert_intermediate_size": 56,
+    "routed_scaling_factor": 1.5,
+    "n_group": 3,
+    "topk_group": 2,
+}
+"""Fields of Nemotron 3 for "nemotron_h"."""
 
 
 def save_model(folder: Path, dtype: torch.dtype, seed: int, kind: str = "AutoModelForCausalLM") -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from slipstream import LLM, SamplingParams
 from tiny import write_tiny
+from tiny_saved import NEMOTRON_3
 
 pytestmark = pytest.mark.cuda
 
@@ -35,6 +36,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "bamba": ("bamba", {}),
     "falcon_h1": ("falcon_h1", {}),
     "nemotron_h": ("nemotron_h", {}),
+    "nemotron_3_latent": ("nemotron_h", {**NEMOTRON_3, "moe_latent_size": 24}),
     "jamba": ("jamba", {}),
     "lfm2": ("lfm2", {}),
     "lfm2_moe": ("lfm2_moe", {}),

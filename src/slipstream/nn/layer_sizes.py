@@ -52,6 +52,8 @@ def _expert_elements(feed: ExpertShape, hidden_size: int, on_cpu: bool) -> int:
     """Router scores of a token and the rows of its chosen experts, and the shared expert's."""
     router = 8 * feed.num_experts  # logits, float32 scores, their sum with a bias, and groups
     shared = 0 if feed.shared is None else 3 * feed.shared.size
+    latent = 2 * feed.latent_size  # the inputs of the experts, and their sum
+    hidden_size = feed.latent_size or hidden_size
     if on_cpu:  # sorted inputs, outputs in both orders, weighted in float32; gate, up and product of one expert
-        return router + shared + feed.router.top_k * 6 * hidden_size + 3 * feed.size
-    return router + shared + feed.router.top_k * (2 * hidden_size + feed.size)
+        return router + shared + latent + feed.router.top_k * 6 * hidden_size + 3 * feed.size
+    return router + shared + latent + feed.router.top_k * (2 * hidden_size + feed.size)

@@ -238,6 +238,8 @@ class ExpertShape:
     correction_bias: bool = False  # the checkpoint has a bias that changes which experts are chosen
     shared: MlpShape | None = None  # an MLP that every token passes
     shared_gate: bool = False  # a sigmoid gate scales its output
+    latent_size: int = 0  # the routed experts read and write so many values per token, between two projections; 0: none
+    latent_bias: bool = False  # of these projections
     shard: ExpertShard | None = None  # the part of the experts that this rank has; None: all. Sizes are of the whole
 
 

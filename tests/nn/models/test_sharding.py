@@ -16,6 +16,7 @@ from slipstream.nn.models import load as loading
 from thread_ranks import run_ranks
 from tiny import write_tiny
 from tiny_gguf import K_SIZES, write_gguf
+from tiny_saved import NEMOTRON_3
 
 STEPS = [{"a": [3, 1, 4, 1, 5, 9, 2], "b": [6, 5, 3, 5]}, {"a": [8], "b": [9]}, {"a": [7], "b": [9, 3, 2]}]
 
@@ -73,6 +74,7 @@ def logits_of(model):
         ("falcon_h1", {}, 2),
         ("nemotron_h", {}, 2),  # a norm in groups
         ("nemotron_h", {}, 4),  # groups that span ranks
+        ("nemotron_h", {**NEMOTRON_3, "moe_latent_size": 24, "mlp_bias": True}, 2),  # experts between projections
         ("jamba", {}, 2),
         ("lfm2", {}, 2),
         ("lfm2_moe", {}, 2),
@@ -82,9 +84,12 @@ def test_ranks_compute_the_logits_of_the_whole_model(tmp_path, family, changes, 
     check_ranks(write_tiny(tmp_path, family, **changes), num_ranks)
 
 
-@pytest.mark.parametrize(("family", "num_ranks"), [("qwen3_moe", 2), ("mixtral", 2), ("glm4_moe", 4)])
+@pytest.mark.parametrize(
+    ("family", "num_ranks"), [("qwen3_moe", 2), ("mixtral", 2), ("glm4_moe", 4), ("nemotron_h", 2)]
+)
 def test_ranks_with_whole_experts_compute_the_logits_of_the_whole_model(tmp_path, family, num_ranks):
-    check_ranks(write_tiny(tmp_path, family), num_ranks, by_expert=True)
+    changes = {**NEMOTRON_3, "moe_latent_size": 24} if family == "nemotron_h" else {}
+    check_ranks(write_tiny(tmp_path, family, **changes), num_ranks, by_expert=True)
 
 
 @pytest.mark.parametrize("method", METHODS)

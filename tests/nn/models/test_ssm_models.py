@@ -19,7 +19,7 @@ from slipstream.errors import BadCheckpoint, UnsupportedModel
 from slipstream.nn.layers import ssm
 from slipstream.nn.models.registry import find_shape
 from tiny import write_tiny, write_weights
-from tiny_saved import SAVED
+from tiny_saved import NEMOTRON_3, SAVED
 
 LENGTHS = {"a": 100, "b": 70}
 ODD = [{"b": 1, "a": 50}, {"a": 1, "b": 50}, {"b": 1, "a": 29}, {"a": 1, "b": 1}, {"b": 17, "a": 19}]
@@ -32,19 +32,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon_h1 norm first": ("falcon_h1", {"mamba_rms_norm": True, "projectors_bias": True}),
     "falcon_h1 gate first": ("falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": False}),
     "nemotron_h biased": ("nemotron_h", {"use_bias": True, "mlp_bias": True}),
-    "nemotron 3": (
-        "nemotron_h",
-        {
-            "layers_block_type": ["mamba", "moe", "attention", "moe"],
-            "n_routed_experts": 6,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 40,
-            "moe_shared_expert_intermediate_size": 56,
-            "routed_scaling_factor": 1.5,
-            "n_group": 3,
-            "topk_group": 2,
-        },
-    ),
+    "nemotron 3": ("nemotron_h", NEMOTRON_3),
+    "nemotron 3 latent": ("nemotron_h", {**NEMOTRON_3, "moe_latent_size": 24}),
+    "nemotron 3 latent biased": ("nemotron_h", {**NEMOTRON_3, "moe_latent_size": 24, "mlp_bias": True}),
     "jamba dense": ("jamba", {"num_experts": 1}),
     "lfm2 biased": ("lfm2", {"conv_bias": True, "block_auto_adjust_ff_dim": False}),
     "lfm2_moe plain router": ("lfm2_moe", {"use_expert_bias": False, "norm_topk_prob": False, "num_dense_layers": 0}),
@@ -166,7 +156,7 @@ def test_fields_of_nemotron_h_under_their_older_names(tmp_path: Path) -> None:
         ("granite_moe_hybrid", {"layer_types": ["mamba"]}, BadCheckpoint, "kinds of its 3 layers"),
         ("falcon_h1", {"attention_bias": True}, UnsupportedModel, "attention_in_multiplier"),
         ("falcon_h1", {"mamba_proj_bias": True}, UnsupportedModel, "ssm_in_multiplier"),
-        ("nemotron_h", {"layers_block_type": ["moe"], "moe_latent_size": 8}, UnsupportedModel, "moe_latent_size"),
+        ("nemotron_h", {**NEMOTRON_3, "moe_latent_size": 0}, BadCheckpoint, "no moe_latent_size"),
         ("nemotron_h", {"layers_block_type": ["mamba", "pool"]}, BadCheckpoint, "pool"),
         ("lfm2", {"layer_types": ["conv"]}, BadCheckpoint, "layer_types"),
         ("mamba2", {"is_causal": False}, UnsupportedModel, "recurrent layers"),

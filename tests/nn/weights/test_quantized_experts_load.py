@@ -20,6 +20,7 @@ from slipstream.nn.quantized.weight import QuantizedWeight
 from slipstream.nn.weight_format import Weight
 from slipstream.ops.moe.reference import matrix_of
 from tiny import write_tiny, write_weights
+from tiny_saved import NEMOTRON_3
 
 MOE = dict(moe_intermediate_size=64, num_experts=4)
 
@@ -67,6 +68,16 @@ def test_weights_are_those_of_the_numbers(method: str, storage: str, tmp_path: P
     assert isinstance(feed.gate_up, QuantizedWeight) == (storage == "quantised")
     if storage == "quantised" and method == "fp8 tensor":
         assert expert_matrices(feed.down, 4).input_scale is not None
+
+
+@pytest.mark.parametrize("method", ["fp8 block", "w4a16 zeros"])
+def test_experts_between_projections(method: str, storage: str, tmp_path: Path) -> None:
+    latent = NEMOTRON_3 | dict(moe_latent_size=64, moe_intermediate_size=64, moe_shared_expert_intermediate_size=64)
+    folder, plain = (write_tiny(tmp_path / name, "nemotron_h", **latent) for name in ("q", "plain"))
+    write_weights(plain, quantize(folder, method, skip="mamba"))
+    feed = check(folder, plain).layers[1].mlp
+    for part in (feed.gate_up, feed.into_latent.weight, feed.from_latent.weight):
+        assert isinstance(part, QuantizedWeight) == (storage == "quantised")
 
 
 def test_mxfp4_is_what_transformers_reads(storage: str, tmp_path: Path) -> None:

@@ -50,7 +50,8 @@ class Experts(RankedLayer):
 
     Weights of all experts are stacked: [experts, 2 * size, hidden] and [experts, hidden, size], in the model's dtype or
     quantised.
-    Experts without gates have half as many rows in the first. With a shard, they are those of this rank.
+    Experts without gates have half as many rows in the first. With a shard, they are those of this rank. With a latent
+    size, it is their hidden size: they run between two projections, which are whole on every rank.
     """
 
     leaves_sum = False  # whether `after_norm` may return `UnsummedExperts`
@@ -59,6 +60,7 @@ class Experts(RankedLayer):
         super().__init__()
         self.shape = shape
         hidden, dtype = layout.hidden_size, layout.dtype
+        width = self.width = shape.latent_size or hidden
         format = layout.format_of(f"{name}.experts")
         self.batch_invariant = format.batch_invariant
         plain: WeightFormat = BatchInvariant(dtype) if self.batch_invariant else Unquantized(dtype)
@@ -71,10 +73,16 @@ class Experts(RankedLayer):
         if shape.shard is not None and shape.shard.kind == "inner":
             self.size //= shape.shard.size
         num_rows = len(self.parts) * self.size
-        self.gate_up = self._new_matrices(format, count, num_rows, hidden, dtype)
-        self.down = self._new_matrices(format, count, hidden, self.size, dtype)
+        self.gate_up = self._new_matrices(format, count, num_rows, width, dtype)
+        self.down = self._new_matrices(format, count, width, self.size, dtype)
         self.gate_up_bias = new_parameter(count, num_rows, dtype=dtype) if shape.bias else None
-        self.down_bias = new_parameter(count, hidden, dtype=dtype) if shape.bias else None
+        self.down_bias = new_parameter(count, width, dtype=dtype) if shape.bias else None
+        self.into_latent: Linear | None = None
+        self.from_latent: Linear | None = None
+        if shape.latent_size:
+            into, back = (layout.format_of(f"{name}.{part}") for part in ("into_latent", "from_latent"))
+            self.into_latent = Linear(hidden, {"": width}, shape.latent_bias, into, dtype)
+            self.from_latent = Linear(width, {"": hidden}, shape.latent_bias, back, dtype)
         self.shared: Mlp | PlainMlp | None = None
         if shape.shared is not None:
             self.shared = (Mlp if shape.shared.gated else PlainMlp)(f"{name}.shared", shape.shared, layout)
@@ -95,7 +103,7 @@ class Experts(RankedLayer):
         `UnsummedExperts`."""
         routing = self.choose(logits, context)
         shared = None if self.shared is None else partial(self._run_shared, x, context)
-        if self.leaves_sum and self.shape.shard is None:
+        if self.leaves_sum and self.shape.shard is None and self.from_latent is None:
             unsummed = unsummed_experts(x, routing, *self._matrices(), shared)
             if unsummed is not None:
                 return unsummed
@@ -135,12 +143,19 @@ class Experts(RankedLayer):
         shared: Callable[[], SharedOutput] | None = None,
     ) -> torch.Tensor:
         """The routed experts, and the shared one if given."""
-        shard = self.shape.shard
-        if shard is None:
+        if self.shape.shard is None and self.from_latent is None:
             return self._compute(x, routing, shared, None if shared is None else self._shared_matrices(context))
-        num_experts, num_exchanged = self.shape.num_experts, context.exchanged_tokens
-        routed = run_on_ranks(x, routing, self._compute, shard, num_experts, self.ranks, num_exchanged)
+        if self.into_latent is None or self.from_latent is None:
+            routed = self._run_routed(x, routing, context)
+        else:
+            routed = self.from_latent(self._run_routed(self.into_latent(x, context), routing, context), context)
         return routed if shared is None else shared().added_to(routed)
+
+    def _run_routed(self, x: torch.Tensor, routing: Routing, context: ForwardContext) -> torch.Tensor:
+        shard, num_experts, num_exchanged = self.shape.shard, self.shape.num_experts, context.exchanged_tokens
+        if shard is None:
+            return self._compute(x, routing)
+        return run_on_ranks(x, routing, self._compute, shard, num_experts, self.ranks, num_exchanged)
 
     def _compute(
         self,
@@ -202,13 +217,13 @@ class Experts(RankedLayer):
             yield "correction_bias", WeightTarget((self.shape.num_experts,), self._fill_correction)
 
     def _quantized_targets(self, gate_up: Weight, down: Weight) -> Iterator[tuple[str, WeightTarget]]:
-        hidden, num_rows = self.router.num_inputs, len(self.parts) * self.size
+        num_rows = len(self.parts) * self.size
         for expert in range(self.shape.num_experts):
             own = expert - self.first
             for index, part in enumerate(self.parts):
                 for kind, target in gate_up.targets(own * num_rows + index * self.size, self.size):
                     yield f"experts.{expert}.{part}.{kind}", self._divided(target, own, 0)
-            for kind, target in down.targets(own * hidden, hidden):
+            for kind, target in down.targets(own * self.width, self.width):
                 yield f"experts.{expert}.down.{kind}", self._divided(target, own, 1)
 
     def _divided(self, target: WeightTarget, own: int, dim: int) -> WeightTarget:

@@ -66,11 +66,6 @@ def nemotron_h_shape(info: ModelInfo) -> DecoderShape:
 
 def _experts(info: ModelInfo, mlp: MlpShape) -> ExpertShape:
     extra = info.extra
-    if extra.get("moe_latent_size") is not None:
-        raise UnsupportedModel(
-            f"{info.architecture} has experts behind a projection to {extra['moe_latent_size']} values "
-            "(moe_latent_size), which are not supported; run a model whose experts read the hidden state"
-        )
     if mlp.activation != "relu2":
         raise UnsupportedModel(f"{info.architecture} has experts with {mlp.activation}; only relu2 is built")
     rule = RouterRule(
@@ -84,7 +79,15 @@ def _experts(info: ModelInfo, mlp: MlpShape) -> ExpertShape:
     )
     experts = expert_shape(info, needed_number(info, "moe_intermediate_size"), rule)
     shared = replace(mlp, size=needed_number(info, "moe_shared_expert_intermediate_size"))
-    return replace(experts, gate="relu2", correction_bias=True, shared=shared)
+    latent = 0 if extra.get("moe_latent_size") is None else needed_number(info, "moe_latent_size")
+    return replace(
+        experts,
+        gate="relu2",
+        correction_bias=True,
+        shared=shared,
+        latent_size=latent,
+        latent_bias=bool(latent) and info.mlp_bias,
+    )
 
 
 def _layer_kinds(info: ModelInfo) -> list[str]:
@@ -113,6 +116,8 @@ def nemotron_h_rules(shape: DecoderShape) -> Rules:
         f"{mixer}.gate.weight": "layers.{n}.mlp.router.weight",
         f"{mixer}.gate.e_score_correction_bias": "layers.{n}.mlp.correction_bias",
         f"{mixer}.experts.{{e}}.{{part}}_proj.{{kind}}": "layers.{n}.mlp.experts.{e}.{part}.{kind}",
+        f"{mixer}.fc1_latent_proj.{{kind}}": "layers.{n}.mlp.into_latent.{kind}",
+        f"{mixer}.fc2_latent_proj.{{kind}}": "layers.{n}.mlp.from_latent.{kind}",
         f"{mixer}.shared_experts.{{part}}_proj.{{kind}}": "layers.{n}.mlp.shared.{part}.{kind}",
         f"{mixer}.up_proj.{{kind}}": "layers.{n}.mlp.up.{kind}",
         f"{mixer}.down_proj.{{kind}}": "layers.{n}.mlp.down.{kind}",

@@ -162,6 +162,23 @@ def test_groups_of_one_expert_have_no_best_two() -> None:
     find_shape(model_info_from_config(by_best))  # scored by its best one
 
 
+@pytest.mark.parametrize(
+    ("facts", "error", "words"),
+    [
+        ({"altup_num_inputs": 1}, UnsupportedModel, "altup_num_inputs is 1"),
+        ({"altup_active_idx": 3}, BadCheckpoint, "altup_active_idx is 3, and there are 3 streams"),
+        ({"altup_active_idx": -1}, BadCheckpoint, "altup_active_idx is -1"),
+    ],
+)
+def test_streams_of_gemma_3n_that_cannot_be_are_named(
+    facts: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    config = {**_COMMON, **_FAMILIES["gemma3n"], "model_type": "gemma3n_text"}
+    find_shape(model_info_from_config(config | {"altup_active_idx": 2}))
+    with pytest.raises(error, match=words):
+        find_shape(model_info_from_config(config | facts))
+
+
 def test_what_we_do_not_run_is_named() -> None:
     with pytest.raises(UnsupportedModel, match="RwkvForCausalLM is not an architecture we run"):
         shape("RwkvForCausalLM")

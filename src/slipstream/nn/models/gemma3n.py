@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from slipstream.config.model_info import ModelInfo
-from slipstream.errors import BadCheckpoint
+from slipstream.errors import BadCheckpoint, UnsupportedModel
 from slipstream.nn.models.decoder_shape import DecoderShape, RopeShape
 from slipstream.nn.models.gemma import GEMMA_NORMS
 from slipstream.nn.models.llama import llama_attention, llama_mlp, llama_rules, llama_shape
@@ -39,19 +39,14 @@ _ALTUP_NAMES: dict[str, str | None] = {
 
 
 def gemma3n_shape(info: ModelInfo) -> DecoderShape:
-    extra, num_layers = info.extra, info.num_layers
+    num_layers = info.num_layers
     windows = layer_windows(info, lambda layer: (layer + 1) % 5 != 0)
     sources = kv_sources(info, windows)
     attention = replace(llama_attention(info), scale=1.0, qk_norm="heads", value_norm=True)
     mlp = replace(llama_mlp(info), activation=info.activation)
     sizes = _by_layer(info, "intermediate_size", info.ffn_size)
     sparsities = _by_layer(info, "activation_sparsity_pattern", [0.95] * 10 + [0.0] * (num_layers - 10))
-    altup = AltUpShape(
-        num_streams=needed_number(info, "altup_num_inputs"),
-        active=int(extra.get("altup_active_idx", 0)),
-        scaled=bool(extra.get("altup_correct_scale", True)),
-        laurel_rank=needed_number(info, "laurel_rank"),
-    )
+    altup = _altup_shape(info)
     size = needed_number(info, "hidden_size_per_layer_input")
     shape = llama_shape(info, attention, mlp, windows=windows, norm_after=True)
     layers = tuple(
@@ -69,6 +64,23 @@ def gemma3n_shape(info: ModelInfo) -> DecoderShape:
     shape = with_gemma_ends(replace(shape, layers=layers), info, size)
     assert shape.layer_inputs is not None
     return replace(shape, layer_inputs=replace(shape.layer_inputs, rounded=True))
+
+
+def _altup_shape(info: ModelInfo) -> AltUpShape:
+    num_streams, active = needed_number(info, "altup_num_inputs"), int(info.extra.get("altup_active_idx", 0))
+    if num_streams < 2:
+        raise UnsupportedModel(f"{info.architecture}: altup_num_inputs is {num_streams}; 2 or more streams are run")
+    if not 0 <= active < num_streams:
+        raise BadCheckpoint(
+            f"config.json of {info.architecture} has a wrong value: altup_active_idx is {active}, and there are "
+            f"{num_streams} streams (altup_num_inputs), counted from 0"
+        )
+    return AltUpShape(
+        num_streams=num_streams,
+        active=active,
+        scaled=bool(info.extra.get("altup_correct_scale", True)),
+        laurel_rank=needed_number(info, "laurel_rank"),
+    )
 
 
 def with_gemma_ends(shape: DecoderShape, info: ModelInfo, input_size: int, head_dim: int = 0) -> DecoderShape:

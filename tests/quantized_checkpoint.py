@@ -124,7 +124,9 @@ def awq(rows: int, columns: int, generator: torch.Generator) -> tuple[Tensors, t
     return parts, _meant(q, zeros, scale)
 
 
-def gptq(bits: int, symmetric: bool, act_order: bool) -> Packer:
+def gptq(bits: int, symmetric: bool, act_order: bool, subtracted: int = 1) -> Packer:
+    """`subtracted`: by which stored zeros are less than those they mean; 0 in the second version of the format."""
+
     def pack(rows: int, columns: int, generator: torch.Generator) -> tuple[Tensors, torch.Tensor]:
         q, zeros, scale = _integers(rows, columns, bits, generator)
         if symmetric:
@@ -134,7 +136,7 @@ def gptq(bits: int, symmetric: bool, act_order: bool) -> Packer:
             groups = groups[torch.randperm(columns, generator=generator)]
         parts = {
             "qweight": _pack(q, bits).t(),
-            "qzeros": _pack((zeros - 1).t(), bits),
+            "qzeros": _pack((zeros - subtracted).t(), bits),
             "scales": scale.t(),
             "g_idx": groups.int(),
         }
@@ -208,6 +210,10 @@ METHODS: dict[str, tuple[dict[str, Any], Packer]] = {
     ),
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}, awq),
     "gptq 4": ({"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": False}, gptq(4, False, False)),
+    "gptq v2": (
+        {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": False, "checkpoint_format": "gptq_v2"},
+        gptq(4, False, False, subtracted=0),
+    ),
     "gptq 8 sym": ({"quant_method": "gptq", "bits": 8, "group_size": GROUP, "sym": True}, gptq(8, True, False)),
     "gptq act-order": (
         {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": True, "desc_act": True},

@@ -13,11 +13,13 @@ from slipstream.config.gguf_info import gguf_model_info
 from slipstream.config.locate import LocatedModel, locate
 from slipstream.config.model_info import ModelInfo, read_model_info
 from slipstream.config.options import Options
+from slipstream.config.quantization import choose_quantization
 from slipstream.config.weight_files import require_weights
 from slipstream.errors import InvalidOption, ModelError
 from slipstream.nn.models.decoder_shape import DecoderShape
 from slipstream.nn.models.dflash import check_block, dflash_taps
 from slipstream.nn.models.draft_layout import (
+    check_mtp_tensors,
     dflash_shape_of,
     eagle3_shape_of,
     eagle_shape_of,
@@ -55,9 +57,11 @@ def settle_draft(
     try:
         located = located if drafts.model is None else locate(drafts.model)
         method, own = drafts.method, info
-        if method != "mtp":
+        if method == "mtp":  # a part of the engine's model, with its formats
+            quantization = choose_quantization(options.quantization, own.quantization, located.kind == "gguf")
+        else:
             own = _read(options, located)
-            method = _find_method(drafts, own, located.name)
+            method, quantization = _find_method(drafts, own, located.name), own.quantization
         if method == "draft_model" and options.load_format != "dummy" and located.kind != "gguf":
             own = as_stored(own, located.path)
         model = ModelConfig(
@@ -71,7 +75,7 @@ def settle_draft(
             seed=options.seed,
             keeps_bfloat16=options.dtype == "auto",
             deterministic=options.deterministic,
-            quantization=own.quantization,
+            quantization=quantization,
             num_ranks=options.tensor_parallel_size,
             by_expert=options.enable_expert_parallel,
         )
@@ -103,12 +107,16 @@ def _find(method: str, model: ModelConfig, info: ModelInfo) -> tuple[DecoderShap
         return _check(model.info, model.name, info), ()
     if model.load_format == "gguf":
         raise InvalidOption(f"drafts by {method} need a folder with safetensors; {model.name} is a .gguf file")
+    if method == "mtp":
+        shape = mtp_shape(info)
+        if model.load_format != "dummy":
+            check_mtp_tensors(model)
+        return shape, ()
     if model.quantization is not None:
         raise InvalidOption(
-            f"drafts by {method} need unquantised weights; {model.name} is quantised by {model.quantization.method}"
+            f"drafts by {method} need a head with unquantised weights; {model.name} is quantised by "
+            f"{model.quantization.method}"
         )
-    if method == "mtp":
-        return mtp_shape(info), ()
     target = find_shape(info)
     if not isinstance(target, DecoderShape):
         raise InvalidOption(f"drafts by {method} are for models that generate text")

@@ -139,11 +139,11 @@ _DEEPSEEK = MtpFamily(
     names={
         "enorm.weight": "embed_norm.weight",
         "hnorm.weight": "hidden_norm.weight",
-        "eh_proj.weight": "projection.weight",
+        "eh_proj.{kind}": "projection.{kind}",
         "shared_head.norm.weight": "norm.weight",
         # copies of the target's
-        "shared_head.head.weight": None,
-        "embed_tokens.weight": None,
+        "shared_head.head.{kind}": None,
+        "embed_tokens.{kind}": None,
     },
     feeds_normed=False,
 )
@@ -154,7 +154,7 @@ _QWEN = MtpFamily(
     names={
         "pre_fc_norm_embedding.weight": "embed_norm.weight",
         "pre_fc_norm_hidden.weight": "hidden_norm.weight",
-        "fc.weight": "projection.weight",
+        "fc.{kind}": "projection.{kind}",
         "norm.weight": "norm.weight",
     },
     feeds_normed=True,

@@ -19,7 +19,7 @@ from slipstream.nn.models.dflash import DFlashModel, DFlashShape, dflash_rules, 
 from slipstream.nn.models.draft_head import MTP, HeadRules, MtpHead
 from slipstream.nn.models.eagle import EagleHead, EagleShape, eagle_rules, eagle_shape
 from slipstream.nn.models.eagle3 import Eagle3Head, Eagle3Shape, eagle3_rules, eagle3_shape
-from slipstream.nn.models.load import choose_formats, open_model
+from slipstream.nn.models.load import choose_formats, open_model, open_stored
 from slipstream.nn.models.measure import weight_bytes
 from slipstream.nn.models.registry import find_rules, find_shape
 from slipstream.nn.models.sharding import shard_shape
@@ -53,6 +53,17 @@ def mtp_shape(info: ModelInfo) -> DecoderShape:
         )
     with_attention = (layer for layer in reversed(shape.layers) if isinstance(layer.mixers[0], AttentionShape))
     return replace(shape, layers=(next(with_attention),))
+
+
+def check_mtp_tensors(model: ModelConfig) -> None:
+    """Raises BadCheckpoint if the checkpoint has no tensor of the MTP layer that its config.json describes."""
+    family = MTP[family_name(model.info.architecture)]
+    root = family.root(model.info.num_layers)
+    if not any(tensor.name.startswith(root) for tensor in open_folder(Path(model.path))):
+        raise BadCheckpoint(
+            f"{model.name} has no tensor of its MTP layer ({root}*), which quantised checkpoints often leave out; "
+            "choose another method, or a checkpoint that has it"
+        )
 
 
 def eagle3_shape_of(model: ModelConfig, target: DecoderShape) -> Eagle3Shape:
@@ -90,6 +101,8 @@ def _stored_names(model: ModelConfig) -> list[str] | None:
 def lay_out_attached(config: DraftModelConfig, target: DecoderShape, device: torch.device) -> AttachedModel:
     """The drafter's model with every tensor's shape and dtype, and no memory yet."""
     model = config.model
+    if config.method == "mtp":
+        return _lay_out_mtp(model, device)
     formats = choose_formats(model, device, is_encoder=False)
     dtype = getattr(torch, model.dtype)
     if config.method == "eagle3":
@@ -100,12 +113,17 @@ def lay_out_attached(config: DraftModelConfig, target: DecoderShape, device: tor
         eagle = eagle_shape_of(model, target)
         eagle = replace(eagle, decoder=local_draft_shape(model, eagle.decoder))
         return EagleHead(eagle, model.max_model_len, dtype, formats)
-    if config.method == "dflash":
-        dflash = dflash_shape_of(model, target)
-        dflash = replace(dflash, decoder=local_draft_shape(model, dflash.decoder))
-        return DFlashModel(dflash, model.max_model_len, dtype, formats)
+    assert config.method == "dflash"
+    dflash = dflash_shape_of(model, target)
+    dflash = replace(dflash, decoder=local_draft_shape(model, dflash.decoder))
+    return DFlashModel(dflash, model.max_model_len, dtype, formats)
+
+
+def _lay_out_mtp(model: ModelConfig, device: torch.device) -> MtpHead:
     family = MTP[family_name(model.info.architecture)]
     shape = local_draft_shape(model, mtp_shape(model.info))
+    formats = choose_formats(model, device, is_encoder=False, stored=lambda: _mtp_source(model, shape))
+    dtype = getattr(torch, model.dtype)
     return MtpHead(shape, model.max_model_len, dtype, formats, feeds_normed=family.feeds_normed)
 
 
@@ -145,13 +163,18 @@ def open_draft(
 
 
 def _source(config: DraftModelConfig, attached: AttachedModel) -> tuple[WeightSource, Rules]:
-    info, folder = config.model.info, open_folder(Path(config.model.path))
+    if config.method == "mtp":
+        return _mtp_source(config.model, attached.shape)
+    folder = open_folder(Path(config.model.path))
     if config.method == "eagle3":
         return folder, eagle3_rules()
     if config.method == "eagle":
         return folder, eagle_rules()
-    if config.method == "dflash":
-        return folder, dflash_rules()
-    source = UnstackedSource(folder, attached.shape.transposed_experts)
-    family = MTP[family_name(info.architecture)]
-    return source, HeadRules(family.root(info.num_layers), family.layer, family.names, find_rules(info, attached.shape))
+    return folder, dflash_rules()
+
+
+def _mtp_source(model: ModelConfig, shape: DecoderShape) -> tuple[WeightSource, Rules]:
+    family = MTP[family_name(model.info.architecture)]
+    root, of_layer = family.root(model.info.num_layers), find_rules(model.info, shape)
+    source = UnstackedSource(open_stored(model), shape.transposed_experts)
+    return source, HeadRules(root, family.layer, family.names, of_layer)

@@ -39,7 +39,7 @@ from slipstream.nn.weight_format import FormatOf, Unquantized, WeightFormat, Wei
 from slipstream.nn.weights.dummy import DummySource
 from slipstream.nn.weights.gguf import GgufSource
 from slipstream.nn.weights.load import few, fill_targets, find_targets, match_targets
-from slipstream.nn.weights.quantized import QuantizedSource, find_quantized
+from slipstream.nn.weights.quantized import QuantizedSource, StoredWeight, find_quantized
 from slipstream.nn.weights.rules import Rules
 from slipstream.nn.weights.safetensors import open_file, open_folder
 from slipstream.nn.weights.source import SourceTensor, WeightSource
@@ -53,6 +53,8 @@ log = logging.getLogger(__name__)
 
 Empty = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 """Allocates an uninitialised tensor."""
+Stored = Callable[[], tuple[WeightSource, Rules]]
+"""Opens the tensors of a checkpoint, with the rules that map their names to ours."""
 
 
 def load_model(config: ModelConfig, device: torch.device, progress: bool = False) -> Decoder | Encoder:
@@ -214,11 +216,14 @@ def stays_low_bit(config: ModelConfig, device: str) -> bool:
     )
 
 
-def choose_formats(config: ModelConfig, device: torch.device, *, is_encoder: bool) -> FormatOf:
-    """The format of each weight, by its name in the model."""
+def choose_formats(
+    config: ModelConfig, device: torch.device, *, is_encoder: bool, stored: Stored | None = None
+) -> FormatOf:
+    """The format of each weight, by its name in the model. `stored`: the tensors of a drafter inside the checkpoint of
+    another model, which may be quantised or not; None: those of the config's own model."""
     dtype = getattr(torch, config.dtype)
     if config.quantization is not None:
-        return _quantized_formats(config, config.quantization, device)
+        return _quantized_formats(config, config.quantization, device, stored)
     format: WeightFormat = Unquantized(dtype)
     if config.deterministic:
         format = BatchInvariant(dtype)
@@ -236,7 +241,9 @@ def choose_formats(config: ModelConfig, device: torch.device, *, is_encoder: boo
     return lambda name: format
 
 
-def _quantized_formats(config: ModelConfig, quantization: Quantization, device: torch.device) -> FormatOf:
+def _quantized_formats(
+    config: ModelConfig, quantization: Quantization, device: torch.device, stored: Stored | None
+) -> FormatOf:
     """Layers are quantised; embeddings and the projection to tokens only if the checkpoint's are."""
     dtype = getattr(torch, config.dtype)
     plain: WeightFormat = BatchInvariant(dtype) if config.deterministic else Unquantized(dtype)
@@ -253,24 +260,35 @@ def _quantized_formats(config: ModelConfig, quantization: Quantization, device: 
         last = ".experts" if quantization.only_experts else ""
         is_part = lambda name: name.startswith("layers.") and name.endswith(last)  # noqa: E731
         return lambda name: make(quantization, name) if is_part(name) else plain
+    found = _find_own(config, quantization) if stored is None else find_quantized(*stored(), quantization)
+    return lambda name: make(quantization, name, **found[name]._asdict()) if name in found else plain
+
+
+def _find_own(config: ModelConfig, quantization: Quantization) -> dict[str, StoredWeight]:
+    """The quantised weights of the config's own model. Raises BadCheckpoint if there are none."""
     rules = find_rules(config.info, find_local_shape(config.info, config.rank, config.num_ranks))
-    source = UnstackedSource(QuantizedSource(open_folder(Path(config.path)), quantization))
-    found = find_quantized(source, rules, quantization)
+    source = UnstackedSource(open_stored(config))
+    found = find_quantized(source, rules, quantization, config.info.num_layers)
     if not found:
         raise BadCheckpoint(
             f"config.json says that the weights are quantised by {quantization.method}, and none is: there is no "
             f"tensor named {marker(quantization)}; use the config of the weights"
         )
-    return lambda name: make(quantization, name, **found[name]._asdict()) if name in found else plain
+    return found
 
 
 def _open(config: ModelConfig, model: Decoder | Encoder) -> WeightSource:
     if config.load_format == "gguf":
         return GgufSource(GgufFile.open(config.path), config.info.num_heads, config.info.num_kv_heads)
+    return wrap_source(open_stored(config), model)
+
+
+def open_stored(config: ModelConfig) -> WeightSource:
+    """The tensors of a folder; those of a quantised checkpoint in the shapes that its format reads."""
     source = open_folder(Path(config.path))
     if config.quantization is not None and config.quantization.layout != "online":
         source = QuantizedSource(source, config.quantization)
-    return wrap_source(source, model)
+    return source
 
 
 def wrap_source(source: WeightSource, model: Decoder | Encoder) -> WeightSource:

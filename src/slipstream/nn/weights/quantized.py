@@ -18,6 +18,7 @@ from slipstream.errors import BadCheckpoint
 from slipstream.nn.quantized.layouts import NESTED, OPTIONAL, UNUSED, marker
 from slipstream.nn.weights.rules import Rules
 from slipstream.nn.weights.source import SourceTensor, WeightSource
+from slipstream.nn.weights.unused import is_past_layers
 
 _FP8 = ("F8_E4M3", "float8_e4m3fn")
 
@@ -79,8 +80,11 @@ class StoredWeight(NamedTuple):
     plain_parts: frozenset[str]  # parts that are not quantised, as a projection to gates beside those to heads
 
 
-def find_quantized(source: WeightSource, rules: Rules, quantization: Quantization) -> dict[str, StoredWeight]:
-    """The quantised weights by their names in the model."""
+def find_quantized(
+    source: WeightSource, rules: Rules, quantization: Quantization, num_layers: int | None = None
+) -> dict[str, StoredWeight]:
+    """The quantised weights by their names in the model. Raises BadCheckpoint for a quantised module without a rule,
+    unless its layer is beyond the `num_layers` of the model."""
     plain: list[str] = []
     found: dict[str, set[str]] = {}
     is_float8: dict[str, str] = {}
@@ -92,7 +96,7 @@ def find_quantized(source: WeightSource, rules: Rules, quantization: Quantizatio
         try:
             target = rules.rename(tensor.name)
         except KeyError:
-            if kind == sign:
+            if kind == sign and (num_layers is None or not is_past_layers(tensor.name, num_layers)):
                 raise BadCheckpoint(
                     f"{tensor.name}: {module} is quantised, which is not supported for this module; give the "
                     "unquantised checkpoint or one that leaves it out"

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from draft_spy import DraftSpy
+from quantized_checkpoint import quantize
 from slipstream import LLM, SamplingParams
 from slipstream.device.sync_check import watch
+from slipstream.nn.quantized.weight import QuantizedWeight
 from tiny import write_tiny
 from tiny_drafters import write_dflash, write_eagle3, write_few, write_mtp
 
@@ -90,3 +93,37 @@ def test_drafters_with_taps(tmp_path_factory, options, method):
     config = {"method": method, "model": str(head)}
     num_drafts, num_accepted = run(str(model), config, results, options)
     assert 0 < num_accepted < num_drafts
+
+
+QUANTIZED = {
+    "deepseek_v3": ("fp8 block", "eh_proj", dict(kv_lora_rank=512, qk_rope_head_dim=64, q_lora_rank=64, v_head_dim=16)),
+    "glm4_moe": ("fp8 channel", "no such module", {}),
+    "qwen3_next": ("w4a16", "linear_attn", dict(shared_expert_intermediate_size=64, head_dim=64)),
+}
+
+
+@pytest.mark.parametrize("family", QUANTIZED)
+def test_mtp_of_quantised_checkpoints(tmp_path, family):
+    """Most proposals are those with the weights dequantised, whose sums are rounded in other ways."""
+    method, skip, sizes = QUANTIZED[family]
+    model = write_mtp(tmp_path, family, moe_intermediate_size=64, intermediate_size=128, **sizes)
+    quantize(model, method, skip)
+    spec, found = {"method": "mtp", "num_speculative_tokens": 2}, []
+    many = [[i, *prompt] for prompt in PROMPTS for i in range(60, 66)]  # texts part where a token is another
+    for dequantize, eager in ((True, True), (False, True), (False, False)):
+        options = OPTIONS | dict(dtype="bfloat16", device="cuda", dequantize=dequantize, enforce_eager=eager)
+        with LLM(str(model), **options, depth=0 if eager else 2, speculative_config=spec) as llm:
+            llm.core.scheduler.drafts.length = None  # all plans have drafts, whatever they cost
+            head = llm.core.executor.drafter.model
+            assert any(isinstance(module, QuantizedWeight) for module in head.modules()) != dequantize
+            spy = DraftSpy(llm) if eager else None
+            llm.generate(many, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
+            if spy is not None:
+                found.append({tuple(tokens): drafts for tokens, drafts in spy.proposals})
+                continue
+            with watch() as log:
+                llm.generate(PROMPTS, ASKED[0])
+            assert not log.found and not llm.core.executor.graphs.gave_up
+    common = found[0].keys() & found[1].keys()
+    equal = sum(found[0][tokens][0] == found[1][tokens][0] for tokens in common)
+    assert len(common) > 20 and equal > 0.6 * len(common), f"{equal} of {len(common)}"

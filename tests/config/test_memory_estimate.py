@@ -8,6 +8,7 @@ import pytest
 from hand_cache import one_group
 from slipstream.config.activation_size import activation_bytes
 from slipstream.config.cache_room import LIBRARIES, fit_cache
+from slipstream.config.config import DraftModelConfig
 from slipstream.config.machine import Machine
 from slipstream.config.memory import MAX_DEQUANTIZED, estimate_memory
 from slipstream.config.model_info import ModelInfo, model_info_from_config
@@ -54,14 +55,18 @@ def test_a_step_has_room_for_a_dequantised_weight():
     one may be the projection to tokens, and is dequantised in parts."""
     config = settle(Machine("cuda", 79 * GIB, 80 * GIB, 8, ("bfloat16",)))
 
+    def quantized(quantization):
+        return msgspec.structs.replace(config.model, quantization=quantization)
+
     def hidden(quantization):
-        model = msgspec.structs.replace(config.model, quantization=quantization)
-        return estimate_memory(msgspec.structs.replace(config, model=model), 0).hidden
+        return estimate_memory(msgspec.structs.replace(config, model=quantized(quantization)), 0).hidden
 
     int4 = Quantization(method="awq", layout="awq", bits=4, group=128)
     largest = INFO.hidden_size * max(SIZES.widest, INFO.vocab_size)
     assert hidden(int4) - hidden(None) == min(largest, MAX_DEQUANTIZED) * 2 > INFO.hidden_size * SIZES.widest * 2
     assert hidden(ONLINE_FP8) == hidden(None)
+    draft = DraftModelConfig("draft_model", quantized(int4), first_site=28, page_bytes=0)
+    assert estimate_memory(msgspec.structs.replace(config, draft=draft), 0).hidden == hidden(int4)
 
 
 @pytest.mark.parametrize("more", ["rows", "tokens", "length"])

@@ -142,7 +142,8 @@ def estimate_memory(config: EngineConfig, weights: int) -> MemoryEstimate:
     if adapters is not None:
         hidden += adapted_bytes(config, adapters)
     if not on_cpu:
-        hidden += dequantized_bytes(config.model)
+        models = [config.model] if config.draft is None else [config.model, config.draft.model]
+        hidden += max(map(dequantized_bytes, models))
     captures = not on_cpu and not config.device.eager
     num_drafts = 0 if scheduler.drafts is None else scheduler.drafts.num_drafts
     masks = kept_masks = 0

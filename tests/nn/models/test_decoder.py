@@ -68,6 +68,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3n other streams": ("gemma3n", {"altup_num_inputs": 5, "altup_active_idx": 4}),
     "gemma4": ("gemma4", {}),
     "gemma4 unshared": ("gemma4", {"num_kv_shared_layers": 0, "attention_k_eq_v": False}),
+    "gemma4 equal heads": ("gemma4", {"global_head_dim": 16, "num_global_key_value_heads": 2}),
+    "gemma4 fewer heads": ("gemma4", {"global_head_dim": 16}),
     "gemma4 plain": ("gemma4", {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}),
     "gemma4 experts": ("gemma4", EXPERTS),
     "deepseek v2": ("deepseek_v2", {}),

@@ -162,6 +162,17 @@ def test_groups_of_one_expert_have_no_best_two() -> None:
     find_shape(model_info_from_config(by_best))  # scored by its best one
 
 
+def test_layers_of_gemma_4_are_numbered_with_leading_zeros_if_there_are_more_than_ten(tmp_path: Path) -> None:
+    kinds = [*["sliding_attention"] * 5, "full_attention"] * 2
+    folder = write_tiny(tmp_path, "gemma4", num_hidden_layers=12, layer_types=kinds)
+    config = json.loads((folder / "config.json").read_text())
+    assert set(config["per_layer_config"]) == {"05", "11"}
+    found = find_shape(model_info_from_config(config))
+    assert [mixer.head_dim for mixer in found.attentions] == [16, 16, 16, 16, 16, 32] * 2
+    with pytest.raises(UnsupportedModel, match="other layers than those"):
+        find_shape(model_info_from_config(config | {"per_layer_config": {"04": {"head_dim": 32}}}))
+
+
 @pytest.mark.parametrize(
     ("facts", "error", "words"),
     [

@@ -46,7 +46,7 @@ _NAMES: dict[str, str | None] = {
 
 
 def gemma4_shape(info: ModelInfo) -> DecoderShape:
-    windows = layer_windows(info, lambda layer: (layer + 1) % 6 != 0)
+    windows = layer_windows(info, lambda layer: (layer + 1) % 6 != 0 and layer + 1 < info.num_layers)
     if windows[-1]:
         raise BadCheckpoint("the last layer of Gemma 4 sees all positions; layer_types of config.json says otherwise")
     local = replace(llama_attention(info), scale=1.0, qk_norm="heads", value_norm=True, rope=1)
@@ -65,7 +65,8 @@ def gemma4_shape(info: ModelInfo) -> DecoderShape:
 
 
 def _global_attention(info: ModelInfo, windows: Sequence[int]) -> AttentionShape:
-    """The attention of layers without a window. Newer configs list what differs by layer, older ones have one value."""
+    """The attention of layers without a window. Newer configs list what differs by layer, if anything does; older ones
+    have one value."""
     extra = info.extra
     is_value = bool(extra.get("attention_k_eq_v"))
     fields: dict[str, Any] = {"head_dim": extra.get("global_head_dim") or 512}
@@ -74,15 +75,15 @@ def _global_attention(info: ModelInfo, windows: Sequence[int]) -> AttentionShape
     listed = extra.get("per_layer_config")
     if listed is not None:
         wide = [number for number, window in enumerate(windows) if not window]
-        if {int(number) for number in listed} != {*wide} or any(
-            fields != listed[str(wide[0])] for fields in listed.values()
-        ):
+        of_layer = {int(number): fields for number, fields in listed.items()}  # "05" beside "11"
+        fields = of_layer.get(wide[0], {})
+        if {*of_layer} - {*wide} or any(of_layer.get(number, {}) != fields for number in wide):
             raise UnsupportedModel(
                 "per_layer_config of config.json changes other layers than those without a window, "
                 "or not all of them alike, which is not supported"
             )
-        fields = listed[str(wide[0])]
-    head_dim, num_kv_heads = int(fields["head_dim"]), int(fields.get("num_key_value_heads") or info.num_kv_heads)
+    head_dim = int(fields.get("head_dim") or info.head_dim)
+    num_kv_heads = int(fields.get("num_key_value_heads") or info.num_kv_heads)
     if set(fields) - {"head_dim", "num_key_value_heads"}:
         raise UnsupportedModel(f"per_layer_config of config.json changes {sorted(fields)}; only heads are supported")
     return replace(

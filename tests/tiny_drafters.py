@@ -66,10 +66,10 @@ def write_eagle3(folder: Path, target: Path, draft_vocab: int | None = 60, **ove
     own vocabulary; None: it drafts all tokens with the target's projection."""
     folder.mkdir(parents=True, exist_ok=True)
     config = json.loads((target / "config.json").read_text())
-    vocab, size = config["vocab_size"], config["hidden_size"]
+    vocab, size, inner = config["vocab_size"], config["hidden_size"], overrides.get("intermediate_size", 80)
     own = {
         "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1,
-        "vocab_size": vocab, "draft_vocab_size": draft_vocab or vocab, "hidden_size": size, "intermediate_size": 80,
+        "vocab_size": vocab, "draft_vocab_size": draft_vocab or vocab, "hidden_size": size, "intermediate_size": inner,
         "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": HEAD_DIM, "rms_norm_eps": 1e-5,
         "max_position_embeddings": 64, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
     }  # fmt: skip
@@ -86,9 +86,9 @@ def write_eagle3(folder: Path, target: Path, draft_vocab: int | None = 60, **ove
         "midlayer.self_attn.k_proj.weight": random(HEAD_DIM, 2 * size),
         "midlayer.self_attn.v_proj.weight": random(HEAD_DIM, 2 * size),
         "midlayer.self_attn.o_proj.weight": random(size, 4 * HEAD_DIM),
-        "midlayer.mlp.gate_proj.weight": random(80, size),
-        "midlayer.mlp.up_proj.weight": random(80, size),
-        "midlayer.mlp.down_proj.weight": random(size, 80),
+        "midlayer.mlp.gate_proj.weight": random(inner, size),
+        "midlayer.mlp.up_proj.weight": random(inner, size),
+        "midlayer.mlp.down_proj.weight": random(size, inner),
     }
     for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
         weights[f"midlayer.{name}.weight"] = random(size, middle=1.0)
@@ -107,10 +107,10 @@ def write_eagle(folder: Path, target: Path, *, bias: bool = True, **overrides: A
     """An EAGLE head of version 1 in the layout of the hub: named as the model that it is for."""
     folder.mkdir(parents=True, exist_ok=True)
     config = json.loads((target / "config.json").read_text())
-    size = config["hidden_size"]
+    size, inner = config["hidden_size"], overrides.get("intermediate_size", 80)
     own = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1, "hidden_size": size,
-        "vocab_size": config["vocab_size"], "intermediate_size": 80, "num_attention_heads": 4,
+        "vocab_size": config["vocab_size"], "intermediate_size": inner, "num_attention_heads": 4,
         "num_key_value_heads": 1, "head_dim": HEAD_DIM, "rms_norm_eps": 1e-5, "max_position_embeddings": 64,
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(own | overrides))
@@ -126,9 +126,9 @@ def write_eagle(folder: Path, target: Path, *, bias: bool = True, **overrides: A
         "layers.0.self_attn.k_proj.weight": random(HEAD_DIM, size),
         "layers.0.self_attn.v_proj.weight": random(HEAD_DIM, size),
         "layers.0.self_attn.o_proj.weight": random(size, 4 * HEAD_DIM),
-        "layers.0.mlp.gate_proj.weight": random(80, size),
-        "layers.0.mlp.up_proj.weight": random(80, size),
-        "layers.0.mlp.down_proj.weight": random(size, 80),
+        "layers.0.mlp.gate_proj.weight": random(inner, size),
+        "layers.0.mlp.up_proj.weight": random(inner, size),
+        "layers.0.mlp.down_proj.weight": random(size, inner),
         "layers.0.post_attention_layernorm.weight": random(size, middle=1.0),
     }
     write_weights(folder, weights | ({"fc.bias": random(size)} if bias else {}))
@@ -139,10 +139,10 @@ def write_dflash(folder: Path, target: Path, **overrides: Any) -> Path:
     """A DFlash drafter of two layers in the layout of the hub, for a checkpoint with at least 3 layers."""
     folder.mkdir(parents=True, exist_ok=True)
     config = json.loads((target / "config.json").read_text())
-    size = config["hidden_size"]
+    size, inner = config["hidden_size"], overrides.get("intermediate_size", 80)
     own = {
         "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "num_hidden_layers": 2, "hidden_size": size,
-        "vocab_size": config["vocab_size"], "intermediate_size": 80, "num_attention_heads": 4,
+        "vocab_size": config["vocab_size"], "intermediate_size": inner, "num_attention_heads": 4,
         "num_key_value_heads": 1, "head_dim": HEAD_DIM, "rms_norm_eps": 1e-5, "max_position_embeddings": 64,
         "block_size": 8, "dflash_config": {"mask_token_id": 300, "target_layer_ids": [0, 1]},
     }  # fmt: skip
@@ -162,8 +162,8 @@ def write_dflash(folder: Path, target: Path, **overrides: Any) -> Path:
         for name in ("q_norm", "k_norm"):
             weights[f"{root}self_attn.{name}.weight"] = random(HEAD_DIM, middle=1.0)
         for name in ("gate", "up"):
-            weights[f"{root}mlp.{name}_proj.weight"] = random(80, size)
-        weights[f"{root}mlp.down_proj.weight"] = random(size, 80)
+            weights[f"{root}mlp.{name}_proj.weight"] = random(inner, size)
+        weights[f"{root}mlp.down_proj.weight"] = random(size, inner)
         for name in ("input_layernorm", "post_attention_layernorm"):
             weights[f"{root}{name}.weight"] = random(size, middle=1.0)
     write_weights(folder, weights)

@@ -112,11 +112,6 @@ def _find(method: str, model: ModelConfig, info: ModelInfo) -> tuple[DecoderShap
         if model.load_format != "dummy":
             check_mtp_tensors(model)
         return shape, ()
-    if model.quantization is not None:
-        raise InvalidOption(
-            f"drafts by {method} need a head with unquantised weights; {model.name} is quantised by "
-            f"{model.quantization.method}"
-        )
     target = find_shape(info)
     if not isinstance(target, DecoderShape):
         raise InvalidOption(f"drafts by {method} are for models that generate text")

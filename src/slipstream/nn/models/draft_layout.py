@@ -24,6 +24,7 @@ from slipstream.nn.models.measure import weight_bytes
 from slipstream.nn.models.registry import find_rules, find_shape
 from slipstream.nn.models.sharding import shard_shape
 from slipstream.nn.shapes import AttentionShape, Shard
+from slipstream.nn.weight_format import FormatOf
 from slipstream.nn.weights.dummy import DummySource
 from slipstream.nn.weights.load import fill_targets, find_targets, match_targets
 from slipstream.nn.weights.rules import Rules
@@ -95,36 +96,32 @@ def dflash_shape_of(model: ModelConfig, target: DecoderShape) -> DFlashShape:
 
 def _stored_names(model: ModelConfig) -> list[str] | None:
     """The names of a head's tensors; None: they are random."""
-    return None if model.load_format == "dummy" else [tensor.name for tensor in open_folder(Path(model.path))]
+    return None if model.load_format == "dummy" else [tensor.name for tensor in open_stored(model)]
 
 
 def lay_out_attached(config: DraftModelConfig, target: DecoderShape, device: torch.device) -> AttachedModel:
     """The drafter's model with every tensor's shape and dtype, and no memory yet."""
     model = config.model
-    if config.method == "mtp":
-        return _lay_out_mtp(model, device)
-    formats = choose_formats(model, device, is_encoder=False)
-    dtype = getattr(torch, model.dtype)
+    num_positions, dtype = model.max_model_len, getattr(torch, model.dtype)
     if config.method == "eagle3":
         eagle3 = eagle3_shape_of(model, target)
         eagle3 = replace(eagle3, decoder=local_draft_shape(model, eagle3.decoder))
-        return Eagle3Head(eagle3, model.max_model_len, dtype, formats)
+        return Eagle3Head(eagle3, num_positions, dtype, _formats(config, eagle3.decoder, device))
     if config.method == "eagle":
         eagle = eagle_shape_of(model, target)
         eagle = replace(eagle, decoder=local_draft_shape(model, eagle.decoder))
-        return EagleHead(eagle, model.max_model_len, dtype, formats)
-    assert config.method == "dflash"
-    dflash = dflash_shape_of(model, target)
-    dflash = replace(dflash, decoder=local_draft_shape(model, dflash.decoder))
-    return DFlashModel(dflash, model.max_model_len, dtype, formats)
-
-
-def _lay_out_mtp(model: ModelConfig, device: torch.device) -> MtpHead:
+        return EagleHead(eagle, num_positions, dtype, _formats(config, eagle.decoder, device))
+    if config.method == "dflash":
+        dflash = dflash_shape_of(model, target)
+        dflash = replace(dflash, decoder=local_draft_shape(model, dflash.decoder))
+        return DFlashModel(dflash, num_positions, dtype, _formats(config, dflash.decoder, device))
     family = MTP[family_name(model.info.architecture)]
     shape = local_draft_shape(model, mtp_shape(model.info))
-    formats = choose_formats(model, device, is_encoder=False, stored=lambda: _mtp_source(model, shape))
-    dtype = getattr(torch, model.dtype)
-    return MtpHead(shape, model.max_model_len, dtype, formats, feeds_normed=family.feeds_normed)
+    return MtpHead(shape, num_positions, dtype, _formats(config, shape, device), feeds_normed=family.feeds_normed)
+
+
+def _formats(config: DraftModelConfig, shape: DecoderShape, device: torch.device) -> FormatOf:
+    return choose_formats(config.model, device, is_encoder=False, stored=lambda: _source(config, shape))
 
 
 def draft_weight_bytes(config: DraftModelConfig, info: ModelInfo, device_kind: str) -> int:
@@ -151,7 +148,7 @@ def open_draft(
     if config.model.load_format == "dummy":
         tensors, _ = match_targets(DummySource(targets, config.model.seed, device), None, targets)
     else:
-        tensors, _ = match_targets(*_source(config, attached), targets)
+        tensors, _ = match_targets(*_source(config, attached.shape), targets)
     try:
         attached.materialize(device)
     except (MemoryError, RuntimeError) as error:
@@ -162,19 +159,13 @@ def open_draft(
     return attached, lambda progress: fill_targets(tensors, targets, progress)
 
 
-def _source(config: DraftModelConfig, attached: AttachedModel) -> tuple[WeightSource, Rules]:
-    if config.method == "mtp":
-        return _mtp_source(config.model, attached.shape)
-    folder = open_folder(Path(config.model.path))
+def _source(config: DraftModelConfig, shape: DecoderShape) -> tuple[WeightSource, Rules]:
+    info, source = config.model.info, open_stored(config.model)
     if config.method == "eagle3":
-        return folder, eagle3_rules()
+        return source, eagle3_rules()
     if config.method == "eagle":
-        return folder, eagle_rules()
-    return folder, dflash_rules()
-
-
-def _mtp_source(model: ModelConfig, shape: DecoderShape) -> tuple[WeightSource, Rules]:
-    family = MTP[family_name(model.info.architecture)]
-    root, of_layer = family.root(model.info.num_layers), find_rules(model.info, shape)
-    source = UnstackedSource(open_stored(model), shape.transposed_experts)
-    return source, HeadRules(root, family.layer, family.names, of_layer)
+        return source, eagle_rules()
+    if config.method == "dflash":
+        return source, dflash_rules()
+    source, family = UnstackedSource(source, shape.transposed_experts), MTP[family_name(info.architecture)]
+    return source, HeadRules(family.root(info.num_layers), family.layer, family.names, find_rules(info, shape))

@@ -135,8 +135,8 @@ def eagle3_shape(info: ModelInfo, target: DecoderShape, stored: Sequence[str] | 
     head cannot draft for the target."""
     _check(info, target)
     vocab = int(info.extra.get("draft_vocab_size") or info.vocab_size)
-    own = {name if stored is None else eagle3_rules().rename(name) for name in stored or ()}
-    own_head = stored is None or "head.weight" in own
+    own = {eagle3_rules().rename(name) for name in stored or ()}
+    own_head = stored is None or any(name is not None and name.startswith("head.") for name in own)
     if vocab != info.vocab_size and not own_head:
         raise InvalidOption(
             f"the EAGLE-3 head has a draft_vocab_size of {vocab} and no lm_head.weight of its own; download it again"
@@ -202,9 +202,9 @@ def eagle3_rules() -> Rules:
         "self_attn.rotary_emb.inv_freq": None,
     }
     names: dict[str, str | None] = {
-        "fc.weight": "fc.weight",
+        "fc.{kind}": "fc.{kind}",
         "norm.weight": "norm.weight",
-        "lm_head.weight": "head.weight",
+        "lm_head.{kind}": "head.{kind}",
         "embed_tokens.weight": "embedding.weight",
         "d2t": "tokens.d2t",
         "draft_id_to_target_id": "tokens.d2t",

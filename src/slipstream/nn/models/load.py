@@ -219,8 +219,8 @@ def stays_low_bit(config: ModelConfig, device: str) -> bool:
 def choose_formats(
     config: ModelConfig, device: torch.device, *, is_encoder: bool, stored: Stored | None = None
 ) -> FormatOf:
-    """The format of each weight, by its name in the model. `stored`: the tensors of a drafter inside the checkpoint of
-    another model, which may be quantised or not; None: those of the config's own model."""
+    """The format of each weight, by its name in the model. `stored`: the tensors of a drafter, all of which may be
+    plain in a quantised checkpoint; None: those of the config's own model."""
     dtype = getattr(torch, config.dtype)
     if config.quantization is not None:
         return _quantized_formats(config, config.quantization, device, stored)

@@ -1,4 +1,4 @@
-"""Drafts by the MTP layer of quantised checkpoints: proposals are those of the same weights in float64."""
+"""Drafts of quantised checkpoints (MTP layers, heads): proposals are those of the same weights in float64."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from rank_threads import run_ranks_as_threads
 from slipstream import LLM, SamplingParams
 from slipstream.config.options import make_options
 from slipstream.engine.build import estimate_build
-from slipstream.errors import BadCheckpoint, InvalidOption
+from slipstream.errors import BadCheckpoint
 from slipstream.nn.models import load as loading
 from slipstream.nn.quantized.weight import DequantizedWeight, QuantizedWeight
 from slipstream.nn.weight_format import UnquantizedWeight
 from tiny import write_weights
-from tiny_drafters import write_eagle, write_eagle3, write_few, write_mtp
+from tiny_drafters import write_dflash, write_eagle, write_eagle3, write_few, write_mtp
 
 SPEC = {"method": "mtp", "num_speculative_tokens": 3}
 SAMPLED = [SamplingParams(temperature=0.8, seed=seed, max_tokens=12, ignore_eos=True) for seed in range(6)]
@@ -215,9 +215,25 @@ def test_plain_heads_draft_for_quantised_models(method, write, storage, tmp_path
     assert found[0][1] == found[1][1]
 
 
-def test_quantised_heads_are_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("write", "method"),
+    [(write_eagle, "w4a16"), (write_eagle3, "fp8 channel"), (write_dflash, "gptq 4"), (write_eagle3, "plain")],
+)
+def test_quantised_heads(write, method, storage, tmp_path):
+    """plain: the config says that the weights are quantised, and none is."""
     model = write_few(tmp_path / "model")
-    head = write_eagle3(tmp_path / "head", model)
-    quantize(head, "fp8 channel")
-    with pytest.raises(InvalidOption, match="need a head with unquantised weights; head is quantised by compressed"):
-        estimate_build(make_options(model=str(model), speculative_config={"method": "eagle3", "model": str(head)}))
+    heads = [write(tmp_path / name, model, intermediate_size=96) for name in ("quantised", "plain")]
+    if method == "plain":
+        quantize(heads[0], "awq", skip="")
+    else:
+        write_weights(heads[1], quantize(heads[0], method, head=write is write_eagle3))
+    name, found = write.__name__.removeprefix("write_"), []
+    for head in heads:
+        with make(str(model), speculative_config={"method": name, "model": str(head)}) as llm:
+            llm.core.scheduler.drafts.length = None
+            spy = DraftSpy(llm)
+            found.append((llm.generate(PROMPTS, GREEDY), spy.proposals))
+            is_kept = any(isinstance(module, QuantizedWeight) for module in llm.core.executor.drafter.model.modules())
+            assert is_kept == (storage == "quantised" and method != "plain" and head is heads[0])
+    assert_same(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1]

@@ -20,8 +20,9 @@ def check_info(info: ModelInfo) -> ModelInfo:
     """Returns `info` without end tokens outside the vocabulary, which are never drawn. Raises for impossible sizes."""
     for name, limit in _MAX.items():
         count = getattr(info, name)
-        if not 1 <= count <= limit:
-            raise BadCheckpoint(f"{info.architecture} has a {name} of {count}; it must be 1 to {limit:,}")
+        least = 0 if name == "ffn_size" else 1  # Mamba has no feed-forward
+        if not least <= count <= limit:
+            raise BadCheckpoint(f"{info.architecture} has a {name} of {count}; it must be {least} to {limit:,}")
     if info.num_types < 0 or info.position_offset < 0:
         raise BadCheckpoint(
             f"{info.architecture} has {info.num_types} token types and {info.position_offset} unused positions; they "

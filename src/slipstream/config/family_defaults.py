@@ -10,8 +10,9 @@ _GEMMA3 = {
     "query_pre_attn_scalar": 256, "sliding_window": 4096, "tie_word_embeddings": True,
 }  # fmt: skip
 _GEMMA2 = {
-    "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "sliding_window": 4096,
-    "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "tie_word_embeddings": True,
+    "num_key_value_heads": 4, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256,
+    "sliding_window": 4096, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+    "tie_word_embeddings": True,
 }  # fmt: skip
 _GEMMA3N = {
     "vocab_size": 262_400, "hidden_size": 2048, "intermediate_size": 16_384, "num_hidden_layers": 35,
@@ -31,25 +32,32 @@ _GEMMA4 = {
     },
 }  # fmt: skip
 _MINISTRAL3 = {
-    "head_dim": 128, "rms_norm_eps": 1e-5,
+    "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5,
     "rope_parameters": {
         "rope_type": "yarn", "rope_theta": 1_000_000.0, "factor": 16.0, "original_max_position_embeddings": 16_384,
         "beta_fast": 32.0, "beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 1.0, "llama_4_scaling_beta": 0.1,
     },
 }  # fmt: skip
 _QWEN2_VL = {
-    "rms_norm_eps": 1e-5, "sliding_window": 4096, "max_window_layers": 80, "rope_theta": 1_000_000.0,
+    "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "sliding_window": 4096, "max_window_layers": 80,
+    "rope_theta": 1_000_000.0,
 }  # fmt: skip
-_GLM = {"head_dim": 128, "rms_norm_eps": 1.5625e-7, "attention_bias": True, "partial_rotary_factor": 0.5}
+_GLM = {
+    "num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-7, "attention_bias": True,
+    "partial_rotary_factor": 0.5,
+}  # fmt: skip
 _COHERE = {"layer_norm_eps": 1e-5, "logit_scale": 0.0625, "tie_word_embeddings": True}
 _GPT2 = {"hidden_act": "gelu_new", "layer_norm_eps": 1e-5, "tie_word_embeddings": True}
 _DELTA_NET = {
     "head_dim": 256, "partial_rotary_factor": 0.25, "full_attention_interval": 4, "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
-    "norm_topk_prob": True,
+    "num_key_value_heads": 4, "norm_topk_prob": True,
 }  # fmt: skip
-# every layer of Qwen3.5-MoE has experts: no MLP has the size that its config leaves out
-_DELTA_NET_MOE = _DELTA_NET | {"intermediate_size": 512}
+_DELTA_NET_MOE = _DELTA_NET | {
+    "num_key_value_heads": 2, "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "intermediate_size": 512,  # every layer of Qwen3.5-MoE has experts: no MLP has the size that its config leaves out
+}  # fmt: skip
 # without attention a model has no longest context; this one is run unless max_model_len says less
 _MAMBA = {
     "num_attention_heads": 1, "intermediate_size": 0, "max_position_embeddings": 32_768, "state_size": 16,
@@ -57,20 +65,24 @@ _MAMBA = {
 }  # fmt: skip
 _MAMBA_HYBRID = {
     "mamba_n_heads": 128, "mamba_d_head": "auto", "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4,
-    "num_key_value_heads": 8,
 }  # fmt: skip
 _LFM2 = {"conv_L_cache": 3, "norm_eps": 1e-5, "rope_theta": 1_000_000.0, "tie_word_embeddings": True}
+_LATENT = {
+    "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+}  # fmt: skip
 DECODERS: dict[str, dict[str, Any]] = {
-    "Mistral": {"sliding_window": 4096},
-    "Ministral": {"sliding_window": 4096},
+    "Mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "Ministral": {"num_key_value_heads": 8, "sliding_window": 4096},
     "Ministral3": _MINISTRAL3,
-    "Mistral3": {"tie_word_embeddings": True},
-    "Qwen2": {"sliding_window": 4096},
-    "Qwen3": {"sliding_window": 4096, "head_dim": 128},
+    "Mistral3": {"num_key_value_heads": 8, "tie_word_embeddings": True},
+    "Qwen2": {"num_key_value_heads": 32, "sliding_window": 4096},
+    "Qwen3": {"num_key_value_heads": 32, "sliding_window": 4096, "head_dim": 128},
     "Qwen2VL": _QWEN2_VL,
     "Qwen2_5_VL": _QWEN2_VL,
-    "Qwen3VL": {"head_dim": 128, "rope_theta": 500_000.0},
-    "Gemma": {"head_dim": 256, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True},
+    "Qwen3VL": {"num_key_value_heads": 32, "head_dim": 128, "rope_theta": 500_000.0},
+    "Gemma": {
+        "num_key_value_heads": 16, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True,
+    },
     "Gemma2": _GEMMA2,
     "Gemma3": _GEMMA3,
     "Gemma3Text": _GEMMA3,
@@ -81,8 +93,10 @@ DECODERS: dict[str, dict[str, Any]] = {
     "Phi3": {"original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
     "Olmo2": {"rms_norm_eps": 1e-5},
     "Olmo3": {"rms_norm_eps": 1e-5, "sliding_window": 4096},
-    "SmolLM3": {"rope_theta": 2_000_000.0, "tie_word_embeddings": True, "no_rope_layer_interval": 4},
-    "SeedOss": {"head_dim": 128, "attention_bias": True},
+    "SmolLM3": {
+        "num_key_value_heads": 4, "rope_theta": 2_000_000.0, "tie_word_embeddings": True, "no_rope_layer_interval": 4,
+    },
+    "SeedOss": {"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True},
     "Arcee": {"hidden_act": "relu2", "rms_norm_eps": 1e-5},
     "Apertus": {
         "hidden_act": "xielu",
@@ -96,22 +110,55 @@ DECODERS: dict[str, dict[str, Any]] = {
             "high_freq_factor": 4.0,
         },
     },
-    "Ernie4_5": {"head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "tie_word_embeddings": True},
+    "Ernie4_5": {
+        "num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 500_000.0,
+        "tie_word_embeddings": True,
+    },
     "HunYuanDenseV1": {"rms_norm_eps": 1e-5},
     "Glm": _GLM,
     "Glm4": _GLM,
     "Cohere": _COHERE | {"rope_theta": 500_000.0},
     "Cohere2": _COHERE | {"sliding_window": 4096},
     "Nemotron": {"hidden_act": "relu2", "norm_eps": 1e-5, "partial_rotary_factor": 0.5},
-    "StableLm": {"layer_norm_eps": 1e-5, "partial_rotary_factor": 0.25},
-    "Starcoder2": {"hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-5, "tie_word_embeddings": True},
+    "StableLm": {"num_key_value_heads": 32, "layer_norm_eps": 1e-5, "partial_rotary_factor": 0.25},
+    "Starcoder2": {
+        "num_key_value_heads": 2, "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+    },
     "Phi": {"hidden_act": "gelu_new", "layer_norm_eps": 1e-5, "partial_rotary_factor": 0.5},
     "GPTNeoX": {"hidden_act": "gelu", "layer_norm_eps": 1e-5, "partial_rotary_factor": 0.25, "attention_bias": True},
     "GPT2": _GPT2,
     "GPT2LMHead": _GPT2,
-    "Exaone4": {"rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4},
-    "DeepseekV3": {"n_group": 8, "topk_group": 4, "n_shared_experts": 1},
+    "Exaone4": {
+        "num_key_value_heads": 32, "rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4,
+    },
+    "Mixtral": {
+        "num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "rms_norm_eps": 1e-5,
+        "rope_theta": 1_000_000.0,
+    },
+    "Qwen2Moe": {
+        "num_key_value_heads": 16, "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632, "sliding_window": 4096,
+    },
+    "Qwen3Moe": {
+        "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+        "sliding_window": 4096,
+    },
+    "Olmoe": {"num_experts": 64, "num_experts_per_tok": 8, "rms_norm_eps": 1e-5},
+    "Glm4Moe": {
+        "num_key_value_heads": 8, "n_routed_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1408,
+        "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5,
+    },
+    # its config class has no default of num_experts_per_tok
+    "DeepseekV2": _LATENT | {"n_routed_experts": 64, "n_shared_experts": 2, "moe_intermediate_size": 1407},
+    "DeepseekV3": _LATENT | {
+        "num_key_value_heads": 128, "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 2048, "n_group": 8, "topk_group": 4,
+    },
     "GptOss": {
+        "num_key_value_heads": 8,
+        "num_local_experts": 128,
+        "num_experts_per_tok": 4,
         "head_dim": 64,
         "sliding_window": 128,
         "rms_norm_eps": 1e-5,
@@ -127,39 +174,32 @@ DECODERS: dict[str, dict[str, Any]] = {
         },
     },
     "Mamba": _MAMBA | {"tie_word_embeddings": True},
-    "Mamba2": _MAMBA | {"num_heads": 128, "head_dim": 64, "n_groups": 8},
-    "GraniteMoeHybrid": _MAMBA_HYBRID,
-    "Bamba": _MAMBA_HYBRID | {"partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5},
-    "FalconH1": _MAMBA_HYBRID | {"rms_norm_eps": 1e-5},
-    "Jamba": {"mamba_d_state": 16, "mamba_d_conv": 4, "num_experts_per_tok": 2, "num_experts": 16},
+    "Mamba2": _MAMBA | {"num_heads": 128, "head_dim": 64, "n_groups": 8, "state_size": 128},
+    "GraniteMoeHybrid": _MAMBA_HYBRID | {
+        "num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 1024,
+    },
+    "Bamba": _MAMBA_HYBRID | {"num_key_value_heads": 8, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5},
+    "FalconH1": _MAMBA_HYBRID | {"num_key_value_heads": 8, "mamba_d_ssm": 1024, "rms_norm_eps": 1e-5},
+    "Jamba": {
+        "num_key_value_heads": 8, "mamba_d_state": 16, "mamba_d_conv": 4, "num_experts_per_tok": 2, "num_experts": 16,
+    },
     "NemotronH": {
-        "layer_norm_eps": 1e-5,
-        "intermediate_size": 21_504,
-        "max_position_embeddings": 4096,
-        "conv_kernel": 4,
-        "n_groups": 8,
-        "ssm_state_size": 128,
-        "mamba_num_heads": 128,
-        "mamba_head_dim": 64,
+        "layer_norm_eps": 1e-5, "intermediate_size": 21_504, "max_position_embeddings": 4096, "conv_kernel": 4,
+        "n_groups": 8, "ssm_state_size": 128, "mamba_num_heads": 128, "mamba_head_dim": 64, "num_key_value_heads": 8,
+        "head_dim": 128, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 7688,
+        "moe_shared_expert_intermediate_size": 7688,
     },
-    "Lfm2": _LFM2,
+    "Lfm2": _LFM2 | {"num_key_value_heads": 8},
     "Lfm2Moe": {
-        **_LFM2,
-        "vocab_size": 65_536,
-        "hidden_size": 2048,
-        "intermediate_size": 7168,
-        "moe_intermediate_size": 1792,
-        "num_experts": 32,
-        "num_experts_per_tok": 4,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 128_000,
+        **_LFM2, "vocab_size": 65_536, "hidden_size": 2048, "intermediate_size": 7168, "moe_intermediate_size": 1792,
+        "num_experts": 32, "num_experts_per_tok": 4, "num_key_value_heads": 8, "max_position_embeddings": 128_000,
     },
-    "Qwen3Next": _DELTA_NET,
+    "Qwen3Next": _DELTA_NET_MOE | {"num_experts": 512, "num_experts_per_tok": 10, "intermediate_size": 5632},
     "Qwen3_5": _DELTA_NET,
     "Qwen3_5Text": _DELTA_NET,
     "Qwen3_5Moe": _DELTA_NET_MOE,
     "Qwen3_5MoeText": _DELTA_NET_MOE,
-}
+}  # fmt: skip
 # type_vocab_size None: the family has no table of token types, whatever its configs say
 _BERT = {
     "layer_norm_eps": 1e-12, "hidden_act": "gelu", "type_vocab_size": 2, "max_position_embeddings": 512,

@@ -123,6 +123,8 @@ def model_info_from_config(config: dict[str, Any]) -> ModelInfo:
     quantization = read_quantization(config)
     is_encoder = family in ENCODERS
     usual = ENCODERS[family] if is_encoder else DECODERS.get(family, {})
+    if any(name in config for name in EXPERT_COUNTS):  # the default may have another of these names
+        usual = {name: value for name, value in usual.items() if name not in EXPERT_COUNTS}
     config = {"rms_norm_eps": 1e-6} | usual | config
     try:
         rope, local_rope = read_ropes(config, family)
@@ -186,8 +188,9 @@ def _rename(config: dict[str, Any], also_called: Mapping[str, tuple[str, ...]]) 
     }
     if "n_embd" in config and config.get("n_inner", config.get("intermediate_size")) is None:
         found["intermediate_size"] = 4 * int(config["n_embd"])  # GPT-2
-    kinds = config.get("layers_block_type")  # Nemotron-H leaves out how many layers there are
-    if "num_hidden_layers" not in config and isinstance(kinds, list):
+    # Nemotron-H leaves out how many layers there are
+    kinds = config.get("layers_block_type") or config.get("hybrid_override_pattern")
+    if "num_hidden_layers" not in config and isinstance(kinds, list | str):
         found["num_hidden_layers"] = len(kinds)
     return config | found
 

@@ -173,6 +173,12 @@ def test_layers_of_gemma_4_are_numbered_with_leading_zeros_if_there_are_more_tha
         find_shape(model_info_from_config(config | {"per_layer_config": {"04": {"head_dim": 32}}}))
 
 
+def test_a_gemma_3n_that_shares_all_layers_is_named() -> None:
+    config = {**_COMMON, **_FAMILIES["gemma3n"], "num_kv_shared_layers": 15}
+    with pytest.raises(BadCheckpoint, match="shares the KV cache of 15 .* of 5 layers"):
+        find_shape(model_info_from_config(config))
+
+
 @pytest.mark.parametrize(
     ("facts", "error", "words"),
     [

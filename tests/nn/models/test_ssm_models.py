@@ -158,6 +158,7 @@ def test_fields_of_nemotron_h_under_their_older_names(tmp_path: Path) -> None:
         ("falcon_h1", {"mamba_proj_bias": True}, UnsupportedModel, "ssm_in_multiplier"),
         ("nemotron_h", {**NEMOTRON_3, "moe_latent_size": 0}, BadCheckpoint, "no moe_latent_size"),
         ("nemotron_h", {"layers_block_type": ["mamba", "pool"]}, BadCheckpoint, "pool"),
+        ("nemotron_h", {"layers_block_type": None, "num_hidden_layers": 3}, BadCheckpoint, "neither layers_block_type"),
         ("lfm2", {"layer_types": ["conv"]}, BadCheckpoint, "layer_types"),
         ("mamba2", {"is_causal": False}, UnsupportedModel, "recurrent layers"),
     ],

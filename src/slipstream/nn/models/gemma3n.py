@@ -44,8 +44,9 @@ def gemma3n_shape(info: ModelInfo) -> DecoderShape:
     sources = kv_sources(info, windows)
     attention = replace(llama_attention(info), scale=1.0, qk_norm="heads", value_norm=True)
     mlp = replace(llama_mlp(info), activation=info.activation)
+    usual = [0.95 if num_layers > 10 and layer < 10 else 0.0 for layer in range(num_layers)]
     sizes = _by_layer(info, "intermediate_size", info.ffn_size)
-    sparsities = _by_layer(info, "activation_sparsity_pattern", [0.95] * 10 + [0.0] * (num_layers - 10))
+    sparsities = _by_layer(info, "activation_sparsity_pattern", usual)
     altup = _altup_shape(info)
     size = needed_number(info, "hidden_size_per_layer_input")
     shape = llama_shape(info, attention, mlp, windows=windows, norm_after=True)
@@ -106,6 +107,10 @@ def kv_sources(info: ModelInfo, windows: Sequence[int]) -> list[int | None]:
     layer before them that has a window too, or has none either."""
     num_shared = int(info.extra.get("num_kv_shared_layers") or 0)
     first = info.num_layers - num_shared
+    if not 0 < first <= info.num_layers:
+        raise BadCheckpoint(
+            f"config.json shares the KV cache of {num_shared} (num_kv_shared_layers) of {info.num_layers} layers"
+        )
     sources: list[int | None] = [None] * info.num_layers
     for layer in range(first, info.num_layers):
         alike = [other for other in range(first) if bool(windows[other]) == bool(windows[layer])]

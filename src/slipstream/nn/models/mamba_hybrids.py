@@ -14,6 +14,7 @@ from slipstream.nn.models.llama import llama_attention, llama_mlp, llama_rules, 
 from slipstream.nn.models.mamba import (
     FULL,
     MAMBA2_FIELDS,
+    RECURRENT,
     check_activation,
     mamba_names,
     read_conv_width,
@@ -39,7 +40,8 @@ def granite_hybrid_shape(info: ModelInfo) -> DecoderShape:
         rule = RouterRule(needed_number(info, "num_experts_per_tok"))
         feed = replace(expert_shape(info, info.ffn_size, rule), shared=replace(shared, down_bias=False))
     attention = replace(llama_attention(info), scale=float(extra.get("attention_multiplier", 1.0)))
-    kinds = read_kinds(info, extra.get("layer_types") or extra.get("layers_block_type"))
+    kinds = extra.get("layer_types") or extra.get("layers_block_type") or [RECURRENT] * info.num_layers
+    kinds = read_kinds(info, kinds)
     shape = _hybrid(info, attention, kinds, _granite_mixer(info), [feed] * info.num_layers)
     position = extra.get("position_embedding_type")
     if position not in (None, "rope", "nope"):

@@ -10,7 +10,7 @@ from slipstream.config.model_info import EXPERT_COUNTS, ModelInfo
 from slipstream.errors import BadCheckpoint, UnsupportedModel
 from slipstream.nn.models.decoder_shape import DecoderShape
 from slipstream.nn.models.llama import llama_attention, llama_mlp, llama_rules, llama_shape, mistral_windows
-from slipstream.nn.models.qwen import qwen2_shape
+from slipstream.nn.models.windows import layer_windows
 from slipstream.nn.shapes import ExpertShape, FeedShape, MlpShape
 from slipstream.nn.weights.rules import Rules
 from slipstream.ops.moe.reference import RouterRule
@@ -30,10 +30,12 @@ def olmoe_shape(info: ModelInfo) -> DecoderShape:
 
 
 def qwen2_moe_shape(info: ModelInfo) -> DecoderShape:
-    """Unlike Qwen2, the config may switch off the bias of q, k and v."""
-    bias = bool(info.extra.get("qkv_bias", True))
-    shape = qwen2_shape(info).map_attention(lambda mixer: replace(mixer, qkv_bias=bias))
-    return with_feeds(shape, qwen_shared_feeds(info))
+    """Unlike in Qwen2, the bias of q, k and v may be off, and windows are those of every second lower layer."""
+    extra = info.extra
+    attention = replace(llama_attention(info), qkv_bias=bool(extra.get("qkv_bias", True)), output_bias=False)
+    last = int(extra.get("max_window_layers", 28)) if extra.get("use_sliding_window") else 0
+    windows = layer_windows(info, lambda layer: layer % 2 == 0 and layer < last)
+    return with_feeds(llama_shape(info, attention, windows=windows), qwen_shared_feeds(info))
 
 
 def qwen_shared_feeds(info: ModelInfo) -> Callable[[int], FeedShape]:

@@ -95,7 +95,12 @@ def _layer_kinds(info: ModelInfo) -> list[str]:
     if kinds is None:
         kinds = [_PATTERN.get(sign, sign) for sign in info.extra.get("hybrid_override_pattern") or ""]
     kinds = [_KINDS.get(kind, kind) for kind in kinds]
-    if unknown := {*kinds} - {*_PATTERN.values()} or not kinds:
+    if not kinds:
+        raise BadCheckpoint(
+            f"config.json of {info.architecture} has neither layers_block_type nor hybrid_override_pattern; one must "
+            "say what each layer is"
+        )
+    if unknown := {*kinds} - {*_PATTERN.values()}:
         raise BadCheckpoint(
             f"config.json of {info.architecture} has layers of kind {unknown!r}; layers_block_type or "
             "hybrid_override_pattern must list mamba, attention, mlp or moe"

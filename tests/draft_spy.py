@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from collections import deque
 from functools import partial
+from typing import Protocol
 
 import torch
 
+from law7_engine import MAX_LEN
 from slipstream.device.sync_check import sync_allowed
 from slipstream.request import NEVER
 from slipstream.runner.drafts.drafter import DraftBatch
+
+
+class Reference(Protocol):
+    def propose(self, tokens: list[int], num_drafts: int) -> list[int]:
+        """The drafts after these tokens of a row."""
 
 
 class DraftSpy:
@@ -38,6 +45,14 @@ class DraftSpy:
                 tokens = self.history.tokens[self.table[row]].view(-1)[: int(self.rows.computed[row])].tolist()
                 last, *drafts = self.rows.next_tokens[row, : 1 + num_drafts].tolist()
                 self.proposals.append(([*tokens, last], drafts))
+
+    def check(self, reference: Reference, at_least: int, stride: int) -> None:
+        """Every `stride`th of the different proposals, more than `at_least`, is the reference's. Those beyond MAX_LEN
+        exist in no row."""
+        seen = {tuple(tokens): drafts for tokens, drafts in self.proposals if len(tokens) + len(drafts) <= MAX_LEN}
+        assert len(seen) > at_least
+        for tokens, drafts in [*seen.items()][::stride]:
+            assert reference.propose(list(tokens), len(drafts)) == drafts, f"after {len(tokens)} tokens"
 
     def _plan(self, plan, builder, *, is_trial):
         planned = plan(builder, is_trial=is_trial)

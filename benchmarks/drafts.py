@@ -1,20 +1,23 @@
-"""Speculative decoding of one model: without drafts, with drafts that are all right, all wrong, and from n-grams.
+"""Speculative decoding of one model: without drafts, with drafts that are all right or all wrong, and with a drafter.
 
     python benchmarks/drafts.py --model DIR --load-format dummy --rows 1 16 --num-drafts 4
+    python benchmarks/drafts.py --model DIR --load-format dummy --speculative-config '{"method": "mtp"}' --rows 1
     python benchmarks/drafts.py --model DIR --load-format dummy --history 8192 --rows 16
 
 All kinds run in one engine, in turns, on the same prompts (random token ids). Right drafts replay the answer of the run
-without drafts. The temperature is so high that the noise decides the draw: with random weights in bfloat16 a greedy
-answer would change with the rounding of each GEMM kernel, and the replayed drafts would be wrong. Times of a step are
-medians on the device, of the later half of the steps, where all rows decode. With "turns", four steps with right drafts
-follow four without, so that both kinds have the same keys and the same clock: alone, a kind that takes more power may
-run at a lower clock than the other. With --history, the time of the n-gram search alone is measured, for rows with so
-many tokens.
+without drafts; "own" are those of the engine's drafter (n-grams, if --speculative-config names no other), a fixed
+number in each step. The temperature is so high that the noise decides the draw: with random weights in bfloat16 a
+greedy answer would change with the rounding of each GEMM kernel, and the replayed drafts would be wrong. Times of a
+step are medians on the device, of the later half of the steps, where all rows decode. With "turns", four steps with
+right drafts follow four without, so that both kinds have the same keys and the same clock: alone, a kind that takes
+more power may run at a lower clock than the other. With --history, the time of the n-gram search alone is measured, for
+rows with so many tokens. Answers are not replayed in place of a drafter with a model.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import random
 import sys
@@ -34,7 +37,8 @@ from slipstream.scheduler.drafting import DraftPlanner
 from slipstream.serve.cli.bench import bench_options
 from slipstream.serve.cli.flags import add_engine_flags, engine_options
 
-KINDS = ("none", "right", "turns", "wrong", "ngram", "adaptive")
+KINDS = ("none", "right", "turns", "wrong", "own", "adaptive")
+REPLAYED = ("right", "turns", "wrong")
 FIRST = 100  # the first token of prompt i is FIRST + i: a drafter finds its answer by it
 
 
@@ -95,13 +99,21 @@ def main() -> int:
     parser.add_argument("--input-len", type=int, default=512, metavar="N", help="(default: 512)")
     parser.add_argument("--output-len", type=int, default=256, metavar="N", help="(default: 256)")
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="runs per kind (default: 3)")
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="(default: all)")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, help="(default: all that the drafter has)")
     parser.add_argument("--history", type=int, metavar="N", help="measure the n-gram search over so many tokens")
-    add_engine_flags(parser, leave_out=("drafts", "speculative_config"))
+    add_engine_flags(parser, leave_out=("drafts",))
     args = parser.parse_args()
+    options = bench_options(engine_options(args), detokenize=False) | {"enable_prefix_caching": False}
+    spec = json.loads(options.get("speculative_config", '{"method": "ngram"}'))
+    has_model = spec["method"] not in ("ngram", "suffix")
+    args.kinds = args.kinds or [kind for kind in KINDS if not has_model or kind not in REPLAYED]
+    if has_model and {*args.kinds} & {*REPLAYED}:
+        parser.error(
+            f"answers are replayed in place of n-grams, not of {spec['method']}; give --kinds none own adaptive"
+        )
     try:
-        options = bench_options(engine_options(args), detokenize=False) | {"enable_prefix_caching": False}
-        with LLM(**options, drafts=f"ngram:{args.num_drafts}") as llm:
+        options["speculative_config"] = spec | {"num_speculative_tokens": args.num_drafts}
+        with LLM(**options) as llm:
             for num_rows in args.rows:
                 if args.history is None:
                     generate(llm, num_rows, args)
@@ -119,16 +131,16 @@ def generate(llm: LLM, num_rows: int, args: argparse.Namespace) -> None:
     rng = random.Random(0)
     prompts = [[FIRST + i, *(rng.randrange(vocab_size) for _ in range(args.input_len - 1))] for i in range(num_rows)]
     params = SamplingParams(temperature=1000.0, seed=1, max_tokens=args.output_len, ignore_eos=True)
-    ngram, adaptive, ordinary = head.drafter, planner.length, planner.begin_plan
+    own, adaptive, ordinary = head.drafter, planner.length, planner.begin_plan
     texts = None
     for kind in args.kinds:
         planner.length = adaptive if kind == "adaptive" else None
         planner.num_drafts = planner.num_proposed = 0 if kind == "none" else args.num_drafts
         planner.begin_plan = Turns(planner, args.num_drafts) if kind == "turns" else ordinary
-        if texts is not None and kind in ("right", "turns", "wrong"):
+        if texts is not None and kind in REPLAYED:
             head.drafter = ReplayedAnswers(runner, texts, int(kind == "wrong"), vocab_size)
         else:
-            head.drafter = ngram
+            head.drafter = own
         captured = runner.graphs._captured.items()
         runner.graphs._captured = {key: work for key, work in captured if key[0] == "forward"}  # not drafts
         best, counts = float("inf"), planner.counts
@@ -155,7 +167,7 @@ def generate(llm: LLM, num_rows: int, args: argparse.Namespace) -> None:
             f"{core.num_steps - steps:>7} steps of {took}{share}",
             flush=True,
         )
-    head.drafter, planner.length, planner.begin_plan = ngram, adaptive, ordinary
+    head.drafter, planner.length, planner.begin_plan = own, adaptive, ordinary
 
 
 def device_seconds(log: StepLog, num_rows: int, num_drafts: int) -> float:

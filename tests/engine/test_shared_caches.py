@@ -100,7 +100,6 @@ def change(folder: Path, **facts: Any) -> Path:
         ("gemma4", {"use_bidirectional_attention": "all"}, UnsupportedModel, "shared KV caches"),
         ("gemma4", {"per_layer_config": {"0": {"head_dim": 8}}}, UnsupportedModel, "per_layer_config"),
         ("gemma4", EXPERTS | {"hidden_activation": "silu"}, UnsupportedModel, "experts of silu is not supported"),
-        ("gemma4", {"layer_types": ["sliding_attention"] * 5}, BadCheckpoint, "last layer of Gemma 4"),
         ("deepseek_v2", {"topk_method": "noaux_tc"}, UnsupportedModel, "topk_method noaux_tc is not supported"),
         ("deepseek_v2", {"norm_topk_prob": True}, UnsupportedModel, "norm_topk_prob True"),
         ("deepseek_v3", {"scoring_func": "softmax"}, UnsupportedModel, "scoring_func softmax"),

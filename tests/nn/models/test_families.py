@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 
 from hand_batch import HandRunner
@@ -171,6 +172,17 @@ def test_layers_of_gemma_4_are_numbered_with_leading_zeros_if_there_are_more_tha
     assert [mixer.head_dim for mixer in found.attentions] == [16, 16, 16, 16, 16, 32] * 2
     with pytest.raises(UnsupportedModel, match="other layers than those"):
         find_shape(model_info_from_config(config | {"per_layer_config": {"04": {"head_dim": 32}}}))
+
+
+def test_the_last_layer_of_gemma_4_has_no_window_whatever_the_config_says(tmp_path: Path) -> None:
+    """As in transformers."""
+    folder = write_tiny(tmp_path, "gemma4")
+    config = json.loads((folder / "config.json").read_text())
+    assert config["layer_types"][-1] == "full_attention"
+    with_window = config | {"layer_types": [*config["layer_types"][:-1], "sliding_attention"]}
+    (folder / "config.json").write_text(json.dumps(with_window))
+    assert transformers.AutoConfig.from_pretrained(folder).layer_types == config["layer_types"]
+    assert find_shape(model_info_from_config(with_window)) == find_shape(model_info_from_config(config))
 
 
 def test_a_gemma_3n_that_shares_all_layers_is_named() -> None:

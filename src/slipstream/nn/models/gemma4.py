@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from slipstream.config.model_info import ModelInfo
-from slipstream.errors import BadCheckpoint, UnsupportedModel
+from slipstream.errors import UnsupportedModel
 from slipstream.nn.models.decoder_shape import DecoderShape
 from slipstream.nn.models.gemma import GEMMA_NORMS
 from slipstream.nn.models.gemma3n import (
@@ -46,9 +46,8 @@ _NAMES: dict[str, str | None] = {
 
 
 def gemma4_shape(info: ModelInfo) -> DecoderShape:
-    windows = layer_windows(info, lambda layer: (layer + 1) % 6 != 0 and layer + 1 < info.num_layers)
-    if windows[-1]:
-        raise BadCheckpoint("the last layer of Gemma 4 sees all positions; layer_types of config.json says otherwise")
+    listed = layer_windows(info, lambda layer: (layer + 1) % 6 != 0)
+    windows = (*listed[:-1], 0)  # the last layer sees all positions, whatever layer_types says
     local = replace(llama_attention(info), scale=1.0, qk_norm="heads", value_norm=True, rope=1)
     whole = _global_attention(info, windows)
     mlp = llama_mlp(info)

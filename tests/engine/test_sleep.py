@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed import HashStore, ProcessGroupGloo
 
+from quantized_checkpoint import quantize
 from slipstream import LLM, AsyncLLM, LLMEngine, SamplingParams, received_weights
 from slipstream.errors import BadCheckpoint, EngineAsleep, InvalidOption, InvalidParams, UnsupportedModel
 from tiny import write_tiny
@@ -246,6 +247,28 @@ def test_packed_weights_cannot_be_exchanged(default_model):
         llm.sleep(level=1)
         llm.wake_up()
         assert llm.generate("Hello", TEN)[0].outputs[0].token_ids
+
+
+@pytest.mark.parametrize("method", ["fp8 tensor", "w8a8", "awq"])
+def test_tensors_by_name_do_not_replace_quantised_weights(tmp_path, method):
+    """A trainer has floats under the name of the numbers, which mean nothing without scales."""
+    folder = write_tiny(tmp_path, "llama", intermediate_size=128)
+    floats = {name: tensor * 2 for name, tensor in load_file(folder / "model.safetensors").items()}
+    quantize(folder, method)
+    with LLM(str(folder), **SMALL) as llm:
+        before = tokens(llm)
+        for given in (floats, iter(floats.items())):
+            with pytest.raises(UnsupportedModel, match="the checkpoint is quantised by .*; give a folder"):
+                llm.update_weights(given)
+        llm.update_weights(str(folder))
+        assert tokens(llm) == before
+
+
+def test_tensors_by_name_are_quantised_at_load(folders):
+    options = dict(SMALL, quantization="fp8")
+    with LLM(folders[0], **options) as llm, LLM(folders[1], **options) as other:
+        llm.update_weights(load_file(f"{folders[1]}/model.safetensors"))
+        assert tokens(llm) == tokens(other)
 
 
 def test_an_asynchronous_engine_sleeps_and_loads_weights(folders, wanted):

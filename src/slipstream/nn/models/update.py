@@ -74,7 +74,9 @@ class ModelWeights:
             self._missing = set(targets)
             self._device.run_and_wait(lambda: fill_targets(found, targets))
             self._missing.clear()
-        elif isinstance(source, Mapping):
+            return
+        self._check_plain()
+        if isinstance(source, Mapping):
             matched = list(self._matched(source.items(), targets))
             self._device.run_and_wait(lambda: self._fill(matched, targets))
         elif isinstance(source, Iterable) and not isinstance(source, bytes):
@@ -82,6 +84,16 @@ class ModelWeights:
         else:
             raise InvalidParams(
                 f"weights are {type(source).__name__}; give a folder, or tensors by name", param="weights"
+            )
+
+    def _check_plain(self) -> None:
+        """Raises UnsupportedModel for a quantised checkpoint, several tensors of which are one weight: some of them, or
+        floats under the name of its numbers, would not replace it."""
+        stored = self._config.quantization
+        if stored is not None and stored.layout != "online" and self._config.load_format != "dummy":
+            raise UnsupportedModel(
+                f"tensors by name cannot replace weights, because the checkpoint is quantised by {stored.method}; give "
+                "a folder, or run the unquantised checkpoint"
             )
 
     def _own_files(self) -> ModelConfig:

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from slipstream import LLM, AsyncEngine, SamplingParams
 from slipstream.device.device import Device
-from slipstream.errors import BadCheckpoint, InvalidOption, ModelNotFound
+from slipstream.errors import BadCheckpoint, EngineAsleep, InvalidOption, ModelNotFound
 from tiny import write_tiny
 from tiny_encoder import write_modules, write_tiny_encoder
 
@@ -87,6 +87,26 @@ def test_all_at_once_changes_nothing(folders, alone, depth):
     assert texts == alone["texts"]
     np.testing.assert_allclose([one[0].outputs.embedding for one in vectors], alone["vectors"], atol=1e-9)
     np.testing.assert_allclose([one.outputs.score for one in scores], alone["scores"], atol=1e-9)
+
+
+def test_weights_that_were_exchanged_in_part_stop_their_own_model_only(folders, alone):
+    def lost():
+        yield "model.norm.weight", torch.zeros(64)
+        raise ConnectionError("the trainer is gone")
+
+    with LLM(models=folders, dtype="float64", **QUIET) as llm:
+        begun = llm.stream(TEXTS[0], PARAMS)
+        next(begun)
+        with pytest.raises(ConnectionError):
+            llm.update_weights(lost(), model="chat")
+        vectors = [one.outputs.embedding for one in llm.embed(TEXTS)]
+        np.testing.assert_allclose(vectors, alone["vectors"], atol=1e-9)
+        with pytest.raises(EngineAsleep, match="weights of chat .* call update_weights"):
+            llm.generate(TEXTS, PARAMS, use_tqdm=False)
+        with pytest.raises(EngineAsleep, match="weights of chat"):
+            list(begun)
+        llm.update_weights(model="chat")
+        assert [one.outputs[0].token_ids for one in llm.generate(TEXTS, PARAMS, use_tqdm=False)] == alone["texts"]
 
 
 def test_the_models_share_one_device(llm):

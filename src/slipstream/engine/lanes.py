@@ -42,8 +42,8 @@ class Lanes:
     def submit(self, *messages: Submit) -> None:
         """Submit prompts for one model: all of them, or none."""
         self._check_alive()
-        self.sleeper.check_awake()
         lane = self._find(messages[0].model)
+        self.sleeper.check_awake(lane.name)
         others = [other.core.scheduler for other in self._lanes.values() if other is not lane]
         for name in (message.request_id for message in messages):
             if any(other.serves(name) for other in others):
@@ -64,8 +64,13 @@ class Lanes:
         return any(core.scheduler.keeps_query(request_id) for core in self.cores.values())
 
     def has_requests(self) -> bool:
-        """Whether a step can run; False while the engine is asleep or has no weights."""
-        return self.sleeper.can_run and any(lane.core.has_requests() for lane in self._lanes.values())
+        """Whether a step can run; False while the engine is asleep, or only models without weights have requests."""
+        return any(self.sleeper.can_run(lane.name) and lane.core.has_requests() for lane in self._lanes.values())
+
+    @property
+    def can_run(self) -> bool:
+        """Whether the engine is awake and some model has its weights."""
+        return any(map(self.sleeper.can_run, self._lanes))
 
     @property
     def files(self) -> list[int]:
@@ -76,10 +81,10 @@ class Lanes:
     def step(self) -> list[Output]:
         """One step of the lane that is next."""
         self._check_alive()
-        self.sleeper.check_awake()
         lane = self._next()
         if lane is None:
             return []
+        self.sleeper.check_awake(lane.name)
         scheduler = lane.core.scheduler
         if isinstance(scheduler, EncoderScheduler):
             readers_wait = any(other.worked and not other.is_encoder for other in self._lanes.values())
@@ -124,9 +129,10 @@ class Lanes:
     def _next(self) -> _Lane | None:
         if len(self._lanes) == 1:
             return self._default
-        busy = [lane for lane in self._lanes.values() if lane.core.has_requests()]
-        if not busy:
-            return None
+        waiting = [lane for lane in self._lanes.values() if lane.core.has_requests()]
+        busy = [lane for lane in waiting if self.sleeper.can_run(lane.name)]
+        if not busy:  # a lane that cannot run, if there is one: its step says why
+            return next(iter(waiting), None)
         # lanes that were idle start at the minimum of those that kept working
         front = min((lane.used for lane in busy if lane.worked), default=max(lane.used for lane in busy))
         for lane in self._lanes.values():

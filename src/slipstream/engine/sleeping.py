@@ -39,19 +39,18 @@ class Sleeper:
     def is_asleep(self) -> bool:
         return bool(self._asleep)
 
-    @property
-    def can_run(self) -> bool:
-        """Whether the engine is awake and has its weights."""
-        return not self._asleep and not self._missing
+    def can_run(self, model: str) -> bool:
+        """Whether the engine is awake and the model has its weights."""
+        return not self._asleep and model not in self._missing
 
-    def check_awake(self) -> None:
-        """Raises where requests cannot run."""
+    def check_awake(self, model: str) -> None:
+        """Raises where requests for the model cannot run."""
         if self._asleep:
             raise EngineAsleep(f"the engine is asleep ({', '.join(sorted(self._asleep))}); call wake_up first")
-        for name, count in self._missing.items():
+        if model in self._missing:
             raise EngineAsleep(
-                f"weights of {name} were dropped (sleep level 2) or replaced in part (an update that failed), and "
-                f"{count} tensors were not loaded again; call update_weights first"
+                f"weights of {model} were dropped (sleep level 2) or replaced in part (an update that failed), and "
+                f"{self._missing[model]} tensors were not loaded again; call update_weights first"
             )
 
     def sleep(self, level: int) -> list[Output]:

@@ -69,7 +69,7 @@ class SyncLoop:
         while the device computes. The steps are the same, provided that all prompts have one priority.
         """
         self.check_open()
-        self.lanes.sleeper.check_awake()
+        self.lanes.sleeper.check_awake(served.base_name)
         states: list[RequestState] = []
         unfinished: set[str] = set()  # request ids
         start = time.monotonic()
@@ -160,7 +160,7 @@ class SyncLoop:
 
     def submit(self, served: ServedModel, prepared: PreparedPrompt, *, streaming: bool) -> RequestState:
         """Submits one request, inside a turn, and returns its state."""
-        self.lanes.sleeper.check_awake()
+        self.lanes.sleeper.check_awake(served.base_name)
         message, text = prepared
         self.lanes.cores[served.base_name].submit_one(message)
         state: RequestState = self.outputs.open(message, text, streaming=streaming, model=served)

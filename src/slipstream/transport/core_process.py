@@ -189,7 +189,7 @@ class CoreProcess:
 
     def _statistics(self) -> Pulse:
         lanes = [lane_stats(name, core) for name, core in self.lanes.cores.items()]
-        return Pulse(lanes, is_asleep=not self.lanes.sleeper.can_run)
+        return Pulse(lanes, is_asleep=not self.lanes.can_run)
 
 
 def main(argv: list[str]) -> int:

@@ -12,12 +12,12 @@ from safetensors.torch import load_file
 
 import hand_load
 from quantized_checkpoint import METHODS, quantize
-from slipstream.config.quantization import ONLINE_FP8
+from slipstream.config.quantization import ONLINE_FP8, Quantization
 from slipstream.errors import BadCheckpoint, UnsupportedModel
 from slipstream.nn.layers.linear import Linear
 from slipstream.nn.models import load as loading
 from slipstream.nn.models.decoder import Decoder
-from slipstream.nn.quantized.weight import DequantizedWeight, QuantizedWeight
+from slipstream.nn.quantized.weight import DequantizedWeight, Quantized, QuantizedWeight
 from tiny import write_tiny, write_weights
 
 
@@ -220,6 +220,23 @@ def test_groups_of_modules_with_weights_in_one_scheme(changes: dict[str, object]
     found, expected = matrices(load(folder)), matrices(load(plain))
     for name in expected:
         torch.testing.assert_close(found[name], expected[name], rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("settings", "rows", "columns", "words"),
+    [
+        ({"bits": 8, "group": 128}, 64, 192, "groups of 128 columns with 8 bits; .* give the unquantised checkpoint"),
+        ({"bits": 4, "group": 16}, 64, 80, "groups of 32 columns with 4 bits"),
+        ({"bits": 4, "group": 0}, 64, 80, "groups of 32 columns with 4 bits"),
+        ({"bits": 4, "group": 64}, 60, 64, "w is 60 x 64, and AWQ packs 8 rows together"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused_by_what_does_not(
+    settings: dict[str, int], rows: int, columns: int, words: str
+) -> None:
+    quantization = Quantization(method="awq", layout="awq", **settings)
+    with pytest.raises(BadCheckpoint, match=words):
+        Quantized(quantization, "w", torch.float32).new_weight(rows, columns)
 
 
 def test_missing_scales_are_named(tmp_path: Path) -> None:

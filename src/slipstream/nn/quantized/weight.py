@@ -66,16 +66,22 @@ class Quantized:
     def check_sizes(self, num_rows: int, num_columns: int) -> None:
         """Raises if the weight does not divide into whole groups."""
         q = self.quantization
-        is_odd = num_columns % (q.group or 1) or (q.is_4_bit and num_columns % 32)
+        unit = max(q.group, 32 if q.is_4_bit else 1)  # columns; both are powers of two
+        is_odd = num_columns % unit != 0
         if self.num_ranks > 1 and is_odd and self.stays_quantized:
             raise InvalidOption(
                 f"tensor_parallel_size is {self.num_ranks}, and a rank has {num_columns} columns of {self.name}, "
-                f"which are not whole groups of {q.group or 32}; give a smaller number"
+                f"which are not whole groups of {unit}; give a smaller number"
             )
-        if self.num_ranks == 1 and (is_odd or (q.layout == "awq" and num_rows % 8)):
+        if self.num_ranks == 1 and is_odd:
             raise BadCheckpoint(
-                f"{self.name} is {num_rows} x {num_columns}, which does not divide into groups of {q.group or 'a row'} "
-                f"with {q.bits} bits; its quantization_config belongs to another model"
+                f"{self.name} is {num_rows} x {num_columns}, which does not divide into groups of {unit} columns with "
+                f"{q.bits} bits; only whole groups are run: give the unquantised checkpoint"
+            )
+        if self.num_ranks == 1 and q.layout == "awq" and num_rows % 8:
+            raise BadCheckpoint(
+                f"{self.name} is {num_rows} x {num_columns}, and AWQ packs 8 rows together; its quantization_config "
+                "belongs to another model"
             )
 
 

@@ -129,6 +129,15 @@ def test_stacked_experts_without_gates(tmp_path: Path) -> None:
     assert HandRunner(load(folder, torch.float64), torch.float64).run(prompts)["a"].equal(expected)
 
 
+@pytest.mark.parametrize("family", ["lfm2", "lfm2_moe"])
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_the_older_name_of_tied_embeddings(family: str, is_tied: bool, tmp_path: Path) -> None:
+    path = write_tiny(tmp_path, family) / "config.json"
+    settings = json.loads(path.read_text())
+    settings.pop("tie_word_embeddings", None)
+    assert model_info_from_config(settings | {"tie_embedding": is_tied}).tied_embeddings == is_tied
+
+
 def test_fields_of_nemotron_h_under_their_older_names(tmp_path: Path) -> None:
     """As NVIDIA's first checkpoints have them."""
     older = {

@@ -208,6 +208,17 @@ def test_a_missing_path_is_reported_before_anything_starts(told, tmp_path):
     assert "not a .gguf one" in told(str(tmp_path / "file.txt"))
 
 
+def test_an_adapter_that_cannot_load_is_reported_before_anything_starts(told, tmp_path):
+    def error(*flags: str) -> str:
+        return told("some/model", "--enable-lora", "--lora-modules", f"sql={tmp_path}/sql", *flags)
+
+    assert f"the adapter sql of --lora-modules: {tmp_path}/sql has no adapter_config.json" in error()
+    (tmp_path / "sql").mkdir()
+    (tmp_path / "sql/adapter_config.json").write_text('{"peft_type": "LORA", "r": 32, "lora_alpha": 8}')
+    assert "has rank 32, and the engine takes up to 16; raise --max-lora-rank" in error()
+    assert not isinstance(error("--max-lora-rank", "32"), str)
+
+
 @pytest.mark.parametrize("argv", [("--port", "70000"), ("--prot", "1"), ("--port", "x"), ("./none",)], ids=str)
 @pytest.mark.parametrize("how", ["flag", "environment", "file"])
 def test_the_fatal_line_is_json_where_the_log_is(terminal, monkeypatch, tmp_path, argv, how):

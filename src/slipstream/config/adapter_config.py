@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 
-from slipstream.config.adapter_folder import MAX_RANK
+from slipstream.config.adapter_folder import MAX_RANK, check_adapter_folder
 from slipstream.config.options import Options
 from slipstream.errors import InvalidAdapter, InvalidOption
 from slipstream.lora_request import LoRARequest
 
 MAX_ADAPTERS = 1024  # on the device or in host memory
+_DEFAULT_RANK = 16
 
 
 class AdapterConfig(msgspec.Struct, frozen=True):
@@ -44,7 +46,7 @@ def read_adapter_config(options: Options, measure: Callable[[int], tuple[int, in
             f"max_cpu_loras is {max_cpu_loras}, fewer than max_loras, {max_loras}; adapters on the device are in host "
             "memory too: raise the first or lower the second"
         )
-    rank = _within("max_lora_rank", options.max_lora_rank, 16, MAX_RANK)
+    rank = _within("max_lora_rank", options.max_lora_rank, _DEFAULT_RANK, MAX_RANK)
     return AdapterConfig(max_loras, max_cpu_loras, rank, *measure(rank))
 
 
@@ -53,6 +55,17 @@ def _within(name: str, value: int | None, default: int, limit: int) -> int:
     if not 1 <= value <= limit:
         raise InvalidOption(f"{name} is {value}; give 1 to {limit}")
     return value
+
+
+def check_lora_modules(options: Options) -> None:
+    """Checks that the adapters of `lora_modules` exist and that their settings can run; matrices are read later."""
+    if not options.enable_lora:  # refused later, with every other option of adapters
+        return
+    for each in read_lora_modules(options.lora_modules):
+        try:
+            check_adapter_folder(Path(each.lora_path), options.max_lora_rank or _DEFAULT_RANK)
+        except InvalidAdapter as error:
+            raise InvalidAdapter(f"the adapter {each.lora_name} of lora_modules: {error}") from None
 
 
 def read_lora_modules(given: list[str] | None) -> tuple[LoRARequest, ...]:

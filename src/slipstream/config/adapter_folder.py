@@ -55,6 +55,13 @@ class AdapterSettings(msgspec.Struct, frozen=True):
         return alpha / math.sqrt(rank) if self.rank_stabilized else alpha / rank
 
 
+def check_adapter_folder(folder: Path, max_rank: int) -> None:
+    """Checks the settings and the rank, before the matrices are read. Raises InvalidAdapter."""
+    rank = read_adapter_settings(folder).rank
+    if rank > max_rank:
+        raise InvalidAdapter(f"{folder} has rank {rank}, and the engine takes up to {max_rank}; raise --max-lora-rank")
+
+
 def read_adapter_settings(folder: Path) -> AdapterSettings:
     """Raises InvalidAdapter."""
     path = folder / ADAPTER

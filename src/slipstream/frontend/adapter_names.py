@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from slipstream.config.adapter_folder import read_adapter_settings
+from slipstream.config.adapter_folder import check_adapter_folder
 from slipstream.errors import InvalidAdapter, ModelNotFound
 from slipstream.frontend.served import ServedModel
 from slipstream.lora_request import LoRARequest
@@ -46,7 +46,11 @@ class AdapterNames:
             raise InvalidAdapter(f"{fact}; name one as base_model_name", param="base_model_name")
         served = next(iter(takers.values())) if base is None else takers[base]
         LoRARequest(name, 1, path)  # raises for wrong texts
-        _check_settings(path, served.description.max_lora_rank)
+        try:
+            check_adapter_folder(Path(path), served.description.max_lora_rank)
+        except InvalidAdapter as error:
+            error.param = "lora_path"
+            raise
         self._add(name, path, served)
 
     def unload(self, models: Mapping[str, ServedModel], name: str) -> None:
@@ -59,15 +63,3 @@ class AdapterNames:
         # numbers are never used twice, so the engine reads a folder again that is loaded again
         self._served[name] = served.with_adapter(LoRARequest(name, self._next_number, path))
         self._next_number += 1
-
-
-def _check_settings(path: str, max_rank: int) -> None:
-    try:
-        rank = read_adapter_settings(Path(path)).rank
-    except InvalidAdapter as error:
-        error.param = "lora_path"
-        raise
-    if rank > max_rank:
-        raise InvalidAdapter(
-            f"{path} has rank {rank}, and the engine takes up to {max_rank}; raise --max-lora-rank", param="lora_path"
-        )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from slipstream.config.adapter_config import check_lora_modules
 from slipstream.config.locate import check_model, locate
 from slipstream.config.options import Options
 from slipstream.errors import BadTokenizer
 
 
 def check_paths(options: Options, *, look_up: bool = False) -> None:
-    """Raises for a model, a tokenizer or a chat template that does not exist.
+    """Raises for a model, a tokenizer, a chat template or an adapter that does not exist.
 
     A hub name is not checked unless `look_up`, which may download the model.
     """
@@ -24,3 +25,4 @@ def check_paths(options: Options, *, look_up: bool = False) -> None:
         from slipstream.text.chat import load_chat_template  # imports jinja2
 
         load_chat_template(options.chat_template)
+    check_lora_modules(options)

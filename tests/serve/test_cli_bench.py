@@ -162,6 +162,22 @@ def test_shapes_by_name_are_a_line_each(model, capsys, small_shapes):
     assert facts["shapes"]["bs1"]["output_tokens"] == 18 and facts["engine"]["device"] == "cpu"
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--input-len 9", "--shape sets the lengths and the sampling, and --input-len is given"),
+        ("--random-seed 3", "and --random-seed is given"),
+        ("--temperature 0.5", "and --temperature is given"),
+        ("--logprobs 2", "and --logprobs is given"),
+        ("serve --url http://127.0.0.1:1", "--shape is for an engine in this process, and serve measures others"),
+        ("startup", "and startup measures others"),
+    ],
+)
+def test_flags_that_a_shape_would_ignore_are_refused(capsys, flags, message):
+    assert main(["bench", *flags.split(), "--shape", "bs1"]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_a_shape_that_is_too_long_does_not_keep_the_others_from_it(model, capsys, small_shapes, monkeypatch):
     monkeypatch.setitem(SHAPES, "long", Shape(Workload(num_prompts=1, input_len=9, output_len=5000)))
     for kind in ("throughput", "latency", "long", "step"):

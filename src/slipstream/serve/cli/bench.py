@@ -40,6 +40,7 @@ KINDS = {
     "serve": "a server at --url, with --concurrency concurrent requests or --rate requests per second",
     "startup": "import, start and first tokens of new processes, with and without compiled kernels",
 }
+_LENGTHS = {"num_prompts": 32, "input_len": 128, "output_len": 64, "range_ratio": 1.0, "random_seed": 0}  # defaults
 MACHINE_HELP = "first measure this GPU: TFLOP/s of a large GEMM, TB/s of a copy (1.5 s)"
 
 
@@ -61,22 +62,34 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         nargs="+",
         choices=[*SHAPES, "all"],
         metavar="NAME",
-        help=f"named shapes instead of lengths: {', '.join(SHAPES)}, or all",
+        help=f"named shapes instead of lengths and sampling flags: {', '.join(SHAPES)}, or all",
     )
-    command.add_argument("--num-prompts", type=int, default=32, metavar="N", help="number of requests (default: 32)")
-    command.add_argument("--input-len", type=int, default=128, metavar="N", help="tokens per prompt (default: 128)")
     command.add_argument(
-        "--output-len", type=int, default=64, metavar="N", help="tokens to generate per prompt (default: 64)"
+        "--num-prompts", type=int, default=_LENGTHS["num_prompts"], metavar="N", help="number of requests (default: 32)"
+    )
+    command.add_argument(
+        "--input-len", type=int, default=_LENGTHS["input_len"], metavar="N", help="tokens per prompt (default: 128)"
+    )
+    command.add_argument(
+        "--output-len",
+        type=int,
+        default=_LENGTHS["output_len"],
+        metavar="N",
+        help="tokens to generate per prompt (default: 64)",
     )
     command.add_argument(
         "--range-ratio",
         type=float,
-        default=1.0,
+        default=_LENGTHS["range_ratio"],
         metavar="X",
         help="distribute lengths uniformly from this fraction of the full length up to it (default: 1)",
     )
     command.add_argument(
-        "--random-seed", type=int, default=0, metavar="N", help="seed of lengths and tokens (default: 0)"
+        "--random-seed",
+        type=int,
+        default=_LENGTHS["random_seed"],
+        metavar="N",
+        help="seed of lengths and tokens (default: 0)",
     )
     command.add_argument("--concurrency", type=int, metavar="N", help="maximum concurrent requests (default: all)")
     command.add_argument("--rate", type=float, metavar="X", help="for latency and serve: requests per second")
@@ -125,6 +138,9 @@ def run(args: argparse.Namespace, opener: OpenLLM) -> int:
         raise InvalidOption(f"--trace is for an engine in this process, and {args.kind} measures others; remove it")
     if args.plot is not None and args.kind == "startup":
         raise InvalidOption("--plot draws latency and throughput, and startup measures neither; remove it")
+    changes = sampling_changes(args) | ({} if args.logprobs is None else {"logprobs": args.logprobs})
+    if args.shape:
+        _check_shape(args, changes)
     if args.kind == "startup":
         return _run_startup(options, args)
     own = Workload(
@@ -134,7 +150,6 @@ def run(args: argparse.Namespace, opener: OpenLLM) -> int:
         range_ratio=args.range_ratio,
         seed=args.random_seed,
     )
-    changes = sampling_changes(args) | ({} if args.logprobs is None else {"logprobs": args.logprobs})
     if args.kind == "serve":
         return bench_serve.run_serve(args, own, changes)
     shapes = {"": Shape(own, changes)}
@@ -154,6 +169,16 @@ def run(args: argparse.Namespace, opener: OpenLLM) -> int:
         )
         bench.plot()
     return 0
+
+
+def _check_shape(args: argparse.Namespace, changes: dict[str, Any]) -> None:
+    """Refuses flags that a named shape would ignore. `changes`: sampling parameters that were given."""
+    if args.kind in ("serve", "startup"):
+        raise InvalidOption(f"--shape is for an engine in this process, and {args.kind} measures others; remove it")
+    given = [name for name, default in _LENGTHS.items() if getattr(args, name) != default]
+    for name in [*given, *changes]:
+        flag = f"--{name.replace('_', '-')}"
+        raise InvalidOption(f"--shape sets the lengths and the sampling, and {flag} is given; remove one of them")
 
 
 class _Bench:

@@ -58,6 +58,8 @@ def test_version_needs_no_model(terminal, monkeypatch):
         (["rerank", "--temprature", "1"], "there is no flag --temprature; "),
         (["bench", "--xyzzy"], "there is no flag --xyzzy; slipstream bench --help lists the flags"),
         (["version", "now"], "unrecognized arguments: now"),
+        (["plan", "a/b"], "unrecognized arguments: a/b; to name a model give --model a/b"),
+        (["chat", "why", "is", "it"], "unrecognized arguments: is it; put a text with spaces in quotes"),
         (["chat", "hi", "--page-size", "big"], "it takes a whole number"),
         (["chat", "hi", "--temperature", "-1"], "temperature is -1.0; give 0.0 to 1000000.0"),
         (["chat", "hi", "--temperature", "nan"], "temperature is nan; give a finite number"),

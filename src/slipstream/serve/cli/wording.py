@@ -48,12 +48,17 @@ class Parser(argparse.ArgumentParser):
     def refuse(self, unknown: list[str]) -> NoReturn:
         first = unknown[0].split("=")[0]
         if not first.startswith("-"):
-            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{self._argument_hint(first)}")
         if (refused := REFUSED.get(first.lstrip("-").replace("-", "_"))) is not None:
             self.error(f"there is no flag {first}: {refused[1]}")
         near = difflib.get_close_matches(first, self._option_string_actions, n=1)
         hint = f"did you mean {near[0]}?" if near else f"{self.prog} --help lists the flags"
         self.error(f"there is no flag {first}; {hint}")
+
+    def _argument_hint(self, given: str) -> str:
+        if any(action.dest == "prompt" for action in self._actions):
+            return "; put a text with spaces in quotes"
+        return f"; to name a model give --model {given}" if "--model" in self._option_string_actions else ""
 
 
 def asks_for_json(argv: Sequence[str], environ: Mapping[str, str]) -> bool:

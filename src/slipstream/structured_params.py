@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from slipstream.errors import InvalidParams
+from slipstream.param_values import CheckedNames
 
 MAX_CHARS = 2**18  # of a schema, grammar or structural tag, and of all choices together
 MAX_REGEX_CHARS = 2**14
@@ -20,7 +21,7 @@ BACKENDS = ("auto", "guidance", "xgrammar", "outlines", "lm-format-enforcer")
 _JSON_OPTIONS = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern", "lenient")
 
 
-class StructuredOutputsParams(msgspec.Struct, frozen=True, omit_defaults=True):
+class StructuredOutputsParams(msgspec.Struct, frozen=True, omit_defaults=True, metaclass=CheckedNames):
     """Exactly one of `json`, `regex`, `choice`, `grammar`, `json_object` and `structural_tag` is given."""
 
     json: str | dict[str, Any] | bool | None = None

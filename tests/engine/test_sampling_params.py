@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from slipstream import LLM, SamplingParams
+from slipstream import LLM, SamplingParams, StructuredOutputsParams
 from slipstream.errors import InvalidParams
 from tiny import VOCAB_SIZE, write_tiny
 from tiny_tokenizer import END_OF_TEXT, IM_START
@@ -219,3 +219,5 @@ def test_a_parameter_that_does_not_exist_is_named_with_the_nearest() -> None:
         SamplingParams(beams=3)
     with pytest.raises(InvalidParams, match="did you mean top_k?"):
         SamplingParams().with_changes(topk=3)
+    with pytest.raises(InvalidParams, match="StructuredOutputsParams has no chioce; did you mean choice?"):
+        StructuredOutputsParams(chioce=["a"])

@@ -13,7 +13,7 @@ DOCUMENTS = [
     "A page is the unit of the cache.",
 ]
 
-# all-MiniLM-L6-v2, which comes as a package
+# the embedded all-MiniLM-L6-v2
 with LLM(task="embed") as llm:
     vectors = np.stack([one.outputs.data for one in llm.embed(DOCUMENTS)])
     print("vectors:", vectors.shape)
@@ -21,7 +21,7 @@ with LLM(task="embed") as llm:
         print(f"{one.score:.3f}  {one.document}")
     print("score:", llm.score("a tram", "a train")[0].outputs.score)
 
-# what continues text can be embedded too, while it continues another
+# a model that generates can embed too
 with LLM() as llm:
     print("vector of a chat model:", len(llm.embed("Once upon a time")[0].outputs.embedding))
     print(llm.generate("Once upon a time", SamplingParams(temperature=0, max_tokens=8))[0].outputs[0].text)

@@ -1,4 +1,4 @@
-"""Shows text as it is made. Each result holds all the text so far.
+"""Prints text as it is generated. Each result has all the text so far.
 
 python examples/stream.py "Why is the sky blue?"
 """

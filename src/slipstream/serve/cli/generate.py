@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.errors import InvalidPrompt, UserError
+from slipstream.params import SamplingParams
 from slipstream.serve.cli.flags import add_engine_flags, add_sampling_flags
 from slipstream.serve.cli.run import OpenLLM, open_with
 from slipstream.serve.cli.standard import read_stdin
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from slipstream.frontend.results import RequestOutput
 
 Prompt = str | list[int]
+_SETTINGS = frozenset(SamplingParams.__struct_fields__)
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -52,7 +54,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 def run(args: argparse.Namespace, opener: OpenLLM) -> int:
     if args.system is not None and not args.chat:
         raise UserError("--system needs --chat: a plain prompt has no system message; add --chat or remove it")
-    prompts = read_prompts(args.prompts, args.file)
+    prompts = read_prompts(args.prompts, args.file, settings=_SETTINGS)
     conversations = [_conversation(prompt, args.system) for prompt in prompts] if args.chat else None
     structured = _structured_outputs(args)
     llm, params = open_with(args, opener)
@@ -85,28 +87,31 @@ def _structured_outputs(args: argparse.Namespace) -> StructuredOutputsParams | N
     return StructuredOutputsParams(json_object=True) if args.json_object else None
 
 
-def read_prompts(arguments: list[str], file: str | None, what: str = "prompt") -> list[Prompt]:
-    """Returns the prompts of the arguments, else of the file, else of standard input. `what`: their name in errors."""
+def read_prompts(
+    arguments: list[str], file: str | None, what: str = "prompt", settings: frozenset[str] = frozenset()
+) -> list[Prompt]:
+    """Returns the prompts of the arguments, else of the file, else of standard input. `what`: their name in errors;
+    `settings`: fields that would do nothing in a JSON line. Others, as an id, are the user's own."""
     if arguments and file is not None:
         raise UserError(f"{what}s are given as arguments and with --file; remove one of them")
     prompts: list[Prompt]
     if arguments:
         prompts = list(arguments)
     elif file is not None and file != "-":
-        prompts = parse_prompts(read_file(Path(file), f"{what}s"), file)
+        prompts = parse_prompts(read_file(Path(file), f"{what}s"), file, settings)
     else:
-        prompts = parse_prompts(read_stdin(of_terminal=file == "-") or "", "standard input")
+        prompts = parse_prompts(read_stdin(of_terminal=file == "-") or "", "standard input", settings)
     if not prompts:
         raise InvalidPrompt(f"there is no {what}; give one as an argument, with --file or on standard input")
     return prompts
 
 
-def parse_prompts(text: str, source: str) -> list[Prompt]:
+def parse_prompts(text: str, source: str, settings: frozenset[str] = frozenset()) -> list[Prompt]:
     """Parses one prompt per line. If the first line is a JSON object, all must be. Empty lines are skipped."""
     lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not lines or not isinstance(_json_or_none(lines[0][1]), dict):
         return [line.rstrip("\r") for _, line in lines]
-    return [_prompt_of(_json_or_none(line), f"{source} line {number}") for number, line in lines]
+    return [_prompt_of(_json_or_none(line), f"{source} line {number}", settings) for number, line in lines]
 
 
 def print_text(outputs: list[RequestOutput]) -> None:
@@ -138,8 +143,13 @@ def _conversation(prompt: Prompt, system: str | None) -> list[dict[str, str]]:
     return [*opening, {"role": "user", "content": prompt}]
 
 
-def _prompt_of(record: Any, name: str) -> Prompt:
+def _prompt_of(record: Any, name: str, settings: frozenset[str]) -> Prompt:
     if isinstance(record, dict):
+        if given := sorted({*record} & settings):
+            raise InvalidPrompt(
+                f"{name} has {', '.join(given)}: settings are flags here, for all prompts; give a flag, or use "
+                "`slipstream run-batch`, which takes settings for each line"
+            )
         if isinstance(text := record.get("prompt", record.get("text")), str):
             return text
         ids = record.get("prompt_token_ids")

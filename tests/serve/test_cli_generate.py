@@ -93,7 +93,12 @@ def test_a_json_line_that_is_no_prompt_is_named(terminal, line):
         (["generate", "--file", "no/such/file"], "", True, "cannot read prompts from no/such/file: No such file"),
         (["generate", "a", "--system", "s"], "", True, "--system needs --chat"),
         (["generate", "--chat"], '{"prompt_token_ids": [1]}', False, "a chat template needs text"),
-        (["generate"], '{"prompt": "a", "id": 3}\n{"prompt": "b", "max_tokens": 3}', False, "line 2 has --max-tokens: "),
+        (
+            ["generate"],
+            '{"prompt": "a", "id": 3}\n{"prompt": "b", "max_tokens": 3}',
+            False,
+            "line 2 has --max-tokens: ",
+        ),
     ],
 )
 def test_a_mistake_is_named_before_the_model_is_loaded(terminal, argv, stdin, tty, message):

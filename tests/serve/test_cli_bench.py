@@ -166,6 +166,7 @@ def test_shapes_by_name_are_a_line_each(model, capsys, small_shapes):
     ("flags", "message"),
     [
         ("--input-len 9", "--shape sets the lengths and the sampling, and --input-len is given"),
+        ("--num-prompts 32", "and --num-prompts is given"),  # its default
         ("--random-seed 3", "and --random-seed is given"),
         ("--temperature 0.5", "and --temperature is given"),
         ("--logprobs 2", "and --logprobs is given"),

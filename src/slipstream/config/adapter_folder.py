@@ -29,13 +29,8 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "alora_invocation_tokens": ((None, []), "activated LoRA (alora_invocation_tokens) is not supported"),
     "use_qalora": ((None, False), "QALoRA (use_qalora) is not supported"),
 }
-_CHANGES_BASE = (
-    "pissa",
-    "olora",
-    "corda",
-    "loftq",
-    "lora_ga",
-)  # initialisations that also change the base model's weights
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Initialisations that also change the weights of the base model."""
 
 
 class AdapterSettings(msgspec.Struct, frozen=True):

@@ -40,7 +40,14 @@ KINDS = {
     "serve": "a server at --url, with --concurrency concurrent requests or --rate requests per second",
     "startup": "import, start and first tokens of new processes, with and without compiled kernels",
 }
-_LENGTHS = {"num_prompts": 32, "input_len": 128, "output_len": 64, "range_ratio": 1.0, "random_seed": 0}  # defaults
+_LENGTHS: dict[str, tuple[type, Any, str, str]] = {
+    "--num-prompts": (int, 32, "N", "number of requests"),
+    "--input-len": (int, 128, "N", "tokens per prompt"),
+    "--output-len": (int, 64, "N", "tokens to generate per prompt"),
+    "--range-ratio": (float, 1.0, "X", "distribute lengths uniformly from this fraction of the full length up to it"),
+    "--random-seed": (int, 0, "N", "seed of lengths and tokens"),
+}
+"""Type, default, placeholder and help of the flags that named shapes replace. A flag that is not given is None."""
 MACHINE_HELP = "first measure this GPU: TFLOP/s of a large GEMM, TB/s of a copy (1.5 s)"
 
 
@@ -64,33 +71,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         metavar="NAME",
         help=f"named shapes instead of lengths and sampling flags: {', '.join(SHAPES)}, or all",
     )
-    command.add_argument(
-        "--num-prompts", type=int, default=_LENGTHS["num_prompts"], metavar="N", help="number of requests (default: 32)"
-    )
-    command.add_argument(
-        "--input-len", type=int, default=_LENGTHS["input_len"], metavar="N", help="tokens per prompt (default: 128)"
-    )
-    command.add_argument(
-        "--output-len",
-        type=int,
-        default=_LENGTHS["output_len"],
-        metavar="N",
-        help="tokens to generate per prompt (default: 64)",
-    )
-    command.add_argument(
-        "--range-ratio",
-        type=float,
-        default=_LENGTHS["range_ratio"],
-        metavar="X",
-        help="distribute lengths uniformly from this fraction of the full length up to it (default: 1)",
-    )
-    command.add_argument(
-        "--random-seed",
-        type=int,
-        default=_LENGTHS["random_seed"],
-        metavar="N",
-        help="seed of lengths and tokens (default: 0)",
-    )
+    for flag, (kind, default, metavar, text) in _LENGTHS.items():
+        command.add_argument(flag, type=kind, metavar=metavar, help=f"{text} (default: {default:g})")
     command.add_argument("--concurrency", type=int, metavar="N", help="maximum concurrent requests (default: all)")
     command.add_argument("--rate", type=float, metavar="X", help="for latency and serve: requests per second")
     command.add_argument(
@@ -143,12 +125,11 @@ def run(args: argparse.Namespace, opener: OpenLLM) -> int:
         _check_shape(args, changes)
     if args.kind == "startup":
         return _run_startup(options, args)
+    num_prompts, input_len, output_len, range_ratio, seed = (
+        default if (value := _given(args, flag)) is None else value for flag, (_, default, _, _) in _LENGTHS.items()
+    )
     own = Workload(
-        num_prompts=args.num_prompts,
-        input_len=args.input_len,
-        output_len=args.output_len,
-        range_ratio=args.range_ratio,
-        seed=args.random_seed,
+        num_prompts=num_prompts, input_len=input_len, output_len=output_len, range_ratio=range_ratio, seed=seed
     )
     if args.kind == "serve":
         return bench_serve.run_serve(args, own, changes)
@@ -175,10 +156,13 @@ def _check_shape(args: argparse.Namespace, changes: dict[str, Any]) -> None:
     """Refuses flags that a named shape would ignore. `changes`: sampling parameters that were given."""
     if args.kind in ("serve", "startup"):
         raise InvalidOption(f"--shape is for an engine in this process, and {args.kind} measures others; remove it")
-    given = [name for name, default in _LENGTHS.items() if getattr(args, name) != default]
-    for name in [*given, *changes]:
-        flag = f"--{name.replace('_', '-')}"
+    lengths = [flag for flag in _LENGTHS if _given(args, flag) is not None]
+    for flag in [*lengths, *(f"--{name.replace('_', '-')}" for name in changes)]:
         raise InvalidOption(f"--shape sets the lengths and the sampling, and {flag} is given; remove one of them")
+
+
+def _given(args: argparse.Namespace, flag: str) -> Any:
+    return getattr(args, flag[2:].replace("-", "_"))
 
 
 class _Bench:

@@ -9,11 +9,10 @@ from slipstream.errors import BadCheckpoint
 from slipstream.nn.models.decoder_shape import DecoderShape
 from slipstream.nn.models.llama import llama_attention, llama_rules, llama_shape
 from slipstream.nn.models.mamba import read_conv_width
-from slipstream.nn.models.moe import expert_shape, needed_number, with_feeds
+from slipstream.nn.models.moe import expert_shape, needed_number, sigmoid_rule, with_feeds
 from slipstream.nn.shapes import MlpShape
 from slipstream.nn.ssm_shapes import ShortConvShape
 from slipstream.nn.weights.rules import Rules
-from slipstream.ops.moe.reference import RouterRule
 
 CONV, FULL = "conv", "full_attention"
 
@@ -25,13 +24,7 @@ def lfm2_shape(info: ModelInfo) -> DecoderShape:
 def lfm2_moe_shape(info: ModelInfo) -> DecoderShape:
     """Layers before `num_dense_layers` are dense."""
     extra = info.extra
-    rule = RouterRule(
-        needed_number(info, "num_experts_per_tok"),
-        "sigmoid",
-        bool(extra.get("norm_topk_prob", True)),
-        float(extra.get("routed_scaling_factor", 1.0)),
-        epsilon=1e-6,
-    )
+    rule = replace(sigmoid_rule(info), epsilon=1e-6)
     experts = expert_shape(info, needed_number(info, "moe_intermediate_size"), rule)
     feed = replace(experts, correction_bias=bool(extra.get("use_expert_bias", True)))
     dense, num_dense = MlpShape(size=info.ffn_size, activation="silu"), int(extra.get("num_dense_layers", 2))
@@ -101,7 +94,7 @@ def lfm2_rules(shape: DecoderShape) -> Rules:
         f"{layer}.feed_forward.expert_bias": "layers.{n}.mlp.correction_bias",
     }
     expert = f"{layer}.feed_forward.experts.{{e}}"
-    for theirs, ours in {"w1": "gate", "w2": "down", "w3": "up"}.items():
-        names[f"{expert}.{theirs}.{{kind}}"] = f"layers.{{n}}.mlp.experts.{{e}}.{ours}.{{kind}}"
+    for stored, part in {"w1": "gate", "w2": "down", "w3": "up"}.items():
+        names[f"{expert}.{stored}.{{kind}}"] = f"layers.{{n}}.mlp.experts.{{e}}.{part}.{{kind}}"
     names[f"{expert}.{{part}}_proj.{{kind}}"] = "layers.{n}.mlp.experts.{e}.{part}.{kind}"
     return llama_rules(shape, names)

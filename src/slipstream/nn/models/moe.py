@@ -55,15 +55,7 @@ def qwen3_moe_shape(info: ModelInfo) -> DecoderShape:
 def glm4_moe_shape(info: ModelInfo) -> DecoderShape:
     """Layers before `first_k_dense_replace` are dense; the router is DeepSeek-V3's."""
     size, extra = needed_number(info, "moe_intermediate_size"), info.extra
-    rule = RouterRule(
-        needed_number(info, "num_experts_per_tok"),
-        "sigmoid",
-        bool(extra.get("norm_topk_prob", True)),
-        float(extra.get("routed_scaling_factor", 1.0)),
-        int(extra.get("n_group", 1)),
-        int(extra.get("topk_group", 1)),
-        "top2",
-    )
+    rule = sigmoid_rule(info)
     shared = replace(llama_mlp(info), size=size * int(extra.get("n_shared_experts", 1)))
     feed = replace(expert_shape(info, size, rule), correction_bias=True, shared=shared)
     dense, first = llama_mlp(info), int(extra.get("first_k_dense_replace", 1))
@@ -119,6 +111,20 @@ def _where_sparse(info: ModelInfo, feed: ExpertShape) -> Callable[[int], FeedSha
 def _softmax_rule(info: ModelInfo) -> RouterRule:
     renormalize = bool(info.extra.get("norm_topk_prob", False))
     return RouterRule(needed_number(info, "num_experts_per_tok"), renormalize=renormalize)
+
+
+def sigmoid_rule(info: ModelInfo) -> RouterRule:
+    """The rule of DeepSeek-V3's router. A config without groups has one."""
+    extra = info.extra
+    return RouterRule(
+        needed_number(info, "num_experts_per_tok"),
+        "sigmoid",
+        bool(extra.get("norm_topk_prob", True)),
+        float(extra.get("routed_scaling_factor", 1.0)),
+        int(extra.get("n_group", 1)),
+        int(extra.get("topk_group", 1)),
+        "top2",
+    )
 
 
 def expert_shape(info: ModelInfo, size: int, rule: RouterRule) -> ExpertShape:

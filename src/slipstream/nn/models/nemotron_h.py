@@ -12,10 +12,9 @@ from slipstream.errors import BadCheckpoint, UnsupportedModel
 from slipstream.nn.models.decoder_shape import DecoderShape, RopeShape
 from slipstream.nn.models.llama import llama_attention, llama_rules, llama_shape
 from slipstream.nn.models.mamba import check_activation, mamba_names, read_mamba2
-from slipstream.nn.models.moe import expert_shape, needed_number
+from slipstream.nn.models.moe import expert_shape, needed_number, sigmoid_rule
 from slipstream.nn.shapes import ExpertShape, LayerShape, MlpShape, NormShape
 from slipstream.nn.weights.rules import Rules
-from slipstream.ops.moe.reference import RouterRule
 
 _PATTERN = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 _KINDS = {"linear_attention": "mamba", "full_attention": "attention"}
@@ -68,16 +67,7 @@ def _experts(info: ModelInfo, mlp: MlpShape) -> ExpertShape:
     extra = info.extra
     if mlp.activation != "relu2":
         raise UnsupportedModel(f"{info.architecture} has experts with {mlp.activation}; only relu2 is built")
-    rule = RouterRule(
-        needed_number(info, "num_experts_per_tok"),
-        "sigmoid",
-        bool(extra.get("norm_topk_prob", True)),
-        float(extra.get("routed_scaling_factor", 1.0)),
-        int(extra.get("n_group", 1)),
-        int(extra.get("topk_group", 1)),
-        "top2",
-    )
-    experts = expert_shape(info, needed_number(info, "moe_intermediate_size"), rule)
+    experts = expert_shape(info, needed_number(info, "moe_intermediate_size"), sigmoid_rule(info))
     shared = replace(mlp, size=needed_number(info, "moe_shared_expert_intermediate_size"))
     latent = 0 if extra.get("moe_latent_size") is None else needed_number(info, "moe_latent_size")
     return replace(

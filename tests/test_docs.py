@@ -246,21 +246,3 @@ def test_what_is_not_there_is_noticed(sources: str, our_words: set[str]) -> None
     block = "```python\nfrom slipstream import LLM, Nothing\nfrom slipstream.nowhere import LLM\n```"
     assert broken_imports(block) == ["slipstream.Nothing", "slipstream.nowhere.LLM"]
     assert unknown_classes(text, our_words) == [f"{'Step'}Plank"]  # in two parts, since this file is searched too
-
-
-def trial_rows(text: str) -> dict[int, str]:
-    """The last column of the table of the hostile trial, by item."""
-    return {int(number): tests for number, tests in re.findall(r"^\| (\d+) [^|]+\|[^|]+\|([^|]+)\|$", text, re.M)}
-
-
-def test_every_item_of_the_hostile_trial_names_the_tests_that_widen_a_net() -> None:
-    rows = trial_rows((ROOT / "docs/testing.md").read_text(encoding="utf-8"))
-    assert sorted(rows) == list(range(1, 22))
-    for number, tests in rows.items():
-        assert re.search(r"`tests/[\w/]+\.py`", tests), f"item {number} names no test"
-
-
-def test_every_item_of_the_hostile_trial_has_an_entry_in_the_log() -> None:
-    log = (ROOT / "docs/log/hostile-trial.md").read_text(encoding="utf-8")
-    missing = [number for number in range(1, 31) if not re.search(rf"^## Hostile trial, item {number}\b", log, re.M)]
-    assert not missing

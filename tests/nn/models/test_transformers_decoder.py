@@ -20,6 +20,7 @@ from slipstream.config.config import ModelConfig
 from slipstream.errors import InvalidOption, UnsupportedModel
 from slipstream.nn.models.load import load_model
 from slipstream.nn.models.transformers_decoder import transformers_info
+from slipstream.nn.models.transformers_probe import probe
 from tiny import write_tiny
 from tiny_saved import save_model
 from tiny_tokenizer import write_byte_tokenizer
@@ -40,7 +41,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "cwm": {"head_dim": 16, **WINDOWS, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
     "modernbert-decoder": {"local_attention": 8, "layer_types": WINDOWS["layer_types"]},
     "minicpm3": LATENT | {"v_head_dim": 12, "q_lora_rank": 16}, "granite_swa": {},
+    "afmoe": {"num_experts": 8, "moe_intermediate_size": 32},  # gives attention its mask by name
     "youtu": LATENT | {"q_lora_rank": 16}, "moshi": {"ffn_dim": 96},
+    "phimoe": {"sliding_window": 16, "num_local_experts": 4},  # its window is only in the mask
     "llama": {}, "mistral": {"sliding_window": 9}, "qwen2": {}, "qwen3": {"head_dim": 16}, "phi": {},
     "gemma": {"head_dim": 16}, "gemma2": {"head_dim": 16, **WINDOWS, "query_pre_attn_scalar": 16},
     "glm": {"head_dim": 16},
@@ -58,7 +61,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
 SIZES: dict[str, dict[str, Any]] = {
     "gemma4_text": {"vocab_size_per_layer_input": 304, "hidden_size_per_layer_input": 16},
     "glm4_moe_lite": LATENT | {"q_lora_rank": 16, "n_routed_experts": 8, "moe_intermediate_size": 32},
-    "afmoe": {"num_experts": 8, "moe_intermediate_size": 32},
     "ernie4_5_moe": {"moe_num_experts": 8, "moe_intermediate_size": 32},
 }  # fmt: skip
 NAMES: dict[str, Any] = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -231,6 +233,55 @@ def test_a_gpu_gives_the_tokens_of_the_cpu(tmp_path: Path) -> None:
             outputs = llm.generate([list(range(5, 60)), [7, 8, 9], list(range(5, 50))], params, use_tqdm=False)
             found.append([list(out.outputs[0].token_ids) for out in outputs])
     assert found[0] == found[1]
+
+
+def test_a_mask_that_paged_attention_does_not_have_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = transformers.models.olmo.modeling_olmo
+    plain = module.create_causal_mask
+    parts: list[Any] = []
+    folder = write(tmp_path, "olmo", torch.float32)
+
+    def masked(**kwargs: Any) -> Any:
+        return plain(and_mask_function=parts[-1], **kwargs)
+
+    assert {call.window for call in probe(str(folder)).calls} == {0}
+    monkeypatch.setattr(module, "create_causal_mask", masked)
+    masks: tuple[Any, ...] = (
+        lambda batch, head, query, key: key // 100 == query // 100,  # chunks
+        lambda batch, head, query, key: (key > query - 100) | (key < 4),  # a window and the first positions
+        lambda batch, head, query, key: (key != query) | (query < 9),  # from one position on, not itself
+        lambda batch, head, query, key: torch.zeros(9, device="meta")[key] > 0,  # of values
+    )
+    for mask in masks:
+        parts.append(mask)
+        probe.cache_clear()
+        with pytest.raises(UnsupportedModel, match="OlmoAttention.*masks positions"):
+            probe(str(folder))
+    parts.append(lambda batch, head, query, key: key > query - 100)
+    probe.cache_clear()
+    assert {call.window for call in probe(str(folder)).calls} == {100}
+    probe.cache_clear()
+
+    def windowed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return own(self, *args, sliding_window=100, **kwargs)
+
+    own = module.OlmoAttention.forward
+    monkeypatch.setattr(module.OlmoAttention, "forward", windowed)
+    assert {call.window for call in probe(str(folder)).calls} == {100}  # the argument and the mask agree
+    parts.append(lambda batch, head, query, key: key > query - 101)
+    probe.cache_clear()
+    with pytest.raises(UnsupportedModel, match="with a window of 100"):
+        probe(str(folder))
+    monkeypatch.undo()
+    probe.cache_clear()
+
+    def biased(**kwargs: Any) -> Any:
+        return None if plain(**kwargs) is None else torch.zeros(1, 1, 5, 5)  # of the library's own, as ALiBi's
+
+    monkeypatch.setattr(module, "create_causal_mask", biased)
+    with pytest.raises(UnsupportedModel, match="OlmoAttention.*masks positions"):
+        probe(str(folder))
+    probe.cache_clear()
 
 
 def test_what_it_cannot_run_is_refused_by_name(tmp_path: Path) -> None:

@@ -27,10 +27,12 @@ from slipstream.nn.models.transformers_probe import (
     AttentionCall,
     base_of,
     find_class,
+    first_int,
     handle_attention,
     hidden_of,
     is_classifier,
     load_config,
+    max_positions,
     new_module,
     probe,
     register,
@@ -215,8 +217,8 @@ def transformers_info(folder: str) -> ModelInfo:
         num_heads=heads,
         num_kv_heads=calls[0].num_kv_heads,
         head_dim=calls[0].head_dim,
-        ffn_size=_first_int(text, ("intermediate_size", "ffn_dim", "n_inner", "d_ff", "dff"), 4 * hidden),
-        max_positions=_first_int(text, ("max_position_embeddings", "n_positions"), 2048),
+        ffn_size=first_int(text, ("intermediate_size", "ffn_dim", "n_inner", "d_ff", "dff"), 4 * hidden),
+        max_positions=max_positions(config),
         norm_eps=1e-6,
         activation="silu",
         tied_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
@@ -226,11 +228,6 @@ def transformers_info(folder: str) -> ModelInfo:
         backend_folder=folder,
         backend_waits=found.waits,
         is_causal=calls[0].causal,
-        num_types=_first_int(text, ("type_vocab_size",), 0),
+        num_types=first_int(text, ("type_vocab_size",), 0),
         extra=config.to_dict(),
     )
-
-
-def _first_int(config: Any, names: tuple[str, ...], default: int) -> int:
-    found = (getattr(config, name, None) for name in names)
-    return next((value for value in found if isinstance(value, int) and value > 0), default)

@@ -1,15 +1,16 @@
 """Finds the attention layers of a module of the transformers library by running it without memory.
 
 The module is built on the meta device and computes a few tokens there. Its attention layers call the function that is
-registered in `AttentionInterface`; the probe records sizes, scales, windows, soft caps and sinks of each call. What the
-paged attention of this package cannot do is refused here, by name.
+registered in `AttentionInterface`; the probe records sizes, scales, windows, soft caps and sinks of each call. The
+library makes its masks in the probe only: they are compared with what paged attention reads. What the paged attention
+of this package cannot do is refused here, by name.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,12 +22,16 @@ from slipstream.nn.models.transformers_waits import WaitFinder
 
 NAME = "slipstream"
 """Of our function in the library's `AttentionInterface`."""
+_PROBE_NAME = "slipstream_probe"  # the same with masks
 _HANDLER = "_slipstream_attention"  # attribute of every module: what its attention calls go to
 _PADDING_CHECK = "warn_if_padding_and_no_attention_mask"
 _POSITION_TENSORS = ("position_ids", "cache_position", "s_aux")
 _KINDS = ("full_attention", "sliding_attention", "attention")
 _MOVING_ROPES = ("dynamic", "longrope")
 _NUM_TOKENS = 5
+_MASK_FILE = "masking_utils.py"  # of the library: what makes masks runs in the probe only
+# what every element of a mask is in the probe, besides the window (0: all positions) of a causal one
+_ALL, _OTHER = -1, -2
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +93,11 @@ def is_classifier(architecture: str) -> bool:
     return architecture.endswith(("ForSequenceClassification", "ForTokenClassification"))
 
 
-def new_module(config: Any, dtype: torch.dtype) -> Any:
-    """The library's module on the meta device, whose attention is ours."""
+def new_module(config: Any, dtype: torch.dtype, name: str = NAME) -> Any:
+    """The library's module on the meta device, whose attention is ours. `name`: of the attention function."""
     register()
     kind = find_class(config)
-    config._attn_implementation = NAME
+    config._attn_implementation = name
     try:
         with torch.device("meta"):
             module = kind._from_config(config, dtype=dtype)
@@ -115,9 +120,12 @@ def base_of(module: Any) -> Any:
 
 
 def register() -> None:
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register(NAME, _attend)
+    ALL_ATTENTION_FUNCTIONS.register(_PROBE_NAME, _attend)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(_PROBE_NAME, _mask_of)
 
 
 def handle_attention(module: nn.Module, handler: Any) -> None:
@@ -142,18 +150,21 @@ def probe(folder: str) -> Probe:
     """Runs the model of a folder on the meta device. Raises UnsupportedModel."""
     config = load_config(folder)
     _check_config(config)
-    module = new_module(config, torch.bfloat16)  # grouped GEMMs of experts take no float32 on the meta device
+    # grouped GEMMs of experts take no float32 on the meta device
+    module = new_module(config, torch.bfloat16, _PROBE_NAME)
+    length = max_positions(config)
     calls: list[AttentionCall] = []
 
     def record(
         layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any = None, **kwargs: Any
     ) -> torch.Tensor:
-        calls.append(_read_call(layer, query, key, value, kwargs))
+        mask = kwargs.pop("attention_mask", mask)
+        calls.append(_with_mask(_read_call(layer, query, key, value, kwargs), layer, mask, length))
         return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
 
     handle_attention(module, record)
     _check_positions(module)
-    finder = WaitFinder()
+    finder = WaitFinder(exempt=_MASK_FILE)
     with torch.device("meta"), torch.no_grad(), finder:
         ids, positions = torch.zeros(1, _NUM_TOKENS, dtype=torch.int64), torch.arange(_NUM_TOKENS).unsqueeze(0)
         try:
@@ -171,7 +182,6 @@ def probe(folder: str) -> Probe:
         raise UnsupportedModel(f"{type(module).__name__} has layers of both causal and bidirectional attention")
     if not calls[0].causal and any(call.sinks or call.soft_cap or call.window for call in calls):
         raise UnsupportedModel(f"{type(module).__name__} has bidirectional attention with windows, caps or sinks")
-    _check_windows(config, calls)
     return Probe(tuple(calls), tuple(finder.locations))
 
 
@@ -222,6 +232,66 @@ def _read_call(
     )
 
 
+def _with_mask(call: AttentionCall, layer: Any, mask: Any, length: int) -> AttentionCall:
+    """The call with the window that the library puts into its mask. Raises if paged attention reads other positions of
+    a text of up to `length` tokens."""
+    if mask is None:  # of decoders that rely on `is_causal`
+        return call
+    kinds = mask.unique().tolist() if torch.is_tensor(mask) and not mask.is_meta and mask.dtype == torch.int64 else []
+    kind = kinds[0] if len(kinds) == 1 else _OTHER
+    hides = 0 < call.window < length
+    if kind == _OTHER or (kind == _ALL) == call.causal or (hides and kind != call.window):
+        raise UnsupportedModel(
+            f"{type(layer).__name__} of the transformers library masks positions that paged attention reads, or reads "
+            f"ones that it masks (paged attention is {'causal' if call.causal else 'bidirectional'}, "
+            f"{f'with a window of {call.window}' if call.window else 'without a window'})"
+        )
+    return replace(call, window=call.window or max(kind, 0))
+
+
+def _mask_of(mask_function: Any = None, config: Any = None, **kwargs: Any) -> torch.Tensor:
+    """The library's mask in the probe: what it masks up to the last position, in every element. A mask of padding is
+    left out: rows have none."""
+    shape = 1, 1, kwargs["q_length"], kwargs["kv_length"]
+    try:
+        kind = _kind_of(mask_function, max_positions(config))
+    except Exception:  # a mask of values that the probe does not have
+        kind = _OTHER
+    return torch.full(shape, kind, dtype=torch.int64, device="cpu")
+
+
+def _kind_of(mask_function: Any, length: int) -> int:
+    """`mask_function`: of the indices of text, head, query and key."""
+    keys = torch.arange(length, device="cpu").view(1, 1, 1, -1)
+    zero = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device="cpu")
+    rows = {
+        at: mask_function(zero, zero, zero + at, keys).expand(keys.shape).flatten()
+        for at in sorted({0, 1, 2, length // 3, length // 2, length - 2, length - 1} & set(range(length)))
+    }
+    num_seen = int(rows[length - 1].sum())
+    keys = keys.flatten()
+    for kind in (_ALL, 0, num_seen):
+        if all(torch.equal(row, _seen(kind, at, keys)) for at, row in rows.items()):
+            return kind
+    return _OTHER
+
+
+def _seen(kind: int, at: int, keys: torch.Tensor) -> torch.Tensor:
+    """The keys that paged attention reads at a position."""
+    if kind == _ALL:
+        return torch.ones_like(keys, dtype=torch.bool)
+    return (keys <= at) & (keys > at - kind) if kind else keys <= at
+
+
+def max_positions(config: Any) -> int:
+    return first_int(config.get_text_config(), ("max_position_embeddings", "n_positions"), 2048)
+
+
+def first_int(config: Any, names: tuple[str, ...], default: int) -> int:
+    found = (getattr(config, name, None) for name in names)
+    return next((value for value in found if isinstance(value, int) and value > 0), default)
+
+
 def _check_config(config: Any) -> None:
     text = config.get_text_config()
     name = (config.architectures or [""])[0]
@@ -239,17 +309,6 @@ def _check_config(config: Any) -> None:
             )
     if getattr(config, "quantization_config", None) is not None:
         raise UnsupportedModel(f"{name} is quantised; transformers' module is run with plain weights")
-
-
-def _check_windows(config: Any, calls: list[AttentionCall]) -> None:
-    """A window that is only in the mask, and not an argument of attention, would be lost."""
-    kinds = getattr(config.get_text_config(), "layer_types", None) or ()
-    if len(kinds) == len(calls) and any(
-        (kind == "sliding_attention") != (call.window > 0) for kind, call in zip(kinds, calls, strict=True)
-    ):
-        raise UnsupportedModel(
-            f"{(config.architectures or [''])[0]} does not tell attention which layers have a window"
-        )
 
 
 def _first_line(error: Exception) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -371,6 +373,103 @@ def test_a_full_disk_is_an_error_by_name(folder, tmp_path):
             refused = await upload(door, "x" * 100_000)
             assert refused.status == 400 and "disk" in refused.error
             assert (await upload(door, "x")).status == 200  # no transaction is left open
+
+    asyncio.run(main())
+
+
+@pytest.fixture
+def fast(monkeypatch):
+    monkeypatch.setattr(runner_module, "_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(runner_module, "_AGAIN_SECONDS", 0.01)
+
+
+async def until_health(door, status, **more):
+    deadline = time.monotonic() + PATIENCE
+    while (found := (await door.get("/health")).json()) != {"status": status, "stage": None} | more:
+        assert time.monotonic() < deadline, found
+        await asyncio.sleep(0.005)
+
+
+def test_a_locked_database_delays_batches_and_health_says_so(folder, tmp_path, fast, caplog):
+    """Another process writes, such as a backup. The lock is there before the runner, and comes again in mid-batch."""
+
+    async def main():
+        async with batch_server(folder, tmp_path, runs=False, answers=False) as door:
+            service = door.state.batches
+            service.store._db.execute("PRAGMA busy_timeout = 1")
+            batch = await create(door, [line("a"), line("b")])
+            with contextlib.closing(sqlite3.connect(tmp_path / "batches.sqlite", isolation_level=None)) as other:
+                other.execute("BEGIN IMMEDIATE")
+                task = asyncio.ensure_future(BatchRunner(door.app, service).run())
+                await until_health(door, "degraded", failing=["batches"])
+                refused = await upload(door, "{}")
+                assert refused.status == 503 and refused.json()["error"]["code"] == "store_unavailable"
+                other.execute("ROLLBACK")
+                await door.core.until(lambda: len(door.core.submits) == 2)
+                await until_health(door, "ok")
+                other.execute("BEGIN IMMEDIATE")
+                for submit in door.core.submits:
+                    door.core.token(submit, 65, end=FinishReason.STOP)
+                await until_health(door, "degraded", failing=["batches"])
+                page = (await door.get("/metrics", **KEY)).body.decode()
+                assert 'slipstream_failing{task="batches"} 1.0' in page
+                other.execute("ROLLBACK")
+            done = await until(door, batch, "completed", "failed")
+            assert done["request_counts"] == {"total": 2, "completed": 2, "failed": 0}
+            assert len(door.core.submits) == 2  # results were kept, not computed again
+            await until_health(door, "ok")
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(main())
+    assert "database is locked" in caplog.text
+
+
+class Panic(BaseException):
+    """As native code raises it."""
+
+
+@pytest.mark.parametrize("failure", [Panic("a panic"), asyncio.CancelledError()])
+def test_a_line_that_raises_no_exception_fails_alone(folder, tmp_path, monkeypatch, fast, failure):
+    async def main():
+        async with batch_server(folder, tmp_path) as door:
+            read = door.state.engine.read
+
+            def explode(prepared, *args, **more):
+                if list(prepared[0][0].prompt_token_ids) == list(b"bad"):
+                    raise failure
+                return read(prepared, *args, **more)
+
+            monkeypatch.setattr(door.state.engine, "read", explode)
+            done = await until(door, await create(door, [line("a"), line("bad"), line("c")]), "completed", "failed")
+            assert done["request_counts"] == {"total": 3, "completed": 2, "failed": 1}, done
+            (bad,) = await content(door, done["error_file_id"])
+            assert bad["custom_id"] == "bad" and bad["response"]["status_code"] == 500
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("cancels", [False, True])
+def test_a_batch_that_fills_the_disk_fails_when_there_is_space_again(folder, tmp_path, fast, cancels):
+    """Its end needs space too: the files of its results."""
+
+    async def main():
+        async with batch_server(folder, tmp_path, answers=False) as door:
+            service = door.state.batches
+            batch = await create(door, [line(f"{place}") for place in range(40)])
+            await door.core.until(lambda: len(door.core.submits) == 40)
+            (pages,) = (await service.run(service.store._db.execute, "PRAGMA page_count")).fetchone()
+            await service.run(service.store._db.execute, f"PRAGMA max_page_count = {pages + 2}")
+            for submit in door.core.submits:
+                door.core.token(submit, 65, end=FinishReason.STOP)
+            await until_health(door, "degraded", failing=["batches"])
+            if cancels:
+                await door.post(f"/v1/batches/{batch['id']}/cancel", b"", **KEY)
+            await service.run(service.store._db.execute, "PRAGMA max_page_count = 1000000")
+            done = await until(door, batch, "failed")
+            assert done["errors"]["data"][0]["code"] == "store_full" and 0 < done["request_counts"]["completed"] < 40
+            assert len(await content(door, done["output_file_id"])) == done["request_counts"]["completed"]
+            await until_health(door, "ok")
 
     asyncio.run(main())
 

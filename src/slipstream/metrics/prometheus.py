@@ -130,6 +130,13 @@ def _server(front: FrontStats, version: str) -> Families:
         for key, count in counts.items():
             family.add_metric((key,), count)
         yield family
+    failed = CounterMetricFamily("slipstream_failed_turns", "turns of repeated work that failed", labels=("task",))
+    failing = GaugeMetricFamily("slipstream_failing", "tasks whose last turn failed", labels=("task",))
+    for task, count in front.failed_turns.items():
+        failed.add_metric((task,), count)
+        failing.add_metric((task,), front.failing.get(task, 0))
+    yield failed
+    yield failing
     yield GaugeMetricFamily("slipstream_open_requests", "prompts under way", value=front.open_requests)
     yield GaugeMetricFamily(
         "slipstream_queued_requests", "prompts of which nothing was computed yet", value=front.queued_requests

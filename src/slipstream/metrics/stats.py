@@ -65,10 +65,12 @@ class FrontStats(msgspec.Struct):
     queued_requests: int = 0  # prompts without a first output, those being tokenised included
     queued_tokens: int = 0
     pids: dict[str, int] = {}  # process ids by role
+    failed_turns: dict[str, int] = {}  # of repeated work, by task
+    failing: dict[str, int] = {}  # tasks whose last turn failed
 
     def without_gauges(self) -> FrontStats:
         """The fields that only increase."""
-        return msgspec.structs.replace(self, open_requests=0, queued_requests=0, queued_tokens=0, pids={})
+        return msgspec.structs.replace(self, open_requests=0, queued_requests=0, queued_tokens=0, pids={}, failing={})
 
 
 class FrontEnds(msgspec.Struct, frozen=True):

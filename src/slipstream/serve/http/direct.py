@@ -12,6 +12,7 @@ from slipstream.serve.http.app import App
 from slipstream.serve.http.errors import aborted, as_http_error
 from slipstream.serve.http.request import Request
 from slipstream.serve.http.response import Response
+from slipstream.serve.http.turns import is_failure
 
 log = logging.getLogger("slipstream.http")
 
@@ -36,7 +37,9 @@ async def call_route(app: App, path: str, body: bytes, request_id: str, caller: 
             # an admin ended all requests: what this one has is no result
             raise aborted()
         reply = Reply(response.status_code, response.body)
-    except Exception as error:
+    except BaseException as error:
+        if not is_failure(error):
+            raise
         failure = as_http_error(error, request_id, request.field_names)
         if failure.param is None and failure.status == 400:
             failure.param = request.input_field

@@ -126,7 +126,9 @@ def _values(kind: Any, path: str) -> list[Any]:
     return [value for each in found if isinstance(each, inspect.LiteralType) for value in each.values]
 
 
-def as_http_error(error: Exception, request_id: str, names: Mapping[str, str] = MappingProxyType({})) -> HTTPException:
+def as_http_error(
+    error: BaseException, request_id: str, names: Mapping[str, str] = MappingProxyType({})
+) -> HTTPException:
     """Converts an exception. Texts of our own exceptions are public; any other gets a reference to the log.
 
     `names`: engine parameters that have another name in the request.

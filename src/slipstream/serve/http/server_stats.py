@@ -15,6 +15,7 @@ from slipstream.metrics.lane import LaneStats, ReplicaStats
 from slipstream.metrics.shared_counters import SharedCounters
 from slipstream.metrics.stats import FrontEnds, FrontStats, ModelStats
 from slipstream.metrics.status import StatusLine, log
+from slipstream.serve.http.turns import Turns
 
 if TYPE_CHECKING:
     from slipstream.metrics.prometheus import Metrics
@@ -29,6 +30,7 @@ class Counters:
         self.requests: Counter[tuple[str, int]] = Counter()  # by route and status
         self.aborted: Counter[str] = Counter()  # by cause: disconnect, deadline, body_timeout, drain, admin
         self.refused: Counter[str] = Counter()  # by cause: queue_full, bodies_full, not_ready, draining
+        self.turns = Turns()
 
 
 class ServerStats:
@@ -76,12 +78,13 @@ class ServerStats:
         line.look(time.monotonic(), *self.read())
         while True:
             await asyncio.sleep(WRITE_SECONDS if self.shared is not None else max(interval, 0.01))
-            if self.shared is not None:
-                self.shared.write(self._own())
-            if logs_status and (now := time.monotonic()) >= due - 0.01:
-                due = now + interval
-                if (text := line.look(now, *self.read())) is not None:
-                    log.info("%s", text)
+            with self.counters.turns.turn("statistics"):
+                if self.shared is not None:
+                    self.shared.write(self._own())
+                if logs_status and (now := time.monotonic()) >= due - 0.01:
+                    due = now + interval
+                    if (text := line.look(now, *self.read())) is not None:
+                        log.info("%s", text)
 
     def _own(self) -> FrontStats:
         counters, engine = self.counters, self.engine
@@ -95,6 +98,8 @@ class ServerStats:
             queued_requests=load.num_not_started,
             queued_tokens=load.queued_tokens,
             pids=self._pids(),
+            failed_turns=dict(counters.turns.failures),
+            failing=counters.turns.failing,
         )
 
     def _pids(self) -> dict[str, int]:

@@ -15,9 +15,10 @@ from slipstream.serve.http.routes import get, refused
 
 
 class Health(msgspec.Struct):
-    status: str  # ok, degraded while a front end or a replica is down, or the failure
+    status: str  # ok, degraded while a front end or a replica is down or repeated work fails, or the failure
     stage: str | None = None  # of the start, until the engine is ready
     front_ends: FrontEnds | msgspec.UnsetType = msgspec.UNSET  # with several front ends
+    failing: list[str] | msgspec.UnsetType = msgspec.UNSET  # tasks such as batches; the log has the reason
 
 
 class ModelLoad(msgspec.Struct):
@@ -61,7 +62,9 @@ async def health(request: Request, body: None) -> Response:
     if state.engine.is_ready:
         is_complete = is_complete and all(replica.is_ready for replica in state.server_stats.replicas())
     counts = msgspec.UNSET if front_ends is None else front_ends
-    return json_response(Health("ok" if is_complete else "degraded", stage, counts))
+    failing = sorted(state.server_stats.read()[0].failing)
+    text = "ok" if is_complete and not failing else "degraded"
+    return json_response(Health(text, stage, counts, failing or msgspec.UNSET))
 
 
 async def ready(request: Request, body: None) -> Response:

@@ -26,7 +26,8 @@ class Watchdog:
     async def run(self) -> None:
         while True:
             await asyncio.sleep(min(1.0, self.seconds / 4))
-            self.check(time.monotonic())
+            with self.state.counters.turns.turn("watchdog"):
+                self.check(time.monotonic())
 
     def check(self, now: float) -> None:
         engine = self.state.engine

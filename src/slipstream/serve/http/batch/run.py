@@ -11,6 +11,7 @@ from slipstream.errors import EngineDead
 from slipstream.serve.http.app import App
 from slipstream.serve.http.batch.lines import BatchLine, LineResponse, LineResult
 from slipstream.serve.http.direct import Reply, call_route
+from slipstream.serve.http.turns import is_failure
 
 _MAX_PAUSE = 5.0  # seconds until a line that failed for a time is tried again
 
@@ -27,12 +28,14 @@ async def run_lines(
 ) -> None:
     """Runs all lines; `in_flight` limits how many run at once. Raises EngineDead or BatchStopped if the engine or the
     server ends; lines without a result were then not passed to `done`."""
-    failures: list[Exception] = []
+    failures: list[BaseException] = []
 
     async def run_one(index: int, line: BatchLine) -> None:
         try:
             await done(index, await _run_line(app, line, caller))
-        except Exception as error:
+        except BaseException as error:
+            if not is_failure(error):
+                raise
             failures.append(error)
         finally:
             in_flight.release()

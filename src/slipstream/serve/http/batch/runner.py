@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import re
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
+from typing import ParamSpec, TypeVar
 
 from slipstream.errors import EngineDead
 from slipstream.file_lock import try_lock
@@ -20,16 +22,22 @@ from slipstream.serve.http.app import App
 from slipstream.serve.http.batch.lines import BatchLine, BatchLineError, InvalidLine, LineError, LineResult, read_line
 from slipstream.serve.http.batch.objects import BatchErrors, BatchObject
 from slipstream.serve.http.batch.run import BatchStopped, run_lines
-from slipstream.serve.http.batch.service import BatchService
+from slipstream.serve.http.batch.service import BatchService, StoreUnavailable
 from slipstream.serve.http.batch.store import StoreFull
+from slipstream.serve.http.turns import is_failure
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 log = logging.getLogger("slipstream.http")
 
 _POLL_SECONDS = 1.0  # batches may be created and cancelled through other front ends
 _CLEAN_SECONDS = 60.0
+_AGAIN_SECONDS = 5.0  # after a failure of the store
 _MAX_RUNNING = 8  # batches at a time
 _MAX_IN_FLIGHT = 256  # lines of all batches; at most half of the front end's queue, so that requests find room
 _MAX_ERRORS = 100  # listed of a file
+_TASK = "batches"  # its name in /health and /metrics
 _LINE = re.compile(rb"\S[^\n]*")  # one that is not empty, without the space before it
 
 
@@ -39,30 +47,28 @@ class BatchRunner:
         self.service = service
         self.store = service.store
         self._running: dict[tuple[str, str], asyncio.Task[None]] = {}  # by owner and id
-        self._broken: set[str] = set()  # ids of batches whose end could not be stored, for example on a full disk
+        self._turns = app.state.counters.turns
+        self._lock: int | None = None  # a file descriptor, while this front end is the runner
+        self._next_clean = 0.0  # monotonic seconds
         self._in_flight = asyncio.Semaphore(max(1, min(_MAX_IN_FLIGHT, app.state.max_requests // 2)))
 
     async def run(self) -> None:
         """Runs batches until it is cancelled."""
         await self.app.state.engine.until_ready()
-        with open(self.store.folder / "runner.lock", "wb") as file:
-            while not try_lock(file.fileno()):
-                await asyncio.sleep(_POLL_SECONDS)
-            next_clean = 0.0
-            try:
-                while True:
-                    if time.monotonic() >= next_clean:
-                        await self.service.run(self.store.delete_expired)
-                        next_clean = time.monotonic() + _CLEAN_SECONDS
-                    self.service.changed.clear()
-                    if not self.app.state.draining and self.app.state.engine.failure is None:
-                        await self._start_batches()
-                    # not wait_for: Python 3.11's loses a cancellation that comes together with the change
-                    with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(_POLL_SECONDS):
-                            await self.service.changed.wait()
-            finally:
-                await self.stop()
+        try:
+            while True:
+                self.service.changed.clear()
+                with self._turns.turn(_TASK):
+                    if self._lock is not None or self._take_lock():
+                        await self._turn()
+                # not wait_for: Python 3.11's loses a cancellation that comes together with the change
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_POLL_SECONDS):
+                        await self.service.changed.wait()
+        finally:
+            await self.stop()
+            if self._lock is not None:
+                os.close(self._lock)
 
     async def stop(self) -> None:
         """Stops all batches. Lines without a result run again after the next start."""
@@ -70,11 +76,26 @@ class BatchRunner:
             task.cancel()
         await asyncio.gather(*self._running.values(), return_exceptions=True)
 
+    def _take_lock(self) -> bool:
+        file = os.open(self.store.folder / "runner.lock", os.O_WRONLY | os.O_CREAT, 0o600)
+        if try_lock(file):
+            self._lock = file
+            return True
+        os.close(file)
+        return False
+
+    async def _turn(self) -> None:
+        if time.monotonic() >= self._next_clean:
+            await self.service.run(self.store.delete_expired)
+            self._next_clean = time.monotonic() + _CLEAN_SECONDS
+        if not self.app.state.draining and self.app.state.engine.failure is None:
+            await self._start_batches()
+
     async def _start_batches(self) -> None:
         """Starts open batches: the oldest of the owner with the fewest that run."""
         stored = await self.service.run(self.store.open_batches)
         self._running = {batch: task for batch, task in self._running.items() if not task.done()}
-        waiting = [batch for batch in stored if batch not in self._running and batch[1] not in self._broken]
+        waiting = [batch for batch in stored if batch not in self._running]
         counts = Counter(owner for owner, _ in self._running)
         while waiting and len(self._running) < _MAX_RUNNING:
             batch = min(waiting, key=lambda each: counts[each[0]])  # the first of equals is the oldest
@@ -83,20 +104,21 @@ class BatchRunner:
             self._running[batch] = asyncio.get_running_loop().create_task(self._run_batch(*batch))
 
     async def _run_batch(self, owner: str, id: str) -> None:
+        batch = _Batch(self.app, self.service, self._in_flight, owner, id)
         try:
-            await _Batch(self.app, self.service, self._in_flight, owner, id).run()
+            await batch.run()
         except (EngineDead, BatchStopped):
             pass  # continued after the next start
-        except Exception:
+        except StoreFull as error:
+            await batch.finish(_failed(BatchLineError("store_full", str(error))))
+        except BaseException as error:
+            if not is_failure(error):
+                raise
             log.exception("batch %s failed", id)
-            self._broken.add(id)
-            await self.service.run(self.store.finish, owner, id, _failed(BatchLineError("internal_error", _INTERNAL)))
-            self._broken.discard(id)
+            await batch.finish(_failed(BatchLineError("internal_error", "internal error; see the server's log")))
         finally:
+            self._turns.end(_TASK, id)
             self.service.changed.set()
-
-
-_INTERNAL = "internal error; see the server's log"
 
 
 class _Batch:
@@ -106,24 +128,25 @@ class _Batch:
         self.app = app
         self.service = service
         self.store = service.store
+        self.turns = app.state.counters.turns
         self.in_flight = in_flight
         self.owner = owner
         self.id = id
 
     async def run(self) -> None:
-        batch = await self.service.run(self.store.batch, self.owner, self.id)
+        batch = await self._call(self.store.batch, self.owner, self.id)
         if batch is None:
             return
-        data = await self.service.run(self.store.content, self.owner, batch.input_file_id)
+        data = await self._call(self.store.content, self.owner, batch.input_file_id)
         if data is None:
-            await self._finish(_failed(BatchLineError("file_not_found", "the input file was deleted")))
+            await self.finish(_failed(BatchLineError("file_not_found", "the input file was deleted")))
             return
         lines, errors = await asyncio.to_thread(check_lines, data, batch.endpoint)
         if errors:
-            await self._finish(_failed(*errors))
+            await self.finish(_failed(*errors))
             return
-        indices = await self.service.run(self.store.line_indices, self.id)
-        batch = await self.service.run(self.store.change_batch, self.owner, self.id, _begun(len(lines)))
+        indices = await self._call(self.store.line_indices, self.id)
+        batch = await self._call(self.store.change_batch, self.owner, self.id, _begun(len(lines)))
         if batch is None:
             return
         end = "completed"
@@ -131,16 +154,13 @@ class _Batch:
             task = asyncio.ensure_future(self._run_lines(data, lines, indices))
             try:
                 end = await self._until_end(task, batch.expires_at)
-            except StoreFull as error:
-                await self._finish(_failed(BatchLineError("store_full", str(error))))
-                return
             finally:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
         elif batch.status == "cancelling":
             end = "cancelled"
         rest = await self._expired_lines(data, lines) if end == "expired" else b""
-        await self._finish(_ended(end), rest)
+        await self.finish(_ended(end), rest)
 
     async def _run_lines(self, data: bytes, lines: list[tuple[int, int]], kept: set[int]) -> None:
         async def remaining() -> AsyncIterator[tuple[int, BatchLine]]:
@@ -150,7 +170,7 @@ class _Batch:
 
         async def done(index: int, result: LineResult) -> None:
             line, ok = result.encode(), result.succeeded
-            await self.service.run(self.store.add_result, self.owner, self.id, index, line, ok)
+            await self._call(self.store.add_result, self.owner, self.id, index, line, ok)
 
         await run_lines(self.app, remaining(), self.in_flight, f"batch {self.owner}", done)
 
@@ -161,7 +181,7 @@ class _Batch:
             if task.done():
                 task.result()  # raises what stopped it
                 return "completed"
-            batch = await self.service.run(self.store.batch, self.owner, self.id)
+            batch = await self._call(self.store.batch, self.owner, self.id)
             if batch is None or batch.status == "cancelling":
                 return "cancelled"
             if time.time() >= expires_at:
@@ -169,7 +189,7 @@ class _Batch:
 
     async def _expired_lines(self, data: bytes, lines: list[tuple[int, int]]) -> bytes:
         """Results for the lines that have none."""
-        kept = await self.service.run(self.store.line_indices, self.id)
+        kept = await self._call(self.store.line_indices, self.id)
         error = LineError("batch_expired", "the request was not run before the completion window ended")
 
         def write() -> bytes:
@@ -182,8 +202,18 @@ class _Batch:
 
         return await asyncio.to_thread(write)  # a file may have a million lines
 
-    async def _finish(self, change: Callable[[BatchObject], None], rest: bytes = b"") -> None:
-        await self.service.run(self.store.finish, self.owner, self.id, change, rest)
+    async def finish(self, change: Callable[[BatchObject], None], rest: bytes = b"") -> None:
+        while True:  # the files of results need room, which a full disk does not have
+            with self.turns.turn(_TASK, self.id):
+                return await self.service.run(self.store.finish, self.owner, self.id, change, rest)
+            await asyncio.sleep(_AGAIN_SECONDS)
+
+    async def _call(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Calls a method of the store, again and again while it cannot be used: what is to be stored is kept."""
+        while True:
+            with self.turns.turn(_TASK, self.id, StoreUnavailable):
+                return await self.service.run(call, *args, **kwargs)
+            await asyncio.sleep(_AGAIN_SECONDS)
 
 
 def check_lines(data: bytes, endpoint: str) -> tuple[list[tuple[int, int]], list[BatchLineError]]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import sqlite3
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -15,6 +17,16 @@ from slipstream.serve.http.settings import ServerSettings
 P = ParamSpec("P")
 T = TypeVar("T")
 
+log = logging.getLogger("slipstream.http")
+
+
+class StoreUnavailable(HTTPException):
+    """The database is locked by another process, or cannot be read or written."""
+
+    def __init__(self, error: sqlite3.Error) -> None:
+        fact = f"the batch store cannot be used: {error}"
+        super().__init__(503, f"{fact}; try again", code="store_unavailable", retry_after=5)
+
 
 class BatchService:
     def __init__(self, settings: ServerSettings) -> None:
@@ -26,8 +38,11 @@ class BatchService:
         self.num_held = 0  # bytes of files that are being stored or sent
 
     async def run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Calls a method of the store."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: call(*args, **kwargs))
+        """Calls a method of the store. Raises StoreUnavailable."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: call(*args, **kwargs))
+        except sqlite3.Error as error:
+            raise StoreUnavailable(error) from error
 
     @contextmanager
     def holding(self, num_bytes: int) -> Iterator[None]:

@@ -163,7 +163,9 @@ class BatchStore:
         file of errors."""
         with self._change():
             batch = self.batch(owner, id)
-            assert batch is not None and batch.status in OPEN
+            if batch is None:
+                return
+            assert batch.status in OPEN, batch.status
             kept = batch.output_expires_after
             seconds = KEEP_SECONDS if kept is None else kept.seconds
             for ok in (1, 0):

@@ -266,6 +266,35 @@ def test_the_watchdog_turns_health_while_a_busy_engine_has_no_result(folder, cap
     assert "test_http_flow" in capfd.readouterr().err  # our own stack
 
 
+def test_the_watchdog_waits_for_a_message_when_the_clients_have_left(folder):
+    """Before the alarm and after it: a core that is stopped is not well again because no request is open."""
+
+    async def scenario(door):
+        dog, engine = Watchdog(door.state, 5.0), door.state.engine
+        engine.core_pid = None
+        exchange = door.begin("POST", "/v1/completions", ASK)
+        await door.core.until(lambda: door.core.submits)
+        now = time.monotonic()
+        dog.check(now)
+        exchange.hang_up()
+        await exchange.end()
+        await door.core.until(lambda: door.core.aborts)
+        assert not engine.load.num_open
+        dog.check(now + 6)
+        assert door.state.stalled is not None
+        dog.check(now + 60)
+        assert (await door.get("/health")).status == 503
+        door.core.say(Pulse([LaneStats("tiny", num_steps=1)]))
+        while not engine.pulse.lanes:
+            await asyncio.sleep(0)
+        dog.check(time.monotonic())
+        assert (await door.get("/health")).status == 200
+        dog.check(now + 600)
+        assert door.state.stalled is None
+
+    at_door(folder, scenario, answers=False)
+
+
 def test_load_counts_what_waits(folder):
     async def scenario(door):
         exchange = door.begin("POST", "/v1/completions", ASK | {"prompt": ["abc", "defg"]})

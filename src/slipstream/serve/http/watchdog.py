@@ -1,4 +1,4 @@
-"""Watchdog: detects an engine that has requests and sends no messages."""
+"""Watchdog: detects an engine that was sent requests and sends no messages."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ log = logging.getLogger("slipstream.http")
 
 
 class Watchdog:
-    """When the core has sent nothing for `seconds` while requests are open, the stacks of both processes are logged and
+    """When the core has sent nothing for `seconds` since it had requests, the stacks of both processes are logged and
     /health returns 503, until the core sends a message again."""
 
     def __init__(self, state: State, seconds: float) -> None:
         self.state = state
         self.seconds = seconds
-        self._busy_since: float | None = None
+        self._owed_since: float | None = None  # monotonic seconds since when the core owes a message
 
     async def run(self) -> None:
         while True:
@@ -31,12 +31,13 @@ class Watchdog:
 
     def check(self, now: float) -> None:
         engine = self.state.engine
-        if not engine.load.num_open or engine.failure is not None or engine.pulse.is_asleep:
-            self._busy_since = self.state.stalled = None
+        if engine.failure is not None or engine.pulse.is_asleep:
+            self._owed_since = self.state.stalled = None
             return
-        if self._busy_since is None:
-            self._busy_since = now
-        silent = now - max(self._busy_since, engine.last_message_time)
+        if self._owed_since is None or engine.last_message_time > self._owed_since:
+            self._owed_since = now if engine.load.num_open else None
+        # without open requests it stays set: the core answers the abort of a request with statistics
+        silent = 0.0 if self._owed_since is None else now - self._owed_since
         if silent < self.seconds:
             self.state.stalled = None
         elif self.state.stalled is None:

@@ -76,6 +76,18 @@ def fp8_tensor(rows: int, columns: int, generator: torch.Generator) -> tuple[Ten
     return parts | {"weight_scale": scale, "input_scale": torch.tensor(0.5)}, weight
 
 
+def fp8_renamed(is_static: bool) -> Packer:
+    """As transformers stores scales per tensor."""
+
+    def pack(rows: int, columns: int, generator: torch.Generator) -> tuple[Tensors, torch.Tensor]:
+        parts, weight = fp8_tensor(rows, columns, generator)
+        names = {"weight": "weight", "weight_scale": "weight_scale_inv"}
+        names |= {"input_scale": "activation_scale"} if is_static else {}
+        return {name: parts[own] for own, name in names.items()}, weight
+
+    return pack
+
+
 def fp8_channel(rows: int, columns: int, generator: torch.Generator) -> tuple[Tensors, torch.Tensor]:
     scale = torch.rand(rows, 1, generator=generator) * 1e-3 + 1e-3
     parts, weight = _fp8(rows, columns, generator, scale)
@@ -200,6 +212,14 @@ _DYNAMIC = {"num_bits": 8, "type": "float", "dynamic": True, "strategy": "token"
 _INT = {"type": "int", "symmetric": True}
 METHODS: dict[str, tuple[dict[str, Any], Packer]] = {
     "fp8 tensor": ({"quant_method": "fp8", "activation_scheme": "static"}, fp8_tensor),
+    "fp8 static": (
+        {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None},
+        fp8_renamed(is_static=True),
+    ),
+    "fp8 dynamic": (
+        {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": None},
+        fp8_renamed(is_static=False),
+    ),
     "fp8 block": (
         {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [GROUP, GROUP]},
         fp8_block,

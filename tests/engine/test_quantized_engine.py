@@ -32,6 +32,31 @@ def test_tokens_are_those_of_the_dequantised_checkpoint(tmp_path: Path) -> None:
     assert tokens(folder, quantization="awq", dtype="float64") == tokens(plain, dtype="float64")
 
 
+@pytest.mark.parametrize("method", ["fp8 static", "fp8 dynamic", "fp8 block"])
+def test_tokens_and_logprobs_are_those_of_transformers(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which dequantises FP8 on a CPU too. Its check for a package that places modules on devices is passed over."""
+    from transformers import AutoModelForCausalLM
+    from transformers.quantizers import quantizer_finegrained_fp8
+
+    monkeypatch.setattr(quantizer_finegrained_fp8, "is_accelerate_available", lambda: True)
+    folder = write_tiny(tmp_path, "ministral3")
+    quantize(folder, method)
+    oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).double().eval()
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=3)
+    with LLM(str(folder), **SMALL, dtype="float64") as llm:
+        batched, alone = llm.generate(PROMPTS, params), [llm.generate([prompt], params)[0] for prompt in PROMPTS]
+    for results in (batched, alone):
+        for prompt, result in zip(PROMPTS, results, strict=True):
+            output = result.outputs[0]
+            with torch.no_grad():
+                logits = oracle(torch.tensor([prompt + list(output.token_ids)])).logits[0, len(prompt) - 1 : -1]
+            assert list(output.token_ids) == logits.argmax(-1).tolist()
+            for wanted, found in zip(logits.log_softmax(-1), output.logprobs, strict=True):
+                assert all(abs(wanted[token].item() - one.logprob) < 1e-5 for token, one in found.items())
+
+
 def test_the_option_must_be_the_method_of_the_checkpoint(tmp_path: Path) -> None:
     folder = write_tiny(tmp_path, "llama")
     quantize(folder, "w4a16")

@@ -29,7 +29,6 @@ class Quantization(msgspec.Struct, frozen=True, kw_only=True):
     symmetric: bool = True  # False: a scale has a zero point
     static_inputs: bool = False  # FP8: the checkpoint has scales of the inputs
     quantizes_inputs: bool = False  # FP8: GEMMs of several rows quantise their inputs
-    scale_name: str = "weight_scale"
     has_codebook: bool = False  # 4-bit codes mean the numbers of a table
     double_scales: bool = False  # bitsandbytes: scales are quantised too
     only_experts: bool = False  # layers without experts are not quantised
@@ -105,15 +104,7 @@ def _read_fp8(method: str, given: Mapping[str, Any]) -> Quantization:
     rows, columns = _block(method, block)
     if static:
         raise _unsupported(method, "activation_scheme static with weight_block_size")
-    return Quantization(
-        method=method,
-        layout="float8",
-        bits=8,
-        group=columns,
-        block_rows=rows,
-        quantizes_inputs=True,
-        scale_name="weight_scale_inv",
-    )
+    return Quantization(method=method, layout="float8", bits=8, group=columns, block_rows=rows, quantizes_inputs=True)
 
 
 def _read_fbgemm(method: str, given: Mapping[str, Any]) -> Quantization:

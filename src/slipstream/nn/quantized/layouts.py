@@ -19,6 +19,8 @@ from slipstream.ops.quantized import MAX_FP8
 
 OPTIONAL = ("g_idx", "weight_g_idx", "input_scale", "weight_zero_point")
 """Tensors that a checkpoint of some method may have or not."""
+ALSO_CALLED = {"weight_scale_inv": "weight_scale", "activation_scale": "input_scale"}
+"""Names of scales in transformers' FP8 checkpoints. Both names of a weight's scale mean a factor of its numbers."""
 UNUSED = ("weight_shape", "input_scale_ub", "input_zero_point")
 """Tensors that say nothing more than the others."""
 
@@ -48,8 +50,8 @@ class QuantizedPart(NamedTuple):
 def marker(q: Quantization) -> str:
     """The tensor that every quantised weight of a layout has."""
     names = {
-        "float8": q.scale_name,
-        "int8": q.scale_name,
+        "float8": "weight_scale",
+        "int8": "weight_scale",
         "packed": "weight_packed",
         "mxfp4": "blocks",
         "bnb": "absmax",
@@ -82,7 +84,7 @@ def tensor_shapes(
         scales: tuple[int, ...] = (1,)
     else:
         scales = (-(-num_rows // q.block_rows), groups)
-    shapes = {q.scale_name: scales}
+    shapes = {"weight_scale": scales}
     if q.layout == "packed":
         shapes["weight_packed"] = (num_rows, num_columns // per_word)
         if not q.symmetric:
@@ -178,7 +180,7 @@ def _read_bitsandbytes(q: Quantization, read: Read, num_columns: int) -> Quantiz
 
 def _read_rows(q: Quantization, name: str, read: Read, pieces: Mapping[str, CheckpointTensor]) -> QuantizedPart:
     """FP8 or 8-bit integers in the shape of the weight."""
-    values, scale = read("weight"), read(q.scale_name).float()
+    values, scale = read("weight"), read("weight_scale").float()
     wanted = torch.float8_e4m3fn if q.layout == "float8" else torch.int8
     if values.dtype is not wanted:
         raise BadCheckpoint(

@@ -15,7 +15,7 @@ import torch
 
 from slipstream.config.quantization import Quantization
 from slipstream.errors import BadCheckpoint
-from slipstream.nn.quantized.layouts import NESTED, OPTIONAL, UNUSED, marker
+from slipstream.nn.quantized.layouts import ALSO_CALLED, NESTED, OPTIONAL, UNUSED, marker
 from slipstream.nn.weights.rules import Rules
 from slipstream.nn.weights.source import SourceTensor, WeightSource
 from slipstream.nn.weights.unused import is_past_layers
@@ -32,12 +32,15 @@ class QuantizedSource:
     def __iter__(self) -> Iterator[SourceTensor]:
         q = self.quantization
         for tensor in self.source if q.layout != "bnb" else map(_bitsandbytes, self.source):
-            kind = tensor.name.rpartition(".")[2]
+            module, dot, kind = tensor.name.rpartition(".")
+            if q.layout == "float8" and kind in ALSO_CALLED:
+                kind = ALSO_CALLED[kind]
+                tensor = replace(tensor, name=f"{module}{dot}{kind}")
             if kind in UNUSED or (kind == "input_scale" and not q.static_inputs):
                 continue
-            if kind in (q.scale_name, "input_scale", "weight_zero_point") and tensor.num_elements == 1:
+            if kind in ("weight_scale", "input_scale", "weight_zero_point") and tensor.num_elements == 1:
                 yield _reshaped(tensor, (1,) if kind == "input_scale" or not q.block_rows else (1, 1))
-            elif kind in (q.scale_name, "weight_zero_point") and len(tensor.shape) == 1:
+            elif kind in ("weight_scale", "weight_zero_point") and len(tensor.shape) == 1:
                 yield _reshaped(tensor, (*tensor.shape, 1))
             else:
                 yield tensor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 
 from scripted_core import EVERY_TASK
 from serve.asgi import at_door
@@ -33,3 +34,60 @@ def test_one_vector_each_is_small(folder):
         assert (await door.post("/v1/embeddings", {"input": ["a"] * 17})).status == 400
 
     at_door(folder, scenario, model=MODEL, max_answer_bytes=512)
+
+
+ASK = {"prompt": [[1] * 8, [2] * 8], "max_tokens": 10}
+CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 10}
+SIX = {"logprobs": True, "logprob_token_ids": [1, 2, 3, 4, 5, 6]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "fits"),
+    [
+        ("/v1/completions", ASK | {"logprobs": 2, "n": 2}, {"n": 1}),  # 2 x 10 x 3 logprobs: 3,840 bytes
+        ("/v1/completions", ASK | {"logprobs": 4}, {"logprobs": 2}),
+        ("/v1/completions", ASK | {"logprobs": 2, "max_tokens": 20}, {"max_tokens": 10}),
+        ("/v1/completions", ASK | {"logprobs": 2, "n": 2, "stream": True}, {"n": 1}),
+        ("/v1/completions", ASK | {"prompt_logprobs": 4}, {"prompt_logprobs": 2}),
+        ("/v1/completions", ASK | {"prompt_logprobs": 1, "n": 4}, {"n": 1}),  # with each sample
+        ("/v1/completions", ASK | {"prompt": [1] * 24, "echo": True, "logprobs": 2, "max_tokens": 1}, {"logprobs": 1}),
+        ("/v1/completions", ASK | {"return_token_ids": True, "n": 16}, {"n": 8}),
+        ("/v1/chat/completions", CHAT | {"logprobs": True, "top_logprobs": 4, "n": 2}, {"n": 1}),
+        ("/v1/chat/completions", CHAT | SIX, {"logprob_token_ids": [1]}),
+        ("/v1/chat/completions", CHAT | {"prompt_logprobs": 20}, {"prompt_logprobs": 0}),
+        ("/v1/chat/completions", CHAT | {"return_token_ids": True, "n": 64}, {"n": 8}),
+    ],
+)
+def test_logprobs_and_token_ids_of_all_samples_count(folder, path, body, fits):
+    async def scenario(door):
+        refused = await door.post(path, body)
+        assert refused.status == 400 and refused.json()["error"]["code"] == "answer_too_large"
+        assert "4000" in refused.error and "--max-answer-bytes" in refused.error
+        assert not door.core.submits
+        assert (await door.post(path, body | fits)).status == 200
+
+    at_door(folder, scenario, max_answer_bytes=4000)
+
+
+def test_what_the_request_says_alone_is_refused_before_prompts_are_tokenised(folder, monkeypatch):
+    async def scenario(door):
+        monkeypatch.setattr(type(door.state), "encode", None)
+        for path, body in (("/v1/completions", ASK | {"logprobs": 4}), ("/v1/chat/completions", CHAT | SIX)):
+            assert (await door.post(path, body)).json()["error"]["code"] == "answer_too_large"
+
+    at_door(folder, scenario, max_answer_bytes=4000)
+
+
+def test_an_answer_without_max_tokens_ends_where_it_would_be_too_large(folder):
+    async def scenario(door):
+        ask = CHAT | {"max_tokens": None, "logprobs": True, "top_logprobs": 4}
+        assert (await door.post("/v1/chat/completions", ask)).status == 200
+        assert door.core.submits[-1].params.max_tokens == 12  # of 320 bytes each
+        (message,) = (await door.post("/v1/chat/completions", ask | {"top_logprobs": 0, "n": 2})).json()["choices"][:1]
+        assert door.core.submits[-1].params.max_tokens == 31 and message["finish_reason"] == "length"
+        few = ask | {"min_tokens": 13}
+        assert (await door.post("/v1/chat/completions", few)).json()["error"]["code"] == "answer_too_large"
+        assert (await door.post("/v1/chat/completions", few | {"logprobs": None, "top_logprobs": None})).status == 200
+        assert door.core.submits[-1].params.max_tokens is None
+
+    at_door(folder, scenario, max_answer_bytes=4000)

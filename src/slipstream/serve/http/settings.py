@@ -119,7 +119,10 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
         int, _doc("maximum bytes of all stored files and batch results; with several API keys each has an equal share")
     ] = 2**32
     max_header_bytes: Annotated[int, _doc("maximum bytes of request line and headers")] = 2**16
-    max_answer_bytes: Annotated[int, _doc("maximum bytes of arrays in one answer, before JSON encoding")] = 2**27
+    max_answer_bytes: Annotated[
+        int,
+        _doc("maximum bytes of arrays (before JSON encoding), logprobs (64 bytes each) and token ids in one answer"),
+    ] = 2**27
     max_inputs: Annotated[int, _doc("maximum prompts per request")] = 1024
     max_n: Annotated[int, _doc("maximum samples per prompt")] = 128
     max_samples: Annotated[int, _doc("maximum samples per request: prompts times n")] = 1024

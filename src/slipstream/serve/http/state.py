@@ -110,14 +110,11 @@ class State:
         wait = min(60.0, max(1.0, load.seconds_to_drain()))
         return HTTPException(429, f"{fact}; try again in {wait:.0f} s", retry_after=wait, code="queue_full")
 
-    def check_answer(self, num_bytes: int) -> None:
+    def check_answer(self, num_bytes: int, what: str, hint: str) -> None:
         """Raises if the result of a request is larger than the limit: it is in memory as a whole."""
         if num_bytes > (limit := self.settings.max_answer_bytes):
-            raise bad_request(
-                f"the answer would have {num_bytes} bytes of arrays, the limit is {limit}; send fewer or shorter "
-                "prompts, ask for fewer dimensions, or raise --max-answer-bytes",
-                code="answer_too_large",
-            )
+            fact = f"the answer could have {num_bytes} bytes of {what}, the limit is {limit}"
+            raise bad_request(f"{fact}; {hint}, or raise --max-answer-bytes", code="answer_too_large")
 
     def admit(self, num_requests: int, num_tokens: int = 0, caller: str = "") -> None:
         """Raises if the queue has no room for these requests."""

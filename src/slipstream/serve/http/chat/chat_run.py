@@ -26,7 +26,7 @@ from slipstream.serve.http.chat.conversation import ChatConversation
 from slipstream.serve.http.chat.forced import forced_format, structured_outputs
 from slipstream.serve.http.chat.formats import ChatFormats
 from slipstream.serve.http.errors import bad_request
-from slipstream.serve.http.openai.generation import check_end, start, submits_for
+from slipstream.serve.http.openai.generation import AnswerSize, check_end, start, submits_for
 from slipstream.serve.http.request import Request
 
 _ID_CHARACTERS = string.ascii_letters + string.digits
@@ -57,11 +57,16 @@ class ChatPart(msgspec.Struct):
     finish_reason: str | None  # as in ChatAnswer
 
 
-async def start_chat(request: Request, conversation: ChatConversation, *, stream: bool) -> ChatRun:
+async def start_chat(
+    request: Request, conversation: ChatConversation, *, stream: bool, shows_ids: bool = False
+) -> ChatRun:
     """Checks, renders and tokenises a conversation, and sends it to the engine. Use the result in a `with` block."""
     run = ChatRun(request, conversation)
     name, size = conversation.model.description.name, conversation.num_chars
-    run.stream = await start(request, name, 1, size, run.prepare, stream=stream, limit=conversation.max_tokens)
+    answer = AnswerSize(conversation.params, shows_ids=shows_ids)
+    run.stream = await start(
+        request, name, 1, size, run.prepare, stream=stream, limit=conversation.max_tokens, answer=answer
+    )
     return run
 
 

@@ -46,7 +46,7 @@ async def create_chat_completion(request: Request, body: ChatRequest) -> Respons
     if body.use_beam_search:
         return json_response(await _beams(request, body))
     conversation = _conversation(request, body, given_fields(body))
-    run = await start_chat(request, conversation, stream=bool(body.stream))
+    run = await start_chat(request, conversation, stream=bool(body.stream), shows_ids=bool(body.return_token_ids))
     answer = _Answer(request, body, conversation)
     if body.stream:
         return StreamingResponse(answer.events(run))

@@ -23,7 +23,7 @@ from slipstream.serve.http.openai.completion_types import (
     prompts_of,
 )
 from slipstream.serve.http.openai.fields import given_fields, sampling_params
-from slipstream.serve.http.openai.generation import Usage, check_end, start, submits_for, usage_of
+from slipstream.serve.http.openai.generation import AnswerSize, Usage, check_end, start, submits_for, usage_of
 from slipstream.serve.http.openai.logprobs import (
     TokenNames,
     completion_logprobs,
@@ -43,7 +43,14 @@ async def create_completion(request: Request, body: CompletionRequest) -> Respon
     job = _Job(request, body)
     limit = None if job.scores_only else body.max_tokens
     request_stream = await start(
-        request, job.model, job.count, job.size, job.submits, stream=bool(body.stream), limit=limit
+        request,
+        job.model,
+        job.count,
+        job.size,
+        job.submits,
+        stream=bool(body.stream),
+        limit=limit,
+        answer=job.answer_size,
     )
     if body.stream:
         return StreamingResponse(job.events(request_stream))
@@ -88,6 +95,8 @@ class _Job:
             own["stop_token_ids"] = [*(body.stop_token_ids or ()), *infill_stops(served.tokenizer)]
         self.params = sampling_params(given, served.inputs, settings, own, request.field_names)
         request.check_samples(self.count, self.params.n)
+        copies = self.params.n * (1 + (body.prompt_logprobs is not None and "prompt_logprobs" in own))
+        self.answer_size = AnswerSize(self.params, copies, bool(body.return_token_ids), bool(body.echo))
         self.tokenizer = served.tokenizer
         self.names = TokenNames(served.tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
         self.envelope = (f"cmpl-{request.id}", "text_completion", int(time.time()), self.model)

@@ -16,6 +16,9 @@ from slipstream.params import SamplingParams
 from slipstream.serve.http.errors import HTTPException, bad_request
 from slipstream.serve.http.request import Request
 
+_LOGPROB_BYTES = 64  # of a logprob in JSON: the token's text, its bytes and the number
+_ID_BYTES = 8
+
 
 async def start(
     request: Request,
@@ -26,20 +29,88 @@ async def start(
     *,
     stream: bool,
     limit: int | None,
+    answer: AnswerSize | None = None,
 ) -> RequestStream[GenerationRequestState]:
     """Checks that the queue has room, tokenises, and sends the prompts to the engine.
 
-    `size`: characters of all prompts. `limit`: max_tokens of the request, if it has one.
+    `size`: characters of all prompts. `limit`: max_tokens of the request, if it has one. `answer`: None if only texts
+    of the samples are shown.
     """
     state = request.state
+    if answer is not None:
+        answer.check_params(request, num_prompts)
     submits = await state.encode(num_prompts, size, prepare, request.caller)
     for message, _ in submits:
         check_room(request, model, message, limit)
+    if answer is not None:
+        submits = answer.fitted(request, submits, state.engine.model(model).description.max_model_len)
     num_tokens = sum(len(message.prompt_token_ids) for message, _ in submits)
     state.admit(num_prompts, num_tokens, request.caller)  # again: the queue may have filled while tokenising
     request_stream = state.engine.read(submits, model, streaming=stream, caller=request.caller)
     request.request_states = request_stream.states
     return request_stream
+
+
+class AnswerSize(msgspec.Struct, frozen=True):
+    """The size of the logprobs and token ids of an answer, which grows with the product of several fields."""
+
+    params: SamplingParams
+    copies: int = 1  # of the data of a prompt: a completion has them with each sample
+    shows_ids: bool = False
+    echoes: bool = False
+
+    def check_params(self, request: Request, num_prompts: int) -> None:
+        """Raises if the answer is too large whatever the prompts have."""
+        num_new = self.params.max_tokens or max(1, self.params.min_tokens)
+        self._check(request, num_prompts * num_new * self._per_new(self.params))
+
+    def fitted(self, request: Request, submits: list[PreparedPrompt], max_model_len: int) -> list[PreparedPrompt]:
+        """The prompts, where there is no max_tokens with the largest for which the answer is not too large. Raises if
+        there is none."""
+        num_bytes = most = 0
+        open_ended: list[SamplingParams] = []
+        for message, _ in submits:
+            params, num_prompt = message.params, len(message.prompt_token_ids)
+            assert isinstance(params, SamplingParams)
+            num_bytes += num_prompt * self._per_prompt_token(params)
+            num_new = max_model_len - num_prompt
+            if params.max_tokens is None:
+                most += num_new * self._per_new(params)
+                open_ended.append(params)
+                num_new = max(1, params.min_tokens)
+            num_bytes += min(num_new, params.max_tokens or num_new) * self._per_new(params)
+        self._check(request, num_bytes)
+        limit = request.state.settings.max_answer_bytes
+        if not open_ended or num_bytes + most <= limit:
+            return submits
+        least = max(1, *(params.min_tokens for params in open_ended))
+        num_new = least + (limit - num_bytes) // sum(map(self._per_new, open_ended))
+        return [(_with_limit(message, num_new), text) for message, text in submits]
+
+    def _per_new(self, params: SamplingParams) -> int:
+        """Bytes per generated token, of all samples of a prompt."""
+        each = _ID_BYTES * self.shows_ids
+        if params.num_logprobs is not None:
+            each += _LOGPROB_BYTES * (1 + params.num_logprobs + len(params.requested_ids))
+        return params.n * each
+
+    def _per_prompt_token(self, params: SamplingParams) -> int:
+        each = _ID_BYTES * (self.shows_ids + self.echoes)
+        if params.prompt_logprobs is not None:
+            each += _LOGPROB_BYTES * (1 + params.prompt_logprobs)
+        return self.copies * each
+
+    def _check(self, request: Request, num_bytes: int) -> None:
+        fields = [request.field_names.get(name, name) for name in ("logprobs", "prompt_logprobs", "max_tokens", "n")]
+        hint = f"lower {', '.join(dict.fromkeys(fields))} or the number of prompts"
+        request.state.check_answer(num_bytes, "logprobs and token ids", hint)
+
+
+def _with_limit(message: Submit, max_tokens: int) -> Submit:
+    assert isinstance(message.params, SamplingParams)
+    if message.params.max_tokens is not None:
+        return message
+    return msgspec.structs.replace(message, params=message.params.with_changes(max_tokens=max_tokens))
 
 
 def check_room(request: Request, model: str | None, message: Submit, limit: int | None) -> None:

@@ -75,7 +75,8 @@ async def run(request: Request, chosen: Chosen, pooling_call: PoolingCall[T], si
             prompts = PoolingPrompts(chosen.inputs, batches, engine.new_id, as_lists=True)
             read = partial(list[PreparedPrompt], prompts)
             submits = await state.encode(prompts.total, size + PROMPT_COST * prompts.total, read, request.caller)
-            state.check_answer(prompts.num_bytes(submits))
+            hint = "send fewer or shorter prompts, ask for fewer dimensions"
+            state.check_answer(prompts.num_bytes(submits), "arrays", hint)
             count = sum(len(message.prompt_token_ids) for message, _ in submits)
             state.admit(len(submits), count, request.caller)  # again: the queue may have filled while tokenising
             num_tokens += count

@@ -221,7 +221,7 @@ def test_the_parsers_of_the_docs_are_those_of_the_engine() -> None:
         (row,) = re.findall(rf"^\| `{flag}` \|(.+)\|$", page, re.M)
         assert sorted(re.findall(r"`([\w-]+)`", row)) == sorted([*formats, NO_PARSER])
     num_names, num_formats = len(TOOL_CALL_FORMATS), len(set(map(repr, TOOL_CALL_FORMATS.values())))
-    assert f"{num_formats} output formats under vLLM's {num_names} names" in (ROOT / "README.md").read_text("utf-8")
+    assert f"{num_formats} output formats under vLLM's {num_names} names" in page
 
 
 def test_a_member_or_private_name_that_is_gone_is_noticed() -> None:

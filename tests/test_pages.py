@@ -1,0 +1,48 @@
+"""Generated parts of the pages are what scripts/pages makes of docs/benchmark.json and of the code."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import json
+import shutil
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    loader = importlib.machinery.SourceFileLoader("pages_script", str(ROOT / "scripts/pages"))
+    spec = importlib.util.spec_from_loader(loader.name, loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+def stale(script: ModuleType, root: Path) -> list[str]:
+    return sorted(name for name, text in script.files(root).items() if not script.is_current(root / name, text))
+
+
+def test_the_pages_are_what_the_script_writes(script: ModuleType) -> None:
+    assert stale(script, ROOT) == [], "run scripts/pages"
+
+
+def test_a_figure_that_differs_is_noticed(script: ModuleType, tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "docs", tmp_path / "docs", ignore=shutil.ignore_patterns("*.png", "log"))
+    shutil.copy(ROOT / "README.md", tmp_path)
+    figures = json.loads((tmp_path / "docs/benchmark.json").read_text())
+    figures["tables"]["generation"]["rows"][0]["ours"] = 0.001
+    (tmp_path / "docs/benchmark.json").write_text(json.dumps(figures))
+    assert stale(script, tmp_path) == ["README.md", "docs/benchmark.svg", "docs/performance.md"]
+
+
+def test_every_table_of_figures_is_on_a_page(script: ModuleType) -> None:
+    tables = json.loads((ROOT / "docs/benchmark.json").read_text())["tables"]
+    page = (ROOT / "docs/performance.md").read_text(encoding="utf-8")
+    assert [name for name in tables if f"<!-- pages: {name} -->" not in page] == []
+    assert len(page.encode()) <= 10_000

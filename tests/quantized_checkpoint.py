@@ -208,6 +208,11 @@ def compressed(format: str, inputs: dict[str, Any] | None = None, **weights: Any
     return {"quant_method": "compressed-tensors", "format": format, "config_groups": {"group_0": group}}
 
 
+DYNAMIC: dict[str, dict[str, Any]] = {"-:(.*|x)*y$": {}, "+:.*down_proj.*": {"bits": 4, "group_size": GROUP}}
+AUTO_ROUND: dict[str, Any] = {
+    "quant_method": "auto-round", "bits": 4, "group_size": GROUP, "data_type": "int",
+    "packing_format": "auto_round:auto_gptq",
+}  # fmt: skip
 _DYNAMIC = {"num_bits": 8, "type": "float", "dynamic": True, "strategy": "token"}
 _INT = {"type": "int", "symmetric": True}
 METHODS: dict[str, tuple[dict[str, Any], Packer]] = {
@@ -228,8 +233,19 @@ METHODS: dict[str, tuple[dict[str, Any], Packer]] = {
         compressed("float-quantized", _DYNAMIC, num_bits=8, type="float", strategy="channel", symmetric=True),
         fp8_channel,
     ),
+    "modelopt": ({"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_scheme": {"num_bits": 8}}, fp8_tensor),
+    "modelopt channel": ({"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, fp8_channel),
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}, awq),
     "gptq 4": ({"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": False}, gptq(4, False, False)),
+    "gptq dynamic": (
+        {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": False, "dynamic": DYNAMIC},
+        gptq(4, False, False),
+    ),
+    "auto-round gptq": (
+        AUTO_ROUND | {"sym": False, "extra_config": {"lm_head": {"bits": 16, "data_type": "fp"}}},
+        gptq(4, False, False),
+    ),
+    "auto-round awq": (AUTO_ROUND | {"packing_format": "auto_round:auto_awq", "sym": False}, awq),
     "gptq v2": (
         {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": False, "checkpoint_format": "gptq_v2"},
         gptq(4, False, False, subtracted=0),

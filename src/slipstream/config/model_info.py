@@ -57,21 +57,29 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         return next((int(self.extra[name]) for name in EXPERT_COUNTS if self.extra.get(name)), 0)
 
 
+_MODELOPT = "hf_quant_config.json"  # ModelOpt's settings, which older checkpoints have instead of those in config.json
+
+
 def read_model_info(folder: Path, overrides: Mapping[str, Any] | None = None) -> ModelInfo:
     """From a folder in the Hugging Face layout. `overrides`: fields that replace those of config.json; an object
     such as text_config replaces only the fields that it has."""
     path = folder / "config.json"
+    if not path.exists():
+        raise BadCheckpoint(f"{folder} has no config.json; give a folder in Hugging Face layout or a .gguf file")
+    config = _load_object(path)
+    if not config.get("quantization_config") and (folder / _MODELOPT).is_file():
+        config["quantization_config"] = {"quant_method": "modelopt"} | _load_object(folder / _MODELOPT)
+    return model_info_from_config(_merged(config, overrides or {}))
+
+
+def _load_object(path: Path) -> dict[str, Any]:
     try:
-        config = load_json(path)
-    except FileNotFoundError:
-        raise BadCheckpoint(
-            f"{folder} has no config.json; give a folder in Hugging Face layout or a .gguf file"
-        ) from None
+        found = load_json(path)
     except (OSError, ValueError) as error:
         raise BadCheckpoint(f"{path} cannot be read: {error}; download the model again") from None
-    if not isinstance(config, dict):
+    if not isinstance(found, dict):
         raise BadCheckpoint(f"{path} does not hold an object; download the model again")
-    return model_info_from_config(_merged(config, overrides or {}))
+    return found
 
 
 def _merged(config: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

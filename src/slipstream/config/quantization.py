@@ -7,7 +7,7 @@ tensors that the checkpoint has (`nn/weights/quantized.py`), not from the lists 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -123,8 +123,9 @@ def _read_gptq(method: str, given: Mapping[str, Any]) -> Quantization:
     bits = _bits(method, given.get("bits", 4), (4, 8))
     if (kind := given.get("checkpoint_format", "gptq")) not in ("gptq", "gptq_v2"):
         raise _unsupported(method, f"checkpoint_format {kind}")
-    if given.get("dynamic"):
-        raise _unsupported(method, "dynamic (settings of single modules)")
+    # patterns are not matched: those of "-:" leave modules out, whose tensors say the same
+    own = {name: value for name, value in (given.get("dynamic") or {}).items() if not name.startswith("-:")}
+    _check_single_modules(method, "dynamic", own, given)
     return Quantization(
         method=method if kind == "gptq" else "gptq_v2",
         layout="gptq",
@@ -132,6 +133,48 @@ def _read_gptq(method: str, given: Mapping[str, Any]) -> Quantization:
         group=_group(given),
         symmetric=bool(given.get("sym", True)),
         has_order=bool(given.get("desc_act", False)),
+    )
+
+
+def _read_auto_round(method: str, given: Mapping[str, Any]) -> Quantization:
+    """AutoRound stores the tensors of other methods."""
+    kind = str(given.get("packing_format", "auto_round"))
+    reader = {"auto_gptq": _read_gptq, "auto_awq": _read_awq}.get(kind.removeprefix("auto_round:"))
+    if reader is None or given.get("data_type", "int") != "int" or int(given.get("act_bits") or 16) < 16:
+        numbers = f"{given.get('data_type', 'int')} weights and inputs of {given.get('act_bits') or 16} bits"
+        raise _unsupported(method, f"packing_format {kind}, {numbers}")
+    _check_single_modules(method, "extra_config", given.get("extra_config") or {}, given)
+    return reader(method, given)
+
+
+def _check_single_modules(
+    method: str, field: str, modules: Mapping[str, Mapping[str, Any]], given: Mapping[str, Any]
+) -> None:
+    """Raises if settings of single modules differ from the checkpoint's. Modules of 16 bits are not quantised."""
+    for name, settings in modules.items():
+        if int(settings.get("bits") or 0) >= 16:
+            continue
+        changed = [key for key in ("bits", "group_size", "sym") if settings.get(key, given.get(key)) != given.get(key)]
+        if changed:
+            raise _unsupported(method, f"{field} (another {changed[0]} for {name})")
+
+
+def _read_modelopt(method: str, given: Mapping[str, Any]) -> Quantization | None:
+    """From config.json, or the older layout of hf_quant_config.json. Scales of a KV cache are tensors that are not
+    read."""
+    kind = given.get("quantization", given).get("quant_algo")
+    if kind is None:  # only the KV cache
+        return None
+    if kind not in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN"):
+        raise _unsupported(method, f"quant_algo {kind}")
+    is_static = kind == "FP8"  # with a scale per tensor
+    return Quantization(
+        method=method,
+        layout="float8",
+        bits=8,
+        block_rows=0 if is_static else 1,
+        static_inputs=is_static,
+        quantizes_inputs=True,
     )
 
 
@@ -203,11 +246,13 @@ def _read_bitsandbytes(method: str, given: Mapping[str, Any]) -> Quantization:
     return Quantization(method=method, layout="bnb", bits=4, group=64, has_codebook=True, double_scales=double)
 
 
-_READERS = {
+_READERS: dict[str, Callable[[str, Mapping[str, Any]], Quantization | None]] = {
     "fp8": _read_fp8,
     "fbgemm_fp8": _read_fbgemm,
     "awq": _read_awq,
     "gptq": _read_gptq,
+    "auto-round": _read_auto_round,
+    "modelopt": _read_modelopt,
     "compressed-tensors": _read_compressed,
     "mxfp4": _read_mxfp4,
     "bitsandbytes": _read_bitsandbytes,

@@ -171,13 +171,18 @@ def test_plain_weights_are_quantised_to_fp8_at_load(storage: str, tmp_path: Path
         assert error.max() > 0 and bool((error <= weight.abs().amax(1, keepdim=True) / 28).all()), name
 
 
-def test_dummy_weights_of_a_quantised_config(storage: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("method", "kind"),
+    [("awq", torch.uint8), ("w8a8", torch.int8), ("fp8 block", torch.float8_e4m3fn), ("modelopt", torch.float8_e4m3fn),
+     ("fp8 channel", torch.float8_e4m3fn)],
+)  # fmt: skip
+def test_dummy_weights_of_a_quantised_config(method: str, kind: torch.dtype, storage: str, tmp_path: Path) -> None:
     """For benchmarks: random weights in the storage of the method."""
     folder = write_tiny(tmp_path, "llama")
-    quantize(folder, "awq")
+    quantize(folder, method)
     model = load(folder, load_format="dummy")
     if storage == "quantised":
-        assert model.layers[0].mlp.down.weight.values.dtype is torch.uint8
+        assert model.layers[0].mlp.down.weight.values.dtype is kind
     assert all(bool(weight.isfinite().all() and weight.std() > 0.01) for weight in matrices(model).values())
 
 
@@ -197,6 +202,35 @@ def _configure(folder: Path, **changes: object) -> None:
 def group(**changes: object) -> dict[str, object]:
     """A group of modules of compressed-tensors."""
     return {"targets": ["Linear"], "input_activations": None, "weights": W8A8 | changes}
+
+
+def test_settings_of_modelopt_in_a_file_of_their_own(storage: str, tmp_path: Path) -> None:
+    """And scales of a KV cache, which say nothing about weights."""
+    folder, plain = (write_tiny(tmp_path / name, "llama") for name in ("q", "plain"))
+    write_weights(plain, quantize(folder, "modelopt"))
+    config = json.loads((folder / "config.json").read_text())
+    settings = {"quant_algo": config.pop("quantization_config")["quant_algo"], "kv_cache_quant_algo": "FP8"}
+    (folder / "config.json").write_text(json.dumps(config))
+    own = {"producer": {"name": "modelopt"}, "quantization": settings | {"exclude_modules": ["lm_head"]}}
+    (folder / "hf_quant_config.json").write_text(json.dumps(own))
+    names = [
+        f"model.layers.{layer}.self_attn.{part}" for layer in (0, 1) for part in ("k_proj.k_scale", "v_proj.v_scale")
+    ]
+    write_weights(folder, load_file(folder / "model.safetensors") | {name: torch.tensor(0.1) for name in names})
+    found, expected = matrices(load(folder)), matrices(load(plain))
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-7, atol=1e-9)
+    (folder / "hf_quant_config.json").write_text("[]")
+    with pytest.raises(BadCheckpoint, match="hf_quant_config.json does not hold an object"):
+        load(folder)
+
+
+def test_a_quantised_kv_cache_alone(tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path, "llama")
+    path = folder / "config.json"
+    own = {"quant_method": "modelopt", "quant_algo": None, "kv_cache_scheme": {"num_bits": 8, "type": "float"}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": own}))
+    assert not any(isinstance(module, DequantizedWeight) for module in load(folder).modules())
 
 
 W8A8: dict[str, object] = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
@@ -273,7 +307,15 @@ def test_missing_scales_are_named(tmp_path: Path) -> None:
         ("nf4", {}, BadCheckpoint, "down is 64 x 96, which does not divide into groups of 64"),
         ("nf4", {"load_in_4bit": False}, UnsupportedModel, "bitsandbytes with 8 bits"),
         ("nf4", {"bnb_4bit_quant_type": "af4"}, UnsupportedModel, "bnb_4bit_quant_type af4"),
-        ("fp8 tensor", {"quant_method": "modelopt"}, UnsupportedModel, "modelopt, .* not supported .supported: awq"),
+        ("fp8 tensor", {"quant_method": "quip"}, UnsupportedModel, "quip, .* not supported .supported: auto-round"),
+        ("modelopt", {"quant_algo": "NVFP4"}, UnsupportedModel, "modelopt with quant_algo NVFP4"),
+        ("modelopt", {"quantization": []}, BadCheckpoint, "wrong value"),
+        ("gptq dynamic", {"dynamic": {"a+": {"bits": 8}}}, UnsupportedModel, "dynamic .another bits for a+"),
+        ("gptq dynamic", {"dynamic": ["a"]}, BadCheckpoint, "wrong value"),
+        ("auto-round gptq", {"extra_config": {"x": {"sym": True}}}, UnsupportedModel, "another sym for x"),
+        ("auto-round gptq", {"packing_format": "auto_round:gptqmodel"}, UnsupportedModel, "auto_round:gptqmodel, int"),
+        ("auto-round gptq", {"data_type": "mx_fp"}, UnsupportedModel, "mx_fp weights and inputs of 16 bits"),
+        ("auto-round gptq", {"act_bits": 8}, UnsupportedModel, "int weights and inputs of 8 bits"),
     ],
 )  # fmt: skip
 def test_bad_settings_are_one_clear_error(

@@ -256,7 +256,9 @@ def _quantized_formats(
         num_ranks=config.num_ranks,
     )
     if quantization.layout == "online" or config.load_format == "dummy":
-        quantization = msgspec.structs.replace(quantization, layout="online")
+        # the online method that has the storage of the checkpoint's
+        method = "fp8" if quantization.layout == "float8" else quantization.method
+        quantization = msgspec.structs.replace(quantization, layout="online", method=method)
         last = ".experts" if quantization.only_experts else ""
         is_part = lambda name: name.startswith("layers.") and name.endswith(last)  # noqa: E731
         return lambda name: make(quantization, name) if is_part(name) else plain

@@ -227,7 +227,7 @@ def _read_awq(read: Read) -> QuantizedPart:
 def _read_gptq(q: Quantization, name: str, read: Read, has_order: bool) -> QuantizedPart:
     values = _unpack(read("qweight"), q.bits, 0).t()
     stored = _unpack(read("qzeros"), q.bits, 1).t().float()
-    if q.method == "gptq":  # the first version of the format stores zeros less one
+    if q.method != "gptq_v2":  # the first version of the format stores zeros less one
         stored = (stored + 1).remainder(2**q.bits)
     zeros: torch.Tensor | None = stored
     if q.symmetric:

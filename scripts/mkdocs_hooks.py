@@ -9,9 +9,8 @@ from __future__ import annotations
 import posixpath
 import re
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
-import msgspec
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -44,22 +43,4 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
             return match.group(0)  # mkdocs reports it
         return f"{picture}[{words}]({posixpath.relpath(found, posixpath.dirname(path) or '.')}{mark}{anchor})"
 
-    markdown = LINK.sub(replace, markdown)
-    if path == "api.md":
-        from slipstream.config.options import Options
-        from slipstream.serve.http.settings import ServerSettings
-
-        markdown = markdown.replace("<!-- Options -->", option_table(Options))
-        markdown = markdown.replace("<!-- ServerSettings -->", option_table(ServerSettings))
-    return markdown
-
-
-def option_table(kind: type[msgspec.Struct]) -> str:
-    """A row for each field: name, default, and the description from which the command line makes its help."""
-    hints = get_type_hints(kind, include_extras=True)
-    lines = ["| name | default | |", "|---|---|---|"]
-    for field in msgspec.structs.fields(kind):
-        value = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()  # type: ignore
-        text = next(meta.description for meta in hints[field.name].__metadata__ if isinstance(meta, msgspec.Meta))
-        lines.append(f"| `{field.name}` | `{value!r}` | {text.replace('|', chr(92) + '|').replace('<', '&lt;')} |")
-    return "\n".join(lines)
+    return LINK.sub(replace, markdown)

@@ -19,6 +19,8 @@ from nets.unsafe_net import find_unsafe, find_unsafe_in
         "np.load(path, allow_pickle=True)",
         "AutoModel.from_pretrained(name, trust_remote_code=True)",
         "AutoModel.from_pretrained(name, trust_remote_code=flag)",
+        "re.match(rf'(.*[.])?({text})$', name)",
+        "regex.compile(text, timeout=1)",
         "eval(text)",
         "exec(text)",
         "subprocess.run([sys.executable, name])",
@@ -36,7 +38,9 @@ def test_a_planted_danger_is_caught(line):
         "import json",
         "model.eval()",
         "AutoModel.from_pretrained(name, trust_remote_code=False)",
-        "re.compile(x)",
+        "re.compile('a+')",
+        "re.match(re.escape(x) + '$', name)",
+        "re.compile('|'.join(map(re.escape, x)))",
         "subprocess.run(['cc', name])",
         "subprocess.Popen([sys.executable, '-I', name])",
         "subprocess.run([sys.executable, name], env=child_environment())",
@@ -47,5 +51,5 @@ def test_what_is_safe_passes(line):
     assert not find_unsafe(f"def f(name, x):\n    {line}\n")
 
 
-def test_nothing_from_outside_can_run_code():
+def test_nothing_from_outside_can_run_code_or_hang_an_expression():
     assert not find_unsafe_in(Path(slipstream.__file__).parent)

@@ -1,4 +1,8 @@
-"""The unsafe net: finds what would let a file or a message run code. Bytes from outside are decoded as plain data."""
+"""The unsafe net: finds what would let a file or a message run code, or hang the process.
+
+Bytes from outside are decoded as plain data. A regular expression from outside goes to an engine without backtracking
+(`ModulePatterns`, the grammars' automata): `re` may need exponential time and holds the GIL meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +14,21 @@ MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "shelve", "marshal", "job
 CALLS = {"eval", "exec", "compile", "__import__"}
 LOADS = {("torch", "load"), ("np", "load"), ("numpy", "load"), ("yaml", "load")}
 WORDS = {"trust_remote_code", "allow_pickle"}
+PATTERNS = {"compile", "match", "fullmatch", "search", "sub", "subn", "split", "findall", "finditer"}
+OWN_PATTERNS = {  # expressions that are computed: where their text comes from
+    "module_patterns.py": "single characters and classes, as [a-z]",
+    "pythonic.py": "our quotes",
+    "app.py": "our routes",
+    "chat_fields.py": "names of our fields",
+    "wording.py": "names of our options",
+}
 STARTS = {"run", "call", "check_call", "check_output", "Popen"}
 
 
 def find_unsafe(source: str, path: str = "<snippet>") -> list[str]:
     tree = ast.parse(source)
     found = [*_walk(tree), *(_children(tree) if "sys.executable" in source else ())]
+    found += [] if Path(path).name in OWN_PATTERNS else _patterns(tree)
     return [f"{path}:{line}: {what}" for line, what in found]
 
 
@@ -52,6 +65,17 @@ def _call(node: ast.Call) -> Iterator[tuple[int, str]]:
         is_no = isinstance(keyword.value, ast.Constant) and keyword.value.value is False
         if keyword.arg in WORDS and not is_no:
             yield node.lineno, f"{keyword.arg} lets a checkpoint bring code"
+
+
+def _patterns(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Expressions for `re` that are neither constants nor made of constants and escaped text."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or not node.args:
+            continue
+        called, pattern = ast.unparse(node.func), node.args[0]
+        is_ours = isinstance(pattern, ast.Constant) or "re.escape" in ast.unparse(pattern)
+        if called.startswith(("re.", "regex.")) and node.func.attr in PATTERNS and not is_ours:
+            yield node.lineno, f"{called}() of a pattern that may come from a file or a request"
 
 
 def _children(tree: ast.AST) -> Iterator[tuple[int, str]]:

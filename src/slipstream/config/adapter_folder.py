@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import re
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from slipstream.config.json_file import load_json
+from slipstream.config.module_patterns import ModulePatterns
 from slipstream.config.weight_files import ADAPTER
 from slipstream.errors import InvalidAdapter
 
@@ -37,16 +37,18 @@ class AdapterSettings(msgspec.Struct, frozen=True):
     """Settings of an adapter that its tensors do not contain."""
 
     alpha: float
-    alpha_by_module: dict[str, float]  # by a regular expression that the end of a module's name matches
+    patterns: ModulePatterns  # alpha_pattern: of modules with another alpha
+    pattern_alphas: list[float]  # of each pattern
     rank_stabilized: bool  # rsLoRA: divide by the square root of the rank
     rank: int = 0  # of all modules; 0: they differ, or it is not said
 
     def scale(self, module: str, rank: int) -> float:
-        """The factor of B A for a module with this name in the base model."""
-        matching = (
-            alpha for pattern, alpha in self.alpha_by_module.items() if re.match(rf"(.*\.)?({pattern})$", module)
-        )
-        alpha = next(matching, self.alpha)
+        """The factor of B A for a module with this name in the base model. Raises InvalidAdapter."""
+        try:
+            found = self.patterns.first_match(module)
+        except ValueError as error:
+            raise InvalidAdapter(f"alpha_pattern of {ADAPTER}: {error}") from None
+        alpha = self.alpha if found is None else self.pattern_alphas[found]
         return alpha / math.sqrt(rank) if self.rank_stabilized else alpha / rank
 
 
@@ -84,13 +86,12 @@ def read_adapter_settings(folder: Path) -> AdapterSettings:
     try:
         settings = AdapterSettings(
             alpha=_number(found.get("lora_alpha", 8)),  # PEFT's default
-            alpha_by_module={str(pattern): _number(alpha) for pattern, alpha in alphas.items()},
+            patterns=ModulePatterns(alphas),
+            pattern_alphas=[_number(alpha) for alpha in alphas.values()],
             rank_stabilized=bool(found.get("use_rslora", False)),
             rank=rank if isinstance(rank := found.get("r"), int) and not found.get("rank_pattern") else 0,
         )
-        for pattern in settings.alpha_by_module:
-            re.compile(pattern)
-    except (TypeError, ValueError, AttributeError, re.error) as error:
+    except (TypeError, ValueError, AttributeError) as error:
         raise InvalidAdapter(f"{path}: lora_alpha or alpha_pattern is not valid ({error}); correct it") from None
     return settings
 

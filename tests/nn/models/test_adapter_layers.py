@@ -144,7 +144,14 @@ def llama(tmp_path_factory):
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("settings", [{"use_rslora": True}, {"alpha_pattern": {"q_proj": 32}}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"use_rslora": True},
+        {"alpha_pattern": {"q_proj": 32}},
+        {"alpha_pattern": {"(.*.*)*!": 3, "q_proj": 32}},  # `re` needs exponential time for the first
+    ],
+)
 def test_scales_of_an_adapter(llama, tmp_path, settings):
     folder, model = llama
     adapter = write_adapter(tmp_path / "adapter", folder, LLAMA_MODULES[:3], **settings)
@@ -198,6 +205,8 @@ def test_whether_an_adapter_changes_the_head_is_known(llama, tmp_path):
         ({"init_lora_weights": "lora_ga"}, "changes the base model's weights"),
         ({"lora_alpha": "much"}, "lora_alpha"),
         ({"alpha_pattern": {"(": 3}}, "alpha_pattern"),
+        ({"alpha_pattern": {"(?=q)q_proj": 3}}, "alpha_pattern.*not supported"),
+        ({"alpha_pattern": {".{20000}|" * 9 + ".*": 3}}, "alpha_pattern.*states"),
     ],
 )
 def test_settings_that_are_not_plain_lora_are_refused(llama, tmp_path, settings, message):

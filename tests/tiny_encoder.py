@@ -188,3 +188,15 @@ def _home(activation: str) -> str:
 def _write_json(path: Path, value: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(value, indent=2))
+
+
+def write_splade(folder: Path, strategy: str, activation: str) -> Path:
+    """The modules of a sparse encoder beside a masked language model."""
+    kinds = {"": "MLMTransformer", "1_SpladePooling": "SpladePooling"}
+    listed = [{"path": path, "type": f"sentence_transformers.sparse_encoder.models.{kinds[path]}"} for path in kinds]
+    named = [{"idx": index, "name": str(index), **module} for index, module in enumerate(listed)]
+    (folder / "modules.json").write_text(json.dumps(named))
+    (folder / "1_SpladePooling").mkdir()
+    settings = {"pooling_strategy": strategy, "activation_function": activation, "word_embedding_dimension": 304}
+    (folder / "1_SpladePooling" / "config.json").write_text(json.dumps(settings))
+    return folder

@@ -204,8 +204,9 @@ def test_a_masked_language_model_weighs_words_unless_its_folder_pools(tmp_path: 
     assert read(tmp_path / "splade", config, **splade).tasks == ("sparse",)
     pooled = {"modules": modules("Transformer", "Pooling"), "1_Pooling__config": {"pooling_mode": "mean"}}
     assert read(tmp_path / "embedder", config, **pooled).tasks == ("embed", "token_embed")
-    with pytest.raises(UnsupportedModel, match="sum"):
-        read(tmp_path / "sum", config, **(splade | {"1_SpladePooling__config": {"pooling_strategy": "sum"}}))
+    for wrong in ({"pooling_strategy": "min"}, {"activation_function": "gelu"}):
+        with pytest.raises(UnsupportedModel, match="SPLADE pooling by .*max or sum, of relu or log1p_relu"):
+            read(tmp_path / "wrong", config, **(splade | {"1_SpladePooling__config": wrong}))
 
 
 def test_projections_without_a_pooling_are_for_tokens(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from slipstream import LLM, PoolingParams
 from tiny import write_tiny
-from tiny_encoder import write_modules, write_pair_tokenizer, write_tiny_encoder
+from tiny_encoder import write_modules, write_pair_tokenizer, write_splade, write_tiny_encoder
 
 sentence_transformers = pytest.importorskip("sentence_transformers")
 
@@ -143,25 +143,19 @@ def test_an_empty_text_among_many(tmp_path):
     np.testing.assert_allclose(ours(tmp_path, lambda llm: vectors(llm.embed(texts))), expected, atol=2e-5)
 
 
-def test_of_the_weights_of_words_the_largest_are_kept(tmp_path):
-    write_tiny_encoder(tmp_path, task="ForMaskedLM")
-    kinds = [("", "MLMTransformer"), ("1_SpladePooling", "SpladePooling")]
-    listed = [
-        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.sparse_encoder.models.{kind}"}
-        for i, (path, kind) in enumerate(kinds)
-    ]
-    (tmp_path / "modules.json").write_text(json.dumps(listed))
-    (tmp_path / "1_SpladePooling").mkdir()
-    pooling = {"pooling_strategy": "max", "activation_function": "relu", "word_embedding_dimension": 304}
-    (tmp_path / "1_SpladePooling" / "config.json").write_text(json.dumps(pooling))
+@pytest.mark.parametrize(
+    ("strategy", "activation"), [("max", "relu"), ("max", "log1p_relu"), ("sum", "relu"), ("sum", "log1p_relu")]
+)
+def test_of_the_weights_of_words_the_largest_are_kept(strategy, activation, tmp_path):
+    write_splade(write_tiny_encoder(tmp_path, task="ForMaskedLM"), strategy, activation)
     (tmp_path / "config_sentence_transformers.json").write_text(
         json.dumps({"model_type": "SparseEncoder", "max_active_dims": 5})
     )
     # as an argument too, because older versions do not read it from the file
     theirs = sentence_transformers.SparseEncoder(str(tmp_path), device="cpu", max_active_dims=5)
     expected = theirs.encode(TEXTS[:2], convert_to_sparse_tensor=False).numpy()
-    found = ours(tmp_path, lambda llm: llm.encode(TEXTS[:2]))
-    for one, row in zip(found, expected, strict=True):
+    found = ours(tmp_path, lambda llm: llm.encode(TEXTS[:2]) + [llm.encode(text)[0] for text in TEXTS[:2]])
+    for one, row in zip(found, [*expected, *expected], strict=True):
         assert len(one.outputs.indices) == 5
         np.testing.assert_array_equal(one.outputs.indices, row.nonzero()[0])
         np.testing.assert_allclose(one.outputs.data, row[row > 0], atol=1e-4)

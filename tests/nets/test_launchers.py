@@ -190,6 +190,7 @@ def rows_and_norms() -> dict[str, Callable[[], Any]]:
         "list_chunks": lambda: get("recurrent_steps.triton.list_chunks")(starts, starts[1:], ints(2, 3).int(), 5),
         "segment_sum": lambda: get("segment_sum.triton.segment_sum")(x, starts),
         "segment_max_into": lambda: get("segment_max.triton.segment_max_into")(torch.rand(2, 64), x, starts, 0),
+        "segment_add_into": lambda: get("segment_max.triton.segment_add_into")(torch.rand(2, 64), x, starts, 0),
     }
 
 

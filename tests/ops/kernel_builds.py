@@ -144,8 +144,8 @@ def encoders():
     x = of(HALF, "x residual weight bias out total query key value of_queries of_keys") | {"scale": "fp32"}
     x |= of(INT, "records starts begins num_seen")
     build("slipstream.ops.layer_norm.triton", "_layer_norm_kernel", x, SIZE=1000, ROWS=1, BLOCK=1024)
-    build("slipstream.ops.segment_max.triton", "_row_max_kernel", x | {"out": FLOAT}, BLOCK=512)
-    build("slipstream.ops.segment_max.triton", "_row_max_kernel", x | {"out": FLOAT}, BLOCK=512, begins=None)
+    build("slipstream.ops.segment_max.triton", "_row_kernel", x | {"out": FLOAT}, BLOCK=512, ADDS=False)
+    build("slipstream.ops.segment_max.triton", "_row_kernel", x | {"out": FLOAT}, BLOCK=512, begins=None, ADDS=True)
     build("slipstream.ops.bidirectional_attention.triton", "_list_tiles_kernel", x, SIZE=128, BLOCK=256)
     build("slipstream.ops.bidirectional_attention.triton", "_list_tiles_kernel", x, num_seen=None, SIZE=128, BLOCK=256)
     shape = dict(HEADS=12, GROUP=1, BLOCK_M=128, BLOCK_N=64)

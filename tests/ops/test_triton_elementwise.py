@@ -181,6 +181,15 @@ def test_the_largest_of_each_column_over_rows_that_lie_in_several_parts(dtype: t
             into(out, x[first : first + 9], starts, first, begins)
     assert mine[:5].equal(expected[:5]) and (mine[1:3] == -torch.inf).all()
     assert mine[[0, 3, 4]].equal(torch.stack([part.float().amax(0) for part in (x[1:3], x[15:24], x[24:31])]))
+    # sums: a row in parts has the bits of a row alone
+    sums = [torch.zeros(6, 1000, device=DEVICE) for _ in range(3)]
+    for first in range(0, len(x), 9):
+        segment_max_kernels.segment_add_into(sums[0], x[first : first + 9], starts, first)
+        segment_max.segment_add_into(sums[1], x[first : first + 9], starts, first)
+    segment_max_kernels.segment_add_into(sums[2], x, starts, 0)
+    assert sums[0][:5].equal(sums[2][:5]) and not sums[0][2].any()
+    check(sums[0][:5], torch.stack([part.double().sum(0) for part in x[: sum(counts)].split(counts)]))
+    check(sums[1][:5], sums[0][:5].double())
 
 
 GATES = ["silu_and_mul", "gelu_tanh_and_mul", "gelu_and_mul", "quick_gelu_and_mul", "relu_and_mul"]

@@ -123,6 +123,8 @@ class PoolingInfo(msgspec.Struct, frozen=True, kw_only=True):
     skip_token_ids: tuple[int, ...] = ()  # document tokens that are not compared, such as punctuation
 
     max_active_dims: int | None = None  # number of the largest vocabulary weights that are kept
+    sparse_sums: bool = False  # a word's weights in all tokens are added; False: the largest counts
+    sparse_logs: int = 1  # how many times log(1 + x) of a word's weight in a token is taken
     sparse_skip_ids: tuple[int, ...] = ()  # tokens without a weight, such as those at the beginning and end of a text
 
     @property

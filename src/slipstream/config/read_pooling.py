@@ -158,7 +158,8 @@ def _of_model(options: Options, info: ModelInfo, path: Path, folder: SentenceFol
             **(common | {"default_prompt_name": None}),
         )
     if folder.sparse or (name.endswith("ForMaskedLM") and not folder.has_modules):
-        return PoolingInfo(tasks=("sparse",), methods=("all",), **common)
+        how: dict[str, Any] = {"sparse_sums": folder.sparse_sums, "sparse_logs": folder.sparse_logs}
+        return PoolingInfo(tasks=("sparse",), methods=("all",), **how, **common)
     if encoder:
         return _embedder(path, config, folder, common)
     continues = continues_text(name) and common["is_causal"]

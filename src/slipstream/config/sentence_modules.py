@@ -33,6 +33,7 @@ _OLD_MODES = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
+_LOGS = {"relu": 1, "log1p_relu": 2}  # of SPLADE: each takes log(1 + x) once more than its name says
 _PASSED_OVER = {"Dropout"}
 _MAX_SIZE = 2**24  # of a vector, far beyond any model
 
@@ -45,6 +46,8 @@ class Modules(msgspec.Struct, kw_only=True):
     modules: tuple[ModuleInfo, ...] = ()  # after the pooling, or for tokens if there is no pooling
     scores: bool = False  # the last module computes scores
     sparse: bool = False
+    sparse_sums: bool = False
+    sparse_logs: int = 1
     late: bool = False
     masks: bool = False  # a module says which token vectors are compared
     module_settings: dict[str, Any] = {}  # settings of token vectors, for `late_info.py`
@@ -94,9 +97,11 @@ def _take_module(found: Modules, folder: Path, module: Any, any_method: bool) ->
         found.normalize = True
     elif kind == "SpladePooling":
         how = settings.get("pooling_strategy", "max"), settings.get("activation_function", "relu")
-        if how != ("max", "relu"):
-            raise UnsupportedModel(f"{path}: SPLADE pooling by {how[0]} and {how[1]}; max and relu is what runs here")
-        found.sparse = True
+        if how[0] not in ("max", "sum") or how[1] not in _LOGS:
+            raise UnsupportedModel(
+                f"{path}: SPLADE pooling by {how[0]} and {how[1]}; max or sum, of relu or log1p_relu"
+            )
+        found.sparse, found.sparse_sums, found.sparse_logs = True, how[0] == "sum", _LOGS[how[1]]
     elif kind == "MultiVectorMask":
         found.late = found.masks = True
         found.module_settings = settings

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from hand_encoder import load_pooling, pack, run_texts
 from slipstream.errors import BadCheckpoint
 from slipstream.nn.models.pooling_heads import Heads
-from tiny_encoder import write_modules, write_tiny_encoder
+from tiny_encoder import write_modules, write_splade, write_tiny_encoder
 
 FAMILIES = ["bert", "roberta", "xlm-roberta", "distilbert", "mpnet", "modernbert", "nomic"]
 PROMPTS = [list(range(5, 5 + n)) for n in (9, 1, 30, 30, 17)]
@@ -67,11 +67,17 @@ def test_classes_of_tokens(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_words_of_a_masked_language_model(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SPLADE: the largest of each word over the tokens."""
+@pytest.mark.parametrize("how", ["max", "sum"])
+def test_words_of_a_masked_language_model(
+    how: str, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SPLADE: the largest of each word over the tokens, or their sum."""
     monkeypatch.setattr("slipstream.nn.models.pooling_heads.VOCABULARY_CHUNK", 7)  # rows lie in several chunks
     folder = write_tiny_encoder(tmp_path, family, "ForMaskedLM")
-    expected = [torch.log1p(x.relu()).amax(0) for x in logits(folder, "ForMaskedLM", torch.float32)]
+    reduce = torch.amax if how == "max" else torch.sum
+    expected = [reduce(torch.log1p(x.relu()), 0) for x in logits(folder, "ForMaskedLM", torch.float32)]
+    if how == "sum":
+        write_splade(folder, "sum", "relu")
     model = load_pooling(folder)
     heads = heads_of(model)
     starts = pack(PROMPTS).query_starts

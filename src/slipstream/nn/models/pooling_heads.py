@@ -22,7 +22,7 @@ from slipstream.nn.layers.layer_norm import LayerNorm
 from slipstream.nn.layers.linear import Linear
 from slipstream.nn.layers.vector_modules import vector_module
 from slipstream.nn.weight_format import CheckpointTensor, Unquantized, WeightTarget, new_parameter
-from slipstream.ops.segment_max import segment_max_into
+from slipstream.ops.segment_max import segment_add_into, segment_max_into
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,12 +140,25 @@ class Heads(nn.Module):
         assert self.transform is not None and self.vocabulary_bias is not None, "the checkpoint gives words no weights"
         assert self._lm_logits is not None
         hidden = self.transform(hidden.to(self.model_dtype))
+        initial = 0.0 if self.pooling.sparse_sums else -torch.inf
         # one extra row for padding tokens
-        most = torch.full((len(starts), self.vocab_size), -torch.inf, dtype=self.dtype, device=hidden.device)
+        out = torch.full((len(starts), self.vocab_size), initial, dtype=self.dtype, device=hidden.device)
         for first in range(0, len(hidden), VOCABULARY_CHUNK):
-            segment_max_into(most, self._lm_logits(hidden[first : first + VOCABULARY_CHUNK]), starts, first)
+            logits = self._lm_logits(hidden[first : first + VOCABULARY_CHUNK])
+            if self.pooling.sparse_sums:
+                segment_add_into(out, self._word_weights(logits.to(self.dtype)), starts, first)
+            else:
+                segment_max_into(out, logits, starts, first)
         # neither the bias nor what follows changes which token has the largest
-        return torch.log1p((most[:-1] + self.vocabulary_bias.data).relu_())
+        return out[:-1] if self.pooling.sparse_sums else self._word_weights(out[:-1])
+
+    def _word_weights(self, logits: torch.Tensor) -> torch.Tensor:
+        """In place."""
+        assert self.vocabulary_bias is not None
+        logits.add_(self.vocabulary_bias.data).relu_()
+        for _ in range(self.pooling.sparse_logs):
+            logits.log1p_()
+        return logits
 
 
 class Transform(Layer):

@@ -1,4 +1,4 @@
-"""Segment maximum in plain torch."""
+"""Segment maximum and sum in plain torch."""
 
 from __future__ import annotations
 
@@ -18,3 +18,8 @@ def segment_max_into(
     """
     rows = rows_of_tokens(len(x), starts, begins, first)
     out.scatter_reduce_(0, rows.unsqueeze(1).expand_as(x), x.to(out.dtype), "amax")
+
+
+def segment_add_into(out: torch.Tensor, x: torch.Tensor, starts: torch.Tensor, first: int) -> None:
+    """As `segment_max_into`, of sums. Tokens are added one after another, so parts and batch do not matter."""
+    out.index_add_(0, rows_of_tokens(len(x), starts, None, first), x.to(out.dtype))

@@ -183,6 +183,28 @@ def test_a_user_error_has_openais_format_and_reaches_no_engine(folder, method, p
     assert words in answer.error
 
 
+class Panic(BaseException):
+    """What native code raises: no Exception."""
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        ("/v1/completions", ASK, '"type":"server_error"'),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}, '"type":"api_error"'),
+        ("/api/generate", {"prompt": "hello"}, '{"error":"internal error'),
+    ],
+)
+def test_a_panic_of_native_code_is_an_error_in_the_format_of_the_route(folder, monkeypatch, path, body, words):
+    def panic(*_: object, **__: object) -> None:
+        raise Panic("at its limit")
+
+    monkeypatch.setattr("slipstream.text.tokenizer.Tokenizer.encodings", panic)
+    answer = once(folder, "POST", path, {"model": "tiny"} | body)
+    assert answer.status == 500 and "see the server's log" in answer.said
+    assert words in answer.body.decode().replace(": ", ":").replace('": ', '":'), answer.body
+
+
 USER = [{"role": "user", "content": "hi"}]
 
 

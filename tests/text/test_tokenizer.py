@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 
 from child import child_env
 from slipstream.errors import BadTokenizer, InvalidPrompt
+from slipstream.text.guarded import Guarded, GuardedEncoder
 from slipstream.text.tokenizer import Tokenizer
 from tiny_tokenizer import CHATML, END_OF_TEXT, IM_END, IM_START, write_byte_tokenizer
 
@@ -204,3 +205,18 @@ def test_the_text_package_needs_neither_torch_nor_transformers() -> None:
     )
     run = subprocess.run([sys.executable, "-c", code], env=child_env(), capture_output=True)
     assert (run.stderr, run.returncode) == (b"", 0)
+
+
+@pytest.mark.parametrize("place", ["pre_tokenizer", "normalizer"])
+def test_a_regex_of_the_file_that_backtracks_for_ever_fails_the_prompt(tiny_folder: Path, place: str) -> None:
+    """The library panics at its limit of backtracking, with an exception that is no Exception."""
+    pattern = {"pattern": {"Regex": "(a+a+)+b"}}
+    split = {"type": "Split", "behavior": "Isolated", "invert": False} | pattern
+    replace = {"type": "Replace", "content": "x"} | pattern
+    edit(tiny_folder / "tokenizer.json", **{place: split if place == "pre_tokenizer" else replace})
+    tokenizer = Tokenizer.load(tiny_folder)
+    assert tokenizer.encode("b")
+    with pytest.raises(InvalidPrompt, match="retry-limit"):
+        tokenizer.encode("a" * 40)
+    with pytest.raises(InvalidPrompt, match="retry-limit"):
+        Guarded("a" * 40, [], GuardedEncoder(tokenizer.backend, {})).token_ids()

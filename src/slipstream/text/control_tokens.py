@@ -24,7 +24,7 @@ from itertools import zip_longest
 from typing import Any
 
 from slipstream.errors import InvalidPrompt
-from slipstream.text.guarded import Guarded, GuardedEncoder, TextSpan, is_spelled
+from slipstream.text.guarded import Guarded, GuardedEncoder, TextSpan, is_spelled, library_errors
 from slipstream.text.tokenizer import Tokenizer
 
 _BARS = ("|", "｜")
@@ -59,7 +59,7 @@ class ControlTokens:
         self._find: Find
         self._normalize: Callable[[str], str] | None = None
         if tokenizer.backend.normalizer is not None and any(added[token].normalized for token in control):
-            self._normalize = tokenizer.backend.normalizer.normalize_str
+            self._normalize = library_errors()(tokenizer.backend.normalizer.normalize_str)
             self._find = _by_encoding(tokenizer, control)
         else:
             words = frozenset(token for token in texts if added[token].single_word)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import NamedTuple, SupportsIndex
 
 from tokenizers import AddedToken
@@ -65,13 +66,34 @@ def plain(text: str) -> str:
     return str.__str__(text)
 
 
+@contextmanager
+def library_errors(what: str = "encode a prompt") -> Iterator[None]:
+    """Raises as InvalidPrompt what the library raises for a text: plain Exceptions, for example for a character without
+    a token, and panics, which are no Exceptions, for example at its limit of backtracking in tokenizer.json's regexes.
+    """
+    try:
+        yield
+    except InvalidPrompt:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
+        raise InvalidPrompt(f"the tokenizer cannot {what}: {error}; change its text") from None
+
+
+def is_panic(error: BaseException) -> bool:
+    """Whether Rust code of a library failed."""
+    return type(error).__module__ == "pyo3_runtime"
+
+
 def is_spelled(backend: Backend, token: str, text: str) -> bool:
     """Whether this text contains the token, before or after normalization. False for an unknown character, whose id is
     a special token as well."""
     if token in text or backend.normalizer is None:
         return token in text
     change = backend.normalizer.normalize_str
-    return change(token) in change(text)
+    with library_errors():
+        return change(token) in change(text)
 
 
 class GuardedEncoder:
@@ -96,7 +118,8 @@ class GuardedEncoder:
             offset = span.end
         written = "".join(parts) + str.__getitem__(text, slice(offset, None))
         for _ in range(_TRIES):
-            found = copy.encode(written, add_special_tokens=False)
+            with library_errors():
+                found = copy.encode(written, add_special_tokens=False)
             joined = [
                 start + 1
                 for token, (start, end) in zip(found.ids, found.offsets, strict=True)

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer as Backend
 
 from slipstream.errors import BadTokenizer, InvalidParams
 from slipstream.text.chat import render_chat
+from slipstream.text.guarded import library_errors
 from slipstream.text.padding import NO_LENGTH, make_tensor, pad_lists
 from slipstream.text.tokenizer import SPECIAL_NAMES, Tokenizer
 
@@ -314,7 +315,8 @@ class ScriptTokenizer:
                 self._copy = Backend.from_str(self.tokenizer.backend.to_str())
             how = "longest_first" if strategy is True else str(strategy)
             self._copy.enable_truncation(limit, strategy=how, direction=self.truncation_side)
-            found: list[Any] = self._copy.encode_batch(texts, add_special_tokens=add_special_tokens)
+            with library_errors():
+                found: list[Any] = self._copy.encode_batch(texts, add_special_tokens=add_special_tokens)
             return found
 
     pad_token_type_id = 0

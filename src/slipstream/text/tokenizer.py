@@ -20,7 +20,7 @@ from slipstream.config.gguf_file import GgufFile
 from slipstream.config.json_file import load_json
 from slipstream.errors import BadTokenizer, InvalidPrompt
 from slipstream.text.gguf_vocab import gguf_tokenizer, special_token
-from slipstream.text.guarded import Guarded
+from slipstream.text.guarded import Guarded, is_panic, library_errors
 from slipstream.text.roberta_bpe import roberta_tokenizer
 from slipstream.text.token_bytes import token_bytes
 from slipstream.text.wordpiece import wordpiece_tokenizer
@@ -136,18 +136,20 @@ class Tokenizer:
         """The library's encodings of texts or pairs: ids and type_ids; with `words` also word_ids and offsets."""
         encode = self.backend.encode_batch if words else self.backend.encode_batch_fast
         try:
-            return encode(list(texts), add_special_tokens=add_special_tokens)
-        except Exception as error:  # the library raises plain Exceptions, for example for a character without a token
+            with library_errors():
+                return encode(list(texts), add_special_tokens=add_special_tokens)
+        except InvalidPrompt:
             characters = (character for text in texts for part in text for character in part)
             if any("\ud800" <= character <= "\udfff" for character in characters):
                 raise InvalidPrompt(
                     "a prompt has an unpaired surrogate, which UTF-8 cannot encode; give valid text"
                 ) from None
-            raise InvalidPrompt(f"the tokenizer cannot encode a prompt: {error}; change its text") from None
+            raise
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Returns the text of token ids. Unknown ids are skipped."""
-        text: str = self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        with library_errors("decode tokens"):
+            text: str = self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
 
     def text_of(self, token: int) -> str:
@@ -190,7 +192,9 @@ _GGUF_NAMES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "
 def _read_backend(path: Path) -> Backend:
     try:
         return Backend.from_buffer(path.read_bytes())
-    except Exception as error:  # the library raises plain Exceptions
+    except BaseException as error:  # the library raises plain Exceptions, and panics
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
         raise BadTokenizer(f"{path} cannot be read as a tokenizer: {error}; download it again, or {_HINT}") from None
 
 

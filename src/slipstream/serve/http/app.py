@@ -25,6 +25,7 @@ from slipstream.serve.http.response_writer import Receive, ResponseWriter, Send
 from slipstream.serve.http.routes import Route
 from slipstream.serve.http.state import State
 from slipstream.serve.http.trace import describe_engine_requests, record_call
+from slipstream.serve.http.turns import is_failure
 from slipstream.serve.http.watch import ClientDisconnect, Watch
 
 log = logging.getLogger("slipstream.http")
@@ -76,7 +77,9 @@ class App:
         except ClientDisconnect as gone:
             status = 499
             self.state.counters.aborted[gone.cause] += 1
-        except Exception as error:
+        except BaseException as error:  # panics of native code are no Exceptions
+            if not is_failure(error):
+                raise
             status = await self._fail(error, request_id, route, request, writer)
         finally:
             seconds = time.perf_counter() - began
@@ -87,7 +90,12 @@ class App:
                 log.debug("request %s: %s", request_id, describe_engine_requests(request))
 
     async def _fail(
-        self, error: Exception, request_id: str, route: Route | None, request: Request | None, writer: ResponseWriter
+        self,
+        error: BaseException,
+        request_id: str,
+        route: Route | None,
+        request: Request | None,
+        writer: ResponseWriter,
     ) -> int:
         """Writes the error and returns its status. A function of its own, because a local variable that refers to the
         exception in the frame that caught it is a reference cycle, which would keep the body in memory."""

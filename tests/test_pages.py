@@ -46,3 +46,18 @@ def test_every_table_of_figures_is_on_a_page(script: ModuleType) -> None:
     page = (ROOT / "docs/performance.md").read_text(encoding="utf-8")
     assert [name for name in tables if f"<!-- pages: {name} -->" not in page] == []
     assert len(page.encode()) <= 10_000
+
+
+def test_every_package_says_what_it_is_for() -> None:
+    page = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    table = page.partition("<!-- pages: packages -->")[2].partition("<!-- end -->")[0]
+    assert "|  |\n" not in table.partition("|---|")[2], "a package without a docstring in its __init__.py"
+
+
+def test_sizes_of_packages_stay_on_the_page_while_they_are_about_right(script: ModuleType) -> None:
+    row = next(line for line in script.package_table("").splitlines() if "`scheduler/`" in line)
+    files, lines = (cell.strip(" k") for cell in row.split("|")[2:4])
+    near = row.replace(f"| {lines}k |", f"| {float(lines) * 1.1:.1f}k |")
+    far = row.replace(f"| {files} |", f"| {int(files) * 2} |")
+    assert near in script.package_table(near)
+    assert row in script.package_table(far)

@@ -1,0 +1,1 @@
+"""Counters in shared memory, and their text for Prometheus."""

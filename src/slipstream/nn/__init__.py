@@ -1,0 +1,1 @@
+"""Models: shapes, layers, blocks, weights and attention backends."""

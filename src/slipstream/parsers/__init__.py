@@ -1,0 +1,1 @@
+"""Tool calls and reasoning in what a model writes."""

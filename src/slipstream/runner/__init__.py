@@ -1,0 +1,1 @@
+"""The device half: runs a StepPlan, from its upload to its results."""

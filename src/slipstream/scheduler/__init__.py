@@ -1,0 +1,1 @@
+"""The host half: which tokens of which requests the next step computes. numpy only."""

@@ -6,6 +6,7 @@ follows the grammar of each beam and chooses among the tokens that it allows.
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -38,22 +39,43 @@ class BeamGrammars:
         """Waits for the compilation; None: the search has no grammar."""
         if params.structured_outputs is None:
             return None
-        wanted = SamplingParams(structured_outputs=params.structured_outputs)
-        if (config := served.inputs.checks.structured_config) is not None:
-            wanted = config.with_defaults(wanted)
-        assert isinstance(wanted.structured_outputs, StructuredOutputsParams)
-        ends = () if params.ignore_eos else served.description.eos_token_ids
+        compilation = self.of(served).compile(_shape(served, params))
+        return BeamGrammar(compilation.result(), *_vocabulary(served, params))
+
+    async def open(self, served: ServedModel, params: BeamSearchParams, caller: str) -> BeamGrammar:
+        """As `compile`, for a search with a grammar, without occupying a thread; `caller` takes its turn."""
+        grammars = self.of(served)
+        compilation = grammars.compile(_shape(served, params), caller)
+        try:
+            compiled = await asyncio.wrap_future(compilation)
+        finally:
+            grammars.leave(compilation, caller)
+        return BeamGrammar(compiled, *_vocabulary(served, params))
+
+    def of(self, served: ServedModel) -> Grammars:
         with self._lock:
             grammars = self._by_model.get(served.base_name)
             if grammars is None:
                 grammars = Grammars(lambda: served.tokenizer, served.description.vocab_size)
                 self._by_model[served.base_name] = grammars
-            compiling = grammars.compile(wanted.structured_outputs)
-        return BeamGrammar(compiling.result(), served.description.vocab_size, ends)
+            return grammars
 
     def close(self) -> None:
         for grammars in self._by_model.values():
             grammars.close()
+
+
+def _shape(served: ServedModel, params: BeamSearchParams) -> StructuredOutputsParams:
+    wanted = SamplingParams(structured_outputs=params.structured_outputs)
+    if (config := served.inputs.checks.structured_config) is not None:
+        wanted = config.with_defaults(wanted)
+    assert isinstance(wanted.structured_outputs, StructuredOutputsParams), "the search has a grammar"
+    return wanted.structured_outputs
+
+
+def _vocabulary(served: ServedModel, params: BeamSearchParams) -> tuple[int, Sequence[int]]:
+    """Its size, and the tokens that end a sequence."""
+    return served.description.vocab_size, () if params.ignore_eos else served.description.eos_token_ids
 
 
 class BeamGrammar:

@@ -9,6 +9,7 @@ import threading
 from concurrent.futures import Future
 
 import jsonschema_rs
+import msgspec
 import numpy as np
 import pytest
 
@@ -21,6 +22,7 @@ from slipstream.messages import Abort
 from slipstream.params import SamplingParams
 from slipstream.request import FinishReason, Status
 from slipstream.scheduler.grammar import constraints as constraints_module
+from slipstream.scheduler.grammar.grammar_compiler import GrammarCompiler
 from slipstream.scheduler.grammar.session import Session
 from slipstream.structured_params import StructuredOutputsParams as Shape
 
@@ -248,10 +250,8 @@ def test_a_wrong_grammar_refuses_its_request_and_no_other(core_of):
 
 def test_a_request_waits_for_its_grammar_and_the_others_do_not(core_of, monkeypatch):
     core = core_of(1)
-    compiled, compile_now = threading.Event(), core.constraints.grammars._compile
-    monkeypatch.setattr(
-        core.constraints.grammars, "_compile", lambda spec: compiled.wait(PATIENCE) and compile_now(spec)
-    )
+    compiled, compile_now = threading.Event(), GrammarCompiler.compile
+    monkeypatch.setattr(GrammarCompiler, "compile", lambda *args: compiled.wait(PATIENCE) and compile_now(*args))
     (message,) = prompts(SHAPES[1:2], n=2)
     core.submit(message, submit("p", [50, 3], max_tokens=10))
     outputs = [output for _ in range(30) for output in core.step()]
@@ -275,13 +275,18 @@ def test_an_aborted_request_leaves_nothing(core_of):
     assert core.constraints.num_live == 0 and not core.constraints.drawing and not core.constraints.is_waiting
 
 
-def test_a_cancelled_compilation_of_an_aborted_request_is_dropped(core_of, monkeypatch):
-    core, future = core_of(1), Future()
-    monkeypatch.setattr(core.constraints.grammars, "compile", lambda spec: future)
-    core.submit(*prompts(SHAPES[:1]))
-    core.abort(Abort("r0"))
-    future.cancel()  # as `close` does
-    assert core.scheduler.plan() is None and not core.constraints.is_waiting
+def test_a_request_waits_in_the_name_of_its_caller_until_its_last_sample_is_aborted(core_of, monkeypatch):
+    core, may_end = core_of(1), threading.Event()
+    monkeypatch.setattr(GrammarCompiler, "compile", lambda *_: may_end.wait(PATIENCE))
+    (message,) = prompts(SHAPES[:1], n=2)
+    core.submit(msgspec.structs.replace(message, caller="key"))
+    compilation = core.constraints.grammars.compile(message.params.structured_outputs, "other")
+    core.constraints.grammars.leave(compilation, "other")
+    for sample in range(2):
+        assert compilation.waiting == {"key": 1} and core.constraints.is_waiting
+        core.abort(Abort("r0", sample))
+    assert not compilation.waiting and not core.constraints.is_waiting and core.scheduler.plan() is None
+    may_end.set()
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])

@@ -149,6 +149,8 @@ class Constraints:
         self.num_live -= 1
         if request.session is not None:
             self._ended.append(request.session)
+        elif request.params.structured_outputs is not None:
+            self._compiling.leave(request)
 
     def _close_ended(self) -> None:
         if self._pool is not None and self._pool.is_running:

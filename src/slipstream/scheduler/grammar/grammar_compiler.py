@@ -39,10 +39,13 @@ class GrammarCompiler:
         self._special_tokens = {text: token for token in tokenizer.special_ids if (text := tokenizer.piece(token))}
         self._new_matcher = self._matcher_maker(tokenizer)
 
-    def compile(self, params: StructuredOutputsParams, checker: GrammarChecker) -> CompiledGrammar:
+    def compile(
+        self, params: StructuredOutputsParams, checker: GrammarChecker, is_wanted: Callable[[], bool]
+    ) -> CompiledGrammar:
+        """`is_wanted`: whether a request waits for it."""
         try:
             grammar = translate(params, self._special_tokens)
-            error = checker.check(grammar)
+            error = checker.check(grammar, is_wanted)
             if not error:
                 matcher = self._new_matcher(grammar, schema_nodes(params, grammar))
                 if not (error := matcher.get_error()):

@@ -2,19 +2,25 @@
 
 The result of a specification, a grammar or an error, is cached. A new one is first checked in a child process with
 limits of time and memory, so that no schema can hold up a thread of the engine.
+
+Callers take turns, whatever number of specifications each has: the next one compiled is of a waiting caller with the
+fewest running compilations; among these, of the one whose last compilation ended first. So a caller with none running
+waits until a thread is free, and for one compilation of each other caller. What no request waits for is not compiled.
 """
 
 from __future__ import annotations
 
 import ctypes
 import itertools
+import os
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from typing import TYPE_CHECKING, TypeVar
 
-from slipstream.errors import InvalidParams
+from slipstream.errors import EngineClosed, InvalidParams, QueueFull
 from slipstream.scheduler.grammar.checker import GrammarChecker
 from slipstream.scheduler.grammar.compiled import CompiledGrammar
 from slipstream.structured_params import StructuredOutputsParams
@@ -23,64 +29,233 @@ from slipstream.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from slipstream.scheduler.grammar.grammar_compiler import GrammarCompiler
 
-MAX_CACHED = 256  # specifications
-_NUM_WITH_SPARES = 8  # grammars, those used last, that keep matchers of ended sessions
+T = TypeVar("T")
+
+MAX_CACHED = 256  # grammars
+MAX_FAILED = 64  # specifications that are known to be wrong: these never displace a grammar
+MAX_QUEUED = 1024  # specifications of one caller that are not compiled yet
 NUM_THREADS = 2
+_NUM_WITH_SPARES = 8  # grammars, those used last, that keep matchers of ended sessions
+_NICE = 5  # of threads that compile, above that of the process: they use what steps and other requests leave
+
+
+class Compilation(Future[CompiledGrammar]):
+    """One specification that is compiled or will be: requests with equal ones share it."""
+
+    def __init__(self, key: bytes, params: StructuredOutputsParams) -> None:
+        super().__init__()
+        self.set_running_or_notify_cancel()  # `cancel` has no effect: other requests may wait for it
+        self.key = key
+        self.params = params
+        self.waiting: Counter[str] = Counter()  # requests that wait for it, by caller
+        self.checker: GrammarChecker | None = None  # while a thread compiles it
+        self.user = ""  # of a cached grammar, the caller that used it last
+
+    def is_wanted(self) -> bool:
+        return bool(self.waiting)
+
+
+class _Caller:
+    """A caller with compilations that are queued or run."""
+
+    __slots__ = ("queued", "num_running", "turn")
+
+    def __init__(self, turn: int) -> None:
+        self.queued: dict[bytes, Compilation] = {}  # by key, the oldest first
+        self.num_running = 0
+        self.turn = turn  # when it came, or when its last compilation ended
 
 
 class Grammars:
-    def __init__(self, load_tokenizer: Callable[[], Tokenizer | None], vocab_size: int) -> None:
-        """`load_tokenizer` is called by the first compilation. `vocab_size`: of the model."""
+    def __init__(
+        self, load_tokenizer: Callable[[], Tokenizer | None], vocab_size: int, max_queued: int = MAX_QUEUED
+    ) -> None:
+        """`load_tokenizer` is called by the first compilation. `vocab_size`: of the model. `max_queued`: specifications
+        of one named caller."""
         self.vocab_size = vocab_size
+        self.max_queued = max_queued
         self.finished = threading.Event()  # set by every compilation that ends
+        self.threads: ctypes.CDLL | None = None  # that can run the matchers; known after the first compilation
         self._load_tokenizer = load_tokenizer
-        self._cached: OrderedDict[bytes, Future[CompiledGrammar]] = OrderedDict()
-        self._pool: ThreadPoolExecutor | None = None
+        self._compiler: GrammarCompiler | None = None
+        self._compiler_lock = threading.Lock()
+        self._pool: ThreadPoolExecutor | None = None  # compiles
+        self._mask_pool: ThreadPoolExecutor | None = None  # for `run`
         self._local = threading.local()  # each thread has a checker
         self._checkers: list[GrammarChecker] = []
-        self._compiler: GrammarCompiler | None = None
-        self.threads: ctypes.CDLL | None = None  # that can run the matchers; known after the first compilation
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of all that follows, and of `waiting` and `checker` of compilations
+        self._cached: OrderedDict[bytes, Compilation] = OrderedDict()
+        self._failed: OrderedDict[bytes, str] = OrderedDict()  # messages
+        self._open: dict[bytes, Compilation] = {}  # queued or running
+        self._callers: dict[str, _Caller] = {}
+        self._turns = itertools.count()
 
     def use(self, tokenizer: Tokenizer | None) -> None:
         """Compile with a tokenizer that is loaded already."""
         self._load_tokenizer = lambda: tokenizer
 
-    def compile(self, params: StructuredOutputsParams) -> Future[CompiledGrammar]:
-        """The grammar, or InvalidParams. Equal parameters share one future."""
-        key = params.key
-        future = self._cached.get(key)
-        if future is None:
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(NUM_THREADS, "slipstream-grammar")
-            future = self._cached[key] = self._pool.submit(self._compile, params)
-            future.add_done_callback(lambda _: self.finished.set())
-            while len(self._cached) > MAX_CACHED and next(iter(self._cached.values())).done():
-                self._cached.popitem(last=False)
-        self._cached.move_to_end(key)
-        for older in itertools.islice(reversed(self._cached.values()), _NUM_WITH_SPARES, _NUM_WITH_SPARES + 1):
-            if older.done() and not older.cancelled() and older.exception() is None:
-                older.result().drop_spares()
-        return future
+    def compile(self, params: StructuredOutputsParams, caller: str = "") -> Compilation:
+        """The grammar, or InvalidParams. A request that does not wait until it is done calls `leave`.
 
-    def run(self, function: Callable[[], None]) -> Future[None]:
-        """Calls `function` in one of the threads."""
-        assert self._pool is not None, "there are grammars, so there are threads"
-        future = self._pool.submit(function)
+        Raises QueueFull if this caller has too many. The empty name is the program itself, whose calls have no limit.
+        """
+        key = params.key
+        with self._lock:
+            if (known := self._cached.get(key)) is not None:
+                return self._use(known, caller)
+            if (message := self._failed.get(key)) is not None:
+                self._failed.move_to_end(key)
+                known = Compilation(key, params)
+                # a new error each time: each raise adds to the traceback of an exception
+                known.set_exception(InvalidParams(message, param="structured_outputs"))
+                return known
+            compilation = self._open.get(key)
+            if compilation is None or compilation.checker is None:
+                compilation = self._enqueue(compilation or Compilation(key, params), caller)
+            compilation.waiting[caller] += 1
+            return compilation
+
+    def leave(self, compilation: Compilation, caller: str = "") -> None:
+        """A request does not wait any more: stop what no other request waits for, also while it is checked."""
+        with self._lock:
+            if compilation.done():
+                return
+            compilation.waiting[caller] -= 1
+            if compilation.waiting[caller]:
+                return
+            del compilation.waiting[caller]
+            if compilation.checker is None:
+                del self._callers[caller].queued[compilation.key]
+                self._forget_idle(caller)
+            if not compilation.waiting:
+                del self._open[compilation.key]
+                if compilation.checker is not None:
+                    compilation.checker.stop()
+
+    def run(self, function: Callable[[], T]) -> Future[T]:
+        """Calls `function`, which computes masks, in a thread: it never waits for a compilation."""
+        if self._mask_pool is None:
+            self._mask_pool = ThreadPoolExecutor(NUM_THREADS, "slipstream-mask")
+        future = self._mask_pool.submit(function)
         future.add_done_callback(lambda _: self.finished.set())
         return future
 
     def close(self) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
+        with self._lock:
+            for compilation in self._open.values():
+                compilation.waiting.clear()
+                compilation.set_exception(EngineClosed("the engine was closed while a grammar was compiled"))
+            self._open.clear()
+            self._callers.clear()
+            for checker in self._checkers:
+                checker.stop()
+        for pool in (self._pool, self._mask_pool):
+            if pool is not None:
+                pool.shutdown(cancel_futures=True)
         for checker in self._checkers:
             checker.close()
 
-    def _compile(self, params: StructuredOutputsParams) -> CompiledGrammar:
-        return self._open_compiler().compile(params, self._checker())
+    # With the lock
+
+    def _use(self, known: Compilation, caller: str) -> Compilation:
+        """A grammar of the cache is used."""
+        known.user = caller
+        self._cached.move_to_end(known.key)
+        for older in itertools.islice(reversed(self._cached.values()), _NUM_WITH_SPARES, _NUM_WITH_SPARES + 1):
+            older.result().drop_spares()
+        return known
+
+    def _enqueue(self, compilation: Compilation, caller: str) -> Compilation:
+        """Add it to those that the caller waits for."""
+        own = self._callers.get(caller)
+        if own is None:
+            own = self._callers[caller] = _Caller(next(self._turns))
+        if compilation.key not in own.queued:
+            if caller and len(own.queued) >= self.max_queued:
+                raise QueueFull(
+                    f"{len(own.queued)} different structured_outputs of this client wait to be compiled, the limit; "
+                    "send more when some of these requests have their first token"
+                )
+            own.queued[compilation.key] = compilation
+        if compilation.key not in self._open:
+            self._open[compilation.key] = compilation
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(NUM_THREADS, "slipstream-grammar", _lower_priority)
+            self._pool.submit(self._compile_next)
+        return compilation
+
+    def _take(self, checker: GrammarChecker) -> tuple[Compilation, str] | None:
+        """The compilation whose turn it is, and the caller whose turn this is."""
+        waiting = [name for name, each in self._callers.items() if each.queued]
+        if not waiting:
+            return None
+        first = min(waiting, key=lambda name: (self._callers[name].num_running, self._callers[name].turn))
+        self._callers[first].num_running += 1
+        compilation = next(iter(self._callers[first].queued.values()))
+        compilation.checker = checker
+        for caller in compilation.waiting:
+            del self._callers[caller].queued[compilation.key]
+            self._forget_idle(caller)
+        return compilation, first
+
+    def _forget_idle(self, caller: str) -> None:
+        own = self._callers[caller]
+        if not own.queued and not own.num_running:
+            del self._callers[caller]
+
+    def _end(self, compilation: Compilation, caller: str, result: CompiledGrammar | BaseException) -> None:
+        compilation.checker = None
+        if (own := self._callers.get(caller)) is not None:  # else the engine is closed
+            own.num_running -= 1
+            own.turn = next(self._turns)
+            self._forget_idle(caller)
+        if compilation.done():
+            return
+        if self._open.get(compilation.key) is compilation:
+            del self._open[compilation.key]
+        if isinstance(result, CompiledGrammar):
+            compilation.set_result(result)
+            self._cached[compilation.key] = compilation
+            self._use(compilation, caller)
+            if len(self._cached) > MAX_CACHED:
+                self._drop_one()
+        else:
+            compilation.set_exception(result)
+            if isinstance(result, InvalidParams) and compilation.waiting:  # else its check may have been stopped
+                self._failed[compilation.key] = str(result)
+                if len(self._failed) > MAX_FAILED:
+                    self._failed.popitem(last=False)
+
+    def _drop_one(self) -> None:
+        """Drop the least recently used grammar of the caller that has most: no caller displaces those of others."""
+        users = Counter(each.user for each in self._cached.values())
+        most = max(users.values())
+        del self._cached[next(key for key, each in self._cached.items() if users[each.user] == most)]
+
+    # In the threads
+
+    def _compile_next(self) -> None:
+        """Compiles what has its turn now, if anything is left."""
+        checker: GrammarChecker | None = getattr(self._local, "checker", None)
+        if checker is None:
+            checker = self._local.checker = GrammarChecker()
+            self._checkers.append(checker)
+        with self._lock:
+            taken = self._take(checker)
+        if taken is None:
+            return
+        compilation, caller = taken
+        result: CompiledGrammar | BaseException
+        try:
+            result = self._open_compiler().compile(compilation.params, checker, compilation.is_wanted)
+        except BaseException as error:
+            result = error
+        with self._lock:
+            self._end(compilation, caller, result)
+        self.finished.set()
 
     def _open_compiler(self) -> GrammarCompiler:
-        with self._lock:
+        with self._compiler_lock:
             if self._compiler is None:
                 # imported here, in a thread: an engine without structured output does not need it
                 from slipstream.scheduler.grammar.grammar_compiler import GrammarCompiler
@@ -95,9 +270,9 @@ class Grammars:
                 self.threads = self._compiler.threads
             return self._compiler
 
-    def _checker(self) -> GrammarChecker:
-        checker: GrammarChecker | None = getattr(self._local, "checker", None)
-        if checker is None:
-            checker = self._local.checker = GrammarChecker()
-            self._checkers.append(checker)
-        return checker
+
+def _lower_priority() -> None:
+    """Of this thread, and of the child process that it starts."""
+    with suppress(OSError):  # a sandbox may forbid it
+        thread = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread, min(os.getpriority(os.PRIO_PROCESS, thread) + _NICE, 19))

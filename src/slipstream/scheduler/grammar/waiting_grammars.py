@@ -3,42 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
 
 from slipstream.request import Request, Status
 from slipstream.scheduler.grammar.compiled import CompiledGrammar
-from slipstream.scheduler.grammar.grammars import Grammars
+from slipstream.scheduler.grammar.grammars import Compilation, Grammars
 
 
 class WaitingGrammars:
     def __init__(self, grammars: Grammars) -> None:
         self._grammars = grammars
-        self._waiting: list[tuple[Sequence[Request], Future[CompiledGrammar]]] = []  # samples of one request
+        self._waiting: dict[str, tuple[Sequence[Request], Compilation]] = {}  # by request id, all samples
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
 
     def compile(self, requests: Sequence[Request]) -> CompiledGrammar | None:
         """The grammar of these samples; None: they wait for it. Raises if it is known to be wrong."""
-        spec = requests[0].params.structured_outputs
+        leader = requests[0]
+        spec = leader.params.structured_outputs
         assert spec is not None
-        future = self._grammars.compile(spec)
-        if future.done():
-            return future.result()
-        self._waiting.append((requests, future))
+        compilation = self._grammars.compile(spec, leader.caller)
+        if compilation.done():
+            return compilation.result()
+        self._waiting[leader.id] = requests, compilation
         return None
+
+    def leave(self, request: Request) -> None:
+        """A sample has ended. After the last one its request waits no more."""
+        if (waiting := self._waiting.get(request.id)) is not None and not _live(waiting[0]):
+            del self._waiting[request.id]
+            self._grammars.leave(waiting[1], request.caller)
 
     def take(self) -> Iterator[tuple[list[Request], CompiledGrammar | Exception]]:
         """Samples whose grammar is compiled, or is wrong."""
-        waiting, self._waiting = self._waiting, []
-        for requests, future in waiting:
-            if not future.done():
-                self._waiting.append((requests, future))
-                continue
-            live = [request for request in requests if request.status is not Status.FINISHED]
-            if not live:
-                continue  # aborted meanwhile; `close` may have cancelled the future
-            error = future.exception()
-            if error is not None and not isinstance(error, Exception):
-                raise error
-            yield live, future.result() if error is None else error
+        for name, (requests, compilation) in list(self._waiting.items()):
+            if compilation.done():
+                del self._waiting[name]
+                error = compilation.exception()
+                if error is not None and not isinstance(error, Exception):
+                    raise error
+                yield _live(requests), compilation.result() if error is None else error
+
+
+def _live(requests: Sequence[Request]) -> list[Request]:
+    return [request for request in requests if request.status is not Status.FINISHED]

@@ -85,10 +85,11 @@ async def search_beams(
 
     grammar, steps = None, [BeamStep(step)] * len(prompts)
     if params.structured_outputs is not None:
-        # in threads: a grammar takes up to seconds to compile, and the allowed tokens of many beams milliseconds
-        grammar = await asyncio.to_thread(request.state.beam_grammars.compile, served, params)
-        assert grammar is not None, "the search has one"
-        steps = [await asyncio.to_thread(grammar.step, step, ())] * len(prompts)
+        # in threads of their own: a grammar takes up to seconds to compile, and the tokens of many beams milliseconds
+        grammars = request.state.beam_grammars
+        grammar = await grammars.open(served, params, request.caller)
+        in_thread = grammars.of(served).run
+        steps = [await asyncio.wrap_future(in_thread(partial(grammar.step, step, ())))] * len(prompts)
     inputs = list(prompts)
     searches: list[BeamSearch] = []
     while inputs:
@@ -111,7 +112,7 @@ async def search_beams(
         inputs, steps = list[object](beams), [BeamStep(step)] * len(beams)
         if grammar is not None:
             starts = [search.num_prompt for search in searches for _ in search.beams]
-            steps = await asyncio.to_thread(grammar.steps, step, beams, starts)
+            steps = await asyncio.wrap_future(in_thread(partial(grammar.steps, step, beams, starts)))
     return searches
 
 

@@ -109,6 +109,7 @@ class StateSpec(msgspec.Struct, frozen=True):
     """The recurrent state of one row at one state site. Sites of equal spec share tensors."""
 
     fields: tuple[StateField, ...]
+    chunk_rounding: str = ""  # the layers, where their kernels for chunks round otherwise than those for one token
 
     @property
     def num_bytes(self) -> int:

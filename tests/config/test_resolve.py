@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from hand_cache import make_spec
-from slipstream.cache_spec import CacheGroup
+from slipstream.cache_spec import CacheGroup, StateSpec
 from slipstream.config.cache_room import fit_cache
 from slipstream.config.machine import Machine
 from slipstream.config.model_info import ModelInfo
@@ -16,6 +16,8 @@ from slipstream.config.options import Options, make_options
 from slipstream.config.pooling_info import PoolingInfo
 from slipstream.config.resolve import Source, resolve, resolve_dtype
 from slipstream.errors import InvalidOption, NotEnoughMemory
+from slipstream.nn.shapes import DeltaShape
+from slipstream.nn.ssm_shapes import Mamba2Shape, ShortConvShape
 
 INFO = ModelInfo(
     architecture="LlamaForCausalLM", vocab_size=100, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2,
@@ -29,9 +31,9 @@ CPU = Machine("cpu", 8 * 2**30, 16 * 2**30, 4, ("float32",))
 GPU = Machine("cuda", 70 * 2**30, 80 * 2**30, 8, ("bfloat16", "float16", "float32"))
 
 
-def settle(machine=CPU, info=INFO, groups=GROUPS, pooling=None, **options):
+def settle(machine=CPU, info=INFO, groups=GROUPS, pooling=None, states=(), **options):
     source = Source("/m", "folder", "m", 10**6, SIZES)
-    return resolve(make_options(**options), info, source, groups, "float32", machine, pooling)
+    return resolve(make_options(**options), info, source, groups, "float32", machine, pooling, states)
 
 
 def test_defaults_follow_the_machine():
@@ -174,3 +176,21 @@ def test_a_cache_that_was_measured_keeps_windows_as_large_as_they_were_planned()
 def test_half_of_a_surrogate_pair_is_refused_as_any_other_text(name):
     with pytest.raises(InvalidOption, match=rf"{name} is '\\ud800'; it takes"):
         make_options(**{name: "\ud800"})
+
+
+@pytest.mark.parametrize(
+    ("mixer", "says"),
+    [
+        (DeltaShape(num_key_heads=2, num_value_heads=4, key_dim=8, value_dim=8, conv_width=4), "delta nets"),
+        (Mamba2Shape(num_heads=4, head_dim=8, num_groups=2, state_size=8, conv_width=4), "Mamba-2 layers"),
+        (ShortConvShape(size=8, conv_width=3), ""),
+    ],
+)
+def test_deterministic_is_refused_where_chunks_round_otherwise_than_tokens(mixer, says):
+    states = (StateSpec(mixer.state_fields("float32"), mixer.chunk_rounding),)
+    settle(GPU, states=states)
+    if not says:
+        assert settle(GPU, states=states, deterministic=True).model.deterministic
+        return
+    with pytest.raises(InvalidOption, match=f"deterministic is not supported for m: its {says}.*float32"):
+        settle(GPU, states=states, deterministic=True)

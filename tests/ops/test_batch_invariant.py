@@ -36,6 +36,21 @@ def test_a_product_of_a_row_is_the_same_among_any_others(shape: tuple[int, int],
         assert batch_invariant_linear(x[first:last], weight, bias).equal(whole[first:last]), f"{first} to {last}"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16] if CUDA else [torch.float32])
+def test_products_of_heads_are_the_same_among_any_others(dtype: torch.dtype) -> None:
+    """As latent attention has them: strided queries by a matrix that lies the other way round."""
+    from slipstream.ops.linear.triton.batch_invariant import batch_invariant_heads
+
+    random = torch.Generator().manual_seed(0)
+    weights = torch.randn(3, 40, 70, generator=random).to(DEVICE, dtype).transpose(1, 2)
+    x = torch.randn(130, 3, 72, generator=random).to(DEVICE, dtype)[..., :40]
+    whole = batch_invariant_heads(x, weights)
+    wanted = torch.einsum("thi,hoi->tho", x.double(), weights.double())
+    torch.testing.assert_close(whole.double(), wanted, rtol=1e-2, atol=2e-1)
+    for first, last in ((0, 1), (0, 63), (60, 130)):
+        assert batch_invariant_heads(x[first:last], weights).equal(whole[first:last]), f"{first} to {last}"
+
+
 @pytest.mark.parametrize(("window", "soft_cap"), [(0, 0.0), (40, 0.0), (0, 3.0)])
 def test_attention_of_a_token_is_the_same_alone_and_in_a_chunk(window: int, soft_cap: float) -> None:
     from slipstream.nn.attention.triton import TritonAttention

@@ -85,7 +85,7 @@ def resolve(
     page_size = positive("page_size", options.page_size)
     is_encoder = not groups and not states  # nothing is kept between steps, so a prompt is computed in one step
     depth = _choose_depth(options, machine)
-    _check_deterministic(options, dtype, machine)
+    _check_deterministic(options, dtype, machine, source, states)
     drafts = _choose_drafts(options, source, draft, is_encoder, pooling)
     wanted = _wanted_length(options, info, source, draft)
     max_itl = choose_max_itl(options, machine)
@@ -180,11 +180,19 @@ def _choose_depth(options: Options, machine: Machine) -> int:
     return depth
 
 
-def _check_deterministic(options: Options, dtype: str, machine: Machine) -> None:
+def _check_deterministic(
+    options: Options, dtype: str, machine: Machine, source: Source, states: tuple[StateSpec, ...]
+) -> None:
     if options.deterministic and machine.kind == "cpu":
         raise InvalidOption('deterministic is for a GPU; on the CPU use dtype="float64", or a low-bit file')
     if options.deterministic and dtype == "float64":
         raise InvalidOption("deterministic is for bfloat16, float16 and float32, not for float64; choose one of them")
+    layers = next((spec.chunk_rounding for spec in states if spec.chunk_rounding), "")
+    if options.deterministic and layers:
+        raise InvalidOption(
+            f"deterministic is not supported for {source.name}: its {layers} round a chunk otherwise than single "
+            'tokens; remove deterministic, and choose dtype="float32" if differences of 1e-5 are small enough'
+        )
 
 
 def _choose_drafts(

@@ -69,6 +69,11 @@ class MixerShape:
         empty if it has none."""
         return ()
 
+    @property
+    def chunk_rounding(self) -> str:
+        """As in `StateSpec`."""
+        return ""
+
     def deferred_fields(self, dtype: str) -> tuple[StateField, ...]:
         """Fields for the last tokens of a row: with them kernels need not store the state in every step. Not used on
         the CPU, nor with drafts."""
@@ -155,6 +160,10 @@ class DeltaShape(MixerShape):
     def num_channels(self) -> int:
         """Channels of the convolution: q, k and v."""
         return 2 * self.key_size + self.value_size
+
+    @property
+    def chunk_rounding(self) -> str:
+        return "delta nets"
 
     def state_fields(self, dtype: str, num_drafts: int = 0) -> tuple[StateField, ...]:
         """A replay computes q, k and v again from the ring of the convolution; its gates are kept apart."""

@@ -43,6 +43,10 @@ class Mamba2Shape(MixerShape):
     part_scales: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)  # of gate, x, b, c and dt
 
     @property
+    def chunk_rounding(self) -> str:
+        return "Mamba-2 layers"
+
+    @property
     def size(self) -> int:
         return self.num_heads * self.head_dim
 

@@ -55,6 +55,7 @@ class LatentAttention(Layer):
         expanded = num_heads * (latent.nope_dim + latent.value_dim)
         expand_format = dequantized_format(format_of(f"{name}.expand"), dtype)
         self.expand = expand_format.new_weight(expanded, latent.kv_rank)
+        self.batch_invariant = format_of(f"{name}.expand").batch_invariant
         output_format = format_of(f"{name}.output")
         self.output = new_output(
             num_heads * latent.value_dim, hidden, shape.output_bias, output_format, dtype, shape.shard
@@ -105,13 +106,21 @@ class LatentAttention(Layer):
         plain, rotated = heads.split([latent.nope_dim, latent.rope_dim], 2)
         expand = self.expand.data.view(num_heads, -1, latent.kv_rank)
         to_keys, to_values = expand.split([latent.nope_dim, latent.value_dim], 1)
-        absorbed = torch.bmm(plain.transpose(0, 1), to_keys).transpose(0, 1)
+        absorbed = self._by_head(plain, to_keys.transpose(1, 2))
         query = torch.cat([absorbed, norm_rope(rotated, None, 0.0, rotary)], 2)
         value = None if key is None else key[..., : latent.kv_rank]
         mixed = context.attention.forward(query, key, value, self.site, self.shape.scale, context)
-        out = torch.bmm(mixed.transpose(0, 1), to_values.transpose(1, 2)).transpose(0, 1)
+        out = self._by_head(mixed, to_values)
         projected: torch.Tensor = self.output(out.reshape(len(out), -1), context)
         return projected
+
+    def _by_head(self, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """x [T, heads, in] by the transposes of [heads, out, in], to [T, heads, out]."""
+        if self.batch_invariant:
+            from slipstream.ops.linear.triton.batch_invariant import batch_invariant_heads
+
+            return batch_invariant_heads(x, weights)
+        return torch.bmm(x.transpose(0, 1), weights.transpose(1, 2)).transpose(0, 1)
 
     def _store(self, compressed: torch.Tensor, rotary: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """The key of each token, [T, 1, kv rank + rope dim], which is also written to its slot."""

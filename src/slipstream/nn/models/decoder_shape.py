@@ -130,7 +130,7 @@ class DecoderShape:
         defers = not on_cpu and not num_drafts
         found = ((mixer, mixer.state_fields(dtype, num_drafts)) for mixer in self.mixers)
         return [
-            StateSpec((*fields, *mixer.deferred_fields(dtype)) if defers else fields)
+            StateSpec((*fields, *mixer.deferred_fields(dtype)) if defers else fields, mixer.chunk_rounding)
             for mixer, fields in found
             if fields
         ]

@@ -44,8 +44,9 @@ def unsummed_experts(
     gate: Gate,
     shared: Shared | None,
 ) -> UnsummedExperts | None:
-    """As `expert_mlp`, before the sum; None where `expert_mlp` is faster."""
-    if not x.is_cuda or x.dtype is torch.float64 or not _HAS_TRITON or len(x) < MIN_TOKENS:
+    """As `expert_mlp`, before the sum; None where `expert_mlp` is faster, and where a row has the same bits in every
+    batch: the norm that adds the experts up sums squares in another order than the one that steps of few tokens run."""
+    if batch_invariant or not x.is_cuda or x.dtype is torch.float64 or not _HAS_TRITON or len(x) < MIN_TOKENS:
         return None
     from slipstream.ops.moe.triton.gemm import expert_pairs
 

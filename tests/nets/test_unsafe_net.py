@@ -51,5 +51,11 @@ def test_what_is_safe_passes(line):
     assert not find_unsafe(f"def f(name, x):\n    {line}\n")
 
 
+@pytest.mark.parametrize("line", ["path.read_bytes()", "open(path)", "path.open('rb')", "zipfile.ZipFile(path)"])
+def test_a_planted_read_of_what_may_be_a_pipe_is_caught(line):
+    assert find_unsafe(f"def f(path):\n    {line}\n", "config/new.py")
+    assert not find_unsafe(f"def f(path):\n    {line}\n", "serve/cli/new.py")
+
+
 def test_nothing_from_outside_can_run_code_or_hang_an_expression():
     assert not find_unsafe_in(Path(slipstream.__file__).parent)

@@ -1,7 +1,8 @@
 """The unsafe net: finds what would let a file or a message run code, or hang the process.
 
 Bytes from outside are decoded as plain data. A regular expression from outside goes to an engine without backtracking
-(`ModulePatterns`, the grammars' automata): `re` may need exponential time and holds the GIL meanwhile.
+(`ModulePatterns`, the grammars' automata): `re` may need exponential time and holds the GIL meanwhile. Files of a model
+are opened as regular files of bounded size.
 """
 
 from __future__ import annotations
@@ -22,6 +23,18 @@ OWN_PATTERNS = {  # expressions that are computed: where their text comes from
     "chat_fields.py": "names of our fields",
     "wording.py": "names of our options",
 }
+READS = {"open", "read_bytes", "read_text", "safe_open", "ZipFile", "from_file", "memmap", "fromfile"}
+READERS = ("config", "text", "nn", "engine/rank_adapters.py", "engine/build.py")  # files of a model's folder
+OWN_READS = {  # reads that may be of something else than a regular file
+    "json_file.py": "checks that",
+    "cgroups.py": "the kernel's files",
+    "cpus.py": "the kernel's files",
+    "host_memory.py": "the kernel's files",
+    "chat.py": "chat_template of the options",
+    "safetensors.py": "is_file before",
+    "torch_file.py": "is_file before",
+    "roberta_bpe.py": "is_file before",
+}
 STARTS = {"run", "call", "check_call", "check_output", "Popen"}
 
 
@@ -29,6 +42,8 @@ def find_unsafe(source: str, path: str = "<snippet>") -> list[str]:
     tree = ast.parse(source)
     found = [*_walk(tree), *(_children(tree) if "sys.executable" in source else ())]
     found += [] if Path(path).name in OWN_PATTERNS else _patterns(tree)
+    if path.startswith(READERS) and Path(path).name not in OWN_READS:
+        found += _reads(tree)
     return [f"{path}:{line}: {what}" for line, what in found]
 
 
@@ -72,10 +87,21 @@ def _patterns(tree: ast.Module) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or not node.args:
             continue
+        if node.func.attr not in PATTERNS:
+            continue
         called, pattern = ast.unparse(node.func), node.args[0]
         is_ours = isinstance(pattern, ast.Constant) or "re.escape" in ast.unparse(pattern)
-        if called.startswith(("re.", "regex.")) and node.func.attr in PATTERNS and not is_ours:
+        if called.startswith(("re.", "regex.")) and not is_ours:
             yield node.lineno, f"{called}() of a pattern that may come from a file or a request"
+
+
+def _reads(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Reads of files of a model's folder, where a pipe or a device would hang the start."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if name in READS and ast.unparse(node.func) not in ("GgufFile.open", "cls.from_file"):
+                yield node.lineno, f"{ast.unparse(node.func)}() may wait for ever: open_regular() or read_file()"
 
 
 def _children(tree: ast.AST) -> Iterator[tuple[int, str]]:

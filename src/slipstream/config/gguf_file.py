@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from slipstream.config.gguf_parts import part_paths
 from slipstream.config.gguf_strings import StringOffsets, decode_strings, find_strings, first_bad_string
+from slipstream.config.json_file import open_regular
 from slipstream.errors import BadCheckpoint, UnsupportedModel
 
 
@@ -214,7 +215,7 @@ def _number(fields: Mapping[str, Any], key: str) -> int:
 
 def _map(path: Path) -> mmap.mmap:
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             # a private map: tensors made of it are writable without a warning, and the file does not change
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     except ValueError:

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from slipstream.config.json_file import read_file
 from slipstream.config.pooling_info import Role
 from slipstream.config.sentence_folder import SentenceFolder
 from slipstream.config.vocabulary import read_vocabulary
@@ -43,8 +44,8 @@ def _of_colbert(path: Path) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     if meta.is_file():
         try:
-            settings = msgspec.json.decode(meta.read_bytes(), type=dict[str, Any])
-        except msgspec.DecodeError as error:
+            settings = msgspec.json.decode(read_file(meta), type=dict[str, Any])
+        except (OSError, RecursionError, msgspec.DecodeError) as error:
             raise BadCheckpoint(f"{meta} cannot be read: {error}; download the model again") from None
     words = read_vocabulary(path)
     length = _size(settings, "query_maxlen", meta) or USUAL_QUERY
@@ -140,8 +141,8 @@ def _filler(path: Path, words: dict[str, int], named: object) -> int:
     names = [named]
     if named is None:
         try:
-            special = msgspec.json.decode(file.read_bytes(), type=dict[str, Any]) if file.is_file() else {}
-        except msgspec.DecodeError as error:
+            special = msgspec.json.decode(read_file(file), type=dict[str, Any]) if file.is_file() else {}
+        except (OSError, RecursionError, msgspec.DecodeError) as error:
             raise BadCheckpoint(f"{file} cannot be read: {error}; download it again") from None
         own = [special.get(kind) for kind in ("mask_token", "eos_token")]
         names = [name.get("content") if isinstance(name, dict) else name for name in own]

@@ -11,6 +11,7 @@ import msgspec
 from slipstream.config.config import ModelConfig
 from slipstream.config.gguf_file import GgufFile
 from slipstream.config.gguf_parts import part_paths
+from slipstream.config.json_file import open_regular
 from slipstream.config.weight_files import weight_paths
 from slipstream.errors import ModelError
 
@@ -59,7 +60,7 @@ def _of_folder(folder: Path, config: ModelConfig) -> StoredWeights:
 
 def _num_params(path: Path) -> int:
     """From the header of a safetensors file; 0 if it is not valid."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         size = int.from_bytes(file.read(8), "little")
         text = file.read(min(size, _MAX_HEADER))
     try:

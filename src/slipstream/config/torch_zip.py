@@ -28,6 +28,8 @@ _DTYPES = {
     "BoolStorage": "bool",
 }
 
+_MAX_PICKLE = 2**24  # bytes; a tensor takes about 150, and reading takes some 20 times as much memory
+
 
 @dataclass(frozen=True, slots=True)
 class _Dtype:
@@ -63,7 +65,17 @@ def read_torch_zip(archive: zipfile.ZipFile) -> Any:
     pickled = next((name for name in archive.namelist() if name.endswith("data.pkl")), None)
     if pickled is None:
         raise ValueError("there is no data.pkl")
-    return read_pickle(archive.read(pickled), _NAMES, partial(_storage, pickled.removesuffix("data.pkl")))
+    if (size := archive.getinfo(pickled).file_size) > _MAX_PICKLE:
+        raise NotPlain(f"a pickle of {size} bytes (at most {_MAX_PICKLE} are read)")
+    return read_pickle(read_entry(archive, pickled), _NAMES, partial(_storage, pickled.removesuffix("data.pkl")))
+
+
+def read_entry(archive: zipfile.ZipFile, name: str) -> bytes:
+    """An entry as torch.save writes it: as it is, so that it is no larger than the file. Raises NotPlain if it is
+    compressed, KeyError if there is none."""
+    if archive.getinfo(name).compress_type != zipfile.ZIP_STORED:
+        raise NotPlain("compressed data")
+    return archive.read(name)
 
 
 def _storage(prefix: str, pid: Any) -> Storage:

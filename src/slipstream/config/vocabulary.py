@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from slipstream.config.json_file import read_file, read_utf8
 from slipstream.errors import BadCheckpoint
 
 
@@ -27,7 +28,7 @@ class _Tokenizer(msgspec.Struct):
 def read_vocabulary_lines(path: Path) -> dict[str, int]:
     """From a vocab.txt: one word per line, whose id is the line number."""
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = read_utf8(path).split("\n")
     except (OSError, ValueError) as error:
         raise BadCheckpoint(f"{path} cannot be read: {error}; download it again") from None
     if lines and not lines[-1]:  # after the last line break
@@ -39,12 +40,12 @@ def read_vocabulary(folder: Path) -> dict[str, int]:
     if not (folder / "tokenizer.json").is_file() and (folder / "vocab.txt").is_file():
         return read_vocabulary_lines(folder / "vocab.txt")
     try:
-        found = msgspec.json.decode((folder / "tokenizer.json").read_bytes(), type=_Tokenizer)
+        found = msgspec.json.decode(read_file(folder / "tokenizer.json"), type=_Tokenizer)
     except FileNotFoundError:
         raise BadCheckpoint(
             f"{folder} has no tokenizer.json, in which its special words are looked up; add it"
         ) from None
-    except msgspec.DecodeError as error:
+    except (OSError, RecursionError, msgspec.DecodeError) as error:
         raise BadCheckpoint(f"{folder}/tokenizer.json cannot be read: {error}; download it again") from None
     words = found.model.vocab
     if isinstance(words, list):

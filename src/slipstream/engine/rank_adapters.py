@@ -16,6 +16,7 @@ from typing import Protocol
 
 import msgspec
 
+from slipstream.config.json_file import open_regular
 from slipstream.step import StepPlan
 
 
@@ -88,9 +89,9 @@ class RankReads:
 def _digest_files(folder: Path) -> bytes:
     """Digest of the files of an adapter: the buffer of a rank has only a part of its matrices."""
     digest = hashlib.blake2b()
-    for path in sorted(folder.glob("adapter_*")):
+    for path in sorted(filter(Path.is_file, folder.glob("adapter_*"))):
         digest.update(path.name.encode())
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             while block := file.read(2**20):
                 digest.update(block)
     return digest.digest()

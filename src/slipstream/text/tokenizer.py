@@ -17,7 +17,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from slipstream.config.gguf_file import GgufFile
-from slipstream.config.json_file import load_json
+from slipstream.config.json_file import load_json, read_file, read_utf8
 from slipstream.errors import BadTokenizer, InvalidPrompt
 from slipstream.text.gguf_vocab import gguf_tokenizer, special_token
 from slipstream.text.guarded import Guarded, is_panic, library_errors
@@ -191,7 +191,7 @@ _GGUF_NAMES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "
 
 def _read_backend(path: Path) -> Backend:
     try:
-        return Backend.from_buffer(path.read_bytes())
+        return Backend.from_buffer(read_file(path))
     except BaseException as error:  # the library raises plain Exceptions, and panics
         if not isinstance(error, Exception) and not is_panic(error):
             raise
@@ -261,7 +261,7 @@ def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 def _read_template(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_utf8(path)
     except (OSError, ValueError) as error:
         raise BadTokenizer(f"{path} cannot be read: {error}; download it again, or pass chat_template=...") from None
 

@@ -92,8 +92,10 @@ def test_a_checkpoint_that_has_no_other_weights(tmp_path: Path) -> None:
     assert run_texts(load_pooling(folder), prompts)[0].equal(expected)
 
 
-def zip_with(path: Path, pickled: bytes, storages: dict[str, bytes] | None = None) -> Path:
-    with zipfile.ZipFile(path, "w") as archive:
+def zip_with(
+    path: Path, pickled: bytes, storages: dict[str, bytes] | None = None, compression: int = zipfile.ZIP_STORED
+) -> Path:
+    with zipfile.ZipFile(path, "w", compression) as archive:
         archive.writestr("archive/data.pkl", pickled)
         for key, data in (storages or {}).items():
             archive.writestr(f"archive/data/{key}", data)
@@ -188,3 +190,22 @@ def test_whatever_the_bytes_are_it_is_a_checkpoint_or_a_bad_one(data: st.DataObj
         path = zip_with(Path(folder) / "x.pt", bytes(whole), NUMBERS)
         with suppress(BadCheckpoint):
             read(path)
+
+
+def test_a_small_file_cannot_become_a_large_pickle_or_tensor(tmp_path: Path) -> None:
+    with pytest.raises(BadCheckpoint, match="contains compressed data.*convert it"):
+        read(zip_with(tmp_path / "bomb.bin", b"\x80\x02]" + b"N" * 2**20 + b".", compression=zipfile.ZIP_DEFLATED))
+    with pytest.raises(BadCheckpoint, match="contains a pickle of .* bytes"):
+        read(zip_with(tmp_path / "long.bin", b"\x80\x02]" + b"N" * 2**24 + b"."))
+    with zipfile.ZipFile(tmp_path / "zeros.bin", "w") as archive:
+        archive.writestr("archive/data.pkl", tensor_pickle())
+        archive.writestr("archive/data/0", bytes(2**20), zipfile.ZIP_DEFLATED)
+    with pytest.raises(BadCheckpoint, match="data/0 is compressed data"):
+        read(tmp_path / "zeros.bin")
+
+
+def test_names_that_are_huge_numbers_are_refused(tmp_path: Path) -> None:
+    """A number of 5,000 digits has no text in Python."""
+    name = b"\x8b" + struct.pack("<i", 3000) + b"\x01" * 3000
+    with pytest.raises(BadCheckpoint, match="not a dictionary of tensors"):
+        read(zip_with(tmp_path / "x.pt", tensor_pickle(name=name), NUMBERS))

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from slipstream.config.pickle_data import NotPlain
-from slipstream.config.torch_zip import StoredTensor, read_torch_zip
+from slipstream.config.torch_zip import StoredTensor, read_entry, read_torch_zip
 from slipstream.errors import BadCheckpoint
 from slipstream.nn.weights.source import SourceTensor
 
@@ -45,16 +45,20 @@ def _open(path: Path) -> dict[str, StoredTensor]:
         raise BadCheckpoint(f"{path} cannot be read: {error}; download it again") from None
     if isinstance(found, dict) and isinstance(found.get("state_dict"), dict):
         found = found["state_dict"]
-    if not isinstance(found, dict) or not all(isinstance(tensor, StoredTensor) for tensor in found.values()):
+    if not isinstance(found, dict) or not all(
+        isinstance(name, str) and isinstance(tensor, StoredTensor) for name, tensor in found.items()
+    ):
         raise BadCheckpoint(f"{path} is not a dictionary of tensors; {hint}")
-    return {str(name): tensor for name, tensor in found.items()}
+    return found
 
 
 def _read(path: Path, tensor: StoredTensor) -> torch.Tensor:
     entry, dtype = tensor.storage.entry, getattr(torch, tensor.storage.dtype)
     try:
         with zipfile.ZipFile(path) as archive:
-            values = torch.frombuffer(bytearray(archive.read(entry)), dtype=dtype)
+            values = torch.frombuffer(bytearray(read_entry(archive, entry)), dtype=dtype)
+    except NotPlain as error:
+        raise BadCheckpoint(f"{path}: {entry} is {error}; convert it to safetensors") from None
     except (OSError, KeyError, ValueError, NotImplementedError, RuntimeError, zlib.error, zipfile.BadZipFile) as error:
         raise BadCheckpoint(f"{path}: {entry} cannot be read: {error}; download it again") from None
     if tensor.num_needed > len(values):

@@ -50,14 +50,3 @@ def test_layouts_of_8_and_64_gpus(page, printed):
             if count != "–":
                 tokens, milliseconds = found[model, LAYOUTS[layout], num_gpus]
                 assert int(count.replace(",", "")) == round(tokens, -3) and is_rounded(step, milliseconds)
-
-
-def test_hosts_that_wait_for_hosts(page, printed):
-    lines = re.findall(r"(?m)^ *(\d+) engines, planning (\d), +(\S+): +([\d.]+) +([\d.]+)$", printed)
-    found = {tuple(key): (float(step), float(wait)) for *key, step, wait in lines}
-    rows = re.findall(r"(?m)^\| (\d+) engines \| (\d) ms \| ([\d.]+), ([\d.]+) \| ([\d.]+), ([\d.]+) \|$", page)
-    assert len(rows) == 5
-    for engines, planning, *written in rows:
-        exchange, all_reduce = found[engines, planning, "exchange"], found[engines, planning, "all-reduce"]
-        for text, value in zip(written, (exchange[0], all_reduce[0], exchange[1], all_reduce[1]), strict=True):
-            assert is_rounded(text, value), f"{engines} engines, planning {planning}: {text} is not {value}"

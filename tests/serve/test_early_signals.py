@@ -1,4 +1,5 @@
-"""A signal at any moment of a server's start ends it in order: exit code 0, no traceback, nothing left behind."""
+"""A signal at any moment of a server's start ends it in order: exit code 0, no traceback, nothing left behind. More
+signals when its work has ended change nothing."""
 
 from __future__ import annotations
 
@@ -14,9 +15,10 @@ from child import child_env
 from patience import PATIENCE
 from tiny import write_tiny
 
-# the command, in a process that signals itself once, at an audit event: its name, and a text in its arguments
+# the command, in a process that signals itself at an audit event (its name, and a text in its arguments), when the
+# event loop is closed, and when the interpreter removes the modules
 _CHILD = """
-import os, sys
+import asyncio, os, sys
 words, number, made = sys.argv.pop(1).split(), int(sys.argv.pop(1)), sys.argv.pop(1)
 
 def hook(event, args):
@@ -27,6 +29,16 @@ def hook(event, args):
         words = []
         os.kill(os.getpid(), number)
 
+def closed(self, close=asyncio.Runner.close):
+    close(self)
+    os.kill(os.getpid(), number)
+
+class Last:
+    def __del__(self, kill=os.kill, pid=os.getpid(), number=number):
+        kill(pid, number)
+
+asyncio.Runner.close = closed
+last = Last()
 sys.addaudithook(hook)
 from slipstream.serve.cli.main import main
 sys.exit(main())

@@ -11,7 +11,7 @@ from functools import partial
 from slipstream.config.options import Options
 from slipstream.errors import EngineDead, InvalidOption, UserError
 from slipstream.log import pass_on_log
-from slipstream.serve.early_signals import exit_at_signals, has_recorded
+from slipstream.serve.early_signals import exit_at_signals, has_recorded, ignore_signals
 from slipstream.serve.http.listen import PortClaim, claim, raise_file_limit
 from slipstream.serve.http.listen_unix import UnixClaim
 from slipstream.serve.http.settings import ServerSettings
@@ -37,6 +37,7 @@ def launch(settings: ServerSettings, options: list[Options]) -> None:
     try:
         _serve_at(claimed, settings, options)
     finally:
+        ignore_signals()
         claimed.close()
 
 

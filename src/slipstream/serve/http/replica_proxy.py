@@ -15,7 +15,7 @@ import ssl
 
 import httptools
 
-from slipstream.serve.early_signals import ENDING, has_recorded
+from slipstream.serve.early_signals import ENDING, call_at_signals, has_recorded, ignore_signals
 from slipstream.serve.http.body import MIN_RATE
 from slipstream.serve.http.prefill_first import PrefillFirst
 from slipstream.serve.http.proxied_messages import ProxiedAnswer, ProxiedRequest, write_error, write_json
@@ -251,15 +251,17 @@ async def _until_gone(reader: asyncio.StreamReader) -> None:
 
 async def run_proxy(proxy: ReplicaProxy, listener: socket.socket, tls: ssl.SSLContext | None) -> None:
     """Serves until SIGINT or SIGTERM."""
-    loop, ended = asyncio.get_running_loop(), asyncio.Event()
-    for number in ENDING:
-        loop.add_signal_handler(number, ended.set)
+    ended = asyncio.Event()
+    call_at_signals(asyncio.get_running_loop(), dict.fromkeys(ENDING, ended.set))
     if has_recorded():
         ended.set()
     watching = [asyncio.ensure_future(proxy.replicas.watch())]
     if proxy.prefill is not None:
         watching.append(asyncio.ensure_future(proxy.prefill.replicas.watch()))
-    async with await proxy.serve(listener, tls):
-        await ended.wait()
-    for each in watching:
-        each.cancel()
+    try:
+        async with await proxy.serve(listener, tls):
+            await ended.wait()
+    finally:
+        for each in watching:
+            each.cancel()
+        ignore_signals()

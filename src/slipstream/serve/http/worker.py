@@ -19,7 +19,7 @@ from slipstream.errors import UserError
 from slipstream.frontend.async_engine import AsyncEngine
 from slipstream.frontend.offload import bound_heap
 from slipstream.metrics.shared_counters import SharedCounters
-from slipstream.serve.early_signals import ENDING, has_recorded
+from slipstream.serve.early_signals import ENDING, call_at_signals, has_recorded, ignore_signals
 from slipstream.serve.http.app import App
 from slipstream.serve.http.batch.runner import BatchRunner
 from slipstream.serve.http.batch.service import BatchService
@@ -73,6 +73,15 @@ class _Worker:
     async def run(
         self, listener: socket.socket, connect: Callable[[], Awaitable[SocketClient | ReplicaClient]]
     ) -> WorkerEnd | None:
+        try:
+            return await self._serve(listener, connect)
+        finally:
+            await asyncio.get_running_loop().shutdown_default_executor()
+            ignore_signals(AT_ONCE)
+
+    async def _serve(
+        self, listener: socket.socket, connect: Callable[[], Awaitable[SocketClient | ReplicaClient]]
+    ) -> WorkerEnd | None:
         client = await connect()
         engine = AsyncEngine(client=client)
         self.state = State(self.settings, engine, self.shared, self.responses)
@@ -94,10 +103,7 @@ class _Worker:
         )
         self.server = Server(config, server_context(self.settings))
         loop = asyncio.get_running_loop()
-        for number in ENDING:
-            loop.add_signal_handler(number, self._on_signal)
-        if self.shared is not None:
-            loop.add_signal_handler(AT_ONCE, self._end_at_once)
+        call_at_signals(loop, dict.fromkeys(ENDING, self._on_signal) | {AT_ONCE: self._end_at_once})
         release_signals()
         if has_recorded():
             self._on_signal()

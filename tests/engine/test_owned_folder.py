@@ -7,8 +7,11 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 from child import child_env
+from patience import PATIENCE
 from slipstream.engine.owned_folder import OwnedFolder
 
 _CHILD = """
@@ -16,14 +19,26 @@ import sys, time
 from slipstream.engine.owned_folder import OwnedFolder
 folder = OwnedFolder("test", sys.argv[1])
 (folder.path / "store").write_text("x")
+exec(sys.argv[2])
 print(folder.path, flush=True)
 sys.stdin.read()
 """
 
 
-def start(parent):
-    command = [sys.executable, "-c", _CHILD, str(parent)]
+def start(parent, more=""):
+    command = [sys.executable, "-c", _CHILD, str(parent), more]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=child_env())
+
+
+def children(pid):
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+
+def until(condition):
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_a_folder_lives_as_long_as_its_process(tmp_path):
@@ -39,6 +54,24 @@ def test_a_folder_lives_as_long_as_its_process(tmp_path):
     own.cleanup()
     own.cleanup()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_guard_removes_the_folder_of_a_killed_process_at_once(tmp_path):
+    with start(tmp_path, "folder.guard()") as killed:
+        assert killed.stdout.readline().strip() == str(*tmp_path.iterdir())
+        (guard,) = children(killed.pid)
+        until(lambda: len(os.listdir(f"/proc/{guard}/fd")) == 1)  # the pipe: no port of the owner stays open
+        os.kill(killed.pid, signal.SIGKILL)
+        until(lambda: not list(tmp_path.iterdir()))
+
+
+def test_a_guard_ends_with_its_folder(tmp_path):
+    before = children(os.getpid())
+    folder = OwnedFolder("test", str(tmp_path))
+    folder.guard()
+    assert len(children(os.getpid())) == len(before) + 1
+    folder.cleanup()
+    assert not list(tmp_path.iterdir()) and children(os.getpid()) == before
 
 
 def test_a_folder_without_references_is_removed(tmp_path):

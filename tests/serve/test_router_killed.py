@@ -20,9 +20,10 @@ from tiny import write_tiny
     ("argv", "scripted"),
     [
         (["--replicas", "2"], True),
+        (["--workers", "2"], True),
         (["--tensor-parallel-size", "2", "--num-pages", "16384"], False),  # a core, and another rank
     ],
-    ids=["replicas", "ranks"],
+    ids=["replicas", "workers", "ranks"],
 )
 def test_nothing_is_left_when_the_front_end_is_killed_under_load(tmp_path, argv, scripted, monkeypatch):
     folder = str(write_tiny(tmp_path / "model", "llama", max_position_embeddings=131072))

@@ -56,6 +56,7 @@ class Supervisor:
         self._own_counters = SharedCounters(self._counters_fd, settings.workers, settings.workers)
         shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # conversations are not written to a disk
         self._folder = OwnedFolder("front-ends", shared)
+        self._folder.guard()
         self._num_restarts = 0
         self._num_signals = 0
         self._core_is_lost = False

@@ -95,25 +95,26 @@ def fp8_channel(rows: int, columns: int, generator: torch.Generator) -> tuple[Te
 
 
 def fp8_block(rows: int, columns: int, generator: torch.Generator) -> tuple[Tensors, torch.Tensor]:
-    scale = torch.rand(-(-rows // GROUP), columns // GROUP, generator=generator) * 1e-3 + 1e-3
-    whole = scale.repeat_interleave(GROUP, 0)[:rows].repeat_interleave(GROUP, 1)
+    scale = torch.rand(-(-rows // GROUP), -(-columns // GROUP), generator=generator) * 1e-3 + 1e-3
+    whole = scale.repeat_interleave(GROUP, 0)[:rows].repeat_interleave(GROUP, 1)[:, :columns]
     parts, weight = _fp8(rows, columns, generator, whole)
     return parts | {"weight_scale_inv": scale}, weight
 
 
 def _integers(
-    rows: int, columns: int, bits: int, generator: torch.Generator
+    rows: int, columns: int, bits: int, generator: torch.Generator, group: int = GROUP
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Numbers [rows, columns], zeros and scales [rows, groups]."""
+    """Numbers [rows, columns], zeros and scales [rows, groups]. The last group may be shorter."""
+    groups = -(-columns // group)
     q = torch.randint(0, 2**bits, (rows, columns), generator=generator)
-    zeros = torch.randint(1, 2**bits - 1, (rows, columns // GROUP), generator=generator)
-    scale = (torch.rand(rows, columns // GROUP, generator=generator) * 1e-2 + 1e-2).half()
+    zeros = torch.randint(1, 2**bits - 1, (rows, groups), generator=generator)
+    scale = (torch.rand(rows, groups, generator=generator) * 1e-2 + 1e-2).half()
     return q, zeros, scale
 
 
 def _meant(q: torch.Tensor, zeros: torch.Tensor | int, scale: torch.Tensor) -> torch.Tensor:
-    wide = scale.double().repeat_interleave(GROUP, 1)
-    return wide * (q - (zeros if isinstance(zeros, int) else zeros.repeat_interleave(GROUP, 1))).double()
+    groups = torch.arange(q.shape[1]) // (GROUP if scale.shape[1] > 1 else q.shape[1])
+    return scale.double()[:, groups] * (q - (zeros if isinstance(zeros, int) else zeros[:, groups])).double()
 
 
 def _pack(numbers: torch.Tensor, bits: int, places: tuple[int, ...] | None = None) -> torch.Tensor:
@@ -136,14 +137,14 @@ def awq(rows: int, columns: int, generator: torch.Generator) -> tuple[Tensors, t
     return parts, _meant(q, zeros, scale)
 
 
-def gptq(bits: int, symmetric: bool, act_order: bool, subtracted: int = 1) -> Packer:
+def gptq(bits: int, symmetric: bool, act_order: bool, subtracted: int = 1, grouped: bool = True) -> Packer:
     """`subtracted`: by which stored zeros are less than those they mean; 0 in the second version of the format."""
 
     def pack(rows: int, columns: int, generator: torch.Generator) -> tuple[Tensors, torch.Tensor]:
-        q, zeros, scale = _integers(rows, columns, bits, generator)
+        q, zeros, scale = _integers(rows, columns, bits, generator, GROUP if grouped else columns)
         if symmetric:
             zeros = torch.full_like(zeros, 2 ** (bits - 1))
-        groups = torch.arange(columns) // GROUP
+        groups = torch.arange(columns) // (GROUP if grouped else columns)
         if act_order:
             groups = groups[torch.randperm(columns, generator=generator)]
         parts = {
@@ -157,9 +158,9 @@ def gptq(bits: int, symmetric: bool, act_order: bool, subtracted: int = 1) -> Pa
     return pack
 
 
-def packed(bits: int, symmetric: bool) -> Packer:
+def packed(bits: int, symmetric: bool, grouped: bool = True) -> Packer:
     def pack(rows: int, columns: int, generator: torch.Generator) -> tuple[Tensors, torch.Tensor]:
-        q, zeros, scale = _integers(rows, columns, bits, generator)
+        q, zeros, scale = _integers(rows, columns, bits, generator, GROUP if grouped else columns)
         parts = {
             "weight_packed": _pack(q, bits),
             "weight_scale": scale,
@@ -250,6 +251,7 @@ METHODS: dict[str, tuple[dict[str, Any], Packer]] = {
         {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": False, "checkpoint_format": "gptq_v2"},
         gptq(4, False, False, subtracted=0),
     ),
+    "gptq rows": ({"quant_method": "gptq", "bits": 4, "group_size": -1, "sym": True}, gptq(4, True, False, 1, False)),
     "gptq 8 sym": ({"quant_method": "gptq", "bits": 8, "group_size": GROUP, "sym": True}, gptq(8, True, False)),
     "gptq act-order": (
         {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": True, "desc_act": True},
@@ -259,6 +261,10 @@ METHODS: dict[str, tuple[dict[str, Any], Packer]] = {
     "w4a16 zeros": (
         compressed("pack-quantized", num_bits=4, type="int", symmetric=False, strategy="group", group_size=GROUP),
         packed(4, False),
+    ),
+    "w4a16 channel": (
+        compressed("pack-quantized", num_bits=4, type="int", symmetric=False, strategy="channel"),
+        packed(4, False, grouped=False),
     ),
     "w8a16": (compressed("pack-quantized", num_bits=8, strategy="group", group_size=GROUP, **_INT), packed(8, True)),
     "nf4": ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, bitsandbytes(False)),

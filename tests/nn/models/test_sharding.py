@@ -106,6 +106,13 @@ def test_ranks_divide_quantised_weights(tmp_path, monkeypatch, method, storage):
     check_ranks(folder, 2, dequantize=False)
 
 
+@pytest.mark.parametrize("method", ["fp8 block", "gptq 4", "w4a16 channel", "nf4 double"])
+def test_ranks_divide_columns_that_are_no_whole_groups(tmp_path, method):
+    folder = write_tiny(tmp_path, "llama", intermediate_size=120, head_dim=32)
+    quantize(folder, method)
+    check_ranks(folder, 2, dequantize=False)
+
+
 @pytest.mark.parametrize("method", ["fp8 block", "w4a16 zeros"])
 @pytest.mark.parametrize("family", ["phi3", "glm", "deepseek_v2", "deepseek_v3", "qwen3_next"])
 def test_ranks_divide_quantised_weights_that_are_joined_or_reordered(tmp_path, monkeypatch, family, method):

@@ -14,6 +14,7 @@ import hand_load
 from quantized_checkpoint import METHODS, quantize
 from slipstream.config.quantization import ONLINE_FP8, Quantization
 from slipstream.errors import BadCheckpoint, UnsupportedModel
+from slipstream.nn.batch_invariant import BatchInvariantWeight
 from slipstream.nn.layers.linear import Linear
 from slipstream.nn.models import load as loading
 from slipstream.nn.models.decoder import Decoder
@@ -44,7 +45,8 @@ def storage(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_weights_are_those_of_the_numbers(method: str, storage: str, tmp_path: Path) -> None:
-    folder, plain = (write_tiny(tmp_path / name, "llama", intermediate_size=128) for name in ("q", "plain"))
+    size = 120 if storage == "dequantised" else 128  # columns that are no whole groups
+    folder, plain = (write_tiny(tmp_path / name, "llama", intermediate_size=size) for name in ("q", "plain"))
     write_weights(plain, quantize(folder, method))
     expected, model = matrices(load(plain)), load(folder)
     found = matrices(model)
@@ -115,7 +117,8 @@ def test_projections_that_the_checkpoint_interleaves_are_quantised(
 
 @pytest.mark.parametrize("method", ["awq", "gptq act-order", "w8a8", "fp8 block"])
 def test_a_part_of_a_merged_weight_that_is_not_quantised(method: str, storage: str, tmp_path: Path) -> None:
-    folder, plain = (write_tiny(tmp_path / name, "llama") for name in ("q", "plain"))
+    """And columns that are no whole groups, which no kernel reads."""
+    folder, plain = (write_tiny(tmp_path / name, "llama", intermediate_size=120) for name in ("q", "plain"))
     write_weights(plain, quantize(folder, method, skip="k_proj"))
     found, expected = matrices(load(folder)), matrices(load(plain))
     for name in expected:
@@ -257,20 +260,27 @@ def test_groups_of_modules_with_weights_in_one_scheme(changes: dict[str, object]
 
 
 @pytest.mark.parametrize(
-    ("settings", "rows", "columns", "words"),
+    ("settings", "columns", "kind"),
     [
-        ({"bits": 8, "group": 128}, 64, 192, "groups of 128 columns with 8 bits; .* give the unquantised checkpoint"),
-        ({"bits": 4, "group": 16}, 64, 80, "groups of 32 columns with 4 bits"),
-        ({"bits": 4, "group": 0}, 64, 80, "groups of 32 columns with 4 bits"),
-        ({"bits": 4, "group": 64}, 60, 64, "w is 60 x 64, and AWQ packs 8 rows together"),
+        ({"bits": 8, "group": 128}, 192, DequantizedWeight),
+        ({"bits": 8, "group": 64}, 192, QuantizedWeight),
+        ({"bits": 8, "group": 0}, 77, QuantizedWeight),
+        ({"bits": 4, "group": 16}, 80, DequantizedWeight),
+        ({"bits": 4, "group": 0}, 80, DequantizedWeight),
+        ({"bits": 4, "group": 0}, 96, QuantizedWeight),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused_by_what_does_not(
-    settings: dict[str, int], rows: int, columns: int, words: str
-) -> None:
-    quantization = Quantization(method="awq", layout="awq", **settings)
-    with pytest.raises(BadCheckpoint, match=words):
-        Quantized(quantization, "w", torch.float32).new_weight(rows, columns)
+def test_weights_that_kernels_cannot_read_are_dequantised(settings: dict[str, int], columns: int, kind: type) -> None:
+    quantization = Quantization(method="gptq", layout="gptq", **settings)
+    assert type(Quantized(quantization, "w", torch.float32).new_weight(64, columns)) is kind
+    invariant = Quantized(quantization, "w", torch.float32, batch_invariant=True).new_weight(64, columns)
+    assert isinstance(invariant, QuantizedWeight | BatchInvariantWeight)
+
+
+def test_rows_that_awq_cannot_pack_are_refused() -> None:
+    quantization = Quantization(method="awq", layout="awq", bits=4, group=64)
+    with pytest.raises(BadCheckpoint, match="w is 60 x 64, and AWQ packs 8 rows together"):
+        Quantized(quantization, "w", torch.float32).new_weight(60, 64)
 
 
 def test_missing_scales_are_named(tmp_path: Path) -> None:
@@ -293,7 +303,7 @@ def test_missing_scales_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("method", "changes", "error", "words"),
     [
-        ("awq", {"group_size": 64}, BadCheckpoint, "down is 64 x 96, which does not divide into groups of 64"),
+        ("awq", {"group_size": 64}, BadCheckpoint, "28 of wrong shape"),
         ("awq", {"group_size": 20}, BadCheckpoint, "group_size of quantization_config is 20"),
         ("awq", {"bits": 3}, UnsupportedModel, "awq with 3 bits"),
         ("awq", {"version": "gemv"}, UnsupportedModel, "version gemv"),
@@ -304,7 +314,6 @@ def test_missing_scales_are_named(tmp_path: Path) -> None:
         ("fp8 tensor", {"quant_method": "awq"}, BadCheckpoint, "down_proj.weight is FP8 and has no qweight"),
         ("w8a8", {"transform_config": {"config_groups": ONLINE}}, UnsupportedModel, "transform_config of activations"),
         ("w8a8", {"config_groups": {"0": group(), "1": group(num_bits=4)}}, UnsupportedModel, "2 different schemes"),
-        ("nf4", {}, BadCheckpoint, "down is 64 x 96, which does not divide into groups of 64"),
         ("nf4", {"load_in_4bit": False}, UnsupportedModel, "bitsandbytes with 8 bits"),
         ("nf4", {"bnb_4bit_quant_type": "af4"}, UnsupportedModel, "bnb_4bit_quant_type af4"),
         ("fp8 tensor", {"quant_method": "quip"}, UnsupportedModel, "quip, .* not supported .supported: auto-round"),

@@ -37,7 +37,8 @@ _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the place of each of 8 adjacent columns
 
 
 class QuantizedPart(NamedTuple):
-    """weight = scale * (values - zeros), or scale * codebook[values]; a scale and a zero for each group of columns."""
+    """weight = scale * (values - zeros), or scale * codebook[values]; a scale and a zero for each group of columns, or
+    for each column where these are no whole groups."""
 
     values: torch.Tensor  # [rows, columns] float8_e4m3fn, or uint8
     scale: torch.Tensor  # [rows, groups] float32
@@ -63,16 +64,17 @@ def tensor_shapes(
     q: Quantization, num_rows: int, num_columns: int, optional: frozenset[str]
 ) -> dict[str, tuple[int, ...]]:
     """The tensors of a part, by the last part of their names. `optional`: those of `OPTIONAL` that are there."""
-    groups = num_columns // q.group if q.group else 1
+    groups = -(-num_columns // q.group) if q.group else 1
     per_word = 32 // q.bits
     if q.layout == "online":
         return {"weight": (num_rows, num_columns)}
     if q.layout == "mxfp4":
         return {"blocks": (num_rows, groups, 16), "scales": (num_rows, groups)}
     if q.layout == "bnb":
-        flat: dict[str, tuple[int, ...]] = {"weight": (num_rows * num_columns // 2, 1), "quant_map": (16,)}
-        flat |= {"absmax": (num_rows * groups,), "quant_state": (1,)}
-        nested = {"nested_absmax": (-(-num_rows * groups // NESTED),), "nested_quant_map": (256,)}
+        blocks = -(-num_rows * num_columns // q.group)  # of the flat weight, across rows
+        flat: dict[str, tuple[int, ...]] = {"weight": (-(-num_rows * num_columns // 2), 1), "quant_map": (16,)}
+        flat |= {"absmax": (blocks,), "quant_state": (1,)}
+        nested = {"nested_absmax": (-(-blocks // NESTED),), "nested_quant_map": (256,)}
         return flat | (nested if q.double_scales else {})
     if q.layout in ("awq", "gptq"):
         shapes: dict[str, tuple[int, ...]] = {"qzeros": (groups, num_rows // per_word), "scales": (groups, num_rows)}
@@ -86,7 +88,7 @@ def tensor_shapes(
         scales = (-(-num_rows // q.block_rows), groups)
     shapes = {"weight_scale": scales}
     if q.layout == "packed":
-        shapes["weight_packed"] = (num_rows, num_columns // per_word)
+        shapes["weight_packed"] = (num_rows, -(-num_columns // per_word))
         if not q.symmetric:
             shapes["weight_zero_point"] = (num_rows // per_word, groups)
         return shapes | ({"weight_g_idx": (num_columns,)} if "weight_g_idx" in optional else {})
@@ -106,22 +108,35 @@ def read_part(
 
     if q.layout == "online":
         return quantize_part(q, read("weight"))
-    if q.layout == "awq":
-        return _read_awq(read)
-    if q.layout == "mxfp4":
-        return _read_mxfp4(read)
     if q.layout == "bnb":
         return _read_bitsandbytes(q, read, num_columns)
-    if q.layout == "gptq":
-        return _read_gptq(q, name, read, "g_idx" in pieces)
-    if q.layout == "packed":
-        return _read_packed(q, name, read, pieces, num_columns)
-    return _read_rows(q, name, read, pieces)
+    if q.layout == "awq":
+        part = _read_awq(read)
+    elif q.layout == "mxfp4":
+        part = _read_mxfp4(read)
+    elif q.layout == "gptq":
+        part = _read_gptq(q, name, read, "g_idx" in pieces)
+    elif q.layout == "packed":
+        part = _read_packed(q, name, read, pieces, num_columns)
+    else:
+        part = _read_rows(q, name, read, pieces)
+    return _by_columns(part, q.group, num_columns) if q.group and num_columns % q.group else part
+
+
+def _by_columns(part: QuantizedPart, group: int, num_columns: int) -> QuantizedPart:
+    """A part whose last group is shorter, with a scale and a zero for each column."""
+
+    def spread(table: torch.Tensor) -> torch.Tensor:
+        return table.repeat_interleave(group, 1, output_size=table.shape[1] * group)[:, :num_columns]
+
+    zeros = None if part.zeros is None else spread(part.zeros)
+    return part._replace(values=part.values[:, :num_columns], scale=spread(part.scale), zeros=zeros)
 
 
 def quantize_part(q: Quantization, weight: torch.Tensor) -> QuantizedPart:
     """A float weight to the nearest numbers: FP8 with a scale per row, or integers with a scale per group."""
-    grouped = weight.float().unflatten(1, (-1, q.group or weight.shape[1]))
+    is_whole = q.group and weight.shape[1] % q.group == 0
+    grouped = weight.float().unflatten(1, (-1, q.group if is_whole else weight.shape[1]))
     if q.layout == "online" and q.method == "fp8":
         scale = (grouped.abs().amax(-1) / MAX_FP8).clamp_min(1e-12)
         values = (grouped / scale.unsqueeze(-1)).clamp_(-MAX_FP8, MAX_FP8).to(torch.float8_e4m3fn)
@@ -169,13 +184,17 @@ def _read_bitsandbytes(q: Quantization, read: Read, num_columns: int) -> Quantiz
     """The weight is flat, the first of two codes in the high bits. Scales that are quantised too: codes of a table of
     256 numbers with a scale for each 256, plus an offset."""
     packed, scale, offset = read("weight").flatten(), read("absmax"), read("quant_state")
-    values = torch.stack((packed >> 4, packed & 15), -1).view(-1, num_columns)
+    values = torch.stack((packed >> 4, packed & 15), -1).flatten()
+    num_rows = len(values) // num_columns
+    values = values[: num_rows * num_columns].view(num_rows, num_columns)
     if q.double_scales:
         outer = read("nested_absmax").float()
         outer = outer.repeat_interleave(NESTED, output_size=NESTED * len(outer))[: len(scale)]
         scale = read("nested_quant_map").float()[scale.int()] * outer + offset
+    if num_columns % q.group:  # blocks across rows: a scale for each column
+        scale = scale.repeat_interleave(q.group, output_size=len(scale) * q.group)[: values.numel()]
     codebook = read("quant_map").float()
-    return QuantizedPart(values, scale.float().view(len(values), -1), None, None, None, codebook)
+    return QuantizedPart(values, scale.float().view(num_rows, -1), None, None, None, codebook)
 
 
 def _read_rows(q: Quantization, name: str, read: Read, pieces: Mapping[str, CheckpointTensor]) -> QuantizedPart:
@@ -244,9 +263,10 @@ def _read_gptq(q: Quantization, name: str, read: Read, has_order: bool) -> Quant
 
 def _order_of(q: Quantization, name: str, groups: torch.Tensor) -> torch.Tensor | None:
     """The columns sorted by group, from the group of each column; None if they are sorted."""
-    sizes = torch.bincount(groups.long())
+    sizes, size = torch.bincount(groups.long()), q.group or len(groups)
     with sync_allowed("weights are loaded before steps run"):
-        is_even = bool((sizes == (q.group or len(groups))).all())
+        # only the last group may be shorter
+        is_even = bool((sizes[:-1] == size).all()) and int(sizes[-1]) == (len(groups) % size or size)
     if not is_even:
         raise BadCheckpoint(
             f"the groups in g_idx of {name} do not all have {q.group} columns; download the model again"

@@ -11,6 +11,7 @@ import torch
 
 from slipstream.config.quantization import Quantization
 from slipstream.errors import BadCheckpoint, InvalidOption, UnsupportedModel
+from slipstream.nn.batch_invariant import BatchInvariantWeight
 from slipstream.nn.quantized.layouts import QuantizedPart
 from slipstream.nn.quantized.part_reader import PartReader
 from slipstream.nn.weight_format import (
@@ -58,26 +59,23 @@ class Quantized:
     num_ranks: int = 1  # that have a part of the weight each
 
     def new_weight(self, num_rows: int, num_columns: int) -> Weight:
-        self.check_sizes(num_rows, num_columns)
-        if self.stays_quantized and not self.plain_parts:
-            return QuantizedWeight(num_rows, num_columns, self)
-        return DequantizedWeight(num_rows, num_columns, self)
-
-    def check_sizes(self, num_rows: int, num_columns: int) -> None:
-        """Raises if the weight does not divide into whole groups."""
+        """Kernels read whole groups of columns: other weights are dequantised at load."""
+        self.check_rows(num_rows, num_columns)
         q = self.quantization
         unit = max(q.group, 32 if q.is_4_bit else 1)  # columns; both are powers of two
-        is_odd = num_columns % unit != 0
-        if self.num_ranks > 1 and is_odd and self.stays_quantized:
-            raise InvalidOption(
-                f"tensor_parallel_size is {self.num_ranks}, and a rank has {num_columns} columns of {self.name}, "
-                f"which are not whole groups of {unit}; give a smaller number"
-            )
-        if self.num_ranks == 1 and is_odd:
-            raise BadCheckpoint(
-                f"{self.name} is {num_rows} x {num_columns}, which does not divide into groups of {unit} columns with "
-                f"{q.bits} bits; only whole groups are run: give the unquantised checkpoint"
-            )
+        if self.stays_quantized and not self.plain_parts:
+            if num_columns % unit == 0:
+                return QuantizedWeight(num_rows, num_columns, self)
+            if self.num_ranks > 1:
+                raise InvalidOption(
+                    f"tensor_parallel_size is {self.num_ranks}, and a rank has {num_columns} columns of {self.name}, "
+                    f"which are not whole groups of {unit}; give a smaller number"
+                )
+        kind = InvariantDequantizedWeight if self.batch_invariant else DequantizedWeight
+        return kind(num_rows, num_columns, self)
+
+    def check_rows(self, num_rows: int, num_columns: int) -> None:
+        q = self.quantization
         if self.num_ranks == 1 and q.layout == "awq" and num_rows % 8:
             raise BadCheckpoint(
                 f"{self.name} is {num_rows} x {num_columns}, and AWQ packs 8 rows together; its quantization_config "
@@ -101,7 +99,7 @@ class _Dequantized:
     format: Quantized
 
     def new_weight(self, num_rows: int, num_columns: int) -> UnquantizedWeight:
-        self.format.check_sizes(num_rows, num_columns)
+        self.format.check_rows(num_rows, num_columns)
         return DequantizedWeight(num_rows, num_columns, self.format)
 
 
@@ -320,12 +318,16 @@ class DequantizedWeight(UnquantizedWeight):
         yield from _new_reader(self.format, (num_rows, self.data.shape[1]), lambda: self.data.device, fill).targets()
 
     def _fill_part(self, first_row: int, part: QuantizedPart, reader: PartReader) -> None:
-        weight = dequantize(to_matrix(part, self.format.quantization), self.data.dtype)
+        weight = dequantize(to_matrix(part, self.format.quantization, packs=False), self.data.dtype)
         if part.order is not None:
             ordered, weight = weight, torch.empty_like(weight)
             weight[:, part.order] = ordered
         weight = reader.kept(weight)
         self.data[first_row : first_row + len(weight)].copy_(weight)
+
+
+class InvariantDequantizedWeight(DequantizedWeight, BatchInvariantWeight):
+    """The same with products of `BatchInvariantWeight`."""
 
 
 def storage_dtype(q: Quantization) -> torch.dtype:
@@ -340,7 +342,8 @@ def zero_of(q: Quantization) -> int:
     return 8 if q.is_4_bit and q.symmetric and not q.has_codebook else 0
 
 
-def to_matrix(part: QuantizedPart, q: Quantization) -> QuantizedMatrix:
+def to_matrix(part: QuantizedPart, q: Quantization, packs: bool = True) -> QuantizedMatrix:
+    """`packs`: 4-bit numbers as kernels read them, in multiples of 32 columns; else they are integers of 8 bits."""
     kind = storage_dtype(q)
     if kind is torch.float8_e4m3fn:
         return QuantizedMatrix(part.values, part.scale, None)
@@ -348,8 +351,8 @@ def to_matrix(part: QuantizedPart, q: Quantization) -> QuantizedMatrix:
     if kind is torch.int8:
         values = (part.values ^ 128).view(torch.int8)
         return QuantizedMatrix(values, part.scale, None if zeros is None else zeros - 128)
-    packed = pack_4_bit(part.values.contiguous())
-    return QuantizedMatrix(packed, part.scale, zeros, zero_of(q), codebook=part.codebook)
+    values = pack_4_bit(part.values.contiguous()) if packs else part.values.view(torch.int8)
+    return QuantizedMatrix(values, part.scale, zeros, zero_of(q), codebook=part.codebook)
 
 
 def _new_reader(

@@ -6,6 +6,8 @@ is then loaded as a plain backbone, a decoder as a causal LM.
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from typing import Any
 
 from slipstream.errors import BadCheckpoint, UnsupportedModel
@@ -119,7 +121,13 @@ def find_architecture(config: dict[str, Any]) -> str:
         )
     if kind not in OF_MODEL_TYPE:
         raise UnsupportedModel(
-            f"config.json names no architecture, and its model_type {kind} is not one that runs here: "
-            f"{', '.join(OF_MODEL_TYPE)} are"
+            f"config.json names no architecture, and its model_type {kind} is not one that runs here; "
+            f"{near_names(kind, OF_MODEL_TYPE)}"
         )
     return OF_MODEL_TYPE[kind]
+
+
+def near_names(name: str, known: Iterable[str]) -> str:
+    """Where to look instead of a name that is not known. A list of all names would hide the reason before it."""
+    near = difflib.get_close_matches(name, known, cutoff=0.5)
+    return (f"similar names are {', '.join(near)}; " if near else "") + "docs/models.md lists all"

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from slipstream.config.architecture import near_names
 from slipstream.config.gguf_families import BY_LAYER, FAMILIES, WINDOWED, GgufFamily
 from slipstream.config.gguf_file import GgufFile
 from slipstream.config.model_info import ModelInfo
@@ -34,8 +35,8 @@ class _GgufFields:
         self.architecture = file.fields.get("general.architecture")
         if self.architecture not in FAMILIES:
             raise UnsupportedModel(
-                f"{self.name} is of architecture {self.architecture!r}; we run {', '.join(FAMILIES)} in GGUF "
-                "files, and many more from folders with safetensors"
+                f"{self.name} is of architecture {self.architecture!r}; {len(FAMILIES)} run in GGUF files, "
+                f"and many more from folders with safetensors; {near_names(str(self.architecture), FAMILIES)}"
             )
         self.family: GgufFamily = FAMILIES[str(self.architecture)]
 

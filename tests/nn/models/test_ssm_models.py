@@ -168,6 +168,8 @@ def test_fields_of_nemotron_h_under_their_older_names(tmp_path: Path) -> None:
         ("nemotron_h", {**NEMOTRON_3, "moe_latent_size": 0}, BadCheckpoint, "no moe_latent_size"),
         ("nemotron_h", {"layers_block_type": ["mamba", "pool"]}, BadCheckpoint, "pool"),
         ("nemotron_h", {"layers_block_type": None, "num_hidden_layers": 3}, BadCheckpoint, "neither layers_block_type"),
+        ("nemotron_h", {"layers_block_type": ["mlp", "mlp"]}, UnsupportedModel, "2 layers and none with attention"),
+        ("nemotron_h", {**NEMOTRON_3, "layers_block_type": ["moe"]}, UnsupportedModel, "none with attention"),
         ("lfm2", {"layer_types": ["conv"]}, BadCheckpoint, "layer_types"),
         ("mamba2", {"is_causal": False}, UnsupportedModel, "recurrent layers"),
     ],

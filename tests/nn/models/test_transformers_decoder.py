@@ -302,6 +302,10 @@ def test_what_it_cannot_run_is_refused_by_name(tmp_path: Path) -> None:
     refused("no decoder or encoder 'Nothing'", architectures=["Nothing"])
     refused("Nothing is not an architecture.*no decoder", architectures=["Nothing"], impl="auto")
     refused("Nothing is not an architecture", architectures=["Nothing"], impl="slipstream")
+    refused(
+        "has no model_type 'dots3_note_text'$", architectures=["Dots3NoteForCausalLM"], model_type="dots3_note_text"
+    )
+    refused("cannot read its config.json", hidden_size="wide")
     refused("rope of type dynamic", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
     refused("does not support other attention", architectures=["BloomForCausalLM"], model_type="bloom")
     with pytest.raises(InvalidOption, match="deterministic"):

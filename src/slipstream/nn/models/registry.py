@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from slipstream.cache_spec import CacheSpec, StateSpec
-from slipstream.config.architecture import continues_text
+from slipstream.config.architecture import continues_text, near_names
 from slipstream.config.model_info import ModelInfo, family_name
 from slipstream.errors import BadCheckpoint, UnsupportedModel
 from slipstream.nn.models.bert import (
@@ -239,15 +239,9 @@ def find_family(info: ModelInfo) -> Family | EncoderFamily:
         return BIDIRECTIONAL[family]
     if family in ENCODER_FAMILIES and (name.removeprefix(family) in ENCODER_ENDINGS or name == family == "HF_ColBERT"):
         return ENCODER_FAMILIES[family]
-    causal = ", ".join(
-        f"{known}Model" if known.endswith("LMHead") else f"{known}ForCausalLM"
-        for known in DECODERS
-        if not known.endswith("Text")
-    )
-    raise UnsupportedModel(
-        f"{name} is not an architecture we run; we run {causal}, {', '.join(MULTIMODAL)}, and encoders: "
-        f"{', '.join((*ENCODER_FAMILIES, *BIDIRECTIONAL))}"
-    )
+    causal = [known + ("Model" if known.endswith("LMHead") else "ForCausalLM") for known in DECODERS]
+    known = (*causal, *MULTIMODAL, *ENCODER_FAMILIES, *BIDIRECTIONAL)
+    raise UnsupportedModel(f"{name} is not an architecture we run; {near_names(name, known)}")
 
 
 def find_shape(info: ModelInfo) -> DecoderShape | EncoderShape:
@@ -264,6 +258,11 @@ def find_shape(info: ModelInfo) -> DecoderShape | EncoderShape:
     check_shape(info.architecture, shape)
     if isinstance(shape, EncoderShape):
         return shape
+    if not shape.mixers:
+        raise UnsupportedModel(
+            f"{info.architecture} has {len(shape.layers)} layers and none with attention or a recurrent state, so that "
+            "a token would not depend on the ones before it; such a model is not supported"
+        )
     continues = continues_text(info.architecture)
     if not info.is_causal:
         _check_bidirectional(info, shape)

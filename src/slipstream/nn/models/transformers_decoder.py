@@ -204,14 +204,17 @@ def transformers_info(folder: str) -> ModelInfo:
     config = load_config(folder)
     find_class(config)
     text = config.get_text_config()
-    hidden, heads = int(text.hidden_size), int(text.num_attention_heads)
+    try:
+        hidden, heads, vocab_size = int(text.hidden_size), int(text.num_attention_heads), int(text.vocab_size)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise UnsupportedModel(f"the transformers library's config is of no language model: {error}") from None
     found = probe(folder)
     calls = found.calls
     ends = text.eos_token_id if text.eos_token_id is not None else config.eos_token_id
     dtype = getattr(config, "dtype", None) or getattr(text, "dtype", None)
     return ModelInfo(
         architecture=config.architectures[0],
-        vocab_size=int(text.vocab_size),
+        vocab_size=vocab_size,
         hidden_size=hidden,
         num_layers=len(calls),
         num_heads=heads,

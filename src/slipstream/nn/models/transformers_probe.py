@@ -64,8 +64,13 @@ def load_config(folder: str) -> Any:
             "modules of the transformers library need it installed: pip install 'slipstream[transformers]'"
         ) from None
     try:
+        kind = transformers.PretrainedConfig.get_config_dict(folder, local_files_only=True)[0].get("model_type")
+        if kind is not None and kind not in transformers.CONFIG_MAPPING:
+            raise UnsupportedModel(f"transformers {transformers.__version__} has no model_type {kind!r:.100}")
         return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (ValueError, KeyError, TypeError, OSError, ImportError) as error:
+    except UnsupportedModel:
+        raise
+    except Exception as error:  # whatever the library's code raises for a field
         raise UnsupportedModel(f"the transformers library cannot read its config.json: {_first_line(error)}") from None
 
 

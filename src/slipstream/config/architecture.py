@@ -128,6 +128,6 @@ def find_architecture(config: dict[str, Any]) -> str:
 
 
 def near_names(name: str, known: Iterable[str]) -> str:
-    """Where to look instead of a name that is not known. A list of all names would hide the reason before it."""
+    """Tells where to look instead of a name that is not known. A list of all names would hide the reason before it."""
     near = difflib.get_close_matches(name, known, cutoff=0.5)
     return (f"similar names are {', '.join(near)}; " if near else "") + "docs/models.md lists all"

@@ -146,8 +146,8 @@ def test_distances_of_mpnet_that_cannot_be_are_named(buckets: Any) -> None:
 )
 def test_groups_of_experts_that_do_not_fit_are_named(family: str, facts: dict[str, Any], words: str) -> None:
     experts = {
-        "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "layers_block_type": ["moe", "attention"],
-        "moe_shared_expert_intermediate_size": 40,
+        "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+        "layers_block_type": ["moe", "attention"], "moe_shared_expert_intermediate_size": 40,
     }  # fmt: skip
     config = {**_COMMON, **(_FAMILIES | SAVED)[family], **experts, "n_group": 4, "topk_group": 2}
     find_shape(model_info_from_config(config))  # as it is, it passes

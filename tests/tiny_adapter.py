@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 PREFIX = "base_model.model."
+_CONV1D = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")  # of GPT-2: W is [inputs, outputs]
 LLAMA_MODULES = tuple(
     f"model.layers.{layer}.{module}"
     for layer in range(2)
@@ -45,7 +46,8 @@ def write_adapter(
 
     tensors = {}
     for module in modules:
-        num_outputs, num_inputs = weights[f"{module}.weight"].shape
+        shape = weights[f"{module}.weight"].shape
+        num_outputs, num_inputs = reversed(shape) if _is_conv1d(base, module) else shape
         tensors[f"{PREFIX}{module}.lora_A.weight"] = random(rank, num_inputs)
         tensors[f"{PREFIX}{module}.lora_B.weight"] = random(num_outputs, rank)
     for module in embeddings:
@@ -72,6 +74,7 @@ def merge(base: Path, adapter: Path, target: Path) -> Path:
         if name.endswith(".lora_A.weight"):
             module = name.removesuffix(".lora_A.weight")
             delta = tensors[f"{module}.lora_B.weight"] @ a
+            delta = delta.T if _is_conv1d(base, module) else delta
         elif name.endswith(".lora_embedding_A"):
             module = name.removesuffix(".lora_embedding_A")
             delta = (tensors[f"{module}.lora_embedding_B"] @ a).T
@@ -81,3 +84,7 @@ def merge(base: Path, adapter: Path, target: Path) -> Path:
         weights[f"{module}.weight"] += alpha / root * delta
     save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
     return target
+
+
+def _is_conv1d(base: Path, module: str) -> bool:
+    return json.loads((base / "config.json").read_text())["model_type"] == "gpt2" and module.endswith(_CONV1D)

@@ -16,13 +16,13 @@ from slipstream.errors import InvalidAdapter
 MAX_RANK = 256
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 
-# settings that change the arithmetic: values that change nothing, and what the setting is
+# settings that change the arithmetic: values that change nothing, and what the setting is; fan_in_fan_out (GPT-2) is
+# not among them: A and B have the same layout with it, only PEFT's merge transposes their product
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "use_dora": ((None, False), "DoRA (use_dora) is not supported"),
     "modules_to_save": ((None, []), "fully trained modules (modules_to_save) are not supported"),
     "bias": ((None, "none"), "trained biases (bias) are not supported"),
     "lora_bias": ((None, False), "a bias of B (lora_bias) is not supported"),
-    "fan_in_fan_out": ((None, False), "transposed weights (fan_in_fan_out) are not supported"),
     "target_parameters": ((None, []), "adapters of expert weights (target_parameters) are not supported"),
     "trainable_token_indices": ((None, []), "trained token vectors (trainable_token_indices) are not supported"),
     "layer_replication": ((None, []), "replicated layers (layer_replication) are not supported"),

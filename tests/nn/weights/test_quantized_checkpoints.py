@@ -175,18 +175,26 @@ def test_plain_weights_are_quantised_to_fp8_at_load(storage: str, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("method", "kind"),
-    [("awq", torch.uint8), ("w8a8", torch.int8), ("fp8 block", torch.float8_e4m3fn), ("modelopt", torch.float8_e4m3fn),
-     ("fp8 channel", torch.float8_e4m3fn)],
+    ("method", "kind", "bound"),
+    [("awq", torch.uint8, 1 / 7), ("gptq act-order", torch.uint8, 1 / 14), ("gptq rows", torch.uint8, 1 / 14),
+     ("nf4", torch.uint8, 1 / 3), ("w8a8", torch.int8, 1 / 254), ("gptq 8 sym", torch.int8, 1 / 254),
+     ("fp8 block", torch.float8_e4m3fn, 1 / 28), ("modelopt", torch.float8_e4m3fn, 1 / 28)],
 )  # fmt: skip
-def test_dummy_weights_of_a_quantised_config(method: str, kind: torch.dtype, storage: str, tmp_path: Path) -> None:
-    """For benchmarks: random weights in the storage of the method."""
-    folder = write_tiny(tmp_path, "llama")
+def test_dummy_weights_of_a_quantised_config(
+    method: str, kind: torch.dtype, bound: float, storage: str, tmp_path: Path
+) -> None:
+    """For benchmarks: the dummy weights of a plain config, rounded to the nearest numbers of the method. `bound`: of
+    the errors, as a part of a row's largest number."""
+    folder, plain = (write_tiny(tmp_path / name, "llama", intermediate_size=128) for name in ("q", "plain"))
     quantize(folder, method)
-    model = load(folder, load_format="dummy")
+    model, expected = load(folder, load_format="dummy"), matrices(load(plain, load_format="dummy"))
     if storage == "quantised":
         assert model.layers[0].mlp.down.weight.values.dtype is kind
-    assert all(bool(weight.isfinite().all() and weight.std() > 0.01) for weight in matrices(model).values())
+    found = matrices(model)
+    assert torch.equal(found.pop("head"), expected.pop("head"))
+    for name, weight in expected.items():
+        error = (found[name] - weight) / weight.abs().amax(1, keepdim=True)
+        assert 0 < error.abs().max() <= bound * 1.01 and error.mean().abs() < bound / 10, name
 
 
 def _drop(folder: Path, name: str) -> None:

@@ -74,6 +74,26 @@ def test_an_older_state_of_a_request_is_forgotten_unless_it_was_restored() -> No
     pool.check([])
 
 
+def test_a_plan_loads_to_no_checkpoint_that_it_uses() -> None:
+    """It loads before it restores, and restores before it saves."""
+    pool = CheckpointPool(1)
+    only = save(pool, b"a")
+    assert only is not None
+    pool.restore(only)
+    assert pool.take_for_load((), b"b") is None and pool.find(b"a") == only
+    pool.end_plan()
+    assert pool.take_for_load((only,), b"b") is None
+    assert pool.take_for_load((), b"b") == only and pool.find(b"b") == only and pool.find(b"a") is None
+    saved = pool.take()
+    assert saved == only
+    pool.publish(saved, b"c")
+    assert pool.take_for_load((), b"c") is None and pool.take_for_load((), b"d") is None
+    pool.end_plan()
+    assert pool.take_for_load((), b"c") is None, "a checkpoint has this hash"
+    assert pool.take_for_load((), b"d") == only
+    pool.check([])
+
+
 def test_without_checkpoints_nothing_is_taken() -> None:
     pool = CheckpointPool(0)
     assert pool.take() is None and pool.take(generated=True) is None

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import tracemalloc
+from collections import Counter
 from contextlib import asynccontextmanager
 
 import pytest
@@ -423,6 +424,41 @@ def test_a_locked_database_delays_batches_and_health_says_so(folder, tmp_path, f
 
     asyncio.run(main())
     assert "database is locked" in caplog.text
+
+
+def test_reads_that_work_do_not_end_the_alarm_of_writes_that_fail(folder, tmp_path, fast, monkeypatch, caplog):
+    """Another process that writes does not lock out readers, and a running batch reads its state again and again."""
+    calls = Counter()
+    fails = True
+
+    def counted(method, name):
+        def call(*args, **kwargs):
+            calls[name] += 1
+            if fails and name == "add_result":
+                raise sqlite3.OperationalError("database is locked")
+            return method(*args, **kwargs)
+
+        call.__name__ = name
+        return call
+
+    async def main():
+        nonlocal fails
+        async with batch_server(folder, tmp_path) as door:
+            store = door.state.batches.store
+            for name in ("batch", "add_result"):
+                monkeypatch.setattr(store, name, counted(getattr(store, name), name))
+            batch = await create(door, [line("a")])
+            await until_health(door, "degraded", failing=["batches"])
+            calls.clear()
+            while min(calls["batch"], calls["add_result"]) < 5:
+                assert (await door.get("/health")).json()["status"] == "degraded"
+                await asyncio.sleep(0)
+            assert "works again" not in caplog.text and caplog.text.count("tried again") == 1
+            fails = False
+            await until(door, batch, "completed")
+            await until_health(door, "ok")
+
+    asyncio.run(main())
 
 
 class Panic(BaseException):

@@ -42,9 +42,10 @@ class Turns:
         which several parts may fail at the same time."""
         return _Turn(self, task, part, kind)
 
-    def end(self, task: str, part: str) -> None:
-        """A part that has ended does not count as failing."""
-        self._failing.pop((task, part), None)
+    def end(self, task: str, start: str) -> None:
+        """Parts whose names begin like this have ended: they do not count as failing."""
+        for name in [name for name in self._failing if name[0] == task and name[1].startswith(start)]:
+            del self._failing[name]
 
     def succeeded(self, task: str, part: str) -> None:
         if self._failing.pop((task, part), None) is not None:

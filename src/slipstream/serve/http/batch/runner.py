@@ -204,14 +204,15 @@ class _Batch:
 
     async def finish(self, change: Callable[[BatchObject], None], rest: bytes = b"") -> None:
         while True:  # the files of results need room, which a full disk does not have
-            with self.turns.turn(_TASK, self.id):
+            with self.turns.turn(_TASK, f"{self.id} finish"):
                 return await self.service.run(self.store.finish, self.owner, self.id, change, rest)
             await asyncio.sleep(_AGAIN_SECONDS)
 
     async def _call(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Calls a method of the store, again and again while it cannot be used: what is to be stored is kept."""
+        """Calls a method of the store, again and again while it cannot be used: what is to be stored is kept. Each
+        method is a part of the turns: one that reads works while another process writes."""
         while True:
-            with self.turns.turn(_TASK, self.id, StoreUnavailable):
+            with self.turns.turn(_TASK, f"{self.id} {call.__name__}", StoreUnavailable):
                 return await self.service.run(call, *args, **kwargs)
             await asyncio.sleep(_AGAIN_SECONDS)
 

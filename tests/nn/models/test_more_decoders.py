@@ -29,6 +29,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere normed heads": ("cohere", {"use_qk_norm": True, "attention_bias": True}),
     "stablelm 12b": ("stablelm", {"use_parallel_residual": True, "qk_layernorm": True, "use_qkv_bias": False}),
     "gpt_neox in a row": ("gpt_neox", {"use_parallel_residual": False, "attention_bias": False}),
+    "phi tied": ("phi", {"tie_word_embeddings": True}),
     "gpt2 untied": ("gpt2", {"tie_word_embeddings": False}),
 }
 STEPS = [{"short": 1, "long": 30}, {"long": 1, "short": 4}, {"short": 1, "long": 25}, *[{"short": 1, "long": 1}] * 2]

@@ -50,6 +50,7 @@ def logits_of(model):
         ("qwen2_moe", {}, 2),  # a shared expert with a gate
         ("glm4_moe", {}, 2),  # dense layers, a bias of the choice
         ("gpt_oss", {}, 2),  # sinks; experts with biases, stored as one tensor
+        ("phi", {"vocab_size": 307, "tie_word_embeddings": True}, 2),  # a bias of the tied projection to tokens
         ("phi3", {}, 2),  # q, k and v in one tensor, gate and up too
         ("glm", {}, 2),  # rotation in pairs
         ("gpt_neox", {}, 2),  # q, k and v of a head are neighbours

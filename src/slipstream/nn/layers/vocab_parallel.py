@@ -53,10 +53,12 @@ class VocabPart:
 
 
 class VocabParallelEmbedding(RankedLayer, Embedding):
-    def __init__(self, num_tokens: int, size: int, format: WeightFormat, shard: Shard) -> None:
+    def __init__(
+        self, num_tokens: int, size: int, format: WeightFormat, shard: Shard, bias: torch.dtype | None = None
+    ) -> None:
         """`num_tokens`: of the whole vocabulary."""
         part = VocabPart.of(num_tokens, shard)
-        super().__init__(part.size, size, format)
+        super().__init__(part.size, size, format, bias)
         self.part = part
         self.stored_parts = {"": part.stored()}
 
@@ -86,10 +88,13 @@ class VocabParallelHead(RankedLayer, Linear):
         return self.part.lookup(self.weight, ids, self.ranks)
 
 
-def new_embedding(num_tokens: int, size: int, format: WeightFormat, shard: Shard | None) -> Embedding:
+def new_embedding(
+    num_tokens: int, size: int, format: WeightFormat, shard: Shard | None, bias: torch.dtype | None = None
+) -> Embedding:
+    """`bias`: as in `Embedding`."""
     if shard is None:
-        return Embedding(num_tokens, size, format)
-    return VocabParallelEmbedding(num_tokens, size, format, shard)
+        return Embedding(num_tokens, size, format, bias)
+    return VocabParallelEmbedding(num_tokens, size, format, shard, bias)
 
 
 def new_token_head(

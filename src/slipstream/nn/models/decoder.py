@@ -45,7 +45,10 @@ class Decoder(nn.Module):
         self.embedding_scale = float(torch.tensor(shape.embedding_scale, dtype=dtype))
         layout = Layout(shape.hidden_size, dtype, format_of)
         with torch.device("meta"):
-            self.embedding = new_embedding(shape.vocab_size, shape.hidden_size, format_of("embedding"), shape.shard)
+            bias = dtype if shape.head_bias and shape.tied and not shape.headless else None
+            self.embedding = new_embedding(
+                shape.vocab_size, shape.hidden_size, format_of("embedding"), shape.shard, bias
+            )
             self.ropes = nn.ModuleList(
                 Rope(rope.info, rope.head_dim, shape.max_positions, num_positions, dtype, switches=rope.switches)
                 for rope in shape.ropes

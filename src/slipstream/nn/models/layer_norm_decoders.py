@@ -94,7 +94,7 @@ def phi_shape(info: ModelInfo) -> DecoderShape:
     if info.extra.get("qk_layernorm"):
         raise UnsupportedModel(f"{info.architecture} with qk_layernorm is not supported; no published model has it")
     attention = replace(llama_attention(info), qkv_bias=True, output_bias=True)
-    return replace(_shape(info, attention, _biased_mlp(info), "one norm"), head_bias=not info.tied_embeddings)
+    return replace(_shape(info, attention, _biased_mlp(info), "one norm"), head_bias=True)
 
 
 def phi_rules(shape: DecoderShape) -> Rules:
@@ -106,7 +106,7 @@ def phi_rules(shape: DecoderShape) -> Rules:
             "model.layers.{n}.mlp.fc1.{kind}": "layers.{n}.mlp.up.{kind}",
             "model.layers.{n}.mlp.fc2.{kind}": "layers.{n}.mlp.down.{kind}",
             "model.final_layernorm.{kind}": "norm.{kind}",
-            "lm_head.bias": None if shape.headless else "head.bias",
+            "lm_head.bias": None if shape.headless else "embedding.bias" if shape.tied else "head.bias",
         },
     )
 

@@ -38,7 +38,7 @@ class HandRunner:
     rows: dict[str, HandRow] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        specs = self.model.cache_specs(self.page_size, str(self.dtype).removeprefix("torch."))
+        specs = self.model.shape.cache_specs(self.page_size, str(self.dtype).removeprefix("torch."))
         self.caches = [self.new_cache(spec) for spec in specs]
         self.groups = group_sites(specs)
         self.group_of_site = tuple(
@@ -53,7 +53,7 @@ class HandRunner:
                 )
                 for field in spec.fields
             }
-            for spec in self.model.state_specs(str(self.dtype).removeprefix("torch."))
+            for spec in self.model.shape.state_specs(str(self.dtype).removeprefix("torch."))
         ]
         self.steps: RecurrentSteps | None = None  # of the last batch, if the model has recurrent states
         # page 0 is the null page; the others are used in random order

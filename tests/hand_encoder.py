@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from hand_load import load_model
 from slipstream.config.config import ModelConfig
 from slipstream.config.model_info import read_model_info
 from slipstream.config.options import Options
@@ -15,7 +16,6 @@ from slipstream.nn.attention.sdpa import SdpaAttention
 from slipstream.nn.context import AttentionBackend, BatchView, ForwardContext
 from slipstream.nn.models.decoder import Decoder
 from slipstream.nn.models.encoder import Encoder
-from slipstream.nn.models.load import load_model
 from slipstream.nn.models.stored_head import as_stored
 
 

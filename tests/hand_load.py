@@ -12,7 +12,8 @@ from slipstream.config.gguf_info import gguf_model_info
 from slipstream.config.model_info import read_model_info
 from slipstream.config.quantization import Quantization
 from slipstream.nn.models.decoder import Decoder
-from slipstream.nn.models.load import load_model
+from slipstream.nn.models.encoder import Encoder
+from slipstream.nn.models.load import open_model
 from slipstream.nn.models.stored_head import as_stored
 
 
@@ -53,3 +54,9 @@ def load(
         keeps_bfloat16=keeps_bfloat16,
     )
     return load_model(config, torch.device(device))
+
+
+def load_model(config: ModelConfig, device: torch.device) -> Decoder | Encoder:
+    model, fill = open_model(config, device)
+    fill(False)
+    return model

@@ -179,6 +179,10 @@ class Bench:
             self.executor.launch(plan)
         return plan
 
+    @property
+    def num_in_flight(self) -> int:
+        return len(self.scheduler._in_flight)
+
     def commit(self) -> list[Output]:
         outputs = self.scheduler.commit(self.executor.wait())
         self.outputs += outputs
@@ -186,7 +190,7 @@ class Bench:
 
     def step(self) -> list[Output]:
         plan = self.plan()
-        if self.scheduler.num_in_flight and (plan is None or self.scheduler.num_in_flight > self.depth):
+        if self.num_in_flight and (plan is None or self.num_in_flight > self.depth):
             return self.commit()
         assert plan is not None or not self.scheduler.has_requests(), (
             "work, nothing planned and nothing in flight: a hang"
@@ -205,13 +209,13 @@ class Bench:
     def run_until_preempted(self, request: Request) -> None:
         """Run up to and including the plan that does it, before anything more is committed."""
         while self.plan() is not None and not request.num_preemptions:
-            if self.scheduler.num_in_flight > self.depth:
+            if self.num_in_flight > self.depth:
                 self.commit()
 
     def check_empty(self) -> None:
         self.scheduler.check()
         assert all(group.pool.num_free == group.pool.num_usable for group in self.cache.groups)
-        assert (self.scheduler.num_running, self.scheduler.num_waiting, self.scheduler.num_in_flight) == (0, 0, 0)
+        assert (self.scheduler.num_running, self.scheduler.num_waiting, self.num_in_flight) == (0, 0, 0)
         assert all(request.pending == 0 for request in self.requests)
 
     def output_of(self, request: Request) -> list[int]:

@@ -167,7 +167,7 @@ def make_context(
         host_ids=-1 - number,
         max_queries=queries,
     )
-    attention = TritonAttention(group_sites(decoder.cache_specs(PAGE, cache_dtype)), torch.bfloat16)
+    attention = TritonAttention(group_sites(decoder.shape.cache_specs(PAGE, cache_dtype)), torch.bfloat16)
     return ForwardContext(batch, attention, attention.make_metadata(batch), caches, (0,) * len(decoder.layers))
 
 

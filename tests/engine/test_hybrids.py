@@ -87,7 +87,7 @@ def test_tokens_do_not_depend_on_scheduling(hybrid: Hybrid, cell: str) -> None:
         for _ in range(2 if llm.config.cache.prefix_caching else 1):  # the second time the cache is warm
             check(llm, hybrid.greedy, GREEDY if "preempted" in cell else SHORT)
         scheduler = llm.core.scheduler
-        has_pages = bool(llm.core.executor.model.cache_specs(16, "float64"))  # without them nothing runs out
+        has_pages = bool(llm.core.executor.model.shape.cache_specs(16, "float64"))  # without them nothing runs out
         assert scheduler.num_preemptions > 0 or "preempted" not in cell or not has_pages
         assert scheduler.cache.num_hits > 400 or "cached" not in cell
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
+import slipstream
 from import_graph import import_graph, module_name
 from slipstream.config.options import Options
 from slipstream.serve.cli.commands import MODULES
@@ -17,11 +19,35 @@ from slipstream.serve.http.settings import ServerSettings
 SRC = Path(__file__).parents[2] / "src"
 
 STARTED = {"slipstream.serve.cli.main", "slipstream.device.sync_check.__main__"}  # by pyproject.toml, by python -m
+BY_NAME = {"add_command", "ROUTES", "attend_tiles"}  # top-level names of modules that a table lists
 USED_BY_OTHERS = {  # top-level names that no code of the package uses: reason
-    "slipstream.logits_processor.process_dict_updates": "users' logits processors call it, as vLLM's",
-    "slipstream.ops.dispatch.validating": "for debugging: compares kernels with their references in a running engine",
-    "slipstream.ops.quantized.reference.scaled_linear": "the oracle of the kernels (law 8); the layer dequantises",
-    "slipstream.ops.quantized.reference.integer_linear": "likewise",
+    "logits_processor.process_dict_updates": "users' logits processors call it, as vLLM's",
+    "logits_processor.TokenEdit": "the type of what users' logits processors return",
+    "dispatch.validating": "for debugging: compares kernels with their references in a running engine",
+    "reference.scaled_linear": "the oracle of the kernels (law 8); the layer dequantises",
+    "reference.integer_linear": "likewise",
+}
+CLASSES_OF_OTHERS = {  # whose methods others call, beside the public classes
+    **dict.fromkeys(["StepEngine", "VllmMethods", "UnfinishedRequests"], "bases of public classes"),
+    **dict.fromkeys(["ModelConfigView", "VllmConfigView", "LogprobList"], "what scripts for vLLM read"),
+    "ScriptTokenizer": "what scripts call of transformers' tokenizers",
+    **dict.fromkeys(["_Sandbox", "_Generator"], "jinja2 calls them"),
+    **dict.fromkeys(["ProxiedRequest", "ProxiedAnswer"], "httptools calls them"),
+    "Metrics": "prometheus_client calls collect",
+    "Server": "uvicorn's, whose signals it replaces",
+    "_Machine": "methods are named after the opcodes",
+    "MaskPool": "num_found, a counter in C that shows in tests that masks are kept",
+}
+READ_BY_OTHERS = {  # attributes that are set and that no code of the package reads
+    **dict.fromkeys(["num_arrived", "num_asked", "num_padding_steps", "num_waits"], "counters, for debugging"),
+    **dict.fromkeys(["_closing", "_comment", "_taken"], "keeps an object alive"),
+    "_newest": "a list that is filled for its other holders",
+    "__cuda_array_interface__": "torch reads it",
+    **dict.fromkeys(["encoder_prompt", "encoder_prompt_token_ids"], "vLLM's RequestOutput"),
+}
+PASSED_BY_OTHERS = {  # arguments with a default that no call of the package passes
+    **dict.fromkeys(["sys", "proc", "environ", "clock", "sleep", "threads"], "a machine of a test"),
+    "tile": "tests run each tile at small sizes",
 }
 # Variables that are no option of `serve`, whose environment variables are named after the option.
 SWITCHES = {
@@ -33,43 +59,152 @@ SWITCHES = {
 OLD = {"old", "legacy", "deprecated", "obsolete", "former", "experimental", "fallback", "v0", "v1", "v2", "v3"}
 
 
+class Module:
+    """What the code of a module defines, uses of itself, and names of others."""
+
+    def __init__(self, text: str) -> None:
+        self.tree = ast.parse(text)
+        self.own: set[str] = set()  # names that its code reads
+        self.named: set[str] = set()  # imported names, attributes of imported modules, words of short strings
+        self.read: set[str] = set()  # names of attributes, words of short strings
+        self.stored: set[str] = set()  # attributes of `self` that are set
+        nodes = list(ast.walk(self.tree))
+        imports = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+        bound = {(alias.asname or alias.name).split(".")[0] for node in imports for alias in node.names}
+        self.named.update(alias.name for node in imports for alias in node.names if isinstance(node, ast.ImportFrom))
+        for node in nodes:
+            match node:
+                case ast.Name(id=name, ctx=ast.Load()):
+                    self.own.add(name)
+                case ast.Attribute(value=value, attr=name, ctx=ast.Load()):
+                    self.read.add(name)
+                    while isinstance(value, ast.Attribute):
+                        value = value.value
+                    if isinstance(value, ast.Name) and value.id in bound:
+                        self.named.add(name)
+                case ast.Attribute(value=ast.Name(id="self"), attr=name):
+                    self.stored.add(name)
+                case ast.Constant(value=value):
+                    for names in (self.own, self.named, self.read):
+                        names.update(_words(value))
+
+    def top_level(self) -> list[str]:
+        names = []
+        for node in self.tree.body:
+            match node:
+                case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                    names.append(name)
+                case ast.Assign(targets=targets):
+                    names += [each.id for each in targets if isinstance(each, ast.Name)]
+                case ast.AnnAssign(target=ast.Name(id=name)):
+                    names.append(name)
+        return [name for name in names if not name.startswith("__")]
+
+    def classes(self) -> list[ast.ClassDef]:
+        return [node for node in ast.walk(self.tree) if isinstance(node, ast.ClassDef)]
+
+
 class Package:
-    """Modules under a folder, with the modules and top-level names that they use."""
+    """Modules under a folder, with the modules and names that they use."""
 
     def __init__(self, src: Path) -> None:
         self.text = {module_name(file, src): file.read_text(encoding="utf-8") for file in src.rglob("*.py")}
+        self.modules = {name: Module(text) for name, text in self.text.items()}
         self.users: dict[str, set[str]] = defaultdict(set)  # modules by one that they import or name in a string
         for name, imported in import_graph(src).items():
             strings = set(re.findall(r"[\"']([\w.]+)[\"']", self.text[name]))
             for other in imported | (strings & self.text.keys()) - {name}:
                 self.users[other].add(name)
-        self._words = {name: Counter(re.findall(r"\w+", text)) for name, text in self.text.items()}
 
     def unused_modules(self, started: set[str]) -> list[str]:
         packages = {name.rpartition(".")[0] for name in self.text}
         return sorted(self.text.keys() - packages - self.users.keys() - started)
 
     def unused_names(self) -> list[str]:
-        """Top-level names that occur once in their module and not at all in the modules that use it."""
+        """Top-level names that their module does not read, and no module that uses it names."""
         return [
-            f"{module}.{name}"
-            for module, text in sorted(self.text.items())
-            for name in _top_level(text)
-            if self._words[module][name] == 1 and not any(self._words[user][name] for user in self.users[module])
+            f"{name.rpartition('.')[2]}.{top}"
+            for name, module in sorted(self.modules.items())
+            for top in module.top_level()
+            if top not in module.own and not any(top in self.modules[user].named for user in self.users[name])
         ]
 
+    def unused_methods(self, used: Iterable[str] = ()) -> list[str]:
+        """Methods and properties whose name no code of the package reads. `used`: classes that others use."""
+        read = set().union(*(module.read for module in self.modules.values()))
+        return sorted(
+            f"{kind.name}.{node.name}"
+            for module in self.modules.values()
+            for kind in module.classes()
+            if kind.name not in set(used)
+            for node in kind.body
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            if not node.name.startswith("__") and node.name not in read
+        )
 
-def _top_level(text: str) -> list[str]:
-    names = []
-    for node in ast.parse(text).body:
-        match node:
-            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
-                names.append(name)
-            case ast.Assign(targets=targets):
-                names += [each.id for each in targets if isinstance(each, ast.Name)]
-            case ast.AnnAssign(target=ast.Name(id=name)):
-                names.append(name)
-    return [name for name in names if not name.startswith("__")]
+    def unread_attributes(self) -> set[str]:
+        """Attributes of `self` that code of the package sets and none reads."""
+        read = set().union(*(module.read for module in self.modules.values()))
+        return set().union(*(module.stored for module in self.modules.values())) - read
+
+    def unused_defaults(self) -> dict[str, list[str]]:
+        """Arguments with a default that no call passes, by function. A function that is also a value may be called
+        with anything."""
+        nodes = [node for module in self.modules.values() for node in ast.walk(module.tree)]
+        calls: dict[str, list[ast.Call]] = defaultdict(list)
+        for node in nodes:
+            if isinstance(node, ast.Call):
+                calls[_name_of(node.func)].append(node)
+        called = {node.func for same in calls.values() for node in same}
+        values = {_name_of(node) for node in nodes if isinstance(node, ast.Name | ast.Attribute) and node not in called}
+        values |= {word for node in nodes if isinstance(node, ast.Constant) for word in _words(node.value)}
+        found = {}
+        for kind, function in _functions(nodes):
+            name = kind if function.name == "__init__" else function.name
+            if calls[name] and name not in values and not name.startswith("__"):
+                unused = [
+                    arg
+                    for arg, place in _with_default(function, bool(kind))
+                    if not any(_passes(call, arg, place) for call in calls[name])
+                ]
+                if unused:
+                    found[f"{kind}.{function.name}"] = unused
+        return found
+
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def _functions(nodes: Sequence[ast.AST]) -> Iterator[tuple[str, Function]]:
+    """Functions with the name of their class, or an empty one."""
+    for node in nodes:
+        kind = node.name if isinstance(node, ast.ClassDef) else ""
+        yield from ((kind, child) for child in ast.iter_child_nodes(node) if isinstance(child, Function))
+
+
+def _with_default(function: Function, is_method: bool) -> list[tuple[str, int]]:
+    """Arguments that have a default, and their places in a call."""
+    by_place = [*function.args.posonlyargs, *function.args.args]
+    first = len(by_place) - len(function.args.defaults)
+    is_bound = is_method and not any(_name_of(each) == "staticmethod" for each in function.decorator_list)
+    by_name = zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True)
+    return [(arg.arg, place - is_bound) for place, arg in enumerate(by_place) if place >= first] + [
+        (arg.arg, 1000) for arg, default in by_name if default is not None
+    ]
+
+
+def _passes(call: ast.Call, arg: str, place: int) -> bool:
+    if any(keyword.arg in (None, arg) for keyword in call.keywords):
+        return True
+    return len(call.args) > place or any(isinstance(each, ast.Starred) for each in call.args)
+
+
+def _name_of(node: ast.AST) -> str:
+    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+
+
+def _words(value: object) -> list[str]:
+    return re.findall(r"\w+", value) if isinstance(value, str) and len(value) < 100 else []
 
 
 @pytest.fixture(scope="module")
@@ -97,10 +232,27 @@ def test_every_module_is_used(package: Package) -> None:
     assert package.unused_modules(STARTED | commands) == []
 
 
+def check(found: set[str], exceptions: Iterable[str]) -> None:
+    assert found - set(exceptions) == set(), "no code of the package uses them"
+    assert set(exceptions) - found == set(), "exceptions that are not needed any more"
+
+
 def test_every_function_class_and_constant_is_used_by_the_package(package: Package) -> None:
-    unused = {name for name in package.unused_names() if not name.endswith(".add_command")}  # called by name
-    assert unused - USED_BY_OTHERS.keys() == set()
-    assert USED_BY_OTHERS.keys() - unused == set(), "exceptions that are not needed any more"
+    check({name for name in package.unused_names() if name.rpartition(".")[2] not in BY_NAME}, USED_BY_OTHERS)
+
+
+def test_every_method_is_called_by_the_package(package: Package) -> None:
+    assert package.unused_methods({*slipstream.__all__, *CLASSES_OF_OTHERS}) == []
+    needed = {name.partition(".")[0] for name in package.unused_methods()}
+    assert CLASSES_OF_OTHERS.keys() <= needed, "exceptions that are not needed any more"
+
+
+def test_every_attribute_is_read_by_the_package(package: Package) -> None:
+    check(package.unread_attributes(), READ_BY_OTHERS)
+
+
+def test_every_argument_with_a_default_is_passed_by_the_package(package: Package) -> None:
+    check({name for names in package.unused_defaults().values() for name in names}, PASSED_BY_OTHERS)
 
 
 def test_no_environment_variable_selects_an_implementation(package: Package) -> None:
@@ -119,13 +271,20 @@ def test_leftovers_are_found(tmp_path: Path) -> None:
         "by_name": "",
         "kernel": 'import os\nos.environ.get("SLIPSTREAM_OLD_LOOP")\n',
         "replaced": "from pack.new import run\nclass Runner: ...\n",
+        "shapes": "import pack.main\nfrom pack.specs import of\nof(1).specs(2)\n",
+        "specs": "import pack.shapes\ndef of(x): return Shape(x)\ndef specs(x): ...\nclass Shape:\n"
+        "    def __init__(self, x, y=0): self.x, self.count = x, y\n"
+        "    def specs(self, size, depth=0, *, is_late=False): return self.size\n"
+        "    @property\n    def half(self): return self.x\n",
     }
     (tmp_path / "pack").mkdir()
     for name, text in {"__init__": "", **files}.items():
         (tmp_path / "pack" / f"{name}.py").write_text(text)
     package = Package(tmp_path)
     assert package.unused_modules({"pack.main"}) == ["pack.replaced"]
-    assert package.unused_names() == ["pack.new.run_slowly", "pack.new.SPARE", "pack.replaced.Runner"]
+    assert package.unused_names() == ["new.run_slowly", "new.SPARE", "replaced.Runner", "specs.specs"]
+    assert package.unused_methods() == ["Shape.half"] and package.unread_attributes() == {"count"}
+    assert package.unused_defaults() == {"Shape.__init__": ["y"], "Shape.specs": ["depth", "is_late"]}
     assert switches(package) == {"SLIPSTREAM_OLD_LOOP"}
     assert old_names(["SLIPSTREAM_OLD_LOOP", "sampler_v2", "legacy_pool", "threshold", "async_llm"]) == [
         "SLIPSTREAM_OLD_LOOP", "sampler_v2", "legacy_pool",

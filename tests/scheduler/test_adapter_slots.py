@@ -81,7 +81,7 @@ def run(bench, slots, num_steps=200):
         if plan is not None:
             slots.check(plan)
             bench.executor.launch(plan)
-        if bench.scheduler.num_in_flight and (plan is None or bench.scheduler.num_in_flight > bench.depth):
+        if bench.num_in_flight and (plan is None or bench.num_in_flight > bench.depth):
             bench.outputs += bench.scheduler.commit(bench.executor.wait())
         bench.outputs += bench.scheduler.take_failures()
         bench.scheduler.check()
@@ -183,7 +183,7 @@ def test_random_requests_aborts_and_preemptions(seed):
             if plan is not None:
                 slots.check(plan)
                 bench.executor.launch(plan)
-                while bench.scheduler.num_in_flight > bench.depth:
+                while bench.num_in_flight > bench.depth:
                     bench.outputs += bench.scheduler.commit(bench.executor.wait())
             bench.scheduler.check()
     run(bench, slots, 2000)

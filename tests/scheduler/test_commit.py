@@ -84,7 +84,7 @@ def test_abort_in_every_state(depth: int):
         assert bench.scheduler.abort(request.id) == []
         bench.scheduler.check()
     (fresh,) = bench.submit([7, 8], max_tokens=4)
-    while bench.scheduler.num_in_flight > 0:
+    while bench.num_in_flight > 0:
         bench.commit()
     assert not bench.outputs
     bench.run()

@@ -50,7 +50,7 @@ def test_a_step_takes_as_many_as_fit_in_queue_order():
     assert plan.tokens.tolist() == [*range(16), *range(10)] and plan.pooling.type_starts is None
     second = scheduler.plan()
     assert second.num_tokens.tolist() == [16, 1, 5] and scheduler.plan() is None
-    assert (scheduler.num_waiting, scheduler.num_running, scheduler.num_in_flight) == (0, 5, 2)
+    assert (scheduler.num_waiting, scheduler.num_running, len(scheduler._in_flight)) == (0, 5, 2)
     scheduler.check()
     outputs = scheduler.commit(result(plan)) + scheduler.commit(result(second))
     assert [output.request_id for output in outputs] == [f"r{i}" for i in range(5)]

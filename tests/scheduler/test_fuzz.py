@@ -110,7 +110,7 @@ class Day:
             if rng.random() < 0.08:
                 self.abort()
             bench.step()
-            if bench.scheduler.num_in_flight and rng.random() < 0.1:
+            if bench.num_in_flight and rng.random() < 0.1:
                 bench.commit()
             if step % 4 == 0:
                 bench.scheduler.check()

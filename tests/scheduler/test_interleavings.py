@@ -85,11 +85,11 @@ class Story:
         self.aborted.update(self.bench.scheduler.abort(f"r{number}", sample))
 
     def plan(self) -> None:
-        if self.bench.scheduler.num_in_flight <= self.bench.depth:
+        if self.bench.num_in_flight <= self.bench.depth:
             self.bench.plan()
 
     def commit(self) -> None:
-        if self.bench.scheduler.num_in_flight:
+        if self.bench.num_in_flight:
             self.bench.commit()
 
     def pace(self, most: int | None) -> None:

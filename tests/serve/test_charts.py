@@ -20,15 +20,15 @@ def test_bars_have_eighths_of_a_character():
 
 
 def test_a_chart_is_scaled_to_its_largest_value():
-    lines = text_chart(Chart("title", (("a", 10.0), ("long", 5.0), ("zero", 0.0)), "ms"), width=8).splitlines()
-    assert lines[0] == "title" and [line.count("█") for line in lines[1:]] == [8, 4, 0]
+    lines = text_chart(Chart("title", (("a", 10.0), ("long", 5.0), ("zero", 0.0)), "ms")).splitlines()
+    assert lines[0] == "title" and [line.count("█") for line in lines[1:]] == [40, 20, 0]
     assert "10.00 ms" in lines[1]
     assert text_chart(Chart("nothing", ())) == "nothing"
 
 
 def test_a_stacked_bar_is_full_and_names_its_parts():
-    line, legend = stacked_bar([("weights", 50.0), ("cache", 40.0), ("a", 1.0), ("b", 9.0)], width=20)
-    assert len(line) == 20 and line.count("█") == 10 and line.count("▓") == 8
+    line, legend = stacked_bar([("weights", 50.0), ("cache", 40.0), ("a", 1.0), ("b", 9.0)])
+    assert len(line) == 60 and line.count("█") == 30 and line.count("▓") == 24
     assert "weights 50%" in legend and "cache 40%" in legend and "other 1%" in legend
 
 

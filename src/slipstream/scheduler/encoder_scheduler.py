@@ -58,10 +58,6 @@ class EncoderScheduler:
         return self._num_waiting
 
     @property
-    def num_in_flight(self) -> int:
-        return len(self._in_flight)
-
-    @property
     def num_live(self) -> int:
         """Number of requests that have not ended."""
         return len(self._live)

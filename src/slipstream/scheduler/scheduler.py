@@ -102,10 +102,6 @@ class Scheduler:
         return len(self._waiting)
 
     @property
-    def num_in_flight(self) -> int:
-        return len(self._in_flight)
-
-    @property
     def num_live(self) -> int:
         """Number of request ids with a sample that has not ended."""
         return len(self._lifecycle.live)

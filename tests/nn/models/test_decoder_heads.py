@@ -14,11 +14,9 @@ from safetensors.torch import load_file, save_file
 from causal_oracle import norm_in_float64
 from hand_batch import HandRunner
 from hand_encoder import load_pooling, run_texts
-from slipstream.config.model_info import read_model_info
 from slipstream.config.pooling_info import PoolingInfo
 from slipstream.nn.models.decoder import Decoder
 from slipstream.nn.models.pooling_heads import Heads, HeadShape
-from slipstream.nn.models.registry import cache_specs
 from slipstream.nn.weight_format import take_memory
 from tiny import write_tiny
 
@@ -131,7 +129,7 @@ def test_a_decoder_that_sees_both_ways(family: str, tmp_path: Path) -> None:
     oracle = transformers.AutoModel.from_pretrained(folder, dtype=torch.float64).eval()
     norm_in_float64(oracle)
     model = load_pooling(folder, torch.float64)
-    assert cache_specs(read_model_info(folder), 16, "float64") == [] and model.cache_specs(16, "float64") == []
+    assert model.shape.cache_specs(16, "float64") == []
     for ids, mine in zip(PROMPTS, run_texts(model, PROMPTS), strict=True):
         everything = torch.zeros(1, 1, len(ids), len(ids), dtype=torch.float64)
         with torch.inference_mode():

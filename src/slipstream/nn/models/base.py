@@ -6,7 +6,6 @@ from typing import Protocol
 
 import torch
 
-from slipstream.cache_spec import CacheSpec, StateSpec
 from slipstream.nn.context import ForwardContext
 from slipstream.ops.lora import LoraTiles
 
@@ -17,9 +16,3 @@ class CausalLM(Protocol):
 
     def logits(self, hidden: torch.Tensor, tiles: LoraTiles | None = None) -> torch.Tensor:
         """Hidden states [S, hidden] to [S, vocabulary], in the model's dtype. `tiles`: those with an adapter."""
-
-    def cache_specs(self, page_size: int, dtype: str) -> list[CacheSpec]:
-        """Specs of the data that the model stores between steps, by cache site."""
-
-    def state_specs(self, dtype: str) -> list[StateSpec]:
-        """The recurrent states of a row, by state site."""

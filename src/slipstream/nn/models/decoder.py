@@ -8,7 +8,6 @@ from itertools import zip_longest
 import torch
 from torch import nn
 
-from slipstream.cache_spec import CacheSpec, StateSpec
 from slipstream.nn.blocks.altup_block import AltUpBlock
 from slipstream.nn.blocks.block import DecoderBlock
 from slipstream.nn.blocks.choose import Implementation, choose_implementations
@@ -194,12 +193,6 @@ class Decoder(nn.Module):
         cap, scale = self.shape.logit_cap, self.shape.logit_scale
         logits = logits if scale == 1.0 else logits * scale
         return logits if not cap else torch.tanh(logits / cap) * cap
-
-    def cache_specs(self, page_size: int, dtype: str) -> list[CacheSpec]:
-        return self.shape.cache_specs(page_size, dtype)
-
-    def state_specs(self, dtype: str) -> list[StateSpec]:
-        return self.shape.state_specs(dtype)
 
 
 def _block_of(layer: LayerShape) -> type[DecoderBlock]:

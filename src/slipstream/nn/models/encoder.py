@@ -225,12 +225,6 @@ class Encoder(nn.Module):
         """Rows of the projection to tokens, which is the embedding, by token id."""
         return self.embedding(ids)
 
-    def cache_specs(self, page_size: int, dtype: str) -> list[CacheSpec]:
-        return self.shape.cache_specs(page_size, dtype)
-
-    def state_specs(self, dtype: str) -> list[StateSpec]:
-        return self.shape.state_specs(dtype)
-
 
 EncoderNorm = LayerNorm | EncoderRMSNorm
 

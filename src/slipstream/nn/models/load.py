@@ -1,4 +1,4 @@
-"""load_model: a ModelConfig to a model with its weights in place.
+"""open_model: a ModelConfig to a model with its weights in place.
 
 It is in this package because it imports all models; `nn/weights` imports none.
 """
@@ -55,12 +55,6 @@ Empty = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 """Allocates an uninitialised tensor."""
 Stored = Callable[[], tuple[WeightSource, Rules]]
 """Opens the tensors of a checkpoint, with the rules that map their names to ours."""
-
-
-def load_model(config: ModelConfig, device: torch.device, progress: bool = False) -> Decoder | Encoder:
-    model, fill = open_model(config, device)
-    fill(progress)
-    return model
 
 
 def open_model(

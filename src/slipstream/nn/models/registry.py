@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from slipstream.cache_spec import CacheSpec, StateSpec
 from slipstream.config.architecture import continues_text, near_names
 from slipstream.config.model_info import ModelInfo, family_name
 from slipstream.errors import BadCheckpoint, UnsupportedModel
@@ -314,14 +313,3 @@ def find_rules(info: ModelInfo, shape: DecoderShape | EncoderShape) -> Rules:
         return family.rules(info)
     assert isinstance(shape, DecoderShape)
     return family.rules(shape)
-
-
-def cache_specs(info: ModelInfo, page_size: int, dtype: str) -> list[CacheSpec]:
-    """A spec per cache site, known before anything is loaded. `dtype` is the model's, in which the cache is stored."""
-    return find_shape(info).cache_specs(page_size, dtype)
-
-
-def state_specs(info: ModelInfo, dtype: str, num_drafts: int = 0) -> list[StateSpec]:
-    """A spec per state site, known before anything is loaded. `dtype` is the model's; `num_drafts`: maximum per row and
-    step."""
-    return find_shape(info).state_specs(dtype, num_drafts)

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from slipstream.cache_spec import CacheSpec, StateSpec
 from slipstream.config.architecture import continues_text
 from slipstream.config.config import ModelConfig
 from slipstream.config.model_info import ModelInfo
@@ -148,12 +147,6 @@ class TransformersDecoder(nn.Module):
 
     def use_layers(self, layers: nn.ModuleList) -> None:
         """The module runs as a whole."""
-
-    def cache_specs(self, page_size: int, dtype: str) -> list[CacheSpec]:
-        return self.shape.cache_specs(page_size, dtype)
-
-    def state_specs(self, dtype: str) -> list[StateSpec]:
-        return []
 
 
 def lay_out_transformers(config: ModelConfig) -> TransformersDecoder | TransformersEncoder:

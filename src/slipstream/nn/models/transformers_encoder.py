@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from slipstream.cache_spec import CacheSpec, StateSpec
 from slipstream.config.model_info import ModelInfo
 from slipstream.nn.context import ForwardContext
 from slipstream.nn.models.decoder_shape import DecoderShape
@@ -74,9 +73,3 @@ class TransformersEncoder(nn.Module):
 
     def use_layers(self, layers: nn.ModuleList) -> None:
         """The module runs as a whole."""
-
-    def cache_specs(self, page_size: int, dtype: str) -> list[CacheSpec]:
-        return []
-
-    def state_specs(self, dtype: str) -> list[StateSpec]:
-        return []

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import msgspec
 import pytest
 
 from scripted_core import EVERY_TASK
 from serve.asgi import at_door
+from slipstream.frontend.logprobs import LogprobStore
+from slipstream.serve.http import response
+from slipstream.serve.http.openai.logprobs import TokenNames
+from slipstream.text.token_starts import TokenStarts
 
 MODEL = {"pooling": msgspec.structs.replace(EVERY_TASK, token_size=8, num_labels=1)}
 
@@ -91,3 +97,69 @@ def test_an_answer_without_max_tokens_ends_where_it_would_be_too_large(folder):
         assert door.core.submits[-1].params.max_tokens is None
 
     at_door(folder, scenario, max_answer_bytes=4000)
+
+
+class _Turns:
+    """Counts the work of one kind, at most in one turn of the event loop."""
+
+    def __init__(self) -> None:
+        self.most = self.total = self._now = 0
+
+    def add(self, count: int) -> None:
+        self._now += count
+        self.total += count
+        self.most = max(self.most, self._now)
+
+    def run(self) -> None:
+        self._now = 0
+        asyncio.get_running_loop().call_soon(self.run)
+
+
+def count_calls(monkeypatch, turns: _Turns, owner: object, name: str, size=lambda result: 1) -> None:
+    function = getattr(owner, name)
+
+    def counted(*args: object, **kwargs: object) -> object:
+        result = function(*args, **kwargs)
+        turns.add(size(result))
+        return result
+
+    monkeypatch.setattr(owner, name, counted)
+
+
+MANY = {"max_tokens": 200, "n": 16}
+LONG_PROMPT = {"prompt": [list(b"abcdefgh" * 64)] * 8, "max_tokens": 1}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", CHAT | MANY | {"logprobs": True, "top_logprobs": 20}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "abcd" * 1024}], "prompt_logprobs": 20}),
+        ("/v1/completions", {"prompt": "a"} | MANY | {"logprobs": 20}),
+        ("/v1/completions", LONG_PROMPT | {"logprobs": 20, "echo": True}),
+        ("/v1/completions", LONG_PROMPT | {"prompt_logprobs": 20}),
+        ("/v1/completions", {"prompt": list(b"abcdefgh" * 512), "n": 32, "max_tokens": 1, "return_token_ids": True}),
+        ("/v1/completions", {"prompt": list(b"abcdefgh" * 512), "n": 64, "max_tokens": 1, "echo": True}),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 20000, "logprobs": 0}),
+    ],
+)
+def test_other_requests_run_between_the_pieces_of_a_large_answer(folder, monkeypatch, path, body, stream):
+    """Counts what is done in one turn of the loop: bytes of JSON, logprobs, names and offsets of tokens."""
+    entries, names, offsets, encoded = _Turns(), _Turns(), _Turns(), _Turns()
+    count_calls(monkeypatch, entries, LogprobStore, "new_entry", len)
+    count_calls(monkeypatch, names, TokenNames, "name")
+    count_calls(monkeypatch, offsets, TokenStarts, "_push")
+    count_calls(monkeypatch, encoded, response.msgspec.json, "encode", len)
+    count_calls(monkeypatch, encoded, response, "_encode", len)
+
+    async def scenario(door):
+        for turns in (entries, names, offsets, encoded):
+            turns.run()
+        exchange = await door.post(path, body | {"stream": stream})
+        assert exchange.status == 200, exchange.body
+        assert encoded.total > 250_000 and encoded.most < 80_000
+        assert entries.most < 4000 and names.most < 10_000 and offsets.most < 8000
+        assert exchange.parsed()
+
+    at_door(folder, scenario, model={"max_model_len": 2**15}, max_logprobs=20)

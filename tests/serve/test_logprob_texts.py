@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from slipstream.frontend.results import Logprob
 from slipstream.messages import LOGPROB, Output
 from slipstream.request import FinishReason
 from slipstream.serve.http.openai.logprobs import TokenNames, completion_logprobs
+from slipstream.serve.http.response import json_pieces
 from slipstream.text.tokenizer import Tokenizer
 from tiny_tokenizer import IM_END
 from tokenizer_zoo import make_tokenizer
@@ -160,5 +162,5 @@ def test_ids_that_the_tokenizer_does_not_have_keep_their_own_entries(folder):
     """The vocabulary of the model is larger: all such tokens would be the empty text."""
     names = TokenNames(Tokenizer.load(folder), as_ids=False)
     entry = {97: Logprob(-1.0), 300: Logprob(-2.0), 301: Logprob(-3.0)}
-    found = completion_logprobs([97], [entry], [0], names)
-    assert found.top_logprobs == [{"a": -1.0, "token_id:300": -2.0, "token_id:301": -3.0}]
+    found = json.loads(b"".join(json_pieces(completion_logprobs([97], [[entry]], [0], names))))
+    assert found["top_logprobs"] == [{"a": -1.0, "token_id:300": -2.0, "token_id:301": -3.0}]

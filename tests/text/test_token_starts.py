@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from slipstream.text.token_starts import TokenStarts, prompt_starts
+from slipstream.text.token_starts import PromptStarts, TokenStarts
 from slipstream.text.tokenizer import Tokenizer
 from text.test_detokenizer import DECODERS, PIECES, piece_tokenizer
 from tokenizer_zoo import KINDS, make_tokenizer
@@ -23,7 +23,7 @@ def slices(text: str, starts: list[int]) -> list[str]:
 def test_each_token_has_the_characters_that_it_completes(kind: str, text: str) -> None:
     tokenizer = make_tokenizer(kind)
     ids = tokenizer.encode(text)
-    starts = prompt_starts(tokenizer, ids, text, add_special_tokens=True)
+    starts = list(PromptStarts(tokenizer, ids, text, add_special_tokens=True))
     parts = slices(text, starts)
     assert "".join(parts) == text
     whole = b"".join(b"" if tokenizer.is_special(token) else tokenizer.bytes_of(token) for token in ids)
@@ -41,7 +41,7 @@ def test_in_any_increments_they_are_the_same(kind: str) -> None:
     tokenizer, rng = make_tokenizer(kind), random.Random(5)
     for _ in range(50):
         ids = [rng.randrange(tokenizer.vocab_size) for _ in range(20)]
-        whole = TokenStarts(tokenizer, start=3).push(ids)
+        whole = list(TokenStarts(tokenizer, start=3).push(ids))
         again, place = TokenStarts(tokenizer, start=3), 0
         found: list[int] = []
         while place < len(ids):
@@ -60,7 +60,7 @@ def test_where_no_character_is_open_a_token_starts_where_the_text_before_it_ends
         pool = rng.choice((range(len(PIECES)), [*range(len(PIECES)), *bytes_of]))
         ids = [rng.choice(pool) for _ in range(rng.randrange(1, 10))]
         text = tokenizer.decode(ids, skip)
-        starts = TokenStarts(tokenizer, skip_special_tokens=skip).push(ids)
+        starts = list(TokenStarts(tokenizer, skip_special_tokens=skip).push(ids))
         assert starts == sorted(starts) and starts[0] == 0
         for place, start in enumerate(starts):
             before = tokenizer.decode(ids[:place], skip)
@@ -71,15 +71,15 @@ def test_where_no_character_is_open_a_token_starts_where_the_text_before_it_ends
 def test_special_tokens_have_no_width_where_the_text_leaves_them_out() -> None:
     tokenizer = make_tokenizer("bytes")
     ids = tokenizer.encode("a<|im_end|>b", add_special_tokens=False)
-    assert TokenStarts(tokenizer).push(ids) == [0, 1, 1]
-    assert TokenStarts(tokenizer, skip_special_tokens=False).push(ids) == [0, 1, 11]
+    assert list(TokenStarts(tokenizer).push(ids)) == [0, 1, 1]
+    assert list(TokenStarts(tokenizer, skip_special_tokens=False).push(ids)) == [0, 1, 11]
 
 
 def test_a_prompt_that_spells_special_tokens_is_sliced_as_it_was_given() -> None:
     tokenizer = make_tokenizer("pieces, space before the first")
     text = "<|im_start|>the 日<|im_end|>"
     ids = tokenizer.encode(text)
-    starts = prompt_starts(tokenizer, ids, text, add_special_tokens=True)
+    starts = list(PromptStarts(tokenizer, ids, text, add_special_tokens=True))
     parts = slices(text, starts)
     assert parts[0] == "" and parts[1] == "<|im_start|>" and parts[-1] == "<|im_end|>"
     assert "".join(parts) == text and starts == sorted(starts)
@@ -90,7 +90,7 @@ def test_a_prompt_that_the_tokenizer_changes_is_sliced_as_it_was_given() -> None
     text = "cafe\u0301 is"
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) != text
-    starts = prompt_starts(tokenizer, ids, text, add_special_tokens=True)
+    starts = list(PromptStarts(tokenizer, ids, text, add_special_tokens=True))
     assert "".join(slices(text, starts)).endswith(" is") and len(text) - 3 in starts
 
 
@@ -105,5 +105,5 @@ def test_long_texts_take_the_same_time_for_each_token(monkeypatch: pytest.Monkey
         return decode(self, ids, skip_special_tokens)
 
     monkeypatch.setattr(Tokenizer, "decode", noted)
-    TokenStarts(tokenizer).push([3] * 1000)
+    list(TokenStarts(tokenizer).push([3] * 1000))
     assert max(lengths) < 20

@@ -63,14 +63,19 @@ class LogprobStore:
             return None
         entry = self.made.get(index)
         if entry is None:
-            entry, text_of = {}, self.text_of
-            for logprob, token, rank in _ENTRY.iter_unpack(self.packed[index]):
-                if token not in entry:
-                    text = text_of(token)
-                    if text is not None and text.endswith(_BROKEN):
-                        text = self._completed(index, token)
-                    entry[token] = Logprob(logprob, rank or None, text)
-            self.made[index] = entry
+            entry = self.made[index] = self.new_entry(index)
+        return entry
+
+    def new_entry(self, index: int) -> dict[int, Logprob]:
+        """As `entry`, of a token that exists, and not kept."""
+        entry: dict[int, Logprob] = {}
+        text_of = self.text_of
+        for logprob, token, rank in _ENTRY.iter_unpack(self.packed[index]):
+            if token not in entry:
+                text = text_of(token)
+                if text is not None and text.endswith(_BROKEN):
+                    text = self._completed(index, token)
+                entry[token] = Logprob(logprob, rank or None, text)
         return entry
 
     def splits_character(self, index: int) -> bool:
@@ -135,6 +140,16 @@ class LogprobList(Sequence[Entry]):
 
     def __iter__(self) -> Iterator[Entry]:
         return cast(Iterator[Entry], map(self._store.entry, self._indices))
+
+    def unkept(self) -> Iterator[Entry]:
+        """The entries, for a reader that reads each once: the list keeps none of them."""
+        store = self._store
+        return (cast(Entry, None if index < 0 else store.new_entry(index)) for index in self._indices)
+
+    def own(self) -> Iterator[float | None]:
+        """The logprob of each token itself; None for the first token of a prompt."""
+        packed = self._store.packed
+        return (None if index < 0 else _ENTRY.unpack_from(packed[index])[0] for index in self._indices)
 
     # attributes of vLLM's FlatLogprobs: entries of all tokens, and where those of each token start and end
 
@@ -206,6 +221,18 @@ class LogprobList(Sequence[Entry]):
         }
         made = {index - start: entry for index, entry in made.items()}
         return _restored, (store.size // LOGPROB.itemsize, texts, packed, made, own)
+
+
+def read_once(entries: Sequence[Entry]) -> Iterator[Entry]:
+    """The entries one after another. Those that a LogprobList makes are not kept."""
+    return entries.unkept() if isinstance(entries, LogprobList) else iter(entries)
+
+
+def own_logprobs(entries: Sequence[Entry]) -> Iterator[float | None]:
+    """The logprob of each token itself; None for the first token of a prompt."""
+    if isinstance(entries, LogprobList):
+        return entries.own()
+    return (None if entry is None else next(iter(entry.values())).logprob for entry in entries)
 
 
 FlatLogprobs = LogprobList  # vLLM's name

@@ -1,4 +1,5 @@
-"""Runs long tokenisation in a few threads, so that it does not block the event loop, and bounds its memory.
+"""Long work that must not block the event loop: native code such as tokenisation runs in a few threads, with bounded
+memory, Python code in pieces between turns of the loop (threads would keep the loop waiting for the interpreter lock).
 
 glibc keeps freed memory in one arena per thread, and a tokenizer allocates about a hundred bytes per character in small
 blocks. Without `trim_heap` and `bound_heap`, a front end that has read a few large texts would hold gigabytes.
@@ -10,7 +11,7 @@ import asyncio
 import ctypes
 import threading
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -24,6 +25,7 @@ LONG = (
     8192  # characters or token ids from which a function runs in a thread; shorter calls take less time than the switch
 )
 PROMPT_COST = 128  # characters that take as long to tokenise as the fixed cost of a prompt
+TURN = 2**15  # bytes that an answer grows by in one turn of the event loop: a few milliseconds of logprobs
 _TRIM_SIZE = 2**18  # characters of one call from which the heap is trimmed after it
 
 _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8  # parameters of mallopt
@@ -70,6 +72,28 @@ def _run(size: int, function: Callable[[], T]) -> T:
 OFFLOAD = Offload()
 """The pool of this process."""
 off_loop = OFFLOAD.run
+
+
+class AnswerPieces:
+    """Builds answers in pieces. All callers together build at most `TURN` bytes per turn of the event loop."""
+
+    def __init__(self) -> None:
+        self._lock = asyncio.Lock()
+
+    async def join(self, pieces: Iterable[bytes]) -> list[bytes]:
+        """All bytes of `pieces`, in parts of about `TURN` bytes. What is small is built at once. An empty piece stands
+        for work of a whole turn."""
+        parts: list[bytes] = []
+        part, size = list[bytes](), 0
+        for piece in pieces:
+            part.append(piece)
+            size += len(piece) or TURN
+            if size >= TURN:
+                parts.append(b"".join(part))
+                part, size = [], 0
+                async with self._lock:
+                    await asyncio.sleep(0)
+        return [*parts, b"".join(part)] if part else parts
 
 
 def size_of(prompt: object) -> int:

@@ -6,7 +6,7 @@ character belongs to the token that completes it. Special tokens that are not pa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from slipstream.text.detokenizer import Detokenizer
 from slipstream.text.tokenizer import Tokenizer
@@ -32,9 +32,9 @@ class TokenStarts:
         self._length = self._last = start
         self._recent: list[int] = []
 
-    def push(self, ids: Sequence[int]) -> list[int]:
-        """Returns the offsets of the next tokens."""
-        return [self._push(token) for token in ids]
+    def push(self, ids: Sequence[int]) -> Iterator[int]:
+        """The offsets of the next tokens, each computed when it is read."""
+        return map(self._push, ids)
 
     def _push(self, token: int) -> int:
         detokenizer = self._detokenizer
@@ -51,21 +51,33 @@ class TokenStarts:
         return self._tokenizer.decode(ids, self._skip)
 
 
-def prompt_starts(tokenizer: Tokenizer, ids: list[int], text: str, *, add_special_tokens: bool) -> list[int]:
-    """Returns the offsets of a prompt's tokens in its text, which was given or is decoded from them."""
-    starts = TokenStarts(tokenizer).push(ids)
-    if tokenizer.decode(ids) == text:
-        return starts
-    # the tokenizer normalised the text, or the text has special tokens: use the offsets of its encoding
-    (encoding,) = tokenizer.encodings([text], add_special_tokens, words=True)
-    if encoding.ids == ids:
-        starts, end = [], 0
-        for first, last in encoding.offsets:
+class PromptStarts:
+    """The offsets of a prompt's tokens in its text, which was given or is decoded from them."""
+
+    def __init__(self, tokenizer: Tokenizer, ids: list[int], text: str, *, add_special_tokens: bool) -> None:
+        """Runs native code, for long prompts off the event loop."""
+        self._tokenizer = tokenizer
+        self._ids = ids
+        self._length = len(text)
+        self._encoded: list[tuple[int, int]] | None = None  # start and end of each token
+        self._text = ""
+        if tokenizer.decode(ids) != text:
+            # the tokenizer normalised the text, or the text has special tokens: use the offsets of its encoding
+            (encoding,) = tokenizer.encodings([text], add_special_tokens, words=True)
+            if encoding.ids == ids:
+                self._encoded, self._text = encoding.offsets, text
+
+    def __iter__(self) -> Iterator[int]:
+        starts = TokenStarts(self._tokenizer).push(self._ids) if self._encoded is None else self._by_encoding()
+        return (min(start, self._length) for start in starts)
+
+    def _by_encoding(self) -> Iterator[int]:
+        text, start, end = self._text, 0, 0
+        for first, last in self._encoded or ():
             if last == first:  # a special token that was added
-                starts.append(end)
-                continue
-            while first > end and text[first - 1].isspace():
-                first -= 1  # spaces without a token belong to the token after them
-            starts.append(max(first, starts[-1]) if starts else first)
-            end = max(end, last)
-    return [min(start, len(text)) for start in starts]
+                start = end
+            else:
+                while first > end and text[first - 1].isspace():
+                    first -= 1  # spaces without a token belong to the token after them
+                start, end = max(first, start), max(end, last)
+            yield start

@@ -36,7 +36,8 @@ async def call_route(app: App, path: str, body: bytes, request_id: str, caller: 
         if any(sample.finish_reason == "abort" for state in request.request_states for sample in state.samples):
             # an admin ended all requests: what this one has is no result
             raise aborted()
-        reply = Reply(response.status_code, response.body)
+        parts = response.body
+        reply = Reply(response.status_code, parts if isinstance(parts, bytes) else b"".join(parts))
     except BaseException as error:
         if not is_failure(error):
             raise

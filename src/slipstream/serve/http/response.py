@@ -1,22 +1,31 @@
-"""Response and StreamingResponse: what an endpoint returns. Named like Starlette's; JSON is encoded by msgspec."""
+"""Response and StreamingResponse: what an endpoint returns. Named like Starlette's; JSON is encoded by msgspec.
+
+Arrays that can be large are a `JsonList`, and their answers are encoded by `json_pieces`, for `AnswerPieces.join`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from itertools import islice
 from typing import Any
 
 import msgspec
 
+from slipstream.frontend.offload import AnswerPieces
 from slipstream.serve.http.errors import HTTPException
 
 JSON = b"application/json"
 _encode = msgspec.json.Encoder().encode
 
 
+Parts = bytes | list[bytes]
+"""Bytes, in parts where there may be many. Nothing else is written between the parts."""
+
+
 class Response(msgspec.Struct, frozen=True):
     """A complete response."""
 
-    body: bytes
+    body: Parts
     status_code: int = 200
     media_type: bytes = JSON
     headers: tuple[tuple[bytes, bytes], ...] = ()
@@ -42,7 +51,7 @@ JSON_LINES = StreamFormat(b"application/x-ndjson", None, lambda error: error.bod
 class StreamingResponse(msgspec.Struct, frozen=True):
     """Each item is one or more whole events (or lines)."""
 
-    body_iterator: AsyncIterator[bytes]
+    body_iterator: AsyncIterator[Parts]
     format: StreamFormat = EVENTS
     headers: tuple[tuple[bytes, bytes], ...] = ()
 
@@ -61,3 +70,61 @@ def named_event(name: str, value: Any) -> bytes:
 
 def json_line(value: Any) -> bytes:
     return _encode(value) + b"\n"
+
+
+class JsonList:
+    """An array of an answer that is encoded a few items at a time, and made then. Read once."""
+
+    def __init__(self, items: Iterable[Any], each: int = 1) -> None:
+        """`each`: items that are encoded at once, of together at most some kilobytes and without a JsonList."""
+        self._items = items
+        self._each = each
+
+    def pieces(self) -> Iterator[bytes]:
+        items, before = iter(self._items), b"["
+        while batch := list(islice(items, self._each)):
+            yield before
+            if self._each == 1:
+                yield from json_pieces(batch[0])
+            else:
+                yield _encode(batch)[1:-1]
+            before = b","
+        yield b"[]" if before == b"[" else b"]"
+
+
+_HOLE = msgspec.Raw(b"\0")  # no other JSON has this byte
+
+
+def json_pieces(value: Any) -> Iterator[bytes]:
+    """The JSON of a value that has JsonLists."""
+    lists: list[JsonList] = []
+
+    def leave_out(found: Any) -> msgspec.Raw:
+        if not isinstance(found, JsonList):
+            raise TypeError(f"JSON has no {type(found).__name__}")
+        lists.append(found)
+        return _HOLE
+
+    around = msgspec.json.encode(value, enc_hook=leave_out).split(b"\0")
+    for before, found in zip(around[:-1], lists, strict=True):
+        yield before
+        yield from found.pieces()
+    yield around[-1]
+
+
+async def large_response(pieces: AnswerPieces, value: Any) -> Response:
+    """The JSON of a value that has JsonLists."""
+    return Response(await pieces.join(json_pieces(value)))
+
+
+async def join_events(pieces: AnswerPieces, values: Iterable[Any], *, has_lists: bool) -> Parts:
+    """Whole events. `has_lists`: whether the values have JsonLists."""
+    if not has_lists:
+        return b"".join(map(event, values))
+    return await pieces.join(piece for value in values for piece in _event_pieces(value))
+
+
+def _event_pieces(value: Any) -> Iterator[bytes]:
+    yield b"data: "
+    yield from json_pieces(value)
+    yield b"\n\n"

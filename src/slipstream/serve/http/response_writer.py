@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from slipstream.serve.http.errors import HTTPException
-from slipstream.serve.http.response import EVENTS, Response, StreamingResponse
+from slipstream.serve.http.response import EVENTS, Parts, Response, StreamingResponse
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -31,6 +31,7 @@ class ResponseWriter:
         self._keep_alive = keep_alive
         self._has_no_body = has_no_body
         self._wrote = False  # since the timer last fired
+        self._is_within = False  # an event of which a part is written
         self._timer: asyncio.TimerHandle | None = None
 
     async def write(self, response: Response | StreamingResponse) -> int:
@@ -49,7 +50,10 @@ class ResponseWriter:
                 if not self._started:  # not before the first event: until then an error still gets its own status
                     await self._start_events()
                 self._wrote = True
-                await send({"type": "http.response.body", "body": part, "more_body": True})
+                if isinstance(part, bytes):
+                    await send({"type": "http.response.body", "body": part, "more_body": True})
+                else:
+                    await self._write_parts(part, is_end=False)
         finally:
             self._stop_timer()
             await parts.aclose()  # type: ignore[attr-defined]
@@ -70,11 +74,22 @@ class ResponseWriter:
         headers = [(b"content-type", self._format.media_type), *_STREAM_HEADERS, self._id, *self._headers]
         await self._send({"type": "http.response.start", "status": 200, "headers": headers})
 
-    async def _write_complete(self, status: int, kind: bytes, body: bytes, more: list[tuple[bytes, bytes]]) -> None:
+    async def _write_complete(self, status: int, kind: bytes, body: Parts, more: list[tuple[bytes, bytes]]) -> None:
         self._started = True
-        headers = [(b"content-type", kind), (b"content-length", str(len(body)).encode()), self._id, *more]
+        size = len(body) if isinstance(body, bytes) else sum(map(len, body))
+        headers = [(b"content-type", kind), (b"content-length", str(size).encode()), self._id, *more]
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
-        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+        await self._write_parts([body] if isinstance(body, bytes) else body, is_end=True)
+
+    async def _write_parts(self, parts: list[bytes], *, is_end: bool) -> None:
+        """Writes a body or an event in parts, without comments between them. `is_end`: of the response."""
+        self._is_within = True
+        *first, last = parts
+        for part in first:
+            await self._send({"type": "http.response.body", "body": part, "more_body": True})
+            await asyncio.sleep(0)  # a client may take all of it at once
+        await self._send({"type": "http.response.body", "body": last, "more_body": not is_end})
+        self._is_within = False
 
     # Keep-alive comments
 
@@ -84,7 +99,7 @@ class ResponseWriter:
         self._timer = asyncio.get_running_loop().call_later(self._keep_alive, self._on_timer)
 
     def _on_timer(self) -> None:
-        if not self._wrote:
+        if not self._wrote and not self._is_within:
             self._comment = asyncio.ensure_future(self._write_comment())
         self._set_timer()
 

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from slipstream.frontend.async_engine import AsyncEngine
 from slipstream.frontend.beam_grammar import BeamGrammars
-from slipstream.frontend.offload import LONG, OFFLOAD
+from slipstream.frontend.offload import LONG, OFFLOAD, AnswerPieces
 from slipstream.metrics.shared_counters import SharedCounters
 from slipstream.metrics.traces import Traces
 from slipstream.serve.http.auth import Keys
@@ -46,6 +46,7 @@ class State:
         self.bodies = Bodies(settings, self.counters)
         self.batches: BatchService | None = None  # set by the worker, where the server has a store
         self.responses = ResponseStore(settings.max_stored_responses, settings.max_stored_response_bytes, responses)
+        self.pieces = AnswerPieces()
         self.beam_grammars = BeamGrammars()
         self.started = int(time.time())
         self.draining = False

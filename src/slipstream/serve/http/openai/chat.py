@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from slipstream.frontend.offload import AnswerPieces
 from slipstream.frontend.results import Logprob
 from slipstream.frontend.served import ServedModel
 from slipstream.parsers.events import ArgumentsDelta, ContentDelta, ParserEvent, ReasoningDelta, ToolCallStart
@@ -35,25 +36,26 @@ from slipstream.serve.http.openai.chat_types import (
 )
 from slipstream.serve.http.openai.fields import given_fields, refuse, sampling_params
 from slipstream.serve.http.openai.generation import Usage, usage_of
-from slipstream.serve.http.openai.logprobs import ChatLogprobs, TokenNames, chat_logprobs, prompt_logprobs
+from slipstream.serve.http.openai.logprobs import ChatLogprobs, TokenNames, chat_logprobs, prompt_logprobs, token_ids
 from slipstream.serve.http.openai.messages import text_messages
 from slipstream.serve.http.request import Request
-from slipstream.serve.http.response import DONE, Response, StreamingResponse, event, json_response
+from slipstream.serve.http.response import DONE, Parts, Response, StreamingResponse, event, join_events, large_response
 from slipstream.serve.http.routes import post
 
 
 async def create_chat_completion(request: Request, body: ChatRequest) -> Response | StreamingResponse:
+    pieces = request.state.pieces
     if body.use_beam_search:
-        return json_response(await _beams(request, body))
+        return await large_response(pieces, await _beams(request, body))
     conversation = _conversation(request, body, given_fields(body))
     run = await start_chat(request, conversation, stream=bool(body.stream), shows_ids=bool(body.return_token_ids))
     answer = _Answer(request, body, conversation)
     if body.stream:
-        return StreamingResponse(answer.events(run))
+        return StreamingResponse(answer.events(run, pieces))
     with run:
         response = answer.whole(await run.answers(), usage_of([run.state]))
         answer.add_prompt_data(response, run.state.message.prompt_token_ids, run.state.prompt_logprobs)
-        return json_response(response)
+        return await large_response(pieces, response)
 
 
 async def _beams(request: Request, body: ChatRequest) -> ChatResponse:
@@ -133,7 +135,7 @@ class _Answer:
                 choice.logprobs = self.logprobs(sample.token_ids, sample.logprobs)
             choice.finish_reason, choice.stop_reason = answer.finish_reason, sample.stop_reason
             if self.body.return_token_ids:
-                choice.token_ids = sample.token_ids
+                choice.token_ids = token_ids(sample.token_ids)
             choices.append(choice)
         return ChatResponse(self.id, "chat.completion", self.created, self.model, choices, usage)
 
@@ -144,17 +146,18 @@ class _Answer:
         if self.body.prompt_logprobs is not None:
             answer.prompt_logprobs = prompt_logprobs(entries or [])
         if self.body.return_token_ids:
-            answer.prompt_token_ids = ids
+            answer.prompt_token_ids = token_ids(ids)
 
-    async def events(self, run: ChatRun) -> AsyncIterator[bytes]:
+    async def events(self, run: ChatRun, pieces: AnswerPieces) -> AsyncIterator[Parts]:
         options = self.body.stream_options
         wants_usage = options is not None and bool(options.include_usage)
         each = wants_usage and options is not None and bool(options.continuous_usage_stats)
-        started: set[int] = set()
+        body, started = self.body, set[int]()
+        has_lists = bool(body.logprobs or body.return_token_ids or body.prompt_logprobs is not None)
         with run:
             async for parts in run:
                 usage = usage_of([run.state]) if each else None if wants_usage else msgspec.UNSET
-                chunks = []
+                chunks: list[ChatChunk] = []
                 for part in parts:
                     index = part.new.index
                     if index not in started:
@@ -163,11 +166,11 @@ class _Answer:
                             state = run.state
                             self.add_prompt_data(first, state.message.prompt_token_ids, state.prompt_logprobs)
                         started.add(index)
-                        chunks.append(event(first))
+                        chunks.append(first)
                     if (choice := self.choice(part)) is not None:
-                        chunks.append(event(self.chunk([choice], usage)))
+                        chunks.append(self.chunk([choice], usage))
                 if chunks:
-                    yield b"".join(chunks)
+                    yield await join_events(pieces, chunks, has_lists=has_lists)
             if wants_usage:
                 yield event(self.chunk([], usage_of([run.state])))
             yield DONE
@@ -181,7 +184,7 @@ class _Answer:
         if new.finish_reason is not None:
             choice.finish_reason, choice.stop_reason = part.finish_reason, new.stop_reason
         if self.body.return_token_ids:
-            choice.token_ids = new.token_ids
+            choice.token_ids = token_ids(new.token_ids)
         is_empty = not part.events and new.finish_reason is None
         return None if is_empty and choice.logprobs is None and not self.body.return_token_ids else choice
 

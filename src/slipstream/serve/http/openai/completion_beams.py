@@ -15,6 +15,7 @@ from slipstream.serve.http.openai.completion_types import (
     prompts_of,
 )
 from slipstream.serve.http.openai.fields import REFUSED, prompt_limit, refuse
+from slipstream.serve.http.openai.logprobs import token_ids
 from slipstream.serve.http.openai.structured import structured_outputs
 from slipstream.serve.http.request import Request
 
@@ -50,7 +51,7 @@ def _answer(
             choice = CompletionChoice(len(choices), sample.text, finish_reason=sample.finish_reason)
             if body.return_token_ids:
                 prompt = search.result()[sample.index].tokens[: search.num_prompt]
-                choice.token_ids, choice.prompt_token_ids = sample.token_ids, prompt
+                choice.token_ids, choice.prompt_token_ids = token_ids(sample.token_ids), token_ids(prompt)
             choices.append(choice)
     name = served.description.name
     return CompletionResponse(

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_right
-from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from itertools import chain, repeat
+from typing import Any, NamedTuple
 
 import msgspec
 
 from slipstream.frontend.inputs import PreparedPrompt
+from slipstream.frontend.logprobs import LogprobList
+from slipstream.frontend.offload import off_loop
 from slipstream.frontend.request_state import GenerationRequestState
 from slipstream.frontend.request_stream import RequestStream
 from slipstream.frontend.results import Increment, Logprob
+from slipstream.frontend.sample_state import SampleState
 from slipstream.frontend.served import ServedModel
 from slipstream.serve.http.errors import bad_request
 from slipstream.serve.http.openai.completion_beams import beam_completion
@@ -25,21 +29,32 @@ from slipstream.serve.http.openai.completion_types import (
 from slipstream.serve.http.openai.fields import given_fields, sampling_params
 from slipstream.serve.http.openai.generation import AnswerSize, Usage, check_end, start, submits_for, usage_of
 from slipstream.serve.http.openai.logprobs import (
+    CompletionLogprobs,
     TokenNames,
     completion_logprobs,
     prompt_logprobs,
+    token_ids,
 )
 from slipstream.serve.http.openai.prompt_embeds import decode_embeds, embeds_of
 from slipstream.serve.http.request import Request
-from slipstream.serve.http.response import DONE, Response, StreamingResponse, event, json_response
+from slipstream.serve.http.response import (
+    DONE,
+    JsonList,
+    Parts,
+    Response,
+    StreamingResponse,
+    event,
+    join_events,
+    large_response,
+)
 from slipstream.serve.http.routes import post
 from slipstream.text.infill import can_infill, infill_ids, infill_stops
-from slipstream.text.token_starts import TokenStarts, prompt_starts
+from slipstream.text.token_starts import PromptStarts, TokenStarts
 
 
 async def create_completion(request: Request, body: CompletionRequest) -> Response | StreamingResponse:
     if body.use_beam_search:
-        return json_response(await beam_completion(request, body))
+        return await large_response(request.state.pieces, await beam_completion(request, body))
     job = _Job(request, body)
     limit = None if job.scores_only else body.max_tokens
     request_stream = await start(
@@ -55,7 +70,7 @@ async def create_completion(request: Request, body: CompletionRequest) -> Respon
     if body.stream:
         return StreamingResponse(job.events(request_stream))
     with request_stream:
-        return json_response(job.answer(await request_stream.wait()))
+        return await job.answer(await request_stream.wait())
 
 
 class _Job:
@@ -64,6 +79,7 @@ class _Job:
     def __init__(self, request: Request, body: CompletionRequest) -> None:
         self.request = request
         self.body = body
+        self.pieces = request.state.pieces
         given = given_fields(body)
         request.set_input_field("prompt")
         settings, served = request.state.settings, request.choose_model(body.model, "generate")
@@ -99,6 +115,10 @@ class _Job:
         self.answer_size = AnswerSize(self.params, copies, bool(body.return_token_ids), bool(body.echo))
         self.tokenizer = served.tokenizer
         self.names = TokenNames(served.tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
+        options = body.stream_options
+        self.wants_usage = options is not None and bool(options.include_usage)
+        self.each_has_usage = self.wants_usage and options is not None and bool(options.continuous_usage_stats)
+        self.shown: dict[str, ShownPrompt] = {}  # with echo: by request, as soon as it has an answer
         self.envelope = (f"cmpl-{request.id}", "text_completion", int(time.time()), self.model)
 
     def check_suffix(self, served: ServedModel) -> None:
@@ -128,89 +148,124 @@ class _Job:
         assert self.tokenizer is not None, "checked by check_suffix"
         return infill_ids(self.tokenizer, prompt, suffix)
 
-    def answer(self, request_states: list[GenerationRequestState]) -> CompletionResponse:
-        choices = []
-        for index, request_state in enumerate(request_states):
+    async def answer(self, request_states: list[GenerationRequestState]) -> Response:
+        for request_state in request_states:
             check_end(self.request, request_state)
-            prompt = request_state.message.prompt_token_ids
-            for sample in request_state.samples:
-                text, ids, text_entries = sample.text, sample.token_ids, list(sample.logprobs or [])
-                if self.scores_only:
-                    text, ids, text_entries = "", [], []
-                text_ids = list(ids)
-                all_entries: list[dict[int, Logprob] | None] = list(text_entries)
-                before = self.prompt_text(request_state) if self.body.echo else ""
-                text = before + text
-                choice = CompletionChoice(index * len(request_state.samples) + sample.index, text)
-                if self.body.logprobs is not None:
-                    starts = [min(start, len(text)) for start in self.starts(len(before)).push(text_ids)]
-                    if self.body.echo:
-                        text_ids, all_entries = prompt + text_ids, prompt_entries(request_state) + all_entries
-                        starts = self.prompt_starts(request_state, before) + starts
-                    choice.logprobs = completion_logprobs(text_ids, all_entries, starts, self.names)
-                if self.body.prompt_logprobs is not None:
-                    choice.prompt_logprobs = prompt_logprobs(request_state.prompt_logprobs or [])
-                choice.finish_reason, choice.stop_reason = self.end_of(sample.finish_reason, sample.stop_reason)
-                if self.body.return_token_ids:
-                    choice.token_ids, choice.prompt_token_ids = ids, prompt
-                choices.append(choice)
-        return CompletionResponse(*self.envelope, choices, self.usage(request_states))
+        prompts = await self.shown_prompts(request_states)
+        choices: Any = JsonList(
+            self.choice(index, request_state, sample, prompt)
+            for index, (request_state, prompt) in enumerate(zip(request_states, prompts, strict=True))
+            for sample in request_state.samples
+        )
+        response = CompletionResponse(*self.envelope, choices, self.usage(request_states))
+        return await large_response(self.pieces, response)
 
-    async def events(self, request_stream: RequestStream[GenerationRequestState]) -> AsyncIterator[bytes]:
-        options = self.body.stream_options
-        wants_usage = options is not None and bool(options.include_usage)
-        each = wants_usage and options is not None and bool(options.continuous_usage_stats)
+    def choice(
+        self, index: int, request_state: GenerationRequestState, sample: SampleState, prompt: ShownPrompt
+    ) -> CompletionChoice:
+        text, ids = ("", []) if self.scores_only else (sample.text, sample.token_ids)
+        entries = None if self.scores_only else sample.logprobs
+        choice = CompletionChoice(index * len(request_state.samples) + sample.index, prompt.text + text)
+        if self.body.logprobs is not None:
+            length = len(choice.text)
+            starts = (min(start, length) for start in self.starts(len(prompt.text)).push(ids))
+            choice.logprobs = self.logprobs(ids, entries, starts, prompt, request_state)
+        choice.finish_reason, choice.stop_reason = self.end_of(sample.finish_reason, sample.stop_reason)
+        if self.body.return_token_ids:
+            choice.token_ids = token_ids(ids)
+        self.add_prompt_data(choice, request_state)
+        return choice
+
+    def logprobs(
+        self,
+        ids: list[int],
+        entries: LogprobList[dict[int, Logprob]] | None,
+        starts: Iterable[int],
+        prompt: ShownPrompt,
+        request_state: GenerationRequestState,
+    ) -> CompletionLogprobs:
+        """The logprobs of a sample's tokens, after those of the prompt if it is shown."""
+        if prompt.starts is None:
+            return completion_logprobs(ids, [entries or []], starts, self.names)
+        before = request_state.message.prompt_token_ids
+        return completion_logprobs(
+            before + ids, [*prompt_entries(request_state), entries or []], chain(prompt.starts, starts), self.names
+        )
+
+    def add_prompt_data(self, choice: CompletionChoice, request_state: GenerationRequestState) -> None:
+        """Adds the requested logprobs and token ids of the prompt."""
+        if self.body.prompt_logprobs is not None:
+            choice.prompt_logprobs = prompt_logprobs(request_state.prompt_logprobs or [])
+        if self.body.return_token_ids:
+            choice.prompt_token_ids = token_ids(request_state.message.prompt_token_ids)
+
+    async def events(self, request_stream: RequestStream[GenerationRequestState]) -> AsyncIterator[Parts]:
+        body, pieces = self.body, self.pieces
+        has_lists = (
+            body.logprobs is not None or body.prompt_logprobs is not None or bool(body.return_token_ids or body.echo)
+        )
         indices = {request_state.id: index for index, request_state in enumerate(request_stream.states)}
         begun: dict[tuple[int, int], _SentTokens] = {}  # by prompt and sample: those with a chunk so far
         with request_stream:
             async for updated in request_stream:
-                parts = []
-                for request_state in updated:
+                chunks: list[CompletionResponse] = []
+                for request_state, prompt in zip(updated, await self.shown_prompts(updated), strict=True):
                     check_end(self.request, request_state)
+                    index = indices[request_state.id]
                     for new in request_state.increment():
-                        choice = self.chunk(request_state, indices[request_state.id], new, begun)
-                        usage = self.usage([request_state]) if each else None if wants_usage else msgspec.UNSET
-                        parts.append(event(CompletionResponse(*self.envelope, [choice], usage)))
-                if parts:
-                    yield b"".join(parts)
-            if wants_usage:
+                        chunks.append(await self.chunk(request_state, index, new, prompt, begun))
+                if chunks:
+                    yield await join_events(pieces, chunks, has_lists=has_lists)
+            if self.wants_usage:
                 yield event(CompletionResponse(*self.envelope, [], self.usage(request_stream.states)))
             yield DONE
 
-    def chunk(
+    async def chunk(
         self,
         request_state: GenerationRequestState,
         index: int,
         new: Increment,
+        prompt: ShownPrompt,
         begun: dict[tuple[int, int], _SentTokens],
-    ) -> CompletionChoice:
-        text, new_ids = new.text, new.token_ids
-        entries: list[dict[int, Logprob] | None] = list(new.logprobs or [])
-        if self.scores_only:
-            text, new_ids, entries = "", [], []
-        ids = new_ids
-        key = index, new.index
-        before, is_first = "", key not in begun
+    ) -> CompletionResponse:
+        text, new_ids = ("", []) if self.scores_only else (new.text, new.token_ids)
+        key, sample = (index, new.index), request_state.samples[new.index]
+        is_first = key not in begun
         if is_first:
-            before = self.prompt_text(request_state) if self.body.echo else ""
-            begun[key] = _SentTokens(self.starts(len(before)), len(before))
-        choice = CompletionChoice(index * len(request_state.samples) + new.index, before + text)
+            begun[key] = _SentTokens(self.starts(len(prompt.text)), len(prompt.text))
+        else:
+            prompt = _NO_PROMPT
+        choice = CompletionChoice(index * len(request_state.samples) + new.index, prompt.text + text)
         if self.body.logprobs is not None:
-            ids, entries, starts = begun[key].push(text, ids, entries, is_last=new.finish_reason is not None)
-            if is_first and self.body.echo:
-                ids = request_state.message.prompt_token_ids + ids
-                entries = prompt_entries(request_state) + entries
-                starts = self.prompt_starts(request_state, before) + starts
-            choice.logprobs = completion_logprobs(ids, entries, starts, self.names)
+            await self.pieces.join(begun[key].add(text, new_ids))
+            sent, starts = begun[key].take(is_last=new.finish_reason is not None)
+            entries = None if self.scores_only or sample.logprobs is None else sample.logprobs[sent]
+            choice.logprobs = self.logprobs(sample.token_ids[sent], entries, starts, prompt, request_state)
         choice.finish_reason, choice.stop_reason = self.end_of(new.finish_reason, new.stop_reason)
         if self.body.return_token_ids:
-            choice.token_ids = new_ids
+            choice.token_ids = token_ids(new_ids)
         if is_first:
-            if self.body.prompt_logprobs is not None:
-                choice.prompt_logprobs = prompt_logprobs(request_state.prompt_logprobs or [])
-            if self.body.return_token_ids:
-                choice.prompt_token_ids = request_state.message.prompt_token_ids
-        return choice
+            self.add_prompt_data(choice, request_state)
+        usage = self.usage([request_state]) if self.each_has_usage else None if self.wants_usage else msgspec.UNSET
+        return CompletionResponse(*self.envelope, [choice], usage)
+
+    async def shown_prompts(self, request_states: Sequence[GenerationRequestState]) -> list[ShownPrompt]:
+        """The prompts as they are shown before their samples."""
+        if not self.body.echo:
+            return [_NO_PROMPT] * len(request_states)
+        new = [request_state for request_state in request_states if request_state.id not in self.shown]
+        size = sum(len(request_state.message.prompt_token_ids) for request_state in new)
+        self.shown |= await off_loop(size, lambda: {each.id: self.shown_prompt(each) for each in new})
+        return [self.shown[request_state.id] for request_state in request_states]
+
+    def shown_prompt(self, request_state: GenerationRequestState) -> ShownPrompt:
+        text, ids = self.prompt_text(request_state), request_state.message.prompt_token_ids
+        if self.body.logprobs is None:
+            return ShownPrompt(text)
+        if self.tokenizer is None:
+            return ShownPrompt(text, [0] * len(ids))
+        special = self.body.add_special_tokens is not False
+        return ShownPrompt(text, PromptStarts(self.tokenizer, ids, text, add_special_tokens=special))
 
     def end_of(self, finish_reason: str | None, stop_reason: int | str | None) -> tuple[str | None, int | str | None]:
         """finish_reason and stop_reason of a choice; the token of a request for scores is no part of its answer."""
@@ -233,33 +288,36 @@ class _Job:
             spaces_between_special_tokens=self.params.spaces_between_special_tokens,
         )
 
-    def prompt_starts(self, request_state: GenerationRequestState, text: str) -> list[int]:
-        ids, special = request_state.message.prompt_token_ids, self.body.add_special_tokens is not False
-        if self.tokenizer is None:
-            return [0] * len(ids)
-        return prompt_starts(self.tokenizer, ids, text, add_special_tokens=special)
-
     def prompt_text(self, request_state: GenerationRequestState) -> str:
         if request_state.prompt is not None and self.body.truncate_prompt_tokens is None:
             return request_state.prompt
         return "" if self.tokenizer is None else self.tokenizer.decode(request_state.message.prompt_token_ids)
 
 
-def prompt_entries(request_state: GenerationRequestState) -> Entries:
+def prompt_entries(request_state: GenerationRequestState) -> list[Sequence[dict[int, Logprob] | None]]:
     """The logprobs of each prompt token: None for the first, and for tokens that an aborted request did not compute."""
-    entries: Entries = list(request_state.prompt_logprobs or [])
-    return entries + [None] * (len(request_state.message.prompt_token_ids) - len(entries))
+    entries = request_state.prompt_logprobs
+    missing = len(request_state.message.prompt_token_ids) - (0 if entries is None else len(entries))
+    return [*([] if entries is None else [entries]), [None] * missing]
+
+
+class ShownPrompt(NamedTuple):
+    text: str = ""
+    starts: Iterable[int] | None = None  # of its tokens in the text, if their logprobs are shown
+
+
+_NO_PROMPT = ShownPrompt()
 
 
 class _NoText:
     """The text offsets without a tokenizer: there is no text."""
 
-    def push(self, ids: Sequence[int]) -> list[int]:
-        return [0] * len(ids)
+    def push(self, ids: Sequence[int]) -> Iterator[int]:
+        return repeat(0, len(ids))
 
 
 Starts = TokenStarts | _NoText
-Entries = list[dict[int, Logprob] | None]
+_FEW = 1024  # tokens whose offsets are computed in one turn of the event loop
 
 
 class _SentTokens:
@@ -269,23 +327,26 @@ class _SentTokens:
     def __init__(self, starts: Starts, length: int) -> None:
         self._starts = starts
         self._length = length  # of the text sent
-        self._ids: list[int] = []
-        self._entries: Entries = []
-        self._offsets: list[int] = []
+        self._num_sent = 0
+        self._offsets: list[int] = []  # of the tokens after them
 
-    def push(
-        self, text: str, ids: list[int], entries: Entries, *, is_last: bool
-    ) -> tuple[list[int], Entries, list[int]]:
-        """Adds what is new. Returns the tokens to send, their entries and their offsets."""
+    def add(self, text: str, ids: list[int]) -> Iterator[bytes]:
+        """Adds what is new. Yields an empty piece after the work of a turn."""
         self._length += len(text)
-        self._ids += ids
-        self._entries += entries
-        self._offsets += self._starts.push(ids)
-        count = len(self._ids) if is_last else bisect_right(self._offsets, self._length)
+        for first in range(0, len(ids), _FEW):
+            if first:
+                yield b""
+            self._offsets += self._starts.push(ids[first : first + _FEW])
+
+    def take(self, *, is_last: bool) -> tuple[slice, list[int]]:
+        """The tokens to send and their offsets."""
+        start, count = self._num_sent, len(self._offsets)
+        if not is_last:
+            count = bisect_right(self._offsets, self._length)
         offsets = [min(offset, self._length) for offset in self._offsets[:count]]
-        sent = self._ids[:count], self._entries[:count], offsets
-        del self._ids[:count], self._entries[:count], self._offsets[:count]
-        return sent
+        del self._offsets[:count]
+        self._num_sent += count
+        return slice(start, start + count), offsets
 
 
 ROUTES = [

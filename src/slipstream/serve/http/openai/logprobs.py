@@ -1,15 +1,22 @@
-"""Logprobs in OpenAI's two formats: four parallel lists for completions, one object per token for chat."""
+"""Logprobs in OpenAI's two formats: four parallel lists for completions, one object per token for chat.
+
+An answer may have many, so all are JsonLists: a token's logprobs are made when they are encoded.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import msgspec
 
+from slipstream.frontend.logprobs import own_logprobs, read_once
 from slipstream.frontend.results import Logprob
+from slipstream.serve.http.response import JsonList
 from slipstream.text.tokenizer import Tokenizer
 
 LOWEST = -9999.0  # JSON has no infinity
+_FEW = 512  # tokens with one number or name each
 
 
 class CompletionLogprobs(msgspec.Struct):
@@ -42,7 +49,7 @@ class PromptLogprob(msgspec.Struct):
     decoded_token: str | None
 
 
-Entry = Mapping[int, Logprob]
+Entry = dict[int, Logprob]
 """The logprobs at one token: its own first, then those of the most likely tokens."""
 
 
@@ -69,48 +76,61 @@ class TokenNames:
 
 
 def completion_logprobs(
-    ids: Sequence[int], entries: Sequence[Entry | None], starts: Sequence[int], names: TokenNames
+    ids: Sequence[int], entries: Sequence[Sequence[Entry | None]], starts: Iterable[int], names: TokenNames
 ) -> CompletionLogprobs:
-    """`starts`: the offset of each token in the text. An entry is None for the first token of a prompt."""
-    shape = CompletionLogprobs([], [], [], list(starts))
-    for token, entry in zip(ids, entries, strict=True):
-        shape.tokens.append(names.name(token, "bytes:"))
-        if entry is None:
-            shape.token_logprobs.append(None)
-            shape.top_logprobs.append(None)
-            continue
-        shape.token_logprobs.append(_finite(entry[token]))
-        top: dict[str, float] = {}
-        for other, logprob in entry.items():
-            top.setdefault(names.name(other, "bytes:"), _finite(logprob))
-        shape.top_logprobs.append(top)
-    return shape
+    """`entries`: of the tokens in one or more parts, None for the first token of a prompt. `starts`: the offset of each
+    token in the text."""
+    lists: tuple[Any, ...] = (
+        JsonList((names.name(token, "bytes:") for token in ids), _FEW),
+        JsonList((_bounded(own) for part in entries for own in own_logprobs(part)), _FEW),
+        JsonList(_completion_logprob(entry, names) for part in entries for entry in read_once(part)),
+        JsonList(starts, _FEW),
+    )
+    return CompletionLogprobs(*lists)
+
+
+def _completion_logprob(entry: Entry | None, names: TokenNames) -> dict[str, float] | None:
+    if entry is None:
+        return None
+    top: dict[str, float] = {}
+    for token, logprob in entry.items():
+        top.setdefault(names.name(token, "bytes:"), _finite(logprob))
+    return top
 
 
 def chat_logprobs(
     ids: Sequence[int], entries: Sequence[Entry], num_top: int, names: TokenNames, given: Sequence[int] = ()
 ) -> ChatLogprobs:
     """`given`: logprob_token_ids, which follow the `num_top` most likely tokens."""
-    content = []
-    for token, entry in zip(ids, entries, strict=True):
+    content: Any = JsonList(_chat_logprobs(ids, entries, num_top, names, given))
+    return ChatLogprobs(content)
+
+
+def _chat_logprobs(
+    ids: Sequence[int], entries: Sequence[Entry], num_top: int, names: TokenNames, given: Sequence[int]
+) -> Iterator[ChatLogprob]:
+    for token, entry in zip(ids, read_once(entries), strict=True):
         likeliest = sorted(
             (item for item in entry.items() if item[1].rank is not None and item[1].rank <= num_top),
             key=lambda item: item[1].rank or 0,
         )
         shown = dict(likeliest) | {other: entry[other] for other in given if other in entry}
         top = [TopLogprob(*_named(other, logprob, names)) for other, logprob in shown.items()]
-        content.append(ChatLogprob(*_named(token, entry[token], names), top))
-    return ChatLogprobs(content)
+        yield ChatLogprob(*_named(token, entry[token], names), top)
 
 
-def prompt_logprobs(entries: Sequence[Entry | None]) -> list[dict[str, PromptLogprob] | None]:
-    """vLLM's format: one object per prompt token, keyed by token id."""
-    return [
-        None
-        if entry is None
-        else {str(token): PromptLogprob(_finite(p), p.rank, p.decoded_token) for token, p in entry.items()}
-        for entry in entries
-    ]
+def prompt_logprobs(entries: Sequence[Entry | None]) -> Any:
+    """vLLM's format: one object per prompt token, keyed by token id. A JsonList of dict[str, PromptLogprob] | None."""
+    return JsonList(None if entry is None else _prompt_logprob(entry) for entry in read_once(entries))
+
+
+def _prompt_logprob(entry: Entry) -> dict[str, PromptLogprob]:
+    return {str(token): PromptLogprob(_finite(p), p.rank, p.decoded_token) for token, p in entry.items()}
+
+
+def token_ids(ids: Sequence[int]) -> Any:
+    """A JsonList of token ids."""
+    return JsonList(ids, _FEW)
 
 
 def _named(token: int, logprob: Logprob, names: TokenNames) -> tuple[str, float, list[int] | None]:
@@ -120,3 +140,7 @@ def _named(token: int, logprob: Logprob, names: TokenNames) -> tuple[str, float,
 
 def _finite(logprob: Logprob) -> float:
     return max(logprob.logprob, LOWEST)
+
+
+def _bounded(logprob: float | None) -> float | None:
+    return None if logprob is None else max(logprob, LOWEST)

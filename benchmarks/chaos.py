@@ -20,11 +20,11 @@ import time
 from pathlib import Path
 
 from slipstream import SamplingParams
+from slipstream.base.errors import ReplicaLost
+from slipstream.base.processes import Backoff
 from slipstream.config.options import make_options
-from slipstream.errors import ReplicaLost
+from slipstream.contracts.messages import Output
 from slipstream.frontend.async_engine import AsyncEngine
-from slipstream.messages import Output
-from slipstream.transport.backoff import Backoff
 from slipstream.transport.client import Listener
 from slipstream.transport.frames import FromCore, Refused
 from slipstream.transport.replica_start import ReplicaProcesses

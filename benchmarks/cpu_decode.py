@@ -27,10 +27,10 @@ import numpy as np
 import torch
 
 from slipstream import LLM, SamplingParams
-from slipstream.config.gguf_file import GgufFile
-from slipstream.config.gguf_info import gguf_model_info
-from slipstream.config.locate import locate
-from slipstream.messages import Submit
+from slipstream.checkpoint.gguf_file import GgufFile
+from slipstream.checkpoint.gguf_info import gguf_model_info
+from slipstream.checkpoint.locate import locate
+from slipstream.contracts.messages import Submit
 from slipstream.nn.weights.gguf import GgufSource
 from slipstream.ops import native
 from slipstream.ops.low_bit import find_kernel

@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 
+from slipstream.contracts.step import StepPlan, StepSizes
 from slipstream.device.streams import ThreadedStream
 from slipstream.dist.group import Group
 from slipstream.dist.step_exchange import connect_peers, listen_for_peers
 from slipstream.engine.lockstep import LockstepExecutor, padding_plan
-from slipstream.step import StepPlan, StepSizes
 
 DEPTH = 1
 

@@ -29,9 +29,9 @@ from typing import Any
 import torch
 
 from slipstream import LLM, SamplingParams
+from slipstream.base.errors import SlipstreamError
+from slipstream.contracts.request import Request
 from slipstream.engine.step_log import StepLog, stop
-from slipstream.errors import SlipstreamError
-from slipstream.request import Request
 from slipstream.runner.drafts.drafter import DraftBatch
 from slipstream.scheduler.drafting import DraftPlanner
 from slipstream.serve.cli.bench import bench_options

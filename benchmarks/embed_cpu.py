@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from slipstream.config.locate import default_embedder
+from slipstream.checkpoint.locate import default_embedder
 
 FIRST_OURS = """
 from slipstream import LLM

@@ -28,13 +28,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from slipstream.config.generation import GenerationDefaults
-from slipstream.config.locate import default_embedder, locate
-from slipstream.config.pooling_info import PoolingInfo
+from slipstream.checkpoint.generation import GenerationDefaults
+from slipstream.checkpoint.locate import default_embedder, locate
+from slipstream.checkpoint.pooling_info import PoolingInfo
+from slipstream.contracts.messages import Abort, Output, Pooled, Submit
+from slipstream.contracts.request import FinishReason
 from slipstream.engine.model_description import ModelDescription
-from slipstream.messages import Abort, Output, Pooled, Submit
-from slipstream.pooling_params import PoolingParams
-from slipstream.request import FinishReason
+from slipstream.params.pooling import PoolingParams
 from slipstream.serve.http.settings import ServerSettings
 from slipstream.transport.frames import ModelDescriptions, Ready
 from slipstream.transport.socket_server import Connection, SocketServer

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from slipstream import LLM, SamplingParams
-from slipstream.messages import Submit
+from slipstream.contracts.messages import Submit
 
 
 def variants(vocab_size: int) -> dict[str, Callable[..., Any] | None]:

@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from slipstream.errors import InvalidOption, SlipstreamError
+from slipstream.base.errors import InvalidOption, SlipstreamError
 from slipstream.serve.bench.machine import check_gpu, measure_gpu
 from slipstream.serve.bench.measure import Trial, best_of, measure
 from slipstream.serve.bench.shapes import SHAPES

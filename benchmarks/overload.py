@@ -33,8 +33,8 @@ from typing import Any
 
 from front_end import PROMPT, TEXT_IDS, cpu_seconds, request, say_hello, start_front, wait_ready
 
-from slipstream.messages import Abort, Output, Submit
-from slipstream.request import FinishReason
+from slipstream.contracts.messages import Abort, Output, Submit
+from slipstream.contracts.request import FinishReason
 from slipstream.serve.http.settings import ServerSettings
 from slipstream.transport.socket_server import SocketServer
 

@@ -13,9 +13,9 @@ from collections.abc import Callable
 
 import numpy as np
 
+from slipstream.contracts.step import NO_INTS, PageUpdates, StepPlan
 from slipstream.dist.plan_codec import decode_plan, encode_plan
 from slipstream.dist.plan_ring import PlanReader, PlanWriter
-from slipstream.step import NO_INTS, PageUpdates, StepPlan
 
 
 def decode_step(num_rows: int) -> StepPlan:

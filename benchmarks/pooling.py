@@ -21,7 +21,7 @@ import numpy as np
 from slipstream.frontend.pooling.inputs import PoolingPrompts
 from slipstream.frontend.pooling.prompts import PoolingBatch
 from slipstream.llm import LLM
-from slipstream.pooling_params import PoolingParams
+from slipstream.params.pooling import PoolingParams
 from slipstream.serve.cli.flags import add_engine_flags, engine_options
 
 SHAPES = {"mixed": (2048, 16, 512), "short32": (4096, 32, 32), "long": (1024, 512, 512)}

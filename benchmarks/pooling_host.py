@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from slipstream import LLM
-from slipstream.step import NO_INTS, StepPlan, StepResult
+from slipstream.contracts.step import NO_INTS, StepPlan, StepResult
 
 WIDTH = 384
 CONFIG = {

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from slipstream import LLM, SamplingParams
+from slipstream.contracts.messages import Submit
 from slipstream.frontend.request_state import OutputProcessor
-from slipstream.messages import Submit
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

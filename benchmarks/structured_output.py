@@ -22,7 +22,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from slipstream import LLM, SamplingParams, StructuredOutputsParams
-from slipstream.errors import SlipstreamError
+from slipstream.base.errors import SlipstreamError
 from slipstream.serve.cli.bench import bench_options
 from slipstream.serve.cli.flags import add_engine_flags, engine_options
 

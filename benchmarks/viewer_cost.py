@@ -23,9 +23,9 @@ import msgspec
 from step_overhead import CONFIG, NoLayers
 
 from slipstream import LLM, SamplingParams
+from slipstream.contracts.messages import Submit
 from slipstream.engine.recorder import Recorder
 from slipstream.engine.step_log import stop
-from slipstream.messages import Submit
 from slipstream.transport.frames import Inspect
 from slipstream.transport.inspection import Inspector
 

@@ -15,9 +15,9 @@ import hypothesis
 import pytest
 import torch
 
-from slipstream.config.locate import LocatedModel, locate
-from slipstream.errors import ModelNotFound
-from slipstream.log import FORMAT, LEVEL
+from slipstream.base.errors import ModelNotFound
+from slipstream.base.log import FORMAT, LEVEL
+from slipstream.checkpoint.locate import LocatedModel, locate
 
 # Neither the time of an example nor that of drawing some examples is a result: both are the machine's.
 hypothesis.settings.register_profile(

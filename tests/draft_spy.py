@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 
 from law7_engine import MAX_LEN
+from slipstream.contracts.request import NEVER
 from slipstream.device.sync_check import sync_allowed
-from slipstream.request import NEVER
 from slipstream.runner.drafts.drafter import DraftBatch
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from hand_steps import StepRow, hand_steps
-from slipstream.cache_spec import CacheSpec
+from slipstream.contracts.cache_spec import CacheSpec
 from slipstream.nn.attention.sdpa import SdpaAttention
 from slipstream.nn.context import BatchView, ForwardContext
 from slipstream.nn.models.decoder import Decoder

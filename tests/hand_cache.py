@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from slipstream.cache_spec import CacheGroup, CacheSpec, PagedSpec, WindowSpec
+from slipstream.contracts.cache_spec import CacheGroup, CacheSpec, PagedSpec, WindowSpec
 
 if TYPE_CHECKING:
     import torch  # not needed by scripted cores, which start in a process of their own

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from hand_load import load_model
+from slipstream.checkpoint.model_info import read_model_info
 from slipstream.config.config import ModelConfig
-from slipstream.config.model_info import read_model_info
 from slipstream.config.options import Options
 from slipstream.config.read_pooling import read_pooling
 from slipstream.nn.attention.sdpa import SdpaAttention

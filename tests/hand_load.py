@@ -6,11 +6,11 @@ from pathlib import Path
 
 import torch
 
+from slipstream.checkpoint.gguf_file import GgufFile
+from slipstream.checkpoint.gguf_info import gguf_model_info
+from slipstream.checkpoint.model_info import read_model_info
+from slipstream.checkpoint.quantization import Quantization
 from slipstream.config.config import ModelConfig
-from slipstream.config.gguf_file import GgufFile
-from slipstream.config.gguf_info import gguf_model_info
-from slipstream.config.model_info import read_model_info
-from slipstream.config.quantization import Quantization
 from slipstream.nn.models.decoder import Decoder
 from slipstream.nn.models.encoder import Encoder
 from slipstream.nn.models.load import open_model

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from slipstream.cache_spec import STATE_CHUNK
+from slipstream.contracts.cache_spec import STATE_CHUNK
 from slipstream.ops.recurrent_steps import RecurrentSteps, max_chunks
 
 

@@ -9,10 +9,10 @@ from llguidance import LLMatcher
 from mask_table import OpenMasks
 from scripted_tokens import VOCAB
 from slipstream.config.buffer_size import mask_words
+from slipstream.params.structured import StructuredOutputsParams
 from slipstream.scheduler.grammar.constraints import Constraints
 from slipstream.scheduler.grammar.grammars import Grammars
 from slipstream.scheduler.grammar.translate import translate
-from slipstream.structured_params import StructuredOutputsParams
 from slipstream.text.grammar_vocab import grammar_vocabulary
 
 END = VOCAB - 1

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from slipstream.step import Late, StepMasks
+from slipstream.contracts.step import Late, StepMasks
 
 FIRST_KEPT = 1 << 20
 POISON = 0x5A5A5A5A  # what is not written

@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
+from slipstream.base.errors import SlipstreamError
 from slipstream.config.options import make_options
+from slipstream.contracts.messages import Abort, Output, Submit
 from slipstream.device.device import Device
 from slipstream.engine.build import build_core, open_model
-from slipstream.errors import SlipstreamError
-from slipstream.messages import Abort, Output, Submit
-from slipstream.params import SamplingParams
-from slipstream.pooling_params import PoolingParams
+from slipstream.params.pooling import PoolingParams
+from slipstream.params.sampling import SamplingParams
 from tiny import write_tiny
 
 Params = PoolingParams | SamplingParams

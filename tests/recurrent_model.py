@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from slipstream.cache_spec import StateField, replay_columns, ring_columns
-from slipstream.config.model_info import ModelInfo
+from slipstream.checkpoint.model_info import ModelInfo
+from slipstream.contracts.cache_spec import StateField, replay_columns, ring_columns
 from slipstream.nn.blocks import block
 from slipstream.nn.context import ForwardContext, LastTokens
 from slipstream.nn.layers.layer import Layer, Layout

@@ -10,9 +10,9 @@ from typing import Any
 
 import jsonschema_rs
 
-from slipstream.errors import InvalidParams
+from slipstream.base.errors import InvalidParams
+from slipstream.params.structured import StructuredOutputsParams
 from slipstream.scheduler.grammar.grammars import Grammars
-from slipstream.structured_params import StructuredOutputsParams
 
 SUITE = json.loads((Path(__file__).parent / "data" / "json_schema_suite.json").read_text())
 REFUSED = {

@@ -25,8 +25,8 @@ from scripted_results import draw_logprobs, pick_token, proposed_drafts, score_p
 from scripted_row import ScriptedRow
 from scripted_states import ScriptedStates
 from scripted_tokens import VOCAB, draw, horizon, pooled
-from slipstream.request import NEVER
-from slipstream.step import NO_POOLING, Admission, Late, StepPlan, StepResult
+from slipstream.contracts.request import NEVER
+from slipstream.contracts.step import NO_POOLING, Admission, Late, StepPlan, StepResult
 
 
 class ScriptedExecutor:

@@ -10,17 +10,17 @@ import msgspec
 from hand_cache import make_spec
 from scripted import ScriptedExecutor
 from scripted_tokens import alone, horizon, pooled
-from slipstream.cache_spec import CacheGroup, StateField, StateSpec
 from slipstream.config.config import CacheConfig, SchedulerConfig, StateConfig
-from slipstream.lora_request import LoRARequest
-from slipstream.messages import Output
-from slipstream.params import SamplingParams
-from slipstream.pooling_params import PoolingParams
-from slipstream.request import NEVER, FinishReason, Request
+from slipstream.contracts.cache_spec import CacheGroup, StateField, StateSpec
+from slipstream.contracts.messages import Output
+from slipstream.contracts.request import NEVER, FinishReason, Request
+from slipstream.contracts.step import StepPlan
+from slipstream.params.lora import LoRARequest
+from slipstream.params.pooling import PoolingParams
+from slipstream.params.sampling import SamplingParams
 from slipstream.scheduler.adapters import Adapters
 from slipstream.scheduler.cache.manager import CacheManager
 from slipstream.scheduler.scheduler import Scheduler
-from slipstream.step import StepPlan
 
 
 def make_config(

@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 
 from patience import PATIENCE
-from slipstream.config.generation import GenerationDefaults
-from slipstream.config.pooling_info import PoolingInfo
+from slipstream.checkpoint.generation import GenerationDefaults
+from slipstream.checkpoint.pooling_info import PoolingInfo
+from slipstream.contracts.messages import LOGPROB, Abort, Output, Pooled, Submit, SubmitAll
+from slipstream.contracts.request import FinishReason
 from slipstream.engine.model_description import ModelDescription
 from slipstream.frontend.async_engine import AsyncEngine
-from slipstream.messages import LOGPROB, Abort, Output, Pooled, Submit, SubmitAll
-from slipstream.params import SamplingParams
-from slipstream.pooling_params import PoolingParams
-from slipstream.request import FinishReason
+from slipstream.params.pooling import PoolingParams
+from slipstream.params.sampling import SamplingParams
 from slipstream.transport.frames import (
     AbortAll,
     AbortedAll,

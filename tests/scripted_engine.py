@@ -10,12 +10,12 @@ from scripted import ScriptedExecutor
 from scripted_bench import make_config
 from scripted_tokens import alone
 from slipstream.config.config import SchedulerConfig
+from slipstream.contracts.messages import Submit
+from slipstream.contracts.request import FinishReason, Request
+from slipstream.contracts.step import Late, StepPlan, StepResult
 from slipstream.engine.core import EngineCore
-from slipstream.messages import Submit
-from slipstream.params import SamplingParams
-from slipstream.request import FinishReason, Request
+from slipstream.params.sampling import SamplingParams
 from slipstream.scheduler.grammar.constraints import Constraints
-from slipstream.step import Late, StepPlan, StepResult
 
 
 class ScriptedDevice:

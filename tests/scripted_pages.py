@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from scripted_row import ScriptedRow
-from slipstream.step import NULL_PAGE, StepPlan, TierPlan
+from slipstream.contracts.step import NULL_PAGE, StepPlan, TierPlan
 
 Content = tuple[int, int, bool]  # token, position, whether its key has the long rope factors
 Slot = tuple[int, int]  # page, offset

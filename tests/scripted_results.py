@@ -9,8 +9,8 @@ import numpy as np
 
 from scripted_row import ScriptedRow
 from scripted_tokens import VOCAB
-from slipstream.params import MAX_PACKED_LOGPROBS
-from slipstream.step import Admission, Late, StepLogprobs, StepPlan
+from slipstream.contracts.step import Admission, Late, StepLogprobs, StepPlan
+from slipstream.params.sampling import MAX_PACKED_LOGPROBS
 
 
 def pick_token(wanted: int, admission: Admission, late: Late | None, offset: int = 0) -> int | None:

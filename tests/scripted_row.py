@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slipstream.step import Admission, PoolAdmission
+from slipstream.contracts.step import Admission, PoolAdmission
 
 
 class ScriptedRow:

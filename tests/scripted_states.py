@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from scripted_row import ScriptedRow
-from slipstream.step import StepPlan
+from slipstream.contracts.step import StepPlan
 
 
 class ScriptedStates:

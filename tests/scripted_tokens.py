@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from slipstream.request import NEVER, FinishReason, Request
+from slipstream.contracts.request import NEVER, FinishReason, Request
 
 VOCAB = 97
 

@@ -10,7 +10,7 @@ import gguf
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from slipstream.config.gguf_file import GgufFile, GgufTensor
+from slipstream.checkpoint.gguf_file import GgufFile, GgufTensor
 
 
 def smollm2() -> Path | None:

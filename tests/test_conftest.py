@@ -12,7 +12,7 @@ from child import child_env
 TESTS = """
 import logging, os, sys, threading, warnings
 import pytest
-from slipstream.log import pass_on_log, set_up_log
+from slipstream.base.log import pass_on_log, set_up_log
 
 log, new = logging.getLogger("slipstream.of_a_test"), "slipstream.made_by_a_test"
 

@@ -10,7 +10,7 @@ import warnings
 
 import pytest
 
-from slipstream.log import FORMAT, LEVEL, pass_on_log, set_up_child_log, set_up_log
+from slipstream.base.log import FORMAT, LEVEL, pass_on_log, set_up_child_log, set_up_log
 
 
 def test_json_lines_have_the_extra_fields_and_the_exception(capsys):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from slipstream.logits_processor import BatchUpdate, MoveDirectionality, process_dict_updates
-from slipstream.params import SamplingParams
+from slipstream.params.processors import BatchUpdate, MoveDirectionality, process_dict_updates
+from slipstream.params.sampling import SamplingParams
 
 WITH, WITHOUT = SamplingParams(extra_args={"target": 7}), SamplingParams()
 

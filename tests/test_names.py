@@ -88,19 +88,17 @@ AMBIGUOUS = {
     "ways": "methods, formats, directions, or kernels",
     "reports": "results, outputs, logprobs, or stats",
 }
-HAVE_SLOTS = (
-    "ops/ nn/ runner/ config/ scheduler/adapter.py scheduler/adapters.py scheduler/encoder_scheduler.py step.py "
-    "scheduler/cache/ engine/plan_checker.py engine/checked_pages.py engine/recorder.py engine/record_file.py "
-    "engine/replayed_adapters.py engine/rank_adapters.py engine/page_client.py engine/page_server.py "
-    "engine/page_listener.py engine/page_peer.py engine/page_wire.py engine/rank_pages.py engine/shared_pages.py "
-    "engine/device_pages.py"
-)
+HAVE_SLOTS = "ops/ nn/ runner/ config/ contracts/ engine/ handoff/ ranks/ record/ scheduler/"
 HAVE_TEXT_LINES = (
-    "config/vocabulary.py device/device.py device/sync_check/ log.py metrics/ nn/models/transformers_probe.py "
-    "ops/native.py ops/linear/triton/epilogue.py parsers/ serve/ text/"
+    "base/ checkpoint/late_info.py device/device.py device/sync_check/ metrics/ nn/models/transformers_probe.py "
+    "nn/transformers_probe.py ops/native.py ops/platform/native.py ops/linear/triton/epilogue.py "
+    "ops/gemm/linear/epilogue.py parsers/ serve/ text/"
 )
-HAVE_PLANS = "dist/ engine/ runner/ scheduler/ serve/cli/ serve/http/cohere/ step.py"
-HAVE_HEADS = "cache_spec.py config/ engine/ frontend/model_config_view.py nn/ ops/ runner/ serve/cli/plan.py"
+HAVE_PLANS = "contracts/ dist/ engine/ ranks/ record/ runner/ scheduler/ serve/"
+HAVE_HEADS = (
+    "checkpoint/ config/ contracts/ engine/ front/vllm_names.py frontend/model_config_view.py nn/ ops/ record/ runner/ "
+    "serve/cli/plan.py"
+)
 # Words with one meaning, which belongs to these files; other files use another word.
 LIMITED = {
     "head": ("of attention or of a model; else header", HAVE_HEADS),

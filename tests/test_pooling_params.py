@@ -6,10 +6,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from slipstream.errors import InvalidParams
-from slipstream.messages import Abort, Output, Pooled, Submit
-from slipstream.params import SamplingParams
-from slipstream.pooling_params import PoolingParams
+from slipstream.base.errors import InvalidParams
+from slipstream.contracts.messages import Abort, Output, Pooled, Submit
+from slipstream.params.pooling import PoolingParams
+from slipstream.params.sampling import SamplingParams
 
 BAD = [
     (dict(task="translate"), "task is 'translate'; give one of embed, classify"),

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from slipstream import RequestOutputKind, SamplingParams
-from slipstream.errors import InvalidParams
+from slipstream.base.errors import InvalidParams
 
 VLLM = json.loads((Path(__file__).parent / "data" / "vllm_names.json").read_text())["classes"]["SamplingParams"]
 INTERNAL = {"skip_clone", "output_text_buffer_length", "routed_experts_prompt_start"}

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 import slipstream
+from slipstream.base.errors import InvalidOption
 from slipstream.config.options import Options, make_options
 from slipstream.config.vllm_args import NO_EFFECT, REFUSED, TRANSLATED
-from slipstream.errors import InvalidOption
 from slipstream.frontend.vllm_methods import NOT_SUPPORTED
 
 LISTED = json.loads((Path(__file__).parent / "data" / "vllm_names.json").read_text())

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from slipstream.config.model_info import ModelInfo, read_model_info
+from slipstream.checkpoint.model_info import ModelInfo, read_model_info
 from slipstream.nn.models import registry
 from slipstream.nn.models.decoder_shape import DecoderShape, RopeShape
 from slipstream.nn.models.llama import llama_rules, llama_shape

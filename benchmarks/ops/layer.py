@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from timing import replay_seconds
 
-from slipstream.config.model_info import RopeInfo
-from slipstream.config.quantization import ONLINE_FP8, Quantization
+from slipstream.checkpoint.model_info import RopeInfo
+from slipstream.checkpoint.quantization import ONLINE_FP8, Quantization
 from slipstream.nn.attention.triton import TritonAttention
 from slipstream.nn.context import BatchView, ForwardContext
 from slipstream.nn.layers.linear import Linear

@@ -9,7 +9,7 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
-from slipstream.version import __version__
+from slipstream.base import __version__
 
 # Torch's wheels for ARM have an allocator of their own (mimalloc), which reads this when torch is loaded: milliseconds
 # until freed memory goes back to the system. With its default, 10, every step faults in its pages again.
@@ -18,7 +18,7 @@ os.environ.setdefault("MIMALLOC_PURGE_DELAY", "1000")
 if TYPE_CHECKING:
     from slipstream.async_llm import AsyncLLM as AsyncLLM
     from slipstream.async_llm import AsyncLLMEngine as AsyncLLMEngine
-    from slipstream.config.pooler_config import PoolerConfig as PoolerConfig
+    from slipstream.config.vllm_args import PoolerConfig as PoolerConfig
     from slipstream.frontend.async_engine import AsyncEngine as AsyncEngine
     from slipstream.frontend.beam_search import BeamSearchParams as BeamSearchParams
     from slipstream.frontend.engine_args import AsyncEngineArgs as AsyncEngineArgs
@@ -42,24 +42,24 @@ if TYPE_CHECKING:
     from slipstream.frontend.vllm_names import TokensPrompt as TokensPrompt
     from slipstream.llm import LLM as LLM
     from slipstream.llm_engine import LLMEngine as LLMEngine
-    from slipstream.logits_processor import AdapterLogitsProcessor as AdapterLogitsProcessor
-    from slipstream.logits_processor import BatchUpdate as BatchUpdate
-    from slipstream.logits_processor import LogitsProcessor as LogitsProcessor
-    from slipstream.logits_processor import MoveDirectionality as MoveDirectionality
-    from slipstream.lora_request import LoRARequest as LoRARequest
     from slipstream.nn.models.update import received_weights as received_weights
-    from slipstream.params import RequestOutputKind as RequestOutputKind
-    from slipstream.params import SamplingParams as SamplingParams
-    from slipstream.pooling_params import PoolingParams as PoolingParams
-    from slipstream.structured_params import StructuredOutputsParams as StructuredOutputsParams
+    from slipstream.params.lora import LoRARequest as LoRARequest
+    from slipstream.params.pooling import PoolingParams as PoolingParams
+    from slipstream.params.processors import AdapterLogitsProcessor as AdapterLogitsProcessor
+    from slipstream.params.processors import BatchUpdate as BatchUpdate
+    from slipstream.params.processors import LogitsProcessor as LogitsProcessor
+    from slipstream.params.processors import MoveDirectionality as MoveDirectionality
+    from slipstream.params.sampling import RequestOutputKind as RequestOutputKind
+    from slipstream.params.sampling import SamplingParams as SamplingParams
+    from slipstream.params.structured import StructuredOutputsParams as StructuredOutputsParams
 
 _HOMES = {
-    "AdapterLogitsProcessor": "slipstream.logits_processor",
+    "AdapterLogitsProcessor": "slipstream.params.processors",
     "AsyncEngine": "slipstream.frontend.async_engine",
     "AsyncEngineArgs": "slipstream.frontend.engine_args",
     "AsyncLLM": "slipstream.async_llm",
     "AsyncLLMEngine": "slipstream.async_llm",
-    "BatchUpdate": "slipstream.logits_processor",
+    "BatchUpdate": "slipstream.params.processors",
     "BeamSearchParams": "slipstream.frontend.beam_search",
     "ClassificationOutput": "slipstream.frontend.pooling.results",
     "ClassificationRequestOutput": "slipstream.frontend.pooling.results",
@@ -70,22 +70,22 @@ _HOMES = {
     "FlatLogprobs": "slipstream.frontend.logprobs",
     "LLM": "slipstream.llm",
     "LLMEngine": "slipstream.llm_engine",
-    "LogitsProcessor": "slipstream.logits_processor",
+    "LogitsProcessor": "slipstream.params.processors",
     "Logprob": "slipstream.frontend.results",
-    "MoveDirectionality": "slipstream.logits_processor",
-    "PoolerConfig": "slipstream.config.pooler_config",
+    "MoveDirectionality": "slipstream.params.processors",
+    "PoolerConfig": "slipstream.config.vllm_args",
     "PoolingOutput": "slipstream.frontend.pooling.results",
-    "PoolingParams": "slipstream.pooling_params",
+    "PoolingParams": "slipstream.params.pooling",
     "PoolingRequestOutput": "slipstream.frontend.pooling.results",
     "PromptType": "slipstream.frontend.vllm_names",
     "RequestOutput": "slipstream.frontend.results",
-    "RequestOutputKind": "slipstream.params",
-    "LoRARequest": "slipstream.lora_request",
-    "SamplingParams": "slipstream.params",
+    "RequestOutputKind": "slipstream.params.sampling",
+    "LoRARequest": "slipstream.params.lora",
+    "SamplingParams": "slipstream.params.sampling",
     "ScoringOutput": "slipstream.frontend.pooling.results",
     "ScoringRequestOutput": "slipstream.frontend.pooling.results",
     "StatLoggerBase": "slipstream.frontend.stat_loggers",
-    "StructuredOutputsParams": "slipstream.structured_params",
+    "StructuredOutputsParams": "slipstream.params.structured",
     "TextPrompt": "slipstream.frontend.vllm_names",
     "EmbedsPrompt": "slipstream.frontend.vllm_names",
     "TokensPrompt": "slipstream.frontend.vllm_names",

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Collection, Iterable
 from typing import TYPE_CHECKING, Any, Literal
 
-from slipstream.errors import EngineDead, InvalidParams
+from slipstream.base.errors import EngineDead, InvalidParams
 from slipstream.frontend.async_engine import AsyncEngine
 from slipstream.frontend.control import control
 from slipstream.frontend.inputs import Prompt
@@ -15,9 +15,9 @@ from slipstream.frontend.pooling.results import PoolingRequestOutput, as_plain
 from slipstream.frontend.results import CompletionOutput, RequestOutput
 from slipstream.frontend.stat_loggers import StatLoggerFactory, StatLoggers
 from slipstream.frontend.vllm_names import check_unused, refuse_running_reset, refuse_unused
-from slipstream.lora_request import LoRARequest
-from slipstream.params import SamplingParams
-from slipstream.pooling_params import PoolingParams
+from slipstream.params.lora import LoRARequest
+from slipstream.params.pooling import PoolingParams
+from slipstream.params.sampling import SamplingParams
 from slipstream.text.script_tokenizer import ScriptTokenizer
 
 if TYPE_CHECKING:

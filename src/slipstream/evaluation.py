@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from slipstream.errors import UserError
+from slipstream.base.errors import UserError
 from slipstream.llm import LLM
-from slipstream.params import SamplingParams
+from slipstream.params.sampling import SamplingParams
 
 _LIKELY = math.log(1e-4)  # logprob of tokens that may be sampled
 

@@ -11,16 +11,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
+from slipstream.base.errors import InvalidOption, InvalidParams, InvalidPrompt
+from slipstream.base.log import progress
+from slipstream.base.processes import frozen_gc
 from slipstream.config.config import EngineConfig
 from slipstream.config.options import options_of
 from slipstream.device.device import Device
 from slipstream.engine.chrome_trace import chrome_trace
 from slipstream.engine.core import EngineCore
-from slipstream.engine.gc_freeze import frozen_gc
-from slipstream.engine.progress import progress
 from slipstream.engine.record_folder import write_private
 from slipstream.engine.step_log import StepLog, stop
-from slipstream.errors import InvalidOption, InvalidParams, InvalidPrompt
 from slipstream.frontend.adapter_names import AdapterNames
 from slipstream.frontend.beam_grammar import BeamGrammars
 from slipstream.frontend.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
@@ -36,8 +36,8 @@ from slipstream.frontend.sync_beam_search import search_to_the_end
 from slipstream.frontend.sync_loop import SyncLoop
 from slipstream.frontend.vllm_methods import VllmMethods
 from slipstream.frontend.vllm_names import check_unused, refuse_unused
-from slipstream.lora_request import LoRARequest
-from slipstream.params import SamplingParams
+from slipstream.params.lora import LoRARequest
+from slipstream.params.sampling import SamplingParams
 from slipstream.text.tokenizer import Tokenizer
 from slipstream.transport.replica_source import has_replicas
 

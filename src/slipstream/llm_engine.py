@@ -10,7 +10,7 @@ from slipstream.llm import LLM
 
 if TYPE_CHECKING:
     from slipstream.frontend.engine_args import EngineArgs
-    from slipstream.metrics.reader import Metric
+    from slipstream.metrics.prometheus import Metric
 
 T = TypeVar("T")
 

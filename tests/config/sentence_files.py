@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from slipstream.config.model_info import read_model_info
+from slipstream.checkpoint.model_info import read_model_info
+from slipstream.checkpoint.pooling_info import PoolingInfo
 from slipstream.config.options import make_options
-from slipstream.config.pooling_info import PoolingInfo
 from slipstream.config.read_pooling import read_pooling
 
 BERT = {

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.config import cpus
-from slipstream.config.cpus import num_cores, num_cpus
+from slipstream.base import host
+from slipstream.base.host import num_cores, num_cpus
 
 
 @pytest.fixture
 def affinity(monkeypatch: pytest.MonkeyPatch):
     def use(*numbers: int) -> None:
-        monkeypatch.setattr(cpus, "_affinity", lambda: list(numbers))
+        monkeypatch.setattr(host, "_affinity", lambda: list(numbers))
 
     return use
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from slipstream.config.draft_config import MAX_DRAFTS, DraftConfig, check_draft_ranks, read_draft_config
-from slipstream.errors import InvalidOption
+from slipstream.base.errors import InvalidOption
+from slipstream.config.config import MAX_DRAFTS, DraftConfig, check_draft_ranks, read_draft_config
 
 
 def test_the_fields_have_vllms_names() -> None:

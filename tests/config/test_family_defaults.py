@@ -12,9 +12,8 @@ import pytest
 import transformers
 from huggingface_hub.errors import StrictDataclassClassValidationError
 
-from slipstream.config.check_info import check_info
-from slipstream.config.model_info import model_info_from_config
-from slipstream.errors import BadCheckpoint
+from slipstream.base.errors import BadCheckpoint
+from slipstream.checkpoint.model_info import check_info, model_info_from_config
 from slipstream.nn.models.decoder_shape import DecoderShape
 from slipstream.nn.models.registry import find_shape
 from tiny import _COMMON, _CONFIGS, _FAMILIES

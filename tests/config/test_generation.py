@@ -7,11 +7,11 @@ from typing import Any
 import gguf
 import pytest
 
-from slipstream.config.generation import GenerationDefaults, read_generation_defaults
+from slipstream.base.errors import BadCheckpoint
+from slipstream.checkpoint.generation import GenerationDefaults, read_generation_defaults
 from slipstream.config.options import Options
 from slipstream.engine.build import open_model
-from slipstream.errors import BadCheckpoint
-from slipstream.params import SamplingParams
+from slipstream.params.sampling import SamplingParams
 from tiny import write_tiny
 from tiny_gguf import write_gguf
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from gguf.constants import GGML_QUANT_SIZES
 
-from slipstream.config.gguf_file import GgufFile
-from slipstream.config.locate import LocatedModel
-from slipstream.errors import BadCheckpoint, ModelError, UnsupportedModel
+from slipstream.base.errors import BadCheckpoint, ModelError, UnsupportedModel
+from slipstream.checkpoint.gguf_file import GgufFile
+from slipstream.checkpoint.locate import LocatedModel
 
 
 def write_tiny(path: Path) -> Path:

@@ -7,11 +7,11 @@ import gguf
 import numpy as np
 import pytest
 
-from slipstream.config.gguf_file import GgufFile
-from slipstream.config.gguf_info import gguf_model_info
-from slipstream.config.locate import LocatedModel
-from slipstream.config.model_info import ModelInfo
-from slipstream.errors import BadCheckpoint, UnsupportedModel
+from slipstream.base.errors import BadCheckpoint, UnsupportedModel
+from slipstream.checkpoint.gguf_file import GgufFile
+from slipstream.checkpoint.gguf_info import gguf_model_info
+from slipstream.checkpoint.locate import LocatedModel
+from slipstream.checkpoint.model_info import ModelInfo
 
 FACTS: dict[str, Any] = {
     "block_count": 2,

@@ -11,9 +11,9 @@ import pytest
 from hand_batch import HandRunner
 from hand_load import load
 from slipstream import LLM, SamplingParams
-from slipstream.config.gguf_file import GgufFile
-from slipstream.config.gguf_parts import model_name, part_paths
-from slipstream.errors import BadCheckpoint
+from slipstream.base.errors import BadCheckpoint
+from slipstream.checkpoint.gguf_file import GgufFile
+from slipstream.checkpoint.locate import model_name, part_paths
 from tiny import write_tiny
 from tiny_gguf import write_gguf
 

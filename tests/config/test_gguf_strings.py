@@ -6,7 +6,7 @@ import struct
 
 import pytest
 
-from slipstream.config.gguf_strings import decode_strings, find_strings, first_bad_string
+from slipstream.checkpoint.gguf_file import decode_strings, find_strings, first_bad_string
 
 HEAD = b"GGUF and more"  # whatever is before the array
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.config.host_memory import available_memory, total_memory
+from slipstream.base.host import available_memory, total_memory
 
 MIB = 1 << 20
 

@@ -6,11 +6,11 @@ import os
 
 import pytest
 
-from slipstream.config.gguf_file import GgufFile
-from slipstream.config.json_file import MAX_READ, load_json, read_utf8
-from slipstream.config.locate import locate
+from slipstream.base.errors import BadCheckpoint, BadTokenizer
+from slipstream.base.files import MAX_READ, load_json, read_utf8
+from slipstream.checkpoint.gguf_file import GgufFile
+from slipstream.checkpoint.locate import locate
 from slipstream.engine.rank_adapters import RankAdapters
-from slipstream.errors import BadCheckpoint, BadTokenizer
 from slipstream.text.tokenizer import Tokenizer
 
 

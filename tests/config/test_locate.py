@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from slipstream.config import locate as locate_module
-from slipstream.config.locate import LocatedModel, locate, locate_tokenizer
-from slipstream.errors import InvalidOption, ModelNotFound
+from slipstream.base.errors import InvalidOption, ModelNotFound
+from slipstream.checkpoint import locate as locate_module
+from slipstream.checkpoint.locate import LocatedModel, locate, locate_tokenizer
 
 
 class FakeHub:

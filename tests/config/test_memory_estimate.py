@@ -6,17 +6,16 @@ import msgspec
 import pytest
 
 from hand_cache import one_group
-from slipstream.config.activation_size import activation_bytes
-from slipstream.config.cache_room import LIBRARIES, fit_cache
+from slipstream.base.errors import NotEnoughMemory
+from slipstream.checkpoint.model_info import ModelInfo, model_info_from_config
+from slipstream.checkpoint.pooling_info import PoolingInfo
+from slipstream.checkpoint.quantization import ONLINE_FP8, Quantization
+from slipstream.config.buffer_size import activation_bytes
+from slipstream.config.cache_size import LIBRARIES, fit_cache
 from slipstream.config.config import DraftModelConfig
-from slipstream.config.machine import Machine
-from slipstream.config.memory import MAX_DEQUANTIZED, estimate_memory
-from slipstream.config.model_info import ModelInfo, model_info_from_config
+from slipstream.config.memory import MAX_DEQUANTIZED, Machine, estimate_memory
 from slipstream.config.options import make_options
-from slipstream.config.pooling_info import PoolingInfo
-from slipstream.config.quantization import ONLINE_FP8, Quantization
 from slipstream.config.resolve import Source, resolve
-from slipstream.errors import NotEnoughMemory
 from slipstream.nn.models.registry import find_shape
 from small_model import CONFIG
 

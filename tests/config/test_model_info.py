@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from slipstream.config.architecture import OF_MODEL_TYPE
-from slipstream.config.model_info import ModelInfo, family_name, model_info_from_config, read_model_info
-from slipstream.errors import BadCheckpoint, ModelError, UnsupportedModel
+from slipstream.base.errors import BadCheckpoint, ModelError, UnsupportedModel
+from slipstream.checkpoint.architecture import OF_MODEL_TYPE
+from slipstream.checkpoint.model_info import ModelInfo, family_name, model_info_from_config, read_model_info
 from slipstream.nn.models.registry import BIDIRECTIONAL, DECODERS, ENCODER_FAMILIES, find_family
 
 CONFIG: dict[str, Any] = {

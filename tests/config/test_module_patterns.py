@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from slipstream.config.module_patterns import ModulePatterns
+from slipstream.checkpoint.module_patterns import ModulePatterns
 
 NAMES = [
     f"model.layers.{layer}.{part}"

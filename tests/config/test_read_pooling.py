@@ -6,12 +6,12 @@ import msgspec
 import pytest
 from sentence_files import BERT, IDENTITY, OLD, QWEN3, SIGMOID, modules, read, write
 
-from slipstream.config.locate import EMBEDDER_PACKAGE, default_embedder, locate
-from slipstream.config.model_info import read_model_info
+from slipstream.base.errors import BadCheckpoint, InvalidOption, ModelNotFound, UnsupportedModel
+from slipstream.checkpoint.locate import EMBEDDER_PACKAGE, default_embedder, locate
+from slipstream.checkpoint.model_info import read_model_info
+from slipstream.checkpoint.pooling_info import DenseInfo, Role
 from slipstream.config.options import make_options
-from slipstream.config.pooling_info import DenseInfo, Role
 from slipstream.config.read_pooling import read_pooling
-from slipstream.errors import BadCheckpoint, InvalidOption, ModelNotFound, UnsupportedModel
 
 
 def test_a_decoder_is_embedded_by_its_last_token_and_generates(tmp_path: Path) -> None:

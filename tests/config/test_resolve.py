@@ -6,16 +6,14 @@ import msgspec
 import pytest
 
 from hand_cache import make_spec
-from slipstream.cache_spec import CacheGroup, StateSpec
-from slipstream.config.cache_room import fit_cache
-from slipstream.config.machine import Machine
-from slipstream.config.model_info import ModelInfo
-from slipstream.config.model_sizes import ModelSizes
-from slipstream.config.option_values import parse_bytes
-from slipstream.config.options import Options, make_options
-from slipstream.config.pooling_info import PoolingInfo
+from slipstream.base.errors import InvalidOption, NotEnoughMemory
+from slipstream.checkpoint.model_info import ModelInfo, ModelSizes
+from slipstream.checkpoint.pooling_info import PoolingInfo
+from slipstream.config.cache_size import fit_cache
+from slipstream.config.memory import Machine
+from slipstream.config.options import Options, make_options, parse_bytes
 from slipstream.config.resolve import Source, resolve, resolve_dtype
-from slipstream.errors import InvalidOption, NotEnoughMemory
+from slipstream.contracts.cache_spec import CacheGroup, StateSpec
 from slipstream.nn.shapes import DeltaShape
 from slipstream.nn.ssm_shapes import Mamba2Shape, ShortConvShape
 

@@ -12,9 +12,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModel
 
-from slipstream.config.model_info import model_info_from_config
-from slipstream.config.rope_info import RopeInfo
-from slipstream.errors import BadCheckpoint
+from slipstream.base.errors import BadCheckpoint
+from slipstream.checkpoint.model_info import RopeInfo, model_info_from_config
 from slipstream.nn.layers.rope import rope_frequencies
 
 SIZES = {

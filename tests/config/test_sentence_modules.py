@@ -9,8 +9,8 @@ import msgspec
 import pytest
 from sentence_files import BERT, IDENTITY, NEW, OLD, modules, read
 
-from slipstream.config.pooling_info import DenseInfo, LayerNormInfo, PoolingInfo, UnitNormInfo
-from slipstream.errors import BadCheckpoint, UnsupportedModel
+from slipstream.base.errors import BadCheckpoint, UnsupportedModel
+from slipstream.checkpoint.pooling_info import DenseInfo, LayerNormInfo, PoolingInfo, UnitNormInfo
 
 
 @pytest.mark.parametrize(

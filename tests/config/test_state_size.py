@@ -5,15 +5,14 @@ from __future__ import annotations
 import pytest
 
 from hand_cache import one_group
-from slipstream.cache_spec import STATE_CHUNK, CacheGroup, StateField, StateSpec
-from slipstream.config.cache_room import LIBRARIES
+from slipstream.base.errors import InvalidOption
+from slipstream.checkpoint.model_info import ModelInfo, model_info_from_config
+from slipstream.config.cache_size import LIBRARIES
 from slipstream.config.config import EngineConfig
-from slipstream.config.machine import Machine
-from slipstream.config.memory import estimate_memory
-from slipstream.config.model_info import ModelInfo, model_info_from_config
+from slipstream.config.memory import Machine, estimate_memory
 from slipstream.config.options import make_options
 from slipstream.config.resolve import Source, fewer_rows, resolve
-from slipstream.errors import InvalidOption
+from slipstream.contracts.cache_spec import STATE_CHUNK, CacheGroup, StateField, StateSpec
 from slipstream.nn.models.registry import find_shape
 from small_model import CONFIG
 

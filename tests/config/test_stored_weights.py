@@ -10,9 +10,9 @@ import msgspec
 import pytest
 import torch
 
+from slipstream.checkpoint.locate import WHOLE
 from slipstream.config.options import Options
 from slipstream.config.stored_weights import StoredWeights
-from slipstream.config.weight_files import WHOLE
 from slipstream.engine.build import open_model
 from slipstream.engine.model_description import ModelDescription
 from tiny import tiny_weights, write_tiny

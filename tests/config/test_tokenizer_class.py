@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.config.tokenizer_class import gives_types, tokenizer_class
+from slipstream.checkpoint.sentence_modules import gives_types, tokenizer_class
 from tiny_encoder import write_pair_tokenizer
 
 MODEL_TYPES = ("bert", "distilbert", "nomic_bert", "mpnet", "roberta", "modernbert")

@@ -10,10 +10,10 @@ import torch
 from config.sentence_files import BERT, read
 from scripted_core import facts
 from slipstream import PoolerConfig, SamplingParams
-from slipstream.config.generation import read_generation_defaults
+from slipstream.base.errors import InvalidOption, InvalidParams, ModelNotFound
+from slipstream.checkpoint.generation import read_generation_defaults
 from slipstream.config.options import make_options
 from slipstream.engine.build import estimate_build
-from slipstream.errors import InvalidOption, InvalidParams, ModelNotFound
 from slipstream.frontend.front_end_args import FrontEndArgs
 from slipstream.frontend.inputs import InputProcessor
 from tiny import write_tiny

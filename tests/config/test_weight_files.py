@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.config.locate import locate
-from slipstream.config.weight_files import INDEX, TORCH_INDEX, TORCH_WHOLE, WHOLE, has_weights, require_weights
-from slipstream.errors import BadCheckpoint, UnsupportedModel
+from slipstream.base.errors import BadCheckpoint, UnsupportedModel
+from slipstream.checkpoint.locate import INDEX, TORCH_INDEX, TORCH_WHOLE, WHOLE, has_weights, locate, require_weights
 
 ADAPTER = {"peft_type": "LORA", "base_model_name_or_path": "org/base"}
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from patience import PATIENCE
+from slipstream.base.processes import child_environment
 from slipstream.device.device import CudaDevice
-from slipstream.engine.child_process import child_environment
 
 pytestmark = pytest.mark.cuda
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from slipstream.base.errors import InvalidOption
 from slipstream.config.options import make_options
 from slipstream.device.device import _pinning_works, detect_machine, open_device, seems_cuda
-from slipstream.errors import InvalidOption
 
 
 def test_the_environment_settles_what_auto_is(monkeypatch):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slipstream.dist.group import DryGroup, Group, announce_end
-from slipstream.errors import EngineDead
+from slipstream.base.errors import EngineDead
 
 
 def test_ranks_share_numbers_and_tensors(tmp_path):

@@ -9,9 +9,9 @@ import pytest
 
 from scripted_bench import Bench
 from slipstream.dist.plan_codec import decode_late, decode_plan, encode_late, encode_plan
-from slipstream.params import SamplingParams
-from slipstream.pooling_params import PoolingParams
-from slipstream.step import (
+from slipstream.params.sampling import SamplingParams
+from slipstream.params.pooling import PoolingParams
+from slipstream.contracts.step import (
     NO_INTS,
     NO_PAGES,
     AdapterLoad,

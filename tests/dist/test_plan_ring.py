@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from slipstream.dist.plan_ring import PlanReader, PlanWriter
-from slipstream.errors import EngineDead
+from slipstream.base.errors import EngineDead
 
 
 def open_ring(num_readers, size):

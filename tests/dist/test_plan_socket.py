@@ -11,7 +11,7 @@ import pytest
 
 from slipstream.dist.plan_socket import PlanSocketReader, PlanSockets
 from slipstream.engine.rank_link import SECRET_BYTES, accept_rank, join_rank, receive_exactly
-from slipstream.errors import EngineDead
+from slipstream.base.errors import EngineDead
 
 
 def open_pairs(num):

@@ -8,8 +8,8 @@ import threading
 import pytest
 
 from slipstream.dist.step_exchange import StepExchange, connect_peers, listen_for_peers
-from slipstream.errors import EngineDead
-from slipstream.step import StepSizes
+from slipstream.base.errors import EngineDead
+from slipstream.contracts.step import StepSizes
 
 
 def exchanges(count=2):

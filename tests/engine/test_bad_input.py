@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slipstream import LLM, AsyncEngine, SamplingParams
-from slipstream.errors import (
+from slipstream.base.errors import (
     BadCheckpoint,
     BadTokenizer,
     EngineClosed,

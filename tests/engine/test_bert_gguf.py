@@ -8,8 +8,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from slipstream import LLM
-from slipstream.config.locate import default_embedder
-from slipstream.errors import BadTokenizer, ModelNotFound, UnsupportedModel
+from slipstream.base.errors import BadTokenizer, ModelNotFound, UnsupportedModel
+from slipstream.checkpoint.locate import default_embedder
 from slipstream.text.gguf_vocab import gguf_tokenizer
 from tiny_encoder import write_modules, write_tiny_encoder
 from tiny_gguf import bert_vocab, write_bert_gguf

@@ -20,9 +20,9 @@ from law7 import PAIRED, PROMPTS
 from law7_engine import GREEDY, assert_same, make
 from replay_device import ReplayDevice
 from slipstream import LLM, SamplingParams
+from slipstream.base.errors import BadCheckpoint, InvalidOption, ModelNotFound
 from slipstream.config.options import make_options
 from slipstream.engine.build import estimate_build
-from slipstream.errors import BadCheckpoint, InvalidOption, ModelNotFound
 from tiny import write_weights
 from tiny_drafters import HEAD_DIM, write_dflash, write_few
 

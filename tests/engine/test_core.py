@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from scripted_engine import scripted_core, submit, tokens_alone
-from slipstream.errors import EngineDead, InvalidPrompt, QueueFull, UserError
-from slipstream.messages import Abort, Submit
-from slipstream.params import SamplingParams
-from slipstream.pooling_params import PoolingParams
-from slipstream.request import FinishReason
-from slipstream.step import StepResult
+from slipstream.base.errors import EngineDead, InvalidPrompt, QueueFull, UserError
+from slipstream.contracts.messages import Abort, Submit
+from slipstream.contracts.request import FinishReason
+from slipstream.contracts.step import StepResult
+from slipstream.params.pooling import PoolingParams
+from slipstream.params.sampling import SamplingParams
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1, 2])
 

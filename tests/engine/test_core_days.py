@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from scripted_engine import scripted_core, submit, tokens_alone
+from slipstream.base.errors import EngineDead
+from slipstream.contracts.messages import Abort, Output, Submit, SubmitAll
+from slipstream.contracts.request import FinishReason
 from slipstream.engine.lanes import Lanes
-from slipstream.errors import EngineDead
-from slipstream.messages import Abort, Output, Submit, SubmitAll
-from slipstream.request import FinishReason
 from slipstream.transport.core_process import CoreProcess
 from slipstream.transport.frames import Refused
 

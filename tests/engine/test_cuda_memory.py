@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from slipstream import LLM, PoolingParams, SamplingParams
-from slipstream.config.cache_room import LIBRARIES
+from slipstream.config.cache_size import LIBRARIES
 from slipstream.config.memory import MemoryEstimate, estimate_memory
 from slipstream.config.options import make_options
 from slipstream.engine.build import estimate_build

@@ -6,8 +6,8 @@ import pytest
 
 from pool_bench import PoolBench, assert_same, write_reward_model
 from slipstream.device.sync_check import watch
-from slipstream.params import SamplingParams
-from slipstream.pooling_params import PoolingParams
+from slipstream.params.pooling import PoolingParams
+from slipstream.params.sampling import SamplingParams
 from tiny import write_tiny
 from tiny_encoder import write_tiny_encoder
 

@@ -14,10 +14,10 @@ import time
 import pytest
 
 from slipstream import LLM, AdapterLogitsProcessor, LoRARequest, SamplingParams
+from slipstream.base.errors import EngineDead, InvalidOption, ReplicaLost
 from slipstream.config.options import make_options
 from slipstream.engine.build import estimate_build
-from slipstream.errors import EngineDead, InvalidOption, ReplicaLost
-from slipstream.structured_params import StructuredOutputsParams
+from slipstream.params.structured import StructuredOutputsParams
 from tiny import write_tiny
 from tiny_adapter import write_adapter
 from tiny_drafters import write_few, write_mtp

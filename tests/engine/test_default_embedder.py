@@ -10,8 +10,8 @@ import torch
 
 from child import child_env
 from slipstream import LLM
-from slipstream.config.locate import default_embedder
-from slipstream.errors import ModelNotFound
+from slipstream.base.errors import ModelNotFound
+from slipstream.checkpoint.locate import default_embedder
 
 SENTENCES = [
     "Hi.",

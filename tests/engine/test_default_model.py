@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from slipstream import LLM, SamplingParams
-from slipstream.config.gguf_file import GgufFile
+from slipstream.checkpoint.gguf_file import GgufFile
 from slipstream.ops import native
 from smollm2_oracle import PATH, oracle
 

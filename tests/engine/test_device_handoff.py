@@ -18,14 +18,14 @@ from test_handoff import make as make_engine
 from patience import PATIENCE
 from peer_device import LatePeerDevice, PeerDevice
 from rank_threads import run_ranks_as_threads
+from slipstream.base.errors import InvalidOption
+from slipstream.config.config import read_transfer_config
 from slipstream.config.options import make_options
-from slipstream.config.transfer_config import read_transfer_config
+from slipstream.contracts.messages import Abort, Submit
+from slipstream.contracts.step import TierPlan
 from slipstream.engine import build, page_server
 from slipstream.engine.build import estimate_build
-from slipstream.errors import InvalidOption
-from slipstream.messages import Abort, Submit
 from slipstream.runner import build as runner_build
-from slipstream.step import TierPlan
 from tiny import write_tiny
 
 PAGES = 9  # of a prompt

@@ -4,8 +4,8 @@ import pytest
 
 from scripted_engine import scripted_core, submit
 from slipstream import LLM
+from slipstream.contracts.messages import Abort
 from slipstream.engine.device_timing import DeviceTime, DeviceTimer
-from slipstream.messages import Abort
 from tiny_encoder import write_tiny_encoder
 
 

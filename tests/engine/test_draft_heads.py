@@ -20,9 +20,9 @@ from law7_engine import GREEDY, MAX_LEN, assert_same, make
 from plain_mtp import PlainMtp, rms_norm
 from replay_device import ReplayDevice
 from slipstream import SamplingParams
+from slipstream.base.errors import BadCheckpoint, InvalidOption
 from slipstream.config.options import make_options
 from slipstream.engine.build import estimate_build
-from slipstream.errors import BadCheckpoint, InvalidOption
 from tiny import write_tiny, write_weights
 from tiny_drafters import HEAD_DIM, write_eagle, write_eagle3, write_few, write_mtp
 

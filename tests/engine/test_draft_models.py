@@ -14,9 +14,9 @@ from law7_engine import GREEDY, MAX_LEN, assert_same, make
 from plain_decoder import plain_logits
 from replay_device import ReplayDevice
 from slipstream import LLM, SamplingParams
+from slipstream.base.errors import BadCheckpoint, InvalidOption, ModelNotFound
 from slipstream.config.options import make_options
 from slipstream.engine.build import estimate_build
-from slipstream.errors import BadCheckpoint, InvalidOption, ModelNotFound
 from tiny import tiny_weights, write_tiny, write_weights
 
 ONE_LAYER = {"num_hidden_layers": 1, "num_key_value_heads": 1, "head_dim": 24}

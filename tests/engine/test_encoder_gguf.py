@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 
 from jina_bert_oracle import QK_NORM, write_jina_bert
 from slipstream import LLM
-from slipstream.errors import BadTokenizer, UnsupportedModel
+from slipstream.base.errors import BadTokenizer, UnsupportedModel
 from slipstream.text.gguf_vocab import gguf_tokenizer
 from tiny_encoder import write_modules, write_tiny_encoder
 from tiny_gguf_encoders import precompiled_charsmap, unigram_fields, write_encoder_gguf

@@ -18,13 +18,13 @@ import pytest
 from patience import PATIENCE
 from replay_device import ReplayDevice
 from slipstream import LLM, SamplingParams
+from slipstream.base.errors import InvalidOption, ReplicaLost
 from slipstream.config.options import make_options
+from slipstream.contracts.messages import LOGPROB, Submit
 from slipstream.device.device import open_device
 from slipstream.engine.build import build_core, estimate_build, open_models
-from slipstream.errors import InvalidOption, ReplicaLost
-from slipstream.messages import LOGPROB, Submit
+from slipstream.params.structured import StructuredOutputsParams
 from slipstream.serve.cli.main import main
-from slipstream.structured_params import StructuredOutputsParams
 from tiny import write_tiny
 
 SMALL = dict(max_model_len=64, num_pages=64, page_size=4, max_num_seqs=4, num_threads=1, dtype="float64")

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from replay_device import ReplayDevice, captured_forwards
 from slipstream import LLM, SamplingParams
-from slipstream.errors import BadCheckpoint, UnsupportedModel
+from slipstream.base.errors import BadCheckpoint, UnsupportedModel
 from tiny import write_tiny, write_weights
 
 FAMILIES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe", "gpt_oss"]

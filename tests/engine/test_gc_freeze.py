@@ -4,9 +4,9 @@ from types import SimpleNamespace
 import pytest
 
 from slipstream import LLM
-from slipstream.engine import gc_freeze
-from slipstream.engine.gc_freeze import FrozenGc
-from slipstream.errors import EngineClosed
+from slipstream.base import processes
+from slipstream.base.errors import EngineClosed
+from slipstream.base.processes import FrozenGc
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +62,7 @@ def test_objects_that_the_process_froze_are_counted_once(monkeypatch):
 
 
 def test_generate_excludes_older_objects_from_its_first_line_on(monkeypatch):
-    monkeypatch.setattr(gc_freeze.frozen_gc.__self__, "_is_left_to_process", False)
+    monkeypatch.setattr(processes.frozen_gc.__self__, "_is_left_to_process", False)
     seen = []
 
     def check_open():

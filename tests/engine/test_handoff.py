@@ -10,13 +10,13 @@ import pytest
 
 from patience import PATIENCE
 from slipstream import LLM, SamplingParams
+from slipstream.base.errors import InvalidOption
 from slipstream.config.options import make_options
+from slipstream.contracts.messages import Abort, Submit
 from slipstream.engine import page_listener, page_peer
 from slipstream.engine.build import estimate_build
 from slipstream.engine.page_listener import PageListener
 from slipstream.engine.shared_pages import MappedMemory
-from slipstream.errors import InvalidOption
-from slipstream.messages import Abort, Submit
 from slipstream.scheduler.cache.imports import PageImports
 from tiny import write_tiny
 

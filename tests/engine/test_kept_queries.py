@@ -9,13 +9,13 @@ import pytest
 
 from pool_bench import PoolBench
 from scripted_core import ScriptedCore, facts
-from slipstream.config.pooling_info import PoolingInfo
+from slipstream.base.errors import EngineClosed, InvalidPrompt, QueueFull, UserError
+from slipstream.checkpoint.pooling_info import PoolingInfo
+from slipstream.contracts.messages import Abort, Output, Pooled, Submit
+from slipstream.contracts.request import FinishReason
 from slipstream.engine.lanes import Lanes
-from slipstream.errors import EngineClosed, InvalidPrompt, QueueFull, UserError
 from slipstream.frontend.pooling import calls as pooling_calls
-from slipstream.messages import Abort, Output, Pooled, Submit
-from slipstream.pooling_params import PoolingParams
-from slipstream.request import FinishReason
+from slipstream.params.pooling import PoolingParams
 from slipstream.transport.core_process import CoreProcess
 from slipstream.transport.frames import Refused
 from tiny_encoder import write_tiny_encoder

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from slipstream.base.errors import EngineDead, ModelNotFound, UserError
 from slipstream.config.config import SchedulerConfig
+from slipstream.contracts.messages import Abort, Submit
 from slipstream.engine.lanes import Lanes
-from slipstream.errors import EngineDead, ModelNotFound, UserError
-from slipstream.messages import Abort, Submit
-from slipstream.params import SamplingParams
+from slipstream.params.sampling import SamplingParams
 from slipstream.scheduler.encoder_scheduler import EncoderScheduler
 
 

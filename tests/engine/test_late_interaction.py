@@ -7,9 +7,9 @@ import pytest
 
 from delayed_device import DelayedDevice
 from pool_bench import PoolBench
-from slipstream.config import pooling_size
-from slipstream.errors import QueueFull, RequestTooLarge, UserError
-from slipstream.pooling_params import PoolingParams
+from slipstream.base.errors import QueueFull, RequestTooLarge, UserError
+from slipstream.config import buffer_size
+from slipstream.params.pooling import PoolingParams
 from tiny import write_tiny
 from tiny_encoder import write_tiny_encoder
 
@@ -71,7 +71,7 @@ def test_scores_are_those_of_the_token_vectors(model, vectors, depth):
 
 def test_no_more_queries_are_kept_than_there_is_room_for(model, monkeypatch):
     size = 48 if model["max_num_batched_tokens"] == 64 else 64
-    monkeypatch.setattr(pooling_size, "KEPT", 5 * size)
+    monkeypatch.setattr(buffer_size, "KEPT", 5 * size)
     with PoolBench(**model) as bench:
         bench.pool([QUERY], [query(2)])
         with pytest.raises(QueueFull, match="queries of 4 tokens are kept.*limit of 5"):

@@ -17,9 +17,9 @@ from mask_gate import DraftGate
 from replay_device import ReplayDevice, captured_forwards
 from replay_drafter import ReplayDrafter
 from slipstream import SamplingParams
+from slipstream.base.errors import InvalidOption
 from slipstream.config.options import make_options
 from slipstream.engine.build import estimate_build
-from slipstream.errors import InvalidOption
 from slipstream.ops.drafts import MatchRule
 from slipstream.runner.batch.input_batch import Size
 from tiny import write_tiny

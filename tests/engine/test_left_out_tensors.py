@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from slipstream import LLM, SamplingParams
-from slipstream.errors import BadCheckpoint, EngineDead, InvalidParams
+from slipstream.base.errors import BadCheckpoint, EngineDead, InvalidParams
 from tiny import tiny_weights, write_tiny, write_weights
 
 SMALL: dict[str, Any] = dict(use_tqdm_on_load=False, max_model_len=64, num_pages=64, page_size=4, num_threads=1)

@@ -13,7 +13,7 @@ import pytest
 
 from patience import PATIENCE
 from slipstream import LLM, SamplingParams
-from slipstream.errors import EngineClosed, EngineDead, InvalidParams, InvalidPrompt, PromptTooLong
+from slipstream.base.errors import EngineClosed, EngineDead, InvalidParams, InvalidPrompt, PromptTooLong
 from slipstream.frontend import prompts as prompts_module
 from slipstream.scheduler.admitting import Admitter
 from tiny import write_tiny

@@ -2,7 +2,7 @@ import gc
 
 import pytest
 
-from slipstream.engine.gc_freeze import loading
+from slipstream.base.processes import loading
 
 
 @pytest.fixture(autouse=True)

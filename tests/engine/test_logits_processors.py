@@ -15,7 +15,7 @@ from delayed_device import DelayedDevice
 from law7 import PAIRED, PROMPTS, options_of
 from replay_device import ReplayDevice
 from slipstream import LLM, AdapterLogitsProcessor, LogitsProcessor, SamplingParams
-from slipstream.errors import InvalidOption, InvalidParams
+from slipstream.base.errors import InvalidOption, InvalidParams
 from slipstream.scheduler.processors.loading import installed
 from tiny import write_tiny
 

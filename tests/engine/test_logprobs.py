@@ -14,9 +14,9 @@ import pytest
 
 import slipstream.frontend.logprobs as module
 from slipstream import LLM, SamplingParams
+from slipstream.contracts.messages import LOGPROB
 from slipstream.frontend.logprobs import LogprobList, LogprobStore
 from slipstream.frontend.results import Logprob
-from slipstream.messages import LOGPROB
 from tiny import write_tiny
 
 NUM, EACH = 9, 4

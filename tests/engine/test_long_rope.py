@@ -14,7 +14,7 @@ from law7 import PAIRED, options_of
 from pool_bench import PoolBench, assert_same, rewrite
 from replay_device import ReplayDevice
 from slipstream import LLM, SamplingParams
-from slipstream.pooling_params import PoolingParams
+from slipstream.params.pooling import PoolingParams
 from tiny import LONG_ROPE, write_tiny
 
 ORIGINAL = 32  # the length that the short factors serve

@@ -11,8 +11,8 @@ from delayed_device import DelayedDevice
 from law7 import PROMPTS, options_of
 from replay_device import ReplayDevice
 from slipstream import LLM, LoRARequest, SamplingParams
-from slipstream.errors import InvalidAdapter, InvalidOption, InvalidParams
-from slipstream.messages import Submit
+from slipstream.base.errors import InvalidAdapter, InvalidOption, InvalidParams
+from slipstream.contracts.messages import Submit
 from tiny import write_tiny
 from tiny_adapter import LLAMA_MODULES, merge, write_adapter
 from tiny_encoder import write_tiny_encoder

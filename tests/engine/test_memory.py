@@ -14,13 +14,12 @@ import pytest
 import torch
 
 import slipstream.config.buffer_size
-import slipstream.config.pooling_size
 import slipstream.runner.pooling.token_vectors
 from child import child_env
 from live_bytes import LiveBytes
 from pool_bench import rewrite
 from slipstream import LLM, SamplingParams
-from slipstream.config.locate import locate
+from slipstream.checkpoint.locate import locate
 from slipstream.config.options import make_options
 from slipstream.engine.build import estimate_build
 from slipstream.ops import native
@@ -321,7 +320,7 @@ def test_results_of_tokens_are_made_by_a_few_at_a_time(tmp_path, kind, monkeypat
         slipstream.runner.pooling.token_vectors, "finish", lambda x, setting: made.append(len(x)) or finish(x, setting)
     )
     for at_once in (1000, 7):
-        monkeypatch.setattr(slipstream.config.pooling_size, "TOKENS_AT_ONCE", at_once)
+        monkeypatch.setattr(slipstream.config.buffer_size, "TOKENS_AT_ONCE", at_once)
         monkeypatch.setattr(slipstream.runner.pooling.token_vectors, "TOKENS_AT_ONCE", at_once)
         llm, memory = open_model(options | dict(model=str(path)))
         prompts = [[i % 200] * (90 + i) for i in range(8)]  # of the decoder's some take two steps

@@ -8,7 +8,7 @@ import pytest
 
 from pool_bench import rewrite
 from slipstream import LLM
-from slipstream.errors import BadCheckpoint, InvalidOption, InvalidParams
+from slipstream.base.errors import BadCheckpoint, InvalidOption, InvalidParams
 from tiny import write_tiny
 
 

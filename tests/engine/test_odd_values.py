@@ -15,7 +15,7 @@ import pytest
 from patience import PATIENCE
 from scripted_core import EVERY_TASK, TEXT, ScriptedCore, facts
 from slipstream import PoolingParams, SamplingParams
-from slipstream.errors import EngineDead, SlipstreamError
+from slipstream.base.errors import EngineDead, SlipstreamError
 from tiny_tokenizer import write_byte_tokenizer
 
 ODD = [

@@ -12,11 +12,11 @@ from pathlib import Path
 
 from child import child_env
 from patience import PATIENCE
-from slipstream.engine.owned_folder import OwnedFolder
+from slipstream.base.files import OwnedFolder
 
 _CHILD = """
 import sys, time
-from slipstream.engine.owned_folder import OwnedFolder
+from slipstream.base.files import OwnedFolder
 folder = OwnedFolder("test", sys.argv[1])
 (folder.path / "store").write_text("x")
 exec(sys.argv[2])

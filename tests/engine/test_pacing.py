@@ -5,8 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
+from slipstream.contracts.step import NO_INTS, StepPlan
 from slipstream.engine.pacing import MAX_WAIT, MIN_AHEAD, MIN_CHUNK, MIN_WAIT, Pacer
-from slipstream.step import NO_INTS, StepPlan
 
 
 def plan(num_rows, chunk=0):

@@ -6,10 +6,10 @@ import pytest
 
 from delayed_device import DelayedDevice
 from slipstream import LLM, SamplingParams
-from slipstream.config import tier_size
+from slipstream.base.errors import InvalidOption
+from slipstream.config import memory
 from slipstream.config.options import make_options
 from slipstream.engine.build import estimate_build
-from slipstream.errors import InvalidOption
 from tiny import write_tiny
 from tiny_encoder import write_tiny_encoder
 
@@ -59,7 +59,7 @@ def wanted(folders):
     ],
 )
 def test_tokens_are_the_same_with_a_tier(folders, wanted, monkeypatch, family, options):
-    monkeypatch.setattr(tier_size, "REGION_BYTES", 5000)  # a few pages at once
+    monkeypatch.setattr(memory, "REGION_BYTES", 5000)  # a few pages at once
     device = DelayedDevice(options["depth"], longest=0.0005) if options["depth"] else None
     with make(folders[family], device=device, **options) as llm:
         tier = llm.core.scheduler.cache.tier

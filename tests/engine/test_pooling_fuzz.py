@@ -9,9 +9,9 @@ import torch
 
 from delayed_device import DelayedDevice
 from pool_bench import PoolBench, assert_same, rewrite
-from slipstream.errors import QueueFull, SlipstreamError, UserError
-from slipstream.params import SamplingParams
-from slipstream.pooling_params import PoolingParams
+from slipstream.base.errors import QueueFull, SlipstreamError, UserError
+from slipstream.params.pooling import PoolingParams
+from slipstream.params.sampling import SamplingParams
 from tiny import write_tiny
 from tiny_encoder import write_tiny_encoder
 

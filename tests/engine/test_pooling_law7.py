@@ -11,8 +11,8 @@ import law7
 from delayed_device import DelayedDevice
 from pool_bench import PoolBench, assert_same, rewrite, write_reward_model
 from slipstream.device.device import Device
-from slipstream.params import SamplingParams
-from slipstream.pooling_params import PoolingParams
+from slipstream.params.pooling import PoolingParams
+from slipstream.params.sampling import SamplingParams
 from slipstream.runner.graphs import GraphPool
 from tiny import write_tiny
 from tiny_encoder import write_tiny_encoder

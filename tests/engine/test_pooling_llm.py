@@ -10,7 +10,7 @@ import torch
 
 import slipstream
 from slipstream import AsyncEngine
-from slipstream.errors import (
+from slipstream.base.errors import (
     InvalidOption,
     InvalidParams,
     InvalidPrompt,
@@ -19,7 +19,7 @@ from slipstream.errors import (
     SlipstreamError,
 )
 from slipstream.frontend.pooling import llm_methods
-from slipstream.pooling_params import PoolingParams
+from slipstream.params.pooling import PoolingParams
 from tiny import write_tiny
 from tiny_encoder import write_modules, write_tiny_encoder
 

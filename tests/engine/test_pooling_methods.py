@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from slipstream import LLM, PoolingParams
-from slipstream.config.torch_names import ELEMENTWISE, HALVING, OVER_LAST_DIM
-from slipstream.errors import InvalidParams
+from slipstream.base.errors import InvalidParams
+from slipstream.checkpoint.sentence_modules import ELEMENTWISE, HALVING, OVER_LAST_DIM
 from tiny import write_tiny
 from tiny_encoder import scatter, write_tiny_encoder
 

@@ -16,8 +16,8 @@ from delayed_device import DelayedDevice
 from patience import PATIENCE
 from pool_bench import PoolBench, assert_same
 from slipstream.device.streams import PASSED, ThreadedStream
-from slipstream.params import SamplingParams
-from slipstream.pooling_params import PoolingParams
+from slipstream.params.pooling import PoolingParams
+from slipstream.params.sampling import SamplingParams
 from slipstream.runner.results import ResultRing, StepHandle
 from tiny import write_tiny
 from tiny_encoder import write_tiny_encoder

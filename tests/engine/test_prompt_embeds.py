@@ -11,7 +11,7 @@ from delayed_device import DelayedDevice
 from law7 import PAIRED, PROMPTS, options_of
 from replay_device import ReplayDevice
 from slipstream import LLM, SamplingParams
-from slipstream.errors import InvalidOption, InvalidParams, InvalidPrompt
+from slipstream.base.errors import InvalidOption, InvalidParams, InvalidPrompt
 from tiny import write_tiny
 
 PARAMS = SamplingParams(temperature=0.8, seed=3, max_tokens=7, ignore_eos=True)

@@ -9,7 +9,7 @@ import transformers
 
 from pool_bench import PoolBench, rewrite
 from slipstream import LLM, PoolingParams, SamplingParams
-from slipstream.errors import BadCheckpoint, UnsupportedModel
+from slipstream.base.errors import BadCheckpoint, UnsupportedModel
 from tiny import write_tiny
 from tiny_encoder import write_modules, write_tiny_encoder
 

@@ -17,9 +17,9 @@ from plain_mtp import PlainMtp
 from quantized_checkpoint import quantize
 from rank_threads import run_ranks_as_threads
 from slipstream import LLM, SamplingParams
+from slipstream.base.errors import BadCheckpoint
 from slipstream.config.options import make_options
 from slipstream.engine.build import estimate_build
-from slipstream.errors import BadCheckpoint
 from slipstream.nn.models import load as loading
 from slipstream.nn.quantized.weight import DequantizedWeight, QuantizedWeight
 from slipstream.nn.weight_format import UnquantizedWeight

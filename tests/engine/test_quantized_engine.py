@@ -11,7 +11,7 @@ import torch
 from quantized_checkpoint import quantize, quantize_mxfp4
 from replay_device import ReplayDevice
 from slipstream import LLM, SamplingParams
-from slipstream.errors import InvalidOption
+from slipstream.base.errors import InvalidOption
 from slipstream.ops.quantized import QuantizedMatrix, quantized_linear, reference
 from tiny import write_tiny, write_weights
 from tiny_gguf import K_SIZES, write_gguf

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slipstream import LLM
-from slipstream.errors import UnsupportedModel
+from slipstream.base.errors import UnsupportedModel
 from tiny_encoder import MASK, write_tiny_encoder
 
 sentence_transformers = pytest.importorskip("sentence_transformers")

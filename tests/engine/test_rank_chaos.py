@@ -17,9 +17,9 @@ import pytest
 from child import child_env
 from patience import PATIENCE
 from slipstream import LLM, AsyncEngine, SamplingParams
+from slipstream.base.errors import EngineDead
 from slipstream.config.options import make_options
 from slipstream.engine.local_ranks import RankProcesses
-from slipstream.errors import EngineDead
 from slipstream.transport.replica_start import ReplicaProcesses
 from slipstream.transport.replicas import Replica, ReplicaClient
 from tiny import write_tiny

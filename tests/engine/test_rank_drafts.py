@@ -11,9 +11,9 @@ from law7 import PAIRED, PROMPTS, options_of
 from law7_engine import GREEDY, assert_same, make
 from rank_threads import run_ranks_as_threads
 from slipstream import LLM, SamplingParams
+from slipstream.base.errors import InvalidOption
 from slipstream.config.options import make_options
 from slipstream.engine.build import estimate_build
-from slipstream.errors import InvalidOption
 from tiny import write_tiny, write_weights
 from tiny_drafters import write_dflash, write_eagle, write_eagle3, write_few, write_mtp
 

@@ -17,7 +17,8 @@ from letter_tokenizer import make_constraints
 from mask_table import MaskTable
 from scripted_engine import scripted_core, submit
 from slipstream import LLM, SamplingParams
-from slipstream.config.record_config import RecordConfig
+from slipstream.base.errors import EngineDead, InvalidOption, UserError
+from slipstream.config.config import RecordConfig
 from slipstream.engine.core import EngineCore
 from slipstream.engine.plan_checker import PlanChecker
 from slipstream.engine.record_file import MAGIC, Recording, decode
@@ -25,9 +26,8 @@ from slipstream.engine.record_folder import MAX_FILES
 from slipstream.engine.recorder import Recorder
 from slipstream.engine.replay import replay
 from slipstream.engine.sleeping import Sleeper
-from slipstream.errors import EngineDead, InvalidOption, UserError
+from slipstream.params.structured import StructuredOutputsParams as Shape
 from slipstream.runner.build import build_runner
-from slipstream.structured_params import StructuredOutputsParams as Shape
 from small_model import write_small
 
 OPTIONS: dict[str, Any] = dict(

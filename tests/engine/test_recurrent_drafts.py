@@ -15,8 +15,8 @@ from recurrent_model import DecayShape, write_recurrent
 from replay_device import ReplayDevice
 from replay_drafter import ReplayDrafter
 from slipstream import LLM
+from slipstream.base.errors import UnsupportedModel
 from slipstream.config.memory import estimate_memory
-from slipstream.errors import UnsupportedModel
 from slipstream.serve.cli.main import main
 from tiny import write_tiny
 

@@ -15,7 +15,7 @@ from mask_gate import DraftGate, MaskGate
 from recurrent_model import write_recurrent
 from replay_drafter import ReplayDrafter
 from slipstream import LLM, SamplingParams, StructuredOutputsParams
-from slipstream.messages import Abort, Output, Submit
+from slipstream.contracts.messages import Abort, Output, Submit
 from slipstream.scheduler.grammar import pool_library
 from slipstream.serve.cli.main import main
 from tiny import write_tiny

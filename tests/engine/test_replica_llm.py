@@ -8,9 +8,9 @@ import signal
 import pytest
 
 from slipstream import LLM, BeamSearchParams, SamplingParams
-from slipstream.config.gpus import rank_environment, visible_gpus
+from slipstream.base.errors import EngineClosed, InvalidOption
+from slipstream.config.memory import rank_environment, visible_gpus
 from slipstream.config.options import make_options
-from slipstream.errors import EngineClosed, InvalidOption
 from slipstream.transport.replica_start import ReplicaProcesses, num_replicas
 from tiny import write_tiny
 

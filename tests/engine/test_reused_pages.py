@@ -10,10 +10,10 @@ from safetensors.torch import load_file
 
 from pool_bench import PoolBench, assert_same, rewrite
 from slipstream import LLM
+from slipstream.contracts.step import NULL_PAGE
 from slipstream.ops import native
-from slipstream.params import SamplingParams
-from slipstream.pooling_params import PoolingParams
-from slipstream.step import NULL_PAGE
+from slipstream.params.pooling import PoolingParams
+from slipstream.params.sampling import SamplingParams
 from tiny import write_tiny
 
 BROKEN = 13

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from slipstream import LLM, SamplingParams, StructuredOutputsParams
-from slipstream.errors import InvalidParams
+from slipstream.base.errors import InvalidParams
 from tiny import VOCAB_SIZE, write_tiny
 from tiny_tokenizer import END_OF_TEXT, IM_START
 

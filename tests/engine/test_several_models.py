@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import save_file
 
 from slipstream import LLM, AsyncEngine, SamplingParams
+from slipstream.base.errors import BadCheckpoint, EngineAsleep, InvalidOption, ModelNotFound
 from slipstream.device.device import Device
-from slipstream.errors import BadCheckpoint, EngineAsleep, InvalidOption, ModelNotFound
 from tiny import write_tiny
 from tiny_encoder import write_modules, write_tiny_encoder
 

@@ -10,7 +10,7 @@ import pytest
 
 from law7 import PAIRED, PROMPTS, options_of
 from slipstream import LLM, SamplingParams
-from slipstream.errors import BadCheckpoint, UnsupportedModel
+from slipstream.base.errors import BadCheckpoint, UnsupportedModel
 from tiny import write_tiny
 
 EXPERTS = {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 40}

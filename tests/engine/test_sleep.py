@@ -12,7 +12,7 @@ from torch.distributed import HashStore, ProcessGroupGloo
 
 from quantized_checkpoint import quantize
 from slipstream import LLM, AsyncLLM, LLMEngine, SamplingParams, received_weights
-from slipstream.errors import BadCheckpoint, EngineAsleep, InvalidOption, InvalidParams, UnsupportedModel
+from slipstream.base.errors import BadCheckpoint, EngineAsleep, InvalidOption, InvalidParams, UnsupportedModel
 from tiny import write_tiny
 
 SMALL = dict(max_model_len=64, num_pages=64, page_size=4, max_num_seqs=4, num_threads=1, use_tqdm_on_load=False)

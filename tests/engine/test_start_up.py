@@ -10,8 +10,8 @@ import pytest
 
 from child import child_env
 from patience import PATIENCE
-from slipstream.config.machine import Machine
-from slipstream.config.model_info import read_model_info
+from slipstream.checkpoint.model_info import read_model_info
+from slipstream.config.memory import Machine
 from slipstream.config.options import make_options
 from slipstream.config.resolve import resolve_dtype
 from tiny import write_tiny

@@ -9,7 +9,7 @@ import pytest
 
 from loop_pace import keep_pace
 from slipstream import AsyncEngineArgs, AsyncLLM, SamplingParams, StatLoggerBase
-from slipstream.errors import InvalidParams
+from slipstream.base.errors import InvalidParams
 from tiny import write_tiny
 
 SMALL = dict(max_model_len=64, num_pages=64, page_size=4, max_num_seqs=4, num_threads=1)

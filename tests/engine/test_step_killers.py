@@ -13,7 +13,14 @@ from typing import Any
 import pytest
 
 from slipstream import LLM, PoolingParams, SamplingParams
-from slipstream.errors import BadCheckpoint, EngineDead, InvalidParams, InvalidPrompt, SlipstreamError, UnsupportedModel
+from slipstream.base.errors import (
+    BadCheckpoint,
+    EngineDead,
+    InvalidParams,
+    InvalidPrompt,
+    SlipstreamError,
+    UnsupportedModel,
+)
 from tiny import VOCAB_SIZE, write_tiny
 
 SMALL: dict[str, Any] = dict(use_tqdm_on_load=False, max_model_len=64, num_pages=64, page_size=4, num_threads=1)

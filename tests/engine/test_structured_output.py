@@ -11,12 +11,12 @@ import pytest
 
 from mask_gate import DraftGate, MaskGate
 from slipstream import LLM, SamplingParams, StructuredOutputsParams
+from slipstream.base.errors import InvalidParams
 from slipstream.engine.plan_checker import PlanChecker
 from slipstream.engine.record_file import decode
-from slipstream.errors import InvalidParams
+from slipstream.params.structured import BACKENDS
 from slipstream.scheduler.grammar import pool_library
 from slipstream.serve.cli.main import main
-from slipstream.structured_params import BACKENDS
 from tiny import write_tiny
 
 SCHEMA = {

@@ -11,12 +11,12 @@ import pytest
 from patience import PATIENCE
 from rank_threads import run_ranks_as_threads
 from slipstream import LLM, LoRARequest, SamplingParams
+from slipstream.base.errors import EngineDead, InvalidOption
+from slipstream.config.checks import check_rank_options
 from slipstream.config.options import make_options
 from slipstream.engine.build import estimate_build, open_models
-from slipstream.engine.rank_options import check_rank_options
-from slipstream.errors import EngineDead, InvalidOption
+from slipstream.params.structured import StructuredOutputsParams
 from slipstream.serve.cli.main import main
-from slipstream.structured_params import StructuredOutputsParams
 from tiny import write_tiny
 from tiny_adapter import write_adapter
 

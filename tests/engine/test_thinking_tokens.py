@@ -8,7 +8,7 @@ import pytest
 
 from law7 import PAIRED, options_of
 from slipstream import LLM, SamplingParams
-from slipstream.errors import InvalidOption, InvalidParams
+from slipstream.base.errors import InvalidOption, InvalidParams
 from tiny import write_tiny
 
 REASONING = {"reasoning_start_str": "<a>", "reasoning_end_str": ". So:</a>"}

@@ -28,10 +28,10 @@ from slipstream import (
     TextPrompt,
     TokensPrompt,
 )
-from slipstream.errors import EngineClosed, EngineDead, InvalidOption, InvalidParams, InvalidPrompt
+from slipstream.base.errors import EngineClosed, EngineDead, InvalidOption, InvalidParams, InvalidPrompt
 from slipstream.frontend.structured_config import StructuredOutputsConfig
 from slipstream.frontend.vllm_methods import NOT_SUPPORTED
-from slipstream.metrics.reader import Counter, Gauge, Histogram, Vector
+from slipstream.metrics.prometheus import Counter, Gauge, Histogram, Vector
 from tiny import write_tiny
 
 SMALL = dict(max_model_len=64, num_pages=64, page_size=4, max_num_seqs=4, num_threads=1)

@@ -10,7 +10,14 @@ import pytest
 from loop_pace import keep_pace
 from patience import PATIENCE
 from slipstream import LLM, AsyncEngine, PoolingParams, SamplingParams
-from slipstream.errors import EngineClosed, EngineDead, PromptTooLong, QueueFull, RequestTooLarge, UserError
+from slipstream.base.errors import (
+    EngineClosed,
+    EngineDead,
+    PromptTooLong,
+    QueueFull,
+    RequestTooLarge,
+    UserError,
+)
 from slipstream.text.tokenizer import Tokenizer
 from tiny import write_tiny
 

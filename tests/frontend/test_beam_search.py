@@ -13,7 +13,7 @@ import pytest
 
 from scripted_core import facts
 from slipstream import LLM, SamplingParams
-from slipstream.errors import InvalidParams, PromptTooLong
+from slipstream.base.errors import InvalidParams, PromptTooLong
 from slipstream.frontend import beam_grammar
 from slipstream.frontend.beam_search import BeamSearch, BeamSearchParams
 from slipstream.frontend.results import Logprob

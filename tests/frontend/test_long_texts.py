@@ -11,7 +11,7 @@ import pytest
 from patience import PATIENCE
 from scripted_core import EVERY_TASK, facts
 from slipstream import SamplingParams
-from slipstream.errors import InvalidPrompt, PromptTooLong
+from slipstream.base.errors import InvalidPrompt, PromptTooLong
 from slipstream.frontend import offload
 from slipstream.frontend.inputs import InputProcessor
 from slipstream.frontend.offload import LONG, Offload
@@ -19,7 +19,7 @@ from slipstream.frontend.pooling.inputs import PoolingInputs
 from slipstream.frontend.pooling.prompts import PoolingBatch
 from slipstream.frontend.prompts import GenerationPrompts
 from slipstream.frontend.queue_load import QueueLoad
-from slipstream.pooling_params import PoolingParams
+from slipstream.params.pooling import PoolingParams
 from text.test_pieces import Counting, bytewise, wordpiece
 
 WORDS = "the cat sat on a mat " * 50_000  # a million characters

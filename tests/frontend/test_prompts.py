@@ -13,7 +13,7 @@ import pytest
 from patience import PATIENCE
 from scripted_core import facts
 from slipstream import SamplingParams
-from slipstream.errors import InvalidPrompt, PromptTooLong
+from slipstream.base.errors import InvalidPrompt, PromptTooLong
 from slipstream.frontend import prompts as module
 from slipstream.frontend.inputs import InputProcessor
 from slipstream.frontend.offload import size_of

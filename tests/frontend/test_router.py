@@ -10,13 +10,13 @@ import pytest
 
 from patience import PATIENCE
 from scripted_core import EVERY_TASK, ScriptedCore, facts
-from slipstream.errors import EngineDead, InvalidParams, RequestTooLarge
+from slipstream.base.errors import EngineDead, InvalidParams, RequestTooLarge
+from slipstream.contracts.messages import Output, Pooled
+from slipstream.contracts.request import FinishReason
 from slipstream.frontend.pooling.results import num_result_values
 from slipstream.frontend.request_state import GenerationRequestState
-from slipstream.messages import Output, Pooled
-from slipstream.params import SamplingParams
-from slipstream.pooling_params import PoolingParams
-from slipstream.request import FinishReason
+from slipstream.params.pooling import PoolingParams
+from slipstream.params.sampling import SamplingParams
 from slipstream.transport.frames import AbortAll, AbortedAll, Begun
 from tiny_tokenizer import write_byte_tokenizer
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from slipstream.contracts.messages import Output
+from slipstream.contracts.request import FinishReason
 from slipstream.frontend.sample_state import SampleState
-from slipstream.messages import Output
-from slipstream.params import SamplingParams
-from slipstream.request import FinishReason
+from slipstream.params.sampling import SamplingParams
 from slipstream.text.tokenizer import Tokenizer
 from tiny_tokenizer import IM_END, write_byte_tokenizer
 

@@ -14,9 +14,9 @@ import pytest
 
 from patience import PATIENCE
 from scripted_engine import scripted_core, submit, tokens_alone
+from slipstream.base.errors import EngineDead, InvalidPrompt, QueueFull, RequestTooLarge
 from slipstream.engine.device_timing import DeviceTimer
 from slipstream.engine.lanes import Lanes
-from slipstream.errors import EngineDead, InvalidPrompt, QueueFull, RequestTooLarge
 from slipstream.frontend.prompt_feeder import PROMPTS_PER_STEP
 from slipstream.frontend.sync_loop import SyncLoop
 

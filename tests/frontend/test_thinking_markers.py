@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from scripted_core import facts
-from slipstream.config.reasoning_config import ReasoningConfig
-from slipstream.errors import InvalidOption, InvalidParams
+from slipstream.base.errors import InvalidOption, InvalidParams
+from slipstream.checkpoint.generation import ReasoningConfig
 from slipstream.frontend.inputs import InputProcessor
 from slipstream.frontend.thinking_markers import ThinkingMarkers
-from slipstream.params import SamplingParams
+from slipstream.params.sampling import SamplingParams
 from slipstream.text.tokenizer import Tokenizer
 from tiny_tokenizer import byte_tokenizer, write_byte_tokenizer
 

@@ -6,8 +6,7 @@ import time
 
 import pytest
 
-from slipstream.metrics.process import read_process
-from slipstream.metrics.prometheus import Metrics
+from slipstream.metrics.prometheus import Metrics, read_process
 from slipstream.metrics.stats import FrontStats
 
 

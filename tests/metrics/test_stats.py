@@ -6,11 +6,17 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from slipstream.metrics.lane import LaneStats
 from slipstream.metrics.prometheus import Metrics
-from slipstream.metrics.shared_counters import SharedCounters
-from slipstream.metrics.stats import BucketCounts, FrontEnds, FrontStats, ModelStats, added
-from slipstream.metrics.status import StatusLine
+from slipstream.metrics.stats import (
+    BucketCounts,
+    FrontEnds,
+    FrontStats,
+    LaneStats,
+    ModelStats,
+    SharedCounters,
+    StatusLine,
+    added,
+)
 
 
 def front(route="/v1/models 200", tokens=3, seconds=0.3):

@@ -3,7 +3,7 @@ import threading
 
 import pytest
 
-from slipstream.errors import InvalidOption
+from slipstream.base.errors import InvalidOption
 from slipstream.metrics import traces as module
 from slipstream.metrics.traces import Traces, check_tracing
 

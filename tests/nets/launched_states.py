@@ -11,7 +11,7 @@ import torch
 
 from hand_steps import StepRow, hand_steps
 from nets.launch_inputs import get, half, ints
-from slipstream.cache_spec import STATE_CHUNK, replay_columns, ring_columns
+from slipstream.contracts.cache_spec import STATE_CHUNK, replay_columns, ring_columns
 from slipstream.ops.delta_rule import DeltaWeights
 from slipstream.ops.recurrent_steps import DraftSteps
 from slipstream.ops.ssm import SelectiveWeights, SsdWeights

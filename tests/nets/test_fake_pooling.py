@@ -7,9 +7,9 @@ from fake_mode import NO_VALUES
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from pool_bench import PoolBench, write_reward_model
-from slipstream.params import SamplingParams
-from slipstream.pooling_params import PoolingParams
-from slipstream.step import StepResult
+from slipstream.contracts.step import StepResult
+from slipstream.params.pooling import PoolingParams
+from slipstream.params.sampling import SamplingParams
 from tiny import write_tiny
 from tiny_encoder import write_tiny_encoder
 

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from replay_device import ReplayDevice
 from slipstream import LLM, SamplingParams
-from slipstream.step import StepResult
+from slipstream.contracts.step import StepResult
 from tiny import LONG_ROPE, write_tiny
 
 

@@ -10,8 +10,8 @@ import pytest
 from delayed_device import POISON, DelayedDevice
 from patience import PATIENCE
 from slipstream import LLM, SamplingParams
+from slipstream.base.errors import EngineDead
 from slipstream.device.streams import PASSED
-from slipstream.errors import EngineDead
 from slipstream.runner import results
 from slipstream.runner.batch import staging
 from tiny import write_tiny

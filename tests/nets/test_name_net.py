@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
     "code",
     [
         "from slipstream.config import no_such_module",
-        "from slipstream.params import NoSuchParams",
+        "from slipstream.params.sampling import NoSuchParams",
         "import slipstream.no_such_module",
         "def test():\n    from slipstream.engine import build\n    build.no_such_function()",
         "from slipstream.ops import linear as ops\nops.reference.no_such_function(x)",

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from hand_batch import HandRunner
 from hand_load import load
-from slipstream.errors import BadCheckpoint
+from slipstream.base.errors import BadCheckpoint
 from slipstream.nn import bfloat16_weight
 from slipstream.nn.bfloat16_weight import Bfloat16Weight
 from slipstream.nn.models import load as load_module

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from slipstream.config.model_info import model_info_from_config
+from slipstream.checkpoint.model_info import model_info_from_config
 from slipstream.nn.layer_sizes import sizes_of
 from slipstream.nn.models.registry import find_shape
 from slipstream.nn.shapes import AttentionShape, ExpertShape, LayerShape, MlpShape, NormShape

@@ -13,7 +13,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
 )
 
 from hand_steps import REPEATING_STEPS, SeenPositions, StepRow, hand_steps
-from slipstream.cache_spec import DEFER_PERIOD
+from slipstream.contracts.cache_spec import DEFER_PERIOD
 from slipstream.ops.conv1d.reference import causal_conv1d
 from slipstream.ops.delta_rule import DeltaWeights, reference
 from slipstream.ops.gated_norm.reference import gated_rms_norm

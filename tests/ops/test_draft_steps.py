@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hand_steps import StepRow, hand_steps
-from slipstream.cache_spec import replay_columns, ring_columns
+from slipstream.contracts.cache_spec import replay_columns, ring_columns
 from slipstream.ops.conv1d import reference as conv_reference
 from slipstream.ops.delta_rule import DeltaWeights
 from slipstream.ops.delta_rule import reference as delta_reference

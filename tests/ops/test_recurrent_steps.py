@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.cache_spec import STATE_CHUNK
+from slipstream.contracts.cache_spec import STATE_CHUNK
 from slipstream.ops.recurrent_steps import max_chunks, reference
 
 CUDA = torch.cuda.is_available()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hand_steps import StepRow, hand_steps
-from slipstream.cache_spec import STATE_CHUNK
+from slipstream.contracts.cache_spec import STATE_CHUNK
 from slipstream.ops.hopper import has_hopper_kernels
 from slipstream.ops.recurrent_steps import RecurrentSteps
 from slipstream.ops.ssm import SsdWeights, reference, ssd_scan

@@ -6,10 +6,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from slipstream.parsers.events import ArgumentsDelta, ContentDelta, ParserEvent, ReasoningDelta, ToolCallStart
 from slipstream.parsers.families import REASONING_FORMATS, TOOL_CALL_FORMATS
-from slipstream.parsers.functions import Functions
-from slipstream.parsers.output_parser import OutputParser
+from slipstream.parsers.output_parser import Functions, OutputParser
+from slipstream.parsers.reader import ArgumentsDelta, ContentDelta, ParserEvent, ReasoningDelta, ToolCallStart
 
 FUNCTIONS = Functions(
     {

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from count_calls import count_calls
 from parsers.conversations import EXAMPLES, FUNCTIONS, OSLO, parse
 from slipstream.parsers.envelope import EnvelopeFormat
-from slipstream.parsers.events import ContentDelta, ToolCallStart
 from slipstream.parsers.families import REASONING_FORMATS, TOOL_CALL_FORMATS
 from slipstream.parsers.output_parser import OutputParser
+from slipstream.parsers.reader import ContentDelta, ToolCallStart
 
 FAMILIES = sorted({example[0] for example in EXAMPLES}, key=str)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slipstream.errors import InvalidOption
+from slipstream.base.errors import InvalidOption
 from slipstream.parsers.families import (
     detect_reasoning,
     detect_tools,

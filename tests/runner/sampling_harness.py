@@ -7,12 +7,12 @@ import math
 import numpy as np
 import torch
 
+from slipstream.contracts.step import NO_INTS, Admission, StepPlan
 from slipstream.device.device import Device
-from slipstream.params import SamplingParams
+from slipstream.params.sampling import SamplingParams
 from slipstream.runner.batch.staging import HostRing
 from slipstream.runner.sampling.sampler import DrawOutput, Sampler
 from slipstream.runner.sampling.stage import DrawBatch
-from slipstream.step import NO_INTS, Admission, StepPlan
 
 GREEDY = SamplingParams(temperature=0)
 

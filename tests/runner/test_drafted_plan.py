@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from slipstream.contracts.step import NO_INTS, PoolPlan, StepPlan
 from slipstream.runner.batch.drafted_plan import expand_drafts
-from slipstream.step import NO_INTS, PoolPlan, StepPlan
 
 
 def ints(*values: int) -> np.ndarray:

@@ -14,8 +14,8 @@ from pool_bench import PoolBench, assert_same
 from replay_device import ReplayDevice
 from slipstream.nn.blocks.cuda_chain import CudaChain
 from slipstream.nn.shapes import tail_of
-from slipstream.params import SamplingParams
-from slipstream.pooling_params import PoolingParams
+from slipstream.params.pooling import PoolingParams
+from slipstream.params.sampling import SamplingParams
 from tiny_sites import write_sites
 
 GENERATE = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)

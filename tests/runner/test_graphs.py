@@ -9,18 +9,17 @@ import numpy as np
 import pytest
 
 from hand_cache import one_group
+from slipstream.checkpoint.model_info import model_info_from_config
+from slipstream.checkpoint.pooling_info import PoolingInfo
 from slipstream.config.buffer_size import result_bytes
-from slipstream.config.machine import Machine
-from slipstream.config.memory import WORKSPACE, estimate_memory, graph_output_bytes, sizes_up_to
-from slipstream.config.model_info import model_info_from_config
+from slipstream.config.memory import WORKSPACE, Machine, estimate_memory, graph_output_bytes, sizes_up_to
 from slipstream.config.options import make_options
-from slipstream.config.pooling_info import PoolingInfo
 from slipstream.config.resolve import Source, resolve
+from slipstream.contracts.step import NO_INTS, NO_PAGES, PoolPlan, StepPlan
 from slipstream.device.device import Device
 from slipstream.nn.models.registry import find_shape
 from slipstream.runner.batch.input_batch import Size
 from slipstream.runner.graphs import GraphPool
-from slipstream.step import NO_INTS, NO_PAGES, PoolPlan, StepPlan
 from small_model import CONFIG
 
 

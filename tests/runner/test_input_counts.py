@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import numpy as np
 
+from slipstream.contracts.step import NO_INTS, StepPlan
 from slipstream.device.device import Device
 from slipstream.runner.batch.drafted_plan import expand_drafts
 from slipstream.runner.batch.input_batch import InputBatch, Size
 from slipstream.runner.batch.page_tables import PageTables
 from slipstream.runner.batch.rows import RowTable
 from slipstream.runner.batch.staging import HostRing
-from slipstream.step import NO_INTS, StepPlan
 
 
 def ints(*values: int) -> np.ndarray:

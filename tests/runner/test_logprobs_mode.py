@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from sampling_harness import GREEDY, Harness, admission, make_plan, penalized, truncated
 
-from slipstream.params import SamplingParams
+from slipstream.params.sampling import SamplingParams
 
 VOCAB, K = 40, 6
 MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")

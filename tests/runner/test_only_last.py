@@ -12,8 +12,8 @@ from law7 import PROMPTS
 from pool_bench import PoolBench, assert_same
 from replay_device import ReplayDevice, tensors_in
 from slipstream.nn.attention.sdpa import SdpaAttention
-from slipstream.params import SamplingParams
-from slipstream.pooling_params import PoolingParams
+from slipstream.params.pooling import PoolingParams
+from slipstream.params.sampling import SamplingParams
 from tiny import write_tiny
 from tiny_encoder import write_tiny_encoder
 

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from pool_bench import PoolBench
-from slipstream.config.pooling_info import PoolingInfo
+from slipstream.checkpoint.pooling_info import PoolingInfo
 from slipstream.device.device import Device
-from slipstream.pooling_params import PoolingParams
+from slipstream.params.pooling import PoolingParams
 from slipstream.runner import host_copy as home
 from slipstream.runner.batch.input_batch import Size
 from slipstream.runner.batch.staging import HostRing

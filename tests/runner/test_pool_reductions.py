@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.config.pooling_info import METHODS, reductions_of
+from slipstream.checkpoint.pooling_info import METHODS, reductions_of
 from slipstream.nn.context import BatchView
 from slipstream.runner.pooling.methods import combine, finish_vectors, pool_all, reduce_rows, starts_of
 

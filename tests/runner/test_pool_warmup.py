@@ -7,9 +7,9 @@ from live_bytes import LiveBytes
 from pool_bench import PoolBench, assert_same, rewrite
 from replay_device import ReplayDevice
 from slipstream import LLM
+from slipstream.base.errors import NotEnoughMemory
 from slipstream.config.memory import estimate_memory
-from slipstream.errors import NotEnoughMemory
-from slipstream.pooling_params import PoolingParams
+from slipstream.params.pooling import PoolingParams
 from slipstream.runner.pool_warmup import PoolWarmUp
 from slipstream.runner.warmup import WarmUp
 from small_model import write_small

@@ -9,7 +9,7 @@ from sampling_harness import GREEDY, Harness, admission, make_plan
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from slipstream.device.device import Device
-from slipstream.params import SamplingParams
+from slipstream.params.sampling import SamplingParams
 from slipstream.runner.sampling.stage import StageWork
 
 EVERY_FEATURE = [

@@ -7,7 +7,7 @@ import pytest
 import torch
 from sampling_harness import GREEDY, Harness, admission, penalized, softmax, truncated
 
-from slipstream.params import SamplingParams
+from slipstream.params.sampling import SamplingParams
 from slipstream.runner.sampling import draw as draw_module
 
 EVERYTHING = SamplingParams(

@@ -5,7 +5,7 @@ import pytest
 import torch
 from sampling_harness import GREEDY, Harness, admission, make_plan
 
-from slipstream.params import SamplingParams
+from slipstream.params.sampling import SamplingParams
 from slipstream.runner.sampling.bad_words import BadWords
 from slipstream.runner.sampling.bias import LogitBias
 from slipstream.runner.sampling.min_tokens import MinTokens

@@ -5,7 +5,7 @@ import pytest
 import torch
 from sampling_harness import GREEDY, Harness, admission, make_plan, penalized, truncated
 
-from slipstream.params import SamplingParams
+from slipstream.params.sampling import SamplingParams
 from slipstream.runner.sampling.min_tokens import MinTokens
 from slipstream.runner.sampling.penalties import Penalties
 from slipstream.runner.sampling.stage import ByRow, DrawBatch, Stage, StageWork

@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from slipstream.cache_spec import StateField, StateSpec
 from slipstream.config.buffer_size import max_saves
 from slipstream.config.config import StateConfig
+from slipstream.contracts.cache_spec import StateField, StateSpec
+from slipstream.contracts.step import NO_INTS, StatePlan, StepPlan
 from slipstream.device.device import Device
 from slipstream.nn.context import BatchView
 from slipstream.ops.recurrent_steps import RecurrentSteps
 from slipstream.runner.batch.input_batch import Gathered, Size
 from slipstream.runner.batch.staging import HostRing
 from slipstream.runner.state_store import StateStore
-from slipstream.step import NO_INTS, StatePlan, StepPlan
 
 SPECS = (
     StateSpec((StateField("matrix", (2, 3), "float64"), StateField("conv", (5,), "float32"))),

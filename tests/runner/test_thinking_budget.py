@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from runner.sampling_harness import Harness, admission
-from slipstream.params import SamplingParams
-from slipstream.thinking import Thinking
-from slipstream.thinking_automaton import ThinkingAutomaton
+from slipstream.params.sampling import SamplingParams
+from slipstream.params.thinking import Thinking, ThinkingAutomaton
 
 VOCAB = 40
 

@@ -8,9 +8,9 @@ import pytest
 from live_bytes import LiveBytes
 from replay_device import ReplayDevice
 from slipstream import LLM, SamplingParams
+from slipstream.base.errors import NotEnoughMemory
 from slipstream.config.memory import estimate_memory
 from slipstream.device.device import Device
-from slipstream.errors import NotEnoughMemory
 from slipstream.runner.batch.input_batch import Size
 from slipstream.runner.batch.rows import RowTable
 from slipstream.runner.graphs import GraphPool

@@ -10,9 +10,9 @@ import pytest
 
 from patience import PATIENCE
 from scripted_bench import Bench
+from slipstream.base.errors import InvalidAdapter, InvalidOption
 from slipstream.config.adapter_config import AdapterConfig, read_lora_modules
-from slipstream.errors import InvalidAdapter, InvalidOption
-from slipstream.lora_request import LoRARequest
+from slipstream.params.lora import LoRARequest
 from slipstream.scheduler import adapters as module
 from slipstream.scheduler.adapters import Adapters
 

@@ -3,8 +3,8 @@ import pytest
 
 from scripted_bench import Bench
 from slipstream.config.config import SchedulerConfig
-from slipstream.params import SamplingParams
-from slipstream.request import Request
+from slipstream.contracts.request import Request
+from slipstream.params.sampling import SamplingParams
 from slipstream.scheduler.budget import Budget
 
 CONFIG = SchedulerConfig(

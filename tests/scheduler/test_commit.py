@@ -11,11 +11,11 @@ from count_calls import count_calls
 from scripted_bench import Bench, make_config
 from scripted_tokens import alone
 from slipstream.config.config import SchedulerConfig
-from slipstream.params import SamplingParams
-from slipstream.request import FinishReason, Request, Status
+from slipstream.contracts.request import FinishReason, Request, Status
+from slipstream.contracts.step import StepResult
+from slipstream.params.sampling import SamplingParams
 from slipstream.scheduler.cache.manager import CacheManager
 from slipstream.scheduler.scheduler import Scheduler
-from slipstream.step import StepResult
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1, 2])
 

@@ -12,12 +12,12 @@ import pytest
 
 from scripted import ScriptedExecutor
 from scripted_bench import Bench
-from slipstream.request import NEVER
+from slipstream.contracts.request import NEVER
+from slipstream.contracts.step import StepPlan, StepResult
 from slipstream.scheduler import draft_lag
 from slipstream.scheduler.cache.draft_gaps import DraftGaps
 from slipstream.scheduler.draft_classes import NUM_CLASSES
 from slipstream.scheduler.draft_lag import DraftLag
-from slipstream.step import StepPlan, StepResult
 
 
 class DraftedExecutor(ScriptedExecutor):

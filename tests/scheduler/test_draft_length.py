@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from scripted_bench import make_config
-from slipstream.config.config import SchedulerConfig
-from slipstream.config.draft_config import DraftConfig
+from slipstream.config.config import DraftConfig, SchedulerConfig
 from slipstream.scheduler.cache.manager import CacheManager
 from slipstream.scheduler.draft_classes import ClassCounts, DraftClasses
 from slipstream.scheduler.draft_length import MAX_PROBED, DraftLength

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from scripted_bench import Bench
-from slipstream.request import Status
+from slipstream.contracts.request import Status
 
 
 class Always(random.Random):

@@ -7,13 +7,13 @@ import random
 import numpy as np
 import pytest
 
+from slipstream.base.errors import InvalidPrompt, PromptTooLong, QueueFull, UserError
 from slipstream.config.config import SchedulerConfig
-from slipstream.errors import InvalidPrompt, PromptTooLong, QueueFull, UserError
-from slipstream.pooling_params import PoolingParams
-from slipstream.request import FinishReason
+from slipstream.contracts.request import FinishReason
+from slipstream.contracts.step import NO_INTS, StepResult
+from slipstream.params.pooling import PoolingParams
 from slipstream.scheduler.encoder_request import EncoderRequest
 from slipstream.scheduler.encoder_scheduler import MAX_REFILL, MIN_HALF_TOKENS, EncoderScheduler
-from slipstream.step import NO_INTS, StepResult
 
 EMBED = PoolingParams(task="embed")
 

@@ -9,8 +9,8 @@ import pytest
 
 from scripted_bench import Bench
 from scripted_tokens import VOCAB, alone
-from slipstream.errors import QueueFull, RequestTooLarge
-from slipstream.request import Request, Status
+from slipstream.base.errors import QueueFull, RequestTooLarge
+from slipstream.contracts.request import Request, Status
 from slipstream.scheduler.cache.checkpoints import CheckpointPool
 from slipstream.scheduler.cache.matching import Matching
 from slipstream.scheduler.cache.states import StateCache

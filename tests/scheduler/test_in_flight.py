@@ -1,7 +1,7 @@
 import pytest
 
-from slipstream.params import SamplingParams
-from slipstream.request import Request, Status
+from slipstream.contracts.request import Request, Status
+from slipstream.params.sampling import SamplingParams
 from slipstream.scheduler.in_flight import InFlight
 
 

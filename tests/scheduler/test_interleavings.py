@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from scripted_bench import Bench
 from scripted_tokens import alone
-from slipstream.errors import RequestTooLarge, UserError
-from slipstream.messages import LOGPROB
-from slipstream.request import FinishReason, Request, Status
+from slipstream.base.errors import RequestTooLarge, UserError
+from slipstream.contracts.messages import LOGPROB
+from slipstream.contracts.request import FinishReason, Request, Status
 
 ROOT = list(range(40, 60))  # prompts begin alike, so that pages are shared
 BAD_SEED = 1  # whose draws fail at their third token

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from scripted_bench import Bench
-from slipstream.errors import InvalidPrompt, PromptTooLong, QueueFull, RequestTooLarge, UserError
-from slipstream.messages import LOGPROB
-from slipstream.request import Status
+from slipstream.base.errors import InvalidPrompt, PromptTooLong, QueueFull, RequestTooLarge, UserError
+from slipstream.contracts.messages import LOGPROB
+from slipstream.contracts.request import Status
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1, 2])
 

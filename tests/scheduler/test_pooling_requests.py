@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from scripted_bench import Bench
-from slipstream.errors import PromptTooLong, RequestTooLarge
-from slipstream.request import FinishReason, Status
+from slipstream.base.errors import PromptTooLong, RequestTooLarge
+from slipstream.contracts.request import FinishReason, Status
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])

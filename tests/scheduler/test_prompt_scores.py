@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from scripted_bench import Bench
-from slipstream.messages import LOGPROB
+from slipstream.contracts.messages import LOGPROB
 
 
 def scores_of(bench: Bench, request) -> list[float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from scripted_bench import Bench
-from slipstream.request import Status
+from slipstream.contracts.request import Status
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])

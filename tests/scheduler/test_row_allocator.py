@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from slipstream.params import SamplingParams
-from slipstream.request import Request, Status
+from slipstream.contracts.request import Request, Status
+from slipstream.params.sampling import SamplingParams
 from slipstream.scheduler.row_allocator import RowAllocator
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from scripted_bench import Bench
-from slipstream.errors import QueueFull
-from slipstream.request import Status
+from slipstream.base.errors import QueueFull
+from slipstream.contracts.request import Status
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1, 2])
 CACHING = pytest.mark.parametrize("caching", [True, False])

@@ -1,5 +1,5 @@
-from slipstream.params import SamplingParams
-from slipstream.request import FinishReason, Request
+from slipstream.contracts.request import FinishReason, Request
+from slipstream.params.sampling import SamplingParams
 from slipstream.scheduler.stopping import check_stop
 
 

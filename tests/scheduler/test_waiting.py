@@ -1,8 +1,8 @@
 import pytest
 
-from slipstream.errors import QueueFull
-from slipstream.params import SamplingParams
-from slipstream.request import Request, WaitFor
+from slipstream.base.errors import QueueFull
+from slipstream.contracts.request import Request, WaitFor
+from slipstream.params.sampling import SamplingParams
 from slipstream.scheduler.waiting import WaitingQueue
 
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from scripted_bench import Bench
-from slipstream.errors import RequestTooLarge
-from slipstream.messages import LOGPROB
-from slipstream.params import MAX_PACKED_LOGPROBS, SamplingParams
-from slipstream.step import StepPlan
+from slipstream.base.errors import RequestTooLarge
+from slipstream.contracts.messages import LOGPROB
+from slipstream.contracts.step import StepPlan
+from slipstream.params.sampling import MAX_PACKED_LOGPROBS, SamplingParams
 
 MOST = 400
 SAMPLED = [None, 0, 3, MAX_PACKED_LOGPROBS, MAX_PACKED_LOGPROBS + 1, 90, 399]

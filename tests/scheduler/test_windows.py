@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from scripted_bench import Bench
-from slipstream.errors import RequestTooLarge
-from slipstream.step import NULL_PAGE
+from slipstream.base.errors import RequestTooLarge
+from slipstream.contracts.step import NULL_PAGE
 
 # a window of two pages and steps of two: five pages are enough for any length
 SMALL = dict(windows=(8,), window_pages=6, max_num_batched_tokens=8, max_model_len=64)

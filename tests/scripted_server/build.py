@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from scripted_engine import ScriptedDevice, scripted_core
-from slipstream.config.generation import GenerationDefaults
+from slipstream.checkpoint.generation import GenerationDefaults
 from slipstream.config.options import Options
 from slipstream.engine.lanes import Lanes
 from slipstream.engine.model_description import ModelDescription

@@ -11,9 +11,9 @@ from patience import PATIENCE
 from scripted_core import EVERY_TASK, ScriptedCore, facts
 from serve.asgi import Door
 from serve.test_http_server import served
-from slipstream.messages import Output
-from slipstream.params import SamplingParams
-from slipstream.request import FinishReason
+from slipstream.contracts.messages import Output
+from slipstream.contracts.request import FinishReason
+from slipstream.params.sampling import SamplingParams
 from slipstream.serve.http.app import App
 from slipstream.serve.http.settings import ServerSettings
 from slipstream.serve.http.state import State

@@ -7,7 +7,7 @@ from typing import Any
 
 from slipstream.config.options import make_options
 from slipstream.frontend.results import CompletionOutput, RequestOutput
-from slipstream.params import SamplingParams
+from slipstream.params.sampling import SamplingParams
 
 
 class FakeLLM:

@@ -17,7 +17,7 @@ from typing import Any
 
 from child import child_env
 from patience import PATIENCE
-from slipstream.engine.child_process import die_with_parent
+from slipstream.base.processes import die_with_parent
 
 COMMAND = (sys.executable, "-m", "slipstream.serve.cli.main")
 SCRIPTED = str(Path(__file__).parents[1] / "scripted_server")

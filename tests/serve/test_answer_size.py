@@ -12,7 +12,7 @@ from serve.asgi import at_door
 from slipstream.frontend.logprobs import LogprobStore
 from slipstream.serve.http import response
 from slipstream.serve.http.openai.logprobs import TokenNames
-from slipstream.text.token_starts import TokenStarts
+from slipstream.text.detokenizer import TokenStarts
 
 MODEL = {"pooling": msgspec.structs.replace(EVERY_TASK, token_size=8, num_labels=1)}
 

@@ -9,7 +9,7 @@ import pytest
 from serve.asgi import at_door
 from serve.dialects import CALL, THOUGHT, with_server
 from serve.samples import MESSAGES
-from slipstream.request import FinishReason
+from slipstream.contracts.request import FinishReason
 
 TOOL = {"name": "weather", "description": "of a city", "input_schema": {"type": "object", "properties": {}}}
 

@@ -23,8 +23,8 @@ from patience import PATIENCE
 from scripted_core import ScriptedCore, facts
 from serve.asgi import Door
 from serve.samples import MESSAGES
-from slipstream.errors import EngineAsleep, InvalidOption
-from slipstream.request import FinishReason
+from slipstream.base.errors import EngineAsleep, InvalidOption
+from slipstream.contracts.request import FinishReason
 from slipstream.serve.http.app import App
 from slipstream.serve.http.batch import runner as runner_module
 from slipstream.serve.http.batch import store as store_module

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from serve.asgi import at_door
-from slipstream.request import FinishReason
+from slipstream.contracts.request import FinishReason
 
 ASK = {"prompt": "Once", "max_tokens": 4}
 CHAT = {"messages": [{"role": "user", "content": "Once"}]}

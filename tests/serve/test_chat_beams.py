@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from serve.asgi import at_door
-from slipstream.messages import LOGPROB, Output
-from slipstream.request import FinishReason
+from slipstream.contracts.messages import LOGPROB, Output
+from slipstream.contracts.request import FinishReason
 from text.chat_templates import THINKING
 
 USER = [{"role": "user", "content": "Oslo?"}]

@@ -3,7 +3,7 @@ import signal
 import pytest
 
 from serve.fake_llm import FakeLLM
-from slipstream.errors import PromptTooLong
+from slipstream.base.errors import PromptTooLong
 
 
 def test_a_prompt_is_answered_and_the_model_closed(terminal):

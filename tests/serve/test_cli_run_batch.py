@@ -14,7 +14,7 @@ from child import child_env
 from patience import PATIENCE
 from scripted_core import EVERY_TASK, ScriptedCore, facts
 from serve.samples import MESSAGES
-from slipstream.errors import UserError
+from slipstream.base.errors import UserError
 from slipstream.serve.cli import run_batch
 from slipstream.serve.cli.batch_output import BatchOutput
 

@@ -7,9 +7,9 @@ import os
 
 import pytest
 
-from slipstream.config import locate
+from slipstream.base.errors import InvalidOption
+from slipstream.checkpoint import locate
 from slipstream.config.options import Options
-from slipstream.errors import InvalidOption
 from slipstream.serve.cli import serve
 from slipstream.serve.http.settings import ServerSettings
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from serve.asgi import Door, at_door
-from slipstream.errors import InvalidOption
+from slipstream.base.errors import InvalidOption
 from slipstream.serve.cli.serve import server_settings
 from slipstream.serve.http.cors import Cors
 

@@ -9,8 +9,8 @@ import pytest
 
 from serve.server_process import ServerProcess
 from slipstream import LLM
-from slipstream.config.locate import default_embedder, locate
-from slipstream.errors import ModelNotFound
+from slipstream.base.errors import ModelNotFound
+from slipstream.checkpoint.locate import default_embedder, locate
 
 
 @pytest.fixture(scope="module")

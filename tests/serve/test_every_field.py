@@ -19,7 +19,7 @@ from scripted_core import EVERY_TASK, ScriptedCore, facts
 from serve.asgi import Door, add_batch_store
 from serve.dialect_fields import DIALECTS
 from serve.samples import MESSAGES, SAMPLES
-from slipstream.config.pooling_info import PoolingInfo
+from slipstream.checkpoint.pooling_info import PoolingInfo
 from slipstream.serve.http.app import App
 from slipstream.serve.http.openai import fields
 from slipstream.serve.http.settings import ServerSettings

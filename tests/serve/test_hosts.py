@@ -6,7 +6,7 @@ import pytest
 
 from serve.asgi import at_door
 from serve.test_cors import with_cors
-from slipstream.errors import InvalidOption
+from slipstream.base.errors import InvalidOption
 from slipstream.serve.cli.serve import server_settings
 
 ASK = {"prompt": "hello", "max_tokens": 4}

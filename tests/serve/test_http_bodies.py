@@ -12,7 +12,7 @@ import pytest
 from patience import PATIENCE
 from serve.asgi import at_door
 from serve.test_http_server import ASK, answer, head, served
-from slipstream.request import FinishReason
+from slipstream.contracts.request import FinishReason
 
 BODY = json.dumps(ASK).encode()
 

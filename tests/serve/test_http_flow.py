@@ -11,8 +11,8 @@ import pytest
 from serve.asgi import at_door
 from serve.samples import MESSAGES
 from serve.test_http_app import once
-from slipstream.metrics.lane import LaneStats
-from slipstream.request import FinishReason
+from slipstream.contracts.request import FinishReason
+from slipstream.metrics.stats import LaneStats
 from slipstream.serve.http.watchdog import Watchdog
 from slipstream.transport.frames import Pulse, Refused
 

@@ -14,7 +14,7 @@ import uvloop
 
 from patience import PATIENCE
 from serve.asgi import at_door
-from slipstream.request import FinishReason
+from slipstream.contracts.request import FinishReason
 from slipstream.serve.http.listen import raise_file_limit
 from slipstream.serve.http.protocol import bounded_protocol
 from slipstream.serve.http.server import Acceptor, Server

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from slipstream.errors import InvalidOption
+from slipstream.base.errors import InvalidOption
 from slipstream.serve.http.listen import PortClaim
 from slipstream.serve.http.settings import ServerSettings
 

@@ -10,9 +10,9 @@ import pytest
 
 from patience import PATIENCE
 from serve.asgi import at_door
+from slipstream.contracts.messages import LOGPROB, Output
+from slipstream.contracts.request import FinishReason
 from slipstream.frontend.results import Logprob
-from slipstream.messages import LOGPROB, Output
-from slipstream.request import FinishReason
 from slipstream.serve.http.openai.logprobs import TokenNames, completion_logprobs
 from slipstream.serve.http.response import json_pieces
 from slipstream.text.tokenizer import Tokenizer

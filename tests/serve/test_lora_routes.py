@@ -7,9 +7,9 @@ import json
 import pytest
 from asgi import at_door
 
-from slipstream.lora_request import LoRARequest
-from slipstream.messages import Output
-from slipstream.request import FinishReason
+from slipstream.contracts.messages import Output
+from slipstream.contracts.request import FinishReason
+from slipstream.params.lora import LoRARequest
 
 ASK = {"prompt": "hi", "max_tokens": 4}
 MODEL = {"max_lora_rank": 16, "adapters": (LoRARequest("sql", 1, "/adapters/sql"),)}

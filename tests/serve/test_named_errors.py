@@ -8,9 +8,9 @@ import pytest
 
 from scripted_core import EVERY_TASK, ScriptedCore, facts
 from serve.asgi import Door, at_door
-from slipstream.config.pooling_info import PoolingInfo
-from slipstream.messages import Output
-from slipstream.request import FinishReason
+from slipstream.checkpoint.pooling_info import PoolingInfo
+from slipstream.contracts.messages import Output
+from slipstream.contracts.request import FinishReason
 from slipstream.serve.http.app import App
 from slipstream.serve.http.settings import ServerSettings
 from slipstream.serve.http.state import State

@@ -15,7 +15,7 @@ import pytest
 from patience import PATIENCE
 from serve.asgi import at_door
 from serve.server_process import ServerProcess
-from slipstream.errors import InvalidOption
+from slipstream.base.errors import InvalidOption
 from slipstream.serve.cli.serve import server_settings
 from slipstream.serve.http.listen_unix import UnixClaim
 

@@ -10,10 +10,10 @@ import pytest
 from patience import PATIENCE
 from scripted_core import EVERY_TASK, ScriptedCore, facts
 from serve.asgi import Door
-from slipstream.config.pooling_info import PoolingInfo
-from slipstream.errors import QueueFull
-from slipstream.messages import Output, Pooled
-from slipstream.request import FinishReason
+from slipstream.base.errors import QueueFull
+from slipstream.checkpoint.pooling_info import PoolingInfo
+from slipstream.contracts.messages import Output, Pooled
+from slipstream.contracts.request import FinishReason
 from slipstream.serve.http.app import App
 from slipstream.serve.http.settings import ServerSettings
 from slipstream.serve.http.state import State

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from slipstream import LLM, PoolingParams
-from slipstream.text.chat import render_chat
+from slipstream.text.chat_template import render_chat
 
 TEXTS = ["The host never waits.", "A step is a trip.", "Rows are seats, pages are beds."]
 LONG = "word " * 60  # 300 tokens and more; the models take 128

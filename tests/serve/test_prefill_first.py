@@ -9,7 +9,7 @@ import socket
 import pytest
 
 from patience import PATIENCE
-from slipstream.errors import InvalidOption
+from slipstream.base.errors import InvalidOption
 from slipstream.serve.cli.main import main
 from slipstream.serve.http.prefill_first import PrefillFirst, shortened
 from slipstream.serve.http.replica_proxy import ReplicaProxy

@@ -9,7 +9,7 @@ import socket
 import pytest
 
 from patience import PATIENCE
-from slipstream.errors import InvalidOption
+from slipstream.base.errors import InvalidOption
 from slipstream.serve.cli.main import main
 from slipstream.serve.http.replica_proxy import ReplicaProxy
 from slipstream.serve.http.url_replicas import ADAPTER_BYTES, BLOCK, UrlReplicas, block_hashes

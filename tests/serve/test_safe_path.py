@@ -12,7 +12,7 @@ import pytest
 
 from child import child_env
 from serve.server_process import ServerProcess
-from slipstream.engine.child_process import child_environment
+from slipstream.base.processes import child_environment
 from slipstream.serve.bench import startup
 
 # modules of the standard library that some process of ours imports, early or late

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from serve.asgi import at_door
-from slipstream.errors import EngineAsleep, InvalidOption
+from slipstream.base.errors import EngineAsleep, InvalidOption
 from slipstream.serve.http.watchdog import Watchdog
 from slipstream.transport.frames import Controlled, Pulse, Refused
 

@@ -19,12 +19,11 @@ from patience import PATIENCE
 from serve.asgi import at_door
 from serve.server_process import ServerProcess
 from serve.test_server_ends import ENDLESS, Stream, core_pid, front_end_of
-from slipstream.metrics.shared_counters import SharedCounters
-from slipstream.metrics.stats import FrontEnds
+from slipstream.base.processes import Backoff
+from slipstream.metrics.stats import FrontEnds, SharedCounters
 from slipstream.serve.http import supervisor
 from slipstream.serve.http.listen import PortClaim
 from slipstream.serve.http.settings import ServerSettings
-from slipstream.transport.backoff import Backoff
 from tiny import write_tiny
 
 

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from serve.asgi import at_door
-from slipstream.request import FinishReason
+from slipstream.contracts.request import FinishReason
 from text.chat_templates import THINKING
 
 openai = pytest.importorskip("openai", reason="the openai client is not installed")

@@ -1,6 +1,6 @@
 import pytest
 
-from slipstream.errors import InvalidOption
+from slipstream.base.errors import InvalidOption
 from slipstream.serve.bench.measure import spread
 from slipstream.serve.bench.workload import Workload
 

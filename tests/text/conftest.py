@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.config.gguf_file import GgufFile
-from slipstream.config.locate import LocatedModel
+from slipstream.checkpoint.gguf_file import GgufFile
+from slipstream.checkpoint.locate import LocatedModel
 from slipstream.text.tokenizer import Tokenizer
 from tiny_tokenizer import write_byte_tokenizer
 

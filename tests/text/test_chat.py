@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from slipstream.errors import BadTokenizer, InvalidPrompt
-from slipstream.text.chat import load_chat_template, render_chat
+from slipstream.base.errors import BadTokenizer, InvalidPrompt
+from slipstream.text.chat_template import load_chat_template, render_chat
 from slipstream.text.tokenizer import Tokenizer
 from tiny_tokenizer import CHATML
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from slipstream.errors import InvalidPrompt
-from slipstream.text.chat import known_roles, render_chat
+from slipstream.base.errors import InvalidPrompt
 from slipstream.text.chat_fields import check_tool_calls
+from slipstream.text.chat_template import known_roles, render_chat
 from tiny_tokenizer import CHATML
 
 CALL = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Köln"}'}}

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.errors import InvalidPrompt
-from slipstream.text.chat import render_chat
+from slipstream.base.errors import InvalidPrompt
+from slipstream.text.chat_template import render_chat
 from slipstream.text.control_tokens import ControlTokens
 from slipstream.text.guarded import Guarded
 from slipstream.text.tokenizer import Tokenizer

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from slipstream.errors import InvalidPrompt
+from slipstream.base.errors import InvalidPrompt
 from slipstream.text.excerpt import MARGIN, Excerpts, first_size, max_chars
 from slipstream.text.tokenizer import Tokenizer
 from text.test_pieces import Counting, bytewise, wordpiece

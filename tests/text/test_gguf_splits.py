@@ -15,7 +15,7 @@ import pytest
 import regex
 from tokenizers import Tokenizer
 
-from slipstream.text.gguf_splits import SPLIT_RULES
+from slipstream.text.gguf_vocab import SPLIT_RULES
 from tiny_tokenizer import byte_tokenizer
 
 FACTS = json.loads((Path(__file__).parent.parent / "data" / "gguf_splits.json").read_text())

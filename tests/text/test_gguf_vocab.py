@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.errors import BadTokenizer
+from slipstream.base.errors import BadTokenizer
 from slipstream.text.gguf_vocab import gguf_tokenizer
 from slipstream.text.tokenizer import Tokenizer
 from tiny_tokenizer import byte_tokenizer

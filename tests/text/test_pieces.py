@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, normalizers, pre_tokenizers, processors
 
-from slipstream.text.pieces import Pieces, _share
+from slipstream.text.excerpt import Pieces, _share
 from slipstream.text.tokenizer import Tokenizer
 
 WORDS = ["[UNK]", "[CLS]", "[SEP]", "the", "cat", "sat", "on", "a", "mat", "run", "##s", "##ning", ".", ","]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.text.chat import render_chat
+from slipstream.text.chat_template import render_chat
 from slipstream.text.control_tokens import ControlTokens
 from slipstream.text.detokenizer import Detokenizer
 from slipstream.text.tokenizer import Tokenizer

@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers, processors
 
-from slipstream.errors import InvalidParams
+from slipstream.base.errors import InvalidParams
 from slipstream.text.script_tokenizer import ScriptTokenizer
 from slipstream.text.tokenizer import Tokenizer
 from tiny_tokenizer import write_byte_tokenizer

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from slipstream.text.stop import StopMatcher
+from slipstream.text.detokenizer import StopMatcher
 
 
 def run(stops: list[str], increments: list[str], include: bool = False) -> tuple[list[str], str | None]:

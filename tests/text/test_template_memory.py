@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from slipstream.errors import InvalidPrompt
-from slipstream.text.chat import render_chat
+from slipstream.base.errors import InvalidPrompt
+from slipstream.text.chat_template import render_chat
 
 HI = [{"role": "user", "content": "Hi"}]
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from slipstream.text.token_starts import PromptStarts, TokenStarts
+from slipstream.text.detokenizer import PromptStarts, TokenStarts
 from slipstream.text.tokenizer import Tokenizer
 from text.test_detokenizer import DECODERS, PIECES, piece_tokenizer
 from tokenizer_zoo import KINDS, make_tokenizer

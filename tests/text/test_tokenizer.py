@@ -12,7 +12,7 @@ from tokenizers import processors
 from transformers import AutoTokenizer
 
 from child import child_env
-from slipstream.errors import BadTokenizer, InvalidPrompt
+from slipstream.base.errors import BadTokenizer, InvalidPrompt
 from slipstream.text.guarded import Guarded, GuardedEncoder
 from slipstream.text.tokenizer import Tokenizer
 from tiny_tokenizer import CHATML, END_OF_TEXT, IM_END, IM_START, write_byte_tokenizer
@@ -198,8 +198,8 @@ def test_what_is_not_text_is_refused(tiny_folder: Path, text: Any, words: str) -
 
 def test_the_text_package_needs_neither_torch_nor_transformers() -> None:
     code = (
-        "import sys, slipstream.text.chat, slipstream.text.detokenizer, slipstream.text.stop\n"
-        "import slipstream.config.gguf_info, slipstream.config.locate, slipstream.config.generation\n"
+        "import sys, slipstream.text.chat_template, slipstream.text.detokenizer, slipstream.text.detokenizer\n"
+        "import slipstream.checkpoint.gguf_info, slipstream.checkpoint.locate, slipstream.checkpoint.generation\n"
         "found = sorted({'torch', 'transformers', 'huggingface_hub', 'gguf'} & set(sys.modules))\n"
         "sys.exit(f'imported: {found}' if found else 0)"
     )

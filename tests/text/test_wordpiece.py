@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from slipstream.config.vocabulary import read_vocabulary
-from slipstream.errors import BadTokenizer
-from slipstream.text.pieces import Pieces
+from slipstream.base.errors import BadTokenizer
+from slipstream.checkpoint.late_info import read_vocabulary
+from slipstream.text.excerpt import Pieces
 from slipstream.text.tokenizer import Tokenizer
 
 transformers = pytest.importorskip("transformers")

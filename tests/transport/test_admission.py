@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from slipstream.errors import EngineDead, PromptTooLong
-from slipstream.messages import Submit, SubmitAll
-from slipstream.params import SamplingParams
+from slipstream.base.errors import EngineDead, PromptTooLong
+from slipstream.contracts.messages import Submit, SubmitAll
+from slipstream.params.sampling import SamplingParams
 from slipstream.transport.admission import submit
 from slipstream.transport.frames import Refused
 

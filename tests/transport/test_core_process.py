@@ -16,11 +16,11 @@ from child import child_env
 from patience import PATIENCE
 from serve.server_process import SCRIPTED
 from slipstream import LLM, SamplingParams
+from slipstream.base.errors import EngineDead, InvalidOption, ModelNotFound, QueueFull, SlipstreamError
 from slipstream.config.options import Options, make_options
-from slipstream.errors import EngineDead, InvalidOption, ModelNotFound, QueueFull, SlipstreamError
+from slipstream.contracts.messages import Submit
 from slipstream.frontend.async_engine import AsyncEngine
 from slipstream.frontend.router import RequestRouter
-from slipstream.messages import Submit
 from slipstream.transport import core_process
 from slipstream.transport.frames import Pulse, Ready
 from slipstream.transport.socket_client import SocketClient

@@ -16,7 +16,7 @@ import pytest
 
 from patience import PATIENCE
 from slipstream import LLM, SamplingParams
-from slipstream.errors import EngineDead, ReplicaLost
+from slipstream.base.errors import EngineDead, ReplicaLost
 from slipstream.transport import ray_replicas
 from tiny import write_tiny
 

@@ -7,14 +7,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from slipstream.config.generation import GenerationDefaults
+from slipstream.base.errors import InvalidParams, PromptTooLong, QueueFull
+from slipstream.checkpoint.generation import GenerationDefaults
+from slipstream.contracts.messages import Abort, Output, Pooled, Submit, SubmitAll
+from slipstream.contracts.request import FinishReason
 from slipstream.engine.model_description import ModelDescription
-from slipstream.errors import InvalidParams, PromptTooLong, QueueFull
-from slipstream.messages import Abort, Output, Pooled, Submit, SubmitAll
-from slipstream.metrics.lane import LaneStats
-from slipstream.params import SamplingParams
-from slipstream.pooling_params import PoolingParams
-from slipstream.request import FinishReason
+from slipstream.metrics.stats import LaneStats
+from slipstream.params.pooling import PoolingParams
+from slipstream.params.sampling import SamplingParams
 from slipstream.transport.frames import (
     MAX_FRAME,
     AbortAll,

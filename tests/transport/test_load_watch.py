@@ -9,7 +9,7 @@ import sys
 
 from child import child_env
 from patience import PATIENCE
-from slipstream.engine.child_process import signals_held
+from slipstream.base.processes import signals_held
 
 _LOADS = """
 import sys, tempfile, time
@@ -43,7 +43,7 @@ def test_the_last_front_end_that_disconnects_stops_the_load(tmp_path):
 
 _STARTS = """
 import signal, time
-from slipstream.engine.child_process import release_signals
+from slipstream.base.processes import release_signals
 
 print("started", flush=True)
 input()

@@ -12,8 +12,8 @@ import time
 import pytest
 
 from slipstream import LLM, SamplingParams
+from slipstream.base.errors import EngineDead, InvalidOption, ReplicaLost
 from slipstream.config.options import make_options
-from slipstream.errors import EngineDead, InvalidOption, ReplicaLost
 from slipstream.transport import ray_replicas
 from slipstream.transport.ray_replicas import RayReplicas
 from slipstream.transport.replica_source import has_replicas, open_replicas

@@ -10,15 +10,15 @@ import pytest
 
 from patience import PATIENCE
 from scripted_core import EVERY_TASK, ScriptedCore, facts
-from slipstream.errors import EngineDead, ReplicaLost
+from slipstream.base.errors import EngineDead, ReplicaLost
+from slipstream.base.processes import Backoff
+from slipstream.contracts.messages import Submit
+from slipstream.contracts.request import FinishReason
 from slipstream.frontend.async_engine import AsyncEngine
-from slipstream.lora_request import LoRARequest
-from slipstream.messages import Submit
-from slipstream.metrics.lane import LaneStats
-from slipstream.params import SamplingParams
-from slipstream.pooling_params import PoolingParams
-from slipstream.request import FinishReason
-from slipstream.transport.backoff import Backoff
+from slipstream.metrics.stats import LaneStats
+from slipstream.params.lora import LoRARequest
+from slipstream.params.pooling import PoolingParams
+from slipstream.params.sampling import SamplingParams
 from slipstream.transport.frames import ModelDescriptions, Pulse, Ready
 from slipstream.transport.replica_routing import ReplicaLoad, choose_replica
 from slipstream.transport.replicas import ReplicaClient

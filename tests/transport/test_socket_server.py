@@ -8,8 +8,8 @@ import threading
 import pytest
 
 from patience import PATIENCE
-from slipstream.messages import Abort, Output
-from slipstream.request import FinishReason
+from slipstream.contracts.messages import Abort, Output
+from slipstream.contracts.request import FinishReason
 from slipstream.transport.frames import Failed, Join, frame, from_core_frames
 from slipstream.transport.socket_server import SocketServer
 from slipstream.transport.spawn import join_core

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from slipstream.errors import ModelNotFound
+from slipstream.base.errors import ModelNotFound
 from tiny import write_tiny
 from tiny_adapter import write_adapter
 from tiny_drafters import write_eagle3
@@ -170,7 +170,7 @@ def closing(family: str, favourite: str | None = None) -> Recipe:
 
 def real_text(folder: Path, trained: str) -> None:
     """SmolLM2-135M-Instruct, from its GGUF file."""
-    from slipstream.config.locate import locate
+    from slipstream.checkpoint.locate import locate
 
     file = locate(None).path
     os.symlink(file, folder / file.name)
@@ -178,7 +178,7 @@ def real_text(folder: Path, trained: str) -> None:
 
 def real_vectors(folder: Path, trained: str) -> None:
     """all-MiniLM-L6-v2."""
-    from slipstream.config.locate import default_embedder
+    from slipstream.checkpoint.locate import default_embedder
 
     shutil.copytree(default_embedder().path, folder, dirs_exist_ok=True)
 

@@ -20,15 +20,15 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, Literal
 
 MOVED = {
-    "BatchUpdate": "slipstream.logits_processor",
-    "Counter": "slipstream.metrics.reader",
-    "Gauge": "slipstream.metrics.reader",
-    "Histogram": "slipstream.metrics.reader",
-    "Metric": "slipstream.metrics.reader",
-    "RequestLogitsProcessor": "slipstream.logits_processor",
+    "BatchUpdate": "slipstream.params.processors",
+    "Counter": "slipstream.metrics.prometheus",
+    "Gauge": "slipstream.metrics.prometheus",
+    "Histogram": "slipstream.metrics.prometheus",
+    "Metric": "slipstream.metrics.prometheus",
+    "RequestLogitsProcessor": "slipstream.params.processors",
     "StructuredOutputsConfig": "slipstream.frontend.structured_config",
-    "Vector": "slipstream.metrics.reader",
-    "process_dict_updates": "slipstream.logits_processor",
+    "Vector": "slipstream.metrics.prometheus",
+    "process_dict_updates": "slipstream.params.processors",
 }
 """Names that are not in `slipstream` itself, with their modules."""
 ERRORS = {"VLLMValidationError": "UserError", "EngineDeadError": "EngineDead"}
@@ -211,7 +211,7 @@ class StandIn(ModuleType):
             module = f"{self.__name__}.{name}"
             return importlib.import_module(module) if module in HELPERS else absent(module)
         import slipstream
-        from slipstream import errors
+        from slipstream.base import errors
 
         if name in slipstream.__all__:
             return getattr(slipstream, name)

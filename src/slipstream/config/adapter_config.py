@@ -7,10 +7,10 @@ from pathlib import Path
 
 import msgspec
 
-from slipstream.config.adapter_folder import MAX_RANK, check_adapter_folder
+from slipstream.base.errors import InvalidAdapter, InvalidOption
+from slipstream.checkpoint.locate import MAX_RANK, check_adapter_folder
 from slipstream.config.options import Options
-from slipstream.errors import InvalidAdapter, InvalidOption
-from slipstream.lora_request import LoRARequest
+from slipstream.params.lora import LoRARequest
 
 MAX_ADAPTERS = 1024  # on the device or in host memory
 _DEFAULT_RANK = 16

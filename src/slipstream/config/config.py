@@ -2,17 +2,277 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
 import msgspec
 
-from slipstream.cache_spec import CacheGroup, StateSpec
+from slipstream.base.errors import InvalidOption
+from slipstream.checkpoint.model_info import ModelInfo, ModelSizes
+from slipstream.checkpoint.pooling_info import PoolingInfo
+from slipstream.checkpoint.quantization import Quantization
 from slipstream.config.adapter_config import AdapterConfig
-from slipstream.config.draft_config import DRAFTS_PER_STEP, DraftConfig
-from slipstream.config.model_info import ModelInfo
-from slipstream.config.model_sizes import ModelSizes
-from slipstream.config.pooling_info import PoolingInfo
-from slipstream.config.quantization import Quantization
-from slipstream.config.record_config import RecordConfig
-from slipstream.config.transfer_config import TransferConfig
+from slipstream.config.options import Options
+from slipstream.contracts.cache_spec import CacheGroup, StateSpec
+
+# RecordConfig: the settings of the flight recorder, and their checks.
+
+MAX_STEPS = 1 << 20
+
+
+class RecordConfig(msgspec.Struct, frozen=True):
+    num_steps: int = 256  # kept in memory; 0: nothing is recorded
+    folder: str | None = None  # of the files written after a failure; None: a folder of this user for temporary files
+    redact: bool = False  # files have no token ids and no text of requests
+    every_mb: int = 0  # a file is written each time so many megabytes were recorded; 0: only after a failure
+
+
+def resolve_record(options: Options) -> RecordConfig:
+    if not 0 <= options.record_steps <= MAX_STEPS:
+        raise InvalidOption(
+            f"record_steps is {options.record_steps}; give a number from 0 (nothing is recorded) to {MAX_STEPS}"
+        )
+    every = options.record_every_mb
+    if every < 0 or (every and not options.record_steps):
+        fact = "below 0" if every < 0 else "set, and record_steps is 0"
+        raise InvalidOption(f"record_every_mb is {every}, {fact}; give a number of megabytes, and record_steps above 0")
+    if not options.record_steps and (options.record_dir is not None or options.record_redact):
+        name = "record_redact" if options.record_dir is None else "record_dir"
+        raise InvalidOption(f"{name} is given and record_steps is 0, so nothing is recorded; remove one of them")
+    return RecordConfig(options.record_steps, options.record_dir, options.record_redact, every)
+
+
+# TransferConfig: hand-off of KV cache pages between engines (vLLM's `kv_transfer_config`), and its checks.
+#
+# A producer computes prompts and serves the pages of its second cache tier to others. A consumer asks its peers for
+# pages that it does not have, and computes what they do not send in time.
+
+ROLES = {"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"}
+"""Names of `slipstream serve --role`, and vLLM's."""
+
+DEFAULT_PORT = 14579
+DEFAULT_BUFFER = 10**9
+"""Bytes of host memory for pages, if kv_offloading_size is not given; vLLM's default too."""
+
+_FIELDS = (
+    "kv_role",
+    "kv_ip",
+    "kv_port",
+    "kv_peers",
+    "kv_buffer_size",
+    "kv_timeout",
+    "kv_connector",
+    "kv_connector_extra_config",
+)
+
+
+class TransferConfig(msgspec.Struct, frozen=True):
+    listen: tuple[str, int] | None = None  # host and port at which pages are served; None: a consumer
+    peers: tuple[tuple[str, int], ...] = ()  # that are asked for pages
+    timeout: float = 5.0  # seconds that a request waits for pages of peers
+    buffer_bytes: int = DEFAULT_BUFFER
+    cuda_ipc: bool = False  # pages pass from device to device where the peer has it too and is on the same host
+
+
+def read_transfer_config(given: Mapping[str, Any] | str | None, own_role: str | None = None) -> TransferConfig | None:
+    """From the option, an object or its JSON. `own_role`: a name of ROLES, instead of the object's."""
+    if not given and own_role is None:
+        return None
+    given = given or {}
+    if isinstance(given, str):
+        try:
+            given = msgspec.json.decode(given)
+        except msgspec.DecodeError as error:
+            raise InvalidOption(f"kv_transfer_config is not JSON: {error}") from None
+    if not isinstance(given, Mapping):
+        raise InvalidOption('kv_transfer_config is no object; give one like {"kv_role": "kv_producer"}')
+    for name in given:
+        if name not in _FIELDS:
+            raise InvalidOption(f"kv_transfer_config has no field {name!r:.50} here; it has {', '.join(_FIELDS)}")
+    if given.get("kv_connector") is not None:
+        raise InvalidOption(
+            f"kv_connector is {given['kv_connector']!r:.50}; pages are sent over TCP by the engine itself: remove it"
+        )
+    role = given.get("kv_role", own_role and ROLES[own_role])
+    if own_role is not None and role != ROLES[own_role]:
+        raise InvalidOption(f"role is {own_role} and kv_role {role!r:.50}; remove one of them")
+    if role not in ROLES.values():
+        raise InvalidOption(f"kv_role is {role!r:.50}; give {', '.join(ROLES.values())}")
+    host, port = given.get("kv_ip", "127.0.0.1"), given.get("kv_port", DEFAULT_PORT)
+    if not isinstance(host, str) or type(port) is not int or not 0 <= port < 65536:
+        raise InvalidOption(f"kv_ip is {host!r:.50} and kv_port {port!r:.50}; give a host and a port up to 65535")
+    own = (host, port)
+    listens = role != "kv_consumer"
+    peers = given.get("kv_peers", [] if listens else [f"{host}:{port}"])
+    if not isinstance(peers, list) or (peers and role == "kv_producer"):
+        raise InvalidOption("kv_peers is a list of host:port, of a kv_consumer or kv_both")
+    timeout, size = given.get("kv_timeout", 5.0), given.get("kv_buffer_size", DEFAULT_BUFFER)
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout <= 600:
+        raise InvalidOption(f"kv_timeout is {timeout!r:.50}; give seconds, up to 600")
+    if isinstance(size, bool) or not isinstance(size, int | float) or not size > 0:
+        raise InvalidOption(f"kv_buffer_size is {size!r:.50}; give bytes of host memory")
+    by_device = _reads_devices(given.get("kv_connector_extra_config"))
+    return TransferConfig(own if listens else None, tuple(map(_peer, peers)), float(timeout), int(size), by_device)
+
+
+def _reads_devices(given: object) -> bool:
+    """The field cuda_ipc of kv_connector_extra_config, its only one."""
+    if given is None:
+        return False
+    if not isinstance(given, Mapping) or given.keys() - {"cuda_ipc"} or type(given.get("cuda_ipc", False)) is not bool:
+        raise InvalidOption(f'kv_connector_extra_config is {given!r:.100}; it may be {{"cuda_ipc": true}}')
+    return bool(given.get("cuda_ipc", False))
+
+
+def _peer(text: object) -> tuple[str, int]:
+    host, _, port = str(text).rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise InvalidOption(f"a peer is {text!r:.100}; give host:port")
+    return host.strip("[]"), int(port)
+
+
+# DraftConfig: how tokens are drafted, read from `speculative_config`, which has vLLM's names.
+
+MAX_DRAFTS = 16
+"""Maximum number of drafts per row and step."""
+MAX_MATCH = 64
+"""Maximum number of tokens that a match compares."""
+DRAFTS_PER_STEP = 256
+"""Drafts of all rows of one step that every device has memory for."""
+DRAFTS_SHARE = 1 / 16
+"""Share of a GPU's memory that the logits of more drafts than that may take."""
+
+_MATCH = {"ngram": (2, 4), "suffix": (1, 24)}  # defaults of shortest and longest match
+_METHODS = {
+    "ngram": "ngram", "ngram_gpu": "ngram", "[ngram]": "ngram", "suffix": "suffix", "draft_model": "draft_model",
+    "eagle": "eagle", "eagle3": "eagle3", "dflash": "dflash",
+    "mtp": "mtp", "deepseek_mtp": "mtp", "qwen3_next_mtp": "mtp", "qwen3_5_mtp": "mtp", "glm4_moe_mtp": "mtp",
+}  # fmt: skip
+_WITH_FOLDER = ("draft_model", "eagle", "eagle3", "dflash")
+"""Methods that run a model of a folder of its own."""
+WITH_MODEL = (*_WITH_FOLDER, "mtp")
+"""Methods that run a model."""
+_KNOWN = "ngram, ngram_gpu, suffix, draft_model, eagle, eagle3, mtp and dflash"
+_DEFAULT_DRAFTS = {"suffix": 8, "dflash": 7}  # of the others: 4
+_NOT_BUILT = {
+    "dspark": "corrects the drafts of a block one after another",
+    "medusa": "has a head for each draft", "mlp_speculator": "has no attention",
+    "custom_class": "runs code of the user's", "extract_hidden_states": "drafts nothing",
+}  # fmt: skip
+"""Methods of vLLM that are not supported, and why."""
+_KEYS = (
+    "method", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min", "model", "draft_tensor_parallel_size",
+)  # fmt: skip
+_NO_EFFECT = (
+    "max_model_len", "enforce_eager", "attention_backend", "moe_backend", "code_revision",
+    "disable_padded_drafter_batch", "use_local_argmax_reduction", "suffix_decoding_max_cached_requests",
+)  # fmt: skip
+"""Fields of vLLM that change nothing here: a drafter has the length, device and kernels of its engine."""
+
+
+class DraftConfig(msgspec.Struct, frozen=True):
+    method: str  # ngram, suffix, draft_model, eagle, eagle3, mtp or dflash
+    num_drafts: int  # maximum per row and step
+    # of ngram and suffix
+    min_match: int = 0  # tokens at the end of a row that must have occurred before
+    max_match: int = 0  # tokens that are compared: a longer match is preferred
+    drafts_per_match: float | None = None  # maximum drafts per matching token; None: no limit
+    model: str | None = None  # folder or hub name of the model that drafts; None: the method needs none
+    is_given: bool = True  # False: only the model was given, and its files tell the method
+
+    @property
+    def searches(self) -> bool:
+        """Whether drafts come from the text of the row: without a match it has none."""
+        return self.method in _MATCH
+
+
+def read_draft_config(given: Mapping[str, Any] | str | None, short: str | None = None) -> DraftConfig | None:
+    """The configuration from `speculative_config`, an object or its JSON text; or from `drafts`, its short form METHOD
+    or METHOD:NUMBER. None: no drafts."""
+    if short is not None:
+        if given is not None:
+            raise InvalidOption("drafts and speculative_config are both given; give one of them")
+        method, _, number = short.partition(":")
+        if number and not number.isdecimal():
+            raise InvalidOption(f"drafts is {short!r}; give a method, or a method and a number, as ngram:4")
+        given = {"method": method} | ({"num_speculative_tokens": int(number)} if number else {})
+    if given is None:
+        return None
+    found = _fields(given)
+    method = _method(found)
+    num = _number(found, "num_speculative_tokens", _DEFAULT_DRAFTS.get(method, 4), MAX_DRAFTS)
+    if method not in _MATCH:
+        if match := [name for name in found if name.startswith("prompt_lookup")]:
+            raise InvalidOption(f"speculative_config has {match[0]}, which {method} does not use; remove it")
+        return DraftConfig(method, num, model=found.get("model"), is_given="method" in found)
+    shortest, longest = _MATCH[method]
+    least = _number(found, "prompt_lookup_min", 1, MAX_MATCH)
+    max_match = _number(found, "prompt_lookup_max", max(longest, least), MAX_MATCH)
+    min_match = _number(found, "prompt_lookup_min", min(shortest, max_match), MAX_MATCH)
+    if min_match > max_match:
+        raise InvalidOption(
+            f"prompt_lookup_min is {min_match} and prompt_lookup_max {max_match}; raise the second or lower the first"
+        )
+    return DraftConfig(method, num, min_match, max_match, 1.0 if method == "suffix" else None)
+
+
+def check_draft_ranks(given: Mapping[str, Any] | str | None, num_ranks: int) -> None:
+    """Checks `draft_tensor_parallel_size`. `num_ranks`: those of the model; a drafter is divided like its model."""
+    count = None if given is None else _fields(given).get("draft_tensor_parallel_size")
+    if count is not None and (isinstance(count, bool) or count != num_ranks):
+        raise InvalidOption(
+            f"draft_tensor_parallel_size of speculative_config is {count!r}, and tensor_parallel_size is {num_ranks}; "
+            "a drafter runs on all ranks of its model: give the same number, or remove it"
+        )
+
+
+def _fields(given: Mapping[str, Any] | str) -> dict[str, Any]:
+    if isinstance(given, str):
+        try:
+            given = msgspec.json.decode(given, type=dict[str, Any])
+        except msgspec.MsgspecError:
+            raise InvalidOption(
+                f"speculative_config is {given!r}; give a JSON object, as "
+                '{"method": "ngram", "num_speculative_tokens": 4}'
+            ) from None
+    if not isinstance(given, Mapping):
+        raise InvalidOption(f"speculative_config is {given!r:.100}; give an object with a method")
+    for name in given:
+        if name not in _KEYS and name not in _NO_EFFECT:
+            near = difflib.get_close_matches(str(name), _KEYS, n=1)
+            hint = f"did you mean {near[0]}?" if near else "it takes " + ", ".join(_KEYS)
+            raise InvalidOption(f"speculative_config has no field {name!r}; {hint}")
+    return {name: value for name, value in given.items() if value is not None and name in _KEYS}
+
+
+def _method(found: Mapping[str, Any]) -> str:
+    method, model = found.get("method"), found.get("model")
+    for name, value in (("method", method), ("model", model)):
+        if value is not None and not isinstance(value, str):
+            raise InvalidOption(f"{name} of speculative_config is {value!r:.100}; give a text")
+    if method is None and model is not None:
+        method = model if model in ("ngram", "[ngram]") else "draft_model"
+    if method is None:
+        raise InvalidOption(f"speculative_config has no method; the methods are {_KNOWN}")
+    if method in _NOT_BUILT:
+        raise InvalidOption(f"drafts by {method} are not supported: it {_NOT_BUILT[method]}; the methods are {_KNOWN}")
+    if method not in _METHODS:
+        raise InvalidOption(f"there is no method {method!r} for drafts; the methods are {_KNOWN}")
+    if _METHODS[method] in _WITH_FOLDER:
+        if not isinstance(model, str) or not model:
+            raise InvalidOption(f'drafts by {method} need a model; give its folder as "model" of speculative_config')
+    elif model is not None and model not in _METHODS:
+        raise InvalidOption(f"speculative_config names the model {model!r}, and {method} needs none; remove it")
+    return _METHODS[method]
+
+
+def _number(found: Mapping[str, Any], name: str, default: int, limit: int) -> int:
+    value = found.get(name, default)
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= limit:
+        raise InvalidOption(f"{name} of speculative_config is {value!r}; give a whole number from 1 to {limit}")
+    return value
+
 
 MAX_STEP_LOGPROBS = 2**20  # elements in the wide logprobs of one step, or in its prompt logprobs
 

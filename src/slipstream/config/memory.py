@@ -7,34 +7,34 @@ possible step, run eagerly; most steps need a fraction.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import msgspec
 
-from slipstream.cache_spec import ITEMSIZE, STATE_CHUNK
-from slipstream.config.activation_size import PENALTY_BYTES, activation_bytes
+from slipstream.checkpoint.model_info import ModelInfo
+from slipstream.checkpoint.pooling_info import reductions_of
 from slipstream.config.adapter_config import AdapterConfig
 from slipstream.config.buffer_size import (
+    PENALTY_BYTES,
+    activation_bytes,
     arena_bytes,
     bias_bytes,
     kept_mask_bytes,
     list_bytes,
     mask_bytes,
-    result_bytes,
-    result_growth_bytes,
-    score_bytes,
-)
-from slipstream.config.config import EngineConfig, ModelConfig
-from slipstream.config.model_info import ModelInfo
-from slipstream.config.pooling_info import reductions_of
-from slipstream.config.pooling_size import (
     pool_head_bytes,
     pooled_bytes,
     pooled_row_bytes,
     query_bytes,
+    result_bytes,
+    result_growth_bytes,
+    score_bytes,
     token_result_bytes,
 )
-from slipstream.config.tier_size import NUM_REGIONS, mirror_bytes, region_bytes
+from slipstream.config.config import CacheConfig, EngineConfig, ModelConfig, StateConfig
+from slipstream.contracts.cache_spec import ITEMSIZE, STATE_CHUNK, CacheGroup
 
 SCORED_AT_ONCE = 64
 """Prompt tokens whose logits are computed together."""
@@ -297,3 +297,85 @@ def unread_bytes(config: EngineConfig) -> int:
     # the temporaries of logprobs
     num_scored = max(0, min(SCORED_AT_ONCE, tokens) - scheduler.max_num_seqs)
     return tokens * config.hidden_width * size + num_scored * info.vocab_size * (size + 2 * max(size, 4))
+
+
+# Sizes of the second cache tier and of the device buffers through which its pages are copied.
+
+NUM_REGIONS = 2
+"""Device buffers for pages on their way: one is filled while the other is emptied."""
+
+REGION_BYTES = 2**26
+"""Bytes of one of them; at least a page."""
+
+HISTORY_BYTES = 4
+"""Bytes per position of token ids, which drafts are found in and which travel with the pages of a group."""
+
+
+def tier_slots(config: CacheConfig) -> tuple[int, ...]:
+    """Slots of each group, and last those of checkpoints of recurrent states, if there are any: the tier is divided as
+    the device's cache is."""
+    sizes = [(group.bytes_per_page, num) for group, num in zip(config.groups, config.group_pages, strict=True)]
+    if config.states is not None:
+        sizes.append((config.states.checkpoint_bytes, config.states.num_checkpoints))
+    device_bytes = sum(size * num for size, num in sizes)
+    return tuple(config.tier_bytes * num // device_bytes for _, num in sizes)
+
+
+def region_pages(group: CacheGroup) -> int:
+    """Pages of a group that are copied at once."""
+    return max(1, REGION_BYTES // group.bytes_per_page)
+
+
+def region_checkpoints(states: StateConfig) -> int:
+    """Checkpoints that are copied at once."""
+    return max(1, REGION_BYTES // states.checkpoint_bytes)
+
+
+def mirror_bytes(config: CacheConfig) -> int:
+    """Upper bound of the device bytes of all slots, with the token ids of their positions."""
+    num_pages = max((config.tier_bytes // group.bytes_per_page for group in config.groups), default=0)
+    return config.tier_bytes + num_pages * HISTORY_BYTES * config.page_size
+
+
+def region_bytes(groups: Sequence[CacheGroup], states: StateConfig | None = None) -> int:
+    """Device bytes of one region: it takes pages of any group, with their token ids, or checkpoints."""
+    pages = [region_pages(group) * (group.bytes_per_page + HISTORY_BYTES * group.spec.page_size) for group in groups]
+    checkpoints = [] if states is None else [region_checkpoints(states) * states.checkpoint_bytes]
+    return max([*pages, *checkpoints], default=0)
+
+
+# Machine: properties of the device and of its host that defaults depend on.
+
+
+class Machine(msgspec.Struct, frozen=True):
+    """Properties of the device that `resolve` reads; filled by `detect_machine`."""
+
+    kind: str
+    free_memory: int
+    total_memory: int
+    num_threads: int
+    fast_dtypes: tuple[str, ...]
+    num_multiprocessors: int = 0  # 0: not a GPU, or not known
+
+
+# The GPUs of this process, and which of them a rank takes, without loading torch.
+
+SHARE_VARIABLE = "SLIPSTREAM_RANKS_SHARE_GPU"
+"""Set to 1, ranks may share a GPU, for tests on a machine with one: NCCL passes data through sockets of the host."""
+
+
+def visible_gpus(devices: Path = Path("/dev"), environ: Mapping[str, str] = os.environ) -> list[str]:
+    """The GPUs of this process as entries of CUDA_VISIBLE_DEVICES. `devices`: the folder of the device files."""
+    if (listed := environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return [entry.strip() for entry in listed.split(",") if entry.strip() not in ("", "-1")]
+    numbers = (path.name.removeprefix("nvidia") for path in devices.glob("nvidia*"))
+    return [str(index) for index in range(sum(number.isdecimal() for number in numbers))]  # CUDA counts from 0
+
+
+def ranks_share_gpu(environ: Mapping[str, str] = os.environ) -> bool:
+    return environ.get(SHARE_VARIABLE) == "1"
+
+
+def rank_environment(rank: int, gpus: list[str]) -> dict[str, str]:
+    """The variables of the process of one rank: it sees its own GPU only."""
+    return {"CUDA_VISIBLE_DEVICES": gpus[rank % len(gpus)]}

@@ -10,18 +10,15 @@ from typing import Any, cast
 
 import msgspec
 
-from slipstream.config.architecture import continues_text
-from slipstream.config.family_defaults import ENCODERS
-from slipstream.config.late_info import late_info
-from slipstream.config.model_info import ModelInfo, family_name
+from slipstream.base.errors import BadCheckpoint, InvalidOption, UnsupportedModel
+from slipstream.checkpoint.architecture import ENCODERS, continues_text
+from slipstream.checkpoint.late_info import late_info, read_vocabulary
+from slipstream.checkpoint.model_info import ModelInfo, family_name
+from slipstream.checkpoint.pooling_info import METHODS as ALL_METHODS
+from slipstream.checkpoint.pooling_info import DenseInfo, Method, PoolingInfo, UnitNormInfo
+from slipstream.checkpoint.sentence_modules import METHODS, SentenceFolder, read_sentence_folder
 from slipstream.config.options import Options
-from slipstream.config.pooling_info import METHODS as ALL_METHODS
-from slipstream.config.pooling_info import DenseInfo, Method, PoolingInfo, UnitNormInfo
-from slipstream.config.sentence_folder import SentenceFolder, read_sentence_folder
-from slipstream.config.sentence_modules import METHODS
-from slipstream.config.vocabulary import read_vocabulary
-from slipstream.errors import BadCheckpoint, InvalidOption, UnsupportedModel
-from slipstream.pooling_params import TASKS, Task
+from slipstream.params.pooling import TASKS, Task
 
 _METHOD_NAMES: dict[str, Method] = METHODS | {name: name for name in ALL_METHODS}
 _CLASSIFY_TASKS = {"classify": "classify", "score": "classify", "rerank": "classify"}

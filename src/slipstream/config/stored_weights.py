@@ -8,12 +8,11 @@ from pathlib import Path
 
 import msgspec
 
+from slipstream.base.errors import ModelError
+from slipstream.base.files import open_regular
+from slipstream.checkpoint.gguf_file import GgufFile
+from slipstream.checkpoint.locate import part_paths, weight_paths
 from slipstream.config.config import ModelConfig
-from slipstream.config.gguf_file import GgufFile
-from slipstream.config.gguf_parts import part_paths
-from slipstream.config.json_file import open_regular
-from slipstream.config.weight_files import weight_paths
-from slipstream.errors import ModelError
 
 # mixtures of tensor types, by general.file_type; other files are named by the type of most of their weights
 _MIXTURES = {

@@ -14,15 +14,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from slipstream.config.cpus import num_cores
-from slipstream.config.host_memory import available_memory, total_memory
-from slipstream.config.machine import Machine
+from slipstream.base.errors import InvalidOption
+from slipstream.base.host import available_memory, num_cores, total_memory
+from slipstream.config.memory import Machine
 from slipstream.config.options import DEVICES, unknown_device
 from slipstream.device.freed_memory import keep_freed_memory
 from slipstream.device.memory_pool import MemoryPool
 from slipstream.device.peer_memory import CudaExport, CudaPeer, ExportedMemory, PeerMemory
 from slipstream.device.streams import CudaStream, DeviceWork, InlineStream, Stream, ThreadedStream
-from slipstream.errors import InvalidOption
 
 if TYPE_CHECKING:
     from slipstream.device.profiler import TorchProfiler

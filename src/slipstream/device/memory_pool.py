@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from slipstream.errors import NotEnoughMemory
+from slipstream.base.errors import NotEnoughMemory
 
 _ALIGNMENT = 512  # bytes; kernels expect at least 16
 _SHARED = 2**25  # bytes of a region for tensors smaller than that

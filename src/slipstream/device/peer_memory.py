@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from slipstream.base.errors import NotEnoughMemory
 from slipstream.device.streams import CudaStream, Event
-from slipstream.errors import NotEnoughMemory
 
 
 class ByteCopy(NamedTuple):

@@ -17,7 +17,7 @@ from typing import Protocol
 
 import torch
 
-from slipstream.config.cpus import num_cpus
+from slipstream.base.host import num_cpus
 from slipstream.device.sync_check.watch import host_waits, is_watched
 
 DeviceWork = Callable[[], None]

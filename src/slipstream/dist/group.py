@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch.distributed import FileStore, ProcessGroupGloo, Store
 
-from slipstream.config.gpus import ranks_share_gpu
+from slipstream.config.memory import ranks_share_gpu
 from slipstream.dist.interface import interface_of
-from slipstream.errors import EngineDead
+from slipstream.base.errors import EngineDead
 
 TIMEOUT = timedelta(minutes=10)  # of one collective; a rank that dies ends it at once
 _START_SECONDS = 3600.0  # for all ranks to arrive at the same point of their start

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from slipstream.step import (
+from slipstream.contracts.step import (
     AdapterPlan,
     Admission,
     EmbedPlan,

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from slipstream.errors import EngineDead
+from slipstream.base.errors import EngineDead
 
 RING_BYTES = 2**26
 _HEADER = 8  # bytes of a message's length; 0: the next message is at the start of the ring

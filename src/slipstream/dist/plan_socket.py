@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 
-from slipstream.errors import EngineDead
+from slipstream.base.errors import EngineDead
 
 _HEADER = 8  # bytes of a message's length
 

@@ -18,8 +18,8 @@ from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 
-from slipstream.errors import EngineDead
-from slipstream.step import StepSizes
+from slipstream.base.errors import EngineDead
+from slipstream.contracts.step import StepSizes
 
 _MESSAGE = struct.Struct("<QIIB")  # number of the step, tokens, last tokens, flags
 _LEAVES = 128  # a flag: the engine ends on purpose

@@ -9,48 +9,49 @@ from typing import Any
 
 import msgspec
 
-from slipstream.config.adapter_config import read_adapter_config
-from slipstream.config.cache_dtype import check_cache_dtype, resolve_cache_dtype
-from slipstream.config.cache_room import DEFAULT_SHARE
-from slipstream.config.check_info import check_info
-from slipstream.config.config import EngineConfig
-from slipstream.config.draft_config import read_draft_config
-from slipstream.config.generation import (
+from slipstream.base.errors import InvalidOption
+from slipstream.checkpoint.generation import (
     EMBEDDED_DEFAULTS,
     GenerationDefaults,
     override_fields,
     read_generation_defaults,
 )
-from slipstream.config.gguf_file import GgufFile
-from slipstream.config.gguf_info import gguf_model_info
-from slipstream.config.head_dtype import check_head_dtype
-from slipstream.config.locate import LocatedModel, locate
+from slipstream.checkpoint.gguf_file import GgufFile
+from slipstream.checkpoint.gguf_info import gguf_model_info
+from slipstream.checkpoint.locate import LocatedModel, locate, require_weights
+from slipstream.checkpoint.model_info import ModelInfo, check_info
+from slipstream.config.adapter_config import read_adapter_config
+from slipstream.config.cache_size import DEFAULT_SHARE
+from slipstream.config.checks import (
+    check_cache_dtype,
+    check_head_dtype,
+    check_offload,
+    check_one_model,
+    check_rank_config,
+    check_rank_options,
+    check_sleep_mode,
+    check_tier,
+    resolve_cache_dtype,
+)
+from slipstream.config.config import EngineConfig, read_draft_config
 from slipstream.config.memory import MemoryEstimate, estimate_memory
-from slipstream.config.model_info import ModelInfo
 from slipstream.config.options import Options
 from slipstream.config.read_pooling import read_pooling
 from slipstream.config.resolve import Source, fewer_rows, model_config, resolve, resolve_dtype
-from slipstream.config.weight_files import require_weights
+from slipstream.contracts.step import Peers
 from slipstream.device.device import Device, detect_machine, open_device, seems_cuda
 from slipstream.engine.build_ranks import adapter_memory, build_ranks, rank_pages, tier_copier
 from slipstream.engine.core import EngineCore
 from slipstream.engine.draft_model import settle_draft
 from slipstream.engine.embeds_options import check_prompt_embeds
-from slipstream.engine.executor import Peers
 from slipstream.engine.handoff import Handoff
 from slipstream.engine.lanes import Lanes
 from slipstream.engine.lockstep import LockstepExecutor
 from slipstream.engine.model_description import ModelDescription
 from slipstream.engine.model_impl import for_backend, read_info
-from slipstream.engine.offload_options import check_offload
 from slipstream.engine.rank_link import RankLink
-from slipstream.engine.rank_options import check_one_model, check_rank_config, check_rank_options
 from slipstream.engine.recorder import Recorder
-from slipstream.engine.sleep_options import check_sleep_mode
-from slipstream.engine.tier_options import check_tier
 from slipstream.engine.workers import Workers
-from slipstream.errors import InvalidOption
-from slipstream.logits_processor import LogitsProcessor
 from slipstream.nn.models.adapter_layout import measure_adapter
 from slipstream.nn.models.draft_layout import draft_weight_bytes
 from slipstream.nn.models.encoder import EncoderShape
@@ -60,6 +61,7 @@ from slipstream.nn.models.stored_head import as_stored
 from slipstream.nn.models.stored_tokens import with_stored_width
 from slipstream.nn.models.update import ModelWeights
 from slipstream.ops.compile_ahead import start_triton
+from slipstream.params.processors import LogitsProcessor
 from slipstream.scheduler.adapters import Adapters
 from slipstream.scheduler.cache.layout import group_sites
 from slipstream.scheduler.grammar.constraints import Constraints

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from slipstream.config.config import EngineConfig
+from slipstream.contracts.step import Executor, TierCopier
 from slipstream.device.device import Device
-from slipstream.engine.executor import Executor, TierCopier
 from slipstream.engine.join_engines import SharedExperts
 from slipstream.engine.local_ranks import RankProcesses
 from slipstream.engine.rank_adapters import AdapterMemory, RankAdapters

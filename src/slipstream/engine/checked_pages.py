@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.step import NULL_PAGE, Bools
+from slipstream.contracts.step import NULL_PAGE, Bools
 
 Longs = NDArray[np.int64]
 

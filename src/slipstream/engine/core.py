@@ -5,24 +5,23 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
+from slipstream.base.errors import EngineDead, SlipstreamError
 from slipstream.config.config import EngineConfig
+from slipstream.contracts.messages import Abort, Output, Submit
+from slipstream.contracts.step import Background, Executor, Handle, Late, Peers, StepPlan, TierCopier, WeightUpdate
 from slipstream.engine.device_timing import DeviceTimer, StepInterval
-from slipstream.engine.executor import Background, Executor, Handle, Peers, TierCopier, WeightUpdate
 from slipstream.engine.handoff import Handoff
 from slipstream.engine.make_requests import encoder_request, requests_of
 from slipstream.engine.pacing import Pacer
 from slipstream.engine.record_failure import save_failure
 from slipstream.engine.recorder import Recorder
 from slipstream.engine.step_log import LaneLog
-from slipstream.errors import EngineDead, SlipstreamError
-from slipstream.messages import Abort, Output, Submit
-from slipstream.params import SamplingParams
+from slipstream.params.sampling import SamplingParams
 from slipstream.scheduler.adapters import Adapters
 from slipstream.scheduler.cache.manager import CacheManager
 from slipstream.scheduler.encoder_scheduler import EncoderScheduler
 from slipstream.scheduler.grammar.constraints import Constraints
 from slipstream.scheduler.scheduler import Scheduler
-from slipstream.step import Late, StepPlan
 
 
 class EngineCore:

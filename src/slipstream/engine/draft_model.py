@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import msgspec
 
-from slipstream.cache_spec import CacheSpec
-from slipstream.config.check_info import check_info
-from slipstream.config.config import DraftModelConfig, ModelConfig
-from slipstream.config.draft_config import WITH_MODEL, DraftConfig, read_draft_config
-from slipstream.config.gguf_file import GgufFile
-from slipstream.config.gguf_info import gguf_model_info
-from slipstream.config.locate import LocatedModel, locate
-from slipstream.config.model_info import ModelInfo, read_model_info
+from slipstream.base.errors import InvalidOption, ModelError
+from slipstream.checkpoint.gguf_file import GgufFile
+from slipstream.checkpoint.gguf_info import gguf_model_info
+from slipstream.checkpoint.locate import LocatedModel, locate, require_weights
+from slipstream.checkpoint.model_info import ModelInfo, check_info, read_model_info
+from slipstream.checkpoint.quantization import choose_quantization
+from slipstream.config.config import WITH_MODEL, DraftConfig, DraftModelConfig, ModelConfig, read_draft_config
 from slipstream.config.options import Options
-from slipstream.config.quantization import choose_quantization
-from slipstream.config.weight_files import require_weights
-from slipstream.errors import InvalidOption, ModelError
+from slipstream.contracts.cache_spec import CacheSpec
 from slipstream.nn.models.decoder_shape import DecoderShape
 from slipstream.nn.models.dflash import check_block, dflash_taps
 from slipstream.nn.models.draft_layout import (

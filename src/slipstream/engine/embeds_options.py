@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from slipstream.base.errors import InvalidOption
 from slipstream.config.options import Options
-from slipstream.errors import InvalidOption
 from slipstream.nn.models.decoder_shape import DecoderShape
 from slipstream.nn.models.encoder import EncoderShape
 

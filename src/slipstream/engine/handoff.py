@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from slipstream.config.config import EngineConfig
-from slipstream.config.transfer_config import TransferConfig
+from slipstream.config.config import EngineConfig, TransferConfig
 from slipstream.engine.page_client import ClientMemory, PageClient, RankClients
 from slipstream.engine.page_server import PageServer, RankServers
 from slipstream.engine.page_wire import identity_of

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from slipstream.engine.core import EngineCore
-from slipstream.metrics.lane import LaneStats
+from slipstream.metrics.stats import LaneStats
 from slipstream.scheduler.scheduler import Scheduler
 
 

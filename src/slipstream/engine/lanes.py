@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from slipstream.base.errors import EngineDead, ModelNotFound, UserError
+from slipstream.contracts.messages import Abort, Output, Submit
 from slipstream.engine.core import EngineCore
 from slipstream.engine.sleeping import Sleeper, SleepingDevice
-from slipstream.errors import EngineDead, ModelNotFound, UserError
-from slipstream.messages import Abort, Output, Submit
 from slipstream.scheduler.encoder_scheduler import EncoderScheduler
 from slipstream.scheduler.scheduler import Scheduler
 

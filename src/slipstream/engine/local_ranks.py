@@ -11,14 +11,14 @@ import time
 import msgspec
 import torch
 
+from slipstream.base.errors import EngineDead
+from slipstream.base.files import OwnedFolder
+from slipstream.base.processes import child_environment, how_it_ended
 from slipstream.config.config import EngineConfig
-from slipstream.config.gpus import rank_environment, visible_gpus
+from slipstream.config.memory import rank_environment, visible_gpus
 from slipstream.dist.group import Group, announce_end
 from slipstream.dist.plan_ring import PlanWriter
-from slipstream.engine.child_process import child_environment, how_it_ended
-from slipstream.engine.owned_folder import OwnedFolder
 from slipstream.engine.ranks import END, Ranks
-from slipstream.errors import EngineDead
 
 _EXIT_SECONDS = 5.0
 _POLL_SECONDS = 0.01

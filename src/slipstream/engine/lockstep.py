@@ -11,12 +11,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Protocol
 
+from slipstream.contracts.step import NO_INTS, NO_PAGES, Handle, Late, LateBias, StepPlan, StepResult, StepSizes
 from slipstream.dist.group import Group
 from slipstream.dist.step_exchange import StepExchange
 from slipstream.engine.device_timing import Point, StepInterval
-from slipstream.engine.executor import Handle
 from slipstream.engine.rank_watch import CLOSED_BY_PEER, RankWatch, wait_for_step
-from slipstream.step import NO_INTS, NO_PAGES, Late, LateBias, StepPlan, StepResult, StepSizes
 
 _POLL_SECONDS = 0.001  # while the host waits for the device and sizes of the next step are missing
 

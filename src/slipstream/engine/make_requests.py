@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from slipstream.config.config import EngineConfig
-from slipstream.messages import Submit
-from slipstream.params import SamplingParams
-from slipstream.pooling_params import PoolingParams
-from slipstream.request import Request
+from slipstream.contracts.messages import Submit
+from slipstream.contracts.request import Request
+from slipstream.params.pooling import PoolingParams
+from slipstream.params.sampling import SamplingParams
 from slipstream.scheduler.encoder_request import EncoderRequest
 
 

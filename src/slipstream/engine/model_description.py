@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import msgspec
 
+from slipstream.base.errors import InvalidAdapter
+from slipstream.checkpoint.generation import GenerationDefaults, ReasoningConfig, read_reasoning_config
+from slipstream.checkpoint.locate import locate_tokenizer
+from slipstream.checkpoint.pooling_info import PoolingInfo
 from slipstream.config.adapter_config import read_lora_modules
 from slipstream.config.config import EngineConfig
-from slipstream.config.generation import GenerationDefaults
-from slipstream.config.locate import locate_tokenizer
 from slipstream.config.options import Options
-from slipstream.config.pooling_info import PoolingInfo
-from slipstream.config.reasoning_config import ReasoningConfig, read_reasoning_config
 from slipstream.config.stored_weights import StoredWeights
-from slipstream.errors import InvalidAdapter
-from slipstream.lora_request import LoRARequest
-from slipstream.text.chat import load_chat_template
+from slipstream.params.lora import LoRARequest
+from slipstream.text.chat_template import load_chat_template
 from slipstream.text.tokenizer import Tokenizer
 
 

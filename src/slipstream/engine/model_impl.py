@@ -9,11 +9,11 @@ from typing import Any
 
 import msgspec
 
-from slipstream.config.architecture import find_architecture
-from slipstream.config.json_file import load_json
-from slipstream.config.model_info import ModelInfo, read_model_info
+from slipstream.base.errors import InvalidOption, UnsupportedModel
+from slipstream.base.files import load_json
+from slipstream.checkpoint.architecture import find_architecture
+from slipstream.checkpoint.model_info import ModelInfo, read_model_info
 from slipstream.config.options import Options
-from slipstream.errors import InvalidOption, UnsupportedModel
 from slipstream.nn.models.registry import find_family, has_family
 
 log = logging.getLogger(__name__)

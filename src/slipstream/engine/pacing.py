@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from slipstream.step import StepPlan
+from slipstream.contracts.step import StepPlan
 
 MIN_AHEAD = 0.005  # seconds: sleeping is not more precise than this
 MAX_WAIT = 0.001  # seconds; then the caller runs: requests may have arrived, or the device may have finished early

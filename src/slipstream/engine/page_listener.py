@@ -13,10 +13,10 @@ from typing import Protocol
 
 import msgspec
 
+from slipstream.base.errors import InvalidOption
 from slipstream.engine.device_pages import DeviceSlots
 from slipstream.engine.page_wire import HEADER, Handshake, Leased, PageTransport, checksum, send_message
 from slipstream.engine.shared_pages import MemoryServer
-from slipstream.errors import InvalidOption
 
 MAX_CONNECTIONS = 64
 POLL = 0.001  # seconds between two looks at a copy that is not done

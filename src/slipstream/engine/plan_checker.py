@@ -13,9 +13,17 @@ from collections.abc import Iterable
 import numpy as np
 
 from slipstream.config.config import EngineConfig
+from slipstream.contracts.step import (
+    NO_INTS,
+    NULL_PAGE,
+    AdapterLoad,
+    Admission,
+    PoolAdmission,
+    Processed,
+    StepPlan,
+)
 from slipstream.engine.checked_pages import UNKNOWN, CheckedPages, Longs
 from slipstream.engine.record_file import StepRecord
-from slipstream.step import NO_INTS, NULL_PAGE, AdapterLoad, Admission, PoolAdmission, Processed, StepPlan
 
 
 class PlanFault(Exception):

@@ -16,8 +16,8 @@ from typing import Protocol
 
 import msgspec
 
-from slipstream.config.json_file import open_regular
-from slipstream.step import StepPlan
+from slipstream.base.files import open_regular
+from slipstream.contracts.step import StepPlan
 
 
 class AdapterMemory(Protocol):

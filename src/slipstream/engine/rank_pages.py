@@ -22,6 +22,7 @@ from typing import TypeVar
 
 import msgspec
 
+from slipstream.base.errors import EngineDead
 from slipstream.config.config import EngineConfig
 from slipstream.dist.group import Group
 from slipstream.engine.page_client import ClientMemory, Copies
@@ -40,7 +41,6 @@ from slipstream.engine.page_wire import (
     send_message,
 )
 from slipstream.engine.rank_link import SECRET_BYTES, accept_rank, join_rank, receive_exactly
-from slipstream.errors import EngineDead
 from slipstream.scheduler.cache.imports import NUM_THREADS
 
 log = logging.getLogger(__name__)

@@ -22,19 +22,19 @@ import msgspec
 import torch
 from torch.distributed import Store, TCPStore
 
+from slipstream.base.log import set_up_child_log
+from slipstream.base.processes import die_with_parent
 from slipstream.config.config import EngineConfig
+from slipstream.contracts.step import Handle, TierCopier
 from slipstream.dist.group import TIMEOUT, Group
 from slipstream.dist.plan_codec import decode_late, decode_plan, decode_tier
 from slipstream.dist.plan_ring import PlanReader
 from slipstream.dist.plan_socket import PlanSocketReader
-from slipstream.engine.child_process import die_with_parent
-from slipstream.engine.executor import Handle, TierCopier
 from slipstream.engine.rank_adapters import AdapterMemory, RankReads
 from slipstream.engine.rank_link import RankStart, receive_exactly
 from slipstream.engine.rank_pages import ShardPages
 from slipstream.engine.ranks import ADAPTER, END, FINISH, FREE, LATE, MARK, PLAN, STARTED, TIER
 from slipstream.engine.workers import LocalRunner
-from slipstream.log import set_up_child_log
 from slipstream.runner.build import build_runner
 from slipstream.runner.runner import ModelRunner
 

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from slipstream.engine.executor import Handle
+from slipstream.contracts.step import Handle
 
 CLOSED_BY_PEER = getattr(select, "POLLRDHUP", select.POLLHUP)
 """Event of a socket whose other end was closed, whether or not data was read."""

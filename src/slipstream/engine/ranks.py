@@ -12,9 +12,9 @@ from typing import Protocol, TypeVar
 
 import torch
 
+from slipstream.base.errors import EngineDead, SlipstreamError
 from slipstream.dist.group import Group
 from slipstream.engine.rank_watch import RankWatch
-from slipstream.errors import EngineDead, SlipstreamError
 
 PLAN, FINISH, LATE, FREE, ADAPTER, TIER, MARK, END = b"p", b"f", b"l", b"q", b"a", b"t", b"m", b"e"
 """Kinds of messages to the other ranks."""

@@ -15,11 +15,22 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from slipstream.base import __version__
+from slipstream.base.errors import UserError
 from slipstream.config.config import EngineConfig
-from slipstream.errors import UserError
-from slipstream.params import SamplingParams
-from slipstream.step import AdapterLoad, Admission, Bools, Floats, Ints, Late, LateBias, PoolAdmission, SitOut, StepPlan
-from slipstream.version import __version__
+from slipstream.contracts.step import (
+    AdapterLoad,
+    Admission,
+    Bools,
+    Floats,
+    Ints,
+    Late,
+    LateBias,
+    PoolAdmission,
+    SitOut,
+    StepPlan,
+)
+from slipstream.params.sampling import SamplingParams
 
 MAGIC = b"slipstream recording 1\n"
 MAX_CONTENT = 2**30  # bytes of a file after decompression

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 import numpy as np
 
+from slipstream.contracts.step import Ints, MaskSource
 from slipstream.engine.record_file import StepRecord
-from slipstream.step import Ints, MaskSource
 
 
 class MaskSources:

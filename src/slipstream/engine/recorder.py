@@ -13,11 +13,19 @@ from typing import Any
 import numpy as np
 
 from slipstream.config.config import EngineConfig
-from slipstream.engine.executor import Executor, Handle
+from slipstream.contracts.step import (
+    AdapterLoad,
+    Admission,
+    Executor,
+    Handle,
+    Late,
+    PoolAdmission,
+    StepPlan,
+    StepResult,
+)
 from slipstream.engine.record_file import Recording, StepRecord, describe_late
 from slipstream.engine.record_writer import RecordWriter
 from slipstream.engine.recorded_masks import MaskSources, with_masks
-from slipstream.step import AdapterLoad, Admission, Late, PoolAdmission, StepPlan, StepResult
 
 MAX_BYTES = 64 * 2**20  # of the plans and results in the ring
 _PER_ROW = 40  # bytes of a planned row in the arrays of a plan and of its result

@@ -8,12 +8,12 @@ import msgspec
 import torch
 from torch.distributed import TCPStore
 
+from slipstream.base.errors import EngineDead
 from slipstream.config.config import EngineConfig
 from slipstream.dist.group import TIMEOUT, Group, announce_end
 from slipstream.dist.plan_socket import PlanSockets
 from slipstream.engine.rank_link import RankLink, RankStart, accept_rank
 from slipstream.engine.ranks import END, Ranks
-from slipstream.errors import EngineDead
 
 _CONNECT_SECONDS = 120.0  # for a rank to connect, before it loads its part
 _EXIT_SECONDS = 5.0

@@ -12,12 +12,11 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 
-from slipstream.engine.executor import Executor
+from slipstream.contracts.step import Admission, Executor, Late, PoolAdmission, StepPlan, StepResult
 from slipstream.engine.plan_checker import PlanChecker, PlanFault, accepted_tokens
 from slipstream.engine.record_file import Recording, StepRecord
 from slipstream.engine.recorder import first_values
 from slipstream.engine.replayed_adapters import ReplayedAdapters
-from slipstream.step import Admission, Late, PoolAdmission, StepPlan, StepResult
 
 CLOSE = 1e-3  # relative difference of pooled values that counts as equal
 

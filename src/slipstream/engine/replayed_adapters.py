@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
+from slipstream.base.errors import UserError
+from slipstream.contracts.step import StepPlan
 from slipstream.engine.record_file import Recording
-from slipstream.errors import UserError
-from slipstream.step import StepPlan
 
 
 class AdapterTarget(Protocol):

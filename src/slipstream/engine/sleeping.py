@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from slipstream.base.errors import EngineAsleep, InvalidOption, InvalidParams, ModelNotFound
+from slipstream.contracts.messages import Output
+from slipstream.contracts.step import WeightUpdate
 from slipstream.engine.core import EngineCore
-from slipstream.engine.executor import WeightUpdate
-from slipstream.errors import EngineAsleep, InvalidOption, InvalidParams, ModelNotFound
-from slipstream.messages import Output
 from slipstream.scheduler.scheduler import Scheduler
 
 WEIGHTS, CACHE, SCHEDULING = "weights", "kv_cache", "scheduling"

@@ -14,9 +14,9 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
+from slipstream.contracts.step import Ints, StepPlan, StepResult
 from slipstream.scheduler.encoder_scheduler import EncoderScheduler
 from slipstream.scheduler.scheduler import Scheduler
-from slipstream.step import Ints, StepPlan, StepResult
 
 MAX_STEPS = 1 << 15
 

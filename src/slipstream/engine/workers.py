@@ -12,13 +12,12 @@ from typing import Any, Protocol
 
 import msgspec
 
+from slipstream.contracts.step import Handle, Late, StepPlan, StepResult, TierCopier, TierPlan
 from slipstream.dist.plan_codec import encode_late, encode_plan, encode_tier
-from slipstream.engine.executor import Handle, TierCopier
 from slipstream.engine.rank_adapters import RankAdapters
 from slipstream.engine.rank_pages import RankPages
 from slipstream.engine.rank_watch import wait_for_step
 from slipstream.engine.ranks import ADAPTER, FINISH, FREE, LATE, MARK, PLAN, TIER, Ranks
-from slipstream.step import Late, StepPlan, StepResult, TierPlan
 
 
 class LocalRunner(Protocol):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from slipstream.config.adapter_folder import check_adapter_folder
-from slipstream.errors import InvalidAdapter, ModelNotFound
+from slipstream.base.errors import InvalidAdapter, ModelNotFound
+from slipstream.checkpoint.locate import check_adapter_folder
 from slipstream.frontend.served import ServedModel
-from slipstream.lora_request import LoRARequest
+from slipstream.params.lora import LoRARequest
 
 
 class AdapterNames:

@@ -29,10 +29,10 @@ from slipstream.frontend.request_stream import RequestStream
 from slipstream.frontend.results import Increment, RequestOutput
 from slipstream.frontend.router import RequestRouter, in_use
 from slipstream.frontend.served import POOLING_TASKS, SCORING
-from slipstream.lora_request import LoRARequest
-from slipstream.param_values import check_text
-from slipstream.params import SamplingParams
-from slipstream.pooling_params import PoolingParams, Task
+from slipstream.params.lora import LoRARequest
+from slipstream.params.pooling import PoolingParams, Task
+from slipstream.params.sampling import SamplingParams
+from slipstream.params.values import check_text
 from slipstream.text.tokenizer import Tokenizer
 from slipstream.transport.client import CoreClient
 

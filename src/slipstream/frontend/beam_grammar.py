@@ -13,16 +13,16 @@ from typing import NamedTuple
 
 import numpy as np
 
+from slipstream.base.errors import InvalidParams
 from slipstream.config.buffer_size import mask_words
-from slipstream.errors import InvalidParams
 from slipstream.frontend.beam_search import BeamSearchParams
 from slipstream.frontend.results import Logprob
 from slipstream.frontend.served import ServedModel
-from slipstream.params import SamplingParams
+from slipstream.params.sampling import SamplingParams
+from slipstream.params.structured import StructuredOutputsParams
 from slipstream.scheduler.grammar.compiled import CompiledGrammar
 from slipstream.scheduler.grammar.grammars import Grammars
 from slipstream.scheduler.grammar.session import Session
-from slipstream.structured_params import StructuredOutputsParams
 
 MAX_REPORTED = 1024
 """Up to so many allowed tokens, a request reports the logprobs of all of them."""

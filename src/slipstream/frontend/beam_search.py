@@ -13,12 +13,12 @@ from operator import itemgetter
 
 import msgspec
 
+from slipstream.base.errors import InvalidParams, PromptTooLong
 from slipstream.engine.model_description import ModelDescription
-from slipstream.errors import InvalidParams, PromptTooLong
 from slipstream.frontend.results import Logprob
-from slipstream.param_values import CheckedNames, check_integer
-from slipstream.params import SamplingParams
-from slipstream.structured_params import StructuredOutputsParams, as_params
+from slipstream.params.sampling import SamplingParams
+from slipstream.params.structured import StructuredOutputsParams, as_params
+from slipstream.params.values import CheckedNames, check_integer
 
 MAX_WIDTH = 128
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from slipstream.errors import InvalidOption
+from slipstream.base.errors import InvalidOption
 from slipstream.frontend.served import ServedModel
 from slipstream.frontend.structured_config import StructuredOutputsConfig, read_structured_config
 from slipstream.parsers.families import check_parsers

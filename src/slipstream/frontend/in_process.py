@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from slipstream.base.errors import InvalidOption
 from slipstream.config.config import EngineConfig
 from slipstream.config.options import Options
 from slipstream.device.device import Device
 from slipstream.engine.build import build_lanes, open_models
 from slipstream.engine.lanes import Lanes
-from slipstream.errors import InvalidOption
 from slipstream.frontend.served import ServedModel
 from slipstream.transport.replica_source import has_replicas
 

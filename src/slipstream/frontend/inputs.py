@@ -12,15 +12,15 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
+from slipstream.base.errors import InvalidParams, InvalidPrompt, PromptTooLong
+from slipstream.contracts.messages import Submit
 from slipstream.engine.model_description import ModelDescription
-from slipstream.errors import InvalidParams, InvalidPrompt, PromptTooLong
 from slipstream.frontend.param_checks import ParamChecks, has_few_logprobs
 from slipstream.frontend.prompt_embeds import embedded_submit, has_embeds
 from slipstream.frontend.thinking_markers import ThinkingMarkers, check_forced
-from slipstream.lora_request import LoRARequest
-from slipstream.messages import Submit
-from slipstream.params import SamplingParams
-from slipstream.text.chat import load_chat_template, render_chat
+from slipstream.params.lora import LoRARequest
+from slipstream.params.sampling import SamplingParams
+from slipstream.text.chat_template import load_chat_template, render_chat
 from slipstream.text.control_tokens import ControlTokens
 from slipstream.text.excerpt import Excerpts
 from slipstream.text.guarded import plain

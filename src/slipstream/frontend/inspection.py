@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from slipstream.errors import UserError
+from slipstream.base.errors import UserError
 from slipstream.frontend.router import RequestRouter
 from slipstream.transport.frames import Inspect, Inspected
 from slipstream.transport.inspection import StepTable

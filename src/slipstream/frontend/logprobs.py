@@ -11,8 +11,8 @@ from codecs import getincrementaldecoder
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, cast, overload
 
+from slipstream.contracts.messages import LOGPROB
 from slipstream.frontend.results import Logprob
-from slipstream.messages import LOGPROB
 from slipstream.text.tokenizer import Tokenizer
 
 TextOf = Callable[[int], str | None]

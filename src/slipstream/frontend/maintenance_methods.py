@@ -6,15 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from slipstream.base.errors import InvalidOption, InvalidParams
 from slipstream.engine.core import EngineCore
 from slipstream.engine.lane_stats import lane_stats
-from slipstream.errors import InvalidOption, InvalidParams
 from slipstream.frontend.front_end_args import FrontEndArgs
 from slipstream.frontend.rank_worker import RankWorker
 from slipstream.frontend.sync_loop import SleepMode, SyncLoop
 
 if TYPE_CHECKING:
-    from slipstream.metrics.reader import Metric
+    from slipstream.metrics.prometheus import Metric
 
 T = TypeVar("T")
 
@@ -50,9 +50,9 @@ class MaintenanceMethods:
         self._sync_loop.update_weights(weights, model)
 
     def get_metrics(self) -> list[Metric]:
-        """The metrics of the moment under vLLM's names, as objects of `slipstream.metrics.reader`. Needs
+        """The metrics of the moment under vLLM's names, as objects of `slipstream.metrics.prometheus`. Needs
         disable_log_stats=False."""
-        from slipstream.metrics.reader import read_metrics  # with prometheus_client, which takes a while to import
+        from slipstream.metrics.prometheus import read_metrics  # with prometheus_client, which takes a while to import
 
         loop = self._own_loop()
         with loop.turn():

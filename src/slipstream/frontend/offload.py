@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from slipstream.config.cpus import num_cpus
+from slipstream.base.host import num_cpus
 
 T = TypeVar("T")
 

@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
+from slipstream.base.errors import InvalidParams
 from slipstream.engine.model_description import ModelDescription
-from slipstream.errors import InvalidParams
 from slipstream.frontend.structured_config import StructuredOutputsConfig
-from slipstream.params import MAX_BAD_WORD, MAX_BAD_WORDS, SamplingParams
+from slipstream.params.sampling import MAX_BAD_WORD, MAX_BAD_WORDS, SamplingParams
 from slipstream.text.tokenizer import Tokenizer
 
 MAX_ANSWER_LOGPROBS = 2**24  # logprobs in one answer

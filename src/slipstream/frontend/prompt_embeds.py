@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from slipstream.base.errors import InvalidParams, InvalidPrompt
+from slipstream.contracts.messages import PromptEmbeds, Submit
 from slipstream.engine.model_description import ModelDescription
-from slipstream.errors import InvalidParams, InvalidPrompt
-from slipstream.messages import PromptEmbeds, Submit
-from slipstream.params import SamplingParams
+from slipstream.params.sampling import SamplingParams
 
 Values = np.ndarray[Any, Any]
 

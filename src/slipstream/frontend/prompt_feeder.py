@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+from slipstream.base.errors import UserError
 from slipstream.engine.core import EngineCore
-from slipstream.errors import UserError
 from slipstream.frontend.inputs import PreparedPrompt
 
 PROMPTS_PER_STEP = 8  # prompts submitted with each step, so that rows that finish together can be filled at once

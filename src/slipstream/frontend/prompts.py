@@ -16,10 +16,10 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from slipstream.errors import InvalidParams, InvalidPrompt, UserError
+from slipstream.base.errors import InvalidParams, InvalidPrompt, UserError
 from slipstream.frontend.inputs import InputProcessor, PreparedPrompt, Prompt
-from slipstream.lora_request import LoRARequest
-from slipstream.params import SamplingParams
+from slipstream.params.lora import LoRARequest
+from slipstream.params.sampling import SamplingParams
 from slipstream.text.guarded import plain
 
 _CHARS_PER_TOKEN = 4  # roughly

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from slipstream.errors import InvalidParams
+from slipstream.base.errors import InvalidParams
 from slipstream.frontend.sync_loop import SyncLoop
 
 

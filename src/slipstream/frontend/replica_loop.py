@@ -11,8 +11,8 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from slipstream.base.errors import EngineClosed, InvalidOption
 from slipstream.config.options import Options
-from slipstream.errors import EngineClosed, InvalidOption
 from slipstream.frontend.async_engine import AsyncEngine
 from slipstream.frontend.inputs import PreparedPrompt
 from slipstream.frontend.request_stream import RequestStream

@@ -10,17 +10,17 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from slipstream.config.pooling_info import PoolingInfo
-from slipstream.errors import InvalidParams, UserError
+from slipstream.base.errors import InvalidParams, UserError
+from slipstream.checkpoint.pooling_info import PoolingInfo
+from slipstream.contracts.messages import Abort, Output, Submit
 from slipstream.frontend.logprobs import LogprobList, LogprobStore, new_store
 from slipstream.frontend.pooling.results import PoolingRequestOutput, wrap
 from slipstream.frontend.results import CompletionOutput, Increment, Logprob, RequestMetrics, RequestOutput
 from slipstream.frontend.sample_state import SampleState
 from slipstream.frontend.served import ServedModel
-from slipstream.messages import Abort, Output, Submit
 from slipstream.metrics.stats import ModelStats
-from slipstream.params import RequestOutputKind, SamplingParams
-from slipstream.pooling_params import PoolingParams
+from slipstream.params.pooling import PoolingParams
+from slipstream.params.sampling import RequestOutputKind, SamplingParams
 from slipstream.text.tokenizer import Tokenizer
 
 _FIRST_INCREMENT = 2**30  # `unread` before the first increment: more tokens than any stream interval

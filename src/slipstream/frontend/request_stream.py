@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar
 
+from slipstream.contracts.messages import Submit
 from slipstream.frontend.inputs import PreparedPrompt
 from slipstream.frontend.request_state import RequestState
 from slipstream.frontend.served import ServedModel
-from slipstream.messages import Submit
 
 State = TypeVar("State", bound=RequestState)
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
-from slipstream.lora_request import LoRARequest
+from slipstream.params.lora import LoRARequest
 
 log = logging.getLogger("slipstream.front")
 

@@ -16,7 +16,8 @@ from typing import Any
 
 import msgspec
 
-from slipstream.errors import EngineClosed, RequestTooLarge, UserError
+from slipstream.base.errors import EngineClosed, RequestTooLarge, UserError
+from slipstream.contracts.messages import Abort, Output, Submit, SubmitAll
 from slipstream.frontend.core_calls import CoreCalls, Reply
 from slipstream.frontend.core_state import CoreState, wake
 from slipstream.frontend.inputs import PreparedPrompt
@@ -25,9 +26,8 @@ from slipstream.frontend.queue_load import QueueLoad
 from slipstream.frontend.request_state import OutputProcessor, RequestState
 from slipstream.frontend.request_stream import Mailbox, RequestStream
 from slipstream.frontend.served import ServedModel
-from slipstream.messages import Abort, Output, Submit, SubmitAll
 from slipstream.metrics.stats import ModelStats
-from slipstream.param_values import check_text
+from slipstream.params.values import check_text
 from slipstream.transport.client import CoreClient
 from slipstream.transport.frames import (
     AbortAll,

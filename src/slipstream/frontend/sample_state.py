@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from slipstream.contracts.messages import Output
+from slipstream.contracts.request import FinishReason
 from slipstream.frontend.logprobs import LogprobList, LogprobStore, new_store
 from slipstream.frontend.results import CompletionOutput, Increment, Logprob
-from slipstream.messages import Output
-from slipstream.params import SamplingParams
-from slipstream.request import FinishReason
-from slipstream.text.detokenizer import Detokenizer
-from slipstream.text.stop import StopMatcher
+from slipstream.params.sampling import SamplingParams
+from slipstream.text.detokenizer import Detokenizer, StopMatcher
 from slipstream.text.tokenizer import Tokenizer
 
 

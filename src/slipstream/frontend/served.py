@@ -6,12 +6,12 @@ from collections.abc import Mapping
 
 import msgspec
 
+from slipstream.base.errors import InvalidParams, ModelNotFound
 from slipstream.engine.model_description import ModelDescription
-from slipstream.errors import InvalidParams, ModelNotFound
 from slipstream.frontend.inputs import InputProcessor
 from slipstream.frontend.pooling.inputs import PoolingInputs
-from slipstream.lora_request import LoRARequest
-from slipstream.param_values import check_text
+from slipstream.params.lora import LoRARequest
+from slipstream.params.values import check_text
 from slipstream.text.script_tokenizer import ScriptTokenizer, script_tokenizer
 from slipstream.text.tokenizer import Tokenizer
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from slipstream.errors import InvalidParams
+from slipstream.base.errors import InvalidParams
+from slipstream.contracts.messages import Abort
 from slipstream.frontend.inputs import Prompt
 from slipstream.frontend.model_config_view import ModelConfigView, VllmConfigView
 from slipstream.frontend.request_state import RequestState
@@ -12,10 +13,9 @@ from slipstream.frontend.results import RequestOutput
 from slipstream.frontend.served import ServedModel, choose
 from slipstream.frontend.sync_loop import SleepMode, SyncLoop
 from slipstream.frontend.vllm_names import refuse_unused
-from slipstream.lora_request import LoRARequest
-from slipstream.messages import Abort
-from slipstream.param_values import check_text
-from slipstream.params import SamplingParams
+from slipstream.params.lora import LoRARequest
+from slipstream.params.sampling import SamplingParams
+from slipstream.params.values import check_text
 from slipstream.text.script_tokenizer import ScriptTokenizer
 
 

@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from slipstream.errors import InvalidOption
-from slipstream.params import SamplingParams
+from slipstream.base.errors import InvalidOption
+from slipstream.params.sampling import SamplingParams
 
 
 class StructuredOutputsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -11,7 +11,7 @@ from typing import Protocol
 from slipstream.frontend.beam_grammar import BeamGrammar, BeamStep
 from slipstream.frontend.beam_search import BeamSearch
 from slipstream.frontend.results import Logprob, RequestOutput
-from slipstream.params import SamplingParams
+from slipstream.params.sampling import SamplingParams
 
 
 class Generate(Protocol):

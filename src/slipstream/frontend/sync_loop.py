@@ -9,15 +9,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
+from slipstream.base.errors import EngineClosed, InvalidParams, QueueFull, UserError
+from slipstream.contracts.messages import Abort, Output
 from slipstream.engine.interrupts import held_back, watched
 from slipstream.engine.lanes import Lanes
-from slipstream.errors import EngineClosed, InvalidParams, QueueFull, UserError
 from slipstream.frontend.inputs import PreparedPrompt
 from slipstream.frontend.prompt_feeder import PromptFeeder
 from slipstream.frontend.request_state import OutputProcessor, RequestState
 from slipstream.frontend.results import RequestOutput
 from slipstream.frontend.served import ServedModel
-from slipstream.messages import Abort, Output
 from slipstream.metrics.stats import ModelStats
 from slipstream.scheduler.admission_checks import admits_any_request
 from slipstream.scheduler.scheduler import Scheduler

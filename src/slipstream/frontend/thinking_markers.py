@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from slipstream.config.reasoning_config import ReasoningConfig
+from slipstream.base.errors import InvalidOption, InvalidParams
+from slipstream.checkpoint.generation import ReasoningConfig
 from slipstream.engine.model_description import ModelDescription
-from slipstream.errors import InvalidOption, InvalidParams
-from slipstream.params import SamplingParams
+from slipstream.params.sampling import SamplingParams
+from slipstream.params.thinking import Thinking
 from slipstream.parsers.families import NO_PARSER, detect_reasoning, reasoning_format
-from slipstream.parsers.harmony import HarmonyFormat
-from slipstream.parsers.reasoning import ReasoningFormat
+from slipstream.parsers.output_parser import HarmonyFormat, ReasoningFormat
 from slipstream.text.tokenizer import Tokenizer
-from slipstream.thinking import Thinking
 
 MAX_TOKENS = 32  # of all markers of one kind
 MAX_FORCED = 128  # of the text that is written when the budget is used

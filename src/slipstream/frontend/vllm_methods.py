@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NoReturn, Self
 
-from slipstream.errors import InvalidOption
+from slipstream.base.errors import InvalidOption
 from slipstream.frontend.maintenance_methods import MaintenanceMethods
 from slipstream.frontend.model_config_view import ModelConfigView
 from slipstream.frontend.served import ServedModel, choose
 from slipstream.frontend.step_engine import StepEngine
 from slipstream.frontend.sync_loop import SyncLoop
-from slipstream.params import SamplingParams
+from slipstream.params.sampling import SamplingParams
 from slipstream.text.script_tokenizer import ScriptTokenizer
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NoReturn, TypedDict
 
-from slipstream.errors import InvalidParams
+from slipstream.base.errors import InvalidParams
 
 
 class TextPrompt(TypedDict, total=False):

@@ -4,17 +4,19 @@ Kubernetes gateway use.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import msgspec
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.exposition import choose_encoder
 
-from slipstream.metrics.lane import LaneStats, ReplicaStats
-from slipstream.metrics.process import read_process
-from slipstream.metrics.stats import BucketCounts, FrontEnds, FrontStats, ModelStats
+from slipstream.metrics.stats import BucketCounts, FrontEnds, FrontStats, LaneStats, ModelStats, ReplicaStats
 
 Families = Iterator[Any]
 
@@ -307,3 +309,126 @@ def _put(family: Any, labels: tuple[str, ...], histogram: BucketCounts) -> None:
         below += count
         buckets.append(("+Inf" if bound == float("inf") else repr(bound), below))
     family.add_metric(labels, buckets, histogram.total)
+
+
+# ProcessStats: what /proc says about a process. Linux only: elsewhere nothing is known.
+
+
+class ProcessStats(msgspec.Struct, frozen=True):
+    resident: int  # bytes
+    virtual: int  # bytes
+    cpu_seconds: float
+    start_time: float  # seconds since 1970
+    open_files: int
+    max_files: int
+
+
+def read_process(pid: int) -> ProcessStats | None:
+    """None if there is no such process, or no /proc."""
+    folder = Path("/proc") / str(pid)
+    try:
+        fields = (
+            (folder / "stat").read_text(encoding="ascii").rpartition(") ")[2].split()
+        )  # from the third field on: the process name before them may contain anything
+        limits = (folder / "limits").read_text(encoding="ascii").splitlines()
+        open_files = len(os.listdir(folder / "fd"))
+    except OSError:
+        return None
+    ticks, page = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
+    user, system, started, virtual, resident = (int(fields[index]) for index in (11, 12, 19, 20, 21))
+    soft = next(line.split()[3] for line in limits if line.startswith("Max open files"))
+    return ProcessStats(
+        resident=resident * page,
+        virtual=virtual,
+        cpu_seconds=(user + system) / ticks,
+        start_time=_boot_time() + started / ticks,
+        open_files=open_files,
+        max_files=int(soft) if soft.isdigit() else -1,
+    )
+
+
+def _boot_time() -> float:
+    for line in Path("/proc/stat").read_text(encoding="ascii").splitlines():
+        if line.startswith("btime "):
+            return float(line.split()[1])
+    return 0.0
+
+
+# Metrics as Python objects, in the classes and under the names of vLLM's `get_metrics`.
+
+
+@dataclass
+class Metric:
+    name: str
+    labels: dict[str, str]
+
+
+@dataclass
+class Counter(Metric):
+    """A number that only grows."""
+
+    value: int
+
+
+@dataclass
+class Vector(Metric):
+    """Counters by position."""
+
+    values: list[int]
+
+
+@dataclass
+class Gauge(Metric):
+    """A number of the moment."""
+
+    value: float
+
+
+@dataclass
+class Histogram(Metric):
+    count: int
+    sum: float
+    buckets: dict[str, int]  # by upper bound: how many values are not above it
+
+
+def read_metrics(models: dict[str, ModelStats], lanes: Sequence[LaneStats]) -> list[Metric]:
+    found: list[Metric] = []
+    for family in engine_families(models, lanes):
+        if family.name.startswith("vllm:"):
+            found += _READERS[family.type](family)
+    return found
+
+
+def _counters(family: Any) -> Iterator[Metric]:
+    vectors: dict[tuple[tuple[str, str], ...], Vector] = {}
+    for sample in family.samples:
+        labels = dict(sample.labels)
+        if labels.pop("position", None) is None:
+            yield Counter(family.name, labels, int(sample.value))
+        else:  # samples of a vector are in the order of positions
+            vector = vectors.setdefault(tuple(labels.items()), Vector(family.name, labels, []))
+            vector.values.append(int(sample.value))
+    yield from vectors.values()
+
+
+def _gauges(family: Any) -> Iterator[Metric]:
+    for sample in family.samples:
+        yield Gauge(family.name, dict(sample.labels), sample.value)
+
+
+def _histograms(family: Any) -> Iterator[Metric]:
+    found: dict[tuple[tuple[str, str], ...], Histogram] = {}
+    for sample in family.samples:
+        labels = dict(sample.labels)
+        bound = labels.pop("le", None)
+        histogram = found.setdefault(tuple(labels.items()), Histogram(family.name, labels, 0, 0.0, {}))
+        if sample.name.endswith("_bucket") and bound is not None:
+            histogram.buckets[bound] = int(sample.value)
+        elif sample.name.endswith("_count"):
+            histogram.count = int(sample.value)
+        elif sample.name.endswith("_sum"):
+            histogram.sum = sample.value
+    yield from found.values()
+
+
+_READERS = {"counter": _counters, "gauge": _gauges, "histogram": _histograms}

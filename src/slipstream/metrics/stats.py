@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+import mmap
+import os
+import tempfile
+import zlib
 from bisect import bisect_left
+from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 import msgspec
@@ -105,3 +112,170 @@ def _add(a: Any, b: Any) -> Any:
 
 def _field(name: str, a: Any, b: Any) -> Any:
     return a if name == "bounds" else _add(a, b)
+
+
+# Statistics of a core: LaneStats of each model, ReplicaStats where several cores run the same models.
+
+
+class LaneStats(msgspec.Struct, frozen=True, array_like=True):
+    model: str
+    num_steps: int = 0
+    num_running: int = 0  # samples that have a row
+    num_waiting: int = 0  # samples that wait for a row or for pages
+    num_preemptions: int = 0
+    num_free_pages: int = 0  # of the group that keeps every position; cached pages without a holder are free
+    num_pages: int = 0
+    page_size: int = 0
+    prefix_queries: int = 0  # prompt tokens looked up in the cache
+    prefix_hits: int = 0  # prompt tokens found in the cache
+    tier_hits: int = 0  # of those, tokens whose pages came from the second tier
+    tier_bytes_stored: int = 0  # copied to the second tier
+    tier_bytes_loaded: int = 0  # copied from it
+    # device seconds, by what the device did
+    busy: float = 0.0
+    turnaround: float = 0.0
+    host_late: float = 0.0
+    output: float = 0.0
+    grammar: float = 0.0  # waiting for masks and logits processors
+    no_requests: float = 0.0
+    host: float = 0.0  # seconds of the core itself, on the host's clock
+    # speculative decoding
+    num_drafted_rows: int = 0  # rows with drafts, over all steps
+    num_drafts: int = 0
+    num_accepted_drafts: int = 0
+    accepted_at: tuple[int, ...] = ()  # accepted drafts by their position in the row
+    replica: int = 0  # index of the core, where several cores run the same models
+    # LoRA adapters
+    max_loras: int = 0  # in one step; 0: the engine takes none
+    running_adapters: tuple[str, ...] = ()  # names of adapters that running requests have
+    waiting_adapters: tuple[str, ...] = ()  # names of adapters that only or also waiting requests have
+
+
+class ReplicaStats(msgspec.Struct, frozen=True, array_like=True):
+    """State of one replica, as its front end knows it."""
+
+    replica: int
+    is_ready: bool
+    num_restarts: int
+    num_open: int  # requests sent to it that have not finished
+    num_rerouted: int  # requests that were run again on another replica, because this one died
+    pid: int | None = None
+
+
+# The status line: regularly, what the server did since the last one. Nothing is logged if nothing was done.
+
+log = logging.getLogger("slipstream.status")
+_DRAFTS = ("num_accepted_drafts", "num_drafts")
+
+
+class StatusLine:
+    def __init__(self) -> None:
+        self._last: tuple[float, int, int, int] | None = None
+        self._was_busy = False
+
+    def look(self, now: float, front: FrontStats, lanes: Sequence[LaneStats]) -> str | None:
+        """A line, or None if there is nothing to say. `now`: seconds of any clock."""
+        prompt = sum(model.prompt_tokens for model in front.models.values())
+        generated = sum(model.generated_tokens for model in front.models.values())
+        requests = sum(front.requests.values())
+        before, self._last = self._last, (now, prompt, generated, requests)
+        if before is None:
+            return None
+        seconds = max(now - before[0], 1e-9)
+        running, waiting = (sum(getattr(lane, name) for lane in lanes) for name in ("num_running", "num_waiting"))
+        did = prompt - before[1] or generated - before[2] or running or waiting
+        was_busy, self._was_busy = self._was_busy, bool(did)
+        if not did and not was_busy:
+            return None
+        parts = [
+            f"{(requests - before[3]) / seconds:.1f} requests/s",
+            f"prompt {(prompt - before[1]) / seconds:.0f} tok/s",
+            f"generated {(generated - before[2]) / seconds:.0f} tok/s",
+            f"running {running}",
+            f"waiting {waiting}",
+        ]
+        if num_pages := sum(lane.num_pages for lane in lanes):
+            parts.append(f"cache {1 - sum(lane.num_free_pages for lane in lanes) / num_pages:.0%}")
+        if queries := sum(lane.prefix_queries for lane in lanes):
+            parts.append(f"prefix hits {sum(lane.prefix_hits for lane in lanes) / queries:.0%}")
+        if rows := sum(lane.num_drafted_rows for lane in lanes):
+            accepted, drafted = (sum(getattr(lane, name) for lane in lanes) for name in _DRAFTS)
+            at = [sum(counts) for counts in zip_longest(*(lane.accepted_at for lane in lanes), fillvalue=0)]
+            # the share of rows with drafts that accepted the first one, the second ...
+            by_position = " ".join(f"{count / rows:.0%}" for count in at)
+            parts.append(f"drafts {accepted / drafted:.0%} accepted ({by_position}), {1 + accepted / rows:.2f} tok/row")
+        return ", ".join(parts)
+
+
+# SharedCounters: shared memory to which several front ends write their counts, so that each can report the total.
+#
+# Each front end writes to its own part, and no process waits. A reader that reads during a write uses its last reading.
+
+SharedT = TypeVar("SharedT", FrontStats, FrontEnds)
+
+_SEGMENT = 2**20  # bytes per front end; only pages that are written use memory
+_HEADER = 8  # bytes: length and checksum
+
+
+class SharedCounters:
+    def __init__(self, fd: int, own: int, count: int) -> None:
+        """For front end `own` of `count`; `own == count` is the supervisor.
+
+        A front end that replaces one that died continues its counts, so that no counter decreases.
+        """
+        self._memory = mmap.mmap(fd, _SEGMENT * (count + 1))
+        self.own = own
+        self.count = count
+        self._known = [FrontStats() for _ in range(count)]
+        found = self._read(own, FrontStats) if own < count else None
+        self._before = None if found is None else found.without_gauges()
+
+    @staticmethod
+    def create(count: int) -> int:
+        """A file without a name, for processes that inherit it."""
+        if hasattr(os, "memfd_create"):
+            fd = os.memfd_create("slipstream-metrics")
+        else:
+            with tempfile.TemporaryFile() as file:
+                fd = os.dup(file.fileno())
+        os.ftruncate(fd, _SEGMENT * (count + 1))
+        return fd
+
+    def write(self, stats: FrontStats) -> None:
+        if self._before is not None:
+            stats = added(self._before, stats)
+        self._known[self.own] = stats
+        self._write(stats)
+
+    def write_front_ends(self, front_ends: FrontEnds) -> None:
+        """Called by the supervisor."""
+        self._write(front_ends)
+
+    def total(self) -> FrontStats:
+        for process in range(self.count):
+            if process != self.own and (found := self._read(process, FrontStats)) is not None:
+                self._known[process] = found
+        return added(FrontStats(), *self._known)
+
+    def front_ends(self) -> FrontEnds:
+        """The counts that the supervisor wrote last."""
+        return self._read(self.count, FrontEnds) or FrontEnds(self.count, self.count)
+
+    def _write(self, value: FrontStats | FrontEnds) -> None:
+        payload = msgspec.msgpack.encode(value)
+        if len(payload) > _SEGMENT - _HEADER:
+            return  # more routes and models than can exist
+        header = len(payload).to_bytes(4, "little") + zlib.crc32(payload).to_bytes(4, "little")
+        start = self.own * _SEGMENT
+        self._memory[start : start + _HEADER + len(payload)] = header + payload
+
+    def _read(self, process: int, kind: type[SharedT]) -> SharedT | None:
+        start = process * _SEGMENT
+        header = self._memory[start : start + _HEADER]
+        length = int.from_bytes(header[:4], "little")
+        if not 0 < length <= _SEGMENT - _HEADER:
+            return None
+        payload = self._memory[start + _HEADER : start + _HEADER + length]
+        if zlib.crc32(payload) != int.from_bytes(header[4:], "little"):
+            return None  # a write is in progress
+        return msgspec.msgpack.decode(payload, type=kind)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from slipstream.errors import InvalidOption
+from slipstream.base.errors import InvalidOption
 
 _EXPORTER = "opentelemetry.exporter.otlp.proto.http"
 

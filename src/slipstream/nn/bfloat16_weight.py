@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
+from slipstream.base.errors import BadCheckpoint
 from slipstream.config.config import ModelConfig
-from slipstream.errors import BadCheckpoint
 from slipstream.nn.weight_format import CheckpointTensor, Weight, WeightTarget, new_parameter
 from slipstream.nn.weights.safetensors import open_folder
 from slipstream.ops.linear.bfloat16 import linear_bfloat16

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slipstream.config.model_sizes import ModelSizes
+from slipstream.checkpoint.model_info import ModelSizes
 from slipstream.nn.shapes import AttentionShape, DenseAndExpertsShape, ExpertShape, FeedShape, LayerShape, MlpShape
 
 

@@ -10,7 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from slipstream.cache_spec import DEFER_PERIOD, STATE_CHUNK, StateField, replay_columns, ring_columns
+from slipstream.contracts.cache_spec import (
+    DEFER_PERIOD,
+    STATE_CHUNK,
+    StateField,
+    replay_columns,
+    ring_columns,
+)
 from slipstream.ops.moe.reference import Gate, RouterRule
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from slipstream.cache_spec import STATE_CHUNK, StateField, replay_columns, ring_columns
+from slipstream.contracts.cache_spec import STATE_CHUNK, StateField, replay_columns, ring_columns
 from slipstream.nn.shapes import MixerShape
 from slipstream.ops.ssm.reference import ROWS
 

@@ -17,8 +17,8 @@ from itertools import accumulate
 import torch
 from torch import nn
 
+from slipstream.base.errors import InvalidOption
 from slipstream.device.sync_check import sync_allowed
-from slipstream.errors import InvalidOption
 
 _ALIGN = 256  # bytes
 _NUM_BUFFERS = 2

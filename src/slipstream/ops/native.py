@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from slipstream.config.cpus import num_cpus
+from slipstream.base.host import num_cpus
 from slipstream.ops import prebuilt
 
 log = logging.getLogger(__name__)

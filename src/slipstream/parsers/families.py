@@ -6,14 +6,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TypeVar
 
-from slipstream.errors import InvalidOption
-from slipstream.parsers.envelope import EnvelopeFormat
-from slipstream.parsers.harmony import HarmonyFormat
-from slipstream.parsers.named import MistralFormat, NamedFormat
-from slipstream.parsers.output_parser import ToolCallFormat
-from slipstream.parsers.pythonic import PythonicFormat
-from slipstream.parsers.reasoning import ReasoningFormat
-from slipstream.parsers.tagged import TaggedFormat
+from slipstream.base.errors import InvalidOption
+from slipstream.parsers.envelope import EnvelopeFormat, MistralFormat, NamedFormat
+from slipstream.parsers.output_parser import HarmonyFormat, ReasoningFormat, ToolCallFormat
+from slipstream.parsers.tagged import PythonicFormat, TaggedFormat
 
 T = TypeVar("T")
 NO_PARSER = "none"  # the name that turns a parser off

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
-from slipstream.parsers.events import EventSink, ParserEvent
-from slipstream.parsers.functions import Functions
-from slipstream.parsers.harmony import HarmonyFormat
-from slipstream.parsers.reader import Parse, TextReader
-from slipstream.parsers.reasoning import ReasoningFormat
+from slipstream.parsers.reader import EventSink, Parse, ParserEvent, Sink, TextReader
 
 
 class ToolCallFormat(Protocol):
@@ -69,3 +68,138 @@ class OutputParser:
         if tools is not None:
             yield from tools.read(reader, out, functions)
         yield from reader.rest(out.content)
+
+
+# Reasoning that a model writes before its answer, between two markers.
+
+
+@dataclass(frozen=True)
+class ReasoningFormat:
+    begin: tuple[str, ...] = ("<think>",)
+    end: tuple[str, ...] = ("</think>",)
+    implicit: bool = False  # the output begins with reasoning, also without the marker
+    stops: tuple[str, ...] = ()  # end the reasoning where the model omits the marker; not part of the reasoning
+
+    def is_open(self, prompt: str, *, continues: bool = False) -> bool:
+        """Whether the output continues reasoning: the end of the prompt begins it, as some templates do. `continues`:
+        the prompt ends within a message of the model."""
+        ending = prompt.rstrip()
+        if ending.endswith(self.begin):
+            return True
+        if continues:
+            opened = max(prompt.rfind(marker) for marker in self.begin)
+            return opened > max(prompt.rfind(marker) for marker in self.end)
+        return self.implicit and not ending.endswith(self.end)
+
+    def read(self, reader: TextReader, out: EventSink, *, is_open: bool) -> Parse[None]:
+        """Reads the reasoning; the content follows."""
+        space: list[str] = []
+        yield from reader.space(space.append)
+        begun = yield from reader.starts(self.begin)
+        if begun is None and not is_open:
+            out.content("".join(space))
+            return
+        yield from reader.until(self.end, out.reasoning, keep=self.stops)
+        out.separate()
+
+
+# Functions: the tools of one request, as parsers need them: their names, and the types of their parameters.
+
+_TYPES = {"str": "string", "text": "string", "int": "integer", "float": "number", "bool": "boolean"}
+
+
+class Functions:
+    """`schemas`: the parameters of each function, as a JSON schema."""
+
+    def __init__(self, schemas: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+        self.schemas = dict(schemas or {})
+
+    @classmethod
+    def of_tools(cls, tools: Sequence[Mapping[str, Any]]) -> Functions:
+        """`tools`: in the format of OpenAI's chat API, checked."""
+        return cls({tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools})
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.schemas
+
+    def types_of(self, name: str, parameter: str) -> frozenset[str]:
+        """The JSON types that a parameter can have; empty if the schema does not say."""
+        schema = self.schemas.get(name, {})
+        properties = schema.get("properties")
+        return _types(properties.get(parameter), schema) if isinstance(properties, Mapping) else frozenset()
+
+
+def _types(schema: object, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
+    if not isinstance(schema, Mapping) or depth > 8:
+        return frozenset()
+    if isinstance(reference := schema.get("$ref"), str):
+        return _types(_target(reference, root), root, depth + 1)
+    given = schema.get("type")
+    if isinstance(given, str | list):
+        names = [given] if isinstance(given, str) else given
+        return frozenset(_TYPES.get(name, name) for name in names if isinstance(name, str))
+    if isinstance(values := schema.get("enum"), list):
+        return frozenset("string" if isinstance(value, str) else "any" for value in values)
+    found: set[str] = set()
+    for key in ("anyOf", "oneOf", "allOf"):
+        if isinstance(alternatives := schema.get(key), list):
+            found |= {name for inner in alternatives for name in _types(inner, root, depth + 1)}
+    return frozenset(found)
+
+
+def _target(reference: str, root: Mapping[str, Any]) -> object:
+    """The target of a reference within a schema; None for other references."""
+    node: object = root
+    for name in reference.removeprefix("#/").split("/") if reference.startswith("#/") else [reference]:
+        node = node.get(name) if isinstance(node, Mapping) else None
+    return node
+
+
+# gpt-oss's format (harmony): messages with a header, which names a channel and the recipient, and a body.
+#
+# The output is the rest of a message of the assistant: HEADER <|message|> BODY <|end|>, and further messages that begin
+# with <|start|>. Bodies of the channel analysis are reasoning, those for functions.NAME are arguments of a call, all
+# others are content.
+
+_START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+_ENDS = ("<|end|>", "<|call|>", "<|return|>")
+_RECIPIENT = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
+_CHANNEL_NAME = re.compile(r"<\|channel\|>\s*(\w+)")
+_CUT_HEADER = re.compile(
+    r"(<\|start\|>\w*)?\s*(to=[^\s<]*)?\s*(<\|channel\|>\w*\s*(to=[^\s<]*)?\s*(<\|constrain\|>)?\w*)?\s*"
+)
+
+
+@dataclass(frozen=True)
+class HarmonyFormat:
+    """Reads reasoning and tool calls together."""
+
+    markers: tuple[str, ...] = (_START, _CHANNEL, _MESSAGE, *_ENDS)
+
+    def read(self, reader: TextReader, out: EventSink, functions: Functions) -> Parse[None]:
+        raw: list[str] = []
+        yield from reader.space(raw.append)
+        found = yield from reader.starts((_CHANNEL, _START, "to="), raw.append)
+        if found is None:  # no header
+            out.content("".join(raw))
+            found = yield from reader.until((_START, _CHANNEL), out.content)
+            raw = [found or ""]
+        while found is not None:
+            ended = yield from reader.until((_MESSAGE, *_ENDS), raw.append)
+            header = "".join(raw)
+            if ended == _MESSAGE:
+                yield from reader.until(_ENDS, _message(header, out), keep=(_START, _CHANNEL))
+                out.separate()
+            elif not _CUT_HEADER.fullmatch(header):
+                out.content(header)
+            found = yield from reader.until((_START, _CHANNEL), out.content)
+            raw = [found or ""]
+
+
+def _message(header: str, out: EventSink) -> Sink:
+    """The output that receives the body of a message."""
+    recipient, channel = _RECIPIENT.search(header), _CHANNEL_NAME.search(header)
+    if recipient is not None and "to=functions." in header:
+        out.call(recipient[1])
+        return out.arguments
+    return out.reasoning if recipient is not None or (channel and channel[1] == "analysis") else out.content

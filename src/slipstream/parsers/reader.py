@@ -7,10 +7,13 @@ in the text.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Generator
 from functools import lru_cache
 from typing import TypeVar
+
+import msgspec
 
 T = TypeVar("T")
 Parse = Generator[None, None, T]
@@ -127,3 +130,180 @@ def _markers(markers: tuple[str, ...]) -> tuple[Search, frozenset[str], int]:
     assert not any(one in other for one in markers for other in markers if one != other), markers
     prefixes = frozenset(marker[:size] for marker in markers for size in range(1, len(marker)))
     return re.compile("|".join(map(re.escape, markers))).search, prefixes, max(map(len, markers))
+
+
+# Events of a parsed output: content, reasoning and tool calls, each in pieces that join to the whole.
+#
+# `EventSink` collects them. Whitespace that only separates parts of the output is dropped: around reasoning, before,
+# between and after tool calls. All other text is kept.
+
+
+class ContentDelta(msgspec.Struct, frozen=True):
+    text: str
+
+
+class ReasoningDelta(msgspec.Struct, frozen=True):
+    text: str
+
+
+class ToolCallStart(msgspec.Struct, frozen=True):
+    """A call begins. Its arguments follow, before the next call begins."""
+
+    index: int
+    name: str
+    id: str | None = None  # where the model writes ids
+
+
+class ArgumentsDelta(msgspec.Struct, frozen=True):
+    """A piece of the JSON text of a call's arguments. It is what the model wrote, so it may be invalid or cut."""
+
+    index: int
+    text: str
+
+
+ParserEvent = ContentDelta | ReasoningDelta | ToolCallStart | ArgumentsDelta
+
+
+class EventSink:
+    def __init__(self) -> None:
+        self.num_calls = 0
+        self._events: list[ParserEvent] = []
+        self._kind: type[ParserEvent] = ContentDelta
+        self._pieces: list[str] = []  # of the current event
+        self._space: list[str] = []  # whitespace of content or reasoning that is kept only if more text follows
+        self._skips_space = False  # at the start of a part
+
+    def content(self, text: str) -> None:
+        self._add_text(ContentDelta, text)
+
+    def reasoning(self, text: str) -> None:
+        self._add_text(ReasoningDelta, text)
+
+    def call(self, name: str, id: str | None = None) -> None:
+        """Begins a call. Later arguments are of this call."""
+        self.separate()
+        self._flush()
+        self._events.append(ToolCallStart(self.num_calls, name, id))
+        self.num_calls += 1
+
+    def arguments(self, text: str) -> None:
+        if self._kind is not ArgumentsDelta:
+            self.separate()
+            self._flush()
+            self._kind = ArgumentsDelta
+        self._pieces.append(text)
+
+    def separate(self) -> None:
+        """Drops the whitespace that follows."""
+        self._space.clear()
+        self._skips_space = True
+
+    def take(self) -> list[ParserEvent]:
+        """Returns the events since the last call. Adjacent pieces of one kind are one event."""
+        self._flush()
+        events, self._events = self._events, []
+        return events
+
+    def finish(self) -> None:
+        """Keeps whitespace at the end of the output."""
+        if self._space:
+            self._pieces += self._space
+            self._space.clear()
+
+    def _add_text(self, kind: type[ParserEvent], text: str) -> None:
+        if self._kind is not kind:
+            self.separate()
+            self._flush()
+            self._kind = kind
+        if self._skips_space:
+            text = text.lstrip()
+        if not text:
+            return
+        self._skips_space = False
+        kept = text.rstrip()
+        if kept:
+            self._pieces += self._space
+            self._space.clear()
+            self._pieces.append(kept)
+        if len(kept) < len(text):
+            self._space.append(text[len(kept) :])
+
+    def _flush(self) -> None:
+        text = "".join(self._pieces)
+        self._pieces.clear()
+        if not text:
+            return
+        if self._kind is ArgumentsDelta:
+            self._events.append(ArgumentsDelta(self.num_calls - 1, text))
+        elif self._kind is ReasoningDelta:
+            self._events.append(ReasoningDelta(text))
+        else:
+            self._events.append(ContentDelta(text))
+
+
+# Reads one JSON value from a TextReader: finds its end, and passes its text on as it arrives.
+#
+# Only the structure is checked, brackets and strings: what a model writes as a number or a key is passed on as it is.
+
+_IN_STRING = re.compile(r'[^"\\]*')
+_BETWEEN = re.compile(r'[^"{}\[\]]*')
+_SCALAR = re.compile(r"[^\s,:\"{}\[\];]*")
+_CLOSERS = {"{": "}", "[": "]"}
+
+
+def read_value(reader: TextReader, sink: Sink) -> Parse[bool]:
+    """Passes one JSON value to the sink. False if the text is no value, or is cut, or closes the wrong bracket."""
+    first = yield from reader.peek()
+    if first == '"':
+        return (yield from _read_string(reader, sink))
+    if first not in _CLOSERS:
+        size = [0]
+
+        def count(text: str) -> None:
+            size[0] += len(text)
+            sink(text)
+
+        yield from reader.run(_SCALAR, count)
+        return size[0] > 0
+    closers: list[str] = []
+    while True:
+        yield from reader.run(_BETWEEN, sink)
+        character = yield from reader.peek()
+        if character == '"':
+            if not (yield from _read_string(reader, sink)):
+                return False
+            continue
+        if not character or (character in "}]" and character != closers[-1]):
+            return False
+        yield from reader.take(sink)
+        if character in _CLOSERS:
+            closers.append(_CLOSERS[character])
+        else:
+            closers.pop()
+            if not closers:
+                return True
+
+
+def _read_string(reader: TextReader, sink: Sink) -> Parse[bool]:
+    yield from reader.take(sink)
+    while True:
+        yield from reader.run(_IN_STRING, sink)
+        character = yield from reader.take(sink)
+        if character == '"':
+            return True
+        if not character or not (yield from reader.take(sink)):  # the character after a backslash
+            return False
+
+
+def as_text(source: str) -> str | None:
+    """The text of a JSON string; None for any other value."""
+    try:
+        value = json.loads(source, strict=False)
+    except (ValueError, RecursionError):
+        return None
+    return without_surrogates(value) if isinstance(value, str) else None
+
+
+def without_surrogates(text: str) -> str:
+    r"""The text with U+FFFD for half of a surrogate pair, which a model may write as \ud800 and UTF-8 cannot have."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

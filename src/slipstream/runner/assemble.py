@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from slipstream.config.buffer_size import arena_bytes, result_bytes, result_growth_bytes
+from slipstream.config.buffer_size import arena_bytes, pooled_bytes, result_bytes, result_growth_bytes
 from slipstream.config.config import EngineConfig
 from slipstream.config.memory import graph_output_bytes
-from slipstream.config.pooling_size import pooled_bytes
 from slipstream.device.device import Device
 from slipstream.nn.attention.choose import choose_attention
 from slipstream.nn.models.adapter_layout import AdapterLayout

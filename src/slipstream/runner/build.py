@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 import msgspec
 import torch
 
-from slipstream.config.cache_room import fit_cache
+from slipstream.base.host import num_cpus
+from slipstream.config.cache_size import fit_cache
 from slipstream.config.config import EngineConfig
-from slipstream.config.cpus import num_cpus
 from slipstream.config.memory import LOGITS_AT_ONCE, WORKSPACE, estimate_memory
 from slipstream.device.device import Device, open_device
 from slipstream.dist.group import DryGroup, Group
@@ -20,7 +20,7 @@ from slipstream.nn.weight_format import Weight
 from slipstream.ops.compile_ahead import ForkedCompiler, can_compile_ahead, compiling_ahead
 from slipstream.ops.linear import reserve_counters
 from slipstream.ops.linear.cublaslt_tuned import Choices, RecordedGemms, autotune_recorded, recording_gemms
-from slipstream.pooling_params import PoolingParams
+from slipstream.params.pooling import PoolingParams
 from slipstream.runner.assemble import assemble
 from slipstream.runner.drafts.build import open_draft_model
 from slipstream.runner.pool_warmup import PoolWarmUp

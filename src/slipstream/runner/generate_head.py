@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from slipstream.config.memory import SCORED_AT_ONCE
+from slipstream.contracts.step import StepPlan
 from slipstream.nn.models.base import CausalLM
 from slipstream.ops.drafts import Accepted, earlier_drafts
 from slipstream.ops.sample import TopLogprobs
@@ -40,7 +41,6 @@ from slipstream.runner.results import (
 from slipstream.runner.sampling.logprobs import prepare_scores
 from slipstream.runner.sampling.sampler import DrawOutput, Replayed, Sampler
 from slipstream.runner.sampling.stage import DrawBatch
-from slipstream.step import StepPlan
 
 
 class GenerateHead:

@@ -7,10 +7,10 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from slipstream.contracts.step import StepPlan
 from slipstream.runner.batch.input_batch import Gathered, Size
 from slipstream.runner.batch.staging import Upload
 from slipstream.runner.results import Sent, StepHandle
-from slipstream.step import StepPlan
 
 Finish = Callable[[Gathered, torch.Tensor], None]
 

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from slipstream.config.cpus import num_cpus
+from slipstream.base.host import num_cpus
 from slipstream.device.device import Bytes
 
 LARGE = 4 * 2**20  # bytes from which several threads are faster

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from slipstream.cache_spec import CacheGroup
+from slipstream.base.errors import NotEnoughMemory
+from slipstream.contracts.cache_spec import CacheGroup
+from slipstream.contracts.step import StepPlan
 from slipstream.device.device import Device
-from slipstream.errors import NotEnoughMemory
 from slipstream.ops.cache_write import new_fp8_cache, raw_pages
 from slipstream.runner.batch.staging import Upload, UploadSpan
 from slipstream.runner.batch.token_history import TokenHistory
-from slipstream.step import StepPlan
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,18 +22,18 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from slipstream.base.errors import InvalidOption, NotEnoughMemory
 from slipstream.config.config import CacheConfig
-from slipstream.config.tier_size import NUM_REGIONS, region_bytes, region_checkpoints, region_pages, tier_slots
+from slipstream.config.memory import NUM_REGIONS, region_bytes, region_checkpoints, region_pages, tier_slots
+from slipstream.contracts.step import Ints, StepPlan, TierPlan
 from slipstream.device.device import Bytes, Device
 from slipstream.device.streams import PASSED, Event
-from slipstream.errors import InvalidOption, NotEnoughMemory
 from slipstream.ops.cache_write import raw_pages
 from slipstream.runner.batch.staging import HostRing, Upload, UploadSpan
 from slipstream.runner.group_slots import GroupSlots, runs
 from slipstream.runner.kv_store import KVStore
 from slipstream.runner.slot_mirror import LOADED_AT_ONCE, Marks, SlotMirror
 from slipstream.runner.state_store import StateStore
-from slipstream.step import Ints, StepPlan, TierPlan
 
 _SEAL_FUTURE_WRITE = 0x10  # of fcntl.h: what is mapped stays writable, and no process can map it so again
 

@@ -7,10 +7,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 import numpy as np
 import torch
 
-from slipstream.config.pooling_info import PoolingInfo
+from slipstream.checkpoint.pooling_info import PoolingInfo
+from slipstream.contracts.step import NO_POOLING, PoolPlan, StepPlan
 from slipstream.nn.context import BatchView
 from slipstream.nn.models.pooling_heads import Heads
-from slipstream.pooling_params import PoolingParams
+from slipstream.params.pooling import PoolingParams
 from slipstream.runner.batch.input_batch import Gathered, Size
 from slipstream.runner.batch.staging import Upload
 from slipstream.runner.graphs import GraphPool
@@ -23,7 +24,6 @@ from slipstream.runner.pooling.pooled_rows import PooledRow, by_mode, skipped_in
 from slipstream.runner.pooling.results import PoolHandle, ResultBlock
 from slipstream.runner.pooling.token_vectors import TokenVectors
 from slipstream.runner.results import ResultRing
-from slipstream.step import NO_POOLING, PoolPlan, StepPlan
 
 Vectors = Callable[[BatchView, torch.Tensor], list[torch.Tensor]]
 """Device: from a step's hidden states to the vectors of several blocks of results."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from slipstream.config.config import SchedulerConfig
+from slipstream.contracts.step import NO_INTS, NO_PAGES, Ints, PoolAdmission, PoolPlan, StepPlan
 from slipstream.nn.models.shortened import shortened
-from slipstream.pooling_params import PoolingParams
+from slipstream.params.pooling import PoolingParams
 from slipstream.runner.runner import ModelRunner
 from slipstream.runner.warmup import chunk_rows, chunk_sizes, enough_memory, run_plan
-from slipstream.step import NO_INTS, NO_PAGES, Ints, PoolAdmission, PoolPlan, StepPlan
 
 
 class PoolWarmUp:

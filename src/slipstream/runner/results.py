@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from slipstream.contracts.step import NO_INTS, StepLogprobs, StepResult
 from slipstream.device.device import Bytes, Device
 from slipstream.device.streams import PASSED, Event
 from slipstream.device.sync_check import sync_allowed
 from slipstream.ops.drafts import Accepted
-from slipstream.step import NO_INTS, StepLogprobs, StepResult
 
 _ALIGN = 16
 

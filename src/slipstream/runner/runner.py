@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 
+from slipstream.contracts.step import Late, StepPlan, StepSizes
 from slipstream.device.device import Device
 from slipstream.device.streams import Event
 from slipstream.device.sync_check import HotPath
@@ -30,7 +31,6 @@ from slipstream.runner.pooling.results import MixedHandle
 from slipstream.runner.results import NO_RESULTS, ResultRing, StepHandle
 from slipstream.runner.sampling.sampler import Sampler
 from slipstream.runner.state_store import StateStore
-from slipstream.step import Late, StepPlan, StepSizes
 
 
 class ModelRunner:

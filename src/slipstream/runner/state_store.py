@@ -16,11 +16,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from slipstream.cache_spec import StateSpec
+from slipstream.base.errors import NotEnoughMemory
 from slipstream.config.buffer_size import max_saves
 from slipstream.config.config import StateConfig
+from slipstream.contracts.cache_spec import StateSpec
+from slipstream.contracts.step import Ints, StepPlan
 from slipstream.device.device import Device
-from slipstream.errors import NotEnoughMemory
 from slipstream.ops.recurrent_steps import (
     DraftSteps,
     RecurrentSteps,
@@ -33,7 +34,6 @@ from slipstream.ops.recurrent_steps import (
 from slipstream.runner.batch.drafted_plan import DraftedPlan
 from slipstream.runner.batch.input_batch import Gathered, Size
 from slipstream.runner.batch.staging import StagedTensor, Upload
-from slipstream.step import Ints, StepPlan
 
 
 class StateStore:

@@ -13,14 +13,14 @@ from typing import Protocol
 
 import numpy as np
 
-from slipstream.errors import NotEnoughMemory
+from slipstream.base.errors import NotEnoughMemory
+from slipstream.contracts.step import NO_INTS, NO_PAGES, AdapterPlan, Admission, Ints, StepPlan
 from slipstream.nn.models.shortened import shortened
 from slipstream.ops.linear.cublaslt_tuned import MIN_ROWS
-from slipstream.params import SamplingParams
+from slipstream.params.sampling import SamplingParams
 from slipstream.runner.batch.input_batch import SHORT_LENGTH
 from slipstream.runner.graphs import WHOLE_STEP_ROWS, GraphPool
 from slipstream.runner.runner import ModelRunner
-from slipstream.step import NO_INTS, NO_PAGES, AdapterPlan, Admission, Ints, StepPlan
 
 GREEDY = SamplingParams(temperature=0.0)
 # the usual sampling features; kernels of rarer ones are compiled at their first use

@@ -18,12 +18,11 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
+from slipstream.base.errors import UserError
 from slipstream.config.adapter_config import AdapterConfig
-from slipstream.errors import UserError
-from slipstream.lora_request import LoRARequest
-from slipstream.request import WaitFor
-from slipstream.scheduler.adapter import Adapter
-from slipstream.step import AdapterLoad, AdapterPlan, Ints
+from slipstream.contracts.request import Adapter, WaitFor
+from slipstream.contracts.step import AdapterLoad, AdapterPlan, Ints
+from slipstream.params.lora import LoRARequest
 
 _WAIT = 0.005  # seconds; then the caller runs: other requests may have arrived
 MAX_OVERTAKING = 256

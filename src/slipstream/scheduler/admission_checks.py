@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from slipstream.base.errors import InvalidPrompt, PromptTooLong, RequestTooLarge
 from slipstream.config.config import SchedulerConfig
-from slipstream.errors import InvalidPrompt, PromptTooLong, RequestTooLarge
-from slipstream.request import NEVER, Request
+from slipstream.contracts.request import NEVER, Request
 from slipstream.scheduler.cache.manager import CacheManager
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from slipstream.config.config import SchedulerConfig
-from slipstream.request import NEVER, Request, WaitFor
+from slipstream.contracts.request import NEVER, Request, WaitFor
 from slipstream.scheduler.adapters import Adapters
 from slipstream.scheduler.budget import Budget
 from slipstream.scheduler.cache.manager import CacheManager, Hit

@@ -7,8 +7,9 @@ from itertools import repeat
 
 import numpy as np
 
-from slipstream.messages import Output
-from slipstream.request import Request, Status, WaitFor
+from slipstream.contracts.messages import Output
+from slipstream.contracts.request import Request, Status, WaitFor
+from slipstream.contracts.step import StepResult
 from slipstream.scheduler.cache.manager import CacheManager
 from slipstream.scheduler.decode_arrays import DecodeArrays
 from slipstream.scheduler.drafting import DraftCounts
@@ -25,7 +26,6 @@ from slipstream.scheduler.step_outputs import (
 )
 from slipstream.scheduler.stopping import check_stop
 from slipstream.scheduler.waiting import WaitingQueue
-from slipstream.step import StepResult
 
 
 class Committer:

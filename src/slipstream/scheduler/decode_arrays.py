@@ -11,8 +11,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from slipstream.request import Request
-from slipstream.step import NO_INTS, Ints
+from slipstream.contracts.request import Request
+from slipstream.contracts.step import NO_INTS, Ints
 
 K = TypeVar("K")
 V = TypeVar("V")

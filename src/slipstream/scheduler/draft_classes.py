@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
-from slipstream.request import Request
+from slipstream.contracts.request import Request
 
 NUM_CLASSES = 3
 _SOMETIMES, _OFTEN = 0.2, 0.5  # classes by the acceptance of the first draft

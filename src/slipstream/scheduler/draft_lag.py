@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from slipstream.config.draft_config import DraftConfig
-from slipstream.request import NEVER
+from slipstream.config.config import DraftConfig
+from slipstream.contracts.request import NEVER
+from slipstream.contracts.step import Ints
 from slipstream.scheduler.cache.draft_gaps import DraftGaps
 from slipstream.scheduler.cache.manager import CacheManager
 from slipstream.scheduler.plan_builder import PlanBuilder
-from slipstream.step import Ints
 
 TRIAL_TOKENS = 2048  # that the draft model may compute for a trial of drafts; more if one request has more
 _NOTHING: Ints = np.zeros((0, 3), np.int32)

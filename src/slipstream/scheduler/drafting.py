@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Sequence
 
 from slipstream.config.config import SchedulerConfig
-from slipstream.request import NEVER, Request
+from slipstream.contracts.request import NEVER, Request
+from slipstream.contracts.step import Ints
 from slipstream.scheduler.cache.manager import CacheManager
 from slipstream.scheduler.draft_classes import DraftClasses
 from slipstream.scheduler.draft_lag import DraftLag
 from slipstream.scheduler.draft_length import DraftLength
 from slipstream.scheduler.plan_builder import PlanBuilder
-from slipstream.step import Ints
 
 
 class DraftPlanner:

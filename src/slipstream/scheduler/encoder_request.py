@@ -5,10 +5,9 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from slipstream.lora_request import LoRARequest
-from slipstream.pooling_params import PoolingParams
-from slipstream.request import WaitFor
-from slipstream.scheduler.adapter import Adapter
+from slipstream.contracts.request import Adapter, WaitFor
+from slipstream.params.lora import LoRARequest
+from slipstream.params.pooling import PoolingParams
 
 
 class EncoderRequest:

@@ -13,17 +13,17 @@ from collections.abc import Callable
 
 import numpy as np
 
+from slipstream.base.errors import QueueFull, UserError
 from slipstream.config.config import SchedulerConfig
-from slipstream.errors import QueueFull, UserError
-from slipstream.messages import Output
-from slipstream.request import WaitFor
+from slipstream.contracts.messages import Output
+from slipstream.contracts.request import WaitFor
+from slipstream.contracts.step import NO_INTS, AdapterPlan, Bools, Ints, PoolPlan, StepPlan, StepResult
 from slipstream.scheduler.adapters import Adapters, check_adapter
 from slipstream.scheduler.admission_checks import check_length
 from slipstream.scheduler.encoder_request import EncoderRequest
 from slipstream.scheduler.fair_queueing import FairQueue
 from slipstream.scheduler.query_registry import QueryRegistry
 from slipstream.scheduler.step_outputs import lost_query, pool_failure, pooled_output, refusal
-from slipstream.step import NO_INTS, AdapterPlan, Bools, Ints, PoolPlan, StepPlan, StepResult
 
 MIN_HALF_TOKENS = 512
 """Tokens from which a step is about as efficient per token as a larger one."""

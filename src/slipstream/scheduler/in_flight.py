@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from slipstream.request import Request, Status
-from slipstream.step import StepResult
+from slipstream.contracts.request import Request, Status
+from slipstream.contracts.step import StepResult
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from slipstream.messages import Output
-from slipstream.request import Request, Status, WaitFor
+from slipstream.contracts.messages import Output
+from slipstream.contracts.request import Request, Status, WaitFor
 from slipstream.scheduler.adapters import Adapters
 from slipstream.scheduler.cache.manager import CacheManager
 from slipstream.scheduler.grammar.constraints import Constraints

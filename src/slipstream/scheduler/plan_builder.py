@@ -6,14 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from slipstream.pooling_params import PoolingParams
-from slipstream.request import Request
-from slipstream.scheduler.adapters import Adapters
-from slipstream.scheduler.cache.kind import Run
-from slipstream.scheduler.cache.manager import CacheManager
-from slipstream.scheduler.cache.states import Restore, Save
-from slipstream.scheduler.decode_arrays import DecodeArrays, decode_counts
-from slipstream.step import (
+from slipstream.contracts.request import Request
+from slipstream.contracts.step import (
     NO_INTS,
     NO_PAGES,
     Admission,
@@ -27,6 +21,12 @@ from slipstream.step import (
     StatePlan,
     StepPlan,
 )
+from slipstream.params.pooling import PoolingParams
+from slipstream.scheduler.adapters import Adapters
+from slipstream.scheduler.cache.kind import Run
+from slipstream.scheduler.cache.manager import CacheManager
+from slipstream.scheduler.cache.states import Restore, Save
+from slipstream.scheduler.decode_arrays import DecodeArrays, decode_counts
 
 _NO_COPIES: Ints = np.zeros((0, 3), np.int32)
 _NO_RESTORES: Ints = np.zeros((0, 2), np.int32)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from slipstream.config.config import SchedulerConfig
-from slipstream.request import NEVER, Request
+from slipstream.contracts.request import NEVER, Request
 from slipstream.scheduler.cache.manager import CacheManager
 from slipstream.scheduler.plan_builder import Chunk, PlanBuilder
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from slipstream.errors import QueueFull, RequestTooLarge, UserError
-from slipstream.pooling_params import PoolingParams
+from slipstream.base.errors import QueueFull, RequestTooLarge, UserError
+from slipstream.params.pooling import PoolingParams
 
 R = TypeVar("R")  # Request or EncoderRequest
 

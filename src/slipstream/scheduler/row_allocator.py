@@ -10,7 +10,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable
 from math import prod
 
-from slipstream.request import Request, Status
+from slipstream.contracts.request import Request, Status
 
 _KINDS = (slice(0, 1), slice(1, 2), slice(2, 4))  # device tables, as parts of Request.list_sizes
 

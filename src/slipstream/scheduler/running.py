@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from slipstream.config.config import SchedulerConfig
-from slipstream.request import Request
+from slipstream.contracts.request import Request
 from slipstream.scheduler.budget import Budget
 from slipstream.scheduler.cache.manager import CacheManager
 from slipstream.scheduler.drafting import DraftPlanner

@@ -19,11 +19,12 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from slipstream.base.errors import UserError
 from slipstream.config.config import SchedulerConfig
-from slipstream.errors import UserError
-from slipstream.messages import Output
-from slipstream.params import MAX_PACKED_LOGPROBS
-from slipstream.request import Request, Status, WaitFor
+from slipstream.contracts.messages import Output
+from slipstream.contracts.request import Request, Status, WaitFor
+from slipstream.contracts.step import PoolPlan, StepPlan, StepResult
+from slipstream.params.sampling import MAX_PACKED_LOGPROBS
 from slipstream.scheduler.adapters import Adapters, check_adapter
 from slipstream.scheduler.admission_checks import check_admissible
 from slipstream.scheduler.admitting import Admitter
@@ -43,7 +44,6 @@ from slipstream.scheduler.running import RunningPlanner
 from slipstream.scheduler.sibling_samples import join_samples
 from slipstream.scheduler.step_outputs import lost_query
 from slipstream.scheduler.waiting import WaitingQueue
-from slipstream.step import PoolPlan, StepPlan, StepResult
 
 
 class Scheduler:

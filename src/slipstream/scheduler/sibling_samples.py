@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from slipstream.request import Request, Status
+from slipstream.contracts.request import Request, Status
 
 
 def join_samples(requests: Sequence[Request]) -> list[Request]:

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from slipstream.messages import LOGPROB, Output, Pooled
-from slipstream.params import MAX_PACKED_LOGPROBS
-from slipstream.request import FinishReason, Request, Status
-from slipstream.step import Floats, Ints, StepLogprobs, StepResult
+from slipstream.contracts.messages import LOGPROB, Output, Pooled
+from slipstream.contracts.request import FinishReason, Request, Status
+from slipstream.contracts.step import Floats, Ints, StepLogprobs, StepResult
+from slipstream.params.sampling import MAX_PACKED_LOGPROBS
 
 _STOP = FinishReason.STOP
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slipstream.request import FinishReason, Request
+from slipstream.contracts.request import FinishReason, Request
 
 Ending = tuple[int, FinishReason | None, int | None]
 """How many of the new tokens are output, why the request ended (None: it goes on), the stop token that ended it."""

@@ -7,8 +7,8 @@ else (`WaitFor`) is in the queue, but is not returned by `first` before that has
 
 from __future__ import annotations
 
-from slipstream.errors import QueueFull
-from slipstream.request import Request, WaitFor
+from slipstream.base.errors import QueueFull
+from slipstream.contracts.request import Request, WaitFor
 from slipstream.scheduler.fair_queueing import FairQueue
 from slipstream.scheduler.lazy_heap import LazyHeap
 

@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from slipstream.errors import EngineDead, InvalidOption, UserError
+from slipstream.base.errors import EngineDead, InvalidOption, UserError
 
 if TYPE_CHECKING:
     from slipstream.frontend.results import RequestOutput
-    from slipstream.params import SamplingParams
+    from slipstream.params.sampling import SamplingParams
 
 
 _THINK, _END_THINK = "<think>\n", "\n</think>\n\n"

@@ -16,7 +16,7 @@ from typing import Any
 import jinja2.meta
 import jinja2.nodes as nodes
 
-from slipstream.errors import InvalidPrompt
+from slipstream.base.errors import InvalidPrompt
 
 _TOOL_FIELDS = ("tool_call_id", "name")  # of a tool message: name the call, which a template need not read
 

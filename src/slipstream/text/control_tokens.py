@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import zip_longest
 from typing import Any
 
-from slipstream.errors import InvalidPrompt
+from slipstream.base.errors import InvalidPrompt
 from slipstream.text.guarded import Guarded, GuardedEncoder, TextSpan, is_spelled, library_errors
 from slipstream.text.tokenizer import Tokenizer
 

@@ -15,7 +15,7 @@ from typing import NamedTuple, SupportsIndex
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from slipstream.errors import InvalidPrompt
+from slipstream.base.errors import InvalidPrompt
 
 _TRIES = 8  # attempts to keep the model (for example Unigram) from merging characters into a control token
 

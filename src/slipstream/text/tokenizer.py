@@ -9,21 +9,21 @@ text of a chat template has its special tokens: encode it with `add_special_toke
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from slipstream.config.gguf_file import GgufFile
-from slipstream.config.json_file import load_json, read_file, read_utf8
-from slipstream.errors import BadTokenizer, InvalidPrompt
+from slipstream.base.errors import BadTokenizer, InvalidPrompt
+from slipstream.base.files import load_json, read_file, read_utf8
+from slipstream.checkpoint.gguf_file import GgufFile
 from slipstream.text.gguf_vocab import gguf_tokenizer, special_token
 from slipstream.text.guarded import Guarded, is_panic, library_errors
-from slipstream.text.roberta_bpe import roberta_tokenizer
-from slipstream.text.token_bytes import token_bytes
-from slipstream.text.wordpiece import wordpiece_tokenizer
+from slipstream.text.vocab_files import roberta_tokenizer, wordpiece_tokenizer
 
 _HINT = "pass tokenizer=... with a folder that has one, or skip_tokenizer_init=True and prompts as token ids"
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -283,3 +283,62 @@ def _what_else(folder: Path) -> str:
         if (folder / name).exists():
             return f" (its {name} must be converted: save the tokenizer once with transformers)"
     return ""
+
+
+# The bytes of a token of the vocabulary.
+#
+# A token may be a part of a character, which has bytes but no text. Byte-level vocabularies write each byte as a
+# letter; SentencePiece vocabularies have tokens like <0xE2> for bytes without a piece.
+
+
+def token_bytes(decoder: dict[str, Any] | None, piece: str) -> bytes | None:
+    """The bytes of a piece inside a text, by the decoder of tokenizer.json; None if that decoder is not supported.
+
+    At the start of a text some decoders remove a space, which is not considered here.
+    """
+    if decoder is None:
+        return piece.encode()
+    for part in decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]:
+        match part:
+            case {"type": "ByteLevel"}:
+                return letter_bytes(piece)
+            case {"type": "ByteFallback"}:
+                if (byte := fallback_byte(piece)) is not None:
+                    return bytes([byte])
+            case {"type": "Metaspace", "replacement": mark}:
+                piece = piece.replace(mark, " ")
+            case {"type": "Replace", "pattern": {"String": old}, "content": new} if old:
+                piece = piece.replace(old, new)
+            case {"type": "Fuse" | "Strip"}:
+                pass
+            case _:
+                return None
+    return piece.encode()
+
+
+_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2}|\+[0-9A-Fa-f])>")  # the library's parser accepts a plus sign
+
+
+def fallback_byte(piece: str) -> int | None:
+    """The byte of a piece like <0xE2>; None for other pieces."""
+    found = _FALLBACK.fullmatch(piece) if len(piece) == 6 else None
+    return int(found[1], 16) if found else None
+
+
+@lru_cache(maxsize=65_536)
+def letter_bytes(piece: str) -> bytes:
+    """The bytes of a piece in byte letters. A piece with other characters (an added token) is its own text."""
+    try:
+        return bytes(_BYTES[character] for character in piece)
+    except KeyError:
+        return piece.encode()
+
+
+def _byte_letters() -> dict[str, int]:
+    """Byte-level vocabularies write printable Latin-1 bytes as themselves and the others from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = (byte for byte in range(256) if byte not in printable)
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTES = _byte_letters()

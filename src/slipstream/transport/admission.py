@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 
+from slipstream.base.errors import EngineDead, SlipstreamError
+from slipstream.contracts.messages import Submit, SubmitAll
 from slipstream.engine.lanes import Lanes
-from slipstream.errors import EngineDead, SlipstreamError
-from slipstream.messages import Submit, SubmitAll
 from slipstream.transport.frames import Refused
 
 log = logging.getLogger("slipstream.core")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 
+from slipstream.base.errors import EngineDead, SlipstreamError
+from slipstream.contracts.messages import Output
 from slipstream.engine.lanes import Lanes
-from slipstream.errors import EngineDead, SlipstreamError
-from slipstream.messages import Output
 from slipstream.transport.frames import Control, Controlled, Refused
 
 log = logging.getLogger("slipstream.core")

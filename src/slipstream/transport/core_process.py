@@ -19,14 +19,13 @@ from pathlib import Path
 
 import msgspec
 
-from slipstream.config.locate import locate
-from slipstream.engine.child_process import die_with_parent, release_signals
-from slipstream.engine.gc_freeze import loading
+from slipstream.base.errors import EngineDead, SlipstreamError
+from slipstream.base.log import set_up_child_log
+from slipstream.base.processes import die_with_parent, loading, release_signals
+from slipstream.checkpoint.locate import locate
+from slipstream.contracts.messages import Abort, Output, Submit, SubmitAll
 from slipstream.engine.lane_stats import lane_stats
 from slipstream.engine.lanes import Lanes
-from slipstream.errors import EngineDead, SlipstreamError
-from slipstream.log import set_up_child_log
-from slipstream.messages import Abort, Output, Submit, SubmitAll
 from slipstream.transport.abort_calls import AbortCalls
 from slipstream.transport.admission import submit
 from slipstream.transport.control import control

@@ -12,12 +12,12 @@ from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 
-from slipstream import errors
+from slipstream.base import errors
+from slipstream.base.errors import SlipstreamError, UserError
+from slipstream.contracts.messages import Abort, Output, Submit, SubmitAll
+from slipstream.contracts.request import FinishReason
 from slipstream.engine.model_description import ModelDescription
-from slipstream.errors import SlipstreamError, UserError
-from slipstream.messages import Abort, Output, Submit, SubmitAll
-from slipstream.metrics.lane import LaneStats, ReplicaStats
-from slipstream.request import FinishReason
+from slipstream.metrics.stats import LaneStats, ReplicaStats
 
 MAX_FRAME = 2**29  # bytes; a larger length means that the stream is corrupt (four bytes of text are larger)
 MAX_RESULT = MAX_FRAME - 2**16  # bytes of the values in one output; the rest of a message is small

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from slipstream.engine.child_process import child_environment
+from slipstream.base.processes import child_environment
 from slipstream.engine.rank_link import RankLink, join_rank, open_socket
 from slipstream.transport.spawn import CoreHandle, CoreStart, start_core
 

@@ -20,10 +20,10 @@ from typing import Any
 
 import msgspec
 
-from slipstream.config.gpus import ranks_share_gpu
+from slipstream.base.errors import EngineDead, InvalidOption
+from slipstream.config.memory import ranks_share_gpu
 from slipstream.config.options import Options
 from slipstream.engine.rank_link import SECRET_BYTES, keep_alive
-from slipstream.errors import EngineDead, InvalidOption
 from slipstream.transport.client import CoreClient
 from slipstream.transport.ray_node import NodeProcess
 from slipstream.transport.replica_start import check_processors, num_replicas, of_one_replica

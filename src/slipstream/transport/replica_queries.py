@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from slipstream.messages import Submit
-from slipstream.pooling_params import PoolingParams
+from slipstream.contracts.messages import Submit
+from slipstream.params.pooling import PoolingParams
 
 
 class ReplicaQueries:

@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from slipstream.lora_request import LoRARequest
-from slipstream.messages import Submit
-from slipstream.params import SamplingParams
+from slipstream.contracts.messages import Submit
+from slipstream.params.lora import LoRARequest
+from slipstream.params.sampling import SamplingParams
 from slipstream.scheduler.cache.hashing import extend_hashes
 
 MAX_PAGES = 512

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from slipstream.base.errors import InvalidOption
 from slipstream.config.options import Options
-from slipstream.errors import InvalidOption
 from slipstream.transport.replica_start import ReplicaProcesses, num_replicas
 from slipstream.transport.replicas import ReplicaSource
 

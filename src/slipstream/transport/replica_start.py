@@ -9,12 +9,12 @@ from typing import Any
 
 import msgspec
 
-from slipstream.config.cache_room import CPU_SHARE
-from slipstream.config.cpus import num_cores
-from slipstream.config.gpus import ranks_share_gpu, visible_gpus
+from slipstream.base.errors import InvalidOption
+from slipstream.base.files import OwnedFolder
+from slipstream.base.host import num_cores
+from slipstream.config.cache_size import CPU_SHARE
+from slipstream.config.memory import ranks_share_gpu, visible_gpus
 from slipstream.config.options import Options
-from slipstream.engine.owned_folder import OwnedFolder
-from slipstream.errors import InvalidOption
 from slipstream.transport.client import CoreClient
 from slipstream.transport.socket_client import SocketClient
 from slipstream.transport.spawn import CoreHandle, spawn_core

@@ -16,10 +16,10 @@ from typing import Protocol
 
 import msgspec
 
-from slipstream.errors import EngineClosed, EngineDead, InvalidOption, ReplicaLost, UserError
-from slipstream.messages import Abort, Output, Submit, SubmitAll
-from slipstream.metrics.lane import LaneStats, ReplicaStats
-from slipstream.transport.backoff import Backoff
+from slipstream.base.errors import EngineClosed, EngineDead, InvalidOption, ReplicaLost, UserError
+from slipstream.base.processes import Backoff
+from slipstream.contracts.messages import Abort, Output, Submit, SubmitAll
+from slipstream.metrics.stats import LaneStats, ReplicaStats
 from slipstream.transport.client import CoreClient, Listener
 from slipstream.transport.frames import (
     MAX_RESULT,

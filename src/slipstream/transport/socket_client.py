@@ -8,7 +8,7 @@ from typing import cast
 
 import msgspec
 
-from slipstream.errors import EngineClosed, EngineDead, InvalidParams, RequestTooLarge
+from slipstream.base.errors import EngineClosed, EngineDead, InvalidParams, RequestTooLarge
 from slipstream.transport.client import Listener
 from slipstream.transport.frames import (
     MAX_FRAME,

@@ -10,8 +10,8 @@ from types import MappingProxyType
 
 import msgspec
 
+from slipstream.base.processes import child_environment, how_it_ended, signals_held
 from slipstream.config.options import Options
-from slipstream.engine.child_process import child_environment, how_it_ended, signals_held
 from slipstream.engine.rank_link import RankLink
 from slipstream.transport.frames import Join, frame
 

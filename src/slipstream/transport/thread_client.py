@@ -6,8 +6,8 @@ import asyncio
 import queue
 import threading
 
+from slipstream.contracts.messages import Abort, Submit, SubmitAll
 from slipstream.engine.lanes import Lanes
-from slipstream.messages import Abort, Submit, SubmitAll
 from slipstream.transport.admission import submit
 from slipstream.transport.client import Listener
 from slipstream.transport.control import control

@@ -11,17 +11,17 @@ import torch
 
 from patience import PATIENCE
 from scripted_core import facts
-from slipstream.config.pooling_info import PoolingInfo, Role
-from slipstream.errors import InvalidParams, InvalidPrompt, PromptTooLong, SlipstreamError
+from slipstream.base.errors import InvalidParams, InvalidPrompt, PromptTooLong, SlipstreamError
+from slipstream.checkpoint.pooling_info import PoolingInfo, Role
+from slipstream.contracts.messages import Output, Pooled
+from slipstream.contracts.request import FinishReason
 from slipstream.frontend.pooling.calls import encode, rerank, score
 from slipstream.frontend.pooling.inputs import PoolingInputs, PoolingPrompts
 from slipstream.frontend.pooling.prompts import PoolingBatch
 from slipstream.frontend.pooling.results import EmbeddingOutput, PoolingRequestOutput
 from slipstream.frontend.prompts import as_batch
 from slipstream.frontend.request_state import PoolingRequestState
-from slipstream.messages import Output, Pooled
-from slipstream.pooling_params import PoolingParams
-from slipstream.request import FinishReason
+from slipstream.params.pooling import PoolingParams
 from slipstream.text.tokenizer import Tokenizer
 from tiny_encoder import CLS, SEP, pair_tokenizer
 from tiny_tokenizer import IM_END, IM_START, byte_tokenizer

@@ -10,7 +10,7 @@ import torch
 
 from hand_batch import HandRunner
 from plain_decoder import plain_logits, randomize
-from slipstream.config.rope_info import RopeInfo
+from slipstream.checkpoint.model_info import RopeInfo
 from slipstream.nn.models.decoder import Decoder
 from slipstream.nn.models.decoder_shape import DecoderShape, RopeShape
 from slipstream.nn.shapes import AttentionShape, LayerShape, MlpShape, NormShape

@@ -15,7 +15,7 @@ import torch
 from hand_batch import HandRunner
 from hand_cache import one_group
 from hand_load import load
-from slipstream.config.rope_info import RopeInfo
+from slipstream.checkpoint.model_info import RopeInfo
 from slipstream.nn.batch_invariant import BatchInvariant
 from slipstream.nn.blocks import cuda_chain
 from slipstream.nn.blocks.cuda_chain import CudaChain

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.activations import ACT2CLS, ACT2FN
 
-from slipstream.errors import UnsupportedModel
+from slipstream.base.errors import UnsupportedModel
 from slipstream.nn.layers.activations import PLAIN, find_activation, find_gated
 
 WITH_WEIGHTS = {"prelu", "xielu"}  # which no model that runs here has

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from hand_batch import HandRunner
 from hand_encoder import load_pooling, pack
 from hand_load import load
-from slipstream.config.model_info import read_model_info
-from slipstream.errors import InvalidAdapter
+from slipstream.base.errors import InvalidAdapter
+from slipstream.checkpoint.model_info import read_model_info
 from slipstream.nn.attention.sdpa import SdpaAttention
 from slipstream.nn.context import ForwardContext
 from slipstream.nn.layers.ranked import connect_ranks

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from slipstream.config.model_info import model_info_from_config
-from slipstream.errors import BadCheckpoint
+from slipstream.base.errors import BadCheckpoint
+from slipstream.checkpoint.model_info import model_info_from_config
 from slipstream.nn.models.registry import find_shape
 from tiny import _COMMON, _FAMILIES
 from tiny_saved import SAVED

@@ -13,7 +13,7 @@ import torch
 from causal_oracle import oracle
 from hand_batch import HandRunner
 from hand_load import load
-from slipstream.errors import UnsupportedModel
+from slipstream.base.errors import UnsupportedModel
 from slipstream.nn.layers.linear import Linear
 from tiny import LLAMA3_ROPE, LONG_ROPE, write_tiny
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from causal_oracle import norm_in_float64
 from hand_batch import HandRunner
 from hand_encoder import load_pooling, run_texts
-from slipstream.config.pooling_info import PoolingInfo
+from slipstream.checkpoint.pooling_info import PoolingInfo
 from slipstream.nn.models.decoder import Decoder
 from slipstream.nn.models.pooling_heads import Heads, HeadShape
 from slipstream.nn.weight_format import take_memory

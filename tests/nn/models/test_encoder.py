@@ -16,8 +16,8 @@ from transformers import AutoModel
 
 from hand_encoder import load_pooling, pack, run_texts
 from new_bert_oracle import classify_new_bert, new_bert, write_new_bert
-from slipstream.config.model_info import read_model_info
-from slipstream.errors import UnsupportedModel
+from slipstream.base.errors import UnsupportedModel
+from slipstream.checkpoint.model_info import read_model_info
 from slipstream.nn.attention.choose import choose_attention
 from slipstream.nn.attention.sdpa import SdpaAttention
 from slipstream.nn.context import ForwardContext

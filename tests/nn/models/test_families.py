@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 
 from hand_batch import HandRunner
 from hand_load import load
-from slipstream.config.model_info import ModelInfo, model_info_from_config
-from slipstream.errors import BadCheckpoint, UnsupportedModel
+from slipstream.base.errors import BadCheckpoint, UnsupportedModel
+from slipstream.checkpoint.model_info import ModelInfo, model_info_from_config
 from slipstream.nn.models.decoder_shape import DecoderShape
 from slipstream.nn.models.encoder import EncoderShape
 from slipstream.nn.models.registry import find_family, find_shape

@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from hand_encoder import load_pooling, pack, run_texts
-from slipstream.errors import BadCheckpoint
+from slipstream.base.errors import BadCheckpoint
 from slipstream.nn.models.pooling_heads import Heads
 from tiny_encoder import write_modules, write_splade, write_tiny_encoder
 

@@ -12,8 +12,8 @@ import torch
 from causal_oracle import oracle
 from hand_batch import HandRunner
 from hand_load import load
-from slipstream.config.model_info import model_info_from_config
-from slipstream.errors import BadCheckpoint, UnsupportedModel
+from slipstream.base.errors import BadCheckpoint, UnsupportedModel
+from slipstream.checkpoint.model_info import model_info_from_config
 from slipstream.nn.models.registry import find_shape
 from tiny import write_tiny
 from tiny_families import MORE

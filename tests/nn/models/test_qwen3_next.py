@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from causal_oracle import oracle
 from hand_batch import HandRunner
 from hand_load import load
-from slipstream.config.model_info import model_info_from_config, read_model_info
-from slipstream.errors import BadCheckpoint, UnsupportedModel
+from slipstream.base.errors import BadCheckpoint, UnsupportedModel
+from slipstream.checkpoint.model_info import model_info_from_config, read_model_info
 from slipstream.nn.layers import delta_net
 from slipstream.nn.models.registry import find_shape
 from slipstream.nn.shapes import AttentionShape, DeltaShape

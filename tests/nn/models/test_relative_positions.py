@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 
 from hand_encoder import load_pooling, run_texts
 from pool_bench import PoolBench
-from slipstream.errors import UnsupportedModel
-from slipstream.pooling_params import PoolingParams
+from slipstream.base.errors import UnsupportedModel
+from slipstream.params.pooling import PoolingParams
 from tiny_encoder import write_tiny_encoder
 
 KINDS = ["relative_key", "relative_key_query"]

@@ -9,8 +9,8 @@ import torch
 from hand_batch import HandRunner
 from hand_load import load
 from quantized_checkpoint import METHODS, quantize
-from slipstream.config.quantization import ONLINE_FP8
-from slipstream.errors import InvalidOption, UnsupportedModel
+from slipstream.base.errors import InvalidOption, UnsupportedModel
+from slipstream.checkpoint.quantization import ONLINE_FP8
 from slipstream.nn.layers.ranked import connect_ranks
 from slipstream.nn.models import load as loading
 from thread_ranks import run_ranks

@@ -15,9 +15,9 @@ from hand_load import load
 from law7 import PAIRED, PROMPTS, options_of
 from plain_decoder import plain_logits
 from slipstream import LLM, SamplingParams
-from slipstream.cache_spec import StateField
-from slipstream.config.model_info import ModelInfo
-from slipstream.errors import UnsupportedModel
+from slipstream.base.errors import UnsupportedModel
+from slipstream.checkpoint.model_info import ModelInfo
+from slipstream.contracts.cache_spec import StateField
 from slipstream.nn.models.decoder import Decoder
 from slipstream.nn.shapes import MixerShape
 from slipstream.ops import native

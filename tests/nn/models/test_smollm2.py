@@ -7,7 +7,7 @@ import torch
 
 from hand_batch import HandRunner
 from hand_load import load
-from slipstream.config.gguf_file import GgufFile
+from slipstream.checkpoint.gguf_file import GgufFile
 from smollm2_oracle import PATH, oracle
 
 PROMPT = [1, 9690, 198, 2683, 359, 253, 5356, 5646, 11173, 3365, 3511, 308, 34519, 28, 7018, 411, 407, 19712, 8182, 2]

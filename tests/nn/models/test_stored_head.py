@@ -12,8 +12,8 @@ from causal_oracle import oracle
 from hand_batch import HandRunner
 from hand_encoder import load_pooling
 from hand_load import load
-from slipstream.config.model_info import read_model_info
-from slipstream.errors import UnsupportedModel
+from slipstream.base.errors import UnsupportedModel
+from slipstream.checkpoint.model_info import read_model_info
 from slipstream.nn.models.stored_head import as_stored
 from tiny import tiny_weights, write_tiny, write_weights
 from tiny_encoder import write_tiny_encoder

@@ -17,8 +17,8 @@ from hand_batch import HandRunner
 from hand_load import load_model
 from replay_device import ReplayDevice
 from slipstream import LLM, SamplingParams
+from slipstream.base.errors import InvalidOption, UnsupportedModel
 from slipstream.config.config import ModelConfig
-from slipstream.errors import InvalidOption, UnsupportedModel
 from slipstream.nn.models.transformers_decoder import transformers_info
 from slipstream.nn.models.transformers_probe import probe
 from tiny import write_tiny

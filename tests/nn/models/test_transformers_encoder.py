@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from slipstream import LLM
-from slipstream.errors import UnsupportedModel
+from slipstream.base.errors import UnsupportedModel
 from tiny_encoder import scatter, write_pair_tokenizer
 
 TINY: dict[str, Any] = {

@@ -10,7 +10,7 @@ import torch
 
 from hand_batch import HandRunner
 from hand_load import load
-from slipstream.config.gguf_families import FAMILIES
+from slipstream.checkpoint.gguf_info import FAMILIES
 from tiny import write_tiny
 from tiny_gguf_encoders import ARCHITECTURES as ENCODERS
 from tiny_gguf_families import ARCHITECTURES, write_family_gguf

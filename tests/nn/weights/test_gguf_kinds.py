@@ -13,8 +13,8 @@ from gguf.quants import _type_traits
 from gguf_blocks import K_KINDS, quantize
 from hand_batch import HandRunner
 from hand_load import load
-from slipstream.config.gguf_file import GgufFile, GgufTensor
-from slipstream.errors import UnsupportedModel
+from slipstream.base.errors import UnsupportedModel
+from slipstream.checkpoint.gguf_file import GgufFile, GgufTensor
 from slipstream.nn.low_bit_weight import LowBit, LowBitWeight
 from slipstream.nn.weight_format import UnquantizedWeight, Weight
 from slipstream.nn.weights.gguf import read_values

@@ -11,9 +11,9 @@ import torch
 import hand_load
 from gguf_blocks import quantize
 from hand_batch import HandRunner
+from slipstream.checkpoint.gguf_file import GgufFile
+from slipstream.checkpoint.gguf_info import gguf_model_info
 from slipstream.config.config import ModelConfig
-from slipstream.config.gguf_file import GgufFile
-from slipstream.config.gguf_info import gguf_model_info
 from slipstream.nn.models import load as loading
 from slipstream.nn.models.measure import weight_bytes
 from slipstream.nn.quantized.gguf_weight import GgufQuantized, GgufWeight

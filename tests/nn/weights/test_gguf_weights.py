@@ -12,7 +12,7 @@ import torch
 
 from hand_batch import HandRunner
 from hand_load import load
-from slipstream.errors import BadCheckpoint
+from slipstream.base.errors import BadCheckpoint
 from slipstream.nn.weights.gguf import halves_from_pairs
 from tiny import LONG_ROPE, write_tiny
 from tiny_gguf import pairs_from_halves, write_gguf

@@ -10,7 +10,7 @@ import torch
 
 from hand_batch import HandRunner
 from hand_load import load
-from slipstream.errors import BadCheckpoint
+from slipstream.base.errors import BadCheckpoint
 from slipstream.nn.models.decoder import Decoder
 from slipstream.nn.weights import source
 from slipstream.nn.weights.load import find_targets

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 
 import hand_load
 from quantized_checkpoint import METHODS, quantize
-from slipstream.config.quantization import ONLINE_FP8, Quantization
-from slipstream.errors import BadCheckpoint, UnsupportedModel
+from slipstream.base.errors import BadCheckpoint, UnsupportedModel
+from slipstream.checkpoint.quantization import ONLINE_FP8, Quantization
 from slipstream.nn.batch_invariant import BatchInvariantWeight
 from slipstream.nn.layers.linear import Linear
 from slipstream.nn.models import load as loading

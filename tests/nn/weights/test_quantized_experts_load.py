@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 
 import hand_load
 from quantized_checkpoint import quantize, quantize_mxfp4
-from slipstream.config.quantization import ONLINE_FP8
-from slipstream.errors import BadCheckpoint, UnsupportedModel
+from slipstream.base.errors import BadCheckpoint, UnsupportedModel
+from slipstream.checkpoint.quantization import ONLINE_FP8
 from slipstream.nn.layers.experts import Experts
 from slipstream.nn.models import load as loading
 from slipstream.nn.quantized.experts import expert_matrices

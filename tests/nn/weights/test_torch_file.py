@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from hand_encoder import load_pooling, run_texts
-from slipstream.errors import BadCheckpoint
+from slipstream.base.errors import BadCheckpoint
 from slipstream.nn.weights.torch_file import TorchFileSource
 from tiny_encoder import write_tiny_encoder
 

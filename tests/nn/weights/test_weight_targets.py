@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 
 from hand_batch import HandRunner
 from hand_load import load
-from slipstream.config.model_info import read_model_info
-from slipstream.errors import BadCheckpoint
+from slipstream.base.errors import BadCheckpoint
+from slipstream.checkpoint.model_info import read_model_info
 from slipstream.nn.models.decoder import Decoder
 from slipstream.nn.models.registry import find_rules, find_shape
 from slipstream.nn.weight_format import CheckpointTensor, Unquantized, Weight, WeightFormat, WeightTarget, new_parameter

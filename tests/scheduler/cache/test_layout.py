@@ -1,5 +1,5 @@
 from hand_cache import make_spec
-from slipstream.cache_spec import CacheGroup
+from slipstream.contracts.cache_spec import CacheGroup
 from slipstream.scheduler.cache.layout import group_sites
 
 WIDE = make_spec(4, 8)

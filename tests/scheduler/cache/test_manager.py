@@ -2,11 +2,11 @@ import msgspec
 import pytest
 
 from scripted_bench import make_config
-from slipstream.params import SamplingParams
-from slipstream.request import Request
+from slipstream.contracts.request import Request
+from slipstream.contracts.step import NULL_PAGE
+from slipstream.params.sampling import SamplingParams
 from slipstream.scheduler.cache.hashing import extend_hashes
 from slipstream.scheduler.cache.manager import CacheManager
-from slipstream.step import NULL_PAGE
 
 
 def make(**config: object) -> CacheManager:

@@ -7,8 +7,8 @@ import random
 import pytest
 
 from scripted_bench import Bench, make_config
-from slipstream.params import SamplingParams
-from slipstream.request import Request, Status
+from slipstream.contracts.request import Request, Status
+from slipstream.params.sampling import SamplingParams
 from slipstream.scheduler.cache.manager import CacheManager, Hit
 from slipstream.scheduler.cache.matching import Matching
 from slipstream.scheduler.cache.pages import PagePool

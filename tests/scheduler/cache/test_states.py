@@ -10,9 +10,9 @@ import pytest
 from scripted_bench import Bench
 from scripted_tokens import VOCAB
 from slipstream.config.config import StateConfig
-from slipstream.request import FinishReason, Request, Status
+from slipstream.contracts.request import FinishReason, Request, Status
+from slipstream.contracts.step import StepPlan
 from slipstream.scheduler.cache.states import StateCache
-from slipstream.step import StepPlan
 
 
 def cache(num_checkpoints: int = 64, border: int = 64, spacing: int = 1024) -> StateCache:

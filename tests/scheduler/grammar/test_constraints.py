@@ -17,14 +17,14 @@ from letter_tokenizer import END, TOKENIZER, make_constraints, oracle_matcher
 from patience import PATIENCE
 from scripted_engine import scripted_core, submit, tokens_alone
 from scripted_tokens import VOCAB, choose, draw
-from slipstream.errors import InvalidParams
-from slipstream.messages import Abort
-from slipstream.params import SamplingParams
-from slipstream.request import FinishReason, Status
+from slipstream.base.errors import InvalidParams
+from slipstream.contracts.messages import Abort
+from slipstream.contracts.request import FinishReason, Status
+from slipstream.params.sampling import SamplingParams
+from slipstream.params.structured import StructuredOutputsParams as Shape
 from slipstream.scheduler.grammar import constraints as constraints_module
 from slipstream.scheduler.grammar.grammar_compiler import GrammarCompiler
 from slipstream.scheduler.grammar.session import Session
-from slipstream.structured_params import StructuredOutputsParams as Shape
 
 SCHEMA = {
     "type": "object",

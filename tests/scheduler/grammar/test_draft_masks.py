@@ -17,14 +17,14 @@ from mask_gate import DraftGate
 from patience import PATIENCE
 from scripted_engine import submit, tokens_alone
 from scripted_tokens import VOCAB
-from slipstream.messages import Abort
+from slipstream.contracts.messages import Abort
+from slipstream.params.structured import StructuredOutputsParams as Shape
 from slipstream.scheduler.cache.states import StateCache
 from slipstream.scheduler.grammar import draft_filler
 from slipstream.scheduler.grammar.compiled import CompiledGrammar
 from slipstream.scheduler.grammar.draft_filler import DraftFiller, DraftRow
 from slipstream.scheduler.grammar.draft_masks import fill_along
 from slipstream.scheduler.grammar.session import Session
-from slipstream.structured_params import StructuredOutputsParams as Shape
 
 __all__ = ["core_of"]  # a fixture
 

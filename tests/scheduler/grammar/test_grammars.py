@@ -14,12 +14,12 @@ from llguidance import LLMatcher
 
 from letter_tokenizer import TOKENIZER, VOCAB
 from patience import PATIENCE
-from slipstream.errors import EngineClosed, InvalidParams, QueueFull
+from slipstream.base.errors import EngineClosed, InvalidParams, QueueFull
+from slipstream.params.structured import StructuredOutputsParams
 from slipstream.scheduler.grammar import grammar_compiler, grammars
 from slipstream.scheduler.grammar.checker import GrammarChecker, GrammarTooComplex
 from slipstream.scheduler.grammar.compiled import CompiledGrammar
 from slipstream.scheduler.grammar.grammars import NUM_THREADS, Compilation, Grammars
-from slipstream.structured_params import StructuredOutputsParams
 
 SLOW = LLMatcher.grammar_from_json_schema({"type": "integer", "multipleOf": 123_456_789})  # its matcher takes minutes
 

@@ -9,6 +9,7 @@ import pytest
 from llguidance import LLMatcher
 
 from mask_table import MaskTable, OpenMasks
+from slipstream.params.structured import StructuredOutputsParams as Shape
 from slipstream.scheduler.grammar import pool_library
 from slipstream.scheduler.grammar.compiled import CompiledGrammar
 from slipstream.scheduler.grammar.mask_pool import MaskBatch, MaskPool
@@ -16,7 +17,6 @@ from slipstream.scheduler.grammar.native_matcher import NativeVocabulary
 from slipstream.scheduler.grammar.schema_nodes import schema_nodes
 from slipstream.scheduler.grammar.session import Session
 from slipstream.scheduler.grammar.translate import translate
-from slipstream.structured_params import StructuredOutputsParams as Shape
 from slipstream.text.grammar_vocab import GrammarVocabulary, grammar_vocabulary
 
 pytestmark = pytest.mark.skipif(pool_library.load() is None, reason="no C compiler")

@@ -15,16 +15,16 @@ from mask_gate import MaskGate
 from patience import PATIENCE
 from scripted_engine import submit, tokens_alone
 from scripted_tokens import VOCAB
-from slipstream.messages import Abort
-from slipstream.request import FinishReason
+from slipstream.contracts.messages import Abort
+from slipstream.contracts.request import FinishReason
+from slipstream.contracts.step import StepMasks
+from slipstream.params.structured import StructuredOutputsParams as Shape
 from slipstream.scheduler.grammar import mask_pool, pool_library
 from slipstream.scheduler.grammar.compiled import MAX_USES, CompiledGrammar
 from slipstream.scheduler.grammar.mask_pool import MaskBatch, MaskPool
 from slipstream.scheduler.grammar.native_matcher import NativeVocabulary
 from slipstream.scheduler.grammar.session import SLOW_SPAN, Session
 from slipstream.scheduler.grammar.translate import translate
-from slipstream.step import StepMasks
-from slipstream.structured_params import StructuredOutputsParams as Shape
 from slipstream.text.grammar_vocab import GrammarVocabulary
 
 __all__ = ["core_of"]  # a fixture

@@ -9,9 +9,9 @@ import pytest
 from llguidance import LLMatcher
 
 from scheduler.grammar.test_structural_tag import VOCABULARY, accepts
+from slipstream.params.structured import StructuredOutputsParams
 from slipstream.scheduler.grammar.regex_classes import ascii_patterns
 from slipstream.scheduler.grammar.translate import translate
-from slipstream.structured_params import StructuredOutputsParams
 
 EIGHT = "\N{SEGMENTED DIGIT EIGHT}"
 EMAIL = r"[\w-\.]+@([\w-]+\.)+[\w-]{2,4}"

@@ -15,7 +15,7 @@ import scripted
 from letter_tokenizer import END, TOKENIZER, make_constraints
 from schema_suite import SUITE, breaks_schema, compiled_schemas, is_valid, shape_of
 from scripted_engine import scripted_core, submit
-from slipstream.request import FinishReason
+from slipstream.contracts.request import FinishReason
 
 _WANTED = [*TOKENIZER.encode('"]}0,e:a-1[{nt'), END]
 

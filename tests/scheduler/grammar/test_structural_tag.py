@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher
 
-from slipstream.errors import InvalidParams
+from slipstream.base.errors import InvalidParams
+from slipstream.params.structured import StructuredOutputsParams
 from slipstream.scheduler.grammar.grammars import Grammars
 from slipstream.scheduler.grammar.lark_nodes import BadGrammar
 from slipstream.scheduler.grammar.translate import translate
-from slipstream.structured_params import StructuredOutputsParams
 from slipstream.text.grammar_vocab import grammar_vocabulary
 
 SPECIAL = {"<|call|>": 256, "[END]": 257, "<eos>": 258}

@@ -13,19 +13,19 @@ from letter_tokenizer import TOKENIZER, make_constraints
 from patience import PATIENCE
 from scripted_engine import scripted_core, submit, tokens_alone
 from scripted_tokens import VOCAB, choose, draw
-from slipstream.errors import InvalidParams
-from slipstream.logits_processor import AdapterLogitsProcessor, LogitsProcessor, MoveDirectionality
-from slipstream.messages import Abort
-from slipstream.params import SamplingParams
-from slipstream.request import FinishReason, Request, Status
+from slipstream.base.errors import InvalidParams
+from slipstream.contracts.messages import Abort
+from slipstream.contracts.request import FinishReason, Request, Status
+from slipstream.contracts.step import Late, StepResult
+from slipstream.params.processors import AdapterLogitsProcessor, LogitsProcessor, MoveDirectionality
+from slipstream.params.sampling import SamplingParams
+from slipstream.params.structured import StructuredOutputsParams as Shape
 from slipstream.scheduler.grammar.constraints import Constraints
 from slipstream.scheduler.grammar.grammars import Grammars
 from slipstream.scheduler.processors.batch import ProcessorBatch
 from slipstream.scheduler.processors.host_processors import HostProcessors
 from slipstream.scheduler.processors.request_processors import RequestProcessors
 from slipstream.scheduler.processors.token_edits import RowEdit
-from slipstream.step import Late, StepResult
-from slipstream.structured_params import StructuredOutputsParams as Shape
 
 
 def green(history):

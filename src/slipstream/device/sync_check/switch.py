@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+from slipstream.base.errors import InvalidOption, SlipstreamError
 from slipstream.device.sync_check.log import Sync, SyncLog
 from slipstream.device.sync_check.watch import watch
-from slipstream.errors import InvalidOption, SlipstreamError
 
 NAME = "SLIPSTREAM_SYNC_CHECK"
 log = logging.getLogger(__name__)

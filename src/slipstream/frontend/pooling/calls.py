@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from slipstream.errors import InvalidParams, InvalidPrompt, SlipstreamError, UserError
+from slipstream.base.errors import InvalidParams, InvalidPrompt, SlipstreamError, UserError
 from slipstream.frontend.pooling.inputs import PoolingInputs
 from slipstream.frontend.pooling.prompts import PoolingBatch, PoolingPrompt
 from slipstream.frontend.pooling.results import (
@@ -24,7 +24,7 @@ from slipstream.frontend.pooling.results import (
     similarities,
 )
 from slipstream.frontend.prompts import as_batch, per_prompt
-from slipstream.pooling_params import TEXT_LIMITS, PoolingParams, Task
+from slipstream.params.pooling import TEXT_LIMITS, PoolingParams, Task
 
 PAIRS_TOGETHER = 128
 """Upper bound of the late-interaction queries sent together, where each query has its own document."""

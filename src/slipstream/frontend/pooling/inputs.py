@@ -13,8 +13,9 @@ from typing import Any
 
 import msgspec
 
-from slipstream.config.pooling_info import Role
-from slipstream.errors import InvalidParams, InvalidPrompt
+from slipstream.base.errors import InvalidParams, InvalidPrompt
+from slipstream.checkpoint.pooling_info import Role
+from slipstream.contracts.messages import Submit
 from slipstream.frontend.inputs import PreparedPrompt
 from slipstream.frontend.pooling.params import resolve_params
 from slipstream.frontend.pooling.prompts import (
@@ -27,10 +28,9 @@ from slipstream.frontend.pooling.prompts import (
 )
 from slipstream.frontend.pooling.results import PoolingRequestOutput, num_result_bytes
 from slipstream.frontend.prompts import Lookahead
-from slipstream.lora_request import LoRARequest
-from slipstream.messages import Submit
-from slipstream.pooling_params import PoolingParams, Task
-from slipstream.text.chat import render_chat
+from slipstream.params.lora import LoRARequest
+from slipstream.params.pooling import PoolingParams, Task
+from slipstream.text.chat_template import render_chat
 from slipstream.text.control_tokens import ControlTokens
 
 _FIRST_PART, _MAX_PART = 64, 1024  # prompts tokenised at a time: few at first, so that the first step starts early

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from slipstream.engine.gc_freeze import frozen_gc
-from slipstream.engine.progress import progress
+from slipstream.base.log import progress
+from slipstream.base.processes import frozen_gc
 from slipstream.frontend.pooling import calls as pooling_calls
 from slipstream.frontend.pooling.calls import OneOrMoreParams, OneOrMorePrompts, Texts
 from slipstream.frontend.pooling.inputs import PoolingPrompts
@@ -19,8 +19,8 @@ from slipstream.frontend.pooling.results import (
     as_plain,
 )
 from slipstream.frontend.served import POOLING_TASKS, SCORING, ServedModel
-from slipstream.lora_request import LoRARequest
-from slipstream.pooling_params import PoolingParams, Task
+from slipstream.params.lora import LoRARequest
+from slipstream.params.pooling import PoolingParams, Task
 
 T = TypeVar("T")
 

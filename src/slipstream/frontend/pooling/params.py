@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from slipstream.config.pooling_info import PoolingInfo
+from slipstream.base.errors import InvalidParams
+from slipstream.checkpoint.pooling_info import PoolingInfo
 from slipstream.engine.model_description import ModelDescription
-from slipstream.errors import InvalidParams
-from slipstream.pooling_params import TASKS, PoolingParams, Task
+from slipstream.params.pooling import TASKS, PoolingParams, Task
 
 VECTOR_TASKS = ("embed", "token_embed")
 

@@ -15,12 +15,12 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.config.pooling_info import Role
+from slipstream.base.errors import InvalidPrompt, PromptTooLong, UserError
+from slipstream.checkpoint.pooling_info import Role
 from slipstream.engine.model_description import ModelDescription
-from slipstream.errors import InvalidPrompt, PromptTooLong, UserError
-from slipstream.pooling_params import PoolingParams
+from slipstream.params.pooling import PoolingParams
+from slipstream.text.excerpt import Pieces
 from slipstream.text.guarded import Guarded, plain
-from slipstream.text.pieces import Pieces
 from slipstream.text.tokenizer import Tokenizer
 
 # a text, token ids, an object with either, or a pair of texts

@@ -14,12 +14,12 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.config.pooling_info import PoolingInfo
+from slipstream.base.errors import RequestTooLarge, SlipstreamError
+from slipstream.checkpoint.pooling_info import PoolingInfo
+from slipstream.contracts.messages import Submit
 from slipstream.engine.model_description import ModelDescription
-from slipstream.errors import RequestTooLarge, SlipstreamError
 from slipstream.frontend.results import as_dataclass
-from slipstream.messages import Submit
-from slipstream.pooling_params import TOKEN_TASKS, PoolingParams, Task
+from slipstream.params.pooling import TOKEN_TASKS, PoolingParams, Task
 
 Array = NDArray[Any]
 

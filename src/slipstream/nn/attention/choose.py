@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from slipstream.cache_spec import CacheGroup
-from slipstream.errors import InvalidOption
+from slipstream.base.errors import InvalidOption
+from slipstream.contracts.cache_spec import CacheGroup
 from slipstream.nn.attention.sdpa import SdpaAttention
 from slipstream.nn.context import AttentionBackend
 

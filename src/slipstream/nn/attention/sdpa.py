@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from slipstream.cache_spec import CacheGroup
-from slipstream.config.activation_size import GATHERED_KEYS
+from slipstream.config.buffer_size import GATHERED_KEYS
+from slipstream.contracts.cache_spec import CacheGroup
 from slipstream.nn.context import AttentionBackend, BatchView, ForwardContext, RelativeScores
 from slipstream.ops.bidirectional_attention.reference import (
     BidirectionalMetadata,

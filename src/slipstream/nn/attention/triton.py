@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from slipstream.cache_spec import CacheGroup, PagedSpec
+from slipstream.contracts.cache_spec import CacheGroup, PagedSpec
 from slipstream.nn.context import BatchView, ForwardContext, RelativeScores
 from slipstream.ops.bidirectional_attention.triton import Cut, Tiles, attend_bidirectional, choose_cut, list_tiles
 from slipstream.ops.paged_attention.tile_list import (

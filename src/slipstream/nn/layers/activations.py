@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from slipstream.config.torch_names import HALVING, OVER_LAST_DIM
+from slipstream.base.errors import UnsupportedModel
+from slipstream.checkpoint.sentence_modules import HALVING, OVER_LAST_DIM
 from slipstream.device.sync_check import sync_allowed
-from slipstream.errors import UnsupportedModel
 from slipstream.ops.activation import (
     gelu_and_mul,
     gelu_tanh_and_mul,
@@ -140,7 +140,7 @@ def _gate_sparsely(activation: Activation, deviations: float, gate_up: torch.Ten
 
 
 def torch_activation(name: str) -> Activation:
-    """One of torch.nn's classes as it is without arguments. `config/torch_names.py` has the list of those that
+    """One of torch.nn's classes as it is without arguments. `checkpoint/sentence_modules.py` has the list of those that
     sentence-transformers' modules may name."""
     if name == "PReLU":
         return partial(F.leaky_relu, negative_slope=0.25)  # the initial value of its weight

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from slipstream.config.rope_info import RopeInfo
+from slipstream.base.errors import BadCheckpoint, UnsupportedModel
+from slipstream.checkpoint.model_info import RopeInfo
 from slipstream.device.sync_check import sync_allowed
-from slipstream.errors import BadCheckpoint, UnsupportedModel
 from slipstream.nn.layers.layer import Layer
 from slipstream.ops.rope import rope_table
 

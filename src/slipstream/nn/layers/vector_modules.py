@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from slipstream.config.pooling_info import DenseInfo, LayerNormInfo, ModuleInfo
+from slipstream.checkpoint.pooling_info import DenseInfo, LayerNormInfo, ModuleInfo
 from slipstream.nn.layers.activations import torch_activation
 from slipstream.nn.layers.layer import Layer
 from slipstream.nn.layers.layer_norm import LayerNorm

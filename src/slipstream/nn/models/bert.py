@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from slipstream.config.model_info import ModelInfo, family_name
-from slipstream.errors import UnsupportedModel
+from slipstream.base.errors import UnsupportedModel
+from slipstream.checkpoint.model_info import ModelInfo, family_name
 from slipstream.nn.models.encoder import EncoderShape
 from slipstream.nn.models.pooling_heads import HeadShape
 from slipstream.nn.weights.rules import Rules

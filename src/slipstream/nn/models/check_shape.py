@@ -9,7 +9,7 @@ import math
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from slipstream.errors import BadCheckpoint
+from slipstream.base.errors import BadCheckpoint
 
 # maxima far beyond any model, as in check_info
 _MOST = 2**24

@@ -8,10 +8,9 @@ from itertools import count
 
 import msgspec
 
-from slipstream.cache_spec import CacheSpec, PagedSpec, StateSpec, WindowSpec
-from slipstream.config.model_sizes import ModelSizes
-from slipstream.config.rope_info import RopeInfo
-from slipstream.errors import UnsupportedModel
+from slipstream.base.errors import UnsupportedModel
+from slipstream.checkpoint.model_info import ModelSizes, RopeInfo
+from slipstream.contracts.cache_spec import CacheSpec, PagedSpec, StateSpec, WindowSpec
 from slipstream.nn.layer_sizes import sizes_of
 from slipstream.nn.shapes import (
     AttentionShape,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from slipstream.config.model_info import ModelInfo
-from slipstream.errors import UnsupportedModel
+from slipstream.base.errors import UnsupportedModel
+from slipstream.checkpoint.model_info import ModelInfo
 from slipstream.nn.models.decoder_shape import DecoderShape, RopeShape
 from slipstream.nn.models.llama import llama_mlp, llama_shape
 from slipstream.nn.models.moe import expert_shape, moe_rules, needed_number, with_feeds

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from slipstream.config.model_info import ModelInfo
-from slipstream.errors import InvalidOption
+from slipstream.base.errors import InvalidOption
+from slipstream.checkpoint.model_info import ModelInfo
 from slipstream.nn.context import ForwardContext
 from slipstream.nn.layers.block_attention import BlockAttention
 from slipstream.nn.layers.layer import Layer, Layout

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
+from slipstream.base.errors import BadCheckpoint, InvalidOption, NotEnoughMemory
+from slipstream.checkpoint.model_info import ModelInfo, family_name
 from slipstream.config.config import DraftModelConfig, ModelConfig
-from slipstream.config.model_info import ModelInfo, family_name
-from slipstream.errors import BadCheckpoint, InvalidOption, NotEnoughMemory
 from slipstream.nn.models.attached_model import AttachedModel
 from slipstream.nn.models.decoder import Decoder
 from slipstream.nn.models.decoder_shape import DecoderShape

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from slipstream.config.model_info import ModelInfo
-from slipstream.errors import InvalidOption
+from slipstream.base.errors import InvalidOption
+from slipstream.checkpoint.model_info import ModelInfo
 from slipstream.nn.context import ForwardContext, context_of
 from slipstream.nn.layers.attention import Attention
 from slipstream.nn.layers.layer import Layout

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from slipstream.config.model_info import ModelInfo
+from slipstream.base.errors import BadCheckpoint, InvalidOption
+from slipstream.checkpoint.model_info import ModelInfo
 from slipstream.device.sync_check import sync_allowed
-from slipstream.errors import BadCheckpoint, InvalidOption
 from slipstream.nn.context import ForwardContext, context_of
 from slipstream.nn.layers.attention import Attention
 from slipstream.nn.layers.embedding import Embedding

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from slipstream.config.model_info import ModelInfo
-from slipstream.errors import UnsupportedModel
+from slipstream.base.errors import UnsupportedModel
+from slipstream.checkpoint.model_info import ModelInfo
 from slipstream.nn.models.bert import BERT_NAMES, ROBERTA_CLASSES, bert_shape, encoder_rules, plain_heads
 from slipstream.nn.models.encoder import EncoderShape
 from slipstream.nn.models.pooling_heads import HeadShape

@@ -12,9 +12,8 @@ import msgspec
 import torch
 from torch import nn
 
-from slipstream.cache_spec import CacheSpec, StateSpec
-from slipstream.config.model_sizes import ModelSizes
-from slipstream.config.rope_info import RopeInfo
+from slipstream.checkpoint.model_info import ModelSizes, RopeInfo
+from slipstream.contracts.cache_spec import CacheSpec, StateSpec
 from slipstream.nn.blocks.block import new_feed
 from slipstream.nn.context import BatchView, ForwardContext
 from slipstream.nn.layer_sizes import sizes_of

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from slipstream.config.model_info import ModelInfo
-from slipstream.errors import UnsupportedModel
+from slipstream.base.errors import UnsupportedModel
+from slipstream.checkpoint.model_info import ModelInfo
 from slipstream.nn.models.decoder_shape import DecoderShape
 from slipstream.nn.models.llama import llama_rules
 from slipstream.nn.models.pooling_heads import HeadShape

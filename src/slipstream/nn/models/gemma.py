@@ -11,8 +11,8 @@ import math
 from dataclasses import replace
 from typing import Literal
 
-from slipstream.config.model_info import ModelInfo
-from slipstream.errors import BadCheckpoint
+from slipstream.base.errors import BadCheckpoint
+from slipstream.checkpoint.model_info import ModelInfo
 from slipstream.nn.models.decoder_shape import DecoderShape
 from slipstream.nn.models.llama import llama_attention, llama_rules, llama_shape, with_local_rope
 from slipstream.nn.models.windows import layer_windows

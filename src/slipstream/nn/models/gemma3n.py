@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from slipstream.config.model_info import ModelInfo
-from slipstream.errors import BadCheckpoint, UnsupportedModel
+from slipstream.base.errors import BadCheckpoint, UnsupportedModel
+from slipstream.checkpoint.model_info import ModelInfo
 from slipstream.nn.models.decoder_shape import DecoderShape, RopeShape
 from slipstream.nn.models.gemma import GEMMA_NORMS
 from slipstream.nn.models.llama import llama_attention, llama_mlp, llama_rules, llama_shape

@@ -10,8 +10,8 @@ from typing import Literal
 
 import msgspec
 
-from slipstream.config.model_info import ModelInfo
-from slipstream.errors import UnsupportedModel
+from slipstream.base.errors import UnsupportedModel
+from slipstream.checkpoint.model_info import ModelInfo
 from slipstream.nn.models.bert import BERT_NAMES, BERT_WORDS, bert_shape, encoder_rules, pooled_names
 from slipstream.nn.models.encoder import EncoderShape
 from slipstream.nn.weights.rules import Rules

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
-from slipstream.config.model_info import ModelInfo
-from slipstream.config.rope_info import RopeInfo
-from slipstream.errors import UnsupportedModel
+from slipstream.base.errors import UnsupportedModel
+from slipstream.checkpoint.model_info import ModelInfo, RopeInfo
 from slipstream.nn.models.decoder_shape import DecoderShape, RopeShape
 from slipstream.nn.models.llama import llama_attention, llama_mlp, llama_rules, llama_shape, mistral_windows
 from slipstream.nn.models.llama_variants import PLAIN_MLP

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from slipstream.config.model_info import ModelInfo
+from slipstream.checkpoint.model_info import ModelInfo
 from slipstream.nn.models.decoder_shape import DecoderShape, RopeShape
 from slipstream.nn.shapes import AttentionShape, LayerShape, MlpShape, NormShape
 from slipstream.nn.weights.rules import Rules

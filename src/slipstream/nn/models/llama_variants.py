@@ -8,9 +8,8 @@ from dataclasses import replace
 
 import msgspec
 
-from slipstream.config.model_info import ModelInfo
-from slipstream.config.rope_info import RopeInfo
-from slipstream.errors import BadCheckpoint
+from slipstream.base.errors import BadCheckpoint
+from slipstream.checkpoint.model_info import ModelInfo, RopeInfo
 from slipstream.nn.models.decoder_shape import DecoderShape, RopeShape
 from slipstream.nn.models.llama import llama_attention, llama_mlp, llama_rules, llama_shape
 from slipstream.nn.models.olmo import olmo2_rules

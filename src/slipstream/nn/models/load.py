@@ -15,11 +15,11 @@ from typing import Any
 import msgspec
 import torch
 
+from slipstream.base.errors import BadCheckpoint, NotEnoughMemory, UnsupportedModel
+from slipstream.checkpoint.gguf_file import GgufFile
+from slipstream.checkpoint.pooling_info import UnitNormInfo
+from slipstream.checkpoint.quantization import Quantization
 from slipstream.config.config import ModelConfig
-from slipstream.config.gguf_file import GgufFile
-from slipstream.config.pooling_info import UnitNormInfo
-from slipstream.config.quantization import Quantization
-from slipstream.errors import BadCheckpoint, NotEnoughMemory, UnsupportedModel
 from slipstream.nn.batch_invariant import BatchInvariant
 from slipstream.nn.bfloat16_weight import Bfloat16, stays_bfloat16
 from slipstream.nn.layers.vector_modules import module_names

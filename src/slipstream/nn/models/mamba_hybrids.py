@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
-from slipstream.config.model_info import ModelInfo
-from slipstream.config.rope_info import RopeInfo
-from slipstream.errors import UnsupportedModel
+from slipstream.base.errors import UnsupportedModel
+from slipstream.checkpoint.model_info import ModelInfo, RopeInfo
 from slipstream.nn.models.decoder_shape import DecoderShape, RopeShape
 from slipstream.nn.models.llama import llama_attention, llama_mlp, llama_rules, llama_shape
 from slipstream.nn.models.mamba import (

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import msgspec
 
-from slipstream.config.model_info import ModelInfo
+from slipstream.checkpoint.model_info import ModelInfo
 from slipstream.nn.models.bert import bert_shape, encoder_rules
 from slipstream.nn.models.encoder import EncoderShape
 from slipstream.nn.models.pooling_heads import HeadShape

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from slipstream.config.model_info import EXPERT_COUNTS, ModelInfo
-from slipstream.errors import BadCheckpoint, UnsupportedModel
+from slipstream.base.errors import BadCheckpoint, UnsupportedModel
+from slipstream.checkpoint.model_info import EXPERT_COUNTS, ModelInfo
 from slipstream.nn.models.decoder_shape import DecoderShape
 from slipstream.nn.models.llama import llama_attention, llama_mlp, llama_rules, llama_shape, mistral_windows
 from slipstream.nn.models.windows import layer_windows

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from slipstream.config.model_info import ModelInfo
-from slipstream.errors import BadCheckpoint
+from slipstream.base.errors import BadCheckpoint
+from slipstream.checkpoint.model_info import ModelInfo
 from slipstream.nn.models.bert import ROBERTA_CLASSES, ROBERTA_WORDS, bert_shape, encoder_rules
 from slipstream.nn.models.encoder import EncoderShape
 from slipstream.nn.weights.rules import Rules

@@ -6,9 +6,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from slipstream.config.model_info import ModelInfo
-from slipstream.config.rope_info import RopeInfo
-from slipstream.errors import BadCheckpoint, UnsupportedModel
+from slipstream.base.errors import BadCheckpoint, UnsupportedModel
+from slipstream.checkpoint.model_info import ModelInfo, RopeInfo
 from slipstream.nn.models.decoder_shape import DecoderShape, RopeShape
 from slipstream.nn.models.llama import llama_attention, llama_rules, llama_shape
 from slipstream.nn.models.mamba import check_activation, mamba_names, read_mamba2

@@ -14,8 +14,8 @@ from typing import Literal
 import torch
 from torch import nn
 
-from slipstream.config.pooling_info import DenseInfo, PoolingInfo
-from slipstream.config.pooling_size import VOCABULARY_CHUNK
+from slipstream.checkpoint.pooling_info import DenseInfo, PoolingInfo
+from slipstream.config.buffer_size import VOCABULARY_CHUNK
 from slipstream.nn.layers.activations import find_activation
 from slipstream.nn.layers.layer import Layer
 from slipstream.nn.layers.layer_norm import LayerNorm

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from slipstream.config.model_info import ModelInfo
+from slipstream.checkpoint.model_info import ModelInfo
 from slipstream.nn.models.decoder_shape import DecoderShape
 from slipstream.nn.models.llama import llama_attention, llama_shape
 from slipstream.nn.models.windows import layer_windows

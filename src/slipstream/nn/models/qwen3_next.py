@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from slipstream.config.model_info import ModelInfo
-from slipstream.errors import BadCheckpoint, UnsupportedModel
+from slipstream.base.errors import BadCheckpoint, UnsupportedModel
+from slipstream.checkpoint.model_info import ModelInfo
 from slipstream.nn.models.decoder_shape import DecoderShape
 from slipstream.nn.models.llama import llama_attention, llama_mlp, llama_rules, llama_shape
 from slipstream.nn.models.moe import expert_names, needed_number, qwen_shared_feeds

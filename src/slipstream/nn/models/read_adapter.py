@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from slipstream.config.adapter_folder import WEIGHTS, AdapterSettings, read_adapter_settings
+from slipstream.base.errors import BadCheckpoint, InvalidAdapter
+from slipstream.checkpoint.locate import WEIGHTS, AdapterSettings, read_adapter_settings
 from slipstream.device.sync_check import sync_allowed
-from slipstream.errors import BadCheckpoint, InvalidAdapter
 from slipstream.nn.models.adapter_layout import EMBEDDING, HEAD, AdaptedLayer, AdapterLayout
 from slipstream.nn.stored_part import sliced
 from slipstream.nn.weights.load import few

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from slipstream.config.architecture import continues_text, near_names
-from slipstream.config.model_info import ModelInfo, family_name
-from slipstream.errors import BadCheckpoint, UnsupportedModel
+from slipstream.base.errors import BadCheckpoint, UnsupportedModel
+from slipstream.checkpoint.architecture import continues_text, near_names
+from slipstream.checkpoint.model_info import ModelInfo, family_name
 from slipstream.nn.models.bert import (
     bert_heads,
     bert_rules,

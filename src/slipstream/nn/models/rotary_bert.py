@@ -7,9 +7,8 @@ from dataclasses import replace
 
 import msgspec
 
-from slipstream.config.model_info import ModelInfo
-from slipstream.config.rope_info import RopeInfo
-from slipstream.errors import UnsupportedModel
+from slipstream.base.errors import UnsupportedModel
+from slipstream.checkpoint.model_info import ModelInfo, RopeInfo
 from slipstream.nn.models.bert import bert_shape, encoder_rules, pooled_names
 from slipstream.nn.models.encoder import EncoderShape
 from slipstream.nn.weights.rules import Rules

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from slipstream.config.model_info import ModelInfo
-from slipstream.errors import InvalidOption, UnsupportedModel
+from slipstream.base.errors import InvalidOption, UnsupportedModel
+from slipstream.checkpoint.model_info import ModelInfo
 from slipstream.nn.models.decoder_shape import DecoderShape
 from slipstream.nn.models.encoder import EncoderShape
 from slipstream.nn.models.registry import find_shape

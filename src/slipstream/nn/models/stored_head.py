@@ -11,8 +11,8 @@ from pathlib import Path
 
 import msgspec
 
-from slipstream.config.architecture import continues_text
-from slipstream.config.model_info import ModelInfo
+from slipstream.checkpoint.architecture import continues_text
+from slipstream.checkpoint.model_info import ModelInfo
 from slipstream.nn.models.encoder import EncoderShape
 from slipstream.nn.models.registry import find_rules, find_shape
 from slipstream.nn.weights.rules import Rules

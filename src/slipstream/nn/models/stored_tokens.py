@@ -9,8 +9,8 @@ from pathlib import Path
 
 import msgspec
 
-from slipstream.config.model_info import ModelInfo
-from slipstream.config.pooling_info import PoolingInfo
+from slipstream.checkpoint.model_info import ModelInfo
+from slipstream.checkpoint.pooling_info import PoolingInfo
 from slipstream.nn.models.load import BY_TOKEN
 from slipstream.nn.models.registry import find_rules, find_shape
 from slipstream.nn.models.stored_head import find_named

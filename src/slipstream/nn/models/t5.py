@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from slipstream.config.model_info import ModelInfo
-from slipstream.errors import BadCheckpoint
+from slipstream.base.errors import BadCheckpoint
+from slipstream.checkpoint.model_info import ModelInfo
 from slipstream.nn.models.bert import bert_shape, encoder_rules
 from slipstream.nn.models.encoder import EncoderShape
 from slipstream.nn.models.pooling_heads import HeadShape

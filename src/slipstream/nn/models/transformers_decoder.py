@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from slipstream.config.architecture import continues_text
+from slipstream.base.errors import NotEnoughMemory, UnsupportedModel
+from slipstream.checkpoint.architecture import continues_text
+from slipstream.checkpoint.model_info import ModelInfo
 from slipstream.config.config import ModelConfig
-from slipstream.config.model_info import ModelInfo
-from slipstream.errors import NotEnoughMemory, UnsupportedModel
 from slipstream.nn.context import BatchView, ForwardContext
 from slipstream.nn.models.decoder_shape import DecoderShape
 from slipstream.nn.models.transformers_encoder import TransformersEncoder

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slipstream.config.model_info import ModelInfo
+from slipstream.checkpoint.model_info import ModelInfo
 from slipstream.nn.context import ForwardContext
 from slipstream.nn.models.decoder_shape import DecoderShape
 from slipstream.nn.models.transformers_heads import GivenStates, LibraryHeads, replace_layers

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from slipstream.config.architecture import continues_text
-from slipstream.errors import UnsupportedModel
+from slipstream.base.errors import UnsupportedModel
+from slipstream.checkpoint.architecture import continues_text
 from slipstream.nn.models.transformers_waits import WaitFinder
 
 NAME = "slipstream"

@@ -13,10 +13,10 @@ from typing import Any
 import msgspec
 import torch
 
+from slipstream.base.errors import BadCheckpoint, InvalidParams, UnsupportedModel
+from slipstream.checkpoint.locate import require_weights
 from slipstream.config.config import ModelConfig
-from slipstream.config.weight_files import require_weights
 from slipstream.device.device import Device
-from slipstream.errors import BadCheckpoint, InvalidParams, UnsupportedModel
 from slipstream.nn.models.decoder import Decoder
 from slipstream.nn.models.encoder import Encoder
 from slipstream.nn.models.load import find_tensors, wrap_source

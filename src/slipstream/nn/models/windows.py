@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from slipstream.config.model_info import ModelInfo
-from slipstream.errors import BadCheckpoint
+from slipstream.base.errors import BadCheckpoint
+from slipstream.checkpoint.model_info import ModelInfo
 
 LOCAL, FULL = "sliding_attention", "full_attention"
 

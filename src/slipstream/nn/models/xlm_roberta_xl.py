@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from slipstream.config.model_info import ModelInfo
+from slipstream.checkpoint.model_info import ModelInfo
 from slipstream.nn.models.bert import BERT_NAMES, ROBERTA_CLASSES, ROBERTA_WORDS, bert_shape, encoder_rules
 from slipstream.nn.models.encoder import EncoderShape
 from slipstream.nn.weights.rules import Rules

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import torch
 
-from slipstream.config.quantization import Quantization
+from slipstream.base.errors import BadCheckpoint
+from slipstream.checkpoint.quantization import Quantization
 from slipstream.device.sync_check import sync_allowed
-from slipstream.errors import BadCheckpoint
 from slipstream.nn.weight_format import CheckpointTensor
 from slipstream.ops.quantized import MAX_FP8
 

@@ -11,8 +11,8 @@ from functools import partial
 
 import torch
 
-from slipstream.config.quantization import Quantization
-from slipstream.errors import UnsupportedModel
+from slipstream.base.errors import UnsupportedModel
+from slipstream.checkpoint.quantization import Quantization
 from slipstream.nn.quantized.layouts import QuantizedPart, read_part, tensor_shapes
 from slipstream.nn.stored_part import sliced
 from slipstream.nn.weight_format import CheckpointTensor, StoredPart, WeightTarget

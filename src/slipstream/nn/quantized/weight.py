@@ -9,8 +9,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from slipstream.config.quantization import Quantization
-from slipstream.errors import BadCheckpoint, InvalidOption, UnsupportedModel
+from slipstream.base.errors import BadCheckpoint, InvalidOption, UnsupportedModel
+from slipstream.checkpoint.quantization import Quantization
 from slipstream.nn.batch_invariant import BatchInvariantWeight
 from slipstream.nn.quantized.layouts import QuantizedPart
 from slipstream.nn.quantized.part_reader import PartReader

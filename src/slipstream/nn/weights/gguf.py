@@ -9,8 +9,8 @@ from functools import partial
 import numpy as np
 import torch
 
-from slipstream.config.gguf_file import GgufFile, GgufTensor
-from slipstream.errors import UnsupportedModel
+from slipstream.base.errors import UnsupportedModel
+from slipstream.checkpoint.gguf_file import GgufFile, GgufTensor
 from slipstream.nn.weights.rules import Rules
 from slipstream.nn.weights.source import SourceTensor
 from slipstream.ops.dequant import KINDS, dequantize

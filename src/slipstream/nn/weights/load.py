@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from slipstream.errors import BadCheckpoint
+from slipstream.base.errors import BadCheckpoint
 from slipstream.nn.stored_part import sharded_targets
 from slipstream.nn.weight_format import WeightTarget
 from slipstream.nn.weights.rules import Rules

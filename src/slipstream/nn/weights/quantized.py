@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from slipstream.config.quantization import Quantization
-from slipstream.errors import BadCheckpoint
+from slipstream.base.errors import BadCheckpoint
+from slipstream.checkpoint.quantization import Quantization
 from slipstream.nn.quantized.layouts import ALSO_CALLED, NESTED, OPTIONAL, UNUSED, marker
 from slipstream.nn.weights.rules import Rules
 from slipstream.nn.weights.source import SourceTensor, WeightSource

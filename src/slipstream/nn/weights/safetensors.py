@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from slipstream.config.weight_files import weight_paths
-from slipstream.errors import BadCheckpoint
+from slipstream.base.errors import BadCheckpoint
+from slipstream.checkpoint.locate import weight_paths
 from slipstream.nn.weights.source import SourceTensor, WeightSource
 from slipstream.nn.weights.torch_file import TorchFileSource
 

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from slipstream.errors import BadCheckpoint
+from slipstream.base.errors import BadCheckpoint
 
 PART = 2**24  # elements
 

@@ -1,4 +1,4 @@
-"""Weights of files that torch.save wrote, read without executing code in them (`config/torch_zip.py`).
+"""Weights of files that torch.save wrote, read without executing code in them (`checkpoint/torch_files.py`).
 
 A tensor is read when it is needed. Files from before torch 1.6 are not zips and are refused.
 """
@@ -13,9 +13,8 @@ from pathlib import Path
 
 import torch
 
-from slipstream.config.pickle_data import NotPlain
-from slipstream.config.torch_zip import StoredTensor, read_entry, read_torch_zip
-from slipstream.errors import BadCheckpoint
+from slipstream.base.errors import BadCheckpoint
+from slipstream.checkpoint.torch_files import NotPlain, StoredTensor, read_entry, read_torch_zip
 from slipstream.nn.weights.source import SourceTensor
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from slipstream.cache_spec import SCALE_BYTES
+from slipstream.contracts.cache_spec import SCALE_BYTES
 
 FP8 = torch.float8_e4m3fn
 MAX_FP8 = 448.0  # the largest number of float8_e4m3fn

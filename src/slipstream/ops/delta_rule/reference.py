@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from slipstream.cache_spec import STATE_CHUNK
+from slipstream.contracts.cache_spec import STATE_CHUNK
 from slipstream.ops.conv1d.reference import causal_conv1d, convolve_ring
 from slipstream.ops.gated_norm.reference import gated_rms_norm
 from slipstream.ops.recurrent_steps import RecurrentSteps, max_chunks, seen_tokens

@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from slipstream.config.activation_size import MAX_SPLITS, SMALLEST_SPLIT
+from slipstream.config.buffer_size import MAX_SPLITS, SMALLEST_SPLIT
 from slipstream.ops.paged_attention.single_list import SINGLE_RECORD, SPLIT_COST, list_singles, store_single
 from slipstream.ops.paged_attention.tile_order import KEYS_TOGETHER, held_keys, last_key, sorting_group, tiles_ahead
 from slipstream.ops.paged_attention.tile_rows import ALIGN, cut_keys, read_rows

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from slipstream.cache_spec import STATE_CHUNK
+from slipstream.contracts.cache_spec import STATE_CHUNK
 from slipstream.ops.recurrent_steps.steps import RecurrentSteps
 
 

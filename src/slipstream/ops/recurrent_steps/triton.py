@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from slipstream.cache_spec import STATE_CHUNK
+from slipstream.contracts.cache_spec import STATE_CHUNK
 from slipstream.ops.device_limits import multiprocessors
 from slipstream.ops.recurrent_steps.reference import Bases, RowPositions
 from slipstream.ops.recurrent_steps.steps import RecurrentSteps

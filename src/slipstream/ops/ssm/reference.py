@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from slipstream.cache_spec import STATE_CHUNK
+from slipstream.contracts.cache_spec import STATE_CHUNK
 from slipstream.ops.recurrent_steps import RecurrentSteps, max_chunks, seen_tokens
 from slipstream.ops.recurrent_steps.replay import Recurrence, remember_, replay_, verify_
 

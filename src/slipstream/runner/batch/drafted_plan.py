@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from slipstream.step import NO_INTS, Ints, StepPlan
+from slipstream.contracts.step import NO_INTS, Ints, StepPlan
 
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 _NO_INDICES: Indices = np.zeros(0, np.int64)

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from slipstream.contracts.step import NO_POOLING, StepPlan
 from slipstream.device.device import Device
 from slipstream.nn.context import BatchView
 from slipstream.runner.batch.input_batch import Gathered, Size
 from slipstream.runner.batch.staging import Upload
-from slipstream.step import NO_POOLING, StepPlan
 
 
 class EncoderBatch:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from slipstream.contracts.step import Ints, StepPlan
 from slipstream.nn.context import BatchView
 from slipstream.ops.step_inputs import MAX_ADVANCED_DRAFTS, StepRows, gather_inputs
 from slipstream.runner.batch.array_cache import ArrayCache
@@ -23,7 +24,6 @@ from slipstream.runner.batch.rope_rows import RopeRows
 from slipstream.runner.batch.rows import RowTable
 from slipstream.runner.batch.staging import Upload
 from slipstream.runner.batch.token_history import TokenHistory
-from slipstream.step import Ints, StepPlan
 
 Longs = np.ndarray[Any, np.dtype[np.int64]]
 

@@ -7,9 +7,9 @@ import functools
 import numpy as np
 import torch
 
+from slipstream.contracts.step import NULL_PAGE, PageUpdates, StepPlan
 from slipstream.device.device import Device
 from slipstream.runner.batch.staging import Upload, UploadSpan
-from slipstream.step import NULL_PAGE, PageUpdates, StepPlan
 
 
 class PageTables:

@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 import numpy as np
 
+from slipstream.contracts.step import EmbedPlan
 from slipstream.nn.context import GivenEmbeddings
 from slipstream.runner.batch.staging import Upload
-from slipstream.step import EmbedPlan
 
 
 def stage_embeds(plan: EmbedPlan, upload: Upload) -> Callable[[], GivenEmbeddings]:

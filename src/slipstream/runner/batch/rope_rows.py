@@ -9,9 +9,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from slipstream.contracts.step import StepPlan
 from slipstream.device.device import Device
 from slipstream.runner.batch.staging import StagedTensor, Upload
-from slipstream.step import StepPlan
 
 
 class RopeRows:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from slipstream.contracts.step import StepPlan
 from slipstream.runner.batch.staging import Upload
-from slipstream.step import StepPlan
 
 
 class RowState(Protocol):

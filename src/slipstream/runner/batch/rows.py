@@ -8,10 +8,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from slipstream.contracts.step import StepPlan
 from slipstream.device.device import Device
 from slipstream.ops.drafts import Accepted, DrawnTokens, accept_, store_drawn_
 from slipstream.runner.batch.staging import StagedTensor, Upload
-from slipstream.step import StepPlan
 
 
 class RowTable:

@@ -12,11 +12,11 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from slipstream.contracts.step import SitOut
 from slipstream.device.device import Device
 from slipstream.device.streams import Stream
 from slipstream.runner.batch.rows import RowTable
 from slipstream.runner.batch.staging import HostRing
-from slipstream.step import SitOut
 
 
 class SittingRows:

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 
 import torch
 
-from slipstream.cache_spec import CacheGroup
+from slipstream.contracts.cache_spec import CacheGroup
+from slipstream.contracts.step import Admission, StepPlan
 from slipstream.device.device import Device
 from slipstream.ops.step_inputs import KeptTokens
 from slipstream.runner.batch.page_tables import PageTables
 from slipstream.runner.batch.staging import Upload, UploadSpan
-from slipstream.step import Admission, StepPlan
 
 
 class TokenHistory:

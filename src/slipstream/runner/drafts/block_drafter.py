@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 
+from slipstream.contracts.step import StepPlan
 from slipstream.nn.context import ForwardContext
 from slipstream.nn.models.dflash import DFlashModel
 from slipstream.runner.batch.input_batch import Size
@@ -18,7 +19,6 @@ from slipstream.runner.batch.staging import Upload
 from slipstream.runner.drafts.draft_cache import DraftCache
 from slipstream.runner.drafts.drafter import DraftBatch, Follow
 from slipstream.runner.drafts.model_drafter import rows_of
-from slipstream.step import StepPlan
 
 
 class BlockDrafter:

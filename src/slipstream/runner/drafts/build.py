@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import torch
 
+from slipstream.base.errors import ModelError
 from slipstream.config.config import EngineConfig
 from slipstream.device.device import Device
-from slipstream.errors import ModelError
 from slipstream.nn.attention.choose import choose_attention
 from slipstream.nn.models.attached_model import AttachedModel
 from slipstream.nn.models.decoder import Decoder

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from slipstream.cache_spec import CacheGroup
+from slipstream.contracts.cache_spec import CacheGroup
 from slipstream.nn.context import AttentionBackend, BatchView, ForwardContext
 from slipstream.runner.batch.page_tables import PageTables
 from slipstream.runner.kv_store import KVStore

@@ -8,10 +8,10 @@ from typing import Protocol
 
 import torch
 
+from slipstream.contracts.step import StepPlan
 from slipstream.nn.context import ForwardContext
 from slipstream.runner.batch.input_batch import Size
 from slipstream.runner.batch.staging import Upload
-from slipstream.step import StepPlan
 
 Follow = Callable[[ForwardContext, torch.Tensor], None]
 """Device: the drafter's pass over the tokens of a step. Takes the target's context and its hidden states."""

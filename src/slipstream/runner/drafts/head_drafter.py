@@ -12,6 +12,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from slipstream.contracts.step import StepPlan
 from slipstream.nn.context import ForwardContext
 from slipstream.nn.models.draft_head import DraftHead
 from slipstream.runner.batch.input_batch import Size
@@ -20,7 +21,6 @@ from slipstream.runner.batch.staging import Upload
 from slipstream.runner.drafts.draft_cache import DraftCache
 from slipstream.runner.drafts.drafter import DraftBatch, Follow
 from slipstream.runner.drafts.model_drafter import drawn_rows, first_draws, needs_follow
-from slipstream.step import StepPlan
 
 
 class HeadDrafter:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from slipstream.contracts.step import StepPlan
 from slipstream.nn.context import ForwardContext
 from slipstream.nn.models.base import CausalLM
 from slipstream.runner.batch.input_batch import Size
@@ -21,7 +22,6 @@ from slipstream.runner.batch.staging import Upload
 from slipstream.runner.batch.token_history import TokenHistory
 from slipstream.runner.drafts.draft_cache import DraftCache, DraftRows
 from slipstream.runner.drafts.drafter import CatchUp, DraftBatch, Follow
-from slipstream.step import StepPlan
 
 
 class ModelDrafter:

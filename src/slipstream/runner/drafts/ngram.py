@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from slipstream.config.draft_config import DraftConfig
+from slipstream.config.config import DraftConfig
 from slipstream.ops.drafts import MatchRule, RowHistory, propose_from_history_
 from slipstream.runner.batch.rows import RowTable
 from slipstream.runner.batch.token_history import TokenHistory

@@ -17,10 +17,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from slipstream.base.errors import InvalidAdapter
 from slipstream.config.adapter_config import AdapterConfig
+from slipstream.contracts.step import Ints, StepPlan
 from slipstream.device.device import Device
 from slipstream.device.streams import PASSED, Event
-from slipstream.errors import InvalidAdapter
 from slipstream.nn.models.adapter_layout import AdapterLayout
 from slipstream.nn.models.read_adapter import read_adapter
 from slipstream.nn.weights.rules import Rules
@@ -28,7 +29,6 @@ from slipstream.ops.lora import LoraTiles
 from slipstream.ops.lora.tiles import make_tiles, tile_size
 from slipstream.runner.batch.input_batch import Gathered, Size
 from slipstream.runner.batch.staging import Upload
-from slipstream.step import Ints, StepPlan
 
 _POLL = 0.001  # seconds
 _DIGEST_BYTES = 16

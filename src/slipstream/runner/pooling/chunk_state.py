@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from slipstream.config.pooling_info import Method, Reduction, reductions_of
+from slipstream.checkpoint.pooling_info import Method, Reduction, reductions_of
+from slipstream.contracts.step import PoolAdmission, StepPlan
 from slipstream.device.device import Device
 from slipstream.nn.context import BatchView
 from slipstream.runner.batch.staging import Upload
 from slipstream.runner.pooling.methods import TakeHidden, begins_of, combine, finish_vectors, reduce_rows, starts_of
 from slipstream.runner.pooling.pooled_rows import PooledRow, skipped_in_step
-from slipstream.step import PoolAdmission, StepPlan
 
 PoolWork = Callable[[BatchView, torch.Tensor], torch.Tensor]
 

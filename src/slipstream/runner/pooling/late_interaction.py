@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from slipstream.config.pooling_size import MAX_SCORES
+from slipstream.config.buffer_size import MAX_SCORES
 from slipstream.runner.batch.staging import Upload
 
 

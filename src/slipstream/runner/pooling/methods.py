@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import torch
 
-from slipstream.config.pooling_info import Method, Reduction, reductions_of
+from slipstream.checkpoint.pooling_info import Method, Reduction, reductions_of
 from slipstream.nn.context import BatchView
 from slipstream.ops.segment_max import segment_max_into
 from slipstream.ops.segment_sum import segment_sum

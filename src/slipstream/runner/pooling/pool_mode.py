@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from slipstream.config.pooling_info import PoolingInfo
-from slipstream.pooling_params import TOKEN_TASKS, PoolingParams, Task
+from slipstream.checkpoint.pooling_info import PoolingInfo
+from slipstream.params.pooling import TOKEN_TASKS, PoolingParams, Task
 
 Kind = Literal["vectors", "tokens"]  # one vector per prompt, or per token
 Late = Literal["", "query", "document"]

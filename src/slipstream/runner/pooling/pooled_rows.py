@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from slipstream.contracts.step import Ints
 from slipstream.runner.batch.staging import Upload, UploadSpan
 from slipstream.runner.pooling.methods import TakeHidden, take_hidden, take_ranges
 from slipstream.runner.pooling.pool_mode import PoolMode
-from slipstream.step import Ints
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from slipstream.contracts.step import NO_INTS, Floats, StepResult
 from slipstream.device.device import Bytes
 from slipstream.device.streams import Event
 from slipstream.runner.host_copy import host_copy
 from slipstream.runner.results import NO_RESULTS, ResultShape, StepHandle, lay_out
-from slipstream.step import NO_INTS, Floats, StepResult
 
 SUM = "sum of "
 _NO_FLAGS = np.zeros(0, np.bool_)

@@ -12,7 +12,7 @@ from itertools import groupby
 import numpy as np
 import torch
 
-from slipstream.config.pooling_size import TOKENS_AT_ONCE
+from slipstream.config.buffer_size import TOKENS_AT_ONCE
 from slipstream.nn.models.pooling_heads import Heads
 from slipstream.runner.batch.staging import Upload
 from slipstream.runner.pooling.activations import finish

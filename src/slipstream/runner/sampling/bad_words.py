@@ -9,13 +9,13 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from slipstream.contracts.step import Admission, Ints, StepPlan
 from slipstream.device.device import Device
 from slipstream.ops.sample import forbid_matched_, match_words
 from slipstream.runner.batch.staging import Upload
 from slipstream.runner.sampling.entry_allocator import EntryAllocator
 from slipstream.runner.sampling.entry_tables import ListTable
 from slipstream.runner.sampling.stage import DrawBatch, Stage, StageWork
-from slipstream.step import Admission, Ints, StepPlan
 
 _NO_TOKEN = -1  # in a word: matches every token; in a tail: matches no token
 

@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from slipstream.contracts.step import Ints, StepPlan
 from slipstream.device.device import Device
 from slipstream.ops.sample import add_entries_
-from slipstream.params import SamplingParams
+from slipstream.params.sampling import SamplingParams
 from slipstream.runner.batch.staging import Upload
 from slipstream.runner.sampling.entry_allocator import StagedEntries
 from slipstream.runner.sampling.entry_tables import EntryTable
 from slipstream.runner.sampling.stage import ByRow, DrawBatch, Stage, StageWork
-from slipstream.step import Ints, StepPlan
 
 
 class LogitBias(Stage):

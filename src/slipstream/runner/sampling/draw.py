@@ -7,12 +7,12 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from slipstream.contracts.step import Ints, StepPlan
 from slipstream.device.device import Device
 from slipstream.ops.sample import DRAW, Choice, DrawTables, argmax_rows, draw, draw_by_row, row_key, step_keys
 from slipstream.runner.batch.staging import StagedTensor, Upload
 from slipstream.runner.sampling.scale import Scale
 from slipstream.runner.sampling.stage import DrawBatch, MaskOf, PenaltyOf
-from slipstream.step import Ints, StepPlan
 
 DrawWork = Callable[[torch.Tensor, DrawBatch], Choice]
 """Device: logits [S, V] to tokens [S]."""

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from slipstream.contracts.step import Ints
 from slipstream.device.device import Device
 from slipstream.runner.batch.staging import StagedTensor, Upload, UploadSpan
-from slipstream.step import Ints
 
 
 @dataclass(frozen=True, slots=True)

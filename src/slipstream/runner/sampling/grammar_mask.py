@@ -15,13 +15,13 @@ import numpy as np
 import torch
 
 from slipstream.config.buffer_size import kept_mask_bytes, mask_bytes, mask_words, num_kept_masks
+from slipstream.contracts.step import Admission, Ints, Late, Processed, StepMasks, StepPlan
 from slipstream.device.device import Device
 from slipstream.ops.sample import TokenMask, fetch_masks_
 from slipstream.runner.batch.staging import HostRing, Upload
 from slipstream.runner.graphs import GraphPool
 from slipstream.runner.sampling.stage import ByRow, DrawBatch, Stage, StageWork
 from slipstream.runner.sampling.stage_rows import StageRows
-from slipstream.step import Admission, Ints, Late, Processed, StepMasks, StepPlan
 
 
 class GrammarMask(Stage):

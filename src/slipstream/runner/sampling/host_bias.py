@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 from slipstream.config.buffer_size import MAX_BIASED_IDS, bias_bytes
+from slipstream.contracts.step import Ints, Late, Processed, StepPlan
 from slipstream.device.device import Device
 from slipstream.runner.batch.staging import HostRing, Upload
 from slipstream.runner.sampling.stage import ByRow, DrawBatch, Stage, StageWork
 from slipstream.runner.sampling.stage_rows import StageRows
-from slipstream.step import Ints, Late, Processed, StepPlan
 
 
 class HostBias(Stage):

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import torch
 
+from slipstream.contracts.step import Ints, Late, LogitsEdit, Processed, StepPlan
 from slipstream.device.sync_check import sync_allowed
 from slipstream.dist.group import Group
 from slipstream.runner.batch.staging import Upload
 from slipstream.runner.sampling.stage import DrawBatch, Stage, StageWork
 from slipstream.runner.sampling.stage_rows import StageRows
-from slipstream.step import Ints, Late, LogitsEdit, Processed, StepPlan
 
 
 class HostLogits(Stage):

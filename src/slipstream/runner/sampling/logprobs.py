@@ -12,13 +12,13 @@ import numpy as np
 import torch
 
 from slipstream.config.memory import SCORED_AT_ONCE
+from slipstream.contracts.step import Ints, PromptScores, StepPlan
 from slipstream.device.device import Device
 from slipstream.ops.sample import TopLogprobs, logprobs_of, top_logprobs
-from slipstream.params import MAX_PACKED_LOGPROBS
+from slipstream.params.sampling import MAX_PACKED_LOGPROBS
 from slipstream.runner.batch.staging import Upload
 from slipstream.runner.sampling.entry_allocator import EntryAllocator
 from slipstream.runner.sampling.entry_tables import ListTable
-from slipstream.step import Ints, PromptScores, StepPlan
 
 
 @dataclass(frozen=True, slots=True)

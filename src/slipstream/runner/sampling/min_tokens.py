@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from slipstream.contracts.step import Ints, StepPlan
 from slipstream.device.device import Device
 from slipstream.ops.sample import forbid_
 from slipstream.runner.batch.staging import StagedTensor, Upload
 from slipstream.runner.sampling.entry_allocator import StagedEntries
 from slipstream.runner.sampling.entry_tables import ListTable
 from slipstream.runner.sampling.stage import ByRow, DrawBatch, Stage, StageWork
-from slipstream.step import Ints, StepPlan
 
 
 class MinTokens(Stage):

@@ -10,11 +10,12 @@ import numpy as np
 import torch
 
 from slipstream.config.config import MAX_STEP_LOGPROBS
+from slipstream.contracts.step import Ints, Late, StepMasks, StepPlan
 from slipstream.device.device import Device
 from slipstream.dist.group import Group
 from slipstream.ops.drafts import Accepted, DrawnTokens
 from slipstream.ops.sample import TopLogprobs
-from slipstream.params import MAX_PACKED_LOGPROBS
+from slipstream.params.sampling import MAX_PACKED_LOGPROBS
 from slipstream.runner.batch.array_cache import ArrayCache
 from slipstream.runner.batch.row_state import RowState
 from slipstream.runner.batch.staging import Upload
@@ -39,7 +40,6 @@ from slipstream.runner.sampling.scale import Scale
 from slipstream.runner.sampling.stage import DrawBatch, Stage, StageWork
 from slipstream.runner.sampling.thinking_budget import ThinkingBudget
 from slipstream.runner.sampling.truncate import Truncate
-from slipstream.step import Ints, Late, StepMasks, StepPlan
 
 _NUMPY: dict[torch.dtype, np.dtype[Any]] = {torch.float32: np.dtype(np.float32), torch.float64: np.dtype(np.float64)}
 

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from slipstream.contracts.step import Ints, StepPlan
 from slipstream.device.device import Device
 from slipstream.runner.batch.staging import StagedTensor, Upload
 from slipstream.runner.sampling.stage import ByRow, DrawBatch, Stage, StageWork
-from slipstream.step import Ints, StepPlan
 
 
 class Scale(Stage):

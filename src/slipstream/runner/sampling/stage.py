@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from slipstream.contracts.step import Ints
 from slipstream.ops.sample import Penalty, TokenMask, mask_bits_
 from slipstream.runner.batch.row_state import RowState
 from slipstream.runner.batch.staging import Upload
-from slipstream.step import Ints
 
 
 @dataclass(frozen=True, slots=True)

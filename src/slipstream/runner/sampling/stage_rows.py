@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from slipstream.step import Admission, Ints, StepPlan
+from slipstream.contracts.step import Admission, Ints, StepPlan
 
 
 class StageRows:

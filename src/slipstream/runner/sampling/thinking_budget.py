@@ -13,14 +13,14 @@ import numpy as np
 import torch
 
 from slipstream.config.buffer_size import mask_words
+from slipstream.contracts.step import Admission, Ints, StepPlan
 from slipstream.device.device import Device
 from slipstream.ops.drafts import last_kept
 from slipstream.ops.sample import mask_bits_
+from slipstream.params.thinking import ThinkingAutomaton
 from slipstream.runner.batch.staging import StagedTensor, Upload
 from slipstream.runner.sampling.stage import ByRow, DrawBatch, Stage, StageWork
 from slipstream.runner.sampling.stage_rows import StageRows
-from slipstream.step import Admission, Ints, StepPlan
-from slipstream.thinking_automaton import ThinkingAutomaton
 
 _NO_BUDGET = 2**31 - 1
 

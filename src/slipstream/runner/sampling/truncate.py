@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from slipstream.contracts.step import Ints, StepPlan
 from slipstream.device.device import Device
 from slipstream.ops.sample import drop_below_, find_floor
-from slipstream.params import SamplingParams
+from slipstream.params.sampling import SamplingParams
 from slipstream.runner.batch.staging import StagedTensor, Upload
 from slipstream.runner.sampling.stage import ByRow, DrawBatch, Stage, StageWork
-from slipstream.step import Ints, StepPlan
 
 _NO_TOP_P = 2.0  # a sum of probabilities that rounding never reaches
 

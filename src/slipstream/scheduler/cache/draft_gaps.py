@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from slipstream.request import Request
+from slipstream.contracts.request import Request
 
 
 class DraftGaps:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple, Protocol
 
-from slipstream.request import NEVER, Request, WaitFor
+from slipstream.contracts.request import NEVER, Request, WaitFor
 from slipstream.scheduler.cache.tier import CacheTier
 from slipstream.scheduler.cache.tier_slots import Reserved
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-from slipstream.request import Request
+from slipstream.contracts.request import Request
 from slipstream.scheduler.cache.pages import PagePool
 
 HashAt = Callable[[int], bytes]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from slipstream.cache_spec import CacheGroup, CacheSpec
+from slipstream.contracts.cache_spec import CacheGroup, CacheSpec
 
 
 def group_sites(specs: Sequence[CacheSpec]) -> tuple[CacheGroup, ...]:

@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from slipstream.cache_spec import CacheSpec, PagedSpec, WindowSpec
 from slipstream.config.config import CacheConfig
-from slipstream.request import NEVER, Request, WaitFor
+from slipstream.contracts.cache_spec import CacheSpec, PagedSpec, WindowSpec
+from slipstream.contracts.request import NEVER, Request, WaitFor
+from slipstream.contracts.step import NULL_PAGE, TierPlan
 from slipstream.scheduler.cache.draft_gaps import DraftGaps
 from slipstream.scheduler.cache.hashing import extend_hashes
 from slipstream.scheduler.cache.imports import PageImports
@@ -23,7 +24,6 @@ from slipstream.scheduler.cache.paged import PagedCache
 from slipstream.scheduler.cache.states import Restore, Save, StateCache
 from slipstream.scheduler.cache.tier import CacheTier
 from slipstream.scheduler.cache.window import WindowCache
-from slipstream.step import NULL_PAGE, TierPlan
 
 KINDS: dict[type[CacheSpec], Callable[..., CacheKind]] = {PagedSpec: PagedCache, WindowSpec: WindowCache}
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from slipstream.request import NEVER, Request
+from slipstream.contracts.request import NEVER, Request
 from slipstream.scheduler.cache.hashing import extend_hashes
 from slipstream.scheduler.cache.kind import CacheKind
 from slipstream.scheduler.cache.paged import held_pages

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from slipstream.cache_spec import PagedSpec
-from slipstream.request import Request
+from slipstream.contracts.cache_spec import PagedSpec
+from slipstream.contracts.request import Request
+from slipstream.contracts.step import NULL_PAGE
 from slipstream.scheduler.cache.kind import Find, HashAt, Run
 from slipstream.scheduler.cache.pages import PagePool
-from slipstream.step import NULL_PAGE
 
 
 class PagedCache:

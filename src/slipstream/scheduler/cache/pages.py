@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
-from slipstream.request import NEVER
-from slipstream.step import NULL_PAGE
+from slipstream.contracts.request import NEVER
+from slipstream.contracts.step import NULL_PAGE
 
 
 class PagePool:

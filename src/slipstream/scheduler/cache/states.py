@@ -21,7 +21,7 @@ out a step: what this plan has saved is dropped.
 from __future__ import annotations
 
 from slipstream.config.config import StateConfig
-from slipstream.request import NEVER, Request, RequestStates
+from slipstream.contracts.request import NEVER, Request, RequestStates
 from slipstream.scheduler.cache.checkpoints import CheckpointPool
 from slipstream.scheduler.cache.kind import HashAt
 

@@ -18,12 +18,12 @@ from typing import NamedTuple
 import numpy as np
 
 from slipstream.config.config import CacheConfig
-from slipstream.config.tier_size import region_checkpoints, region_pages, tier_slots
+from slipstream.config.memory import region_checkpoints, region_pages, tier_slots
+from slipstream.contracts.step import Ints, TierPlan
 from slipstream.scheduler.cache.kind import CacheKind
 from slipstream.scheduler.cache.matching import Matching
 from slipstream.scheduler.cache.states import StateCache
 from slipstream.scheduler.cache.tier_slots import Reserved, StateSlots, TierSlots
-from slipstream.step import Ints, TierPlan
 
 MAX_LOAD_BYTES = 2**29
 """Loads of one plan, after which no more requests are admitted: all rows of the step wait for them (about 10 ms)."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from slipstream.cache_spec import WindowSpec
+from slipstream.contracts.cache_spec import WindowSpec
+from slipstream.contracts.step import NULL_PAGE
 from slipstream.scheduler.cache.kind import Find, HashAt
 from slipstream.scheduler.cache.paged import PagedCache
-from slipstream.step import NULL_PAGE
 
 
 class WindowCache(PagedCache):

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from slipstream.messages import Output
-from slipstream.request import FinishReason, Request, Status, WaitFor
+from slipstream.contracts.messages import Output
+from slipstream.contracts.request import FinishReason, Request, Status, WaitFor
+from slipstream.contracts.step import StepResult
 from slipstream.scheduler.grammar.constraints import Constraints
 from slipstream.scheduler.in_flight import Launched
 from slipstream.scheduler.lifecycle import RequestLifecycle
 from slipstream.scheduler.step_outputs import refusal
 from slipstream.scheduler.stopping import check_stop
 from slipstream.scheduler.waiting import WaitingQueue
-from slipstream.step import StepResult
 
 MIN_APPENDED = 3
 """Forced tokens that are appended at once. Appending fewer saves no step: the request sits one out."""

@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from slipstream.config.buffer_size import mask_words, num_kept_masks
-from slipstream.request import Request, WaitFor
+from slipstream.contracts.request import Request, WaitFor
+from slipstream.contracts.step import Ints, Late, StepMasks, StepResult
 from slipstream.scheduler.grammar.compiled import CompiledGrammar
 from slipstream.scheduler.grammar.draft_filler import DraftFiller
 from slipstream.scheduler.grammar.draw_group import DrawGroup
@@ -37,10 +38,9 @@ from slipstream.scheduler.grammar.session import Session
 from slipstream.scheduler.grammar.waiting_grammars import WaitingGrammars
 from slipstream.scheduler.in_flight import Launched
 from slipstream.scheduler.processors.host_processors import HostProcessors
-from slipstream.step import Ints, Late, StepMasks, StepResult
 
 if TYPE_CHECKING:
-    from slipstream.logits_processor import LogitsProcessor
+    from slipstream.params.processors import LogitsProcessor
 
 MIN_BUDGET = 0.001  # seconds for the masks of a step, however short the step is
 _WAIT = 0.005  # seconds; then the caller runs: other requests may have arrived

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from slipstream.request import Request, Status
+from slipstream.contracts.request import Request, Status
+from slipstream.contracts.step import StepResult
 from slipstream.scheduler.grammar.session import Session
 from slipstream.scheduler.in_flight import Launched
-from slipstream.step import StepResult
 
 
 class DrawGroup:

@@ -11,8 +11,9 @@ from collections.abc import Callable
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits
 
+from slipstream.base.errors import InvalidParams
 from slipstream.config.buffer_size import mask_words
-from slipstream.errors import InvalidParams
+from slipstream.params.structured import StructuredOutputsParams
 from slipstream.scheduler.grammar import pool_library
 from slipstream.scheduler.grammar.checker import GrammarChecker, GrammarTooComplex
 from slipstream.scheduler.grammar.compiled import CompiledGrammar, Matcher
@@ -21,7 +22,6 @@ from slipstream.scheduler.grammar.llguidance_library import llguidance_library
 from slipstream.scheduler.grammar.native_matcher import NativeVocabulary
 from slipstream.scheduler.grammar.schema_nodes import SchemaNodes, schema_nodes
 from slipstream.scheduler.grammar.translate import translate
-from slipstream.structured_params import StructuredOutputsParams
 from slipstream.text.grammar_vocab import GrammarVocabulary, grammar_vocabulary
 from slipstream.text.tokenizer import Tokenizer
 

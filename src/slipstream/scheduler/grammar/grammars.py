@@ -20,10 +20,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING, TypeVar
 
-from slipstream.errors import EngineClosed, InvalidParams, QueueFull
+from slipstream.base.errors import EngineClosed, InvalidParams, QueueFull
+from slipstream.params.structured import StructuredOutputsParams
 from slipstream.scheduler.grammar.checker import GrammarChecker
 from slipstream.scheduler.grammar.compiled import CompiledGrammar
-from slipstream.structured_params import StructuredOutputsParams
 from slipstream.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from slipstream.config.buffer_size import mask_words
-from slipstream.request import Request, Status
+from slipstream.contracts.request import Request, Status
+from slipstream.contracts.step import SitOut
 from slipstream.scheduler.grammar.grammars import Grammars
 from slipstream.scheduler.grammar.session import Session
-from slipstream.step import SitOut
 
 
 class HeldRequests:

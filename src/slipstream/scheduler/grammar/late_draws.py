@@ -11,10 +11,10 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from slipstream.request import Request, Status
+from slipstream.contracts.request import Request, Status
+from slipstream.contracts.step import StepMasks
 from slipstream.scheduler.grammar.draft_filler import DraftRow
 from slipstream.scheduler.grammar.session import Session
-from slipstream.step import StepMasks
 
 Drawing = Sequence[tuple[Request, int, int]]
 """Requests with a grammar that draw in a step, their rows, and how many tokens they draw."""

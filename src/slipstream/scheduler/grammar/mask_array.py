@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from slipstream.step import Ints, StepMasks
+from slipstream.contracts.step import Ints, StepMasks
 
 
 class MaskArray:

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.config.cpus import num_cpus
+from slipstream.base.host import num_cpus
+from slipstream.contracts.step import StepMasks
 from slipstream.scheduler.grammar.draw_group import DrawGroup
 from slipstream.scheduler.grammar.llguidance_library import llguidance_library
 from slipstream.scheduler.grammar.session import Session, Words
-from slipstream.step import StepMasks
 
 _MAX_THREADS = 8
 _MIN_CORES = 8  # with fewer cores several threads compete with the model

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from slipstream.params.structured import StructuredOutputsParams
 from slipstream.scheduler.grammar.translate import json_schema
-from slipstream.structured_params import StructuredOutputsParams
 
 EXACT, SCALAR, STRING, OBJECT, ARRAY, ANY = range(6)  # as in json_state.c
 NODE = np.dtype([(name, np.int32) for name in ("kind", "min", "max", "child", "first", "num")])

@@ -8,8 +8,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from slipstream.contracts.step import Ints
 from slipstream.scheduler.grammar.compiled import CompiledGrammar, Matcher
-from slipstream.step import Ints
 
 Words = NDArray[np.uint32]
 SLOW_SPAN = 8  # tokens

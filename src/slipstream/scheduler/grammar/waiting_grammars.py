@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from slipstream.request import Request, Status
+from slipstream.contracts.request import Request, Status
 from slipstream.scheduler.grammar.compiled import CompiledGrammar
 from slipstream.scheduler.grammar.grammars import Compilation, Grammars
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from slipstream.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
-from slipstream.request import Request, Status
-from slipstream.step import LogitsEdit
+from slipstream.contracts.request import Request, Status
+from slipstream.contracts.step import LogitsEdit
+from slipstream.params.processors import BatchUpdate, LogitsProcessor, MoveDirectionality
 
 if TYPE_CHECKING:
     import torch

@@ -19,14 +19,14 @@ from typing import Any
 
 import numpy as np
 
-from slipstream.errors import InvalidParams, SlipstreamError
-from slipstream.logits_processor import AdapterLogitsProcessor, LogitsProcessor
-from slipstream.params import SamplingParams
-from slipstream.request import Request, Status
+from slipstream.base.errors import InvalidParams, SlipstreamError
+from slipstream.contracts.request import Request, Status
+from slipstream.contracts.step import Late, LateBias, LogitsEdit
+from slipstream.params.processors import AdapterLogitsProcessor, LogitsProcessor
+from slipstream.params.sampling import SamplingParams
 from slipstream.scheduler.processors.batch import ProcessorBatch
 from slipstream.scheduler.processors.request_processors import RequestProcessors
 from slipstream.scheduler.processors.token_edits import RowEdit, Words
-from slipstream.step import Late, LateBias, LogitsEdit
 
 _NUM_THREADS = 2
 

@@ -8,9 +8,9 @@ import importlib.metadata
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeGuard
 
+from slipstream.base.errors import InvalidOption
 from slipstream.config.config import EngineConfig
-from slipstream.errors import InvalidOption
-from slipstream.logits_processor import AdapterLogitsProcessor, LogitsProcessor
+from slipstream.params.processors import AdapterLogitsProcessor, LogitsProcessor
 
 if TYPE_CHECKING:
     import torch

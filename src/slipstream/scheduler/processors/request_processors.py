@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from slipstream.logits_processor import RequestLogitsProcessor
+from slipstream.contracts.step import LogitsEdit, Processed
+from slipstream.params.processors import RequestLogitsProcessor
 from slipstream.scheduler.processors.token_edits import RowEdit
-from slipstream.step import LogitsEdit, Processed
 
 
 class RequestProcessors:

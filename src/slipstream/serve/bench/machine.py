@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from slipstream.errors import InvalidOption
+from slipstream.base.errors import InvalidOption
 
 SIZE = 8192
 """m, n and k of the GEMM."""

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from slipstream.base.errors import InvalidOption
 from slipstream.engine.device_timing import DeviceTime
-from slipstream.errors import InvalidOption
-from slipstream.params import SamplingParams
+from slipstream.params.sampling import SamplingParams
 from slipstream.serve.bench.workload import Item, Workload
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from slipstream.errors import InvalidOption
+from slipstream.base.errors import InvalidOption
 from slipstream.serve.bench.measure import Spread, spread
 from slipstream.serve.bench.workload import Item, Workload
 

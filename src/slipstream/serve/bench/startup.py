@@ -16,8 +16,8 @@ from typing import Any
 
 import msgspec
 
-from slipstream.engine.child_process import child_environment
-from slipstream.errors import SlipstreamError
+from slipstream.base.errors import SlipstreamError
+from slipstream.base.processes import child_environment
 
 _PROGRAM = """
 import json, sys, time

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from slipstream.errors import InvalidOption
+from slipstream.base.errors import InvalidOption
 
 
 class Item(msgspec.Struct, frozen=True):

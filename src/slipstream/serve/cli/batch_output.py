@@ -14,8 +14,8 @@ from typing import IO
 
 import msgspec
 
-from slipstream.errors import UserError
-from slipstream.file_lock import try_lock
+from slipstream.base.errors import UserError
+from slipstream.base.files import try_lock
 
 
 class _FileHeader(msgspec.Struct):

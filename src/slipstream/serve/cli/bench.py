@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from slipstream.engine.progress import progress
-from slipstream.errors import InvalidOption
-from slipstream.params import SamplingParams
+from slipstream.base.errors import InvalidOption
+from slipstream.base.log import progress
+from slipstream.params.sampling import SamplingParams
 from slipstream.serve.bench import tables
 from slipstream.serve.bench.machine import check_gpu, measure_gpu
 from slipstream.serve.bench.measure import Trial, best_of, measure

@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
-from slipstream.engine.progress import progress
-from slipstream.errors import EngineDead, InvalidOption
+from slipstream.base.errors import EngineDead, InvalidOption
+from slipstream.base.log import progress
 from slipstream.serve.bench.tables import latency_chart, show
 from slipstream.serve.bench.workload import Workload
 from slipstream.serve.charts import svg_charts

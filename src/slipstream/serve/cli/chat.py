@@ -10,14 +10,14 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING
 
-from slipstream.errors import InvalidOption, InvalidPrompt, UserError
+from slipstream.base.errors import InvalidOption, InvalidPrompt, UserError
 from slipstream.serve.cli.flags import add_engine_flags, add_sampling_flags, engine_options, sampling_changes
 from slipstream.serve.cli.run import OpenLLM, open_with
 from slipstream.serve.cli.standard import read_stdin
 
 if TYPE_CHECKING:
     from slipstream.llm import LLM
-    from slipstream.params import SamplingParams
+    from slipstream.params.sampling import SamplingParams
     from slipstream.serve.remote_chat import RemoteChat
 
 Message = dict[str, str]
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace, opener: OpenLLM) -> int:
 
 
 def open_remote(args: argparse.Namespace) -> tuple[RemoteChat, SamplingParams]:
-    from slipstream.params import SamplingParams
+    from slipstream.params.sampling import SamplingParams
     from slipstream.serve.remote_chat import RemoteChat
 
     if unused := sorted(set(engine_options(args)) - {"model"}):

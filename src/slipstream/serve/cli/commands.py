@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from slipstream.errors import SlipstreamError
+from slipstream.base.errors import SlipstreamError
 from slipstream.serve.cli import version
 from slipstream.serve.cli.failure import print_failure
 from slipstream.serve.cli.run import OpenLLM, open_llm

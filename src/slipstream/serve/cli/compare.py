@@ -9,8 +9,8 @@ from collections.abc import Callable
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
-from slipstream.errors import UserError
-from slipstream.pooling_params import PoolingParams
+from slipstream.base.errors import UserError
+from slipstream.params.pooling import PoolingParams
 from slipstream.serve.cli.embed import add_pooling_flags
 from slipstream.serve.cli.flags import add_engine_flags, engine_options
 from slipstream.serve.cli.generate import read_prompts

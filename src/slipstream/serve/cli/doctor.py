@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from slipstream.config.locate import INSTALL_DEFAULT, INSTALL_EMBEDDER, default_embedder, locate
+from slipstream.base.errors import ModelNotFound
+from slipstream.checkpoint.locate import INSTALL_DEFAULT, INSTALL_EMBEDDER, default_embedder, locate
 from slipstream.config.options import make_options
-from slipstream.errors import ModelNotFound
-from slipstream.params import SamplingParams
+from slipstream.params.sampling import SamplingParams
 from slipstream.serve.cli.flags import add_engine_flags, engine_options
 from slipstream.serve.cli.run import OpenLLM
 from slipstream.serve.cli.version import installed, slipstream_line

@@ -10,7 +10,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import IO, Any
 
-from slipstream.errors import UserError
+from slipstream.base.errors import UserError
 from slipstream.serve.cli.flags import add_engine_flags, engine_options
 from slipstream.serve.cli.generate import read_prompts
 from slipstream.serve.cli.run import OpenLLM
@@ -47,7 +47,7 @@ def add_pooling_flags(command: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, opener: OpenLLM) -> int:
-    from slipstream.pooling_params import PoolingParams
+    from slipstream.params.pooling import PoolingParams
 
     texts = read_prompts(args.prompts, args.file, "text")
     output = None if args.output is None else Path(args.output)

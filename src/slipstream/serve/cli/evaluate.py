@@ -9,7 +9,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slipstream.errors import UserError
+from slipstream.base.errors import UserError
 from slipstream.serve.cli.flags import add_engine_flags, engine_options
 from slipstream.serve.cli.generate import read_file
 from slipstream.serve.cli.run import OpenLLM

@@ -8,8 +8,8 @@ from __future__ import annotations
 import logging
 import sys
 
-from slipstream.errors import EngineClosed, EngineDead, SlipstreamError
-from slipstream.log import set_up_log
+from slipstream.base.errors import EngineClosed, EngineDead, SlipstreamError
+from slipstream.base.log import set_up_log
 from slipstream.serve.cli.wording import in_flags
 
 log = logging.getLogger("slipstream.status")

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import msgspec
 
 from slipstream.config.options import Options, describe_type
-from slipstream.params import SamplingParams
+from slipstream.params.sampling import SamplingParams
 
 # SamplingParams fields that have a flag. `seed` is the engine's flag: it makes a whole run repeatable.
 SAMPLING_HELP = {

@@ -9,12 +9,12 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slipstream.errors import InvalidPrompt, UserError
-from slipstream.params import SamplingParams
+from slipstream.base.errors import InvalidPrompt, UserError
+from slipstream.params.sampling import SamplingParams
+from slipstream.params.structured import StructuredOutputsParams
 from slipstream.serve.cli.flags import add_engine_flags, add_sampling_flags
 from slipstream.serve.cli.run import OpenLLM, open_with
 from slipstream.serve.cli.standard import read_stdin
-from slipstream.structured_params import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from slipstream.frontend.results import RequestOutput

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from slipstream.base.errors import BadTokenizer
+from slipstream.checkpoint.locate import check_model, locate
 from slipstream.config.adapter_config import check_lora_modules
-from slipstream.config.locate import check_model, locate
 from slipstream.config.options import Options
-from slipstream.errors import BadTokenizer
 
 
 def check_paths(options: Options, *, look_up: bool = False) -> None:
@@ -22,7 +22,7 @@ def check_paths(options: Options, *, look_up: bool = False) -> None:
     if options.tokenizer is not None and not Path(options.tokenizer).expanduser().exists():
         raise BadTokenizer(f"there is no tokenizer at {options.tokenizer}; give a folder or a tokenizer.json")
     if options.chat_template is not None:
-        from slipstream.text.chat import load_chat_template  # imports jinja2
+        from slipstream.text.chat_template import load_chat_template  # imports jinja2
 
         load_chat_template(options.chat_template)
     check_lora_modules(options)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from slipstream.config.locate import locate
-from slipstream.errors import UserError
+from slipstream.base.errors import UserError
+from slipstream.checkpoint.locate import locate
 from slipstream.serve.cli.run import OpenLLM
 
 if TYPE_CHECKING:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any, Protocol
 
+from slipstream.base.processes import loading
 from slipstream.config.options import make_options
-from slipstream.engine.gc_freeze import loading
 from slipstream.serve.cli.flags import engine_options, sampling_changes
 from slipstream.serve.cli.paths import check_paths
 
 if TYPE_CHECKING:
     from slipstream.llm import LLM
-    from slipstream.params import SamplingParams
+    from slipstream.params.sampling import SamplingParams
 
 
 class OpenLLM(Protocol):
@@ -31,7 +31,7 @@ def open_llm(**options: Any) -> LLM:
 
 def open_with(args: argparse.Namespace, opener: OpenLLM) -> tuple[LLM, SamplingParams]:
     """Returns the model and the sampling parameters, which are checked before the model is loaded."""
-    from slipstream.params import SamplingParams
+    from slipstream.params.sampling import SamplingParams
 
     changes = sampling_changes(args)
     SamplingParams(**changes)

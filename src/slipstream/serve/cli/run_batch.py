@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from slipstream.base.errors import EngineDead, UserError
 from slipstream.config.options import Options
-from slipstream.errors import EngineDead, UserError
 from slipstream.serve.cli.batch_output import BatchOutput
 from slipstream.serve.cli.flags import add_engine_flags, add_struct_flags, engine_options
 from slipstream.serve.cli.paths import check_paths
@@ -119,7 +119,7 @@ async def _run_lines(
 ) -> None:
     import asyncio
 
-    from slipstream.engine.progress import progress
+    from slipstream.base.log import progress
     from slipstream.serve.http.app import App
     from slipstream.serve.http.batch.run import run_lines
     from slipstream.serve.http.state import State

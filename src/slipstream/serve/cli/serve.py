@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from slipstream.config.locate import default_embedder
+from slipstream.base.errors import InvalidOption, ModelNotFound
+from slipstream.base.log import set_up_log
+from slipstream.checkpoint.locate import default_embedder
 from slipstream.config.options import Options, make_options, options_of
-from slipstream.errors import InvalidOption, ModelNotFound
-from slipstream.log import set_up_log
 from slipstream.metrics.traces import check_tracing
 from slipstream.serve.cli.failure import print_failure
 from slipstream.serve.cli.flags import add_engine_flags, add_struct_flags

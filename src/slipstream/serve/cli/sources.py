@@ -15,8 +15,8 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import msgspec
 
+from slipstream.base.errors import InvalidOption
 from slipstream.config.options import describe_type
-from slipstream.errors import InvalidOption
 from slipstream.serve.cli.flags import alternatives, read_text
 
 PREFIX = "SLIPSTREAM_"

@@ -7,7 +7,7 @@ import os
 import sys
 from typing import IO
 
-from slipstream.errors import UserError
+from slipstream.base.errors import UserError
 
 
 def set_up_streams() -> None:

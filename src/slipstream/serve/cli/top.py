@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from slipstream.errors import EngineDead, InvalidOption, UserError
+from slipstream.base.errors import EngineDead, InvalidOption, UserError
 from slipstream.serve.charts import bar
 from slipstream.serve.cli.run import OpenLLM
 

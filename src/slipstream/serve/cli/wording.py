@@ -10,10 +10,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
+from slipstream.base.errors import InvalidOption
+from slipstream.base.log import FORMAT
 from slipstream.config.options import Options
 from slipstream.config.vllm_args import REFUSED
-from slipstream.errors import InvalidOption
-from slipstream.log import FORMAT
 from slipstream.serve.cli.flags import SAMPLING_HELP
 from slipstream.serve.http.settings import ServerSettings
 from slipstream.serve.wording import Flags

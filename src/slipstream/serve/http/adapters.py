@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from slipstream.errors import ModelNotFound
+from slipstream.base.errors import ModelNotFound
 from slipstream.serve.http.errors import HTTPException, bad_request
 from slipstream.serve.http.request import Request
 from slipstream.serve.http.response import Response

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from slipstream.errors import (
+from slipstream.base.errors import (
     EngineAsleep,
     EngineClosed,
     EngineDead,

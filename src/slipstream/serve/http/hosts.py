@@ -11,7 +11,7 @@ import ipaddress
 import re
 import socket
 
-from slipstream.errors import InvalidOption
+from slipstream.base.errors import InvalidOption
 from slipstream.serve.http.auth import Headers
 from slipstream.serve.http.errors import HTTPException
 from slipstream.serve.http.settings import ServerSettings

@@ -8,9 +8,9 @@ import signal
 import socket
 from functools import partial
 
+from slipstream.base.errors import EngineDead, InvalidOption, UserError
+from slipstream.base.log import pass_on_log
 from slipstream.config.options import Options
-from slipstream.errors import EngineDead, InvalidOption, UserError
-from slipstream.log import pass_on_log
 from slipstream.serve.early_signals import exit_at_signals, has_recorded, ignore_signals
 from slipstream.serve.http.listen import PortClaim, claim, raise_file_limit
 from slipstream.serve.http.listen_unix import UnixClaim

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from slipstream.errors import InvalidOption
+from slipstream.base.errors import InvalidOption
 from slipstream.serve.http.listen_unix import UnixClaim
 from slipstream.serve.http.settings import ServerSettings
 

@@ -7,7 +7,7 @@ import os
 import socket
 import stat
 
-from slipstream.errors import InvalidOption
+from slipstream.base.errors import InvalidOption
 
 _BACKLOG = 2048  # connections queued until a front end is up
 

@@ -11,10 +11,16 @@ from typing import TYPE_CHECKING
 
 import slipstream
 from slipstream.frontend.async_engine import AsyncEngine
-from slipstream.metrics.lane import LaneStats, ReplicaStats
-from slipstream.metrics.shared_counters import SharedCounters
-from slipstream.metrics.stats import FrontEnds, FrontStats, ModelStats
-from slipstream.metrics.status import StatusLine, log
+from slipstream.metrics.stats import (
+    FrontEnds,
+    FrontStats,
+    LaneStats,
+    ModelStats,
+    ReplicaStats,
+    SharedCounters,
+    StatusLine,
+    log,
+)
 from slipstream.serve.http.turns import Turns
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import TypeVar
 from slipstream.frontend.async_engine import AsyncEngine
 from slipstream.frontend.beam_grammar import BeamGrammars
 from slipstream.frontend.offload import LONG, OFFLOAD, AnswerPieces
-from slipstream.metrics.shared_counters import SharedCounters
+from slipstream.metrics.stats import SharedCounters
 from slipstream.metrics.traces import Traces
 from slipstream.serve.http.auth import Keys
 from slipstream.serve.http.batch.service import BatchService

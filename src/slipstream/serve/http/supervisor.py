@@ -12,16 +12,14 @@ import time
 
 import msgspec
 
-from slipstream.engine.child_process import child_environment, signals_held
-from slipstream.engine.owned_folder import OwnedFolder
-from slipstream.errors import InvalidOption, UserError
-from slipstream.metrics.shared_counters import SharedCounters
-from slipstream.metrics.stats import FrontEnds
+from slipstream.base.errors import InvalidOption, UserError
+from slipstream.base.files import OwnedFolder
+from slipstream.base.processes import Backoff, child_environment, signals_held
+from slipstream.metrics.stats import FrontEnds, SharedCounters
 from slipstream.serve.early_signals import ENDING, has_recorded
 from slipstream.serve.http.listen import PortClaim
 from slipstream.serve.http.listen_unix import UnixClaim
 from slipstream.serve.http.settings import ServerSettings
-from slipstream.transport.backoff import Backoff
 from slipstream.transport.frames import Failed, FrameError, from_core_frames, refused_option
 from slipstream.transport.spawn import join_core
 

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 import slipstream
-from slipstream.metrics.lane import LaneStats
-from slipstream.metrics.stats import FrontEnds
+from slipstream.metrics.stats import FrontEnds, LaneStats
 from slipstream.serve.http.request import Request
 from slipstream.serve.http.response import Response, json_response
 from slipstream.serve.http.routes import get, refused

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ssl
 from typing import NoReturn
 
-from slipstream.errors import InvalidOption
+from slipstream.base.errors import InvalidOption
 from slipstream.serve.http.settings import ServerSettings
 
 HANDSHAKE_SECONDS = 15.0  # a connection with a longer handshake is closed

@@ -6,7 +6,7 @@ from typing import Any
 
 from slipstream.frontend.request_state import GenerationRequestState
 from slipstream.metrics.traces import Traces
-from slipstream.params import SamplingParams
+from slipstream.params.sampling import SamplingParams
 from slipstream.serve.http.request import Request
 
 _OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion", "/v1/embeddings": "embeddings"}

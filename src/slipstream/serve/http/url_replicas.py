@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import httptools
 
-from slipstream.errors import InvalidOption
+from slipstream.base.errors import InvalidOption
 from slipstream.serve.http.url_models import ListAnswer, UrlModels
 
 status = logging.getLogger("slipstream.status")

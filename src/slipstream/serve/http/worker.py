@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 import uvicorn
 
-from slipstream.engine.child_process import release_signals
-from slipstream.errors import UserError
+from slipstream.base.errors import UserError
+from slipstream.base.processes import release_signals
 from slipstream.frontend.async_engine import AsyncEngine
 from slipstream.frontend.offload import bound_heap
-from slipstream.metrics.shared_counters import SharedCounters
+from slipstream.metrics.stats import SharedCounters
 from slipstream.serve.early_signals import ENDING, call_at_signals, has_recorded, ignore_signals
 from slipstream.serve.http.app import App
 from slipstream.serve.http.batch.runner import BatchRunner

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import msgspec
 
-from slipstream.engine.child_process import die_with_parent
-from slipstream.log import set_up_log
-from slipstream.metrics.shared_counters import SharedCounters
+from slipstream.base.log import set_up_log
+from slipstream.base.processes import die_with_parent
+from slipstream.metrics.stats import SharedCounters
 from slipstream.serve.http.settings import ServerSettings
 from slipstream.serve.http.supervisor import CANNOT_START
 from slipstream.serve.http.worker import run_worker

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from slipstream.cache_spec import STATE_CHUNK
+from slipstream.contracts.cache_spec import STATE_CHUNK
 from slipstream.ops.delta_rule.reference import L2_EPS
 from slipstream.ops.delta_rule.triton.inverse import invert_unit_lower
 from slipstream.ops.recurrent_steps import RecurrentSteps

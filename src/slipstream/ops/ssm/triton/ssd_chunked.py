@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from slipstream.cache_spec import STATE_CHUNK
+from slipstream.contracts.cache_spec import STATE_CHUNK
 from slipstream.ops.device_limits import device_limits
 from slipstream.ops.hopper import has_hopper_kernels
 from slipstream.ops.recurrent_steps import RecurrentSteps

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from slipstream.frontend.served import ServedModel
-from slipstream.params import SamplingParams
+from slipstream.params.sampling import SamplingParams
 from slipstream.serve.http.anthropic.types import CountTokensRequest, MessagesRequest
 from slipstream.serve.http.chat.conversation import ChatConversation
 from slipstream.serve.http.chat.dialects import (

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import msgspec
 
-from slipstream.errors import EngineDead
+from slipstream.base.errors import EngineDead
 from slipstream.serve.http.app import App
 from slipstream.serve.http.batch.lines import BatchLine, LineResponse, LineResult
 from slipstream.serve.http.direct import Reply, call_route

@@ -16,8 +16,8 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from typing import ParamSpec, TypeVar
 
-from slipstream.errors import EngineDead
-from slipstream.file_lock import try_lock
+from slipstream.base.errors import EngineDead
+from slipstream.base.files import try_lock
 from slipstream.serve.http.app import App
 from slipstream.serve.http.batch.lines import BatchLine, BatchLineError, InvalidLine, LineError, LineResult, read_line
 from slipstream.serve.http.batch.objects import BatchErrors, BatchObject

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import msgspec
 
-from slipstream.errors import InvalidOption, UserError
-from slipstream.file_lock import locked
+from slipstream.base.errors import InvalidOption, UserError
+from slipstream.base.files import locked
 from slipstream.serve.http.batch.objects import OPEN, BatchObject, FileObject
 
 KEEP_SECONDS = 30 * 86400  # for which files and finished batches are kept

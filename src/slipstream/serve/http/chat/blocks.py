@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from slipstream.parsers.events import ArgumentsDelta, ContentDelta, ParserEvent, ReasoningDelta, ToolCallStart
+from slipstream.parsers.reader import ArgumentsDelta, ContentDelta, ParserEvent, ReasoningDelta, ToolCallStart
 from slipstream.serve.http.chat.chat_run import ChatAnswer
 
 BlockKind = Literal["text", "reasoning", "call"]

@@ -17,11 +17,9 @@ from slipstream.frontend.request_state import GenerationRequestState
 from slipstream.frontend.request_stream import RequestStream
 from slipstream.frontend.results import Increment
 from slipstream.frontend.sample_state import SampleState
-from slipstream.params import SamplingParams
-from slipstream.parsers.events import ArgumentsDelta, ContentDelta, ParserEvent, ReasoningDelta, ToolCallStart
-from slipstream.parsers.harmony import HarmonyFormat
-from slipstream.parsers.output_parser import OutputParser, ToolCallFormat
-from slipstream.parsers.reasoning import ReasoningFormat
+from slipstream.params.sampling import SamplingParams
+from slipstream.parsers.output_parser import HarmonyFormat, OutputParser, ReasoningFormat, ToolCallFormat
+from slipstream.parsers.reader import ArgumentsDelta, ContentDelta, ParserEvent, ReasoningDelta, ToolCallStart
 from slipstream.serve.http.chat.conversation import ChatConversation
 from slipstream.serve.http.chat.forced import forced_format, structured_outputs
 from slipstream.serve.http.chat.formats import ChatFormats

@@ -9,14 +9,14 @@ from typing import Any
 import msgspec
 
 from slipstream.frontend.served import ServedModel
-from slipstream.params import SamplingParams
+from slipstream.params.sampling import SamplingParams
 from slipstream.parsers.envelope import EnvelopeFormat
 from slipstream.parsers.families import tool_call_format
 from slipstream.serve.http.chat.formats import GENERIC, ChatFormats
 from slipstream.serve.http.chat.tools import Tools
 from slipstream.serve.http.errors import bad_request
 from slipstream.serve.http.openai.messages import prompt_chars
-from slipstream.text.chat import reads_variable
+from slipstream.text.chat_template import reads_variable
 
 
 class ChatConversation(msgspec.Struct, kw_only=True):

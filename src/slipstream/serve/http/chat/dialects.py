@@ -8,12 +8,12 @@ from typing import Any
 import msgspec
 
 from slipstream.frontend.served import ServedModel
-from slipstream.params import SamplingParams
+from slipstream.params.sampling import SamplingParams
 from slipstream.serve.http.chat.thinking import thinking_variables
 from slipstream.serve.http.errors import HTTPException, bad_request
 from slipstream.serve.http.openai.fields import sampling_params
 from slipstream.serve.http.request import Request
-from slipstream.text.chat import reads_variable
+from slipstream.text.chat_template import reads_variable
 
 Call = tuple[str, str, str]
 """The id, the name and the arguments (JSON) of a call."""

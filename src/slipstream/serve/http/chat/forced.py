@@ -14,10 +14,10 @@ from typing import Any
 
 import msgspec
 
+from slipstream.params.structured import StructuredOutputsParams
 from slipstream.parsers.envelope import EnvelopeFormat
-from slipstream.parsers.fixed_call import FixedCallFormat
-from slipstream.parsers.harmony import HarmonyFormat
-from slipstream.parsers.output_parser import ToolCallFormat
+from slipstream.parsers.output_parser import HarmonyFormat, ToolCallFormat
+from slipstream.parsers.tagged import FixedCallFormat
 from slipstream.scheduler.grammar.lark_nodes import nested
 from slipstream.serve.http.chat.conversation import ChatConversation
 from slipstream.serve.http.chat.formats import ChatFormats
@@ -26,7 +26,6 @@ from slipstream.serve.http.chat.strict import calls_grammar
 from slipstream.serve.http.chat.tools import Tools
 from slipstream.serve.http.errors import bad_request
 from slipstream.serve.http.openai.structured import OUTPUT_FIELDS
-from slipstream.structured_params import StructuredOutputsParams
 from slipstream.text.tokenizer import Tokenizer
 
 

@@ -9,9 +9,7 @@ import msgspec
 
 from slipstream.frontend.served import ServedModel
 from slipstream.parsers.families import NO_PARSER, detect_reasoning, detect_tools, reasoning_format, tool_call_format
-from slipstream.parsers.harmony import HarmonyFormat
-from slipstream.parsers.output_parser import ToolCallFormat
-from slipstream.parsers.reasoning import ReasoningFormat
+from slipstream.parsers.output_parser import HarmonyFormat, ReasoningFormat, ToolCallFormat
 from slipstream.serve.http.settings import ServerSettings
 from slipstream.text.tokenizer import Tokenizer
 

@@ -6,8 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from slipstream.parsers.harmony import HarmonyFormat
-from slipstream.parsers.reasoning import ReasoningFormat
+from slipstream.parsers.output_parser import HarmonyFormat, ReasoningFormat
 from slipstream.scheduler.grammar.translate import json_rule
 from slipstream.text.tokenizer import Tokenizer
 

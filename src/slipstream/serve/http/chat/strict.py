@@ -10,11 +10,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from slipstream.parsers.envelope import EnvelopeFormat
-from slipstream.parsers.functions import Functions
-from slipstream.parsers.harmony import HarmonyFormat
-from slipstream.parsers.named import MistralFormat, NamedFormat
-from slipstream.parsers.output_parser import ToolCallFormat
+from slipstream.parsers.envelope import EnvelopeFormat, MistralFormat, NamedFormat
+from slipstream.parsers.output_parser import Functions, HarmonyFormat, ToolCallFormat
 from slipstream.parsers.tagged import TaggedFormat
 from slipstream.scheduler.grammar.translate import json_rule
 from slipstream.serve.http.chat.grammar import TERMINALS, harmony_calls, harmony_messages, quoted, symbol

@@ -6,7 +6,7 @@ from typing import Any
 
 from slipstream.frontend.served import ServedModel
 from slipstream.serve.http.errors import bad_request
-from slipstream.text.chat import reads_variable
+from slipstream.text.chat_template import reads_variable
 
 _SWITCHES = ("enable_thinking", "thinking")  # names of the switch in templates
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")

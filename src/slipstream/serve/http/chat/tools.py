@@ -8,11 +8,11 @@ from typing import Any, Literal
 
 import msgspec
 
-from slipstream.errors import InvalidParams
-from slipstream.parsers.functions import Functions
+from slipstream.base.errors import InvalidParams
+from slipstream.params.structured import StructuredOutputsParams
+from slipstream.parsers.output_parser import Functions
 from slipstream.serve.http.chat.nested import check_fields
 from slipstream.serve.http.errors import bad_request
-from slipstream.structured_params import StructuredOutputsParams
 
 _NAME = re.compile(r"[\w.\-]{1,128}")
 _FIELDS = {"name", "description", "parameters", "strict"}

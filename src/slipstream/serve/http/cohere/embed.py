@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from slipstream.frontend.pooling.calls import encode
-from slipstream.pooling_params import PoolingParams
+from slipstream.params.pooling import PoolingParams
 from slipstream.serve.http.cohere.errors import CohereErrorBody, as_cohere_error
 from slipstream.serve.http.errors import bad_request
 from slipstream.serve.http.openai.fields import Refused, given_fields, refuse

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import msgspec
 
 from slipstream.frontend.pooling.calls import encode
-from slipstream.pooling_params import PoolingParams
+from slipstream.params.pooling import PoolingParams
 from slipstream.serve.http.errors import bad_request
 from slipstream.serve.http.ollama.errors import OllamaErrorBody, as_ollama_error
 from slipstream.serve.http.ollama.options import check_keep_alive, check_options, find_model, num_ctx

@@ -11,21 +11,21 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from slipstream.contracts.messages import Output
+from slipstream.contracts.request import FinishReason
 from slipstream.frontend.beam_grammar import BeamStep
 from slipstream.frontend.beam_search import BeamSearch, BeamSearchParams
 from slipstream.frontend.request_state import GenerationRequestState
 from slipstream.frontend.results import Logprob
 from slipstream.frontend.sample_state import SampleState
 from slipstream.frontend.served import ServedModel
-from slipstream.messages import Output
-from slipstream.params import SamplingParams
-from slipstream.request import FinishReason
+from slipstream.params.sampling import SamplingParams
+from slipstream.params.structured import StructuredOutputsParams
 from slipstream.serve.http.errors import aborted, bad_request
 from slipstream.serve.http.openai import structured
 from slipstream.serve.http.openai.fields import REFUSED, GenerationFields, given_fields
 from slipstream.serve.http.openai.generation import PromptTokensDetails, Usage, check_end, start, submits_for
 from slipstream.serve.http.request import Request
-from slipstream.structured_params import StructuredOutputsParams
 
 _FIELDS = {
     "model", "n", "max_tokens", "use_beam_search", "length_penalty", "ignore_eos", "priority", "cache_salt",

@@ -11,7 +11,7 @@ import msgspec
 from slipstream.frontend.offload import AnswerPieces
 from slipstream.frontend.results import Logprob
 from slipstream.frontend.served import ServedModel
-from slipstream.parsers.events import ArgumentsDelta, ContentDelta, ParserEvent, ReasoningDelta, ToolCallStart
+from slipstream.parsers.reader import ArgumentsDelta, ContentDelta, ParserEvent, ReasoningDelta, ToolCallStart
 from slipstream.serve.http.chat.chat_run import ChatAnswer, ChatPart, ChatRun, start_chat
 from slipstream.serve.http.chat.conversation import ChatConversation
 from slipstream.serve.http.chat.thinking import thinking_variables

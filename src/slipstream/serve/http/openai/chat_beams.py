@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slipstream.params import SamplingParams
+from slipstream.params.sampling import SamplingParams
 from slipstream.serve.http.chat.chat_run import ChatAnswer, ChatRun
 from slipstream.serve.http.chat.conversation import ChatConversation
 from slipstream.serve.http.openai.beam import beam_params, beam_samples, beam_usage, search_beams

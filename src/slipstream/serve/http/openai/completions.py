@@ -48,8 +48,8 @@ from slipstream.serve.http.response import (
     large_response,
 )
 from slipstream.serve.http.routes import post
+from slipstream.text.detokenizer import PromptStarts, TokenStarts
 from slipstream.text.infill import can_infill, infill_ids, infill_stops
-from slipstream.text.token_starts import PromptStarts, TokenStarts
 
 
 async def create_completion(request: Request, body: CompletionRequest) -> Response | StreamingResponse:

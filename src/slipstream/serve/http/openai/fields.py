@@ -13,7 +13,7 @@ import msgspec
 
 from slipstream.engine.model_description import ModelDescription
 from slipstream.frontend.inputs import InputProcessor
-from slipstream.params import SamplingParams
+from slipstream.params.sampling import SamplingParams
 from slipstream.serve.http.errors import bad_request
 from slipstream.serve.http.openai.structured import structured_outputs
 from slipstream.serve.http.settings import ServerSettings

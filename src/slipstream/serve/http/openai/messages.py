@@ -9,7 +9,7 @@ import msgspec
 
 from slipstream.serve.http.errors import bad_request
 from slipstream.serve.http.request import Request
-from slipstream.text.chat import known_roles
+from slipstream.text.chat_template import known_roles
 from slipstream.text.tokenizer import Tokenizer
 
 ROLES = ("system", "developer", "user", "assistant", "tool")

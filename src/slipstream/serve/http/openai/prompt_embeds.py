@@ -1,6 +1,6 @@
 """Prompts of token embeddings in requests: a tensor as torch.save writes it, in base64.
 
-The server reads the tensor without torch and without unpickling (`config/torch_zip.py`). Only dense tensors of
+The server reads the tensor without torch and without unpickling (`checkpoint/torch_files.py`). Only dense tensors of
 floating-point values are accepted.
 """
 
@@ -15,8 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from slipstream.config.pickle_data import NotPlain
-from slipstream.config.torch_zip import StoredTensor, read_torch_zip
+from slipstream.checkpoint.torch_files import NotPlain, StoredTensor, read_torch_zip
 from slipstream.engine.model_description import ModelDescription
 from slipstream.serve.http.errors import bad_request
 from slipstream.serve.http.openai.completion_types import CompletionRequest

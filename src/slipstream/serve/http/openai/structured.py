@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from slipstream.params.structured import StructuredOutputsParams, as_params
 from slipstream.serve.http.errors import bad_request
-from slipstream.structured_params import StructuredOutputsParams, as_params
 
 _GUIDED = {
     "guided_json": "json",

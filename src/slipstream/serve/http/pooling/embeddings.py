@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from slipstream.frontend.pooling.calls import encode
-from slipstream.pooling_params import PoolingParams
+from slipstream.params.pooling import PoolingParams
 from slipstream.serve.http.errors import bad_request
 from slipstream.serve.http.openai.fields import Refused
 from slipstream.serve.http.openai.messages import AllowControlTokens, prompt_chars, text_messages

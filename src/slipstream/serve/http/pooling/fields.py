@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from slipstream.config.pooling_info import PoolingInfo
-from slipstream.pooling_params import TASKS, PoolingParams, Task
+from slipstream.checkpoint.pooling_info import PoolingInfo
+from slipstream.params.pooling import TASKS, PoolingParams, Task
 from slipstream.serve.http.errors import bad_request
 from slipstream.serve.http.openai.fields import Label, Refused, refuse
 from slipstream.serve.http.request import Request

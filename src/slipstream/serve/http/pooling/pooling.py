@@ -10,7 +10,7 @@ import msgspec
 from slipstream.frontend.pooling.calls import encode
 from slipstream.frontend.pooling.results import SparseOutput
 from slipstream.frontend.served import POOLING_TASKS
-from slipstream.pooling_params import Task
+from slipstream.params.pooling import Task
 from slipstream.serve.http.errors import bad_request
 from slipstream.serve.http.pooling.embeddings import written
 from slipstream.serve.http.pooling.fields import (

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from slipstream.errors import SlipstreamError
+from slipstream.base.errors import SlipstreamError
+from slipstream.contracts.messages import Pooled, Submit
 from slipstream.frontend.inputs import PreparedPrompt
 from slipstream.frontend.offload import LONG, PROMPT_COST
 from slipstream.frontend.pooling.calls import PoolingCall, Results
@@ -15,8 +16,7 @@ from slipstream.frontend.pooling.inputs import PoolingInputs, PoolingPrompts
 from slipstream.frontend.pooling.results import PoolingRequestOutput
 from slipstream.frontend.request_state import PoolingRequestState
 from slipstream.frontend.served import ServedModel
-from slipstream.messages import Pooled, Submit
-from slipstream.pooling_params import PoolingParams
+from slipstream.params.pooling import PoolingParams
 from slipstream.serve.http.errors import HTTPException, aborted, bad_request
 from slipstream.serve.http.pooling.fields import PoolUsage
 from slipstream.serve.http.request import Request

@@ -9,7 +9,7 @@ import msgspec
 import slipstream
 from slipstream.frontend.pooling.calls import encode, score
 from slipstream.frontend.served import POOLING_TASKS
-from slipstream.pooling_params import Task
+from slipstream.params.pooling import Task
 from slipstream.serve.http.errors import bad_request, invalid_body
 from slipstream.serve.http.pooling.fields import PoolFields, pooling_params, prompts_of, size_of
 from slipstream.serve.http.pooling.pooling import SparseWeight, sparse_weights

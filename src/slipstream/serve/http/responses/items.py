@@ -9,7 +9,7 @@ from slipstream.frontend.served import ServedModel
 from slipstream.serve.http.chat.dialects import assistant_message
 from slipstream.serve.http.chat.nested import check_fields
 from slipstream.serve.http.errors import bad_request
-from slipstream.text.chat import known_roles
+from slipstream.text.chat_template import known_roles
 
 _FIELDS = {  # id and status are labels of an item
     "message": ("role", "content", "id", "status"),

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from slipstream.file_lock import locked
+from slipstream.base.files import locked
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS responses (

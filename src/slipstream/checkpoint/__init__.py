@@ -1,0 +1,1 @@
+"""Reads what the files of a model say. No torch, no options."""

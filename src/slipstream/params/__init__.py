@@ -1,0 +1,1 @@
+"""The parameters of a request: sampling, pooling, structured outputs, adapters, processors."""

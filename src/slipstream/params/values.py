@@ -1,0 +1,147 @@
+"""Checks of single values of SamplingParams and PoolingParams. An error names the parameter and what it takes."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from slipstream.base.errors import InvalidParams
+
+MAX_COUNT = 2**31 - 1  # of tokens
+MAX_BIAS = 100.0
+
+
+class CheckedNames(msgspec.StructMeta):
+    """Metaclass that reports an unknown parameter by name, with the nearest known one."""
+
+    def __call__(cls, *values: Any, **given: Any) -> Any:
+        check_names(cls, given)
+        return super().__call__(
+            *map(plain_value, values), **{name: plain_value(value) for name, value in given.items()}
+        )
+
+
+def check_names(params: Any, given: Iterable[str]) -> None:
+    known = params.__struct_fields__
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else "there are " + ", ".join(known)
+            raise InvalidParams(f"{params.__name__} has no {name}; {hint}")
+
+
+def plain_value(value: Any) -> Any:
+    """Numbers and arrays of numpy as those of Python, which can be sent to a core. Does not import numpy."""
+    return value.tolist() if type(value).__module__ == "numpy" and hasattr(value, "tolist") else value
+
+
+def check_real(
+    name: str, value: object, low: float | None, high: float | None, *, open_low: bool = False, of: str = ""
+) -> None:
+    """Checks that the value is a finite number in a range. `of`: which value of a parameter, for the message."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise InvalidParams(f"{name}{of} is {value!r}; give a number", param=name)
+    if not math.isfinite(value):
+        raise InvalidParams(f"{name}{of} is {value}; give a finite number", param=name)
+    too_low = low is not None and (value <= low if open_low else value < low)
+    if too_low or (high is not None and value > high):
+        raise InvalidParams(f"{name}{of} is {value}; give {_range(low, high, open_low)}", param=name)
+
+
+def check_integer(name: str, value: object, low: int | None, high: int | None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidParams(f"{name} is {value!r}; give a whole number", param=name)
+    if (low is not None and value < low) or (high is not None and value > high):
+        raise InvalidParams(f"{name} is {value}; give {_range(low, high, False)}", param=name)
+
+
+def check_turn(priority: object, cache_salt: object) -> None:
+    """Checks priority and cache_salt."""
+    check_integer("priority", priority, -(2**62), 2**62)
+    check_text("cache_salt", cache_salt)
+
+
+def check_text(name: str, value: object) -> None:
+    """Checks that the value is a str that UTF-8 can encode: the core closes connections that send anything else."""
+    if not isinstance(value, str):
+        raise InvalidParams(f"{name} is {value!r}; give a string", param=name)
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise InvalidParams(
+            f"{name} holds half of a surrogate pair, which is no character; give text that is UTF-8", param=name
+        ) from None
+
+
+def _range(low: float | None, high: float | None, open_low: bool) -> str:
+    if high is None:
+        return f"more than {low}" if open_low else f"at least {low}"
+    return f"more than {low} and at most {high}" if open_low else f"{low} to {high}"
+
+
+def check_strings(name: str, value: object) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, str):
+        value = (value,)
+    if not isinstance(value, list | tuple) or not all(isinstance(text, str) for text in value):
+        raise InvalidParams(f"{name} is {value!r}; give a string or a list of strings", param=name)
+    if any(not text.strip() if name == "bad_words" else not text for text in value):
+        raise InvalidParams(f"{name} holds an empty string, which is in every text; leave it out", param=name)
+    for text in value:
+        check_text(name, text)
+    return tuple(dict.fromkeys(value))
+
+
+def check_ids(name: str, value: object) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, list | tuple | set | frozenset):
+        raise InvalidParams(f"{name} is {value!r}; give a list of token ids", param=name)
+    ids = [plain_value(each) for each in value]
+    for i in ids:
+        if isinstance(i, bool) or not isinstance(i, int) or i < 0:
+            raise InvalidParams(f"{name} holds {i!r}; token ids are whole numbers from 0 up", param=name)
+    return tuple(dict.fromkeys(ids))
+
+
+def check_named_values(name: str, value: object) -> dict[str, Any] | None:
+    if not isinstance(value, Mapping) or not all(isinstance(each, str) for each in value):
+        raise InvalidParams(f"{name} is {value!r}; give names with a value each", param=name)
+    return dict(value) or None
+
+
+def check_callables(value: object) -> tuple[Any, ...] | None:
+    if not isinstance(value, list | tuple) or not all(map(callable, value)):
+        raise InvalidParams(
+            f"logits_processors is {value!r}; give a list of callables, see docs/logits-processors.md",
+            param="logits_processors",
+        )
+    if needs := [each.needs for each in value if getattr(each, "needs", "logits") not in ("tokens", "logits")]:
+        raise InvalidParams(
+            f'logits_processors has a callable whose needs is {needs[0]!r}; give "tokens" or "logits"',
+            param="logits_processors",
+        )
+    return tuple(value) or None
+
+
+def check_bias(value: object) -> dict[int, float] | None:
+    """Checks logit_bias. Ids may be strings, as in JSON."""
+    if not isinstance(value, Mapping):
+        raise InvalidParams(f"logit_bias is {value!r}; give an object of token ids and numbers", param="logit_bias")
+    bias: dict[int, float] = {}
+    for key, number in value.items():
+        token, number = int(key) if isinstance(key, str) and key.isdecimal() else plain_value(key), plain_value(number)
+        if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+            raise InvalidParams(f"logit_bias holds {key!r}; token ids are whole numbers from 0 up", param="logit_bias")
+        if token in bias:
+            raise InvalidParams(
+                f"logit_bias holds {token} twice, as a number and as a text; leave one out", param="logit_bias"
+            )
+        check_real("logit_bias", number, None, None, of=f" of {token}")
+        bias[token] = min(MAX_BIAS, max(-MAX_BIAS, float(number)))  # clamped, as in OpenAI's API
+    return bias or None

@@ -92,3 +92,26 @@ def test_sizes_of_packages_stay_on_the_page_while_they_are_about_right(script: M
     far = row.replace(f"| {files} |", f"| {int(files) * 2} |")
     assert near in script.package_table(near)
     assert row in script.package_table(far)
+
+
+RUN = """<testsuites><testsuite>
+<testcase classname="tests.ops.test_a" name="one" time="1.5"/>
+<testcase classname="tests.ops.test_a.TestB" name="two" time="2.0"/>
+<testcase classname="tests.nn.models.test_c" name="three" time="1200"/>
+<testcase classname="tests.test_d" name="four" time="0.4"/>
+<testcase classname="tests.ops.test_e" name="five" time="99"><skipped/></testcase></testsuite></testsuites>"""
+
+
+def test_seconds_of_a_run_are_summed_by_folder(script: ModuleType) -> None:
+    assert script.seconds_table(RUN).splitlines()[2:] == [
+        "| `tests/nn/` | 1 | 1,200 | `tests/nn/models/test_c.py`, 1,200 |",
+        "| `tests/ops/` | 2 | 4 | `tests/ops/test_a.py`, 4 |",
+        "| `tests/` | 1 | 0 | `tests/test_d.py`, 0 |",
+        "| all | 4 | 1,204 |  |",
+    ]
+
+
+def test_seconds_of_a_run_stay_until_the_next_run(script: ModuleType) -> None:
+    page = "Before\n<!-- pages: seconds -->\n\nold\n\n<!-- end -->\nafter"
+    assert script.filled(page, {}) == page
+    assert script.with_part(page, "seconds", "new") == page.replace("old", "new")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import random
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -445,12 +447,12 @@ def test_reads_that_work_do_not_end_the_alarm_of_writes_that_fail(folder, tmp_pa
         nonlocal fails
         async with batch_server(folder, tmp_path) as door:
             store = door.state.batches.store
-            for name in ("batch", "add_result"):
+            for name in ("open_batch", "add_result"):
                 monkeypatch.setattr(store, name, counted(getattr(store, name), name))
             batch = await create(door, [line("a")])
             await until_health(door, "degraded", failing=["batches"])
             calls.clear()
-            while min(calls["batch"], calls["add_result"]) < 5:
+            while min(calls["open_batch"], calls["add_result"]) < 5:
                 assert (await door.get("/health")).json()["status"] == "degraded"
                 await asyncio.sleep(0)
             assert "works again" not in caplog.text and caplog.text.count("tried again") == 1
@@ -508,6 +510,148 @@ def test_a_batch_that_fills_the_disk_fails_when_there_is_space_again(folder, tmp
             await until_health(door, "ok")
 
     asyncio.run(main())
+
+
+@pytest.fixture(scope="module")
+def stored_files(folder, tmp_path_factory):
+    """The files of a store as a killed server leaves them, with a finished batch and one that was running: with the
+    log of changes, and after another server has copied it into the database."""
+    store, later = tmp_path_factory.mktemp("store"), tmp_path_factory.mktemp("later")
+
+    async def main():
+        async with batch_server(folder, store) as door:
+            await until(door, await create(door, [line("a"), line("empty", prompt=[])]), "completed")
+            door.core.answers = False
+            batch = await create(door, [line(f"{place}") for place in range(3)])
+            await door.core.until(lambda: len(door.core.submits) == 4)
+            door.core.token(door.core.submits[1], 65, end=FinishReason.STOP)
+            while (await until(door, batch, "in_progress"))["request_counts"]["completed"] == 0:
+                await asyncio.sleep(0.005)
+            shutil.copytree(store, later, dirs_exist_ok=True)
+
+    asyncio.run(main())
+    log = {each.name: each.read_bytes() for each in later.glob("batches.sqlite*")}
+    BatchStore(str(later), 2**30).close()
+    return log, {each.name: each.read_bytes() for each in later.glob("batches.sqlite*")}
+
+
+def changed_at_random(rng, data):
+    at, end = sorted(rng.randrange(len(data)) for _ in range(2))
+    return rng.choice(
+        [
+            lambda: data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :],
+            lambda: data[:at],
+            lambda: data[:at] + bytes(min(end - at, 64)) + data[min(end, at + 64) :],
+            lambda: data[: at & -4096] + data[end & -4096 :],
+            lambda: bytes(each ^ (rng.random() < 0.01) for each in data[:end]) + data[end:],
+            lambda: rng.randbytes(at % 5000),
+        ]
+    )()
+
+
+def use_all(store):
+    """Calls the methods of a store as routes and the runner do. Returns what the damage refused."""
+    refused = []
+
+    def call(method, *args):
+        try:
+            return method(*args)
+        except (sqlite3.Error, UnicodeDecodeError) as error:
+            assert store_module.is_damage(error), (error, error.__class__, getattr(error, "sqlite_errorname", None))
+            refused.append(error)
+        except store_module.StoreFull:
+            pass  # a size has changed
+
+    owner = store.owner(b"mine")
+    for file in call(store.files, owner, None, 100, True) or []:
+        call(store.content, owner, file.id)
+    for batch in call(store.batches, owner, None, 100) or []:
+        call(store.batch, owner, batch.id)
+    call(store.delete_expired)
+    for batch in call(store.open_batches) or []:
+        if call(store.open_batch, *batch) is not None:
+            call(store.line_indices, batch[1])
+            call(store.change_batch, *batch, runner_module._begun(4))
+            call(store.add_result, *batch, 2, b"{}", True)
+            call(store.finish, *batch, runner_module._ended("completed"))
+    call(store.add_file, owner, "name", "batch", b"x" * 5000, 5000)
+    return refused
+
+
+def test_a_database_that_was_changed_at_random_is_refused_by_name(stored_files, tmp_path):
+    """At the start, or when a method reads the damaged part."""
+    rng = random.Random(41)
+    outcomes = Counter()
+    for trial in range(60):
+        folder = tmp_path / f"{trial}"
+        folder.mkdir()
+        files = rng.choice(stored_files)
+        changed = rng.choice(list(files))
+        for name, data in files.items():
+            (folder / name).write_bytes(changed_at_random(rng, data) if name == changed else data)
+        try:
+            store = BatchStore(str(folder), 2**30)
+        except InvalidOption as error:
+            outcomes["refused"] += 1
+            assert f"{folder / 'batches.sqlite'} is damaged" in str(error) and "move it away" in str(error)
+            continue
+        outcomes["damaged" if use_all(store) else "used"] += 1
+        store.close()
+    assert set(outcomes) == {"refused", "damaged", "used"}, outcomes
+
+
+DAMAGES = {  # statements, and what says that something is wrong
+    "no salt": ("DELETE FROM salt", "start"),
+    "short salt": ("UPDATE salt SET salt = x'00'", "start"),
+    "text as salt": ("UPDATE salt SET salt = 'salt'", "start"),
+    "column": ("ALTER TABLE files RENAME COLUMN size TO sise", "use"),
+    "state of a file": ("UPDATE files SET state = substr(state, 9)", "use"),
+    "short file": ("UPDATE files SET data = substr(data, 9)", "use"),
+    "text as file": ("UPDATE files SET data = 'text'", "use"),
+    "state of a batch": ("UPDATE batches SET state = x'ff' WHERE open", "use"),
+    "end of a batch": ("UPDATE batches SET open = 1", "use"),
+    "no owner": ("UPDATE batches SET owner = NULL WHERE open", "use"),
+    "no UTF-8": ("UPDATE batches SET owner = CAST(x'ff' AS TEXT) WHERE open", "use"),
+    "no bytes count": ("UPDATE batches SET result_bytes = 'x'", None),
+    "text as result": ("UPDATE results SET line = 'text'", "use"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_of_the_database_is_found(stored_files, tmp_path, damage):
+    for name, data in stored_files[1].items():
+        (tmp_path / name).write_bytes(data)
+    statement, found = DAMAGES[damage]
+    with contextlib.closing(sqlite3.connect(tmp_path / "batches.sqlite", isolation_level=None)) as db:
+        db.execute(statement)
+    if found == "start":
+        with pytest.raises(InvalidOption, match="is damaged"):
+            BatchStore(str(tmp_path), 2**30)
+        return
+    store = BatchStore(str(tmp_path), 2**30)
+    assert bool(use_all(store)) == (found == "use")
+    store.close()
+
+
+def test_a_damaged_batch_leaves_the_others_alone(folder, stored_files, tmp_path, fast, caplog):
+    """Nothing is tried in a loop without a pause, and /health, routes and the log say what to do."""
+    for name, data in stored_files[1].items():
+        (tmp_path / name).write_bytes(data)
+    with contextlib.closing(sqlite3.connect(tmp_path / "batches.sqlite", isolation_level=None)) as db:
+        db.execute("UPDATE batches SET owner = NULL WHERE open")
+
+    async def main():
+        async with batch_server(folder, tmp_path) as door:
+            await until_health(door, "degraded", failing=["batches"])
+            await until(door, await create(door, [line("a")]), "completed")
+            store = door.state.batches.store
+            await door.state.batches.run(store._db.execute, "UPDATE batches SET state = x'7b'")
+            refused = await door.get("/v1/batches", **KEY)
+            assert refused.status == 503 and "is damaged" in refused.error and "move it away" in refused.error
+            assert "retry-after" not in refused.headers and str(tmp_path) not in refused.error
+
+    asyncio.run(main())
+    assert "not found, and among those that are not finished" in caplog.text and "Traceback" not in caplog.text
 
 
 def test_empty_lines_take_no_memory():

@@ -11,6 +11,9 @@ import time
 from collections import Counter
 from types import TracebackType
 
+from slipstream.base.errors import SlipstreamError
+from slipstream.serve.http.errors import HTTPException
+
 log = logging.getLogger("slipstream.http")
 
 _AGAIN_SECONDS = 60.0  # between two lines of the log about the same failure
@@ -55,8 +58,9 @@ class Turns:
         self.failures[task] += 1
         text, now = f"{type(error).__name__}: {error}", time.monotonic()
         before, logged = self._failing.get((task, part), ("", 0.0))
+        trace = None if isinstance(error, HTTPException | SlipstreamError) else error  # those say all in their text
         if text != before:
-            log.error("%s: a turn failed and is tried again: %s", _named(task, part), text, exc_info=error)
+            log.error("%s: a turn failed and is tried again: %s", _named(task, part), text, exc_info=trace)
         elif now >= logged + _AGAIN_SECONDS:
             log.error("%s: turns still fail: %s", _named(task, part), text)
         else:

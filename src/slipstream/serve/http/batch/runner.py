@@ -134,9 +134,7 @@ class _Batch:
         self.id = id
 
     async def run(self) -> None:
-        batch = await self._call(self.store.batch, self.owner, self.id)
-        if batch is None:
-            return
+        batch = await self._call(self.store.open_batch, self.owner, self.id)
         data = await self._call(self.store.content, self.owner, batch.input_file_id)
         if data is None:
             await self.finish(_failed(BatchLineError("file_not_found", "the input file was deleted")))
@@ -146,18 +144,17 @@ class _Batch:
             await self.finish(_failed(*errors))
             return
         indices = await self._call(self.store.line_indices, self.id)
-        batch = await self._call(self.store.change_batch, self.owner, self.id, _begun(len(lines)))
-        if batch is None:
-            return
+        begun = await self._call(self.store.change_batch, self.owner, self.id, _begun(len(lines)))
+        assert begun is not None, f"batch {self.id} is gone, which was open"
         end = "completed"
-        if batch.status != "cancelling" and len(indices) < len(lines):
+        if begun.status != "cancelling" and len(indices) < len(lines):
             task = asyncio.ensure_future(self._run_lines(data, lines, indices))
             try:
-                end = await self._until_end(task, batch.expires_at)
+                end = await self._until_end(task, begun.expires_at)
             finally:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
-        elif batch.status == "cancelling":
+        elif begun.status == "cancelling":
             end = "cancelled"
         rest = await self._expired_lines(data, lines) if end == "expired" else b""
         await self.finish(_ended(end), rest)
@@ -181,8 +178,8 @@ class _Batch:
             if task.done():
                 task.result()  # raises what stopped it
                 return "completed"
-            batch = await self._call(self.store.batch, self.owner, self.id)
-            if batch is None or batch.status == "cancelling":
+            batch = await self._call(self.store.open_batch, self.owner, self.id)
+            if batch.status == "cancelling":
                 return "cancelled"
             if time.time() >= expires_at:
                 return "expired"

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import ParamSpec, TypeVar
 
-from slipstream.serve.http.batch.store import BatchStore
+from slipstream.serve.http.batch.store import REPAIR, BatchStore, is_damage
 from slipstream.serve.http.errors import HTTPException
 from slipstream.serve.http.settings import ServerSettings
 
@@ -21,11 +21,14 @@ log = logging.getLogger("slipstream.http")
 
 
 class StoreUnavailable(HTTPException):
-    """The database is locked by another process, or cannot be read or written."""
+    """The database is locked by another process, is damaged, or cannot be read or written."""
 
-    def __init__(self, error: sqlite3.Error) -> None:
-        fact = f"the batch store cannot be used: {error}"
-        super().__init__(503, f"{fact}; try again", code="store_unavailable", retry_after=5)
+    def __init__(self, store: BatchStore, error: Exception) -> None:
+        if is_damage(error):
+            fact, after = f"the batch store is damaged: {error}; {REPAIR}: {store.path.name} in the batch_dir", None
+        else:
+            fact, after = f"the batch store cannot be used: {error}; try again", 5
+        super().__init__(503, fact, code="store_unavailable", retry_after=after)
 
 
 class BatchService:
@@ -41,8 +44,8 @@ class BatchService:
         """Calls a method of the store. Raises StoreUnavailable."""
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: call(*args, **kwargs))
-        except sqlite3.Error as error:
-            raise StoreUnavailable(error) from error
+        except (sqlite3.Error, UnicodeDecodeError) as error:
+            raise StoreUnavailable(self.store, error) from error
 
     @contextmanager
     def holding(self, num_bytes: int) -> Iterator[None]:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -37,8 +38,26 @@ CREATE TABLE IF NOT EXISTS salt (salt BLOB);
 """
 
 
+T = TypeVar("T")
+
+
 class StoreFull(UserError):
     """The store has no room for a file, a batch or a result."""
+
+
+class StoreDamaged(sqlite3.DatabaseError):
+    """The database has what the store did not write."""
+
+
+REPAIR = "end the server, then restore the file from a backup, repair it (sqlite3 has .recover), or move it away"
+"""What to do about a damaged database."""
+
+
+def is_damage(error: Exception) -> bool:
+    """Whether the database must be repaired, and trying again does not help."""
+    if isinstance(error, StoreDamaged | UnicodeDecodeError) or "Could not decode to UTF-8" in str(error):
+        return True  # some messages of SQLite quote damaged text, which Python then cannot decode
+    return _code(error) in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)
 
 
 class BatchStore:
@@ -53,20 +72,31 @@ class BatchStore:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with locked(self.folder / "open.lock"):  # two processes do not set WAL at once
                 self._open()
-        except (OSError, sqlite3.Error) as error:
+        except (OSError, sqlite3.Error, UnicodeDecodeError) as error:
+            if is_damage(error):
+                raise InvalidOption(f"{self.path} is damaged: {error}; {REPAIR}, or give another batch_dir") from None
             raise InvalidOption(f"cannot open the batch store in {folder}: {error}; give another batch_dir") from None
 
+    @property
+    def path(self) -> Path:
+        return self.folder / "batches.sqlite"
+
     def _open(self) -> None:
-        file = self.folder / "batches.sqlite"
-        self._db = sqlite3.connect(file, check_same_thread=False, isolation_level=None, timeout=30)
-        os.chmod(file, 0o600)
+        self._db = sqlite3.connect(self.path, check_same_thread=False, isolation_level=None, timeout=30)
+        os.chmod(self.path, 0o600)
         self._db.execute("PRAGMA journal_mode = WAL")
         self._db.execute("PRAGMA synchronous = NORMAL")  # a killed process loses nothing; a power failure may
         self._db.executescript(_SCHEMA)
         with self._change():
-            if self._db.execute("SELECT salt FROM salt").fetchone() is None:
-                self._db.execute("INSERT INTO salt VALUES (?)", (secrets.token_bytes(16),))
-        (self._salt,) = self._db.execute("SELECT salt FROM salt").fetchone()
+            found = self._db.execute("SELECT salt FROM salt").fetchone()
+            if found is None and self._db.execute("SELECT id FROM files UNION SELECT id FROM batches").fetchone():
+                raise StoreDamaged("it has files, but not the salt of their owners")
+            if found is None:
+                found = (secrets.token_bytes(16),)
+                self._db.execute("INSERT INTO salt VALUES (?)", found)
+        self._salt = _bytes(found[0], "the salt of the owners")
+        if len(self._salt) != 16:
+            raise StoreDamaged(f"the salt of the owners has {len(self._salt)} bytes, not 16")
 
     def close(self) -> None:
         self._db.close()
@@ -86,19 +116,24 @@ class BatchStore:
     def file(self, owner: str, id: str) -> FileObject | None:
         query = "SELECT state FROM files WHERE id = ? AND owner = ? AND expires > ?"
         found = self._db.execute(query, (id, owner, time.time())).fetchone()
-        return None if found is None else msgspec.json.decode(found[0], type=FileObject)
+        return None if found is None else _decode(found[0], FileObject)
 
     def content(self, owner: str, id: str) -> bytes | None:
-        query = "SELECT data FROM files WHERE id = ? AND owner = ? AND expires > ?"
+        query = "SELECT data, state FROM files WHERE id = ? AND owner = ? AND expires > ?"
         found = self._db.execute(query, (id, owner, time.time())).fetchone()
-        return None if found is None else found[0]
+        if found is None:
+            return None
+        data, file = _bytes(found[0], f"the file {id}"), _decode(found[1], FileObject)
+        if len(data) != file.bytes:
+            raise StoreDamaged(f"the file {id} has {len(data)} bytes, not {file.bytes}")
+        return data
 
     def files(
         self, owner: str, after: str | None, limit: int, newest_first: bool, purpose: str | None = None
     ) -> list[FileObject]:
         """Returns up to `limit` files, with this purpose if one is given, behind the one with the id `after`."""
         rows = self._page("files", owner, after, limit if purpose is None else _MAX_ROWS, newest_first)
-        files = (msgspec.json.decode(row, type=FileObject) for row in rows)
+        files = (_decode(row, FileObject) for row in rows)
         return list(islice((file for file in files if purpose in (None, file.purpose)), limit))
 
     def delete_file(self, owner: str, id: str) -> bool:
@@ -118,10 +153,18 @@ class BatchStore:
 
     def batch(self, owner: str, id: str) -> BatchObject | None:
         found = self._db.execute("SELECT state FROM batches WHERE id = ? AND owner = ?", (id, owner)).fetchone()
-        return None if found is None else msgspec.json.decode(found[0], type=BatchObject)
+        return None if found is None else _decode(found[0], BatchObject)
+
+    def open_batch(self, owner: str, id: str) -> BatchObject:
+        """Returns one of `open_batches`."""
+        batch = self.batch(owner, id)
+        if batch is None or batch.status not in OPEN:
+            state = "not found" if batch is None else batch.status
+            raise StoreDamaged(f"the batch {id} is {state}, and among those that are not finished")
+        return batch
 
     def batches(self, owner: str, after: str | None, limit: int) -> list[BatchObject]:
-        return [msgspec.json.decode(row, type=BatchObject) for row in self._page("batches", owner, after, limit, True)]
+        return [_decode(row, BatchObject) for row in self._page("batches", owner, after, limit, True)]
 
     def open_batches(self) -> list[tuple[str, str]]:
         """Returns owners and ids of the batches that are not finished, the oldest first."""
@@ -146,8 +189,7 @@ class BatchStore:
             entry = (id, line_index, ok, line)
             if self._db.execute("INSERT OR IGNORE INTO results VALUES (?, ?, ?, ?)", entry).rowcount:
                 self._db.execute("UPDATE batches SET result_bytes = result_bytes + ? WHERE id = ?", (len(line), id))
-                batch = self.batch(owner, id)
-                assert batch is not None, f"a result of batch {id}, which is not stored"
+                batch = self.open_batch(owner, id)
                 batch.request_counts.completed += ok
                 batch.request_counts.failed += not ok
                 self._put(batch)
@@ -162,15 +204,13 @@ class BatchStore:
         """Makes files of the results, in the order of the input, and closes the batch. `rest`: lines to append to the
         file of errors."""
         with self._change():
-            batch = self.batch(owner, id)
-            if batch is None:
-                return
-            assert batch.status in OPEN, batch.status
+            batch = self.open_batch(owner, id)
             kept = batch.output_expires_after
             seconds = KEEP_SECONDS if kept is None else kept.seconds
             for ok in (1, 0):
                 query = "SELECT line FROM results WHERE batch = ? AND ok = ? ORDER BY line_index"
-                data = b"".join(line + b"\n" for (line,) in self._db.execute(query, (id, ok))) + (b"" if ok else rest)
+                found = (_bytes(line, f"a result of {id}") for (line,) in self._db.execute(query, (id, ok)))
+                data = b"".join(line + b"\n" for line in found) + (b"" if ok else rest)
                 if data:
                     name = f"{id}_{'output' if ok else 'error'}.jsonl"
                     file = self._insert_file(owner, name, "batch_output", data, seconds)
@@ -234,10 +274,12 @@ class BatchStore:
             raise StoreFull(f"{fact}; delete files, or wait until batches expire")
 
     def _check_results(self, id: str, num_bytes: int) -> None:
-        (used,) = self._db.execute("SELECT result_bytes FROM batches WHERE id = ?", (id,)).fetchone() or (0,)
+        (used,) = self._db.execute("SELECT TOTAL(result_bytes) FROM batches WHERE id = ?", (id,)).fetchone()
         if used + num_bytes > MAX_RESULT_BYTES:
-            fact = f"the batch has {used} bytes of results, and {num_bytes} more exceed the limit of {MAX_RESULT_BYTES}"
-            raise StoreFull(f"{fact}; send the other lines in another batch")
+            limit = f"{num_bytes} more exceed the limit of {MAX_RESULT_BYTES}"
+            raise StoreFull(
+                f"the batch has {int(used)} bytes of results, and {limit}; send the other lines in another batch"
+            )
 
     @contextmanager
     def _change(self) -> Iterator[None]:
@@ -250,6 +292,25 @@ class BatchStore:
         except BaseException as error:
             if self._db.in_transaction:  # some errors of SQLite have ended it
                 self._db.execute("ROLLBACK")
-            if isinstance(error, sqlite3.Error) and error.sqlite_errorcode == sqlite3.SQLITE_FULL:
-                raise StoreFull("the disk of the batch store is full; delete files, or free space") from None
+            if _code(error) == sqlite3.SQLITE_FULL:
+                raise StoreFull("the disk of the batch store is full; free space on it") from None
             raise
+
+
+def _code(error: BaseException) -> int:
+    """SQLite's code without its extension; 0 if the error is not SQLite's."""
+    code: int = getattr(error, "sqlite_errorcode", 0)
+    return code & 0xFF
+
+
+def _bytes(found: object, name: str) -> bytes:
+    if not isinstance(found, bytes):
+        raise StoreDamaged(f"{name} is {type(found).__name__}, not bytes")
+    return found
+
+
+def _decode(state: object, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(_bytes(state, f"a {kind.__name__}"), type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise StoreDamaged(f"a {kind.__name__} cannot be read: {error}") from None

@@ -232,3 +232,12 @@ def test_a_front_end_that_cannot_start_is_not_started_again(folder, tmp_path):
     assert server.end() != 0
     assert any("tokenizer.json" in line for line in server.lines)
     assert not any("restarting it" in line for line in server.lines)
+
+
+def test_an_option_that_a_front_end_refuses_is_one_line_of_the_log(folder, tmp_path):
+    (tmp_path / "batches.sqlite").write_bytes(b"not a database")
+    server = ServerProcess(folder, "--workers", "2", "--batch-dir", str(tmp_path), wait=False, scripted=True)
+    assert server.end() != 0
+    (line, *_) = [line for line in server.lines if "a front end cannot start" in line]
+    assert "batches.sqlite is damaged" in line and "--batch-dir" in line
+    assert not any("restarting it" in line or "Traceback" in line for line in server.lines)

@@ -14,12 +14,14 @@ from pathlib import Path
 
 import msgspec
 
+from slipstream.base.errors import UserError
 from slipstream.base.log import set_up_log
 from slipstream.base.processes import die_with_parent
 from slipstream.metrics.stats import SharedCounters
 from slipstream.serve.http.settings import ServerSettings
 from slipstream.serve.http.supervisor import CANNOT_START
 from slipstream.serve.http.worker import run_worker
+from slipstream.serve.wording import Flags
 from slipstream.transport.socket_client import SocketClient
 
 status = logging.getLogger("slipstream.status")
@@ -32,7 +34,11 @@ def main(argv: list[str]) -> int:
     listener, core = (socket.socket(fileno=int(fd)) for fd in argv[:2])
     shared = SharedCounters(int(argv[2]), int(argv[3]), settings.workers) if len(argv) > 2 else None
     responses = Path(argv[4]) if len(argv) > 4 else None
-    end = run_worker(settings, listener, partial(SocketClient.connect, core), shared, responses)
+    try:
+        end = run_worker(settings, listener, partial(SocketClient.connect, core), shared, responses)
+    except UserError as error:
+        status.error("a front end cannot start: %s", Flags(ServerSettings.__struct_fields__)(str(error)))
+        return CANNOT_START
     if end is None:
         return 0
     status.error("a front end ended: %s", end.cause)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -83,14 +84,15 @@ class LLM(PoolingMethods, VllmMethods):
             self.models = replicas.engine.models
             front_end.apply(self.models.values())
             self._configs = configs(given)
-            self._free = weakref.finalize(self, replicas.close)  # also without a call of `close`
+            # also without a call of `close`
+            self._free = weakref.finalize(self, _close_in, os.getpid(), replicas.close)
             return
         lanes, self.models = build_served(given, progress=use_tqdm_on_load, device=_device)
         front_end.apply(self.models.values())
         self.cores = lanes.cores
         self._configs = {name: core.config for name, core in self.cores.items()}
         self._sync_loop = SyncLoop(lanes, with_stats=front_end.disable_log_stats is False)
-        self._free = weakref.finalize(self, lanes.close)
+        self._free = weakref.finalize(self, _close_in, os.getpid(), lanes.close)
 
     @property
     def core(self) -> EngineCore:
@@ -274,7 +276,10 @@ class LLM(PoolingMethods, VllmMethods):
             Path(path).write_bytes(chrome_trace(log.models, list(log.steps)))
 
     def close(self) -> None:
-        """Frees the model, the cache and the device's thread. Waits for the call of another thread."""
+        """Frees the model, the cache and the device's thread. Waits for the call of another thread. In a fork of the
+        process that made the LLM it does nothing."""
+        if self._sync_loop.pid != os.getpid():
+            return
         if isinstance(self._sync_loop, SyncLoop):
             self._sync_loop.check_no_step()
         with self._sync_loop.lock:
@@ -347,3 +352,9 @@ class LLM(PoolingMethods, VllmMethods):
 
     def _model(self, name: str | None, *tasks: str) -> ServedModel:
         return choose(self.models, name, *tasks, adapters=self._adapter_names.of(self.models))
+
+
+def _close_in(pid: int, close: Callable[[], None]) -> None:
+    """Not in a fork of the process: replicas are the parent's, and threads do not exist there."""
+    if pid == os.getpid():
+        close()

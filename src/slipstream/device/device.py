@@ -8,6 +8,8 @@ import math
 import mmap
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -22,6 +24,7 @@ from slipstream.device.freed_memory import keep_freed_memory
 from slipstream.device.memory_pool import MemoryPool
 from slipstream.device.peer_memory import CudaExport, CudaPeer, ExportedMemory, PeerMemory
 from slipstream.device.streams import CudaStream, DeviceWork, InlineStream, Stream, ThreadedStream
+from slipstream.device.thread_state import allow_forks, engine_state, enter_for_good
 
 if TYPE_CHECKING:
     from slipstream.device.profiler import TorchProfiler
@@ -56,16 +59,26 @@ class Device:
         self.num_threads = num_threads
         self.compute: Stream
         self.copy: Stream
+        # one thread runs all kernels: two OpenMP pools compete for few cores
+        enter = partial(enter_for_good, num_threads)
         if depth == 0:
-            self._enter_thread()
+            enter()
             self.compute = self.copy = InlineStream()
-        else:
-            self.compute = self.copy = ThreadedStream("slipstream-device", self._enter_thread)
+            return
+        self.compute = self.copy = ThreadedStream("slipstream-device", enter)
+        self.run_and_wait(lambda: None)  # the thread has its state
 
-    def _enter_thread(self) -> None:
-        # only this thread runs kernels from now on: two OpenMP pools compete for few cores
-        torch.set_num_threads(self.num_threads)
-        torch.set_grad_enabled(False)
+    def engine_state(self) -> AbstractContextManager[None]:
+        """The state of torch for a call that steps an engine on this device, in a thread that is not the engine's."""
+        return engine_state(self._inline_threads())
+
+    def enter_thread(self) -> None:
+        """The same for a thread of the engine's own, for good."""
+        enter_for_good(self._inline_threads())
+
+    def _inline_threads(self) -> int | None:
+        """Threads of kernels that run in the thread that steps; None if they run elsewhere."""
+        return self.num_threads if isinstance(self.compute, InlineStream) else None
 
     def open_stream(self) -> Stream:
         """A stream for copies that results need not wait for. A CPU copies in its one stream."""
@@ -313,4 +326,5 @@ def seems_cuda(kind: str) -> bool:
 
 def open_device(kind: str, depth: int, num_threads: int) -> Device:
     assert kind in ("cpu", "cuda"), f"there is no device {kind}"
+    allow_forks()
     return CudaDevice(depth) if kind == "cuda" else Device(depth, num_threads)

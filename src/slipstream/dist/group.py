@@ -54,7 +54,7 @@ class Group:
         if self.is_nccl:
             with _variables(_nccl_variables(rank, address)):
                 self._group = _new_nccl(self.store, rank, size)
-                self.all_reduce(torch.zeros(1, device=device))  # connects: a captured collective must not
+                self.all_reduce(torch.zeros(1, device=device, dtype=torch.float32))  # connects: a captured collective must not
             torch.cuda.current_stream(device).synchronize()
             return
         options = ProcessGroupGloo._Options()

@@ -40,6 +40,7 @@ from slipstream.config.read_pooling import read_pooling
 from slipstream.config.resolve import Source, fewer_rows, model_config, resolve, resolve_dtype
 from slipstream.contracts.step import Peers
 from slipstream.device.device import Device, detect_machine, open_device, seems_cuda
+from slipstream.device.thread_state import engine_state
 from slipstream.engine.build_ranks import adapter_memory, build_ranks, rank_pages, tier_copier
 from slipstream.engine.core import EngineCore
 from slipstream.engine.draft_model import settle_draft
@@ -141,6 +142,7 @@ def build_core(
     return core
 
 
+@engine_state()
 def build_lanes(
     options: Sequence[Options],
     opened: Sequence[Opened],
@@ -186,10 +188,12 @@ def build_lanes(
     except BaseException:
         device.close()
         raise
-    asleep = None if device.pools is None else device
-    return Lanes({name: built[name][1] for name in names}, asleep), {name: built[name][0] for name in names}
+    lanes = Lanes({name: built[name][1] for name in names}, None if device.pools is None else device)
+    lanes.thread_state, lanes.enter_thread = device.engine_state, device.enter_thread
+    return lanes, {name: built[name][0] for name in names}
 
 
+@engine_state()
 def open_models(options: Sequence[Options], engine: int = 0) -> list[Opened]:
     """`engine`: number of this engine among those that share experts."""
     check_one_model(options)

@@ -8,7 +8,8 @@ is alone gets the whole device.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 
 from slipstream.base.errors import EngineDead, ModelNotFound, UserError
 from slipstream.contracts.messages import Abort, Output, Submit
@@ -34,6 +35,9 @@ class Lanes:
             core.timer.timeline = self._default.core.timer.timeline  # they share a device
         self.sleeper = Sleeper(self.cores, device)
         self._failure: tuple[str, BaseException] | None = None  # of any lane: all fail together
+        # torch's state that steps need: for the calls of a thread, and for a thread that does nothing else
+        self.thread_state: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.enter_thread: Callable[[], None] = lambda: None
 
     @property
     def num_steps(self) -> int:

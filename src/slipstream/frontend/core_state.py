@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 
+from slipstream.base.errors import EngineClosed
 from slipstream.frontend.adapter_names import AdapterNames
 from slipstream.frontend.served import ServedModel, choose
 from slipstream.transport.frames import Loading, ModelDescriptions, Pulse, Ready, start_error
@@ -11,6 +13,7 @@ from slipstream.transport.frames import Loading, ModelDescriptions, Pulse, Ready
 
 class CoreState:
     def __init__(self) -> None:
+        self._pid = os.getpid()
         self.models: dict[str, ServedModel] = {}  # by name; the first is the default
         self.adapter_names = AdapterNames()
         self.pulse = Pulse()
@@ -44,7 +47,8 @@ class CoreState:
         return self.failure
 
     def check(self) -> None:
-        """Raises if the core is lost."""
+        """Raises if the core is lost, or this process is a fork of the core's front end."""
+        check_process(self._pid)
         if self.failure is not None:
             raise self.failure
 
@@ -102,6 +106,14 @@ class CoreState:
     def _wake_if_ready(self) -> None:
         if self.is_ready:
             wake(self._state_waiters)
+
+
+def check_process(pid: int) -> None:
+    """Raises in a fork of the process that made an engine: a call would wait forever for threads that do not exist."""
+    if pid != os.getpid():
+        raise EngineClosed(
+            f"process {pid} made this engine, and this is a fork of it, without its threads; make a new engine here"
+        )
 
 
 def wake(waiters: list[asyncio.Future[None]]) -> None:

@@ -6,6 +6,7 @@ An event loop in a thread of this process receives the outputs. Calls of several
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from typing import Any, TypeVar
 from slipstream.base.errors import EngineClosed, InvalidOption
 from slipstream.config.options import Options
 from slipstream.frontend.async_engine import AsyncEngine
+from slipstream.frontend.core_state import check_process
 from slipstream.frontend.inputs import PreparedPrompt
 from slipstream.frontend.request_stream import RequestStream
 from slipstream.frontend.results import RequestOutput
@@ -32,6 +34,7 @@ class ReplicaLoop:
         """Starts the replicas and waits until all are ready."""
         source = open_replicas(options)
         self.closed = False
+        self.pid = os.getpid()
         self.lock = threading.RLock()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="slipstream-replicas", daemon=True)
@@ -127,6 +130,7 @@ class ReplicaLoop:
             self._stop()
 
     def check_open(self) -> None:
+        check_process(self.pid)
         if self.closed:
             raise EngineClosed("this LLM was closed; make a new one")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
@@ -13,6 +14,7 @@ from slipstream.base.errors import EngineClosed, InvalidParams, QueueFull, UserE
 from slipstream.contracts.messages import Abort, Output
 from slipstream.engine.interrupts import held_back, watched
 from slipstream.engine.lanes import Lanes
+from slipstream.frontend.core_state import check_process
 from slipstream.frontend.inputs import PreparedPrompt
 from slipstream.frontend.prompt_feeder import PromptFeeder
 from slipstream.frontend.request_state import OutputProcessor, RequestState
@@ -35,6 +37,7 @@ class SyncLoop:
             self.stats = {name: ModelStats() for name in lanes.cores}
         self.outputs = OutputProcessor()
         self.closed = False
+        self.pid = os.getpid()
         self.lock = threading.RLock()
         self._depth = 0  # nesting of `turn` in the thread that holds the lock
         self._stepping: int | None = None  # the thread that is inside a step of the engine
@@ -43,14 +46,18 @@ class SyncLoop:
     @contextmanager
     def turn(self) -> Iterator[None]:
         """Locks the engine for one thread. All use of the engine is inside a turn."""
+        check_process(self.pid)  # before the lock, which a thread of another process may hold forever
         self.check_no_step()
         with self.lock:
             self.check_open()  # another thread may have closed it while this one waited
             self._depth += 1
             try:
-                if self._depth == 1:
-                    self._abort_abandoned()
-                yield
+                if self._depth > 1:
+                    yield
+                else:
+                    with self.lanes.thread_state():
+                        self._abort_abandoned()
+                        yield
             finally:
                 self._depth -= 1
 
@@ -229,6 +236,7 @@ class SyncLoop:
         del self.lanes
 
     def check_open(self) -> None:
+        check_process(self.pid)
         if self.closed:
             raise EngineClosed("this LLM was closed; make a new one")
 

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from slipstream.base.host import num_cpus
+from slipstream.device.thread_state import openmp_library
 from slipstream.ops import prebuilt
 
 log = logging.getLogger(__name__)
@@ -125,7 +126,7 @@ def _open_compiled() -> None:
 
 def _open_prebuilt() -> ctypes.CDLL | None:
     path = prebuilt.find()
-    if path is None or _openmp() is None:
+    if path is None or openmp_library() is None:
         return None
     global _library_path
     try:
@@ -149,7 +150,7 @@ def _open_cached() -> ctypes.CDLL | None:
 
 
 def _load(path: Path) -> ctypes.CDLL:
-    runtime = _openmp()
+    runtime = openmp_library()
     if runtime is not None:
         ctypes.CDLL(runtime, ctypes.RTLD_GLOBAL)
     found = ctypes.CDLL(str(path))
@@ -201,22 +202,12 @@ def _target() -> Path | None:
 
 @functools.cache
 def _flags() -> tuple[str, ...]:
-    return (*_FLAGS, "-fopenmp") if _openmp() is not None else _FLAGS
-
-
-@functools.cache
-def _openmp() -> str | None:
-    """Path of the GNU OpenMP runtime that torch has loaded; None if it uses another."""
-    try:
-        with open("/proc/self/maps", encoding="utf-8", errors="replace") as lines:
-            return next((line.split()[-1] for line in lines if "/libgomp" in line), None)
-    except OSError:
-        return None
+    return (*_FLAGS, "-fopenmp") if openmp_library() is not None else _FLAGS
 
 
 @functools.cache
 def _compiler() -> str | None:
-    names = ("gcc",) if _openmp() is not None else ()  # other compilers would call another OpenMP runtime
+    names = ("gcc",) if openmp_library() is not None else ()  # other compilers would call another OpenMP runtime
     return next((path for name in (*names, "cc") if (path := shutil.which(name))), None)
 
 

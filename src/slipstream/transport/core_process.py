@@ -208,6 +208,7 @@ def main(argv: list[str]) -> int:
         start = msgspec.json.decode(sys.stdin.buffer.read(), type=CoreStart)
         with watch, loading():
             process = _load(start, server)
+        process.lanes.enter_thread()
         process.run()
         process.close()
         return 0

@@ -37,8 +37,10 @@ class ThreadClient:
         self.inbox: queue.SimpleQueue[ToCore | None] = queue.SimpleQueue()
         self._listener: Listener | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._entered = threading.Event()
         self.thread = threading.Thread(target=self._run, name="slipstream-core", daemon=True)
         self.thread.start()
+        self._entered.wait()
 
     def listen(self, listener: Listener) -> None:
         self._listener = listener
@@ -52,6 +54,8 @@ class ThreadClient:
         await asyncio.get_running_loop().run_in_executor(None, self.thread.join)
 
     def _run(self) -> None:
+        self.core.enter_thread()
+        self._entered.set()
         try:
             while self._receive():
                 self._inspector.drop_unread()

@@ -126,7 +126,7 @@ def sparse_deviations(sparsity: float, dtype: torch.dtype) -> float:
     """Standard deviations above the mean below which a share `sparsity` of normally spread numbers lies."""
     # models are laid out on the meta device
     with torch.device("cpu"), sync_allowed("a number of the model's shape, on the host, before weights are loaded"):
-        return float((torch.erfinv(2 * torch.tensor(sparsity) - 1) * math.sqrt(2)).to(dtype))
+        return float((torch.erfinv(2 * torch.tensor(sparsity, dtype=torch.float32) - 1) * math.sqrt(2)).to(dtype))
 
 
 def _gelu_sparsely(deviations: float, gate_up: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,7 @@ class AdaptedRows:
 
     def __init__(self, linear: Linear) -> None:
         self._linear = linear
-        targets = dict(_targets(linear, torch.empty(linear.num_outputs, 1)))
+        targets = dict(_targets(linear, torch.empty(linear.num_outputs, 1, dtype=torch.float32)))
         # by tensor: "q", or "" for a single one; of all ranks
         self.num_rows = {name: own.shape[0] for name, own in targets.items()}
         self.index = {name: index for index, name in enumerate(targets)}
@@ -32,9 +32,9 @@ class AdaptedRows:
 
     def _runs(self) -> tuple[tuple[int, int, int], ...]:
         """(first output, end, index of the tensor) of adjacent outputs of one tensor."""
-        owner = torch.empty(self._linear.num_outputs, 1)
+        owner = torch.empty(self._linear.num_outputs, 1, dtype=torch.float32)
         for name, own in _targets(self._linear, owner):
-            own.fill(Piece(torch.full((self.num_rows[name], 1), float(self.index[name]))))
+            own.fill(Piece(torch.full((self.num_rows[name], 1), float(self.index[name]), dtype=torch.float32)))
         with sync_allowed("at start, in host memory"):
             indices = [int(value) for value in owner.flatten().tolist()]
         borders = [at for at in range(1, len(indices)) if indices[at] != indices[at - 1]]

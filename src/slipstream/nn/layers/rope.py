@@ -157,7 +157,7 @@ def _longrope(plain: torch.Tensor, info: RopeInfo, max_positions: int, num_posit
     """LongRoPE: a divisor per frequency, from one set up to the original context and another set beyond it."""
     factors = info.factors
     original = _original_length(info, max_positions)
-    divisors = torch.tensor(factors["long_factor" if num_positions > original else "short_factor"])
+    divisors = torch.tensor(factors["long_factor" if num_positions > original else "short_factor"], dtype=torch.float32)
     if len(divisors) != len(plain):
         raise BadCheckpoint(f"rope scaling of kind longrope has {len(divisors)} factors for {len(plain)} frequencies")
     scale = factors.get("attention_factor")

@@ -168,7 +168,7 @@ def _to_fp4(grouped: torch.Tensor) -> QuantizedPart:
 
 def _fp4_codebook(device: torch.device) -> torch.Tensor:
     with sync_allowed("weights are loaded before steps run"):
-        positive = torch.tensor(E2M1, device=device)
+        positive = torch.tensor(E2M1, device=device, dtype=torch.float32)
     return torch.cat((positive, -positive))
 
 

@@ -29,7 +29,7 @@ class DummySource:
             yield SourceTensor(name, target.shape, "F32", partial(self._read, make, target.shape), make=make)
 
     def _read(self, make: Callable[[torch.Tensor], None], shape: tuple[int, ...]) -> torch.Tensor:
-        made = torch.empty(shape, device=self.device)
+        made = torch.empty(shape, device=self.device, dtype=torch.float32)
         make(made)
         return made
 
@@ -41,4 +41,8 @@ class DummySource:
         generator = torch.Generator(self.device).manual_seed(seed)
         bound = SPREAD * math.sqrt(3)  # a uniform distribution is several times faster to generate than a normal one
         for part in in_parts(target):
-            part.copy_(torch.empty(part.shape, device=self.device).uniform_(-bound, bound, generator=generator))
+            part.copy_(
+                torch.empty(part.shape, device=self.device, dtype=torch.float32).uniform_(
+                    -bound, bound, generator=generator
+                )
+            )

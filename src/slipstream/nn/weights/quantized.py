@@ -73,7 +73,7 @@ def _bitsandbytes(tensor: SourceTensor) -> SourceTensor:
             raise BadCheckpoint(
                 f"{tensor.name} has blocks of {found[0]} weights and {found[1]} scales; only 64 and 256 are supported"
             )
-        return torch.tensor([offset])
+        return torch.tensor([offset], dtype=torch.float32)
 
     return replace(tensor, name=f"{module}.quant_state", shape=(1,), read=read)
 

@@ -22,6 +22,6 @@ def gelu_tanh_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 def _run(name: str, gate_up: torch.Tensor) -> torch.Tensor:
     size = gate_up.shape[-1] // 2
-    out = torch.empty(*gate_up.shape[:-1], size)
+    out = torch.empty(*gate_up.shape[:-1], size, dtype=torch.float32)
     getattr(native.library(), name)(gate_up.data_ptr(), out.data_ptr(), out.numel() // size, size)
     return out

@@ -204,7 +204,7 @@ def decode_layers(
     assert library is not None, "call native.serves first"
     assert x.is_contiguous() and lengths.is_contiguous() and all(table.stride(1) == 1 for table in tables)
     assert all(part.is_contiguous() for part in (*ropes, *slots))
-    out = torch.empty(x.shape)
+    out = torch.empty(x.shape, dtype=torch.float32)
     pointers = native.POINTER * len(slots)
     found = library.slip_decode_layers(
         ctypes.addressof(layers.model),

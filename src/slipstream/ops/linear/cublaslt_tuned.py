@@ -215,7 +215,9 @@ class LtGemm:
         gemm._set_operation(_FAST_ACCUMULATION, ctypes.c_int8(1))
         for mode in (_SCALE_MODE_A, _SCALE_MODE_B):
             gemm._set_operation(mode, ctypes.c_int32(_SCALE_PER_ROW))
-        anywhere = torch.empty(1, device=device)  # no algorithm is listed without scales; none is read
+        anywhere = torch.empty(
+            1, device=device, dtype=torch.float32
+        )  # no algorithm is listed without scales; none is read
         gemm.set_scales(anywhere, anywhere)
         gemm._algorithms = gemm._list_algorithms()
         return gemm

@@ -65,7 +65,7 @@ def gemv_times() -> GemvTimes | None:
 
 
 def _measure() -> GemvTimes:
-    x, weight = torch.ones(1, _COLUMNS), torch.ones(_ROWS, _COLUMNS)
+    x, weight = torch.ones(1, _COLUMNS, dtype=torch.float32), torch.ones(_ROWS, _COLUMNS, dtype=torch.float32)
     narrow = weight.bfloat16()
     # float32 weights are multiplied by our kernel in fused layers, and elsewhere by what `linear` chooses: on x86
     # without AVX-512 that is torch's library

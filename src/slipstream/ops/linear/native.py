@@ -24,7 +24,7 @@ def skinny_gemm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     assert library is not None
     x = x.contiguous()
     num_tokens, size = x.shape
-    out = torch.empty(num_tokens, len(weight))
+    out = torch.empty(num_tokens, len(weight), dtype=torch.float32)
     layout = LAYOUTS[weight.dtype]
     library.slip_skinny_gemm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), layout, num_tokens, len(weight), size)
     return out if bias is None else out.add_(bias)

@@ -24,7 +24,7 @@ def tile_gemm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) 
     library = native.library()
     assert library is not None
     x = x.contiguous()
-    out = torch.empty(len(x), len(weight))
+    out = torch.empty(len(x), len(weight), dtype=torch.float32)
     sizes = (LAYOUTS[weight.dtype], len(x), len(weight), x.shape[1])
     if not library.slip_gemm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), *sizes):
         raise MemoryError(f"out of memory for the split activations of a GEMM of {len(x)} tokens")

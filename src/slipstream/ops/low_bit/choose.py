@@ -42,7 +42,7 @@ def is_correct(kernel: Kernel) -> bool:
     raw = (rows * 37 + torch.arange(40) * 11).remainder(256).to(torch.uint8)
     heads = torch.tensor([0.25, -1.5], dtype=torch.float16).view(torch.uint8)
     raw[:, :4] = raw[:, 20:24] = heads  # scale and minimum of two blocks
-    x = (0.4 + (columns * 0.7).sin()).expand(3, -1) * torch.tensor([[1.0], [-2.0], [0.5]])
+    x = (0.4 + (columns * 0.7).sin()).expand(3, -1) * torch.tensor([[1.0], [-2.0], [0.5]], dtype=torch.float32)
     try:
         found = kernel.pack("Q4_1", raw).multiply(x)
     except (RuntimeError, AttributeError, NotImplementedError):

@@ -92,7 +92,7 @@ class _InterleavedWeight:
         if type(x) is not torch.Tensor:
             return x.new_empty(x.shape[0], self.num_rows)  # a meta or fake tensor: shape without data
         x = x.contiguous()
-        out = torch.empty(x.shape[0], self.num_rows)
+        out = torch.empty(x.shape[0], self.num_rows, dtype=torch.float32)
         found = library.slip_low_bit(
             x.data_ptr(),
             self.data.data_ptr(),
@@ -113,7 +113,7 @@ class _InterleavedWeight:
         assert library is not None
         if type(ids) is not torch.Tensor or not ids.is_contiguous():
             return None
-        out = torch.empty(len(ids), self.num_columns)
+        out = torch.empty(len(ids), self.num_columns, dtype=torch.float32)
         found = library.slip_low_bit_lookup(
             ids.data_ptr(),
             self.data.data_ptr(),

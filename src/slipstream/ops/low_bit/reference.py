@@ -10,7 +10,7 @@ from slipstream.ops.low_bit.planes import Planes
 
 def multiply(x: torch.Tensor, planes: Planes) -> torch.Tensor:
     """x [T, columns] to [T, rows], with dequantized weights."""
-    weight = torch.zeros(planes.num_rows, planes.num_columns)
+    weight = torch.zeros(planes.num_rows, planes.num_columns, dtype=torch.float32)
     groups = weight.view(planes.num_rows, -1, BLOCK)
     for pairs, scale in zip(planes.pairs, planes.scales, strict=True):
         values = torch.stack((pairs & 15, pairs >> 4), -1).view(groups.shape).float() - 8

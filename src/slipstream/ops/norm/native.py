@@ -15,7 +15,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return _norm_heads(x, weight, eps)
     if weight.dim() != 1 or not x.is_contiguous():
         return reference.rms_norm(x, weight, eps)
-    out = torch.empty(x.shape)
+    out = torch.empty(x.shape, dtype=torch.float32)
     _run(x, None, weight, x, out, eps)
     return out
 
@@ -24,7 +24,7 @@ def _norm_heads(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tens
     """x [T, heads, size], weight [heads, size]."""
     library = native.library()
     assert library is not None and weight.is_contiguous()
-    out = torch.empty(x.shape)
+    out = torch.empty(x.shape, dtype=torch.float32)
     library.slip_norm_heads(x.data_ptr(), weight.data_ptr(), out.data_ptr(), eps, *x.shape, x.stride(0))
     return out
 
@@ -35,7 +35,7 @@ def add_rms_norm(
     fits = x.is_contiguous() and residual.is_contiguous() and x.dtype is residual.dtype is weight.dtype
     if not fits or not native.serves(x):
         return reference.add_rms_norm(x, residual, weight, eps)
-    total, out = torch.empty(x.shape), torch.empty(x.shape)
+    total, out = torch.empty(x.shape, dtype=torch.float32), torch.empty(x.shape, dtype=torch.float32)
     _run(x, residual, weight, total, out, eps)
     return out, total
 

@@ -51,7 +51,7 @@ def attend_in_place(
     assert query.stride()[1:] == (dim, 1) and keys.is_contiguous() and values.is_contiguous()
     assert table.stride(1) == 1 and lengths.is_contiguous() and len(lengths) == num_tokens
     assert sinks is None or (sinks.is_contiguous() and sinks.dtype is torch.float32)
-    out = torch.empty(num_tokens, num_heads, dim)
+    out = torch.empty(num_tokens, num_heads, dim, dtype=torch.float32)
     library.slip_attend(
         query.data_ptr(),
         out.data_ptr(),

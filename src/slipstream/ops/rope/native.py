@@ -17,7 +17,7 @@ def apply_rope(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         return reference.apply_rope(x, rows)
     library = native.library()
     assert library is not None
-    out = torch.empty(num_tokens, num_heads, dim)
+    out = torch.empty(num_tokens, num_heads, dim, dtype=torch.float32)
     library.slip_rope(
         x.data_ptr(), rows.data_ptr(), out.data_ptr(), num_tokens, num_heads, dim, rows.shape[-1], x.stride(0)
     )

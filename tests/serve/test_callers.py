@@ -6,8 +6,14 @@ import asyncio
 
 import pytest
 
-from serve.asgi import at_door
+from scripted_core import EVERY_TASK, ScriptedCore, facts
+from serve.asgi import Door, at_door
+from serve.samples import SAMPLES
 from slipstream.contracts.request import FinishReason
+from slipstream.serve.http.app import App
+from slipstream.serve.http.settings import ServerSettings
+from slipstream.serve.http.state import State
+from slipstream.serve.http.table import all_routes
 
 ASK = {"prompt": "Once", "max_tokens": 4}
 CHAT = {"messages": [{"role": "user", "content": "Once"}]}
@@ -107,3 +113,63 @@ def test_where_one_caller_fills_the_queue_another_still_finds_room(folder):
         assert not door.state.engine.load.queued_by
 
     at_door(folder, scenario, answers=False, max_queued_requests=8)
+
+
+KEYS = ["secret-one", "secret-two"]
+WITHOUT_PROMPTS = {  # of the routes with a body, those that send nothing to the core
+    "/decode", "/tokenize", "/detokenize", "/v1/messages/count_tokens", "/api/show", "/api/pull", "/v1/batches",
+}  # fmt: skip
+BODIES = [(path, body) for path, body in SAMPLES.items() if path not in WITHOUT_PROMPTS]
+BODIES += [
+    (path, SAMPLES[path] | {"use_beam_search": True, "n": 2}) for path in ("/v1/completions", "/v1/chat/completions")
+]
+
+
+def salts_by_key(folder, path, body, cache_salt=None, **settings):
+    """The cache salts of two requests of the first key and one of the second."""
+
+    async def main():
+        engine, core = await ScriptedCore.open(facts(folder), facts(folder, "pool", pooling=EVERY_TASK))
+        door = Door(App(State(ServerSettings(api_key=KEYS, **settings), engine), all_routes()), core)
+        salts = []
+        for key in (KEYS[0], KEYS[0], KEYS[1]):
+            core.submits.clear()
+            given = body if cache_salt is None else body | {"cache_salt": cache_salt}
+            answer = await door.post(path, given, authorization=f"Bearer {key}")
+            assert answer.status == 200, answer.body
+            salts.append({submit.cache_salt for submit in core.submits})
+        await engine.close()
+        return salts
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize(("path", "body"), BODIES)
+def test_keys_share_no_cached_prefix(folder, path, body):
+    """Else cached_tokens and response times tell a key what another has sent."""
+    first, again, other = salts_by_key(folder, path, body)
+    assert first == again and len(first) == len(other) == 1 and first != other
+    assert not any(key in salt for salt in first | other for key in KEYS)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings"])
+def test_a_salt_of_the_request_separates_within_a_key(folder, path):
+    plain, salted = salts_by_key(folder, path, SAMPLES[path]), salts_by_key(folder, path, SAMPLES[path], "mine")
+    assert len({*plain[0], *plain[2], *salted[0], *salted[2]}) == 4
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings"])
+def test_keys_that_trust_each_other_share_cached_prefixes(folder, path):
+    shares = {"share_prefix_cache_between_keys": True}
+    assert salts_by_key(folder, path, SAMPLES[path], **shares) == [{""}] * 3
+    assert salts_by_key(folder, path, SAMPLES[path], "ours", **shares) == [{"ours"}] * 3
+
+
+def test_with_one_key_all_requests_share_cached_prefixes(folder):
+    async def scenario(door):
+        for port in (1, 2):
+            door.client = ("10.0.0.1", port)
+            await door.post("/v1/completions", ASK, authorization="Bearer only")
+        assert {submit.cache_salt for submit in door.core.submits} == {""}
+
+    at_door(folder, scenario, api_key=["only"])

@@ -57,6 +57,7 @@ class RequestRouter(CoreState):
         self.stats: dict[str, ModelStats] = {}  # by model
         self.last_message_time = time.monotonic()
         self.stream_interval = 1  # tokens between two increments of a stream, after the first increment
+        self.separates_callers = False  # whether callers share no cached prefixes
         self._queue_waiters: list[asyncio.Future[None]] = []  # for a request to leave the queue
         self._outputs = OutputProcessor()
         self._mailboxes: dict[str, Mailbox] = {}  # by request id
@@ -132,6 +133,8 @@ class RequestRouter(CoreState):
         if len(self.models) > 1 or stream.caller:
             model = served.base_name if len(self.models) > 1 else ""
             message = msgspec.structs.replace(message, model=model, caller=stream.caller)
+        if self.separates_callers:
+            message = msgspec.structs.replace(message, cache_salt=f"{stream.caller}\0{message.cache_salt}")
         self._mailboxes[name] = stream.mailbox
         state = self._outputs.open(message, text, streaming=stream.streaming, model=served)
         if (stats := self.stats.get(served.base_name)) is None:

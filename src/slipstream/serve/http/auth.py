@@ -23,9 +23,14 @@ class Keys:
         """Whether requests need a key."""
         return bool(self._user)
 
+    @property
+    def are_several(self) -> bool:
+        """Whether each key is one caller."""
+        return len(self._user) > 1
+
     def caller(self, headers: Headers) -> str | None:
         """A name of the request's key, where the server has several keys: each is one caller. None with one key."""
-        return f"key {_digest(given_key(headers)).hex()[:16]}" if len(self._user) > 1 else None
+        return f"key {_digest(given_key(headers)).hex()[:16]}" if self.are_several else None
 
     def owner(self, headers: Headers) -> str:
         """A name of the request's key, under which its data is kept in memory; the same for all without keys."""

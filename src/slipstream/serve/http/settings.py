@@ -35,6 +35,13 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = []
     api_key: Annotated[list[str], _doc("API key that requests must send; repeatable")] = []
+    share_prefix_cache_between_keys: Annotated[
+        bool,
+        _doc(
+            "with several API keys: requests of all keys share cached prefixes; saves memory and time, and "
+            "cached_tokens and response times tell one key what another has sent"
+        ),
+    ] = False
     admin_key: Annotated[str | None, _doc("key of the admin routes; without it they are disabled")] = None
 
     lora_folders: Annotated[

@@ -42,6 +42,7 @@ class State:
         engine.stream_interval = settings.stream_interval
         self.hosts = Hosts(settings)
         self.keys = Keys(settings.api_key, settings.admin_key)
+        engine.separates_callers = self.keys.are_several and not settings.share_prefix_cache_between_keys
         self.counters = Counters()
         self.bodies = Bodies(settings, self.counters)
         self.batches: BatchService | None = None  # set by the worker, where the server has a store

@@ -121,6 +121,8 @@ class ScriptedExecutor:
         self.pages.begin_writes()
         singles = plan.num_tokens == 1
         assert singles.tolist() == sorted(singles.tolist(), reverse=True), "rows of one token come first"
+        short = singles | (plan.num_host_tokens == 0)  # drafted rows become rows of one token
+        assert short.tolist() == sorted(short.tolist(), reverse=True), "longer chunks come last"
         assert len(set(plan.rows.tolist())) == len(plan.rows) > 0, "a row is planned twice"
         if self.states is not None and (plan.num_drawn > 1).any():
             assert (plan.num_tokens <= np.maximum(plan.num_drawn, 1)).all(), "drafts beside a longer chunk"

@@ -109,14 +109,23 @@ def _too_far(recording: Recording) -> None:
     step.plan = replace(step.plan, lengths=step.plan.lengths + 1)
 
 
+def _chunk_first(recording: Recording) -> None:
+    """A step of a row that decodes, and of a longer chunk, in the other order."""
+    step = next(step for step in recording.steps if step.plan.num_tokens[0] == 1 < step.plan.num_tokens[-1])
+    order = np.arange(len(step.plan.rows))[::-1]
+    arrays = ("rows", "num_tokens", "lengths", "num_drawn", "num_host_tokens")
+    step.plan = replace(step.plan, **{name: getattr(step.plan, name)[order] for name in arrays})
+
+
 def _missing_step(recording: Recording) -> None:
     del recording.steps[4]
 
 
 @pytest.mark.parametrize(
     ("fault", "said"),
-    [(_other_page, "page|tokens|write"), (_twice, "owner"), (_too_far, "planned to"), (_missing_step, "follows")],
-)
+    [(_other_page, "page|tokens|write"), (_twice, "owner"), (_too_far, "planned to"), (_missing_step, "follows"),
+     (_chunk_first, "longer chunk")],
+)  # fmt: skip
 def test_a_planted_fault_of_the_scheduler_is_found(fault, said):
     recording = scripted_recording()
     assert replay(recording).fault is None

@@ -146,6 +146,22 @@ def test_every_row_gets_a_token_before_any_gets_drafts() -> None:
     assert plan.num_tokens.tolist() == plan.num_drawn.tolist() and plan.num_host_tokens.tolist() == [0] * 4
 
 
+def test_drafted_rows_come_before_longer_chunks() -> None:
+    """They become rows of one token on the device. The chunk is planned first here, as its request has priority."""
+    bench = bench_with(RIGHT, 2, max_num_batched_tokens=16)
+    (drafted,) = bench.submit([1], max_tokens=30, priority=1)
+    while drafted.num_output < 4:
+        bench.step()
+    (long,) = bench.submit([2] * 20, max_tokens=1)
+    bench.step()
+    plan = bench.plan()
+    assert plan is not None and plan.rows.tolist() == [drafted.row, long.row]
+    assert plan.num_drawn.tolist() == [3, 1] and plan.num_host_tokens.tolist() == [0, 7] == [0, plan.num_tokens[1]]
+    bench.run()
+    bench.check_tokens(drafted)
+    bench.check_tokens(long)
+
+
 def test_drafts_end_where_the_request_ends() -> None:
     """The last token needs no position: more drafts could never be used."""
     bench = bench_with(RIGHT, 8)

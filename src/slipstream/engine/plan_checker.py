@@ -214,6 +214,8 @@ class PlanChecker:
         rows = plan.rows.tolist()
         self._need(len(set(rows)) == len(rows), "a row is planned twice")
         self._need(len(plan.tokens) == int(plan.num_host_tokens.sum()), "the number of host tokens is wrong")
+        is_chunk = (plan.num_tokens > 1) & (plan.num_host_tokens > 0)
+        self._need(not bool((is_chunk[:-1] > is_chunk[1:]).any()), "a longer chunk is planned before other rows")
         written: list[set[int]] = [set() for _ in self._windows]
         starts: dict[int, int] = {}
         host = plan.tokens.tolist()

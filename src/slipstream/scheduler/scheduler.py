@@ -22,7 +22,7 @@ import numpy as np
 from slipstream.base.errors import UserError
 from slipstream.config.config import SchedulerConfig
 from slipstream.contracts.messages import Output
-from slipstream.contracts.request import Request, Status, WaitFor
+from slipstream.contracts.request import NEVER, Request, Status, WaitFor
 from slipstream.contracts.step import PoolPlan, StepPlan, StepResult
 from slipstream.params.sampling import MAX_PACKED_LOGPROBS
 from slipstream.scheduler.adapters import Adapters, check_adapter
@@ -294,6 +294,7 @@ class Scheduler:
         assert len(self._waiting) == len(waiting), f"{len(self._waiting)} in the queue, {len(waiting)} waiting"
         for request in waiting:
             assert request in self._waiting and request.row < 0 and not request.pages, f"{request} holds a row or pages"
+            assert request.computed == 0 and request.publish_after == NEVER, f"{request} computes without a row"
         for request in running:
             target = len(request.tokens) + request.pending
             assert request.computed <= target <= request.max_length, f"{request} computed more than its tokens"

@@ -181,6 +181,25 @@ def write_modules(
     return folder
 
 
+def write_static(folder: Path, path: str, tensor: str, dense: tuple[tuple[int, int, str], ...] = ()) -> Path:
+    """A folder whose first module is a StaticEmbedding of size 48. `path`: of that module; `tensor`: its name, of
+    sentence-transformers or of model2vec, which also writes a config.json of its own."""
+    _write_json(folder / "config.json", {"model_type": "model2vec", "architectures": ["StaticModel"]})
+    write_modules(folder, dense=dense)
+    (folder / "sentence_bert_config.json").unlink()
+    if tensor == "embedding.weight":
+        (folder / "config.json").unlink()
+    listed = json.loads((folder / "modules.json").read_text())
+    first = {"idx": 0, "name": "0", "path": path, "type": "sentence_transformers.models.StaticEmbedding"}
+    _write_json(folder / "modules.json", [first, *listed[2:]])
+    tokenizer = pair_tokenizer()
+    (folder / path).mkdir(exist_ok=True)
+    tokenizer.save(str(folder / path / "tokenizer.json"))
+    weight = torch.randn(tokenizer.get_vocab_size(), 48, generator=torch.Generator().manual_seed(3))
+    save_file({tensor: weight}, folder / path / "model.safetensors")
+    return folder
+
+
 def _home(activation: str) -> str:
     return "linear" if activation == "Identity" else "activation"
 

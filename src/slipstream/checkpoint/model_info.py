@@ -13,7 +13,9 @@ import msgspec
 from slipstream.base.errors import BadCheckpoint, UnsupportedModel
 from slipstream.base.files import load_json
 from slipstream.checkpoint.architecture import DECODERS, ENCODERS, find_architecture
+from slipstream.checkpoint.locate import WHOLE, stored_shapes, weight_paths
 from slipstream.checkpoint.quantization import Quantization, read_quantization
+from slipstream.checkpoint.sentence_modules import STATIC, static_folder
 
 # RopeInfo: rotary position embeddings as in config.json, by the rules of transformers 5.
 #
@@ -139,12 +141,16 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         return next((int(self.extra[name]) for name in EXPERT_COUNTS if self.extra.get(name)), 0)
 
 
+STATIC_TENSORS = ("embedding.weight", "embeddings")
+"""Names of the matrix of a StaticEmbedding: those of sentence-transformers and of model2vec."""
 _MODELOPT = "hf_quant_config.json"  # ModelOpt's settings, which older checkpoints have instead of those in config.json
 
 
 def read_model_info(folder: Path, overrides: Mapping[str, Any] | None = None) -> ModelInfo:
     """From a folder in the Hugging Face layout. `overrides`: fields that replace those of config.json; an object
     such as text_config replaces only the fields that it has."""
+    if (static := static_folder(folder)) is not None:
+        return model_info_from_config(_merged(_static_config(static), overrides or {}))
     path = folder / "config.json"
     if not path.exists():
         raise BadCheckpoint(f"{folder} has no config.json; give a folder in Hugging Face layout or a .gguf file")
@@ -152,6 +158,19 @@ def read_model_info(folder: Path, overrides: Mapping[str, Any] | None = None) ->
     if not config.get("quantization_config") and (folder / _MODELOPT).is_file():
         config["quantization_config"] = {"quant_method": "modelopt"} | _load_object(folder / _MODELOPT)
     return model_info_from_config(_merged(config, overrides or {}))
+
+
+def _static_config(folder: Path) -> dict[str, Any]:
+    """The fields of a StaticEmbedding, whose sizes are those of its one tensor."""
+    kind, files = weight_paths(folder)
+    shapes = stored_shapes(files[0]) if kind == "safetensors" else {}
+    shape = next((shapes[name] for name in STATIC_TENSORS if name in shapes), None)
+    if shape is None or len(shape) != 2 or len(shapes) > 1:
+        raise UnsupportedModel(
+            f"{folder} has a StaticEmbedding with the tensors {', '.join(shapes) or 'of torch.save'}; one matrix "
+            f"{' or '.join(STATIC_TENSORS)} in {WHOLE} runs here: save it again with sentence-transformers"
+        )
+    return {"architectures": [f"{STATIC}Model"], "vocab_size": shape[0], "hidden_size": shape[1]}
 
 
 def _load_object(path: Path) -> dict[str, Any]:
@@ -338,7 +357,8 @@ def check_info(info: ModelInfo) -> ModelInfo:
     """Returns `info` without end tokens outside the vocabulary, which are never drawn. Raises for impossible sizes."""
     for name, limit in _MAX.items():
         count = getattr(info, name)
-        least = 0 if name == "ffn_size" else 1  # Mamba has no feed-forward
+        is_without = name == "ffn_size" or (name == "num_layers" and info.architecture == f"{STATIC}Model")
+        least = 0 if is_without else 1  # Mamba has no feed-forward, the mean of an embedding no layers
         if not least <= count <= limit:
             raise BadCheckpoint(f"{info.architecture} has a {name} of {count}; it must be {least} to {limit:,}")
     if info.num_types < 0 or info.position_offset < 0:

@@ -41,7 +41,9 @@ _OLD_MODES = {
 }
 _LOGS = {"relu": 1, "log1p_relu": 2}  # of SPLADE: each takes log(1 + x) once more than its name says
 _PASSED_OVER = {"Dropout"}
+_ROUTERS = {"Router", "Asym"}
 _MAX_SIZE = 2**24  # of a vector, far beyond any model
+STATIC = "StaticEmbedding"  # the mean of one vector per token, without a network
 
 
 class Modules(msgspec.Struct, kw_only=True):
@@ -66,26 +68,53 @@ def take_modules(found: Modules, folder: Path, any_method: bool = False) -> None
     if listed is None:
         return
     found.has_modules = True
-    for module in listed:
-        _take_module(found, folder, module, any_method)
+    for number, module in enumerate(listed):
+        _take_module(found, folder, module, any_method, is_first=not number)
     # projections without a pooling are for tokens
     found.late = found.late or (not found.methods and not found.sparse and bool(found.modules))
 
 
-def _take_module(found: Modules, folder: Path, module: Any, any_method: bool) -> None:
+def static_folder(folder: Path) -> Path | None:
+    """The folder with weights and tokenizer of a StaticEmbedding; None for any other model. Such a model has no
+    config.json, or one that says nothing about it."""
+    listed = read_json(folder / "modules.json", list)
+    if not listed:
+        return None
+    kind, path = _kind_and_path(folder, listed[0])
+    return folder / path if kind == STATIC else None
+
+
+def _kind_and_path(folder: Path, module: Any) -> tuple[str, str]:
     if not isinstance(module, dict) or not isinstance(module.get("type"), str):
         raise BadCheckpoint(f"modules.json of {folder.name} lists {module!r}, which names no type; download it again")
     kind, path = module["type"].rsplit(".", 1)[-1], str(module.get("path") or "")
     if Path(path).is_absolute() or ".." in Path(path).parts:
         raise BadCheckpoint(f"modules.json of {folder.name} points outside the folder: {path}")
+    return kind, path
+
+
+def _routed(folder: Path, kind: str) -> UnsupportedModel:
+    return UnsupportedModel(
+        f"modules.json of {folder.name} has a {kind}, which runs other modules for queries than for documents; one "
+        "route runs here: save it with sentence-transformers as a model of its own, for documents "
+        'SentenceTransformer(modules=list(model[0].sub_modules["document"])).save(...)'
+    )
+
+
+def _take_module(found: Modules, folder: Path, module: Any, any_method: bool, *, is_first: bool) -> None:
+    kind, path = _kind_and_path(folder, module)
     settings: dict[str, Any] = (read_json(folder / path / "config.json", dict) if path else None) or {}
     if kind in ("Transformer", "MLMTransformer") or kind in _PASSED_OVER:
         return
+    if kind in _ROUTERS:
+        raise _routed(folder, kind)
     if found.scores:
         raise UnsupportedModel(
             f"modules.json of {folder.name}: {kind} comes after a Dense that makes scores, which does not run here"
         )
-    if kind == "Pooling":
+    if kind == STATIC and is_first:
+        found.methods = ("mean",)
+    elif kind == "Pooling":
         if found.modules or found.normalize or found.methods:
             raise UnsupportedModel(
                 f"modules.json of {folder.name}: Pooling comes after {_last(found)}, which does not run here; pooling "
@@ -117,9 +146,9 @@ def _take_module(found: Modules, folder: Path, module: Any, any_method: bool) ->
             raise UnsupportedModel(f"{path} scores by one token alone; models that say yes and no run here")
         found.yes_no = yes, no
     else:
-        known = "Transformer, Pooling, Dense, LayerNorm, Normalize, SpladePooling, MultiVectorMask and LogitScore"
         raise UnsupportedModel(
-            f"modules.json of {folder.name} has a module {kind}, which does not run here: {known} do"
+            f"modules.json of {folder.name} has a module {kind}, which does not run here: Transformer, StaticEmbedding "
+            "(first), Pooling, Dense, LayerNorm, Normalize, SpladePooling, MultiVectorMask and LogitScore do"
         )
 
 

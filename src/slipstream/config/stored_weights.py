@@ -9,9 +9,8 @@ from pathlib import Path
 import msgspec
 
 from slipstream.base.errors import ModelError
-from slipstream.base.files import open_regular
 from slipstream.checkpoint.gguf_file import GgufFile
-from slipstream.checkpoint.locate import part_paths, weight_paths
+from slipstream.checkpoint.locate import part_paths, stored_shapes, weight_paths
 from slipstream.config.config import ModelConfig
 
 # mixtures of tensor types, by general.file_type; other files are named by the type of most of their weights
@@ -20,7 +19,6 @@ _MIXTURES = {
     22: "IQ3_XS", 27: "IQ3_M", 29: "IQ2_M",
 }  # fmt: skip
 _SHORT = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64": "F64"}
-_MAX_HEADER = 2**27  # bytes
 
 
 class StoredWeights(msgspec.Struct, frozen=True):
@@ -53,24 +51,9 @@ def _of_folder(folder: Path, config: ModelConfig) -> StoredWeights:
     stored = config.info.quantization
     kind = _SHORT.get(config.info.dtype or "", "") if stored is None else stored.method
     # packed weights hold several parameters in a number
-    count = sum(map(_num_params, files)) if format == "safetensors" and stored is None else 0
-    return StoredWeights(format, _sum_of_sizes(files), count, kind)
-
-
-def _num_params(path: Path) -> int:
-    """From the header of a safetensors file; 0 if it is not valid."""
-    with open_regular(path) as file:
-        size = int.from_bytes(file.read(8), "little")
-        text = file.read(min(size, _MAX_HEADER))
-    try:
-        header = msgspec.json.decode(text, type=dict[str, _TensorEntry])
-    except msgspec.MsgspecError:
-        return 0
-    return sum(math.prod(entry.shape) for entry in header.values() if entry.shape is not None)
-
-
-class _TensorEntry(msgspec.Struct):
-    shape: list[int] | None = None  # None: the metadata of the file
+    is_plain = format == "safetensors" and stored is None
+    shapes = [shape for path in files for shape in stored_shapes(path).values()] if is_plain else []
+    return StoredWeights(format, _sum_of_sizes(files), sum(map(math.prod, shapes)), kind)
 
 
 def _sum_of_sizes(files: list[Path]) -> int:

@@ -13,6 +13,7 @@ from slipstream.base.errors import InvalidOption, UnsupportedModel
 from slipstream.base.files import load_json
 from slipstream.checkpoint.architecture import find_architecture
 from slipstream.checkpoint.model_info import ModelInfo, read_model_info
+from slipstream.checkpoint.sentence_modules import static_folder
 from slipstream.config.options import Options
 from slipstream.nn.models.registry import find_family, has_family
 
@@ -39,6 +40,8 @@ def read_info(options: Options, folder: Path, changes: Mapping[str, Any]) -> Mod
 
 def _has_own_family(folder: Path) -> bool:
     """True as well for a config.json that cannot be read, which is reported where it is read."""
+    if static_folder(folder) is not None:
+        return True
     try:
         config = load_json(folder / "config.json")
         return not isinstance(config, dict) or has_family(find_architecture(config))

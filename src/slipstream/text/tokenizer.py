@@ -21,6 +21,7 @@ from tokenizers import Tokenizer as Backend
 from slipstream.base.errors import BadTokenizer, InvalidPrompt
 from slipstream.base.files import load_json, read_file, read_utf8
 from slipstream.checkpoint.gguf_file import GgufFile
+from slipstream.checkpoint.sentence_modules import static_folder
 from slipstream.text.gguf_vocab import gguf_tokenizer, special_token
 from slipstream.text.guarded import Guarded, is_panic, library_errors
 from slipstream.text.vocab_files import roberta_tokenizer, wordpiece_tokenizer
@@ -68,6 +69,8 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:
+        static = static_folder(folder)
+        folder = static or folder
         config = _read_object(folder / "tokenizer_config.json")
         names = {**_special_texts(_read_object(folder / "special_tokens_map.json")), **_special_texts(config)}
         if (folder / "tokenizer.json").is_file():
@@ -78,6 +81,8 @@ class Tokenizer:
             backend, names = roberta_tokenizer(folder, config, names)
         else:
             raise BadTokenizer(f"{folder} has no tokenizer.json{_what_else(folder)}; {_HINT}")
+        if static is not None:
+            backend.post_processor = None  # no special tokens around a text, as in sentence-transformers
         _declare_added(backend, config.get("added_tokens_decoder"))
         found = cls(backend, names, _chat_templates(folder, config))
         found.settings = config

@@ -6,10 +6,11 @@ RoBERTa's positions begin behind the pad token's number; DistilBERT has no token
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
 from slipstream.base.errors import UnsupportedModel
-from slipstream.checkpoint.model_info import ModelInfo, family_name
+from slipstream.checkpoint.model_info import STATIC_TENSORS, ModelInfo, family_name
 from slipstream.nn.models.encoder import EncoderShape
 from slipstream.nn.models.pooling_heads import HeadShape
 from slipstream.nn.weights.rules import Rules
@@ -45,6 +46,15 @@ def bert_shape(info: ModelInfo) -> EncoderShape:
         num_types=info.num_types,
         relative=relative,
     )
+
+
+def static_shape(info: ModelInfo) -> EncoderShape:
+    """An embedding without layers, of which sentence-transformers takes the mean (StaticEmbedding)."""
+    return replace(bert_shape(info), position_offset=None, embedding_norm=False)
+
+
+def static_rules(info: ModelInfo) -> Rules:
+    return Rules(dict.fromkeys(STATIC_TENSORS, "embedding.weight"))
 
 
 def bert_heads(info: ModelInfo) -> HeadShape:

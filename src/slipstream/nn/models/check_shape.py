@@ -25,7 +25,7 @@ _MAX = {
     "conv_width": 2**8,
 }
 # may be 0 although 0 is not the default: no such part, or an index
-_FROM_0 = {"q_rank", "active", "rank", "num_buckets"}
+_FROM_0 = {"q_rank", "active", "rank", "num_buckets", "num_layers"}
 
 
 def check_shape(architecture: str, shape: Any) -> None:

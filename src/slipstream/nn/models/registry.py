@@ -14,7 +14,10 @@ from slipstream.nn.models.bert import (
     bert_shape,
     distilbert_heads,
     distilbert_rules,
+    plain_heads,
     roberta_rules,
+    static_rules,
+    static_shape,
 )
 from slipstream.nn.models.check_shape import check_shape
 from slipstream.nn.models.cohere import cohere2_shape, cohere_shape
@@ -218,6 +221,7 @@ ENCODER_FAMILIES = {
     "New": EncoderFamily(gte_shape, gte_rules, bert_heads),
     "Gte": EncoderFamily(gte_shape, gte_rules, bert_heads),
     "HF_ColBERT": EncoderFamily(bert_shape, bert_rules, bert_heads),
+    "StaticEmbedding": EncoderFamily(static_shape, static_rules, plain_heads),
 }
 ENCODER_ENDINGS = ("Model", "ForMaskedLM", "ForPreTraining", "ForSequenceClassification", "ForTokenClassification")
 

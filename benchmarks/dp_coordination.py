@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from slipstream.contracts.step import StepPlan, StepSizes
+from slipstream.device.collectives import Group
 from slipstream.device.streams import ThreadedStream
-from slipstream.dist.group import Group
 from slipstream.dist.step_exchange import connect_peers, listen_for_peers
 from slipstream.engine.lockstep import LockstepExecutor, padding_plan
 

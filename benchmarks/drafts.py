@@ -32,7 +32,7 @@ from slipstream import LLM, SamplingParams
 from slipstream.base.errors import SlipstreamError
 from slipstream.contracts.request import Request
 from slipstream.engine.step_log import StepLog, stop
-from slipstream.runner.drafts.drafter import DraftBatch
+from slipstream.runner.drafter import DraftBatch
 from slipstream.scheduler.drafting import DraftPlanner
 from slipstream.serve.cli.bench import bench_options
 from slipstream.serve.cli.flags import add_engine_flags, engine_options

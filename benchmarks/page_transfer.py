@@ -24,8 +24,7 @@ import numpy as np
 from slipstream.engine.page_client import PageClient
 from slipstream.engine.page_server import PageServer
 from slipstream.scheduler.cache.imports import NUM_THREADS
-from slipstream.scheduler.cache.tier import Stored
-from slipstream.scheduler.cache.tier_slots import Reserved
+from slipstream.scheduler.cache.tier import Reserved, Stored
 
 
 class Slots:

@@ -23,9 +23,9 @@ import numpy as np
 import torch
 
 from slipstream.device.device import open_device
-from slipstream.runner.batch.staging import HostRing
-from slipstream.runner.pooling.methods import take_ranges
-from slipstream.runner.pooling.results import ResultBlock
+from slipstream.runner.pool_methods import take_ranges
+from slipstream.runner.pool_results import ResultBlock
+from slipstream.runner.staging import HostRing
 
 REQUESTS, TOKENS, WIDTH, FIRST, COUNT = 64, 128, 4096, 16, 32
 

@@ -11,7 +11,7 @@ import torch
 from law7_engine import MAX_LEN
 from slipstream.contracts.request import NEVER
 from slipstream.device.sync_check import sync_allowed
-from slipstream.runner.drafts.drafter import DraftBatch
+from slipstream.runner.drafter import DraftBatch
 
 
 class Reference(Protocol):

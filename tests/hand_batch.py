@@ -13,7 +13,7 @@ from slipstream.nn.attention.sdpa import SdpaAttention
 from slipstream.nn.context import BatchView, ForwardContext
 from slipstream.nn.models.decoder import Decoder
 from slipstream.ops.recurrent_steps import RecurrentSteps
-from slipstream.scheduler.cache.layout import group_sites
+from slipstream.scheduler.cache.pages import group_sites
 
 GARBAGE = float("nan")
 NUM_SLOTS = 9  # of recurrent states

@@ -12,8 +12,8 @@ from slipstream.config.buffer_size import mask_words
 from slipstream.params.structured import StructuredOutputsParams
 from slipstream.scheduler.grammar.constraints import Constraints
 from slipstream.scheduler.grammar.grammars import Grammars
+from slipstream.scheduler.grammar.native_matcher import grammar_vocabulary
 from slipstream.scheduler.grammar.translate import translate
-from slipstream.text.grammar_vocab import grammar_vocabulary
 
 END = VOCAB - 1
 

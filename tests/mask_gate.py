@@ -6,8 +6,8 @@ import ctypes
 import threading
 
 from patience import PATIENCE
-from slipstream.scheduler.grammar import draft_filler, mask_pool
-from slipstream.scheduler.grammar.draft_masks import fill_along
+from slipstream.scheduler.grammar import draws, mask_pool
+from slipstream.scheduler.grammar.draws import fill_along
 
 
 class MaskGate:
@@ -53,7 +53,7 @@ class DraftGate:
                 is_open.wait(PATIENCE)
             fill_along(session, *args)
 
-        monkeypatch.setattr(draft_filler, "fill_along", gated)
+        monkeypatch.setattr(draws, "fill_along", gated)
 
     def let_pass(self):
         """Masks that wait are filled; later ones may wait again."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from slipstream.dist.group import Group
+from slipstream.device.collectives import Group
 from slipstream.engine import build_ranks
 from slipstream.engine.ranks import Ranks
 from slipstream.nn.models import load

@@ -19,7 +19,7 @@ from torch.distributed import FileStore
 
 from patience import PATIENCE
 from slipstream.config.config import EngineConfig
-from slipstream.dist.group import Group, announce_end
+from slipstream.device.collectives import Group, announce_end
 from slipstream.dist.plan_ring import PlanReader, PlanWriter
 from slipstream.engine import build_ranks, rank_process
 from slipstream.engine.rank_link import RankLink

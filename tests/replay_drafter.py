@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from slipstream.device.sync_check import sync_allowed
-from slipstream.runner.drafts.drafter import DraftBatch
+from slipstream.runner.drafter import DraftBatch
 
 
 class ReplayDrafter:

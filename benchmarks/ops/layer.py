@@ -37,7 +37,7 @@ from slipstream.ops.cache_write.fp8 import scales_of
 from slipstream.ops.lora import LoraTiles, LoraWeights
 from slipstream.ops.lora.tiles import make_blocks, make_tiles, num_counters, tile_size
 from slipstream.ops.quantized import words_of
-from slipstream.scheduler.cache.layout import group_sites
+from slipstream.scheduler.cache.pages import group_sites
 
 PAGE, RANK, BANDWIDTH = 16, 16, 4.8e12
 METHODS = {

@@ -1,6 +1,6 @@
 from hand_cache import make_spec
 from slipstream.config.cache_size import MIN_PREFIXES, CacheSize
-from slipstream.scheduler.cache.layout import group_sites
+from slipstream.scheduler.cache.pages import group_sites
 
 FULL = make_spec(2, 8)
 NARROW = make_spec(2, 8, window=64)

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from child import child_env
-from slipstream.device.device import open_device
-from slipstream.device.freed_memory import keep_freed_memory
+from slipstream.device.device import keep_freed_memory, open_device
 
 NUM_TENSORS, PAGES = 8, 1024  # of 4 KiB, in a tensor
 

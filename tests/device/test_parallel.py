@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slipstream.device.parallel import execute_in_parallel
+from slipstream.device.streams import execute_in_parallel
 
 
 def test_results_come_in_order():

@@ -13,8 +13,7 @@ from slipstream.base.errors import InvalidOption
 from slipstream.device.streams import ThreadedStream
 from slipstream.device.sync_check import HotPath, SyncFound, host_waits, sync_allowed, watch
 from slipstream.device.sync_check.__main__ import main
-from slipstream.device.sync_check.operations import copy_waits
-from slipstream.device.sync_check.watch import _watching
+from slipstream.device.sync_check.watch import _watching, copy_waits
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WAITS = {

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from slipstream.dist.group import DryGroup, Group, announce_end
+from slipstream.device.collectives import DryGroup, Group, announce_end
 from slipstream.base.errors import EngineDead
 
 

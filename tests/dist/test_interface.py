@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from slipstream.dist import group
-from slipstream.dist.interface import interface_of
+from slipstream.device import collectives
+from slipstream.device.collectives import interface_of
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="names of Linux; NCCL runs nowhere else")
 
@@ -31,5 +31,5 @@ def test_nccl_uses_the_interface_of_the_rank(address, environment, wanted, monke
     monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(group, "interface_of", {"10.0.0.7": "eth1", "127.0.0.1": "lo"}.get)
-    assert group._nccl_variables(1, address).get("NCCL_SOCKET_IFNAME") == wanted
+    monkeypatch.setattr(collectives, "interface_of", {"10.0.0.7": "eth1", "127.0.0.1": "lo"}.get)
+    assert collectives._nccl_variables(1, address).get("NCCL_SOCKET_IFNAME") == wanted

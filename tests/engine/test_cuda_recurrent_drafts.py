@@ -9,8 +9,8 @@ from test_structured_output import close_pool, make_masks_late
 from replay_device import captured_forwards
 from slipstream import LLM, SamplingParams, StructuredOutputsParams
 from slipstream.device.sync_check import watch
-from slipstream.runner.drafts.drafter import DraftBatch
-from slipstream.scheduler.grammar import pool_library
+from slipstream.runner.drafter import DraftBatch
+from slipstream.scheduler.grammar import mask_pool
 from tiny import write_tiny
 
 pytestmark = pytest.mark.cuda
@@ -74,7 +74,7 @@ def test_tokens_with_drafts_are_those_without(tmp_path, family, facts, depth):
         assert not log.found, "\n".join(f"{sync.what} x{sync.count}\n{sync.stack}" for sync in log.found)
 
 
-@pytest.mark.skipif(pool_library.load() is None, reason="no C compiler")
+@pytest.mark.skipif(mask_pool.load() is None, reason="no C compiler")
 @pytest.mark.parametrize(
     ("family", "facts", "depth"), [("qwen3_next", {"head_dim": 64}, 2), ("mamba2", {}, 1), ("mamba", {}, 2)]
 )

@@ -11,7 +11,7 @@ from law7 import CELLS, FACTORS, PAIRED, PROMPTS
 from law7_engine import GREEDY, SHORT, assert_same, logprobs, make, preempt_after
 from replay_device import ReplayDevice, captured_forwards
 from slipstream import SamplingParams
-from slipstream.runner.batch.input_batch import Size
+from slipstream.runner.input_batch import Size
 from tiny import write_tiny
 
 

@@ -16,7 +16,7 @@ from law7 import PAIRED, PROMPTS, options_of
 from replay_device import ReplayDevice
 from slipstream import LLM, AdapterLogitsProcessor, LogitsProcessor, SamplingParams
 from slipstream.base.errors import InvalidOption, InvalidParams
-from slipstream.scheduler.processors.loading import installed
+from slipstream.scheduler.request_processors import installed
 from tiny import write_tiny
 
 VOCAB = 304

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import slipstream.config.buffer_size
-import slipstream.runner.pooling.token_vectors
+import slipstream.runner.pool_tokens
 from child import child_env
 from live_bytes import LiveBytes
 from pool_bench import rewrite
@@ -315,13 +315,13 @@ def test_results_of_tokens_are_made_by_a_few_at_a_time(tmp_path, kind, monkeypat
         path = write_tiny_encoder(tmp_path, "bert", "Model", hidden_size=48)
     options = dict(max_model_len=120, max_num_seqs=8, max_num_batched_tokens=128, dtype="float64", num_threads=1)
     made, results, estimates = [], [], []
-    finish = slipstream.runner.pooling.token_vectors.finish
+    finish = slipstream.runner.pool_tokens.finish
     monkeypatch.setattr(
-        slipstream.runner.pooling.token_vectors, "finish", lambda x, setting: made.append(len(x)) or finish(x, setting)
+        slipstream.runner.pool_tokens, "finish", lambda x, setting: made.append(len(x)) or finish(x, setting)
     )
     for at_once in (1000, 7):
         monkeypatch.setattr(slipstream.config.buffer_size, "TOKENS_AT_ONCE", at_once)
-        monkeypatch.setattr(slipstream.runner.pooling.token_vectors, "TOKENS_AT_ONCE", at_once)
+        monkeypatch.setattr(slipstream.runner.pool_tokens, "TOKENS_AT_ONCE", at_once)
         llm, memory = open_model(options | dict(model=str(path)))
         prompts = [[i % 200] * (90 + i) for i in range(8)]  # of the decoder's some take two steps
         made.clear()

@@ -15,8 +15,7 @@ from slipstream.engine import rank_pages
 from slipstream.engine.page_client import PageClient
 from slipstream.engine.page_server import PageServer
 from slipstream.engine.rank_pages import RankPages, ShardPages
-from slipstream.scheduler.cache.tier import Stored
-from slipstream.scheduler.cache.tier_slots import Reserved
+from slipstream.scheduler.cache.tier import Reserved, Stored
 
 NUM_RANKS, NUM_SLOTS, PAGE_BYTES = 3, 8, 100
 HASHES = [bytes([n]) * 16 for n in range(4)]

@@ -16,12 +16,12 @@ from recurrent_model import write_recurrent
 from replay_drafter import ReplayDrafter
 from slipstream import LLM, SamplingParams, StructuredOutputsParams
 from slipstream.contracts.messages import Abort, Output, Submit
-from slipstream.scheduler.grammar import pool_library
+from slipstream.scheduler.grammar import mask_pool
 from slipstream.serve.cli.main import main
 from tiny import write_tiny
 from tiny_drafters import write_mtp
 
-pytestmark = pytest.mark.skipif(pool_library.load() is None, reason="no C compiler")
+pytestmark = pytest.mark.skipif(mask_pool.load() is None, reason="no C compiler")
 TEXT = random.Random(0).choices(range(300), k=130)
 SHAPES = ["[a-e]{3}(xyzzy|vwvw)[0-9]{2,5}", "[a-p]{12}", "(yes|no), [a-z]{9}"]
 CELLS: dict[str, dict[str, Any]] = {

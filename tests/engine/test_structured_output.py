@@ -15,7 +15,7 @@ from slipstream.base.errors import InvalidParams
 from slipstream.engine.plan_checker import PlanChecker
 from slipstream.engine.record_file import decode
 from slipstream.params.structured import BACKENDS
-from slipstream.scheduler.grammar import pool_library
+from slipstream.scheduler.grammar import mask_pool
 from slipstream.serve.cli.main import main
 from tiny import write_tiny
 
@@ -62,7 +62,7 @@ def test_json_is_valid_under_its_schema(llm, params):
         assert "bad_words" not in params or "red" not in sample.text
 
 
-@pytest.mark.skipif(pool_library.load() is None, reason="no C compiler")
+@pytest.mark.skipif(mask_pool.load() is None, reason="no C compiler")
 def test_rows_whose_masks_are_late_sit_out_steps_and_draw_the_same_tokens(llm, monkeypatch, tmp_path):
     check_late_masks(llm, monkeypatch)
     llm.save_record(tmp_path / "record")
@@ -80,7 +80,7 @@ def test_rows_whose_masks_are_late_sit_out_steps_and_draw_the_same_tokens(llm, m
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(pool_library.load() is None, reason="no C compiler")
+@pytest.mark.skipif(mask_pool.load() is None, reason="no C compiler")
 @pytest.mark.parametrize("family", ["llama", "qwen3_next", "mamba", "mamba2"])
 def test_rows_sit_out_steps_on_a_gpu(family, tmp_path, monkeypatch):
     model = str(write_tiny(tmp_path, family))
@@ -114,7 +114,7 @@ def close_pool(core):
         core.constraints._pool = None
 
 
-@pytest.mark.skipif(pool_library.load() is None, reason="no C compiler")
+@pytest.mark.skipif(mask_pool.load() is None, reason="no C compiler")
 @pytest.mark.parametrize("drafts", [None, "ngram:3"])
 @pytest.mark.parametrize(
     "asked", [dict(frequency_penalty=1.5), dict(bad_words=["ab", "bc", "cd", "de", "ea"])], ids=str
@@ -139,7 +139,7 @@ def check_late_masks(llm, monkeypatch, shape=None, **more):
     close_pool(llm.core)
 
 
-@pytest.mark.skipif(pool_library.load() is None, reason="no C compiler")
+@pytest.mark.skipif(mask_pool.load() is None, reason="no C compiler")
 def test_a_row_that_sits_out_has_no_drafts_of_before(tmp_path, monkeypatch):
     """Their masks were those along the drafts of the padding row, so a forbidden token was drawn."""
     prompts = [[i + 3, *range(20, 20 + 7 * i), i + 5] for i in range(8)]

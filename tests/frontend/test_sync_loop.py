@@ -330,17 +330,17 @@ def test_a_device_that_breaks_while_prompts_are_taken_in():
 @pytest.mark.usefixtures("interrupts")
 def test_an_interrupt_while_a_prompt_is_taken_in_leaves_nothing_half_done(depth, late, monkeypatch):
     """Between the two lines by which a request begins to wait."""
-    from slipstream.scheduler import lazy_heap
+    from slipstream.scheduler import waiting
 
     world = World(depth)
-    push = lazy_heap.heapq.heappush
+    push = waiting.heapq.heappush
 
     def interrupted(*args):
         monkeypatch.undo()
         signal.raise_signal(signal.SIGINT)
         return push(*args)
 
-    monkeypatch.setattr(lazy_heap.heapq, "heappush", interrupted)
+    monkeypatch.setattr(waiting.heapq, "heappush", interrupted)
     with pytest.raises(KeyboardInterrupt):
         world.run([submit("a", [1, 2]), submit("b", [3])], late=late)
     assert world.core.scheduler.num_waiting == 0 and not world.drive.outputs.states

@@ -194,7 +194,7 @@ def test_the_call_that_opens_another_block_is_looked_at():
 
 def test_folders_are_searched_and_allowed_files_are_not(tmp_path):
     for name in (
-        "runner/batch/rows.py",
+        "runner/rows.py",
         "runner/results.py",
         "nn/weights/load.py",
         "nn/weight_format.py",
@@ -203,7 +203,7 @@ def test_folders_are_searched_and_allowed_files_are_not(tmp_path):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("x.item()\n")
-    assert [finding.path for finding in find_in_tree(tmp_path)] == ["runner/batch/rows.py", "nn/weight_format.py"]
+    assert [finding.path for finding in find_in_tree(tmp_path)] == ["runner/rows.py", "nn/weight_format.py"]
 
 
 def test_a_finding_reads_like_a_compiler_message(tmp_path):

@@ -12,8 +12,7 @@ from patience import PATIENCE
 from slipstream import LLM, SamplingParams
 from slipstream.base.errors import EngineDead
 from slipstream.device.streams import PASSED
-from slipstream.runner import results
-from slipstream.runner.batch import staging
+from slipstream.runner import results, staging
 from tiny import write_tiny
 
 PROMPTS = [[i, i + 3, i + 5] for i in range(1, 7)]
@@ -62,7 +61,7 @@ def test_an_upload_buffer_rewritten_too_early_is_caught(folder, wanted, monkeypa
             self.buffers[0].copied = PASSED  # does not wait for its last copy
             return super().open()
 
-    monkeypatch.setattr("slipstream.runner.assemble.HostRing", Hasty)
+    monkeypatch.setattr("slipstream.runner.build.HostRing", Hasty)
     assert re.match("wrong tokens|IndexError: .* is out of bounds", failure(folder, wanted))
 
 
@@ -118,14 +117,14 @@ def test_a_result_buffer_rewritten_before_its_copy_is_caught(folder, wanted, mon
             for buffer in self.buffers:
                 buffer.on_device = self.buffers[0].on_device
 
-    monkeypatch.setattr("slipstream.runner.assemble.ResultRing", Hasty)
+    monkeypatch.setattr("slipstream.runner.build.ResultRing", Hasty)
     found = tokens_with_held_copies(folder)
     assert [len(one) for one in found] == [len(one) for one in wanted] and found != wanted
 
 
 def test_closures_that_read_what_the_host_has_changed_are_caught(folder, wanted, monkeypatch):
     """A closure must capture; one that reads the plan of the day sees a later step's."""
-    from slipstream.runner.batch import input_batch
+    from slipstream.runner import input_batch
 
     real = input_batch.InputBatch.prepare
 

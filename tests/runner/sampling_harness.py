@@ -10,9 +10,9 @@ import torch
 from slipstream.contracts.step import NO_INTS, Admission, StepPlan
 from slipstream.device.device import Device
 from slipstream.params.sampling import SamplingParams
-from slipstream.runner.batch.staging import HostRing
 from slipstream.runner.sampling.sampler import DrawOutput, Sampler
 from slipstream.runner.sampling.stage import DrawBatch
+from slipstream.runner.staging import HostRing
 
 GREEDY = SamplingParams(temperature=0)
 

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import torch
 
-from slipstream.runner.drafts.drafter import DraftBatch
-from slipstream.runner.drafts.model_drafter import drawn_rows
+from slipstream.runner.drafter import DraftBatch
+from slipstream.runner.model_drafter import drawn_rows
 
 
 def test_a_dry_run_has_positions_of_zero_and_reads_inside_the_tables() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from slipstream.contracts.step import NO_INTS, PoolPlan, StepPlan
-from slipstream.runner.batch.drafted_plan import expand_drafts
+from slipstream.runner.drafted_plan import expand_drafts
 
 
 def ints(*values: int) -> np.ndarray:

@@ -8,11 +8,10 @@ import numpy as np
 
 from slipstream.contracts.step import NO_INTS, StepPlan
 from slipstream.device.device import Device
-from slipstream.runner.batch.drafted_plan import expand_drafts
-from slipstream.runner.batch.input_batch import InputBatch, Size
-from slipstream.runner.batch.page_tables import PageTables
-from slipstream.runner.batch.rows import RowTable
-from slipstream.runner.batch.staging import HostRing
+from slipstream.runner.drafted_plan import expand_drafts
+from slipstream.runner.input_batch import InputBatch, Size
+from slipstream.runner.rows import PageTables, RowTable
+from slipstream.runner.staging import HostRing
 
 
 def ints(*values: int) -> np.ndarray:

@@ -8,13 +8,13 @@ from pool_bench import PoolBench
 from slipstream.checkpoint.pooling_info import PoolingInfo
 from slipstream.device.device import Device
 from slipstream.params.pooling import PoolingParams
-from slipstream.runner import host_copy as home
-from slipstream.runner.batch.input_batch import Size
-from slipstream.runner.batch.staging import HostRing
+from slipstream.runner import pool_tokens
+from slipstream.runner import results as home
 from slipstream.runner.graphs import GraphOutputs
-from slipstream.runner.pooling import late_interaction
-from slipstream.runner.pooling.late_interaction import QueryStore
-from slipstream.runner.pooling.pool_mode import PoolModes
+from slipstream.runner.input_batch import Size
+from slipstream.runner.pool_methods import PoolModes
+from slipstream.runner.pool_tokens import QueryStore
+from slipstream.runner.staging import HostRing
 from tiny_encoder import write_tiny_encoder
 
 
@@ -64,7 +64,7 @@ def test_a_host_copy_is_independent_of_the_buffer(num_bytes, num_cores, monkeypa
 @pytest.mark.parametrize("at_once", [1, 4, 2**26])
 def test_a_stored_query_does_not_use_the_memory_of_its_step(at_once, monkeypatch):
     """Its vectors may be a view of hidden states that the next replay writes again."""
-    monkeypatch.setattr(late_interaction, "MAX_SCORES", at_once)
+    monkeypatch.setattr(pool_tokens, "MAX_SCORES", at_once)
     device, store, hidden = Device(0, 1), QueryStore(), torch.eye(3)
     store.keep(hidden, [2, 1], [7, 8])
     hidden.zero_()
@@ -96,7 +96,7 @@ def test_late_interaction_bounds_its_temporaries(at_once, monkeypatch):
                 largest[0] = max(largest[0], out.numel())
             return out
 
-    monkeypatch.setattr(late_interaction, "MAX_SCORES", at_once)
+    monkeypatch.setattr(pool_tokens, "MAX_SCORES", at_once)
     device, store = Device(0, 1), QueryStore()
     store.keep(torch.tensor(np.concatenate(queries)), sizes, range(8))
     upload = HostRing(2, 4096, device).open()

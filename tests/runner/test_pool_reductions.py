@@ -6,7 +6,7 @@ import torch
 
 from slipstream.checkpoint.pooling_info import METHODS, reductions_of
 from slipstream.nn.context import BatchView
-from slipstream.runner.pooling.methods import combine, finish_vectors, pool_all, reduce_rows, starts_of
+from slipstream.runner.pool_methods import combine, finish_vectors, pool_all, reduce_rows, starts_of
 
 HIDDEN = torch.arange(12, dtype=torch.float32).reshape(4, 3)
 REDUCTIONS = ("first", "sum", "weighted", "max")

@@ -10,8 +10,7 @@ from slipstream import LLM
 from slipstream.base.errors import NotEnoughMemory
 from slipstream.config.memory import estimate_memory
 from slipstream.params.pooling import PoolingParams
-from slipstream.runner.pool_warmup import PoolWarmUp
-from slipstream.runner.warmup import WarmUp
+from slipstream.runner.warmup import PoolWarmUp, WarmUp
 from small_model import write_small
 from tiny import LONG_ROPE, write_tiny
 from tiny_encoder import write_modules, write_tiny_encoder

@@ -6,9 +6,8 @@ import torch
 from sampling_harness import GREEDY, Harness, admission, make_plan
 
 from slipstream.params.sampling import SamplingParams
-from slipstream.runner.sampling.bad_words import BadWords
 from slipstream.runner.sampling.bias import LogitBias
-from slipstream.runner.sampling.min_tokens import MinTokens
+from slipstream.runner.sampling.forbid import BadWords, MinTokens
 from slipstream.runner.sampling.penalties import Penalties
 
 

@@ -6,7 +6,7 @@ import torch
 from sampling_harness import GREEDY, Harness, admission, make_plan, penalized, truncated
 
 from slipstream.params.sampling import SamplingParams
-from slipstream.runner.sampling.min_tokens import MinTokens
+from slipstream.runner.sampling.forbid import MinTokens
 from slipstream.runner.sampling.penalties import Penalties
 from slipstream.runner.sampling.stage import ByRow, DrawBatch, Stage, StageWork
 

@@ -7,7 +7,7 @@ import pytest
 
 from delayed_device import DelayedDevice
 from slipstream.device.device import Device
-from slipstream.runner.batch.staging import HostRing, StagedTensor
+from slipstream.runner.staging import HostRing, StagedTensor
 
 
 @pytest.fixture(params=[0, 2])

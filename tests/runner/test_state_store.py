@@ -18,9 +18,9 @@ from slipstream.contracts.step import NO_INTS, StatePlan, StepPlan
 from slipstream.device.device import Device
 from slipstream.nn.context import BatchView
 from slipstream.ops.recurrent_steps import RecurrentSteps
-from slipstream.runner.batch.input_batch import Gathered, Size
-from slipstream.runner.batch.staging import HostRing
-from slipstream.runner.state_store import StateStore
+from slipstream.runner.input_batch import Gathered, Size
+from slipstream.runner.staging import HostRing
+from slipstream.runner.stores import StateStore
 
 SPECS = (
     StateSpec((StateField("matrix", (2, 3), "float64"), StateField("conv", (5,), "float32"))),

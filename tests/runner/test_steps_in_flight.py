@@ -7,7 +7,7 @@ import pytest
 from replay_device import ReplayDevice
 from slipstream import LLM, SamplingParams
 from slipstream.device.device import Device
-from slipstream.runner.batch.staging import HostRing
+from slipstream.runner.staging import HostRing
 from tiny import write_tiny
 
 PROMPTS = [[i, i + 3, i + 5] for i in range(1, 4)]

@@ -11,9 +11,9 @@ from slipstream import LLM, SamplingParams
 from slipstream.base.errors import NotEnoughMemory
 from slipstream.config.memory import estimate_memory
 from slipstream.device.device import Device
-from slipstream.runner.batch.input_batch import Size
-from slipstream.runner.batch.rows import RowTable
 from slipstream.runner.graphs import GraphPool
+from slipstream.runner.input_batch import Size
+from slipstream.runner.rows import RowTable
 from slipstream.runner.sampling.sampler import Sampler
 from slipstream.runner.warmup import FEATURES, KERNEL_SIZES, WarmUp, chunk_rows, chunk_sizes
 from small_model import write_small
@@ -273,7 +273,7 @@ def test_the_cache_gets_the_measured_free_memory(folder, wanted, monkeypatch):
 
 
 def test_a_device_that_captures_nothing_starts_and_runs_eagerly(folder, wanted, monkeypatch, caplog):
-    from slipstream.runner import assemble
+    from slipstream.runner import build as assemble
 
     class Unable(Gpu):
         def capture(self, work):
@@ -297,7 +297,7 @@ def test_steps_run_after_writes_on_other_streams(folder, monkeypatch):
     """Zeros of tables and caches, and weights, are written on the default stream; steps run on another."""
     from slipstream.config import resolve
     from slipstream.runner import build, warmup
-    from slipstream.runner.kv_store import KVStore
+    from slipstream.runner.stores import KVStore
 
     happened = []
 

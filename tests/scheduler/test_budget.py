@@ -5,7 +5,7 @@ from scripted_bench import Bench
 from slipstream.config.config import SchedulerConfig
 from slipstream.contracts.request import Request
 from slipstream.params.sampling import SamplingParams
-from slipstream.scheduler.budget import Budget
+from slipstream.scheduler.planners import Budget
 
 CONFIG = SchedulerConfig(
     max_num_seqs=4, max_num_batched_tokens=100, max_model_len=64, max_waiting=9, chunked_prefill=True, depth=0, seed=0,

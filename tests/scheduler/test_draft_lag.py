@@ -14,10 +14,10 @@ from scripted import ScriptedExecutor
 from scripted_bench import Bench
 from slipstream.contracts.request import NEVER
 from slipstream.contracts.step import StepPlan, StepResult
-from slipstream.scheduler import draft_lag
-from slipstream.scheduler.cache.draft_gaps import DraftGaps
-from slipstream.scheduler.draft_classes import NUM_CLASSES
-from slipstream.scheduler.draft_lag import DraftLag
+from slipstream.scheduler import drafting
+from slipstream.scheduler.cache.manager import DraftGaps
+from slipstream.scheduler.draft_length import NUM_CLASSES
+from slipstream.scheduler.drafting import DraftLag
 
 
 class DraftedExecutor(ScriptedExecutor):
@@ -153,7 +153,7 @@ def test_a_request_that_draws_one_token_costs_the_draft_model_nothing_while_draf
 def test_a_trial_computes_few_tokens_or_one_request(
     sizes: tuple[int, ...], expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(draft_lag, "TRIAL_TOKENS", 20)
+    monkeypatch.setattr(drafting, "TRIAL_TOKENS", 20)
     bench = drafted_bench(random.Random(1), is_resting=True)
     planner = bench.scheduler.drafts
     length, planner.length = planner.length, None

@@ -13,8 +13,7 @@ import pytest
 from scripted_bench import make_config
 from slipstream.config.config import DraftConfig, SchedulerConfig
 from slipstream.scheduler.cache.manager import CacheManager
-from slipstream.scheduler.draft_classes import ClassCounts, DraftClasses
-from slipstream.scheduler.draft_length import MAX_PROBED, DraftLength
+from slipstream.scheduler.draft_length import MAX_PROBED, ClassCounts, DraftClasses, DraftLength
 from slipstream.scheduler.drafting import DraftPlanner
 
 

@@ -12,8 +12,7 @@ from slipstream.config.config import SchedulerConfig
 from slipstream.contracts.request import FinishReason
 from slipstream.contracts.step import NO_INTS, StepResult
 from slipstream.params.pooling import PoolingParams
-from slipstream.scheduler.encoder_request import EncoderRequest
-from slipstream.scheduler.encoder_scheduler import MAX_REFILL, MIN_HALF_TOKENS, EncoderScheduler
+from slipstream.scheduler.encoder_scheduler import MAX_REFILL, MIN_HALF_TOKENS, EncoderRequest, EncoderScheduler
 
 EMBED = PoolingParams(task="embed")
 

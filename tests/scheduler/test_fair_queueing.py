@@ -6,8 +6,7 @@ import random
 
 import pytest
 
-from slipstream.scheduler.fair_queueing import FairQueue
-from slipstream.scheduler.lazy_heap import LazyHeap
+from slipstream.scheduler.waiting import FairQueue, LazyHeap
 
 
 class Queue:

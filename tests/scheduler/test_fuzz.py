@@ -11,9 +11,8 @@ from scripted_bench import Bench
 from scripted_tokens import VOCAB, alone
 from slipstream.base.errors import QueueFull, RequestTooLarge
 from slipstream.contracts.request import Request, Status
-from slipstream.scheduler.cache.checkpoints import CheckpointPool
 from slipstream.scheduler.cache.matching import Matching
-from slipstream.scheduler.cache.states import StateCache
+from slipstream.scheduler.cache.states import CheckpointPool, StateCache
 
 
 class Day:

@@ -4,7 +4,7 @@ import pytest
 from slipstream.contracts.request import Request, Status
 from slipstream.contracts.step import StepResult
 from slipstream.params.sampling import SamplingParams
-from slipstream.scheduler.in_flight import InFlight, Launched
+from slipstream.scheduler.outputs import InFlight, Launched
 
 
 def running(admission: int, pending: int) -> Request:

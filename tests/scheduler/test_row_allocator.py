@@ -6,7 +6,7 @@ import pytest
 
 from slipstream.contracts.request import Request, Status
 from slipstream.params.sampling import SamplingParams
-from slipstream.scheduler.row_allocator import RowAllocator
+from slipstream.scheduler.lifecycle import RowAllocator
 
 
 def seated(rows: RowAllocator, number: int, priority: int = 0, **params: object) -> Request:

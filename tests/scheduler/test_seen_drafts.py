@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from slipstream.scheduler.draft_classes import DraftClasses
-from slipstream.scheduler.draft_length import DraftLength
+from slipstream.scheduler.draft_length import DraftClasses, DraftLength
 
 WRONG, RIGHT, NONE = 5, 7, -1  # first drafts; every row draws the token RIGHT
 

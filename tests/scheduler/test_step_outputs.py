@@ -11,7 +11,7 @@ from slipstream.contracts.messages import LOGPROB
 from slipstream.contracts.request import Request
 from slipstream.contracts.step import StepLogprobs, StepResult
 from slipstream.params.sampling import MAX_PACKED_LOGPROBS, SamplingParams
-from slipstream.scheduler.step_outputs import accepted_tokens, logprob_bytes, packed_logprobs
+from slipstream.scheduler.outputs import accepted_tokens, logprob_bytes, packed_logprobs
 
 
 def logprobs_of(num_rows: int, k: int, dtype: type = np.float32, requested: np.ndarray | None = None) -> StepLogprobs:

@@ -1,6 +1,6 @@
 from slipstream.contracts.request import FinishReason, Request
 from slipstream.params.sampling import SamplingParams
-from slipstream.scheduler.stopping import check_stop
+from slipstream.scheduler.outputs import check_stop
 
 
 def request(output: list[int], max_length: int = 9, min_tokens: int = 0) -> Request:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher
 
 import smollm2_oracle
-from slipstream.text.grammar_vocab import grammar_vocabulary
+from slipstream.scheduler.grammar.native_matcher import grammar_vocabulary
 from slipstream.text.tokenizer import Tokenizer
 from tokenizer_zoo import KINDS, make_tokenizer
 

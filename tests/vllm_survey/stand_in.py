@@ -221,9 +221,9 @@ class StandIn(ModuleType):
         if name in ERRORS:
             return getattr(errors, ERRORS[name])
         if self.__name__ == "vllm.v1.sample.logits_processor" and name == "LOGITSPROCS_GROUP":
-            from slipstream.scheduler.processors import loading
+            from slipstream.scheduler import request_processors
 
-            return loading.ENTRY_POINTS
+            return request_processors.ENTRY_POINTS
         if self.__name__ == "vllm.envs" or name == "envs":
             return SimpleNamespace() if name == "envs" else None
         return absent(f"{self.__name__}.{name}")

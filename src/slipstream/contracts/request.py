@@ -15,7 +15,7 @@ from slipstream.params.thinking import Thinking
 
 if TYPE_CHECKING:
     from slipstream.scheduler.grammar.session import Session
-    from slipstream.scheduler.processors.request_processors import RequestProcessors
+    from slipstream.scheduler.request_processors import RequestProcessors
 
 
 NEVER = 2**30 - 1  # more tokens than any request has; a small int compares faster than a larger one

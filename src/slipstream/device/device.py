@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import math
 import mmap
 import os
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from slipstream.base.errors import InvalidOption
 from slipstream.base.host import available_memory, num_cores, total_memory
 from slipstream.config.memory import Machine
 from slipstream.config.options import DEVICES, unknown_device
-from slipstream.device.freed_memory import keep_freed_memory
 from slipstream.device.memory_pool import MemoryPool
 from slipstream.device.peer_memory import CudaExport, CudaPeer, ExportedMemory, PeerMemory
 from slipstream.device.streams import CudaStream, DeviceWork, InlineStream, Stream, ThreadedStream
 from slipstream.device.thread_state import allow_forks, engine_state, enter_for_good
-
-if TYPE_CHECKING:
-    from slipstream.device.profiler import TorchProfiler
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 T = TypeVar("T")
@@ -130,7 +129,6 @@ class Device:
 
     def profile(self, folder: Path, **how: Any) -> TorchProfiler:
         """Start to record operations. `how`: arguments of torch.profiler.profile."""
-        from slipstream.device.profiler import TorchProfiler  # takes half a second to import
 
         return TorchProfiler(self.run_and_wait, self.kind, folder, **how)
 
@@ -328,3 +326,50 @@ def open_device(kind: str, depth: int, num_threads: int) -> Device:
     assert kind in ("cpu", "cuda"), f"there is no device {kind}"
     allow_forks()
     return CudaDevice(depth) if kind == "cuda" else Device(depth, num_threads)
+
+
+# Freed host memory stays with the process, so that steps on a CPU do not fault in the same pages again and again.
+#
+# For torch on the GNU C library's allocator; `slipstream/__init__.py` sets the option of the allocator in ARM wheels.
+
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # names of options in malloc.h of the GNU C library
+_KEPT = 1 << 29  # bytes at the end of a heap that are not given back to the system
+# Heaps of threads are 64 MiB each. The last one is unmapped when it is empty and the one before it has this much room,
+# whatever _KEPT says. With 64 MiB none would ever be unmapped.
+_ROOM = 48 << 20
+_LARGE = (1 << 30, 1 << 25)  # larger tensors have pages of their own, given back at once; old libraries take the second
+
+
+def keep_freed_memory() -> None:
+    """For the whole process. Settings by MALLOC_ variables of the environment stay; other C libraries have no such
+    options."""
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+    if set_option is None or any(name in os.environ for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")):
+        return
+    set_option(_TRIM_THRESHOLD, _KEPT)
+    set_option(_TOP_PAD, _ROOM)
+    for size in _LARGE:
+        if set_option(_MMAP_THRESHOLD, size):
+            break
+
+
+# TorchProfiler: records the operations of a device with torch's profiler, into a trace file.
+
+
+class TorchProfiler:
+    def __init__(self, run: Callable[[Callable[[], None]], None], kind: str, folder: Path, **how: Any) -> None:
+        """`run`: runs a function in the thread of the device; `kind`: of the device; `how`: arguments of
+        torch.profiler.profile."""
+        self._run = run
+        self._folder = folder
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if kind == "cuda" else [])]
+        self._profile = profile(activities=activities, **how)
+        run(self._profile.start)  # it records the thread that starts it
+
+    def stop(self, prefix: str = "") -> Path:
+        """Writes a trace for ui.perfetto.dev, and returns its path."""
+        self._run(self._profile.stop)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._folder / f"{prefix}{time.time_ns()}.pt.trace.json.gz"
+        self._profile.export_chrome_trace(str(path))
+        return path

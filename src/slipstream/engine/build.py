@@ -64,10 +64,10 @@ from slipstream.nn.models.update import ModelWeights
 from slipstream.ops.compile_ahead import start_triton
 from slipstream.params.processors import LogitsProcessor
 from slipstream.scheduler.adapters import Adapters
-from slipstream.scheduler.cache.layout import group_sites
+from slipstream.scheduler.cache.pages import group_sites
 from slipstream.scheduler.grammar.constraints import Constraints
 from slipstream.scheduler.grammar.grammars import Grammars
-from slipstream.scheduler.processors.loading import find_classes, make_processors
+from slipstream.scheduler.request_processors import find_classes, make_processors
 from slipstream.scheduler.scheduler import Scheduler
 
 log = logging.getLogger(__name__)

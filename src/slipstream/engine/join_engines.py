@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from slipstream.config.config import EngineConfig
-from slipstream.dist.group import Group
+from slipstream.device.collectives import Group
 from slipstream.dist.step_exchange import StepExchange, connect_peers, listen_for_peers
 from slipstream.engine.lockstep import LockstepExecutor
 from slipstream.engine.rank_watch import CLOSED_BY_PEER, RankWatch

@@ -16,7 +16,7 @@ from slipstream.base.files import OwnedFolder
 from slipstream.base.processes import child_environment, how_it_ended
 from slipstream.config.config import EngineConfig
 from slipstream.config.memory import rank_environment, visible_gpus
-from slipstream.dist.group import Group, announce_end
+from slipstream.device.collectives import Group, announce_end
 from slipstream.dist.plan_ring import PlanWriter
 from slipstream.engine.ranks import END, Ranks
 

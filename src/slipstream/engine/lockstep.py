@@ -12,7 +12,7 @@ import dataclasses
 from typing import Protocol
 
 from slipstream.contracts.step import NO_INTS, NO_PAGES, Handle, Late, LateBias, StepPlan, StepResult, StepSizes
-from slipstream.dist.group import Group
+from slipstream.device.collectives import Group
 from slipstream.dist.step_exchange import StepExchange
 from slipstream.engine.device_timing import Point, StepInterval
 from slipstream.engine.rank_watch import CLOSED_BY_PEER, RankWatch, wait_for_step

@@ -7,7 +7,7 @@ from slipstream.contracts.messages import Submit
 from slipstream.contracts.request import Request
 from slipstream.params.pooling import PoolingParams
 from slipstream.params.sampling import SamplingParams
-from slipstream.scheduler.encoder_request import EncoderRequest
+from slipstream.scheduler.encoder_scheduler import EncoderRequest
 
 
 def encoder_request(message: Submit) -> EncoderRequest:

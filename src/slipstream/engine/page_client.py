@@ -30,7 +30,7 @@ from slipstream.engine.page_wire import (
     receive_message,
     send_message,
 )
-from slipstream.scheduler.cache.tier_slots import Reserved
+from slipstream.scheduler.cache.tier import Reserved
 
 log = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ import msgspec
 
 from slipstream.base.errors import EngineDead
 from slipstream.config.config import EngineConfig
-from slipstream.dist.group import Group
+from slipstream.device.collectives import Group
 from slipstream.engine.page_client import ClientMemory, Copies
 from slipstream.engine.page_listener import IDLE, PageListener, PageMemory, deadline_of
 from slipstream.engine.page_peer import Peer, receive_pages

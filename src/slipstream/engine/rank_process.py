@@ -26,7 +26,7 @@ from slipstream.base.log import set_up_child_log
 from slipstream.base.processes import die_with_parent
 from slipstream.config.config import EngineConfig
 from slipstream.contracts.step import Handle, TierCopier
-from slipstream.dist.group import TIMEOUT, Group
+from slipstream.device.collectives import TIMEOUT, Group
 from slipstream.dist.plan_codec import decode_late, decode_plan, decode_tier
 from slipstream.dist.plan_ring import PlanReader
 from slipstream.dist.plan_socket import PlanSocketReader

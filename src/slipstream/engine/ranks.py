@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from slipstream.base.errors import EngineDead, SlipstreamError
-from slipstream.dist.group import Group
+from slipstream.device.collectives import Group
 from slipstream.engine.rank_watch import RankWatch
 
 PLAN, FINISH, LATE, FREE, ADAPTER, TIER, MARK, END = b"p", b"f", b"l", b"q", b"a", b"t", b"m", b"e"

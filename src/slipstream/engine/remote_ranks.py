@@ -10,7 +10,7 @@ from torch.distributed import TCPStore
 
 from slipstream.base.errors import EngineDead
 from slipstream.config.config import EngineConfig
-from slipstream.dist.group import TIMEOUT, Group, announce_end
+from slipstream.device.collectives import TIMEOUT, Group, announce_end
 from slipstream.dist.plan_socket import PlanSockets
 from slipstream.engine.rank_link import RankLink, RankStart, accept_rank
 from slipstream.engine.ranks import END, Ranks

@@ -20,9 +20,8 @@ from slipstream.frontend.results import Logprob
 from slipstream.frontend.served import ServedModel
 from slipstream.params.sampling import SamplingParams
 from slipstream.params.structured import StructuredOutputsParams
-from slipstream.scheduler.grammar.compiled import CompiledGrammar
 from slipstream.scheduler.grammar.grammars import Grammars
-from slipstream.scheduler.grammar.session import Session
+from slipstream.scheduler.grammar.session import CompiledGrammar, Session
 
 MAX_REPORTED = 1024
 """Up to so many allowed tokens, a request reports the logprobs of all of them."""

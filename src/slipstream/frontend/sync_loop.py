@@ -21,7 +21,7 @@ from slipstream.frontend.request_state import OutputProcessor, RequestState
 from slipstream.frontend.results import RequestOutput
 from slipstream.frontend.served import ServedModel
 from slipstream.metrics.stats import ModelStats
-from slipstream.scheduler.admission_checks import admits_any_request
+from slipstream.scheduler.query_registry import admits_any_request
 from slipstream.scheduler.scheduler import Scheduler
 
 SleepMode = Literal["abort", "wait", "keep"]

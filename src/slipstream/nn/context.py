@@ -1,6 +1,6 @@
 """The data of a step as layers see it, passed down as an argument: tokens and positions, no requests.
 
-`BatchView` holds the inputs that `runner/batch/input_batch.py` gathered; `ForwardContext` adds the caches, the
+`BatchView` holds the inputs that `runner/input_batch.py` gathered; `ForwardContext` adds the caches, the
 attention backend and its metadata, and recurrent states. If only the last hidden state of each row is read, most of the
 last layer runs for `LastTokens`, and so do all trailing layers that store nothing between steps.
 """

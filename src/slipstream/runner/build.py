@@ -9,23 +9,41 @@ import msgspec
 import torch
 
 from slipstream.base.host import num_cpus
+from slipstream.config.buffer_size import arena_bytes, pooled_bytes, result_bytes, result_growth_bytes
 from slipstream.config.cache_size import fit_cache
 from slipstream.config.config import EngineConfig
-from slipstream.config.memory import LOGITS_AT_ONCE, WORKSPACE, estimate_memory
+from slipstream.config.memory import LOGITS_AT_ONCE, WORKSPACE, estimate_memory, graph_output_bytes
+from slipstream.device.collectives import DryGroup, Group
 from slipstream.device.device import Device, open_device
-from slipstream.dist.group import DryGroup, Group
+from slipstream.nn.attention.choose import choose_attention
 from slipstream.nn.layers.ranked import connect_ranks
+from slipstream.nn.models.adapter_layout import AdapterLayout
+from slipstream.nn.models.decoder import Decoder
+from slipstream.nn.models.draft_head import DraftHead
 from slipstream.nn.models.load import open_model
+from slipstream.nn.models.registry import find_rules
+from slipstream.nn.shapes import bidirectional_head_dims
 from slipstream.nn.weight_format import Weight
 from slipstream.ops.compile_ahead import ForkedCompiler, can_compile_ahead, compiling_ahead
 from slipstream.ops.linear import reserve_counters
 from slipstream.ops.linear.cublaslt_tuned import Choices, RecordedGemms, autotune_recorded, recording_gemms
 from slipstream.params.pooling import PoolingParams
-from slipstream.runner.assemble import assemble
-from slipstream.runner.drafts.build import open_draft_model
-from slipstream.runner.pool_warmup import PoolWarmUp
+from slipstream.runner.drafter import Drafter, NgramDrafter
+from slipstream.runner.generate_head import GenerateHead
+from slipstream.runner.graphs import GraphPool
+from slipstream.runner.input_batch import BatchInputs, InputBatch, RopeRows
+from slipstream.runner.lora_store import AdapterStore
+from slipstream.runner.model_drafter import build_drafter, open_draft_model, scratch_pages
+from slipstream.runner.page_tier import PageTier
+from slipstream.runner.pool_head import EncoderBatch, PoolHead
+from slipstream.runner.pool_tokens import ChunkState
+from slipstream.runner.results import HeadMaker, ResultRing
+from slipstream.runner.rows import PageTables, RowState, RowTable, SittingRows, TokenHistory
 from slipstream.runner.runner import ModelRunner
-from slipstream.runner.warmup import Start, WarmUp, enough_memory
+from slipstream.runner.sampling.sampler import Sampler
+from slipstream.runner.staging import HostRing
+from slipstream.runner.stores import KVStore, StateStore
+from slipstream.runner.warmup import PoolWarmUp, Start, WarmUp, enough_memory
 
 Join = Callable[[torch.device], Group]
 """Waits until all ranks of a model have loaded, and returns their group."""
@@ -156,3 +174,145 @@ def _room(config: EngineConfig, device: Device) -> int:
     free, keep_free = device.free_memory(), config.device.keep_free
     assert free is not None and keep_free is not None
     return free - keep_free - estimate_memory(config, 0).later
+
+
+# Assembles the runner from an EngineConfig: caches, row states, heads and what they share. No device work.
+
+
+def assemble(
+    config: EngineConfig,
+    device: Device,
+    model: Decoder,
+    group_pages: tuple[int, ...],
+    draft_model: Decoder | DraftHead | None,
+) -> ModelRunner:
+    scheduler, cache = config.scheduler, config.cache
+    dtype = getattr(torch, config.model.dtype)
+    logit_dtype = torch.float64 if dtype is torch.float64 else torch.float32
+
+    num_rows = scheduler.max_num_seqs + 1  # the last is the padding row
+    num_buffers = scheduler.depth + 2
+    drafts = scheduler.drafts
+    max_drafts = 0 if drafts is None else drafts.num_drafts
+    tables = PageTables(len(cache.groups), num_rows, scheduler.max_model_len, cache.page_size, device)
+    adapters = _adapter_store(config, model, device)
+    history = None if drafts is None else TokenHistory(cache.groups, tables, device)
+    store = KVStore(cache.groups, group_pages, device, history, scratch_pages(config))
+    states = None if cache.states is None else StateStore(cache.states, num_rows, device, max_drafts)
+    graphs = _graph_pool(config, device)
+    info, pooling = config.model.info, config.model.pooling
+    result_size = result_bytes(config) + pooled_bytes(config)
+    results = ResultRing(num_buffers, result_size, device, max_capacity=result_size + result_growth_bytes(config))
+    heads: list[HeadMaker] = []
+    # copies of the second tier come before all other work of a step
+    tier = None
+    if cache.tier_bytes:
+        serves_pages = config.transfer is not None and config.transfer.listen is not None
+        tier = PageTier(store, cache, num_buffers, device, states, is_shared=serves_pages)
+    row_states: list[RowState] = [] if tier is None else [tier]
+    row_states += [store] if states is None else [store, states]
+    sampler = draft_runner = sitting = None
+    input_batch: BatchInputs
+    if scheduler.is_encoder:
+        input_batch = _encoder_batch(config, device)
+    else:
+        rows = RowTable(num_rows, device, max_drafts)
+        rope_rows = None if scheduler.short_rope is None else RopeRows(num_rows, scheduler.max_model_len, device)
+        input_batch = InputBatch(rows, tables, rope_rows, history)
+        row_states += [rows, tables] if rope_rows is None else [rows, tables, rope_rows]
+        row_states += [] if history is None else [history]
+        if config.model.generates:
+            sampler = Sampler(
+                num_rows,
+                info.vocab_size,
+                device,
+                logit_dtype,
+                scheduler.max_step_logprobs,
+                max_drafts,
+                scheduler.max_step_drafts,
+                config.model.logprobs_mode,
+            )
+            drafter: Drafter | None = None
+            if draft_model is not None and history is not None:
+                drafter = draft_runner = build_drafter(config, draft_model, rows, tables, store, history)
+            elif drafts is not None and history is not None:
+                drafter = NgramDrafter(drafts, rows, history)
+            heads.append(
+                GenerateHead(
+                    model,
+                    rows,
+                    sampler,
+                    results,
+                    logit_dtype,
+                    graphs,
+                    batch_invariant=config.model.deterministic,
+                    drafter=drafter,
+                    max_length=scheduler.max_model_len,
+                    adapters=adapters,
+                )
+            )
+            row_states.append(sampler)
+            sitting = SittingRows(rows, num_buffers, device)
+    if pooling is not None:
+        chunks = ChunkState(pooling.methods, 0 if scheduler.is_encoder else num_rows, info.hidden_size, dtype, device)
+        own_size = None if config.hidden_width == info.hidden_size else info.hidden_size
+        pool = PoolHead(model.heads, pooling, info.vocab_size, chunks, results, graphs, logit_dtype, own_size)
+        heads.append(pool)
+        row_states.append(pool)
+    return ModelRunner(
+        model=model,
+        device=device,
+        attention=choose_attention(
+            device.torch_device,
+            cache.groups,
+            dtype,
+            bidirectional_head_dims(model.shape.layers),
+            deterministic=config.model.deterministic,
+        ),
+        store=store,
+        input_batch=input_batch,
+        heads=heads,
+        row_states=row_states,
+        ring=HostRing(num_buffers, arena_bytes(config), device),
+        results=results,
+        graphs=graphs,
+        states=states,
+        sampler=sampler,
+        drafter=draft_runner,
+        adapters=adapters,
+        tier=tier,
+        sitting=sitting,
+    )
+
+
+def _graph_pool(config: EngineConfig, device: Device) -> GraphPool:
+    scheduler = config.scheduler
+    # a step has at most as many tokens as its rows can have
+    max_tokens = min(scheduler.max_num_batched_tokens, scheduler.max_num_seqs * scheduler.max_model_len)
+    return GraphPool(
+        device,
+        scheduler.max_drawn,
+        max_tokens,
+        eager=config.device.eager,
+        output_bytes=graph_output_bytes(config),
+        max_num_seqs=scheduler.max_num_seqs,
+    )
+
+
+def _adapter_store(config: EngineConfig, model: Decoder, device: Device) -> AdapterStore | None:
+    if config.adapters is None:
+        return None
+    layout = AdapterLayout(model, config.adapters.max_lora_rank, generates=config.model.generates)
+    rules, dtype = find_rules(config.model.info, model.shape), getattr(torch, config.model.dtype)
+    return AdapterStore(config.adapters, layout, rules, dtype, device)
+
+
+def _encoder_batch(config: EngineConfig, device: Device) -> EncoderBatch:
+    scheduler, pooling = config.scheduler, config.model.pooling
+    assert pooling is not None, "a model without a cache is for pooling"
+    return EncoderBatch(
+        device,
+        with_types=pooling.has_types,
+        with_unseen=not pooling.query.filler_is_seen,
+        short_rope=None if scheduler.short_rope is None else (scheduler.short_rope, scheduler.max_model_len),
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,21 +15,18 @@ from slipstream.contracts.step import StepPlan
 from slipstream.nn.models.base import CausalLM
 from slipstream.ops.drafts import Accepted, earlier_drafts
 from slipstream.ops.sample import TopLogprobs
-from slipstream.runner.batch.drafted_plan import DraftedPlan
-from slipstream.runner.batch.input_batch import Gathered, Size
-from slipstream.runner.batch.rows import RowTable
-from slipstream.runner.batch.sit_out import leave_out_
-from slipstream.runner.batch.staging import Upload
-from slipstream.runner.drafts.drafter import DraftBatch, Drafter
-from slipstream.runner.draw_inputs import DrawInputs, PickedInputs
+from slipstream.runner.drafted_plan import DraftedPlan
+from slipstream.runner.drafter import DraftBatch, Drafter
 from slipstream.runner.graphs import GraphPool
-from slipstream.runner.head import CapturedDraw, Head
-from slipstream.runner.lora.store import AdapterStore, Tiles
+from slipstream.runner.input_batch import Gathered, Size
+from slipstream.runner.lora_store import AdapterStore, Tiles
 from slipstream.runner.results import (
     DRAFTS,
     KEPT,
     PROMPT,
     WIDE,
+    CapturedDraw,
+    Head,
     Indices,
     ResultRing,
     ResultShape,
@@ -38,9 +35,11 @@ from slipstream.runner.results import (
     view_drafts,
     view_draws,
 )
+from slipstream.runner.rows import RowTable, leave_out_
 from slipstream.runner.sampling.logprobs import prepare_scores
 from slipstream.runner.sampling.sampler import DrawOutput, Replayed, Sampler
 from slipstream.runner.sampling.stage import DrawBatch
+from slipstream.runner.staging import Upload
 
 
 class GenerateHead:
@@ -323,3 +322,41 @@ class _Drafts:
 def _named(prefix: str, of: TopLogprobs) -> dict[str, torch.Tensor]:
     """The tensors by their names in the result buffer."""
     return {f"{prefix}{name}": value for name, value in of._asdict().items()}
+
+
+# DrawInputs: what a captured draw reads of a step.
+
+
+class DrawInputs(NamedTuple):
+    """The hidden states to sample from, their rows, positions and, with drafts, offsets."""
+
+    hidden: torch.Tensor
+    rows: torch.Tensor
+    positions: torch.Tensor
+    offsets: torch.Tensor | None
+
+    @classmethod
+    def of(cls, batch: Gathered, hidden: torch.Tensor) -> DrawInputs:
+        """All hidden states of a step."""
+        return cls(hidden, batch.rows, batch.view.lengths, batch.offsets)
+
+
+class PickedInputs:
+    """The inputs of draws of some hidden states of a step, at fixed addresses: a captured draw reads them there."""
+
+    def __init__(self, num_rows: int) -> None:
+        self._num_rows = num_rows
+        self._buffers: tuple[torch.Tensor, ...] | None = None
+
+    def bring(self, hidden: torch.Tensor, positions: torch.Tensor, pick: torch.Tensor) -> DrawInputs:
+        """Device: `pick` [3 or 4, n]: indices of hidden states, indices of their rows in the step, the rows, offsets if
+        there are drafts."""
+        if self._buffers is None:
+            ids = torch.zeros(3, self._num_rows, dtype=torch.int64, device=hidden.device)
+            self._buffers = hidden.new_zeros(self._num_rows, hidden.shape[1]), *ids.unbind(0)
+        tokens, indices, rows, *offsets = pick.unbind(0)
+        own_hidden, own_positions, own_rows, own_offsets = (buffer[: len(tokens)] for buffer in self._buffers)
+        torch.index_select(hidden, 0, tokens, out=own_hidden)
+        torch.index_select(positions, 0, indices, out=own_positions)
+        own_rows.copy_(rows)
+        return DrawInputs(own_hidden, own_rows, own_positions, own_offsets.copy_(offsets[0]) if offsets else None)

@@ -18,7 +18,7 @@ import torch
 from slipstream.config.memory import sizes_up_to
 from slipstream.contracts.step import StepPlan, StepSizes
 from slipstream.device.device import Device
-from slipstream.runner.batch.input_batch import SHORT_LENGTH, Size
+from slipstream.runner.input_batch import SHORT_LENGTH, Size
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)

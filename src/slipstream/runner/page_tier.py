@@ -29,11 +29,9 @@ from slipstream.contracts.step import Ints, StepPlan, TierPlan
 from slipstream.device.device import Bytes, Device
 from slipstream.device.streams import PASSED, Event
 from slipstream.ops.cache_write import raw_pages
-from slipstream.runner.batch.staging import HostRing, Upload, UploadSpan
-from slipstream.runner.group_slots import GroupSlots, runs
-from slipstream.runner.kv_store import KVStore
-from slipstream.runner.slot_mirror import LOADED_AT_ONCE, Marks, SlotMirror
-from slipstream.runner.state_store import StateStore
+from slipstream.runner.slot_mirror import LOADED_AT_ONCE, GroupSlots, Marks, SlotMirror, runs
+from slipstream.runner.staging import HostRing, Upload, UploadSpan
+from slipstream.runner.stores import KVStore, StateStore
 
 _SEAL_FUTURE_WRITE = 0x10  # of fcntl.h: what is mapped stays writable, and no process can map it so again
 

@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable, Hashable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
-from slipstream.contracts.step import NO_INTS, StepLogprobs, StepResult
+from slipstream.base.host import num_cpus
+from slipstream.contracts.step import NO_INTS, StepLogprobs, StepPlan, StepResult
 from slipstream.device.device import Bytes, Device
 from slipstream.device.streams import PASSED, Event
 from slipstream.device.sync_check import sync_allowed
 from slipstream.ops.drafts import Accepted
+from slipstream.runner.input_batch import Gathered, Size
+from slipstream.runner.staging import Upload
 
 _ALIGN = 16
 
@@ -336,3 +341,70 @@ def view_drafts(shape: ResultShape, buffer: torch.Tensor) -> torch.Tensor | None
     """Device: the part of the buffer for the drafts of each draw [draws, drafts]; None: the result has none."""
     found = next((field for field in shape.fields if field.name == DRAFTS), None)
     return None if found is None else buffer[found.start : found.stop].view(torch.int64).view(found.shape)
+
+
+# Copies a result buffer for its reader, since a later step overwrites the buffer.
+#
+# Token vectors are tens of megabytes per step. Most of the time of such a copy is spent on first-touch page faults, and
+# one thread is slower than the device's next step; so several threads copy.
+
+LARGE = 4 * 2**20  # bytes from which several threads are faster
+MAX_THREADS = 8
+
+
+def host_copy(buffer: Bytes) -> Bytes:
+    num_threads = min(MAX_THREADS, num_cpus() // 2) if buffer.nbytes >= LARGE else 1
+    if num_threads < 2:
+        return buffer.copy()
+    own = np.empty_like(buffer)
+    size = -(-len(buffer) // num_threads)
+    parts = [slice(start, start + size) for start in range(0, len(buffer), size)]
+    copies = [_threads().submit(np.copyto, own[part], buffer[part]) for part in parts[1:]]
+    np.copyto(own[parts[0]], buffer[parts[0]])
+    for copy in copies:
+        copy.result()
+    return own
+
+
+@functools.cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(MAX_THREADS - 1, "slipstream-results")
+
+
+# Head: turns the hidden states of a step into results.
+
+Finish = Callable[[Gathered, torch.Tensor], None]
+
+
+class CapturedDraw(NamedTuple):
+    """The work of a head that can be captured together with the forward before it."""
+
+    key: Hashable
+    draw: Callable[[Gathered, torch.Tensor], torch.Tensor]  # returns results at a fixed address
+    put: Callable[[torch.Tensor], None]  # to where this step's results are copied from; not captured
+
+
+class Head:
+    """One step's head: its device work, and how its results are read once copied; None if it has no results."""
+
+    def __init__(
+        self, run: Finish, handle: Callable[[Sent], StepHandle] | None, captured: CapturedDraw | None = None
+    ) -> None:
+        """`captured`: the same work as `run` for steps without data that come after the forward's launch; None: it
+        cannot be captured with the forward."""
+        self.run = run
+        self.handle = handle
+        self.captured = captured
+
+
+class HeadMaker(Protocol):
+    """Makes a head for each step."""
+
+    def wants_all(self, plan: StepPlan) -> bool:
+        """Host: whether the head reads hidden states other than that of each row's last token."""
+
+    def prepare(
+        self, plan: StepPlan, upload: Upload, size: Size | None = None, *, only_last: bool = False
+    ) -> Head | None:
+        """Host: upload what the head needs; None if this step needs no head. `size`: what the forward is padded to.
+        `only_last`: the hidden states are those of each row's last token, not of all tokens."""

@@ -15,22 +15,19 @@ from slipstream.device.sync_check import HotPath
 from slipstream.nn.context import AttentionBackend, ForwardContext
 from slipstream.nn.models.base import CausalLM
 from slipstream.ops.recurrent_steps import RecurrentSteps
-from slipstream.runner.batch.drafted_plan import expand_drafts
-from slipstream.runner.batch.input_batch import BatchInputs, Gathered, Size
-from slipstream.runner.batch.row_state import RowState
-from slipstream.runner.batch.sit_out import SittingRows
-from slipstream.runner.batch.staging import HostRing
-from slipstream.runner.drafts.drafter import Follow, ForwardDrafter
+from slipstream.runner.drafted_plan import expand_drafts
+from slipstream.runner.drafter import Follow, ForwardDrafter
 from slipstream.runner.graphs import WHOLE_STEP_ROWS, GraphPool
-from slipstream.runner.head import CapturedDraw, Head, HeadMaker
-from slipstream.runner.kv_store import KVStore
-from slipstream.runner.lora.store import AdapterStore
+from slipstream.runner.input_batch import BatchInputs, Gathered, Size
+from slipstream.runner.lora_store import AdapterStore
 from slipstream.runner.page_tier import PageTier
 from slipstream.runner.pool_head import PoolHead
-from slipstream.runner.pooling.results import MixedHandle
-from slipstream.runner.results import NO_RESULTS, ResultRing, StepHandle
+from slipstream.runner.pool_results import MixedHandle
+from slipstream.runner.results import NO_RESULTS, CapturedDraw, Head, HeadMaker, ResultRing, StepHandle
+from slipstream.runner.rows import RowState, SittingRows
 from slipstream.runner.sampling.sampler import Sampler
-from slipstream.runner.state_store import StateStore
+from slipstream.runner.staging import HostRing
+from slipstream.runner.stores import KVStore, StateStore
 
 
 class ModelRunner:

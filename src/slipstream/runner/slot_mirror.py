@@ -14,17 +14,16 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from slipstream.device.device import Device
+from slipstream.device.device import Bytes, Device
 from slipstream.device.peer_memory import ByteCopy, PeerMemory
 from slipstream.device.streams import PASSED, Event, Stream
-from slipstream.runner.batch.staging import Upload, UploadSpan
-from slipstream.runner.group_slots import GroupSlots, runs
+from slipstream.runner.staging import Upload, UploadSpan
 
 _ALIGN = 512  # bytes
 
@@ -178,3 +177,36 @@ def _copy_in(group: _Group, slots: Sequence[int]) -> None:
     for first, last in runs(slots):
         rows = slice(slots[first], slots[first] + last - first)
         group.memory[rows].copy_(group.slots.tensor[rows], non_blocking=True)
+
+
+# GroupSlots: the slots of one group of pages in the host memory of the second cache tier.
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSlots:
+    parts: tuple[torch.Tensor, ...]  # device: each [pages, width] integers; a page is its rows one after another
+    page_bytes: int
+    max_pages: int  # that are copied at once
+    memory: Bytes  # host: [slots, page_bytes]
+    file: int | None  # descriptor of the same memory, if other processes may read it
+    tensor: torch.Tensor  # of the same memory
+    # host, by slot: how often a page was copied to it so far, and the end of the last copy
+    num_stores: list[int]
+    stored: list[Event]
+
+    def columns(self, pages: torch.Tensor) -> Iterator[torch.Tensor]:
+        """The columns of each part in memory of pages [n, page_bytes] uint8: each [n, width]."""
+        whole = pages.view(self.parts[0].dtype)
+        start = 0
+        for part in self.parts:
+            yield whole[:, start : start + part.shape[1]]
+            start += part.shape[1]
+
+
+def runs(slots: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """The first and the last index, exclusive, of each run of consecutive slots."""
+    first = 0
+    for index in range(1, len(slots) + 1):
+        if index == len(slots) or slots[index] != slots[index - 1] + 1:
+            yield first, index
+            first = index

@@ -8,22 +8,23 @@ host time: a request costs a few list and dict operations, a step a few numpy ca
 from __future__ import annotations
 
 import functools
+from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from slipstream.base.errors import QueueFull, UserError
 from slipstream.config.config import SchedulerConfig
 from slipstream.contracts.messages import Output
-from slipstream.contracts.request import WaitFor
+from slipstream.contracts.request import Adapter, WaitFor
 from slipstream.contracts.step import NO_INTS, AdapterPlan, Bools, Ints, PoolPlan, StepPlan, StepResult
+from slipstream.params.lora import LoRARequest
+from slipstream.params.pooling import PoolingParams
 from slipstream.scheduler.adapters import Adapters, check_adapter
-from slipstream.scheduler.admission_checks import check_length
-from slipstream.scheduler.encoder_request import EncoderRequest
-from slipstream.scheduler.fair_queueing import FairQueue
-from slipstream.scheduler.query_registry import QueryRegistry
-from slipstream.scheduler.step_outputs import lost_query, pool_failure, pooled_output, refusal
+from slipstream.scheduler.outputs import lost_query, pool_failure, pooled_output, refusal
+from slipstream.scheduler.query_registry import QueryRegistry, check_length
+from slipstream.scheduler.waiting import FairQueue
 
 MIN_HALF_TOKENS = 512
 """Tokens from which a step is about as efficient per token as a larger one."""
@@ -319,3 +320,39 @@ def _or_length(limits: list[int | None], lengths: Ints) -> Ints | None:
 def _all_pooled(count: int) -> tuple[Ints, Ints, Bools]:
     """Rows of a step in which every row is pooled and none draws a token. Shared, so never written."""
     return np.arange(count, dtype=np.int32), np.zeros(count, np.int32), np.ones(count, np.bool_)
+
+
+# EncoderRequest: a prompt that a model computes in one step.
+
+
+class EncoderRequest:
+    __slots__ = (
+        "id", "tokens", "num_tokens", "params", "type_start", "num_seen", "caller", "is_launched", "is_done", "lora",
+        "adapter", "waits_for",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        id: str,
+        tokens: Sequence[int],
+        params: PoolingParams,
+        type_start: int | None = None,
+        num_seen: int | None = None,
+        caller: str = "",
+        lora: LoRARequest | None = None,
+    ) -> None:
+        self.id = id
+        self.tokens = tokens if type(tokens) is array else array("i", tokens)
+        self.num_tokens = len(tokens)
+        self.params = params
+        self.type_start = type_start  # first position of token type 1; None: all types are 0
+        self.num_seen = num_seen  # leading tokens that all tokens attend to; None: all
+        self.caller = caller  # callers of one priority are served by fair queueing
+        self.lora = lora  # the adapter of the request
+        self.adapter: Adapter | None = None  # set by `Adapters`
+        self.waits_for = WaitFor.NOTHING
+        self.is_launched = False
+        self.is_done = False  # ended or aborted: skipped in queues and in results
+
+    def __repr__(self) -> str:
+        return f"EncoderRequest({self.id} of {self.num_tokens} tokens{', done' if self.is_done else ''})"

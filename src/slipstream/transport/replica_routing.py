@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from slipstream.contracts.messages import Submit
 from slipstream.params.lora import LoRARequest
 from slipstream.params.sampling import SamplingParams
-from slipstream.scheduler.cache.hashing import extend_hashes
+from slipstream.scheduler.cache.matching import extend_hashes
 
 MAX_PAGES = 512
 """Pages of a prompt that are hashed, from its start: bounds the time on the event loop to about a millisecond."""

@@ -21,7 +21,7 @@ from slipstream.contracts.cache_spec import StateField
 from slipstream.nn.models.decoder import Decoder
 from slipstream.nn.shapes import MixerShape
 from slipstream.ops import native
-from slipstream.scheduler.cache.layout import group_sites
+from slipstream.scheduler.cache.pages import group_sites
 from tiny_sites import MODELS, alternating, mixed, shared, write_sites
 
 

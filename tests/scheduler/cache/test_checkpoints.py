@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from slipstream.scheduler.cache.checkpoints import CheckpointPool
+from slipstream.scheduler.cache.states import CheckpointPool
 
 
 def save(pool: CheckpointPool, name: bytes, *, generated: bool = False) -> int | None:

@@ -1,4 +1,4 @@
-from slipstream.scheduler.cache.hashing import extend_hashes
+from slipstream.scheduler.cache.matching import extend_hashes
 
 
 def hashes(tokens: list[int], num_pages: int, salt: str = "", page_size: int = 4) -> list[bytes]:

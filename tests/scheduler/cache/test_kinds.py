@@ -6,8 +6,7 @@ from hand_cache import make_spec
 from slipstream.contracts.cache_spec import CacheSpec
 from slipstream.contracts.step import NULL_PAGE
 from slipstream.scheduler.cache.manager import KINDS
-from slipstream.scheduler.cache.paged import PagedCache
-from slipstream.scheduler.cache.window import WindowCache
+from slipstream.scheduler.cache.pages import PagedCache, WindowCache
 
 
 @pytest.mark.parametrize(("length", "pages"), [(0, 0), (1, 1), (4, 1), (5, 2), (8, 2), (9, 3)])

@@ -1,6 +1,6 @@
 from hand_cache import make_spec
 from slipstream.contracts.cache_spec import CacheGroup
-from slipstream.scheduler.cache.layout import group_sites
+from slipstream.scheduler.cache.pages import group_sites
 
 WIDE = make_spec(4, 8)
 SLIM = make_spec(1, 8)

@@ -5,8 +5,8 @@ from scripted_bench import make_config
 from slipstream.contracts.request import Request
 from slipstream.contracts.step import NULL_PAGE
 from slipstream.params.sampling import SamplingParams
-from slipstream.scheduler.cache.hashing import extend_hashes
 from slipstream.scheduler.cache.manager import CacheManager
+from slipstream.scheduler.cache.matching import extend_hashes
 
 
 def make(**config: object) -> CacheManager:

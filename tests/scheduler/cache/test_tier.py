@@ -10,8 +10,7 @@ import pytest
 from scripted_bench import Bench
 from scripted_tokens import VOCAB
 from slipstream.scheduler.cache import tier as tier_module
-from slipstream.scheduler.cache.tier import CacheTier
-from slipstream.scheduler.cache.tier_slots import TierSlots
+from slipstream.scheduler.cache.tier import CacheTier, TierSlots
 
 LONG = [list(range(10 * n, 10 * n + 20)) for n in range(5)]
 

@@ -23,7 +23,7 @@ from slipstream.contracts.request import FinishReason, Status
 from slipstream.params.sampling import SamplingParams
 from slipstream.params.structured import StructuredOutputsParams as Shape
 from slipstream.scheduler.grammar import constraints as constraints_module
-from slipstream.scheduler.grammar.grammar_compiler import GrammarCompiler
+from slipstream.scheduler.grammar.native_matcher import GrammarCompiler
 from slipstream.scheduler.grammar.session import Session
 
 SCHEMA = {

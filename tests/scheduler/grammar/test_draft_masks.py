@@ -20,11 +20,9 @@ from scripted_tokens import VOCAB
 from slipstream.contracts.messages import Abort
 from slipstream.params.structured import StructuredOutputsParams as Shape
 from slipstream.scheduler.cache.states import StateCache
-from slipstream.scheduler.grammar import draft_filler
-from slipstream.scheduler.grammar.compiled import CompiledGrammar
-from slipstream.scheduler.grammar.draft_filler import DraftFiller, DraftRow
-from slipstream.scheduler.grammar.draft_masks import fill_along
-from slipstream.scheduler.grammar.session import Session
+from slipstream.scheduler.grammar import draws
+from slipstream.scheduler.grammar.draws import DraftFiller, DraftRow, fill_along
+from slipstream.scheduler.grammar.session import CompiledGrammar, Session
 
 __all__ = ["core_of"]  # a fixture
 
@@ -158,7 +156,7 @@ def test_rows_behind_late_ones_sit_out_and_are_filled_later() -> None:
     filler = DraftFiller(VOCAB, finished)
     grammar = CompiledGrammar(oracle_matcher(Shape(regex="[ab]{9}")))
     sessions = [Session(grammar, [1], 1, [END], VOCAB) for _ in range(4)]
-    opened, real = threading.Event(), draft_filler.fill_along
+    opened, real = threading.Event(), draws.fill_along
     words = (VOCAB + 32) // 32
     rows = [DraftRow(session, np.zeros((2, words), np.uint32)) for session in sessions]
     masks = [row._masks for row in rows]
@@ -168,7 +166,7 @@ def test_rows_behind_late_ones_sit_out_and_are_filled_later() -> None:
             assert opened.wait(PATIENCE)
         real(session, *args)
 
-    draft_filler.fill_along = gated
+    draws.fill_along = gated
     try:
         filler.fill(rows, 0.01, 0.0)
         assert [row.is_late for row in rows] == [False, True, True, True]
@@ -183,7 +181,7 @@ def test_rows_behind_late_ones_sit_out_and_are_filled_later() -> None:
         filler.fill([again], 60.0, 0.0)
         assert not again.is_late and finished.is_set()
     finally:
-        draft_filler.fill_along = real
+        draws.fill_along = real
         filler.close()
 
 

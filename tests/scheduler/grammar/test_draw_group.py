@@ -7,7 +7,7 @@ from letter_tokenizer import END, TOKENIZER, make_constraints
 from scripted_engine import scripted_core, submit
 from slipstream.contracts.messages import Abort
 from slipstream.params.structured import StructuredOutputsParams as Shape
-from slipstream.scheduler.grammar.draw_group import DrawGroup
+from slipstream.scheduler.grammar.draws import DrawGroup
 
 SHAPE = Shape(regex="[a-z]{20,30}")
 NUM_ROWS = 6

@@ -16,10 +16,10 @@ from letter_tokenizer import TOKENIZER, VOCAB
 from patience import PATIENCE
 from slipstream.base.errors import EngineClosed, InvalidParams, QueueFull
 from slipstream.params.structured import StructuredOutputsParams
-from slipstream.scheduler.grammar import grammar_compiler, grammars
+from slipstream.scheduler.grammar import grammars, native_matcher
 from slipstream.scheduler.grammar.checker import GrammarChecker, GrammarTooComplex
-from slipstream.scheduler.grammar.compiled import CompiledGrammar
 from slipstream.scheduler.grammar.grammars import NUM_THREADS, Compilation, Grammars
+from slipstream.scheduler.grammar.session import CompiledGrammar
 
 SLOW = LLMatcher.grammar_from_json_schema({"type": "integer", "multipleOf": 123_456_789})  # its matcher takes minutes
 
@@ -93,7 +93,7 @@ def _spec(name: str) -> StructuredOutputsParams:
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     bench = Bench()
-    monkeypatch.setattr(grammar_compiler, "GrammarCompiler", lambda *_: bench)
+    monkeypatch.setattr(native_matcher, "GrammarCompiler", lambda *_: bench)
     yield bench
     bench.close()
 

@@ -10,16 +10,14 @@ from llguidance import LLMatcher
 
 from mask_table import MaskTable, OpenMasks
 from slipstream.params.structured import StructuredOutputsParams as Shape
-from slipstream.scheduler.grammar import pool_library
-from slipstream.scheduler.grammar.compiled import CompiledGrammar
+from slipstream.scheduler.grammar import mask_pool
 from slipstream.scheduler.grammar.mask_pool import MaskBatch, MaskPool
-from slipstream.scheduler.grammar.native_matcher import NativeVocabulary
+from slipstream.scheduler.grammar.native_matcher import GrammarVocabulary, NativeVocabulary, grammar_vocabulary
 from slipstream.scheduler.grammar.schema_nodes import schema_nodes
-from slipstream.scheduler.grammar.session import Session
+from slipstream.scheduler.grammar.session import CompiledGrammar, Session
 from slipstream.scheduler.grammar.translate import translate
-from slipstream.text.grammar_vocab import GrammarVocabulary, grammar_vocabulary
 
-pytestmark = pytest.mark.skipif(pool_library.load() is None, reason="no C compiler")
+pytestmark = pytest.mark.skipif(mask_pool.load() is None, reason="no C compiler")
 
 TAGGED = {
     "anyOf": [
@@ -117,9 +115,9 @@ WORDS = (SIZE + 32) // 32
 @pytest.mark.parametrize("keeps", [False, True], ids=["written", "kept by the device"])
 def test_masks_of_states_seen_before_are_those_of_an_untouched_matcher(keeps, max_masks):
     rng, table = random.Random(0), MaskTable()
-    vocabulary = NativeVocabulary(GrammarVocabulary(TOKENIZER, SIZE), pool_library.load())  # type: ignore[arg-type]
+    vocabulary = NativeVocabulary(GrammarVocabulary(TOKENIZER, SIZE), mask_pool.load())  # type: ignore[arg-type]
     oracle = grammar_vocabulary(TOKENIZER, SIZE)  # type: ignore[arg-type]
-    pool = MaskPool(pool_library.load(), WORDS, SIZE, 16, num_threads=2, max_masks=max_masks)
+    pool = MaskPool(mask_pool.load(), WORDS, SIZE, 16, num_threads=2, max_masks=max_masks)
     for shape in SHAPES:
         grammar = translate(shape, {})
         compiled = CompiledGrammar(vocabulary.compile(grammar, schema_nodes(shape, grammar)))

@@ -19,13 +19,12 @@ from slipstream.contracts.messages import Abort
 from slipstream.contracts.request import FinishReason
 from slipstream.contracts.step import StepMasks
 from slipstream.params.structured import StructuredOutputsParams as Shape
-from slipstream.scheduler.grammar import mask_pool, pool_library
-from slipstream.scheduler.grammar.compiled import MAX_USES, CompiledGrammar
+from slipstream.scheduler.grammar import mask_pool
+from slipstream.scheduler.grammar import mask_pool as pool_library
 from slipstream.scheduler.grammar.mask_pool import MaskBatch, MaskPool
-from slipstream.scheduler.grammar.native_matcher import NativeVocabulary
-from slipstream.scheduler.grammar.session import SLOW_SPAN, Session
+from slipstream.scheduler.grammar.native_matcher import GrammarVocabulary, NativeVocabulary
+from slipstream.scheduler.grammar.session import MAX_USES, SLOW_SPAN, CompiledGrammar, Session
 from slipstream.scheduler.grammar.translate import translate
-from slipstream.text.grammar_vocab import GrammarVocabulary
 
 __all__ = ["core_of"]  # a fixture
 

@@ -10,7 +10,7 @@ from llguidance import LLMatcher
 
 from scheduler.grammar.test_structural_tag import VOCABULARY, accepts
 from slipstream.params.structured import StructuredOutputsParams
-from slipstream.scheduler.grammar.regex_classes import ascii_patterns
+from slipstream.scheduler.grammar.lark_nodes import ascii_patterns
 from slipstream.scheduler.grammar.translate import translate
 
 EIGHT = "\N{SEGMENTED DIGIT EIGHT}"

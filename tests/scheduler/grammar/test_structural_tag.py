@@ -15,8 +15,8 @@ from slipstream.base.errors import InvalidParams
 from slipstream.params.structured import StructuredOutputsParams
 from slipstream.scheduler.grammar.grammars import Grammars
 from slipstream.scheduler.grammar.lark_nodes import BadGrammar
+from slipstream.scheduler.grammar.native_matcher import grammar_vocabulary
 from slipstream.scheduler.grammar.translate import translate
-from slipstream.text.grammar_vocab import grammar_vocabulary
 
 SPECIAL = {"<|call|>": 256, "[END]": 257, "<eos>": 258}
 

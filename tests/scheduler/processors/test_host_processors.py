@@ -22,10 +22,8 @@ from slipstream.params.sampling import SamplingParams
 from slipstream.params.structured import StructuredOutputsParams as Shape
 from slipstream.scheduler.grammar.constraints import Constraints
 from slipstream.scheduler.grammar.grammars import Grammars
-from slipstream.scheduler.processors.batch import ProcessorBatch
-from slipstream.scheduler.processors.host_processors import HostProcessors
-from slipstream.scheduler.processors.request_processors import RequestProcessors
-from slipstream.scheduler.processors.token_edits import RowEdit
+from slipstream.scheduler.host_processors import HostProcessors, ProcessorBatch
+from slipstream.scheduler.request_processors import RequestProcessors, RowEdit
 
 
 def green(history):

@@ -6,8 +6,7 @@ import os
 import runpy
 import sys
 
-from slipstream.device.sync_check.log import SyncLog
-from slipstream.device.sync_check.watch import watch
+from slipstream.device.sync_check.watch import SyncLog, watch
 
 
 def main(argv: list[str]) -> int:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
 import threading
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-
-from slipstream.device.sync_check.log import Sync, SyncLog
-from slipstream.device.sync_check.operations import waits
 
 
 @contextmanager
@@ -179,3 +181,129 @@ def _telling(wait: Callable[..., Any], what: str, passed: Callable[..., bool]) -
             return wait(*args, **kwargs)
 
     return call
+
+
+# The waits that a watcher found, and those that are allowed.
+
+_reason: ContextVar[str | None] = ContextVar("sync_allowed", default=None)
+
+
+@contextmanager
+def sync_allowed(reason: str) -> Iterator[None]:
+    """Marks a block in which the host may wait. `reason` is a literal string: the AST net reads it."""
+    assert reason, "a wait without a reason; say why the host may wait here"
+    token = _reason.set(reason)
+    try:
+        yield
+    finally:
+        _reason.reset(token)
+
+
+@dataclass(slots=True)
+class Sync:
+    """One stack at which the host waited, with the number and the duration of all waits there."""
+
+    what: str
+    stack: tuple[str, ...]  # "file:line in function", innermost first
+    allowed: str | None  # the reason passed to sync_allowed
+    count: int = 0
+    seconds: float = 0.0  # total time that the host waited
+
+    def __str__(self) -> str:
+        why = "" if self.allowed is None else f", allowed: {self.allowed}"
+        lines = "".join(f"\n    {line}" for line in self.stack)
+        return f"{self.what} ({self.count} times, {1000 * self.seconds:.2f} ms{why}){lines}"
+
+
+@dataclass(slots=True)
+class SyncLog:
+    on_found: Callable[[Sync], None] | None = None  # called for each wait that is not allowed, each time
+    _syncs: dict[tuple[str, tuple[str, ...], str | None], Sync] = field(default_factory=dict)
+
+    @property
+    def found(self) -> list[Sync]:
+        """The waits that are not allowed."""
+        return [sync for sync in self._syncs.values() if sync.allowed is None]
+
+    @property
+    def allowed(self) -> list[Sync]:
+        return [sync for sync in self._syncs.values() if sync.allowed is not None]
+
+    def add(self, what: str, seconds: float, *, unless_known: bool = False) -> None:
+        """`unless_known`: skip it if a wait of another name was found at the same stack."""
+        stack, reason = _stack(), _reason.get()
+        if unless_known and any(name != what and known == stack for name, known, _ in self._syncs):
+            return
+        sync = self._syncs.setdefault((what, stack, reason), Sync(what, stack, reason))
+        sync.count += 1
+        sync.seconds += seconds
+        if sync.allowed is None and self.on_found is not None:
+            self.on_found(sync)
+
+
+def _stack() -> tuple[str, ...]:
+    """The caller's frames, innermost first, without this package, torch, torch's warning machinery, and the frames that
+    run a script."""
+    left_out = (os.path.dirname(__file__), torch.__path__[0], "<frozen ", warnings.__file__, contextlib.__file__)
+    return tuple(
+        f"{frame.filename}:{frame.lineno} in {frame.name}"
+        for frame in reversed(traceback.extract_stack())
+        if not frame.filename.startswith(left_out)
+    )
+
+
+# Torch operations that make the host wait.
+
+# The shapes of their results depend on values of their inputs.
+_READS = {
+    "aten::_local_scalar_dense": "item()",
+    "aten::nonzero": "nonzero()",
+    "aten::masked_select": "masked_select()",
+    "aten::repeat_interleave": "repeat_interleave() without output_size",
+    "aten::unique_dim": "unique()",
+    "aten::unique_consecutive": "unique_consecutive()",
+    "aten::_unique": "unique()",
+    "aten::_unique2": "unique()",
+    "aten::bincount": "bincount()",
+    "aten::equal": "equal()",
+}
+
+
+def waits(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], cpu: bool) -> str | None:
+    """The name of an operation that makes the host wait, or None. `cpu`: the CPU is treated as the device."""
+    name = func._schema.name
+    if name == "aten::repeat_interleave":
+        # the overload that makes indices from counts; the others call it
+        return _READS[name] if kwargs.get("output_size") is None and (cpu or not args[0].is_cpu) else None
+    if name in _READS:
+        return _READS[name] if cpu or not args[0].is_cpu else None
+    if name in ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"):
+        masks = [i for i in args[1] if i is not None and i.dtype in (torch.bool, torch.uint8)]
+        on_device = cpu or any(not tensor.is_cpu for tensor in (args[0], *masks))
+        return "a mask as an index" if masks and on_device else None
+    if name == "aten::_to_copy":
+        target = kwargs.get("device") or args[0].device
+        # a non_blocking copy to the host allocates pinned memory itself
+        host = args[0] if args[0].is_cpu else None
+        return copy_waits(args[0].device, target, bool(kwargs.get("non_blocking")), host)
+    if name == "aten::copy_":
+        non_blocking = bool(args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
+        host = args[1] if args[1].is_cpu else args[0]
+        return copy_waits(args[1].device, args[0].device, non_blocking, host)
+    return None
+
+
+def copy_waits(source: torch.device, target: torch.device, non_blocking: bool, host: torch.Tensor | None) -> str | None:
+    """`host`: the tensor in host memory, if it exists already. Pageable or strided memory cannot be copied
+    asynchronously: torch copies through a pageable buffer."""
+    if source.type == target.type or "meta" in (source.type, target.type):
+        return None
+    direction = f"copy from {source.type} to {target.type}"
+    if not non_blocking:
+        return f"{direction} without non_blocking"
+    if host is None:
+        return None
+    side = "from" if source.type == "cpu" else "into"
+    if not host.is_contiguous():
+        return f"{direction} {side} strided memory"
+    return None if host.is_pinned() else f"{direction} {side} memory that is not pinned"

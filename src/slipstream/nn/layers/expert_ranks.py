@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from slipstream.dist.group import Group
+from slipstream.device.collectives import Group
 from slipstream.nn.shapes import ExpertShard
 from slipstream.ops.moe import Routing
 

@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from slipstream.device.parallel import execute_in_parallel
+from slipstream.device.streams import execute_in_parallel
 from slipstream.nn.context import ForwardContext
 from slipstream.nn.layers.layer import Layer
 from slipstream.nn.layers.norm import Norm, RMSNorm

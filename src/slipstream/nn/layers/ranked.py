@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from slipstream.dist.group import Group
+from slipstream.device.collectives import Group
 from slipstream.nn.layers.layer import Layer
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from slipstream.dist.group import Group
+from slipstream.device.collectives import Group
 from slipstream.nn.context import ForwardContext
 from slipstream.nn.layers.embedding import Embedding
 from slipstream.nn.layers.linear import Linear

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from slipstream.device.parallel import execute_in_parallel
+from slipstream.device.streams import execute_in_parallel
 from slipstream.ops.linear import linear
 
 TWO_STREAMS = range(33, 65)

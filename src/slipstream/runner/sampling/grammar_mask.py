@@ -18,10 +18,9 @@ from slipstream.config.buffer_size import kept_mask_bytes, mask_bytes, mask_word
 from slipstream.contracts.step import Admission, Ints, Late, Processed, StepMasks, StepPlan
 from slipstream.device.device import Device
 from slipstream.ops.sample import TokenMask, fetch_masks_
-from slipstream.runner.batch.staging import HostRing, Upload
 from slipstream.runner.graphs import GraphPool
-from slipstream.runner.sampling.stage import ByRow, DrawBatch, Stage, StageWork
-from slipstream.runner.sampling.stage_rows import StageRows
+from slipstream.runner.sampling.stage import ByRow, DrawBatch, Stage, StageRows, StageWork
+from slipstream.runner.staging import HostRing, Upload
 
 
 class GrammarMask(Stage):

@@ -16,9 +16,8 @@ from slipstream.contracts.step import Ints, PromptScores, StepPlan
 from slipstream.device.device import Device
 from slipstream.ops.sample import TopLogprobs, logprobs_of, top_logprobs
 from slipstream.params.sampling import MAX_PACKED_LOGPROBS
-from slipstream.runner.batch.staging import Upload
-from slipstream.runner.sampling.entry_allocator import EntryAllocator
-from slipstream.runner.sampling.entry_tables import ListTable
+from slipstream.runner.sampling.stage import EntryAllocator, ListTable
+from slipstream.runner.staging import Upload
 
 
 @dataclass(frozen=True, slots=True)

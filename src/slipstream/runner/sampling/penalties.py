@@ -10,10 +10,8 @@ import torch
 from slipstream.contracts.step import Admission, Ints, StepPlan
 from slipstream.device.device import Device
 from slipstream.ops.sample import IN_OUTPUT, IN_PROMPT, Penalty, count_, penalize_
-from slipstream.runner.batch.staging import StagedTensor, Upload
-from slipstream.runner.sampling.entry_allocator import StagedEntries
-from slipstream.runner.sampling.entry_tables import EntryTable
-from slipstream.runner.sampling.stage import ByRow, DrawBatch, Stage, StageWork
+from slipstream.runner.sampling.stage import ByRow, DrawBatch, EntryTable, Stage, StagedEntries, StageWork
+from slipstream.runner.staging import StagedTensor, Upload
 
 
 class Penalties(Stage):

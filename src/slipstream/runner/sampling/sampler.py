@@ -11,21 +11,18 @@ import torch
 
 from slipstream.config.config import MAX_STEP_LOGPROBS
 from slipstream.contracts.step import Ints, Late, StepMasks, StepPlan
+from slipstream.device.collectives import Group
 from slipstream.device.device import Device
-from slipstream.dist.group import Group
 from slipstream.ops.drafts import Accepted, DrawnTokens
 from slipstream.ops.sample import TopLogprobs
 from slipstream.params.sampling import MAX_PACKED_LOGPROBS
-from slipstream.runner.batch.array_cache import ArrayCache
-from slipstream.runner.batch.row_state import RowState
-from slipstream.runner.batch.staging import Upload
 from slipstream.runner.graphs import GraphPool
-from slipstream.runner.sampling.bad_words import BadWords
-from slipstream.runner.sampling.bias import LogitBias
-from slipstream.runner.sampling.draw import Draw, DrawWork, greedy_by_row
+from slipstream.runner.input_batch import ArrayCache
+from slipstream.runner.rows import RowState
+from slipstream.runner.sampling.bias import HostBias, HostLogits, LogitBias
+from slipstream.runner.sampling.draw import Draw, DrawWork, Scale, Truncate, greedy_by_row
+from slipstream.runner.sampling.forbid import BadWords, MinTokens
 from slipstream.runner.sampling.grammar_mask import GrammarMask
-from slipstream.runner.sampling.host_bias import HostBias
-from slipstream.runner.sampling.host_logits import HostLogits
 from slipstream.runner.sampling.logprobs import (
     LogprobsWork,
     ReportedValues,
@@ -34,12 +31,10 @@ from slipstream.runner.sampling.logprobs import (
     WideLogprobs,
     WideLogprobsWork,
 )
-from slipstream.runner.sampling.min_tokens import MinTokens
 from slipstream.runner.sampling.penalties import Penalties
-from slipstream.runner.sampling.scale import Scale
 from slipstream.runner.sampling.stage import DrawBatch, Stage, StageWork
 from slipstream.runner.sampling.thinking_budget import ThinkingBudget
-from slipstream.runner.sampling.truncate import Truncate
+from slipstream.runner.staging import Upload
 
 _NUMPY: dict[torch.dtype, np.dtype[Any]] = {torch.float32: np.dtype(np.float32), torch.float64: np.dtype(np.float64)}
 

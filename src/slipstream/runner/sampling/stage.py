@@ -5,16 +5,21 @@ A new stage is a file with a subclass, and an entry in `Sampler.stages`: docs/ad
 
 from __future__ import annotations
 
+import heapq
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
 import torch
 
-from slipstream.contracts.step import Ints
+from slipstream.contracts.step import Admission, Ints, StepPlan
+from slipstream.device.device import Device
 from slipstream.ops.sample import Penalty, TokenMask, mask_bits_
-from slipstream.runner.batch.row_state import RowState
-from slipstream.runner.batch.staging import Upload
+from slipstream.runner.rows import RowState
+from slipstream.runner.staging import StagedTensor, Upload, UploadSpan
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,3 +110,211 @@ class Stage(RowState):
         """Host: the work for these sampling rows, as work that can be captured. Called in place of `prepare`, if
         `can_capture` of all stages that these rows use is true."""
         raise NotImplementedError(f"{type(self).__name__} cannot be captured")
+
+
+# StageRows: which rows use a sampling stage. Host only.
+
+
+class StageRows:
+    def __init__(self, num_rows: int, uses: Callable[[Admission], bool]) -> None:
+        """`uses`: whether the row of this admission uses the stage."""
+        self._uses = uses
+        self._is_user = np.zeros(num_rows, np.bool_)
+        self._users: set[int] = set()
+
+    def apply(self, plan: StepPlan) -> tuple[list[int], list[Admission]]:
+        """Returns the rows that no longer use the stage because they were released, and the admissions that do."""
+        gone: list[int] = []
+        if self._users:
+            gone = [row for row in plan.released.tolist() if row in self._users]
+            self._users.difference_update(gone)
+            self._is_user[gone] = False
+        admitted = [admission for admission in plan.admitted if self._uses(admission)]
+        for admission in admitted:
+            self._users.add(admission.row)
+            self._is_user[admission.row] = True
+        return gone, admitted
+
+    def is_used_by(self, rows: Ints) -> bool:
+        return bool(self._users) and bool(self._is_user[rows].any())
+
+
+# EntryAllocator: assigns entries of a small device table to the rows that use a feature.
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureUsers:
+    """The sampling rows of one step that have an entry, uploaded: their indices in the step, and their entries."""
+
+    index: UploadSpan
+    entries: UploadSpan
+    rows: Ints
+
+
+class EntryAllocator:
+    """The entry of each row, -1 for none. The smallest free entry is assigned, so that tables stay small."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.of_row = np.full(num_rows, -1, np.int64)  # host
+        self._free: list[int] = []
+        self._num = 0  # entries ever assigned
+
+    def __len__(self) -> int:
+        """Number of entries in use."""
+        return self._num - len(self._free)
+
+    def assign(self, row: int) -> int:
+        assert self.of_row[row] < 0, f"row {row} already has entry {self.of_row[row]}"
+        if self._free:
+            entry = heapq.heappop(self._free)
+        else:
+            entry = self._num
+            self._num += 1
+        self._set(row, entry)
+        return entry
+
+    def _set(self, row: int, entry: int) -> None:
+        self.of_row[row] = entry
+
+    def is_used_by(self, rows: Ints) -> bool:
+        """Host: whether any of these rows has an entry."""
+        return self._num > len(self._free) and bool((self.of_row[rows] >= 0).any())
+
+    def users(self, rows: Ints, upload: Upload) -> FeatureUsers | None:
+        """Host: the sampling rows of a step that have an entry; None if none has."""
+        if self._num == len(self._free):
+            return None
+        entries = self.of_row[rows]
+        index = np.flatnonzero(entries >= 0)
+        if not len(index):
+            return None
+        return FeatureUsers(upload.put(index), upload.put(entries[index]), rows[index])
+
+    def free(self, row: int) -> None:
+        """Free the row's entry, if it has one. It can be reused at once: the device runs steps in order."""
+        if self.of_row[row] >= 0:
+            heapq.heappush(self._free, int(self.of_row[row]))
+            self._set(row, -1)
+
+    def close_up(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Renumber the used entries from 0 on, in their order. Returns their old numbers."""
+        rows = np.flatnonzero(self.of_row >= 0)
+        rows = rows[np.argsort(self.of_row[rows])]
+        before = self.of_row[rows]
+        for entry, row in enumerate(map(int, rows)):
+            self._set(row, entry)
+        self._free, self._num = [], len(rows)
+        return before
+
+
+class StagedEntries(EntryAllocator):
+    """With a copy on the device, for captured work."""
+
+    def __init__(self, num_rows: int, device: Device) -> None:
+        super().__init__(num_rows)
+        self.staged = StagedTensor((num_rows,), np.int64, device, fill=-1)
+
+    def _set(self, row: int, entry: int) -> None:
+        super()._set(row, entry)
+        self.staged.write(row, entry)
+
+    def flush(self, upload: Upload) -> None:
+        self.staged.flush(upload)
+
+
+# Device tables with an entry for each row that uses a feature (`entry_allocator.py`). They grow on demand.
+
+_FIRST = 4  # minimum number of entries and columns of a table, unless its bound is smaller
+_MAX_TABLES = 32  # tables of one kind that graphs are captured with; by doubling, a table reaches its bound before
+
+
+class EntryTable:
+    """A device tensor [entries, width] that grows when an entry beyond its size is assigned.
+
+    Only device work reads or replaces `tensor`.
+    """
+
+    def __init__(self, max_entries: int, width: int, dtype: torch.dtype, device: Device) -> None:
+        self.shape = (0, width)  # after all launched steps
+        self.tensor = torch.zeros(self.shape, dtype=dtype, device=device.torch_device)
+        self._max_entries = max_entries
+
+    def reserve(self, entries: int, upload: Upload) -> None:
+        """Host: from this step on there are at least this many entries."""
+        if entries <= self.shape[0]:
+            return
+        shape = self.shape = (min(max(_FIRST, _power(entries)), self._max_entries), self.shape[1])
+
+        def grow() -> None:
+            old = self.tensor
+            self.tensor = old.new_zeros(shape)
+            self.tensor[: len(old)].copy_(old)
+
+        upload.then(grow)
+
+
+class ListTable:
+    """Lists of ids of the rows that have one: a device tensor [entries, ids] or [entries, lists, ids].
+
+    All entries are as large as the largest. The scheduler admits only as many rows as keep the tensor within
+    `max_elements` elements (`RowAllocator.can_share_tables`). A tensor that is too small is replaced by one for the
+    present rows. Only device work reads or replaces `tensor`.
+    """
+
+    def __init__(
+        self,
+        entries: EntryAllocator,
+        num_dims: int,
+        dtype: torch.dtype,
+        device: Device,
+        max_elements: int,
+        fill: int | None,
+    ) -> None:
+        """Unused ids of a list are `fill`; None: the first id of the list."""
+        self.entries = entries
+        self.sizes = np.zeros((len(entries.of_row), num_dims), np.int64)  # by row; 0 for rows without a list
+        self.shape = (0,) * (1 + num_dims)  # after all launched steps
+        self.tensor = torch.zeros(self.shape, dtype=dtype, device=device.torch_device)
+        self.number = 0  # of the current roomy tensor: work captured with one must not run with another
+        self.is_roomy = True  # larger than the present rows need; else any admission may need another tensor
+        self._max_elements = max_elements
+        self._fill = fill
+
+    def assign(self, row: int, *size: int) -> None:
+        self.sizes[row] = size
+        self.entries.assign(row)
+
+    def free(self, row: int) -> None:
+        self.sizes[row] = 0
+        self.entries.free(row)
+
+    def make_room(self, upload: Upload) -> None:
+        """Host, before new lists are written: make room for all rows from this step on. Entries may be renumbered."""
+        largest = (int(self.entries.of_row.max()) + 1, *map(int, self.sizes.max(0)))
+        if all(wanted <= there for wanted, there in zip(largest, self.shape, strict=True)):
+            return
+        kept = self.entries.close_up()
+        known = kept[kept < self.shape[0]]  # entries of new rows, which were beyond the tensor, come last
+        exact = (len(kept), *largest[1:])
+        # never smaller than before: alternating sizes would be captured again and again
+        roomy = tuple(max(_FIRST, _power(size), there) for size, there in zip(exact, self.shape, strict=True))
+        self.is_roomy = math.prod(roomy) <= self._max_elements and self.number < _MAX_TABLES
+        self.number += self.is_roomy
+        shape = self.shape = roomy if self.is_roomy else exact
+        span, fill = upload.put(known), self._fill
+
+        def copy() -> None:
+            old = self.tensor
+            self.tensor = old.new_full(shape, fill or 0)
+            both = tuple(slice(min(sizes)) for sizes in zip(old.shape[1:], shape[1:], strict=True))
+            same = old[(slice(None), *both)].index_select(0, upload.tensor(span))
+            self.tensor[(slice(len(known)), *both)].copy_(same)
+            if fill is None and len(known):
+                width = both[0].stop
+                self.tensor[: len(known), width:].copy_(same[:, :1].expand(-1, shape[1] - width))
+
+        upload.then(copy)
+
+
+def _power(size: int) -> int:
+    return 1 << (size - 1).bit_length()

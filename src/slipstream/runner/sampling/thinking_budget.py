@@ -18,9 +18,8 @@ from slipstream.device.device import Device
 from slipstream.ops.drafts import last_kept
 from slipstream.ops.sample import mask_bits_
 from slipstream.params.thinking import ThinkingAutomaton
-from slipstream.runner.batch.staging import StagedTensor, Upload
-from slipstream.runner.sampling.stage import ByRow, DrawBatch, Stage, StageWork
-from slipstream.runner.sampling.stage_rows import StageRows
+from slipstream.runner.sampling.stage import ByRow, DrawBatch, Stage, StageRows, StageWork
+from slipstream.runner.staging import StagedTensor, Upload
 
 _NO_BUDGET = 2**31 - 1
 

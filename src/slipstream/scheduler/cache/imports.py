@@ -14,8 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple, Protocol
 
 from slipstream.contracts.request import NEVER, Request, WaitFor
-from slipstream.scheduler.cache.tier import CacheTier
-from slipstream.scheduler.cache.tier_slots import Reserved
+from slipstream.scheduler.cache.tier import CacheTier, Reserved
 
 _WAIT = 0.005  # seconds; then the caller runs: other requests may have arrived
 NUM_THREADS = 4

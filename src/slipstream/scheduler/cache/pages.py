@@ -1,16 +1,117 @@
-"""PagePool: reference counts of the pages of one group, and the hashes by which their content is found.
-
-When the last request that holds a page releases it, the page becomes free but keeps its content and its hash. A later
-request can find it again until the page is taken for other content.
-"""
+"""PagedCache: the cache of layers that read every earlier position. A request keeps its pages until it is released."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
-from slipstream.contracts.request import NEVER
+from slipstream.contracts.cache_spec import CacheGroup, CacheSpec, PagedSpec, WindowSpec
+from slipstream.contracts.request import NEVER, Request
 from slipstream.contracts.step import NULL_PAGE
+
+
+class PagedCache:
+    """Also the base of kinds that hold fewer pages: they override `keeps_all`, `pages_for`, `first_needed`, `match`."""
+
+    keeps_all = True
+
+    def __init__(self, index: int, spec: PagedSpec, num_pages: int, step_tokens: int) -> None:
+        """`step_tokens`: the maximum number of positions that one step adds to a request."""
+        self.index = index
+        self.page_size = spec.page_size
+        self.step_tokens = step_tokens
+        self.pool = PagePool(num_pages)
+
+    def pages_for(self, length: int) -> int:
+        return -(-length // self.page_size)
+
+    def first_needed(self, length: int) -> int:
+        return 0
+
+    def match(self, hash_at: HashAt, limit: int, known: Sequence[int] = (), find: Find | None = None) -> list[int]:
+        find = find or self.pool.find
+        pages = list(known)
+        for entry in range(len(pages), limit):
+            page = find(hash_at(entry))
+            if page is None:
+                break
+            pages.append(page)
+        return pages
+
+    def share(self, request: Request, pages: list[int]) -> None:
+        if pages:
+            self.pool.share(held_pages(pages))
+        request.pages.append(list(pages))
+
+    def can_reserve(self, request: Request, num_entries: int, unneeded: Sequence[int] = ()) -> bool:
+        num_free = self.pool.num_free + (self.pool.num_held_once(unneeded) if unneeded else 0)
+        return num_entries - len(request.pages[self.index]) <= num_free
+
+    def reserve(self, request: Request, num_entries: int) -> Run | None:
+        held = request.pages[self.index]
+        first = len(held)
+        if num_entries <= first:
+            return None
+        pages = self.pool.take(num_entries - first)
+        held += pages
+        return self.index, first, pages
+
+    def unneeded(self, request: Request) -> Run:
+        """Steps in flight may read what the launched length no longer needs, so the committed length decides."""
+        held = request.pages[self.index]
+        stop = self.first_needed(request.num_committed)
+        first = stop
+        while first and held[first - 1] != NULL_PAGE:
+            first -= 1
+        return self.index, first, held[first:stop]
+
+    def publish(self, request: Request, new: slice) -> None:
+        self.pool.publish(request.pages[self.index][new], request.hashes[new])
+
+    def release(self, request: Request, unneeded: Run | None = None) -> None:
+        held = request.pages[self.index]
+        if unneeded is None:
+            self.pool.release(held_pages(held))
+            held.clear()
+            return
+        _, first, pages = unneeded
+        self.pool.release(pages[::-1])  # so that the pages of the earliest positions are reused first
+        held[first : first + len(pages)] = [NULL_PAGE] * len(pages)
+
+    def check(self, requests: Iterable[Request]) -> None:
+        pool = self.pool
+        pool.check()
+        holders: Counter[int] = Counter()
+        users: dict[int, set[tuple[str, int]]] = {}  # by page: request ids and entries
+        for request in requests:
+            held = request.pages[self.index]
+            pages = held_pages(held)
+            assert NULL_PAGE not in held[self.first_needed(request.num_committed) :], f"{request} lacks a page: {held}"
+            assert len(set(pages)) == len(pages), f"{request} holds a page twice: {held}"
+            holders.update(pages)
+            for entry, page in enumerate(held):
+                users.setdefault(page, set()).add((request.id, entry))
+            assert request.num_published <= len(held), f"{request} published {request.num_published} of {len(held)}"
+            assert len(held) * self.page_size >= request.capacity, f"{request} has fewer pages than its capacity"
+            assert request.computed <= request.capacity, f"{request} computed past its {request.capacity} positions"
+        for page in range(1, pool.num_pages):
+            assert pool.refs[page] == holders[page], (
+                f"page {page} of group {self.index}: {pool.refs[page]} references, {holders[page]} holders"
+            )
+            if holders[page] > 1 and not pool.is_published(page):
+                assert len(users[page]) == 1, f"page {page} is unpublished and shared by {users[page]}"
+
+
+def held_pages(entries: Sequence[int]) -> list[int]:
+    """The pages among these entries, without the null page."""
+    return [page for page in entries if page != NULL_PAGE]
+
+
+# PagePool: reference counts of the pages of one group, and the hashes by which their content is found.
+#
+# When the last request that holds a page releases it, the page becomes free but keeps its content and its hash. A later
+# request can find it again until the page is taken for other content.
 
 
 class PagePool:
@@ -146,3 +247,109 @@ class PagePool:
         assert len(self._free) <= self.num_usable, f"{len(self._free)} free pages of {self.num_usable}"
         for page_hash, page in self._page_of.items():
             assert self._hash_of[page] == page_hash, f"page {page} is found by a hash it does not have"
+
+
+# CacheKind: the interface between the cache manager and the cache of one group of layers.
+#
+# A new kind of cache (for example a recurrent state with checkpoints) is a new file with a class of this shape, a spec
+# in `cache_spec.py` and an entry in `KINDS` in `manager.py`. The manager asks every group the same questions, and
+# changes nothing before all groups have agreed.
+#
+# Entry n of a request's page table is the page of its n-th `page_size` positions. An entry whose page the request no
+# longer holds has the null page.
+
+HashAt = Callable[[int], bytes]
+"""The hash of a request's n-th full page, computed on first use."""
+
+Find = Callable[[bytes], int | None]
+"""Looks up the page with a hash."""
+
+Run = tuple[int, int, list[int]]
+"""A change of consecutive entries of a request's page table: the group, the first entry, the pages."""
+
+
+class CacheKind(Protocol):
+    """The cache of one group of layers: its pages, and which of them a request holds (`request.pages[index]`)."""
+
+    index: int  # number of the group
+    pool: PagePool
+    keeps_all: bool  # whether a request holds all its pages until it is released
+
+    def pages_for(self, length: int) -> int:
+        """Maximum number of pages that a request of this length holds at the same time."""
+
+    def first_needed(self, length: int) -> int:
+        """The first entry whose page is read by position `length` or a later one."""
+
+    def match(self, hash_at: HashAt, limit: int, known: Sequence[int] = (), find: Find | None = None) -> list[int]:
+        """Pages of the longest cached prefix of at most `limit` pages from which a request can continue.
+
+        `known`: results for the leading entries that are still valid. Only a kind that keeps all pages may use them.
+        `find`: instead of the pool's.
+        """
+
+    def share(self, request: Request, pages: list[int]) -> None:
+        """Admit a request: it holds these pages of other requests, which a match or a fork has found."""
+
+    def can_reserve(self, request: Request, num_entries: int, unneeded: Sequence[int] = ()) -> bool:
+        """Whether there are enough free pages for `reserve`, once the pages `unneeded` are released."""
+
+    def reserve(self, request: Request, num_entries: int) -> Run | None:
+        """Take pages until the request's table has so many entries; None if it has them already."""
+
+    def unneeded(self, request: Request) -> Run:
+        """Pages of a running request that no step in flight and no later step reads."""
+
+    def publish(self, request: Request, new: slice) -> None:
+        """Make the pages of these entries findable by `request.hashes`."""
+
+    def release(self, request: Request, unneeded: Run | None = None) -> None:
+        """Give back `unneeded`, whose entries get the null page; without it, all pages of the request."""
+
+    def check(self, requests: Iterable[Request]) -> None:
+        """Assert the invariants of the pool and of what these requests, all that hold pages, hold. For tests."""
+
+
+# WindowCache: the cache of layers with sliding-window attention. A request gives back the pages before its window.
+
+
+class WindowCache(PagedCache):
+    """A position attends to the last `window` positions, itself included."""
+
+    keeps_all = False
+
+    def __init__(self, index: int, spec: WindowSpec, num_pages: int, step_tokens: int) -> None:
+        super().__init__(index, spec, num_pages, step_tokens)
+        self.spec = spec
+
+    def pages_for(self, length: int) -> int:
+        return self.spec.max_pages(length, self.step_tokens)
+
+    def first_needed(self, length: int) -> int:
+        return max(0, length - self.spec.window + 1) // self.page_size
+
+    def match(self, hash_at: HashAt, limit: int, known: Sequence[int] = (), find: Find | None = None) -> list[int]:
+        """Only the last window before the end of the prefix must be cached; entries before it get the null page."""
+        find = find or self.pool.find
+        found: list[int] = []  # pages of consecutive entries, last entry first
+        end = limit
+        for entry in range(limit - 1, -1, -1):
+            if entry < self.first_needed(end * self.page_size):
+                break
+            page = find(hash_at(entry))
+            if page is None:
+                found, end = [], entry
+            else:
+                found.append(page)
+        return [NULL_PAGE] * (end - len(found)) + found[::-1]
+
+
+# Groups the cache sites of a model. Each group has its own pages; `config/cache_size.py` says how many.
+
+
+def group_sites(specs: Sequence[CacheSpec]) -> tuple[CacheGroup, ...]:
+    """Sites of one spec form a group; groups are in the order of their first sites. `specs` is indexed by site."""
+    sites_of: dict[CacheSpec, list[int]] = {}
+    for site, spec in enumerate(specs):
+        sites_of.setdefault(spec, []).append(site)
+    return tuple(CacheGroup(spec, tuple(sites)) for spec, sites in sites_of.items())

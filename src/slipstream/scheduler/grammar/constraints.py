@@ -24,23 +24,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from slipstream.config.buffer_size import mask_words, num_kept_masks
-from slipstream.contracts.request import Request, WaitFor
-from slipstream.contracts.step import Ints, Late, StepMasks, StepResult
-from slipstream.scheduler.grammar.compiled import CompiledGrammar
-from slipstream.scheduler.grammar.draft_filler import DraftFiller
-from slipstream.scheduler.grammar.draw_group import DrawGroup
-from slipstream.scheduler.grammar.grammars import Grammars
-from slipstream.scheduler.grammar.held_requests import HeldRequests, sit_out
-from slipstream.scheduler.grammar.late_draws import Drawing, LateDraws
-from slipstream.scheduler.grammar.mask_array import MaskArray
+from slipstream.contracts.request import Request, Status, WaitFor
+from slipstream.contracts.step import Ints, Late, SitOut, StepMasks, StepResult
+from slipstream.scheduler.grammar.draws import DraftFiller, DrawGroup, Drawing, LateDraws, MaskArray
+from slipstream.scheduler.grammar.grammars import Compilation, Grammars
 from slipstream.scheduler.grammar.mask_pool import MaskBatch, MaskPool
-from slipstream.scheduler.grammar.session import Session
-from slipstream.scheduler.grammar.waiting_grammars import WaitingGrammars
-from slipstream.scheduler.in_flight import Launched
-from slipstream.scheduler.processors.host_processors import HostProcessors
+from slipstream.scheduler.grammar.session import CompiledGrammar, Session
+from slipstream.scheduler.host_processors import HostProcessors
+from slipstream.scheduler.outputs import Launched
 
 if TYPE_CHECKING:
     from slipstream.params.processors import LogitsProcessor
+
 
 MIN_BUDGET = 0.001  # seconds for the masks of a step, however short the step is
 _WAIT = 0.005  # seconds; then the caller runs: other requests may have arrived
@@ -353,3 +348,101 @@ class Constraints:
             self._pool.close()
         self.grammars.close()
         self.processors.close()
+
+
+# HeldRequests: requests that plans leave out until a background thread has filled their mask.
+
+
+class HeldRequests:
+    def __init__(self, grammars: Grammars) -> None:
+        self._grammars = grammars
+        self._num_words = mask_words(grammars.vocab_size)
+        self._requests: list[Request] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._requests)
+
+    def wait_for_late(self, request: Request) -> None:
+        """The mask of this request is late: leave it out of plans until it is filled."""
+        if request.status is Status.RUNNING:
+            request.hold()
+            if request not in self._requests:
+                self._requests.append(request)
+
+    def fill(self, request: Request, session: Session, budget: float) -> None:
+        """Fill the mask of a slow session in the background. `budget`: seconds that masks may take."""
+        mask = np.zeros(self._num_words, np.uint32)
+
+        def fill() -> None:
+            start = time.perf_counter()
+            session.fill(mask)
+            session.ready = mask
+            session.is_slow = time.perf_counter() - start > budget / 2
+
+        session.job = self._grammars.run(fill)
+        self._requests.append(request)
+
+    def wake(self) -> list[Request]:
+        """The requests whose masks are filled now."""
+        woken = []
+        for request in self._requests[:]:
+            session = request.session
+            assert session is not None
+            if session.is_busy and request.status is Status.RUNNING:
+                continue
+            self._requests.remove(request)
+            if request.status is not Status.FINISHED and not session.is_busy:
+                woken.append(request)
+        return woken
+
+
+def sit_out(rows: list[int], requests: Sequence[Request]) -> SitOut:
+    """The rows of these requests, and the state in which the device computes their last position again."""
+    return SitOut(
+        np.array(rows, np.int32),
+        np.array([len(request.tokens) - 1 for request in requests], np.int32),
+        np.array([request.tokens[-1] for request in requests], np.int32),
+    )
+
+
+# WaitingGrammars: requests that wait until their grammar is compiled in the background.
+
+
+class WaitingGrammars:
+    def __init__(self, grammars: Grammars) -> None:
+        self._grammars = grammars
+        self._waiting: dict[str, tuple[Sequence[Request], Compilation]] = {}  # by request id, all samples
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def compile(self, requests: Sequence[Request]) -> CompiledGrammar | None:
+        """The grammar of these samples; None: they wait for it. Raises if it is known to be wrong."""
+        leader = requests[0]
+        spec = leader.params.structured_outputs
+        assert spec is not None
+        compilation = self._grammars.compile(spec, leader.caller)
+        if compilation.done():
+            return compilation.result()
+        self._waiting[leader.id] = requests, compilation
+        return None
+
+    def leave(self, request: Request) -> None:
+        """A sample has ended. After the last one its request waits no more."""
+        if (waiting := self._waiting.get(request.id)) is not None and not _live(waiting[0]):
+            del self._waiting[request.id]
+            self._grammars.leave(waiting[1], request.caller)
+
+    def take(self) -> Iterator[tuple[list[Request], CompiledGrammar | Exception]]:
+        """Samples whose grammar is compiled, or is wrong."""
+        for name, (requests, compilation) in list(self._waiting.items()):
+            if compilation.done():
+                del self._waiting[name]
+                error = compilation.exception()
+                if error is not None and not isinstance(error, Exception):
+                    raise error
+                yield _live(requests), compilation.result() if error is None else error
+
+
+def _live(requests: Sequence[Request]) -> list[Request]:
+    return [request for request in requests if request.status is not Status.FINISHED]

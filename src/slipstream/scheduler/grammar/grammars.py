@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING, TypeVar
 from slipstream.base.errors import EngineClosed, InvalidParams, QueueFull
 from slipstream.params.structured import StructuredOutputsParams
 from slipstream.scheduler.grammar.checker import GrammarChecker
-from slipstream.scheduler.grammar.compiled import CompiledGrammar
+from slipstream.scheduler.grammar.session import CompiledGrammar
 from slipstream.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from slipstream.scheduler.grammar.grammar_compiler import GrammarCompiler
+    from slipstream.scheduler.grammar.native_matcher import GrammarCompiler
 
 T = TypeVar("T")
 
@@ -258,7 +258,7 @@ class Grammars:
         with self._compiler_lock:
             if self._compiler is None:
                 # imported here, in a thread: an engine without structured output does not need it
-                from slipstream.scheduler.grammar.grammar_compiler import GrammarCompiler
+                from slipstream.scheduler.grammar.native_matcher import GrammarCompiler
 
                 tokenizer = self._load_tokenizer()
                 if tokenizer is None:

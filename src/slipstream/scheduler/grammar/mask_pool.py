@@ -8,7 +8,16 @@ in time becomes a `LateMask`: its thread goes on, and writes to memory of its ow
 from __future__ import annotations
 
 import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
 from array import array
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,8 +25,7 @@ from numpy.typing import NDArray
 
 from slipstream.base.host import num_cpus
 from slipstream.contracts.step import StepMasks
-from slipstream.scheduler.grammar.draw_group import DrawGroup
-from slipstream.scheduler.grammar.llguidance_library import llguidance_library
+from slipstream.scheduler.grammar.draws import DrawGroup
 from slipstream.scheduler.grammar.session import Session, Words
 
 _MAX_THREADS = 8
@@ -273,3 +281,128 @@ def _update(session: Session, flags: int, forced: list[int], mask: Words | None)
         session.forced = forced if len(forced) < _MAX_FORCED else session.matcher.compute_ff_tokens()
     if flags & _MAY_END and mask is not None:
         session.allow_end(mask)
+
+
+# The C functions of the shared library of llguidance's Python package.
+
+log = logging.getLogger(__name__)
+
+_POINTER, _SIZE = ctypes.c_void_p, ctypes.c_size_t
+_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
+    "llg_new_tokenizer_v2": (_POINTER, [_POINTER, ctypes.c_char_p, _SIZE]),
+    "llg_free_tokenizer": (None, [_POINTER]),
+    "llg_constraint_init_set_defaults": (None, [_POINTER, _POINTER]),
+    "llg_new_matcher": (_POINTER, [_POINTER, ctypes.c_char_p, ctypes.c_char_p]),
+    "llg_clone_matcher": (_POINTER, [_POINTER]),
+    "llg_matcher_reset": (ctypes.c_int32, [_POINTER]),
+    "llg_free_matcher": (None, [_POINTER]),
+    "llg_matcher_consume_token": (ctypes.c_int32, [_POINTER, ctypes.c_uint32]),
+    "llg_matcher_is_stopped": (ctypes.c_bool, [_POINTER]),
+    "llg_matcher_is_error": (ctypes.c_bool, [_POINTER]),
+    "llg_matcher_get_error": (ctypes.c_char_p, [_POINTER]),
+    "llg_matcher_compute_ff_tokens": (ctypes.c_int32, [_POINTER, _POINTER, _SIZE]),
+    "llg_matcher_compute_mask_into": (ctypes.c_int32, [_POINTER, _POINTER, _SIZE]),
+}
+
+
+@functools.cache
+def llguidance_library() -> ctypes.CDLL | None:
+    """The library of the llguidance package; None if it does not export these functions."""
+    from llguidance import _lib
+
+    try:
+        library = ctypes.CDLL(str(_lib.__file__))
+        for name, (result, arguments) in _SIGNATURES.items():
+            function: Any = getattr(library, name)
+            function.restype, function.argtypes = result, arguments
+    except (OSError, AttributeError) as error:
+        log.info("llguidance is used without its C functions: %s", error)
+        return None
+    return library
+
+
+# The compiled threads of `native.c`: of the wheel, or compiled on the user's machine if it has a C compiler.
+#
+# The host half cannot import `ops/native.py`, which needs torch. The library is small and compiles in under a second,
+# in the background thread that compiles the first grammar. Without it, grammars run in Python, one row after another.
+#
+# SLIPSTREAM_NATIVE=0 in the environment disables it, as it disables the kernels of `ops`.
+
+FLAGS = ("-O2", "-fPIC", "-std=gnu11", "-pthread", "-shared")
+_NAMES = ("native", "mask_row", "mask_memory", "json_schema", "json_state", "forced_texts")
+SOURCES = tuple(Path(__file__).with_name(f"{name}.c") for name in _NAMES)
+HEADERS = tuple(Path(__file__).with_name(f"{name}.h") for name in _NAMES[1:-1])
+PREBUILT = Path(__file__).with_name("prebuilt")
+_COMPILE_LIMIT = 60.0  # seconds
+_PTR, _INT = ctypes.c_void_p, ctypes.c_int64
+_POOL_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
+    "slip_masks_open": (_PTR, [_PTR, _INT, _INT, _INT, _INT, _INT, _INT]),
+    "slip_masks_rows": (_PTR, [_PTR]),
+    "slip_masks_start": (None, [_PTR, _INT, _INT, _PTR, _PTR]),
+    "slip_masks_changed": (_INT, [_PTR, _INT, _INT, ctypes.c_float, _PTR]),
+    "slip_masks_send": (None, [_PTR, _PTR, _INT, _INT]),
+    "slip_masks_wait": (_INT, [_PTR, _INT, _INT, _INT]),
+    "slip_masks_abandon": (_INT, [_PTR, _INT]),
+    "slip_masks_close": (None, [_PTR]),
+    "slip_texts_open": (_PTR, [_PTR]),
+    "slip_texts_close": (None, [_PTR]),
+    "slip_masks_num_found": (_INT, [_PTR]),
+    "slip_schema_open": (
+        _PTR,
+        [_PTR, _INT, _PTR, _PTR, _PTR, _INT, _PTR, _PTR, _PTR, _INT],
+    ),
+    "slip_schema_close": (None, [_PTR]),
+    "slip_walker_open": (_PTR, [_PTR]),
+    "slip_walker_copy": (_PTR, [_PTR]),
+    "slip_walker_reset": (None, [_PTR]),
+    "slip_walker_take": (None, [_PTR, _INT]),
+    "slip_walker_close": (None, [_PTR]),
+}
+
+
+@functools.cache
+def load() -> ctypes.CDLL | None:
+    """The library; None without a compiler. The first call may compile it."""
+    if os.environ.get("SLIPSTREAM_NATIVE") == "0":
+        return None
+    for path in (PREBUILT / f"{platform.machine()}.so", _compiled()):
+        if path is not None and path.exists():
+            try:
+                return _open(path)
+            except OSError as error:  # compiled for another C library
+                log.info("the threads for grammars cannot be loaded: %s", error)
+    return None
+
+
+def _open(path: Path) -> ctypes.CDLL:
+    library = ctypes.CDLL(str(path))
+    for name, (result, arguments) in _POOL_SIGNATURES.items():
+        function: Any = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library
+
+
+def _compiled() -> Path | None:
+    """The library in the user's cache folder, compiled now if it is not there."""
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    if compiler is None:
+        return None
+    key = hashlib.sha256(
+        b"".join(path.read_bytes() for path in (*SOURCES, *HEADERS))
+        + " ".join((compiler, platform.machine(), *FLAGS)).encode()
+    )
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    target = Path(base) / "slipstream" / "native" / f"grammar-{key.hexdigest()[:24]}.so"
+    if target.exists():
+        return target
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+            made = os.path.join(folder, "grammar.so")
+            command = [compiler, *FLAGS, *map(str, SOURCES), "-o", made]
+            subprocess.run(command, check=True, capture_output=True, timeout=_COMPILE_LIMIT)
+            os.replace(made, target)
+    except (OSError, subprocess.SubprocessError) as error:
+        log.info("the threads for grammars did not compile, masks are filled one after another: %s", error)
+        return None
+    return target

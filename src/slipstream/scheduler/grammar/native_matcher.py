@@ -8,13 +8,23 @@ from __future__ import annotations
 
 import ctypes
 import logging
+from collections.abc import Callable
 
 import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance._tokenizer import TokenizerWrapper
 
-from slipstream.scheduler.grammar.llguidance_library import llguidance_library
-from slipstream.scheduler.grammar.schema_nodes import SchemaNodes
-from slipstream.scheduler.grammar.walker import TokenBytes, Walker
-from slipstream.text.grammar_vocab import GrammarVocabulary
+from slipstream.base.errors import InvalidParams
+from slipstream.config.buffer_size import mask_words
+from slipstream.params.structured import StructuredOutputsParams
+from slipstream.scheduler.grammar import mask_pool
+from slipstream.scheduler.grammar.checker import GrammarChecker, GrammarTooComplex
+from slipstream.scheduler.grammar.lark_nodes import BadGrammar
+from slipstream.scheduler.grammar.mask_pool import llguidance_library
+from slipstream.scheduler.grammar.schema_nodes import SchemaNodes, TokenBytes, Walker, schema_nodes
+from slipstream.scheduler.grammar.session import CompiledGrammar, Matcher
+from slipstream.scheduler.grammar.translate import translate
+from slipstream.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -181,3 +191,128 @@ class NativeMatcher:
         """Write the mask of the present state; an empty one after an error."""
         if self._library.llg_matcher_compute_mask_into(self.pointer, trg_pointer, trg_byte_size) != 0:
             ctypes.memset(trg_pointer, 0, trg_byte_size)
+
+
+# GrammarCompiler: makes matchers of the specifications of structured output, by llguidance.
+#
+# Importing this takes 30 ms, so the first compilation does it.
+
+MAX_SPARES = 64  # matchers of ended sessions that a grammar keeps
+_MAX_ERROR_CHARS = 500
+
+
+class GrammarCompiler:
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        """`vocab_size`: of the model."""
+        self.vocab_size = vocab_size
+        # that can run the matchers
+        self.threads: ctypes.CDLL | None = mask_pool.load() if llguidance_library() is not None else None
+        # ids of special tokens by their text
+        self._special_tokens = {text: token for token in tokenizer.special_ids if (text := tokenizer.piece(token))}
+        self._new_matcher = self._matcher_maker(tokenizer)
+
+    def compile(
+        self, params: StructuredOutputsParams, checker: GrammarChecker, is_wanted: Callable[[], bool]
+    ) -> CompiledGrammar:
+        """`is_wanted`: whether a request waits for it."""
+        try:
+            grammar = translate(params, self._special_tokens)
+            error = checker.check(grammar, is_wanted)
+            if not error:
+                matcher = self._new_matcher(grammar, schema_nodes(params, grammar))
+                if not (error := matcher.get_error()):
+                    mask = np.zeros(mask_words(self.vocab_size), np.uint32)
+                    matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)  # the first one is the slowest
+                    error = matcher.get_error()  # that no text matches is found by the first mask
+                if not error:
+                    return CompiledGrammar(matcher, 0 if self.threads is None else MAX_SPARES)
+        except (BadGrammar, GrammarTooComplex) as failure:
+            error = str(failure)
+        error = error.replace("<non-verbose/>", "").strip()
+        if error.startswith("NoExtension"):
+            error = "no text matches it, as with a rule or $ref that leads only to itself"
+        if len(error) > _MAX_ERROR_CHARS:
+            error = error[:_MAX_ERROR_CHARS] + " ..."
+        raise InvalidParams(f"structured_outputs cannot be used: {error}", param="structured_outputs")
+
+    def _matcher_maker(self, tokenizer: Tokenizer) -> Callable[[str, SchemaNodes | None], Matcher]:
+        if self.threads is not None:
+            return NativeVocabulary(GrammarVocabulary(tokenizer, self.vocab_size), self.threads).compile
+        vocabulary, limits = grammar_vocabulary(tokenizer, self.vocab_size), LLParserLimits(verbose_errors=False)
+        return lambda grammar, _: LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
+
+
+# The vocabulary of a tokenizer as llguidance needs it: the bytes of every token, and the canonical tokens of a text.
+#
+# The vocabulary has one token more than the model, with the id `vocab_size`: the end of the grammar. So masks do not
+# depend on the model's own end tokens; each request maps the end to its stop tokens.
+
+_MARKER = "\x02"  # before a text, so that tokenizers that add a space add it elsewhere
+_MAX_CACHED = 4096  # texts
+
+
+def grammar_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> LLTokenizer:
+    """`vocab_size`: of the model. Tokens that the model or the tokenizer lacks are never allowed."""
+    source = GrammarVocabulary(tokenizer, vocab_size)
+    return LLTokenizer(TokenizerWrapper(source), n_vocab=vocab_size + 1, eos_token=vocab_size)
+
+
+class GrammarVocabulary:
+    """The vocabulary for llguidance: `tokens`, `special_token_ids`, `eos_token_id`, and a call that encodes a text."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        num = min(tokenizer.vocab_size, vocab_size)
+        self.tokenizer = tokenizer
+        # 0xFF is in no text, and llguidance marks special tokens by it
+        self.tokens = [b"" if b"\xff" in (own := tokenizer.bytes_of(token)) else own for token in range(num)]
+        self.tokens += [b""] * (vocab_size - num) + [b"<end of grammar>"]
+        self.special_token_ids = [*sorted(token for token in tokenizer.special_ids if token < num), vocab_size]
+        self.eos_token_id = vocab_size
+        self.bos_token_id = None
+        self._special = frozenset(self.special_token_ids)
+        self._marker = tokenizer.encode(_MARKER, add_special_tokens=False)
+        self._cached: dict[bytes, list[int]] = {}  # a grammar forces the same texts again and again
+        self._by_bytes: dict[bytes, int] | None = None
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        """The tokens of a text inside a longer text. Their bytes are always exactly the text's."""
+        wanted = text.encode() if isinstance(text, str) else text
+        found = self._cached.get(wanted)
+        if found is None:
+            if len(self._cached) >= _MAX_CACHED:
+                self._cached.clear()
+            found = self._cached[wanted] = self._encode(wanted)
+        return found
+
+    def _encode(self, wanted: bytes) -> list[int]:
+        text = wanted.decode()
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        if self._is(ids, wanted):
+            return ids
+        ids = self.tokenizer.encode(_MARKER + text, add_special_tokens=False)
+        num = len(self._marker)
+        if ids[:num] == self._marker and self._is(ids[num:], wanted):
+            return ids[num:]
+        return self._longest_first(wanted)
+
+    def _is(self, ids: list[int], wanted: bytes) -> bool:
+        known = len(self.tokens) - 1
+        if any(token >= known or token in self._special for token in ids):
+            return False
+        return b"".join([self.tokens[token] for token in ids]) == wanted
+
+    def _longest_first(self, wanted: bytes) -> list[int]:
+        """Tokens with exactly these bytes, each the longest possible; nothing if some byte has no token."""
+        if self._by_bytes is None:
+            plain = ((own, token) for token, own in enumerate(self.tokens) if own and token not in self._special)
+            self._by_bytes = dict(plain)
+        longest = max(map(len, self._by_bytes), default=0)
+        ids: list[int] = []
+        while wanted:
+            sizes = range(min(longest, len(wanted)), 0, -1)
+            size = next((size for size in sizes if wanted[:size] in self._by_bytes), 0)
+            if not size:
+                return []
+            ids.append(self._by_bytes[wanted[:size]])
+            wanted = wanted[size:]
+        return ids

@@ -20,8 +20,10 @@ from slipstream.scheduler.grammar.lark_nodes import (
     escaped,
     nested,
 )
-from slipstream.scheduler.grammar.tag_fields import (
+from slipstream.scheduler.grammar.xml_parameters import (
     FIELDS,
+    STYLES,
+    XmlParameters,
     check_fields,
     check_number,
     flag_of,
@@ -30,7 +32,6 @@ from slipstream.scheduler.grammar.tag_fields import (
     text_of,
     texts_of,
 )
-from slipstream.scheduler.grammar.xml_parameters import STYLES, XmlParameters
 
 MAX_FORMATS = 2048
 MAX_REPEATS = 1024

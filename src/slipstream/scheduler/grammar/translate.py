@@ -8,8 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from slipstream.params.structured import StructuredOutputsParams
-from slipstream.scheduler.grammar.lark_nodes import BadGrammar, as_lark, escaped, nested
-from slipstream.scheduler.grammar.regex_classes import ascii_classes, ascii_patterns
+from slipstream.scheduler.grammar.lark_nodes import BadGrammar, as_lark, ascii_classes, ascii_patterns, escaped, nested
 from slipstream.scheduler.grammar.structural_tag import tag_grammar
 
 if TYPE_CHECKING:

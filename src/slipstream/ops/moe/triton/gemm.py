@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from slipstream.device.parallel import execute_in_parallel
+from slipstream.device.streams import execute_in_parallel
 from slipstream.ops.hopper import has_hopper_kernels
 from slipstream.ops.moe.reference import (
     ExpertBiases,

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parent / "ops"))
 from timing import replay_seconds
 
 from slipstream.nn.context import context_of
-from slipstream.nn.layers.delta_net import DeltaNet
+from slipstream.nn.layers.recurrent import DeltaNet
 from slipstream.ops.delta_rule.projections import TWO_STREAMS, project_on_two_streams
 from slipstream.ops.linear import linear
 

@@ -9,9 +9,9 @@ import torch
 
 from hand_steps import StepRow, hand_steps
 from slipstream.contracts.cache_spec import CacheSpec
-from slipstream.nn.attention.sdpa import SdpaAttention
 from slipstream.nn.context import BatchView, ForwardContext
-from slipstream.nn.models.decoder import Decoder
+from slipstream.nn.decoder import Decoder
+from slipstream.nn.sdpa import SdpaAttention
 from slipstream.ops.recurrent_steps import RecurrentSteps
 from slipstream.scheduler.cache.pages import group_sites
 

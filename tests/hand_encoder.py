@@ -12,11 +12,11 @@ from slipstream.checkpoint.model_info import read_model_info
 from slipstream.config.config import ModelConfig
 from slipstream.config.options import Options
 from slipstream.config.read_pooling import read_pooling
-from slipstream.nn.attention.sdpa import SdpaAttention
 from slipstream.nn.context import AttentionBackend, BatchView, ForwardContext
-from slipstream.nn.models.decoder import Decoder
-from slipstream.nn.models.encoder import Encoder
-from slipstream.nn.models.stored_head import as_stored
+from slipstream.nn.decoder import Decoder
+from slipstream.nn.encoder import Encoder
+from slipstream.nn.load import as_stored
+from slipstream.nn.sdpa import SdpaAttention
 
 
 def load_pooling(

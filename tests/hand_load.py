@@ -11,10 +11,9 @@ from slipstream.checkpoint.gguf_info import gguf_model_info
 from slipstream.checkpoint.model_info import read_model_info
 from slipstream.checkpoint.quantization import Quantization
 from slipstream.config.config import ModelConfig
-from slipstream.nn.models.decoder import Decoder
-from slipstream.nn.models.encoder import Encoder
-from slipstream.nn.models.load import open_model
-from slipstream.nn.models.stored_head import as_stored
+from slipstream.nn.decoder import Decoder
+from slipstream.nn.encoder import Encoder
+from slipstream.nn.load import as_stored, open_model
 
 
 def load(

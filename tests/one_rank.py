@@ -10,10 +10,10 @@ import torch
 from slipstream.device.collectives import Group
 from slipstream.engine import build_ranks
 from slipstream.engine.ranks import Ranks
-from slipstream.nn.models import load
-from slipstream.nn.models.registry import find_shape
-from slipstream.nn.models.sharding import shard_shape
+from slipstream.nn import load
+from slipstream.nn.registry import find_shape
 from slipstream.nn.shapes import Shard
+from slipstream.nn.sharding import shard_shape
 
 
 class CountedGroup(Group):

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from slipstream.nn.models.decoder import Decoder
-from slipstream.nn.models.decoder_shape import DecoderShape
+from slipstream.nn.decoder import Decoder, DecoderShape
 from slipstream.nn.shapes import AttentionShape, LayerShape, MlpShape
 
 

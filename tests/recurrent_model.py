@@ -16,15 +16,14 @@ import torch
 
 from slipstream.checkpoint.model_info import ModelInfo
 from slipstream.contracts.cache_spec import StateField, replay_columns, ring_columns
-from slipstream.nn.blocks import block
+from slipstream.nn import block, registry
 from slipstream.nn.context import ForwardContext, LastTokens
+from slipstream.nn.decoder import DecoderShape
+from slipstream.nn.families.llama import llama_rules, llama_shape
 from slipstream.nn.layers.layer import Layer, Layout
 from slipstream.nn.layers.linear import Linear
 from slipstream.nn.layers.norm import NoNorm, RMSNorm
-from slipstream.nn.models import registry
-from slipstream.nn.models.decoder_shape import DecoderShape
-from slipstream.nn.models.llama import llama_rules, llama_shape
-from slipstream.nn.models.registry import Family
+from slipstream.nn.registry import Family
 from slipstream.nn.shapes import MixerShape, NormShape
 from slipstream.ops.recurrent_steps import DraftSteps, RecurrentSteps, seen_tokens
 from slipstream.ops.recurrent_steps.replay import Recurrence, remember_, replay_, verify_

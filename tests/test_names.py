@@ -90,7 +90,7 @@ AMBIGUOUS = {
 }
 HAVE_SLOTS = "ops/ nn/ runner/ config/ contracts/ engine/ handoff/ ranks/ record/ scheduler/"
 HAVE_TEXT_LINES = (
-    "base/ checkpoint/late_info.py device/device.py device/sync_check/ metrics/ nn/models/transformers_probe.py "
+    "base/ checkpoint/late_info.py device/device.py device/sync_check/ metrics/ nn/transformers_probe.py "
     "nn/transformers_probe.py ops/native.py ops/platform/native.py ops/linear/triton/epilogue.py "
     "ops/gemm/linear/epilogue.py parsers/ serve/ text/"
 )

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from slipstream.checkpoint.model_info import ModelInfo, read_model_info
-from slipstream.nn.models import registry
-from slipstream.nn.models.decoder_shape import DecoderShape, RopeShape
-from slipstream.nn.models.llama import llama_rules, llama_shape
-from slipstream.nn.models.registry import Family
+from slipstream.nn import registry
+from slipstream.nn.decoder import DecoderShape, RopeShape
+from slipstream.nn.families.llama import llama_rules, llama_shape
+from slipstream.nn.registry import Family
 from slipstream.nn.shapes import AttentionShape
-from slipstream.nn.weights.rules import Rules
+from slipstream.nn.weights.source import Rules
 from tiny import write_tiny, write_weights
 
 

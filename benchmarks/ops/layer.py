@@ -24,14 +24,13 @@ from timing import replay_seconds
 
 from slipstream.checkpoint.model_info import RopeInfo
 from slipstream.checkpoint.quantization import ONLINE_FP8, Quantization
-from slipstream.nn.attention.triton import TritonAttention
 from slipstream.nn.context import BatchView, ForwardContext
+from slipstream.nn.decoder import Decoder, DecoderShape, RopeShape
 from slipstream.nn.layers.linear import Linear
-from slipstream.nn.models.decoder import Decoder
-from slipstream.nn.models.decoder_shape import DecoderShape, RopeShape
-from slipstream.nn.quantized.weight import Quantized, QuantizedWeight
+from slipstream.nn.paged_attention import TritonAttention
 from slipstream.nn.shapes import AttentionShape, LayerShape, MlpShape, NormShape
-from slipstream.nn.weight_format import Unquantized, WeightFormat
+from slipstream.nn.weights.quantized_weight import Quantized, QuantizedWeight
+from slipstream.nn.weights.weight_format import Unquantized, WeightFormat
 from slipstream.ops.cache_write import new_fp8_cache
 from slipstream.ops.cache_write.fp8 import scales_of
 from slipstream.ops.lora import LoraTiles, LoraWeights

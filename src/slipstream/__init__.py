@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from slipstream.frontend.vllm_names import TokensPrompt as TokensPrompt
     from slipstream.llm import LLM as LLM
     from slipstream.llm_engine import LLMEngine as LLMEngine
-    from slipstream.nn.models.update import received_weights as received_weights
+    from slipstream.nn.update import received_weights as received_weights
     from slipstream.params.lora import LoRARequest as LoRARequest
     from slipstream.params.pooling import PoolingParams as PoolingParams
     from slipstream.params.processors import AdapterLogitsProcessor as AdapterLogitsProcessor
@@ -89,7 +89,7 @@ _HOMES = {
     "TextPrompt": "slipstream.frontend.vllm_names",
     "EmbedsPrompt": "slipstream.frontend.vllm_names",
     "TokensPrompt": "slipstream.frontend.vllm_names",
-    "received_weights": "slipstream.nn.models.update",
+    "received_weights": "slipstream.nn.update",
 }
 
 __all__ = [

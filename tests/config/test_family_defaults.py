@@ -14,8 +14,8 @@ from huggingface_hub.errors import StrictDataclassClassValidationError
 
 from slipstream.base.errors import BadCheckpoint
 from slipstream.checkpoint.model_info import check_info, model_info_from_config
-from slipstream.nn.models.decoder_shape import DecoderShape
-from slipstream.nn.models.registry import find_shape
+from slipstream.nn.decoder import DecoderShape
+from slipstream.nn.registry import find_shape
 from tiny import _COMMON, _CONFIGS, _FAMILIES
 from tiny_families import MORE
 from tiny_saved import SAVED

@@ -16,7 +16,7 @@ from slipstream.config.config import DraftModelConfig
 from slipstream.config.memory import MAX_DEQUANTIZED, Machine, estimate_memory
 from slipstream.config.options import make_options
 from slipstream.config.resolve import Source, resolve
-from slipstream.nn.models.registry import find_shape
+from slipstream.nn.registry import find_shape
 from small_model import CONFIG
 
 INFO: ModelInfo = model_info_from_config(CONFIG | {"vocab_size": 150_000, "max_position_embeddings": 32_768})

@@ -16,7 +16,7 @@ from slipstream.checkpoint.model_info import (
     model_info_from_config,
     read_model_info,
 )
-from slipstream.nn.models.registry import BIDIRECTIONAL, DECODERS, ENCODER_FAMILIES, find_family
+from slipstream.nn.registry import BIDIRECTIONAL, DECODERS, ENCODER_FAMILIES, find_family
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -13,7 +13,7 @@ from slipstream.config.memory import Machine, estimate_memory
 from slipstream.config.options import make_options
 from slipstream.config.resolve import Source, fewer_rows, resolve
 from slipstream.contracts.cache_spec import STATE_CHUNK, CacheGroup, StateField, StateSpec
-from slipstream.nn.models.registry import find_shape
+from slipstream.nn.registry import find_shape
 from small_model import CONFIG
 
 INFO: ModelInfo = model_info_from_config(CONFIG | {"vocab_size": 1000, "max_position_embeddings": 8192})

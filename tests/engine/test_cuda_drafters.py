@@ -8,7 +8,7 @@ from draft_spy import DraftSpy
 from quantized_checkpoint import quantize
 from slipstream import LLM, SamplingParams
 from slipstream.device.sync_check import watch
-from slipstream.nn.quantized.weight import QuantizedWeight
+from slipstream.nn.weights.quantized_weight import QuantizedWeight
 from tiny import write_tiny
 from tiny_drafters import write_dflash, write_eagle3, write_few, write_mtp
 

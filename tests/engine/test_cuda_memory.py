@@ -15,7 +15,7 @@ from slipstream.config.cache_size import LIBRARIES
 from slipstream.config.memory import MemoryEstimate, estimate_memory
 from slipstream.config.options import make_options
 from slipstream.engine.build import estimate_build
-from slipstream.nn.models.measure import weight_bytes
+from slipstream.nn.load import weight_bytes
 from small_model import write_small
 from tiny_tokenizer import write_byte_tokenizer
 

@@ -15,7 +15,7 @@ from gguf import GGMLQuantizationType as Kind
 
 from law7 import PAIRED, PROMPTS, options_of
 from slipstream import LLM, SamplingParams
-from slipstream.nn.blocks.fused_cpu import FusedCpu
+from slipstream.nn.chains import FusedCpu
 from slipstream.ops import native
 from slipstream.scheduler.plan_builder import PlanBuilder
 from tiny import write_tiny
@@ -56,8 +56,8 @@ def num_fused(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of rows of each step that ran as one C call. Up to how many rows that is used is a matter of speed,
     and on x86-64 it is 4 rows of plain weights: here the bound is that of low-bit weights, so that the path is
     taken with several rows on every machine."""
-    monkeypatch.setattr("slipstream.nn.blocks.fused_cpu.max_rows", lambda products: 64)
-    monkeypatch.setattr("slipstream.nn.bfloat16_weight.bfloat16_is_faster", lambda: True)  # not what is measured here
+    monkeypatch.setattr("slipstream.nn.chains.max_rows", lambda products: 64)
+    monkeypatch.setattr("slipstream.nn.weights.kinds.bfloat16_is_faster", lambda: True)  # not what is measured here
     counts: list[int] = []
     run = FusedCpu.run
 

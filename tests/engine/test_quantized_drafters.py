@@ -20,9 +20,9 @@ from slipstream import LLM, SamplingParams
 from slipstream.base.errors import BadCheckpoint
 from slipstream.config.options import make_options
 from slipstream.engine.build import estimate_build
-from slipstream.nn.models import load as loading
-from slipstream.nn.quantized.weight import DequantizedWeight, QuantizedWeight
-from slipstream.nn.weight_format import UnquantizedWeight
+from slipstream.nn import load as loading
+from slipstream.nn.weights.quantized_weight import DequantizedWeight, QuantizedWeight
+from slipstream.nn.weights.weight_format import UnquantizedWeight
 from tiny import write_weights
 from tiny_drafters import write_dflash, write_eagle, write_eagle3, write_few, write_mtp
 

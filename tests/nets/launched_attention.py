@@ -11,8 +11,8 @@ import torch
 
 from hand_cache import one_group
 from nets.launch_inputs import ROWS, half, ints
-from slipstream.nn.attention.triton import TritonAttention
 from slipstream.nn.context import BatchView, ForwardContext
+from slipstream.nn.paged_attention import TritonAttention
 from slipstream.ops.cache_write import new_fp8_cache
 from slipstream.ops.paged_attention import tile_list
 

@@ -197,13 +197,13 @@ def test_folders_are_searched_and_allowed_files_are_not(tmp_path):
         "runner/rows.py",
         "runner/results.py",
         "nn/weights/load.py",
-        "nn/weight_format.py",
+        "nn/weights/weight_format.py",
         "engine/core.py",
     ):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("x.item()\n")
-    assert [finding.path for finding in find_in_tree(tmp_path)] == ["runner/rows.py", "nn/weight_format.py"]
+    assert [finding.path for finding in find_in_tree(tmp_path)] == ["runner/rows.py", "nn/weights/weight_format.py"]
 
 
 def test_a_finding_reads_like_a_compiler_message(tmp_path):

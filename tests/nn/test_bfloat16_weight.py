@@ -12,12 +12,12 @@ from safetensors.torch import load_file, save_file
 from hand_batch import HandRunner
 from hand_load import load
 from slipstream.base.errors import BadCheckpoint
-from slipstream.nn import bfloat16_weight
-from slipstream.nn.bfloat16_weight import Bfloat16Weight
-from slipstream.nn.models import load as load_module
-from slipstream.nn.models.decoder import Decoder
-from slipstream.nn.weight_format import Weight
+from slipstream.nn import load as load_module
+from slipstream.nn.decoder import Decoder
+from slipstream.nn.weights import kinds
+from slipstream.nn.weights.kinds import Bfloat16Weight
 from slipstream.nn.weights.source import SourceTensor
+from slipstream.nn.weights.weight_format import Weight
 from slipstream.ops import native
 from tiny import write_tiny
 from tiny_gguf import write_gguf
@@ -30,7 +30,7 @@ def faster(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever this machine measured."""
     if not native.build():
         pytest.skip("no C compiler here, or the kernels are turned off")
-    monkeypatch.setattr(bfloat16_weight, "bfloat16_is_faster", lambda: True)
+    monkeypatch.setattr(kinds, "bfloat16_is_faster", lambda: True)
     monkeypatch.setattr(load_module, "bfloat16_is_faster", lambda: True)
 
 
@@ -74,7 +74,7 @@ def test_one_matrix_of_another_dtype_makes_all_float32(tmp_path: Path) -> None:
 
 
 def test_slower_bfloat16_weights_become_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bfloat16_weight, "bfloat16_is_faster", lambda: False)
+    monkeypatch.setattr(kinds, "bfloat16_is_faster", lambda: False)
     assert matrix_dtypes(load(write_tiny(tmp_path, "llama", torch.bfloat16), keeps_bfloat16=True)) == {torch.float32}
 
 

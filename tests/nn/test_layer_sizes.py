@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 
 from slipstream.checkpoint.model_info import model_info_from_config
-from slipstream.nn.layer_sizes import sizes_of
-from slipstream.nn.models.registry import find_shape
-from slipstream.nn.shapes import AttentionShape, ExpertShape, LayerShape, MlpShape, NormShape
+from slipstream.nn.registry import find_shape
+from slipstream.nn.shapes import AttentionShape, ExpertShape, LayerShape, MlpShape, NormShape, sizes_of
 from slipstream.ops.moe.reference import RouterRule
 
 NORM = NormShape(eps=1e-5)

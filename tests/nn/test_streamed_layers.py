@@ -8,8 +8,8 @@ from torch import nn
 
 from slipstream import LLM, SamplingParams
 from slipstream.base.errors import InvalidOption
-from slipstream.nn.streamed_layers import StreamedLayers, count_streamed, parameter_bytes, saved_bytes
-from slipstream.nn.weight_format import UnquantizedWeight
+from slipstream.nn.weights.streamed_layers import StreamedLayers, count_streamed, parameter_bytes, saved_bytes
+from slipstream.nn.weights.weight_format import UnquantizedWeight
 from tiny import write_tiny
 
 

@@ -17,8 +17,8 @@ if not CUDA and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("no GPU, and triton was imported before its interpreter could be chosen", allow_module_level=True)
 
 from hand_cache import one_group  # noqa: E402
-from slipstream.nn.attention.triton import TritonAttention  # noqa: E402
 from slipstream.nn.context import BatchView, ForwardContext  # noqa: E402
+from slipstream.nn.paged_attention import TritonAttention  # noqa: E402
 from slipstream.ops.paged_attention.tile_list import (  # noqa: E402
     FEW_ROWS,
     SOME_ROWS,

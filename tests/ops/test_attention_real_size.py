@@ -10,8 +10,8 @@ import torch
 from attention_case import DEVICE, Case, check_drafted, row_alone, singles
 
 from hand_cache import one_group
-from slipstream.nn.attention.triton import TritonAttention
 from slipstream.nn.context import ForwardContext
+from slipstream.nn.paged_attention import TritonAttention
 from slipstream.ops.linear import linear
 from slipstream.ops.paged_attention.triton import DecodeRows
 from slipstream.ops.paged_attention.triton.launch import hopper_serves

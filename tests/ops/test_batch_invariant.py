@@ -53,7 +53,7 @@ def test_products_of_heads_are_the_same_among_any_others(dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize(("window", "soft_cap"), [(0, 0.0), (40, 0.0), (0, 3.0)])
 def test_attention_of_a_token_is_the_same_alone_and_in_a_chunk(window: int, soft_cap: float) -> None:
-    from slipstream.nn.attention.triton import TritonAttention
+    from slipstream.nn.paged_attention import TritonAttention
 
     lengths, heads, kv_heads, dim, page_size = [1, 17, 70, 131], 6, 2, 16, 16
     widths = [-(-length // page_size) for length in lengths]

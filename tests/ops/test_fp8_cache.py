@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from hand_cache import one_group
-from slipstream.nn.attention.sdpa import SdpaAttention
 from slipstream.nn.context import BatchView, ForwardContext
+from slipstream.nn.sdpa import SdpaAttention
 from slipstream.ops.cache_write import new_fp8_cache, raw_pages, write_cache
 from slipstream.ops.cache_write.fp8 import read_slots, scales_of
 from slipstream.ops.rope import rope_table
 
-triton_attention = pytest.importorskip("slipstream.nn.attention.triton", reason="triton is not installed")
+triton_attention = pytest.importorskip("slipstream.nn.paged_attention", reason="triton is not installed")
 
 # the interpreter's own use of numpy
 pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.filterwarnings("ignore:overflow")]

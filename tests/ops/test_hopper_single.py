@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from hand_cache import one_group
-from slipstream.nn.attention.triton import TritonAttention
 from slipstream.nn.context import BatchView, ForwardContext
+from slipstream.nn.paged_attention import TritonAttention
 from slipstream.ops.linear import linear
 from slipstream.ops.paged_attention.triton import serves_single
 from slipstream.ops.rope.triton import rope_and_write_cache

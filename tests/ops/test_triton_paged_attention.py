@@ -9,8 +9,8 @@ import torch
 from attention_case import ODD, Case, check_drafted, row_alone, singles
 
 from hand_cache import one_group
-from slipstream.nn.attention.triton import TritonAttention
 from slipstream.nn.context import BatchView, ForwardContext
+from slipstream.nn.paged_attention import TritonAttention
 from slipstream.ops.paged_attention.tile_list import (
     FEW_ROWS,
     max_splits_of_row,
@@ -48,12 +48,12 @@ def test_mixed_rows_with_padding():
 
 @pytest.mark.parametrize("loose", [0, 5])
 def test_where_no_row_has_one_token_none_is_looked_for(loose, monkeypatch):
-    from slipstream.nn.attention import triton
+    from slipstream.nn import paged_attention
 
     case = Case([90, 3, 150, 0, 0], [90, 3, 70, 0, 0], loose=loose)
     both = case.run()
     case.batch = dataclasses.replace(case.batch, all_long=True)
-    monkeypatch.setattr(triton, "attend_splits", None)
+    monkeypatch.setattr(paged_attention, "attend_splits", None)
     case.check()
     assert torch.equal(case.run(), both)
 

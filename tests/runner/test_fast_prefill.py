@@ -12,7 +12,7 @@ from hand_load import load
 from law7 import PROMPTS
 from pool_bench import PoolBench, assert_same
 from replay_device import ReplayDevice
-from slipstream.nn.blocks.cuda_chain import CudaChain
+from slipstream.nn.chains import CudaChain
 from slipstream.nn.shapes import tail_of
 from slipstream.params.pooling import PoolingParams
 from slipstream.params.sampling import SamplingParams

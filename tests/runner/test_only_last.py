@@ -11,7 +11,7 @@ import torch
 from law7 import PROMPTS
 from pool_bench import PoolBench, assert_same
 from replay_device import ReplayDevice, tensors_in
-from slipstream.nn.attention.sdpa import SdpaAttention
+from slipstream.nn.sdpa import SdpaAttention
 from slipstream.params.pooling import PoolingParams
 from slipstream.params.sampling import SamplingParams
 from tiny import write_tiny

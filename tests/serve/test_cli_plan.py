@@ -64,6 +64,6 @@ def test_what_cannot_fit_is_one_line(model, capsys):
 
 def test_low_bit_weights_are_not_called_float32(tmp_path, capsys, monkeypatch):
     path = write_gguf(write_tiny(tmp_path, "llama"), gguf.GGMLQuantizationType.Q4_1)
-    monkeypatch.setattr("slipstream.nn.models.load.find_kernel", lambda: Interleaved())
+    monkeypatch.setattr("slipstream.nn.load.find_kernel", lambda: Interleaved())
     assert "quantised as in the file, the rest float32" in plan(capsys, "--model", str(path), "--device", "cpu")
     assert "quantised" not in plan(capsys, "--model", str(path), "--device", "cpu", "--dequantize")

@@ -2,7 +2,7 @@
 
 `quantization_config` names a method; a method stores a weight as several tensors. What differs between methods is kept
 in a few fields, so that the loader needs no method names. Which weights of the model are quantised follows from the
-tensors that the checkpoint has (`nn/weights/quantized.py`), not from the lists of modules in the config.
+tensors that the checkpoint has (`nn/weights/stacked.py`), not from the lists of modules in the config.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 from slipstream.base.errors import BadCheckpoint, InvalidOption, UnsupportedModel
 
 Layout = Literal["online", "float8", "int8", "packed", "awq", "gptq", "mxfp4", "bnb"]
-"""The tensors of a weight: `nn/quantized/layouts.py`. online: an unquantised weight, which is quantised at load."""
+"""The tensors of a weight: `nn/weights/quantized_layouts.py`. online: an unquantised weight, quantised at load."""
 
 INSTEAD = "the unquantised checkpoint or a GGUF file"
 

@@ -399,7 +399,7 @@ class Background(Protocol):
 
 
 class WeightUpdate(Protocol):
-    """Exchanges the weights of one model. Implemented in `nn/models/update.py`."""
+    """Exchanges the weights of one model. Implemented in `nn/update.py`."""
 
     @property
     def num_missing(self) -> int:

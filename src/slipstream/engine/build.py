@@ -53,14 +53,12 @@ from slipstream.engine.model_impl import for_backend, read_info
 from slipstream.engine.rank_link import RankLink
 from slipstream.engine.recorder import Recorder
 from slipstream.engine.workers import Workers
-from slipstream.nn.models.adapter_layout import measure_adapter
-from slipstream.nn.models.draft_layout import draft_weight_bytes
-from slipstream.nn.models.encoder import EncoderShape
-from slipstream.nn.models.measure import weight_bytes
-from slipstream.nn.models.sharding import find_local_shape
-from slipstream.nn.models.stored_head import as_stored
-from slipstream.nn.models.stored_tokens import with_stored_width
-from slipstream.nn.models.update import ModelWeights
+from slipstream.nn.adapters import measure_adapter
+from slipstream.nn.drafters.draft_layout import draft_weight_bytes
+from slipstream.nn.encoder import EncoderShape
+from slipstream.nn.load import as_stored, weight_bytes, with_stored_width
+from slipstream.nn.sharding import find_local_shape
+from slipstream.nn.update import ModelWeights
 from slipstream.ops.compile_ahead import start_triton
 from slipstream.params.processors import LogitsProcessor
 from slipstream.scheduler.adapters import Adapters

@@ -13,9 +13,9 @@ from slipstream.checkpoint.quantization import choose_quantization
 from slipstream.config.config import WITH_MODEL, DraftConfig, DraftModelConfig, ModelConfig, read_draft_config
 from slipstream.config.options import Options
 from slipstream.contracts.cache_spec import CacheSpec
-from slipstream.nn.models.decoder_shape import DecoderShape
-from slipstream.nn.models.dflash import check_block, dflash_taps
-from slipstream.nn.models.draft_layout import (
+from slipstream.nn.decoder import DecoderShape
+from slipstream.nn.drafters.dflash import check_block, dflash_taps
+from slipstream.nn.drafters.draft_layout import (
     check_mtp_tensors,
     dflash_shape_of,
     eagle3_shape_of,
@@ -23,9 +23,9 @@ from slipstream.nn.models.draft_layout import (
     local_draft_shape,
     mtp_shape,
 )
-from slipstream.nn.models.eagle3 import tapped_layers
-from slipstream.nn.models.registry import find_shape
-from slipstream.nn.models.stored_head import as_stored
+from slipstream.nn.drafters.eagle import tapped_layers
+from slipstream.nn.load import as_stored
+from slipstream.nn.registry import find_shape
 
 _HEADS = ("eagle", "eagle3", "dflash")
 """Methods whose model is no language model by itself."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from slipstream.base.errors import InvalidOption
 from slipstream.config.options import Options
-from slipstream.nn.models.decoder_shape import DecoderShape
-from slipstream.nn.models.encoder import EncoderShape
+from slipstream.nn.decoder import DecoderShape
+from slipstream.nn.encoder import EncoderShape
 
 
 def check_prompt_embeds(options: Options, shape: DecoderShape | EncoderShape) -> None:

@@ -15,7 +15,7 @@ from slipstream.checkpoint.architecture import find_architecture
 from slipstream.checkpoint.model_info import ModelInfo, read_model_info
 from slipstream.checkpoint.sentence_modules import static_folder
 from slipstream.config.options import Options
-from slipstream.nn.models.registry import find_family, has_family
+from slipstream.nn.registry import find_family, has_family
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ def _has_own_family(folder: Path) -> bool:
 
 
 def _backend_info(folder: Path, changes: Mapping[str, Any]) -> ModelInfo:
-    from slipstream.nn.models.transformers_decoder import transformers_info  # the library is optional
+    from slipstream.nn.transformers_modules import transformers_info  # the library is optional
 
     if changes:
         raise InvalidOption("hf_overrides are for families of our own, and transformers' module runs this model")

@@ -15,15 +15,15 @@ from slipstream.config.config import EngineConfig
 from slipstream.config.memory import LOGITS_AT_ONCE, WORKSPACE, estimate_memory, graph_output_bytes
 from slipstream.device.collectives import DryGroup, Group
 from slipstream.device.device import Device, open_device
-from slipstream.nn.attention.choose import choose_attention
-from slipstream.nn.layers.ranked import connect_ranks
-from slipstream.nn.models.adapter_layout import AdapterLayout
-from slipstream.nn.models.decoder import Decoder
-from slipstream.nn.models.draft_head import DraftHead
-from slipstream.nn.models.load import open_model
-from slipstream.nn.models.registry import find_rules
+from slipstream.nn.adapters import AdapterLayout
+from slipstream.nn.decoder import Decoder
+from slipstream.nn.drafters.draft_head import DraftHead
+from slipstream.nn.layers.layer import connect_ranks
+from slipstream.nn.load import open_model
+from slipstream.nn.registry import find_rules
+from slipstream.nn.sdpa import choose_attention
 from slipstream.nn.shapes import bidirectional_head_dims
-from slipstream.nn.weight_format import Weight
+from slipstream.nn.weights.weight_format import Weight
 from slipstream.ops.compile_ahead import ForkedCompiler, can_compile_ahead, compiling_ahead
 from slipstream.ops.linear import reserve_counters
 from slipstream.ops.linear.cublaslt_tuned import Choices, RecordedGemms, autotune_recorded, recording_gemms

@@ -12,7 +12,7 @@ import torch
 
 from slipstream.config.memory import SCORED_AT_ONCE
 from slipstream.contracts.step import StepPlan
-from slipstream.nn.models.base import CausalLM
+from slipstream.nn.decoder import CausalLM
 from slipstream.ops.drafts import Accepted, earlier_drafts
 from slipstream.ops.sample import TopLogprobs
 from slipstream.runner.drafted_plan import DraftedPlan

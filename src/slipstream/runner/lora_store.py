@@ -22,9 +22,8 @@ from slipstream.config.adapter_config import AdapterConfig
 from slipstream.contracts.step import Ints, StepPlan
 from slipstream.device.device import Device
 from slipstream.device.streams import PASSED, Event
-from slipstream.nn.models.adapter_layout import AdapterLayout
-from slipstream.nn.models.read_adapter import read_adapter
-from slipstream.nn.weights.rules import Rules
+from slipstream.nn.adapters import AdapterLayout, read_adapter
+from slipstream.nn.weights.source import Rules
 from slipstream.ops.lora import LoraTiles
 from slipstream.ops.lora.tiles import make_tiles, tile_size
 from slipstream.runner.input_batch import Gathered, Size

@@ -19,14 +19,12 @@ from slipstream.base.errors import ModelError
 from slipstream.config.config import EngineConfig
 from slipstream.contracts.step import StepPlan
 from slipstream.device.device import Device
-from slipstream.nn.attention.choose import choose_attention
 from slipstream.nn.context import ForwardContext
-from slipstream.nn.models.attached_model import AttachedModel
-from slipstream.nn.models.base import CausalLM
-from slipstream.nn.models.decoder import Decoder
-from slipstream.nn.models.dflash import DFlashModel
-from slipstream.nn.models.draft_head import DraftHead
-from slipstream.nn.models.draft_layout import open_draft
+from slipstream.nn.decoder import CausalLM, Decoder
+from slipstream.nn.drafters.dflash import DFlashModel
+from slipstream.nn.drafters.draft_head import AttachedModel, DraftHead
+from slipstream.nn.drafters.draft_layout import open_draft
+from slipstream.nn.sdpa import choose_attention
 from slipstream.runner.drafter import (
     CatchUp,
     DraftBatch,

@@ -11,7 +11,7 @@ from slipstream.checkpoint.pooling_info import PoolingInfo
 from slipstream.contracts.step import NO_POOLING, PoolPlan, StepPlan
 from slipstream.device.device import Device
 from slipstream.nn.context import BatchView
-from slipstream.nn.models.pooling_heads import Heads
+from slipstream.nn.pooling_heads import Heads
 from slipstream.params.pooling import PoolingParams
 from slipstream.runner.graphs import GraphPool
 from slipstream.runner.input_batch import Gathered, Size

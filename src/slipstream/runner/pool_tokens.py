@@ -18,7 +18,7 @@ from slipstream.config.buffer_size import MAX_SCORES, TOKENS_AT_ONCE
 from slipstream.contracts.step import PoolAdmission, StepPlan
 from slipstream.device.device import Device
 from slipstream.nn.context import BatchView
-from slipstream.nn.models.pooling_heads import Heads
+from slipstream.nn.pooling_heads import Heads
 from slipstream.runner.pool_methods import (
     PoolMode,
     TakeHidden,

@@ -13,7 +13,7 @@ from slipstream.device.device import Device
 from slipstream.device.streams import Event
 from slipstream.device.sync_check import HotPath
 from slipstream.nn.context import AttentionBackend, ForwardContext
-from slipstream.nn.models.base import CausalLM
+from slipstream.nn.decoder import CausalLM
 from slipstream.ops.recurrent_steps import RecurrentSteps
 from slipstream.runner.drafted_plan import expand_drafts
 from slipstream.runner.drafter import Follow, ForwardDrafter

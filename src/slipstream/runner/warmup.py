@@ -25,7 +25,7 @@ from slipstream.contracts.step import (
     PoolPlan,
     StepPlan,
 )
-from slipstream.nn.models.shortened import shortened
+from slipstream.nn.load import shortened
 from slipstream.ops.linear.cublaslt_tuned import MIN_ROWS
 from slipstream.params.pooling import PoolingParams
 from slipstream.params.sampling import SamplingParams

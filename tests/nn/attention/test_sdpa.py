@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hand_batch import HandRunner
 from hand_load import load
-from slipstream.nn.attention.sdpa import split_by_width
 from slipstream.nn.context import BatchView
+from slipstream.nn.sdpa import split_by_width
 from tiny import write_tiny
 
 

@@ -11,10 +11,9 @@ import torch
 from hand_batch import HandRunner
 from plain_decoder import plain_logits, randomize
 from slipstream.checkpoint.model_info import RopeInfo
-from slipstream.nn.models.decoder import Decoder
-from slipstream.nn.models.decoder_shape import DecoderShape, RopeShape
+from slipstream.nn.decoder import Decoder, DecoderShape, RopeShape
 from slipstream.nn.shapes import AttentionShape, LayerShape, MlpShape, NormShape
-from slipstream.nn.weight_format import Unquantized
+from slipstream.nn.weights.weight_format import Unquantized
 
 NORM = NormShape(eps=1e-5)
 ATTENTION = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=16, scale=0.25)

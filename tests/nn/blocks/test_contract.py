@@ -13,9 +13,8 @@ import torch
 
 from hand_batch import HandRow, HandRunner
 from hand_load import load
-from slipstream.nn.blocks.cuda_chain import CudaChain
-from slipstream.nn.blocks.fused_cpu import FusedCpu
-from slipstream.nn.models.decoder import Decoder
+from slipstream.nn.chains import CudaChain, FusedCpu
+from slipstream.nn.decoder import Decoder
 from slipstream.ops import native
 from tiny import write_tiny
 

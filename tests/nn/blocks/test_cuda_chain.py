@@ -16,16 +16,15 @@ from hand_batch import HandRunner
 from hand_cache import one_group
 from hand_load import load
 from slipstream.checkpoint.model_info import RopeInfo
-from slipstream.nn.batch_invariant import BatchInvariant
-from slipstream.nn.blocks import cuda_chain
-from slipstream.nn.blocks.cuda_chain import CudaChain
+from slipstream.nn import chains
+from slipstream.nn.chains import CudaChain
 from slipstream.nn.context import BatchView, ForwardContext
+from slipstream.nn.decoder import Decoder, DecoderShape, RopeShape
 from slipstream.nn.layers.linear import Linear
 from slipstream.nn.layers.norm import RMSNorm
-from slipstream.nn.models.decoder import Decoder
-from slipstream.nn.models.decoder_shape import DecoderShape, RopeShape
 from slipstream.nn.shapes import AttentionShape, LayerShape, MlpShape, NormShape
-from slipstream.nn.weight_format import Unquantized, UnquantizedWeight
+from slipstream.nn.weights.kinds import BatchInvariant
+from slipstream.nn.weights.weight_format import Unquantized, UnquantizedWeight
 from slipstream.ops.activation import silu_and_mul
 from slipstream.ops.linear import Activation, chain_for
 from slipstream.ops.linear.dispatch import MAX_STREAMED_ROWS_OF_LARGE_WEIGHT
@@ -123,8 +122,8 @@ def test_one_kernel_may_compute_the_products_from_one_attention_to_the_next(
         return QuantizedMatrix(weight.data, torch.ones(len(weight.data), 1), None)
 
     monkeypatch.setattr(UnquantizedWeight, "layer_matrix", property(as_matrix))
-    monkeypatch.setattr(cuda_chain, "joins_gemms", lambda x, gemms, activation: len(x) == 1)
-    monkeypatch.setattr(cuda_chain, "multiply_layer", multiply)
+    monkeypatch.setattr(chains, "joins_gemms", lambda x, gemms, activation: len(x) == 1)
+    monkeypatch.setattr(chains, "multiply_layer", multiply)
     model = load(write_tiny(tmp_path, "llama", num_hidden_layers=4), torch.float64)
     model.tap((0, 2, 3))
     model.logits = lambda hidden: hidden  # type: ignore[method-assign]
@@ -420,7 +419,7 @@ def test_last_tokens_alone_on_the_gpu(counts: list[int]) -> None:
 
 def make_chunks(decoder: Decoder, counts: list[int], *, only_last: bool) -> ForwardContext:
     """Rows of so many tokens, from position 0 on; a row of none has no pages."""
-    from slipstream.nn.attention.triton import TritonAttention
+    from slipstream.nn.paged_attention import TritonAttention
 
     width = 160
     dtype = decoder.embedding.weight.data.dtype
@@ -471,7 +470,7 @@ def make_decoder(dtype: torch.dtype) -> Decoder:
 
 def make_context(decoder: Decoder, rows: int) -> ForwardContext:
     """Rows of a token, each after 20 others."""
-    from slipstream.nn.attention.triton import TritonAttention
+    from slipstream.nn.paged_attention import TritonAttention
 
     generator = torch.Generator("cuda").manual_seed(0)
     dtype = decoder.embedding.weight.data.dtype

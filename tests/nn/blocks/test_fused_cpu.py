@@ -10,8 +10,8 @@ import torch
 
 from hand_batch import HandRunner
 from hand_load import load
-from slipstream.nn.blocks.fused_cpu import FusedCpu
-from slipstream.nn.models.decoder import Decoder
+from slipstream.nn.chains import FusedCpu
+from slipstream.nn.decoder import Decoder
 from slipstream.ops import native
 from tiny import write_tiny
 from tiny_gguf import write_gguf

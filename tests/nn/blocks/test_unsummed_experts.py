@@ -10,9 +10,9 @@ import torch
 
 from hand_batch import HandRunner
 from hand_load import load
-from slipstream.nn.blocks.block import DecoderBlock
+from slipstream.nn.block import DecoderBlock
 from slipstream.nn.layers import experts
-from slipstream.nn.models.shortened import shortened
+from slipstream.nn.load import shortened
 from slipstream.ops.moe import Routing, UnsummedExperts
 from slipstream.ops.norm import add_rms_norm
 from tiny import write_tiny

@@ -16,12 +16,11 @@ from hand_encoder import load_pooling, pack
 from hand_load import load
 from slipstream.base.errors import InvalidAdapter
 from slipstream.checkpoint.model_info import read_model_info
-from slipstream.nn.attention.sdpa import SdpaAttention
+from slipstream.nn.adapters import AdapterLayout, _find_layer, read_adapter
 from slipstream.nn.context import ForwardContext
-from slipstream.nn.layers.ranked import connect_ranks
-from slipstream.nn.models.adapter_layout import AdapterLayout
-from slipstream.nn.models.read_adapter import _find_layer, read_adapter
-from slipstream.nn.models.registry import find_rules
+from slipstream.nn.layers.layer import connect_ranks
+from slipstream.nn.registry import find_rules
+from slipstream.nn.sdpa import SdpaAttention
 from slipstream.ops.lora import LoraTiles
 from slipstream.ops.lora.tiles import make_tiles, tile_size
 from thread_ranks import run_ranks

@@ -6,7 +6,7 @@ import pytest
 
 from slipstream.base.errors import BadCheckpoint
 from slipstream.checkpoint.model_info import model_info_from_config
-from slipstream.nn.models.registry import find_shape
+from slipstream.nn.registry import find_shape
 from tiny import _COMMON, _FAMILIES
 from tiny_saved import SAVED
 

@@ -15,9 +15,9 @@ from causal_oracle import norm_in_float64
 from hand_batch import HandRunner
 from hand_encoder import load_pooling, run_texts
 from slipstream.checkpoint.pooling_info import PoolingInfo
-from slipstream.nn.models.decoder import Decoder
-from slipstream.nn.models.pooling_heads import Heads, HeadShape
-from slipstream.nn.weight_format import take_memory
+from slipstream.nn.decoder import Decoder
+from slipstream.nn.pooling_heads import Heads, HeadShape
+from slipstream.nn.weights.weight_format import take_memory
 from tiny import write_tiny
 
 PROMPTS = [list(range(5, 5 + n)) for n in (9, 1, 40, 40, 17)]

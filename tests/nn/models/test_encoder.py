@@ -18,9 +18,8 @@ from hand_encoder import load_pooling, pack, run_texts
 from new_bert_oracle import classify_new_bert, new_bert, write_new_bert
 from slipstream.base.errors import UnsupportedModel
 from slipstream.checkpoint.model_info import read_model_info
-from slipstream.nn.attention.choose import choose_attention
-from slipstream.nn.attention.sdpa import SdpaAttention
 from slipstream.nn.context import ForwardContext
+from slipstream.nn.sdpa import SdpaAttention, choose_attention
 from tiny_encoder import write_tiny_encoder
 
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}

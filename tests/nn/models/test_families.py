@@ -15,9 +15,9 @@ from hand_batch import HandRunner
 from hand_load import load
 from slipstream.base.errors import BadCheckpoint, UnsupportedModel
 from slipstream.checkpoint.model_info import ModelInfo, model_info_from_config
-from slipstream.nn.models.decoder_shape import DecoderShape
-from slipstream.nn.models.encoder import EncoderShape
-from slipstream.nn.models.registry import find_family, find_shape
+from slipstream.nn.decoder import DecoderShape
+from slipstream.nn.encoder import EncoderShape
+from slipstream.nn.registry import find_family, find_shape
 from tiny import _COMMON, _FAMILIES, write_tiny, write_weights
 from tiny_saved import SAVED
 

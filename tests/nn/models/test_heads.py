@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from hand_encoder import load_pooling, pack, run_texts
 from slipstream.base.errors import BadCheckpoint
-from slipstream.nn.models.pooling_heads import Heads
+from slipstream.nn.pooling_heads import Heads
 from tiny_encoder import write_modules, write_splade, write_tiny_encoder
 
 FAMILIES = ["bert", "roberta", "xlm-roberta", "distilbert", "mpnet", "modernbert", "nomic"]
@@ -72,7 +72,7 @@ def test_words_of_a_masked_language_model(
     how: str, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SPLADE: the largest of each word over the tokens, or their sum."""
-    monkeypatch.setattr("slipstream.nn.models.pooling_heads.VOCABULARY_CHUNK", 7)  # rows lie in several chunks
+    monkeypatch.setattr("slipstream.nn.pooling_heads.VOCABULARY_CHUNK", 7)  # rows lie in several chunks
     folder = write_tiny_encoder(tmp_path, family, "ForMaskedLM")
     reduce = torch.amax if how == "max" else torch.sum
     expected = [reduce(torch.log1p(x.relu()), 0) for x in logits(folder, "ForMaskedLM", torch.float32)]

@@ -14,7 +14,7 @@ from hand_batch import HandRunner
 from hand_load import load
 from slipstream.base.errors import BadCheckpoint, UnsupportedModel
 from slipstream.checkpoint.model_info import model_info_from_config
-from slipstream.nn.models.registry import find_shape
+from slipstream.nn.registry import find_shape
 from tiny import write_tiny
 from tiny_families import MORE
 

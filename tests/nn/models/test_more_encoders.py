@@ -14,9 +14,9 @@ from hand_encoder import load_pooling, run_texts
 from jina_bert_oracle import QK_NORM, jina_bert, write_jina_bert
 from slipstream.base.errors import BadCheckpoint, UnsupportedModel
 from slipstream.checkpoint.model_info import model_info_from_config, read_model_info
-from slipstream.nn.attention.choose import choose_attention
 from slipstream.nn.layers.position_embedding import alibi_slopes
-from slipstream.nn.models.registry import find_heads, find_shape
+from slipstream.nn.registry import find_heads, find_shape
+from slipstream.nn.sdpa import choose_attention
 from tiny_encoder import write_tiny_encoder
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -16,8 +16,8 @@ from hand_batch import HandRunner
 from hand_load import load
 from slipstream.base.errors import BadCheckpoint, UnsupportedModel
 from slipstream.checkpoint.model_info import model_info_from_config, read_model_info
-from slipstream.nn.layers import delta_net
-from slipstream.nn.models.registry import find_shape
+from slipstream.nn.layers import recurrent
+from slipstream.nn.registry import find_shape
 from slipstream.nn.shapes import AttentionShape, DeltaShape
 from tiny import write_tiny, write_weights
 
@@ -80,7 +80,7 @@ def test_projections_on_two_streams_are_those_of_one_product(
         sizes.append(len(x))
         return True
 
-    monkeypatch.setattr(delta_net, "takes_two_streams", two)
+    monkeypatch.setattr(recurrent, "takes_two_streams", two)
     found = HandRunner(model, torch.float64).run(prompts)
     assert sizes == [71, 71]
     for name in prompts:

@@ -11,8 +11,8 @@ from hand_load import load
 from quantized_checkpoint import METHODS, quantize
 from slipstream.base.errors import InvalidOption, UnsupportedModel
 from slipstream.checkpoint.quantization import ONLINE_FP8
-from slipstream.nn.layers.ranked import connect_ranks
-from slipstream.nn.models import load as loading
+from slipstream.nn import load as loading
+from slipstream.nn.layers.layer import connect_ranks
 from thread_ranks import run_ranks
 from tiny import write_tiny
 from tiny_gguf import K_SIZES, write_gguf

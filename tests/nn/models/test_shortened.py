@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from slipstream.nn.models.shortened import shortened
+from slipstream.nn.load import shortened
 from slipstream.nn.shapes import AttentionShape, LayerShape, NormShape
 
 

@@ -18,7 +18,7 @@ from slipstream import LLM, SamplingParams
 from slipstream.base.errors import UnsupportedModel
 from slipstream.checkpoint.model_info import ModelInfo
 from slipstream.contracts.cache_spec import StateField
-from slipstream.nn.models.decoder import Decoder
+from slipstream.nn.decoder import Decoder
 from slipstream.nn.shapes import MixerShape
 from slipstream.ops import native
 from slipstream.scheduler.cache.pages import group_sites

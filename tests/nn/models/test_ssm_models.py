@@ -16,8 +16,8 @@ from hand_batch import HandRunner
 from hand_load import load
 from slipstream.base.errors import BadCheckpoint, UnsupportedModel
 from slipstream.checkpoint.model_info import model_info_from_config, read_model_info
-from slipstream.nn.layers import ssm
-from slipstream.nn.models.registry import find_shape
+from slipstream.nn.layers import recurrent
+from slipstream.nn.registry import find_shape
 from tiny import write_tiny, write_weights
 from tiny_saved import NEMOTRON_3, SAVED
 
@@ -79,13 +79,13 @@ def test_the_last_layer_computes_gates_of_last_tokens_only(
 ) -> None:
     model = load(write_tiny(tmp_path, "mamba2", dtype), dtype)
     shape = model.layers[-1].shape.mixers[0]
-    sizes, real = [], ssm.linear
+    sizes, real = [], recurrent.linear
 
     def record(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         sizes.append((len(x), len(weight)))
         return real(x, weight, bias)
 
-    monkeypatch.setattr(ssm, "linear", record)
+    monkeypatch.setattr(recurrent, "linear", record)
     HandRunner(model, dtype, num_pages=128).run_last(texts(**LENGTHS))
     assert sizes == [(sum(LENGTHS.values()), shape.num_channels + shape.num_heads), (len(LENGTHS), shape.size)]
 

@@ -14,7 +14,7 @@ from hand_encoder import load_pooling
 from hand_load import load
 from slipstream.base.errors import UnsupportedModel
 from slipstream.checkpoint.model_info import read_model_info
-from slipstream.nn.models.stored_head import as_stored
+from slipstream.nn.load import as_stored
 from tiny import tiny_weights, write_tiny, write_weights
 from tiny_encoder import write_tiny_encoder
 

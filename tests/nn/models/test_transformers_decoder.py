@@ -19,8 +19,8 @@ from replay_device import ReplayDevice
 from slipstream import LLM, SamplingParams
 from slipstream.base.errors import InvalidOption, UnsupportedModel
 from slipstream.config.config import ModelConfig
-from slipstream.nn.models.transformers_decoder import transformers_info
-from slipstream.nn.models.transformers_probe import probe
+from slipstream.nn.transformers_modules import transformers_info
+from slipstream.nn.transformers_probe import probe
 from tiny import write_tiny
 from tiny_saved import save_model
 from tiny_tokenizer import write_byte_tokenizer

@@ -15,10 +15,10 @@ from hand_batch import HandRunner
 from hand_load import load
 from slipstream.base.errors import UnsupportedModel
 from slipstream.checkpoint.gguf_file import GgufFile, GgufTensor
-from slipstream.nn.low_bit_weight import LowBit, LowBitWeight
-from slipstream.nn.weight_format import UnquantizedWeight, Weight
 from slipstream.nn.weights.gguf import read_values
+from slipstream.nn.weights.kinds import LowBit, LowBitWeight
 from slipstream.nn.weights.source import SourceTensor
+from slipstream.nn.weights.weight_format import UnquantizedWeight, Weight
 from slipstream.ops.dequant import KINDS, dequantize
 from slipstream.ops.low_bit import DynamicQuant, find_kernel
 from smollm2_oracle import PATH

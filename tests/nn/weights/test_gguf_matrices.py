@@ -14,9 +14,9 @@ from hand_batch import HandRunner
 from slipstream.checkpoint.gguf_file import GgufFile
 from slipstream.checkpoint.gguf_info import gguf_model_info
 from slipstream.config.config import ModelConfig
-from slipstream.nn.models import load as loading
-from slipstream.nn.models.measure import weight_bytes
-from slipstream.nn.quantized.gguf_weight import GgufQuantized, GgufWeight
+from slipstream.nn import load as loading
+from slipstream.nn.load import weight_bytes
+from slipstream.nn.weights.kinds import GgufQuantized, GgufWeight
 from slipstream.nn.weights.source import SourceTensor
 from slipstream.ops.dequant import dequantize as dequantize_blocks
 from slipstream.ops.quantized import QuantizedMatrix, dequantize

@@ -11,10 +11,10 @@ import torch
 from hand_batch import HandRunner
 from hand_load import load
 from slipstream.base.errors import BadCheckpoint
-from slipstream.nn.models.decoder import Decoder
+from slipstream.nn.decoder import Decoder
 from slipstream.nn.weights import source
 from slipstream.nn.weights.load import find_targets
-from slipstream.nn.weights.rules import Rules
+from slipstream.nn.weights.source import Rules
 from tiny import tiny_weights, write_tiny, write_weights
 
 PROMPT = {"a": [3, 1, 4, 1, 5, 9, 2, 6]}

@@ -14,11 +14,11 @@ import hand_load
 from quantized_checkpoint import METHODS, quantize
 from slipstream.base.errors import BadCheckpoint, UnsupportedModel
 from slipstream.checkpoint.quantization import ONLINE_FP8, Quantization
-from slipstream.nn.batch_invariant import BatchInvariantWeight
+from slipstream.nn import load as loading
+from slipstream.nn.decoder import Decoder
 from slipstream.nn.layers.linear import Linear
-from slipstream.nn.models import load as loading
-from slipstream.nn.models.decoder import Decoder
-from slipstream.nn.quantized.weight import DequantizedWeight, Quantized, QuantizedWeight
+from slipstream.nn.weights.kinds import BatchInvariantWeight
+from slipstream.nn.weights.quantized_weight import DequantizedWeight, Quantized, QuantizedWeight
 from tiny import write_tiny, write_weights
 
 

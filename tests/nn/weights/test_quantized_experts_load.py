@@ -13,11 +13,10 @@ import hand_load
 from quantized_checkpoint import quantize, quantize_mxfp4
 from slipstream.base.errors import BadCheckpoint, UnsupportedModel
 from slipstream.checkpoint.quantization import ONLINE_FP8
-from slipstream.nn.layers.experts import Experts
-from slipstream.nn.models import load as loading
-from slipstream.nn.quantized.experts import expert_matrices
-from slipstream.nn.quantized.weight import DequantizedWeight, QuantizedWeight
-from slipstream.nn.weight_format import Weight
+from slipstream.nn import load as loading
+from slipstream.nn.layers.experts import Experts, expert_matrices
+from slipstream.nn.weights.quantized_weight import DequantizedWeight, QuantizedWeight
+from slipstream.nn.weights.weight_format import Weight
 from slipstream.ops.moe.reference import matrix_of
 from tiny import write_tiny, write_weights
 from tiny_saved import NEMOTRON_3

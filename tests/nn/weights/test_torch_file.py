@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from hand_encoder import load_pooling, run_texts
 from slipstream.base.errors import BadCheckpoint
-from slipstream.nn.weights.torch_file import TorchFileSource
+from slipstream.nn.weights.source import TorchFileSource
 from tiny_encoder import write_tiny_encoder
 
 

@@ -15,11 +15,18 @@ from hand_batch import HandRunner
 from hand_load import load
 from slipstream.base.errors import BadCheckpoint
 from slipstream.checkpoint.model_info import read_model_info
-from slipstream.nn.models.decoder import Decoder
-from slipstream.nn.models.registry import find_rules, find_shape
-from slipstream.nn.weight_format import CheckpointTensor, Unquantized, Weight, WeightFormat, WeightTarget, new_parameter
+from slipstream.nn.decoder import Decoder
+from slipstream.nn.registry import find_rules, find_shape
 from slipstream.nn.weights.load import fill_targets, find_targets, match_targets
-from slipstream.nn.weights.safetensors import open_folder
+from slipstream.nn.weights.source import open_folder
+from slipstream.nn.weights.weight_format import (
+    CheckpointTensor,
+    Unquantized,
+    Weight,
+    WeightFormat,
+    WeightTarget,
+    new_parameter,
+)
 from tiny import write_tiny, write_weights
 
 

@@ -7,7 +7,7 @@ kernels for the usual ones (`ops/activation`); any other is the function of the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -17,6 +17,8 @@ from torch import nn
 from slipstream.base.errors import UnsupportedModel
 from slipstream.checkpoint.sentence_modules import HALVING, OVER_LAST_DIM
 from slipstream.device.sync_check import sync_allowed
+from slipstream.nn.layers.layer import Layer
+from slipstream.nn.weights.weight_format import CheckpointTensor, WeightTarget, new_parameter
 from slipstream.ops.activation import (
     gelu_and_mul,
     gelu_tanh_and_mul,
@@ -146,3 +148,30 @@ def torch_activation(name: str) -> Activation:
         return partial(F.leaky_relu, negative_slope=0.25)  # the initial value of its weight
     kind: type[nn.Module] = getattr(nn, name)
     return (kind(dim=-1) if name in OVER_LAST_DIM or name == HALVING else kind()).eval()
+
+
+# Xielu: an activation with two learned numbers, of Apertus.
+
+_BETA = 0.5
+_EPS = -1e-6  # inputs of the exponential are at most this
+
+
+class Xielu(Layer):
+    """a x^2 + x / 2 for positive x, b (exp(x) - 1 - x) + x / 2 for the others; a and b are positive."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.positive = new_parameter(1, dtype=dtype)
+        self.negative = new_parameter(1, dtype=dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        above = F.softplus(self.positive) * x * x
+        below = (torch.expm1(x.clamp(max=_EPS)) - x) * (_BETA + F.softplus(self.negative))
+        return torch.where(x > 0, above, below) + _BETA * x
+
+    def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
+        yield "alpha_p", WeightTarget((1,), partial(self._fill, "positive"))
+        yield "alpha_n", WeightTarget((1,), partial(self._fill, "negative"))
+
+    def _fill(self, name: str, piece: CheckpointTensor) -> None:
+        piece.write_to(getattr(self, name))

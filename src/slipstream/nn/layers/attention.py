@@ -8,19 +8,35 @@ from functools import partial
 import torch
 
 from slipstream.nn.context import ForwardContext, LastTokens, context_of
-from slipstream.nn.layers.disentangled import DisentangledScores
-from slipstream.nn.layers.interleaved_linear import InterleavedLinear, StoredRows
 from slipstream.nn.layers.layer import Layer, Layout
-from slipstream.nn.layers.linear import Linear
-from slipstream.nn.layers.norm import AllHeadsNorm, EachHeadLayerNorm, Norm, PerHeadNorm, UnweightedNorm
-from slipstream.nn.layers.position_embedding import RelativeKeys
-from slipstream.nn.layers.products import Products
-from slipstream.nn.layers.reordered_linear import ReorderedLinear, pairs_as_halves, rows_of_heads
-from slipstream.nn.layers.sharded_linear import new_output
-from slipstream.nn.layers.sharded_norm import ShardedHeadsNorm
+from slipstream.nn.layers.linear import (
+    InterleavedLinear,
+    Linear,
+    Products,
+    ReorderedLinear,
+    StoredRows,
+    new_output,
+    pairs_as_halves,
+    rows_of_heads,
+)
+from slipstream.nn.layers.norm import (
+    AllHeadsNorm,
+    EachHeadLayerNorm,
+    Norm,
+    PerHeadNorm,
+    ShardedHeadsNorm,
+    UnweightedNorm,
+)
+from slipstream.nn.layers.position_embedding import DisentangledScores, RelativeKeys
 from slipstream.nn.shapes import AttentionShape, NormShape, Shard
-from slipstream.nn.stored_part import even_part, joined_part
-from slipstream.nn.weight_format import CheckpointTensor, StoredPart, WeightFormat, WeightTarget, new_parameter
+from slipstream.nn.weights.stored_part import even_part, joined_part
+from slipstream.nn.weights.weight_format import (
+    CheckpointTensor,
+    StoredPart,
+    WeightFormat,
+    WeightTarget,
+    new_parameter,
+)
 from slipstream.ops.activation import sigmoid_gate_
 from slipstream.ops.cache_write import write_cache
 from slipstream.ops.rope import norm_rope, rope_and_write_cache

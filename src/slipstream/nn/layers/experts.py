@@ -8,21 +8,20 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from slipstream.nn.batch_invariant import BatchInvariant
+from slipstream.device.collectives import Group
 from slipstream.nn.context import ForwardContext, LastTokens, context_of
-from slipstream.nn.layers.expert_ranks import run_on_ranks
-from slipstream.nn.layers.layer import Layout
+from slipstream.nn.layers.layer import Layer, Layout, RankedLayer
 from slipstream.nn.layers.linear import Linear
 from slipstream.nn.layers.mlp import Mlp, PlainMlp, of_last
 from slipstream.nn.layers.norm import Norm, RMSNorm
-from slipstream.nn.layers.ranked import RankedLayer
-from slipstream.nn.quantized.experts import expert_matrices, new_expert_weight
-from slipstream.nn.quantized.weight import Quantized
-from slipstream.nn.shapes import ExpertShape, MlpShape, Shard
-from slipstream.nn.stored_part import even_part, sliced_target
-from slipstream.nn.weight_format import (
+from slipstream.nn.shapes import DenseAndExpertsShape, ExpertShape, ExpertShard, MlpShape, Shard
+from slipstream.nn.weights.kinds import BatchInvariant
+from slipstream.nn.weights.quantized_weight import Quantized, QuantizedWeight
+from slipstream.nn.weights.stored_part import even_part, sliced_target
+from slipstream.nn.weights.weight_format import (
     CheckpointTensor,
     Unquantized,
     UnquantizedWeight,
@@ -43,6 +42,7 @@ from slipstream.ops.moe import (
     route,
     unsummed_experts,
 )
+from slipstream.ops.quantized import QuantizedExperts
 
 
 class Experts(RankedLayer):
@@ -272,3 +272,132 @@ def _skip(piece: CheckpointTensor) -> None:
 def _wide(dtype: torch.dtype) -> torch.dtype:
     """Routers compute in float32 at least."""
     return torch.promote_types(dtype, torch.float32)
+
+
+# Experts of which each rank has a part: whole experts, or a part of each expert's inner size.
+#
+# Ranks of one engine (tensor parallel) have the same tokens: each computes its part, and the parts are summed. Engines
+# that share experts (data parallel) have tokens of their own. Each gathers the tokens of all, computes its experts for
+# them, and gets back the sums of its own tokens. Tokens are padded to the most that an engine has, so all shapes follow
+# from the step's joint sizes, no count is read from the device, and the step can be captured.
+
+Compute = Callable[[torch.Tensor, Routing], torch.Tensor]
+"""The experts of this rank, for tokens [T, hidden] and their routing to experts of this rank."""
+
+
+def run_on_ranks(
+    x: torch.Tensor,
+    routing: Routing,
+    compute: Compute,
+    shard: ExpertShard,
+    num_experts: int,
+    group: Group,
+    num_exchanged: int,
+) -> torch.Tensor:
+    """The output of all experts for the tokens x [T, hidden] of this rank. `num_experts`: of all ranks;
+    `num_exchanged`: tokens that each engine exchanges, at least T."""
+    first, count = shard.range_of(num_experts)
+    if shard.kind == "inner":
+        return group.all_reduce(compute(x, routing))
+    if shard.kind == "experts":
+        return group.all_reduce(compute(x, _own_experts(routing, first, count)))
+    assert len(x) <= num_exchanged, f"{len(x)} tokens, and engines exchange {num_exchanged}"
+    all_x, all_routing = _gather(x, routing, num_experts, group, num_exchanged)
+    return group.reduce_scatter(compute(all_x, _own_experts(all_routing, first, count)))[: len(x)]
+
+
+def _own_experts(routing: Routing, first: int, count: int) -> Routing:
+    """The same routing by the numbers of this rank's experts. Choices of other experts become `count`, with weight
+    0."""
+    ids = routing.ids - first
+    is_own = (ids >= 0) & (ids < count)
+    return Routing(ids.where(is_own, count), routing.weights.where(is_own, 0.0), has_padding=True)
+
+
+def _gather(
+    x: torch.Tensor, routing: Routing, num_experts: int, group: Group, num_tokens: int
+) -> tuple[torch.Tensor, Routing]:
+    """Tokens and routing of all engines, in the order of ranks, by one collective over their bytes."""
+    missing = num_tokens - len(x)
+    ids, weights = routing.ids, routing.weights
+    if missing:
+        x, weights = F.pad(x, (0, 0, 0, missing)), F.pad(weights, (0, 0, 0, missing))
+        ids = F.pad(ids, (0, 0, 0, missing), value=num_experts)  # padding has no expert
+    parts = [part.contiguous().view(torch.uint8) for part in (x, weights, ids)]
+    gathered = group.all_gather(torch.cat(parts, 1)).split([part.shape[1] for part in parts], 1)
+    all_x, all_weights, all_ids = (
+        part.contiguous().view(like.dtype) for part, like in zip(gathered, (x, weights, ids), strict=True)
+    )
+    return all_x, Routing(all_ids, all_weights, has_padding=True)
+
+
+# DenseAndExperts: the feed-forward of Gemma 4 with experts: an MLP beside experts, each with norms of its own.
+
+
+class DenseAndExperts(Layer):
+    """norm(mlp(normed x)) + norm(experts(norm(x))). The router has a norm of its own, and a scale for each expert."""
+
+    def __init__(self, name: str, shape: DenseAndExpertsShape, layout: Layout) -> None:
+        super().__init__()
+        hidden, dtype, norm = layout.hidden_size, layout.dtype, shape.norm
+
+        def new_norm() -> RMSNorm:
+            return RMSNorm(hidden, norm.eps, dtype, norm.offset)
+
+        self.dense = Mlp(f"{name}.dense", shape.mlp, layout)
+        self.dense_out_norm = new_norm()
+        self.routed = Experts(f"{name}.routed", shape.experts, layout)
+        self.routed_norm = new_norm()
+        self.routed_out_norm = new_norm()
+        self.router_norm = new_norm()
+        self.expert_scale = new_parameter(shape.experts.num_experts, dtype=dtype)
+        self.router_scale = hidden**-0.5
+
+    def after_norm(
+        self,
+        norm: Norm,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        context: ForwardContext,
+        last: LastTokens | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `SublayerModule.after_norm`."""
+        normed, total = norm(*of_last(x, residual, last))
+        context = context_of(context, last)
+        dense, _ = self.dense_out_norm(self.dense(normed, context))
+        logits = self.routed.router(self.router_norm(total)[0], context) * self.router_scale
+        ids, weights, has_padding = self.routed.choose(logits, context)
+        known = ids.flatten().clamp(max=len(self.expert_scale) - 1)  # padding has no expert
+        scales = self.expert_scale.index_select(0, known).view(ids.shape)
+        routed = self.routed.run(self.routed_norm(total)[0], Routing(ids, weights * scales, has_padding), context)
+        return dense + self.routed_out_norm(routed)[0], total
+
+    def products(self) -> None:
+        return None
+
+    def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
+        yield "expert_scale", WeightTarget(tuple(self.expert_scale.shape), self._fill)
+
+    def _fill(self, piece: CheckpointTensor) -> None:
+        piece.write_to(self.expert_scale)
+
+
+# The matrices of quantised experts: one `Weight` whose rows are those of all experts, one below the other.
+
+
+def new_expert_weight(format: Quantized, num_experts: int, num_rows: int, num_columns: int) -> Weight:
+    """`num_rows`: of one expert."""
+    weight = format.new_weight(num_experts * num_rows, num_columns)
+    if isinstance(weight, QuantizedWeight):
+        weight.words = None  # kernels of experts read scales by rows
+        weight.allows_order = False  # each expert would need inputs in an order of its own
+    return weight
+
+
+def expert_matrices(weight: Weight, num_experts: int) -> ExpertMatrices:
+    """The form that `expert_mlp` reads."""
+    if isinstance(weight, QuantizedWeight):
+        quantizes = weight.format.quantization.quantizes_inputs
+        return QuantizedExperts(weight.matrix, num_experts, quantizes, weight.input_scale)
+    assert isinstance(weight, UnquantizedWeight), "dequantised at load"
+    return weight.data.unflatten(0, (num_experts, -1))

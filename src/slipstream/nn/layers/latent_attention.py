@@ -14,14 +14,12 @@ import torch
 
 from slipstream.nn.context import ForwardContext, LastTokens
 from slipstream.nn.layers.layer import Layer, Layout
-from slipstream.nn.layers.linear import Linear
+from slipstream.nn.layers.linear import Linear, ReorderedLinear, new_output
 from slipstream.nn.layers.norm import Norm, RMSNorm
-from slipstream.nn.layers.reordered_linear import ReorderedLinear
-from slipstream.nn.layers.sharded_linear import new_output
-from slipstream.nn.quantized.weight import dequantized_format
 from slipstream.nn.shapes import AttentionShape
-from slipstream.nn.stored_part import even_part
-from slipstream.nn.weight_format import StoredPart, WeightTarget
+from slipstream.nn.weights.quantized_weight import dequantized_format
+from slipstream.nn.weights.stored_part import even_part
+from slipstream.nn.weights.weight_format import StoredPart, WeightTarget
 from slipstream.ops.rope import norm_rope
 
 _EPS = 1e-6  # of the norms of latents, whatever the model's

@@ -7,17 +7,13 @@ from collections.abc import Iterator
 import torch
 
 from slipstream.nn.context import ForwardContext, LastTokens, context_of
-from slipstream.nn.layers.activations import find_activation, find_gated, scaled_gated, sparse_gated
+from slipstream.nn.layers.activations import Xielu, find_activation, find_gated, scaled_gated, sparse_gated
 from slipstream.nn.layers.layer import Layer, Layout
-from slipstream.nn.layers.linear import Linear
-from slipstream.nn.layers.norm import Norm
-from slipstream.nn.layers.products import Products
-from slipstream.nn.layers.sharded_linear import new_output
-from slipstream.nn.layers.sharded_norm import ShardedSparseGate
-from slipstream.nn.layers.xielu import Xielu
+from slipstream.nn.layers.linear import Linear, Products, new_output
+from slipstream.nn.layers.norm import Norm, ShardedSparseGate
 from slipstream.nn.shapes import MlpShape
-from slipstream.nn.stored_part import even_part, joined_part, ordered_target
-from slipstream.nn.weight_format import WeightFormat, WeightTarget
+from slipstream.nn.weights.stored_part import even_part, joined_part, ordered_target
+from slipstream.nn.weights.weight_format import WeightFormat, WeightTarget
 
 
 class Mlp(Layer):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -11,8 +12,7 @@ import torch
 
 from slipstream.base.errors import UnsupportedModel
 from slipstream.checkpoint.gguf_file import GgufFile, GgufTensor
-from slipstream.nn.weights.rules import Rules
-from slipstream.nn.weights.source import SourceTensor
+from slipstream.nn.weights.source import Rules, SourceTensor, WeightSource
 from slipstream.ops.dequant import KINDS, dequantize
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
@@ -232,3 +232,26 @@ def _raw_rows(tensor: GgufTensor) -> torch.Tensor:
 def halves_from_pairs(rows: torch.Tensor, num_heads: int) -> torch.Tensor:
     """Reorders the rows of each head from 0, half, 1, half + 1 ... to 0, 1 ... half, half + 1 ..."""
     return rows.unflatten(0, (num_heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+
+
+# Reads weights that a checkpoint stores as [inputs, outputs] (GPT-2) as [outputs, inputs].
+
+
+class TransposedSource:
+    def __init__(self, source: WeightSource, endings: tuple[str, ...]) -> None:
+        """`endings`: how the names of such weights end."""
+        self.source, self.endings = source, endings
+
+    def __iter__(self) -> Iterator[SourceTensor]:
+        for tensor in self.source:
+            is_weight = tensor.name.endswith(self.endings) and len(tensor.shape) == 2
+            yield _transposed(tensor) if is_weight else tensor
+
+
+def _transposed(tensor: SourceTensor) -> SourceTensor:
+    num_inputs, num_outputs = tensor.shape
+    return replace(tensor, shape=(num_outputs, num_inputs), read=partial(_read, tensor.read))
+
+
+def _read(read: Callable[[], torch.Tensor]) -> torch.Tensor:
+    return read().t()

@@ -14,11 +14,17 @@ import torch
 from torch import nn
 
 from slipstream.base.errors import BadCheckpoint
-from slipstream.nn.stored_part import sharded_targets
-from slipstream.nn.weight_format import WeightTarget
-from slipstream.nn.weights.rules import Rules
-from slipstream.nn.weights.source import SourceTensor, WeightSource
-from slipstream.nn.weights.unused import count_layers, is_buffer, is_past_layers, is_unused
+from slipstream.nn.weights.source import (
+    Rules,
+    SourceTensor,
+    WeightSource,
+    count_layers,
+    is_buffer,
+    is_past_layers,
+    is_unused,
+)
+from slipstream.nn.weights.stored_part import sharded_targets
+from slipstream.nn.weights.weight_format import WeightTarget
 
 HEADS = "heads."  # prefix of the targets of pooling heads
 SHOWN = 4  # names per kind of mistake in an error message

@@ -152,7 +152,7 @@ def _tier_rows(memory: MemoryEstimate) -> list[tuple[str, int, str]]:
 
 
 def _weight_kind(config: EngineConfig) -> str:
-    from slipstream.nn.models.load import stays_low_bit  # imports torch, which is loaded already
+    from slipstream.nn.load import stays_low_bit  # imports torch, which is loaded already
 
     low_bit = stays_low_bit(config.model, config.device.kind)
     return f"quantised as in the file, the rest {config.model.dtype}" if low_bit else config.model.dtype

@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.browser,
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed"),
 ]
-TABS = ("chat", "vectors", "timeline", "models", "requests")
+TABS = ("chat", "playground", "timeline", "models", "requests")
 
 
 @pytest.fixture(scope="module")
@@ -75,13 +75,13 @@ def test_the_page_in_a_browser(server, browser, tmp_path):
     ask(browser, "hello", 8)
     browser.until("document.querySelector('.assistant .facts')")
     assert browser.run("document.querySelectorAll('.assistant .token').length") > 0
-    browser.run("document.querySelector('.assistant button').click()")  # regenerate
-    browser.until("document.querySelectorAll('.assistant').length === 1 && !document.getElementById('send').disabled")
+    browser.run("document.querySelector('.assistant [aria-label=Regenerate]').click()")
+    browser.until("document.querySelectorAll('.assistant').length === 1 && !document.getElementById('send').hidden")
     ask(browser, "more", 400)
     browser.until("document.querySelectorAll('.assistant').length === 2")
     browser.press("Escape")
-    browser.until("document.getElementById('stop').disabled")
-    browser.run("[...document.querySelectorAll('.user button')].at(-1).previousElementSibling.click()")  # edit
+    browser.until("document.getElementById('stop').hidden")
+    browser.run("[...document.querySelectorAll('.user [aria-label=Edit]')].at(-1).click()")
     assert browser.run("document.getElementById('prompt').value") == "more"
     assert browser.run("document.querySelectorAll('article').length") == 2
 
@@ -94,7 +94,7 @@ def test_the_page_in_a_browser(server, browser, tmp_path):
 
     # the timeline moves while requests run, and steps are logged only while it is open
     click(browser, "tab-timeline")
-    browser.run("document.getElementById('prompt').value = 'go'; document.getElementById('send').click()")
+    browser.run("document.getElementById('prompt').value = 'go'; document.getElementById('chat-form').requestSubmit()")
     browser.until("+document.getElementById('lanes').dataset.steps > 3")
     click(browser, "pause")
     assert browser.run("document.getElementById('pause').getAttribute('aria-pressed')") == "true"
@@ -110,7 +110,7 @@ def test_the_page_in_a_browser(server, browser, tmp_path):
     assert "generate" in text(browser, "model-table") and "ready" in text(browser, "model-table")
 
     # similarities and ranks
-    click(browser, "tab-vectors")
+    click(browser, "tab-playground")
     browser.run("document.getElementById('embed-form').requestSubmit()")
     browser.run("document.getElementById('rerank-form').requestSubmit()")
     browser.until("document.querySelectorAll('#matrix td').length === 9")
@@ -124,16 +124,23 @@ def test_the_page_in_a_browser(server, browser, tmp_path):
     assert "/v1/chat/completions" in text(browser, "request-table") and "/v1/rerank" in text(browser, "request-table")
     assert "secret" not in browser.run("JSON.stringify({...localStorage})")
 
-    # keyboard: arrows change views
-    browser.run("document.getElementById('tab-requests').focus()")
-    browser.press("ArrowRight")
-    assert browser.run("document.activeElement.id") == "tab-chat"
+    # keyboard: Enter opens a view, Escape closes a drawer and gives the focus back
+    browser.run("document.getElementById('tab-chat').focus()")
+    browser.press("Enter")
+    browser.until("!document.getElementById('chat').hidden")
+    browser.resize(360, 640)
+    browser.run("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")  # it has seen its size
+    for button, drawer in (("menu", "sidebar"), ("settings-button", "settings")):
+        click(browser, button)
+        browser.until(f"document.getElementById('{drawer}').contains(document.activeElement)")
+        browser.press("Escape")
+        assert browser.run("document.activeElement.id") == button
 
     # phone width, and dark
-    browser.resize(360, 640)
     click(browser, "theme")
     for tab in TABS:
         click(browser, f"tab-{tab}")
+        browser.until(f"!document.getElementById('{tab}').hidden")
         assert browser.run("document.documentElement.scrollWidth <= innerWidth"), f"{tab} is wider than the screen"
     browser.screenshot(Path(tmp_path) / "phone.png")
     assert browser.errors == []
@@ -172,13 +179,13 @@ def test_results_of_tools_are_sent_back(server, browser):
     ask(browser, "20 degrees", 8)
     assert browser.run("sent.length") == 1, "the second call has no result yet"
     ask(browser, "21 degrees", 8)
-    browser.until("document.querySelectorAll('.assistant').length === 2 && document.getElementById('stop').disabled")
+    browser.until("document.querySelectorAll('.assistant').length === 2 && document.getElementById('stop').hidden")
     assert browser.run("[...document.querySelectorAll('.assistant .content')].at(-1).textContent") == "sunny"
     messages = browser.run("sent[1].messages")
     assert [message["role"] for message in messages] == ["user", "assistant", "tool", "tool"]
     assert [message.get("tool_call_id") for message in messages[2:]] == ["a", "b"]
     assert messages[1]["tool_calls"][0]["function"] == {"name": "weather", "arguments": '{"city":"Rome"}'}
-    assert browser.run("document.getElementById('prompt').placeholder").startswith("Message")
+    assert browser.run("document.getElementById('prompt').placeholder").startswith("Write a message")
 
 
 def find_axe() -> Path | None:

@@ -54,6 +54,6 @@ def _file(name: str) -> Response:
 
 
 ROUTES = [
-    get("/", show_page, "The web page: chat, vectors, timeline", access="open"),
+    get("/", show_page, "The web page: chat, playground, timeline, models, requests", access="open"),
     get("/ui/{name}", show_file, "A file of the web page", access="open", quiet=True),
 ]

@@ -1,39 +1,78 @@
-// The page: views, API key, colours, and the state of the server.
+// The frame of the page: views, side bar, API key, colours, and which models the server has.
 
-import { changes, clearRequests, getKey, json, requests, setKey } from "./api.js"
-import { startChat } from "./chat.js"
-import { $, fillTable, make } from "./dom.js"
+import { changes, getKey, json, setKey } from "./api.js"
+import { startChat, useModels } from "./chat.js"
+import { $, make, makeIcon } from "./dom.js"
+import { startPlayground } from "./playground.js"
+import { showModels, startServer } from "./server.js"
 import { showTimeline, startTimeline } from "./timeline.js"
-import { startVectors } from "./vectors.js"
 
-const tabs = [...document.querySelectorAll("[role=tab]")]
+for (const element of document.querySelectorAll("[data-icon]")) element.prepend(makeIcon(element.dataset.icon))
 
-function select(tab, focus = false) {
-  for (const each of tabs) {
-    const chosen = each === tab
-    each.setAttribute("aria-selected", chosen)
-    each.tabIndex = chosen ? 0 : -1
-    $(each.getAttribute("aria-controls")).hidden = !chosen
+// Views: the part of the address after # names one
+
+const links = [...document.querySelectorAll("nav a")]
+const selected = () => links.find(link => link.hash === location.hash) ?? links[0]
+
+function showView() {
+  const view = selected().hash.slice(1)
+  for (const link of links) {
+    $(link.hash.slice(1)).hidden = link !== selected()
+    if (link === selected()) link.setAttribute("aria-current", "page")
+    else link.removeAttribute("aria-current")
   }
-  if (focus) tab.focus()
-  history.replaceState(null, "", "#" + tab.getAttribute("aria-controls"))  // a navigation would move the focus
+  document.body.dataset.view = view
+  document.title = view === "chat" ? "Slipstream" : `${selected().textContent} - Slipstream`
+  $("view-title").textContent = selected().textContent
+  if (view !== "chat") openSettings(false)
+  openMenu(false)
   watch()
 }
 
-const selected = () => tabs.find(tab => tab.getAttribute("aria-selected") === "true").getAttribute("aria-controls")
 const watch = () => {
-  showTimeline(selected() === "timeline" && !document.hidden)
-  showModels()
+  const view = document.hidden ? "" : document.body.dataset.view
+  showTimeline(view === "timeline")
+  showModels(view === "models")
+}
+addEventListener("hashchange", showView)
+document.addEventListener("visibilitychange", watch)
+
+// The side bar and the settings cover the view on a small screen
+
+const small = matchMedia("(max-width: 64rem)")
+
+function cover(drawer) {
+  $("shade").hidden = !drawer
+  document.querySelector(".page").inert = Boolean(drawer)
+  drawer?.querySelector("button").focus()
 }
 
-tabs.forEach((tab, index) => {
-  tab.addEventListener("click", () => select(tab))
-  tab.addEventListener("keydown", event => {
-    const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key]
-    if (step) select(tabs[(index + step + tabs.length) % tabs.length], true)
-  })
+function openMenu(open) {
+  if (!small.matches && open) return
+  const was = $("sidebar").classList.toggle("open", open) !== open || $("menu").getAttribute("aria-expanded") === "true"
+  $("menu").setAttribute("aria-expanded", open)
+  if (open) cover($("sidebar"))
+  else if (was) { cover(null); $("menu").focus() }
+}
+
+function openSettings(open) {
+  if ($("settings").hidden === !open) return
+  $("settings").hidden = !open
+  $("settings-button").setAttribute("aria-expanded", open)
+  if (small.matches || !open) cover(open ? $("settings") : null)
+  if (!open) $("settings-button").focus()
+}
+
+$("menu").addEventListener("click", () => openMenu(true))
+$("close-menu").addEventListener("click", () => openMenu(false))
+$("settings-button").addEventListener("click", () => openSettings($("settings").hidden))
+$("close-settings").addEventListener("click", () => openSettings(false))
+$("shade").addEventListener("click", () => { openMenu(false); openSettings(false) })
+small.addEventListener("change", () => { openMenu(false); openSettings(false); cover(null) })
+document.addEventListener("keydown", event => {
+  if (event.key === "Escape" && !$("shade").hidden) { openMenu(false); openSettings(false) }
 })
-document.addEventListener("visibilitychange", watch)
+$("clear").addEventListener("click", () => { location.hash = "#chat"; openMenu(false) })
 
 // API key
 
@@ -52,7 +91,7 @@ function askKey(reason) {
   if (!dialog.open) { dialog.returnValue = ""; dialog.showModal() }
 }
 
-// Colours: automatic, light, dark
+// Colours: as the system, light, dark
 
 const THEMES = ["", "light", "dark"]
 $("theme").addEventListener("click", () => setTheme(THEMES[(THEMES.indexOf(localStorage.theme ?? "") + 1) % 3]))
@@ -61,26 +100,29 @@ function setTheme(name) {
   localStorage.theme = name
   if (name) document.documentElement.dataset.theme = name
   else delete document.documentElement.dataset.theme
-  $("theme").textContent = name ? `Colours: ${name}` : "Colours"
+  $("theme").lastChild.textContent = name ? `Colours: ${name}` : "Colours"
 }
 
-// Models and server
+// The models of the server; while it starts, asked again every second
 
 async function load() {
   try {
     const { data } = await json("v1/models", { log: false })
     const can = task => data.filter(model => model.tasks.includes(task))
+    const first = tasks => [...new Set(tasks.flatMap(can))].sort((a, b) => generates(a) - generates(b))  // made for it first
+    useModels(can("generate"))
     fillSelect($("chat-model"), can("generate"))
-    fillSelect($("embed-model"), can("embed"))
-    fillSelect($("rerank-model"), [...new Set(["score", "embed", "token_embed"].flatMap(can))])  // the best task first
-    $("send").disabled = !can("generate").length
-    $("status").textContent = data.map(model => model.id).join(", ")
+    fillSelect($("embed-model"), first(["embed"]))
+    fillSelect($("rerank-model"), [...new Set([...can("score"), ...first(["embed", "token_embed"])])])
+    $("status").textContent = `Ready, ${data.length === 1 ? "1 model" : data.length + " models"}`
     watch()
   } catch (error) {
     $("status").textContent = error.message
-    if (error.status === 503) setTimeout(load, 1000)  // the engine is starting
+    if (error.status === 503) setTimeout(load, 1000)
   }
 }
+
+const generates = model => model.tasks.includes("generate")
 
 function fillSelect(element, models) {
   const before = element.value
@@ -88,37 +130,10 @@ function fillSelect(element, models) {
   if (models.some(model => model.id === before)) element.value = before
 }
 
-let refresh = 0  // timer
-async function showModels() {
-  clearTimeout(refresh)
-  if (selected() !== "models" || document.hidden) return
-  try {
-    const [{ data }, load, { version }, health] = await Promise.all(["v1/models", "load", "version", "health"].map(path => json(path, { log: false })))
-    const { models, is_asleep, ...gauges } = load
-    const row = ({ id, parent, tasks, max_model_len }) => {
-      const own = models.find(each => each.model === (parent ?? id))
-      const pages = own?.pages ? `${own.pages - own.free_pages} of ${own.pages}` : ""
-      return [parent ? `${id} (adapter of ${parent})` : id, own ? (is_asleep ? "asleep" : "ready") : "", own?.running ?? "", own?.waiting ?? "", pages, tasks.join(", "), max_model_len]
-    }
-    fillTable($("model-table"), ["model", "state", "running", "waiting", "pages used", "tasks", "maximum tokens"], data.map(row))
-    fillTable($("load-table"), ["gauge", "value"], [["version", version], ["health", health.status], ...Object.entries(gauges).map(([name, value]) => [name.replaceAll("_", " "), value])])
-    $("models-error").textContent = ""
-  } catch (error) { $("models-error").textContent = error.message }
-  clearTimeout(refresh)  // another call may have ended meanwhile
-  refresh = setTimeout(showModels, 2000)
-}
-
-function showRequests() {
-  fillTable($("request-table"), ["time", "request", "status", "ms to the first byte"], requests.map(each =>
-    [new Date(each.began).toLocaleString(), `${each.method} /${each.path}`, String(each.status), each.milliseconds]))
-}
-changes.addEventListener("requests", showRequests)
-$("clear-requests").addEventListener("click", clearRequests)
-
 setTheme(localStorage.theme ?? "")
-showRequests()
 startChat()
-startVectors()
+startPlayground()
 startTimeline()
-select(tabs.find(tab => "#" + tab.getAttribute("aria-controls") === location.hash) ?? tabs[0])
+startServer()
+showView()
 load()

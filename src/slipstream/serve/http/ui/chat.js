@@ -1,13 +1,27 @@
 // The conversation: streaming, stop, edit, regenerate, shades of probability, JSON schema and tools.
 
 import { events } from "./api.js"
-import { $, make } from "./dom.js"
+import { $, iconButton, make } from "./dom.js"
 
 const messages = []  // {role, content, reasoning, calls, tokens, facts}; of a tool: {role, content, tool_call_id}
 const PROMPT = $("prompt").placeholder
 let running = null  // AbortController of the answer that is being written
 
+let canGenerate = false  // whether a model of the server does
+
+export function useModels(models) {
+  canGenerate = models.length > 0
+  $("welcome-model").textContent = models[0]?.id ?? "a model"
+  if (!canGenerate) $("welcome-note").textContent = "No model of this server writes text. The playground has embeddings and reranking."
+  setBusy(running !== null)
+}
+
 export function startChat() {
+  $("chat-model").addEventListener("change", () => { $("welcome-model").textContent = $("chat-model").value })
+  for (const button of document.querySelectorAll(".example")) {
+    button.addEventListener("click", () => { $("prompt").value = button.textContent; $("prompt").focus(); setBusy(running !== null) })
+  }
+  $("prompt").addEventListener("input", () => setBusy(running !== null))
   $("chat-form").addEventListener("submit", event => { event.preventDefault(); send() })
   $("prompt").addEventListener("keydown", event => {
     if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); send() }
@@ -19,10 +33,11 @@ export function startChat() {
 
 function send() {
   const text = $("prompt").value.trim()
-  if (!text || running) return
+  if (!text || running || !canGenerate) return
   const call = openCall()
   messages.push(call ? { role: "tool", content: text, tool_call_id: call.id } : { role: "user", content: text })
   $("prompt").value = ""
+  setBusy(false)
   if (openCall()) show()
   else if (!answer()) { messages.pop(); $("prompt").value = text; show() }
 }
@@ -65,10 +80,10 @@ function answer() {
 }
 
 async function stream(body) {
-  const message = { role: "assistant", content: "", reasoning: "", calls: [], tokens: [], facts: "" }
+  const message = { role: "assistant", model: body.model, content: "", reasoning: "", calls: [], tokens: [], facts: "" }
   messages.push(message)
   show()
-  const element = $("messages").lastElementChild, began = performance.now()
+  const element = $("thread").lastElementChild, began = performance.now()
   let first = null, usage = null, finish = "", due = false
   running = new AbortController()
   setBusy(true)
@@ -120,10 +135,15 @@ function facts(began, first, usage, finish) {
   return parts.join(", ")
 }
 
-function setBusy(busy) { $("send").disabled = busy; $("stop").disabled = !busy }
+function setBusy(busy) {
+  $("send").hidden = busy
+  $("stop").hidden = !busy
+  $("send").disabled = !canGenerate || !$("prompt").value.trim()
+}
 
 function show() {
-  $("messages").replaceChildren(...messages.map((message, index) => {
+  $("welcome").hidden = messages.length > 0
+  $("thread").replaceChildren(...messages.map((message, index) => {
     const element = make("article", { className: message.role })
     fill(element, message)
     if (!running) element.append(actions(message, index))
@@ -136,7 +156,7 @@ function show() {
 
 function fill(element, message) {
   const box = $("messages"), atEnd = box.scrollHeight - box.scrollTop - box.clientHeight < 60
-  const shown = [make("h2", { text: message.role })]
+  const shown = [make("h2", { text: { user: "You", assistant: message.model || "Assistant", tool: "Result of the tool" }[message.role] })]
   if (message.reasoning) {
     const open = element.querySelector("details")?.open ?? false
     const details = make("details", { className: "thinking" }, make("summary", { text: "Reasoning" }), make("div", { className: "content", text: message.reasoning }))
@@ -168,14 +188,15 @@ const percent = logprob => (100 * Math.exp(logprob)).toFixed(1) + " %"
 
 function actions(message, index) {
   const line = make("p", { className: "buttons" })
-  const add = (text, onclick) => line.append(make("button", { text, onclick, type: "button" }), " ")
-  if (message.role !== "assistant") add("Edit", () => {
+  const add = (icon, name, onclick) => line.append(iconButton(icon, name, onclick))
+  add("copy", "Copy", () => navigator.clipboard?.writeText(message.content))
+  if (message.role !== "assistant") add("edit", "Edit", () => {
     $("prompt").value = message.content
     messages.length = index
     show()
+    setBusy(false)
     $("prompt").focus()
   })
-  else add("Regenerate", () => { const later = messages.splice(index); if (!answer()) messages.push(...later) })
-  add("Copy", () => navigator.clipboard?.writeText(message.content))
+  else add("again", "Regenerate", () => { const later = messages.splice(index); if (!answer()) messages.push(...later) })
   return line
 }

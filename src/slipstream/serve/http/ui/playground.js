@@ -3,14 +3,14 @@
 import { json } from "./api.js"
 import { $, make } from "./dom.js"
 
-export function startVectors() {
+export function startPlayground() {
   $("embed-form").addEventListener("submit", event => { event.preventDefault(); attempt(compare) })
   $("rerank-form").addEventListener("submit", event => { event.preventDefault(); attempt(rank) })
 }
 
 async function attempt(work) {
-  $("vectors-error").textContent = ""
-  try { await work() } catch (error) { $("vectors-error").textContent = error.message }
+  $("playground-error").textContent = ""
+  try { await work() } catch (error) { $("playground-error").textContent = error.message }
 }
 
 const lines = id => $(id).value.split("\n").map(line => line.trim()).filter(line => line)

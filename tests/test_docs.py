@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import re
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from slipstream.serve.http.settings import ServerSettings
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
-PLACES = [ROOT, ROOT / "src/slipstream", ROOT / "tests"]
+PLACES = [ROOT, ROOT / "src/slipstream"]
 NOT_OURS = {"2_Dense/", "2_LayerNorm/", "2_MultiVectorMask/"}  # folders of checkpoints
 OTHER_NAMES = {  # of other APIs, of checkpoints, and metrics whose names are made of two parts
     "redacted_thinking", "in_proj_qkvz", "sentence_roberta_config", "modules_to_not_convert", "requests_aborted",
@@ -35,18 +36,27 @@ def missing_files(text: str) -> list[str]:
         if line.lower().startswith(("planned", "later")):
             continue
         for path in re.findall(r"`([\w./*-]+(?:\.py|\.md|\.c|\.h|/))`", line):
-            folders = PLACES if "/" in path.rstrip("/") else [*PLACES, *PLACES[1].rglob("*/"), *PLACES[2].rglob("*/")]
-            folders += [ROOT / "benchmarks", ROOT / "examples"]
-            if path not in NOT_OURS and not any(any(folder.glob(path.rstrip("/"))) for folder in folders):
+            if path not in NOT_OURS and not files_at(path, [*PLACES, ROOT / "benchmarks", ROOT / "examples"]):
                 missing.append(path)
     return missing
+
+
+def files_at(path: str, places: Sequence[Path]) -> list[Path]:
+    """Files and folders that a page means by a path from one of these places, or by a mere name anywhere under them."""
+    if "/" not in path.rstrip("/"):
+        places = [*places, *PLACES[1].rglob("*/"), *(ROOT / "tests").rglob("*/")]
+    return [found for place in places for found in place.glob(path.rstrip("/"))]
 
 
 def misplaced_names(text: str) -> list[str]:
     """Names that a page says are in a file, as `NAME` of `file.py` or `Name` (`file.py`), and that the file lacks."""
     found = re.findall(r"`(?:\w+\.)*(\w+)`(?: \(| of | in )`([\w/]+\.(?:py|c|h))`", re.sub(r"\s+", " ", text))
-    files = [(name, next((base / path for base in PLACES if (base / path).is_file()), None)) for name, path in found]
-    return [name for name, file in files if file and not re.search(rf"\b{name}\b", file.read_text(encoding="utf-8"))]
+    files = [(name, files_at(path, PLACES)) for name, path in found]
+    return [
+        name
+        for name, meant in files
+        if meant and not any(re.search(rf"\b{name}\b", file.read_text(encoding="utf-8")) for file in meant)
+    ]
 
 
 def headings(text: str) -> set[str]:

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 import slipstream
-from nets.unsafe_net import find_unsafe, find_unsafe_in
+from nets.unsafe_net import find_unsafe, find_unsafe_in, unneeded_exceptions
 
 
 @pytest.mark.parametrize(
@@ -53,8 +53,23 @@ def test_what_is_safe_passes(line):
 
 @pytest.mark.parametrize("line", ["path.read_bytes()", "open(path)", "path.open('rb')", "zipfile.ZipFile(path)"])
 def test_a_planted_read_of_what_may_be_a_pipe_is_caught(line):
-    assert find_unsafe(f"def f(path):\n    {line}\n", "config/new.py")
-    assert not find_unsafe(f"def f(path):\n    {line}\n", "serve/cli/new.py")
+    source = f"def f(path):\n    {line}\n"
+    for path in ("checkpoint/new.py", "config/new.py", "text/new.py", "nn/weights/new.py", "engine/build.py", "new/a.py"):
+        assert find_unsafe(source, path)
+    assert not find_unsafe(source, "serve/cli/new.py")
+
+
+def test_an_exception_is_for_one_function_not_for_its_file():
+    read, pattern = "def {}(path):\n    open(path)\n", "{} = re.compile(text)\n"
+    source = read.format("load_chat_template") + read.format("other") + pattern.format("_IN_QUOTES, x")
+    found = find_unsafe(source + pattern.format("_IN_QUOTES") + pattern.format("_ELSE"), "text/new.py")
+    assert sorted(finding.split(":")[1] for finding in found) == ["4", "5", "7"]
+
+
+def test_each_exception_is_needed(tmp_path):
+    assert unneeded_exceptions(Path(slipstream.__file__).parent) == set()
+    (tmp_path / "new.py").write_text("def read_text(path):\n    re.compile(path)\n    path.open('rb')\n")
+    assert {"_pattern", "open_regular"} <= unneeded_exceptions(tmp_path) and "read_text" not in unneeded_exceptions(tmp_path)
 
 
 def test_nothing_from_outside_can_run_code_or_hang_an_expression():

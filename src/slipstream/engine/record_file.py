@@ -17,6 +17,7 @@ import numpy as np
 
 from slipstream.base import __version__
 from slipstream.base.errors import UserError
+from slipstream.base.files import open_regular
 from slipstream.config.config import EngineConfig
 from slipstream.contracts.step import (
     AdapterLoad,
@@ -190,7 +191,7 @@ def fingerprint(config: EngineConfig) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for file in files:
         try:
-            with open(file, "rb") as stream:
+            with open_regular(file) as stream:
                 size = stream.seek(0, 2)
                 stream.seek(0)
                 start = stream.read(_SAMPLE)

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import random
 import time
+from functools import partial
 
 from slipstream.device.device import Bytes, Device
 from slipstream.device.streams import ThreadedStream
+from slipstream.device.thread_state import enter_for_good
 
 POISON = 0xA5
 
@@ -31,7 +33,7 @@ class DelayedDevice(Device):
     def __init__(self, depth: int, seed: int = 0, longest: float = 0.002) -> None:
         super().__init__(0, 1)
         self.depth = depth
-        self.compute = LateStream("late-compute", seed, longest, self._enter_thread)
+        self.compute = LateStream("late-compute", seed, longest, partial(enter_for_good, 1))
         self.copy = LateStream("late-copy", seed + 1, longest)
         self._seed, self._longest = seed, longest
         self._opened: list[LateStream] = []

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from slipstream.base.errors import UnsupportedModel
 from slipstream.checkpoint.architecture import continues_text
+from slipstream.device.sync_check import sync_allowed
 
 NAME = "slipstream"
 """Of our function in the library's `AttentionInterface`."""
@@ -244,7 +245,10 @@ def _with_mask(call: AttentionCall, layer: Any, mask: Any, length: int) -> Atten
     a text of up to `length` tokens."""
     if mask is None:  # of decoders that rely on `is_causal`
         return call
-    kinds = mask.unique().tolist() if torch.is_tensor(mask) and not mask.is_meta and mask.dtype == torch.int64 else []
+    kinds = []
+    if torch.is_tensor(mask) and not mask.is_meta and mask.dtype == torch.int64:
+        with sync_allowed("the probe runs before weights are loaded, and its masks lie on the CPU"):
+            kinds = mask.unique().tolist()
     kind = kinds[0] if len(kinds) == 1 else _OTHER
     hides = 0 < call.window < length
     if kind == _OTHER or (kind == _ALL) == call.causal or (hides and kind != call.window):

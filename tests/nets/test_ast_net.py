@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 import slipstream
-from nets.ast_net import FOLDERS, find_in_source, find_in_tree
+from nets.ast_net import ALLOWED_FILES, FOLDERS, find_in_source, find_in_tree
 from slipstream.device.sync_check import sync_allowed
 
 ROOT = Path(slipstream.__file__).parent
@@ -197,13 +197,13 @@ def test_folders_are_searched_and_allowed_files_are_not(tmp_path):
         "runner/rows.py",
         "runner/results.py",
         "nn/weights/load.py",
-        "nn/weights/weight_format.py",
+        "nn/weights/kinds.py",
         "engine/core.py",
     ):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("x.item()\n")
-    assert [finding.path for finding in find_in_tree(tmp_path)] == ["runner/rows.py", "nn/weights/weight_format.py"]
+    assert [finding.path for finding in find_in_tree(tmp_path)] == ["runner/rows.py", "nn/weights/kinds.py"]
 
 
 def test_a_finding_reads_like_a_compiler_message(tmp_path):
@@ -213,6 +213,7 @@ def test_a_finding_reads_like_a_compiler_message(tmp_path):
 
 def test_the_device_half_never_waits_without_saying_why():
     assert all((ROOT / folder).is_dir() for folder in FOLDERS)
+    assert all((ROOT / name).is_file() for name in ALLOWED_FILES)
     assert not [str(finding) for finding in find_in_tree(ROOT)]
 
 

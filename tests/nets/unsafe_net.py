@@ -36,7 +36,7 @@ OWN_READS = {  # reads that may be of something else than a regular file of boun
     **dict.fromkeys(["_siblings", "_capacity"], "the kernel's files"),
     "load_chat_template": "chat_template of the options",
     "SafetensorsSource": "is_file before",
-    **dict.fromkeys(["_open", "_read"], "a file of torch: is_file before"),
+    **dict.fromkeys(["_open", "_torch_file_read"], "a file of torch: is_file before"),
     "roberta_tokenizer": "is_file before",
     **dict.fromkeys(["PageClient", "PageListener", "ShardPages"], "memory of another process"),
     "write_private": "a new file",

@@ -29,7 +29,32 @@ def find_unknown(source: str, path: str = "<snippet>") -> list[str]:
     modules = dict(_bindings(nodes))
     for name in _bound_otherwise(nodes):  # a name that is also a variable may mean something else where it is used
         modules.pop(name, None)
-    return [f"{path}:{line}: there is no {name}" for line, name in _uses(nodes, modules) if not _exists(name)]
+    uses = [*_uses(nodes, modules), *_made_names(nodes)]
+    return [f"{path}:{line}: there is no {name}" for line, name in uses if not _exists(name)]
+
+
+def _made_names(nodes: list[ast.AST]) -> Iterator[tuple[int, str]]:
+    """Lines and names of f-strings: a part that a loop around it takes from a list of strings is each of them; before
+    any other part the name of a package must end."""
+    lists: dict[tuple[ast.AST, str], list[str]] = {}
+    for node in nodes:
+        match node:
+            case ast.For(target=ast.Name(id=name), iter=ast.Tuple(elts=items) | ast.List(elts=items)):
+                given = [each.value for each in items if isinstance(each, ast.Constant)]
+                lists |= {(inner, name): given for inner in ast.walk(node)}
+    for node in nodes:
+        if isinstance(node, ast.JoinedStr):
+            names = [""]
+            for part in node.values:
+                match part:
+                    case ast.Constant(value=str(text)):
+                        names = [name + text for name in names]
+                    case ast.FormattedValue(value=ast.Name(id=variable)) if given := lists.get((node, variable)):
+                        names = [f"{name}{each}" for name in names for each in given]
+                    case _:
+                        names = [name.rpartition(".")[0] for name in names]
+                        break
+            yield from ((node.lineno, name) for name in names if name.startswith("slipstream.") and " " not in name)
 
 
 def _bindings(nodes: list[ast.AST]) -> Iterator[tuple[str, str]]:

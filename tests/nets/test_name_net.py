@@ -19,6 +19,8 @@ ROOT = Path(__file__).parents[2]
         "module = importlib.import_module('slipstream.ops.linear.triton.no_such_module')",
         "monkeypatch.setattr('slipstream.ops.linear.triton.no_such_module.multiply', None)",
         "from slipstream.ops import linear\nmonkeypatch.setattr(linear, 'no_such_function', None)",
+        "for name in ('linear', 'gone'):\n monkeypatch.setattr(f'slipstream.ops.{name}.dispatch', None)",
+        "def f(name):\n importlib.import_module(f'slipstream.gone.{name}')",
     ],
 )
 def test_names_that_do_not_exist_are_found(code):
@@ -34,6 +36,8 @@ def test_names_that_do_not_exist_are_found(code):
         "module = importlib.import_module('slipstream.ops.linear.triton.gemv')\nmodule.dependent",
         "monkeypatch.setattr('slipstream.ops.linear.cublaslt_tuned.multiply', None)",
         "from slipstream.ops import linear\ndef test(linear):\n    linear.anything",
+        "for name in ('linear', 'moe'):\n monkeypatch.setattr(f'slipstream.ops.{name}.reference', None)",
+        "def f(name):\n importlib.import_module(f'slipstream.ops.{name}')",
     ],
 )
 def test_names_that_exist_pass(code):

@@ -19,7 +19,7 @@ def test_a_row_that_becomes_long_draws_the_same_tokens(tmp_path, family, whole, 
     params = SamplingParams(temperature=0.9, seed=5, max_tokens=30, ignore_eos=True)
     with LLM(folder, **SMALL) as llm:
         wanted = [llm.generate([PROMPT], params)[0].outputs[0].token_ids for _ in range(2)]
-    for module in ("batch.input_batch", "graphs"):
+    for module in ("input_batch", "graphs"):
         monkeypatch.setattr(f"slipstream.runner.{module}.SHORT_LENGTH", 22)
     with LLM(folder, **SMALL, depth=1, _device=ReplayDevice(1)) as llm:
         runner = llm.core.executor

@@ -303,7 +303,7 @@ class BatchInvariantWeight(UnquantizedWeight):
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         from slipstream.ops.linear.triton.batch_invariant import (
-            batch_invariant_linear,  # needs triton; attention/choose.py checks that it is installed
+            batch_invariant_linear,  # needs triton; nn/sdpa.py checks that it is installed
         )
 
         return batch_invariant_linear(x, self.data, bias)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 import shutil
 import subprocess
 from html.parser import HTMLParser
+from importlib import resources
 
 import pytest
 
@@ -46,6 +49,7 @@ def test_files_are_served_with_a_strict_policy_and_without_a_key(folder):
         assert page.status == 200 and page.headers["content-type"].startswith("text/html")
         policy = page.headers["content-security-policy"]
         assert "default-src 'none'" in policy and "unsafe" not in policy and "*" not in policy
+        assert "require-trusted-types-for 'script'; trusted-types 'none'" in policy
         for name in page_files():
             file = await door.get(f"/ui/{name}")
             assert file.status == 200 and file.headers["x-content-type-options"] == "nosniff"
@@ -62,6 +66,8 @@ def test_the_page_names_only_its_own_files_and_has_no_inline_code():
         assert not any(key.startswith("on") or key == "style" for key in attrs), (tag, attrs)
         assert tag not in ("style", "iframe", "object")
     for name, content in page_files().items():
+        if name.startswith("vendor"):
+            continue  # addresses of licences and namespaces; the policy lets the page load nothing from them
         found = set(
             re.findall(r"(?:https?:)?//[\w.-]+\.\w+[^\s\"'`)]*", re.sub(r"(?m)^\s*//.*$", "", content.decode()))
         )
@@ -76,6 +82,31 @@ def test_ids_are_unique_and_every_control_has_a_name():
             assert attrs.get(key) is None or attrs[key] in ids
     used = set(re.findall(r'\$\("([\w-]+)"\)', "".join(text.decode() for text in page_files().values())))
     assert used <= set(ids), used - set(ids)
+
+
+def test_vendored_files_are_those_that_were_built():
+    """scripts/vendor builds them, and lists packages, licences and checksums."""
+    folder = resources.files("slipstream.serve.http") / "ui"
+    listed = json.loads((folder / "vendor.json").read_bytes())
+    assert set(listed["sha256"]) == {name for name in page_files() if name.startswith("vendor")}
+    for name, sha256 in listed["sha256"].items():
+        assert hashlib.sha256(page_files()[name]).hexdigest() == sha256, f"{name} was edited; run scripts/vendor"
+    head = page_files()["vendor.js"].decode().split("*/")[0]
+    for package in listed["packages"]:
+        assert f"{package['name']} {package['version']}\n" in head and package["integrity"].startswith("sha512-")
+        assert package["license"] in ("MIT", "BSD-3-Clause")
+    assert "url(" not in re.sub(r"url\(data:font/woff2;base64,", "", page_files()["vendor.css"].decode())
+
+
+def test_no_module_makes_elements_of_strings():
+    """The policy forbids it too; this names the line."""
+    for name, content in page_files().items():
+        if name.endswith(".js") and not name.startswith("vendor"):
+            found = re.findall(
+                r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|DOMParser|\beval\b|new Function",
+                content.decode(),
+            )
+            assert found == [], (name, found)
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -73,7 +74,7 @@ def test_the_page_in_a_browser(server, browser, tmp_path):
     # chat: streams, is stopped, edited and regenerated
     click(browser, "logprobs")
     ask(browser, "hello", 8)
-    browser.until("document.querySelector('.assistant .facts')")
+    browser.until("document.querySelector('.assistant .facts span')")
     assert browser.run("document.querySelectorAll('.assistant .token').length") > 0
     browser.run("document.querySelector('.assistant [aria-label=Regenerate]').click()")
     browser.until("document.querySelectorAll('.assistant').length === 1 && !document.getElementById('send').hidden")
@@ -180,12 +181,122 @@ def test_results_of_tools_are_sent_back(server, browser):
     assert browser.run("sent.length") == 1, "the second call has no result yet"
     ask(browser, "21 degrees", 8)
     browser.until("document.querySelectorAll('.assistant').length === 2 && document.getElementById('stop').hidden")
-    assert browser.run("[...document.querySelectorAll('.assistant .content')].at(-1).textContent") == "sunny"
+    assert browser.run("[...document.querySelectorAll('.assistant > .prose')].at(-1).textContent") == "sunny"
     messages = browser.run("sent[1].messages")
     assert [message["role"] for message in messages] == ["user", "assistant", "tool", "tool"]
     assert [message.get("tool_call_id") for message in messages[2:]] == ["a", "b"]
     assert messages[1]["tool_calls"][0]["function"] == {"name": "weather", "arguments": '{"city":"Rome"}'}
     assert browser.run("document.getElementById('prompt').placeholder").startswith("Write a message")
+
+
+STREAM = """
+(pieces => {
+  const real = window.fetch
+  window.fetch = (path, options) => path !== "v1/chat/completions" ? real(path, options) : Promise.resolve(new Response(
+    pieces.map(content => "data: " + JSON.stringify({ choices: [{ delta: { content } }] }) + "\\n\\n").join("")))
+})"""
+
+
+def answer(browser: Browser, text: str, size: int = 7) -> None:
+    """Shows a text as the answer of the model, in pieces."""
+    pieces = [text[start : start + size] for start in range(0, len(text), size)]
+    browser.run(f"{STREAM}({json.dumps(pieces)})")
+    ask(browser, "go", 8)
+    browser.until("document.querySelector('.assistant') && document.getElementById('stop').hidden", 120)
+
+
+def open_chat(server, browser: Browser) -> None:
+    browser.open(server.url + "/")
+    browser.until("document.getElementById('key-dialog').open")
+    give_key(browser, "secret")
+    browser.until("document.getElementById('chat-model').value")
+    browser.errors.clear()
+
+
+MARKDOWN = r"""# Title
+
+Some **bold** and `code`, [a page](https://example.org/a?b=1) and $x^2$.
+
+```python
+def f(x):
+    return "text"
+```
+
+| a | b |
+|---|--:|
+| 1 | 2 |
+
+- one
+  1. two
+
+$$\frac{1}{2}$$
+"""
+
+
+def test_markdown_becomes_elements(server, browser):
+    open_chat(server, browser)
+    answer(browser, MARKDOWN)
+    count = "document.querySelectorAll('.assistant > .prose {}').length"
+    for selector in ("h3", "strong", "p > code", "table td", "ul ol li", "a[target=_blank][rel~=noopener]"):
+        assert browser.run(count.format(selector)), selector
+    browser.until(count.format(".hl-keyword"))
+    browser.until(count.format(".math .katex") + " === 2")
+    assert browser.run("document.querySelector('.assistant pre').textContent").startswith("def f(x):\n    return")
+    browser.until("document.fonts.check('16px KaTeX_Main')")
+    assert browser.errors == []
+
+
+def test_blocks_that_do_not_change_keep_their_elements(server, browser):
+    open_chat(server, browser)
+    browser.run("import('/ui/markdown.js').then(found => { window.Markdown = found.Markdown })")
+    browser.run("document.body.append(window.box = document.createElement('div')); window.shown = new Markdown(box); 0")
+    text = "first\n\n" + MARKDOWN + "".join(f"paragraph {i}\n\n" for i in range(30))
+    browser.run(
+        f"window.text = {json.dumps(text)}; shown.update(text.slice(0, 9), false); window.first = box.firstChild; 0"
+    )
+    browser.run("for (let i = 9; i <= text.length; i++) shown.update(text.slice(0, i), false)")
+    browser.run("shown.update(text)")
+    assert browser.run("box.firstChild === first")
+    browser.run("window.whole = document.createElement('div'); new Markdown(whole).update(text); 0")
+    plain = "(node => [...node.querySelectorAll('*')].map(each => each.tagName).join() + node.textContent)"
+    assert browser.run(f"{plain}(box).length") > 500
+    assert browser.run("box.children.length === whole.children.length")
+
+
+HOSTILE = {
+    "script": "<script>window.hit = 1</script>",
+    "picture": '<img src=x onerror="window.hit = 1"> ![x](https://example.org/x.png)',
+    "frame": '<iframe srcdoc="<script>parent.hit = 1</script>"></iframe><svg onload="window.hit=1">',
+    "links": "[a](javascript:window.hit=1) [b](data:text/html,<script>hit=1</script>) <javascript:hit=1> "
+    "[c](vbscript:x) [d](/sleep) [e](jAvAsCrIpT&colon;hit=1)",
+    "attributes": '[x](https://example.org/"onmouseover="hit=1) ```"><img src=x onerror=hit=1>\n',
+    "language": '```"><img src=x onerror=hit=1>\ncode <b>x</b>\n```',
+    "formula": r"$\href{javascript:hit=1}{x}$ $\includegraphics{https://example.org/x}$ "
+    r"$\def\a{\a\a}\a$ $\htmlData{a=b}{x}$",
+    "nested": "> " * 3000 + "x",
+    "lists": "\n".join(" " * 2 * i + "- x" for i in range(1500)),
+    "marks": "*_`[" * 20000,
+    "line": "x" * 1_000_000,
+    "fence": "```js\n" + "x = 1;" * 100_000,
+    "blocks": "```py\nx = 1\n```\n" * 10_000,
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_answers_are_harmless(server, browser, name):
+    open_chat(server, browser)
+    answer(browser, HOSTILE[name], 7 if len(HOSTILE[name]) < 1000 else 20_000)
+    assert browser.run("window.hit") is None
+    assert browser.run("document.querySelectorAll('#thread :is(img, script, iframe, object, form, style)').length") == 0
+    hrefs = browser.run("[...document.querySelectorAll('#thread a')].map(each => each.href)")
+    assert all(href.startswith(("https://example.org/", "http://", "mailto:")) for href in hrefs), hrefs
+    assert browser.run("document.documentElement.scrollWidth <= innerWidth")
+    shown = browser.run("document.querySelector('.assistant > .prose').textContent")
+    assert len(shown) >= len(HOSTILE[name]) / 4
+    ask(browser, "still there", 8)
+    browser.until("document.querySelectorAll('.user').length === 2")
+    assert all(url.startswith((server.url, "about:", "data:", "blob:")) for url in browser.urls)
+    assert browser.errors == []
 
 
 def find_axe() -> Path | None:
@@ -221,7 +332,7 @@ def test_axe_finds_no_violation(server, browser):
     browser.until("document.getElementById('chat-model').value")
     click(browser, "logprobs")
     ask(browser, "hello", 20)
-    browser.until("document.querySelector('.assistant .facts')")
+    browser.until("document.querySelector('.assistant .facts span')")
     browser.run("document.getElementById('embed-form').requestSubmit()")
     browser.run("document.getElementById('rerank-form').requestSubmit()")
     browser.until("document.querySelector('#matrix td') && document.querySelector('#ranking li')")

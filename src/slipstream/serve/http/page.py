@@ -20,8 +20,9 @@ _KINDS = {
     "svg": b"image/svg+xml",
 }
 _POLICY = (
-    b"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
-    b"base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    b"default-src 'none'; script-src 'self'; style-src 'self'; font-src data:; connect-src 'self'; img-src 'self'; "
+    b"base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    b"require-trusted-types-for 'script'; trusted-types 'none'"  # no script can turn a string into HTML or code
 )
 _HEADERS = (
     (b"content-security-policy", _POLICY),

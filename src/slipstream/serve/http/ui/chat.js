@@ -1,7 +1,8 @@
 // The conversation: streaming, stop, edit, regenerate, shades of probability, JSON schema and tools.
 
 import { events } from "./api.js"
-import { $, iconButton, make } from "./dom.js"
+import { $ } from "./dom.js"
+import { MessageView } from "./message.js"
 
 const messages = []  // {role, content, reasoning, calls, tokens, facts}; of a tool: {role, content, tool_call_id}
 const PROMPT = $("prompt").placeholder
@@ -38,6 +39,7 @@ function send() {
   messages.push(call ? { role: "tool", content: text, tool_call_id: call.id } : { role: "user", content: text })
   $("prompt").value = ""
   setBusy(false)
+  requestAnimationFrame(() => { $("messages").scrollTop = $("messages").scrollHeight })
   if (openCall()) show()
   else if (!answer()) { messages.pop(); $("prompt").value = text; show() }
 }
@@ -80,13 +82,17 @@ function answer() {
 }
 
 async function stream(body) {
-  const message = { role: "assistant", model: body.model, content: "", reasoning: "", calls: [], tokens: [], facts: "" }
-  messages.push(message)
-  show()
-  const element = $("thread").lastElementChild, began = performance.now()
-  let first = null, usage = null, finish = "", due = false
   running = new AbortController()
   setBusy(true)
+  const message = { role: "assistant", model: body.model, content: "", reasoning: "", calls: [], tokens: [] }
+  messages.push(message)
+  show()
+  const view = views.get(message), began = performance.now()
+  let first = null, usage = null, finish = "", due = false
+  const draw = () => {
+    due = false
+    if (running) view.update({ isWritten: true })
+  }
   try {
     for await (const chunk of events("v1/chat/completions", { body, signal: running.signal })) {
       usage = chunk.usage ?? usage
@@ -95,7 +101,7 @@ async function stream(body) {
       first ??= performance.now()
       take(message, choice)
       finish = choice.finish_reason ?? finish
-      if (!due) { due = true; requestAnimationFrame(() => { due = false; fill(element, message) }) }
+      if (!due) { due = true; setTimeout(() => requestAnimationFrame(() => atEnd(draw)), 3 * view.cost) }
     }
   } catch (error) {
     if (error.name === "AbortError") finish = "stopped"
@@ -103,9 +109,9 @@ async function stream(body) {
   } finally {
     running = null
     setBusy(false)
-    message.facts = facts(began, first, usage, finish)
+    message.facts = { first: first && first - began, seconds: (performance.now() - began) / 1000, usage, finish }
     if (!message.content && !message.reasoning && !message.calls.length && $("chat-error").textContent) messages.pop()
-    show()
+    atEnd(show)
     if (!$("chat").hidden) $("prompt").focus()  // the user may be in another view
   }
 }
@@ -121,18 +127,11 @@ function take(message, { delta, logprobs }) {
   message.tokens.push(...(logprobs?.content ?? []))
 }
 
-function facts(began, first, usage, finish) {
-  const seconds = (performance.now() - began) / 1000, parts = []
-  if (first) parts.push(`first token ${((first - began) / 1000).toFixed(2)} s`)
-  if (usage) {
-    const rate = first && usage.completion_tokens > 1 ? (usage.completion_tokens - 1) / (seconds - (first - began) / 1000) : 0
-    parts.push(`${usage.prompt_tokens} + ${usage.completion_tokens} tokens`)
-    if (rate) parts.push(`${rate.toFixed(1)} tokens/s`)
-    const cached = usage.prompt_tokens_details?.cached_tokens
-    if (cached) parts.push(`${cached} from the cache`)
-  }
-  if (finish && finish !== "stop") parts.push(`ended: ${finish}`)
-  return parts.join(", ")
+// Draws, and stays at the end of the conversation where the reader is there.
+function atEnd(work) {
+  const box = $("messages"), follows = box.scrollHeight - box.scrollTop - box.clientHeight < 80
+  work()
+  if (follows) box.scrollTop = box.scrollHeight
 }
 
 function setBusy(busy) {
@@ -141,62 +140,30 @@ function setBusy(busy) {
   $("send").disabled = !canGenerate || !$("prompt").value.trim()
 }
 
+const views = new Map()  // of messages
+
 function show() {
   $("welcome").hidden = messages.length > 0
-  $("thread").replaceChildren(...messages.map((message, index) => {
-    const element = make("article", { className: message.role })
-    fill(element, message)
-    if (!running) element.append(actions(message, index))
-    return element
+  for (const message of views.keys()) if (!messages.includes(message)) views.delete(message)
+  $("thread").replaceChildren(...messages.map(message => {
+    if (!views.has(message)) views.set(message, new MessageView(message, { edit, regenerate }))
+    const view = views.get(message)
+    view.update({ isWritten: Boolean(running) && message === messages.at(-1), canChange: !running })
+    return view.element
   }))
-  $("messages").scrollTop = $("messages").scrollHeight
   const call = running ? null : openCall()
   $("prompt").placeholder = call ? `Result of ${call.function.name}(${call.function.arguments})` : PROMPT
 }
 
-function fill(element, message) {
-  const box = $("messages"), atEnd = box.scrollHeight - box.scrollTop - box.clientHeight < 60
-  const shown = [make("h2", { text: { user: "You", assistant: message.model || "Assistant", tool: "Result of the tool" }[message.role] })]
-  if (message.reasoning) {
-    const open = element.querySelector("details")?.open ?? false
-    const details = make("details", { className: "thinking" }, make("summary", { text: "Reasoning" }), make("div", { className: "content", text: message.reasoning }))
-    details.open = open
-    shown.push(details)
-  }
-  shown.push(message.tokens?.length ? shaded(message) : make("div", { className: "content", text: message.content }))
-  for (const call of message.calls ?? []) if (call) shown.push(make("pre", { text: `${call.function.name}(${call.function.arguments})` }))
-  if (message.facts) shown.push(make("p", { className: "facts", text: message.facts }))
-  element.replaceChildren(...shown)
-  if (atEnd) box.scrollTop = box.scrollHeight
+function edit(message) {
+  $("prompt").value = message.content
+  messages.length = messages.indexOf(message)
+  show()
+  setBusy(false)
+  $("prompt").focus()
 }
 
-function shaded(message) {
-  const box = make("div", { className: "content" })
-  let length = 0
-  for (const token of message.tokens) {
-    if (length >= message.content.length && token.token.startsWith("<")) continue  // an end marker: not in the text
-    length += token.token.length
-    const others = (token.top_logprobs ?? []).map(other => `${JSON.stringify(other.token)} ${percent(other.logprob)}`)
-    const span = make("span", { className: "token", text: token.token, title: [percent(token.logprob), ...others].join("\n") })
-    span.style.setProperty("--p", Math.exp(token.logprob))
-    box.append(span)
-  }
-  return box
-}
-
-const percent = logprob => (100 * Math.exp(logprob)).toFixed(1) + " %"
-
-function actions(message, index) {
-  const line = make("p", { className: "buttons" })
-  const add = (icon, name, onclick) => line.append(iconButton(icon, name, onclick))
-  add("copy", "Copy", () => navigator.clipboard?.writeText(message.content))
-  if (message.role !== "assistant") add("edit", "Edit", () => {
-    $("prompt").value = message.content
-    messages.length = index
-    show()
-    setBusy(false)
-    $("prompt").focus()
-  })
-  else add("again", "Regenerate", () => { const later = messages.splice(index); if (!answer()) messages.push(...later) })
-  return line
+function regenerate(message) {
+  const later = messages.splice(messages.indexOf(message))
+  if (!answer()) messages.push(...later)
 }

@@ -452,7 +452,7 @@ for n,olds in folds:
     have={x.split(' as ')[-1].split(' import ')[-1].strip() for x in imports}
     flat=lambda ls:{(x.split(' import ')[0],v.strip()) for x in ls if ' import ' in x for v in x.split(' import ')[1].split(',')}
     rt=flat(imports)
-    tc=[x for x in dict.fromkeys(tcimports) if not flat([x])<=rt]
+    tc=[x for x in dict.fromkeys(tcimports) if (x not in imports if ' import ' not in x else not flat([x])<=rt)]
     doc=olds[0].doc or next((o.doc for o in olds if o.doc),None)
     docowner=olds[0] if olds[0].doc else next((o for o in olds if o.doc),None)
     out=''

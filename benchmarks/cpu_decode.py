@@ -32,8 +32,8 @@ from slipstream.checkpoint.gguf_info import gguf_model_info
 from slipstream.checkpoint.locate import locate
 from slipstream.contracts.messages import Submit
 from slipstream.nn.weights.gguf import GgufSource
-from slipstream.ops import native
-from slipstream.ops.low_bit import find_kernel
+from slipstream.ops.gemm.low_bit import find_kernel
+from slipstream.ops.platform import native
 
 PROMPT, NEW = 32, 128
 PEER = "transformers float32"

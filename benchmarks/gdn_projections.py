@@ -30,8 +30,8 @@ from timing import replay_seconds
 
 from slipstream.nn.context import context_of
 from slipstream.nn.layers.recurrent import DeltaNet
-from slipstream.ops.delta_rule.projections import TWO_STREAMS, project_on_two_streams
-from slipstream.ops.linear import linear
+from slipstream.ops.gemm.linear import linear
+from slipstream.ops.recurrent.delta_rule import TWO_STREAMS, project_on_two_streams
 
 LAYERS = 36
 PROMPT, OUTPUT = 128, 64  # tokens of a request, end to end

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from slipstream.ops.pdl import dependent, release_next, wait_for_previous
+from slipstream.ops.platform.pdl import dependent, release_next, wait_for_previous
 
 
 def replay_drafts(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slipstream.ops.drafts import MatchRule
+from slipstream.ops.sampling import MatchRule
 
 
 def search(text: list[int], rule: MatchRule, num: int, first: int = 0) -> list[int]:

@@ -1,7 +1,7 @@
 """EmulatedLibrary: the C kernels for an x86-64 processor that this machine is not, run by qemu.
 
-It has the functions of the compiled library (`ops/native.py`), so the ops call it as they call that one. Functions
-whose arguments are structures of pointers (a whole decode step, the inputs of a step) are not emulated.
+It has the functions of the compiled library (`ops/platform/native.py`), so the ops call it as they call that one.
+Functions whose arguments are structures of pointers (a whole decode step, the inputs of a step) are not emulated.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.ops import native
-from slipstream.ops.prebuilt import FLAGS, LEVELS
+from slipstream.ops.platform import native
+from slipstream.ops.platform.prebuilt import FLAGS, LEVELS
 
 COMPILER, EMULATOR = "x86_64-linux-gnu-gcc", "qemu-x86_64"
 LIBRARIES = "/usr/x86_64-linux-gnu"  # of the cross compiler, on Debian

@@ -7,10 +7,10 @@ import numpy as np
 import torch
 
 from gguf_blocks import K_KINDS, quantize
-from slipstream.ops import activation, norm, paged_attention, rope
-from slipstream.ops.dequant import KINDS
-from slipstream.ops.linear import native as linear_native
-from slipstream.ops.low_bit.interleaved import Interleaved
+from slipstream.ops import attention, elementwise
+from slipstream.ops.gemm.dequant import KINDS
+from slipstream.ops.gemm.linear import native as linear_native
+from slipstream.ops.gemm.low_bit.interleaved import Interleaved
 
 SIZES = (1, 6, 24, 64, 101)
 
@@ -23,8 +23,11 @@ def run_norms() -> list[torch.Tensor]:
     found = []
     for size in SIZES:
         x, weight = random(5, size), random(size, seed=1)
-        found += [norm.rms_norm(x, weight, 1e-5), *norm.add_rms_norm(x, random(5, size, seed=2), weight, 1e-5)]
-        found.append(norm.rms_norm(random(5, 3, size), random(3, size, seed=3), 1e-5))
+        found += [
+            elementwise.rms_norm(x, weight, 1e-5),
+            *elementwise.add_rms_norm(x, random(5, size, seed=2), weight, 1e-5),
+        ]
+        found.append(elementwise.rms_norm(random(5, 3, size), random(3, size, seed=3), 1e-5))
     return found
 
 
@@ -32,12 +35,12 @@ def run_activations() -> list[torch.Tensor]:
     return [
         run(random(3, 2 * size) * 4)
         for size in SIZES
-        for run in (activation.silu_and_mul, activation.gelu_tanh_and_mul)
+        for run in (elementwise.silu_and_mul, elementwise.gelu_tanh_and_mul)
     ]
 
 
 def run_rope() -> list[torch.Tensor]:
-    return [rope.apply_rope(random(3, 5, size), random(3, 2, size, seed=1)) for size in SIZES if size % 2 == 0]
+    return [attention.apply_rope(random(3, 5, size), random(3, 2, size, seed=1)) for size in SIZES if size % 2 == 0]
 
 
 def run_products() -> list[torch.Tensor]:
@@ -66,11 +69,11 @@ def run_attention() -> list[torch.Tensor]:
             keys, values = random(9, 16, kv_heads, size, seed=1), random(9, 16, kv_heads, size, seed=2)
             table, counts = torch.arange(9).view(1, 9), np.array([33], np.int32)
             query, seen = random(33, heads, size), torch.arange(100, 133)
-            for tiles in (paged_attention.cut_tiles(counts), None):
+            for tiles in (attention.cut_tiles(counts), None):
                 tables = table if tiles is not None else table.expand(33, 9).contiguous()
                 for window, cap in ((0, 0.0), (70, 2.0)):
                     args = (query, keys, values, tables, seen, tiles, 0.3, cap, window)
-                    found.append(paged_attention.attend_in_place(*args))
+                    found.append(attention.attend_in_place(*args))
     return found
 
 

@@ -91,7 +91,7 @@ AMBIGUOUS = {
 HAVE_SLOTS = "ops/ nn/ runner/ config/ contracts/ engine/ handoff/ ranks/ record/ scheduler/"
 HAVE_TEXT_LINES = (
     "base/ checkpoint/late_info.py device/device.py device/sync_check/ metrics/ nn/transformers_probe.py "
-    "nn/transformers_probe.py ops/native.py ops/platform/native.py ops/linear/triton/epilogue.py "
+    "nn/transformers_probe.py ops/platform/native.py ops/platform/native.py ops/gemm/linear/epilogue.py "
     "ops/gemm/linear/epilogue.py parsers/ serve/ text/"
 )
 HAVE_PLANS = "contracts/ dist/ engine/ ranks/ record/ runner/ scheduler/ serve/"

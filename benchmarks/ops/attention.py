@@ -24,7 +24,8 @@ import torch.nn.functional as F
 from timing import replay_seconds
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from slipstream.ops.paged_attention.tile_list import (
+from slipstream.ops.attention.rope_triton import rope_and_write_cache
+from slipstream.ops.attention.tile_list import (
     MAX_SPLITS,
     TileList,
     TileListHeads,
@@ -33,7 +34,7 @@ from slipstream.ops.paged_attention.tile_list import (
     build_tile_list,
     num_distinct,
 )
-from slipstream.ops.paged_attention.triton import (
+from slipstream.ops.attention.varlen import (
     DecodeRows,
     KernelShape,
     Partials,
@@ -43,7 +44,6 @@ from slipstream.ops.paged_attention.triton import (
     queries_at_once,
     query_tile,
 )
-from slipstream.ops.rope.triton import rope_and_write_cache
 
 COPY_BANDWIDTH = 4.2e12  # bytes a second, read + written, of a large device copy on an H200
 COLD_BYTES = 1 << 30  # bytes of keys and values over all copies

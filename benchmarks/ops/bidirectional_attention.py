@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from slipstream.ops.bidirectional_attention.triton import Cut, attend_bidirectional, choose_cut, list_tiles
+from slipstream.ops.attention.bidirectional_triton import Cut, attend_bidirectional, choose_cut, list_tiles
 
 HEADS = {32: 12, 64: 16, 128: 16}
 LENGTHS = (32, 128, 512, 2048)

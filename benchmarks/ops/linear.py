@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from timing import replay_seconds
 
-from slipstream.ops.activation import silu_and_mul
-from slipstream.ops.linear import gated_linear
-from slipstream.ops.linear.reference import linear
-from slipstream.ops.linear.triton import GemvTile, SkinnyTile, gemv, skinny_mma
-from slipstream.ops.linear.triton.streaming_hopper import StreamTile, streaming_gemm
+from slipstream.ops.elementwise import silu_and_mul
+from slipstream.ops.gemm.linear import gated_linear
+from slipstream.ops.gemm.linear.streaming_hopper import StreamTile, streaming_gemm
+from slipstream.ops.gemm.linear.tiles import linear
+from slipstream.ops.gemm.linear.triton import GemvTile, SkinnyTile, gemv, skinny_mma
 
 SHAPES = {  # name: (out, in, gate)
     "0.6B qkv": (4096, 1024, ""),

@@ -15,9 +15,8 @@ import itertools
 import torch
 from timing import replay_seconds
 
-from slipstream.ops.moe import RouterRule, expert_mlp, route
-from slipstream.ops.moe.triton import gemm
-from slipstream.ops.moe.triton.tiles import GroupedTile
+from slipstream.ops.gemm.moe import RouterRule, expert_mlp, route, triton
+from slipstream.ops.gemm.moe.sort import GroupedTile
 
 BANDWIDTH, FLOPS = 4.2e12, 750e12
 
@@ -74,26 +73,26 @@ def measure(
 
     def sorted_() -> None:
         for routing in routings:
-            gemm.sort_by_expert(routing.ids, args.experts, gemm.grouped_tile(1, True).pairs)
+            triton.sort_by_expert(routing.ids, args.experts, triton.grouped_tile(1, True).pairs)
 
     parts = f"route {time(routed):.1f}, sort {time(sorted_):.1f}"
     print(f"{tokens:>7}{touched:>9.1f}{time(whole):>10.1f}{floor * 1e6:>10.1f}  {parts}", flush=True)
     if args.tiles:
         results = []
         sizes = itertools.product((16, 32, 64, 128), (32, 64, 128), (64, 128, 256), (4, 8), (3, 4))
-        chosen = gemm.grouped_tile
+        chosen = triton.grouped_tile
         for size in sizes:
             tile = GroupedTile(*size)
             if (tile.pairs + 2 * tile.outputs) * tile.inputs * 2 * tile.stages > 220_000:
                 continue
             if tile.pairs > 4 * max(16, tokens * args.top_k / args.experts) or (tile.pairs < 64 and tokens > 2048):
                 continue
-            gemm.grouped_tile = lambda each, inward, itemsize, tile=tile: tile
+            triton.grouped_tile = lambda each, inward, itemsize, tile=tile: tile
             try:
                 results.append((time(whole), tile))
             except Exception as error:  # a tile that does not compile
                 print("    ", tile, type(error).__name__)
-        gemm.grouped_tile = chosen
+        triton.grouped_tile = chosen
         for spent, tile in sorted(results)[:4]:
             print(f"      {spent:8.1f} us  {tuple(tile)}", flush=True)
 

@@ -16,12 +16,11 @@ from typing import Any
 import torch
 from timing import replay_seconds
 
-from slipstream.ops.activation import silu_and_mul
-from slipstream.ops.linear import gated_linear
-from slipstream.ops.quantized import QuantizedMatrix, dequantize, quantized_linear, streams, words_of
-from slipstream.ops.quantized.triton.gemm import GemmTile, quantized_gemm
-from slipstream.ops.quantized.triton.quantize import quantize_rows
-from slipstream.ops.quantized.triton.stream import SliceTile, stream_gemm
+from slipstream.ops.elementwise import silu_and_mul
+from slipstream.ops.gemm.linear import gated_linear
+from slipstream.ops.gemm.quantized import QuantizedMatrix, dequantize, quantized_linear, streams, words_of
+from slipstream.ops.gemm.quantized.gemm import GemmTile, quantize_rows, quantized_gemm
+from slipstream.ops.gemm.quantized.stream import SliceTile, stream_gemm
 
 SHAPES = {  # name: (out, in, gate)
     "qkv": (6144, 4096, ""),

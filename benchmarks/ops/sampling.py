@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from timing import replay_seconds
 
-from slipstream.ops.activation import reference as activation
-from slipstream.ops.norm import reference as norm
-from slipstream.ops.sample import reference
-from slipstream.ops.step_inputs import StepRows
-from slipstream.ops.step_inputs import reference as rows_reference
+from slipstream.ops.elementwise import StepRows
+from slipstream.ops.elementwise import reference as activation
+from slipstream.ops.elementwise import reference as norm
+from slipstream.ops.elementwise import reference as rows_reference
+from slipstream.ops.sampling import reference
 
 COPY_BANDWIDTH = 4.2e12  # bytes a second, read + written, of a large device copy on an H200
 COLD_BYTES = 256 << 20  # bytes of inputs over all copies, several times the L2 cache
@@ -75,7 +75,7 @@ def differing(mine: Any, expected: Any) -> float:
 
 
 def sampling_cases(num_rows: int, size: int) -> list[Case]:
-    from slipstream.ops.sample import triton as kernels
+    from slipstream.ops.sampling import triton as kernels
 
     once = num_rows * size * 4
     copies = max(1, min(32, COLD_BYTES // once))
@@ -202,9 +202,9 @@ def sampling_cases(num_rows: int, size: int) -> list[Case]:
 
 
 def elementwise_cases(num_rows: int) -> list[Case]:
-    from slipstream.ops.activation import triton as activation_kernels
-    from slipstream.ops.norm import triton as norm_kernels
-    from slipstream.ops.step_inputs import triton as rows_kernels
+    from slipstream.ops.elementwise import norm_triton as norm_kernels
+    from slipstream.ops.elementwise import step_inputs_triton as rows_kernels
+    from slipstream.ops.elementwise import triton as activation_kernels
 
     cases = []
     for hidden, middle in ((1024, 3072), (4096, 12_288)):

@@ -19,20 +19,18 @@ import numpy as np
 import torch
 from timing import replay_seconds
 
-from slipstream.ops.activation import reference as activation_reference
-from slipstream.ops.activation import relu2
-from slipstream.ops.conv1d import causal_conv1d
-from slipstream.ops.conv1d import reference as conv_reference
-from slipstream.ops.gated_norm import gated_group_norm
-from slipstream.ops.gated_norm import reference as norm_reference
-from slipstream.ops.recurrent_steps import RecurrentSteps, list_chunks, max_chunks
-from slipstream.ops.ssm import SsdWeights, reference, ssd_scan
+from slipstream.ops.elementwise import gated_group_norm, relu2
+from slipstream.ops.elementwise import reference as activation_reference
+from slipstream.ops.elementwise import reference as norm_reference
+from slipstream.ops.recurrent import SsdWeights, causal_conv1d, ssd_scan, ssm
+from slipstream.ops.recurrent import replay as conv_reference
+from slipstream.ops.recurrent.steps import RecurrentSteps, list_chunks, max_chunks
 
 Tile = dict[str, int]
 BF16 = {"device": "cuda", "dtype": torch.bfloat16}
 COPIES = 3  # of the inputs
 COPY_BANDWIDTH = 4.2e12  # bytes a second, read + written, of a large device copy on an H200
-SCAN = "slipstream.ops.ssm.triton.ssd_chunked.choose_tile"
+SCAN = "slipstream.ops.recurrent.ssm_chunked.choose_tile"
 SCAN_TILES: tuple[Tile, ...] = (
     {"BLOCK": 64, "num_warps": 4, "num_stages": 2},
     {"BLOCK": 64, "num_warps": 8, "num_stages": 2, "maxnreg": 128},
@@ -40,7 +38,7 @@ SCAN_TILES: tuple[Tile, ...] = (
     {"BLOCK": 32, "num_warps": 4, "num_stages": 2},
     {"BLOCK": 32, "num_warps": 4, "num_stages": 1, "maxnreg": 168},
 )
-CONV = "slipstream.ops.conv1d.triton.choose_tile"
+CONV = "slipstream.ops.recurrent.conv1d_triton.choose_tile"
 CONV_TILES: tuple[Tile, ...] = tuple(
     {"TOKENS": tokens, "CHANNELS": channels, "num_warps": warps}
     for tokens, channels, warps in ((8, 1024, 4), (8, 512, 2), (4, 1024, 4), (16, 1024, 4), (8, 512, 4))
@@ -150,7 +148,7 @@ def bench_scan(num_rows: int, length: int, args: argparse.Namespace) -> None:
     weights = SsdWeights(*(torch.rand(args.heads, device="cuda") for _ in range(3)))
     state = torch.zeros(num_rows, args.heads, args.head_dim, args.state, device="cuda")
     wanted_state = state.clone()
-    wanted = reference.ssd_scan(*inputs[0], weights, wanted_state, steps)
+    wanted = ssm.ssd_scan(*inputs[0], weights, wanted_state, steps)
 
     def error() -> float:
         out = ssd_scan(*inputs[0], weights, state, steps)

@@ -115,7 +115,7 @@ def test_a_start_is_right_whatever_stream_is_late(folder):
 START = """
 import sys, torch
 from slipstream import LLM
-from slipstream.ops.compile_ahead import ForkedCompiler
+from slipstream.ops.platform.compile_ahead import ForkedCompiler
 from slipstream.runner.warmup import WarmUp
 
 def noted(owner, name, note):

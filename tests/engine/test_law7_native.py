@@ -16,7 +16,7 @@ from gguf import GGMLQuantizationType as Kind
 from law7 import PAIRED, PROMPTS, options_of
 from slipstream import LLM, SamplingParams
 from slipstream.nn.chains import FusedCpu
-from slipstream.ops import native
+from slipstream.ops.platform import native
 from slipstream.scheduler.plan_builder import PlanBuilder
 from tiny import write_tiny
 from tiny_gguf import K_SIZES, write_gguf

@@ -22,7 +22,7 @@ from slipstream import LLM, SamplingParams
 from slipstream.checkpoint.locate import locate
 from slipstream.config.options import make_options
 from slipstream.engine.build import estimate_build
-from slipstream.ops import native
+from slipstream.ops.platform import native
 from small_model import write_small
 from tiny import write_tiny
 from tiny_encoder import write_tiny_encoder

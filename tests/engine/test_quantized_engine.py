@@ -12,7 +12,7 @@ from quantized_checkpoint import quantize, quantize_mxfp4
 from replay_device import ReplayDevice
 from slipstream import LLM, SamplingParams
 from slipstream.base.errors import InvalidOption
-from slipstream.ops.quantized import QuantizedMatrix, quantized_linear, reference
+from slipstream.ops.gemm.quantized import QuantizedMatrix, matrix, quantized_linear
 from tiny import write_tiny, write_weights
 from tiny_gguf import K_SIZES, write_gguf
 
@@ -133,7 +133,7 @@ def test_gemm_of_many_rows_in_fp8(is_static: bool) -> None:
     x = torch.randn(200, 256, device="cuda", dtype=torch.bfloat16)
     scale = torch.tensor([0.01], device="cuda") if is_static else None
     found = quantized_linear(x, weight, None, None, scale, quantizes_inputs=True)
-    expected = reference.scaled_linear(x, weight, None, scale)
+    expected = matrix.scaled_linear(x, weight, None, scale)
     assert (found - expected).float().norm() < 0.01 * expected.float().norm()
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from pool_bench import PoolBench, assert_same, rewrite
 from slipstream import LLM
 from slipstream.contracts.step import NULL_PAGE
-from slipstream.ops import native
+from slipstream.ops.platform import native
 from slipstream.params.pooling import PoolingParams
 from slipstream.params.sampling import SamplingParams
 from tiny import write_tiny

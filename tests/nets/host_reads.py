@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import pkgutil
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -88,10 +90,12 @@ class Recorder:
 
 
 def kernel_modules() -> list[ModuleType]:
-    """Every module of ops that holds kernels."""
+    """Every module of ops that defines kernels."""
     modules = []
     for info in pkgutil.walk_packages(slipstream.ops.__path__, "slipstream.ops."):
-        if ".triton" in info.name or info.name.endswith((".tile_list", ".single_list")):
+        spec = importlib.util.find_spec(info.name)
+        assert spec is not None and spec.origin is not None
+        if ".jit" in Path(spec.origin).read_text():
             modules.append(importlib.import_module(info.name))
     return modules
 

@@ -13,8 +13,8 @@ from hand_cache import one_group
 from nets.launch_inputs import ROWS, half, ints
 from slipstream.nn.context import BatchView, ForwardContext
 from slipstream.nn.paged_attention import TritonAttention
-from slipstream.ops.cache_write import new_fp8_cache
-from slipstream.ops.paged_attention import tile_list
+from slipstream.ops.attention import tile_list
+from slipstream.ops.attention.cache_write import new_fp8_cache
 
 
 def batch(chunked: bool, pages: bool = True) -> BatchView:
@@ -47,12 +47,12 @@ def attend(chunked: bool, one_kernel: bool = False, dtype: str = "bfloat16", **f
 
 def attend_on_hopper(patch: pytest.MonkeyPatch, chunked: bool, dtype: str = "bfloat16") -> None:
     for module in ("decode", "varlen"):
-        patch.setattr(f"slipstream.ops.paged_attention.triton.{module}.hopper_serves", lambda *_: True)
+        patch.setattr(f"slipstream.ops.attention.{module}.hopper_serves", lambda *_: True)
     attend(chunked, dtype=dtype)
 
 
 def attend_single_on_hopper(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("slipstream.ops.paged_attention.triton.decode.hopper_serves", lambda *_: True)
+    patch.setattr("slipstream.ops.attention.decode.hopper_serves", lambda *_: True)
     backend = TritonAttention(one_group(2, 128, num_heads=8, dtype="bfloat16"), torch.bfloat16)
     view = BatchView(
         ids=ints(1), positions=ints(1), lengths=torch.tensor([5]), slots=(ints(1),), page_tables=(ints(1, 4),),

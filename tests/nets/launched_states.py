@@ -12,9 +12,8 @@ import torch
 from hand_steps import StepRow, hand_steps
 from nets.launch_inputs import get, half, ints
 from slipstream.contracts.cache_spec import STATE_CHUNK, replay_columns, ring_columns
-from slipstream.ops.delta_rule import DeltaWeights
-from slipstream.ops.recurrent_steps import DraftSteps
-from slipstream.ops.ssm import SelectiveWeights, SsdWeights
+from slipstream.ops.recurrent import DeltaWeights, SelectiveWeights, SsdWeights
+from slipstream.ops.recurrent.steps import DraftSteps
 
 
 def delta_rule() -> dict[str, Callable[[], Any]]:
@@ -27,27 +26,31 @@ def delta_rule() -> dict[str, Callable[[], Any]]:
     chunked_later, single_later = (replace(steps, seen_positions=seen) for steps in (chunked, single))
     wide_conv, wide_state = half(4, 160, 4), torch.randn(4, 2, 16, 64)
     wide = DeltaWeights(half(160, 4), torch.randn(2), torch.randn(2), half(64), 1e-6)
-    at = "delta_rule.triton."
+    at = "recurrent."
     return {
-        "conv of chunks": lambda: get("conv1d.triton.causal_conv1d")(x, weight, None, conv, chunked, "silu"),
-        "conv with padding": lambda: get("conv1d.triton.causal_conv1d")(
+        "conv of chunks": lambda: get("recurrent.conv1d_triton.causal_conv1d")(x, weight, None, conv, chunked, "silu"),
+        "conv with padding": lambda: get("recurrent.conv1d_triton.causal_conv1d")(
             half(80, 48), weight, None, conv, chunked, "silu"
         ),
-        "conv of tokens": lambda: get("conv1d.triton.causal_conv1d")(x[:2], weight, None, conv, single, "silu"),
-        "gates": lambda: get(at + "delta_gates")(half(71, 2), half(71, 2), weights.a_log, weights.dt_bias),
-        "gated norm of heads": lambda: get("gated_norm.triton.gated_rms_norm")(v, v, weights.norm, 1e-6),
-        "gated norm of groups": lambda: get("gated_norm.triton.gated_group_norm")(x, x, None, 1e-6),
-        "delta rule of chunks": lambda: get(at + "gated_delta_rule")(qk, qk, v, gates, gates, state, chunked, 0.25),
-        "delta decode": lambda: get(at + "delta_decode")(
+        "conv of tokens": lambda: get("recurrent.conv1d_triton.causal_conv1d")(
+            x[:2], weight, None, conv, single, "silu"
+        ),
+        "gates": lambda: get(at + "delta_parts.delta_gates")(half(71, 2), half(71, 2), weights.a_log, weights.dt_bias),
+        "gated norm of heads": lambda: get("elementwise.norm_triton.gated_rms_norm")(v, v, weights.norm, 1e-6),
+        "gated norm of groups": lambda: get("elementwise.norm_triton.gated_group_norm")(x, x, None, 1e-6),
+        "delta rule of chunks": lambda: get(at + "delta_triton.gated_delta_rule")(
+            qk, qk, v, gates, gates, state, chunked, 0.25
+        ),
+        "delta decode": lambda: get(at + "delta_decode.delta_decode")(
             x[:2], half(2, 16), half(2, 2), half(2, 2), weights, conv, state, single
         ),
-        "delta decode of parts of heads": lambda: get(at + "delta_decode")(
+        "delta decode of parts of heads": lambda: get(at + "delta_decode.delta_decode")(
             half(2, 160), half(2, 128), half(2, 2), half(2, 2), wide, wide_conv, wide_state, single
         ),
-        "delta rule after deferred stores": lambda: get(at + "gated_delta_rule")(
+        "delta rule after deferred stores": lambda: get(at + "delta_triton.gated_delta_rule")(
             qk, qk, v, gates, gates, state, chunked_later, 0.25, deferred=deferred
         ),
-        "delta decode with deferred stores": lambda: get(at + "delta_decode")(
+        "delta decode with deferred stores": lambda: get(at + "delta_decode.delta_decode")(
             x[:2], half(2, 16), half(2, 2), half(2, 2), weights, conv, state, single_later, None, deferred
         ),
     }
@@ -63,17 +66,17 @@ def state_space() -> dict[str, Callable[[], Any]]:
 
     def scan_heads(kind: str, n: int) -> Any:
         states, inputs = torch.randn(4, 2, 8, 4), (half(n, 2, 8), half(n, 2), half(n, 1, 4), half(n, 1, 4))
-        return get("ssm.triton.ssd_scan")(*inputs, ssd, states, steps[kind])
+        return get("recurrent.ssm_triton.ssd_scan")(*inputs, ssd, states, steps[kind])
 
     def scan_channels(kind: str, n: int) -> Any:
         states, inputs = torch.randn(4, 16, 4), (half(n, 16), half(n, 16), half(n, 4), half(n, 4), half(n, 16))
-        return get("ssm.triton.selective_scan")(*inputs, selective, states, steps[kind])
+        return get("recurrent.ssm_triton.selective_scan")(*inputs, selective, states, steps[kind])
 
     def pass_by_wgmma() -> Any:
         x, b, out = half(71, 2, 64), half(71, 1, 128), half(71, 2, 64)
         logs = torch.randn(len(steps["chunks"].chunks), 2, 2, STATE_CHUNK)
         scores, states = half(71, 1, STATE_CHUNK), torch.randn(4, 2, 64, 128)
-        return get("ssm.triton.ssd_hopper.pass_chunks")(
+        return get("recurrent.ssm_hopper.pass_chunks")(
             x, b, b, scores, logs, torch.randn(2), states, steps["chunks"], out
         )
 
@@ -103,20 +106,20 @@ def drafted_states() -> dict[str, Callable[[], Any]]:
     heads = (half(2, 2, 8), half(2, 2), half(2, 1, 4), half(2, 1, 4))
     channels = (half(2, 16), half(2, 16), half(2, 4), half(2, 4), half(2, 16))
     return {
-        "positions that states have seen": lambda: get("recurrent_steps.triton.advance_seen_")(
+        "positions that states have seen": lambda: get("recurrent.steps.triton.advance_seen_")(
             table, plain.slots.long(), plain.starts, plain.first_positions.long(), 4, True
         ),
-        "bases of drafts": lambda: get("recurrent_steps.triton.advance_bases_")(
+        "bases of drafts": lambda: get("recurrent.steps.triton.advance_bases_")(
             table, plain.slots.long(), plain.starts, plain.first_positions.long(), offsets, saves, True
         ),
-        "delta verify": lambda: get("delta_rule.triton.verify.delta_verify")(
+        "delta verify": lambda: get("recurrent.delta_verify.delta_verify")(
             half(2, 48), half(2, 16), half(2, 2), half(2, 2), delta, half(4, 48, columns), torch.randn(4, 2, 16, 8),
             steps, torch.randn(4, kept, 4),
         ),
-        "ssd verify": lambda: get("ssm.triton.verify.ssd_verify")(
+        "ssd verify": lambda: get("recurrent.ssm_verify.ssd_verify")(
             *heads, ssd, torch.randn(4, 2, 8, 4), steps, torch.randn(4, kept, 22), half(2, 2, 8)
         ),
-        "selective verify": lambda: get("ssm.triton.verify.selective_verify")(
+        "selective verify": lambda: get("recurrent.ssm_verify.selective_verify")(
             *channels, selective, torch.randn(4, 16, 4), steps, torch.randn(4, kept, 36), half(2, 16)
         ),
     }  # fmt: skip

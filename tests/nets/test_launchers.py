@@ -12,12 +12,12 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 for module in (
-    "linear.triton.streaming_hopper",
-    "linear.triton.gated_gemm_hopper",
-    "moe.triton.gemm_hopper",
-    "moe.triton.stream_hopper",
-    "quantized.triton.stream",
-    "ssm.triton.ssd_hopper",
+    "gemm.linear.streaming_hopper",
+    "gemm.linear.gated_gemm_hopper",
+    "gemm.moe.gemm_hopper",
+    "gemm.moe.stream_hopper",
+    "gemm.quantized.stream",
+    "recurrent.ssm_hopper",
 ):
     module = f"slipstream.ops.{module}"
     pytest.importorskip(module, reason="a triton without Gluon")
@@ -26,13 +26,13 @@ from nets.host_reads import HostRead, no_host_reads, replace_kernels  # noqa: E4
 from nets.launch_inputs import ROWS, get, half, ints  # noqa: E402
 from nets.launched_attention import attend_on_hopper, attend_single_on_hopper, attention  # noqa: E402
 from nets.launched_states import delta_rule, drafted_states, state_space  # noqa: E402
-from slipstream.ops.drafts import Accepted, DrawnTokens, MatchRule, RowHistory  # noqa: E402
-from slipstream.ops.linear.triton import Norm  # noqa: E402
-from slipstream.ops.lora.reference import LoraTiles, LoraWeights  # noqa: E402
-from slipstream.ops.moe import ExpertBiases, RouterRule, Routing, SharedMatrices  # noqa: E402
-from slipstream.ops.quantized import QuantizedExperts, QuantizedMatrix, words_of  # noqa: E402
-from slipstream.ops.sample.reference import DrawTables, Penalty, TokenMask  # noqa: E402
-from slipstream.ops.step_inputs import KeptTokens, StepRows  # noqa: E402
+from slipstream.ops.elementwise import KeptTokens, StepRows  # noqa: E402
+from slipstream.ops.gemm.linear.triton import Norm  # noqa: E402
+from slipstream.ops.gemm.lora.reference import LoraTiles, LoraWeights  # noqa: E402
+from slipstream.ops.gemm.moe import ExpertBiases, RouterRule, Routing, SharedMatrices  # noqa: E402
+from slipstream.ops.gemm.quantized import QuantizedExperts, QuantizedMatrix, words_of  # noqa: E402
+from slipstream.ops.sampling import Accepted, DrawnTokens, MatchRule, RowHistory  # noqa: E402
+from slipstream.ops.sampling.reference import DrawTables, Penalty, TokenMask  # noqa: E402
 
 VOCAB = 300
 
@@ -46,9 +46,12 @@ def adapters() -> dict[str, Callable[[], Any]]:
     weights = LoraWeights(half(2, 4, 16), half(2, 24, 4), ((0, 24, 0),), torch.tensor([[0, 24, 0]], dtype=torch.int32))
     tiles = LoraTiles(ints(3).int(), torch.zeros(1, 3, dtype=torch.int32), 16)
     return {
-        "shrink_lora": lambda: get("lora.triton.shrink_lora")(half(3, 16), weights, tiles),
-        "expand_lora": lambda: get("lora.triton.expand_lora")(half(3, 24), half(3, 4), weights, tiles),
-        "add_lora_embedding": lambda: get("lora.triton.add_lora_embedding")(half(3, 24), ints(3), weights, tiles, 1.0),
+        "shrink_lora": lambda: get("gemm.lora.triton.shrink_lora")(half(3, 16), weights, tiles),
+        "expand_lora": lambda: get("gemm.lora.triton.expand_lora")(half(3, 24), half(3, 4), weights, tiles),
+        "add_lora_embedding": lambda: get("gemm.lora.triton.add_lora_embedding")(
+            half(3, 24), ints(3), weights, tiles, 1.0
+        ),
+        "finish_lora": lambda: get("gemm.lora.after_gemm.finish_lora")(half(3, 28), weights, tiles),
     }
 
 
@@ -56,53 +59,53 @@ def quantized() -> dict[str, Callable[[], Any]]:
     matrix = QuantizedMatrix(half(32, 64).to(torch.float8_e4m3fn), torch.rand(32, 2), None)
     rows = QuantizedMatrix(half(64, 512).to(torch.float8_e4m3fn), torch.rand(64, 1), None)
     wide = QuantizedMatrix(half(64, 2048).to(torch.float8_e4m3fn), torch.rand(64, 1), None)
-    tile, row_tile = get("quantized.triton.stream.SliceTile")(2), get("quantized.triton.row.RowTile")(2)
-    scales = get("linear.triton.streaming_hopper.Scales")(rows.scale, torch.rand(ROWS, 1))
+    tile, row_tile = get("gemm.quantized.stream.SliceTile")(2), get("gemm.quantized.row.RowTile")(2)
+    scales = get("gemm.linear.streaming_hopper.Scales")(rows.scale, torch.rand(ROWS, 1))
 
     def row_chain() -> None:
         values, scale = torch.zeros(256, 256, dtype=torch.uint8), torch.rand(256, 4)
         weight = QuantizedMatrix(values, scale, None, 8, words=words_of(scale, 8))
-        sums = get("quantized.quantized_linear_add")(half(1, 512), weight, half(1, 256), half(256), 1e-6)
+        sums = get("gemm.quantized.quantized_linear_add")(half(1, 512), weight, half(1, 256), half(256), 1e-6)
         few = scale[:, :2].contiguous()
         narrow = weight._replace(values=values[:, :128].contiguous(), scale=few, words=words_of(few, 8))
-        get("quantized.triton.stream.stream_gemm")(sums, narrow, None, "silu")
-        get("quantized.triton.stream.stream_gemm")(half(1, 512), weight, half(256), "", row_tile)
+        get("gemm.quantized.stream.stream_gemm")(sums, narrow, None, "silu")
+        get("gemm.quantized.stream.stream_gemm")(half(1, 512), weight, half(256), "", row_tile)
 
     def fp8_chain() -> None:
-        sums = get("quantized.fp8_linear_add")(half(1, 512), rows, half(1, 64), half(64), 1e-6)
-        get("quantized.fp8_linear_unnormalized")(sums, matrix._replace(scale=torch.rand(32, 1)), None, None)
-        get("quantized.fp8_parts_add")(half(3, 2048), None, wide, half(3, 64), half(64), 1e-6)
+        sums = get("gemm.quantized.fp8_linear_add")(half(1, 512), rows, half(1, 64), half(64), 1e-6)
+        get("gemm.quantized.fp8_linear_unnormalized")(sums, matrix._replace(scale=torch.rand(32, 1)), None, None)
+        get("gemm.quantized.fp8_parts_add")(half(3, 2048), None, wide, half(3, 64), half(64), 1e-6)
 
     def joined() -> None:
         shapes = (64, 1024), (128, 64), (64, 1024), (64, 64)
         weights = [
             QuantizedMatrix(half(*shape).to(torch.float8_e4m3fn), torch.rand(shape[0], 1), None) for shape in shapes
         ]
-        layer = get("quantized.layer_gemms.LayerGemms")(*weights, half(64), 1e-6, half(64), 1e-6)
+        layer = get("gemm.quantized.layer_gemms.LayerGemms")(*weights, half(64), 1e-6, half(64), 1e-6)
         for gemms in (layer, layer._replace(next_qkv=None)):
-            get("quantized.triton.layer.launch_layer")(half(1, 1024), half(1, 64), gemms, "silu", ints(1))
+            get("gemm.quantized.layer_kernel.launch_layer")(half(1, 1024), half(1, 64), gemms, "silu", ints(1))
 
     return {
         "GEMMs between attentions": joined,
-        "streamed quantised GEMM": lambda: get("quantized.triton.stream.stream_gemm")(half(ROWS, 512), rows, half(64)),
-        "streamed quantised GEMM split": lambda: get("quantized.triton.stream.stream_gemm")(
+        "streamed quantised GEMM": lambda: get("gemm.quantized.stream.stream_gemm")(half(ROWS, 512), rows, half(64)),
+        "streamed quantised GEMM split": lambda: get("gemm.quantized.stream.stream_gemm")(
             half(ROWS, 512), rows, None, "silu", tile
         ),
-        "streamed quantised GEMM added": lambda: get("quantized.triton.stream.stream_gemm_add")(
+        "streamed quantised GEMM added": lambda: get("gemm.quantized.stream.stream_gemm_add")(
             half(ROWS, 512), rows, half(ROWS, 64), half(64), 1e-6
         ),
-        "streamed FP8 GEMM": lambda: get("linear.triton.streaming_hopper.streaming_gemm")(
+        "streamed FP8 GEMM": lambda: get("gemm.linear.streaming_hopper.streaming_gemm")(
             rows.values[:ROWS], rows.values, None, "silu", scales=scales
         ),
         "4-bit chain of a row": row_chain,
         "FP8 chain": fp8_chain,
-        "quantised GEMM": lambda: get("quantized.triton.gemm.quantized_gemm")(half(ROWS, 64), matrix),
-        "dequantised weight": lambda: get("quantized.triton.dequantize.dequantize")(matrix, torch.bfloat16),
-        "gated rows to FP8": lambda: get("quantized.triton.quantize.quantize_gated_rows")(half(ROWS, 64), "silu"),
-        "normed rows to FP8": lambda: get("quantized.triton.quantize.quantize_normed_rows")(
+        "quantised GEMM": lambda: get("gemm.quantized.gemm.quantized_gemm")(half(ROWS, 64), matrix),
+        "dequantised weight": lambda: get("gemm.quantized.expand.dequantize")(matrix, torch.bfloat16),
+        "gated rows to FP8": lambda: get("gemm.quantized.gemm.quantize_gated_rows")(half(ROWS, 64), "silu"),
+        "normed rows to FP8": lambda: get("gemm.quantized.gemm.quantize_normed_rows")(
             half(ROWS, 64), half(ROWS, 64), half(64), 1e-6
         ),
-        "rows to FP8": lambda: get("quantized.triton.quantize.quantize_rows")(half(ROWS, 64)),
+        "rows to FP8": lambda: get("gemm.quantized.gemm.quantize_rows")(half(ROWS, 64)),
     }
 
 
@@ -114,14 +117,14 @@ def sampling() -> dict[str, Callable[[], Any]]:
     after = penalty()._replace(earlier=ints(ROWS, 4))
     mask = TokenMask(ints(2, VOCAB // 32 + 1).int(), entries.int(), ints(ROWS))
     rows, tables = torch.arange(ROWS), DrawTables(keys, random, warm, None)
-    at = "sample.triton."
+    at = "sampling."
     return {
         "argmax_rows": lambda: get(at + "choose.argmax_rows")(logits, penalty()),
         "draw": lambda: get(at + "choose.draw")(logits, keys, random, warm, limits, penalty()),
         "draw after drafts": lambda: get(at + "choose.draw")(logits, keys, random, warm, limits, after),
         "masked argmax_rows": lambda: get(at + "choose.argmax_rows")(logits, penalty(), mask),
         "masked draw": lambda: get(at + "choose.draw")(logits, keys, random, warm, None, None, mask),
-        "fetch_masks_": lambda: get(at + "mask.fetch_masks_")(
+        "fetch_masks_": lambda: get(at + "edit.fetch_masks_")(
             ints(4, 8).int(), ints(2, 8).int(), ints(2).int(), ints(5).int(), ints(5).int()
         ),
         "draw plain": lambda: get(at + "choose.draw")(logits, keys),
@@ -133,15 +136,15 @@ def sampling() -> dict[str, Callable[[], Any]]:
         "penalize_": lambda: get(at + "edit.penalize_")(logits, None, counts, seen, entries, values),
         "count_": lambda: get(at + "edit.count_")(counts, seen, entries, keys),
         "add_entries_": lambda: get(at + "edit.add_entries_")(logits, torch.rand(2, VOCAB), entries),
-        "mask_bits_": lambda: get(at + "mask.mask_bits_")(logits, ints(2, VOCAB // 32 + 1).int(), entries),
+        "mask_bits_": lambda: get(at + "edit.mask_bits_")(logits, ints(2, VOCAB // 32 + 1).int(), entries),
         "forbid_": lambda: get(at + "edit.forbid_")(logits, None, ints(ROWS, 2), random),
         "forbid_matched_": lambda: get(at + "edit.forbid_matched_")(logits, keys, ints(ROWS, 2), ints(ROWS, 2) > 1),
         "drop_below_": lambda: get(at + "edit.drop_below_")(logits, warm),
-        "top_logprobs": lambda: get(at + "logprobs.top_logprobs")(logits, keys, 5),
-        "top_logprobs of many": lambda: get(at + "logprobs.top_logprobs")(logits, keys, 40),
-        "logprobs_of": lambda: get(at + "logprobs.logprobs_of")(logits, ints(ROWS, 2)),
-        "noise_bits": lambda: get(at + "noise.noise_bits")(keys, 50),
-        "step_keys": lambda: get(at + "noise.step_keys")(keys, keys, 0),
+        "top_logprobs": lambda: get(at + "triton.top_logprobs")(logits, keys, 5),
+        "top_logprobs of many": lambda: get(at + "triton.top_logprobs")(logits, keys, 40),
+        "logprobs_of": lambda: get(at + "triton.logprobs_of")(logits, ints(ROWS, 2)),
+        "noise_bits": lambda: get(at + "floor.noise_bits")(keys, 50),
+        "step_keys": lambda: get(at + "floor.step_keys")(keys, keys, 0),
     }
 
 
@@ -153,44 +156,44 @@ def rows_and_norms() -> dict[str, Callable[[], Any]]:
     starts = torch.tensor([0, 1, 3], dtype=torch.int32)
     chunks = ints(5), torch.tensor([0, 0, 1, 2, 2]), ints(5), ints(5)
     return {
-        "rms_norm": lambda: get("norm.triton.rms_norm")(x, weight, 1e-6),
-        "rms_norm of heads": lambda: get("norm.triton.rms_norm")(heads[:, :4], head_weight, 1e-6),
-        "rms_norm of columns": lambda: get("norm.triton.rms_norm")(half(64, ROWS).t(), weight, 1e-6),
-        "add_rms_norm": lambda: get("norm.triton.add_rms_norm")(x, x, weight, 1e-6),
-        "layer_norm": lambda: get("layer_norm.triton.layer_norm")(x, weight, bias, 1e-6),
-        "layer_norm_of_sum": lambda: get("layer_norm.triton.layer_norm_of_sum")(x, x, weight, bias, 1e-6),
-        "add_layer_norm": lambda: get("layer_norm.triton.add_layer_norm")(x, x, weight, None, 1e-6),
-        "silu_and_mul": lambda: get("activation.triton.silu_and_mul")(wide),
-        "gelu_tanh_and_mul": lambda: get("activation.triton.gelu_tanh_and_mul")(wide),
-        "sparse_gelu_tanh_and_mul": lambda: get("activation.triton.sparse_gelu_tanh_and_mul")(wide, 1.5),
-        "relu2": lambda: get("activation.triton.relu2")(wide),
-        "sigmoid_gate_": lambda: get("activation.triton.sigmoid_gate_")(wide.clone(), wide),
-        "gelu_and_mul": lambda: get("activation.triton.gelu_and_mul")(wide),
-        "lookup_embedding_and_rope": lambda: get("embedding_lookup.triton.lookup_embedding_and_rope")(
+        "rms_norm": lambda: get("elementwise.norm_triton.rms_norm")(x, weight, 1e-6),
+        "rms_norm of heads": lambda: get("elementwise.norm_triton.rms_norm")(heads[:, :4], head_weight, 1e-6),
+        "rms_norm of columns": lambda: get("elementwise.norm_triton.rms_norm")(half(64, ROWS).t(), weight, 1e-6),
+        "add_rms_norm": lambda: get("elementwise.norm_triton.add_rms_norm")(x, x, weight, 1e-6),
+        "layer_norm": lambda: get("elementwise.norm_triton.layer_norm")(x, weight, bias, 1e-6),
+        "layer_norm_of_sum": lambda: get("elementwise.norm_triton.layer_norm_of_sum")(x, x, weight, bias, 1e-6),
+        "add_layer_norm": lambda: get("elementwise.norm_triton.add_layer_norm")(x, x, weight, None, 1e-6),
+        "silu_and_mul": lambda: get("elementwise.triton.silu_and_mul")(wide),
+        "gelu_tanh_and_mul": lambda: get("elementwise.triton.gelu_tanh_and_mul")(wide),
+        "sparse_gelu_tanh_and_mul": lambda: get("elementwise.triton.sparse_gelu_tanh_and_mul")(wide, 1.5),
+        "relu2": lambda: get("elementwise.triton.relu2")(wide),
+        "sigmoid_gate_": lambda: get("elementwise.triton.sigmoid_gate_")(wide.clone(), wide),
+        "gelu_and_mul": lambda: get("elementwise.triton.gelu_and_mul")(wide),
+        "lookup_embedding_and_rope": lambda: get("elementwise.triton.lookup_embedding_and_rope")(
             half(9, 64), rows, 2.0, torch.rand(9, 2, 8), rows
         ),
-        "norm_rope": lambda: get("rope.triton.norm_rope")(heads[:, :4], head_weight, 1e-6, rotary),
-        "rope_and_write_cache": lambda: get("rope.triton.rope_and_write_cache")(
+        "norm_rope": lambda: get("attention.rope_triton.norm_rope")(heads[:, :4], head_weight, 1e-6, rotary),
+        "rope_and_write_cache": lambda: get("attention.rope_triton.rope_and_write_cache")(
             heads[:, :4], heads[:, 4:], head_weight, 1e-6, rotary, cache, cache, slots
         ),
-        "gather_inputs": lambda: get("step_inputs.triton.gather_inputs")(
+        "gather_inputs": lambda: get("elementwise.step_inputs_triton.gather_inputs")(
             ints(5), ints(5, 1), tables, 4, 4, StepRows(rows)
         ),
-        "gather_inputs and advance": lambda: get("step_inputs.triton.gather_inputs")(
+        "gather_inputs and advance": lambda: get("elementwise.step_inputs_triton.gather_inputs")(
             ints(5), ints(5, 1), tables, 4, 4, StepRows(rows), advance=True
         ),
-        "gather_inputs of chunks": lambda: get("step_inputs.triton.gather_inputs")(
+        "gather_inputs of chunks": lambda: get("elementwise.step_inputs_triton.gather_inputs")(
             ints(5), ints(5, 3), tables, 4, 4, StepRows(rows, *chunks)
         ),
-        "gather_inputs and keep them": lambda: get("step_inputs.triton.gather_inputs")(
+        "gather_inputs and keep them": lambda: get("elementwise.step_inputs_triton.gather_inputs")(
             ints(5), ints(5, 1), tables, 4, 4, StepRows(rows), kept=KeptTokens(ints(4, 4).int(), 0, 0)
         ),
         **delta_rule(),
         **state_space(),
-        "list_chunks": lambda: get("recurrent_steps.triton.list_chunks")(starts, starts[1:], ints(2, 3).int(), 5),
-        "segment_sum": lambda: get("segment_sum.triton.segment_sum")(x, starts),
-        "segment_max_into": lambda: get("segment_max.triton.segment_max_into")(torch.rand(2, 64), x, starts, 0),
-        "segment_add_into": lambda: get("segment_max.triton.segment_add_into")(torch.rand(2, 64), x, starts, 0),
+        "list_chunks": lambda: get("recurrent.steps.triton.list_chunks")(starts, starts[1:], ints(2, 3).int(), 5),
+        "segment_sum": lambda: get("elementwise.triton.segment_sum")(x, starts),
+        "segment_max_into": lambda: get("elementwise.triton.segment_max_into")(torch.rand(2, 64), x, starts, 0),
+        "segment_add_into": lambda: get("elementwise.triton.segment_add_into")(torch.rand(2, 64), x, starts, 0),
     }
 
 
@@ -199,13 +202,13 @@ def drafts() -> dict[str, Callable[[], Any]]:
     history = RowHistory(ints(5, 4), ints(5), ints(5, 3), ints(9, 4).int())
     out = Accepted(ints(4), *(torch.zeros(4, dtype=torch.bool) for _ in range(2)))
     return {
-        "accept_": lambda: get("drafts.triton.accept_")(ints(5, 4), ints(5), drawn),
-        "accept_ in place": lambda: get("drafts.triton.accept_")(ints(5, 4), ints(5), drawn, out),
-        "store_drawn_": lambda: get("drafts.triton.store_drawn_")(ints(5, 4), ints(4), ints(4), out.failed),
-        "store_drawn_ in place": lambda: get("drafts.triton.store_drawn_")(
+        "accept_": lambda: get("sampling.drafts_triton.accept_")(ints(5, 4), ints(5), drawn),
+        "accept_ in place": lambda: get("sampling.drafts_triton.accept_")(ints(5, 4), ints(5), drawn, out),
+        "store_drawn_": lambda: get("sampling.drafts_triton.store_drawn_")(ints(5, 4), ints(4), ints(4), out.failed),
+        "store_drawn_ in place": lambda: get("sampling.drafts_triton.store_drawn_")(
             ints(5, 4), ints(4), ints(4), out.failed, (out.tokens, out.kept)
         ),
-        "propose_from_history_": lambda: get("drafts.triton.propose_from_history_")(
+        "propose_from_history_": lambda: get("sampling.drafts_triton.propose_from_history_")(
             ints(4), drawn.offsets, history, 3, MatchRule(2, 4, math.inf), 12
         ),
     }
@@ -218,44 +221,44 @@ def experts() -> dict[str, Callable[[], Any]]:
         for shape in ((8 * 96, 32), (8 * 32, 48))
     ]
     return {
-        "route_streams": lambda: get("altup.triton.route_streams")(
+        "route_streams": lambda: get("gemm.altup.triton.route_streams")(
             half(3, 4, 64)[:, 1], half(64), 1e-6, 0.1, half(4, 64), half(16, 4)
         ),
-        "predict_streams": lambda: get("altup.triton.predict_streams")(half(3, 4, 64), half(3, 16)),
-        "correct_streams": lambda: get("altup.triton.correct_streams")(half(3, 4, 64), half(3, 64), half(3, 4), 0),
-        "route": lambda: get("moe.triton.route")(half(3, 8), RouterRule(2), None),
-        "route without padding": lambda: get("moe.triton.route")(half(3, 8), RouterRule(2), None, ints(3), 16),
-        "expert_mlp": lambda: get("moe.triton.expert_mlp")(half(3, 32), routing, half(8, 96, 32), half(8, 32, 48)),
-        "expert_mlp of one token": lambda: get("moe.triton.expert_mlp")(
+        "predict_streams": lambda: get("gemm.altup.triton.predict_streams")(half(3, 4, 64), half(3, 16)),
+        "correct_streams": lambda: get("gemm.altup.triton.correct_streams")(half(3, 4, 64), half(3, 64), half(3, 4), 0),
+        "route": lambda: get("gemm.moe.route.route")(half(3, 8), RouterRule(2), None),
+        "route without padding": lambda: get("gemm.moe.route.route")(half(3, 8), RouterRule(2), None, ints(3), 16),
+        "expert_mlp": lambda: get("gemm.moe.triton.expert_mlp")(half(3, 32), routing, half(8, 96, 32), half(8, 32, 48)),
+        "expert_mlp of one token": lambda: get("gemm.moe.triton.expert_mlp")(
             half(1, 32), Routing(ints(1, 2).int(), torch.rand(1, 2)), half(8, 96, 32), half(8, 32, 48)
         ),
-        "expert_mlp of one token by one wave of programs": lambda: get("moe.triton.expert_mlp")(
+        "expert_mlp of one token by one wave of programs": lambda: get("gemm.moe.triton.expert_mlp")(
             half(1, 1040), Routing(ints(1, 2).int(), torch.rand(1, 2)), half(4, 16, 1040), half(4, 1040, 8)
         ),
-        "expert_mlp of one token in float32": lambda: get("moe.triton.expert_mlp")(
+        "expert_mlp of one token in float32": lambda: get("gemm.moe.triton.expert_mlp")(
             torch.randn(1, 32),
             Routing(ints(1, 2).int(), torch.rand(1, 2)),
             half(8, 96, 32).float(),
             half(8, 32, 48).float(),
         ),
-        "expert_mlp of many tokens": lambda: get("moe.triton.expert_mlp")(
+        "expert_mlp of many tokens": lambda: get("gemm.moe.triton.expert_mlp")(
             half(2100, 32), Routing(ints(2100, 2).int(), torch.rand(2100, 2)), half(8, 96, 32), half(8, 32, 48)
         ),
-        "expert_mlp by wgmma": lambda: get("moe.triton.expert_mlp")(
+        "expert_mlp by wgmma": lambda: get("gemm.moe.triton.expert_mlp")(
             half(600, 256), Routing(ints(600, 2).int(), torch.rand(600, 2)), half(4, 256, 256), half(4, 256, 128)
         ),
-        "expert_mlp of few tokens by TMA": lambda: get("moe.triton.expert_mlp")(
+        "expert_mlp of few tokens by TMA": lambda: get("gemm.moe.triton.expert_mlp")(
             half(3, 128), routing, half(8, 256, 128), half(8, 128, 128)
         ),
-        "expert_mlp with a shared expert": lambda: get("moe.triton.expert_mlp")(
+        "expert_mlp with a shared expert": lambda: get("gemm.moe.triton.expert_mlp")(
             half(3, 32),
             routing,
             half(8, 96, 32),
             half(8, 32, 48),
             shared_matrices=SharedMatrices(half(96, 32), half(32, 48), half(1, 32)),
         ),
-        "expert_mlp of quantised experts": lambda: get("moe.triton.expert_mlp")(half(3, 32), routing, *stacks),
-        "expert_mlp with biases": lambda: get("moe.triton.expert_mlp")(
+        "expert_mlp of quantised experts": lambda: get("gemm.moe.triton.expert_mlp")(half(3, 32), routing, *stacks),
+        "expert_mlp with biases": lambda: get("gemm.moe.triton.expert_mlp")(
             half(3, 32), routing, half(8, 96, 32), half(8, 32, 48), False, ExpertBiases(half(8, 96), half(8, 32))
         ),
     }
@@ -268,30 +271,28 @@ def products() -> dict[str, Callable[[], Any]]:
 
     def chained() -> None:
         x, first = half(16, 128), half(128, 128)
-        sums = get("linear.linear_add")("streamed", x, first, half(16, 128), norm, 1e-6)
-        get("linear.linear_unnormalized")(sums, gated, None, get("activation.silu_and_mul"))
+        sums = get("gemm.linear.linear_add")("streamed", x, first, half(16, 128), norm, 1e-6)
+        get("gemm.linear.linear_unnormalized")(sums, gated, None, get("elementwise.silu_and_mul"))
 
-    at = "linear.triton."
+    at = "gemm.linear."
     return {
         "gemv": lambda: get(at + "gemv.gemv")(half(2, 128), weight, bias),
         "gemv of a norm": lambda: get(at + "gemv.gemv")(
             half(2, 128), weight, bias, Norm(norm, 1e-6, residual, residual), "silu"
         ),
-        "persistent_gemv": lambda: get(at + "persistent_gemv.persistent_gemv")(
+        "persistent_gemv": lambda: get(at + "gemv.persistent_gemv")(
             half(1, 128),
             weight,
             bias,
             Norm(norm, 1e-6, None, None),
             "",
-            get(at + "persistent_gemv.PersistentTile")(4, 4, 2),
+            get(at + "gemv.PersistentTile")(4, 4, 2),
         ),
-        "skinny_mma": lambda: get(at + "skinny_mma.skinny_mma")(half(9, 128), weight, bias, "silu"),
-        "skinny_mma split": lambda: get(at + "skinny_mma.skinny_mma")(
-            half(20, 4096), half(64, 4096), None, "", get(at + "skinny_mma.SkinnyTile")(16, 64, 3, 4, 2)
+        "skinny_mma": lambda: get(at + "triton.skinny_mma")(half(9, 128), weight, bias, "silu"),
+        "skinny_mma split": lambda: get(at + "triton.skinny_mma")(
+            half(20, 4096), half(64, 4096), None, "", get(at + "triton.SkinnyTile")(16, 64, 3, 4, 2)
         ),
-        "batch_invariant_linear": lambda: get(at + "batch_invariant.batch_invariant_linear")(
-            half(9, 128), weight, bias
-        ),
+        "batch_invariant_linear": lambda: get(at + "triton.batch_invariant_linear")(half(9, 128), weight, bias),
         "streaming_gemm": lambda: get(at + "streaming_hopper.streaming_gemm")(half(16, 128), weight, bias, "silu"),
         "streaming_gemm split": lambda: get(at + "streaming_hopper.streaming_gemm")(
             half(16, 512), half(64, 512), None, "", get(at + "streaming_hopper.StreamTile")(2)
@@ -303,16 +304,16 @@ def products() -> dict[str, Callable[[], Any]]:
         "gated_gemm": lambda: get(at + "gated_gemm_hopper.gated_gemm")(half(300, 128), gated, "silu"),
         "relu2_gemm": lambda: get(at + "gated_gemm_hopper.relu2_gemm")(half(300, 128), half(512, 128)),
         "gelu_gemm": lambda: get(at + "gated_gemm_hopper.gelu_gemm")(half(300, 128), half(512, 128), half(512)),
-        "linear": lambda: get("linear.linear")(half(9, 128), weight, bias),
-        "gated_linear of many": lambda: get("linear.gated_linear")(
-            half(2048, 128), gated, None, get("activation.silu_and_mul")
+        "linear": lambda: get("gemm.linear.linear")(half(9, 128), weight, bias),
+        "gated_linear of many": lambda: get("gemm.linear.gated_linear")(
+            half(2048, 128), gated, None, get("elementwise.silu_and_mul")
         ),
-        "activated_linear of many": lambda: get("linear.activated_linear")(
+        "activated_linear of many": lambda: get("gemm.linear.activated_linear")(
             half(2048, 128), half(512, 128), half(512), torch.nn.functional.gelu
         ),
-        "norm_linear": lambda: get("linear.norm_linear")(half(2, 128), residual, norm, 1e-6, weight, bias),
-        "norm_linear of more": lambda: get("linear.norm_linear")(half(9, 128), None, norm, 1e-6, weight, bias),
-        "chain_for": lambda: get("linear.chain_for")(half(9, 128), weight),
+        "norm_linear": lambda: get("gemm.linear.norm_linear")(half(2, 128), residual, norm, 1e-6, weight, bias),
+        "norm_linear of more": lambda: get("gemm.linear.norm_linear")(half(9, 128), None, norm, 1e-6, weight, bias),
+        "chain_for": lambda: get("gemm.linear.chain_for")(half(9, 128), weight),
     }
 
 
@@ -320,9 +321,9 @@ def products() -> dict[str, Callable[[], Any]]:
 def kernels(monkeypatch):
     """All kernels and those launched. A device of some multiprocessors, on which the kernels for Hopper run."""
     found, launched = replace_kernels(monkeypatch)
-    for module in ("linear.triton.gated_gemm_hopper", "moe.triton.gemm_hopper", "moe.triton.stream_hopper"):
+    for module in ("gemm.linear.gated_gemm_hopper", "gemm.moe.gemm_hopper", "gemm.moe.stream_hopper"):
         monkeypatch.setattr(f"slipstream.ops.{module}.multiprocessors", lambda device: 8)
-    for module in ("linear.capability", "moe.triton.gemm"):
+    for module in ("gemm.linear.tiles", "gemm.moe.triton"):
         monkeypatch.setattr(f"slipstream.ops.{module}.has_hopper_kernels", lambda device: True)
     return found, launched
 
@@ -383,16 +384,16 @@ PLANTED: dict[str, Callable[[torch.Tensor], Any]] = {
 
 @pytest.mark.parametrize("bug", PLANTED)
 def test_a_read_planted_into_a_launcher_is_caught(bug, kernels, monkeypatch):
-    module = importlib.import_module("slipstream.ops.norm.triton")
+    module = importlib.import_module("slipstream.ops.elementwise.norm_triton")
     launch = module._launch
     monkeypatch.setattr(module, "_launch", lambda x, *rest: (PLANTED[bug](x), launch(x, *rest)))
     with pytest.raises(HostRead), no_host_reads():
-        get("norm.triton.rms_norm")(torch.rand(ROWS, 64), torch.rand(64), 1e-6)
+        get("elementwise.norm_triton.rms_norm")(torch.rand(ROWS, 64), torch.rand(64), 1e-6)
     assert not kernels[1]
 
 
 def test_a_launch_with_other_arguments_than_the_kernels_is_caught(kernels):
-    kernel = importlib.import_module("slipstream.ops.segment_sum.triton")._sum_kernel
+    kernel = importlib.import_module("slipstream.ops.elementwise.triton")._sum_kernel
     full = (1, 2, 3, 4, 5, 6, 7)
     kernel[(1,)](*full, TOKENS=1, COLUMNS=1, num_warps=4)
     for args, words in ((full[:-1], {}), (full, {"more": 1}), (full, {"stride": 5})):

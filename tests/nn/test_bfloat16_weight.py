@@ -18,7 +18,7 @@ from slipstream.nn.weights import kinds
 from slipstream.nn.weights.kinds import Bfloat16Weight
 from slipstream.nn.weights.source import SourceTensor
 from slipstream.nn.weights.weight_format import Weight
-from slipstream.ops import native
+from slipstream.ops.platform import native
 from tiny import write_tiny
 from tiny_gguf import write_gguf
 

@@ -9,7 +9,7 @@ import pytest
 from slipstream.checkpoint.model_info import model_info_from_config
 from slipstream.nn.registry import find_shape
 from slipstream.nn.shapes import AttentionShape, ExpertShape, LayerShape, MlpShape, NormShape, sizes_of
-from slipstream.ops.moe.reference import RouterRule
+from slipstream.ops.gemm.moe.reference import RouterRule
 
 NORM = NormShape(eps=1e-5)
 ATTENTION = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=16, scale=0.25)

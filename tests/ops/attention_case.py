@@ -19,11 +19,8 @@ if not CUDA and os.environ.get("TRITON_INTERPRET") != "1":
 from hand_cache import one_group  # noqa: E402
 from slipstream.nn.context import BatchView, ForwardContext  # noqa: E402
 from slipstream.nn.paged_attention import TritonAttention  # noqa: E402
-from slipstream.ops.paged_attention.tile_list import (  # noqa: E402
-    FEW_ROWS,
-    SOME_ROWS,
-)
-from slipstream.ops.paged_attention.triton.decode import MAX_ROW_PROGRAMS  # noqa: E402
+from slipstream.ops.attention.decode import MAX_ROW_PROGRAMS  # noqa: E402
+from slipstream.ops.attention.tile_list import FEW_ROWS, SOME_ROWS  # noqa: E402
 
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}

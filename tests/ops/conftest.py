@@ -13,7 +13,7 @@ def kernel_device() -> torch.device:
 @pytest.fixture(scope="session")
 def native_kernels() -> None:
     """The fused C kernels, compiled if need be; skips where there is no compiler."""
-    from slipstream.ops import native
+    from slipstream.ops.platform import native
 
     if not native.build():
         pytest.skip("no C compiler here, or the kernels are turned off")

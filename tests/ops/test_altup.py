@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from slipstream.ops.altup import reference
+from slipstream.ops.gemm.altup import reference
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -22,9 +22,9 @@ def version(name):
     pytest.importorskip("triton", reason="triton is not installed")
     if not CUDA and os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("no GPU, and triton was imported before its interpreter could be chosen")
-    import slipstream.ops.altup.triton
+    import slipstream.ops.gemm.altup.triton
 
-    return slipstream.ops.altup.triton
+    return slipstream.ops.gemm.altup.triton
 
 
 def make(*shape):

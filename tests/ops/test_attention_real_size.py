@@ -12,10 +12,10 @@ from attention_case import DEVICE, Case, check_drafted, row_alone, singles
 from hand_cache import one_group
 from slipstream.nn.context import ForwardContext
 from slipstream.nn.paged_attention import TritonAttention
-from slipstream.ops.linear import linear
-from slipstream.ops.paged_attention.triton import DecodeRows
-from slipstream.ops.paged_attention.triton.launch import hopper_serves
-from slipstream.ops.rope.triton import rope_and_write_cache
+from slipstream.ops.attention.launch import hopper_serves
+from slipstream.ops.attention.rope_triton import rope_and_write_cache
+from slipstream.ops.attention.varlen import DecodeRows
+from slipstream.ops.gemm.linear import linear
 
 # the interpreter's own use of numpy
 pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.filterwarnings("ignore:overflow")]

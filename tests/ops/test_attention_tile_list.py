@@ -11,9 +11,9 @@ import pytest
 import torch
 from attention_case import DEVICE
 
-from slipstream.ops.paged_attention import single_list
-from slipstream.ops.paged_attention.single_list import SPLIT_COST
-from slipstream.ops.paged_attention.tile_list import (
+from slipstream.ops.attention import single_list
+from slipstream.ops.attention.single_list import SPLIT_COST
+from slipstream.ops.attention.tile_list import (
     FEW_ROWS,
     SOME_ROWS,
     TileList,
@@ -23,7 +23,7 @@ from slipstream.ops.paged_attention.tile_list import (
     build_tile_list,
     split_keys,
 )
-from slipstream.ops.paged_attention.triton import DecodeRows
+from slipstream.ops.attention.varlen import DecodeRows
 
 # the interpreter's own use of numpy
 pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.filterwarnings("ignore:overflow")]
@@ -244,6 +244,6 @@ def test_tiles_with_most_keys_come_first_among_neighbours(together, group):
 def test_kernels_whose_results_are_read_early_release_nothing():
     """Attention reads page tables and tile lists before its own wait. A kernel that released it before its last store,
     even after its wait, would let it read what is not there: seen as an illegal address on an H200."""
-    for name in ("step_inputs.triton", "paged_attention.tile_list", "paged_attention.single_list"):
+    for name in ("elementwise.step_inputs_triton", "attention.tile_list", "attention.single_list"):
         module = importlib.import_module(f"slipstream.ops.{name}")
         assert "release_next" not in vars(module) and "gdc_launch_dependents" not in inspect.getsource(module), name

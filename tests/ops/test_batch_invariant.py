@@ -10,7 +10,7 @@ import torch
 
 from hand_cache import one_group
 from slipstream.nn.context import BatchView, ForwardContext
-from slipstream.ops.linear.reference import linear
+from slipstream.ops.gemm.linear.tiles import linear
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16] if CUDA else [torch.float32])
 @pytest.mark.parametrize("shape", [(5, 3), (64, 96), (100, 577)])
 def test_a_product_of_a_row_is_the_same_among_any_others(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    from slipstream.ops.linear.triton.batch_invariant import batch_invariant_linear
+    from slipstream.ops.gemm.linear.triton import batch_invariant_linear
 
     random = torch.Generator().manual_seed(0)
     weight, bias = (torch.randn(s, generator=random).to(DEVICE, dtype) for s in (shape, shape[:1]))
@@ -39,7 +39,7 @@ def test_a_product_of_a_row_is_the_same_among_any_others(shape: tuple[int, int],
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16] if CUDA else [torch.float32])
 def test_products_of_heads_are_the_same_among_any_others(dtype: torch.dtype) -> None:
     """As latent attention has them: strided queries by a matrix that lies the other way round."""
-    from slipstream.ops.linear.triton.batch_invariant import batch_invariant_heads
+    from slipstream.ops.gemm.linear.triton import batch_invariant_heads
 
     random = torch.Generator().manual_seed(0)
     weights = torch.randn(3, 40, 70, generator=random).to(DEVICE, dtype).transpose(1, 2)
@@ -112,7 +112,7 @@ def test_attention_of_a_token_is_the_same_alone_and_in_a_chunk(window: int, soft
 @pytest.mark.parametrize("sizes", [(64, 4, 2), (128, 16, 8), (128, 32, 8), (80, 2, 1)])
 def test_heads_are_normed_and_turned_the_same_among_any_others(sizes: tuple[int, int, int]) -> None:
     """Of many tokens: a sum in another order, or another product rounded first, shows in one number of 10,000."""
-    from slipstream.ops.rope import rope_and_write_cache
+    from slipstream.ops.attention import rope_and_write_cache
 
     dim, heads, kv_heads = sizes
     num, random = 4096, torch.Generator("cuda").manual_seed(2)
@@ -139,8 +139,7 @@ def test_heads_are_normed_and_turned_the_same_among_any_others(sizes: tuple[int,
 @pytest.mark.cuda
 @pytest.mark.parametrize("size", [64, 1024, 4096])
 def test_norms_and_activations_are_the_same_among_any_others(size: int) -> None:
-    from slipstream.ops.activation import silu_and_mul
-    from slipstream.ops.norm import add_rms_norm, rms_norm
+    from slipstream.ops.elementwise import add_rms_norm, rms_norm, silu_and_mul
 
     num, random = 4096, torch.Generator("cuda").manual_seed(3)
     x, residual, both = (

@@ -13,8 +13,8 @@ import torch
 
 from child import child_env
 from patience import PATIENCE
-from slipstream.ops import compile_ahead
-from slipstream.ops.compile_ahead import ForkedCompiler, _kind, _ZeroFilled
+from slipstream.ops.platform import compile_ahead
+from slipstream.ops.platform.compile_ahead import ForkedCompiler, _kind, _ZeroFilled
 
 
 class Note:
@@ -281,7 +281,7 @@ def test_descriptors_of_tensors_are_distinguished_by_their_blocks():
 def test_nothing_large_is_imported_for_it():
     program = """
 import sys, torch
-from slipstream.ops.compile_ahead import _ZeroFilled
+from slipstream.ops.platform.compile_ahead import _ZeroFilled
 with _ZeroFilled():
     torch.empty(3)
 assert "sympy" not in sys.modules and "torch._dynamo" not in sys.modules, "torch's compiler was imported"
@@ -294,7 +294,7 @@ import os, sys, threading
 import torch, triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
-from slipstream.ops.compile_ahead import can_compile_ahead, compiling_ahead
+from slipstream.ops.platform.compile_ahead import can_compile_ahead, compiling_ahead
 
 @triton.jit
 def double(x, out, num, BLOCK: tl.constexpr):

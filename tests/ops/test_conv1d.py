@@ -9,7 +9,7 @@ import torch
 from transformers.models.qwen3_next.modeling_qwen3_next import causal_conv1d_fn
 
 from hand_steps import StepRow, hand_steps
-from slipstream.ops.conv1d import reference
+from slipstream.ops.recurrent import replay
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -19,11 +19,11 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 def conv_of(version: str):
     if version == "reference":
-        return reference.causal_conv1d
+        return replay.causal_conv1d
     pytest.importorskip("triton", reason="triton is not installed")
     if not CUDA and os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("no GPU, and triton was imported before its interpreter could be chosen")
-    import slipstream.ops.conv1d.triton as kernels
+    from slipstream.ops.recurrent import conv1d_triton as kernels
 
     return kernels.causal_conv1d
 
@@ -92,6 +92,6 @@ def test_a_save_continues_as_its_row_does(version, chunked):
 def test_float64_stays_float64():
     conv = Conv({1: 100}, dtype=torch.float64)
     steps = hand_steps([StepRow(1, 0, 100)], device=DEVICE)
-    out = reference.causal_conv1d(conv.x[1], conv.weight, None, conv.state, steps, "silu")
+    out = replay.causal_conv1d(conv.x[1], conv.weight, None, conv.state, steps, "silu")
     assert out.dtype == torch.float64
     torch.testing.assert_close(out, conv.expected[1], rtol=1e-12, atol=1e-12)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slipstream.ops.linear.cublaslt_fp8 import add_fp8_to, adds_fp8
-from slipstream.ops.quantized import QuantizedMatrix, reference
+from slipstream.ops.gemm.linear.cublaslt import add_fp8_to, adds_fp8
+from slipstream.ops.gemm.quantized import QuantizedMatrix, matrix
 
 
 def make(rows: int, num_out: int, num_in: int, device: str) -> tuple[torch.Tensor, ...]:
@@ -31,8 +31,8 @@ def test_the_gemm_is_added_to_the_residual_in_place(rows: int) -> None:
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("made for another GPU")
     assert adds_fp8(x, 512, 1424) and not adds_fp8(x[:256], 512, 1424)
-    exact = residual.double() + reference.scaled_linear(x.double(), QuantizedMatrix(weight, scale, None))
-    q, scales = reference.quantize_rows(x)
+    exact = residual.double() + matrix.scaled_linear(x.double(), QuantizedMatrix(weight, scale, None))
+    q, scales = matrix.quantize_rows(x)
     before = residual.clone()
     assert not add_fp8_to(residual[:200], q[:200], scales[:200], weight, scale)
     odd = torch.empty(rows * 512 + 8, device="cuda", dtype=torch.bfloat16)[8:].view(rows, 512)
@@ -48,7 +48,7 @@ def test_the_scales_are_those_of_the_call() -> None:
     residual, x, weight, scale = make(300, 512, 1024, "cuda")
     if not adds_fp8(x, 512, 1024):
         pytest.skip("made for another GPU")
-    q, scales = reference.quantize_rows(x)
+    q, scales = matrix.quantize_rows(x)
     one, other = torch.zeros_like(residual), torch.zeros_like(residual)
     add_fp8_to(one, q, scales, weight, scale)  # before the capture: cuBLASLt loads its kernel
     one.zero_()

@@ -9,22 +9,22 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from slipstream.ops.linear import cublaslt_tuned
+from slipstream.ops.gemm.linear import cublaslt
 
 
 def test_the_fastest_algorithm_is_taken_if_it_gains_enough():
-    assert cublaslt_tuned.fastest([2.0, 1.9, 3.0]) == 1
-    assert cublaslt_tuned.fastest([2.0, 1.99]) == 0, "as good as the same"
-    assert cublaslt_tuned.fastest([2.0, math.inf]) == 0
-    assert cublaslt_tuned.fastest([]) == 0, "the library has none"
+    assert cublaslt.fastest([2.0, 1.9, 3.0]) == 1
+    assert cublaslt.fastest([2.0, 1.99]) == 0, "as good as the same"
+    assert cublaslt.fastest([2.0, math.inf]) == 0
+    assert cublaslt.fastest([]) == 0, "the library has none"
 
 
 def test_the_best_few_are_timed_again_and_the_first_always():
-    assert cublaslt_tuned.finalists([1.0, 1.01, 1.2, 0.99]) == [3, 0, 1]
-    assert cublaslt_tuned.finalists([1.2, 1.01, 1.0, 1.02, 1.03]) == [2, 1, 0]
-    assert cublaslt_tuned.finalists([1.0, 1.5, math.inf]) == [0]
-    assert cublaslt_tuned.finalists([math.inf, 1.0]) == [1, 0]
-    assert cublaslt_tuned.finalists([math.inf, math.inf]) == cublaslt_tuned.finalists([]) == []
+    assert cublaslt.finalists([1.0, 1.01, 1.2, 0.99]) == [3, 0, 1]
+    assert cublaslt.finalists([1.2, 1.01, 1.0, 1.02, 1.03]) == [2, 1, 0]
+    assert cublaslt.finalists([1.0, 1.5, math.inf]) == [0]
+    assert cublaslt.finalists([math.inf, 1.0]) == [1, 0]
+    assert cublaslt.finalists([math.inf, math.inf]) == cublaslt.finalists([]) == []
 
 
 def test_a_clock_that_falls_favours_no_algorithm(monkeypatch):
@@ -39,61 +39,61 @@ def test_a_clock_that_falls_favours_no_algorithm(monkeypatch):
         calls.append(count)
         return alone[algorithm] * 1.01 ** len(calls)
 
-    monkeypatch.setattr(cublaslt_tuned, "_list_algorithms", lambda x, weight: Listed())
-    monkeypatch.setattr(cublaslt_tuned, "_time", time)
-    monkeypatch.setattr(cublaslt_tuned, "_warmed_up", set())
-    chosen = cublaslt_tuned.choose(torch.zeros(1024, 8), torch.zeros(8, 8))
+    monkeypatch.setattr(cublaslt, "_list_algorithms", lambda x, weight: Listed())
+    monkeypatch.setattr(cublaslt, "_time", time)
+    monkeypatch.setattr(cublaslt, "_warmed_up", set())
+    chosen = cublaslt.choose(torch.zeros(1024, 8), torch.zeros(8, 8))
     assert chosen is not None and chosen.best == 1
     assert min(calls) > 2, "the device is busy when the start event is recorded"
 
 
 def test_nothing_is_noted_without_cuda():
-    x, weight = torch.ones(cublaslt_tuned.MIN_ROWS, 64), torch.ones(8, 64)
-    with cublaslt_tuned.recording_gemms() as recorded:
-        assert cublaslt_tuned.multiply(x, weight) is None
-        assert not cublaslt_tuned.add_to(torch.ones(cublaslt_tuned.MIN_ROWS, 8), x, weight)
+    x, weight = torch.ones(cublaslt.MIN_ROWS, 64), torch.ones(8, 64)
+    with cublaslt.recording_gemms() as recorded:
+        assert cublaslt.multiply(x, weight) is None
+        assert not cublaslt.add_to(torch.ones(cublaslt.MIN_ROWS, 8), x, weight)
     assert not recorded
 
 
 def test_an_engine_that_starts_notes_what_its_own_thread_computes(monkeypatch):
-    monkeypatch.setattr(cublaslt_tuned, "_is_eligible", lambda x, weight: True)
-    monkeypatch.setattr(cublaslt_tuned, "_tuned", {})
+    monkeypatch.setattr(cublaslt, "_is_eligible", lambda x, weight: True)
+    monkeypatch.setattr(cublaslt, "_tuned", {})
     weight = torch.ones(8, 64)
-    with cublaslt_tuned.recording_gemms() as recorded:
-        other = threading.Thread(target=cublaslt_tuned.multiply, args=(torch.ones(2048, 64), weight))
+    with cublaslt.recording_gemms() as recorded:
+        other = threading.Thread(target=cublaslt.multiply, args=(torch.ones(2048, 64), weight))
         other.start()
         other.join()
         for _ in range(2):
-            assert cublaslt_tuned.multiply(torch.ones(1024, 64), weight) is None
-    cublaslt_tuned.multiply(torch.ones(1500, 64), weight)
+            assert cublaslt.multiply(torch.ones(1024, 64), weight) is None
+    cublaslt.multiply(torch.ones(1500, 64), weight)
     assert [rows for _, _, rows, _, _ in recorded] == [1024]
 
 
 def test_each_shape_that_was_noted_is_tried_once_on_numbers_of_its_own(monkeypatch):
-    monkeypatch.setattr(cublaslt_tuned, "_is_eligible", lambda x, weight: True)
-    monkeypatch.setattr(cublaslt_tuned, "_tuned", {})
+    monkeypatch.setattr(cublaslt, "_is_eligible", lambda x, weight: True)
+    monkeypatch.setattr(cublaslt, "_tuned", {})
     tried = []
     monkeypatch.setattr(
-        cublaslt_tuned, "choose", lambda x, weight: tried.append((x.shape, x.unique().numel() > 1000, weight))
+        cublaslt, "choose", lambda x, weight: tried.append((x.shape, x.unique().numel() > 1000, weight))
     )
     x, weight = torch.zeros(1024, 64), torch.ones(8, 64)
-    with cublaslt_tuned.recording_gemms() as recorded:
-        cublaslt_tuned.multiply(x, weight)
-        cublaslt_tuned.autotune_recorded(recorded)
-        cublaslt_tuned.multiply(x, weight)
-        cublaslt_tuned.autotune_recorded(recorded)
+    with cublaslt.recording_gemms() as recorded:
+        cublaslt.multiply(x, weight)
+        cublaslt.autotune_recorded(recorded)
+        cublaslt.multiply(x, weight)
+        cublaslt.autotune_recorded(recorded)
     assert len(tried) == 1 and tried[0][:2] == (x.shape, True) and tried[0][2] is weight
     assert not x.any(), "overwritten"
 
 
 def a_library_of(product, monkeypatch):
     """On a device like the one that algorithms of few rows are for."""
-    monkeypatch.setattr(cublaslt_tuned, "_is_eligible", lambda x, weight: True)
-    monkeypatch.setattr(cublaslt_tuned, "_is_hopper", lambda device: True)
-    monkeypatch.setattr(cublaslt_tuned, "_unsplit", {})
-    monkeypatch.setattr(cublaslt_tuned, "_ALIGNMENT", 4)
-    monkeypatch.setattr(cublaslt_tuned, "load_library", lambda: "library")
-    monkeypatch.setattr(cublaslt_tuned, "LtGemm", product)
+    monkeypatch.setattr(cublaslt, "_is_eligible", lambda x, weight: True)
+    monkeypatch.setattr(cublaslt, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(cublaslt, "_unsplit", {})
+    monkeypatch.setattr(cublaslt, "_ALIGNMENT", 4)
+    monkeypatch.setattr(cublaslt, "load_library", lambda: "library")
+    monkeypatch.setattr(cublaslt, "LtGemm", product)
 
 
 def test_few_rows_are_added_by_the_first_way_that_splits_no_sum(monkeypatch):
@@ -111,9 +111,7 @@ def test_few_rows_are_added_by_the_first_way_that_splits_no_sum(monkeypatch):
     a_library_of(Listed, monkeypatch)
 
     def add(rows: int, num_out: int, num_in: int = 64) -> bool:
-        return cublaslt_tuned.add_to(
-            torch.empty(rows, num_out), torch.empty(rows, num_in), torch.empty(num_out, num_in)
-        )
+        return cublaslt.add_to(torch.empty(rows, num_out), torch.empty(rows, num_in), torch.empty(num_out, num_in))
 
     assert add(65, 4096) and add(65, 4096) and add(256, 4096)
     assert made == [(65, 64, 4096), (256, 64, 4096)]
@@ -122,7 +120,7 @@ def test_few_rows_are_added_by_the_first_way_that_splits_no_sum(monkeypatch):
     assert not add(65, 4088), "sums are few"
     assert add(112, 4096, 4104) and add(128, 4096, 4096) and add(192, 4096, 4104)
     assert not add(128, 4096, 4104), "sums are long"
-    monkeypatch.setattr(cublaslt_tuned, "load_library", lambda: None)
+    monkeypatch.setattr(cublaslt, "load_library", lambda: None)
     assert not add(66, 4096)
 
 
@@ -136,11 +134,11 @@ def test_a_way_of_few_rows_that_cannot_be_had_is_not_asked_for_again(monkeypatch
 
         def run(self, algorithm, x, weight, out, *, add):
             asked.append(len(x))
-            raise cublaslt_tuned.CublasLtError("no")
+            raise cublaslt.CublasLtError("no")
 
     a_library_of(Refused, monkeypatch)
     for _ in range(2):
-        assert not cublaslt_tuned.add_to(torch.empty(80, 4096), torch.empty(80, 64), torch.empty(4096, 64))
+        assert not cublaslt.add_to(torch.empty(80, 4096), torch.empty(80, 64), torch.empty(4096, 64))
     assert asked == [80]
 
 
@@ -157,7 +155,7 @@ def test_ways_that_split_a_sum_are_not_asked_for():
             given[attribute] = (value._obj.value, size.value)
             return 0
 
-    product = object.__new__(cublaslt_tuned.LtGemm)
+    product = object.__new__(cublaslt.LtGemm)
     product._library, product._handle, product._operation, product._layouts = Library, None, None, [None] * 3
     assert product._list_algorithms() == []
     assert given == {1: (256, 8), 3: (0, 4)}, "most bytes of memory, and no kind of split"
@@ -175,9 +173,9 @@ def test_a_matrix_that_begins_at_an_odd_place_is_torchs():
     def at(place: int) -> torch.Tensor:
         return numbers[first + place :][: 64 * 64].view(64, 64).as_subclass(OnDevice)
 
-    assert cublaslt_tuned._is_eligible(at(0), at(128))
-    assert not cublaslt_tuned._is_eligible(at(8), at(0))
-    assert not cublaslt_tuned._is_eligible(at(0), at(8))
+    assert cublaslt._is_eligible(at(0), at(128))
+    assert not cublaslt._is_eligible(at(8), at(0))
+    assert not cublaslt._is_eligible(at(0), at(8))
 
 
 def make(rows: int, num_out: int, num_in: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -193,7 +191,7 @@ def make(rows: int, num_out: int, num_in: int, dtype: torch.dtype) -> tuple[torc
 def test_every_way_gives_torchs_product(sizes, dtype):
     x, weight = make(*sizes, dtype)
     expected = F.linear(x, weight)
-    product = cublaslt_tuned.LtGemm(cublaslt_tuned.load_library(), x, weight)
+    product = cublaslt.LtGemm(cublaslt.load_library(), x, weight)
     assert product.num_algorithms > 1
     for algorithm in range(product.num_algorithms):
         out = torch.full_like(expected, torch.nan)
@@ -210,12 +208,12 @@ def test_few_rows_are_added_as_torch_adds_them(rows):
     residual = torch.randn(rows, 4096, device="cuda").bfloat16()
     expected = torch.addmm(residual.double(), x.double(), weight.t().double())
     theirs = residual.clone().addmm_(x, weight.t())
-    if not cublaslt_tuned.add_to(residual, x, weight):
+    if not cublaslt.add_to(residual, x, weight):
         pytest.skip("made for Hopper")
     assert (residual.double() - expected).abs().mean() <= 1.02 * (theirs.double() - expected).abs().mean()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        cublaslt_tuned.add_to(residual, x, weight)
+        cublaslt.add_to(residual, x, weight)
     residual.zero_()
     graph.replay()
     torch.testing.assert_close(residual, F.linear(x, weight), rtol=1e-2, atol=1e-1)
@@ -224,19 +222,19 @@ def test_few_rows_are_added_as_torch_adds_them(rows):
 @pytest.mark.cuda
 def test_a_chosen_way_can_be_captured_and_serves_no_other_shape():
     x, weight = make(2048, 768, 512, torch.bfloat16)
-    with cublaslt_tuned.recording_gemms() as recorded:
-        cublaslt_tuned.multiply(x, weight)
-    cublaslt_tuned.autotune_recorded(recorded)
+    with cublaslt.recording_gemms() as recorded:
+        cublaslt.multiply(x, weight)
+    cublaslt.autotune_recorded(recorded)
     key = (x.device, x.dtype, 2048, 768, 512)
-    assert key in cublaslt_tuned._tuned, "tried, whatever came of it"
-    product = cublaslt_tuned._tuned[key] = cublaslt_tuned.LtGemm(cublaslt_tuned.load_library(), x, weight)
+    assert key in cublaslt._tuned, "tried, whatever came of it"
+    product = cublaslt._tuned[key] = cublaslt.LtGemm(cublaslt.load_library(), x, weight)
     product.best = product.num_algorithms - 1
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = cublaslt_tuned.multiply(x, weight)
+        out = cublaslt.multiply(x, weight)
     assert out is not None
     x.copy_(make(2049, 768, 512, torch.bfloat16)[0][:2048])
     graph.replay()
     torch.testing.assert_close(out, F.linear(x, weight), rtol=1e-2, atol=1e-1)
-    assert cublaslt_tuned.multiply(x[:1500], weight) is None
-    del cublaslt_tuned._tuned[key]
+    assert cublaslt.multiply(x[:1500], weight) is None
+    del cublaslt._tuned[key]

@@ -14,9 +14,9 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
 
 from hand_steps import REPEATING_STEPS, SeenPositions, StepRow, hand_steps
 from slipstream.contracts.cache_spec import DEFER_PERIOD
-from slipstream.ops.conv1d.reference import causal_conv1d
-from slipstream.ops.delta_rule import DeltaWeights, reference
-from slipstream.ops.gated_norm.reference import gated_rms_norm
+from slipstream.ops.elementwise.reference import gated_rms_norm
+from slipstream.ops.recurrent import DeltaWeights, delta_rule
+from slipstream.ops.recurrent.replay import causal_conv1d
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -27,11 +27,11 @@ VERSIONS = pytest.mark.parametrize("version", ["reference", "kernel"])
 
 def ops(version: str):
     if version == "reference":
-        return reference
+        return delta_rule
     pytest.importorskip("triton", reason="triton is not installed")
     if not CUDA and os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("no GPU, and triton was imported before its interpreter could be chosen")
-    import slipstream.ops.delta_rule.triton as kernels
+    from slipstream.ops.recurrent import delta_triton as kernels
 
     return kernels
 
@@ -161,7 +161,7 @@ def test_gates(version):
 def test_the_decode_kernel_is_the_parts_one_by_one(dim, key_heads, splits, monkeypatch):
     torch.manual_seed(0)
     ops("kernel")
-    decode = importlib.import_module("slipstream.ops.delta_rule.triton.decode")
+    decode = importlib.import_module("slipstream.ops.recurrent.delta_decode")
     assert decode.num_splits(2, 64) == 4 and decode.num_splits(2, 32) == 2 and decode.num_splits(1000, 64) == 1
     assert decode.num_splits(512, 128) == 2 and decode.num_splits(513, 128) == 1
     monkeypatch.setattr(decode, "num_splits", lambda num_heads, block: splits)
@@ -214,8 +214,8 @@ def test_positions_computed_again_and_deferred_stores_change_no_result(
     torch.manual_seed(0)
     own, convolve = ops(version), causal_conv1d
     if version == "kernel":
-        convolve = importlib.import_module("slipstream.ops.conv1d.triton").causal_conv1d
-        decode = importlib.import_module("slipstream.ops.delta_rule.triton.decode")
+        convolve = importlib.import_module("slipstream.ops.recurrent.conv1d_triton").causal_conv1d
+        decode = importlib.import_module("slipstream.ops.recurrent.delta_decode")
         monkeypatch.setattr(decode, "num_splits", lambda num_heads, block: splits)
     heads, key_size, value_size = 2, key_heads * KEY_DIM, 2 * dim
     channels = 2 * key_size + value_size
@@ -238,14 +238,14 @@ def test_positions_computed_again_and_deferred_stores_change_no_result(
         """Before the norm."""
         qkv, _, b, a = parts_of(rows)
         steps = hand_steps(rows, padding=1, device=DEVICE)
-        q, k, v = reference._heads(convolve(qkv, weights.conv, None, conv, steps, "silu"), state)
-        g, beta = reference.delta_gates(a, b, weights.a_log, weights.dt_bias)
+        q, k, v = delta_rule._heads(convolve(qkv, weights.conv, None, conv, steps, "silu"), state)
+        g, beta = delta_rule.delta_gates(a, b, weights.a_log, weights.dt_bias)
         return version.gated_delta_rule(q, k, v, g, beta, state, steps, KEY_DIM**-0.5, deferred=kept)
 
     inputs = {slot: rand(130, channels + value_size + 2 * heads) for slot in (3, 4, 5, 6)}
     whole = unset(SLOTS, heads, KEY_DIM, dim)
     rows = [StepRow(slot, 0, 130, {64: 8} if slot == 5 else {}) for slot in inputs]
-    expected = rule(reference, causal_conv1d, rows, torch.zeros_like(conv), whole).split(130)
+    expected = rule(delta_rule, causal_conv1d, rows, torch.zeros_like(conv), whole).split(130)
     expected = dict(zip(inputs, expected, strict=True))
     seen = SeenPositions(period)
     for number, spans in enumerate(REPEATING_STEPS):

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from child import child_env
-from slipstream.ops import dispatch
-from slipstream.ops.linear.unnormalized import Unnormalized
+from slipstream.ops.gemm.linear.tiles import Unnormalized
+from slipstream.ops.platform import dispatch
 
 
 def double(x: Any, times: int = 2) -> Any:
@@ -95,11 +95,12 @@ def test_validating_compares_results_and_arguments(wrong: bool) -> None:
 def test_ops_on_the_cpu_leave_triton_alone() -> None:
     program = """
 import sys, torch
-from slipstream.ops import activation, norm, sample, step_inputs
+from slipstream.ops import elementwise, sampling
 x = torch.randn(2, 8)
-sample.draw(x, sample.step_keys(torch.tensor([1, 2]), torch.tensor([3, 4]), 0))
-norm.rms_norm(x, torch.ones(8), 1e-6), activation.silu_and_mul(x)
-assert "triton" not in sys.modules and not any(name.endswith(".triton") for name in sys.modules if "slipstream" in name)
+sampling.draw(x, sampling.step_keys(torch.tensor([1, 2]), torch.tensor([3, 4]), 0))
+elementwise.rms_norm(x, torch.ones(8), 1e-6), elementwise.silu_and_mul(x)
+assert "triton" not in sys.modules
+assert not any(name.endswith("triton") for name in sys.modules if "slipstream" in name)
 """
     subprocess.run(
         [sys.executable, "-c", program],
@@ -113,9 +114,10 @@ def test_the_first_argument_of_every_dispatched_op_is_a_tensor() -> None:
     argument. `Unnormalized` has both, as a tensor."""
     assert {"is_cuda", "dtype"} <= set(dir(Unnormalized))
     found = []
-    for path in sorted(Path(dispatch.__file__).parent.glob("*/__init__.py")):
-        for name in re.findall(r"by_device\((?:reference|host)\.(\w+)", path.read_text(encoding="utf-8")):
-            module = importlib.import_module(f"slipstream.ops.{path.parent.name}")
+    ops = Path(dispatch.__file__).parents[1]
+    for path in sorted(ops.rglob("__init__.py")):
+        for name in re.findall(r"by_device\(\w+\.(\w+)", path.read_text(encoding="utf-8")):
+            module = importlib.import_module(".".join(("slipstream", "ops", *path.parent.relative_to(ops).parts)))
             first = next(iter(inspect.signature(getattr(module, name)).parameters.values()))
             found.append(name)
             assert str(first.annotation) in ("torch.Tensor", "torch.Tensor | Unnormalized"), f"{name}({first}, ...)"

@@ -14,13 +14,12 @@ import torch
 
 from hand_steps import StepRow, hand_steps
 from slipstream.contracts.cache_spec import replay_columns, ring_columns
-from slipstream.ops.conv1d import reference as conv_reference
-from slipstream.ops.delta_rule import DeltaWeights
-from slipstream.ops.delta_rule import reference as delta_reference
-from slipstream.ops.recurrent_steps import DraftSteps, RecurrentSteps
-from slipstream.ops.recurrent_steps import reference as steps_reference
-from slipstream.ops.ssm import SelectiveWeights, SsdWeights
-from slipstream.ops.ssm import reference as ssm_reference
+from slipstream.ops.recurrent import DeltaWeights, SelectiveWeights, SsdWeights
+from slipstream.ops.recurrent import delta_rule as delta_reference
+from slipstream.ops.recurrent import replay as conv_reference
+from slipstream.ops.recurrent import ssm as ssm_reference
+from slipstream.ops.recurrent.steps import DraftSteps, RecurrentSteps
+from slipstream.ops.recurrent.steps import reference as steps_reference
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -43,10 +42,10 @@ def ops(version: str) -> Ops:
     pytest.importorskip("triton", reason="triton is not installed")
     if not CUDA and os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("no GPU, and triton was imported before its interpreter could be chosen")
-    import slipstream.ops.conv1d.triton as conv
-    import slipstream.ops.delta_rule.triton as delta
-    import slipstream.ops.recurrent_steps.triton as steps
-    import slipstream.ops.ssm.triton as ssm
+    from slipstream.ops.recurrent import conv1d_triton as conv
+    from slipstream.ops.recurrent import delta_triton as delta
+    from slipstream.ops.recurrent import ssm_triton as ssm
+    from slipstream.ops.recurrent.steps import triton as steps
 
     return Ops(conv, delta, ssm, steps)
 

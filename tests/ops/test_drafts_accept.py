@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from slipstream.ops.drafts import Accepted, DrawnTokens, earlier_drafts, reference
+from slipstream.ops.sampling import Accepted, DrawnTokens, drafts, earlier_drafts
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DRAFTS, ROWS = 4, 9
@@ -37,12 +37,12 @@ def make(seed: int) -> tuple[torch.Tensor, torch.Tensor, DrawnTokens]:
 
 def op(name: str, kind: str):
     if kind == "reference":
-        return getattr(reference, name)
+        return getattr(drafts, name)
     if DEVICE == "cpu" and not pytest.importorskip("triton").knobs.runtime.interpret:
         pytest.skip("no GPU, and triton was imported before its interpreter could be chosen")
-    from slipstream.ops.drafts import triton
+    from slipstream.ops.sampling import drafts_triton
 
-    return getattr(triton, name)
+    return getattr(drafts_triton, name)
 
 
 def results(num: int) -> Accepted:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from draft_search import search
-from slipstream.ops import dispatch
-from slipstream.ops.drafts import Accepted, DrawnTokens, MatchRule, RowHistory, reference
+from slipstream.ops.platform import dispatch
+from slipstream.ops.sampling import Accepted, DrawnTokens, MatchRule, RowHistory, drafts
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PAGE, WIDTH, ROWS, DRAFTS = 4, 40, 6, 5
@@ -18,10 +18,10 @@ PAGE, WIDTH, ROWS, DRAFTS = 4, 40, 6, 5
 
 def propose(name: str, *args) -> None:
     if name == "reference":
-        return reference.propose_from_history_(*args)
+        return drafts.propose_from_history_(*args)
     if DEVICE == "cpu" and not pytest.importorskip("triton").knobs.runtime.interpret:
         pytest.skip("no GPU, and triton was imported before its interpreter could be chosen")
-    from slipstream.ops.drafts.triton import propose_from_history_
+    from slipstream.ops.sampling.drafts_triton import propose_from_history_
 
     return propose_from_history_(*args)
 
@@ -66,7 +66,7 @@ def test_the_tokens_after_the_longest_and_newest_match(name: str, rule: MatchRul
 def test_a_history_of_several_blocks(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Matches that begin in one block and end in another; lengths at the borders of blocks, and no token before."""
     propose("kernel", torch.tensor([0], device=DEVICE), None, rows_of([[1]], random.Random(0)), 1, RULES[0], 1)
-    monkeypatch.setattr("slipstream.ops.drafts.triton._BLOCK", block)
+    monkeypatch.setattr("slipstream.ops.sampling.drafts_triton._BLOCK", block)
     rng = random.Random(1)
     lengths = [block, block + 1, 2 * block, 2 * block + 1, 2 * block + 2]
     for kinds, rule in ((2, MatchRule(2, 5, math.inf)), (3, MatchRule(1, 24, 1.0))):
@@ -101,7 +101,7 @@ def test_positions_whose_pages_were_freed_match_nothing(name: str) -> None:
 def test_the_device_is_that_of_the_first_argument() -> None:
     """As dispatched in a torch with CUDA."""
     history = rows_of([[1, 2, 3, 1, 2]], random.Random(0))
-    call = dispatch._pick(reference.propose_from_history_, "slipstream.ops.drafts.triton")
+    call = dispatch._pick(drafts.propose_from_history_, "slipstream.ops.sampling.drafts_triton")
     call(torch.tensor([0], device=DEVICE), None, history, 2, MatchRule(1, 3, math.inf), 5)
     assert history.next_tokens[0, :3].tolist() == [2, 3, 1]
 
@@ -111,7 +111,7 @@ def test_the_device_is_that_of_the_first_argument() -> None:
 def test_long_histories_on_a_gpu_in_a_replayed_graph(rule: MatchRule) -> None:
     """Acceptance and the search after it, as in the head of a step: one launch each, the second before the end of the
     first. Rows of one token up to several blocks, beside padding."""
-    from slipstream.ops.drafts import triton as kernels
+    from slipstream.ops.sampling import drafts_triton as kernels
 
     rng, page, width = random.Random(3), 16, 1252
     lengths = [1, 2, 17, 512, 4096, 4097, 9000, 20_000]
@@ -136,7 +136,7 @@ def test_long_histories_on_a_gpu_in_a_replayed_graph(rule: MatchRule) -> None:
     returned = torch.full((len(rows), DRAFTS), 55, device="cuda")
 
     def run(name: str, history: RowHistory) -> Accepted:
-        module, device = (reference, "cpu") if name == "reference" else (kernels, "cuda")
+        module, device = (drafts, "cpu") if name == "reference" else (kernels, "cuda")
         own = [part.to(device) for part in (rows, offsets, drawn, failed)]
         positions = history.computed[own[0]] + own[1] + 1
 

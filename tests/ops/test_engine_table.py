@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.ops import native
+from slipstream.ops.platform import native
 
 SOURCE = """
 #include <stdlib.h>
-#include "{folder}/native_engines.h"
+#include "{folder}/native_team.h"
 void *start(void *table, int64_t owner, int64_t cores) {{
     SlipNeighbours *me = calloc(1, sizeof *me);
     *me = (SlipNeighbours){{.table = table, .owner = owner, .cores = {{cores}}}};

@@ -58,7 +58,7 @@ def bfloat16_pair(low: float, high: float) -> int:
 
 @pytest.mark.parametrize("zeros", [(0, 0), (8, 8), (15, 3)])
 def test_4_bits_become_numbers_less_their_zero(zeros: tuple[int, int]) -> None:
-    from slipstream.ops.quantized.triton.expand import BFLOAT16_OF_4_BITS
+    from slipstream.ops.gemm.quantized.expand import BFLOAT16_OF_4_BITS
 
     codes = [0x0F, 0x31, 0xA8, 0xE5]  # bytes in the order of their columns
     packed = int.from_bytes(bytes(codes), "little")
@@ -75,7 +75,7 @@ def test_4_bits_become_numbers_less_their_zero(zeros: tuple[int, int]) -> None:
 
 def test_fp8_becomes_bfloat16() -> None:
     """All numbers, also subnormal ones, of both signs; not NaN."""
-    from slipstream.ops.quantized.triton.expand import BFLOAT16_OF_FP8
+    from slipstream.ops.gemm.quantized.expand import BFLOAT16_OF_FP8
 
     codes = [code for code in range(256) if code & 127 != 127]
     codes += codes[: -len(codes) % 4]

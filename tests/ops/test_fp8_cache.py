@@ -9,9 +9,9 @@ import torch
 from hand_cache import one_group
 from slipstream.nn.context import BatchView, ForwardContext
 from slipstream.nn.sdpa import SdpaAttention
-from slipstream.ops.cache_write import new_fp8_cache, raw_pages, write_cache
-from slipstream.ops.cache_write.fp8 import read_slots, scales_of
-from slipstream.ops.rope import rope_table
+from slipstream.ops.attention import rope_table
+from slipstream.ops.attention.cache_write import new_fp8_cache, raw_pages, write_cache
+from slipstream.ops.attention.cache_write.reference import read_slots, scales_of
 
 triton_attention = pytest.importorskip("slipstream.nn.paged_attention", reason="triton is not installed")
 
@@ -62,8 +62,8 @@ def test_a_copied_page_has_its_scales() -> None:
 def test_the_rope_kernel_writes_what_the_reference_writes(
     tokens: int, kv_heads: int, dim: int, rotary_dim: int, kernel_device: torch.device
 ) -> None:
-    from slipstream.ops.rope.native import rope_and_write_cache as reference
-    from slipstream.ops.rope.triton import rope_and_write_cache
+    from slipstream.ops.attention.native import rope_and_write_cache as reference
+    from slipstream.ops.attention.rope_triton import rope_and_write_cache
 
     torch.manual_seed(tokens)
     rotary = rope_table(torch.rand(rotary_dim // 2), 50, 1.0, torch.float32)[torch.randint(0, 50, (tokens,))]
@@ -135,7 +135,7 @@ def attend_on_hopper(
     shape: tuple[int, int, int, int], window: int, sinks: bool, lengths: list[int], counts: list[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of rows in bfloat16 on a GPU, and in float32 over the same pages. Pages hold NaN past their rows."""
-    from slipstream.ops.paged_attention.triton import decode
+    from slipstream.ops.attention import decode
 
     dim, heads, kv_heads, page_size = shape
     device = torch.device("cuda")

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from slipstream.ops.activation import relu2, silu_and_mul
-from slipstream.ops.linear import activated_linear, gated_linear
+from slipstream.ops.elementwise import relu2, silu_and_mul
+from slipstream.ops.gemm.linear import activated_linear, gated_linear
 
 
 @pytest.mark.cuda
@@ -32,11 +32,11 @@ def test_it_is_as_close_as_the_library_with_an_activation_after_it(
 
 
 def hopper(x: torch.Tensor, weight: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor, str], torch.Tensor]:
-    from slipstream.ops.linear.capability import supports_tma
+    from slipstream.ops.gemm.linear.tiles import supports_tma
 
     if not supports_tma(x, weight):
         pytest.skip("made for Hopper")
-    from slipstream.ops.linear.triton.gated_gemm_hopper import gated_gemm
+    from slipstream.ops.gemm.linear.gated_gemm_hopper import gated_gemm
 
     return gated_gemm
 
@@ -63,7 +63,7 @@ def test_it_can_be_captured() -> None:
 def test_very_many_rows_go_that_way(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = (torch.randn(size, 512, device="cuda").bfloat16() for size in (1500, 1552))
     hopper(x, weight)
-    from slipstream.ops.linear.triton import gated_gemm_hopper
+    from slipstream.ops.gemm.linear import gated_gemm_hopper
 
     rows: list[int] = []
     make = gated_gemm_hopper.gated_gemm
@@ -88,7 +88,7 @@ def test_gelu_is_as_close_as_the_library_with_gelu_after_it(
     x, weight = torch.randn(rows, num_in, device="cuda"), torch.randn(num_out, num_in, device="cuda") / num_in**0.5
     x, weight, bias = x.to(dtype), weight.to(dtype), (2 * torch.randn(num_out, device="cuda")).to(dtype)
     hopper(x, weight)
-    from slipstream.ops.linear.triton.gated_gemm_hopper import gelu_gemm
+    from slipstream.ops.gemm.linear.gated_gemm_hopper import gelu_gemm
 
     exact = F.gelu(F.linear(x.double(), weight.double(), bias.double()))
     allowed = (F.gelu(F.linear(x, weight, bias)).double() - exact).abs()
@@ -101,7 +101,7 @@ def test_gelu_is_as_close_as_the_library_with_gelu_after_it(
 def test_gelu_of_very_many_rows_goes_that_way(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight, bias = (torch.randn(*size, device="cuda").half() for size in ((1500, 512), (768, 512), (768,)))
     hopper(x, weight)
-    from slipstream.ops.linear.triton import gated_gemm_hopper
+    from slipstream.ops.gemm.linear import gated_gemm_hopper
 
     rows: list[int] = []
     make = gated_gemm_hopper.gelu_gemm
@@ -122,7 +122,7 @@ def test_relu2_is_as_close_as_the_library_with_relu2_after_it(rows: int, num_out
     x, weight = torch.randn(rows, num_in, device="cuda"), torch.randn(num_out, num_in, device="cuda") / num_in**0.5
     x, weight = x.bfloat16(), weight.bfloat16()
     hopper(x, weight)
-    from slipstream.ops.linear.triton.gated_gemm_hopper import relu2_gemm
+    from slipstream.ops.gemm.linear.gated_gemm_hopper import relu2_gemm
 
     exact = F.linear(x.double(), weight.double()).clamp_(min=0).square_()
     allowed = (relu2(F.linear(x, weight)).double() - exact).abs()
@@ -135,7 +135,7 @@ def test_relu2_is_as_close_as_the_library_with_relu2_after_it(rows: int, num_out
 def test_relu2_of_very_many_rows_goes_that_way(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = (torch.randn(*size, device="cuda").bfloat16() for size in ((1500, 512), (768, 512)))
     hopper(x, weight)
-    from slipstream.ops.linear.triton import gated_gemm_hopper
+    from slipstream.ops.gemm.linear import gated_gemm_hopper
 
     rows: list[int] = []
     make = gated_gemm_hopper.relu2_gemm

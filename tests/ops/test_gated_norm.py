@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1RMSNormGated
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
-from slipstream.ops.gated_norm import reference
+from slipstream.ops.elementwise import reference
 
 CUDA = torch.cuda.is_available()
 # the interpreter's own use of numpy
@@ -26,7 +26,7 @@ def ops(version: str) -> Any:
     pytest.importorskip("triton", reason="triton is not installed")
     if not CUDA and os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("no GPU, and triton was imported before its interpreter could be chosen")
-    return importlib.import_module("slipstream.ops.gated_norm.triton")
+    return importlib.import_module("slipstream.ops.elementwise.norm_triton")
 
 
 def inputs(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,9 +11,9 @@ import torch
 from hand_cache import one_group
 from slipstream.nn.context import BatchView, ForwardContext
 from slipstream.nn.paged_attention import TritonAttention
-from slipstream.ops.linear import linear
-from slipstream.ops.paged_attention.triton import serves_single
-from slipstream.ops.rope.triton import rope_and_write_cache
+from slipstream.ops.attention.rope_triton import rope_and_write_cache
+from slipstream.ops.attention.varlen import serves_single
+from slipstream.ops.gemm.linear import linear
 
 PAGE, DIM, EPS = 16, 128, 1e-6
 HEADS = [(32, 8), (16, 8), (40, 8), (64, 4), (8, 8)]
@@ -147,7 +147,7 @@ def test_steps_whose_keys_may_be_new_run_the_kernels_in_sequence() -> None:
 
 
 def test_only_rows_of_the_kernel_s_shape_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slipstream.ops.paged_attention.triton.decode.hopper_serves", lambda *_: True)
+    monkeypatch.setattr("slipstream.ops.attention.decode.hopper_serves", lambda *_: True)
 
     def serves(heads: int = 40, dim: int = 128, rotary: int = 128, dtype: torch.dtype = torch.bfloat16) -> bool:
         qkv = torch.zeros(1, heads + 8, dim, dtype=torch.bfloat16)

@@ -18,61 +18,64 @@ import triton
 from kernel_builds import ATTENTION, BYTE, FLOAT, HALF, INT, LONG, build, encoders, of, recurrent, sample
 from triton.backends.compiler import GPUTarget
 
+ELEMENTWISE = "slipstream.ops.elementwise.triton"
+NORM = "slipstream.ops.elementwise.norm_triton"
+
 
 def rest():
     x = of(HALF, "x residual weight out total gate_up")
     whole = dict(SIZE=1000, ROWS=1, BLOCK=256, DEPENDENT=True)
-    build("slipstream.ops.norm.triton", "_norm_kernel", x | {"x": FLOAT}, HEADS=1, PARTS=2, PER_HEAD=False, **whole)
+    build(NORM, "_norm_kernel", x | {"x": FLOAT}, HEADS=1, PARTS=2, PER_HEAD=False, **whole)
     whole["PARTS"] = 1
-    build("slipstream.ops.norm.triton", "_norm_kernel", x, HEADS=1, PER_HEAD=False, **whole)
-    build("slipstream.ops.norm.triton", "_norm_kernel", x, HEADS=3, PER_HEAD=True, residual=None, total=None, **whole)
+    build(NORM, "_norm_kernel", x, HEADS=1, PER_HEAD=False, **whole)
+    build(NORM, "_norm_kernel", x, HEADS=3, PER_HEAD=True, residual=None, total=None, **whole)
     del whole["PARTS"]
-    build("slipstream.ops.activation.triton", "_gate_kernel", x, KIND=2, BLOCK=256, DEPENDENT=True)
-    build("slipstream.ops.activation.triton", "_sparse_kernel", x | {"deviations": "fp32"}, BLOCK=2048, DEPENDENT=False)
-    build("slipstream.ops.activation.triton", "_relu2_kernel", x, BLOCK=4096, DEPENDENT=False)
-    build("slipstream.ops.activation.triton", "_sigmoid_kernel", x | {"gate": HALF}, BLOCK=4096, DEPENDENT=True)
+    build(ELEMENTWISE, "_gate_kernel", x, KIND=2, BLOCK=256, DEPENDENT=True)
+    build(ELEMENTWISE, "_sparse_kernel", x | {"deviations": "fp32"}, BLOCK=2048, DEPENDENT=False)
+    build(ELEMENTWISE, "_relu2_kernel", x, BLOCK=4096, DEPENDENT=False)
+    build(ELEMENTWISE, "_sigmoid_kernel", x | {"gate": HALF}, BLOCK=4096, DEPENDENT=True)
     names = "computed next_tokens tables rows counts token_rows offsets host_ids ids positions lengths slots pages"
     x = of(LONG, names)
     blocks = dict(PAGE=16, TOKENS=128, PAGES=256, NEXT=5)
     drafts = dict(GROUPS=2, KEPT=1, ADVANCE=True)
-    build("slipstream.ops.step_inputs.triton", "_gather_kernel", x | {"kept": INT}, **drafts, **blocks)
+    build("slipstream.ops.elementwise.step_inputs_triton", "_gather_kernel", x | {"kept": INT}, **drafts, **blocks)
     chunks = dict(counts=None, offsets=None, host_ids=None, kept=None, KEPT=-1, ADVANCE=False)
-    build("slipstream.ops.step_inputs.triton", "_gather_kernel", x, GROUPS=1, **chunks, **blocks)
+    build("slipstream.ops.elementwise.step_inputs_triton", "_gather_kernel", x, GROUPS=1, **chunks, **blocks)
     x = of(LONG, "next_tokens computed rows offsets positions tokens out_tokens table")
     x |= of(BYTE, "failed out_kept out_failed")
-    build("slipstream.ops.drafts.triton", "_accept_kernel", x, WIDTH=5, DRAWS=8, DEPENDENT=True)
-    build("slipstream.ops.drafts.triton", "_store_kernel", x, ROWS=128, DEPENDENT=True)
+    build("slipstream.ops.sampling.drafts_triton", "_accept_kernel", x, WIDTH=5, DRAWS=8, DEPENDENT=True)
+    build("slipstream.ops.sampling.drafts_triton", "_store_kernel", x, ROWS=128, DEPENDENT=True)
     x |= {"tokens": INT, "reach": "fp32", "out": LONG}
     match = dict(DRAFTS=4, WIDTH=5, PAGE=16, BLOCK=4096, AT_ONCE=4, DEPENDENT=True)
     alone = dict(offsets=None, out=None)
-    build("slipstream.ops.drafts.triton", "_propose_kernel", x, SHORTEST=2, LONGEST=4, **alone, **match)
-    build("slipstream.ops.drafts.triton", "_propose_kernel", x, SHORTEST=1, LONGEST=24, **match)
+    build("slipstream.ops.sampling.drafts_triton", "_propose_kernel", x, SHORTEST=2, LONGEST=4, **alone, **match)
+    build("slipstream.ops.sampling.drafts_triton", "_propose_kernel", x, SHORTEST=1, LONGEST=24, **match)
     x = of(INT, "starts first_positions saves chunks chunk_starts")
     blocks = dict(CHUNK=64, ROWS=512, ENTRIES=32, SAVES=64)
-    build("slipstream.ops.recurrent_steps.triton", "_list_kernel", x, **blocks)
-    build("slipstream.ops.recurrent_steps.triton", "_list_kernel", x, saves=None, **blocks)
-    build("slipstream.ops.recurrent_steps.triton", "_clear_kernel", x | {"out": HALF}, TOKENS=8, BLOCK=1024)
+    build("slipstream.ops.recurrent.steps.triton", "_list_kernel", x, **blocks)
+    build("slipstream.ops.recurrent.steps.triton", "_list_kernel", x, saves=None, **blocks)
+    build("slipstream.ops.recurrent.steps.triton", "_clear_kernel", x | {"out": HALF}, TOKENS=8, BLOCK=1024)
     x |= of(INT, "table out slots seen_positions") | of(LONG, "rows offsets positions")
-    build("slipstream.ops.recurrent_steps.triton", "_seen_kernel", x, PERIOD=4, ROWS=128)
-    build("slipstream.ops.recurrent_steps.triton", "_bases_kernel", x, SINGLE=True, DRAWS=128)
-    build("slipstream.ops.recurrent_steps.triton", "_bases_kernel", x, SINGLE=False, DRAWS=128, offsets=None)
+    build("slipstream.ops.recurrent.steps.triton", "_seen_kernel", x, PERIOD=4, ROWS=128)
+    build("slipstream.ops.recurrent.steps.triton", "_bases_kernel", x, SINGLE=True, DRAWS=128)
+    build("slipstream.ops.recurrent.steps.triton", "_bases_kernel", x, SINGLE=False, DRAWS=128, offsets=None)
     x = of(HALF, "embedding angles x rotary") | of(LONG, "ids positions") | {"scale": "fp32"}
     shape = dict(SIZE=1000, ANGLE_SIZE=256, BLOCK=256, DEPENDENT=True)
-    build("slipstream.ops.embedding_lookup.triton", "_look_up_kernel", x, SCALED=True, **shape)
+    build(ELEMENTWISE, "_look_up_kernel", x, SCALED=True, **shape)
 
 
 def pool():
     x = of(HALF, "x") | of(INT, "starts begins") | of(FLOAT, "out") | of(LONG, "origins")
-    build("slipstream.ops.segment_sum.triton", "_sum_kernel", x, TOKENS=32, COLUMNS=128)
-    build("slipstream.ops.segment_sum.triton", "_sum_kernel", x, TOKENS=32, COLUMNS=128, begins=None, origins=None)
+    build(ELEMENTWISE, "_sum_kernel", x, TOKENS=32, COLUMNS=128)
+    build(ELEMENTWISE, "_sum_kernel", x, TOKENS=32, COLUMNS=128, begins=None, origins=None)
 
 
 def products():
     x = of(HALF, "x weight bias out")
-    linear = "slipstream.ops.linear.triton."
-    build(linear + "batch_invariant", "_batch_invariant_kernel", x, SIZE=1000, BLOCK_IN=64)
+    linear = "slipstream.ops.gemm.linear."
+    build(linear + "triton", "_batch_invariant_kernel", x, SIZE=1000, BLOCK_IN=64)
     x = of(FLOAT, "x weight out")
-    build(linear + "batch_invariant", "_batch_invariant_kernel", x, SIZE=1000, BLOCK_IN=32, bias=None)
+    build(linear + "triton", "_batch_invariant_kernel", x, SIZE=1000, BLOCK_IN=32, bias=None)
     x = of(HALF, "x residual norm weight bias out total normed") | {"partials": FLOAT, "arrived": INT}
     few = dict(IN=3000, BLOCK_OUT=4, BLOCK_IN=1024, DEPENDENT=True)
     build(linear + "gemv", "_gemv_kernel", x, ROWS=1, PADDED=1, GATE=1, bias=None, normed=None, **few)
@@ -80,16 +83,16 @@ def products():
     plain = dict.fromkeys(["norm", "residual", "total", "normed"])
     build(linear + "gemv", "_gemv_kernel", x, ROWS=2, PADDED=2, GATE=0, **plain, **few)
     stays = dict(BLOCK_OUT=4, BLOCK_IN=2048, BLOCKS=3, DEPENDENT=True)
-    build(linear + "persistent_gemv", "_persistent_kernel", x, IN=2000, GATE=0, bias=None, **stays)
+    build(linear + "gemv", "_persistent_kernel", x, IN=2000, GATE=0, bias=None, **stays)
     some = dict(BLOCK_ROWS=16, PARTS=4, EVEN=True, DEPENDENT=True)
     whole = dict(GATE=1, SPLITS=1, WHOLE=True, BLOCK_OUT=16, BLOCK_IN=1024, partials=None, arrived=None)
-    build(linear + "skinny_mma", "_skinny_mma_kernel", x, **some, **whole)
+    build(linear + "triton", "_skinny_mma_kernel", x, **some, **whole)
     split = dict(GATE=0, SPLITS=3, WHOLE=False, BLOCK_OUT=32, BLOCK_IN=256)
-    build(linear + "skinny_mma", "_skinny_mma_kernel", x, **split, **some)
+    build(linear + "triton", "_skinny_mma_kernel", x, **split, **some)
     quantized()
     heads = of(HALF, "x value weight rotary out keys values") | {"slots": LONG}
     shape = dict(ROTATED=24, KV_HEADS=8, PAGE=16, DIM=80, ROTARY=64, BLOCK_T=2, BLOCK_HALF=32)
-    rope, block = "slipstream.ops.rope.triton", dict(BLOCK_H=4, SMALL=True, REVERSED=False, DEPENDENT=True)
+    rope, block = "slipstream.ops.attention.rope_triton", dict(BLOCK_H=4, SMALL=True, REVERSED=False, DEPENDENT=True)
     build(rope, "_turn_kernel", heads, key_scales=None, value_scales=None, **block, **shape)
     fp8 = heads | of("*fp8e4nv", "keys values") | of(FLOAT, "key_scales value_scales")
     build(rope, "_turn_kernel", fp8, weight=None, **block, **shape)
@@ -97,7 +100,7 @@ def products():
 
 
 def quantized():
-    ops = "slipstream.ops.quantized.triton."
+    ops = "slipstream.ops.gemm.quantized."
     x = of(HALF, "x bias out") | of(FLOAT, "scale zeros partials scales given x_scale") | {"arrived": INT}
     fp8 = x | {"values": "*fp8e4nv"}
     some = dict(GATE=1, SPLITS=2, ROWS=16, OUTPUTS=64, DEPENDENT=True, bias=None)
@@ -113,14 +116,14 @@ def quantized():
     eight = x | {"out": "*fp8e4nv"} | of(HALF, "residual norm total")
     plain = dict.fromkeys(["residual", "norm", "total"])
     large, small = dict(REVERSED=True, DEPENDENT=False), dict(REVERSED=False, DEPENDENT=True)
-    build(ops + "quantize", "_quantize_kernel", eight, PARTS=1, GATE=2, SIZE=3000, BLOCK=4096, **large, **plain)
+    build(ops + "gemm", "_quantize_kernel", eight, PARTS=1, GATE=2, SIZE=3000, BLOCK=4096, **large, **plain)
     eight |= {"x": FLOAT}
-    build(ops + "quantize", "_quantize_kernel", eight, PARTS=2, GATE=0, SIZE=64, BLOCK=64, **small, given=None)
+    build(ops + "gemm", "_quantize_kernel", eight, PARTS=2, GATE=0, SIZE=64, BLOCK=64, **small, given=None)
     gguf = x | {"values": BYTE} | of("*fp16", "scale minima")
     build(ops + "gemm", "_gemm_kernel", gguf, **some, **blocks(2048, 32, 64, 64, "minima"))
     unused = ("SCALING", "PTX")
     four = {name: value for name, value in blocks(2048, 128, 128, 64, "zeros").items() if name not in unused}
-    build(ops + "dequantize", "_dequantize_kernel", x | {"values": BYTE}, ROWS=32, **four | dict(RUN=64))
+    build(ops + "expand", "_dequantize_kernel", x | {"values": BYTE}, ROWS=32, **four | dict(RUN=64))
     coded = x | {"values": BYTE, "codebook": FLOAT}
     build(ops + "gemm", "_gemm_kernel", coded, **some, **blocks(2048, 64, 64, 64, "codebook"))
 
@@ -139,7 +142,7 @@ def blocks(num_bytes, group, step, half=0, with_=""):
 
 
 def quantized_experts():
-    moe = "slipstream.ops.moe.triton.quantized_gemm"
+    moe = "slipstream.ops.gemm.moe.quantized_gemm"
     x = of(HALF, "x bias out") | of(FLOAT, "scale zeros x_scale pair_weights codebook") | of(INT, "order table")
     tile = dict(PAIRS=16, OUTPUTS=64, DEPENDENT=True)
     into = dict(TOP_K=8, INWARD=True, GATED=True, GATE=0, pair_weights=None, bias=None)
@@ -161,7 +164,7 @@ def quantized_experts():
 
 
 def experts():
-    moe = "slipstream.ops.moe.triton."
+    moe = "slipstream.ops.gemm.moe."
     x = of(HALF, "logits x weight out") | of(FLOAT, "bias weights pair_weights")
     x |= {"scale": "fp32"} | of(HALF, "made shared gate") | of(INT, "ids order positions table counts totals offsets")
     rule = dict(TOP_K=6, PADDED_K=8, EXPERTS=64, RENORMALIZE=True, SIGMOID=True, GROUPS=8, KEPT_GROUPS=4, TOP2=True)
@@ -179,30 +182,30 @@ def experts():
     normed = x | of(HALF, "residual norm sums")
     build(moe + "combine", "_combine_kernel", normed, x=None, gate_weight=None, **summed | {"COLUMNS": 2048})
     down = dict(TOP_K=8, IN=768, BLOCKS=3, OUTPUTS=4, INPUTS=256, HIDDEN=2048, DEPENDENT=True)
-    build(moe + "down_gemv", "_down_kernel", x | of(HALF, "hidden"), **down)
+    build(moe + "gemv", "_down_kernel", x | of(HALF, "hidden"), **down)
     streams = of(HALF, "streams out weights made")
     routed = of(HALF, "x norm router coefficients out") | {"scale": "fp32"}
-    build("slipstream.ops.altup.triton", "_route_kernel", routed, STREAMS=4, COLUMNS=2048, OUTPUTS=16)
-    build("slipstream.ops.altup.triton", "_predict_kernel", streams, STREAMS=4, COLUMNS=512)
-    build("slipstream.ops.altup.triton", "_correct_kernel", streams, STREAMS=4, COLUMNS=512, ACTIVE=0)
+    build("slipstream.ops.gemm.altup.triton", "_route_kernel", routed, STREAMS=4, COLUMNS=2048, OUTPUTS=16)
+    build("slipstream.ops.gemm.altup.triton", "_predict_kernel", streams, STREAMS=4, COLUMNS=512)
+    build("slipstream.ops.gemm.altup.triton", "_correct_kernel", streams, STREAMS=4, COLUMNS=512, ACTIVE=0)
     tile = dict(PAIRS=16, OUTPUTS=64, INPUTS=128, DEPENDENT=True)
     into = dict(TOP_K=8, INWARD=True, GATED=True, pair_weights=None)
     out = dict(TOP_K=1, INWARD=False, GATED=False, GATE=0)
-    build(moe + "gemm", "_grouped_kernel", x, EVEN=True, GATE=0, bias=None, **into, **tile)
-    build(moe + "gemm", "_grouped_kernel", x, EVEN=True, GATE=1, bias=None, order=None, **into, **tile)
+    build(moe + "triton", "_grouped_kernel", x, EVEN=True, GATE=0, bias=None, **into, **tile)
+    build(moe + "triton", "_grouped_kernel", x, EVEN=True, GATE=1, bias=None, order=None, **into, **tile)
     alone = tile | {"shared": None}
-    build(moe + "gemm", "_grouped_kernel", x | {"bias": HALF}, EVEN=False, GATE=2, **into, **alone)
-    build(moe + "gemm", "_grouped_kernel", x, EVEN=True, GATE=3, bias=None, **into | {"GATED": False}, **alone)
-    build(moe + "gemm", "_grouped_kernel", x, EVEN=False, bias=None, **out, **tile)
-    build(moe + "gemm", "_grouped_kernel", x | {"bias": HALF}, EVEN=True, **out, **alone)
+    build(moe + "triton", "_grouped_kernel", x | {"bias": HALF}, EVEN=False, GATE=2, **into, **alone)
+    build(moe + "triton", "_grouped_kernel", x, EVEN=True, GATE=3, bias=None, **into | {"GATED": False}, **alone)
+    build(moe + "triton", "_grouped_kernel", x, EVEN=False, bias=None, **out, **tile)
+    build(moe + "triton", "_grouped_kernel", x | {"bias": HALF}, EVEN=True, **out, **alone)
     one = dict(TOP_K=8, GATE=0, DEPENDENT=True)
     inward = dict(IN=2048, INPUTS=2048, OUTPUTS=4, INWARD=True, GATED=True, **one)
     wave = dict(IN=2000, INPUTS=2048, TOP_K=8, GATE=0, AHEAD=4, DEPENDENT=True)
-    build(moe + "gate_up_gemv", "_gate_up_kernel", x, **wave)
+    build(moe + "gemv", "_gate_up_kernel", x, **wave)
     build(moe + "gemv", "_expert_gemv_kernel", x, shared=None, **inward)
     build(moe + "gemv", "_expert_gemv_kernel", x, IN=768, INPUTS=512, OUTPUTS=8, INWARD=False, GATED=False, **one)
 
-    lora = "slipstream.ops.lora.triton"
+    lora = "slipstream.ops.gemm.lora.triton"
     x = of(HALF, "x a b out inner") | of(FLOAT, "sums squares") | {"ids": LONG, "scale": "fp32"}
     x |= of(INT, "order tiles blocks arrived")
     few = dict(SPLITS=8, TOKENS=16, COLUMNS=16, INPUTS=512, PART=512, DEPENDENT=True)
@@ -214,7 +217,7 @@ def experts():
     build(lora, "_expand_kernel", x, ADDS=False, ALIGNED=False, **tile)
     x |= of(HALF, "sums residual norm weighted")
     tile = dict(ALL_RANKS=16, TOKENS=16, OUTPUTS=128, RANK=16, ALIGNED=True, DEPENDENT=True)
-    after, plain = "slipstream.ops.lora.after_gemm", dict.fromkeys(["residual", "norm", "weighted", "squares"])
+    after, plain = "slipstream.ops.gemm.lora.after_gemm", dict.fromkeys(["residual", "norm", "weighted", "squares"])
     build(after, "_finish_kernel", x, GATE=0, **tile)
     build(after, "_finish_kernel", x, GATE=1, **tile, **plain)
 
@@ -226,19 +229,19 @@ def attention():
     shape = dict(KV_HEADS=8, GROUP=4, DIM=128, BLOCK_D=128, BLOCK_N=64, PAGE=16, WINDOW=0, SOFT_CAP=False)
     shape |= dict(REST=0, BLOCK_REST=0)
     fp8 = x | of("*fp8e4nv", "keys values") | of(FLOAT, "key_scales value_scales")
-    build(ATTENTION + "triton.decode", "_split_kernel", fp8, sinks=None, TILE=16, QUERIES=1, DEPENDENT=True, **shape)
-    build(ATTENTION + "triton.varlen", "_tile_kernel", fp8, sinks=None, TILE=64, **shape)
+    build(ATTENTION + "decode", "_split_kernel", fp8, sinks=None, TILE=16, QUERIES=1, DEPENDENT=True, **shape)
+    build(ATTENTION + "varlen", "_tile_kernel", fp8, sinks=None, TILE=64, **shape)
     shape |= dict(key_scales=None, value_scales=None)
     single = dict(TILE=16, QUERIES=1, DEPENDENT=True)
     drafted = dict(TILE=32, QUERIES=5, DEPENDENT=True)
-    build(ATTENTION + "triton.decode", "_split_kernel", x, sinks=None, **shape, **drafted)
-    build(ATTENTION + "triton.decode", "_split_kernel", x, **shape | dict(WINDOW=128), **single)
+    build(ATTENTION + "decode", "_split_kernel", x, sinks=None, **shape, **drafted)
+    build(ATTENTION + "decode", "_split_kernel", x, **shape | dict(WINDOW=128), **single)
     capped = shape | dict(WINDOW=100, SOFT_CAP=True, sinks=None)
-    build(ATTENTION + "triton.varlen", "_tile_kernel", x, TILE=64, **capped)
-    build(ATTENTION + "triton.varlen", "_tile_kernel", x, TILE=128, **shape)
+    build(ATTENTION + "varlen", "_tile_kernel", x, TILE=64, **capped)
+    build(ATTENTION + "varlen", "_tile_kernel", x, TILE=128, **shape)
     latent = shape | dict(GROUP=16, DIM=512, BLOCK_D=512, REST=64, BLOCK_REST=64, BLOCK_N=32, sinks=None)
-    build(ATTENTION + "triton.decode", "_split_kernel", x, **latent, **single)
-    build(ATTENTION + "triton.varlen", "_tile_kernel", x, TILE=32, **latent)
+    build(ATTENTION + "decode", "_split_kernel", x, **latent, **single)
+    build(ATTENTION + "varlen", "_tile_kernel", x, TILE=32, **latent)
     cuts = dict(KV_HEADS=8, PAGE=16, WINDOW=0, MIN_SPLIT=256, ONE_SPLIT=512, MAX_SPLITS=32, STEP=128)
     tiles = dict(HAS_STARTS=True, GROUP=4, TILE=128, TOGETHER=8192, CUT_SINGLES=True, BLOCK=256)
     build(ATTENTION + "tile_list", "_list_tiles_kernel", x, **tiles, **cuts)
@@ -277,7 +280,7 @@ def hopper():
         print(name)
 
     def build_single(**constants):
-        kernel = importlib.import_module(ATTENTION + "triton.hopper_single")._single_kernel
+        kernel = importlib.import_module(ATTENTION + "hopper_single")._single_kernel
         layout = gl.NVMMASharedLayout.get_default_for([16, 128], gl.bfloat16)
         x = of(f"tensordesc<bf16[16, 128],{layout!r}>", "keys values") | of(LONG, "slots table")
         x |= of(HALF, "out query_key value weight rotary key_pages value_pages") | of(INT, "singles arrived")
@@ -291,7 +294,7 @@ def hopper():
     def build_product(
         outputs, rows, gate, splits, more=0, groups=1, kind=gl.bfloat16, chunks=None, adapted=False, **constants
     ):
-        kernel = importlib.import_module("slipstream.ops.linear.triton.streaming_kernel").streaming_kernel
+        kernel = importlib.import_module("slipstream.ops.gemm.linear.streaming_kernel").streaming_kernel
         width = 1024 // kind.primitive_bitwidth
         boxes = {"x": [rows, width], "weight": [outputs // 2 if gate else outputs if outputs % 64 == 0 else 16, width]}
         boxes |= {"more_x": [more, width]} if more else {}
@@ -315,7 +318,7 @@ def hopper():
         print("streaming_kernel")
 
     def build_gate(gate, ahead):
-        kernel = importlib.import_module("slipstream.ops.linear.triton.gated_gemm_hopper")._gate_kernel
+        kernel = importlib.import_module("slipstream.ops.gemm.linear.gated_gemm_hopper")._gate_kernel
         boxes = {"x": [128, 64], "weight": [128, 64], "out": [64, 128]}
         x = {
             name: f"tensordesc<bf16{box},{gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16)!r}>"
@@ -328,7 +331,7 @@ def hopper():
         print("_gate_kernel")
 
     def build_experts(gate):
-        kernel = importlib.import_module("slipstream.ops.moe.triton.gemm_hopper")._grouped_kernel
+        kernel = importlib.import_module("slipstream.ops.gemm.moe.gemm_hopper")._grouped_kernel
         boxes = {"x": [128, 64], "weight": [128, 64], "out": [64, 64]}
         x = {
             name: f"tensordesc<bf16{box},{gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16)!r}>"
@@ -343,7 +346,7 @@ def hopper():
         print("_grouped_kernel")
 
     def build_streamed_experts(gate, **constants):
-        kernel = importlib.import_module("slipstream.ops.moe.triton.stream_hopper")._stream_kernel
+        kernel = importlib.import_module("slipstream.ops.gemm.moe.stream_hopper")._stream_kernel
         outputs = 64 if gate else 128
         boxes = {"x": [16, 64]} | of([32 if gate else 128, 64], "weight shared")
         x = {
@@ -358,7 +361,7 @@ def hopper():
         print("_stream_kernel")
 
     def build_slices(gate, splits, rows, is_4_bit, groups=1, **constants):
-        kernel = importlib.import_module("slipstream.ops.quantized.triton.stream_kernel").stream_kernel
+        kernel = importlib.import_module("slipstream.ops.gemm.quantized.stream_kernel").stream_kernel
         describe = lambda kind, box, layout: f"tensordesc<{kind}{box},{layout!r}>"
         inputs = describe("bf16", [4, rows, 64], gl.NVMMASharedLayout(128, 16, 3))
         box = [4, 2, 32, 64] if gate else [4, 1, 64, 64]
@@ -373,7 +376,7 @@ def hopper():
         print("stream_kernel")
 
     def build_row(gate, splits, steps, outputs, warps, **constants):
-        kernel = importlib.import_module("slipstream.ops.quantized.triton.row_kernel").row_kernel
+        kernel = importlib.import_module("slipstream.ops.gemm.quantized.row").row_kernel
         describe = lambda kind, box, layout: f"tensordesc<{kind}{box},{layout!r}>"
         x = {"weight": describe("u8", [warps // 2, outputs // 32, 4, 8, 128], gl.NVMMASharedLayout(128, 8, 5))}
         x |= {"words": describe("i32", [warps, outputs // 32, 32], gl.NVMMASharedLayout(0, 32, 3))}
@@ -387,7 +390,7 @@ def hopper():
         print("row_kernel")
 
     def build_layer():
-        kernel = importlib.import_module("slipstream.ops.quantized.triton.layer_kernel").layer_kernel
+        kernel = importlib.import_module("slipstream.ops.gemm.quantized.layer_kernel").layer_kernel
         describe = lambda box: f"tensordesc<fp8e4nv{box},{gl.NVMMASharedLayout(128, 8, len(box))!r}>"
         x = of(describe([64, 128]), "o_weight down_weight next_weight") | {"gate_weight": describe([4, 2, 8, 128])}
         x |= of(HALF, "x residual feed_norm next_norm gated total out") | of(FLOAT, "o_parts down_parts")
@@ -401,7 +404,7 @@ def hopper():
         print("layer_kernel")
 
     def build_pass():
-        kernel = importlib.import_module("slipstream.ops.ssm.triton.ssd_hopper")._pass_kernel
+        kernel = importlib.import_module("slipstream.ops.recurrent.ssm_hopper")._pass_kernel
         boxes = of([64, 64], "x scores out_tiles") | of([64, 128], "b c")
         x = {
             name: f"tensordesc<bf16{box},{gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16)!r}>"
@@ -483,7 +486,9 @@ if triton.__version__.startswith("3.6."):
 '''
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+
 def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
     program = tmp_path / "build.py"  # triton reads the source of what it compiles
     program.write_text(PROGRAM)

@@ -17,8 +17,8 @@ import torch
 
 from emulated_library import COMPILER
 from native_runs import RUNS
-from slipstream.ops import native
-from slipstream.ops.prebuilt import LEVELS, Level, processor_features, usable_levels
+from slipstream.ops.platform import native
+from slipstream.ops.platform.prebuilt import LEVELS, Level, processor_features, usable_levels
 
 
 @pytest.fixture(scope="module", params=LEVELS.get(platform.machine(), ()), ids=lambda level: level.name)

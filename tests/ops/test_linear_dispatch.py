@@ -8,9 +8,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from slipstream.ops.activation import gelu_and_mul, gelu_tanh_and_mul, relu2, silu_and_mul
-from slipstream.ops.linear import activated_linear, capability, cublaslt_tuned, dispatch, linear, norm_linear
-from slipstream.ops.linear.dispatch import GELU_GEMM_HOPPER, RELU2_GEMM_HOPPER, GemmCall, choose, choose_chain
+from slipstream.ops.elementwise import gelu_and_mul, gelu_tanh_and_mul, relu2, silu_and_mul
+from slipstream.ops.gemm.linear import activated_linear, cublaslt, dispatch, linear, norm_linear, tiles
+from slipstream.ops.gemm.linear.dispatch import (
+    GELU_GEMM_HOPPER,
+    RELU2_GEMM_HOPPER,
+    GemmCall,
+    choose,
+    choose_chain,
+)
 
 ROWS = (0, 1, 2, 3, 16, 17, 32, 33, 64, 65, 80, 81, 96, 97, 256, 257, 1023, 1024, 4096)
 ACTIVATIONS = {"none": None, "silu": silu_and_mul, "gelu_tanh": gelu_tanh_and_mul, "gelu_erf": gelu_and_mul}
@@ -97,10 +103,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Sets the GPU. Triton is installed, and every GEMM of enough rows is tuned."""
 
     def set_gpu(name: str) -> None:
-        monkeypatch.setattr(capability, "has_hopper_kernels", lambda device: name == "hopper")
+        monkeypatch.setattr(tiles, "has_hopper_kernels", lambda device: name == "hopper")
 
     monkeypatch.setattr(dispatch, "HAS_TRITON", True)
-    monkeypatch.setattr(cublaslt_tuned, "is_tuned", lambda x, weight: len(x) >= cublaslt_tuned.MIN_ROWS)
+    monkeypatch.setattr(cublaslt, "is_tuned", lambda x, weight: len(x) >= cublaslt.MIN_ROWS)
     return set_gpu
 
 
@@ -131,7 +137,7 @@ def test_a_shape_without_a_tuned_algorithm_and_a_machine_without_triton_use_the_
     gpu: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu("hopper")
-    monkeypatch.setattr(cublaslt_tuned, "is_tuned", lambda x, weight: False)
+    monkeypatch.setattr(cublaslt, "is_tuned", lambda x, weight: False)
     assert choose(make_call(4096, SMALL, torch.bfloat16, None, False)).name == "library"
     monkeypatch.setattr(dispatch, "HAS_TRITON", False)
     for rows in ROWS:
@@ -160,14 +166,14 @@ def test_an_unaligned_address_excludes_tma(gpu: Any) -> None:
     ],
 )
 def test_gelu_is_fused_into_gemms_of_many_rows(name, weight, dtype, activation, bias, first, gpu: Any) -> None:
-    pytest.importorskip("slipstream.ops.linear.triton.gated_gemm_hopper", reason="no Triton with Gluon")
+    pytest.importorskip("slipstream.ops.gemm.linear.gated_gemm_hopper", reason="no Triton with Gluon")
     gpu(name)
     accepted = [rows for rows in ROWS if GELU_GEMM_HOPPER.accepts(make_call(rows, weight, dtype, activation, bias))]
     assert accepted == [rows for rows in ROWS if first is not None and rows >= first]
 
 
 def test_relu2_is_fused_into_gemms_of_many_rows(gpu: Any) -> None:
-    pytest.importorskip("slipstream.ops.linear.triton.gated_gemm_hopper", reason="no Triton with Gluon")
+    pytest.importorskip("slipstream.ops.gemm.linear.gated_gemm_hopper", reason="no Triton with Gluon")
 
     def chosen(weight: tuple[int, int], dtype: torch.dtype, bias: bool) -> list[int]:
         return [rows for rows in ROWS if choose(make_call(rows, weight, dtype, relu2, bias)) is RELU2_GEMM_HOPPER]

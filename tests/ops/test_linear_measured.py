@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from slipstream.ops import native
-from slipstream.ops.linear import measured
-from slipstream.ops.linear.measured import GemvTimes
+from slipstream.ops.gemm.linear import measured
+from slipstream.ops.gemm.linear.measured import GemvTimes
+from slipstream.ops.platform import native
 
 
 @pytest.fixture

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from slipstream.ops import linear, native, prebuilt
-from slipstream.ops.linear import bfloat16, dispatch, tiles
+from slipstream.ops.gemm import linear
+from slipstream.ops.gemm.linear import dispatch, measured, tiles
+from slipstream.ops.platform import native, prebuilt
 
 # tokens, rows, columns: one, odd ones, whole tiles, one more than a block, several blocks of tokens and of columns
 SHAPES = [(1, 1, 1), (17, 33, 40), (32, 32, 32), (63, 100, 129), (100, 65, 200), (257, 31, 64), (520, 20, 36)]
@@ -29,8 +30,10 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
         pytest.skip("the kernel with tiles is compiled for processors with AVX-512")
     made, compiler = tmp_path_factory.mktemp("tiles") / "tiles.so", native._compiler()
     assert compiler is not None
-    source = Path(native.__file__).parent / "linear" / "native.c"
-    subprocess.run([compiler, *native._FLAGS, "-DSLIP_AMX_EMULATED", "-shared", source, "-o", made], check=True)
+    source = Path(native.__file__).parents[1] / "gemm" / "linear" / "linear.c"
+    subprocess.run(
+        [compiler, *native._FLAGS, *prebuilt.INCLUDES, "-DSLIP_AMX_EMULATED", "-shared", source, "-o", made], check=True
+    )
     found = ctypes.CDLL(str(made))
     for name in ("slip_has_gemm", "slip_gemm"):
         function = getattr(found, name)
@@ -85,7 +88,7 @@ def test_linear_takes_the_tiles_for_many_tokens(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(tiles, "tile_gemm", lambda *args: calls.append(len(args[0])) or multiply(*args))
     close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-4)
     close(linear.linear(x, weight, bias), x @ weight.t() + bias)
-    close(bfloat16.linear_bfloat16(x, weight.bfloat16()), x @ weight.bfloat16().float().t())
+    close(measured.linear_bfloat16(x, weight.bfloat16()), x @ weight.bfloat16().float().t())
     assert calls == [40, 40]
     few = dispatch.GemmCall(x[: tiles.MIN_TOKENS - 1], weight, None, None)
     assert not tiles.accepts(few.x, weight) and dispatch.choose(few).name != "tiles"

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.ops.activation import silu_and_mul
-from slipstream.ops.linear.unnormalized import Unnormalized
-from slipstream.ops.lora import LoraTiles, LoraWeights, reference
-from slipstream.ops.lora.tiles import make_blocks, make_tiles, num_counters, num_tiles, tile_size
+from slipstream.ops.elementwise import silu_and_mul
+from slipstream.ops.gemm.linear.tiles import Unnormalized
+from slipstream.ops.gemm.lora import LoraTiles, LoraWeights, reference
+from slipstream.ops.gemm.lora.reference import make_blocks, make_tiles, num_counters, num_tiles, tile_size
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -26,9 +26,9 @@ def version(name):
     pytest.importorskip("triton", reason="triton is not installed")
     if not CUDA and os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("no GPU, and triton was imported before its interpreter could be chosen")
-    import slipstream.ops.lora.triton
+    import slipstream.ops.gemm.lora.triton
 
-    return slipstream.ops.lora.triton
+    return slipstream.ops.gemm.lora.triton
 
 
 def make(*shape, dtype=torch.float32):
@@ -136,7 +136,7 @@ def test_embeddings_are_the_definition(name):
 
 @pytest.mark.cuda
 def test_many_tokens_of_a_large_model_on_a_gpu():
-    from slipstream.ops.lora import add_lora
+    from slipstream.ops.gemm.lora import add_lora
 
     counts = [1] * 40 + [700]
     slots = [number % 9 - 1 for number in range(41)]
@@ -179,7 +179,7 @@ def test_a_product_that_has_multiplied_with_a_is_finished(name, slots, counts, r
         sums[:, outputs + slot * columns : outputs + (slot + 1) * columns] = torch.nan
     weights, after = weights_of(a, b, runs, device), version(name)
     if name == "kernel":
-        import slipstream.ops.lora.after_gemm as after
+        from slipstream.ops.gemm.lora import after_gemm as after
     tiles = tiles_of(slots, counts, device)
     whole = reference.expand_lora(
         x @ weight.t(),
@@ -204,7 +204,7 @@ def test_a_product_that_has_multiplied_with_a_is_finished(name, slots, counts, r
 @pytest.mark.parametrize(("outputs", "inputs"), [(6144, 4096), (4096, 12288), (1024, 2048)])
 def test_a_streamed_gemm_multiplies_with_all_matrices_a(num_tokens, outputs, inputs):
     """Slots lie apart, as in the store of adapters; the last block of 64 rows is not full."""
-    from slipstream.ops.linear import can_append_adapters, linear_with_adapters
+    from slipstream.ops.gemm.linear import can_append_adapters, linear_with_adapters
 
     x = make(num_tokens, inputs).to(DEVICE, torch.bfloat16)
     weight = (make(outputs, inputs) / 64).to(DEVICE, torch.bfloat16)

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from gguf_blocks import K_KINDS, quantize
-from slipstream.ops import dequant, native, prebuilt
-from slipstream.ops.low_bit import (
+from slipstream.ops.gemm import dequant
+from slipstream.ops.gemm.low_bit import (
     DynamicQuant,
     Int4Pack,
     Interleaved,
@@ -23,6 +23,7 @@ from slipstream.ops.low_bit import (
     make_planes,
     multiply,
 )
+from slipstream.ops.platform import native, prebuilt
 
 KERNELS: list[Kernel] = [DynamicQuant(), Int4Pack(), Interleaved()]
 ERRORS = {"dynamic quant": 0.015, "int4 pack": 0.015, "interleaved": 1e-4}  # of the norm of a product
@@ -196,9 +197,11 @@ def test_plain_c_gives_what_the_vectors_give(tmp_path: Path, monkeypatch) -> Non
     compiler = shutil.which("gcc") or shutil.which("cc")
     usable(Interleaved())
     assert compiler is not None
-    source = Path(native.__file__).parent / "low_bit" / "native.c"
+    source = Path(native.__file__).parents[1] / "gemm" / "low_bit" / "low_bit.c"
     made = tmp_path / "plain.so"
-    subprocess.run([compiler, *native._FLAGS, "-O1", "-DSLIP_PLAIN", "-shared", source, "-o", made], check=True)
+    subprocess.run(
+        [compiler, *native._FLAGS, *prebuilt.INCLUDES, "-O1", "-DSLIP_PLAIN", "-shared", source, "-o", made], check=True
+    )
     plain = ctypes.CDLL(str(made))
     plain.slip_low_bit.argtypes, plain.slip_low_bit.restype = native.SIGNATURES["slip_low_bit"], native.INT
     for kind in dequant.KINDS:
@@ -223,9 +226,15 @@ def test_tiles_give_the_bits_of_vectors(tmp_path: Path, monkeypatch) -> None:
     if "avx512_vnni" not in prebuilt.processor_features():
         pytest.skip("the kernel with tiles is compiled for processors with AVX512-VNNI")
     assert compiler is not None
-    source = Path(native.__file__).parent / "low_bit" / "native.c"
+    source = Path(native.__file__).parents[1] / "gemm" / "low_bit" / "low_bit.c"
     made = tmp_path / "tiles.so"
-    flags = (*native._FLAGS, "-O1", "-DSLIP_AMX_EMULATED", "-shared")  # the bits do not depend on -O
+    flags = (
+        *native._FLAGS,
+        *prebuilt.INCLUDES,
+        "-O1",
+        "-DSLIP_AMX_EMULATED",
+        "-shared",
+    )  # the bits do not depend on -O
     subprocess.run([compiler, *flags, source, "-o", made], check=True)
     tiles = ctypes.CDLL(str(made))
     tiles.slip_low_bit.argtypes, tiles.slip_low_bit.restype = native.SIGNATURES["slip_low_bit"], native.INT

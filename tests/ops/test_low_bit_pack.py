@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slipstream.ops import native
-from slipstream.ops.dequant import BLOCK_KINDS, K_KINDS, KINDS, split
-from slipstream.ops.low_bit.interleaved import Interleaved
+from slipstream.ops.gemm.dequant import BLOCK_KINDS, K_KINDS, KINDS, split
+from slipstream.ops.gemm.low_bit.interleaved import Interleaved
+from slipstream.ops.platform import native
 
 
 @pytest.mark.parametrize("num_rows", [1, 4, 7, 100])

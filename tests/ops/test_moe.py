@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from slipstream.ops.moe import (
+from slipstream.ops.gemm.moe import (
     ExpertBiases,
     Gate,
     RouterRule,
@@ -33,9 +33,9 @@ def kernels():
     pytest.importorskip("triton", reason="triton is not installed")
     if not CUDA and os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("no GPU, and triton was imported before its interpreter could be chosen")
-    import slipstream.ops.moe.triton
+    import slipstream.ops.gemm.moe.triton
 
-    return slipstream.ops.moe.triton
+    return slipstream.ops.gemm.moe.triton
 
 
 def route_by_hand(logits: list[float], rule: RouterRule, bias: list[float]) -> list[tuple[int, float]]:
@@ -133,7 +133,7 @@ def test_the_kernel_chooses_different_experts_among_numbers_that_are_none():
 )
 def test_sorting_lists_each_pair_once_and_tiles_of_one_expert(num_experts, shape, size):
     kernels()
-    from slipstream.ops.moe.triton.sort import sort_by_expert
+    from slipstream.ops.gemm.moe.sort import sort_by_expert
 
     torch.manual_seed(1)
     ids = torch.randint(0, num_experts, shape, dtype=torch.int32, device=DEVICE)
@@ -154,7 +154,7 @@ def test_sorting_lists_each_pair_once_and_tiles_of_one_expert(num_experts, shape
 @pytest.mark.parametrize(("num_experts", "shape"), [(8, (9, 2)), (60, (700, 4)), (13, (1501, 3))])
 def test_padded_sorting_starts_each_tile_at_a_multiple_of_its_size(num_experts, shape):
     kernels()
-    from slipstream.ops.moe.triton.sort import sort_by_expert
+    from slipstream.ops.gemm.moe.sort import sort_by_expert
 
     ids = torch.randint(0, num_experts + 1, shape, dtype=torch.int32, device=DEVICE)  # some pairs of no expert
     ids[ids == 1] = 0
@@ -225,7 +225,7 @@ def test_the_shared_expert_is_added(tokens, gated, version):
 @pytest.mark.parametrize("has_shared", [False, True])
 def test_the_next_norm_adds_the_experts_up(has_padding, has_shared):
     kernels()
-    from slipstream.ops.moe.triton.combine import combine, combine_and_norm
+    from slipstream.ops.gemm.moe.combine import combine, combine_and_norm
 
     _, routing, *_ = make(5, 40, 24, 5, 2)
     made, residual = torch.randn(12, 40, device=DEVICE), torch.randn(5, 40, device=DEVICE)
@@ -268,7 +268,7 @@ def test_a_shared_expert_like_the_others_joins_their_products(tokens, gated):
 @pytest.mark.parametrize("is_shared", [True, False])
 def test_one_token_with_more_inputs_than_a_load_has(gated, is_shared, monkeypatch):
     kernels()
-    monkeypatch.setattr(importlib.import_module("slipstream.ops.moe.triton.gemv"), "_MAX_INPUTS", 16)
+    monkeypatch.setattr(importlib.import_module("slipstream.ops.gemm.moe.gemv"), "_MAX_INPUTS", 16)
     x, routing, gate_up, down = make(1, 40, 24, 5, 2)
     gate: Gate = "silu" if gated else "relu2"
     if not gated:
@@ -288,12 +288,12 @@ def test_one_token_with_more_inputs_than_a_load_has(gated, is_shared, monkeypatc
 )
 def test_one_token_by_programs_with_an_output_of_all_experts(gate, is_shared, top_k, monkeypatch):
     kernels()
-    module = importlib.import_module("slipstream.ops.moe.triton.gate_up_gemv")
+    module = importlib.import_module("slipstream.ops.gemm.moe.gemv")
     monkeypatch.setattr(module, "multiprocessors", lambda device: 2)
     x, routing, gate_up, down = make(1, 1030, 8, 7, top_k)
     assert module.is_one_wave(top_k + is_shared, 8, 1030, gate, x.device)
     calls, real = [], module.multiply_gate_up
-    gemv = importlib.import_module("slipstream.ops.moe.triton.gemv")
+    gemv = importlib.import_module("slipstream.ops.gemm.moe.gemv")
     monkeypatch.setattr(gemv, "multiply_gate_up", lambda *args: (calls.append(1), real(*args)))
     shared = SharedMatrices(gate_up[4], down[4], None) if is_shared else None
     found = kernels().expert_mlp(x, routing, gate_up, down, gate=gate, shared_matrices=shared)
@@ -339,7 +339,7 @@ def assert_one_token_is_close(hidden, inner, is_shared):
 def test_down_of_one_token_sums_the_experts(is_shared, monkeypatch):
     kernels()
     calls = []
-    module = importlib.import_module("slipstream.ops.moe.triton.down_gemv")
+    module = importlib.import_module("slipstream.ops.gemm.moe.gemv")
     multiply = module.multiply_down
     monkeypatch.setattr(module, "multiply_down", lambda *args: (calls.append(1), multiply(*args))[1])
     assert_one_token_is_close(24, 300, is_shared)
@@ -405,7 +405,7 @@ def test_no_tokens_are_no_rows():
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_tiles_of_both_products_fit_each_other_and_the_shared_memory(itemsize):
     kernels()
-    from slipstream.ops.moe.triton.tiles import grouped_tile
+    from slipstream.ops.gemm.moe.sort import grouped_tile
 
     for each in (0.1, 1, 8, 16, 40, 64, 65, 1000):
         tiles = [grouped_tile(each, inward, itemsize) for inward in (True, False)]
@@ -429,7 +429,7 @@ def test_bfloat16_products_are_captured_and_close(tokens):
 @pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])
 def test_products_of_few_tokens_on_hopper(tokens, inner, num_experts, is_shared, kind, monkeypatch):
     """One token has no expert, one expert has all others, one has none."""
-    from slipstream.ops.moe.triton import stream_hopper
+    from slipstream.ops.gemm.moe import stream_hopper
 
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("not Hopper")
@@ -468,7 +468,7 @@ def test_products_of_few_tokens_on_hopper(tokens, inner, num_experts, is_shared,
 @pytest.mark.parametrize("num_experts", [4, 30])
 def test_products_of_many_tokens_on_hopper(skewed, inner, num_experts, monkeypatch):
     """Experts with no token, with all, and with a last tile of any size. Some tokens have no expert."""
-    from slipstream.ops.moe.triton import gemm_hopper
+    from slipstream.ops.gemm.moe import gemm_hopper
 
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("not Hopper")

@@ -13,16 +13,18 @@ import torch
 
 from child import child_env
 from patience import PATIENCE
-from slipstream.ops import activation, cache_write, native, norm, paged_attention, rope
-from slipstream.ops.activation import reference as activation_reference
-from slipstream.ops.cache_write import reference as cache_reference
-from slipstream.ops.linear import bfloat16, linear
-from slipstream.ops.linear import native as linear_native
-from slipstream.ops.linear import reference as linear_reference
-from slipstream.ops.norm import reference as norm_reference
-from slipstream.ops.rope import reference as rope_reference
-from slipstream.ops.sample import native as sample_native
-from slipstream.ops.sample import reference as sample_reference
+from slipstream.ops import attention, elementwise
+from slipstream.ops.attention import cache_write
+from slipstream.ops.attention import reference as rope_reference
+from slipstream.ops.attention.cache_write import reference as cache_reference
+from slipstream.ops.elementwise import reference as activation_reference
+from slipstream.ops.elementwise import reference as norm_reference
+from slipstream.ops.gemm.linear import linear, measured
+from slipstream.ops.gemm.linear import native as linear_native
+from slipstream.ops.gemm.linear import tiles as linear_reference
+from slipstream.ops.platform import native
+from slipstream.ops.sampling import native as sample_native
+from slipstream.ops.sampling import reference as sample_reference
 
 SIZES = [1, 3, 63, 64, 100, 576]
 
@@ -35,8 +37,8 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("rows", [1, 7, 130])
 def test_norms(native_kernels, rows: int, size: int) -> None:
     x, residual, weight = random(rows, size), random(rows, size, seed=1), random(size, seed=2)
-    torch.testing.assert_close(norm.rms_norm(x, weight, 1e-5), norm_reference.rms_norm(x, weight, 1e-5))
-    found = norm.add_rms_norm(x, residual, weight, 1e-5)
+    torch.testing.assert_close(elementwise.rms_norm(x, weight, 1e-5), norm_reference.rms_norm(x, weight, 1e-5))
+    found = elementwise.add_rms_norm(x, residual, weight, 1e-5)
     torch.testing.assert_close(found, norm_reference.add_rms_norm(x, residual, weight, 1e-5))
 
 
@@ -44,38 +46,40 @@ def test_norms(native_kernels, rows: int, size: int) -> None:
 @pytest.mark.parametrize("factor", [0.0, 0.3, 1.0, 3.0])
 def test_eps_is_added_to_the_mean_square_under_the_root(native_kernels, factor: float, eps: float) -> None:
     x, weight = random(7, 100) * eps**0.5 * factor, random(100, seed=2)
-    torch.testing.assert_close(norm.rms_norm(x, weight, eps), norm_reference.rms_norm(x, weight, eps))
-    found = norm.add_rms_norm(x * 0.25, x * 0.75, weight, eps)
+    torch.testing.assert_close(elementwise.rms_norm(x, weight, eps), norm_reference.rms_norm(x, weight, eps))
+    found = elementwise.add_rms_norm(x * 0.25, x * 0.75, weight, eps)
     torch.testing.assert_close(found, norm_reference.add_rms_norm(x * 0.25, x * 0.75, weight, eps))
 
 
 @pytest.mark.parametrize("size", [1, 8, 24, 100])
 def test_a_norm_of_each_head(native_kernels, size: int) -> None:
     x, weight = random(3, 7, size)[:, :5], random(5, size, seed=1)
-    found = norm.rms_norm(x, weight, 1e-5)
+    found = elementwise.rms_norm(x, weight, 1e-5)
     torch.testing.assert_close(found, norm_reference.rms_norm(x, weight, 1e-5))
     # a head gets the same bits as a row of its own, which is how the fused layers norm it
-    assert found[1, 2].equal(norm.rms_norm(x[1, 2].clone(), weight[2].clone(), 1e-5))
+    assert found[1, 2].equal(elementwise.rms_norm(x[1, 2].clone(), weight[2].clone(), 1e-5))
 
 
 def test_a_norm_has_the_same_bits_with_a_residual_of_zeros(native_kernels) -> None:
     x, weight = random(4, 577), random(577, seed=1)
-    assert norm.add_rms_norm(x, torch.zeros(4, 577), weight, 1e-5)[0].equal(norm.rms_norm(x, weight, 1e-5))
+    assert elementwise.add_rms_norm(x, torch.zeros(4, 577), weight, 1e-5)[0].equal(
+        elementwise.rms_norm(x, weight, 1e-5)
+    )
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", ["silu_and_mul", "gelu_tanh_and_mul"])
 def test_gated_activations(native_kernels, name: str, size: int) -> None:
     x = random(7, 2 * size) * 10
-    found = getattr(activation, name)(x)
+    found = getattr(elementwise, name)(x)
     torch.testing.assert_close(found, getattr(activation_reference, name)(x), rtol=1e-5, atol=1e-5)
-    assert getattr(activation, name)(x[3:4])[0].equal(found[3])
+    assert getattr(elementwise, name)(x[3:4])[0].equal(found[3])
 
 
 def test_silu_at_the_ends(native_kernels) -> None:
     gate = torch.tensor([-1e30, -200.0, -88.0, -1e-20, 0.0, 88.0, 200.0, 1e30, torch.nan, -torch.inf, torch.inf])
     x = torch.cat((gate, torch.ones_like(gate))).unsqueeze(0)
-    found, expected = activation.silu_and_mul(x), activation_reference.silu_and_mul(x)
+    found, expected = elementwise.silu_and_mul(x), activation_reference.silu_and_mul(x)
     finite = gate.isfinite()
     torch.testing.assert_close(found[0][finite], expected[0][finite], rtol=1e-5, atol=1e-8)
     assert found[0][8].isnan(), "what is not a number must stay so, for the row to be flagged"
@@ -88,7 +92,7 @@ def test_rope(native_kernels, tokens: int, dim: int, rotary: int) -> None:
     table = rope_reference.rope_table(torch.rand(rotary // 2), 50, 1.0, torch.float32)
     rows = table[torch.arange(tokens) * 3]
     for x in (heads, heads[:, :5]):
-        torch.testing.assert_close(rope.apply_rope(x, rows), rope_reference.apply_rope(x, rows))
+        torch.testing.assert_close(attention.apply_rope(x, rows), rope_reference.apply_rope(x, rows))
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 3, 4, 9, 32])
@@ -109,12 +113,12 @@ def test_bfloat16_weights_give_the_bits_of_the_same_float32_weights(native_kerne
 
 
 def test_bfloat16_weights_times_many_tokens(native_kernels, monkeypatch) -> None:
-    monkeypatch.setattr(bfloat16, "_PART", 64 * 10)  # ten rows are widened at a time
+    monkeypatch.setattr(measured, "_PART", 64 * 10)  # ten rows are widened at a time
     x, weight, bias = random(70, 64), random(33, 64, seed=1).bfloat16(), random(33, seed=2)
     expected = linear_reference.linear(x, weight.float(), bias)
-    for count in (1, bfloat16.MAX_TOKENS, bfloat16.MAX_TOKENS + 1, 70):
-        torch.testing.assert_close(bfloat16.linear_bfloat16(x[:count], weight, bias), expected[:count])
-    torch.testing.assert_close(bfloat16.linear_bfloat16(x, weight[:10]), expected[:, :10] - bias[:10])
+    for count in (1, measured.MAX_TOKENS, measured.MAX_TOKENS + 1, 70):
+        torch.testing.assert_close(measured.linear_bfloat16(x[:count], weight, bias), expected[:count])
+    torch.testing.assert_close(measured.linear_bfloat16(x, weight[:10]), expected[:, :10] - bias[:10])
 
 
 def test_a_few_tokens_go_through_the_kernel(native_kernels, monkeypatch) -> None:
@@ -173,9 +177,9 @@ def test_decode_attention(native_kernels, heads: int, kv_heads: int, dim: int, w
         if cap:
             scores = cap * torch.tanh(scores / cap)
         expected[row] = torch.einsum("hk,khd->hd", scores.softmax(-1), value)
-    found = paged_attention.attend_in_place(query, keys, values, table, lengths, None, 0.3, cap, window)
+    found = attention.attend_in_place(query, keys, values, table, lengths, None, 0.3, cap, window)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-    alone = paged_attention.attend_in_place(query[4:5], keys, values, table[4:5], lengths[4:5], None, 0.3, cap, window)
+    alone = attention.attend_in_place(query[4:5], keys, values, table[4:5], lengths[4:5], None, 0.3, cap, window)
     assert alone[0].equal(found[4]), "a row's result is its own"
 
 
@@ -198,12 +202,12 @@ def test_a_token_of_a_chunk_gets_the_bits_that_it_gets_alone(
             keys[slot], values[slot] = random(kv_heads, dim, seed=place), random(kv_heads, dim, seed=place + 999)
     query = random(sum(counts), heads, dim)
     seen = torch.cat([torch.arange(n - count + 1, n + 1) for n, count in zip(lengths, counts, strict=True)])
-    tiles = paged_attention.cut_tiles(np.array(counts, np.int32))
+    tiles = attention.cut_tiles(np.array(counts, np.int32))
     assert [tile for tile in tiles.tolist() if tile[0] == 2] == [[2, 41, 32], [2, 73, 32], [2, 105, 3]]
-    found = paged_attention.attend_in_place(query, keys, values, table, seen, tiles, 0.3, cap, window)
+    found = attention.attend_in_place(query, keys, values, table, seen, tiles, 0.3, cap, window)
     assert found.isfinite().all()
     row_of = np.repeat(np.arange(4), counts)
-    alone = paged_attention.attend_in_place(query, keys, values, table[row_of], seen, None, 0.3, cap, window)
+    alone = attention.attend_in_place(query, keys, values, table[row_of], seen, None, 0.3, cap, window)
     assert alone.equal(found)
 
 
@@ -211,10 +215,10 @@ def test_only_real_float32_on_the_cpu_is_served(native_kernels) -> None:
     assert native.serves(torch.zeros(1))
     assert not native.serves(torch.zeros(1, dtype=torch.float64))
     assert not native.serves(torch.zeros(1, device="meta"))
-    assert not paged_attention.serves_pages(torch.ones(1, dtype=torch.int64), torch.float64, build=True)
+    assert not attention.serves_pages(torch.ones(1, dtype=torch.int64), torch.float64, build=True)
     weight = torch.randn(8, dtype=torch.float64)
     x = torch.randn(3, 8, dtype=torch.float64)
-    assert norm.rms_norm(x, weight, 1e-6).equal(norm_reference.rms_norm(x, weight, 1e-6))
+    assert elementwise.rms_norm(x, weight, 1e-6).equal(norm_reference.rms_norm(x, weight, 1e-6))
 
 
 COMPILER = """#!/bin/sh
@@ -231,7 +235,7 @@ def test_a_spoilt_file_in_the_cache_is_compiled_anew(native_kernels, tmp_path) -
         (tmp_path / name).write_text(COMPILER)
         (tmp_path / name).chmod(0o755)
     program = (
-        "from slipstream.ops import native;"
+        "from slipstream.ops.platform import native;"
         "target = native._target(); target.parent.mkdir(parents=True);"
         "target.write_bytes(b'cut short'); assert native.library() is None and not target.exists();"
         "assert native.build() and native.library() is not None and target.exists()"
@@ -242,10 +246,10 @@ def test_a_spoilt_file_in_the_cache_is_compiled_anew(native_kernels, tmp_path) -
 
 def test_without_a_compiler_or_when_turned_off_the_references_serve(tmp_path) -> None:
     program = (
-        "import torch; from slipstream.ops import native, norm, paged_attention;"
+        "import torch; from slipstream.ops import attention, elementwise; from slipstream.ops.platform import native;"
         "native.build_in_background(); assert not native.build() and not native.serves(torch.zeros(1));"
-        "assert not paged_attention.serves_pages(torch.ones(1, dtype=torch.int64), torch.float32, build=True);"
-        "assert norm.rms_norm(torch.ones(2, 4), torch.ones(4), 0.0).eq(1).all()"
+        "assert not attention.serves_pages(torch.ones(1, dtype=torch.int64), torch.float32, build=True);"
+        "assert elementwise.rms_norm(torch.ones(2, 4), torch.ones(4), 0.0).eq(1).all()"
     )
     run_elsewhere(program, XDG_CACHE_HOME=str(tmp_path), PATH="")
     run_elsewhere(program, XDG_CACHE_HOME=str(tmp_path), SLIPSTREAM_NATIVE="0")

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from native_runs import RUNS
-from slipstream.ops import native
+from slipstream.ops.platform import native
 
 
 @pytest.fixture(scope="module")

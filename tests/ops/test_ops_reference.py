@@ -7,11 +7,9 @@ import math
 import pytest
 import torch
 
-from slipstream.ops.activation import gelu_tanh_and_mul, silu_and_mul
-from slipstream.ops.cache_write import write_cache
-from slipstream.ops.norm import add_rms_norm, rms_norm, sum_rms_norm
-from slipstream.ops.paged_attention import attend_chunk, attend_pages, attend_single
-from slipstream.ops.rope import apply_rope, rope_table
+from slipstream.ops.attention import apply_rope, attend_chunk, attend_pages, attend_single, rope_table
+from slipstream.ops.attention.cache_write import write_cache
+from slipstream.ops.elementwise import add_rms_norm, gelu_tanh_and_mul, rms_norm, silu_and_mul, sum_rms_norm
 
 SIZES = [1, 63, 100, 129]
 

@@ -14,8 +14,8 @@ import pytest
 
 from child import child_env
 from slipstream import LLM, SamplingParams
-from slipstream.ops import native, prebuilt
-from slipstream.ops.prebuilt import LEVELS, processor_features, usable_levels
+from slipstream.ops.platform import native, prebuilt
+from slipstream.ops.platform.prebuilt import LEVELS, processor_features, usable_levels
 from tiny import write_tiny
 from tiny_gguf import write_gguf
 
@@ -98,9 +98,9 @@ def test_a_wheel_answers_without_a_compiler(tmp_path, monkeypatch):
     options = dict(skip_tokenizer_init=True, num_threads=1, use_tqdm_on_load=False)
     params = dict(temperature=0, max_tokens=5, ignore_eos=True)
     code = (
-        "from slipstream import LLM, SamplingParams; from slipstream.ops import native;"
-        "from slipstream.scheduler.grammar import pool_library;"
-        "assert pool_library.load() is not None;"
+        "from slipstream import LLM, SamplingParams; from slipstream.ops.platform import native;"
+        "from slipstream.scheduler.grammar import mask_pool;"
+        "assert mask_pool.load() is not None;"
         f"assert native.state() == 'compiled, of the wheel ({machine}-{level.name})', native.state();"
         f"llm = LLM({model!r}, **{options});"
         f"print(llm.generate([[1, 2, 3]], SamplingParams(**{params}), use_tqdm=False)[0].outputs[0].token_ids)"

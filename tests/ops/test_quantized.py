@@ -8,19 +8,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from slipstream.ops import quantized
-from slipstream.ops.activation import gelu_tanh_and_mul, silu_and_mul
-from slipstream.ops.linear.dispatch import FUSED_ACTIVATIONS
-from slipstream.ops.norm import add_rms_norm
-from slipstream.ops.quantized import (
+from slipstream.ops.elementwise import add_rms_norm, gelu_tanh_and_mul, silu_and_mul
+from slipstream.ops.gemm import quantized
+from slipstream.ops.gemm.linear.dispatch import FUSED_ACTIVATIONS
+from slipstream.ops.gemm.quantized import (
     QuantizedMatrix,
     dequantize,
     gated_quantized_linear,
+    matrix,
     norm_quantized_linear,
     pack_4_bit,
     quantized_linear,
     quantizes_gated,
-    reference,
     unpack_4_bit,
 )
 
@@ -101,7 +100,7 @@ def test_dequantize_is_scale_times_number_less_zero() -> None:
 
 @pytest.mark.parametrize("name", MATRICES)
 def test_whole_weight_dequantised_by_the_kernel(name: str, kernel_device: torch.device) -> None:
-    from slipstream.ops.quantized.triton.dequantize import dequantize as dequantize_by_kernel
+    from slipstream.ops.gemm.quantized.expand import dequantize as dequantize_by_kernel
 
     weight = make(*MATRICES[name], 35, 320 if "128" not in name else 384, kernel_device)
     for dtype in (torch.float32, torch.bfloat16):
@@ -113,7 +112,7 @@ def test_whole_weight_dequantised_by_the_kernel(name: str, kernel_device: torch.
 
 @pytest.mark.parametrize("name", MATRICES)
 def test_gemm_with_split_inputs(name: str, kernel_device: torch.device) -> None:
-    from slipstream.ops.quantized.triton.gemm import GemmTile, quantized_gemm
+    from slipstream.ops.gemm.quantized.gemm import GemmTile, quantized_gemm
 
     weight = make(*MATRICES[name], 70, 384, kernel_device)
     x = torch.randn(5, 387, device=kernel_device)[:, :384]
@@ -126,7 +125,7 @@ def test_gemm_with_split_inputs(name: str, kernel_device: torch.device) -> None:
 
 @pytest.mark.parametrize("name", ["fp8 per row", "fp8 blocks", "int4 groups of 32"])
 def test_gemm_of_many_rows(name: str, kernel_device: torch.device) -> None:
-    from slipstream.ops.quantized.triton.gemm import quantized_gemm
+    from slipstream.ops.gemm.quantized.gemm import quantized_gemm
 
     weight = make(*MATRICES[name], 130, 192, kernel_device)
     x = torch.randn(131, 192, device=kernel_device)
@@ -138,7 +137,7 @@ def test_gemm_of_many_rows(name: str, kernel_device: torch.device) -> None:
 )
 def test_scales_past_the_table_are_not_read(kind: tuple[str, int, bool], kernel_device: torch.device) -> None:
     """The step of the kernel is longer than a row: nothing after the last scale may enter the sums."""
-    from slipstream.ops.quantized.triton.gemm import GemmTile, quantized_gemm
+    from slipstream.ops.gemm.quantized.gemm import GemmTile, quantized_gemm
 
     weight = make(*kind, 17, 64, kernel_device)
     tables = []
@@ -156,10 +155,10 @@ def test_scales_past_the_table_are_not_read(kind: tuple[str, int, bool], kernel_
 @pytest.mark.parametrize("name", ["fp8 per row", "fp8 blocks"])
 def test_gemm_of_fp8_inputs(name: str, kernel_device: torch.device) -> None:
     """Also with a tile that is longer than a block: scales multiply sums, never FP8 numbers."""
-    from slipstream.ops.quantized.triton.gemm import GemmTile, quantized_gemm
+    from slipstream.ops.gemm.quantized.gemm import GemmTile, quantized_gemm
 
     weight = make(*MATRICES[name], 70, 384, kernel_device)
-    q, scales = reference.quantize_rows(torch.randn(5, 384, device=kernel_device))
+    q, scales = matrix.quantize_rows(torch.randn(5, 384, device=kernel_device))
     found = quantized_gemm(q, weight, None, "", GemmTile(64, 16, 128, 2, 4, 2), scales, torch.float32)
     check(found, expect(q.double() * scales, weight, None))
 
@@ -179,13 +178,13 @@ def test_kernels_in_bfloat16(name: str, rows: int, kernel_device: torch.device) 
 
 
 def test_rows_are_quantised_by_their_largest_number(kernel_device: torch.device) -> None:
-    from slipstream.ops.quantized.triton.quantize import quantize_rows
+    from slipstream.ops.gemm.quantized.gemm import quantize_rows
 
     x = torch.randn(3, 100, device=kernel_device) * torch.tensor([[1.0], [100.0], [0.0]], device=kernel_device)
     given = torch.tensor([0.001], device=kernel_device)
     for scale in (None, given):
         q, scales = quantize_rows(x, scale)
-        expected, expected_scales = reference.quantize_rows(x, scale)
+        expected, expected_scales = matrix.quantize_rows(x, scale)
         torch.testing.assert_close(scales, expected_scales)
         # the interpreter loses the carry where a mantissa is rounded up to the next power of two
         is_power = torch.frexp(expected.float())[0].abs() == 0.5
@@ -195,14 +194,14 @@ def test_rows_are_quantised_by_their_largest_number(kernel_device: torch.device)
 
 @pytest.mark.parametrize("has_residual", [False, True])
 def test_norm_and_quantisation_in_one_pass(has_residual: bool, kernel_device: torch.device) -> None:
-    from slipstream.ops.quantized.triton.quantize import quantize_normed_rows
+    from slipstream.ops.gemm.quantized.gemm import quantize_normed_rows
 
     x, residual = torch.randn(2, 3, 100, device=kernel_device)
     norm = torch.rand(100, device=kernel_device) + 0.5
     expected_total = x + residual if has_residual else x
     normed = F.rms_norm(expected_total, (100,), norm, 1e-6)
     q, scales, total = quantize_normed_rows(x, residual if has_residual else None, norm, 1e-6)
-    expected, expected_scales = reference.quantize_rows(normed)
+    expected, expected_scales = matrix.quantize_rows(normed)
     assert torch.equal(total, expected_total)
     torch.testing.assert_close(scales, expected_scales)
     # up to rounding to the next number, and the interpreter's lost carries
@@ -211,7 +210,7 @@ def test_norm_and_quantisation_in_one_pass(has_residual: bool, kernel_device: to
 
 
 def test_the_pass_of_the_norm_adds_partial_sums(kernel_device: torch.device) -> None:
-    from slipstream.ops.quantized.triton.quantize import quantize_normed_rows
+    from slipstream.ops.gemm.quantized.gemm import quantize_normed_rows
 
     parts, residual = torch.randn(3, 5, 100, device=kernel_device), torch.randn(5, 100, device=kernel_device)
     norm = torch.rand(100, device=kernel_device) + 0.5
@@ -224,13 +223,13 @@ def test_the_pass_of_the_norm_adds_partial_sums(kernel_device: torch.device) -> 
 def test_many_rows_are_quantised_from_the_last_to_the_first(
     kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from slipstream.ops.quantized.triton import quantize
+    from slipstream.ops.gemm.quantized import gemm
 
     x, norm = torch.randn(5, 100, device=kernel_device), torch.rand(100, device=kernel_device)
     runs = []
     for most in (5, 4):
-        monkeypatch.setattr(quantize, "MAX_FORWARD_ROWS", most)
-        q, scales, total = quantize.quantize_normed_rows(x, x, norm, 1e-6)
+        monkeypatch.setattr(gemm, "MAX_FORWARD_ROWS", most)
+        q, scales, total = gemm.quantize_normed_rows(x, x, norm, 1e-6)
         runs.append((q.float(), scales, total))
     assert all(map(torch.equal, *runs))
 
@@ -239,11 +238,11 @@ def test_many_rows_are_quantised_from_the_last_to_the_first(
 def test_gated_activation_and_quantisation_in_one_pass(
     activation: Callable[[torch.Tensor], torch.Tensor], kernel_device: torch.device
 ) -> None:
-    from slipstream.ops.quantized.triton.quantize import quantize_gated_rows
+    from slipstream.ops.gemm.quantized.gemm import quantize_gated_rows
 
     gate_up = torch.randn(3, 200, device=kernel_device)
     q, scales = quantize_gated_rows(gate_up, FUSED_ACTIVATIONS[activation])
-    expected, expected_scales = reference.quantize_rows(activation(gate_up))
+    expected, expected_scales = matrix.quantize_rows(activation(gate_up))
     torch.testing.assert_close(scales, expected_scales)
     is_power = torch.frexp(expected.float())[0].abs() == 0.5
     torch.testing.assert_close(q.float()[~is_power], expected.float()[~is_power], rtol=0.13, atol=0.01)
@@ -287,7 +286,7 @@ def test_large_weights_are_dequantised_in_parts(kernel_device: torch.device, mon
 def test_no_pdl_gemm_reads_a_weight_that_was_just_dequantised(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would load the weight while the kernel before still writes it."""
     pytest.importorskip("triton", reason="triton is not installed")
-    from slipstream.ops.pdl import MAX_TOKENS
+    from slipstream.ops.platform.pdl import MAX_TOKENS
 
     calls: list[int] = []
 

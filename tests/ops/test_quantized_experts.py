@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from slipstream.ops.moe import ExpertBiases, RouterRule, Routing, host, reference
-from slipstream.ops.quantized import QuantizedExperts, QuantizedMatrix, dequantize, pack_4_bit
-from slipstream.ops.quantized import reference as quantized
+from slipstream.ops.gemm.moe import ExpertBiases, RouterRule, Routing, host, reference
+from slipstream.ops.gemm.quantized import QuantizedExperts, QuantizedMatrix, dequantize, pack_4_bit
+from slipstream.ops.gemm.quantized import matrix as quantized
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -69,7 +69,7 @@ def check(found: torch.Tensor, expected: torch.Tensor, bound: float = 1e-5) -> N
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tokens", [1, 7])
 def test_kernel_of_few_tokens(kind: str, tokens: int, kernel_device: torch.device) -> None:
-    from slipstream.ops.moe import triton
+    from slipstream.ops.gemm.moe import triton
 
     given = make(kind, tokens, kernel_device)
     check(triton.expert_mlp(*given), expect(*given))
@@ -77,7 +77,7 @@ def test_kernel_of_few_tokens(kind: str, tokens: int, kernel_device: torch.devic
 
 @pytest.mark.parametrize("kind", ["fp8 block", "mxfp4"])
 def test_kernel_of_many_tokens(kind: str, kernel_device: torch.device) -> None:
-    from slipstream.ops.moe import triton
+    from slipstream.ops.gemm.moe import triton
 
     given = make(kind, 130, kernel_device, experts=2)  # tiles of 128 pairs
     check(triton.expert_mlp(*given), expect(*given))
@@ -92,7 +92,7 @@ def test_references_dequantise(version: str) -> None:
 
 def test_any_codebook(kernel_device: torch.device) -> None:
     """As NF4 has one: the same numbers as a table, in another order."""
-    from slipstream.ops.moe import triton
+    from slipstream.ops.gemm.moe import triton
 
     x, routing, *stacks = make("mxfp4", 3, kernel_device)
     codebook = stacks[0].matrix.codebook.flip(0).contiguous()
@@ -102,7 +102,7 @@ def test_any_codebook(kernel_device: torch.device) -> None:
 
 def test_clamped_gates_and_biases(kernel_device: torch.device) -> None:
     """As gpt-oss has them."""
-    from slipstream.ops.moe import triton
+    from slipstream.ops.gemm.moe import triton
 
     x, routing, gate_up, down = make("mxfp4", 5, kernel_device)
     biases = ExpertBiases(torch.randn(3, 128, device=kernel_device), torch.randn(3, 96, device=kernel_device))
@@ -112,7 +112,7 @@ def test_clamped_gates_and_biases(kernel_device: torch.device) -> None:
 
 
 def test_experts_without_gates_and_padding(kernel_device: torch.device) -> None:
-    from slipstream.ops.moe import triton
+    from slipstream.ops.gemm.moe import triton
 
     x, (ids, weights, _), gate_up, down = make("int8", 4, kernel_device)
     half = QuantizedExperts(gate_up.matrix.rows(0, 3 * 64), 3)
@@ -126,8 +126,7 @@ def test_experts_without_gates_and_padding(kernel_device: torch.device) -> None:
 @pytest.mark.parametrize("kind", ["fp8 block", "fp8 row"])
 def test_fp8_inputs(kind: str, kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both GEMMs quantise their inputs. One expert and weight 1, so that the definition is two GEMMs."""
-    from slipstream.ops.moe import triton
-    from slipstream.ops.moe.triton import quantized_gemm
+    from slipstream.ops.gemm.moe import quantized_gemm, triton
 
     # the interpreter loses the carry where a mantissa is rounded up to the next power of two
     monkeypatch.setattr(quantized_gemm, "quantize_rows", quantized.quantize_rows)
@@ -149,7 +148,7 @@ def test_fp8_inputs(kind: str, kernel_device: torch.device, monkeypatch: pytest.
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tokens", [1, 5, 300])
 def test_captured_kernels_in_bfloat16(kind: str, tokens: int, kernel_device: torch.device) -> None:
-    from slipstream.ops.moe import triton
+    from slipstream.ops.gemm.moe import triton
 
     x, routing, gate_up, down = make(kind, tokens, kernel_device, hidden=704, inner=512)
     x = x.bfloat16().contiguous()

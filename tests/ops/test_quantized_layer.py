@@ -12,11 +12,10 @@ import torch
 import torch.nn.functional as F
 
 from child import child_env
-from slipstream.ops.activation import silu_and_mul
-from slipstream.ops.norm import rms_norm
-from slipstream.ops.quantized import QuantizedMatrix, dequantize, layer
-from slipstream.ops.quantized.layer import claim_barrier, joins_gemms, multiply_layer
-from slipstream.ops.quantized.layer_gemms import LayerGemms
+from slipstream.ops.elementwise import rms_norm, silu_and_mul
+from slipstream.ops.gemm.quantized import QuantizedMatrix, dequantize, layer
+from slipstream.ops.gemm.quantized.layer import claim_barrier, joins_gemms, multiply_layer
+from slipstream.ops.gemm.quantized.layer_gemms import LayerGemms
 
 QWEN3_8B = (4096, 4096, 12288, 6144)  # inputs of o, hidden, feed-forward, outputs of qkv
 MAX_SECONDS = 60

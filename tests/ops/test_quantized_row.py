@@ -6,9 +6,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from slipstream.ops.activation import silu_and_mul
-from slipstream.ops.quantized import QuantizedMatrix, dequantize, pack_4_bit, quantized_linear, streams, words_of
-from slipstream.ops.quantized.reference import MAX_INTEGER, integer_linear, quantize_segments
+from slipstream.ops.elementwise import silu_and_mul
+from slipstream.ops.gemm.quantized import (
+    QuantizedMatrix,
+    dequantize,
+    pack_4_bit,
+    quantized_linear,
+    streams,
+    words_of,
+)
+from slipstream.ops.gemm.quantized.matrix import MAX_INTEGER, integer_linear, quantize_segments
 
 
 def make(rows: int, columns: int, is_symmetric: bool = False, device: str = "cpu") -> QuantizedMatrix:
@@ -67,7 +74,7 @@ def test_the_largest_sums_fit_32_bits() -> None:
 
 def test_which_weights_the_kernel_takes() -> None:
     pytest.importorskip("triton", reason="triton is not installed")
-    from slipstream.ops.quantized.triton.row import takes_row
+    from slipstream.ops.gemm.quantized.row import takes_row
 
     weight = make(96, 256)
     assert takes_row(weight, 1, False) and not takes_row(weight, 2, False)
@@ -95,7 +102,7 @@ def test_which_weights_the_kernel_takes() -> None:
 def test_tiles(shape: tuple[int, int], is_gated: bool, expected: tuple[tuple[int, int, int, int], int, int]) -> None:
     """Programs fit the shared memory and the registers of a multiprocessor."""
     pytest.importorskip("triton", reason="triton is not installed")
-    from slipstream.ops.quantized.triton.row import INPUT_BYTES, RowTile, row_registers, row_stages, row_tile
+    from slipstream.ops.gemm.quantized.row import INPUT_BYTES, RowTile, row_registers, row_stages, row_tile
 
     rows, columns = shape
     values = torch.empty(rows, columns // 2, dtype=torch.uint8, device="meta")
@@ -115,8 +122,8 @@ def test_tiles(shape: tuple[int, int], is_gated: bool, expected: tuple[tuple[int
 def test_row_kernel(columns: int, is_symmetric: bool) -> None:
     """Parts of a block and of a step at the end, a split without inputs, whole and split sums, stages used again; with
     bias, gate and alone."""
-    from slipstream.ops.quantized.triton.row import RowTile
-    from slipstream.ops.quantized.triton.stream import stream_gemm
+    from slipstream.ops.gemm.quantized.row import RowTile
+    from slipstream.ops.gemm.quantized.stream import stream_gemm
 
     weight, x = make(224, columns, is_symmetric, "cuda"), torch.randn(1, columns, device="cuda").bfloat16()
     if not streams(x, weight):
@@ -139,9 +146,9 @@ def test_row_kernel(columns: int, is_symmetric: bool) -> None:
 @pytest.mark.cuda
 @pytest.mark.parametrize("tile", [(1, 32, 8), (3, 64, 4)])
 def test_row_kernel_with_residual_and_norm(tile: tuple[int, int, int]) -> None:
-    from slipstream.ops.quantized import quantized_linear_unnormalized
-    from slipstream.ops.quantized.triton.row import RowTile
-    from slipstream.ops.quantized.triton.stream import stream_gemm_add
+    from slipstream.ops.gemm.quantized import quantized_linear_unnormalized
+    from slipstream.ops.gemm.quantized.row import RowTile
+    from slipstream.ops.gemm.quantized.stream import stream_gemm_add
 
     first, second = make(256, 1280, device="cuda"), make(192, 256, device="cuda")
     x, residual = torch.randn(1, 1280, device="cuda").bfloat16(), torch.randn(1, 256, device="cuda").bfloat16()

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from slipstream.ops.activation import silu_and_mul
-from slipstream.ops.quantized import (
+from slipstream.ops.elementwise import silu_and_mul
+from slipstream.ops.gemm.quantized import (
     QuantizedMatrix,
     dequantize,
     pack_4_bit,
@@ -63,8 +63,8 @@ def test_slices_lie_within_groups() -> None:
 def test_a_gated_row_has_one_wave_of_programs() -> None:
     """Of Qwen3-8B's width: each multiprocessor quantises the row once, and its pipeline is as deep as memory allows."""
     pytest.importorskip("triton", reason="triton is not installed")
-    from slipstream.ops.linear.capability import keeps_wide_programs_busy
-    from slipstream.ops.linear.triton.streaming_hopper import MEMORY, ROW_TILE, row_stages
+    from slipstream.ops.gemm.linear.streaming_hopper import MEMORY, ROW_TILE, row_stages
+    from slipstream.ops.gemm.linear.tiles import keeps_wide_programs_busy
 
     assert keeps_wide_programs_busy(24576) and not keeps_wide_programs_busy(28672)  # 128 and 150 programs
     assert row_stages(ROW_TILE, 32) == 6
@@ -77,7 +77,7 @@ def test_a_gated_row_has_one_wave_of_programs() -> None:
 @pytest.mark.parametrize("rows", [1, 5, 16])
 def test_streamed_weights(kind: str, rows: int) -> None:
     """Odd numbers of outputs and of slices, whole and split sums, with bias, gate and alone."""
-    from slipstream.ops.quantized.triton.stream import SliceTile, stream_gemm
+    from slipstream.ops.gemm.quantized.stream import SliceTile, stream_gemm
 
     weight = make(kind, 208, 1408, "cuda")  # 11 or 22 slices
     x = torch.randn(rows, 1408, device="cuda").bfloat16()
@@ -99,19 +99,19 @@ def test_streamed_weights(kind: str, rows: int) -> None:
 @pytest.mark.cuda
 @pytest.mark.parametrize("rows", [1, 16, 40, 64])
 def test_streamed_fp8_weights_and_inputs(rows: int) -> None:
-    from slipstream.ops.linear.triton.streaming_hopper import Scales, StreamTile, streaming_gemm
-    from slipstream.ops.quantized import reference
+    from slipstream.ops.gemm.linear.streaming_hopper import Scales, StreamTile, streaming_gemm
+    from slipstream.ops.gemm.quantized import matrix
 
     weight = make("fp8", 208, 1424, "cuda")  # a part of a step at the end
     x = torch.randn(rows, 1424, device="cuda").bfloat16()
     if not streams(x[:1], weight._replace(values=weight.values[:, :1408].contiguous())):
         pytest.skip("made for another GPU")
     bias = torch.randn(208, device="cuda").bfloat16()
-    exact = reference.scaled_linear(x.double(), weight, bias.double())
+    exact = matrix.scaled_linear(x.double(), weight, bias.double())
     assert off(quantized_linear(x, weight, bias, quantizes_inputs=True), exact) < 8e-3
-    gated = silu_and_mul(reference.scaled_linear(x.double(), weight))
+    gated = silu_and_mul(matrix.scaled_linear(x.double(), weight))
     assert off(quantized_linear(x, weight, None, silu_and_mul, quantizes_inputs=True), gated) < 1.6e-2
-    q, scales = reference.quantize_rows(x)
+    q, scales = matrix.quantize_rows(x)
     for _ in range(2):  # the counters of the first run are back at zero
         found = streaming_gemm(q, weight.values, bias, "", StreamTile(3), Scales(weight.scale, scales))
         assert off(found, exact) < 8e-3
@@ -121,14 +121,14 @@ def test_streamed_fp8_weights_and_inputs(rows: int) -> None:
 @pytest.mark.parametrize("splits", [1, 3])
 def test_a_row_is_quantised_inside_its_gemm(splits: int) -> None:
     """As a row that a pass quantises: the scale is that of the whole row, whichever part a program has."""
-    from slipstream.ops.linear.triton.streaming_hopper import (
+    from slipstream.ops.gemm.linear.streaming_hopper import (
         ROW_TILE,
         Scales,
         StreamTile,
         streaming_gemm,
         streaming_gemm_add,
     )
-    from slipstream.ops.quantized import chains_fp8, fp8_linear_add, fp8_linear_unnormalized, reference
+    from slipstream.ops.gemm.quantized import chains_fp8, fp8_linear_add, fp8_linear_unnormalized, matrix
 
     first, second = make("fp8", 320, 5952, "cuda"), make("fp8", 208, 320, "cuda")  # parts of a step at the end
     x, residual = torch.randn(1, 5952, device="cuda").bfloat16(), torch.randn(1, 320, device="cuda").bfloat16()
@@ -136,12 +136,12 @@ def test_a_row_is_quantised_inside_its_gemm(splits: int) -> None:
     if not chains_fp8(x, first):
         pytest.skip("made for another GPU")
     norm = torch.rand(320, device="cuda").bfloat16()
-    total = reference.scaled_linear(x.double(), first) + residual.double()
+    total = matrix.scaled_linear(x.double(), first) + residual.double()
     for _ in range(2):  # the counters of the first run are back at zero
         assert off(fp8_linear_add(x, first, residual, norm, 1e-6).total, total) < 4e-3
         found = streaming_gemm_add(x, first.values, residual, norm, 1e-6, StreamTile(splits), Scales(first.scale))
         assert off(found.total, total) < 4e-3
-    exact = reference.scaled_linear(F.rms_norm(found.total.double(), (320,), norm.double(), 1e-6), second)
+    exact = matrix.scaled_linear(F.rms_norm(found.total.double(), (320,), norm.double(), 1e-6), second)
     bias = torch.randn(208, device="cuda").bfloat16()
     # the row is rounded before the norm divides it, so some numbers are rounded to another FP8 number
     assert off(fp8_linear_unnormalized(found, second, bias, None), exact + bias.double()) < 3e-2
@@ -154,8 +154,8 @@ def test_a_row_is_quantised_inside_its_gemm(splits: int) -> None:
 def test_torch_multiplies_medium_rows_unless_tiles_are_one_wave() -> None:
     """By the shapes of Qwen3-8B, for which the choice was measured."""
     pytest.importorskip("triton")
-    from slipstream.ops.linear.triton.streaming_hopper import MEDIUM_TILE, NARROW_TILE, SPLIT_TILE, WIDE_TILE
-    from slipstream.ops.quantized import _medium_tile
+    from slipstream.ops.gemm.linear.streaming_hopper import MEDIUM_TILE, NARROW_TILE, SPLIT_TILE, WIDE_TILE
+    from slipstream.ops.gemm.quantized import _medium_tile
 
     def chosen(num_out: int, num_in: int) -> list[object]:
         weight = QuantizedMatrix(torch.empty(num_out, num_in, device="meta"), torch.empty(0), None)
@@ -171,7 +171,7 @@ def test_torch_multiplies_medium_rows_unless_tiles_are_one_wave() -> None:
 def test_sums_of_wide_programs_fit_into_the_memory_of_their_weights(rows: int) -> None:
     """Three groups of warps, whose MMAs have 128 rows at most, and so their sums on the way to memory."""
     pytest.importorskip("triton")
-    from slipstream.ops.linear.triton.streaming_hopper import WIDE_TILE, row_parts, stages_for
+    from slipstream.ops.gemm.linear.streaming_hopper import WIDE_TILE, row_parts, stages_for
 
     first, more = row_parts(WIDE_TILE, rows)
     assert first in (64, 128) and more <= 128 and rows <= first + more < rows + 64
@@ -183,9 +183,9 @@ def test_sums_of_wide_programs_fit_into_the_memory_of_their_weights(rows: int) -
 @pytest.mark.cuda
 @pytest.mark.parametrize("rows", [65, 128, 160, 192, 256])
 def test_wide_programs_of_medium_rows(rows: int) -> None:
-    from slipstream.ops import quantized
-    from slipstream.ops.linear.triton.streaming_hopper import WIDE_TILE, Scales, streaming_gemm
-    from slipstream.ops.quantized import reference
+    from slipstream.ops.gemm import quantized
+    from slipstream.ops.gemm.linear.streaming_hopper import WIDE_TILE, Scales, streaming_gemm
+    from slipstream.ops.gemm.quantized import matrix
 
     weight = make("fp8", 24400, 1424, "cuda")  # parts of a step and of a program at the end
     x = torch.randn(rows, 1424, device="cuda").bfloat16()
@@ -195,12 +195,12 @@ def test_wide_programs_of_medium_rows(rows: int) -> None:
     down = make("fp8", 16, 12208, "cuda")
     assert quantized.quantizes_gated(x, silu_and_mul, down) == (rows > 192)
     bias = torch.randn(24400, device="cuda").bfloat16()
-    exact = reference.scaled_linear(x.double(), weight, bias.double())
+    exact = matrix.scaled_linear(x.double(), weight, bias.double())
     whole = quantized_linear(x, weight, bias, quantizes_inputs=True)
     assert off(whole, exact) < 8e-3
     gated = quantized_linear(x, weight, bias, silu_and_mul, quantizes_inputs=True)
     assert off(gated, silu_and_mul(exact)) < 1.6e-2
-    q, scales = reference.quantize_rows(x[:65])
+    q, scales = matrix.quantize_rows(x[:65])
     few = streaming_gemm(q, weight.values, bias, "silu", WIDE_TILE, Scales(weight.scale, scales))
     assert torch.equal(few, gated[:65]), "other rows changed the result"
 
@@ -208,8 +208,8 @@ def test_wide_programs_of_medium_rows(rows: int) -> None:
 @pytest.mark.cuda
 @pytest.mark.parametrize("rows", [65, 200, 256])
 def test_long_sums_of_fp8_inputs_are_split(rows: int) -> None:
-    from slipstream.ops import quantized
-    from slipstream.ops.quantized import reference
+    from slipstream.ops.gemm import quantized
+    from slipstream.ops.gemm.quantized import matrix
 
     weight = make("fp8", 208, 8208, "cuda")  # a part of a step at the end
     x = torch.randn(rows, 8208, device="cuda").bfloat16()
@@ -217,7 +217,7 @@ def test_long_sums_of_fp8_inputs_are_split(rows: int) -> None:
         pytest.skip("made for another GPU")
     assert quantized._medium_tile(rows, weight) and not quantized._medium_tile(257, weight)
     bias = torch.randn(208, device="cuda").bfloat16()
-    exact = reference.scaled_linear(x.double(), weight, bias.double())
+    exact = matrix.scaled_linear(x.double(), weight, bias.double())
     for _ in range(2):  # the counters of the first run are back at zero
         assert off(quantized_linear(x, weight, bias, quantizes_inputs=True), exact) < 8e-3
 
@@ -225,8 +225,8 @@ def test_long_sums_of_fp8_inputs_are_split(rows: int) -> None:
 @pytest.mark.cuda
 @pytest.mark.parametrize("rows", [2, 16, 65, 100, 129, 200, 256])
 def test_the_pass_of_the_norm_adds_partial_sums(rows: int) -> None:
-    from slipstream.ops.linear.triton.streaming_hopper import parts_tile
-    from slipstream.ops.quantized import chains_parts, fp8_linear_quantized, fp8_parts_add, reference
+    from slipstream.ops.gemm.linear.streaming_hopper import parts_tile
+    from slipstream.ops.gemm.quantized import chains_parts, fp8_linear_quantized, fp8_parts_add, matrix
 
     first, second = make("fp8", 320, 5952, "cuda"), make("fp8", 208, 320, "cuda")  # parts of a step at the end
     gate_up, residual = (torch.randn(rows, size, device="cuda").bfloat16() for size in (2 * 5952, 320))
@@ -237,11 +237,11 @@ def test_the_pass_of_the_norm_adds_partial_sums(rows: int) -> None:
     for x, activation in ((gate_up, silu_and_mul), (gate_up[:, :5952], None)):
         plain = x if activation is None else silu_and_mul(x)
         found = fp8_parts_add(x, activation, first, residual, norm, 1e-6)
-        total = reference.scaled_linear(plain.double(), first) + residual.double()
+        total = matrix.scaled_linear(plain.double(), first) + residual.double()
         assert off(found.total, total) < 4e-3
         assert found.quantized is not None
         normed = F.rms_norm(found.total.double(), (320,), norm.double(), 1e-6)
-        exact = reference.scaled_linear(normed, second)
+        exact = matrix.scaled_linear(normed, second)
         # the kernel's norm is of the sum before it is rounded to 16 bits, so some numbers round to another one in FP8
         assert off(fp8_linear_quantized(*found.quantized, x.dtype, second, None, None), exact) < 2e-2
         few = slice(0, 2 if rows <= 16 else 65)
@@ -252,7 +252,7 @@ def test_the_pass_of_the_norm_adds_partial_sums(rows: int) -> None:
 @pytest.mark.cuda
 @pytest.mark.parametrize("rows", [1, 11])
 def test_streamed_weights_with_residual_and_norm(rows: int) -> None:
-    from slipstream.ops.quantized import quantized_linear_add, quantized_linear_unnormalized
+    from slipstream.ops.gemm.quantized import quantized_linear_add, quantized_linear_unnormalized
 
     first, second = make("int4", 256, 1408, "cuda"), make("int4", 96, 256, "cuda")
     x, residual = torch.randn(rows, 1408, device="cuda").bfloat16(), torch.randn(rows, 256, device="cuda").bfloat16()
@@ -272,7 +272,7 @@ def test_streamed_weights_with_residual_and_norm(rows: int) -> None:
 def test_sixteen_rows_of_a_gated_weight_have_one_wave_of_programs() -> None:
     """Of Qwen3-8B's width: 128 programs of three blocks, where 384 of one block are a wave and a half."""
     pytest.importorskip("triton", reason="triton is not installed")
-    from slipstream.ops.quantized.triton.stream import SliceTile, slice_registers, slice_stages, slice_tile
+    from slipstream.ops.gemm.quantized.stream import SliceTile, slice_registers, slice_stages, slice_tile
 
     values = torch.empty(24576, 2048, dtype=torch.uint8, device="meta")
     weight = QuantizedMatrix(values, torch.empty(24576, 32, device="meta"), None, 8)

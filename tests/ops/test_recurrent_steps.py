@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from slipstream.contracts.cache_spec import STATE_CHUNK
-from slipstream.ops.recurrent_steps import max_chunks, reference
+from slipstream.ops.recurrent.steps import max_chunks, reference
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -24,7 +24,7 @@ def kernel_list(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     pytest.importorskip("triton", reason="triton is not installed")
     if not CUDA and os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("no GPU, and triton was imported before its interpreter could be chosen")
-    from slipstream.ops.recurrent_steps.triton import list_chunks
+    from slipstream.ops.recurrent.steps.triton import list_chunks
 
     return list_chunks(*args)
 
@@ -109,7 +109,7 @@ def test_what_states_have_seen(is_single: bool) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
     if not CUDA and os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("no GPU, and triton was imported before its interpreter could be chosen")
-    from slipstream.ops.recurrent_steps.triton import advance_seen_
+    from slipstream.ops.recurrent.steps.triton import advance_seen_
 
     rng = random.Random(4)
     table = ints([rng.randrange(50) for _ in range(199)] + [0])

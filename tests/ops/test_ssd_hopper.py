@@ -11,9 +11,9 @@ import torch
 
 from hand_steps import StepRow, hand_steps
 from slipstream.contracts.cache_spec import STATE_CHUNK
-from slipstream.ops.hopper import has_hopper_kernels
-from slipstream.ops.recurrent_steps import RecurrentSteps
-from slipstream.ops.ssm import SsdWeights, reference, ssd_scan
+from slipstream.ops.platform.dispatch import has_hopper_kernels
+from slipstream.ops.recurrent import SsdWeights, ssd_scan, ssm
+from slipstream.ops.recurrent.steps import RecurrentSteps
 
 SLOTS = 12
 ROWS = {
@@ -49,7 +49,7 @@ def test_a_pass_equals_the_reference(kind: str, heads: int, groups: int) -> None
             state[row.slot] = torch.nan
     expected_state = state.clone()
     out = ssd_scan(x, parts[3], b, c, weights, state, steps)
-    expected = reference.ssd_scan(*(p.double() for p in (x, parts[3], b, c)), weights, expected_state, steps)
+    expected = ssm.ssd_scan(*(p.double() for p in (x, parts[3], b, c)), weights, expected_state, steps)
     assert not out[total:].any()
     distance = (out[:total] - expected[:total]).norm() / expected[:total].norm()
     assert distance < 6e-3
@@ -100,11 +100,11 @@ def test_scores_and_logs_of_all_chunks_are_what_the_pass_needs(monkeypatch: pyte
     pytest.importorskip("triton", reason="triton is not installed")
     if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("needs Triton's interpreter")
-    from slipstream.ops.ssm.triton import ssd_chunked
+    from slipstream.ops.recurrent import ssm_chunked
 
-    name = "slipstream.ops.ssm.triton.ssd_hopper"
+    name = "slipstream.ops.recurrent.ssm_hopper"
     monkeypatch.setitem(sys.modules, name, SimpleNamespace(pass_chunks=pass_chunks))  # type: ignore[arg-type]
-    monkeypatch.setattr(ssd_chunked, "_fits_hopper", lambda x, b, c: True)
+    monkeypatch.setattr(ssm_chunked, "_fits_hopper", lambda x, b, c: True)
     torch.manual_seed(0)
     heads, groups, dim, size, num_tokens = 4, 2, 6, 5, 190
     rows = [StepRow(2, 7, 1), StepRow(1, 50, 90, {64: 5, 128: 6}), StepRow(3, 0, 66), StepRow(4, 63, 2, {}, 64)]
@@ -114,7 +114,7 @@ def test_scores_and_logs_of_all_chunks_are_what_the_pass_needs(monkeypatch: pyte
     state = torch.randn(SLOTS, heads, dim, size)
     expected_state = state.clone()
     out = torch.zeros(num_tokens, heads, dim)
-    ssd_chunked.scan_chunks(x, dt, b, c, weights, state, steps, out)
-    expected = reference.ssd_scan(x, dt, b, c, weights, expected_state, steps)
+    ssm_chunked.scan_chunks(x, dt, b, c, weights, state, steps, out)
+    expected = ssm.ssd_scan(x, dt, b, c, weights, expected_state, steps)
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(state, expected_state, rtol=1e-4, atol=1e-4)

@@ -15,7 +15,7 @@ from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
 
 from hand_steps import REPEATING_STEPS, SeenPositions, StepRow, hand_steps
 from nets.host_reads import no_host_reads
-from slipstream.ops.ssm import SelectiveWeights, SsdWeights, reference
+from slipstream.ops.recurrent import SelectiveWeights, SsdWeights, ssm
 
 CUDA = torch.cuda.is_available()
 # the interpreter's own use of numpy
@@ -28,11 +28,11 @@ LIMITS = (0.2, 1.5)  # of dt: both are reached
 
 def ops(version: str) -> Any:
     if version == "reference":
-        return reference
+        return ssm
     pytest.importorskip("triton", reason="triton is not installed")
     if not CUDA and os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("no GPU, and triton was imported before its interpreter could be chosen")
-    import slipstream.ops.ssm.triton as kernels
+    from slipstream.ops.recurrent import ssm_triton as kernels
 
     return kernels
 
@@ -206,7 +206,7 @@ def test_chunks_of_a_16_bit_model_equal_the_reference() -> None:
     state = torch.randn(SLOTS, heads, dim, size, device=device)
     expected_state = state.clone()
     out = kernel.ssd_scan(x, parts[3], b, c, weights, state, steps)
-    expected = reference.ssd_scan(*(p.float() for p in (x, parts[3], b, c)), weights, expected_state, steps)
+    expected = ssm.ssd_scan(*(p.float() for p in (x, parts[3], b, c)), weights, expected_state, steps)
     assert out.dtype is torch.float16
     for made, wanted in ((out.float(), expected), (state, expected_state)):
         assert (made - wanted).norm() < 1e-3 * wanted.norm()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.ops import native
+from slipstream.ops.platform import native
 
 SOURCE = """
 #include "{folder}/native_team.h"

@@ -14,8 +14,8 @@ CUDA = torch.cuda.is_available()
 if not CUDA and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("no GPU, and triton was imported before its interpreter could be chosen", allow_module_level=True)
 
-from slipstream.ops.bidirectional_attention import reference  # noqa: E402
-from slipstream.ops.bidirectional_attention.triton import Cut, attend_bidirectional, choose_cut, list_tiles  # noqa: E402
+from slipstream.ops.attention import bidirectional  # noqa: E402
+from slipstream.ops.attention.bidirectional_triton import Cut, attend_bidirectional, choose_cut, list_tiles  # noqa: E402
 
 # the interpreter's own use of numpy
 pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.filterwarnings("ignore:overflow")]
@@ -58,13 +58,15 @@ def run(
     tiles = list_tiles(starts, total + padding[1], cut, of_rows)
     out = attend_bidirectional(query, key, value, dim**-0.5, tiles, cut, reach, bias, *lines)
     assert not out[total:].count_nonzero()
-    metadata = reference.bidirectional_metadata(
+    metadata = bidirectional.bidirectional_metadata(
         np.array(counts, np.int32), None if seen is None else np.array(seen, np.int32)
     )
     wide = None if bias is None else bias.double()
     inputs = (x[:total].double() for x in (query, key, value))
     by_distance = [None if x is None else x[:total].double() for x in lines]
-    return out[:total].double(), reference.attend_bidirectional(*inputs, dim**-0.5, metadata, reach, wide, *by_distance)
+    return out[:total].double(), bidirectional.attend_bidirectional(
+        *inputs, dim**-0.5, metadata, reach, wide, *by_distance
+    )
 
 
 def check(counts: list[int], dtype: torch.dtype = torch.float32, **facts: object) -> None:

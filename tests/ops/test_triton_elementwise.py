@@ -14,14 +14,14 @@ CUDA = torch.cuda.is_available()
 if not CUDA and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("no GPU, and triton was imported before its interpreter could be chosen", allow_module_level=True)
 
-from slipstream.ops.activation import reference as activation  # noqa: E402
-from slipstream.ops.activation import triton as activation_kernels  # noqa: E402
-from slipstream.ops.layer_norm import reference as layer_norm  # noqa: E402
-from slipstream.ops.layer_norm import triton as layer_norm_kernels  # noqa: E402
-from slipstream.ops.norm import reference as norm  # noqa: E402
-from slipstream.ops.norm import triton as norm_kernels  # noqa: E402
-from slipstream.ops.segment_max import reference as segment_max  # noqa: E402
-from slipstream.ops.segment_max import triton as segment_max_kernels  # noqa: E402
+from slipstream.ops.elementwise import norm_triton as layer_norm_kernels  # noqa: E402
+from slipstream.ops.elementwise import norm_triton as norm_kernels  # noqa: E402
+from slipstream.ops.elementwise import reference as activation  # noqa: E402
+from slipstream.ops.elementwise import reference as layer_norm  # noqa: E402
+from slipstream.ops.elementwise import reference as norm  # noqa: E402
+from slipstream.ops.elementwise import reference as segment_max  # noqa: E402
+from slipstream.ops.elementwise import triton as activation_kernels  # noqa: E402
+from slipstream.ops.elementwise import triton as segment_max_kernels  # noqa: E402
 
 # the interpreter's own use of numpy
 pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.filterwarnings("ignore:overflow")]

@@ -13,8 +13,8 @@ CUDA = torch.cuda.is_available()
 if not CUDA and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("no GPU, and triton was imported before its interpreter could be chosen", allow_module_level=True)
 
-from slipstream.ops.embedding_lookup import lookup_embedding_and_rope, reference  # noqa: E402
-from slipstream.ops.embedding_lookup import triton as kernels  # noqa: E402
+from slipstream.ops.elementwise import lookup_embedding_and_rope, reference  # noqa: E402
+from slipstream.ops.elementwise import triton as kernels  # noqa: E402
 
 # the interpreter's own use of numpy
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from slipstream.ops import linear as ops
-from slipstream.ops.activation import gelu_and_mul, silu_and_mul
-from slipstream.ops.linear.capability import supports_tma
+from slipstream.ops.elementwise import gelu_and_mul, silu_and_mul
+from slipstream.ops.gemm import linear as ops
+from slipstream.ops.gemm.linear.tiles import supports_tma
 
-kernels = pytest.importorskip("slipstream.ops.linear.triton", reason="triton is not installed")
-persistent = importlib.import_module("slipstream.ops.linear.triton.persistent_gemv")
-norm_kernels = pytest.importorskip("slipstream.ops.norm.triton", reason="triton is not installed")
+kernels = pytest.importorskip("slipstream.ops.gemm.linear.triton", reason="triton is not installed")
+persistent = importlib.import_module("slipstream.ops.gemm.linear.gemv")
+norm_kernels = pytest.importorskip("slipstream.ops.elementwise.norm_triton", reason="triton is not installed")
 
 # the interpreter's own use of numpy
 pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.filterwarnings("ignore:overflow")]
@@ -171,7 +171,7 @@ def test_some_rows_equal_the_product(rows, num_in, num_out, gate, splits, kernel
 )
 @pytest.mark.parametrize("gate", ["", "silu"])
 def test_tiles_for_hopper_fit(rows, num_out, num_in, gate):
-    hopper = pytest.importorskip("slipstream.ops.linear.triton.streaming_hopper", reason="a triton without Gluon")
+    hopper = pytest.importorskip("slipstream.ops.gemm.linear.streaming_hopper", reason="a triton without Gluon")
     for tile in {find(rows, num_out, num_in, gate) for find in (hopper.stream_tile, hopper.plain_tile)}:
         check_tile(hopper, tile, rows, num_out, num_in)
     tile = hopper.plain_tile(rows, num_out, num_in, gate)
@@ -196,7 +196,7 @@ def check_tile(hopper, tile, rows, num_out, num_in):
 
 
 def test_counters_are_a_weights_own_and_there_before_a_graph_is_captured(monkeypatch):
-    around = importlib.import_module("slipstream.ops.linear.triton.epilogue")
+    around = importlib.import_module("slipstream.ops.gemm.linear.epilogue")
     monkeypatch.setattr(around, "_zeros", {})
     monkeypatch.setattr(around, "_CHUNK", 256)
     weights = [torch.empty(num_out, 1) for num_out in (100, 1000, 16)]
@@ -246,7 +246,7 @@ def test_odd_sizes_and_splits_on_hopper(rows, gate):
     bias = torch.randn(200, **half)
     if not supports_tma(x, weight):
         pytest.skip("made for another GPU")
-    hopper = importlib.import_module("slipstream.ops.linear.triton.streaming_hopper")
+    hopper = importlib.import_module("slipstream.ops.gemm.linear.streaming_hopper")
     expected = expect(x, weight, bias, gate)
     tiles = [(1,), (2,), (5,), (1, 128), (2, 128, 16, 1), (3, 64, 32, 1), (1, 64, 0, 1, 3), (2, 64, 0, 2, 3)]
     for tile in tiles if gate else [*tiles, (1, 48), (1, 96)]:
@@ -261,7 +261,7 @@ def test_float16_stays_float16_on_hopper():
     x, weight = torch.randn(16, 520, **half), torch.randn(200, 520, **half) * 0.1
     if not supports_tma(x, weight):
         pytest.skip("made for another GPU")
-    hopper = importlib.import_module("slipstream.ops.linear.triton.streaming_hopper")
+    hopper = importlib.import_module("slipstream.ops.gemm.linear.streaming_hopper")
     found, expected = hopper.streaming_gemm(x, weight, None, ""), expect(x, weight, None, "")
     assert found.dtype is torch.float16 and (found.double() - expected).norm() / expected.norm() < 5e-3
 
@@ -357,7 +357,7 @@ def test_kernels_that_start_early_read_nothing_too_early(rows, monkeypatch):
     names = ["gemv", "skinny_mma"]  # the functions of these names hide their modules
     if supports_tma(x, weights[0]):
         names.append("streaming_hopper")
-    modules = [importlib.import_module(f"slipstream.ops.linear.triton.{name}") for name in names]
+    modules = [importlib.import_module(f"slipstream.ops.gemm.linear.triton.{name}") for name in names]
     for module in (*modules, norm_kernels):
         monkeypatch.setattr(module, "dependent", lambda *_: {"DEPENDENT": False, "launch_pdl": False})
     expected = chain()

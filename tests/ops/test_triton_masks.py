@@ -11,8 +11,8 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from test_triton_sample import CUDA, DEVICE, IGNORED, flags_of, keys_of, limits_of, randn
 
-from slipstream.ops.sample import reference
-from slipstream.ops.sample import triton as kernels
+from slipstream.ops.sampling import reference
+from slipstream.ops.sampling import triton as kernels
 
 pytestmark = [pytest.mark.filterwarnings(ignored) for ignored in IGNORED]
 

@@ -11,10 +11,7 @@ from attention_case import ODD, Case, check_drafted, row_alone, singles
 from hand_cache import one_group
 from slipstream.nn.context import BatchView, ForwardContext
 from slipstream.nn.paged_attention import TritonAttention
-from slipstream.ops.paged_attention.tile_list import (
-    FEW_ROWS,
-    max_splits_of_row,
-)
+from slipstream.ops.attention.tile_list import FEW_ROWS, max_splits_of_row
 
 # the interpreter's own use of numpy
 pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.filterwarnings("ignore:overflow")]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slipstream.ops.norm import rms_norm
-from slipstream.ops.rope import apply_rope, rope_table
+from slipstream.ops.attention import apply_rope, rope_table
+from slipstream.ops.elementwise import rms_norm
 
-triton_rope = pytest.importorskip("slipstream.ops.rope.triton", reason="triton is not installed")
+triton_rope = pytest.importorskip("slipstream.ops.attention.rope_triton", reason="triton is not installed")
 
 CASES = [(1, 3, 16, 16), (5, 4, 64, 64), (3, 9, 80, 80), (2, 12, 64, 32), (66, 1, 128, 96), (67, 5, 80, 48)]
 

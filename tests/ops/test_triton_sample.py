@@ -15,8 +15,8 @@ CUDA = torch.cuda.is_available()
 if not CUDA and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("no GPU, and triton was imported before its interpreter could be chosen", allow_module_level=True)
 
-from slipstream.ops.sample import reference  # noqa: E402
-from slipstream.ops.sample import triton as kernels  # noqa: E402
+from slipstream.ops.sampling import reference  # noqa: E402
+from slipstream.ops.sampling import triton as kernels  # noqa: E402
 
 # the interpreter's own use of numpy
 IGNORED = ("ignore::DeprecationWarning", "ignore:overflow", "ignore:invalid value")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.ops.segment_sum import reference
+from slipstream.ops.elementwise import reference
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -21,7 +21,7 @@ def kernel_sum(*args: Any) -> torch.Tensor:
     pytest.importorskip("triton", reason="triton is not installed")
     if not CUDA and os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("no GPU, and triton was imported before its interpreter could be chosen")
-    from slipstream.ops.segment_sum.triton import segment_sum
+    from slipstream.ops.elementwise.triton import segment_sum
 
     return segment_sum(*args)
 

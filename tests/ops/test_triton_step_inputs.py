@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.ops import native as c_kernels
-from slipstream.ops.step_inputs import KeptTokens, StepInputs, StepRows, native, reference
+from slipstream.ops.elementwise import KeptTokens, StepInputs, StepRows, native, reference
+from slipstream.ops.platform import native as c_kernels
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -25,7 +25,7 @@ def kernel_gather(*args: Any, **kwargs: Any) -> StepInputs:
     pytest.importorskip("triton", reason="triton is not installed")
     if not CUDA and os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("no GPU, and triton was imported before its interpreter could be chosen")
-    from slipstream.ops.step_inputs.triton import gather_inputs
+    from slipstream.ops.elementwise.step_inputs_triton import gather_inputs
 
     return gather_inputs(*args, **kwargs)
 
@@ -85,7 +85,7 @@ def check(out: StepInputs, state: tuple[torch.Tensor, ...], rows: list[int], cou
 @pytest.mark.parametrize("width", [16, 17])
 def test_several_programs_copy_the_pages_of_a_row(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel_gather(*tables(1), PAGE, 1, StepRows(torch.tensor([5], device=DEVICE)))  # skips where there is no kernel
-    monkeypatch.setattr("slipstream.ops.step_inputs.triton._PAGES", 8)
+    monkeypatch.setattr("slipstream.ops.elementwise.step_inputs_triton._PAGES", 8)
     state, rows = tables(2), [5, 0, 3]
     out = kernel_gather(*state, PAGE, width, StepRows(torch.tensor(rows, device=DEVICE)))
     check(out, state, rows, [1] * 3, None)

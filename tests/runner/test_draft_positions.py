@@ -9,7 +9,7 @@ from slipstream.runner.model_drafter import drawn_rows
 
 
 def test_a_dry_run_has_positions_of_zero_and_reads_inside_the_tables() -> None:
-    """A dry run (ops/compile_ahead.py) replaces the kernel that gathers lengths, and its output is zero."""
+    """A dry run (ops/platform/compile_ahead.py) replaces the kernel that gathers lengths, and its output is zero."""
     rows, zeros = torch.tensor([0, 1, 3]), torch.zeros(3, dtype=torch.int64)
     table = SimpleNamespace(computed=torch.zeros(4, dtype=torch.int64))
     cache = SimpleNamespace(computed_rows=lambda rows, positions, max_length: positions)

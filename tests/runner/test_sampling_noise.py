@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.ops.sample import ACCEPT, DRAFT, DRAW, RESAMPLE, noise_bits, row_key, step_keys, uniform
+from slipstream.ops.sampling import ACCEPT, DRAFT, DRAW, RESAMPLE, noise_bits, row_key, step_keys, uniform
 
 M32, M64 = 2**32 - 1, 2**64 - 1
 GOLDEN = 0x9E3779B97F4A7C15

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from serve.fake_llm import FakeLLM
-from slipstream.ops.low_bit import DynamicQuant
+from slipstream.ops.gemm.low_bit import DynamicQuant
 from slipstream.serve.cli import doctor
 from slipstream.serve.cli.main import main
 
@@ -18,7 +18,7 @@ def test_it_lists_packages_and_runs_without_a_wait(capsys):
 
 
 def test_it_names_the_kernel_that_serves(capsys, monkeypatch):
-    monkeypatch.setattr("slipstream.ops.low_bit.find_kernel", lambda: DynamicQuant())
+    monkeypatch.setattr("slipstream.ops.gemm.low_bit.find_kernel", lambda: DynamicQuant())
     main(["doctor", "--no-run"])
     assert "low-bit GEMM        dynamic quant\n" in capsys.readouterr().out
 

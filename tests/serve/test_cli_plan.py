@@ -4,7 +4,7 @@ import gguf
 import pytest
 
 from recurrent_model import write_recurrent
-from slipstream.ops.low_bit import Interleaved
+from slipstream.ops.gemm.low_bit import Interleaved
 from slipstream.serve.cli.main import main
 from small_model import write_small
 from tiny import write_tiny

@@ -200,8 +200,8 @@ def adapted_bytes(config: EngineConfig, adapters: AdapterConfig) -> int:
 
 
 def dequantized_bytes(model: ModelConfig) -> int:
-    """Upper bound of the part of a weight that steps of many tokens on a GPU dequantise at once (`ops/quantized`). The
-    projection to tokens may be quantised too."""
+    """Upper bound of the part of a weight that steps of many tokens on a GPU dequantise at once
+    (`ops/gemm/quantized/`). The projection to tokens may be quantised too."""
     quantization = model.quantization
     stays = model.dequantize is False if quantization is None else not quantization.quantizes_inputs
     # no product of a layer has more outputs than a token has elements inside a sublayer

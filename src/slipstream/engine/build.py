@@ -59,7 +59,7 @@ from slipstream.nn.encoder import EncoderShape
 from slipstream.nn.load import as_stored, weight_bytes, with_stored_width
 from slipstream.nn.sharding import find_local_shape
 from slipstream.nn.update import ModelWeights
-from slipstream.ops.compile_ahead import start_triton
+from slipstream.ops.platform.compile_ahead import start_triton
 from slipstream.params.processors import LogitsProcessor
 from slipstream.scheduler.adapters import Adapters
 from slipstream.scheduler.cache.pages import group_sites

@@ -23,8 +23,8 @@ from slipstream.nn.weights.load import few
 from slipstream.nn.weights.source import Rules, SourceTensor, open_file
 from slipstream.nn.weights.stored_part import sharded_targets, sliced
 from slipstream.nn.weights.weight_format import CheckpointTensor, StoredPart, WeightTarget
-from slipstream.ops.lora import LoraWeights
-from slipstream.ops.lora.tiles import make_blocks, num_counters
+from slipstream.ops.gemm.lora import LoraWeights
+from slipstream.ops.gemm.lora.reference import make_blocks, num_counters
 
 _PREFIX = "base_model.model."
 _NAME = re.compile(r"(?P<module>.+)\.lora_(?P<matrix>[AB])(\.default)?\.weight")

@@ -20,7 +20,7 @@ from slipstream.nn.weights.weight_format import (
     WeightTarget,
     new_parameter,
 )
-from slipstream.ops.altup import correct_streams, predict_streams, route_streams
+from slipstream.ops.gemm.altup import correct_streams, predict_streams, route_streams
 
 
 class AltUpBlock(DecoderBlock):

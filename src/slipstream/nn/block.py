@@ -36,7 +36,7 @@ from slipstream.nn.shapes import (
 )
 from slipstream.nn.ssm_shapes import Mamba1Shape, Mamba2Shape, ShortConvShape
 from slipstream.nn.weights.weight_format import CheckpointTensor, WeightTarget, new_parameter
-from slipstream.ops.moe import UnsummedExperts
+from slipstream.ops.gemm.moe import UnsummedExperts
 
 
 class SublayerModule(Protocol):

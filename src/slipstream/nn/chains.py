@@ -1,8 +1,8 @@
 """CudaChain: the layers of a decoder as a chain of products that add the residual themselves, on CUDA.
 
-In small steps on Hopper the norms have no kernel of their own either: see `ops/linear/unnormalized.py`. One kernel may
-have all GEMMs of a single row from one attention to the next: see `ops/quantized/layer.py`. Steps for which no chain is
-faster, and large steps with adapters, run by the reference.
+In small steps on Hopper the norms have no kernel of their own either: see `ops/gemm/linear/tiles.py`. One kernel may
+have all GEMMs of a single row from one attention to the next: see `ops/gemm/quantized/layer.py`. Steps for which no
+chain is faster, and large steps with adapters, run by the reference.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ from slipstream.nn.layers.linear import Linear
 from slipstream.nn.layers.norm import ResidualLayerNorm, RMSNorm
 from slipstream.nn.sdpa import SdpaMetadata
 from slipstream.nn.shapes import AttentionShape, MlpShape, tail_of
-from slipstream.ops import native
-from slipstream.ops.activation import gelu_tanh_and_mul, silu_and_mul
 from slipstream.ops.decode_layers import (
     DecoderSpec,
     LayerWeights,
@@ -28,11 +26,13 @@ from slipstream.ops.decode_layers import (
     decode_layers,
     max_rows,
 )
-from slipstream.ops.linear import Activation
-from slipstream.ops.linear.dispatch import MAX_STREAMED_ROWS, MAX_STREAMED_ROWS_OF_LARGE_WEIGHT
-from slipstream.ops.linear.unnormalized import Chain
-from slipstream.ops.quantized.layer import claim_barrier, joins_gemms, multiply_layer
-from slipstream.ops.quantized.layer_gemms import LayerGemms
+from slipstream.ops.elementwise import gelu_tanh_and_mul, silu_and_mul
+from slipstream.ops.gemm.linear import Activation
+from slipstream.ops.gemm.linear.dispatch import MAX_STREAMED_ROWS, MAX_STREAMED_ROWS_OF_LARGE_WEIGHT
+from slipstream.ops.gemm.linear.tiles import Chain
+from slipstream.ops.gemm.quantized.layer import claim_barrier, joins_gemms, multiply_layer
+from slipstream.ops.gemm.quantized.layer_gemms import LayerGemms
+from slipstream.ops.platform import native
 
 
 class CudaChain:

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from slipstream.ops.lora import LoraTiles
-from slipstream.ops.recurrent_steps import RecurrentSteps
+from slipstream.ops.gemm.lora import LoraTiles
+from slipstream.ops.recurrent.steps import RecurrentSteps
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,8 +38,8 @@ from slipstream.nn.shapes import (
 )
 from slipstream.nn.weights.streamed_layers import StreamedLayers
 from slipstream.nn.weights.weight_format import FormatOf, UnquantizedWeight, take_memory
-from slipstream.ops.embedding_lookup import lookup_embedding_and_rope
-from slipstream.ops.lora import LoraTiles, LoraWeights, add_lora
+from slipstream.ops.elementwise import lookup_embedding_and_rope
+from slipstream.ops.gemm.lora import LoraTiles, LoraWeights, add_lora
 
 
 class Decoder(nn.Module):

@@ -61,9 +61,9 @@ from slipstream.nn.weights.weight_format import (
     WeightTarget,
     allocate_parameters,
 )
-from slipstream.ops.linear.measured import bfloat16_is_faster
-from slipstream.ops.low_bit import find_kernel
-from slipstream.ops.quantized import supports_kernels
+from slipstream.ops.gemm.linear.measured import bfloat16_is_faster
+from slipstream.ops.gemm.low_bit import find_kernel
+from slipstream.ops.gemm.quantized import supports_kernels
 
 log = logging.getLogger(__name__)
 

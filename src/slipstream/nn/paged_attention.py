@@ -14,8 +14,14 @@ import torch
 
 from slipstream.contracts.cache_spec import CacheGroup, PagedSpec
 from slipstream.nn.context import BatchView, ForwardContext, RelativeScores
-from slipstream.ops.bidirectional_attention.triton import Cut, Tiles, attend_bidirectional, choose_cut, list_tiles
-from slipstream.ops.paged_attention.tile_list import (
+from slipstream.ops.attention.bidirectional_triton import (
+    Cut,
+    Tiles,
+    attend_bidirectional,
+    choose_cut,
+    list_tiles,
+)
+from slipstream.ops.attention.tile_list import (
     TileList,
     TileListHeads,
     TileListRows,
@@ -23,7 +29,7 @@ from slipstream.ops.paged_attention.tile_list import (
     build_tile_list,
     num_distinct,
 )
-from slipstream.ops.paged_attention.triton import (
+from slipstream.ops.attention.varlen import (
     DecodeRows,
     Partials,
     attend_splits,
@@ -184,7 +190,7 @@ class TritonAttention:
         is_plain = not mine.window and not mine.soft_cap and not self.groups[group].spec.value_dim
         if not (is_alone and is_plain and serves_single(query_key, value, rotary, keys)):
             return None
-        from slipstream.ops.paged_attention.triton.hopper_single import attend_single
+        from slipstream.ops.attention.hopper_single import attend_single
 
         row = (batch.slots[group], batch.page_tables[group], mine.tile_list, mine.partials)
         return attend_single(query_key, value, norm, eps, rotary, keys, values, *row, scale)

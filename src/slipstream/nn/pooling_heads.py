@@ -22,7 +22,7 @@ from slipstream.nn.layers.layer import Layer
 from slipstream.nn.layers.linear import Linear
 from slipstream.nn.layers.norm import LayerNorm
 from slipstream.nn.weights.weight_format import CheckpointTensor, Unquantized, WeightTarget, new_parameter
-from slipstream.ops.segment_max import segment_add_into, segment_max_into
+from slipstream.ops.elementwise import segment_add_into, segment_max_into
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,18 +20,18 @@ from slipstream.base.errors import InvalidOption
 from slipstream.config.buffer_size import GATHERED_KEYS
 from slipstream.contracts.cache_spec import CacheGroup
 from slipstream.nn.context import AttentionBackend, BatchView, ForwardContext, RelativeScores
-from slipstream.ops.bidirectional_attention.reference import (
-    BidirectionalMetadata,
-    attend_bidirectional,
-    bidirectional_metadata,
-)
-from slipstream.ops.paged_attention import (
+from slipstream.ops.attention import (
     attend_chunk,
     attend_in_place,
     attend_pages,
     attend_single,
     cut_tiles,
     serves_pages,
+)
+from slipstream.ops.attention.bidirectional import (
+    BidirectionalMetadata,
+    attend_bidirectional,
+    bidirectional_metadata,
 )
 
 # A call costs about as much as this many masked key positions.

@@ -18,7 +18,7 @@ from slipstream.contracts.cache_spec import (
     replay_columns,
     ring_columns,
 )
-from slipstream.ops.moe.reference import Gate, RouterRule
+from slipstream.ops.gemm.moe.reference import Gate, RouterRule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from typing import Literal
 
 from slipstream.contracts.cache_spec import STATE_CHUNK, StateField, replay_columns, ring_columns
 from slipstream.nn.shapes import MixerShape
-from slipstream.ops.ssm.reference import ROWS
+from slipstream.ops.recurrent.ssm import ROWS
 
 
 def _wide(dtype: str) -> str:

@@ -36,8 +36,8 @@ from slipstream.nn.transformers_probe import (
     probe,
     register,
 )
-from slipstream.ops.cache_write import write_cache
-from slipstream.ops.lora import LoraTiles
+from slipstream.ops.attention.cache_write import write_cache
+from slipstream.ops.gemm.lora import LoraTiles
 
 
 def transformers_shape(info: ModelInfo) -> DecoderShape:

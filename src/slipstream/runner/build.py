@@ -24,9 +24,9 @@ from slipstream.nn.registry import find_rules
 from slipstream.nn.sdpa import choose_attention
 from slipstream.nn.shapes import bidirectional_head_dims
 from slipstream.nn.weights.weight_format import Weight
-from slipstream.ops.compile_ahead import ForkedCompiler, can_compile_ahead, compiling_ahead
-from slipstream.ops.linear import reserve_counters
-from slipstream.ops.linear.cublaslt_tuned import Choices, RecordedGemms, autotune_recorded, recording_gemms
+from slipstream.ops.gemm.linear import reserve_counters
+from slipstream.ops.gemm.linear.cublaslt import Choices, RecordedGemms, autotune_recorded, recording_gemms
+from slipstream.ops.platform.compile_ahead import ForkedCompiler, can_compile_ahead, compiling_ahead
 from slipstream.params.pooling import PoolingParams
 from slipstream.runner.drafter import Drafter, NgramDrafter
 from slipstream.runner.generate_head import GenerateHead

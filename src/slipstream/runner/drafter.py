@@ -15,7 +15,7 @@ from slipstream.config.config import DraftConfig
 from slipstream.contracts.cache_spec import CacheGroup
 from slipstream.contracts.step import StepPlan
 from slipstream.nn.context import AttentionBackend, BatchView, ForwardContext
-from slipstream.ops.drafts import MatchRule, RowHistory, propose_from_history_
+from slipstream.ops.sampling import MatchRule, RowHistory, propose_from_history_
 from slipstream.runner.input_batch import Size
 from slipstream.runner.rows import PageTables, RowTable, TokenHistory
 from slipstream.runner.staging import Upload

@@ -13,8 +13,7 @@ import torch
 from slipstream.config.memory import SCORED_AT_ONCE
 from slipstream.contracts.step import StepPlan
 from slipstream.nn.decoder import CausalLM
-from slipstream.ops.drafts import Accepted, earlier_drafts
-from slipstream.ops.sample import TopLogprobs
+from slipstream.ops.sampling import Accepted, TopLogprobs, earlier_drafts
 from slipstream.runner.drafted_plan import DraftedPlan
 from slipstream.runner.drafter import DraftBatch, Drafter
 from slipstream.runner.graphs import GraphPool

@@ -194,7 +194,7 @@ class GraphOutputs:
     output memory of its own; the next graph overwrites it."""
 
     def __init__(self, num_bytes: int, device: Device) -> None:
-        # zeros: a dry run (ops/compile_ahead.py) writes nothing and may read it
+        # zeros: a dry run (ops/platform/compile_ahead.py) writes nothing and may read it
         self._memory = device.zeros((num_bytes,), torch.uint8)
 
     def room(self, num_bytes: int) -> torch.Tensor:

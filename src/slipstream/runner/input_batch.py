@@ -16,7 +16,7 @@ import torch
 from slipstream.contracts.step import EmbedPlan, Ints, StepPlan
 from slipstream.device.device import Device
 from slipstream.nn.context import BatchView, GivenEmbeddings
-from slipstream.ops.step_inputs import MAX_ADVANCED_DRAFTS, StepRows, gather_inputs
+from slipstream.ops.elementwise import MAX_ADVANCED_DRAFTS, StepRows, gather_inputs
 from slipstream.runner.drafted_plan import DraftedPlan
 from slipstream.runner.rows import PageTables, RowTable, TokenHistory
 from slipstream.runner.staging import StagedTensor, Upload

@@ -24,8 +24,8 @@ from slipstream.device.device import Device
 from slipstream.device.streams import PASSED, Event
 from slipstream.nn.adapters import AdapterLayout, read_adapter
 from slipstream.nn.weights.source import Rules
-from slipstream.ops.lora import LoraTiles
-from slipstream.ops.lora.tiles import make_tiles, tile_size
+from slipstream.ops.gemm.lora import LoraTiles
+from slipstream.ops.gemm.lora.reference import make_tiles, tile_size
 from slipstream.runner.input_batch import Gathered, Size
 from slipstream.runner.staging import Upload
 

@@ -109,7 +109,7 @@ def needs_follow(plan: StepPlan) -> bool:
 def drawn_rows(batch: DraftBatch, table: RowTable, cache: DraftCache, max_length: int) -> DraftRows:
     """Device: the rows of the draws, at the positions that they are drawn from."""
     padding = len(table.computed) - 1
-    # a dry run has positions of 0 (ops/compile_ahead.py)
+    # a dry run has positions of 0 (ops/platform/compile_ahead.py)
     positions = torch.where(batch.rows == padding, 0, batch.positions - 1).clamp_(min=0)
     return cache.computed_rows(batch.rows, positions, max_length)
 

@@ -18,8 +18,7 @@ import torch.nn.functional as F
 from slipstream.checkpoint.pooling_info import Method, PoolingInfo, Reduction, reductions_of
 from slipstream.nn.context import BatchView
 from slipstream.nn.layers.activations import torch_activation
-from slipstream.ops.segment_max import segment_max_into
-from slipstream.ops.segment_sum import segment_sum
+from slipstream.ops.elementwise import segment_max_into, segment_sum
 from slipstream.params.pooling import TOKEN_TASKS, PoolingParams, Task
 from slipstream.runner.input_batch import Longs
 from slipstream.runner.staging import Upload

@@ -21,7 +21,7 @@ from slipstream.contracts.step import NO_INTS, StepLogprobs, StepPlan, StepResul
 from slipstream.device.device import Bytes, Device
 from slipstream.device.streams import PASSED, Event
 from slipstream.device.sync_check import sync_allowed
-from slipstream.ops.drafts import Accepted
+from slipstream.ops.sampling import Accepted
 from slipstream.runner.input_batch import Gathered, Size
 from slipstream.runner.staging import Upload
 

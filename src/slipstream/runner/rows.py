@@ -19,8 +19,8 @@ from slipstream.contracts.cache_spec import CacheGroup
 from slipstream.contracts.step import NULL_PAGE, Admission, PageUpdates, SitOut, StepPlan
 from slipstream.device.device import Device
 from slipstream.device.streams import Stream
-from slipstream.ops.drafts import Accepted, DrawnTokens, accept_, store_drawn_
-from slipstream.ops.step_inputs import KeptTokens
+from slipstream.ops.elementwise import KeptTokens
+from slipstream.ops.sampling import Accepted, DrawnTokens, accept_, store_drawn_
 from slipstream.runner.staging import HostRing, StagedTensor, Upload, UploadSpan
 
 

@@ -26,7 +26,7 @@ from slipstream.contracts.step import (
     StepPlan,
 )
 from slipstream.nn.load import shortened
-from slipstream.ops.linear.cublaslt_tuned import MIN_ROWS
+from slipstream.ops.gemm.linear.cublaslt import MIN_ROWS
 from slipstream.params.pooling import PoolingParams
 from slipstream.params.sampling import SamplingParams
 from slipstream.runner.graphs import WHOLE_STEP_ROWS, GraphPool

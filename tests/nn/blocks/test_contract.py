@@ -15,7 +15,7 @@ from hand_batch import HandRow, HandRunner
 from hand_load import load
 from slipstream.nn.chains import CudaChain, FusedCpu
 from slipstream.nn.decoder import Decoder
-from slipstream.ops import native
+from slipstream.ops.platform import native
 from tiny import write_tiny
 
 IMPLEMENTATIONS = {"one by one": None, "chain": CudaChain, "fused": FusedCpu}

@@ -25,15 +25,14 @@ from slipstream.nn.layers.norm import RMSNorm
 from slipstream.nn.shapes import AttentionShape, LayerShape, MlpShape, NormShape
 from slipstream.nn.weights.kinds import BatchInvariant
 from slipstream.nn.weights.weight_format import Unquantized, UnquantizedWeight
-from slipstream.ops.activation import silu_and_mul
-from slipstream.ops.linear import Activation, chain_for
-from slipstream.ops.linear.dispatch import MAX_STREAMED_ROWS_OF_LARGE_WEIGHT
-from slipstream.ops.linear.unnormalized import Unnormalized
-from slipstream.ops.lora import LoraTiles, LoraWeights
-from slipstream.ops.lora.tiles import make_blocks, make_tiles, num_counters, tile_size
-from slipstream.ops.norm import rms_norm
-from slipstream.ops.quantized import QuantizedMatrix
-from slipstream.ops.quantized.layer_gemms import LayerGemms
+from slipstream.ops.elementwise import rms_norm, silu_and_mul
+from slipstream.ops.gemm.linear import Activation, chain_for
+from slipstream.ops.gemm.linear.dispatch import MAX_STREAMED_ROWS_OF_LARGE_WEIGHT
+from slipstream.ops.gemm.linear.tiles import Unnormalized
+from slipstream.ops.gemm.lora import LoraTiles, LoraWeights
+from slipstream.ops.gemm.lora.reference import make_blocks, make_tiles, num_counters, tile_size
+from slipstream.ops.gemm.quantized import QuantizedMatrix
+from slipstream.ops.gemm.quantized.layer_gemms import LayerGemms
 from tiny import write_tiny
 
 PROMPTS = {"a": [5, 9, 33, 2, 71], "b": list(range(3, 40)), "c": [8]}

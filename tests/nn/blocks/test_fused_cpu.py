@@ -12,7 +12,7 @@ from hand_batch import HandRunner
 from hand_load import load
 from slipstream.nn.chains import FusedCpu
 from slipstream.nn.decoder import Decoder
-from slipstream.ops import native
+from slipstream.ops.platform import native
 from tiny import write_tiny
 from tiny_gguf import write_gguf
 

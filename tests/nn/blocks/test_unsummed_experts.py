@@ -13,8 +13,8 @@ from hand_load import load
 from slipstream.nn.block import DecoderBlock
 from slipstream.nn.layers import experts
 from slipstream.nn.load import shortened
-from slipstream.ops.moe import Routing, UnsummedExperts
-from slipstream.ops.norm import add_rms_norm
+from slipstream.ops.elementwise import add_rms_norm
+from slipstream.ops.gemm.moe import Routing, UnsummedExperts
 from tiny import write_tiny
 
 TEXTS = {"a": list(range(3, 40)), "b": [5, 9, 33, 2, 71], "c": [8]}

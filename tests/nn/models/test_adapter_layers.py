@@ -21,8 +21,8 @@ from slipstream.nn.context import ForwardContext
 from slipstream.nn.layers.layer import connect_ranks
 from slipstream.nn.registry import find_rules
 from slipstream.nn.sdpa import SdpaAttention
-from slipstream.ops.lora import LoraTiles
-from slipstream.ops.lora.tiles import make_tiles, tile_size
+from slipstream.ops.gemm.lora import LoraTiles
+from slipstream.ops.gemm.lora.reference import make_tiles, tile_size
 from thread_ranks import run_ranks
 from tiny import write_tiny
 from tiny_adapter import LLAMA_MODULES, merge, write_adapter

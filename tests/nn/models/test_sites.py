@@ -20,7 +20,7 @@ from slipstream.checkpoint.model_info import ModelInfo
 from slipstream.contracts.cache_spec import StateField
 from slipstream.nn.decoder import Decoder
 from slipstream.nn.shapes import MixerShape
-from slipstream.ops import native
+from slipstream.ops.platform import native
 from slipstream.scheduler.cache.pages import group_sites
 from tiny_sites import MODELS, alternating, mixed, shared, write_sites
 

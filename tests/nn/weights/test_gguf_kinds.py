@@ -19,8 +19,8 @@ from slipstream.nn.weights.gguf import read_values
 from slipstream.nn.weights.kinds import LowBit, LowBitWeight
 from slipstream.nn.weights.source import SourceTensor
 from slipstream.nn.weights.weight_format import UnquantizedWeight, Weight
-from slipstream.ops.dequant import KINDS, dequantize
-from slipstream.ops.low_bit import DynamicQuant, find_kernel
+from slipstream.ops.gemm.dequant import KINDS, dequantize
+from slipstream.ops.gemm.low_bit import DynamicQuant, find_kernel
 from smollm2_oracle import PATH
 from tiny import write_tiny
 from tiny_gguf import K_SIZES, write_gguf

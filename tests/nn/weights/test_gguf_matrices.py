@@ -18,9 +18,9 @@ from slipstream.nn import load as loading
 from slipstream.nn.load import weight_bytes
 from slipstream.nn.weights.kinds import GgufQuantized, GgufWeight
 from slipstream.nn.weights.source import SourceTensor
-from slipstream.ops.dequant import dequantize as dequantize_blocks
-from slipstream.ops.quantized import QuantizedMatrix, dequantize
-from slipstream.ops.quantized.gguf import GGUF_KINDS, gguf_bytes, gguf_matrix
+from slipstream.ops.gemm.dequant import GGUF_KINDS, gguf_bytes, gguf_matrix
+from slipstream.ops.gemm.dequant import dequantize as dequantize_blocks
+from slipstream.ops.gemm.quantized import QuantizedMatrix, dequantize
 from tiny import write_tiny
 from tiny_gguf import K_SIZES, write_gguf
 
@@ -63,7 +63,7 @@ def test_weights_are_nearer_than_in_bfloat16(kind: str) -> None:
 def test_conversion_in_parts_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     raw = blocks("Q5_K", 10)
     whole = gguf_matrix(raw, "Q5_K", 512, CPU)
-    monkeypatch.setattr("slipstream.ops.quantized.gguf._PART", 3 * 512)
+    monkeypatch.setattr("slipstream.ops.gemm.dequant._PART", 3 * 512)
     parts = gguf_matrix(raw, "Q5_K", 512, CPU)
     assert dequantize(parts).equal(dequantize(whole))
 

@@ -17,7 +17,7 @@ from slipstream.nn import load as loading
 from slipstream.nn.layers.experts import Experts, expert_matrices
 from slipstream.nn.weights.quantized_weight import DequantizedWeight, QuantizedWeight
 from slipstream.nn.weights.weight_format import Weight
-from slipstream.ops.moe.reference import matrix_of
+from slipstream.ops.gemm.moe.reference import matrix_of
 from tiny import write_tiny, write_weights
 from tiny_saved import NEMOTRON_3
 

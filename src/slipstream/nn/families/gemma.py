@@ -36,7 +36,7 @@ from slipstream.nn.shapes import (
     NormShape,
 )
 from slipstream.nn.weights.source import Rules
-from slipstream.ops.moe.reference import RouterRule
+from slipstream.ops.gemm.moe.reference import RouterRule
 
 
 def gemma_shape(info: ModelInfo) -> DecoderShape:

@@ -33,7 +33,7 @@ from slipstream.nn.shapes import (
 )
 from slipstream.nn.ssm_shapes import Mamba1Shape, Mamba2Shape
 from slipstream.nn.weights.source import Rules
-from slipstream.ops.moe.reference import RouterRule
+from slipstream.ops.gemm.moe.reference import RouterRule
 
 NO_ROPE = RopeInfo(kind="none")
 

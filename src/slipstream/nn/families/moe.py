@@ -20,7 +20,7 @@ from slipstream.nn.families.llama import (
 )
 from slipstream.nn.shapes import AttentionShape, ExpertShape, FeedShape, LatentShape, MlpShape
 from slipstream.nn.weights.source import Rules
-from slipstream.ops.moe.reference import CLAMP_LIMIT, RouterRule
+from slipstream.ops.gemm.moe.reference import CLAMP_LIMIT, RouterRule
 
 
 def mixtral_shape(info: ModelInfo) -> DecoderShape:

@@ -1,7 +1,7 @@
 """Activations by the names that checkpoints give them: elementwise, of gates and ups, and torch's own classes.
 
 Elementwise ones are torch's functions, which run on every device, except relu2, which has a kernel. Gates have
-kernels for the usual ones (`ops/activation`); any other is the function of the gate times up, in torch.
+kernels for the usual ones (`ops/elementwise/`); any other is the function of the gate times up, in torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from slipstream.checkpoint.sentence_modules import HALVING, OVER_LAST_DIM
 from slipstream.device.sync_check import sync_allowed
 from slipstream.nn.layers.layer import Layer
 from slipstream.nn.weights.weight_format import CheckpointTensor, WeightTarget, new_parameter
-from slipstream.ops.activation import (
+from slipstream.ops.elementwise import (
     gelu_and_mul,
     gelu_tanh_and_mul,
     quick_gelu_and_mul,

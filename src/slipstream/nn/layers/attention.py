@@ -37,9 +37,9 @@ from slipstream.nn.weights.weight_format import (
     WeightTarget,
     new_parameter,
 )
-from slipstream.ops.activation import sigmoid_gate_
-from slipstream.ops.cache_write import write_cache
-from slipstream.ops.rope import norm_rope, rope_and_write_cache
+from slipstream.ops.attention import norm_rope, rope_and_write_cache
+from slipstream.ops.attention.cache_write import write_cache
+from slipstream.ops.elementwise import sigmoid_gate_
 
 
 class Attention(Layer):

@@ -29,8 +29,8 @@ from slipstream.nn.weights.weight_format import (
     WeightTarget,
     new_parameter,
 )
-from slipstream.ops.linear import linear
-from slipstream.ops.lora import LoraTiles, LoraWeights, add_lora_embedding
+from slipstream.ops.gemm.linear import linear
+from slipstream.ops.gemm.lora import LoraTiles, LoraWeights, add_lora_embedding
 
 
 class LayerInputs(Layer):

@@ -30,8 +30,8 @@ from slipstream.nn.weights.weight_format import (
     WeightTarget,
     new_parameter,
 )
-from slipstream.ops.linear import norm_linear_kept
-from slipstream.ops.moe import (
+from slipstream.ops.gemm.linear import norm_linear_kept
+from slipstream.ops.gemm.moe import (
     ExpertBiases,
     ExpertMatrices,
     Gate,
@@ -42,7 +42,7 @@ from slipstream.ops.moe import (
     route,
     unsummed_experts,
 )
-from slipstream.ops.quantized import QuantizedExperts
+from slipstream.ops.gemm.quantized import QuantizedExperts
 
 
 class Experts(RankedLayer):

@@ -20,7 +20,7 @@ from slipstream.nn.shapes import AttentionShape
 from slipstream.nn.weights.quantized_weight import dequantized_format
 from slipstream.nn.weights.stored_part import even_part
 from slipstream.nn.weights.weight_format import StoredPart, WeightTarget
-from slipstream.ops.rope import norm_rope
+from slipstream.ops.attention import norm_rope
 
 _EPS = 1e-6  # of the norms of latents, whatever the model's
 
@@ -115,7 +115,7 @@ class LatentAttention(Layer):
     def _by_head(self, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """x [T, heads, in] by the transposes of [heads, out, in], to [T, heads, out]."""
         if self.batch_invariant:
-            from slipstream.ops.linear.triton.batch_invariant import batch_invariant_heads
+            from slipstream.ops.gemm.linear.triton import batch_invariant_heads
 
             return batch_invariant_heads(x, weights)
         return torch.bmm(x.transpose(0, 1), weights.transpose(1, 2)).transpose(0, 1)

@@ -1,6 +1,6 @@
 """Linear: one product, whose parts the checkpoint may store as separate tensors.
 
-Every form of the product takes the step's context, which says which tokens have an adapter (`ops/lora`).
+Every form of the product takes the step's context, which says which tokens have an adapter (`ops/gemm/lora/`).
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from slipstream.nn.weights.weight_format import (
     WeightTarget,
     new_parameter,
 )
-from slipstream.ops.linear import Activation
-from slipstream.ops.linear.dispatch import FUSED_ACTIVATIONS
-from slipstream.ops.linear.unnormalized import Chain, Unnormalized
-from slipstream.ops.lora import (
+from slipstream.ops.gemm.linear import Activation
+from slipstream.ops.gemm.linear.dispatch import FUSED_ACTIVATIONS
+from slipstream.ops.gemm.linear.tiles import Chain, Unnormalized
+from slipstream.ops.gemm.lora import (
     LoraTiles,
     LoraWeights,
     expand_lora,
@@ -37,7 +37,7 @@ from slipstream.ops.lora import (
     lora_delta,
     shrink_lora,
 )
-from slipstream.ops.lora.tiles import FEW_TOKENS, has_paired_blocks
+from slipstream.ops.gemm.lora.reference import FEW_TOKENS, has_paired_blocks
 
 
 class Linear(Layer):

@@ -12,8 +12,7 @@ from slipstream.nn.layers.activations import Activation, find_activation, sparse
 from slipstream.nn.layers.layer import Layer, RankedLayer
 from slipstream.nn.shapes import NormShape, Shard
 from slipstream.nn.weights.weight_format import CheckpointTensor, StoredPart, WeightTarget, new_parameter
-from slipstream.ops.layer_norm import add_layer_norm, layer_norm, layer_norm_of_sum
-from slipstream.ops.norm import add_rms_norm, rms_norm
+from slipstream.ops.elementwise import add_layer_norm, add_rms_norm, layer_norm, layer_norm_of_sum, rms_norm
 
 # LayerNorm: a hidden state less its mean, over its deviation. What encoders have in place of RMSNorm.
 

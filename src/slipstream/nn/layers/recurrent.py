@@ -28,12 +28,21 @@ from slipstream.nn.weights.weight_format import (
     WeightTarget,
     new_parameter,
 )
-from slipstream.ops.conv1d import causal_conv1d
-from slipstream.ops.delta_rule import DeltaWeights, delta_decode, delta_gates, delta_replay_, gated_delta_rule
-from slipstream.ops.delta_rule.projections import project_on_two_streams, takes_two_streams
-from slipstream.ops.gated_norm import gated_group_norm, gated_rms_norm
-from slipstream.ops.linear import linear
-from slipstream.ops.ssm import SelectiveWeights, SsdWeights, selective_scan, ssd_scan
+from slipstream.ops.elementwise import gated_group_norm, gated_rms_norm
+from slipstream.ops.gemm.linear import linear
+from slipstream.ops.recurrent import (
+    DeltaWeights,
+    SelectiveWeights,
+    SsdWeights,
+    causal_conv1d,
+    delta_decode,
+    delta_gates,
+    delta_replay_,
+    gated_delta_rule,
+    selective_scan,
+    ssd_scan,
+)
+from slipstream.ops.recurrent.delta_rule import project_on_two_streams, takes_two_streams
 
 # ConvMixer: what recurrent mixers with a short convolution share: two projections, the convolution, weight targets.
 

@@ -13,7 +13,7 @@ from slipstream.checkpoint.model_info import RopeInfo
 from slipstream.device.sync_check import sync_allowed
 from slipstream.nn.layers.layer import Layer
 from slipstream.nn.shapes import QueryScale
-from slipstream.ops.rope import rope_table
+from slipstream.ops.attention import rope_table
 
 
 class Rope(Layer):

@@ -13,7 +13,7 @@ import torch
 from slipstream.base.errors import UnsupportedModel
 from slipstream.checkpoint.gguf_file import GgufFile, GgufTensor
 from slipstream.nn.weights.source import Rules, SourceTensor, WeightSource
-from slipstream.ops.dequant import KINDS, dequantize
+from slipstream.ops.gemm.dequant import KINDS, dequantize
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 

@@ -27,18 +27,16 @@ from slipstream.nn.weights.weight_format import (
     WeightTarget,
     new_parameter,
 )
-from slipstream.ops import native
-from slipstream.ops.dequant import dequantize
-from slipstream.ops.linear import Activation, linear
-from slipstream.ops.linear.bfloat16 import linear_bfloat16
-from slipstream.ops.linear.measured import bfloat16_is_faster
-from slipstream.ops.linear.native import skinny_gemm
-from slipstream.ops.linear.reference import linear_transposed
-from slipstream.ops.low_bit import Kernel, Packed
-from slipstream.ops.quantized import QuantizedMatrix, quantized_linear
-from slipstream.ops.quantized import dequantize as dequantize_matrix
-from slipstream.ops.quantized.gguf import GGUF_KINDS, gguf_bytes, gguf_matrix
-from slipstream.ops.weight_rows import WeightRows, dense_rows, join_rows
+from slipstream.ops.gemm.dequant import GGUF_KINDS, dequantize, gguf_bytes, gguf_matrix
+from slipstream.ops.gemm.linear import Activation, linear
+from slipstream.ops.gemm.linear.measured import bfloat16_is_faster, linear_bfloat16
+from slipstream.ops.gemm.linear.native import skinny_gemm
+from slipstream.ops.gemm.linear.tiles import linear_transposed
+from slipstream.ops.gemm.low_bit import Kernel, Packed
+from slipstream.ops.gemm.quantized import QuantizedMatrix, quantized_linear
+from slipstream.ops.gemm.quantized import dequantize as dequantize_matrix
+from slipstream.ops.platform import native
+from slipstream.ops.platform.native import WeightRows, dense_rows, join_rows
 
 BFLOAT16 = "BF16"  # as GGUF files name it
 
@@ -302,9 +300,7 @@ class BatchInvariantWeight(UnquantizedWeight):
     can_chain = False  # which kernels a chain uses depends on the number of rows
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        from slipstream.ops.linear.triton.batch_invariant import (
-            batch_invariant_linear,  # needs triton; nn/sdpa.py checks that it is installed
-        )
+        from slipstream.ops.gemm.linear.triton import batch_invariant_linear  # needs triton; nn/sdpa.py checks it
 
         return batch_invariant_linear(x, self.data, bias)
 

@@ -15,7 +15,7 @@ from slipstream.base.errors import BadCheckpoint
 from slipstream.checkpoint.quantization import Quantization
 from slipstream.device.sync_check import sync_allowed
 from slipstream.nn.weights.weight_format import CheckpointTensor
-from slipstream.ops.quantized import MAX_FP8
+from slipstream.ops.gemm.quantized import MAX_FP8
 
 OPTIONAL = ("g_idx", "weight_g_idx", "input_scale", "weight_zero_point")
 """Tensors that a checkpoint of some method may have or not."""

@@ -24,9 +24,9 @@ from slipstream.nn.weights.weight_format import (
     WeightTarget,
     new_parameter,
 )
-from slipstream.ops.linear import Activation
-from slipstream.ops.linear.unnormalized import Chain, Unnormalized
-from slipstream.ops.quantized import (
+from slipstream.ops.gemm.linear import Activation
+from slipstream.ops.gemm.linear.tiles import Chain, Unnormalized
+from slipstream.ops.gemm.quantized import (
     QuantizedMatrix,
     chains_fp8,
     chains_parts,

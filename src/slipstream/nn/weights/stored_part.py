@@ -15,7 +15,7 @@ import torch
 
 from slipstream.nn.shapes import Shard
 from slipstream.nn.weights.weight_format import CheckpointTensor, StoredPart, WeightTarget
-from slipstream.ops.dequant import BLOCK, K_KINDS, SUPERBLOCK
+from slipstream.ops.gemm.dequant import BLOCK, K_KINDS, SUPERBLOCK
 
 
 def even_part(size: int, shard: Shard) -> StoredPart:

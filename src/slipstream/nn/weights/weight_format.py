@@ -16,7 +16,8 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from slipstream.ops.linear import (
+from slipstream.ops.elementwise import add_rms_norm, rms_norm
+from slipstream.ops.gemm.linear import (
     Activation,
     activated_linear,
     can_append_adapters,
@@ -27,10 +28,9 @@ from slipstream.ops.linear import (
     linear_with_adapters,
     norm_linear,
 )
-from slipstream.ops.linear.unnormalized import Chain, Unnormalized
-from slipstream.ops.norm import add_rms_norm, rms_norm
-from slipstream.ops.quantized.matrix import QuantizedMatrix
-from slipstream.ops.weight_rows import WeightRows, dense_rows
+from slipstream.ops.gemm.linear.tiles import Chain, Unnormalized
+from slipstream.ops.gemm.quantized.matrix import QuantizedMatrix
+from slipstream.ops.platform.native import WeightRows, dense_rows
 
 
 class CheckpointTensor(Protocol):

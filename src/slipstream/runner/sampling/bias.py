@@ -12,7 +12,7 @@ from slipstream.contracts.step import Ints, Late, LogitsEdit, Processed, StepPla
 from slipstream.device.collectives import Group
 from slipstream.device.device import Device
 from slipstream.device.sync_check import sync_allowed
-from slipstream.ops.sample import add_entries_
+from slipstream.ops.sampling import add_entries_
 from slipstream.params.sampling import SamplingParams
 from slipstream.runner.sampling.stage import (
     ByRow,

@@ -11,7 +11,7 @@ import torch
 
 from slipstream.contracts.step import Ints, StepPlan
 from slipstream.device.device import Device
-from slipstream.ops.sample import (
+from slipstream.ops.sampling import (
     DRAW,
     Choice,
     DrawTables,

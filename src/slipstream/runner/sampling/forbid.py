@@ -11,7 +11,7 @@ import torch
 
 from slipstream.contracts.step import Admission, Ints, StepPlan
 from slipstream.device.device import Device
-from slipstream.ops.sample import forbid_, forbid_matched_, match_words
+from slipstream.ops.sampling import forbid_, forbid_matched_, match_words
 from slipstream.runner.sampling.stage import (
     ByRow,
     DrawBatch,

@@ -17,7 +17,7 @@ import torch
 from slipstream.config.buffer_size import kept_mask_bytes, mask_bytes, mask_words, num_kept_masks
 from slipstream.contracts.step import Admission, Ints, Late, Processed, StepMasks, StepPlan
 from slipstream.device.device import Device
-from slipstream.ops.sample import TokenMask, fetch_masks_
+from slipstream.ops.sampling import TokenMask, fetch_masks_
 from slipstream.runner.graphs import GraphPool
 from slipstream.runner.sampling.stage import ByRow, DrawBatch, Stage, StageRows, StageWork
 from slipstream.runner.staging import HostRing, Upload

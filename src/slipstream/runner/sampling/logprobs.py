@@ -14,7 +14,7 @@ import torch
 from slipstream.config.memory import SCORED_AT_ONCE
 from slipstream.contracts.step import Ints, PromptScores, StepPlan
 from slipstream.device.device import Device
-from slipstream.ops.sample import TopLogprobs, logprobs_of, top_logprobs
+from slipstream.ops.sampling import TopLogprobs, logprobs_of, top_logprobs
 from slipstream.params.sampling import MAX_PACKED_LOGPROBS
 from slipstream.runner.sampling.stage import EntryAllocator, ListTable
 from slipstream.runner.staging import Upload

@@ -9,7 +9,7 @@ import torch
 
 from slipstream.contracts.step import Admission, Ints, StepPlan
 from slipstream.device.device import Device
-from slipstream.ops.sample import IN_OUTPUT, IN_PROMPT, Penalty, count_, penalize_
+from slipstream.ops.sampling import IN_OUTPUT, IN_PROMPT, Penalty, count_, penalize_
 from slipstream.runner.sampling.stage import ByRow, DrawBatch, EntryTable, Stage, StagedEntries, StageWork
 from slipstream.runner.staging import StagedTensor, Upload
 

@@ -13,8 +13,7 @@ from slipstream.config.config import MAX_STEP_LOGPROBS
 from slipstream.contracts.step import Ints, Late, StepMasks, StepPlan
 from slipstream.device.collectives import Group
 from slipstream.device.device import Device
-from slipstream.ops.drafts import Accepted, DrawnTokens
-from slipstream.ops.sample import TopLogprobs
+from slipstream.ops.sampling import Accepted, DrawnTokens, TopLogprobs
 from slipstream.params.sampling import MAX_PACKED_LOGPROBS
 from slipstream.runner.graphs import GraphPool
 from slipstream.runner.input_batch import ArrayCache

@@ -17,7 +17,7 @@ import torch
 
 from slipstream.contracts.step import Admission, Ints, StepPlan
 from slipstream.device.device import Device
-from slipstream.ops.sample import Penalty, TokenMask, mask_bits_
+from slipstream.ops.sampling import Penalty, TokenMask, mask_bits_
 from slipstream.runner.rows import RowState
 from slipstream.runner.staging import StagedTensor, Upload, UploadSpan
 

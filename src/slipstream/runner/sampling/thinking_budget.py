@@ -15,8 +15,7 @@ import torch
 from slipstream.config.buffer_size import mask_words
 from slipstream.contracts.step import Admission, Ints, StepPlan
 from slipstream.device.device import Device
-from slipstream.ops.drafts import last_kept
-from slipstream.ops.sample import mask_bits_
+from slipstream.ops.sampling import last_kept, mask_bits_
 from slipstream.params.thinking import ThinkingAutomaton
 from slipstream.runner.sampling.stage import ByRow, DrawBatch, Stage, StageRows, StageWork
 from slipstream.runner.staging import StagedTensor, Upload

@@ -323,8 +323,9 @@ def llguidance_library() -> ctypes.CDLL | None:
 
 # The compiled threads of `native.c`: of the wheel, or compiled on the user's machine if it has a C compiler.
 #
-# The host half cannot import `ops/native.py`, which needs torch. The library is small and compiles in under a second,
-# in the background thread that compiles the first grammar. Without it, grammars run in Python, one row after another.
+# The host half cannot import `ops/platform/native.py`, which needs torch. The library is small and compiles in under a
+# second, in the background thread that compiles the first grammar. Without it, grammars run in Python, one row after
+# another.
 #
 # SLIPSTREAM_NATIVE=0 in the environment disables it, as it disables the kernels of `ops`.
 

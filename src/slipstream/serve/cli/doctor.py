@@ -143,9 +143,9 @@ def check_machine() -> Iterator[Finding]:
     else:
         yield Finding("device", f"cpu: {machine.num_threads} threads, {gib}")
     yield Finding("fast dtypes", ", ".join(machine.fast_dtypes))
-    from slipstream.ops import native
-    from slipstream.ops.linear.measured import gemv_times
-    from slipstream.ops.low_bit import find_kernel
+    from slipstream.ops.gemm.linear.measured import gemv_times
+    from slipstream.ops.gemm.low_bit import find_kernel
+    from slipstream.ops.platform import native
 
     kernel = find_kernel()  # compiles them
     yield Finding("C kernels", native.state())

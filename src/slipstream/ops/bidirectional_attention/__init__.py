@@ -1,1 +1,0 @@
-"""Bidirectional attention: each token attends to all tokens of its row, before and after it."""

@@ -1,0 +1,168 @@
+"""GEMM in plain torch: the CPU path, the oracle of the kernels, and cuBLAS on CUDA."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from slipstream.ops.elementwise import rms_norm
+from slipstream.ops.platform import native
+from slipstream.ops.platform.dispatch import has_hopper_kernels
+from slipstream.ops.platform.native import LAYOUTS
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    return F.linear(x, weight, bias)
+
+
+def linear_transposed(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """weight: [in, out]. The library for ARM reads this layout a fifth faster and adds the bias in its epilogue."""
+    return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
+
+
+# GEMM of many tokens by AMX tiles, with the precision of float32, on x86 processors that have them.
+#
+# `native_gemm_amx.h` splits float32 numbers into three bfloat16 parts. Weights are float32 or bfloat16.
+
+MIN_TOKENS = 17  # not measured for fewer: the C kernel for few tokens takes those
+
+
+def accepts(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    if len(x) < MIN_TOKENS or weight.dtype not in LAYOUTS or not weight.is_contiguous() or not native.serves(x):
+        return False
+    library = native.library()
+    return library is not None and bool(library.slip_has_gemm())
+
+
+def tile_gemm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    library = native.library()
+    assert library is not None
+    x = x.contiguous()
+    out = torch.empty(len(x), len(weight), dtype=torch.float32)
+    sizes = (LAYOUTS[weight.dtype], len(x), len(weight), x.shape[1])
+    if not library.slip_gemm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), *sizes):
+        raise MemoryError(f"out of memory for the split activations of a GEMM of {len(x)} tokens")
+    return out if bias is None else out.add_(bias)
+
+
+# Chains: GEMMs in sequence with a residual add and an RMS norm between them.
+#
+# The first GEMM adds the residual in its epilogue and returns the sum before its norm, as an `Unnormalized`. An RMS
+# norm divides a row by one number, so the division can follow the next GEMM. In a "streamed" chain
+# (`triton/streaming_hopper.py`) the first GEMM also multiplies by the norm's weights and stores sums of squares, one
+# per row and block of outputs; the second GEMM adds these up and divides. The norm then has no kernel of its own. In a
+# "library" chain the norm has its own kernel, which may also add the partial sums of a split GEMM.
+
+Chain = Literal["streamed", "library", ""]
+"""streamed: the Hopper kernel, norms fused. library: cuBLAS, norms apart. "": no chain, single GEMMs are faster."""
+
+
+class Unnormalized(NamedTuple):
+    """Rows before their RMS norm. The next GEMM finishes the norm (with `squares`), computes it, or takes `normed`."""
+
+    total: torch.Tensor  # [rows, size] the sum with the residual; also the next residual
+    norm: torch.Tensor  # [size] weights
+    eps: float
+    weighted: torch.Tensor | None = None  # [rows, size] total times the norm's weights
+    squares: torch.Tensor | None = None  # [rows, blocks] float32, sums of squares of each block of `total`
+    normed: torch.Tensor | None = None  # [rows, size] the norm, if it is computed already
+    quantized: tuple[torch.Tensor, torch.Tensor] | None = None  # the norm in FP8, and its scales [rows, 1]
+
+    def rows_normed(self) -> torch.Tensor:
+        """The norm, [rows, size], of rows that are not `weighted`."""
+        assert self.squares is None, "the next GEMM finishes this norm"
+        return rms_norm(self.total, self.norm, self.eps) if self.normed is None else self.normed
+
+    @property
+    def is_cuda(self) -> bool:
+        """With `dtype`, so that ops choose their implementation for these rows as for a tensor."""
+        return self.total.is_cuda
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.total.dtype
+
+
+class StreamedRows(NamedTuple):
+    """The input of a GEMM that streams its weight."""
+
+    x: torch.Tensor  # [rows, in]
+    squares: torch.Tensor | None = None  # if the GEMM finishes the norm of x
+    eps: float = 0.0
+
+    @classmethod
+    def of(cls, x: torch.Tensor | Unnormalized) -> StreamedRows:
+        if isinstance(x, torch.Tensor):
+            return cls(x)
+        assert x.weighted is not None and x.squares is not None, "the GEMM before did not stream its weight"
+        return cls(x.weighted, x.squares, x.eps)
+
+    def arguments(
+        self,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        out: torch.Tensor,
+        made: Unnormalized | None,
+    ) -> tuple[torch.Tensor | float | None, ...]:
+        """Of the kernels that stream a weight, in their order: from `squares` to `made`."""
+        norm, weighted, squares = (None, None, None) if made is None else (made.norm, made.weighted, made.squares)
+        return self.squares, self.eps, bias, residual, norm, out, weighted, squares
+
+
+# Whether the Hopper kernels of `linear` can take a call: device, Triton version, alignment of the operands.
+
+SMALL_WEIGHT = 8 << 20  # elements; tile sizes and the choice of a kernel change here
+MULTIPROCESSORS = 132  # of an H100 or H200
+WIDE_OUTPUTS = 192  # of a program with three blocks
+MIN_WIDE_ROWS, MAX_WIDE_ROWS = 33, 128
+MAX_WIDE_PLAIN_ROWS = 96  # without a gated activation: the LM head
+MIN_WIDE_INPUTS = 2048
+MIN_WIDE_WAVES = 4  # of programs, for fewer rows: the LM head
+NARROW_OUTPUTS, NARROWEST_OUTPUTS = 64, 48  # of a program with one block
+MIN_NARROW_ROWS, MAX_NARROW_ROWS = 33, 80  # more were not measured
+MIN_NARROW_PROGRAMS = 96
+MIN_NARROW_INPUTS = 4096
+
+
+def fills_wide_programs(rows: int, num_out: int, num_in: int) -> bool:
+    """Whether programs of 192 outputs each keep at least 9 of 10 multiprocessors busy to the end, for a number of rows
+    at which they were measured to be faster than cuBLAS. With fewer outputs per program x would be read as often as the
+    weight."""
+    are_busy = num_in >= MIN_WIDE_INPUTS and keeps_wide_programs_busy(num_out)
+    return are_busy and MIN_WIDE_ROWS <= rows <= MAX_WIDE_ROWS
+
+
+def has_wide_waves(num_out: int, num_in: int) -> bool:
+    """Whether programs of 192 outputs each are so many that they are faster than programs of 64 with few rows too."""
+    are_many = num_out >= MIN_WIDE_WAVES * MULTIPROCESSORS * WIDE_OUTPUTS
+    return are_many and num_in >= MIN_WIDE_INPUTS and keeps_wide_programs_busy(num_out)
+
+
+def keeps_wide_programs_busy(num_out: int) -> bool:
+    programs = -(-num_out // WIDE_OUTPUTS)
+    waves = -(-programs // MULTIPROCESSORS)
+    return 10 * programs >= 9 * waves * MULTIPROCESSORS
+
+
+def narrow_splits(rows: int, num_out: int, num_in: int) -> int:
+    """Split-k of programs with 64 outputs each: 1 or 2 if one wave of programs keeps most multiprocessors busy, for a
+    number of rows at which they were measured to be faster than cuBLAS between our other kernels; else 0."""
+    if not MIN_NARROW_ROWS <= rows <= MAX_NARROW_ROWS or num_in < MIN_NARROW_INPUTS:
+        return 0
+    blocks = -(-num_out // NARROW_OUTPUTS)
+    return next((num for num in (1, 2) if MIN_NARROW_PROGRAMS <= num * blocks <= MULTIPROCESSORS), 0)
+
+
+def narrow_outputs(num_out: int) -> int:
+    """Outputs of a program without split-k: 48 if these are still one wave, so that more multiprocessors have work and
+    each loads less."""
+    return NARROWEST_OUTPUTS if -(-num_out // NARROWEST_OUTPUTS) <= MULTIPROCESSORS else NARROW_OUTPUTS
+
+
+def supports_tma(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether the Hopper kernels run on this device and TMA can load both operands: rows start at multiples of 16
+    bytes (the element size is 2), and the elements of a row are contiguous."""
+    aligned = (x.stride(0) | weight.stride(0)) % 8 == 0 and (x.data_ptr() | weight.data_ptr()) % 16 == 0
+    return aligned and x.stride(1) == weight.stride(1) == 1 and has_hopper_kernels(x.device)

@@ -24,7 +24,7 @@ from slipstream.base.errors import ReplicaLost
 from slipstream.base.processes import Backoff
 from slipstream.config.options import make_options
 from slipstream.contracts.messages import Output
-from slipstream.frontend.async_engine import AsyncEngine
+from slipstream.front.async_engine import AsyncEngine
 from slipstream.transport.client import Listener
 from slipstream.transport.frames import FromCore, Refused
 from slipstream.transport.replica_start import ReplicaProcesses

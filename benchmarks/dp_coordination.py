@@ -24,8 +24,7 @@ import torch
 from slipstream.contracts.step import StepPlan, StepSizes
 from slipstream.device.collectives import Group
 from slipstream.device.streams import ThreadedStream
-from slipstream.dist.step_exchange import connect_peers, listen_for_peers
-from slipstream.engine.lockstep import LockstepExecutor, padding_plan
+from slipstream.ranks.lockstep import LockstepExecutor, connect_peers, listen_for_peers, padding_plan
 
 DEPTH = 1
 

@@ -31,7 +31,7 @@ import torch
 from slipstream import LLM, SamplingParams
 from slipstream.base.errors import SlipstreamError
 from slipstream.contracts.request import Request
-from slipstream.engine.step_log import StepLog, stop
+from slipstream.record.step_log import StepLog, stop
 from slipstream.runner.drafter import DraftBatch
 from slipstream.scheduler.drafting import DraftPlanner
 from slipstream.serve.cli.bench import bench_options

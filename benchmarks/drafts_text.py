@@ -21,7 +21,7 @@ from statistics import median
 
 from slipstream import LLM, SamplingParams
 from slipstream.base.errors import SlipstreamError
-from slipstream.engine.step_log import StepLog, stop
+from slipstream.record.step_log import StepLog, stop
 from slipstream.serve.cli.flags import add_engine_flags, engine_options
 
 LETTER = """Dear Ms Larsen,

@@ -37,7 +37,7 @@ from slipstream.engine.model_description import ModelDescription
 from slipstream.params.pooling import PoolingParams
 from slipstream.serve.http.settings import ServerSettings
 from slipstream.transport.frames import ModelDescriptions, Ready
-from slipstream.transport.socket_server import Connection, SocketServer
+from slipstream.transport.sockets import Connection, SocketServer
 
 PROMPT = "Wind moves the tall grass of the valley while a slow river carries leaves past the old mill."
 QUEUE = 1024  # waiting prompts

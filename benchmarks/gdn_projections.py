@@ -90,7 +90,7 @@ def measure_steps(args: argparse.Namespace) -> None:
     Each way has an engine; all exist at once, and their trials take turns, so that clocks and temperature are alike.
     The engines are small: a graph is captured for each number of rows up to the largest asked for.
     """
-    from slipstream.llm import LLM
+    from slipstream.api.llm import LLM
     from slipstream.serve.bench.measure import measure
     from slipstream.serve.bench.workload import Workload
     from slipstream.serve.cli.bench import bench_params

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from slipstream import LLM, SamplingParams
-from slipstream.engine import page_peer
+from slipstream.handoff import client
 
 PREFILL = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 
@@ -57,7 +57,7 @@ def measure(llm: LLM, prompts: list[list[int]], others: list[list[int]], *, by_d
             for peer in handoff._client._peers:  # connect again, in another way
                 peer._mirror, peer._mapped = None, ("", None, None)
         if way == "pages over TCP":
-            page_peer.MappedMemory = _refuse  # type: ignore[assignment, misc]
+            client.MappedMemory = _refuse  # type: ignore[assignment, misc]
         llm.reset_prefix_cache()
         seconds = first_token(llm, prompts, int(num_tokens * 0.99))
         if way == "pages by CUDA IPC":

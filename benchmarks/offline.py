@@ -53,7 +53,7 @@ def main() -> int:
 
 def run(args: argparse.Namespace) -> int:
     start = time.perf_counter()
-    from slipstream.llm import LLM  # timed: it imports torch
+    from slipstream.api.llm import LLM  # timed: it imports torch
 
     imported = time.perf_counter()
     options = bench_options(engine_options(args), detokenize=args.detokenize)

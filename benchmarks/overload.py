@@ -36,7 +36,7 @@ from front_end import PROMPT, TEXT_IDS, cpu_seconds, request, say_hello, start_f
 from slipstream.contracts.messages import Abort, Output, Submit
 from slipstream.contracts.request import FinishReason
 from slipstream.serve.http.settings import ServerSettings
-from slipstream.transport.socket_server import SocketServer
+from slipstream.transport.sockets import SocketServer
 
 
 def main() -> None:

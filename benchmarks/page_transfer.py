@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from slipstream.engine.page_client import PageClient
-from slipstream.engine.page_server import PageServer
+from slipstream.handoff.client import PageClient
+from slipstream.handoff.server import PageServer
 from slipstream.scheduler.cache.imports import NUM_THREADS
 from slipstream.scheduler.cache.tier import Reserved, Stored
 

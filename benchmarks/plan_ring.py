@@ -14,8 +14,7 @@ from collections.abc import Callable
 import numpy as np
 
 from slipstream.contracts.step import NO_INTS, PageUpdates, StepPlan
-from slipstream.dist.plan_codec import decode_plan, encode_plan
-from slipstream.dist.plan_ring import PlanReader, PlanWriter
+from slipstream.ranks.plan_ring import PlanReader, PlanWriter, decode_plan, encode_plan
 
 
 def decode_step(num_rows: int) -> StepPlan:

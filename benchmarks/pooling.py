@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from slipstream.frontend.pooling.inputs import PoolingPrompts
-from slipstream.frontend.pooling.prompts import PoolingBatch
-from slipstream.llm import LLM
+from slipstream.api.llm import LLM
+from slipstream.front.pooling_inputs import PoolingPrompts
+from slipstream.front.pooling_prompts import PoolingBatch
 from slipstream.params.pooling import PoolingParams
 from slipstream.serve.cli.flags import add_engine_flags, engine_options
 

@@ -21,7 +21,7 @@ import torch
 
 from slipstream import LLM, SamplingParams
 from slipstream.contracts.messages import Submit
-from slipstream.frontend.request_state import OutputProcessor
+from slipstream.front.request_state import OutputProcessor
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

@@ -24,10 +24,10 @@ from step_overhead import CONFIG, NoLayers
 
 from slipstream import LLM, SamplingParams
 from slipstream.contracts.messages import Submit
-from slipstream.engine.recorder import Recorder
-from slipstream.engine.step_log import stop
+from slipstream.record.recorder import Recorder
+from slipstream.record.step_log import stop
+from slipstream.transport.client import Inspector
 from slipstream.transport.frames import Inspect
-from slipstream.transport.inspection import Inspector
 
 CASES = ("plain", "viewer", "no recorder")
 _PERIOD = 0.25  # seconds between two reads of a viewer, as in serve/http/debug.py

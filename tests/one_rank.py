@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from slipstream.device.collectives import Group
-from slipstream.engine import build_ranks
-from slipstream.engine.ranks import Ranks
 from slipstream.nn import load
 from slipstream.nn.registry import find_shape
 from slipstream.nn.shapes import Shard
 from slipstream.nn.sharding import shard_shape
+from slipstream.ranks import start
+from slipstream.ranks.ranks import Ranks
 
 
 class CountedGroup(Group):
@@ -72,5 +72,5 @@ def divide_among_one(monkeypatch: pytest.MonkeyPatch, store: Path) -> None:
     def open_ranks(config: object, link: object) -> Ranks:
         return OneRank(store.with_suffix(f".{next(stores)}"))
 
-    monkeypatch.setattr(build_ranks, "_open_ranks", open_ranks)
+    monkeypatch.setattr(start, "_open_ranks", open_ranks)
     monkeypatch.setattr(load, "find_local_shape", lambda info, *args, **kw: shard_shape(find_shape(info), Shard(0, 1)))

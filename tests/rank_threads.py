@@ -20,11 +20,11 @@ from torch.distributed import FileStore
 from patience import PATIENCE
 from slipstream.config.config import EngineConfig
 from slipstream.device.collectives import Group, announce_end
-from slipstream.dist.plan_ring import PlanReader, PlanWriter
-from slipstream.engine import build_ranks, rank_process
-from slipstream.engine.rank_link import RankLink
-from slipstream.engine.rank_process import run_rank
-from slipstream.engine.ranks import END, Ranks
+from slipstream.ranks import process, start
+from slipstream.ranks.link import RankLink
+from slipstream.ranks.plan_ring import PlanReader, PlanWriter
+from slipstream.ranks.process import run_rank
+from slipstream.ranks.ranks import END, Ranks
 
 
 class _Exchange:
@@ -147,5 +147,5 @@ def run_ranks_as_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     def open_ranks(config: EngineConfig, link: RankLink | None) -> Ranks | None:
         return None if config.model.num_ranks == 1 else RankThreads(config)
 
-    monkeypatch.setattr(build_ranks, "_open_ranks", open_ranks)
-    monkeypatch.setattr(rank_process, "Group", ThreadGroup)
+    monkeypatch.setattr(start, "_open_ranks", open_ranks)
+    monkeypatch.setattr(process, "Group", ThreadGroup)

@@ -17,7 +17,7 @@ from slipstream.checkpoint.pooling_info import PoolingInfo
 from slipstream.contracts.messages import LOGPROB, Abort, Output, Pooled, Submit, SubmitAll
 from slipstream.contracts.request import FinishReason
 from slipstream.engine.model_description import ModelDescription
-from slipstream.frontend.async_engine import AsyncEngine
+from slipstream.front.async_engine import AsyncEngine
 from slipstream.params.pooling import PoolingParams
 from slipstream.params.sampling import SamplingParams
 from slipstream.transport.frames import (
@@ -35,7 +35,7 @@ from slipstream.transport.frames import (
     frame,
     to_core_frames,
 )
-from slipstream.transport.socket_client import SocketClient
+from slipstream.transport.sockets import SocketClient
 
 TEXT = b"All is well. "
 

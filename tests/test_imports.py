@@ -74,8 +74,9 @@ def test_sampling_params_come_without_torch():
         ("text", "parsers"),
         ("metrics",),
         ("scheduler",),
-        ("engine/make_requests", "engine/core", "engine/device_timing", "engine/lanes", "engine/pacing"),
-        ("frontend", "transport"),
+        ("engine/core", "engine/lanes", "engine/model_description", "engine/pacing"),
+        ("record",),
+        ("front", "transport"),
         ("serve",),
     ],
     ids=lambda places: places[0],
@@ -106,7 +107,7 @@ def test_a_command_loads_no_other_command():
 
 
 def test_an_engine_loads_nothing_that_only_structured_output_needs():
-    modules = ("scheduler.scheduler", "engine.core", "engine.recorder", "frontend.inputs", "frontend.sync_loop")
+    modules = ("scheduler.scheduler", "engine.core", "record.recorder", "front.inputs", "front.sync_loop")
     loaded = load("\n".join(f"import slipstream.{name}" for name in modules), ("torch", "llguidance"))
     rest = ("slipstream.scheduler.grammar.translate", "slipstream.scheduler.grammar.schema_nodes", "numpy.random")
     assert not set(rest).intersection(loaded)

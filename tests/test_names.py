@@ -96,7 +96,7 @@ HAVE_TEXT_LINES = (
 )
 HAVE_PLANS = "contracts/ dist/ engine/ ranks/ record/ runner/ scheduler/ serve/"
 HAVE_HEADS = (
-    "checkpoint/ config/ contracts/ engine/ front/vllm_names.py frontend/model_config_view.py nn/ ops/ record/ runner/ "
+    "checkpoint/ config/ contracts/ engine/ front/vllm_names.py front/vllm_names.py nn/ ops/ record/ runner/ "
     "serve/cli/plan.py"
 )
 # Words with one meaning, which belongs to these files; other files use another word.

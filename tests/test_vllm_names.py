@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 import slipstream
+from slipstream.api.vllm import NOT_SUPPORTED
 from slipstream.base.errors import InvalidOption
 from slipstream.config.options import Options, make_options
 from slipstream.config.vllm_args import NO_EFFECT, REFUSED, TRANSLATED
-from slipstream.frontend.vllm_methods import NOT_SUPPORTED
 
 LISTED = json.loads((Path(__file__).parent / "data" / "vllm_names.json").read_text())
 ENGINE_ARGS = [*LISTED["classes"]["EngineArgs"]["fields"], "enable_log_requests", "swap_space", "chat_template"]

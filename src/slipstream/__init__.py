@@ -16,32 +16,32 @@ from slipstream.base import __version__
 os.environ.setdefault("MIMALLOC_PURGE_DELAY", "1000")
 
 if TYPE_CHECKING:
-    from slipstream.async_llm import AsyncLLM as AsyncLLM
-    from slipstream.async_llm import AsyncLLMEngine as AsyncLLMEngine
+    from slipstream.api.async_llm import AsyncLLM as AsyncLLM
+    from slipstream.api.async_llm import AsyncLLMEngine as AsyncLLMEngine
+    from slipstream.api.async_llm import StatLoggerBase as StatLoggerBase
+    from slipstream.api.llm import LLM as LLM
+    from slipstream.api.llm import LLMEngine as LLMEngine
+    from slipstream.api.vllm import AsyncEngineArgs as AsyncEngineArgs
+    from slipstream.api.vllm import EngineArgs as EngineArgs
     from slipstream.config.vllm_args import PoolerConfig as PoolerConfig
-    from slipstream.frontend.async_engine import AsyncEngine as AsyncEngine
-    from slipstream.frontend.beam_search import BeamSearchParams as BeamSearchParams
-    from slipstream.frontend.engine_args import AsyncEngineArgs as AsyncEngineArgs
-    from slipstream.frontend.engine_args import EngineArgs as EngineArgs
-    from slipstream.frontend.logprobs import FlatLogprobs as FlatLogprobs
-    from slipstream.frontend.pooling.results import ClassificationOutput as ClassificationOutput
-    from slipstream.frontend.pooling.results import ClassificationRequestOutput as ClassificationRequestOutput
-    from slipstream.frontend.pooling.results import EmbeddingOutput as EmbeddingOutput
-    from slipstream.frontend.pooling.results import EmbeddingRequestOutput as EmbeddingRequestOutput
-    from slipstream.frontend.pooling.results import PoolingOutput as PoolingOutput
-    from slipstream.frontend.pooling.results import PoolingRequestOutput as PoolingRequestOutput
-    from slipstream.frontend.pooling.results import ScoringOutput as ScoringOutput
-    from slipstream.frontend.pooling.results import ScoringRequestOutput as ScoringRequestOutput
-    from slipstream.frontend.results import CompletionOutput as CompletionOutput
-    from slipstream.frontend.results import Logprob as Logprob
-    from slipstream.frontend.results import RequestOutput as RequestOutput
-    from slipstream.frontend.stat_loggers import StatLoggerBase as StatLoggerBase
-    from slipstream.frontend.vllm_names import EmbedsPrompt as EmbedsPrompt
-    from slipstream.frontend.vllm_names import PromptType as PromptType
-    from slipstream.frontend.vllm_names import TextPrompt as TextPrompt
-    from slipstream.frontend.vllm_names import TokensPrompt as TokensPrompt
-    from slipstream.llm import LLM as LLM
-    from slipstream.llm_engine import LLMEngine as LLMEngine
+    from slipstream.front.async_engine import AsyncEngine as AsyncEngine
+    from slipstream.front.beam_search import BeamSearchParams as BeamSearchParams
+    from slipstream.front.pooling_results import ClassificationOutput as ClassificationOutput
+    from slipstream.front.pooling_results import ClassificationRequestOutput as ClassificationRequestOutput
+    from slipstream.front.pooling_results import EmbeddingOutput as EmbeddingOutput
+    from slipstream.front.pooling_results import EmbeddingRequestOutput as EmbeddingRequestOutput
+    from slipstream.front.pooling_results import PoolingOutput as PoolingOutput
+    from slipstream.front.pooling_results import PoolingRequestOutput as PoolingRequestOutput
+    from slipstream.front.pooling_results import ScoringOutput as ScoringOutput
+    from slipstream.front.pooling_results import ScoringRequestOutput as ScoringRequestOutput
+    from slipstream.front.results import CompletionOutput as CompletionOutput
+    from slipstream.front.results import FlatLogprobs as FlatLogprobs
+    from slipstream.front.results import Logprob as Logprob
+    from slipstream.front.results import RequestOutput as RequestOutput
+    from slipstream.front.vllm_names import EmbedsPrompt as EmbedsPrompt
+    from slipstream.front.vllm_names import PromptType as PromptType
+    from slipstream.front.vllm_names import TextPrompt as TextPrompt
+    from slipstream.front.vllm_names import TokensPrompt as TokensPrompt
     from slipstream.nn.update import received_weights as received_weights
     from slipstream.params.lora import LoRARequest as LoRARequest
     from slipstream.params.pooling import PoolingParams as PoolingParams
@@ -55,40 +55,40 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "AdapterLogitsProcessor": "slipstream.params.processors",
-    "AsyncEngine": "slipstream.frontend.async_engine",
-    "AsyncEngineArgs": "slipstream.frontend.engine_args",
-    "AsyncLLM": "slipstream.async_llm",
-    "AsyncLLMEngine": "slipstream.async_llm",
+    "AsyncEngine": "slipstream.front.async_engine",
+    "AsyncEngineArgs": "slipstream.api.vllm",
+    "AsyncLLM": "slipstream.api.async_llm",
+    "AsyncLLMEngine": "slipstream.api.async_llm",
     "BatchUpdate": "slipstream.params.processors",
-    "BeamSearchParams": "slipstream.frontend.beam_search",
-    "ClassificationOutput": "slipstream.frontend.pooling.results",
-    "ClassificationRequestOutput": "slipstream.frontend.pooling.results",
-    "CompletionOutput": "slipstream.frontend.results",
-    "EmbeddingOutput": "slipstream.frontend.pooling.results",
-    "EmbeddingRequestOutput": "slipstream.frontend.pooling.results",
-    "EngineArgs": "slipstream.frontend.engine_args",
-    "FlatLogprobs": "slipstream.frontend.logprobs",
-    "LLM": "slipstream.llm",
-    "LLMEngine": "slipstream.llm_engine",
+    "BeamSearchParams": "slipstream.front.beam_search",
+    "ClassificationOutput": "slipstream.front.pooling_results",
+    "ClassificationRequestOutput": "slipstream.front.pooling_results",
+    "CompletionOutput": "slipstream.front.results",
+    "EmbeddingOutput": "slipstream.front.pooling_results",
+    "EmbeddingRequestOutput": "slipstream.front.pooling_results",
+    "EngineArgs": "slipstream.api.vllm",
+    "FlatLogprobs": "slipstream.front.results",
+    "LLM": "slipstream.api.llm",
+    "LLMEngine": "slipstream.api.llm",
     "LogitsProcessor": "slipstream.params.processors",
-    "Logprob": "slipstream.frontend.results",
+    "Logprob": "slipstream.front.results",
     "MoveDirectionality": "slipstream.params.processors",
     "PoolerConfig": "slipstream.config.vllm_args",
-    "PoolingOutput": "slipstream.frontend.pooling.results",
+    "PoolingOutput": "slipstream.front.pooling_results",
     "PoolingParams": "slipstream.params.pooling",
-    "PoolingRequestOutput": "slipstream.frontend.pooling.results",
-    "PromptType": "slipstream.frontend.vllm_names",
-    "RequestOutput": "slipstream.frontend.results",
+    "PoolingRequestOutput": "slipstream.front.pooling_results",
+    "PromptType": "slipstream.front.vllm_names",
+    "RequestOutput": "slipstream.front.results",
     "RequestOutputKind": "slipstream.params.sampling",
     "LoRARequest": "slipstream.params.lora",
     "SamplingParams": "slipstream.params.sampling",
-    "ScoringOutput": "slipstream.frontend.pooling.results",
-    "ScoringRequestOutput": "slipstream.frontend.pooling.results",
-    "StatLoggerBase": "slipstream.frontend.stat_loggers",
+    "ScoringOutput": "slipstream.front.pooling_results",
+    "ScoringRequestOutput": "slipstream.front.pooling_results",
+    "StatLoggerBase": "slipstream.api.async_llm",
     "StructuredOutputsParams": "slipstream.params.structured",
-    "TextPrompt": "slipstream.frontend.vllm_names",
-    "EmbedsPrompt": "slipstream.frontend.vllm_names",
-    "TokensPrompt": "slipstream.frontend.vllm_names",
+    "TextPrompt": "slipstream.front.vllm_names",
+    "EmbedsPrompt": "slipstream.front.vllm_names",
+    "TokensPrompt": "slipstream.front.vllm_names",
     "received_weights": "slipstream.nn.update",
 }
 

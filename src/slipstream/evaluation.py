@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from slipstream.api.llm import LLM
 from slipstream.base.errors import UserError
-from slipstream.llm import LLM
 from slipstream.params.sampling import SamplingParams
 
 _LIKELY = math.log(1e-4)  # logprob of tokens that may be sampled

@@ -12,9 +12,8 @@ import torch
 
 from slipstream.checkpoint.locate import WHOLE
 from slipstream.config.options import Options
-from slipstream.config.stored_weights import StoredWeights
 from slipstream.engine.build import open_model
-from slipstream.engine.model_description import ModelDescription
+from slipstream.engine.model_description import ModelDescription, StoredWeights
 from tiny import tiny_weights, write_tiny
 from tiny_gguf import K_SIZES, write_gguf
 

@@ -14,8 +14,8 @@ from slipstream.base.errors import InvalidOption, InvalidParams, ModelNotFound
 from slipstream.checkpoint.generation import read_generation_defaults
 from slipstream.config.options import make_options
 from slipstream.engine.build import estimate_build
-from slipstream.frontend.front_end_args import FrontEndArgs
-from slipstream.frontend.inputs import InputProcessor
+from slipstream.front.inputs import InputProcessor
+from slipstream.front.served import FrontEndArgs
 from tiny import write_tiny
 
 

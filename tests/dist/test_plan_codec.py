@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from scripted_bench import Bench
-from slipstream.dist.plan_codec import decode_late, decode_plan, encode_late, encode_plan
+from slipstream.ranks.plan_ring import decode_late, decode_plan, encode_late, encode_plan
 from slipstream.params.sampling import SamplingParams
 from slipstream.params.pooling import PoolingParams
 from slipstream.contracts.step import (

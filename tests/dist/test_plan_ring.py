@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from slipstream.dist.plan_ring import PlanReader, PlanWriter
+from slipstream.ranks.plan_ring import PlanReader, PlanWriter
 from slipstream.base.errors import EngineDead
 
 

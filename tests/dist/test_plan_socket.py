@@ -9,8 +9,8 @@ import threading
 
 import pytest
 
-from slipstream.dist.plan_socket import PlanSocketReader, PlanSockets
-from slipstream.engine.rank_link import SECRET_BYTES, accept_rank, join_rank, receive_exactly
+from slipstream.ranks.plan_ring import PlanSocketReader, PlanSockets
+from slipstream.ranks.link import SECRET_BYTES, accept_rank, join_rank, receive_exactly
 from slipstream.base.errors import EngineDead
 
 

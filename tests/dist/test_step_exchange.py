@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from slipstream.dist.step_exchange import StepExchange, connect_peers, listen_for_peers
+from slipstream.ranks.lockstep import StepExchange, connect_peers, listen_for_peers
 from slipstream.base.errors import EngineDead
 from slipstream.contracts.step import StepSizes
 

@@ -8,7 +8,7 @@ import multiprocessing
 import pytest
 
 from slipstream import LLM, SamplingParams
-from slipstream.engine import page_peer
+from slipstream.handoff import client
 from tiny import write_tiny
 
 pytestmark = pytest.mark.cuda
@@ -34,7 +34,7 @@ def raise_os_error(name: str) -> None:
 def test_a_consumer_continues_from_the_pages_of_a_producer(tmp_path, monkeypatch, way):
     folder = str(write_tiny(tmp_path, "qwen3", head_dim=64))
     if way == "TCP":
-        monkeypatch.setattr(page_peer, "MappedMemory", raise_os_error)
+        monkeypatch.setattr(client, "MappedMemory", raise_os_error)
     produce = {"kv_role": "kv_producer", "kv_port": 0, "kv_buffer_size": 2**24}
     monkeypatch.setenv("SLIPSTREAM_SYNC_CHECK", "error")
     with LLM(folder, **OPTIONS, kv_transfer_config=produce) as producer:

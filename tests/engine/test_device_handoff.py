@@ -23,8 +23,9 @@ from slipstream.config.config import read_transfer_config
 from slipstream.config.options import make_options
 from slipstream.contracts.messages import Abort, Submit
 from slipstream.contracts.step import TierPlan
-from slipstream.engine import build, page_server
+from slipstream.engine import build
 from slipstream.engine.build import estimate_build
+from slipstream.handoff import server
 from slipstream.runner import build as runner_build
 from tiny import write_tiny
 
@@ -211,13 +212,13 @@ def test_slots_are_not_overwritten_while_they_are_copied(folder, wanted):
 
 def test_pages_whose_lease_ended_before_they_were_copied_are_computed(folder, wanted, producer, monkeypatch):
     """The slots have other pages when the copies run: nothing of them is used."""
-    receive, is_over = page_server.receive, threading.Event()
+    receive, is_over = server.receive, threading.Event()
 
     def receive_until_over(connection, size, deadline):
         assert is_over.wait(PATIENCE)
         return receive(connection, size, 0.0)  # the time limit of the lease has passed
 
-    monkeypatch.setattr(page_server, "receive", receive_until_over)
+    monkeypatch.setattr(server, "receive", receive_until_over)
     device = PeerDevice(1, 1)
     with make(folder, "kv_consumer", device, kv_peers=[address_of(producer)]) as llm:
         slots = producer.core.scheduler.cache.tier._slots[0]

@@ -5,7 +5,7 @@ import pytest
 from scripted_engine import scripted_core, submit
 from slipstream import LLM
 from slipstream.contracts.messages import Abort
-from slipstream.engine.device_timing import DeviceTime, DeviceTimer
+from slipstream.record.device_timing import DeviceTime, DeviceTimer
 from tiny_encoder import write_tiny_encoder
 
 

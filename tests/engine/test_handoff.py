@@ -13,10 +13,11 @@ from slipstream import LLM, SamplingParams
 from slipstream.base.errors import InvalidOption
 from slipstream.config.options import make_options
 from slipstream.contracts.messages import Abort, Submit
-from slipstream.engine import page_listener, page_peer
 from slipstream.engine.build import estimate_build
-from slipstream.engine.page_listener import PageListener
-from slipstream.engine.shared_pages import MappedMemory
+from slipstream.handoff import client
+from slipstream.handoff import server as page_listener
+from slipstream.handoff.server import PageListener
+from slipstream.handoff.shared_pages import MappedMemory
 from slipstream.scheduler.cache.imports import PageImports
 from tiny import write_tiny
 
@@ -79,9 +80,9 @@ def peer(producer) -> str:
 def test_a_consumer_continues_from_the_pages_of_a_producer(folder, wanted, peer, depth, way, monkeypatch):
     received = []
     if way == "TCP":
-        monkeypatch.setattr(page_peer, "MappedMemory", raise_os_error)
-    right = page_peer.receive_into
-    monkeypatch.setattr(page_peer, "receive_into", lambda *args: received.append(right(*args)))
+        monkeypatch.setattr(client, "MappedMemory", raise_os_error)
+    right = client.receive_into
+    monkeypatch.setattr(client, "receive_into", lambda *args: received.append(right(*args)))
     with make(folder, "kv_consumer", kv_peers=[peer], depth=depth) as llm:
         results = llm.generate(PROMPTS, GREEDY)
         assert tokens(results) == wanted

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from slipstream.engine.interrupts import held_back, watched
+from slipstream.front.sync_loop import held_back, watched
 
 pytestmark = pytest.mark.usefixtures("interrupts")
 

@@ -14,7 +14,7 @@ from slipstream.checkpoint.pooling_info import PoolingInfo
 from slipstream.contracts.messages import Abort, Output, Pooled, Submit
 from slipstream.contracts.request import FinishReason
 from slipstream.engine.lanes import Lanes
-from slipstream.frontend.pooling import calls as pooling_calls
+from slipstream.front import pooling_calls
 from slipstream.params.pooling import PoolingParams
 from slipstream.transport.core_process import CoreProcess
 from slipstream.transport.frames import Refused

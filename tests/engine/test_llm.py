@@ -14,7 +14,7 @@ import pytest
 from patience import PATIENCE
 from slipstream import LLM, SamplingParams
 from slipstream.base.errors import EngineClosed, EngineDead, InvalidParams, InvalidPrompt, PromptTooLong
-from slipstream.frontend import prompts as prompts_module
+from slipstream.front import prompts as prompts_module
 from slipstream.scheduler.planners import Admitter
 from tiny import write_tiny
 from tiny_tokenizer import IM_END, IM_START

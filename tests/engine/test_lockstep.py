@@ -10,9 +10,8 @@ import pytest
 
 from scripted_engine import ScriptedDevice, scripted_core, submit, tokens_alone
 from slipstream.contracts.step import Late, StepSizes
-from slipstream.dist.step_exchange import StepExchange
 from slipstream.engine.core import EngineCore
-from slipstream.engine.lockstep import LockstepExecutor, padding_plan
+from slipstream.ranks.lockstep import LockstepExecutor, StepExchange, padding_plan
 
 
 class JointDevice(ScriptedDevice):

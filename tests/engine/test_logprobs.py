@@ -12,11 +12,10 @@ import msgspec
 import numpy as np
 import pytest
 
-import slipstream.frontend.logprobs as module
 from slipstream import LLM, SamplingParams
 from slipstream.contracts.messages import LOGPROB
-from slipstream.frontend.logprobs import LogprobList, LogprobStore
-from slipstream.frontend.results import Logprob
+from slipstream.front import results as module
+from slipstream.front.results import Logprob, LogprobList, LogprobStore
 from tiny import write_tiny
 
 NUM, EACH = 9, 4

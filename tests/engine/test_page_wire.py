@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from slipstream.engine.page_wire import checksum
+from slipstream.handoff.wire import checksum
 
 
 @pytest.mark.parametrize("size", [0, 5, 2048, 5000])

@@ -10,6 +10,7 @@ import torch
 
 import slipstream
 from slipstream import AsyncEngine
+from slipstream.api import pooling_methods
 from slipstream.base.errors import (
     InvalidOption,
     InvalidParams,
@@ -18,7 +19,6 @@ from slipstream.base.errors import (
     RequestTooLarge,
     SlipstreamError,
 )
-from slipstream.frontend.pooling import llm_methods
 from slipstream.params.pooling import PoolingParams
 from tiny import write_tiny
 from tiny_encoder import write_modules, write_tiny_encoder
@@ -264,7 +264,7 @@ def test_late_interaction_is_the_sum_of_the_nearest(folders, monkeypatch):
 
             yield advance
 
-        monkeypatch.setattr(llm_methods, "progress", progress)
+        monkeypatch.setattr(pooling_methods, "progress", progress)
         many = [one.outputs.score for one in llm.score(firsts, seconds)]
         assert bars == [[140, 140]]  # one for all parts of the call
         wanted = [float((made[a] @ made[b].T).max(1).sum()) for a, b in zip(firsts, seconds, strict=True)]

@@ -19,7 +19,7 @@ from patience import PATIENCE
 from slipstream import LLM, AsyncEngine, SamplingParams
 from slipstream.base.errors import EngineDead
 from slipstream.config.options import make_options
-from slipstream.engine.local_ranks import RankProcesses
+from slipstream.ranks.start import RankProcesses
 from slipstream.transport.replica_start import ReplicaProcesses
 from slipstream.transport.replicas import Replica, ReplicaClient
 from tiny import write_tiny
@@ -85,7 +85,7 @@ def test_a_rank_that_is_killed_between_its_address_and_its_connection_is_named(t
 _KILLED = """
 import os, signal, sys
 from slipstream import LLM
-from slipstream.engine.local_ranks import RankProcesses
+from slipstream.ranks.start import RankProcesses
 RankProcesses._spawn = lambda ranks, *given: os.kill(os.getpid(), signal.SIGKILL)
 LLM(sys.argv[1], tensor_parallel_size=2, device="cpu", num_threads=1, max_model_len=64, num_pages=64)
 """

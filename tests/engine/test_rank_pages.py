@@ -11,10 +11,10 @@ import pytest
 from torch.distributed import FileStore
 
 from patience import PATIENCE
-from slipstream.engine import rank_pages
-from slipstream.engine.page_client import PageClient
-from slipstream.engine.page_server import PageServer
-from slipstream.engine.rank_pages import RankPages, ShardPages
+from slipstream.handoff.client import PageClient
+from slipstream.handoff.server import PageServer
+from slipstream.ranks import rank_pages
+from slipstream.ranks.rank_pages import RankPages, ShardPages
 from slipstream.scheduler.cache.tier import Reserved, Stored
 
 NUM_RANKS, NUM_SLOTS, PAGE_BYTES = 3, 8, 100

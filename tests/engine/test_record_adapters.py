@@ -8,8 +8,8 @@ import shutil
 import pytest
 
 from slipstream import LLM, LoRARequest, SamplingParams
-from slipstream.engine.record_file import decode
-from slipstream.engine.replay import replay
+from slipstream.record.record_file import decode
+from slipstream.record.replay import replay
 from slipstream.serve.cli.main import main
 from tiny import write_tiny
 from tiny_adapter import write_adapter

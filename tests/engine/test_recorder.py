@@ -20,13 +20,12 @@ from slipstream import LLM, SamplingParams
 from slipstream.base.errors import EngineDead, InvalidOption, UserError
 from slipstream.config.config import RecordConfig
 from slipstream.engine.core import EngineCore
-from slipstream.engine.plan_checker import PlanChecker
-from slipstream.engine.record_file import MAGIC, Recording, decode
-from slipstream.engine.record_folder import MAX_FILES
-from slipstream.engine.recorder import Recorder
-from slipstream.engine.replay import replay
-from slipstream.engine.sleeping import Sleeper
+from slipstream.engine.lanes import Sleeper
 from slipstream.params.structured import StructuredOutputsParams as Shape
+from slipstream.record.plan_checker import PlanChecker
+from slipstream.record.record_file import MAGIC, MAX_FILES, Recording, decode
+from slipstream.record.recorder import Recorder
+from slipstream.record.replay import replay
 from slipstream.runner.build import build_runner
 from small_model import write_small
 

@@ -9,11 +9,10 @@ import pytest
 
 from scripted_engine import scripted_core, submit
 from slipstream import LLM, SamplingParams
-from slipstream.engine.chrome_trace import chrome_trace
 from slipstream.engine.lanes import Lanes
-from slipstream.engine.step_log import LaneLog, StepLog
+from slipstream.record.step_log import LaneLog, StepLog, chrome_trace
+from slipstream.transport.client import KEPT_SECONDS, Inspector, StepTable
 from slipstream.transport.frames import Inspect
-from slipstream.transport.inspection import KEPT_SECONDS, Inspector, StepTable
 from small_model import write_small
 
 

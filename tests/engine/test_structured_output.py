@@ -12,9 +12,9 @@ import pytest
 from mask_gate import DraftGate, MaskGate
 from slipstream import LLM, SamplingParams, StructuredOutputsParams
 from slipstream.base.errors import InvalidParams
-from slipstream.engine.plan_checker import PlanChecker
-from slipstream.engine.record_file import decode
 from slipstream.params.structured import BACKENDS
+from slipstream.record.plan_checker import PlanChecker
+from slipstream.record.record_file import decode
 from slipstream.scheduler.grammar import mask_pool
 from slipstream.serve.cli.main import main
 from tiny import write_tiny

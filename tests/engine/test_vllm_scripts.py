@@ -28,9 +28,9 @@ from slipstream import (
     TextPrompt,
     TokensPrompt,
 )
+from slipstream.api.vllm import NOT_SUPPORTED
 from slipstream.base.errors import EngineClosed, EngineDead, InvalidOption, InvalidParams, InvalidPrompt
-from slipstream.frontend.structured_config import StructuredOutputsConfig
-from slipstream.frontend.vllm_methods import NOT_SUPPORTED
+from slipstream.front.param_checks import StructuredOutputsConfig
 from slipstream.metrics.prometheus import Counter, Gauge, Histogram, Vector
 from tiny import write_tiny
 

@@ -14,9 +14,9 @@ import pytest
 from scripted_core import facts
 from slipstream import LLM, SamplingParams
 from slipstream.base.errors import InvalidParams, PromptTooLong
-from slipstream.frontend import beam_grammar
-from slipstream.frontend.beam_search import BeamSearch, BeamSearchParams
-from slipstream.frontend.results import Logprob
+from slipstream.front import beam_search
+from slipstream.front.beam_search import BeamSearch, BeamSearchParams
+from slipstream.front.results import Logprob
 from tiny import write_tiny
 
 VOCAB, END = 4, 3
@@ -156,7 +156,7 @@ def test_structured_output(tmp_path, monkeypatch):
         total = sum(entry[token].logprob for entry, token in zip(output.prompt_logprobs[3:], scored[3:], strict=True))
         assert best.cum_logprob == pytest.approx(total)
         for num_reported in (0, 1024):  # many allowed tokens, or few: "[" and "]" are not the likeliest
-            monkeypatch.setattr(beam_grammar, "MAX_REPORTED", num_reported)
+            monkeypatch.setattr(beam_search, "MAX_REPORTED", num_reported)
             params = BeamSearchParams(beam_width=1, max_tokens=6, structured_outputs={"choice": ["[]"]})
             ((only,),) = [one.sequences for one in llm.beam_search([prompt], params)]
             assert tokenizer.decode(only.tokens[3:]) == "[]" and only.finish_reason == "stop"

@@ -11,7 +11,7 @@ import pytest
 from scripted_core import ScriptedCore, facts
 from slipstream.contracts.messages import LOGPROB, Output, Submit
 from slipstream.contracts.request import FinishReason
-from slipstream.frontend.request_state import OutputProcessor
+from slipstream.front.request_state import OutputProcessor
 from slipstream.params.sampling import SamplingParams
 from slipstream.text.tokenizer import Tokenizer
 from tiny_tokenizer import write_byte_tokenizer

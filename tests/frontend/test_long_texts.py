@@ -12,13 +12,12 @@ from patience import PATIENCE
 from scripted_core import EVERY_TASK, facts
 from slipstream import SamplingParams
 from slipstream.base.errors import InvalidPrompt, PromptTooLong
-from slipstream.frontend import offload
-from slipstream.frontend.inputs import InputProcessor
-from slipstream.frontend.offload import LONG, Offload
-from slipstream.frontend.pooling.inputs import PoolingInputs
-from slipstream.frontend.pooling.prompts import PoolingBatch
-from slipstream.frontend.prompts import GenerationPrompts
-from slipstream.frontend.queue_load import QueueLoad
+from slipstream.front import prompts as offload
+from slipstream.front.core_state import QueueLoad
+from slipstream.front.inputs import InputProcessor
+from slipstream.front.pooling_inputs import PoolingInputs
+from slipstream.front.pooling_prompts import PoolingBatch
+from slipstream.front.prompts import LONG, GenerationPrompts, Offload
 from slipstream.params.pooling import PoolingParams
 from text.test_pieces import Counting, bytewise, wordpiece
 

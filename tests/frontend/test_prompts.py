@@ -14,10 +14,9 @@ from patience import PATIENCE
 from scripted_core import facts
 from slipstream import SamplingParams
 from slipstream.base.errors import InvalidPrompt, PromptTooLong
-from slipstream.frontend import prompts as module
-from slipstream.frontend.inputs import InputProcessor
-from slipstream.frontend.offload import size_of
-from slipstream.frontend.prompts import GenerationPrompts, Lookahead
+from slipstream.front import prompts as module
+from slipstream.front.inputs import InputProcessor
+from slipstream.front.prompts import GenerationPrompts, Lookahead, size_of
 from slipstream.text.tokenizer import Tokenizer
 from tiny_tokenizer import byte_tokenizer
 

@@ -13,8 +13,8 @@ from scripted_core import EVERY_TASK, ScriptedCore, facts
 from slipstream.base.errors import EngineDead, InvalidParams, RequestTooLarge
 from slipstream.contracts.messages import Output, Pooled
 from slipstream.contracts.request import FinishReason
-from slipstream.frontend.pooling.results import num_result_values
-from slipstream.frontend.request_state import GenerationRequestState
+from slipstream.front.pooling_results import num_result_values
+from slipstream.front.request_state import GenerationRequestState
 from slipstream.params.pooling import PoolingParams
 from slipstream.params.sampling import SamplingParams
 from slipstream.transport.frames import AbortAll, AbortedAll, Begun

@@ -6,7 +6,7 @@ import pytest
 
 from slipstream.contracts.messages import Output
 from slipstream.contracts.request import FinishReason
-from slipstream.frontend.sample_state import SampleState
+from slipstream.front.sample_state import SampleState
 from slipstream.params.sampling import SamplingParams
 from slipstream.text.tokenizer import Tokenizer
 from tiny_tokenizer import IM_END, write_byte_tokenizer

@@ -15,10 +15,9 @@ import pytest
 from patience import PATIENCE
 from scripted_engine import scripted_core, submit, tokens_alone
 from slipstream.base.errors import EngineDead, InvalidPrompt, QueueFull, RequestTooLarge
-from slipstream.engine.device_timing import DeviceTimer
 from slipstream.engine.lanes import Lanes
-from slipstream.frontend.prompt_feeder import PROMPTS_PER_STEP
-from slipstream.frontend.sync_loop import SyncLoop
+from slipstream.front.sync_loop import PROMPTS_PER_STEP, SyncLoop
+from slipstream.record.device_timing import DeviceTimer
 
 SERVED = SimpleNamespace(description=SimpleNamespace(name="m"), base_name="m", tokenizer=None)
 DEPTHS = pytest.mark.parametrize("depth", [0, 1, 2])

@@ -7,8 +7,7 @@ import pytest
 from scripted_core import facts
 from slipstream.base.errors import InvalidOption, InvalidParams
 from slipstream.checkpoint.generation import ReasoningConfig
-from slipstream.frontend.inputs import InputProcessor
-from slipstream.frontend.thinking_markers import ThinkingMarkers
+from slipstream.front.inputs import InputProcessor, ThinkingMarkers
 from slipstream.params.sampling import SamplingParams
 from slipstream.text.tokenizer import Tokenizer
 from tiny_tokenizer import byte_tokenizer, write_byte_tokenizer

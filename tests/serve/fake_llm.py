@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from slipstream.config.options import make_options
-from slipstream.frontend.results import CompletionOutput, RequestOutput
+from slipstream.front.results import CompletionOutput, RequestOutput
 from slipstream.params.sampling import SamplingParams
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from scripted_core import EVERY_TASK
 from serve.asgi import at_door
-from slipstream.frontend.logprobs import LogprobStore
+from slipstream.front.results import LogprobStore
 from slipstream.serve.http import response
 from slipstream.serve.http.openai.logprobs import TokenNames
 from slipstream.text.detokenizer import TokenStarts

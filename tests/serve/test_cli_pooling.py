@@ -3,7 +3,7 @@ import json
 import numpy as np
 
 from serve.fake_llm import FakeLLM
-from slipstream.frontend.pooling.results import (
+from slipstream.front.pooling_results import (
     EmbeddingOutput,
     EmbeddingRequestOutput,
     RerankResult,

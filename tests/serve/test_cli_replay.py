@@ -7,7 +7,7 @@ import json
 import pytest
 
 from slipstream import LLM, SamplingParams
-from slipstream.engine.record_file import decode
+from slipstream.record.record_file import decode
 from slipstream.serve.cli.main import main
 from small_model import write_small
 

@@ -7,9 +7,9 @@ import json
 import msgspec
 
 from serve.asgi import at_door
-from slipstream.engine.step_log import StepTimes
+from slipstream.record.step_log import StepTimes
+from slipstream.transport.client import StepTable
 from slipstream.transport.frames import Inspected
-from slipstream.transport.inspection import StepTable
 
 STEP = StepTimes(0, 0, 10.0, 0.001, 10.0, 10.01, 0.002, "host_late", 0.0, 3, 3, 0, 3, 3, 1, 50, 60)
 

@@ -20,7 +20,7 @@ from scripted_core import EVERY_TASK
 from serve.asgi import at_door
 from serve.samples import MESSAGES
 from serve.server_process import ServerProcess
-from slipstream.frontend import offload
+from slipstream.front import prompts
 from slipstream.text.excerpt import max_chars
 from slipstream.text.tokenizer import Tokenizer
 from text.chat_templates import THINKING
@@ -63,7 +63,7 @@ def test_prompts_that_are_tokenised_count_as_waiting(folder, held):
 
 def test_characters_that_wait_to_be_tokenised_are_bounded(folder, held, monkeypatch):
     monkeypatch.setattr("slipstream.serve.http.state._MAX_CHARS", 25_000)
-    monkeypatch.setattr("slipstream.serve.http.state.OFFLOAD", offload.Offload(threads=1))
+    monkeypatch.setattr("slipstream.serve.http.state.OFFLOAD", prompts.Offload(threads=1))
 
     async def scenario(door):
         ask = {"prompt": LONG_TEXT, "truncate_prompt_tokens": 8, "max_tokens": 1}
@@ -81,7 +81,7 @@ def test_characters_that_wait_to_be_tokenised_are_bounded(folder, held, monkeypa
 
 
 def test_a_client_that_leaves_while_its_prompt_waits_for_a_thread_leaves_nothing(folder, held, monkeypatch):
-    monkeypatch.setattr("slipstream.serve.http.state.OFFLOAD", pool := offload.Offload(threads=1))
+    monkeypatch.setattr("slipstream.serve.http.state.OFFLOAD", pool := prompts.Offload(threads=1))
 
     async def scenario(door):
         ask = {"prompt": LONG_TEXT, "truncate_prompt_tokens": 8, "max_tokens": 1}

@@ -12,7 +12,7 @@ from patience import PATIENCE
 from serve.asgi import at_door
 from slipstream.contracts.messages import LOGPROB, Output
 from slipstream.contracts.request import FinishReason
-from slipstream.frontend.results import Logprob
+from slipstream.front.results import Logprob
 from slipstream.serve.http.openai.logprobs import TokenNames, completion_logprobs
 from slipstream.serve.http.response import json_pieces
 from slipstream.text.tokenizer import Tokenizer

@@ -11,8 +11,8 @@ import pytest
 from serve.asgi import at_door
 from serve.dialects import CALL, THOUGHT, with_server
 from serve.samples import MESSAGES
-from slipstream.config.stored_weights import StoredWeights
 from slipstream.contracts.request import FinishReason
+from slipstream.engine.model_description import StoredWeights
 from slipstream.transport.frames import Pulse
 
 FUNCTION = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}

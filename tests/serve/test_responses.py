@@ -10,7 +10,7 @@ import pytest
 from serve.asgi import at_door
 from serve.dialects import CALL, THOUGHT, with_server
 from serve.samples import MESSAGES
-from slipstream.frontend import offload
+from slipstream.front import prompts
 from slipstream.serve.http.direct import call_route
 from slipstream.serve.http.responses.store import ResponseStore, StoredResponse
 
@@ -276,7 +276,7 @@ def test_front_ends_that_start_at_once_open_the_store(tmp_path):
 
 def test_long_reasoning_is_counted_outside_the_event_loop(folder, monkeypatch):
     threads = []
-    monkeypatch.setattr(offload, "LONG", 100)
+    monkeypatch.setattr(prompts, "LONG", 100)
 
     async def scenario(door, url):
         served = door.state.engine.models["tiny"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slipstream.transport.abort_calls import AbortCalls
+from slipstream.transport.core_process import AbortCalls
 from slipstream.transport.frames import AbortAll, AbortedAll
 
 

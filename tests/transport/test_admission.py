@@ -7,7 +7,7 @@ import pytest
 from slipstream.base.errors import EngineDead, PromptTooLong
 from slipstream.contracts.messages import Submit, SubmitAll
 from slipstream.params.sampling import SamplingParams
-from slipstream.transport.admission import submit
+from slipstream.transport.client import submit
 from slipstream.transport.frames import Refused
 
 ONE = Submit("a", [1], SamplingParams(), 0.0)

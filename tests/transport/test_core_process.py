@@ -19,12 +19,12 @@ from slipstream import LLM, SamplingParams
 from slipstream.base.errors import EngineDead, InvalidOption, ModelNotFound, QueueFull, SlipstreamError
 from slipstream.config.options import Options, make_options
 from slipstream.contracts.messages import Submit
-from slipstream.frontend.async_engine import AsyncEngine
-from slipstream.frontend.router import RequestRouter
+from slipstream.front.async_engine import AsyncEngine
+from slipstream.front.router import RequestRouter
 from slipstream.transport import core_process
 from slipstream.transport.frames import Pulse, Ready
-from slipstream.transport.socket_client import SocketClient
-from slipstream.transport.spawn import CoreStart, spawn_core
+from slipstream.transport.replica_start import CoreStart, spawn_core
+from slipstream.transport.sockets import SocketClient
 from tiny import write_tiny
 
 SMALL = dict(max_model_len=64, num_pages=64, page_size=4, max_num_seqs=4, num_threads=1)
@@ -227,7 +227,7 @@ def test_a_core_killed_in_the_middle_ends_every_stream(folder, scripted):
 PARENT = """
 import sys, time
 from slipstream.config.options import Options, make_options
-from slipstream.transport.spawn import spawn_core
+from slipstream.transport.replica_start import spawn_core
 core, socks = spawn_core([make_options(model=sys.argv[1], num_threads=1)])
 print(core.process.pid, flush=True)
 time.sleep(600)

@@ -51,7 +51,7 @@ def rank_pid():
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             command = (folder / "cmdline").read_bytes()
-            if b"slipstream.engine.rank_process" in command and mark in (folder / "environ").read_bytes():
+            if b"slipstream.ranks.process" in command and mark in (folder / "environ").read_bytes():
                 return int(folder.name)
     raise AssertionError("rank 1 has no process")
 

@@ -13,7 +13,7 @@ from slipstream.base.processes import signals_held
 
 _LOADS = """
 import sys, tempfile, time
-from slipstream.transport.load_watch import FrontEndsGone, LoadWatch
+from slipstream.transport.core_process import FrontEndsGone, LoadWatch
 
 try:
     with LoadWatch(map(int, sys.argv[1:])), tempfile.TemporaryDirectory():

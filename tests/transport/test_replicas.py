@@ -14,7 +14,7 @@ from slipstream.base.errors import EngineDead, ReplicaLost
 from slipstream.base.processes import Backoff
 from slipstream.contracts.messages import Submit
 from slipstream.contracts.request import FinishReason
-from slipstream.frontend.async_engine import AsyncEngine
+from slipstream.front.async_engine import AsyncEngine
 from slipstream.metrics.stats import LaneStats
 from slipstream.params.lora import LoRARequest
 from slipstream.params.pooling import PoolingParams
@@ -22,7 +22,7 @@ from slipstream.params.sampling import SamplingParams
 from slipstream.transport.frames import ModelDescriptions, Pulse, Ready
 from slipstream.transport.replica_routing import ReplicaLoad, choose_replica
 from slipstream.transport.replicas import ReplicaClient
-from slipstream.transport.socket_client import SocketClient
+from slipstream.transport.sockets import SocketClient
 from tiny_tokenizer import write_byte_tokenizer
 
 PARAMS = SamplingParams(max_tokens=3, ignore_eos=True)

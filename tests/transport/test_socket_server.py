@@ -11,8 +11,8 @@ from patience import PATIENCE
 from slipstream.contracts.messages import Abort, Output
 from slipstream.contracts.request import FinishReason
 from slipstream.transport.frames import Failed, Join, frame, from_core_frames
-from slipstream.transport.socket_server import SocketServer
-from slipstream.transport.spawn import join_core
+from slipstream.transport.replica_start import join_core
+from slipstream.transport.sockets import SocketServer
 
 
 @pytest.fixture

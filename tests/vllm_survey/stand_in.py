@@ -26,7 +26,7 @@ MOVED = {
     "Histogram": "slipstream.metrics.prometheus",
     "Metric": "slipstream.metrics.prometheus",
     "RequestLogitsProcessor": "slipstream.params.processors",
-    "StructuredOutputsConfig": "slipstream.frontend.structured_config",
+    "StructuredOutputsConfig": "slipstream.front.param_checks",
     "Vector": "slipstream.metrics.prometheus",
     "process_dict_updates": "slipstream.params.processors",
 }

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from slipstream.base.errors import InvalidOption
+from slipstream.base.errors import InvalidOption, UnsupportedModel
+from slipstream.base.files import load_json
+from slipstream.checkpoint.architecture import find_architecture
 from slipstream.checkpoint.generation import (
     EMBEDDED_DEFAULTS,
     GenerationDefaults,
@@ -19,7 +21,8 @@ from slipstream.checkpoint.generation import (
 from slipstream.checkpoint.gguf_file import GgufFile
 from slipstream.checkpoint.gguf_info import gguf_model_info
 from slipstream.checkpoint.locate import LocatedModel, locate, require_weights
-from slipstream.checkpoint.model_info import ModelInfo, check_info
+from slipstream.checkpoint.model_info import ModelInfo, check_info, read_model_info
+from slipstream.checkpoint.sentence_modules import static_folder
 from slipstream.config.adapter_config import read_adapter_config
 from slipstream.config.cache_size import DEFAULT_SHARE
 from slipstream.config.checks import (
@@ -41,26 +44,26 @@ from slipstream.config.resolve import Source, fewer_rows, model_config, resolve,
 from slipstream.contracts.step import Peers
 from slipstream.device.device import Device, detect_machine, open_device, seems_cuda
 from slipstream.device.thread_state import engine_state
-from slipstream.engine.build_ranks import adapter_memory, build_ranks, rank_pages, tier_copier
 from slipstream.engine.core import EngineCore
 from slipstream.engine.draft_model import settle_draft
-from slipstream.engine.embeds_options import check_prompt_embeds
-from slipstream.engine.handoff import Handoff
 from slipstream.engine.lanes import Lanes
-from slipstream.engine.lockstep import LockstepExecutor
 from slipstream.engine.model_description import ModelDescription
-from slipstream.engine.model_impl import for_backend, read_info
-from slipstream.engine.rank_link import RankLink
-from slipstream.engine.recorder import Recorder
-from slipstream.engine.workers import Workers
+from slipstream.handoff.client import Handoff
 from slipstream.nn.adapters import measure_adapter
+from slipstream.nn.decoder import DecoderShape
 from slipstream.nn.drafters.draft_layout import draft_weight_bytes
 from slipstream.nn.encoder import EncoderShape
 from slipstream.nn.load import as_stored, weight_bytes, with_stored_width
+from slipstream.nn.registry import find_family, has_family
 from slipstream.nn.sharding import find_local_shape
 from slipstream.nn.update import ModelWeights
 from slipstream.ops.platform.compile_ahead import start_triton
 from slipstream.params.processors import LogitsProcessor
+from slipstream.ranks.link import RankLink
+from slipstream.ranks.lockstep import LockstepExecutor
+from slipstream.ranks.process import Workers
+from slipstream.ranks.start import adapter_memory, build_ranks, rank_pages, tier_copier
+from slipstream.record.recorder import Recorder
 from slipstream.scheduler.adapters import Adapters
 from slipstream.scheduler.cache.pages import group_sites
 from slipstream.scheduler.grammar.constraints import Constraints
@@ -283,3 +286,93 @@ def estimate_build(options: Options) -> tuple[EngineConfig, MemoryEstimate]:
     num_bytes = weight_bytes(config.model, config.device.kind)
     num_bytes += 0 if config.draft is None else draft_weight_bytes(config.draft, info, config.device.kind)
     return config, estimate_memory(config, num_bytes)
+
+
+# Which code runs a model: a family of this package, or the module of the transformers library.
+
+
+def read_info(options: Options, folder: Path, changes: Mapping[str, Any]) -> ModelInfo:
+    """The ModelInfo of a folder, for the implementation that `model_impl` selects. `changes`: of config.json."""
+    if options.model_impl == "transformers":
+        return _backend_info(folder, changes)
+    if options.model_impl == "auto" and not _has_own_family(folder):
+        try:
+            info = _backend_info(folder, changes)
+        except UnsupportedModel as reason:
+            try:
+                find_family(read_model_info(folder, dict(changes)))
+            except UnsupportedModel as error:
+                raise UnsupportedModel(f"{error}; and {reason}") from None
+            raise
+        log.warning("%s", describe_backend(info))
+        return info
+    return read_model_info(folder, dict(changes))
+
+
+def _has_own_family(folder: Path) -> bool:
+    """True as well for a config.json that cannot be read, which is reported where it is read."""
+    if static_folder(folder) is not None:
+        return True
+    try:
+        config = load_json(folder / "config.json")
+        return not isinstance(config, dict) or has_family(find_architecture(config))
+    except UnsupportedModel:
+        return False
+    except (OSError, ValueError):
+        return True
+
+
+def _backend_info(folder: Path, changes: Mapping[str, Any]) -> ModelInfo:
+    from slipstream.nn.transformers_modules import transformers_info  # the library is optional
+
+    if changes:
+        raise InvalidOption("hf_overrides are for families of our own, and transformers' module runs this model")
+    return transformers_info(str(folder))
+
+
+def describe_backend(info: ModelInfo) -> str:
+    """A line for the log: how transformers' module runs, and what a family of our own would do faster."""
+    fact = f"{info.architecture} has no family of our own: transformers' module runs it, with our attention"
+    faster = "a family of our own would have fused norms and GEMMs"
+    if not info.backend_waits:
+        return f"{fact}, in CUDA graphs on a GPU; {faster}"
+    waits = ", ".join(info.backend_waits[:3]) + (" and others" if len(info.backend_waits) > 3 else "")
+    return f"{fact}, launched kernel by kernel: it waits for the device at {waits}; {faster}, and CUDA graphs"
+
+
+def for_backend(options: Options, info: ModelInfo) -> Options:
+    """Options with what transformers' module needs. Raises InvalidOption for what it cannot do."""
+    if not info.backend_folder:
+        return options
+    if options.deterministic:
+        raise InvalidOption(
+            f"deterministic is set, and {info.architecture} runs by transformers' module, whose GEMMs depend on the "
+            "batch; leave it out"
+        )
+    if options.quantization is not None:
+        raise InvalidOption(
+            f"quantization is {options.quantization!r}, and {info.architecture} runs by transformers' module, whose "
+            "weights are not quantised; leave it out"
+        )
+    return msgspec.structs.replace(options, enforce_eager=options.enforce_eager or bool(info.backend_waits))
+
+
+# Checks that a model can take the embeddings of a prompt instead of its token ids.
+
+
+def check_prompt_embeds(options: Options, shape: DecoderShape | EncoderShape) -> None:
+    """Raises InvalidOption if enable_prompt_embeds is set and the model or another option needs token ids."""
+    if not options.enable_prompt_embeds:
+        return
+    if isinstance(shape, EncoderShape):
+        raise InvalidOption("enable_prompt_embeds is for decoders, and the model is an encoder; remove it")
+    if shape.layer_inputs is not None:
+        raise InvalidOption(
+            "enable_prompt_embeds: the layers of this model look up inputs of their own by token id; remove it"
+        )
+    if options.speculative_config is not None or options.drafts is not None:
+        raise InvalidOption(
+            "enable_prompt_embeds: drafts are made of the prompt's token ids; remove speculative_config"
+        )
+    if options.tensor_parallel_size > 1:
+        raise InvalidOption("enable_prompt_embeds is for one rank; set tensor_parallel_size to 1")

@@ -1,7 +1,7 @@
 """PoolingParams: the parameters of one pooling request: task, size and form of its result.
 
 Frozen, and checked in the constructor, as `SamplingParams` is. Checks that need the model (its tasks, the sizes to
-which a vector may be truncated) are in `frontend/pooling/params.py`, which also sets `task`: after it no task is None.
+which a vector may be truncated) are in `front/pooling_inputs.py`, which also sets `task`: after it no task is None.
 """
 
 from __future__ import annotations

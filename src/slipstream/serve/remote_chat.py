@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from slipstream.base.errors import EngineDead, InvalidOption, UserError
 
 if TYPE_CHECKING:
-    from slipstream.frontend.results import RequestOutput
+    from slipstream.front.results import RequestOutput
     from slipstream.params.sampling import SamplingParams
 
 
@@ -39,7 +39,7 @@ class RemoteChat:
 
     def stream_chat(self, messages: Sequence[dict[str, str]], params: SamplingParams) -> Iterator[RequestOutput]:
         """As `LLM.stream_chat`. Leaving the loop early hangs up, and the server ends the request."""
-        from slipstream.frontend.results import CompletionOutput, RequestOutput
+        from slipstream.front.results import CompletionOutput, RequestOutput
 
         kind = http.client.HTTPSConnection if self._encrypted else http.client.HTTPConnection
         connection = kind(self._host, self._port)

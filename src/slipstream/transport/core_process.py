@@ -10,12 +10,15 @@ from __future__ import annotations
 import faulthandler
 import logging
 import os
+import select
 import signal
 import socket
 import sys
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from types import FrameType, TracebackType
 
 import msgspec
 
@@ -24,11 +27,8 @@ from slipstream.base.log import set_up_child_log
 from slipstream.base.processes import die_with_parent, loading, release_signals
 from slipstream.checkpoint.locate import locate
 from slipstream.contracts.messages import Abort, Output, Submit, SubmitAll
-from slipstream.engine.lane_stats import lane_stats
-from slipstream.engine.lanes import Lanes
-from slipstream.transport.abort_calls import AbortCalls
-from slipstream.transport.admission import submit
-from slipstream.transport.control import control
+from slipstream.engine.lanes import Lanes, lane_stats
+from slipstream.transport.client import Inspector, control, submit
 from slipstream.transport.frames import (
     AbortAll,
     AbortedAll,
@@ -45,10 +45,8 @@ from slipstream.transport.frames import (
     ResetPrefixCache,
     ToCore,
 )
-from slipstream.transport.inspection import Inspector
-from slipstream.transport.load_watch import LoadWatch
-from slipstream.transport.socket_server import Connection, SocketServer
-from slipstream.transport.spawn import CoreStart
+from slipstream.transport.replica_start import CoreStart
+from slipstream.transport.sockets import Connection, SocketServer
 
 log = logging.getLogger("slipstream.core")
 
@@ -258,6 +256,114 @@ def _chain(error: BaseException) -> Iterator[str]:
         text = str(cause)
         yield text if text and isinstance(cause, SlipstreamError) else f"{type(cause).__name__}: {text}".rstrip(": ")
         cause = cause.__cause__
+
+
+# LoadWatch: ends a core that loads its models when the last front end has disconnected.
+#
+# A core reads its sockets between steps, so during the load, which may take minutes, it would not notice. A thread
+# does: it interrupts the load with an exception, so that temporary folders and children of the load are removed, and
+# exits the process if that does not end it.
+
+_POLL_MS = 100
+_UNWIND_SECONDS = 5.0  # for the load to end by the exception
+_INTERRUPT = signal.SIGUSR2
+
+
+class FrontEndsGone(BaseException):
+    """No front end is left that waits for the load."""
+
+
+class LoadWatch:
+    """A context manager around the load, in the main thread."""
+
+    def __init__(self, sockets: Iterable[int]) -> None:
+        """`sockets`: file descriptors of all connections."""
+        self.has_fired = False
+        self._sockets = set(sockets)
+        self._loaded = threading.Event()
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        signal.signal(_INTERRUPT, _raise)
+        threading.Thread(target=self._watch, name="slipstream-load-watch", daemon=True).start()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        with self._lock:  # from here on the thread sends no signal
+            self._loaded.set()
+        signal.signal(_INTERRUPT, signal.SIG_IGN)
+
+    def _watch(self) -> None:
+        poll = select.poll()
+        for file in self._sockets:
+            poll.register(file, getattr(select, "POLLRDHUP", 0))  # hang-ups are always reported
+        while self._sockets:
+            for file, _ in poll.poll(_POLL_MS):
+                poll.unregister(file)
+                self._sockets.discard(file)
+            if self._loaded.is_set():
+                return
+        with self._lock:
+            if self._loaded.is_set():
+                return
+            self.has_fired = True
+            signal.pthread_kill(threading.main_thread().ident or 0, _INTERRUPT)
+        time.sleep(_UNWIND_SECONDS)
+        os._exit(0)
+
+
+def _raise(number: int, frame: FrameType | None) -> None:
+    raise FrontEndsGone
+
+
+# AbortCalls: lets one front end abort the requests of all front ends, and returns their number to it.
+#
+# It runs in the core process, the only one with a connection to every front end.
+
+
+class AbortCalls:
+    """The front end that sends the call aborts its own requests itself."""
+
+    def __init__(self, server: SocketServer) -> None:
+        self._server = server
+        self._calls: dict[str, _AbortCall] = {}
+
+    def start(self, sender: Connection, message: AbortAll) -> None:
+        """Passes the call on to the other front ends."""
+        others = [each for each in self._server.front_ends if each is not sender]
+        self._calls[message.call] = _AbortCall(sender, set(others))
+        for other in others:
+            self._server.send(other, [message])
+        self._finish_if_complete(message.call)
+
+    def reply(self, connection: Connection, message: AbortedAll) -> None:
+        """Handles the reply of one front end."""
+        call = self._calls.get(message.call)
+        if call is not None and connection in call.waiting:
+            call.waiting.discard(connection)
+            call.count += message.count
+            self._finish_if_complete(message.call)
+
+    def disconnect(self, gone: Connection) -> None:
+        """Drops a front end that has disconnected, as the sender of calls and among those that have to reply."""
+        for name, call in list(self._calls.items()):
+            call.waiting.discard(gone)
+            if call.sender is gone:
+                del self._calls[name]
+            else:
+                self._finish_if_complete(name)
+
+    def _finish_if_complete(self, name: str) -> None:
+        call = self._calls[name]
+        if not call.waiting:
+            del self._calls[name]
+            self._server.send(call.sender, [AbortedAll(name, call.count)])
+
+
+class _AbortCall:
+    def __init__(self, sender: Connection, waiting: set[Connection]) -> None:
+        self.sender = sender
+        self.waiting = waiting  # front ends that have not replied
+        self.count = 0
 
 
 if __name__ == "__main__":

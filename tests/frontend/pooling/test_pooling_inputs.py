@@ -15,12 +15,12 @@ from slipstream.base.errors import InvalidParams, InvalidPrompt, PromptTooLong, 
 from slipstream.checkpoint.pooling_info import PoolingInfo, Role
 from slipstream.contracts.messages import Output, Pooled
 from slipstream.contracts.request import FinishReason
-from slipstream.frontend.pooling.calls import encode, rerank, score
-from slipstream.frontend.pooling.inputs import PoolingInputs, PoolingPrompts
-from slipstream.frontend.pooling.prompts import PoolingBatch
-from slipstream.frontend.pooling.results import EmbeddingOutput, PoolingRequestOutput
-from slipstream.frontend.prompts import as_batch
-from slipstream.frontend.request_state import PoolingRequestState
+from slipstream.front.pooling_calls import encode, rerank, score
+from slipstream.front.pooling_inputs import PoolingInputs, PoolingPrompts
+from slipstream.front.pooling_prompts import PoolingBatch
+from slipstream.front.pooling_results import EmbeddingOutput, PoolingRequestOutput
+from slipstream.front.prompts import as_batch
+from slipstream.front.request_state import PoolingRequestState
 from slipstream.params.pooling import PoolingParams
 from slipstream.text.tokenizer import Tokenizer
 from tiny_encoder import CLS, SEP, pair_tokenizer

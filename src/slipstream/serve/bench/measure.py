@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from slipstream.base.errors import InvalidOption
-from slipstream.engine.device_timing import DeviceTime
 from slipstream.params.sampling import SamplingParams
+from slipstream.record.device_timing import DeviceTime
 from slipstream.serve.bench.workload import Item, Workload
 
 if TYPE_CHECKING:
+    from slipstream.api.llm import LLM
     from slipstream.config.config import EngineConfig
     from slipstream.engine.core import EngineCore
-    from slipstream.frontend.request_state import RequestState
-    from slipstream.llm import LLM
+    from slipstream.front.request_state import RequestState
 
 Advance = Callable[[int], None]
 """Called with the number of generated tokens of each finished request."""
@@ -170,7 +170,7 @@ def _run(
     detokenize: bool,
     advance: Advance,
 ) -> Trial:
-    from slipstream.frontend.request_state import OutputProcessor  # slow to import, and not needed for --help
+    from slipstream.front.request_state import OutputProcessor  # slow to import, and not needed for --help
 
     llm.reset_prefix_cache()
     core, clock = llm.core, time.perf_counter

@@ -13,7 +13,7 @@ from slipstream.serve.charts import Chart
 
 if TYPE_CHECKING:
     from slipstream.config.config import EngineConfig
-    from slipstream.engine.device_timing import DeviceTime
+    from slipstream.record.device_timing import DeviceTime
 
 COLUMNS = (
     f"{'shape':<10}{'out/s':>10}{'total/s':>11}{'ms/token':>10}{'itl p50':>9}{'p99':>8}{'ttft p50':>10}{'p99':>9}"

@@ -28,8 +28,8 @@ from slipstream.serve.cli.flags import add_engine_flags, add_sampling_flags, eng
 from slipstream.serve.cli.run import OpenLLM
 
 if TYPE_CHECKING:
+    from slipstream.api.llm import LLM
     from slipstream.config.config import EngineConfig
-    from slipstream.llm import LLM
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 KINDS = {

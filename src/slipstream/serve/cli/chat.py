@@ -16,7 +16,7 @@ from slipstream.serve.cli.run import OpenLLM, open_with
 from slipstream.serve.cli.standard import read_stdin
 
 if TYPE_CHECKING:
-    from slipstream.llm import LLM
+    from slipstream.api.llm import LLM
     from slipstream.params.sampling import SamplingParams
     from slipstream.serve.remote_chat import RemoteChat
 

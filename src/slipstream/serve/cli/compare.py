@@ -17,7 +17,7 @@ from slipstream.serve.cli.generate import read_prompts
 from slipstream.serve.cli.run import OpenLLM
 
 if TYPE_CHECKING:
-    from slipstream.llm import LLM
+    from slipstream.api.llm import LLM
 
 _SOURCES = 'arguments, from --file, or from standard input: one per line, or JSON lines with a field "text".'
 _MODELS = "with an embedder, such as all-MiniLM-L6-v2 (the default), vectors are compared."

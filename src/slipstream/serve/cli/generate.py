@@ -17,7 +17,7 @@ from slipstream.serve.cli.run import OpenLLM, open_with
 from slipstream.serve.cli.standard import read_stdin
 
 if TYPE_CHECKING:
-    from slipstream.frontend.results import RequestOutput
+    from slipstream.front.results import RequestOutput
 
 Prompt = str | list[int]
 _SETTINGS = frozenset(SamplingParams.__struct_fields__)

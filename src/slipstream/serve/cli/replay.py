@@ -14,8 +14,8 @@ from slipstream.serve.cli.run import OpenLLM
 
 if TYPE_CHECKING:
     from slipstream.config.config import EngineConfig
-    from slipstream.engine.record_file import Recording
-    from slipstream.engine.replay import ReplayResult
+    from slipstream.record.record_file import Recording
+    from slipstream.record.replay import ReplayResult
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -43,10 +43,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def run(args: argparse.Namespace, opener: OpenLLM) -> int:
     from slipstream.config.adapter_config import read_lora_modules
-    from slipstream.engine.record_file import decode, fingerprint
-    from slipstream.engine.record_folder import write_private
-    from slipstream.engine.replay import replay
-    from slipstream.engine.replayed_adapters import ReplayedAdapters
+    from slipstream.record.record_file import decode, fingerprint, write_private
+    from slipstream.record.replay import ReplayedAdapters, replay
 
     recording = decode(_read(args.file), args.file)
     if args.redact is not None:
@@ -66,7 +64,7 @@ def run(args: argparse.Namespace, opener: OpenLLM) -> int:
         raise UserError(f"the model {config.model.path} is not on this machine; give --model, or --check-only")
     if (found := fingerprint(config)) != recording.fingerprint:
         raise UserError(f"the weights in {config.model.path} are others ({found}, not {recording.fingerprint})")
-    from slipstream.engine.build_ranks import adapter_memory, build_ranks  # imports torch
+    from slipstream.ranks.start import adapter_memory, build_ranks  # imports torch
 
     executor, runner, _ = build_ranks(config)
     try:

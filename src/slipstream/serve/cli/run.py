@@ -11,7 +11,7 @@ from slipstream.serve.cli.flags import engine_options, sampling_changes
 from slipstream.serve.cli.paths import check_paths
 
 if TYPE_CHECKING:
-    from slipstream.llm import LLM
+    from slipstream.api.llm import LLM
     from slipstream.params.sampling import SamplingParams
 
 
@@ -24,7 +24,7 @@ class OpenLLM(Protocol):
 def open_llm(**options: Any) -> LLM:
     check_paths(make_options(**options), look_up=True)
     with loading():
-        from slipstream.llm import LLM  # imports torch, which --help and errors do not need
+        from slipstream.api.llm import LLM  # imports torch, which --help and errors do not need
 
         return LLM(**options)
 

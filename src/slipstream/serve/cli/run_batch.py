@@ -21,7 +21,7 @@ from slipstream.serve.http.batch.lines import BatchLine, InvalidLine, LineResult
 from slipstream.serve.http.settings import ServerSettings
 
 if TYPE_CHECKING:
-    from slipstream.frontend.async_engine import AsyncEngine
+    from slipstream.front.async_engine import AsyncEngine
     from slipstream.serve.cli.run import OpenLLM
 
 
@@ -104,7 +104,7 @@ def check_input(path: Path) -> tuple[int, str]:
 
 
 def open_engine(options: list[Options]) -> AsyncEngine:
-    from slipstream.frontend.async_engine import AsyncEngine  # builds the engine: imports torch
+    from slipstream.front.async_engine import AsyncEngine  # builds the engine: imports torch
 
     return AsyncEngine(models=options)
 

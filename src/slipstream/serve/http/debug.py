@@ -8,9 +8,8 @@ from collections.abc import AsyncIterator
 
 import msgspec
 
-from slipstream.engine.chrome_trace import chrome_trace
-from slipstream.engine.step_log import StepTimes
-from slipstream.frontend.inspection import read_record, read_steps
+from slipstream.front.router import read_record, read_steps
+from slipstream.record.step_log import StepTimes, chrome_trace
 from slipstream.serve.http.errors import HTTPException, bad_request
 from slipstream.serve.http.query import query_of
 from slipstream.serve.http.request import Request

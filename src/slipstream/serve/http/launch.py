@@ -16,9 +16,9 @@ from slipstream.serve.http.listen import PortClaim, claim, raise_file_limit
 from slipstream.serve.http.listen_unix import UnixClaim
 from slipstream.serve.http.settings import ServerSettings
 from slipstream.transport.replica_source import has_replicas, open_replicas
+from slipstream.transport.replica_start import spawn_core
 from slipstream.transport.replicas import ReplicaClient
-from slipstream.transport.socket_client import SocketClient
-from slipstream.transport.spawn import spawn_core
+from slipstream.transport.sockets import SocketClient
 
 status = logging.getLogger("slipstream.status")
 

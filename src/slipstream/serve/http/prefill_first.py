@@ -1,7 +1,7 @@
 """PrefillFirst: has a prompt computed by a prefill server before its request goes to a decode server.
 
 The prefill server gets the same request, limited to one token, and keeps the pages of the prompt. The decode server
-asks it for these pages by their hashes (`engine/page_client.py`). If a prefill server fails, the decode server computes
+asks it for these pages by their hashes (`handoff/client.py`). If a prefill server fails, the decode server computes
 the prompt.
 """
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from slipstream.frontend.request_state import RequestState
-from slipstream.frontend.served import ServedModel
+from slipstream.front.request_state import RequestState
+from slipstream.front.served import ServedModel
 from slipstream.serve.http.auth import Headers
 from slipstream.serve.http.errors import bad_request
 from slipstream.serve.http.state import State

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from slipstream.frontend.offload import AnswerPieces
+from slipstream.front.prompts import AnswerPieces
 from slipstream.serve.http.errors import HTTPException
 
 JSON = b"application/json"

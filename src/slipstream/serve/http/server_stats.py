@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import slipstream
-from slipstream.frontend.async_engine import AsyncEngine
+from slipstream.front.async_engine import AsyncEngine
 from slipstream.metrics.stats import (
     FrontEnds,
     FrontStats,

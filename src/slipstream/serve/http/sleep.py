@@ -6,7 +6,7 @@ from urllib.parse import parse_qsl
 
 import msgspec
 
-from slipstream.frontend.control import control
+from slipstream.front.router import control
 from slipstream.serve.http.errors import bad_request
 from slipstream.serve.http.query import query_of
 from slipstream.serve.http.request import Request

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from slipstream.frontend.async_engine import AsyncEngine
-from slipstream.frontend.beam_grammar import BeamGrammars
-from slipstream.frontend.offload import LONG, OFFLOAD, AnswerPieces
+from slipstream.front.async_engine import AsyncEngine
+from slipstream.front.beam_search import BeamGrammars
+from slipstream.front.prompts import LONG, OFFLOAD, AnswerPieces
 from slipstream.metrics.stats import SharedCounters
 from slipstream.metrics.traces import Traces
 from slipstream.serve.http.auth import Keys

@@ -21,7 +21,7 @@ from slipstream.serve.http.listen import PortClaim
 from slipstream.serve.http.listen_unix import UnixClaim
 from slipstream.serve.http.settings import ServerSettings
 from slipstream.transport.frames import Failed, FrameError, from_core_frames, refused_option
-from slipstream.transport.spawn import join_core
+from slipstream.transport.replica_start import join_core
 
 status = logging.getLogger("slipstream.status")
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import msgspec
 
 from slipstream.base.errors import InvalidPrompt
-from slipstream.frontend.served import ServedModel
+from slipstream.front.served import ServedModel
 from slipstream.serve.http.errors import as_http_error, bad_request
 from slipstream.serve.http.openai.messages import AllowControlTokens, prompt_chars, text_messages
 from slipstream.serve.http.pooling.tei_errors import as_tei_error

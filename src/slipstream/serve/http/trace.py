@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from slipstream.frontend.request_state import GenerationRequestState
+from slipstream.front.request_state import GenerationRequestState
 from slipstream.metrics.traces import Traces
 from slipstream.params.sampling import SamplingParams
 from slipstream.serve.http.request import Request

@@ -16,8 +16,8 @@ import uvicorn
 
 from slipstream.base.errors import UserError
 from slipstream.base.processes import release_signals
-from slipstream.frontend.async_engine import AsyncEngine
-from slipstream.frontend.offload import bound_heap
+from slipstream.front.async_engine import AsyncEngine
+from slipstream.front.prompts import bound_heap
 from slipstream.metrics.stats import SharedCounters
 from slipstream.serve.early_signals import ENDING, call_at_signals, has_recorded, ignore_signals
 from slipstream.serve.http.app import App
@@ -33,7 +33,7 @@ from slipstream.serve.http.tls import server_context
 from slipstream.serve.http.watchdog import Watchdog
 from slipstream.transport.frames import refused_option
 from slipstream.transport.replicas import ReplicaClient
-from slipstream.transport.socket_client import SocketClient
+from slipstream.transport.sockets import SocketClient
 
 status = logging.getLogger("slipstream.status")
 

@@ -22,7 +22,7 @@ from slipstream.serve.http.settings import ServerSettings
 from slipstream.serve.http.supervisor import CANNOT_START
 from slipstream.serve.http.worker import run_worker
 from slipstream.serve.wording import Flags
-from slipstream.transport.socket_client import SocketClient
+from slipstream.transport.sockets import SocketClient
 
 status = logging.getLogger("slipstream.status")
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from slipstream.frontend.served import ServedModel
+from slipstream.front.served import ServedModel
 from slipstream.params.sampling import SamplingParams
 from slipstream.serve.http.anthropic.types import CountTokensRequest, MessagesRequest
 from slipstream.serve.http.chat.conversation import ChatConversation

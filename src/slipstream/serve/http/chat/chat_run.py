@@ -12,11 +12,10 @@ from types import TracebackType
 
 import msgspec
 
-from slipstream.frontend.inputs import PreparedPrompt
-from slipstream.frontend.request_state import GenerationRequestState
-from slipstream.frontend.request_stream import RequestStream
-from slipstream.frontend.results import Increment
-from slipstream.frontend.sample_state import SampleState
+from slipstream.front.inputs import PreparedPrompt
+from slipstream.front.request_state import GenerationRequestState, RequestStream
+from slipstream.front.results import Increment
+from slipstream.front.sample_state import SampleState
 from slipstream.params.sampling import SamplingParams
 from slipstream.parsers.output_parser import HarmonyFormat, OutputParser, ReasoningFormat, ToolCallFormat
 from slipstream.parsers.reader import ArgumentsDelta, ContentDelta, ParserEvent, ReasoningDelta, ToolCallStart

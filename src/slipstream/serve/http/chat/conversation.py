@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from slipstream.frontend.served import ServedModel
+from slipstream.front.served import ServedModel
 from slipstream.params.sampling import SamplingParams
 from slipstream.parsers.envelope import EnvelopeFormat
 from slipstream.parsers.families import tool_call_format

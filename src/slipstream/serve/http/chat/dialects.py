@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from slipstream.frontend.served import ServedModel
+from slipstream.front.served import ServedModel
 from slipstream.params.sampling import SamplingParams
 from slipstream.serve.http.chat.thinking import thinking_variables
 from slipstream.serve.http.errors import HTTPException, bad_request

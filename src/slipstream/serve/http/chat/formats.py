@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import msgspec
 
-from slipstream.frontend.served import ServedModel
+from slipstream.front.served import ServedModel
 from slipstream.parsers.families import NO_PARSER, detect_reasoning, detect_tools, reasoning_format, tool_call_format
 from slipstream.parsers.output_parser import HarmonyFormat, ReasoningFormat, ToolCallFormat
 from slipstream.serve.http.settings import ServerSettings

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from slipstream.frontend.served import ServedModel
+from slipstream.front.served import ServedModel
 from slipstream.serve.http.errors import bad_request
 from slipstream.text.chat_template import reads_variable
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
-from slipstream.frontend.served import ServedModel
+from slipstream.front.served import ServedModel
 from slipstream.serve.http.chat.blocks import AnswerBlocks, Block, BlockDelta, BlockEvent, BlockStart, blocks_of
 from slipstream.serve.http.chat.chat_run import ChatRun, start_chat
 from slipstream.serve.http.chat.conversation import ChatConversation

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from slipstream.frontend.served import ServedModel
+from slipstream.front.served import ServedModel
 from slipstream.serve.http.chat.blocks import AnswerBlocks, Block, BlockDelta, BlockEnd, BlockEvent, blocks_of
 from slipstream.serve.http.chat.chat_run import ChatRun, start_chat
 from slipstream.serve.http.chat.conversation import ChatConversation

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from slipstream.frontend.pooling.calls import encode
+from slipstream.front.pooling_calls import encode
 from slipstream.params.pooling import PoolingParams
 from slipstream.serve.http.errors import bad_request
 from slipstream.serve.http.ollama.errors import OllamaErrorBody, as_ollama_error

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from slipstream.frontend.served import POOLING_TASKS, ServedModel
+from slipstream.front.served import POOLING_TASKS, ServedModel
 from slipstream.serve.http.chat.formats import ChatFormats
 from slipstream.serve.http.errors import bad_request
 from slipstream.serve.http.ollama.errors import OllamaErrorBody, as_ollama_error

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from slipstream.frontend.served import ServedModel
+from slipstream.front.served import ServedModel
 from slipstream.params.sampling import SamplingParams
 from slipstream.serve.http.chat.dialects import chat_params, json_shape
 from slipstream.serve.http.errors import bad_request

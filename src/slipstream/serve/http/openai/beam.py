@@ -13,12 +13,11 @@ from typing import Any
 
 from slipstream.contracts.messages import Output
 from slipstream.contracts.request import FinishReason
-from slipstream.frontend.beam_grammar import BeamStep
-from slipstream.frontend.beam_search import BeamSearch, BeamSearchParams
-from slipstream.frontend.request_state import GenerationRequestState
-from slipstream.frontend.results import Logprob
-from slipstream.frontend.sample_state import SampleState
-from slipstream.frontend.served import ServedModel
+from slipstream.front.beam_search import BeamSearch, BeamSearchParams, BeamStep
+from slipstream.front.request_state import GenerationRequestState
+from slipstream.front.results import Logprob
+from slipstream.front.sample_state import SampleState
+from slipstream.front.served import ServedModel
 from slipstream.params.sampling import SamplingParams
 from slipstream.params.structured import StructuredOutputsParams
 from slipstream.serve.http.errors import aborted, bad_request

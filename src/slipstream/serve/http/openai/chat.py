@@ -8,9 +8,9 @@ from typing import Any
 
 import msgspec
 
-from slipstream.frontend.offload import AnswerPieces
-from slipstream.frontend.results import Logprob
-from slipstream.frontend.served import ServedModel
+from slipstream.front.prompts import AnswerPieces
+from slipstream.front.results import Logprob
+from slipstream.front.served import ServedModel
 from slipstream.parsers.reader import ArgumentsDelta, ContentDelta, ParserEvent, ReasoningDelta, ToolCallStart
 from slipstream.serve.http.chat.chat_run import ChatAnswer, ChatPart, ChatRun, start_chat
 from slipstream.serve.http.chat.conversation import ChatConversation

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
-from slipstream.frontend.beam_search import BeamSearch
-from slipstream.frontend.served import ServedModel
+from slipstream.front.beam_search import BeamSearch
+from slipstream.front.served import ServedModel
 from slipstream.params.sampling import SamplingParams
 from slipstream.serve.http.openai.beam import beam_params, beam_samples, beam_usage, given_with_beams, search_beams
 from slipstream.serve.http.openai.completion_types import (

@@ -10,14 +10,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from slipstream.frontend.inputs import PreparedPrompt
-from slipstream.frontend.logprobs import LogprobList
-from slipstream.frontend.offload import off_loop
-from slipstream.frontend.request_state import GenerationRequestState
-from slipstream.frontend.request_stream import RequestStream
-from slipstream.frontend.results import Increment, Logprob
-from slipstream.frontend.sample_state import SampleState
-from slipstream.frontend.served import ServedModel
+from slipstream.front.inputs import PreparedPrompt
+from slipstream.front.prompts import off_loop
+from slipstream.front.request_state import GenerationRequestState, RequestStream
+from slipstream.front.results import Increment, Logprob, LogprobList
+from slipstream.front.sample_state import SampleState
+from slipstream.front.served import ServedModel
 from slipstream.serve.http.errors import bad_request
 from slipstream.serve.http.openai.completion_beams import beam_completion
 from slipstream.serve.http.openai.completion_types import (

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import msgspec
 
 from slipstream.engine.model_description import ModelDescription
-from slipstream.frontend.inputs import InputProcessor
+from slipstream.front.inputs import InputProcessor
 from slipstream.params.sampling import SamplingParams
 from slipstream.serve.http.errors import bad_request
 from slipstream.serve.http.openai.structured import structured_outputs

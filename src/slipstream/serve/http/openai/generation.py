@@ -8,10 +8,9 @@ from typing import Any
 import msgspec
 
 from slipstream.contracts.messages import Submit
-from slipstream.frontend.inputs import PreparedPrompt
-from slipstream.frontend.prompts import GenerationPrompts
-from slipstream.frontend.request_state import GenerationRequestState
-from slipstream.frontend.request_stream import RequestStream
+from slipstream.front.inputs import PreparedPrompt
+from slipstream.front.prompts import GenerationPrompts
+from slipstream.front.request_state import GenerationRequestState, RequestStream
 from slipstream.params.sampling import SamplingParams
 from slipstream.serve.http.errors import HTTPException, bad_request
 from slipstream.serve.http.request import Request

@@ -10,8 +10,7 @@ from typing import Any
 
 import msgspec
 
-from slipstream.frontend.logprobs import own_logprobs, read_once
-from slipstream.frontend.results import Logprob
+from slipstream.front.results import Logprob, own_logprobs, read_once
 from slipstream.serve.http.response import JsonList
 from slipstream.text.tokenizer import Tokenizer
 

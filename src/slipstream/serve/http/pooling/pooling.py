@@ -7,9 +7,9 @@ from typing import Annotated, Any
 
 import msgspec
 
-from slipstream.frontend.pooling.calls import encode
-from slipstream.frontend.pooling.results import SparseOutput
-from slipstream.frontend.served import POOLING_TASKS
+from slipstream.front.pooling_calls import encode
+from slipstream.front.pooling_results import SparseOutput
+from slipstream.front.served import POOLING_TASKS
 from slipstream.params.pooling import Task
 from slipstream.serve.http.errors import bad_request
 from slipstream.serve.http.pooling.embeddings import written

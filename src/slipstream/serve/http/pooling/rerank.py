@@ -10,10 +10,10 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from slipstream.frontend.pooling.calls import rerank
-from slipstream.frontend.pooling.inputs import PoolingInputs
-from slipstream.frontend.pooling.results import RerankResult
-from slipstream.frontend.served import SCORING
+from slipstream.front.pooling_calls import rerank
+from slipstream.front.pooling_inputs import PoolingInputs
+from slipstream.front.pooling_results import RerankResult
+from slipstream.front.served import SCORING
 from slipstream.serve.http.errors import as_http_error, bad_request
 from slipstream.serve.http.openai.fields import Refused, refuse
 from slipstream.serve.http.pooling.fields import PoolFields, pooling_params, size_of

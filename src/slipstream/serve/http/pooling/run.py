@@ -9,13 +9,13 @@ from typing import Any, TypeVar
 
 from slipstream.base.errors import SlipstreamError
 from slipstream.contracts.messages import Pooled, Submit
-from slipstream.frontend.inputs import PreparedPrompt
-from slipstream.frontend.offload import LONG, PROMPT_COST
-from slipstream.frontend.pooling.calls import PoolingCall, Results
-from slipstream.frontend.pooling.inputs import PoolingInputs, PoolingPrompts
-from slipstream.frontend.pooling.results import PoolingRequestOutput
-from slipstream.frontend.request_state import PoolingRequestState
-from slipstream.frontend.served import ServedModel
+from slipstream.front.inputs import PreparedPrompt
+from slipstream.front.pooling_calls import PoolingCall, Results
+from slipstream.front.pooling_inputs import PoolingInputs, PoolingPrompts
+from slipstream.front.pooling_results import PoolingRequestOutput
+from slipstream.front.prompts import LONG, PROMPT_COST
+from slipstream.front.request_state import PoolingRequestState
+from slipstream.front.served import ServedModel
 from slipstream.params.pooling import PoolingParams
 from slipstream.serve.http.errors import HTTPException, aborted, bad_request
 from slipstream.serve.http.pooling.fields import PoolUsage

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import msgspec
 
-from slipstream.frontend.pooling.calls import score
-from slipstream.frontend.served import SCORING
+from slipstream.front.pooling_calls import score
+from slipstream.front.served import SCORING
 from slipstream.serve.http.errors import bad_request
 from slipstream.serve.http.pooling.fields import PoolFields, PoolUsage, pooling_params, size_of
 from slipstream.serve.http.pooling.run import activation, choose, run

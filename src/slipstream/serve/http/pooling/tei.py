@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 import slipstream
-from slipstream.frontend.pooling.calls import encode, score
-from slipstream.frontend.served import POOLING_TASKS
+from slipstream.front.pooling_calls import encode, score
+from slipstream.front.served import POOLING_TASKS
 from slipstream.params.pooling import Task
 from slipstream.serve.http.errors import bad_request, invalid_body
 from slipstream.serve.http.pooling.fields import PoolFields, pooling_params, prompts_of, size_of

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import msgspec
 
 from slipstream.base.errors import InvalidPrompt
-from slipstream.frontend.served import POOLING_TASKS, ServedModel
+from slipstream.front.served import POOLING_TASKS, ServedModel
 from slipstream.serve.http.errors import bad_request
 from slipstream.serve.http.pooling.fields import size_of
 from slipstream.serve.http.pooling.tei_errors import TeiErrorBody, as_tei_error

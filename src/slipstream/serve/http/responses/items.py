@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from slipstream.frontend.served import ServedModel
+from slipstream.front.served import ServedModel
 from slipstream.serve.http.chat.dialects import assistant_message
 from slipstream.serve.http.chat.nested import check_fields
 from slipstream.serve.http.errors import bad_request

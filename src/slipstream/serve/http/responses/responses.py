@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
-from slipstream.frontend.offload import off_loop
-from slipstream.frontend.served import ServedModel
+from slipstream.front.prompts import off_loop
+from slipstream.front.served import ServedModel
 from slipstream.serve.http.chat.blocks import AnswerBlocks, Block, blocks_of
 from slipstream.serve.http.chat.chat_run import ChatRun, start_chat
 from slipstream.serve.http.chat.conversation import ChatConversation

@@ -1,0 +1,431 @@
+"""Per-request state in the front end, and OutputProcessor, which applies the core's outputs to it.
+
+Text is detokenised as late as possible: once at the end without streaming, when the reader takes an increment with
+streaming, and token by token only where stop strings must be found. Text that was returned never changes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from types import TracebackType
+from typing import Any, Generic, Protocol, TypeVar
+
+from slipstream.base.errors import InvalidParams, UserError
+from slipstream.checkpoint.pooling_info import PoolingInfo
+from slipstream.contracts.messages import Abort, Output, Submit
+from slipstream.front.inputs import PreparedPrompt
+from slipstream.front.pooling_results import PoolingRequestOutput, wrap
+from slipstream.front.results import (
+    CompletionOutput,
+    Increment,
+    Logprob,
+    LogprobList,
+    LogprobStore,
+    RequestMetrics,
+    RequestOutput,
+    new_store,
+)
+from slipstream.front.sample_state import SampleState
+from slipstream.front.served import ServedModel
+from slipstream.metrics.stats import ModelStats
+from slipstream.params.pooling import PoolingParams
+from slipstream.params.sampling import RequestOutputKind, SamplingParams
+from slipstream.text.tokenizer import Tokenizer
+
+_FIRST_INCREMENT = 2**30  # `unread` before the first increment: more tokens than any stream interval
+
+
+class OutputProcessor:
+    """Holds the state of every request that is not finished, and applies the core's outputs to them."""
+
+    def __init__(self, tokenizer: Tokenizer | None = None) -> None:
+        """`tokenizer`: of requests that are opened without a model."""
+        self.tokenizer = tokenizer
+        self.states: dict[str, RequestState] = {}
+
+    def open(self, message: Submit, prompt: str | None, *, streaming: bool, model: ServedModel | None = None) -> Any:
+        """Returns the new state of a request. `streaming`: increments will be read; `prompt`: its text, if it has one.
+        `model`: required for pooling."""
+        state: RequestState
+        if isinstance(message.params, PoolingParams):
+            assert model is not None and model.description.pooling is not None, (
+                f"{message.request_id} needs a pooling model"
+            )
+            state = PoolingRequestState(message, prompt, model.description.pooling)
+        else:
+            tokenizer = self.tokenizer if model is None else model.tokenizer
+            state = GenerationRequestState(message, prompt, tokenizer, streaming=streaming)
+        assert message.request_id not in self.states, f"request id {message.request_id} is taken"
+        self.states[message.request_id] = state
+        return state
+
+    def drop(self, request_id: str) -> None:
+        self.states.pop(request_id, None)
+
+    def begin(self, request_ids: Sequence[str]) -> None:
+        """Notes that the core has started to compute these requests."""
+        now = time.monotonic()
+        for name in request_ids:
+            if (state := self.states.get(name)) is not None:
+                state.begun = now
+
+    def process(
+        self, outputs: list[Output], failed: list[tuple[RequestState, Exception]] | None = None
+    ) -> tuple[list[RequestState], list[Abort]]:
+        """Applies outputs. Returns the states with new output, and aborts for samples that a stop string ended.
+
+        With `failed`, a request whose output raises an exception is dropped and added to that list, and the others
+        continue.
+        """
+        updated: dict[str, RequestState] = {}
+        aborts: list[Abort] = []
+        now = time.monotonic()
+        for output in outputs:
+            state = self.states.get(output.request_id)
+            if state is None:
+                continue  # dropped while a step was in flight
+            try:
+                stopped = state.take(output, now)
+            except Exception as error:
+                if failed is None:
+                    raise
+                failed.append((state, error))
+                updated.pop(output.request_id, None)
+                del self.states[output.request_id]
+                continue
+            if stopped:
+                aborts.append(Abort(output.request_id, output.sample))
+            if output.token_ids or output.finish_reason is not None:
+                updated[output.request_id] = state
+            if state.finished:
+                del self.states[output.request_id]
+        return list(updated.values()), aborts
+
+
+class RequestState:
+    """One request that is not finished: what generation and pooling have in common."""
+
+    stats: ModelStats | None = None  # the model's counters and histograms
+    begun = 0.0  # monotonic seconds when the core started to compute the prompt; 0 before
+    is_query = False  # a late-interaction query, which the core keeps after its result until it is aborted
+    unread = 0  # tokens since the last increment
+    samples: Sequence[SampleState] = ()
+    num_cached = 0  # prompt tokens found in the prefix cache
+    refused: UserError | None = None  # the core found a parameter wrong after the request was submitted
+
+    def __init__(self, message: Submit, prompt: str | None, *, streaming: bool) -> None:
+        self.id = message.request_id
+        self.message = message
+        self.streaming = streaming
+        self.queued = True  # until the first output
+        self.prompt = prompt
+        self.finished = False
+        self.submitted = time.monotonic()
+
+    def take(self, output: Output, now: float) -> bool:
+        """Applies an output. Returns whether a stop string ended a sample that the core still computes."""
+        raise NotImplementedError
+
+    def abort(self) -> None:
+        """Finishes the request with what has been computed so far."""
+        self.finished = True
+
+    def count_begin(self, stats: ModelStats) -> None:
+        """Counts the prompt, and from now on the request, in these statistics."""
+        self.stats = stats
+        num_tokens = len(self.message.prompt_token_ids)
+        stats.prompt_tokens += num_tokens
+        stats.prompt_length.observe(num_tokens)
+
+    def count_end(self) -> None:
+        """Updates the statistics, when the request is finished or its reader is gone."""
+        if (stats := self.stats) is not None:
+            stats.e2e.observe(time.monotonic() - self.submitted)
+            stats.cached_tokens += self.num_cached
+            for reason in self._finish_reasons():
+                stats.finished[reason] = stats.finished.get(reason, 0) + 1
+
+    def _finish_reasons(self) -> list[str]:
+        raise NotImplementedError
+
+    @property
+    def num_tokens(self) -> int:
+        """Generated tokens of all samples so far; for pooling, tokens of the prompt."""
+        raise NotImplementedError
+
+    def result(self) -> Any:
+        """Returns a RequestOutput, or for pooling a PoolingRequestOutput."""
+        raise NotImplementedError
+
+    def next_result(self) -> Any:
+        """Returns the next result of a stream, or None. Pooling has one."""
+        return self.result() if self.finished else None
+
+
+class GenerationRequestState(RequestState):
+    """A generation request: its samples, logprobs of its prompt, and times."""
+
+    def __init__(self, message: Submit, prompt: str | None, tokenizer: Tokenizer | None, *, streaming: bool) -> None:
+        super().__init__(message, prompt, streaming=streaming)
+        params = message.params
+        assert isinstance(params, SamplingParams)
+        self.samples = [SampleState(i, params, tokenizer, streaming=streaming) for i in range(params.n)]
+        self.unread = _FIRST_INCREMENT
+        self._prompt_logprobs: LogprobStore | None = None  # of the second token and all after it
+        if params.prompt_logprobs is not None:
+            self._prompt_logprobs = new_store(1 + params.prompt_logprobs, tokenizer if params.detokenize else None)
+        self.metrics = RequestMetrics(message.arrival_time)
+
+    def take(self, output: Output, now: float) -> bool:
+        metrics = self.metrics
+        if output.param is not None:
+            self.refused = InvalidParams(output.error or "", param=output.param)
+        if output.prompt_logprobs is not None and self._prompt_logprobs is not None:
+            self._prompt_logprobs.take(output.prompt_logprobs)
+        if output.token_ids:
+            if (stats := self.stats) is not None:
+                stats.generated_tokens += len(output.token_ids)
+                if not metrics.first_token_ts:
+                    stats.ttft.observe(now - self.submitted)
+                    if self.begun:
+                        stats.queue.observe(self.begun - self.submitted)
+                        stats.prefill.observe(now - self.begun)
+                elif output.sample == 0:  # the other samples get their tokens in the same steps
+                    stats.itl.observe(now - metrics.last_token_ts)
+            if not metrics.first_token_ts:
+                metrics.first_token_ts = now
+                metrics.first_token_latency = now - self.submitted
+                self.num_cached = output.num_cached_tokens
+            metrics.last_token_ts = now
+            self.unread += len(output.token_ids)
+        sample = self.samples[output.sample]
+        stopped = sample.take(output)
+        if sample.finish_reason is not None:
+            self.finished = all(sample.finish_reason is not None for sample in self.samples)
+        return stopped
+
+    @property
+    def prompt_logprobs(self) -> LogprobList[dict[int, Logprob] | None] | None:
+        """One entry per prompt token so far, None for the first. None if the request has no prompt_logprobs."""
+        store = self._prompt_logprobs
+        return None if store is None else LogprobList(store, range(-1, len(store)))
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(sample.token_ids) for sample in self.samples)
+
+    def count_end(self) -> None:
+        super().count_end()
+        if (stats := self.stats) is None:
+            return
+        if first := self.metrics.first_token_ts:
+            stats.decode.observe(self.metrics.last_token_ts - first)
+            if self.begun:
+                stats.inference.observe(self.metrics.last_token_ts - self.begun)
+        stats.output_length.observe(self.num_tokens)
+
+    def _finish_reasons(self) -> list[str]:
+        return [str(sample.finish_reason or "abort") for sample in self.samples]
+
+    def abort(self) -> None:
+        for sample in self.samples:
+            sample.abort()
+        super().abort()
+
+    def increment(self) -> list[Increment]:
+        """Returns what is new in each sample since the last call, in time proportional to that. For streaming only."""
+        self.unread = 0
+        return [new for sample in self.samples if (new := sample.increment()) is not None]
+
+    def next_result(self) -> RequestOutput | None:
+        """The next result of a stream, by `output_kind` of the parameters; None if there is none yet."""
+        params = self.message.params
+        assert isinstance(params, SamplingParams)
+        if params.output_kind is RequestOutputKind.FINAL_ONLY and not self.finished:
+            return None
+        if params.output_kind is not RequestOutputKind.DELTA:
+            return self.result()
+        new = self.increment()
+        outputs = [
+            CompletionOutput(
+                each.index, each.text, each.token_ids, self.samples[each.index].cumulative_logprob, each.logprobs,
+                each.finish_reason, each.stop_reason,
+            )
+            for each in new
+        ]  # fmt: skip
+        return self._output(outputs) if outputs else None
+
+    def result(self) -> RequestOutput:
+        return self._output([sample.result() for sample in self.samples])
+
+    def _output(self, outputs: list[CompletionOutput]) -> RequestOutput:
+        metrics = self.metrics
+        metrics.queued_ts, metrics.scheduled_ts = self.submitted, self.begun
+        metrics.num_generation_tokens = self.num_tokens
+        return RequestOutput(
+            request_id=self.id,
+            prompt=self.prompt,
+            prompt_token_ids=self.message.prompt_token_ids,
+            prompt_logprobs=self.prompt_logprobs,
+            outputs=outputs,
+            finished=self.finished,
+            metrics=metrics,
+            lora_request=self.message.lora,
+            num_cached_tokens=self.num_cached,
+        )
+
+
+class PoolingRequestState(RequestState):
+    """A pooling request. Its first output is its last."""
+
+    def __init__(self, message: Submit, prompt: str | None, pooling: PoolingInfo) -> None:
+        super().__init__(message, prompt, streaming=False)
+        assert isinstance(message.params, PoolingParams)
+        self.is_query = message.params.is_query
+        self.pooling = pooling
+        self.output: Output | None = None  # stays None if the request was aborted
+
+    def take(self, output: Output, now: float) -> bool:
+        self.output = output
+        self.num_cached = output.num_cached_tokens
+        self.finished = True
+        return False
+
+    def _finish_reasons(self) -> list[str]:
+        return ["abort" if self.output is None else "error" if self.output.pooled is None else "pooled"]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.message.prompt_token_ids)
+
+    def result(self) -> PoolingRequestOutput[Any]:
+        message, output = self.message, self.output
+        params = message.params
+        assert isinstance(params, PoolingParams) and params.task is not None
+        if output is None or output.pooled is None:
+            error = None if output is None else output.error
+            return PoolingRequestOutput(self.id, None, message.prompt_token_ids, self.prompt, error=error)
+        kind, outputs = wrap(params.task, output.pooled.array(), message.prompt_token_ids, self.pooling)
+        return kind(self.id, outputs, message.prompt_token_ids, self.prompt, num_cached_tokens=output.num_cached_tokens)
+
+
+# RequestStream: the requests of one reader, to which a Mailbox reports which of them have new output.
+
+State = TypeVar("State", bound=RequestState)
+
+
+class Mailbox:
+    """Names the requests that have new output since the reader last looked.
+
+    It holds no results: the reader takes what is new from the RequestState. So the outputs of several steps become one
+    increment for a slow reader, no queue grows, and no request waits for a reader.
+    """
+
+    __slots__ = ("_updated", "_error", "_waiter")
+
+    def __init__(self) -> None:
+        self._updated: dict[str, RequestState] = {}
+        self._error: BaseException | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, state: RequestState) -> None:
+        self._updated[state.id] = state
+        self._wake()
+
+    def fail(self, error: BaseException) -> None:
+        self._error = self._error or error  # the first is the cause
+        self._wake()
+
+    async def get(self) -> list[Any]:
+        """Returns the states updated since the last call; at least one. Raises if the stream has failed."""
+        while not self._updated and self._error is None:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        if self._updated:
+            updated, self._updated = list(self._updated.values()), {}
+            return updated
+        assert self._error is not None
+        raise self._error
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class PromptSender(Protocol):
+    """The part of `RequestRouter` that a RequestStream uses."""
+
+    def send(self, stream: RequestStream[Any], message: Submit, text: str | None) -> None: ...
+    def end(self, stream: RequestStream[Any], *, failed: bool) -> None: ...
+    def num_queued(self, served: ServedModel) -> int: ...
+    async def until_one_starts(self) -> None: ...
+
+
+class RequestStream(Generic[State]):
+    """One or more requests with one reader. Iterating gives the states with new output, until all are finished.
+
+    A context manager: leaving the `with` block aborts the requests that are not finished.
+    """
+
+    def __init__(
+        self, router: PromptSender, served: ServedModel, mailbox: Mailbox, *, streaming: bool, caller: str = ""
+    ) -> None:
+        """Without `streaming`, the mailbox names finished requests only. `caller`: see `Submit`."""
+        self._router = router
+        self.served = served
+        self.mailbox = mailbox
+        self.streaming = streaming
+        self.caller = caller
+        self.states: list[State] = []
+
+    async def __aiter__(self) -> AsyncIterator[list[State]]:
+        num_open = len(self.states)
+        while num_open:
+            updated = await self.mailbox.get()
+            num_open -= sum(state.finished for state in updated)
+            yield updated
+
+    async def wait(self) -> list[State]:
+        """Returns all states when all requests are finished."""
+        num_open = len(self.states)
+        while num_open:
+            num_open -= sum(state.finished for state in await self.mailbox.get())
+        return self.states
+
+    async def feed(
+        self, submits: Sequence[PreparedPrompt], advance: Callable[[State], None] = lambda state: None
+    ) -> list[State]:
+        """Sends any number of prompts, and returns all states when all requests are finished. `advance` is called with
+        each that is.
+
+        Prompts that exceed the core's `max_waiting` are sent as the queue empties, also where other callers fill it.
+        """
+        router, limit = self._router, self.served.description.max_waiting or len(submits)
+        num_sent = num_open = 0
+        while True:
+            room = max(limit - router.num_queued(self.served), 0)
+            for message, text in submits[num_sent : num_sent + room]:
+                router.send(self, message, text)
+                num_sent, num_open = num_sent + 1, num_open + 1
+            if num_open:
+                for state in await self.mailbox.get():
+                    if state.finished:
+                        num_open -= 1
+                        advance(state)
+            elif num_sent < len(submits):
+                await router.until_one_starts()
+            else:
+                return self.states
+
+    def __enter__(self) -> RequestStream[State]:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._router.end(self, failed=kind is not None)

@@ -1,1 +1,0 @@
-"""Pooling in the front end: parameters, prompts, calls (encode, score, rerank) and results."""

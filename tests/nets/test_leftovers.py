@@ -24,8 +24,8 @@ USED_BY_OTHERS = {  # top-level names that no code of the package uses: reason
     "processors.process_dict_updates": "users' logits processors call it, as vLLM's",
     "processors.TokenEdit": "the type of what users' logits processors return",
     "dispatch.validating": "for debugging: compares kernels with their references in a running engine",
-    "reference.scaled_linear": "the oracle of the kernels (law 8); the layer dequantises",
-    "reference.integer_linear": "likewise",
+    "matrix.scaled_linear": "the oracle of the kernels (law 8); the layer dequantises",
+    "matrix.integer_linear": "likewise",
 }
 CLASSES_OF_OTHERS = {  # whose methods others call, beside the public classes
     **dict.fromkeys(["StepEngine", "VllmMethods", "UnfinishedRequests"], "bases of public classes"),

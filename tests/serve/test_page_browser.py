@@ -263,6 +263,118 @@ def test_blocks_that_do_not_change_keep_their_elements(server, browser):
     assert browser.run("box.children.length === whole.children.length")
 
 
+def test_conversations_are_kept(server, browser):
+    open_chat(server, browser)
+    answer(browser, "the first answer")
+    first = browser.run("location.hash")
+    assert first.startswith("#chat/")
+
+    # branches: an answer made again, and an edited message
+    browser.run("document.querySelector('.assistant [aria-label=Regenerate]').click()")
+    browser.until("document.querySelector('.assistant .branches')?.textContent === '2 of 2'")
+    browser.run("document.querySelector('.user [aria-label=Edit]').click()")
+    browser.type(", changed")
+    browser.press("Enter")
+    browser.until("document.querySelector('.user .branches')?.textContent === '2 of 2'")
+    assert browser.run("document.querySelector('.user .content').textContent") == "go, changed"
+    browser.run("document.querySelector('.user [aria-label=\"Previous branch\"]').click()")
+    assert browser.run("document.querySelector('.user .content').textContent") == "go"
+    assert browser.run("document.querySelector('.assistant .branches').textContent") == "2 of 2"
+
+    # a second one; the list finds words of answers, and the address opens a conversation after a reload
+    browser.run("document.getElementById('clear').click()")
+    browser.until("document.querySelectorAll('article').length === 0")
+    answer(browser, "zebra")
+    items = "document.querySelectorAll('#conversations li').length"
+    browser.until(items + " === 2")
+    browser.run("window.isOld = true; location.reload()")
+    browser.until("!window.isOld && document.querySelector('.assistant > .prose')?.textContent === 'zebra'")
+    browser.until(items + " === 2")
+    search = (
+        "document.getElementById('search').value = '{}'; import('/ui/history.js').then(found => found.showHistory())"
+    )
+    browser.run(search.format("ZEBRA"))
+    browser.until(items + " === 1")
+    browser.run(search.format(""))
+    browser.until(items + " === 2")
+    browser.run(f"location.hash = '{first}'")
+    browser.until("document.querySelector('.assistant > .prose')?.textContent === 'the first answer'")
+
+    # rename, delete, undo
+    browser.run("document.querySelector('#conversations li:has([aria-current]) [aria-label^=Rename]').click()")
+    browser.run("document.getElementById('name').value = 'new name'")
+    browser.run("document.querySelector('#name-dialog [value=save]').click()")
+    browser.until("document.querySelector('#conversations [aria-current]')?.textContent === 'new name'")
+    browser.run("document.querySelector('#conversations li:has([aria-current]) [aria-label^=Delete]').click()")
+    browser.until(items + " === 1 && document.querySelectorAll('article').length === 0")
+    browser.run("document.querySelector('#notice button').click()")
+    browser.until(items + " === 2")
+
+    # export and import, with a file that is not one and one that is hostile
+    store = "import('/ui/store.js').then(async store => { const all = await store.allConversations(); "
+    exported = browser.run(store + "return store.exported(all) })")
+    assert [each["title"] for each in json.loads(exported)["conversations"]].count("new name") == 1
+    browser.run(store + "for (const each of all) await store.deleteConversation(each.id) })")
+    browser.until(items + " === 0")
+
+    def imported(text: str) -> Any:
+        return browser.run(
+            f"{store} return store.importConversations({json.dumps(text)}).catch(error => error.message) }})"
+        )
+
+    assert "not JSON" in imported("<script>")
+    assert "no conversations" in imported("{}")
+    loop = {"a": {"id": "a", "parent": "b", "role": "user"}, "b": {"id": "b", "parent": "a", "role": "user"}}
+    ring = json.dumps({"format": "slipstream-conversations", "conversations": [{"nodes": loop}]})
+    assert "without an end" in imported(ring)
+    assert imported(exported) == 2
+    browser.until(items + " === 2")
+    assert browser.errors == []
+
+
+def test_settings_are_kept_and_saved_by_name(server, browser):
+    open_chat(server, browser)
+
+    def save(kind: str, name: str) -> None:
+        browser.run("document.getElementById('settings').dispatchEvent(new Event('input'))")
+        browser.run(f"document.querySelector('#{kind} button[aria-label^=Save]').click()")
+        browser.run(f"document.getElementById('name').value = '{name}'")
+        browser.run("document.querySelector('#name-dialog [value=save]').click()")
+        browser.until(f"document.querySelector('#{kind} select').value === '{name}'")
+
+    browser.run("document.getElementById('system').value = 'Be brief.'; document.getElementById('seed').value = 7")
+    save("prompts", "brief")
+    save("presets", "fixed")
+    browser.run("document.getElementById('system').value = ''; document.getElementById('seed').value = 8")
+    browser.run("document.getElementById('settings').dispatchEvent(new Event('input'))")
+    browser.run("window.isOld = true; location.reload()")
+    browser.until("!window.isOld && document.getElementById('chat-model')?.value")
+    assert browser.run("document.getElementById('seed').value") == "8"
+    for kind, name in (("prompts", "brief"), ("presets", "fixed")):
+        browser.run(f"document.querySelector('#{kind} select').value = '{name}'")
+        browser.run(f"document.querySelector('#{kind} select').dispatchEvent(new Event('change'))")
+    assert (
+        browser.run("document.getElementById('seed').value + document.getElementById('system').value") == "7Be brief."
+    )
+    browser.run("document.querySelector('#presets button[aria-label^=Delete]').click()")
+    assert browser.run("document.querySelectorAll('#presets option').length") == 1
+
+
+def test_text_files_are_sent(server, browser):
+    open_chat(server, browser)
+    browser.run(TOOL_STREAM)
+    drop = "new Event('drop', {{cancelable: true}})"
+    files = "[new File(['x = 1'], 'a.py'), new File([new Uint8Array([137, 80, 0, 255])], 'a.png')]"
+    browser.run(f"{{const found = {drop.format()}; found.dataTransfer = {{files: {files}}}; "
+                "document.getElementById('chat').dispatchEvent(found)}")  # fmt: skip
+    browser.until("document.querySelectorAll('#files li').length === 1")
+    browser.until("document.getElementById('chat-error').textContent.includes('a.png is not attached: it is not text')")
+    ask(browser, "What is x?", 8)
+    browser.until("sent.length")
+    assert browser.run("sent[0].messages[0].content") == "File a.py:\n```\nx = 1\n```\n\nWhat is x?"
+    assert browser.run("document.querySelector('.user .file summary').textContent") == "a.py"
+
+
 HOSTILE = {
     "script": "<script>window.hit = 1</script>",
     "picture": '<img src=x onerror="window.hit = 1"> ![x](https://example.org/x.png)',

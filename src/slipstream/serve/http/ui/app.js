@@ -1,7 +1,7 @@
 // The frame of the page: views, side bar, API key, colours, and which models the server has.
 
 import { changes, getKey, json, setKey } from "./api.js"
-import { startChat, useModels } from "./chat.js"
+import { openConversation, startChat, useModels } from "./chat.js"
 import { $, make, makeIcon } from "./dom.js"
 import { startPlayground } from "./playground.js"
 import { showModels, startServer } from "./server.js"
@@ -12,12 +12,13 @@ for (const element of document.querySelectorAll("[data-icon]")) element.prepend(
 // Views: the part of the address after # names one
 
 const links = [...document.querySelectorAll("nav a")]
-const selected = () => links.find(link => link.hash === location.hash) ?? links[0]
+const viewOf = hash => hash.slice(1).split("/")[0]
+const selected = () => links.find(link => viewOf(link.hash) === viewOf(location.hash)) ?? links[0]
 
 function showView() {
-  const view = selected().hash.slice(1)
+  const view = viewOf(selected().hash)
   for (const link of links) {
-    $(link.hash.slice(1)).hidden = link !== selected()
+    $(viewOf(link.hash)).hidden = link !== selected()
     if (link === selected()) link.setAttribute("aria-current", "page")
     else link.removeAttribute("aria-current")
   }
@@ -26,6 +27,7 @@ function showView() {
   $("view-title").textContent = selected().textContent
   if (view !== "chat") openSettings(false)
   openMenu(false)
+  if (view === "chat") openConversation(location.hash.split("/")[1])
   watch()
 }
 
@@ -72,7 +74,7 @@ small.addEventListener("change", () => { openMenu(false); openSettings(false); c
 document.addEventListener("keydown", event => {
   if (event.key === "Escape" && !$("shade").hidden) { openMenu(false); openSettings(false) }
 })
-$("clear").addEventListener("click", () => { location.hash = "#chat"; openMenu(false) })
+$("clear").addEventListener("click", () => openMenu(false))
 
 // API key
 
@@ -110,14 +112,15 @@ async function load() {
     const { data } = await json("v1/models", { log: false })
     const can = task => data.filter(model => model.tasks.includes(task))
     const first = tasks => [...new Set(tasks.flatMap(can))].sort((a, b) => generates(a) - generates(b))  // made for it first
-    useModels(can("generate"))
     fillSelect($("chat-model"), can("generate"))
+    useModels(can("generate"))
     fillSelect($("embed-model"), first(["embed"]))
     fillSelect($("rerank-model"), [...new Set([...can("score"), ...first(["embed", "token_embed"])])])
     $("status").textContent = `Ready, ${data.length === 1 ? "1 model" : data.length + " models"}`
     watch()
   } catch (error) {
     $("status").textContent = error.message
+    useModels([], error.status === 503 ? `The server is not ready yet: ${error.message}` : error.message)
     if (error.status === 503) setTimeout(load, 1000)
   }
 }

@@ -18,6 +18,23 @@ export function make(tag, { text, className, icon, ...more } = {}, ...children) 
 // A button with an icon and a name for screen readers, which is also its tooltip.
 export const iconButton = (icon, name, onclick) => make("button", { icon, type: "button", className: "plain", title: name, "aria-label": name, onclick })
 
+// Asks for a name. Null: cancelled.
+export function ask(question, value = "") {
+  const dialog = $("name-dialog"), field = $("name")
+  $("name-title").textContent = question
+  field.value = value
+  dialog.returnValue = ""
+  dialog.showModal()
+  field.select()
+  return new Promise(resolve => dialog.addEventListener("close", () => resolve(dialog.returnValue === "save" ? field.value.trim() : null), { once: true }))
+}
+
+export function saveFile(name, content, type = "application/json") {
+  const link = make("a", { href: URL.createObjectURL(new Blob([content], { type })), download: name })
+  link.click()
+  URL.revokeObjectURL(link.href)
+}
+
 // Fills a table: `heads` are column titles, `rows` lists of texts or elements; numbers are aligned to the right.
 export function fillTable(table, heads, rows) {
   const head = make("tr", {}, ...heads.map(text => make("th", { text, scope: "col" })))
@@ -35,6 +52,7 @@ const ICONS = {
   chat: "M4 5h16v11H11l-4 4v-4H4z", dots: "M7 6v.1M17 8v.1M9 13v.1M16 16v.1M5 19v.1M19 4v.1M12 9v.1", bars: "M4 7h8M9 12h8M14 17h6",
   box: "M4 8l8-4 8 4v8l-8 4-8-4zM4 8l8 4 8-4M12 12v8", list: "M4 6h16M4 12h10M4 18h13", columns: "M4 5h7v14H4zM13 5h7v14h-7z",
   clip: "M8 13l6-6a2.8 2.8 0 0 1 4 4l-8 8a4.6 4.6 0 0 1-6.500-6.500l7.500-7.500", export: "M12 4v11M7 10l5 5 5-5M5 20h14", import: "M12 15V4M7 9l5-5 5 5M5 20h14",
+  save: "M5 4h12l2 2v14H5zM8 4v5h7V4M8 20v-6h8v6",
   theme: "M12 4a8 8 0 1 0 0 16 8 8 0 1 0 0-16M12 4v16M12 8h7M12 12h8M12 16h7", key: "M15 5a4.500 4.500 0 1 1-3.500 7.400L5 19v-3h3v-2M15.500 9v.1", file: "M6 3h8l4 4v14H6zM14 3v4h4",
 }
 

@@ -229,9 +229,18 @@ function grow(figure, text) {
 }
 
 export async function copied(button, text) {
-  try { await navigator.clipboard.writeText(text) } catch { return }  // without https there is no clipboard
+  try { await navigator.clipboard.writeText(text) } catch { copyOld(text) }  // without https there is no clipboard object
   button.classList.add("done")
   setTimeout(() => button.classList.remove("done"), 1200)
+}
+
+function copyOld(text) {
+  const field = make("textarea", { className: "hidden" })
+  field.value = text
+  document.body.append(field)
+  field.select()
+  document.execCommand("copy")
+  field.remove()
 }
 
 // Builds elements where highlight.js would write HTML.

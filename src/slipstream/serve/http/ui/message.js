@@ -19,13 +19,14 @@ export class MessageView {
     this.calls = make("div", { className: "calls" })
     this.facts = make("p", { className: "facts" })
     this.buttons = make("div", { className: "buttons" })
+    for (const { name, text } of message.files ?? []) this.element.append(make("details", { className: "file" }, make("summary", { text: name }), codeBlock(text, name.split(".").at(-1))))
     this.element.append(this.title, this.thinking, this.body, this.calls, this.facts, this.buttons)
     this.reasoning = new Markdown(this.thoughts)
     this.text = new Markdown(this.body)
   }
 
-  // isWritten: more of it will come. canChange: it may be edited and made again.
-  update({ isWritten = false, canChange = false } = {}) {
+  // isWritten: more of it will come. canChange: it may be edited and made again. place, count: of its branches.
+  update({ isWritten = false, canChange = false, place = 0, count = 1 } = {}) {
     const began = performance.now()
     this.element.classList.toggle("written", isWritten)
     const { role } = this.message
@@ -34,7 +35,7 @@ export class MessageView {
     else this.body.textContent = this.message.content
     this.facts.replaceChildren(...factsOf(this.message))
     this.facts.hidden = !this.facts.childNodes.length
-    this.once("buttons", String(canChange), () => this.buttons.replaceChildren(...(canChange ? this.controls() : [])))
+    this.once("buttons", `${canChange} ${place} ${count}`, () => this.buttons.replaceChildren(...(canChange ? this.controls(place, count) : [])))
     this.cost = performance.now() - began
   }
 
@@ -59,12 +60,17 @@ export class MessageView {
     if (calls.length) this.once("calls", JSON.stringify(calls), () => this.calls.replaceChildren(...calls.map(callBlock)))
   }
 
-  controls() {
+  controls(place, count) {
     const { message, actions } = this
     const copy = iconButton("copy", "Copy", () => copied(copy, parted(message).content))
     const change = message.role === "assistant" ? iconButton("again", "Regenerate", () => actions.regenerate(message))
       : iconButton("edit", "Edit", () => actions.edit(message))
-    return [copy, change]
+    if (count < 2) return [copy, change]
+    const previous = iconButton("left", "Previous branch", () => actions.change(message, -1))
+    const next = iconButton("right", "Next branch", () => actions.change(message, 1))
+    previous.disabled = place === 0
+    next.disabled = place === count - 1
+    return [copy, change, make("span", { className: "branches" }, previous, `${place + 1} of ${count}`, next)]
   }
 }
 

@@ -2,7 +2,7 @@
 // The stream is read only while this view is visible, and the server logs steps only while it is read.
 
 import { call, events } from "./api.js"
-import { $, fillTable, make } from "./dom.js"
+import { $, fillTable, make, saveFile } from "./dom.js"
 
 const KEPT = 60  // seconds
 const LANES = { host: 30, device: 80, idle: 130 }, HEIGHT = 34, CHART = 190
@@ -224,9 +224,6 @@ function tell() {
 async function save() {
   $("timeline-error").textContent = ""
   try {
-    const blob = await (await call("debug/trace?seconds=5")).blob()
-    const link = make("a", { href: URL.createObjectURL(blob), download: "slipstream-trace.json" })
-    link.click()
-    URL.revokeObjectURL(link.href)
+    saveFile("slipstream-trace.json", await (await call("debug/trace?seconds=5")).blob())
   } catch (error) { $("timeline-error").textContent = error.message }
 }

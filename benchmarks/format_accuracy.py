@@ -25,7 +25,14 @@ from low_bit_accuracy import ROOT, TEXTS
 from safetensors.torch import load_file, save_file
 
 from slipstream import LLM
-from slipstream.evaluation import DistributionReader, Likelihood, compare, cut_windows, summarize, token_ids
+from slipstream.api.evaluation import (
+    DistributionReader,
+    Likelihood,
+    compare,
+    cut_windows,
+    summarize,
+    token_ids,
+)
 
 Tensors = dict[str, torch.Tensor]
 GROUP = 64  # columns that share a scale: the largest power of two that divides the 576 columns of SmolLM2-135M

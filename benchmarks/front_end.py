@@ -35,7 +35,7 @@ from slipstream.contracts.messages import Abort, Output, Pooled, Submit
 from slipstream.contracts.request import FinishReason
 from slipstream.engine.model_description import ModelDescription
 from slipstream.params.pooling import PoolingParams
-from slipstream.serve.http.settings import ServerSettings
+from slipstream.serve.http.server.settings import ServerSettings
 from slipstream.transport.frames import ModelDescriptions, Ready
 from slipstream.transport.sockets import Connection, SocketServer
 

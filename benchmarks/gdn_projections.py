@@ -91,8 +91,7 @@ def measure_steps(args: argparse.Namespace) -> None:
     The engines are small: a graph is captured for each number of rows up to the largest asked for.
     """
     from slipstream.api.llm import LLM
-    from slipstream.serve.bench.measure import measure
-    from slipstream.serve.bench.workload import Workload
+    from slipstream.serve.bench.measure import Workload, measure
     from slipstream.serve.cli.bench import bench_params
 
     ways = {

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from slipstream import LLM, SamplingParams
-from slipstream.evaluation import DistributionReader, compare, cut_windows, summarize, token_ids
+from slipstream.api.evaluation import DistributionReader, compare, cut_windows, summarize, token_ids
 
 ROOT = Path(__file__).parent.parent
 TEXTS = ["LICENSE", "README.md", "docs/serving.md", "docs/pooling.md", "docs/cache.md"]

@@ -21,9 +21,8 @@ from typing import Any
 import msgspec
 
 from slipstream.base.errors import InvalidOption, SlipstreamError
-from slipstream.serve.bench.machine import check_gpu, measure_gpu
-from slipstream.serve.bench.measure import Trial, best_of, measure
-from slipstream.serve.bench.shapes import SHAPES
+from slipstream.serve.bench.measure import SHAPES, Trial, best_of, measure
+from slipstream.serve.bench.tables import check_gpu, measure_gpu
 from slipstream.serve.cli.bench import MACHINE_HELP, bench_options, bench_params, engine_summary, progress
 from slipstream.serve.cli.flags import add_engine_flags, engine_options
 

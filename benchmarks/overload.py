@@ -35,7 +35,7 @@ from front_end import PROMPT, TEXT_IDS, cpu_seconds, request, say_hello, start_f
 
 from slipstream.contracts.messages import Abort, Output, Submit
 from slipstream.contracts.request import FinishReason
-from slipstream.serve.http.settings import ServerSettings
+from slipstream.serve.http.server.settings import ServerSettings
 from slipstream.transport.sockets import SocketServer
 
 

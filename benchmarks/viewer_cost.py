@@ -30,7 +30,7 @@ from slipstream.transport.client import Inspector
 from slipstream.transport.frames import Inspect
 
 CASES = ("plain", "viewer", "no recorder")
-_PERIOD = 0.25  # seconds between two reads of a viewer, as in serve/http/debug.py
+_PERIOD = 0.25  # seconds between two reads of a viewer, as in serve/http/admin/system.py
 _WARM_STEPS = 20
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from slipstream.config.options import Options
 from slipstream.parsers.families import NO_PARSER, REASONING_FORMATS, TOOL_CALL_FORMATS
-from slipstream.serve.http.settings import ServerSettings
+from slipstream.serve.http.server.settings import ServerSettings
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])

@@ -79,7 +79,7 @@ import slipstream.{module}
 """
 
 
-@pytest.mark.parametrize("module", ["llm", "engine.build", "engine.rank_process", "evaluation"])
+@pytest.mark.parametrize("module", ["api.llm", "engine.build", "ranks.process", "api.evaluation"])
 @pytest.mark.parametrize("given", [None, "7"])
 def test_the_allocator_of_torch_keeps_freed_memory_unless_the_user_has_set_it(module, given):
     env = {name: value for name, value in child_env().items() if name != "MIMALLOC_PURGE_DELAY"}

@@ -46,6 +46,7 @@ PLANTED = {
     "Inside the runner": ("runner/rows.py", "from slipstream.runner import drafter"),
     "Inside ops": ("ops/elementwise/reference.py", "from slipstream.ops.gemm import dequant"),
     "Inside nn": ("nn/layers/norm.py", "from slipstream.nn.families import decoder"),
+    "Inside the HTTP server": ("serve/http/server/app.py", "from slipstream.serve.http import table"),
     "The host half never imports torch": ("scheduler/planners.py", "import torch"),
 }
 

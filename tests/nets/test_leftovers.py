@@ -14,7 +14,7 @@ import slipstream
 from import_graph import import_graph, module_name
 from slipstream.config.options import Options
 from slipstream.serve.cli.commands import MODULES
-from slipstream.serve.http.settings import ServerSettings
+from slipstream.serve.http.server.settings import ServerSettings
 
 SRC = Path(__file__).parents[2] / "src"
 

@@ -12,13 +12,13 @@ import msgspec
 
 from patience import PATIENCE
 from scripted_core import ScriptedCore, facts
-from slipstream.serve.http.app import App
-from slipstream.serve.http.batch.service import BatchService
-from slipstream.serve.http.errors import ErrorBody
-from slipstream.serve.http.pooling.tei_errors import TeiErrorBody
-from slipstream.serve.http.routes import Route
-from slipstream.serve.http.settings import ServerSettings
-from slipstream.serve.http.state import State
+from slipstream.serve.http.server.app import App
+from slipstream.serve.http.server.batch_store import BatchService
+from slipstream.serve.http.server.error_formats import TeiErrorBody
+from slipstream.serve.http.server.errors import ErrorBody
+from slipstream.serve.http.server.request import Route
+from slipstream.serve.http.server.settings import ServerSettings
+from slipstream.serve.http.server.state import State
 from slipstream.serve.http.table import all_routes
 
 

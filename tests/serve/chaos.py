@@ -156,7 +156,7 @@ async def watch_load(server: Any, most: Counter[str]) -> None:
 def main() -> None:
     sys.path[:0] = [str(Path(__file__).parents[2] / "src"), str(Path(__file__).parents[1])]
     from serve.server_process import ServerProcess
-    from slipstream.serve.http.listen import raise_file_limit
+    from slipstream.serve.http.server.listen import raise_file_limit
     from tiny import write_tiny
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

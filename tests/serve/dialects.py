@@ -14,9 +14,9 @@ from serve.test_http_server import served
 from slipstream.contracts.messages import Output
 from slipstream.contracts.request import FinishReason
 from slipstream.params.sampling import SamplingParams
-from slipstream.serve.http.app import App
-from slipstream.serve.http.settings import ServerSettings
-from slipstream.serve.http.state import State
+from slipstream.serve.http.server.app import App
+from slipstream.serve.http.server.settings import ServerSettings
+from slipstream.serve.http.server.state import State
 from slipstream.serve.http.table import all_routes
 from slipstream.transport.frames import ToCore
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from scripted_core import EVERY_TASK, ScriptedCore, facts
 from serve.asgi import Door, add_batch_store
-from slipstream.serve.http.app import App
-from slipstream.serve.http.settings import ServerSettings
-from slipstream.serve.http.state import State
+from slipstream.serve.http.server.app import App
+from slipstream.serve.http.server.settings import ServerSettings
+from slipstream.serve.http.server.state import State
 from slipstream.serve.http.table import all_routes
 from tiny_tokenizer import write_byte_tokenizer
 

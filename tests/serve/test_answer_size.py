@@ -10,8 +10,8 @@ import pytest
 from scripted_core import EVERY_TASK
 from serve.asgi import at_door
 from slipstream.front.results import LogprobStore
-from slipstream.serve.http import response
-from slipstream.serve.http.openai.logprobs import TokenNames
+from slipstream.serve.http.generation.generation import TokenNames
+from slipstream.serve.http.server import response
 from slipstream.text.detokenizer import TokenStarts
 
 MODEL = {"pooling": msgspec.structs.replace(EVERY_TASK, token_size=8, num_labels=1)}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from slipstream.serve.http.auth import Keys
-from slipstream.serve.http.errors import HTTPException
+from slipstream.serve.http.server.access import Keys
+from slipstream.serve.http.server.errors import HTTPException
 
 KEY, OTHER, ADMIN = "sk-Abcdef123456", "other", "the-root-key"
 KEYS = Keys([KEY, OTHER], ADMIN)

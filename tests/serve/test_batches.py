@@ -27,14 +27,13 @@ from serve.asgi import Door
 from serve.samples import MESSAGES
 from slipstream.base.errors import EngineAsleep, InvalidOption
 from slipstream.contracts.request import FinishReason
-from slipstream.serve.http.app import App
-from slipstream.serve.http.batch import runner as runner_module
-from slipstream.serve.http.batch import store as store_module
-from slipstream.serve.http.batch.runner import BatchRunner
-from slipstream.serve.http.batch.service import BatchService
-from slipstream.serve.http.batch.store import BatchStore
-from slipstream.serve.http.settings import ServerSettings
-from slipstream.serve.http.state import State
+from slipstream.serve.http.server import batch_runner as runner_module
+from slipstream.serve.http.server import batch_store as store_module
+from slipstream.serve.http.server.app import App
+from slipstream.serve.http.server.batch_runner import BatchRunner
+from slipstream.serve.http.server.batch_store import BatchService, BatchStore
+from slipstream.serve.http.server.settings import ServerSettings
+from slipstream.serve.http.server.state import State
 from slipstream.serve.http.table import all_routes
 from slipstream.transport.frames import Refused
 
@@ -747,7 +746,7 @@ _CHILD = """
 import asyncio, os, signal, sys
 from pathlib import Path
 from serve import test_batches as tests
-from slipstream.serve.http.batch.store import BatchStore
+from slipstream.serve.http.server.batch_store import BatchStore
 add = BatchStore.add_result
 def add_and_die(store, owner, id, place, line, ok):
     add(store, owner, id, place, line, ok)

@@ -2,12 +2,12 @@
 
 import pytest
 
-from slipstream.serve.bench import machine
-from slipstream.serve.bench.machine import measure_gpu, rates, sustained
+from slipstream.serve.bench import tables
+from slipstream.serve.bench.tables import measure_gpu, rates, sustained
 
 
 def test_rates_count_two_operations_a_number_and_bytes_both_ways():
-    found = rates(product=2 * 8192**3 / 778e12, copy=2 * machine.COPIED / 4.2e12)
+    found = rates(product=2 * 8192**3 / 778e12, copy=2 * tables.COPIED / 4.2e12)
     assert (found.product_tflops, found.copy_tbs) == (pytest.approx(778), pytest.approx(4.2))
     assert str(found) == "this GPU reaches 778 TFLOP/s and 4.20 TB/s"
 

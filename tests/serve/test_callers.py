@@ -10,9 +10,9 @@ from scripted_core import EVERY_TASK, ScriptedCore, facts
 from serve.asgi import Door, at_door
 from serve.samples import SAMPLES
 from slipstream.contracts.request import FinishReason
-from slipstream.serve.http.app import App
-from slipstream.serve.http.settings import ServerSettings
-from slipstream.serve.http.state import State
+from slipstream.serve.http.server.app import App
+from slipstream.serve.http.server.settings import ServerSettings
+from slipstream.serve.http.server.state import State
 from slipstream.serve.http.table import all_routes
 
 ASK = {"prompt": "Once", "max_tokens": 4}

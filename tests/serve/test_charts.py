@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import xml.etree.ElementTree as ET
 
-from slipstream.serve.charts import Chart, bar, stacked_bar, svg_charts, text_chart
+from slipstream.serve.bench.tables import Chart, bar, stacked_bar, svg_charts, text_chart
 from slipstream.serve.cli.top import view
 
 LOAD = {"running": 3, "waiting": 1, "server_load": 4, "pages": 100, "free_pages": 25}

@@ -11,11 +11,8 @@ from slipstream.parsers.families import reasoning_format, tool_call_format
 from slipstream.parsers.output_parser import ReasoningFormat
 from slipstream.scheduler.grammar.native_matcher import grammar_vocabulary
 from slipstream.scheduler.grammar.translate import translate
-from slipstream.serve.http.chat.forced import _calls_alone
-from slipstream.serve.http.chat.formats import ChatFormats
-from slipstream.serve.http.chat.grammar import harmony_calls, reasoning_prefix
-from slipstream.serve.http.chat.strict import calls_grammar
-from slipstream.serve.http.chat.tools import Tools
+from slipstream.serve.http.generation.strict import _calls_alone, calls_grammar, harmony_calls, reasoning_prefix
+from slipstream.serve.http.generation.tools import ChatFormats, Tools
 from slipstream.text.tokenizer import Tokenizer
 
 llguidance = pytest.importorskip("llguidance")

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.serve.bench import startup
-from slipstream.serve.bench.shapes import SHAPES, Shape
-from slipstream.serve.bench.workload import Workload
+from slipstream.serve.bench import tables
+from slipstream.serve.bench.measure import SHAPES, Shape, Workload
 from slipstream.serve.cli.main import main
 from small_model import write_small
 from tiny_encoder import write_tiny_encoder
@@ -265,7 +264,7 @@ def test_startup_of_a_model_that_only_pools_ends_with_its_first_vector(tmp_path,
             exec(command[2], {})
         return subprocess.CompletedProcess(command, 0, out.getvalue(), "")
 
-    monkeypatch.setattr(startup.subprocess, "run", run_here)
+    monkeypatch.setattr(tables.subprocess, "run", run_here)
     lines = bench(capsys, model, "startup").splitlines()
     assert lines[0].split() == ["seconds", "import", "start", "1", "result", "total"]
     assert [line.split()[0] for line in lines[1:]] == ["cold", "warm"]

@@ -15,7 +15,7 @@ from slipstream.serve.cli.flags import (
     engine_options,
     sampling_changes,
 )
-from slipstream.serve.http.settings import ServerSettings
+from slipstream.serve.http.server.settings import ServerSettings
 
 
 def unread_options(struct, source):

@@ -16,7 +16,7 @@ from scripted_core import EVERY_TASK, ScriptedCore, facts
 from serve.samples import MESSAGES
 from slipstream.base.errors import UserError
 from slipstream.serve.cli import run_batch
-from slipstream.serve.cli.batch_output import BatchOutput
+from slipstream.serve.cli.run_batch import BatchOutput
 
 RUN_LINES = run_batch._run_lines
 

@@ -11,7 +11,7 @@ from slipstream.base.errors import InvalidOption
 from slipstream.checkpoint import locate
 from slipstream.config.options import Options
 from slipstream.serve.cli import serve
-from slipstream.serve.http.settings import ServerSettings
+from slipstream.serve.http.server.settings import ServerSettings
 
 
 @pytest.fixture

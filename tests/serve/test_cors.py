@@ -7,7 +7,7 @@ import pytest
 from serve.asgi import Door, at_door
 from slipstream.base.errors import InvalidOption
 from slipstream.serve.cli.serve import server_settings
-from slipstream.serve.http.cors import Cors
+from slipstream.serve.http.worker import Cors
 
 PAGE = "https://page.example"
 ASK = {"prompt": "hello", "max_tokens": 2}

@@ -116,4 +116,4 @@ def test_a_signal_during_the_start_ends_the_server_in_order(folder, tmp_path, mo
 
 def test_a_signal_during_the_start_of_the_replica_proxy_ends_it_in_order(tmp_path):
     given = ["--replica-urls", "http://127.0.0.1:9"]
-    Started(tmp_path, "import slipstream.serve.http.replica_proxy", signal.SIGTERM, *given).check_end()
+    Started(tmp_path, "import slipstream.serve.http.server.replica_proxy", signal.SIGTERM, *given).check_end()

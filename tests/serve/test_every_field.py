@@ -20,10 +20,10 @@ from serve.asgi import Door, add_batch_store
 from serve.dialect_fields import DIALECTS
 from serve.samples import MESSAGES, SAMPLES
 from slipstream.checkpoint.pooling_info import PoolingInfo
-from slipstream.serve.http.app import App
-from slipstream.serve.http.openai import fields
-from slipstream.serve.http.settings import ServerSettings
-from slipstream.serve.http.state import State
+from slipstream.serve.http.generation import fields
+from slipstream.serve.http.server.app import App
+from slipstream.serve.http.server.settings import ServerSettings
+from slipstream.serve.http.server.state import State
 from slipstream.serve.http.table import all_routes
 from tiny_tokenizer import write_byte_tokenizer
 

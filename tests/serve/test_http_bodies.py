@@ -48,7 +48,7 @@ def test_a_body_that_does_not_come_gets_408_and_its_connection_ends(folder, path
 
 def test_a_chunked_body_that_goes_on_byte_by_byte_ends_too(folder, monkeypatch):
     """Each byte alone would not be too late."""
-    monkeypatch.setattr("slipstream.serve.http.body.MIN_RATE", 1000)
+    monkeypatch.setattr("slipstream.serve.http.server.body.MIN_RATE", 1000)
     lines = [
         "POST /tokenize HTTP/1.1",
         "host: localhost",
@@ -112,7 +112,7 @@ def test_trailers_are_no_headers(folder):
 
 def test_a_body_that_comes_slowly_and_steadily_arrives(folder, monkeypatch):
     """Bytes that have come allow for more time: here each allows for hours."""
-    monkeypatch.setattr("slipstream.serve.http.body.MIN_RATE", 1e-4)
+    monkeypatch.setattr("slipstream.serve.http.server.body.MIN_RATE", 1e-4)
 
     async def scenario(door):
         async with served(door) as port:
@@ -159,7 +159,7 @@ def test_bodies_of_all_requests_together_are_bounded(folder):
 
 def test_the_rest_of_a_body_that_was_answered_already_does_not_hold_its_connection(folder, monkeypatch):
     """A refusal, a body that is too large, and one that the route does not read."""
-    monkeypatch.setattr("slipstream.serve.http.protocol._REST_SECONDS", 0.05)
+    monkeypatch.setattr("slipstream.serve.http.server.protocol._REST_SECONDS", 0.05)
 
     async def scenario(door):
         async with served(door, timeout_keep_alive=1000) as port:
@@ -179,7 +179,7 @@ def test_the_rest_of_a_body_that_was_answered_already_does_not_hold_its_connecti
 
 
 def test_a_drain_does_not_wait_for_bodies(folder, monkeypatch):
-    monkeypatch.setattr("slipstream.serve.http.body._DRAIN_SECONDS", 0.05)
+    monkeypatch.setattr("slipstream.serve.http.server.body._DRAIN_SECONDS", 0.05)
 
     async def scenario(door):
         async with served(door) as port:
@@ -201,7 +201,7 @@ def test_a_drain_does_not_wait_for_bodies(folder, monkeypatch):
 
 def test_connections_that_neither_read_nor_write_are_cut_off_without_a_traceback(folder, monkeypatch, caplog):
     """A stream whose client does not read, a body that does not come, and a request that the engine never answers."""
-    monkeypatch.setattr("slipstream.serve.http.server._CLOSE_SECONDS", 0.1)
+    monkeypatch.setattr("slipstream.serve.http.worker._CLOSE_SECONDS", 0.1)
     caplog.set_level(logging.INFO)
 
     async def scenario(door):
@@ -229,7 +229,7 @@ def test_connections_that_neither_read_nor_write_are_cut_off_without_a_traceback
 @pytest.mark.parametrize("body", [b"x" * 2**20, b"x" * 2**15], ids=["large", "small"])
 def test_an_answer_that_is_not_read_does_not_hold_its_connection(folder, monkeypatch, body):
     """A large one stops writing; a small one is in the buffers of a connection that is kept alive no longer."""
-    monkeypatch.setattr("slipstream.serve.http.write_watch._SECONDS", 0.05)
+    monkeypatch.setattr("slipstream.serve.http.server.protocol._SECONDS", 0.05)
 
     async def respond(scope, receive, send):
         await send({"type": "http.response.start", "status": 200, "headers": []})

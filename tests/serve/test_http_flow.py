@@ -13,7 +13,7 @@ from serve.samples import MESSAGES
 from serve.test_http_app import once
 from slipstream.contracts.request import FinishReason
 from slipstream.metrics.stats import LaneStats
-from slipstream.serve.http.watchdog import Watchdog
+from slipstream.serve.http.worker import Watchdog
 from slipstream.transport.frames import Pulse, Refused
 
 ASK = {"prompt": "hello", "max_tokens": 4}

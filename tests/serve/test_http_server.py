@@ -15,9 +15,9 @@ import uvloop
 from patience import PATIENCE
 from serve.asgi import at_door
 from slipstream.contracts.request import FinishReason
-from slipstream.serve.http.listen import raise_file_limit
-from slipstream.serve.http.protocol import bounded_protocol
-from slipstream.serve.http.server import Acceptor, Server
+from slipstream.serve.http.server.listen import raise_file_limit
+from slipstream.serve.http.server.protocol import bounded_protocol
+from slipstream.serve.http.worker import Acceptor, Server
 
 ASK = {"prompt": "hello", "max_tokens": 4}
 
@@ -223,7 +223,7 @@ def test_a_refused_connection_that_sends_nothing_more_is_closed(folder):
 @pytest.mark.parametrize("before", [b"", b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"])
 def test_a_head_that_comes_too_slowly_ends_its_connection(folder, monkeypatch, before):
     """The first of a connection, and any after it."""
-    monkeypatch.setattr("slipstream.serve.http.protocol._HEADER_SECONDS", 0.05)
+    monkeypatch.setattr("slipstream.serve.http.server.protocol._HEADER_SECONDS", 0.05)
 
     async def scenario(door):
         async with served(door, timeout_keep_alive=1000) as port:
@@ -307,7 +307,7 @@ def test_a_system_without_room_is_asked_again_later(monkeypatch, caplog):
         def __getattr__(self, name):
             return getattr(listener, name)
 
-    monkeypatch.setattr("slipstream.serve.http.server._PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr("slipstream.serve.http.worker._PAUSE_SECONDS", 0.0)
 
     async def scenario():
         sock = Full()

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from serve.asgi import at_door
-from slipstream.serve.http.openai import completions
+from slipstream.serve.http.dialects import completions
 from slipstream.text.excerpt import Excerpts
 from tiny_tokenizer import write_byte_tokenizer
 

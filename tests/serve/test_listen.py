@@ -9,8 +9,8 @@ from contextlib import ExitStack
 import pytest
 
 from slipstream.base.errors import InvalidOption
-from slipstream.serve.http.listen import PortClaim
-from slipstream.serve.http.settings import ServerSettings
+from slipstream.serve.http.server.listen import PortClaim
+from slipstream.serve.http.server.settings import ServerSettings
 
 
 def settings(**given):

@@ -13,8 +13,8 @@ from serve.asgi import at_door
 from slipstream.contracts.messages import LOGPROB, Output
 from slipstream.contracts.request import FinishReason
 from slipstream.front.results import Logprob
-from slipstream.serve.http.openai.logprobs import TokenNames, completion_logprobs
-from slipstream.serve.http.response import json_pieces
+from slipstream.serve.http.generation.generation import TokenNames, completion_logprobs
+from slipstream.serve.http.server.response import json_pieces
 from slipstream.text.tokenizer import Tokenizer
 from tiny_tokenizer import IM_END
 from tokenizer_zoo import make_tokenizer

@@ -11,7 +11,7 @@ import yaml
 
 from slipstream.serve.cli.commands import make_parser
 from slipstream.serve.cli.serve import ALIASES, Options, ServerSettings, Sources, server_settings
-from slipstream.serve.http.system import ROUTES
+from slipstream.serve.http.admin.system import ROUTES
 
 jsonschema = pytest.importorskip("jsonschema", reason="needs jsonschema")
 DEPLOY = Path(__file__).parents[2] / "deploy"

@@ -10,8 +10,7 @@ from replay_device import ReplayDevice
 from slipstream import LLM
 from slipstream.runner.graphs import GraphPool
 from slipstream.serve.bench import measure as bench
-from slipstream.serve.bench.measure import best_of, measure
-from slipstream.serve.bench.workload import Workload
+from slipstream.serve.bench.measure import Workload, best_of, measure
 from slipstream.serve.cli.bench import bench_params
 from small_model import write_small
 

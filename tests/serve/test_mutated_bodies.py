@@ -12,7 +12,7 @@ import pytest
 from serve.asgi import check_error
 from serve.fuzzed_door import fuzzed_door
 from serve.samples import SAMPLES
-from slipstream.serve.http.settings import ServerSettings
+from slipstream.serve.http.server.settings import ServerSettings
 from slipstream.serve.http.table import all_routes
 from text.chat_templates import THINKING
 

@@ -11,11 +11,11 @@ from serve.asgi import Door, at_door
 from slipstream.checkpoint.pooling_info import PoolingInfo
 from slipstream.contracts.messages import Output
 from slipstream.contracts.request import FinishReason
-from slipstream.serve.http.app import App
-from slipstream.serve.http.settings import ServerSettings
-from slipstream.serve.http.state import State
+from slipstream.serve.http.server.app import App
+from slipstream.serve.http.server.errors import in_http
+from slipstream.serve.http.server.settings import ServerSettings
+from slipstream.serve.http.server.state import State
 from slipstream.serve.http.table import all_routes
-from slipstream.serve.http.wording import in_http
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 EMBED = PoolingInfo(tasks=("embed",), embed_size=8, token_size=8, max_seq_length=16)

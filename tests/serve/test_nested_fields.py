@@ -14,9 +14,9 @@ import pytest
 
 from scripted_core import ScriptedCore, facts
 from serve.asgi import Door
-from slipstream.serve.http.app import App
-from slipstream.serve.http.settings import ServerSettings
-from slipstream.serve.http.state import State
+from slipstream.serve.http.server.app import App
+from slipstream.serve.http.server.settings import ServerSettings
+from slipstream.serve.http.server.state import State
 from slipstream.serve.http.table import all_routes
 from tiny_tokenizer import write_byte_tokenizer
 

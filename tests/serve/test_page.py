@@ -14,7 +14,7 @@ import pytest
 
 from patience import PATIENCE
 from serve.asgi import at_door
-from slipstream.serve.http.page import page_files
+from slipstream.serve.http.admin.page import page_files
 
 VOID = {"meta", "link", "input", "br", "img"}
 

@@ -17,7 +17,7 @@ from serve.asgi import at_door
 from serve.server_process import ServerProcess
 from slipstream.base.errors import InvalidOption
 from slipstream.serve.cli.serve import server_settings
-from slipstream.serve.http.listen_unix import UnixClaim
+from slipstream.serve.http.server.listen import UnixClaim
 
 TLS = Path(__file__).parent / "tls"
 CERT, KEY = str(TLS / "server.crt"), str(TLS / "server.key")
@@ -100,7 +100,7 @@ def test_a_certificate_may_hold_its_key(tmp_path):
 def test_a_handshake_that_never_ends_does_not_delay_others(folder):
     """Nor does one that ends in the middle."""
     from serve.test_http_server import served
-    from slipstream.serve.http.tls import server_context
+    from slipstream.serve.http.server.listen import server_context
 
     async def scenario(door):
         context = server_context(server_settings({"ssl_certfile": CERT, "ssl_keyfile": KEY}))

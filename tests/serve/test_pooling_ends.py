@@ -14,9 +14,9 @@ from slipstream.base.errors import QueueFull
 from slipstream.checkpoint.pooling_info import PoolingInfo
 from slipstream.contracts.messages import Output, Pooled
 from slipstream.contracts.request import FinishReason
-from slipstream.serve.http.app import App
-from slipstream.serve.http.settings import ServerSettings
-from slipstream.serve.http.state import State
+from slipstream.serve.http.server.app import App
+from slipstream.serve.http.server.settings import ServerSettings
+from slipstream.serve.http.server.state import State
 from slipstream.serve.http.table import all_routes
 from slipstream.transport.frames import Refused
 

@@ -11,9 +11,8 @@ import pytest
 from patience import PATIENCE
 from slipstream.base.errors import InvalidOption
 from slipstream.serve.cli.main import main
-from slipstream.serve.http.prefill_first import PrefillFirst, shortened
-from slipstream.serve.http.replica_proxy import ReplicaProxy
-from slipstream.serve.http.url_replicas import UrlReplicas
+from slipstream.serve.http.server.replica_proxy import ReplicaProxy
+from slipstream.serve.http.server.url_replicas import PrefillFirst, UrlReplicas, shortened
 
 CHAT = {
     "model": "m",

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from slipstream.serve.bench.online import Answer, histogram, summarise
-from slipstream.serve.remote_chat import _text
+from slipstream.serve.cli.chat import _text
 
 
 @pytest.fixture

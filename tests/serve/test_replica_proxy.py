@@ -11,8 +11,8 @@ import pytest
 from patience import PATIENCE
 from slipstream.base.errors import InvalidOption
 from slipstream.serve.cli.main import main
-from slipstream.serve.http.replica_proxy import ReplicaProxy
-from slipstream.serve.http.url_replicas import ADAPTER_BYTES, BLOCK, UrlReplicas, block_hashes
+from slipstream.serve.http.server.replica_proxy import ReplicaProxy
+from slipstream.serve.http.server.url_replicas import ADAPTER_BYTES, BLOCK, UrlReplicas, block_hashes
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: %s\r\n"
 JSON = HEAD % b"application/json"
@@ -378,7 +378,7 @@ def test_what_is_neither_headers_nor_body_is_bounded(begin):
 )
 @pytest.mark.parametrize("drip", [b"", b"x"], ids=["silent", "drip"])
 def test_a_request_that_does_not_come_does_not_hold_its_connection(monkeypatch, part, answer, drip):
-    monkeypatch.setattr("slipstream.serve.http.replica_proxy._HEADER_SECONDS", 0.05)
+    monkeypatch.setattr("slipstream.serve.http.server.replica_proxy._HEADER_SECONDS", 0.05)
 
     async def scenario(proxy, upstreams):
         proxy.body_timeout = 0.05
@@ -397,7 +397,7 @@ def test_a_request_that_does_not_come_does_not_hold_its_connection(monkeypatch, 
 
 
 def test_an_answer_that_is_not_read_does_not_hold_its_connections(monkeypatch):
-    monkeypatch.setattr("slipstream.serve.http.write_watch._SECONDS", 0.05)
+    monkeypatch.setattr("slipstream.serve.http.server.protocol._SECONDS", 0.05)
 
     async def scenario(proxy, upstreams):
         reader, client = await send(proxy)

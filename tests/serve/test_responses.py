@@ -11,8 +11,8 @@ from serve.asgi import at_door
 from serve.dialects import CALL, THOUGHT, with_server
 from serve.samples import MESSAGES
 from slipstream.front import prompts
-from slipstream.serve.http.direct import call_route
-from slipstream.serve.http.responses.store import ResponseStore, StoredResponse
+from slipstream.serve.http.server.batch_runner import call_route
+from slipstream.serve.http.server.state import ResponseStore, StoredResponse
 
 TOOL = {"type": "function", "name": "weather", "parameters": {"type": "object", "properties": {}}, "strict": False}
 

@@ -13,7 +13,7 @@ import pytest
 from child import child_env
 from serve.server_process import ServerProcess
 from slipstream.base.processes import child_environment
-from slipstream.serve.bench import startup
+from slipstream.serve.bench import tables
 
 # modules of the standard library that some process of ours imports, early or late
 NAMES = ("dis", "inspect", "uuid", "queue", "selectors", "socket", "asyncio", "torch", "slipstream", "sitecustomize")
@@ -85,6 +85,6 @@ def test_an_empty_entry_of_pythonpath_is_not_handed_on(planted, monkeypatch):
 def test_a_measured_start_runs_none_of_the_folders_code(planted, monkeypatch):
     folder, marks = planted
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(startup, "_PROGRAM", "import dis, slipstream; print('[\"nothing\", 0, 0, 0]')")
-    assert [start.cold for start in startup.measure_startup({})] == [True, False]
+    monkeypatch.setattr(tables, "_PROGRAM", "import dis, slipstream; print('[\"nothing\", 0, 0, 0]')")
+    assert [start.cold for start in tables.measure_startup({})] == [True, False]
     assert not marks.exists(), marks.read_text()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from serve.asgi import at_door
 from slipstream.base.errors import EngineAsleep, InvalidOption
-from slipstream.serve.http.watchdog import Watchdog
+from slipstream.serve.http.worker import Watchdog
 from slipstream.transport.frames import Controlled, Pulse, Refused
 
 ROOT = [(b"authorization", b"Bearer root")]

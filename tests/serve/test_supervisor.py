@@ -21,9 +21,9 @@ from serve.server_process import ServerProcess
 from serve.test_server_ends import ENDLESS, Stream, core_pid, front_end_of
 from slipstream.base.processes import Backoff
 from slipstream.metrics.stats import FrontEnds, SharedCounters
-from slipstream.serve.http import supervisor
-from slipstream.serve.http.listen import PortClaim
-from slipstream.serve.http.settings import ServerSettings
+from slipstream.serve.http.server import supervisor
+from slipstream.serve.http.server.listen import PortClaim
+from slipstream.serve.http.server.settings import ServerSettings
 from tiny import write_tiny
 
 

@@ -1,8 +1,7 @@
 import pytest
 
 from slipstream.base.errors import InvalidOption
-from slipstream.serve.bench.measure import spread
-from slipstream.serve.bench.workload import Workload
+from slipstream.serve.bench.measure import Workload, spread
 
 
 def test_prompts_have_the_lengths_asked_for_and_tokens_of_the_vocabulary():

@@ -6,7 +6,7 @@ import pytest
 from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
 
-from slipstream.text.infill import can_infill, infill_ids, infill_stops
+from slipstream.serve.http.dialects.completions import can_infill, infill_ids, infill_stops
 from slipstream.text.tokenizer import Tokenizer
 from tiny_tokenizer import byte_tokenizer
 

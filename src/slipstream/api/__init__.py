@@ -1,0 +1,1 @@
+"""The public classes: LLM, AsyncLLM and LLMEngine, with all of vLLM's names."""

@@ -417,7 +417,7 @@ class LLMEngine(StepEngine):
 
 # Beam search by calls of an engine in the caller's thread: each call generates one token for every beam.
 #
-# The HTTP routes have the same search over requests that run at once (`serve/http/openai/beam.py`).
+# The HTTP routes have the same search over requests that run at once (`serve/http/generation/beam.py`).
 
 
 class Generate(Protocol):

@@ -1,1 +1,1 @@
-"""The loop of a model: plan, launch, commit; several models, pacing, device timing, ranks, recorder."""
+"""The loop of a model: plan, launch, commit; several models, pacing, building, sleep."""

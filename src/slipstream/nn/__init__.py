@@ -1,1 +1,1 @@
-"""Models: shapes, layers, blocks, weights and attention backends."""
+"""Models: shapes, layers, weights, families, decoder and encoder, chains of kernels, adapters."""

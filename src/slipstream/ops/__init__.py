@@ -1,1 +1,1 @@
-"""One folder for each op: a reference in torch, kernels in Triton and C, and the choice among them."""
+"""Six families of ops: definition in torch, kernels in C, Triton and Gluon, and the choice among them."""

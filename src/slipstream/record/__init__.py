@@ -1,0 +1,1 @@
+"""Records steps, checks plans, replays them, writes timelines."""

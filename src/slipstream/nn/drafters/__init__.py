@@ -1,0 +1,1 @@
+"""Models that draft tokens for another model."""

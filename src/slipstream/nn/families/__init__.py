@@ -1,0 +1,1 @@
+"""Model families: shape and tensor names, nothing else."""

@@ -1,0 +1,1 @@
+"""Layers, each with its shape rules, costs and shards."""

@@ -1,0 +1,1 @@
+"""Weights: formats, and how a checkpoint's tensors become them."""

@@ -1,0 +1,1 @@
+"""Products with weights: plain, quantised, low-bit, of experts and of adapters."""

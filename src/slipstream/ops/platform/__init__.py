@@ -1,0 +1,1 @@
+"""Kernels share this: choice by device, compiled C, launch order, compilation ahead."""

@@ -1,0 +1,1 @@
+"""Sampling as stages on the device."""

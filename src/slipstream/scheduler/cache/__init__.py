@@ -1,0 +1,1 @@
+"""Pages, states, tiers and the hashes that find them."""

@@ -1,0 +1,1 @@
+"""Grammars: compiled, advanced and filled into masks beside the device."""

@@ -6,6 +6,7 @@ the last result, with detokenising if requested.
 
 from __future__ import annotations
 
+import random
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -16,13 +17,13 @@ import msgspec
 from slipstream.base.errors import InvalidOption
 from slipstream.params.sampling import SamplingParams
 from slipstream.record.device_timing import DeviceTime
-from slipstream.serve.bench.workload import Item, Workload
 
 if TYPE_CHECKING:
     from slipstream.api.llm import LLM
     from slipstream.config.config import EngineConfig
     from slipstream.engine.core import EngineCore
     from slipstream.front.request_state import RequestState
+
 
 Advance = Callable[[int], None]
 """Called with the number of generated tokens of each finished request."""
@@ -252,3 +253,90 @@ def spread(seconds: Sequence[float]) -> Spread:
         return ordered[low] + (ordered[high] - ordered[low]) * (rank - low)
 
     return Spread(sum(ordered) / len(ordered), at(0.5), at(0.9), at(0.99))
+
+
+# Workload: random prompts of given lengths, determined by a seed.
+
+
+class Item(msgspec.Struct, frozen=True):
+    prompt: list[int]
+    output_len: int
+
+
+class Workload(msgspec.Struct, frozen=True, kw_only=True):
+    """`num_prompts` prompts of `input_len` random tokens, with `output_len` tokens to generate each."""
+
+    num_prompts: int
+    input_len: int
+    output_len: int
+    range_ratio: float = 1.0  # lengths are uniform from this fraction of the full length up to it
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("num_prompts", "input_len", "output_len"):
+            if (value := getattr(self, name)) < 1:
+                raise InvalidOption(f"{name} is {value}; give an integer from 1 up")
+        if not 0 < self.range_ratio <= 1:
+            raise InvalidOption(
+                f"range_ratio is {self.range_ratio}; give a fraction above 0 and up to 1, where 1 is full length"
+            )
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request, prompt and output together."""
+        return self.input_len + self.output_len
+
+    def items(self, vocab_size: int, trial: int = 0) -> list[Item]:
+        """Returns the requests of a trial. Trials have the same lengths and different tokens."""
+        lengths = random.Random(self.seed)
+        tokens = random.Random(f"{self.seed} {trial} {self.num_prompts} {self.input_len} {self.output_len}")
+        ids = range(vocab_size)
+        return [
+            Item(tokens.choices(ids, k=self._length(lengths, self.input_len)), self._length(lengths, self.output_len))
+            for _ in range(self.num_prompts)
+        ]
+
+    def arrivals(self, rate: float, trial: int = 0) -> list[float]:
+        """Returns the arrival times in seconds of a Poisson process with `rate` requests per second."""
+        if not rate > 0:
+            raise InvalidOption(f"rate is {rate}; give requests per second, above 0")
+        draw = random.Random(f"{self.seed} {trial} arrivals")
+        times, now = [], 0.0
+        for _ in range(self.num_prompts):
+            now += draw.expovariate(rate)
+            times.append(now)
+        return times
+
+    def summary(self) -> dict[str, Any]:
+        return msgspec.to_builtins(self)  # type: ignore[no-any-return]
+
+    def _length(self, draw: random.Random, full: int) -> int:
+        return draw.randint(max(1, round(full * self.range_ratio)), full)
+
+
+# Named benchmark shapes. docs/performance.md has their figures.
+
+
+class Shape(msgspec.Struct, frozen=True):
+    workload: Workload
+    params: dict[str, Any] = {}  # sampling parameters that differ from greedy
+
+
+def _shape(num_prompts: int, input_len: int, output_len: int, range_ratio: float = 1.0, **params: Any) -> Shape:
+    workload = Workload(num_prompts=num_prompts, input_len=input_len, output_len=output_len, range_ratio=range_ratio)
+    return Shape(workload, params)
+
+
+SHAPES: dict[str, Shape] = {
+    "bs1": _shape(1, 128, 256),
+    "bs16": _shape(16, 1024, 256),
+    "offline": _shape(256, 512, 128),
+    "decode": _shape(256, 128, 512),
+    "nano": _shape(256, 1024, 1024, range_ratio=100 / 1024),
+    "prefill": _shape(64, 4096, 16),
+    "sample": _shape(256, 128, 256, temperature=0.8, top_p=0.95, top_k=50),
+    "logprobs": _shape(64, 128, 256, logprobs=5),
+    "pen512": _shape(128, 64, 512, repetition_penalty=1.1),
+    "long": _shape(128, 64, 4096),
+    "longpen": _shape(128, 64, 4096, repetition_penalty=1.1, presence_penalty=0.2),
+}

@@ -17,8 +17,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from slipstream.base.errors import InvalidOption
-from slipstream.serve.bench.measure import Spread, spread
-from slipstream.serve.bench.workload import Item, Workload
+from slipstream.serve.bench.measure import Item, Spread, Workload, spread
 
 VOCAB = range(3, 256)  # token ids of every vocabulary
 _MAX_CONNECTING = 16  # connections that are opened at the same time

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -13,23 +14,27 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from slipstream.base.errors import InvalidOption
+from slipstream.base.errors import EngineDead, InvalidOption
 from slipstream.base.log import progress
 from slipstream.params.sampling import SamplingParams
 from slipstream.serve.bench import tables
-from slipstream.serve.bench.machine import check_gpu, measure_gpu
-from slipstream.serve.bench.measure import Trial, best_of, measure
-from slipstream.serve.bench.shapes import SHAPES, Shape
-from slipstream.serve.bench.startup import measure_startup
-from slipstream.serve.bench.workload import Workload
-from slipstream.serve.charts import svg_charts, text_chart
-from slipstream.serve.cli import bench_serve
+from slipstream.serve.bench.measure import SHAPES, Shape, Trial, Workload, best_of, measure
+from slipstream.serve.bench.tables import (
+    check_gpu,
+    latency_chart,
+    measure_gpu,
+    measure_startup,
+    show,
+    svg_charts,
+    text_chart,
+)
 from slipstream.serve.cli.flags import add_engine_flags, add_sampling_flags, engine_options, sampling_changes
 from slipstream.serve.cli.run import OpenLLM
 
 if TYPE_CHECKING:
     from slipstream.api.llm import LLM
     from slipstream.config.config import EngineConfig
+
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 KINDS = {
@@ -98,7 +103,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--plot", nargs="?", const=True, metavar="FILE", help="draw the results; with a FILE also as a picture (SVG)"
     )
     command.add_argument("--trace", metavar="FILE", help="write times of all steps to a file for ui.perfetto.dev")
-    bench_serve.add_flags(command)
+    add_flags(command)
     add_sampling_flags(command, max_tokens=None, names=SAMPLING)
     add_engine_flags(command)
     command.set_defaults(run=run)
@@ -132,7 +137,7 @@ def run(args: argparse.Namespace, opener: OpenLLM) -> int:
         num_prompts=num_prompts, input_len=input_len, output_len=output_len, range_ratio=range_ratio, seed=seed
     )
     if args.kind == "serve":
-        return bench_serve.run_serve(args, own, changes)
+        return run_serve(args, own, changes)
     shapes = {"": Shape(own, changes)}
     if args.shape:
         shapes = {name: SHAPES[name] for name in (SHAPES if "all" in args.shape else args.shape)}
@@ -348,3 +353,46 @@ def engine_summary(config: EngineConfig) -> dict[str, Any]:
         "num_pages": config.cache.num_pages - 1,
         "page_size": config.cache.page_size,
     }
+
+
+# `slipstream bench serve`: measures a running server.
+
+
+def add_flags(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group("bench serve")
+    group.add_argument("--url", metavar="URL", help="URL of the server, for example http://127.0.0.1:8000")
+    group.add_argument("--api-key", metavar="KEY", help="API key of the server (default: SLIPSTREAM_API_KEY)")
+
+
+def run_serve(args: argparse.Namespace, workload: Workload, changes: dict[str, Any]) -> int:
+    from slipstream.serve.bench.online import (
+        Target,
+        histogram,
+        run_online,
+    )  # imports asyncio, which --help does not need
+
+    if args.url is None:
+        raise InvalidOption("bench serve needs --url; give one like http://127.0.0.1:8000")
+    key = args.api_key or os.environ.get("SLIPSTREAM_API_KEY", "").split(",")[0] or None
+    target = Target.parse(args.url, getattr(args, "model", None), key)
+    params = {"temperature": 0.0, "ignore_eos": True} | changes
+    with progress(workload.num_prompts, "requests") as advance:
+        result, answers = run_online(
+            target, workload, params, rate=args.rate, concurrency=args.concurrency, advance=advance
+        )
+    how = f"{args.rate:g} requests/s" if args.rate else f"{args.concurrency or workload.num_prompts} concurrent"
+    lines = [f"{args.url}: {workload.num_prompts} x {workload.input_len} -> {workload.output_len}, {how}"]
+    lines += result.lines()
+    if args.plot:
+        done = [answer for answer in answers if answer.status == 200 and answer.times]
+        lines += histogram([answer.times[0] - answer.sent for answer in done], "first token")
+        lines += histogram([answer.end - answer.sent for answer in done], "whole request")
+        if isinstance(args.plot, str):
+            charts = [latency_chart({"first token": result.ttft_ms, "whole request": result.request_ms})]
+            Path(args.plot).write_text(svg_charts(charts), encoding="utf-8")
+    show("\n".join(lines), beside_json=args.json)
+    if args.json:
+        print(json.dumps({"workload": workload.summary(), "result": msgspec.to_builtins(result)}))
+    if not result.statuses.get("200"):
+        raise EngineDead(f"no request succeeded: {next((a.error for a in answers if a.error), result.statuses)}")
+    return 0

@@ -14,10 +14,9 @@ from collections.abc import Sequence
 
 from slipstream.base.errors import SlipstreamError
 from slipstream.serve.cli import version
-from slipstream.serve.cli.failure import print_failure
+from slipstream.serve.cli.failure import Parser, asks_for_json, print_failure
+from slipstream.serve.cli.flags import set_up_streams
 from slipstream.serve.cli.run import OpenLLM, open_llm
-from slipstream.serve.cli.standard import set_up_streams
-from slipstream.serve.cli.wording import Parser, asks_for_json
 
 # the module of each subcommand, in the order of --help
 MODULES = {

@@ -15,7 +15,7 @@ from slipstream.serve.cli.generate import read_file
 from slipstream.serve.cli.run import OpenLLM
 
 if TYPE_CHECKING:
-    from slipstream.evaluation import Evaluation
+    from slipstream.api.evaluation import Evaluation
 
 _SET_HERE = ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "num_pages", "enable_prefix_caching")
 _PAGES_PER_TOKEN = 1 / 8  # more than any page size needs, and so few that two models fit one device
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace, opener: OpenLLM) -> int:
         "enable_prefix_caching": False,
     }
     options = engine_options(args)
-    from slipstream.evaluation import DistributionReader, cut_windows, evaluate, token_ids  # imports torch
+    from slipstream.api.evaluation import DistributionReader, cut_windows, evaluate, token_ids  # imports torch
 
     with ExitStack() as models:
         llm = models.enter_context(closing(opener(**options, **shared)))

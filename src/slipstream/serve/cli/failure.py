@@ -5,12 +5,22 @@ The exit code is 2 for a user error and 1 for a failure of the engine.
 
 from __future__ import annotations
 
+import argparse
+import difflib
+import itertools
 import logging
+import os
 import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
 
-from slipstream.base.errors import EngineClosed, EngineDead, SlipstreamError
-from slipstream.base.log import set_up_log
-from slipstream.serve.cli.wording import in_flags
+from slipstream.base.errors import EngineClosed, EngineDead, InvalidOption, SlipstreamError
+from slipstream.base.log import FORMAT, set_up_log
+from slipstream.config.options import Options
+from slipstream.config.vllm_args import REFUSED
+from slipstream.serve.cli.flags import SAMPLING_HELP
+from slipstream.serve.http.server.errors import Flags
+from slipstream.serve.http.server.settings import ServerSettings
 
 log = logging.getLogger("slipstream.status")
 
@@ -32,3 +42,62 @@ def one_line(error: BaseException) -> str:
     if isinstance(error, EngineDead) and error.__cause__ is not None:
         text += f" ({type(error.__cause__).__name__}: {error.__cause__})"
     return in_flags(" ".join(text.split()))
+
+
+# Errors of the command line: options as flags, and suggestions for unknown flags.
+
+
+class Parser(argparse.ArgumentParser):
+    """Suggests the nearest flag for an unknown one, in the subcommand where it was given; says why options of vLLM are
+    not there."""
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        self._given = list(sys.argv[1:] if args is None else args)
+        if self._subparsers is None:
+            self._refuse_unknown()
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.refuse(unknown)
+        return found, unknown
+
+    def _refuse_unknown(self) -> None:
+        """First: else the value of an unknown flag is taken for an argument, and the error is about that."""
+        known = self._option_string_actions
+        if not {"-h", "--help"} & set(self._given):
+            for given in itertools.takewhile(lambda given: given != "--", self._given):
+                if given.startswith("--") and given.split("=")[0] not in known:
+                    self.refuse([given])
+
+    def error(self, message: str) -> NoReturn:
+        if self.prog.endswith(" serve") and asks_for_json(self._given, os.environ):
+            raise InvalidOption(message)  # without argparse's usage, which has several lines
+        super().error(message)
+
+    def refuse(self, unknown: list[str]) -> NoReturn:
+        first = unknown[0].split("=")[0]
+        if not first.startswith("-"):
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{self._argument_hint(first)}")
+        if (refused := REFUSED.get(first.lstrip("-").replace("-", "_"))) is not None:
+            self.error(f"there is no flag {first}: {refused[1]}")
+        near = difflib.get_close_matches(first, self._option_string_actions, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"{self.prog} --help lists the flags"
+        self.error(f"there is no flag {first}; {hint}")
+
+    def _argument_hint(self, given: str) -> str:
+        if any(action.dest == "prompt" for action in self._actions):
+            return "; put a text with spaces in quotes"
+        return f"; to name a model give --model {given}" if "--model" in self._option_string_actions else ""
+
+
+def asks_for_json(argv: Sequence[str], environ: Mapping[str, str]) -> bool:
+    """Whether a flag or the environment sets the log format of `serve` to JSON."""
+    style = environ.get(FORMAT)
+    for flag, value in zip(argv, [*argv[1:], ""], strict=True):
+        if flag == "--log-format":
+            style = value
+        elif flag.startswith("--log-format="):
+            style = flag.partition("=")[2]
+    return style == "json"
+
+
+in_flags = Flags((*Options.__struct_fields__, *ServerSettings.__struct_fields__, *SAMPLING_HELP))

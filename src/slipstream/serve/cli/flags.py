@@ -6,15 +6,26 @@ A flag that is not given is absent from the result, so that `config/resolve.py` 
 from __future__ import annotations
 
 import argparse
+import io
+import os
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
+from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import IO, TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
+from slipstream.base.errors import BadTokenizer, UserError
+from slipstream.checkpoint.locate import check_model, locate
+from slipstream.config.adapter_config import check_lora_modules
 from slipstream.config.options import Options, describe_type
 from slipstream.params.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    pass
+
 
 # SamplingParams fields that have a flag. `seed` is the engine's flag: it makes a whole run repeatable.
 SAMPLING_HELP = {
@@ -163,3 +174,67 @@ def _shown(default: Any) -> str:
 
 def _given(args: argparse.Namespace, names: tuple[str, ...]) -> dict[str, Any]:
     return {name: getattr(args, name) for name in names if hasattr(args, name)}
+
+
+# Checks the paths in options before torch is imported.
+
+
+def check_paths(options: Options, *, look_up: bool = False) -> None:
+    """Raises for a model, a tokenizer, a chat template or an adapter that does not exist.
+
+    A hub name is not checked unless `look_up`, which may download the model.
+    """
+    if look_up:
+        locate(options.model, options.revision, options.task, options.download_dir)
+    else:
+        check_model(options.model, options.task)
+    if options.tokenizer is not None and not Path(options.tokenizer).expanduser().exists():
+        raise BadTokenizer(f"there is no tokenizer at {options.tokenizer}; give a folder or a tokenizer.json")
+    if options.chat_template is not None:
+        from slipstream.text.chat_template import load_chat_template  # imports jinja2
+
+        load_chat_template(options.chat_template)
+    check_lora_modules(options)
+
+
+# Sets up the standard streams: all are open, and pipes and files use UTF-8 in any locale.
+
+
+def set_up_streams() -> None:
+    """Replaces a closed stream by the null device, so that no socket or file gets its descriptor. Output to a pipe or a
+    file is UTF-8; a terminal keeps its encoding, with escapes for characters that it lacks."""
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, _null(number, mode))
+    out = sys.stdout
+    if isinstance(out, io.TextIOWrapper):
+        if out.isatty():
+            out.reconfigure(errors="backslashreplace")
+        else:
+            out.reconfigure(encoding="utf-8", errors="surrogateescape")
+
+
+def _null(number: int, mode: str) -> IO[str]:
+    try:
+        os.fstat(number)
+    except OSError:  # the descriptor is free
+        opened = os.open(os.devnull, os.O_RDWR)
+        if opened != number:
+            os.dup2(opened, number)
+            os.close(opened)
+        return open(number, mode, encoding="utf-8", closefd=False)
+    return open(os.devnull, mode, encoding="utf-8")
+
+
+def read_stdin(*, of_terminal: bool = False) -> str | None:
+    """Returns the text of standard input; None if that is a terminal, unless `of_terminal`."""
+    source = sys.stdin
+    if source.isatty():
+        return source.read() if of_terminal else None
+    if isinstance(source, io.TextIOWrapper):
+        source.reconfigure(encoding="utf-8-sig", errors="strict")  # without a byte order mark
+    try:
+        return source.read()
+    except UnicodeDecodeError as error:
+        wrong = error.object[error.start]
+        raise UserError(f"standard input is not UTF-8 text: it has the byte {wrong:#04x}; convert it first") from None

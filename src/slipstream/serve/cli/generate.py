@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 from slipstream.base.errors import InvalidPrompt, UserError
 from slipstream.params.sampling import SamplingParams
 from slipstream.params.structured import StructuredOutputsParams
-from slipstream.serve.cli.flags import add_engine_flags, add_sampling_flags
+from slipstream.serve.cli.flags import add_engine_flags, add_sampling_flags, read_stdin
 from slipstream.serve.cli.run import OpenLLM, open_with
-from slipstream.serve.cli.standard import read_stdin
 
 if TYPE_CHECKING:
     from slipstream.front.results import RequestOutput

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from slipstream.config.options import make_options
-from slipstream.serve.charts import stacked_bar
-from slipstream.serve.cli.flags import add_engine_flags, engine_options
-from slipstream.serve.cli.paths import check_paths
+from slipstream.serve.bench.tables import stacked_bar
+from slipstream.serve.cli.flags import add_engine_flags, check_paths, engine_options
 from slipstream.serve.cli.run import OpenLLM
 
 if TYPE_CHECKING:

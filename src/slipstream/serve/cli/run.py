@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from slipstream.base.processes import loading
 from slipstream.config.options import make_options
-from slipstream.serve.cli.flags import engine_options, sampling_changes
-from slipstream.serve.cli.paths import check_paths
+from slipstream.serve.cli.flags import check_paths, engine_options, sampling_changes
 
 if TYPE_CHECKING:
     from slipstream.api.llm import LLM

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from slipstream.base.errors import EngineDead, InvalidOption, UserError
-from slipstream.serve.charts import bar
+from slipstream.serve.bench.tables import bar
 from slipstream.serve.cli.run import OpenLLM
 
 if TYPE_CHECKING:

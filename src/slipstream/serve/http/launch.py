@@ -11,10 +11,16 @@ from functools import partial
 from slipstream.base.errors import EngineDead, InvalidOption, UserError
 from slipstream.base.log import pass_on_log
 from slipstream.config.options import Options
-from slipstream.serve.early_signals import exit_at_signals, has_recorded, ignore_signals
-from slipstream.serve.http.listen import PortClaim, claim, raise_file_limit
-from slipstream.serve.http.listen_unix import UnixClaim
-from slipstream.serve.http.settings import ServerSettings
+from slipstream.serve.http.server.listen import (
+    PortClaim,
+    UnixClaim,
+    claim,
+    exit_at_signals,
+    has_recorded,
+    ignore_signals,
+    raise_file_limit,
+)
+from slipstream.serve.http.server.settings import ServerSettings
 from slipstream.transport.replica_source import has_replicas, open_replicas
 from slipstream.transport.replica_start import spawn_core
 from slipstream.transport.replicas import ReplicaClient
@@ -43,10 +49,9 @@ def launch(settings: ServerSettings, options: list[Options]) -> None:
 
 def launch_proxy(settings: ServerSettings) -> None:
     """Passes requests on to `replica_urls` until a signal ends it."""
-    from slipstream.serve.http.prefill_first import PrefillFirst
-    from slipstream.serve.http.replica_proxy import ReplicaProxy, run_proxy
-    from slipstream.serve.http.tls import server_context
-    from slipstream.serve.http.url_replicas import UrlReplicas
+    from slipstream.serve.http.server.listen import server_context
+    from slipstream.serve.http.server.replica_proxy import ReplicaProxy, run_proxy
+    from slipstream.serve.http.server.url_replicas import PrefillFirst, UrlReplicas
 
     raise_file_limit()
     tls = server_context(settings) if settings.ssl_certfile else None
@@ -89,7 +94,7 @@ def _serve_at(claimed: PortClaim | UnixClaim, settings: ServerSettings, options:
             end = run_worker(settings, claimed.listener(), partial(SocketClient.connect, socks[0]))
             cause, refused = (None, None) if end is None else (end.cause, end.refused)
         else:
-            from slipstream.serve.http.supervisor import Supervisor
+            from slipstream.serve.http.server.supervisor import Supervisor
 
             theirs.close()
             supervisor = Supervisor(settings, claimed, ours)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import gc
 import logging
+import os
+import signal
 import socket
+import ssl
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,18 +23,25 @@ from slipstream.base.processes import release_signals
 from slipstream.front.async_engine import AsyncEngine
 from slipstream.front.prompts import bound_heap
 from slipstream.metrics.stats import SharedCounters
-from slipstream.serve.early_signals import ENDING, call_at_signals, has_recorded, ignore_signals
-from slipstream.serve.http.app import App
-from slipstream.serve.http.batch.runner import BatchRunner
-from slipstream.serve.http.batch.service import BatchService
-from slipstream.serve.http.cors import Cors
-from slipstream.serve.http.server import Server
-from slipstream.serve.http.settings import ServerSettings
-from slipstream.serve.http.state import State
-from slipstream.serve.http.supervisor import AT_ONCE
+from slipstream.serve.http.server.access import Headers
+from slipstream.serve.http.server.app import App
+from slipstream.serve.http.server.batch_runner import BatchRunner
+from slipstream.serve.http.server.batch_store import BatchService
+from slipstream.serve.http.server.errors import HTTPException
+from slipstream.serve.http.server.listen import (
+    ENDING,
+    HANDSHAKE_SECONDS,
+    call_at_signals,
+    has_recorded,
+    ignore_signals,
+    server_context,
+)
+from slipstream.serve.http.server.request import Address
+from slipstream.serve.http.server.response import Receive, Send
+from slipstream.serve.http.server.settings import ServerSettings
+from slipstream.serve.http.server.state import State
+from slipstream.serve.http.server.supervisor import AT_ONCE
 from slipstream.serve.http.table import all_routes
-from slipstream.serve.http.tls import server_context
-from slipstream.serve.http.watchdog import Watchdog
 from slipstream.transport.frames import refused_option
 from slipstream.transport.replicas import ReplicaClient
 from slipstream.transport.sockets import SocketClient
@@ -180,7 +191,250 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 def _parser(max_header_bytes: int, app: App | Cors) -> dict[str, Any]:
     try:
-        from slipstream.serve.http.protocol import bounded_protocol  # needs httptools
+        from slipstream.serve.http.server.protocol import bounded_protocol  # needs httptools
     except ImportError:
         return {"http": "h11", "h11_max_incomplete_event_size": max_header_bytes}
     return {"http": bounded_protocol(max_header_bytes, app)}
+
+
+# Server: uvicorn's server with our own signal handling and our own accept loop.
+#
+# uvloop accepts one connection per iteration of the event loop. Under load, iterations are long, and thousands of new
+# clients would wait seconds before they even get a 429. This accept loop accepts all pending connections at once.
+
+log = logging.getLogger("slipstream.http")
+
+_ACCEPT_LIMIT = 256  # connections accepted per iteration of the event loop
+_BACKLOG = 4096  # pending connections, up to the system's limit
+_CLOSE_SECONDS = 5.0  # for responses to be written during shutdown
+_ABORT_SECONDS = 2.0  # for handlers whose connections were aborted
+_PAUSE_SECONDS = 0.5  # until the next attempt where a connection cannot be accepted
+
+
+class Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, tls: ssl.SSLContext | None = None) -> None:
+        super().__init__(config)
+        self._tls = tls
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield  # `worker.py` handles signals
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=[])
+        for sock in sockets or []:
+            self.servers.append(Acceptor(sock, self._protocol, self._tls))  # type: ignore[arg-type]
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Waits for responses to be written, then aborts the remaining connections; their handlers see a disconnect."""
+        for server in self.servers:
+            server.close()
+        for sock in sockets or []:
+            sock.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        await self._until_closed(_CLOSE_SECONDS, lambda: self.force_exit)
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+        await self._until_closed(_ABORT_SECONDS)
+        for task in self.server_state.tasks:
+            log.error("a handler did not end: %r", task)
+            task.cancel()
+        for server in self.servers:
+            await server.wait_closed()
+
+    async def _until_closed(self, seconds: float, is_forced: Callable[[], bool] = lambda: False) -> None:
+        """Waits until connections and handlers have ended, for `seconds` at most, or until `is_forced`."""
+        state, deadline = self.server_state, time.monotonic() + seconds
+        while (state.connections or state.tasks) and not is_forced() and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+
+    def _protocol(self) -> asyncio.Protocol:
+        made: asyncio.Protocol = self.config.http_protocol_class(  # type: ignore[call-arg]
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        return made
+
+
+class Acceptor:
+    """Accepts connections until it is closed."""
+
+    def __init__(
+        self, sock: socket.socket, make_protocol: Callable[[], asyncio.Protocol], tls: ssl.SSLContext | None = None
+    ) -> None:
+        self.sock = sock
+        self._tls: dict[str, Any] = {} if tls is None else {"ssl": tls, "ssl_handshake_timeout": HANDSHAKE_SECONDS}
+        self._make_protocol = make_protocol
+        self._loop = asyncio.get_running_loop()
+        self._opening: set[asyncio.Task[None]] = set()
+        self._pause: asyncio.TimerHandle | None = None
+        self._closed = False
+        sock.setblocking(False)
+        sock.listen(_BACKLOG)
+        self._resume()
+
+    def close(self) -> None:
+        self._closed = True
+        if self._pause is not None:
+            self._pause.cancel()
+        self._loop.remove_reader(self.sock)
+
+    async def wait_closed(self) -> None:
+        if self._opening:
+            await asyncio.wait(self._opening)
+
+    def _resume(self) -> None:
+        self._pause = None
+        self._loop.add_reader(self.sock, self._accept)
+
+    def _accept(self) -> None:
+        for _ in range(_ACCEPT_LIMIT):
+            try:
+                connection, _ = self.sock.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:  # usually no file descriptor is left
+                log.error("connections cannot be accepted: %s; trying again in %g s", error.strerror, _PAUSE_SECONDS)
+                self._loop.remove_reader(self.sock)
+                self._pause = self._loop.call_later(_PAUSE_SECONDS, self._resume)
+                return
+            task = self._loop.create_task(self._open(connection))
+            self._opening.add(task)
+            task.add_done_callback(self._opening.discard)
+
+    async def _open(self, connection: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # the client has disconnected, or does not use TLS
+            transport, _ = await self._loop.connect_accepted_socket(self._make_protocol, connection, **self._tls)
+            if self._closed:  # meanwhile: `shutdown` has not seen this connection
+                transport.close()
+
+
+# Cors: adds CORS headers for the origins of --allowed-origins. It is not used without any, and browsers allow none.
+
+_MAX_AGE = b"600"  # seconds for which a browser caches a preflight
+_METHODS = b"GET, POST, DELETE"  # of all routes
+_EXPOSED = (b"access-control-expose-headers", b"x-request-id, retry-after")
+
+
+class Cors:
+    """ASGI middleware: answers preflight requests, and adds headers to the other responses."""
+
+    def __init__(self, app: App, settings: ServerSettings) -> None:
+        self.app = app
+        self._origins = frozenset(settings.allowed_origins)
+        self._methods = _joined(settings.allowed_methods) or _METHODS
+        self._headers = _joined(settings.allowed_headers)  # None: any
+        self._credentials = settings.allow_credentials
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        headers = scope.get("headers", ())
+        origin = _find(headers, b"origin")
+        if scope["type"] != "http" or origin is None:
+            await self.app(scope, receive, send)
+            return
+        own = self._own(origin) if self.app.state.hosts.allow(headers) else []
+        if scope["method"] == "OPTIONS" and _find(headers, b"access-control-request-method") is not None:
+            await self._answer_preflight(headers, origin, own, send)
+            return
+
+        async def send_with(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], *own, *([_EXPOSED] if own else [])]
+            await send(message)
+
+        await self.app(scope, receive, send_with)
+
+    def refusal(
+        self, method: str, path: str, headers: Headers, client: Address | None
+    ) -> tuple[HTTPException, str] | None:
+        """Like `App.refusal`, but a browser's request takes the normal path, which adds the CORS headers."""
+        return self.app.refusal(method, path, headers, client) if _find(headers, b"origin") is None else None
+
+    def _own(self, origin: bytes) -> list[tuple[bytes, bytes]]:
+        """The headers for an origin; empty if it is not allowed."""
+        any_origin = "*" in self._origins
+        if not any_origin and origin.decode("latin-1") not in self._origins:
+            return []
+        if any_origin:
+            return [(b"access-control-allow-origin", b"*")]  # without credentials: browsers forbid both together
+        own = [(b"access-control-allow-origin", origin), (b"vary", b"Origin")]
+        return [*own, (b"access-control-allow-credentials", b"true")] if self._credentials else own
+
+    async def _answer_preflight(
+        self, headers: Headers, origin: bytes, own: list[tuple[bytes, bytes]], send: Send
+    ) -> None:
+        body, status = b"", 204
+        if own:
+            wanted = _find(headers, b"access-control-request-headers") or b""
+            own = [
+                *own,
+                (b"access-control-allow-methods", self._methods),
+                (b"access-control-allow-headers", wanted if self._headers is None else self._headers),
+                (b"access-control-max-age", _MAX_AGE),
+            ]
+        else:
+            error = self._refused(headers, origin)
+            body, status, own = error.body(), error.status, [(b"content-type", b"application/json")]
+        if body:
+            own.append((b"content-length", str(len(body)).encode()))
+        await send({"type": "http.response.start", "status": status, "headers": own})
+        await send({"type": "http.response.body", "body": body, "more_body": False})
+
+    def _refused(self, headers: Headers, origin: bytes) -> HTTPException:
+        try:
+            self.app.state.hosts.check(headers)
+        except HTTPException as error:
+            return error
+        shown = origin.decode("latin-1")
+        return HTTPException(403, f"the origin {shown} is not allowed; add it by --allowed-origins")
+
+
+def _joined(given: list[str]) -> bytes | None:
+    return None if not given or "*" in given else ", ".join(given).encode()
+
+
+def _find(headers: Headers, name: bytes) -> bytes | None:
+    return next((value for key, value in headers if key == name), None)
+
+
+# Watchdog: detects an engine that was sent requests and sends no messages.
+
+
+class Watchdog:
+    """When the core has sent nothing for `seconds` since it had requests, the stacks of both processes are logged and
+    /health returns 503, until the core sends a message again."""
+
+    def __init__(self, state: State, seconds: float) -> None:
+        self.state = state
+        self.seconds = seconds
+        self._owed_since: float | None = None  # monotonic seconds since when the core owes a message
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(min(1.0, self.seconds / 4))
+            with self.state.counters.turns.turn("watchdog"):
+                self.check(time.monotonic())
+
+    def check(self, now: float) -> None:
+        engine = self.state.engine
+        if engine.failure is not None or engine.pulse.is_asleep:
+            self._owed_since = self.state.stalled = None
+            return
+        if self._owed_since is None or engine.last_message_time > self._owed_since:
+            self._owed_since = now if engine.load.num_open else None
+        # without open requests it stays set: the core answers the abort of a request with statistics
+        silent = 0.0 if self._owed_since is None else now - self._owed_since
+        if silent < self.seconds:
+            self.state.stalled = None
+        elif self.state.stalled is None:
+            self.state.stalled = f"the engine has had requests and has sent nothing for {silent:.0f} s"
+            log.error("%s; stacks follow", self.state.stalled)
+            self._dump_stacks()
+
+    def _dump_stacks(self) -> None:
+        faulthandler.dump_traceback(all_threads=True)
+        for pid in self.state.engine.core_pids().values():
+            try:
+                os.kill(pid, signal.SIGUSR1)  # faulthandler of the core writes its stacks
+            except ProcessLookupError:
+                pass  # it has exited; the closed socket will be noticed

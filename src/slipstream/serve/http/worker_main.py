@@ -18,10 +18,10 @@ from slipstream.base.errors import UserError
 from slipstream.base.log import set_up_log
 from slipstream.base.processes import die_with_parent
 from slipstream.metrics.stats import SharedCounters
-from slipstream.serve.http.settings import ServerSettings
-from slipstream.serve.http.supervisor import CANNOT_START
+from slipstream.serve.http.server.errors import Flags
+from slipstream.serve.http.server.settings import ServerSettings
+from slipstream.serve.http.server.supervisor import CANNOT_START
 from slipstream.serve.http.worker import run_worker
-from slipstream.serve.wording import Flags
 from slipstream.transport.sockets import SocketClient
 
 status = logging.getLogger("slipstream.status")

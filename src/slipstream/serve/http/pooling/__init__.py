@@ -1,0 +1,1 @@
+"""Routes of embeddings, scores, classification and TEI."""

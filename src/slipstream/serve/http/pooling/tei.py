@@ -10,15 +10,24 @@ import slipstream
 from slipstream.front.pooling_calls import encode, score
 from slipstream.front.served import POOLING_TASKS
 from slipstream.params.pooling import Task
-from slipstream.serve.http.errors import bad_request, invalid_body
-from slipstream.serve.http.pooling.fields import PoolFields, pooling_params, prompts_of, size_of
-from slipstream.serve.http.pooling.pooling import SparseWeight, sparse_weights
+from slipstream.serve.http.pooling.embeddings import SparseWeight, sparse_weights
 from slipstream.serve.http.pooling.rerank import RerankRequest, rerank_as_tei, tei_truncation
-from slipstream.serve.http.pooling.run import Chosen, arrays_of, choose, run, run_text, short_text
-from slipstream.serve.http.pooling.tei_errors import TeiErrorBody, as_tei_error
-from slipstream.serve.http.request import Request
-from slipstream.serve.http.response import Response, json_response
-from slipstream.serve.http.routes import Endpoint, Route, get, post
+from slipstream.serve.http.pooling.run import (
+    Chosen,
+    PoolFields,
+    arrays_of,
+    choose,
+    pooling_params,
+    prompts_of,
+    run,
+    run_text,
+    short_text,
+    size_of,
+)
+from slipstream.serve.http.server.error_formats import TeiErrorBody, as_tei_error
+from slipstream.serve.http.server.errors import bad_request, invalid_body
+from slipstream.serve.http.server.request import Endpoint, Request, Route, get, post
+from slipstream.serve.http.server.response import Response, json_response
 
 Direction = Literal["left", "right", "Left", "Right"]
 

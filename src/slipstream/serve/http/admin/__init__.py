@@ -1,0 +1,1 @@
+"""Routes about the server: health, metrics, models, adapters, sleep, tokens, the page."""

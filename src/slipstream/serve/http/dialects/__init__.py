@@ -1,0 +1,1 @@
+"""Vendors' APIs for generation: OpenAI, Anthropic, Cohere, Ollama."""

@@ -1,0 +1,1 @@
+"""Parts that all dialects of generation share: fields, conversations, grammars, tools, streams."""

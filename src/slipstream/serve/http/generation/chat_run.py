@@ -1,0 +1,293 @@
+"""ChatRun: generates the answers of a ChatConversation, as content, reasoning and tool calls.
+
+Routes of all chat APIs use it: `start_chat`, then `answers` for whole answers or `async for` for parts of a stream.
+"""
+
+from __future__ import annotations
+
+import secrets
+import string
+from collections.abc import AsyncIterator, Sequence
+from types import TracebackType
+from typing import Literal
+
+import msgspec
+
+from slipstream.front.inputs import PreparedPrompt
+from slipstream.front.request_state import GenerationRequestState, RequestStream
+from slipstream.front.results import Increment
+from slipstream.front.sample_state import SampleState
+from slipstream.params.sampling import SamplingParams
+from slipstream.parsers.output_parser import HarmonyFormat, OutputParser, ReasoningFormat, ToolCallFormat
+from slipstream.parsers.reader import ArgumentsDelta, ContentDelta, ParserEvent, ReasoningDelta, ToolCallStart
+from slipstream.serve.http.generation.conversation import ChatConversation
+from slipstream.serve.http.generation.generation import AnswerSize, check_end, start, submits_for
+from slipstream.serve.http.generation.strict import forced_format, structured_outputs
+from slipstream.serve.http.generation.tools import ChatFormats
+from slipstream.serve.http.server.errors import bad_request
+from slipstream.serve.http.server.request import Request
+
+_ID_CHARACTERS = string.ascii_letters + string.digits
+
+
+class ToolCall(msgspec.Struct):
+    id: str
+    name: str
+    arguments: str  # JSON as the model wrote it
+
+
+class ChatAnswer(msgspec.Struct):
+    """One sample, whole."""
+
+    sample: SampleState
+    content: str = ""
+    reasoning: str = ""
+    calls: list[ToolCall] = []
+    events: list[ParserEvent] = []  # in the order of the output
+    finish_reason: str | None = None  # as OpenAI's: tool_calls where the model stopped after calls
+
+
+class ChatPart(msgspec.Struct):
+    """The new part of one sample of a stream."""
+
+    new: Increment
+    events: list[ParserEvent]  # every ToolCallStart has an id
+    finish_reason: str | None  # as in ChatAnswer
+
+
+async def start_chat(
+    request: Request, conversation: ChatConversation, *, stream: bool, shows_ids: bool = False
+) -> ChatRun:
+    """Checks, renders and tokenises a conversation, and sends it to the engine. Use the result in a `with` block."""
+    run = ChatRun(request, conversation)
+    name, size = conversation.model.description.name, conversation.num_chars
+    answer = AnswerSize(conversation.params, shows_ids=shows_ids)
+    run.stream = await start(
+        request, name, 1, size, run.prepare, stream=stream, limit=conversation.max_tokens, answer=answer
+    )
+    return run
+
+
+class ChatRun:
+    stream: RequestStream[GenerationRequestState]
+
+    def __init__(self, request: Request, conversation: ChatConversation) -> None:
+        self._request = request
+        self._conversation = conversation
+        settings = request.state.settings
+        self._formats = ChatFormats.of(conversation.model, settings)
+        conversation.check_tool_choice(self._formats, auto=settings.enable_auto_tool_choice)
+        self._prompt = ""  # its text, set by `prepare`
+        self._parsers: dict[int, OutputParser | None] = {}  # by sample; None: all text is content
+        self._call_ids: dict[int, set[str]] = {}  # by sample: those that the model wrote
+
+    @property
+    def state(self) -> GenerationRequestState:
+        (state,) = self.stream.states
+        return state
+
+    def prepare(self) -> list[PreparedPrompt]:
+        conversation, formats = self._conversation, self._formats
+        text = conversation.render()
+        params, tokenizer = conversation.params, conversation.model.tokenizer
+        assert tokenizer is not None, "a chat template needs a tokenizer"
+        with_tools = bool(conversation.tools.shown)
+        if conversation.skip_special_tokens is None and formats.uses_special_tokens(tokenizer, with_tools=with_tools):
+            params = params.with_changes(skip_special_tokens=False)
+        names = self._request.field_names
+        field = names.get("structured_outputs", "structured_outputs")
+        if conversation.tools.are_forced or (conversation.tools.strict and params.structured_outputs is None):
+            names["structured_outputs"] = "tools"  # errors of the shape are about tools from now on
+        shape = structured_outputs(conversation, formats, text, field)
+        if shape is not params.structured_outputs:
+            params = params.with_changes(structured_outputs=shape)
+        name = conversation.model.description.name
+        prepared = submits_for(self._request, name, [text], params, add_special_tokens=conversation.add_special_tokens)
+        self._prompt = prepared[0][1] or ""
+        return prepared if conversation.max_context is None else [self._within_context(each) for each in prepared]
+
+    def _within_context(self, prepared: PreparedPrompt) -> PreparedPrompt:
+        """The prompt with an answer that ends at the limit of the context."""
+        (message, text), limit = prepared, self._conversation.max_context
+        assert limit is not None and isinstance(message.params, SamplingParams)
+        if (room := limit - len(message.prompt_token_ids)) < 1:
+            fact = f"the prompt has {limit - room} tokens, options.num_ctx is {limit} including the answer"
+            raise bad_request(f"{fact}; raise it, or shorten the prompt", "options", "context_length_exceeded")
+        wanted = message.params.max_tokens
+        params = message.params.with_changes(max_tokens=room if wanted is None else min(wanted, room))
+        return msgspec.structs.replace(message, params=params), text
+
+    async def answers(self) -> list[ChatAnswer]:
+        """The samples when all are finished. For a run that is no stream."""
+        (state,) = await self.stream.wait()
+        check_end(self._request, state)
+        return [self.answer(sample) for sample in state.samples]
+
+    async def __aiter__(self) -> AsyncIterator[list[ChatPart]]:
+        """The parts as they arrive, until all samples are finished."""
+        async for (state,) in self.stream:
+            check_end(self._request, state)
+            yield [self._part(new) for new in state.increment()]
+
+    def answer(self, sample: SampleState) -> ChatAnswer:
+        """Parses a sample that is finished."""
+        answer = ChatAnswer(sample, calls=[], events=self._events(sample.index, sample.text, is_last=True))
+        for event in answer.events:
+            match event:
+                case ContentDelta(text):
+                    answer.content += text
+                case ReasoningDelta(text):
+                    answer.reasoning += text
+                case ToolCallStart(_, name, id):
+                    answer.calls.append(ToolCall(id or "", name, ""))
+                case ArgumentsDelta(_, text):
+                    answer.calls[-1].arguments += text
+        answer.finish_reason = self._finish_reason(sample.index, sample.finish_reason)
+        return answer
+
+    def _part(self, new: Increment) -> ChatPart:
+        events = self._events(new.index, new.text, is_last=new.finish_reason is not None)
+        return ChatPart(new, events, self._finish_reason(new.index, new.finish_reason))
+
+    def _events(self, index: int, text: str, *, is_last: bool) -> list[ParserEvent]:
+        if index not in self._parsers:
+            self._parsers[index] = self._new_parser()
+        if (parser := self._parsers[index]) is None:
+            return [ContentDelta(text)] if text else []
+        events = [*parser.feed(text), *(parser.finish() if is_last else ())]
+        ids = self._call_ids.setdefault(index, set())
+        return [kept for event in events if (kept := self._kept(event, ids)) is not None]
+
+    def _kept(self, event: ParserEvent, ids: set[str]) -> ParserEvent | None:
+        """The event with the id of a call, which is not among `ids`; None if the request excludes it."""
+        match event:
+            case ReasoningDelta() if not self._conversation.include_reasoning:
+                return None
+            case ToolCallStart() | ArgumentsDelta() if event.index and not self._conversation.tools.parallel:
+                return None
+            case ToolCallStart(index, name, id):
+                if not id or id in ids:  # a model may write one twice, and clients find the result of a call by its id
+                    return ToolCallStart(index, name, self._new_id())
+                ids.add(id)
+        return event
+
+    def _new_parser(self) -> OutputParser | None:
+        conversation, formats = self._conversation, self._formats
+        tools: ToolCallFormat | None = None
+        reasoning: ReasoningFormat | HarmonyFormat | None = formats.reasoning
+        if conversation.tools.are_forced and not formats.is_harmony:
+            tools = forced_format(conversation.tools)
+        elif conversation.tools.shown:
+            tools = formats.tools
+        if reasoning is None and tools is None:
+            return None
+        is_open = False
+        if isinstance(reasoning, ReasoningFormat):
+            is_open = reasoning.is_open(self._prompt, continues=conversation.continue_final_message)
+        return OutputParser(reasoning, tools, functions=conversation.tools.functions, is_open=is_open)
+
+    def _finish_reason(self, index: int, reason: str | None) -> str | None:
+        """A forced function ends with stop, as in OpenAI's API."""
+        parser = self._parsers[index]
+        if reason != "stop" or parser is None or self._conversation.tools.choice == "function":
+            return reason
+        return "tool_calls" if parser.num_calls else reason
+
+    def _new_id(self) -> str:
+        size = 9 if self._formats.has_short_ids else 24
+        text = "".join(secrets.choice(_ID_CHARACTERS) for _ in range(size))
+        return text if self._formats.has_short_ids else f"call_{text}"
+
+    def __enter__(self) -> ChatRun:
+        self.stream.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stream.__exit__(kind, error, trace)
+
+
+# AnswerBlocks: the output of a sample as text, reasoning and tool calls in the order in which the model writes them.
+#
+# APIs other than OpenAI's chat send an answer as such blocks, and a stream as their starts, pieces and ends.
+
+BlockKind = Literal["text", "reasoning", "call"]
+
+
+class Block(msgspec.Struct):
+    kind: BlockKind
+    index: int
+    text: str = ""  # of a call: its arguments, JSON as the model wrote it
+    name: str = ""  # of a call
+    id: str = ""  # of a call
+    own_index: int = 0  # of a call among the calls, of a text or reasoning among those
+
+
+class BlockStart(msgspec.Struct):
+    block: Block
+
+
+class BlockDelta(msgspec.Struct):
+    block: Block
+    text: str
+
+
+class BlockEnd(msgspec.Struct):
+    block: Block
+
+
+BlockEvent = BlockStart | BlockDelta | BlockEnd
+
+
+class AnswerBlocks:
+    """Turns the events of a stream into those of blocks. `all` has the blocks so far, with their text."""
+
+    def __init__(self) -> None:
+        self.all: list[Block] = []
+        self._open: Block | None = None
+        self._num_calls = 0
+
+    def feed(self, events: Sequence[ParserEvent]) -> list[BlockEvent]:
+        found: list[BlockEvent] = []
+        for event in events:
+            match event:
+                case ContentDelta(text):
+                    self._add("text", text, found)
+                case ReasoningDelta(text):
+                    self._add("reasoning", text, found)
+                case ToolCallStart(_, name, id):
+                    self._start(Block("call", len(self.all), name=name, id=id or ""), found)
+                case ArgumentsDelta(_, text):
+                    self._add("call", text, found)
+        return found
+
+    def end(self) -> list[BlockEvent]:
+        """Ends the block that is open, if there is one."""
+        if self._open is None:
+            return []
+        block, self._open = self._open, None
+        return [BlockEnd(block)]
+
+    def _start(self, block: Block, found: list[BlockEvent]) -> None:
+        found += self.end()
+        is_call = block.kind == "call"
+        block.own_index = self._num_calls if is_call else block.index - self._num_calls
+        self._num_calls += is_call
+        self._open = block
+        self.all.append(block)
+        found.append(BlockStart(block))
+
+    def _add(self, kind: BlockKind, text: str, found: list[BlockEvent]) -> None:
+        if self._open is None or self._open.kind != kind:
+            self._start(Block(kind, len(self.all)), found)
+        assert self._open is not None
+        self._open.text += text
+        found.append(BlockDelta(self._open, text))
+
+
+def blocks_of(answer: ChatAnswer) -> list[Block]:
+    """The blocks of a whole answer."""
+    blocks = AnswerBlocks()
+    blocks.feed(answer.events)
+    return blocks.all

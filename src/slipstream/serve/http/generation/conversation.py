@@ -1,0 +1,175 @@
+"""ChatConversation: a chat request in the form that the routes of all chat APIs convert their requests to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import msgspec
+
+from slipstream.front.served import ServedModel
+from slipstream.params.sampling import SamplingParams
+from slipstream.parsers.envelope import EnvelopeFormat
+from slipstream.parsers.families import tool_call_format
+from slipstream.serve.http.generation.tools import GENERIC, ChatFormats, Tools
+from slipstream.serve.http.server.errors import bad_request
+from slipstream.serve.http.server.request import Request
+from slipstream.text.chat_template import known_roles, reads_variable
+from slipstream.text.tokenizer import Tokenizer
+
+
+class ChatConversation(msgspec.Struct, kw_only=True):
+    """Messages and tools are in the format of OpenAI's chat API, checked (`text_messages`, `Tools.check`)."""
+
+    model: ServedModel
+    messages: Sequence[Mapping[str, Any]]
+    params: SamplingParams
+    max_tokens: int | None = None  # of the request, if it has one: a prompt that leaves less room is refused
+    max_context: int | None = None  # limit of prompt and answer together, below the model's (Ollama's num_ctx)
+    tools: Tools = Tools()
+    include_reasoning: bool = True
+    chat_template_kwargs: Mapping[str, Any] = {}
+    add_generation_prompt: bool | None = None  # default: unless the final message is continued
+    continue_final_message: bool = False
+    add_special_tokens: bool = False  # besides those of the template
+    allow_control_tokens: bool | None = None
+    skip_special_tokens: bool | None = None  # default: unless they mark reasoning or tool calls
+
+    @property
+    def num_chars(self) -> int:
+        """The approximate length of the prompt."""
+        return prompt_chars(self.messages, self.tools.listed, self.chat_template_kwargs)
+
+    def render(self) -> str:
+        """Returns the text of the prompt."""
+        messages, tools = self.messages, self.tools.shown
+        if tools and not self.reads("tools", with_tools=True):
+            messages, tools = _described(messages, tools, forced=self.tools.are_forced), []
+        generates = self.add_generation_prompt
+        return self.model.inputs.render_chat(
+            messages,
+            tools=tools or None,
+            add_generation_prompt=not self.continue_final_message if generates is None else generates,
+            continue_final_message=self.continue_final_message,
+            chat_template_kwargs=self.chat_template_kwargs or None,
+            allow_control_tokens=self.allow_control_tokens,
+        )
+
+    def reads(self, variable: str, *, with_tools: bool = False) -> bool:
+        """Whether the model's chat template reads a variable."""
+        tokenizer = self.model.tokenizer
+        template = None if tokenizer is None else tokenizer.chat_template(with_tools=with_tools)
+        return template is not None and reads_variable(template, variable)
+
+    def check_tool_choice(self, formats: ChatFormats, *, auto: bool) -> None:
+        """Raises if the model would have to decide about tool calls and cannot. `auto`: it may."""
+        if not self.tools.shown or self.tools.are_forced:
+            return
+        hint = "set tool_choice to required or to a function"
+        if not auto:
+            raise bad_request(f"tool_choice is auto, which this server has disabled; {hint}", "tool_choice")
+        if formats.tools is None:
+            fact = "tool_choice is auto, and this server has no parser of tool calls (--tool-call-parser none)"
+            raise bad_request(f"{fact}; {hint}", "tool_choice")
+
+
+def _described(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], *, forced: bool
+) -> list[Mapping[str, Any]]:
+    """For a template without tools: the messages with the tools in the system message. `forced`: a grammar makes the
+    call, so the message does not explain its form."""
+    generic = tool_call_format(GENERIC)
+    assert isinstance(generic, EnvelopeFormat)
+    (begin,), end = generic.begin, generic.end
+    lines = [
+        "You can call these functions, given as JSON:",
+        *(json.dumps(tool["function"], ensure_ascii=False) for tool in tools),
+    ]
+    if not forced:
+        lines.append(f'To call one, write {begin}{{"name": the name, "arguments": an object}}{end}.')
+    text = "\n".join(lines)
+    first = messages[0] if messages else {}
+    content = first.get("content")
+    if first.get("role") != "system" or not isinstance(content, str):
+        return [{"role": "system", "content": text}, *messages]
+    return [{**first, "content": f"{content}\n\n{text}"}, *messages[1:]]
+
+
+# Checks the messages of a chat request: roles, and content that is text or a list of text parts.
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+AllowControlTokens = Annotated[
+    bool | None,
+    msgspec.Meta(description="let the text of messages spell control tokens; default no, unless the server says so"),
+]
+
+
+def text_messages(
+    request: Request, messages: Sequence[dict[str, Any]], tokenizer: Tokenizer | None
+) -> list[dict[str, Any]]:
+    """Returns the messages after checks of roles and content types; rendering the template checks the rest."""
+    request.set_input_field("messages")
+    if not messages:
+        raise bad_request("there are no messages; give at least one", "messages")
+    request.check_count(len(messages), "messages")
+    template = None if tokenizer is None else tokenizer.chat_template()
+    for i, message in enumerate(messages):
+        role = message.get("role")
+        if not isinstance(role, str) or (role not in ROLES and (template is None or role not in known_roles(template))):
+            shown = "missing" if role is None else repr(role)
+            fact = f"messages[{i}].role is {shown}"
+            raise bad_request(f"{fact}; give one of {', '.join(ROLES)}", f"messages[{i}].role")
+        content = message.get("content")
+        name = f"messages[{i}].content"
+        if isinstance(content, list):
+            for index, part in enumerate(content):
+                _check_part(part, f"{name}[{index}]")
+        elif content is not None and not isinstance(content, str):
+            raise bad_request(f"{name} is {_kind(content)}; give a string or a list of text parts", name)
+    return list(messages)
+
+
+def _check_part(part: Any, name: str) -> None:
+    """Raises unless a part is a string, or an object of type text."""
+    if isinstance(part, str):
+        return
+    if not isinstance(part, dict):
+        raise bad_request(f"{name} is {_kind(part)}; {_PART}", name)
+    kind = part.get("type", "text")
+    if kind != "text":
+        fact = f"{name} is a part of type {kind!r}; models read text only, send text parts"
+        raise bad_request(fact, name, "unsupported_content")
+    for field in part:
+        if field not in ("type", "text"):
+            raise bad_request(f"there is no field {name}.{field}; a text has type and text", f"{name}.{field}")
+    if not isinstance(text := part.get("text"), str):
+        raise bad_request(f"{name}.text is {_kind(text)}; {_PART}", f"{name}.text")
+
+
+_PART = 'give {"type": "text", "text": "..."}'
+
+
+def _kind(value: Any) -> str:
+    """The JSON type of a value, with an article."""
+    names = {bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "a list", dict: "an object"}
+    return names.get(type(value), "null")
+
+
+def prompt_chars(*parts: Any) -> int:
+    """The approximate length of a prompt: the characters of all text in its messages, tools and template variables,
+    which may be unchecked. A number counts as one."""
+    total, rest = 0, list(parts)
+    while rest:
+        part = rest.pop()
+        if isinstance(part, str):
+            total += len(part)
+        elif isinstance(part, Mapping):
+            rest += part.keys()
+            rest += part.values()
+        elif isinstance(part, list | tuple):
+            rest += part
+        else:
+            total += 1
+    return total

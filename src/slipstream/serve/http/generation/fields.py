@@ -1,0 +1,305 @@
+"""The request fields that completions and chat share: OpenAI's, vLLM's, and those that are not supported.
+
+No field is ignored without notice. A field is used; or it is a label of the client without effect (`Label`); or it is
+refused unless its value is the default behaviour (`REFUSED`). Any other field is refused as unknown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any
+
+import msgspec
+
+from slipstream.engine.model_description import ModelDescription
+from slipstream.front.inputs import InputProcessor
+from slipstream.params.sampling import SamplingParams
+from slipstream.params.structured import StructuredOutputsParams, as_params
+from slipstream.serve.http.server.errors import bad_request
+from slipstream.serve.http.server.settings import ServerSettings
+
+
+def _doc(text: str) -> msgspec.Meta:
+    return msgspec.Meta(description=text)
+
+
+Label = Annotated[Any, _doc("a label of the client: accepted, without effect")]
+Refused = Annotated[Any, _doc("not supported: refused unless it is the default behaviour")]
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: Refused = None
+
+
+class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Fields that are null or absent have the defaults of the model's generation_config.json."""
+
+    model: Annotated[str | None, _doc("a name from /v1/models; default: the first model that generates")] = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    max_tokens: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    prompt_logprobs: int | None = None
+    logprob_token_ids: list[int] | None = None
+    priority: Annotated[int | None, _doc("lower values are scheduled first")] = None
+    cache_salt: Annotated[str | None, _doc("prompts share cached prefixes only with the same salt")] = None
+    add_special_tokens: bool | None = None
+    return_tokens_as_token_ids: Annotated[bool | None, _doc("in logprobs, write tokens as token_id:N")] = None
+    return_token_ids: Annotated[bool | None, _doc("return the ids of prompt and output too")] = None
+
+    thinking_token_budget: Annotated[
+        int | None, _doc("maximum number of reasoning tokens; then the marker that ends reasoning is written")
+    ] = None
+    vllm_xargs: Annotated[
+        dict[str, Any] | None, _doc("arguments for the logits processors that the server was started with")
+    ] = None
+
+    response_format: Annotated[
+        dict[str, Any] | None, _doc("type is text, json_object, json_schema or structural_tag")
+    ] = None
+    structured_outputs: Annotated[
+        dict[str, Any] | None, _doc("vLLM's: json, regex, choice, grammar, json_object or structural_tag")
+    ] = None
+    guided_json: Annotated[str | dict[str, Any] | None, _doc("older name of structured_outputs.json")] = None
+    guided_regex: Annotated[str | None, _doc("older name of structured_outputs.regex")] = None
+    guided_choice: Annotated[list[str] | None, _doc("older name of structured_outputs.choice")] = None
+    guided_grammar: Annotated[str | None, _doc("older name of structured_outputs.grammar")] = None
+    guided_whitespace_pattern: Annotated[str | None, _doc("whitespace in JSON, with guided_json")] = None
+
+    use_beam_search: Annotated[
+        bool | None, _doc("search for the n likeliest outputs instead of sampling; the choices are the best first")
+    ] = None
+    length_penalty: Annotated[float | None, _doc("exponent of the length in scores of beam search; default 1")] = None
+
+    user: Label = None
+    metadata: Label = None
+    safety_identifier: Label = None
+    prompt_cache_key: Label = None
+
+    prompt_cache_retention: Refused = None
+    service_tier: Refused = None
+    request_id: Refused = None
+    guided_decoding_backend: Refused = None
+    best_of: Refused = None
+    early_stopping: Refused = None
+    truncation_side: Refused = None
+    logits_processors: Refused = None
+    kv_transfer_params: Refused = None
+
+
+_UNSUPPORTED = "unsupported_parameter"
+REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "prompt_cache_retention": (("in_memory", "in-memory"), "cached prompts stay until their memory is needed"),
+    "service_tier": (("auto", "default"), "there is one tier; use priority"),
+    "request_id": ((), "send the header X-Request-Id instead"),
+    "guided_decoding_backend": (("auto", "guidance"), "grammars are compiled by llguidance"),
+    "best_of": ((1,), "use n and choose among the samples"),
+    "length_penalty": ((1, 1.0), "it is for beam search; set use_beam_search"),
+    "early_stopping": ((False,), "beam search always lasts max_tokens steps"),
+    "truncation_side": (("left",), "prompts are truncated on the left"),
+    "logits_processors": (([],), "a request cannot have code; start the server with --logits-processors"),
+    "kv_transfer_params": (({},), "KV caches are not transferred between engines"),
+}
+
+
+def given_fields(body: msgspec.Struct) -> dict[str, Any]:
+    """Returns the fields that are not null."""
+    pairs = zip(body.__struct_fields__, msgspec.structs.astuple(body), strict=True)
+    return {name: value for name, value in pairs if value is not None}
+
+
+def refuse(given: dict[str, Any], table: dict[str, tuple[tuple[Any, ...], str]]) -> None:
+    """Raises for a field of the table with another value than the supported ones."""
+    for name in given.keys() & table.keys():
+        supported, hint = table[name]
+        if given[name] not in supported:
+            raise bad_request(f"{name} is not supported: {hint}", param=name, code=_UNSUPPORTED)
+
+
+_SAMPLING_FIELDS = frozenset(SamplingParams.__struct_fields__)  # a request field of the same name sets the parameter
+
+
+def sampling_params(
+    given: dict[str, Any],
+    inputs: InputProcessor,
+    settings: ServerSettings,
+    own: dict[str, Any],
+    names: dict[str, str],
+) -> SamplingParams:
+    """Builds SamplingParams from request fields of the same names.
+
+    `own`: parameters whose request fields differ by route, with precedence. `names`: the names of those fields.
+    """
+    refuse(given, REFUSED)
+    _check_limits(given | own, settings, names)
+    _check_together(given, own)
+    requested = {name: given[name] for name in given.keys() & _SAMPLING_FIELDS}
+    values = {**inputs.description.defaults.params, **requested, **own}
+    if "thinking_token_budget" in given:
+        inputs.reasoning_parser = settings.reasoning_parser
+    names["extra_args"] = "vllm_xargs"
+    if given.get("vllm_xargs"):
+        values["extra_args"] = given["vllm_xargs"]
+    if (structured := structured_outputs(given, names)) is not None:
+        values["structured_outputs"] = structured
+    if (limit := values.get("truncate_prompt_tokens")) is not None:
+        values["truncate_prompt_tokens"] = prompt_limit(limit, values.get("max_tokens"), inputs.description)
+    return SamplingParams(**values)
+
+
+def prompt_limit(given: int, max_tokens: int | None, model: ModelDescription) -> int:
+    """The value of truncate_prompt_tokens; with -1 as much of the prompt as fits with max_tokens."""
+    return max(1, model.max_model_len - max_tokens) if given == -1 and max_tokens else given
+
+
+def _check_together(given: dict[str, Any], own: dict[str, Any]) -> None:
+    """Raises for fields that have no effect without another one."""
+    if (options := given.get("stream_options")) is not None:
+        if not given.get("stream"):
+            raise bad_request("stream_options needs stream=true; set it, or remove this", param="stream_options")
+        if options.continuous_usage_stats and not options.include_usage:
+            name = "stream_options.continuous_usage_stats"
+            raise bad_request(f"{name} needs include_usage=true; set it, or remove this", param=name)
+        if options.include_obfuscation not in (None, False):
+            name = "stream_options.include_obfuscation"
+            raise bad_request(f"{name} is not supported: events are not padded", param=name, code=_UNSUPPORTED)
+    if own.get("logprobs") is None:
+        for name in ("logprob_token_ids", "return_tokens_as_token_ids"):
+            if given.get(name):
+                raise bad_request(f"{name} needs logprobs; set it, or remove this", param=name)
+
+
+def _check_limits(given: dict[str, Any], settings: ServerSettings, names: Mapping[str, str]) -> None:
+    _at_most("n", given.get("n", 1), settings.max_n, "samples")
+    for name in ("logprobs", "prompt_logprobs"):
+        if (logprobs := given.get(name)) is not None:
+            name = names.get(name, name)
+            if logprobs < 0:
+                raise bad_request(f"{name} is {logprobs}; give 0 to {settings.max_logprobs}", param=name)
+            _at_most(name, logprobs, settings.max_logprobs, "top tokens")
+    for name in ("stop", "bad_words", "stop_token_ids", "logprob_token_ids"):
+        if values := given.get(name):
+            values = [values] if isinstance(values, str) else values
+            _at_most(name, len(values), settings.max_stop, "entries")
+            if isinstance(values[0], str):
+                _at_most(name, max(map(len, values)), settings.max_stop_chars, "characters each")
+    _at_most("logit_bias", len(given.get("logit_bias", ())), settings.max_bias, "entries")
+    _at_most("cache_salt", len(given.get("cache_salt", "")), settings.max_salt_chars, "characters")
+
+
+def _at_most(name: str, value: int, limit: int, what: str) -> None:
+    if value > limit:
+        raise bad_request(f"{name} has {value} {what}, this server takes {limit}; send fewer", param=name)
+
+
+# The request fields of structured output: OpenAI's `response_format`, vLLM's `structured_outputs` and older names.
+
+_GUIDED = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
+OUTPUT_FIELDS = ("structured_outputs", *_GUIDED)
+"""Fields with the shape of the whole output; that of `response_format` is for the content."""
+FIELDS = ("response_format", *OUTPUT_FIELDS)
+_TYPES = ("text", "json_object", "json_schema", "structural_tag")
+
+
+def structured_outputs(given: dict[str, Any], names: dict[str, str]) -> StructuredOutputsParams | None:
+    """The required shape of the output. `names` gets the name of the field, for later errors."""
+    pattern = given.get("guided_whitespace_pattern")
+    asked = [name for name in FIELDS if name in given and given[name] != {"type": "text"}]
+    if len(asked) > 1:
+        raise bad_request(f"{' and '.join(asked)} both ask for a structured output; remove one", param=asked[1])
+    if not asked:
+        if pattern is not None:
+            name = "guided_whitespace_pattern"
+            raise bad_request(f"{name} needs guided_json; set it, or remove this", param=name)
+        return None
+    names["structured_outputs"] = name = asked[0]
+    if name == "response_format":
+        return _response_format(given[name])
+    fields = given[name] if name == "structured_outputs" else {_GUIDED[name]: given[name]}
+    return as_params(fields if pattern is None else {**fields, "whitespace_pattern": pattern})
+
+
+def _response_format(given: dict[str, Any]) -> StructuredOutputsParams:
+    kind = given.get("type")
+    if kind not in _TYPES:
+        raise _wrong("response_format.type", f"is {kind!r:.100}; give one of {', '.join(_TYPES)}")
+    if kind == "structural_tag":
+        return StructuredOutputsParams(structural_tag=given)
+    known = {"type", "json_schema"} if kind == "json_schema" else {"type"}
+    if unknown := given.keys() - known:
+        name = f"response_format.{min(unknown)}"
+        raise bad_request(f"there is no field {name} with type {kind}; remove it", param=name)
+    return (
+        StructuredOutputsParams(json_object=True) if kind == "json_object" else _json_schema(given.get("json_schema"))
+    )
+
+
+def _json_schema(given: object) -> StructuredOutputsParams:
+    path = "response_format.json_schema"
+    if not isinstance(given, dict):
+        raise _wrong(path, "is missing or no object; give name and schema")
+    if unknown := given.keys() - {"name", "description", "schema", "strict"}:
+        raise bad_request(f"there is no field {path}.{min(unknown)}; remove it", param=f"{path}.{min(unknown)}")
+    for name in ("name", "description"):
+        if not isinstance(given.get(name, ""), str | None):
+            raise _wrong(f"{path}.{name}", "is a label of the client; give a string")
+    schema, strict = given.get("schema"), given.get("strict")
+    if not isinstance(schema, dict):
+        raise _wrong(f"{path}.schema", "is missing or no object; give a JSON schema")
+    if strict not in (None, True, False):
+        raise _wrong(f"{path}.strict", f"is {strict!r:.100}; give true or false")
+    return StructuredOutputsParams(json=schema, lenient=strict is False)
+
+
+def _wrong(name: str, fact: str) -> Exception:
+    return bad_request(f"{name} {fact}", param=name)
+
+
+# Checks the fields of objects inside a request: messages, content parts, tools and tool calls.
+
+
+def check_fields(
+    given: Mapping[str, Any],
+    path: str,
+    known: Collection[str],
+    neutral: Mapping[str, tuple[Any, ...]] | None = None,
+) -> None:
+    """Raises for a field that the object `path` does not have. Null is accepted under any name.
+
+    `neutral`: fields of the API that are not supported, with the values that ask for nothing.
+    """
+    for field, value in given.items():
+        if value is None or field in known:
+            continue
+        name = f"{path}.{field[:100]}"
+        if neutral is None or field not in neutral:
+            raise bad_request(f"there is no field {name}; remove it", name)
+        if value not in neutral[field]:
+            raise bad_request(f"{name} is not supported; remove it", name, "unsupported_parameter")

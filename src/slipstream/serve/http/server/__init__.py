@@ -1,0 +1,1 @@
+"""HTTP itself: listen, parse, requests, responses, limits, state, replicas by URL, batches."""

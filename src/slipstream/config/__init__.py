@@ -1,1 +1,1 @@
-"""Checkpoints and options: what a model's files say, and Options to a frozen EngineConfig."""
+"""Options to a frozen EngineConfig: checks, defaults, and estimates of memory."""

@@ -156,7 +156,8 @@ def add_batch_store(door: Door, folder: Path) -> None:
     """Gives the server a store of files and batches, in which `file-sample` is an input file."""
     service = BatchService(ServerSettings(batch_dir=str(folder / "store")))
     service.store.add_file(service.store.owner(b""), "in.jsonl", "batch", b"{}", 3600)
-    service.store._db.execute("UPDATE files SET id = 'file-sample', state = replace(state, id, 'file-sample')")
+    state = "CAST(replace(state, id, 'file-sample') AS BLOB)"
+    service.store._db.execute(f"UPDATE files SET id = 'file-sample', state = {state}")
     door.state.batches = service
 
 

@@ -1,4 +1,4 @@
-"""Child processes of tests get the environment of the tests."""
+"""Child processes of tests get the environment of the tests, and are seen to end."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from child import child_env
+from child import child_env, is_alive
 
 
 def test_a_child_imports_from_where_we_do_and_keeps_our_environment(tmp_path, monkeypatch):
@@ -23,6 +23,20 @@ def test_a_child_imports_from_where_we_do_and_keeps_our_environment(tmp_path, mo
         [sys.executable, "-c", code], cwd=tmp_path, env=child_env(MORE="3"), capture_output=True, encoding="utf-8"
     )
     assert (done.stdout, done.stderr) == ("-1\ncpu 3\n", "")
+
+
+def test_a_process_lives_until_its_last_thread_ends():
+    code = (
+        "import ctypes, sys, threading; threading.Thread(target=sys.stdin.read).start();"
+        "ctypes.CDLL(None).pthread_exit(None)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, env=child_env()) as child:
+        stat = Path(f"/proc/{child.pid}/stat")
+        while stat.read_text().rpartition(")")[2].split()[0] != "Z":  # its first thread has ended
+            assert child.poll() is None
+        assert is_alive(child.pid)
+        child.kill()
+    assert not is_alive(child.pid)
 
 
 MAKERS = ("run", "Popen", "check_call", "check_output", "call")

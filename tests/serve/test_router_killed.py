@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import time
 from pathlib import Path
 
 import pytest
 
+from child import is_alive
 from patience import PATIENCE
 from serve.server_process import ServerProcess
 from serve.test_server_ends import ENDLESS, Stream
@@ -32,8 +32,8 @@ def test_nothing_is_left_when_the_front_end_is_killed_under_load(tmp_path, argv,
     memory = set(Path("/dev/shm").glob("*slipstream*"))
     server = ServerProcess(folder, *argv, scripted=scripted)
     streams = [Stream(server, ENDLESS | {"max_tokens": 60_000}) for _ in range(4)]
-    family = descendants(server.process.pid)
-    assert len(family) >= 2
+    family, listeners = descendants(server.process.pid), listening(server.port)
+    assert len(family) >= 2 and listeners
     os.kill(server.process.pid, signal.SIGKILL)
     server.process.wait()
     for stream in streams:
@@ -43,10 +43,7 @@ def test_nothing_is_left_when_the_front_end_is_killed_under_load(tmp_path, argv,
     while left := [pid for pid in family if is_alive(pid)]:
         assert time.monotonic() < deadline, f"{len(left)} processes are left"
         time.sleep(0.05)
-    with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # closed connections may linger
-        listener.bind(("127.0.0.1", server.port))
-        listener.listen()
+    assert not listeners & listening(server.port)
     assert not list((tmp_path / "temporary").iterdir())
     deadline = time.monotonic() + PATIENCE
     while more := set(Path("/dev/shm").glob("*slipstream*")) - memory:  # those of tests that run beside this one go
@@ -54,15 +51,14 @@ def test_nothing_is_left_when_the_front_end_is_killed_under_load(tmp_path, argv,
         time.sleep(0.05)
 
 
+def listening(port: int) -> set[str]:
+    """Sockets that listen on a port, by inode: another process may take the port when it is free."""
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return {row[9] for row in rows if row[3] == "0A" and int(row[1].rpartition(":")[2], 16) == port}
+
+
 def descendants(pid: int) -> list[int]:
     found = [int(name) for name in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     for task in Path(f"/proc/{pid}/task").iterdir():
         found += [int(name) for name in (task / "children").read_text().split() if int(name) not in found]
     return found + [each for child in found for each in descendants(child)]
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False

@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from child import child_env
+from child import child_env, is_alive
 from patience import PATIENCE
 from serve.server_process import SCRIPTED
 from slipstream import LLM, SamplingParams
@@ -240,14 +240,6 @@ def test_a_core_does_not_outlive_its_parent(folder, scripted):
     parent.kill()
     parent.wait()
     deadline = time.monotonic() + PATIENCE
-    while alive(core) and time.monotonic() < deadline:
+    while is_alive(core) and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert not alive(core)
-
-
-def alive(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+    assert not is_alive(core)

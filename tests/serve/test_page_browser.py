@@ -332,6 +332,46 @@ def test_conversations_are_kept(server, browser):
     assert browser.errors == []
 
 
+def test_two_answers_side_by_side(server, browser):
+    open_chat(server, browser)
+    click(browser, "compare-button")
+    ask(browser, "hello", 4)
+    browser.until("document.querySelectorAll('.pair .facts span').length > 2")
+    browser.until("document.getElementById('stop').hidden")
+    assert browser.run("document.querySelectorAll('.pair > .assistant').length") == 2
+    kept = browser.run("document.querySelector('.pair > :last-child .prose:last-of-type').textContent")
+    browser.run("document.querySelector('.pair > :last-child [aria-label^=\"Go on\"]').click()")
+    browser.until("!document.querySelector('.pair') && document.getElementById('compare').hidden")
+    assert browser.run("document.querySelector('.assistant .prose:last-of-type').textContent") == kept
+    assert browser.run("document.querySelector('.assistant .branches').textContent") == "2 of 2"
+    assert browser.errors == []
+
+
+def test_a_request_shows_where_its_time_went(server, browser):
+    open_chat(server, browser)
+    ask(browser, "hello", 12)
+    browser.until("document.querySelector('#request-table button')")
+    click(browser, "tab-requests")
+    browser.until("!document.getElementById('waterfall').hidden")
+    told = text(browser, "waterfall")
+    assert all(
+        name in told for name in ("Browser", "Before", "Prompt", "Tokens", "before the first step", "tokens ")
+    ), told
+    assert browser.run("document.querySelectorAll('#waterfall .track i').length") > 12
+    bars = browser.run(
+        "[...document.querySelectorAll('#request-table .track i')].map(bar => parseFloat(bar.style.width))"
+    )
+    assert len(bars) >= 3 and 50 < sum(bars) <= 101
+
+    # not recorded: only what the browser sees
+    click(browser, "record")
+    browser.run(
+        "document.getElementById('prompt').value = 'again'; document.getElementById('chat-form').requestSubmit()"
+    )
+    browser.until("document.querySelectorAll('#request-table [aria-label*=\"until the first token\"]').length === 1")
+    assert browser.errors == []
+
+
 def test_settings_are_kept_and_saved_by_name(server, browser):
     open_chat(server, browser)
 

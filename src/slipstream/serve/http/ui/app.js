@@ -113,6 +113,7 @@ async function load() {
     const can = task => data.filter(model => model.tasks.includes(task))
     const first = tasks => [...new Set(tasks.flatMap(can))].sort((a, b) => generates(a) - generates(b))  // made for it first
     fillSelect($("chat-model"), can("generate"))
+    fillSelect($("other-model"), can("generate"))
     useModels(can("generate"))
     fillSelect($("embed-model"), first(["embed"]))
     fillSelect($("rerank-model"), [...new Set([...can("score"), ...first(["embed", "token_embed"])])])

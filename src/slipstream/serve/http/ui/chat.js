@@ -4,7 +4,8 @@ import { events } from "./api.js"
 import { $, iconButton, make } from "./dom.js"
 import { markCurrent, startHistory } from "./history.js"
 import { MessageView, parted } from "./message.js"
-import { applySettings, requestFields, settings, startSettings } from "./settings.js"
+import { record } from "./server.js"
+import { applySettings, preset, presetNames, requestFields, settings, startSettings } from "./settings.js"
 import { append, branch, follow, newConversation, readConversation, remove, siblings, writeConversation } from "./store.js"
 
 const PROMPT = $("prompt").placeholder
@@ -31,6 +32,9 @@ export function startChat() {
   for (const button of document.querySelectorAll(".example")) {
     button.addEventListener("click", () => { $("prompt").value = button.textContent; $("prompt").focus(); showState() })
   }
+  $("compare-button").addEventListener("click", () => setCompare($("compare").hidden))
+  document.addEventListener("named", showPresets)
+  showPresets()
   startFiles()
   startFollowing()
   addEventListener("pagehide", () => { for (const each of running.values()) writeConversation(each.conversation) })
@@ -157,67 +161,87 @@ function change(node, step) {
 
 const withFiles = ({ content, files }) => [...(files ?? []).map(({ name, text }) => `File ${name}:\n\`\`\`\n${text}\n\`\`\``), content].filter(each => each).join("\n\n")
 
-function requestBody(values) {
+// isOther: of the second of two models that are compared, which continues with its own answers.
+function requestBody(values, model, isOther) {
   const system = values.system?.trim()
   const sent = branch(conversation).map(node => {
     const { role, calls, tool_call_id } = node
-    return { role, content: role === "user" ? withFiles(node) : parted(node).content, tool_call_id, tool_calls: calls?.length ? calls : undefined }
+    const own = isOther && node.other || node
+    return { role, content: role === "user" ? withFiles(node) : parted(own).content, tool_call_id, tool_calls: calls?.length ? own.calls : undefined }
   })
   return {
     ...requestFields(values),
-    model: $("chat-model").value || undefined,
+    model: model || undefined,
     messages: system ? [{ role: "system", content: system }, ...sent] : sent,
     stream: true, stream_options: { include_usage: true },
   }
 }
 
-// Starts an answer. Returns false where a field is not valid.
+// Starts an answer, or two. Returns false where a field is not valid.
 function answer() {
   $("chat-error").textContent = ""
   try {
-    const values = settings(), body = requestBody(values)
+    const values = settings(), bodies = [requestBody(values, $("chat-model").value)], name = $("other-preset").value
+    if (!$("compare").hidden) bodies.push(requestBody(name ? { ...values, ...preset(name) } : values, $("other-model").value, true))
     conversation.settings = values
-    stream(conversation, body)
+    write(conversation, bodies, name)
   } catch (error) { $("chat-error").textContent = error.message; return false }
   return true
 }
 
-async function stream(own, body) {
+const emptyAnswer = (body, name) => ({ role: "assistant", model: body.model + (name ? `, ${name}` : ""), content: "", reasoning: "", calls: [], tokens: [] })
+const isEmpty = ({ content, reasoning, calls }) => !content && !reasoning && !calls.length
+
+async function write(own, bodies, name) {
   const controller = new AbortController()
   running.set(own.id, { conversation: own, controller })
-  const node = append(own, { role: "assistant", model: body.model, content: "", reasoning: "", calls: [], tokens: [] })
+  const node = append(own, emptyAnswer(bodies[0]))
+  if (bodies[1]) node.other = emptyAnswer(bodies[1], name)
   show()
-  const began = performance.now()
-  let first = null, usage = null, finish = "", due = false, saved = began, failed = ""
+  const saving = setInterval(() => save(own), SAVE_PERIOD)
+  const errors = await Promise.all(bodies.map((body, i) => receive(own, i ? node.other : node, body, controller.signal)))
+  clearInterval(saving)
+  running.delete(own.id)
+  const failed = errors.find(error => error) ?? ""
+  if (failed && isEmpty(node) && (!node.other || isEmpty(node.other))) remove(own, node)
+  save(own)
+  if (own !== conversation) return
+  $("chat-error").textContent = failed
+  show()
+  if (!$("chat").hidden && document.activeElement === document.body) $("prompt").focus()  // the user may be elsewhere
+}
+
+// Writes an answer into `message`. Returns the text of an error, or "".
+async function receive(own, message, body, signal) {
+  const entry = {}, began = performance.now()
+  let first = null, usage = null, finish = "", due = false, failed = ""
   const draw = () => {
     due = false
-    if (own === conversation && running.has(own.id)) views.get(node)?.update({ isWritten: true })
+    if (own === conversation && running.has(own.id)) views.get(message)?.update({ isWritten: true })
   }
+  const recorded = record(entry)
   try {
-    for await (const chunk of events("v1/chat/completions", { body, signal: controller.signal })) {
+    for await (const chunk of events("v1/chat/completions", { body, signal, entry })) {
       usage = chunk.usage ?? usage
       const choice = chunk.choices?.[0]
       if (!choice) continue
       first ??= performance.now()
-      take(node, choice)
+      take(message, choice)
       finish = choice.finish_reason ?? finish
-      if (!due) { due = true; setTimeout(() => requestAnimationFrame(draw), 3 * (views.get(node)?.cost ?? 0)) }
-      if (performance.now() - saved > SAVE_PERIOD) { saved = performance.now(); save(own) }
+      if (!due) { due = true; setTimeout(() => requestAnimationFrame(draw), 3 * (views.get(message)?.cost ?? 0)) }
     }
   } catch (error) {
     if (error.name === "AbortError") finish = "stopped"
     else failed = error.message
-  } finally {
-    running.delete(own.id)
-    node.facts = { first: first && first - began, seconds: (performance.now() - began) / 1000, usage, finish }
-    if (failed && !node.content && !node.reasoning && !node.calls.length) remove(own, node)
-    save(own)
-    if (own === conversation) {
-      $("chat-error").textContent = failed
-      show()
-      if (!$("chat").hidden && document.activeElement === document.body) $("prompt").focus()  // the user may be elsewhere
-    }
   }
+  message.facts = { first: first && first - began, seconds: (performance.now() - began) / 1000, usage, finish }
+  recorded().then(({ drafts, accepted, alone }) => {
+    if (!drafts || !alone) return
+    Object.assign(message.facts, { drafts, accepted })
+    if (own === conversation) show()
+    save(own)
+  })
+  return failed
 }
 
 function take(message, { delta, logprobs }) {
@@ -257,12 +281,18 @@ function toEnd() {
 function show() {
   const nodes = branch(conversation), busy = isRunning()
   $("welcome").hidden = nodes.length > 0
-  for (const node of views.keys()) if (!nodes.includes(node)) views.delete(node)
+  const shown = nodes.flatMap(node => node.other ? [node, node.other] : [node])
+  for (const message of views.keys()) if (!shown.includes(message)) views.delete(message)
   const elements = nodes.map(node => {
-    if (!views.has(node)) views.set(node, new MessageView(node, { edit, regenerate, change }))
-    const view = views.get(node), all = siblings(conversation, node)
-    view.update({ isWritten: busy && node.id === conversation.leaf, canChange: !busy, place: all.indexOf(node), count: all.length })
-    return view.element
+    const all = siblings(conversation, node)
+    const state = { isWritten: busy && node.id === conversation.leaf, canChange: !busy, place: all.indexOf(node), count: all.length }
+    const actions = { edit, regenerate, change, keep: node.other && keep }
+    const element = viewOf(node, actions).update(state)
+    if (!node.other) return element
+    const other = viewOf(node.other, { keep: (_, message) => keep(node, message) }).update({ ...state, count: 1 })
+    const pair = element.closest(".pair") ?? make("div", { className: "pair" })
+    if (pair.children.length !== 2) pair.replaceChildren(element, other)
+    return pair
   })
   const box = $("thread")
   for (const child of [...box.children]) if (!elements.includes(child)) child.remove()
@@ -271,6 +301,36 @@ function show() {
   $("prompt").placeholder = call ? `Result of ${call.function.name}(${call.function.arguments})` : PROMPT
   $("editing").hidden = editing === null
   showState()
+}
+
+function viewOf(message, actions) {
+  if (!views.has(message)) views.set(message, new MessageView(message, actions))
+  return views.get(message)
+}
+
+// Comparing: each message goes to two models, and the answers stand side by side
+
+function setCompare(on) {
+  $("compare").hidden = !on
+  $("compare-button").setAttribute("aria-pressed", on)
+  const models = [...$("other-model").options].map(option => option.value)
+  if (on && $("other-model").value === $("chat-model").value) $("other-model").value = models.find(each => each !== $("chat-model").value) ?? models[0]
+}
+
+function showPresets() {
+  const before = $("other-preset").value, found = presetNames()
+  $("other-preset").replaceChildren(make("option", { text: "same parameters", value: "" }), ...found.map(name => make("option", { text: name, value: name })))
+  if (found.includes(before)) $("other-preset").value = before
+}
+
+// Goes on with one of two answers, as a new branch.
+function keep(node, message) {
+  const { id: _, parent: __, created: ___, other: ____, ...rest } = message
+  conversation.leaf = node.parent
+  append(conversation, rest)
+  setCompare(false)
+  save()
+  show()
 }
 
 function showState() {

@@ -37,6 +37,7 @@ export class MessageView {
     this.facts.hidden = !this.facts.childNodes.length
     this.once("buttons", `${canChange} ${place} ${count}`, () => this.buttons.replaceChildren(...(canChange ? this.controls(place, count) : [])))
     this.cost = performance.now() - began
+    return this.element
   }
 
   once(part, state, draw) {
@@ -63,14 +64,16 @@ export class MessageView {
   controls(place, count) {
     const { message, actions } = this
     const copy = iconButton("copy", "Copy", () => copied(copy, parted(message).content))
+    const kept = actions.keep ? [iconButton("check", "Go on with this answer only", () => actions.keep(message, message))] : []
+    if (!actions.regenerate) return [copy, ...kept]
     const change = message.role === "assistant" ? iconButton("again", "Regenerate", () => actions.regenerate(message))
       : iconButton("edit", "Edit", () => actions.edit(message))
-    if (count < 2) return [copy, change]
+    if (count < 2) return [copy, change, ...kept]
     const previous = iconButton("left", "Previous branch", () => actions.change(message, -1))
     const next = iconButton("right", "Next branch", () => actions.change(message, 1))
     previous.disabled = place === 0
     next.disabled = place === count - 1
-    return [copy, change, make("span", { className: "branches" }, previous, `${place + 1} of ${count}`, next)]
+    return [copy, change, ...kept, make("span", { className: "branches" }, previous, `${place + 1} of ${count}`, next)]
   }
 }
 

@@ -1,7 +1,7 @@
 // The live timeline: host and device lanes, idle gaps with their causes, and counts, of the last minute.
 // The stream is read only while this view is visible, and the server logs steps only while it is read.
 
-import { call, events } from "./api.js"
+import { call, readSteps } from "./api.js"
 import { $, fillTable, make, saveFile } from "./dom.js"
 
 const KEPT = 60  // seconds
@@ -29,26 +29,18 @@ export function startTimeline() {
   new ResizeObserver(draw).observe(canvas)
 }
 
-export async function showTimeline(visible) {
-  if (!visible) { reading?.abort(); reading = null; return }
+export function showTimeline(visible) {
+  if (!visible) { reading?.(); reading = null; return }
   if (reading) return
   $("timeline-error").textContent = ""
-  const own = reading = new AbortController()
-  animate(own)
-  try {
-    for await (const event of events("debug/timeline", { signal: own.signal })) take(event)
-  } catch (error) {
-    if (error.name !== "AbortError") $("timeline-error").textContent = error.message
-  } finally {
-    if (reading === own) reading = null
-  }
+  reading = readSteps(take, error => { reading = null; $("timeline-error").textContent = error.message })
+  animate(reading)
 }
 
-function take(event) {
-  models = event.models
-  offset = event.now - Date.now() / 1000
-  for (const values of event.steps) steps.push(Object.fromEntries(event.fields.map((name, i) => [name, values[i]])))
-  if (!paused) steps = steps.filter(step => step.end > event.now - KEPT)
+function take(found) {
+  ({ models, offset } = found)
+  steps.push(...found.steps)
+  if (!paused) steps = steps.filter(step => step.end > found.now - KEPT)
   $("lanes").dataset.steps = steps.length
 }
 

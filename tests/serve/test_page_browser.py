@@ -105,18 +105,28 @@ def test_the_page_in_a_browser(server, browser, tmp_path):
     number = int(text(browser, "hover").split()[1])
     browser.press("ArrowLeft", shift=True)
     told = text(browser, "hover")
-    assert told.startswith(f"step {number - 1} ") and "rows" in told and "pages" in told and "idle before it" in told
+    assert (
+        told.startswith(f"Step {number - 1} of ") and "1 requests" in told and "KV cache" in told and "was idle" in told
+    )
+    assert "tokens/s written" in text(browser, "speeds")
     click(browser, "tab-models")
-    browser.until("document.querySelector('#load-table td')")
-    assert "generate" in text(browser, "model-table") and "ready" in text(browser, "model-table")
+    browser.until("document.querySelector('.place')")
+    assert "returnstext" in text(browser, "model-cards") and "loaded" in text(browser, "model-cards")
+    assert "ok" in text(browser, "server-facts") and "weights of " in text(browser, "memory")
+    click(browser, "sleep-1")
+    browser.until("document.getElementById('models-error').textContent.includes('--admin-key')")
 
     # similarities and ranks
     click(browser, "tab-playground")
     browser.run("document.getElementById('embed-form').requestSubmit()")
     browser.run("document.getElementById('rerank-form').requestSubmit()")
-    browser.until("document.querySelectorAll('#matrix td').length === 9")
+    browser.until("document.querySelectorAll('#matrix .cell').length === 9")
     browser.until("document.querySelectorAll('#ranking li').length === 3")
-    assert browser.run("document.querySelector('#matrix td').textContent") == "1.000"
+    browser.run("document.getElementById('token-form').requestSubmit()")
+    browser.until("document.querySelectorAll('#tokens .piece').length > 5")
+    assert text(browser, "tokens").startswith("Slipstream counts tokens, not words")
+    assert "No model of this server classifies" in text(browser, "classify-note")
+    assert browser.run("document.querySelector('#matrix .cell').textContent") == "1.000"
 
     # the log of requests outlives the page, the key the page only in its tab
     browser.open(server.url + "/#requests")

@@ -4,7 +4,7 @@ const KEY = "slipstream-key", LOG = "slipstream-requests"
 const MAX_LISTED = 200
 
 export const requests = listed()  // {path, method, model, status, milliseconds, total, began, parts}, the newest first
-export const changes = new EventTarget()  // "requests", "refused" (the key)
+export const changes = new EventTarget()  // "requests", "models", "refused" (the key)
 
 export const getKey = () => sessionStorage.getItem(KEY) || ""
 export const setKey = key => key ? sessionStorage.setItem(KEY, key) : sessionStorage.removeItem(KEY)
@@ -35,8 +35,8 @@ export class ApiError extends Error {
 }
 
 // Returns a response with status 200. `body`: an object, sent as JSON. `entry`: an object that becomes its line in the list.
-export async function call(path, { body, signal, log = true, entry = {} } = {}) {
-  Object.assign(entry, { path, method: body ? "POST" : "GET", model: body?.model, status: "", milliseconds: 0, began: Date.now() })
+export async function call(path, { body, method, signal, log = true, entry = {} } = {}) {
+  Object.assign(entry, { path, method: method ?? (body ? "POST" : "GET"), model: body?.model, status: "", milliseconds: 0, began: Date.now() })
   const start = performance.now()
   const headers = {}
   if (getKey()) headers.authorization = "Bearer " + getKey()

@@ -3,7 +3,7 @@
 import { changes, getKey, json, setKey } from "./api.js"
 import { openConversation, startChat, useModels } from "./chat.js"
 import { $, make, makeIcon } from "./dom.js"
-import { startPlayground } from "./playground.js"
+import { startPlayground, usePlayground } from "./playground.js"
 import { showModels, startServer } from "./server.js"
 import { showTimeline, startTimeline } from "./timeline.js"
 
@@ -86,6 +86,7 @@ dialog.addEventListener("close", () => {
   $("key").value = ""
   if (["save", "forget"].includes(dialog.returnValue)) load()
 })
+changes.addEventListener("models", load)
 changes.addEventListener("refused", () => askKey(getKey() ? "The server refused this key." : "This server needs an API key."))
 
 function askKey(reason) {
@@ -117,12 +118,16 @@ async function load() {
     useModels(can("generate"))
     fillSelect($("embed-model"), first(["embed"]))
     fillSelect($("rerank-model"), [...new Set([...can("score"), ...first(["embed", "token_embed"])])])
+    fillSelect($("classify-model"), first(["classify"]))
+    fillSelect($("token-model"), data.filter(model => !model.parent))
+    fillSelect($("adapter-base"), can("generate").filter(model => !model.parent))
+    usePlayground()
     $("status").textContent = `Ready, ${data.length === 1 ? "1 model" : data.length + " models"}`
     watch()
   } catch (error) {
     $("status").textContent = error.message
     useModels([], error.status === 503 ? `The server is not ready yet: ${error.message}` : error.message)
-    if (error.status === 503) setTimeout(load, 1000)
+    if (![401, 403].includes(error.status)) setTimeout(load, 1000)  // it starts, or cannot be reached for now
   }
 }
 

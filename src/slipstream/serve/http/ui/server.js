@@ -1,6 +1,6 @@
-// The views of the server: its models, its load, and the requests that this browser has sent.
+// The views of the server: its models, memory and control, and the requests that this browser has sent.
 
-import { changes, clearRequests, json, readSteps, relist, requests } from "./api.js"
+import { call, changes, clearRequests, json, readSteps, relist, requests } from "./api.js"
 import { $, fillTable, make } from "./dom.js"
 
 export function startServer() {
@@ -9,29 +9,110 @@ export function startServer() {
   $("record").checked = localStorage.getItem("slipstream-record") !== "no"
   $("record").addEventListener("change", () => localStorage.setItem("slipstream-record", $("record").checked ? "yes" : "no"))
   showRequests()
+  startControl()
 }
+
+// Models
 
 let refresh = 0  // timer
 let visible = false
+const text = async path => (await call(path, { log: false })).text()
+const bytes = count => count >= 1e9 ? (count / 1e9).toFixed(2) + " GB" : (count / 1e6).toFixed(0) + " MB"
+const TASKS = { generate: "text", embed: "embeddings", token_embed: "embeddings of tokens", score: "scores of pairs", classify: "classes", token_classify: "classes of tokens", sparse: "sparse vectors" }
 
 export async function showModels(show = visible) {
   visible = show
   clearTimeout(refresh)
   if (!visible) return
   try {
-    const [{ data }, load, { version }, health] = await Promise.all(["v1/models", "load", "version", "health"].map(path => json(path, { log: false })))
-    const { models, is_asleep, ...gauges } = load
-    const row = ({ id, parent, tasks, max_model_len }) => {
-      const own = models.find(each => each.model === (parent ?? id))
-      const pages = own?.pages ? `${own.pages - own.free_pages} of ${own.pages}` : ""
-      return [parent ? `${id} (adapter of ${parent})` : id, own ? (is_asleep ? "asleep" : "ready") : "", own?.running ?? "", own?.waiting ?? "", pages, tasks.join(", "), max_model_len]
-    }
-    fillTable($("model-table"), ["model", "state", "running", "waiting", "pages used", "tasks", "maximum tokens"], data.map(row))
-    fillTable($("load-table"), ["gauge", "value"], [["version", version], ["health", health.status], ...Object.entries(gauges).map(([name, value]) => [name.replaceAll("_", " "), value])])
+    const get = path => json(path, { log: false })
+    const [{ data }, load, { version }, health, ps, metrics] = await Promise.all([get("v1/models"), get("load"), get("version"), get("health"), get("api/ps"), text("metrics")])
+    const files = new Map(ps.models.map(model => [model.name, model]))
+    $("server-facts").textContent = `Slipstream ${version}, ${load.is_asleep ? "asleep" : health.status}, ${load.server_load} open requests: ${load.running} running, ${load.waiting} waiting. ${load.steps.toLocaleString()} steps since the start.`
+    $("model-cards").replaceChildren(...data.filter(model => !model.parent).map(model =>
+      card(model, load, files.get(model.id), data.filter(each => each.parent === model.id))))
+    $("memory").replaceChildren(...memory(load, ps.models, metrics))
     $("models-error").textContent = ""
   } catch (error) { $("models-error").textContent = error.message }
   clearTimeout(refresh)  // another call may have ended meanwhile
   if (visible) refresh = setTimeout(showModels, 2000)
+}
+
+function card({ id, tasks, max_model_len }, load, file, adapters) {
+  const own = load.models.find(each => each.model === id), details = file?.details
+  const facts = [
+    ["returns", tasks.map(task => TASKS[task] ?? task).join(", ")],
+    ["longest input and output", `${max_model_len.toLocaleString()} tokens`],
+    ["parameters", [details?.parameter_size, details?.quantization_level].filter(each => each).join(", ")],
+    ["requests", own ? `${own.running} running, ${own.waiting} waiting` : ""],
+  ].filter(([, value]) => value)
+  return make("div", { className: "card" },
+    make("h2", { text: id }), make("span", { className: "state", text: load.is_asleep ? "asleep" : "loaded" }),
+    make("dl", {}, ...facts.flatMap(([name, value]) => [make("dt", { text: name }), make("dd", { text: value })])),
+    ...(own?.pages ? [meter("KV cache in use", own.pages - own.free_pages, own.pages)] : []),
+    ...(adapters.length ? [make("ul", { className: "adapters" }, ...adapters.map(({ id: name }) => make("li", { text: `LoRA adapter ${name} ` },
+      make("button", { text: "Unload", "aria-label": `Unload ${name}`, onclick: () => control("v1/unload_lora_adapter", { lora_name: name }) }))))] : []))
+}
+
+function meter(name, value, most) {
+  const track = make("div", { className: "track" }, ...(value ? [bar("prefill", 0, value, most)] : []))
+  return make("div", { className: "meter" }, make("span", { text: `${name}: ${(100 * value / most).toFixed(0)} %` }), track)
+}
+
+// Memory as one bar for each place: files of the weights on a GPU, and the processes of the server.
+function memory(load, models, metrics) {
+  const resident = [...metrics.matchAll(/^process_resident_memory_bytes\{process="([^"]*)"\} (\S+)/gm)].map(found => [found[1], Number(found[2])])
+  const colours = ["prefill", "decode", "host", "output"], onGpu = models.filter(model => model.size_vram > 0)
+  const weights = list => list.map((model, i) => [`weights of ${model.name}`, model.size, colours[i % colours.length]])
+  const places = []
+  if (onGpu.length) places.push(["Device, weights only", weights(onGpu)])
+  for (const [name, size] of resident) {
+    const here = name.startsWith("core") && !onGpu.length && !load.is_asleep ? weights(models) : []
+    const rest = size - here.reduce((sum, [, count]) => sum + count, 0)
+    const parts = rest > 0 ? [...here, [here.length ? "KV cache, buffers and program" : "program and buffers", rest, "turnaround"]] : [["all", size, "turnaround"]]
+    places.push([name.replace(/^core/, "Engine").replace(/^front_end_(\d+)/, (_, i) => `Front end ${Number(i) + 1}`), parts])
+  }
+  const most = Math.max(1, ...places.map(([, parts]) => parts.reduce((sum, [, count]) => sum + count, 0)))
+  return [...places.map(([name, parts]) => {
+    let from = 0
+    const all = parts.reduce((sum, [, count]) => sum + count, 0)
+    const track = make("div", { className: "track", role: "img", "aria-label": parts.map(([part, count]) => `${part} ${bytes(count)}`).join(", ") },
+      ...parts.map(([part, count, colour]) => { from += count; return bar(colour, from - count, count, most, `${part}: ${bytes(count)}`) }))
+    const keys = parts.map(([part, count, colour]) => make("span", {}, keyOf(colour), `${part} ${bytes(count)}`))
+    return make("div", { className: "place" }, make("b", { text: `${name}, ${bytes(all)}` }), track, make("p", { className: "facts" }, ...keys))
+  }), make("p", { text: "The plan before a start, with every buffer: slipstream plan --model MODEL." })]
+}
+
+function keyOf(colour) {
+  const key = make("span", { className: "key" })
+  key.style.background = `var(--${colour})`
+  return key
+}
+
+// Admin routes
+
+function startControl() {
+  $("sleep-1").addEventListener("click", () => control("sleep?level=1"))
+  $("sleep-2").addEventListener("click", () => control("sleep?level=2"))
+  $("wake").addEventListener("click", () => control("wake_up"))
+  $("reload").addEventListener("click", () => control("collective_rpc", { method: "reload_weights" }))
+  $("adapter-form").addEventListener("submit", event => {
+    event.preventDefault()
+    control("v1/load_lora_adapter", { lora_name: $("adapter-name").value.trim(), lora_path: $("adapter-path").value.trim(), base_model_name: $("adapter-base").value || undefined })
+  })
+}
+
+async function control(path, body) {
+  $("models-error").textContent = ""
+  $("control-note").textContent = "..."
+  try {
+    await call(path, { method: "POST", body })
+    $("control-note").textContent = "Done."
+    changes.dispatchEvent(new Event("models"))
+  } catch (error) {
+    $("control-note").textContent = ""
+    $("models-error").textContent = error.message
+  }
 }
 
 // Requests
@@ -110,12 +191,12 @@ function showRequests() {
     `${each.method} /${each.path}`, each.model ?? "", String(each.status), smallBar(each, longest), duration(each.total ?? 0)]))
   if (!requests.includes(chosen)) chosen = requests.find(each => each.detail?.steps) ?? null
   $("waterfall").hidden = !chosen
-  if (chosen) waterfall(chosen)
+  if (chosen) drawRequest(chosen)
 }
 const clock = each => new Date(each.began).toLocaleString()
 
 const MAX_BARS = 1500
-function waterfall({ began, path, total, parts, detail: { came, steps } }) {
+function drawRequest({ began, path, total, parts, detail: { came, steps } }) {
   const few = list => list.length > MAX_BARS ? list.slice(0, MAX_BARS) : list
   const first = came[0] ?? total, start = parts.before ?? 0
   const rows = [
@@ -127,9 +208,7 @@ function waterfall({ began, path, total, parts, detail: { came, steps } }) {
   ].filter(([, bars]) => bars.length)
   const axis = make("div", { className: "track axis" }, ...[0, 0.25, 0.5, 0.75, 1].map(part => make("span", { text: duration(part * total) })))
   const facts = Object.entries(PARTS).filter(([name]) => parts[name] > 0.05).map(([name, [colour, title, text]]) => {
-    const key = make("span", { className: "key" })
-    key.style.background = `var(--${colour})`
-    return make("li", {}, key, make("b", { text: `${title} ${duration(parts[name])}. ` }), text)
+    return make("li", {}, keyOf(colour), make("b", { text: `${title} ${duration(parts[name])}. ` }), text)
   })
   $("waterfall").replaceChildren(make("h2", { text: `${new Date(began).toLocaleTimeString()} /${path}, ${duration(total)}` }),
     make("div", { className: "rows", role: "img", "aria-label": "Times of the request; the list below has them as text" },

@@ -5,10 +5,17 @@ import { call, readSteps } from "./api.js"
 import { $, fillTable, make, saveFile } from "./dom.js"
 
 const KEPT = 60  // seconds
-const LANES = { host: 30, device: 80, idle: 130 }, HEIGHT = 34, CHART = 190
-const CAUSES = {
-  turnaround: "turnaround between two steps", host_late: "the host was late", output: "the caller was late",
-  grammar: "masks or processors were late", no_requests: "no requests",
+const LANES = { host: 40, device: 100, idle: 160 }, HEIGHT = 34, CHART = 232
+const TITLES = {
+  host: "Host: plans and starts each step", device: "Device: computes the steps (blue: with parts of prompts, green: tokens only)",
+  idle: "Device idle: the colour is the cause, see the table",
+}
+const CAUSES = {  // name: [words, meaning and what helps]
+  turnaround: ["between two steps", "The next step was ready; the device needs some microseconds to begin it. Nothing to do."],
+  host_late: ["waited for the host", "Planning and starting a step took longer than computing the one before. Fewer logits processors or a faster CPU help."],
+  output: ["waited for the caller", "Results were not read, or the next prompt did not come in time. In a script, give all prompts to one call; for a server, start more --workers."],
+  grammar: ["waited for a grammar", "The mask of a schema, or a logits processor, was late within a step. Simpler schemas help."],
+  no_requests: ["no requests", "There was nothing to compute. More requests at the same time use the device better."],
 }
 let steps = [], models = [], reading = null, paused = false
 let span = 10, end = null  // seconds shown; end of the window, null: now
@@ -125,30 +132,44 @@ function draw() {
   }
   if (hovered) { ctx.strokeStyle = style.color; ctx.strokeRect(x(hovered.start), LANES.device, x(hovered.end) - x(hovered.start), HEIGHT) }
   ctx.fillStyle = style.color
-  for (const [name, y] of Object.entries(LANES)) ctx.fillText(name, 4, y - 4)
+  for (const [name, y] of Object.entries(LANES)) ctx.fillText(TITLES[name], 2, y - 6, width - 4)
+  axis(ctx, first, last, x, width, style)
   chart(ctx, shown, x, height, color, style.color)
   $("window").textContent = span >= 1 ? `${span.toFixed(1)} s` : `${(span * 1000).toFixed(0)} ms`
   sums(shown, first, last)
 }
 
+// Seconds before now, or before the end of the window where it is paused.
+function axis(ctx, first, last, x, width, style) {
+  const unit = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10].find(unit => unit / span * width > 70) ?? 20
+  ctx.fillStyle = style.getPropertyValue("--quiet")
+  for (let back = 0; back < span; back += unit) {
+    const words = back ? `-${unit < 0.1 ? (back * 1000).toFixed(0) + " ms" : back.toFixed(unit < 1 ? 1 : 0) + " s"}` : end === null ? "now" : "end"
+    ctx.fillText(words, x(last - back) - ctx.measureText(words).width - 3, 12)
+    ctx.fillRect(x(last - back) - 1, 0, 1, 16)
+  }
+}
+
 // Running and waiting requests, and used pages, as lines from 0 to their maximum.
 function chart(ctx, shown, x, height, color, text) {
-  const room = height - CHART - 8
-  const lines = [["running", step => step.running, "decode"], ["waiting", step => step.waiting, "host_late"],
-    ["pages", step => step.num_pages - step.free_pages, "prefill"]]
+  const lines = [["running requests", step => step.running, "decode"], ["waiting requests", step => step.waiting, "host_late"],
+    ["% of the KV cache in use", step => step.num_pages ? Math.round(100 * (1 - step.free_pages / step.num_pages)) : 0, "prefill"]]
   let label = 4, top = CHART
   for (const [name, value, hue] of lines) {
-    const most = Math.max(1, ...shown.map(value))
-    ctx.strokeStyle = color(hue)
-    ctx.beginPath()
-    shown.forEach((step, i) => ctx[i ? "lineTo" : "moveTo"](x(step.start), height - 4 - room * value(step) / most))
-    ctx.stroke()
-    const words = `${name} ${shown.length ? value(shown.at(-1)) : 0} (most ${most})`
+    const words = `${shown.length ? value(shown.at(-1)) : 0} ${name}, at most ${Math.max(0, ...shown.map(value))}`
     const wide = ctx.measureText(words).width + 28
     if (label + wide - 16 > ctx.canvas.clientWidth) { label = 4; top += 15 }  // a phone
     ctx.fillStyle = color(hue); ctx.fillRect(label, top - 10, 8, 8)
     ctx.fillStyle = text; ctx.fillText(words, label + 12, top - 2)
     label += wide
+  }
+  const room = height - top - 12
+  for (const [, value, hue] of lines) {
+    const most = Math.max(1, ...shown.map(value))
+    ctx.strokeStyle = color(hue)
+    ctx.beginPath()
+    shown.forEach((step, i) => ctx[i ? "lineTo" : "moveTo"](x(step.start), height - 4 - room * value(step) / most))
+    ctx.stroke()
   }
 }
 
@@ -183,11 +204,12 @@ function sums(shown, first, last) {
     accepted += step.accepted
     prefill += step.prefill_tokens
   }
-  const row = (name, text) => [make("span", {}, key(name === "busy" ? "decode" : name), text),
-    Number((seconds[name] * 1000).toFixed(1)), Number((100 * seconds[name] / (last - first)).toFixed(1))]
-  fillTable($("sums"), ["device", "ms", "%"], [row("busy", "busy"), ...Object.entries(CAUSES).map(([name, text]) => row(name, "idle: " + text)),
-    [`${shown.length} steps, ${(tokens / (last - first)).toFixed(0)} tokens/s drawn, ${(prefill / (last - first)).toFixed(0)} tokens/s prefill`
-      + (drafts ? `, ${accepted} of ${drafts} drafts accepted` : ""), "", ""]])
+  const row = (name, text, help) => [make("span", {}, key(name === "busy" ? "decode" : name), text),
+    Number((seconds[name] * 1000).toFixed(1)), Number((100 * seconds[name] / (last - first)).toFixed(1)), help]
+  fillTable($("sums"), ["The device", "ms", "%", "what it means"], [row("busy", "computes", "Steps of all models. This is what a server is for."),
+    ...Object.entries(CAUSES).map(([name, [text, help]]) => row(name, text, help))])
+  $("speeds").textContent = `${shown.length} steps, ${(tokens / (last - first)).toFixed(0)} tokens/s written, ${(prefill / (last - first)).toFixed(0)} tokens/s of prompts read`
+    + (drafts ? `, ${accepted} of ${drafts} drafts accepted` : "") + "."
 }
 
 function key(name) {
@@ -207,9 +229,9 @@ function hover(time, y) {
 function tell() {
   const { number, lane, rows, tokens, prefill_tokens, drawn, running, waiting, gap, cause, host, drafts, accepted, num_pages, free_pages } = hovered
   const ms = seconds => (1000 * seconds).toFixed(2) + " ms"
-  $("hover").textContent = `step ${number} (${models[lane]}): ${rows} rows, ${tokens} tokens, ${prefill_tokens} of prompts, `
-    + `${drawn} drawn; device ${ms(hovered.end - hovered.start)}, host ${ms(host)}; idle before it ${ms(gap)}: ${CAUSES[cause]}; `
-    + `${running} running, ${waiting} waiting` + (num_pages ? `, ${num_pages - free_pages} of ${num_pages} pages` : "") + (drafts ? `; ${accepted} of ${drafts} drafts accepted` : "")
+  $("hover").textContent = `Step ${number} of ${models[lane]}: ${rows} requests, ${tokens} tokens, ${prefill_tokens} of them of prompts, ${drawn} written. `
+    + `It took ${ms(hovered.end - hovered.start)} on the device and ${ms(host)} on the host. The device was idle for ${ms(gap)} before it: ${CAUSES[cause][0]}. `
+    + `${running} requests were running, ${waiting} waiting` + (num_pages ? `, ${(100 * (1 - free_pages / num_pages)).toFixed(0)} % of the KV cache was in use` : "") + (drafts ? `; ${accepted} of ${drafts} drafts were accepted` : "") + "."
   if (paused) draw()
 }
 

@@ -226,8 +226,8 @@ def test_auto_length_fits_the_memory(folder):
             )
 
 
-def test_unknown_architecture_lists_what_is_supported(folder, tmp_path):
-    with pytest.raises(UnsupportedModel, match="LlamaForCausalLM"):
+def test_an_unknown_architecture_is_refused_with_similar_ones_and_the_page_of_all(folder, tmp_path):
+    with pytest.raises(UnsupportedModel, match="MammothForCausalLM is not .* MambaForCausalLM.*docs/models.md"):
         LLM(str(changed(folder, tmp_path, architectures=["MammothForCausalLM"])), **SMALL)
 
 

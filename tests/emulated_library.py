@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from slipstream.ops.platform import native
-from slipstream.ops.platform.prebuilt import FLAGS, LEVELS
+from slipstream.ops.platform.prebuilt import FLAGS, INCLUDES, LEVELS
 
 COMPILER, EMULATOR = "x86_64-linux-gnu-gcc", "qemu-x86_64"
 LIBRARIES = "/usr/x86_64-linux-gnu"  # of the cross compiler, on Debian
@@ -32,7 +32,7 @@ class EmulatedLibrary:
         names = [name for name in native.SIGNATURES if name not in _STRUCTURES]
         (folder / "names.h").write_text("".join(f"NAME({name})\n" for name in names))
         # results do not depend on the optimisation (tests/ops/test_native_bits.py), and this compiles sooner
-        flags = ("-O1", *(flag for flag in (*FLAGS, *flags) if flag != "-O3"), f"-I{folder}")
+        flags = ("-O1", *(flag for flag in (*FLAGS, *flags) if flag != "-O3"), *INCLUDES, f"-I{folder}")
         sources = [Path(__file__).with_name("emulated_call.c"), *native._sources()]
         jobs = [
             subprocess.Popen([COMPILER, *flags, "-c", source, "-o", folder / f"{number}.o"])

@@ -18,7 +18,7 @@ import torch
 from emulated_library import COMPILER
 from native_runs import RUNS
 from slipstream.ops.platform import native
-from slipstream.ops.platform.prebuilt import LEVELS, Level, processor_features, usable_levels
+from slipstream.ops.platform.prebuilt import INCLUDES, LEVELS, Level, processor_features, usable_levels
 
 
 @pytest.fixture(scope="module", params=LEVELS.get(platform.machine(), ()), ids=lambda level: level.name)
@@ -54,4 +54,4 @@ def test_headers_of_every_x86_level_have_no_errors(level: Level) -> None:
         pytest.skip(f"{COMPILER} is not installed")
     sources = [source for source in native._sources() if source.parent.name in ("linear", "low_bit")]
     flags = ("-std=gnu11", "-fopenmp", "-Wall", "-Werror", "-fsyntax-only")
-    subprocess.run([COMPILER, *flags, *level.flags, *sources], check=True)
+    subprocess.run([COMPILER, *flags, *INCLUDES, *level.flags, *sources], check=True)

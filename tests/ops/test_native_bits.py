@@ -16,6 +16,7 @@ import torch
 
 from native_runs import RUNS
 from slipstream.ops.platform import native
+from slipstream.ops.platform.prebuilt import INCLUDES
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +27,7 @@ def unoptimized(tmp_path_factory) -> ctypes.CDLL:
     assert compiler is not None
     flags = ["-O0" if flag == "-O3" else flag for flag in native._flags()]
     assert "-O0" in flags
-    subprocess.run([compiler, *flags, "-shared", *native._sources(), "-o", str(made)], check=True)
+    subprocess.run([compiler, *flags, *INCLUDES, "-shared", *native._sources(), "-o", str(made)], check=True)
     return native._load(made)
 
 

@@ -1,5 +1,6 @@
 """The host half, the package and the command line load without torch. There are no import cycles."""
 
+import ast
 import json
 import subprocess
 import sys
@@ -127,6 +128,43 @@ def test_an_import_cycle_under_type_checking_is_found(tmp_path):
     (package / "three.py").write_text("def f():\n    import pack.one\n")
     (package / "four.py").write_text("import pack.one, os\n")
     assert import_cycles(import_graph(tmp_path)) == [frozenset({"pack.one", "pack.two", "pack.three"})]
+
+
+def hidden_names(src: Path) -> list[str]:
+    """Names that a package defines and that are also modules of it: importing the module replaces what was defined. A
+    package that imports a name from the module of that name has imported the module before."""
+    found = []
+    for init in sorted(src.rglob("__init__.py")):
+        modules = {path.stem for path in init.parent.iterdir() if path.suffix == ".py" or path.is_dir()}
+        for node in ast.parse(init.read_text(encoding="utf-8")).body:
+            match node:
+                case ast.Assign(targets=targets):
+                    names = [target.id for target in targets if isinstance(target, ast.Name)]
+                case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                    names = [name]
+                case ast.ImportFrom(module=str(module), names=aliases):
+                    package = ".".join(init.parent.relative_to(src).parts)
+                    names = [each.asname or each.name for each in aliases if module != package]
+                    names = [name for name in names if module != f"{package}.{name}"]
+                case _:
+                    names = []
+            found += [f"{init.parent.relative_to(src).as_posix()}: {name}" for name in names if name in modules]
+    return found
+
+
+def test_no_module_hides_a_name_of_its_package():
+    assert hidden_names(SRC) == []
+
+
+def test_a_name_that_a_module_hides_is_found(tmp_path):
+    (tmp_path / "pack").mkdir()
+    for module in ("route", "draw", "near", "far", "used"):
+        (tmp_path / "pack" / f"{module}.py").touch()
+    (tmp_path / "pack" / "__init__.py").write_text(
+        "from pack import used\nfrom pack.near import near\nfrom pack.used import far\n"
+        "route = by_device(used.route)\ndef draw(): ...\n"
+    )
+    assert hidden_names(tmp_path) == ["pack: far", "pack: route", "pack: draw"]
 
 
 def test_an_unknown_name_is_named():

@@ -41,16 +41,16 @@ def delta_rule() -> dict[str, Callable[[], Any]]:
         "delta rule of chunks": lambda: get(at + "delta_triton.gated_delta_rule")(
             qk, qk, v, gates, gates, state, chunked, 0.25
         ),
-        "delta decode": lambda: get(at + "delta_decode.delta_decode")(
+        "delta decode": lambda: get(at + "delta_decode_kernel.delta_decode")(
             x[:2], half(2, 16), half(2, 2), half(2, 2), weights, conv, state, single
         ),
-        "delta decode of parts of heads": lambda: get(at + "delta_decode.delta_decode")(
+        "delta decode of parts of heads": lambda: get(at + "delta_decode_kernel.delta_decode")(
             half(2, 160), half(2, 128), half(2, 2), half(2, 2), wide, wide_conv, wide_state, single
         ),
         "delta rule after deferred stores": lambda: get(at + "delta_triton.gated_delta_rule")(
             qk, qk, v, gates, gates, state, chunked_later, 0.25, deferred=deferred
         ),
-        "delta decode with deferred stores": lambda: get(at + "delta_decode.delta_decode")(
+        "delta decode with deferred stores": lambda: get(at + "delta_decode_kernel.delta_decode")(
             x[:2], half(2, 16), half(2, 2), half(2, 2), weights, conv, state, single_later, None, deferred
         ),
     }

@@ -226,8 +226,10 @@ def experts() -> dict[str, Callable[[], Any]]:
         ),
         "predict_streams": lambda: get("gemm.altup.triton.predict_streams")(half(3, 4, 64), half(3, 16)),
         "correct_streams": lambda: get("gemm.altup.triton.correct_streams")(half(3, 4, 64), half(3, 64), half(3, 4), 0),
-        "route": lambda: get("gemm.moe.route.route")(half(3, 8), RouterRule(2), None),
-        "route without padding": lambda: get("gemm.moe.route.route")(half(3, 8), RouterRule(2), None, ints(3), 16),
+        "route": lambda: get("gemm.moe.route_kernel.route")(half(3, 8), RouterRule(2), None),
+        "route without padding": lambda: get("gemm.moe.route_kernel.route")(
+            half(3, 8), RouterRule(2), None, ints(3), 16
+        ),
         "expert_mlp": lambda: get("gemm.moe.triton.expert_mlp")(half(3, 32), routing, half(8, 96, 32), half(8, 32, 48)),
         "expert_mlp of one token": lambda: get("gemm.moe.triton.expert_mlp")(
             half(1, 32), Routing(ints(1, 2).int(), torch.rand(1, 2)), half(8, 96, 32), half(8, 32, 48)

@@ -106,10 +106,18 @@ def recurrent():
     shape = dict(HEADS=32, GROUP=2, KEY_SIZE=2048, KEY_DIM=128, DIM=128, WIDTH=4, SCALE=0.1, L2_EPS=1e-6)
     shape |= dict(KEY_BLOCK=128, WHOLE=128, DEPENDENT=True)
     whole = dict(BLOCK=64, SPLITS=1, LATE=False, arrived=None)
-    build(delta + "delta_decode", "_decode_kernel", x, **whole, **shape, **stores)
-    build(delta + "delta_decode", "_decode_kernel", x, **whole, **shape, **defers)
+    build(delta + "delta_decode_kernel", "_decode_kernel", x, **whole, **shape, **stores)
+    build(delta + "delta_decode_kernel", "_decode_kernel", x, **whole, **shape, **defers)
     build(
-        delta + "delta_decode", "_decode_kernel", x, BLOCK=64, SPLITS=2, LATE=False, save_slots=None, **shape, **defers
+        delta + "delta_decode_kernel",
+        "_decode_kernel",
+        x,
+        BLOCK=64,
+        SPLITS=2,
+        LATE=False,
+        save_slots=None,
+        **shape,
+        **defers,
     )
     parts = dict(BLOCK=32, SPLITS=4, LATE=True)
     build(delta + "delta_parts", "part_kernel", x, **parts, **shape, **defers)

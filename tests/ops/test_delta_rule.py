@@ -161,7 +161,7 @@ def test_gates(version):
 def test_the_decode_kernel_is_the_parts_one_by_one(dim, key_heads, splits, monkeypatch):
     torch.manual_seed(0)
     ops("kernel")
-    decode = importlib.import_module("slipstream.ops.recurrent.delta_decode")
+    decode = importlib.import_module("slipstream.ops.recurrent.delta_decode_kernel")
     assert decode.num_splits(2, 64) == 4 and decode.num_splits(2, 32) == 2 and decode.num_splits(1000, 64) == 1
     assert decode.num_splits(512, 128) == 2 and decode.num_splits(513, 128) == 1
     monkeypatch.setattr(decode, "num_splits", lambda num_heads, block: splits)
@@ -215,7 +215,7 @@ def test_positions_computed_again_and_deferred_stores_change_no_result(
     own, convolve = ops(version), causal_conv1d
     if version == "kernel":
         convolve = importlib.import_module("slipstream.ops.recurrent.conv1d_triton").causal_conv1d
-        decode = importlib.import_module("slipstream.ops.recurrent.delta_decode")
+        decode = importlib.import_module("slipstream.ops.recurrent.delta_decode_kernel")
         monkeypatch.setattr(decode, "num_splits", lambda num_heads, block: splits)
     heads, key_size, value_size = 2, key_heads * KEY_DIM, 2 * dim
     channels = 2 * key_size + value_size

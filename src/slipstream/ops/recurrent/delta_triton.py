@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from slipstream.contracts.cache_spec import STATE_CHUNK
-from slipstream.ops.recurrent.delta_decode import delta_decode
+from slipstream.ops.recurrent.delta_decode_kernel import delta_decode
 from slipstream.ops.recurrent.delta_parts import delta_gates
 from slipstream.ops.recurrent.delta_rule import L2_EPS
 from slipstream.ops.recurrent.delta_verify import delta_replay_

@@ -29,7 +29,7 @@ from slipstream.ops.gemm.moe.reference import (
     SharedOutput,
     count_experts,
 )
-from slipstream.ops.gemm.moe.route import route
+from slipstream.ops.gemm.moe.route_kernel import route
 from slipstream.ops.gemm.moe.sort import (
     BATCH_INVARIANT,
     GATES,

@@ -216,7 +216,7 @@ def test_the_members_and_private_names_exist(page: Path, definitions: Definition
 
 @pytest.mark.parametrize("page", PRESENT, ids=lambda page: page.name)
 def test_the_identifiers_it_names_exist(page: Path, our_words: set[str]) -> None:
-    if page.name != "vllm.md":  # vLLM's names; `test_vllm_names.py` checks them
+    if page.name != "vllm.md":  # vLLM's names; `api/test_vllm_names.py` checks them
         assert not unknown_identifiers(page.read_text(encoding="utf-8"), our_words)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from config.sentence_files import BERT, read
+from checkpoint.sentence_files import BERT, read
 from scripted_core import facts
 from slipstream import PoolerConfig, SamplingParams
 from slipstream.base.errors import InvalidOption, InvalidParams, ModelNotFound

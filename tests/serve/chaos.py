@@ -154,7 +154,8 @@ async def watch_load(server: Any, most: Counter[str]) -> None:
 
 
 def main() -> None:
-    sys.path[:0] = [str(Path(__file__).parents[2] / "src"), str(Path(__file__).parents[1])]
+    tests = Path(__file__).parents[1]
+    sys.path[:0] = [str(tests.parent / "src"), str(tests), str(tests / "support")]
     from serve.server_process import ServerProcess
     from slipstream.serve.http.server.listen import raise_file_limit
     from tiny import write_tiny

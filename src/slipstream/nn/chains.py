@@ -326,7 +326,7 @@ def _product(linear: Linear) -> ProductWeights | None:
 
 
 class Implementation(Protocol):
-    """Another way to run all blocks of a decoder and its last norm. `tests/nn/blocks/test_contract.py` holds what each
+    """Another way to run all blocks of a decoder and its last norm. `tests/nn/test_contract.py` holds what each
     must do: write keys and values before any row reads them, rows in any order, with any number of threads."""
 
     def run(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor | None:

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[2]))  # tests
+sys.path.append(str(Path(__file__).parents[2] / "support"))
 from vllm_survey import stand_in
 
 stand_in.install()

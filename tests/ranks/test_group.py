@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from slipstream.device.collectives import DryGroup, Group, announce_end
 from slipstream.base.errors import EngineDead
+from slipstream.device.collectives import DryGroup, Group, announce_end
 
 
 def test_ranks_share_numbers_and_tensors(tmp_path):

@@ -13,7 +13,7 @@ import pytest
 from slipstream import RequestOutputKind, SamplingParams
 from slipstream.base.errors import InvalidParams
 
-VLLM = json.loads((Path(__file__).parent / "data" / "vllm_names.json").read_text())["classes"]["SamplingParams"]
+VLLM = json.loads((Path(__file__).parents[1] / "data" / "vllm_names.json").read_text())["classes"]["SamplingParams"]
 INTERNAL = {"skip_clone", "output_text_buffer_length", "routed_experts_prompt_start"}
 MISSING = {"repetition_detection"}  # refused as unknown, by name
 

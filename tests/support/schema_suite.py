@@ -14,7 +14,7 @@ from slipstream.base.errors import InvalidParams
 from slipstream.params.structured import StructuredOutputsParams
 from slipstream.scheduler.grammar.grammars import Grammars
 
-SUITE = json.loads((Path(__file__).parent / "data" / "json_schema_suite.json").read_text())
+SUITE = json.loads((Path(__file__).parents[1] / "data" / "json_schema_suite.json").read_text())
 REFUSED = {
     "keywords that need more than the text so far: what is not there, what was there before, or how often": (
         r"Unimplemented keys"

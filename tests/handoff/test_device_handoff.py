@@ -1,7 +1,7 @@
 """Hand-off of pages from device to device: the tokens of one engine, whatever happens to the copies.
 
-Two engines on devices of the CPU whose memory other processes can open (`tests/peer_device.py`); CUDA's own memory is
-in `test_cuda_handoff.py`.
+Two engines on devices of the CPU whose memory other processes can open (`tests/support/peer_device.py`); CUDA's own
+memory is in `test_cuda_handoff.py`.
 """
 
 from __future__ import annotations

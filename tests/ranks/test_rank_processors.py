@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from test_logits_processors import MIXED, Sharpen, Watermark, flat, make, narrow, prefer
 
 from law7 import PAIRED, PROMPTS
 from rank_threads import run_ranks_as_threads
+from sampling.test_logits_processors import MIXED, Sharpen, Watermark, flat, make, narrow, prefer
 from slipstream import SamplingParams
 from tiny import write_tiny
 

@@ -1,7 +1,6 @@
 """PlanRing: every reader gets every message in order, a full ring waits, and the end of either side is noticed."""
 
 from __future__ import annotations
-from patience import PATIENCE
 
 import os
 import random
@@ -9,8 +8,9 @@ import threading
 
 import pytest
 
-from slipstream.ranks.plan_ring import PlanReader, PlanWriter
+from patience import PATIENCE
 from slipstream.base.errors import EngineDead
+from slipstream.ranks.plan_ring import PlanReader, PlanWriter
 
 
 def open_ring(num_readers, size):

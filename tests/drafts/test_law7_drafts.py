@@ -8,9 +8,9 @@ import random
 from pathlib import Path
 
 import pytest
-from test_law7 import FEATURES, REPLAYED
 
 from draft_search import search
+from engine.test_law7 import FEATURES, REPLAYED
 from law7 import DRAFTED, PROMPTS
 from law7_engine import GREEDY, assert_same, make
 from mask_gate import DraftGate

@@ -7,9 +7,9 @@ import threading
 
 import pytest
 
-from slipstream.ranks.lockstep import StepExchange, connect_peers, listen_for_peers
 from slipstream.base.errors import EngineDead
 from slipstream.contracts.step import StepSizes
+from slipstream.ranks.lockstep import StepExchange, connect_peers, listen_for_peers
 
 
 def exchanges(count=2):

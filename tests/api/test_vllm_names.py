@@ -14,7 +14,7 @@ from slipstream.base.errors import InvalidOption
 from slipstream.config.options import Options, make_options
 from slipstream.config.vllm_args import NO_EFFECT, REFUSED, TRANSLATED
 
-LISTED = json.loads((Path(__file__).parent / "data" / "vllm_names.json").read_text())
+LISTED = json.loads((Path(__file__).parents[1] / "data" / "vllm_names.json").read_text())
 ENGINE_ARGS = [*LISTED["classes"]["EngineArgs"]["fields"], "enable_log_requests", "swap_space", "chat_template"]
 DEFAULTS = LISTED["classes"]["EngineArgs"]["defaults"]
 OF_LLM = (
@@ -52,7 +52,7 @@ def test_no_name_is_left_from_another_version():
         assert name in ENGINE_ARGS, name
 
 
-PAGE = Path(__file__).parents[1] / "docs" / "vllm.md"
+PAGE = Path(__file__).parents[2] / "docs" / "vllm.md"
 
 
 def test_the_page_has_every_name_and_method():

@@ -1,7 +1,6 @@
 """Plans over sockets: every rank gets every message, either side notices the end of the other, secrets are checked."""
 
 from __future__ import annotations
-from patience import PATIENCE
 
 import random
 import socket
@@ -9,9 +8,10 @@ import threading
 
 import pytest
 
-from slipstream.ranks.plan_ring import PlanSocketReader, PlanSockets
-from slipstream.ranks.link import SECRET_BYTES, accept_rank, join_rank, receive_exactly
+from patience import PATIENCE
 from slipstream.base.errors import EngineDead
+from slipstream.ranks.link import SECRET_BYTES, accept_rank, join_rank, receive_exactly
+from slipstream.ranks.plan_ring import PlanSocketReader, PlanSockets
 
 
 def open_pairs(num):

@@ -8,9 +8,6 @@ import numpy as np
 import pytest
 
 from scripted_bench import Bench
-from slipstream.ranks.plan_ring import decode_late, decode_plan, encode_late, encode_plan
-from slipstream.params.sampling import SamplingParams
-from slipstream.params.pooling import PoolingParams
 from slipstream.contracts.step import (
     NO_INTS,
     NO_PAGES,
@@ -31,6 +28,9 @@ from slipstream.contracts.step import (
     StepSizes,
     TierPlan,
 )
+from slipstream.params.pooling import PoolingParams
+from slipstream.params.sampling import SamplingParams
+from slipstream.ranks.plan_ring import decode_late, decode_plan, encode_late, encode_plan
 
 
 def check_equal(one, other, where="plan"):

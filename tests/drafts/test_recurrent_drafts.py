@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_recurrent_states import GREEDY, PROMPTS, SAMPLED, Model, alone, check, make
 
 from delayed_device import DelayedDevice
+from engine.test_recurrent_states import GREEDY, PROMPTS, SAMPLED, Model, alone, check, make
 from recurrent_model import DecayShape, write_recurrent
 from replay_device import ReplayDevice
 from replay_drafter import ReplayDrafter

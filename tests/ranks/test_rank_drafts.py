@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 from safetensors.torch import load_file
-from test_law7_drafts import BATCHES as UNSEEDED
 
+from drafts.test_law7_drafts import BATCHES as UNSEEDED
 from law7 import PAIRED, PROMPTS, options_of
 from law7_engine import GREEDY, assert_same, make
 from rank_threads import run_ranks_as_threads

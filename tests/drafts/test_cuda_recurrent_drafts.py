@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_structured_output import close_pool, make_masks_late
 
 from replay_device import captured_forwards
+from sampling.test_structured_output import close_pool, make_masks_late
 from slipstream import LLM, SamplingParams, StructuredOutputsParams
 from slipstream.device.sync_check import watch
 from slipstream.runner.drafter import DraftBatch

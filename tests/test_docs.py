@@ -41,6 +41,12 @@ def missing_files(text: str) -> list[str]:
     return missing
 
 
+def missing_sources(text: str, beside: Path) -> list[str]:
+    """Source files in backticks that do not exist, also not beside the file that names them."""
+    places = [*PLACES, ROOT / "src", ROOT / "benchmarks", beside]
+    return [path for path in re.findall(r"`([\w./*-]+\.(?:py|c|h))`", text) if not files_at(path, places)]
+
+
 def files_at(path: str, places: Sequence[Path]) -> list[Path]:
     """Files and folders that a page means by a path from one of these places, or by a mere name anywhere under them."""
     if "/" not in path.rstrip("/"):
@@ -184,6 +190,12 @@ def test_the_files_it_names_are_there(page: Path) -> None:
     assert not missing_files(page.read_text(encoding="utf-8"))
 
 
+def test_the_files_that_sources_name_are_there() -> None:
+    files = [file for kind in ("py", "c", "h") for file in ROOT.glob(f"src/**/*.{kind}")]
+    missing = [(file.name, path) for file in files for path in missing_sources(file.read_text("utf-8"), file.parent)]
+    assert missing == []
+
+
 @pages
 def test_names_are_in_the_files_that_it_gives_for_them(page: Path) -> None:
     assert not misplaced_names(page.read_text(encoding="utf-8"))
@@ -248,6 +260,7 @@ def test_what_is_not_there_is_noticed(sources: str, our_words: set[str]) -> None
         f"with `--no-such-flag` or `--depth`; `StepPlan.rows` and `{'Step'}Plank`."
     )
     assert missing_files(text) == ["engine/nowhere.py"]
+    assert missing_sources(f"{text} `tiles.py` `triton/row.py`", ROOT) == ["engine/nowhere.py", "triton/row.py"]
     assert misplaced_names("`StepPlan` (`step.py`), `Late` in `step.py`, `NO_SUCH` of `step.py`") == ["NO_SUCH"]
     assert broken_links(text, ROOT) == ["docs/nothing.md", "README.md#nothing"]
     assert unknown_flags(text, sources) == ["no-such-flag"]

@@ -45,7 +45,7 @@ class DenseInfo(msgspec.Struct, frozen=True, tag="dense"):
     in_features: int
     out_features: int  # of the projection
     bias: bool
-    activation: str  # a class of torch.nn, one of `torch_names.py`
+    activation: str  # a class of torch.nn, one of `sentence_modules.py`
     per_token: bool = False  # applied to tokens, before any pooling (as in ColBERT)
     residual: bool = False  # the input is added to the output, through another projection if the sizes differ
 

@@ -196,7 +196,7 @@ _NOTHING = {"PROTO", "FRAME"}
 
 # Tensors in files that torch.save wrote, located without torch and without executing code in them.
 #
-# Such a file is a zip with a pickle, which could call any function. Here the pickle is read as data (`pickle_data.py`):
+# Such a file is a zip with a pickle, which could call any function. Here the pickle is read as data (`read_pickle`):
 # it may name only what dense tensors consist of. Files from before torch 1.6 are not zips.
 
 _DTYPES = {

@@ -1,7 +1,7 @@
 """resolve: computes an EngineConfig from the options, the model and the machine.
 
-A pure function: all its inputs are arguments. Limits of a step are in `step_limits.py`, the size of the cache in
-`cache_room.py`; no default is set elsewhere.
+A pure function: all its inputs are arguments. The size of the cache is chosen in `cache_size.py`;
+no default is set elsewhere.
 """
 
 from __future__ import annotations

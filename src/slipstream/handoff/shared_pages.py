@@ -3,7 +3,7 @@
 The slots of the second cache tier are files in memory. MemoryServer gives these files to processes that connect to its
 Unix socket, whose random name is in the handshake of the TCP server: a connection succeeds on the same host (strictly:
 in the same network namespace) only. MappedMemory is the other side. The files can be read there, not written. Where
-the slots have a copy in device memory, its handle travels the same way (`device_pages.py`).
+the slots have a copy in device memory, its handle travels the same way (PeerSlots).
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def _address(name: str) -> str:
 #
 # No checksum is computed. A checksum would find bytes of a slot that was overwritten while it was copied; that cannot
 # happen under a lease, so pages count only if the producer says after the copies that the lease still holds (HELD of
-# `page_wire.py`). A lease that ended before, a producer that is gone or started again: the prompt is computed.
+# `wire.py`). A lease that ended before, a producer that is gone or started again: the prompt is computed.
 
 _POLL = 0.0005  # seconds between two looks at a copy that is not done
 _BATCH = 64  # pages whose copies are queued together

@@ -10,7 +10,7 @@ Where several ranks share a model, every rank has a part of each page. The quest
 each rank of the consumer sends the lease to the same rank of the producer, and gets its part of the pages. Rank 0 of
 the consumer sends DONE when all its ranks have received their parts.
 
-A consumer that has mapped the producer's memory (`shared_pages.py`), or opened its device's (`device_pages.py`), asks
+A consumer that has mapped the producer's memory or opened its device's (`shared_pages.py`), asks
 for headers alone, and also sends DONE. The producer answers DONE with HELD while the pages are still leased. Pages that
 came from device memory count only then: they have no checksum, and what was read under a lease was not overwritten.
 """

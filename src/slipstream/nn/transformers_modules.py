@@ -2,7 +2,7 @@
 
 It serves architectures without a family of our own. All tokens of a step are one row of the library's module; positions
 are given, and attention finds the rows in the step's context. The module launches its own kernels. Steps are captured
-in CUDA graphs unless the module waits for the device (`transformers_waits.py`).
+in CUDA graphs unless the module waits for the device (`transformers_probe.py`).
 """
 
 from __future__ import annotations

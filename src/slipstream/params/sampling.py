@@ -1,7 +1,7 @@
 """SamplingParams: the sampling parameters of one request.
 
 The constructor and assignments raise for a bad value, so that no step fails on it. The engine takes a copy, so later
-assignments change later requests only. Checks of single values are in `param_values.py`, those that need the model (ids
+assignments change later requests only. Checks of single values are in `values.py`, those that need the model (ids
 against the vocabulary) in `front/param_checks.py`, which also replaces -1 by the vocabulary size and tokenises bad
 words.
 """

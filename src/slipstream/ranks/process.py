@@ -144,8 +144,8 @@ def run_plans(
 
 # Workers: the Executor of a model that several ranks share.
 #
-# Rank 0 runs in the core's process, the others in processes of their own (`rank_process.py`), which are started here
-# (`local_ranks.py`) or on other nodes (`remote_ranks.py`). Every plan is written once and launched by all ranks; only
+# Rank 0 runs in the core's process, the others in processes of their own (`process.py`), which are started here
+# or on other nodes (`start.py`). Every plan is written once and launched by all ranks; only
 # rank 0 returns results. A rank that ends, ends the engine: the collectives that wait for it are ended, and the error
 # names the rank.
 

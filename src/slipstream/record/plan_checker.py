@@ -1,6 +1,6 @@
 """PlanChecker: runs plans without a model and finds faults of the scheduler.
 
-It keeps what a device keeps: rows, page tables, and which token each slot of the KV cache holds (`checked_pages.py`).
+It keeps what a device keeps: rows, page tables, and which token each slot of the KV cache holds (CheckedPages).
 It draws nothing: a step's drawn tokens are those of the recording. A row is *complete* if everything that
 it reads was written by complete rows of the recording; of the others, admitted before the first recorded step, only
 positions are checked.

@@ -1,6 +1,6 @@
 """TokenVectors: one vector or score per token of a prompt, the token weights of a prompt, and late interaction.
 
-Tokens of a prompt that takes several steps are kept until it ends (`chunk_state.py`).
+Tokens of a prompt that takes several steps are kept until it ends (ChunkState).
 """
 
 from __future__ import annotations

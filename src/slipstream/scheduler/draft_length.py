@@ -3,7 +3,7 @@
 A step with drafts takes longer and gives more tokens. The choice maximises expected tokens per second. The expected
 tokens of a row are 1 plus the measured probabilities that its first, second and further drafts are accepted, and the
 time is that of steps with as many positions, with the time before them in which the device waited for the host. Each
-class of rows (`draft_classes.py`) has a number of its own. Where no number of drafts is better than none, rows have
+class of rows (DraftClasses) has a number of its own. Where no number of drafts is better than none, rows have
 none, and a few steps with drafts in ever longer intervals find out whether the text has changed; such trials have a
 budget of time. Verification is by drawing, so the number may change in every step without changing a token.
 

@@ -1,6 +1,6 @@
 """WaitingQueue: requests without a row, ordered by priority, then by fair queueing of callers, then by arrival.
 
-A caller with thousands of requests does not block other callers: see `fair_queueing.py`. A preempted request goes
+A caller with thousands of requests does not block other callers: see FairQueue. A preempted request goes
 before all that have not started, because its caller is already reading output. A request that also waits for something
 else (`WaitFor`) is in the queue, but is not returned by `first` before that has happened.
 """

@@ -1,6 +1,6 @@
 """CoreClient: the interface by which a front end sends messages to a core and receives its messages.
 
-The core is a thread of the same process (`thread_client.py`) or another process (`socket_client.py`).
+The core is a thread of the same process (ThreadClient) or another process (`sockets.py`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """RayReplicas: the core and the ranks of each replica on the nodes of a Ray cluster.
 
 Every replica has a placement group with one bundle per rank, and in each bundle an actor that runs the process
-(`ray_node.py`). Cores connect to the front end over TCP. When a process or its node is lost, the connection of the
+(NodeProcess). Cores connect to the front end over TCP. When a process or its node is lost, the connection of the
 core ends; ReplicaClient starts the replica again, in a new placement group, on nodes that are left.
 """
 

@@ -2,7 +2,7 @@
 
 The entry of position p in its cache is computed from the target's features of position p and from the token of position
 p + 1; its output predicts the token of position p + 2. For further drafts its own output takes the place of the
-target's features. `MtpHead` here, `EagleHead` in `eagle.py`, `Eagle3Head` in `eagle3.py`.
+target's features. `MtpHead` here, `EagleHead` and `Eagle3Head` in `eagle.py`.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def match_targets(
     others: Sequence[tuple[WeightSource, Rules]] = (),
 ) -> tuple[dict[str, SourceTensor], list[str]]:
     """The source tensor of each target, and the names of tensors that are skipped because the model does not read them
-    (`unused.py`). Without rules, tensor names are target names. Raises BadCheckpoint.
+    (`is_unused`). Without rules, tensor names are target names. Raises BadCheckpoint.
 
     `others`: further sources, each with its rules. Tensors of heads that the model does not have are ignored.
     """

@@ -2,8 +2,8 @@
 
 Splits are those of `decode.py`. Memory is not idle between rows: while the sums of one row are stored and merged,
 the keys of the next are in flight. Keys are the left operand of the MMAs, since tensor cores take 64 rows at a time and
-a group has few query heads: padding would cost time and power. The producer warp is in `hopper_fetch.py`. Values of an
-FP8 cache are widened to 16 bits in registers (`hopper_fp8.py`).
+a group has few query heads: padding would cost time and power. The producer warp runs `fetch_blocks`. Values of an
+FP8 cache are widened to 16 bits in registers (`hopper.py`).
 """
 
 from __future__ import annotations

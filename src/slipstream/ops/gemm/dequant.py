@@ -1,4 +1,4 @@
-"""Dequantizes GGUF blocks of 32 weights in plain torch; K-quants are in `k_quants.py`.
+"""Dequantizes GGUF blocks of 32 weights, and K-quants, in plain torch.
 
     Q4_0  scale, 16 bytes            w = scale * (q - 8)
     Q4_1  scale, minimum, 16 bytes   w = scale * q + minimum

@@ -1,4 +1,4 @@
-// Layouts of weight rows. RowLayout in ops/weight_rows.py mirrors the enum, ops/low_bit/interleaved.py packs the weights.
+// Layouts of weight rows. RowLayout in ops/platform/native.py mirrors the enum, ops/gemm/low_bit/interleaved.py packs the weights.
 //
 // Low-bit weights: four rows are interleaved, 4 columns at a time. A block of 32 columns of four rows has 128 weights,
 // one per byte, or two per byte: column c of the first 16 in the low half, column c + 16 in the high half.

@@ -1,6 +1,6 @@
 """One token per row on CUDA: convolution, norms, gates, recurrence and gated norm of a layer in one launch.
 
-A program computes a value head, or with few rows some of its columns (with the fewest: `decode_parts.py`). Programs
+A program computes a value head, or with few rows some of its columns (with the fewest: `delta_parts.py`). Programs
 that share a head join for the norm of its output: the one that finishes last reads what the others have made. The
 convolution's ring is written in the same launch: the column of the new input is read by no program.
 

@@ -118,7 +118,7 @@ def scan_chunks(
 
 
 def _fits_hopper(x: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> bool:
-    """Whether `ssd_hopper.py` has the sizes of these inputs, and TMA can copy them."""
+    """Whether `ssm_hopper.py` has the sizes of these inputs, and TMA can copy them."""
     has_sizes = x.dtype is torch.bfloat16 and x.shape[2] == 64 and b.shape[2] == 128
     has_pairs = x.shape[1] // b.shape[1] % 2 == 0
     is_aligned = all(part.data_ptr() % 16 == 0 and part.stride(0) % 8 == 0 for part in (x, b, c))

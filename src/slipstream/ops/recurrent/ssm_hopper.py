@@ -1,6 +1,6 @@
 """The pass of Mamba-2 over chunks on Hopper: one producer warp, and a warpgroup for each of two heads.
 
-As the pass in `ssd_chunked.py`, which computes rows of one token for both. The two heads share b, c and the scores,
+As the pass in `ssm_chunked.py`, which computes rows of one token for both. The two heads share b, c and the scores,
 which come by TMA. All products are transposed: a head's state [dim, state size] and x stay in registers, as sums and
 as first operands of MMAs, so only the weighed scores pass through shared memory, while c reads the state. Written in
 Gluon: `tests/ops/test_kernels_compile.py` compiles it on any machine, `pytest -m cuda` runs it.

@@ -1,5 +1,5 @@
 """Argmax, and sampling with limits: one kernel finds the best token per chunk of a row, a second one the best chunk.
-`gumbel_max.py` samples without limits."""
+`draw_unlimited` samples without limits."""
 
 from __future__ import annotations
 

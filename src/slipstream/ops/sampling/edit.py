@@ -1,4 +1,4 @@
-"""In-place edits of logits: penalties, bias rows, forbidden tokens, floors. `mask.py` has masks."""
+"""In-place edits of logits: penalties, bias rows, forbidden tokens, floors, masks."""
 
 from __future__ import annotations
 

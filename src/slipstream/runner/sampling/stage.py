@@ -222,7 +222,7 @@ class StagedEntries(EntryAllocator):
         self.staged.flush(upload)
 
 
-# Device tables with an entry for each row that uses a feature (`entry_allocator.py`). They grow on demand.
+# Device tables with an entry for each row that uses a feature (EntryAllocator). They grow on demand.
 
 _FIRST = 4  # minimum number of entries and columns of a table, unless its bound is smaller
 _MAX_TABLES = 32  # tables of one kind that graphs are captured with; by doubling, a table reaches its bound before

@@ -1,6 +1,6 @@
 """ThinkingBudget: ends the reasoning of a row after `thinking_token_budget` tokens.
 
-The device follows the markers in the tokens that it draws (`thinking_automaton.py`) and counts reasoning tokens, so the
+The device follows the markers in the tokens that it draws (`params/thinking.py`) and counts reasoning tokens, so the
 limit is exact however far the host is ahead. When the budget is used, only the next token of the end text is allowed;
 where a grammar forbids that token, within a character of several tokens, as soon as it does not.
 """

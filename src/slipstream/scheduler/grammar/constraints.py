@@ -5,8 +5,8 @@ launch of the step's forward and its head the core commits all older steps, whic
 for the masks (`late`), while the device computes the forward. When the tokens of a step arrive, threads advance the
 sessions and fill the masks (`begin`, `mask_pool.py`), while the scheduler commits the step, its outputs are delivered
 and the next step is planned; where they cannot, `advance` and `late` do the same one by one. The result of a step has
-the drafts of the row's next step, so a row with drafts has a mask for each of its draws (`draft_masks.py`), which
-threads fill too (`draft_filler.py`).
+the drafts of the row's next step, so a row with drafts has a mask for each of its draws (DraftRow), which
+threads fill too (DraftFiller).
 
 A mask that is not filled when the forward should have ended delays no other row: its row sits out the step (`SitOut` in
 step.py), and computes the same position again in a later one. A session whose masks often take longer than the forward

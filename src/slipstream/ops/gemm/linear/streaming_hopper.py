@@ -2,7 +2,7 @@
 
 The weight is the left operand of the MMA, so that padding of few rows wastes no work. The steps around the GEMM in a
 decoder layer are fused: the division of the previous norm before it; bias, gated activation or residual, and the
-weighting of the next norm after it (`../unnormalized.py`). Written in Gluon, which has no interpreter:
+weighting of the next norm after it (`tiles.py`). Written in Gluon, which has no interpreter:
 `tests/ops/test_kernels_compile.py` compiles it on any machine, `pytest -m cuda` runs it.
 """
 

@@ -5,7 +5,7 @@ own (a warpgroup per 64 outputs), and all blocks read the same tiles of x: a pro
 the x bytes per weight byte. The rows of a program are ROWS and, if not 0, MORE_ROWS: shapes in Gluon are powers of
 two, and 80 rows as 64 + 16 load no padding. OUTPUTS need not be a power of two either: 48 are padded for the MMA, but
 only 48 are loaded. With FP8 weights x is FP8 too, or a row of bfloat16 that the program
-quantises (`streaming_inputs.py`), and the epilogue multiplies by the scales of both. With adapters the blocks after
+quantises, and the epilogue multiplies by the scales of both. With adapters the blocks after
 those of the weight have rows of their matrices A.
 Compiled by `tests/ops/test_kernels_compile.py`, run by `pytest -m cuda`.
 """

@@ -51,7 +51,7 @@ def tile_gemm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) 
 #
 # The first GEMM adds the residual in its epilogue and returns the sum before its norm, as an `Unnormalized`. An RMS
 # norm divides a row by one number, so the division can follow the next GEMM. In a "streamed" chain
-# (`triton/streaming_hopper.py`) the first GEMM also multiplies by the norm's weights and stores sums of squares, one
+# (`streaming_hopper.py`) the first GEMM also multiplies by the norm's weights and stores sums of squares, one
 # per row and block of outputs; the second GEMM adds these up and divides. The norm then has no kernel of its own. In a
 # "library" chain the norm has its own kernel, which may also add the partial sums of a split GEMM.
 

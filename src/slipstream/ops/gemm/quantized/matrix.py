@@ -54,7 +54,7 @@ class QuantizedMatrix(NamedTuple):
 
     @property
     def has_slices(self) -> bool:
-        """Whether `triton/stream.py` can divide it: into slices of 64 bytes of a row, each with one scale."""
+        """Whether `stream.py` can divide it: into slices of 64 bytes of a row, each with one scale."""
         if self.is_4_bit:
             return self.words is not None and self.group == 128 == 2 * self.half
         return self.values.dtype is torch.float8_e4m3fn and self.scale.shape[1] == 1 and self.num_columns % 64 == 0
@@ -164,7 +164,7 @@ def scaled_linear(
 
 
 def quantize_segments(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x [columns] as integers of 16 bits, as `triton/row_kernel.py` computes them: high and low bytes
+    """x [columns] as integers of 16 bits, as `row.py` computes them: high and low bytes
     [columns / 64, 64] int8 and scales [columns / 64] float32; x = scale * (256 * high + low)."""
     segments = x.float().unflatten(0, (-1, SEGMENT))
     largest = segments.abs().amax(1).clamp_min(1e-30)
@@ -175,7 +175,7 @@ def quantize_segments(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torc
 
 
 def integer_linear(x: torch.Tensor, weight: QuantizedMatrix) -> torch.Tensor:
-    """x [1, columns] times 4-bit weights with words, [1, rows] float64, by the integer sums of `triton/row_kernel.py`.
+    """x [1, columns] times 4-bit weights with words, [1, rows] float64, by the integer sums of `row.py`.
     Integers are exact; what differs is float32, in which the kernel adds the sums of groups."""
     assert weight.words is not None and weight.group == 2 * SEGMENT
     high, low, scales = (part.unflatten(0, (-1, 2)) for part in quantize_segments(x[0]))  # of low bits, of high bits

@@ -64,7 +64,7 @@ def finish(
         store_results(result, up, operands, given, results, row, block, GATE, OUTPUTS, GROUPS, ROWS)
 
 
-# Layouts of `row_kernel.py`: which thread holds what. Slices of a step are dimension 0 of all, one for each warp.
+# Layouts of `row.py`: which thread holds what. Slices of a step are dimension 0 of all, one for each warp.
 #
 # A warp that multiplies has MMA row t * 16 + b * 8 + m for its lanes 4 * m to 4 * m + 3. Shared memory has the row r of
 # eight at m = 2 * (r % 4) + r // 4: the eight lanes that read together then read rows r and r + 4, whose swizzles

@@ -3,7 +3,7 @@
 A connection is closed if the headers of a request, or trailers and chunk extensions of its body, are too large or too
 slow (uvicorn limits headers only with h11; httptools, which is faster, would buffer headers and trailers without end),
 if a body continues long after its response (`body.py` limits bodies that are read), or if the client does not read its
-response (`write_watch.py`). The headers of a response are written together with the first part of its body, since a
+response (WriteWatch). The headers of a response are written together with the first part of its body, since a
 write to a socket is a large part of the cost of a short request. If the queue is full, a request is refused when its
 headers are parsed, without creating a task: under overload a refusal must cost less than a request.
 """

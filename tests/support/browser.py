@@ -115,7 +115,8 @@ class Browser:
         self.send("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
 
     def screenshot(self, path: Path) -> None:
-        path.write_bytes(base64.b64decode(self.send("Page.captureScreenshot", format="png")["data"]))
+        how = {"format": "webp", "quality": 80} if path.suffix == ".webp" else {"format": "png"}
+        path.write_bytes(base64.b64decode(self.send("Page.captureScreenshot", **how)["data"]))
 
     def close(self) -> None:
         os.close(self._write)

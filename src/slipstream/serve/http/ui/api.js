@@ -91,6 +91,7 @@ export async function* events(path, options) {
 
 const readers = new Set()
 let stream = null  // an AbortController
+let last = null  // the last event of the stream, without its steps
 
 // `take` gets {now, models, steps: [{number, lane, start, ...}], offset: server's clock minus this one, in seconds}.
 // Returns a function that ends the reading. `fail` gets the error of a stream that ends.
@@ -98,6 +99,7 @@ export function readSteps(take, fail = () => {}) {
   const reader = { take, fail }
   readers.add(reader)
   if (!stream) follow(stream = new AbortController())
+  else if (last) take(last)
   return () => {
     readers.delete(reader)
     if (!readers.size) { stream?.abort(); stream = null }
@@ -105,11 +107,13 @@ export function readSteps(take, fail = () => {}) {
 }
 
 async function follow(own) {
-  let offset = Infinity, failure = new Error("the server has ended the stream of steps")
+  last = null
+  let offset = -Infinity, failure = new Error("the server has ended the stream of steps")
   try {
     for await (const { now, models, fields, steps } of events("debug/timeline", { signal: own.signal, log: false })) {
-      offset = Math.min(offset, now - Date.now() / 1000)  // of the event that was the fastest to come
+      offset = Math.max(offset, now - Date.now() / 1000)  // of the event that was the fastest to come
       const found = { now, models, offset, steps: steps.map(values => Object.fromEntries(fields.map((name, i) => [name, values[i]]))) }
+      last = { ...found, steps: [] }
       for (const reader of readers) reader.take(found)
     }
   } catch (error) { failure = error }

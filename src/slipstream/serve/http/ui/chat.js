@@ -213,13 +213,13 @@ async function write(own, bodies, name) {
 
 // Writes an answer into `message`. Returns the text of an error, or "".
 async function receive(own, message, body, signal) {
-  const entry = {}, began = performance.now()
+  const entry = {}
   let first = null, usage = null, finish = "", due = false, failed = ""
   const draw = () => {
     due = false
     if (own === conversation && running.has(own.id)) views.get(message)?.update({ isWritten: true })
   }
-  const recorded = record(entry)
+  const recorded = await record(entry, body.model), began = performance.now()
   try {
     for await (const chunk of events("v1/chat/completions", { body, signal, entry })) {
       usage = chunk.usage ?? usage

@@ -46,7 +46,7 @@ const LARGE = {
   },
 }
 const plain = raw => ({ type: "plain", raw })
-const marked = new Marked({ gfm: true, extensions: [] })
+const marked = new Marked({ gfm: true, breaks: true })  // models end lines of verses with one break
 marked.use({ extensions: [LARGE, BLOCK, INLINE] })
 
 function lex(source) {

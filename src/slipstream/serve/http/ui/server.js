@@ -126,15 +126,22 @@ const PARTS = {  // name: [colour, title, explanation]
   rest: ["output", "network and browser", "From the end of the last step until the last event came here."],
 }
 
-// Records the server's steps while a request runs. Returns a function that ends it and sets `entry.parts`.
-export function record(entry) {
-  let steps = [], offset = 0, seen = 0
+const MAX_WAIT = 300  // milliseconds for the stream of steps to begin
+
+// Records the server's steps while a request runs; resolves when the request may be sent. Returns a function that ends
+// the recording and sets `entry.parts`.
+export async function record(entry, model) {
+  let steps = [], offset = 0, seen = 0, begun
+  const ready = new Promise(resolve => { begun = resolve })
   const end = $("record").checked ? readSteps(found => {
+    begun()
     offset = found.offset
     seen = found.now - found.offset
-    const lane = found.models.indexOf(entry.model)
+    const lane = found.models.indexOf(model)
     steps.push(...found.steps.filter(step => lane < 0 || step.lane === lane))
-  }) : () => {}
+  }, begun) : () => {}
+  setTimeout(begun, $("record").checked ? MAX_WAIT : 0)
+  await ready
   return async () => {
     const last = Date.now() / 1000
     for (let i = 0; i < 20 && seen < last && $("record").checked; i++) await new Promise(done => setTimeout(done, 50))
@@ -183,13 +190,13 @@ function smallBar({ parts, total }, longest) {
   return box
 }
 
-let chosen = null
+let picked = null  // by the user; else the newest is shown
 function showRequests() {
   const longest = Math.max(1, ...requests.map(each => each.total ?? 0))
   fillTable($("request-table"), ["time", "request", "model", "status", "where the time went", "total"], requests.map(each => [
-    each.detail?.steps ? make("button", { className: "plain", text: clock(each), "aria-label": `Show the request of ${clock(each)}`, onclick: () => { chosen = each; showRequests(); $("waterfall").scrollIntoView({ block: "nearest" }) } }) : clock(each),
+    each.detail?.steps ? make("button", { className: "plain", text: clock(each), "aria-label": `Show the request of ${clock(each)}`, onclick: () => { picked = each; showRequests(); $("waterfall").scrollIntoView({ block: "nearest" }) } }) : clock(each),
     `${each.method} /${each.path}`, each.model ?? "", String(each.status), smallBar(each, longest), duration(each.total ?? 0)]))
-  if (!requests.includes(chosen)) chosen = requests.find(each => each.detail?.steps) ?? null
+  const chosen = requests.includes(picked) ? picked : requests.find(each => each.detail?.steps)
   $("waterfall").hidden = !chosen
   if (chosen) drawRequest(chosen)
 }

@@ -11,6 +11,7 @@ import pytest
 from serve.asgi import at_door
 from serve.dialects import CALL, THOUGHT, with_server
 from serve.samples import MESSAGES
+from slipstream.serve.http.table import all_routes
 
 FUNCTION = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
 
@@ -128,3 +129,25 @@ def test_an_error_of_embed_names_its_own_field(folder):
         assert refused.status == 400 and refused.said.startswith("output_dimension is 99"), refused.body
 
     with_server(folder, scenario)
+
+
+def test_errors_of_all_routes_have_the_format_of_unknown_ones_beside_them(folder):
+    """A client reads errors of one API; /v2/rerank answered as OpenAI's routes do."""
+
+    async def scenario(door):
+        checked = 0
+        for route in all_routes():
+            prefix = next((prefix for prefix in ("/v2/", "/api/", "/v1/messages") if route.path.startswith(prefix)), "")
+            if not prefix or route.method == "GET":
+                continue
+            unknown = await door.begin("POST", f"{prefix.rstrip('/')}/none", {}).end()
+            refused = await door.begin(route.method, route.path, {"no_field": 1}).end()
+            assert unknown.status == 404 and refused.status == 400, route.path
+            assert refused.json().keys() == unknown.json().keys() != {"error"} or prefix == "/api/", refused.body
+            assert isinstance(refused.json().get("error"), str) == (prefix == "/api/")
+            checked += 1
+        assert checked > 10
+        texts = await door.post("/v2/rerank", {"query": "a", "texts": [], "top_n": 1})  # TEI's body: TEI's errors
+        assert texts.json().keys() == {"error", "error_type"}
+
+    at_door(folder, scenario)

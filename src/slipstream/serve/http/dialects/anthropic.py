@@ -32,7 +32,7 @@ from slipstream.serve.http.generation.dialect import (
 )
 from slipstream.serve.http.generation.fields import Label, Refused, check_fields, given_fields, refuse
 from slipstream.serve.http.generation.tools import Tools
-from slipstream.serve.http.server.error_formats import ANTHROPIC_EVENTS, AnthropicErrorBody, as_anthropic_error
+from slipstream.serve.http.server.error_formats import ANTHROPIC_EVENTS
 from slipstream.serve.http.server.errors import bad_request
 from slipstream.serve.http.server.request import Request, post
 from slipstream.serve.http.server.response import Response, StreamingResponse, json_response, named_event
@@ -468,11 +468,9 @@ def _stop(reason: str | None, stopped_by: int | str | None, calls: bool) -> tupl
     return {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}.get(reason or "", reason), None
 
 
-_ERRORS: dict[str, Any] = dict(convert_error=as_anthropic_error, error_model=AnthropicErrorBody)
-
 ROUTES = [
     post("/v1/messages", create_message, "Anthropic: the next message", MessagesRequest,
-         response_model=MessagesResponse, **_ERRORS),
+         response_model=MessagesResponse),
     post("/v1/messages/count_tokens", count_tokens, "Anthropic: tokens of a prompt", CountTokensRequest,
-         response_model=TokenCount, uses_queue=False, **_ERRORS),
+         response_model=TokenCount, uses_queue=False),
 ]  # fmt: skip

@@ -29,7 +29,7 @@ from slipstream.serve.http.generation.dialect import (
 )
 from slipstream.serve.http.generation.fields import Refused, check_fields, given_fields, refuse
 from slipstream.serve.http.generation.tools import Tools
-from slipstream.serve.http.server.error_formats import COHERE_EVENTS, CohereErrorBody, as_cohere_error
+from slipstream.serve.http.server.error_formats import COHERE_EVENTS
 from slipstream.serve.http.server.errors import bad_request
 from slipstream.serve.http.server.request import Request, post
 from slipstream.serve.http.server.response import (
@@ -351,5 +351,5 @@ def _usage(run: ChatRun) -> CohereUsage:
 
 ROUTES = [
     post("/v2/chat", create_cohere_chat, "Cohere: the next message of a conversation", CohereChatRequest,
-         response_model=CohereChatResponse, convert_error=as_cohere_error, error_model=CohereErrorBody),
+         response_model=CohereChatResponse),
 ]  # fmt: skip

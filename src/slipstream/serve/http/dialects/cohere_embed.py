@@ -11,7 +11,6 @@ from slipstream.front.pooling_calls import encode
 from slipstream.params.pooling import PoolingParams
 from slipstream.serve.http.generation.fields import Refused, given_fields, refuse
 from slipstream.serve.http.pooling.run import Chosen, arrays_of, choose, run, size_of, usage_of
-from slipstream.serve.http.server.error_formats import CohereErrorBody, as_cohere_error
 from slipstream.serve.http.server.errors import bad_request
 from slipstream.serve.http.server.request import Request, post
 from slipstream.serve.http.server.response import Response, json_response
@@ -136,5 +135,5 @@ def _written(arrays: list[Any], kind: str) -> list[Any]:
 
 ROUTES = [
     post("/v2/embed", create_cohere_embed, "Cohere: embed texts", CohereEmbedRequest,
-         response_model=CohereEmbedResponse, convert_error=as_cohere_error, error_model=CohereErrorBody),
+         response_model=CohereEmbedResponse),
 ]  # fmt: skip

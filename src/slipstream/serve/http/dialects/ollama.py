@@ -32,7 +32,6 @@ from slipstream.serve.http.generation.conversation import ChatConversation, text
 from slipstream.serve.http.generation.dialect import assistant_message, call_arguments, think_variables
 from slipstream.serve.http.generation.fields import Refused, check_fields, given_fields, refuse
 from slipstream.serve.http.generation.tools import Tools
-from slipstream.serve.http.server.error_formats import OllamaErrorBody, as_ollama_error
 from slipstream.serve.http.server.errors import bad_request
 from slipstream.serve.http.server.request import Request, post
 from slipstream.serve.http.server.response import (
@@ -280,7 +279,7 @@ def _new_block(event: BlockEvent) -> Block | None:
     return event.block if isinstance(event, BlockEnd) and kind == "call" else None
 
 
-_OLLAMA: dict[str, Any] = dict(convert_error=as_ollama_error, error_model=OllamaErrorBody, any_content_type=True)
+_OLLAMA: dict[str, Any] = dict(any_content_type=True)
 
 ROUTES = [
     post("/api/chat", create_chat, "Ollama: the next message of a conversation", OllamaChatRequest,

@@ -17,7 +17,6 @@ from slipstream.serve.http.generation.dialect import chat_params, json_shape
 from slipstream.serve.http.generation.fields import Refused
 from slipstream.serve.http.generation.tools import ChatFormats
 from slipstream.serve.http.pooling.run import Chosen, arrays_of, run, size_of, usage_of
-from slipstream.serve.http.server.error_formats import OllamaErrorBody, as_ollama_error
 from slipstream.serve.http.server.errors import bad_request
 from slipstream.serve.http.server.request import Request, get, post, refused
 from slipstream.serve.http.server.response import JSON, JSON_LINES, Response, json_line, json_response
@@ -171,7 +170,7 @@ def _name(model: str | None, name: str | None) -> str:
     return found
 
 
-_OLLAMA: dict[str, Any] = dict(convert_error=as_ollama_error, error_model=OllamaErrorBody, any_content_type=True)
+_OLLAMA: dict[str, Any] = dict(any_content_type=True)
 _FIXED = "models are chosen when the server starts; see /api/tags"
 
 ROUTES = [

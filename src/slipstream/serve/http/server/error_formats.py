@@ -1,9 +1,9 @@
-"""The formats of errors by path, where no route knows them: for unknown routes, and for the proxy of replicas."""
+"""The formats of errors by path: of routes, of unknown routes, and of the proxy of replicas."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Literal
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -17,6 +17,18 @@ from slipstream.serve.http.server.response import (
     StreamFormat,
     named_event,
 )
+
+
+def _converted(kind: type[HTTPException], error: HTTPException) -> HTTPException:
+    """The error in the format of this class, unless it has a format already."""
+    if type(error) is not HTTPException:
+        return error
+    converted = kind(
+        error.status, error.message, kind=error.kind, param=error.param, code=error.code, retry_after=error.retry_after
+    )
+    converted.closes = error.closes
+    return converted
+
 
 # Errors and streams in Anthropic's format.
 
@@ -48,14 +60,6 @@ class AnthropicError(HTTPException):
         return msgspec.json.encode(AnthropicErrorBody(AnthropicErrorObject(kind, self.message)))
 
 
-def as_anthropic_error(error: HTTPException) -> HTTPException:
-    converted = AnthropicError(
-        error.status, error.message, param=error.param, code=error.code, retry_after=error.retry_after
-    )
-    converted.closes = error.closes
-    return converted
-
-
 ANTHROPIC_EVENTS = StreamFormat(EVENT_STREAM, COMMENT, lambda error: b"event: error\ndata: " + error.body() + b"\n\n")
 
 
@@ -69,14 +73,6 @@ class CohereErrorBody(msgspec.Struct):
 class CohereError(HTTPException):
     def body(self) -> bytes:
         return msgspec.json.encode(CohereErrorBody(self.message))
-
-
-def as_cohere_error(error: HTTPException) -> HTTPException:
-    converted = CohereError(
-        error.status, error.message, param=error.param, code=error.code, retry_after=error.retry_after
-    )
-    converted.closes = error.closes
-    return converted
 
 
 def _failed(error: HTTPException) -> bytes:
@@ -99,34 +95,38 @@ class OllamaError(HTTPException):
         return msgspec.json.encode(OllamaErrorBody(self.message))
 
 
-def as_ollama_error(error: HTTPException) -> HTTPException:
-    converted = OllamaError(
-        error.status, error.message, param=error.param, code=error.code, retry_after=error.retry_after
-    )
-    converted.closes = error.closes
-    return converted
+class _Format(NamedTuple):
+    error: type[HTTPException]
+    model: type[msgspec.Struct]  # for the OpenAPI document
+    events: StreamFormat
 
 
-_FORMATS: dict[str, tuple[Callable[[HTTPException], HTTPException], StreamFormat]] = {
-    "/api/": (as_ollama_error, JSON_LINES),
-    "/v1/messages/": (as_anthropic_error, ANTHROPIC_EVENTS),
-    "/v2/": (as_cohere_error, COHERE_EVENTS),
+_FORMATS = {
+    "/api/": _Format(OllamaError, OllamaErrorBody, JSON_LINES),
+    "/v1/messages/": _Format(AnthropicError, AnthropicErrorBody, ANTHROPIC_EVENTS),
+    "/v2/": _Format(CohereError, CohereErrorBody, COHERE_EVENTS),
 }
+
+
+def errors_of(path: str) -> dict[str, Any]:
+    """The fields of a `Route` with this path that say which format its errors have; none for OpenAI's."""
+    found = _format_of(path)
+    return {} if found is None else {"convert_error": partial(_converted, found.error), "error_model": found.model}
 
 
 def in_format_of(path: str, error: HTTPException) -> HTTPException:
     """The error in the format of the API that the path belongs to; OpenAI's where it belongs to no other."""
     found = _format_of(path)
-    return error if found is None else found[0](error)
+    return error if found is None else _converted(found.error, error)
 
 
 def end_of_stream(path: str, error: HTTPException) -> bytes:
     """The end of a stream of this path that fails."""
     found = _format_of(path)
-    return (EVENTS if found is None else found[1]).error(in_format_of(path, error))
+    return (EVENTS if found is None else found.events).error(in_format_of(path, error))
 
 
-def _format_of(path: str) -> tuple[Callable[[HTTPException], HTTPException], StreamFormat] | None:
+def _format_of(path: str) -> _Format | None:
     return next((found for prefix, found in _FORMATS.items() if f"{path}/".startswith(prefix)), None)
 
 
@@ -146,9 +146,10 @@ class TeiError(HTTPException):
 
 
 def as_tei_error(error: HTTPException) -> HTTPException:
-    status, kind = _status_and_type(error)
-    converted = TeiError(status, error.message, kind=kind, code=error.code, retry_after=error.retry_after)
-    converted.closes = error.closes
+    if type(error) is not HTTPException:
+        return error
+    converted = _converted(TeiError, error)
+    converted.status, converted.kind = _status_and_type(error)
     return converted
 
 

@@ -11,6 +11,7 @@ import msgspec
 from slipstream.front.request_state import RequestState
 from slipstream.front.served import ServedModel
 from slipstream.serve.http.server.access import Access, Headers
+from slipstream.serve.http.server.error_formats import errors_of
 from slipstream.serve.http.server.errors import HTTPException, bad_request
 from slipstream.serve.http.server.response import Response, StreamingResponse
 from slipstream.serve.http.server.state import State
@@ -160,18 +161,17 @@ def get(path: str, endpoint: Endpoint, summary: str, **more: Any) -> Route:
         path=path,
         endpoint=endpoint,
         summary=summary,
-        **({"needs_engine": False, "uses_queue": False} | more),
+        **(errors_of(path) | {"needs_engine": False, "uses_queue": False} | more),
     )
 
 
 def delete(path: str, endpoint: Endpoint, summary: str, **more: Any) -> Route:
-    return Route(
-        method="DELETE", path=path, endpoint=endpoint, summary=summary, needs_engine=False, uses_queue=False, **more
-    )
+    how = errors_of(path) | {"needs_engine": False, "uses_queue": False} | more
+    return Route(method="DELETE", path=path, endpoint=endpoint, summary=summary, **how)
 
 
 def post(path: str, endpoint: Endpoint, summary: str, body: Any = None, **more: Any) -> Route:
-    return Route(method="POST", path=path, endpoint=endpoint, summary=summary, body=body, **more)
+    return Route(method="POST", path=path, endpoint=endpoint, summary=summary, body=body, **(errors_of(path) | more))
 
 
 def refused(path: str, hint: str, *, method: str = "POST", **more: Any) -> Route:
@@ -180,5 +180,5 @@ def refused(path: str, hint: str, *, method: str = "POST", **more: Any) -> Route
     async def refuse(request: Request, body: None) -> Response:
         raise HTTPException(400, f"{path} is not supported: {hint}", code="unsupported_route", closes=True)
 
-    how = {"needs_engine": False, "uses_queue": False, "reads_body": False} | more
+    how = errors_of(path) | {"needs_engine": False, "uses_queue": False, "reads_body": False} | more
     return Route(method=method, path=path, endpoint=refuse, summary=f"Not supported: {hint}", **how)

@@ -12,6 +12,7 @@ from patience import PATIENCE
 from slipstream.base.errors import InvalidOption
 from slipstream.serve.cli.main import main
 from slipstream.serve.http.server.replica_proxy import ReplicaProxy
+from slipstream.serve.http.server.settings import ServerSettings
 from slipstream.serve.http.server.url_replicas import PrefillFirst, UrlReplicas, shortened
 
 CHAT = {
@@ -64,7 +65,7 @@ def ask(path: str, fields: dict, *, fails: bool = False) -> tuple[bytes, list, P
             await each.start()
         prefill.fails = fails
         first = PrefillFirst(UrlReplicas([prefill.url]))
-        proxy = ReplicaProxy(UrlReplicas([decode.url]), prefill=first)
+        proxy = ReplicaProxy(ServerSettings(allowed_hosts=["*"]), UrlReplicas([decode.url]), first)
         for replica in (*proxy.replicas.all, *first.replicas.all):
             await replica.check()
         listener = socket.create_server(("127.0.0.1", 0))

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
+import re
 import socket
 
 import pytest
 
 from patience import PATIENCE
 from slipstream.base.errors import InvalidOption
+from slipstream.serve.cli import serve
 from slipstream.serve.cli.main import main
-from slipstream.serve.http.server.replica_proxy import ReplicaProxy
+from slipstream.serve.http.server import access, replica_proxy
+from slipstream.serve.http.server.replica_proxy import ANY_HOST, ReplicaProxy
+from slipstream.serve.http.server.settings import ServerSettings
 from slipstream.serve.http.server.url_replicas import ADAPTER_BYTES, BLOCK, UrlReplicas, block_hashes
+from slipstream.serve.http.table import all_routes
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: %s\r\n"
 JSON = HEAD % b"application/json"
@@ -57,13 +63,13 @@ class Upstream:
         await self.next.put((head, reader, writer))
 
 
-def with_proxy(scenario, count=2):
+def with_proxy(scenario, count=2, **settings):
     async def run():
         upstreams = [Upstream() for _ in range(count)]
         for each in upstreams:
             await each.start()
         replicas = UrlReplicas([each.url for each in upstreams])
-        proxy = ReplicaProxy(replicas, max_body_bytes=5000)
+        proxy = ReplicaProxy(ServerSettings(**{"max_body_bytes": 5000, "allowed_hosts": ["*"], **settings}), replicas)
         listener = socket.create_server(("127.0.0.1", 0))
         server = await proxy.serve(listener)
         proxy.port = listener.getsockname()[1]
@@ -219,7 +225,7 @@ def test_a_server_that_dies_within_a_stream_ends_it_with_an_error_event():
     [
         ("/v1/responses", b"text/event-stream", b'data: {"error":{"message":'),
         ("/v1/messages", b"text/event-stream", b'event: error\ndata: {"error":{"type":"overloaded_error"'),
-        ("/v2/chat", b"text/event-stream", b'event: message-end\ndata: {"type":"message-end"'),
+        ("/v2/rerank", b"text/event-stream", b'event: message-end\ndata: {"type":"message-end"'),
         ("/api/chat", b"application/x-ndjson", b'{"error":"replica'),
     ],
 )
@@ -244,7 +250,7 @@ def test_errors_have_the_format_of_the_api(path, kind, end):
             assert head.startswith(b"HTTP/1.1 " + status)
             error = said.get("error", said)
             assert words in (error if path == "/api/chat" else error["message"])
-            assert set(said) == {"/v1/messages": {"error", "type"}, "/v2/chat": {"message"}}.get(path, {"error"})
+            assert set(said) == {"/v1/messages": {"error", "type"}, "/v2/rerank": {"message"}}.get(path, {"error"})
 
     with_proxy(scenario)
 
@@ -381,7 +387,6 @@ def test_a_request_that_does_not_come_does_not_hold_its_connection(monkeypatch, 
     monkeypatch.setattr("slipstream.serve.http.server.replica_proxy._HEADER_SECONDS", 0.05)
 
     async def scenario(proxy, upstreams):
-        proxy.body_timeout = 0.05
         reader, writer = await asyncio.open_connection("127.0.0.1", proxy.port)
         writer.write(part)
         reading = asyncio.ensure_future(reader.read(len(answer) or 1))
@@ -393,7 +398,7 @@ def test_a_request_that_does_not_come_does_not_hold_its_connection(monkeypatch, 
         except ConnectionResetError:  # what was sent last came after the end
             assert answer == b""
 
-    with_proxy(scenario)
+    with_proxy(scenario, body_timeout=0.05)
 
 
 def test_an_answer_that_is_not_read_does_not_hold_its_connections(monkeypatch):
@@ -414,7 +419,6 @@ def test_an_answer_that_is_not_read_does_not_hold_its_connections(monkeypatch):
 
 def test_bodies_of_all_requests_together_are_bounded():
     async def scenario(proxy, upstreams):
-        proxy.max_bodies_bytes = 3000
         begun = [await asyncio.open_connection("127.0.0.1", proxy.port) for _ in range(2)]
         for _, writer in begun:
             writer.write(b"POST / HTTP/1.1\r\ncontent-length: 4000\r\n\r\n" + b"x" * 2000)
@@ -432,7 +436,7 @@ def test_bodies_of_all_requests_together_are_bounded():
         await send(proxy, b"x" * 4000)  # one alone may be larger
         await first(*upstreams)
 
-    with_proxy(scenario)
+    with_proxy(scenario, max_bodies_bytes=3000)
 
 
 def test_a_body_that_is_too_large_is_refused():
@@ -450,6 +454,60 @@ def test_a_body_that_is_too_large_is_refused():
 def test_wrong_urls_are_refused(urls):
     with pytest.raises(InvalidOption, match="replica URL"):
         UrlReplicas(urls)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v2/rerank", "/ready", "/ping", "/health"])
+@pytest.mark.parametrize(
+    ("host", "settings"),
+    [
+        (b"evil.example.com", {}),
+        (b"evil.example.com", {"host": "0.0.0.0", "allowed_hosts": ["chat.example"]}),
+        (b"localhost:8000", {}),
+        (b"chat.example", {"allowed_hosts": ["chat.example"]}),
+        (b"10.0.0.1", {"host": "0.0.0.0"}),
+    ],
+)
+def test_a_web_page_cannot_reach_servers_through_a_proxy_on_loopback(path, host, settings):
+    """Its requests have its own name, which has been made to resolve to 127.0.0.1. Probes come under any name."""
+
+    async def scenario(proxy, upstreams):
+        reader, writer = await asyncio.open_connection("127.0.0.1", proxy.port)
+        writer.write(b"GET %s HTTP/1.1\r\nHOST: %s\r\n\r\n" % (path.encode(), host))
+        is_ours = host != b"evil.example.com"
+        if path != "/health" and (is_ours or path in ("/ready", "/ping")):
+            if path == "/ready":  # which the upstream of these tests answers itself
+                assert (await reader.read()).startswith(b"HTTP/1.1 200 OK")
+            else:
+                await first(*upstreams)
+            return
+        answer = await reader.read()
+        assert (b"http://127.0.0.1" in answer) == is_ours  # /health lists the servers
+        if path != "/health":
+            said = json.loads(answer.partition(b"\r\n\r\n")[2])
+            assert answer.startswith(b"HTTP/1.1 403") and not any(each.bodies for each in upstreams)
+            assert "--allowed-hosts" in said.get("error", said)["message"] and set(said) < {"error", "message"}
+
+    with_proxy(scenario, **{"allowed_hosts": [], **settings})
+
+
+def test_a_page_is_refused_before_its_body_is_read():
+    async def scenario(proxy, upstreams):
+        reader, writer = await asyncio.open_connection("127.0.0.1", proxy.port)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: evil.example.com\r\nContent-Length: 9\r\n\r\n")
+        assert (await reader.read()).startswith(b"HTTP/1.1 403")
+
+    with_proxy(scenario, allowed_hosts=[])
+
+
+def test_probes_have_any_host_at_a_server_and_at_a_proxy():
+    assert {route.path.encode() for route in all_routes() if route.any_host} == ANY_HOST
+
+
+def test_settings_that_the_proxy_reads_can_be_given(tmp_path):
+    """Each field of its settings that the proxy uses is an option of it."""
+    source = inspect.getsource(replica_proxy) + inspect.getsource(access.Hosts)
+    read = set(re.findall(r"settings\.(\w+)", source))
+    assert len(read) > 5 and read <= set(serve._OF_PROXY)
 
 
 def test_options_of_models_are_refused_with_replica_urls(capsys, monkeypatch):

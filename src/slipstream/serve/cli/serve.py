@@ -91,7 +91,7 @@ def run(args: argparse.Namespace, opener: OpenLLM) -> int:
 # settings that apply to a server that only passes requests on
 _OF_PROXY = (
     "replica_urls", "prefill_urls", "host", "port", "uds", "ssl_certfile", "ssl_keyfile", "log_level", "log_format",
-    "max_body_bytes", "max_header_bytes",
+    "allowed_hosts", "max_body_bytes", "max_bodies_bytes", "max_header_bytes", "body_timeout",
 )  # fmt: skip
 
 

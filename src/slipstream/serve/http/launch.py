@@ -61,15 +61,7 @@ def launch_proxy(settings: ServerSettings) -> None:
 
         async def serve() -> None:
             prefill = PrefillFirst(UrlReplicas(settings.prefill_urls)) if settings.prefill_urls else None
-            replicas = UrlReplicas(settings.replica_urls)
-            proxy = ReplicaProxy(
-                replicas,
-                settings.max_header_bytes,
-                settings.max_body_bytes,
-                prefill,
-                settings.body_timeout,
-                settings.max_bodies_bytes,
-            )
+            proxy = ReplicaProxy(settings, UrlReplicas(settings.replica_urls), prefill)
             await run_proxy(proxy, claimed.listener(), tls)
 
         asyncio.run(serve())

@@ -17,12 +17,14 @@ from http import HTTPStatus
 import httptools
 import msgspec
 
+from slipstream.serve.http.server.access import Hosts
 from slipstream.serve.http.server.body import MIN_RATE
 from slipstream.serve.http.server.error_formats import end_of_stream, in_format_of
 from slipstream.serve.http.server.errors import HTTPException
 from slipstream.serve.http.server.listen import ENDING, call_at_signals, has_recorded, ignore_signals
 from slipstream.serve.http.server.protocol import PlainParser, WriteWatch
 from slipstream.serve.http.server.response import JSON_LINES
+from slipstream.serve.http.server.settings import ServerSettings
 from slipstream.serve.http.server.url_replicas import (
     LIST_CHANGES,
     PrefillFirst,
@@ -41,11 +43,7 @@ _PIECE = 2**16
 _MAX_BEHIND = 2**20  # bytes that are dropped behind a request
 
 
-class BadRequest(Exception):
-    def __init__(self, code: int, text: str) -> None:
-        super().__init__(text)
-        self.code = code
-        self.path = b""  # of the request, as far as it has come
+ANY_HOST = {b"/health", b"/ready", b"/ping"}  # probes, by the address of a machine; see `Route.any_host`
 
 
 class _Lost(Exception):
@@ -55,21 +53,15 @@ class _Lost(Exception):
 class ReplicaProxy:
     def __init__(
         self,
+        settings: ServerSettings,
         replicas: UrlReplicas,
-        max_header_bytes: int = 2**16,
-        max_body_bytes: int = 2**26,
         prefill: PrefillFirst | None = None,
-        body_timeout: float = 30.0,
-        max_bodies_bytes: int = 2**28,
     ) -> None:
-        """`prefill`: servers that compute prompts, whose pages the replicas fetch. `body_timeout` (seconds) and
-        `max_bodies_bytes` (of bodies that are being read): as in `body.py`."""
+        """`prefill`: servers that compute prompts, whose pages the replicas fetch."""
+        self.settings = settings
+        self.hosts = Hosts(settings)
         self.replicas = replicas
         self.prefill = prefill
-        self.max_header_bytes = max_header_bytes
-        self.max_body_bytes = max_body_bytes
-        self.body_timeout = body_timeout
-        self.max_bodies_bytes = max_bodies_bytes
         self.num_bytes = 0  # of all bodies that are being read
         self.num_requests = self.num_rerouted = self.num_lost = 0
 
@@ -77,22 +69,24 @@ class ReplicaProxy:
         return await asyncio.start_server(self._connected, sock=listener, ssl=tls)
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        request = ProxiedRequest()
         try:
-            await self._answer(reader, writer)
-        except BadRequest as error:
-            write_error(writer, error.code, str(error), None, error.path)
+            await self._answer(request, reader, writer)
+        except HTTPException as error:
+            write_error(writer, error, request.path)
         except (ConnectionError, asyncio.IncompleteReadError):
             pass  # the client has gone
         finally:
             writer.close()
             WriteWatch(writer.transport).start()
 
-    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        request = await self._read(reader, writer)
-        if request is None:
+    async def _answer(
+        self, request: ProxiedRequest, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        if not await self._read(request, reader, writer):
             return
         if request.path == b"/health" and request.method == b"GET":
-            self._write_health(writer)
+            self._write_health(writer, with_urls=self.hosts.allow(request.lower_headers()))
             return
         self.num_requests += 1
         passing = asyncio.ensure_future(self._pass_on(request, writer))
@@ -105,28 +99,22 @@ class ReplicaProxy:
         if passing.done() and not passing.cancelled() and (error := passing.exception()) is not None:
             raise error
 
-    async def _read(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> ProxiedRequest | None:
-        """The whole request; None: the client has sent none, or not all of its headers."""
-        request = ProxiedRequest()
+    async def _read(self, request: ProxiedRequest, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        """Returns whether the request has come whole; False: the client has sent none, or not all of its headers."""
         try:
             async with asyncio.timeout(_HEADER_SECONDS) as timeout:
                 if not await self._read_into(request, reader, writer, timeout):
-                    return None
+                    return False
         except TimeoutError:
             if not request.has_headers:
-                return None
+                return False
             fact = f"the body is incomplete, with {len(request.body)} bytes received in time"
-            late = BadRequest(408, f"{fact}; send it faster, or raise --body-timeout")
-            late.path = request.path
-            raise late from None
-        except BadRequest as error:
-            error.path = request.path
-            raise
+            raise HTTPException(408, f"{fact}; send it faster, or raise --body-timeout") from None
         finally:
             self.num_bytes -= request.num_counted
         peer = writer.get_extra_info("peername")
         request.client = str(peer[0]) if isinstance(peer, tuple) else "unix"
-        return request
+        return True
 
     async def _read_into(
         self,
@@ -137,7 +125,7 @@ class ReplicaProxy:
     ) -> bool:
         """Returns whether the request has come whole. `timeout` is that of the headers, then that of the body."""
         num_bytes = 0  # since the beginning, the headers, or the last part of the body
-        loop, began_body = asyncio.get_running_loop(), 0.0
+        loop, began_body, limit = asyncio.get_running_loop(), 0.0, self.settings.max_header_bytes
         while not request.is_complete:
             data = await reader.read(_PIECE)
             if not data:
@@ -146,18 +134,20 @@ class ReplicaProxy:
             try:
                 request.parser.feed_data(data)
             except httptools.HttpParserUpgrade:
-                raise BadRequest(400, "this server connects to no other") from None
+                raise HTTPException(400, "this server connects to no other") from None
             except httptools.HttpParserError as error:
-                raise BadRequest(400, f"the request is not HTTP: {error}") from None
+                raise HTTPException(400, f"the request is not HTTP: {error}") from None
+            if request.has_headers and not before[0] and request.path not in ANY_HOST:
+                self.hosts.check(request.lower_headers())
             if (request.has_headers, len(request.body)) != before:
                 num_bytes = 0
                 began_body = began_body or loop.time()
                 if not timeout.expired():
-                    timeout.reschedule(began_body + self.body_timeout + len(request.body) / MIN_RATE)
-            elif num_bytes > self.max_header_bytes:
+                    timeout.reschedule(began_body + self.settings.body_timeout + len(request.body) / MIN_RATE)
+            elif num_bytes > limit:
                 if not request.has_headers:
-                    raise BadRequest(431, f"headers have more than {self.max_header_bytes} bytes")
-                raise BadRequest(400, f"more than {self.max_header_bytes} bytes between parts of the body, or after it")
+                    raise HTTPException(431, f"headers have more than {limit} bytes")
+                raise HTTPException(400, f"more than {limit} bytes between parts of the body, or after it")
             self._check_size(request)
             if request.expects_continue and not request.is_complete:
                 request.expects_continue = False
@@ -169,12 +159,12 @@ class ReplicaProxy:
         size = len(request.body)
         self.num_bytes += size - request.num_counted
         request.num_counted = size
-        if size > self.max_body_bytes:
-            raise BadRequest(413, f"the body has more than {self.max_body_bytes} bytes; send less")
+        if size > self.settings.max_body_bytes:
+            raise HTTPException(413, f"the body has more than {self.settings.max_body_bytes} bytes; send less")
         # a body above the limit for all is accepted while no other is being read
-        if self.num_bytes > max(self.max_bodies_bytes, size):
-            fact = f"bodies with {self.num_bytes} bytes are being read, the limit is {self.max_bodies_bytes}"
-            raise BadRequest(429, f"{fact}; try again soon")
+        if self.num_bytes > max(self.settings.max_bodies_bytes, size):
+            fact = f"bodies with {self.num_bytes} bytes are being read, the limit is {self.settings.max_bodies_bytes}"
+            raise HTTPException(429, f"{fact}; try again soon")
 
     async def _pass_on(self, request: ProxiedRequest, writer: asyncio.StreamWriter) -> None:
         tried: list[UrlReplica] = []
@@ -214,7 +204,7 @@ class ReplicaProxy:
                     replica.models.expire()
         self.num_lost += 1
         text = f"{len(tried)} replicas died while they ran the request" if tried else "no replica is ready"
-        write_error(writer, 503, f"{text}; send it again later", "replica_lost", request.path)
+        write_error(writer, _lost(f"{text}; send it again later"), request.path)
 
     async def _run_on(self, replica: UrlReplica, request: ProxiedRequest, body: bytes, answer: ProxiedAnswer) -> None:
         reader, upstream = await replica.connect()
@@ -237,7 +227,8 @@ class ReplicaProxy:
             watch.stop()
             upstream.close()
 
-    def _write_health(self, writer: asyncio.StreamWriter) -> None:
+    def _write_health(self, writer: asyncio.StreamWriter, *, with_urls: bool) -> None:
+        """`with_urls`: with the servers, which a request under any other host name does not learn."""
         ready = [replica.is_ready for replica in self.replicas.all]
         state = "ok" if all(ready) else "degraded" if any(ready) else "no replica is ready"
         found: dict[str, dict[str, object]] = {
@@ -247,7 +238,8 @@ class ReplicaProxy:
         if self.prefill is not None:
             found |= {each.url: {"ready": each.is_ready, "role": "prefill"} for each in self.prefill.replicas.all}
             counts |= {"prefilled": self.prefill.num_prefilled, "not_prefilled": self.prefill.num_failed}
-        write_json(writer, 200 if any(ready) else 503, {"status": state, "replicas": found, **counts})
+        shown = {"status": state, "replicas": found, **counts} if with_urls else {"status": state}
+        _write(writer, 200 if any(ready) else 503, msgspec.json.encode(shown))
 
 
 async def _until_gone(reader: asyncio.StreamReader) -> None:
@@ -324,6 +316,10 @@ class ProxiedRequest:
     def on_message_complete(self) -> None:
         self.is_complete |= not self.plain_headers
 
+    def lower_headers(self) -> list[tuple[bytes, bytes]]:
+        """The headers with their names in lower case, as a server's routes get them."""
+        return [(name.lower(), value) for name, value in self.headers]
+
     def header(self, authority: str, size: int) -> bytes:
         """Start line and headers for a server."""
         dropped = _HOP | {b"host", b"content-length", b"expect"}
@@ -388,22 +384,18 @@ class ProxiedAnswer:
         if not self._is_stream:
             self.writer.transport.abort()
             return
-        error = _error(503, f"{text}; send the request again", "replica_lost")
+        error = _lost(f"{text}; send the request again")
         self.on_body(end_of_stream(self._path.decode("latin-1"), error))
         self.on_message_complete()
 
 
-def _error(status: int, text: str, kind: str | None) -> HTTPException:
-    return HTTPException(status, text, kind=kind, code=kind)
+def _lost(text: str) -> HTTPException:
+    return HTTPException(503, text, kind="replica_lost", code="replica_lost")
 
 
-def write_error(writer: asyncio.StreamWriter, status: int, text: str, kind: str | None, path: bytes) -> None:
+def write_error(writer: asyncio.StreamWriter, error: HTTPException, path: bytes) -> None:
     """`path`: of the request, whose API has a format of errors."""
-    _write(writer, status, in_format_of(path.decode("latin-1"), _error(status, text, kind)).body())
-
-
-def write_json(writer: asyncio.StreamWriter, status: int, value: object) -> None:
-    _write(writer, status, msgspec.json.encode(value))
+    _write(writer, error.status, in_format_of(path.decode("latin-1"), error).body())
 
 
 def _write(writer: asyncio.StreamWriter, code: int, body: bytes) -> None:

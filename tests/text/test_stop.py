@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from count_calls import count_calls
 from slipstream.text.detokenizer import StopMatcher
 
 
@@ -72,3 +73,31 @@ def test_any_cutting_gives_the_same_text(include: bool) -> None:
             expected += stop
         shown, matched = run(stops, increments, include)
         assert ("".join(shown), matched) == (expected, stop), (text, stops, increments)
+
+
+def num_calls(stops: list[str], text: str) -> int:
+    """Calls of Python and C functions that matching the text takes, character by character."""
+    matcher = StopMatcher(stops)
+    with count_calls() as calls:
+        for character in text:
+            matcher.push(character)
+    assert matcher.matched is None
+    return calls.number
+
+
+ENDS = [chr(0x4E00 + index) for index in range(128)]
+
+
+@pytest.mark.parametrize(
+    ("stops", "text"),
+    [
+        (["a" * length for length in range(897, 1025)], ("a" * 896 + "b") * 5),
+        (["a" * 1000 + end for end in ENDS], "a" * 5000),
+        (["a" * length + end for length, end in zip(range(1, 1000, 8), ENDS, strict=False)], ("a" * 992 + "b") * 5),
+        (["a" * length + "b" * (1000 - length) for length in range(1, 1000, 8)], ("a" * 999 + "b" * 6) * 5),
+        (["ab" * 499 + "a" + end for end in ENDS], "ab" * 1000 + "b" + "ba" * 1500),
+    ],
+)
+def test_the_steps_per_character_do_not_grow_with_the_stop_strings(stops: list[str], text: str) -> None:
+    few = num_calls(["xyz"], "a" * len(text))
+    assert num_calls(stops, text) < 10 * few

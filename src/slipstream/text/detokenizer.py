@@ -8,6 +8,7 @@ all ids at once, and the cost per token does not depend on the length of the out
 from __future__ import annotations
 
 import codecs
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -225,16 +226,33 @@ class _ByteFallback:
 # does not depend on the increments.
 
 
-class StopMatcher:
-    """Holds back text that may be the beginning of a stop string."""
+class _Prefix:
+    """The first `depth` characters of the sorted stop strings from `first` to `end`: a state of the automaton."""
 
-    __slots__ = ("matched", "_stops", "_include", "_held")
+    __slots__ = ("depth", "first", "end", "longer", "shorter", "match")
+
+    def __init__(self, depth: int, first: int, end: int) -> None:
+        self.depth, self.first, self.end = depth, first, end
+        self.longer: dict[str, _Prefix | None] = {}  # by the next character; None where no stop string goes on so
+        self.shorter: _Prefix | None = None  # the longest proper suffix that is a prefix too; None for the empty one
+        self.match: str | None = None  # the longest stop string that ends here
+
+
+class StopMatcher:
+    """Holds back text that may be the beginning of a stop string.
+
+    An Aho-Corasick automaton: its state is the longest suffix of the text that is a prefix of a stop string. States are
+    made when a text first reaches them, so a request pays for its text and not for the length of its stop strings.
+    """
+
+    __slots__ = ("matched", "_stops", "_include", "_root", "_state", "_held")
 
     def __init__(self, stops: Sequence[str], include_stop: bool = False) -> None:
         assert all(stops), f"an empty stop string would match everywhere: {stops}"
         self.matched: str | None = None  # the stop string that was found
-        self._stops = tuple(dict.fromkeys(stops))
+        self._stops = sorted(set(stops))
         self._include = include_stop
+        self._root = self._state = _Prefix(0, 0, len(self._stops))
         self._held = ""
 
     def push(self, text: str) -> str:
@@ -243,41 +261,58 @@ class StopMatcher:
             return ""
         if not self._stops:
             return text
-        text = self._held + text
-        end, stop = self._first_complete(text)
-        if stop is not None:
-            self.matched, self._held = stop, ""
-            return text[: end if self._include else end - len(stop)]
-        certain = len(text) - self._num_open(text)
+        state = self._state
+        for index, character in enumerate(text):
+            state = state.longer.get(character) or self._next(state, character)
+            if state.match is not None:
+                end, self.matched = len(self._held) + index + 1, state.match
+                shown = (self._held + text)[: end if self._include else end - len(state.match)]
+                self._held = ""
+                return shown
+        self._state, text = state, self._held + text
+        certain = len(text) - state.depth
         self._held = text[certain:]
         return text[:certain]
 
     def finish(self) -> str:
         """Returns the text that was held back, at the end of the text."""
-        held, self._held = self._held, ""
+        held, self._held, self._state = self._held, "", self._root
         return held
 
-    def _first_complete(self, text: str) -> tuple[int, str | None]:
-        """Returns the end of the first complete stop string, and the string. It begins in `text`, which includes the
-        text held back."""
-        first, found = len(text) + 1, ""
-        for stop in self._stops:
-            offset = text.find(stop)
-            if offset >= 0 and (offset + len(stop), -len(stop)) < (first, -len(found)):
-                first, found = offset + len(stop), stop
-        return first, found or None
+    def _next(self, state: _Prefix, character: str) -> _Prefix:
+        """The state after one more character. Makes it and those it refers to, where they are new."""
+        new: list[_Prefix] = []  # from the longest to the shortest; each is the `shorter` of the one before
+        suffix: _Prefix | None = state
+        while suffix is not None:
+            found = suffix.longer.get(character)
+            if found is None and character not in suffix.longer:
+                found = suffix.longer[character] = self._extend(suffix, character)
+                if found is not None:
+                    new.append(found)
+            elif found is not None:
+                break
+            suffix = suffix.shorter
+        else:
+            found = self._root
+        for prefix in reversed(new):
+            assert found is not None
+            prefix.shorter, prefix.match = found, prefix.match or found.match
+            found = prefix
+        assert found is not None
+        return found
 
-    def _num_open(self, text: str) -> int:
-        """The length of the longest suffix of `text` that is a prefix of a stop string."""
-        longest = 0
-        for stop in self._stops:
-            offset = text.find(stop[0], max(0, len(text) - len(stop) + 1))
-            while 0 <= offset < len(text) - longest:
-                if stop.startswith(text[offset:]):
-                    longest = len(text) - offset
-                    break
-                offset = text.find(stop[0], offset + 1)
-        return longest
+    def _extend(self, prefix: _Prefix, character: str) -> _Prefix | None:
+        """The prefix with one more character, or None if no stop string begins so."""
+        stops, depth, end = self._stops, prefix.depth, prefix.end
+        # none of them ends here: the text would have ended too
+        first = bisect_left(stops, character, prefix.first, end, key=lambda stop: stop[depth])
+        end = bisect_right(stops, character, first, end, key=lambda stop: stop[depth])
+        if first == end:
+            return None
+        longer = _Prefix(depth + 1, first, end)
+        if len(stops[first]) == depth + 1:
+            longer.match = stops[first]
+        return longer
 
 
 # TokenStarts: the offset of each token in the detokenised text.

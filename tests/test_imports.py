@@ -63,6 +63,14 @@ def test_importing_slipstream_loads_next_to_nothing():
     assert len(loaded) < 40, loaded
 
 
+def test_a_server_handles_signals_before_it_imports_anything_else():
+    loaded = load("import slipstream.serve.cli.main", ("torch", "numpy", "msgspec", "rich", "ssl", "pathlib"))
+    packages = {"slipstream", "slipstream.base", "slipstream.serve", "slipstream.serve.cli"}
+    ours = {name for name in loaded if name.startswith("slipstream")}
+    assert ours == packages | {"slipstream.serve.cli.main", "slipstream.serve.signals"}
+    assert len(loaded) < 50, loaded
+
+
 def test_sampling_params_come_without_torch():
     load("from slipstream import SamplingParams, RequestOutput, CompletionOutput; SamplingParams(temperature=0.5)")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from slipstream.serve.http.server.listen import record_signals
+from slipstream.serve.signals import record_signals
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

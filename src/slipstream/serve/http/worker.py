@@ -28,20 +28,14 @@ from slipstream.serve.http.server.app import App
 from slipstream.serve.http.server.batch_runner import BatchRunner
 from slipstream.serve.http.server.batch_store import BatchService
 from slipstream.serve.http.server.errors import HTTPException
-from slipstream.serve.http.server.listen import (
-    ENDING,
-    HANDSHAKE_SECONDS,
-    call_at_signals,
-    has_recorded,
-    ignore_signals,
-    server_context,
-)
+from slipstream.serve.http.server.listen import HANDSHAKE_SECONDS, server_context
 from slipstream.serve.http.server.request import Address
 from slipstream.serve.http.server.response import Receive, Send
 from slipstream.serve.http.server.settings import ServerSettings
 from slipstream.serve.http.server.state import State
 from slipstream.serve.http.server.supervisor import AT_ONCE
 from slipstream.serve.http.table import all_routes
+from slipstream.serve.signals import ENDING, call_at_signals, has_recorded, ignore_signals
 from slipstream.transport.frames import refused_option
 from slipstream.transport.replicas import ReplicaClient
 from slipstream.transport.sockets import SocketClient

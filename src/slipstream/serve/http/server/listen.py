@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
-import signal
 import socket
-import ssl
 import stat
-import sys
-from functools import partial
-from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from slipstream.base.errors import InvalidOption
 from slipstream.serve.http.server.settings import ServerSettings
 
 if TYPE_CHECKING:
-    from asyncio import AbstractEventLoop
-    from collections.abc import Callable, Mapping
+    import ssl
 
 
 _MAX_FILES = 2**20
@@ -154,6 +147,8 @@ def server_context(settings: ServerSettings) -> ssl.SSLContext | None:
         if settings.ssl_keyfile is not None:
             raise InvalidOption("ssl_keyfile is given without ssl_certfile; give the certificate too")
         return None
+    import ssl  # loads OpenSSL
+
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)  # TLS 1.2 and up
     context.set_alpn_protocols(["http/1.1"])
     shown = f"ssl_certfile {settings.ssl_certfile}"
@@ -170,62 +165,3 @@ def server_context(settings: ServerSettings) -> ssl.SSLContext | None:
 def _no_password() -> NoReturn:
     """Replaces OpenSSL's prompt at the terminal, which would block a server without one."""
     raise InvalidOption("ssl_keyfile is encrypted; give the key without a password, in a file that others cannot read")
-
-
-# SIGTERM and SIGINT of a server before its event loop handles them, and after.
-#
-# A signal that arrives during the start is recorded, and the server ends in order as soon as it could serve: nothing is
-# interrupted halfway, so no process, socket file or temporary folder is left. A second signal raises SystemExit. At no
-# moment does a signal have the system's default, which kills the process. This module is imported before all others.
-
-ENDING = (signal.SIGTERM, signal.SIGINT)
-
-_recorded: list[int] = []
-
-
-def record_signals() -> None:
-    """For the main thread of a process that only serves: the handlers stay until others are set."""
-    for number in ENDING:
-        signal.signal(number, _record)
-    atexit.register(ignore_signals)  # the interpreter's end sets defaults, except where a signal is ignored
-
-
-def has_recorded() -> bool:
-    """Whether a signal has arrived; call it when the handlers of the server are set."""
-    return bool(_recorded)
-
-
-def call_at_signals(loop: AbstractEventLoop, calls: Mapping[signal.Signals, Callable[[], object]]) -> None:
-    """Has the event loop call these functions at these signals, until `ignore_signals`.
-
-    Not by handlers of the loop, which are removed when it closes.
-    """
-    loop.add_signal_handler(signal.SIGURG, lambda: None)  # makes the loop wake up at any signal
-    for number, call in calls.items():
-        signal.signal(number, partial(_call_soon, loop, call))
-
-
-def ignore_signals(*more: int) -> None:
-    """When the process has ended its work: nothing is left to interrupt."""
-    for number in (*ENDING, *more):
-        signal.signal(number, signal.SIG_IGN)
-
-
-def exit_at_signals() -> None:
-    """While the server waits for other processes: another signal ends it at once, without an error."""
-    for number in ENDING:
-        signal.signal(number, _exit)
-
-
-def _call_soon(loop: AbstractEventLoop, call: Callable[[], object], number: int, frame: FrameType | None) -> None:
-    loop.call_soon_threadsafe(call)
-
-
-def _record(number: int, frame: FrameType | None) -> None:
-    if _recorded:
-        _exit(number, frame)
-    _recorded.append(number)
-
-
-def _exit(number: int, frame: FrameType | None) -> None:
-    sys.exit(0)

@@ -21,7 +21,6 @@ from slipstream.serve.http.server.access import Hosts
 from slipstream.serve.http.server.body import MIN_RATE
 from slipstream.serve.http.server.error_formats import end_of_stream, in_format_of
 from slipstream.serve.http.server.errors import HTTPException
-from slipstream.serve.http.server.listen import ENDING, call_at_signals, has_recorded, ignore_signals
 from slipstream.serve.http.server.protocol import PlainParser, WriteWatch
 from slipstream.serve.http.server.response import JSON_LINES
 from slipstream.serve.http.server.settings import ServerSettings
@@ -33,6 +32,7 @@ from slipstream.serve.http.server.url_replicas import (
     key_lines,
     named_model,
 )
+from slipstream.serve.signals import ENDING, call_at_signals, has_recorded, ignore_signals
 
 log = logging.getLogger("slipstream.proxy")
 

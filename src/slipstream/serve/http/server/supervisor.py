@@ -16,8 +16,9 @@ from slipstream.base.errors import InvalidOption, UserError
 from slipstream.base.files import OwnedFolder
 from slipstream.base.processes import Backoff, child_environment, signals_held
 from slipstream.metrics.stats import FrontEnds, SharedCounters
-from slipstream.serve.http.server.listen import ENDING, PortClaim, UnixClaim, has_recorded
+from slipstream.serve.http.server.listen import PortClaim, UnixClaim
 from slipstream.serve.http.server.settings import ServerSettings
+from slipstream.serve.signals import ENDING, has_recorded
 from slipstream.transport.frames import Failed, FrameError, from_core_frames, refused_option
 from slipstream.transport.replica_start import join_core
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 import re
 import shutil
 import subprocess
 from html.parser import HTMLParser
-from importlib import resources
+from pathlib import Path
 
 import pytest
 
@@ -59,6 +60,19 @@ def test_files_are_served_with_a_strict_policy_and_without_a_key(folder):
     at_door(folder, scenario, api_key=("one",))
 
 
+def test_files_are_compressed_and_sent_once(folder):
+    async def scenario(door):
+        for name, content in page_files().items():
+            packed = await door.get(f"/ui/{name}", **{"accept-encoding": "br, gzip"})
+            assert packed.headers["content-encoding"] == "gzip" and gzip.decompress(packed.body) == content
+            again = await door.get(f"/ui/{name}", **{"if-none-match": packed.headers["etag"]})
+            assert again.status == 304 and again.body == b""
+            other = await door.get(f"/ui/{name}", **{"if-none-match": "other"})
+            assert other.status == 200 and other.body == content
+
+    at_door(folder, scenario)
+
+
 def test_the_page_names_only_its_own_files_and_has_no_inline_code():
     names = [value for _, attrs in elements() for key, value in attrs.items() if key in ("src", "href")]
     assert {name for name in names if name.startswith("ui/")} <= {f"ui/{name}" for name in page_files()}
@@ -86,8 +100,7 @@ def test_ids_are_unique_and_every_control_has_a_name():
 
 def test_vendored_files_are_those_that_were_built():
     """scripts/vendor builds them, and lists packages, licences and checksums."""
-    folder = resources.files("slipstream.serve.http") / "ui"
-    listed = json.loads((folder / "vendor.json").read_bytes())
+    listed = json.loads((Path(__file__).parents[2] / "scripts/vendor.json").read_bytes())
     assert set(listed["sha256"]) == {name for name in page_files() if name.startswith("vendor")}
     for name, sha256 in listed["sha256"].items():
         assert hashlib.sha256(page_files()[name]).hexdigest() == sha256, f"{name} was edited; run scripts/vendor"

@@ -6,6 +6,8 @@ Its files need no API key: a browser sends none for a page, and they are the sam
 from __future__ import annotations
 
 import functools
+import gzip
+import hashlib
 import re
 from collections.abc import Sequence
 from importlib import resources
@@ -33,7 +35,8 @@ _HEADERS = (
     (b"content-security-policy", _POLICY),
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
-    (b"cache-control", b"no-cache"),
+    (b"cache-control", b"no-cache"),  # a browser asks each time whether its copy is current
+    (b"vary", b"accept-encoding"),
 )
 
 
@@ -44,19 +47,32 @@ def page_files() -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir() if file.name.rpartition(".")[2] in _KINDS}
 
 
+@functools.cache
+def _packed(name: str) -> tuple[bytes, bytes]:
+    """A file compressed, and its entity tag."""
+    content = page_files()[name]
+    return gzip.compress(content, mtime=0), b'"%b"' % hashlib.sha256(content).hexdigest()[:20].encode()
+
+
 async def show_page(request: Request, body: None) -> Response:
-    return _file("index.html")
+    return _file(request, "index.html")
 
 
 async def show_file(request: Request, body: None) -> Response:
-    return _file(request.path_params["name"])
+    return _file(request, request.path_params["name"])
 
 
-def _file(name: str) -> Response:
+def _file(request: Request, name: str) -> Response:
     content = page_files().get(name)
     if content is None:
         raise HTTPException(404, f"the page has no file {name[:100]!r}")
-    return Response(content, media_type=_KINDS[name.rpartition(".")[2]], headers=_HEADERS)
+    packed, tag = _packed(name)
+    kind, headers = _KINDS[name.rpartition(".")[2]], (*_HEADERS, (b"etag", tag))
+    if tag.decode() in (request.header(b"if-none-match") or ""):
+        return Response(b"", 304, kind, headers)
+    if "gzip" in (request.header(b"accept-encoding") or ""):
+        return Response(packed, media_type=kind, headers=(*headers, (b"content-encoding", b"gzip")))
+    return Response(content, media_type=kind, headers=headers)
 
 
 ROUTES = [

@@ -15,6 +15,7 @@ let conversation = newConversation()
 let canGenerate = false  // whether a model of the server does
 let editing = null  // the end of the branch before a message is edited
 let files = []  // {name, text}, attached to the next message
+const limits = new Map()  // model: its longest prompt and answer together, in tokens
 const running = new Map()  // conversation id: {conversation, controller}, whose answers are being written
 const views = new Map()  // of messages
 
@@ -24,7 +25,10 @@ export function startChat() {
   $("chat-form").addEventListener("submit", event => { event.preventDefault(); send() })
   $("prompt").addEventListener("keydown", keyed)
   $("prompt").addEventListener("input", showState)
-  document.addEventListener("keydown", event => { if (event.key === "Escape" && !event.defaultPrevented) stop() })
+  document.addEventListener("keydown", event => {
+    const closes = !$("shade").hidden || document.querySelector("dialog[open]")  // what Escape closes
+    if (event.key === "Escape" && !event.defaultPrevented && !closes) stop()
+  }, { capture: true })
   $("stop").addEventListener("click", stop)
   $("clear").addEventListener("click", () => { if (location.hash === "#chat") startNew(); else location.hash = "#chat" })
   $("cancel-edit").addEventListener("click", cancelEdit)
@@ -43,6 +47,7 @@ export function startChat() {
 // The models that generate text. `note`: why there are none yet.
 export function useModels(models, note) {
   canGenerate = models.length > 0
+  for (const { id, max_model_len } of models) limits.set(id, max_model_len)
   $("welcome-model").textContent = $("chat-model").value || "the model"
   $("welcome-note").textContent = canGenerate ? "It runs on this server. Conversations are kept in this browser."
     : note ?? "No model of this server writes text. The playground has embeddings, reranking and tokens."
@@ -173,7 +178,7 @@ function requestBody(values, model, isOther) {
     ...requestFields(values),
     model: model || undefined,
     messages: system ? [{ role: "system", content: system }, ...sent] : sent,
-    stream: true, stream_options: { include_usage: true },
+    stream: true, stream_options: { include_usage: true, continuous_usage_stats: true },
   }
 }
 
@@ -227,6 +232,7 @@ async function receive(own, message, body, signal) {
       if (!choice) continue
       first ??= performance.now()
       take(message, choice)
+      message.facts = { first: first - began, seconds: (performance.now() - began) / 1000, usage, limit: limits.get(body.model) }
       finish = choice.finish_reason ?? finish
       if (!due) { due = true; setTimeout(() => requestAnimationFrame(draw), 3 * (views.get(message)?.cost ?? 0)) }
     }
@@ -234,7 +240,7 @@ async function receive(own, message, body, signal) {
     if (error.name === "AbortError") finish = "stopped"
     else failed = error.message
   }
-  message.facts = { first: first && first - began, seconds: (performance.now() - began) / 1000, usage, finish }
+  message.facts = { first: first && first - began, seconds: (performance.now() - began) / 1000, usage, finish, limit: limits.get(body.model) }
   recorded().then(({ drafts, accepted, alone }) => {
     if (!drafts || !alone) return
     Object.assign(message.facts, { drafts, accepted })
@@ -295,6 +301,7 @@ function show() {
     return pair
   })
   const box = $("thread")
+  box.setAttribute("aria-busy", busy)  // a screen reader waits for the whole answer
   for (const child of [...box.children]) if (!elements.includes(child)) child.remove()
   elements.forEach((element, i) => { if (box.children[i] !== element) box.insertBefore(element, box.children[i] ?? null) })
   const call = busy ? null : openCall()

@@ -1,7 +1,7 @@
 // The list of conversations in the side bar: search, rename, delete with undo, export and import.
 
 import { $, ask, iconButton, make, saveFile } from "./dom.js"
-import { allConversations, changes, deleteConversation, exported, importConversations, readConversation, writeConversation } from "./store.js"
+import { allConversations, allTitles, changes, deleteConversation, exported, importConversations, readConversation, writeConversation } from "./store.js"
 
 let current = null, isRunning = () => false, leave = () => {}
 
@@ -27,9 +27,9 @@ const words = conversation => [conversation.title, ...Object.values(conversation
 
 let round = 0
 export async function showHistory() {
-  const own = ++round, all = await allConversations()
+  const own = ++round, query = $("search").value.trim().toLowerCase()
+  const all = await (query ? allConversations() : allTitles())
   if (own !== round) return  // a later call shows
-  const query = $("search").value.trim().toLowerCase()
   const found = query ? all.filter(each => words(each).includes(query)) : all
   $("history-tools").hidden = !all.length && !query
   const focused = document.activeElement?.closest("#conversations li")?.dataset.id
@@ -59,7 +59,7 @@ const fileName = title => (title.replace(/[^\p{L}\p{N}]+/gu, "-").slice(0, 40) |
 
 async function rename(conversation) {
   const title = await ask("Name of the conversation", conversation.title)
-  if (title) await writeConversation({ ...await readConversation(conversation.id), title: title.slice(0, 80) })
+  if (title) await writeConversation({ ...await readConversation(conversation.id), title: title.slice(0, 80), isNamed: true })
 }
 
 async function discard(id) {

@@ -2,7 +2,7 @@
 // text, and HTML in the source stays text. So nothing that a model writes can become code, and blocks that have not
 // changed keep their elements (no flicker, selections stay).
 
-import { make, makeIcon } from "./dom.js"
+import { $, make, makeIcon } from "./dom.js"
 import { Marked, hljs, katex } from "./vendor.js"
 
 const MAX_DEPTH = 30  // of lists and quotes in each other; deeper ones are shown as written
@@ -204,7 +204,7 @@ const near = new IntersectionObserver(entries => {
     due.get(target)?.()
     due.delete(target)
   }
-}, { rootMargin: "800px" })
+}, { root: $("messages"), rootMargin: "800px" })
 
 function later(element, draw) {
   due.set(element, draw)

@@ -94,7 +94,7 @@ const indented = text => { try { return JSON.stringify(JSON.parse(text), null, 2
 // Speed and counts, each with an explanation as its tooltip.
 function factsOf({ facts }) {
   if (!facts) return []
-  const { first, seconds, usage, finish } = facts, found = []
+  const { first, seconds, usage, finish, limit } = facts, found = []
   const add = (text, title) => found.push(make("span", { text, title }))
   if (usage) {
     const rest = seconds - (first ?? 0) / 1000
@@ -106,6 +106,8 @@ function factsOf({ facts }) {
     const cached = usage.prompt_tokens_details?.cached_tokens
     add(`prompt ${usage.prompt_tokens}` + (cached ? `, ${cached} of them cached` : ""), "Tokens of the prompt; cached ones were not computed again")
   }
+  const used = (usage?.prompt_tokens + usage?.completion_tokens) / limit
+  if (used > 0.5) add(`${(100 * used).toFixed(0)} % of the context used`, `The model takes ${limit} tokens of prompt and answer together`)
   if (facts.drafts) add(`${facts.accepted} of ${facts.drafts} drafts accepted`, "Tokens that were guessed, and those of them that the model would have written too")
   if (ENDS[finish]) add(ENDS[finish], `finish_reason: ${finish}`)
   return found

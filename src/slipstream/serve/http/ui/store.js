@@ -45,9 +45,10 @@ export function remove(conversation, node) {
 // The database
 
 const memory = new Map()
+const STORES = ["conversations", "titles"]
 const database = new Promise((resolve, reject) => {
   const request = indexedDB.open("slipstream", 1)
-  request.onupgradeneeded = () => request.result.createObjectStore("conversations", { keyPath: "id" })
+  request.onupgradeneeded = () => { for (const name of STORES) request.result.createObjectStore(name, { keyPath: "id" }) }
   request.onsuccess = () => resolve(request.result)
   request.onerror = () => reject(request.error)
 }).catch(() => null)
@@ -57,39 +58,48 @@ const result = request => new Promise((resolve, reject) => {
   request.onerror = () => reject(request.error)
 })
 
-const store = async mode => (await database)?.transaction("conversations", mode).objectStore("conversations")
+const open = async mode => (await database)?.transaction(STORES, mode)
 
 function told() {
   changes.dispatchEvent(new Event("conversations"))
   channel.postMessage("")
 }
 
+const newestFirst = list => list.sort((a, b) => b.changed - a.changed)
+
 export async function allConversations() {
-  const found = await store("readonly")
-  const all = found ? await result(found.getAll()) : [...memory.values()]
-  return all.sort((a, b) => b.changed - a.changed)
+  const found = await open("readonly")
+  return newestFirst(found ? await result(found.objectStore("conversations").getAll()) : [...memory.values()])
+}
+
+// {id, title, changed} of each conversation: the list does not read their messages.
+export async function allTitles() {
+  const found = await open("readonly")
+  return newestFirst(found ? await result(found.objectStore("titles").getAll()) : [...memory.values()])
 }
 
 export async function readConversation(id) {
-  const found = await store("readonly")
-  return found ? result(found.get(id)) : memory.get(id)
+  const found = await open("readonly")
+  return found ? result(found.objectStore("conversations").get(id)) : memory.get(id)
 }
 
-// Keeps the branches that another tab has added meanwhile.
+// Keeps the branches that another tab has added meanwhile, and the name that the user has given in the list.
 export async function writeConversation(conversation) {
-  const copy = structuredClone(conversation), found = await store("readwrite")
+  const copy = structuredClone(conversation), found = await open("readwrite")
   if (!found) memory.set(copy.id, copy)
   else {
-    const before = await result(found.get(copy.id))
-    await result(found.put({ ...copy, nodes: { ...before?.nodes, ...copy.nodes } }))
+    const before = await result(found.objectStore("conversations").get(copy.id))
+    if (before?.isNamed && !copy.isNamed) Object.assign(copy, { title: before.title, isNamed: true })
+    found.objectStore("conversations").put({ ...copy, nodes: { ...before?.nodes, ...copy.nodes } })
+    await result(found.objectStore("titles").put({ id: copy.id, title: copy.title, changed: copy.changed }))
   }
   told()
 }
 
 export async function deleteConversation(id) {
-  const found = await store("readwrite")
-  if (found) await result(found.delete(id))
-  else memory.delete(id)
+  const found = await open("readwrite")
+  if (!found) memory.delete(id)
+  else await Promise.all(STORES.map(name => result(found.objectStore(name).delete(id))))
   told()
 }
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoint.sentence_files import BERT, read
 from scripted_core import facts
+from sentence_files import BERT, read
 from slipstream import PoolerConfig, SamplingParams
 from slipstream.base.errors import InvalidOption, InvalidParams, ModelNotFound
 from slipstream.checkpoint.generation import read_generation_defaults

@@ -33,6 +33,25 @@ def find_unknown(source: str, path: str = "<snippet>") -> list[str]:
     return [f"{path}:{line}: there is no {name}" for line, name in uses if not _exists(name)]
 
 
+def borrowed_helpers(tests: Path) -> list[str]:
+    """Imports by mere name of a module that lies beside other tests: they fail unless those tests are run too."""
+    files = [file for file in sorted(tests.rglob("*.py")) if file.parent not in (tests, tests / "support")]
+    folders = {file.stem: file.parent for file in files if not file.name.startswith(("test_", "__", "conftest"))}
+    found = []
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            match node:
+                case ast.ImportFrom(module=str(module), level=0):
+                    names = [module]
+                case ast.Import(names=aliases):
+                    names = [each.name for each in aliases]
+                case _:
+                    names = []
+            lent = [name for name in names if folders.get(name, file.parent) != file.parent]
+            found += [f"{file.relative_to(tests).as_posix()}: {name}" for name in lent]
+    return found
+
+
 def _made_names(nodes: list[ast.AST]) -> Iterator[tuple[int, str]]:
     """Lines and names of f-strings: a part that a loop around it takes from a list of strings is each of them; before
     any other part the name of a package must end."""

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from nets.name_net import find_unknown, find_unknown_in
+from nets.name_net import borrowed_helpers, find_unknown, find_unknown_in
 
 ROOT = Path(__file__).parents[2]
 
@@ -47,3 +47,11 @@ def test_names_that_exist_pass(code):
 def test_tests_and_benchmarks_use_names_that_exist():
     folders = [ROOT / name for name in ("tests", "benchmarks", "examples", "scripts")]
     assert not find_unknown_in(*folders)
+
+
+def test_helpers_in_a_folder_are_imported_by_tests_of_the_folder_or_with_its_name(tmp_path):
+    assert borrowed_helpers(ROOT / "tests") == []
+    for name, text in {"a/help.py": "", "a/test_a.py": "import help\n", "b/test_b.py": "from help import x\n"}.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert borrowed_helpers(tmp_path) == ["b/test_b.py: help"]

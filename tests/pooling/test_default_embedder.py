@@ -103,4 +103,5 @@ def test_the_command_needs_no_model(folder):
         command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=True, env=child_env()
     )
     near, far = map(float, done.stdout.split())
-    assert near > far + 0.3 and done.stderr == ""
+    assert near > far + 0.3
+    assert all(line.startswith("slipstream: ") for line in done.stderr.splitlines())  # progress, where it is slow

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any
 
@@ -72,30 +72,73 @@ class JsonLines(logging.Formatter):
         return msgspec.json.encode(line, enc_hook=str).decode()
 
 
-# A progress bar for a terminal: finished requests and tokens per second.
+# Progress of a call: a bar on a terminal, a line now and then elsewhere.
+
+_LINE_SECONDS = 10.0  # at least, between two lines and before the first one
 
 
 @contextmanager
-def progress(total: int, what: str, shown: bool = True) -> Iterator[Callable[[int], None]]:
-    """Yields a function to call for each finished request with its number of tokens. No output without a terminal."""
-    if not shown or total == 0 or not sys.stderr.isatty():
-        yield lambda num_tokens: None
+def progress(total: int, what: str, shown: bool = True, rate: str = "tok/s") -> Iterator[Callable[[int], None]]:
+    """Yields a function to call for each of the `total` things that is done, with its number of tokens, or what else
+    the `rate` counts. Written to standard error."""
+    if not shown or total == 0 or sys.stderr is None or sys.stderr.closed:
+        yield lambda count: None
+        return
+    if not sys.stderr.isatty():
+        yield _Lines(total, what, rate).advance
         return
     from rich.console import Console  # imported for interactive terminals only
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    rate = TextColumn("{task.fields[rate]}")
-    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), rate)
+    columns = (
+        TextColumn(what),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[rate]}"),
+    )
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=total, rate="")
-        start, total_tokens = time.monotonic(), 0
+        start, counted = time.monotonic(), 0
 
-        def advance(num_tokens: int) -> None:
-            nonlocal total_tokens
-            total_tokens += num_tokens
-            bar.update(task, advance=1, rate=f"{total_tokens / (time.monotonic() - start):.0f} tok/s")
+        def advance(count: int) -> None:
+            nonlocal counted
+            counted += count
+            bar.update(task, advance=1, rate=_per_second(counted, time.monotonic() - start, rate))
 
         yield advance
+
+
+class _Lines:
+    """Lines for a log file, a notebook or a pipe. The last one is written only after others."""
+
+    def __init__(self, total: int, what: str, rate: str) -> None:
+        self._total, self._what, self._rate = total, what, rate
+        self._done = self._counted = 0
+        self._start = self._last = time.monotonic()
+        self._has_written = False
+
+    def advance(self, count: int) -> None:
+        self._done += 1
+        self._counted += count
+        now = time.monotonic()
+        is_last = self._has_written and self._done == self._total
+        if now - self._last < _LINE_SECONDS and not is_last:
+            return
+        self._last, self._has_written = now, True
+        seconds = now - self._start
+        line = f"slipstream: {self._done} of {self._total} {self._what} after {seconds:.0f} s"
+        line += f", {text}" if (text := _per_second(self._counted, seconds, self._rate)) else ""
+        if self._done < self._total:
+            line += f", about {seconds / self._done * (self._total - self._done):.0f} s left"
+        with suppress(OSError, ValueError):  # its reader has left: no reason to end the call
+            sys.stderr.write(f"{line}\n")
+            sys.stderr.flush()
+
+
+def _per_second(count: int, seconds: float, unit: str) -> str:
+    """Empty where nothing is counted."""
+    return f"{count / seconds:.0f} {unit}" if count and seconds else ""
 
 
 # The version of the package, for code that cannot import the package itself.

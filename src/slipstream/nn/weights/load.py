@@ -5,15 +5,13 @@ Names and shapes are compared before the first tensor is read, so a wrong checkp
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from slipstream.base.errors import BadCheckpoint
+from slipstream.base.log import progress
 from slipstream.nn.weights.source import (
     Rules,
     SourceTensor,
@@ -93,45 +91,12 @@ def _all_of(parts: Sequence[tuple[WeightSource, Rules | None]]) -> Iterator[tupl
             yield tensor, rules
 
 
-def fill_targets(
-    tensors: Mapping[str, SourceTensor], targets: Mapping[str, WeightTarget], progress: bool = False
-) -> None:
+def fill_targets(tensors: Mapping[str, SourceTensor], targets: Mapping[str, WeightTarget], shown: bool = False) -> None:
     """Reads each tensor into its target. `tensors`: the result of `match_targets`."""
-    total = sum(tensor.num_elements for tensor in tensors.values())
-    with torch.no_grad(), _progress_bar(total, progress) as bar:
+    with torch.no_grad(), progress(len(tensors), "tensors of the weights", shown) as advance:
         for name, tensor in tensors.items():
             targets[name].fill(tensor)
-            bar.advance(tensor.num_elements)
-
-
-class _Bar(Protocol):
-    def advance(self, count: int) -> None: ...
-
-
-class _NoBar:
-    def advance(self, count: int) -> None:
-        pass
-
-
-class _RichBar:
-    def __init__(self, progress: Any, task: Any) -> None:
-        self.progress = progress
-        self.task = task
-
-    def advance(self, count: int) -> None:
-        self.progress.advance(self.task, count)
-
-
-@contextmanager
-def _progress_bar(total: int, wanted: bool) -> Iterator[_Bar]:
-    if not wanted or not sys.stderr.isatty():
-        yield _NoBar()
-        return
-    from rich.console import Console  # imported only for an interactive terminal
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        yield _RichBar(progress, progress.add_task("loading weights", total=total))
+            advance(0)
 
 
 def few(names: list[str]) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Callable
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
@@ -78,7 +77,7 @@ def _run(
 ) -> int:
     others = _read_texts(args.others, args.file, "document" if task == "rerank" else "other text")
     params = PoolingParams(truncate_prompt_tokens=args.truncate_prompt_tokens)
-    how: dict[str, Any] = {"use_tqdm": sys.stderr.isatty()}
+    how: dict[str, Any] = {}
     if args.instruction is not None:
         how["instruction"] = args.instruction
     llm = opener(**({"task": task} | engine_options(args)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -61,7 +60,7 @@ def run(args: argparse.Namespace, opener: OpenLLM) -> int:
     given: list[Any] = [text if isinstance(text, str) else {"prompt_token_ids": text} for text in texts]
     llm = opener(**({"task": "embed"} | engine_options(args)))
     with closing(llm):
-        found = llm.embed(given, params, prompt_name=args.prompt_name, use_tqdm=sys.stderr.isatty())
+        found = llm.embed(given, params, prompt_name=args.prompt_name)
     vectors = [one.outputs.array for one in found]
     if output is not None and output.suffix == ".npy":
         import numpy as np  # already loaded with the model

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,13 +58,12 @@ def run(args: argparse.Namespace, opener: OpenLLM) -> int:
     llm, params = open_with(args, opener)
     if structured is not None:
         params = params.with_changes(structured_outputs=structured)
-    show_progress = sys.stderr.isatty()
     with closing(llm):
         if conversations is not None:
-            outputs = llm.chat(conversations, params, use_tqdm=show_progress)
+            outputs = llm.chat(conversations, params)
         else:
             given = [{"prompt": p} if isinstance(p, str) else {"prompt_token_ids": p} for p in prompts]
-            outputs = llm.generate(given, params, use_tqdm=show_progress)
+            outputs = llm.generate(given, params)
     if args.json:
         print_json(prompts, outputs)
     else:

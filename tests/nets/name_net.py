@@ -35,7 +35,8 @@ def find_unknown(source: str, path: str = "<snippet>") -> list[str]:
 
 def borrowed_helpers(tests: Path) -> list[str]:
     """Imports by mere name of a module that lies beside other tests: they fail unless those tests are run too."""
-    files = [file for file in sorted(tests.rglob("*.py")) if file.parent not in (tests, tests / "support")]
+    folders_of_tests = {file.parent for file in tests.rglob("test_*.py")} - {tests}
+    files = [file for folder in sorted(folders_of_tests) for file in sorted(folder.glob("*.py"))]
     folders = {file.stem: file.parent for file in files if not file.name.startswith(("test_", "__", "conftest"))}
     found = []
     for file in files:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -464,26 +461,13 @@ def test_hostile_answers_are_harmless(server, browser, name):
     assert browser.errors == []
 
 
-def find_axe() -> Path | None:
-    """axe-core as npm installs it: in a folder of NODE_PATH, in this one, or for the machine. Its licence (MPL) differs
-    from ours, so it is not copied here."""
-    roots = [*map(Path, filter(None, os.environ.get("NODE_PATH", "").split(os.pathsep))), Path("node_modules")]
-    if shutil.which("npm") is not None:
-        found = subprocess.run(["npm", "root", "--global"], capture_output=True, text=True, timeout=PATIENCE)
-        roots.append(Path(found.stdout.strip() or "."))
-    files = (root / "axe-core" / "axe.min.js" for root in roots)
-    return next((file for file in files if file.is_file()), None)
-
-
+AXE = Path(__file__).parents[1] / "support/axe.min.js"  # of axe-core, taken by scripts/vendor
 VIOLATIONS = """axe.run().then(result => result.violations.map(each =>
     [each.id, each.help, each.nodes.map(node => node.target.join(" "))]))"""
 
 
 def test_axe_finds_no_violation(server, browser):
-    axe = find_axe()
-    if axe is None:
-        pytest.skip("axe-core is not installed; npm install axe-core")
-    code = axe.read_text(encoding="utf-8") + "; true"
+    code = AXE.read_text(encoding="utf-8") + "; true"
 
     def check(*where: Any) -> None:
         found = browser.run(VIOLATIONS)

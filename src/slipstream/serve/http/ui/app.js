@@ -103,7 +103,7 @@ function setTheme(name) {
   localStorage.theme = name
   if (name) document.documentElement.dataset.theme = name
   else delete document.documentElement.dataset.theme
-  $("theme").lastChild.textContent = name ? `Colours: ${name}` : "Colours"
+  $("theme").lastChild.textContent = { "": "Auto", light: "Light", dark: "Dark" }[name]
 }
 
 // The models of the server; while it starts, asked again every second

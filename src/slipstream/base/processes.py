@@ -1,16 +1,21 @@
-"""Child processes: the environment in which they import the same code as their parent, their exit with it, and how
-they ended."""
+"""Child processes: the environment in which they import the same code as their parent, their exit with it, how they
+ended, and children that work within limits of time and memory."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
 import os
+import resource
+import select
 import signal
+import subprocess
 import sys
 import sysconfig
+import threading
+import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -152,3 +157,138 @@ class Backoff:
         if len(self._deaths) >= self.limit:
             return None
         return min(self._longest, self._first * 2.0 ** (len(self._deaths) - 1))
+
+
+# LimitedChild: calls a function in a child process, which is killed if it takes too long.
+#
+# A thread cannot be stopped; a process can. The limit is CPU time of the child, so that a busy machine refuses nothing
+# that a quiet one takes.
+
+_HEADER = 4  # bytes of a message's length
+MAX_CHILD_MEMORY = 2**30  # bytes of address space beyond what the child has at its start
+_WALL_FACTOR = 15  # a call ends after so many times the CPU seconds, if the child gets no CPU time
+_START_SECONDS = 30.0  # of the child's start, on a busy machine
+
+
+class LimitPassed(Exception):
+    """A call did not end within its limits of time and memory, which the text names."""
+
+
+class LimitedChild:
+    """One child process, started by the first call and again after one that was killed. For one thread at a time.
+
+    It runs `python -m module seconds arguments`, which calls `answer_calls`.
+    """
+
+    def __init__(self, module: str, *arguments: str, max_seconds: float) -> None:
+        """`max_seconds`: of CPU time of one call."""
+        self.max_seconds = max_seconds
+        self._command = [sys.executable, "-m", module, str(max_seconds), *arguments]
+        self._child: subprocess.Popen[bytes] | None = None
+        self._is_calling = False
+        self._lock = threading.Lock()  # of `_is_calling`: `stop` kills no child of another call
+
+    def call(self, data: bytes, is_wanted: Callable[[], bool] = lambda: True) -> bytes:
+        """Returns what the child's function makes of `data`.
+
+        Raises LimitPassed if the limits end the call, or `stop`, before which `is_wanted` becomes false.
+        """
+        child = self._child
+        if child is None:
+            child = self._child = self._start()
+        with self._lock:
+            self._is_calling = is_wanted()
+        try:
+            if not self._is_calling:
+                raise LimitPassed("nothing waits for it")
+            _write(child, data)
+            return _read(child, _WALL_FACTOR * self.max_seconds)
+        except (BrokenPipeError, TimeoutError, EOFError):
+            self._child = None
+            raise LimitPassed(f"more than {self.max_seconds:g} s or {MAX_CHILD_MEMORY >> 20} MiB") from None
+        finally:
+            with self._lock:
+                self._is_calling = False
+            if self._child is not child:  # it has ended, or `stop` has ended it
+                _end(child)
+
+    def stop(self) -> None:
+        """End the call that another thread waits for, if there is one."""
+        with self._lock:
+            if self._is_calling and self._child is not None:
+                self._child.kill()
+                self._child = None
+
+    def close(self) -> None:
+        child, self._child = self._child, None
+        if child is not None:
+            _end(child)
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        child = subprocess.Popen(
+            self._command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            bufsize=0,
+            env=child_environment(),
+        )
+        try:
+            _read(child, _START_SECONDS)
+        except (TimeoutError, EOFError) as error:
+            _end(child)
+            command = " ".join(self._command[:3])
+            raise RuntimeError(f"a child process did not start; `{command}` may say why") from error
+        return child
+
+
+def answer_calls(function: Callable[[bytes], bytes]) -> None:
+    """In the child: calls `function` with what the parent sends, within the limits, until the parent exits."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # sent to all processes of a terminal
+    if sys.platform.startswith("linux"):
+        with open("/proc/self/statm", encoding="ascii") as file:
+            limit = int(file.read().split()[0]) * resource.getpagesize() + MAX_CHILD_MEMORY
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    max_seconds = float(sys.argv[1])
+    source, target = sys.stdin.buffer, sys.stdout.buffer
+    answer = b""  # to say that it is ready
+    while True:
+        target.write(len(answer).to_bytes(_HEADER, "little") + answer)
+        target.flush()
+        if not (header := source.read(_HEADER)):
+            return
+        data = source.read(int.from_bytes(header, "little"))
+        signal.setitimer(signal.ITIMER_PROF, max_seconds)  # its signal ends the process
+        answer = function(data)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    child.kill()
+    child.communicate()  # closes the pipes and collects the child
+
+
+def _write(child: subprocess.Popen[bytes], data: bytes) -> None:
+    assert child.stdin is not None
+    pipe, rest = child.stdin.fileno(), memoryview(len(data).to_bytes(_HEADER, "little") + data)
+    while rest:
+        rest = rest[os.write(pipe, rest) :]
+
+
+def _read(child: subprocess.Popen[bytes], seconds: float) -> bytes:
+    end = time.monotonic() + seconds
+    size = int.from_bytes(_read_exactly(child, _HEADER, end), "little")
+    return _read_exactly(child, size, end)
+
+
+def _read_exactly(child: subprocess.Popen[bytes], size: int, end: float) -> bytes:
+    assert child.stdout is not None
+    pipe, parts = child.stdout.fileno(), bytearray()
+    while len(parts) < size:
+        if not select.select([pipe], [], [], max(0.0, end - time.monotonic()))[0]:
+            raise TimeoutError
+        part = os.read(pipe, size - len(parts))
+        if not part:
+            raise EOFError
+        parts += part
+    return bytes(parts)

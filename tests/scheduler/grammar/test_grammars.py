@@ -15,13 +15,16 @@ from llguidance import LLMatcher
 from letter_tokenizer import TOKENIZER, VOCAB
 from patience import PATIENCE
 from slipstream.base.errors import EngineClosed, InvalidParams, QueueFull
+from slipstream.base.processes import LimitedChild, LimitPassed
 from slipstream.params.structured import StructuredOutputsParams
-from slipstream.scheduler.grammar import grammars, native_matcher
-from slipstream.scheduler.grammar.checker import GrammarChecker, GrammarTooComplex
+from slipstream.scheduler.grammar import check_child, grammars, native_matcher
+from slipstream.scheduler.grammar.check_child import new_checker
 from slipstream.scheduler.grammar.grammars import NUM_THREADS, Compilation, Grammars
 from slipstream.scheduler.grammar.session import CompiledGrammar
 
-SLOW = LLMatcher.grammar_from_json_schema({"type": "integer", "multipleOf": 123_456_789})  # its matcher takes minutes
+SLOW = LLMatcher.grammar_from_json_schema(
+    {"type": "integer", "multipleOf": 123_456_789}
+).encode()  # its matcher takes minutes
 
 
 class _Matcher:
@@ -58,7 +61,7 @@ class Bench:
         self._may_end[name].set()
 
     def compile(
-        self, params: StructuredOutputsParams, checker: GrammarChecker, is_wanted: Callable[[], bool]
+        self, params: StructuredOutputsParams, checker: LimitedChild, is_wanted: Callable[[], bool]
     ) -> CompiledGrammar:
         name = params.regex or ""
         self.niceness.add(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
@@ -160,8 +163,8 @@ def test_what_no_request_waits_for_is_not_compiled(bench):
 
 
 def test_leaving_stops_a_running_check_that_no_request_waits_for(bench, monkeypatch):
-    stopped: list[GrammarChecker] = []
-    monkeypatch.setattr(GrammarChecker, "stop", lambda checker: stopped.append(checker))
+    stopped: list[LimitedChild] = []
+    monkeypatch.setattr(LimitedChild, "stop", lambda checker: stopped.append(checker))
     first, second = bench.ask("a", "a"), bench.ask("a", "b")
     assert bench.next() == "a" and first is second
     bench.grammars.leave(first, "a")
@@ -241,16 +244,17 @@ def test_threads_that_compile_have_a_low_priority(bench):
     assert min(bench.niceness) == min(os.getpriority(os.PRIO_PROCESS, 0) + grammars._NICE, 19)
 
 
-def test_a_check_can_be_stopped_and_the_next_one_works():
-    checker = GrammarChecker(max_seconds=2 * PATIENCE)
-    ended: Future[str] = Future()
+def test_a_check_can_be_stopped_and_the_next_one_works(monkeypatch):
+    monkeypatch.setattr(check_child, "MAX_SECONDS", 2 * PATIENCE)
+    checker = new_checker()
+    ended: Future[bytes] = Future()
     wanted = threading.Event()
     wanted.set()
 
     def check() -> None:
         try:
-            ended.set_result(checker.check(SLOW, wanted.is_set))
-        except GrammarTooComplex as error:
+            ended.set_result(checker.call(SLOW, wanted.is_set))
+        except LimitPassed as error:
             ended.set_exception(error)
 
     thread = threading.Thread(target=check)
@@ -258,12 +262,12 @@ def test_a_check_can_be_stopped_and_the_next_one_works():
     try:
         while not ended.done():
             checker.stop()  # no effect before the check begins
-        with pytest.raises(GrammarTooComplex):
+        with pytest.raises(LimitPassed):
             ended.result()
         thread.join(PATIENCE)
-        assert checker.check(LLMatcher.grammar_from_regex("[0-9]+")) == ""
+        assert checker.call(LLMatcher.grammar_from_regex("[0-9]+").encode()) == b""
         wanted.clear()
-        with pytest.raises(GrammarTooComplex, match="no request"):
-            checker.check(SLOW, wanted.is_set)
+        with pytest.raises(LimitPassed, match="nothing waits"):
+            checker.call(SLOW, wanted.is_set)
     finally:
         checker.close()

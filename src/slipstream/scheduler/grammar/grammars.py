@@ -21,8 +21,9 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, TypeVar
 
 from slipstream.base.errors import EngineClosed, InvalidParams, QueueFull
+from slipstream.base.processes import LimitedChild
 from slipstream.params.structured import StructuredOutputsParams
-from slipstream.scheduler.grammar.checker import GrammarChecker
+from slipstream.scheduler.grammar.check_child import new_checker
 from slipstream.scheduler.grammar.session import CompiledGrammar
 from slipstream.text.tokenizer import Tokenizer
 
@@ -48,7 +49,7 @@ class Compilation(Future[CompiledGrammar]):
         self.key = key
         self.params = params
         self.waiting: Counter[str] = Counter()  # requests that wait for it, by caller
-        self.checker: GrammarChecker | None = None  # while a thread compiles it
+        self.checker: LimitedChild | None = None  # while a thread compiles it
         self.user = ""  # of a cached grammar, the caller that used it last
 
     def is_wanted(self) -> bool:
@@ -82,7 +83,7 @@ class Grammars:
         self._pool: ThreadPoolExecutor | None = None  # compiles
         self._mask_pool: ThreadPoolExecutor | None = None  # for `run`
         self._local = threading.local()  # each thread has a checker
-        self._checkers: list[GrammarChecker] = []
+        self._checkers: list[LimitedChild] = []
         self._lock = threading.Lock()  # of all that follows, and of `waiting` and `checker` of compilations
         self._cached: OrderedDict[bytes, Compilation] = OrderedDict()
         self._failed: OrderedDict[bytes, str] = OrderedDict()  # messages
@@ -184,7 +185,7 @@ class Grammars:
             self._pool.submit(self._compile_next)
         return compilation
 
-    def _take(self, checker: GrammarChecker) -> tuple[Compilation, str] | None:
+    def _take(self, checker: LimitedChild) -> tuple[Compilation, str] | None:
         """The compilation whose turn it is, and the caller whose turn this is."""
         waiting = [name for name, each in self._callers.items() if each.queued]
         if not waiting:
@@ -236,9 +237,9 @@ class Grammars:
 
     def _compile_next(self) -> None:
         """Compiles what has its turn now, if anything is left."""
-        checker: GrammarChecker | None = getattr(self._local, "checker", None)
+        checker: LimitedChild | None = getattr(self._local, "checker", None)
         if checker is None:
-            checker = self._local.checker = GrammarChecker()
+            checker = self._local.checker = new_checker()
             self._checkers.append(checker)
         with self._lock:
             taken = self._take(checker)

@@ -15,10 +15,10 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance._tokenizer import TokenizerWrapper
 
 from slipstream.base.errors import InvalidParams
+from slipstream.base.processes import LimitedChild, LimitPassed
 from slipstream.config.buffer_size import mask_words
 from slipstream.params.structured import StructuredOutputsParams
 from slipstream.scheduler.grammar import mask_pool
-from slipstream.scheduler.grammar.checker import GrammarChecker, GrammarTooComplex
 from slipstream.scheduler.grammar.lark_nodes import BadGrammar
 from slipstream.scheduler.grammar.mask_pool import llguidance_library
 from slipstream.scheduler.grammar.schema_nodes import SchemaNodes, TokenBytes, Walker, schema_nodes
@@ -212,12 +212,12 @@ class GrammarCompiler:
         self._new_matcher = self._matcher_maker(tokenizer)
 
     def compile(
-        self, params: StructuredOutputsParams, checker: GrammarChecker, is_wanted: Callable[[], bool]
+        self, params: StructuredOutputsParams, checker: LimitedChild, is_wanted: Callable[[], bool]
     ) -> CompiledGrammar:
         """`is_wanted`: whether a request waits for it."""
         try:
             grammar = translate(params, self._special_tokens)
-            error = checker.check(grammar, is_wanted)
+            error = checker.call(grammar.encode(), is_wanted).decode(errors="replace")
             if not error:
                 matcher = self._new_matcher(grammar, schema_nodes(params, grammar))
                 if not (error := matcher.get_error()):
@@ -226,8 +226,10 @@ class GrammarCompiler:
                     error = matcher.get_error()  # that no text matches is found by the first mask
                 if not error:
                     return CompiledGrammar(matcher, 0 if self.threads is None else MAX_SPARES)
-        except (BadGrammar, GrammarTooComplex) as failure:
+        except BadGrammar as failure:
             error = str(failure)
+        except LimitPassed as failure:
+            error = f"it is too complex: compiling it takes {failure}"
         error = error.replace("<non-verbose/>", "").strip()
         if error.startswith("NoExtension"):
             error = "no text matches it, as with a rule or $ref that leads only to itself"

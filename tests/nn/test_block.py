@@ -3,17 +3,36 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
+from dataclasses import fields, make_dataclass, replace
+from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from hand_batch import HandRunner
+from hand_cache import make_spec
 from plain_decoder import plain_logits, randomize
 from slipstream.checkpoint.model_info import RopeInfo
+from slipstream.contracts.cache_spec import CacheGroup
+from slipstream.nn.block import MIXERS
+from slipstream.nn.chains import CudaChain, FusedCpu
 from slipstream.nn.decoder import Decoder, DecoderShape, RopeShape
-from slipstream.nn.shapes import AttentionShape, LayerShape, MlpShape, NormShape
+from slipstream.nn.paged_attention import TritonAttention
+from slipstream.nn.sdpa import SdpaAttention, reads_pages
+from slipstream.nn.shapes import (
+    AttentionShape,
+    DeltaShape,
+    ExpertShape,
+    LayerShape,
+    MixerShape,
+    MlpShape,
+    NormShape,
+    has_only,
+)
+from slipstream.nn.ssm_shapes import Mamba1Shape, Mamba2Shape, ShortConvShape
 from slipstream.nn.weights.weight_format import Unquantized
+from slipstream.ops.gemm.moe.reference import RouterRule
 
 NORM = NormShape(eps=1e-5)
 ATTENTION = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=16, scale=0.25)
@@ -69,3 +88,139 @@ def test_a_layer_without_any_part_is_refused() -> None:
 def test_two_mixers_are_left_to_the_reference() -> None:
     first, second = make((WHOLE, SIDE_BY_SIDE)).layers
     assert len(first.chain_parts()) == 2 and second.chain_parts() is None
+
+
+# A fast path runs a shape only if it implements every field. A new field is one that no code implements yet.
+
+
+def with_new_field(shape: Any, value: float = 0.5) -> Any:
+    kind = make_dataclass("Newer", [("new", float, 0.0)], bases=(type(shape),), frozen=True, slots=True, kw_only=True)
+    return kind(**{own.name: getattr(shape, own.name) for own in fields(shape)}, new=value)
+
+
+def fast_paths(layer: LayerShape, norm: NormShape = NORM) -> tuple[bool, bool, bool]:
+    """Whether a chain, a C call, and the kernel of a single token take these layers."""
+    model = make((layer, layer))
+    blocks: list[Any] = list(model.layers)
+    model.norm.eps = norm.eps
+    fused, chain = FusedCpu.of(blocks, model.norm), CudaChain.of(blocks, model.norm)
+    return chain is not None, fused is not None, getattr(blocks[0].attention, "may_be_single", False)
+
+
+@pytest.fixture
+def any_mixer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mixer's subclass has its layer."""
+
+    class Nearest(dict):
+        def __missing__(self, kind: type[MixerShape]) -> Any:
+            return self[kind.__base__]
+
+    monkeypatch.setattr("slipstream.nn.block.MIXERS", Nearest(MIXERS))
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [pytest.param(0.0, (True, True, True), id="at its default"), pytest.param(0.5, (False, False, False), id="used")],
+)
+def test_a_new_field_of_attention_is_left_to_the_reference(
+    value: float, expected: tuple[bool, bool, bool], any_mixer: None
+) -> None:
+    assert fast_paths(replace(WHOLE, mixers=(with_new_field(ATTENTION, value),))) == expected
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        pytest.param(replace(WHOLE, feed=with_new_field(MLP)), id="feed-forward"),
+        pytest.param(replace(WHOLE, feed=with_new_field(replace(MLP, gated=False))), id="feed-forward without a gate"),
+        pytest.param(with_new_field(WHOLE), id="layer"),
+    ],
+)
+def test_a_new_field_of_a_feed_or_a_layer_is_left_to_the_reference(layer: LayerShape) -> None:
+    assert fast_paths(layer)[:2] == (False, False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, (True, True, True)),
+        ({"window": 5, "soft_cap": 2.0}, (True, True, False)),
+        ({"qk_norm": "heads", "fused": True, "qkv_bias": True}, (True, True, True)),
+        ({"qk_norm": "whole"}, (True, False, False)),
+        ({"qk_norm": "each"}, (True, False, False)),
+        ({"gated": True}, (True, False, True)),
+        ({"value_norm": True, "key_is_value": True}, (True, False, True)),
+        ({"norm_after_rope": True, "qk_norm": "heads"}, (True, False, False)),
+        ({"sinks": True}, (True, False, False)),
+    ],
+)
+def test_each_fast_path_takes_the_attention_that_it_implements(
+    changes: dict[str, Any], expected: tuple[bool, bool, bool]
+) -> None:
+    assert fast_paths(replace(WHOLE, mixers=(replace(ATTENTION, **changes),))) == expected
+
+
+def test_one_call_of_all_layers_has_one_eps() -> None:
+    assert fast_paths(WHOLE)[1] and not fast_paths(WHOLE, NormShape(eps=0.5))[1]
+
+
+RECURRENT = [
+    DeltaShape(num_key_heads=2, num_value_heads=2, key_dim=8, value_dim=8, conv_width=4),
+    Mamba1Shape(size=64, state_size=4, dt_rank=4, conv_width=4),
+    Mamba2Shape(num_heads=2, head_dim=16, num_groups=1, state_size=4, conv_width=4),
+    ShortConvShape(size=32, conv_width=3),
+]
+EXPERTS = ExpertShape(num_experts=4, size=16, router=RouterRule(top_k=2))
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        *(pytest.param(replace(WHOLE, mixers=(shape,)), id=type(shape).__name__) for shape in RECURRENT),
+        pytest.param(replace(WHOLE, feed=EXPERTS), id="experts"),
+    ],
+)
+def test_kernels_without_a_slower_twin_refuse_a_new_field(layer: LayerShape, any_mixer: None) -> None:
+    """Of a mixer, of experts and their router; and of norms, which all layers have."""
+    make((layer,))
+    feed = layer.feed
+    if isinstance(feed, ExpertShape):
+        changes = [{"feed": with_new_field(feed)}, {"feed": replace(feed, router=with_new_field(feed.router))}]
+    else:
+        changes = [{"mixers": (with_new_field(layer.mixers[0]),)}]
+    for change in (*changes, {"norm": with_new_field(NORM)}):
+        with pytest.raises(AssertionError, match="not implement all of"):
+            make((replace(layer, **change),))
+
+
+@pytest.mark.parametrize("window", [0, 5])
+def test_attention_over_pages_refuses_a_new_field_of_a_cache(window: int) -> None:
+    spec = make_spec(window=window)
+    known = CacheGroup(spec, (0,))
+    assert SdpaAttention([known], torch.float32).in_place and not reads_pages(known)
+    kind = msgspec.defstruct("Newer", [("new", float, 0.0)], bases=(type(spec),), frozen=True, kw_only=True)
+    group = CacheGroup(kind(**msgspec.structs.asdict(spec), new=0.5), (0,))
+    assert not SdpaAttention([group], torch.float32).in_place and reads_pages(group)
+    with pytest.raises(AssertionError, match="no kernel implements all of"):
+        TritonAttention([group], torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_plain", "may_be_single"),
+    [
+        ({}, True, True),
+        ({"window": 5}, True, False),
+        ({"sinks": True}, True, False),
+        ({"soft_cap": 2.0}, False, False),
+        ({"value_dim": 8}, False, False),
+    ],
+)
+def test_kernels_of_a_gpu_are_chosen_by_what_they_implement(
+    changes: dict[str, Any], is_plain: bool, may_be_single: bool
+) -> None:
+    backend = TritonAttention([CacheGroup(make_spec(**changes), (0,))], torch.float32)
+    assert (backend.plain, backend.may_be_single) == ([is_plain], [may_be_single])
+
+
+def test_a_field_without_a_default_has_to_be_known() -> None:
+    assert has_only(NORM, {"eps"}) and not has_only(NORM, {"offset"})

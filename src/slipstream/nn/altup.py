@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from slipstream.nn.block import DecoderBlock, SublayerParts
+from slipstream.nn.block import DecoderBlock
 from slipstream.nn.context import ForwardContext, LastTokens
 from slipstream.nn.layers.attention import Attention
 from slipstream.nn.layers.embedding import LayerInput
@@ -63,9 +63,6 @@ class AltUpBlock(DecoderBlock):
         added = _normed(layer_input.norm_after, layer_input.module(self.altup.scaled(corrected), context))
         corrected[:, 1:] += added.unsqueeze(1)
         return corrected, None
-
-    def chain_parts(self) -> tuple[SublayerParts, ...] | None:
-        return None
 
 
 def _normed(norm: RMSNorm | None, x: torch.Tensor) -> torch.Tensor:

@@ -33,6 +33,7 @@ from slipstream.nn.shapes import (
     MixerShape,
     MlpShape,
     NormShape,
+    has_only,
 )
 from slipstream.nn.ssm_shapes import Mamba1Shape, Mamba2Shape, ShortConvShape
 from slipstream.nn.weights.weight_format import CheckpointTensor, WeightTarget, new_parameter
@@ -80,7 +81,7 @@ class Sublayer:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         norm = self.norm
         if isinstance(x, UnsummedExperts):
-            assert residual is not None and isinstance(norm, RMSNorm)
+            assert residual is not None and type(norm) is RMSNorm
             (x, residual), norm = x.add_and_norm(residual, norm.weight, norm.eps), _APPLIED
         x, residual = self.module.after_norm(norm, x, residual, context, last)
         if self.norm_after is not None:
@@ -90,9 +91,10 @@ class Sublayer:
     def parts(self) -> SublayerParts | None:
         """None: only the reference can run this sublayer."""
         products = self.module.products()
-        if products is None or not isinstance(self.norm, RMSNorm) or isinstance(self.norm_after, ResidualLayerNorm):
+        norm, after = self.norm, self.norm_after
+        if products is None or type(norm) is not RMSNorm or (after is not None and type(after) is not RMSNorm):
             return None
-        return SublayerParts(self.norm, products, self.norm_after)
+        return SublayerParts(norm, products, after)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,12 +184,12 @@ class DecoderBlock(Layer):
         the block that follows, if it takes them. None: this block returns sums."""
         end = self.sublayers[-1]
         if isinstance(end.module, Experts):
-            takes = type(following) is DecoderBlock and isinstance(following.sublayers[0].norm, RMSNorm)
+            takes = type(following) is DecoderBlock and type(following.sublayers[0].norm) is RMSNorm
             end.module.leaves_sum = takes and end.norm_after is None and self.output_scale is None
 
     def chain_parts(self) -> tuple[SublayerParts, ...] | None:
         """The parts of all sublayers, for implementations other than this reference; None: there is no other."""
-        if self.output_scale is not None:
+        if not has_only(self.shape, {"mixers", "feed", "norm", "norm_before", "norm_after"}):
             return None
         parts = [sublayer.parts() for sublayer in self.sublayers]
         found = tuple(part for part in parts if part is not None)
@@ -317,6 +319,3 @@ class ParallelBlock(DecoderBlock):
         if self.shape.parallel == "two norms":
             normed, _ = feed.norm(total)
         return mixed + mlp(normed, context), total
-
-    def chain_parts(self) -> tuple[SublayerParts, ...] | None:
-        return None

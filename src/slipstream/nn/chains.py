@@ -17,7 +17,7 @@ from slipstream.nn.context import ForwardContext, LastTokens
 from slipstream.nn.layers.linear import Linear
 from slipstream.nn.layers.norm import ResidualLayerNorm, RMSNorm
 from slipstream.nn.sdpa import SdpaMetadata
-from slipstream.nn.shapes import AttentionShape, MlpShape, tail_of
+from slipstream.nn.shapes import AttentionShape, MlpShape, has_only, tail_of
 from slipstream.ops.decode_layers import (
     DecoderSpec,
     LayerWeights,
@@ -195,6 +195,21 @@ def _is_plain(part: SublayerParts) -> bool:
 # It runs float32 decoders on the CPU whose layers are attention and a gated feed-forward of one size, with weights that
 # the C kernels read. All other steps run by the reference.
 
+# fields of shapes that the C code implements, or the loaders of the weights that it reads
+_KNOWN_OF_ATTENTION = {
+    "name",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "scale",
+    "qk_norm",
+    "window",
+    "soft_cap",
+    "rope",
+}
+_KNOWN_OF_ATTENTION |= {"qkv_bias", "output_bias", "fused", "by_head", "rotary_pairs"}
+_KNOWN_OF_MLP = {"name", "size", "activation", "gated", "bias", "down_bias", "fused", "up_first"}
+
 Pair = tuple[SublayerParts, SublayerParts]
 """Attention and feed-forward of a block."""
 
@@ -211,10 +226,13 @@ class FusedCpu:
 
     @classmethod
     def of(cls, blocks: Sequence[DecoderBlock], norm: RMSNorm) -> FusedCpu | None:
-        """None if a block has a part that the C code does not know, or another size than the first block."""
+        """None if a block has a part that the C code does not know, or another size than the first block; or
+        if norms have several eps."""
         pairs = [_pair(block) for block in blocks]
         found = [pair for pair in pairs if pair is not None]
         if not found or len(found) != len(pairs) or len({_sizes(pair) for pair in found}) > 1:
+            return None
+        if any(part.norm.eps != norm.eps for pair in found for part in pair):
             return None
         return cls(found, norm)
 
@@ -245,11 +263,10 @@ def _pair(block: DecoderBlock) -> Pair | None:
     if not isinstance(attention.products.shape, AttentionShape) or not isinstance(feed.products.shape, MlpShape):
         return None
     shape = attention.products.shape
-    knows_attention = shape.has_own_site and shape.qk_norm != "whole" and not shape.sinks
-    knows_attention = knows_attention and not shape.value_norm and not shape.key_is_value and not shape.gated
-    knows_attention = knows_attention and not shape.norm_after_rope and shape.query_scale is None
+    knows_norm = shape.qk_norm == "none" or (shape.qk_norm == "heads" and attention.products.head_norm is not None)
     knows_activation = feed.products.activation in (silu_and_mul, gelu_tanh_and_mul)
-    return (attention, feed) if knows_attention and knows_activation else None
+    knows_shapes = has_only(shape, _KNOWN_OF_ATTENTION) and has_only(feed.products.shape, _KNOWN_OF_MLP)
+    return (attention, feed) if knows_norm and knows_activation and knows_shapes else None
 
 
 def _site(pair: Pair) -> int:
@@ -263,7 +280,7 @@ def _sizes(pair: Pair) -> tuple[Any, ...]:
     attention, feed = pair[0].products.shape, pair[1].products.shape
     assert isinstance(attention, AttentionShape) and isinstance(feed, MlpShape)
     heads = (attention.num_heads, attention.num_kv_heads, attention.head_dim, attention.scale, attention.soft_cap)
-    return *heads, feed.size, feed.activation, pair[0].norm.eps, pair[1].norm.eps
+    return *heads, feed.size, feed.activation
 
 
 def _decoder_spec(pair: Pair, context: ForwardContext) -> DecoderSpec:

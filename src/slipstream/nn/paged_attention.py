@@ -14,6 +14,7 @@ import torch
 
 from slipstream.contracts.cache_spec import CacheGroup, PagedSpec
 from slipstream.nn.context import BatchView, ForwardContext, RelativeScores
+from slipstream.nn.shapes import has_only
 from slipstream.ops.attention.bidirectional_triton import (
     Cut,
     Tiles,
@@ -42,6 +43,10 @@ from slipstream.ops.attention.varlen import (
 )
 
 _NO_WINDOW = 2**30  # larger than any sequence
+# Fields of a cache spec that the kernel of a single token implements, those of Hopper, and those of all GPUs.
+_KNOWN_OF_SINGLE = {"num_heads", "num_kv_heads", "head_dim", "dtype", "page_size"}
+_KNOWN_OF_PLAIN = _KNOWN_OF_SINGLE | {"window", "sinks"}
+_KNOWN = _KNOWN_OF_PLAIN | {"soft_cap", "value_dim"}
 _LATENT_HEADS = 16  # of one program
 
 
@@ -71,7 +76,11 @@ class TritonAttention:
     ) -> None:
         """`dtype`: of queries; `head_dims`: of bidirectional attention. With `one_kernel` the order of a token's sums
         is the same whether it is alone or in a chunk."""
+        for group in groups:
+            assert has_only(group.spec, _KNOWN), f"no kernel implements all of {group.spec}"
         self.groups = tuple(groups)
+        self.plain = [has_only(group.spec, _KNOWN_OF_PLAIN) for group in groups]
+        self.may_be_single = [has_only(group.spec, _KNOWN_OF_SINGLE) for group in groups]
         self.dtype = dtype
         self.one_kernel = one_kernel
         self.cuts = {dim: choose_cut(dim, dtype) for dim in head_dims}
@@ -111,7 +120,7 @@ class TritonAttention:
             spec.page_size,
             num_distinct(num_rows, max_queries),
             group.window,
-            is_plain=not spec.soft_cap and not spec.value_dim,
+            is_plain=self.plain[number],
             has_drafts=max_queries > 1,
         )
         tile = query_tile(dim, self.dtype.itemsize)
@@ -187,8 +196,7 @@ class TritonAttention:
         mine, batch = metadata.groups[group], context.batch
         # without host_ids the keys before the last may belong to this step
         is_alone = len(batch.lengths) == 1 and batch.host_ids is not None and not metadata.has_chunks
-        is_plain = not mine.window and not mine.soft_cap and not self.groups[group].spec.value_dim
-        if not (is_alone and is_plain and serves_single(query_key, value, rotary, keys)):
+        if not (is_alone and self.may_be_single[group] and serves_single(query_key, value, rotary, keys)):
             return None
         from slipstream.ops.attention.hopper_single import attend_single
 

@@ -20,6 +20,7 @@ from slipstream.base.errors import InvalidOption
 from slipstream.config.buffer_size import GATHERED_KEYS
 from slipstream.contracts.cache_spec import CacheGroup
 from slipstream.nn.context import AttentionBackend, BatchView, ForwardContext, RelativeScores
+from slipstream.nn.shapes import has_only
 from slipstream.ops.attention import (
     attend_chunk,
     attend_in_place,
@@ -34,6 +35,8 @@ from slipstream.ops.attention.bidirectional import (
     bidirectional_metadata,
 )
 
+# Fields of a cache spec that torch's attention implements.
+_KNOWN = {"num_heads", "num_kv_heads", "head_dim", "dtype", "page_size", "window"}
 # A call costs about as much as this many masked key positions.
 CALL_COST = 256
 # Tokens of a row per call in layers with a window.
@@ -98,7 +101,8 @@ class SdpaAttention(AttentionBackend):
     def __init__(self, groups: Sequence[CacheGroup], dtype: torch.dtype) -> None:
         self.groups = tuple(groups)
         # the C kernel takes float32 keys and values of one size
-        self.in_place = not any(group.spec.value_dim or group.spec.dtype == "fp8" for group in groups)
+        known = _KNOWN | {"soft_cap", "sinks"}
+        self.in_place = all(has_only(group.spec, known) and group.spec.dtype != "fp8" for group in groups)
         self.dtype = dtype  # of queries and masks, so that no layer converts masks
 
     def make_metadata(self, batch: BatchView, after: SdpaMetadata | None = None) -> SdpaMetadata:
@@ -138,7 +142,7 @@ class SdpaAttention(AttentionBackend):
         for row in range(single, len(widths)):
             num_tokens, length = int(batch.num_tokens[row]), int(batch.max_lengths[row])
             stop = start + num_tokens
-            if num_tokens == length and not (window and num_tokens > window) and not _reads_pages(group):
+            if num_tokens == length and not (window and num_tokens > window) and not reads_pages(group):
                 tokens = slice(start, stop)
                 parts.append(_Chunk(tokens, tokens, written[tokens], None, None, True))
             else:
@@ -235,11 +239,10 @@ class SdpaAttention(AttentionBackend):
         return attend_bidirectional(query, key, value, scale, metadata.bidirectional, reach, bias, of_queries, of_keys)
 
 
-def _reads_pages(group: CacheGroup) -> bool:
-    """Whether a whole prompt reads its keys from the pages: attention is computed step by step (scores are needed, or
-    values are a part of the keys), or the cache has rounded them."""
-    spec = group.spec
-    return bool(spec.soft_cap) or spec.sinks or spec.value_dim > 0 or spec.dtype == "fp8"
+def reads_pages(group: CacheGroup) -> bool:
+    """Whether a whole prompt reads its keys from the pages: torch's attention does not implement all of the spec, or
+    the cache has rounded them."""
+    return not has_only(group.spec, _KNOWN) or group.spec.dtype == "fp8"
 
 
 def _touched(page_size: int, window: int, num_tokens: int) -> int:

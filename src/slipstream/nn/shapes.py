@@ -7,8 +7,10 @@ by itself. Shapes are frozen and comparable: two layers of equal shape launch th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+import msgspec
 
 from slipstream.checkpoint.model_info import ModelSizes
 from slipstream.contracts.cache_spec import (
@@ -19,6 +21,13 @@ from slipstream.contracts.cache_spec import (
     ring_columns,
 )
 from slipstream.ops.gemm.moe.reference import Gate, RouterRule
+
+
+def has_only(shape: Any, known: set[str]) -> bool:
+    """Whether all fields of a shape or cache spec but the `known` ones have their defaults. Code that implements some
+    of the fields asks it before it runs, so that a new field never reaches code that ignores it."""
+    stated = msgspec.structs.fields(shape) if isinstance(shape, msgspec.Struct) else fields(shape)
+    return all(field.name in known or getattr(shape, field.name) == field.default for field in stated)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,7 @@ from slipstream.nn.layers.norm import (
     UnweightedNorm,
 )
 from slipstream.nn.layers.position_embedding import DisentangledScores, RelativeKeys
-from slipstream.nn.shapes import AttentionShape, NormShape, Shard
+from slipstream.nn.shapes import AttentionShape, NormShape, Shard, has_only
 from slipstream.nn.weights.stored_part import even_part, joined_part
 from slipstream.nn.weights.weight_format import (
     CheckpointTensor,
@@ -40,6 +40,14 @@ from slipstream.nn.weights.weight_format import (
 from slipstream.ops.attention import norm_rope, rope_and_write_cache
 from slipstream.ops.attention.cache_write import write_cache
 from slipstream.ops.elementwise import sigmoid_gate_
+
+# fields that the kernel of a single token implements, or the products and the gate around it
+_KNOWN_OF_SINGLE = {"name", "num_heads", "num_kv_heads", "head_dim", "scale", "rope", "qk_norm", "value_norm", "gated"}
+_KNOWN_OF_SINGLE |= {"qkv_bias", "output_bias", "fused", "by_head", "rotary_pairs", "key_is_value"}
+_KNOWN_OF_SINGLE |= {"shard", "num_kv_heads_of_all", "output_scale"}
+# fields that the first product, `mix` and the last product implement
+_KNOWN_OF_PRODUCTS = _KNOWN_OF_SINGLE - {"shard", "num_kv_heads_of_all", "output_scale"}
+_KNOWN_OF_PRODUCTS |= {"norm_after_rope", "query_scale", "window", "soft_cap", "sinks", "kv_source"}
 
 
 class Attention(Layer):
@@ -72,6 +80,7 @@ class Attention(Layer):
         output_format = format_of(f"{name}.output")
         self.output = new_output(queries, hidden_size, shape.output_bias, output_format, dtype, shape.shard)
         self.norm = _qk_norm(shape, norm, dtype)
+        self.may_be_single = has_only(shape, _KNOWN_OF_SINGLE) and (self.norm is None or type(self.norm) is PerHeadNorm)
         has_value_norm = shape.value_norm and shape.kv_source is None
         self.value_norm = UnweightedNorm(shape.head_dim, norm.eps, dtype) if has_value_norm else None
         self.relative = relative
@@ -111,9 +120,9 @@ class Attention(Layer):
         self._write(*self._split(qkv), context)
 
     def products(self) -> Products | None:
-        if self.shape.shard is not None:
+        if not has_only(self.shape, _KNOWN_OF_PRODUCTS):
             return None
-        head_norm = self.norm if isinstance(self.norm, PerHeadNorm) else None
+        head_norm = self.norm if type(self.norm) is PerHeadNorm else None
         return Products(self.shape, self.qkv, self.output, mix=self.mix, head_norm=head_norm, site=self.site)
 
     def mix(
@@ -160,8 +169,7 @@ class Attention(Layer):
     ) -> torch.Tensor | None:
         """Norm, RoPE, cache write and attention of one token by one kernel; None if there is none."""
         assert self.site is not None
-        is_rotated_last = self.norm is None or (isinstance(self.norm, PerHeadNorm) and not self.shape.norm_after_rope)
-        if len(value) != 1 or not is_rotated_last or self.sinks is not None or context.query_scale is not None:
+        if len(value) != 1 or not self.may_be_single or context.query_scale is not None:
             return None
         query_key, weight, eps = self._head_norm(query_key)
         rotary = context.rotary[self.shape.rope]
@@ -232,7 +240,7 @@ class Attention(Layer):
 
     def _head_norm(self, heads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, float]:
         """The heads, and weight and eps of a norm per head, which is left to the kernel that applies the rope."""
-        if isinstance(self.norm, PerHeadNorm):
+        if type(self.norm) is PerHeadNorm:
             return heads, self.norm.weight, self.norm.eps
         return heads if self.norm is None else self.norm(heads), None, 0.0
 

@@ -17,7 +17,7 @@ from slipstream.nn.layers.layer import Layer, Layout, RankedLayer
 from slipstream.nn.layers.linear import Linear
 from slipstream.nn.layers.mlp import Mlp, PlainMlp, of_last
 from slipstream.nn.layers.norm import Norm, RMSNorm
-from slipstream.nn.shapes import DenseAndExpertsShape, ExpertShape, ExpertShard, MlpShape, Shard
+from slipstream.nn.shapes import DenseAndExpertsShape, ExpertShape, ExpertShard, MlpShape, Shard, has_only
 from slipstream.nn.weights.kinds import BatchInvariant
 from slipstream.nn.weights.quantized_weight import Quantized, QuantizedWeight
 from slipstream.nn.weights.stored_part import even_part, sliced_target
@@ -44,6 +44,11 @@ from slipstream.ops.gemm.moe import (
 )
 from slipstream.ops.gemm.quantized import QuantizedExperts
 
+# fields that all kernels of experts and routers implement
+_KNOWN = {"num_experts", "size", "router", "name", "gate", "bias", "router_bias", "correction_bias", "shared"}
+_KNOWN |= {"shared_gate", "latent_size", "latent_bias", "shard"}
+_KNOWN_OF_ROUTER = {"top_k", "scores", "renormalize", "scale", "num_groups", "kept_groups", "group_score", "epsilon"}
+
 
 class Experts(RankedLayer):
     """sum of weight * down(gate and up of x, combined) over a token's experts, plus the shared expert if there is one.
@@ -58,6 +63,8 @@ class Experts(RankedLayer):
 
     def __init__(self, name: str, shape: ExpertShape, layout: Layout) -> None:
         super().__init__()
+        assert has_only(shape, _KNOWN), f"experts do not implement all of {shape}"
+        assert has_only(shape.router, _KNOWN_OF_ROUTER), f"routers do not implement all of {shape.router}"
         self.shape = shape
         hidden, dtype = layout.hidden_size, layout.dtype
         width = self.width = shape.latent_size or hidden
@@ -189,7 +196,7 @@ class Experts(RankedLayer):
         """As `SublayerModule.after_norm`."""
         (x, residual), context = of_last(x, residual, last), context_of(context, last)
         router = self.router
-        if isinstance(norm, RMSNorm) and type(router.weight) is UnquantizedWeight and context.batch.lora is None:
+        if type(norm) is RMSNorm and type(router.weight) is UnquantizedWeight and context.batch.lora is None:
             weight = router.weight.data
             logits, normed, total = norm_linear_kept(x, residual, norm.weight, norm.eps, weight, router.bias)
             return self._run_all(normed, logits, context), total

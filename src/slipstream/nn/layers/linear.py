@@ -93,7 +93,7 @@ class Linear(Layer):
         activation: Activation | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The product with norm(x + residual), in one pass where the weight has one; and x + residual."""
-        if isinstance(norm, RMSNorm) and self._tiles(context) is None:
+        if type(norm) is RMSNorm and self._tiles(context) is None:
             return self.weight.multiply_normed(x, residual, norm.weight, norm.eps, self.bias, activation)
         normed, total = norm(x, residual)
         out = self.forward(normed, context)

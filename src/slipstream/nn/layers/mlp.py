@@ -11,9 +11,12 @@ from slipstream.nn.layers.activations import Xielu, find_activation, find_gated,
 from slipstream.nn.layers.layer import Layer, Layout
 from slipstream.nn.layers.linear import Linear, Products, new_output
 from slipstream.nn.layers.norm import Norm, ShardedSparseGate
-from slipstream.nn.shapes import MlpShape
+from slipstream.nn.shapes import MlpShape, has_only
 from slipstream.nn.weights.stored_part import even_part, joined_part, ordered_target
 from slipstream.nn.weights.weight_format import WeightFormat, WeightTarget
+
+# fields that two products and an activation implement
+_KNOWN_OF_PRODUCTS = {"size", "activation", "name", "gated", "bias", "down_bias", "fused", "up_first"}
 
 
 class Mlp(Layer):
@@ -57,9 +60,8 @@ class Mlp(Layer):
         return self.down(hidden, context), total
 
     def products(self) -> Products | None:
-        if self.shape.gate_scale != 1.0 or self.shape.shard is not None:
-            return None
-        return Products(self.shape, self.gate_up, self.down, self.activation)
+        known = has_only(self.shape, _KNOWN_OF_PRODUCTS | {"sparsity"})
+        return Products(self.shape, self.gate_up, self.down, self.activation) if known else None
 
 
 class PlainMlp(Layer):
@@ -93,7 +95,8 @@ class PlainMlp(Layer):
         return self.down(hidden, context), total
 
     def products(self) -> Products | None:
-        return None if self.shape.shard is not None else Products(self.shape, self.up, self.down, self.activation)
+        known = has_only(self.shape, _KNOWN_OF_PRODUCTS)
+        return Products(self.shape, self.up, self.down, self.activation) if known else None
 
 
 def of_last(

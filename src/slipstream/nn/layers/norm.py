@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from slipstream.nn.layers.activations import Activation, find_activation, sparse_deviations
 from slipstream.nn.layers.layer import Layer, RankedLayer
-from slipstream.nn.shapes import NormShape, Shard
+from slipstream.nn.shapes import NormShape, Shard, has_only
 from slipstream.nn.weights.weight_format import CheckpointTensor, StoredPart, WeightTarget, new_parameter
 from slipstream.ops.elementwise import add_layer_norm, add_rms_norm, layer_norm, layer_norm_of_sum, rms_norm
 
@@ -141,6 +141,7 @@ Norm = RMSNorm | ResidualLayerNorm | NoNorm | AppliedNorm
 
 
 def new_norm(size: int, shape: NormShape, dtype: torch.dtype) -> RMSNorm | ResidualLayerNorm:
+    assert has_only(shape, {"eps", "offset", "kind", "bias"}), f"norms do not implement all of {shape}"
     if shape.kind == "layer":
         return ResidualLayerNorm(size, shape, dtype)
     assert not shape.bias, "an RMS norm has no bias"

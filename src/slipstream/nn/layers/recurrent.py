@@ -18,7 +18,7 @@ from slipstream.nn.layers.linear import (
     new_output,
 )
 from slipstream.nn.layers.norm import Norm, RMSNorm, ShardedGatedNorm
-from slipstream.nn.shapes import DeltaShape, MixerShape, NormShape, Shard
+from slipstream.nn.shapes import DeltaShape, MixerShape, NormShape, Shard, has_only
 from slipstream.nn.ssm_shapes import Mamba1Shape, Mamba2Shape, ShortConvShape
 from slipstream.nn.weights.stored_part import even_part, joined_part
 from slipstream.nn.weights.weight_format import (
@@ -55,10 +55,16 @@ class ConvMixer(Layer):
     output: Linear
     stored_parts: Mapping[str, StoredPart] | None = None  # of a rank that has some channels; None: it has all
 
-    def __init__(self, site: int | None, num_channels: int, width: int, bias: bool, dtype: torch.dtype) -> None:
-        """`site`: the state site; the other arguments describe the convolution."""
+    known: set[str]  # fields of the shape that all its kernels implement, beside those of every mixer
+
+    def __init__(
+        self, shape: MixerShape, site: int | None, num_channels: int, width: int, bias: bool, dtype: torch.dtype
+    ) -> None:
+        """`site`: the state site; the arguments after it describe the convolution."""
         super().__init__()
         assert site is not None, "a recurrent mixer needs a state site"
+        known = self.known | {"name", "output_scale", "shard", "conv_width"}
+        assert has_only(shape, known), f"{type(self).__name__} does not implement all of {shape}"
         self.site = site
         self.conv = new_parameter(num_channels, width, dtype=dtype)
         self.conv_bias = new_parameter(num_channels, dtype=dtype) if bias else None
@@ -129,11 +135,13 @@ class Mamba2(ConvMixer):
     the gate, x, b, c and dt."""
 
     shape: Mamba2Shape
+    known = {"num_heads", "head_dim", "num_groups", "state_size", "conv_bias", "input_bias", "output_bias", "dt_min"}
+    known |= {"dt_max", "norm", "norm_groups", "num_groups_of_all", "num_wide_norm_groups", "part_scales"}
 
     def __init__(self, name: str, shape: Mamba2Shape, norm: NormShape, site: int | None, layout: Layout) -> None:
         """`norm` gives the eps of the gated norm."""
         hidden, dtype, format_of = layout.hidden_size, layout.dtype, layout.format_of
-        super().__init__(site, shape.num_channels, shape.conv_width, shape.conv_bias, dtype)
+        super().__init__(shape, site, shape.num_channels, shape.conv_width, shape.conv_bias, dtype)
         self.shape = shape
         self.eps = norm.eps
         num_outputs = shape.size + shape.num_channels + shape.num_heads
@@ -210,11 +218,12 @@ class Mamba1(ConvMixer):
     gate z; dt, b and c are projections of x behind the convolution."""
 
     shape: Mamba1Shape
+    known = {"size", "state_size", "dt_rank", "conv_bias", "bias", "norms"}
 
     def __init__(self, name: str, shape: Mamba1Shape, norm: NormShape, site: int | None, layout: Layout) -> None:
         """`norm` gives the eps of the norms of dt, b and c."""
         hidden, dtype, format_of = layout.hidden_size, layout.dtype, layout.format_of
-        super().__init__(site, shape.size, shape.conv_width, shape.conv_bias, dtype)
+        super().__init__(shape, site, shape.size, shape.conv_width, shape.conv_bias, dtype)
         self.shape = shape
         sizes = {"dt": shape.dt_rank, "b": shape.state_size, "c": shape.state_size}
         self.input = Linear(hidden, {"": 2 * shape.size}, shape.bias, format_of(f"{name}.input"), dtype)
@@ -256,10 +265,11 @@ class ShortConv(ConvMixer):
     """The state of a row is "conv", a ring of inputs of the convolution. One product makes b, c and x."""
 
     shape: ShortConvShape
+    known = {"size", "bias"}
 
     def __init__(self, name: str, shape: ShortConvShape, norm: NormShape, site: int | None, layout: Layout) -> None:
         hidden, dtype, format_of = layout.hidden_size, layout.dtype, layout.format_of
-        super().__init__(site, shape.size, shape.conv_width, shape.bias, dtype)
+        super().__init__(shape, site, shape.size, shape.conv_width, shape.bias, dtype)
         self.shape = shape
         self.input = Linear(hidden, {"": 3 * shape.size}, shape.bias, format_of(f"{name}.input"), dtype)
         self.output = new_output(shape.size, hidden, shape.bias, format_of(f"{name}.output"), dtype, shape.shard)
@@ -286,11 +296,12 @@ class DeltaNet(ConvMixer):
     """
 
     shape: DeltaShape
+    known = {"num_key_heads", "num_value_heads", "key_dim", "value_dim", "interleaved"}
 
     def __init__(self, name: str, shape: DeltaShape, norm: NormShape, site: int | None, layout: Layout) -> None:
         """`site`: the state site. `norm` gives the eps of the norm of outputs."""
         hidden, dtype, format_of = layout.hidden_size, layout.dtype, layout.format_of
-        super().__init__(site, shape.num_channels, shape.conv_width, False, dtype)
+        super().__init__(shape, site, shape.num_channels, shape.conv_width, False, dtype)
         self.shape = shape
         self.eps = norm.eps
         keys, values, heads = shape.key_size, shape.value_size, shape.num_value_heads

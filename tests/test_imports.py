@@ -112,7 +112,7 @@ def test_the_command_line_answers_without_anything_heavy(argv):
 def test_a_command_loads_no_other_command():
     loaded = load("from slipstream.serve.cli.main import main\nmain(['chat', '--help'])")
     commands = {f"slipstream.serve.cli.{name}" for name in MODULES.values()}
-    assert commands.intersection(loaded) == {"slipstream.serve.cli.chat", "slipstream.serve.cli.version"}
+    assert commands.intersection(loaded) == {"slipstream.serve.cli.chat"}
 
 
 def test_an_engine_loads_nothing_that_only_structured_output_needs():

@@ -31,8 +31,8 @@ from slipstream.nn.paged_attention import TritonAttention
 from slipstream.nn.shapes import AttentionShape, LayerShape, MlpShape, NormShape
 from slipstream.nn.weights.quantized_weight import Quantized, QuantizedWeight
 from slipstream.nn.weights.weight_format import Unquantized, WeightFormat
-from slipstream.ops.attention.cache_write import new_fp8_cache
-from slipstream.ops.attention.cache_write.reference import scales_of
+from slipstream.ops.attention import new_fp8_cache
+from slipstream.ops.attention.cache import scales_of
 from slipstream.ops.gemm.lora import LoraTiles, LoraWeights
 from slipstream.ops.gemm.lora.reference import make_blocks, make_tiles, num_counters, tile_size
 from slipstream.ops.gemm.quantized import words_of

@@ -22,9 +22,8 @@ from timing import replay_seconds
 from slipstream.ops.elementwise import gated_group_norm, relu2
 from slipstream.ops.elementwise import reference as activation_reference
 from slipstream.ops.elementwise import reference as norm_reference
-from slipstream.ops.recurrent import SsdWeights, causal_conv1d, ssd_scan, ssm
+from slipstream.ops.recurrent import RecurrentSteps, SsdWeights, causal_conv1d, list_chunks, max_chunks, ssd_scan, ssm
 from slipstream.ops.recurrent import replay as conv_reference
-from slipstream.ops.recurrent.steps import RecurrentSteps, list_chunks, max_chunks
 
 Tile = dict[str, int]
 BF16 = {"device": "cuda", "dtype": torch.bfloat16}

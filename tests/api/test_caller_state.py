@@ -15,7 +15,7 @@ import torch
 from child import child_env
 from patience import PATIENCE
 from slipstream import LLM, AsyncEngine, BeamSearchParams, SamplingParams
-from slipstream.device.thread_state import engine_state, enter_for_good
+from slipstream.device.device import engine_state, enter_for_good
 from slipstream.engine.lanes import Lanes
 from tiny import write_tiny
 from tiny_encoder import write_modules, write_tiny_encoder

@@ -4,8 +4,8 @@ import threading
 import pytest
 
 from slipstream.base.errors import InvalidOption
-from slipstream.metrics import traces as module
-from slipstream.metrics.traces import Traces, check_tracing
+from slipstream.metrics import stats as module
+from slipstream.metrics.stats import Traces, check_tracing
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="needs the extra otel")
 

@@ -13,8 +13,7 @@ from hand_cache import one_group
 from nets.launch_inputs import ROWS, half, ints
 from slipstream.nn.context import BatchView, ForwardContext
 from slipstream.nn.paged_attention import TritonAttention
-from slipstream.ops.attention import tile_list
-from slipstream.ops.attention.cache_write import new_fp8_cache
+from slipstream.ops.attention import new_fp8_cache, tile_list
 
 
 def batch(chunked: bool, pages: bool = True) -> BatchView:

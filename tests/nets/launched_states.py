@@ -12,8 +12,7 @@ import torch
 from hand_steps import StepRow, hand_steps
 from nets.launch_inputs import get, half, ints
 from slipstream.contracts.cache_spec import STATE_CHUNK, replay_columns, ring_columns
-from slipstream.ops.recurrent import DeltaWeights, SelectiveWeights, SsdWeights
-from slipstream.ops.recurrent.steps import DraftSteps
+from slipstream.ops.recurrent import DeltaWeights, DraftSteps, SelectiveWeights, SsdWeights
 
 
 def delta_rule() -> dict[str, Callable[[], Any]]:
@@ -106,10 +105,10 @@ def drafted_states() -> dict[str, Callable[[], Any]]:
     heads = (half(2, 2, 8), half(2, 2), half(2, 1, 4), half(2, 1, 4))
     channels = (half(2, 16), half(2, 16), half(2, 4), half(2, 4), half(2, 16))
     return {
-        "positions that states have seen": lambda: get("recurrent.steps.triton.advance_seen_")(
+        "positions that states have seen": lambda: get("recurrent.steps_triton.advance_seen_")(
             table, plain.slots.long(), plain.starts, plain.first_positions.long(), 4, True
         ),
-        "bases of drafts": lambda: get("recurrent.steps.triton.advance_bases_")(
+        "bases of drafts": lambda: get("recurrent.steps_triton.advance_bases_")(
             table, plain.slots.long(), plain.starts, plain.first_positions.long(), offsets, saves, True
         ),
         "delta verify": lambda: get("recurrent.delta_verify.delta_verify")(

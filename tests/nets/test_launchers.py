@@ -81,7 +81,7 @@ def quantized() -> dict[str, Callable[[], Any]]:
         weights = [
             QuantizedMatrix(half(*shape).to(torch.float8_e4m3fn), torch.rand(shape[0], 1), None) for shape in shapes
         ]
-        layer = get("gemm.quantized.layer_gemms.LayerGemms")(*weights, half(64), 1e-6, half(64), 1e-6)
+        layer = get("gemm.quantized.matrix.LayerGemms")(*weights, half(64), 1e-6, half(64), 1e-6)
         for gemms in (layer, layer._replace(next_qkv=None)):
             get("gemm.quantized.layer_kernel.launch_layer")(half(1, 1024), half(1, 64), gemms, "silu", ints(1))
 
@@ -190,7 +190,7 @@ def rows_and_norms() -> dict[str, Callable[[], Any]]:
         ),
         **delta_rule(),
         **state_space(),
-        "list_chunks": lambda: get("recurrent.steps.triton.list_chunks")(starts, starts[1:], ints(2, 3).int(), 5),
+        "list_chunks": lambda: get("recurrent.steps_triton.list_chunks")(starts, starts[1:], ints(2, 3).int(), 5),
         "segment_sum": lambda: get("elementwise.triton.segment_sum")(x, starts),
         "segment_max_into": lambda: get("elementwise.triton.segment_max_into")(torch.rand(2, 64), x, starts, 0),
         "segment_add_into": lambda: get("elementwise.triton.segment_add_into")(torch.rand(2, 64), x, starts, 0),
@@ -226,10 +226,8 @@ def experts() -> dict[str, Callable[[], Any]]:
         ),
         "predict_streams": lambda: get("gemm.altup.triton.predict_streams")(half(3, 4, 64), half(3, 16)),
         "correct_streams": lambda: get("gemm.altup.triton.correct_streams")(half(3, 4, 64), half(3, 64), half(3, 4), 0),
-        "route": lambda: get("gemm.moe.route_kernel.route")(half(3, 8), RouterRule(2), None),
-        "route without padding": lambda: get("gemm.moe.route_kernel.route")(
-            half(3, 8), RouterRule(2), None, ints(3), 16
-        ),
+        "route": lambda: get("gemm.moe.triton.route")(half(3, 8), RouterRule(2), None),
+        "route without padding": lambda: get("gemm.moe.triton.route")(half(3, 8), RouterRule(2), None, ints(3), 16),
         "expert_mlp": lambda: get("gemm.moe.triton.expert_mlp")(half(3, 32), routing, half(8, 96, 32), half(8, 32, 48)),
         "expert_mlp of one token": lambda: get("gemm.moe.triton.expert_mlp")(
             half(1, 32), Routing(ints(1, 2).int(), torch.rand(1, 2)), half(8, 96, 32), half(8, 32, 48)

@@ -32,7 +32,7 @@ from slipstream.ops.gemm.linear.tiles import Unnormalized
 from slipstream.ops.gemm.lora import LoraTiles, LoraWeights
 from slipstream.ops.gemm.lora.reference import make_blocks, make_tiles, num_counters, tile_size
 from slipstream.ops.gemm.quantized import QuantizedMatrix
-from slipstream.ops.gemm.quantized.layer_gemms import LayerGemms
+from slipstream.ops.gemm.quantized.matrix import LayerGemms
 from tiny import write_tiny
 
 PROMPTS = {"a": [5, 9, 33, 2, 71], "b": list(range(3, 40)), "c": [8]}

@@ -14,12 +14,11 @@ import torch
 
 from hand_steps import StepRow, hand_steps
 from slipstream.contracts.cache_spec import replay_columns, ring_columns
-from slipstream.ops.recurrent import DeltaWeights, SelectiveWeights, SsdWeights
+from slipstream.ops.recurrent import DeltaWeights, DraftSteps, RecurrentSteps, SelectiveWeights, SsdWeights
 from slipstream.ops.recurrent import delta_rule as delta_reference
 from slipstream.ops.recurrent import replay as conv_reference
 from slipstream.ops.recurrent import ssm as ssm_reference
-from slipstream.ops.recurrent.steps import DraftSteps, RecurrentSteps
-from slipstream.ops.recurrent.steps import reference as steps_reference
+from slipstream.ops.recurrent import steps as steps_reference
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -45,7 +44,7 @@ def ops(version: str) -> Ops:
     from slipstream.ops.recurrent import conv1d_triton as conv
     from slipstream.ops.recurrent import delta_triton as delta
     from slipstream.ops.recurrent import ssm_triton as ssm
-    from slipstream.ops.recurrent.steps import triton as steps
+    from slipstream.ops.recurrent import steps_triton as steps
 
     return Ops(conv, delta, ssm, steps)
 

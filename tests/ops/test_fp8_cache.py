@@ -9,9 +9,8 @@ import torch
 from hand_cache import one_group
 from slipstream.nn.context import BatchView, ForwardContext
 from slipstream.nn.sdpa import SdpaAttention
-from slipstream.ops.attention import rope_table
-from slipstream.ops.attention.cache_write import new_fp8_cache, raw_pages, write_cache
-from slipstream.ops.attention.cache_write.reference import read_slots, scales_of
+from slipstream.ops.attention import new_fp8_cache, raw_pages, rope_table, write_cache
+from slipstream.ops.attention.cache import read_slots, scales_of
 
 triton_attention = pytest.importorskip("slipstream.nn.paged_attention", reason="triton is not installed")
 

@@ -14,13 +14,12 @@ import torch
 from child import child_env
 from patience import PATIENCE
 from slipstream.ops import attention, elementwise
-from slipstream.ops.attention import cache_write
+from slipstream.ops.attention import cache as cache_reference
 from slipstream.ops.attention import reference as rope_reference
-from slipstream.ops.attention.cache_write import reference as cache_reference
 from slipstream.ops.elementwise import reference as activation_reference
 from slipstream.ops.elementwise import reference as norm_reference
 from slipstream.ops.gemm.linear import linear, measured
-from slipstream.ops.gemm.linear import native as linear_native
+from slipstream.ops.gemm.linear import tiles as linear_native
 from slipstream.ops.gemm.linear import tiles as linear_reference
 from slipstream.ops.platform import native
 from slipstream.ops.sampling import native as sample_native
@@ -149,7 +148,7 @@ def test_cache_write(native_kernels) -> None:
     key, value = heads[:, 2:4], heads[:, 4:]
     found = [torch.full((4, 8, 2, 24), 7.0) for _ in range(2)]
     expected = [cache.clone() for cache in found]
-    cache_write.write_cache(key, value, *found, slots)
+    attention.write_cache(key, value, *found, slots)
     cache_reference.write_cache(key, value, *expected, slots)
     assert found[0].equal(expected[0]) and found[1].equal(expected[1])
 

@@ -7,8 +7,7 @@ import math
 import pytest
 import torch
 
-from slipstream.ops.attention import apply_rope, attend_chunk, attend_pages, attend_single, rope_table
-from slipstream.ops.attention.cache_write import write_cache
+from slipstream.ops.attention import apply_rope, attend_chunk, attend_pages, attend_single, rope_table, write_cache
 from slipstream.ops.elementwise import add_rms_norm, gelu_tanh_and_mul, rms_norm, silu_and_mul, sum_rms_norm
 
 SIZES = [1, 63, 100, 129]

@@ -15,7 +15,7 @@ from child import child_env
 from slipstream.ops.elementwise import rms_norm, silu_and_mul
 from slipstream.ops.gemm.quantized import QuantizedMatrix, dequantize, layer
 from slipstream.ops.gemm.quantized.layer import claim_barrier, joins_gemms, multiply_layer
-from slipstream.ops.gemm.quantized.layer_gemms import LayerGemms
+from slipstream.ops.gemm.quantized.matrix import LayerGemms
 
 QWEN3_8B = (4096, 4096, 12288, 6144)  # inputs of o, hidden, feed-forward, outputs of qkv
 MAX_SECONDS = 60

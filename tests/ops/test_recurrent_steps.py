@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from slipstream.contracts.cache_spec import STATE_CHUNK
-from slipstream.ops.recurrent.steps import max_chunks, reference
+from slipstream.ops.recurrent import max_chunks, steps
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -24,12 +24,12 @@ def kernel_list(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     pytest.importorskip("triton", reason="triton is not installed")
     if not CUDA and os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("no GPU, and triton was imported before its interpreter could be chosen")
-    from slipstream.ops.recurrent.steps.triton import list_chunks
+    from slipstream.ops.recurrent.steps_triton import list_chunks
 
     return list_chunks(*args)
 
 
-LISTS = pytest.mark.parametrize("list_chunks", [reference.list_chunks, kernel_list], ids=["reference", "kernel"])
+LISTS = pytest.mark.parametrize("list_chunks", [steps.list_chunks, kernel_list], ids=["reference", "kernel"])
 Lister = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -109,7 +109,7 @@ def test_what_states_have_seen(is_single: bool) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
     if not CUDA and os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("no GPU, and triton was imported before its interpreter could be chosen")
-    from slipstream.ops.recurrent.steps.triton import advance_seen_
+    from slipstream.ops.recurrent.steps_triton import advance_seen_
 
     rng = random.Random(4)
     table = ints([rng.randrange(50) for _ in range(199)] + [0])
@@ -119,7 +119,7 @@ def test_what_states_have_seen(is_single: bool) -> None:
     num = [1 if is_single else rng.choice([1, 1, 2, 9]) for _ in rows[:-2]] + [int(is_single)] * 2
     starts = ints([sum(num[:row]) for row in range(len(num) + 1)])
     seen, expected = table[rows], table.clone()
-    for advance, own in ((reference.advance_seen_, expected), (advance_seen_, table)):
+    for advance, own in ((steps.advance_seen_, expected), (advance_seen_, table)):
         made = advance(own, rows, starts, first.long(), 4, is_single)
         assert all(field.dtype == torch.int32 for field in made)
         assert made.slots.equal(rows.int()) and made.first_positions.equal(first) and made.seen_positions.equal(seen)

@@ -12,8 +12,7 @@ import torch
 from hand_steps import StepRow, hand_steps
 from slipstream.contracts.cache_spec import STATE_CHUNK
 from slipstream.ops.platform.dispatch import has_hopper_kernels
-from slipstream.ops.recurrent import SsdWeights, ssd_scan, ssm
-from slipstream.ops.recurrent.steps import RecurrentSteps
+from slipstream.ops.recurrent import RecurrentSteps, SsdWeights, ssd_scan, ssm
 
 SLOTS = 12
 ROWS = {

@@ -17,7 +17,7 @@ from slipstream.contracts.cache_spec import StateField, StateSpec
 from slipstream.contracts.step import NO_INTS, StatePlan, StepPlan
 from slipstream.device.device import Device
 from slipstream.nn.context import BatchView
-from slipstream.ops.recurrent.steps import RecurrentSteps
+from slipstream.ops.recurrent import RecurrentSteps
 from slipstream.runner.input_batch import Gathered, Size
 from slipstream.runner.staging import HostRing
 from slipstream.runner.stores import StateStore

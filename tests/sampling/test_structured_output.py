@@ -84,7 +84,7 @@ def test_rows_whose_masks_are_late_sit_out_steps_and_draw_the_same_tokens(llm, m
 @pytest.mark.parametrize("family", ["llama", "qwen3_next", "mamba", "mamba2"])
 def test_rows_sit_out_steps_on_a_gpu(family, tmp_path, monkeypatch):
     model = str(write_tiny(tmp_path, family))
-    options = dict(device="cuda", dtype="float32", deterministic=True, max_model_len=256)
+    options = dict(device="cuda", dtype="float32", deterministic=family == "llama", max_model_len=256)
     with LLM(model, **options, use_tqdm_on_load=False) as llm:
         check_late_masks(llm, monkeypatch)
 

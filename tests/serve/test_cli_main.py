@@ -8,7 +8,7 @@ import pytest
 import slipstream
 from child import child_env
 from slipstream.base.errors import BadCheckpoint, EngineDead, NotEnoughMemory
-from slipstream.serve.cli import version
+from slipstream.serve.cli import doctor
 from slipstream.serve.cli.commands import MODULES
 
 
@@ -33,7 +33,7 @@ def test_the_help_of_a_command_shows_its_flags(terminal, command):
 
 
 def test_version_needs_no_model(terminal, monkeypatch):
-    monkeypatch.setattr(version, "PACKAGES", ("msgspec", "no-such-package"))
+    monkeypatch.setattr(doctor, "PACKAGES", ("msgspec", "no-such-package"))
     code, out, _ = terminal.run("version")
     assert code == 0 and terminal.llm is None
     assert out.startswith(f"slipstream {slipstream.__version__}\npython 3.")

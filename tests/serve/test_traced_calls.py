@@ -6,7 +6,7 @@ import pytest
 
 from scripted_core import EVERY_TASK, ScriptedCore, facts
 from serve.asgi import Door
-from slipstream.metrics.traces import Traces
+from slipstream.metrics.stats import Traces
 from slipstream.serve.http.server.app import App
 from slipstream.serve.http.server.settings import ServerSettings
 from slipstream.serve.http.server.state import State

@@ -9,9 +9,8 @@ import random
 import time
 from functools import partial
 
-from slipstream.device.device import Bytes, Device
+from slipstream.device.device import Bytes, Device, enter_for_good
 from slipstream.device.streams import ThreadedStream
-from slipstream.device.thread_state import enter_for_good
 
 POISON = 0xA5
 

@@ -12,7 +12,7 @@ from slipstream.contracts.cache_spec import CacheSpec
 from slipstream.nn.context import BatchView, ForwardContext
 from slipstream.nn.decoder import Decoder
 from slipstream.nn.sdpa import SdpaAttention
-from slipstream.ops.recurrent.steps import RecurrentSteps
+from slipstream.ops.recurrent import RecurrentSteps
 from slipstream.scheduler.cache.pages import group_sites
 
 GARBAGE = float("nan")

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from slipstream.contracts.cache_spec import STATE_CHUNK
-from slipstream.ops.recurrent.steps import RecurrentSteps, max_chunks
+from slipstream.ops.recurrent import RecurrentSteps, max_chunks
 
 
 class StepRow(NamedTuple):

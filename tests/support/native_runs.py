@@ -9,7 +9,7 @@ import torch
 from gguf_blocks import K_KINDS, quantize
 from slipstream.ops import attention, elementwise
 from slipstream.ops.gemm.dequant import KINDS
-from slipstream.ops.gemm.linear import native as linear_native
+from slipstream.ops.gemm.linear import tiles as linear_native
 from slipstream.ops.gemm.low_bit.interleaved import Interleaved
 
 SIZES = (1, 6, 24, 64, 101)

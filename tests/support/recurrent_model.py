@@ -25,8 +25,8 @@ from slipstream.nn.layers.linear import Linear
 from slipstream.nn.layers.norm import NoNorm, RMSNorm
 from slipstream.nn.registry import Family
 from slipstream.nn.shapes import MixerShape, NormShape
+from slipstream.ops.recurrent import DraftSteps, RecurrentSteps, seen_tokens
 from slipstream.ops.recurrent.replay import Recurrence, remember_, replay_, verify_
-from slipstream.ops.recurrent.steps import DraftSteps, RecurrentSteps, seen_tokens
 from tiny import write_tiny
 
 

@@ -16,7 +16,7 @@ from slipstream.base.errors import EngineDead, InvalidOption, ReplicaLost
 from slipstream.config.options import make_options
 from slipstream.transport import ray_replicas
 from slipstream.transport.ray_replicas import RayReplicas
-from slipstream.transport.replica_source import has_replicas, open_replicas
+from slipstream.transport.replicas import has_replicas, open_replicas
 from tiny import write_tiny
 
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs ray: slipstream[ray]")

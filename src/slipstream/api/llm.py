@@ -43,7 +43,7 @@ from slipstream.params.sampling import SamplingParams
 from slipstream.record.record_file import write_private
 from slipstream.record.step_log import StepLog, chrome_trace, stop
 from slipstream.text.tokenizer import Tokenizer
-from slipstream.transport.replica_source import has_replicas
+from slipstream.transport.replicas import has_replicas
 
 if TYPE_CHECKING:
     from slipstream.api.vllm import EngineArgs

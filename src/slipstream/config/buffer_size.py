@@ -14,7 +14,7 @@ from slipstream.params.sampling import MAX_BAD_WORDS, MAX_PACKED_LOGPROBS
 MAX_BIASED_IDS = 1024  # tokens whose logits the logits processors of one row may add to, if they see tokens only
 MAX_KEPT_MASKS = 16384
 MAX_KEPT_MASK_BYTES = 32 << 20
-_MASKS_PER_SET = 4  # NUM_WAYS in scheduler/grammar/mask_memory.c
+_MASKS_PER_SET = 4  # NUM_WAYS in scheduler/grammar/masks.c
 ALIGNMENT = 256  # bytes for the alignment of all fields of a result buffer
 
 

@@ -42,8 +42,7 @@ from slipstream.config.options import Options
 from slipstream.config.read_pooling import read_pooling
 from slipstream.config.resolve import Source, fewer_rows, model_config, resolve, resolve_dtype
 from slipstream.contracts.step import Peers
-from slipstream.device.device import Device, detect_machine, open_device, seems_cuda
-from slipstream.device.thread_state import engine_state
+from slipstream.device.device import Device, detect_machine, engine_state, open_device, seems_cuda
 from slipstream.engine.core import EngineCore
 from slipstream.engine.draft_model import settle_draft
 from slipstream.engine.lanes import Lanes

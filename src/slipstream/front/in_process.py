@@ -11,7 +11,7 @@ from slipstream.device.device import Device
 from slipstream.engine.build import build_lanes, open_models
 from slipstream.engine.lanes import Lanes
 from slipstream.front.served import ServedModel
-from slipstream.transport.replica_source import has_replicas
+from slipstream.transport.replicas import has_replicas
 
 
 def build_served(

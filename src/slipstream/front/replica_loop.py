@@ -21,8 +21,7 @@ from slipstream.front.request_state import RequestStream
 from slipstream.front.results import RequestOutput
 from slipstream.front.served import ServedModel
 from slipstream.front.vllm_names import refuse_running_reset
-from slipstream.transport.replica_source import CountedSource, open_replicas
-from slipstream.transport.replicas import ReplicaClient
+from slipstream.transport.replicas import CountedSource, ReplicaClient, open_replicas
 
 T = TypeVar("T")
 

@@ -31,7 +31,7 @@ from slipstream.ops.gemm.linear import Activation
 from slipstream.ops.gemm.linear.dispatch import MAX_STREAMED_ROWS, MAX_STREAMED_ROWS_OF_LARGE_WEIGHT
 from slipstream.ops.gemm.linear.tiles import Chain
 from slipstream.ops.gemm.quantized.layer import claim_barrier, joins_gemms, multiply_layer
-from slipstream.ops.gemm.quantized.layer_gemms import LayerGemms
+from slipstream.ops.gemm.quantized.matrix import LayerGemms
 from slipstream.ops.platform import native
 
 

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from slipstream.ops.gemm.lora import LoraTiles
-from slipstream.ops.recurrent.steps import RecurrentSteps
+from slipstream.ops.recurrent import RecurrentSteps
 
 
 @dataclass(frozen=True, slots=True)

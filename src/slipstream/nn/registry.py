@@ -68,7 +68,6 @@ from slipstream.nn.families.layer_norm_decoders import (
     starcoder2_rules,
     starcoder2_shape,
 )
-from slipstream.nn.families.lfm2 import lfm2_moe_shape, lfm2_rules, lfm2_shape
 from slipstream.nn.families.llama import llama_rules, llama_shape, mistral_shape
 from slipstream.nn.families.llama_variants import (
     apertus_rules,
@@ -109,8 +108,15 @@ from slipstream.nn.families.mamba_hybrids import (
     granite_hybrid_shape,
     hybrid_rules,
     jamba_shape,
+    lfm2_moe_shape,
+    lfm2_rules,
+    lfm2_shape,
     nemotron_h_rules,
     nemotron_h_shape,
+    qwen3_5_rules,
+    qwen3_5_shape,
+    qwen3_next_rules,
+    qwen3_next_shape,
 )
 from slipstream.nn.families.moe import (
     deepseek_rules,
@@ -126,7 +132,6 @@ from slipstream.nn.families.moe import (
     qwen2_moe_shape,
     qwen3_moe_shape,
 )
-from slipstream.nn.families.qwen3_next import qwen3_5_rules, qwen3_5_shape, qwen3_next_rules, qwen3_next_shape
 from slipstream.nn.families.rotary_bert import (
     eurobert_heads,
     eurobert_rules,

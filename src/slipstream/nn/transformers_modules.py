@@ -36,7 +36,7 @@ from slipstream.nn.transformers_probe import (
     probe,
     register,
 )
-from slipstream.ops.attention.cache_write import write_cache
+from slipstream.ops.attention import write_cache
 from slipstream.ops.gemm.lora import LoraTiles
 
 

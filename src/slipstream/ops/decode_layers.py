@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from slipstream.ops.gemm.linear.native import MAX_TOKENS, ON_ARM
+from slipstream.ops.gemm.linear.tiles import MAX_TOKENS, ON_ARM
 from slipstream.ops.platform import native
 from slipstream.ops.platform.native import RowLayout, WeightRows
 

@@ -28,7 +28,7 @@ from slipstream.config.memory import NUM_REGIONS, region_bytes, region_checkpoin
 from slipstream.contracts.step import Ints, StepPlan, TierPlan
 from slipstream.device.device import Bytes, Device
 from slipstream.device.streams import PASSED, Event
-from slipstream.ops.attention.cache_write import raw_pages
+from slipstream.ops.attention import raw_pages
 from slipstream.runner.slot_mirror import LOADED_AT_ONCE, GroupSlots, Marks, SlotMirror, runs
 from slipstream.runner.staging import HostRing, Upload, UploadSpan
 from slipstream.runner.stores import KVStore, StateStore

@@ -14,7 +14,7 @@ from slipstream.device.streams import Event
 from slipstream.device.sync_check import HotPath
 from slipstream.nn.context import AttentionBackend, ForwardContext
 from slipstream.nn.decoder import CausalLM
-from slipstream.ops.recurrent.steps import RecurrentSteps
+from slipstream.ops.recurrent import RecurrentSteps
 from slipstream.runner.drafted_plan import expand_drafts
 from slipstream.runner.drafter import Follow, ForwardDrafter
 from slipstream.runner.graphs import WHOLE_STEP_ROWS, GraphPool

@@ -23,8 +23,8 @@ from slipstream.config.config import StateConfig
 from slipstream.contracts.cache_spec import CacheGroup, StateSpec
 from slipstream.contracts.step import Ints, StepPlan
 from slipstream.device.device import Device
-from slipstream.ops.attention.cache_write import new_fp8_cache, raw_pages
-from slipstream.ops.recurrent.steps import (
+from slipstream.ops.attention import new_fp8_cache, raw_pages
+from slipstream.ops.recurrent import (
     DraftSteps,
     RecurrentSteps,
     RowPositions,
@@ -255,7 +255,7 @@ class ScratchPages:
 class KVStore:
     """`caches[site]` is (keys, values), each [pages, page_size, kv heads, head dim], in the dtype of the site's spec.
     Values of a spec with a `value_dim` are a view of the keys. An FP8 cache has its scales in the same pages, see
-    `ops/attention/cache_write/reference.py`.
+    `ops/attention/cache.py`.
 
     Pages are never cleared and may hold NaN of earlier requests; padding is written to page 0. Attention reads only the
     slots that its rows have filled.

@@ -19,6 +19,7 @@ import msgspec
 
 from slipstream.base.errors import EngineClosed, EngineDead, InvalidOption, ReplicaLost, UserError
 from slipstream.base.processes import Backoff
+from slipstream.config.options import Options
 from slipstream.contracts.messages import Abort, Output, Submit, SubmitAll
 from slipstream.metrics.stats import LaneStats, ReplicaStats
 from slipstream.params.pooling import PoolingParams
@@ -43,6 +44,7 @@ from slipstream.transport.frames import (
     ToCore,
 )
 from slipstream.transport.replica_routing import ReplicaLoad, RequestCost, choose_replica
+from slipstream.transport.replica_start import ReplicaProcesses, num_replicas
 
 status = logging.getLogger("slipstream.status")
 
@@ -430,3 +432,32 @@ class _StoredQuery:
     replica: int | None  # None: its replica has died, and it was not sent again yet
     num_left: int  # documents that have not ended
     is_computed: bool = False
+
+
+# Chooses what starts the cores of an engine: this process, processes of this machine, or a Ray cluster.
+
+
+class CountedSource(ReplicaSource, Protocol):
+    @property
+    def count(self) -> int:
+        """Number of replicas."""
+
+
+def has_replicas(options: Sequence[Options]) -> bool:
+    """Whether cores are started by `open_replicas`: several of them, or one on a Ray cluster."""
+    return num_replicas(options) > 1 or _uses_ray(options)
+
+
+def open_replicas(options: Sequence[Options]) -> CountedSource:
+    if not _uses_ray(options):
+        return ReplicaProcesses(options)
+    from slipstream.transport.ray_replicas import RayReplicas
+
+    return RayReplicas(options)
+
+
+def _uses_ray(options: Sequence[Options]) -> bool:
+    backends = {each.distributed_executor_backend for each in options}
+    if "ray" in backends and len(backends) > 1:
+        raise InvalidOption("models of one engine run in the same processes; give all distributed_executor_backend ray")
+    return "ray" in backends

@@ -29,8 +29,7 @@ from slipstream.nn.layers.norm import PerHeadNorm, new_norm
 from slipstream.nn.shapes import AttentionShape, LayerShape, MlpShape, NormShape
 from slipstream.nn.weights.source import Rules
 from slipstream.nn.weights.weight_format import FormatOf
-from slipstream.ops.attention import norm_rope, rope_and_write_cache
-from slipstream.ops.attention.cache_write import write_cache
+from slipstream.ops.attention import norm_rope, rope_and_write_cache, write_cache
 
 
 @dataclass(frozen=True, slots=True)

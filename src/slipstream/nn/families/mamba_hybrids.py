@@ -21,9 +21,17 @@ from slipstream.nn.families.mamba import (
     read_mamba2,
     read_rank,
 )
-from slipstream.nn.families.moe import expert_shape, needed_number, sigmoid_rule
+from slipstream.nn.families.moe import (
+    expert_names,
+    expert_shape,
+    needed_number,
+    qwen_shared_feeds,
+    sigmoid_rule,
+    with_feeds,
+)
 from slipstream.nn.shapes import (
     AttentionShape,
+    DeltaShape,
     ExpertShape,
     FeedShape,
     LayerShape,
@@ -31,7 +39,7 @@ from slipstream.nn.shapes import (
     MlpShape,
     NormShape,
 )
-from slipstream.nn.ssm_shapes import Mamba1Shape, Mamba2Shape
+from slipstream.nn.ssm_shapes import Mamba1Shape, Mamba2Shape, ShortConvShape
 from slipstream.nn.weights.source import Rules
 from slipstream.ops.gemm.moe.reference import RouterRule
 
@@ -317,3 +325,184 @@ def nemotron_h_rules(shape: DecoderShape) -> Rules:
     }
     left_out = dict.fromkeys(("mtp.*", "model.mtp.*", "backbone.mtp.*"))
     return Rules(left_out) | llama_rules(shape, names, ("backbone", "model", ""))
+
+
+# LFM2 and LFM2-MoE: short convolutions, and attention in some layers.
+
+CONV, LFM2_FULL = "conv", "full_attention"
+
+
+def lfm2_shape(info: ModelInfo) -> DecoderShape:
+    return _shape(info, MlpShape(size=_ffn_size(info), activation="silu"))
+
+
+def lfm2_moe_shape(info: ModelInfo) -> DecoderShape:
+    """Layers before `num_dense_layers` are dense."""
+    extra = info.extra
+    rule = replace(sigmoid_rule(info), epsilon=1e-6)
+    experts = expert_shape(info, needed_number(info, "moe_intermediate_size"), rule)
+    feed = replace(experts, correction_bias=bool(extra.get("use_expert_bias", True)))
+    dense, num_dense = MlpShape(size=info.ffn_size, activation="silu"), int(extra.get("num_dense_layers", 2))
+    return with_feeds(_shape(info, dense), lambda layer: dense if layer < num_dense else feed)
+
+
+def _shape(info: ModelInfo, feed: MlpShape) -> DecoderShape:
+    conv = ShortConvShape(
+        size=info.hidden_size,
+        conv_width=read_conv_width(info, "conv_L_cache"),
+        bias=bool(info.extra.get("conv_bias", False)),
+    )
+    attention = replace(llama_attention(info), qk_norm="heads", qkv_bias=False, output_bias=False)
+    shape = llama_shape(info, attention, feed)
+    layers = (
+        replace(layer, mixers=(conv,) if kind == CONV else layer.mixers)
+        for layer, kind in zip(shape.layers, _lfm2_layer_kinds(info), strict=True)
+    )
+    return replace(shape, layers=tuple(layers))
+
+
+def _ffn_size(info: ModelInfo) -> int:
+    """Two thirds of what the config says, times a factor, rounded up to a multiple."""
+    extra, size = info.extra, int(info.extra.get("block_ff_dim") or info.ffn_size)
+    if not extra.get("block_auto_adjust_ff_dim", True):
+        return size
+    size = int(2 * size / 3)
+    factor = extra.get("block_ffn_dim_multiplier", 1.0)
+    if factor is None:
+        return size
+    multiple = int(extra.get("block_multiple_of", 256))
+    return -(-int(float(factor) * size) // multiple) * multiple
+
+
+def _lfm2_layer_kinds(info: ModelInfo) -> list[str]:
+    kinds = info.extra.get("layer_types")
+    if kinds is None:
+        attending = info.extra.get("full_attn_idxs")
+        layers = range(info.num_layers)
+        return [LFM2_FULL if attending is None or layer in attending else CONV for layer in layers]
+    if not isinstance(kinds, list) or len(kinds) != info.num_layers or not {*kinds} <= {CONV, LFM2_FULL}:
+        raise BadCheckpoint(
+            f"layer_types of config.json is {kinds!r}; it must say {CONV} or {LFM2_FULL} for each of "
+            f"{info.num_layers} layers"
+        )
+    return kinds
+
+
+def lfm2_rules(shape: DecoderShape) -> Rules:
+    layer = "model.layers.{n}"
+    names: dict[str, str | None] = {
+        f"model.layers.{number}.operator_norm.weight": f"layers.{number}.{each.mixers[0].name}_norm.weight"
+        for number, each in enumerate(shape.layers)
+    }
+    names |= {
+        "model.embedding_norm.weight": "norm.weight",
+        f"{layer}.ffn_norm.weight": "layers.{n}.mlp_norm.weight",
+        f"{layer}.conv.conv.{{kind}}": "layers.{n}.conv.conv.{kind}",
+        f"{layer}.conv.in_proj.{{kind}}": "layers.{n}.conv.input.{kind}",
+        f"{layer}.conv.out_proj.{{kind}}": "layers.{n}.conv.output.{kind}",
+        f"{layer}.self_attn.out_proj.{{kind}}": "layers.{n}.attention.output.{kind}",
+        f"{layer}.self_attn.{{part}}_layernorm.weight": "layers.{n}.attention.norm.{part}.weight",
+        f"{layer}.feed_forward.w1.{{kind}}": "layers.{n}.mlp.gate_up.gate.{kind}",
+        f"{layer}.feed_forward.w3.{{kind}}": "layers.{n}.mlp.gate_up.up.{kind}",
+        f"{layer}.feed_forward.w2.{{kind}}": "layers.{n}.mlp.down.{kind}",
+        f"{layer}.feed_forward.gate.weight": "layers.{n}.mlp.router.weight",
+        f"{layer}.feed_forward.expert_bias": "layers.{n}.mlp.correction_bias",
+    }
+    expert = f"{layer}.feed_forward.experts.{{e}}"
+    for stored, part in {"w1": "gate", "w2": "down", "w3": "up"}.items():
+        names[f"{expert}.{stored}.{{kind}}"] = f"layers.{{n}}.mlp.experts.{{e}}.{part}.{{kind}}"
+    names[f"{expert}.{{part}}_proj.{{kind}}"] = "layers.{n}.mlp.experts.{e}.{part}.{kind}"
+    return llama_rules(shape, names)
+
+
+# Qwen3-Next and the text models of Qwen3.5, dense and with experts.
+#
+# Most layers mix tokens by a gated delta rule, every fourth one by gated attention with a rope over part of each head.
+# Norms are stored as weight - 1. Qwen3-Next stores the inputs of the delta rule interleaved by key head, Qwen3.5 one
+# part after another. Weights for pictures and for drafting tokens (MTP) are left out.
+
+LINEAR, NEXT_FULL = "linear_attention", "full_attention"
+
+
+def qwen3_next_shape(info: ModelInfo) -> DecoderShape:
+    return _next_shape(info, interleaved=True)
+
+
+def qwen3_5_shape(info: ModelInfo) -> DecoderShape:
+    return _next_shape(info, interleaved=False)
+
+
+def _next_shape(info: ModelInfo, interleaved: bool) -> DecoderShape:
+    attention = replace(llama_attention(info), qk_norm="heads", gated=True)
+    delta = _delta_shape(info, interleaved)
+    dense = llama_mlp(info)
+    feed_of = qwen_shared_feeds(info) if info.num_experts else lambda layer: dense
+    shape = llama_shape(info, attention, norm=NormShape(eps=info.norm_eps, offset=1.0))
+    layers = (
+        replace(layer, mixers=(delta,) if kind == LINEAR else layer.mixers, feed=feed_of(number))
+        for number, (layer, kind) in enumerate(zip(shape.layers, _next_layer_kinds(info), strict=True))
+    )
+    return replace(shape, layers=tuple(layers))
+
+
+def _delta_shape(info: ModelInfo, interleaved: bool) -> DeltaShape:
+    shape = DeltaShape(
+        num_key_heads=needed_number(info, "linear_num_key_heads"),
+        num_value_heads=needed_number(info, "linear_num_value_heads"),
+        key_dim=needed_number(info, "linear_key_head_dim"),
+        value_dim=needed_number(info, "linear_value_head_dim"),
+        conv_width=needed_number(info, "linear_conv_kernel_dim"),
+        interleaved=interleaved,
+    )
+    if shape.num_value_heads % shape.num_key_heads:
+        raise BadCheckpoint(
+            f"config.json has {shape.num_value_heads} value heads for {shape.num_key_heads} key heads of linear "
+            "attention; the first must be a multiple of the second"
+        )
+    if shape.conv_width < 2:
+        raise UnsupportedModel(f"{info.architecture} has a convolution of {shape.conv_width} token; 2 or more are run")
+    if info.activation != "silu":
+        raise UnsupportedModel(f"{info.architecture} has {info.activation} after its convolution; only silu is run")
+    return shape
+
+
+def _next_layer_kinds(info: ModelInfo) -> list[str]:
+    kinds = info.extra.get("layer_types")
+    if kinds is None:
+        interval = needed_number(info, "full_attention_interval")
+        kinds = [LINEAR if (layer + 1) % interval else NEXT_FULL for layer in range(info.num_layers)]
+    if not isinstance(kinds, list) or len(kinds) != info.num_layers or not {*kinds} <= {LINEAR, NEXT_FULL}:
+        raise BadCheckpoint(
+            f"layer_types of config.json is {kinds!r}; it must say {LINEAR} or {NEXT_FULL} for each of "
+            f"{info.num_layers} layers"
+        )
+    return kinds
+
+
+def qwen3_next_rules(shape: DecoderShape) -> Rules:
+    return _rules(shape, ("model", ""))
+
+
+def qwen3_5_rules(shape: DecoderShape) -> Rules:
+    """The text model alone, or inside a multimodal model."""
+    return _rules(shape, ("model", "model.language_model", "language_model.model", ""))
+
+
+def _rules(shape: DecoderShape, roots: tuple[str, ...]) -> Rules:
+    left_out = dict.fromkeys(("mtp.*", "model.mtp.*", "visual.*", "model.visual.*"))
+    theirs, ours = "model.layers.{n}.linear_attn", "layers.{n}.delta_net"
+    names: dict[str, str | None] = {
+        f"model.layers.{number}.input_layernorm.weight": f"layers.{number}.delta_net_norm.weight"
+        for number, layer in enumerate(shape.layers)
+        if isinstance(layer.mixers[0], DeltaShape)
+    }
+    names |= {
+        f"{theirs}.in_proj_{{part}}.{{kind}}": f"{ours}.input.{{part}}.{{kind}}",
+        f"{theirs}.out_proj.{{kind}}": f"{ours}.output.{{kind}}",
+        f"{theirs}.conv1d.weight": f"{ours}.conv.weight",
+        f"{theirs}.A_log": f"{ours}.a_log",
+        f"{theirs}.dt_bias": f"{ours}.dt_bias",
+        f"{theirs}.norm.weight": f"{ours}.norm.weight",
+    }
+    head = {"language_model.lm_head.{kind}": None if shape.tied or shape.headless else "head.{kind}"}
+    return Rules({**left_out, **head}) | llama_rules(shape, names | expert_names(), roots)

@@ -37,8 +37,7 @@ from slipstream.nn.weights.weight_format import (
     WeightTarget,
     new_parameter,
 )
-from slipstream.ops.attention import norm_rope, rope_and_write_cache
-from slipstream.ops.attention.cache_write import write_cache
+from slipstream.ops.attention import norm_rope, rope_and_write_cache, write_cache
 from slipstream.ops.elementwise import sigmoid_gate_
 
 # fields that the kernel of a single token implements, or the products and the gate around it

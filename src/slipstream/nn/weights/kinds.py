@@ -30,8 +30,7 @@ from slipstream.nn.weights.weight_format import (
 from slipstream.ops.gemm.dequant import GGUF_KINDS, dequantize, gguf_bytes, gguf_matrix
 from slipstream.ops.gemm.linear import Activation, linear
 from slipstream.ops.gemm.linear.measured import bfloat16_is_faster, linear_bfloat16
-from slipstream.ops.gemm.linear.native import skinny_gemm
-from slipstream.ops.gemm.linear.tiles import linear_transposed
+from slipstream.ops.gemm.linear.tiles import linear_transposed, skinny_gemm
 from slipstream.ops.gemm.low_bit import Kernel, Packed
 from slipstream.ops.gemm.quantized import QuantizedMatrix, quantized_linear
 from slipstream.ops.gemm.quantized import dequantize as dequantize_matrix

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from slipstream.ops.attention.cache_write.reference import FP8
+from slipstream.ops.attention.cache import FP8
 from slipstream.ops.attention.launch import (
     LOG2E,
     KernelShape,

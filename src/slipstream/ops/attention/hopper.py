@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from slipstream.ops.attention.cache_write.reference import FP8, scales_of
+from slipstream.ops.attention.cache import FP8, scales_of
 
 HALF_RANGE = gl.constexpr(2.0**60)  # twice: what `widen_values` divides by
 MIN_SCALES = gl.constexpr(32)  # per copy: 128 bytes

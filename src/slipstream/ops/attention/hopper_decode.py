@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from slipstream.ops.attention.cache_write.reference import FP8
+from slipstream.ops.attention.cache import FP8
 from slipstream.ops.attention.hopper import (
     HALF_RANGE,
     MIN_SCALES,

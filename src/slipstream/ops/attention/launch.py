@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from slipstream.ops.attention.cache_write.reference import FP8, scales_of
+from slipstream.ops.attention.cache import FP8, scales_of
 from slipstream.ops.attention.single_list import SINGLE_RECORD
 from slipstream.ops.platform.dispatch import device_limits, has_hopper_kernels
 

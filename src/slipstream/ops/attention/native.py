@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from slipstream.ops.attention import reference
-from slipstream.ops.attention.cache_write import write_cache
+from slipstream.ops.attention import cache, reference
+from slipstream.ops.attention.cache import FP8, write_fp8_cache
 from slipstream.ops.elementwise.native import rms_norm
 from slipstream.ops.platform import native
 
@@ -117,3 +117,32 @@ def rope_and_write_cache(
     query, key = rotated.split([rotated.shape[1] - num_kv_heads, num_kv_heads], 1)
     write_cache(key, value, keys, values, slots)
     return query, key
+
+
+# Cache writes with the C kernel; with the reference for inputs that the kernel does not take.
+
+
+def write_cache(
+    key: torch.Tensor, value: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor
+) -> None:
+    if keys.dtype is FP8:
+        write_fp8_cache(key, value, keys, values, slots)
+        return
+    num_tokens, num_heads, dim = key.shape
+    packed = key.stride()[1:] == value.stride()[1:] == (dim, 1) and keys.is_contiguous() and values.is_contiguous()
+    if not packed or keys.dtype is not key.dtype or not native.serves(key):
+        cache.write_cache(key, value, keys, values, slots)
+        return
+    library = native.library()
+    assert library is not None
+    library.slip_write_cache(
+        key.data_ptr(),
+        value.data_ptr(),
+        keys.data_ptr(),
+        values.data_ptr(),
+        slots.data_ptr(),
+        num_tokens,
+        num_heads * dim,
+        key.stride(0),
+        value.stride(0),
+    )

@@ -9,7 +9,6 @@
 #include "native_math.h"
 #include "native_parts.h"
 #include "native_team.h"
-#include "native_vector.h"
 
 #define STRETCH 64
 #define QUERIES 32  // per tile: they read the keys and values of a stretch while these are in the cache

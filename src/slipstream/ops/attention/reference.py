@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from slipstream.ops.attention.cache_write.reference import FP8, read_slots
+from slipstream.ops.attention.cache import FP8, read_slots
 
 
 def attend_single(

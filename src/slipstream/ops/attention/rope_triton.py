@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from slipstream.ops.attention.cache_write.reference import FP8, MAX_FP8, scales_of
+from slipstream.ops.attention.cache import FP8, MAX_FP8, scales_of
 from slipstream.ops.platform.pdl import dependent, release_next, wait_for_previous
 
 _MAX_SMALL_STEP = 80  # tokens

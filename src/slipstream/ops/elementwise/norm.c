@@ -5,7 +5,6 @@
 #include "native_math.h"
 #include "native_parts.h"
 #include "native_team.h"
-#include "native_vector.h"
 
 #define WIDTH SLIP_WIDTH
 #define LANES 4  // independent accumulators per sum, to hide the latency of an FMA

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import torch
 
 from slipstream.base.host import num_cpus
-from slipstream.device.thread_state import openmp_library
+from slipstream.device.device import openmp_library
 from slipstream.ops.platform import prebuilt
 
 log = logging.getLogger(__name__)

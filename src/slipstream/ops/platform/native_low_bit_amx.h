@@ -1,4 +1,4 @@
-// Low-bit GEMM for x86 with AMX, for whole tiles of 8 tokens; native_low_bit_avx512.h computes the others. The integer
+// Low-bit GEMM for x86 with AMX, for whole tiles of 8 tokens; native_low_bit_x86.h computes the others. The integer
 // sums of a group are those of that kernel, and the arithmetic after them is the same, so a token has the same bits in
 // both.
 //

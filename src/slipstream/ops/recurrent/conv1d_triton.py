@@ -12,7 +12,7 @@ import triton.language as tl
 
 from slipstream.ops.recurrent.replay import Activation
 from slipstream.ops.recurrent.steps import RecurrentSteps
-from slipstream.ops.recurrent.steps.triton import empty_outputs
+from slipstream.ops.recurrent.steps_triton import empty_outputs
 
 _CHANNELS = 512  # of one program that writes rings: a step has room for more rows than it has, each with programs
 

@@ -20,7 +20,7 @@ from slipstream.ops.recurrent.delta_parts import delta_gates
 from slipstream.ops.recurrent.delta_rule import L2_EPS
 from slipstream.ops.recurrent.delta_verify import delta_replay_
 from slipstream.ops.recurrent.steps import RecurrentSteps
-from slipstream.ops.recurrent.steps.triton import empty_outputs, row_programs
+from slipstream.ops.recurrent.steps_triton import empty_outputs, row_programs
 
 _COLUMNS = (
     64  # value columns of a program: 510 us for 8 rows of 1,024 tokens at Qwen3-Next's sizes on the H200; 32: 574

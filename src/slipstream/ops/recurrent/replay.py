@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from slipstream.ops.recurrent.steps.reference import DraftSteps, RecurrentSteps
+from slipstream.ops.recurrent.steps import DraftSteps, RecurrentSteps
 
 
 class Recurrence(NamedTuple):

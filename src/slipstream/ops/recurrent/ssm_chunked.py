@@ -22,7 +22,7 @@ from slipstream.ops.platform.dispatch import device_limits, has_hopper_kernels
 from slipstream.ops.recurrent.ssm import SsdWeights
 from slipstream.ops.recurrent.ssm_verify import softplus
 from slipstream.ops.recurrent.steps import RecurrentSteps
-from slipstream.ops.recurrent.steps.triton import row_programs
+from slipstream.ops.recurrent.steps_triton import row_programs
 
 _HEADS = 16  # whose decays a program of the first launch computes at once
 

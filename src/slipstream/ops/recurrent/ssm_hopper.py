@@ -24,7 +24,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from slipstream.contracts.cache_spec import STATE_CHUNK
 from slipstream.ops.recurrent.steps import RecurrentSteps
-from slipstream.ops.recurrent.steps.triton import row_programs
+from slipstream.ops.recurrent.steps_triton import row_programs
 
 CHUNK = gl.constexpr(STATE_CHUNK)
 DIM = gl.constexpr(64)

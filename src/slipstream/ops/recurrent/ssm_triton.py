@@ -10,7 +10,7 @@ from slipstream.ops.recurrent.ssm import SelectiveWeights, SsdWeights
 from slipstream.ops.recurrent.ssm_chunked import scan_chunks
 from slipstream.ops.recurrent.ssm_verify import selective_verify, softplus, ssd_verify
 from slipstream.ops.recurrent.steps import RecurrentSteps
-from slipstream.ops.recurrent.steps.triton import empty_outputs
+from slipstream.ops.recurrent.steps_triton import empty_outputs
 
 
 def ssd_scan(

@@ -3,7 +3,7 @@
 #include <stdint.h>
 
 #include "native_team.h"
-#include "native_vector.h"
+#include "native_math.h"
 
 #define PART 2048  // columns per pass: they stay in the L1 cache
 #define LANES 4    // independent maxima

@@ -330,9 +330,8 @@ def llguidance_library() -> ctypes.CDLL | None:
 # SLIPSTREAM_NATIVE=0 in the environment disables it, as it disables the kernels of `ops`.
 
 FLAGS = ("-O2", "-fPIC", "-std=gnu11", "-pthread", "-shared")
-_NAMES = ("native", "mask_row", "mask_memory", "json_schema", "json_state", "forced_texts")
-SOURCES = tuple(Path(__file__).with_name(f"{name}.c") for name in _NAMES)
-HEADERS = tuple(Path(__file__).with_name(f"{name}.h") for name in _NAMES[1:-1])
+SOURCES = tuple(Path(__file__).with_name(f"{name}.c") for name in ("native", "masks", "json"))
+HEADERS = tuple(Path(__file__).with_name(f"{name}.h") for name in ("masks", "json"))
 PREBUILT = Path(__file__).with_name("prebuilt")
 _COMPILE_LIMIT = 60.0  # seconds
 _PTR, _INT = ctypes.c_void_p, ctypes.c_int64

@@ -1,4 +1,4 @@
-"""SchemaNodes: the parts of a JSON schema that decide which texts have the same mask, for `json_state.c`.
+"""SchemaNodes: the parts of a JSON schema that decide which texts have the same mask, for `json.c`.
 
 Only keywords whose effect on the text is known are read. A part of a schema with any other keyword is EXACT: two texts
 inside of a value of that part have the same key only if they are equal.
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from slipstream.params.structured import StructuredOutputsParams
 from slipstream.scheduler.grammar.translate import json_schema
 
-EXACT, SCALAR, STRING, OBJECT, ARRAY, ANY = range(6)  # as in json_state.c
+EXACT, SCALAR, STRING, OBJECT, ARRAY, ANY = range(6)  # as in json.c
 NODE = np.dtype([(name, np.int32) for name in ("kind", "min", "max", "child", "first", "num")])
 _SALT = hashlib.sha256(os.urandom(16)).digest()
 _MAX_NODES = 4096
@@ -149,9 +149,9 @@ def _count(schema: dict[str, Any], name: str) -> int:
     return value if isinstance(value, int) and 0 <= value < 1 << 30 else -1
 
 
-# Walker: follows the text of one output through the nodes of its schema (`json_state.c`), beside a matcher.
+# Walker: follows the text of one output through the nodes of its schema (`json.c`), beside a matcher.
 #
-# Threads look up the mask of its state in the masks that were computed before (`mask_memory.c`).
+# Threads look up the mask of its state in the masks that were computed before (`masks.c`).
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +191,7 @@ class Walker:
 
 
 class _Schema:
-    """A schema of json_state.c; all walkers of a grammar share it."""
+    """A schema of json.c; all walkers of a grammar share it."""
 
     def __init__(self, nodes: SchemaNodes, tokens: TokenBytes, library: ctypes.CDLL) -> None:
         self.library = library

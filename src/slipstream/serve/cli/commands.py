@@ -12,8 +12,8 @@ import os
 import sys
 from collections.abc import Sequence
 
+import slipstream
 from slipstream.base.errors import SlipstreamError
-from slipstream.serve.cli import version
 from slipstream.serve.cli.failure import Parser, asks_for_json, print_failure
 from slipstream.serve.cli.flags import set_up_streams
 from slipstream.serve.cli.run import OpenLLM, open_llm
@@ -21,8 +21,8 @@ from slipstream.serve.cli.run import OpenLLM, open_llm
 # the module of each subcommand, in the order of --help
 MODULES = {
     "chat": "chat", "generate": "generate", "serve": "serve", "top": "top", "run-batch": "run_batch", "embed": "embed",
-    "rerank": "compare", "score": "compare", "bench": "bench", "eval": "evaluate", "plan": "plan", "replay": "replay",
-    "doctor": "doctor", "version": "version",
+    "rerank": "embed", "score": "embed", "bench": "bench", "eval": "evaluate", "plan": "plan", "replay": "replay",
+    "doctor": "doctor", "version": "doctor",
 }  # fmt: skip
 INTERRUPTED = 130  # a shell's exit code for SIGINT
 BROKEN_PIPE = 141  # and for SIGPIPE
@@ -55,7 +55,7 @@ def make_parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
         description="Runs language models. `slipstream COMMAND --help` describes a command.",
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=version.slipstream_line())
+    parser.add_argument("--version", action="version", version=f"slipstream {slipstream.__version__}")
     parser.set_defaults(run=lambda args, opener: _show_help(parser))
     commands: argparse._SubParsersAction[argparse.ArgumentParser] = parser.add_subparsers(
         title="commands", metavar="COMMAND", parser_class=Parser

@@ -15,16 +15,17 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+import slipstream
 from slipstream.base.errors import ModelNotFound
 from slipstream.checkpoint.locate import INSTALL_DEFAULT, INSTALL_EMBEDDER, default_embedder, locate
 from slipstream.config.options import make_options
 from slipstream.params.sampling import SamplingParams
 from slipstream.serve.cli.flags import add_engine_flags, engine_options
 from slipstream.serve.cli.run import OpenLLM
-from slipstream.serve.cli.version import installed, slipstream_line
 
 if TYPE_CHECKING:
     from slipstream.device.sync_check import Sync
+
 
 # package -> what it is for; all of them come with `pip install slipstream`
 NEEDED = {
@@ -89,6 +90,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         help="folder, .gguf file or hub name to run (default: a small model with random weights)",
     )
     command.set_defaults(run=run)
+    add_version(commands)
 
 
 def run(args: argparse.Namespace, opener: OpenLLM) -> int:
@@ -212,3 +214,38 @@ def print_syncs(syncs: list[Sync]) -> None:
     print(f"{'waits of a run':<20}{len(waits) or 'none'}{allowed}")
     for sync in syncs:
         print(f"  {sync}")
+
+
+# `slipstream version`: shows installed versions, from package metadata, without importing torch.
+
+PACKAGES = ("torch", "triton", "numpy", "tokenizers", "safetensors", "gguf")
+
+
+def add_version(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    command = commands.add_parser(
+        "version", help="show versions", description="Shows the versions of Slipstream, Python and its packages."
+    )
+    command.set_defaults(run=show_versions)
+
+
+def show_versions(args: argparse.Namespace, opener: OpenLLM) -> int:
+    print(slipstream_line())
+    print(f"python {platform.python_version()}")
+    print(f"platform {platform.platform()}")
+    for name in PACKAGES:
+        print(f"{name} {installed(name) or 'not installed'}")
+    return 0
+
+
+def slipstream_line() -> str:
+    return f"slipstream {slipstream.__version__}"
+
+
+def installed(name: str) -> str | None:
+    """Returns the version of a package without importing it."""
+    from importlib import metadata  # slow to import, and only needed here
+
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None

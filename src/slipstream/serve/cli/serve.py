@@ -17,7 +17,7 @@ from slipstream.base.errors import InvalidOption, ModelNotFound
 from slipstream.base.log import set_up_log
 from slipstream.checkpoint.locate import default_embedder
 from slipstream.config.options import Options, describe_type, make_options, options_of
-from slipstream.metrics.traces import check_tracing
+from slipstream.metrics.stats import check_tracing
 from slipstream.serve.cli.failure import print_failure
 from slipstream.serve.cli.flags import add_engine_flags, add_struct_flags, alternatives, check_paths, read_text
 from slipstream.serve.http.server.access import check_hosts

@@ -14,9 +14,8 @@ from slipstream.config.options import Options
 from slipstream.serve.http.server.listen import PortClaim, UnixClaim, claim, raise_file_limit
 from slipstream.serve.http.server.settings import ServerSettings
 from slipstream.serve.signals import exit_at_signals, has_recorded, ignore_signals
-from slipstream.transport.replica_source import has_replicas, open_replicas
 from slipstream.transport.replica_start import spawn_core
-from slipstream.transport.replicas import ReplicaClient
+from slipstream.transport.replicas import ReplicaClient, has_replicas, open_replicas
 from slipstream.transport.sockets import SocketClient
 
 status = logging.getLogger("slipstream.status")

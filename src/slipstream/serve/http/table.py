@@ -15,8 +15,8 @@ from slipstream.serve.http.admin.tokenize import TEI_TOKEN_ROUTES as TEI_TOKEN_R
 from slipstream.serve.http.dialects.anthropic import ROUTES as ANTHROPIC_ROUTES
 from slipstream.serve.http.dialects.batches import FILE_ROUTES as FILE_ROUTES
 from slipstream.serve.http.dialects.batches import ROUTES as BATCH_ROUTES
+from slipstream.serve.http.dialects.cohere import COHERE_EMBED_ROUTES as COHERE_EMBED_ROUTES
 from slipstream.serve.http.dialects.cohere import ROUTES as COHERE_ROUTES
-from slipstream.serve.http.dialects.cohere_embed import ROUTES as COHERE_EMBED_ROUTES
 from slipstream.serve.http.dialects.completions import ROUTES as COMPLETION_ROUTES
 from slipstream.serve.http.dialects.ollama import ROUTES as OLLAMA_ROUTES
 from slipstream.serve.http.dialects.ollama_models import EMBED_ROUTES as OLLAMA_EMBED_ROUTES

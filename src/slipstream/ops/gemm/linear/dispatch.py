@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 
 from slipstream.ops.elementwise import gelu_tanh_and_mul, relu2, silu_and_mul
-from slipstream.ops.gemm.linear import cublaslt, native, tiles
+from slipstream.ops.gemm.linear import cublaslt, tiles
+from slipstream.ops.gemm.linear import tiles as native
 from slipstream.ops.gemm.linear import tiles as reference
 from slipstream.ops.gemm.linear.tiles import (
     MAX_WIDE_PLAIN_ROWS,
@@ -279,7 +280,7 @@ CUDA_KERNELS = (
     LIBRARY,
 )
 CPU_KERNELS = (
-    GemmKernel("native", lambda call: native.accepts(call.x, call.weight), _native),
+    GemmKernel("native", lambda call: native.native_accepts(call.x, call.weight), _native),
     GemmKernel("tiles", lambda call: tiles.accepts(call.x, call.weight), _tiles),
     LIBRARY,
 )

@@ -10,7 +10,6 @@
 #include "native_math.h"
 #include "native_parts.h"
 #include "native_team.h"
-#include "native_vector.h"
 
 #define WIDTH SLIP_WIDTH
 #define PIECE 24   // weight rows per work item of a thread

@@ -18,9 +18,10 @@ from typing import NamedTuple
 
 import torch
 
-from slipstream.ops.gemm.linear import linear, native, tiles
+from slipstream.ops.gemm.linear import linear, tiles
+from slipstream.ops.gemm.linear import tiles as native
 from slipstream.ops.gemm.linear import tiles as reference
-from slipstream.ops.gemm.linear.native import skinny_gemm
+from slipstream.ops.gemm.linear.tiles import skinny_gemm
 from slipstream.ops.platform import native as kernels
 
 log = logging.getLogger(__name__)

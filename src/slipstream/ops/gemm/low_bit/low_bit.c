@@ -23,13 +23,13 @@
 #elif defined(__aarch64__) && defined(__ARM_FEATURE_DOTPROD)
 #include "native_low_bit_neon.h"
 #elif defined(SLIP_AVX512)
-#include "native_low_bit_avx512.h"
+#include "native_low_bit_x86.h"
 #if defined(__AVX512VNNI__) && (defined(__AMX_INT8__) || defined(SLIP_AMX_EMULATED))
 #define USES_TILES
 #include "native_low_bit_amx.h"
 #endif
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
-#include "native_low_bit_avx2.h"
+#include "native_low_bit_x86.h"
 #else
 #include "native_low_bit_plain.h"
 #endif

@@ -5,6 +5,7 @@ experts can be captured like any other.
 """
 
 from slipstream.ops.gemm.moe import host, reference
+from slipstream.ops.gemm.moe.host import UnsummedExperts, unsummed_experts
 from slipstream.ops.gemm.moe.reference import (
     ExpertBiases,
     ExpertMatrices,
@@ -14,7 +15,6 @@ from slipstream.ops.gemm.moe.reference import (
     SharedMatrices,
     SharedOutput,
 )
-from slipstream.ops.gemm.moe.unsummed import UnsummedExperts, unsummed_experts
 from slipstream.ops.platform.dispatch import by_device
 
 route = by_device(reference.route, "slipstream.ops.gemm.moe.triton")

@@ -16,7 +16,7 @@ from functools import cache
 import torch
 
 from slipstream.ops.gemm.linear.dispatch import FUSED_ACTIVATIONS, HAS_TRITON, Activation
-from slipstream.ops.gemm.quantized.layer_gemms import PROGRAMS, LayerGemms
+from slipstream.ops.gemm.quantized.matrix import PROGRAMS, LayerGemms
 from slipstream.ops.platform.dispatch import has_hopper_kernels
 
 

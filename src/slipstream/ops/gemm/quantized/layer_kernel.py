@@ -30,11 +30,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from slipstream.ops.gemm.linear.epilogue import GATES
 from slipstream.ops.gemm.linear.streaming_kernel import FETCH_REGISTERS, MAX_FP8
-from slipstream.ops.gemm.quantized import layer_gemms
-from slipstream.ops.gemm.quantized.layer_gemms import SPLITS, LayerGemms
+from slipstream.ops.gemm.quantized import matrix
+from slipstream.ops.gemm.quantized.matrix import SPLITS, LayerGemms
 from slipstream.ops.platform.pdl import dependent, make_barriers, release_next, wait_for_previous
 
-PROGRAMS = gl.constexpr(layer_gemms.PROGRAMS)  # a power of two: the counter of the barriers may overflow
+PROGRAMS = gl.constexpr(matrix.PROGRAMS)  # a power of two: the counter of the barriers may overflow
 OUTPUTS = gl.constexpr(64)  # of a block
 TILE = gl.constexpr(128)  # inputs of a TMA copy
 COPIES = gl.constexpr(2)  # TMA copies per pipeline stage
@@ -424,7 +424,7 @@ def launch_layer(
     o_parts, down_parts, gated = memory.split([SPLITS * hidden, SPLITS * hidden, feed // 2])
     total = torch.empty_like(residual)
     out = torch.empty((1, num_out), dtype=x.dtype, device=x.device)
-    layer_kernel[(layer_gemms.PROGRAMS,)](
+    layer_kernel[(matrix.PROGRAMS,)](
         x,
         residual,
         _describe(o.values),

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from slipstream.front.request_state import GenerationRequestState
-from slipstream.metrics.traces import Traces
+from slipstream.metrics.stats import Traces
 from slipstream.params.sampling import SamplingParams
 from slipstream.serve.http.server.access import Headers
 from slipstream.serve.http.server.body import ClientDisconnect, Watch, check_origin, read_form

@@ -17,8 +17,7 @@ from slipstream.base.files import locked
 from slipstream.front.async_engine import AsyncEngine
 from slipstream.front.beam_search import BeamGrammars
 from slipstream.front.prompts import LONG, OFFLOAD, AnswerPieces
-from slipstream.metrics.stats import SharedCounters
-from slipstream.metrics.traces import Traces
+from slipstream.metrics.stats import SharedCounters, Traces
 from slipstream.serve.http.server.access import Hosts, Keys
 from slipstream.serve.http.server.batch_store import BatchService
 from slipstream.serve.http.server.body import Bodies

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from slipstream.contracts.cache_spec import STATE_CHUNK
 from slipstream.ops.platform.dispatch import multiprocessors
-from slipstream.ops.recurrent.steps.reference import Bases, RecurrentSteps, RowPositions
+from slipstream.ops.recurrent.steps import Bases, RecurrentSteps, RowPositions
 
 _ENTRIES = 32  # of one program
 _SAVES = 64  # of one turn

@@ -340,8 +340,11 @@ function keep(node, message) {
   show()
 }
 
+const growsAlone = CSS.supports("field-sizing", "content")
+
 function showState() {
-  const busy = isRunning()
+  const busy = isRunning(), field = $("prompt")
+  if (!growsAlone) { field.style.height = "auto"; field.style.height = field.scrollHeight + "px" }
   $("send").hidden = busy
   $("stop").hidden = !busy
   $("send").disabled = !canGenerate || !$("prompt").value.trim() && !files.length

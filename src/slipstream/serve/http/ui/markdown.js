@@ -179,8 +179,9 @@ function inline(tokens, depth) {
 
 // Only absolute addresses of these kinds; the page they open cannot reach this one.
 function link(href, children, raw) {
-  const found = URL.parse?.(href) ?? null
-  if (!found || !["http:", "https:", "mailto:"].includes(found.protocol)) return raw
+  let found
+  try { found = new URL(href) } catch { return raw }
+  if (!["http:", "https:", "mailto:"].includes(found.protocol)) return raw
   return make("a", { href: found.href, title: found.href, target: "_blank", rel: "noopener noreferrer nofollow" }, ...children)
 }
 

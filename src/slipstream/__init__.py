@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 from slipstream.base import __version__
@@ -16,6 +17,9 @@ from slipstream.base import __version__
 os.environ.setdefault("MIMALLOC_PURGE_DELAY", "1000")
 
 if TYPE_CHECKING:
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+
     from slipstream.api.async_llm import AsyncLLM as AsyncLLM
     from slipstream.api.async_llm import AsyncLLMEngine as AsyncLLMEngine
     from slipstream.api.async_llm import StatLoggerBase as StatLoggerBase
@@ -92,45 +96,7 @@ _HOMES = {
     "received_weights": "slipstream.nn.update",
 }
 
-__all__ = [
-    "AdapterLogitsProcessor",
-    "AsyncEngine",
-    "AsyncEngineArgs",
-    "AsyncLLM",
-    "AsyncLLMEngine",
-    "BatchUpdate",
-    "BeamSearchParams",
-    "ClassificationOutput",
-    "ClassificationRequestOutput",
-    "CompletionOutput",
-    "EmbeddingOutput",
-    "EmbeddingRequestOutput",
-    "EngineArgs",
-    "FlatLogprobs",
-    "LLM",
-    "LLMEngine",
-    "LoRARequest",
-    "LogitsProcessor",
-    "Logprob",
-    "MoveDirectionality",
-    "PoolerConfig",
-    "PoolingOutput",
-    "PoolingParams",
-    "PoolingRequestOutput",
-    "PromptType",
-    "RequestOutput",
-    "RequestOutputKind",
-    "SamplingParams",
-    "ScoringOutput",
-    "ScoringRequestOutput",
-    "StatLoggerBase",
-    "StructuredOutputsParams",
-    "TextPrompt",
-    "EmbedsPrompt",
-    "TokensPrompt",
-    "received_weights",
-    "__version__",
-]
+__all__ = [*_HOMES, "__version__"]
 
 
 def __getattr__(name: str) -> Any:
@@ -143,3 +109,81 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+# vLLM's modules, for scripts that import names from them: `from slipstream.sampling_params import SamplingParams`.
+
+VLLM_MODULES = {
+    "beam_search": ("BeamSearchOutput", "BeamSearchSequence"),
+    "config": ("PoolerConfig",),
+    "engine.arg_utils": ("AsyncEngineArgs", "EngineArgs"),
+    "engine.async_llm_engine": ("AsyncLLMEngine",),
+    "engine.llm_engine": ("LLMEngine",),
+    "entrypoints.llm": ("LLM",),
+    "exceptions": ("VLLMValidationError",),
+    "inputs": ("EmbedsPrompt", "PromptType", "TextPrompt", "TokensPrompt"),
+    "inputs.data": ("EmbedsPrompt", "PromptType", "TextPrompt", "TokensPrompt"),
+    "logprobs": ("FlatLogprobs", "Logprob"),
+    "lora.request": ("LoRARequest",),
+    "outputs": (
+        "ClassificationOutput", "ClassificationRequestOutput", "CompletionOutput", "EmbeddingOutput",
+        "EmbeddingRequestOutput", "PoolingOutput", "PoolingRequestOutput", "RequestOutput", "ScoringOutput",
+        "ScoringRequestOutput",
+    ),
+    "pooling_params": ("PoolingParams",),
+    "sampling_params": ("BeamSearchParams", "RequestOutputKind", "SamplingParams", "StructuredOutputsParams"),
+    "sequence": ("Logprob",),
+    "utils": ("FlexibleArgumentParser",),
+    "utils.argparse_utils": ("FlexibleArgumentParser",),
+    "v1.engine.async_llm": ("AsyncLLM",),
+    "v1.engine.exceptions": ("EngineDeadError",),
+    "v1.engine.llm_engine": ("LLMEngine",),
+    "v1.metrics.loggers": ("StatLoggerBase",),
+    "v1.metrics.reader": ("Counter", "Gauge", "Histogram", "Metric", "Vector"),
+    "v1.sample.logits_processor": (
+        "AdapterLogitsProcessor", "BatchUpdate", "LogitsProcessor", "MoveDirectionality", "process_dict_updates",
+    ),
+}  # fmt: skip
+"""Names by module. Those that `_HOMES` has not are here:"""
+_ONLY_IN_MODULES = {
+    "BeamSearchOutput": ("slipstream.front.beam_search", "BeamSearchOutput"),
+    "BeamSearchSequence": ("slipstream.front.beam_search", "BeamSearchSequence"),
+    "EngineDeadError": ("slipstream.base.errors", "EngineDead"),
+    "FlexibleArgumentParser": ("argparse", "ArgumentParser"),
+    "VLLMValidationError": ("slipstream.base.errors", "UserError"),
+    "process_dict_updates": ("slipstream.params.processors", "process_dict_updates"),
+    **{name: ("slipstream.metrics.prometheus", name) for name in VLLM_MODULES["v1.metrics.reader"]},
+}
+
+
+class _VllmModules:
+    """Finds modules of VLLM_MODULES that are no files here. Their names are loaded when first used."""
+
+    def find_spec(self, name: str, *more: object) -> ModuleSpec | None:
+        from importlib.machinery import ModuleSpec
+
+        short = name.removeprefix("slipstream.")
+        is_package = any(each.startswith(f"{short}.") for each in VLLM_MODULES)
+        is_ours = short != name and (is_package or short in VLLM_MODULES)
+        return ModuleSpec(name, self, is_package=is_package) if is_ours else None  # type: ignore[arg-type]
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        return None  # a plain one
+
+    def exec_module(self, module: ModuleType) -> None:
+        names = VLLM_MODULES.get(module.__name__.removeprefix("slipstream."), ())
+
+        def find(name: str) -> Any:
+            if name == "GuidedDecodingParams":  # an ImportError, since `from ... import` hides an AttributeError's text
+                raise ImportError(f"vLLM has no {name} since 0.12; use StructuredOutputsParams", name=name)
+            if name not in names:
+                known = ", ".join(names) or "no names"
+                raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}; it has {known}")
+            home, own = _ONLY_IN_MODULES.get(name) or (_HOMES[name], name)
+            return getattr(importlib.import_module(home), own)
+
+        module.__doc__ = "Names of vLLM's module."
+        vars(module).update(__all__=names, __getattr__=find, __dir__=lambda: list(names))
+
+
+sys.meta_path.append(_VllmModules())  # asked last, about modules that nothing else has

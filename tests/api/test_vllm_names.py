@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 import slipstream
+from child import child_env
 from slipstream.api.vllm import NOT_SUPPORTED
 from slipstream.base.errors import InvalidOption
 from slipstream.config.options import Options, make_options
@@ -63,3 +68,29 @@ def test_the_page_has_every_name_and_method():
         assert getattr(slipstream, name) is not None
     for name in LISTED["classes"]["LLM"]["methods"]:
         assert name == "__init__" or name in NOT_SUPPORTED or f"`LLM.{name}`" in page, name
+
+
+@pytest.mark.parametrize("module", slipstream.VLLM_MODULES)
+def test_vllms_modules_have_their_names(module):
+    """In an interpreter of its own, where nothing else has loaded them."""
+    names = slipstream.VLLM_MODULES[module]
+    code = f"from slipstream.{module} import {', '.join(names)}\nimport slipstream, sys\n"
+    code += "" if {"LLM", "LLMEngine"} & {*names} else "assert 'torch' not in sys.modules\n"
+    code += "".join(f"assert getattr(slipstream, {name!r}, {name}) is {name}\n" for name in names)
+    done = subprocess.run([sys.executable, "-c", code], env=child_env(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    if module != "config":
+        found = importlib.import_module(f"slipstream.{module}")
+        assert sorted(dir(found)) == sorted(found.__all__) == sorted(names)
+
+
+def test_names_that_vllms_modules_do_not_have_here():
+    with pytest.raises(ImportError, match="use StructuredOutputsParams"):
+        from slipstream.sampling_params import GuidedDecodingParams  # noqa: F401
+    params = importlib.import_module("slipstream.sampling_params")
+    with pytest.raises(AttributeError, match="no attribute 'x'; it has BeamSearchParams, RequestOutputKind, "):
+        params.x  # noqa: B018
+    with pytest.raises(ModuleNotFoundError, match="No module named 'slipstream.multimodal'"):
+        importlib.import_module("slipstream.multimodal")
+    assert importlib.util.find_spec("sampling_params") is None
+    assert importlib.util.find_spec("slipstream.config").origin.endswith("__init__.py")  # files come first

@@ -21,7 +21,6 @@ SRC = Path(__file__).parents[2] / "src"
 STARTED = {"slipstream.serve.cli.main", "slipstream.device.sync_check.__main__"}  # by pyproject.toml, by python -m
 BY_NAME = {"add_command", "ROUTES", "attend_tiles"}  # top-level names of modules that a table lists
 USED_BY_OTHERS = {  # top-level names that no code of the package uses: reason
-    "processors.process_dict_updates": "users' logits processors call it, as vLLM's",
     "processors.TokenEdit": "the type of what users' logits processors return",
     "dispatch.validating": "for debugging: compares kernels with their references in a running engine",
     "matrix.scaled_linear": "the oracle of the kernels (law 8); the layer dequantises",

@@ -156,7 +156,7 @@ CALLS = {
     "get_world_size": lambda llm, tmp: llm.get_world_size(),
     "core": lambda llm, tmp: llm.core.num_steps >= 0,
     "config": lambda llm, tmp: llm.config.model.name,
-    "inputs": lambda llm, tmp: llm.inputs.submit("x", PROMPT, FOUR)[0].prompt_token_ids,
+    "inputs": lambda llm, tmp: llm.inputs.prepare("x", PROMPT, FOUR)[0].prompt_token_ids,
     "model_config": lambda llm, tmp: llm.model_config.max_model_len,
     "tokenizer": lambda llm, tmp: llm.tokenizer.encode("a"),
     "close": lambda llm, tmp: llm.close(),

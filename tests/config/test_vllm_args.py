@@ -137,10 +137,10 @@ def test_arguments_of_the_front_end():
 def test_max_logprobs_limits_requests(tmp_path):
     inputs = InputProcessor(facts(tmp_path), None)
     inputs.checks.max_logprobs = 5
-    inputs.submit("a", [1], SamplingParams(logprobs=5, prompt_logprobs=5))
+    inputs.prepare("a", [1], SamplingParams(logprobs=5, prompt_logprobs=5))
     for wrong in ({"logprobs": 6}, {"prompt_logprobs": 6}, {"logprobs": -1}):
         with pytest.raises(InvalidParams, match="raise max_logprobs"):
-            inputs.submit("a", [1], SamplingParams(**wrong))
+            inputs.prepare("a", [1], SamplingParams(**wrong))
 
 
 def test_use_activation_is_normalising_or_the_activation_of_classes(tmp_path):

@@ -68,7 +68,7 @@ def test_a_caller_of_many_prompts_does_not_keep_others_waiting(folder):
     """A small request is answered while most of the prompts of another caller still wait, and gets its own tokens."""
 
     async def scenario(engine):
-        many = [engine.inputs.submit(engine.new_id(), [1, 2, n], PARAMS) for n in range(60)]
+        many = [engine.inputs.prepare(engine.new_id(), [1, 2, n], PARAMS) for n in range(60)]
         with engine.read(many, caller="a", streaming=False) as reading:
             moved = await reading.mailbox.get()
             small = await last(engine.generate([5, 6, 7], PARAMS, caller="b"))
@@ -83,7 +83,7 @@ def test_a_caller_of_many_prompts_does_not_keep_others_waiting(folder):
 def test_prompts_of_one_reader_begin_together_or_not_at_all(folder):
     async def scenario(engine):
         def submits(num):
-            return [engine.inputs.submit(engine.new_id(), [1, 2], PARAMS) for _ in range(num)]
+            return [engine.inputs.prepare(engine.new_id(), [1, 2], PARAMS) for _ in range(num)]
 
         core = first_core(engine)
         take_in = core._submit
@@ -103,7 +103,7 @@ def test_prompts_of_one_reader_begin_together_or_not_at_all(folder):
 def test_a_refusal_reaches_the_reader_of_many_though_one_was_aborted(folder):
     async def scenario(engine):
         def submits(num):
-            return [engine.inputs.submit(engine.new_id(), [1, 2], PARAMS) for _ in range(num)]
+            return [engine.inputs.prepare(engine.new_id(), [1, 2], PARAMS) for _ in range(num)]
 
         asked = submits(3)
         with engine.read(submits(4)) as first, engine.read(asked) as second:

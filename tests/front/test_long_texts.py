@@ -47,7 +47,7 @@ def backend(request):
 def test_a_prompt_that_is_far_too_long_is_refused_after_its_beginning(backend):
     inputs = generating(backend)
     with pytest.raises(PromptTooLong, match="1050000 characters and more than 64 tokens"):
-        inputs.submit("a", WORDS, SamplingParams())
+        inputs.prepare("a", WORDS, SamplingParams())
     with pytest.raises(PromptTooLong, match="^prompt 2 of 3: .* more than 64 tokens"):
         list(GenerationPrompts(inputs, ["the", WORDS, "cat"], [None] * 3, iter("abc").__next__))
     assert inputs.tokenizer.read < 5_000
@@ -58,7 +58,7 @@ def test_a_prompt_that_is_cut_is_read_at_its_end(backend):
     whole = inputs.tokenizer.encode(WORDS)
     inputs.tokenizer.read = 0
     for keep, wanted in ((5, whole[-5:]), (-1, whole[-63:])):
-        message, _ = inputs.submit("a", WORDS, SamplingParams(truncate_prompt_tokens=keep))
+        message, _ = inputs.prepare("a", WORDS, SamplingParams(truncate_prompt_tokens=keep))
         assert message.prompt_token_ids == wanted
     assert inputs.tokenizer.read < 10_000
 
@@ -104,7 +104,7 @@ def test_the_beginnings_of_long_documents_are_found_at_their_beginnings(backend)
 def test_a_text_of_spaces_alone_is_read_so_far_and_no_further():
     inputs = generating(wordpiece())
     with pytest.raises(InvalidPrompt, match="spaces"):
-        inputs.submit("a", " " * 2_000_000, SamplingParams())
+        inputs.prepare("a", " " * 2_000_000, SamplingParams())
     assert inputs.tokenizer.read < 3_000_000
 
 

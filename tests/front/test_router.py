@@ -73,7 +73,7 @@ def test_a_request_that_cannot_be_encoded_is_its_callers_and_the_next_one_is_ser
 
 def test_one_of_several_prompts_that_cannot_be_encoded_leaves_nothing_behind(folder):
     async def scenario(engine, core):
-        good, bad = (engine.inputs.submit(engine.new_id(), "a", p) for p in (PARAMS, UNSENDABLE_PARAMS))
+        good, bad = (engine.inputs.prepare(engine.new_id(), "a", p) for p in (PARAMS, UNSENDABLE_PARAMS))
         with pytest.raises(InvalidParams):
             engine.read([good, bad])
         with engine.read([]) as reading:

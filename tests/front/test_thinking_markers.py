@@ -78,5 +78,5 @@ def test_a_marker_that_the_model_has_no_token_for_is_refused():
     )
     inputs = InputProcessor(facts("nowhere", vocab_size=max(end), **known), given)
     with pytest.raises(InvalidParams, match=f"would write token id {max(end)}; .* reasoning_end_str"):
-        inputs.submit("r", [5], BUDGET)
-    assert inputs.submit("r", [5], SamplingParams())[0].thinking is None
+        inputs.prepare("r", [5], BUDGET)
+    assert inputs.prepare("r", [5], SamplingParams())[0].thinking is None

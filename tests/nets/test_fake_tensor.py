@@ -112,7 +112,7 @@ def drive(
         for i, one in enumerate(params):
             if one.structured_outputs is not None:
                 core.constraints.grammars.compile(one.structured_outputs).result()
-            core.submit(llm.inputs.submit(f"r{i}", list(range(3 + i, 14 + i)), one)[0])
+            core.submit(llm.inputs.prepare(f"r{i}", list(range(3 + i, 14 + i)), one)[0])
         submitted = [sample for samples in core.scheduler._lifecycle.live.values() for sample in samples]
         steps = 0
         with NO_VALUES:

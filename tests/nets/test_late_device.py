@@ -91,7 +91,7 @@ def tokens_with_held_copies(folder, depth=2):
     with LLM(folder, **SMALL, depth=depth, _device=device) as llm:
         core = llm.core
         for place, prompt in enumerate(PROMPTS):
-            core.submit(llm.inputs.submit(str(place), prompt, PARAMS)[0])
+            core.submit(llm.inputs.prepare(str(place), prompt, PARAMS)[0])
         while core.has_requests():
             while len(core.in_flight) <= depth and (plan := core.scheduler.plan()) is not None:
                 core._launch(plan)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from scripted_engine import ScriptedDevice, scripted_core, submit, tokens_alone
-from slipstream.contracts.step import Late, StepSizes
+from slipstream.contracts.step import DrawEdits, StepSizes
 from slipstream.engine.core import EngineCore
 from slipstream.ranks.lockstep import LockstepExecutor, StepExchange, padding_plan
 
@@ -170,7 +170,7 @@ def test_late_data_of_a_step_that_waits_for_a_peer_is_kept():
     a, b = engines()
     ones = np.ones(2, np.int32)
     a.executor.launch(padding_plan(1))
-    handle = a.executor.finish(Late(ones, ones[:, None]))
+    handle = a.executor.finish(DrawEdits(ones, ones[:, None]))
     assert a.device.late == [] and not handle.done()
     ones[:] = 5  # the owner reuses its arrays
     b.executor.follow()

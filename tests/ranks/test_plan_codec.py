@@ -14,9 +14,9 @@ from slipstream.contracts.step import (
     AdapterLoad,
     AdapterPlan,
     Admission,
+    DrawBias,
+    DrawEdits,
     EmbedPlan,
-    Late,
-    LateBias,
     LogitsEdit,
     PageUpdates,
     PoolAdmission,
@@ -30,7 +30,7 @@ from slipstream.contracts.step import (
 )
 from slipstream.params.pooling import PoolingParams
 from slipstream.params.sampling import SamplingParams
-from slipstream.ranks.plan_ring import decode_late, decode_plan, encode_late, encode_plan
+from slipstream.ranks.plan_ring import decode_draw_edits, decode_plan, encode_draw_edits, encode_plan
 
 
 def check_equal(one, other, where="plan"):
@@ -106,17 +106,17 @@ def test_a_plan_with_every_part():
     assert not any(getattr(plan, name) is None or getattr(plan, name) is False for name in defaults)
 
 
-@pytest.mark.parametrize("bias", [None, LateBias(ints(1), ints(2, 3).reshape(1, 2), np.ones((1, 2), np.float32))])
+@pytest.mark.parametrize("bias", [None, DrawBias(ints(1), ints(2, 3).reshape(1, 2), np.ones((1, 2), np.float32))])
 def test_masks(bias):
-    late = Late(ints(1, 3), ints(*range(8)).reshape(2, 4), bias, offsets=None if bias is None else ints(0, 1))
+    late = DrawEdits(ints(1, 3), ints(*range(8)).reshape(2, 4), bias, offsets=None if bias is None else ints(0, 1))
     if bias is not None:
         late = dataclasses.replace(late, sit_out=SitOut(ints(3), ints(17), ints(5)))
-    check_equal(decode_late(encode_late(late)), late)
+    check_equal(decode_draw_edits(encode_draw_edits(late)), late)
 
 
 def test_edits_of_logits_travel_without_their_code():
     edits = (LogitsEdit((3,), abs, print, is_scaled=True), LogitsEdit((2, -1, 4), abs, print, is_batched=True))
-    found = decode_late(encode_late(Late(NO_INTS, NO_INTS.reshape(0, 4), edits=edits))).edits
+    found = decode_draw_edits(encode_draw_edits(DrawEdits(NO_INTS, NO_INTS.reshape(0, 4), edits=edits))).edits
     assert [(each.rows, each.is_scaled, each.is_batched) for each in found] == [
         ((3,), True, False),
         ((2, -1, 4), False, True),

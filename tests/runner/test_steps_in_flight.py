@@ -36,7 +36,7 @@ def test_a_result_is_valid_after_all_later_steps_have_run(folder, wanted, depth,
         core = llm.core
         core.executor.graphs.token_sizes = []  # of chunks, whose attention on the CPU goes by the rows of the plan
         for place, prompt in enumerate(PROMPTS):
-            core.submit(llm.inputs.submit(str(place), prompt, PARAMS)[0])
+            core.submit(llm.inputs.prepare(str(place), prompt, PARAMS)[0])
         most = 0
         while core.has_requests():
             while len(core.in_flight) <= depth and (plan := core.scheduler.plan()) is not None:

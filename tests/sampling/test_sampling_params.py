@@ -100,11 +100,11 @@ def test_bad_words_are_kept_out_of_the_text(llm):
 
 def test_priority_and_salt_are_arguments_too_and_those_win(llm):
     params = SamplingParams(priority=3, cache_salt="mine")
-    message, _ = llm.inputs.submit("a", PROMPT, params)
+    message, _ = llm.inputs.prepare("a", PROMPT, params)
     assert (message.priority, message.cache_salt) == (3, "mine")
-    message, _ = llm.inputs.submit("a", PROMPT, params, priority=0, cache_salt="")
+    message, _ = llm.inputs.prepare("a", PROMPT, params, priority=0, cache_salt="")
     assert (message.priority, message.cache_salt) == (0, "")
-    message, _ = llm.inputs.submit("a", {"prompt_token_ids": PROMPT, "cache_salt": "yours"}, params)
+    message, _ = llm.inputs.prepare("a", {"prompt_token_ids": PROMPT, "cache_salt": "yours"}, params)
     assert message.cache_salt == "yours"
     prompt = [90, 91, 92, 93, 94, 95, 96, 97, 98]
     assert one(llm, GREEDY, prompt, cache_salt="one", priority=[2]).num_cached_tokens == 0

@@ -16,7 +16,7 @@ from scripted_tokens import VOCAB, choose, draw
 from slipstream.base.errors import InvalidParams
 from slipstream.contracts.messages import Abort
 from slipstream.contracts.request import FinishReason, Request, Status
-from slipstream.contracts.step import Late, StepResult
+from slipstream.contracts.step import DrawEdits, StepResult
 from slipstream.params.processors import AdapterLogitsProcessor, LogitsProcessor, MoveDirectionality
 from slipstream.params.sampling import SamplingParams
 from slipstream.params.structured import StructuredOutputsParams as Shape
@@ -476,7 +476,7 @@ def test_an_engine_without_requests_of_its_own_opens_nothing():
     assert request.processors is None
     processors.plan([request])
     assert not processors.drawing
-    none = Late(np.zeros(0, np.int32), np.zeros((0, 4), np.int32))
+    none = DrawEdits(np.zeros(0, np.int32), np.zeros((0, 4), np.int32))
     assert processors.add_to(none, 1.0).edits == ()
 
 
@@ -484,7 +484,7 @@ def test_masks_along_drafts_of_other_rows_keep_their_offsets():
     """A row with a grammar and drafts, beside a row with a processor."""
     processors = HostProcessors(VOCAB)
     bits = np.full((3, (VOCAB + 32) // 32), -1, np.int32)
-    late = Late(np.array([4, 4, 4], np.int32), bits, offsets=np.array([0, 1, 2], np.int32))
+    late = DrawEdits(np.array([4, 4, 4], np.int32), bits, offsets=np.array([0, 1, 2], np.int32))
     assert processors.add_to(late, 1.0).offsets.tolist() == [0, 1, 2]
     request = Request("r", [1], SamplingParams(logits_processors=[watermark]), max_length=9)
     processors.open([request])

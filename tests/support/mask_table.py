@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from slipstream.contracts.step import Late, StepMasks
+from slipstream.contracts.step import DrawEdits, StepMasks
 
 FIRST_KEPT = 1 << 20
 POISON = 0x5A5A5A5A  # what is not written
@@ -29,7 +29,7 @@ class MaskTable:
         self.kept: dict[int, np.ndarray] = {}
         self.num_sent = self.num_masks = 0
 
-    def bits_of(self, masks: StepMasks | Late) -> np.ndarray:
+    def bits_of(self, masks: StepMasks | DrawEdits) -> np.ndarray:
         """The masks [masks, words] of one step, whose targets are stored first."""
         if masks.entries is None or masks.targets is None:
             return masks.bits.copy()
@@ -50,7 +50,7 @@ class MaskTable:
         only[(-2 - entry) >> 5] = np.uint32(1 << ((-2 - entry) & 31))
         return only.view(np.int32)
 
-    def resolved(self, late: Late) -> Late:
+    def resolved(self, late: DrawEdits) -> DrawEdits:
         """The same with all masks in `bits`, copied."""
         if not len(late.bits):
             return replace(late, entries=None, targets=None)

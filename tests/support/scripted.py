@@ -26,7 +26,7 @@ from scripted_row import ScriptedRow
 from scripted_states import ScriptedStates
 from scripted_tokens import VOCAB, draw, horizon, pooled
 from slipstream.contracts.request import NEVER
-from slipstream.contracts.step import NO_POOLING, Admission, Late, StepPlan, StepResult
+from slipstream.contracts.step import NO_POOLING, Admission, DrawEdits, StepPlan, StepResult
 
 
 class ScriptedExecutor:
@@ -59,13 +59,13 @@ class ScriptedExecutor:
         self.num_admissions = 0
         self.num_computed = 0
         self._queue: deque[StepPlan] = deque()
-        self._late: dict[int, Late] = {}  # by step
+        self._late: dict[int, DrawEdits] = {}  # by step
         self._last_step = -1
 
     def launch(self, plan: StepPlan) -> None:
         self._queue.append(plan)
 
-    def finish(self, late: Late | None) -> None:
+    def finish(self, late: DrawEdits | None) -> None:
         """The masks and edits of the plan launched last."""
         if late is not None:
             self._late[self._queue[-1].step] = self.masks.resolved(late)

@@ -12,7 +12,7 @@ from scripted_tokens import alone
 from slipstream.config.config import SchedulerConfig
 from slipstream.contracts.messages import Submit
 from slipstream.contracts.request import FinishReason, Request
-from slipstream.contracts.step import Late, StepPlan, StepResult
+from slipstream.contracts.step import DrawEdits, StepPlan, StepResult
 from slipstream.engine.core import EngineCore
 from slipstream.params.sampling import SamplingParams
 from slipstream.scheduler.grammar.constraints import Constraints
@@ -36,7 +36,7 @@ class ScriptedDevice:
         self._break("launch")
         self.executor.launch(plan)
 
-    def finish(self, late: Late | None = None) -> _Handle:
+    def finish(self, late: DrawEdits | None = None) -> _Handle:
         self._break("finish")
         self.executor.finish(late)
         self.handles.append(_Handle(self))

@@ -9,11 +9,11 @@ import numpy as np
 
 from scripted_row import ScriptedRow
 from scripted_tokens import VOCAB
-from slipstream.contracts.step import Admission, Late, StepLogprobs, StepPlan
+from slipstream.contracts.step import Admission, DrawEdits, StepLogprobs, StepPlan
 from slipstream.params.sampling import MAX_PACKED_LOGPROBS
 
 
-def pick_token(wanted: int, admission: Admission, late: Late | None, offset: int = 0) -> int | None:
+def pick_token(wanted: int, admission: Admission, late: DrawEdits | None, offset: int = 0) -> int | None:
     """The first token from the wanted one on, unless the step's late data say otherwise; None: all are forbidden.
     `offset`: of the draw within its row."""
     has_mask = late is not None and admission.row in late.rows

@@ -141,7 +141,7 @@ def test_refusals_aborts_and_disconnects_do_not_affect_others(folder, scripted):
 def test_prompts_of_one_reader_begin_together_or_not_at_all(folder, scripted):
     async def scenario(core, engine):
         def submits():
-            return [engine.inputs.submit(engine.new_id(), [1, 2, 3], PARAMS) for _ in range(3)]
+            return [engine.inputs.prepare(engine.new_id(), [1, 2, 3], PARAMS) for _ in range(3)]
 
         with engine.read(submits()) as first, engine.read(submits()) as second:
             with pytest.raises(QueueFull, match="^4 requests are waiting"):

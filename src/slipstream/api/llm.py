@@ -211,7 +211,7 @@ class LLM(PoolingMethods, VllmMethods):
         """Searches for the likeliest continuations of each prompt. `concurrency_limit`: prompts searched at once."""
         served = self._model(model, "generate")
         step = params.of_step(served.description)
-        drafts = [served.inputs.submit(self._new_id(), prompt, step)[0] for prompt in as_batch(prompts)]
+        drafts = [served.inputs.prepare(self._new_id(), prompt, step)[0] for prompt in as_batch(prompts)]
         if any(draft.prompt_embeds is not None for draft in drafts):
             raise InvalidPrompt("beam_search extends token ids, and a prompt is prompt_embeds; use generate")
         searches = [BeamSearch(draft.prompt_token_ids, params, served.description) for draft in drafts]
@@ -346,7 +346,7 @@ class LLM(PoolingMethods, VllmMethods):
         add_special_tokens: bool,
     ) -> Iterator[RequestOutput]:
         self._sync_loop.check_open()
-        prepared = served.inputs.submit(
+        prepared = served.inputs.prepare(
             self._new_id(),
             prompt,
             params,

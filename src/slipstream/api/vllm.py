@@ -60,7 +60,7 @@ class StepEngine:
         if not isinstance(params, SamplingParams):
             raise InvalidParams("LLMEngine generates text; for pooling use LLM.encode", param="params")
         served = choose(self.models, None, "generate")
-        prepared = served.inputs.submit(
+        prepared = served.inputs.prepare(
             request_id, prompt, params, priority=priority or None, lora_request=lora_request
         )
         with self._loop.turn():

@@ -27,7 +27,7 @@ NULL_PAGE = 0  # no request holds it; padding tokens write to it
 
 
 class Processed(enum.IntFlag):
-    """Edits of a row's logits by logits processors of the user; they come with every step, as `Late`."""
+    """Edits of a row's logits by logits processors of the user; they come with every step, as `DrawEdits`."""
 
     NOTHING = 0
     TOKENS = enum.auto()  # a mask and a bias
@@ -243,7 +243,7 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class LateBias:
+class DrawBias:
     """Biases to add to some logits of some rows. Unused ids of a row are token 0 with the value 0."""
 
     rows: Ints  # [biased]
@@ -295,14 +295,14 @@ class StepMasks:
 
 
 @dataclass(frozen=True, slots=True)
-class Late:
+class DrawEdits:
     """Inputs of a step's head that the host knows only when all older steps are committed: the tokens that rows with a
     grammar may draw, and the edits of logits processors. The runner copies the arrays before it returns: the owner of
     `bits`, `bias` and `offsets` writes them again."""
 
     rows: Ints  # [masked] rows of the plan that draw under a mask; a row with drafts has a mask for each of its draws
     bits: Ints  # [masked, words] bit t % 32 of word t // 32 is set if token t is allowed
-    bias: LateBias | None = None
+    bias: DrawBias | None = None
     edits: tuple[LogitsEdit, ...] = ()  # in the order in which they run
     offsets: Ints | None = None  # [masked] index of the draw within its row; None: no masked row has drafts
     # [masked] how to compute each mask again: its source, None: all tokens are allowed. None: the masks cannot be
@@ -364,7 +364,7 @@ class Executor(Protocol):
     """Runs plans, in order, without waiting for them. `finish` gets `late` if the host takes part in a draw."""
 
     def launch(self, plan: StepPlan) -> None: ...
-    def finish(self, late: Late | None = None) -> Handle: ...
+    def finish(self, late: DrawEdits | None = None) -> Handle: ...
     def free_queries(self, queries: tuple[int, ...]) -> None: ...
     def close(self) -> None: ...
 

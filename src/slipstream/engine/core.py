@@ -11,9 +11,9 @@ from slipstream.contracts.messages import Abort, Output, Submit
 from slipstream.contracts.request import Request
 from slipstream.contracts.step import (
     Background,
+    DrawEdits,
     Executor,
     Handle,
-    Late,
     Peers,
     StepPlan,
     TierCopier,
@@ -243,7 +243,7 @@ class EngineCore:
         self._finish(plan, late)
         return outputs
 
-    def _finish(self, plan: StepPlan, late: Late | None) -> None:
+    def _finish(self, plan: StepPlan, late: DrawEdits | None) -> None:
         handle = self._launcher.finish(late)
         self.in_flight.append(handle)
         self.timer.follow(_interval(handle))

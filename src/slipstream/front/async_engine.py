@@ -100,7 +100,7 @@ class AsyncEngine(RequestRouter):
         model = self._named(model, "generate")
         inputs, name = self._inputs(model), self._name(request_id)
         make = partial(
-            inputs.submit,
+            inputs.prepare,
             name,
             prompt,
             sampling_params,
@@ -127,7 +127,7 @@ class AsyncEngine(RequestRouter):
         model = self._named(model, "generate")
         inputs, name = self._inputs(model), self._name(request_id)
         text = inputs.render_chat(messages, **template)
-        make = partial(inputs.submit, name, text, sampling_params, lora_request=lora_request, add_special_tokens=False)
+        make = partial(inputs.prepare, name, text, sampling_params, lora_request=lora_request, add_special_tokens=False)
         async with self._begin(name, model, len(text), make, caller) as stream:
             async for (state,) in stream:
                 if (result := state.next_result()) is not None:
@@ -146,7 +146,7 @@ class AsyncEngine(RequestRouter):
         """Yields what is new in each sample since the previous increment, in time proportional to that."""
         model = self._named(model, "generate")
         inputs, name = self._inputs(model), self._name(request_id)
-        make = partial(inputs.submit, name, prompt, sampling_params, lora_request=lora_request)
+        make = partial(inputs.prepare, name, prompt, sampling_params, lora_request=lora_request)
         async with self._begin(name, model, size_of(prompt), make, caller) as stream:
             async for (state,) in stream:
                 if new := state.increment():

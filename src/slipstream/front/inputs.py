@@ -58,7 +58,7 @@ class InputProcessor:
         """The parameters of the model's generation_config.json, and our own defaults for the others."""
         return self.checks.defaults()
 
-    def submit(
+    def prepare(
         self,
         request_id: str,
         prompt: Prompt,
@@ -73,7 +73,7 @@ class InputProcessor:
 
         `priority` and `cache_salt` override those of the prompt object, which override those of the parameters.
         """
-        message, text = self.draft(
+        message, text = self.prepare_text(
             request_id, prompt, params, priority=priority, cache_salt=cache_salt, lora_request=lora_request
         )
         if not message.prompt_token_ids:
@@ -81,7 +81,7 @@ class InputProcessor:
             message = self.complete(message, self.encode([read], add_special_tokens)[0])
         return message, text and plain(text)
 
-    def draft(
+    def prepare_text(
         self,
         request_id: str,
         prompt: Prompt,
@@ -91,7 +91,7 @@ class InputProcessor:
         cache_salt: str | None = None,
         lora_request: LoRARequest | None = None,
     ) -> PreparedPrompt:
-        """Like `submit`, but does not tokenise: the message of a text has no token ids until `complete` adds them."""
+        """Like `prepare`, but does not tokenise: the message of a text has no token ids until `complete` adds them."""
         self._check_generates()
         params = self.checks.resolve(params)
         if cache_salt is None and isinstance(prompt, Mapping):

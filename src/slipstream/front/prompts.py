@@ -130,7 +130,9 @@ class GenerationPrompts:
         )
         try:
             for prompt, own, priority, salt, adapter in each:
-                draft = inputs.draft(new_id(), prompt, own, priority=priority, cache_salt=salt, lora_request=adapter)
+                draft = inputs.prepare_text(
+                    new_id(), prompt, own, priority=priority, cache_salt=salt, lora_request=adapter
+                )
                 self.drafts.append(draft)
         except UserError as error:
             raise error.of_prompt(len(self.drafts), len(prompts)) from None

@@ -26,9 +26,9 @@ from slipstream.config.config import EngineConfig
 from slipstream.contracts.step import (
     NO_INTS,
     NO_PAGES,
+    DrawBias,
+    DrawEdits,
     Handle,
-    Late,
-    LateBias,
     StepPlan,
     StepResult,
     StepSizes,
@@ -46,7 +46,7 @@ class SizedRunner(Protocol):
 
     def sizes_of(self, plan: StepPlan) -> StepSizes: ...
     def launch(self, plan: StepPlan) -> None: ...
-    def finish(self, late: Late | None = None) -> Handle: ...
+    def finish(self, late: DrawEdits | None = None) -> Handle: ...
     def free_queries(self, queries: tuple[int, ...]) -> None: ...
     def close(self) -> None: ...
 
@@ -71,7 +71,7 @@ class LockstepExecutor:
     def launch(self, plan: StepPlan) -> None:
         self._post(plan)
 
-    def finish(self, late: Late | None = None) -> LockstepHandle:
+    def finish(self, late: DrawEdits | None = None) -> LockstepHandle:
         handle = self._next
         assert handle is not None, "finish comes after launch"
         handle.late_data, handle.is_ready = late, True
@@ -157,7 +157,7 @@ class LockstepHandle:
         self.owner = owner
         self.plan = plan
         self.sizes = sizes
-        self.late_data: Late | None = None
+        self.late_data: DrawEdits | None = None
         self.is_launched = False
         self.is_ready = False  # `finish` was called: late data is known
         self.step: Handle | None = None  # once launched and finished
@@ -251,14 +251,14 @@ class _Untimed:
 _NO_TIMES = _Untimed()
 
 
-def _copied(late: Late) -> Late:
+def _copied(late: DrawEdits) -> DrawEdits:
     """The owner of the arrays reuses them after `finish`, and the step is launched later."""
     bias, offsets = late.bias, late.offsets
     return dataclasses.replace(
         late,
         rows=late.rows.copy(),
         bits=late.bits.copy(),
-        bias=None if bias is None else LateBias(bias.rows.copy(), bias.ids.copy(), bias.values.copy()),
+        bias=None if bias is None else DrawBias(bias.rows.copy(), bias.ids.copy(), bias.values.copy()),
         offsets=None if offsets is None else offsets.copy(),
     )
 

@@ -25,10 +25,10 @@ from slipstream.base.errors import EngineDead
 from slipstream.contracts.step import (
     AdapterPlan,
     Admission,
+    DrawBias,
+    DrawEdits,
     EmbedPlan,
     Ints,
-    Late,
-    LateBias,
     LogitsEdit,
     PageUpdates,
     PoolPlan,
@@ -207,7 +207,7 @@ _Rest = tuple[
     Ints | None,
 ]
 _EditedRows = tuple[tuple[int, ...], bool, bool]  # rows, is_scaled and is_batched of a LogitsEdit
-_LateFields = tuple[Ints, Ints, LateBias | None, Ints | None, SitOut | None, tuple[_EditedRows, ...]]
+_LateFields = tuple[Ints, Ints, DrawBias | None, Ints | None, SitOut | None, tuple[_EditedRows, ...]]
 
 
 def _as_bytes(value: Any) -> Any:
@@ -291,17 +291,17 @@ def encode_tier(plan: TierPlan) -> bytes:
 decode_tier = msgspec.msgpack.Decoder(TierPlan, dec_hook=_from_bytes).decode
 
 
-def encode_late(late: Late) -> bytes:
+def encode_draw_edits(late: DrawEdits) -> bytes:
     edits = [(edit.rows, edit.is_scaled, edit.is_batched) for edit in late.edits]  # the code stays here
     return _encode((late.rows, late.bits, late.bias, late.offsets, late.sit_out, edits))
 
 
-def decode_late(data: bytes) -> Late:
+def decode_draw_edits(data: bytes) -> DrawEdits:
     rows, bits, bias, offsets, sit_out, edited = _decode_late(data)
     edits = tuple(
         LogitsEdit(rows_of, _not_here, _not_here, is_scaled, is_batched) for rows_of, is_scaled, is_batched in edited
     )
-    return Late(rows, bits, bias, edits, offsets, sit_out=sit_out)
+    return DrawEdits(rows, bits, bias, edits, offsets, sit_out=sit_out)
 
 
 def _not_here(value: object) -> Any:

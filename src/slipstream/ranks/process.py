@@ -29,16 +29,16 @@ from slipstream.base.files import open_regular
 from slipstream.base.log import set_up_child_log
 from slipstream.base.processes import die_with_parent
 from slipstream.config.config import EngineConfig
-from slipstream.contracts.step import Handle, Late, StepPlan, StepResult, TierCopier, TierPlan
+from slipstream.contracts.step import DrawEdits, Handle, StepPlan, StepResult, TierCopier, TierPlan
 from slipstream.device.collectives import TIMEOUT, Group
 from slipstream.ranks.link import RankStart, receive_exactly, wait_for_step
 from slipstream.ranks.plan_ring import (
     PlanReader,
     PlanSocketReader,
-    decode_late,
+    decode_draw_edits,
     decode_plan,
     decode_tier,
-    encode_late,
+    encode_draw_edits,
     encode_plan,
     encode_tier,
 )
@@ -122,7 +122,7 @@ def run_plans(
                 adapters.prepare(plan)
             runner.launch(plan)
         elif kind in (FINISH, LATE):
-            in_flight.append(runner.finish(decode_late(data) if kind == LATE else None))
+            in_flight.append(runner.finish(decode_draw_edits(data) if kind == LATE else None))
             while len(in_flight) > depth:
                 in_flight.popleft().wait_until_ended()
         elif kind == FREE:
@@ -154,7 +154,7 @@ class LocalRunner(Protocol):
     """The part of ModelRunner that an executor uses."""
 
     def launch(self, plan: StepPlan) -> None: ...
-    def finish(self, late: Late | None = None) -> Handle: ...
+    def finish(self, late: DrawEdits | None = None) -> Handle: ...
     def free_queries(self, queries: tuple[int, ...]) -> None: ...
     def close(self) -> None: ...
 
@@ -187,9 +187,9 @@ class Workers:
 
         self._ranks.explained(launch)
 
-    def finish(self, late: Late | None = None) -> Handle:
+    def finish(self, late: DrawEdits | None = None) -> Handle:
         def finish() -> Handle:
-            self._ranks.plans.write(*((FINISH, b"") if late is None else (LATE, encode_late(late))))
+            self._ranks.plans.write(*((FINISH, b"") if late is None else (LATE, encode_draw_edits(late))))
             return self.runner.finish(late)
 
         self._last = handle = WorkerHandle(self._ranks.explained(finish), self._ranks)

@@ -26,10 +26,10 @@ from slipstream.contracts.step import (
     AdapterLoad,
     Admission,
     Bools,
+    DrawBias,
+    DrawEdits,
     Floats,
     Ints,
-    Late,
-    LateBias,
     PoolAdmission,
     SitOut,
     StepPlan,
@@ -46,7 +46,7 @@ class LateRecord(msgspec.Struct, array_like=True):
 
     rows: Ints
     bits: Ints
-    bias: LateBias | None
+    bias: DrawBias | None
     num_edits: int  # pieces of code that edited logits; they are not in the file
     offsets: Ints | None = None
     sit_out: SitOut | None = None
@@ -132,11 +132,11 @@ def decode(data: bytes, name: str) -> Recording:
         raise UserError(f"{name} cannot be read: {error}; record it again with this version") from None
 
 
-def describe_late(late: Late) -> LateRecord:
+def describe_late(late: DrawEdits) -> LateRecord:
     """Copies the arrays: their owner writes them again. Without masks if they can be computed again."""
     bias = late.bias
     if bias is not None:
-        bias = LateBias(bias.rows.copy(), bias.ids.copy(), bias.values.copy())
+        bias = DrawBias(bias.rows.copy(), bias.ids.copy(), bias.values.copy())
     offsets = None if late.offsets is None else late.offsets.copy()
     bits = late.bits.copy() if late.sources is None else late.bits[:0].copy()
     return LateRecord(late.rows, bits, bias, len(late.edits), offsets, late.sit_out)

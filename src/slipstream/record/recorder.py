@@ -23,10 +23,10 @@ from slipstream.config.config import EngineConfig
 from slipstream.contracts.step import (
     AdapterLoad,
     Admission,
+    DrawEdits,
     Executor,
     Handle,
     Ints,
-    Late,
     MaskSource,
     PoolAdmission,
     StepPlan,
@@ -78,7 +78,7 @@ class Recorder:
             self._evict()
         self._executor.launch(plan)
 
-    def finish(self, late: Late | None = None) -> Handle:
+    def finish(self, late: DrawEdits | None = None) -> Handle:
         step = self._ring[-1]
         self._is_headless = False
         if late is not None:

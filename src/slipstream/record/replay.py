@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from slipstream.base.errors import UserError
-from slipstream.contracts.step import Admission, Executor, Late, PoolAdmission, StepPlan, StepResult
+from slipstream.contracts.step import Admission, DrawEdits, Executor, PoolAdmission, StepPlan, StepResult
 from slipstream.record.plan_checker import PlanChecker, PlanFault, accepted_tokens
 from slipstream.record.record_file import Recording, StepRecord
 from slipstream.record.recorder import first_values
@@ -64,7 +64,7 @@ def replay(
             given = (
                 None
                 if late is None
-                else Late(late.rows, late.bits, late.bias, offsets=late.offsets, sit_out=late.sit_out)
+                else DrawEdits(late.rows, late.bits, late.bias, offsets=late.offsets, sit_out=late.sit_out)
             )
             result = executor.finish(given).wait()
         except Exception as error:

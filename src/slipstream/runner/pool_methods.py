@@ -163,7 +163,7 @@ def take_hidden(indices: Longs, upload: Upload) -> TakeHidden:
 # PoolMode: how a request with given parameters is pooled by this model. Rows of one mode are processed together.
 
 Kind = Literal["vectors", "tokens"]  # one vector per prompt, or per token
-Late = Literal["", "query", "document"]
+Side = Literal["", "query", "document"]
 
 
 class PoolMode(NamedTuple):
@@ -175,7 +175,7 @@ class PoolMode(NamedTuple):
     columns: tuple[int, ...] = ()  # keep these elements of a vector
     step_tag: int | None = None  # only tokens with this id are results
     skips: tuple[int, ...] = ()  # tokens with these ids are no results
-    late: Late = ""
+    late: Side = ""
     cut_last: bool = False  # truncate after `finish`, not before
     skip: int = 0  # number of leading tokens that are not pooled
 
@@ -219,7 +219,7 @@ class PoolModes:
                 return PoolMode(task, kind, cut, finish, cut, cut_last=cut_last, skip=skip)
             width = params.dimensions or (info.embed_size if task == "embed" else info.token_size)
             if params.query_key:
-                late: Late = "query" if params.is_query else "document"
+                late: Side = "query" if params.is_query else "document"
                 return PoolMode(task, kind, width, finish, params.dimensions, (), None, _skips(info, late), late)
             return PoolMode(task, kind, width, finish, params.dimensions, skip=skip)
         finish = info.classify_activation if params.activation in (None, True) else "identity"
@@ -234,7 +234,7 @@ class PoolModes:
         return PoolMode(task, kind, width, finish, None, columns, step_tag, skip=params.skip_tokens)
 
 
-def _skips(info: PoolingInfo, late: Late) -> tuple[int, ...]:
+def _skips(info: PoolingInfo, late: Side) -> tuple[int, ...]:
     return info.skip_token_ids if late == "document" else ()
 
 

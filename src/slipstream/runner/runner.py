@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from slipstream.contracts.step import Late, StepPlan, StepSizes
+from slipstream.contracts.step import DrawEdits, StepPlan, StepSizes
 from slipstream.device.device import Device
 from slipstream.device.streams import Event
 from slipstream.device.sync_check import HotPath
@@ -79,7 +79,7 @@ class ModelRunner:
         with self.hot_path():
             self._launch(plan)
 
-    def finish(self, late: Late | None = None) -> StepHandle:
+    def finish(self, late: DrawEdits | None = None) -> StepHandle:
         with self.hot_path():
             return self._finish(late)
 
@@ -173,7 +173,7 @@ class ModelRunner:
         """Device: the forward and the draws of a step as one graph."""
         captured.put(self.graphs.run(("step", *key, captured.key), lambda: captured.draw(*forward())))
 
-    def _finish(self, late: Late | None) -> StepHandle:
+    def _finish(self, late: DrawEdits | None) -> StepHandle:
         assert self._launched is not None, "finish comes after launch"
         (step, heads), self._launched = self._launched, None
         compute = self.device.compute

@@ -1,8 +1,8 @@
 """HostProcessors: the requests of a scheduler that have logits processors, and the edits of their next tokens.
 
 As for grammars, a step is launched before the tokens of the step before it are known, and the edits come later, as
-`Late`: the core first commits all older steps, so processors see the true tokens. Requests without processors are not
-touched, and a step without such a request commits nothing early.
+`DrawEdits`: the core first commits all older steps, so processors see the true tokens. Requests without processors
+are not touched, and a step without such a request commits nothing early.
 
 Processors that see tokens run here, while the device computes the forward. If those of a step take longer than it, the
 slowest of its requests are slow from then on: they are planned only when their last token is known and a background
@@ -21,7 +21,7 @@ import numpy as np
 
 from slipstream.base.errors import InvalidParams, SlipstreamError
 from slipstream.contracts.request import Request, Status
-from slipstream.contracts.step import Late, LateBias, LogitsEdit
+from slipstream.contracts.step import DrawBias, DrawEdits, LogitsEdit
 from slipstream.params.processors import (
     AdapterLogitsProcessor,
     BatchUpdate,
@@ -137,7 +137,7 @@ class HostProcessors:
 
     # Edits
 
-    def add_to(self, late: Late, budget: float, sitting: Sequence[Request] = ()) -> Late:
+    def add_to(self, late: DrawEdits, budget: float, sitting: Sequence[Request] = ()) -> DrawEdits:
         """The edits of the newest plan's rows, added to the masks of grammars. All older steps are committed.
         `budget`: seconds that processors may take without delaying the step. `sitting`: requests that sit it out."""
         drawing, self.drawing = self.drawing, []
@@ -234,7 +234,7 @@ class _Refusing:
             ) from error
 
 
-def _with_masks(late: Late, masks: dict[int, Words]) -> tuple[Any, Any]:
+def _with_masks(late: DrawEdits, masks: dict[int, Words]) -> tuple[Any, Any]:
     """Rows and bits with these masks by row: a row of `late` is masked by both."""
     rows = late.rows.tolist()
     bits = late.bits.copy() if rows else late.bits
@@ -248,14 +248,14 @@ def _with_masks(late: Late, masks: dict[int, Words]) -> tuple[Any, Any]:
     return np.array(rows + own, np.int32), bits
 
 
-def _late_bias(bias: dict[int, dict[int, float]]) -> LateBias:
+def _late_bias(bias: dict[int, dict[int, float]]) -> DrawBias:
     width = max(map(len, bias.values()))
     ids = np.zeros((len(bias), width), np.int32)
     values = np.zeros((len(bias), width), np.float32)
     for index, own in enumerate(bias.values()):
         ids[index, : len(own)] = list(own)
         values[index, : len(own)] = list(own.values())
-    return LateBias(np.fromiter(bias, np.int32, len(bias)), ids, values)
+    return DrawBias(np.fromiter(bias, np.int32, len(bias)), ids, values)
 
 
 # ProcessorBatch: the requests of one batched LogitsProcessor, by their index in its batch.

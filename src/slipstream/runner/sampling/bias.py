@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from slipstream.config.buffer_size import MAX_BIASED_IDS, bias_bytes
-from slipstream.contracts.step import Ints, Late, LogitsEdit, Processed, StepPlan
+from slipstream.contracts.step import DrawEdits, Ints, LogitsEdit, Processed, StepPlan
 from slipstream.device.collectives import Group
 from slipstream.device.device import Device
 from slipstream.device.sync_check import sync_allowed
@@ -147,7 +147,7 @@ class HostBias(Stage):
 
         return ByRow("host_bias", StageWork(edit), needs_sampling_dtype=True)
 
-    def send(self, late: Late) -> None:
+    def send(self, late: DrawEdits) -> None:
         """Host: copy the biases of the step whose forward was launched last."""
         bias = late.bias
         if bias is None and self._is_empty:
@@ -212,7 +212,7 @@ class HostLogits(Stage):
 
         return StageWork(edit)
 
-    def send(self, late: Late) -> None:
+    def send(self, late: DrawEdits) -> None:
         """Host: the edits of the step whose forward was launched last."""
         self._newest += [edit for edit in late.edits if edit.is_scaled == self._is_scaled]
         self._newest = []

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from slipstream.config.buffer_size import kept_mask_bytes, mask_bytes, mask_words, num_kept_masks
-from slipstream.contracts.step import Admission, Ints, Late, Processed, StepMasks, StepPlan
+from slipstream.contracts.step import Admission, DrawEdits, Ints, Processed, StepMasks, StepPlan
 from slipstream.device.device import Device
 from slipstream.ops.sampling import TokenMask, fetch_masks_
 from slipstream.runner.graphs import GraphPool
@@ -94,7 +94,7 @@ class GrammarMask(Stage):
         self._open = upload, masks
         return masks
 
-    def send(self, late: Late, graphs: GraphPool | None = None) -> None:
+    def send(self, late: DrawEdits, graphs: GraphPool | None = None) -> None:
         """Host: complete the buffer for the step whose forward was launched last, and fetch it. The head of the step is
         queued after this call. `graphs`: for the work of the device, whose launch costs more than its replay."""
         num = len(late.rows)

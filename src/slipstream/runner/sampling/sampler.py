@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from slipstream.config.config import MAX_STEP_LOGPROBS
-from slipstream.contracts.step import Ints, Late, StepMasks, StepPlan
+from slipstream.contracts.step import DrawEdits, Ints, StepMasks, StepPlan
 from slipstream.device.collectives import Group
 from slipstream.device.device import Device
 from slipstream.ops.sampling import Accepted, DrawnTokens, TopLogprobs
@@ -178,7 +178,7 @@ class Sampler:
         """Host: see `GrammarMask.open`."""
         return self._masks.open(num_masks)
 
-    def send(self, late: Late, graphs: GraphPool | None = None) -> None:
+    def send(self, late: DrawEdits, graphs: GraphPool | None = None) -> None:
         """Host: what the step whose forward was launched last needs from the host for its draws."""
         self._masks.send(late, graphs)
         for stage in (self._biases, self._raw, self._scaled):

@@ -25,7 +25,7 @@ import numpy as np
 
 from slipstream.config.buffer_size import mask_words, num_kept_masks
 from slipstream.contracts.request import Request, Status, WaitFor
-from slipstream.contracts.step import Ints, Late, SitOut, StepMasks, StepResult
+from slipstream.contracts.step import DrawEdits, Ints, SitOut, StepMasks, StepResult
 from slipstream.scheduler.grammar.draws import DraftFiller, DrawGroup, Drawing, LateDraws, MaskArray
 from slipstream.scheduler.grammar.grammars import Compilation, Grammars
 from slipstream.scheduler.grammar.mask_pool import MaskBatch, MaskPool
@@ -279,7 +279,7 @@ class Constraints:
 
     # Masks
 
-    def late(self) -> Late:
+    def late(self) -> DrawEdits:
         """Masks and edits of the rows of the step of the last `launch`, whose sessions have taken all tokens. The next
         call reuses the masks."""
         drawing, self._awaited = self._awaited, []
@@ -318,12 +318,14 @@ class Constraints:
 
     def _late(
         self, masks: StepMasks, rows: Ints, sources: Sequence[Session | None] = (), lengths: Sequence[int] = ()
-    ) -> Late:
+    ) -> DrawEdits:
         if self._pool is not None:
             self._pool.send(masks if self._keeps else None)
         if not self._keeps:
-            return Late(rows, masks.bits, sources=sources or None, lengths=lengths)
-        return Late(rows, masks.bits, sources=sources, lengths=lengths, entries=masks.entries, targets=masks.targets)
+            return DrawEdits(rows, masks.bits, sources=sources or None, lengths=lengths)
+        return DrawEdits(
+            rows, masks.bits, sources=sources, lengths=lengths, entries=masks.entries, targets=masks.targets
+        )
 
     def _fill(self, pending: Sequence[tuple[Session, int]], masks: StepMasks) -> None:
         """Fill the masks with these indices. A session whose mask takes longer than the budget becomes slow."""

@@ -193,7 +193,7 @@ def _run(
         while active < limit and len(states) < due and (entry := next(waiting, None)) is not None:
             number, item = entry
             own = params.with_changes(max_tokens=item.output_len)
-            message, text = llm.inputs.submit(f"bench-{number}", item.prompt, own)
+            message, text = llm.inputs.prepare(f"bench-{number}", item.prompt, own)
             # a request that arrived during a step counts from its arrival
             submitted[message.request_id] = clock() if arrivals is None else begin + arrivals[number]
             token_times[message.request_id] = []

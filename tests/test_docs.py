@@ -261,7 +261,7 @@ def test_what_is_not_there_is_noticed(sources: str, our_words: set[str]) -> None
     )
     assert missing_files(text) == ["engine/nowhere.py"]
     assert missing_sources(f"{text} `tiles.py` `triton/row.py`", ROOT) == ["engine/nowhere.py", "triton/row.py"]
-    assert misplaced_names("`StepPlan` (`step.py`), `Late` in `step.py`, `NO_SUCH` of `step.py`") == ["NO_SUCH"]
+    assert misplaced_names("`StepPlan` (`step.py`), `DrawEdits` in `step.py`, `NO_SUCH` of `step.py`") == ["NO_SUCH"]
     assert broken_links(text, ROOT) == ["docs/nothing.md", "README.md#nothing"]
     assert unknown_flags(text, sources) == ["no-such-flag"]
     planted = f"`steps_total`, `max_model_len=5`, `{'no_such'}_plank(x)`, `GET /v1/no_matter`"

@@ -106,7 +106,7 @@ def test_a_batch_gives_the_messages_of_its_prompts_one_by_one():
     prompts = ["abc", [1, 2], {"prompt": "wide", "cache_salt": "s"}, "x" * 30, {"prompt_token_ids": [7], "prompt": "q"}]
     params = SamplingParams(truncate_prompt_tokens=20)
     together = list(made(given, prompts, params))
-    alone = [given.submit(f"r{place}", prompt, params) for place, prompt in enumerate(prompts)]
+    alone = [given.prepare(f"r{place}", prompt, params) for place, prompt in enumerate(prompts)]
     assert [text for _, text in together] == [text for _, text in alone] == ["abc", None, "wide", "x" * 30, "q"]
     for (message, _), (wanted, _) in zip(together, alone, strict=True):
         assert message.prompt_token_ids == wanted.prompt_token_ids and message.request_id == wanted.request_id

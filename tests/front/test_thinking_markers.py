@@ -74,7 +74,7 @@ def test_a_marker_that_the_model_has_no_token_for_is_refused():
     (end,) = ids(given, "</a>")
     known = dict(max_model_len=64, reasoning_config=config)
     assert (
-        InputProcessor(facts("nowhere", vocab_size=max(end) + 1, **known), given).submit("r", [5], BUDGET)[0].thinking
+        InputProcessor(facts("nowhere", vocab_size=max(end) + 1, **known), given).prepare("r", [5], BUDGET)[0].thinking
     )
     inputs = InputProcessor(facts("nowhere", vocab_size=max(end), **known), given)
     with pytest.raises(InvalidParams, match=f"would write token id {max(end)}; .* reasoning_end_str"):

@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from sentence_files import BERT, IDENTITY, NEW, OLD, modules, read, write
 
+from sentence_files import BERT, IDENTITY, NEW, OLD, modules, read, write
 from slipstream.base.errors import BadCheckpoint, UnsupportedModel
 from slipstream.checkpoint.locate import locate
 from slipstream.checkpoint.pooling_info import DenseInfo, LayerNormInfo, PoolingInfo, UnitNormInfo

@@ -4,8 +4,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from sentence_files import BERT, IDENTITY, OLD, QWEN3, SIGMOID, modules, read, write
 
+from sentence_files import BERT, IDENTITY, OLD, QWEN3, SIGMOID, modules, read, write
 from slipstream.base.errors import BadCheckpoint, InvalidOption, ModelNotFound, UnsupportedModel
 from slipstream.checkpoint.locate import EMBEDDER_PACKAGE, default_embedder, locate
 from slipstream.checkpoint.model_info import read_model_info

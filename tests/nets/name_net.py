@@ -29,8 +29,18 @@ def find_unknown(source: str, path: str = "<snippet>") -> list[str]:
     modules = dict(_bindings(nodes))
     for name in _bound_otherwise(nodes):  # a name that is also a variable may mean something else where it is used
         modules.pop(name, None)
-    uses = [*_uses(nodes, modules), *_made_names(nodes)]
+    absent = {node for block in nodes if _expects_absence(block) for node in ast.walk(block)}
+    looked_up = [node for node in nodes if node not in absent]
+    uses = [*_uses(looked_up, modules), *_made_names(nodes)]
     return [f"{path}:{line}: there is no {name}" for line, name in uses if not _exists(name)]
+
+
+def _expects_absence(node: ast.AST) -> bool:
+    """Whether this is a block in which a test expects that an import fails."""
+    kinds = ("ImportError", "ModuleNotFoundError")
+    return isinstance(node, ast.With) and ast.unparse(node.items[0]).startswith(
+        tuple(f"pytest.raises({kind}" for kind in kinds)
+    )
 
 
 def borrowed_helpers(tests: Path) -> list[str]:

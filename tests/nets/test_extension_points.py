@@ -15,7 +15,7 @@ Graph = dict[str, set[str]]
 # registered at its extension point (ARCHITECTURE.md). An entry is added only if the order of a step changes.
 STEP_ORDER = {
     "runner.runner": """
-        contracts.step device.device device.streams device.sync_check nn.context nn.decoder ops.recurrent.steps
+        contracts.step device.device device.streams device.sync_check nn.context nn.decoder ops.recurrent
         runner.drafted_plan runner.drafter runner.graphs runner.input_batch runner.lora_store runner.page_tier
         runner.pool_head runner.pool_results runner.results runner.rows runner.sampling.sampler runner.staging
         runner.stores

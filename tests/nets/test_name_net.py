@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[2]
         "from slipstream.ops.gemm import linear\nmonkeypatch.setattr(linear, 'no_such_function', None)",
         "for name in ('linear', 'gone'):\n monkeypatch.setattr(f'slipstream.ops.gemm.{name}.dispatch', None)",
         "def f(name):\n importlib.import_module(f'slipstream.gone.{name}')",
+        "with pytest.raises(ValueError):\n importlib.import_module('slipstream.gone')",
     ],
 )
 def test_names_that_do_not_exist_are_found(code):
@@ -38,6 +39,7 @@ def test_names_that_do_not_exist_are_found(code):
         "from slipstream.ops.gemm import linear\ndef test(linear):\n    linear.anything",
         "for name in ('lora', 'moe'):\n monkeypatch.setattr(f'slipstream.ops.gemm.{name}.reference', None)",
         "def f(name):\n importlib.import_module(f'slipstream.ops.gemm.{name}')",
+        "with pytest.raises(ModuleNotFoundError, match='gone'):\n importlib.import_module('slipstream.gone')",
     ],
 )
 def test_names_that_exist_pass(code):

@@ -33,7 +33,7 @@ OWN_READS = {  # reads that may be of something else than a regular file of boun
     "open_regular": "checks that",
     **dict.fromkeys(["locked", "OwnedFolder", "_remove_abandoned"], "folders and locks of our own"),
     **dict.fromkeys(["read_text", "Cgroup", "cgroups_of", "available_memory"], "the kernel's files"),
-    **dict.fromkeys(["_siblings", "_capacity"], "the kernel's files"),
+    **dict.fromkeys(["_siblings", "_capacity", "answer_calls"], "the kernel's files"),
     "load_chat_template": "chat_template of the options",
     "SafetensorsSource": "is_file before",
     **dict.fromkeys(["_open", "_torch_file_read"], "a file of torch: is_file before"),

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import random
+import zlib
+from collections import Counter
 
+import msgspec
 import pytest
 
 from slipstream import LLM, SamplingParams
-from slipstream.record.record_file import decode
+from slipstream.record.record_file import MAGIC, decode
 from slipstream.serve.cli.main import main
 from small_model import write_small
 
@@ -55,3 +60,49 @@ def test_a_wrong_file_or_model_is_one_line(recorded, capsys, tmp_path):
     ):
         assert main(["replay", *argv]) == 2
         assert said in capsys.readouterr().err
+
+
+def places_in(value, path=()):
+    """Paths of all lists and values of decoded msgpack."""
+    children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, child in children:
+        yield (*path, key)
+        yield from places_in(child, (*path, key))
+
+
+def changed(rng, value):
+    match value:
+        case bytes():
+            return rng.choice([b"", value + value, value[:-1], b"\xff" * len(value), bytes(rng.randbytes(len(value)))])
+        case bool():
+            return not value
+        case int():
+            return rng.choice([value + 1, value - 1, -1, 0, 2**62, -(2**40)])
+        case float():
+            return rng.choice([0.0, -1.0, float("nan"), float("inf")])
+        case list():
+            return rng.choice([[], value + value, value[:-1], value[::-1]])
+        case str():
+            return rng.choice(["", value + "x", "<f4", "<i8"])
+    return rng.choice([0, [], "", {}])
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_recording_with_any_other_values_is_refused_or_checked(recorded, capsys, tmp_path, seed):
+    """Its checksum finds damage by chance; these files have values that no recorder writes."""
+    content = zlib.decompress((recorded / "good.slipstream").read_bytes()[len(MAGIC) :])
+    rng, codes = random.Random(seed), Counter()
+    for number in range(60):
+        tree = msgspec.msgpack.decode(content)
+        path = rng.choice([path for path in places_in(tree) if path[0] != "config" or number % 5 == 0])
+        parent = functools.reduce(lambda value, key: value[key], path[:-1], tree)
+        parent[path[-1]] = changed(rng, parent[path[-1]])
+        file = tmp_path / "changed.slipstream"
+        file.write_bytes(MAGIC + zlib.compress(msgspec.msgpack.encode(tree), 1))
+        more = ["--check-only"] if number % 3 else []
+        codes[main(["replay", str(file), *more])] += 1
+        assert "Traceback" not in capsys.readouterr().err, path
+    assert codes.keys() == {0, 1, 2}
+    file.write_bytes(MAGIC + bytes(rng.randbytes(1)) + zlib.compress(content, 1)[1:])
+    assert main(["replay", str(file)]) == 2
+    assert "cannot be read" in capsys.readouterr().err

@@ -59,6 +59,7 @@ class PlanChecker:
         cache = config.cache
         self._page_size = cache.page_size
         self._max_rows = config.scheduler.max_num_seqs
+        self._max_length = config.scheduler.max_model_len
         self._is_encoder = config.scheduler.is_encoder
         self._has_drafts = config.scheduler.drafts is not None
         self._windows = [group.window for group in cache.groups]
@@ -140,6 +141,8 @@ class PlanChecker:
         for each in plan.all_admitted:
             self._need(0 <= each.row < self._max_rows, f"row {each.row} is admitted, there are {self._max_rows}")
             self._need(each.row not in self.rows, f"row {each.row} is admitted and has an owner")
+            known = 0 <= each.num_cached <= self._max_length
+            self._need(known, f"row {each.row} has {each.num_cached} cached tokens, the limit is {self._max_length}")
             state = _CheckedRow(each, len(self._windows), is_complete=True)
             self._need(each.num_cached < state.num_known, f"row {each.row} has no token to compute")
             edits = Processed.LOGITS | Processed.SCALED

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from slipstream.base.errors import UserError
+from slipstream.base.errors import SlipstreamError, UserError
 from slipstream.checkpoint.locate import locate
 from slipstream.serve.cli.run import OpenLLM
 
@@ -42,6 +42,16 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def run(args: argparse.Namespace, opener: OpenLLM) -> int:
+    try:
+        return _run(args)
+    except (SlipstreamError, OSError):
+        raise
+    except Exception as error:  # damage is found by the checksum of a file; this one has values that no recorder writes
+        fact = f"{args.file} cannot be replayed: {type(error).__name__}: {error}"
+        raise UserError(f"{fact}; record it again with this version") from error
+
+
+def _run(args: argparse.Namespace) -> int:
     from slipstream.config.adapter_config import read_lora_modules
     from slipstream.record.record_file import decode, fingerprint, write_private
     from slipstream.record.replay import ReplayedAdapters, replay

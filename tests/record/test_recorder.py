@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import stat
+import time
 from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock
@@ -267,8 +269,9 @@ def test_files_are_written_by_size_while_the_engine_runs(small, tmp_path):
 def test_a_failure_writes_a_private_file(small, tmp_path, caplog):
     folder = tmp_path / "records"
     folder.mkdir()
-    for number in range(MAX_FILES + 2):
+    for number in range(MAX_FILES + 2):  # since written, the clock was set back by an hour
         (folder / f"failure-2000010{number}-1.slipstream").write_bytes(b"")
+        os.utime(folder / f"failure-2000010{number}-1.slipstream", (time.time() + 3600,) * 2)
     with LLM(small, depth=0, record_dir=str(folder), **OPTIONS) as llm:
         llm.generate([[1, 2]], SamplingParams(max_tokens=2))
         llm.core.scheduler.commit = None  # a fault of the host half: the executor does not see it

@@ -15,6 +15,7 @@ import time
 import tracemalloc
 from collections import Counter
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -201,19 +202,32 @@ def test_lines_that_an_admin_ends_or_that_find_the_engine_asleep_run_again(folde
 
 
 def test_lines_of_an_expired_batch_have_an_error(folder, tmp_path, monkeypatch):
+    """By the time that has passed: the clock may be set meanwhile."""
     monkeypatch.setattr(runner_module, "_POLL_SECONDS", 0.01)
+    passed, reads = [0.0], []
+
+    def monotonic():
+        reads.append(1)
+        return time.monotonic() + passed[0]
+
+    clock = SimpleNamespace(time=time.time, monotonic=monotonic)
+    monkeypatch.setattr(runner_module, "time", clock)
 
     async def main():
         async with batch_server(folder, tmp_path, answers=False) as door:
             batch = await create(door, [line("a"), line("b")])
             await door.core.until(lambda: len(door.core.submits) == 2)
-            now = time.time()
-            monkeypatch.setattr(runner_module.time, "time", lambda: now + 90_000)
+            for jump in (90_000, -90_000):
+                clock.time = lambda jump=jump: time.time() + jump
+                seen = len(reads)
+                while len(reads) < seen + 10:
+                    await asyncio.sleep(0)
+                assert (await door.get(f"/v1/batches/{batch['id']}", **KEY)).json()["status"] == "in_progress"
+            passed[0] = 90_000.0
             done = await until(door, batch, "expired")
             bad = await content(door, done["error_file_id"])
             assert [each["error"]["code"] for each in bad] == ["batch_expired"] * 2 and bad[0]["response"] is None
             assert done["request_counts"] == {"total": 2, "completed": 0, "failed": 2}
-            monkeypatch.undo()
 
     asyncio.run(main())
 

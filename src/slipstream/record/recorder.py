@@ -277,12 +277,18 @@ class RecordWriter:
 def _write(recording: Recording, name: str) -> None:
     try:
         settings = recording.config.record
-        folder = open_folder(settings.folder)
-        write_private(folder / name, recording.encode(redact=settings.redact))
-        for old in sorted(folder.glob(f"steps-*{SUFFIX}"), key=_age)[:-MAX_FILES]:
-            old.unlink(missing_ok=True)
+        _write_newest(open_folder(settings.folder), name, recording.encode(redact=settings.redact))
     except Exception:  # a full disk must not end the engine
         log.exception("recorded steps could not be written to %s", name)
+
+
+def _write_newest(folder: Path, name: str, data: bytes) -> Path:
+    """Writes a file, and keeps as many others of its kind as there may be: this one too if the clock went back."""
+    path = write_private(folder / name, data)
+    others = [each for each in folder.glob(f"{name.partition('-')[0]}-*{SUFFIX}") if each != path]
+    for old in sorted(others, key=_age)[: 1 - MAX_FILES]:
+        old.unlink(missing_ok=True)
+    return path
 
 
 def _age(path: Path) -> tuple[float, str]:
@@ -300,10 +306,8 @@ def save_failure(recorder: Recorder, error: BaseException) -> Path | None:
     try:
         settings = recorder.config.record
         data = recorder.take(f"{type(error).__name__}: {error}").encode(redact=settings.redact)
-        folder = open_folder(settings.folder)
-        path = write_private(folder / f"failure-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}{SUFFIX}", data)
-        for old in sorted(folder.glob(f"failure-*{SUFFIX}"))[:-MAX_FILES]:
-            old.unlink(missing_ok=True)
+        name = f"failure-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}{SUFFIX}"
+        path = _write_newest(open_folder(settings.folder), name, data)
     except Exception:
         log.exception("the last steps of the engine could not be written to a file")
         return None

@@ -189,6 +189,7 @@ class _Batch:
 
     async def _until_end(self, task: asyncio.Future[None], expires_at: int) -> str:
         """Waits until all lines have results, or the batch was cancelled or has expired. Returns its final state."""
+        deadline = time.monotonic() + expires_at - time.time()  # whatever is done to the clock meanwhile
         while True:
             await asyncio.wait([task], timeout=_POLL_SECONDS)
             if task.done():
@@ -197,7 +198,7 @@ class _Batch:
             batch = await self._call(self.store.open_batch, self.owner, self.id)
             if batch.status == "cancelling":
                 return "cancelled"
-            if time.time() >= expires_at:
+            if time.monotonic() >= deadline:
                 return "expired"
 
     async def _expired_lines(self, data: bytes, lines: list[tuple[int, int]]) -> bytes:

@@ -37,7 +37,7 @@ class Note:
 
 def notes(folder, kind):
     """Names and processes of what was made, or read."""
-    found = [file.name.split("-") for file in folder.iterdir()]
+    found = [file.name.split("-", 2) for file in folder.iterdir()]
     return sorted((name, int(process)) for what, name, process in found if what == kind)
 
 

@@ -159,9 +159,10 @@ def resolve(
         num_checkpoints = choose_num_checkpoints(
             options, state_size, size, without_cache(), limits.max_num_seqs, machine
         )
-    num_pages = choose_num_pages(options, size, state_size, num_checkpoints, without_cache(num_checkpoints), machine)
+    other_bytes = without_cache(num_checkpoints)
+    num_pages = choose_num_pages(options, size, state_size, num_checkpoints, other_bytes, machine)
     length = size.longest(num_pages)
-    _check_length(options, length, wanted, size, num_pages)
+    _check_length(options, length, wanted, size, num_pages, other_bytes, machine)
     config = settled(length, size, num_pages, num_checkpoints)
     if not limits.chunked_prefill and (batched := config.scheduler.max_num_batched_tokens) < length:
         raise InvalidOption(
@@ -234,12 +235,16 @@ def _cache_size(options: Options, groups: tuple[CacheGroup, ...], length: int, l
     return CacheSize(groups, length, limits.max_num_seqs, limits.tokens(length), options.enable_prefix_caching)
 
 
-def _check_length(options: Options, length: int, wanted: int, size: CacheSize, num_pages: int) -> None:
+def _check_length(
+    options: Options, length: int, wanted: int, size: CacheSize, num_pages: int, other_bytes: int, machine: Machine
+) -> None:
     """Raise an error if a cache of `num_pages`, which holds `length` positions, is too small."""
     if length < 2:
+        free, needed = f"{machine.free_memory / 2**20:.0f} MiB", f"{other_bytes / 2**20:.0f} MiB"
         raise NotEnoughMemory(
-            f"the cache holds {length} positions, a request needs at least 2; give more kv_cache_memory or num_pages, "
-            "lower max_num_seqs or max_num_batched_tokens, or take a smaller model"
+            f"the cache holds {length} positions, a request needs at least 2: the {machine.kind} has {free} free, and "
+            f"{needed} are for weights and steps; give more memory, kv_cache_memory or num_pages, lower max_num_seqs "
+            "or max_num_batched_tokens, or take a smaller model"
         )
     if length < wanted and not _fits_length(options):
         raise NotEnoughMemory(

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
+from types import SimpleNamespace
 
 import pytest
 
 from serve.asgi import at_door
 from serve.dialects import CALL, THOUGHT, with_server
 from serve.samples import MESSAGES
+from slipstream.base.errors import InvalidOption
 from slipstream.front import prompts
 from slipstream.serve.http.server.batch_runner import call_route
 from slipstream.serve.http.server.state import ResponseStore, StoredResponse
@@ -252,6 +255,36 @@ def test_front_ends_share_a_store(tmp_path):
     assert other.delete("me", "a") and one.find("me", "a") is None
     one.close()
     other.close()
+
+
+def test_a_store_in_a_full_folder_keeps_what_it_has_and_goes_on(tmp_path, caplog):
+    store = ResponseStore(10, 10**6, tmp_path / "responses.sqlite")
+    store.add("a", stored(1000))
+    (pages,) = store._db.execute("PRAGMA page_count").fetchone()
+    store._db.execute(f"PRAGMA max_page_count = {pages + 5}")  # others fill the rest
+    for name in "bcd":
+        store.add(name, stored(50_000))  # COMMIT or INSERT fails
+    assert [record.message.partition(":")[0] for record in caplog.records] == ["response b is not stored"]
+    assert store.find("me", "a") == stored(1000) and store.find("me", "b") is None
+    store._db.execute("PRAGMA max_page_count = 100000")
+    store.add("e", stored(50_000))
+    assert store.find("me", "e") == stored(50_000) and store.delete("me", "a")
+    store.close()
+
+
+def test_a_store_fits_its_folder_or_is_refused_by_name(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=30_000))
+    store, other = (ResponseStore(10, 10**6, tmp_path / "responses.sqlite") for _ in range(2))
+    store.add("a", stored(9_000))
+    store.add("b", stored(9_000))
+    assert len(store) == 1 and other.find("me", "b") is not None
+    assert len(caplog.records) == 1 and "10000 bytes in" in caplog.text and "--shm-size" in caplog.text
+    store.close()
+    other.close()
+    missing = tmp_path / "missing" / "responses.sqlite"
+    with pytest.raises(InvalidOption, match="have no room in .*missing: .*; give /dev/shm more room"):
+        ResponseStore(10, 10**6, missing)
+    ResponseStore(0, 10**6, missing).close()  # it stores nothing
 
 
 def test_front_ends_that_start_at_once_open_the_store(tmp_path):

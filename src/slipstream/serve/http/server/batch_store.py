@@ -62,7 +62,7 @@ def is_damage(error: Exception) -> bool:
     """Whether the database must be repaired, and trying again does not help."""
     if isinstance(error, StoreDamaged | UnicodeDecodeError) or "Could not decode to UTF-8" in str(error):
         return True  # some messages of SQLite quote damaged text, which Python then cannot decode
-    return _code(error) in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)
+    return error_code(error) in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)
 
 
 class BatchStore:
@@ -291,18 +291,28 @@ class BatchStore:
         """One transaction. It locks the database at once, so that reads within it are current. Raises StoreFull where
         the disk is full."""
         try:
-            self._db.execute("BEGIN IMMEDIATE")
-            yield
-            self._db.execute("COMMIT")
-        except BaseException as error:
-            if self._db.in_transaction:  # some errors of SQLite have ended it
-                self._db.execute("ROLLBACK")
-            if _code(error) == sqlite3.SQLITE_FULL:
+            with transaction(self._db):
+                yield
+        except sqlite3.Error as error:
+            if error_code(error) == sqlite3.SQLITE_FULL:
                 raise StoreFull("the disk of the batch store is full; free space on it") from None
             raise
 
 
-def _code(error: BaseException) -> int:
+@contextmanager
+def transaction(db: sqlite3.Connection) -> Iterator[None]:
+    """A transaction that may write, of a connection in autocommit mode. It ends also where COMMIT fails."""
+    try:
+        db.execute("BEGIN IMMEDIATE")
+        yield
+        db.execute("COMMIT")
+    except BaseException:
+        if db.in_transaction:  # some errors of SQLite have ended it
+            db.execute("ROLLBACK")
+        raise
+
+
+def error_code(error: BaseException) -> int:
     """SQLite's code without its extension; 0 if the error is not SQLite's."""
     code: int = getattr(error, "sqlite_errorcode", 0)
     return code & 0xFF

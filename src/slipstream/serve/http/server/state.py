@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import secrets
+import shutil
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
@@ -13,19 +15,22 @@ from typing import TypeVar
 
 import msgspec
 
+from slipstream.base.errors import InvalidOption
 from slipstream.base.files import locked
 from slipstream.front.async_engine import AsyncEngine
 from slipstream.front.beam_search import BeamGrammars
 from slipstream.front.prompts import LONG, OFFLOAD, AnswerPieces
 from slipstream.metrics.stats import SharedCounters, Traces
 from slipstream.serve.http.server.access import Hosts, Keys
-from slipstream.serve.http.server.batch_store import BatchService
+from slipstream.serve.http.server.batch_store import BatchService, error_code, transaction
 from slipstream.serve.http.server.body import Bodies
 from slipstream.serve.http.server.errors import HTTPException, bad_request
 from slipstream.serve.http.server.settings import ServerSettings
 from slipstream.serve.http.server.stats import Counters, ServerStats
 
 T = TypeVar("T")
+
+log = logging.getLogger("slipstream.http")
 
 _MAX_CHARS = 2**27  # characters of all texts that are being tokenised or wait for it
 
@@ -176,24 +181,45 @@ class ResponseStore:
         """`path`: of the database that several front ends share."""
         self._max_count = max_count
         self._max_bytes = max_bytes
-        if path is None:
+        self._checkpoint_pages = 1000
+        self._next_warning = 0.0  # monotonic seconds
+        if path is None or max_count < 1:
             self._open(":memory:")
             return
-        # SQLite does not wait for a process that sets WAL at the same time: the database is locked
-        with locked(path.with_suffix(".lock")):
-            self._open(path)
+        try:
+            # SQLite does not wait for a process that sets WAL at the same time: the database is locked
+            with locked(path.with_suffix(".lock")):
+                self._fit(path)
+                self._open(path)
+        except (OSError, sqlite3.Error) as error:
+            fact = f"stored responses of several front ends have no room in {path.parent}: {error}"
+            raise InvalidOption(f"{fact}; {_MORE_ROOM}, or set --max-stored-responses 0") from None
+
+    def _fit(self, path: Path) -> None:
+        """Limits the bytes to what the folder has room for: a third, since SQLite writes changes to a second file."""
+        own = sum(file.stat().st_size for file in path.parent.glob(f"{path.name}*"))
+        room = (shutil.disk_usage(path.parent).free + own) // 3
+        if room < self._max_bytes and not own:  # logged by one of the front ends
+            fact = (
+                f"stored responses have {room} bytes in {path.parent}, --max-stored-response-bytes is {self._max_bytes}"
+            )
+            log.warning("%s; %s", fact, _MORE_ROOM)
+        self._max_bytes = min(self._max_bytes, room)
+        self._checkpoint_pages = min(1000, max(1, room // 2**13))  # SQLite's default, or half of the room
 
     def _open(self, where: Path | str) -> None:
         self._db = sqlite3.connect(where, check_same_thread=False, isolation_level=None, timeout=30)
         self._db.execute("PRAGMA journal_mode = WAL")
         self._db.execute("PRAGMA synchronous = OFF")  # it need not survive the machine
+        self._db.execute(f"PRAGMA wal_autocheckpoint = {self._checkpoint_pages}")
         self._db.executescript(_SCHEMA)
 
     def add(self, id: str, response: StoredResponse) -> None:
-        """Stores a response under a new id. One that is larger than the limit is not stored."""
+        """Stores a response under a new id. One that is larger than the limit, or than the room in the folder that
+        others share, is not stored."""
         if response.size > self._max_bytes or self._max_count < 1:
             return
-        with self._change():
+        with self._while_full(f"response {id} is not stored"), transaction(self._db):
             row = (id, response.owner, response.size, response.body, response.messages, response.items)
             values = f"?, ?, {_NEXT_USE}, ?, ?, ?, ?"
             self._db.execute(f"INSERT INTO responses VALUES ({values})", row)
@@ -202,15 +228,15 @@ class ResponseStore:
                 self._db.execute(f"DELETE FROM responses WHERE id = ({oldest})")
 
     def find(self, owner: str, id: str) -> StoredResponse | None:
-        with self._change():
-            query = "SELECT owner, body, messages, items FROM responses WHERE id = ? AND owner = ?"
-            row = self._db.execute(query, (id, owner)).fetchone()
-            if row is not None:
+        query = "SELECT owner, body, messages, items FROM responses WHERE id = ? AND owner = ?"
+        row = self._db.execute(query, (id, owner)).fetchone()
+        if row is not None:
+            with self._while_full(f"the use of response {id} is not noted"), transaction(self._db):
                 self._db.execute(f"UPDATE responses SET used = {_NEXT_USE} WHERE id = ?", (id,))
         return None if row is None else StoredResponse(*row)
 
     def delete(self, owner: str, id: str) -> bool:
-        with self._change():
+        with transaction(self._db):
             return self._db.execute("DELETE FROM responses WHERE id = ? AND owner = ?", (id, owner)).rowcount > 0
 
     def close(self) -> None:
@@ -236,14 +262,17 @@ class ResponseStore:
         return None
 
     @contextmanager
-    def _change(self) -> Iterator[None]:
-        self._db.execute("BEGIN IMMEDIATE")
+    def _while_full(self, consequence: str) -> Iterator[None]:
+        """Around a change that may be left out where others have filled the shared memory. Logs it once a minute."""
         try:
             yield
-        except BaseException:
-            self._db.execute("ROLLBACK")
-            raise
-        self._db.execute("COMMIT")
+        except sqlite3.OperationalError as error:
+            if error_code(error) != sqlite3.SQLITE_FULL:
+                raise
+            if time.monotonic() >= self._next_warning:
+                self._next_warning = time.monotonic() + 60.0
+                log.warning("%s: shared memory is full; %s", consequence, _MORE_ROOM)
 
 
+_MORE_ROOM = "give /dev/shm more room (docker run --shm-size), lower --max-stored-response-bytes"
 _NEXT_USE = "(SELECT IFNULL(MAX(used), 0) + 1 FROM responses)"

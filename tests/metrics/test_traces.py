@@ -3,6 +3,7 @@ import threading
 
 import pytest
 
+from patience import PATIENCE
 from slipstream.base.errors import InvalidOption
 from slipstream.metrics import stats as module
 from slipstream.metrics.stats import Traces, check_tracing
@@ -47,6 +48,25 @@ def test_they_arrive_over_http_by_the_time_it_is_closed():
         traces.close()
         server.shutdown()
     assert got and got[0][0] == "/v1/traces" and b"chat tiny" in got[0][1] and b"gen_ai.response.model" in got[0][1]
+
+
+def test_an_endpoint_that_does_not_answer_does_not_hold_the_end(monkeypatch, caplog):
+    """The SDK waits 30 s for it."""
+    from opentelemetry.sdk.trace import TracerProvider
+
+    monkeypatch.setattr(module, "_CLOSE_SECONDS", 0.01)
+    answers, ended = threading.Event(), threading.Event()
+
+    class Hanging(TracerProvider):
+        def shutdown(self):
+            assert answers.wait(PATIENCE)
+            ended.set()
+
+    traces = Traces(Hanging(shutdown_on_exit=False))
+    traces.close()
+    assert not ended.is_set() and "the last traces are lost" in caplog.text
+    answers.set()
+    assert ended.wait(PATIENCE)
 
 
 def test_what_is_missing_is_said_with_the_way_to_get_it(monkeypatch):

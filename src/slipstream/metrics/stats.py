@@ -7,6 +7,7 @@ import logging
 import mmap
 import os
 import tempfile
+import threading
 import time
 import zlib
 from bisect import bisect_left
@@ -288,6 +289,7 @@ class SharedCounters:
 # Traces: one OpenTelemetry span per request. Its packages are an extra, and are imported only when tracing is on.
 
 _EXPORTER = "opentelemetry.exporter.otlp.proto.http"
+_CLOSE_SECONDS = 5.0  # for the spans that are left
 
 
 def check_tracing(endpoint: str) -> None:
@@ -320,7 +322,7 @@ class Traces:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-        provider = TracerProvider(resource=Resource.create({"service.name": "slipstream"}))
+        provider = TracerProvider(shutdown_on_exit=False, resource=Resource.create({"service.name": "slipstream"}))
         provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
         return cls(provider)
 
@@ -343,5 +345,9 @@ class Traces:
         span.end(end)
 
     def close(self) -> None:
-        """Send the remaining spans."""
-        self._provider.shutdown()
+        """Send the remaining spans, within some seconds: an endpoint that does not answer holds no end of a server."""
+        ending = threading.Thread(target=self._provider.shutdown, name="slipstream-traces", daemon=True)
+        ending.start()
+        ending.join(_CLOSE_SECONDS)
+        if ending.is_alive():
+            log.warning("the last traces are lost: their endpoint has not answered within %.0f s", _CLOSE_SECONDS)

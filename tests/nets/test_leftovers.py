@@ -30,7 +30,6 @@ CLASSES_OF_OTHERS = {  # whose methods others call, beside the public classes
     **dict.fromkeys(["StepEngine", "VllmMethods", "UnfinishedRequests"], "bases of public classes"),
     **dict.fromkeys(["ModelConfigView", "VllmConfigView", "LogprobList"], "what scripts for vLLM read"),
     "ScriptTokenizer": "what scripts call of transformers' tokenizers",
-    **dict.fromkeys(["_Sandbox", "_Generator"], "jinja2 calls them"),
     **dict.fromkeys(["ProxiedRequest", "ProxiedAnswer"], "httptools calls them"),
     "Metrics": "prometheus_client calls collect",
     "Server": "uvicorn's, whose signals it replaces",

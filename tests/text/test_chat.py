@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from slipstream.base.errors import BadTokenizer, InvalidPrompt
+from slipstream.text import chat_template
 from slipstream.text.chat_template import load_chat_template, render_chat
 from slipstream.text.tokenizer import Tokenizer
 from tiny_tokenizer import CHATML
@@ -172,27 +176,66 @@ def test_tools_and_reserved_arguments_are_checked() -> None:
         ("{{ cycler.__init__.__globals__ }}", "unsafe"),
         ("{{ messages.append(1) }}", "not safely callable|unsafe"),
         ("{% include '/etc/passwd' %}", "no loader"),
-        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
-        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "iterations"),
-        ("{% macro f(n) %}{% if n %}{{ f(n - 1) ~ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}", "iterations"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "calls itself too often"),
     ],
 )
-def test_a_template_that_fails_hangs_or_breaks_out_is_stopped(template: str, words: str) -> None:
+def test_a_template_that_fails_or_breaks_out_is_stopped(template: str, words: str) -> None:
     with pytest.raises(InvalidPrompt, match=words):
         render(template)
 
 
-def test_a_block_that_calls_itself_twice_is_stopped() -> None:
-    calls = (
-        "{% set ns.n = ns.n + 1 %}{% if ns.n < 40 %}{{ self.a() }}{{ self.a() }}{% endif %}{% set ns.n = ns.n - 1 %}"
+def nested(name: str) -> str:
+    """Code that makes a value of 2**60 items, most of them the same list."""
+    return "{% set ns.NAME = [1] %}{% for i in range(60) %}{% set ns.NAME = [ns.NAME, ns.NAME] %}{% endfor %}".replace(
+        "NAME", name
     )
-    with pytest.raises(InvalidPrompt, match="iterations"):
-        render("{% set ns = namespace(n=0) %}{% block a %}" + calls + "{% endblock %}")
 
 
-def test_one_long_rendering_does_not_use_up_the_turns_of_the_next() -> None:
-    template = "{% for i in range(70000) %}{% endfor %}ok"
-    assert [render(template) for _ in range(4)] == ["ok"] * 4
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ('x ' * 10 ** 8) | wordwrap(1) }}",
+        "{{ (range(10 ** 5) | list * 10 ** 3) | sort | length }}",
+        "{{ 9 ** (9 ** 9) }}",
+        "{{ 'x' * 10 ** 11 }}",
+        "{{ 'x'.center(10 ** 11) }}",
+        "{% for i in range(99999) %}{% for j in range(99999) if false %}{% endfor %}{% endfor %}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) ~ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+        "{% set ns = namespace() %}" + nested("a") + nested("b") + "{{ ns.a == ns.b }}",
+        "{% set ns = namespace() %}" + nested("a") + "{{ ns.a | tojson }}",
+        "{% set ns = namespace(x='x') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+    ],
+)
+def test_time_and_memory_of_a_template_are_limited(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "_MAX_SECONDS", 0.2)
+    monkeypatch.setattr(chat_template, "_idle", [])
+    with pytest.raises((InvalidPrompt, BadTokenizer), match=r"takes more than 0\.2 s or 1024 MiB.*chat_template="):
+        render(template)
+    assert render("ok") == "ok"
+    chat_template._end_children()
+
+
+def test_values_that_cannot_be_passed_to_the_child_are_named() -> None:
+    for wrong in (threading.Lock(), {(1, 2): 3}, {1}):
+        with pytest.raises(InvalidPrompt, match="cannot be given to the chat template.*give what JSON has"):
+            render("{{ f }}", f=wrong)
+    circle: list[Any] = []
+    circle.append(circle)
+    with pytest.raises(InvalidPrompt, match="cannot be given to the chat template.*give what JSON has"):
+        render("{{ f }}", f=circle)
+    deep: list[Any] = []
+    for _ in range(10**5):
+        deep = [deep]
+    with pytest.raises(InvalidPrompt, match="nested too deeply"):
+        render("{{ f }}", f=deep)
+    assert render("{{ f }}", f="\ud800") == "\ud800"
+    assert render("{{ f.a + 1 }}", f=MappingProxyType({"a": 10**30})) == str(10**30 + 1)
+
+
+def test_several_threads_render_at_the_same_time() -> None:
+    with ThreadPoolExecutor(4) as pool:
+        texts = list(pool.map(lambda i: render("{{ f }}" * 99, f=i), range(200)))
+    assert texts == [str(i) * 99 for i in range(200)]
 
 
 def test_no_template_or_a_broken_one_names_the_alternative(tmp_path: Path) -> None:

@@ -10,13 +10,11 @@ import difflib
 import json
 import re
 from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
-from functools import lru_cache
 from typing import Any
 
-import jinja2.meta
-import jinja2.nodes as nodes
-
 from slipstream.base.errors import InvalidPrompt
+
+IS_TEXT = b"="  # begins an answer of the process that runs templates, if it is a text: the others are JSON objects
 
 _TOOL_FIELDS = ("tool_call_id", "name")  # of a tool message: name the call, which a template need not read
 
@@ -72,6 +70,15 @@ class NotedMessage(dict[str, Any]):
         self._read.update(dict.keys(self))
 
 
+class Parts(list[dict[str, str]]):
+    """The text parts of a message. A template that prints it as a string fails, instead of printing a Python list."""
+
+    def __repr__(self) -> str:
+        raise TypeError("the content of a message is a list of parts")
+
+    __str__ = __repr__
+
+
 def check_read(messages: Sequence[NotedMessage]) -> None:
     """Raises for a given field that the template did not read, and for a message that it skipped."""
     shows_content = any("content" not in message.unread() for message in messages)
@@ -99,20 +106,6 @@ def check_read(messages: Sequence[NotedMessage]) -> None:
                 f"message {index} has the field {unread[0]!r}, which the chat template does not read; {hint}",
                 param=f"messages[{index}].{unread[0]}",
             )
-
-
-@lru_cache(maxsize=16)
-def variables_of(template: str, environment: jinja2.Environment) -> frozenset[str]:
-    """Returns the variables that a template reads and does not define."""
-    return frozenset(jinja2.meta.find_undeclared_variables(environment.parse(template)))
-
-
-@lru_cache(maxsize=16)
-def texts_of(template: str, environment: jinja2.Environment) -> frozenset[str]:
-    """Returns the string constants of a template, among them the roles that it knows."""
-    return frozenset(
-        node.value for node in environment.parse(template).find_all(nodes.Const) if isinstance(node.value, str)
-    )
 
 
 def check_tool_calls(calls: Any, message: int) -> list[Any]:

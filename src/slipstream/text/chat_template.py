@@ -1,34 +1,35 @@
 """Renders a conversation as the text of a prompt, by the model's Jinja chat template.
 
-A template is untrusted code: it runs in a sandbox (`template_sandbox.py`). Control tokens in the text of the request
+A template is untrusted code: a child process runs it (`template_sandbox.py`). Control tokens in the text of the request
 are encoded as text (`control_tokens.py`).
 """
 
 from __future__ import annotations
 
+import atexit
+import json
+import os
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import jinja2
-
 from slipstream.base.errors import BadTokenizer, InvalidPrompt
+from slipstream.base.processes import LimitedChild, LimitPassed
 from slipstream.text.chat_fields import (
-    NotedMessage,
-    check_read,
+    IS_TEXT,
+    Parts,
     check_tool_calls,
     knows_calls,
-    texts_of,
-    variables_of,
     with_calls_as_text,
     with_object_arguments,
     with_reasoning,
     with_text_arguments,
 )
 from slipstream.text.control_tokens import ControlTokens
-from slipstream.text.template_memory import HINT
-from slipstream.text.template_sandbox import compile_template, environment, run_template
 
+HINT = "pass chat_template=... with a Jinja template or the path of one"
+_MAX_SECONDS = 5.0  # of CPU time of one rendering
 _MARK = "\ue000end of the message to continue\ue000"  # private-use characters: no text has them
 _RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 
@@ -82,12 +83,12 @@ def render_chat(
 
 def known_roles(template: str) -> frozenset[str]:
     """Returns the string constants of a template, among them the roles that it knows."""
-    return texts_of(template, environment())
+    return _summary_of(template)["texts"]
 
 
 def reads_variable(template: str, name: str) -> bool:
     """Whether a template reads a variable that it does not define."""
-    return name in variables_of(template, environment())
+    return name in _summary_of(template)["variables"]
 
 
 def load_chat_template(given: str) -> str:
@@ -100,7 +101,7 @@ def load_chat_template(given: str) -> str:
             raise BadTokenizer(
                 f"chat_template={given!r} is neither a template nor a readable file: {error}; {HINT}"
             ) from None
-    compile_template(template)  # raises at start, not at the first request
+    _summary_of(template)  # raises at start, not at the first request
     return template
 
 
@@ -135,16 +136,7 @@ def _checked(message: Any, index: int) -> dict[str, Any]:
     return checked
 
 
-class _Parts(list[dict[str, str]]):
-    """The text parts of a message. A template that prints it as a string fails, instead of printing a Python list."""
-
-    def __repr__(self) -> str:
-        raise TypeError("the content of a message is a list of parts")
-
-    __str__ = __repr__
-
-
-def _content(content: Any, index: int) -> str | _Parts | None:
+def _content(content: Any, index: int) -> str | Parts | None:
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list | tuple):
@@ -159,12 +151,20 @@ def _content(content: Any, index: int) -> str | _Parts | None:
             raise InvalidPrompt(f'message {index} has the part {part!r}; give {{"type": "text", "text": ...}}')
         texts.append(text)
     # a single part is passed as its text, because not all templates take lists
-    return "".join(texts) if len(texts) < 2 else _Parts({"type": "text", "text": text} for text in texts)
+    return "".join(texts) if len(texts) < 2 else Parts({"type": "text", "text": text} for text in texts)
 
 
 def _render_conversation(template: str, variables: Mapping[str, Any], continue_final_message: bool) -> str:
     try:
-        text = _render_whole(template, variables)
+        text = _render_adapted(template, variables)
+    except LimitPassed as error:
+        raise InvalidPrompt(f"the chat template takes {error} for these messages; shorten them, or {HINT}") from None
+    return _cut_at_mark(text) if continue_final_message else text
+
+
+def _render_adapted(template: str, variables: Mapping[str, Any]) -> str:
+    try:
+        return _render_whole(template, variables)
     except InvalidPrompt as error:
         # some templates concatenate content, which is usually null beside tool calls, and arguments, which are objects;
         # others take objects only
@@ -176,20 +176,17 @@ def _render_conversation(template: str, variables: Mapping[str, Any], continue_f
             if other == conversation:
                 continue
             try:
-                text = _render_whole(template, {**variables, "messages": other})
-                break
+                return _render_whole(template, {**variables, "messages": other})
             except InvalidPrompt:
                 continue
-        else:
-            raise error
-    return _cut_at_mark(text) if continue_final_message else text
+        raise error
 
 
 def _render_whole(template: str, variables: Mapping[str, Any]) -> str:
     text = _render_parts(template, variables)
     if text is not None:
         return text
-    return _render(template, {**variables, "messages": [_joined(message) for message in variables["messages"]]})
+    return _rendered(template, {**variables, "messages": [_joined(message) for message in variables["messages"]]})
 
 
 def _without_null(message: dict[str, Any]) -> dict[str, Any]:
@@ -203,14 +200,14 @@ def _render_parts(template: str, variables: Mapping[str, Any]) -> str | None:
     if not parts:
         return None
     try:
-        text = _render(template, variables)
+        text = _rendered(template, variables)
     except InvalidPrompt:
         return None
     return text if all(part["text"].strip() in text for part in parts) else None
 
 
 def _has_parts(message: Mapping[str, Any]) -> bool:
-    return isinstance(message.get("content"), _Parts)
+    return isinstance(message.get("content"), Parts)
 
 
 def _joined(message: dict[str, Any]) -> dict[str, Any]:
@@ -229,8 +226,7 @@ def _checked_tools(tools: Any) -> list[Mapping[str, Any]] | None:
 
 
 def _check_arguments(template: str, given: Mapping[str, Any]) -> None:
-    compile_template(template)  # raises if it is invalid
-    known = variables_of(template, environment())
+    known = _summary_of(template)["variables"]  # raises if it is invalid
     for name in given:
         if name in _RESERVED:
             raise InvalidPrompt(
@@ -265,16 +261,59 @@ def _cut_at_mark(text: str) -> str:
     return text[:end].replace(_MARK, "")
 
 
-def _render(template: str, variables: Mapping[str, Any]) -> str:
-    compiled = compile_template(template)
-    messages = [NotedMessage(message) for message in variables["messages"]]
+# The processes that run templates.
+
+_idle: list[LimitedChild] = []  # no more than there are threads that render
+os.register_at_fork(after_in_child=_idle.clear)  # they answer the parent
+
+
+def _end_children() -> None:
+    while _idle:
+        _idle.pop().close()
+
+
+atexit.register(_end_children)
+
+
+@lru_cache(maxsize=16)
+def _summary_of(template: str) -> dict[str, frozenset[str]]:
+    """The `variables` that a template reads and does not define, and its string constants as `texts`."""
     try:
-        text = run_template(compiled, {**variables, "messages": messages})
-    except jinja2.TemplateError as error:
-        raise InvalidPrompt(
-            f"the chat template rejected the messages: {error.message or type(error).__name__}"
-        ) from None
-    except Exception as error:  # untrusted code can raise anything: IndexError, TypeError, RecursionError ...
-        raise InvalidPrompt(f"the chat template failed on these messages: {type(error).__name__}: {error}") from None
-    check_read(messages)
-    return text
+        found = json.loads(_call(template, None))
+    except LimitPassed as error:
+        raise BadTokenizer(f"the chat template takes {error} to compile; {HINT}") from None
+    if "error" in found:
+        raise BadTokenizer(f"{found['error']}; {HINT}")
+    return {name: frozenset(values) for name, values in found.items()}
+
+
+def _rendered(template: str, variables: Mapping[str, Any]) -> str:
+    """Raises InvalidPrompt for what the template raises, and for fields that it does not read; LimitPassed."""
+    answer = _call(template, variables)
+    if answer.startswith(IS_TEXT):
+        return answer[len(IS_TEXT) :].decode("utf-8", "surrogatepass")
+    failed = json.loads(answer)
+    raise InvalidPrompt(failed["error"], param=failed["param"])
+
+
+def _call(template: str, variables: Mapping[str, Any] | None) -> bytes:
+    try:
+        data = json.dumps((template, variables), default=_as_dict).encode()
+    except RecursionError:
+        raise InvalidPrompt("the messages or tools are nested too deeply for a chat template; nest them less") from None
+    except (TypeError, ValueError) as error:  # from Python, any object may be in a message
+        raise InvalidPrompt(f"a value cannot be given to the chat template: {error}; give what JSON has") from None
+    try:
+        child = _idle.pop()
+    except IndexError:
+        child = LimitedChild("slipstream.text.template_sandbox", max_seconds=_MAX_SECONDS)
+    try:
+        return child.call(data)
+    finally:
+        _idle.append(child)
+
+
+def _as_dict(value: object) -> dict[str, Any]:
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"it is of type {type(value).__name__}")

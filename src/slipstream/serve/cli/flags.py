@@ -191,7 +191,7 @@ def check_paths(options: Options, *, look_up: bool = False) -> None:
     if options.tokenizer is not None and not Path(options.tokenizer).expanduser().exists():
         raise BadTokenizer(f"there is no tokenizer at {options.tokenizer}; give a folder or a tokenizer.json")
     if options.chat_template is not None:
-        from slipstream.text.chat_template import load_chat_template  # imports jinja2
+        from slipstream.text.chat_template import load_chat_template
 
         load_chat_template(options.chat_template)
     check_lora_modules(options)

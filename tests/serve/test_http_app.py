@@ -31,19 +31,23 @@ def test_a_body_may_begin_with_a_byte_order_mark_of_utf8_and_not_of_another(fold
     at_door(folder, scenario)
 
 
-def test_health_and_ready_distinguish_a_start_from_a_failure(folder):
+async def probes(door):
+    return {path: (await door.get(path)).status for path in ("/livez", "/health", "/ready", "/ping")}
+
+
+def test_liveness_and_readiness_distinguish_a_start_from_a_failure(folder):
     async def scenario(door):
-        health, ready = await door.get("/health"), await door.get("/ready")
-        assert (health.status, ready.status) == (200, 503)
+        assert await probes(door) == {"/livez": 200, "/health": 503, "/ready": 503, "/ping": 503}
+        assert (await door.get("/health")).json()["status"] == "starting"
         refused = await door.post("/v1/completions", ASK)
         assert refused.status == 503 and refused.headers["retry-after"]
         door.core.say(Ready())
         await door.state.engine.until_ready()
-        assert (await door.get("/ready")).status == 200
+        assert set((await probes(door)).values()) == {200}
         door.core.say(Failed("RuntimeError: the device fell off"))
         await door.state.engine.until_lost()
-        health = await door.get("/health")
-        assert health.status == 503 and "device" not in health.body.decode()
+        assert set((await probes(door)).values()) == {503}
+        assert "device" not in (await door.get("/health")).body.decode()
         assert (await door.post("/v1/completions", ASK)).status == 503
 
     at_door(folder, scenario, ready=False)
@@ -74,6 +78,7 @@ KEYS = {"api_key": ["one", "two"], "admin_key": "root"}
     [
         ("/health", None, 200),
         ("/ready", None, 200),
+        ("/livez", None, 200),
         ("/v1/models", None, 401),
         ("/v1/models", "Bearer three", 401),
         ("/v1/models", "Basic one", 401),

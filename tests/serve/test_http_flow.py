@@ -10,7 +10,6 @@ import pytest
 
 from serve.asgi import at_door
 from serve.samples import MESSAGES
-from serve.test_http_app import once
 from slipstream.contracts.request import FinishReason
 from slipstream.metrics.stats import LaneStats
 from slipstream.serve.http.worker import Watchdog
@@ -187,11 +186,6 @@ def test_the_prefix_cache_is_reset_by_the_admin_only(folder):
     at_door(folder, scenario, admin_key="root")
 
 
-def test_ping_says_whether_requests_are_accepted(folder):
-    assert once(folder, "GET", "/ping").status == 200
-    assert once(folder, "GET", "/ping", settings={"ready": False}).status == 503
-
-
 @pytest.mark.parametrize("name", ["speech", "transcriptions", "translations"])
 def test_audio_is_refused_by_name_whatever_the_body(folder, name):
     async def scenario(door):
@@ -220,7 +214,7 @@ def test_draining_refuses_new_requests_and_lets_others_end(folder):
         await door.core.until(lambda: door.core.submits)
         door.state.draining = True
         assert (await door.post("/v1/completions", ASK)).status == 503
-        assert (await door.get("/ready")).status == 503 and (await door.get("/health")).status == 200
+        assert (await door.get("/health")).status == 503 and (await door.get("/livez")).status == 200
         door.core.token(door.core.submits[0], 65, end=FinishReason.STOP)
         assert (await under_way.end()).status == 200
 
@@ -252,6 +246,7 @@ def test_the_watchdog_turns_health_while_a_busy_engine_has_no_result(folder, cap
         dog.check(now + 6)
         health = await door.get("/health")
         assert health.status == 503 and "6 s" in health.json()["status"]
+        assert (await door.get("/livez")).status == 503
         door.core.say(Pulse([LaneStats("tiny", num_steps=1)]))
         while not door.state.engine.pulse.lanes:
             await asyncio.sleep(0)

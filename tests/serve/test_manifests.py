@@ -25,6 +25,12 @@ def fields(required: str = "", **known: Any) -> dict[str, Any]:
 TEXT, NUMBER, FLAG = {"type": "string"}, {"type": "integer", "minimum": 0}, {"type": "boolean"}
 TEXTS, NAMED = {"type": "array", "items": TEXT, "minItems": 1}, {"type": "object", "additionalProperties": TEXT}
 AMOUNTS = {"type": "object", "additionalProperties": {"type": ["string", "integer"]}}
+CONDITIONS = {
+    "type": "object",
+    "additionalProperties": fields(
+        "condition", condition={"enum": ["service_started", "service_healthy", "service_completed_successfully"]}
+    ),
+}
 
 # The fields that the files use, with the names and types of the compose specification and of Kubernetes 1.30.
 COMPOSE = {
@@ -37,7 +43,7 @@ COMPOSE = {
             "type": "object",
             "additionalProperties": fields(
                 "image", image=TEXT, build=fields("context", context=TEXT, dockerfile=TEXT), command=TEXTS,
-                volumes=TEXTS, ports=TEXTS, depends_on=TEXTS, stop_grace_period={"pattern": r"^\d+s$"},
+                volumes=TEXTS, ports=TEXTS, depends_on=CONDITIONS, stop_grace_period={"pattern": r"^\d+s$"},
                 restart={"enum": ["no", "always", "on-failure", "unless-stopped"]},
             ),
         }
@@ -101,7 +107,8 @@ def test_the_compose_file():
         settings = settings_of([re.sub(r"\$\{.*?\}", "x", part) for part in each["command"]])
         assert float(each["stop_grace_period"].removesuffix("s")) > settings.drain_timeout
     urls = settings_of(services["front"]["command"]).replica_urls
-    assert sorted(urls) == [f"http://{name}:8000" for name in engines] and services["front"]["depends_on"] == engines
+    assert sorted(urls) == [f"http://{name}:8000" for name in engines]
+    assert services["front"]["depends_on"] == {name: {"condition": "service_healthy"} for name in engines}
 
 
 def test_the_kubernetes_manifests():
@@ -118,9 +125,10 @@ def test_the_kubernetes_manifests():
     (port,) = container["ports"]
     assert port["containerPort"] == settings_of([]).port
     assert found["Service"]["spec"]["ports"][0]["targetPort"] == port["name"]
-    paths = {route.path for route in ROUTES}
-    for name in ("startupProbe", "readinessProbe", "livenessProbe"):
-        assert container[name]["httpGet"]["path"] in paths and container[name]["httpGet"]["port"] == port["name"]
+    summaries = {route.path: route.summary for route in ROUTES}
+    for name, wanted in (("startupProbe", "Readiness"), ("readinessProbe", "Readiness"), ("livenessProbe", "Liveness")):
+        probe = container[name]["httpGet"]
+        assert summaries[probe["path"]] == wanted and probe["port"] == port["name"]
     (variable,) = container["env"]
     secret = variable["valueFrom"]["secretKeyRef"]
     assert secret["name"] == found["Secret"]["metadata"]["name"] and secret["key"] in found["Secret"]["stringData"]

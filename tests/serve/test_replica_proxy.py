@@ -15,7 +15,7 @@ from slipstream.base.errors import InvalidOption
 from slipstream.serve.cli import serve
 from slipstream.serve.cli.main import main
 from slipstream.serve.http.server import access, replica_proxy
-from slipstream.serve.http.server.replica_proxy import ANY_HOST, ReplicaProxy
+from slipstream.serve.http.server.replica_proxy import PROBES, ReplicaProxy
 from slipstream.serve.http.server.settings import ServerSettings
 from slipstream.serve.http.server.url_replicas import ADAPTER_BYTES, BLOCK, UrlReplicas, block_hashes
 from slipstream.serve.http.table import all_routes
@@ -42,9 +42,8 @@ class Upstream:
 
     async def _connected(self, reader, writer):
         head = await reader.readuntil(b"\r\n\r\n")
-        if head.startswith((b"GET /ready", b"GET /health")):
-            status = self.ready if head.startswith(b"GET /ready") else b"200 OK"
-            writer.write(b"HTTP/1.1 " + status + b"\r\nContent-Length: 0\r\n\r\n")
+        if head.startswith(b"GET /health"):
+            writer.write(b"HTTP/1.1 " + self.ready + b"\r\nContent-Length: 0\r\n\r\n")
             writer.close()
             return
         if head.startswith(b"GET /v1/models"):
@@ -302,7 +301,6 @@ def test_requests_go_to_the_server_with_fewest_bytes_and_to_their_prefix():
         b.end(BLOCK)
         assert proxy.replicas.choose(prompt + b"more", ())[0] is a
         assert proxy.replicas.choose(b"z" * BLOCK + b"more", ())[0] is b
-        upstreams[1].ready = b"404 Not Found"  # a server without /ready, and with /health
         upstreams[0].ready = b"503 Service Unavailable"
         assert await b.check() and not await a.check() and proxy.replicas.choose(prompt, ())[0] is b
         assert await proxy.replicas.until_ready(1)
@@ -456,7 +454,7 @@ def test_wrong_urls_are_refused(urls):
         UrlReplicas(urls)
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v2/rerank", "/ready", "/ping", "/health"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v2/rerank", "/livez", "/ping", "/health"])
 @pytest.mark.parametrize(
     ("host", "settings"),
     [
@@ -474,15 +472,13 @@ def test_a_web_page_cannot_reach_servers_through_a_proxy_on_loopback(path, host,
         reader, writer = await asyncio.open_connection("127.0.0.1", proxy.port)
         writer.write(b"GET %s HTTP/1.1\r\nHOST: %s\r\n\r\n" % (path.encode(), host))
         is_ours = host != b"evil.example.com"
-        if path != "/health" and (is_ours or path in ("/ready", "/ping")):
-            if path == "/ready":  # which the upstream of these tests answers itself
-                assert (await reader.read()).startswith(b"HTTP/1.1 200 OK")
-            else:
-                await first(*upstreams)
+        if is_ours and path.startswith("/v"):
+            await first(*upstreams)
             return
         answer = await reader.read()
-        assert (b"http://127.0.0.1" in answer) == is_ours  # /health lists the servers
-        if path != "/health":
+        assert (b"http://127.0.0.1" in answer) == (is_ours and path != "/livez")  # /health lists the servers
+        assert path.startswith("/v") or answer.startswith(b"HTTP/1.1 200")
+        if path.startswith("/v"):
             said = json.loads(answer.partition(b"\r\n\r\n")[2])
             assert answer.startswith(b"HTTP/1.1 403") and not any(each.bodies for each in upstreams)
             assert "--allowed-hosts" in said.get("error", said)["message"] and set(said) < {"error", "message"}
@@ -500,7 +496,7 @@ def test_a_page_is_refused_before_its_body_is_read():
 
 
 def test_probes_have_any_host_at_a_server_and_at_a_proxy():
-    assert {route.path.encode() for route in all_routes() if route.any_host} == ANY_HOST
+    assert {route.path.encode() for route in all_routes() if route.any_host} == PROBES
 
 
 def test_settings_that_the_proxy_reads_can_be_given(tmp_path):

@@ -42,7 +42,7 @@ def test_addresses_of_every_kind(folder, caplog, client, shown):
     assert (line.client, line.status) == (shown, 429)
 
 
-@pytest.mark.parametrize("path", ["/health", "/ready", "/metrics"])
+@pytest.mark.parametrize("path", ["/health", "/livez", "/metrics"])
 def test_probes_and_scrapes_are_logged_at_debug_alone(folder, caplog, path):
     async def scenario(door):
         assert (await door.get(path)).status == 200

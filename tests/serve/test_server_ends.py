@@ -148,10 +148,10 @@ def test_an_option_that_the_core_refuses_is_an_error_of_options_in_json(folder):
     assert said[-1]["level"] == "critical" and said[-1]["message"].startswith("--max-model-len is 1000000000")
 
 
-def test_health_comes_before_the_model_and_a_bad_model_is_the_last_line(folder, tmp_path):
+def test_liveness_comes_before_the_model_and_a_bad_model_is_the_last_line(folder, tmp_path):
     server = ServerProcess(broken(folder, tmp_path), wait=False)
-    assert server.call("GET", "/health")[0] == 200  # the core has not even loaded torch
-    assert server.call("GET", "/ready")[0] == 503
+    assert server.call("GET", "/livez")[0] == 200  # the core has not even loaded torch
+    assert server.call("GET", "/health")[0] == 503
     assert server.end() == 1
     assert "config.json" in server.lines[-1]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 import msgspec
 
@@ -52,34 +53,32 @@ class Version(msgspec.Struct):
     version: str
 
 
-async def health(request: Request, body: None) -> Response:
-    """Liveness: 503 where the engine is lost, or has requests and sends nothing. A start in progress is healthy."""
+async def live(request: Request, body: None) -> Response:
+    """Liveness: 503 where only a restart helps: the engine is lost, or has requests and sends nothing."""
     state = request.state
     if state.engine.failure is not None:
         return json_response(Health("the engine has ended"), 503)
     if state.stalled is not None:
         return json_response(Health(state.stalled), 503)
-    stage = None if state.engine.is_ready else state.engine.stage
-    front_ends = state.server_stats.front_ends()
-    is_complete = front_ends is None or front_ends.running == front_ends.wanted
-    if state.engine.is_ready:
-        is_complete = is_complete and all(replica.is_ready for replica in state.server_stats.replicas())
-    counts = msgspec.UNSET if front_ends is None else front_ends
-    failing = sorted(state.server_stats.read()[0].failing)
-    text = "ok" if is_complete and not failing else "degraded"
-    return json_response(Health(text, stage, counts, failing or msgspec.UNSET))
+    return json_response(Health("ok", None if state.engine.is_ready else state.engine.stage))
 
 
-async def ready(request: Request, body: None) -> Response:
-    """Readiness: 200 where requests are accepted."""
+async def health(request: Request, body: None) -> Response:
+    """Readiness, as vLLM's: 200 where requests are accepted."""
     state = request.state
     if state.engine.failure is not None or state.stalled is not None:
-        return await health(request, body)
+        return await live(request, body)
     if state.draining:
         return json_response(Health("draining"), 503)
     if not state.engine.is_ready:
         return json_response(Health("starting", state.engine.stage), 503)
-    return json_response(Health("ok"))
+    front_ends = state.server_stats.front_ends()
+    is_complete = front_ends is None or front_ends.running == front_ends.wanted
+    is_complete = is_complete and all(replica.is_ready for replica in state.server_stats.replicas())
+    counts = msgspec.UNSET if front_ends is None else front_ends
+    failing = sorted(state.server_stats.read()[0].failing)
+    text = "ok" if is_complete and not failing else "degraded"
+    return json_response(Health(text, None, counts, failing or msgspec.UNSET))
 
 
 async def load(request: Request, body: None) -> Response:
@@ -121,12 +120,20 @@ async def metrics(request: Request, body: None) -> Response:
     return Response(text, media_type=kind.encode())
 
 
+_PROBES = (
+    ("/health", health, "Readiness"),
+    ("/ready", health, "Readiness"),
+    ("/ping", health, "Readiness, for SageMaker"),
+    ("/livez", live, "Liveness"),
+)
+_OPEN: dict[str, Any] = {"access": "open", "any_host": True, "quiet": True}
 _AUDIO = ("speech", "transcriptions", "translations")
 
 ROUTES = [
-    get("/health", health, "Liveness", response_model=Health, access="open", any_host=True, quiet=True),
-    get("/ready", ready, "Readiness", response_model=Health, access="open", any_host=True, quiet=True),
-    get("/ping", ready, "Readiness, for SageMaker", response_model=Health, access="open", any_host=True, quiet=True),
+    *(
+        get(path, run, text, response_model=Health, access="open", any_host=True, quiet=True)
+        for path, run, text in _PROBES
+    ),
     get("/load", load, "Open, queued and running requests", response_model=Load),
     get("/version", version, "Version of the server", response_model=Version),
     get("/metrics", metrics, "Metrics in Prometheus' format", quiet=True),

@@ -43,7 +43,7 @@ _PIECE = 2**16
 _MAX_BEHIND = 2**20  # bytes that are dropped behind a request
 
 
-ANY_HOST = {b"/health", b"/ready", b"/ping"}  # probes, by the address of a machine; see `Route.any_host`
+PROBES = {b"/health", b"/ready", b"/ping", b"/livez"}  # probes, by the address of a machine; see `Route.any_host`
 
 
 class _Lost(Exception):
@@ -85,8 +85,11 @@ class ReplicaProxy:
     ) -> None:
         if not await self._read(request, reader, writer):
             return
-        if request.path == b"/health" and request.method == b"GET":
-            self._write_health(writer, with_urls=self.hosts.allow(request.lower_headers()))
+        if request.path in PROBES and request.method == b"GET":
+            if request.path == b"/livez":
+                _write(writer, 200, b'{"status":"ok"}')
+            else:
+                self._write_health(writer, with_urls=self.hosts.allow(request.lower_headers()))
             return
         self.num_requests += 1
         passing = asyncio.ensure_future(self._pass_on(request, writer))
@@ -137,7 +140,7 @@ class ReplicaProxy:
                 raise HTTPException(400, "this server connects to no other") from None
             except httptools.HttpParserError as error:
                 raise HTTPException(400, f"the request is not HTTP: {error}") from None
-            if request.has_headers and not before[0] and request.path not in ANY_HOST:
+            if request.has_headers and not before[0] and request.path not in PROBES:
                 self.hosts.check(request.lower_headers())
             if (request.has_headers, len(request.body)) != before:
                 num_bytes = 0

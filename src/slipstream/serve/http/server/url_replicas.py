@@ -3,7 +3,7 @@
 A request goes to a server that lists its model, if one does, and of these to the one on which the fewest bytes wait
 before it: the bodies of its open requests, plus the part of the request's own body that the server has not had before,
 which is what its prefix cache cannot have, plus the time to load its adapter. A server that cannot be reached, or is
-not /ready, is taken out, and in again when it is.
+not ready, is taken out, and in again when it is.
 """
 
 from __future__ import annotations
@@ -56,11 +56,10 @@ class UrlReplica:
         return await asyncio.wait_for(opening, _CONNECT_SECONDS)
 
     async def check(self) -> bool:
-        """Asks for /ready, or /health of a server without /ready, and takes the server in or out."""
+        """Asks for /health and takes the server in or out."""
         try:
             async with asyncio.timeout(_HEALTH_SECONDS):
-                code = await self._ask("/ready")
-                code = await self._ask("/health") if code == b"404" else code
+                code = await self._ask("/health")
         except (OSError, TimeoutError):
             code = b""
         self.set_ready(code == b"200")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import resource
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -32,6 +34,28 @@ def test_freed_tensors_leave_their_pages_for_the_next_ones():
     device.run_and_wait(lambda: found.extend(faults() for _ in range(12)))
     device.close()
     assert min(found[6:]) < NUM_TENSORS * PAGES // 8, found
+
+
+def resident() -> int:
+    """Bytes of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("pools", [False, True])
+def test_a_cache_takes_memory_when_it_is_used_and_not_before(pools):
+    """So does a buffer of the host. An idle server must not take what its largest cache would."""
+    size = 40 << 20
+    with contextlib.closing(open_device("cpu", 0, 1)) as device:
+        if pools:
+            device.enable_sleep()
+        before = resident()
+        held = [device.cache_zeros((size // 4,), torch.float32) for _ in range(20)]
+        held += [device.zeros((size // 4,), torch.float32) for _ in range(20)]
+        held += [device.host_buffer(size)[1] for _ in range(20)]
+        assert resident() - before < 8 * size
+        held[0].fill_(1)
+        assert resident() - before > size // 2
 
 
 def heap_faults() -> list[int]:

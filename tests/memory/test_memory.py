@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import resource
 import subprocess
 import sys
 from itertools import chain
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -384,6 +386,21 @@ needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 def small_options(folder):
     return COMMON | dict(model=write_small(folder), load_format="dummy", num_pages=64, max_model_len=64)
+
+
+@needs_proc
+@pytest.mark.parametrize(("family", "depth"), [("llama", 0), ("llama", 1), ("qwen3_next", 1)])
+def test_pages_that_no_request_has_used_take_no_memory(tmp_path, family, depth):
+    def resident():
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    options = dict(model=str(write_tiny(tmp_path, family)), depth=depth, num_threads=1, max_num_seqs=4)
+    before = resident()
+    llm, memory = open_model(options | dict(kv_cache_memory="1.5GiB"))
+    with llm:
+        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=8, ignore_eos=True), use_tqdm=False)
+        assert memory.cache + memory.checkpoints > 2**30
+        assert resident() - before < 2**29
 
 
 @needs_proc

@@ -25,7 +25,7 @@ from slipstream.base.errors import InvalidOption
 from slipstream.base.host import available_memory, num_cores, total_memory
 from slipstream.config.memory import Machine
 from slipstream.config.options import DEVICES, unknown_device
-from slipstream.device.memory_pool import MemoryPool
+from slipstream.device.memory_pool import HostRegion, MemoryPool
 from slipstream.device.peer_memory import CudaExport, CudaPeer, ExportedMemory, PeerMemory
 from slipstream.device.streams import CudaStream, DeviceWork, InlineStream, Stream, ThreadedStream
 
@@ -86,8 +86,8 @@ class Device:
 
     def host_buffer(self, num_bytes: int) -> tuple[Bytes, torch.Tensor]:
         """Host memory for copies to and from the device, as a numpy array and as a tensor of the same memory."""
-        array = np.zeros(num_bytes, np.uint8)
-        return array, torch.from_numpy(array)
+        tensor = HostRegion(num_bytes).data
+        return tensor.numpy(), tensor
 
     def large_host_buffer(self, num_bytes: int, file: int | None = None) -> tuple[Bytes, torch.Tensor]:
         """As `host_buffer`, of exactly this size: torch rounds pinned memory up to a power of two. `file`: the
@@ -99,9 +99,9 @@ class Device:
         return array, torch.from_numpy(array)
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Zeros whose memory is allocated page by page at the first write; torch.zeros would write all of it now."""
-        array = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
-        return torch.from_numpy(array).view(dtype).view(shape)
+        """Zeros that take memory page by page at the first write. torch.zeros would write all of it now, and so may
+        np.zeros: a heap that keeps freed memory has none of which it knows that it is zero."""
+        return HostRegion(math.prod(shape) * dtype.itemsize).data.view(dtype).view(shape)
 
     def export_memory(self, num_bytes: int) -> ExportedMemory:
         """Device memory that other processes of this host and user can open."""

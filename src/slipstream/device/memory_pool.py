@@ -94,11 +94,16 @@ class MemoryPool:
 
 
 class HostRegion:
-    """A private anonymous mapping. Released pages take no memory, and are zero when they are touched again."""
+    """A private mapping: zeros that take memory page by page, at the first write. Released pages take none."""
 
     def __init__(self, num_bytes: int) -> None:
-        self._mapping = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self.data = torch.frombuffer(self._mapping, dtype=torch.uint8)
+        try:
+            self._mapping = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise MemoryError(f"{num_bytes} bytes: {error}") from None
+        with contextlib.suppress(AttributeError, OSError):  # for fewer misses of the TLB
+            self._mapping.madvise(mmap.MADV_HUGEPAGE)
+        self.data = torch.frombuffer(self._mapping, dtype=torch.uint8)[:num_bytes]
 
     def release(self) -> None:
         self._mapping.madvise(mmap.MADV_DONTNEED)

@@ -7,7 +7,7 @@ import pytest
 from hand_cache import one_group
 from slipstream.base.errors import InvalidOption
 from slipstream.checkpoint.model_info import ModelInfo, model_info_from_config
-from slipstream.config.cache_size import LIBRARIES
+from slipstream.config.cache_size import LIBRARIES, too_large
 from slipstream.config.config import EngineConfig
 from slipstream.config.memory import Machine, estimate_memory
 from slipstream.config.options import make_options
@@ -70,6 +70,15 @@ def test_large_states_lower_the_number_of_rows_and_say_so() -> None:
     assert memory.states <= 0.5 * 0.2 * (CPU.free_memory - 2 * GIB)
     assert f"max_num_seqs is {rows}, not 64" in fewer_rows(config) and "120.0 MiB" in fewer_rows(config)
     assert settle(CPU, specs=SPECS * 10, max_num_seqs=16).scheduler.max_num_seqs == 16
+
+
+def test_a_cache_that_the_host_cannot_fill_is_a_notice() -> None:
+    config = settle(CPU, num_pages=1 << 14, num_checkpoints=0)
+    size = config.cache.num_bytes
+    for machine, noticed in ((CPU, False), (Machine("cpu", 2 * GIB + size - 1, 2**50, 2, ()), True), (GPU, False)):
+        note = too_large(config, 2 * GIB, machine)
+        assert bool(note) == noticed and (not note or "lower kv_cache_memory or num_pages" in note)
+    assert not too_large(settle(CPU), 2 * GIB, CPU)  # the default is small enough
 
 
 def test_a_model_without_pages_keeps_states_and_is_no_encoder() -> None:

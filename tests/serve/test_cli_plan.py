@@ -57,6 +57,13 @@ def test_json_gives_bytes_that_add_up(model, capsys):
     assert memory["activations"] == max(memory["hidden"] + memory["attention"], memory["logits"]) + memory["unread"]
 
 
+def test_a_cache_above_the_memory_of_the_host_is_a_warning(model, capsys, caplog):
+    """Of all commands: plan and engines settle their configuration by the same function."""
+    plan(capsys, *model, "--device", "cpu", "--kv-cache-memory", "20000GiB")
+    (warning,) = [record for record in caplog.records if "the KV cache takes" in record.message]
+    assert "lower kv_cache_memory or num_pages" in warning.message
+
+
 def test_what_cannot_fit_is_one_line(model, capsys):
     assert main(["plan", *model, "--num-pages", "10"]) == 2
     assert "the cache holds 160 positions" in capsys.readouterr().err

@@ -210,6 +210,21 @@ def keep_free(options: Options, machine: Machine) -> int | None:
     return machine.total_memory - int(machine.total_memory * (options.gpu_memory_utilization or DEFAULT_SHARE))
 
 
+def too_large(config: EngineConfig, weight_bytes: int, machine: Machine) -> str:
+    """A notice for the user if the host has no memory for all of the cache; else an empty text. A GPU has all of it
+    from the start, a host gives it page by page."""
+    size, states = config.cache.num_bytes, config.cache.states
+    size += 0 if states is None else states.num_checkpoints * states.checkpoint_bytes
+    size *= config.model.num_ranks
+    room = machine.free_memory - weight_bytes * config.model.num_ranks
+    if machine.kind != "cpu" or size <= room:
+        return ""
+    return (
+        f"the KV cache takes {size / 2**30:.1f} GiB when it is full, and beside the weights {max(room, 0) / 2**30:.1f} "
+        "GiB are free: the system may end the process; lower kv_cache_memory or num_pages, or omit them"
+    )
+
+
 def fit_cache(config: EngineConfig, room: int) -> EngineConfig:
     """The configuration with a cache, and token ids for drafts, of at most `room` bytes, which were measured to be
     free."""

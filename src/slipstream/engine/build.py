@@ -24,7 +24,7 @@ from slipstream.checkpoint.locate import LocatedModel, locate, require_weights
 from slipstream.checkpoint.model_info import ModelInfo, check_info, read_model_info
 from slipstream.checkpoint.sentence_modules import static_folder
 from slipstream.config.adapter_config import read_adapter_config
-from slipstream.config.cache_size import DEFAULT_SHARE
+from slipstream.config.cache_size import DEFAULT_SHARE, too_large
 from slipstream.config.checks import (
     check_cache_dtype,
     check_head_dtype,
@@ -91,8 +91,6 @@ def open_model(options: Options) -> Opened:
         require_weights(located.path)  # first: without weights nothing else is worth reporting
     info, defaults = _read(options, located)
     config = settle(options, located, info)
-    if options.max_num_seqs is None and (note := fewer_rows(config)):
-        log.warning(note)
     if options.logits_processors and not config.model.generates:
         raise InvalidOption(
             f"Pooling models do not support custom logits processors. {config.model.name} does not generate; leave "
@@ -274,6 +272,9 @@ def settle(options: Options, located: LocatedModel, info: ModelInfo) -> EngineCo
     config = resolve(options, info, source, groups, dtype, machine, pooling, states, draft, adapters)
     check_tier(config, options.data_parallel_size)
     check_rank_config(config)
+    notes = (fewer_rows(config) if options.max_num_seqs is None else "", too_large(config, num_bytes, machine))
+    for note in filter(None, notes):
+        log.warning(note)
     return config
 
 

@@ -166,6 +166,7 @@ class Backoff:
 
 _HEADER = 4  # bytes of a message's length
 MAX_CHILD_MEMORY = 2**30  # bytes of address space beyond what the child has at its start
+MAX_CHILD_STACK = 2**23  # bytes: recursion that passes it would end a process. A thread that does the same has more
 _WALL_FACTOR = 15  # a call ends after so many times the CPU seconds, if the child gets no CPU time
 _START_SECONDS = 30.0  # of the child's start, on a busy machine
 
@@ -205,6 +206,8 @@ class LimitedChild:
             return _read(child, _WALL_FACTOR * self.max_seconds)
         except (BrokenPipeError, TimeoutError, EOFError):
             self._child = None
+            if _end(child) == -signal.SIGSEGV:
+                raise LimitPassed(f"more than {MAX_CHILD_STACK >> 20} MiB of stack: it is nested too deeply") from None
             raise LimitPassed(f"more than {self.max_seconds:g} s or {MAX_CHILD_MEMORY >> 20} MiB") from None
         finally:
             with self._lock:
@@ -249,6 +252,8 @@ def answer_calls(function: Callable[[bytes], bytes]) -> None:
         with open("/proc/self/statm", encoding="ascii") as file:
             limit = int(file.read().split()[0]) * resource.getpagesize() + MAX_CHILD_MEMORY
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        most = resource.getrlimit(resource.RLIMIT_STACK)[1]
+        resource.setrlimit(resource.RLIMIT_STACK, (MAX_CHILD_STACK, most))  # of this thread, whose stack grows
     max_seconds = float(sys.argv[1])
     source, target = sys.stdin.buffer, sys.stdout.buffer
     answer = b""  # to say that it is ready
@@ -263,9 +268,12 @@ def answer_calls(function: Callable[[bytes], bytes]) -> None:
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
-def _end(child: subprocess.Popen[bytes]) -> None:
-    child.kill()
-    child.communicate()  # closes the pipes and collects the child
+def _end(child: subprocess.Popen[bytes]) -> int:
+    """The exit code of the child, which may have ended before."""
+    if child.returncode is None:
+        child.kill()
+        child.communicate()  # closes the pipes and collects the child
+    return child.returncode
 
 
 def _write(child: subprocess.Popen[bytes], data: bytes) -> None:

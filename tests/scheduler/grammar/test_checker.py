@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from llguidance import LLMatcher
 
+from child import child_env
+from letter_tokenizer import TOKENIZER, VOCAB
+from patience import PATIENCE
 from slipstream.base.processes import LimitedChild, LimitPassed
+from slipstream.params.structured import StructuredOutputsParams
 from slipstream.scheduler.grammar import check_child
 from slipstream.scheduler.grammar.check_child import new_checker
+from slipstream.scheduler.grammar.grammars import Grammars
 
 GRAMMAR = LLMatcher.grammar_from_regex("[0-9]+").encode()
 
@@ -36,6 +43,48 @@ def test_a_grammar_whose_matcher_takes_minutes_is_too_complex(monkeypatch):
         assert checker.call(GRAMMAR) == b""
     finally:
         checker.close()
+
+
+def _chain(length: int, kind: str = "array") -> StructuredOutputsParams:
+    """A schema whose parts refer to one another."""
+
+    def to(number: int) -> dict[str, object]:
+        ref = {"$ref": f"#/$defs/d{number}"}
+        return {"type": "object", "properties": {"x": ref}} if kind == "object" else {"type": "array", "items": ref}
+
+    parts = {f"d{number}": to(number + 1) for number in range(length)}
+    return StructuredOutputsParams(json={**to(0), "$defs": {**parts, f"d{length}": {"type": "string"}}})
+
+
+def _compile_chains() -> None:
+    """In a process of its own: writes what becomes of a chain that is as long as possible, and of a longer one."""
+    grammars = Grammars(lambda: TOKENIZER, VOCAB)
+    for length in (1000, 2000):
+        sys.stdout.write(f"{grammars.compile(_chain(length)).exception(PATIENCE)}\n")
+    grammars.close()
+
+
+def test_a_chain_of_references_that_is_too_long_ends_no_engine():
+    """The check has less stack than the thread that compiles, also where `ulimit -s unlimited` gives threads 2 MiB."""
+    script = f"ulimit -s unlimited 2>/dev/null; exec {sys.executable} -c '{_SCRIPT}'"
+    env = child_env(str(Path(__file__).parent))
+    ended = subprocess.run(["sh", "-c", script], env=env, capture_output=True, text=True, timeout=PATIENCE)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    compiled, refused = ended.stdout.splitlines()
+    assert compiled == "None" and "more than 8 MiB of stack: it is nested too deeply" in refused
+
+
+_SCRIPT = "from test_checker import _compile_chains; _compile_chains()"
+
+
+@pytest.mark.parametrize("kind", ["array", "object"])
+def test_a_long_chain_of_references_compiles(kind):
+    grammars = Grammars(lambda: TOKENIZER, VOCAB)
+    try:
+        for length in (90, 300, 900):
+            assert grammars.compile(_chain(length, kind)).result(PATIENCE)
+    finally:
+        grammars.close()
 
 
 def test_a_child_that_does_not_start_is_an_error_of_its_own():

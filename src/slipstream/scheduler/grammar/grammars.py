@@ -21,7 +21,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, TypeVar
 
 from slipstream.base.errors import EngineClosed, InvalidParams, QueueFull
-from slipstream.base.processes import LimitedChild
+from slipstream.base.processes import MAX_CHILD_STACK, LimitedChild
 from slipstream.params.structured import StructuredOutputsParams
 from slipstream.scheduler.grammar.check_child import new_checker
 from slipstream.scheduler.grammar.session import CompiledGrammar
@@ -37,6 +37,7 @@ MAX_FAILED = 64  # specifications that are known to be wrong: these never displa
 MAX_QUEUED = 1024  # specifications of one caller that are not compiled yet
 NUM_THREADS = 2
 _NUM_WITH_SPARES = 8  # grammars, those used last, that keep matchers of ended sessions
+_STACK = 2 * MAX_CHILD_STACK  # bytes of these threads: what the check has let pass fits, whatever `ulimit -s` says
 _NICE = 5  # of threads that compile, above that of the process: they use what steps and other requests leave
 
 
@@ -182,7 +183,11 @@ class Grammars:
             self._open[compilation.key] = compilation
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(NUM_THREADS, "slipstream-grammar", _lower_priority)
-            self._pool.submit(self._compile_next)
+            before = threading.stack_size(_STACK)
+            try:
+                self._pool.submit(self._compile_next)  # may start a thread
+            finally:
+                threading.stack_size(before)
         return compilation
 
     def _take(self, checker: LimitedChild) -> tuple[Compilation, str] | None:

@@ -23,6 +23,7 @@ EXACT, SCALAR, STRING, OBJECT, ARRAY, ANY = range(6)  # as in json.c
 NODE = np.dtype([(name, np.int32) for name in ("kind", "min", "max", "child", "first", "num")])
 _SALT = hashlib.sha256(os.urandom(16)).digest()
 _MAX_NODES = 4096
+_MAX_DEPTH = 100  # parts inside parts, also by $ref; what is deeper is EXACT
 _ANNOTATIONS = {
     "title",
     "description",
@@ -71,6 +72,7 @@ class _Reader:
         self.schema = schema
         self.found = found
         self._by_id: dict[int, int] = {}  # nodes of schemas that are read or being read
+        self._depth = 0  # of the part that is read
 
     def read_root(self) -> SchemaNodes | None:
         """Node 0 is EXACT, node 1 ANY, node 2 the root."""
@@ -100,8 +102,9 @@ class _Reader:
         if not isinstance(kind, str) or used - {"type"} - _KEYWORDS.get(kind, {"type"}) or kind not in _KEYWORDS:
             return 0
         nodes = self.found.nodes
-        if len(nodes) > _MAX_NODES:
+        if len(nodes) > _MAX_NODES or self._depth == _MAX_DEPTH:
             return 0
+        self._depth += 1
         number = self._by_id[id(schema)] = len(nodes)
         nodes.append((EXACT, -1, -1, 0, 0, 0))  # until it is read
         if kind == "string":
@@ -114,6 +117,7 @@ class _Reader:
         else:
             is_plain_number = kind in ("integer", "number") and used == {"type"}
             nodes[number] = (SCALAR, 0 if is_plain_number else -1, -1, 0, 0, 0)
+        self._depth -= 1
         return number
 
     def _read_object(self, schema: dict[str, Any], number: int) -> None:

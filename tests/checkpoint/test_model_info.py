@@ -60,6 +60,8 @@ def test_old_and_new_ways_to_write_rope_mean_the_same() -> None:
         ({"vocab_size": "many"}, BadCheckpoint, "wrong value"),
         ({"num_attention_heads": 0}, BadCheckpoint, "wrong value"),
         ({"rope_scaling": [8]}, BadCheckpoint, "wrong value"),
+        ({"dtype": ["float32"]}, BadCheckpoint, "wrong value: dtype is .*not a name"),
+        ({"intermediate_size": None, "n_embd": "many"}, BadCheckpoint, "wrong value"),
     ],
 )
 def test_wrong_values_are_named(changes: dict[str, Any], kind: type[ModelError], words: str) -> None:

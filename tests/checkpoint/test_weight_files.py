@@ -7,7 +7,16 @@ from pathlib import Path
 import pytest
 
 from slipstream.base.errors import BadCheckpoint, UnsupportedModel
-from slipstream.checkpoint.locate import INDEX, TORCH_INDEX, TORCH_WHOLE, WHOLE, has_weights, locate, require_weights
+from slipstream.checkpoint.locate import (
+    INDEX,
+    TORCH_INDEX,
+    TORCH_WHOLE,
+    WHOLE,
+    has_weights,
+    locate,
+    require_weights,
+    weight_paths,
+)
 
 ADAPTER = {"peft_type": "LORA", "base_model_name_or_path": "org/base"}
 
@@ -59,3 +68,10 @@ def test_an_adapter_beside_weights_is_reported(tmp_path: Path, caplog: pytest.Lo
     (tmp_path / WHOLE).unlink()
     with pytest.raises(UnsupportedModel, match=r"adapter \(PEFT\) for a model that it does not name"):
         require_weights(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["a" * 5000, 3, ["x"], None])
+def test_an_index_with_names_of_no_files_is_not_valid(tmp_path: Path, name: object) -> None:
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"x": name}}))
+    with pytest.raises(BadCheckpoint, match="index.json is not valid; download it again"):
+        weight_paths(tmp_path)

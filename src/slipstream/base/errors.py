@@ -25,6 +25,12 @@ A message has the fact, the limit and the alternative. Bugs of the engine are as
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_MAX_MESSAGE = 1000  # characters of an error about a model
+
 
 class SlipstreamError(Exception):
     """Base class of all exceptions that Slipstream raises on purpose."""
@@ -71,6 +77,21 @@ class InvalidOption(UserError):
 
 class ModelError(SlipstreamError):
     """The model cannot be loaded."""
+
+
+@contextmanager
+def naming_model(path: str | Path) -> Iterator[None]:
+    """A ModelError that is raised inside names this file or folder, and has a length that can be read: values of a
+    damaged file may be of any length."""
+    try:
+        yield
+    except ModelError as error:
+        message = str(error)
+        if str(path) not in message and not (Path(path).suffix and Path(path).name in message):
+            message = f"{path}: {message}"
+        if len(message) > _MAX_MESSAGE:
+            message = f"{message[: _MAX_MESSAGE // 2]} ... {message[-_MAX_MESSAGE // 2 :]}"
+        raise type(error)(message) from error.__cause__
 
 
 class ModelNotFound(ModelError):

@@ -230,9 +230,9 @@ def _files(folder: Path, whole: str, index: str) -> list[Path]:
         try:
             shards = set(load_json(folder / index)["weight_map"].values())
             files = [folder / shard for shard in sorted(shards)]
+            missing = [file.name for file in files if not file.is_file()]
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             raise BadCheckpoint(f"{folder / index} is not valid; download it again") from None
-        missing = [file.name for file in files if not file.is_file()]
         if missing:
             raise BadCheckpoint(
                 f"{folder} lacks {len(missing)} of {len(files)} weight files, such as {missing[0]}; download them again"
@@ -343,14 +343,18 @@ def read_adapter_settings(folder: Path) -> AdapterSettings:
         raise InvalidAdapter(f"{path} is not an object; download it again")
     kind = found.get("peft_type")
     if kind != "LORA":
-        raise InvalidAdapter(f"{folder} is a PEFT adapter of type {kind!r}; only LORA is supported, merge it instead")
+        raise InvalidAdapter(
+            f"{folder} is a PEFT adapter of type {kind!r:.100}; only LORA is supported, merge it instead"
+        )
     for name, (fine, message) in _REFUSED.items():
         if (value := found.get(name)) not in fine:
-            raise InvalidAdapter(f"{folder}: {message}, and {name} is {value!r}; merge the adapter into its base model")
+            raise InvalidAdapter(
+                f"{folder}: {message}, and {name} is {value!r:.100}; merge the adapter into its base model"
+            )
     start = found.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(_CHANGES_BASE):
         raise InvalidAdapter(
-            f"{folder}: init_lora_weights is {start!r}, which changes the base model's weights too; convert the "
+            f"{folder}: init_lora_weights is {start!r:.100}, which changes the base model's weights too; convert the "
             "adapter to plain LoRA (PEFT: path_initial_model_for_weight_conversion), or merge it"
         )
     alphas = found.get("alpha_pattern") or {}
@@ -363,7 +367,7 @@ def read_adapter_settings(folder: Path) -> AdapterSettings:
             rank=rank if isinstance(rank := found.get("r"), int) and not found.get("rank_pattern") else 0,
         )
     except (TypeError, ValueError, AttributeError) as error:
-        raise InvalidAdapter(f"{path}: lora_alpha or alpha_pattern is not valid ({error}); correct it") from None
+        raise InvalidAdapter(f"{path}: lora_alpha or alpha_pattern is not valid ({error!s:.200}); correct it") from None
     return settings
 
 

@@ -232,14 +232,14 @@ def family_name(architecture: str) -> str:
 def model_info_from_config(config: dict[str, Any]) -> ModelInfo:
     architecture = find_architecture(config)
     family = family_name(architecture)
-    config = _rename(_text_part(config), _OWN_NAMES.get(family, _ALSO_CALLED))
-    quantization = read_quantization(config)
-    is_encoder = family in ENCODERS
-    usual = ENCODERS[family] if is_encoder else DECODERS.get(family, {})
-    if any(name in config for name in EXPERT_COUNTS):  # the default may have another of these names
-        usual = {name: value for name, value in usual.items() if name not in EXPERT_COUNTS}
-    config = {"rms_norm_eps": 1e-6} | usual | config
     try:
+        config = _rename(_text_part(config), _OWN_NAMES.get(family, _ALSO_CALLED))
+        quantization = read_quantization(config)
+        is_encoder = family in ENCODERS
+        usual = ENCODERS[family] if is_encoder else DECODERS.get(family, {})
+        if any(name in config for name in EXPERT_COUNTS):  # the default may have another of these names
+            usual = {name: value for name, value in usual.items() if name not in EXPERT_COUNTS}
+        config = {"rms_norm_eps": 1e-6} | usual | config
         rope, local_rope = read_ropes(config, family)
         heads = int(config["num_attention_heads"])
         hidden = int(config["hidden_size"])
@@ -263,7 +263,7 @@ def model_info_from_config(config: dict[str, Any]) -> ModelInfo:
             local_rope=local_rope,
             eos_token_ids=_ids(config.get("eos_token_id")),
             bos_token_id=next(iter(_ids(config.get("bos_token_id"))), None),
-            dtype=config.get("dtype") or config.get("torch_dtype"),
+            dtype=_name(config, "dtype") or _name(config, "torch_dtype"),
             is_causal=not is_encoder and not _is_bidirectional(architecture, config),
             position_offset=offset,
             num_types=int(config["type_vocab_size"]) if usual.get("type_vocab_size") is not None else 0,
@@ -277,6 +277,13 @@ def model_info_from_config(config: dict[str, Any]) -> ModelInfo:
         ) from None
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise BadCheckpoint(f"config.json of {architecture} has a wrong value: {error}") from None
+
+
+def _name(config: dict[str, Any], field: str) -> str | None:
+    value = config.get(field)
+    if not isinstance(value, str | None):
+        raise TypeError(f"{field} is {value!r:.100}, not a name")
+    return value or None
 
 
 def _is_bidirectional(architecture: str, config: dict[str, Any]) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from slipstream.base.errors import InvalidOption, UnsupportedModel
+from slipstream.base.errors import InvalidOption, UnsupportedModel, naming_model
 from slipstream.base.files import load_json
 from slipstream.checkpoint.architecture import find_architecture
 from slipstream.checkpoint.generation import (
@@ -86,6 +86,11 @@ def open_model(options: Options) -> Opened:
     if seems_cuda(options.device):
         start_triton()  # in the background: it takes as long as all of this
     located = locate(options.model, options.revision, options.task, options.download_dir)
+    with naming_model(located.path):
+        return _open(options, located)
+
+
+def _open(options: Options, located: LocatedModel) -> Opened:
     file = GgufFile.open(located.path) if located.kind == "gguf" else None
     if file is None and options.load_format != "dummy":
         require_weights(located.path)  # first: without weights nothing else is worth reporting

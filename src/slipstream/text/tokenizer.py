@@ -18,7 +18,7 @@ from typing import Any
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from slipstream.base.errors import BadTokenizer, InvalidPrompt
+from slipstream.base.errors import BadTokenizer, InvalidPrompt, naming_model
 from slipstream.base.files import load_json, read_file, read_utf8
 from slipstream.checkpoint.gguf_file import GgufFile
 from slipstream.checkpoint.sentence_modules import static_folder
@@ -61,11 +61,12 @@ class Tokenizer:
     def load(cls, path: str | Path) -> Tokenizer:
         """Loads a tokenizer from a folder, a tokenizer.json or a .gguf file."""
         path = Path(path).expanduser()
-        if path.is_dir():
-            return cls.from_folder(path)
-        if not path.exists():
-            raise BadTokenizer(f"there is no tokenizer at {path}; {_HINT}")
-        return cls.from_gguf(GgufFile.open(path)) if path.suffix.lower() == ".gguf" else cls.from_file(path)
+        with naming_model(path):
+            if path.is_dir():
+                return cls.from_folder(path)
+            if not path.exists():
+                raise BadTokenizer(f"there is no tokenizer at {path}; {_HINT}")
+            return cls.from_gguf(GgufFile.open(path)) if path.suffix.lower() == ".gguf" else cls.from_file(path)
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:
@@ -279,7 +280,7 @@ def _configured_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, 
     return {
         entry["name"]: entry["template"]
         for entry in named
-        if isinstance(entry, dict) and {"name", "template"} <= set(entry)
+        if isinstance(entry, dict) and isinstance(entry.get("name"), str) and isinstance(entry.get("template"), str)
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import os
@@ -231,6 +232,26 @@ def test_a_repeated_prompt_is_found_in_the_cache(llm):
     assert llm.generate(prompt, FOUR)[0].num_cached_tokens == 20
     llm.reset_prefix_cache()
     assert llm.generate(prompt, FOUR)[0].num_cached_tokens == 0
+
+
+@pytest.mark.parametrize("replicas", [False, True])
+def test_a_callback_gets_each_result_when_it_is_there(llm, folder, replicas):
+    """And an error in it, such as Ctrl-C, ends the call and nothing else."""
+    params = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in (9, 3, 6)]
+    seen = {}
+    with contextlib.ExitStack() as stack:
+        if replicas:
+            llm = stack.enter_context(LLM(folder, data_parallel_size=2, **SMALL))
+        found = llm.generate(["a", "b", "c"], params, on_result=seen.__setitem__)
+        assert list(seen) == [1, 2, 0] or replicas
+        assert [seen[number].outputs for number in range(3)] == [each.outputs for each in found]
+
+        def interrupt(number, output):
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            llm.chat([[{"role": "user", "content": "a"}]] * 3, params, on_result=interrupt)
+        assert llm.generate("b", params[1])[0].outputs == found[1].outputs
 
 
 def test_chat_renders_the_template(llm):

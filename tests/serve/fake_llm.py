@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from slipstream.config.options import make_options
 from slipstream.front.results import CompletionOutput, RequestOutput
 from slipstream.params.sampling import SamplingParams
 
+OnResult = Callable[[int, RequestOutput], None] | None
+
 
 class FakeLLM:
+    tokenizer: Any = None  # without a chat template
+
     def __init__(self, **options: Any) -> None:
         make_options(**options)
         self.options = options
@@ -23,15 +27,27 @@ class FakeLLM:
     def get_default_sampling_params(self) -> SamplingParams:
         return SamplingParams(temperature=0.25, top_k=7)
 
-    def generate(self, prompts: list[Any], params: SamplingParams, use_tqdm: bool = True) -> list[RequestOutput]:
+    def generate(
+        self, prompts: list[Any], params: SamplingParams, use_tqdm: bool = True, on_result: OnResult = None
+    ) -> None:
         self.prompts += prompts
-        self.params.append(params)
-        return [self._output(prompt.get("prompt"), params) for prompt in prompts]
+        self._run([prompt.get("prompt") for prompt in prompts], params, on_result)
 
-    def chat(self, conversations: list[Any], params: SamplingParams, use_tqdm: bool = True) -> list[RequestOutput]:
+    def chat(
+        self, conversations: list[Any], params: SamplingParams, use_tqdm: bool = True, on_result: OnResult = None
+    ) -> None:
         self.conversations += conversations
+        self._run([messages[-1]["content"] for messages in conversations], params, on_result)
+
+    def _run(self, texts: list[str | None], params: SamplingParams, on_result: OnResult) -> None:
         self.params.append(params)
-        return [self._output(messages[-1]["content"], params) for messages in conversations]
+        for number in self.order(len(texts)):
+            if on_result is not None:
+                on_result(number, self._output(texts[number], params))
+
+    def order(self, count: int) -> Iterator[int]:
+        """The order in which prompts are done."""
+        yield from range(count)
 
     def stream_chat(self, messages: list[dict[str, str]], params: SamplingParams) -> Iterator[RequestOutput]:
         self.conversations.append(messages)

@@ -1,17 +1,74 @@
 import json
+from types import SimpleNamespace
 
 import pytest
 
+from serve.fake_llm import FakeLLM
 from slipstream.serve.cli.generate import parse_prompts
 
 
 def test_prompts_as_arguments_come_back_in_order(terminal):
     code, out, err = terminal.run("generate", "one", "two", "--max-tokens", "5", "--model", "m")
-    assert (code, out, err) == (0, "echo: one\n\necho: two\n", "")
+    assert (code, out) == (0, "echo: one\n\necho: two\n")
+    assert err.startswith("2 of 2 prompts are done: 4 prompt and 6 generated tokens in ") and err.endswith(" tok/s\n")
     assert terminal.llm.prompts == [{"prompt": "one"}, {"prompt": "two"}]
     (params,) = terminal.llm.params  # one call: they run batched
     assert (params.max_tokens, params.temperature) == (5, 0.25)
     assert terminal.llm.options == {"model": "m"} and terminal.llm.closed
+
+
+class Backwards(FakeLLM):
+    """Prompts are done in the reverse order, all but the first, in which the user presses Ctrl-C."""
+
+    def order(self, count):
+        yield from reversed(range(1, count))
+        self.seen = self.capsys.readouterr().out
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_an_interrupt_leaves_what_is_done_and_says_how_much(terminal, flags):
+    terminal.kind, Backwards.capsys = Backwards, terminal.capsys
+    code, out, err = terminal.run("generate", "one", "two", "three", *flags)
+    assert code == 130 and "interrupted: 2 of 3 prompts are done: 4 prompt and 6 generated tokens" in err
+    assert terminal.llm.closed
+    if flags:  # written at once, with the prompts' numbers
+        assert not out and [json.loads(line)["index"] for line in terminal.llm.seen.splitlines()] == [2, 1]
+    else:  # in the order of the prompts, so these two wait for the first
+        assert not terminal.llm.seen and out == "[prompt 2] echo: two\n\n[prompt 3] echo: three\n"
+
+
+class InTurn(FakeLLM):
+    def order(self, count):
+        for number in (1, 0, 2):
+            self.seen = getattr(self, "seen", []) + [self.capsys.readouterr().out]
+            yield number
+
+
+def test_texts_are_printed_as_soon_as_all_before_them_are_done(terminal):
+    terminal.kind, InTurn.capsys = InTurn, terminal.capsys
+    assert terminal.run("generate", "a", "b", "c")[1] == "\necho: c\n"
+    assert terminal.llm.seen == ["", "", "echo: a\n\necho: b\n"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "template", "stdin", "is_chat"),
+    [
+        (["hi"], "t", "", True),
+        (["hi"], None, "", False),
+        (["hi", "--no-chat"], "t", "", False),
+        (["hi", "--chat"], None, "", True),  # the model says that it has none
+        (["hi", "--system", "s"], None, "", True),
+        ([], "t", '{"prompt_token_ids": [1]}', False),
+    ],
+)
+def test_the_chat_template_is_used_where_there_is_one(terminal, argv, template, stdin, is_chat):
+    class Templated(FakeLLM):
+        tokenizer = SimpleNamespace(chat_template=lambda: template)
+
+    terminal.kind = Templated
+    assert terminal.run("generate", *argv, stdin=stdin)[0] == 0
+    assert bool(terminal.llm.conversations) == is_chat != bool(terminal.llm.prompts)
 
 
 def test_json_lines_have_all_fields_of_each_text(terminal):
@@ -91,7 +148,7 @@ def test_a_json_line_that_is_no_prompt_is_named(terminal, line):
         (["generate"], "\n\n", False, "there is no prompt"),
         (["generate", "a", "--file", "b"], "", True, "remove one of them"),
         (["generate", "--file", "no/such/file"], "", True, "cannot read prompts from no/such/file: No such file"),
-        (["generate", "a", "--system", "s"], "", True, "--system needs --chat"),
+        (["generate", "a", "--system", "s", "--no-chat"], "", True, "--system is for the chat template"),
         (["generate", "--chat"], '{"prompt_token_ids": [1]}', False, "a chat template needs text"),
         (
             ["generate"],

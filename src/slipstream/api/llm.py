@@ -34,6 +34,7 @@ from slipstream.front.in_process import build_served, configs
 from slipstream.front.inputs import InputProcessor, Message, Prompt
 from slipstream.front.prompts import GenerationPrompts, as_batch, per_prompt
 from slipstream.front.replica_loop import ReplicaLoop
+from slipstream.front.request_state import GenerationRequestState
 from slipstream.front.results import Logprob, RequestOutput
 from slipstream.front.served import FrontEndArgs, ServedModel, choose
 from slipstream.front.sync_loop import SyncLoop
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 
 
 Params = SamplingParams | Sequence[SamplingParams] | None
+OnResult = Callable[[int, RequestOutput], None]
 OneOrMoreAdapters = LoRARequest | Sequence[LoRARequest | None] | None
 
 
@@ -137,10 +139,12 @@ class LLM(PoolingMethods, VllmMethods):
         cache_salt: str | Sequence[str] | None = None,
         lora_request: OneOrMoreAdapters = None,
         model: str | None = None,
+        on_result: OnResult | None = None,
         **unused: Any,
     ) -> list[RequestOutput]:
         """Generates for all prompts, batched. Results are in the order of the prompts.
 
+        `on_result` is called with each result as soon as it is there, and with the number of its prompt.
         `priority` and `cache_salt`, one for all or one per prompt, override those of the parameters. `lora_request`:
         the LoRA adapter, one for all or one per prompt. `unused`: arguments of vLLM, such as mm_processor_kwargs, that
         are refused unless they are None.
@@ -149,8 +153,9 @@ class LLM(PoolingMethods, VllmMethods):
         batch = as_batch(prompts)
         served = self._model(model, "generate")
         return self._run(
-            served, batch, sampling_params, use_tqdm, priority, cache_salt, lora_request, add_special_tokens=True
-        )
+            served, batch, sampling_params, use_tqdm, priority, cache_salt, lora_request, on_result,
+            add_special_tokens=True,
+        )  # fmt: skip
 
     def chat(
         self,
@@ -167,6 +172,7 @@ class LLM(PoolingMethods, VllmMethods):
         allow_control_tokens: bool | None = None,
         lora_request: OneOrMoreAdapters = None,
         model: str | None = None,
+        on_result: OnResult | None = None,
         **unused: Any,
     ) -> list[RequestOutput]:
         """Generates the next message of one conversation, or of each of several.
@@ -196,7 +202,9 @@ class LLM(PoolingMethods, VllmMethods):
             for conversation in conversations
         ]
         # the chat template adds special tokens itself
-        return self._run(served, texts, sampling_params, use_tqdm, None, None, lora_request, add_special_tokens=False)
+        return self._run(
+            served, texts, sampling_params, use_tqdm, None, None, lora_request, on_result, add_special_tokens=False
+        )
 
     def beam_search(
         self,
@@ -315,6 +323,7 @@ class LLM(PoolingMethods, VllmMethods):
         priority: int | Sequence[int] | None,
         cache_salt: str | Sequence[str] | None,
         lora_request: OneOrMoreAdapters,
+        on_result: OnResult | None,
         *,
         add_special_tokens: bool,
     ) -> list[RequestOutput]:
@@ -333,7 +342,16 @@ class LLM(PoolingMethods, VllmMethods):
         submits = source if source.is_sure else list(source)
         with self._sync_loop.turn(), progress(len(prompts), "prompts", use_tqdm) as advance:
             late = self._sync_loop.may_be_late(served, source.drafts)
-            states = self._sync_loop.run(served, submits, advance, late=late)
+            numbers: dict[str, int] = {}
+            if on_result is not None:
+                numbers = {message.request_id: number for number, (message, _) in enumerate(source.drafts)}
+
+            def done(state: GenerationRequestState) -> None:
+                advance(state.num_tokens)
+                if on_result is not None:
+                    on_result(numbers[state.id], state.result())
+
+            states = self._sync_loop.run(served, submits, done, late=late)
         return [state.result() for state in states]
 
     def _stream(

@@ -146,7 +146,9 @@ class PoolingMethods:
                         lora_request=lora_request or served.lora,
                     )
                     with self._sync_loop.turn(), frozen_gc():
-                        states = self._sync_loop.run(served, source, advance, late=source.has_one_priority)
+                        states = self._sync_loop.run(
+                            served, source, lambda state: advance(state.num_tokens), late=source.has_one_priority
+                        )
                         results = source.in_order([state.result() for state in states])
                     batches = call.send(results)
         except StopIteration as end:

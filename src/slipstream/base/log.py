@@ -97,7 +97,8 @@ def progress(total: int, what: str, shown: bool = True, rate: str = "tok/s") -> 
         TimeRemainingColumn(),
         TextColumn("{task.fields[rate]}"),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    # standard output stays where it is: a command writes its results there meanwhile
+    with Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False) as bar:
         task = bar.add_task("", total=total, rate="")
         start, counted = time.monotonic(), 0
 

@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from slipstream.base.errors import EngineClosed, InvalidOption
@@ -63,19 +64,28 @@ class ReplicaLoop:
         self,
         served: ServedModel,
         submits: Iterable[PreparedPrompt],
-        advance: Callable[[int], None] = lambda num_tokens: None,
+        advance: Callable[[Any], None] = lambda state: None,
         *,
         late: bool = False,
     ) -> list[Any]:
         """Waits until all prompts are finished. Returns their states in the order of the prompts; see SyncLoop."""
         self.check_open()
         prepared = list(submits)
+        finished: SimpleQueue[Any] = SimpleQueue()  # states; None: there are no more
 
         async def feed() -> list[Any]:
-            with self.engine.read((), served.description.name, streaming=False) as stream:
-                return await stream.feed(prepared, lambda state: advance(state.num_tokens))
+            try:
+                with self.engine.read((), served.description.name, streaming=False) as stream:
+                    return await stream.feed(prepared, finished.put)
+            finally:
+                finished.put(None)
 
-        return self._call(feed())
+        def follow() -> None:
+            """In the caller's thread: an error of `advance` in the event loop's would end all calls."""
+            while (state := finished.get()) is not None:
+                advance(state)
+
+        return self._call(feed(), follow)
 
     def may_be_late(self, served: ServedModel, submits: Sequence[PreparedPrompt]) -> bool:
         """Prompts are tokenised before they are sent."""
@@ -133,10 +143,11 @@ class ReplicaLoop:
         if self.closed:
             raise EngineClosed("this LLM was closed; make a new one")
 
-    def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+    def _call(self, coroutine: Coroutine[Any, Any, T], meanwhile: Callable[[], None] = lambda: None) -> T:
         """Runs a coroutine on the event loop. An interrupt cancels it, which aborts its requests."""
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
+            meanwhile()
             return future.result()
         except BaseException:
             future.cancel()

@@ -65,13 +65,13 @@ class SyncLoop:
         self,
         served: ServedModel,
         submits: Iterable[PreparedPrompt],
-        advance: Callable[[int], None] = lambda num_tokens: None,
+        advance: Callable[[Any], None] = lambda state: None,
         *,
         late: bool = False,
     ) -> list[Any]:
         """Steps until all prompts are finished, inside a turn. Returns their states in the order of the prompts.
 
-        `advance` is called for each finished request with its number of tokens. With `late` the first step does not
+        `advance` is called with the state of each request that has finished. With `late` the first step does not
         wait until all prompts are submitted: a step takes the prompts it has room for, and the others are submitted
         while the device computes. The steps are the same, provided that all prompts have one priority.
         """
@@ -118,7 +118,7 @@ class SyncLoop:
                             unfinished.discard(state.id)
                             if state.refused is not None:
                                 raise state.refused
-                            advance(state.num_tokens)
+                            advance(state)
                     if feeder.error is not None:
                         raise feeder.error
         except BaseException:

@@ -16,7 +16,7 @@ import slipstream
 from slipstream.base.errors import SlipstreamError
 from slipstream.serve.cli.failure import Parser, asks_for_json, print_failure
 from slipstream.serve.cli.flags import set_up_streams
-from slipstream.serve.cli.run import OpenLLM, open_llm
+from slipstream.serve.cli.run import INTERRUPTED, OpenLLM, open_llm
 
 # the module of each subcommand, in the order of --help
 MODULES = {
@@ -24,7 +24,6 @@ MODULES = {
     "rerank": "embed", "score": "embed", "bench": "bench", "eval": "evaluate", "plan": "plan", "replay": "replay",
     "doctor": "doctor", "version": "doctor",
 }  # fmt: skip
-INTERRUPTED = 130  # a shell's exit code for SIGINT
 BROKEN_PIPE = 141  # and for SIGPIPE
 
 

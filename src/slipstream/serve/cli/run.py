@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from slipstream.api.llm import LLM
     from slipstream.params.sampling import SamplingParams
 
+INTERRUPTED = 130  # a shell's exit code for SIGINT
+
 
 class OpenLLM(Protocol):
     """Creates an LLM from options."""

@@ -80,6 +80,7 @@ def test_each_line_gets_the_answer_of_its_route(batch):
     ]
     code, results, err, _ = batch(lines, "--concurrency", "2")
     assert code == 0 and "6 lines" in err and "1 with errors" in err
+    assert err.splitlines()[-1].startswith("the first error: bad: best_of ")
     assert [each["custom_id"] for each in results] == ["text", "chat", "vector", "rank", "score", "bad"]
     answers = {each["custom_id"]: each["response"] for each in results}
     assert all(each["error"] is None and each["response"]["request_id"] == each["id"] for each in results)
@@ -88,6 +89,14 @@ def test_each_line_gets_the_answer_of_its_route(batch):
     assert len(answers["vector"]["body"]["data"][0]["embedding"]) == 8
     assert len(answers["rank"]["body"]["results"]) == 2 and len(answers["score"]["body"]["data"]) == 1
     assert answers["bad"]["status_code"] == 400 and answers["bad"]["body"]["error"]["param"] == "best_of"
+
+
+@pytest.mark.parametrize("url", ["/v1/chat/completions", "/v1/embeddings", "/v1/rerank", "/v2/rerank"])
+def test_a_run_without_any_result_fails_and_says_why(batch, url):
+    code, results, err, _ = batch([line("a", url, nonsense=1), line("b", url, nonsense=1)])
+    assert code == 1 and len(results) == 2
+    counts, first = err.splitlines()[-2:]
+    assert counts.endswith("2 with errors") and first.startswith("the first error: a: ") and "{" not in first
 
 
 def test_a_byte_order_mark_is_no_part_of_the_first_line(batch):
@@ -211,7 +220,7 @@ def test_parser_flags(batch):
     body = {"messages": MESSAGES, "max_tokens": 13, "tools": TOOLS}
     lines = [line("a", "/v1/chat/completions", **body)]
     code, results, _, _ = batch(lines, "--no-enable-auto-tool-choice", "--reasoning-parser", "qwen3")
-    assert code == 0 and results[0]["response"]["status_code"] == 400
+    assert code == 1 and results[0]["response"]["status_code"] == 400
     assert results[0]["response"]["body"]["error"]["param"] == "tool_choice"
     code, _, err, _ = batch(lines, "--tool-call-parser", "nonsense", "--overwrite")
     assert code == 2 and "nonsense" in err

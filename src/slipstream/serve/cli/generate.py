@@ -120,7 +120,10 @@ class Printer:
             self._print_text(self._held[number], f"[prompt {number + 1}] ")
 
     def summary(self, seconds: float) -> str:
-        done, tokens = f"{self._num_done} of {len(self._prompts)} prompts are done", self._num_read + self._num_generated
+        done, tokens = (
+            f"{self._num_done} of {len(self._prompts)} prompts are done",
+            self._num_read + self._num_generated,
+        )
         return (
             f"{done}: {self._num_read} prompt and {self._num_generated} generated tokens in {seconds:.1f} s, "
             f"{tokens / max(seconds, 1e-9):.0f} tok/s"

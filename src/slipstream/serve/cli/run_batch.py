@@ -76,10 +76,13 @@ def run(args: argparse.Namespace, opener: OpenLLM) -> int:
                 asyncio.run(run_all)
             except EngineDead as error:
                 raise EngineDead(f"{error}; run the same command again to continue") from None
-        num_failed = output.num_failed()
+        failed = output.failed()
+        first = output.error(failed[0]) if failed else ""
         output.finish()
-    print(f"{num_lines} lines in {target}, {num_failed} with errors", file=sys.stderr)
-    return 0
+    print(f"{num_lines} lines in {target}, {len(failed)} with errors", file=sys.stderr)
+    if failed:
+        print(f"the first error: {first}", file=sys.stderr)
+    return int(len(failed) == num_lines)
 
 
 def check_input(path: Path) -> tuple[int, str]:
@@ -248,10 +251,18 @@ class BatchOutput:
         self._file.seek(start)
         return self._file.read(length)
 
-    def num_failed(self) -> int:
-        """The number of results that are errors, when all are there."""
+    def failed(self) -> list[int]:
+        """The indices of results that are errors, when all are there."""
         results = (msgspec.json.decode(self.result(index), type=StoredResult) for index in range(self.num_lines))
-        return sum(not result.succeeded for result in results)
+        return [index for index, result in enumerate(results) if not result.succeeded]
+
+    def error(self, index: int) -> str:
+        """The line's id and the message of its error, in the format of whichever API its route has."""
+        result = msgspec.json.decode(self.result(index))
+        found = result["error"] or result["response"]["body"]
+        while isinstance(found, dict) and (inner := found.get("error") or found.get("message")):
+            found = inner
+        return f"{result['custom_id']}: {found}"
 
     def finish(self) -> None:
         """Writes OUTPUT in the order of the input, and removes OUTPUT.part."""

@@ -5,9 +5,11 @@ import importlib.metadata
 import importlib.util
 import logging
 import os
+import resource
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -74,15 +76,47 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Ray's tests first: they wait, for up to a minute, and near the end nothing else would run meanwhile. Skips tests
-    marked `cuda` if there is no GPU."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="also run tests marked slow; -m slow runs them alone")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Ray's tests first: they wait, for up to a minute, and near the end nothing else would run meanwhile. Leaves out
+    tests marked `slow`, and skips tests marked `cuda` if there is no GPU."""
     items.sort(key=lambda item: item.path.name != "test_ray_replicas.py")
+    if not config.option.slow and "slow" not in config.option.markexpr:
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
     if torch.cuda.is_available():
         return
     for item in items:
         if item.get_closest_marker("cuda"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+def _cpu_seconds() -> float:
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + children.ru_utime + children.ru_stime
+
+
+_started = 0.0  # CPU seconds of this process when the present test began
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    global _started
+    _started = _cpu_seconds()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    """The XML of a run has the CPU seconds of each test, with its fixtures and the child processes that it waited for:
+    unlike the seconds on the clock, they hardly depend on what else runs on the machine."""
+    try:
+        return (yield)
+    finally:
+        item.user_properties.append(("cpu", f"{_cpu_seconds() - _started:.3f}"))
 
 
 @pytest.fixture(scope="session")

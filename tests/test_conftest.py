@@ -45,15 +45,22 @@ def test_warnings_are_captured_anew(capsys):
     set_up_log("error", "json")
     warnings.warn("three")
     assert '"message":"' in capsys.readouterr().err
+
+@pytest.mark.slow
+def test_that_is_slow():
+    assert False
 """
 
 
 def test_logging_that_a_test_configures_does_not_reach_the_next_test(tmp_path):
+    """In the same run, since it takes seconds: slow tests are left out, and each has its CPU seconds."""
     shutil.copy(Path(__file__).with_name("conftest.py"), tmp_path)
     (tmp_path / "test_in_order.py").write_text(TESTS, encoding="utf-8")
     env = child_env(PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")  # the fixture needs none, and their imports take seconds
     for name in ("SLIPSTREAM_LOG_LEVEL", "SLIPSTREAM_LOG_FORMAT", "PYTEST_ADDOPTS"):
         env.pop(name, None)
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q"]
-    done = subprocess.run([*command, "test_in_order.py"], cwd=tmp_path, env=env, capture_output=True, encoding="utf-8")
-    assert done.returncode == 0 and "4 passed" in done.stdout, done.stdout + done.stderr
+    command += ["--junitxml", "run.xml", "test_in_order.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, encoding="utf-8")
+    assert done.returncode == 0 and "4 passed, 1 deselected" in done.stdout, done.stdout + done.stderr
+    assert (tmp_path / "run.xml").read_text(encoding="utf-8").count('<property name="cpu" value="') == 4

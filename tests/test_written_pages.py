@@ -94,11 +94,12 @@ def test_sizes_of_packages_stay_on_the_page_while_they_are_about_right(script: M
     assert row in script.package_table(far)
 
 
-RUN = """<testsuites><testsuite>
-<testcase classname="tests.ops.test_a" name="one" time="1.5"/>
-<testcase classname="tests.ops.test_a.TestB" name="two" time="2.0"/>
-<testcase classname="tests.nn.models.test_c" name="three" time="1200"/>
-<testcase classname="tests.test_d" name="four" time="0.4"/>
+CPU = '<properties><property name="cpu" value="%s"/></properties></testcase>'
+RUN = f"""<testsuites><testsuite>
+<testcase classname="tests.ops.test_a" name="one" time="9.5">{CPU % 1.5}
+<testcase classname="tests.ops.test_a.TestB" name="two" time="9.0">{CPU % 2.0}
+<testcase classname="tests.nn.models.test_c" name="three" time="1">{CPU % 1200}
+<testcase classname="tests.test_d" name="four" time="0.4">{CPU % 0.4}
 <testcase classname="tests.ops.test_e" name="five" time="99"><skipped/></testcase></testsuite></testsuites>"""
 
 

@@ -14,9 +14,9 @@ from child import child_env
 PROGRAM = '''
 import importlib
 
+import kernel_builds
 import triton
 from kernel_builds import ATTENTION, BYTE, FLOAT, HALF, INT, LONG, build, encoders, of, recurrent, sample
-from triton.backends.compiler import GPUTarget
 
 ELEMENTWISE = "slipstream.ops.elementwise.triton"
 NORM = "slipstream.ops.elementwise.norm_triton"
@@ -276,7 +276,7 @@ def hopper():
         attributes = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind[0] == "*"}
         options = {"num_warps": 4, "maxnreg": registers}
         source = GluonASTSource(kernel, signature, constants, attributes)
-        triton.compile(source, GPUTarget("cuda", 90, 32), options)
+        kernel_builds.compile_source(source, options)
         print(name)
 
     def build_single(**constants):
@@ -288,7 +288,7 @@ def hopper():
         constants |= {"KV_HEADS": 8, "DIM": 128, "BLOCK_N": 128, "PAGE": 16, "STAGES": 3, "DEPENDENT": True}
         signature = {arg: "constexpr" if arg in constants else x[arg] for arg in kernel.arg_names}
         source = GluonASTSource(kernel, signature, constants, {})
-        triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": 4, "maxnreg": 168})
+        kernel_builds.compile_source(source, {"num_warps": 4, "maxnreg": 168})
         print("_single_kernel")
 
     def build_product(
@@ -314,7 +314,7 @@ def hopper():
         signature = {arg: "constexpr" if arg in constants else x.get(arg, "i32") for arg in kernel.arg_names}
         source = GluonASTSource(kernel, signature, constants, {})
         options = {"num_warps": -(-outputs // 64) * 4, "maxnreg": 128 if groups == 3 else 96 if rows <= 64 else 168}
-        triton.compile(source, GPUTarget("cuda", 90, 32), options)
+        kernel_builds.compile_source(source, options)
         print("streaming_kernel")
 
     def build_gate(gate, ahead):
@@ -327,7 +327,7 @@ def hopper():
         constants = {"GATE": gate, "AHEAD": ahead}
         signature = {arg: "constexpr" if arg in constants else x.get(arg, "i32") for arg in kernel.arg_names}
         source = GluonASTSource(kernel, signature, constants, {})
-        triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": 4, "maxnreg": 168})
+        kernel_builds.compile_source(source, {"num_warps": 4, "maxnreg": 168})
         print("_gate_kernel")
 
     def build_experts(gate):
@@ -342,7 +342,7 @@ def hopper():
         signature = {arg: "constexpr" if arg in constants else x.get(arg, "i32") for arg in kernel.arg_names}
         aligned = [i for i, arg in enumerate(signature) if arg in ("x", "x_stride", "order", "table") and (gate or i)]
         source = GluonASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
-        triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": 4, "maxnreg": 168})
+        kernel_builds.compile_source(source, {"num_warps": 4, "maxnreg": 168})
         print("_grouped_kernel")
 
     def build_streamed_experts(gate, **constants):
@@ -357,7 +357,7 @@ def hopper():
         constants |= {"GATE": gate, "TOP_K": 10, "OUTPUTS": outputs, "STAGES": 3, "AHEAD": 2, "DEPENDENT": True}
         signature = {arg: "constexpr" if arg in constants else x.get(arg, "i32") for arg in kernel.arg_names}
         source = GluonASTSource(kernel, signature, constants, {})
-        triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": outputs // 16, "maxnreg": 128})
+        kernel_builds.compile_source(source, {"num_warps": outputs // 16, "maxnreg": 128})
         print("_stream_kernel")
 
     def build_slices(gate, splits, rows, is_4_bit, groups=1, **constants):
@@ -372,7 +372,7 @@ def hopper():
         constants |= {"DEPENDENT": True, "GROUPS": groups} | ({} if is_4_bit else {"high_x": None})
         signature = {arg: "constexpr" if arg in constants else x.get(arg, "i32") for arg in kernel.arg_names}
         source = GluonASTSource(kernel, signature, constants, {})
-        triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": 4, "maxnreg": 128})
+        kernel_builds.compile_source(source, {"num_warps": 4, "maxnreg": 128})
         print("stream_kernel")
 
     def build_row(gate, splits, steps, outputs, warps, **constants):
@@ -386,7 +386,7 @@ def hopper():
         constants |= {"DEPENDENT": True, "OUTPUTS": outputs, "WARPS": warps}
         signature = {arg: "constexpr" if arg in constants else x.get(arg, "i32") for arg in kernel.arg_names}
         source = GluonASTSource(kernel, signature, constants, {})
-        triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": warps, "maxnreg": 64})
+        kernel_builds.compile_source(source, {"num_warps": warps, "maxnreg": 64})
         print("row_kernel")
 
     def build_layer():
@@ -400,7 +400,7 @@ def hopper():
         constants |= {"GATE": 1, "STAGES": 13, "DEPENDENT": True}
         signature = {arg: "constexpr" if arg in constants else x[arg] for arg in kernel.arg_names}
         source = GluonASTSource(kernel, signature, constants, {})
-        triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": 4, "maxnreg": 168})
+        kernel_builds.compile_source(source, {"num_warps": 4, "maxnreg": 168})
         print("layer_kernel")
 
     def build_pass():
@@ -415,7 +415,7 @@ def hopper():
         constants = {"HEADS": 32, "HEADS_OF_GROUP": 4}
         signature = {arg: "constexpr" if arg in constants else x.get(arg, "i32") for arg in kernel.arg_names}
         source = GluonASTSource(kernel, signature, constants, {})
-        triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": 4, "maxnreg": 168})
+        kernel_builds.compile_source(source, {"num_warps": 4, "maxnreg": 168})
         print("_pass_kernel")
 
     build_layer()
@@ -489,13 +489,14 @@ if triton.__version__.startswith("3.6."):
 pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 
-def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
+@pytest.mark.parametrize("extent", ["first language", pytest.param("whole", marks=pytest.mark.slow)])
+def test_kernels_compile_for_hopper(tmp_path: Path, extent: str) -> None:
     program = tmp_path / "build.py"  # triton reads the source of what it compiles
     program.write_text(PROGRAM)
     env = child_env(str(Path(__file__).parent))
     env.pop("TRITON_INTERPRET", None)
     env["TRITON_DISABLE_LINE_INFO"] = "1"  # a quarter of the time
     # triton's own cache is left in place: what it holds of these very sources has compiled
-    done = subprocess.run([sys.executable, str(program)], env=env, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, str(program), extent], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     assert len(done.stdout.split()) >= 36

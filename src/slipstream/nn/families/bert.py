@@ -32,6 +32,11 @@ def bert_shape(info: ModelInfo) -> EncoderShape:
         raise UnsupportedModel(
             f"{info.architecture} with positions of kind {kind} is not supported; {', '.join(known)} is"
         )
+    if info.extra.get("is_decoder"):
+        raise UnsupportedModel(
+            f"{info.architecture} with is_decoder attends to earlier tokens only, which is not supported for encoders; "
+            "remove it if the model was trained to see the whole text"
+        )
     return EncoderShape(
         vocab_size=info.vocab_size,
         hidden_size=info.hidden_size,

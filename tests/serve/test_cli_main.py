@@ -1,5 +1,6 @@
 import os
 import re
+import shlex
 import subprocess
 import sys
 
@@ -9,7 +10,7 @@ import slipstream
 from child import child_env
 from slipstream.base.errors import BadCheckpoint, EngineDead, NotEnoughMemory
 from slipstream.serve.cli import doctor
-from slipstream.serve.cli.commands import MODULES
+from slipstream.serve.cli.commands import EXAMPLES, MODULES, make_parser
 
 
 def test_help_lists_the_commands(terminal):
@@ -28,8 +29,32 @@ def test_a_command_is_found_without_the_others(terminal, command):
 def test_the_help_of_a_command_shows_its_flags(terminal, command):
     code, out, _ = terminal.run(command, "--help")
     assert code == 0
-    assert "--temperature X" in out and "--page-size N" in out
+    assert "--temperature X" in out and "--page-size N" not in out
     assert out.startswith(f"usage: slipstream {command} [PROMPT")
+    assert "--temperature X" in (whole := terminal.run(command, "--help", "all")[1]) and "--page-size N" in whole
+    assert terminal.run(command, "--help=all")[1] == whole
+    found = terminal.run(command, "-h", "page_size")[1]
+    assert "--page-size N" in found and "--temperature" not in found
+
+
+@pytest.mark.parametrize("command", ["", *MODULES])
+def test_the_help_is_one_screen(terminal, monkeypatch, command):
+    monkeypatch.setenv("COLUMNS", "80")
+    _, out, _ = terminal.run(*command.split(), "--help")
+    assert len(out.splitlines()) <= (75 if command == "bench" else 50)
+    assert terminal.run("help", *command.split())[1] == terminal.run("--help", *command.split())[1] == out
+
+
+@pytest.mark.parametrize("example", [each for examples in EXAMPLES.values() for each in examples])
+def test_examples_of_the_help_are_commands(example):
+    _, *argv = shlex.split(example.rpartition("| ")[2].partition(" >")[0])
+    make_parser(argv).parse_args(argv)  # exits for one that is wrong
+    assert argv[0] in MODULES
+
+
+def test_every_command_with_flags_has_an_example_in_its_help(terminal):
+    assert EXAMPLES.keys() - {""} == MODULES.keys() - {"version"}
+    assert all(each in terminal.run(name, "--help")[1] for name in EXAMPLES if name for each in EXAMPLES[name])
 
 
 def test_version_needs_no_model(terminal, monkeypatch):
@@ -44,7 +69,8 @@ def test_version_needs_no_model(terminal, monkeypatch):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["fly"], "invalid choice: 'fly'"),
+        (["fly"], "there is no command fly; slipstream --help lists the commands"),
+        (["srve", "--port", "1"], "there is no command srve; did you mean serve?"),
         (
             ["chat", "hi", "--page-sise", "3"],
             "slipstream chat: error: there is no flag --page-sise; did you mean --page-size?",

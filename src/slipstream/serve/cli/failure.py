@@ -6,6 +6,7 @@ The exit code is 2 for a user error and 1 for a failure of the engine.
 from __future__ import annotations
 
 import argparse
+import copy
 import difflib
 import itertools
 import logging
@@ -18,7 +19,7 @@ from slipstream.base.errors import EngineClosed, EngineDead, InvalidOption, Slip
 from slipstream.base.log import FORMAT, set_up_log
 from slipstream.config.options import Options
 from slipstream.config.vllm_args import REFUSED
-from slipstream.serve.cli.flags import SAMPLING_HELP
+from slipstream.serve.cli.flags import COMMON, LONG_GROUPS, SAMPLING_HELP
 from slipstream.serve.http.server.errors import Flags
 from slipstream.serve.http.server.settings import ServerSettings
 
@@ -48,8 +49,34 @@ def one_line(error: BaseException) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """Suggests the nearest flag for an unknown one, in the subcommand where it was given; says why options of vLLM are
-    not there."""
+    """Shows one screen of help, or all of it. Suggests the nearest flag for an unknown one, in the subcommand where it
+    was given; says why options of vLLM are not there."""
+
+    def __init__(self, *, examples: Sequence[str] = (), **how: Any) -> None:
+        super().__init__(add_help=False, formatter_class=_Formatter, **how)
+        self.examples = examples
+        text = "show this, all flags, or those with a word"
+        self.add_argument("-h", "--help", action=_Help, nargs="?", const="", metavar="all|WORD", help=text)
+
+    def format_help(self, word: str = "") -> str:
+        """`word`: that all flags shown have in their names or texts; `all`: all flags; empty: the common ones."""
+        formatter = self._get_formatter()
+        formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
+        formatter.add_text(self.description)
+        if not word and self.examples:
+            formatter.add_text("\n".join(["examples:", *(f"  {each}" for each in self.examples)]))
+        num_hidden = 0
+        for group in self._action_groups:
+            shown = [action for action in group._group_actions if _is_shown(action, group.title or "", word)]
+            num_hidden += len(group._group_actions) - len(shown)
+            formatter.start_section(group.title)
+            formatter.add_text(group.description if shown and word else None)
+            formatter.add_arguments(shown if word else [_shortened(action) for action in shown])
+            formatter.end_section()
+        if num_hidden and not word:
+            formatter.add_text(f"{num_hidden} more flags: {self.prog} --help all, or --help WORD for those with a word")
+        formatter.add_text(self.epilog)
+        return formatter.format_help()
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         self._given = list(sys.argv[1:] if args is None else args)
@@ -63,7 +90,7 @@ class Parser(argparse.ArgumentParser):
     def _refuse_unknown(self) -> None:
         """First: else the value of an unknown flag is taken for an argument, and the error is about that."""
         known = self._option_string_actions
-        if not {"-h", "--help"} & set(self._given):
+        if not any(given.split("=")[0] in ("-h", "--help") for given in self._given):
             for given in itertools.takewhile(lambda given: given != "--", self._given):
                 if given.startswith("--") and given.split("=")[0] not in known:
                     self.refuse([given])
@@ -87,6 +114,45 @@ class Parser(argparse.ArgumentParser):
         if any(action.dest == "prompt" for action in self._actions):
             return "; put a text with spaces in quotes"
         return f"; to name a model give --model {given}" if "--model" in self._option_string_actions else ""
+
+
+class _Help(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, namespace: object, word: Any, flag: str | None = None) -> None:
+        assert isinstance(parser, Parser)
+        chosen = parser
+        for action in parser._subparsers._group_actions if parser._subparsers is not None else ():
+            if isinstance(action.choices, dict) and word in action.choices:  # slipstream --help chat
+                chosen, word = action.choices[word], ""
+        parser._print_message(chosen.format_help(word), sys.stdout)
+        parser.exit()
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """Lines of a text with several stay as they are."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=30)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        if "\n" in text:
+            return super()._fill_text(text, width, indent)
+        return argparse.HelpFormatter._fill_text(self, text, width, indent)
+
+
+def _is_shown(action: argparse.Action, group: str, word: str) -> bool:
+    if word == "all":
+        return True
+    if not word:
+        return not isinstance(action, _Help) and (group not in LONG_GROUPS or action.dest in COMMON)
+    return word.lower().replace("_", "-") in " ".join([*action.option_strings, action.help or ""]).lower()
+
+
+def _shortened(action: argparse.Action) -> argparse.Action:
+    """With the first part of its help, and the default."""
+    short = copy.copy(action)
+    text, bracket, default = (action.help or "").partition(" (default: ")
+    short.help = text.partition(";")[0] + bracket + default
+    return short
 
 
 def asks_for_json(argv: Sequence[str], environ: Mapping[str, str]) -> bool:

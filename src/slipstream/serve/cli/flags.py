@@ -43,6 +43,13 @@ SAMPLING_HELP = {
     "ignore_eos": "continue past the model's end token",
 }
 
+# Flags of the engine, the server and sampling that --help shows; `--help all` shows the others too.
+COMMON = frozenset((
+    "model", "max_model_len", "max_num_seqs", "kv_cache_memory", "temperature", "top_p", "max_tokens", "host", "port",
+    "api_key", "log_level",
+))  # fmt: skip
+LONG_GROUPS = ("engine", "server", "sampling")
+
 
 def add_engine_flags(
     parser: argparse.ArgumentParser, *, aliases: Mapping[str, str] = {}, leave_out: Iterable[str] = ()

@@ -90,7 +90,7 @@ AMBIGUOUS = {
 }
 HAVE_SLOTS = "ops/ nn/ runner/ config/ contracts/ engine/ handoff/ ranks/ record/ scheduler/"
 HAVE_TEXT_LINES = (
-    "base/ checkpoint/late_info.py device/device.py device/sync_check/ metrics/ nn/transformers_probe.py "
+    "base/ checkpoint/late_interaction.py device/device.py device/sync_check/ metrics/ nn/transformers_probe.py "
     "nn/transformers_probe.py ops/platform/native.py ops/platform/native.py ops/gemm/linear/epilogue.py "
     "ops/gemm/linear/epilogue.py parsers/ serve/ text/"
 )
@@ -99,6 +99,17 @@ HAVE_HEADS = (
     "checkpoint/ config/ contracts/ engine/ front/vllm_names.py front/vllm_names.py nn/ ops/ record/ runner/ "
     "serve/cli/plan.py"
 )
+HAVE_ADMISSIONS = "config/ contracts/ ops/sampling/ ranks/ record/ runner/ scheduler/"
+HAVE_DRAFTS = (
+    "config/ contracts/ engine/ handoff/ metrics/ nn/ ops/ params/ ranks/ record/ runner/ scheduler/ "
+    "serve/bench/ serve/cli/"
+)
+HAVE_HELD = (
+    "contracts/request.py scheduler/grammar/ scheduler/host_processors.py scheduler/lifecycle.py scheduler/planners.py"
+)
+HAVE_LATE = "config/buffer_size.py contracts/ engine/ ranks/ record/ runner/ scheduler/"
+HAVE_OFFLOADED = "config/ engine/ nn/ runner/"
+HAVE_STREAMS = "api/ config/ device/ engine/ front/ runner/ serve/ text/ transport/ nn/weights/offloaded_layers.py"
 # Words with one meaning, which belongs to these files; other files use another word.
 LIMITED = {
     "head": ("of attention or of a model; else header", HAVE_HEADS),
@@ -112,8 +123,22 @@ LIMITED = {
     "body": ("of an HTTP request, or of a rule; else module, forward, payload", "serve/ scheduler/grammar/ text/"),
     "slot": ("storage in a KV or state cache, or of an adapter; else target, entry, buffer", HAVE_SLOTS),
     "slots": ("storage in a KV or state cache, or of adapters; else targets, entries, buffers", HAVE_SLOTS),
+    "admission": ("of a request to a row; else gate, refusal, check", HAVE_ADMISSIONS),
+    "admissions": ("of requests to rows; else gates, refusals, checks", HAVE_ADMISSIONS),
+    "draft": ("a guessed token; else prompt, candidate", HAVE_DRAFTS),
+    "drafts": ("guessed tokens; else prompts, candidates", HAVE_DRAFTS),
+    "held": ("a running request that plans leave out; else pending, used, kept", HAVE_HELD),
+    "late": ("after the launch of its step; else delayed, following", HAVE_LATE),
+    "offload": ("to host memory; else background threads", HAVE_OFFLOADED),
+    "offloaded": ("to host memory; else in the background", HAVE_OFFLOADED),
+    "stream": ("of a device, or of a response; else streaming GEMM, copies, offloaded layers", HAVE_STREAMS),
+    "streams": ("of a device, or of a response; else streaming GEMM, copies, offloaded layers", HAVE_STREAMS),
+    "streamed": ("of a response; else streaming GEMM, copies, offloaded layers", HAVE_STREAMS),
 }
-FIELD_TERMS = {"in_place", "In_Place", "__slots__"}  # these contain such a word
+# these contain such a word
+FIELD_TERMS = {"in_place", "In_Place", "__slots__", "late_interaction", "host_late"}
+# of a device or the operating system, under the names of their libraries
+FIELD_TERMS |= {"current_stream", "cuda_stream", "two_streams", "TWO_STREAMS", "SOCK_STREAM", "Stream_Handler"}
 
 
 def ambiguous_names(src: Path) -> list[str]:
@@ -130,7 +155,7 @@ def ambiguous_names(src: Path) -> list[str]:
             continue  # a comment may have such a word; only then are names told from comments, which takes long
         for token in tokenize.generate_tokens(io.StringIO(text).readline):
             words = wrong.get(token.string) if token.type == tokenize.NAME else None
-            if words and "slots=True" not in token.line:  # of dataclasses
+            if words and not re.match(r"from |import |.*slots=True", token.line):  # of dataclasses
                 found.add(f"{path}:{token.start[0]}: {token.string}: {banned[min(words)]}")
     return sorted(found)
 

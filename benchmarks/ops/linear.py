@@ -17,7 +17,7 @@ from timing import replay_seconds
 
 from slipstream.ops.elementwise import silu_and_mul
 from slipstream.ops.gemm.linear import gated_linear
-from slipstream.ops.gemm.linear.streaming_hopper import StreamTile, streaming_gemm
+from slipstream.ops.gemm.linear.streaming_hopper import StreamingTile, streaming_gemm
 from slipstream.ops.gemm.linear.tiles import linear
 from slipstream.ops.gemm.linear.triton import GemvTile, SkinnyTile, gemv, skinny_mma
 
@@ -65,7 +65,7 @@ def candidates(rows: int, gate: str) -> dict[str, Gemm]:
         return lambda x, w: skinny_mma(x, w, None, gate, SkinnyTile(*tile))
 
     def stream(tile: tuple[int, ...]) -> Gemm:
-        return lambda x, w: streaming_gemm(x, w, None, gate, StreamTile(*tile))
+        return lambda x, w: streaming_gemm(x, w, None, gate, StreamingTile(*tile))
 
     found = {f"few {tile}": few(tile) for tile in FEW_TILES} if rows <= 2 else {}
     if 2 < rows <= 32:

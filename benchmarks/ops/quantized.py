@@ -18,9 +18,9 @@ from timing import replay_seconds
 
 from slipstream.ops.elementwise import silu_and_mul
 from slipstream.ops.gemm.linear import gated_linear
-from slipstream.ops.gemm.quantized import QuantizedMatrix, dequantize, quantized_linear, streams, words_of
+from slipstream.ops.gemm.quantized import QuantizedMatrix, dequantize, quantized_linear, takes_streaming, words_of
 from slipstream.ops.gemm.quantized.gemm import GemmTile, quantize_rows, quantized_gemm
-from slipstream.ops.gemm.quantized.stream import SliceTile, stream_gemm
+from slipstream.ops.gemm.quantized.streaming import SliceTile, streaming_gemm_low_bit
 
 SHAPES = {  # name: (out, in, gate)
     "qkv": (6144, 4096, ""),
@@ -68,10 +68,10 @@ def time_us(gemm: Callable[[Any], Any], weights: list[Any]) -> float:
 SLICES = [SliceTile(splits, 64, 4, programs) for splits in (1, 2, 4) for programs in (2, 3, 4)]
 
 
-def candidates(rows: int, num_out: int, gate: str, is_streamed: bool) -> dict[str, Gemm]:
+def candidates(rows: int, num_out: int, gate: str, is_streaming: bool) -> dict[str, Gemm]:
     """Kernels with other tiles, by their sizes."""
-    if is_streamed:
-        return {str(tuple(tile)): partial(stream_gemm, bias=None, gate=gate, tile=tile) for tile in SLICES}
+    if is_streaming:
+        return {str(tuple(tile)): partial(streaming_gemm_low_bit, bias=None, gate=gate, tile=tile) for tile in SLICES}
     many = [GemmTile(*tile) for tile in MANY_TILES]
     if rows <= 64:
         padded = max(16, rows)
@@ -125,7 +125,7 @@ def main() -> None:
                 off = (run(weights[0]).double() - exact).norm() / exact.norm()
                 others = {}
                 if args.tiles and (rows <= 64 or kind != "fp8"):
-                    others = candidates(rows, num_out, gate, not is_fp8 and streams(x, weights[0]))
+                    others = candidates(rows, num_out, gate, not is_fp8 and takes_streaming(x, weights[0]))
                 if args.compile:
                     for gemm in others.values():
                         attempt(partial(gemm, x, weights[0]))

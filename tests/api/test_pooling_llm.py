@@ -238,7 +238,7 @@ def test_late_interaction_is_the_sum_of_the_nearest(folders, monkeypatch):
 
         # an embedder without its vectors: what is left is compared token by token
         (served,) = llm.models.values()
-        pooling = msgspec.structs.replace(served.description.pooling, tasks=("token_embed",), late=True)
+        pooling = msgspec.structs.replace(served.description.pooling, tasks=("token_embed",), late_interaction=True)
         served.pooling_inputs.pooling = pooling
         facts = msgspec.structs.replace(served.description, pooling=pooling)
         llm.models[served.description.name] = msgspec.structs.replace(served, description=facts)

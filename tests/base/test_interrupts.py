@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from slipstream.front.sync_loop import held_back, watched
+from slipstream.front.sync_loop import interrupts_deferred, watched
 
 pytestmark = pytest.mark.usefixtures("interrupts")
 
@@ -18,11 +18,11 @@ def interrupt():
 
 def test_one_that_comes_inside_is_raised_at_the_end():
     done = []
-    with pytest.raises(KeyboardInterrupt), held_back():
+    with pytest.raises(KeyboardInterrupt), interrupts_deferred():
         interrupt()
         done.append(1)
     assert done == [1]
-    with held_back():
+    with interrupts_deferred():
         pass  # it was raised once
 
 
@@ -40,7 +40,7 @@ def test_holds_within_holds_end_with_the_outermost():
     done = []
     with pytest.raises(KeyboardInterrupt), watched() as hold:
         with hold:
-            with held_back(), hold:
+            with interrupts_deferred(), hold:
                 interrupt()
             done.append(1)
         done.append(2)
@@ -48,7 +48,7 @@ def test_holds_within_holds_end_with_the_outermost():
 
 
 def test_an_error_does_not_swallow_an_interrupt():
-    with pytest.raises(KeyboardInterrupt) as found, held_back():
+    with pytest.raises(KeyboardInterrupt) as found, interrupts_deferred():
         interrupt()
         raise ValueError("while it was held")
     assert isinstance(found.value.__context__, ValueError)
@@ -57,7 +57,7 @@ def test_an_error_does_not_swallow_an_interrupt():
 def test_an_existing_interrupt_handler_stays_installed():
     came = []
     signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
-    with held_back():
+    with interrupts_deferred():
         interrupt()
         assert came == [signal.SIGINT]
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -68,7 +68,7 @@ def test_other_threads_hold_nothing_back():
     entered, leave = threading.Event(), threading.Event()
 
     def work():
-        with held_back():
+        with interrupts_deferred():
             entered.set()
             leave.wait()
 

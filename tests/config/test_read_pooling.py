@@ -222,7 +222,7 @@ def test_projections_without_a_pooling_are_for_tokens(tmp_path: Path) -> None:
         tmp_path, BERT, modules=listed, **{"1_Dense__config": dense}, tokenizer=words,
         config_sentence_transformers={"query_prefix": "[Q] ", "document_prefix": "[D] "},
     )  # fmt: skip
-    assert pooling.late and pooling.tasks == ("token_embed",) and pooling.token_size == 8
+    assert pooling.late_interaction and pooling.tasks == ("token_embed",) and pooling.token_size == 8
     assert isinstance(pooling.modules[0], DenseInfo) and pooling.modules[0].per_token
     assert pooling.prompts == {"query": "[Q] ", "document": "[D] "} and pooling.normalize
     assert (pooling.query.filled, pooling.query.filler_id, pooling.query.filler_is_seen) == (32, 4, False)
@@ -237,7 +237,7 @@ def test_colbert_keeps_its_settings_in_a_file(tmp_path: Path) -> None:
     pooling = read(tmp_path, colbert)
     assert pooling.query == Role(token_id=1, length=24, filler_id=6, filled=24, filler_is_seen=False)
     assert pooling.document == Role(token_id=2, length=50)
-    assert pooling.token_size == 16 and pooling.skip_token_ids == () and pooling.late
+    assert pooling.token_size == 16 and pooling.skip_token_ids == () and pooling.late_interaction
     (tmp_path / "artifact.metadata").unlink()  # then all is as usual
     pooling = read(tmp_path, colbert)
     assert pooling.query == Role(token_id=1, length=32, filler_id=6, filled=32, filler_is_seen=False)

@@ -18,7 +18,7 @@ WRONG = {
         ("routed_scaling_factor", float("inf"), "scale"),
     ],
     "glm4_moe": [("n_shared_experts", -1, "size")],
-    "gemma3n": [("altup_num_inputs", 10**9, "num_streams"), ("hidden_size_per_layer_input", True, "size")],
+    "gemma3n": [("altup_num_inputs", 10**9, "num_copies"), ("hidden_size_per_layer_input", True, "size")],
     "jamba": [
         ("mamba_expand", 0, "size"), ("mamba_d_conv", 2**63, "conv_width"), ("mamba_d_state", True, "state_size"),
     ],

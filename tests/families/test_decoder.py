@@ -65,7 +65,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3n": ("gemma3n", {}),
     "gemma3n unshared": ("gemma3n", {"num_kv_shared_layers": 0, "altup_active_idx": 1, "altup_correct_scale": False}),
     "gemma3n dense": ("gemma3n", {"activation_sparsity_pattern": [0.0] * 5, "num_kv_shared_layers": 3}),
-    "gemma3n other streams": ("gemma3n", {"altup_num_inputs": 5, "altup_active_idx": 4}),
+    "gemma3n other copies": ("gemma3n", {"altup_num_inputs": 5, "altup_active_idx": 4}),
     "gemma4": ("gemma4", {}),
     "gemma4 unshared": ("gemma4", {"num_kv_shared_layers": 0, "attention_k_eq_v": False}),
     "gemma4 equal heads": ("gemma4", {"global_head_dim": 16, "num_global_key_value_heads": 2}),

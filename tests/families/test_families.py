@@ -195,7 +195,7 @@ def test_a_gemma_3n_that_shares_all_layers_is_named() -> None:
     ("facts", "error", "words"),
     [
         ({"altup_num_inputs": 1}, UnsupportedModel, "altup_num_inputs is 1"),
-        ({"altup_active_idx": 3}, BadCheckpoint, "altup_active_idx is 3, and there are 3 streams"),
+        ({"altup_active_idx": 3}, BadCheckpoint, "altup_active_idx is 3, and there are 3 copies"),
         ({"altup_active_idx": -1}, BadCheckpoint, "altup_active_idx is -1"),
     ],
 )

@@ -17,7 +17,7 @@ from slipstream.front.core_state import QueueLoad
 from slipstream.front.inputs import InputProcessor
 from slipstream.front.pooling_inputs import PoolingInputs
 from slipstream.front.pooling_prompts import PoolingBatch
-from slipstream.front.prompts import LONG, GenerationPrompts, Offload
+from slipstream.front.prompts import LONG, GenerationPrompts, TokenizerThreads
 from slipstream.params.pooling import PoolingParams
 from text.test_pieces import Counting, bytewise, wordpiece
 
@@ -122,7 +122,7 @@ def test_no_more_texts_are_read_at_once_than_there_are_threads_and_all_are_read(
         return "done"
 
     async def main():
-        pool = Offload(threads=2)
+        pool = TokenizerThreads(threads=2)
         tasks = [asyncio.create_task(pool.run(LONG, work)) for _ in range(6)]
         await asyncio.sleep(0)
         assert pool.size == 6 * LONG
@@ -142,7 +142,7 @@ def test_cancelled_work_is_not_started():
         assert go_on.wait(PATIENCE)
 
     async def main():
-        pool = Offload(threads=1)
+        pool = TokenizerThreads(threads=1)
         first = asyncio.create_task(pool.run(LONG, hold))
         second = asyncio.create_task(pool.run(LONG, lambda: begun.append(1)))
         await asyncio.sleep(0)
@@ -163,7 +163,7 @@ def test_the_heap_is_trimmed_after_a_large_text_also_after_an_error(monkeypatch)
     monkeypatch.setattr(offload, "trim_heap", lambda: given.append(1))
 
     async def main():
-        pool = Offload(threads=1)
+        pool = TokenizerThreads(threads=1)
         assert await pool.run(LONG, lambda: 7) == 7 and not given
         assert await pool.run(2**18, lambda: 7) == 7 and len(given) == 1
         with pytest.raises(ZeroDivisionError):

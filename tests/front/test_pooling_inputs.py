@@ -46,7 +46,9 @@ CROSS = PoolingInfo(
     has_types=True,
     types_pairs=True,
 )
-LATE = PoolingInfo(tasks=("token_embed",), methods=("all",), is_causal=False, embed_size=8, token_size=8, late=True)
+LATE = PoolingInfo(
+    tasks=("token_embed",), methods=("all",), is_causal=False, embed_size=8, token_size=8, late_interaction=True
+)
 EMBED = PoolingParams(task="embed")
 
 

@@ -39,7 +39,7 @@ def end_by(sample, how: str) -> None:
 
 
 ENDS = pytest.mark.parametrize("how", ["length", "stop token", "abort"])
-STREAMS = pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
+STREAMS = pytest.mark.parametrize("stream", [True, False], ids=["streaming", "whole"])
 
 
 def whole(sample, stream: bool, so_far: str = "") -> str:

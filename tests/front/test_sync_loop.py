@@ -39,13 +39,13 @@ class World:
 
         self.core.executor.launch = watched
 
-    def may_be_late(self, messages):
-        return self.drive.may_be_late(SERVED, [(message, None) for message in messages])
+    def may_follow(self, messages):
+        return self.drive.may_follow(SERVED, [(message, None) for message in messages])
 
-    def run(self, messages, late=True):
+    def run(self, messages, follows=True):
         prepared = [(message, None) for message in messages]
         with self.drive.turn():
-            return self.drive.run(SERVED, prepared, late=late)
+            return self.drive.run(SERVED, prepared, follows=follows)
 
 
 def tokens_of(track):
@@ -66,17 +66,17 @@ def mixed(num):
 @pytest.mark.parametrize("limits", [{}, dict(num_pages=24), dict(max_num_seqs=3), dict(max_waiting=5)])
 def test_the_steps_are_the_same_whenever_prompts_are_taken_in(depth, limits):
     messages = list(mixed(40))
-    late, early = World(depth, **limits), World(depth, **limits)
-    assert late.may_be_late(messages)
-    found, wanted = late.run(messages), early.run(messages, late=False)
+    follows, early = World(depth, **limits), World(depth, **limits)
+    assert follows.may_follow(messages)
+    found, wanted = follows.run(messages), early.run(messages, follows=False)
     assert [track.id for track in found] == [message.request_id for message in messages]
     assert [tokens_of(track) for track in found] == [tokens_of(track) for track in wanted]
     assert tokens_of(found[4]) == [tokens_alone(messages[4], sample)[0] for sample in (0, 1)]
-    assert len(late.plans) == len(early.plans) or "max_waiting" in limits
+    assert len(follows.plans) == len(early.plans) or "max_waiting" in limits
     if "max_waiting" not in limits:
-        for ours, theirs in zip(late.plans, early.plans, strict=True):
+        for ours, theirs in zip(follows.plans, early.plans, strict=True):
             assert str(ours) == str(theirs)
-    late.core.scheduler.check()
+    follows.core.scheduler.check()
 
 
 def test_the_first_step_waits_only_for_those_it_has_room_for():
@@ -88,7 +88,7 @@ def test_the_first_step_waits_only_for_those_it_has_room_for():
     world.run(messages)
     assert world.num_taken[:4] == [2, 2 + PROMPTS_PER_STEP, 2 + 2 * PROMPTS_PER_STEP, 20]
     world = World(max_num_batched_tokens=16)
-    world.run(messages, late=False)
+    world.run(messages, follows=False)
     assert set(world.num_taken) == {20}
 
 
@@ -125,22 +125,22 @@ def test_queue_time_counts_from_the_start_of_the_call():
 
 def test_all_prompts_are_submitted_first_where_their_order_matters():
     some = list(mixed(3))
-    assert World().may_be_late(some)
-    assert not World().may_be_late([*some, msgspec.structs.replace(some[0], priority=1)])
-    assert not World(num_pages=9).may_be_late(some)  # one that is too large must be refused before any runs
+    assert World().may_follow(some)
+    assert not World().may_follow([*some, msgspec.structs.replace(some[0], priority=1)])
+    assert not World(num_pages=9).may_follow(some)  # one that is too large must be refused before any runs
     world = World()
     with_others = world.drive.stream(SERVED, (submit("other", [1], max_tokens=9), None))
     next(with_others)
-    assert not world.may_be_late(some)
+    assert not world.may_follow(some)
     with_others.close()
-    assert world.may_be_late(some)
+    assert world.may_follow(some)
 
 
 def test_a_prompt_that_can_never_run_is_refused_before_any_runs():
     world = World(num_pages=9)
     messages = [submit("a", [1] * 8), submit("b", [1] * 40, max_tokens=20)]
     with pytest.raises(RequestTooLarge):
-        world.run(messages, late=world.may_be_late(messages))
+        world.run(messages, follows=world.may_follow(messages))
     assert not world.plans and not world.core.has_requests()
 
 
@@ -170,13 +170,13 @@ class Late(list):
 def test_a_step_waits_for_a_prompt_only_if_it_has_room(depth):
     """So steps are the same, however long a text takes to be encoded."""
     messages = [submit(f"r{place}", [place + 1] * 8, max_tokens=3) for place in range(20)]
-    late, early = (World(depth, max_num_batched_tokens=16, max_num_seqs=4) for _ in range(2))
+    follows, early = (World(depth, max_num_batched_tokens=16, max_num_seqs=4) for _ in range(2))
     prompts = Late((message, None) for message in messages)
-    found = late.drive.run(SERVED, prompts, late=True)
-    wanted = early.run(messages, late=False)
+    found = follows.drive.run(SERVED, prompts, follows=True)
+    wanted = early.run(messages, follows=False)
     assert [tokens_of(track) for track in found] == [tokens_of(track) for track in wanted]
-    assert list(map(str, late.plans)) == list(map(str, early.plans))
-    assert late.num_taken[:3] == [2, 4, 4], "prompts were requested without a free row"
+    assert list(map(str, follows.plans)) == list(map(str, early.plans))
+    assert follows.num_taken[:3] == [2, 4, 4], "prompts were requested without a free row"
 
 
 class Panic(BaseException):
@@ -196,7 +196,7 @@ def test_prompts_that_are_refused_or_cannot_be_read_end_the_call_and_not_the_eng
         raise error("no")
 
     with pytest.raises(error, match="no"):
-        world.drive.run(SERVED, prompts(), late=True)
+        world.drive.run(SERVED, prompts(), follows=True)
     assert not world.drive.outputs.states and not world.core.scheduler.num_running
     world.core.scheduler.check()
     (track,) = world.run([submit("next", [1, 2], max_tokens=3)])
@@ -218,7 +218,7 @@ def test_a_handled_error_keeps_no_reference_to_prompts(place):
     gc.disable()
     try:
         with pytest.raises(ValueError, match="no") as found:
-            world.drive.run(SERVED, prompts, late=True)
+            world.drive.run(SERVED, prompts, follows=True)
         del found, prompts
         assert kept() is None
     finally:
@@ -297,7 +297,7 @@ def test_waiting_for_prompts_does_not_count_as_host_time(depth):
                 yield prepared
 
     prompts = Slow((submit(f"r{place}", [place + 1] * 8, max_tokens=3), None) for place in range(20))
-    world.drive.run(SERVED, prompts, late=True)
+    world.drive.run(SERVED, prompts, follows=True)
     total, num_steps = timer.total, len(world.plans)
     assert total.num_steps == num_steps and total.host == pytest.approx(0.001 * num_steps)
     assert world.core.pace._host < 0.0011
@@ -325,9 +325,9 @@ def test_a_device_that_breaks_while_prompts_are_taken_in():
 
 
 @DEPTHS
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("follows", [False, True])
 @pytest.mark.usefixtures("interrupts")
-def test_an_interrupt_while_a_prompt_is_taken_in_leaves_nothing_half_done(depth, late, monkeypatch):
+def test_an_interrupt_while_a_prompt_is_taken_in_leaves_nothing_half_done(depth, follows, monkeypatch):
     """Between the two lines by which a request begins to wait."""
     from slipstream.scheduler import waiting
 
@@ -341,7 +341,7 @@ def test_an_interrupt_while_a_prompt_is_taken_in_leaves_nothing_half_done(depth,
 
     monkeypatch.setattr(waiting.heapq, "heappush", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        world.run([submit("a", [1, 2]), submit("b", [3])], late=late)
+        world.run([submit("a", [1, 2]), submit("b", [3])], follows=follows)
     assert world.core.scheduler.num_waiting == 0 and not world.drive.outputs.states
     world.core.scheduler.check()
     (track,) = world.run([submit("next", [1, 2], max_tokens=3)])
@@ -365,7 +365,7 @@ def test_an_interrupted_call_takes_nothing_from_a_stream():
 
     world.core.step = interrupted
     with pytest.raises(KeyboardInterrupt):
-        world.run([submit("a", [3], max_tokens=9)], late=False)
+        world.run([submit("a", [3], max_tokens=9)], follows=False)
     *_, last = stream
     assert last.outputs[0].token_ids == tokens_alone(message, 0)[0]
 
@@ -380,7 +380,7 @@ def test_a_stream_dropped_in_another_thread_ends_with_the_next_call():
     other.join(PATIENCE)
     assert world.core.scheduler.num_live == 1
     with world.drive.turn():
-        assert world.may_be_late(list(mixed(3)))
+        assert world.may_follow(list(mixed(3)))
     assert not world.core.scheduler.num_live
     world.core.scheduler.check()
 
@@ -403,13 +403,13 @@ def test_all_requests_are_aborted_despite_a_second_interrupt():
 
     world.drive.lanes.abort, world.core.step = interrupted_abort, interrupted
     with pytest.raises(KeyboardInterrupt):
-        world.run([submit(f"a{place}", [place], max_tokens=50) for place in range(20)], late=False)
+        world.run([submit(f"a{place}", [place], max_tokens=50) for place in range(20)], follows=False)
     assert len(aborted) == 20 and world.core.scheduler.num_waiting == 0 and not world.drive.outputs.states
 
 
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("follows", [False, True])
 @pytest.mark.usefixtures("interrupts")
-def test_a_call_changes_the_handler_of_interrupts_once(late, monkeypatch):
+def test_a_call_changes_the_handler_of_interrupts_once(follows, monkeypatch):
     """It took longer than to take a prompt in, and was done for each."""
     changes = []
     change = signal.signal
@@ -420,5 +420,5 @@ def test_a_call_changes_the_handler_of_interrupts_once(late, monkeypatch):
 
     monkeypatch.setattr(signal, "signal", counted)
     world = World()
-    world.run([submit(f"r{place}", [place + 1], max_tokens=4) for place in range(30)], late=late)
+    world.run([submit(f"r{place}", [place + 1], max_tokens=4) for place in range(30)], follows=follows)
     assert len(world.plans) > 4 and len(changes) == 2

@@ -15,8 +15,8 @@ for module in (
     "gemm.linear.streaming_hopper",
     "gemm.linear.gated_gemm_hopper",
     "gemm.moe.gemm_hopper",
-    "gemm.moe.stream_hopper",
-    "gemm.quantized.stream",
+    "gemm.moe.streaming_hopper",
+    "gemm.quantized.streaming",
     "recurrent.ssm_hopper",
 ):
     module = f"slipstream.ops.{module}"
@@ -59,7 +59,7 @@ def quantized() -> dict[str, Callable[[], Any]]:
     matrix = QuantizedMatrix(half(32, 64).to(torch.float8_e4m3fn), torch.rand(32, 2), None)
     rows = QuantizedMatrix(half(64, 512).to(torch.float8_e4m3fn), torch.rand(64, 1), None)
     wide = QuantizedMatrix(half(64, 2048).to(torch.float8_e4m3fn), torch.rand(64, 1), None)
-    tile, row_tile = get("gemm.quantized.stream.SliceTile")(2), get("gemm.quantized.row.RowTile")(2)
+    tile, row_tile = get("gemm.quantized.streaming.SliceTile")(2), get("gemm.quantized.row.RowTile")(2)
     scales = get("gemm.linear.streaming_hopper.Scales")(rows.scale, torch.rand(ROWS, 1))
 
     def row_chain() -> None:
@@ -68,8 +68,8 @@ def quantized() -> dict[str, Callable[[], Any]]:
         sums = get("gemm.quantized.quantized_linear_add")(half(1, 512), weight, half(1, 256), half(256), 1e-6)
         few = scale[:, :2].contiguous()
         narrow = weight._replace(values=values[:, :128].contiguous(), scale=few, words=words_of(few, 8))
-        get("gemm.quantized.stream.stream_gemm")(sums, narrow, None, "silu")
-        get("gemm.quantized.stream.stream_gemm")(half(1, 512), weight, half(256), "", row_tile)
+        get("gemm.quantized.streaming.streaming_gemm_low_bit")(sums, narrow, None, "silu")
+        get("gemm.quantized.streaming.streaming_gemm_low_bit")(half(1, 512), weight, half(256), "", row_tile)
 
     def fp8_chain() -> None:
         sums = get("gemm.quantized.fp8_linear_add")(half(1, 512), rows, half(1, 64), half(64), 1e-6)
@@ -87,11 +87,13 @@ def quantized() -> dict[str, Callable[[], Any]]:
 
     return {
         "GEMMs between attentions": joined,
-        "streamed quantised GEMM": lambda: get("gemm.quantized.stream.stream_gemm")(half(ROWS, 512), rows, half(64)),
-        "streamed quantised GEMM split": lambda: get("gemm.quantized.stream.stream_gemm")(
+        "streamed quantised GEMM": lambda: get("gemm.quantized.streaming.streaming_gemm_low_bit")(
+            half(ROWS, 512), rows, half(64)
+        ),
+        "streamed quantised GEMM split": lambda: get("gemm.quantized.streaming.streaming_gemm_low_bit")(
             half(ROWS, 512), rows, None, "silu", tile
         ),
-        "streamed quantised GEMM added": lambda: get("gemm.quantized.stream.stream_gemm_add")(
+        "streamed quantised GEMM added": lambda: get("gemm.quantized.streaming.streaming_gemm_low_bit_add")(
             half(ROWS, 512), rows, half(ROWS, 64), half(64), 1e-6
         ),
         "streamed FP8 GEMM": lambda: get("gemm.linear.streaming_hopper.streaming_gemm")(
@@ -221,11 +223,11 @@ def experts() -> dict[str, Callable[[], Any]]:
         for shape in ((8 * 96, 32), (8 * 32, 48))
     ]
     return {
-        "route_streams": lambda: get("gemm.altup.triton.route_streams")(
+        "route_copies": lambda: get("gemm.altup.triton.route_copies")(
             half(3, 4, 64)[:, 1], half(64), 1e-6, 0.1, half(4, 64), half(16, 4)
         ),
-        "predict_streams": lambda: get("gemm.altup.triton.predict_streams")(half(3, 4, 64), half(3, 16)),
-        "correct_streams": lambda: get("gemm.altup.triton.correct_streams")(half(3, 4, 64), half(3, 64), half(3, 4), 0),
+        "predict_copies": lambda: get("gemm.altup.triton.predict_copies")(half(3, 4, 64), half(3, 16)),
+        "correct_copies": lambda: get("gemm.altup.triton.correct_copies")(half(3, 4, 64), half(3, 64), half(3, 4), 0),
         "route": lambda: get("gemm.moe.triton.route")(half(3, 8), RouterRule(2), None),
         "route without padding": lambda: get("gemm.moe.triton.route")(half(3, 8), RouterRule(2), None, ints(3), 16),
         "expert_mlp": lambda: get("gemm.moe.triton.expert_mlp")(half(3, 32), routing, half(8, 96, 32), half(8, 32, 48)),
@@ -271,7 +273,7 @@ def products() -> dict[str, Callable[[], Any]]:
 
     def chained() -> None:
         x, first = half(16, 128), half(128, 128)
-        sums = get("gemm.linear.linear_add")("streamed", x, first, half(16, 128), norm, 1e-6)
+        sums = get("gemm.linear.linear_add")("streaming", x, first, half(16, 128), norm, 1e-6)
         get("gemm.linear.linear_unnormalized")(sums, gated, None, get("elementwise.silu_and_mul"))
 
     at = "gemm.linear."
@@ -295,10 +297,10 @@ def products() -> dict[str, Callable[[], Any]]:
         "batch_invariant_linear": lambda: get(at + "triton.batch_invariant_linear")(half(9, 128), weight, bias),
         "streaming_gemm": lambda: get(at + "streaming_hopper.streaming_gemm")(half(16, 128), weight, bias, "silu"),
         "streaming_gemm split": lambda: get(at + "streaming_hopper.streaming_gemm")(
-            half(16, 512), half(64, 512), None, "", get(at + "streaming_hopper.StreamTile")(2)
+            half(16, 512), half(64, 512), None, "", get(at + "streaming_hopper.StreamingTile")(2)
         ),
         "streaming_gemm_parts": lambda: get(at + "streaming_hopper.streaming_gemm_parts")(
-            half(70, 512), half(64, 512), get(at + "streaming_hopper.StreamTile")(2)
+            half(70, 512), half(64, 512), get(at + "streaming_hopper.StreamingTile")(2)
         ),
         "a chain of products": chained,
         "gated_gemm": lambda: get(at + "gated_gemm_hopper.gated_gemm")(half(300, 128), gated, "silu"),
@@ -321,7 +323,7 @@ def products() -> dict[str, Callable[[], Any]]:
 def kernels(monkeypatch):
     """All kernels and those launched. A device of some multiprocessors, on which the kernels for Hopper run."""
     found, launched = replace_kernels(monkeypatch)
-    for module in ("gemm.linear.gated_gemm_hopper", "gemm.moe.gemm_hopper", "gemm.moe.stream_hopper"):
+    for module in ("gemm.linear.gated_gemm_hopper", "gemm.moe.gemm_hopper", "gemm.moe.streaming_hopper"):
         monkeypatch.setattr(f"slipstream.ops.{module}.multiprocessors", lambda device: 8)
     for module in ("gemm.linear.tiles", "gemm.moe.triton"):
         monkeypatch.setattr(f"slipstream.ops.{module}.has_hopper_kernels", lambda device: True)

@@ -42,7 +42,7 @@ def of_kind(kind: str, model: Decoder, monkeypatch: pytest.MonkeyPatch) -> list[
     if kind == "fused" and not native.build():
         pytest.skip("no C compiler here, or the kernels are turned off")
     if kind == "chain":
-        monkeypatch.setattr(CudaChain, "choose", lambda self, x, is_streamed: "library")
+        monkeypatch.setattr(CudaChain, "choose", lambda self, x, is_offloaded: "library")
     implementation = IMPLEMENTATIONS[kind]
     if implementation is None:
         model.implementations = ()
@@ -122,7 +122,7 @@ def test_a_step_that_is_refused_leaves_the_input_as_it_was(
     model = load(folder)
     of_kind(kind, model, monkeypatch)
     if kind == "chain":
-        monkeypatch.setattr(CudaChain, "choose", lambda self, x, is_streamed: "")
+        monkeypatch.setattr(CudaChain, "choose", lambda self, x, is_offloaded: "")
     runner = HandRunner(model)
     chunks = {"c": [8], "a": PROMPT[:5]}
     expected = exact(folder, [chunks])[0]

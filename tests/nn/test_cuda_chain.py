@@ -27,7 +27,7 @@ from slipstream.nn.weights.kinds import BatchInvariant
 from slipstream.nn.weights.weight_format import Unquantized, UnquantizedWeight
 from slipstream.ops.elementwise import rms_norm, silu_and_mul
 from slipstream.ops.gemm.linear import Activation, chain_for
-from slipstream.ops.gemm.linear.dispatch import MAX_STREAMED_ROWS_OF_LARGE_WEIGHT
+from slipstream.ops.gemm.linear.dispatch import MAX_STREAMING_ROWS_OF_LARGE_WEIGHT
 from slipstream.ops.gemm.linear.tiles import Unnormalized
 from slipstream.ops.gemm.lora import LoraTiles, LoraWeights
 from slipstream.ops.gemm.lora.reference import make_blocks, make_tiles, num_counters, tile_size
@@ -51,7 +51,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         return out
 
     monkeypatch.setattr(CudaChain, "run", counted)
-    monkeypatch.setattr(CudaChain, "choose", lambda self, x, is_streamed=False: "library")
+    monkeypatch.setattr(CudaChain, "choose", lambda self, x, is_streaming=False: "library")
     return made
 
 
@@ -201,7 +201,7 @@ def test_products_that_multiply_with_a_too_have_the_adapters_of_their_tokens(mon
     found = linear.after_unnormalized(rows, context, silu_and_mul)
     torch.testing.assert_close(found, gated, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(linear.after_unnormalized(rows, context), plain, rtol=1e-9, atol=1e-9)
-    sums = linear.add_to(residual, x, after, "streamed", context)
+    sums = linear.add_to(residual, x, after, "streaming", context)
     torch.testing.assert_close(sums.total, added, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(sums.weighted, added * after.weight, rtol=1e-9, atol=1e-9)
     assert sums.squares is not None
@@ -240,7 +240,7 @@ def test_the_second_product_of_a_chain_may_have_the_gate(
     monkeypatch.setattr(UnquantizedWeight, "add_gated_to", add)
     _, found = steps(chained(model))
     num_gated = (len(model.layers) - 1) * len(calls)
-    num_gated += sum(len(ids) >= MAX_STREAMED_ROWS_OF_LARGE_WEIGHT for ids in PROMPTS.values())  # the last layer's too
+    num_gated += sum(len(ids) >= MAX_STREAMING_ROWS_OF_LARGE_WEIGHT for ids in PROMPTS.values())  # the last layer's too
     assert all(calls) and columns == [2 * model.layers[0].mlp.down.num_inputs] * num_gated
     for mine, theirs in zip(found, expected, strict=True):
         for name in mine:
@@ -284,37 +284,38 @@ def test_biases_and_other_weights_run_one_by_one(calls: list[bool], tmp_path: Pa
 @pytest.mark.parametrize(
     ("kinds", "few", "many"),
     [
-        ("streamed", "streamed", "streamed"),
+        ("streaming", "streaming", "streaming"),
         ("library", "library", "library"),
-        ("streamed library", "streamed", "library"),
-        ("streamed library none", "", ""),
+        ("streaming library", "streaming", "library"),
+        ("streaming library none", "", ""),
     ],
 )
 def test_a_chain_is_what_all_weights_can_be(kinds: str, few: str, many: str) -> None:
-    """Few rows of a weight that offers a library chain can be streamed, many rows of another one cannot."""
-    offered = {"streamed": "streamed", "library": "library", "none": ""}
+    """Few rows of a weight that offers a library chain can be streaming, many rows of another one cannot."""
+    offered = {"streaming": "streaming", "library": "library", "none": ""}
     chain: Any = SimpleNamespace(
         linears=[
-            SimpleNamespace(chain_for=lambda x, kind=kind: offered[kind], can_stream=True) for kind in kinds.split()
+            SimpleNamespace(chain_for=lambda x, kind=kind: offered[kind], takes_streaming=True)
+            for kind in kinds.split()
         ]
     )
     assert CudaChain.choose(chain, torch.ones(64)) == few
     assert CudaChain.choose(chain, torch.ones(65)) == many
-    assert CudaChain.choose(chain, torch.ones(64), is_streamed=True) == ("streamed" if few else "")
+    assert CudaChain.choose(chain, torch.ones(64), is_streaming=True) == ("streaming" if few else "")
 
 
 def test_a_chain_is_not_streamed_if_a_weight_cannot_be() -> None:
     """Several rows of FP8."""
-    fp8 = SimpleNamespace(chain_for=lambda x: "library", can_stream=False)
-    other = SimpleNamespace(chain_for=lambda x: "streamed", can_stream=True)
-    row = SimpleNamespace(chain_for=lambda x: "streamed", can_stream=False)
+    fp8 = SimpleNamespace(chain_for=lambda x: "library", takes_streaming=False)
+    other = SimpleNamespace(chain_for=lambda x: "streaming", takes_streaming=True)
+    row = SimpleNamespace(chain_for=lambda x: "streaming", takes_streaming=False)
     chosen = lambda *linears, **options: CudaChain.choose(  # noqa: E731
         SimpleNamespace(linears=linears),  # type: ignore[arg-type]
         torch.ones(16),
         **options,
     )
-    assert chosen(fp8) == "library" and chosen(row) == "streamed"
-    assert chosen(fp8, is_streamed=True) == chosen(fp8, other) == ""
+    assert chosen(fp8) == "library" and chosen(row) == "streaming"
+    assert chosen(fp8, is_streaming=True) == chosen(fp8, other) == ""
 
 
 def test_nothing_is_chained_on_a_cpu(tmp_path: Path) -> None:
@@ -343,7 +344,7 @@ def test_a_chain_on_the_gpu_is_as_close_as_the_layers_one_by_one(rows: int) -> N
     chain = chain_for(x, decoder.layers[0].mlp.down.weight.data)
     assert chain or rows <= 64  # on Hopper all are
     assert off["chain"] < 1.3 * off["one by one"] < 0.05
-    assert chain != "streamed" or not results["chain"].equal(results["one by one"])
+    assert chain != "streaming" or not results["chain"].equal(results["one by one"])
 
 
 @pytest.mark.cuda
@@ -374,7 +375,7 @@ def test_a_chain_on_the_gpu_with_adapters(rows: int) -> None:
     assert off["chain"] < 1.3 * off["one by one"] < 0.05
     assert off["without"] > 0.2, "the adapters change nothing"
     x = torch.ones(rows, 512, device="cuda", dtype=torch.bfloat16)
-    if chain_for(x, decoder.layers[0].mlp.down.weight.data) == "streamed":
+    if chain_for(x, decoder.layers[0].mlp.down.weight.data) == "streaming":
         assert not results["chain"].equal(results["one by one"])
         plain = torch.from_numpy(slots < 0).cuda()
         difference = (results["chain"] - results["without"])[plain]

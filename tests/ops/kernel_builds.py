@@ -122,7 +122,7 @@ def recurrent():
     build(delta + "delta_triton", "_pass_kernel", x, BLOCK=32, **single, **sizes, **stores)
     shape = dict(HEADS=32, GROUP=2, KEY_SIZE=2048, KEY_DIM=128, DIM=128, WIDTH=4, SCALE=0.1, L2_EPS=1e-6)
     shape |= dict(KEY_BLOCK=128, WHOLE=128, DEPENDENT=True)
-    whole = dict(BLOCK=64, SPLITS=1, LATE=False, arrived=None)
+    whole = dict(BLOCK=64, SPLITS=1, DEFERRED=False, arrived=None)
     build(delta + "delta_decode_kernel", "_decode_kernel", x, **whole, **shape, **stores)
     build(delta + "delta_decode_kernel", "_decode_kernel", x, **whole, **shape, **defers)
     build(
@@ -131,12 +131,12 @@ def recurrent():
         x,
         BLOCK=64,
         SPLITS=2,
-        LATE=False,
+        DEFERRED=False,
         save_slots=None,
         **shape,
         **defers,
     )
-    parts = dict(BLOCK=32, SPLITS=4, LATE=True)
+    parts = dict(BLOCK=32, SPLITS=4, DEFERRED=True)
     build(delta + "delta_parts", "part_kernel", x, **parts, **shape, **defers)
     build(delta + "delta_parts", "part_kernel", x, save_slots=None, **parts, **shape, **stores)
     shape = {key: shape[key] for key in shape if key not in ("WHOLE", "DEPENDENT")} | dict(RING=13, REPLAY=10, BLOCK=32)

@@ -1,4 +1,4 @@
-"""Streams of a token: predicted from each other and corrected, by reference and kernels, against plain loops."""
+"""Copies of a token: predicted from each other and corrected, by reference and kernels, against plain loops."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def make(*shape):
 @pytest.mark.parametrize("name", ["reference", "kernel"])
 @pytest.mark.parametrize(("tokens", "num", "hidden"), [(3, 4, 33), (1, 3, 600), (0, 2, 16)])
 def test_predictions_are_the_definition(name, tokens, num, hidden):
-    streams, weights = make(tokens, num, hidden), make(tokens, num * num)
-    expected = streams.double().clone()
-    for stream in range(num):
+    copies, weights = make(tokens, num, hidden), make(tokens, num * num)
+    expected = copies.double().clone()
+    for copy in range(num):
         for other in range(num):
-            weight = weights[:, stream * num + other].double().unsqueeze(1)
-            expected[:, stream] += weight * streams[:, other].double()
-    found = version(name).predict_streams(streams, weights)
+            weight = weights[:, copy * num + other].double().unsqueeze(1)
+            expected[:, copy] += weight * copies[:, other].double()
+    found = version(name).predict_copies(copies, weights)
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -52,7 +52,7 @@ def test_corrections_are_the_definition(name, active):
     expected = torch.stack(
         [predicted[:, n].double() + (1 + weights[:, n : n + 1].double()) * error for n in range(3)], 1
     )
-    found = version(name).correct_streams(predicted, made, weights, active)
+    found = version(name).correct_copies(predicted, made, weights, active)
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -64,5 +64,5 @@ def test_routed_weights_are_the_definition(name, tokens, num, hidden, outputs):
     wide = x.double()
     normed = wide / (wide.square().mean(1, keepdim=True) + 1e-3).sqrt() * norm.double() * 0.2
     expected = torch.tanh(normed @ router.double().T) @ coefficients.double().T
-    found = version(name).route_streams(x, norm, 1e-3, 0.2, router, coefficients)
+    found = version(name).route_copies(x, norm, 1e-3, 0.2, router, coefficients)
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)

@@ -183,11 +183,11 @@ def experts():
     build(moe + "combine", "_combine_kernel", normed, x=None, gate_weight=None, **summed | {"COLUMNS": 2048})
     down = dict(TOP_K=8, IN=768, BLOCKS=3, OUTPUTS=4, INPUTS=256, HIDDEN=2048, DEPENDENT=True)
     build(moe + "gemv", "_down_kernel", x | of(HALF, "hidden"), **down)
-    streams = of(HALF, "streams out weights made")
+    copies = of(HALF, "copies out weights made")
     routed = of(HALF, "x norm router coefficients out") | {"scale": "fp32"}
-    build("slipstream.ops.gemm.altup.triton", "_route_kernel", routed, STREAMS=4, COLUMNS=2048, OUTPUTS=16)
-    build("slipstream.ops.gemm.altup.triton", "_predict_kernel", streams, STREAMS=4, COLUMNS=512)
-    build("slipstream.ops.gemm.altup.triton", "_correct_kernel", streams, STREAMS=4, COLUMNS=512, ACTIVE=0)
+    build("slipstream.ops.gemm.altup.triton", "_route_kernel", routed, COPIES=4, COLUMNS=2048, OUTPUTS=16)
+    build("slipstream.ops.gemm.altup.triton", "_predict_kernel", copies, COPIES=4, COLUMNS=512)
+    build("slipstream.ops.gemm.altup.triton", "_correct_kernel", copies, COPIES=4, COLUMNS=512, ACTIVE=0)
     tile = dict(PAIRS=16, OUTPUTS=64, INPUTS=128, DEPENDENT=True)
     into = dict(TOP_K=8, INWARD=True, GATED=True, pair_weights=None)
     out = dict(TOP_K=1, INWARD=False, GATED=False, GATE=0)
@@ -346,7 +346,7 @@ def hopper():
         print("_grouped_kernel")
 
     def build_streamed_experts(gate, **constants):
-        kernel = importlib.import_module("slipstream.ops.gemm.moe.stream_hopper")._stream_kernel
+        kernel = importlib.import_module("slipstream.ops.gemm.moe.streaming_hopper")._streaming_kernel
         outputs = 64 if gate else 128
         boxes = {"x": [16, 64]} | of([32 if gate else 128, 64], "weight shared")
         x = {
@@ -358,10 +358,10 @@ def hopper():
         signature = {arg: "constexpr" if arg in constants else x.get(arg, "i32") for arg in kernel.arg_names}
         source = GluonASTSource(kernel, signature, constants, {})
         kernel_builds.compile_source(source, {"num_warps": outputs // 16, "maxnreg": 128})
-        print("_stream_kernel")
+        print("_streaming_kernel")
 
     def build_slices(gate, splits, rows, is_4_bit, groups=1, **constants):
-        kernel = importlib.import_module("slipstream.ops.gemm.quantized.stream_kernel").stream_kernel
+        kernel = importlib.import_module("slipstream.ops.gemm.quantized.streaming_kernel").streaming_kernel
         describe = lambda kind, box, layout: f"tensordesc<{kind}{box},{layout!r}>"
         inputs = describe("bf16", [4, rows, 64], gl.NVMMASharedLayout(128, 16, 3))
         box = [4, 2, 32, 64] if gate else [4, 1, 64, 64]
@@ -373,7 +373,7 @@ def hopper():
         signature = {arg: "constexpr" if arg in constants else x.get(arg, "i32") for arg in kernel.arg_names}
         source = GluonASTSource(kernel, signature, constants, {})
         kernel_builds.compile_source(source, {"num_warps": 4, "maxnreg": 128})
-        print("stream_kernel")
+        print("streaming_kernel")
 
     def build_row(gate, splits, steps, outputs, warps, **constants):
         kernel = importlib.import_module("slipstream.ops.gemm.quantized.row").row_kernel

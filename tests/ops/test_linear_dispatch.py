@@ -219,8 +219,8 @@ def test_partial_sums_are_left_to_the_norm_where_that_was_measured(gpu: Any) -> 
 def test_a_library_chain_of_few_rows_can_be_streamed_for_adapters(gpu: Any) -> None:
     gpu("hopper")
     x, weight = make_call(64, NARROW, torch.bfloat16, None, False)[:2]
-    assert choose_chain(x, weight) == "library" and dispatch.can_stream(x, weight)
-    assert not dispatch.can_stream(*make_call(65, NARROW, torch.bfloat16, None, False)[:2])
+    assert choose_chain(x, weight) == "library" and dispatch.takes_streaming(x, weight)
+    assert not dispatch.takes_streaming(*make_call(65, NARROW, torch.bfloat16, None, False)[:2])
 
 
 @pytest.mark.parametrize(

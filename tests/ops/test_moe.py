@@ -429,13 +429,13 @@ def test_bfloat16_products_are_captured_and_close(tokens):
 @pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])
 def test_products_of_few_tokens_on_hopper(tokens, inner, num_experts, is_shared, kind, monkeypatch):
     """One token has no expert, one expert has all others, one has none."""
-    from slipstream.ops.gemm.moe import stream_hopper
+    from slipstream.ops.gemm.moe import streaming_hopper
 
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("not Hopper")
     calls = []
-    stream = stream_hopper.stream_pairs
-    monkeypatch.setattr(stream_hopper, "stream_pairs", lambda *args: (calls.append(1), stream(*args))[1])
+    stream = streaming_hopper.streaming_pairs
+    monkeypatch.setattr(streaming_hopper, "streaming_pairs", lambda *args: (calls.append(1), stream(*args))[1])
     x, routing, gate_up, down = make(tokens, 512, inner, num_experts, 4, torch.bfloat16, skewed=True)
     routing.ids[1] = num_experts
     routing = Routing(routing.ids, torch.rand_like(routing.weights) + 0.1, has_padding=True)

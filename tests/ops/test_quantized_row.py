@@ -12,7 +12,7 @@ from slipstream.ops.gemm.quantized import (
     dequantize,
     pack_4_bit,
     quantized_linear,
-    streams,
+    takes_streaming,
     words_of,
 )
 from slipstream.ops.gemm.quantized.matrix import MAX_INTEGER, integer_linear, quantize_segments
@@ -123,10 +123,10 @@ def test_row_kernel(columns: int, is_symmetric: bool) -> None:
     """Parts of a block and of a step at the end, a split without inputs, whole and split sums, stages used again; with
     bias, gate and alone."""
     from slipstream.ops.gemm.quantized.row import RowTile
-    from slipstream.ops.gemm.quantized.stream import stream_gemm
+    from slipstream.ops.gemm.quantized.streaming import streaming_gemm_low_bit
 
     weight, x = make(224, columns, is_symmetric, "cuda"), torch.randn(1, columns, device="cuda").bfloat16()
-    if not streams(x, weight):
+    if not takes_streaming(x, weight):
         pytest.skip("made for another GPU")
     bias = torch.randn(224, device="cuda").bfloat16()
     exact = integer_linear(x, weight)
@@ -135,12 +135,12 @@ def test_row_kernel(columns: int, is_symmetric: bool) -> None:
     assert off(quantized_linear(x, gated, None, silu_and_mul), activated) < 8e-3
     for tile in (RowTile(1), RowTile(3), RowTile(4, programs=1), RowTile(1, 32, 8), RowTile(2, 32, 8, 1)):
         for _ in range(2):  # the counters of the first run are back at zero
-            assert off(stream_gemm(x, weight, None, "", tile), exact) < 2e-3
+            assert off(streaming_gemm_low_bit(x, weight, None, "", tile), exact) < 2e-3
         if tile.outputs == 64:
-            assert off(stream_gemm(x, gated, None, "silu", tile), activated) < 8e-3
-    wide = stream_gemm(x, gated, None, "silu", RowTile(1, 64, 8, 1))
+            assert off(streaming_gemm_low_bit(x, gated, None, "silu", tile), activated) < 8e-3
+    wide = streaming_gemm_low_bit(x, gated, None, "silu", RowTile(1, 64, 8, 1))
     assert off(wide, activated) < 8e-3
-    assert torch.equal(wide, stream_gemm(x, gated, None, "silu", RowTile(1, 64, 8, 1)))
+    assert torch.equal(wide, streaming_gemm_low_bit(x, gated, None, "silu", RowTile(1, 64, 8, 1)))
 
 
 @pytest.mark.cuda
@@ -148,15 +148,15 @@ def test_row_kernel(columns: int, is_symmetric: bool) -> None:
 def test_row_kernel_with_residual_and_norm(tile: tuple[int, int, int]) -> None:
     from slipstream.ops.gemm.quantized import quantized_linear_unnormalized
     from slipstream.ops.gemm.quantized.row import RowTile
-    from slipstream.ops.gemm.quantized.stream import stream_gemm_add
+    from slipstream.ops.gemm.quantized.streaming import streaming_gemm_low_bit_add
 
     first, second = make(256, 1280, device="cuda"), make(192, 256, device="cuda")
     x, residual = torch.randn(1, 1280, device="cuda").bfloat16(), torch.randn(1, 256, device="cuda").bfloat16()
-    if not streams(x, first):
+    if not takes_streaming(x, first):
         pytest.skip("made for another GPU")
     norm = torch.rand(256, device="cuda").bfloat16()
     total = F.linear(x.double(), dequantize(first, torch.float64)) + residual.double()
-    found = stream_gemm_add(x, first, residual, norm, 1e-6, RowTile(*tile))
+    found = streaming_gemm_low_bit_add(x, first, residual, norm, 1e-6, RowTile(*tile))
     assert off(found.total, total) < 4e-3
     exact = F.linear(F.rms_norm(total, (256,), norm.double(), 1e-6), dequantize(second, torch.float64))
     assert off(quantized_linear_unnormalized(found, second, None, None), exact) < 8e-3
@@ -167,7 +167,7 @@ def test_row_kernel_with_residual_and_norm(tile: tuple[int, int, int]) -> None:
 def test_inputs_of_the_row_kernel() -> None:
     """Groups of zeros and of tiny numbers, numbers far from their neighbours, and what is not a number."""
     weight, x = make(96, 1280, device="cuda"), inputs(1280, "cuda")
-    if not streams(x, weight):
+    if not takes_streaming(x, weight):
         pytest.skip("made for another GPU")
     assert off(quantized_linear(x, weight), F.linear(x.double(), dequantize(weight, torch.float64))) < 4e-3
     assert not quantized_linear(torch.zeros_like(x), weight).any()

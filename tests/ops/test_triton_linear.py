@@ -172,7 +172,7 @@ def test_some_rows_equal_the_product(rows, num_in, num_out, gate, splits, kernel
 @pytest.mark.parametrize("gate", ["", "silu"])
 def test_tiles_for_hopper_fit(rows, num_out, num_in, gate):
     hopper = pytest.importorskip("slipstream.ops.gemm.linear.streaming_hopper", reason="a triton without Gluon")
-    for tile in {find(rows, num_out, num_in, gate) for find in (hopper.stream_tile, hopper.plain_tile)}:
+    for tile in {find(rows, num_out, num_in, gate) for find in (hopper.streaming_tile, hopper.plain_tile)}:
         check_tile(hopper, tile, rows, num_out, num_in)
     tile = hopper.plain_tile(rows, num_out, num_in, gate)
     is_wide = num_out in (24576, 151936) and num_in == 4096 and 32 < rows <= (128 if gate else 96)
@@ -251,7 +251,7 @@ def test_odd_sizes_and_splits_on_hopper(rows, gate):
     tiles = [(1,), (2,), (5,), (1, 128), (2, 128, 16, 1), (3, 64, 32, 1), (1, 64, 0, 1, 3), (2, 64, 0, 2, 3)]
     for tile in tiles if gate else [*tiles, (1, 48), (1, 96)]:
         for _ in range(2):  # the counters of splits are as they were
-            found = hopper.streaming_gemm(x, weight, bias, gate, hopper.StreamTile(*tile))
+            found = hopper.streaming_gemm(x, weight, bias, gate, hopper.StreamingTile(*tile))
             assert found.shape == expected.shape and (found.double() - expected).norm() / expected.norm() < 5e-3
 
 
@@ -281,7 +281,7 @@ def test_a_norm_between_two_products(rows, sizes):
         pytest.skip("made for another GPU")
     norm = kernels.Norm(factor, 1e-6, None, None)
     for bias in (None, torch.randn(2 * num_out, **half)):
-        sums = ops.linear_add("streamed", x, first, residual, factor, 1e-6)
+        sums = ops.linear_add("streaming", x, first, residual, factor, 1e-6)
         total = expect(x, first, None) + residual.double()
         assert (sums.total.double() - total).norm() / total.norm() < 3e-3
         for activation, gate in ((silu_and_mul, "silu"), (None, ""), (gelu_and_mul, None)):
@@ -324,7 +324,7 @@ def test_eps_of_a_norm_between_two_products_is_under_the_root(factor):
     norm = torch.rand(1024, **half) + 0.5
     if not supports_tma(x, first):
         pytest.skip("made for another GPU")
-    sums = ops.linear_add("streamed", x, first, residual, norm, eps)
+    sums = ops.linear_add("streaming", x, first, residual, norm, eps)
     expected = expect(sums.total, second, None, "", kernels.Norm(norm, eps, None, None))
     found = ops.linear_unnormalized(sums, second, None)
     assert (found.double() - expected).norm() <= 5e-3 * expected.norm()
@@ -342,9 +342,9 @@ def test_kernels_that_start_early_read_nothing_too_early(rows, monkeypatch):
         out, total = x, x
         for weight in weights:
             out, total = ops.norm_linear(out, total, factor, 1e-6, weight)
-        if all(ops.chain_for(x, weight) == "streamed" for weight in weights):
+        if all(ops.chain_for(x, weight) == "streaming" for weight in weights):
             for weight in weights:
-                sums = ops.linear_add("streamed", out, weight, total, factor, 1e-6)
+                sums = ops.linear_add("streaming", out, weight, total, factor, 1e-6)
                 out, total = ops.linear_unnormalized(sums, weight, None), sums.total
         return out, total
 

@@ -20,7 +20,9 @@ from slipstream.transport.core_process import CoreProcess
 from slipstream.transport.frames import Refused
 from tiny_encoder import write_tiny_encoder
 
-LATE = PoolingInfo(tasks=("token_embed",), methods=("all",), late=True, embed_size=4, token_size=4, is_causal=False)
+LATE = PoolingInfo(
+    tasks=("token_embed",), methods=("all",), late_interaction=True, embed_size=4, token_size=4, is_causal=False
+)
 QUERY = PoolingParams(task="token_embed", query_key="q", query_uses=2)
 DOCUMENT = PoolingParams(task="token_embed", query_key="q")
 

@@ -120,7 +120,7 @@ def test_a_chain_steps_aside_for_it(folder, monkeypatch):
     model = load(folder, torch.float64)
     chain = CudaChain.of(list(model.layers), model.norm)
     assert chain is not None and chain.has_tail
-    monkeypatch.setattr(CudaChain, "choose", lambda self, x, is_streamed: "library")
+    monkeypatch.setattr(CudaChain, "choose", lambda self, x, is_streaming: "library")
     runner = HandRunner(model, torch.float64)
     context = runner.context(runner.batch({"a": [5] * 4, "b": [6] * 9}), only_last=True)
     x = torch.zeros(13, 64, dtype=torch.float64)

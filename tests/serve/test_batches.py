@@ -371,11 +371,11 @@ def test_contents_in_memory_are_bounded(folder, tmp_path):
             service, data = door.state.batches, "x" * 1_500_000
             id = (await upload(door, data)).json()["id"]  # above the limit, and alone
             got = await door.get(f"/v1/files/{id}/content", **KEY)
-            assert got.body == data.encode() and got.headers["content-length"] == "1500000" and not service.num_held
+            assert got.body == data.encode() and got.headers["content-length"] == "1500000" and not service.bytes_open
             with service.holding(1):
                 for refused in (await door.get(f"/v1/files/{id}/content", **KEY), await upload(door, data)):
                     assert refused.status == 429 and "retry-after" in refused.headers
-            assert (await upload(door, data)).status == 200 and not service.num_held
+            assert (await upload(door, data)).status == 200 and not service.bytes_open
 
     asyncio.run(main())
 

@@ -63,7 +63,7 @@ def test_prompts_that_are_tokenised_count_as_waiting(folder, held):
 
 def test_characters_that_wait_to_be_tokenised_are_bounded(folder, held, monkeypatch):
     monkeypatch.setattr("slipstream.serve.http.server.state._MAX_CHARS", 25_000)
-    monkeypatch.setattr("slipstream.serve.http.server.state.OFFLOAD", prompts.Offload(threads=1))
+    monkeypatch.setattr("slipstream.serve.http.server.state.TOKENIZER_THREADS", prompts.TokenizerThreads(threads=1))
 
     async def scenario(door):
         ask = {"prompt": LONG_TEXT, "truncate_prompt_tokens": 8, "max_tokens": 1}
@@ -81,7 +81,9 @@ def test_characters_that_wait_to_be_tokenised_are_bounded(folder, held, monkeypa
 
 
 def test_a_client_that_leaves_while_its_prompt_waits_for_a_thread_leaves_nothing(folder, held, monkeypatch):
-    monkeypatch.setattr("slipstream.serve.http.server.state.OFFLOAD", pool := prompts.Offload(threads=1))
+    monkeypatch.setattr(
+        "slipstream.serve.http.server.state.TOKENIZER_THREADS", pool := prompts.TokenizerThreads(threads=1)
+    )
 
     async def scenario(door):
         ask = {"prompt": LONG_TEXT, "truncate_prompt_tokens": 8, "max_tokens": 1}

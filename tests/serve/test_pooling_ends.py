@@ -60,7 +60,9 @@ def test_many_pairs_of_late_interaction_go_some_at_a_time(folder):
         await exchange.end()
         assert exchange.status == 200 and [one["score"] for one in exchange.json()["data"]] == [6, 6, 6, 10, 10]
 
-    late = PoolingInfo(tasks=("token_embed",), methods=("all",), late=True, embed_size=4, token_size=4, is_causal=False)
+    late = PoolingInfo(
+        tasks=("token_embed",), methods=("all",), late_interaction=True, embed_size=4, token_size=4, is_causal=False
+    )
     at_door(folder, scenario, late, max_queued_requests=6)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from slipstream.base.errors import BadTokenizer
-from slipstream.checkpoint.late_info import read_vocabulary
+from slipstream.checkpoint.late_interaction import read_vocabulary
 from slipstream.text.excerpt import Pieces
 from slipstream.text.tokenizer import Tokenizer
 

@@ -9,7 +9,7 @@ import sys
 
 from child import child_env
 from patience import PATIENCE
-from slipstream.base.processes import signals_held
+from slipstream.base.processes import signals_deferred
 
 _LOADS = """
 import sys, tempfile, time
@@ -53,7 +53,7 @@ release_signals()
 
 
 def test_a_signal_waits_until_a_child_has_its_handlers():
-    with signals_held():
+    with signals_deferred():
         process = subprocess.Popen(
             [sys.executable, "-c", _STARTS],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=child_env(),

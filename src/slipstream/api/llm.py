@@ -219,10 +219,10 @@ class LLM(PoolingMethods, VllmMethods):
         """Searches for the likeliest continuations of each prompt. `concurrency_limit`: prompts searched at once."""
         served = self._model(model, "generate")
         step = params.of_step(served.description)
-        drafts = [served.inputs.prepare(self._new_id(), prompt, step)[0] for prompt in as_batch(prompts)]
-        if any(draft.prompt_embeds is not None for draft in drafts):
+        prepared = [served.inputs.prepare(self._new_id(), prompt, step)[0] for prompt in as_batch(prompts)]
+        if any(each.prompt_embeds is not None for each in prepared):
             raise InvalidPrompt("beam_search extends token ids, and a prompt is prompt_embeds; use generate")
-        searches = [BeamSearch(draft.prompt_token_ids, params, served.description) for draft in drafts]
+        searches = [BeamSearch(each.prompt_token_ids, params, served.description) for each in prepared]
         grammar = self._beam_grammars.compile(served, params)
         at_once = len(searches) if concurrency_limit is None else max(concurrency_limit, 1)
         parts = [searches[start : start + at_once] for start in range(0, len(searches), at_once)]
@@ -341,17 +341,17 @@ class LLM(PoolingMethods, VllmMethods):
         )
         submits = source if source.is_sure else list(source)
         with self._sync_loop.turn(), progress(len(prompts), "prompts", use_tqdm) as advance:
-            late = self._sync_loop.may_be_late(served, source.drafts)
+            follows = self._sync_loop.may_follow(served, source.prepared)
             numbers: dict[str, int] = {}
             if on_result is not None:
-                numbers = {message.request_id: number for number, (message, _) in enumerate(source.drafts)}
+                numbers = {message.request_id: number for number, (message, _) in enumerate(source.prepared)}
 
             def done(state: GenerationRequestState) -> None:
                 advance(state.num_tokens)
                 if on_result is not None:
                     on_result(numbers[state.id], state.result())
 
-            states = self._sync_loop.run(served, submits, done, late=late)
+            states = self._sync_loop.run(served, submits, done, follows=follows)
         return [state.result() for state in states]
 
     def _stream(

@@ -147,7 +147,7 @@ class PoolingMethods:
                     )
                     with self._sync_loop.turn(), frozen_gc():
                         states = self._sync_loop.run(
-                            served, source, lambda state: advance(state.num_tokens), late=source.has_one_priority
+                            served, source, lambda state: advance(state.num_tokens), follows=source.has_one_priority
                         )
                         results = source.in_order([state.result() for state in states])
                     batches = call.send(results)

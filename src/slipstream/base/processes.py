@@ -42,7 +42,7 @@ def child_environment(more: Mapping[str, str] = MappingProxyType({})) -> dict[st
 
 
 @contextmanager
-def signals_held() -> Iterator[None]:
+def signals_deferred() -> Iterator[None]:
     """Children that are started here have SIGTERM and SIGINT blocked until they call `release_signals`: a signal to all
     processes of a unit or a terminal does not end a child that has no handlers yet."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
@@ -53,7 +53,7 @@ def signals_held() -> Iterator[None]:
 
 
 def release_signals() -> None:
-    """For a child that was started under `signals_held`, when its handlers are set."""
+    """For a child that was started under `signals_deferred`, when its handlers are set."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
 
 

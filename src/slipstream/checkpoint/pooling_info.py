@@ -117,7 +117,7 @@ class PoolingInfo(msgspec.Struct, frozen=True, kw_only=True):
     similarity: Similarity = "cosine"  # by which score compares vectors
 
     # late interaction: token vectors that are compared one by one (ColBERT)
-    late: bool = False
+    late_interaction: bool = False
     query: Role = Role()
     document: Role = Role()
     skip_token_ids: tuple[int, ...] = ()  # document tokens that are not compared, such as punctuation

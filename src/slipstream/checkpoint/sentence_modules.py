@@ -56,9 +56,9 @@ class Modules(msgspec.Struct, kw_only=True):
     sparse: bool = False
     sparse_sums: bool = False
     sparse_logs: int = 1
-    late: bool = False
+    late_interaction: bool = False
     masks: bool = False  # a module says which token vectors are compared
-    module_settings: dict[str, Any] = {}  # settings of token vectors, for `late_info.py`
+    module_settings: dict[str, Any] = {}  # settings of token vectors, for `late_interaction.py`
     yes_no: tuple[int, int] | None = None
 
 
@@ -71,7 +71,7 @@ def take_modules(found: Modules, folder: Path, any_method: bool = False) -> None
     for number, module in enumerate(listed):
         _take_module(found, folder, module, any_method, is_first=not number)
     # projections without a pooling are for tokens
-    found.late = found.late or (not found.methods and not found.sparse and bool(found.modules))
+    found.late_interaction = found.late_interaction or (not found.methods and not found.sparse and bool(found.modules))
 
 
 def static_folder(folder: Path) -> Path | None:
@@ -138,7 +138,7 @@ def _take_module(found: Modules, folder: Path, module: Any, any_method: bool, *,
             )
         found.sparse, found.sparse_sums, found.sparse_logs = True, how[0] == "sum", _LOGS[how[1]]
     elif kind == "MultiVectorMask":
-        found.late = found.masks = True
+        found.late_interaction = found.masks = True
         found.module_settings = settings
     elif kind == "LogitScore":
         yes, no = settings.get("true_token_id"), settings.get("false_token_id")
@@ -251,7 +251,8 @@ _LENGTH_FILES = tuple(
 
 
 class SentenceFolder(Modules, kw_only=True):
-    late_settings: dict[str, Any] = {}  # settings of token vectors from the folder's main file, for `late_info.py`
+    # settings of token vectors from the folder's main file, for `late_interaction.py`
+    late_interaction_settings: dict[str, Any] = {}
     class_activation: str | None = None
     prompts: dict[str, str] = {}
     default_prompt_name: str | None = None
@@ -286,7 +287,7 @@ def read_sentence_folder(
     found.max_active_dims = _size(settings, "max_active_dims")
     if not any_activation:
         _take_activation(found, settings, config)
-    found.late_settings = settings
+    found.late_interaction_settings = settings
     found.module_settings = own | found.module_settings
     return found
 

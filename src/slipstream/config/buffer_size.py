@@ -195,7 +195,7 @@ def max_kept(pooling: PoolingInfo | None) -> int:
     """Maximum number of tokens of stored queries."""
     if pooling is None or "token_embed" not in pooling.tasks:
         return 0
-    return (KEPT_OF_LATE if pooling.late else KEPT) // pooling.token_size
+    return (KEPT_OF_LATE if pooling.late_interaction else KEPT) // pooling.token_size
 
 
 def query_bytes(config: EngineConfig) -> int:

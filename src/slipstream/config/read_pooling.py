@@ -12,7 +12,7 @@ import msgspec
 
 from slipstream.base.errors import BadCheckpoint, InvalidOption, UnsupportedModel
 from slipstream.checkpoint.architecture import ENCODERS, continues_text
-from slipstream.checkpoint.late_info import late_info, read_vocabulary
+from slipstream.checkpoint.late_interaction import late_interaction_info, read_vocabulary
 from slipstream.checkpoint.model_info import ModelInfo, family_name
 from slipstream.checkpoint.pooling_info import METHODS as ALL_METHODS
 from slipstream.checkpoint.pooling_info import DenseInfo, Method, PoolingInfo, UnitNormInfo
@@ -128,12 +128,14 @@ def _of_model(options: Options, info: ModelInfo, path: Path, folder: SentenceFol
             classify_activation="softmax" if is_step else "identity",
             **common,
         )
-    if folder.late or "ColBERT" in name:
+    if folder.late_interaction or "ColBERT" in name:
         reach = int(config["local_attention"]) // 2 if "local_attention" in config else None  # ModernBERT counts both
-        late = late_info(path, folder, is_causal=info.is_causal, reach=reach)
+        read = late_interaction_info(path, folder, is_causal=info.is_causal, reach=reach)
         # older folders do not say that token vectors are normalised
         normalize = folder.normalize or not folder.masks
-        return PoolingInfo(tasks=("token_embed",), methods=("all",), late=True, normalize=normalize, **(common | late))
+        return PoolingInfo(
+            tasks=("token_embed",), methods=("all",), late_interaction=True, normalize=normalize, **(common | read)
+        )
     yes_no = folder.yes_no
     if yes_no is None and not folder.has_modules:
         yes_no = _yes_no(options, info, path)
@@ -179,7 +181,7 @@ def _embedder(path: Path, config: dict[str, Any], folder: SentenceFolder, common
         # the id of the unknown token is not in config.json; in this family it follows the other three
         changes["sparse_skip_ids"] = tuple(sorted({*(i for i in ends if isinstance(i, int)), 3}))
     if _has_weight(path, "colbert_linear"):
-        changes["late"] = True
+        changes["late_interaction"] = True
     return PoolingInfo(
         tasks=tasks,
         # the mean by default, as in sentence-transformers

@@ -50,12 +50,12 @@ class WaitFor(enum.IntFlag):
 class RequestStates:
     """The checkpoints of recurrent states of one running request."""
 
-    __slots__ = ("saves", "held", "latest")
+    __slots__ = ("saves", "unpublished", "latest")
 
     def __init__(self, saves: list[int]) -> None:
         self.saves = saves  # positions of known tokens where a checkpoint will be taken, the next one last
         # (position, checkpoint) saved while decoding; the host does not know all tokens before the position yet
-        self.held: list[tuple[int, int]] = []
+        self.unpublished: list[tuple[int, int]] = []
         self.latest: bytes | None = None  # hash of the newest checkpoint after generated tokens
 
 

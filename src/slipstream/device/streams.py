@@ -144,7 +144,7 @@ class ThreadedStream:
         self.queue: queue.SimpleQueue[list[DeviceWork] | None] = queue.SimpleQueue()
         self.failure: BaseException | None = None
         self.passed = 0  # pieces of work that ran or were skipped
-        self._held: list[DeviceWork] = []
+        self._unflushed: list[DeviceWork] = []
         self._num_queued = 0
         self._lock = threading.Lock()
         self._sleepers: list[tuple[int, threading.Lock]] = []  # threads that wait until this many pieces have passed
@@ -152,7 +152,7 @@ class ThreadedStream:
         self.thread.start()
 
     def run(self, work: DeviceWork) -> None:
-        self._held.append(work)
+        self._unflushed.append(work)
         self._num_queued += 1
 
     def record(self, *, timed: bool = False) -> Event:
@@ -170,9 +170,9 @@ class ThreadedStream:
             self.run(event.sleep)
 
     def flush(self) -> None:
-        if self._held:
-            self.queue.put(self._held)
-            self._held = []
+        if self._unflushed:
+            self.queue.put(self._unflushed)
+            self._unflushed = []
 
     def sleep_until(self, count: int) -> None:
         if self.passed >= count:

@@ -57,7 +57,7 @@ class PoolingInputs(PoolingPromptReader):
         prompts, name = self.pooling.prompts, prompt_name
         if name is None:
             name = self.pooling.default_prompt_name
-        if name is None or (name in ("query", "document") and self.pooling.late and name not in prompts):
+        if name is None or (name in ("query", "document") and self.pooling.late_interaction and name not in prompts):
             return ""
         if name not in prompts:
             known = ", ".join(prompts) or "none"
@@ -72,7 +72,7 @@ class PoolingInputs(PoolingPromptReader):
 
     def role(self, prompt_name: str | None) -> Role:
         """The role of a text in late interaction (query or document), by the name of its prompt."""
-        if not self.pooling.late or prompt_name not in ("query", "document"):
+        if not self.pooling.late_interaction or prompt_name not in ("query", "document"):
             return NO_ROLE
         return self.pooling.query if prompt_name == "query" else self.pooling.document
 

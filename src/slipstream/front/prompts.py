@@ -124,24 +124,24 @@ class GenerationPrompts:
         adapters: Sequence[LoRARequest | None] | None = None,
         add_special_tokens: bool = True,
     ) -> None:
-        self.drafts: list[PreparedPrompt] = []  # without token ids where the prompt is a text
+        self.prepared: list[PreparedPrompt] = []  # without token ids where the prompt is a text
         each = zip(
             prompts, params, priorities or repeat(None), salts or repeat(None), adapters or repeat(None), strict=False
         )
         try:
             for prompt, own, priority, salt, adapter in each:
-                draft = inputs.prepare_text(
+                message = inputs.prepare_text(
                     new_id(), prompt, own, priority=priority, cache_salt=salt, lora_request=adapter
                 )
-                self.drafts.append(draft)
+                self.prepared.append(message)
         except UserError as error:
-            raise error.of_prompt(len(self.drafts), len(prompts)) from None
+            raise error.of_prompt(len(self.prepared), len(prompts)) from None
         # whether tokenising cannot raise an error for any of the texts
         self.is_sure = all(
-            message.prompt_token_ids or inputs.surely_fits(message, text or "") for message, text in self.drafts
+            message.prompt_token_ids or inputs.surely_fits(message, text or "") for message, text in self.prepared
         )
-        make = partial(_complete, inputs, self.drafts, add_special_tokens)  # no reference to self: avoids a cycle
-        self._made = Lookahead(make, _parts(self.drafts, _CHARS_PER_TOKEN * inputs.description.max_batch_tokens))
+        make = partial(_complete, inputs, self.prepared, add_special_tokens)  # no reference to self: avoids a cycle
+        self._made = Lookahead(make, _parts(self.prepared, _CHARS_PER_TOKEN * inputs.description.max_batch_tokens))
 
     def __iter__(self) -> Iterator[PreparedPrompt]:
         return self._made
@@ -152,16 +152,16 @@ class GenerationPrompts:
 
 
 def _complete(
-    inputs: InputProcessor, drafts: Sequence[PreparedPrompt], special: bool, part: slice
+    inputs: InputProcessor, prepared: Sequence[PreparedPrompt], special: bool, part: slice
 ) -> list[PreparedPrompt]:
-    """Tokenises the texts of a part of the drafts, in one call of the tokenizer."""
+    """Tokenises the texts of a part of the prepared prompts, in one call of the tokenizer."""
     to_tokenise: list[str | None] = []  # None if the prompt has token ids
     made: list[PreparedPrompt] = []
     try:
-        for message, text in drafts[part]:
+        for message, text in prepared[part]:
             to_tokenise.append(None if message.prompt_token_ids else inputs.to_tokenise(message, text or ""))
     except UserError as error:
-        raise error.of_prompt(part.start + len(to_tokenise), len(drafts)) from None
+        raise error.of_prompt(part.start + len(to_tokenise), len(prepared)) from None
     texts = [text for text in to_tokenise if text is not None]
     try:
         encoded = inputs.encode(texts, special) if texts else []
@@ -169,26 +169,26 @@ def _complete(
         encoded = []  # encoded one by one below, which shows the text that fails
     each = iter(encoded)
     try:
-        for (message, text), read in zip(drafts[part], to_tokenise, strict=True):
+        for (message, text), read in zip(prepared[part], to_tokenise, strict=True):
             if read is not None:
                 message = inputs.complete(message, next(each) if encoded else inputs.encode([read], special)[0])
             made.append((message, text and plain(text)))
     except UserError as error:
-        raise error.of_prompt(part.start + len(made), len(drafts)) from None
+        raise error.of_prompt(part.start + len(made), len(prepared)) from None
     return made
 
 
-def _parts(drafts: Sequence[PreparedPrompt], size: int) -> Iterator[slice]:
-    """Slices of the drafts: the first has `size` characters to tokenise, each further one twice as many."""
+def _parts(prepared: Sequence[PreparedPrompt], size: int) -> Iterator[slice]:
+    """Slices of the prepared prompts: the first has `size` characters to tokenise, each further one twice as many."""
     start = taken = 0
     size = min(size or _MAX_PART, _MAX_PART)
-    for index, (message, text) in enumerate(drafts):
+    for index, (message, text) in enumerate(prepared):
         if taken >= size:
             yield slice(start, index)
             start, taken, size = index, 0, min(2 * size, _MAX_PART)
         if not message.prompt_token_ids:
             taken += len(text or "")
-    yield slice(start, len(drafts))
+    yield slice(start, len(prepared))
 
 
 # Long work that must not block the event loop: native code such as tokenisation runs in a few threads, with bounded
@@ -210,7 +210,7 @@ _MMAP_SIZE = 2**20  # bytes: larger blocks are mapped on their own, and unmapped
 _MAX_ARENAS = 4
 
 
-class Offload:
+class TokenizerThreads:
     """A thread pool that calls functions in the order of arrival."""
 
     def __init__(self, threads: int | None = None) -> None:
@@ -246,9 +246,9 @@ def _run(size: int, function: Callable[[], T]) -> T:
             trim_heap()
 
 
-OFFLOAD = Offload()
+TOKENIZER_THREADS = TokenizerThreads()
 """The pool of this process."""
-off_loop = OFFLOAD.run
+off_loop = TOKENIZER_THREADS.run
 
 
 class AnswerPieces:

@@ -66,7 +66,7 @@ class ReplicaLoop:
         submits: Iterable[PreparedPrompt],
         advance: Callable[[Any], None] = lambda state: None,
         *,
-        late: bool = False,
+        follows: bool = False,
     ) -> list[Any]:
         """Waits until all prompts are finished. Returns their states in the order of the prompts; see SyncLoop."""
         self.check_open()
@@ -87,7 +87,7 @@ class ReplicaLoop:
 
         return self._call(feed(), follow)
 
-    def may_be_late(self, served: ServedModel, submits: Sequence[PreparedPrompt]) -> bool:
+    def may_follow(self, served: ServedModel, submits: Sequence[PreparedPrompt]) -> bool:
         """Prompts are tokenised before they are sent."""
         return False
 

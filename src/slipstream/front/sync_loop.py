@@ -67,11 +67,11 @@ class SyncLoop:
         submits: Iterable[PreparedPrompt],
         advance: Callable[[Any], None] = lambda state: None,
         *,
-        late: bool = False,
+        follows: bool = False,
     ) -> list[Any]:
         """Steps until all prompts are finished, inside a turn. Returns their states in the order of the prompts.
 
-        `advance` is called with the state of each request that has finished. With `late` the first step does not
+        `advance` is called with the state of each request that has finished. With `follows` the first step does not
         wait until all prompts are submitted: a step takes the prompts it has room for, and the others are submitted
         while the device computes. The steps are the same, provided that all prompts have one priority.
         """
@@ -98,16 +98,16 @@ class SyncLoop:
                     state = open_state(message, text, streaming=False, model=served)
                     if self.stats is not None:
                         state.count_begin(self.stats[served.base_name])
-                    if late:
+                    if follows:
                         state.submitted = start  # the request has waited since the call began
                     states.append(state)
                     unfinished.add(state.id)
                     num += 1
             return num
 
-        feeder = PromptFeeder(core, submits, submit, late=late)
+        feeder = PromptFeeder(core, submits, submit, follows=follows)
         try:
-            if late:
+            if follows:
                 core.scheduler.refill = feeder.refill
             with watched() as hold:
                 # requests of other readers continue meanwhile; without those, the steps in flight are completed here
@@ -130,9 +130,9 @@ class SyncLoop:
             core.mark_idle_if_no_request()
         return states
 
-    def may_be_late(self, served: ServedModel, submits: Sequence[PreparedPrompt]) -> bool:
-        """Whether `run` may use `late` for these generation prompts, inside the same turn: the scheduler cannot refuse
-        any of them, and all have one priority."""
+    def may_follow(self, served: ServedModel, submits: Sequence[PreparedPrompt]) -> bool:
+        """Whether `run` may use `follows` for these generation prompts, inside the same turn: the scheduler cannot
+        refuse any of them, and all have one priority."""
         scheduler = self.lanes.cores[served.base_name].scheduler
         return (
             isinstance(scheduler, Scheduler)
@@ -146,7 +146,7 @@ class SyncLoop:
         states: list[RequestState] = []
         reader = threading.get_ident()
         try:
-            with self.turn(), held_back():
+            with self.turn(), interrupts_deferred():
                 states.append(state := self.submit(served, prepared, streaming=True))
             shown, finished = 0, False
             while not finished:
@@ -179,7 +179,7 @@ class SyncLoop:
         """Runs one step of the engine, inside a turn. Returns the states with new output."""
         self.check_open()
         self._abort_abandoned()
-        with held_back():  # the outputs of a step belong to all readers: an interrupt must not lose them
+        with interrupts_deferred():  # the outputs of a step belong to all readers: an interrupt must not lose them
             self._stepping = threading.get_ident()
             try:
                 outputs = self.lanes.step()
@@ -203,7 +203,7 @@ class SyncLoop:
         """`mode`: requests of streams and of `StepEngine` are aborted, or awaited, or kept and computed again later."""
         if mode not in get_args(SleepMode):
             raise InvalidParams(f"mode is {mode!r:.50}; give abort, wait or keep", param="mode")
-        with self.turn(), held_back():
+        with self.turn(), interrupts_deferred():
             if mode == "wait":
                 while self.lanes.has_requests():
                     self.step()
@@ -219,11 +219,11 @@ class SyncLoop:
             self.lanes.sleeper.wake_up(tags)
 
     def update_weights(self, source: Any, model: str | None) -> None:
-        with self.turn(), held_back():
+        with self.turn(), interrupts_deferred():
             self._process(self.lanes.sleeper.update_weights(source, model))
 
     def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> None:
-        with self.turn(), held_back():
+        with self.turn(), interrupts_deferred():
             if reset_running_requests:
                 self._process(self.lanes.sleeper.preempt_all())
             else:
@@ -251,7 +251,7 @@ class SyncLoop:
         """Aborts the requests whose readers are gone."""
         if not self._abandoned:
             return
-        with held_back():  # a second interrupt must not leave some of them running
+        with interrupts_deferred():  # a second interrupt must not leave some of them running
             while self._abandoned:
                 state = self._abandoned.popleft()
                 if (not state.finished or state.is_query) and not self.closed:
@@ -260,7 +260,7 @@ class SyncLoop:
 
     def _abort_abandoned_if_unlocked(self) -> None:
         """Aborts them now if the lock is free; else the next turn or step does."""
-        with held_back():
+        with interrupts_deferred():
             if self.lock.acquire(blocking=False):
                 try:
                     if not self.closed:
@@ -276,7 +276,7 @@ PROMPTS_PER_STEP = 8  # prompts submitted with each step, so that rows that fini
 
 
 class PromptFeeder:
-    """Between steps the call submits prompts by `take_some`. With `late` the scheduler can request more by `refill`."""
+    """Between steps the call submits prompts by `take_some`. With `follows` the scheduler can call `refill`."""
 
     def __init__(
         self,
@@ -284,20 +284,20 @@ class PromptFeeder:
         submits: Iterable[PreparedPrompt],
         submit: Callable[[Sequence[PreparedPrompt]], int],
         *,
-        late: bool,
+        follows: bool,
     ) -> None:
         """`submit` submits prompts in order and returns how many: fewer than all where the core's queue is full."""
         self.ended = False  # no prompts are left
         self.error: BaseException | None = None  # the error that ended them, which the call raises between steps
         self._core = core
         self._submit = submit
-        self._late = late
+        self._follows = follows
         self._source = iter(submits)
-        self._held: list[PreparedPrompt] = []  # taken from the source and not yet submitted
+        self._unsubmitted: list[PreparedPrompt] = []  # taken from the source and not yet submitted
         self._is_ready = getattr(submits, "is_ready", lambda: True)  # whether `next(source)` does not wait
 
     def take_some(self) -> None:
-        """Submits the prompts that the next step should have; all of them, without `late`."""
+        """Submits the prompts that the next step should have; all of them, without `follows`."""
         num_new = 0
         while taken := self._take(self._room(num_new)):
             num_new += taken
@@ -322,7 +322,7 @@ class PromptFeeder:
     def _room(self, num_new: int) -> int:
         """How many prompts to submit now; `num_new` were submitted since the last step."""
         core, scheduler = self._core, self._core.scheduler
-        if not self._late:
+        if not self._follows:
             return scheduler.config.max_waiting
         if not self._is_ready():
             return not core.has_requests()  # wait for the tokenizer only where there is nothing to compute
@@ -334,25 +334,25 @@ class PromptFeeder:
 
     def _take(self, limit: int) -> int:
         """Submits up to `limit` prompts, as far as they are ready, and returns how many."""
-        held, source, is_ready = self._held, self._source, self._is_ready
-        while len(held) < limit and (not held or is_ready()):
+        ready, source, is_ready = self._unsubmitted, self._source, self._is_ready
+        while len(ready) < limit and (not ready or is_ready()):
             try:
-                held.append(next(source))
+                ready.append(next(source))
             except StopIteration:
-                num = self._submit_held(limit)
-                self.ended = not held
+                num = self._submit_ready(limit)
+                self.ended = not ready
                 return num
             except BaseException as error:
                 self.error = error
-                self._submit_held(limit)  # those before it
+                self._submit_ready(limit)  # those before it
                 raise
-        return self._submit_held(limit)
+        return self._submit_ready(limit)
 
-    def _submit_held(self, limit: int) -> int:
-        if not self._held:
+    def _submit_ready(self, limit: int) -> int:
+        if not self._unsubmitted:
             return 0
-        num = self._submit(self._held[:limit])
-        del self._held[:num]
+        num = self._submit(self._unsubmitted[:limit])
+        del self._unsubmitted[:num]
         return num
 
 
@@ -413,7 +413,7 @@ def watched() -> Iterator[AbstractContextManager[None]]:
 
 
 @contextmanager
-def held_back() -> Iterator[None]:
+def interrupts_deferred() -> Iterator[None]:
     """An interrupt inside the block is raised at its end."""
     with watched() as hold, hold:
         yield

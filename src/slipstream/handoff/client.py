@@ -19,7 +19,7 @@ from slipstream.handoff.shared_pages import DeviceSlots, MappedMemory, PeerSlots
 from slipstream.handoff.wire import (
     DONE,
     HEADER,
-    HELD,
+    LEASED,
     OTHER_RANKS,
     SAME,
     Handshake,
@@ -143,7 +143,7 @@ class PageClient:
                     _note(arrived, missing, lease, own)
             if self._ranks is not None or connection.transport is not PageTransport.TCP:
                 connection.socket.sendall(DONE)
-                if receive(connection.socket, 1, deadline) != HELD:
+                if receive(connection.socket, 1, deadline) != LEASED:
                     raise ConnectionError("the lease has ended")
             if by_device:
                 _note(arrived, missing, lease, own)

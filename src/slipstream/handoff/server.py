@@ -22,7 +22,7 @@ from slipstream.handoff.shared_pages import DeviceSlots, MemoryServer
 from slipstream.handoff.wire import (
     DONE,
     HEADER,
-    HELD,
+    LEASED,
     OTHER_MODEL,
     OTHER_RANKS,
     SAME,
@@ -142,8 +142,8 @@ class PageListener(ABC):
         mirror = self.memory.mirror
         if mirror is None:
             return transport is not PageTransport.DEVICE
-        held_by = mirror.is_on_device if transport is PageTransport.DEVICE else mirror.is_in_host
-        return held_by(page.group, page.slot)
+        is_present = mirror.is_on_device if transport is PageTransport.DEVICE else mirror.is_in_host
+        return is_present(page.group, page.slot)
 
 
 def deadline_of(timeout: float) -> float:
@@ -201,7 +201,7 @@ class PageServer(PageListener):
             if self._ranks is not None or question.transport is not PageTransport.TCP:
                 if receive(connection, 1, deadline + _GRACE) != DONE:
                     raise ConnectionError("the peer sent something else")
-                connection.sendall(HELD)
+                connection.sendall(LEASED)
         finally:
             for stored in pinned:
                 self._tier.unpin(stored)

@@ -124,7 +124,7 @@ def _address(name: str) -> str:
 # Pages that pass from device to device: the consumer's device copies them from the memory of the producer's.
 #
 # No checksum is computed. A checksum would find bytes of a slot that was overwritten while it was copied; that cannot
-# happen under a lease, so pages count only if the producer says after the copies that the lease still holds (HELD of
+# happen under a lease, so pages count only if the producer says after the copies that the lease still holds (LEASED of
 # `wire.py`). A lease that ended before, a producer that is gone or started again: the prompt is computed.
 
 _POLL = 0.0005  # seconds between two looks at a copy that is not done

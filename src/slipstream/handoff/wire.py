@@ -11,8 +11,8 @@ each rank of the consumer sends the lease to the same rank of the producer, and 
 the consumer sends DONE when all its ranks have received their parts.
 
 A consumer that has mapped the producer's memory or opened its device's (`shared_pages.py`), asks
-for headers alone, and also sends DONE. The producer answers DONE with HELD while the pages are still leased. Pages that
-came from device memory count only then: they have no checksum, and what was read under a lease was not overwritten.
+for headers alone, and also sends DONE. The producer answers DONE with LEASED while the pages still are. Pages that came
+from device memory count only then: they have no checksum, and what was read under a lease was not overwritten.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from slipstream.record.record_file import fingerprint
 LENGTH = struct.Struct("<I")
 HEADER = struct.Struct("<QI")  # bytes of the page, checksum
 OTHER_MODEL, SAME, OTHER_RANKS = b"\x00", b"\x01", b"\x02"
-DONE, HELD = b"d", b"h"
+DONE, LEASED = b"d", b"h"
 MAX_MESSAGE = 2**26  # bytes
 _BLOCK = 2048  # bytes of a page that are added to the sums at once
 

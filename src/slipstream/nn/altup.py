@@ -1,4 +1,4 @@
-"""AltUpBlock: a layer of Gemma 3n, which computes one of a token's streams and corrects the others."""
+"""AltUpBlock: a layer of Gemma 3n, which computes one of a token's copies and corrects the others."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from slipstream.nn.weights.weight_format import (
     WeightTarget,
     new_parameter,
 )
-from slipstream.ops.gemm.altup import correct_streams, predict_streams, route_streams
+from slipstream.ops.gemm.altup import correct_copies, predict_copies, route_copies
 
 
 class AltUpBlock(DecoderBlock):
@@ -45,7 +45,7 @@ class AltUpBlock(DecoderBlock):
         context: ForwardContext,
         last: LastTokens | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """x [T, streams, hidden]; with `last` the result is that of the last tokens. There is no residual."""
+        """x [T, copies, hidden]; with `last` the result is that of the last tokens. There is no residual."""
         assert residual is None and self.shape.altup is not None
         attention, feed, layer_input = self.sublayers
         assert isinstance(attention.norm, RMSNorm) and isinstance(attention.module, Attention)
@@ -71,10 +71,10 @@ def _normed(norm: RMSNorm | None, x: torch.Tensor) -> torch.Tensor:
     return normed
 
 
-# AltUp of Gemma 3n: a token has several hidden states ("streams"), of which a layer computes one.
+# AltUp of Gemma 3n: a token has several hidden states ("copies"), of which a layer computes one.
 #
-# Before a layer runs, all streams are predicted from each other; afterwards the difference between the computed stream
-# and its prediction corrects all of them. Streams lie token by token: [T, streams, hidden].
+# Before a layer runs, all copies are predicted from each other; afterwards the difference between the computed copy
+# and its prediction corrects all of them. AltupCopies lie token by token: [T, copies, hidden].
 
 
 class AltUp(Layer):
@@ -83,7 +83,7 @@ class AltUp(Layer):
     def __init__(self, name: str, shape: AltUpShape, norm: NormShape, layout: Layout) -> None:
         super().__init__()
         self.shape = shape
-        num, hidden, dtype, format_of = shape.num_streams, layout.hidden_size, layout.dtype, layout.format_of
+        num, hidden, dtype, format_of = shape.num_copies, layout.hidden_size, layout.dtype, layout.format_of
         self.router = Linear(hidden, {"": num}, False, format_of(f"{name}.router"), dtype)
         self.norm = RMSNorm(hidden, norm.eps, dtype, norm.offset)
         self.prediction = Linear(num, {"": num * num}, False, format_of(f"{name}.prediction"), dtype)
@@ -91,23 +91,23 @@ class AltUp(Layer):
         self.output_scale = new_parameter(hidden, dtype=dtype)
         self.router_scale = 1.0 / hidden
 
-    def predict(self, streams: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        return predict_streams(streams, self._route(streams[:, self.shape.active], self.prediction, context))
+    def predict(self, copies: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        return predict_copies(copies, self._route(copies[:, self.shape.active], self.prediction, context))
 
     def correct(self, predicted: torch.Tensor, made: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """`made` [T, hidden] is what the layer computed."""
-        return correct_streams(predicted, made, self._route(made, self.correction, context), self.shape.active)
+        return correct_copies(predicted, made, self._route(made, self.correction, context), self.shape.active)
 
     def scaled(self, corrected: torch.Tensor) -> torch.Tensor:
-        """The active stream, [T, hidden], as per-layer inputs see it."""
+        """The active copy, [T, hidden], as per-layer inputs see it."""
         active = corrected[:, self.shape.active]
         return active * self.output_scale if self.shape.scaled else active.contiguous()
 
     def _route(self, x: torch.Tensor, coefficients: Linear, context: ForwardContext) -> torch.Tensor:
-        """The weights of predictions or corrections from a stream [T, hidden]."""
+        """The weights of predictions or corrections from a copy [T, hidden]."""
         router, last = self.router.weight, coefficients.weight
         if type(router) is type(last) is UnquantizedWeight and context.batch.lora is None:
-            return route_streams(x, self.norm.weight, self.norm.eps, self.router_scale, router.data, last.data)
+            return route_copies(x, self.norm.weight, self.norm.eps, self.router_scale, router.data, last.data)
         routed = self.router(self.norm(x.contiguous())[0] * self.router_scale, context)
         wide = torch.promote_types(x.dtype, torch.float32)
         made: torch.Tensor = coefficients(torch.tanh(routed.to(wide)).to(x.dtype), context)
@@ -135,8 +135,8 @@ class Laurel(Layer):
         return normed
 
 
-class Streams(Layer):
-    """Embeddings to streams, and streams to one hidden state. Projected streams get the length of the first."""
+class AltupCopies(Layer):
+    """Embeddings to copies, and copies to one hidden state. Projected copies get the length of the first."""
 
     def __init__(self, name: str, num: int, layout: Layout) -> None:
         super().__init__()
@@ -148,14 +148,14 @@ class Streams(Layer):
         )
 
     def split(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """x [T, hidden] to [T, streams, hidden]."""
+        """x [T, hidden] to [T, copies, hidden]."""
         others = self.into(x, context).unflatten(1, (-1, x.shape[1]))
         return torch.cat([x.unsqueeze(1), _of_length(others, x.unsqueeze(1))], 1)
 
-    def join(self, streams: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """[T, streams, hidden] to their mean, [T, hidden]."""
-        first = streams[:, :1]
-        others = [product(streams[:, 1 + n].contiguous(), context) for n, product in enumerate(self.out_of)]
+    def join(self, copies: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """[T, copies, hidden] to their mean, [T, hidden]."""
+        first = copies[:, :1]
+        others = [product(copies[:, 1 + n].contiguous(), context) for n, product in enumerate(self.out_of)]
         return torch.cat([first, _of_length(torch.stack(others, 1), first)], 1).mean(1)
 
 

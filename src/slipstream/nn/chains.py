@@ -28,7 +28,7 @@ from slipstream.ops.decode_layers import (
 )
 from slipstream.ops.elementwise import gelu_tanh_and_mul, silu_and_mul
 from slipstream.ops.gemm.linear import Activation
-from slipstream.ops.gemm.linear.dispatch import MAX_STREAMED_ROWS, MAX_STREAMED_ROWS_OF_LARGE_WEIGHT
+from slipstream.ops.gemm.linear.dispatch import MAX_STREAMING_ROWS, MAX_STREAMING_ROWS_OF_LARGE_WEIGHT
 from slipstream.ops.gemm.linear.tiles import Chain
 from slipstream.ops.gemm.quantized.layer import claim_barrier, joins_gemms, multiply_layer
 from slipstream.ops.gemm.quantized.matrix import LayerGemms
@@ -65,9 +65,9 @@ class CudaChain:
 
     def run(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor | None:
         """x [T, hidden], which is overwritten, to the normed hidden states; None: the reference is faster."""
-        is_streamed = context.batch.lora is not None or (context.only_last and self.has_tail)  # or not a chain at all
-        chain = self.choose(x, is_streamed)
-        if not chain or (chain == "library" and is_streamed):
+        is_streaming = context.batch.lora is not None or (context.only_last and self.has_tail)  # or not a chain at all
+        chain = self.choose(x, is_streaming)
+        if not chain or (chain == "library" and is_streaming):
             return None
         last = self.last_tokens(chain, context)
         part = self.parts[0]
@@ -101,7 +101,7 @@ class CudaChain:
                 if last is not None and index == self.last_block and part.products.split is not None:
                     split = part.products.split(sums.rows_normed(), context, last)
                 if split is None:
-                    gate = self.late_gate(part, total, chain, context)
+                    gate = self.last_gate(part, total, chain, context)
                     activation = part.products.activation if gate is None else None
                     made = part.products.first.after_unnormalized(sums, context, activation)
                 else:
@@ -124,7 +124,7 @@ class CudaChain:
     ) -> torch.Tensor:
         """The last product of the last sublayer, the sum, and the norm of the hidden states."""
         last = part.products.last
-        if len(made) <= MAX_STREAMED_ROWS_OF_LARGE_WEIGHT:
+        if len(made) <= MAX_STREAMING_ROWS_OF_LARGE_WEIGHT:
             out = last(made, context) if gate is None else last.after_gate(made, gate)
             return self.norm(out, total)[0]
         # other kernels than those of chains do not stream large weights
@@ -137,13 +137,13 @@ class CudaChain:
         # the library's products take any number of rows
         return context.last_tokens() if has_mixer and context.only_last and chain == "library" else None
 
-    def late_gate(
+    def last_gate(
         self, part: SublayerParts, x: torch.Tensor, chain: Chain, context: ForwardContext
     ) -> Activation | None:
         """The gated activation of a sublayer, if it is faster in its last GEMM than in its first."""
         activation, last = part.products.activation, part.products.last
-        is_late = chain == "library" and activation is not None and last.takes_gated(x, activation, context)
-        return activation if is_late else None
+        is_gated_last = chain == "library" and activation is not None and last.takes_gated(x, activation, context)
+        return activation if is_gated_last else None
 
     def join(self, index: int, x: torch.Tensor, context: ForwardContext) -> tuple[LayerGemms, Activation] | None:
         """`layer_gemms`, if one kernel computes them for x."""
@@ -172,16 +172,16 @@ class CudaChain:
         norms = (feed.norm.weight, feed.norm.eps, norm.weight, norm.eps)
         return LayerGemms(o, gate_up, down, next_qkv, *norms), activation
 
-    def choose(self, x: torch.Tensor, is_streamed: bool = False) -> Chain:
+    def choose(self, x: torch.Tensor, is_streaming: bool = False) -> Chain:
         """The fastest kind of chain that all weights offer for an input of this size; "" for none. Most weights that
-        offer a library chain of few rows can be streamed too, if others or the step (`is_streamed`) need it."""
+        offer a library chain of few rows can be streamed too, if others or the step (`is_streaming`) need it."""
         offered = [linear.chain_for(x) for linear in self.linears]
         if "" in offered:
             return ""
-        if len(x) <= MAX_STREAMED_ROWS and (is_streamed or "streamed" in offered):
+        if len(x) <= MAX_STREAMING_ROWS and (is_streaming or "streaming" in offered):
             offers = zip(offered, self.linears, strict=True)
-            return "streamed" if all(kind == "streamed" or linear.can_stream for kind, linear in offers) else ""
-        return "library" if "library" in offered else "streamed"
+            return "streaming" if all(kind == "streaming" or linear.takes_streaming for kind, linear in offers) else ""
+        return "library" if "library" in offered else "streaming"
 
 
 def _is_plain(part: SublayerParts) -> bool:

@@ -14,7 +14,7 @@ from torch import nn
 from slipstream.base.errors import UnsupportedModel
 from slipstream.checkpoint.model_info import ModelSizes, RopeInfo
 from slipstream.contracts.cache_spec import CacheSpec, PagedSpec, StateSpec, WindowSpec
-from slipstream.nn.altup import AltUpBlock, Streams
+from slipstream.nn.altup import AltUpBlock, AltupCopies
 from slipstream.nn.block import DecoderBlock, ParallelBlock
 from slipstream.nn.chains import Implementation, choose_implementations
 from slipstream.nn.context import ForwardContext, LastTokens
@@ -36,7 +36,7 @@ from slipstream.nn.shapes import (
     sizes_of,
     tail_of,
 )
-from slipstream.nn.weights.streamed_layers import StreamedLayers
+from slipstream.nn.weights.offloaded_layers import OffloadedLayers
 from slipstream.nn.weights.weight_format import FormatOf, UnquantizedWeight, take_memory
 from slipstream.ops.elementwise import lookup_embedding_and_rope
 from slipstream.ops.gemm.lora import LoraTiles, LoraWeights, add_lora
@@ -72,7 +72,7 @@ class Decoder(nn.Module):
             self.layer_inputs: LayerInputs | None = None
             if shape.layer_inputs is not None:
                 self.layer_inputs = LayerInputs("layer_inputs", shape.layer_inputs, shape.norm, layout)
-            self.streams = Streams("streams", shape.num_streams, layout) if shape.num_streams > 1 else None
+            self.copies = AltupCopies("copies", shape.num_copies, layout) if shape.num_copies > 1 else None
             self.positions: Table | None = None
             if shape.num_position_rows:
                 self.positions = Table(shape.num_position_rows, shape.hidden_size, dtype)
@@ -88,12 +88,12 @@ class Decoder(nn.Module):
         self.tail = tail_of(shape.layers)
         self.taps: tuple[int, ...] = ()
         self.implementations: tuple[Implementation, ...] = ()
-        self.streamed: StreamedLayers | None = None  # layers whose weights are in host memory
+        self.offloaded: OffloadedLayers | None = None  # layers whose weights are in host memory
         self.eval()
 
-    def stream_layers(self, num_layers: int, device: torch.device) -> None:
+    def offload_layers(self, num_layers: int, device: torch.device) -> None:
         """Keep the weights of the last layers in host memory. Before `materialize`."""
-        self.streamed = StreamedLayers(self.layers, num_layers, device)
+        self.offloaded = OffloadedLayers(self.layers, num_layers, device)
 
     def materialize(self, device: torch.device) -> None:
         """Allocate memory on the device. Parameters are uninitialised."""
@@ -119,12 +119,12 @@ class Decoder(nn.Module):
         """Run these layers from now on, by the implementations that can."""
         self.layers = layers
         self.tail = tail_of([block.shape for block in layers])  # type: ignore[misc]
-        keeps_sums = bool(self.taps) or self.tail < len(layers) or self.streams is not None
+        keeps_sums = bool(self.taps) or self.tail < len(layers) or self.copies is not None
         for block, following in zip_longest(layers, list(layers)[1:]):
             if type(block) is DecoderBlock:
                 block.leave_sum_to(None if keeps_sums else following)
         self.implementations = ()
-        if self.streamed is None:
+        if self.offloaded is None:
             self.implementations = choose_implementations(list(layers), self.norm, self._tapped())  # type: ignore[arg-type]
 
     def forward(self, context: ForwardContext) -> torch.Tensor:
@@ -151,15 +151,15 @@ class Decoder(nn.Module):
         if self.layer_inputs is not None:
             given = self.layer_inputs(batch.ids, x, context, self._num_input_layers(context))
             context, embedded = replace(context, layer_inputs=given), x
-        if self.streams is not None:
-            x = self.streams.split(x, context)
+        if self.copies is not None:
+            x = self.copies.split(x, context)
         for implementation in self.implementations:
             found = implementation.run(x, context)
             if found is not None:
                 return found
         residual = last = None
         taps, inputs = self._tapped(), {}
-        for number, block in enumerate(self.layers) if self.streamed is None else self.streamed.in_turn(self.layers):
+        for number, block in enumerate(self.layers) if self.offloaded is None else self.offloaded.in_turn(self.layers):
             if number in taps:
                 inputs[number] = x.clone() if residual is None else x + residual
             if context.only_last and number == self.tail:
@@ -172,8 +172,8 @@ class Decoder(nn.Module):
             elif context.only_last and number == len(self.layers) - 1:
                 last = context.last_tokens()
             x, residual = block(x, residual, context, last)
-        if self.streams is not None:
-            x = self.streams.join(x, context)
+        if self.copies is not None:
+            x = self.copies.join(x, context)
         hidden: torch.Tensor = self.norm(x, residual)[0]
         return torch.cat([hidden, *(inputs[number] for number in taps)], 1) if taps else hidden
 
@@ -255,9 +255,9 @@ class DecoderShape:
         return tuple(mixer for layer in self.layers for mixer in layer.mixers)
 
     @property
-    def num_streams(self) -> int:
+    def num_copies(self) -> int:
         """Hidden states of a token between layers."""
-        return max((layer.altup.num_streams for layer in self.layers if layer.altup is not None), default=1)
+        return max((layer.altup.num_copies for layer in self.layers if layer.altup is not None), default=1)
 
     @property
     def causal(self) -> bool:

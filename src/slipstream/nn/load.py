@@ -41,6 +41,7 @@ from slipstream.nn.weights.kinds import (
     transposed_is_faster,
 )
 from slipstream.nn.weights.load import few, fill_targets, find_targets, match_targets
+from slipstream.nn.weights.offloaded_layers import count_offloaded, parameter_bytes, saved_bytes
 from slipstream.nn.weights.quantized_layouts import marker
 from slipstream.nn.weights.quantized_weight import Quantized, storage_dtype
 from slipstream.nn.weights.source import (
@@ -53,7 +54,6 @@ from slipstream.nn.weights.source import (
     open_folder,
 )
 from slipstream.nn.weights.stacked import QuantizedSource, StoredWeight, UnstackedSource, find_quantized
-from slipstream.nn.weights.streamed_layers import count_streamed, parameter_bytes, saved_bytes
 from slipstream.nn.weights.weight_format import (
     FormatOf,
     Unquantized,
@@ -98,8 +98,8 @@ def open_model(
     try:
         if empty is not None:
             allocate_parameters(model, empty)
-        if num_streamed := num_streamed_layers(config, model):
-            model.stream_layers(num_streamed, device)
+        if num_offloaded := num_offloaded_layers(config, model):
+            model.offload_layers(num_offloaded, device)
         model.materialize(device)
     except (MemoryError, RuntimeError) as error:
         raise NotEnoughMemory(
@@ -108,15 +108,15 @@ def open_model(
 
     def fill(progress: bool) -> None:
         fill_targets(tensors, targets, progress)
-        if isinstance(model, Decoder) and model.streamed is not None:
-            model.streamed.start()
+        if isinstance(model, Decoder) and model.offloaded is not None:
+            model.offloaded.start()
 
     return model, fill
 
 
-def num_streamed_layers(config: ModelConfig, model: Decoder | Encoder) -> int:
+def num_offloaded_layers(config: ModelConfig, model: Decoder | Encoder) -> int:
     """Layers whose weights are in host memory."""
-    return count_streamed(parameter_bytes(model.layers), config.offload_bytes)
+    return count_offloaded(parameter_bytes(model.layers), config.offload_bytes)
 
 
 def lay_out(config: ModelConfig, device: torch.device) -> Decoder | Encoder:
@@ -321,7 +321,7 @@ _WEIGHT = "heads.token.weight"
 
 def with_stored_width(pooling: PoolingInfo, info: ModelInfo, folder: Path) -> PoolingInfo:
     """`token_size` corrected by the weight that makes token vectors, if the folder has one."""
-    if not pooling.late or not folder.is_dir() or info.backend_folder:
+    if not pooling.late_interaction or not folder.is_dir() or info.backend_folder:
         return pooling
     if (beside := open_file(folder / BY_TOKEN)) is not None:
         found = find_named(beside, Rules({"{kind}": "heads.token.{kind}"}), (_WEIGHT,))
@@ -343,7 +343,7 @@ def weight_bytes(config: ModelConfig, device_kind: str) -> int:
     model = lay_out(config, device)
     plain = sum(tensor.numel() * tensor.element_size() for tensor in chain(model.parameters(), model.buffers()))
     if config.offload_bytes:
-        plain -= saved_bytes(parameter_bytes(model.layers), num_streamed_layers(config, model))
+        plain -= saved_bytes(parameter_bytes(model.layers), num_offloaded_layers(config, model))
     if config.load_format != "gguf":
         return plain
     targets = find_targets(model)

@@ -378,7 +378,7 @@ _MAX = {
     "length": 2**31 - 1,
     "num_experts": 2**16,
     "num_layers": 2**12,
-    "num_streams": 2**8,
+    "num_copies": 2**8,
     "conv_width": 2**8,
 }
 # may be 0 although 0 is not the default: no such part, or an index

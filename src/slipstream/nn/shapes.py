@@ -306,7 +306,7 @@ class LayerInputShape:
 class AltUpShape:
     """Several hidden states per token, of which a layer computes one (Gemma 3n)."""
 
-    num_streams: int
+    num_copies: int
     active: int  # the one that is computed
     scaled: bool  # a learned scale before the layer's own input is added
     laurel_rank: int
@@ -394,13 +394,13 @@ def _feeds(feed: FeedShape | None) -> tuple[MlpShape | ExpertShape, ...]:
 
 
 def _beside(layers: tuple[LayerShape, ...], hidden_size: int) -> int:
-    """Elements of a token that stay while all layers run: its inputs of each layer, and its other streams."""
+    """Elements of a token that stay while all layers run: its inputs of each layer, and its other copies."""
     inputs = sum(layer.layer_input.size for layer in layers if layer.layer_input is not None)
-    streams = max((layer.altup.num_streams for layer in layers if layer.altup is not None), default=0)
+    copies = max((layer.altup.num_copies for layer in layers if layer.altup is not None), default=0)
     # the output of a mixer is held while the feed beside it runs
     parallel = hidden_size if any(layer.parallel != "no" for layer in layers) else 0
-    # inputs are a sum of two, of which each has a copy; streams are predicted, corrected and held
-    return 4 * inputs + 5 * streams * hidden_size + parallel
+    # inputs are a sum of two, of which each has a copy; copies are predicted, corrected and held
+    return 4 * inputs + 5 * copies * hidden_size + parallel
 
 
 def _expert_elements(feed: ExpertShape, hidden_size: int, on_cpu: bool) -> int:

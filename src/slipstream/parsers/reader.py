@@ -55,8 +55,8 @@ class TextReader:
                 self._pass(len(self._text), sink)
                 return None
             first = max(self._offset, len(self._text) - longest + 1)
-            held = next((start for start in range(first, len(self._text)) if self._text[start:] in prefixes), None)
-            self._pass(len(self._text) if held is None else held, sink)
+            partial = next((start for start in range(first, len(self._text)) if self._text[start:] in prefixes), None)
+            self._pass(len(self._text) if partial is None else partial, sink)
             if self.ended:
                 self._offset = len(self._text)
                 return None

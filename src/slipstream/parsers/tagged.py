@@ -102,13 +102,13 @@ class _TextValue:
     def __init__(self, out: EventSink, *, trims_line: bool) -> None:
         self._out = out
         self._trims_line = trims_line
-        self._held = ""
+        self._pending = ""
         out.arguments('"')
 
     def add(self, text: str) -> None:
-        text, self._held = self._held + text, ""
+        text, self._pending = self._pending + text, ""
         if self._trims_line and text.endswith("\n"):
-            text, self._held = text[:-1], "\n"
+            text, self._pending = text[:-1], "\n"
         self._out.arguments(_escaped(text))
 
     def finish(self, *, is_cut: bool) -> None:

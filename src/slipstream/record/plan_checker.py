@@ -198,8 +198,8 @@ class PlanChecker:
         """Reads the tokens of a cached prefix from the pages. Without a page of every position they stay unknown."""
         found: Longs = np.full(num_cached, UNKNOWN, np.int64)
         for group, window in enumerate(self._windows):
-            tokens, positions, held = self._pages.read(state.tables[group], group, 0, num_cached)
-            if window and not held.all():
+            tokens, positions, has_page = self._pages.read(state.tables[group], group, 0, num_cached)
+            if window and not has_page.all():
                 continue
             is_written = positions != UNKNOWN
             right = (positions == np.arange(num_cached)) | ~is_written
@@ -270,8 +270,8 @@ class PlanChecker:
                 continue
             for group, window in enumerate(self._windows):
                 start = max(0, state.length - num - window + 1) if window else 0
-                tokens, positions, held = self._pages.read(state.tables[group], group, start, state.length)
-                self._need(bool(held.all()), f"row {row} attends to a position without a page (group {group})")
+                tokens, positions, has_page = self._pages.read(state.tables[group], group, start, state.length)
+                self._need(bool(has_page.all()), f"row {row} attends to a position without a page (group {group})")
                 right = positions == np.arange(start, state.length)
                 self._need(bool(right.all()), f"row {row} reads a page that another row has written (group {group})")
                 own = np.array(state.tokens[start : state.length], np.int64)
@@ -381,8 +381,8 @@ class CheckedPages:
         pages = np.array([table.get(entry, NULL_PAGE) for entry in range(start // size, -(-stop // size))], np.int64)
         first = start % size
         taken = slice(first, first + stop - start)
-        held = np.repeat(pages != NULL_PAGE, size)[taken]
-        return self._tokens[group][pages].ravel()[taken], self._positions[group][pages].ravel()[taken], held
+        has_page = np.repeat(pages != NULL_PAGE, size)[taken]
+        return self._tokens[group][pages].ravel()[taken], self._positions[group][pages].ravel()[taken], has_page
 
     def copy(self, group: int, source: int, target: int) -> None:
         self._tokens[group][target] = self._tokens[group][source]

@@ -194,12 +194,12 @@ def fingerprint(config: EngineConfig) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for file in files:
         try:
-            with open_regular(file) as stream:
-                size = stream.seek(0, 2)
-                stream.seek(0)
-                start = stream.read(_SAMPLE)
-                stream.seek(max(0, size - _SAMPLE))
-                digest.update(f"{file.name} {size}\n".encode() + start + stream.read(_SAMPLE))
+            with open_regular(file) as opened:
+                size = opened.seek(0, 2)
+                opened.seek(0)
+                start = opened.read(_SAMPLE)
+                opened.seek(max(0, size - _SAMPLE))
+                digest.update(f"{file.name} {size}\n".encode() + start + opened.read(_SAMPLE))
         except OSError:  # the file was moved since it was loaded
             digest.update(f"{file.name} cannot be read\n".encode())
     return digest.hexdigest()

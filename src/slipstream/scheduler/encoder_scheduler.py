@@ -274,11 +274,11 @@ class EncoderScheduler:
         """Assert every invariant. For tests."""
         queues = [queue for level in self._levels.values() for queue in level.queues.values()]
         waiting = [request for queue in queues for request in queue if not request.is_done]
-        held = [request for request in self._live.values() if request.waits_for]
+        blocked = [request for request in self._live.values() if request.waits_for]
         launched = [request for step in self._in_flight for request in step if not request.is_done]
-        assert len(waiting) + len(held) == self._num_waiting, f"{self._num_waiting} counted, {waiting}, {held}"
-        assert sum(request.num_tokens for request in waiting + held) == self._tokens_waiting, "tokens are lost"
-        live = waiting + held + launched
+        assert len(waiting) + len(blocked) == self._num_waiting, f"{self._num_waiting} counted, {waiting}, {blocked}"
+        assert sum(request.num_tokens for request in waiting + blocked) == self._tokens_waiting, "tokens are lost"
+        live = waiting + blocked + launched
         assert len({request.id for request in live}) == len(live) == len(self._live), "a request is lost"
         assert all(self._live[request.id] is request for request in live)
         if self.adapters is not None:

@@ -21,16 +21,16 @@ class WaitingQueue:
     def __init__(self, max_waiting: int) -> None:
         self.max_waiting = max_waiting
         self._ready: dict[int, Request] = {}  # by number
-        self._held: dict[int, Request] = {}  # by number: requests that wait for something besides their turn
+        self._blocked: dict[int, Request] = {}  # by number: requests that wait for something besides their turn
         self._levels: dict[int, _Level] = {}  # by priority: levels with a ready request
         self._priorities: LazyHeap[int] = LazyHeap()
 
     def __len__(self) -> int:
         """All waiting requests, ready or not."""
-        return len(self._ready) + len(self._held)
+        return len(self._ready) + len(self._blocked)
 
     def __contains__(self, request: Request) -> bool:
-        return request.number in self._ready or request.number in self._held
+        return request.number in self._ready or request.number in self._blocked
 
     def check_room(self, count: int) -> None:
         """Raise QueueFull if there is no room for new requests. Preempted requests may always return."""
@@ -45,16 +45,16 @@ class WaitingQueue:
         assert request not in self, f"{request} waits already"
         request.waits_for = waits_for
         if waits_for:
-            self._held[request.number] = request
+            self._blocked[request.number] = request
         else:
             self._push_ready(request)
 
     def ready(self, request: Request, what: WaitFor) -> None:
-        """The request no longer waits for `what`. No effect if the request is not held: it may have ended."""
-        if request.number in self._held:
+        """The request no longer waits for `what`. No effect if the request is not blocked: it may have ended."""
+        if request.number in self._blocked:
             request.waits_for &= ~what
             if not request.waits_for:
-                del self._held[request.number]
+                del self._blocked[request.number]
                 self._push_ready(request)
 
     def hold(self, request: Request, what: WaitFor) -> None:
@@ -76,7 +76,7 @@ class WaitingQueue:
 
     def remove(self, request: Request) -> None:
         """Remove a request, ready or not."""
-        if self._held.pop(request.number, None) is not None:
+        if self._blocked.pop(request.number, None) is not None:
             return
         del self._ready[request.number]
         level = self._levels[request.priority]
@@ -91,7 +91,7 @@ class WaitingQueue:
 
     def check(self) -> None:
         """Assert the invariants of the queue. For tests."""
-        assert all(request.waits_for for request in self._held.values()), "a held request waits for nothing"
+        assert all(request.waits_for for request in self._blocked.values()), "a blocked request waits for nothing"
         assert sum(level.num_ready for level in self._levels.values()) == len(self._ready), "a ready request is lost"
         for priority, level in self._levels.items():
             own = [request for request in self._ready.values() if request.priority == priority]

@@ -64,9 +64,9 @@ class Detokenizer:
         """Whether `push` returns text, and not only `finish`."""
         return self._steps is not None
 
-    def num_held(self) -> int:
+    def num_pending(self) -> int:
         """The number of characters in the bytes held back, if the bytes that follow are valid."""
-        return sum(step.num_held() for step in self._steps or () if isinstance(step, _ByteFallback))
+        return sum(step.num_pending() for step in self._steps or () if isinstance(step, _ByteFallback))
 
     def finish(self) -> str:
         """Returns the rest of the text, after the last id."""
@@ -208,7 +208,7 @@ class _ByteFallback:
             yield from self.finish()
             yield piece
 
-    def num_held(self) -> int:
+    def num_pending(self) -> int:
         return len(codecs.getincrementaldecoder("utf-8")("replace").decode(bytes(self.run)))
 
     def finish(self) -> Iterator[str]:
@@ -245,7 +245,7 @@ class StopMatcher:
     made when a text first reaches them, so a request pays for its text and not for the length of its stop strings.
     """
 
-    __slots__ = ("matched", "_stops", "_include", "_root", "_state", "_held")
+    __slots__ = ("matched", "_stops", "_include", "_root", "_state", "_pending")
 
     def __init__(self, stops: Sequence[str], include_stop: bool = False) -> None:
         assert all(stops), f"an empty stop string would match everywhere: {stops}"
@@ -253,7 +253,7 @@ class StopMatcher:
         self._stops = sorted(set(stops))
         self._include = include_stop
         self._root = self._state = _Prefix(0, 0, len(self._stops))
-        self._held = ""
+        self._pending = ""
 
     def push(self, text: str) -> str:
         """Adds text and returns what cannot be part of a stop string. Returns nothing after a match."""
@@ -265,19 +265,19 @@ class StopMatcher:
         for index, character in enumerate(text):
             state = state.longer.get(character) or self._next(state, character)
             if state.match is not None:
-                end, self.matched = len(self._held) + index + 1, state.match
-                shown = (self._held + text)[: end if self._include else end - len(state.match)]
-                self._held = ""
+                end, self.matched = len(self._pending) + index + 1, state.match
+                shown = (self._pending + text)[: end if self._include else end - len(state.match)]
+                self._pending = ""
                 return shown
-        self._state, text = state, self._held + text
+        self._state, text = state, self._pending + text
         certain = len(text) - state.depth
-        self._held = text[certain:]
+        self._pending = text[certain:]
         return text[:certain]
 
     def finish(self) -> str:
         """Returns the text that was held back, at the end of the text."""
-        held, self._held, self._state = self._held, "", self._root
-        return held
+        pending, self._pending, self._state = self._pending, "", self._root
+        return pending
 
     def _next(self, state: _Prefix, character: str) -> _Prefix:
         """The state after one more character. Makes it and those it refers to, where they are new."""
@@ -347,7 +347,7 @@ class TokenStarts:
 
     def _push(self, token: int) -> int:
         detokenizer = self._detokenizer
-        self._last = max(self._last, self._length + detokenizer.num_held())
+        self._last = max(self._last, self._length + detokenizer.num_pending())
         if detokenizer.is_incremental:
             self._length += len(detokenizer.push([token]))
             return self._last

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer as Backend
 
 from slipstream.base.errors import BadTokenizer
 from slipstream.base.files import load_json
-from slipstream.checkpoint.late_info import read_vocabulary_lines
+from slipstream.checkpoint.late_interaction import read_vocabulary_lines
 from slipstream.checkpoint.sentence_modules import BERT_LIKE, GENERIC, tokenizer_class
 
 

@@ -16,7 +16,7 @@ import msgspec
 from slipstream.base.errors import InvalidOption
 from slipstream.base.files import OwnedFolder
 from slipstream.base.host import num_cores
-from slipstream.base.processes import child_environment, how_it_ended, signals_held
+from slipstream.base.processes import child_environment, how_it_ended, signals_deferred
 from slipstream.config.cache_size import CPU_SHARE
 from slipstream.config.memory import ranks_share_gpu, visible_gpus
 from slipstream.config.options import Options
@@ -193,7 +193,7 @@ def start_core(
     """Starts a core process over connected sockets, which are closed here."""
     fds = [-1 if supervisor is None else supervisor.fileno(), *(sock.fileno() for sock in front_ends)]
     others = () if start.ranks is None else (start.ranks.listener,)
-    with signals_held():
+    with signals_deferred():
         process = subprocess.Popen(
             [sys.executable, "-m", "slipstream.transport.core_process", *map(str, fds)],
             stdin=subprocess.PIPE,

@@ -117,7 +117,7 @@ class ReplicaClient:
         self._has_opened = False  # all replicas have been ready once
         self._has_described = False  # the models were described to the listener
         self._queries = ReplicaQueries()
-        self._held: list[SentRequest] = []  # while no replica is ready
+        self._unsent: list[SentRequest] = []  # while no replica is ready
         self._resets: dict[str, set[int]] = {}  # by call: replicas that have not reset their prefix caches yet
 
     @property
@@ -174,7 +174,7 @@ class ReplicaClient:
         index = self._queries.replica_of(submits)
         ready = [replica for replica in self.replicas if replica.is_ready and index in (None, replica.index)]
         if not ready:
-            self._held += requests
+            self._unsent += requests
             return
         lane = next((lane for lane in ready[0].lanes if submits[0].model in ("", lane.model)), LaneStats(""))
         loads, limits = [each.load for each in ready], (lane.page_size, lane.num_pages, lane.max_loras)
@@ -205,7 +205,7 @@ class ReplicaClient:
             if not request.unfinished:
                 self._end(owner, request)
         if message.sample is None:
-            self._held = [each for each in self._held if each.submit.request_id != name]
+            self._unsent = [each for each in self._unsent if each.submit.request_id != name]
             self._queries.drop(name)
 
     def _end(self, replica: Replica, request: SentRequest) -> None:
@@ -264,8 +264,8 @@ class ReplicaClient:
         replica.is_ready = True
         if self._has_opened:
             status.info("replica %d is ready again", replica.index)
-        held, self._held = self._held, []
-        for request in held:
+        unsent, self._unsent = self._unsent, []
+        for request in unsent:
             self._submit([request])
         if self._has_opened or not all(each.is_ready for each in self.replicas):
             return self._pulse()

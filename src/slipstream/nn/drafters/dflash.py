@@ -112,7 +112,7 @@ def dflash_shape(info: ModelInfo, target: DecoderShape, stored: Sequence[str] | 
             raise InvalidOption(
                 f"the DFlash drafter is for {what} {own}, and the model has {wanted}; give the drafter of this model"
             )
-    if target.num_streams > 1:
+    if target.num_copies > 1:
         raise InvalidOption("DFlash drafters are not supported for models with several hidden states per token")
     _refuse_variants(info)
     for name in stored or ():

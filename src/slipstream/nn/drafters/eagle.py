@@ -75,7 +75,7 @@ def eagle_shape(info: ModelInfo, target: DecoderShape, stored: Sequence[str] | N
             raise InvalidOption(f"the EAGLE head is for {what} {own}, and the model has {wanted}; give its own head")
     if info.num_layers != 1:
         raise InvalidOption(f"the EAGLE head has {info.num_layers} layers; heads of one layer run here")
-    if target.num_streams > 1:
+    if target.num_copies > 1:
         raise InvalidOption("EAGLE heads are not supported for models with several hidden states per token")
     if info.extra.get("add_para_norm"):
         raise InvalidOption(
@@ -247,7 +247,7 @@ def _check(info: ModelInfo, target: DecoderShape) -> None:
         )
     if info.num_layers != 1:
         raise InvalidOption(f"the EAGLE-3 head has {info.num_layers} layers; heads of one layer run here")
-    if target.num_streams > 1:
+    if target.num_copies > 1:
         raise InvalidOption("EAGLE-3 heads are not supported for models with several hidden states per token")
     for name in ("norm_before_fc", "fc_norm", "norm_output"):
         if info.extra.get(name):

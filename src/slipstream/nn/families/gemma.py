@@ -95,7 +95,7 @@ def gemma_text_rules(shape: DecoderShape) -> Rules:
     return Rules(pictures | head) | text
 
 
-# Gemma 3n, text part: AltUp streams, Laurel, per-layer inputs, sparse gates, trailing layers that share KV caches.
+# Gemma 3n, text part: AltUp copies, Laurel, per-layer inputs, sparse gates, trailing layers that share KV caches.
 
 LAYER_INPUT_NAMES: dict[str, str | None] = {
     "model.embed_tokens_per_layer.weight": "layer_inputs.embedding.weight",
@@ -106,8 +106,8 @@ LAYER_INPUT_NAMES: dict[str, str | None] = {
     "model.layers.{n}.post_per_layer_input_norm.weight": "layers.{n}.layer_input_out_norm.weight",
 }
 _ALTUP_NAMES: dict[str, str | None] = {
-    "model.altup_projections.{i}.weight": "streams.into.{i}.weight",
-    "model.altup_unembed_projections.{i}.weight": "streams.out_of.{i}.weight",
+    "model.altup_projections.{i}.weight": "copies.into.{i}.weight",
+    "model.altup_unembed_projections.{i}.weight": "copies.out_of.{i}.weight",
     "model.layers.{n}.altup.correct_output_scale": "layers.{n}.altup.output_scale",
     "model.layers.{n}.altup.correction_coefs.weight": "layers.{n}.altup.correction.weight",
     "model.layers.{n}.altup.prediction_coefs.weight": "layers.{n}.altup.prediction.weight",
@@ -148,16 +148,16 @@ def gemma3n_shape(info: ModelInfo) -> DecoderShape:
 
 
 def _altup_shape(info: ModelInfo) -> AltUpShape:
-    num_streams, active = needed_number(info, "altup_num_inputs"), int(info.extra.get("altup_active_idx", 0))
-    if num_streams < 2:
-        raise UnsupportedModel(f"{info.architecture}: altup_num_inputs is {num_streams}; 2 or more streams are run")
-    if not 0 <= active < num_streams:
+    num_copies, active = needed_number(info, "altup_num_inputs"), int(info.extra.get("altup_active_idx", 0))
+    if num_copies < 2:
+        raise UnsupportedModel(f"{info.architecture}: altup_num_inputs is {num_copies}; 2 or more copies are run")
+    if not 0 <= active < num_copies:
         raise BadCheckpoint(
             f"config.json of {info.architecture} has a wrong value: altup_active_idx is {active}, and there are "
-            f"{num_streams} streams (altup_num_inputs), counted from 0"
+            f"{num_copies} copies (altup_num_inputs), counted from 0"
         )
     return AltUpShape(
-        num_streams=num_streams,
+        num_copies=num_copies,
         active=active,
         scaled=bool(info.extra.get("altup_correct_scale", True)),
         laurel_rank=needed_number(info, "laurel_rank"),

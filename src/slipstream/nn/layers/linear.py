@@ -117,9 +117,9 @@ class Linear(Layer):
         return self.weight.chain_for(x)
 
     @property
-    def can_stream(self) -> bool:
+    def takes_streaming(self) -> bool:
         """Whether the product can be streamed where `chain_for` says "library", if rows are few."""
-        return self.weight.can_stream
+        return self.weight.takes_streaming
 
     def add_to(
         self,
@@ -136,7 +136,7 @@ class Linear(Layer):
             return self.weight.add_gated_to(residual, x, gate, norm.weight, norm.eps)
         tiles = self._tiles(context)
         if tiles is not None and self.lora is not None:
-            if chain == "streamed" and self._appends(x, self.lora):
+            if chain == "streaming" and self._appends(x, self.lora):
                 sums = self.weight.multiply_with_adapters(x, self.lora.a)
                 return finish_lora_add(sums, self.lora, tiles, residual, norm.weight, norm.eps)
             # before the product, whose kernel computes the norm too; its weight is loaded meanwhile
@@ -249,8 +249,8 @@ class InterleavedLinear(Linear):
     ) -> None:
         """`outputs` are the parts in memory, `stored` the checkpoint's tensors by name, which hold each part once."""
         super().__init__(num_inputs, outputs, bias, format, dtype)
-        held = [part for rows in stored.values() for part in rows.parts]
-        assert sorted(held) == sorted(outputs), f"the checkpoint stores {held}, the product has {list(outputs)}"
+        names = [part for rows in stored.values() for part in rows.parts]
+        assert sorted(names) == sorted(outputs), f"the checkpoint stores {names}, the product has {list(outputs)}"
         self.stored = dict(stored)
 
     def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:

@@ -42,7 +42,7 @@ from slipstream.ops.gemm.quantized import (
     quantized_linear_add,
     quantized_linear_unnormalized,
     quantizes_gated,
-    streams,
+    takes_streaming,
     words_of,
 )
 
@@ -206,20 +206,20 @@ class QuantizedWeight(Weight):
         """Whether chains quantise inputs. A static scale is that of normed inputs, which chains do not have."""
         return self._quantizes_inputs and self.matrix.takes_fp8_inputs and self.input_scale is None
 
-    can_stream = False  # FP8 rows, but for a single one
+    takes_streaming = False  # FP8 rows, but for a single one
 
     def chain_for(self, x: torch.Tensor) -> Chain:
         if self._runs:
             return ""
         if self._chains_fp8 and chains_parts(x, self.matrix):
             return "library"
-        streamed = chains_fp8(x, self.matrix) if self._chains_fp8 else streams(x, self.matrix)
-        return "streamed" if streamed else ""
+        is_streaming = chains_fp8(x, self.matrix) if self._chains_fp8 else takes_streaming(x, self.matrix)
+        return "streaming" if is_streaming else ""
 
     def add_to(
         self, residual: torch.Tensor, x: torch.Tensor, norm: torch.Tensor, eps: float, chain: Chain
     ) -> Unnormalized:
-        if chain == "streamed":
+        if chain == "streaming":
             add = fp8_linear_add if self._chains_fp8 else quantized_linear_add
             return add(x, self.matrix, residual, norm, eps)
         if chain == "library" and self._chains_fp8:

@@ -111,8 +111,8 @@ class Weight(nn.Module, ABC):
     can_chain = False
     """Whether chains may use the three methods below. The defaults are correct but slow."""
 
-    can_stream = True
-    """Whether a weight that offers a "library" chain for few rows takes a "streamed" one too."""
+    takes_streaming = True
+    """Whether a weight that offers a "library" chain for few rows takes a "streaming" one too."""
 
     def chain_for(self, x: torch.Tensor) -> Chain:
         """The fastest kind of chain for this number of rows; "": single GEMMs are faster."""
@@ -138,7 +138,7 @@ class Weight(nn.Module, ABC):
         added: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The GEMM of the RMS norm of x, plus `added` [T, rows] if given, then the activation if given. x must have no
-        `squares`: only the `add_to` of a "streamed" chain makes them, and this weight offers no such chain."""
+        `squares`: only the `add_to` of a "streaming" chain makes them, and this weight offers no such chain."""
         assert x.squares is None, "a streamed chain contains a weight that does not support it"
         out = self.multiply(rms_norm(x.total, x.norm, x.eps) if x.normed is None else x.normed, bias)
         if added is not None:
@@ -146,7 +146,7 @@ class Weight(nn.Module, ABC):
         return out if activation is None else activation(out)
 
     def can_append_adapters(self, x: torch.Tensor | Unnormalized, adapters: torch.Tensor) -> bool:
-        """Whether `multiply_with_adapters` takes an x of a "streamed" chain, and is faster than products apart."""
+        """Whether `multiply_with_adapters` takes an x of a "streaming" chain, and is faster than products apart."""
         return False
 
     def multiply_with_adapters(self, x: torch.Tensor | Unnormalized, adapters: torch.Tensor) -> torch.Tensor:

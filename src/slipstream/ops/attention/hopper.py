@@ -294,9 +294,9 @@ def clear_past_end(values, num_valid, BY_ROW: gl.constexpr, BLOCK_N: gl.constexp
     PIECE: gl.constexpr = 32
     for first in gl.static_range(0, BLOCK_N, PIECE):
         piece = values.slice(first, PIECE)
-        held = piece.load(BY_ROW)
+        values_read = piece.load(BY_ROW)
         valid = first + gl.arange(0, PIECE, gl.SliceLayout(1, BY_ROW)) < num_valid
-        piece.store(gl.where(gl.expand_dims(valid, 1), held, gl.zeros_like(held)))
+        piece.store(gl.where(gl.expand_dims(valid, 1), values_read, gl.zeros_like(values_read)))
     fence_async_shared()
 
 

@@ -334,11 +334,11 @@ def _attend(given, results, blocks, queries, weights, row, num_programs, SIZES: 
             gl.store(stats + partial * 2, top, mask=is_query)
             gl.store(stats + partial * 2 + 1, total, mask=is_query)
     if has_new:  # at the end, since fences wait for stores
-        held = (slot * KV_HEADS + kv_head) * DIM + k_dim + k_lane * 0
-        gl.store(key_pages + held, k_low, mask=k_lane == 0)
-        gl.store(key_pages + held + HALF, k_high, mask=k_lane == 0)
-        gl.store(value_pages + held, v_low, mask=k_lane == 0)
-        gl.store(value_pages + held + HALF, v_high, mask=k_lane == 0)
+        cache_at = (slot * KV_HEADS + kv_head) * DIM + k_dim + k_lane * 0
+        gl.store(key_pages + cache_at, k_low, mask=k_lane == 0)
+        gl.store(key_pages + cache_at + HALF, k_high, mask=k_lane == 0)
+        gl.store(value_pages + cache_at, v_low, mask=k_lane == 0)
+        gl.store(value_pages + cache_at + HALF, v_high, mask=k_lane == 0)
     if num_splits > 1:
         gl.thread_barrier()  # all threads store their partial results before one increments the counter
         finished = (num_splits - 1 - own) // num_programs + 1

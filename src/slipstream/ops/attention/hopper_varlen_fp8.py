@@ -325,10 +325,10 @@ def _widen(
     mbarrier.wait(v_there.index(stage), done // STAGES & 1)
     numbers = v.index(stage).slice(HALF * KEYS, KEYS).load(LAYOUT).to(gl.uint8, bitcast=True)
     if PAGE > KEYS:
-        held = v_scales.index(stage).slice(HALF * KEYS, KEYS, 1)
+        loaded = v_scales.index(stage).slice(HALF * KEYS, KEYS, 1)
     else:
-        held = v_scales.index(stage).slice(HALF * (KEYS // PAGE), KEYS // PAGE).slice(0, PAGE, 1)
-    scales = gl.reshape(held.load(SCALES), [KEYS])
+        loaded = v_scales.index(stage).slice(HALF * (KEYS // PAGE), KEYS // PAGE).slice(0, PAGE, 1)
+    scales = gl.reshape(loaded.load(SCALES), [KEYS])
     scales = gl.convert_layout(scales, gl.SliceLayout(1, LAYOUT), assert_trivial=True)
     mbarrier.arrive(v_used.index(stage), count=1)
     key = start + HALF * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, LAYOUT))

@@ -186,12 +186,12 @@ def attend_keys(
         else:
             v = tl.load(values + offset, mask=(dim < DIM)[None, :], other=0.0)
         if key_scales is not None:
-            held = key < end
+            is_visible = key < end
             if WINDOW:
-                held = held & (key > lowest - WINDOW)
+                is_visible = is_visible & (key > lowest - WINDOW)
             k, v = k.to(q.dtype), v.to(q.dtype)
-            key_scale = tl.load(key_scales + scale_at, mask=held, other=0.0)
-            value_scale = tl.load(value_scales + scale_at, mask=held, other=0.0)
+            key_scale = tl.load(key_scales + scale_at, mask=is_visible, other=0.0)
+            value_scale = tl.load(value_scales + scale_at, mask=is_visible, other=0.0)
         score = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if key_scales is not None:
             score *= key_scale[None, :]

@@ -210,8 +210,8 @@ def _turn_kernel(
         if keys is not None:  # noqa: SIM102 - a compile-time condition; the next is not
             if (part + 1) * BLOCK_H > QUERIES:
                 kv_head = head - QUERIES
-                held_at = keys + _slot_offset(slots, token, there, page_stride, slot_stride, PAGE)
-                held_at = (held_at + kv_head * page_head)[:, None]
+                cache_at = keys + _slot_offset(slots, token, there, page_stride, slot_stride, PAGE)
+                cache_at = (cache_at + kv_head * page_head)[:, None]
                 key = (kv_head >= 0)[:, None]
                 if key_scales is not None:
                     # the largest number of a head becomes that of FP8
@@ -223,15 +223,15 @@ def _turn_kernel(
                     where = _slot_offset(slots, token, there, scale_page, 1, PAGE) + kv_head * PAGE
                     tl.store(key_scales + where, size, mask=there & (kv_head >= 0) & (head < ROTATED))
                     factor = (1 / size)[:, None]
-                    tl.store(held_at + dim, _to_fp8(first, factor), mask=mask & key)
-                    tl.store(held_at + HALF + dim, _to_fp8(second, factor), mask=mask & key)
+                    tl.store(cache_at + dim, _to_fp8(first, factor), mask=mask & key)
+                    tl.store(cache_at + HALF + dim, _to_fp8(second, factor), mask=mask & key)
                     for number in tl.static_range(PARTS):
                         at = ROTARY + number * BLOCK_HALF + dim
                         stay = _unrotated(source, factors, scale, at, mine & (at < DIM))
-                        tl.store(held_at + at, _to_fp8(stay, factor), mask=mine & (at < DIM) & key)
+                        tl.store(cache_at + at, _to_fp8(stay, factor), mask=mine & (at < DIM) & key)
                 else:
-                    tl.store(held_at + dim, first, mask=mask & key)
-                    tl.store(held_at + HALF + dim, second, mask=mask & key)
+                    tl.store(cache_at + dim, first, mask=mask & key)
+                    tl.store(cache_at + HALF + dim, second, mask=mask & key)
                     for number in tl.static_range(PARTS):
                         at = ROTARY + number * BLOCK_HALF + dim
                         if SMALL:
@@ -240,44 +240,44 @@ def _turn_kernel(
                                 stay = _normed(stay, other_factors[number], scale)
                         else:
                             stay = _unrotated(source, factors, scale, at, mine & (at < DIM))
-                        tl.store(held_at + at, stay, mask=mine & (at < DIM) & key)
+                        tl.store(cache_at + at, stay, mask=mine & (at < DIM) & key)
     elif keys is not None:
         wait_for_previous(DEPENDENT)
         own = (part - ROTATED_BLOCKS) * BLOCK_H + lane % BLOCK_H
-        held = (there & (own < KV_HEADS))[:, None]
+        has_key = (there & (own < KV_HEADS))[:, None]
         given = value + (token * value_token + own * value_head)[:, None]
         taken = values + _slot_offset(slots, token, there, page_stride, slot_stride, PAGE)
         taken = (taken + own * page_head)[:, None]
-        half = held & (dim < HALF)
+        half = has_key & (dim < HALF)
         early = tl.load(given + dim, mask=half, other=0.0)
-        late = tl.load(given + HALF + dim, mask=half, other=0.0)
+        deferred = tl.load(given + HALF + dim, mask=half, other=0.0)
         if value_scales is not None:
-            most = tl.maximum(_largest(early), _largest(late))
+            most = tl.maximum(_largest(early), _largest(deferred))
             for number in tl.static_range(PARTS):
                 at = ROTARY + number * BLOCK_HALF + dim
-                most = tl.maximum(most, _largest(tl.load(given + at, mask=held & (at < DIM), other=0.0)))
+                most = tl.maximum(most, _largest(tl.load(given + at, mask=has_key & (at < DIM), other=0.0)))
             size = tl.maximum(most / _MAX, 1e-12)
             where = _slot_offset(slots, token, there, scale_page, 1, PAGE) + own * PAGE
             tl.store(value_scales + where, size, mask=there & (own < KV_HEADS))
             factor = (1 / size)[:, None]
-            early, late = _to_fp8(early, factor), _to_fp8(late, factor)
+            early, deferred = _to_fp8(early, factor), _to_fp8(deferred, factor)
         rest = ()
         if SMALL:
             for number in tl.static_range(PARTS):
                 at = ROTARY + number * BLOCK_HALF + dim
-                given_part = tl.load(given + at, mask=held & (at < DIM), other=0.0)
+                given_part = tl.load(given + at, mask=has_key & (at < DIM), other=0.0)
                 rest = rest + (given_part,)  # type: ignore[assignment]
         tl.store(taken + dim, early, mask=half)
-        tl.store(taken + HALF + dim, late, mask=half)
+        tl.store(taken + HALF + dim, deferred, mask=half)
         for number in tl.static_range(PARTS):
             at = ROTARY + number * BLOCK_HALF + dim
             if SMALL:
                 last = rest[number]  # type: ignore[var-annotated]
             else:
-                last = tl.load(given + at, mask=held & (at < DIM), other=0.0)
+                last = tl.load(given + at, mask=has_key & (at < DIM), other=0.0)
             if value_scales is not None:
                 last = _to_fp8(last, factor)
-            tl.store(taken + at, last, mask=held & (at < DIM))
+            tl.store(taken + at, last, mask=has_key & (at < DIM))
 
 
 @triton.jit

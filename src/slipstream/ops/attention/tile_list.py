@@ -51,16 +51,16 @@ def last_key(query, count, length, GROUP: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def held_keys(tiles, length, TOGETHER: tl.constexpr):
+def keys_read(tiles, length, TOGETHER: tl.constexpr):
     """Keys of a row that count towards the limit of its sorting group."""
     whole = tl.cdiv(length, TOGETHER) * TOGETHER
     return tl.where(tiles < FEW_TILES, 0, tl.where(2 * length > TOGETHER, whole, length)).to(tl.int64)
 
 
 @triton.jit
-def sorting_group(tiles, before, held, TOGETHER: tl.constexpr):
+def sorting_group(tiles, before, num_keys, TOGETHER: tl.constexpr):
     """Index of the sorting group of a row, from the running number of its last key; 0: rows with few tiles."""
-    return tl.where(tiles < FEW_TILES, 0, 1 + (before + tl.maximum(held, 1) - 1) // TOGETHER)
+    return tl.where(tiles < FEW_TILES, 0, 1 + (before + tl.maximum(num_keys, 1) - 1) // TOGETHER)
 
 
 @triton.jit
@@ -94,9 +94,9 @@ def tiles_ahead(
         )
         single = (count == 1) & CUT_SINGLES
         tiles = tl.where((rows <= num_rows) & ~single, tl.cdiv(count * GROUP, TILE), 0)
-        held = held_keys(tiles, length, TOGETHER)
+        num_keys = keys_read(tiles, length, TOGETHER)
         if tl.sum(tiles) > 0:
-            groups = sorting_group(tiles, keys_before + tl.cumsum(held, 0) - held, held, TOGETHER)
+            groups = sorting_group(tiles, keys_before + tl.cumsum(num_keys, 0) - num_keys, num_keys, TOGETHER)
             tiles = tl.where(rows == row, 0, tiles)
             # visible keys increase with the tiles of a row: the tiles with more than some number are a suffix
             limit = keys[None, :] - tl.where(rows < row, 1, 0)[:, None]
@@ -106,7 +106,7 @@ def tiles_ahead(
             mine = tl.where((groups == own_group)[:, None], more, 0)
             mine = tl.where((groups < own_group)[:, None], tiles[:, None], mine)
             ahead += tl.sum(mine, 0)
-        keys_before += tl.sum(held)
+        keys_before += tl.sum(num_keys)
     return ahead
 
 
@@ -337,7 +337,7 @@ def _list_tiles_kernel(
         splits_before += tl.sum(tl.where((rows < row) & single, splits, 0))
         tiles = tl.where((rows < row) & ~single, tl.cdiv(count * GROUP, TILE), 0)
         tiles_before += tl.sum(tiles)
-        keys_before += tl.sum(held_keys(tiles, length, TOGETHER))
+        keys_before += tl.sum(keys_read(tiles, length, TOGETHER))
 
     start, count, length = read_rows(row, lengths, starts, table, table_stride, num_rows, num_tokens, HAS_STARTS, PAGE)
     if (count == 1) & CUT_SINGLES:
@@ -366,7 +366,7 @@ def _list_tiles_kernel(
             target = index + tiles_ahead(
                 row,
                 last_key(query, count, length, GROUP, TILE),
-                sorting_group(tiles, keys_before, held_keys(tiles, length, TOGETHER), TOGETHER),
+                sorting_group(tiles, keys_before, keys_read(tiles, length, TOGETHER), TOGETHER),
                 lengths,
                 starts,
                 table,

@@ -207,9 +207,9 @@ def gather_inputs(
         lengths = computed.index_select(0, rows) + 1
     page_index = positions // page_size
     in_page = positions - page_index * page_size
-    held = tables.flatten(1).index_select(1, token_rows * tables.shape[2] + page_index)
+    cached = tables.flatten(1).index_select(1, token_rows * tables.shape[2] + page_index)
     result = StepInputs(
-        ids, positions, lengths, held.mul_(page_size).add_(in_page), tables[:, :, :width].index_select(1, rows)
+        ids, positions, lengths, cached.mul_(page_size).add_(in_page), tables[:, :, :width].index_select(1, rows)
     )
     if kept is not None:
         keep_ids_(kept, result, token_rows)

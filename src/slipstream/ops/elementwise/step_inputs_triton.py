@@ -146,9 +146,9 @@ def _gather_kernel(
             value = tl.load(next_tokens + row * NEXT, mask=mask, other=0)
         tl.store(ids + token, value, mask=mask)
         for group in tl.static_range(GROUPS):
-            held = tl.load(tables + group * table_size + row * table_width + position // PAGE, mask=mask, other=0)
+            cached = tl.load(tables + group * table_size + row * table_width + position // PAGE, mask=mask, other=0)
             where = slots + group * tl.cast(num_tokens, tl.int64) + token
-            slot = held * PAGE + position % PAGE
+            slot = cached * PAGE + position % PAGE
             tl.store(where, slot, mask=mask)
             if kept is not None:  # noqa: SIM102 (compile-time conditions)
                 if group == KEPT:

@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 DryRun = Callable[[], None]
 
 _TASKS_PER_FORK = 2  # while more tasks may be submitted
-_LATE_NICENESS = 10  # of the processes that `start` adds beyond the limit
+_LOW_NICENESS = 10  # of the processes that `start` adds beyond the limit
 _dry_run_lock = threading.Lock()  # engines may start in several threads; the patches of Triton are global
 FORK_TIMEOUT = 120.0  # seconds; afterwards this process compiles the tasks of a child itself
 
@@ -145,7 +145,7 @@ class ForkedCompiler:
         waiting, self._waiting = self._waiting, []
         num = min(self._num_processes, len(waiting))
         for child in range(num):
-            self._fork(waiting[child::num], _LATE_NICENESS)
+            self._fork(waiting[child::num], _LOW_NICENESS)
 
     def _fork(self, tasks: list[Task], niceness: int = 0) -> None:
         with _no_garbage_collected():  # from before the fork: at-fork callbacks of other modules run in the child first

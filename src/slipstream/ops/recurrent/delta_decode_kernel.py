@@ -112,7 +112,7 @@ def delta_decode(
         SPLITS=splits,
         PERIOD=period,
         ENTRY=entry,
-        LATE=num_rows == 1,
+        DEFERRED=num_rows == 1,
         num_warps=warps,
         **dependent(z.device, num_rows),
     )
@@ -167,10 +167,10 @@ def _decode_kernel(
     SPLITS: tl.constexpr,
     PERIOD: tl.constexpr,
     ENTRY: tl.constexpr,
-    LATE: tl.constexpr,  # the next kernel starts after the wait: its loads of weights would delay those of this kernel
+    DEFERRED: tl.constexpr,  # the next kernel starts after the wait: its loads of weights would delay this one's
     DEPENDENT: tl.constexpr,
 ):
-    if not LATE:
+    if not DEFERRED:
         release_next(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -194,7 +194,7 @@ def _decode_kernel(
         updates = deferred + slot * deferred_stride + head * ((PERIOD - 1) * ENTRY)
     IS_WHOLE: tl.constexpr = SPLITS == 1 and BLOCK < WHOLE
     if not IS_WHOLE:
-        held = read_state(matrix, dim, column, num_seen, KEY_DIM, DIM)
+        current = read_state(matrix, dim, column, num_seen, KEY_DIM, DIM)
         corrections = read_corrections(updates, column, position, kept, KEY_DIM, DIM, PERIOD, ENTRY)
     keys, decays = read_kept(updates, dim, position, kept, KEY_DIM, DIM, PERIOD, ENTRY)
     ring = conv_state + slot * ring_stride
@@ -214,7 +214,7 @@ def _decode_kernel(
         factor = tl.load(norm + every, mask=every < DIM, other=0.0).to(tl.float32)
 
     wait_for_previous(DEPENDENT)
-    if LATE:
+    if DEFERRED:
         release_next(DEPENDENT)
     given = qkv + row * qkv_stride
     # one program of those that share a key head writes its channels
@@ -257,7 +257,7 @@ def _decode_kernel(
         squares = 0.0
         for begin in range(0, WHOLE, BLOCK):
             column = begin + tl.arange(0, BLOCK)
-            held = read_state(matrix, dim, column, num_seen, KEY_DIM, DIM)
+            current = read_state(matrix, dim, column, num_seen, KEY_DIM, DIM)
             corrections = read_corrections(updates, column, position, kept, KEY_DIM, DIM, PERIOD, ENTRY)
             channel = value_channel + column
             value, value_tap = past_inputs(conv, ring, channel, column < DIM, position, WIDTH)
@@ -265,7 +265,7 @@ def _decode_kernel(
             value = convolved(value, new_value, value_tap)
             keep_input(new_value, ring, save_ring, channel, column < DIM, position, saved, WIDTH)
             result = _advance(
-                held, corrections, by_key, by_query, overlap, key, query, value, before, decay, strength, matrix,
+                current, corrections, by_key, by_query, overlap, key, query, value, before, decay, strength, matrix,
                 save_matrix, saved, updates, position, kept, dim, column, KEY_DIM, DIM, PERIOD, ENTRY,
             )  # fmt: skip
             squares += tl.sum(result * result, 0)
@@ -279,7 +279,7 @@ def _decode_kernel(
     else:
         value = convolved(value, new_value, value_tap)
         result = _advance(
-            held, corrections, by_key, by_query, overlap, key, query, value, before, decay, strength, matrix,
+            current, corrections, by_key, by_query, overlap, key, query, value, before, decay, strength, matrix,
             save_matrix, saved, updates, position, kept, dim, column, KEY_DIM, DIM, PERIOD, ENTRY,
         )  # fmt: skip
         factor *= opened * tl.sigmoid(opened)
@@ -304,7 +304,7 @@ def _decode_kernel(
 
 @triton.jit
 def _advance(
-    held,
+    current,
     corrections,
     by_key,
     by_query,
@@ -333,23 +333,23 @@ def _advance(
     before this token and of the token's own."""
     last = position % PERIOD
     of_state, now = tl.exp(before), tl.exp(decay)
-    found = of_state * tl.sum(held * key[:, None], 0) + tl.sum(by_key[:, None] * corrections, 0)
-    read = of_state * tl.sum(held * query[:, None], 0) + tl.sum(by_query[:, None] * corrections, 0)
+    found = of_state * tl.sum(current * key[:, None], 0) + tl.sum(by_key[:, None] * corrections, 0)
+    read = of_state * tl.sum(current * query[:, None], 0) + tl.sum(by_query[:, None] * corrections, 0)
     delta = strength * (value - now * found)
     is_dim, is_column = dim < KEY_DIM, column < DIM
     if last == PERIOD - 1:
-        held *= now * of_state
+        current *= now * of_state
         for index in range(last - kept, last):  # loaded again: registers are short
             entry = updates + index * ENTRY
             factor = now * tl.exp(before - tl.load(entry + KEY_DIM + DIM))
             old = tl.load(entry + dim, mask=is_dim, other=0.0) * factor
-            held += old[:, None] * tl.load(entry + KEY_DIM + column, mask=is_column, other=0.0)[None, :]
-        held += key[:, None] * delta[None, :]
+            current += old[:, None] * tl.load(entry + KEY_DIM + column, mask=is_column, other=0.0)[None, :]
+        current += key[:, None] * delta[None, :]
         mask = is_dim[:, None] & is_column[None, :]
         offset = dim[:, None] * DIM + column[None, :]
-        tl.store(matrix + offset, held, mask=mask)
+        tl.store(matrix + offset, current, mask=mask)
         if saved >= 0:
-            tl.store(save_matrix + offset, held, mask=mask)
+            tl.store(save_matrix + offset, current, mask=mask)
     else:
         tl.store(updates + last * ENTRY + KEY_DIM + column, delta, mask=is_column)
     return now * read + overlap * delta

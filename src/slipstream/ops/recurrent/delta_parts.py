@@ -57,10 +57,10 @@ def part_kernel(
     SPLITS: tl.constexpr,
     PERIOD: tl.constexpr,
     ENTRY: tl.constexpr,
-    LATE: tl.constexpr,  # the next kernel starts after the wait: its loads of weights would delay those of this kernel
+    DEFERRED: tl.constexpr,  # the next kernel starts after the wait: its loads of weights would delay this one's
     DEPENDENT: tl.constexpr,
 ):
-    if not LATE:
+    if not DEFERRED:
         release_next(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -87,18 +87,18 @@ def part_kernel(
     bias = tl.load(dt_bias + head)
     factor = tl.load(norm + every, mask=every < DIM, other=0.0).to(tl.float32)
     matrix = state + slot * slot_stride + head * (KEY_DIM * DIM)
-    held = read_state(matrix, dim, column, num_seen, KEY_DIM, DIM)
+    current = read_state(matrix, dim, column, num_seen, KEY_DIM, DIM)
     updates = state
     before = 0.0  # logarithm of the stored state's decay
     if PERIOD > 1:
         updates = deferred + slot * deferred_stride + head * ((PERIOD - 1) * ENTRY)
         kept = tl.maximum(position - num_seen, 0)
-        held, before = _with_kept_updates(
-            held, updates, dim, column, position % PERIOD, kept, KEY_DIM, DIM, PERIOD, ENTRY
+        current, before = _with_kept_updates(
+            current, updates, dim, column, position % PERIOD, kept, KEY_DIM, DIM, PERIOD, ENTRY
         )
 
     wait_for_previous(DEPENDENT)
-    if LATE:
+    if DEFERRED:
         release_next(DEPENDENT)
     given = qkv + row * qkv_stride
     # volatile: otherwise these are requested only when the first ones have arrived
@@ -111,7 +111,7 @@ def part_kernel(
     query = convolved(query, new_query, query_tap)
     key = convolved(key, new_key, key_tap)
     value = convolved(value, new_value, value_tap)
-    found, read = tl.split(tl.sum(tl.join(held * key[:, None], held * query[:, None]), 0))
+    found, read = tl.split(tl.sum(tl.join(current * key[:, None], current * query[:, None]), 0))
     overlap = key * query
     products = tl.join(tl.join(key * key, query * query), tl.join(overlap, overlap))
     squares, overlaps = tl.split(tl.sum(products, 0))
@@ -142,13 +142,13 @@ def part_kernel(
     key *= key_scale
     last = position % PERIOD
     if last == PERIOD - 1:
-        held = now * held + key[:, None] * delta[None, :]
+        current = now * current + key[:, None] * delta[None, :]
         mask = is_dim[:, None] & is_column[None, :]
         offset = dim[:, None] * DIM + column[None, :]
-        tl.store(matrix + offset, held, mask=mask)
+        tl.store(matrix + offset, current, mask=mask)
         if saved >= 0:
             save_matrix = state + saved * slot_stride + head * (KEY_DIM * DIM)
-            tl.store(save_matrix + offset, held, mask=mask)
+            tl.store(save_matrix + offset, current, mask=mask)
     else:
         entry = updates + last * ENTRY
         if part == 0:
@@ -165,7 +165,7 @@ def part_kernel(
 
 @triton.jit
 def _with_kept_updates(
-    held,
+    current,
     updates,
     dim,
     column,
@@ -179,15 +179,15 @@ def _with_kept_updates(
     """Some columns of the state after the last `kept` tokens, and the logarithm of the stored state's decay since."""
     SUM: tl.constexpr = KEY_DIM + DIM  # where an entry has the sum of log decays since the state was stored
     before = tl.load(updates + (last - 1) * ENTRY + SUM, mask=kept > 0, other=0.0)
-    held *= tl.exp(before)
+    current *= tl.exp(before)
     for index in tl.static_range(PERIOD - 1):
         is_kept = (index < last) & (index >= last - kept)
         entry = updates + index * ENTRY
         since = tl.exp(before - tl.load(entry + SUM, mask=is_kept, other=0.0))
         old = since * tl.load(entry + dim, mask=(dim < KEY_DIM) & is_kept, other=0.0)
         correction = tl.load(entry + KEY_DIM + column, mask=(column < DIM) & is_kept, other=0.0)
-        held += old[:, None] * correction[None, :]
-    return held, before
+        current += old[:, None] * correction[None, :]
+    return current, before
 
 
 # The short convolution of one token inside a decode kernel: its earlier inputs are in a ring, by position.

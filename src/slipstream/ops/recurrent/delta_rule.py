@@ -124,24 +124,24 @@ def _recurrent(
     inputs: _Inputs, state: torch.Tensor, slots: torch.Tensor, begins: torch.Tensor, saves: torch.Tensor | None
 ) -> torch.Tensor:
     """One token for each of `slots`."""
-    held = _change(inputs, torch.where(begins[:, None, None, None], 0.0, state.index_select(0, slots)))
-    state.index_copy_(0, slots, held)
+    current = _change(inputs, torch.where(begins[:, None, None, None], 0.0, state.index_select(0, slots)))
+    state.index_copy_(0, slots, current)
     if saves is not None:
-        state.index_copy_(0, torch.where(saves < 0, slots, saves.long()), held)
-    return _read(inputs, held)
+        state.index_copy_(0, torch.where(saves < 0, slots, saves.long()), current)
+    return _read(inputs, current)
 
 
-def _change(inputs: _Inputs, held: torch.Tensor) -> torch.Tensor:
+def _change(inputs: _Inputs, current: torch.Tensor) -> torch.Tensor:
     """The states [n, value heads, key dim, value dim] after one token each."""
     _, k, v, g, beta = inputs
-    held = held * g.exp()[..., None, None]
-    recalled = (k[..., None, :] @ held)[..., 0, :]
-    held += k[..., None] * ((v - recalled) * beta[..., None])[..., None, :]
-    return held
+    current = current * g.exp()[..., None, None]
+    recalled = (k[..., None, :] @ current)[..., 0, :]
+    current += k[..., None] * ((v - recalled) * beta[..., None])[..., None, :]
+    return current
 
 
-def _read(inputs: _Inputs, held: torch.Tensor) -> torch.Tensor:
-    return (inputs.q[..., None, :] @ held)[..., 0, :]
+def _read(inputs: _Inputs, current: torch.Tensor) -> torch.Tensor:
+    return (inputs.q[..., None, :] @ current)[..., 0, :]
 
 
 _ROWS = 4  # rows of one token that are computed together: bounds the memory for copies of states
@@ -184,10 +184,10 @@ def _chunked(inputs: _Inputs, state: torch.Tensor, steps: RecurrentSteps, entrie
     for entry in range(len(rows)):
         slot = slots[entry : entry + 1]
         old = state.index_select(0, slot)[0]
-        held = torch.where(begins[entry], 0.0, old)
-        new_values = values[entry] - keys[entry] @ held
-        made = q[entry] @ held + scores[entry] @ new_values
-        new = torch.where(used[entry], held * end_decay[entry] + k[entry].mT @ new_values, old)[None]
+        current = torch.where(begins[entry], 0.0, old)
+        new_values = values[entry] - keys[entry] @ current
+        made = q[entry] @ current + scores[entry] @ new_values
+        new = torch.where(used[entry], current * end_decay[entry] + k[entry].mT @ new_values, old)[None]
         state.index_copy_(0, slot, new)
         state.index_copy_(0, saved[entry : entry + 1], new)
         # zeros are added for offsets past the chunk's end, whose tokens belong to others
@@ -269,7 +269,7 @@ def _recurrence(
         return widen(convolve_ring(weights.conv, None, conv_state, slot, position, "silu"), *gates.chunk(2, 1))
 
     inputs = widen(mixed, b, a)
-    return Recurrence(inputs.of, recall, _change, lambda tokens, held: _read(inputs.of(tokens), held)), inputs
+    return Recurrence(inputs.of, recall, _change, lambda tokens, current: _read(inputs.of(tokens), current)), inputs
 
 
 def _heads(mixed: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

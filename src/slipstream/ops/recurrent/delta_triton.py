@@ -271,7 +271,7 @@ def _pass_kernel(
         own = slot * slot_stride
         position = tl.load(first_positions + row)
         num_seen = tl.load(seen_positions + row)
-        held = tl.load(matrix + own, mask=is_inside & (num_seen > 0), other=0.0)
+        current = tl.load(matrix + own, mask=is_inside & (num_seen > 0), other=0.0)
         if deferred is not None:
             before = 0.0
             kept = tl.maximum(position - num_seen, 0)
@@ -280,7 +280,7 @@ def _pass_kernel(
                 decay = tl.load(entry + KEY_DIM + DIM)
                 old = tl.load(entry + dim, mask=is_dim, other=0.0)
                 correction = tl.load(entry + KEY_DIM + column, mask=is_column, other=0.0)
-                held = held * tl.exp(decay - before) + old[:, None] * correction[None, :]
+                current = current * tl.exp(decay - before) + old[:, None] * correction[None, :]
                 before = decay
 
         if num_tokens == 1:
@@ -292,11 +292,11 @@ def _pass_kernel(
                 query *= tl.rsqrt(tl.sum(query * query, 0) + L2_EPS)
             value = tl.load(v + token * value_stride + head * DIM + column, mask=is_column, other=0.0).to(tl.float32)
             at = token * HEADS + head
-            held *= tl.exp(tl.where(num_seen > position, 0.0, tl.load(g + at)))
+            current *= tl.exp(tl.where(num_seen > position, 0.0, tl.load(g + at)))
             strength = tl.where(num_seen > position, 0.0, tl.load(beta + at))
-            delta = strength * (value - tl.sum(held * key[:, None], 0))
-            held += key[:, None] * delta[None, :]
-            made = tl.sum(held * query[:, None], 0) * scale
+            delta = strength * (value - tl.sum(current * key[:, None], 0))
+            current += key[:, None] * delta[None, :]
+            made = tl.sum(current * query[:, None], 0) * scale
             tl.store(out + at * DIM + column, made.to(out.dtype.element_ty), mask=is_column)
             if chunks is not None:
                 saved = tl.load(chunks + tl.load(chunk_starts + row) * 4 + 3)
@@ -304,7 +304,7 @@ def _pass_kernel(
                 saved = tl.load(save_slots + row)
             else:
                 saved = -1
-            tl.store(matrix + tl.maximum(saved, 0).to(tl.int64) * slot_stride, held, mask=is_inside & (saved >= 0))
+            tl.store(matrix + tl.maximum(saved, 0).to(tl.int64) * slot_stride, current, mask=is_inside & (saved >= 0))
         elif chunks is not None:
             kind: tl.constexpr = values.dtype.element_ty
             offset = tl.arange(0, CHUNK)
@@ -325,17 +325,17 @@ def _pass_kernel(
                 decay = tl.load(g + at, mask=inside & ((token != start) | (num_seen <= position)), other=0.0)
                 total = tl.cumsum(decay, 0)
                 whole = tl.sum(decay, 0)
-                rounded = held.to(kind)
+                rounded = current.to(kind)
                 value -= tl.dot(solved, rounded, input_precision="ieee")
                 query_scale = _inverse_norm(query, L2_EPS, NORM) * scale * tl.exp(total)
                 made = tl.dot(query, rounded, input_precision="ieee") * query_scale[:, None]
                 made = tl.dot(seen, value.to(kind), made, input_precision="ieee")
                 tl.store(out + at[:, None] * DIM + column[None, :], made.to(out.dtype.element_ty), mask=mask)
                 value *= (_inverse_norm(key, L2_EPS, NORM) * tl.exp(whole - total))[:, None]
-                held = tl.dot(tl.trans(key), value.to(kind), held * tl.exp(whole), input_precision="ieee")
+                current = tl.dot(tl.trans(key), value.to(kind), current * tl.exp(whole), input_precision="ieee")
                 if saved >= 0:
-                    tl.store(matrix + saved.to(tl.int64) * slot_stride, held, mask=is_inside)
-        tl.store(matrix + own, held, mask=is_inside & (num_tokens > 0))
+                    tl.store(matrix + saved.to(tl.int64) * slot_stride, current, mask=is_inside)
+        tl.store(matrix + own, current, mask=is_inside & (num_tokens > 0))
 
 
 # Inverse of a unit lower triangular matrix inside a kernel.

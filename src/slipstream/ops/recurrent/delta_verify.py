@@ -162,7 +162,7 @@ def _verify_kernel(
     saved = tl.load(save_slots + row).to(tl.int64)
     border = tl.load(save_positions + row)
     own = state + slot * slot_stride + cells
-    held = tl.load(own, mask=is_inside & (base > 0), other=0.0)
+    current = tl.load(own, mask=is_inside & (base > 0), other=0.0)
     ring = conv_state + slot * ring_stride
     gates = replay + slot * replay_stride
     query_channel = (head // GROUP) * KEY_DIM + dim
@@ -175,11 +175,11 @@ def _verify_kernel(
         key = _recall(conv, ring, key_channel, is_dim, position, WIDTH, RING)
         value = _recall(conv, ring, value_channel, is_column, position, WIDTH, RING)
         entry = gates + (position % REPLAY) * (2 * HEADS) + head
-        held = _advance(held, key, value, tl.load(entry), tl.load(entry + HEADS), rate, bias, True, L2_EPS)
+        current = _advance(current, key, value, tl.load(entry), tl.load(entry + HEADS), rate, bias, True, L2_EPS)
         if (saved >= 0) & (position + 1 == border):
-            tl.store(state + saved * slot_stride + cells, held, mask=is_inside)
+            tl.store(state + saved * slot_stride + cells, current, mask=is_inside)
     if count != 1:
-        tl.store(own, held, mask=is_inside)
+        tl.store(own, current, mask=is_inside)
 
     if qkv is not None:
         # one program of those that share a key head writes its channels
@@ -199,10 +199,10 @@ def _verify_kernel(
             gate = (row + index) * gate_stride + head
             strength = tl.load(b + gate)
             decay = tl.load(a + gate)
-            held = _advance(held, key, value, strength, decay, rate, bias, position >= base, L2_EPS)
+            current = _advance(current, key, value, strength, decay, rate, bias, position >= base, L2_EPS)
             query *= tl.rsqrt(tl.sum(query * query, 0) + L2_EPS) * SCALE
             tl.store(
-                out + ((row + index) * HEADS + head) * DIM + column, tl.sum(held * query[:, None], 0), mask=is_column
+                out + ((row + index) * HEADS + head) * DIM + column, tl.sum(current * query[:, None], 0), mask=is_column
             )
             _remember(now, ring, query_channel, writes, position, RING)
             _remember(now, ring, key_channel, writes, position, RING)
@@ -212,20 +212,20 @@ def _verify_kernel(
                 tl.store(entry, strength.to(replay.dtype.element_ty))
                 tl.store(entry + HEADS, decay.to(replay.dtype.element_ty))
         if count == 1:
-            tl.store(own, held, mask=is_inside)
+            tl.store(own, current, mask=is_inside)
             if (saved >= 0) & (first + 1 == border):
-                tl.store(state + saved * slot_stride + cells, held, mask=is_inside)
+                tl.store(state + saved * slot_stride + cells, current, mask=is_inside)
 
 
 @triton.jit
-def _advance(held, key, value, strength, decay, rate, bias, is_new, L2_EPS: tl.constexpr):
+def _advance(current, key, value, strength, decay, rate, bias, is_new, L2_EPS: tl.constexpr):
     """The state after one token, of its convolved key and value and the inputs of its gates. The token of a state that
     has seen it is not new."""
     key *= tl.rsqrt(tl.sum(key * key, 0) + L2_EPS)
-    held *= tl.exp(tl.where(is_new, log_decay(decay.to(tl.float32), rate, bias), 0.0))
+    current *= tl.exp(tl.where(is_new, log_decay(decay.to(tl.float32), rate, bias), 0.0))
     share = tl.where(is_new, tl.sigmoid(strength.to(tl.float32)), 0.0)
-    delta = share * (value - tl.sum(held * key[:, None], 0))
-    return held + key[:, None] * delta[None, :]
+    delta = share * (value - tl.sum(current * key[:, None], 0))
+    return current + key[:, None] * delta[None, :]
 
 
 @triton.jit

@@ -23,10 +23,10 @@ class Recurrence(NamedTuple):
     change: Callable[[Any, torch.Tensor], torch.Tensor]  # the states after the tokens with these inputs
     read: Callable[[slice, torch.Tensor], torch.Tensor]  # the outputs of tokens of the step, from the states after them
 
-    def step(self, tokens: slice, held: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def step(self, tokens: slice, current: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Outputs and new states of tokens of different rows."""
-        held = self.change(self.take(tokens), held)
-        return self.read(tokens, held), held
+        current = self.change(self.take(tokens), current)
+        return self.read(tokens, current), current
 
 
 def replay_(state: torch.Tensor, steps: RecurrentSteps, recurrence: Recurrence) -> None:
@@ -45,22 +45,22 @@ def verify_(out: torch.Tensor, state: torch.Tensor, steps: RecurrentSteps, recur
     its first token, or behind it if it has seen that token."""
     drafts = steps.drafts
     assert steps.is_single and drafts is not None
-    held: torch.Tensor | None = None
+    current: torch.Tensor | None = None
     for index in range(len(out)):
         one = slice(index, index + 1)
         slot, is_first = steps.slots[one].long(), drafts.offsets[one] == 0
         if drafts.may_begin(index):
             begun = _replayed(state, steps, drafts, index, recurrence)
-            held = begun if held is None else torch.where(_like(is_first, begun), begun, held)
-        assert held is not None, "the first draw of a step is the first of its row"
-        before = held
+            current = begun if current is None else torch.where(_like(is_first, begun), begun, current)
+        assert current is not None, "the first draw of a step is the first of its row"
+        before = current
         is_seen = steps.seen_positions[one] > steps.first_positions[one]
-        held = torch.where(_like(is_seen, before), before, recurrence.change(recurrence.take(one), before))
-        out[one] = recurrence.read(one, held)
+        current = torch.where(_like(is_seen, before), before, recurrence.change(recurrence.take(one), before))
+        out[one] = recurrence.read(one, current)
         if drafts.may_begin(index):
             is_sole = drafts.counts[one] == 1
-            _store(state, slot, is_first, torch.where(_like(is_sole, held), held, before))
-            _save(state, steps, drafts, index, held, is_sole & _reaches(steps, drafts, index))
+            _store(state, slot, is_first, torch.where(_like(is_sole, current), current, before))
+            _save(state, steps, drafts, index, current, is_sole & _reaches(steps, drafts, index))
 
 
 def remember_(ring: torch.Tensor, steps: RecurrentSteps, inputs: torch.Tensor) -> None:
@@ -74,15 +74,15 @@ def _replayed(
     """The state of a row in front of its first token, [1, *shape]. Saves the state where it passes the position."""
     one = slice(index, index + 1)
     slot, base, first = steps.slots[one].long(), drafts.bases[one], steps.first_positions[one]
-    held = state.index_select(0, slot)
-    held = torch.where(_like(base == 0, held), 0.0, held)
+    current = state.index_select(0, slot)
+    current = torch.where(_like(base == 0, current), 0.0, current)
     for number in range(drafts.max_replays):
         position = base + number
         is_replayed = position < first
-        after = recurrence.change(recurrence.recall(slot, position.long()), held)
-        held = torch.where(_like(is_replayed, held), after, held)
-        _save(state, steps, drafts, index, held, is_replayed & (position + 1 == drafts.save_positions[one]))
-    return held
+        after = recurrence.change(recurrence.recall(slot, position.long()), current)
+        current = torch.where(_like(is_replayed, current), after, current)
+        _save(state, steps, drafts, index, current, is_replayed & (position + 1 == drafts.save_positions[one]))
+    return current
 
 
 def _reaches(steps: RecurrentSteps, drafts: DraftSteps, index: int) -> torch.Tensor:
@@ -95,17 +95,17 @@ def _save(
     steps: RecurrentSteps,
     drafts: DraftSteps,
     index: int,
-    held: torch.Tensor,
+    current: torch.Tensor,
     is_there: torch.Tensor,
 ) -> None:
     saved = drafts.save_slots[index : index + 1]
     is_saved = is_there & (saved >= 0)
-    _store(state, torch.where(is_saved, saved, steps.slots[index : index + 1]).long(), is_saved, held)
+    _store(state, torch.where(is_saved, saved, steps.slots[index : index + 1]).long(), is_saved, current)
 
 
-def _store(state: torch.Tensor, slot: torch.Tensor, is_stored: torch.Tensor, held: torch.Tensor) -> None:
+def _store(state: torch.Tensor, slot: torch.Tensor, is_stored: torch.Tensor, current: torch.Tensor) -> None:
     old = state.index_select(0, slot)
-    state.index_copy_(0, slot, torch.where(_like(is_stored, held), held, old))
+    state.index_copy_(0, slot, torch.where(_like(is_stored, current), current, old))
 
 
 def _like(flag: torch.Tensor, state: torch.Tensor) -> torch.Tensor:

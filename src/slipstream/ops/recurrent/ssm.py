@@ -68,15 +68,15 @@ def ssd_scan(
         of_x, of_b, of_dt = replay[slot, position % replay.shape[1]].split([x[0].numel(), b[0].numel(), dt.shape[1]], 1)
         return of_x.unflatten(1, x.shape[1:]), of_b.unflatten(1, b.shape[1:]), sizes(of_dt)
 
-    def change(inputs: tuple[torch.Tensor, ...], held: torch.Tensor) -> torch.Tensor:
+    def change(inputs: tuple[torch.Tensor, ...], current: torch.Tensor) -> torch.Tensor:
         now, written, size = inputs[0].to(wide), repeated(inputs[1]), inputs[2]
-        held = held * (-weights.a_log.exp() * size).exp()[..., None, None]
-        return held + (now * size[..., None])[..., None] * written[..., None, :]
+        current = current * (-weights.a_log.exp() * size).exp()[..., None, None]
+        return current + (now * size[..., None])[..., None] * written[..., None, :]
 
-    def read(tokens: slice, held: torch.Tensor) -> torch.Tensor:
-        return (held @ repeated(c[tokens])[..., None])[..., 0] + weights.d[:, None] * x[tokens].to(wide)
+    def read(tokens: slice, current: torch.Tensor) -> torch.Tensor:
+        return (current @ repeated(c[tokens])[..., None])[..., 0] + weights.d[:, None] * x[tokens].to(wide)
 
-    def chunk(part: _Chunk, held: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def chunk(part: _Chunk, current: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         now, steps_of = part.cut(x).to(wide), part.cut(size)
         falls = -weights.a_log.exp() * steps_of
         written, read = (part.cut(every).to(wide).transpose(0, 1) for every in (b, c))  # [groups, offsets, state size]
@@ -84,11 +84,11 @@ def ssd_scan(
         between = (total[:, :, None] - total[:, None, :]).masked_fill(part.later, -torch.inf).exp()
         scores = (read @ written.mT).repeat_interleave(repeats, 0, output_size=len(weights.d)) * between
         scaled = (now * steps_of[..., None]).transpose(0, 1)  # [heads, offsets, head dim]
-        recalled = (read[:, None] @ held.unflatten(0, (-1, repeats)).mT).flatten(0, 1) * total.exp()[..., None]
+        recalled = (read[:, None] @ current.unflatten(0, (-1, repeats)).mT).flatten(0, 1) * total.exp()[..., None]
         out = (scores @ scaled + recalled).transpose(0, 1) + weights.d[:, None] * now
         ending = scaled * (total[:, -1:] - total).exp()[..., None]
         added = (ending.unflatten(0, (-1, repeats)).mT @ written[:, None]).flatten(0, 1)
-        return out, held * total[:, -1].exp()[:, None, None] + added
+        return out, current * total[:, -1].exp()[:, None, None] + added
 
     size = torch.where(seen_tokens(steps, len(x))[:, None], 0.0, sizes(dt))
     out = torch.zeros(x.shape, dtype=wide, device=x.device)
@@ -126,21 +126,21 @@ def selective_scan(
         of_x, of_dt, of_b = replay[slot, position % replay.shape[1]].split([x.shape[1], dt.shape[1], b.shape[1]], 1)
         return of_x, sizes(of_dt), of_b
 
-    def change(inputs: tuple[torch.Tensor, ...], held: torch.Tensor) -> torch.Tensor:
+    def change(inputs: tuple[torch.Tensor, ...], current: torch.Tensor) -> torch.Tensor:
         decay, added = terms(*inputs)
-        return held * decay + added
+        return current * decay + added
 
-    def read(tokens: slice, held: torch.Tensor) -> torch.Tensor:
-        return (held @ c[tokens].to(wide)[..., None])[..., 0]
+    def read(tokens: slice, current: torch.Tensor) -> torch.Tensor:
+        return (current @ c[tokens].to(wide)[..., None])[..., 0]
 
-    def chunk(part: _Chunk, held: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def chunk(part: _Chunk, current: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         decay, added = terms(part.cut(x), part.cut(size), part.cut(b))  # size 0 past the end: no decay
         reach = 1  # tokens that the sum at each offset covers
         while reach < len(decay):
             added = torch.cat((added[:reach], added[reach:] + decay[reach:] * added[:-reach]))
             decay = torch.cat((decay[:reach], decay[reach:] * decay[:-reach]))
             reach *= 2
-        states = added.addcmul_(decay, held)
+        states = added.addcmul_(decay, current)
         return (states @ part.cut(c).to(wide)[..., None])[..., 0], states[-1]
 
     out = torch.zeros(x.shape, dtype=wide, device=x.device)
@@ -188,11 +188,11 @@ def _scan(
     for first in range(0, num_single, ROWS):
         rows = slice(first, min(first + ROWS, num_single))
         slots, begins = steps.slots[rows].long(), steps.seen_positions[rows] == 0
-        held = torch.where(begins.view(-1, *(1,) * (state.dim() - 1)), 0.0, state.index_select(0, slots))
-        out[rows], held = recurrence.step(rows, held)
-        state.index_copy_(0, slots, held)
+        current = torch.where(begins.view(-1, *(1,) * (state.dim() - 1)), 0.0, state.index_select(0, slots))
+        out[rows], current = recurrence.step(rows, current)
+        state.index_copy_(0, slots, current)
         if saves is not None:
-            state.index_copy_(0, torch.where(saves[rows] < 0, slots, saves[rows].long()), held)
+            state.index_copy_(0, torch.where(saves[rows] < 0, slots, saves[rows].long()), current)
     if steps.chunks is None:
         return
     last = num_single + max_chunks(num_tokens - num_single, len(steps.slots) - num_single)

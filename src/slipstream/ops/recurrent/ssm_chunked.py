@@ -277,7 +277,7 @@ def _pass_kernel(
         own = state + tl.load(slots + row).to(tl.int64) * slot_stride
         begin = tl.load(first_positions + row)
         is_own = end - start == 1 if SINGLE else start < end
-        held = tl.load(own + cells, mask=is_cell & is_own & (tl.load(seen_positions + row) > 0), other=0.0)
+        current = tl.load(own + cells, mask=is_cell & is_own & (tl.load(seen_positions + row) > 0), other=0.0)
         entry = tl.load(chunk_starts + row)
         last = tl.load(chunk_starts + row + 1) - 1
 
@@ -287,12 +287,12 @@ def _pass_kernel(
             now = tl.load(x + token * x_stride + dim, mask=is_dim, other=0.0).to(tl.float32)
             written = tl.load(b + token * b_stride + column, mask=is_column, other=0.0).to(tl.float32)
             read = tl.load(c + token * c_stride + column, mask=is_column, other=0.0).to(tl.float32)
-            held = held * tl.exp2(tl.load(totals + token)) + written[:, None] * (size * now)[None, :]
-            made = tl.sum(held * read[:, None], 0) + skip * now
+            current = current * tl.exp2(tl.load(totals + token)) + written[:, None] * (size * now)[None, :]
+            made = tl.sum(current * read[:, None], 0) + skip * now
             tl.store(out + token * (HEADS * DIM) + dim, made.to(out.dtype.element_ty), mask=is_dim)
             saved = tl.load(chunks + entry * 4 + 3)
             if saved >= 0:
-                tl.store(state + saved.to(tl.int64) * slot_stride + cells, held, mask=is_cell)
+                tl.store(state + saved.to(tl.int64) * slot_stride + cells, current, mask=is_cell)
         elif not SINGLE:
             kind: tl.constexpr = x.dtype.element_ty
             SCORES: tl.constexpr = HEADS // HEADS_OF_GROUP * CHUNK
@@ -317,14 +317,14 @@ def _pass_kernel(
                 is_later = token[:, None] < token[None, :]
                 seen *= tl.exp2(tl.where(is_later, float("-inf"), total[:, None] - total[None, :])) * size[None, :]
                 seen = tl.where(token[:, None] > token[None, :], seen, seen + tl.where(is_later, 0.0, skip))
-                made = tl.dot(read, held.to(kind), input_precision=PRECISION) * tl.exp2(total)[:, None]
+                made = tl.dot(read, current.to(kind), input_precision=PRECISION) * tl.exp2(total)[:, None]
                 made = tl.dot(seen.to(kind), now, made, input_precision=PRECISION)
                 tl.store(out + at * (HEADS * DIM) + dim[None, :], made.to(out.dtype.element_ty), mask=in_head)
                 weighted = (now * (size * tl.exp2(whole - total))[:, None]).to(kind)
-                held = tl.dot(tl.trans(written), weighted, held * tl.exp2(whole), input_precision=PRECISION)
+                current = tl.dot(tl.trans(written), weighted, current * tl.exp2(whole), input_precision=PRECISION)
                 if saved >= 0:
-                    tl.store(state + saved.to(tl.int64) * slot_stride + cells, held, mask=is_cell)
+                    tl.store(state + saved.to(tl.int64) * slot_stride + cells, current, mask=is_cell)
                 saved = following
                 entry += 1
         own = state + tl.load(slots + row).to(tl.int64) * slot_stride  # loaded again: registers are short in the loop
-        tl.store(own + cells, held, mask=is_cell & is_own)
+        tl.store(own + cells, current, mask=is_cell & is_own)

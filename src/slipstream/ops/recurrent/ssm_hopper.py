@@ -191,15 +191,15 @@ def _compute(tiles, rows, states, results, logs, d, OWN: gl.constexpr, HEADS: gl
     state, slots, seen_positions, slot_stride = states
     weighed, result, out_tiles, out = results
     MADE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16])
-    HELD: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STATE, 16])
+    LOADED: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STATE, 16])
     READ: gl.constexpr = gl.DotOperandLayout(0, MADE, 2)
-    WRITTEN: gl.constexpr = gl.DotOperandLayout(0, HELD, 2)
+    WRITTEN: gl.constexpr = gl.DotOperandLayout(0, LOADED, 2)
     BY_ROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     logs_of_heads = log_tiles._reinterpret(gl.float32, [4 * STAGES, CHUNK], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     head = gl.program_id(0) * 2 + OWN
     skip = gl.load(d + head)
-    dim = head * DIM + gl.arange(0, DIM, gl.SliceLayout(1, HELD))
-    cells = gl.expand_dims(dim, 1) * STATE + gl.expand_dims(gl.arange(0, STATE, gl.SliceLayout(0, HELD)), 0)
+    dim = head * DIM + gl.arange(0, DIM, gl.SliceLayout(1, LOADED))
+    cells = gl.expand_dims(dim, 1) * STATE + gl.expand_dims(gl.arange(0, STATE, gl.SliceLayout(0, LOADED)), 0)
     token = gl.arange(0, CHUNK, gl.SliceLayout(1, BY_ROW))
     column = head * DIM + gl.arange(0, DIM, gl.SliceLayout(0, BY_ROW))
     count = _count_rows(chunks, chunk_starts, num_rows)
@@ -211,8 +211,8 @@ def _compute(tiles, rows, states, results, logs, d, OWN: gl.constexpr, HEADS: gl
         if end - start > 1:
             begin = start - gl.load(first_positions + row) % CHUNK
             cell = state + gl.load(slots + row).to(gl.int64) * slot_stride + cells
-            has_state = gl.full([DIM, STATE], gl.load(seen_positions + row), gl.int32, HELD) > 0
-            held = gl.load(cell, mask=has_state, other=0.0)
+            has_state = gl.full([DIM, STATE], gl.load(seen_positions + row), gl.int32, LOADED) > 0
+            current = gl.load(cell, mask=has_state, other=0.0)
             entry = gl.load(chunk_starts + row).to(gl.int64)
             # loaded a chunk ahead
             next_saved = gl.load(chunks + entry * 4 + 3)
@@ -236,7 +236,7 @@ def _compute(tiles, rows, states, results, logs, d, OWN: gl.constexpr, HEADS: gl
                     gl.thread_barrier()
 
                 # the state read by c, times the decay from the chunk's start
-                read = gl.convert_layout(held.to(gl.bfloat16), READ)
+                read = gl.convert_layout(current.to(gl.bfloat16), READ)
                 made = gl.zeros([DIM, CHUNK], gl.float32, MADE)
                 made = warpgroup_mma(read, cs.index(stage).permute((1, 0)), made, use_acc=False, is_async=True)
                 tma.store_wait(0)  # the previous result has been copied from shared memory
@@ -256,8 +256,8 @@ def _compute(tiles, rows, states, results, logs, d, OWN: gl.constexpr, HEADS: gl
                 # the state at the chunk's end
                 left = gl.exp2(whole - offset.load(gl.SliceLayout(0, WRITTEN)))
                 written = (gl.convert_layout(now, WRITTEN).to(gl.float32) * gl.expand_dims(left, 0)).to(gl.bfloat16)
-                held *= gl.exp2(whole)
-                held = warpgroup_mma(written, bs.index(stage), held, is_async=True)
+                current *= gl.exp2(whole)
+                current = warpgroup_mma(written, bs.index(stage), current, is_async=True)
 
                 made = warpgroup_mma_wait(1, deps=(made,))
                 made += skip * gl.convert_layout(now, MADE).to(gl.float32)
@@ -271,12 +271,12 @@ def _compute(tiles, rows, states, results, logs, d, OWN: gl.constexpr, HEADS: gl
                 else:
                     fence_async_shared()
                     tma.async_copy_shared_to_global(out_tiles, [first, head * DIM], result)
-                held = warpgroup_mma_wait(0, deps=(held,))
+                current = warpgroup_mma_wait(0, deps=(current,))
                 mbarrier.arrive(used.index(stage), count=1)
                 if saved >= 0:
-                    gl.store(state + saved.to(gl.int64) * slot_stride + cells, held)
+                    gl.store(state + saved.to(gl.int64) * slot_stride + cells, current)
                 done += 1
-            gl.store(cell, held)
+            gl.store(cell, current)
     tma.store_wait(0)
 
 
@@ -286,7 +286,7 @@ def _clear_others(tile, begin, end, BY_ROW: gl.constexpr):
     WIDTH: gl.constexpr = tile.shape[1]
     for first in gl.static_range(0, WIDTH, DIM):
         part = tile.slice(first, DIM, 1)
-        held = part.load(BY_ROW)
+        current = part.load(BY_ROW)
         own = gl.arange(0, CHUNK, gl.SliceLayout(1, BY_ROW))
         inside = gl.expand_dims((own >= begin) & (own < end), 1)
-        part.store(gl.where(inside, held, gl.zeros_like(held)))
+        part.store(gl.where(inside, current, gl.zeros_like(current)))

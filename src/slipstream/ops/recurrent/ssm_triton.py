@@ -109,8 +109,8 @@ def _ssd_kernel(
     cells = (head * DIM + dim)[:, None] * STATE + column[None, :]
     own = state + tl.load(slots + row).to(tl.int64) * state_stride + cells
     num_seen = tl.load(seen_positions + row)
-    held = tl.load(own, mask=inside, other=0.0)
-    held = tl.where(num_seen == 0, 0.0, held)
+    current = tl.load(own, mask=inside, other=0.0)
+    current = tl.where(num_seen == 0, 0.0, current)
     size = softplus(tl.load(dt + row * dt_stride + head).to(tl.float32) + tl.load(dt_bias + head))
     size = tl.minimum(tl.maximum(size, dt_min), dt_max)
     size = tl.where(num_seen > tl.load(first_positions + row), 0.0, size)  # 0 keeps the state
@@ -118,14 +118,14 @@ def _ssd_kernel(
     now = tl.load(x + row * x_stride + head * DIM + dim, mask=is_dim, other=0.0).to(tl.float32)
     written = tl.load(b + row * b_stride + group, mask=is_column, other=0.0).to(tl.float32)
     read = tl.load(c + row * c_stride + group, mask=is_column, other=0.0).to(tl.float32)
-    held = held * tl.exp(-tl.exp(tl.load(a_log + head)) * size) + (size * now)[:, None] * written[None, :]
-    made = tl.sum(held * read[None, :], 1) + tl.load(d + head) * now
+    current = current * tl.exp(-tl.exp(tl.load(a_log + head)) * size) + (size * now)[:, None] * written[None, :]
+    made = tl.sum(current * read[None, :], 1) + tl.load(d + head) * now
     tl.store(out + (row * HEADS + head) * DIM + dim, made.to(out.dtype.element_ty), mask=is_dim)
-    tl.store(own, held, mask=inside)
+    tl.store(own, current, mask=inside)
     if save_slots is not None:
         saved = tl.load(save_slots + row)
         if saved >= 0:
-            tl.store(state + saved.to(tl.int64) * state_stride + cells, held, mask=inside)
+            tl.store(state + saved.to(tl.int64) * state_stride + cells, current, mask=inside)
 
 
 # Mamba-1 on CUDA: a program keeps a block of one row's state in registers and runs over the row's tokens.
@@ -254,8 +254,8 @@ def _selective_kernel(
     own = state + tl.load(slots + row).to(tl.int64) * state_stride + cells
     num_seen = tl.load(seen_positions + row)
     skipped = (num_seen > tl.load(first_positions + row)).to(tl.int32)  # tokens of the chunk that the state has seen
-    held = tl.load(own, mask=inside, other=0.0)
-    held = tl.where(num_seen == 0, 0.0, held)
+    current = tl.load(own, mask=inside, other=0.0)
+    current = tl.where(num_seen == 0, 0.0, current)
     a = -tl.exp(tl.load(a_log + cells, mask=inside, other=0.0))
     bias = tl.load(dt_bias + channel, mask=is_channel, other=0.0)
     skip = tl.load(d + channel, mask=is_channel, other=0.0)
@@ -281,15 +281,15 @@ def _selective_kernel(
                 now = inputs[step][1].to(tl.float32)
                 gate = inputs[step][2].to(tl.float32)
                 added = (size * now)[:, None] * inputs[step][3].to(tl.float32)[None, :]
-                held = held * tl.exp(size[:, None] * a) + added
-                made = tl.sum(held * inputs[step][4].to(tl.float32)[None, :], 1) + skip * now
+                current = current * tl.exp(size[:, None] * a) + added
+                made = tl.sum(current * inputs[step][4].to(tl.float32)[None, :], 1) + skip * now
                 made *= gate * tl.sigmoid(gate)
                 target = out + tl.cast(first + offset + step, tl.int64) * CHANNELS + channel
                 tl.store(target, made.to(out.dtype.element_ty), mask=is_channel & is_token)
         skipped = skipped * 0
         if save >= 0:
-            tl.store(state + tl.cast(save, tl.int64) * state_stride + cells, held, mask=inside)
-    tl.store(own, held, mask=inside)
+            tl.store(state + tl.cast(save, tl.int64) * state_stride + cells, current, mask=inside)
+    tl.store(own, current, mask=inside)
 
 
 __all__ = ["selective_scan", "ssd_scan"]

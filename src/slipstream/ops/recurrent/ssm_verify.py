@@ -179,7 +179,7 @@ def _ssd_kernel(
     saved = tl.load(save_slots + row).to(tl.int64)
     border = tl.load(save_positions + row)
     own = state + slot * state_stride + cells
-    held = tl.load(own, mask=inside & (base > 0), other=0.0)
+    current = tl.load(own, mask=inside & (base > 0), other=0.0)
     ring = replay + slot * replay_stride
     # numbers of a entry of the ring: x of all heads, b of all groups, dt of all heads
     at_x = head * DIM + dim
@@ -194,11 +194,11 @@ def _ssd_kernel(
         written = tl.load(entry + at_b, mask=is_column, other=0.0).to(tl.float32)
         size = softplus(tl.load(entry + at_dt).to(tl.float32) + bias)
         size = tl.minimum(tl.maximum(size, dt_min), dt_max)
-        held = held * tl.exp(rate * size) + (size * now)[:, None] * written[None, :]
+        current = current * tl.exp(rate * size) + (size * now)[:, None] * written[None, :]
         if (saved >= 0) & (position + 1 == border):
-            tl.store(state + saved * state_stride + cells, held, mask=inside)
+            tl.store(state + saved * state_stride + cells, current, mask=inside)
     if count != 1:
-        tl.store(own, held, mask=inside)
+        tl.store(own, current, mask=inside)
     for index in range(count):
         token = row + index
         given_x = tl.load(x + token * x_stride + head * DIM + dim, mask=is_dim, other=0.0)
@@ -210,8 +210,8 @@ def _ssd_kernel(
         size = softplus(given_dt.to(tl.float32) + bias)
         size = tl.minimum(tl.maximum(size, dt_min), dt_max)
         size = tl.where(first + index >= base, size, 0.0)
-        held = held * tl.exp(rate * size) + (size * now)[:, None] * given_b.to(tl.float32)[None, :]
-        made = tl.sum(held * read[None, :], 1) + skip * now
+        current = current * tl.exp(rate * size) + (size * now)[:, None] * given_b.to(tl.float32)[None, :]
+        made = tl.sum(current * read[None, :], 1) + skip * now
         tl.store(out + (token * HEADS + head) * DIM + dim, made.to(out.dtype.element_ty), mask=is_dim)
         if count > 1:  # no program reads the entries of this step's tokens
             entry = ring + ((first + index) % COLUMNS) * SIZE
@@ -221,9 +221,9 @@ def _ssd_kernel(
             if is_first_block:
                 tl.store(entry + at_dt, given_dt)
     if count == 1:
-        tl.store(own, held, mask=inside)
+        tl.store(own, current, mask=inside)
         if (saved >= 0) & (first + 1 == border):
-            tl.store(state + saved * state_stride + cells, held, mask=inside)
+            tl.store(state + saved * state_stride + cells, current, mask=inside)
 
 
 # grid: (draws, blocks of channels); only the first draw of each row has work
@@ -282,7 +282,7 @@ def _selective_kernel(
     saved = tl.load(save_slots + row).to(tl.int64)
     border = tl.load(save_positions + row)
     own = state + slot * state_stride + cells
-    held = tl.load(own, mask=inside & (base > 0), other=0.0)
+    current = tl.load(own, mask=inside & (base > 0), other=0.0)
     ring = replay + slot * replay_stride
     a = -tl.exp(tl.load(a_log + cells, mask=inside, other=0.0))
     bias = tl.load(dt_bias + channel, mask=is_channel, other=0.0)
@@ -293,11 +293,11 @@ def _selective_kernel(
         size = tl.load(entry + CHANNELS + channel, mask=is_channel, other=0.0)
         written = tl.load(entry + 2 * CHANNELS + column, mask=is_column, other=0.0).to(tl.float32)
         size = softplus(size.to(tl.float32) + bias)
-        held = held * tl.exp(size[:, None] * a) + (size * now)[:, None] * written[None, :]
+        current = current * tl.exp(size[:, None] * a) + (size * now)[:, None] * written[None, :]
         if (saved >= 0) & (position + 1 == border):
-            tl.store(state + saved * state_stride + cells, held, mask=inside)
+            tl.store(state + saved * state_stride + cells, current, mask=inside)
     if count != 1:
-        tl.store(own, held, mask=inside)
+        tl.store(own, current, mask=inside)
     for index in range(count):
         token = row + index
         given_x = tl.load(x + token * x_stride + channel, mask=is_channel, other=0.0)
@@ -307,8 +307,8 @@ def _selective_kernel(
         gate = tl.load(z + token * z_stride + channel, mask=is_channel, other=0.0).to(tl.float32)
         now = given_x.to(tl.float32)
         size = tl.where(first + index >= base, softplus(given_dt.to(tl.float32) + bias), 0.0)
-        held = held * tl.exp(size[:, None] * a) + (size * now)[:, None] * given_b.to(tl.float32)[None, :]
-        made = tl.sum(held * read[None, :], 1) + skip * now
+        current = current * tl.exp(size[:, None] * a) + (size * now)[:, None] * given_b.to(tl.float32)[None, :]
+        made = tl.sum(current * read[None, :], 1) + skip * now
         made *= gate * tl.sigmoid(gate)
         tl.store(out + token * CHANNELS + channel, made.to(out.dtype.element_ty), mask=is_channel)
         if count > 1:  # no program reads the entries of this step's tokens
@@ -317,9 +317,9 @@ def _selective_kernel(
             tl.store(entry + CHANNELS + channel, given_dt, mask=is_channel)
             tl.store(entry + 2 * CHANNELS + column, given_b, mask=is_column & (tl.program_id(1) == 0))
     if count == 1:
-        tl.store(own, held, mask=inside)
+        tl.store(own, current, mask=inside)
         if (saved >= 0) & (first + 1 == border):
-            tl.store(state + saved * state_stride + cells, held, mask=inside)
+            tl.store(state + saved * state_stride + cells, current, mask=inside)
 
 
 # Softplus inside a kernel.

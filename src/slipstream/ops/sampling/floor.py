@@ -243,8 +243,8 @@ def _floor_kernel(
                 penalty = find_penalty(row, size, counts, seen, entries, values, earlier, EARLIER)
             row_args = (own, size, scale, penalty, EARLIER)
             # the first spans stay in registers; mostly there are no others
-            held = _load_spans(row_args, spans, 0, num_active, SPAN, TILE)
-            count, mass = _measure(row_args, spans, num_active, held, best, bottom, SPAN, TILE)
+            in_registers = _load_spans(row_args, spans, 0, num_active, SPAN, TILE)
+            count, mass = _measure(row_args, spans, num_active, in_registers, best, bottom, SPAN, TILE)
             # first top-k, then top-p among the remaining tokens
             for by_mass in range(2):
                 goal = top_k.to(tl.float32)
@@ -256,7 +256,7 @@ def _floor_kernel(
                     asked = has_p
                 if asked:
                     bottom, count, mass = _search(
-                        row_args, spans, num_active, held, best, bottom, count, mass, goal, by_mass, SPAN, TILE
+                        row_args, spans, num_active, in_registers, best, bottom, count, mass, goal, by_mass, SPAN, TILE
                     )
             found = bottom
     tl.store(floor + row, found)
@@ -304,9 +304,9 @@ def _count(x, weight, pivot):
 
 
 @triton.jit
-def _measure(row_args, spans, num_active, held, best, pivot, SPAN: tl.constexpr, TILE: tl.constexpr):
+def _measure(row_args, spans, num_active, in_registers, best, pivot, SPAN: tl.constexpr, TILE: tl.constexpr):
     """`_count` over all active spans."""
-    count, mass = _count(held, tl.exp(held - best), pivot)
+    count, mass = _count(in_registers, tl.exp(in_registers - best), pivot)
     for start in range(TILE, num_active, TILE):
         x = _load_spans(row_args, spans, start, num_active, SPAN, TILE)
         num, part = _count(x, tl.exp(x - best), pivot)
@@ -320,7 +320,7 @@ def _search(
     row_args,
     spans,
     num_active,
-    held,  # logits of the first spans
+    in_registers,  # logits of the first spans
     best,
     low,  # reached by enough: `count` logits with weight `mass`
     count,
@@ -339,10 +339,10 @@ def _search(
         middle = 0.5 * low + 0.5 * high
         left = 0.5 * low + 0.5 * middle
         right = 0.5 * middle + 0.5 * high
-        weight = tl.exp(held - best)
-        c1, m1 = _count(held, weight, left)
-        c2, m2 = _count(held, weight, middle)
-        c3, m3 = _count(held, weight, right)
+        weight = tl.exp(in_registers - best)
+        c1, m1 = _count(in_registers, weight, left)
+        c2, m2 = _count(in_registers, weight, middle)
+        c3, m3 = _count(in_registers, weight, right)
         for start in range(TILE, num_active, TILE):
             x = _load_spans(row_args, spans, start, num_active, SPAN, TILE)
             weight = tl.exp(x - best)
@@ -369,7 +369,7 @@ def _search(
         going = going & (count - count_high > 1) & ((by_mass != 0) | (count.to(tl.float32) > goal))
         if going & (count - count_high == between):
             # the logits between may all be equal, which is common for 16-bit logits
-            first, last = _ends(held, low, high)
+            first, last = _ends(in_registers, low, high)
             for start in range(TILE, num_active, TILE):
                 smallest, largest = _ends(_load_spans(row_args, spans, start, num_active, SPAN, TILE), low, high)
                 first = tl.minimum(first, smallest)

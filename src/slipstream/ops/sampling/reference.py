@@ -233,9 +233,9 @@ def penalize_(
 ) -> None:
     """Repetition penalty for tokens of prompt and output, then frequency and presence for tokens of the output."""
     repetition, presence, frequency = values[:, :, None].unbind(1)
-    held = entries if index is not None else entries.clamp(min=0)
-    before, counts = logits if index is None else logits.index_select(0, index), counts.index_select(0, held)
-    flags = seen.index_select(0, held)
+    kept = entries if index is not None else entries.clamp(min=0)
+    before, counts = logits if index is None else logits.index_select(0, index), counts.index_select(0, kept)
+    flags = seen.index_select(0, kept)
     if earlier is not None:
         counts.scatter_add_(1, earlier.clamp(min=0), (earlier >= 0).to(counts.dtype))
         flags = flags | (counts > 0).to(flags.dtype) * IN_OUTPUT

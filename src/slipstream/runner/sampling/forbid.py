@@ -207,7 +207,7 @@ class MinTokens(Stage):
 
         def edit(logits: torch.Tensor, batch: DrawBatch) -> None:
             too_early = batch.positions < limit.index_select(0, batch.rows)
-            held = entries.index_select(0, batch.rows).clamp_(min=0)
-            forbid_(logits, None, table.tensor.index_select(0, held), too_early)
+            listed = entries.index_select(0, batch.rows).clamp_(min=0)
+            forbid_(logits, None, table.tensor.index_select(0, listed), too_early)
 
         return ByRow(("min_tokens", table.number), StageWork(edit))

@@ -175,15 +175,15 @@ class CacheManager:
         length = leader.num_prompt - 1
         whole, rest = divmod(length, self.page_size)
         pages = []
-        for group, held in zip(self.groups, leader.pages, strict=True):
+        for group, its_pages in zip(self.groups, leader.pages, strict=True):
             first = group.first_needed(length)
-            if NULL_PAGE in held[first : whole + bool(rest)]:
+            if NULL_PAGE in its_pages[first : whole + bool(rest)]:
                 return None
-            pages.append([NULL_PAGE] * first + held[first:whole])
+            pages.append([NULL_PAGE] * first + its_pages[first:whole])
         if self.draft_gaps is not None:
             self.draft_gaps.share(leader, 0, whole + bool(rest))
         request.hashes = leader.hashes[:whole]  # the same tokens
-        return Hit(length, pages, [held[whole] for held in leader.pages] if rest else ())
+        return Hit(length, pages, [its_pages[whole] for its_pages in leader.pages] if rest else ())
 
     def admit(self, request: Request, length: int, hit: Hit, keep_free: int = 0, known: int = 0) -> list[Run] | None:
         """Give a new request the pages of its hit and new pages up to `length` positions.
@@ -351,8 +351,8 @@ class CacheManager:
             offset = request.number % self.page_size
             request.publish_after = (request.num_published + PUBLISH_PAGES) * self.page_size + offset
         if self.states is not None:
-            held_until = self.states.publish_after(request)
-            request.publish_after = min(request.publish_after, held_until) if self.groups else held_until
+            published_after = self.states.publish_after(request)
+            request.publish_after = min(request.publish_after, published_after) if self.groups else published_after
 
     def check(self) -> None:
         """Assert every invariant. For tests: walks over all pages."""

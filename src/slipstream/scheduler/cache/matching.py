@@ -18,7 +18,7 @@ from functools import lru_cache
 from hashlib import blake2b
 
 from slipstream.contracts.request import NEVER, Request
-from slipstream.scheduler.cache.pages import CacheKind, held_pages
+from slipstream.scheduler.cache.pages import CacheKind, real_pages
 from slipstream.scheduler.cache.states import StateCache
 
 _HASH_AHEAD = 16  # pages: a long prompt that misses early is not hashed as a whole
@@ -115,7 +115,7 @@ class Matching:
         assert list(kept) == list(fresh.pages), f"{request} keeps the match {kept}, and {fresh.pages} is in the cache"
         assert (self.num_pages, self.branch, self.checkpoint) == (fresh.num_pages, fresh.branch, fresh.checkpoint)
         for group, pages, spare in zip(self._groups, kept, self._spare, strict=True):
-            outside = group.pool.num_free - group.pool.num_idle(held_pages(pages))
+            outside = group.pool.num_free - group.pool.num_idle(real_pages(pages))
             assert outside <= spare + group.pool.num_freed, f"{outside} pages are free outside the match of {request}"
 
     def _match(self, changed: Sequence[int]) -> list[list[int]]:

@@ -41,43 +41,43 @@ class PagedCache:
 
     def share(self, request: Request, pages: list[int]) -> None:
         if pages:
-            self.pool.share(held_pages(pages))
+            self.pool.share(real_pages(pages))
         request.pages.append(list(pages))
 
     def can_reserve(self, request: Request, num_entries: int, unneeded: Sequence[int] = ()) -> bool:
-        num_free = self.pool.num_free + (self.pool.num_held_once(unneeded) if unneeded else 0)
+        num_free = self.pool.num_free + (self.pool.num_used_once(unneeded) if unneeded else 0)
         return num_entries - len(request.pages[self.index]) <= num_free
 
     def reserve(self, request: Request, num_entries: int) -> Run | None:
-        held = request.pages[self.index]
-        first = len(held)
+        used = request.pages[self.index]
+        first = len(used)
         if num_entries <= first:
             return None
         pages = self.pool.take(num_entries - first)
-        held += pages
+        used += pages
         return self.index, first, pages
 
     def unneeded(self, request: Request) -> Run:
         """Steps in flight may read what the launched length no longer needs, so the committed length decides."""
-        held = request.pages[self.index]
+        used = request.pages[self.index]
         stop = self.first_needed(request.num_committed)
         first = stop
-        while first and held[first - 1] != NULL_PAGE:
+        while first and used[first - 1] != NULL_PAGE:
             first -= 1
-        return self.index, first, held[first:stop]
+        return self.index, first, used[first:stop]
 
     def publish(self, request: Request, new: slice) -> None:
         self.pool.publish(request.pages[self.index][new], request.hashes[new])
 
     def release(self, request: Request, unneeded: Run | None = None) -> None:
-        held = request.pages[self.index]
+        used = request.pages[self.index]
         if unneeded is None:
-            self.pool.release(held_pages(held))
-            held.clear()
+            self.pool.release(real_pages(used))
+            used.clear()
             return
         _, first, pages = unneeded
         self.pool.release(pages[::-1])  # so that the pages of the earliest positions are reused first
-        held[first : first + len(pages)] = [NULL_PAGE] * len(pages)
+        used[first : first + len(pages)] = [NULL_PAGE] * len(pages)
 
     def check(self, requests: Iterable[Request]) -> None:
         pool = self.pool
@@ -85,15 +85,15 @@ class PagedCache:
         holders: Counter[int] = Counter()
         users: dict[int, set[tuple[str, int]]] = {}  # by page: request ids and entries
         for request in requests:
-            held = request.pages[self.index]
-            pages = held_pages(held)
-            assert NULL_PAGE not in held[self.first_needed(request.num_committed) :], f"{request} lacks a page: {held}"
-            assert len(set(pages)) == len(pages), f"{request} holds a page twice: {held}"
+            used = request.pages[self.index]
+            pages = real_pages(used)
+            assert NULL_PAGE not in used[self.first_needed(request.num_committed) :], f"{request} lacks a page: {used}"
+            assert len(set(pages)) == len(pages), f"{request} holds a page twice: {used}"
             holders.update(pages)
-            for entry, page in enumerate(held):
+            for entry, page in enumerate(used):
                 users.setdefault(page, set()).add((request.id, entry))
-            assert request.num_published <= len(held), f"{request} published {request.num_published} of {len(held)}"
-            assert len(held) * self.page_size >= request.capacity, f"{request} has fewer pages than its capacity"
+            assert request.num_published <= len(used), f"{request} published {request.num_published} of {len(used)}"
+            assert len(used) * self.page_size >= request.capacity, f"{request} has fewer pages than its capacity"
             assert request.computed <= request.capacity, f"{request} computed past its {request.capacity} positions"
         for page in range(1, pool.num_pages):
             assert pool.refs[page] == holders[page], (
@@ -103,7 +103,7 @@ class PagedCache:
                 assert len(users[page]) == 1, f"page {page} is unpublished and shared by {users[page]}"
 
 
-def held_pages(entries: Sequence[int]) -> list[int]:
+def real_pages(entries: Sequence[int]) -> list[int]:
     """The pages among these entries, without the null page."""
     return [page for page in entries if page != NULL_PAGE]
 
@@ -154,7 +154,7 @@ class PagePool:
         return pages
 
     def share(self, pages: Sequence[int]) -> None:
-        """Add a holder to each of these pages, free or held."""
+        """Add a holder to each of these pages, free or used."""
         refs = self.refs
         for page in pages:
             if refs[page] == 0:
@@ -187,13 +187,13 @@ class PagePool:
         refs = self.refs
         return sum(1 for page in pages if refs[page] == 0)
 
-    def num_held_once(self, pages: Sequence[int]) -> int:
+    def num_used_once(self, pages: Sequence[int]) -> int:
         """How many of these pages would be free with one holder less."""
         refs = self.refs
         return sum(1 for page in pages if refs[page] == 1)
 
     def publish(self, pages: Sequence[int], hashes: Sequence[bytes]) -> None:
-        """Make held pages findable by hash. A hash that another page has already keeps that page. Null pages are
+        """Make used pages findable by hash. A hash that another page has already keeps that page. Null pages are
         skipped."""
         refs, page_of, hash_of = self.refs, self._page_of, self._hash_of
         for page, page_hash in zip(pages, hashes, strict=True):
@@ -239,7 +239,7 @@ class PagePool:
 
     def check(self) -> None:
         """Assert the invariants of the pool itself."""
-        assert self.refs[NULL_PAGE] == 0 and NULL_PAGE not in self._free, "the null page is held or free"
+        assert self.refs[NULL_PAGE] == 0 and NULL_PAGE not in self._free, "the null page is used or free"
         for page in range(1, self.num_pages):
             assert self.refs[page] >= 0, f"page {page} has {self.refs[page]} references"
             free = page in self._free

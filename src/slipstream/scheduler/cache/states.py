@@ -42,7 +42,7 @@ class StateCache:
         assert config.border % page_size == 0, f"borders at {config.border} positions, pages of {page_size}"
         self.max_drafts = max_drafts
         self._following = following
-        self._num_late = max_drafts + 1 if max_drafts else 0
+        self._num_unsure = max_drafts + 1 if max_drafts else 0
         self.border = config.border
         self.spacing = config.spacing
         self.page_size = page_size
@@ -50,7 +50,7 @@ class StateCache:
         self._max_saves = max(2, config.num_checkpoints // MAX_SHARE)
         self._restores: list[Restore] = []  # of the plan under construction
         self._saves: list[Save] = []
-        self._late_saves: set[Request] = set()  # with a checkpoint that a later plan may save
+        self._open_saves: set[Request] = set()  # with a checkpoint that a later plan may save
 
     @property
     def version(self) -> int:
@@ -120,14 +120,14 @@ class StateCache:
         assert states is not None
         while request.next_border <= length:
             position, request.next_border = request.next_border, request.next_border + self.border
-            if self.max_drafts and states.held:
+            if self.max_drafts and states.unpublished:
                 continue  # a row has one save that may be late
             checkpoint = self.pool.take(generated=True)
             if checkpoint is None:
                 continue
-            states.held.append((position, checkpoint))
+            states.unpublished.append((position, checkpoint))
             if self.max_drafts:
-                self._late_saves.add(request)
+                self._open_saves.add(request)
             else:
                 self._saves.append((request, position, checkpoint))
 
@@ -139,9 +139,9 @@ class StateCache:
         committed step began at most `max_drafts + 1` positions before the committed ones."""
         states = request.states
         assert states is not None
-        while states.held and states.held[0][0] + self._num_late <= request.num_committed:
-            position, checkpoint = states.held.pop(0)
-            self._late_saves.discard(request)
+        while states.unpublished and states.unpublished[0][0] + self._num_unsure <= request.num_committed:
+            position, checkpoint = states.unpublished.pop(0)
+            self._open_saves.discard(request)
             page_hash = self._hash_before(request, position)
             if self.pool.refresh(page_hash):
                 self.pool.drop(checkpoint)
@@ -158,25 +158,25 @@ class StateCache:
         states = request.states
         if states is None or self.max_drafts:
             return
-        while states.held and states.held[-1][0] > len(request.tokens):
-            request.next_border, checkpoint = states.held.pop()
+        while states.unpublished and states.unpublished[-1][0] > len(request.tokens):
+            request.next_border, checkpoint = states.unpublished.pop()
             self.pool.drop(checkpoint)
             request.decode_limit = 0  # the next plan looks at the border
 
     def publish_after(self, request: Request) -> int:
         """With more known tokens than this there is a checkpoint to publish."""
         states = request.states
-        return NEVER if states is None or not states.held else states.held[0][0] + self._num_late
+        return NEVER if states is None or not states.unpublished else states.unpublished[0][0] + self._num_unsure
 
     def release(self, request: Request) -> None:
         """The request leaves its row. Its checkpoints that can be found stay."""
         states = request.states
         assert states is not None
-        for _, checkpoint in states.held:
+        for _, checkpoint in states.unpublished:
             self.pool.drop(checkpoint)
         if states.latest is not None:
             self.pool.keep(states.latest)
-        self._late_saves.discard(request)
+        self._open_saves.discard(request)
         request.states = None
         request.next_border = NEVER
 
@@ -188,9 +188,9 @@ class StateCache:
     def take_copies(self) -> tuple[list[Restore], list[Save]] | None:
         """The restores and saves of the plan under construction, which is complete then. None: nothing. Requests with
         a late save need not be part of the plan."""
-        for request in self._late_saves:
+        for request in self._open_saves:
             if request.states is not None:
-                self._saves += [(request, position, checkpoint) for position, checkpoint in request.states.held]
+                self._saves += [(request, position, checkpoint) for position, checkpoint in request.states.unpublished]
         if not self._restores and not self._saves:
             return None
         copies, self._restores, self._saves = (self._restores, self._saves), [], []
@@ -199,12 +199,12 @@ class StateCache:
 
     def check(self, requests: set[Request]) -> None:
         """Assert the invariants; `requests`: all that run. For tests."""
-        held = []
+        unpublished = []
         for request in requests:
             assert request.states is not None, f"{request} runs without states"
             assert request.computed < request.next_border, f"{request} passed the border {request.next_border}"
-            held += [checkpoint for _, checkpoint in request.states.held]
-        self.pool.check(held)
+            unpublished += [checkpoint for _, checkpoint in request.states.unpublished]
+        self.pool.check(unpublished)
 
     def _hash_before(self, request: Request, position: int) -> bytes:
         return request.hashes[position // self.page_size - 1]
@@ -231,7 +231,7 @@ class CheckpointPool:
         self._checkpoint_of: dict[bytes, int] = {}
         # with states after generated tokens, and not restored yet; oldest first
         self._generated: OrderedDict[int, None] = OrderedDict()
-        self._num_held = 0  # taken for generated tokens whose values are not known yet
+        self._num_kept = 0  # taken for generated tokens whose values are not known yet
         self._new: set[int] = set()  # saved by the plan under construction
         self._restored: set[int] = set()  # by the plan under construction
         self.on_keep: Callable[[int, bytes], None] | None = None  # called with states worth a slot of the second tier
@@ -282,7 +282,7 @@ class CheckpointPool:
     def take(self, *, generated: bool = False) -> int | None:
         """A checkpoint for the plan under construction to save to; its former state can no longer be found. None if
         there is none, or none that this plan does not save to already. `publish` or `drop` must follow."""
-        if generated and self._num_held + len(self._generated) >= self._max_generated:
+        if generated and self._num_kept + len(self._generated) >= self._max_generated:
             checkpoint = next(iter(self._generated), None)
         else:
             checkpoint = next(iter(self._order), None)
@@ -291,7 +291,7 @@ class CheckpointPool:
         self._forget(checkpoint)
         del self._order[checkpoint]
         self._new.add(checkpoint)
-        self._num_held += generated
+        self._num_kept += generated
         return checkpoint
 
     def publish(self, checkpoint: int, page_hash: bytes, *, generated: bool = False) -> None:
@@ -301,13 +301,13 @@ class CheckpointPool:
         self._hash_of[checkpoint] = page_hash
         self._order[checkpoint] = None
         if generated:
-            self._num_held -= 1
+            self._num_kept -= 1
             self._generated[checkpoint] = None
         self.version += 1
 
     def drop(self, checkpoint: int) -> None:
         """A checkpoint taken for generated tokens is not needed: it will be taken next."""
-        self._num_held -= 1
+        self._num_kept -= 1
         self._order[checkpoint] = None
         self._order.move_to_end(checkpoint, last=False)
 
@@ -345,11 +345,13 @@ class CheckpointPool:
             self._generated.pop(checkpoint, None)
             self.version += 1
 
-    def check(self, held: list[int]) -> None:
-        """Assert the invariants; `held`: what requests have taken for generated tokens. For tests."""
-        assert len(held) == self._num_held, f"{held} are held, {self._num_held} are counted"
-        assert sorted([*held, *self._order]) == list(range(self.num_checkpoints)), f"{held} and {self._order}"
-        assert self._num_held + len(self._generated) <= self._max_generated, "too many after generated tokens"
+    def check(self, unpublished: list[int]) -> None:
+        """Assert the invariants; `unpublished`: what requests have taken for generated tokens. For tests."""
+        assert len(unpublished) == self._num_kept, f"{unpublished} are unpublished, {self._num_kept} are counted"
+        assert sorted([*unpublished, *self._order]) == list(range(self.num_checkpoints)), (
+            f"{unpublished} and {self._order}"
+        )
+        assert self._num_kept + len(self._generated) <= self._max_generated, "too many after generated tokens"
         for page_hash, checkpoint in self._checkpoint_of.items():
             assert self._hash_of[checkpoint] == page_hash and checkpoint in self._order, f"{checkpoint} is lost"
         assert sum(page_hash is not None for page_hash in self._hash_of) == len(self._checkpoint_of)

@@ -22,7 +22,7 @@ from slipstream.config.config import CacheConfig
 from slipstream.config.memory import region_checkpoints, region_pages, tier_slots
 from slipstream.contracts.step import Ints, TierPlan
 from slipstream.scheduler.cache.matching import Matching
-from slipstream.scheduler.cache.pages import CacheKind, PagePool, held_pages
+from slipstream.scheduler.cache.pages import CacheKind, PagePool, real_pages
 from slipstream.scheduler.cache.states import CheckpointPool, StateCache
 
 MAX_LOAD_BYTES = 2**29
@@ -99,9 +99,9 @@ class CacheTier:
             prefix, state = self._end_at_checkpoint(matching, prefix.num_pages)
         num_loads = int(state < 0)
         for group, entries in zip(self._groups, prefix.entries, strict=True):
-            held = [page for page in entries if page > 0]
+            own = [page for page in entries if page > 0]
             num_missing = sum(1 for page in entries if page < 0)
-            if num_missing > group.pool.num_free - group.pool.num_idle(held):
+            if num_missing > group.pool.num_free - group.pool.num_idle(own):
                 matching.is_fetched = False
                 return False
             num_loads += num_missing
@@ -282,7 +282,7 @@ class TierSlots:
             self.loads[page] = -1 - entries[entry]
             self.slot_of.move_to_end(hashes[entry])
         pool.publish([pages[entry] for entry in missing], [hashes[entry] for entry in missing])
-        pool.release(held_pages(pages))
+        pool.release(real_pages(pages))
 
     def take_stores(self) -> list[tuple[int, int]]:
         """Pages and the slots that they are copied to. Pages that became free since the last plan still have their

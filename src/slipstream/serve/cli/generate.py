@@ -99,7 +99,7 @@ class Printer:
     def __init__(self, prompts: list[Prompt], *, as_json: bool) -> None:
         self._prompts = prompts
         self._as_json = as_json
-        self._held: dict[int, RequestOutput] = {}  # texts of which an earlier one is missing
+        self._unprinted: dict[int, RequestOutput] = {}  # texts of which an earlier one is missing
         self._num_printed = self._num_done = self._num_read = self._num_generated = 0
         self._has_printed = False
 
@@ -110,14 +110,14 @@ class Printer:
         if self._as_json:
             print_json(number, self._prompts[number], output)
             return
-        self._held[number] = output
-        while (ready := self._held.pop(self._num_printed, None)) is not None:
+        self._unprinted[number] = output
+        while (ready := self._unprinted.pop(self._num_printed, None)) is not None:
             self._print_text(ready)
 
     def flush(self) -> None:
         """Prints what waits for earlier texts, each with the number of its prompt."""
-        for number in sorted(self._held):
-            self._print_text(self._held[number], f"[prompt {number + 1}] ")
+        for number in sorted(self._unprinted):
+            self._print_text(self._unprinted[number], f"[prompt {number + 1}] ")
 
     def summary(self, seconds: float) -> str:
         done, tokens = (

@@ -8,7 +8,7 @@ from slipstream.ops.elementwise import rms_norm
 from slipstream.ops.gemm.linear import linear
 
 
-def route_streams(
+def route_copies(
     x: torch.Tensor,  # [T, hidden]
     norm: torch.Tensor,  # [hidden]
     eps: float,
@@ -22,14 +22,14 @@ def route_streams(
     return linear(torch.tanh(routed.to(torch.promote_types(x.dtype, torch.float32))).to(x.dtype), coefficients, None)
 
 
-def predict_streams(streams: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """streams [T, S, hidden] plus, for each, their sum with its weights: [T, S * S], S for each stream."""
-    num = streams.shape[1]
-    return torch.baddbmm(streams, weights.view(-1, num, num), streams)
+def predict_copies(copies: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """copies [T, S, hidden] plus, for each, their sum with its weights: [T, S * S], S for each copy."""
+    num = copies.shape[1]
+    return torch.baddbmm(copies, weights.view(-1, num, num), copies)
 
 
-def correct_streams(predicted: torch.Tensor, made: torch.Tensor, weights: torch.Tensor, active: int) -> torch.Tensor:
-    """predicted [T, S, hidden] plus (1 + weights [T, S]) times the error of the active stream, which is `made`
+def correct_copies(predicted: torch.Tensor, made: torch.Tensor, weights: torch.Tensor, active: int) -> torch.Tensor:
+    """predicted [T, S, hidden] plus (1 + weights [T, S]) times the error of the active copy, which is `made`
     [T, hidden]."""
     error = made - predicted[:, active]
     return predicted + error.unsqueeze(1) * (weights + 1.0).unsqueeze(2)

@@ -1,4 +1,4 @@
-"""AltUp on CUDA: each value of a token's streams is read once and written once; sums in float32."""
+"""AltUp on CUDA: each value of a token's copies is read once and written once; sums in float32."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import triton.language as tl
 _COLUMNS = 512  # of one program
 
 
-def route_streams(
+def route_copies(
     x: torch.Tensor,
     norm: torch.Tensor,
     eps: float,
@@ -33,7 +33,7 @@ def route_streams(
             hidden,
             num_out,
             x.stride(0),
-            STREAMS=len(router),
+            COPIES=len(router),
             COLUMNS=triton.next_power_of_2(hidden),
             OUTPUTS=triton.next_power_of_2(num_out),
             num_warps=4,
@@ -41,14 +41,14 @@ def route_streams(
     return out
 
 
-def predict_streams(streams: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def predict_copies(copies: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """As the reference."""
-    out = torch.empty_like(streams, memory_format=torch.contiguous_format)
-    _launch(_predict_kernel, streams, out, weights)
+    out = torch.empty_like(copies, memory_format=torch.contiguous_format)
+    _launch(_predict_kernel, copies, out, weights)
     return out
 
 
-def correct_streams(predicted: torch.Tensor, made: torch.Tensor, weights: torch.Tensor, active: int) -> torch.Tensor:
+def correct_copies(predicted: torch.Tensor, made: torch.Tensor, weights: torch.Tensor, active: int) -> torch.Tensor:
     """As the reference."""
     out = torch.empty_like(predicted, memory_format=torch.contiguous_format)
     assert made.is_contiguous()
@@ -56,14 +56,14 @@ def correct_streams(predicted: torch.Tensor, made: torch.Tensor, weights: torch.
     return out
 
 
-def _launch(kernel, streams: torch.Tensor, out: torch.Tensor, *tensors: torch.Tensor, **constants: int) -> None:
-    num_tokens, num, hidden = streams.shape
-    assert streams.is_contiguous() and all(tensor.is_contiguous() for tensor in tensors)
+def _launch(kernel, copies: torch.Tensor, out: torch.Tensor, *tensors: torch.Tensor, **constants: int) -> None:
+    num_tokens, num, hidden = copies.shape
+    assert copies.is_contiguous() and all(tensor.is_contiguous() for tensor in tensors)
     if not num_tokens:
         return
     columns = min(_COLUMNS, triton.next_power_of_2(hidden))
     grid = (num_tokens, triton.cdiv(hidden, columns))
-    kernel[grid](streams, out, *tensors, hidden, STREAMS=num, COLUMNS=columns, **constants, num_warps=2)
+    kernel[grid](copies, out, *tensors, hidden, COPIES=num, COLUMNS=columns, **constants, num_warps=2)
 
 
 # grid: (tokens,)
@@ -79,7 +79,7 @@ def _route_kernel(
     hidden,
     num_out,
     stride,
-    STREAMS: tl.constexpr,
+    COPIES: tl.constexpr,
     COLUMNS: tl.constexpr,
     OUTPUTS: tl.constexpr,
 ):
@@ -91,10 +91,10 @@ def _route_kernel(
     factor = scale * tl.rsqrt(tl.sum(value * value, 0) / hidden + eps)
     value *= tl.load(norm + column, mask=inside, other=0.0).to(tl.float32)
     total = tl.zeros((OUTPUTS,), tl.float32)
-    for stream in tl.static_range(STREAMS):
-        weight = tl.load(router + stream * hidden + column, mask=inside, other=0.0).to(tl.float32)
+    for copy in tl.static_range(COPIES):
+        weight = tl.load(router + copy * hidden + column, mask=inside, other=0.0).to(tl.float32)
         routed = 2.0 * tl.sigmoid(2.0 * factor * tl.sum(value * weight, 0)) - 1.0  # tanh
-        total += routed * tl.load(coefficients + output * STREAMS + stream, mask=output < num_out, other=0.0).to(
+        total += routed * tl.load(coefficients + output * COPIES + copy, mask=output < num_out, other=0.0).to(
             tl.float32
         )
     tl.store(out + token * num_out + output, total.to(out.dtype.element_ty), mask=output < num_out)
@@ -102,34 +102,34 @@ def _route_kernel(
 
 # grid: (tokens, blocks of columns)
 @triton.jit
-def _predict_kernel(streams, out, weights, hidden, STREAMS: tl.constexpr, COLUMNS: tl.constexpr):
+def _predict_kernel(copies, out, weights, hidden, COPIES: tl.constexpr, COLUMNS: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < hidden
-    source = streams + token * (STREAMS * hidden) + column
-    for stream in tl.static_range(STREAMS):
-        total = tl.load(source + stream * hidden, mask=inside, other=0.0).to(tl.float32)
-        for other in tl.static_range(STREAMS):
-            weight = tl.load(weights + (token * STREAMS + stream) * STREAMS + other).to(tl.float32)
+    source = copies + token * (COPIES * hidden) + column
+    for copy in tl.static_range(COPIES):
+        total = tl.load(source + copy * hidden, mask=inside, other=0.0).to(tl.float32)
+        for other in tl.static_range(COPIES):
+            weight = tl.load(weights + (token * COPIES + copy) * COPIES + other).to(tl.float32)
             # read again: it is in the L1 cache
             total += weight * tl.load(source + other * hidden, mask=inside, other=0.0).to(tl.float32)
-        target = out + (token * STREAMS + stream) * hidden + column
+        target = out + (token * COPIES + copy) * hidden + column
         tl.store(target, total.to(out.dtype.element_ty), mask=inside)
 
 
 # grid: (tokens, blocks of columns)
 @triton.jit
 def _correct_kernel(
-    streams, out, weights, made, hidden, ACTIVE: tl.constexpr, STREAMS: tl.constexpr, COLUMNS: tl.constexpr
+    copies, out, weights, made, hidden, ACTIVE: tl.constexpr, COPIES: tl.constexpr, COLUMNS: tl.constexpr
 ):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < hidden
-    source = streams + token * (STREAMS * hidden) + column
+    source = copies + token * (COPIES * hidden) + column
     error = tl.load(made + token * hidden + column, mask=inside, other=0.0).to(tl.float32)
     error -= tl.load(source + ACTIVE * hidden, mask=inside, other=0.0).to(tl.float32)
-    for stream in tl.static_range(STREAMS):
-        weight = tl.load(weights + token * STREAMS + stream).to(tl.float32) + 1.0
-        total = tl.load(source + stream * hidden, mask=inside, other=0.0).to(tl.float32) + weight * error
-        target = out + (token * STREAMS + stream) * hidden + column
+    for copy in tl.static_range(COPIES):
+        weight = tl.load(weights + token * COPIES + copy).to(tl.float32) + 1.0
+        total = tl.load(source + copy * hidden, mask=inside, other=0.0).to(tl.float32) + weight * error
+        target = out + (token * COPIES + copy) * hidden + column
         tl.store(target, total.to(out.dtype.element_ty), mask=inside)

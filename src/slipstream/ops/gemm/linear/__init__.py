@@ -115,12 +115,12 @@ def linear_add(
     chain: Chain, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, norm: torch.Tensor, eps: float
 ) -> Unnormalized:
     """residual + the GEMM, before its RMS norm. The memory of the residual may be overwritten with the sum."""
-    if chain != "streamed" and dispatch.accepts_parts(x, weight):
+    if chain != "streaming" and dispatch.accepts_parts(x, weight):
         from slipstream.ops.gemm.linear.streaming_hopper import streaming_gemm_parts
 
         normed, total = sum_rms_norm(streaming_gemm_parts(x, weight), residual, norm, eps)
         return Unnormalized(total, norm, eps, normed=normed)
-    if chain != "streamed":
+    if chain != "streaming":
         if not cublaslt.add_to(residual, x, weight):
             residual.addmm_(x, weight.t())
         return Unnormalized(residual, norm, eps)
@@ -155,12 +155,12 @@ def can_append_adapters(x: torch.Tensor | Unnormalized, weight: torch.Tensor, ad
     rows = x if isinstance(x, torch.Tensor) else x.weighted
     if rows is None or MIN_ROWS_PER_ADAPTER_ROW * adapters.shape[0] * adapters.shape[1] > len(weight):
         return False
-    if not rows.is_cuda or not dispatch.can_stream(rows, weight):
+    if not rows.is_cuda or not dispatch.takes_streaming(rows, weight):
         return False
-    from slipstream.ops.gemm.linear.streaming_hopper import can_append, stream_tile
+    from slipstream.ops.gemm.linear.streaming_hopper import can_append, streaming_tile
 
     num_out, num_in = weight.shape
-    return can_append(stream_tile(len(rows), num_out, num_in, ""), weight, adapters)
+    return can_append(streaming_tile(len(rows), num_out, num_in, ""), weight, adapters)
 
 
 def linear_with_adapters(x: torch.Tensor | Unnormalized, weight: torch.Tensor, adapters: torch.Tensor) -> torch.Tensor:

@@ -32,13 +32,13 @@ Activation = Callable[[torch.Tensor], torch.Tensor]
 """Elementwise, [rows, out] to [rows, out]; or gated, [rows, gate columns then up columns] to half as many columns."""
 
 MAX_GEMV_ROWS = 2  # more rows need the tensor cores
-MIN_STREAMED_PAIR_INPUTS = 4096  # from which two rows of a large weight need them too
+MIN_STREAMING_PAIR_INPUTS = 4096  # from which two rows of a large weight need them too
 MAX_GEMV_NORM_INPUTS = 2048  # each program normalizes the rows again, which costs too much for longer rows
 MAX_KEPT_ROWS = 16
 MAX_KEPT_OUTPUTS = 256
 MAX_SKINNY_ROWS = 16
-MAX_STREAMED_ROWS = 64
-MAX_STREAMED_ROWS_OF_LARGE_WEIGHT = 32  # with more rows a program reads as many bytes of x as of the weight
+MAX_STREAMING_ROWS = 64
+MAX_STREAMING_ROWS_OF_LARGE_WEIGHT = 32  # with more rows a program reads as many bytes of x as of the weight
 MAX_CHAINED_ROWS = 256  # a chain also saves the norms and the reads and writes between GEMMs
 MAX_CHAINED_ROWS_OF_LARGE_WEIGHT = 64
 MAX_UNSPLIT_ROWS = 48  # with more, partial sums that the norm adds are faster than a norm fused into the GEMMs
@@ -91,13 +91,13 @@ def choose_chain(x: torch.Tensor, weight: torch.Tensor) -> Chain:
     if not x.is_cuda or x.element_size() != 2:
         return ""
     rows = len(x)
-    if can_stream(x, weight):
+    if takes_streaming(x, weight):
         has_kernels = narrow_splits(rows, *weight.shape) > 0 or fills_wide_programs(rows, *weight.shape)
-        return "library" if rows > MAX_UNSPLIT_ROWS and has_kernels else "streamed"
-    return "library" if rows > MAX_STREAMED_ROWS else ""
+        return "library" if rows > MAX_UNSPLIT_ROWS and has_kernels else "streaming"
+    return "library" if rows > MAX_STREAMING_ROWS else ""
 
 
-def can_stream(x: torch.Tensor, weight: torch.Tensor) -> bool:
+def takes_streaming(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether the weight may be part of a streamed chain for an x of this many rows on CUDA. A single GEMM of two rows
     of a small weight is a GEMV, which may compute the norm; a chain of them is faster with the norms inside."""
     is_small = weight.shape[0] * weight.shape[1] <= SMALL_WEIGHT
@@ -125,7 +125,7 @@ def _accepts_gemv(call: GemmCall) -> bool:
 
 
 def _max_gemv_rows(x: torch.Tensor, weight: torch.Tensor) -> int:
-    is_large = weight.shape[0] * weight.shape[1] > SMALL_WEIGHT and weight.shape[1] >= MIN_STREAMED_PAIR_INPUTS
+    is_large = weight.shape[0] * weight.shape[1] > SMALL_WEIGHT and weight.shape[1] >= MIN_STREAMING_PAIR_INPUTS
     return 1 if is_large and x.element_size() == 2 and HAS_TRITON and supports_tma(x, weight) else MAX_GEMV_ROWS
 
 
@@ -135,9 +135,9 @@ def _accepts_streaming_hopper(call: GemmCall) -> bool:
     if is_wide or (call.activation is None and narrow_splits(rows, *shape) == 1):
         return _has_fused_epilogue(call) and supports_tma(call.x, call.weight)
     return (
-        0 < len(call.x) <= MAX_STREAMED_ROWS
+        0 < len(call.x) <= MAX_STREAMING_ROWS
         and _has_fused_epilogue(call)
-        and _streaming_is_faster(call.x, call.weight, MAX_STREAMED_ROWS_OF_LARGE_WEIGHT)
+        and _streaming_is_faster(call.x, call.weight, MAX_STREAMING_ROWS_OF_LARGE_WEIGHT)
     )
 
 

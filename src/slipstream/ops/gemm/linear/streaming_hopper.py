@@ -23,7 +23,7 @@ from slipstream.ops.gemm.linear.tiles import (
     MULTIPROCESSORS,
     SMALL_WEIGHT,
     WIDE_OUTPUTS,
-    StreamedRows,
+    StreamingRows,
     Unnormalized,
     fills_wide_programs,
     has_wide_waves,
@@ -40,7 +40,7 @@ MAX_MEMORY = 224 << 10  # if stages of three blocks and 256 rows need it: four, 
 MAX_PART = 128  # rows of an MMA of three blocks: registers of 256 would not be enough for three groups of warps
 
 
-class StreamTile(NamedTuple):
+class StreamingTile(NamedTuple):
     splits: int  # split-k
     outputs: int = 64  # per block, gate and up rows together; 48 or 96 in plain GEMMs, and if partial sums are stored
     rows: int = 0  # per program; 0: all
@@ -49,14 +49,14 @@ class StreamTile(NamedTuple):
     programs: int = 1  # per multiprocessor
 
 
-WIDE_TILE = StreamTile(1, WIDE_OUTPUTS // 3, copies=1, groups=3)
+WIDE_TILE = StreamingTile(1, WIDE_OUTPUTS // 3, copies=1, groups=3)
 ROW_TILE = WIDE_TILE
 """Of few rows of FP8, for a gated weight: one wave, in which a multiprocessor loads or quantises them once."""
 MAX_WIDE_FP8_ROWS = 16
 MAX_FEW_WIDE_ROWS = 16
-SPLIT_TILE = StreamTile(2, 128, 128, 1)  # of 65 and more rows, if there are few outputs
-MEDIUM_TILE = StreamTile(1, 64, 64, 1, groups=3)  # of 129 and more rows, if such tiles are one wave
-NARROW_TILE = StreamTile(1, 64, 128, 1)  # of 65 to 128 rows, if such tiles are one wave
+SPLIT_TILE = StreamingTile(2, 128, 128, 1)  # of 65 and more rows, if there are few outputs
+MEDIUM_TILE = StreamingTile(1, 64, 64, 1, groups=3)  # of 129 and more rows, if such tiles are one wave
+NARROW_TILE = StreamingTile(1, 64, 128, 1)  # of 65 to 128 rows, if such tiles are one wave
 MAX_FEW_ROWS = 64
 
 
@@ -72,7 +72,7 @@ def streaming_gemm(
     weight: torch.Tensor,  # [out, in]; gated: gate rows, then up rows, [2 * out, in]
     bias: torch.Tensor | None,
     gate: str,
-    tile: StreamTile | None = None,
+    tile: StreamingTile | None = None,
     scales: Scales | None = None,  # if x and weight are FP8
     added: torch.Tensor | None = None,  # [rows, len(weight)]
     adapters: torch.Tensor | None = None,  # [slots, rows, in], if there is neither a bias nor a gate
@@ -91,7 +91,7 @@ def streaming_gemm(
     if tile is None and gate and is_small and keeps_wide_programs_busy(len(weight)):
         tile = ROW_TILE
     is_plain = isinstance(x, torch.Tensor) and adapters is None and scales is None
-    find = plain_tile if is_plain else stream_tile
+    find = plain_tile if is_plain else streaming_tile
     tile = tile or find(rows, len(weight), weight.shape[1] * weight.element_size() // 2, gate)
     _launch(x, weight, bias, gate, out, tile, added, scales=scales, adapters=adapters)
     return out
@@ -103,11 +103,11 @@ def streaming_gemm_add(
     residual: torch.Tensor,  # [rows, out]
     norm: torch.Tensor,  # [out]
     eps: float,
-    tile: StreamTile | None = None,
+    tile: StreamingTile | None = None,
     scales: Scales | None = None,  # if the weight is FP8
 ) -> Unnormalized:
     """residual + the GEMM, with what the next GEMM needs to finish the norm of the sum."""
-    tile = tile or stream_tile(len(x), len(weight), weight.shape[1] * weight.element_size() // 2, "")
+    tile = tile or streaming_tile(len(x), len(weight), weight.shape[1] * weight.element_size() // 2, "")
     assert residual.is_contiguous() and residual.shape == (len(x), len(weight)), f"{residual.shape}"
     total, weighted = (torch.empty(residual.shape, dtype=x.dtype, device=x.device) for _ in range(2))
     num_blocks = triton.cdiv(len(weight), tile.outputs * tile.groups) * tile.groups
@@ -118,11 +118,11 @@ def streaming_gemm_add(
 
 
 def streaming_gemm_parts(
-    x: torch.Tensor, weight: torch.Tensor, tile: StreamTile | None = None, scales: Scales | None = None
+    x: torch.Tensor, weight: torch.Tensor, tile: StreamingTile | None = None, scales: Scales | None = None
 ) -> torch.Tensor:
     """The GEMM of x [rows, in] as partial sums [splits, rows, out] in float32, which the next kernel adds: no program
     waits for the others or reads what they have stored. `scales`: if x and weight are FP8."""
-    tile = tile or StreamTile(narrow_splits(len(x), *weight.shape))
+    tile = tile or StreamingTile(narrow_splits(len(x), *weight.shape))
     assert tile.splits > 1 and tile.groups == 1, f"{tuple(weight.shape)} with {len(x)} rows is not split"
     parts = torch.empty((tile.splits, len(x), len(weight)), dtype=torch.float32, device=x.device)
     _launch(x, weight, None, "", parts, tile, scales=scales)
@@ -135,13 +135,13 @@ def _launch(
     bias: torch.Tensor | None,
     gate: str,
     out: torch.Tensor,
-    tile: StreamTile,
+    tile: StreamingTile,
     residual: torch.Tensor | None = None,
     made: Unnormalized | None = None,
     scales: Scales | None = None,
     adapters: torch.Tensor | None = None,
 ) -> None:
-    x, squares, eps = StreamedRows.of(inputs)
+    x, squares, eps = StreamingRows.of(inputs)
     rows, num_in = x.shape
     outputs, groups = tile.outputs, tile.groups
     padded = triton.next_power_of_2(outputs)
@@ -206,18 +206,18 @@ def _launch(
     )
 
 
-def plain_tile(rows: int, num_out: int, num_in: int, gate: str) -> StreamTile:
+def plain_tile(rows: int, num_out: int, num_in: int, gate: str) -> StreamingTile:
     """Of a GEMM with 16-bit weights that finishes no norm and has no adapters."""
     if not gate and narrow_splits(rows, num_out, num_in) == 1:
-        return StreamTile(1, narrow_outputs(num_out), copies=1)
+        return StreamingTile(1, narrow_outputs(num_out), copies=1)
     if not gate and rows <= MAX_WIDE_PLAIN_ROWS and fills_wide_programs(rows, num_out, num_in):
         return WIDE_TILE
     if not gate and rows <= MAX_FEW_WIDE_ROWS and has_wide_waves(num_out, num_in):
         return WIDE_TILE
-    return stream_tile(rows, num_out, num_in, gate)
+    return streaming_tile(rows, num_out, num_in, gate)
 
 
-def stream_tile(rows: int, num_out: int, num_in: int, gate: str) -> StreamTile:
+def streaming_tile(rows: int, num_out: int, num_in: int, gate: str) -> StreamingTile:
     """Enough programs to fill the GPU; measured with benchmarks/ops/layer.py. With few rows and outputs split-k makes a
     program's part so small that all its weights are in flight at once."""
     if gate and fills_wide_programs(rows, num_out, num_in):
@@ -225,7 +225,7 @@ def stream_tile(rows: int, num_out: int, num_in: int, gate: str) -> StreamTile:
     blocks = triton.cdiv(num_out, 64)
     if 1 < rows <= 8 and num_out * num_in <= TINY_WEIGHT and num_in <= MAX_TINY_INPUTS:
         tiles = triton.cdiv(num_in * 2, BYTES.value)
-        return StreamTile(1, rows=8, copies=4 if tiles % 3 else 3)
+        return StreamingTile(1, rows=8, copies=4 if tiles % 3 else 3)
     is_small = num_out * num_in <= SMALL_WEIGHT
     if rows <= 32 or (rows <= 64 and is_small and not gate):
         max_splits = MULTIPROCESSORS // blocks
@@ -233,26 +233,26 @@ def stream_tile(rows: int, num_out: int, num_in: int, gate: str) -> StreamTile:
         copies = 4 if splits == 1 and max_splits else 2
         # more blocks than multiprocessors: a second wave of few programs would leave most of them idle
         programs = 2 if not gate and MULTIPROCESSORS < blocks <= 2 * MULTIPROCESSORS else 1
-        return StreamTile(splits, rows=min(32, _padded(rows)), copies=copies, programs=programs)
+        return StreamingTile(splits, rows=min(32, _padded(rows)), copies=copies, programs=programs)
     if rows <= 64 and not is_small:
-        return StreamTile(max(1, min(triton.cdiv(num_in, 6144), MULTIPROCESSORS // blocks)))
+        return StreamingTile(max(1, min(triton.cdiv(num_in, 6144), MULTIPROCESSORS // blocks)))
     if gate:
-        return StreamTile(1, 128, 32 if rows <= 64 else 64 if rows <= 128 else 128, 1)
+        return StreamingTile(1, 128, 32 if rows <= 64 else 64 if rows <= 128 else 128, 1)
     if blocks >= 64:
-        return StreamTile(1, 64, 64) if rows <= 128 else StreamTile(1, 128, 64, 1)
-    return StreamTile(1, 64, 64 if rows > 128 and num_in <= 2048 else 32)
+        return StreamingTile(1, 64, 64) if rows <= 128 else StreamingTile(1, 128, 64, 1)
+    return StreamingTile(1, 64, 64 if rows > 128 and num_in <= 2048 else 32)
 
 
-def parts_tile(rows: int, weight: torch.Tensor) -> StreamTile | None:
+def parts_tile(rows: int, weight: torch.Tensor) -> StreamingTile | None:
     """The tile of a GEMM of FP8 whose partial sums the next kernel adds; None: the GEMM is not split."""
     if rows > MAX_FEW_ROWS:
         tiles = triton.cdiv(len(weight), 128) * triton.cdiv(rows, 128)
         return SPLIT_TILE if 2 * tiles <= MULTIPROCESSORS else None
-    tile = stream_tile(rows, len(weight), weight.shape[1] // 2, "")
+    tile = streaming_tile(rows, len(weight), weight.shape[1] // 2, "")
     return tile if tile.splits > 1 else None
 
 
-def can_append(tile: StreamTile, weight: torch.Tensor, adapters: torch.Tensor) -> bool:
+def can_append(tile: StreamingTile, weight: torch.Tensor, adapters: torch.Tensor) -> bool:
     """Whether programs of this tile can have rows of adapters [slots, rows, in] instead of rows of the weight: no
     program has both, and TMA copies 16 rows of a slot at a time."""
     is_aligned = (adapters.stride(0) | adapters.stride(1)) % 8 == 0 and adapters.data_ptr() % 16 == 0
@@ -261,13 +261,13 @@ def can_append(tile: StreamTile, weight: torch.Tensor, adapters: torch.Tensor) -
     return tile.groups == 1 and is_aligned and are_alike and is_divided
 
 
-def stages_for(tile: StreamTile, rows: int) -> int:
+def stages_for(tile: StreamingTile, rows: int) -> int:
     outputs = triton.next_power_of_2(tile.outputs) * tile.groups
     memory = MAX_MEMORY if tile.groups == 3 and rows > MAX_PART else MEMORY
     return memory // tile.programs // ((outputs + rows) * BYTES.value * tile.copies)
 
 
-def row_stages(tile: StreamTile, split_steps: int) -> int:
+def row_stages(tile: StreamingTile, split_steps: int) -> int:
     """Of a row that is quantised: 8 rows of FP8 for all of its inputs, and stages of the weight alone."""
     free = MEMORY // tile.programs - chunks_of(split_steps * tile.copies) * CHUNK.value * 8 * BYTES.value
     return min(split_steps, free // (tile.outputs * tile.groups * BYTES.value * tile.copies))
@@ -277,13 +277,13 @@ def chunks_of(num_tiles: int) -> int:
     return triton.cdiv(num_tiles, CHUNK.value)
 
 
-def registers_for(tile: StreamTile, rows: int) -> int:
+def registers_for(tile: StreamingTile, rows: int) -> int:
     """Registers per thread at the launch. Three blocks have 16 warps in all, of which the producer's give most of their
     registers to the consumers."""
     return 128 if tile.groups == 3 else 96 if rows <= 80 else 168
 
 
-def row_parts(tile: StreamTile, rows: int) -> tuple[int, int]:
+def row_parts(tile: StreamingTile, rows: int) -> tuple[int, int]:
     """The rows of a program as two powers of two; the second may be 0. Up to 32 rows are padded to one."""
     if tile.rows or rows <= 32:
         return tile.rows or _padded(rows), 0

@@ -51,12 +51,12 @@ def tile_gemm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) 
 # Chains: GEMMs in sequence with a residual add and an RMS norm between them.
 #
 # The first GEMM adds the residual in its epilogue and returns the sum before its norm, as an `Unnormalized`. An RMS
-# norm divides a row by one number, so the division can follow the next GEMM. In a "streamed" chain
+# norm divides a row by one number, so the division can follow the next GEMM. In a "streaming" chain
 # (`streaming_hopper.py`) the first GEMM also multiplies by the norm's weights and stores sums of squares, one
 # per row and block of outputs; the second GEMM adds these up and divides. The norm then has no kernel of its own. In a
 # "library" chain the norm has its own kernel, which may also add the partial sums of a split GEMM.
 
-Chain = Literal["streamed", "library", ""]
+Chain = Literal["streaming", "library", ""]
 """streamed: the Hopper kernel, norms fused. library: cuBLAS, norms apart. "": no chain, single GEMMs are faster."""
 
 
@@ -86,7 +86,7 @@ class Unnormalized(NamedTuple):
         return self.total.dtype
 
 
-class StreamedRows(NamedTuple):
+class StreamingRows(NamedTuple):
     """The input of a GEMM that streams its weight."""
 
     x: torch.Tensor  # [rows, in]
@@ -94,7 +94,7 @@ class StreamedRows(NamedTuple):
     eps: float = 0.0
 
     @classmethod
-    def of(cls, x: torch.Tensor | Unnormalized) -> StreamedRows:
+    def of(cls, x: torch.Tensor | Unnormalized) -> StreamingRows:
         if isinstance(x, torch.Tensor):
             return cls(x)
         assert x.weighted is not None and x.squares is not None, "the GEMM before did not stream its weight"

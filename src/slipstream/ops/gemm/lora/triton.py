@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from slipstream.config.memory import ADAPTED_INPUTS
-from slipstream.ops.gemm.linear.tiles import StreamedRows, Unnormalized
+from slipstream.ops.gemm.linear.tiles import StreamingRows, Unnormalized
 from slipstream.ops.gemm.lora.reference import BLOCK, FEW_TOKENS, MAX_COLUMNS, LoraTiles, LoraWeights
 from slipstream.ops.platform.pdl import dependent, release_next, wait_for_previous
 
@@ -23,7 +23,7 @@ _FIRST_NUMBERS = 8192  # of A that a program loads before x is there
 
 def shrink_lora(inputs: torch.Tensor | Unnormalized, weights: LoraWeights, tiles: LoraTiles) -> torch.Tensor:
     """As the reference."""
-    x, squares, eps = StreamedRows.of(inputs)
+    x, squares, eps = StreamingRows.of(inputs)
     num_tokens, num_inputs = x.shape
     num_columns = weights.a.shape[1]
     inner = torch.empty(num_tokens, num_columns, dtype=weights.b.dtype, device=x.device)

@@ -155,10 +155,10 @@ def _weighted_pairs(
         and isinstance(down, torch.Tensor)
         and has_hopper_kernels(x.device)
     ):
-        from slipstream.ops.gemm.moe import stream_hopper
+        from slipstream.ops.gemm.moe import streaming_hopper
 
-        if stream_hopper.can_stream(x, gate_up, down, gate, shared):
-            return stream_hopper.stream_pairs(x, routing, gate_up, down, gate, shared), None
+        if streaming_hopper.takes_streaming(x, gate_up, down, gate, shared):
+            return streaming_hopper.streaming_pairs(x, routing, gate_up, down, gate, shared), None
 
     if (
         num_tokens == 1

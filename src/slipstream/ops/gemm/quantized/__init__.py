@@ -31,7 +31,7 @@ from slipstream.ops.gemm.quantized.matrix import (
 from slipstream.ops.platform.dispatch import has_hopper_kernels
 
 if TYPE_CHECKING:
-    from slipstream.ops.gemm.linear.streaming_hopper import StreamTile
+    from slipstream.ops.gemm.linear.streaming_hopper import StreamingTile
 
 __all__ = [
     "MAX_FP8",
@@ -52,13 +52,13 @@ __all__ = [
     "quantized_linear",
     "quantized_linear_add",
     "quantized_linear_unnormalized",
-    "streams",
+    "takes_streaming",
     "supports_kernels",
     "unpack_4_bit",
     "words_of",
 ]
 
-MAX_STREAMED_ROWS = 16
+MAX_STREAMING_ROWS = 16
 MAX_FUSED_ROWS = 64  # with more rows torch's FP8 GEMM is faster for most weights, and activations are not fused
 MAX_SPLIT_ROWS, MIN_SPLIT_INPUTS = 256, 8192  # of FP8 GEMMs with few outputs, which split-k makes faster than torch's
 MAX_FEW_ROWS, MIN_MEDIUM_ROWS = 16, 65  # of chains whose norms add partial sums; in between they were not measured
@@ -74,9 +74,9 @@ def supports_kernels(device: torch.device, kind: torch.dtype, dtype: torch.dtype
     return torch.cuda.get_device_capability(device) >= needed
 
 
-def streams(x: torch.Tensor, weight: QuantizedMatrix) -> bool:
+def takes_streaming(x: torch.Tensor, weight: QuantizedMatrix) -> bool:
     """Whether the kernel that streams weights takes x and the weight."""
-    if not (x.is_cuda and x.dtype is torch.bfloat16 and 0 < len(x) <= MAX_STREAMED_ROWS and weight.has_slices):
+    if not (x.is_cuda and x.dtype is torch.bfloat16 and 0 < len(x) <= MAX_STREAMING_ROWS and weight.has_slices):
         return False
     is_aligned = x.stride(1) == 1 and x.stride(0) % 8 == 0 and (x.data_ptr() | weight.values.data_ptr()) % 16 == 0
     return is_aligned and weight.values.is_contiguous() and HAS_TRITON and has_hopper_kernels(x.device)
@@ -103,10 +103,10 @@ def quantized_linear(
         from slipstream.ops.gemm.quantized.gemm import quantize_rows
 
         return fp8_linear_quantized(*quantize_rows(x, input_scale), x.dtype, weight, bias, activation)
-    if streams(x, weight):
-        from slipstream.ops.gemm.quantized.stream import stream_gemm
+    if takes_streaming(x, weight):
+        from slipstream.ops.gemm.quantized.streaming import streaming_gemm_low_bit
 
-        out = stream_gemm(x, weight, bias, FUSED_ACTIVATIONS.get(activation, ""))
+        out = streaming_gemm_low_bit(x, weight, bias, FUSED_ACTIVATIONS.get(activation, ""))
         return out if activation in FUSED_ACTIVATIONS else _activate(out, activation)
     if len(x) >= MIN_DEQUANTIZED_ROWS:
         return _multiply_dequantized(x, weight, bias, activation)
@@ -149,19 +149,19 @@ def _multiply_dense(
 def quantized_linear_add(
     x: torch.Tensor, weight: QuantizedMatrix, residual: torch.Tensor, norm: torch.Tensor, eps: float
 ) -> Unnormalized:
-    """residual + x @ weight.T before its RMS norm, for an x that `streams` accepts."""
-    from slipstream.ops.gemm.quantized.stream import stream_gemm_add
+    """residual + x @ weight.T before its RMS norm, for an x that `takes_streaming` accepts."""
+    from slipstream.ops.gemm.quantized.streaming import streaming_gemm_low_bit_add
 
-    return stream_gemm_add(x, weight, residual, norm, eps)
+    return streaming_gemm_low_bit_add(x, weight, residual, norm, eps)
 
 
 def quantized_linear_unnormalized(
     x: Unnormalized, weight: QuantizedMatrix, bias: torch.Tensor | None, activation: Activation | None
 ) -> torch.Tensor:
-    """activation(norm of x @ weight.T + bias), for an x that `streams` accepts."""
-    from slipstream.ops.gemm.quantized.stream import stream_gemm
+    """activation(norm of x @ weight.T + bias), for an x that `takes_streaming` accepts."""
+    from slipstream.ops.gemm.quantized.streaming import streaming_gemm_low_bit
 
-    out = stream_gemm(x, weight, bias, FUSED_ACTIVATIONS.get(activation, ""))
+    out = streaming_gemm_low_bit(x, weight, bias, FUSED_ACTIVATIONS.get(activation, ""))
     return out if activation in FUSED_ACTIVATIONS else _activate(out, activation)
 
 
@@ -303,7 +303,7 @@ def fp8_linear_quantized(
     return out if is_fused else _activate(out, activation)
 
 
-def _medium_tile(rows: int, weight: QuantizedMatrix) -> StreamTile | None:
+def _medium_tile(rows: int, weight: QuantizedMatrix) -> StreamingTile | None:
     """The tile of a GEMM of 65 to 256 rows that is faster than torch's: tiles of 128 x 128 results leave half of the
     multiprocessors idle and sums are long enough to divide, or one wave of tiles keeps most of them busy."""
     from slipstream.ops.gemm.linear.streaming_hopper import MEDIUM_TILE, NARROW_TILE, SPLIT_TILE, WIDE_TILE

@@ -47,11 +47,11 @@ def claim_barrier(device: torch.device, owner: object) -> torch.Tensor | None:
     if not has_programs(device):
         return None
     with _lock:
-        held = _barriers.get(device)
-        if held is None:
+        entry = _barriers.get(device)
+        if entry is None:
             counter = torch.zeros(1, dtype=torch.int32, device=device)
-        elif held[0]() in (None, owner):
-            counter = held[1]
+        elif entry[0]() in (None, owner):
+            counter = entry[1]
         else:
             return None
         _barriers[device] = weakref.ref(owner), counter

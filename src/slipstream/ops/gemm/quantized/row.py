@@ -31,7 +31,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from slipstream.ops.gemm.linear.epilogue import GATES, load_operands, split_memory
 from slipstream.ops.gemm.linear.streaming_kernel import FETCH_REGISTERS
-from slipstream.ops.gemm.linear.tiles import MULTIPROCESSORS, StreamedRows, Unnormalized
+from slipstream.ops.gemm.linear.tiles import MULTIPROCESSORS, StreamingRows, Unnormalized
 from slipstream.ops.gemm.quantized.matrix import QuantizedMatrix
 from slipstream.ops.gemm.quantized.warp_sums import (
     column_layout,
@@ -399,7 +399,7 @@ def launch_row(
     residual: torch.Tensor | None = None,
     made: Unnormalized | None = None,
 ) -> None:
-    given = StreamedRows.of(inputs)
+    given = StreamingRows.of(inputs)
     x, squares = given.x, given.squares
     num_in = x.shape[1]
     blocks = triton.cdiv(len(weight.values), tile.outputs)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
 
 import msgspec
 
@@ -126,7 +125,6 @@ _PROBES = (
     ("/ping", health, "Readiness, for SageMaker"),
     ("/livez", live, "Liveness"),
 )
-_OPEN: dict[str, Any] = {"access": "open", "any_host": True, "quiet": True}
 _AUDIO = ("speech", "transcriptions", "translations")
 
 ROUTES = [

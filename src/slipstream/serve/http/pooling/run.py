@@ -234,7 +234,7 @@ def pooling_params(
                 "truncation_side",
             )
         own["truncation_side"] = body.truncation_side
-    elif body.truncate_prompt_tokens is None and not truncates and not pooling.late:
+    elif body.truncate_prompt_tokens is None and not truncates and not pooling.late_interaction:
         if not own:
             return _NEVER_TRUNCATED[task]
         own.setdefault("truncation_side", "never")

@@ -435,8 +435,8 @@ class BatchService:
         self.store = BatchStore(settings.batch_dir, settings.max_store_bytes, max(1, len(settings.api_key)))
         self.changed = asyncio.Event()  # a batch was created or cancelled
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="slipstream-batches")
-        self._max_held = settings.max_bodies_bytes
-        self.num_held = 0  # bytes of files that are being stored or sent
+        self._max_open = settings.max_bodies_bytes
+        self.bytes_open = 0  # bytes of files that are being stored or sent
 
     async def run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Calls a method of the store. Raises StoreUnavailable."""
@@ -449,14 +449,14 @@ class BatchService:
     def holding(self, num_bytes: int) -> Iterator[None]:
         """Around the use of a file's content in memory. Raises if the contents together are over the limit; one
         above the limit is accepted while there is no other."""
-        if self.num_held and self.num_held + num_bytes > self._max_held:
-            fact = f"files with {self.num_held} bytes are being stored or sent, the limit is {self._max_held}"
+        if self.bytes_open and self.bytes_open + num_bytes > self._max_open:
+            fact = f"files with {self.bytes_open} bytes are being stored or sent, the limit is {self._max_open}"
             raise HTTPException(429, f"{fact}; try again soon", retry_after=1, code="files_busy")
-        self.num_held += num_bytes
+        self.bytes_open += num_bytes
         try:
             yield
         finally:
-            self.num_held -= num_bytes
+            self.bytes_open -= num_bytes
 
     def close(self) -> None:
         self._thread.shutdown()

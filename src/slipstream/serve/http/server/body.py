@@ -59,7 +59,7 @@ class Bodies:
                         end = began + self._seconds + size / MIN_RATE
                         timeout.reschedule(self._deadline(end if seconds is None else min(end, began + seconds)))
         except TimeoutError:
-            raise self._too_late(size, loop.time() - began, seconds) from None
+            raise self._timed_out(size, loop.time() - began, seconds) from None
         finally:
             self._timeouts.discard(timeout)
             self.num_bytes -= size
@@ -86,7 +86,7 @@ class Bodies:
             fact = f"bodies with {self.num_bytes} bytes are being read, the limit is {self._max_all}"
             raise HTTPException(429, f"{fact}; try again soon", retry_after=1, code="bodies_full")
 
-    def _too_late(self, size: int, passed: float, seconds: float | None) -> HTTPException:
+    def _timed_out(self, size: int, passed: float, seconds: float | None) -> HTTPException:
         if self._is_draining:
             self._counters.refused["draining"] += 1
             fact = "the server is shutting down, and the body is incomplete"
@@ -147,8 +147,8 @@ class Watch:
         self._listener = loop.create_task(self._listen())
         if self._seconds is not None and self._left is not None:
             fact = f"the request took longer than its {self._seconds:g} s"
-            late = HTTPException(408, f"{fact}; send less, or raise X-Request-Timeout", code="deadline")
-            self._timer = loop.call_later(max(0.0, self._left), self._cancel, late)
+            timed_out = HTTPException(408, f"{fact}; send less, or raise X-Request-Timeout", code="deadline")
+            self._timer = loop.call_later(max(0.0, self._left), self._cancel, timed_out)
         return self
 
     def __exit__(

@@ -28,7 +28,7 @@ from slipstream.serve.http.server.request import Address
 # connection to the request that was parsed last, so that the one that runs was computed to its end.
 
 _SLICE = 2**14  # bytes that are parsed at once: they may hold some hundred requests
-_MAX_HELD = 2**16  # unparsed bytes from which on nothing is read; until then a lost connection is noticed
+_MAX_UNPARSED = 2**16  # unparsed bytes from which on nothing is read; until then a lost connection is noticed
 
 
 class PipeliningProtocol(HttpToolsProtocol):
@@ -37,13 +37,13 @@ class PipeliningProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.flow: _Flow = _Flow(transport)
-        self._held = bytearray()
+        self._unparsed = bytearray()
         self._running: RequestResponseCycle | None = None  # the last one that was started
 
     def connection_lost(self, exc: Exception | None) -> None:
         waiting = [cycle for cycle, _ in self.pipeline]
         self.pipeline.clear()
-        self._held.clear()
+        self._unparsed.clear()
         for cycle in (self._running, *waiting):
             if cycle is not None and not cycle.response_complete:
                 cycle.disconnected = True
@@ -51,7 +51,7 @@ class PipeliningProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self.pipeline or self._held:
+        if self.pipeline or self._unparsed:
             self._hold(data)
         else:
             self._parse(data)
@@ -71,8 +71,8 @@ class PipeliningProtocol(HttpToolsProtocol):
         super().on_response_complete()
         if following is not None:
             self._running = following
-        if self._held and not self.pipeline:
-            self.loop.call_soon(self._parse_held)
+        if self._unparsed and not self.pipeline:
+            self.loop.call_soon(self._parse_rest)
 
     def _parse(self, data: bytes) -> None:
         for start in range(0, len(data), _SLICE):
@@ -84,15 +84,15 @@ class PipeliningProtocol(HttpToolsProtocol):
             self.parse_slice(data[start : start + _SLICE])
 
     def _hold(self, data: bytes) -> None:
-        self._held += data
-        if len(self._held) > _MAX_HELD:
+        self._unparsed += data
+        if len(self._unparsed) > _MAX_UNPARSED:
             self.flow.block_reading()
 
-    def _parse_held(self) -> None:
+    def _parse_rest(self) -> None:
         if self.transport.is_closing():
             return
-        data = bytes(self._held)
-        self._held.clear()
+        data = bytes(self._unparsed)
+        self._unparsed.clear()
         self.flow.unblock_reading()
         self._parse(data)
 
@@ -117,7 +117,7 @@ _HEADER_SECONDS = 30.0
 _REST_SECONDS = 30.0  # for the rest of a body whose response was sent before the body was complete
 
 
-class RequestAdmission(Protocol):
+class RequestGate(Protocol):
     """Decides by the headers of a request whether to refuse it."""
 
     def refusal(
@@ -126,16 +126,16 @@ class RequestAdmission(Protocol):
         """Returns the error and the request id of a refusal; None if the request takes the normal path."""
 
 
-def bounded_protocol(limit: int, admission: RequestAdmission) -> type[BoundedProtocol]:
+def bounded_protocol(limit: int, gate: RequestGate) -> type[BoundedProtocol]:
     """Returns a protocol class with a request line and headers of at most `limit` bytes."""
-    return type("BoundedProtocol", (BoundedProtocol,), {"limit": limit, "admission": admission})
+    return type("BoundedProtocol", (BoundedProtocol,), {"limit": limit, "gate": gate})
 
 
 class BoundedProtocol(PipeliningProtocol):
     """The protocol of one connection. uvicorn takes a class: `bounded_protocol` makes one with these attributes."""
 
     limit: int  # bytes of the request line and headers
-    admission: RequestAdmission
+    gate: RequestGate
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -227,7 +227,7 @@ class BoundedProtocol(PipeliningProtocol):
 
     def _refuse(self) -> bool:
         path = self.url.partition(b"?")[0].decode("latin-1")
-        found = self.admission.refusal(self.parser.get_method().decode("latin-1"), path, self.headers, self.client)
+        found = self.gate.refusal(self.parser.get_method().decode("latin-1"), path, self.headers, self.client)
         if found is None:
             return False
         error, request_id = found

@@ -19,7 +19,7 @@ from slipstream.base.errors import InvalidOption
 from slipstream.base.files import locked
 from slipstream.front.async_engine import AsyncEngine
 from slipstream.front.beam_search import BeamGrammars
-from slipstream.front.prompts import LONG, OFFLOAD, AnswerPieces
+from slipstream.front.prompts import LONG, TOKENIZER_THREADS, AnswerPieces
 from slipstream.metrics.stats import SharedCounters, Traces
 from slipstream.serve.http.server.access import Hosts, Keys
 from slipstream.serve.http.server.batch_store import BatchService, error_code, transaction
@@ -140,11 +140,11 @@ class State:
     async def off_loop(self, size: int, function: Callable[[], T]) -> T:
         """Runs `function` on `size` characters outside the event loop. Raises where too many characters wait for that
         already; a text above the limit is accepted while no other waits."""
-        if size >= LONG and OFFLOAD.size and OFFLOAD.size + size > _MAX_CHARS:
+        if size >= LONG and TOKENIZER_THREADS.size and TOKENIZER_THREADS.size + size > _MAX_CHARS:
             self.counters.refused["queue_full"] += 1
-            fact = f"{OFFLOAD.size} characters wait to be tokenised, the limit is {_MAX_CHARS}"
+            fact = f"{TOKENIZER_THREADS.size} characters wait to be tokenised, the limit is {_MAX_CHARS}"
             raise HTTPException(429, f"{fact}; try again soon", retry_after=1, code="queue_full")
-        return await OFFLOAD.run(size, function)
+        return await TOKENIZER_THREADS.run(size, function)
 
 
 def _with_reserve(limit: int) -> int:

@@ -14,7 +14,7 @@ import msgspec
 
 from slipstream.base.errors import InvalidOption, UserError
 from slipstream.base.files import OwnedFolder
-from slipstream.base.processes import Backoff, child_environment, signals_held
+from slipstream.base.processes import Backoff, child_environment, signals_deferred
 from slipstream.metrics.stats import FrontEnds, SharedCounters
 from slipstream.serve.http.server.listen import PortClaim, UnixClaim
 from slipstream.serve.http.server.settings import ServerSettings
@@ -133,7 +133,7 @@ class Supervisor:
             fds = [listener.fileno(), sock.fileno(), self._counters_fd]
             given = [*map(str, fds), str(front_end.number), f"{self._folder.path}/responses.sqlite"]
             command = [sys.executable, "-m", "slipstream.serve.http.worker_main", *given]
-            with signals_held():
+            with signals_deferred():
                 worker = subprocess.Popen(
                     command, stdin=subprocess.PIPE, pass_fds=fds, start_new_session=True, env=child_environment()
                 )

@@ -1,8 +1,8 @@
-"""StreamedLayers: the weights of some layers in host memory, copied to the device one layer ahead (`cpu_offload_gb`).
+"""OffloadedLayers: the weights of some layers in host memory, copied to the device one layer ahead (`cpu_offload_gb`).
 
-The last layers of the model are streamed, so that the copies begin while the layers before them run. Two device buffers
-take turns: while a layer runs on one of them, the next layer is copied to the other. Parameters are views of the
-buffers, whose addresses never change, and copies and events are captured with the step.
+The last layers of the model are offloaded, so that the copies begin while the layers before them run. Two device
+buffers take turns: while a layer runs on one of them, the next layer is copied to the other. Parameters are views of
+the buffers, whose addresses never change, and copies and events are captured with the step.
 
 Until `start`, parameters are the host memory itself, at the address that the device has for it: weights are loaded into
 it, and the first dry runs read it.
@@ -24,8 +24,8 @@ _ALIGN = 256  # bytes
 _NUM_BUFFERS = 2
 
 
-def count_streamed(layer_bytes: Sequence[int], num_bytes: int) -> int:
-    """How many of the last layers must be streamed to save `num_bytes` of the device's memory, buffers included."""
+def count_offloaded(layer_bytes: Sequence[int], num_bytes: int) -> int:
+    """How many of the last layers must be offloaded to save `num_bytes` of the device's memory, buffers included."""
     if num_bytes <= 0:
         return 0
     best = 0
@@ -39,10 +39,10 @@ def count_streamed(layer_bytes: Sequence[int], num_bytes: int) -> int:
     )
 
 
-def saved_bytes(layer_bytes: Sequence[int], num_streamed: int) -> int:
+def saved_bytes(layer_bytes: Sequence[int], num_offloaded: int) -> int:
     """Bytes of the device's memory that streaming saves. `layer_bytes`: of all layers."""
-    streamed = list(layer_bytes[len(layer_bytes) - num_streamed :])
-    return sum(streamed) - min(num_streamed, _NUM_BUFFERS) * max(streamed, default=0)
+    offloaded = list(layer_bytes[len(layer_bytes) - num_offloaded :])
+    return sum(offloaded) - min(num_offloaded, _NUM_BUFFERS) * max(offloaded, default=0)
 
 
 def parameter_bytes(layers: nn.ModuleList) -> list[int]:
@@ -50,18 +50,18 @@ def parameter_bytes(layers: nn.ModuleList) -> list[int]:
     return [_layout(layer)[1] for layer in layers]
 
 
-class StreamedLayers:
-    def __init__(self, layers: nn.ModuleList, num_streamed: int, device: torch.device) -> None:
-        """`layers` are on the meta device. Allocates the memory of the last `num_streamed`: that of the host, and the
+class OffloadedLayers:
+    def __init__(self, layers: nn.ModuleList, num_offloaded: int, device: torch.device) -> None:
+        """`layers` are on the meta device. Allocates the memory of the last `num_offloaded`: that of the host, and the
         buffers."""
         self._device = device
-        self._streamed = list(layers)[len(layers) - num_streamed :]
+        self._offloaded = list(layers)[len(layers) - num_offloaded :]
         self._is_started = False
-        self._hosts = [_pinned(_layout(layer)[1], device) for layer in self._streamed]
+        self._hosts = [_pinned(_layout(layer)[1], device) for layer in self._offloaded]
         size = max(len(host) for host in self._hosts)
-        num_buffers = min(num_streamed, _NUM_BUFFERS)
+        num_buffers = min(num_offloaded, _NUM_BUFFERS)
         self._buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(num_buffers)]
-        for layer, host in zip(self._streamed, self._hosts, strict=True):
+        for layer, host in zip(self._offloaded, self._hosts, strict=True):
             _bind(layer, _seen_by(device, host))
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
         if device.type == "cuda":
@@ -74,26 +74,26 @@ class StreamedLayers:
 
     def start(self) -> None:
         """The weights are loaded: from now on layers run on the buffers. No step may be running."""
-        for number, layer in enumerate(self._streamed):
+        for number, layer in enumerate(self._offloaded):
             _bind(layer, self._buffers[number % len(self._buffers)])
         self._is_started = True
 
     def in_turn(self, layers: nn.ModuleList) -> Iterator[tuple[int, nn.Module]]:
-        """Device: number and layer, as `enumerate`. A streamed layer is on the device when it is yielded. The caller
+        """Device: number and layer, as `enumerate`. An offloaded layer is on the device when it is yielded. The caller
         launches it before it takes the next."""
         if not self._is_started:
             yield from enumerate(layers)
             return
-        order = [index for index, layer in enumerate(self._streamed) if layer in layers]  # a dry run may have fewer
+        order = [index for index, layer in enumerate(self._offloaded) if layer in layers]  # a dry run may have fewer
         current = torch.cuda.current_stream(self._device) if self._copies is not None else None
         arrived = [self._copy(index, current) for index in order[: len(self._buffers)]]
         ahead, done = len(arrived), 0
         for number, layer in enumerate(layers):
-            is_streamed = done < len(order) and layer is self._streamed[order[done]]
-            if is_streamed and current is not None:
+            is_offloaded = done < len(order) and layer is self._offloaded[order[done]]
+            if is_offloaded and current is not None:
                 current.wait_event(arrived[done])
             yield number, layer
-            if is_streamed:
+            if is_offloaded:
                 done += 1
                 if ahead < len(order):  # into the buffer of the layer that was just launched
                     arrived.append(self._copy(order[ahead], current))

@@ -39,7 +39,7 @@ MAX_INNER = 512  # of experts for which this is faster than `gemm.py` with more 
 MAX_TOKENS_OF_LARGE = 8
 
 
-def can_stream(
+def takes_streaming(
     x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, gate: str, shared: SharedMatrices | None
 ) -> bool:
     """Whether this is faster than `gemm.py`, the sizes are multiples of the block, and TMA can load the operands. On
@@ -59,7 +59,7 @@ def can_stream(
     )
 
 
-def stream_pairs(
+def streaming_pairs(
     x: torch.Tensor,
     routing: Routing,
     gate_up: torch.Tensor,
@@ -97,7 +97,7 @@ def _launch(
     num_slots = (shared is not None) + len(used)
     stages = MEMORY // ((outputs + ROWS.value) * WIDTH.value * COPIES.value * 2)
     rows = outputs // 2 if gate else outputs
-    _stream_kernel[(min(multiprocessors(x.device), num_slots * blocks),)](
+    _streaming_kernel[(min(multiprocessors(x.device), num_slots * blocks),)](
         _describe(x, ROWS.value),
         _describe(weight.flatten(0, 1), rows),
         None if shared is None else _describe(shared, rows),
@@ -129,7 +129,7 @@ def _describe(matrix: torch.Tensor, rows: int) -> Any:
 
 # grid: (multiprocessors,), persistent over (slot, block of outputs)
 @gluon.jit(do_not_specialize=["num_tokens", "num_slots"])
-def _stream_kernel(
+def _streaming_kernel(
     x,  # descriptor, boxes of ROWS x WIDTH: tokens, or the activations of slots
     weight,  # descriptor, the rows of all experts
     shared,  # descriptor, of the shared expert; None if there is none

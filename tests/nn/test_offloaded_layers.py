@@ -8,7 +8,7 @@ from torch import nn
 
 from slipstream import LLM, SamplingParams
 from slipstream.base.errors import InvalidOption
-from slipstream.nn.weights.streamed_layers import StreamedLayers, count_streamed, parameter_bytes, saved_bytes
+from slipstream.nn.weights.offloaded_layers import OffloadedLayers, count_offloaded, parameter_bytes, saved_bytes
 from slipstream.nn.weights.weight_format import UnquantizedWeight
 from tiny import write_tiny
 
@@ -28,16 +28,16 @@ def make_layers(count, size=24):
         return nn.ModuleList(Layer(size) for _ in range(count)).requires_grad_(requires_grad=False)
 
 
-def run(streamed, layers, x):
-    for _, layer in streamed.in_turn(layers) if streamed is not None else enumerate(layers):
+def run(offloaded, layers, x):
+    for _, layer in offloaded.in_turn(layers) if offloaded is not None else enumerate(layers):
         x = layer(x)
     return x
 
 
-@pytest.mark.parametrize(("num_layers", "num_streamed"), [(5, 5), (6, 3), (4, 2), (3, 1)])
-def test_results_are_those_of_resident_layers(num_layers, num_streamed):
+@pytest.mark.parametrize(("num_layers", "num_offloaded"), [(5, 5), (6, 3), (4, 2), (3, 1)])
+def test_results_are_those_of_resident_layers(num_layers, num_offloaded):
     layers, plain = make_layers(num_layers), make_layers(num_layers)
-    streamed = StreamedLayers(layers, num_streamed, torch.device("cpu"))
+    offloaded = OffloadedLayers(layers, num_offloaded, torch.device("cpu"))
     for each in (layers, plain):
         for module in each.modules():
             for name, parameter in module.named_parameters(recurse=False):
@@ -48,13 +48,13 @@ def test_results_are_those_of_resident_layers(num_layers, num_streamed):
         own.copy_(other.copy_(torch.randn(own.shape, generator=values) / 4))
     x = torch.randn(3, 24, generator=values)
     expected = run(None, plain, x)
-    assert torch.equal(run(streamed, layers, x), expected), "host memory is read before the start"
-    streamed.start()
+    assert torch.equal(run(offloaded, layers, x), expected), "host memory is read before the start"
+    offloaded.start()
     for _ in range(2):
-        assert torch.equal(run(streamed, layers, x), expected)
-    assert streamed.num_bytes == sum(parameter_bytes(layers)[-num_streamed:])
-    addresses = {layer.inner.weight.data_ptr() for layer in list(layers)[-num_streamed:]}
-    assert len(addresses) == min(num_streamed, 2), "two buffers take turns"
+        assert torch.equal(run(offloaded, layers, x), expected)
+    assert offloaded.num_bytes == sum(parameter_bytes(layers)[-num_offloaded:])
+    addresses = {layer.inner.weight.data_ptr() for layer in list(layers)[-num_offloaded:]}
+    assert len(addresses) == min(num_offloaded, 2), "two buffers take turns"
 
 
 def test_rows_of_a_weight_follow_it_to_other_memory():
@@ -62,16 +62,16 @@ def test_rows_of_a_weight_follow_it_to_other_memory():
     weight.data = nn.Parameter(torch.ones(6, 4), requires_grad=False)
     rows = weight.rows(2, 5)
     assert rows is weight.rows(2, 5), "kernels keep counters by weight"
-    weight.data.data = torch.full((6, 4), 2.0)  # as `StreamedLayers.start` does
+    weight.data.data = torch.full((6, 4), 2.0)  # as `OffloadedLayers.start` does
     assert torch.equal(weight.rows(2, 5), torch.full((3, 4), 2.0))
 
 
 def test_layers_are_chosen_by_what_they_save():
     sizes = [100] * 6
     assert [saved_bytes(sizes, count) for count in range(7)] == [0, 0, 0, 100, 200, 300, 400]
-    assert [count_streamed(sizes, wanted) for wanted in (0, 1, 100, 101, 400)] == [0, 3, 3, 4, 6]
+    assert [count_offloaded(sizes, wanted) for wanted in (0, 1, 100, 101, 400)] == [0, 3, 3, 4, 6]
     with pytest.raises(InvalidOption, match="can leave the device"):
-        count_streamed(sizes, 401)
+        count_offloaded(sizes, 401)
     assert parameter_bytes(make_layers(2)) == [24 * 24 * 4 + 256] * 2
 
 
@@ -93,7 +93,7 @@ def test_a_gpu_gives_the_same_tokens(tmp_path, eager):
         with LLM(
             folder, dtype="float32", max_model_len=128, cpu_offload_gb=offload, use_tqdm_on_load=False, **options
         ) as llm:
-            is_streamed = llm.apply_model(lambda model: model.streamed is not None)[0]
-            assert is_streamed == bool(offload)
+            is_offloaded = llm.apply_model(lambda model: model.offloaded is not None)[0]
+            assert is_offloaded == bool(offload)
             found.append([output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)])
     assert found[0] == found[1]

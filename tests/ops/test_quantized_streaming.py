@@ -12,7 +12,7 @@ from slipstream.ops.gemm.quantized import (
     dequantize,
     pack_4_bit,
     quantized_linear,
-    streams,
+    takes_streaming,
     words_of,
 )
 
@@ -77,11 +77,11 @@ def test_a_gated_row_has_one_wave_of_programs() -> None:
 @pytest.mark.parametrize("rows", [1, 5, 16])
 def test_streamed_weights(kind: str, rows: int) -> None:
     """Odd numbers of outputs and of slices, whole and split sums, with bias, gate and alone."""
-    from slipstream.ops.gemm.quantized.stream import SliceTile, stream_gemm
+    from slipstream.ops.gemm.quantized.streaming import SliceTile, streaming_gemm_low_bit
 
     weight = make(kind, 208, 1408, "cuda")  # 11 or 22 slices
     x = torch.randn(rows, 1408, device="cuda").bfloat16()
-    if not streams(x, weight):
+    if not takes_streaming(x, weight):
         pytest.skip("made for another GPU")
     bias = torch.randn(208, device="cuda").bfloat16()
     exact = F.linear(x.double(), dequantize(weight, torch.float64), bias.double())
@@ -90,8 +90,8 @@ def test_streamed_weights(kind: str, rows: int) -> None:
     assert off(quantized_linear(x, weight, None, silu_and_mul), silu_and_mul(gated)) < 8e-3
     for tile in (SliceTile(1), SliceTile(3), SliceTile(1, programs=1, groups=3), SliceTile(3, programs=1, groups=3)):
         for _ in range(2):  # the counters of the first run are back at zero
-            assert off(stream_gemm(x, weight, bias, "", tile), exact) < 4e-3
-        assert off(stream_gemm(x, weight, None, "silu", tile), silu_and_mul(gated)) < 8e-3
+            assert off(streaming_gemm_low_bit(x, weight, bias, "", tile), exact) < 4e-3
+        assert off(streaming_gemm_low_bit(x, weight, None, "silu", tile), silu_and_mul(gated)) < 8e-3
     if rows <= 8:  # the same tile: a row alone has the same bits
         assert torch.equal(quantized_linear(x, weight, bias)[:1], quantized_linear(x[:1], weight, bias))
 
@@ -99,12 +99,12 @@ def test_streamed_weights(kind: str, rows: int) -> None:
 @pytest.mark.cuda
 @pytest.mark.parametrize("rows", [1, 16, 40, 64])
 def test_streamed_fp8_weights_and_inputs(rows: int) -> None:
-    from slipstream.ops.gemm.linear.streaming_hopper import Scales, StreamTile, streaming_gemm
+    from slipstream.ops.gemm.linear.streaming_hopper import Scales, StreamingTile, streaming_gemm
     from slipstream.ops.gemm.quantized import matrix
 
     weight = make("fp8", 208, 1424, "cuda")  # a part of a step at the end
     x = torch.randn(rows, 1424, device="cuda").bfloat16()
-    if not streams(x[:1], weight._replace(values=weight.values[:, :1408].contiguous())):
+    if not takes_streaming(x[:1], weight._replace(values=weight.values[:, :1408].contiguous())):
         pytest.skip("made for another GPU")
     bias = torch.randn(208, device="cuda").bfloat16()
     exact = matrix.scaled_linear(x.double(), weight, bias.double())
@@ -113,7 +113,7 @@ def test_streamed_fp8_weights_and_inputs(rows: int) -> None:
     assert off(quantized_linear(x, weight, None, silu_and_mul, quantizes_inputs=True), gated) < 1.6e-2
     q, scales = matrix.quantize_rows(x)
     for _ in range(2):  # the counters of the first run are back at zero
-        found = streaming_gemm(q, weight.values, bias, "", StreamTile(3), Scales(weight.scale, scales))
+        found = streaming_gemm(q, weight.values, bias, "", StreamingTile(3), Scales(weight.scale, scales))
         assert off(found, exact) < 8e-3
 
 
@@ -124,7 +124,7 @@ def test_a_row_is_quantised_inside_its_gemm(splits: int) -> None:
     from slipstream.ops.gemm.linear.streaming_hopper import (
         ROW_TILE,
         Scales,
-        StreamTile,
+        StreamingTile,
         streaming_gemm,
         streaming_gemm_add,
     )
@@ -139,7 +139,7 @@ def test_a_row_is_quantised_inside_its_gemm(splits: int) -> None:
     total = matrix.scaled_linear(x.double(), first) + residual.double()
     for _ in range(2):  # the counters of the first run are back at zero
         assert off(fp8_linear_add(x, first, residual, norm, 1e-6).total, total) < 4e-3
-        found = streaming_gemm_add(x, first.values, residual, norm, 1e-6, StreamTile(splits), Scales(first.scale))
+        found = streaming_gemm_add(x, first.values, residual, norm, 1e-6, StreamingTile(splits), Scales(first.scale))
         assert off(found.total, total) < 4e-3
     exact = matrix.scaled_linear(F.rms_norm(found.total.double(), (320,), norm.double(), 1e-6), second)
     bias = torch.randn(208, device="cuda").bfloat16()
@@ -256,7 +256,7 @@ def test_streamed_weights_with_residual_and_norm(rows: int) -> None:
 
     first, second = make("int4", 256, 1408, "cuda"), make("int4", 96, 256, "cuda")
     x, residual = torch.randn(rows, 1408, device="cuda").bfloat16(), torch.randn(rows, 256, device="cuda").bfloat16()
-    if not streams(x, first):
+    if not takes_streaming(x, first):
         pytest.skip("made for another GPU")
     norm = torch.rand(256, device="cuda").bfloat16()
     total = F.linear(x.double(), dequantize(first, torch.float64)) + residual.double()
@@ -272,7 +272,7 @@ def test_streamed_weights_with_residual_and_norm(rows: int) -> None:
 def test_sixteen_rows_of_a_gated_weight_have_one_wave_of_programs() -> None:
     """Of Qwen3-8B's width: 128 programs of three blocks, where 384 of one block are a wave and a half."""
     pytest.importorskip("triton", reason="triton is not installed")
-    from slipstream.ops.gemm.quantized.stream import SliceTile, slice_registers, slice_stages, slice_tile
+    from slipstream.ops.gemm.quantized.streaming import SliceTile, slice_registers, slice_stages, slice_tile
 
     values = torch.empty(24576, 2048, dtype=torch.uint8, device="meta")
     weight = QuantizedMatrix(values, torch.empty(24576, 32, device="meta"), None, 8)

@@ -15,12 +15,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from slipstream.ops.gemm.linear.epilogue import GATES, split_memory
-from slipstream.ops.gemm.linear.tiles import StreamedRows, Unnormalized, keeps_wide_programs_busy
-from slipstream.ops.gemm.quantized import stream_kernel
+from slipstream.ops.gemm.linear.tiles import StreamingRows, Unnormalized, keeps_wide_programs_busy
+from slipstream.ops.gemm.quantized import streaming_kernel
 from slipstream.ops.gemm.quantized.gemm import PROGRAMS
 from slipstream.ops.gemm.quantized.matrix import QuantizedMatrix
 from slipstream.ops.gemm.quantized.row import RowTile, launch_row, row_tile, takes_row
-from slipstream.ops.gemm.quantized.stream_kernel import SLICE
+from slipstream.ops.gemm.quantized.streaming_kernel import SLICE
 from slipstream.ops.platform.pdl import dependent
 
 MEMORY = 195 << 10  # bytes of shared memory for the pipelines of all programs on a multiprocessor
@@ -38,7 +38,7 @@ class SliceTile(NamedTuple):
         return self.slices * self.outputs // 64
 
 
-def stream_gemm(
+def streaming_gemm_low_bit(
     x: torch.Tensor | Unnormalized,  # [rows, in]
     weight: QuantizedMatrix,  # [out, in]; gated: gate rows, then up rows, [2 * out, in]
     bias: torch.Tensor | None = None,
@@ -53,7 +53,7 @@ def stream_gemm(
     return out
 
 
-def stream_gemm_add(
+def streaming_gemm_low_bit_add(
     x: torch.Tensor,  # [rows, in]
     weight: QuantizedMatrix,  # [out, in]
     residual: torch.Tensor,  # [rows, out]
@@ -89,7 +89,7 @@ def _launch(
 ) -> None:
     if isinstance(tile, RowTile):
         return launch_row(inputs, weight, bias, gate, out, tile, residual, made)
-    given = StreamedRows.of(inputs)
+    given = StreamingRows.of(inputs)
     x, squares = given.x, given.squares
     rows, num_in = x.shape
     outputs, slices = tile.outputs, tile.slices
@@ -101,7 +101,7 @@ def _launch(
     splits = triton.cdiv(steps, split_steps)
     memory = split_memory(weight.values, splits, blocks * tile.groups * row_blocks, outputs * padded)
     words = weight.words
-    stream_kernel.stream_kernel[(row_blocks, blocks, splits)](
+    streaming_kernel.streaming_kernel[(row_blocks, blocks, splits)](
         _describe_inputs(x, columns, slices, padded),
         _describe_inputs(x[:, SLICE.value :], columns, slices, padded) if weight.is_4_bit else None,
         _describe_weight(weight, 2 if gate else 1, outputs, slices),

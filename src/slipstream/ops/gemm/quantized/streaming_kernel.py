@@ -30,7 +30,7 @@ SLICE = gl.constexpr(64)  # bytes of a weight row that a warp multiplies in a st
 
 # grid: (blocks of rows, blocks of outputs, splits)
 @gluon.jit(do_not_specialize=["num_rows", "num_steps", "split_steps", "num_words"])
-def stream_kernel(
+def streaming_kernel(
     x,  # descriptor [slices, rows, 64], boxes of WARPS x ROWS x 64; 4 bits: the inputs of low bits
     high_x,  # 4 bits: the inputs of high bits; else None
     weight,  # descriptor [slices, gate and up, out, 64 bytes]

@@ -24,7 +24,7 @@ _PYLATE = (  # if one of these is set, queries are padded unless the settings sa
 )  # fmt: skip
 
 
-def late_info(path: Path, folder: SentenceFolder, *, is_causal: bool, reach: int | None) -> dict[str, Any]:
+def late_interaction_info(path: Path, folder: SentenceFolder, *, is_causal: bool, reach: int | None) -> dict[str, Any]:
     """Fields of PoolingInfo. `reach`: tokens to each side that some layer attends to; None: all layers see
     everything."""
     found = _of_folder(path, folder) if folder.has_modules else _of_colbert(path)
@@ -71,7 +71,7 @@ def _of_colbert(path: Path) -> dict[str, Any]:
 
 def _of_folder(path: Path, folder: SentenceFolder) -> dict[str, Any]:
     file = path / "config_sentence_transformers.json"
-    settings = folder.late_settings | folder.module_settings
+    settings = folder.late_interaction_settings | folder.module_settings
     words = read_vocabulary(path)
     markers, prompts = _markers(folder, words)
     query = Role(token_id=markers.get("query"), length=_size(settings, "query_length", file))
@@ -107,7 +107,7 @@ def _of_folder(path: Path, folder: SentenceFolder) -> dict[str, Any]:
 def _expansion(path: Path, folder: SentenceFolder, settings: dict[str, Any]) -> dict[str, Any] | None:
     """The padding of queries; None: no padding. PyLate's own folders pad unless they say otherwise."""
     found: Any = settings.get("query_expansion")
-    by_pylate = "query_expansion" not in settings and any(key in folder.late_settings for key in _PYLATE)
+    by_pylate = "query_expansion" not in settings and any(key in folder.late_interaction_settings for key in _PYLATE)
     if by_pylate and settings.get("do_query_expansion") is not False:
         attend = settings.get("attend_to_expansion_tokens", settings.get("attend_to_mask_tokens"))
         found = {"strategy": "fixed", "attend": attend, "length": settings.get("query_length") or USUAL_QUERY}
@@ -122,7 +122,7 @@ def _markers(folder: SentenceFolder, words: dict[str, int]) -> tuple[dict[str, i
     markers: dict[str, int] = {}
     prompts = dict(folder.prompts)
     for role in ("query", "document"):
-        prefix = folder.late_settings.get(f"{role}_prefix")
+        prefix = folder.late_interaction_settings.get(f"{role}_prefix")
         if not isinstance(prefix, str) or not prefix.strip():
             continue
         token = next((words[word] for word in (prefix, prefix.split()[0]) if word in words), None)
